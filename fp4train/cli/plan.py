@@ -240,7 +240,9 @@ def _search(mesh_plan: "MeshPlan", command: list[str], as_data: bool) -> int:
 
     found, batch = mesh_plan.search()
     fitting = distinct([each for each in found if each.cost.fits], 6)
-    others = distinct([each for each in found if not each.cost.fits], 3 if fitting else 6)
+    others = distinct([each for each in found if not each.cost.fits], 3)
+    if not fitting:
+        others = distinct(sorted(found, key=lambda each: each.cost.memory.total), 6)
     kept = [
         a for a in command if a.partition("=")[0] not in ("train.batch_size", "train.microbatch", "model.recompute")
     ]

@@ -212,6 +212,18 @@ def test_a_model_that_fits_no_mesh_ends_with_1_and_says_what_takes_the_memory(
     assert run("plan", "model=llama_70b", "gpu=H100", "gpus=2", "parallel=auto", "recipe=bf16") == 1
     printed = capsys.readouterr().out
     assert "0 of " in printed and "does not fit: " in printed and "more GPUs" in printed
+    least = min(map(float, re.findall(r" (\d+\.\d) +does not fit", printed)))
+    said = (r"\((\S+) GiB of each usable", r"lacks (\S+) GiB", r"moments \((\S+) GiB\)", r"bfloat16 saves (\S+) GiB")
+    usable, lacks, moments, saved = (float(re.findall(each, printed)[0]) for each in said)
+    assert lacks == pytest.approx(least - usable, abs=0.11)
+    assert saved == pytest.approx(moments / 2, abs=0.11) and "which is not enough" in printed
+
+
+@pytest.mark.long
+def test_a_mixture_of_671b_fits_1024_gpus_in_shards(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("plan", "model=moe_671b", "gpu=B200", "gpus=1024", "parallel=auto") == 0
+    printed = capsys.readouterr().out
+    assert "parallel.dp_shard=256 parallel.dp_replicate=4 train.microbatch=1 model.recompute=true" in printed
 
 
 @pytest.mark.parametrize(

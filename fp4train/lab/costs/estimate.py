@@ -176,26 +176,33 @@ def layer_costs(
     layer, gemms = plan.layer, {gemm.name: gemm for gemm in plan.gemms}
     quantise = dict.fromkeys(GEMMS, 0.0)
     rows = layer.rows(tokens)
+    members = min(max(1, layer.experts), rows)
+    """Experts that have tokens: each is quantised, and multiplied where no call does so for all, by itself."""
+    calls = 1 if plan.layer_backend is not None else members
     counts = {"x": rows * layer.in_features, "w": layer.weights, "dy": rows * layer.out_features}
     for tensor, forms in FORMS.items():
         times = weight_passes if tensor == "w" else microbatches
         users = [(gemms[g], spec) for g, which in forms if (spec := getattr(gemms[g].operands, which)) is not None]
-        seconds = _tensor(gpu, counts[tensor], [(spec, gemm.backend) for gemm, spec in users])
+        forms_of_one = [(spec, gemm.backend) for gemm, spec in users]
+        seconds = calls * _tensor(gpu, counts[tensor] // calls, forms_of_one)
         for gemm, _ in users:
             quantise[gemm.name] += times * seconds / len(users)
     costs = []
     for gemm in plan.gemms:
         m, n, k = size = plan.size(gemm.name, tokens)
         reason = _why_emulated(gemm)
-        seconds = gemm_seconds(gpu, gemm.elements if reason is None else _multiplied(gemm.operands), m, n, k)
-        epilogue = _epilogue(gpu, gemm.operands, m * n) if reason is not None else 0.0
+        one = (m, n, k / members) if gemm.name == "wgrad" else (m / members, n, k)
+        multiplied = gemm.elements if reason is None else _multiplied(gemm.operands)
+        together = members if gemm.grouped or plan.layer_backend is not None else 1
+        seconds = members / together * gemm_seconds(gpu, multiplied, *one, products=together)
+        epilogue = members * _epilogue(gpu, gemm.operands, one[0] * n) if reason is not None else 0.0
         costs.append(
             GemmCost(
                 layer=layer.name,
                 gemm_name=gemm.name,
                 size=size,
                 elements=gemm.elements,
-                bf16=microbatches * gemm_seconds(gpu, "BF16·BF16", m, n, k),
+                bf16=microbatches * members * gemm_seconds(gpu, "BF16·BF16", *one),
                 gemm=microbatches * seconds,
                 quantise=quantise[gemm.name] + microbatches * epilogue,
                 emulated=reason,
@@ -222,7 +229,7 @@ def _multiplied(operands: Operands) -> str:
     return "FP32·FP32" if wide else "BF16·BF16"
 
 
-def _epilogue(gpu: Gpu, operands: Operands, outputs: int) -> float:
+def _epilogue(gpu: Gpu, operands: Operands, outputs: float) -> float:
     """Seconds to apply the scales of whole tensors or rows to an emulated product."""
     scaled = any(s is not None and (needs_amax(s) or s.delayed) for s in (operands.first, operands.second))
     return move_seconds(gpu, roofline.SCALE_EPILOGUE * outputs, COPY) + LAUNCH if scaled else 0.0

@@ -75,8 +75,11 @@ def half_size(gpu: Gpu, rate: str) -> float:
     return EXPOSED * gpu.peaks[rate] * gemm_share(gpu, rate) / (gpu.bandwidth * COPY)
 
 
-def gemm_seconds(gpu: Gpu, elements: str, m: int, n: int, k: int) -> float:
+def gemm_seconds(gpu: Gpu, elements: str, m: float, n: float, k: float, *, products: int = 1) -> float:
     """Time of one product [m, k]·[k, n] of `elements` ("E2M1·E2M1", "BF16"), without quantising.
+
+    Args:
+        products: how many of this size one call makes; their tiles fill the GPU together.
 
     Raises:
         ValueError: the GPU has no such rate.
@@ -86,11 +89,11 @@ def gemm_seconds(gpu: Gpu, elements: str, m: int, n: int, k: int) -> float:
         raise ValueError(f"{gpu} does not multiply {elements}: it has {', '.join(gpu.peaks)}")
     first, _, second = elements.upper().partition("·")
     achievable = gpu.peaks[rate] * gemm_share(gpu, rate)
-    size = math.cbrt(m * n * k)
-    compute = 2 * m * n * k / achievable * (1 + half_size(gpu, rate) / size)
+    size = math.cbrt(products * m * n * k)
+    compute = 2 * products * m * n * k / achievable * (1 + half_size(gpu, rate) / size)
     out = 4 if rate in ("FP32", "TF32") else 2
     moved = m * k * stored_bytes(first) + n * k * stored_bytes(second or first) + m * n * out
-    return max(compute, moved / (gpu.bandwidth * COPY)) + LAUNCH
+    return max(compute, products * moved / (gpu.bandwidth * COPY)) + LAUNCH
 
 
 def move_seconds(gpu: Gpu, moved: float, share: float) -> float:

@@ -126,8 +126,38 @@ def render_candidates(found: Sequence[MeshCandidate], best: Sequence[MeshCandida
     ]
     table = tabulate([("mesh", "tokens/s per GPU", "GiB", ""), *rows])
     if not fitting:
-        return "\n".join([head, *table, "more GPUs, a smaller train.seq_len or a smaller train.batch_size may fit"])
+        return "\n".join([head, *table, *_missing(best[0])])
     return "\n".join([head, *table, f"the cheapest: {command}"])
+
+
+def _missing(least: MeshCandidate) -> list[str]:
+    """How much memory the mesh that needs least lacks, and what makes its largest parts smaller."""
+    memory = least.cost.memory
+    lacks = memory.total - USABLE * least.cost.gpu.capacity
+    ranked = sorted(memory.parts.items(), key=lambda item: -item[1])
+    halved = memory.parts["moments"] / 2 if least.cost.workload.moment_bytes > 4 else 0.0
+    smaller = [f"{name} ({_gib(value)} GiB): {_SMALLER[name]}" for name, value in ranked if name in _SMALLER][:2]
+    if halved:
+        enough = "which is enough" if halved >= lacks else "which is not enough"
+        smaller.append(f"optim.moments=bfloat16 saves {_gib(halved)} GiB, {enough}")
+    return [
+        f"the mesh that needs least lacks {_gib(lacks)} GiB of each GPU; what takes most, and what helps:",
+        *smaller,
+    ]
+
+
+_SMALLER = {
+    "weights, float32": "more GPUs, as parallel.dp_shard or parallel.pp",
+    "moments": "more GPUs, as parallel.dp_shard or parallel.pp",
+    "gradients": "one microbatch, whose gradients are reduced block by block: a smaller train.batch_size; or more "
+    "parallel.pp",
+    "activations": "model.recompute=true, a smaller train.seq_len or train.microbatch",
+    "weights in BF16": "parallel.dp_shard above 1, which frees them after use",
+    "unsharded weights": "two blocks and the gradients of one, whatever parallel.dp_shard is: parallel.tp cuts them "
+    "where the model allows it; a GPU with more memory",
+    "logits and head": "a smaller vocabulary, or parallel.tp",
+}
+"""Part of a rank's memory → what makes it smaller."""
 
 
 def _largest(cost: ClusterCost) -> str:

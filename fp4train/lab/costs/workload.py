@@ -147,8 +147,10 @@ class ModelWeight:
             made = codes * self.of_rank(mesh) / self.count
             gathered = 0.0 if form.row or form.column else self.wire_bytes(mesh)
             return made + (gathered if mesh.shard > 1 else 0.0)
-        copy = 2 if self.plan is not None else 0
-        return self.of_rank(mesh) * copy + (self.wire_bytes(mesh) if mesh.shard > 1 else 0.0)
+        came = self.wire_bytes(mesh) if mesh.shard > 1 else 0.0
+        if self.plan is None or (mesh.shard > 1 and form.dtype == self.plan.table.torch_dtype):
+            return came  # it is multiplied as it came
+        return self.of_rank(mesh) * self.plan.table.torch_dtype.itemsize + came
 
     def code_bytes(self, mesh: Mesh) -> float:
         """Bytes of the codes of this rank's shard, which are kept within a step."""

@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,17 +10,19 @@ import torch
 
 import fp4train as f4
 from fp4train.hardware import Device, find_gpu
-from fp4train.lab.costs.cluster import HOST, ClusterCost
+from fp4train.lab.costs.cluster import EXPERT, HOST, PRODUCT, ClusterCost, host_seconds
+from fp4train.lab.costs.estimate import layer_costs
 from fp4train.lab.costs.links import interconnect
 from fp4train.lab.costs.memory import saved
+from fp4train.lab.costs.roofline import LAUNCH, gemm_seconds
 from fp4train.lab.costs.workload import Workload, workload
 from fp4train.models.hybrid import Hybrid, ScanShape
 from fp4train.models.hyena import FilterShape, Hyena
 from fp4train.models.moe import ExpertShape, MixtureOfExperts
 from fp4train.parallel.config import Mesh
-from fp4train.precision import BF16, Timeline
-from fp4train.precision.layers import find_layers
-from fp4train.precision.plan import make_plan
+from fp4train.precision import BF16, NVFP4, Timeline
+from fp4train.precision.layers import Layer, find_layers
+from fp4train.precision.plan import make_plan, resolve
 
 BATCH, TIME, WIDTH = 2, 64, 32
 
@@ -83,14 +86,10 @@ def mixture(count: int, mesh: Mesh | None = None) -> ClusterCost:
     return ClusterCost(measured(shape), gpu, interconnect(gpu), mesh or Mesh())
 
 
-def test_the_host_queues_the_products_of_each_expert() -> None:
-    assert mixture(8).host - mixture(4).host == pytest.approx(2 * 2 * 4 * HOST["torch"])
-
-
-def test_tensor_parallel_ranks_have_and_queue_their_experts_and_sum_their_tokens() -> None:
+def test_tensor_parallel_ranks_have_and_queue_their_experts_and_sum_their_outputs() -> None:
     two = Mesh(tensor=2)
     one, half, more = mixture(8), mixture(8, two), mixture(16, two)
-    assert one.host - half.host == pytest.approx(2 * 2 * 4 * HOST["torch"])
+    assert one.host - half.host == pytest.approx(2 * 2 * 4 * EXPERT * HOST["torch"])
     weights = 2 * 8 * (3 * WIDTH * 16) // 2  # of two blocks, in addition; the router's rows are whole
     assert more.memory.parameters - half.memory.parameters == weights + 2 * 8 * WIDTH
     whole = 2 * BATCH * TIME * WIDTH  # bytes of a stream in BF16, of which a rank sends half in each of two blocks
@@ -100,3 +99,39 @@ def test_tensor_parallel_ranks_have_and_queue_their_experts_and_sum_their_tokens
     (kind,) = half.workload.kinds
     assert kind.cost.routed == 2 * whole, "the router's input in float32"
     assert saved(kind.cost, two) == (kind.cost.saved + kind.cost.routed) / 2
+
+
+def test_the_host_queues_each_expert_and_products_of_all_once() -> None:
+    gpu = find_gpu("B200")
+    assert mixture(8).host - mixture(4).host == pytest.approx(2 * 2 * 4 * EXPERT * HOST["torch"])
+    layer = Layer(name="up", in_features=512, out_features=512, block=0, blocks=1, experts=8, per_token=2)
+    on = partial(resolve, layer, NVFP4(), None, device=Device.elsewhere(gpu))
+    native, emulated = on(backend="native"), on(backend="emulate")
+    assert [gemm.grouped for gemm in native.gemms] == [True, True, False]
+    assert host_seconds(emulated, 256) == pytest.approx(HOST["emulate"] * (1 + 7 * EXPERT))
+    assert host_seconds(native, 256) == pytest.approx(HOST["native"] * (1 + 7 * (EXPERT - 2 * PRODUCT)))
+    assert host_seconds(emulated, 1) == pytest.approx(HOST["emulate"] * (1 + EXPERT)), "two experts have tokens"
+    by_te = on(backend="te")
+    assert by_te.layer_backend == "te" and host_seconds(by_te, 256) == HOST["te"]
+
+
+def test_a_product_of_all_experts_takes_less_than_one_for_each() -> None:
+    gpu, one = find_gpu("B200"), partial(gemm_seconds, find_gpu("B200"), "E2M1·E2M1", 128, 1024, 1024)
+    assert one() < one(products=16) < 16 * one() - 15 * LAUNCH
+    layer = Layer(name="up", in_features=1024, out_features=1024, block=0, blocks=1, experts=16)
+    rows = layer_costs(resolve(layer, NVFP4(), None, "native", Device.elsewhere(gpu)), gpu, 16 * 128, 1)
+    assert [row.gemm for row in rows[:2]] == pytest.approx([one(products=16)] * 2)
+    assert rows[2].gemm == pytest.approx(16 * gemm_seconds(gpu, "E2M1·E2M1", 1024, 1024, 128))
+    assert rows[0].bf16 == pytest.approx(16 * gemm_seconds(gpu, "BF16", 128, 1024, 1024))
+
+
+def test_a_weight_that_came_as_it_is_multiplied_is_held_once() -> None:
+    """Of a layer in BF16 no copy is made beside the gathered BF16; one is of gathered float32."""
+    load = measured(MixtureOfExperts(width=WIDTH, layers=2, heads=2, kv_heads=2, experts=ExpertShape(count=4)))
+    (weight,) = (w for w in load.kinds[0].weights if w.name.endswith("mlp.down.weight"))
+    assert weight.resident_bytes(Mesh(shard=2)) == 2 * weight.count
+    assert weight.resident_bytes(Mesh(shard=2, gather="fp32")) == (4 + 2) * weight.count
+    assert weight.resident_bytes(Mesh(shard=8)) == (4 + 2) * weight.count, (
+        "4 experts are no 8 shards, so float32 is sent"
+    )
+    assert weight.resident_bytes(Mesh()) == 2 * weight.count
