@@ -241,7 +241,7 @@ class TritonQuantizer(Quantizer):
             row, row_scales, turned, turned_scales = made
             stored = (row.view(plan.words[0]), row_scales, turned.view(plan.words[1]), turned_scales)
             plan.launch(x_MK, row_scales if amaxes is None else amaxes, *stored, words=words)
-        first, second = (amaxes.view(-1)[i] if amaxes is not None and plan.needs[i] else None for i in (0, -1))
+        first, second = (amaxes[i] if amaxes is not None and plan.needs[i] else None for i in (0, 1))
         rows, columns = x_MK.shape
         return (
             Quantized(self.spec, (rows, columns), row, row_scales, first),
@@ -249,14 +249,14 @@ class TritonQuantizer(Quantizer):
         )
 
     def _both_amaxes(self, x_MK: Tensor, plan: triton_launch.BothPlan, given: list[Tensor]) -> Tensor:
-        """The amaxes of both forms, float32 [2], or the one of x, 0-d."""
-        given = [amax.to(torch.float32).reshape(()) for amax in given]
-        if plan.amax is None:
-            return given[0] if given else self._amax(x_MK, False)
+        """The amaxes of both forms, or twice the one of x, and room for S_dec of both: float32 [4]."""
+        out = torch.zeros(4, dtype=torch.float32, device=x_MK.device)
         if given:
-            return torch.stack((given[0], given[-1]))
-        out = torch.zeros(2, dtype=torch.float32, device=x_MK.device)
-        plan.amax(x_MK, out.view(torch.int32))
+            out[:2] = torch.stack([amax.reshape(()) for amax in (given[0], given[-1])])
+        elif plan.amax is not None:
+            plan.amax(x_MK, out.view(torch.int32))
+        else:
+            out[:2] = self._amax(x_MK, False)
         return out
 
     def _amax(self, x_RC: Tensor, per_row: bool) -> Tensor:

@@ -62,22 +62,22 @@ def quantize_both(
 ):
     """Codes and scales of x [rows, cols], whose column stride is 1, by R, and of x.T by C.
 
-    amax_ptr: that of x; with a transform behind it that of the column-wise form. R's tile is that of C, turned.
+    amax_ptr: [4], that of x and, with a transform, that of the column-wise form; behind them S_dec of each form is
+    stored. R's tile is that of C, turned.
     """
     tiles = tl.cdiv(cols, C.tile_rows)
     groups = tl.cdiv(cols, R.n)
     column_groups = tl.cdiv(rows, C.n)
     words = (key0, key1, row_counter2, counter3, row_col_group, row_offset)
-    pointers = (x_ptr, amax_ptr, row_ptr, row_scale_ptr, row_scale_ptr)
+    pointers = (x_ptr, amax_ptr, row_ptr, row_scale_ptr, amax_ptr + 2)
     if R.blocks == "rows16":
         quantize_rows16(pointers, rows, cols, groups, tiles, x_stride, groups, words, R)
     else:
         PER_WORD: tl.constexpr = 8 if R.output == "packed" else 1
         quantize_rows(pointers, rows, cols, groups, tiles, x_stride, groups * (R.n // PER_WORD), words, R)
-    if C.size > 0:
-        amax_ptr += 1
+    OWN: tl.constexpr = 1 if C.size > 0 else 0
     words = (key0, key1, column_counter2, counter3, column_col_group, column_row_offset)
-    pointers = (x_ptr, amax_ptr, column_ptr, column_scale_ptr, column_scale_ptr)
+    pointers = (x_ptr, amax_ptr + OWN, column_ptr, column_scale_ptr, amax_ptr + 3)
     PER_COLUMN_WORD: tl.constexpr = 16 if C.output == "packed" else 8
     stride = column_groups * (C.n // PER_COLUMN_WORD)
     quantize_columns(pointers, cols, rows, column_groups, tiles, 1, x_stride, stride, 1, words, C)

@@ -207,9 +207,8 @@ def quantize(
     amax_ptr: [1] or [rows], unless V.outer is "none". out_ptr: codes (uint8 [R, Cp]), packed (int32 [R, Cp/8], eight
     E2M1 codes each, the first in the lowest nibble) or values (BF16 or float32 [R, C]: element * block scale).
     scale_ptr: those of blocks, [blocks of rows, groups] (not for values), or scale_inv of the tensor or its rows.
-    decode_ptr: S_dec, [1] or [rows], beside values. groups: blocks of a row; tiles: programs across a row (across the
-    rows for columns). Strides count elements of x and of out. The rest are the words of `random_words`, as int32 bit
-    patterns.
+    decode_ptr: S_dec, [1] or [rows]. groups: blocks of a row; tiles: programs across a row (across the rows for
+    columns). Strides count elements of x and of out. The rest are the words of `random_words`, as int32 bit patterns.
     """
     pointers = (x_ptr, amax_ptr, out_ptr, scale_ptr, decode_ptr)
     words = (key0, key1, counter2, counter3, col_group, row_offset)

@@ -141,6 +141,8 @@ class Mamba2(nn.Module):
     ) -> None:
         super().__init__()
         self.kernels = kernels
+        self.missing = scan_kernels.missing() if kernels == "auto" else (kernels, kernels)
+        """Reasons why this process cannot call kernels for the scan and the convolution."""
         self.heads, self.groups, self.chunk, self.eps, self.least_step = heads, groups, chunk, eps, least_step
         self.head_dim, self.state = head_dim, state
         inner, mixed = heads * head_dim, sum(self.mixed_sizes)
@@ -200,8 +202,11 @@ class Mamba2(nn.Module):
         projected_BTN = projected_BTN.view(-1, time, projected_BTN.shape[-1])
         z, mixed, dt = torch.split(projected_BTN, [inner, mixed_size, self.heads], -1)
         deterministic = torch.are_deterministic_algorithms_enabled()
-        fused = kept is None and scan_kernels.why_torch(self.kernels, u_BTD.device.type, deterministic) is None
-        if fused and scan_kernels.why_torch_convolves(self.taps, mixed_size) is None:
+        no_scan, no_convolution = self.missing
+        fused = kept is None and no_scan is None
+        fused = fused and scan_kernels.why_torch(self.kernels, u_BTD.device.type, deterministic) is None
+        convolves = fused and no_convolution is None
+        if convolves and scan_kernels.why_torch_convolves(self.taps, mixed_size) is None:
             weight, bias = local(self.conv1d.weight)[:, 0], local(self.conv1d.bias)
             mixed, window = _untraced(scan_kernels.silu_of_convolution, mixed.float(), weight, bias, document_BT), None
         else:
@@ -250,9 +255,11 @@ def scans_by(model: nn.Module, device: str, *, deterministic: bool) -> list[str]
 
 
 def _scanned_by(mixer: Mamba2, device: str, deterministic: bool) -> str:
-    if why := scan_kernels.why_torch(mixer.kernels, device, deterministic):
+    why = scan_kernels.why_torch(mixer.kernels, device, deterministic)
+    if why := why or scan_kernels.why_missing(scan_kernels.SCAN):
         return f"scans by torch: {why}"
     why = scan_kernels.why_torch_convolves(mixer.taps, sum(mixer.mixed_sizes))
+    why = why or scan_kernels.why_missing(scan_kernels.CONVOLUTION)
     convolution = f"torch: {why}" if why else scan_kernels.version(scan_kernels.CONVOLUTION)
     return f"scans by {scan_kernels.version(scan_kernels.SCAN)}, their convolutions by {convolution}"
 

@@ -34,17 +34,23 @@ _MOST_TAPS, _CHANNELS = 4, 8
 """The filters of causal-conv1d have 2 to 4 taps, for a multiple of 8 channels."""
 
 
-def _found(where: tuple[str, str]) -> Any:
-    """The function, or a text that says why it is not there; torch.compile does not trace the import."""
-    if not torch.compiler.is_dynamo_compiling():
-        return _imported(where)
-    from fp4train.precision import compile_context
+def why_missing(where: tuple[str, str]) -> str | None:
+    """The reason why a function cannot be imported; None: it can. torch.compile does not trace the import, so a layer
+    asks when it is made (`missing`)."""
+    found = _imported(where)
+    return found if isinstance(found, str) else None
 
-    return compile_context.call(_imported, where)
+
+def missing() -> tuple[str | None, str | None]:
+    """Reasons why this process cannot call the scan, and the convolution; None: it can."""
+    if not torch.get_device_module(DEVICE).is_available():
+        return (f"there is no {DEVICE} device",) * 2
+    return why_missing(SCAN), why_missing(CONVOLUTION)
 
 
 @cache
 def _imported(where: tuple[str, str]) -> Any:
+    """The function, or a text that says why it is not there."""
     module, name = where
     try:
         return getattr(import_module(module), name)
@@ -60,7 +66,7 @@ def _failed(where: tuple[str, str], error: Exception) -> str:
 
 
 def why_torch(chosen: str, device: str, deterministic: bool) -> str | None:
-    """The reason why torch computes the scans on a device of this type; None: mamba-ssm's kernels do.
+    """The reason why torch computes the scans on a device of this type; None: mamba-ssm's kernels do where they are.
 
     Args:
         chosen: one of `CHOICES`.
@@ -72,18 +78,17 @@ def why_torch(chosen: str, device: str, deterministic: bool) -> str | None:
         return f"the kernels of mamba-ssm need a GPU, not {device}"
     if deterministic:
         return "train.deterministic=true, and the backward pass of mamba-ssm's kernels adds by atomics"
-    found = _found(SCAN)
-    return found if isinstance(found, str) else None
+    return None
 
 
 def why_torch_convolves(taps: int, channels: int) -> str | None:
-    """The reason why torch computes the convolutions before scans that kernels compute; None: causal-conv1d does."""
+    """The reason why torch computes the convolutions before scans that kernels compute; None: causal-conv1d does where
+    it is."""
     if not 2 <= taps <= _MOST_TAPS:
         return f"causal-conv1d has filters of 2 to {_MOST_TAPS} taps, not {taps}"
     if channels % _CHANNELS:
         return f"causal-conv1d needs a multiple of {_CHANNELS} channels, not {channels}"
-    found = _found(CONVOLUTION)
-    return found if isinstance(found, str) else None
+    return None
 
 
 def version(where: tuple[str, str]) -> str:

@@ -197,6 +197,26 @@ def test_a_compiled_layer_calls_them_too(installed: Installed) -> None:
     assert installed.calls == ["convolution", "scan"]
 
 
+def test_a_graph_breaks_where_a_kernel_is_called_and_nowhere_else(installed: Installed) -> None:
+    """Not where the kernel is looked up, of which there is one in each call of a layer."""
+    made, x = layer(), torch.randn(2, TIME, 24)
+    with torch.no_grad():
+        torch.compiler.reset()
+        explained = torch._dynamo.explain(made)(x, TIME)
+    assert explained.graph_break_count == 2, explained.break_reasons
+    assert installed.calls == ["convolution", "scan"]
+
+
+def test_without_the_kernels_a_layer_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device that could run them."""
+    monkeypatch.setattr(scan_kernels, "DEVICE", "cpu")
+    made, x = layer(), torch.randn(2, TIME, 24)
+    assert made.missing == ("mamba-ssm is not installed", "causal-conv1d is not installed")
+    with torch.no_grad():
+        expected, compiled = made(x, TIME), torch.compile(made, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(x, TIME), expected)
+
+
 def test_deterministic_algorithms_leave_the_scan_to_torch(installed: Installed) -> None:
     torch.use_deterministic_algorithms(True)
     try:
