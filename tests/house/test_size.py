@@ -51,6 +51,7 @@ BUDGET = {
     "moments in BF16": (282, 2),
     "experts of transformers": (74, 1),
     "outlier channels of experts": (20, 0),
+    "experts over tensor-parallel ranks": (104, 1),
     "calls of experts, and the memory that a mesh lacks": (50, 0),
 }
 """Code lines and files of the package by capability: each has an entry of its own."""

@@ -44,8 +44,9 @@ class GroupGemms(Executor):
         super().__init__(plan, device, shard, sums=sums)
         kind = Gemms if plan.quantised and device != "meta" else TorchLayer
         splits = kind is Gemms and plan.recipe.splits
-        self.parts = ChannelParts(plan, device, shard, sums=sums) if splits else None
-        self.member = kind(plan, device, shard, sums=sums) if self.parts is None else self.parts.whole
+        # Without `shard`: a rank has each of its weights whole.
+        self.parts = ChannelParts(plan, device, sums=sums) if splits else None
+        self.member = kind(plan, device, sums=sums) if self.parts is None else self.parts.whole
         self.states = self.member.states if self.parts is None else self.parts.states
 
     @staticmethod
