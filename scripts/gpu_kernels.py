@@ -200,6 +200,7 @@ def check(case: Case, device: str) -> dict[str, str]:
         "codes": (quantized.codes, wanted.codes),
         "scales": (quantized.scales, wanted.scales),
         "amax": (quantized.amax, wanted.amax),
+        "S_dec": (quantized.global_decode(), wanted.global_decode()),
         "values": (decoded.values, wanted_decoded.values),
         "scale": (decoded.scale, wanted_decoded.scale),
     }

@@ -21,6 +21,7 @@ from fp4train.nn.call import Call, Counts, Executor, TokenCount
 from fp4train.nn.executors.cut import LayerShard
 from fp4train.nn.executors.gemms import without_torchs_autocast
 from fp4train.nn.planned import PlannedLayer
+from fp4train.nn.ranks import local
 from fp4train.nn.scaling import DelayedScaling, MemberScaling
 from fp4train.nn.weights import PreparedWeights
 from fp4train.precision.context import Context, State, once, state
@@ -82,8 +83,10 @@ class Experts(PlannedLayer):
 
     @property
     def w_ENK(self) -> Tensor:
-        """The weights [experts, out_features, in_features]; a view where they are stored transposed."""
-        return self.weight.mT if self.transposed else self.weight
+        """The weights [experts, out_features, in_features] that this rank has; a view where they are stored
+        transposed."""
+        w = local(self.weight)
+        return w.mT if self.transposed else w
 
     @property
     def own_weights(self) -> tuple[Tensor, ...]:
@@ -91,7 +94,13 @@ class Experts(PlannedLayer):
 
     def rename(self, layer: Layer, backend: str) -> None:
         super().rename(layer, backend)
-        self._keys = [zlib.crc32(f"{layer.name}.{member}".encode()) for member in range(self.experts)]
+        self._keys = [zlib.crc32(f"{layer.name}.{member}".encode()) for member in self.members]
+
+    @property
+    def members(self) -> range:
+        """The places of this rank's experts in the whole group."""
+        first = 0 if self.layer_shard is None else self.layer_shard.first
+        return range(first, first + self.experts)
 
     def observed(self, x: Tensor, *counts: Any) -> tuple[Tensor, Tensor, slice]:
         rows = self._counts(x, *counts)
@@ -105,6 +114,12 @@ class Experts(PlannedLayer):
                 f"{self.layer.name} has {self.experts} experts, and an expert has tokens on some ranks only: an amax "
                 "over the tokens of all ranks (parallel.amax=data) would wait for the others; use parallel.amax=tp"
             )
+        assert own.tensor is not None and own.cut == "experts"
+        self.layer_shard, self.joined = own, True  # a call cannot join: other ranks have other experts
+        self.experts = self.w_ENK.shape[0]
+        self._member_tokens = [TokenCount() for _ in self.members]
+        layer = replace(self.layer, experts=self.experts, cut=own.cut, parts=own.tensor.size)
+        self.rename(layer, self.backend)
 
     # -- the call -----------------------------------------------------------------------------------------------------
 
@@ -132,7 +147,7 @@ class Experts(PlannedLayer):
             return self._outside(x_MK, rows)
         executor = self.executor_in(now.context, input.device)
         with without_torchs_autocast(input.device.type):
-            y_MN = executor(self, x_MK, (self.w_ENK,), (self.bias,), now, rows)
+            y_MN = executor(self, x_MK, (self.w_ENK,), (self._biases,), now, rows)
         return y_MN.to(out_dtype)
 
     def _counts(self, input: Tensor, counts: Tensor | Sequence[int]) -> list[int]:
@@ -156,10 +171,15 @@ class Experts(PlannedLayer):
             )
         return rows
 
+    @property
+    def _biases(self) -> Tensor | None:
+        return None if self.bias is None else local(self.bias)
+
     def _outside(self, x_MK: Tensor, rows: list[int]) -> Tensor:
         """y outside of a context, in torch's own products."""
         used = sum(rows)
-        biases = [None] * self.experts if self.bias is None else self.bias.unbind(0)
+        held = self._biases
+        biases = [None] * self.experts if held is None else held.unbind(0)
         parts = zip(torch.split(x_MK[:used], rows), self.own_weights, biases, strict=True)
         y_MN = torch.cat([F.linear(x, w, bias) for x, w, bias in parts])
         tail = x_MK.shape[0] - used
@@ -175,17 +195,19 @@ class Experts(PlannedLayer):
         """A call of `executor` for each expert; `training`: whether gradients are enabled."""
         whole = self.new_call(context, executor, 0, training=training)
         scaling, position = self.states.get(DelayedScaling.name), (whole.seed, whole.step)
-        calls, parameter = [], self.weight
+        calls, parameter, members = [], self.weight, self.members
+        elsewhere = [each for each in range(self.layer.group) if each not in members]
         for member, (key, count, tokens) in enumerate(zip(self._keys, counts, self._member_tokens, strict=True)):
+            place, others = members[member], () if member else elsewhere
             offset = whole.token_offset
             if context.step is not None and context.token_offset is None and training and count:
-                offset = context.token_start + tokens.offset(position, count, f"{self.layer.name}.{member}")
+                offset = context.token_start + tokens.offset(position, count, f"{self.layer.name}.{place}")
             call = replace(
                 whole,
                 token_offset=offset,
                 layer_key=key,
                 weights=PreparedWeights() if context.step is None else self.prepared(member),
-                scaling=MemberScaling(scaling, member) if isinstance(scaling, DelayedScaling) else None,
+                scaling=MemberScaling(scaling, place, others) if isinstance(scaling, DelayedScaling) else None,
                 shared=context.shared.setdefault(f"member {member}", {}),
                 parameter=parameter,
                 member=member,
@@ -201,51 +223,82 @@ class Experts(PlannedLayer):
         return f"{sizes}, bias={self.bias is not None}, backend={self.backend}"
 
 
-def by_expert(x_MD: Tensor, key: Tensor, experts: int, function: Callable[[Tensor, Counts | Tensor], Tensor]) -> Tensor:
-    """y [A, N] of the assignments of tokens to experts, A a multiple of the tokens, those of a token one after the
-    other: `function` of their rows of x, sorted by expert, and of the rows that each expert has.
+def by_expert(
+    x_MD: Tensor,
+    weights_MK: Tensor,
+    key: Tensor,
+    experts: int,
+    function: Callable[[Tensor, Counts | Tensor], Tensor],
+    *,
+    shard: LayerShard | None = None,
+    whole_MD: Tensor | None = None,
+) -> Tensor:
+    """The weighted sum [M, N] of the experts of each token, in the dtype of y·weight.
 
     Args:
-        key: int64 [A], the expert of each assignment; what is not below `experts` counts for none, its rows come last.
+        weights_MK: of a token's experts.
+        key: int64 [M·K], those experts; what is not below `experts` counts for none.
+        function: y of rows of x, sorted by expert, and of the rows that each expert has.
+        shard: of the experts that this rank has, `experts` of them: the sum is over these, the gradient of x over those
+            of all ranks. None: it has them all.
+        whole_MD: with a shard, x of the tokens of all ranks, of which it is this rank's share.
     """
+    if shard is not None:
+        key = key - shard.first
+        key = key.masked_fill((key < 0) | (key >= experts), experts)
     counts_E = key.new_zeros(experts + 1).scatter_add_(0, key, torch.ones_like(key))[:experts]
     order = key.argsort(stable=True)
     counts = counts_E if counts_E.is_meta else counts_E.tolist()  # the host waits once, for all products
-    back = torch.empty_like(order)
-    back[order] = torch.arange(len(order), device=order.device)
-    rows: Tensor = _Dispatch.apply(x_MD, order, back)  # type: ignore[no-untyped-call]
-    y: Tensor = _Permuted.apply(function(rows, counts), back, order)  # type: ignore[no-untyped-call]
-    return y
+    if not counts_E.is_meta:
+        order = order[: sum(counts)]
+    whole_MD = x_MD.detach() if whole_MD is None else whole_MD.detach()
+    rows: Tensor = _Dispatch.apply(x_MD, whole_MD, order, weights_MK.shape[1], shard)  # type: ignore[no-untyped-call]
+    out: Tensor = _Combine.apply(function(rows, counts), weights_MK, order)  # type: ignore[no-untyped-call]
+    return out
 
 
-class _Permuted(torch.autograd.Function):
-    """x[order]; `back` is the inverse of `order`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor) -> Tensor:
-        ctx.save_for_backward(back)
-        return x[order]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        (back,) = ctx.saved_tensors
-        return dy[back], None, None
+def _placed(x: Tensor, order: Tensor, count: int) -> Tensor:
+    """`count` rows, of which those of `order` are x, and the others zero."""
+    whole = x.new_empty(count, *x.shape[1:]) if len(order) == count else x.new_zeros(count, *x.shape[1:])
+    return whole.index_copy_(0, order, x)
 
 
 class _Dispatch(torch.autograd.Function):
-    """The row of each assignment's token: x [M, D] → [M·top, D]. Backward adds those of a token in their order, in
-    float32, which indexing by torch would leave to chance on a GPU."""
+    """The row of the token of each assignment in `order`, of which a token has `top`. Backward adds those of a token in
+    their order, in float32, which indexing by torch would leave to chance on a GPU, and those of other ranks' experts.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x_MD: Tensor, order: Tensor, back: Tensor) -> Tensor:
-        ctx.save_for_backward(back)
-        ctx.tokens = len(x_MD)
-        return x_MD[order // (len(order) // len(x_MD))]
+    def forward(ctx: Any, x_MD: Tensor, whole_MD: Tensor, order: Tensor, top: int, shard: LayerShard | None) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.tokens, ctx.top, ctx.shard = len(whole_MD), top, shard
+        return whole_MD[order // top]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        (back,) = ctx.saved_tensors
-        dx_MKD = dy[back].view(ctx.tokens, -1, dy.shape[-1])
-        return dx_MKD.sum(1, dtype=torch.float32).to(dy.dtype), None, None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None]:
+        (order,), shard = ctx.saved_tensors, ctx.shard
+        dx_MKD = _placed(dy, order, ctx.tokens * ctx.top).view(ctx.tokens, ctx.top, dy.shape[-1])
+        dx_MD = dx_MKD.sum(1, dtype=torch.float32)
+        if shard is not None:
+            dx_MD = (shard.tensor.sum_rows if shard.sequence else shard.tensor.sum)(dx_MD)
+        return dx_MD.to(dy.dtype), None, None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    """Σ of weight·y over the assignments of each token, y [A, N] being those of `order`; only these rows are kept."""
+
+    @staticmethod
+    def forward(ctx: Any, y_AN: Tensor, weights_MK: Tensor, order: Tensor) -> Tensor:
+        ctx.save_for_backward(y_AN, weights_MK, order)
+        y_MKN = _placed(y_AN, order, weights_MK.numel()).view(*weights_MK.shape, y_AN.shape[-1])
+        return (y_MKN * weights_MK[..., None]).sum(1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout_MN: Tensor) -> tuple[Tensor, Tensor, None]:
+        y_AN, weights_MK, order = ctx.saved_tensors
+        dout_AN = dout_MN[order // weights_MK.shape[1]]
+        dweights = _placed((dout_AN * y_AN).sum(-1), order, weights_MK.numel()).view_as(weights_MK)
+        dy_AN = dout_AN * weights_MK.flatten()[order, None]
+        return dy_AN.to(y_AN.dtype), dweights.to(weights_MK.dtype), None

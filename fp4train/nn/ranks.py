@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
@@ -107,6 +108,20 @@ class _Whole(Function):
         return ctx.ranks.part(dy), None
 
 
+class _Sum(Function):
+    """The sum over the ranks, whole or this rank's rows of it; backward gives each rank the gradient of all rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks, rows: bool, dtype: torch.dtype) -> Tensor:
+        ctx.ranks, ctx.rows, ctx.dtype = ranks, rows, x.dtype
+        return (ranks.sum_rows(x) if rows else ranks.sum(x.clone())).to(dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        return (ctx.ranks.gather_rows(dy) if ctx.rows else dy).to(ctx.dtype), None, None, None
+
+
 class _SummedGradient(Function):
     """A parameter that all ranks have whole, each using it for its own tokens: the gradient is their sum."""
 
@@ -124,6 +139,16 @@ class _SummedGradient(Function):
 def all_rows(x_MD: Tensor, ranks: Ranks) -> Tensor:
     """The rows of all ranks; differentiable, for a consumer that computes the same on every rank."""
     result: Tensor = _Whole.apply(x_MD, ranks)  # type: ignore[no-untyped-call]
+    return result
+
+
+def summed_over(x_MD: Tensor, ranks: Ranks, *, rows: bool, dtype: torch.dtype) -> Tensor:
+    """The sum over the ranks in the dtype of x, rounded to `dtype`; differentiable.
+
+    Args:
+        rows: whether each rank takes its rows of the sum.
+    """
+    result: Tensor = _Sum.apply(x_MD, ranks, rows, dtype)  # type: ignore[no-untyped-call]
     return result
 
 

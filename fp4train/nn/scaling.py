@@ -66,7 +66,9 @@ class DelayedScaling:
         if history is None or previous is None:
             history = torch.zeros(spec.delayed.history, device=tensor.device)
             previous = torch.tensor(initial_delayed_amax(spec), device=tensor.device)
-        history, previous = _resized(history, spec.delayed.history).to(tensor.device), previous.to(tensor.device)
+        if len(history) != spec.delayed.history:
+            history = _resized(history, spec.delayed.history)
+        history, previous = history.to(tensor.device), previous.to(tensor.device)
         again = self._entered.get(name) == position
         amax = previous if again else delayed_amax(history, previous, spec.delayed)
         if enter:
@@ -108,13 +110,22 @@ class DelayedScaling:
 
 
 class MemberScaling:
-    """The part of a group's amax histories that one of its weights has: its tensors are "x.3", "w.3", "dy.3"."""
+    """The part of a group's amax histories that one of its weights has: its tensors are "x.3", "w.3", "dy.3".
 
-    def __init__(self, scaling: DelayedScaling, member: int) -> None:
-        self._scaling, self._member = scaling, member
+    Args:
+        member: the weight's place in the whole group.
+        elsewhere: places of weights that other ranks have. An amax of 0 enters their histories with this weight's, so
+            that all ranks have the same histories once they are joined.
+    """
+
+    def __init__(self, scaling: DelayedScaling, member: int, elsewhere: Sequence[int] = ()) -> None:
+        self._scaling, self._member, self._elsewhere = scaling, member, elsewhere
 
     def amax(self, name: str, spec: QuantSpec, tensor: Tensor, *, enter: bool, position: Position) -> Tensor:
         """See `DelayedScaling.amax`."""
+        for other in self._elsewhere if enter else ():
+            none = tensor.new_zeros((), dtype=torch.float32)
+            self._scaling.amax(f"{name}.{other}", spec, none, enter=True, position=position)
         return self._scaling.amax(f"{name}.{self._member}", spec, tensor, enter=enter, position=position)
 
 

@@ -122,6 +122,4 @@ def _routed(owner: Any, x_MD: Tensor, chosen_MK: Tensor, weights_MK: Tensor) -> 
         y: Tensor = last(hidden, counts)
         return owner.post_expert_norm(y) if getattr(owner, "has_post_expert_norm", False) else y
 
-    y_AD = by_expert(x_MD, chosen_MK.flatten(), first.experts, mlp)
-    out: Tensor = (y_AD.view(*chosen_MK.shape, -1) * weights_MK[..., None]).sum(1)
-    return out.to(x_MD.dtype)
+    return by_expert(x_MD, weights_MK, chosen_MK.flatten(), first.experts, mlp).to(x_MD.dtype)

@@ -152,8 +152,8 @@ def _cost(module: nn.Module) -> int:
     cost = sum(parameter.numel() for parameter in module.parameters() if parameter.dim() > 1)
     for each in module.modules():
         if isinstance(each, PlannedLayer) and each.layer.experts:
-            idle = each.layer.experts - each.layer.per_token
-            cost -= sum(p.numel() for p in each.parameters() if p.dim() > 1) * idle // each.layer.experts
+            idle = each.layer.group - each.layer.per_token
+            cost -= sum(p.numel() for p in each.parameters() if p.dim() > 1) * idle // each.layer.group
     return cost
 
 

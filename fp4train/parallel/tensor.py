@@ -20,6 +20,9 @@ from fp4train.nn.planned import PlannedLayer
 from fp4train.nn.ranks import Ranks
 from fp4train.shards import RowOrder
 
+_COUNTED = {None: "rows", "out": "out_features", "in": "in_features", "experts": "experts"}
+"""Units that a cut divides, by the features along which it runs."""
+
 
 def cut_tensors(
     model: nn.Module, mesh: DeviceMesh, *, sequence: bool = True, amax: str = "tp", data: Ranks | None = None
@@ -81,21 +84,22 @@ def tensor_cut_of(model: nn.Module, size: int) -> TensorCut:
     """How `model` says that it is cut over `size` ranks.
 
     Raises:
-        ValueError: it has experts.
-        TypeError: it does not.
+        TypeError: it does not, or not for its experts.
     """
-    for each in model.modules():
-        if isinstance(each, PlannedLayer) and each.layer.experts:
-            raise ValueError(
-                f"{each.layer.name} has {each.layer.experts} experts, and parallel.tp={size} cuts layers of one "
-                "weight: use parallel.tp=1 with parallel.dp_shard, which cuts the experts over ranks"
-            )
     if not hasattr(model, "fp4train_tensor_cut"):
         raise TypeError(
             f"parallel.tp={size}: {type(model).__name__} does not say how tensor parallelism cuts it. Give it a method "
             "fp4train_tensor_cut (models/llama/parallel.py is an example), or use parallel.tp=1"
         )
-    return cast(TensorParallel, model).fp4train_tensor_cut()
+    cut = cast(TensorParallel, model).fp4train_tensor_cut()
+    for name, module in model.named_modules():
+        if isinstance(module, PlannedLayer) and bool(module.layer.experts) != (name in cut.experts):
+            has = "has" if module.layer.experts else "has no"
+            raise TypeError(
+                f"parallel.tp={size}: {name} {has} experts, and fp4train_tensor_cut of {type(model).__name__} says "
+                "otherwise: it must name each group of experts in `experts`, and nothing else"
+            )
+    return cut
 
 
 def set_data_ranks(model: nn.Module, *, amax: str, data: Ranks | None) -> None:
@@ -116,7 +120,7 @@ def _check(model: nn.Module, cut: TensorCut, size: int) -> None:
     for module, axis, along, name in _sliced(model, cut):
         if along is not None and not isinstance(module, PlannedLayer):
             raise TypeError(f"{name} is a {type(module).__name__}: convert the model before it is cut")
-        weight, what = module.get_parameter("weight"), "rows" if along is None else f"{along}_features"
+        weight, what = module.get_parameter("weight"), _COUNTED[along]
         _check_rows(name, weight.shape[axis], cut.segments.get(name, ()), what, size)
     for name in cut.rows:
         _check_rows(name, model.get_parameter(name).shape[0], cut.segments.get(name, ()), "rows", size)
@@ -137,7 +141,7 @@ def _check_rows(name: str, count: int, segments: tuple[int, ...], what: str, siz
 def _sliced(model: nn.Module, cut: TensorCut) -> Iterator[tuple[nn.Module, int, Cut | None, str]]:
     """Each module whose weight is cut, the dimension of the cut, the features along which a layer is cut, its name."""
     slices: tuple[tuple[tuple[str, ...], int, Cut | None], ...]
-    slices = ((cut.out, 0, "out"), (cut.in_, 1, "in"), (cut.vocabulary, 0, None))
+    slices = ((cut.out, 0, "out"), (cut.in_, 1, "in"), (cut.experts, 0, "experts"), (cut.vocabulary, 0, None))
     return ((model.get_submodule(name), axis, along, name) for names, axis, along in slices for name in names)
 
 

@@ -55,8 +55,8 @@ class Layer:
         classes: its class and those of the modules inside its block that hold it: "class:Linear", "class:Attention".
         names: names of all linear layers of the model, and their classes; a policy checks its patterns against them.
         unconverted: why `convert` does not replace it; None if it can be converted or is an fp4train layer.
-        cut: the features along which tensor parallelism divides it, "in" or "out"; None: it is whole. in_features and
-            out_features are those of the shard.
+        cut: the features along which tensor parallelism divides it, "in" or "out", or "experts", of which a rank has
+            some; None: it is whole. in_features, out_features and experts are those of the shard.
         parts: number of its shards.
         segments: out features of the shard in each of the weight's segments; none: they are one.
         experts: number of its weights, each of these sizes and for the tokens that are routed to it; 0: it has one
@@ -86,9 +86,18 @@ class Layer:
         return max(1, self.experts) * self.in_features * self.out_features
 
     @property
+    def group(self) -> int:
+        """The number of experts on all tensor-parallel ranks together."""
+        return self.experts * self.parts
+
+    def rows(self, tokens: int) -> int:
+        """Rows of x for so many tokens: of experts those of all together, of a rank's experts an even share."""
+        return math.ceil(tokens * self.per_token / self.parts) if self.experts else tokens
+
+    @property
     def active(self) -> int:
-        """The number of its weights that multiply one token."""
-        return (self.per_token if self.experts else 1) * self.in_features * self.out_features
+        """The number of its weights that multiply one token; of a rank's experts on average."""
+        return self.rows(self.in_features * self.out_features)
 
     @property
     def label(self) -> str:
@@ -96,13 +105,15 @@ class Layer:
         return f"{self.name} ({self.experts} experts)" if self.experts else self.name
 
     def part(self, cut: str, parts: int, segments: tuple[int, ...] = ()) -> Layer:
-        """One of `parts` shards that divide the features `cut`, "in" or "out".
+        """One of `parts` shards that divide the features `cut`, "in" or "out", or the experts of a group.
 
         Args:
             segments: out features of each segment of the weight, each of which is divided; none: they are one.
         """
         if parts == 1:
             return self
+        if self.experts:
+            return replace(self, cut="experts", parts=parts, experts=math.ceil(self.experts / parts))
         key = f"{cut}_features"
         sizes = {key: math.ceil(getattr(self, key) / parts)}
         shares = tuple(math.ceil(size / parts) for size in segments) if cut == "out" else ()

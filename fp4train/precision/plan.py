@@ -115,7 +115,7 @@ class LayerPlan:
     def size(self, gemm: str, tokens: int) -> tuple[int, int, int]:
         """(rows, columns, contraction) of a product over `tokens` tokens; of experts those of all together."""
         n, k = self.layer.out_features, self.layer.in_features
-        tokens *= self.layer.per_token
+        tokens = self.layer.rows(tokens)
         return {"fprop": (tokens, n, k), "dgrad": (tokens, k, n), "wgrad": (n, k, tokens)}[gemm]
 
     def split_channels(self) -> LayerPlan:
@@ -166,7 +166,7 @@ def resolve(
         own = own.with_high_precision(*GEMMS)
         table, choices = own.table(), dict.fromkeys(GEMMS, Choice("torch", unconverted))
     else:
-        cut, fused = layer.cut is not None, shares_scale(layer, own)
+        cut, fused = layer.cut in ("in", "out"), shares_scale(layer, own)
         choices = choose(table, layer, backend, device, cut=cut, fused=fused, apart=own.why_apart)
     gemms: dict[str, Any] = {}
     for name, (chosen, why, grouped) in choices.items():

@@ -116,14 +116,21 @@ def test_a_search_leaves_out_what_the_named_backend_cannot_run(capsys: pytest.Ca
     assert tensors == {"te": {1}, "native": {1, 2}}
 
 
+def test_a_search_tries_tensor_parallel_ranks_for_experts(capsys: pytest.CaptureFixture[str]) -> None:
+    moe = ("model=moe_tiny", "model.kv_heads=2", "train.batch_size=8")
+    assert run("plan", *moe, "gpu=H100", "gpus=2", "parallel=auto", "--json") == 0
+    meshes = json.loads(capsys.readouterr().out)["meshes"]
+    assert {each["mesh"]["tensor"] for each in meshes} == {1, 2}
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (("parallel.dp_shard=2", "optim=muon"), "optim=muon multiplies whole matrices"),
         (("parallel.tp=2", "optim=muon"), "optim=muon multiplies whole matrices"),
         (
-            ("parallel.tp=2", "model=moe_tiny"),
-            "blocks.1.mlp.gate_up has 16 experts, and parallel.tp=2 cuts layers of one",
+            ("parallel.tp=2", "model=moe_tiny", "model.kv_heads=2", "model.experts.count=15"),
+            "parallel.tp=2 does not divide 15, the split dimension of blocks.1.mlp.gate_up.weight",
         ),
         (
             ("parallel.tp=2", "model=hyena_tiny", "model.filters.groups=1"),

@@ -33,10 +33,6 @@ Ranks = Any
             "unknown key 'parallel.ep': expert parallelism sends tokens to ranks that hold some of the experts, and "
             "here each rank multiplies its own tokens with all experts; parallel.dp_shard cuts the experts' weights",
         ),
-        (
-            ["model=moe_tiny", "model.kv_heads=2", "parallel.tp=2"],
-            "has 16 experts, and parallel.tp=2 cuts layers of one weight: use parallel.tp=1 with parallel.dp_shard",
-        ),
         (["-m", "recipe=bf16,nvfp4"], "2 ranks train one together"),
     ],
 )

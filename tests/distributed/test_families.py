@@ -1,11 +1,14 @@
 """Families other than Llama: their runs are the same on one rank and over two, cut in every way, and go on in every
 bit."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from patches import DIES_AT_4
 from shown import write_shown
+
+from fp4train.exchange.huggingface import export_huggingface
 
 pytestmark = pytest.mark.long
 
@@ -30,7 +33,8 @@ HYENA = (
     *("model.filters.poles=4", "model.vocab_size=320", "train.microbatch=2"),
 )
 FAMILIES = {"hybrid": HYBRID, "hyena": HYENA, "moe": MOE}
-CUT = {"hybrid": CUT_HYBRID, "hyena": (*HYENA, "policy=all", "schedule.warmup=0")}
+CUT_MOE = (*MOE, "model.dense=1", "model.kv_heads=2", "model.experts.shared=1", "policy=all", "schedule.warmup=0")
+CUT = {"hybrid": CUT_HYBRID, "hyena": (*HYENA, "policy=all", "schedule.warmup=0"), "moe": CUT_MOE}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -100,11 +104,48 @@ def test_stages_of_tensor_parallel_ranks_are_one_stage(ranks: Ranks, family: str
     ranks.same("one", "stages")
 
 
+@pytest.mark.parametrize("recipe", ["nvfp4", "fp8_delayed"])
+def test_tensor_parallel_experts_go_on_in_every_bit(ranks: Ranks, recipe: str) -> None:
+    """With recomputed blocks; each rank has the histories of amaxes of all experts."""
+    options = (*CUT["moe"], f"recipe={recipe}", "parallel.tp=2")
+    ranks.train(2, "whole", *options)
+    again = (*options, "model.recompute=true", "checkpoint.every=3")
+    ranks.train(2, "killed", *again, patch=DIES_AT_4)
+    ended = ranks(2, "resume=runs/killed")
+    assert not any(ended.codes), ended.err
+    ranks.same("whole", "killed")
+
+
+def test_shards_of_tensor_parallel_experts_are_sent_as_codes(ranks: Ranks) -> None:
+    """The bits are those of float32; three experts on a rank, which two shards do not divide, are sent so."""
+    for count in (4, 6):
+        options = (*CUT["moe"], f"model.experts.count={count}", "recipe=nvfp4", "train.microbatch=1", "train.steps=3")
+        for name in ("fp32", "recipe"):
+            both = ("parallel.tp=2", "parallel.dp_shard=2", f"parallel.gather={name}")
+            ranks.train(4, f"{name}{count}", *options, *both)
+        ranks.same(f"fp32{count}", f"recipe{count}")
+    why = "3 experts do not divide over 2 shards"
+    assert [why in (ranks.run(f"recipe{count}") / "plan.txt").read_text() for count in (4, 6)] == [False, True]
+
+
+def test_tensor_parallel_experts_are_exported_and_read_again(ranks: Ranks, tmp_path: Path) -> None:
+    """A folder of a matrix per expert, of which each rank reads its own."""
+    ranks.train(2, "two", *CUT["moe"], "recipe=nvfp4", "train.steps=2", "parallel.tp=2")
+    export_huggingface(ranks.run("two"), tmp_path / "dots")
+    shape = tuple(key for key in CUT["moe"] if key.startswith("model.") and "balance" not in key)
+    options = (*shape, f"init={tmp_path / 'dots'}", "recipe=fp32", "schedule.warmup=0", "train.steps=2")
+    ranks.train(2, "again", *options, "parallel.tp=2")
+    close(ranks, ranks.reference(*options), "again", 1e-6, 1e-5)
+
+
 def test_groups_that_the_ranks_do_not_divide_are_refused(ranks: Ranks) -> None:
     said = ranks(2, "run.name=a", *HYBRID, "model.kv_heads=2", "parallel.tp=2").message
     assert "model.scan.groups=1 cannot be divided over parallel.tp=2 ranks; parallel.tp allowed: 1" in said
     said = ranks(2, "run.name=b", *HYENA, "model.filters.groups=1", "parallel.tp=2").message
     assert "blocks.0.mixer.taps: 1 rows cannot be divided over parallel.tp=2 ranks" in said
+    fewer = ("model.experts.count=1", "model.experts.top=1")
+    said = ranks(2, "run.name=c", *CUT_MOE, *fewer, "parallel.tp=2").message
+    assert "blocks.1.mlp.gate_up: 1 experts cannot be divided over parallel.tp=2 ranks; choose a multiple of 2" in said
 
 
 def test_a_family_of_a_plugin_is_cut_in_every_way(ranks: Ranks) -> None:

@@ -16,6 +16,7 @@ from fp4train.checkpoint.tensors import read_header, write_parts
 from fp4train.models.hybrid import Hybrid, ScanShape
 from fp4train.models.hyena import FilterShape, Hyena
 from fp4train.models.llama import Llama
+from fp4train.models.moe import ExpertShape, MixtureOfExperts
 from fp4train.optim.adamw import AdamW
 from fp4train.parallel.tensor import copies, cut_tensors
 from fp4train.precision import NVFP4, FP8Block
@@ -145,6 +146,24 @@ def test_a_rank_has_whole_channels_with_their_filters(mesh: DeviceMesh) -> None:
         assert names[f"blocks.{block}.mixer.{parameter}"].to_local().shape == held  # type: ignore[attr-defined]
     whole = shape.build(vocab_size=256, seq_len=16)
     assert {name: p.shape for name, p in names.items()} == {name: p.shape for name, p in whole.named_parameters()}
+
+
+def test_a_rank_has_whole_experts_of_which_the_plan_lists_all_and_a_whole_router(mesh: DeviceMesh) -> None:
+    """However narrow: no block is divided. A token has two experts, so a rank's two of eight have half of the rows."""
+    experts = ExpertShape(count=8, hidden=24, shared=8, bias=True)
+    shape = MixtureOfExperts(width=64, layers=2, dense=1, heads=4, kv_heads=4, head_dim=16, hidden=64, experts=experts)
+    model = cut_tensors(f4.convert(shape.build(vocab_size=256, seq_len=16)), mesh)
+    held = {name: p.to_local() for name, p in model.named_parameters()}  # type: ignore[attr-defined]
+    assert held["blocks.1.mlp.gate_up.weight"].shape == (2, 48, 64)
+    assert held["blocks.1.mlp.down.weight"].shape == (2, 64, 24)
+    assert held["blocks.1.mlp.shared.down.weight"].shape == (64, 48)
+    assert held["blocks.1.mlp.router.weight"].shape == (8, 64)
+    found = {f"{name}.weight": each for name, each in plan(model, NVFP4()).at(0).layers.items()}
+    rest = {"blocks.1.mlp.router.weight", "embed.weight"}  # the tied head is listed
+    assert found.keys() - {"head.weight"} == {name for name, w in held.items() if w.dim() > 1} - rest
+    assert all(found[name].layer.weights == held[name].numel() for name in found.keys() & held.keys())
+    routed = found["blocks.1.mlp.gate_up.weight"]
+    assert routed.size("fprop", 64) == (32, 48, 64) and not any(gemm.divided for gemm in routed.gemms)
 
 
 def test_a_segment_that_the_ranks_do_not_divide_is_refused(mesh: DeviceMesh) -> None:

@@ -211,7 +211,7 @@ EXCEPTIONS: Mapping[Rule, Mapping[str, str]] = {
     small_files: {
         "cli/compare.py": "a verb of the command line",
         "cli/formats.py": "a verb of the command line",
-        "models/llama/parallel.py": "how a family is cut, a file of the same name in each folder of models/",
+        "models/moe/parallel.py": "how a family is cut, a file of the same name in each folder of models/",
         "optim/sgd.py": "an optimizer; saved configurations name its module",
         "paths.py": "which texts name files: below all packages that ask",
         "precision/recipes/high.py": "the recipes that quantise nothing, beside the files of other recipes",

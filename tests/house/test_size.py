@@ -10,6 +10,7 @@ BUDGET = {
     "one scale for fused weights": (160, 1),
     "CUDA graphs per block": (362, 2),
     "kernels that a plan names": (22, 1),
+    "decoding factors from kernels": (3, 0),
     "Transformer Engine over microbatches and shards": (80, 0),
     "one quantised input for layers on Transformer Engine": (72, 0),
     "Liger's kernels": (140, 1),
@@ -50,6 +51,7 @@ BUDGET = {
     "moments in BF16": (282, 2),
     "experts of transformers": (74, 1),
     "outlier channels of experts": (20, 0),
+    "experts over tensor-parallel ranks": (104, 1),
     "calls of experts, and the memory that a mesh lacks": (50, 0),
 }
 """Code lines and files of the package by capability: each has an entry of its own."""

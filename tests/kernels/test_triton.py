@@ -242,6 +242,9 @@ for name, row, column, amaxes, x in (
         theirs = quantizer(spec, "cpu", "reference").codes(each, key, amax)
         assert torch.equal(ours.codes, theirs.codes) and torch.equal(ours.scales, theirs.scales), name
         assert ours.amax is theirs.amax or torch.equal(ours.amax.nan_to_num(), theirs.amax.nan_to_num()), name
+        factors = [each.global_decode() for each in (ours, theirs)]
+        assert (ours.factor is None) is (factors[1] is None), name
+        assert factors[1] is None or torch.equal(*(each.nan_to_num() for each in factors)), name
     print(name, *launched, sep=": ")
 """
     run = interpreted("-c", code)

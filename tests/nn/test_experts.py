@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from statistics import median
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import fp4train as f4
 from fp4train.config.binding import bind
 from fp4train.config.composition import compose
 from fp4train.config.overrides import groups
+from fp4train.models.common.cut import TensorCut
 from fp4train.nn import Experts, Linear
 from fp4train.nn.executors import LayerShard
 from fp4train.parallel.tensor import tensor_cut_of
@@ -215,10 +217,12 @@ def test_an_amax_over_the_tokens_of_all_ranks_is_refused_by_name() -> None:
         pair()[0].shard(LayerShard(amax="data"))
 
 
-def test_a_cut_over_tensor_parallel_ranks_is_refused_with_what_cuts_experts() -> None:
-    model = nn.ModuleDict({"up": pair()[0]})
-    with pytest.raises(ValueError, match=r"up has 4 experts, .* use parallel\.tp=1 with parallel\.dp_shard"):
-        tensor_cut_of(model, 2)
+def test_a_cut_that_does_not_say_which_ranks_have_which_experts_is_refused() -> None:
+    model: Any = nn.ModuleDict({"up": pair()[0]})
+    for cut in (TensorCut(out=(), in_=()), TensorCut(out=("up",), in_=())):
+        model.fp4train_tensor_cut = lambda cut=cut: cut
+        with pytest.raises(TypeError, match=r"up has experts, and fp4train_tensor_cut of ModuleDict says otherwise"):
+            tensor_cut_of(model, 2)
 
 
 def test_a_step_of_emulated_experts_takes_at_most_half_again_that_of_a_loop_of_torchs_linear_layers() -> None:

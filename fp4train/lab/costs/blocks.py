@@ -58,6 +58,7 @@ class BlockCost:
 
     Args:
         saved: bytes kept for backward.
+        routed: the part of `saved` that every tensor-parallel rank has of all tokens: the input of a router.
         whole: the part of `saved` that tensor parallelism without sequence parallelism repeats on every rank: tensors
             of the residual stream and the inputs of column-wise split layers.
         forward, backward: bytes that the operations between the products read and write, each operation by itself.
@@ -69,6 +70,7 @@ class BlockCost:
     """
 
     saved: float
+    routed: float
     weights: float
     whole: float
     forward: float
@@ -156,7 +158,7 @@ def _measure(
     x = inputs[0].detach().clone().requires_grad_()
     given = {_storage(each) for each in inputs[1:] if isinstance(each, Tensor)}
     given |= {_storage(each) for each in block.parameters()}
-    stand_ins = _StandIns(sharing, {part: plan.layer.name not in row_wise for part, plan in layers.items()})
+    stand_ins = _StandIns(sharing, {part: _is_column_wise(plan, row_wise) for part, plan in layers.items()})
     kept: dict[int, Tensor] = {}
 
     def keep(t: Tensor) -> Tensor:
@@ -178,8 +180,11 @@ def _measure(
     *rows, width = x.shape
     residual = ((*rows, 1), (*rows, width))
     whole = {key for key, t in kept.items() if key in stand_ins.repeated or tuple(t.shape) in residual}
+    matrix = (math.prod(rows), width) if any(plan.layer.experts for plan in layers.values()) else ()
+    routed = {key for key, t in kept.items() if tuple(t.shape) == matrix and t.dtype == torch.float32} - whole
     return BlockCost(
         saved=sum(saved.values()),
+        routed=sum(saved[key] for key in routed),
         weights=sum(
             plan.layer.weights * plan.table.torch_dtype.itemsize
             for plan in layers.values()
@@ -194,6 +199,11 @@ def _measure(
         attentions=tuple(stand_ins.attentions),
         input=x.untyped_storage().nbytes(),
     )
+
+
+def _is_column_wise(plan: LayerPlan, row_wise: Collection[str]) -> bool:
+    """Whether tensor-parallel ranks all read the layer's input; of experts each reads the rows of its own."""
+    return not plan.layer.experts and plan.layer.name not in row_wise
 
 
 def _storage(t: Tensor) -> int:

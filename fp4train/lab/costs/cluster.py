@@ -113,7 +113,7 @@ def host_seconds(plan: LayerPlan, tokens: int) -> float:
     layer, whole = plan.layer, max(HOST[gemm.backend] for part in plan.parts for gemm in part.gemms)
     if not layer.experts or plan.layer_backend is not None:
         return whole
-    further = min(layer.experts, tokens * layer.per_token) - 1
+    further = min(layer.experts, layer.rows(tokens)) - 1
     return whole * (1 + further * (EXPERT - PRODUCT * sum(gemm.grouped for gemm in plan.gemms)))
 
 
@@ -219,9 +219,12 @@ class ClusterCost:
 
         Forward gathers the inputs of column-wise layers and scatters the sums of row-wise ones; backward gathers their
         dy, scatters dx, and gathers x again for wgrad, since a rank keeps its tokens only. Without sequence parallelism
-        the sums are all-reduced and nothing else is sent.
+        the sums are all-reduced and nothing else is sent. Of routed experts the input of the router, dy, and both sums
+        are sent, once for all layers; their operands are not quantised before.
         """
         mesh, group = self.mesh, self._groups["tensor"]
+        routed = any(p.layer.experts for p in plans)
+        plans = [p for p in plans if not p.layer.experts]
         rows = [p for p in plans if p.layer.name in self.workload.row_wise]
         columns = [p for p in plans if p.layer.name not in self.workload.row_wise]
         if mesh.tensor == 1 or not rows:
@@ -234,11 +237,13 @@ class ClusterCost:
             dy = [self._forms(whole, p.dgrad.operands.first, p.wgrad.operands.first) for p in rows]
             again = [self._form(whole, p.wgrad.operands.second) for p in split]
             sizes = ([*gathered, *[sums] * len(rows)], [*dy, *again, *[sums] * len(split)])
+            more = [whole, 2 * whole] * routed
         else:
             sizes = ([sums] * 2 * len(rows), [sums] * 2 * len(split))
+            more = [2 * whole] * 2 * routed
         operands = ([p.fprop.operands.first for p in plans], [p.dgrad.operands.first for p in plans])
         for seconds, sent, quantised in zip((forward, backward), sizes, operands, strict=True):
-            alone = seconds.collectives[TENSOR] = sum(map(group.gather, sent), Traffic())
+            alone = seconds.collectives[TENSOR] = sum(map(group.gather, [*sent, *more]), Traffic())
             seconds[TENSOR] = max(0.0, alone.seconds - seconds[GEMM]) if mesh.hides_tensor else alone.seconds
             # The scale of an operand may need the amax of the whole tensor, over all ranks that share it.
             amaxes = sum(spec is not None and needs_amax(spec) for spec in quantised)
@@ -347,7 +352,8 @@ class ClusterCost:
             return 0.0
         share = FUSED if load.compiled else 1.0
         each = [
-            share * OPERATION * kind.cost.operations + sum(host_seconds(plan, self._tokens) for plan in kind.plans)
+            share * OPERATION * kind.cost.operations
+            + sum(host_seconds(self._split(plan), self._tokens) for plan in kind.plans)
             for kind in load.kinds
         ]
         stages = (sum(number * each[kind] for kind, number in counts.items()) for counts in load.stages(self.mesh))

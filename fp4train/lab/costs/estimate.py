@@ -175,7 +175,7 @@ def layer_costs(
         return [row for rows in parts for row in rows]
     layer, gemms = plan.layer, {gemm.name: gemm for gemm in plan.gemms}
     quantise = dict.fromkeys(GEMMS, 0.0)
-    rows = tokens * layer.per_token
+    rows = layer.rows(tokens)
     members = min(max(1, layer.experts), rows)
     """Experts that have tokens: each is quantised, and multiplied where no call does so for all, by itself."""
     calls = 1 if plan.layer_backend is not None else members

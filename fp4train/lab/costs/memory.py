@@ -81,7 +81,7 @@ def rank_memory(load: Workload, mesh: Mesh) -> RankMemory:
 def saved(block: BlockCost, mesh: Mesh) -> float:
     """Bytes that a rank keeps of one block and microbatch."""
     whole = block.whole / (mesh.tensor if mesh.sequence else 1)
-    return (whole + (block.saved - block.whole) / mesh.tensor) / mesh.context
+    return (whole + block.routed + (block.saved - block.whole - block.routed) / mesh.tensor) / mesh.context
 
 
 def entered(block: BlockCost, mesh: Mesh) -> float:

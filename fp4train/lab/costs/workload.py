@@ -175,9 +175,7 @@ def find_weights(model: nn.Module, plans: Mapping[str, LayerPlan]) -> list[Model
         before = before and block is None
         plan = plans.get(layer)
         matrix = parameter.dim() > 1
-        if layer in linear and linear[layer].experts:
-            split = None  # tensor parallelism refuses them
-        elif layer in linear and block is not None:
+        if layer in linear and block is not None:
             split = 0 if layer not in cut.in_ else (1 if matrix else None)
         elif name in cut.rows:
             split = 0

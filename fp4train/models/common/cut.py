@@ -26,6 +26,7 @@ class TensorCut:
     Args:
         out: linear layers [N, K] cut into [N/p, K]; they read activations that every rank has whole.
         in_: linear layers cut into [N, K/p]; they read what the layers of `out` made.
+        experts: groups of weights, of which each rank has E/p whole ones, for all tokens.
         vocabulary: modules with a weight [vocabulary, width], cut along the vocabulary.
         tokens: modules that act on each token alone (norms). Their parameters stay whole, and their attribute `tensor`
             is set: if tokens are cut, their gradients are sums over the ranks.
@@ -40,6 +41,7 @@ class TensorCut:
 
     out: tuple[str, ...]
     in_: tuple[str, ...]
+    experts: tuple[str, ...] = ()
     vocabulary: tuple[str, ...] = ()
     tokens: tuple[str, ...] = ()
     heads: tuple[str, ...] = ()

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from fp4train.backends import widened
 from fp4train.models.common.cache import DecodeCache
@@ -21,7 +20,7 @@ from fp4train.models.common.cut import WHOLE, StageCut, TokenRanks
 from fp4train.models.common.distillation import TeacherStates, chunked_distillation
 from fp4train.models.common.liger import Fusible
 from fp4train.models.common.loss import chunked_cross_entropy
-from fp4train.nn.ranks import all_rows, local, with_summed_gradient
+from fp4train.nn.ranks import all_rows, local, summed_over, with_summed_gradient
 from fp4train.precision.context import activation_dtype, recompute
 from fp4train.shards import RowOrder
 from fp4train.text import check_least
@@ -220,21 +219,6 @@ def document_mask(tokens_BT: Tensor, end: int) -> Tensor:
     return (number[:, None, :, None] == number[:, None, None, :]).tril()
 
 
-class _Sum(torch.autograd.Function):
-    """The sum over the ranks, whole or this rank's rows of it; backward gives each rank the gradient of all rows."""
-
-    @staticmethod
-    def forward(ctx: Any, x_MD: Tensor, tensor: TokenRanks) -> Tensor:
-        ctx.tensor = tensor
-        return tensor.ranks.sum_rows(x_MD) if tensor.sequence else tensor.ranks.sum(x_MD.clone())
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        tensor: TokenRanks = ctx.tensor
-        return tensor.ranks.gather_rows(dy) if tensor.sequence else dy, None
-
-
 def embed(tokens_BT: Tensor, w_VD: Tensor, dtype: torch.dtype, tensor: TokenRanks | None) -> Tensor:
     """Rows of w [vocabulary, D] for the tokens, in `dtype`: [B, T, D].
 
@@ -248,8 +232,7 @@ def embed(tokens_BT: Tensor, w_VD: Tensor, dtype: torch.dtype, tensor: TokenRank
     elsewhere = (own < 0) | (own >= w_VD.shape[0])
     x_BTD = F.embedding(own.masked_fill(elsewhere, 0), w_VD).to(dtype).masked_fill(elsewhere[..., None], 0)
     x = x_BTD.flatten(0, 1) if tensor.sequence else x_BTD
-    summed: Tensor = _Sum.apply(x, tensor)  # type: ignore[no-untyped-call]
-    return summed
+    return summed_over(x, tensor.ranks, rows=tensor.sequence, dtype=dtype)
 
 
 def whole_tokens(x: Tensor, tensor: TokenRanks | None) -> Tensor:

@@ -32,6 +32,7 @@ from torch.autograd.function import once_differentiable
 from fp4train.models.common.rotary import SwiGLU
 from fp4train.nn.call import Counts
 from fp4train.nn.experts import Experts, by_expert
+from fp4train.nn.ranks import all_rows, local, summed_over, with_summed_gradient
 from fp4train.precision.context import auxiliary, once
 from fp4train.text import check_choice, check_least
 
@@ -129,7 +130,7 @@ class Router(nn.Module):
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
         """(Experts int64 [B·T, top], their weights, float32), with the losses of balance attached to the weights."""
         shape = self.experts
-        logits_ME = F.linear(x_BTD.float().flatten(0, 1), self.weight.float())
+        logits_ME = F.linear(x_BTD.float().flatten(0, 1), local(self.weight).float())
         scores_ME = logits_ME.softmax(-1) if shape.scores == "softmax" else logits_ME.sigmoid()
         with torch.no_grad():
             chosen_MK = (scores_ME if self.bias is None else scores_ME + self.bias).topk(shape.top, -1).indices
@@ -186,7 +187,11 @@ class Router(nn.Module):
 
 
 class ExpertLayer(nn.Module):
-    """Routed experts and a shared one: x [B, T, D] → [B, T, D]."""
+    """Routed experts and a shared one: x [B, T, D] → [B, T, D].
+
+    Tensor-parallel ranks have whole experts. Each routes all tokens, which gives the same on every rank, and multiplies
+    those of its experts. The parts of y are summed in float32, and rounded once.
+    """
 
     def __init__(self, width: int, shape: ExpertShape, balance: Balance) -> None:
         super().__init__()
@@ -195,23 +200,35 @@ class ExpertLayer(nn.Module):
         self.down = Experts(shape.count, shape.hidden, width, per_token=shape.top)
         self.shared = SwiGLU(width, shape.shared * shape.hidden) if shape.shared else None
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
+    def forward(self, x_BTD: Tensor, time: int | None = None) -> Tensor:
+        """y of x [B, T, D] or, where tensor-parallel ranks share the tokens, of this rank's [B·T / p, D]; `time` is T
+        then."""
+        time = x_BTD.shape[1] if time is None else time
         if torch.compiler.is_dynamo_compiling():
             from fp4train.precision import compile_context
 
-            compiled: Tensor = compile_context.call(self.routed, x_BTD)
+            compiled: Tensor = compile_context.call(self.routed, x_BTD, time)
         else:
-            compiled = self.routed(x_BTD)
+            compiled = self.routed(x_BTD, time)
         return compiled if self.shared is None else compiled + self.shared(x_BTD)
 
-    def routed(self, x_BTD: Tensor) -> Tensor:
+    def routed(self, x_BTD: Tensor, time: int) -> Tensor:
         """The weighted sum of each token's experts."""
-        chosen_MK, weights_MK = self.router(x_BTD)
-        key = self._kept(chosen_MK, x_BTD.shape[1])
-        y = by_expert(x_BTD.flatten(0, 1), key, self.router.experts.count, self._mlp)
-        out_MD = (y.view(*chosen_MK.shape, -1) * weights_MK[..., None]).sum(1)
-        out: Tensor = out_MD.to(x_BTD.dtype).view_as(x_BTD)
-        return out
+        shard, whole_BTD = self.gate_up.layer_shard, x_BTD
+        ranks = None if shard is None else shard.tensor
+        if shard is not None and ranks is not None and shard.sequence:
+            whole_BTD = all_rows(x_BTD, ranks).view(-1, time, x_BTD.shape[-1])
+        chosen_MK, weights_MK = self.router(whole_BTD)
+        key = self._kept(chosen_MK, time)
+        if ranks is not None:  # each finds the gradients for its experts; the router's follow from all of them
+            weights_MK = with_summed_gradient(weights_MK, ranks)
+        # In this order of the graph's nodes gradients of x are added up alike, however it is cut.
+        x_MD, whole_MD = x_BTD.flatten(0, -2), whole_BTD.detach().flatten(0, 1)
+        experts = self.gate_up.experts
+        out_MD = by_expert(x_MD, weights_MK, key, experts, self._mlp, shard=shard, whole_MD=whole_MD)
+        if shard is None or ranks is None:
+            return out_MD.to(x_BTD.dtype).view_as(x_BTD)
+        return summed_over(out_MD, ranks, rows=shard.sequence, dtype=x_BTD.dtype).view_as(x_BTD)
 
     def _mlp(self, rows: Tensor, counts: Counts | Tensor) -> Tensor:
         gate, up = self.gate_up(rows, counts).chunk(2, -1)

@@ -89,7 +89,11 @@ class RotaryBlock(nn.Module):
         self, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor, cache: KeyValues | None = None, mask: Tensor | None = None
     ) -> Tensor:
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), cos_TE, sin_TE, cache, mask)
-        out: Tensor = x_BTD + self.mlp(self.mlp_norm(x_BTD))
+        return x_BTD + self.fed(self.mlp_norm(x_BTD), cos_TE.shape[0])
+
+    def fed(self, x_BTD: Tensor, time: int) -> Tensor:
+        """The MLP's output; `time` is T, which a tensor-parallel rank's share of the tokens does not tell."""
+        out: Tensor = self.mlp(x_BTD)
         return out
 
 

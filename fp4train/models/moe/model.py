@@ -17,9 +17,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from fp4train.models.common.cut import TensorCut
 from fp4train.models.common.experts import Balance, ExpertLayer, ExpertShape, Router
 from fp4train.models.common.initialise import initialise
 from fp4train.models.common.rotary import RotaryBlock, RotaryDecoder, RotaryShape, SwiGLU
+from fp4train.models.moe.parallel import tensor_cut
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +80,14 @@ class MixtureOfExperts(RotaryShape):
         return blocks + (self.layers - self.dense) * experts + self.width * (tables + 1)
 
 
+class ExpertBlock(RotaryBlock):
+    """A block whose MLP is a layer of experts."""
+
+    def fed(self, x_BTD: Tensor, time: int) -> Tensor:
+        out: Tensor = self.mlp(x_BTD, time)
+        return out
+
+
 class MixtureModel(RotaryDecoder):
     """A mixture of experts of one shape."""
 
@@ -85,9 +95,9 @@ class MixtureModel(RotaryDecoder):
 
     def __init__(self, shape: MixtureOfExperts, vocab_size: int, seq_len: int) -> None:
         def block(index: int) -> RotaryBlock:
-            dense = index < shape.dense
-            mlp = SwiGLU(shape.width, shape.hidden) if dense else ExpertLayer(shape.width, shape.experts, shape.balance)
-            return RotaryBlock(shape, mlp)
+            if index < shape.dense:
+                return RotaryBlock(shape, SwiGLU(shape.width, shape.hidden))
+            return ExpertBlock(shape, ExpertLayer(shape.width, shape.experts, shape.balance))
 
         super().__init__(shape, vocab_size, seq_len, block)
         initialise(self, shape.draw)
@@ -96,6 +106,10 @@ class MixtureModel(RotaryDecoder):
         """Buffers of the rotary embedding, and the biases of the routers that this part of the model has."""
         biases = {f"{name}.bias": router.bias for _, name, router in self._routers() if router.bias is not None}
         return super().initial_buffers() | {name: torch.zeros(len(b), device="cpu") for name, b in biases.items()}
+
+    def fp4train_tensor_cut(self) -> TensorCut:
+        """How tensor parallelism cuts the model."""
+        return tensor_cut(self.shape)
 
     def fp4train_routed(self) -> Tensor:
         """Loads that the routers of this part of the model have counted since the last call: a row per block of the

@@ -52,7 +52,7 @@ def _kind(plan: LayerPlan) -> type[Executor]:
 
 def make_executor(plan: LayerPlan, device: str, shard: LayerShard | None = None, *, sums: bool = False) -> Executor:
     """The executor of `plan`; arguments as for `Executor`."""
-    if shard is not None and shard.tensor is not None:
+    if shard is not None and shard.tensor is not None and not plan.layer.experts:
         return CutGemms(plan, device, shard, sums=sums)
     kind = _kind(plan)
     if device == "meta":  # for meta tensors the shape is enough

@@ -47,7 +47,7 @@ from fp4train.text import check_choice
 if TYPE_CHECKING:
     from fp4train.nn.planned import PlannedLayer
 
-Cut = Literal["in", "out"]
+Cut = Literal["in", "out", "experts"]
 AMAXES = ("tp", "data", "local")
 
 _CUT_AXIS: dict[tuple[str, str | None], str] = {
@@ -65,10 +65,11 @@ class LayerShard:
 
     Args:
         tensor: ranks that hold the other shards; None: the layer is not cut.
-        cut: "out" or "in"; None: not cut.
+        cut: "out" or "in", of a group of weights "experts": each rank has some of them whole; None: not cut.
         sequence: whether tokens of x ("out") or y ("in") are cut over `tensor`; x and dy are then quantised where their
-            tokens are, and codes and scales are sent.
-        first: index of this rank's first out feature ("out") or in feature ("in"; not cut: that of a part of them).
+            tokens are, and codes and scales are sent. Those of experts are all gathered, before they are routed.
+        first: index of this rank's first out feature ("out"), expert ("experts") or in feature ("in"; not cut: that of
+            a part of them).
         runs: of this rank's out features in the whole layer's, (first, number) each; none: they follow `first`.
         data: ranks that hold the same shard and other tokens; None: there are none.
         amax: whose values the amax of a tensor covers. "tp": those of the ranks that hold its other shards; "data":

@@ -202,7 +202,7 @@ def _smaller(run: Run) -> str:
 def _kept(layer: LayerPlan, tokens: int) -> float:
     """Bytes that a layer keeps of its input: the codes for wgrad, or the input itself."""
     return sum(
-        tokens * part.layer.per_token * part.layer.in_features * stored_bytes(part.wgrad.elements.rpartition("·")[2])
+        part.layer.rows(tokens) * part.layer.in_features * stored_bytes(part.wgrad.elements.rpartition("·")[2])
         for part in layer.parts
     )
 

@@ -13,6 +13,7 @@ from fp4train.hardware import Device, find_gpu
 from fp4train.lab.costs.cluster import EXPERT, HOST, PRODUCT, ClusterCost, host_seconds
 from fp4train.lab.costs.estimate import layer_costs
 from fp4train.lab.costs.links import interconnect
+from fp4train.lab.costs.memory import saved
 from fp4train.lab.costs.roofline import LAUNCH, gemm_seconds
 from fp4train.lab.costs.workload import Workload, workload
 from fp4train.models.hybrid import Hybrid, ScanShape
@@ -79,16 +80,30 @@ def test_a_token_multiplies_the_weights_of_its_experts_and_of_the_router_once() 
     assert found.flops_per_token == pytest.approx(6 * active + attention)
 
 
+def mixture(count: int, mesh: Mesh | None = None) -> ClusterCost:
+    gpu, experts = find_gpu("B200"), ExpertShape(count=count, hidden=16)
+    shape = MixtureOfExperts(width=WIDTH, layers=2, heads=2, kv_heads=2, experts=experts)
+    return ClusterCost(measured(shape), gpu, interconnect(gpu), mesh or Mesh())
+
+
+def test_tensor_parallel_ranks_have_and_queue_their_experts_and_sum_their_outputs() -> None:
+    two = Mesh(tensor=2)
+    one, half, more = mixture(8), mixture(8, two), mixture(16, two)
+    assert one.host - half.host == pytest.approx(2 * 2 * 4 * EXPERT * HOST["torch"])
+    weights = 2 * 8 * (3 * WIDTH * 16) // 2  # of two blocks, in addition; the router's rows are whole
+    assert more.memory.parameters - half.memory.parameters == weights + 2 * 8 * WIDTH
+    whole = 2 * BATCH * TIME * WIDTH  # bytes of a stream in BF16, of which a rank sends half in each of two blocks
+    attention, experts = (1 + 2) + (1 + 3 + 3 * 2), (1 + 2) + (1 + 2)  # sums are float32
+    sent = {each.name: each.sent for each in half.collectives}
+    assert sent["tensor gathers and scatters"] == pytest.approx(2 * (attention + experts) * whole / 2)
+    (kind,) = half.workload.kinds
+    assert kind.cost.routed == 2 * whole, "the router's input in float32"
+    assert saved(kind.cost, two) == (kind.cost.saved + kind.cost.routed) / 2
+
+
 def test_the_host_queues_each_expert_and_products_of_all_once() -> None:
     gpu = find_gpu("B200")
-
-    def host(count: int) -> float:
-        shape = MixtureOfExperts(
-            width=WIDTH, layers=2, heads=2, kv_heads=2, experts=ExpertShape(count=count, hidden=16)
-        )
-        return ClusterCost(measured(shape), gpu, interconnect(gpu), Mesh()).host
-
-    assert host(8) - host(4) == pytest.approx(2 * 2 * 4 * EXPERT * HOST["torch"])
+    assert mixture(8).host - mixture(4).host == pytest.approx(2 * 2 * 4 * EXPERT * HOST["torch"])
     layer = Layer(name="up", in_features=512, out_features=512, block=0, blocks=1, experts=8, per_token=2)
     on = partial(resolve, layer, NVFP4(), None, device=Device.elsewhere(gpu))
     native, emulated = on(backend="native"), on(backend="emulate")
