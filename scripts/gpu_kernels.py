@@ -222,6 +222,7 @@ def check_both(case: Case, x: Tensor, column: QuantSpec) -> dict[str, str]:
         assert isinstance(ours, Quantized)
         for what in ("codes", "scales", "amax"):
             found[f"{what} of {form}"] = difference(getattr(ours, what), getattr(theirs, what))
+        found[f"S_dec of {form}"] = difference(ours.global_decode(), theirs.global_decode())
     return {what: text for what, text in found.items() if text is not None}
 
 
