@@ -1,7 +1,8 @@
 """What emulated low precision costs on this machine, beside what a user would take instead.
 
-    python scripts/benchmark.py [quantize] [linear] [step] [recipes] [startup] [scaling] --out benchmarks/NAME
+    python scripts/benchmark.py [PART …] --out benchmarks/NAME
 
+Parts are quantize, linear, step, recipes, families, startup and scaling; all where none is named.
 Every ratio has both of its sides measured in one process, in turn, and is a ratio of medians. Where a process's memory
 happens to lie moves ratios by several percent, so each part runs in several fresh processes (`--processes`), and the
 table holds the median of theirs, with the range. Writes NAME.json with all figures, NAME.md with the table, NAME.png
@@ -35,7 +36,12 @@ from fp4train.quantize import PairQuantizer, QuantSpec, RandomKey, quantize, qua
 from fp4train.run.host import keep_freed_memory
 
 MXFP8_SPEC = QuantSpec(element="e4m3", block=(1, 32), scale="e8m0", global_scale=None)
-PARTS = ("quantize", "linear", "step", "recipes", "startup", "scaling")
+PARTS = ("quantize", "linear", "step", "recipes", "families", "startup", "scaling")
+HYBRID = (
+    *("model=hybrid_tiny", "model.width=768", "model.hidden=3072", "model.heads=12", "model.kv_heads=4"),
+    *("model.pattern=M-M*-", "model.scan.heads=24", "model.scan.state=128", "train.batch_size=2", "train.seq_len=1024"),
+)
+"""A hybrid whose layers are as wide as those of llama_125m."""
 
 
 def bench_quantize(report: Report, device: torch.device, size: int) -> None:
@@ -196,6 +202,13 @@ def run_parts(report: Report, parts: list[str], device: torch.device, *, quick: 
     small = ["train.batch_size=2", "train.seq_len=32"] if quick else []
     if "recipes" in parts:
         bench_recipes(report, device, ["backend=emulate", *small], "default run")
+    if "families" in parts:
+        for name, keys, target in (
+            ("hybrid_tiny", ["model=hybrid_tiny"], 1.1),
+            ("moe_tiny", ["model=moe_tiny"], 1.5),
+            *(() if quick else [("hybrid of width 768, 2048 tokens", [*HYBRID], 1.1)]),
+        ):
+            bench_step(report, device, ["backend=emulate", *keys, *small], name, target)
     if "step" in parts:
         bench_step(report, device, ["backend=emulate", *small], "default run", 1.15)
         if not quick:

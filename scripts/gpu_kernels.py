@@ -200,6 +200,7 @@ def check(case: Case, device: str) -> dict[str, str]:
         "codes": (quantized.codes, wanted.codes),
         "scales": (quantized.scales, wanted.scales),
         "amax": (quantized.amax, wanted.amax),
+        "S_dec": (quantized.global_decode(), wanted.global_decode()),
         "values": (decoded.values, wanted_decoded.values),
         "scale": (decoded.scale, wanted_decoded.scale),
     }
@@ -221,6 +222,7 @@ def check_both(case: Case, x: Tensor, column: QuantSpec) -> dict[str, str]:
         assert isinstance(ours, Quantized)
         for what in ("codes", "scales", "amax"):
             found[f"{what} of {form}"] = difference(getattr(ours, what), getattr(theirs, what))
+        found[f"S_dec of {form}"] = difference(ours.global_decode(), theirs.global_decode())
     return {what: text for what, text in found.items() if text is not None}
 
 

@@ -35,7 +35,7 @@ from fp4train.backends.emulate import EMULATE
 from fp4train.backends.protocol import Prepared
 from fp4train.backends.table import Operands, Shape, Table
 from fp4train.hardware import Device
-from fp4train.quantize import Quantized, QuantSpec, to_torch
+from fp4train.quantize import HardwareTensor, Quantized, QuantSpec, to_torch
 from fp4train.text import first_line
 
 CODES: Final = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -107,6 +107,7 @@ SCHEMES: Final = (
 )
 
 
+@functools.cache
 def scheme(spec: QuantSpec) -> BlockScheme | None:
     """The scheme of a block-scaled operand, or None."""
     return next((each for each in SCHEMES if each.takes(spec)), None)
@@ -276,41 +277,39 @@ class _Operand(NamedTuple):
 def _product_of_blocks(
     kind: BlockScheme, a: Quantized, b: Quantized, out_dtype: torch.dtype, bias: Tensor | None
 ) -> Tensor:
-    width = max(x.element_width for x in (a, b))
+    width = max(a.element_width, b.element_width)
     width += -width % kind.multiple
-    factors = [x.global_decode() for x in (a, b)]
+    left, right = to_torch(padded_blocks(a, width)), to_torch(padded_blocks(b, width))
+    first, second = left.global_scale, right.global_scale
     # cuBLAS multiplies the accumulator by one number; one per row is applied to the float32 product.
-    inside = all(factor is None or factor.dim() == 0 for factor in factors)
-    left, right = (_operand(x, kind, width, f if inside else None) for x, f in zip((a, b), factors, strict=True))
-    outside = []
-    if not inside:
-        outside = [f.T if index and f.dim() else f for index, f in enumerate(factors) if f is not None]
-    plain = bias is None and not outside
+    inside = (first is None or not first.dim()) and (second is None or not second.dim())
+    plain = bias is None and inside
+    x = _operand(left, a.spec, kind, first if inside else None)
+    w = _operand(right, b.spec, kind, second if inside else None)
     y = F.scaled_mm(
-        left.data,
-        right.data.T,
-        left.scales,
-        left.scaling,
-        right.scales,
-        right.scaling,
-        left.swizzle,
-        right.swizzle,
+        x.data,
+        w.data.T,
+        x.scales,
+        x.scaling,
+        w.scales,
+        w.scaling,
+        x.swizzle,
+        w.swizzle,
         output_dtype=out_dtype if plain else torch.float32,
         use_fast_accum=False,
     )[: a.shape[0], : b.shape[0]]
     if plain:
         return y
-    for factor in outside:
-        y *= factor
+    if not inside:
+        for factor in (first, second if second is None or not second.dim() else second.T):
+            y = y if factor is None else y.mul_(factor)
     return (y if bias is None else y + bias.to(out_dtype)).to(out_dtype)
 
 
-def _operand(x: Quantized, kind: BlockScheme, width: int, factor: Tensor | None) -> _Operand:
-    x = padded_blocks(x, width)
-    hardware = to_torch(x)
-    data, scales = hardware.data, hardware.scales
+def _operand(x: HardwareTensor, spec: QuantSpec, kind: BlockScheme, factor: Tensor | None) -> _Operand:
+    data, scales = x.data, x.scales
     if kind.cols == 128:
-        if x.spec.block == _SQUARE:
+        if spec.block == _SQUARE:
             # [K/128 rounded up to 4, rows/128], whose first axis is contiguous.
             scales = F.pad(scales, (0, -scales.shape[1] % 4)).T
             return _Operand(data, [scales], [ScalingType.BlockWise128x128], [SwizzleType.NO_SWIZZLE])

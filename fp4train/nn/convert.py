@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from fp4train.nn.linear import Linear
 from fp4train.nn.planned import PlannedLayer
-from fp4train.nn.transformers_experts import hold_experts
+from fp4train.nn.transformers_experts import hold_experts, why_outside
 from fp4train.nn.weights import FusedWeights
 from fp4train.precision.layers import Layer, bypassed_linears, elementwise, find_layers, is_uninitialised
 from fp4train.text import tabulate
@@ -310,6 +310,8 @@ def _why_other(path: str, module: nn.Module, parameter: Tensor) -> str:
         return "convolution"
     kind = type(module).__name__
     if parameter.dim() >= 3:
+        if reason := why_outside(module):
+            return reason
         return "3-D expert parameters" if "expert" in f"{path}.{kind}".lower() else f"{parameter.dim()}-D in {kind}"
     return f"{kind} is not an nn.Linear"
 

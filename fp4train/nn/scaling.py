@@ -66,7 +66,9 @@ class DelayedScaling:
         if history is None or previous is None:
             history = torch.zeros(spec.delayed.history, device=tensor.device)
             previous = torch.tensor(initial_delayed_amax(spec), device=tensor.device)
-        history, previous = _resized(history, spec.delayed.history).to(tensor.device), previous.to(tensor.device)
+        if len(history) != spec.delayed.history:
+            history = _resized(history, spec.delayed.history)
+        history, previous = history.to(tensor.device), previous.to(tensor.device)
         again = self._entered.get(name) == position
         amax = previous if again else delayed_amax(history, previous, spec.delayed)
         if enter:

@@ -81,11 +81,33 @@ def hold_experts(model: nn.Module) -> None:
 def _owners(model: nn.Module) -> Iterator[nn.Module]:
     """Modules of the interface, known by what its decorator notes on them, and of a forward that asks it."""
     for module in model.modules():
-        noted = {"config", "has_gate", "has_bias", "is_transposed", "is_concatenated"} <= vars(module).keys()
-        calls = hasattr(type(module).forward, "__wrapped__") and "forward" not in vars(module)
-        cut = getattr(module, "_is_expert_parallel", False)  # not every release has it
-        if noted and calls and not cut and not any(map(_is_held, module.children())):
+        calls = _asks(module) and "forward" not in vars(module)
+        if _notes_layout(module) and calls and not _is_cut(module) and not any(map(_is_held, module.children())):
             yield module
+
+
+def why_outside(module: nn.Module) -> str | None:
+    """The reason why experts of transformers that use its interface have no planned layers; None: it is another one."""
+    if not _asks(module) or not type(module).__module__.startswith("transformers."):
+        return None
+    if _is_cut(module):
+        return "3-D expert parameters, cut by transformers' expert parallelism"
+    if not _notes_layout(module):
+        return "3-D expert parameters whose layout this release of transformers does not note: newer ones of 5 do"
+    return None
+
+
+def _notes_layout(module: nn.Module) -> bool:
+    return {"config", "has_gate", "has_bias", "is_transposed", "is_concatenated"} <= vars(module).keys()
+
+
+def _asks(module: nn.Module) -> bool:
+    """Whether its class looks up what multiplies the experts."""
+    return hasattr(type(module).forward, "__wrapped__")
+
+
+def _is_cut(module: nn.Module) -> bool:
+    return bool(getattr(module, "_is_expert_parallel", False))  # not every release has it
 
 
 def _keys(owner: nn.Module) -> list[str]:

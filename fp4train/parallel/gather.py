@@ -245,6 +245,7 @@ class WeightGather:
         each = [make(w_NK.T if column else w_NK, None, None) for w_NK in self.shard]
         if spec.has_outer_scale:
             each = [one._replace(amax=None) for one in each]
+        each = [one._replace(factor=None) for one in each]
         columns = [[part for part in one[2:] if part is not None] for one in each]
         tensors = tuple(torch.stack(parts) for parts in zip(*columns, strict=True))
         return Sent(tensors, each[0]._replace(codes=tensors[0][0], scales=tensors[1][0]))

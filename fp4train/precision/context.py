@@ -115,9 +115,8 @@ def current() -> Context | None:
     return state().context
 
 
-def backward_pass() -> int:
-    """The id of the running backward pass, or -1."""
-    return torch._C._current_graph_task_id()
+backward_pass: Callable[[], int] = torch._C._current_graph_task_id
+"""The id of the running backward pass, or -1."""
 
 
 def is_stray_recomputation(now: State) -> bool:

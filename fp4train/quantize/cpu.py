@@ -151,7 +151,7 @@ class CpuQuantizer(Quantizer):
             made = self.job(x_RC, None if key is None else key.words, amax, True)
             if made is not None and not self.run(made[0], None, self.threads(), self.isa):
                 (codes, scales, amax), (rows, cols) = made[1], x_RC.shape
-                return _new(Quantized, (self.spec, (rows, cols), codes, scales, amax))
+                return _new(Quantized, (self.spec, (rows, cols), codes, scales, amax, None))
         return super().codes(x_RC, key, amax)
 
     def values(self, x_RC: Tensor, key: RandomKey | None = None, amax: Tensor | None = None) -> Decoded:
@@ -165,7 +165,7 @@ class CpuQuantizer(Quantizer):
 
     def decode(self, quantized: Quantized) -> Decoded:
         """`quantized.decoded()` to the bit, in one pass."""
-        spec, (rows, cols), codes, scales, amax = quantized
+        spec, (rows, cols), codes, scales, amax, _ = quantized
         if spec is not self.spec:
             self._check_spec(quantized)
         contiguous = codes.is_contiguous() and scales.is_contiguous() and (amax is None or amax.is_contiguous())
@@ -314,7 +314,7 @@ class CpuQuantizer(Quantizer):
             jobs.append(made[0])
             if wants_codes:
                 rows, cols = x_RC.shape
-                results.append(_new(Quantized, (one.spec, (rows, cols), *made[1])))
+                results.append(_new(Quantized, (one.spec, (rows, cols), *made[1], None)))
             else:
                 results.append(_new(Decoded, made[1]))
         if self.run(*jobs, self.threads(), self.isa):

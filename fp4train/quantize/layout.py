@@ -25,7 +25,8 @@ TILE_ROWS, TILE_COLS = 128, 4
 def swizzle_scales(scales_RC: Tensor) -> Tensor:
     """[R, C] -> flat [ceil(R/128)*ceil(C/4)*512] in the 128x4 layout, zero-padded. Any dtype, one element per scale."""
     rows, cols = scales_RC.shape
-    padded = F.pad(scales_RC, (0, -cols % TILE_COLS, 0, -rows % TILE_ROWS))
+    below, beside = -rows % TILE_ROWS, -cols % TILE_COLS
+    padded = F.pad(scales_RC, (0, beside, 0, below)) if below or beside else scales_RC
     tiles = padded.reshape(padded.shape[0] // TILE_ROWS, 4, 32, padded.shape[1] // TILE_COLS, TILE_COLS)
     return tiles.permute(0, 3, 2, 1, 4).reshape(-1)
 
@@ -99,7 +100,8 @@ def to_torch(q: Quantized) -> HardwareTensor:
     data = q.codes.contiguous().view(_DATA_DTYPES[q.spec.element])
     if q.spec.scale in _FLOAT_SCALES:
         return HardwareTensor(data, q.scales, None)
-    scales = q.scales.repeat_interleave(q.spec.block[0] or 1, dim=0)[: q.shape[0]]
+    height = q.spec.block[0] or 1
+    scales = q.scales if height == 1 else q.scales.repeat_interleave(height, dim=0)[: q.shape[0]]
     swizzled = swizzle_scales(scales).view(_BLOCK_SCALE_DTYPES[q.spec.scale])
     return HardwareTensor(data, swizzled, q.global_decode())
 

@@ -35,6 +35,7 @@ class Quantized(NamedTuple):
         for rows, [1, 1] for the tensor.
     amax: float32 global amax, after the Hadamard transform: 0-d, [R, 1] for row-wise global scales, or [R, ceil(C/128)]
         for those of outer blocks; None if all scales are per block.
+    factor: S_dec, where a kernel wrote it beside the codes; None: it follows from the amax.
     """
 
     spec: QuantSpec
@@ -42,6 +43,7 @@ class Quantized(NamedTuple):
     codes: Tensor
     scales: Tensor
     amax: Tensor | None
+    factor: Tensor | None = None
 
     @property
     def element_codes(self) -> Tensor:
@@ -64,7 +66,7 @@ class Quantized(NamedTuple):
         """S_dec, float32 0-d or [R, 1]; None without a scale of the tensor or row."""
         if self.spec.global_scale not in ("tensor", "row") or self.amax is None:
             return None
-        return global_scales(self.amax, self.spec)[1]
+        return global_scales(self.amax, self.spec)[1] if self.factor is None else self.factor
 
     def decoded(self) -> Decoded:
         """The operand of an emulated GEMM; equal to `quantize_dequantize` in every bit."""
@@ -103,7 +105,7 @@ def turned(q: Quantized) -> Quantized:
     rows, columns = q.shape
     codes = q.element_codes[:, :columns].T.contiguous()
     packed = pack_fp4(codes) if q.spec.element == "e2m1" else codes
-    return Quantized(q.spec, (columns, rows), packed, q.scales.T.contiguous(), q.amax)
+    return Quantized(q.spec, (columns, rows), packed, q.scales.T.contiguous(), q.amax, q.factor)
 
 
 def operand_width(spec: QuantSpec, cols: int) -> int:

@@ -169,8 +169,9 @@ class TritonQuantizer(Quantizer):
         if why_not_tensor(x_RC) is not None:
             return super().codes(x_RC, key, amax)
         with _on(x_RC):
-            codes, scales, amax, _ = self._quantize(x_RC, key, amax, values=False)
-        return Quantized(self.spec, (x_RC.shape[0], x_RC.shape[1]), codes, scales, amax)
+            codes, scales, amax, factor = self._quantize(x_RC, key, amax, values=False)
+        factor = None if self._whole else factor
+        return Quantized(self.spec, (x_RC.shape[0], x_RC.shape[1]), codes, scales, amax, factor)
 
     def values(self, x_RC: Tensor, key: RandomKey | None = None, amax: Tensor | None = None) -> Decoded:
         """`codes(...).decoded()` to the bit, fused: 2 bytes per element read, 2 written (BF16)."""
@@ -241,11 +242,13 @@ class TritonQuantizer(Quantizer):
             row, row_scales, turned, turned_scales = made
             stored = (row.view(plan.words[0]), row_scales, turned.view(plan.words[1]), turned_scales)
             plan.launch(x_MK, row_scales if amaxes is None else amaxes, *stored, words=words)
-        first, second = (amaxes[i] if amaxes is not None and plan.needs[i] else None for i in (0, 1))
         rows, columns = x_MK.shape
+        first, second = (
+            (amaxes[i], amaxes[2 + i]) if amaxes is not None and plan.needs[i] else (None,) for i in (0, 1)
+        )
         return (
-            Quantized(self.spec, (rows, columns), row, row_scales, first),
-            Quantized(column.spec, (columns, rows), turned, turned_scales, second),
+            Quantized(self.spec, (rows, columns), row, row_scales, *first),
+            Quantized(column.spec, (columns, rows), turned, turned_scales, *second),
         )
 
     def _both_amaxes(self, x_MK: Tensor, plan: triton_launch.BothPlan, given: list[Tensor]) -> Tensor:

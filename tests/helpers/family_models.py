@@ -3,12 +3,32 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from fp4train.models import Architecture
 from fp4train.models.common.initialise import materialise
 from fp4train.precision import FP32, NVFP4, autocast
+
+
+class FamilyChecks:
+    """Tests of every family, inherited by a class of its own file: `model` builds one of 60 ids, `tokens` makes its
+    input, 3 rows of 40 tokens.
+    """
+
+    model: Callable[..., Any]
+    tokens: Callable[..., Tensor]
+
+    @pytest.mark.parametrize("sizes", [[40], [1] * 40, [10, 1, 17, 12]], ids=["whole", "each", "mixed"])
+    def test_tokens_in_pieces_have_the_logits_of_the_whole(self, sizes: list[int]) -> None:
+        check_pieces(type(self).model(), type(self).tokens(), sizes)
+
+    def test_documents_that_are_told_apart_are_those_by_themselves(self) -> None:
+        check_documents(type(self).model(), type(self).tokens(1))
+
+    def test_recomputed_blocks_give_the_same_gradients(self) -> None:
+        check_recomputed(lambda again: type(self).model(recompute=again), type(self).tokens())
 
 
 @torch.no_grad()

@@ -117,6 +117,35 @@ def backends_by_identity(source: Source) -> list[str]:
     return [f"{line}: {n}" for line, n in imported(source.tree) if n.rpartition(".")[2] in names]
 
 
+def layers_by_class(source: Source) -> list[str]:
+    """A planned layer is a protocol, `PlannedLayer`: outside of nn/ nobody asks whether one is a Linear or Experts."""
+    if source.within("nn/"):
+        return []
+    own = {
+        alias.asname or alias.name
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fp4train")
+        for alias in node.names
+        if alias.name in _LAYERS
+    }
+    asked = (
+        (node.lineno, each)
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Call) and called(node) in ("isinstance", "issubclass") and len(node.args) == 2
+        for each in ast.walk(node.args[1])
+    )
+    return [
+        f"{line}: {ast.unparse(each)}"
+        for line, each in asked
+        if (isinstance(each, ast.Name) and each.id in own)
+        or (isinstance(each, ast.Attribute) and each.attr in _LAYERS and ast.unparse(each.value) in ("f4", "f4.nn"))
+        or (isinstance(each, ast.Attribute) and ast.unparse(each).startswith("fp4train.") and each.attr in _LAYERS)
+    ]
+
+
+_LAYERS = {"Linear", "Experts", "HeldExperts"}
+
+
 def addresses(source: Source) -> list[str]:
     """Nothing is keyed by data_ptr(), which the allocator gives to the next tensor: key by the tensor, or the step."""
     if source.within("kernels/", "quantize/"):
@@ -192,6 +221,7 @@ RULES: dict[Rule, Source] = {  # and what breaks each
     second_resolvers: Source("train.py", "recipe = run.policy.recipe_for(layer, recipe)"),
     tables_read_back: Source("costs/x.py", "m, n, k = row.size.split('×')"),
     backends_by_identity: Source("nn/x.py", "from fp4train.backends.emulate import EMULATE"),
+    layers_by_class: Source("run/x.py", "from fp4train.nn import Linear\nisinstance(layer, (Linear, Conv))"),
     addresses: Source("nn/x.py", "cache[w.untyped_storage().data_ptr()] = 1"),
     code_from_data: Source("checkpoint/x.py", "import torch\ntorch.load(path)"),
     run_directory_by_path: Source("run/x.py", "(run / 'config.yaml').write_text(text)"),
@@ -241,6 +271,8 @@ def test_rules_allow_what_they_should() -> None:
     lazily = "def f():\n    from torch._inductor import config"
     assert not private_torch_at_import(Source("run/x.py", lazily)), "a function that is called may"
     assert not private_torch_at_import(Source("nn/compile_operator.py", "import torch._library"))
+    assert not layers_by_class(Source("run/x.py", "from torch.nn import Linear\nisinstance(layer, Linear)")), "torch's"
+    assert layers_by_class(Source("run/x.py", "import fp4train.nn\nisinstance(layer, fp4train.nn.Experts)"))
     assert not code_from_data(Source("x.py", "model.eval()\nyaml.safe_load(text)")), "methods are not the built-ins"
     assert not triton_outside_of_its_folders(Source("nn/x.py", "from fp4train.quantize import triton"))
     assert transformer_engine_outside_of_te(Source("x.py", "importlib.import_module('transformer_engine.common')"))

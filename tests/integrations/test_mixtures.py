@@ -237,3 +237,25 @@ def test_adapters_of_peft_on_the_parameters_of_experts_are_trained() -> None:
     loss.backward()
     trained = {name: each.grad for name, each in tuned.named_parameters() if each.requires_grad}
     assert len(trained) == 4 and all(grad is not None and grad.any() for grad in trained.values())
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        (lambda experts: delattr(experts, "is_transposed"), "whose layout this release of transformers does not note"),
+        (lambda experts: setattr(experts, "_is_expert_parallel", True), "cut by transformers' expert parallelism"),
+    ],
+    ids=["first releases of 5", "expert parallelism"],
+)
+def test_experts_that_stay_outside_are_named_with_the_reason(
+    family: str, changed: Any, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first releases of transformers 5 do not note how weights are laid out."""
+    model = mixture(family)
+    for block in model.model.layers:
+        changed(block.mlp.experts)
+    made = f4.convert(model)
+    assert "4 tensors in model.layers.*.mlp.experts" in caplog.text and said in caplog.text
+    reasons = {weight.why for weight in f4.conversion(made).others if "experts" in weight.module}
+    assert len(reasons) == 1 and said in reasons.pop()
+    assert not any(isinstance(module, Experts) for module in made.modules())

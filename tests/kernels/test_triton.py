@@ -241,7 +241,12 @@ for name, row, column, amaxes, x in (
     for spec, each, key, amax, ours in zip((row, column), (x, x.T), keys, amaxes, made):
         theirs = quantizer(spec, "cpu", "reference").codes(each, key, amax)
         assert torch.equal(ours.codes, theirs.codes) and torch.equal(ours.scales, theirs.scales), name
-        assert ours.amax is theirs.amax or torch.equal(ours.amax.nan_to_num(), theirs.amax.nan_to_num()), name
+        for a, b in ((ours.amax, theirs.amax), (ours.global_decode(), theirs.global_decode())):
+            assert a is b or torch.equal(a.nan_to_num(), b.nan_to_num()), name
+        assert launched[-1] != "quantize_both" or (ours.factor is None) == (ours.amax is None), name
+        factors = [each.global_decode() for each in (ours, theirs)]
+        assert (ours.factor is None) is (factors[1] is None), name
+        assert factors[1] is None or torch.equal(*(each.nan_to_num() for each in factors)), name
     print(name, *launched, sep=": ")
 """
     run = interpreted("-c", code)

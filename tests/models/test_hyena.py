@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from family_models import check_documents, check_drawn, check_pieces, check_recomputed
+from family_models import FamilyChecks, check_drawn
 from golden import REDUCED
 from safetensors import safe_open
 from torch import Tensor
@@ -137,17 +137,8 @@ def test_the_parameters_are_counted() -> None:
         assert sum(p.numel() for p in built.parameters()) == shape.parameter_count(vocab_size=60)
 
 
-@pytest.mark.parametrize("sizes", [[LONG], [1] * LONG, [10, 1, 17, 12]], ids=["whole", "each", "mixed"])
-def test_tokens_in_pieces_have_the_logits_of_the_whole(sizes: list[int]) -> None:
-    check_pieces(model(), tokens(), sizes)
-
-
-def test_documents_that_are_told_apart_are_those_by_themselves() -> None:
-    check_documents(model(), tokens(1))
-
-
-def test_recomputed_blocks_give_the_same_gradients() -> None:
-    check_recomputed(lambda again: model(recompute=again), tokens())
+class TestTheHyena(FamilyChecks):
+    model, tokens = staticmethod(model), staticmethod(tokens)
 
 
 def test_first_weights_are_the_same_by_every_way_to_draw_them() -> None:

@@ -20,11 +20,11 @@ from fp4train.run.build import Run
 COMPILED = {
     "llama": ("model.layers=1",),
     "hybrid": (
-        *("model=hybrid_tiny", "model.width=32", "model.pattern=M-*", "model.hidden=64", "model.scan.heads=4"),
+        *("model=hybrid_tiny", "model.width=32", "model.pattern=M-", "model.hidden=64", "model.scan.heads=4"),
         *("model.scan.head_dim=16", "model.scan.state=16", "model.scan.chunk=16", "phases=none"),
     ),
     "hyena": (
-        *("model=hyena_tiny", "model.width=32", "model.pattern=SDH*", "model.hidden=64", "model.filters.groups=8"),
+        *("model=hyena_tiny", "model.width=32", "model.pattern=SDH", "model.hidden=64", "model.filters.groups=8"),
         *("model.filters.poles=4", "phases=none"),
     ),
 }

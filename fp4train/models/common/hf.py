@@ -150,6 +150,59 @@ def rotary_names(*, tied: bool, qk_norm: bool) -> tuple[dict[str, str], dict[str
     return outside, block
 
 
+def read_rotary(
+    config: Mapping[str, Any], *, eps: float = 1e-6, longest: int, rope_base: float = 10000.0
+) -> dict[str, Any]:
+    """Arguments of a shape that decoders with rotary attention share.
+
+    Args:
+        eps, longest, rope_base: of norms, of positions and of rotations where the configuration does not say.
+    """
+    heads = count(config, "num_attention_heads")
+    base, scaling = read_rope(config, rope_base)
+    return {
+        "width": count(config, "hidden_size"),
+        "layers": count(config, "num_hidden_layers"),
+        "heads": heads,
+        "kv_heads": count(config, "num_key_value_heads", heads),
+        "hidden": count(config, "intermediate_size"),
+        "tied": flag(config, "tie_word_embeddings"),
+        "rope_base": base,
+        "rope_scaling": scaling,
+        "norm_eps": number(config, "rms_norm_eps", eps),
+        "max_positions": count(config, "max_position_embeddings", longest),
+        "vocab_size": count(config, "vocab_size"),
+    }
+
+
+def write_rotary(shape: Any, *, vocab_size: int, seq_len: int) -> dict[str, Any]:
+    """The keys of what `read_rotary` reads and of what decoders with rotary attention have in one way."""
+    return {
+        "vocab_size": vocab_size,
+        "hidden_size": shape.width,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_width,
+        "max_position_embeddings": shape.max_positions or seq_len,
+        "rms_norm_eps": shape.norm_eps,
+        **write_rope(shape.rope_base, shape.rope_scaling),
+        "tie_word_embeddings": shape.tied,
+        "hidden_act": "silu",
+        "attention_dropout": 0.0,
+    }
+
+
+def is_frequency(name: str) -> bool:
+    """Whether it names frequencies of the rotation, which old folders hold and which follow from the configuration."""
+    return name.endswith("rotary_emb.inv_freq")
+
+
+def tied_head(shape: Any) -> dict[str, str]:
+    """The head of a model whose embedding is tied to it, and that embedding."""
+    return {"lm_head.weight": "model.embed_tokens.weight"} if shape.tied else {}
+
+
 def write_rope(base: float, scaling: RopeScaling | None) -> dict[str, Any]:
     """The keys of the rotations, twice: `rope_parameters` for transformers from version 5 on, `rope_theta` and
     `rope_scaling` for older ones, which would take the first for an unknown key."""

@@ -22,16 +22,18 @@ from fp4train.models.common.hf import (
     check_keys,
     count,
     flag,
-    number,
-    read_rope,
+    is_frequency,
+    read_rotary,
     rotary_names,
-    write_rope,
+    tied_head,
+    write_rotary,
 )
 from fp4train.models.llama.model import Llama
 
 ARCHITECTURE = Llama
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
 FREE = ("recompute", "draw", "max_positions", "rope_base", "rope_scaling")
+computed, copies_of = is_frequency, tied_head
 _CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _LENGTHS = {"llama": 2048, "qwen2": 32768, "qwen3": 32768}
 _QWEN3_HEAD = 128
@@ -46,26 +48,14 @@ def shape_of(config: Mapping[str, Any]) -> Llama:
     """
     kind = config["model_type"]
     _check(config, kind)
-    heads = count(config, "num_attention_heads")
     if kind != "llama" and "num_key_value_heads" not in config:
         raise ValueError("num_key_value_heads is missing")
-    default = _QWEN3_HEAD if kind == "qwen3" else count(config, "hidden_size") // heads
-    base, scaling = read_rope(config)
+    default = _QWEN3_HEAD if kind == "qwen3" else count(config, "hidden_size") // count(config, "num_attention_heads")
     return Llama(
-        width=count(config, "hidden_size"),
-        layers=count(config, "num_hidden_layers"),
-        heads=heads,
-        kv_heads=count(config, "num_key_value_heads", heads),
+        **read_rotary(config, longest=_LENGTHS[kind]),
         head_dim=count(config, "head_dim", default),
-        hidden=count(config, "intermediate_size"),
-        tied=flag(config, "tie_word_embeddings"),
         qkv_bias=kind == "qwen2",
         qk_norm=kind == "qwen3",
-        rope_base=base,
-        rope_scaling=scaling,
-        norm_eps=number(config, "rms_norm_eps", 1e-6),
-        max_positions=count(config, "max_position_embeddings", _LENGTHS[kind]),
-        vocab_size=count(config, "vocab_size"),
         draw="counter",
     )
 
@@ -86,19 +76,8 @@ def config_of(shape: Llama, *, vocab_size: int, seq_len: int) -> dict[str, Any]:
     return {
         "architectures": [_CLASSES[kind]],
         "model_type": kind,
-        "vocab_size": vocab_size,
-        "hidden_size": shape.width,
+        **write_rotary(shape, vocab_size=vocab_size, seq_len=seq_len),
         "intermediate_size": shape.mlp_width,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_width,
-        "max_position_embeddings": shape.max_positions or seq_len,
-        "rms_norm_eps": shape.norm_eps,
-        **write_rope(shape.rope_base, shape.rope_scaling),
-        "tie_word_embeddings": shape.tied,
-        "hidden_act": "silu",
-        "attention_dropout": 0.0,
         **own.get(kind, {"use_sliding_window": False}),
     }
 
@@ -112,16 +91,6 @@ def names_of(shape: Llama) -> dict[str, str]:
     for index in range(shape.layers):
         names |= {f"blocks.{index}.{own}": f"model.layers.{index}.{theirs}" for own, theirs in block.items()}
     return names
-
-
-def computed(name: str) -> bool:
-    """Frequencies of the rotation, which old folders hold and which follow from the configuration."""
-    return name.endswith("rotary_emb.inv_freq")
-
-
-def copies_of(shape: Llama) -> dict[str, str]:
-    """The head of a model whose embedding is tied to it."""
-    return {"lm_head.weight": "model.embed_tokens.weight"} if shape.tied else {}
 
 
 # -- reading a configuration ------------------------------------------------------------------------------------------

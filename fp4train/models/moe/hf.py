@@ -23,10 +23,12 @@ from fp4train.models.common.hf import (
     check_keys,
     count,
     flag,
+    is_frequency,
     number,
-    read_rope,
+    read_rotary,
     rotary_names,
-    write_rope,
+    tied_head,
+    write_rotary,
 )
 from fp4train.models.moe.model import MixtureOfExperts
 
@@ -34,6 +36,7 @@ ARCHITECTURE = MixtureOfExperts
 MODEL_TYPES = ("mixtral", "qwen3_moe", "dots1")
 EXACT = ("e_score_correction_bias",)
 FREE = ("recompute", "max_positions", "rope_base", "rope_scaling", "balance")
+computed, copies_of = is_frequency, tied_head
 _CLASSES = {"mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM", "dots1": "Dots1ForCausalLM"}
 _LENGTHS = {"mixtral": 131072, "qwen3_moe": 32768, "dots1": 2048}
 _ROPE_BASES = {"mixtral": 1e6, "qwen3_moe": 1e4, "dots1": 1e4}
@@ -65,7 +68,6 @@ def shape_of(config: Mapping[str, Any]) -> MixtureOfExperts:
     check_keys(config, kind, _READ, _ONE_VALUE)
     check_attention(config)
     _check_window(config, kind)
-    heads, layers = count(config, "num_attention_heads"), count(config, "num_hidden_layers")
     mixtral, dots = kind == "mixtral", kind == "dots1"
     key = "n_routed_experts" if dots else "num_experts" if "num_experts" in config else "num_local_experts"
     experts = ExpertShape(
@@ -78,24 +80,14 @@ def shape_of(config: Mapping[str, Any]) -> MixtureOfExperts:
         scale=number(config, "routed_scaling_factor", 1.0) if dots else 1.0,
         bias=dots,
     )
-    base, scaling = read_rope(config, _ROPE_BASES[kind])
+    rotary = read_rotary(config, eps=1e-5 if mixtral else 1e-6, longest=_LENGTHS[kind], rope_base=_ROPE_BASES[kind])
     return MixtureOfExperts(
-        width=count(config, "hidden_size"),
-        layers=layers,
-        dense=_dense(config, kind, layers),
-        heads=heads,
-        kv_heads=count(config, "num_key_value_heads", heads),
-        head_dim=count(config, "head_dim", count(config, "hidden_size") // heads),
+        **rotary,
+        dense=_dense(config, kind, rotary["layers"]),
+        head_dim=count(config, "head_dim", rotary["width"] // rotary["heads"]),
         qk_norm=not mixtral,
-        hidden=count(config, "intermediate_size"),
         experts=experts,
         balance=Balance(loss=1e-4, speed=1e-3) if dots else Balance(),
-        tied=flag(config, "tie_word_embeddings"),
-        rope_base=base,
-        rope_scaling=scaling,
-        norm_eps=number(config, "rms_norm_eps", 1e-5 if mixtral else 1e-6),
-        max_positions=count(config, "max_position_embeddings", _LENGTHS[kind]),
-        vocab_size=count(config, "vocab_size"),
     )
 
 
@@ -134,20 +126,9 @@ def config_of(shape: MixtureOfExperts, *, vocab_size: int, seq_len: int) -> dict
     return {
         "architectures": [_CLASSES[kind]],
         "model_type": kind,
-        "vocab_size": vocab_size,
-        "hidden_size": shape.width,
+        **write_rotary(shape, vocab_size=vocab_size, seq_len=seq_len),
         "intermediate_size": experts.hidden if kind == "mixtral" else shape.hidden,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_width,
         "num_experts_per_tok": experts.top,
-        "max_position_embeddings": shape.max_positions or seq_len,
-        "rms_norm_eps": shape.norm_eps,
-        **write_rope(shape.rope_base, shape.rope_scaling),
-        "tie_word_embeddings": shape.tied,
-        "hidden_act": "silu",
-        "attention_dropout": 0.0,
         **own[kind],
     }
 
@@ -177,16 +158,6 @@ def names_of(shape: MixtureOfExperts) -> dict[str, Stored]:
                 for each in ("gate", "up", "down")
             }
     return names
-
-
-def computed(name: str) -> bool:
-    """Frequencies of the rotation, which old folders hold and which follow from the configuration."""
-    return name.endswith("rotary_emb.inv_freq")
-
-
-def copies_of(shape: MixtureOfExperts) -> dict[str, str]:
-    """The head of a model whose embedding is tied to it."""
-    return {"lm_head.weight": "model.embed_tokens.weight"} if shape.tied else {}
 
 
 def _kind(shape: MixtureOfExperts) -> str:

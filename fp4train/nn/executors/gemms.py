@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
 Saved = tuple[Quantized | Tensor | None, ...]
 """Tensors of x that backward needs, for each part of its channels: q(xᵀ), x in high precision, or None."""
+SAVED = len(Quantized._fields) - 2
+"""Tensors of a `Quantized`."""
+_NO_CODES = (None,) * (SAVED - 1)
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 """dx [M, K], dw [N, K], dbias [N]; None for those not wanted."""
 Prepare = Callable[[Tensor, Call, bool, bool], tuple[Prepared | None, Prepared | None]]
@@ -43,19 +46,22 @@ Heads = list[tuple[Any, ...] | None]
 
 
 def taken_apart(saved: Saved) -> tuple[list[Tensor | None], Heads]:
-    """(Three tensors for each x, what is none): autograd saves tensors alone."""
+    """(`SAVED` tensors for each x, what is none): autograd saves tensors alone."""
     tensors: list[Tensor | None] = []
     heads: Heads = []
     for x in saved:
-        tensors += x[2:] if isinstance(x, Quantized) else (x, None, None)
+        tensors += x[2:] if isinstance(x, Quantized) else (x, *_NO_CODES)
         heads.append(x[:2] if isinstance(x, Quantized) else None)
     return tensors, heads
 
 
 def put_together(tensors: Sequence[Any], heads: Heads) -> Saved:
     """The argument of `taken_apart`."""
-    each = (tensors[3 * number : 3 * number + 3] for number in range(len(heads)))
-    return tuple(x[0] if head is None else Quantized(*head, *x) for head, x in zip(heads, each, strict=True))
+    saved: list[Any] = []
+    for number, head in enumerate(heads):  # no generator, whose every step is one more call of Python's
+        x = tensors[SAVED * number : SAVED * (number + 1)]
+        saved.append(x[0] if head is None else Quantized(*head, *x))
+    return tuple(saved)
 
 
 def torch_autocasts(device: str) -> bool:

@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from fp4train.backends.grouped import Products
 from fp4train.nn.call import Biases, Call, Counts, Executor, Weights, gradient_dtypes
-from fp4train.nn.executors.gemms import Gemms, put_together, taken_apart, without_torchs_autocast
+from fp4train.nn.executors.gemms import SAVED, Gemms, put_together, taken_apart, without_torchs_autocast
 from fp4train.nn.executors.parts import ChannelParts
 from fp4train.nn.executors.whole_layer import TorchLayer
 from fp4train.precision.context import State
@@ -114,7 +114,7 @@ class GroupFunction(torch.autograd.Function):
         with without_torchs_autocast(dy_MN.device.type):
             for heads, (call, rows) in zip(ctx.heads, _used(ctx.calls, ctx.counts), strict=True):
                 saved = put_together(tensors, heads)
-                del tensors[: 3 * len(heads)]
+                del tensors[: SAVED * len(heads)]
                 w_NK = None if w_ENK is None else w_ENK[call.member]
                 dx_part, dw_NK, dbias_N = executor.backward(dy_MN[rows], w_NK, saved, call)
                 _put(dx, rows, dx_part if products is None else None)
