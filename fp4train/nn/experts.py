@@ -272,7 +272,7 @@ class _Dispatch(torch.autograd.Function):
     def forward(ctx: Any, x_MD: Tensor, whole_MD: Tensor, order: Tensor, top: int, shard: LayerShard | None) -> Tensor:
         ctx.save_for_backward(order)
         ctx.tokens, ctx.top, ctx.shard = len(whole_MD), top, shard
-        return whole_MD[order // top]
+        return whole_MD.index_select(0, order // top)
 
     @staticmethod
     @once_differentiable
@@ -298,7 +298,7 @@ class _Combine(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout_MN: Tensor) -> tuple[Tensor, Tensor, None]:
         y_AN, weights_MK, order = ctx.saved_tensors
-        dout_AN = dout_MN[order // weights_MK.shape[1]]
+        dout_AN = dout_MN.index_select(0, order // weights_MK.shape[1])
         dweights = _placed((dout_AN * y_AN).sum(-1), order, weights_MK.numel()).view_as(weights_MK)
-        dy_AN = dout_AN * weights_MK.flatten()[order, None]
+        dy_AN = dout_AN * weights_MK.flatten()[order][:, None]
         return dy_AN.to(y_AN.dtype), dweights.to(weights_MK.dtype), None

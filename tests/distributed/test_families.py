@@ -83,10 +83,13 @@ def test_a_run_goes_on_in_every_bit(ranks: Ranks, family: str) -> None:
 
 
 def close(ranks: Ranks, one: Any, other: str, first: float, later: float) -> None:
-    """Losses and norms of the first step, within 1e-6 and `first`, and of later ones."""
+    """Losses and norms of the first step, within 1e-6 and `first`, and of later ones; the first step's loads of experts
+    and losses of balance."""
     for number, (a, b) in enumerate(zip(ranks.losses(one), ranks.losses(other), strict=True)):
         assert b["train/loss"] == pytest.approx(a["train/loss"], rel=later if number else 1e-6), number
         assert b["train/grad_norm"] == pytest.approx(a["train/grad_norm"], rel=later if number else first), number
+        routed = [{key: each[key] for key in each if key.startswith("experts/")} for each in (a, b)]
+        assert number or routed[1] == pytest.approx(routed[0], rel=1e-5)
 
 
 @pytest.mark.parametrize("family", CUT)

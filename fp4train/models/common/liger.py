@@ -128,7 +128,7 @@ def why_not(device: str) -> str | None:
         return f"liger-kernel {found} is installed, and {oldest} or newer below {before} is needed"
     try:
         Liger()
-    except (ImportError, OSError, AttributeError) as error:  # made for another Triton or torch
+    except (ImportError, OSError, AttributeError, RuntimeError) as error:  # it imports peft, which imports TE
         return f"liger-kernel cannot be imported: {first_line(error)}"
     return None
 

@@ -122,6 +122,18 @@ def test_where_they_do_not_run_the_reason_is_said(
     assert found is None if reason is None else reason in str(found)
 
 
+@pytest.mark.parametrize("error", [ImportError, RuntimeError])
+def test_a_package_that_cannot_be_imported_is_a_reason(monkeypatch: pytest.MonkeyPatch, error: type) -> None:
+    """It imports peft, and that TE, which raises RuntimeError where its kernels are missing."""
+
+    def broken(name: str) -> None:
+        raise error("found an empty package\nand more")
+
+    monkeypatch.setattr(liger, "_version", lambda: liger.OLDEST)
+    monkeypatch.setattr(liger, "import_module", broken)
+    assert liger.why_not("cuda") == "liger-kernel cannot be imported: found an empty package"
+
+
 PROGRAM = """
 import json, numpy, sys, torch, triton.language as tl
 from unittest.mock import patch
