@@ -31,6 +31,8 @@ HYENA = (
 FAMILIES = {"hybrid": HYBRID, "hyena": HYENA, "moe": MOE}
 OUTLIERS = ("recipe.outliers.multiple=8", "recipe.outliers.start=0", "recipe.outliers.steps=2")
 """Outlier channels that a run of a few steps on layers of 32 channels chooses."""
+RECORDED = ("recipe.outliers.start=2", "recipe.outliers.steps=3")
+"""Steps before and after a run is resumed at the fourth."""
 MOVED = "e_score_correction_bias"
 """Part of a name of what moves in a step whatever the learning rate."""
 MAMBA2 = (*HYBRID, "model.pattern=MM", "model.scan.groups=2", "model.tied=true")
@@ -54,8 +56,16 @@ def test_a_family_learns_in_every_recipe(cli: Cli, family: str, recipe: str) -> 
 
 @pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_resumes_in_every_bit(cli: Cli, family: str) -> None:
-    options = (*FAMILIES[family], "recipe=nvfp4", "phases=none")
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        ("recipe=nvfp4",),
+        pytest.param(("recipe=tetrajet_v2_outliers", *OUTLIERS[:1], *RECORDED), marks=pytest.mark.long),
+    ],
+    ids=["nvfp4", "in the middle of recording outlier channels"],
+)
+def test_a_family_resumes_in_every_bit(cli: Cli, family: str, recipe: tuple[str, ...]) -> None:
+    options = (*FAMILIES[family], *recipe, "phases=none")
     assert cli("run.name=whole", *options, "schedule=constant").code == 0
     assert cli("run.name=a", *options, "schedule=constant", "train.steps=4").code == 0
     assert cli("resume=runs/a", "train.steps=6").code == 0
