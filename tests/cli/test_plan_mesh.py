@@ -220,10 +220,11 @@ def test_a_model_that_fits_no_mesh_ends_with_1_and_says_what_takes_the_memory(
 
 
 @pytest.mark.long
-def test_a_mixture_of_671b_fits_1024_gpus_in_shards(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("plan", "model=moe_671b", "gpu=B200", "gpus=1024", "parallel=auto") == 0
-    printed = capsys.readouterr().out
-    assert "parallel.dp_shard=256 parallel.dp_replicate=4 train.microbatch=1 model.recompute=true" in printed
+def test_a_mixture_of_671b_fits_1024_gpus_in_shards_of_whole_experts(capsys: pytest.CaptureFixture[str]) -> None:
+    mesh = ("parallel.dp_shard=256", "parallel.dp_replicate=4", "train.batch_size=1024", "model.recompute=true")
+    assert run("plan", "model=moe_671b", "gpu=B200", "train.seq_len=4096", *mesh, "--json") == 0
+    (first, *_) = json.loads(capsys.readouterr().out)["stretches"]
+    assert first["fits"] and first["gpus"] == 1024
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ CUT = {"hybrid": CUT_HYBRID, "hyena": (*HYENA, "policy=all", "schedule.warmup=0"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8", "fp8_delayed"])
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8", "fp8_delayed", "quartet_ii"])
 def test_shards_and_stages_are_one_rank(ranks: Ranks, family: str, recipe: str) -> None:
     """Weights go over the wire as codes: `parallel.gather` is `recipe`."""
     options = (*FAMILIES[family], f"recipe={recipe}", "policy=all")
@@ -46,6 +46,19 @@ def test_shards_and_stages_are_one_rank(ranks: Ranks, family: str, recipe: str) 
     for key in ("dp_shard", "pp"):
         ranks.train(2, key, *options, f"parallel.{key}=2")
         ranks.same(reference, key)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_outlier_channels_are_those_of_one_rank_on_shards_and_refused_elsewhere(ranks: Ranks, family: str) -> None:
+    """Experts too: a rank has tokens for some of them, and all ranks choose by the tokens of all."""
+    own = ("recipe=tetrajet_v2_outliers", "policy=all", "recipe.outliers.multiple=8")
+    own = (*own, "recipe.outliers.start=0", "recipe.outliers.steps=2")
+    options = (*FAMILIES[family], *own)
+    ranks.train(2, "shards", *options, "parallel.dp_shard=2", "parallel.gather=fp32")
+    ranks.same(ranks.reference(*options), "shards")
+    for key, cut in {"pp": options, "tp": (*CUT[family], *own)}.items():
+        said = ranks(2, f"run.name={key}", *cut, f"parallel.{key}=2").message
+        assert "outlier channels" in said and "recipe.outliers=null" in said
 
 
 @pytest.mark.parametrize("family", FAMILIES)
