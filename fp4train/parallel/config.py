@@ -21,8 +21,9 @@ _ABSENT = {
     "cp": "context parallelism cuts the attention of a sequence over ranks, which torch does on GPUs alone, so that no "
     "test here could show that the loss does not depend on it; for long sequences take parallel.tp with parallel.sp, "
     "which cuts tokens between the matrices, and model.recompute=true",
-    "ep": "expert parallelism sends tokens to ranks that hold some of the experts, and here each rank multiplies its "
-    "own tokens with all experts; parallel.dp_shard cuts the experts' weights over ranks, and sends them as codes",
+    "ep": "expert parallelism sends tokens to ranks that hold some of the experts, and here each data rank multiplies "
+    "its own tokens with all experts; parallel.tp gives each rank some experts with all of their tokens, and "
+    "parallel.dp_shard cuts the experts' weights over ranks, and sends them as codes",
     "norm": "the gradient norm is summed in float64 on any number of ranks, and there is nothing to choose",
 }
 DROPPED = ("norm",)

@@ -31,7 +31,7 @@ Ranks = Any
         (
             ["parallel.ep=2"],
             "unknown key 'parallel.ep': expert parallelism sends tokens to ranks that hold some of the experts, and "
-            "here each rank multiplies its own tokens with all experts; parallel.dp_shard cuts the experts' weights",
+            "here each data rank multiplies its own tokens with all experts; parallel.tp gives each rank some experts",
         ),
         (["-m", "recipe=bf16,nvfp4"], "2 ranks train one together"),
     ],
