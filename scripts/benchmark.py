@@ -208,7 +208,7 @@ def run_parts(report: Report, parts: list[str], device: torch.device, *, quick: 
             ("moe_tiny", ["model=moe_tiny"], 1.5),
             *(() if quick else [("hybrid of width 768, 2048 tokens", [*HYBRID], 1.1)]),
         ):
-            bench_step(report, device, ["backend=emulate", *keys, *small], name, target)
+            bench_step(report, device, ["backend=emulate", *keys, *small], name, target, bare_target=None)
     if "step" in parts:
         bench_step(report, device, ["backend=emulate", *small], "default run", 1.15)
         if not quick:
