@@ -111,8 +111,11 @@ def subtract_at(p_CV: Tensor, column_C1: Tensor, amount_C1: Tensor) -> Tensor:
     """p, in place, less `amount` at one column of each row.
 
     No element is added to twice, so atomic additions repeat their bits. torch's deterministic form sorts the columns
-    and, in some versions, reads the largest on the host, which no CUDA graph can record: it is left out.
+    and, in some versions, reads the largest on the host, which no CUDA graph can record: it is left out. The compiler
+    traces no such switch, and chooses itself.
     """
+    if torch.compiler.is_compiling():
+        return p_CV.scatter_add_(1, column_C1, -amount_C1)
     strict, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     if strict:
         torch.use_deterministic_algorithms(False)
