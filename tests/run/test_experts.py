@@ -47,7 +47,7 @@ def test_measuring_errors_changes_nothing_and_has_all_operands_of_experts(cli: C
     shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU"
 )  # see tests/house/test_skips.py
 def test_a_compiled_mixture_learns_what_an_eager_one_does(cli: Cli) -> None:
-    options = (*MOE, "recipe=nvfp4", "policy=all", "model.layers=2")
+    options = (*MOE, "recipe=nvfp4", "policy=all", "model.layers=2", "phases=none")
     assert cli("run.name=eager", *options).code == 0
     compiled = cli.start("run.name=compiled", "train.compile=true", *options)  # of its own: the compiler forks
     _, err = compiled.communicate(timeout=300)

@@ -24,7 +24,7 @@ COMPILED = {
         *("model.scan.head_dim=16", "model.scan.state=16", "model.scan.chunk=16", "phases=none"),
     ),
     "hyena": (
-        *("model=hyena_tiny", "model.width=32", "model.pattern=SDH", "model.hidden=64", "model.filters.groups=8"),
+        *("model=hyena_tiny", "model.width=32", "model.pattern=DH", "model.hidden=64", "model.filters.groups=8"),
         *("model.filters.poles=4", "phases=none"),
     ),
 }
