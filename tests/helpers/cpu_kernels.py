@@ -1,13 +1,20 @@
-"""Specs, tensors and comparisons for tests of the CPU kernels against the readable reference."""
+"""Specs, tensors and comparisons for tests of the CPU kernels against the readable reference.
+
+Modules of tests that import this are skipped where the kernels are not built.
+"""
 
 from dataclasses import replace
 
+import pytest
 import torch
 from torch import Tensor
 
 from fp4train.kernels import cpu as kernels
 from fp4train.kernels.cpu import Machine
 from fp4train.quantize import Decoded, Hadamard, Quantized, QuantSpec, RandomKey, cpu, reference
+
+if (missing := kernels.unavailable()) is not None:
+    pytest.skip(missing, allow_module_level=True)  # tests/house/test_skips.py fails if this must not be skipped
 
 KEY = RandomKey(seed=0x123456789ABCDEF, step=7, layer=99, operand=3, row_offset=5, col_offset=24)
 NVFP4 = QuantSpec()

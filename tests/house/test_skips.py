@@ -52,6 +52,12 @@ def test_layers_are_part_of_compiled_graphs_in_ci() -> None:
         pytest.fail(f"CI={os.environ['CI']} and {compile_context.UNAVAILABLE}: compiled layers go untested")
 
 
+def test_processes_are_listed_in_ci() -> None:
+    """Tests that kill or stop wandb's service find it through /proc, which macOS lacks."""
+    if os.environ.get("CI"):
+        assert Path("/proc/self/cmdline").exists(), "no /proc: a service that dies or stands still goes untested"
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_packages_that_tests_are_skipped_without_are_installed_in_ci(package: str) -> None:
     if not os.environ.get("CI") or (package in LINUX and sys.platform != "linux"):

@@ -26,9 +26,6 @@ from fp4train.kernels.cpu import Machine
 from fp4train.quantize import Hadamard, QuantSpec, cpu, reference
 from fp4train.quantize.cpu import CpuQuantizer
 
-if (missing := kernels.unavailable()) is not None:
-    pytest.skip(missing, allow_module_level=True)  # tests/house/test_skips.py fails if this must not be skipped
-
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize(
