@@ -27,7 +27,6 @@ from fp4train.config.overrides import Option, read_options, truth
 from fp4train.data.source import planned_vocab_size
 from fp4train.errors import UserError
 from fp4train.hardware import Device, find_gpu
-from fp4train.models.common.scan import scans_by
 from fp4train.optim.adamw import moment_bytes
 from fp4train.parallel.config import MOST_RANKS, Mesh, Parallel
 from fp4train.precision.layers import find_layers
@@ -37,7 +36,7 @@ from fp4train.run.begin import find_source, start_step
 from fp4train.run.build import build_model, build_plan, build_timeline, with_swap
 from fp4train.run.checks import check_cut, check_oscillation, never_chosen, nothing_quantised, warn_of_schedule
 from fp4train.run.device import choose_device
-from fp4train.run.fuse import kernels_of
+from fp4train.run.fuse import kernels_of, kernels_of_layers
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record import journal
 from fp4train.run.record.stretches import RecordedStretch
@@ -183,7 +182,7 @@ def _plan(command: Start, *, full: bool, gpus: int | None, auto: bool | None, as
     print("", _checkpoint(model, moment_bytes(config.optim)), sep="\n")
     if gpu is None:
         print(kernels)
-        for line in scans_by(model, device.type, deterministic=config.train.deterministic):
+        for line in kernels_of_layers(model, device.type, deterministic=config.train.deterministic):
             print(line)
     if gpu is not None:
         from fp4train.lab.costs.estimate import estimate

@@ -30,7 +30,6 @@ from fp4train.config import overrides
 from fp4train.config.schema import Config, plain, to_config
 from fp4train.errors import LostError, UserError
 from fp4train.lab.analysis import curves, heatmap
-from fp4train.models.common.scan import scans_by
 from fp4train.parallel.agree import check_same, check_shared, code_version
 from fp4train.parallel.launch import ProcessRank, find_place
 from fp4train.parallel.world import AgreedError, World
@@ -39,6 +38,7 @@ from fp4train.run.begin import RunStart, find_start
 from fp4train.run.build import build
 from fp4train.run.checks import before_cooldown, learning_rate, rate_jump
 from fp4train.run.device import choose_device, determinism
+from fp4train.run.fuse import kernels_of_layers
 from fp4train.run.host import keep_freed_memory
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record import journal
@@ -180,8 +180,8 @@ def _to_its_end(start: RunStart, world: World) -> Result | Rewind:
     run, code = build(start, world), 1
     try:
         _log.info("%s: %s", run.directory, run.description)
-        scans = scans_by(run.model, run.device.type, deterministic=run.config.train.deterministic)
-        said = "\n".join([summarise(run.plan), *run.gathers(), *scans])
+        layers = kernels_of_layers(run.model, run.device.type, deterministic=run.config.train.deterministic)
+        said = "\n".join([summarise(run.plan), *run.gathers(), *layers])
         _log.info("%s\nevery layer and GEMM: %s\n", said, run.directory / run_directory.PLAN)
         if start.checkpoint is not None:
             _log.info("going on from step %d of %s", run.step, start.source)

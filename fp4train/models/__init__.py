@@ -2,6 +2,10 @@
 
 A new model is a folder with a frozen dataclass like `Architecture` in `model.py`, and a YAML in `configs/model`; one
 that `transformers` has too goes there and back by its `hf.py` (`models/hf.py`).
+
+Linear layers of a model are torch's own nn.Linear until `fp4train.convert` replaces them. Of the package's code outside
+of `nn/` three places ask for that class: what finds the layers (`precision/blocks.py`), what says why one is not
+replaced (`precision/layers.py`), and what draws its first weights (`models/common/initialise.py`).
 """
 
 from typing import Protocol

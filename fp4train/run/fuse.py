@@ -36,6 +36,15 @@ def kernels_of(train: TrainSettings, device: str) -> tuple[bool, str]:
     return False, f"{what} torch's operators, not in liger's kernels: {reason} (train.kernels=auto)."
 
 
+def kernels_of_layers(model: nn.Module, device: str, *, deterministic: bool) -> list[str]:
+    """Sentences of a model's layers on the software that computes them on devices of this type, each once.
+
+    A layer that can take kernels of other software says so by `fp4train_kernels(device, deterministic)`.
+    """
+    asked = (getattr(module, "fp4train_kernels", None) for module in model.modules())
+    return list(dict.fromkeys(says(device, deterministic) for says in asked if says))
+
+
 def fuse(model: nn.Module, train: TrainSettings, device: str) -> None:
     """Liger's kernels, where `train.kernels` asks for them and they run; of compiled blocks the compiler fuses."""
     used, said = kernels_of(train, device)

@@ -19,7 +19,7 @@ from fp4train.models.common import liger
 from fp4train.models.llama import Llama
 from fp4train.parallel.world import World
 from fp4train.run.build import _unborn
-from fp4train.run.fuse import fuse
+from fp4train.run.fuse import fuse, kernels_of_layers
 
 
 @pytest.fixture(autouse=True)
@@ -95,3 +95,16 @@ def test_a_run_on_a_gpu_takes_them_unless_torchs_are_asked_for(
     monkeypatch.setattr(liger, "_version", lambda: None)
     with pytest.raises(UserError, match="liger-kernel is not installed"):
         fuse(built, TrainSettings(steps=1, batch_size=1, microbatch=None, seq_len=8, kernels="liger"), "cuda")
+
+
+class Layer(torch.nn.Module):
+    """A layer of a user's own."""
+
+    def fp4train_kernels(self, device: str, deterministic: bool) -> str:
+        return f"recurrences by own kernels on {device}{' in order' if deterministic else ''}"
+
+
+def test_any_layer_may_say_which_kernels_compute_it_and_it_is_said_once() -> None:
+    mixed = torch.nn.Sequential(Layer(), torch.nn.Linear(2, 2), torch.nn.Sequential(Layer()))
+    assert kernels_of_layers(mixed, "cpu", deterministic=True) == ["recurrences by own kernels on cpu in order"]
+    assert kernels_of_layers(mixed[1], "cpu", deterministic=False) == []

@@ -237,6 +237,16 @@ class Mamba2(nn.Module):
         out: Tensor = self.out_proj((local(self.norm.weight) * y).to(u_BTD.dtype))
         return out
 
+    def fp4train_kernels(self, device: str, deterministic: bool) -> str:
+        """Software that computes the scan and its convolution on devices of this type, in words."""
+        why = scan_kernels.why_torch(self.kernels, device, deterministic)
+        if why := why or scan_kernels.why_missing(scan_kernels.SCAN):
+            return f"scans by torch: {why}"
+        why = scan_kernels.why_torch_convolves(self.taps, sum(self.mixed_sizes))
+        why = why or scan_kernels.why_missing(scan_kernels.CONVOLUTION)
+        convolution = f"torch: {why}" if why else scan_kernels.version(scan_kernels.CONVOLUTION)
+        return f"scans by {scan_kernels.version(scan_kernels.SCAN)}, their convolutions by {convolution}"
+
 
 def _untraced(function: Callable[..., Tensor], *args: object) -> Tensor:
     """`function(*args)`, outside of torch.compile's graphs."""
@@ -246,22 +256,6 @@ def _untraced(function: Callable[..., Tensor], *args: object) -> Tensor:
 
     result: Tensor = compile_context.call(function, *args)
     return result
-
-
-def scans_by(model: nn.Module, device: str, *, deterministic: bool) -> list[str]:
-    """Software that computes the scans of `model` on devices of this type, in words; empty where it has none."""
-    mixers = [module for module in model.modules() if isinstance(module, Mamba2)]
-    return list(dict.fromkeys(_scanned_by(each, device, deterministic) for each in mixers))
-
-
-def _scanned_by(mixer: Mamba2, device: str, deterministic: bool) -> str:
-    why = scan_kernels.why_torch(mixer.kernels, device, deterministic)
-    if why := why or scan_kernels.why_missing(scan_kernels.SCAN):
-        return f"scans by torch: {why}"
-    why = scan_kernels.why_torch_convolves(mixer.taps, sum(mixer.mixed_sizes))
-    why = why or scan_kernels.why_missing(scan_kernels.CONVOLUTION)
-    convolution = f"torch: {why}" if why else scan_kernels.version(scan_kernels.CONVOLUTION)
-    return f"scans by {scan_kernels.version(scan_kernels.SCAN)}, their convolutions by {convolution}"
 
 
 class Weight(nn.Module):

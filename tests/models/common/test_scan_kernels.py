@@ -23,6 +23,7 @@ from torch import Tensor
 from fp4train.models.common import scan_kernels
 from fp4train.models.common.convolution import short_convolution
 from fp4train.models.common.scan import Mamba2, scan
+from fp4train.run.fuse import kernels_of_layers
 
 HYBRID = (
     *("model=hybrid_tiny", "model.width=32", "model.pattern=M-M*", "model.hidden=64", "model.scan.heads=4"),
@@ -166,9 +167,7 @@ def test_the_convolution_is_torchs_where_causal_conv1d_cannot_be_used(
 
 
 def scans_of(made: Mamba2, device: str = "cpu", *, deterministic: bool = False) -> list[str]:
-    from fp4train.models.common.scan import scans_by
-
-    return scans_by(torch.nn.Sequential(made, made), device, deterministic=deterministic)
+    return kernels_of_layers(torch.nn.Sequential(made, made), device, deterministic=deterministic)
 
 
 def test_it_is_said_once_what_computes_and_why_torch_does(
