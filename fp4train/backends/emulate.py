@@ -118,13 +118,11 @@ def matmul(a: Decoded, b: Decoded, *, out_dtype: torch.dtype, bias: Tensor | Non
     for factor in factors if bias is not None else factors[:-1]:
         product *= factor
     if bias is not None:
-        return torch.add(product, bias.to(torch.float32), out=_empty(product, out_dtype))
+        return torch.add(product, bias.to(torch.float32), out=torch.empty_like(product, dtype=out_dtype))
+    if not factors:
+        return product.to(out_dtype)
     # The last factor and the rounding take one pass over the product.
-    return torch.mul(product, factors[-1], out=_empty(product, out_dtype)) if factors else product.to(out_dtype)
-
-
-def _empty(like: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty_like(like, dtype=dtype)
+    return torch.mul(product, factors[-1], out=torch.empty_like(product, dtype=out_dtype))
 
 
 def _float32_product(a: Tensor, b: Tensor) -> Tensor:
@@ -163,7 +161,10 @@ def widened(product: Callable[..., Tensor], x: Tensor, *others: Tensor | None, *
     """
     if not widens(x):
         return product(x, *others, **options)
-    return product(x.float(), *(None if o is None else o.float() for o in others), **options).to(x.dtype)
+    wide: list[Tensor | None] = []
+    for other in others:
+        wide.append(None if other is None else other.float())
+    return product(x.float(), *wide, **options).to(x.dtype)
 
 
 @contextmanager

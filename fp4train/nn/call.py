@@ -12,17 +12,13 @@ from torch import Tensor
 
 from fp4train.precision.context import State, backward_pass
 from fp4train.precision.plan import LayerPlan
-from fp4train.quantize import QuantSpec, RandomKey
+from fp4train.quantize import QuantSpec
 
 if TYPE_CHECKING:
     from fp4train.nn.executors.cut import LayerShard
     from fp4train.nn.planned import PlannedLayer
     from fp4train.nn.scaling import DelayedScaling, MemberScaling
     from fp4train.nn.weights import FusedWeights, PreparedWeights
-
-_OFFSET_SPREAD = 1 << 34
-"""Column range for token offsets that are not multiples of 8; no other offset reaches it."""
-
 
 Weights = Sequence[Tensor]
 """[N, K] each."""
@@ -183,30 +179,6 @@ class Call:
     amaxes: dict[str, Tensor] | None = None
     parts: tuple[tuple[Tensor, Call], ...] = ()
     member: int = 0
-
-    def key(self, operand: int, *, along_tokens: bool = False, feature: int = 0, token: int = 0) -> RandomKey:
-        """The random key of x or dy. Tokens are rows; with `along_tokens` they are columns.
-
-        Args:
-            feature, token: index of the tensor's first feature in the whole layer and of its first token in the call.
-        """
-        offset = self.token_offset + token
-        if not along_tokens:
-            return self.key_at(operand, offset, feature)
-        # Eight neighbouring columns share one draw of the generator.
-        return self.key_at(operand, feature, offset if offset % 8 == 0 else _OFFSET_SPREAD + offset * 8)
-
-    def key_at(self, operand: int, row: int, column: int) -> RandomKey:
-        """The random key of a tensor whose first element has this row and column in the whole layer's."""
-        return RandomKey(
-            seed=self.seed,
-            step=self.step,
-            layer=self.layer_key,
-            operand=operand,
-            row_offset=row,
-            col_offset=column,
-            counters=self.counters,
-        )
 
     def amax(self, name: str, spec: QuantSpec, tensor: Tensor) -> Tensor:
         """The delayed amax that scales x or dy; both forms of the tensor use the same one."""

@@ -33,6 +33,8 @@ from fp4train.shards import Runs
 if TYPE_CHECKING:
     from fp4train.nn.executors.cut import LayerShard
 
+_OFFSET_SPREAD = 1 << 34
+"""Column range for token offsets that are not multiples of 8; no other offset reaches it."""
 _NUMBERS = {"x": (FPROP_X, WGRAD_X), "dy": (DGRAD_DY, WGRAD_DY)}
 """Index of the row-wise and the column-wise form, for the random key."""
 
@@ -105,16 +107,25 @@ class Form:
             return Decoded(x_MK, None)
         if self.kernel_only:
             return self.make(x_MK)
-        key = self.key(call, x_MK.shape[1 if self.column else 0])
+        key = self.key(call, x_MK.shape[1 if self.column else 0]) if self.stochastic else None
         if (self.rounding_ranks or self.runs) and self.spec.requantises is not None:
             x_MK = requantised(x_MK, self.spec, amax_over(self.rounding_ranks, x_MK.T, self.spec.requantises))
         return self.make(x_MK, key, self.amax(x_MK, call, key))
 
-    def key(self, call: Call, tokens: int) -> RandomKey | None:
-        """Key of the random bits of a tensor of so many tokens; None: it is not rounded stochastically."""
-        if not self.stochastic:
-            return None
-        return call.key(self.number, along_tokens=self.column, feature=self.feature, token=self.rank * tokens)
+    def key(self, call: Call, tokens: int) -> RandomKey:
+        """Key of the random bits of a tensor of so many tokens, which is rounded stochastically."""
+        row, column = call.token_offset + self.rank * tokens, self.feature
+        if self.column:  # tokens are columns, eight neighbours of which share one draw of the generator
+            row, column = column, row if row % 8 == 0 else _OFFSET_SPREAD + row * 8
+        return RandomKey(
+            seed=call.seed,
+            step=call.step,
+            layer=call.layer_key,
+            operand=self.number,
+            row_offset=row,
+            col_offset=column,
+            counters=call.counters,
+        )
 
     def _in_runs(self, x: Tensor, key: RandomKey | None, amax: Tensor | None) -> Prepared:
         """x with the random bits of features that do not follow each other."""
@@ -173,9 +184,12 @@ class Operand:
         if row and column and self.pair is not None:
             if self.kernel_only:
                 return self.pair(x_MK)
-            keys = self.row.key(call, x_MK.shape[0]), self.column.key(call, x_MK.shape[0])
-            row_amax, column_amax = (None, None) if self.own_amax else self._amaxes(x_MK, call, *keys)
-            return self.pair(x_MK, keys[0], row_amax, keys[1], column_amax)
+            row_key = self.row.key(call, x_MK.shape[0]) if self.row.stochastic else None
+            column_key = self.column.key(call, x_MK.shape[0]) if self.column.stochastic else None
+            if self.own_amax:
+                return self.pair(x_MK, row_key, None, column_key)
+            row_amax, column_amax = self._amaxes(x_MK, call, row_key, column_key)
+            return self.pair(x_MK, row_key, row_amax, column_key, column_amax)
         return self.row.prepare(x_MK, call) if row else None, self.column.prepare(x_MK, call) if column else None
 
     def _amaxes(self, x_MK: Tensor, call: Call, *keys: RandomKey | None) -> tuple[Tensor | None, Tensor | None]:

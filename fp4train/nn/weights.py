@@ -153,7 +153,9 @@ class PreparedWeights:
         if (call.seed, call.step) != self._position:
             self._begin(call)
         fused = call.fused.of(form.fused, call.member) if form.fused and group is None and not rounded else ()
-        version = tuple(map(_version, fused or (own,)))
+        version: tuple[int, ...] = ()
+        for weight in fused or (own,):
+            version += (0 if weight.is_inference() else weight._version,)
         known = None if self._of is None else self._of()
         if known is not own or version != self._version:
             if known is None or version != self._version or own is not w_NK or not known.is_set_to(own):
@@ -206,7 +208,17 @@ class PreparedWeights:
                 return turned(found)
         if spec is None:  # high precision uses the recipe's dtype; otherwise the master weight is quantised
             return Decoded(w.to(form.dtype), None)
-        key = call.key_at(form.operand, *form.start) if spec.random else None
+        key = None
+        if spec.random:
+            key = RandomKey(
+                seed=call.seed,
+                step=call.step,
+                layer=call.layer_key,
+                operand=form.operand,
+                row_offset=form.start[0],
+                col_offset=form.start[1],
+                counters=call.counters,
+            )
         if (form.rounding_ranks or form.runs or group is not None) and spec.requantises is not None and not rounded:
             if group is None:
                 group = self._amax_over_ranks(w.T, spec.requantises, form.rounding_ranks, form.operand)
@@ -257,10 +269,6 @@ class PreparedWeights:
             self._amax = call.scaling.amax("w", spec, w_NK.detach(), enter=enter, position=position)
             self._entered = self._entered or call.training
         return self._amax
-
-
-def _version(w: Tensor) -> int:
-    return 0 if w.is_inference() else w._version
 
 
 class FusedWeights:

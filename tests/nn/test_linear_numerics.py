@@ -6,6 +6,9 @@ from torch import Tensor
 
 from fp4train.backends.native import cpu_multiplies_rows
 from fp4train.nn import Linear
+from fp4train.nn.call import Call
+from fp4train.nn.executors.gemms import Gemms
+from fp4train.nn.operands import Operand
 from fp4train.precision import (
     BF16,
     FP16,
@@ -23,8 +26,10 @@ from fp4train.precision import (
     Recipe,
     autocast,
 )
+from fp4train.precision.context import Context
 from fp4train.precision.layers import Layer
 from fp4train.quantize import QuantSpec, RandomKey, quantize
+from fp4train.quantize.random import random_bits
 
 rows_on_cpu = pytest.mark.skipif(not cpu_multiplies_rows(), reason="this torch multiplies no rows on CPUs")
 SEED, STEP, NAME = 11, 5, "blocks.0.mlp.up"
@@ -247,19 +252,21 @@ def test_stochastic_rounding_of_gradients_is_unbiased_with_the_guard() -> None:
         assert abs(float(error.mean())) < 0.35, "no common direction"
 
 
+def gradient_operand(layer: Linear, context: Context) -> tuple[Operand, Call]:
+    """What prepares dy of `layer`, and a call."""
+    executor = layer.executor_in(context, torch.device("cpu"))
+    assert isinstance(executor, Gemms)
+    return executor.dy, layer.new_call(context, executor, 0, training=True)
+
+
 def test_random_bits_do_not_depend_on_how_the_batch_is_cut() -> None:
     """Microbatches of 16 and 8 tokens draw what the whole batch of 32 draws for the same tokens."""
-    from fp4train.precision.context import Context
-    from fp4train.quantize.random import random_bits
-
     layer, *_ = make(NVFP4(), "emulate", SHAPES["fills blocks"])
 
     def bits(offset: int, tokens: int) -> tuple[Tensor, Tensor]:
         context = Context(recipe=NVFP4(), seed=3, step=9, token_offset=offset)
-        call = layer.new_call(context, layer.executor_in(context, torch.device("cpu")), 0, training=True)
-        rows = random_bits(call.key(2), tokens, 64)
-        columns = random_bits(call.key(4, along_tokens=True), 64, tokens)
-        return rows, columns
+        dy, call = gradient_operand(layer, context)
+        return random_bits(dy.row.key(call, tokens), tokens, 64), random_bits(dy.column.key(call, tokens), 64, tokens)
 
     whole = bits(0, 32)
     for offset, tokens in ((0, 16), (16, 16), (8, 8), (24, 8)):
@@ -270,15 +277,12 @@ def test_random_bits_do_not_depend_on_how_the_batch_is_cut() -> None:
 
 def test_microbatches_of_odd_sizes_never_share_random_bits() -> None:
     """Sequences of 7 tokens: no two of 64 microbatches may draw the same column bits, or their errors would add up."""
-    from fp4train.precision.context import Context
-
     layer, *_ = make(NVFP4(), "emulate", SHAPES["fills blocks"])
     groups: list[int] = []
     for index in range(64):
         context = Context(recipe=NVFP4(), step=0, token_offset=7 * index)
-        call = layer.new_call(context, layer.executor_in(context, torch.device("cpu")), 0, training=True)
-        first = call.key(4, along_tokens=True).col_offset // 8
-        groups.append(first)
+        dy, call = gradient_operand(layer, context)
+        groups.append(dy.column.key(call, 7).col_offset // 8)
     assert len(set(groups)) == 64
 
 
