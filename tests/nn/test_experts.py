@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from statistics import median
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 import fp4train as f4
+from fp4train.backends.emulate import widens
 from fp4train.config.binding import bind
 from fp4train.config.composition import compose
 from fp4train.config.overrides import groups
@@ -225,14 +225,17 @@ def test_a_cut_that_does_not_say_which_ranks_have_which_experts_is_refused() -> 
             tensor_cut_of(model, 2)
 
 
+@pytest.mark.long
 def test_a_step_of_emulated_experts_takes_at_most_half_again_that_of_a_loop_of_torchs_linear_layers() -> None:
-    """In BF16, with float32 weights as they are trained: 4 experts of 1024 features, 1024 rows each. CPU time of one
-    thread, which other processes lengthen for both sides of a pair: the median of the ratios of pairs."""
+    """In BF16, with float32 weights as they are trained: 4 experts of 1024 features, 1024 rows each. A CPU without
+    instructions for BF16 runs the loop in float32, which is several times as fast there. CPU time of one thread; other
+    processes can only lengthen it, so the least of each side is compared."""
     size, counts, recipe = 1024, [1024] * 4, NVFP4()
     torch.manual_seed(0)
     up, down = Experts(4, size, size), Experts(4, size, size)
     loops = [[nn.Linear(size, size, bias=False) for _ in counts] for _ in range(2)]
     x = torch.randn(sum(counts), size).bfloat16()
+    plain = torch.float32 if widens(x) else torch.bfloat16
 
     def experts(step: int) -> float:
         start = time.thread_time()
@@ -242,18 +245,17 @@ def test_a_step_of_emulated_experts_takes_at_most_half_again_that_of_a_loop_of_t
         return time.thread_time() - start
 
     def loop() -> float:
-        start, y = time.thread_time(), x
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        start, y = time.thread_time(), x.to(plain)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=plain == torch.bfloat16):
             for layers in loops:
                 y = torch.cat([layer(part) for layer, part in zip(layers, y.split(counts), strict=True)])
-        y.backward(x)
+        y.backward(x.to(plain))
         return time.thread_time() - start
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        pairs = [(experts(step), loop()) for step in range(8)]
+        ours, theirs = zip(*[(experts(step), loop()) for step in range(6)], strict=True)
     finally:
         torch.set_num_threads(threads)
-    ratios = [ours / theirs for ours, theirs in pairs[1:]]
-    assert median(ratios) <= 1.5, ratios
+    assert min(ours) <= 1.5 * min(theirs), (ours, theirs)

@@ -81,15 +81,17 @@ def test_all_else_of_a_high_precision_layer_is_torchs(bias: bool, dtype: torch.d
 
 
 class Casts(TorchDispatchMode):
-    """Counts the casts of matrices of a shape."""
+    """Counts the casts of matrices of a shape to BF16."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         super().__init__()
         self.shape, self.count = shape, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.aten._to_copy.default and args[0].shape == self.shape
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        to_bf16 = func is torch.ops.aten._to_copy.default and kwargs.get("dtype") == torch.bfloat16
+        self.count += to_bf16 and args[0].shape == self.shape
+        return func(*args, **kwargs)
 
 
 def test_microbatches_of_a_step_round_the_weight_once(tensors: tuple[Linear, Tensor, Tensor]) -> None:
