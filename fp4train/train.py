@@ -2,17 +2,19 @@
 
 import logging
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
 from fp4train.parallel.world import AgreedError
 from fp4train.precision import Recipe
 from fp4train.precision.plan import PlannedStretch
+from fp4train.run.determinism import seed_model
 from fp4train.run.evaluate import check_evaluation, evaluate
 from fp4train.run.host import CollectorBetweenSteps
-from fp4train.run.observe import MeasuredSteps
+from fp4train.run.observe import queue_statistics, watching
 from fp4train.run.run import Run
-from fp4train.run.step import due, seed_model, step_rows
+from fp4train.run.step import due, step_rows
 from fp4train.run.supervise.agreement import agree, apply_requests, stop_on_signals
 from fp4train.run.supervise.divergence import DivergedError, follow, verdict
 from fp4train.run.supervise.guard import NonFiniteError
@@ -125,8 +127,7 @@ def train_step(run: Run, recipe: Recipe) -> Step:
 
     Where loss or gradients are not finite, the weights stay as they are.
     """
-    config, optim, measured = run.config.train, run.config.optim, run.config.eval.errors_every
-    runner = MeasuredSteps(run) if measured and (run.step + 1) % measured == 0 else run.runner
+    config, optim, every = run.config.train, run.config.optim, run.config.eval.errors_every
     lr = optim.lr * run.config.schedule.factor(run.step, config.steps)
     values: Values = {"train/lr": lr, "train/tokens": (run.step + 1) * config.tokens, "precision/recipe": recipe.name}
     if recipe.loss_scaling is not None:
@@ -134,9 +135,11 @@ def train_step(run: Run, recipe: Recipe) -> Step:
     for group in run.optimizer.param_groups:
         group["lr"] = lr
     seed_model(run)
-    scaling = runner.scaling()
+    scaling = run.runner.scaling()
     try:
-        queued = runner.step(recipe, step_rows(run))
+        with watching(run, recipe) if every and (run.step + 1) % every == 0 else nullcontext() as watched:
+            queued = run.runner.step(recipe, step_rows(run))
+        late = [] if watched is None else queue_statistics(run, recipe, watched, queued)
     except Exception:
         if not run.mid_update:
             run.load_scaling(scaling)
@@ -150,7 +153,7 @@ def train_step(run: Run, recipe: Recipe) -> Step:
         values=values,
         scaling=scaling,
         loss_scale=run.loss_scale,
-        late=[queued.statistics] if queued.statistics is not None else [],
+        late=late,
     )
     for hook in run.hooks:
         hook(run, step)

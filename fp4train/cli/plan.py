@@ -35,8 +35,8 @@ from fp4train.precision.report import render, summarise
 from fp4train.run.begin import find_source, start_step
 from fp4train.run.build import build_model, build_plan, build_timeline, with_swap
 from fp4train.run.checks import check_cut, check_oscillation, never_chosen, nothing_quantised, warn_of_schedule
-from fp4train.run.device import choose_device
 from fp4train.run.fuse import kernels_of, kernels_of_layers
+from fp4train.run.host import choose_device
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record import journal
 from fp4train.run.record.stretches import RecordedStretch

@@ -37,9 +37,9 @@ from fp4train.precision.report import summarise
 from fp4train.run.begin import RunStart, find_start
 from fp4train.run.build import build
 from fp4train.run.checks import before_cooldown, learning_rate, rate_jump
-from fp4train.run.device import choose_device, determinism
+from fp4train.run.determinism import determinism
 from fp4train.run.fuse import kernels_of_layers
-from fp4train.run.host import keep_freed_memory
+from fp4train.run.host import choose_device, keep_freed_memory
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record import journal
 from fp4train.run.record.trust import check_paths

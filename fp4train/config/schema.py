@@ -73,7 +73,7 @@ class TrainSettings:
             Layers that share an input (queries, keys and values) quantise it once per layer.
         step_timeout: seconds after which a step that does not end ends the run, with the stacks of all threads on
             standard error; evaluations, checkpoints and the compiler's work count as part of their step. 0: never.
-        deterministic: let GPUs repeat a run to the bit, for a bit-exact resume there (`run/device.py`); CPUs
+        deterministic: let GPUs repeat a run to the bit, for a bit-exact resume there (`run/determinism.py`); CPUs
             always do. Attention may be slower.
         cuda_graph: true records a step of each stretch of the plan as a CUDA graph and replays it
             (`run/step_graph.py`). Small models no longer wait for the host. Refused where a step depends on the host:

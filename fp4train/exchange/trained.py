@@ -26,7 +26,7 @@ from fp4train.precision import GEMMS, LayerPolicy, Recipe, autocast
 from fp4train.precision.phases import Timeline
 from fp4train.run.build import build_model, build_timeline
 from fp4train.run.checks import set_masks
-from fp4train.run.device import choose_device
+from fp4train.run.host import choose_device
 from fp4train.run.initial import load_init, load_weights
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record.trust import check_belongs, check_paths, own_tokenizer, saved_with

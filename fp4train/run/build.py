@@ -37,9 +37,9 @@ from fp4train.precision.plan import Plan, make_plan
 from fp4train.precision.report import table
 from fp4train.run import checks
 from fp4train.run.begin import RunStart, abandon_later, begin, write_plan
-from fp4train.run.device import choose_device
 from fp4train.run.fuse import compile_blocks, fuse
 from fp4train.run.graphs import check_plan, recorded
+from fp4train.run.host import choose_device
 from fp4train.run.initial import load_init, load_weights
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record.journal import read_swaps

@@ -1,4 +1,5 @@
-"""The host process of a run: Python's garbage collector, glibc's allocator, its memory, and the record of its machine.
+"""The device of a run, and its host process: Python's garbage collector, glibc's allocator, its memory, and the record
+of its machine.
 
 Collector. By default Python's cyclic collector runs whenever some hundreds of objects more were created than freed.
 Quantised layers create many small objects that live until backward, and the collections they cause took 5 % of an NVFP4
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import logging
 import os
 import platform
 import re
@@ -27,10 +29,56 @@ from typing import Any
 import torch
 
 from fp4train import __version__
-from fp4train.hardware import Device, driver_version
+from fp4train.errors import UserError
+from fp4train.hardware import OLDEST_GPU, Device, driver_version, why_no_gpu
+from fp4train.parallel.launch import ProcessRank
+
+_log = logging.getLogger(__name__)
 
 STEPS: int = 10
 """Steps between two collections."""
+
+
+def choose_device(name: str, place: ProcessRank | None = None) -> torch.device:
+    """ "auto" is a GPU where there is one; of several ranks on a machine each takes the GPU of its number.
+
+    A GPU becomes the current one of the process: NCCL and FSDP2 take that. Where "auto" takes the CPU although a GPU's
+    driver is here, a warning says why.
+
+    Raises:
+        UserError: there is no such device, it is taken by another rank, or it is too old: it has no BF16 products.
+    """
+    if name == "auto" and not torch.cuda.is_available() and driver_version() is not None:
+        _log.warning("the run uses the CPU: %s", why_no_gpu())
+    seen = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(seen if name == "auto" else name)
+    except RuntimeError as error:
+        raise UserError(f"device={name!r} is not one of auto, cpu, cuda") from error
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"device={name!r} is not one of auto, cpu, cuda: fp4train has no kernels for {device.type}")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"device={name}: torch sees no GPU here; use device=cpu")
+    if device.type == "cpu":
+        return device
+    if place is not None and place.size > 1:
+        if device.index is not None:
+            raise UserError(f"device={name}: several ranks cannot share one GPU; device=cuda gives each its own")
+        if place.local_rank >= (there := torch.cuda.device_count()):
+            raise UserError(
+                f"{place.local_size} ranks on a machine with {there} GPUs: start one per GPU, or device=cpu"
+            )
+        device = torch.device("cuda", place.local_rank)
+    if device.index is not None:
+        torch.cuda.set_device(device)
+    capability = torch.cuda.get_device_capability(device)
+    if capability < OLDEST_GPU:
+        have, least = (".".join(map(str, c)) for c in (capability, OLDEST_GPU))
+        raise UserError(
+            f"device={name}: {torch.cuda.get_device_name(device)} has compute capability {have} and no BF16 products, "
+            f"which need {least}; use device=cpu"
+        )
+    return device
 
 
 class CollectorBetweenSteps:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -18,16 +19,16 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from fp4train.data.loader import Rows
-from fp4train.measure.statistics import NAMES, RAW, Measured
+from fp4train.measure.statistics import NAMES, RAW, Measured, WatchedLayers
 from fp4train.measure.statistics import watch as watch_operands
 from fp4train.nn.called import check_called
 from fp4train.nn.planned import PlannedLayer
 from fp4train.optim.oscillation import Watched, follow, why_not
 from fp4train.precision import Recipe
 from fp4train.quantize.random import MEASUREMENT, RandomKey
+from fp4train.run.determinism import seed_model
 from fp4train.run.experts import Routed
-from fp4train.run.step import Queued, Scaling, microbatch_share, seed_model, step_rows, train_losses
+from fp4train.run.step import Queued, microbatch_share, step_rows, train_losses
 from fp4train.run.supervise.ledger import Numbers, Step, Values
 from fp4train.track.statistics import GRADIENT, OPERAND, Statistics
 
@@ -40,49 +41,45 @@ THRESHOLD: Final = math.sqrt(3)
 """Least ratio of the gradient's norm to that of its noise."""
 
 
-class MeasuredSteps:
-    """Queues steps eagerly, with statistics of each operand of each layer.
+@contextmanager
+def watching(run: Run, recipe: Recipe) -> Iterator[WatchedLayers]:
+    """A context in which `run.runner` queues the step that `run.step` is at, to be measured: gives the operands of each
+    layer that were seen in it.
 
     Hooks sample the tensors of the step itself, whose numbers they do not change. In compiled blocks no hook would see
     them: there an eager pass before the step is measured.
     """
+    compiled = run.config.train.compile
+    with run.eagerly(), watch_operands([(module.layer, module) for module in run.linears]) as watched:
+        if not compiled:
+            yield watched
+        else:
+            scaling = run.scaling()
+            for _ in train_losses(run, recipe, step_rows(run), run.loss_scale * microbatch_share(run)):
+                pass
+    if compiled:
+        run.optimizer.zero_grad(set_to_none=True)
+        run.load_scaling(scaling)
+        if isinstance(run.model, Routed):
+            run.model.fp4train_routed()  # of the eager pass
+        seed_model(run)
+        yield watched
 
-    def __init__(self, run: Run) -> None:
-        self.run = run
 
-    def scaling(self) -> Scaling:
-        return self.run.runner.scaling()
-
-    def step(self, recipe: Recipe, rows: Iterable[Rows]) -> Queued:
-        """Queue the step that `run.step` is at, and its statistics behind it."""
-        run, config = self.run, self.run.config.train
-        with run.eagerly(), watch_operands([(module.layer, module) for module in run.linears]) as watched:
-            if not config.compile:
-                queued = run.runner.step(recipe, rows)
-            else:
-                scaling = run.scaling()
-                for _ in train_losses(run, recipe, step_rows(run), run.loss_scale * microbatch_share(run)):
-                    pass
-        if config.compile:
-            run.optimizer.zero_grad(set_to_none=True)
-            run.load_scaling(scaling)
-            if isinstance(run.model, Routed):
-                run.model.fp4train_routed()  # of the eager pass
-            seed_model(run)
-            queued = run.runner.step(recipe, rows)
-        norms = run.world.summed_over_shards(queued.numbers[2:].double().square()).sqrt()
-        if not run.world.lead:
-            return queued
-        key = RandomKey(seed=run.config.run.seed, step=run.step, layer=0, operand=MEASUREMENT)
-        measured = watched.measure(run.plan.at(run.step).layers, key)
-        by_name, absent = dict(zip(queued.names, norms, strict=True)), norms.new_full((), math.nan)
-        gradients = torch.stack([by_name.get(f"{name}.weight", absent) for name in measured.layers] or [norms[:0]])
-        pending = Numbers(torch.cat((measured.values.flatten(), measured.noise, gradients.flatten())))
-        scale = math.sqrt(config.tokens / max(measured.tokens, 1)) / run.loss_scale
-        step, name = run.step + 1, recipe.name
-        return queued._replace(
-            statistics=lambda: log_statistics(run, statistics_of(measured, pending, scale, step=step, recipe=name))
-        )
+def queue_statistics(run: Run, recipe: Recipe, watched: WatchedLayers, queued: Queued) -> list[Callable[[], Values]]:
+    """Queue the statistics of a step behind it; on the lead what logs them, once its numbers are known, and gives what
+    a line of metrics says of them."""
+    norms = run.world.summed_over_shards(queued.numbers[2:].double().square()).sqrt()
+    if not run.world.lead:
+        return []
+    key = RandomKey(seed=run.config.run.seed, step=run.step, layer=0, operand=MEASUREMENT)
+    found = watched.measure(run.plan.at(run.step).layers, key)
+    by_name, absent = dict(zip(queued.names, norms, strict=True)), norms.new_full((), math.nan)
+    gradients = torch.stack([by_name.get(f"{name}.weight", absent) for name in found.layers] or [norms[:0]])
+    pending = Numbers(torch.cat((found.values.flatten(), found.noise, gradients.flatten())))
+    scale = math.sqrt(run.config.train.tokens / max(found.tokens, 1)) / run.loss_scale
+    step, name = run.step + 1, recipe.name
+    return [lambda: log_statistics(run, statistics_of(found, pending, scale, step=step, recipe=name))]
 
 
 def statistics_of(measured: Measured, pending: Numbers, scale: float, *, step: int, recipe: str) -> Statistics:

@@ -14,7 +14,7 @@ rounding to float32 at the end removes the difference. One rank sums as many do:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -32,15 +32,10 @@ from fp4train.shards import local
 
 if TYPE_CHECKING:
     from fp4train.run.run import Run
-    from fp4train.run.supervise.ledger import Values
 
 Scaling = dict[str, dict[str, Tensor]]
 """States of delayed scaling, by layer."""
 
-RANK_SPREAD = 0x9E3779B97F4A7C15
-"""Distance between the dropout seeds of two data ranks: far more than there are steps."""
-STAGE_SPREAD = 0xD1B54A32D192ED03
-"""Distance between the dropout seeds of two stages of a pipeline."""
 _PIECE = 1 << 16
 """Elements of a tensor on a CPU that are cast at once: half a megabyte, which stays in the cache."""
 
@@ -52,8 +47,6 @@ class Queued(NamedTuple):
     """The parameters that have gradients."""
     numbers: Tensor
     """Mean loss, norm of all gradients, norm of each (of this rank's part of it), float32."""
-    statistics: Callable[[], Values] | None = None
-    """Set in a measured step: logs its statistics and gives what a line of metrics says of them."""
 
 
 class StepRunner(Protocol):
@@ -112,13 +105,6 @@ def microbatch_share(run: Run) -> float:
     targets of the whole batch that count, wherever they lie."""
     size = run.config.train.batch_size
     return run.rows / size * run.train_data.loss_factor(run.batch * size, size)
-
-
-def seed_model(run: Run) -> None:
-    """Seed a model's own random numbers (dropout): they depend on the step and the rank's part of batch and model
-    alone, so that a resumed run draws the same ones."""
-    place = run.world.data_rank * RANK_SPREAD + run.world.stage * STAGE_SPREAD
-    torch.manual_seed((run.config.run.seed * 1_000_003 + run.step + place) % 2**63)
 
 
 def step_rows(run: Run) -> Iterator[Rows]:

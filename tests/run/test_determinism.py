@@ -22,7 +22,7 @@ from fp4train.models.hyena.model import FilterShape
 from fp4train.models.llama import Llama
 from fp4train.models.moe import MixtureOfExperts
 from fp4train.precision import NVFP4
-from fp4train.run.device import CUBLAS, determinism
+from fp4train.run.determinism import CUBLAS, determinism
 
 
 def settings() -> tuple[object, ...]:

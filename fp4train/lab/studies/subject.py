@@ -28,7 +28,7 @@ from fp4train.errors import UserError
 from fp4train.parallel.world import World
 from fp4train.run.begin import check_source, find_start
 from fp4train.run.build import assemble, build_timeline
-from fp4train.run.device import choose_device
+from fp4train.run.host import choose_device
 from fp4train.run.initial import load_init, load_weights
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record.trust import check_belongs

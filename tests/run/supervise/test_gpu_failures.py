@@ -25,8 +25,8 @@ from fp4train.precision.layers import Layer
 from fp4train.precision.plan import resolve
 from fp4train.quantize import QuantSpec, quantizer
 from fp4train.quantize.quantizer import _say
-from fp4train.run import device, step
-from fp4train.run.device import choose_device
+from fp4train.run import host, step
+from fp4train.run.host import choose_device
 from fp4train.run.run import Run
 from fp4train.run.supervise import rescue
 
@@ -159,7 +159,7 @@ def test_a_driver_older_than_the_runtime_is_said_before_the_cpu_is_used(
     def init() -> None:
         raise RuntimeError("The NVIDIA driver on your system is too old (found version 12020). Please update.\nmore")
 
-    monkeypatch.setattr(device, "driver_version", lambda: "535.54.03")
+    monkeypatch.setattr(host, "driver_version", lambda: "535.54.03")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "init", init)

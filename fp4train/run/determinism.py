@@ -1,6 +1,7 @@
-"""The device of a run: chosen, refused where it is too old, and made to repeat its bits.
+"""A run that repeats its bits: the seeds of a model's own random numbers, and `train.deterministic=true`.
 
-`train.deterministic=true`: GPUs compute the same bits again.
+Operands that are rounded stochastically draw by counter (`quantize/random.py`). Only a model's own operations, as
+dropout, read torch's generator, which every step seeds anew.
 
 On a CPU runs repeat to the bit anyway. On a GPU three things do not by default: torch's operations that add by atomics,
 the backward pass of flash attention, and cuBLAS, which may share one workspace between streams. What is set here is
@@ -8,65 +9,34 @@ what PyTorch's notes on reproducibility and torchtitan (distributed/utils.py) se
 their only atomic is an integer maximum.
 """
 
-import logging
+from __future__ import annotations
+
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fp4train.errors import UserError
-from fp4train.hardware import OLDEST_GPU, driver_version, why_no_gpu
-from fp4train.parallel.launch import ProcessRank
 
-_log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from fp4train.run.run import Run
 
+RANK_SPREAD = 0x9E3779B97F4A7C15
+"""Distance between the dropout seeds of two data ranks: far more than there are steps."""
+STAGE_SPREAD = 0xD1B54A32D192ED03
+"""Distance between the dropout seeds of two stages of a pipeline."""
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 WORKSPACES = (":4096:8", ":16:8")
 """The values of `CUBLAS_WORKSPACE_CONFIG` with which cuBLAS repeats itself."""
 
 
-def choose_device(name: str, place: ProcessRank | None = None) -> torch.device:
-    """ "auto" is a GPU where there is one; of several ranks on a machine each takes the GPU of its number.
-
-    A GPU becomes the current one of the process: NCCL and FSDP2 take that. Where "auto" takes the CPU although a GPU's
-    driver is here, a warning says why.
-
-    Raises:
-        UserError: there is no such device, it is taken by another rank, or it is too old: it has no BF16 products.
-    """
-    if name == "auto" and not torch.cuda.is_available() and driver_version() is not None:
-        _log.warning("the run uses the CPU: %s", why_no_gpu())
-    seen = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(seen if name == "auto" else name)
-    except RuntimeError as error:
-        raise UserError(f"device={name!r} is not one of auto, cpu, cuda") from error
-    if device.type not in ("cpu", "cuda"):
-        raise UserError(f"device={name!r} is not one of auto, cpu, cuda: fp4train has no kernels for {device.type}")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"device={name}: torch sees no GPU here; use device=cpu")
-    if device.type == "cpu":
-        return device
-    if place is not None and place.size > 1:
-        if device.index is not None:
-            raise UserError(f"device={name}: several ranks cannot share one GPU; device=cuda gives each its own")
-        if place.local_rank >= (there := torch.cuda.device_count()):
-            raise UserError(
-                f"{place.local_size} ranks on a machine with {there} GPUs: start one per GPU, or device=cpu"
-            )
-        device = torch.device("cuda", place.local_rank)
-    if device.index is not None:
-        torch.cuda.set_device(device)
-    capability = torch.cuda.get_device_capability(device)
-    if capability < OLDEST_GPU:
-        have, least = (".".join(map(str, c)) for c in (capability, OLDEST_GPU))
-        raise UserError(
-            f"device={name}: {torch.cuda.get_device_name(device)} has compute capability {have} and no BF16 products, "
-            f"which need {least}; use device=cpu"
-        )
-    return device
+def seed_model(run: Run) -> None:
+    """Seed a model's own random numbers (dropout): they depend on the step and the rank's part of batch and model
+    alone, so that a resumed run draws the same ones."""
+    place = run.world.data_rank * RANK_SPREAD + run.world.stage * STAGE_SPREAD
+    torch.manual_seed((run.config.run.seed * 1_000_003 + run.step + place) % 2**63)
 
 
 @contextmanager
