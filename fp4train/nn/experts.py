@@ -85,7 +85,7 @@ class Experts(PlannedLayer):
     def w_ENK(self) -> Tensor:
         """The weights [experts, out_features, in_features] that this rank has; a view where they are stored
         transposed."""
-        w = local(self.weight)
+        w = self.weight if self.layer_shard is None else local(self.weight)
         return w.mT if self.transposed else w
 
     @property
@@ -173,7 +173,7 @@ class Experts(PlannedLayer):
 
     @property
     def _biases(self) -> Tensor | None:
-        return None if self.bias is None else local(self.bias)
+        return self.bias if self.bias is None or self.layer_shard is None else local(self.bias)
 
     def _outside(self, x_MK: Tensor, rows: list[int]) -> Tensor:
         """y outside of a context, in torch's own products."""

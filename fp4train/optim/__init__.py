@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from fp4train.precision.layers import elementwise
-from fp4train.shards import local
 
 
 class Optimizer(Protocol):
@@ -105,7 +104,7 @@ def keep_bounds(optimizer: torch.optim.Optimizer, model: nn.Module, bounds: Mapp
     @torch.no_grad()
     def keep(*_: object) -> None:
         for parameter, largest in held:
-            local(parameter).clamp_(max=largest)
+            parameter.clamp_(max=largest)
 
     if held:
         optimizer.register_step_post_hook(keep)

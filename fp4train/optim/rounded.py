@@ -39,7 +39,7 @@ from fp4train.kernels import cpu
 from fp4train.quantize import triton_launch
 from fp4train.quantize.random import INITIAL, LANES, MASK, RandomKey, random_bits
 from fp4train.quantize.triton import why_not_here as why_no_triton
-from fp4train.shards import TensorShard, local, shard_of
+from fp4train.shards import TensorShard, is_sharded, local, shard_of
 
 _log = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ class RoundedAdamW(torch.optim.AdamW):
             if parameter.dtype != torch.float32:
                 raise ValueError(f"optim.moments=bfloat16 needs float32 weights, and {name} is {parameter.dtype}")
         self._names = dict(names)
-        self._slabs: dict[nn.Parameter, list[Slab]] = {}
+        self._slabs: dict[nn.Parameter, tuple[list[Slab], Callable[[Tensor], Tensor]]] = {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)  # gives moments the dtype of their parameter
@@ -154,9 +154,10 @@ class RoundedAdamW(torch.optim.AdamW):
         assert parameter.grad is not None
         state, name = self.state[parameter], self._names[parameter]
         if parameter not in self._slabs:
-            self._slabs[parameter] = slabs(shard_of(parameter))
-        whole = [as_matrix(local(each)) for each in (parameter, parameter.grad, *(state[m] for m in MOMENTS))]
-        for slab in self._slabs[parameter]:
+            self._slabs[parameter] = slabs(shard_of(parameter)), local if is_sharded(parameter) else Tensor.detach
+        parts, held = self._slabs[parameter]
+        whole = [as_matrix(held(each)) for each in (parameter, parameter.grad, *(state[m] for m in MOMENTS))]
+        for slab in parts:
             own = (each[slab.rows] for each in whole)
             first, second = (
                 RandomKey(

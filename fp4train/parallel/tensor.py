@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fp4train.models.common.cut import TensorCut, TensorParallel, TokenRanks
+from fp4train.models.common.cut import HoldsParts, TensorCut, TensorParallel, TokenRanks
 from fp4train.nn.executors.cut import Cut, LayerShard
 from fp4train.nn.planned import PlannedLayer
-from fp4train.nn.ranks import Ranks
+from fp4train.nn.ranks import Ranks, local
 from fp4train.shards import RowOrder
 
 _COUNTED = {None: "rows", "out": "out_features", "in": "in_features", "experts": "experts"}
@@ -70,6 +70,8 @@ def cut_tensors(
         setattr(module, attribute, getattr(module, attribute) // ranks.size)
     for module in model.modules():
         _distribute(module, mesh, None, own)
+        if isinstance(module, HoldsParts):
+            module.held = local
     parallel.tensor = tensor = TokenRanks(ranks=ranks, sequence=sequence)
     parallel.row_orders = orders
     for name in cut.tokens:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from command_line import Before, Cli
+from command_line import Before, Cli, lines
 from torch import nn
 
 import fp4train
@@ -19,13 +19,30 @@ from fp4train.run.step import losses
 
 PACKAGE = str(Path(fp4train.__file__).parent)
 LAYOUT = Path(PACKAGE).parent / "docs/layout.md"
+FAMILIES = {
+    "llama": (),
+    "llama, its moments in BF16": ("optim.moments=bfloat16",),
+    "hybrid": (
+        *("model=hybrid_tiny", "model.width=32", "model.pattern=M-*", "model.hidden=64", "model.scan.heads=4"),
+        *("model.scan.head_dim=16", "model.scan.state=16", "model.scan.chunk=16"),
+    ),
+    "hyena": (
+        *("model=hyena_tiny", "model.width=32", "model.pattern=SDH*", "model.hidden=64", "model.filters.groups=8"),
+        *("model.filters.poles=4", "model.vocab_size=320"),
+    ),
+    "moe": (
+        *("model=moe_tiny", "model.width=32", "model.layers=2", "model.hidden=64", "model.experts.count=4"),
+        *("model.experts.hidden=32", "model.experts.bias=true", "model.balance.speed=0.01"),
+    ),
+}
 DIVIDING = (
     "shards.py",
     "nn/ranks.py",
     "nn/executors/cut.py",
     *(f"parallel/{name}.py" for name in ("fsdp", "gather", "held", "pipeline", "received", "stages", "tensor")),
 )
-"""Files of which a run of one process calls nothing in a step."""
+"""Files of which a run of one process calls nothing in a step. It does call its `World`, parallel/world.py: that of one
+rank, whose sums over the ranks are what it is given."""
 
 
 class Model(nn.Module):
@@ -51,7 +68,10 @@ def test_an_iteration_that_is_given_up_leaves_gradients_on() -> None:
     assert torch.is_grad_enabled(), "after it was given up"
 
 
-def test_from_the_loop_to_the_model_there_are_four_frames(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("options", [(), ("eval.errors_every=1",)], ids=["a step", "a measured step"])
+def test_from_the_loop_to_the_model_there_are_four_frames(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
+) -> None:
     """`train`, `train_step`, the runner's `step`, and the losses."""
     from fp4train.models.llama.model import LlamaModel
 
@@ -69,22 +89,22 @@ def test_from_the_loop_to_the_model_there_are_four_frames(cli: Cli, monkeypatch:
         return original(self, *arguments, **options)
 
     monkeypatch.setattr(LlamaModel, "forward", forward)
-    assert cli("run.name=a", "train.steps=1", "eval.every=0").code == 0
+    assert cli("run.name=a", "train.steps=1", "eval.every=0", *options).code == 0
+    assert any("error/sqnr_db" in line for line in lines("runs/a")) is bool(options)
     assert stacks[0] == ["train_losses", "step", "train_step", "train"]
 
 
-def test_an_undivided_step_reaches_the_kernel_in_seven_files_and_calls_nothing_of_what_divides_runs(
-    cli: Cli, before: Before
-) -> None:
-    called: set[str] = set()
-    to_kernel: list[str] = []
+def place(frame: FrameType) -> str:
+    return str(Path(frame.f_code.co_filename).relative_to(PACKAGE))
 
-    def place(frame: FrameType) -> str:
-        return str(Path(frame.f_code.co_filename).relative_to(PACKAGE))
+
+def test_a_step_reaches_the_kernel_in_seven_files(cli: Cli, before: Before) -> None:
+    files: set[str] = set()
+    to_kernel: list[str] = []
 
     def note(frame: FrameType, event: str, argument: Any) -> None:
         if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
-            called.add(f"{place(frame)}:{frame.f_code.co_name}")
+            files.add(place(frame))
         if event == "c_call" and not to_kernel and "_cpu" in str(getattr(argument, "__module__", "")):
             at: FrameType | None = frame
             while at is not None and (not to_kernel or to_kernel[-1] != "train.py"):
@@ -92,16 +112,29 @@ def test_an_undivided_step_reaches_the_kernel_in_seven_files_and_calls_nothing_o
                     to_kernel.append(place(at))
                 at = at.f_back
 
-    assert not [name for name in DIVIDING if not (Path(PACKAGE) / name).is_file()]
     before(3, lambda run: sys.setprofile(note))
     before(4, lambda run: sys.setprofile(None))
     assert cli("run.name=a", "recipe=nvfp4", "train.steps=5", "phases=none", "policy=all").code == 0
-    assert "run/step.py:step" in called
     shown = re.findall(
         r"`fp4train/([\w/.]+)`", LAYOUT.read_text(encoding="utf-8").partition("## The path of a step")[2]
     )
-    files = {name.partition(":")[0] for name in called}
     assert len(shown) > 6 and set(shown) <= files, "the path that docs/layout.md shows"
     assert [name for name in shown if name in to_kernel] == [name for name in reversed(to_kernel) if name in shown]
     assert len([name for name in to_kernel if not name.startswith("models/")]) <= 7, to_kernel
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_undivided_step_calls_nothing_of_what_divides_runs(cli: Cli, before: Before, family: str) -> None:
+    called: set[str] = set()
+
+    def note(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            called.add(f"{place(frame)}:{frame.f_code.co_name}")
+
+    assert not [name for name in DIVIDING if not (Path(PACKAGE) / name).is_file()]
+    before(2, lambda run: sys.setprofile(note))
+    before(3, lambda run: sys.setprofile(None))
+    options = (*FAMILIES[family], "recipe=nvfp4", "phases=none", "policy=all")
+    assert cli("run.name=a", "train.steps=4", "train.batch_size=2", *options).code == 0
+    assert "run/step.py:step" in called
     assert not {name for name in called if name.startswith(DIVIDING)}

@@ -6,7 +6,7 @@ first stage turns tokens into the residual stream, each one runs its blocks, the
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any, Protocol
@@ -72,6 +72,17 @@ class TensorParallel(Protocol):
     def fp4train_tensor_cut(self) -> TensorCut:
         """How it is cut."""
         ...
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    return parameter
+
+
+class HoldsParts:
+    """A module that computes with parameters of its own, as `held` gives them: whole, or this rank's parts."""
+
+    held: Callable[[Tensor], Tensor] = staticmethod(_whole)
+    """The values of a parameter that this rank has; set when the model is cut."""
 
 
 def shared_by(tensor: TokenRanks, parameter: Tensor) -> Tensor:

@@ -29,10 +29,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from fp4train.models.common.cut import HoldsParts
 from fp4train.models.common.rotary import SwiGLU
 from fp4train.nn.call import Counts
 from fp4train.nn.experts import Experts, by_expert
-from fp4train.nn.ranks import all_rows, local, summed_over, with_summed_gradient
+from fp4train.nn.ranks import all_rows, summed_over, with_summed_gradient
 from fp4train.precision.context import auxiliary, once
 from fp4train.text import check_choice, check_least
 
@@ -110,7 +111,7 @@ class Balance:
             raise ValueError(f"model.balance.capacity={self.capacity} must be finite and above 0, or null for all")
 
 
-class Router(nn.Module):
+class Router(HoldsParts, nn.Module):
     """Chooses experts, in float32 whatever the recipe: x [B, T, D] → experts [B·T, top] and their weights.
 
     Attributes:
@@ -130,7 +131,7 @@ class Router(nn.Module):
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
         """(Experts int64 [B·T, top], their weights, float32), with the losses of balance attached to the weights."""
         shape = self.experts
-        logits_ME = F.linear(x_BTD.float().flatten(0, 1), local(self.weight).float())
+        logits_ME = F.linear(x_BTD.float().flatten(0, 1), self.held(self.weight).float())
         scores_ME = logits_ME.softmax(-1) if shape.scores == "softmax" else logits_ME.sigmoid()
         with torch.no_grad():
             chosen_MK = (scores_ME if self.bias is None else scores_ME + self.bias).topk(shape.top, -1).indices

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from fp4train.models.common import scan_kernels
 from fp4train.models.common.convolution import first_of_document, short_convolution
+from fp4train.models.common.cut import HoldsParts
 from fp4train.models.common.initialise import Filled, Initial, Numbered, Uniform
-from fp4train.nn.ranks import local
 
 STEP = (1e-3, 0.1)
 """The range of the first time steps, drawn evenly in their logarithm (arXiv:2312.00752, section 3.6)."""
@@ -107,7 +107,7 @@ class ScanState:
         self.window_BKC: Tensor | None = None
 
 
-class Mamba2(nn.Module):
+class Mamba2(HoldsParts, nn.Module):
     """out_proj(norm(scan(silu(conv(x, B, C))) ⊙ silu(z))), with z, x, B, C and dt from in_proj: [B, T, D] → [B, T, D].
 
     The two projections are linear layers, which `fp4train.convert` replaces. The parameters have the names and shapes
@@ -207,7 +207,7 @@ class Mamba2(nn.Module):
         fused = fused and scan_kernels.why_torch(self.kernels, u_BTD.device.type, deterministic) is None
         convolves = fused and no_convolution is None
         if convolves and scan_kernels.why_torch_convolves(self.taps, mixed_size) is None:
-            weight, bias = local(self.conv1d.weight)[:, 0], local(self.conv1d.bias)
+            weight, bias = self.held(self.conv1d.weight)[:, 0], self.held(self.conv1d.bias)
             mixed, window = _untraced(scan_kernels.silu_of_convolution, mixed.float(), weight, bias, document_BT), None
         else:
             mixed, window = self.conv1d(mixed.float(), None if kept is None else kept.window_BKC, document_BT)
@@ -215,8 +215,8 @@ class Mamba2(nn.Module):
         x, b, c = torch.split(mixed, self.mixed_sizes, -1)
         x = x.reshape(*x.shape[:2], self.heads, -1)
         b, c = (t.reshape(*t.shape[:2], self.groups, -1) for t in (b, c))
-        dt = F.softplus(dt.float() + local(self.dt_bias)).clamp(min=self.least_step)
-        a_H = -local(self.A_log).exp()
+        dt = F.softplus(dt.float() + self.held(self.dt_bias)).clamp(min=self.least_step)
+        a_H = -self.held(self.A_log).exp()
         if fused:
             y = _untraced(scan_kernels.scan, x, dt, a_H, b, c, self.chunk, document_BT)
         else:
@@ -231,10 +231,10 @@ class Mamba2(nn.Module):
             )
             if kept is not None:
                 kept.state_BHPN, kept.window_BKC = state, window
-        y = (y + local(self.D)[:, None] * x).flatten(2) * F.silu(z.float())
+        y = (y + self.held(self.D)[:, None] * x).flatten(2) * F.silu(z.float())
         y = y.view(*y.shape[:2], self.groups, -1)
         y = (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)).flatten(-2)
-        out: Tensor = self.out_proj((local(self.norm.weight) * y).to(u_BTD.dtype))
+        out: Tensor = self.out_proj((self.held(self.norm.weight) * y).to(u_BTD.dtype))
         return out
 
     def fp4train_kernels(self, device: str, deterministic: bool) -> str:
@@ -266,7 +266,7 @@ class Weight(nn.Module):
         self.weight = nn.Parameter(torch.empty(width))
 
 
-class CausalConvolution(nn.Conv1d):
+class CausalConvolution(HoldsParts, nn.Conv1d):
     """y_t = bias + Σ_k weight_k ⊙ x_{t − K + 1 + k}, each channel by itself. Its model draws the first weights."""
 
     bias: nn.Parameter
@@ -286,5 +286,5 @@ class CausalConvolution(nn.Conv1d):
             window_BKC: the K − 1 inputs before x; None: zeros.
             document_BT: a number per token; a token sees none with another. None: all have the same.
         """
-        weight, bias = local(self.weight)[:, 0], local(self.bias)
+        weight, bias = self.held(self.weight)[:, 0], self.held(self.bias)
         return short_convolution(x_BTC, weight, bias, window_BKC=window_BKC, document_BT=document_BT)

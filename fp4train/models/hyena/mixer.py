@@ -31,9 +31,9 @@ from fp4train.models.common.convolution import (
     short_convolution,
     with_window,
 )
+from fp4train.models.common.cut import HoldsParts
 from fp4train.models.common.initialise import Filled, Initial, Normal, Uniform
 from fp4train.models.common.layers import rotate
-from fp4train.nn.ranks import local
 from fp4train.text import check_least
 
 KINDS = {"S": "short convolution", "D": "medium convolution", "H": "long convolution", "*": "attention"}
@@ -73,7 +73,7 @@ class ConvolutionState:
         self.state_BCN: Tensor | None = None
 
 
-class GatedConvolution(nn.Module):
+class GatedConvolution(HoldsParts, nn.Module):
     """A mixer `S`, `D` or `H`: x [B, T, D] → [B, T, D]. Tensor-parallel ranks have channels of their own."""
 
     def __init__(self, width: int, kind: str, filters: FilterShape) -> None:
@@ -125,7 +125,7 @@ class GatedConvolution(nn.Module):
         document_BT, projected = first_of_document(mask_BTT), self.in_proj(x_BTD).float()
         features, window = short_convolution(
             projected.view(-1, time, projected.shape[-1]),
-            local(self.featuriser)[:, 0],
+            self.held(self.featuriser)[:, 0],
             window_BKC=None if kept is None else kept.features_BKC,
             document_BT=document_BT,
         )
@@ -135,13 +135,13 @@ class GatedConvolution(nn.Module):
         u = k * v
         y = (self._long if self.kind == "H" else self._explicit)(u, kept, document_BT)
         if self.direct is not None:
-            y = y + local(self.direct) * u
+            y = y + self.held(self.direct) * u
         out: Tensor = self.out_proj((q * y).to(x_BTD.dtype))
         return out
 
     def _explicit(self, u_BTC: Tensor, kept: ConvolutionState | None, document_BT: Tensor | None) -> Tensor:
         """Taps * u, and in the cache the last inputs."""
-        taps = local(self.taps)[:, 0]
+        taps = self.held(self.taps)[:, 0]
         taps = taps.repeat_interleave(u_BTC.shape[-1] // taps.shape[0], 0)
         before = None if kept is None else kept.window_BKC
         if self.kind == "S":
@@ -158,7 +158,7 @@ class GatedConvolution(nn.Module):
 
     def _long(self, u_BTC: Tensor, kept: ConvolutionState | None, document_BT: Tensor | None) -> Tensor:
         """The sum of exponentials * u, and in the cache the state."""
-        log_poles, residues, time = local(self.log_poles)[..., 0], local(self.residues), u_BTC.shape[1]
+        log_poles, residues, time = self.held(self.log_poles)[..., 0], self.held(self.residues), u_BTC.shape[1]
         y = long_convolution(u_BTC, modal_filter(log_poles, residues, time), document_BT)
         if kept is not None:
             if kept.state_BCN is not None:
