@@ -129,7 +129,7 @@ class Folder:
         return descriptor
 
     def read(self, name: str, limit: int) -> bytes:
-        """All of the file `name`, which may hold up to `limit` bytes."""
+        """The whole file `name`, which may hold up to `limit` bytes."""
         with os.fdopen(self.descriptor_of(name), "rb") as file:
             size = os.fstat(file.fileno()).st_size
             data = file.read(min(size, limit) + 1)  # what is asked for is allocated
@@ -137,7 +137,7 @@ class Folder:
         return data
 
     def pieces(self, name: str, limit: int) -> Iterator[bytes]:
-        """All of the file `name`, which may hold up to `limit` bytes, `PIECE` bytes at a time."""
+        """The whole file `name`, which may hold up to `limit` bytes, `PIECE` bytes at a time."""
         done = 0
         with os.fdopen(self.descriptor_of(name), "rb") as file:
             self._bound(name, os.fstat(file.fileno()).st_size, limit)
@@ -322,7 +322,7 @@ def _remove_unfinished(above: Folder, name: str) -> None:
 
 
 def read(path: Path, limit: int) -> bytes:
-    """All of a file that may hold up to `limit` bytes; `path` itself must not be a link."""
+    """The whole of a file that may hold up to `limit` bytes; `path` itself must not be a link."""
     with parent(path) as (folder, name):
         return folder.read(name, limit)
 

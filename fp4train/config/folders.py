@@ -1,4 +1,4 @@
-"""Where fp4train's YAML files are, and how the recipes among them enter Hydra.
+"""The folders of fp4train's YAML files, and how the recipes among them enter Hydra.
 
 In a checkout `configs/` and `recipes/` stand beside the package; in an installed package they are inside it (setup.py
 maps them there). `configs/` is Hydra's primary folder. `recipes/` holds the options of the group `recipe` without a

@@ -39,7 +39,7 @@ def stored_tokenizer(config: Config, run: Path) -> FileTokenizer | None:
     """
 
     def refuse(lost: str) -> None:
-        """Without its copy it would be trained anew, or read elsewhere."""
+        """Refuse a tokenizer without the run's copy: it would be trained anew, or read elsewhere."""
         if isinstance(getattr(config.data, "tokenizer", None), BytePairs | Pretrained):
             raise UserError(f"{run} has lost its {lost}: put it back; another tokenizer may have other ids")
 

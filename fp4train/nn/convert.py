@@ -268,7 +268,7 @@ def _matrices(
 
     A weight shared with a converted layer is listed only if an unconverted linear layer holds it too.
     """
-    apart = {p for m in model.modules() if _has_no_matrix(m) for p in m.parameters(recurse=False)} | elementwise(model)
+    spared = {p for m in model.modules() if _has_no_matrix(m) for p in m.parameters(recurse=False)} | elementwise(model)
     for path, module in model.named_modules():
         if isinstance(module, PlannedLayer):
             continue
@@ -280,7 +280,7 @@ def _matrices(
             if layer is not None:
                 if key == "weight" or _is_matrix(key, parameter):
                     yield parameter, name, layer.unconverted or "convert was not called on it", True
-            elif parameter not in covered | apart and _is_matrix(key, parameter):
+            elif parameter not in covered | spared and _is_matrix(key, parameter):
                 yield parameter, name, _why_other(path, module, parameter), False
 
 

@@ -172,8 +172,8 @@ class Operand:
         self.joined = row.amax_ranks if row.amax_ranks == column.amax_ranks else ()
         """The ranks over which the amaxes of both forms are taken, in one all-reduce."""
         self.pair = None
-        apart = row.rounding_ranks or column.rounding_ranks or row.runs or column.runs
-        if row.spec is not None and column.spec is not None and not apart:
+        separate = row.rounding_ranks or column.rounding_ranks or row.runs or column.runs
+        if row.spec is not None and column.spec is not None and not separate:
             quantizers = quantizer(row.spec, device), quantizer(column.spec, device)
             self.pair = PairQuantizer(*quantizers, row_codes=codes[0], column_codes=codes[1])
 

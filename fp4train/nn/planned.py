@@ -50,7 +50,7 @@ class Handle(metaclass=GraphInput):
         return Handle(memo[id(self.layer)])
 
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
-        """For the compiler's cache keys: all layers are equal, since graphs depend on the route only."""
+        """The compiler's cache key, equal for all layers: graphs depend on the route only."""
         return str, (Handle.__qualname__,)
 
     def route(self) -> Route:

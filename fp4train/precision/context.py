@@ -77,7 +77,7 @@ class Context(metaclass=GraphInput):
         self.shared.clear()
 
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
-        """For the compiler's cache keys: all contexts are equal, since graphs depend on the dtype only."""
+        """The compiler's cache key, equal for all contexts: graphs depend on the dtype only."""
         return str, (Context.__qualname__,)
 
 

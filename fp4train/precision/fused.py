@@ -41,8 +41,8 @@ def input_note(readers: Sequence[str], recipe: Recipe, gemm: str, backend: str, 
     """Note on a GEMM whose x a backend quantises once for all layers that read it, behind its reason in a plan; "": it
     does not, or no other layer reads x. (Backends of single GEMMs share every x whose bits do not depend on the layer.)
     """
-    together = LAYER_BACKENDS.get(backend)
-    if together is None or gemm == "dgrad" or len(readers) < 2 or not together.shares_input(recipe.table(), device):
+    whole = LAYER_BACKENDS.get(backend)
+    if whole is None or gemm == "dgrad" or len(readers) < 2 or not whole.shares_input(recipe.table(), device):
         return ""
     return f"; {', '.join(name.rpartition('.')[2] for name in readers)} share one quantised x"
 

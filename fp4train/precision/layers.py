@@ -101,7 +101,7 @@ class Layer:
 
     @property
     def label(self) -> str:
-        """Its name, and the number of its experts if it has some."""
+        """The layer's name, and the number of its experts if it has some."""
         return f"{self.name} ({self.experts} experts)" if self.experts else self.name
 
     def part(self, cut: str, parts: int, segments: tuple[int, ...] = ()) -> Layer:

@@ -167,7 +167,7 @@ def resolve(
         table, choices = own.table(), dict.fromkeys(GEMMS, Choice("torch", unconverted))
     else:
         cut, fused = layer.cut in ("in", "out"), shares_scale(layer, own)
-        choices = choose(table, layer, backend, device, cut=cut, fused=fused, apart=own.why_apart)
+        choices = choose(table, layer, backend, device, cut=cut, fused=fused, why_split=own.why_split)
     gemms: dict[str, Any] = {}
     for name, (chosen, why, grouped) in choices.items():
         operands = table[name] if unconverted is None else HIGH_PRECISION

@@ -139,7 +139,7 @@ class Recipe:
         return self.outliers is not None and self.quantised
 
     @property
-    def why_apart(self) -> str | None:
+    def why_split(self) -> str | None:
         """Why backends other than emulation and the reference do not run it; None: they may."""
         return (
             None if self.outliers is None else "outlier channels are multiplied apart, which emulate and reference do"
@@ -190,7 +190,7 @@ class Recipe:
         return fused + (f"{' and' if fused else ' with'} {kept}" if kept else "")
 
     def with_high_precision(self, *gemms: str) -> Recipe:
-        """The same recipe with `gemms` unquantised: `NVFP4().with_high_precision("fprop")` is the paper's cooldown."""
+        """This recipe with `gemms` unquantised: `NVFP4().with_high_precision("fprop")` is the paper's cooldown."""
         return dataclasses.replace(self, high_precision=(*self.high_precision, *gemms))
 
     def __str__(self) -> str:

@@ -220,7 +220,7 @@ class QuantSpec:
         return hash(tuple(getattr(self, field.name) for field in fields(self)))
 
     def __getstate__(self) -> dict[str, object]:
-        """Without cached properties: hashes differ between processes, and formats are compared by identity."""
+        """The fields without cached properties: hashes differ between processes, formats are compared by identity."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @cached_property

@@ -91,7 +91,7 @@ class Launch(NamedTuple):
     warps: int = 4
 
     def __call__(self, *pointers: Tensor, words: tuple[int | Tensor, ...] = ()) -> None:
-        """Without contraction: a * b + c must round twice, as it does in torch."""
+        """Launch the kernel, without contraction: a * b + c must round twice, as it does in torch."""
         run = self.kernel[(self.programs,)]  # type: ignore[index]
         run(*pointers, *self.sizes, *words, **self.constants, num_warps=self.warps, enable_fp_fusion=False)
 

@@ -215,9 +215,9 @@ class BlockPass:
         self._inputs: list[Any] = []
         self._leaves: dict[Place, nn.Parameter] = {}
         self._weights: tuple[dict[Place, Tensor], dict[Place, Tensor]] = ({}, {})
-        """Where the graphs of both passes read weights that move."""
+        """Memory from which the graphs of both passes read weights that move."""
         self._held: tuple[list[Any], Tensor | None] = ([], None)
-        """Where the forward graph reads the inputs and writes y."""
+        """Memory from which the forward graph reads the inputs, and to which it writes y."""
         self._y: Tensor | None = None
         self._dy: Tensor | None = None
         self._dx: Tensor | None = None

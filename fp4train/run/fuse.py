@@ -49,7 +49,7 @@ def fuse(model: nn.Module, train: TrainSettings, device: str) -> None:
     """Liger's kernels, where `train.kernels` asks for them and they run; of compiled blocks the compiler fuses."""
     used, said = kernels_of(train, device)
     if used:
-        liger.use_liger(model, apart=find_blocks(model) if train.compile else [])
+        liger.use_liger(model, spare=find_blocks(model) if train.compile else [])
     if device == "cuda" and train.kernels != "torch":
         _log.info("%s", said)
 

@@ -285,7 +285,7 @@ class RecordedSteps(GraphSteps):
 
 
 def _copy_of(scaling: Scaling) -> Scaling:
-    """The same values in memory of their own."""
+    """Copies in memory of their own."""
     return {layer: {name: each.clone() for name, each in state.items()} for layer, state in scaling.items()}
 
 

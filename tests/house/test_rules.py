@@ -207,7 +207,8 @@ def descriptions_without_a_noun(source: Source) -> list[str]:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
     )
     begins = ("Of ", "Those ", "These ", "That of ", "What ", "Whose ", "Over which ", "In place of ", "Is ", "It has ")
-    begins += ("Until ", "Once per ", "Once for ", "Up to ", "Behind ")
+    begins += ("Until ", "Once per ", "Once for ", "Up to ", "Behind ", "Where ")
+    begins += ("Its ", "All of ", "The same", "For the ", "Without ")
     return [f"{line}: {text[:40]}" for line, text in texts if text.startswith(begins)]
 
 

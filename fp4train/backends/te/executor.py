@@ -105,7 +105,7 @@ def te_autocast(te: Any, te_recipe: Any) -> Iterator[None]:
 
 @contextmanager
 def _history_kept(module: Any, te_recipe: Any) -> Iterator[None]:
-    """Without gradients, as in evaluation: TE's kernels write amaxes into the history, which gets its own back."""
+    """A call without gradients, as in evaluation: TE's kernels write amaxes to the history, which gets its own back."""
     _make_meta(module, te_recipe)
     history: Tensor = module.fp8_meta["scaling_fwd"].amax_history
     before = history.clone()

@@ -258,7 +258,7 @@ class ClusterCost:
         return whole / 2 * packed_bytes(spec, side, side) / side**2
 
     def _forms(self, whole: float, row: QuantSpec | None, column: QuantSpec | None) -> float:
-        """The same for both forms of a tensor; one tensor in high precision serves both."""
+        """Bytes of both forms of a tensor; one tensor in high precision serves both."""
         if row is None or column is None or not self.mesh.codes:
             return whole
         return self._form(whole, row) + self._form(whole, column)

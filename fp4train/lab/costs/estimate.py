@@ -193,8 +193,8 @@ def layer_costs(
         reason = _why_emulated(gemm)
         one = (m, n, k / members) if gemm.name == "wgrad" else (m / members, n, k)
         multiplied = gemm.elements if reason is None else _multiplied(gemm.operands)
-        together = members if gemm.grouped or plan.layer_backend is not None else 1
-        seconds = members / together * gemm_seconds(gpu, multiplied, *one, products=together)
+        products = members if gemm.grouped or plan.layer_backend is not None else 1
+        seconds = members / products * gemm_seconds(gpu, multiplied, *one, products=products)
         epilogue = members * _epilogue(gpu, gemm.operands, one[0] * n) if reason is not None else 0.0
         costs.append(
             GemmCost(

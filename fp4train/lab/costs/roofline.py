@@ -107,7 +107,7 @@ def needs_amax(spec: QuantSpec) -> bool:
     return spec.delayed is None and (spec.global_scale in ("tensor", "row") or None in spec.block)
 
 
-def together(row: QuantSpec, column: QuantSpec) -> bool:
+def reads_once(row: QuantSpec, column: QuantSpec) -> bool:
     """Whether one kernel of Transformer Engine reads a tensor once for both forms: same family, elements and transform.
 
     NVFP4's Hadamard transform of the column-wise form is a separate kernel with its own read.
@@ -122,19 +122,19 @@ def quantise_seconds(gpu: Gpu, count: int, row: QuantSpec | None, column: QuantS
     """Time of quantising a BF16 tensor of `count` elements into its row-wise and column-wise form; None: not needed.
 
     One amax pass serves both forms (the amax after the Hadamard transform included). One more read serves both forms if
-    `together`, else two. The arithmetic of the transform overlaps with memory traffic.
+    `reads_once`, else two. The arithmetic of the transform overlaps with memory traffic.
     """
     forms = [spec for spec in (row, column) if spec is not None]
     seconds = move_seconds(gpu, 2 * count, COPY) if any(map(needs_amax, forms)) else 0.0
     written = [count * stored_bytes(spec.element.upper(), spec.block[1] or count) for spec in forms]
-    if len(forms) == 2 and together(forms[0], forms[1]):
+    if len(forms) == 2 and reads_once(forms[0], forms[1]):
         return seconds + move_seconds(gpu, 2 * count + sum(written), quantise_share(gpu))
     return seconds + sum(move_seconds(gpu, 2 * count + w, quantise_share(gpu)) for w in written)
 
 
 def own_seconds(gpu: Gpu, count: int, row: QuantSpec | None, column: QuantSpec | None, *, codes: bool) -> float:
-    """The same by fp4train's own kernels: each form is read as BF16, after an amax pass, and written by itself; codes
-    of narrow blocks are written for both forms after one read and one amax pass.
+    """Time of quantising by fp4train's own kernels: each form is read as BF16, after an amax pass, and written by
+    itself; codes of narrow blocks are written for both forms after one read and one amax pass.
 
     The kernels are assumed to reach three quarters of the bandwidth of a copy, and no more than Transformer Engine's
     where they do the same.

@@ -1,4 +1,4 @@
-"""Where a training step on one GPU goes: the parts of `cluster.py` for a plan, beside the same model in BF16.
+"""The time of a training step on one GPU: the parts of `cluster.py` for a plan, beside the same model in BF16.
 
 GEMMs, quantising          of the linear layers in the blocks
 casts of weights           float32 weights read and written in BF16, once per step, where no GEMM is quantised

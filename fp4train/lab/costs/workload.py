@@ -76,7 +76,7 @@ class ModelWeight:
 
     @property
     def active(self) -> float:
-        """Its elements that one token meets: of experts those to which the token is routed."""
+        """Elements that one token meets: of experts those to which the token is routed."""
         experts = 0 if self.plan is None else self.plan.layer.experts
         return self.count * self.plan.layer.per_token / experts if self.plan is not None and experts else self.count
 

@@ -43,7 +43,7 @@ class Fact:
 
 
 def parts(folder: Path) -> list[Fact]:
-    """All of them; `folder` is where runs would be written."""
+    """Facts about all parts; `folder` is where runs would be written."""
     software = (_torch(), _transformer_engine(), _triton(), _packages())
     return [_gpu(), *_drivers(), *software, _cpu(), _threads(), _disk(folder), _wandb()]
 

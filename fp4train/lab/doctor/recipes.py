@@ -115,7 +115,7 @@ def check(name: str, recipe: Recipe, device: Device) -> RecipeCheck:
 
 
 def _try_scaled(found: RecipeCheck, recipe: Recipe, device: Device) -> None:
-    """The same of backend=native."""
+    """Try the sample layer on backend=native, and note the result in `found`."""
     try:
         plan = resolve(SAMPLE, recipe, None, "native", device)
     except ValueError as error:
@@ -169,8 +169,8 @@ def _run(recipe: Recipe, device: str, backend: str) -> tuple[Tensor, Tensor, Ten
     layer = Linear.from_linear(linear.to(device), SAMPLE, backend)
     x = _normal(TOKENS, FEATURES, seed=3).to(torch.bfloat16).to(device).requires_grad_()
     dy = _normal(TOKENS, FEATURES, seed=4).to(torch.bfloat16).to(device)
-    together = resolve(SAMPLE, recipe, None, backend, Device.of(device)).layer_backend
-    region = nullcontext() if together is None else LAYER_BACKENDS[together].region([recipe.table()], None)
+    whole = resolve(SAMPLE, recipe, None, backend, Device.of(device)).layer_backend
+    region = nullcontext() if whole is None else LAYER_BACKENDS[whole].region([recipe.table()], None)
     with region, autocast(recipe, step=0):
         y = layer(x)
     y.backward(dy)

@@ -81,7 +81,7 @@ class RunSource:
 
     @property
     def bands(self) -> list[Band]:
-        """Its recipes: from the history, or where there is none from the metrics."""
+        """The run's recipes: from the history, or where there is none from the metrics."""
         known = [(s.start, s.stop, s.recipe) for s in self.stretches] or self.metrics.bands()
         return [(start, stop, plain(recipe, RECIPE)) for start, stop, recipe in known]
 

@@ -160,8 +160,8 @@ def ranking(found: RankResult, *, named: bool) -> Draw:
                     axes.plot(reach, [at, at], color=tone, linewidth=size / 2.2, solid_capstyle="butt")
                     axes.plot([gap.mean], [at], marker="o", markersize=size, color=tone, mec="white", mew=0.6)
                     ends += reach
-            if each.together is not None:
-                axes.plot(each.together, [row, row], color=colour, linewidth=0.9, alpha=0.8, zorder=1)
+            if each.simultaneous is not None:
+                axes.plot(each.simultaneous, [row, row], color=colour, linewidth=0.9, alpha=0.8, zorder=1)
             if len(each.gaps) > 1:
                 axes.plot(each.gaps, [row] * len(each.gaps), linestyle="", marker="|", markersize=9, color=look.INK)
                 ends += each.gaps

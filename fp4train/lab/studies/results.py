@@ -19,6 +19,7 @@ from fp4train.sealed import identity, unsealed
 
 if TYPE_CHECKING:
     from fp4train.lab.studies.ranking import Entry, Ranking
+    from fp4train.lab.studies.sequential import Pair
     from fp4train.lab.studies.summary import SensitivityReport
 
 RANKING, SENSITIVITY = "rank.json", "sensitivity.json"
@@ -122,8 +123,8 @@ class CandidateResult:
         """Gaps to the reference's loss, evaluated in the recipe and in high precision."""
         sign = 1 if pair and str(pair["first"]) == reference else -1
         ends = sorted(sign * _number(each) for each in pair["together"] if each is not None) if pair else []
-        self.together = (ends[0], ends[1]) if len(ends) == 2 else None
-        """The interval of the gap with those of all other pairs."""
+        self.simultaneous = (ends[0], ends[1]) if len(ends) == 2 else None
+        """The simultaneous interval of the gap and those of all other pairs."""
         self.gaps = [_number(each) for each in of.get("gaps", ())]
         """The gap at each checkpoint of the forks."""
         self.p = None if tested is None else _number(tested["p"])
@@ -271,8 +272,13 @@ def rank_json(found: Ranking) -> dict[str, Any]:
         "floor": None if found.floor is None else _gap(found.floor),
         "candidates": [_candidate(found, entry) for entry in found.entries],
         "order": [entry.name for entry in found.ranked],
-        "pairs": [{**_gap(p.difference), **asdict(p), "together": list(map(_finite, p.together))} for p in found.pairs],
+        "pairs": [_pair(pair) for pair in found.pairs],
     }
+
+
+def _pair(pair: Pair) -> dict[str, Any]:
+    values = {**_gap(pair.difference), **asdict(pair)}
+    return {**values, "together": list(map(_finite, values.pop("simultaneous")))}
 
 
 def _candidate(found: Ranking, entry: Entry) -> dict[str, Any]:

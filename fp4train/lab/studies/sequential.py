@@ -129,8 +129,8 @@ class Pair:
             before the first look.
         beyond: that they are equal over base runs like these, corrected likewise; 1 where one base run alone has forks
             of both.
-        together: the interval on these checkpoints that holds together with those of all other pairs and looks;
-            infinite before the first look.
+        simultaneous: the confidence interval on these checkpoints that holds together with those of all other pairs
+            and looks; infinite before the first look.
         verdict: "apart": told apart, p and `beyond` ≤ α; "here": told apart on these checkpoints, p ≤ α; "alike": on
             these checkpoints within ±margin, whatever the sign; "open": none of them.
     """
@@ -140,7 +140,7 @@ class Pair:
     difference: Estimate
     p: float
     beyond: float
-    together: tuple[float, float]
+    simultaneous: tuple[float, float]
     verdict: Verdict
 
 
@@ -181,16 +181,16 @@ def compare(
         beyond = [min(1.0, x / share(look)) for x in holm(over)]
     found = []
     for pair, here, further in zip(gaps, p, beyond, strict=True):
-        together = (-math.inf, math.inf)
+        simultaneous = (-math.inf, math.inf)
         if look is not None:
             alone = estimate(gaps[pair][np.isfinite(gaps[pair])].tolist())
-            together = alone.interval(1 - ALPHA * share(look) / len(gaps)) or together
+            simultaneous = alone.interval(1 - ALPHA * share(look) / len(gaps)) or simultaneous
         before = (earlier or {}).get(frozenset(pair), (1.0, 1.0))
         least = min(here, before[0]), min(further, before[1])
         verdict: Verdict = "open"
         if least[0] <= ALPHA:
             verdict = "apart" if least[1] <= ALPHA else "here"
-        elif -margin <= together[0] and together[1] <= margin:
+        elif -margin <= simultaneous[0] and simultaneous[1] <= margin:
             verdict = "alike"
         found.append(
             Pair(
@@ -199,7 +199,7 @@ def compare(
                 difference=differences[pair],
                 p=least[0],
                 beyond=least[1],
-                together=together,
+                simultaneous=simultaneous,
                 verdict=verdict,
             )
         )

@@ -63,7 +63,7 @@ class Normal:
 
 @dataclass(frozen=True)
 class Filled:
-    """The same value everywhere."""
+    """One value everywhere."""
 
     value: float
 

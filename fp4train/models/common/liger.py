@@ -133,12 +133,12 @@ def why_not(device: str) -> str | None:
     return None
 
 
-def use_liger(model: nn.Module, *, apart: Iterable[nn.Module] = ()) -> None:
-    """Run the fusible parts of `model` in Liger's kernels, but for those inside of the modules `apart`.
+def use_liger(model: nn.Module, *, spare: Iterable[nn.Module] = ()) -> None:
+    """Run the fusible parts of `model` in Liger's kernels, but for those inside of the modules `spare`.
 
     A graph of such a model has one backward pass: kernels write over what it saved.
     """
-    kernels, left = Liger(), {inner for module in apart for inner in module.modules()}
+    kernels, left = Liger(), {inner for module in spare for inner in module.modules()}
     for module in model.modules():
         if isinstance(module, Fusible) and module not in left:
             module.liger = kernels

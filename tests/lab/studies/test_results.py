@@ -41,7 +41,7 @@ def test_the_interval_of_a_gap_has_the_freedom_of_its_base_runs(tmp_path: Path) 
     for found, freedom in ((one, 5), (three, 2)):
         gap = found.candidates[1].gap
         assert gap is not None and gap.freedom == freedom and gap.half_width() == pytest.approx(0.0002)
-        assert found.candidates[0].gap is None and found.candidates[1].together == (0.001, 0.003)
+        assert found.candidates[0].gap is None and found.candidates[1].simultaneous == (0.001, 0.003)
     assert one.where == "from step 30, rate 0.003 → 0" and three.where == "at each of 3 checkpoints"
 
 
@@ -50,6 +50,6 @@ def test_the_interval_with_all_pairs_is_that_of_the_gap_to_the_reference(tmp_pat
     body = written(write_ranking(write_run(tmp_path / "a")))
     (pair,) = body["pairs"]
     pair["first"], pair["second"] = pair["second"], pair["first"]
-    assert RankResult(body).candidates[1].together == (-0.003, -0.001)
+    assert RankResult(body).candidates[1].simultaneous == (-0.003, -0.001)
     pair["together"] = [None, None]
-    assert RankResult(json.loads(json.dumps(body))).candidates[1].together is None
+    assert RankResult(json.loads(json.dumps(body))).candidates[1].simultaneous is None

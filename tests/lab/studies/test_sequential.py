@@ -146,7 +146,7 @@ def test_a_look_that_could_tell_nothing_apart_is_not_taken() -> None:
 def test_equal_losses_are_alike_and_others_only_within_the_margin() -> None:
     same = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
     (pair,) = compare({"a": same, "b": same}, reference="a", look=1, margin=0)
-    assert pair.verdict == "alike" and pair.together == (0, 0)
+    assert pair.verdict == "alike" and pair.simultaneous == (0, 0)
     rng = np.random.default_rng(6)
     losses = {name: [1e-4 * loss for loss in each] for name, each in draw(rng, "Gaussian", 12, 2).items()}
     assert [compare(losses, reference=None, look=1, margin=m)[0].verdict for m in (0.0, 1e-2)] == ["open", "alike"]
@@ -161,7 +161,7 @@ def letters(order: str, apart: list[str]) -> str:
             difference=nothing,
             p=0.0,
             beyond=1.0,
-            together=(0.0, 0.0),
+            simultaneous=(0.0, 0.0),
             verdict="here" if a + b in apart else "open",
         )
         for a, b in combinations(order, 2)

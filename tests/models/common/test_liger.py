@@ -86,7 +86,7 @@ def test_every_part_of_a_block_and_the_loss_run_in_a_kernel() -> None:
 
 def test_compiled_blocks_are_left_to_the_compiler() -> None:
     built = model()
-    use_liger(built, apart=find_blocks(built))
+    use_liger(built, spare=find_blocks(built))
     gradients(built, FP32())
     assert [name for name, _ in liger_on_cpu.calls] == ["norm", "loss", "norm backward"]
 
