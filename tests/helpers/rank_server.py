@@ -36,7 +36,7 @@ FOR_THE_FORKS = (
     "fp4train.parallel.fsdp",
     "fp4train.quantize.cpu",
     "fp4train.run.build",
-    "fp4train.run.device",
+    "fp4train.run.determinism",
     "fp4train.run.begin",
     "fp4train.train",
 )
