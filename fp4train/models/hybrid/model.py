@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, cast
 
 import torch
@@ -141,19 +141,7 @@ class HybridBlock(nn.Module):
         self.norm = RMSNorm(shape.width, eps=shape.norm_eps)
         self.mixer: nn.Module
         if kind == "M":
-            scan = shape.scan
-            self.mixer = Mamba2(
-                width=shape.width,
-                heads=scan.heads,
-                head_dim=scan.head_dim,
-                state=scan.state,
-                groups=scan.groups,
-                kernel=scan.kernel,
-                chunk=scan.chunk,
-                eps=shape.norm_eps,
-                least_step=scan.least_step,
-                kernels=scan.kernels,
-            )
+            self.mixer = Mamba2(width=shape.width, eps=shape.norm_eps, **asdict(shape.scan))
         elif kind == "*":
             self.mixer = Attention(
                 width=shape.width, heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_width
