@@ -111,7 +111,12 @@ def matmul(a: Decoded, b: Decoded, *, out_dtype: torch.dtype, bias: Tensor | Non
                 if bias is None:
                     return torch.addmm(x_RC.new_empty(w_SC.shape[0]), x_RC, w_SC.T, beta=0, alpha=alpha)
                 return torch.addmm(bias, x_RC, w_SC.T, alpha=alpha)
-    product = _float32_product(x_RC, w_SC)
+    if x_RC.is_cuda and x_RC.dtype == w_SC.dtype != torch.float32:
+        product = torch.mm(x_RC, w_SC.T, out_dtype=torch.float32)
+    elif _ONEDNN is not None and x_RC.is_cpu and x_RC.numel() and w_SC.numel():
+        product = _ONEDNN(x_RC.float(), w_SC.float(), None, "none", [], "")
+    else:
+        product = x_RC.float() @ w_SC.float().T
     factors = [] if a.scale is None else [a.scale]
     if b.scale is not None:
         factors.append(b.scale if b.scale.dim() == 0 else b.scale.T)
@@ -123,15 +128,6 @@ def matmul(a: Decoded, b: Decoded, *, out_dtype: torch.dtype, bias: Tensor | Non
         return product.to(out_dtype)
     # The last factor and the rounding take one pass over the product.
     return torch.mul(product, factors[-1], out=torch.empty_like(product, dtype=out_dtype))
-
-
-def _float32_product(a: Tensor, b: Tensor) -> Tensor:
-    if a.dtype == b.dtype != torch.float32 and a.device.type == "cuda":
-        return torch.mm(a, b.T, out_dtype=torch.float32)
-    if _ONEDNN is not None and a.is_cpu and a.numel() and b.numel():
-        product: Tensor = _ONEDNN(a.float(), b.float(), None, "none", [], "")
-        return product
-    return a.float() @ b.float().T
 
 
 def add_product(total_RS: Tensor, a_RC: Tensor, b_CS: Tensor) -> None:

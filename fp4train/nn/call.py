@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fp4train.precision.context import State, backward_pass
 from fp4train.precision.plan import LayerPlan
-from fp4train.quantize import QuantSpec
+from fp4train.quantize import Quantizer
 
 if TYPE_CHECKING:
     from fp4train.nn.executors.cut import LayerShard
@@ -180,12 +180,12 @@ class Call:
     parts: tuple[tuple[Tensor, Call], ...] = ()
     member: int = 0
 
-    def amax(self, name: str, spec: QuantSpec, tensor: Tensor) -> Tensor:
+    def amax(self, name: str, quantizer: Quantizer, tensor: Tensor) -> Tensor:
         """The delayed amax that scales x or dy; both forms of the tensor use the same one."""
         assert self.scaling is not None
         if self.amaxes is None:
             self.amaxes = {}
         if name not in self.amaxes:
             position = (self.seed, self.step)
-            self.amaxes[name] = self.scaling.amax(name, spec, tensor, enter=self.training, position=position)
+            self.amaxes[name] = self.scaling.amax(name, quantizer, tensor, enter=self.training, position=position)
         return self.amaxes[name]

@@ -52,7 +52,7 @@ class Form:
 
     __slots__ = (
         *("amax_ranks", "codes", "column", "delayed", "feature", "kernel_only", "make", "number", "pure", "rank"),
-        *("plain", "rounding_ranks", "runs", "spec", "stochastic", "tensor"),
+        *("plain", "quantizer", "rounding_ranks", "runs", "spec", "stochastic", "tensor"),
     )
 
     def __init__(
@@ -92,9 +92,9 @@ class Form:
         self.kernel_only = self.pure and not self.amax_ranks and not self.rounding_ranks
         """Whether it takes neither random bits nor an amax."""
         if spec is not None:
-            chosen = quantizer(replace(spec, requantises=None) if self.rounding_ranks else spec, device)
+            self.quantizer = quantizer(replace(spec, requantises=None) if self.rounding_ranks else spec, device)
             self.make: Callable[..., Prepared]
-            self.make = chosen.codes if codes else chosen.values
+            self.make = self.quantizer.codes if codes else self.quantizer.values
             self.plain = replace(spec, requantises=None)
             if self.runs:
                 self.make = self._in_runs
@@ -136,7 +136,7 @@ class Form:
     def amax(self, x: Tensor, call: Call, key: RandomKey | None) -> Tensor | None:
         """The amax if it is not that of x: delayed, or the maximum over the ranks that hold the rest of x."""
         if self.delayed and self.spec is not None:
-            return call.amax(self.tensor, self.spec, x)
+            return call.amax(self.tensor, self.quantizer, x)
         if not self.amax_ranks or self.spec is None:
             return None
         return amax_over(self.amax_ranks, x, self.spec, key)
@@ -149,7 +149,7 @@ class Operand:
         specs, codes: of the row-wise and of the column-wise form, as for `Form`; so the rest.
     """
 
-    __slots__ = ("column", "delayed", "joined", "kernel_only", "own_amax", "pair", "pure", "row")
+    __slots__ = ("column", "delayed", "joined", "own_amax", "pair", "pure", "requantise", "row")
 
     def __init__(
         self,
@@ -166,30 +166,37 @@ class Operand:
         )
         self.pure = row.pure and column.pure
         self.delayed = row.delayed or column.delayed
-        self.kernel_only = row.kernel_only and column.kernel_only
         self.own_amax = not (self.delayed or row.amax_ranks or column.amax_ranks)
         """Whether the amaxes are those of the tensor itself."""
         self.joined = row.amax_ranks if row.amax_ranks == column.amax_ranks else ()
         """The ranks over which the amaxes of both forms are taken, in one all-reduce."""
         self.pair = None
+        self.requantise: Callable[..., Prepared] | None = None
+        """Quantiser of the values of the row-wise form, where the column-wise form requantises these."""
         separate = row.rounding_ranks or column.rounding_ranks or row.runs or column.runs
         if row.spec is not None and column.spec is not None and not separate:
-            quantizers = quantizer(row.spec, device), quantizer(column.spec, device)
-            self.pair = PairQuantizer(*quantizers, row_codes=codes[0], column_codes=codes[1])
+            self.pair = PairQuantizer(row.quantizer, column.quantizer, row_codes=codes[0], column_codes=codes[1])
+            if column.spec.requantises == row.spec and device == "cpu" and not codes[0]:
+                rest = quantizer(column.plain, device)
+                self.requantise = rest.codes if codes[1] else rest.values
 
     def prepare(
         self, x_MK: Tensor, call: Call, row: bool = True, column: bool = True
     ) -> tuple[Prepared | None, Prepared | None]:
         """(row-wise form, column-wise form) of x [M, K]; None for what is not asked for."""
         if row and column and self.pair is not None:
-            if self.kernel_only:
-                return self.pair(x_MK)
             row_key = self.row.key(call, x_MK.shape[0]) if self.row.stochastic else None
             column_key = self.column.key(call, x_MK.shape[0]) if self.column.stochastic else None
-            if self.own_amax:
-                return self.pair(x_MK, row_key, None, column_key)
-            row_amax, column_amax = self._amaxes(x_MK, call, row_key, column_key)
-            return self.pair(x_MK, row_key, row_amax, column_key, column_amax)
+            row_amax = column_amax = None
+            if self.row.delayed and self.column.delayed:  # one history has the amax of both
+                row_amax = column_amax = call.amax(self.row.tensor, self.row.quantizer, x_MK)
+            elif not self.own_amax:
+                row_amax, column_amax = self._amaxes(x_MK, call, row_key, column_key)
+            if self.requantise is None:
+                return self.pair(x_MK, row_key, row_amax, column_key, column_amax)
+            rounded = self.row.make(x_MK, row_key, row_amax)
+            assert isinstance(rounded, Decoded)
+            return rounded, self.requantise(rounded.rounded().T, column_key, column_amax)
         return self.row.prepare(x_MK, call) if row else None, self.column.prepare(x_MK, call) if column else None
 
     def _amaxes(self, x_MK: Tensor, call: Call, *keys: RandomKey | None) -> tuple[Tensor | None, Tensor | None]:

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp4train.quantize import QuantSpec, quantizer
-from fp4train.quantize.scaling import delayed_amax, initial_delayed_amax, push_amax
+from fp4train.quantize import Quantizer
+from fp4train.quantize.scaling import delayed_amax, initial_delayed_amax
 
 Position = tuple[int, int]
 """Seed and step."""
@@ -39,7 +39,10 @@ class DelayedScaling:
 
     Attributes:
         joined: the loop joins the newest entries of all layers over the ranks (`join`); else each call of a
-            layer takes the maximum over the default process group by itself.
+            layer takes the maximum over the default process group by itself, for loops that are not fp4train's: one
+            all-reduce of four bytes per call and tensor. All ranks of the group must run the same layers in the same
+            order, as in data parallelism. A rank that skips a layer, or evaluates while others train, makes the others
+            hang. Ranks with other layers (pipeline stages) must not be in that group.
     """
 
     name: ClassVar = "scaling"
@@ -52,15 +55,17 @@ class DelayedScaling:
         self.joined = False
         self._entered: dict[str, Position] = {}
 
-    def amax(self, name: str, spec: QuantSpec, tensor: Tensor, *, enter: bool, position: Position) -> Tensor:
+    def amax(self, name: str, quantizer: Quantizer, tensor: Tensor, *, enter: bool, position: Position) -> Tensor:
         """The amax that scales `tensor`, a 0-d float32.
 
         Args:
             name: "x", "w" or "dy".
-            spec: its spec, with `delayed` set.
+            quantizer: its quantizer, of a spec with `delayed` set.
+            tensor: a matrix, or its amax (0-d).
             enter: whether the tensor's own amax enters the history (in training, not in evaluation).
             position: the step; the newest entry is that of the step in which an amax entered last.
         """
+        spec = quantizer.spec
         assert spec.delayed is not None
         history, previous = self.histories.get(name), self.used.get(name)
         if history is None or previous is None:
@@ -72,14 +77,15 @@ class DelayedScaling:
         again = self._entered.get(name) == position
         amax = previous if again else delayed_amax(history, previous, spec.delayed)
         if enter:
-            own = _amax(tensor.detach(), spec) if tensor.numel() else amax.new_zeros(())
-            own = own if self.joined else largest_over_ranks(own)
+            own = tensor.detach() if tensor.numel() else amax.new_zeros(())
+            own = quantizer.amax(own) if own.ndim else own.abs().float()
+            if not self.joined and dist.is_available() and dist.is_initialized():
+                dist.all_reduce(own, op=dist.ReduceOp.MAX)
             if again:
-                history, own = history[1:], torch.maximum(own, history[0])
-                self.histories[name] = torch.cat((own.reshape(1), history))
+                own, older = torch.maximum(own, history[0]), history[1:]
             else:
-                self.histories[name], self.used[name] = push_amax(history, own), amax
-                self._entered[name] = position
+                older, self.used[name], self._entered[name] = history[:-1], amax, position
+            self.histories[name] = torch.cat((own.reshape(1), older))
         return amax
 
     def state(self) -> dict[str, Tensor]:
@@ -121,29 +127,12 @@ class MemberScaling:
     def __init__(self, scaling: DelayedScaling, member: int, elsewhere: Sequence[int] = ()) -> None:
         self._scaling, self._member, self._elsewhere = scaling, member, elsewhere
 
-    def amax(self, name: str, spec: QuantSpec, tensor: Tensor, *, enter: bool, position: Position) -> Tensor:
+    def amax(self, name: str, quantizer: Quantizer, tensor: Tensor, *, enter: bool, position: Position) -> Tensor:
         """See `DelayedScaling.amax`."""
         for other in self._elsewhere if enter else ():
             none = tensor.new_zeros((), dtype=torch.float32)
-            self._scaling.amax(f"{name}.{other}", spec, none, enter=True, position=position)
-        return self._scaling.amax(f"{name}.{self._member}", spec, tensor, enter=enter, position=position)
-
-
-def largest_over_ranks(amax: Tensor) -> Tensor:
-    """The maximum of `amax` over the ranks of the default process group, so that all use the same scale.
-
-    For loops that are not fp4train's: one all-reduce of four bytes per call of a layer and tensor. All ranks of the
-    group must run the same layers in the same order, as in data parallelism. A rank that skips a layer, or evaluates
-    while others train, makes the others hang. Ranks with other layers (pipeline stages) must not be in that group.
-    """
-    if dist.is_available() and dist.is_initialized():
-        dist.all_reduce(amax, op=dist.ReduceOp.MAX)
-    return amax
-
-
-def _amax(tensor: Tensor, spec: QuantSpec) -> Tensor:
-    """The largest magnitude of a matrix or, 0-d, of one that is measured already; float32, NaN if there is one."""
-    return quantizer(spec, tensor.device.type).amax(tensor) if tensor.ndim else tensor.abs().float()
+            self._scaling.amax(f"{name}.{other}", quantizer, none, enter=True, position=position)
+        return self._scaling.amax(f"{name}.{self._member}", quantizer, tensor, enter=enter, position=position)
 
 
 def _resized(history: Tensor, length: int) -> Tensor:

@@ -28,6 +28,7 @@ from fp4train.nn.ranks import Ranks, amax_over
 from fp4train.quantize import (
     Decoded,
     Quantized,
+    Quantizer,
     QuantSpec,
     RandomKey,
     has_tensor_amax,
@@ -60,8 +61,8 @@ class WeightForm:
     """
 
     __slots__ = (
-        *("amax_ranks", "decode", "dtype", "fused", "key", "make", "operand", "requantise", "rounding_ranks", "runs"),
-        *("spec", "start", "transposed", "turned_from"),
+        *("amax_ranks", "decode", "dtype", "fused", "key", "make", "operand", "quantizer", "requantise"),
+        *("rounded_from", "rounding_ranks", "runs", "spec", "start", "transposed", "turned_from"),
     )
 
     def __init__(
@@ -98,10 +99,16 @@ class WeightForm:
             chosen = rest if self.rounding_ranks else quantizer(spec, device)
             self.make, self.requantise = (each.codes if backend.takes_codes else each.values for each in (chosen, rest))
             self.decode = None if backend.takes_codes else chosen.decode
+            self.quantizer = chosen
         self.turned_from: tuple[object, ...] | None = None
         """The key of the row-wise form whose transposed codes are this form's; None: it is made from the weight."""
         if spec is not None and column_wise and backend.takes_codes and turns(chosen, chosen):
             self.turned_from = (spec, backend.name, dtype, False)
+        self.rounded_from: tuple[object, ...] | None = None
+        """The key of the row-wise form whose values this form requantises; None: the weight is rounded first."""
+        before = None if spec is None else spec.requantises
+        if column_wise and before is not None and device == "cpu" and not self.amax_ranks:
+            self.rounded_from = (before, backend.name, dtype, False)
         self.key = (spec, backend.name, dtype, column and not self.transposed)
 
     def finish(self, prepared: Prepared) -> Prepared:
@@ -166,7 +173,8 @@ class PreparedWeights:
             self._of, self._version = weakref.ref(own, lambda _: forms.clear()), version
         amax = None
         if form.spec is not None and form.spec.delayed is not None:
-            amax = self.delayed_amax(w_NK, form.spec, call)
+            entered = self._entered and self._amax is not None
+            amax = self._amax if entered else self.delayed_amax(w_NK, form.quantizer, call)
         if fused:
             group = self._group_amax(fused, form)
         prepared = None
@@ -206,6 +214,8 @@ class PreparedWeights:
         for made, found in self._forms:
             if made == form.turned_from and isinstance(found, Quantized):
                 return turned(found)
+            if made == form.rounded_from and isinstance(found, Decoded):
+                w, rounded = found.rounded().T, True
         if spec is None:  # high precision uses the recipe's dtype; otherwise the master weight is quantised
             return Decoded(w.to(form.dtype), None)
         key = None
@@ -255,7 +265,7 @@ class PreparedWeights:
             self._amaxes["fused",] = amax
         return self._amaxes["fused",]
 
-    def delayed_amax(self, w_NK: Tensor, spec: QuantSpec, call: Call) -> Tensor:
+    def delayed_amax(self, w_NK: Tensor, quantizer: Quantizer, call: Call) -> Tensor:
         """The weight's delayed amax; its own enters the history once per step, at its first call in training.
 
         Args:
@@ -266,7 +276,7 @@ class PreparedWeights:
         if self._amax is None or (call.training and not self._entered):
             enter, position = call.training and not self._entered, (call.seed, call.step)
             assert call.scaling is not None
-            self._amax = call.scaling.amax("w", spec, w_NK.detach(), enter=enter, position=position)
+            self._amax = call.scaling.amax("w", quantizer, w_NK.detach(), enter=enter, position=position)
             self._entered = self._entered or call.training
         return self._amax
 

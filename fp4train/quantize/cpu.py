@@ -114,7 +114,8 @@ class CpuQuantizer(Quantizer):
         block: tuple[int, int] = (1, 16) if whole else spec.block  # type: ignore[assignment]
         self._block_rows, self._block_cols = block
         self._whole, self._measures = whole is not None, spec.delayed is None
-        self._row_amax, self._outer, self._amax = extent == "row", extent == "block", extent in ("tensor", "row")
+        self._row_amax, self._tensor_amax, self._outer = extent == "row", extent == "tensor", extent == "block"
+        self._amax = self._row_amax or self._tensor_amax
         self._packed = spec.element == "e2m1"
         self._width = 1 if spec.hadamard is None else spec.hadamard.size
         signs, drawn = 0, spec.hadamard is not None and spec.hadamard.signs == "step"
@@ -224,7 +225,8 @@ class CpuQuantizer(Quantizer):
             down, across = cols, 1  # a single column counts as contiguous whatever its strides are
         measures = self._amax and amax is None
         if amax is not None:
-            amax = self._given(amax, rows)
+            fits = self._tensor_amax and not amax.dim() and amax.is_cpu and amax.dtype is torch.float32
+            amax = amax.detach() if fits else self._given(amax, rows)
             if amax is None:
                 return None
         elif not self._measures:
@@ -335,23 +337,18 @@ class CpuRequantizer(Quantizer):
 
     def codes(self, x_RC: Tensor, key: RandomKey | None = None, amax: Tensor | None = None) -> Quantized:
         """Codes and scales of x."""
-        rounded = self._rounded(check_input(x_RC, self.spec, key, amax))
-        return self._last.codes(rounded, key, amax)._replace(spec=self.spec)
+        x_RC = check_input(x_RC, self.spec, key, amax)
+        return self._last.codes(self._first.values(x_RC.T).rounded().T, key, amax)._replace(spec=self.spec)
 
     def values(self, x_RC: Tensor, key: RandomKey | None = None, amax: Tensor | None = None) -> Decoded:
         """`codes(...).decoded()` to the bit, without the codes."""
-        rounded = self._rounded(check_input(x_RC, self.spec, key, amax))
-        return self._last.values(rounded, key, amax)
+        x_RC = check_input(x_RC, self.spec, key, amax)
+        return self._last.values(self._first.values(x_RC.T).rounded().T, key, amax)
 
     def decode(self, quantized: Quantized) -> Decoded:
         """`quantized.decoded()` to the bit, in one pass."""
         self._check_spec(quantized)
         return self._last.decode(quantized._replace(spec=self._last.spec))
-
-    def _rounded(self, x_RC: Tensor) -> Tensor:
-        """x as `requantises` rounds it, BF16 [R, C]."""
-        values, scale = self._first.values(x_RC.T)
-        return (values if scale is None else values * scale).to(torch.bfloat16).T
 
 
 def pair(row: Quantizer, column: Quantizer, *, codes: bool) -> tuple[CpuQuantizer, CpuQuantizer] | None:

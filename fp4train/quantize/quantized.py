@@ -25,6 +25,10 @@ class Decoded(NamedTuple):
     values: Tensor
     scale: Tensor | None
 
+    def rounded(self) -> Tensor:
+        """The tensor in BF16, as a spec that `requantises` takes it; of CPUs."""
+        return (self.values if self.scale is None else self.values * self.scale).to(torch.bfloat16)
+
 
 class Quantized(NamedTuple):
     """Codes and scales of a [R, C] tensor.

@@ -159,8 +159,3 @@ def initial_delayed_amax(spec: QuantSpec) -> float:
     """The amax that gives a scale of 1: used by delayed scaling before its first step."""
     margin = spec.delayed.margin if spec.delayed else 0
     return spec.format.max * 2.0**-margin
-
-
-def push_amax(history: Tensor, amax: Tensor) -> Tensor:
-    """The history after one more step: newest first, the oldest dropped. Returns a new tensor."""
-    return torch.cat((amax.reshape(1).to(history), history[:-1]))

@@ -12,7 +12,6 @@ from fp4train.quantize.scaling import (
     delayed_amax,
     global_scales,
     initial_delayed_amax,
-    push_amax,
 )
 
 MX = {"block": (1, 32), "scale": "e8m0", "global_scale": None}
@@ -112,14 +111,14 @@ def test_delayed_scaling_follows_its_history(algorithm: str, margin: int) -> Non
     x = ordinary()
     assert quantize(x, spec, amax=used).scales.item() == 1.0, "before the first step the scale is 1"
     for new, largest in ((8.0, 8.0), (2.0, 8.0), (1.0, 8.0), (0.5, 2.0)):
-        history = push_amax(history, torch.tensor(new))
+        history = torch.cat((torch.tensor([new]), history[:-1]))
         used = delayed_amax(history, used, delayed)
         assert used.item() == (largest if algorithm == "max" else new)
         scale = quantize(x, spec, amax=used).scales.item()
         assert scale == pytest.approx(used.item() * 2.0**margin / 448.0, rel=1e-6)
     assert history.shape == (3,)
     for bad in (0.0, math.inf, math.nan):
-        broken = push_amax(torch.zeros(3), torch.tensor(bad))
+        broken = torch.tensor([bad, 0.0, 0.0])
         assert delayed_amax(broken, used, delayed) == used, "a useless amax leaves the scale as it was"
 
 
