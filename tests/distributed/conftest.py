@@ -113,13 +113,13 @@ class Ranks:
         assert ended.codes == [0] * count, ended.err
         assert "in the first step" not in ended.err
 
-    def reference(self, *arguments: str) -> Path:
+    def reference(self, *arguments: str, patch: str = "") -> Path:
         """The run of one rank with these arguments, which is trained once for all tests that compare with it."""
-        name = hashlib.sha256("\n".join(arguments).encode()).hexdigest()[:16]
+        name = hashlib.sha256("\n".join((*arguments, patch)).encode()).hexdigest()[:16]
         shared = Ranks(self.server, self.text, self.text.parent)
         run = shared.folder / "runs" / name
         if not (run / "whole").exists():
-            shared.train(1, name, *arguments)
+            shared.train(1, name, *arguments, patch=patch)
             (run / "whole").touch()
         return run
 

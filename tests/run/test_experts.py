@@ -1,6 +1,5 @@
 """What a run logs of its experts: how even their load is in each step, and that of each expert where it evaluates."""
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -40,19 +39,3 @@ def test_measuring_errors_changes_nothing_and_has_all_operands_of_experts(cli: C
     for layer in ("blocks.1.mlp.gate_up", "blocks.2.mlp.down"):
         at = (found["layer"] == layer) & (found["step"] == 2)
         assert len(set(found["operand"][at])) == 6 and (found["sqnr_db"][at] > 5).all()
-
-
-@pytest.mark.long
-@pytest.mark.skipif(
-    shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU"
-)  # see tests/house/test_skips.py
-def test_a_compiled_mixture_learns_what_an_eager_one_does(cli: Cli) -> None:
-    options = (*MOE, "recipe=nvfp4", "policy=all", "model.layers=2", "phases=none")
-    assert cli("run.name=eager", *options).code == 0
-    compiled = cli.start("run.name=compiled", "train.compile=true", *options)  # of its own: the compiler forks
-    _, err = compiled.communicate(timeout=300)
-    assert compiled.returncode == 0 and "in the first step" not in err, err
-    eager, ours = lines("runs/eager"), lines("runs/compiled")
-    assert [set(line) for line in ours] == [set(line) for line in eager]
-    found, wanted = ([line["train/loss"] for line in each if "train/loss" in line] for each in (ours, eager))
-    assert found == pytest.approx(wanted, rel=0.02)

@@ -4,12 +4,14 @@ import os
 import re
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from command_line import PATIENCE, Cli, events, lines, losses, recorded
 
@@ -17,41 +19,62 @@ import fp4train.train as loop
 from fp4train import checkpoint
 from fp4train.run.build import Run
 
-COMPILED = {
-    "llama": ("model.layers=1",),
+FAMILIES = {
     "hybrid": (
         *("model=hybrid_tiny", "model.width=32", "model.pattern=M-", "model.hidden=64", "model.scan.heads=4"),
-        *("model.scan.head_dim=16", "model.scan.state=16", "model.scan.chunk=16", "phases=none"),
+        *("model.scan.head_dim=16", "model.scan.state=16", "model.scan.chunk=16"),
     ),
     "hyena": (
         *("model=hyena_tiny", "model.width=32", "model.pattern=DH", "model.hidden=64", "model.filters.groups=8"),
-        *("model.filters.poles=4", "phases=none"),
+        "model.filters.poles=4",
+    ),
+    "moe": (
+        *("model=moe_tiny", "model.width=32", "model.layers=2", "model.hidden=64", "model.experts.count=4"),
+        *("model.experts.hidden=32", "model.dense=1"),
     ),
 }
-"""A small model of each family whose blocks torch.compile traces as a whole. Phases compile it again: one goes through
-them."""
+"""A small model of each family that has other blocks than a llama, and whose blocks are traced as a whole."""
+
+
+def compared(eager: list[Any], ours: list[Any]) -> Iterator[tuple[list[float], list[float]]]:
+    """What two runs logged of their losses."""
+    assert [set(line) for line in ours] == [set(line) for line in eager]
+    for name in ("train/loss", "val/loss", "val/loss_recipe"):
+        eager_values, values = ([line[name] for line in lines if name in line] for lines in (eager, ours))
+        assert values
+        yield eager_values, values
 
 
 @pytest.mark.long
 @pytest.mark.skipif(
     shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU"
 )  # see tests/house/test_skips.py
-@pytest.mark.parametrize("model", COMPILED.values(), ids=COMPILED)
-def test_a_compiled_run_learns_what_an_eager_one_does_through_phases_and_measurements(
-    cli: Cli, model: tuple[str, ...]
-) -> None:
-    small = (*model, "policy=all", "train.steps=4", "eval.errors_every=2")
+def test_a_compiled_run_learns_what_an_eager_one_does_through_phases_and_measurements(cli: Cli) -> None:
+    small = ("model.layers=1", "policy=all", "train.steps=4", "eval.errors_every=2")
     assert cli("run.name=eager", *small).code == 0
     compiled = cli.start("run.name=compiled", "train.compile=true", *small)  # a process of its own: the compiler forks
     _, err = compiled.communicate(timeout=900)
     assert compiled.returncode == 0 and "in the first step" not in err, err
-    eager, ours = lines("runs/eager"), lines("runs/compiled")
-    assert [set(line) for line in ours] == [set(line) for line in eager]
-    for name in ("train/loss", "val/loss", "val/loss_recipe"):
-        assert [line[name] for line in ours if name in line] == pytest.approx(
-            [line[name] for line in eager if name in line], rel=0.02
-        )
+    for eager, ours in compared(lines("runs/eager"), lines("runs/compiled")):
+        assert ours == pytest.approx(eager, rel=0.02)
     assert cli("resume=runs/compiled", "train.compile=false", "train.steps=6").code == 0
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+@pytest.mark.parametrize("model", FAMILIES.values(), ids=FAMILIES)
+def test_the_graphs_of_a_compiled_familys_blocks_compute_what_eager_blocks_do(
+    cli: Cli, model: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Graphs of forward and backward are traced as for inductor, and run kernel by kernel."""
+    small = (*model, "policy=all", "phases=none", "train.steps=4", "eval.errors_every=2")
+    assert cli("run.name=eager", *small).code == 0
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    ended = cli("run.name=compiled", "train.compile=true", *small)
+    assert ended.code == 0 and "in the first step" not in ended.err, ended.err
+    for eager, ours in compared(lines("runs/eager"), lines("runs/compiled")):
+        assert ours == pytest.approx(eager, rel=1e-5)
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4", "fp8_delayed"])
