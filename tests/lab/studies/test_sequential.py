@@ -49,7 +49,7 @@ def test_equal_candidates_are_told_apart_in_at_most_five_per_cent_of_the_ranking
     [
         (simulated.in_pieces, "exponential", 60),
         (simulated.more_forks, "one-in-ten spiky", 60),
-        *(pytest.param(way, noise, 200, marks=pytest.mark.long) for way in simulated.WAYS for noise in NOISE),
+        *(pytest.param(way, noise, 120, marks=pytest.mark.long) for way in simulated.WAYS for noise in NOISE),
     ],
 )
 def test_no_way_of_asking_tells_equal_candidates_apart_more_often(way: Way, noise: str, trials: int) -> None:
