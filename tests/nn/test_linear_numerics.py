@@ -1,5 +1,7 @@
 """The linear layer equals a composition of `quantize` and explicit products, for every recipe."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -23,7 +25,9 @@ from fp4train.precision import (
     FP8Row,
     Mixed,
     Operands,
+    QuartetII,
     Recipe,
+    TetraJetV2,
     autocast,
 )
 from fp4train.precision.context import Context
@@ -39,6 +43,8 @@ STOCHASTIC_WEIGHTS = Custom(
     dgrad=Operands(first=QuantSpec(), second=QuantSpec(rounding="stochastic")),
     wgrad=Operands(first=QuantSpec(rounding="stochastic"), second=QuantSpec(rounding="stochastic")),
 )
+MX = QuantSpec(element="e4m3", block=(1, 32), scale="e8m0", global_scale=None)
+MX_AGAIN = replace(MX, requantises=MX)
 RECIPES = [
     BF16(),
     FP16(),
@@ -67,6 +73,9 @@ RECIPES = [
     FP8Block(power_of_two=False, element="hybrid"),
     Mixed(fprop=NVFP4(), dgrad=MXFP8(), wgrad=FP8Row()),
     STOCHASTIC_WEIGHTS,
+    QuartetII(),
+    TetraJetV2(),
+    Custom(label="nearest, again", fprop=Operands(first=MX, second=MX), wgrad=Operands(first=MX, second=MX_AGAIN)),
 ]
 SHAPES = {"fills blocks": (32, 48, 64), "fills no block": (5, 7, 9), "one token": (1, 16, 3)}  # tokens, in, out
 

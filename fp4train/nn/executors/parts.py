@@ -163,13 +163,14 @@ class SplitGemms(Gemms):
         for (channels, part), x in zip(call.parts, saved, strict=True):
             w_part = None if w is None else w.index_select(1, channels)
             found.append(part.executor.backward(dy_MN, w_part, (x,), part))
-        order = torch.cat([channels for channels, _ in call.parts])
+        (rest, _), (top, _) = call.parts
+        order = torch.cat((rest, top))
 
-        def joined(*parts: Tensor | None) -> Tensor | None:
+        def joined(rest: Tensor | None, top: Tensor | None) -> Tensor | None:
             """A gradient in the order of the whole layer's features."""
-            if any(part is None for part in parts):
+            if rest is None or top is None:
                 return None
-            both = torch.cat([part for part in parts if part is not None], dim=1)
+            both = torch.cat((rest, top), dim=1)
             return torch.empty_like(both).index_copy_(1, order, both)
 
         (dx_rest, dw_rest, dbias_N), (dx_top, dw_top, _) = found
@@ -224,7 +225,7 @@ class ChannelParts(Executor):
             self.channels = channels[0]
             return [_in_parts(call, split, channels, layer, keep=context.step is not None) for call in calls]
 
-        calls = once(layer, make)
+        calls = make() if not now.recording and now.replaying is None else once(layer, make)
         position = (calls[0].seed, calls[0].step)
         if not calls[0].parts and training and now.replaying is None and norms.due(outliers, position):
             norms.record(x_MK, position)
