@@ -17,12 +17,14 @@ from fp4train.backends.emulate import matmul as matmul
 from fp4train.backends.emulate import widened as widened
 from fp4train.backends.native import NATIVE
 from fp4train.backends.protocol import Backend as Backend
+from fp4train.backends.protocol import DataRanks as DataRanks
 from fp4train.backends.protocol import ExpertKernels as ExpertKernels
 from fp4train.backends.protocol import LayerBackend as LayerBackend
 from fp4train.backends.protocol import LayerKernels as LayerKernels
 from fp4train.backends.protocol import LayerState as LayerState
 from fp4train.backends.protocol import Prepared as Prepared
 from fp4train.backends.protocol import Readers as Readers
+from fp4train.backends.protocol import SavedTensor as SavedTensor
 from fp4train.backends.reference import REFERENCE
 from fp4train.backends.table import GEMMS as GEMMS
 from fp4train.backends.table import HIGH_PRECISION as HIGH_PRECISION

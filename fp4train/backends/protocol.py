@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -38,31 +38,60 @@ class Backend(Protocol):
 
     def why_not(self, table: Table, gemm: str, layer: Shape, device: Device) -> str | None:
         """Why it cannot run `gemm` of `table` in a layer of this shape on `device`; None if it can."""
-        ...
 
     def product(self, a: Prepared, b: Prepared, *, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         """a [R, C]·b [S, C]ᵀ + bias [S] → [R, S] in `out_dtype`."""
-        ...
 
     def summing(self, accumulator: str) -> Backend:
         """This backend with the accumulator that `Operands` names; itself where it has one only."""
-        ...
 
     def writes_float32(self, spec: QuantSpec | None) -> bool:
         """Whether products of operands with this spec can be written in float32, besides the recipe's dtype."""
-        ...
+
+
+class DataRanks(Protocol):
+    """The ranks that train a model: elementwise reductions, which every rank calls."""
+
+    def largest(self, x: Tensor) -> Tensor:
+        """The maximum over all ranks."""
+
+    def summed_over_data(self, x: Tensor) -> Tensor:
+        """The sum over the ranks with other tokens."""
+
+
+SavedTensor: TypeAlias = tuple[torch.dtype, int, bool]
+"""The dtype and the dimensions of a saved tensor, and whether it must be finite."""
 
 
 class LayerState(Protocol):
-    """State of a layer that outlives a step, and is saved in checkpoints."""
+    """State of a layer that outlives a step, and is saved in checkpoints.
+
+    Attributes:
+        kind: its name among the states of a layer.
+        prefixed: whether the names of its tensors in a checkpoint begin with its kind and a dot.
+        tensors: name of a tensor, up to the first dot, and what it must be; others are not checked.
+        joined: whether the loop joins it over the ranks (`join`); else each call does so by itself.
+    """
+
+    kind: ClassVar[str]
+    prefixed: ClassVar[bool] = True
+    tensors: ClassVar[Mapping[str, SavedTensor]] = {}
+    joined: bool = False
 
     def state(self) -> dict[str, Tensor]:
         """The tensors to save; empty where nothing has been seen yet."""
-        ...
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Restore the result of `state`."""
-        ...
+
+    @staticmethod
+    def join(each: Sequence[Any], ranks: DataRanks) -> None:
+        """Join states of this kind over the ranks after the last backward of a step; nothing to do for most.
+
+        Args:
+            each: of all layers; every rank gives the same ones in the same order.
+        """
+        return None
 
 
 class Readers(NamedTuple):
@@ -99,7 +128,6 @@ class LayerKernels(LayerState, Protocol):
         nothing as large as it may be kept in between.
         readers: the layers that read this x; None: only this one.
         """
-        ...
 
 
 class ExpertKernels(LayerState, Protocol):
@@ -122,7 +150,6 @@ class ExpertKernels(LayerState, Protocol):
         into: gives, in backward, the float32 [E, N, K] to which dw is added; None: dw is returned, in the table's
         dtype.
         """
-        ...
 
 
 class LayerBackend(Protocol):
@@ -136,25 +163,19 @@ class LayerBackend(Protocol):
 
     def why_not(self, table: Table, layer: Shape, device: Device) -> str | None:
         """Why it cannot run `table` in a layer of this shape on `device`; None if it can."""
-        ...
 
     def sums_fast(self, operands: Operands, gemm: str) -> bool:
         """Whether it sums this product, one that `Operands.sums_fp8`, in the fast accumulator."""
-        ...
 
     def shares_input(self, table: Table, device: Device) -> bool:
         """Whether it quantises an x that several layers read once for all; unknown of a device elsewhere: False."""
-        ...
 
     def kernels(self, name: str) -> LayerKernels:
         """The kernels of the layer of this name; nothing is imported or allocated before the first call."""
-        ...
 
     def expert_kernels(self, name: str) -> ExpertKernels:
         """The kernels of a layer of experts that has this name, as `kernels` gives those of a linear layer."""
-        ...
 
     def region(self, tables: Iterable[Table], ranks: ProcessGroup | None) -> AbstractContextManager[None]:
         """Context manager around the passes of a step of a model whose layers run `tables`, and which `ranks` share
         (None: all); within itself it does nothing."""
-        ...

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fp4train.backends import LayerState, named
 from fp4train.precision.context import State, backward_pass
 from fp4train.precision.plan import LayerPlan
-from fp4train.quantize import Quantizer
+from fp4train.quantize import Quantizer, QuantSpec
 
 if TYPE_CHECKING:
     from fp4train.nn.executors.cut import LayerShard
+    from fp4train.nn.experts import Experts
     from fp4train.nn.planned import PlannedLayer
     from fp4train.nn.scaling import DelayedScaling, MemberScaling
     from fp4train.nn.weights import FusedWeights, PreparedWeights
@@ -26,6 +28,10 @@ Biases = Sequence[Tensor | None]
 """[N] each, or None."""
 Counts = Sequence[int]
 """The rows of x that each weight of a group multiplies, in turn."""
+
+
+Recorded = Literal["step", "block"]
+"""The extent of a CUDA graph: whole steps, or the passes of a block."""
 
 
 class Route(NamedTuple):
@@ -53,11 +59,13 @@ class Executor(ABC):
         sums: whether dw is a part of a sum, over microbatches or ranks: it is then not rounded to the recipe's dtype.
 
     Attributes:
+        kinds: kinds of states of its own that an executor of this class may need; those of a backend are the backend's.
         route: how it is called under torch.compile.
         states: names of the layer's states that it needs.
         channels: the in features that the layer's own recipe multiplied in the last call, int64; None: all.
     """
 
+    kinds: ClassVar[tuple[type[LayerState], ...]] = ()
     route: Route = EAGER
     states: tuple[str, ...] = ()
     channels: Tensor | None = None
@@ -66,10 +74,22 @@ class Executor(ABC):
         self.plan, self.device, self.shard, self.sums = plan, device, shard, sums
         self.dtype = plan.table.torch_dtype
 
-    @staticmethod
-    def why_no_graph(plan: LayerPlan) -> str | None:
-        """Why a step with a layer of `plan` depends on the host, so that no CUDA graph can record it; None: it can."""
+    @classmethod
+    def why_no_graph(cls, plan: LayerPlan, recorded: Recorded = "step") -> str | None:
+        """Why a layer of `plan` depends on the host, so that no CUDA graph can record it; None: one can."""
+        for where, spec in cls.quantised(plan) if recorded == "block" else ():
+            if spec.delayed is not None:
+                return (
+                    f"{where}: the histories of delayed scaling pass from block to step on the host; "
+                    "train.cuda_graph=true records whole steps with them"
+                )
         return None
+
+    @staticmethod
+    def quantised(plan: LayerPlan) -> Iterator[tuple[str, QuantSpec]]:
+        """(words for its place in the run, spec) of each operand of `plan` that is quantised."""
+        place = f"recipe {plan.recipe.name}, {plan.layer.name}, operand"
+        return ((f"{place} {name} of {gemm}", spec) for gemm, name, spec in named(plan.operands) if spec is not None)
 
     @abstractmethod
     def __call__(
@@ -83,6 +103,10 @@ class Executor(ABC):
             now: the state of this thread, in a context.
             counts: of a group; x may have more rows, which count for nothing: those of y are zero.
         """
+
+    def calls_of_group(self, layer: Experts, x_MK: Tensor, now: State, counts: Counts) -> list[Call]:
+        """The coming calls of this executor of one weight, for each of a group; arguments as of a call."""
+        return layer.calls_in(now, self, counts)
 
 
 class TokenCount:

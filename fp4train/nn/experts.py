@@ -24,7 +24,7 @@ from fp4train.nn.planned import PlannedLayer
 from fp4train.nn.ranks import local
 from fp4train.nn.scaling import DelayedScaling, MemberScaling
 from fp4train.nn.weights import PreparedWeights
-from fp4train.precision.context import Context, State, once, state
+from fp4train.precision.context import Context, State, once
 from fp4train.precision.layers import Layer
 
 
@@ -138,14 +138,11 @@ class Experts(PlannedLayer):
             from fp4train.precision.compile_context import call  # the host reads the counts: no graph has the layer
 
             return cast(Tensor, call(Experts.forward, self, input, counts))
-        now = state()
-        if self.is_stray(now):
-            raise self.stray_error()
+        executor, now = self.executor_now(input.device, input.dtype)
         x_MK, out_dtype, _ = self.matrix(input)
         rows = self._counts(input, counts)
-        if now.context is None:
+        if executor is None:
             return self._outside(x_MK, rows)
-        executor = self.executor_in(now.context, input.device)
         with without_torchs_autocast(input.device.type):
             y_MN = executor(self, x_MK, (self.w_ENK,), (self._biases,), now, rows)
         return y_MN.to(out_dtype)
@@ -194,7 +191,7 @@ class Experts(PlannedLayer):
     def new_calls(self, executor: Executor, counts: Sequence[int], context: Context, *, training: bool) -> list[Call]:
         """A call of `executor` for each expert; `training`: whether gradients are enabled."""
         whole = self.new_call(context, executor, 0, training=training)
-        scaling, position = self.states.get(DelayedScaling.name), (whole.seed, whole.step)
+        scaling, position = self.states.get(DelayedScaling.kind), (whole.seed, whole.step)
         calls, parameter, members = [], self.weight, self.members
         elsewhere = [each for each in range(self.layer.group) if each not in members]
         for member, (key, count, tokens) in enumerate(zip(self._keys, counts, self._member_tokens, strict=True)):

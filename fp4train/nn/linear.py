@@ -16,7 +16,6 @@ from fp4train.nn.executors.cut import LayerShard, default_context
 from fp4train.nn.executors.gemms import torch_autocasts, without_torchs_autocast
 from fp4train.nn.planned import PlannedLayer
 from fp4train.nn.ranks import local
-from fp4train.precision.context import state
 from fp4train.precision.layers import Layer
 
 
@@ -74,15 +73,9 @@ class Linear(PlannedLayer, nn.Linear):
             from fp4train.nn import compile as compiled
 
             return compiled.call(self, input)
-        now = state()
-        if self.is_stray(now):
-            raise self.stray_error()
-        if now.context is None:
-            if self.default_context is None:
-                return F.linear(input, self.w_NK, self.bias)
-            now = now._replace(context=self.default_context(input.dtype))
-        assert now.context is not None
-        executor = self.executor_in(now.context, input.device)
+        executor, now = self.executor_now(input.device, input.dtype)
+        if executor is None:
+            return F.linear(input, self.w_NK, self.bias)
         x_MK, out_dtype, shape = self.matrix(input)
         weights, biases = (self.w_NK,), (self.bias,)
         if torch_autocasts(input.device.type):

@@ -23,6 +23,7 @@ from fp4train.nn.call import EAGER, Call, Executor, Route, TokenCount
 from fp4train.nn.executors import by_state, make_executor, make_state, saved_states
 from fp4train.nn.executors.cut import LayerShard
 from fp4train.nn.executors.gemms import torch_autocasts
+from fp4train.nn.scaling import DelayedScaling
 from fp4train.nn.weights import FusedWeights, PreparedWeights
 from fp4train.precision.context import Context, GraphInput, State, is_stray_recomputation, once, state
 from fp4train.precision.layers import Layer
@@ -32,6 +33,10 @@ from fp4train.precision.recipe import Recipe
 from fp4train.text import check_choice
 
 _Key = tuple[Recipe, LayerPolicy | None, Device]
+
+
+class StrayRecomputation(RuntimeError):
+    """A call that recomputes one of the forward pass in another context than that had."""
 
 
 class Handle(metaclass=GraphInput):
@@ -55,16 +60,12 @@ class Handle(metaclass=GraphInput):
 
     def route(self) -> Route:
         """The layer's route in the current context."""
-        now, layer = state(), self.layer
-        if layer.is_stray(now):
-            return EAGER
-        if now.context is None:
-            return Route("plain") if layer.default_context is None else EAGER
+        own = next(self.layer.parameters())  # not `weight`, which a parametrization would recompute
         try:
-            # Not the device of `weight`, which a parametrization would recompute.
-            return layer.executor_in(now.context, next(layer.parameters()).device).route
-        except ValueError:  # the call raises it
+            executor, _ = self.layer.executor_now(own.device, own.dtype)
+        except (ValueError, StrayRecomputation):  # the call raises it
             return EAGER
+        return Route("plain") if executor is None else executor.route
 
 
 class PlannedLayer(nn.Module):
@@ -146,6 +147,31 @@ class PlannedLayer(nn.Module):
             self._executors[key] = make_executor(plan, device.type, self.layer_shard, sums=self._sums)
         self._hold(key, device)
 
+    def executor_now(self, device: torch.device, dtype: torch.dtype) -> tuple[Executor | None, State]:
+        """The executor of a call with an input of this device and dtype, and the state of this thread with the context
+        of the call; None: there is no context, and none that the layer has by default. Evaluated once per call.
+
+        Raises:
+            ValueError, RuntimeError: see `executor_in`.
+            StrayRecomputation: the call recomputes one that was made in another context.
+        """
+        now = state()
+        if is_stray_recomputation(now):
+            if self._was_in_context or now.context is not None:
+                raise StrayRecomputation(
+                    f"layer {self.layer.name} is recomputed in backward without the autocast context of its forward "
+                    "pass. Use fp4train.precision.recompute, or torch.utils.checkpoint.checkpoint(…, "
+                    "use_reentrant=False, context_fn=fp4train.precision.recompute_contexts)."
+                )
+        elif self._was_in_context is (now.context is None):
+            self._was_in_context = now.context is not None
+        if now.context is None:
+            if self.default_context is None:
+                return None, now
+            now = now._replace(context=self.default_context(dtype))
+            assert now.context is not None
+        return self.executor_in(now.context, device), now
+
     def executor_in(self, context: Context, device: torch.device) -> Executor:
         """Executor of the layer in `context` on `device`: that of the applied plan, or one resolved on first use.
 
@@ -174,10 +200,15 @@ class PlannedLayer(nn.Module):
     def _hold(self, key: _Key, device: torch.device) -> Executor:
         executor = self._executors[key]
         self._held = (*key[:2], device, executor)
-        for name in executor.states:
-            if name not in self.states:
-                self.states[name] = make_state(self, name)
+        for kind in executor.states:
+            self._state(kind)
         return executor
+
+    def _state(self, kind: str) -> LayerState:
+        """The layer's state of this kind, made where it has none."""
+        if kind not in self.states:
+            self.states[kind] = make_state(self, kind)
+        return self.states[kind]
 
     # -- the call -----------------------------------------------------------------------------------------------------
 
@@ -227,7 +258,7 @@ class PlannedLayer(nn.Module):
                 counted = self._tokens.offset((context.seed, step), tokens, self.layer.name)
                 offset = context.token_start + counted
         at = (context.seed, step, offset or 0, self._layer_key)
-        scaling: Any = self.states.get("scaling")
+        scaling: Any = self.states.get(DelayedScaling.kind)
         parameter = self.weight if self.transposed else None
         fused, shared = self.fused_weights, context.shared
         return Call(executor, *at, weights, scaling, training, shared, fused, context.counters, parameter)
@@ -246,22 +277,6 @@ class PlannedLayer(nn.Module):
         float32 and not rounded to the recipe's dtype first. Compiled high-precision layers round them."""
         self._sums = sums
         self._forget()
-
-    def is_stray(self, now: State) -> bool:
-        """Whether this call recomputes one that was made in another context; evaluated once per call."""
-        if is_stray_recomputation(now):
-            return self._was_in_context or now.context is not None
-        if self._was_in_context is (now.context is None):
-            self._was_in_context = now.context is not None
-        return False
-
-    def stray_error(self) -> RuntimeError:
-        """The error of a call that `is_stray`."""
-        return RuntimeError(
-            f"layer {self.layer.name} is recomputed in backward without the autocast context of its forward pass. "
-            "Use fp4train.precision.recompute, or torch.utils.checkpoint.checkpoint(…, use_reentrant=False, "
-            "context_fn=fp4train.precision.recompute_contexts)."
-        )
 
     # -- copies, checkpoints ------------------------------------------------------------------------------------------
 
@@ -284,7 +299,5 @@ class PlannedLayer(nn.Module):
         """Restore the result of `scaling_state`; the next call prepares the weight anew."""
         self._prepared.clear()  # a prepared weight knows whether its amax has entered the history in this step
         found = by_state(state)
-        for name in {**self.states, **found}:
-            if name not in self.states:
-                self.states[name] = make_state(self, name)
-            self.states[name].load_state(found.get(name, {}))
+        for kind in {**self.states, **found}:
+            self._state(kind).load_state(found.get(kind, {}))

@@ -9,12 +9,13 @@ batch is split. If the history gives 0 or a non-finite value, the amax used last
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fp4train.backends import DataRanks, LayerState
 from fp4train.quantize import Quantizer
 from fp4train.quantize.scaling import delayed_amax, initial_delayed_amax
 
@@ -22,37 +23,21 @@ Position = tuple[int, int]
 """Seed and step."""
 
 
-class DataRanks(Protocol):
-    """The ranks that train a model: elementwise reductions, which every rank calls."""
-
-    def largest(self, x: Tensor) -> Tensor:
-        """The maximum over all ranks."""
-        ...
-
-    def summed_over_data(self, x: Tensor) -> Tensor:
-        """The sum over the ranks with other tokens."""
-        ...
-
-
-class DelayedScaling:
+class DelayedScaling(LayerState):
     """Per tensor name ("x", "w", "dy"): amax history, float32 [history], newest first, and the amax used last.
 
-    Attributes:
-        joined: the loop joins the newest entries of all layers over the ranks (`join`); else each call of a
-            layer takes the maximum over the default process group by itself, for loops that are not fp4train's: one
-            all-reduce of four bytes per call and tensor. All ranks of the group must run the same layers in the same
-            order, as in data parallelism. A rank that skips a layer, or evaluates while others train, makes the others
-            hang. Ranks with other layers (pipeline stages) must not be in that group.
+    A call that joins by itself takes the maximum over the default process group, for loops that are not fp4train's: one
+    all-reduce of four bytes per call and tensor. All ranks of the group must run the same layers in the same order, as
+    in data parallelism. A rank that skips a layer, or evaluates while others train, makes the others hang. Ranks with
+    other layers (pipeline stages) must not be in that group.
     """
 
-    name: ClassVar = "scaling"
+    kind, prefixed = "scaling", False
     tensors: ClassVar = {"history": (torch.float32, 1, False), "used": (torch.float32, 0, False)}
-    """Saved tensors: beginning of the name → (dtype, dimensions, whether it must be finite)."""
 
     def __init__(self) -> None:
         self.histories: dict[str, Tensor] = {}
         self.used: dict[str, Tensor] = {}
-        self.joined = False
         self._entered: dict[str, Position] = {}
 
     def amax(self, name: str, quantizer: Quantizer, tensor: Tensor, *, enter: bool, position: Position) -> Tensor:
@@ -100,11 +85,7 @@ class DelayedScaling:
 
     @staticmethod
     def join(each: Sequence[DelayedScaling], ranks: DataRanks) -> None:
-        """Make the newest entries of all histories their maximum over the ranks, in one collective.
-
-        Args:
-            each: of all layers; every rank gives the same ones in the same order, after the last backward of a step.
-        """
+        """Make the newest entries of all histories their maximum over the ranks, in one collective."""
         entries = [(scaling, name) for scaling in each for name in sorted(scaling.histories)]
         if not entries:
             return

@@ -100,14 +100,10 @@ _THREAD = threading.local()
 def state() -> State:
     """The state of this thread."""
     if torch.compiler.is_dynamo_compiling():
-        _make_opaque()
+        # Contexts become graph inputs before the tracer meets the first one, if this torch supports that.
+        from fp4train.precision import compile_context  # noqa: F401
     found: State = getattr(_THREAD, "state", _OUTSIDE)
     return found
-
-
-def _make_opaque() -> None:
-    """Register contexts as graph inputs before the tracer meets the first one, if this torch supports that."""
-    from fp4train.precision import compile_context  # noqa: F401
 
 
 def current() -> Context | None:

@@ -6,9 +6,9 @@ device depends on numbers that the host reads or counts.
 
 from __future__ import annotations
 
-from fp4train.backends import named
 from fp4train.errors import UserError
-from fp4train.nn.executors import why_no_graph
+from fp4train.nn.call import Recorded
+from fp4train.nn.executors import executor_class
 from fp4train.precision.layers import find_blocks
 from fp4train.precision.plan import Plan, PlannedStretch
 from fp4train.run.block_graph import RecordedBlocks
@@ -82,7 +82,7 @@ def check_plan(plan: Plan, mode: bool | str = True) -> None:
         ValueError: one cannot; the message names recipe, layer and operand.
     """
     for stretch in plan.stretches:
-        if reason := why_no_block(stretch) if mode == "block" else why_not(stretch):
+        if reason := why_not(stretch, "block" if mode == "block" else "step"):
             routed = any(each.layer.experts for each in stretch.layers.values())
             other = " whatever the recipe; a model without experts can be recorded" if routed else ", or another recipe"
             raise ValueError(
@@ -91,21 +91,9 @@ def check_plan(plan: Plan, mode: bool | str = True) -> None:
             )
 
 
-def why_not(stretch: PlannedStretch) -> str | None:
-    """Why a step of `stretch` depends on the host; None if it can be recorded."""
-    if stretch.recipe.loss_scaling is not None:
+def why_not(stretch: PlannedStretch, recorded: Recorded) -> str | None:
+    """Why a step of `stretch`, or a block's passes in it, depend on the host; None if they can be recorded."""
+    if recorded == "step" and stretch.recipe.loss_scaling is not None:
         return f"recipe {stretch.recipe.name}: the host sets its loss scale from the gradients of the step before"
-    return next(filter(None, map(why_no_graph, stretch.layers.values())), None)
-
-
-def why_no_block(stretch: PlannedStretch) -> str | None:
-    """Why a block's passes in `stretch` depend on the host; None if they can be recorded by themselves."""
-    within = [each for each in stretch.layers.values() if each.layer.block is not None]
-    for each in within:
-        for gemm, name, spec in named(each.operands):
-            if spec is not None and spec.delayed is not None:
-                return (
-                    f"recipe {each.recipe.name}, {each.layer.name}, operand {name} of {gemm}: the histories of delayed "
-                    "scaling pass from block to step on the host; train.cuda_graph=true records whole steps with them"
-                )
-    return next(filter(None, map(why_no_graph, within)), None)
+    layers = (each for each in stretch.layers.values() if recorded == "step" or each.layer.block is not None)
+    return next(filter(None, (executor_class(each).why_no_graph(each, recorded) for each in layers)), None)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fp4train.checkpoint import Checkpoint, StoredTensors, escaped, unflatten
-from fp4train.nn.executors import STATE_TENSORS
+from fp4train.nn.executors import saved_tensor
 from fp4train.parallel.held import Inventory
 from fp4train.run.supervise.guard import first_non_finite
 from fp4train.shards import RowOrder, local, order_of, row_orders
@@ -177,8 +177,7 @@ def check_scaling(own: Mapping[str, Tensors], saved: Any) -> None:
         for name, tensor in entries.items():
             if not isinstance(tensor, Tensor):
                 raise ValueError(f"{name} of {layer} is no tensor")
-            known = STATE_TENSORS.get(name) or STATE_TENSORS.get(name.partition(".")[0])
-            if known is not None:
+            if (known := saved_tensor(name)) is not None:
                 dtype, dimensions, finite = known
                 if tensor.dtype != dtype or tensor.dim() != dimensions:
                     raise ValueError(f"{name} of {layer} is {tensor.dtype} of shape {list(tensor.shape)}")

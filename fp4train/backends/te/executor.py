@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fp4train.backends.protocol import Readers
+from fp4train.backends.protocol import LayerState, Readers
 from fp4train.backends.table import Table
 from fp4train.backends.te.availability import pytorch_module
 from fp4train.backends.te.translate import shares_codes, to_te
@@ -246,13 +246,15 @@ class _Built:
         self.module._fp8_workspaces.clear()
 
 
-class TEExecutor:
+class TEExecutor(LayerState):
     """Runs the GEMMs of one layer through TE; the parameters come with each call.
 
     Args:
         name: of the layer, for TE's messages.
         translate: our table → TE's recipe; another than `to_te` puts TE's reference quantisers in its kernels' place.
     """
+
+    kind = "te"  # joined where `region` ends
 
     def __init__(self, *, name: str, translate: Callable[[Table], Any] = to_te) -> None:
         self.name, self._translate = name, translate

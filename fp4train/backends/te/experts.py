@@ -20,18 +20,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fp4train.backends.protocol import LayerState
 from fp4train.backends.table import Table
 from fp4train.backends.te.availability import pytorch_module
 from fp4train.backends.te.executor import summed, te_autocast
 from fp4train.backends.te.translate import to_te
 
 
-class TEExperts:
+class TEExperts(LayerState):
     """Runs the GEMMs of one layer of experts through TE.
 
     Args:
         name: of the layer, for TE's messages.
     """
+
+    kind = "te"
 
     def __init__(self, *, name: str) -> None:
         self.name = name

@@ -6,98 +6,104 @@
     parts         the same of parts of the in features, each in a recipe of its own
     groups        the same of a group of weights, each for its own rows (experts)
 
-`make_executor` alone decides between them. What an executor carries from step to step are states of its layer, because
-it outlives a change of the recipe: the histories of delayed scaling, the norms of the channels, a backend's own.
+`EXECUTORS` alone decides between them. What an executor carries from step to step are states of its layer, because it
+outlives a change of the recipe: the histories of delayed scaling, the norms of the channels, a backend's own. Each kind
+of state says how it is saved, checked and joined over the ranks (`LayerState`), each executor which kinds it needs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Final
 
 from torch import Tensor
 
-from fp4train.backends import LAYER_BACKENDS, LayerState
+from fp4train.backends import LAYER_BACKENDS, DataRanks, LayerState, SavedTensor
 from fp4train.nn.call import Executor
 from fp4train.nn.executors.cut import CutGemms, LayerShard
 from fp4train.nn.executors.gemms import Gemms
-from fp4train.nn.executors.groups import GroupGemms
-from fp4train.nn.executors.parts import ChannelNorms, ChannelParts
-from fp4train.nn.executors.whole_layer import BackendExperts, BackendLayer, TorchLayer
-from fp4train.nn.scaling import DataRanks, DelayedScaling
+from fp4train.nn.executors.groups import BackendExperts, GroupGemms
+from fp4train.nn.executors.parts import ChannelParts
+from fp4train.nn.executors.whole_layer import BackendLayer, TorchLayer
 from fp4train.precision.plan import LayerPlan
 
 if TYPE_CHECKING:
     from fp4train.nn.planned import PlannedLayer
 
 
-_STATES: Final[Mapping[str, type[DelayedScaling | ChannelNorms]]] = {
-    each.name: each for each in (DelayedScaling, ChannelNorms)
+EXECUTORS: Final[Mapping[type[Executor], Callable[[LayerPlan], object]]] = {
+    BackendExperts: lambda plan: plan.layer.experts and plan.layer_backend,
+    GroupGemms: lambda plan: plan.layer.experts,
+    CutGemms: lambda plan: plan.layer.cut,
+    TorchLayer: lambda plan: not plan.quantised,
+    BackendLayer: lambda plan: plan.layer_backend,
+    ChannelParts: lambda plan: plan.recipe.splits,
+    Gemms: lambda plan: True,
 }
+"""Executor → whether it can run a layer with this plan. The first one that can does."""
 
-STATE_TENSORS: Final = DelayedScaling.tensors | {f"{ChannelNorms.name}.{k}": v for k, v in ChannelNorms.tensors.items()}
-"""Name of a saved tensor, or what it begins with → (dtype, dimensions, whether it must be finite)."""
+STATES: Final[Mapping[str, type[LayerState]]] = {kind.kind: kind for each in EXECUTORS for kind in each.kinds}
+"""The kinds of states that are not a backend's, in the order in which they are joined."""
 
 
-def _kind(plan: LayerPlan) -> type[Executor]:
-    """The executor of a layer that is not cut."""
-    if plan.layer.experts:
-        return GroupGemms if plan.layer_backend is None else BackendExperts
-    if not plan.quantised:
-        return TorchLayer
-    if plan.layer_backend is not None:
-        return BackendLayer
-    return ChannelParts if plan.recipe.splits else Gemms
+def executor_class(plan: LayerPlan) -> type[Executor]:
+    """The class of the executor of `plan`."""
+    return next(each for each, runs in EXECUTORS.items() if runs(plan))
 
 
 def make_executor(plan: LayerPlan, device: str, shard: LayerShard | None = None, *, sums: bool = False) -> Executor:
     """The executor of `plan`; arguments as for `Executor`."""
-    if shard is not None and shard.tensor is not None and not plan.layer.experts:
-        return CutGemms(plan, device, shard, sums=sums)
-    kind = _kind(plan)
-    if device == "meta":  # for meta tensors the shape is enough
-        kind = GroupGemms if plan.layer.experts else TorchLayer
-    return kind(plan, device, shard, sums=sums)
+    chosen = executor_class(plan)
+    if device == "meta" and chosen is not CutGemms:  # for meta tensors the shape is enough
+        chosen = GroupGemms if plan.layer.experts else TorchLayer
+    return chosen(plan, device, shard, sums=sums)
 
 
-def why_no_graph(plan: LayerPlan) -> str | None:
-    """Why a step with a layer of `plan` depends on the host, so that no CUDA graph can record it; None: it can."""
-    return (GroupGemms if plan.layer.experts else _kind(plan)).why_no_graph(plan)
-
-
-def make_state(layer: PlannedLayer, name: str) -> LayerState:
-    """A state of `layer` that has seen nothing, by name."""
-    if name in LAYER_BACKENDS:
-        backend = LAYER_BACKENDS[name]
+def make_state(layer: PlannedLayer, kind: str) -> LayerState:
+    """A state of `layer` that has seen nothing."""
+    if kind in LAYER_BACKENDS:
+        backend = LAYER_BACKENDS[kind]
         return (backend.expert_kernels if layer.layer.experts else backend.kernels)(layer.layer.name)
-    made = _STATES[name]()
+    made = STATES[kind]()
     made.joined = layer.joined
     return made
 
 
 def saved_states(states: Mapping[str, LayerState]) -> dict[str, Tensor]:
-    """The tensors of a layer's states, for a checkpoint: those of delayed scaling by their own names, those of others
-    behind the name of their state."""
+    """The tensors of a layer's states, by their names in a checkpoint."""
     return {
-        key if name == DelayedScaling.name else f"{name}.{key}": tensor
-        for name, each in states.items()
+        f"{each.kind}.{key}" if each.prefixed else key: tensor
+        for each in states.values()
         for key, tensor in each.state().items()
     }
 
 
 def by_state(saved: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """The result of `saved_states`, by the name of the state."""
+    """The result of `saved_states`, by the kind of the state."""
     found: dict[str, dict[str, Tensor]] = {}
     for key, tensor in saved.items():
-        name, _, rest = key.partition(".")
-        if name in DelayedScaling.tensors:
-            name, rest = DelayedScaling.name, key
-        found.setdefault(name, {})[rest] = tensor
+        kind, name = _place(key)
+        found.setdefault(kind, {})[name] = tensor
     return found
+
+
+def saved_tensor(key: str) -> SavedTensor | None:
+    """The dtype, … that its state demands of the tensor of this name in a checkpoint; None: it demands nothing."""
+    kind, name = _place(key)
+    return STATES[kind].tensors.get(name.partition(".")[0]) if kind in STATES else None
+
+
+def _place(key: str) -> tuple[str, str]:
+    """The kind of the state whose tensor has this name in a checkpoint, and its name within the state."""
+    first, _, rest = key.partition(".")
+    owner = next((name for name, each in STATES.items() if not each.prefixed and first in each.tensors), None)
+    return (first, rest) if owner is None else (owner, key)
 
 
 def join_states(layers: Iterable[PlannedLayer], ranks: DataRanks) -> None:
     """Join the layers' states over `ranks` after the last backward of a step: they become those of the whole batch."""
-    layers = list(layers)
-    for name, kind in _STATES.items():
-        kind.join([layer.states[name] for layer in layers if name in layer.states], ranks)  # type: ignore[misc]
+    found: dict[str, list[LayerState]] = {kind: [] for kind in STATES}
+    for kind, state in (item for layer in layers for item in layer.states.items()):
+        found.setdefault(kind, []).append(state)
+    for states in filter(None, found.values()):
+        states[0].join(states, ranks)

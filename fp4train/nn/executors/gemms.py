@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fp4train.backends import BACKENDS, Prepared, named
-from fp4train.nn.call import Biases, Call, Counts, Executor, Route, Weights, gradient_dtypes
+from fp4train.backends import BACKENDS, Prepared
+from fp4train.nn.call import Biases, Call, Counts, Executor, Recorded, Route, Weights, gradient_dtypes
 from fp4train.nn.operands import Operand
+from fp4train.nn.scaling import DelayedScaling
 from fp4train.nn.weights import WeightForm
 from fp4train.precision.context import State
 from fp4train.precision.plan import LayerPlan
@@ -82,6 +83,8 @@ class Gemms(Executor):
         term: whether y is a term of a sum, over parts of the in features: it is then not rounded to the recipe's dtype.
     """
 
+    kinds = (DelayedScaling,)
+
     def __init__(
         self, plan: LayerPlan, device: str, shard: LayerShard | None = None, *, sums: bool = False, term: bool = False
     ) -> None:
@@ -101,24 +104,17 @@ class Gemms(Executor):
         self.w_row = WeightForm(fprop.second, self.fprop, dtype, device, column=False, shard=shard, fused=plan.fused)
         self.w_column = WeightForm(dgrad.second, self.dgrad, dtype, device, column=True, shard=shard, fused=plan.fused)
         delayed = [spec for spec in (fprop.second, dgrad.second) if spec is not None and spec.delayed is not None]
-        self.states = ("scaling",) if delayed or self.x.delayed or self.dy.delayed else ()
+        self.states = (DelayedScaling.kind,) if delayed or self.x.delayed or self.dy.delayed else ()
         self.route = Route("operator", dtype, self.keeps_x)
 
-    @staticmethod
-    def why_no_graph(plan: LayerPlan) -> str | None:
-        for gemm, name, spec in named(plan.operands):
-            where = f"recipe {plan.recipe.name}, {plan.layer.name}, operand {name} of {gemm}"
-            transform = None if spec is None else spec.hadamard
-            if isinstance(transform, Hadamard) and transform.signs == "step":
+    @classmethod
+    def why_no_graph(cls, plan: LayerPlan, recorded: Recorded = "step") -> str | None:
+        for where, spec in cls.quantised(plan):
+            if isinstance(spec.hadamard, Hadamard) and spec.hadamard.signs == "step":
                 return f"{where}: hadamard.signs='step' draws other signs on the host in every step"
-            if isinstance(transform, Rotation):
-                return f"{where}: the matrix of {transform} is copied from the host in every call"
-            if spec is not None and spec.delayed is not None and plan.layer_backend is not None:
-                return (
-                    f"{where}: delayed scaling on backend={plan.layer_backend} updates its histories on the host; with "
-                    "backend=emulate or native they are fp4train's, which can be recorded"
-                )
-        return None
+            if isinstance(spec.hadamard, Rotation):
+                return f"{where}: the matrix of {spec.hadamard} is copied from the host in every call"
+        return super().why_no_graph(plan, recorded)
 
     def __call__(
         self, layer: PlannedLayer, x_MK: Tensor, weights: Weights, biases: Biases, now: State, counts: Counts = ()

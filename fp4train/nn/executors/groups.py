@@ -16,18 +16,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fp4train.backends import ExpertKernels
 from fp4train.backends.grouped import Products
-from fp4train.nn.call import Biases, Call, Counts, Executor, Weights, gradient_dtypes
+from fp4train.nn.call import Biases, Call, Counts, Executor, Recorded, Weights, gradient_dtypes
 from fp4train.nn.executors.gemms import SAVED, Gemms, put_together, taken_apart, without_torchs_autocast
 from fp4train.nn.executors.parts import ChannelParts
-from fp4train.nn.executors.whole_layer import TorchLayer
+from fp4train.nn.executors.whole_layer import BackendLayer, TorchLayer
 from fp4train.precision.context import State
 from fp4train.precision.plan import LayerPlan
 
@@ -42,31 +42,37 @@ class GroupGemms(Executor):
 
     def __init__(self, plan: LayerPlan, device: str, shard: LayerShard | None = None, *, sums: bool = False) -> None:
         super().__init__(plan, device, shard, sums=sums)
-        kind = Gemms if plan.quantised and device != "meta" else TorchLayer
-        splits = kind is Gemms and plan.recipe.splits
-        # Without `shard`: a rank has each of its weights whole.
-        self.parts = ChannelParts(plan, device, sums=sums) if splits else None
-        self.member = kind(plan, device, sums=sums) if self.parts is None else self.parts.whole
-        self.states = self.member.states if self.parts is None else self.parts.states
+        kind: type[Executor] = ChannelParts if plan.recipe.splits else Gemms
+        kind = kind if plan.quantised and device != "meta" else TorchLayer
+        self.member = kind(plan, device, sums=sums)  # without `shard`: a rank has each of its weights whole
+        self.states = self.member.states
 
-    @staticmethod
-    def why_no_graph(plan: LayerPlan) -> str | None:
-        return f"{plan.layer.name}: the host reads how many rows each of its {plan.layer.experts} experts has"
+    @classmethod
+    def why_no_graph(cls, plan: LayerPlan, recorded: Recorded = "step") -> str | None:
+        rows = f"{plan.layer.name}: the host reads how many rows each of its {plan.layer.experts} experts has"
+        return super().why_no_graph(plan, recorded) or rows
 
     def __call__(
         self, layer: PlannedLayer, x_MK: Tensor, weights: Weights, biases: Biases, now: State, counts: Counts = ()
     ) -> Tensor:
-        if TYPE_CHECKING:
-            assert isinstance(layer, Experts)
-        if self.parts is None:
-            calls = layer.calls_in(now, self.member, counts)
-        else:
-            new = partial(layer.new_calls, self.member, counts)
-            calls = self.parts.calls(layer, x_MK[: sum(counts)], now, new)
-            self.channels = self.parts.channels
+        calls = self.member.calls_of_group(cast("Experts", layer), x_MK, now, counts)
+        self.channels = self.member.channels
         x_MK = x_MK.to(self.dtype)
         y_MN: Tensor = GroupFunction.apply(x_MK, weights[0], biases[0], calls, counts)  # type: ignore[no-untyped-call]
         return y_MN
+
+
+class BackendExperts(BackendLayer):
+    """Experts whose GEMMs a backend runs together."""
+
+    why_no_graph = GroupGemms.why_no_graph
+
+    def __call__(
+        self, layer: PlannedLayer, x_MK: Tensor, weights: Weights, biases: Biases, now: State, counts: Counts = ()
+    ) -> Tensor:
+        kernels = cast(ExpertKernels, layer.states[self.states[0]])
+        w_ENK, into = self._summed(weights[0])
+        return kernels(x_MK, w_ENK, biases[0], self.table, counts, into=into)
 
 
 class GroupFunction(torch.autograd.Function):

@@ -13,51 +13,44 @@ the others. So no two elements of w or x share their bits, and dy, which both pa
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp4train.nn.call import Biases, Call, Counts, Executor, Weights
+from fp4train.backends import DataRanks, LayerState
+from fp4train.nn.call import Biases, Call, Counts, Executor, Recorded, Weights
 from fp4train.nn.executors.cut import LayerShard
 from fp4train.nn.executors.gemms import Gemms, GemmsFunction, Gradients, Prepare, Saved
-from fp4train.nn.scaling import DataRanks, Position
+from fp4train.nn.scaling import Position
 from fp4train.nn.weights import PreparedWeights, values_of
 from fp4train.precision.context import Context, State, once
 from fp4train.precision.plan import LayerPlan
 from fp4train.precision.recipe import OutlierChannels
 
 if TYPE_CHECKING:
+    from fp4train.nn.experts import Experts
     from fp4train.nn.planned import PlannedLayer
-
-
-class NewCalls(Protocol):
-    """Maker of the calls of a layer in a context, at least one."""
-
-    def __call__(self, context: Context, *, training: bool) -> list[Call]: ...
 
 
 _SPREAD = 8
 """Neighbouring columns that share a draw of the random generator: a part begins at a multiple of it."""
 
 
-class ChannelNorms:
+class ChannelNorms(LayerState):
     """The norms of one layer's input channels, and the channels chosen by them.
 
-    Attributes:
-        joined: the loop sums the squares of all layers over the ranks (`join`); else each call does so over the
-            default process group by itself.
+    A call that joins by itself sums the squares over the default process group.
     """
 
-    name: ClassVar = "outliers"
+    kind = "outliers"
     tensors: ClassVar = {"norms": (torch.float64, 1, True), "steps": (torch.int64, 0, True)}
-    """Saved tensors: name → (dtype, dimensions, whether it must be finite)."""
 
     def __init__(self) -> None:
-        self.joined = False
         self._norms: Tensor | None = None
         self._squares: Tensor | None = None
         self._steps = 0
@@ -111,11 +104,7 @@ class ChannelNorms:
 
     @staticmethod
     def join(each: Sequence[ChannelNorms], ranks: DataRanks) -> None:
-        """Sum the squares of a step over the data ranks, in one collective; nothing where no call was recorded.
-
-        Args:
-            each: of all layers; every rank gives the same ones in the same order, after the last backward of a step.
-        """
+        """Sum the squares of a step over the data ranks, in one collective; nothing where no call was recorded."""
         recorded = [(norms, norms._squares) for norms in each if norms._open and norms._squares is not None]
         if not recorded:
             return
@@ -182,7 +171,8 @@ class ChannelParts(Executor):
     parts, unless the layer is too narrow for any.
     """
 
-    states = (ChannelNorms.name,)
+    kinds = (ChannelNorms,)
+    states = (ChannelNorms.kind,)
 
     def __init__(self, plan: LayerPlan, device: str, shard: LayerShard | None = None, *, sums: bool = False) -> None:
         super().__init__(plan, device, shard, sums=sums)
@@ -190,8 +180,8 @@ class ChannelParts(Executor):
         split = plan.split_channels()
         self.split = None if split.outliers is None else SplitGemms(split, device, shard, sums=sums)
 
-    @staticmethod
-    def why_no_graph(plan: LayerPlan) -> str | None:
+    @classmethod
+    def why_no_graph(cls, plan: LayerPlan, recorded: Recorded = "step") -> str | None:
         name = f"recipe {plan.recipe.name}, {plan.layer.name}"
         return f"{name}: the host counts the steps by which outlier channels are chosen"
 
@@ -205,15 +195,18 @@ class ChannelParts(Executor):
         y_MN: Tensor = GemmsFunction.apply(x_MK, weights[0], biases[0], call)  # type: ignore[no-untyped-call]
         return y_MN
 
-    def calls(self, layer: PlannedLayer, x_MK: Tensor, now: State, new: NewCalls) -> list[Call]:
+    def calls_of_group(self, layer: Experts, x_MK: Tensor, now: State, counts: Counts) -> list[Call]:
+        return self.calls(layer, x_MK[: sum(counts)], now, partial(layer.new_calls, self.whole, counts))
+
+    def calls(self, layer: PlannedLayer, x_MK: Tensor, now: State, new: Callable[..., list[Call]]) -> list[Call]:
         """The coming calls of `layer`, one of each weight, in parts if the outlier channels are chosen; until then x
         enters the norms where that is due.
 
         Args:
             x_MK: the rows of all weights, and no others.
-            new: makes the calls of `whole`.
+            new: makes the calls of `whole`, at least one, in a context (`PlannedLayer.new_call`).
         """
-        norms, outliers, context = layer.states[ChannelNorms.name], self.plan.recipe.outliers, now.context
+        norms, outliers, context = layer.states[ChannelNorms.kind], self.plan.recipe.outliers, now.context
         assert isinstance(norms, ChannelNorms) and outliers is not None and context is not None
         training = torch.is_grad_enabled()
 

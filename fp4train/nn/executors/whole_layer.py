@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fp4train.backends import BACKENDS, ExpertKernels, LayerKernels, Readers, add_product, widened
-from fp4train.nn.call import Biases, Call, Counts, Executor, Route, Weights
-from fp4train.nn.executors.gemms import Gemms, Gradients, Saved
+from fp4train.backends import BACKENDS, LayerKernels, Readers, add_product, widened
+from fp4train.nn.call import Biases, Call, Counts, Executor, Recorded, Route, Weights
+from fp4train.nn.executors.gemms import Gradients, Saved
 from fp4train.nn.weights import Gathered, WeightForm, values_of
 from fp4train.precision.context import State
 from fp4train.precision.plan import LayerPlan
@@ -134,12 +134,20 @@ class TorchFunction(torch.autograd.Function):
 class BackendLayer(Executor):
     """A layer whose GEMMs a backend runs together (Transformer Engine)."""
 
-    why_no_graph = staticmethod(Gemms.why_no_graph)
-
     def __init__(self, plan: LayerPlan, device: str, shard: LayerShard | None = None, *, sums: bool = False) -> None:
         super().__init__(plan, device, shard, sums=sums)
         assert plan.layer_backend is not None
         self.table, self.states = plan.table, (plan.layer_backend,)
+
+    @classmethod
+    def why_no_graph(cls, plan: LayerPlan, recorded: Recorded = "step") -> str | None:
+        for where, spec in cls.quantised(plan):
+            if spec.delayed is not None:
+                return super().why_no_graph(plan, recorded) or (
+                    f"{where}: delayed scaling on backend={plan.layer_backend} updates its histories on the host; with "
+                    "backend=emulate or native they are fp4train's, which can be recorded"
+                )
+        return None
 
     def __call__(
         self, layer: PlannedLayer, x_MK: Tensor, weights: Weights, biases: Biases, now: State, counts: Counts = ()
@@ -165,17 +173,6 @@ class BackendLayer(Executor):
                 into = partial(_zeros, w_NK, held)
             return ValuesFunction.apply(w_NK, held), into  # type: ignore[no-untyped-call]
         return w_NK.contiguous(), into
-
-
-class BackendExperts(BackendLayer):
-    """Experts whose GEMMs a backend runs together."""
-
-    def __call__(
-        self, layer: PlannedLayer, x_MK: Tensor, weights: Weights, biases: Biases, now: State, counts: Counts = ()
-    ) -> Tensor:
-        kernels = cast(ExpertKernels, layer.states[self.states[0]])
-        w_ENK, into = self._summed(weights[0])
-        return kernels(x_MK, w_ENK, biases[0], self.table, counts, into=into)
 
 
 class ValuesFunction(torch.autograd.Function):

@@ -1,0 +1,178 @@
+"""The choice of an executor, what it answers for CUDA graphs, and the states that executors carry from step to step."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp4train.backends import DataRanks, LayerState
+from fp4train.backends.te import TEExecutor, TEExperts
+from fp4train.hardware import Device
+from fp4train.nn import Linear
+from fp4train.nn.call import Recorded
+from fp4train.nn.executors import EXECUTORS, STATES, executor_class, join_states, make_executor, saved_tensor
+from fp4train.nn.executors.cut import CutGemms, LayerShard
+from fp4train.nn.executors.gemms import Gemms
+from fp4train.nn.executors.groups import BackendExperts, GroupGemms
+from fp4train.nn.executors.parts import ChannelNorms, ChannelParts
+from fp4train.nn.executors.whole_layer import BackendLayer, TorchLayer
+from fp4train.nn.scaling import DelayedScaling
+from fp4train.precision import BF16, MXFP8, NVFP4, FP8Delayed, OutlierChannels, Recipe
+from fp4train.precision.layers import Layer
+from fp4train.precision.plan import LayerPlan, resolve
+
+LAYER = Layer(name="up", in_features=64, out_features=64, block=0, blocks=1)
+CUT, EXPERTS = replace(LAYER, cut="out", parts=2), replace(LAYER, experts=4)
+OUTLIERS = NVFP4(outliers=OutlierChannels(recipe=MXFP8()))
+
+
+def plan(recipe: Recipe, layer: Layer = LAYER, backend: str | None = None) -> LayerPlan:
+    """The plan on a CPU; `backend` takes the place of what it chose there."""
+    found = resolve(layer, recipe, None, "auto", Device(type="cpu"))
+    if backend is None:
+        return found
+    return replace(found, **{gemm.name: replace(gemm, backend=backend) for gemm in found.gemms})
+
+
+CHOSEN = {
+    "torch": (plan(BF16()), TorchLayer),
+    "gemms": (plan(NVFP4()), Gemms),
+    "channels": (plan(OUTLIERS), ChannelParts),
+    "a backend": (plan(NVFP4(), backend="te"), BackendLayer),
+    "cut": (plan(NVFP4(), CUT), CutGemms),
+    "cut in high precision": (plan(BF16(), CUT), CutGemms),
+    "experts": (plan(NVFP4(), EXPERTS), GroupGemms),
+    "cut experts": (plan(BF16(), replace(EXPERTS, cut="experts", parts=2)), GroupGemms),
+    "experts on a backend": (plan(NVFP4(), EXPERTS, backend="te"), BackendExperts),
+}
+
+
+class Peers:
+    """Two ranks, as far as an executor asks for them when it is made."""
+
+    size, rank = 2, 0
+
+    def sum(self, x: Tensor) -> Tensor:
+        return x
+
+    sum_rows = sum
+
+
+@pytest.mark.parametrize(("planned", "kind"), CHOSEN.values(), ids=CHOSEN)
+def test_what_answers_for_a_plan_is_what_runs_it(planned: LayerPlan, kind: type[object]) -> None:
+    cut = planned.layer.cut
+    shard = None if cut is None else LayerShard(tensor=Peers(), cut=cut)  # type: ignore[arg-type]
+    assert executor_class(planned) is kind
+    assert type(make_executor(planned, "cpu", shard)) is kind
+
+
+def test_on_the_meta_device_shapes_are_enough_and_cuts_stay() -> None:
+    made = {name: type(make_executor(each, "meta")) for name, (each, _) in CHOSEN.items() if each.layer.cut is None}
+    groups = {name: kind for name, kind in made.items() if "experts" in name}
+    assert set(groups.values()) == {GroupGemms} and set(made.values()) - {GroupGemms} == {TorchLayer}
+    shard = LayerShard(tensor=Peers(), cut="out")  # type: ignore[arg-type]
+    assert type(make_executor(CHOSEN["cut"][0], "meta", shard)) is CutGemms
+
+
+HISTORIES, ROWS = "the histories of delayed scaling pass from block to step", "how many rows each of its 4 experts has"
+REASONS: list[tuple[LayerPlan, Recorded, str | None]] = [
+    (plan(FP8Delayed()), "step", None),
+    (plan(FP8Delayed()), "block", HISTORIES),
+    (plan(FP8Delayed(), CUT), "block", HISTORIES),
+    (plan(FP8Delayed(), backend="te"), "step", "delayed scaling on backend=te updates its histories on the host"),
+    (plan(FP8Delayed(), backend="te"), "block", HISTORIES),
+    (plan(FP8Delayed(), EXPERTS), "block", HISTORIES),
+    (plan(FP8Delayed(), EXPERTS), "step", ROWS),
+    (plan(NVFP4(), EXPERTS, backend="te"), "block", ROWS),
+    (plan(OUTLIERS), "block", "the host counts the steps"),
+    (plan(NVFP4(), CUT), "step", None),
+    (plan(BF16(), CUT), "block", None),
+]
+
+
+@pytest.mark.parametrize(("planned", "recorded", "reason"), REASONS)
+def test_an_executor_says_why_no_graph_holds_it(planned: LayerPlan, recorded: Recorded, reason: str | None) -> None:
+    found = executor_class(planned).why_no_graph(planned, recorded)
+    assert found is None if reason is None else reason in str(found)
+
+
+class All:
+    """Ranks that say which reductions they were asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def largest(self, x: Tensor) -> Tensor:
+        self.asked.append("largest")
+        return x
+
+    def summed_over_data(self, x: Tensor) -> Tensor:
+        self.asked.append("sum")
+        return x
+
+
+class Seen(LayerState):
+    """A state that an executor of somebody else might bring."""
+
+    kind = "seen"
+    tensors: ClassVar = {"tokens": (torch.int64, 0, True)}
+
+    def __init__(self) -> None:
+        self.tokens = torch.tensor(0)
+
+    def state(self) -> dict[str, Tensor]:
+        return {"tokens": self.tokens}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        self.tokens = state["tokens"]
+
+    @staticmethod
+    def join(each: Sequence["Seen"], ranks: DataRanks) -> None:
+        for one in each:
+            one.tokens = ranks.summed_over_data(one.tokens) * 2
+
+
+def layer() -> Linear:
+    return Linear(16, 16)
+
+
+def test_a_state_says_itself_how_it_is_made_saved_checked_and_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert saved_tensor("seen.tokens") is None, "before anything needs such a state"
+    monkeypatch.setitem(STATES, "seen", Seen)  # type: ignore[arg-type]  # as a line in EXECUTORS does
+    assert saved_tensor("seen.tokens") == (torch.int64, 0, True)
+    made = layer()
+    made.joined = True
+    made.load_scaling_state({"seen.tokens": torch.tensor(3), "used.x": torch.tensor(2.0)})
+    assert made.states["seen"].joined and set(made.states) == {"seen", "scaling"}
+    join_states([made], All())
+    assert made.scaling_state() == {"used.x": torch.tensor(2.0), "seen.tokens": torch.tensor(6)}
+
+
+def test_every_kind_of_state_that_an_executor_needs_is_known_by_name() -> None:
+    needed = {kind for each in EXECUTORS for kind in each.kinds}
+    assert needed == {DelayedScaling, ChannelNorms} == set(STATES.values())
+    assert all(STATES[kind.kind] is kind for kind in needed)
+
+
+def test_histories_are_joined_before_norms_whatever_the_order_of_the_layers() -> None:
+    x, first, second, ranks = torch.ones(4, 16), layer(), layer(), All()
+    norms, scaling = ChannelNorms(), DelayedScaling()
+    first.states["outliers"], second.states["scaling"] = norms, scaling
+    norms.record(x, (0, 0))
+    scaling.load_state({"history.x": torch.ones(4), "used.x": torch.ones(())})
+    join_states([first, second], ranks)
+    assert ranks.asked == ["largest", "sum"]
+
+
+@pytest.mark.parametrize("kernels", [TEExecutor, TEExperts])
+def test_a_backends_kernels_are_a_state_that_its_region_joins(kernels: type[TEExecutor] | type[TEExperts]) -> None:
+    made, ranks = layer(), All()
+    made.states["te"] = kernels(name="up")
+    made.states["te"].load_state({"scale_fwd": torch.ones(2)})
+    join_states([made], ranks)
+    assert not ranks.asked
+    assert set(made.scaling_state()) == ({"te.scale_fwd"} if kernels is TEExecutor else set())
+    assert saved_tensor("te.scale_fwd") is None
