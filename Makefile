@@ -6,7 +6,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: train train-2 test check clean
+.PHONY: train train-2 test check pytest clean
 
 train: $(VENV)/.ready
 	$(BIN)/fp4train
@@ -14,7 +14,11 @@ train: $(VENV)/.ready
 train-2: $(VENV)/.ready
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 -m fp4train run.name=two-ranks device=cpu $(RUN)
 
-test: check
+# Beside each other: tests of several ranks leave a core idle for a while.
+test: $(VENV)/.ready
+	$(MAKE) --no-print-directory -j 2 check pytest
+
+pytest: $(VENV)/.ready
 	$(BIN)/pytest -n 2 --dist worksteal --durations=10
 
 check: $(VENV)/.ready

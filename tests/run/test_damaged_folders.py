@@ -60,7 +60,7 @@ def test_a_damaged_folder_is_loaded_or_refused(folders: dict[str, Path], tmp_pat
     shutil.copytree(folders["llama"], folder)
     made = next(iter(composed(["data=text", "data.path=none", f"init={folder}"])))
     ends: Counter[str] = Counter()
-    for _ in range(400 if seed else 80):
+    for _ in range(240 if seed else 80):
         shutil.rmtree(folder)
         shutil.copytree(folders[draw.choice(sorted(folders))], folder)
         damage(
