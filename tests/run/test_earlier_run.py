@@ -1,0 +1,72 @@
+"""A run directory that an earlier version wrote goes on: commit 24397fc, whose checkpoints are one file each.
+
+`earlier_run.tar.gz` has `run`, a Llama of one block, killed in step 10 of 12 after its checkpoint of step 8. A swap
+from NVFP4 to FP8 with delayed scales was asked for while it ran, and began at step 6. `resumed.jsonl` holds the metrics
+after the same commit has resumed it, `text.txt` its data. The files are text, and tensors as safetensors.
+"""
+
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import Cli, events, lines, losses, recorded
+
+from fp4train.run.record.journal import read_journal
+
+FIXTURE = Path(__file__).with_name("earlier_run.tar.gz")
+STEPS = range(1, 13)
+"""Steps of the run; the last four are those after its checkpoint."""
+EXACT = ("train/lr", "train/tokens", "train/loss_scale", "precision/recipe")
+SUMMED = {"train/loss": 1e-4, "train/grad_norm": 1e-4, "val/loss": 1e-4, "val/loss_recipe": 1e-4, "error/sqnr_db": 1e-3}
+"""Sums of floats, whose last bits are the machine's, and how far they may be off, relatively."""
+
+
+@pytest.fixture
+def earlier(cli: Cli) -> Path:
+    """The run directory, in the working directory."""
+    with tarfile.open(FIXTURE) as archive:
+        archive.extractall(cli.folder, filter="data")
+    return Path("run")
+
+
+def of_steps(path: Path) -> dict[int, dict[str, Any]]:
+    return {each["step"]: each for each in map(json.loads, path.read_text().splitlines()) if "train/loss" in each}
+
+
+def test_it_goes_on_with_the_numbers_that_the_earlier_version_would_have_given(cli: Cli, earlier: Path) -> None:
+    before, wanted = losses(earlier), of_steps(Path("resumed.jsonl"))
+    assert list(before) == list(range(1, 10)), "killed after the checkpoint of step 8"
+    ended = cli("resume=run", "data.path=text.txt", "data.cache_dir=cache")
+    assert ended.code == 0 and "going on from step 8 of run" in ended.err
+    found = of_steps(earlier / "metrics.jsonl")
+    assert list(found) == list(wanted) == list(STEPS)
+    for step in STEPS:
+        assert {key: found[step].get(key) for key in EXACT} == {key: wanted[step].get(key) for key in EXACT}
+        for key in SUMMED.keys() & wanted[step].keys():
+            assert found[step][key] == pytest.approx(wanted[step][key], rel=SUMMED[key]), (step, key)
+    assert SUMMED.keys() <= wanted[12].keys()
+    assert all(losses(earlier)[step] == before[step] for step in range(1, 9)), "what it had stays"
+
+
+def test_its_swap_stays_on_record(cli: Cli, earlier: Path) -> None:
+    assert recorded(earlier) == [(6, "fp8_delayed")]
+    assert [each["recipe"] for each in events(earlier, "swap")] == ["fp8_delayed"]
+    ended = cli.raw("swap", "run")
+    assert ended.code == 0 and "fp8_delayed" in ended.out
+
+
+def test_it_can_be_swapped_again_and_its_journal_goes_on(cli: Cli, earlier: Path) -> None:
+    kept = len(read_journal(earlier))
+    assert cli("resume=run", "recipe=bf16", "data.path=text.txt", "data.cache_dir=cache").code == 0
+    assert recorded(earlier) == [(6, "fp8_delayed"), (8, "bf16")]
+    assert len(read_journal(earlier)) > kept
+    assert [line["precision/recipe"] for line in lines(earlier) if "train/loss" in line][-4:] == ["BF16"] * 4
+
+
+def test_verbs_on_a_trained_model_read_its_checkpoint(cli: Cli, earlier: Path) -> None:
+    paths = ("data.path=text.txt", "data.cache_dir=cache")
+    assert cli.raw("sample", "run", "tokens=2", "prompt=the", *paths).code == 0
+    ended = cli.raw("eval", "run", "recipe=bf16", "batches=1", *paths)
+    assert ended.code == 0, ended.err
