@@ -277,8 +277,8 @@ def rank_json(found: Ranking) -> dict[str, Any]:
 
 
 def _pair(pair: Pair) -> dict[str, Any]:
-    values = {**_gap(pair.difference), **asdict(pair)}
-    return {**values, "together": list(map(_finite, values.pop("simultaneous")))}
+    values = {"together" if name == "simultaneous" else name: each for name, each in asdict(pair).items()}
+    return {**_gap(pair.difference), **values, "together": list(map(_finite, pair.simultaneous))}
 
 
 def _candidate(found: Ranking, entry: Entry) -> dict[str, Any]:
