@@ -1,42 +1,77 @@
-"""Each start composes its configuration once, whatever verb it is; each point of a sweep does."""
+"""Each start composes its configuration once and binds it once, whatever verb it is; each point of a sweep does."""
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from command_line import Cli
 from hydra import compose
 from hydra._internal.hydra import Hydra
 
-from fp4train.config import composition
+from fp4train.config import Config, composition, schema
 
-COUNTED: dict[str, tuple[int, tuple[str, ...]]] = {
-    "a run": (1, ("run.name=a", "train.steps=1")),
-    "a key that only the class has": (1, ("plan", "recipe=mxfp8", "recipe.two_d_weights=true")),
-    "a plan": (1, ("plan", "recipe=nvfp4", "data/tokenizer=bytes")),
-    "a plan of a mesh": (1, ("plan", "gpu=B200", "gpus=8", "train.batch_size=8")),
-    "a resume": (1, ("resume=runs/a", "train.steps=2")),
-    "a branch with another recipe": (1, ("resume=runs/a", "recipe=bf16", "train.steps=2", "run.name=b")),
-    "a plan of a resume": (1, ("plan", "resume=runs/a", "train.steps=4")),
-    "a swap": (1, ("swap", "runs/a", "recipe=bf16", "wait=0")),
-    "a study": (1, ("sensitivity", "runs/a", "recipe=nvfp4", "batches=1", "repeats=1")),
-    "a ranking": (1, ("rank", "runs/a", "recipe=bf16,nvfp4", "policy=last15,all", "forks=1", "steps=1", "batches=1")),
-    "an export": (0, ("export", "runs/a", "to=hf", "out=exported")),
-    "text from a run": (0, ("sample", "runs/a", "tokens=1", "prompt=a")),
-    "text from a folder": (1, ("sample", "exported", "tokens=1", "prompt=a")),
-    "an evaluation": (0, ("eval", "runs/a", "batches=1")),
-    "a sweep": (4, ("-m", "recipe=bf16,nvfp4", "optim.lr=1e-3,3e-3", "train.steps=1")),
-    "a sweep that a file asks for": (1 + 5, ("-m", "experiment=nvfp4_ablations", "train.steps=1")),
-    "help": (1, ("plan", "--help")),
-    "the state of the machine": (1, ("doctor", "--json")),
+
+class Start(NamedTuple):
+    """A command, and how often it composes a configuration and binds one. A resume binds what the run was told before,
+    too, for the learning rates of both."""
+
+    composed: int
+    bound: int
+    words: tuple[str, ...]
+    before: tuple[str, ...] = ()
+    """A command that makes what it needs, beside the run `a`."""
+    made: tuple[str, ...] = ()
+    """Folders that it makes."""
+    long: bool = False
+
+
+EXPORT = ("export", "runs/a", "to=hf", "out=exported")
+INIT = ("run.name=b", "init=exported", "train.steps=1", "train.batch_size=2", "train.seq_len=16", "eval.batches=1")
+WHOLE = {"runs/a", "exported", "init=exported", "doctor", "help"}
+"""Words of commands that are not given the options of a tiny run."""
+ABLATIONS = ("runs/ablations-bf16-paper", "runs/ablations-nvfp4-paper")
+STARTS = {
+    "a run": Start(1, 1, ("run.name=c", "train.steps=1")),
+    "a run from a folder": Start(
+        1, 1, (*INIT, "track=jsonl", "data=text", "data.path=text.txt", "data.cache_dir=cache"), EXPORT
+    ),
+    "a run from another": Start(1, 1, ("run.name=c", "init=runs/a", "train.steps=1")),
+    "a key that only the class has": Start(1, 1, ("plan", "recipe=mxfp8", "recipe.two_d_weights=true")),
+    "a plan": Start(1, 1, ("plan", "recipe=nvfp4", "data/tokenizer=bytes")),
+    "a plan of a mesh": Start(1, 1, ("plan", "gpu=B200", "gpus=8", "train.batch_size=8")),
+    "a plan of a resume": Start(1, 1, ("plan", "resume=runs/a", "train.steps=4")),
+    "a plan of a run": Start(0, 0, ("plan", "runs/a")),
+    "a resume": Start(1, 2, ("resume=runs/a", "train.steps=2")),
+    "a branch with another recipe": Start(1, 2, ("resume=runs/a", "recipe=bf16", "train.steps=2", "run.name=b")),
+    "a swap": Start(1, 1, ("swap", "runs/a", "recipe=bf16", "wait=0")),
+    "a study": Start(1, 1, ("sensitivity", "runs/a", "recipe=nvfp4", "batches=1", "repeats=1"), long=True),
+    "a ranking": Start(
+        1,
+        1,
+        ("rank", "runs/a", "recipe=bf16,nvfp4", "policy=last15,all", "forks=1", "steps=1", "batches=1"),
+        long=True,
+    ),
+    "a comparison": Start(0, 0, ("compare", "runs/a", "runs/a")),
+    "a report": Start(0, 0, ("report", "runs/a")),
+    "an export": Start(0, 1, EXPORT),
+    "a verification": Start(0, 1, ("verify", "exported", "against=runs/a"), EXPORT),
+    "text from a run": Start(0, 1, ("sample", "runs/a", "tokens=1", "prompt=a")),
+    "text from a folder": Start(1, 1, ("sample", "exported", "tokens=1", "prompt=a"), EXPORT),
+    "an evaluation": Start(0, 1, ("eval", "runs/a", "batches=1")),
+    "an evaluation in two recipes": Start(1, 1, ("eval", "runs/a", "recipe=bf16,nvfp4", "batches=1")),
+    "a sweep": Start(4, 4, ("-m", "recipe=bf16,nvfp4", "optim.lr=1e-3,3e-3", "train.steps=1"), long=True),
+    "a sweep that a file asks for": Start(
+        1 + 5, 5, ("-m", "experiment=nvfp4_ablations", "train.steps=1"), made=ABLATIONS, long=True
+    ),
+    "help": Start(1, 0, ("help", "plan"), long=True),
+    "the state of the machine": Start(1, 0, ("doctor", "--json"), long=True),
 }
 
 
 @pytest.fixture
-def compositions(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+def composed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What Hydra was asked to compose."""
     found: list[Any] = []
     original = Hydra.compose_config
@@ -50,20 +85,34 @@ def compositions(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     return found
 
 
-@pytest.mark.long
-def test_a_start_composes_once(cli: Cli, compositions: list[Any]) -> None:
-    wrong = {}
-    for name, (count, arguments) in COUNTED.items():
-        compositions.clear()
-        raw = (
-            arguments[0] in ("swap", "sensitivity", "rank", "export", "sample", "eval", "doctor")
-            or "--help" in arguments
-        )
-        ended = cli.raw(*arguments) if raw else cli(*arguments)
-        if (len(compositions), ended.code) != (count, 0):
-            wrong[name] = (len(compositions), ended.err or ended.out)
-    assert not wrong
-    assert {p.name for p in Path("runs").glob("ablations-*")} >= {"ablations-bf16-paper", "ablations-nvfp4-paper"}
+@pytest.fixture
+def bound(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The whole configurations that were bound."""
+    found: list[Any] = []
+    original = schema.bind
+
+    def bind(node: Any, hint: Any, path: str) -> Any:
+        found.extend([node] * (hint is Config))
+        return original(node, hint, path)
+
+    monkeypatch.setattr(schema, "bind", bind)
+    return found
+
+
+@pytest.mark.parametrize(
+    "start", [pytest.param(each, id=name, marks=[pytest.mark.long] * each.long) for name, each in STARTS.items()]
+)
+def test_a_start_composes_once_and_binds_once(cli: Cli, composed: list[Any], bound: list[Any], start: Start) -> None:
+    cli.trained("run.name=a", "train.steps=1")
+    Path("text.txt").write_bytes(cli.text.read_bytes())
+    if start.before:
+        assert cli.raw(*start.before).code == 0
+    composed.clear()
+    bound.clear()
+    ended = cli.raw(*start.words) if WHOLE & set(start.words) else cli(*start.words)
+    assert ended.code == 0, ended.err or ended.out
+    assert (len(composed), len(bound)) == (start.composed, start.bound)
+    assert [each for each in start.made if not Path(each).is_dir()] == []
 
 
 def test_a_plan_loads_neither_what_divides_runs_nor_the_compiler() -> None:
