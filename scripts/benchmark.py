@@ -2,7 +2,8 @@
 
     python scripts/benchmark.py [PART …] --out benchmarks/NAME
 
-Parts are quantize, linear, step, recipes, families, startup and scaling; all where none is named.
+Parts are quantize, linear, step, recipes, families, startup and scaling; all where none is named. Where some are
+named, the rows of the others stay in NAME.json.
 Every ratio has both of its sides measured in one process, in turn, and is a ratio of medians. Where a process's memory
 happens to lie moves ratios by several percent, so each part runs in several fresh processes (`--processes`), and the
 table holds the median of theirs, with the range. Writes NAME.json with all figures, NAME.md with the table, NAME.png
@@ -255,15 +256,18 @@ def main() -> None:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     if args.dry_run:
         device, report.seconds = torch.device("cpu"), 0.0
+    name = machine_name(device)
+    machine = {"machine": name, "torch": torch.__version__, "python": platform.python_version()}
+    if args.parts:
+        report.go_on(machine)
     if args.processes == 1 or args.dry_run:
         run_parts(report, parts, device, quick=args.quick or args.dry_run)
     else:
         options = ["--device", args.device, *(["--quick"] if args.quick else [])]
         run_processes(report, parts, args.processes, options)
-    name = machine_name(device)
-    report.write({"machine": name, "torch": torch.__version__, "python": platform.python_version()})
+    report.write(machine)
     args.out.with_suffix(".md").write_text(report.markdown(name))
-    if report.curves:
+    if report.curves and "scaling" in parts:
         draw(report, args.out.with_suffix(".png"))
 
 

@@ -37,22 +37,39 @@ class Report:
         values = values if isinstance(values, list) else [values]
         value = statistics.median(values)
         met = None if target is None else (value >= target if at_least else value <= target)
-        self.rows.append(
-            {
-                "what": what,
-                "value": value,
-                "values": values,
-                "unit": unit,
-                "target": target,
-                "at_least": at_least,
-                "met": met,
-            }
-        )
+        row = {
+            "what": what,
+            "value": value,
+            "values": values,
+            "unit": unit,
+            "target": target,
+            "at_least": at_least,
+            "met": met,
+        }
+        place = next((n for n, each in enumerate(self.rows) if each["what"] == what), len(self.rows))
+        self.rows[place : place + 1] = [row]
         goal = (
             "" if target is None else f"   target {'≥' if at_least else '≤'} {target:g}   {'met' if met else 'MISSED'}"
         )
         print(f"{what:<84} {value:8.3f} {unit}{goal}", flush=True)
         self.write({})
+
+    def go_on(self, machine: dict[str, str]) -> None:
+        """Keep the rows and curves of an earlier measurement at `out`, but for those that are measured again.
+
+        Raises:
+            ValueError: another machine, torch or Python measured them.
+        """
+        path = None if self.out is None else self.out.with_suffix(".json")
+        if path is None or not path.exists():
+            return
+        found = json.loads(path.read_text())
+        for key, value in machine.items():
+            if found.get(key, value) != value:
+                raise ValueError(
+                    f"{path} is of {key} {found[key]}, and this is {value}: measure all parts, or elsewhere"
+                )
+        self.rows, self.curves = found["rows"], found["curves"]
 
     def write(self, machine: dict[str, str]) -> None:
         if self.out is not None:

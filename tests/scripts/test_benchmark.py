@@ -1,0 +1,77 @@
+"""benchmarks/NAME.md is the table of NAME.json, and pages that name its figures have them from there."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MEASURED = ROOT / "benchmarks" / "epyc_2_cores.json"
+OVER_BF16 = "an NVFP4 step over a BF16 step"
+FIGURES = {
+    "README.md": {
+        f"default run: {OVER_BF16}": "| one training step of the default run (1.2 M parameters) | {:.2f}× |",
+        f"llama_125m, 2048 tokens: {OVER_BF16}": "| one training step of `llama_125m`, 2048 tokens | {:.2f}× |",
+        "NVFP4 linear forward + backward, 2048 tokens, 2048→2048, over BF16 nn.Linear": (
+            "| one linear layer, 2048 tokens, 2048→2048, forward and backward | {:.2f}× |"
+        ),
+    },
+    "docs/hybrid.md": {
+        f"hybrid_tiny: {OVER_BF16}": "A step of `hybrid_tiny` takes {:.2f} times one in BF16",
+        f"hybrid of width 768, 2048 tokens: {OVER_BF16}": "one of width 768 with 2048 tokens {:.2f} times",
+    },
+    "docs/moe.md": {f"moe_tiny: {OVER_BF16}": "A step of `moe_tiny` takes {:.2f} times one in BF16"},
+}
+"""Row of the measurement → what a page says of it."""
+BUSY = "on a machine that was not idle"
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("benchmark_report", ROOT / "scripts" / "benchmark_report.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "benchmark_report", module)  # where dataclasses look for the names of types
+    spec.loader.exec_module(module)
+    return module
+
+
+def rows() -> dict[str, dict[str, Any]]:
+    return {row["what"]: row for row in json.loads(MEASURED.read_text())["rows"]}
+
+
+def test_the_table_is_that_of_the_figures(script: ModuleType) -> None:
+    found = json.loads(MEASURED.read_text())
+    report = script.Report(rows=found["rows"])
+    assert MEASURED.with_suffix(".md").read_text(encoding="utf-8") == report.markdown(found["machine"])
+
+
+@pytest.mark.parametrize(("page", "row"), [(page, row) for page, said in FIGURES.items() for row in said])
+def test_a_page_says_what_was_measured(page: str, row: str) -> None:
+    """Or, of what the file does not have, that the machine was not idle."""
+    text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+    if row in rows():
+        assert FIGURES[page][row].format(rows()[row]["value"]) in text
+    else:
+        assert FIGURES[page][row].partition("{")[0] in text and BUSY in text
+
+
+def test_a_part_that_is_measured_again_leaves_the_others(script: ModuleType, tmp_path: Path) -> None:
+    machine = {"machine": "a"}
+    first = script.Report(out=tmp_path / "a")
+    first.add("one", [1.0, 3.0, 2.0], 1.0)
+    first.add("two", 2.0)
+    first.write(machine)
+    again = script.Report(out=tmp_path / "a")
+    again.go_on(machine)
+    again.add("one", 0.5, 1.0)
+    again.add("three", 3.0)
+    found = {row["what"]: (row["value"], row["met"]) for row in again.rows}
+    assert list(found.items()) == [("one", (0.5, True)), ("two", (2.0, None)), ("three", (3.0, None))]
+    with pytest.raises(ValueError, match="is of machine b, and this is a"):
+        first.write({"machine": "b"})
+        again.go_on(machine)
