@@ -258,8 +258,11 @@ def main() -> None:
         device, report.seconds = torch.device("cpu"), 0.0
     name = machine_name(device)
     machine = {"machine": name, "torch": torch.__version__, "python": platform.python_version()}
-    if args.parts:
-        report.go_on(machine)
+    try:
+        if args.parts:
+            report.go_on(machine)
+    except ValueError as error:
+        parser.error(str(error))
     if args.processes == 1 or args.dry_run:
         run_parts(report, parts, device, quick=args.quick or args.dry_run)
     else:
