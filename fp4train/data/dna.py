@@ -19,7 +19,7 @@ from fp4train.data.source import TextSource, tokenised
 from fp4train.data.tokens import Documents, Piece, TokenData, token_data
 from fp4train.errors import DataError
 from fp4train.paths import PathText
-from fp4train.text import check_choice, near_miss
+from fp4train.text import check_choice, near_miss, shortened
 
 SUFFIXES = (".fa", ".fasta", ".fna", ".ffn", ".frn", ".fas", ".gz")
 BASES = "ACGTURYSWKMBDHVN-"
@@ -250,6 +250,6 @@ class _Reader:
                 yield "".join(found)
                 found, length = [], 0
         if empty:
-            raise DataError(f"{self.path}, line {first}: the record {line[1:].strip()!r} has no bases")
+            raise DataError(f"{self.path}, line {first}: the record {shortened(line[1:].strip(), 60)!r} has no bases")
         if found:
             yield "".join(found)

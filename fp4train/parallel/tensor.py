@@ -7,6 +7,7 @@ rows rank by rank (`shards.RowOrder`). The layers compute on local shards; `nn.e
 Order: `convert`, `cut_tensors`, compile, `fully_shard`, optimizer. All ranks must hold equal parameters before.
 """
 
+import math
 from collections.abc import Iterator
 from typing import cast
 
@@ -112,10 +113,11 @@ def set_data_ranks(model: nn.Module, *, amax: str, data: Ranks | None) -> None:
 
 
 def _check(model: nn.Module, cut: TensorCut, size: int) -> None:
-    for name, attribute, key in cut.counts:
-        count = getattr(model.get_submodule(name), attribute)
+    counts = [(key, getattr(model.get_submodule(name), attribute)) for name, attribute, key in cut.counts]
+    common = math.gcd(*(count for _, count in counts))
+    for key, count in counts:
         if count % size:
-            allowed = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
+            allowed = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
             raise ValueError(
                 f"{key}={count} cannot be divided over parallel.tp={size} ranks; parallel.tp allowed: {allowed}"
             )

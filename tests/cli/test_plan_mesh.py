@@ -130,11 +130,26 @@ def test_a_search_tries_tensor_parallel_ranks_for_experts(capsys: pytest.Capture
         (("parallel.tp=2", "optim=muon"), "optim=muon multiplies whole matrices"),
         (
             ("parallel.tp=2", "model=moe_tiny", "model.kv_heads=2", "model.experts.count=15"),
-            "parallel.tp=2 does not divide 15, the split dimension of blocks.1.mlp.gate_up.weight",
+            "parallel.tp=2 does not divide 15, the split dimension of blocks.1.mlp.gate_up.weight: parallel.tp may be",
         ),
         (
             ("parallel.tp=2", "model=hyena_tiny", "model.filters.groups=1"),
             "parallel.tp=2 does not divide 1, the split dimension of blocks.0.mixer.taps",
+        ),
+        (
+            (
+                "parallel.tp=5",
+                "model=hybrid_12b",
+                "model.kv_heads=8",
+                "data=tokens",
+                "data.path=a",
+                "data.vocab_size=64",
+            ),
+            "parallel.tp=5 does not divide model.kv_heads=8: parallel.tp may be 1, 2, 4, 8",
+        ),
+        (
+            ("parallel.tp=2", "model=evo2_1b", "model.kv_heads=15"),
+            "parallel.tp=2 does not divide model.heads=15: parallel.tp may be 1",
         ),
         (("parallel.tp=2", "eval.errors_every=5"), "eval.errors_every=5 measures whole operands"),
         (("parallel.dp_shard=2", "oscillation.every=10", "oscillation.watch=5"), "weights are watched whole"),
@@ -232,7 +247,7 @@ def test_a_mixture_of_671b_fits_1024_gpus_in_shards_of_whole_experts(capsys: pyt
     [
         (["gpus=100", "parallel.tp=8"], "gpus=100 is not dp_replicate 1 × dp_shard 12 × tp 8 × pp 1 = 96"),
         (["gpus=64", "parallel.dp_shard=4", "parallel.tp=8"], "parallel.dp_shard=8 fills it, or gpus=32"),
-        (["parallel.tp=5"], "parallel.tp=5 does not divide model.heads=12: parallel.tp may be 1, 2, 3, 4, 6, 12"),
+        (["parallel.tp=5"], "parallel.tp=5 does not divide model.heads=12: parallel.tp may be 1, 2, 4"),
         (["parallel.pp=13"], "parallel.pp=13 exceeds the 12 blocks: parallel.pp may be at most 12"),
         (["parallel.dp_shard=8", "train.batch_size=12"], "train.batch_size=8 or 16 does"),
         (["parallel.dp_shard=8", "train.batch_size=16", "train.microbatch=16"], "train.microbatch may be 1, 2"),

@@ -125,6 +125,7 @@ def test_a_long_record_in_one_line_or_many_is_the_same_document(tmp_path: Path) 
         ("\n;\n", r"a.fa holds no record of FASTA"),
         (">a\nACGT\nACLGT\n", r"a.fa, line 3: 'L' is no base of DNA or RNA .* of proteins"),
         (">a\n>b\nACGT\n", r"a.fa, line 1: the record 'a' has no bases"),
+        (">a" + "ACGT>" * 2000, r"line 1: the record 'aACGT>\S{54}' has no bases$"),
         (">a\nACGT\n>\nACGT\n", r"a.fa, line 3: the record has no name after >"),
         (">a\nAC\u00e4\n", r"a.fa is no FASTA file: it holds the byte 0xc3"),
         (">a\nACGT\n", r"the validation text is 0 tokens long"),

@@ -6,6 +6,7 @@ inside of an NVLink domain, pipelines, all ways to divide the data ranks into sh
 what to do.
 """
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -117,14 +118,18 @@ def problems(model: nn.Module, weights: list[ModelWeight], mesh: Mesh) -> Iterat
     """Why `model` cannot be cut over `mesh`: heads and widths by tensor parallelism, blocks by the pipeline."""
     tensors = mesh.tensor
     counts = {(key, getattr(model.get_submodule(path), name)) for path, name, key in tensor_cut(model).counts}
+    sizes = {
+        weight.name: weight.segments or (weight.shape[weight.split],) for weight in weights if weight.split is not None
+    }
+    common = math.gcd(*(number for _, number in counts), *(size for each in sizes.values() for size in each))
+    fits = _choices("parallel.tp", common)
     for key, number in sorted(counts):
         if number % tensors:
-            yield f"parallel.tp={tensors} does not divide {key}={number}: {_choices('parallel.tp', number)}"
+            yield f"parallel.tp={tensors} does not divide {key}={number}: {fits}"
     for weight in weights:
-        sizes = () if weight.split is None else weight.segments or (weight.shape[weight.split],)
-        if size := next((each for each in sizes if each % tensors), 0):
+        if size := next((each for each in sizes.get(weight.name, ()) if each % tensors), 0):
             what = "a segment" if weight.segments else "the split dimension"
-            yield f"parallel.tp={tensors} does not divide {size}, {what} of {weight.name}"
+            yield f"parallel.tp={tensors} does not divide {size}, {what} of {weight.name}: {fits}"
             break
     blocks, parts = len(find_blocks(model)), mesh.pipeline * mesh.virtual
     if blocks < parts:
