@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -97,7 +98,30 @@ class RotaryBlock(nn.Module):
         return out
 
 
-class RotaryDecoder(Decoder):
+class RotatedDecoder(Decoder):
+    """A decoder whose blocks get cosines and sines of the rotary embedding, buffers that no checkpoint holds."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def _fill(self, shape: DecoderShape, *parts: Any) -> None:
+        super()._fill(shape, *parts)
+        for name, values in RotatedDecoder.initial_buffers(self).items():  # a subclass has more
+            self.register_buffer(name, values.to(torch.get_default_device()), persistent=False)
+
+    def initial_buffers(self) -> dict[str, Tensor]:
+        """Cosines and sines of the rotary embedding."""
+        shape: Any = self.shape
+        scaling: RopeScaling | None = getattr(shape, "rope_scaling", None)
+        angles = rope_angles(self.seq_len, shape.head_width, shape.rope_base, scaling)
+        return {"cos": angles.cos(), "sin": angles.sin()}
+
+    def positions(self, first: int, end: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Cosines and sines of the rotary embedding, [T, E] each."""
+        return self.cos[first:end].to(dtype), self.sin[first:end].to(dtype)
+
+
+class RotaryDecoder(RotatedDecoder):
     """A decoder of `RotaryBlock`s, whose weights a subclass then initialises.
 
     Args:
@@ -109,10 +133,6 @@ class RotaryDecoder(Decoder):
     def __init__(self, shape: RotaryShape, vocab_size: int, seq_len: int, block: Callable[[int], RotaryBlock]) -> None:
         super().__init__()
         self._fill(shape, vocab_size, seq_len, map(block, range(shape.layers)), RMSNorm)
-        self.cos: Tensor
-        self.sin: Tensor
-        for name, values in RotaryDecoder.initial_buffers(self).items():  # a subclass has more
-            self.register_buffer(name, values.to(torch.get_default_device()), persistent=False)
 
     def initial_values(self) -> dict[str, Initial]:
         """Normal matrices, biases of 0, and norms that are the identity."""
@@ -126,16 +146,6 @@ class RotaryDecoder(Decoder):
                 writes_residual = name.endswith(("attention.wo.weight", ".down.weight"))
                 values[name] = Normal(residual if writes_residual else std)
         return values
-
-    def initial_buffers(self) -> dict[str, Tensor]:
-        """Cosines and sines of the rotary embedding, which no checkpoint holds."""
-        shape = self.shape
-        angles = rope_angles(self.seq_len, shape.head_width, shape.rope_base, shape.rope_scaling)
-        return {"cos": angles.cos(), "sin": angles.sin()}
-
-    def positions(self, first: int, end: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Cosines and sines of the rotary embedding, [T, E] each."""
-        return self.cos[first:end].to(dtype), self.sin[first:end].to(dtype)
 
     def fp4train_cache(self, length: int) -> DecodeCache:
         """Keys and values of each block."""

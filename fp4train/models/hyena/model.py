@@ -26,9 +26,9 @@ from torch import Tensor, nn
 
 from fp4train.models.common.cache import DecodeCache, KeyValues
 from fp4train.models.common.cut import TensorCut, TokenRanks, shared_by
-from fp4train.models.common.decoder import Decoder, DecoderShape
+from fp4train.models.common.decoder import DecoderShape
 from fp4train.models.common.initialise import Filled, Initial, Normal, initialise
-from fp4train.models.common.layers import rope_angles
+from fp4train.models.common.rotary import RotatedDecoder
 from fp4train.models.hyena.mixer import (
     KINDS,
     LARGEST_POLE,
@@ -182,7 +182,7 @@ class HyenaBlock(nn.Module):
         return KeyValues(length) if self.kind == "*" else ConvolutionState()
 
 
-class HyenaModel(Decoder):
+class HyenaModel(RotatedDecoder):
     """A StripedHyena 2 of one shape."""
 
     shape: Hyena
@@ -191,10 +191,6 @@ class HyenaModel(Decoder):
         super().__init__()
         blocks = (HyenaBlock(shape, index) for index in range(len(shape.pattern)))
         self._fill(shape, vocab_size, seq_len, blocks, RootNorm)
-        self.cos: Tensor
-        self.sin: Tensor
-        for name, values in self.initial_buffers().items():
-            self.register_buffer(name, values.to(torch.get_default_device()), persistent=False)
         initialise(self, shape.draw)
 
     def initial_values(self) -> dict[str, Initial]:
@@ -212,15 +208,6 @@ class HyenaModel(Decoder):
             own = mixer.initial_values(std) if isinstance(mixer, FusedAttention) else mixer.initial_values()
             values |= {f"blocks.{index}.mixer.{name}": value for name, value in own.items()}
         return values
-
-    def initial_buffers(self) -> dict[str, Tensor]:
-        """Cosines and sines of the rotary embedding, which no checkpoint holds."""
-        angles = rope_angles(self.seq_len, self.shape.head_width, self.shape.rope_base)
-        return {"cos": angles.cos(), "sin": angles.sin()}
-
-    def positions(self, first: int, end: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Cosines and sines of the rotary embedding, [T, E] each."""
-        return self.cos[first:end].to(dtype), self.sin[first:end].to(dtype)
 
     def fp4train_tensor_cut(self) -> TensorCut:
         """How tensor parallelism cuts the model."""
