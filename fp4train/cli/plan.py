@@ -181,9 +181,8 @@ def _plan(command: Start, *, full: bool, gpus: int | None, auto: bool | None, as
     print(config.recipe, render(plan, full=True) if full else summarise(plan), sep="\n\n")
     print("", _checkpoint(model, moment_bytes(config.optim)), sep="\n")
     if gpu is None:
-        print(kernels)
-        for line in kernels_of_layers(model, device.type, deterministic=config.train.deterministic):
-            print(line)
+        layers = kernels_of_layers(model, device.type, deterministic=config.train.deterministic)
+        print(kernels, *layers, sep="\n")
     if gpu is not None:
         from fp4train.lab.costs.estimate import estimate
         from fp4train.lab.costs.search import MeshPlan

@@ -118,9 +118,7 @@ def problems(model: nn.Module, weights: list[ModelWeight], mesh: Mesh) -> Iterat
     """Why `model` cannot be cut over `mesh`: heads and widths by tensor parallelism, blocks by the pipeline."""
     tensors = mesh.tensor
     counts = {(key, getattr(model.get_submodule(path), name)) for path, name, key in tensor_cut(model).counts}
-    sizes = {
-        weight.name: weight.segments or (weight.shape[weight.split],) for weight in weights if weight.split is not None
-    }
+    sizes = {w.name: w.segments or (w.shape[w.split],) for w in weights if w.split is not None}
     common = math.gcd(*(number for _, number in counts), *(size for each in sizes.values() for size in each))
     fits = _choices("parallel.tp", common)
     for key, number in sorted(counts):
