@@ -97,6 +97,22 @@ def test_the_plan_lists_all_weights_of_a_family(cli: Cli, family: str) -> None:
     assert sum(p.numel() for p in matrices.values()) == sum(layer.weights for layer in layers.values())
 
 
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [("hybrid_12b", "hybrid"), ("evo2_1b", "hyena"), ("moe_30b_a3b", "moe"), ("moe_671b", "moe")],
+)
+def test_the_layers_of_a_published_size_are_all_of_its_matrices(name: str, family: str) -> None:
+    """Those that a plan lists."""
+    shape = to_config(compose([f"model={name}", "run.name=a"])).model
+    with torch.device("meta"):
+        model = fp4train.convert(shape.build(vocab_size=320, seq_len=32))
+    matrices = {n: p.numel() for n, p in model.named_parameters() if p.dim() > 1 and not n.endswith(SPARED[family])}
+    layers = find_layers(model)
+    found = {f"{each}.weight": layer.weights for each, layer in layers.items() if f"{each}.weight" in matrices}
+    assert found == matrices and sum(matrices.values()) > 0.9 * sum(p.numel() for p in model.parameters())
+    assert layers.keys() - {n.removesuffix(".weight") for n in matrices} <= {"head"}, "a tied head is the embedding"
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("family", [*FAMILIES, "mamba2"])
 def test_a_family_goes_to_transformers_and_comes_back(cli: Cli, family: str) -> None:
