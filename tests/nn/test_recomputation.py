@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import fp4train as f4
 from fp4train.models.llama import Llama
-from fp4train.nn import Linear
+from fp4train.nn import Experts, Linear
 from fp4train.precision import (
     BF16,
     MXFP8,
@@ -122,6 +122,15 @@ def test_torchs_own_checkpoint_raises_instead_of_computing_something_else(
         autocast(backward_in or BF16(), enabled=backward_in is not None),
         pytest.raises(RuntimeError, match=r"0\.0 is recomputed in backward without .*context_fn=.*recompute_contexts"),
     ):
+        y.sum().backward()
+
+
+def test_experts_that_are_recomputed_in_another_context_raise_as_linear_layers_do() -> None:
+    experts = Experts(2, 16, 16)
+    x = torch.randn(8, 16, requires_grad=True)
+    with autocast(NVFP4(), step=0):
+        y = torch_checkpoint(lambda rows: experts(rows, [5, 3]), x, use_reentrant=False)
+    with pytest.raises(RuntimeError, match="experts is recomputed in backward without the autocast context"):
         y.sum().backward()
 
 

@@ -12,9 +12,9 @@ from fp4train.backends import DataRanks, LayerState
 from fp4train.backends.te import TEExecutor, TEExperts
 from fp4train.hardware import Device
 from fp4train.nn import Linear
-from fp4train.nn.call import Recorded
+from fp4train.nn.call import EAGER, Recorded
 from fp4train.nn.executors import EXECUTORS, STATES, executor_class, join_states, make_executor, saved_tensor
-from fp4train.nn.executors.cut import CutGemms, LayerShard
+from fp4train.nn.executors.cut import CutGemms, LayerShard, default_context
 from fp4train.nn.executors.gemms import Gemms
 from fp4train.nn.executors.groups import BackendExperts, GroupGemms
 from fp4train.nn.executors.parts import ChannelNorms, ChannelParts
@@ -97,6 +97,19 @@ REASONS: list[tuple[LayerPlan, Recorded, str | None]] = [
 def test_an_executor_says_why_no_graph_holds_it(planned: LayerPlan, recorded: Recorded, reason: str | None) -> None:
     found = executor_class(planned).why_no_graph(planned, recorded)
     assert found is None if reason is None else reason in str(found)
+
+
+def test_a_cut_layer_outside_of_contexts_runs_in_the_dtype_of_its_input_and_outside_of_graphs() -> None:
+    made = layer()
+    assert made.executor_now(torch.device("cpu"), torch.float32)[0] is None
+    assert made.handle.route().kind == "plain"
+    made.layer_shard = LayerShard(tensor=Peers(), cut="out")  # type: ignore[arg-type]
+    made.rename(replace(made.layer, cut="out", parts=2), "auto")
+    made.default_context = default_context
+    executor, now = made.executor_now(torch.device("cpu"), torch.float16)
+    assert type(executor) is CutGemms and executor.dtype == torch.float16
+    assert now.context is default_context(torch.float16), "the call has the context that chose its executor"
+    assert made.handle.route() == EAGER
 
 
 class All:
