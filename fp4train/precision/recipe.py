@@ -140,7 +140,7 @@ class Recipe:
 
     @property
     def why_split(self) -> str | None:
-        """Why backends other than emulation and the reference do not run it; None: they may."""
+        """Why its channels are multiplied in parts, which only emulation and the reference do; None: they are not."""
         return (
             None if self.outliers is None else "outlier channels are multiplied apart, which emulate and reference do"
         )
