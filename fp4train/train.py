@@ -135,7 +135,7 @@ def train_step(run: Run, recipe: Recipe) -> Step:
     for group in run.optimizer.param_groups:
         group["lr"] = lr
     seed_model(run)
-    scaling = run.runner.scaling()
+    scaling = run.scaling()
     try:
         with watching(run, recipe) if every and (run.step + 1) % every == 0 else nullcontext() as watched:
             queued = run.runner.step(recipe, step_rows(run))

@@ -32,7 +32,6 @@ class Source(Protocol):
 
     def build(self, run_dir: Path, seq_len: int, seed: int) -> TokenData:
         """Tokens for a run with sequences of `seq_len`, or a DataError that says what to do."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)

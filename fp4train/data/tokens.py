@@ -52,7 +52,6 @@ class TokenizerConfig(Protocol):
 
     def build(self, documents: Documents, run_dir: Path) -> Tokenizer:
         """The tokenizer; what must be kept for a resume is kept in `run_dir`."""
-        ...
 
 
 def token_bytes(tokenizer: Tokenizer | None, vocab_size: int) -> Ids | None:

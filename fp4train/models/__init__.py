@@ -25,4 +25,3 @@ class Architecture(Protocol):
 
     def build(self, *, vocab_size: int, seq_len: int) -> nn.Module:
         """The model with newly initialised weights."""
-        ...

@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from fp4train.nn.linear import Linear
 from fp4train.nn.planned import PlannedLayer
+from fp4train.nn.scaling import Stacks
 from fp4train.nn.transformers_experts import hold_experts, why_outside
 from fp4train.nn.weights import FusedWeights
 from fp4train.precision.layers import Layer, bypassed_linears, elementwise, find_layers, is_uninitialised
@@ -53,10 +54,12 @@ def convert(model: nn.Module, *, backend: str = "auto") -> nn.Module:
         elif layer.unconverted is None:
             converted[module] = _class_for(type(module), name, module).from_linear(module, layer, backend)
     groups: dict[tuple[str, ...], FusedWeights] = {}
+    stacks: Stacks = {}
     for name, layer in layers.items():
         module = model.get_submodule(name)
-        if isinstance(made := converted.get(module, module), PlannedLayer) and layer.fused:
-            made.fused_weights = groups.setdefault(layer.fused, FusedWeights())
+        if isinstance(made := converted.get(module, module), PlannedLayer):
+            made.stacks, own = stacks, made.fused_weights
+            made.fused_weights = groups.setdefault(layer.fused, FusedWeights()) if layer.fused else own
             made.fused_weights.add(made)
     # A module may appear in several places; all are replaced by the same new module.
     for parent in list(model.modules()):

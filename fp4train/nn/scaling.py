@@ -1,9 +1,13 @@
-"""Amax histories of one layer's tensors, for FP8 with delayed scaling (arXiv:2209.05433; TE's DelayedScaling).
+"""Amax histories of a model's tensors, for FP8 with delayed scaling (arXiv:2209.05433; TE's DelayedScaling).
 
 A delayed scale comes from the amax of earlier steps. The first call of a layer in a step takes the amax to use from the
 history; all calls of that step use it. The tensor's own amax enters the history once per step: the maximum over the
 calls of the step (microbatches) and, with data parallelism, over the ranks. So a step's scales do not depend on how its
 batch is split. If the history gives 0 or a non-finite value, the amax used last is used again.
+
+The histories of a model roll together (`Stack`): the first amax that enters in a step takes the amaxes to use of all of
+them and makes room for the new ones, in the kernels of one. A call of a layer then reads one number, and its kernel
+writes one. A history in which nothing enters stays as it was; it rolls alone when something does again.
 """
 
 from __future__ import annotations
@@ -13,14 +17,70 @@ from typing import ClassVar
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from fp4train.backends import DataRanks, LayerState
-from fp4train.quantize import Quantizer
+from fp4train.quantize import Quantizer, QuantSpec
 from fp4train.quantize.scaling import delayed_amax, initial_delayed_amax
+from fp4train.quantize.spec import Delayed
 
 Position = tuple[int, int]
 """Seed and step."""
+Kind = tuple[Delayed, torch.device]
+Stacks = dict[Kind, "Stack"]
+"""Stacks of a model."""
+
+
+class Stack(dict["AmaxHistory", None]):
+    """The histories of a model that roll together: those of one length and algorithm on one device."""
+
+    def __reduce__(self) -> tuple[type[Stack], tuple[()]]:
+        """Copies are empty: a copied history enters when it rolls."""
+        return Stack, ()
+
+
+class AmaxHistory:
+    """The amax history of one tensor, float32 [H], newest first, and the amax used last, 0-d.
+
+    Attributes:
+        newest: history[0]; position: the step in which an amax entered last.
+        coming: (position, [history, newest, used]) of a step that began, and in which nothing has entered yet.
+        given: whether the tensors were handed out, so that they are not written any more.
+    """
+
+    def __init__(self, kind: Kind, stack: Stack, history: Tensor, used: Tensor, position: Position | None) -> None:
+        self.kind, self.stack = kind, stack
+        self.load(history, used, position)
+
+    def load(self, history: Tensor, used: Tensor, position: Position | None = None) -> None:
+        """Take over these tensors."""
+        self.history, self.newest, self.used, self.given = history, history[0], used, True
+        self.position = position
+        self.coming: tuple[Position | None, Sequence[Tensor]] = (None, ())
+
+    def enter(self, position: Position | None) -> bool:
+        """Let an amax be written to `newest`; whether it is the first one of the step at `position`."""
+        first = position != self.position
+        if first:
+            if self.coming[0] != position:
+                self._roll(position)
+            self.position, (self.history, self.newest, self.used) = self.coming
+        elif self.given:
+            self.load(self.history.clone(), self.used, position)
+        self.coming, self.given = (None, ()), False
+        return first
+
+    def _roll(self, position: Position | None) -> None:
+        """Begin a step for all histories in which an amax entered since they rolled last: take the amaxes to use, and
+        make room for the new ones."""
+        self.stack[self] = None
+        rolled = [each for each in self.stack if each is self or (each.coming[0] is None and each.position != position)]
+        history = torch.stack([each.history for each in rolled])
+        used = delayed_amax(history, torch.stack([each.used for each in rolled]), self.kind[0])
+        history = F.pad(history[:, :-1], (1, 0))
+        for each, *tensors in zip(rolled, history.unbind(), history[:, 0].unbind(), used.unbind(), strict=True):
+            each.coming = position, tensors
 
 
 class DelayedScaling(LayerState):
@@ -30,15 +90,17 @@ class DelayedScaling(LayerState):
     all-reduce of four bytes per call and tensor. All ranks of the group must run the same layers in the same order, as
     in data parallelism. A rank that skips a layer, or evaluates while others train, makes the others hang. Ranks with
     other layers (pipeline stages) must not be in that group.
+
+    Attributes:
+        stacks: those of the model, which its layers share.
     """
 
     kind, prefixed = "scaling", False
     tensors: ClassVar = {"history": (torch.float32, 1, False), "used": (torch.float32, 0, False)}
 
     def __init__(self) -> None:
-        self.histories: dict[str, Tensor] = {}
-        self.used: dict[str, Tensor] = {}
-        self._entered: dict[str, Position] = {}
+        self._histories: dict[str, AmaxHistory] = {}
+        self.stacks: Stacks = {}
 
     def amax(self, name: str, quantizer: Quantizer, tensor: Tensor, *, enter: bool, position: Position) -> Tensor:
         """The amax that scales `tensor`, a 0-d float32.
@@ -52,48 +114,61 @@ class DelayedScaling(LayerState):
         """
         spec = quantizer.spec
         assert spec.delayed is not None
-        history, previous = self.histories.get(name), self.used.get(name)
-        if history is None or previous is None:
-            history = torch.zeros(spec.delayed.history, device=tensor.device)
-            previous = torch.tensor(initial_delayed_amax(spec), device=tensor.device)
-        if len(history) != spec.delayed.history:
-            history = _resized(history, spec.delayed.history)
-        history, previous = history.to(tensor.device), previous.to(tensor.device)
-        again = self._entered.get(name) == position
-        amax = previous if again else delayed_amax(history, previous, spec.delayed)
-        if enter:
-            own = tensor.detach() if tensor.numel() else amax.new_zeros(())
-            own = quantizer.amax(own) if own.ndim else own.abs().float()
-            if not self.joined and dist.is_available() and dist.is_initialized():
-                dist.all_reduce(own, op=dist.ReduceOp.MAX)
-            if again:
-                own, older = torch.maximum(own, history[0]), history[1:]
-            else:
-                older, self.used[name], self._entered[name] = history[:-1], amax, position
-            self.histories[name] = torch.cat((own.reshape(1), older))
-        return amax
+        found, kind = self._histories.get(name), (spec.delayed, tensor.device)
+        if found is None or found.kind != kind:
+            found = self._fitting(found, spec, kind)
+        if not enter:
+            return found.used if found.position == position else delayed_amax(found.history, found.used, spec.delayed)
+        self._histories[name] = found
+        first = found.enter(position)
+        alone = self.joined or not (dist.is_available() and dist.is_initialized())
+        own = tensor.detach() if tensor.numel() else tensor.new_zeros(())
+        own = quantizer.amax(own, into=found.newest if alone else None) if own.ndim else own.abs().float()
+        if not alone:
+            dist.all_reduce(own, op=dist.ReduceOp.MAX)
+        if own is not found.newest:
+            found.newest.copy_(own if first else torch.maximum(own, found.newest))
+        return found.used
+
+    def _fitting(self, found: AmaxHistory | None, spec: QuantSpec, kind: Kind) -> AmaxHistory:
+        """A new history of this kind, with the newest entries of `found`; missing ones are 0."""
+        delayed, device = kind
+        history = torch.zeros(1) if found is None else found.history[: delayed.history]
+        used = torch.tensor(initial_delayed_amax(spec)) if found is None else found.used
+        history = F.pad(history, (0, delayed.history - len(history))).to(device)
+        stack, position = self.stacks.setdefault(kind, Stack()), None if found is None else found.position
+        return AmaxHistory(kind, stack, history, used.to(device), position)
 
     def state(self) -> dict[str, Tensor]:
-        """The histories and the last amaxes, for a checkpoint."""
-        return {f"history.{k}": v for k, v in self.histories.items()} | {f"used.{k}": v for k, v in self.used.items()}
+        """The histories and the last amaxes, for a checkpoint; no later step writes into them."""
+        for each in self._histories.values():
+            each.given = True
+        histories = {f"history.{name}": each.history for name, each in self._histories.items()}
+        return histories | {f"used.{name}": each.used for name, each in self._histories.items()}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Restore the result of `state`; no amax of the coming step has entered yet."""
-        self._entered.clear()
-        self.histories = {k.removeprefix("history."): v for k, v in state.items() if k.startswith("history.")}
-        self.used = {k.removeprefix("used."): v for k, v in state.items() if k.startswith("used.")}
+        known, self._histories = self._histories, {}
+        for name in [key.removeprefix("history.") for key in state if key.startswith("history.")]:
+            history, used, found = state[f"history.{name}"], state[f"used.{name}"], known.get(name)
+            kind = Delayed(history=len(history)), history.device  # until a spec says more
+            if found is None or (found.kind[0].history, found.kind[1]) != (len(history), history.device):
+                found = AmaxHistory(kind, Stack(), history, used, None)
+            found.load(history, used)
+            self._histories[name] = found
 
     @staticmethod
     def join(each: Sequence[DelayedScaling], ranks: DataRanks) -> None:
         """Make the newest entries of all histories their maximum over the ranks, in one collective."""
-        entries = [(scaling, name) for scaling in each for name in sorted(scaling.histories)]
-        if not entries:
+        found = [history for scaling in each for _, history in sorted(scaling._histories.items())]
+        if not found:
             return
-        newest = torch.stack([scaling.histories[name][0] for scaling, name in entries])
+        for history in found:
+            history.enter(history.position)
+        newest = [history.newest for history in found]
         # What is not a number is infinite from here on: a maximum of NaNs is not the same in every library.
-        joined = ranks.largest(newest.nan_to_num(nan=torch.inf, posinf=torch.inf))
-        for (scaling, name), amax in zip(entries, joined.unbind(), strict=True):
-            scaling.histories[name] = torch.cat((amax.reshape(1), scaling.histories[name][1:]))
+        joined = ranks.largest(torch.stack(newest).nan_to_num(nan=torch.inf, posinf=torch.inf))
+        torch._foreach_copy_(newest, joined.unbind())
 
 
 class MemberScaling:
@@ -111,11 +186,5 @@ class MemberScaling:
     def amax(self, name: str, quantizer: Quantizer, tensor: Tensor, *, enter: bool, position: Position) -> Tensor:
         """See `DelayedScaling.amax`."""
         for other in self._elsewhere if enter else ():
-            none = tensor.new_zeros((), dtype=torch.float32)
-            self._scaling.amax(f"{name}.{other}", quantizer, none, enter=True, position=position)
+            self._scaling.amax(f"{name}.{other}", quantizer, tensor.new_empty(0), enter=True, position=position)
         return self._scaling.amax(f"{name}.{self._member}", quantizer, tensor, enter=enter, position=position)
-
-
-def _resized(history: Tensor, length: int) -> Tensor:
-    """The newest `length` entries; missing ones are 0, which does not change a maximum."""
-    return torch.nn.functional.pad(history[:length], (0, max(0, length - len(history))))

@@ -273,11 +273,10 @@ class PreparedWeights:
         """
         if (call.seed, call.step) != self._position:
             self._begin(call)
-        if self._amax is None or (call.training and not self._entered):
-            enter, position = call.training and not self._entered, (call.seed, call.step)
-            assert call.scaling is not None
-            self._amax = call.scaling.amax("w", quantizer, w_NK.detach(), enter=enter, position=position)
-            self._entered = self._entered or call.training
+        if (enter := call.training and not self._entered) or self._amax is None:
+            assert call.scaling is not None and self._position is not None
+            self._amax = call.scaling.amax("w", quantizer, w_NK.detach(), enter=enter, position=self._position)
+            self._entered = self._entered or enter
         return self._amax
 
 
@@ -323,28 +322,22 @@ class GatheredSource(Protocol):
 
     def form(self, form: WeightForm, call: Call) -> Prepared | None:
         """The weight in a form, from codes; None if the weight did not come as codes: `values` has it then."""
-        ...
 
     def rounded(self, spec: QuantSpec, call: Call) -> Tensor | None:
         """The whole weight [N, K] as `spec` rounds it, in BF16, from its codes; None if they did not come."""
-        ...
 
     def fused_amax(self, call: Call) -> Tensor | None:
         """The largest amax of the float32 masters of the weights that share a scale; None if it was not joined."""
-        ...
 
     def values(self, dtype: torch.dtype) -> Tensor:
         """The whole weight [N, K]: as it came if that is `dtype`, else cast from the float32 master."""
-        ...
 
     def member(self, index: int) -> GatheredSource:
         """The origin of the weight at this place of a group of weights [E, N, K]."""
-        ...
 
     def master(self) -> Tensor:
         """The whole float32 weight [N, K] in memory of its own, of rounded values if ranks send each other only those:
         a collective if it did not come so."""
-        ...
 
 
 class Gathered(Tensor):

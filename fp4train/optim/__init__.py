@@ -22,16 +22,13 @@ class Optimizer(Protocol):
     @property
     def lr(self) -> float:
         """Peak learning rate; every step sets it, times the schedule's factor, in all parameter groups."""
-        ...
 
     @property
     def clip(self) -> float | None:
         """Largest global gradient norm; None does not clip."""
-        ...
 
     def build(self, model: nn.Module) -> torch.optim.Optimizer:
         """The optimizer over `model`'s trainable parameters; its `state_dict` is saved with every checkpoint."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -68,10 +68,13 @@ class Quantizer:
         self._check_spec(quantized)
         return quantized.decoded()
 
-    def amax(self, x_RC: Tensor, key: RandomKey | None = None, *, per_row: bool = False) -> Tensor:
+    def amax(
+        self, x_RC: Tensor, key: RandomKey | None = None, *, per_row: bool = False, into: Tensor | None = None
+    ) -> Tensor:
         """The largest magnitude of x after the Hadamard transform: float32 0-d, or [R, 1]; NaN if x holds one.
 
-        x has elements. key: draws the signs of a transform that has those of a step.
+        x has elements. key: draws the signs of a transform that has those of a step. into: an amax, 0-d float32, which
+            a kernel may make the larger of the two and return.
         """
         if self.spec.hadamard is not None:
             x_RC = transform(x_RC, self.spec.hadamard, key)

@@ -147,11 +147,11 @@ def scales_float(
 
 
 def delayed_amax(history: Tensor, previous: Tensor, delayed: Delayed) -> Tensor:
-    """The amax that delayed scaling uses now, from those of earlier steps (float32 [history], newest first).
+    """The amaxes that delayed scaling uses now, from those of earlier steps (float32 [..., history], newest first).
 
-    If that is 0 or not finite, `previous` (float32, 0-d) is used, as TE keeps its previous scale.
+    Where that is 0 or not finite, `previous` (float32 [...]) is used, as TE keeps its previous scale.
     """
-    amax = history.amax() if delayed.algorithm == "max" else history[0]
+    amax = history.amax(-1) if delayed.algorithm == "max" else history[..., 0]
     return torch.where((amax > 0) & amax.isfinite(), amax, previous)
 
 

@@ -199,13 +199,15 @@ class TritonQuantizer(Quantizer):
             launch(codes, quantized.scales, out)
         return Decoded(out, quantized.global_decode())
 
-    def amax(self, x_RC: Tensor, key: RandomKey | None = None, *, per_row: bool = False) -> Tensor:
+    def amax(
+        self, x_RC: Tensor, key: RandomKey | None = None, *, per_row: bool = False, into: Tensor | None = None
+    ) -> Tensor:
         """See `Quantizer.amax`: one kernel, which reads x once."""
         x_RC = own_memory(x_RC)
         if why_not_tensor(x_RC) is not None:
             return super().amax(x_RC, key, per_row=per_row)
         with _on(x_RC):
-            return self._amax(x_RC, per_row)
+            return self._amax(x_RC, per_row, into)
 
     def with_columns(
         self,
@@ -262,10 +264,10 @@ class TritonQuantizer(Quantizer):
             out[:2] = self._amax(x_MK, False)
         return out
 
-    def _amax(self, x_RC: Tensor, per_row: bool) -> Tensor:
+    def _amax(self, x_RC: Tensor, per_row: bool, into: Tensor | None = None) -> Tensor:
         kind = ("amax", per_row, x_RC.dtype, x_RC.shape, x_RC.stride(), x_RC.device)
         plan: triton_launch.AmaxPlan = self._planned(kind, triton_launch.plan_amax, x_RC, per_row)
-        out = torch.zeros(plan.results, dtype=torch.float32, device=x_RC.device)
+        out = torch.zeros(plan.results, dtype=torch.float32, device=x_RC.device) if into is None else into
         if plan.turned:
             x_RC = x_RC.T
         plan.launch(x_RC.contiguous() if plan.contiguous else x_RC, out.view(torch.int32))

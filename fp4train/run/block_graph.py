@@ -38,7 +38,7 @@ from fp4train.data.loader import Rows
 from fp4train.precision import Recipe
 from fp4train.precision.context import recompute_eagerly
 from fp4train.precision.layers import find_blocks
-from fp4train.run.step import Queued, Scaling
+from fp4train.run.step import Queued
 from fp4train.run.step_graph import WARM_UP, CudaRecorder, GraphSteps, Recorder, nothing_drawn, recomputing
 
 if TYPE_CHECKING:
@@ -61,16 +61,10 @@ class RecordedBlocks(GraphSteps):
         self._made: set[int] = set()
         self.anchor = torch.zeros((), device=run.device, requires_grad=True)
         self._recomputing = recomputing(run.model)
+        self.recomputed = bool(self._recomputing)
+        """Whether blocks keep their inputs alone for the backward pass."""
         compiled = run.config.train.compile
         self.blocks = [Block(self, block, compiled=compiled) for block in find_blocks(run.model)]
-
-    @property
-    def recomputed(self) -> bool:
-        """Whether blocks keep their inputs alone for the backward pass."""
-        return bool(self._recomputing)
-
-    def scaling(self) -> Scaling:
-        return self._eager.scaling()
 
     def step(self, recipe: Recipe, rows: Iterable[Rows]) -> Queued:
         """Queue the step that `run.step` is at.

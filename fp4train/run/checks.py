@@ -29,7 +29,6 @@ class Counted(Protocol):
 
     def parameter_count(self, *, vocab_size: int) -> int:
         """Parameters of the model that `build` gives; tied ones once."""
-        ...
 
 
 def check_memory(shape: object, vocab_size: int) -> None:

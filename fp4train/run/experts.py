@@ -27,11 +27,9 @@ class Routed(Protocol):
         """A row per block of the whole model: assignments to each of its E experts, how many of them were dropped, the
         sum over sequences of its loss of balance, and that of its z-loss; float64 [blocks, E + 3], since the last call.
         """
-        ...
 
     def fp4train_even_out(self, loads_LE: Tensor, failed: Tensor) -> None:
         """Move what balances the experts, given the load of the whole batch; not where bool [] `failed` is True."""
-        ...
 
 
 def even_out(run: Run, step: Step) -> None:

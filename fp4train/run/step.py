@@ -52,13 +52,8 @@ class Queued(NamedTuple):
 class StepRunner(Protocol):
     """Queues optimizer steps."""
 
-    def scaling(self) -> Scaling:
-        """States of delayed scaling, in tensors that the next step does not change."""
-        ...
-
     def step(self, recipe: Recipe, rows: Iterable[Rows]) -> Queued:
         """Queue the step that `run.step` is at, on its microbatches."""
-        ...
 
 
 class EagerSteps:
@@ -66,9 +61,6 @@ class EagerSteps:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-
-    def scaling(self) -> Scaling:
-        return self.run.scaling()
 
     def step(self, recipe: Recipe, rows: Iterable[Rows]) -> Queued:
         """Forward, backward and optimizer. Where loss or gradients are not finite, the weights stay as they are.

@@ -50,32 +50,25 @@ class Recorder(Protocol):
 
     def warm_up(self, work: Callable[[], T]) -> T:
         """Run `work` as it will be recorded, without recording it."""
-        ...
 
     def record(self, work: Callable[[], T]) -> T:
         """Record `work` without running it; the tensors that it returns get their values from each replay."""
-        ...
 
     def replay(self) -> None:
         """Queue what was recorded."""
-        ...
 
     def another(self) -> Recorder:
         """A recorder of one more graph with the same pool of memory: what is freed between two recordings is used
         again, so that graphs must be replayed in the order in which they were recorded."""
-        ...
 
     def address(self, tensor: Tensor) -> Tensor:
         """The memory of a `tensor` that was made while a graph was recorded, which may be freed and used again."""
-        ...
 
     def allocate(self, tensor: Tensor) -> None:
         """While a graph is recorded: give a tensor memory in the pool again."""
-        ...
 
     def free(self, tensor: Tensor) -> None:
         """Give the memory of a tensor back to the pool."""
-        ...
 
 
 class CudaRecorder:
@@ -157,10 +150,6 @@ class GraphSteps(ABC):
         self._counters = torch.zeros(8, dtype=torch.int32, device=run.device)
 
     @abstractmethod
-    def scaling(self) -> Scaling:
-        """See `StepRunner`."""
-
-    @abstractmethod
     def step(self, recipe: Recipe, rows: Iterable[Rows]) -> Queued:
         """See `StepRunner`."""
 
@@ -199,9 +188,6 @@ class RecordedSteps(GraphSteps):
         super().__init__(run, recorder)
         self._recorded: _Recorded | None = None
         self._lr = torch.zeros((), dtype=torch.float32, device=run.device)
-
-    def scaling(self) -> Scaling:
-        return _copy_of(self.run.scaling())  # a recorded step writes into the tensors themselves
 
     def step(self, recipe: Recipe, rows: Iterable[Rows]) -> Queued:
         """Queue the step that `run.step` is at.
@@ -247,7 +233,7 @@ class RecordedSteps(GraphSteps):
             run.mid_update, run.failed = False, failed  # nothing has run
             raise self._refused(error) from error
         run.failed = failed
-        run.load_scaling(scaling)  # and prepared weights lie in the graph's memory now
+        run.load_scaling(_copy_of(scaling))  # and prepared weights lie in the graph's memory now
         return _Recorded(recorder, inputs, failed_before, scaling, queued, failed_after)
 
     @contextmanager
@@ -274,11 +260,11 @@ class RecordedSteps(GraphSteps):
             recorded.failed_before.zero_()
         else:
             recorded.failed_before.copy_(run.failed)
-        if any(recorded.scaling.values()):
-            _write(run.scaling(), recorded.scaling)  # what a step outside of the graph has entered
-            run.load_scaling(recorded.scaling)
+        _write(run.scaling(), recorded.scaling)
         run.mid_update = True
         recorded.recorder.replay()
+        if any(recorded.scaling.values()):
+            run.load_scaling(_copy_of(recorded.scaling))  # the next replay overwrites it
         run.failed = recorded.failed
         # The next replay overwrites them, and a step's numbers are read after that.
         return recorded.queued._replace(numbers=recorded.queued.numbers.clone())
@@ -290,10 +276,8 @@ def _copy_of(scaling: Scaling) -> Scaling:
 
 
 def _write(source: Scaling, target: Scaling) -> None:
-    for layer, state in source.items():
-        for name, each in state.items():
-            if target[layer][name] is not each:
-                target[layer][name].copy_(each)
+    if found := [(target[layer][name], each) for layer, state in source.items() for name, each in state.items()]:
+        torch._foreach_copy_([here for here, _ in found], [each for _, each in found])
 
 
 @contextmanager

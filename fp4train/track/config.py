@@ -39,7 +39,6 @@ class Tracking(Protocol):
             config: the whole configuration, as plain values.
             resume_step: steps done at the checkpoint that the run goes on from; None: it starts at step 0.
         """
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)

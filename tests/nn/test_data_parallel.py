@@ -21,7 +21,7 @@ for step in range(3):
     with f4.autocast(FP8Delayed(history=4), step=step):
         y = layer(x)
     y.sum().backward()
-print(layer.states["scaling"].histories["x"].tolist())
+print(layer.states["scaling"].state()["history.x"].tolist())
 dist.destroy_process_group()
 """
 

@@ -5,13 +5,21 @@ maximum over the history (or its newest entry); amax 0 or not finite leaves the 
 """
 
 import copy
+import random
+from collections import Counter
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import fp4train as f4
 from fp4train.nn import Linear
+from fp4train.nn.scaling import DelayedScaling, Position
 from fp4train.precision import NVFP4, FP8Current, FP8Delayed, Recipe, autocast
+from fp4train.quantize import Quantizer, quantizer
+from fp4train.quantize.scaling import delayed_amax, initial_delayed_amax
 
 
 class TheirScaling:
@@ -198,3 +206,125 @@ def test_a_weights_amax_enters_once_per_step_however_often_the_weight_is_gathere
             with autocast(recipe, step=step):
                 module(torch.ones(8, 16))
     assert int((module.scaling_state()["history.w"] > 0).sum()) == 2
+
+
+class OneByOne:
+    """The histories of a layer, each by itself: what those of a model must be however they are rolled."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, tuple[Tensor, Tensor]] = {}
+        self.entered: dict[str, Position] = {}
+
+    def amax(self, name: str, quantizer: Quantizer, own: Tensor, *, enter: bool, position: Position) -> Tensor:
+        spec = quantizer.spec
+        assert spec.delayed is not None
+        begun = torch.zeros(spec.delayed.history), torch.tensor(initial_delayed_amax(spec))
+        history, used = self.held.get(name, begun)
+        missing = max(0, spec.delayed.history - len(history))
+        history = torch.cat((history[: spec.delayed.history], torch.zeros(missing)))
+        again = self.entered.get(name) == position
+        amax = used if again else delayed_amax(history, used, spec.delayed)
+        if enter and again:
+            self.held[name] = torch.cat((torch.maximum(own, history[0])[None], history[1:])), used
+        elif enter:
+            self.held[name], self.entered[name] = (torch.cat((own[None], history[:-1])), amax), position
+        return amax
+
+    def state(self) -> dict[str, Tensor]:
+        each = [(f"history.{k}", v[0]) for k, v in self.held.items()] + [
+            (f"used.{k}", v[1]) for k, v in self.held.items()
+        ]
+        return dict(each)
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        names = [key.partition(".")[2] for key in state if key.startswith("history.")]
+        self.held, self.entered = {n: (state[f"history.{n}"], state[f"used.{n}"]) for n in names}, {}
+
+
+class Largest:
+    """Stands for ranks: the maximum with fixed numbers."""
+
+    def __init__(self, others: list[float]) -> None:
+        self.others = others
+
+    def largest(self, x: Tensor) -> Tensor:
+        return torch.maximum(x, torch.tensor(self.others[: len(x)]))
+
+    def summed_over_data(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+def quantizer_of(recipe: FP8Delayed) -> Quantizer:
+    spec = recipe.table()["fprop"].first
+    assert spec is not None
+    return quantizer(spec, "cpu")
+
+
+KINDS = [quantizer_of(FP8Delayed(history=3)), quantizer_of(FP8Delayed(history=3, algorithm="most_recent"))]
+KINDS += [quantizer_of(FP8Delayed(history=h)) for h in (1, 5)]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_histories_that_roll_together_are_those_that_roll_alone_in_any_order_of_calls(seed: int) -> None:
+    """Layers that are skipped, steps that take turns, other lengths, evaluations, copies, checkpoints within a step and
+    joins over ranks among them; a state that was handed out stays as it was."""
+    draw, layers, alone = random.Random(seed), [DelayedScaling() for _ in range(4)], [OneByOne() for _ in range(4)]
+    for each in layers[1:]:
+        each.stacks = layers[0].stacks
+    kind, kept = KINDS[0], [(layer.state(), one.state()) for layer, one in zip(layers, alone, strict=True)]
+    positions = [(0, 0)]
+    for _ in range(300):
+        number = draw.randrange(4)
+        layer, one = layers[number], alone[number]
+        event = draw.random()
+        if event < 0.2:
+            positions = [(0, positions[0][1] + 1), *positions[: draw.choice([0, 0, 1])]]
+        elif event < 0.22:
+            kind = draw.choice(KINDS)
+        elif event < 0.26:
+            kept.append((layer.state(), {k: v.clone() for k, v in one.state().items()}))
+        elif event < 0.27:
+            layer.load_state(layer.state())
+            one.load_state(one.state())
+        elif event < 0.28:
+            layers = copy.deepcopy(layers)
+        elif event < 0.3:
+            others = [draw.choice([0.0, 2.0**9]) for _ in range(12)]
+            DelayedScaling.join(layers, Largest(others))
+            for each in alone:
+                for name in sorted(each.held):
+                    history, used = each.held[name]
+                    largest = torch.maximum(history[0], torch.tensor(others.pop(0)))
+                    each.held[name] = torch.cat((largest[None], history[1:])), used
+        else:
+            name, position = draw.choice("xwd"), draw.choice(positions)
+            tensor = torch.full((2, 16), draw.choice([0.0, 1.0, float("inf")]) + 2.0 ** draw.randrange(-8, 8))
+            given: dict[str, Any] = {"enter": draw.random() < 0.8, "position": position}
+            found = layer.amax(name, kind, tensor, **given)
+            assert torch.equal(found, one.amax(name, kind, tensor[0, 0].clone(), **given))
+    for layer, one in [*kept, *((layer.state(), one.state()) for layer, one in zip(layers, alone, strict=True))]:
+        assert layer.keys() == one.keys() and all(torch.equal(layer[name], one[name]) for name in one)
+
+
+class Operators(TorchDispatchMode):
+    """Counts torch's operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.name()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_all_histories_of_a_model_are_rolled_by_as_many_operators_as_those_of_one_layer() -> None:
+    rolling = ("aten::constant_pad_nd", "aten::unbind.int", "aten::where.self", "aten::gt.Scalar")
+    found = []
+    for layers in (1, 10):
+        model = f4.convert(nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(layers))))
+        for step in range(3):
+            with Operators() as counted, autocast(FP8Delayed(history=4), step=step):
+                model(torch.ones(8, 16)).sum().backward()
+        found.append([counted.counts[each] for each in rolling])
+    assert found == [[1, 3, 1, 1]] * 2

@@ -116,7 +116,6 @@ def test_delayed_scaling_follows_its_history(algorithm: str, margin: int) -> Non
         assert used.item() == (largest if algorithm == "max" else new)
         scale = quantize(x, spec, amax=used).scales.item()
         assert scale == pytest.approx(used.item() * 2.0**margin / 448.0, rel=1e-6)
-    assert history.shape == (3,)
     for bad in (0.0, math.inf, math.nan):
         broken = torch.tensor([bad, 0.0, 0.0])
         assert delayed_amax(broken, used, delayed) == used, "a useless amax leaves the scale as it was"

@@ -318,8 +318,13 @@ class TEExecutor(LayerState):
         with ExitStack() as stack:
             # TE wants torch's autocast where parameters and activations differ (float32 weights, BF16 activations).
             stack.enter_context(torch.autocast(x.device.type, dtype=dtype, enabled=weight.dtype != dtype))
-            if delayed:
-                self._enter_delayed(te, table)
+            if delayed and not _inside_region(te):
+                raise RuntimeError(
+                    f"{table.name} on backend=te: delayed scaling updates all layers' scales when a step ends; run its "
+                    "forward and backward passes inside fp4train.backends.te.region(recipe.table()), where "
+                    "activations are recomputed, too, or use FP8Current or backend=emulate."
+                )
+            self._delayed = table if delayed else self._delayed
             stack.enter_context(te_autocast(te, te_recipe))
             if self._to_load and delayed:
                 self._load(te_recipe, module)
@@ -346,15 +351,6 @@ class TEExecutor(LayerState):
             known = _Built(table, te_recipe, module, _token_multiple(table), delayed, keeps, shares)
             self._built[table] = known
         return known
-
-    def _enter_delayed(self, te: Any, table: Table) -> None:
-        if not _inside_region(te):
-            raise RuntimeError(
-                f"{table.name} on backend=te: delayed scaling updates all layers' scales when a step ends; run its "
-                "forward and backward passes inside fp4train.backends.te.region(recipe.table()), where "
-                "activations are recomputed, too, or use FP8Current or backend=emulate."
-            )
-        self._delayed = table
 
     def state(self) -> dict[str, Tensor]:
         """Delayed scaling's scales and amax histories; empty without it."""

@@ -58,7 +58,6 @@ class Cached(Protocol):
 
     def fp4train_cache(self, length: int) -> DecodeCache:
         """An empty cache for sequences of up to `length` tokens."""
-        ...
 
 
 def seen_mask(time: int, seen: int, device: torch.device) -> Tensor | None:

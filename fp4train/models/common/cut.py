@@ -71,7 +71,6 @@ class TensorParallel(Protocol):
 
     def fp4train_tensor_cut(self) -> TensorCut:
         """How it is cut."""
-        ...
 
 
 def _whole(parameter: Tensor) -> Tensor:
@@ -176,11 +175,9 @@ class Tie(Protocol):
 
     def send(self, gradient: Tensor) -> None:
         """Give the gradient of the copy in one microbatch to the first stage."""
-        ...
 
     def receive(self, weight: Tensor) -> Tensor:
         """The gradient of the copy in the microbatch whose backward pass runs; it lies as `weight` does."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,4 +251,3 @@ class Pipelined(Protocol):
 
     def fp4train_stages(self) -> StageCut:
         """How it is cut."""
-        ...

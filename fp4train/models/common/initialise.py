@@ -94,11 +94,9 @@ class Born(Protocol):
 
     def initial_values(self) -> Mapping[str, Initial]:
         """Parameter name → its distribution, in the order in which parameters are drawn; tied ones once."""
-        ...
 
     def initial_buffers(self) -> Mapping[str, Tensor]:
         """Buffer name → its values, on the CPU."""
-        ...
 
 
 def why_not_born(model: nn.Module) -> str | None:

@@ -23,7 +23,7 @@ def history(run: Any) -> dict[str, list[float]]:
     """The amaxes of x, w and dy that entered, the newest first, as fp4train orders them."""
     layer = run.model.layers[0]
     if layer.backend != "te":
-        return {name: layer.states["scaling"].histories[name].tolist() for name in ("x", "w", "dy")}
+        return {name: layer.scaling_state()[f"history.{name}"].tolist() for name in ("x", "w", "dy")}
     state = layer.states["te"].state()
     forward, backward = state["amax_history_fwd"], state["amax_history_bwd"]
     newest_first = {"x": forward[1:, 0], "w": forward[1:, 1], "dy": backward[1:, 0]}
