@@ -13,6 +13,7 @@ writes one. A history in which nothing enters stays as it was; it rolls alone wh
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import ClassVar
 
 import torch
@@ -76,9 +77,8 @@ class AmaxHistory:
         make room for the new ones."""
         self.stack[self] = None
         rolled = [each for each in self.stack if each is self or (each.coming[0] is None and each.position != position)]
-        history = torch.stack([each.history for each in rolled])
-        used = delayed_amax(history, torch.stack([each.used for each in rolled]), self.kind[0])
-        history = F.pad(history[:, :-1], (1, 0))
+        history, used = map(torch.stack, zip(*map(attrgetter("history", "used"), rolled), strict=True))
+        used, history = delayed_amax(history, used, self.kind[0]), F.pad(history[:, :-1], (1, 0))
         for each, *tensors in zip(rolled, history.unbind(), history[:, 0].unbind(), used.unbind(), strict=True):
             each.coming = position, tensors
 

@@ -77,6 +77,7 @@ NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
 MOST = 60
 """Python calls of forward and backward together."""
 MORE = {
+    "fp8_delayed": 63,  # three of them once for all layers of a model, whose histories roll together
     "tetrajet_v2_outliers": 62,  # the host counts the steps in which channels are recorded, and looks for the choice
 }
 
