@@ -231,3 +231,21 @@ def test_constants_of_the_others_that_make_no_sense(
 def test_muon_without_matrices_in_blocks_says_what_to_take() -> None:
     with pytest.raises(ValueError, match="optim=muon needs linear layers in the blocks of Embedding; take optim=adamw"):
         Muon().build(nn.Embedding(4, 4))
+
+
+@pytest.mark.parametrize("size", range(16, 200, 16))
+def test_adamw_updates_two_parts_of_a_multiple_of_16_elements_as_it_does_the_whole(size: int) -> None:
+    """On a CPU its kernel rounds otherwise what does not fill a vector: docs/scale.md says when shards are one rank."""
+    whole = torch.randn(2 * size, generator=torch.Generator().manual_seed(size))
+    ends = []
+    for parts in ([whole], [whole[:size], whole[size:]]):
+        own = [torch.nn.Parameter(part.clone()) for part in parts]
+        optimizer = torch.optim.AdamW(own, lr=1e-3, weight_decay=0.1, fused=True)
+        for step in range(5):
+            gradients = torch.randn(2 * size, generator=torch.Generator().manual_seed(step)).split(own[0].numel())
+            for parameter, gradient in zip(own, gradients, strict=True):
+                parameter.grad = gradient.clone()
+            optimizer.step()
+        held = [(p.detach(), optimizer.state[p]["exp_avg"], optimizer.state[p]["exp_avg_sq"]) for p in own]
+        ends.append(torch.cat([torch.stack(each) for each in held], 1))
+    assert torch.equal(*ends)

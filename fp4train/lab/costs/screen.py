@@ -91,6 +91,7 @@ def cluster_json(title: str, steps: int, cost: ClusterCost) -> dict[str, Any]:
         "mesh": dict(vars(cost.mesh)),
         "overrides": cost.mesh.overrides(),
         "parameters": cost.workload.parameters,
+        "active_parameters": cost.workload.active_parameters,
         "vocabulary": cost.workload.vocabulary,
         "tokens_per_step": cost.tokens,
         "flops_per_token": cost.workload.flops_per_token,
