@@ -240,7 +240,7 @@ def test_a_mixture_of_671b_fits_1024_gpus_in_shards_of_whole_experts(capsys: pyt
     assert run("plan", "model=moe_671b", "gpu=B200", "train.seq_len=4096", *mesh, "--json") == 0
     (first, *_) = json.loads(capsys.readouterr().out)["stretches"]
     assert first["fits"] and first["gpus"] == 1024
-    assert 36e9 < first["active_parameters"] < 39e9 < 670e9 < first["parameters"]
+    assert 35e9 < first["active_parameters"] < 38e9 < 660e9 < first["parameters"]
 
 
 @pytest.mark.parametrize(
