@@ -284,7 +284,7 @@ class TritonQuantizer(Quantizer):
             amax = None
         elif amax is None:
             amax = self._amax(x_RC, self._row_amax)
-        else:
+        elif self._row_amax or amax.dim() or amax.dtype != torch.float32:
             amax = amax.to(torch.float32).reshape((-1, 1) if self._row_amax else ()).contiguous()
         if plan.contiguous:
             x_RC = x_RC.contiguous()
