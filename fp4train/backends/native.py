@@ -217,7 +217,7 @@ def _product(a: Quantized, b: Quantized, out_dtype: torch.dtype, bias: Tensor | 
         a_codes.view(CODES[a.spec.element]),
         b_codes.view(CODES[b.spec.element]).T,
         scale_a=a_scales,
-        scale_b=b_scales.T.contiguous(),
+        scale_b=b_scales.reshape(1, -1),
         bias=bias.to(out_dtype) if bias is not None and inside else None,
         out_dtype=out_dtype,
         use_fast_accum=fast,
