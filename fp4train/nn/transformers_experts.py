@@ -46,7 +46,7 @@ class HeldExperts(Experts):
         nn.Module.__init__(self)
         self._key, self.transposed = key, bool(owner.is_transposed)
         self.read_from(owner)
-        experts, out_features, in_features = self.w_ENK.shape
+        experts, out_features, in_features = (self.weight.mT if self.transposed else self.weight).shape
         alone = Layer(name=key, in_features=in_features, out_features=out_features, block=0, blocks=1)
         per_token = getattr(owner.config, "num_experts_per_tok", None) or 1
         self._begin(replace(alone, experts=experts, per_token=per_token), "auto")

@@ -158,10 +158,13 @@ def test_a_state_says_itself_how_it_is_made_saved_checked_and_joined(monkeypatch
     assert saved_tensor("seen.tokens") == (torch.int64, 0, True)
     made = layer()
     made.joined = True
-    made.load_scaling_state({"seen.tokens": torch.tensor(3), "used.x": torch.tensor(2.0)})
+    scaling = {"history.x": torch.ones(4), "used.x": torch.tensor(2.0)}
+    made.load_scaling_state({"seen.tokens": torch.tensor(3), **scaling})
     assert made.states["seen"].joined and set(made.states) == {"seen", "scaling"}
     join_states([made], All())
-    assert made.scaling_state() == {"used.x": torch.tensor(2.0), "seen.tokens": torch.tensor(6)}
+    saved = made.scaling_state()
+    assert set(saved) == {"seen.tokens", *scaling} and saved["seen.tokens"] == 6
+    assert all(torch.equal(saved[name], each) for name, each in scaling.items())
 
 
 def test_every_kind_of_state_that_an_executor_needs_is_known_by_name() -> None:
