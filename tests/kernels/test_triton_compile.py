@@ -114,6 +114,23 @@ def test_codes_of_both_forms_move_hardly_more_bytes_than_the_least(
     assert moved <= 1.15 * least * _x().numel()
 
 
+@pytest.mark.parametrize(
+    ("call", "least"),
+    [
+        ("nvfp4 codes", 2 + 2 + 1 / 2 + 1 / 16),
+        ("wgrad codes", 2 + 2 + 1 / 2 + 1 / 16),
+        ("weights", 2 + 2 + 1 / 2 + 1 / 256),
+        ("mxfp8 codes", 2 + 1 + 1 / 32),
+        ("nvfp4 stochastic values", 2 + 2 + 2),
+    ],
+)
+def test_a_kernel_of_one_form_moves_hardly_more_bytes_than_the_least(call: str, least: float) -> None:
+    """Bytes per element: x once for its amax where there is one of the tensor, once for its codes, and the result."""
+    arguments = [each for launch in launches_of(CALLS[call]) for each in launch.arguments]
+    moved = sum(each.nbytes for each in arguments if isinstance(each, torch.Tensor))
+    assert 0 < moved <= 1.15 * least * _x().numel()
+
+
 def test_contiguous_input_is_read_16_bytes_at_a_time() -> None:
     (launch,) = launches_of(lambda: TritonQuantizer(MXFP8).values(_x()))
     ptx = compile_launch(launch, 90).asm["ptx"]
