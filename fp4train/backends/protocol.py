@@ -71,12 +71,14 @@ class LayerState(Protocol):
         prefixed: whether the names of its tensors in a checkpoint begin with its kind and a dot.
         tensors: name of a tensor, up to the first dot, and what it must be; others are not checked.
         joined: whether the loop joins it over the ranks (`join`); else each call does so by itself.
+        common: what the states of a model's layers have in common, by keys of their own.
     """
 
     kind: ClassVar[str]
     prefixed: ClassVar[bool] = True
     tensors: ClassVar[Mapping[str, SavedTensor]] = {}
     joined: bool = False
+    common: Any = None
 
     def state(self) -> dict[str, Tensor]:
         """The tensors to save; empty where nothing has been seen yet."""

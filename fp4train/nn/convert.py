@@ -12,7 +12,6 @@ from torch.nn.parameter import is_lazy
 
 from fp4train.nn.linear import Linear
 from fp4train.nn.planned import PlannedLayer
-from fp4train.nn.scaling import Stacks
 from fp4train.nn.transformers_experts import hold_experts, why_outside
 from fp4train.nn.weights import FusedWeights
 from fp4train.precision.layers import Layer, bypassed_linears, elementwise, find_layers, is_uninitialised
@@ -54,13 +53,14 @@ def convert(model: nn.Module, *, backend: str = "auto") -> nn.Module:
         elif layer.unconverted is None:
             converted[module] = _class_for(type(module), name, module).from_linear(module, layer, backend)
     groups: dict[tuple[str, ...], FusedWeights] = {}
-    stacks: Stacks = {}
+    common: dict[Any, Any] = {}
     for name, layer in layers.items():
         module = model.get_submodule(name)
         if isinstance(made := converted.get(module, module), PlannedLayer):
-            made.stacks, own = stacks, made.fused_weights
-            made.fused_weights = groups.setdefault(layer.fused, FusedWeights()) if layer.fused else own
-            made.fused_weights.add(made)
+            made.common = common
+            if layer.fused:
+                made.fused_weights = groups.setdefault(layer.fused, FusedWeights())
+                made.fused_weights.add(made)
     # A module may appear in several places; all are replaced by the same new module.
     for parent in list(model.modules()):
         for attribute, child in parent._modules.items():

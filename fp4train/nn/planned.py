@@ -23,7 +23,7 @@ from fp4train.nn.call import EAGER, Call, Executor, Route, TokenCount
 from fp4train.nn.executors import by_state, make_executor, make_state, saved_states
 from fp4train.nn.executors.cut import LayerShard
 from fp4train.nn.executors.gemms import torch_autocasts
-from fp4train.nn.scaling import DelayedScaling, Stacks
+from fp4train.nn.scaling import DelayedScaling
 from fp4train.nn.weights import FusedWeights, PreparedWeights
 from fp4train.precision.context import Context, GraphInput, State, is_stray_recomputation, once, state
 from fp4train.precision.layers import Layer
@@ -104,8 +104,8 @@ class PlannedLayer(nn.Module):
         """The context outside of any, by the dtype of the input; None: the layer is nn.Linear there."""
         self.fused_weights = FusedWeights()
         """Weights that share a global scale with this layer's under `recipe.fused_scales`, set by `convert`."""
-        self.stacks: Stacks = {}
-        """Amax histories of the model's layers, which roll together; shared by `convert`."""
+        self.common: dict[Any, Any] = {}
+        """Data that the states of all of the model's layers have in common (`LayerState.common`), set by `convert`."""
         self.keeps_forms = True
         self._sums = self._was_in_context = False
         self._calls, self._tokens = 0, TokenCount()

@@ -90,9 +90,6 @@ class DelayedScaling(LayerState):
     all-reduce of four bytes per call and tensor. All ranks of the group must run the same layers in the same order, as
     in data parallelism. A rank that skips a layer, or evaluates while others train, makes the others hang. Ranks with
     other layers (pipeline stages) must not be in that group.
-
-    Attributes:
-        stacks: those of the model, which its layers share.
     """
 
     kind, prefixed = "scaling", False
@@ -100,7 +97,7 @@ class DelayedScaling(LayerState):
 
     def __init__(self) -> None:
         self._histories: dict[str, AmaxHistory] = {}
-        self.stacks: Stacks = {}
+        self.common: Stacks = {}
 
     def amax(self, name: str, quantizer: Quantizer, tensor: Tensor, *, enter: bool, position: Position) -> Tensor:
         """The amax that scales `tensor`, a 0-d float32.
@@ -136,7 +133,7 @@ class DelayedScaling(LayerState):
         history = torch.zeros(1) if found is None else found.history[: delayed.history]
         used = torch.tensor(initial_delayed_amax(spec)) if found is None else found.used
         history = F.pad(history, (0, delayed.history - len(history))).to(device)
-        stack, position = self.stacks.setdefault(kind, Stack()), None if found is None else found.position
+        stack, position = self.common.setdefault(kind, Stack()), None if found is None else found.position
         return AmaxHistory(kind, stack, history, used.to(device), position)
 
     def state(self) -> dict[str, Tensor]:

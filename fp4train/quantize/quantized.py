@@ -26,7 +26,7 @@ class Decoded(NamedTuple):
     scale: Tensor | None
 
     def rounded(self) -> Tensor:
-        """The tensor in BF16, as a spec that `requantises` takes it; of CPUs."""
+        """The tensor in BF16, as a spec that `requantises` takes it on CPUs."""
         return (self.values if self.scale is None else self.values * self.scale).to(torch.bfloat16)
 
 

@@ -270,7 +270,7 @@ def test_histories_that_roll_together_are_those_that_roll_alone_in_any_order_of_
     joins over ranks among them; a state that was handed out stays as it was."""
     draw, layers, alone = random.Random(seed), [DelayedScaling() for _ in range(4)], [OneByOne() for _ in range(4)]
     for each in layers[1:]:
-        each.stacks = layers[0].stacks
+        each.common = layers[0].common
     kind, kept = KINDS[0], [(layer.state(), one.state()) for layer, one in zip(layers, alone, strict=True)]
     positions = [(0, 0)]
     for _ in range(300):

@@ -25,7 +25,6 @@ from fp4train.nn.executors.gemms import Gemms
 from fp4train.nn.executors.groups import BackendExperts, GroupGemms
 from fp4train.nn.executors.parts import ChannelParts
 from fp4train.nn.executors.whole_layer import BackendLayer, TorchLayer
-from fp4train.nn.scaling import DelayedScaling
 from fp4train.precision.plan import LayerPlan
 
 if TYPE_CHECKING:
@@ -66,9 +65,7 @@ def make_state(layer: PlannedLayer, kind: str) -> LayerState:
         backend = LAYER_BACKENDS[kind]
         return (backend.expert_kernels if layer.layer.experts else backend.kernels)(layer.layer.name)
     made = STATES[kind]()
-    made.joined = layer.joined
-    if isinstance(made, DelayedScaling):
-        made.stacks = layer.stacks
+    made.joined, made.common = layer.joined, layer.common
     return made
 
 
