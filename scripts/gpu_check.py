@@ -2,7 +2,7 @@
 
     bash scripts/gpu_check.sh benchmarks/NAME [PART…] [--te FOLDER] [--archive FOLDER] [--dry-run]
 
-PARTS below lists the parts; without one, all run but those that are only run when asked for. Results are files
+`gpu_parts.py` lists the parts; without one, all run but those that are only run when asked for. Results are files
 NAME-*.json, .md and .png and runs/NAME-*; what is done is noted in NAME.done and not done again, so that a part that
 was cut off goes on when it is called again. After each step, also one that failed, and every half minute of one, all
 results are packed into NAME.tgz in `--archive` (by default the folder that the environment calls OUT), without
@@ -37,163 +37,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-SCRIPTS = ROOT / "scripts"
+from gpu_parts import ASKED_FOR, PARTS, ROOT, SCRIPTS, Step, hours, site_of, steps_of
+
 LEFT_OUT = 3
 """Exit code of a step that cannot run on this machine; its last line says why."""
 EVERY = 30.0
 """Seconds between two archives during a step."""
-
-PARTS = {
-    "first": "a minute: kernels, liger's too, each `scaled_mm`, steps, capture, compile, deterministic, recompute",
-    "kernels": "Triton kernels against the reference, and their bandwidth beside that of a device copy",
-    "te": "Transformer Engine's kernels, of experts too, and its reference modules against the emulation",
-    "native": "`fp4train doctor`; `scaled_mm`, and `scaled_grouped_mm` of experts, against the emulation",
-    "profile": "where a step of llama_1b goes: kernels, host beside GPU, memory, attention; eager, compiled, recorded",
-    "state": "resumed and recomputed runs against straight ones to the bit; the time of a checkpoint",
-    "steps": "times of quantisers, linear layers and training steps; recorded steps and blocks against eager ones",
-    "runs": "short runs, compared",
-    "hours": "writes the commands of training comparisons that need hours, and starts none",
-    "sanitize": "the kernels under compute-sanitizer, only where it is asked for",
-}
-ASKED_FOR = ("sanitize",)
-TRAINED = ("bf16", "nvfp4", "mxfp8", "fp8_current")
-"""Recipes of the part `runs`."""
-COMPARED = ("bf16", "fp8_current", "mxfp8", "nvfp4")
-"""Recipes of the comparisons that need hours."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    """One program.
-
-    Args:
-        name: in NAME.done.
-        asks: what it measures on a GPU.
-        words: of the command; the first is a script of this folder, "fp4train", or another program.
-        dry: more words in a dry run; None: it is only named there.
-    """
-
-    name: str
-    asks: str
-    words: tuple[str, ...]
-    dry: tuple[str, ...] | None = ("--dry-run",)
-
-    def command(self) -> list[str]:
-        first, *rest = self.words
-        if first == "fp4train":
-            return [sys.executable, "-u", "-m", "fp4train", *rest]
-        return [sys.executable, "-u", str(SCRIPTS / first), *rest] if first.endswith(".py") else [first, *rest]
-
-
-def steps_of(part: str, out: Path, te: Path | None) -> Iterator[Step]:
-    """What a part runs, in order. A generator: what comes later may depend on what was written before."""
-
-    def results(ending: str) -> tuple[str, str]:
-        return "--out", f"{out}-{ending}"
-
-    if part == "first":
-        yield Step(name="first", asks=PARTS["first"], words=("gpu_first.py", *results("first.json")))
-    elif part == "kernels":
-        asks = "78 cases and one of more than 2^31 elements to the bit; GB/s of 21 kernels beside a copy's"
-        yield Step(name="kernels", asks=asks, words=("gpu_kernels.py", *results("kernels.json")))
-    elif part == "te":
-        if te is not None:
-            asks = "that the carried Transformer Engine builds against this machine's PyTorch"
-            words = ("bash", str(te / "install.sh"), str(site_of(out)))
-            yield Step(name="te install", asks=asks, words=words, dry=None)
-        asks = "y, dx and dw of 18 recipes on Transformer Engine's kernels, its reference modules, and their times"
-        yield Step(name="te", asks=asks, words=("te_selfcheck.py", *results("te.json")))
-        asks = "y, dx and dw of eight experts on Transformer Engine's GroupedLinear in 6 recipes, and their times"
-        words = ("gpu_experts.py", "--backend", "te", *results("experts-te.json"))
-        yield Step(name="te experts", asks=asks, words=words)
-    elif part == "native":
-        asks = "what each recipe runs on here, and its codes and products beside the reference's"
-        yield Step(name="doctor", asks=asks, words=("fp4train", "doctor", "--json"), dry=None)
-        asks = "y, dx and dw of 13 recipes through torch's scaled products, and their times"
-        yield Step(name="native", asks=asks, words=("gpu_native.py", *results("native.json")))
-        asks = "y, dx and dw of eight experts, where one call of scaled_grouped_mm multiplies all, and their times"
-        words = ("gpu_experts.py", "--backend", "native", *results("experts.json"))
-        yield Step(name="native experts", asks=asks, words=words)
-    elif part == "profile":
-        yield Step(name="profile", asks=PARTS["profile"], words=("gpu_profile.py", *results("profile.json")))
-    elif part == "state":
-        asks = "losses and weights of resumed and of recomputed runs, equal to those of straight ones in every bit"
-        yield Step(name="state", asks=asks, words=("gpu_state.py", *results("state.json")))
-        asks = "how long a checkpoint of llama_1b holds the loop up, and how long it is written"
-        words = ("checkpoint_cost.py", "model=llama_1b", "checkpoints=2", f"out={out}-checkpoint.md")
-        tiny = ("model=llama_tiny", "checkpoints=1", "device=cpu", "between=2")
-        yield Step(name="checkpoint", asks=asks, words=words, dry=tiny)
-    elif part == "steps":
-        for each in ("quantize", "scaling", "linear", "step"):
-            words = ("benchmark.py", each, "--processes", "1", *results(each))
-            yield Step(name=f"steps {each}", asks=f"the rows of benchmarks/ for `{each}`", words=words)
-        asks = "losses of recorded steps and of recorded blocks equal to those of eager ones, and the time of all"
-        yield Step(name="steps graph", asks=asks, words=("gpu_graph.py", *results("graph.json")))
-    elif part == "runs":
-        yield from run_steps(out)
-    elif part == "hours":
-        asks = "nothing: it writes the commands, for people who have the hours"
-        yield Step(name="hours", asks=asks, words=("gpu_check.py", str(out), "--write-hours"), dry=())
-    else:
-        asks = "no access out of bounds and no race in any kernel"
-        cached = ("gpu_kernels.py", "--sanitize")
-        yield Step(name="sanitize compile", asks="compiles the kernels in as many processes as cores", words=cached)
-        words = ("env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1", "compute-sanitizer", "--error-exitcode", "1")
-        checked = (sys.executable, str(SCRIPTS / "gpu_kernels.py"), "--sanitize", "--processes", "1")
-        yield Step(name="sanitize", asks=asks, words=(*words, *checked), dry=None)
-
-
-def run_steps(out: Path) -> Iterator[Step]:
-    """Short runs, each of which goes on from its last checkpoint, and what compares those that ended."""
-    tiny = ("model=llama_tiny", "train.steps=4", "train.batch_size=2", "train.seq_len=16", "checkpoint.every=2")
-    runs = {recipe: ROOT / "runs" / f"{out.name}-{recipe}" for recipe in (*TRAINED, "nvfp4-compiled")}
-    for recipe, run in runs.items():
-        words = ["fp4train", f"recipe={recipe.removesuffix('-compiled')}"]
-        words += ["train.compile=true"] * recipe.endswith("-compiled")
-        if (run / "checkpoints").is_dir():
-            words = ["fp4train", f"resume={run}"]
-        else:
-            words += ["model=llama_125m", "train.steps=200", "train.batch_size=32", "train.seq_len=1024", "track=jsonl"]
-            words += ["checkpoint.every=50", f"run.name={run.name}", f"run.dir={run}", "run.overwrite=true"]
-        asks = f"200 steps of llama_125m in {recipe}: losses, tokens per second, memory"
-        dry = (*tiny, "device=cpu", f"run.dir={out}-{recipe}") if recipe in ("bf16", "nvfp4") else None
-        yield Step(name=f"run {recipe}", asks=asks, words=tuple(words), dry=dry)
-    ended = [str(run) for run in runs.values() if (run / "metrics.jsonl").exists()]
-    if len(ended) > 1:
-        words = ("fp4train", "compare", *ended, f"out={out}-runs.png")
-        yield Step(name="compare", asks="the losses of the runs beside each other", words=words, dry=None)
-
-
-def hours(name: str) -> str:
-    """A shell script of comparisons that need hours."""
-    lines = [
-        "#!/usr/bin/env bash",
-        "# Training comparisons, for about 40 GPU hours on one H200 or 20 on one B200 (an estimate):",
-        "#   DATA=tokens.bin VOCABULARY=128256 bash THIS_FILE      token ids, as docs/data.md describes",
-        "set -euo pipefail",
-        'data=(data=tokens "data.path=$DATA" "data.vocab_size=$VOCABULARY")',
-    ]
-    common = (
-        "model=llama_350m train.steps=10000 train.batch_size=256 train.microbatch=32 train.seq_len=1024 track=jsonl"
-    )
-    finished = []
-    for seed in range(3):
-        for recipe in COMPARED:
-            run = f"{name}-350m-{recipe}-{seed}"
-            finished.append(f"runs/{run}")
-            options = f"recipe={recipe} run.seed={seed} checkpoint.every=500 run.name={run}"
-            lines.append(
-                f"if [ -d runs/{run}/checkpoints ]; then fp4train resume=runs/{run}; "
-                f'else fp4train "${{data[@]}}" {common} {options}; fi'
-            )
-    lines.append(f"fp4train compare {' '.join(finished)} out=runs/{name}-350m.png")
-    return "\n".join(lines) + "\n"
-
-
-def site_of(out: Path) -> Path:
-    """Where a carried Transformer Engine is installed."""
-    return out.with_name(f"{out.name}.site")
 
 
 @dataclass(kw_only=True)
