@@ -15,7 +15,7 @@ from fp4train import sealed
 from fp4train.checkpoint import model_folder
 from fp4train.config import foreign
 from fp4train.config.binding import MISSING
-from fp4train.config.plugins import families
+from fp4train.config.plugins import named
 from fp4train.config.schema import keys, plain
 from fp4train.data.tokenizers import Pretrained
 from fp4train.errors import UserError, user_errors
@@ -60,7 +60,7 @@ def model_of(folder: Path) -> tuple[HuggingFaceFamily, Any]:
     """
     described = model_folder.read_config(folder)
     with user_errors(ValueError, before=f"{folder / model_folder.CONFIG}: "):
-        family = family_for(described, families())
+        family = family_for(described, named())
         return family, family.shape_of(described)
 
 

@@ -22,7 +22,6 @@ from types import ModuleType
 from typing import Any
 
 from fp4train.errors import UserError
-from fp4train.models.hf import HuggingFaceFamily
 from fp4train.text import near_miss
 
 _NAMED: ContextVar[tuple[str, ...]] = ContextVar("plugins", default=())
@@ -52,12 +51,6 @@ def using(names: Sequence[str], folders: Iterable[Path] = ()) -> Iterator[None]:
 def named() -> tuple[str, ...]:
     """The plugins of the surrounding `using`."""
     return _NAMED.get()
-
-
-def families() -> tuple[HuggingFaceFamily, ...]:
-    """The families of models that the plugins of the surrounding `using` name in `FAMILIES`."""
-    found = (getattr(importlib.import_module(name), "FAMILIES", ()) for name in named())
-    return tuple(family for each in found for family in each)
 
 
 def may_define(module: str) -> bool:

@@ -1,17 +1,19 @@
 """Families of models that also exist as Hugging Face's `transformers` classes: names of parameters, configurations.
 
-A family declares it in its `hf.py`, a module with what `HuggingFaceFamily` lists, and is named in `families` here. A
-class of a user's own has such a module, or an object like it, as its attribute `hugging_face`, and its plugin names
-that in `FAMILIES` too, so that folders are read (`config.plugins.families`). Nothing in it needs the
-package transformers: a `config.json` is a table of plain values.
+A family declares it in the `hf.py` of its folder, a module with what `HuggingFaceFamily` lists; it is found there, in
+this package and in a plugin alike. Nothing in it needs the package transformers: a `config.json` is a table of plain
+values.
 """
 
 from collections.abc import Iterable, Mapping
-from functools import cache
+from importlib import import_module
+from pathlib import Path
 from typing import Any, Protocol
 
 from fp4train.models import Architecture
 from fp4train.models.common.hf import Stored
+
+_OURS = "fp4train.models"
 
 
 class HuggingFaceFamily(Protocol):
@@ -63,42 +65,50 @@ class HuggingFaceFamily(Protocol):
         """Tensors that a folder may store although they are tied → the name of the weight that each must equal."""
 
 
-@cache
-def families() -> tuple[HuggingFaceFamily, ...]:
-    """The families of the package. Most runs have no folder of Hugging Face and import none of them."""
-    from fp4train.models.hybrid import hf as hybrid
-    from fp4train.models.hyena import hf as hyena
-    from fp4train.models.llama import hf as llama
-    from fp4train.models.moe import hf as moe
+def families(package: str = _OURS) -> tuple[HuggingFaceFamily, ...]:
+    """The families in the folders of a package: its modules `hf.py` with an `ARCHITECTURE`. Most runs have no folder of
+    Hugging Face and import none of them.
 
-    return llama, hybrid, hyena, moe
+    Raises:
+        ValueError: one cannot be imported.
+    """
+    found: list[Any] = []
+    for folder in map(Path, getattr(import_module(package), "__path__", ())):
+        for file in sorted(folder.rglob("hf.py")):
+            name = ".".join((package, *file.relative_to(folder).with_suffix("").parts))
+            try:
+                found.append(import_module(name))
+            except Exception as error:
+                raise ValueError(f"{name} cannot be imported: {type(error).__name__}: {error}") from error
+    return tuple(each for each in found if hasattr(each, "ARCHITECTURE"))
 
 
 def family_of(shape: Architecture) -> HuggingFaceFamily:
-    """The family of a `model=…`: what its class names as `hugging_face`, or one of `families()`.
+    """The family of a `model=…`, in the package of its class.
 
     Raises:
         ValueError: it has no form in `transformers`.
     """
-    own: HuggingFaceFamily | None = getattr(shape, "hugging_face", None)
-    found = own or next((family for family in families() if type(shape) is family.ARCHITECTURE), None)
+    kind = type(shape)
+    beside = families(kind.__module__.rpartition(".")[0] or kind.__module__)
+    found = next((family for family in beside if kind is family.ARCHITECTURE), None)
     if found is None:
         known = ", ".join(family.ARCHITECTURE.__name__ for family in families())
-        raise ValueError(f"{type(shape).__name__} has no form in transformers; these have one: {known}")
+        raise ValueError(f"{kind.__name__} has no form in transformers; these have one: {known}")
     return found
 
 
-def family_for(config: Mapping[str, Any], own: Iterable[HuggingFaceFamily] = ()) -> HuggingFaceFamily:
+def family_for(config: Mapping[str, Any], plugins: Iterable[str] = ()) -> HuggingFaceFamily:
     """The family that reads a `config.json`.
 
     Args:
-        own: the user's, beside `families()`.
+        plugins: packages of the user's, whose families count, too.
 
     Raises:
-        ValueError: its `model_type` is missing or of no family.
+        ValueError: its `model_type` is missing or of no family, or a family cannot be imported.
     """
     kind = config.get("model_type")
-    known = (*families(), *own)
+    known = [family for package in (_OURS, *plugins) for family in families(package)]
     found = next((family for family in known if kind in family.MODEL_TYPES), None)
     if found is None:
         names = ", ".join(name for family in known for name in family.MODEL_TYPES)

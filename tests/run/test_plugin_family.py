@@ -58,3 +58,10 @@ def test_it_goes_to_a_folder_and_comes_back_in_every_bit(cli: Cli) -> None:
     assert back.keys() == theirs.keys() and all(torch.equal(back[name], theirs[name]) for name in back)
     lost = cli.raw(*begun, "run.name=c", "data=text", *cli.paths).message
     assert "model_type='shifted' is not supported" in lost
+    Path("mine/shifted/hf.py").write_text("import absent\n")
+    sys.modules.pop("shifted.hf")
+    for words in (
+        ("export", *OWN, "runs/a", "to=hf", "out=more"),
+        (*OWN, *begun, "run.name=d", "data=text", *cli.paths),
+    ):
+        assert "shifted.hf cannot be imported: ModuleNotFoundError" in cli.raw(*words).message
