@@ -29,7 +29,7 @@ from torch import Tensor
 from fp4train.hardware import Device
 from fp4train.nn import Experts
 from fp4train.precision.context import autocast
-from fp4train.precision.plan import LayerPlan, resolve
+from fp4train.precision.layer_plan import LayerPlan, resolve
 from fp4train.precision.recipe import Recipe
 from fp4train.precision.recipes import BF16, MXFP8, NVFP4, FP8Current, FP8Row
 

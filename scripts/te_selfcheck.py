@@ -34,8 +34,8 @@ from fp4train.backends.te import TEExecutor, availability
 from fp4train.hardware import Device
 from fp4train.nn import Linear
 from fp4train.precision.context import autocast
+from fp4train.precision.layer_plan import Gemm, LayerPlan
 from fp4train.precision.layers import Layer
-from fp4train.precision.plan import Gemm, LayerPlan
 from fp4train.precision.recipe import Recipe
 from fp4train.precision.recipes import BF16, MXFP8, NVFP4, FP8Block, FP8Current, FP8Delayed, Mixed
 from fp4train.quantize import Decoded, QuantSpec, quantize

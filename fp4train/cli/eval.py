@@ -65,7 +65,7 @@ def main(arguments: list[str]) -> int:
             raise UserError(f"{key}=… is of {of}, not of {kind}")
 
     def task(trained: TrainedModel, named: Sequence[NamedRecipe]) -> int:
-        from fp4train.exchange.results import record
+        from fp4train.exchange.evaluation import record
 
         own = [trained.high_precision, *([] if trained.trained_in is None else [trained.own])]
         began, scores = time.perf_counter(), []

@@ -185,8 +185,8 @@ def _plan(command: Start, *, full: bool, gpus: int | None, auto: bool | None, as
         print(kernels, *layers, sep="\n")
     if gpu is not None:
         from fp4train.lab.costs.estimate import estimate
+        from fp4train.lab.costs.screen import render_step, step_costs
         from fp4train.lab.costs.search import MeshPlan
-        from fp4train.lab.costs.step import render_step, step_costs
 
         print("", estimate(plan, gpu, microbatches=config.train.microbatches).render(), sep="\n")
         one = MeshPlan(config, 1, None, model, timeline, gpu, command.named)

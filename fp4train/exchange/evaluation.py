@@ -9,6 +9,14 @@ for none. It compares models of different tokenizers, as a loss per token does n
 other text: each document by itself, after the id that ends a document, in windows of the context, so that each token is
 predicted once. Sequences of equal length share a batch: padding would enter the scales of a recipe. Probabilities are
 over all ids of the head, padded ones included, as in training and in other software.
+
+Results are kept with the run that they are of (`record`): as events in its metrics, and so in its tracker.
+
+    {"step": 300, "event": "evaluation", "task": "held-out text", "recipe": "NVFP4", "eval/loss": 1.66, …}
+
+The step is that of the checkpoint, so that a resume from before it leaves the event out with all else that it undoes.
+Where no process trains in the directory, this one holds its lock and appends to the log. Where one does, the log is
+that one's, and it is asked to log the results between two steps, as it is asked for swaps (`run/record/inbox.py`).
 """
 
 import math
@@ -23,6 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fp4train.config.schema import plain
 from fp4train.data import Loader
 from fp4train.data.files import existing_path, files_of, read_pieces
 from fp4train.data.tokens import Ids, TokenData, Tokenizer, token_bytes
@@ -30,8 +39,13 @@ from fp4train.errors import UserError
 from fp4train.exchange.trained import NamedRecipe, TrainedModel
 from fp4train.run.build import VALIDATION_SEED
 from fp4train.run.record import directory as run_directory
+from fp4train.run.record.inbox import EVALUATION, ask, cancel_request, wait_for_answer
 from fp4train.run.record.trust import check_paths
+from fp4train.track import NullTracker, read_metrics
+from fp4train.track.config import METRICS
 
+WAIT = 10.0
+"""Seconds for the answer of the process that trains."""
 HELD_OUT = "held-out text"
 TEXT_SUFFIXES = (".txt", ".md", ".py")
 LOGITS_AT_ONCE = 1 << 25
@@ -171,3 +185,38 @@ def _bytes(table: Ids | None, ids: Any) -> int:
 def _check_finite(loss: float, trained: TrainedModel, named: NamedRecipe) -> None:
     if not math.isfinite(loss):
         raise UserError(f"the loss of {trained.title} is {loss} in {named.name}")
+
+
+def record(trained: TrainedModel, scores: Sequence[Score]) -> str:
+    """Keep scores with the run; a sentence that says where.
+
+    Raises:
+        UserError: the run's metrics cannot be read or written.
+    """
+    if trained.step is None:
+        return f"{trained.source} is no run: not recorded"
+    source, entries = trained.source, [_entry(score) for score in scores]
+    if run_directory.is_running(source):
+        request = ask(source, {EVALUATION: {"step": trained.step, "scores": entries}})
+        answer = wait_for_answer(source, request, WAIT)
+        ended = answer is None and not run_directory.is_running(source)
+        if answer is None and not (ended and cancel_request(source, request)):
+            return f"{source} is asked to record this: it does so between two steps, or when it is resumed"
+        if answer is not None:
+            return f"{source}: {answer[1]}"
+    with run_directory.locked(source, "another process uses it: run the command again to record the results"):
+        path = source / METRICS
+        last = max((int(line["step"]) for line in read_metrics(path)), default=0) if path.exists() else 0
+        # No line is of a later step than this, so that none is dropped.
+        end = max(last, trained.config.train.steps)
+        tracker = trained.config.track.build(source, trained.config.run.name, plain(trained.cfg), resume_step=end)
+        try:
+            for entry in entries:
+                tracker.log_event(trained.step, EVALUATION, entry)
+        finally:
+            tracker.finish()
+    return f"{source} has no metrics (track=none): not recorded" if isinstance(tracker, NullTracker) else str(path)
+
+
+def _entry(score: Score) -> dict[str, Any]:
+    return {"task": score.task, "recipe": score.recipe, **{f"eval/{key}": value for key, value in score.values.items()}}

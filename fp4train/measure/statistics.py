@@ -28,8 +28,8 @@ from torch import Tensor
 
 from fp4train.backends import GEMMS, OPERANDS, named
 from fp4train.measure.metrics import largest_values
+from fp4train.precision.layer_plan import LayerPlan
 from fp4train.precision.layers import Layer
-from fp4train.precision.plan import LayerPlan
 from fp4train.quantize import Decoded, QuantSpec, RandomKey, quantizer
 from fp4train.quantize.transform import transform
 

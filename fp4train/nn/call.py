@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fp4train.backends import LayerState, named
 from fp4train.precision.context import State, backward_pass
-from fp4train.precision.plan import LayerPlan
+from fp4train.precision.layer_plan import LayerPlan
 from fp4train.quantize import Quantizer, QuantSpec
 
 if TYPE_CHECKING:

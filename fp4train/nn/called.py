@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable
 from fp4train.errors import UserError
 from fp4train.nn.planned import PlannedLayer
 from fp4train.precision.plan import Plan
+from fp4train.text import first_few
 
 _log = logging.getLogger(__name__)
 
@@ -51,23 +52,19 @@ def check_called(
     missed = [each for each in missed if each.weight not in multiplied]  # another layer that was called shares it
     if bypassed := [each.layer.name for each in missed if trained(each)]:
         raise UserError(
-            f"{_some(bypassed)}: planned in {quantised[bypassed[0]]} and not called in the first step, but the weight "
-            f"has a gradient. Other code multiplies it in high precision (a fused kernel, a router){elsewhere}. "
-            f"Call the layer instead, or plan it in high precision: policy.keep=[{_component(bypassed[0])}]"
+            f"{first_few(bypassed, _NAMED)}: planned in {quantised[bypassed[0]]} and not called in the first step, but "
+            "the weight has a gradient. Other code multiplies it in high precision (a fused kernel, a router)"
+            f"{elsewhere}. Call the layer instead, or plan it in high precision: policy.keep=[{_suffix(bypassed[0])}]"
         )
     if missed:
         _log.warning(
             "planned and neither called nor trained in the first step: %s. Experts without a token and skipped layers "
             "are harmless; a frozen weight that other code multiplies runs in high precision",
-            _some([each.layer.name for each in missed]),
+            first_few([each.layer.name for each in missed], _NAMED),
         )
 
 
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
-
-
-def _component(name: str) -> str:
+def _suffix(name: str) -> str:
     """The part of a layer's name behind the number of its block, which a policy matches in every block."""
     parts = name.split(".")
     last = max((at for at, part in enumerate(parts) if part.isdigit()), default=-1)

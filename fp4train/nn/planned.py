@@ -26,8 +26,8 @@ from fp4train.nn.executors.gemms import torch_autocasts
 from fp4train.nn.scaling import DelayedScaling
 from fp4train.nn.weights import FusedWeights, PreparedWeights
 from fp4train.precision.context import Context, GraphInput, State, is_stray_recomputation, once, state
+from fp4train.precision.layer_plan import LayerPlan, resolve
 from fp4train.precision.layers import Layer
-from fp4train.precision.plan import LayerPlan, resolve
 from fp4train.precision.policy import LayerPolicy
 from fp4train.precision.recipe import Recipe
 from fp4train.text import check_choice
@@ -178,7 +178,7 @@ class PlannedLayer(nn.Module):
         """Executor of the layer in `context` on `device`: that of the applied plan, or one resolved on first use.
 
         Raises:
-            ValueError: the recipe cannot run here; see `precision.plan.resolve`.
+            ValueError: the recipe cannot run here; see `precision.layer_plan.resolve`.
             RuntimeError: the context is one of an applied plan, which is not that of the layer.
         """
         recipe, policy, at, executor = self._held

@@ -6,10 +6,8 @@ the fused optimizers change weights without incrementing it. For square blocks t
 the row-wise form, a view.
 
 The cache belongs to one weight, to which it holds a weak reference, and is cleared with it. No address is compared.
-Where a weight is gathered for the time of a call only (FSDP), no form is kept: those of all layers would be a whole
-model on every rank. `Gathered` then stands for the weight: it has the weight's shape and gradient, and a source that
-gives what GEMMs need of what was sent. Any other operation on it gathers the float32 master from the shards: every rank
-must then do the same.
+Where a weight is gathered for the time of a call only (`nn.gathered`), no form is kept: those of all layers would be a
+whole model on every rank.
 """
 
 from __future__ import annotations
@@ -17,13 +15,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from fp4train.backends import Backend, Prepared
 from fp4train.nn.call import Call
+from fp4train.nn.gathered import Gathered
 from fp4train.nn.ranks import Ranks, amax_over
 from fp4train.quantize import (
     Decoded,
@@ -45,8 +44,6 @@ from fp4train.shards import Runs
 if TYPE_CHECKING:
     from fp4train.nn.executors.cut import LayerShard
     from fp4train.nn.planned import PlannedLayer
-
-_SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
 class WeightForm:
@@ -310,82 +307,3 @@ class FusedWeights:
                 "model: copy the module that holds all of them, or take recipe.fused_scales=false"
             )
         return [layer.own_weights[member] for _, layer in found if layer is not None]
-
-
-class GatheredSource(Protocol):
-    """The origin of a gathered weight. What it gives is valid until the weight is freed after the layer's call.
-
-    rounds: whether ranks send each other BF16 values that stand for the float32 master.
-    """
-
-    rounds: bool
-
-    def form(self, form: WeightForm, call: Call) -> Prepared | None:
-        """The weight in a form, from codes; None if the weight did not come as codes: `values` has it then."""
-
-    def rounded(self, spec: QuantSpec, call: Call) -> Tensor | None:
-        """The whole weight [N, K] as `spec` rounds it, in BF16, from its codes; None if they did not come."""
-
-    def fused_amax(self, call: Call) -> Tensor | None:
-        """The largest amax of the float32 masters of the weights that share a scale; None if it was not joined."""
-
-    def values(self, dtype: torch.dtype) -> Tensor:
-        """The whole weight [N, K]: as it came if that is `dtype`, else cast from the float32 master."""
-
-    def member(self, index: int) -> GatheredSource:
-        """The origin of the weight at this place of a group of weights [E, N, K]."""
-
-    def master(self) -> Tensor:
-        """The whole float32 weight [N, K] in memory of its own, of rounded values if ranks send each other only those:
-        a collective if it did not come so."""
-
-
-class Gathered(Tensor):
-    """A weight [N, K], or a group of them [E, N, K], without memory of its own."""
-
-    source: GatheredSource
-
-    def held(self) -> Tensor:
-        """The weight as it came, in BF16 or float32: memory that is freed after the call and filled for backward."""
-        return self.source.values(torch.bfloat16 if self.source.rounds else torch.float32)
-
-    @staticmethod
-    def __new__(cls, source: GatheredSource, shape: torch.Size, device: torch.device) -> Gathered:
-        made: Gathered = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.float32, device=device)
-        made.source = source
-        return made
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Gathered({tuple(self.shape)})"
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        own = args[0] if args and isinstance(args[0], Gathered) else None
-        if own is not None and func is torch.ops.aten._to_copy.default and set(kwargs or {}) == {"dtype"}:
-            return own.source.values(kwargs["dtype"]).clone()
-        if own is not None and func is torch.ops.aten.select.int and args[1] == 0 and len(own.shape) == 3:
-            return Gathered(own.source.member(args[2]), torch.Size(own.shape[1:]), own.device)
-        if own is not None and (func in _SAME or _is_whole_view(func, args, own)):
-            return Gathered(own.source, own.shape, own.device)
-        return func(*_with_masters(args), **{name: _master(each) for name, each in (kwargs or {}).items()})
-
-
-def values_of(w_NK: Tensor, dtype: torch.dtype) -> Tensor:
-    """The values of a weight in `dtype`, whether it is gathered or not; not a copy if it has them."""
-    return w_NK.source.values(dtype) if isinstance(w_NK, Gathered) else w_NK.to(dtype)
-
-
-def _is_whole_view(func: Any, args: Any, own: Gathered) -> bool:
-    if func is torch.ops.aten.view.default:  # DTensor.to_local
-        return tuple(args[1]) == own.shape
-    return func is torch.ops.aten.as_strided.default and tuple(args[1]) == own.shape and tuple(args[2]) == own.stride()
-
-
-def _master(value: Any) -> Any:
-    if isinstance(value, Gathered):
-        return value.source.master()
-    return _with_masters(value) if isinstance(value, (list, tuple)) else value
-
-
-def _with_masters(values: Any) -> Any:
-    return type(values)(_master(each) for each in values)

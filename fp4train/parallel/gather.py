@@ -21,15 +21,15 @@ from torch import Tensor, nn
 
 from fp4train.backends import Prepared
 from fp4train.nn.call import Call
+from fp4train.nn.gathered import Gathered
 from fp4train.nn.planned import PlannedLayer
 from fp4train.nn.ranks import Ranks
-from fp4train.nn.weights import Gathered, WeightForm
+from fp4train.nn.weights import WeightForm
 from fp4train.parallel.received import MASTER, MemberGather, Payload, Sent, form_of, rounded_from
 from fp4train.parallel.world import SHARD, World
 from fp4train.precision.context import backward_pass, current
-from fp4train.precision.fused import shared_spec
 from fp4train.precision.gather import wire_form
-from fp4train.precision.plan import LayerPlan
+from fp4train.precision.layer_plan import LayerPlan
 from fp4train.quantize import Quantized, QuantSpec, amax_extent, has_tensor_amax, measure_amax, quantizer
 from fp4train.quantize.sharded import divided_tensors, joined
 
@@ -123,7 +123,7 @@ class WeightGather:
         way = wire_form(plan, self.ranks.size, self.mode)
         self.rounds = way.rounds or self.mode == "bf16"
         if not self.rounds and position is not None:
-            self._shares = shared_spec(plan)
+            self._shares = plan.shared_spec
         if position is None and way.coded:
             return (MASTER,), (MASTER,)
         values = (Payload(None, dtype=way.dtype),)
@@ -253,11 +253,11 @@ class WeightGather:
     # -- what the layer takes -----------------------------------------------------------------------------------------
 
     def form(self, form: WeightForm, call: Call) -> Prepared | None:
-        """See `nn.weights.GatheredSource`."""
+        """See `nn.gathered.GatheredSource`."""
         return form_of(self, form, call)
 
     def rounded(self, spec: QuantSpec, call: Call) -> Tensor | None:
-        """See `nn.weights.GatheredSource`."""
+        """See `nn.gathered.GatheredSource`."""
         return rounded_from(self.codes(Payload(spec), call), spec)
 
     def codes(self, part: Payload, call: Call) -> Quantized | None:
@@ -283,15 +283,15 @@ class WeightGather:
         return sent
 
     def member(self, index: int) -> MemberGather:
-        """See `nn.weights.GatheredSource`."""
+        """See `nn.gathered.GatheredSource`."""
         return MemberGather(self, index)
 
     def fused_amax(self, call: Call) -> Tensor | None:
-        """See `nn.weights.GatheredSource`."""
+        """See `nn.gathered.GatheredSource`."""
         return self.amaxes.get(FUSED) if self.position == (call.seed, call.step) else None
 
     def values(self, dtype: torch.dtype) -> Tensor:
-        """See `nn.weights.GatheredSource`."""
+        """See `nn.gathered.GatheredSource`."""
         return self.arrived(dtype).to(dtype)
 
     def arrived(self, dtype: torch.dtype) -> Tensor:
@@ -300,7 +300,7 @@ class WeightGather:
         return self.master() if found is None else found
 
     def master(self) -> Tensor:
-        """See `nn.weights.GatheredSource`."""
+        """See `nn.gathered.GatheredSource`."""
         found = self._arrived(torch.float32, *((torch.bfloat16,) if self.rounds else ()))
         if found is not None:
             return found.to(torch.float32, copy=True)

@@ -42,17 +42,17 @@ MASTER = Payload(None, dtype=torch.float32)
 
 
 class MemberGather:
-    """One weight [N, K] of a gathered group, as a `nn.weights.GatheredSource`."""
+    """One weight [N, K] of a gathered group, as a `nn.gathered.GatheredSource`."""
 
     def __init__(self, group: WeightGather, index: int) -> None:
         self._group, self._index, self.rounds = group, index, group.rounds
 
     def form(self, form: WeightForm, call: Call) -> Prepared | None:
-        """See `nn.weights.GatheredSource`."""
+        """See `nn.gathered.GatheredSource`."""
         return form_of(self, form, call)
 
     def rounded(self, spec: QuantSpec, call: Call) -> Tensor | None:
-        """See `nn.weights.GatheredSource`."""
+        """See `nn.gathered.GatheredSource`."""
         return rounded_from(self.codes(Payload(spec), call), spec)
 
     def codes(self, part: Payload, call: Call) -> Quantized | None:
@@ -64,11 +64,11 @@ class MemberGather:
         return None
 
     def values(self, dtype: torch.dtype) -> Tensor:
-        """See `nn.weights.GatheredSource`."""
+        """See `nn.gathered.GatheredSource`."""
         return self._group.arrived(dtype)[self._index].to(dtype)
 
     def master(self) -> Tensor:
-        """See `nn.weights.GatheredSource`."""
+        """See `nn.gathered.GatheredSource`."""
         return self._group.master()[self._index].clone()
 
     def member(self, index: int) -> NoReturn:

@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 import torch
 
 from fp4train.backends import LAYER_BACKENDS
-from fp4train.precision.plan import LayerPlan
+from fp4train.precision.layer_plan import LayerPlan
 from fp4train.quantize import QuantSpec, packed_bytes, why_not_cut
 
 GATHERS: Final = ("recipe", "bf16", "fp32")

@@ -15,9 +15,10 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from fp4train.precision.gather import WireForm, effective, wire_form
+from fp4train.precision.layer_plan import LayerPlan
 from fp4train.precision.layers import Layer
-from fp4train.precision.plan import LayerPlan, Plan, Row
-from fp4train.text import columns, ranges, tabulate
+from fp4train.precision.plan import Plan, Row
+from fp4train.text import columns, first_few, ranges, tabulate
 
 COLUMNS = ("steps", "layer", "GEMM", "size", "elements", "backend", "why")
 
@@ -166,8 +167,7 @@ def _where(layers: Iterable[Layer], among: Iterable[Layer]) -> str:
     layers = list(dict.fromkeys(layers))
     numbers = {layer.block for layer in layers if layer.block is not None}
     if not numbers:
-        names = [layer.label for layer in layers]
-        return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+        return first_few([layer.label for layer in layers], _NAMED)
     text = f"block{'s' * (len(numbers) > 1)} {ranges(numbers)}"
     kinds = list(dict.fromkeys(_kind(layer) for layer in layers))
     if kinds == list(dict.fromkeys(_kind(layer) for layer in among if layer.block is not None)):

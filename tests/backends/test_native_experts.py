@@ -13,7 +13,7 @@ from fp4train.backends import grouped, native
 from fp4train.hardware import Device, find_gpu
 from fp4train.nn import Experts
 from fp4train.precision import BF16, MXFP8, NVFP4, FP8Block, FP8Current, FP8Row, Recipe, autocast
-from fp4train.precision.plan import LayerPlan, resolve
+from fp4train.precision.layer_plan import LayerPlan, resolve
 
 B200, H100 = Device.elsewhere(find_gpu("B200")), Device.elsewhere(find_gpu("H100"))
 FP4, E4M3 = torch.float4_e2m1fn_x2, torch.float8_e4m3fn

@@ -7,8 +7,7 @@ import pytest
 from command_line import Cli, evaluations, events, everything, losses, wait_for
 
 from fp4train.errors import UserError
-from fp4train.exchange.evaluation import HELD_OUT, Score
-from fp4train.exchange.results import record
+from fp4train.exchange.evaluation import HELD_OUT, Score, record
 from fp4train.exchange.trained import load_trained
 from fp4train.run.record.directory import is_running, locked
 from fp4train.run.record.inbox import ask, pending, wait_for_answer
@@ -75,7 +74,7 @@ def ask_for_nonsense(run: Path) -> bool:
 
 
 def test_a_directory_in_use_that_does_not_answer_keeps_the_request(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fp4train.exchange.results.WAIT", 0.1)
+    monkeypatch.setattr("fp4train.exchange.evaluation.WAIT", 0.1)
     trained = load_trained(run)
     with locked(run):
         assert "is asked to record this" in record(trained, SCORES)

@@ -91,8 +91,8 @@ def private_torch_at_import(source: Source) -> list[str]:
 
 
 def second_resolvers(source: Source) -> list[str]:
-    """One function resolves what a layer runs, precision.plan.resolve: read its LayerPlan instead of deciding again."""
-    if source.within("precision/plan.py", "precision/policy.py", "backends/__init__.py"):
+    """One function resolves what a layer runs, layer_plan.resolve: read its LayerPlan instead of deciding again."""
+    if source.within("precision/layer_plan.py", "precision/policy.py", "backends/__init__.py"):
         return []
     decisions = ("recipe_for", "why_kept", "choose")
     return [f"{line}: {name}()" for line, name in calls(source) if name.rpartition(".")[2] in decisions]

@@ -6,7 +6,7 @@ import torch
 
 from fp4train.nn import Linear
 from fp4train.nn.executors.whole_layer import ValuesFunction
-from fp4train.nn.weights import Gathered
+from fp4train.nn.gathered import Gathered
 from fp4train.parallel.gather import Payload, Sent, WeightGather
 
 

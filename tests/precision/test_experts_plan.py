@@ -14,8 +14,8 @@ from fp4train.nn import Experts
 from fp4train.parallel.stages import _cost
 from fp4train.precision import BF16, MXFP8, NVFP4, FP8Delayed, LayerPolicy, LayerRecipe, Recipe, TetraJetV2, autocast
 from fp4train.precision.gather import wire_form
+from fp4train.precision.layer_plan import LayerPlan, resolve
 from fp4train.precision.layers import find_layers
-from fp4train.precision.plan import LayerPlan, resolve
 from fp4train.quantize import RandomKey
 
 WIDTH, HIDDEN, EXPERTS, TOP = 32, 64, 4, 2

@@ -10,9 +10,9 @@ from fp4train.backends import LAYER_BACKENDS
 from fp4train.hardware import Device, find_gpu
 from fp4train.models.llama import Llama
 from fp4train.precision import BF16, MXFP8, NVFP4, FP8Current, FP8Delayed, LayerPolicy, Mixed, Recipe
-from fp4train.precision.fused import fused_note
+from fp4train.precision.layer_plan import LayerPlan, fused_note, resolve
 from fp4train.precision.layers import find_layers
-from fp4train.precision.plan import LayerPlan, plan, resolve
+from fp4train.precision.plan import plan
 from fp4train.precision.recipe import OutlierChannels
 
 

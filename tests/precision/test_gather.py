@@ -6,8 +6,8 @@ import torch
 from fp4train.hardware import Device, find_gpu
 from fp4train.precision import BF16, MXFP8, NVFP4, LayerPolicy, QuartetII, Recipe, TetraJetV2
 from fp4train.precision.gather import WireForm, effective, wire_form
+from fp4train.precision.layer_plan import LayerPlan, part_of, resolve
 from fp4train.precision.layers import Layer
-from fp4train.precision.plan import LayerPlan, part_of, resolve
 from fp4train.precision.report import gathers
 
 CPU = Device.of(torch.device("cpu"))

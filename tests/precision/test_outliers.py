@@ -29,8 +29,9 @@ from fp4train.precision import (
     Timeline,
 )
 from fp4train.precision.gather import wire_form
+from fp4train.precision.layer_plan import resolve
 from fp4train.precision.layers import Layer
-from fp4train.precision.plan import Plan, plan, resolve
+from fp4train.precision.plan import Plan, plan
 from fp4train.run.checks import never_chosen
 from fp4train.run.graphs import check_plan
 from fp4train.run.record.journal import Journal, read_journal

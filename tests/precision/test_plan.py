@@ -27,8 +27,9 @@ from fp4train.precision import (
     autocast,
 )
 from fp4train.precision.context import Context, use
+from fp4train.precision.layer_plan import resolve
 from fp4train.precision.layers import find_layers
-from fp4train.precision.plan import Plan, make_plan, resolve
+from fp4train.precision.plan import Plan, make_plan
 from fp4train.precision.report import cells, render, table
 
 BATCH, TIME = 2, 8

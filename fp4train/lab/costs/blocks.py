@@ -29,8 +29,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp4train.precision.context import Context, use
+from fp4train.precision.layer_plan import LayerPlan
 from fp4train.precision.layers import find_blocks
-from fp4train.precision.plan import LayerPlan
 from fp4train.precision.recipe import Recipe
 from fp4train.quantize import QuantSpec, packed_bytes
 

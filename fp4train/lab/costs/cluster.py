@@ -32,7 +32,7 @@ from fp4train.lab.costs.roofline import COPY, needs_amax
 from fp4train.lab.costs.workload import Kind, ModelWeight, Workload
 from fp4train.parallel.config import Mesh
 from fp4train.precision.gather import wire_form
-from fp4train.precision.plan import LayerPlan, part_of
+from fp4train.precision.layer_plan import LayerPlan, part_of
 from fp4train.quantize import QuantSpec, packed_bytes
 
 ATTENTION: Final = (0.60, 0.50)

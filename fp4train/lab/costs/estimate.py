@@ -21,7 +21,8 @@ from fp4train.backends.table import FORMS, GEMMS, Operands
 from fp4train.hardware import Gpu
 from fp4train.lab.costs import roofline
 from fp4train.lab.costs.roofline import COPY, LAUNCH, gemm_seconds, move_seconds, needs_amax
-from fp4train.precision.plan import Gemm, LayerPlan, Plan
+from fp4train.precision.layer_plan import Gemm, LayerPlan
+from fp4train.precision.plan import Plan
 from fp4train.quantize import QuantSpec
 from fp4train.text import ranges, screen, tabulate
 

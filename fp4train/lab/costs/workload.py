@@ -20,8 +20,8 @@ from fp4train.models.common.cut import TensorCut, share_blocks
 from fp4train.parallel.config import Mesh
 from fp4train.precision.blocks import block_paths
 from fp4train.precision.gather import WireForm, wire_form
+from fp4train.precision.layer_plan import LayerPlan, part_of
 from fp4train.precision.layers import find_layers
-from fp4train.precision.plan import LayerPlan, part_of
 from fp4train.precision.recipe import Recipe
 from fp4train.quantize import QuantSpec, packed_bytes
 

@@ -1,6 +1,6 @@
 """Backend of each recipe on this machine, and small computations of it against the reference.
 
-A layer of 256 features takes 128 tokens forward and backward through what `precision.plan.resolve` decides, and each
+A layer of 256 features takes 128 tokens forward and backward through what `precision.layer_plan.resolve` decides. Each
 of the recipe's quantisers takes one tensor. The kernels' codes must equal the readable reference's to the bit; y, dx
 and dw must lie within BF16's rounding of the reference product, where both draw the same random bits.
 """
@@ -19,8 +19,8 @@ from fp4train.backends import LAYER_BACKENDS
 from fp4train.hardware import GPUS, Device
 from fp4train.nn import Linear
 from fp4train.precision.context import autocast
+from fp4train.precision.layer_plan import LayerPlan, resolve
 from fp4train.precision.layers import Layer
-from fp4train.precision.plan import LayerPlan, resolve
 from fp4train.precision.recipe import Recipe
 from fp4train.precision.recipes import BF16
 from fp4train.quantize import QuantSpec, RandomKey, quantizer

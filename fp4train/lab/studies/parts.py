@@ -1,8 +1,9 @@
 """The parts of a recipe, each measured alone: one GEMM, one operand, one layer, one operand of one layer.
 
-A part is what every layer runs, resolved by the one function that resolves a run's plan (`precision.plan.resolve`): a
-layer that is in the part has its plan in the recipe, or in a recipe of fewer operands, and every other layer has its
-plan in high precision. Layers outside the blocks stay in high precision, as in training.
+A part is what every layer runs, resolved by the one function that resolves a run's plan
+(`precision.layer_plan.resolve`): a layer that is in the part has its plan in the recipe, or in a recipe of fewer
+operands, and every other layer has its plan in high precision. Layers outside the blocks stay in high precision, as in
+training.
 
 The Hadamard transform of wgrad cancels only if both operands have it. An operand that is quantised alone is therefore
 quantised without the transform; wgrad as a whole has it.
@@ -17,8 +18,9 @@ from fp4train.errors import UserError, user_errors
 from fp4train.hardware import Device
 from fp4train.lab.studies.subject import Subject, digest
 from fp4train.precision import FP32, Custom, LayerPolicy, Recipe, Timeline
+from fp4train.precision.layer_plan import LayerPlan
 from fp4train.precision.layers import find_layers
-from fp4train.precision.plan import LayerPlan, PlannedStretch, make_plan
+from fp4train.precision.plan import PlannedStretch, make_plan
 
 EVERY_LAYER = LayerPolicy(first=0, last=0)
 """Every layer of the blocks follows the recipe."""

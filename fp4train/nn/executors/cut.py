@@ -36,7 +36,7 @@ from fp4train.nn.executors.gemms import Gemms, GemmsFunction, Gradients, Prepare
 from fp4train.nn.operands import Operand
 from fp4train.nn.ranks import Ranks, local
 from fp4train.precision.context import Context, State
-from fp4train.precision.plan import LayerPlan
+from fp4train.precision.layer_plan import LayerPlan
 from fp4train.precision.recipe import Recipe
 from fp4train.precision.recipes.high import BF16, FP16, FP32
 from fp4train.quantize import Quantized, QuantSpec, amax_extent, quantizer, why_not_cut

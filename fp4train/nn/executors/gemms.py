@@ -27,7 +27,7 @@ from fp4train.nn.operands import Operand
 from fp4train.nn.scaling import DelayedScaling
 from fp4train.nn.weights import WeightForm
 from fp4train.precision.context import State
-from fp4train.precision.plan import LayerPlan
+from fp4train.precision.layer_plan import LayerPlan
 from fp4train.quantize import Decoded, Hadamard, Quantized, Rotation
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from fp4train.nn.executors.gemms import SAVED, Gemms, put_together, taken_apart,
 from fp4train.nn.executors.parts import ChannelParts
 from fp4train.nn.executors.whole_layer import BackendLayer, TorchLayer
 from fp4train.precision.context import State
-from fp4train.precision.plan import LayerPlan
+from fp4train.precision.layer_plan import LayerPlan
 
 if TYPE_CHECKING:
     from fp4train.nn.executors.cut import LayerShard

@@ -26,10 +26,11 @@ from fp4train.backends import DataRanks, LayerState
 from fp4train.nn.call import Biases, Call, Counts, Executor, Recorded, Weights
 from fp4train.nn.executors.cut import LayerShard
 from fp4train.nn.executors.gemms import Gemms, GemmsFunction, Gradients, Prepare, Saved
+from fp4train.nn.gathered import values_of
 from fp4train.nn.scaling import Position
-from fp4train.nn.weights import PreparedWeights, values_of
+from fp4train.nn.weights import PreparedWeights
 from fp4train.precision.context import Context, State, once
-from fp4train.precision.plan import LayerPlan
+from fp4train.precision.layer_plan import LayerPlan
 from fp4train.precision.recipe import OutlierChannels
 
 if TYPE_CHECKING:

@@ -19,9 +19,10 @@ from torch.autograd.function import once_differentiable
 from fp4train.backends import BACKENDS, LayerKernels, Readers, add_product, widened
 from fp4train.nn.call import Biases, Call, Counts, Executor, Recorded, Route, Weights
 from fp4train.nn.executors.gemms import Gradients, Saved
-from fp4train.nn.weights import Gathered, WeightForm, values_of
+from fp4train.nn.gathered import Gathered, values_of
+from fp4train.nn.weights import WeightForm
 from fp4train.precision.context import State
-from fp4train.precision.plan import LayerPlan
+from fp4train.precision.layer_plan import LayerPlan
 from fp4train.quantize import Decoded
 
 if TYPE_CHECKING:

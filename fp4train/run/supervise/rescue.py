@@ -18,7 +18,7 @@ import torch
 from fp4train import checkpoint
 from fp4train.errors import LostError, UserError
 from fp4train.hardware import memory_asked, stored_bytes
-from fp4train.precision.plan import LayerPlan
+from fp4train.precision.layer_plan import LayerPlan
 from fp4train.run.record.directory import CHECKPOINTS, REMOVED, SAVED
 from fp4train.run.run import Run
 from fp4train.run.supervise.divergence import past_non_finite, rise, worthless

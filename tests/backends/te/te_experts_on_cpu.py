@@ -21,7 +21,7 @@ from fp4train.backends.te import TEExperts
 from fp4train.hardware import Device
 from fp4train.nn import Experts
 from fp4train.precision import MXFP8, NVFP4, FP8Current, Recipe, autocast
-from fp4train.precision.plan import resolve
+from fp4train.precision.layer_plan import resolve
 
 COUNTS, K, N = [5, 0, 130, 33], 96, 64
 splits: list[list[int]] = []

@@ -36,8 +36,9 @@ from fp4train.precision import (
     Recipe,
     Timeline,
 )
+from fp4train.precision.layer_plan import resolve
 from fp4train.precision.layers import Layer
-from fp4train.precision.plan import make_plan, resolve
+from fp4train.precision.plan import make_plan
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "cost-model.md"
 B200, B300, H200, H100, A100 = (find_gpu(name) for name in ("B200", "B300", "H200", "H100", "A100"))

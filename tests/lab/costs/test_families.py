@@ -21,8 +21,9 @@ from fp4train.models.hyena import FilterShape, Hyena
 from fp4train.models.moe import ExpertShape, MixtureOfExperts
 from fp4train.parallel.config import Mesh
 from fp4train.precision import BF16, NVFP4, Timeline
+from fp4train.precision.layer_plan import resolve
 from fp4train.precision.layers import Layer, find_layers
-from fp4train.precision.plan import make_plan, resolve
+from fp4train.precision.plan import make_plan
 
 BATCH, TIME, WIDTH = 2, 64, 32
 

@@ -21,8 +21,8 @@ from fp4train.nn.executors.parts import ChannelNorms, ChannelParts
 from fp4train.nn.executors.whole_layer import BackendLayer, TorchLayer
 from fp4train.nn.scaling import DelayedScaling
 from fp4train.precision import BF16, MXFP8, NVFP4, FP8Delayed, OutlierChannels, Recipe
+from fp4train.precision.layer_plan import LayerPlan, resolve
 from fp4train.precision.layers import Layer
-from fp4train.precision.plan import LayerPlan, resolve
 
 LAYER = Layer(name="up", in_features=64, out_features=64, block=0, blocks=1)
 CUT, EXPERTS = replace(LAYER, cut="out", parts=2), replace(LAYER, experts=4)

@@ -15,7 +15,7 @@ from fp4train.hardware import Device
 from fp4train.nn import Linear
 from fp4train.nn.executors.whole_layer import TorchFunction, TorchLayer
 from fp4train.precision import BF16, FP32, MXFP8, NVFP4, FP8Current, Recipe, autocast
-from fp4train.precision.plan import resolve
+from fp4train.precision.layer_plan import resolve
 
 RECIPES = [BF16(), NVFP4(), MXFP8(), FP8Current()]
 
