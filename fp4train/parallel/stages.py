@@ -1,6 +1,6 @@
 """Cut a converted model into the stages of a pipeline.
 
-Blocks are shared out by the weights that multiply each token, the head's included: see `share_blocks`. Names stay those
+Blocks are shared out by what they multiply per token, the head included: see `share_blocks`. Names stay those
 of the whole model: layers have been given theirs, with their positions, by `convert`, and a stage's list of blocks has
 the whole list's keys.
 """
@@ -11,8 +11,7 @@ from typing import cast
 
 from torch import nn
 
-from fp4train.models.common.cut import Pipelined, Stage, StageCut, share_blocks
-from fp4train.nn.planned import PlannedLayer
+from fp4train.models.common.cut import Pipelined, Stage, StageCut, multiplications, share_blocks
 from fp4train.parallel.config import Parallel
 from fp4train.parallel.held import Inventory
 from fp4train.parallel.pipeline import Pipeline, TiedWeight
@@ -44,16 +43,10 @@ def cut_of(model: nn.Module, parallel: Parallel) -> StageCut:
     if blocks < stages:
         each = f" × parallel.pp_chunks={parallel.chunks}" if parallel.chunks > 1 else ""
         most = blocks // parallel.chunks
+        instead = f"parallel.pp may be at most {most}" if most > 1 else "use parallel.pp=1"
         raise ValueError(
             f"{blocks} block{'s' * (blocks != 1)} cannot be divided over parallel.pp={parallel.pp}{each} stages, which "
-            "need one each; "
-            + (
-                f"parallel.pp may be at most {most}"
-                if most > 1
-                else f"no parallel.pp goes with parallel.pp_chunks={parallel.pp_chunks}"
-                if parallel.chunks > 1
-                else "use parallel.pp=1"
-            )
+            f"need one each; {instead}"
         )
     return cut
 
@@ -81,17 +74,20 @@ def check_microbatches(count: int, parallel: Parallel) -> None:
         )
 
 
-def cut_stages(model: nn.Module, cut: StageCut, inventory: Inventory, parallel: Parallel, world: World) -> Pipeline:
+def cut_stages(
+    model: nn.Module, cut: StageCut, inventory: Inventory, parallel: Parallel, world: World, time: int
+) -> Pipeline:
     """This rank's stages of `model`, which shares its modules with them; what it does not hold is freed with `model`.
 
     Args:
         model: a converted model with whole weights, the same on every rank, or on the meta device.
         inventory: of it.
+        time: tokens of a sequence.
     """
     count = parallel.pp * parallel.chunks
     blocks = _blocks(model, cut)
-    last_cost = sum(_cost(model.get_submodule(name)) for name in cut.last)
-    shares = share_blocks([_cost(block) for block in blocks.values()], last_cost, count)
+    last = sum(multiplications(model.get_submodule(name), time) for name in cut.last)
+    shares = share_blocks([multiplications(block, time) for block in blocks.values()], last, count)
     tied = TiedWeight(world, parallel.timeout) if inventory.tied else None
 
     def part(indices: Iterable[int]) -> nn.Module:
@@ -145,16 +141,6 @@ def tied_weights(model: nn.Module, cut: StageCut) -> dict[str, str]:
 
 def _blocks(model: nn.Module, cut: StageCut) -> dict[str, nn.Module]:
     return dict(model.get_submodule(cut.blocks).named_children())
-
-
-def _cost(module: nn.Module) -> int:
-    """Weights that multiply each token: of experts those to which it is routed."""
-    cost = sum(parameter.numel() for parameter in module.parameters() if parameter.dim() > 1)
-    for each in module.modules():
-        if isinstance(each, PlannedLayer) and each.layer.experts:
-            idle = each.layer.group - each.layer.per_token
-            cost -= sum(p.numel() for p in each.parameters() if p.dim() > 1) * idle // each.layer.group
-    return cost
 
 
 def _copy(module: nn.Module) -> nn.Module:

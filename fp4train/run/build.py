@@ -272,7 +272,8 @@ def assemble(config: Config, place: Path, timeline: Timeline, world: World, *, d
     for each in model.modules():
         if isinstance(each, PlannedLayer):
             each.sum_gradients(rows < config.train.batch_size)
-    whole, pipeline = model, None if cut is None else cut_stages(model, *cut, config.parallel, world)
+    whole = model
+    pipeline = None if cut is None else cut_stages(model, *cut, config.parallel, world, config.train.seq_len)
     if pipeline is not None:
         model = pipeline.model
     gather = effective(config.parallel.gather, whole=config.train.whole_weights is not None)

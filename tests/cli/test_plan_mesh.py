@@ -155,7 +155,7 @@ def test_a_search_tries_tensor_parallel_ranks_for_experts(capsys: pytest.Capture
         (("parallel.dp_shard=2", "oscillation.every=10", "oscillation.watch=5"), "weights are watched whole"),
         (
             (*INTERLEAVED, "model.layers=3"),
-            "parallel.pp=2 × parallel.pp_chunks=2 exceeds the 3 blocks: no parallel.pp does",
+            "3 blocks cannot be divided over parallel.pp=2 × parallel.pp_chunks=2 stages, which need one each; use",
         ),
         (("parallel.pp=2", "train.batch_size=4", "train.microbatch=4"), "1 microbatch per rank cannot fill"),
         (
@@ -249,7 +249,10 @@ def test_a_mixture_of_671b_fits_1024_gpus_in_shards_of_whole_experts(capsys: pyt
         (["gpus=100", "parallel.tp=8"], "gpus=100 is not dp_replicate 1 × dp_shard 12 × tp 8 × pp 1 = 96"),
         (["gpus=64", "parallel.dp_shard=4", "parallel.tp=8"], "parallel.dp_shard=8 fills it, or gpus=32"),
         (["parallel.tp=5"], "parallel.tp=5 does not divide model.heads=12: parallel.tp may be 1, 2, 4"),
-        (["parallel.pp=13"], "parallel.pp=13 exceeds the 12 blocks: parallel.pp may be at most 12"),
+        (
+            ["parallel.pp=13"],
+            "over parallel.pp=13 stages, which need one each; parallel.pp may be at most 12",
+        ),
         (["parallel.dp_shard=8", "train.batch_size=12"], "train.batch_size=8 or 16 does"),
         (["parallel.dp_shard=8", "train.batch_size=16", "train.microbatch=16"], "train.microbatch may be 1, 2"),
         (["parallel=auto"], "parallel=auto needs the number of GPUs: gpus=N"),

@@ -151,7 +151,7 @@ NO_STAGES = "from fp4train.models.common.decoder import Decoder\ndel Decoder.fp4
         (2, ("parallel.pp=2", "model.layers=1"), "", "1 block cannot be divided over parallel.pp=2 stages, which need"),
         (
             *(2, ("parallel.pp=2", "parallel.pp_schedule=interleaved", "model.layers=2"), ""),
-            "2 blocks cannot be divided over parallel.pp=2 × parallel.pp_chunks=2 stages, which need one each; no",
+            "2 blocks cannot be divided over parallel.pp=2 × parallel.pp_chunks=2 stages, which need one each; use",
         ),
         (2, ("parallel.pp=2", "train.microbatch=null"), "", "1 microbatch per rank cannot fill parallel.pp=2 stages"),
         (

@@ -24,7 +24,7 @@ from fp4train.parallel.config import REST, Mesh, Parallel
 from fp4train.parallel.stages import cut_of, tied_weights
 from fp4train.parallel.tensor import tensor_cut_of
 from fp4train.precision.gather import effective
-from fp4train.precision.layers import find_blocks, find_layers
+from fp4train.precision.layers import find_layers
 from fp4train.precision.phases import Timeline
 from fp4train.precision.plan import Plan
 from fp4train.precision.report import gathers
@@ -115,7 +115,7 @@ def distinct(found: Iterable[MeshCandidate], number: int) -> list[MeshCandidate]
 
 
 def problems(model: nn.Module, weights: list[ModelWeight], mesh: Mesh) -> Iterator[str]:
-    """Why `model` cannot be cut over `mesh`: heads and widths by tensor parallelism, blocks by the pipeline."""
+    """Why tensor parallelism cannot cut the heads and widths of `model` over `mesh`."""
     tensors = mesh.tensor
     counts = {(key, getattr(model.get_submodule(path), name)) for path, name, key in tensor_cut(model).counts}
     sizes = {w.name: w.segments or (w.shape[w.split],) for w in weights if w.split is not None}
@@ -129,12 +129,6 @@ def problems(model: nn.Module, weights: list[ModelWeight], mesh: Mesh) -> Iterat
             what = "a segment" if weight.segments else "the split dimension"
             yield f"parallel.tp={tensors} does not divide {size}, {what} of {weight.name}: {fits}"
             break
-    blocks, parts = len(find_blocks(model)), mesh.pipeline * mesh.virtual
-    if blocks < parts:
-        each = f" × parallel.pp_chunks={mesh.virtual}" if mesh.virtual > 1 else ""
-        most = blocks // mesh.virtual
-        fits = f"parallel.pp may be at most {most}" if most > 1 else "no parallel.pp does"
-        yield f"parallel.pp={mesh.pipeline}{each} exceeds the {blocks} blocks: {fits}"
 
 
 def batch_problem(sequences: int, microbatch: int | None, mesh: Mesh) -> str | None:

@@ -11,38 +11,26 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import cast
 
 import torch
 from torch import nn
 
 from fp4train.lab.costs.blocks import BlockCost, measure_blocks
-from fp4train.models.common.cut import TensorCut, share_blocks
+from fp4train.models.common.cut import Pipelined, TensorCut, TensorParallel, multiplications, share_blocks
 from fp4train.parallel.config import Mesh
 from fp4train.precision.blocks import block_paths
 from fp4train.precision.gather import WireForm, wire_form
 from fp4train.precision.layer_plan import LayerPlan, part_of
-from fp4train.precision.layers import find_layers
+from fp4train.precision.layers import find_blocks, find_layers
 from fp4train.precision.recipe import Recipe
 from fp4train.quantize import QuantSpec, packed_bytes
 
-ROW_WISE = ("attention.wo", "mlp.down")
-"""Layers whose inputs tensor parallelism splits: those that write to the residual stream."""
-
 
 def tensor_cut(model: nn.Module) -> TensorCut:
-    """How tensor parallelism splits a model: as it says itself, else by `ROW_WISE`."""
-    own = getattr(model, "fp4train_tensor_cut", None)
-    if own is not None:
-        cut: TensorCut = own()
-        return cut
-    rows = tuple(name for name in find_layers(model) if name.endswith(ROW_WISE))
-    heads = tuple(
-        (path, name, f"model.{name}")
-        for path, module in model.named_modules()
-        for name in ("heads", "kv_heads")
-        if isinstance(getattr(module, name, None), int)
-    )
-    return TensorCut(out=(), in_=rows, counts=heads)
+    """How tensor parallelism splits a model, as it says itself; nothing, where it does not."""
+    says = hasattr(model, "fp4train_tensor_cut")
+    return cast(TensorParallel, model).fp4train_tensor_cut() if says else TensorCut(out=(), in_=())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,6 +199,8 @@ class Workload:
     Args:
         kinds: the distinct blocks.
         order: index into `kinds` of every block.
+        multiplied: what every block multiplies per token (`models.common.cut.multiplications`).
+        last_multiplied: what is multiplied besides, as by the head; the last stage of a pipeline does it.
         before, after: weights that stand before and after the blocks.
         outside: the plans of linear layers outside the blocks.
         row_wise: layers whose inputs tensor parallelism splits.
@@ -226,6 +216,8 @@ class Workload:
 
     kinds: tuple[Kind, ...]
     order: tuple[int, ...]
+    multiplied: tuple[int, ...]
+    last_multiplied: int
     before: tuple[ModelWeight, ...]
     after: tuple[ModelWeight, ...]
     outside: tuple[LayerPlan, ...]
@@ -258,15 +250,9 @@ class Workload:
         return blocks + sum(weight.active for weight in (*self.before, *self.after))
 
     @cached_property
-    def flops_per_token(self) -> float:
-        """6 per weight that multiplies and token, 6·L·D·T for causal attention (half of the square), and those of scans
-        and Fourier transforms. A router's product is counted among these, so its weight is not counted again."""
-        costs = [self.kinds[kind].cost for kind in self.order]
-        attention = sum(3 * a.flops for cost in costs for a in cost.attentions) / self.tokens
-        attention += sum(cost.forward_flops + cost.backward_flops for cost in costs) / self.tokens
-        embedding = 0 if self.tied else sum(weight.count for weight in self.before)
-        apart = sum(w.count for k in self.order for w in self.kinds[k].weights if w.plan is None and len(w.shape) == 2)
-        return 6 * (self.active_parameters - embedding - apart) + attention
+    def flops_per_token(self) -> int:
+        """2 per multiplication: once forward, twice backward."""
+        return 6 * (sum(self.multiplied) + self.last_multiplied)
 
     @property
     def distinct(self) -> list[ModelWeight]:
@@ -275,9 +261,7 @@ class Workload:
 
     def stages(self, mesh: Mesh) -> list[Counter[int]]:
         """How many blocks of each kind every rank of a pipeline has, as `parallel.stages` shares them out."""
-        costs = [int(sum(w.active for w in kind.weights if len(w.shape) > 1)) for kind in self.kinds]
-        head = self.vocabulary * self.width
-        parts = share_blocks([costs[kind] for kind in self.order], head, mesh.pipeline * mesh.virtual)
+        parts = share_blocks(self.multiplied, self.last_multiplied, mesh.pipeline * mesh.virtual)
         ranks = (parts[rank :: mesh.pipeline] for rank in range(mesh.pipeline))
         return [Counter(self.order[index] for part in held for index in part) for held in ranks]
 
@@ -339,10 +323,14 @@ def workload(
         order.append(known[key])
     outside = tuple(plan for plan in plans.values() if plan.layer.block is None)
     embeddings = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+    says = hasattr(model, "fp4train_stages")
+    last = cast(Pipelined, model).fp4train_stages().last if says else [plan.layer.name for plan in outside]
     vocabulary, width = max(((p.layer.out_features, p.layer.in_features) for p in outside), default=(0, 0))
     return Workload(
         kinds=tuple(kinds),
         order=tuple(order),
+        multiplied=tuple(multiplications(block, seq_len) for block in find_blocks(model)),
+        last_multiplied=sum(multiplications(model.get_submodule(name), seq_len) for name in last),
         before=tuple(of_block.get(-1, ())),
         after=tuple(of_block.get(None, ())),
         outside=outside,

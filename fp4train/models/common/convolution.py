@@ -12,6 +12,7 @@ computed here is float32: no recipe quantises it.
 Dimensions: B batch, T time, C channels, K taps, N poles.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -72,6 +73,15 @@ def long_convolution(x_BTC: Tensor, filter_CK: Tensor, document_BT: Tensor | Non
         return _by_document(lambda part: long_convolution(part, filter_CK), x_BTC, document_BT)
     y: Tensor = _Convolve.apply(x_BTC, filter_CK[:, : x_BTC.shape[1]])  # type: ignore[no-untyped-call]
     return y
+
+
+def transformed(time: int, kernel: int) -> float:
+    """Multiplications per token and channel of `long_convolution`: two transforms of n places, 1.25·n·log₂ n each.
+
+    That of the filter, once per microbatch, is not counted.
+    """
+    size = _places(time + min(kernel, time) - 1)
+    return 2.5 * size * math.log2(size) / time
 
 
 def modal_filter(log_poles_CN: Tensor, residues_CN: Tensor, time: int) -> Tensor:

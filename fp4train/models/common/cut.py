@@ -12,9 +12,10 @@ from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from fp4train.nn.planned import PlannedLayer
 from fp4train.nn.ranks import Ranks, local, with_summed_gradient
 from fp4train.shards import RowOrder
 
@@ -122,6 +123,23 @@ class StageCut:
     width: int
 
 
+def multiplications(module: nn.Module, time: int) -> int:
+    """Forward multiplications per token in sequences of `time` tokens: one for each weight of a matrix, of experts for
+    those to which the token is routed, and what parts of the module say that they multiply besides.
+
+    A part that does has a method `fp4train_mixing(time)`: attention its products of queries, keys and values, a scan
+    its products, a long convolution its Fourier transforms. Numbers are those of the whole model, also where
+    tensor-parallel ranks share it, and do not depend on the recipe.
+    """
+    count = sum(parameter.numel() for parameter in module.parameters() if parameter.dim() > 1)
+    for each in module.modules():
+        if isinstance(each, PlannedLayer) and each.layer.experts:
+            idle = each.layer.group - each.layer.per_token
+            count -= sum(p.numel() for p in each.parameters() if p.dim() > 1) * idle // each.layer.group
+        count += int(getattr(each, "fp4train_mixing", lambda _: 0)(time))
+    return count
+
+
 def share_blocks(costs: Sequence[int], last: int, parts: int) -> list[range]:
     """Shares blocks out in order, so that the most expensive of `parts` parts costs least.
 
@@ -129,7 +147,7 @@ def share_blocks(costs: Sequence[int], last: int, parts: int) -> list[range]:
     shortest: early stages keep the activations of the most microbatches.
 
     Args:
-        costs: of each block, at least as many as `parts`; in a unit of their own, such as weights per token.
+        costs: of each block, at least as many as `parts`; such as `multiplications`.
         last: cost of what the last part does besides, such as the head.
 
     Returns:

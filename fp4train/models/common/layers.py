@@ -123,6 +123,10 @@ class Attention(Fusible, nn.Module):
         self.q_norm = None if qk_norm is None else RMSNorm(self.head_dim, eps=qk_norm)
         self.k_norm = None if qk_norm is None else RMSNorm(self.head_dim, eps=qk_norm)
 
+    def fp4train_mixing(self, time: int) -> int:
+        """Multiplications per token of q·kᵀ and p·v, half of each square."""
+        return self.wo.weight.shape[1] * time
+
     def forward(
         self,
         x_BTD: Tensor,

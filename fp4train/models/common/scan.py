@@ -187,6 +187,13 @@ class Mamba2(HoldsParts, nn.Module):
             "norm.weight": Filled(1.0),
         }
 
+    def fp4train_mixing(self, time: int) -> int:
+        """Multiplications per token of the scan: C·Bᵀ and its product with x in a chunk, those into and out of the
+        state; the last chunk is padded."""
+        inner = self.out_proj.weight.shape[1]
+        each = self.chunk * (self.conv1d.weight.shape[0] + inner) // 2 + 2 * inner * self.state
+        return -(-time // self.chunk) * self.chunk * each // time
+
     def forward(
         self, u_BTD: Tensor, time: int, kept: ScanState | None = None, mask_BTT: Tensor | None = None
     ) -> Tensor:

@@ -29,6 +29,7 @@ from fp4train.models.common.convolution import (
     modal_rest,
     modal_state,
     short_convolution,
+    transformed,
     with_window,
 )
 from fp4train.models.common.cut import HoldsParts
@@ -113,6 +114,11 @@ class GatedConvolution(HoldsParts, nn.Module):
             values["direct"] = Filled(0.0)
         return values
 
+    def fp4train_mixing(self, time: int) -> float:
+        """Multiplications per token of Fourier transforms; short filters are counted as weights."""
+        taps = time if self.kind == "H" else self.taps.shape[-1]
+        return 0 if self.kind == "S" else self.out_proj.weight.shape[1] * transformed(time, taps)
+
     def forward(
         self, x_BTD: Tensor, time: int, kept: ConvolutionState | None = None, mask_BTT: Tensor | None = None
     ) -> Tensor:
@@ -191,6 +197,10 @@ class FusedAttention(nn.Module):
     def initial_values(self, std: float) -> dict[str, Initial]:
         """Initial values of its parameters by name, but for `out_proj.weight`."""
         return {"qkv.weight": Normal(std), "out_proj.bias": Filled(0.0)}
+
+    def fp4train_mixing(self, time: int) -> int:
+        """Multiplications per token of q·kᵀ and p·v, half of each square."""
+        return self.out_proj.weight.shape[1] * time
 
     def forward(
         self, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor, kept: KeyValues | None, mask_BTT: Tensor | None

@@ -38,8 +38,8 @@ def test_biases_norms_of_heads_and_wide_heads_are_counted(name: str, attention: 
     shape, found = SHAPES[name], measured(name, BF16(), H100)
     assert found.parameters == shape.parameter_count(vocab_size=128256)
     embedding = 0 if shape.tied else 128256 * shape.width
-    expected = 6 * (found.parameters - embedding) + 6 * shape.layers * attention * SEQ_LEN
-    assert found.flops_per_token == pytest.approx(expected, rel=1e-9)
+    matrices = sum(p.numel() for p in model(name).parameters() if p.dim() > 1) - embedding
+    assert found.flops_per_token == 6 * (matrices + shape.layers * attention * SEQ_LEN)
     memory = rank_memory(found, Mesh(tensor=2)).parameters
     assert found.parameters / 2 < memory < found.parameters / 2 * 1.001
 
@@ -269,16 +269,10 @@ def test_a_ring_of_gathers_sends_all_but_the_own_part() -> None:
     assert Group.of(DGX, 8, 1).gather(8e9).sent == 7e9
 
 
-@pytest.mark.parametrize(
-    ("mesh", "message"),
-    [
-        (Mesh(tensor=16), r"parallel.tp=16 does not divide model.kv_heads=8: parallel.tp may be 1, 2, 4, 8"),
-        (Mesh(pipeline=128), r"parallel.pp=128 exceeds the 126 blocks: parallel.pp may be at most 126"),
-    ],
-)
-def test_a_mesh_that_cannot_cut_the_model_is_refused_with_what_can(mesh: Mesh, message: str) -> None:
+def test_a_mesh_that_cannot_cut_the_heads_is_refused_with_what_can() -> None:
     load = measured("405B", BF16(), H100)
-    assert message in "; ".join(problems(model("405B"), load.distinct, mesh))
+    message = "parallel.tp=16 does not divide model.kv_heads=8: parallel.tp may be 1, 2, 4, 8"
+    assert message in "; ".join(problems(model("405B"), load.distinct, Mesh(tensor=16)))
 
 
 def test_a_batch_that_does_not_divide_is_refused_with_one_that_does() -> None:
@@ -288,8 +282,7 @@ def test_a_batch_that_does_not_divide_is_refused_with_one_that_does() -> None:
     assert batch_problem(96, 2, mesh) is None
 
 
-def test_the_cut_of_a_model_names_its_row_wise_layers() -> None:
-    """A family says itself how it is cut; for others the names of Llama hold."""
+def test_the_cut_of_a_model_is_what_it_says_itself_and_nothing_where_it_does_not() -> None:
 
     class Named(nn.Module):
         def fp4train_tensor_cut(self) -> TensorCut:
@@ -297,6 +290,7 @@ def test_the_cut_of_a_model_names_its_row_wise_layers() -> None:
 
     assert tensor_cut(Named()).in_ == ("out",)
     assert len(tensor_cut(model("8B")).in_) == 64
+    assert tensor_cut(nn.Linear(4, 4)) == TensorCut(out=(), in_=())
 
 
 @pytest.mark.long

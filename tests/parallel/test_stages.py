@@ -1,0 +1,76 @@
+"""A model's blocks are divided over the stages of a pipeline by what they multiply, in a run as in its plan."""
+
+from collections import Counter
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fp4train as f4
+from fp4train.hardware import Device, find_gpu
+from fp4train.lab.costs.workload import workload
+from fp4train.models.common.cut import multiplications
+from fp4train.models.hybrid import Hybrid, ScanShape
+from fp4train.models.hyena import FilterShape, Hyena
+from fp4train.models.llama import Llama
+from fp4train.models.moe import ExpertShape, MixtureOfExperts
+from fp4train.parallel.config import Parallel
+from fp4train.parallel.held import Inventory
+from fp4train.parallel.stages import cut_of, cut_stages
+from fp4train.parallel.world import World
+from fp4train.precision import BF16, Timeline
+from fp4train.precision.layers import find_layers
+from fp4train.precision.plan import make_plan
+
+FAMILIES = {
+    "llama": Llama(width=32, layers=9, heads=2, kv_heads=2, hidden=48),
+    "moe": MixtureOfExperts(width=32, layers=9, heads=2, kv_heads=2, dense=3, experts=ExpertShape(count=4, top=2)),
+    "hybrid": Hybrid(width=32, pattern="M-M-M*-M*", heads=2, hidden=48, scan=ScanShape(heads=2, head_dim=8, chunk=16)),
+    "hyena": Hyena(width=32, pattern="SDH*SDH*H", heads=2, hidden=48, filters=FilterShape(groups=8)),
+}
+NO_STATE = Inventory(state=frozenset(), groups=(), layers={}, modules=())
+
+
+def built(shape: Any, time: int) -> nn.Module:
+    with torch.device("meta"):
+        return f4.convert(shape.build(vocab_size=64, seq_len=time))
+
+
+def run_of(model: nn.Module, parallel: Parallel, time: int) -> list[list[int]]:
+    """The blocks that each rank of a run holds."""
+    found = []
+    for rank in range(parallel.pp):
+        group: Any = SimpleNamespace(rank=partial(int, rank))
+        world = World(device=torch.device("meta"), mesh=parallel.mesh(parallel.pp), pipeline=group)
+        pipeline = cut_stages(model, cut_of(model, parallel), NO_STATE, parallel, world, time)
+        found.append([int(name) for name, _ in pipeline.model.get_submodule("blocks").named_children()])
+    return found
+
+
+@pytest.mark.parametrize("time", [64, 4096])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_run_and_its_plan_divide_blocks_equally(family: str, time: int) -> None:
+    model = built(FAMILIES[family], time)
+    layers, device = find_layers(model).values(), Device.elsewhere(find_gpu("H100"))
+    plan = make_plan(layers, Timeline(recipe=BF16(), steps=1), None, tokens=time, device=device)
+    load = workload(model, plan.at(0).layers, BF16(), sequences=1, seq_len=time)
+    shapes = [Parallel(pp=pp) for pp in (2, 3, 4)]
+    for parallel in (*shapes, *(Parallel(pp=pp, pp_schedule="interleaved") for pp in (2, 3, 4))):
+        divided = run_of(model, parallel, time)
+        assert sorted(index for held in divided for index in held) == [*range(9)]
+        planned = load.stages(parallel.mesh(parallel.pp))
+        assert [Counter(load.order[index] for index in held) for held in divided] == planned
+
+
+def test_attention_weighs_more_in_longer_sequences() -> None:
+    """The blocks of the second half attend, those of the first do not."""
+    shape = Hybrid(width=32, pattern="----****", heads=2, hidden=64)
+    lengths = {time: list(map(len, run_of(built(shape, time), Parallel(pp=2), time))) for time in (16, 4096)}
+    assert lengths == {16: [4, 4], 4096: [6, 2]}
+
+
+def test_a_family_that_says_nothing_of_its_products_counts_by_its_weights() -> None:
+    assert multiplications(nn.TransformerEncoderLayer(8, 2, 16), 4096) == 4 * 8 * 8 + 2 * 8 * 16
