@@ -6,7 +6,8 @@
       {"step": 120, "train/loss": 2.31, "after": "03b1c9e7", "crc": "5f0e2d1a"}
 
   so that a digit that was changed is told from a line that is gone, moved or another file's. The first line follows
-  the identity of the run.
+  the identity of the run, that of a journal nothing. Metrics, the journal and studies' records are such lines; a block
+  of the statistics says the same of itself in its header.
 - What is appended to a file cannot show that its end is cut off. So each checkpoint holds the length and the checksum
   of every record (`Rolling`), and `unlike` compares them.
 
@@ -37,8 +38,8 @@ from fp4train.text import first_line
 
 _CRC = b', "crc": "%08x"}'
 _CRC_BYTES = len(_CRC % 0)
-_AFTER = b', "after": "%08x"'
-_LINKED = len(_AFTER % 0) + _CRC_BYTES
+_AFTER = b', "after": "%b"'
+_LINKED = len(_AFTER % bytes(8)) + _CRC_BYTES
 
 CONFIG = "config.yaml"
 CONFIG_LIMIT = 1 << 19
@@ -84,27 +85,45 @@ def unsealed(data: bytes) -> tuple[dict[str, Any], bool]:
     return body, given is not None
 
 
-class Gap(ValueError):
-    """A line is whole, and does not follow the one before it."""
+def chained_sum(line: Mapping[str, Any], before: str) -> str:
+    """The "sum" of a line of an older version's journal, after a line whose sum is `before`."""
+    body = {key: value for key, value in line.items() if key != "sum"}
+    text = json.dumps(body, sort_keys=True, ensure_ascii=False, default=str)
+    return hashlib.sha256(f"{before}\n{text}".encode()).hexdigest()[:16]
 
 
 class Chain:
-    """Seals the lines of a record, or checks them, one after another.
+    """Seals the parts of a record, lines or blocks, or checks them, one after another.
 
-    Lines of older files have no "after", and before that no "crc". After one that has it, each must have it.
+    Parts of older files have no "after", and lines before that no "crc". After one that has it, each must have it.
 
     Args:
-        first: what the first line follows: the identity of the run.
+        first: what the first part follows: the identity of the run; empty: nothing; None: it is not compared.
     """
 
     def __init__(self, first: str | None = None) -> None:
         self.last: int | None = None if first is None else zlib.crc32(first.encode())
-        """Checksum of the line before; None: not known, and not compared."""
-        self._sealed = self._chained = False
+        """Checksum of the part before; None: not known, and not compared."""
+        self.sealed = self._chained = False
+
+    @property
+    def after(self) -> str:
+        """The checksum of the part before, as the next one says it."""
+        return f"{self.last or 0:08x}"
+
+    def follow(self, own: int, after: str | None) -> bool:
+        """Whether a part follows the one before, as which it counts from now on.
+
+        Args:
+            own: its checksum. after: that of the one before, as the part says it; None: it says none.
+        """
+        gone = (after is not None or self._chained) and self.last is not None and after != self.after
+        self.last, self._chained = own, self._chained or after is not None
+        return not gone
 
     def seal(self, text: bytes) -> bytes:
         """`text`, an object in JSON that is not empty, as the next line."""
-        body = text[:-1] + _AFTER % (self.last or 0)
+        body = text[:-1] + _AFTER % self.after.encode()
         self.last = zlib.crc32(body)
         return body + _CRC % self.last + b"\n"
 
@@ -117,12 +136,12 @@ class Chain:
         self.last = zlib.crc32(raw[: -_CRC_BYTES - 1] if sealed else raw[:-1])
         return raw
 
-    def open(self, raw: bytes) -> dict[str, Any]:
-        """The object in the next line, without the chain's keys. After a `ValueError` what follows is not compared.
+    def open(self, raw: bytes) -> tuple[dict[str, Any], str]:
+        """The object in the next line, without the chain's keys, and what is wrong with what is before it, in words;
+        empty: nothing. After a `ValueError` what follows is not compared.
 
         Raises:
             ValueError, RecursionError: it is no line, or not as it was written.
-            Gap: a line before it is missing, or it comes from elsewhere; the next call gives it.
         """
         raw = raw.removesuffix(b"\n")
         before, self.last = self.last, None
@@ -130,17 +149,14 @@ class Chain:
         if not isinstance(line, dict):
             raise ValueError("it is no object")
         own = zlib.crc32(raw[:-_CRC_BYTES])
-        if "crc" in line or self._sealed or _almost_sealed(raw, _CRC % own):
+        if "crc" in line or self.sealed or _almost_sealed(raw, _CRC % own):
             if raw[-_CRC_BYTES:] != _CRC % own:
                 raise ValueError("its checksum differs")
-            self._sealed = True
+            self.sealed = True
             del line["crc"]
-        after = line.pop("after", None)
-        if (after is not None or self._chained) and before is not None and after != f"{before:08x}":
-            raise Gap("a line before it is missing, or it is of another file")
-        self._chained = self._chained or after is not None
-        self.last = own if self._sealed else zlib.crc32(raw)
-        return line
+        self.last = before
+        follows = self.follow(own if self.sealed else zlib.crc32(raw), line.pop("after", None))
+        return line, "" if follows else "a line before it is missing, or it is of another file"
 
 
 def _almost_sealed(raw: bytes, end: bytes) -> bool:

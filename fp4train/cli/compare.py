@@ -6,6 +6,7 @@ run.seed only are averaged.
   out=FILE         a picture (.png), the table (.csv) or everything (.json); the default is compare.png in the first RUN
 """
 
+import re
 from pathlib import Path
 
 from fp4train.cli.output import usage
@@ -13,9 +14,11 @@ from fp4train.config.overrides import Option, read_options
 from fp4train.errors import UserError
 from fp4train.lab.analysis.compare import OUTPUTS, compare
 from fp4train.lab.analysis.figure import check_out
-from fp4train.run.record.journal import quantised_share
+from fp4train.run.record.directory import steps_done
+from fp4train.run.record.journal import read_journal, stretches
 
 USAGE = usage(__doc__)
+_HIGH = {"BF16", "FP16", "FP32"}
 
 
 def main(arguments: list[str]) -> int:
@@ -33,3 +36,17 @@ def main(arguments: list[str]) -> int:
     print(comparison.render())
     print(comparison.draw() if out is None else comparison.write(out))
     return 0
+
+
+def quantised_share(run: Path) -> float | None:
+    """The share of the linear layers' multiply-adds, in the steps done, that were quantised; None: not known.
+
+    Raises:
+        UserError: the journal is damaged.
+    """
+    done, steps, total = steps_done(run), 0, 0.0
+    for stretch in stretches(read_journal(run)):
+        ran = max(0, min(stretch.stop, done) - stretch.start)
+        total += ran * sum(share for name, share in stretch.shares.items() if set(re.findall(r"\w+", name)) - _HIGH)
+        steps += ran
+    return total / steps if steps else None

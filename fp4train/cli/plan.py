@@ -111,7 +111,7 @@ def _of_run(run: Path, *, full: bool) -> str:
     records = journal.read_journal(run)
     if not records:
         raise UserError(f"{run} has no {run_directory.HISTORY}, it was made by an older fp4train: plan resume={run}")
-    done, known = journal.steps_done(run), journal.stretches(records)
+    done, known = run_directory.steps_done(run), journal.stretches(records)
     steps = known[-1].stop if known else 0
     told = [(f"step {r.step}", r.event, r.time.replace("+00:00", " UTC"), r.describe()) for r in records]
     head = [f"{run}: {done} of {steps} steps are done", "", *columns(told), ""]

@@ -23,7 +23,7 @@ from fp4train.config.schema import plain, to_config
 from fp4train.errors import UserError
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record.inbox import EVALUATION, ask, cancel_request, pending, wait_for_answer
-from fp4train.run.record.journal import RecipeChoice, read_swaps, steps_done
+from fp4train.run.record.journal import RecipeChoice, read_swaps
 from fp4train.text import tabulate, whole_number
 
 USAGE = usage(__doc__)
@@ -115,7 +115,7 @@ def _check(run: Path, recipe: dict[str, object], name: str, step: int) -> None:
 
 def _listed(run: Path) -> str:
     """The recorded swaps, and the requests that no process has taken."""
-    done = steps_done(run)
+    done = run_directory.steps_done(run)
     rows = [
         (str(swap.step), swap.name, "took effect" if swap.step < done else f"recorded, cancel={swap.step}", "")
         for swap in read_swaps(run)
@@ -133,7 +133,7 @@ def _listed(run: Path) -> str:
 def _cancel(run: Path, what: str, wait: float) -> int:
     """Take back a pending request, or ask the training process to forget a recorded swap."""
     open_requests = pending(run)
-    done = steps_done(run)
+    done = run_directory.steps_done(run)
     recorded = [swap.step for swap in read_swaps(run) if swap.step >= done]
     if what == "all":
         taken = [request for request in open_requests if cancel_request(run, request)]

@@ -32,7 +32,7 @@ from typing import Any
 from fp4train import files
 from fp4train.errors import UserError, reason, user_errors
 from fp4train.files import Folder
-from fp4train.sealed import Appended, Chain, Gap, Scanned, cut, identity, unlike
+from fp4train.sealed import Appended, Chain, Scanned, cut, identity, unlike
 from fp4train.track.statistics import STATISTICS, Statistics, StatisticsLog
 from fp4train.worker import Worker
 
@@ -235,7 +235,7 @@ def _scan(folder: Folder, name: str, chain: Chain) -> Iterator[Scanned]:
     """The lines; not the torn end of one, nor a damaged last one, of which a warning is given."""
     damaged: Scanned | None = None
     for number, raw in enumerate(folder.lines(name, LIMIT), start=1):
-        torn, why = not raw.endswith(b"\n"), ""
+        torn = not raw.endswith(b"\n")
         if torn and len(raw) < files.LINE:
             break
         if damaged is not None:
@@ -244,10 +244,7 @@ def _scan(folder: Folder, name: str, chain: Chain) -> Iterator[Scanned]:
         try:
             if torn:
                 raise ValueError(f"it has more than {files.LINE:,} bytes")
-            try:
-                line = _parsed(raw, chain)
-            except Gap as error:
-                line, why = _parsed(raw, chain), str(error)
+            line, why = _parsed(raw, chain)
         except (ValueError, RecursionError) as error:
             damaged = Scanned(number, raw, None, str(error) or type(error).__name__)
             continue
@@ -276,11 +273,11 @@ def parse_line(raw: bytes) -> dict[str, Any]:
     Raises:
         ValueError, RecursionError: it is none, or is not as it was written.
     """
-    return _parsed(raw, Chain())
+    return _parsed(raw, Chain())[0]
 
 
-def _parsed(raw: bytes, chain: Chain) -> dict[str, Any]:
-    line = chain.open(raw)
+def _parsed(raw: bytes, chain: Chain) -> tuple[dict[str, Any], str]:
+    line, why = chain.open(raw)
     if not isinstance(line.get("step"), int):
         raise ValueError("no step in it")
     nonfinite = line.pop("nonfinite", {})
@@ -288,7 +285,7 @@ def _parsed(raw: bytes, chain: Chain) -> dict[str, Any]:
         raise ValueError("nonfinite names no numbers")
     for key, text in nonfinite.items():
         line[key] = float(text)
-    return line
+    return line, why
 
 
 def _dump(line: Mapping[str, Any]) -> bytes:

@@ -6,7 +6,7 @@ A block is complete in itself::
     3 × u32   lengths of the header and of the two tables, little-endian
     1 × u32   CRC-32 of all that follows
     header    JSON: step, recipe, the layers' names, the operands' names, the columns (NumPy's descr) of both tables,
-              and "after", the CRC-32 of the block before, the first one's of the run's identity; older ones have none
+              and "after", as lines of metrics have it (`fp4train.sealed`); older ones have none
     table 1   a row for each quantised operand: `OPERAND`
     table 2   a row for each layer with one: `GRADIENT`
 
@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from fp4train import files
 from fp4train.errors import UserError, user_errors
-from fp4train.sealed import Appended, Scanned, cut, identity
+from fp4train.sealed import Appended, Chain, Scanned, cut, identity
 
 _log = logging.getLogger(__name__)
 
@@ -78,14 +78,14 @@ class Statistics:
     names: tuple[str, ...]
     operands: NDArray[Any]
     gradients: NDArray[Any]
-    after: int | None = None
+    after: str | None = None
 
-    def to_bytes(self, after: int) -> bytes:
+    def to_bytes(self, after: str) -> bytes:
         """The block; `after`: checksum of the one before."""
         columns = [[list(column) for column in dtype.descr] for dtype in (OPERAND, GRADIENT)]
         head = {"step": self.step, "recipe": self.recipe, "layers": self.layers, "names": self.names}
         parts = (
-            json.dumps({**head, "columns": columns, "after": f"{after:08x}"}).encode(),
+            json.dumps({**head, "columns": columns, "after": after}).encode(),
             self.operands.astype(OPERAND).tobytes(),
             self.gradients.astype(GRADIENT).tobytes(),
         )
@@ -121,11 +121,11 @@ class StatisticsLog:
     def __init__(self, path: Path, *, resume_step: int | None = None) -> None:
         self.path = Path(path)
         self._file: Appended | None = None
-        self._failing, self._last = False, 0
+        self._failing = False
 
         def again(block: Scanned) -> bytes:
-            raw: bytes = block.raw if block.value.after is None else block.value.to_bytes(self._last)
-            self._last = _checksum(raw)
+            raw: bytes = block.raw if block.value.after is None else block.value.to_bytes(self._chain.after)
+            self._chain.last = _checksum(raw)
             return raw
 
         def keep(block: Statistics) -> bool:
@@ -134,9 +134,9 @@ class StatisticsLog:
         remedy = "; move it away to go on without what was measured"
         refused = user_errors(OSError, before=f"{self.path} cannot be written: ", after=remedy)
         with refused, files.parent(self.path, create=True) as (folder, name):
-            self._last = zlib.crc32((identity(folder) or "").encode())
+            self._chain = Chain(identity(folder) or "")
             data = b"" if folder.status(name) is None else folder.read(name, LIMIT)
-            self._all, wrong = cut(folder, name, _blocks(data, None), again, keep)
+            self._all, wrong = cut(folder, name, _blocks(data, Chain()), again, keep)
         for each in wrong:
             _log.warning("%s: %s", self.path, each.why)
         self.mark = self._all.mark()
@@ -144,7 +144,7 @@ class StatisticsLog:
 
     def log(self, statistics: Statistics) -> None:
         """Append a block. A disk that does not take it is reported once, and the block is left out."""
-        data = statistics.to_bytes(self._last)
+        data = statistics.to_bytes(self._chain.after)
         try:
             if self._all.size + len(data) > LIMIT:
                 raise OSError(errno.EFBIG, f"it has {LIMIT:,} bytes")
@@ -153,7 +153,7 @@ class StatisticsLog:
                     self._file = Appended(folder, name, self._all.size)
             self._file.write(data)
             self._all.add(data)
-            self._last, self.mark = _checksum(data), self._all.mark()
+            self._chain.last, self.mark = _checksum(data), self._all.mark()
             self._failing = False
         except OSError as error:
             if not self._failing:
@@ -189,9 +189,8 @@ def read_statistics(run: Path, say: Callable[[str], object] = _log.warning) -> C
         raise UserError(f"{path} is missing: a run writes it with eval.errors_every=STEPS") from error
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
-    first = None if own is None else zlib.crc32(own.encode())
     blocks: list[Statistics] = []
-    for each in _blocks(data, first):
+    for each in _blocks(data, Chain(own)):
         if each.why:
             say(f"{path}: {each.why}")
         blocks += [] if each.value is None else [each.value]
@@ -222,20 +221,15 @@ def _columns(tables: list[tuple[Statistics, NDArray[Any]]], dtype: np.dtype[Any]
     return found
 
 
-def _blocks(data: bytes, first: int | None) -> Iterator[Scanned]:
-    """The blocks. What is damaged is skipped up to the next one; a torn end is left out. Linear in the file.
-
-    Args:
-        first: what the first block comes after; None: not compared.
-    """
-    at, before, left = 0, first, _FREE + 4 * len(data)
+def _blocks(data: bytes, chain: Chain) -> Iterator[Scanned]:
+    """The blocks. What is damaged is skipped up to the next one; a torn end is left out. Linear in the file."""
+    at, left = 0, _FREE + 4 * len(data)
     while 0 <= at < len(data):
         raw = data[at : at + _claimed(data, at)]
         if (block := _block(raw)) is not None:
-            gone = None not in (block.after, before) and block.after != before
-            why = f"measured steps before step {block.step} are missing, or it is of another run" if gone else ""
-            yield Scanned(0, raw, block, why)
-            at, before = at + len(raw), _checksum(raw)
+            gone = f"measured steps before step {block.step} are missing, or it is of another run"
+            yield Scanned(0, raw, block, "" if chain.follow(_checksum(raw), block.after) else gone)
+            at += len(raw)
             continue
         following = data.find(_MAGIC, at + 1)
         while following >= 0 and left > 0 and _block(data[following : following + _claimed(data, following)]) is None:
@@ -244,7 +238,7 @@ def _blocks(data: bytes, first: int | None) -> Iterator[Scanned]:
         if following >= 0:
             following = following if left > 0 else len(data)
             yield Scanned(0, b"", None, f"{following - at} bytes at {at} are damaged and left out")
-        at, before = following, None
+        at, chain.last = following, None
 
 
 def _checksum(block: bytes) -> int:
@@ -278,7 +272,7 @@ def _block(raw: bytes) -> Statistics | None:
             recipe=str(head["recipe"]),
             operands=operands,
             gradients=gradients,
-            after=None if head.get("after") is None else int(str(head["after"]), 16),
+            after=None if head.get("after") is None else str(head["after"]),
             layers=tuple(map(str, head["layers"])),
             names=tuple(map(str, head["names"])),
         )

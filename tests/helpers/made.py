@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from fp4train.lab.studies.intervals import quantile
-from fp4train.run.record.journal import chained_sum
-from fp4train.sealed import sealed
+from fp4train.sealed import chained_sum, sealed
 from fp4train.track import STATISTICS, MetricsLog, Statistics
 from fp4train.track.statistics import GRADIENT, OPERAND, StatisticsLog
 

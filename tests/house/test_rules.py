@@ -250,7 +250,6 @@ EXCEPTIONS: Mapping[Rule, Mapping[str, str]] = {
         "models/common/initialise.py": "takes from the generator what the constructor of torch's linear layer takes",
     },
     small_files: {
-        "cli/compare.py": "a verb of the command line",
         "cli/formats.py": "a verb of the command line",
         "models/moe/parallel.py": "how a family is cut, a file of the same name in each folder of models/",
         "optim/sgd.py": "an optimizer; saved configurations name its module",

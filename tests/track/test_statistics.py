@@ -59,14 +59,14 @@ def test_a_block_torn_by_a_kill_is_left_out_and_replaced(tmp_path: Path, cut: in
     assert set(read_statistics(tmp_path).operands["step"]) == {1}
     written(tmp_path, 3)
     assert set(read_statistics(tmp_path).operands["step"]) == {1, 3}
-    first = block(1).to_bytes(0)
-    assert path.read_bytes() == first + block(3).to_bytes(zlib.crc32(first[20:]))
+    first = block(1).to_bytes("00000000")
+    assert path.read_bytes() == first + block(3).to_bytes(f"{zlib.crc32(first[20:]):08x}")
 
 
 @pytest.mark.parametrize("at", [0, 6, 30, 300])
 def test_a_damaged_block_costs_itself_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture, at: int) -> None:
     path = written(tmp_path, 1, 2, 3)
-    data, size = bytearray(path.read_bytes()), len(block(1).to_bytes(0))
+    data, size = bytearray(path.read_bytes()), len(block(1).to_bytes("00000000"))
     data[size + at] ^= 0x55
     path.write_bytes(data)
     with caplog.at_level(logging.WARNING):
@@ -97,7 +97,7 @@ def test_statistics_of_another_run_are_named(tmp_path: Path, caplog: pytest.LogC
 def test_blocks_from_before_they_were_chained_are_read_and_followed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    raw = block(1).to_bytes(0)
+    raw = block(1).to_bytes("00000000")
     first = len(raw) - block(1).operands.nbytes - block(1).gradients.nbytes
     header = json.loads(raw[20:first])
     del header["after"]
@@ -122,7 +122,7 @@ def test_blocks_from_before_they_were_chained_are_read_and_followed(
 )
 def test_a_block_whose_numbers_are_none_is_left_out(tmp_path: Path, values: dict[str, Any]) -> None:
     """Of a file that somebody else wrote, with checksums that fit."""
-    raw = block(1).to_bytes(zlib.crc32(b""))
+    raw = block(1).to_bytes("00000000")
     tables = block(1).operands.nbytes + block(1).gradients.nbytes
     header = json.loads(raw[20:-tables])
     header |= {key: value for key, value in values.items() if key in header}

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from fp4train import files, sealed
+from fp4train import checkpoint, files, sealed
 from fp4train.config.plugins import check_targets, walk
 from fp4train.data.cache import KEPT as DIGESTS
 from fp4train.data.template import KEPT as TEMPLATE
@@ -37,7 +37,7 @@ from fp4train.parallel.config import DROPPED
 from fp4train.sealed import config_parts, saved_config
 from fp4train.track.config import METRICS
 from fp4train.track.metrics import LIMIT as METRICS_LIMIT
-from fp4train.track.metrics import read_metrics
+from fp4train.track.metrics import parse_line, read_metrics
 from fp4train.track.statistics import STATISTICS
 
 _log = logging.getLogger(__name__)
@@ -50,6 +50,8 @@ TOKENIZER = ("tokenizer.json", "tokenizer_origin.json", TEMPLATE)
 SAVED, REMOVED = "checkpoint", "checkpoints removed"
 """The events in the metrics of a checkpoint that is whole, and of the ruined ones of a run that has no good one."""
 _FOLDERS = (CHECKPOINTS, REQUESTS, "wandb", "tensorboard")
+_TAIL = 1 << 20
+"""Bytes at the end of the metrics in which the last step is looked for."""
 PARTS = (CHECKPOINTS, METRICS, SWAPS)
 """The results in a run directory; a new run never replaces them unasked."""
 
@@ -272,3 +274,21 @@ def check_restart(run: Path) -> None:
             f"{run} had saved step {saved}, and its checkpoints are gone: put them back, or start over with "
             "run.overwrite=true, which removes its metrics"
         )
+
+
+def steps_done(run: Path) -> int:
+    """The steps that a run has done: by the end of its metrics, or the newest checkpoint of a run that keeps none."""
+    done = checkpoint.steps(run / CHECKPOINTS)[-1:]
+    try:
+        with files.parent(run / METRICS) as (folder, name), os.fdopen(folder.descriptor_of(name), "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
+            tail = file.read(_TAIL).splitlines()
+    except OSError:
+        tail = []
+    for raw in reversed(tail):
+        with suppress(ValueError, RecursionError):
+            line = parse_line(raw)
+            if "train/loss" in line:
+                done.append(int(line["step"]))
+                break
+    return max(done, default=0)

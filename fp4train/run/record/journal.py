@@ -2,54 +2,45 @@
 
 One record per line::
 
-    {"event": "start",  "step": 0,  "time": …, "config": {…}, "environment": {…}, "stretches": […], "sum": …}
+    {"event": "start",  "step": 0,  "time": …, "config": {…}, "environment": {…}, "stretches": […], "after": …, …}
     {"event": "resume", "step": 12, "time": …, "from": "step_00000012", "changed": {"train.steps": [12, 20]}, …}
     {"event": "swap",   "step": 15, "time": …, "name": "mxfp8", "at": 16, "recipe": {…}, "stretches": […], …}
 
 `stretches` is the plan from `step` on (`stretches`). A later record replaces it from its own step on, and nothing
-before, so that the plan of the past stays what ran. `sum` is a checksum over the line and the sum of the line before; a
-last line that a power cut tore is left out. A checkpoint holds the sum of the last record that it was trained with, and
-the swaps, from which a journal that was lost is mended.
+before, so that the plan of the past stays what ran. The lines are chained as those of the metrics are
+(`fp4train.sealed`); a last line that a power cut tore is left out. A checkpoint holds the checksum of the last record
+that it was trained with, and the swaps, from which a journal that was lost is mended.
 
 The configuration and the swaps of a run are what its records say. Older versions kept the swaps in RUN/swaps.json,
-which a resume takes over and removes.
+which a resume takes over and removes, and gave each line a "sum" instead of the chain.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
-import os
-import re
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fp4train import checkpoint, files
+from fp4train import files
 from fp4train.config.binding import bind, complete, flattened
 from fp4train.config.schema import Config
 from fp4train.errors import UserError, user_errors
 from fp4train.files import Folder
 from fp4train.precision import Recipe, Swap
 from fp4train.precision.plan import Plan
-from fp4train.run.record.directory import CHECKPOINTS, HISTORY, SWAPS, identity
+from fp4train.run.record.directory import HISTORY, SWAPS, identity
 from fp4train.run.record.stretches import RecordedStretch, compact, expanded, joined
-from fp4train.sealed import Appended, checksum
+from fp4train.sealed import Appended, Chain, chained_sum, checksum
 from fp4train.text import first_line
-from fp4train.track.config import METRICS
-from fp4train.track.metrics import parse_line
 
 _log = logging.getLogger(__name__)
 
 LIMIT, SWAPS_LIMIT = 1 << 28, 1 << 24
 """Bytes of a journal, and of a record of swaps, that are read."""
-_TAIL = 1 << 20
-"""Bytes at the end of the metrics in which the last step is looked for."""
-_HIGH = {"BF16", "FP16", "FP32"}
 _DAMAGE = (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError)
 """Errors that reading a record may raise that somebody else prepared."""
 
@@ -89,7 +80,7 @@ class Record:
         values: what else the line holds: config, environment (`fp4train.run.host`), from, name, at, recipe,
             request, run, the identity of the run that wrote it, and of a rewind diverged, skipped
             (`fp4train.run.supervise.divergence`).
-        sum: its checksum and that of all lines before.
+        crc: checksum of its line. sum: what checkpoints remember of it: `crc` in words, or an older line's "sum".
     """
 
     event: str
@@ -98,6 +89,7 @@ class Record:
     changed: dict[str, tuple[Any, Any]]
     stretches: tuple[RecordedStretch, ...]
     values: dict[str, Any]
+    crc: int
     sum: str
 
     def describe(self) -> str:
@@ -153,9 +145,11 @@ class Journal:
             **values,
             "stretches": [] if plan is None else compact(plan),
         }
-        text = json.dumps(line | {"sum": chained_sum(line, self.last)}, ensure_ascii=False, default=str)
-        self.records.append(_record(json.loads(text)))
-        self.waiting.append((self.records[-1], text.encode() + b"\n"))
+        text, chain = json.dumps(line, ensure_ascii=False, default=str), Chain("")
+        chain.last = self.records[-1].crc if self.records else chain.last
+        raw = chain.seal(text.encode())
+        self.records.append(_record(json.loads(text), chain))
+        self.waiting.append((self.records[-1], raw))
 
     def take_back(self) -> None:
         """Forget the record that was added last, which could not be written."""
@@ -208,7 +202,7 @@ def read_journal(run: Path) -> list[Record]:
 
 def _lines(folder: Folder) -> tuple[list[Record], int]:
     """The records, and how many bytes of the file they are."""
-    path, before = folder.path / HISTORY, ""
+    path, chain = folder.path / HISTORY, Chain("")
     found: list[Record] = []
     try:
         *whole, torn = folder.read(HISTORY, LIMIT).split(b"\n")
@@ -218,30 +212,24 @@ def _lines(folder: Folder) -> tuple[list[Record], int]:
         raise UserError(f"{path} cannot be read: {error}; move it away to go on without the record") from error
     for number, raw in enumerate(whole, start=1):
         try:
-            line = json.loads(raw)
-            if line["sum"] != chained_sum(line, before):
-                raise ValueError("its checksum differs")
-            found.append(_record(line))
+            line, why = chain.open(raw)
+            if not chain.sealed and line["sum"] != chained_sum(line, found[-1].sum if found else ""):
+                why = "its checksum differs"
+            if why:
+                raise ValueError(why)
+            found.append(_record(line, chain))
         except _DAMAGE as error:
             why = first_line(error) if isinstance(error, ValueError) else "it is no record"
             raise UserError(
                 f"{path}, line {number} is damaged ({why}): restore the file, or move it away; the run goes on "
                 "without it, but then what ran before is not on record"
             ) from error
-        before = found[-1].sum
     if torn:
         _log.warning("%s: its last line was cut off and is left out", path)
     return found, sum(len(raw) + 1 for raw in whole)
 
 
-def chained_sum(line: Mapping[str, Any], before: str) -> str:
-    """The checksum of a line, whose own "sum" does not count, after a line whose sum is `before`."""
-    body = {key: value for key, value in line.items() if key != "sum"}
-    text = json.dumps(body, sort_keys=True, ensure_ascii=False, default=str)
-    return hashlib.sha256(f"{before}\n{text}".encode()).hexdigest()[:16]
-
-
-def _record(line: Mapping[str, Any]) -> Record:
+def _record(line: Mapping[str, Any], chain: Chain) -> Record:
     if ("recipe" in line or line["event"] == "swap cancelled") and type(line["at"]) is not int:
         raise ValueError("a swap at no step")
     own = ("event", "step", "time", "changed", "stretches", "sum")
@@ -252,7 +240,8 @@ def _record(line: Mapping[str, Any]) -> Record:
         changed={str(key): (old, new) for key, (old, new) in line.get("changed", {}).items()},
         stretches=tuple(expanded(each) for each in line["stretches"]),
         values={key: value for key, value in line.items() if key not in own},
-        sum=str(line["sum"]),
+        crc=chain.last or 0,
+        sum=str(line.get("sum", chain.after)),
     )
 
 
@@ -295,38 +284,6 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[A
 
 def _show(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def steps_done(run: Path) -> int:
-    """The steps that a run has done: by the end of its metrics, or the newest checkpoint of a run that keeps none."""
-    done = checkpoint.steps(run / CHECKPOINTS)[-1:]
-    try:
-        with files.parent(run / METRICS) as (folder, name), os.fdopen(folder.descriptor_of(name), "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
-            tail = file.read(_TAIL).splitlines()
-    except OSError:
-        tail = []
-    for raw in reversed(tail):
-        with suppress(ValueError, RecursionError):
-            line = parse_line(raw)
-            if "train/loss" in line:
-                done.append(int(line["step"]))
-                break
-    return max(done, default=0)
-
-
-def quantised_share(run: Path) -> float | None:
-    """The share of the linear layers' multiply-adds, in the steps done, that were quantised; None: not known.
-
-    Raises:
-        UserError: the journal is damaged.
-    """
-    done, steps, total = steps_done(run), 0, 0.0
-    for stretch in stretches(read_journal(run)):
-        ran = max(0, min(stretch.stop, done) - stretch.start)
-        total += ran * sum(share for name, share in stretch.shares.items() if set(re.findall(r"\w+", name)) - _HIGH)
-        steps += ran
-    return total / steps if steps else None
 
 
 # -- swaps ------------------------------------------------------------------------------------------------------------

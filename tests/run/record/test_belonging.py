@@ -25,9 +25,8 @@ from command_line import (
 )
 
 from fp4train.run.record.directory import identity
-from fp4train.run.record.journal import chained_sum
 from fp4train.run.supervise.saving import Outcome, Saver
-from fp4train.sealed import checksum
+from fp4train.sealed import Chain, checksum
 
 
 def test_a_checkpoint_of_another_run_of_the_same_configuration_is_refused(cli: Cli) -> None:
@@ -138,14 +137,12 @@ def test_a_swap_that_was_changed_is_refused(cli: Cli, stop_at: StopAt) -> None:
     good = path.read_text()
     path.write_text(good.replace("precision.BF16", "precision.FP32"))
     assert "is damaged (its checksum differs)" in cli("resume=runs/a").message
-    lines = [json.loads(line) for line in good.splitlines()]
-    lines[1]["at"] = 1
-    lines[1]["sum"] = chained_sum(lines[1], lines[0]["sum"])
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (first, swap), chain = (Chain().open(line.encode())[0] for line in good.splitlines()), Chain("")
+    path.write_bytes(b"".join(chain.seal(json.dumps(line).encode()) for line in (first, {**swap, "at": 1})))
     newest = Path("runs/a/checkpoints/step_00000004")
 
     def resealed(state: dict[str, Any]) -> None:
-        state["history"] = lines[1]["sum"]
+        state["history"] = chain.after
 
     reseal(newest, lambda held: None, resealed)
     assert "is not what the checkpoint of step 4 was trained with (the swap at step 2)" in cli("resume=runs/a").message

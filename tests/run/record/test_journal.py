@@ -13,7 +13,7 @@ from command_line import Cli, StopAt, events, lines, losses, steps
 from fp4train.errors import UserError
 from fp4train.files import Folder
 from fp4train.run.record import journal
-from fp4train.run.record.journal import chained_sum
+from fp4train.sealed import chained_sum
 
 STEADY = ("phases=none", "schedule=constant")
 
@@ -283,6 +283,44 @@ def test_every_start_records_what_it_ran_on(cli: Cli, stop_at: StopAt, monkeypat
     assert first | {"host": "elsewhere"} == second, "nothing else differs"
     assert first["versions"]["torch"] == torch.__version__ and first["device"] == "cpu" and first["ranks"] == 1
     assert first["data"] and first["cores"] >= first["threads"] >= 1
+
+
+def journal_of_an_older_version(run: Path) -> list[bytes]:
+    """The lines of RUN/history.jsonl with a "sum" each, as they were before the lines of all records had one chain."""
+    lines: list[dict[str, Any]] = []
+    for step in range(3):
+        line = {"event": "resume", "step": step, "time": "", "stretches": []}
+        lines.append({**line, "sum": chained_sum(line, lines[-1]["sum"] if lines else "")})
+    raw = [json.dumps(line).encode() + b"\n" for line in lines]
+    (run / "history.jsonl").write_bytes(b"".join(raw))
+    return raw
+
+
+def test_a_journal_of_an_older_version_goes_on_in_the_chain_of_all_records(tmp_path: Path) -> None:
+    old, path = journal_of_an_older_version(tmp_path), tmp_path / "history.jsonl"
+    with Folder.open(tmp_path) as folder:
+        written = journal.Journal.read(folder, None)
+        for step in (3, 4):
+            written.add("resume", step)
+            written.write()
+    lines = path.read_bytes().splitlines(keepends=True)
+    assert lines[:3] == old and all(b'"after"' in line and b'"sum"' not in line for line in lines[3:])
+    found = journal.read_journal(tmp_path)
+    assert [record.step for record in found] == list(range(5)) and written.last == found[-1].sum
+    assert found[2].sum == json.loads(old[2])["sum"], "what its checkpoints remember"
+    for gone in range(4):
+        path.write_bytes(b"".join(lines[:gone] + lines[gone + 1 :]))
+        with pytest.raises(UserError, match=f"line {gone + 1} is damaged"):
+            journal.read_journal(tmp_path)
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_a_changed_line_of_an_older_journal_is_refused(tmp_path: Path, number: int) -> None:
+    lines = journal_of_an_older_version(tmp_path)
+    lines[number] = lines[number].replace(b'"time": ""', b'"time": "1"')
+    (tmp_path / "history.jsonl").write_bytes(b"".join(lines))
+    with pytest.raises(UserError, match=rf"line {number + 1} is damaged \(its checksum differs\)"):
+        journal.read_journal(tmp_path)
 
 
 def test_a_journal_is_read_before_a_write_only_where_somebody_else_touched_it(

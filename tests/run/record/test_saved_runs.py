@@ -11,7 +11,8 @@ from command_line import Cli, StopAt, losses
 from fp4train import checkpoint
 from fp4train.errors import UserError
 from fp4train.run.record import directory as run_directory
-from fp4train.run.record.journal import chained_sum, read_swaps
+from fp4train.run.record.journal import read_swaps
+from fp4train.sealed import Chain
 
 
 def test_a_run_of_another_configuration_is_left_alone(cli: Cli) -> None:
@@ -86,9 +87,9 @@ def test_a_run_that_was_saved_with_the_precision_of_the_norm_goes_on_without_it(
     body = path.read_text().partition("\n")[2]
     assert "\n  norm:" not in body
     path.write_text(body.replace("parallel:\n", "parallel:\n  norm: auto\n"))
-    line = json.loads(record.read_text())
+    line, _ = Chain().open(record.read_bytes())
     line["config"]["parallel"]["norm"] = "auto"
-    record.write_text(json.dumps({**line, "sum": chained_sum(line, "")}) + "\n")
+    record.write_bytes(Chain("").seal(json.dumps(line).encode()))
     ended = cli("resume=runs/a", "train.steps=2", *cli.paths)
     assert ended.code == 0, ended.message
     assert "runs/a/config.yaml: parallel.norm=auto is dropped: the gradient norm is summed in float64" in ended.err
