@@ -134,15 +134,9 @@ class Measured:
     tokens: int
 
 
-def sample(tensor: Tensor, columns: Tensor | None = None) -> Sample:
-    """`GROUPS` groups of 128 rows of [R, C], evenly spaced; all of it if it has no more. It is copied.
-
-    Args:
-        columns: those to sample, int64; None: all.
-    """
+def sample(tensor: Tensor) -> Sample:
+    """`GROUPS` groups of 128 rows of [R, C], evenly spaced; all of it if it has no more. It is copied."""
     tensor = tensor.detach()
-    if columns is not None:
-        tensor = tensor.index_select(1, columns)
     amax = torch.maximum(tensor.amax(), -tensor.amin()).float()
     rows = tensor.shape[0]
     if rows <= GROUPS * GROUP:
@@ -207,10 +201,10 @@ def watch(layers: Iterable[tuple[Layer, PlannedLayer]]) -> Iterator[WatchedLayer
         if seen.x is None:
             x_MK, w_NK, seen.rows = module.observed(*args)
             # Before the optimizer, and while it is whole: sharded weights are gathered for the layer's call only.
-            seen.w = sample(w_NK, module.channels)
+            seen.w = sample(w_NK)
             if not len(x_MK[seen.rows]):
                 return
-            seen.x = sample(x_MK[seen.rows], module.channels)
+            seen.x = sample(x_MK[seen.rows])
         if output.requires_grad:
             seen.hooked = True
             output.register_hook(partial(leave, seen))  # type: ignore[no-untyped-call]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
@@ -62,13 +62,11 @@ class Executor(ABC):
         kinds: kinds of states of its own that an executor of this class may need; those of a backend are the backend's.
         route: how it is called under torch.compile.
         states: names of the layer's states that it needs.
-        channels: the in features that the layer's own recipe multiplied in the last call, int64; None: all.
     """
 
     kinds: ClassVar[tuple[type[LayerState], ...]] = ()
     route: Route = EAGER
     states: tuple[str, ...] = ()
-    channels: Tensor | None = None
 
     def __init__(self, plan: LayerPlan, device: str, shard: LayerShard | None = None, *, sums: bool = False) -> None:
         self.plan, self.device, self.shard, self.sums = plan, device, shard, sums
@@ -103,6 +101,14 @@ class Executor(ABC):
             now: the state of this thread, in a context.
             counts: of a group; x may have more rows, which count for nothing: those of y are zero.
         """
+
+    def observed(self, x_MK: Tensor, w_NK: Tensor) -> tuple[Tensor, Tensor]:
+        """The columns of x and w that the layer's own recipe multiplied in the last call."""
+        return x_MK, w_NK
+
+    def values(self, w_NK: Tensor, quantised: Callable[[Tensor], Tensor]) -> Tensor:
+        """w, float32, where the columns that the layer's own recipe multiplied in the last call are `quantised`."""
+        return quantised(w_NK)
 
     def calls_of_group(self, layer: Experts, x_MK: Tensor, now: State, counts: Counts) -> list[Call]:
         """The coming calls of this executor of one weight, for each of a group; arguments as of a call."""
@@ -176,14 +182,13 @@ class Call:
         weights: the layer's prepared weights; an empty cache if the context has no step.
         scaling: the layer's amax histories; None: no operand has delayed scaling.
         training: whether amaxes enter their histories.
-        shared: the context's cache of forms that several layers read; None: a compiled graph, which reuses the memory
-            of its tensors, or a part of the channels.
+        shared: the context's cache of forms that several layers read; None: this x is no other layer's, or is that of
+            a compiled graph, which reuses the memory of its tensors.
         counters: `step` on the device, where it is read from there (`RandomKey.counters`).
         parameter: the parameter whose shard or part w is, if w is new in each call.
         gradients: what backward computes; set by each forward pass.
         amaxes: the delayed amaxes of this call, by tensor.
         fused: the weights that share a global scale with this layer's.
-        parts: (channels, call) of each part of the in features, where parts are multiplied apart.
         member: the place of the weight in the layer's group.
     """
 
@@ -201,7 +206,6 @@ class Call:
     parameter: Tensor | None = None
     gradients: GradientDtypes = _NO_GRADIENTS
     amaxes: dict[str, Tensor] | None = None
-    parts: tuple[tuple[Tensor, Call], ...] = ()
     member: int = 0
 
     def amax(self, name: str, quantizer: Quantizer, tensor: Tensor) -> Tensor:

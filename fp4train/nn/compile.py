@@ -47,7 +47,7 @@ def call(layer: Linear, input: Tensor) -> Tensor:
         return result
     if route.kind == "plain":
         return torch.nn.functional.linear(input, layer.w_NK, layer.bias)
-    x_MK, out_dtype, shape = layer.matrix(input)
+    x_MK, autocast, shape = layer.matrix(input)
     assert route.dtype is not None
     with without_torchs_autocast(input.device.type):
         if route.kind == "torch":
@@ -58,4 +58,4 @@ def call(layer: Linear, input: Tensor) -> Tensor:
             tensors = (x_MK.to(route.dtype), layer.w_NK, layer.bias)
             wanted = [training and t is not None and t.requires_grad for t in tensors]
             y_MN, _ = OPERATOR.linear(*tensors, layer.handle, context, training, wanted, route.keeps_x)
-    return y_MN.to(out_dtype).view(shape)
+    return y_MN.to(autocast or input.dtype).view(shape)

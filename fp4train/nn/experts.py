@@ -102,7 +102,7 @@ class Experts(PlannedLayer):
         first = 0 if self.layer_shard is None else self.layer_shard.first
         return range(first, first + self.experts)
 
-    def observed(self, x: Tensor, *counts: Any) -> tuple[Tensor, Tensor, slice]:
+    def _operands(self, x: Tensor, *counts: Any) -> tuple[Tensor, Tensor, slice]:
         rows = self._counts(x, *counts)
         busiest = max(range(self.experts), key=rows.__getitem__)
         start = sum(rows[:busiest])
@@ -139,13 +139,13 @@ class Experts(PlannedLayer):
 
             return cast(Tensor, call(Experts.forward, self, input, counts))
         executor, now = self.executor_now(input.device, input.dtype)
-        x_MK, out_dtype, _ = self.matrix(input)
+        x_MK, autocast, _ = self.matrix(input)
         rows = self._counts(input, counts)
         if executor is None:
             return self._outside(x_MK, rows)
         with without_torchs_autocast(input.device.type):
             y_MN = executor(self, x_MK, (self.w_ENK,), (self._biases,), now, rows)
-        return y_MN.to(out_dtype)
+        return y_MN.to(autocast or input.dtype)
 
     def _counts(self, input: Tensor, counts: Tensor | Sequence[int]) -> list[int]:
         """The rows of each expert, checked; on the meta device, where there are none to read, all are the first's."""

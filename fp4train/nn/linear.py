@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp4train.nn.executors.cut import LayerShard, default_context
-from fp4train.nn.executors.gemms import torch_autocasts, without_torchs_autocast
+from fp4train.nn.executors.gemms import without_torchs_autocast
 from fp4train.nn.planned import PlannedLayer
 from fp4train.nn.ranks import local
 from fp4train.precision.layers import Layer
@@ -56,7 +56,7 @@ class Linear(PlannedLayer, nn.Linear):
         new._begin(layer, backend)
         return new
 
-    def observed(self, x: Tensor, *counts: Any) -> tuple[Tensor, Tensor, slice]:
+    def _operands(self, x: Tensor, *counts: Any) -> tuple[Tensor, Tensor, slice]:
         return x.reshape(-1, x.shape[-1]), self.w_NK, slice(None)
 
     def shard(self, own: LayerShard) -> None:
@@ -76,14 +76,14 @@ class Linear(PlannedLayer, nn.Linear):
         executor, now = self.executor_now(input.device, input.dtype)
         if executor is None:
             return F.linear(input, self.w_NK, self.bias)
-        x_MK, out_dtype, shape = self.matrix(input)
+        x_MK, autocast, shape = self.matrix(input)
         weights, biases = (self.w_NK,), (self.bias,)
-        if torch_autocasts(input.device.type):
+        if autocast is not None:
             with without_torchs_autocast(input.device.type):
                 y_MN = executor(self, x_MK, weights, biases, now)
         else:
             y_MN = executor(self, x_MK, weights, biases, now)
-        return y_MN.to(out_dtype).view(shape if y_MN.shape[0] == x_MK.shape[0] else y_MN.shape)
+        return y_MN.to(autocast or input.dtype).view(shape if y_MN.shape[0] == x_MK.shape[0] else y_MN.shape)
 
     @property
     def w_NK(self) -> Tensor:

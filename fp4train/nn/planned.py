@@ -111,10 +111,15 @@ class PlannedLayer(nn.Module):
         self._calls, self._tokens = 0, TokenCount()
         self.rename(layer, backend)
 
-    @abstractmethod
     def observed(self, x: Tensor, *counts: Any) -> tuple[Tensor, Tensor, slice]:
-        """(x [M, K], w [N, K], the rows of x that w multiplies) of one call, for statistics: of a group those of the
-        weight with the most rows."""
+        """(x [M, K] and w [N, K] as `Executor.observed` of the last call gives them, the rows of x that w multiplies),
+        for statistics: of a group those of the weight with the most rows."""
+        x_MK, w_NK, rows = self._operands(x, *counts)
+        return (*((x_MK, w_NK) if self._held[3] is None else self._held[3].observed(x_MK, w_NK)), rows)
+
+    @abstractmethod
+    def _operands(self, x: Tensor, *counts: Any) -> tuple[Tensor, Tensor, slice]:
+        """`observed` of any executor."""
 
     @abstractmethod
     def shard(self, own: LayerShard) -> None:
@@ -214,13 +219,13 @@ class PlannedLayer(nn.Module):
 
     # -- the call -----------------------------------------------------------------------------------------------------
 
-    @property
-    def channels(self) -> Tensor | None:
-        """See `Executor.channels`; of the executor that ran last."""
-        return None if self._held[3] is None else self._held[3].channels
+    def values(self, w_NK: Tensor, quantised: Callable[[Tensor], Tensor]) -> Tensor:
+        """See `Executor.values`; of the executor that ran last."""
+        return quantised(w_NK) if self._held[3] is None else self._held[3].values(w_NK, quantised)
 
-    def matrix(self, input: Tensor) -> tuple[Tensor, torch.dtype, tuple[int, ...]]:
-        """(x [M, K] of an input, the dtype and the shape of the output).
+    def matrix(self, input: Tensor) -> tuple[Tensor, torch.dtype | None, tuple[int, ...]]:
+        """(x [M, K] of an input, the dtype of torch.autocast, in which the output is then, or None: it is off, the
+        shape of the output).
 
         Raises:
             ValueError: the last dimension is not in_features.
@@ -235,9 +240,9 @@ class PlannedLayer(nn.Module):
             name = self.layer.name or "linear layer"
             raise TypeError(f"{name}: input has dtype {input.dtype}; a linear layer takes floating numbers")
         device = input.device.type
-        out_dtype = torch.get_autocast_dtype(device) if torch_autocasts(device) else input.dtype
+        autocast = torch.get_autocast_dtype(device) if torch_autocasts(device) else None
         x_MK = input if input.dim() == 2 else input.reshape(input.shape[:-1].numel(), self.in_features)
-        return x_MK, out_dtype, (*input.shape[:-1], self.out_features)
+        return x_MK, autocast, (*input.shape[:-1], self.out_features)
 
     def call_in(self, now: State, executor: Executor, tokens: int) -> Call:
         """The coming call of `executor` with so many tokens; inside a recomputed region, that of the first pass."""

@@ -61,26 +61,27 @@ class AmaxHistory:
         self.coming: tuple[Position | None, Sequence[Tensor]] = (None, ())
 
     def enter(self, position: Position | None) -> bool:
-        """Let an amax be written to `newest`; whether it is the first one of the step at `position`."""
+        """Let an amax be written to `newest`; whether it is the first one of the step at `position`.
+
+        The first one of all histories begins the step for those in which an amax entered since they rolled last: it
+        takes the amaxes to use, and makes room for the new ones.
+        """
         first = position != self.position
         if first:
             if self.coming[0] != position:
-                self._roll(position)
+                self.stack[self], rolled = None, []
+                for each in self.stack:
+                    if each is self or (each.coming[0] is None and each.position != position):
+                        rolled.append(each)
+                history, used = map(torch.stack, zip(*map(attrgetter("history", "used"), rolled), strict=True))
+                used, history = delayed_amax(history, used, self.kind[0]), F.pad(history[:, :-1], (1, 0))
+                for each, *tensors in zip(rolled, history.unbind(), history[:, 0].unbind(), used.unbind(), strict=True):
+                    each.coming = position, tensors
             self.position, (self.history, self.newest, self.used) = self.coming
         elif self.given:
             self.load(self.history.clone(), self.used, position)
         self.coming, self.given = (None, ()), False
         return first
-
-    def _roll(self, position: Position | None) -> None:
-        """Begin a step for all histories in which an amax entered since they rolled last: take the amaxes to use, and
-        make room for the new ones."""
-        self.stack[self] = None
-        rolled = [each for each in self.stack if each is self or (each.coming[0] is None and each.position != position)]
-        history, used = map(torch.stack, zip(*map(attrgetter("history", "used"), rolled), strict=True))
-        used, history = delayed_amax(history, used, self.kind[0]), F.pad(history[:, :-1], (1, 0))
-        for each, *tensors in zip(rolled, history.unbind(), history[:, 0].unbind(), used.unbind(), strict=True):
-            each.coming = position, tensors
 
 
 class DelayedScaling(LayerState):

@@ -15,7 +15,7 @@ What is watched is state of the optimizer, float32 of the weight's shape, and so
     oscillation_jumped  Σ |Q(w_t) − Q(w_{t−1})|
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -26,8 +26,8 @@ from fp4train.text import check_least
 
 SEEN, MOVED, JUMPED = "oscillation_seen", "oscillation_moved", "oscillation_jumped"
 
-Watched = tuple[nn.Parameter, QuantSpec, Tensor | None]
-"""A weight, how the forward pass quantises it, and the columns that it quantises so (int64; None: all)."""
+Watched = tuple[nn.Parameter, Callable[[Tensor], Tensor]]
+"""A weight, and what gives Q(w) of it (`values_of`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,11 +67,8 @@ def why_not(spec: QuantSpec) -> str | None:
     return None
 
 
-def values_of(weight: Tensor, spec: QuantSpec, columns: Tensor | None = None) -> Tensor:
-    """Q(w) as the forward pass multiplies it, float32 [N, K]; w itself outside of `columns`, where nothing oscillates
-    then: its ratio is 1."""
-    if columns is not None:
-        return weight.float().index_copy(1, columns, values_of(weight.index_select(1, columns), spec))
+def values_of(weight: Tensor, spec: QuantSpec) -> Tensor:
+    """Q(w) as the forward pass multiplies it, float32 [N, K]."""
     decoded = quantizer(spec, weight.device.type).values(weight)
     values = decoded.values.float()
     return values if decoded.scale is None else values * decoded.scale
@@ -106,7 +103,7 @@ def follow(
     if ending and bool(failed):
         return None
     count, total = torch.zeros((), device=failed.device), 0
-    for weight, spec, columns in watched:
+    for weight, quantised in watched:
         state = optimizer.state[weight]
         now = weight.detach()
         if since == 0:
@@ -114,9 +111,9 @@ def follow(
             continue
         if SEEN not in state:  # the watch began in another recipe
             continue
-        value = values_of(now, spec, columns)
+        value = quantised(now)
         state[MOVED] += (now - state[SEEN]).abs_()
-        state[JUMPED] += (value - values_of(state[SEEN], spec, columns)).abs_()
+        state[JUMPED] += (value - quantised(state[SEEN])).abs_()
         state[SEEN].copy_(now)
         if ending:
             # 0 ≥ 0 is no oscillation: a weight that did not move, though its block's scale may have

@@ -12,6 +12,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -23,7 +24,7 @@ from fp4train.measure.statistics import NAMES, RAW, Measured, WatchedLayers
 from fp4train.measure.statistics import watch as watch_operands
 from fp4train.nn.called import check_called
 from fp4train.nn.planned import PlannedLayer
-from fp4train.optim.oscillation import Watched, follow, why_not
+from fp4train.optim.oscillation import Watched, follow, values_of, why_not
 from fp4train.precision import Recipe
 from fp4train.quantize.random import MEASUREMENT, RandomKey
 from fp4train.run.determinism import seed_model
@@ -178,9 +179,8 @@ def reset_oscillating(run: Run, step: Step) -> None:
 
 
 def watched(run: Run, trained: Iterable[str]) -> Iterator[Watched]:
-    """The weights among `trained` that the current stretch quantises for fprop with fixed thresholds; of layers that
-    multiply some channels in another recipe the others. Weights stored as [in_features, out_features] (`Conv1D`) and
-    those of experts are left alone.
+    """The weights among `trained` that the current stretch quantises for fprop with fixed thresholds. Weights stored as
+    [in_features, out_features] (`Conv1D`) and those of experts are left alone.
 
     Args:
         trained: the parameters that had gradients. The others have no state of the optimizer yet, and AdamW makes its
@@ -194,4 +194,4 @@ def watched(run: Run, trained: Iterable[str]) -> Iterator[Watched]:
             continue
         if spec is not None and why_not(spec) is None and id(module.weight) in stepped and not module.transposed:
             assert isinstance(module.weight, nn.Parameter)
-            yield module.weight, spec, module.channels
+            yield module.weight, partial(module.values, quantised=partial(values_of, spec=spec))

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from fp4train.nn import Linear
+from fp4train.nn.planned import PlannedLayer
 from fp4train.precision import BF16, MXFP8, NVFP4, FP8Current, FP8Row, Recipe, autocast
 
 RECIPES = [BF16(), NVFP4(), MXFP8(), FP8Current(), FP8Row()]
@@ -33,3 +34,10 @@ def gradients(module: nn.Module, x: Tensor, recipe: Recipe, *, step: int | None 
 
 def same(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> bool:
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def own_channels(module: PlannedLayer) -> Tensor:
+    """The in features that the layer's own recipe multiplied in the last call."""
+    executor, every = module._held[3], torch.arange(module.in_features)[None]
+    assert executor is not None
+    return executor.observed(every, every)[0][0]

@@ -1,5 +1,6 @@
 """OsciReset against its algorithm written in numpy, and what it leaves alone."""
 
+from functools import partial
 from types import SimpleNamespace as Namespace
 
 import numpy as np
@@ -15,6 +16,7 @@ from fp4train.quantize import Hadamard, QuantSpec, quantize
 from fp4train.run.observe import watched
 
 SPEC = QuantSpec(global_scale="block")
+QUANTISED = partial(values_of, spec=SPEC)
 SETTINGS = OscillationReset(every=10, watch=6, ratio=8.0, start=10)
 GOOD = torch.tensor(False)
 
@@ -43,7 +45,7 @@ def test_it_equals_the_algorithm_written_down_independently() -> None:
     share = None
     for done in range(10, 17):  # the watch begins after step 10 and ends after step 16
         own.data.copy_(weights[done])
-        share = follow(SETTINGS, optimizer, [(own, SPEC, None)], done, GOOD)
+        share = follow(SETTINGS, optimizer, [(own, QUANTISED)], done, GOOD)
         assert (share is None) == (done < 16)
     path_w, path_q = np.zeros((4, 256), np.float32), np.zeros((4, 256), np.float32)
     q = [quantize(w, SPEC).dequantize().numpy() for w in weights]
@@ -72,8 +74,8 @@ def test_between_watches_and_before_the_first_nothing_is_kept(done: int) -> None
     own = nn.Parameter(torch.randn(2, 128))
     optimizer = torch.optim.SGD([own], lr=0.1)
     before = own.detach().clone()
-    assert follow(SETTINGS, optimizer, [(own, SPEC, None)], done, GOOD) is None
-    assert follow(OscillationReset(), optimizer, [(own, SPEC, None)], 10, GOOD) is None, "off is the default"
+    assert follow(SETTINGS, optimizer, [(own, QUANTISED)], done, GOOD) is None
+    assert follow(OscillationReset(), optimizer, [(own, QUANTISED)], 10, GOOD) is None, "off is the default"
     assert not optimizer.state and torch.equal(own, before)
 
 
@@ -83,7 +85,7 @@ def test_a_failed_step_resets_nothing_and_keeps_what_was_watched() -> None:
     optimizer = torch.optim.SGD([own], lr=0.1)
     for done in range(10, 17):
         own.data.copy_(weights[done])
-        follow(SETTINGS, optimizer, [(own, SPEC, None)], done, torch.tensor(done == 16))
+        follow(SETTINGS, optimizer, [(own, QUANTISED)], done, torch.tensor(done == 16))
     assert torch.equal(own.detach(), weights[16])
     assert set(optimizer.state[own]) == {SEEN, MOVED, JUMPED}
 
@@ -93,7 +95,7 @@ def test_a_weight_without_a_gradient_is_not_watched() -> None:
     model = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)})
     layers = {name: Namespace(fprop=Namespace(operands=Namespace(second=SPEC))) for name in model}
     linears = [
-        Namespace(layer=Namespace(name=name, experts=0), weight=each.weight, channels=None, transposed=False)
+        Namespace(layer=Namespace(name=name, experts=0), weight=each.weight, values=values_of, transposed=False)
         for name, each in model.items()
     ]
     plan = Namespace(at=lambda step: Namespace(layers=layers))

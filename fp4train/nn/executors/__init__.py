@@ -31,14 +31,19 @@ if TYPE_CHECKING:
     from fp4train.nn.planned import PlannedLayer
 
 
-EXECUTORS: Final[Mapping[type[Executor], Callable[[LayerPlan], object]]] = {
-    BackendExperts: lambda plan: plan.layer.experts and plan.layer_backend,
-    GroupGemms: lambda plan: plan.layer.experts,
-    CutGemms: lambda plan: plan.layer.cut,
+_Runs = Callable[[LayerPlan], object]
+
+OF_ONE_WEIGHT: Final[Mapping[type[Executor], _Runs]] = {
     TorchLayer: lambda plan: not plan.quantised,
     BackendLayer: lambda plan: plan.layer_backend,
     ChannelParts: lambda plan: plan.recipe.splits,
     Gemms: lambda plan: True,
+}
+EXECUTORS: Final[Mapping[type[Executor], _Runs]] = {
+    BackendExperts: lambda plan: plan.layer.experts and plan.layer_backend,
+    GroupGemms: lambda plan: plan.layer.experts,
+    CutGemms: lambda plan: plan.layer.cut,
+    **OF_ONE_WEIGHT,
 }
 """Executor → whether it can run a layer with this plan. The first one that can does."""
 
@@ -46,9 +51,9 @@ STATES: Final[Mapping[str, type[LayerState]]] = {kind.kind: kind for each in EXE
 """The kinds of states that are not a backend's, in the order in which they are joined."""
 
 
-def executor_class(plan: LayerPlan) -> type[Executor]:
+def executor_class(plan: LayerPlan, among: Mapping[type[Executor], _Runs] = EXECUTORS) -> type[Executor]:
     """The class of the executor of `plan`."""
-    return next(each for each, runs in EXECUTORS.items() if runs(plan))
+    return next(each for each, runs in among.items() if runs(plan))
 
 
 def make_executor(plan: LayerPlan, device: str, shard: LayerShard | None = None, *, sums: bool = False) -> Executor:
@@ -56,6 +61,9 @@ def make_executor(plan: LayerPlan, device: str, shard: LayerShard | None = None,
     chosen = executor_class(plan)
     if device == "meta" and chosen is not CutGemms:  # for meta tensors the shape is enough
         chosen = GroupGemms if plan.layer.experts else TorchLayer
+    if chosen is GroupGemms:
+        member = TorchLayer if device == "meta" else executor_class(plan, OF_ONE_WEIGHT)
+        return GroupGemms(member, plan, device, shard, sums=sums)
     return chosen(plan, device, shard, sums=sums)
 
 

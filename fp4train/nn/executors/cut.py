@@ -24,7 +24,7 @@ per element and form instead of 2, and keeps only a rank's own tokens of q(xᵀ)
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -68,8 +68,7 @@ class LayerShard:
         cut: "out" or "in", of a group of weights "experts": each rank has some of them whole; None: not cut.
         sequence: whether tokens of x ("out") or y ("in") are cut over `tensor`; x and dy are then quantised where their
             tokens are, and codes and scales are sent. Those of experts are all gathered, before they are routed.
-        first: index of this rank's first out feature ("out"), expert ("experts") or in feature ("in"; not cut: that of
-            a part of them).
+        first: index of this rank's first out feature ("out"), expert ("experts") or in feature (else).
         runs: of this rank's out features in the whole layer's, (first, number) each; none: they follow `first`.
         data: ranks that hold the same shard and other tokens; None: there are none.
         amax: whose values the amax of a tensor covers. "tp": those of the ranks that hold its other shards; "data":
@@ -94,11 +93,6 @@ class LayerShard:
     def tokens(self) -> int:
         """Over how many ranks the tokens of a microbatch are cut."""
         return self.tensor.size if self.tensor is not None and self.sequence else 1
-
-    def at_feature(self, first: int) -> LayerShard:
-        """The place of a part of the in features of a layer that is not cut, whose first one is `first`."""
-        assert self.cut is None
-        return replace(self, first=first)
 
     def runs_of(self, tensor: str) -> Runs:
         """The runs of this rank's out features where they are several and rows of w or columns of dy."""

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from fp4train.nn.planned import PlannedLayer
 
 Saved = tuple[Quantized | Tensor | None, ...]
-"""Tensors of x that backward needs, for each part of its channels: q(xᵀ), x in high precision, or None."""
+"""Tensors of x that backward needs, one per set of GEMMs: q(xᵀ), x in high precision, or None."""
 SAVED = len(Quantized._fields) - 2
 """Tensors of a `Quantized`."""
 _NO_CODES = (None,) * (SAVED - 1)
@@ -80,21 +80,21 @@ class Gemms(Executor):
 
     Args:
         plan, device, shard, sums: as for `Executor`.
-        term: whether y is a term of a sum, over parts of the in features: it is then not rounded to the recipe's dtype.
+
+    Attributes:
+        y_dtype: dtype of y.
     """
 
     kinds = (DelayedScaling,)
 
-    def __init__(
-        self, plan: LayerPlan, device: str, shard: LayerShard | None = None, *, sums: bool = False, term: bool = False
-    ) -> None:
+    def __init__(self, plan: LayerPlan, device: str, shard: LayerShard | None = None, *, sums: bool = False) -> None:
         super().__init__(plan, device, shard, sums=sums)
         dtype = self.dtype
         self.fprop, self.dgrad, self.wgrad = (
             BACKENDS[gemm.backend].summing(gemm.operands.accumulator) for gemm in plan.gemms
         )
         fprop, dgrad, wgrad = (gemm.operands for gemm in plan.gemms)
-        self.y_dtype = torch.float32 if term else dtype
+        self.y_dtype = dtype
         self.dw_dtype = torch.float32 if sums and self.wgrad.writes_float32(wgrad.first) else dtype
         self.keeps_x = wgrad.second is None
         """Whether wgrad takes x in high precision; backward then needs x itself."""
@@ -126,7 +126,7 @@ class Gemms(Executor):
     def forward(
         self, x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, call: Call, prepare: Prepare | None = None
     ) -> tuple[Tensor, Saved]:
-        """(y [M, N] in the recipe's dtype or, of a term, in float32; what backward needs of x).
+        """(y [M, N] in `y_dtype`, what backward needs of x).
 
         Consecutive layers that read the same tensor (queries, keys and values; gate and up) share its prepared forms,
         so one copy is saved for backward. The cache keeps a reference to the tensor, so that its memory is not reused

@@ -4,8 +4,7 @@
 
 Each weight is multiplied as a layer of its own, so its amaxes, blocks and random bits are those of one. Rows are padded
 to whole blocks where they are quantised, weight by weight. A weight without rows is not prepared and not multiplied;
-under delayed scaling its call enters an amax of 0, so that all ranks have the same histories. Channels that are
-multiplied apart are those of the group: one choice, by the rows of all weights.
+under delayed scaling its call enters an amax of 0, so that all ranks have the same histories.
 
 Products are made one by one, or in one call where the plan says so (`Gemm.grouped`); operands are the same, and are
 prepared one by one. The emulation has no such call: torch's grouped product of a CPU writes the operands' dtype only,
@@ -26,8 +25,7 @@ from fp4train.backends import ExpertKernels
 from fp4train.backends.grouped import Products
 from fp4train.nn.call import Biases, Call, Counts, Executor, Recorded, Weights, gradient_dtypes
 from fp4train.nn.executors.gemms import SAVED, Gemms, put_together, taken_apart, without_torchs_autocast
-from fp4train.nn.executors.parts import ChannelParts
-from fp4train.nn.executors.whole_layer import BackendLayer, TorchLayer
+from fp4train.nn.executors.whole_layer import BackendLayer
 from fp4train.precision.context import State
 from fp4train.precision.layer_plan import LayerPlan
 
@@ -38,13 +36,24 @@ if TYPE_CHECKING:
 
 
 class GroupGemms(Executor):
-    """Runs the executor of one weight for each weight of a group."""
+    """Runs the executor of one weight for each weight of a group.
 
-    def __init__(self, plan: LayerPlan, device: str, shard: LayerShard | None = None, *, sums: bool = False) -> None:
+    Args:
+        member: the class of that executor.
+        plan, device, shard, sums: as for `Executor`.
+    """
+
+    def __init__(
+        self,
+        member: type[Executor],
+        plan: LayerPlan,
+        device: str,
+        shard: LayerShard | None = None,
+        *,
+        sums: bool = False,
+    ) -> None:
         super().__init__(plan, device, shard, sums=sums)
-        kind: type[Executor] = ChannelParts if plan.recipe.splits else Gemms
-        kind = kind if plan.quantised and device != "meta" else TorchLayer
-        self.member = kind(plan, device, sums=sums)  # without `shard`: a rank has each of its weights whole
+        self.member = member(plan, device, sums=sums)  # without `shard`: a rank has each of its weights whole
         self.states = self.member.states
 
     @classmethod
@@ -52,11 +61,13 @@ class GroupGemms(Executor):
         rows = f"{plan.layer.name}: the host reads how many rows each of its {plan.layer.experts} experts has"
         return super().why_no_graph(plan, recorded) or rows
 
+    def observed(self, x_MK: Tensor, w_NK: Tensor) -> tuple[Tensor, Tensor]:
+        return self.member.observed(x_MK, w_NK)
+
     def __call__(
         self, layer: PlannedLayer, x_MK: Tensor, weights: Weights, biases: Biases, now: State, counts: Counts = ()
     ) -> Tensor:
         calls = self.member.calls_of_group(cast("Experts", layer), x_MK, now, counts)
-        self.channels = self.member.channels
         x_MK = x_MK.to(self.dtype)
         y_MN: Tensor = GroupFunction.apply(x_MK, weights[0], biases[0], calls, counts)  # type: ignore[no-untyped-call]
         return y_MN

@@ -14,7 +14,7 @@ the others. So no two elements of w or x share their bits, and dy, which both pa
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -59,13 +59,9 @@ class ChannelNorms(LayerState):
         self._open = False
         self._order: Tensor | None = None
 
-    def begun(self, outliers: OutlierChannels, position: Position) -> bool:
+    def chosen(self, outliers: OutlierChannels, position: Position) -> bool:
         """Whether calls at `position` (seed and step) multiply outlier channels apart."""
         return self._steps >= outliers.steps and position != self._position
-
-    def due(self, outliers: OutlierChannels, position: Position) -> bool:
-        """Whether calls at `position`, which multiply all channels together, are recorded."""
-        return position[1] >= outliers.start and (self._steps < outliers.steps or position == self._position)
 
     def record(self, x_MK: Tensor, position: Position) -> None:
         """The tokens of one call of the step at `position` enter the norms."""
@@ -115,6 +111,21 @@ class ChannelNorms(LayerState):
             norms._squares, norms._open, norms._order = whole.to(squares.device), False, None
 
 
+class PartGemms(Gemms):
+    """The GEMMs of a part of the in features: y is a term of a sum, and not rounded to the recipe's dtype."""
+
+    def __init__(self, plan: LayerPlan, device: str, shard: LayerShard | None = None, *, sums: bool = False) -> None:
+        super().__init__(plan, device, shard, sums=sums)
+        self.y_dtype = torch.float32
+
+
+@dataclass(eq=False, slots=True)
+class SplitCall(Call):
+    """A call that multiplies parts of the in features; `parts`: (channels, call) of each."""
+
+    parts: tuple[tuple[Tensor, Call], ...] = ()
+
+
 class SplitGemms(Gemms):
     """The GEMMs of a layer whose outlier channels are chosen, those of the other channels first.
 
@@ -125,15 +136,13 @@ class SplitGemms(Gemms):
         Executor.__init__(self, plan, device, shard, sums=sums)
         rest, top = plan.parts
         self.count = top.layer.in_features
-        behind = (shard or LayerShard()).at_feature(-(-rest.layer.in_features // _SPREAD) * _SPREAD)
-        self.of_parts = (
-            Gemms(rest, device, shard, sums=sums, term=True),
-            Gemms(top, device, behind, sums=sums, term=True),
-        )
+        behind = replace(shard or LayerShard(), first=-(-rest.layer.in_features // _SPREAD) * _SPREAD)
+        self.of_parts = PartGemms(rest, device, shard, sums=sums), PartGemms(top, device, behind, sums=sums)
 
     def forward(
         self, x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, call: Call, prepare: Prepare | None = None
     ) -> tuple[Tensor, Saved]:
+        assert isinstance(call, SplitCall)
         terms, w = [], values_of(w_NK, w_NK.dtype)
         saved: list[Any] = []
         for number, (channels, part) in enumerate(call.parts):
@@ -149,6 +158,7 @@ class SplitGemms(Gemms):
     def backward(
         self, dy_MN: Tensor, w_NK: Tensor | None, saved: Saved, call: Call, prepare: Prepare | None = None
     ) -> Gradients:
+        assert isinstance(call, SplitCall)
         w, found = None if w_NK is None else values_of(w_NK, w_NK.dtype), []
         for (channels, part), x in zip(call.parts, saved, strict=True):
             w_part = None if w is None else w.index_select(1, channels)
@@ -170,10 +180,14 @@ class SplitGemms(Gemms):
 class ChannelParts(Executor):
     """A layer with outlier channels: all channels together, recorded where that is due, until the choice; then in
     parts, unless the layer is too narrow for any.
+
+    Attributes:
+        rest: the channels that the layer's own recipe multiplied in the last call, int64; None: all.
     """
 
     kinds = (ChannelNorms,)
     states = (ChannelNorms.kind,)
+    rest: Tensor | None = None
 
     def __init__(self, plan: LayerPlan, device: str, shard: LayerShard | None = None, *, sums: bool = False) -> None:
         super().__init__(plan, device, shard, sums=sums)
@@ -185,6 +199,14 @@ class ChannelParts(Executor):
     def why_no_graph(cls, plan: LayerPlan, recorded: Recorded = "step") -> str | None:
         name = f"recipe {plan.recipe.name}, {plan.layer.name}"
         return f"{name}: the host counts the steps by which outlier channels are chosen"
+
+    def observed(self, x_MK: Tensor, w_NK: Tensor) -> tuple[Tensor, Tensor]:
+        return (x_MK, w_NK) if self.rest is None else (x_MK.index_select(1, self.rest), w_NK.index_select(1, self.rest))
+
+    def values(self, w_NK: Tensor, quantised: Callable[[Tensor], Tensor]) -> Tensor:
+        if self.rest is None:
+            return quantised(w_NK)
+        return w_NK.float().index_copy(1, self.rest, quantised(w_NK.index_select(1, self.rest)))
 
     def __call__(
         self, layer: PlannedLayer, x_MK: Tensor, weights: Weights, biases: Biases, now: State, counts: Counts = ()
@@ -201,7 +223,7 @@ class ChannelParts(Executor):
 
     def calls(self, layer: PlannedLayer, x_MK: Tensor, now: State, new: Callable[..., list[Call]]) -> list[Call]:
         """The coming calls of `layer`, one of each weight, in parts if the outlier channels are chosen; until then x
-        enters the norms where that is due.
+        enters the norms where that is due. Inside a recomputed region, those of the first pass.
 
         Args:
             x_MK: the rows of all weights, and no others.
@@ -209,26 +231,24 @@ class ChannelParts(Executor):
         """
         norms, outliers, context = layer.states[ChannelNorms.kind], self.plan.recipe.outliers, now.context
         assert isinstance(norms, ChannelNorms) and outliers is not None and context is not None
-        training = torch.is_grad_enabled()
-
-        def make() -> list[Call]:
-            calls, split, self.channels = new(context, training=training), self.split, None
-            if split is None or not norms.begun(outliers, (calls[0].seed, calls[0].step)):
-                return calls
-            channels = norms.channels(split.count, self.device)
-            self.channels = channels[0]
-            return [_in_parts(call, split, channels, layer, keep=context.step is not None) for call in calls]
-
-        calls = make() if not now.recording and now.replaying is None else once(layer, make)
-        position = (calls[0].seed, calls[0].step)
-        if not calls[0].parts and training and now.replaying is None and norms.due(outliers, position):
-            norms.record(x_MK, position)
+        make = partial(new, context, training=torch.is_grad_enabled())
+        if now.replaying is not None:
+            return once(layer, make)
+        calls = once(layer, make) if now.recording else make()
+        position, self.rest = (calls[0].seed, calls[0].step), None
+        if not norms.chosen(outliers, position):
+            if torch.is_grad_enabled() and position[1] >= outliers.start:
+                norms.record(x_MK, position)
+        elif self.split is not None:
+            self.rest, _ = channels = norms.channels(self.split.count, self.device)
+            keep = context.step is not None
+            calls[:] = [_in_parts(call, self.split, channels, layer, keep=keep) for call in calls]
         return calls
 
 
 def _in_parts(
     call: Call, split: SplitGemms, channels: tuple[Tensor, Tensor], layer: PlannedLayer, *, keep: bool
-) -> Call:
+) -> SplitCall:
     """`call` of `split`, whose two parts multiply these channels.
 
     Args:
@@ -243,4 +263,5 @@ def _in_parts(
         )
         for number, each in enumerate(split.of_parts)
     )
-    return replace(call, executor=split, parts=tuple(zip(channels, calls, strict=True)))
+    whole = {each.name: getattr(call, each.name) for each in fields(Call)} | {"executor": split}
+    return SplitCall(**whole, parts=tuple(zip(channels, calls, strict=True)))

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from double_block import double_block
+from linear_layers import own_channels
 from torch import Tensor, nn
 
 import fp4train as f4
@@ -64,10 +65,10 @@ def step(module: nn.Module, recipe: Recipe, number: int, x: Tensor, dy: Tensor) 
 
 def chosen(made: Linear) -> tuple[Tensor, Tensor]:
     """The other channels and the outlier channels of the last call."""
-    norms = made.states["outliers"]
-    assert isinstance(norms, ChannelNorms) and made.channels is not None
-    rest, top = norms.channels(K - len(made.channels), "cpu")
-    assert torch.equal(rest, made.channels)
+    norms, own = made.states["outliers"], own_channels(made)
+    assert isinstance(norms, ChannelNorms) and len(own) < K
+    rest, top = norms.channels(K - len(own), "cpu")
+    assert torch.equal(rest, own)
     return rest, top
 
 
@@ -101,7 +102,7 @@ def test_the_channels_with_the_largest_norms_over_the_recorded_steps_are_chosen(
     for number in range(4):
         x, dy = inputs(number)
         step(made, recipe, number, x, dy)
-        assert (made.channels is not None) == (number == 3), "step 0 is before the start, 1 and 2 are recorded"
+        assert (len(own_channels(made)) < K) == (number == 3), "step 0 is before the start, 1 and 2 are recorded"
         if number in (1, 2):
             sums += x.double().square().sum(0).sqrt()
     rest, top = chosen(made)
@@ -226,7 +227,19 @@ def test_evaluation_records_nothing_and_uses_the_choice() -> None:
     step(made, recipe, 2, *inputs(2))
     with torch.no_grad(), f4.autocast(recipe, seed=5, step=3):
         made(inputs(3)[0])
-    assert made.channels is not None
+    assert len(own_channels(made)) < K
+
+
+def test_what_looks_at_operands_gets_those_of_the_layers_own_recipe() -> None:
+    made, (x, _) = trained(tetrajet(), 3), inputs(0)
+    assert torch.equal(made.observed(x)[0], x) and not made.values(made.weight, torch.zeros_like).any()
+    step(made, tetrajet(), 3, *inputs(3))
+    rest, top = chosen(made)
+    x_rest, w_rest, rows = made.observed(x)
+    w = made.weight.detach()
+    assert torch.equal(x_rest, x[:, rest]) and torch.equal(w_rest, w[:, rest]) and rows == slice(None)
+    values = made.values(w, torch.zeros_like)
+    assert torch.equal(values[:, top], w[:, top]) and not values[:, rest].any()
 
 
 def test_recomputation_repeats_the_bits_and_records_once() -> None:
