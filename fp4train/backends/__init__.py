@@ -69,7 +69,7 @@ def choose(
     *,
     cut: bool = False,
     fused: bool = False,
-    why_split: str | None = None,
+    emulated: str | None = None,
 ) -> dict[str, Choice]:
     """The backend of each GEMM of `table` in `layer` on `device`.
 
@@ -80,8 +80,7 @@ def choose(
     Args:
         cut: whether the layer is a shard; it then needs collectives between its GEMMs.
         fused: whether its weight shares a global scale with others.
-        why_split: why the layer's channels are multiplied in parts, which only emulation and the reference do; None:
-            they are not.
+        emulated: why only emulation and the reference run the recipe; None: others may.
 
     Raises:
         ValueError: there is no such backend, or the named one cannot run the table; the message says why.
@@ -91,7 +90,7 @@ def choose(
         return dict.fromkeys(GEMMS, Choice("torch", table.name))
 
     def refusal(why_not: str) -> ValueError:
-        choices = choose(table, layer, "auto", device, cut=cut, fused=fused, why_split=why_split).values()
+        choices = choose(table, layer, "auto", device, cut=cut, fused=fused, emulated=emulated).values()
         instead = sorted({choice.backend for choice in choices} - {"torch"})
         return ValueError(
             f"backend={backend} cannot run {table.name} in {layer.name} ({layer.in_features}→{layer.out_features}) on "
@@ -102,7 +101,7 @@ def choose(
     for name, whole in LAYER_BACKENDS.items():
         if backend not in ("auto", name):
             continue
-        why_not = _WHOLE if cut else whole.why_not(table, layer, device) or (_OWN if fused else why_split)
+        why_not = _WHOLE if cut else whole.why_not(table, layer, device) or (_OWN if fused else emulated)
         if layer.experts and backend == "auto":
             why_not = why_not or _ASKED
         if why_not is None:
@@ -115,9 +114,9 @@ def choose(
         if not table[gemm].quantised:
             return Choice("torch", table.name)
         if backend == "auto":
-            native = why_split is None and device.type == "cuda" and NATIVE.why_not(table, gemm, layer, device) is None
+            native = emulated is None and device.type == "cuda" and NATIVE.why_not(table, gemm, layer, device) is None
             return Choice("native", "auto: the GPU multiplies these codes") if native else Choice("emulate", reason)
-        why_not = BACKENDS[backend].why_not(table, gemm, layer, device) or (why_split if backend == "native" else None)
+        why_not = BACKENDS[backend].why_not(table, gemm, layer, device) or (emulated if backend == "native" else None)
         if why_not is not None:
             raise refusal(f"{gemm}: {why_not}")
         return Choice(backend, reason)

@@ -34,7 +34,7 @@ from fp4train.precision.plan import Plan
 from fp4train.precision.report import render, summarise
 from fp4train.run.begin import find_source, start_step
 from fp4train.run.build import build_model, build_plan, build_timeline, with_swap
-from fp4train.run.checks import check_cut, check_oscillation, never_chosen, nothing_quantised, warn_of_schedule
+from fp4train.run.checks import check_cut, check_oscillation, plan_warnings, warn_of_schedule
 from fp4train.run.fuse import kernels_of, kernels_of_layers
 from fp4train.run.host import choose_device
 from fp4train.run.record import directory as run_directory
@@ -169,7 +169,7 @@ def _plan(command: Start, *, full: bool, gpus: int | None, auto: bool | None, as
     check_cut(config, Mesh())
     check_oscillation(config, plan)
     kernels = "" if gpu is not None else kernels_of(config.train, device.type)[1]
-    for warning in filter(None, (nothing_quantised(plan), never_chosen(plan))):
+    for warning in plan_warnings(plan):
         _log.warning("%s", warning)
     if as_data:
         print(_json({"recipe": config.recipe.name, "gemms": _rows(plan)}))

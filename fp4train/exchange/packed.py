@@ -227,8 +227,8 @@ def pack(model: StoredModel, layout: str, at: int | None) -> PackedModel:
         stored = f"{OF_THE_MODEL}{escaped(f'{name}.weight')}"
         parts = model.parts_of(stored)
         operands = plan.fprop.operands
-        if plan.why_split is not None and operands.second is not None:
-            raise UserError(f"to={layout}: {name} in {stretch.title}: {plan.why_split}")
+        if plan.why_no_codes is not None and operands.second is not None:
+            raise UserError(f"to={layout}: {name} in {stretch.title}: {plan.why_no_codes}")
         if (elements := ran.get(name, operands.elements(plan.fprop.dtype))) != plan.fprop.elements:
             if operands.second is None or elements != HIGH_PRECISION.elements(plan.fprop.dtype):
                 raise UserError(

@@ -8,7 +8,7 @@ Hadamard transform, or a scale for each row, the amax is that of the sample.) Th
 Of a group of weights (experts) they are those of the weight with the most rows of that call, and the noise is that of
 its gradient as a part of the group's.
 
-Of a layer that multiplies some channels in another recipe (`nn.executors.parts`), x and w are those of the others.
+x and w are the columns that the layer's own recipe multiplied (`Executor.own`).
 
 The noise of a weight gradient is that of its own product, as in "FP4 All the Way" (arXiv 2505.19115):
 ‖q(dyᵀ)·q(xᵀ)ᵀ - dyᵀ·x‖ of the sampled tokens; its square grows with the number of tokens. What the forward pass and the

@@ -5,13 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fp4train.backends import LayerState, named
-from fp4train.precision.context import State, backward_pass
+from fp4train.precision.context import State, backward_pass, once
 from fp4train.precision.layer_plan import LayerPlan
 from fp4train.quantize import Quantizer, QuantSpec
 
@@ -102,7 +103,7 @@ class Executor(ABC):
             counts: of a group; x may have more rows, which count for nothing: those of y are zero.
         """
 
-    def observed(self, x_MK: Tensor, w_NK: Tensor) -> tuple[Tensor, Tensor]:
+    def own(self, x_MK: Tensor, w_NK: Tensor) -> tuple[Tensor, Tensor]:
         """The columns of x and w that the layer's own recipe multiplied in the last call."""
         return x_MK, w_NK
 
@@ -111,8 +112,10 @@ class Executor(ABC):
         return quantised(w_NK)
 
     def calls_of_group(self, layer: Experts, x_MK: Tensor, now: State, counts: Counts) -> list[Call]:
-        """The coming calls of this executor of one weight, for each of a group; arguments as of a call."""
-        return layer.calls_in(now, self, counts)
+        """The coming calls of this executor of one weight, for each of a group; arguments as of a call. Inside a
+        recomputed region, those of the first pass."""
+        assert now.context is not None
+        return once(layer, partial(layer.new_calls, self, counts, now.context, training=torch.is_grad_enabled()))
 
 
 class TokenCount:

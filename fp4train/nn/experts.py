@@ -24,7 +24,7 @@ from fp4train.nn.planned import PlannedLayer
 from fp4train.nn.ranks import local
 from fp4train.nn.scaling import DelayedScaling, MemberScaling
 from fp4train.nn.weights import PreparedWeights
-from fp4train.precision.context import Context, State, once
+from fp4train.precision.context import Context
 from fp4train.precision.layers import Layer
 
 
@@ -102,11 +102,11 @@ class Experts(PlannedLayer):
         first = 0 if self.layer_shard is None else self.layer_shard.first
         return range(first, first + self.experts)
 
-    def _operands(self, x: Tensor, *counts: Any) -> tuple[Tensor, Tensor, slice]:
+    def observed(self, x: Tensor, *counts: Any) -> tuple[Tensor, Tensor, slice]:
         rows = self._counts(x, *counts)
         busiest = max(range(self.experts), key=rows.__getitem__)
         start = sum(rows[:busiest])
-        return x, self.w_ENK[busiest], slice(start, start + rows[busiest])
+        return *self.own(x, self.w_ENK[busiest]), slice(start, start + rows[busiest])
 
     def shard(self, own: LayerShard) -> None:
         if own.amax == "data":
@@ -181,12 +181,6 @@ class Experts(PlannedLayer):
         y_MN = torch.cat([F.linear(x, w, bias) for x, w, bias in parts])
         tail = x_MK.shape[0] - used
         return F.pad(y_MN, (0, 0, 0, tail)) if tail else y_MN
-
-    def calls_in(self, now: State, executor: Executor, counts: Sequence[int]) -> list[Call]:
-        """The coming calls of `executor`, one for each expert; inside a recomputed region, those of the first pass."""
-        context = now.context
-        assert context is not None
-        return once(self, lambda: self.new_calls(executor, counts, context, training=torch.is_grad_enabled()))
 
     def new_calls(self, executor: Executor, counts: Sequence[int], context: Context, *, training: bool) -> list[Call]:
         """A call of `executor` for each expert; `training`: whether gradients are enabled."""

@@ -56,8 +56,8 @@ class Linear(PlannedLayer, nn.Linear):
         new._begin(layer, backend)
         return new
 
-    def _operands(self, x: Tensor, *counts: Any) -> tuple[Tensor, Tensor, slice]:
-        return x.reshape(-1, x.shape[-1]), self.w_NK, slice(None)
+    def observed(self, x: Tensor, *counts: Any) -> tuple[Tensor, Tensor, slice]:
+        return *self.own(x.reshape(-1, x.shape[-1]), self.w_NK), slice(None)
 
     def shard(self, own: LayerShard) -> None:
         weight, parts = (self.weight, 1) if own.tensor is None else (local(self.weight), own.tensor.size)

@@ -12,6 +12,7 @@ import weakref
 import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -111,15 +112,14 @@ class PlannedLayer(nn.Module):
         self._calls, self._tokens = 0, TokenCount()
         self.rename(layer, backend)
 
-    def observed(self, x: Tensor, *counts: Any) -> tuple[Tensor, Tensor, slice]:
-        """(x [M, K] and w [N, K] as `Executor.observed` of the last call gives them, the rows of x that w multiplies),
-        for statistics: of a group those of the weight with the most rows."""
-        x_MK, w_NK, rows = self._operands(x, *counts)
-        return (*((x_MK, w_NK) if self._held[3] is None else self._held[3].observed(x_MK, w_NK)), rows)
-
     @abstractmethod
-    def _operands(self, x: Tensor, *counts: Any) -> tuple[Tensor, Tensor, slice]:
-        """`observed` of any executor."""
+    def observed(self, x: Tensor, *counts: Any) -> tuple[Tensor, Tensor, slice]:
+        """(`own` of x [M, K] and w [N, K], the rows of x that w multiplies) of one call, for statistics: of a group
+        those of the weight with the most rows."""
+
+    def own(self, x_MK: Tensor, w_NK: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Executor.own`; of the executor that ran last."""
+        return (x_MK, w_NK) if self._held[3] is None else self._held[3].own(x_MK, w_NK)
 
     @abstractmethod
     def shard(self, own: LayerShard) -> None:
@@ -232,10 +232,8 @@ class PlannedLayer(nn.Module):
             TypeError: the input is not of a floating dtype.
         """
         if input.shape[-1:] != (self.in_features,):
-            shape = tuple(input.shape)
-            raise ValueError(
-                f"{self.layer.name or 'linear layer'}: input {shape} does not end in in_features={self.in_features}"
-            )
+            name, shape = self.layer.name or "linear layer", tuple(input.shape)
+            raise ValueError(f"{name}: input {shape} does not end in in_features={self.in_features}")
         if not input.is_floating_point():
             name = self.layer.name or "linear layer"
             raise TypeError(f"{name}: input has dtype {input.dtype}; a linear layer takes floating numbers")
@@ -248,9 +246,8 @@ class PlannedLayer(nn.Module):
         """The coming call of `executor` with so many tokens; inside a recomputed region, that of the first pass."""
         context = now.context
         assert context is not None
-        if not now.recording and now.replaying is None:
-            return self.new_call(context, executor, tokens, training=torch.is_grad_enabled())
-        return once(self, lambda: self.new_call(context, executor, tokens, training=torch.is_grad_enabled()))
+        make = partial(self.new_call, context, executor, tokens, training=torch.is_grad_enabled())
+        return make() if not now.recording and now.replaying is None else once(self, make)
 
     def new_call(self, context: Context, executor: Executor, tokens: int, *, training: bool) -> Call:
         """A call of `executor` with so many tokens; `training`: whether gradients are enabled."""

@@ -142,8 +142,8 @@ class Parallel:
             is cut; "local": this rank's alone.
         gather: what ranks of dp_shard send each other of the weights of the blocks' layers. "recipe": codes and scales
             where the layer's recipe quantises the weight, else values in the recipe's dtype, in every bit as on one
-            rank; BF16, which changes digits, where Transformer Engine quantises the weight or some channels are
-            quantised apart. "bf16": values in BF16, rounded before they are quantised. "fp32": the masters.
+            rank; BF16, which changes digits, where a weight has no such codes, as with Transformer Engine: the plan of
+            a mesh says where, and why. "bf16": values in BF16, rounded before they are quantised. "fp32": the masters.
         reduce: what ranks of dp_shard send each other of gradients, which are summed in float32 in any case. "bf16":
             each rank's is rounded to BF16, for half the bytes and other digits; replicas send float32.
         timeout: seconds that a rank waits for the others in a collective; then the run ends.

@@ -29,4 +29,4 @@ from fp4train.precision.recipes import FP8Row as FP8Row
 from fp4train.precision.recipes import Mixed as Mixed
 from fp4train.precision.recipes import QuartetII as QuartetII
 from fp4train.precision.recipes import TetraJetV2 as TetraJetV2
-from fp4train.precision.recipes import TetraJetV2Outliers as TetraJetV2Outliers
+from fp4train.precision.recipes.tetrajet import TetraJetV2Outliers as TetraJetV2Outliers

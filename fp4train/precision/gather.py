@@ -110,8 +110,8 @@ def wire_form(plan: LayerPlan, shards: int, gather: str) -> WireForm:
 
 def _why_rounded(plan: LayerPlan) -> str | None:
     """Why a weight that `plan` quantises is not sent as codes whatever its shape."""
-    if plan.why_split is not None:
-        return plan.why_split
+    if plan.why_no_codes is not None:
+        return plan.why_no_codes
     # No backend runs a part of a layer as a whole: parts are quantised by fp4train.
     if plan.layer_backend is not None and plan.layer.cut is None:
         return f"{LAYER_BACKENDS[plan.layer_backend].title} quantises the weight itself"

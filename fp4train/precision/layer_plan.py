@@ -21,6 +21,7 @@ from typing import Any
 from fp4train.backends import GEMMS, HIGH_PRECISION, LAYER_BACKENDS, Choice, Operands, Table, choose, sums_note
 from fp4train.hardware import Device
 from fp4train.precision.layers import FUSED_BY, Layer, misaligned
+from fp4train.precision.phases import Stretch
 from fp4train.precision.policy import LayerPolicy
 from fp4train.precision.recipe import Recipe
 from fp4train.quantize import QuantSpec, has_tensor_amax
@@ -75,7 +76,7 @@ class LayerPlan:
     readers: tuple[str, ...] = field(default=(), repr=False, compare=False)
 
     @property
-    def why_split(self) -> str | None:
+    def why_no_codes(self) -> str | None:
         """Why the weight is not quantised as a whole: its recipe has outlier channels, chosen or not yet; or None."""
         return None if self.recipe.outliers is None else "its outlier channels are quantised apart"
 
@@ -93,7 +94,7 @@ class LayerPlan:
         return next((spec for spec in found if has_tensor_amax(spec)), None)
 
     @property
-    def parts(self) -> tuple[LayerPlan, ...]:
+    def channel_parts(self) -> tuple[LayerPlan, ...]:
         """The parts of the in features that are multiplied apart, as layers of their own: the outlier channels last."""
         if self.outliers is None:
             return (self,)
@@ -103,6 +104,25 @@ class LayerPlan:
     @property
     def gemms(self) -> tuple[Gemm, Gemm, Gemm]:
         return self.fprop, self.dgrad, self.wgrad
+
+    @property
+    def products(self) -> tuple[tuple[Gemm, int], ...]:
+        """All GEMMs that the layer runs, each with the number of in features that it multiplies."""
+        return tuple((gemm, each.layer.in_features) for each in self.channel_parts for gemm in each.gemms)
+
+    @property
+    def computation(self) -> tuple[tuple[object, ...], ...]:
+        """The properties of `products` that their results depend on, equal for layers that compute the same."""
+        own = self.recipe.outliers
+        return tuple(
+            (gemm.name, gemm.operands, gemm.dtype, gemm.backend, *((own, features) if own is not None else ()))
+            for gemm, features in self.products
+        )
+
+    @property
+    def specs(self) -> list[QuantSpec]:
+        """The specs of all operands that the layer's recipe quantises, in whichever step."""
+        return [spec for each in self.split_channels().channel_parts for spec in each.table.specs()]
 
     @property
     def operands(self) -> dict[str, Operands]:
@@ -123,11 +143,16 @@ class LayerPlan:
     def quantised(self) -> bool:
         return any(gemm.operands.quantised for gemm in self.gemms)
 
-    def size(self, gemm: str, tokens: int) -> tuple[int, int, int]:
-        """(rows, columns, contraction) of a product over `tokens` tokens; of experts those of all together."""
-        n, k = self.layer.out_features, self.layer.in_features
+    def size(self, gemm: str, tokens: int, k: int | None = None) -> tuple[int, int, int]:
+        """(rows, columns, contraction) of a product of `k` in features (None: all) over `tokens` tokens; of experts
+        those of all together."""
+        n, k = self.layer.out_features, self.layer.in_features if k is None else k
         tokens = self.layer.rows(tokens)
         return {"fprop": (tokens, n, k), "dgrad": (tokens, k, n), "wgrad": (n, k, tokens)}[gemm]
+
+    def within(self, stretch: Stretch) -> LayerPlan:
+        """This plan of the stretch's recipe as it is in the steps of the stretch."""
+        return self.split_channels() if stretch.split else self
 
     def split_channels(self) -> LayerPlan:
         """This plan where the outlier channels of its recipe are chosen; the same if the layer has none."""
@@ -168,7 +193,7 @@ def resolve(
     if policy is not None and layer.names:
         policy.check(layer.names)
     own = recipe if policy is None else policy.recipe_for(layer, recipe)
-    own.check_splits(layer)
+    own.check_layer(layer)
     alike = layer.fused if policy is None else policy.readers(layer, recipe)
     divided = misaligned(layer, own.table())
     own = own.with_high_precision(*divided) if divided else own
@@ -178,7 +203,7 @@ def resolve(
         table, choices = own.table(), dict.fromkeys(GEMMS, Choice("torch", unconverted))
     else:
         cut, fused = layer.cut in ("in", "out"), bool(own.fused_scales and layer.fused)
-        choices = choose(table, layer, backend, device, cut=cut, fused=fused, why_split=own.why_split)
+        choices = choose(table, layer, backend, device, cut=cut, fused=fused, emulated=own.why_emulated)
     gemms: dict[str, Any] = {}
     for name, (chosen, why, grouped) in choices.items():
         operands = table[name] if unconverted is None else HIGH_PRECISION
@@ -231,7 +256,7 @@ def part_of(plan: LayerPlan, cut: str, parts: int, segments: tuple[int, ...] = (
     return replace(plan, layer=layer, recipe=recipe, **kept)
 
 
-def check_parts(layers: Iterable[LayerPlan], *, stages: int) -> None:
+def check_stages(layers: Iterable[LayerPlan], *, stages: int) -> None:
     """Raises ValueError where a recipe has outlier channels that layers cannot multiply apart, over so many stages of a
     pipeline; where tensor parallelism cuts a layer `resolve` does."""
     having = [(each.recipe.outliers, each) for each in layers if each.quantised and each.recipe.outliers]

@@ -101,6 +101,12 @@ class Stretch:
     reason: str
     split: bool | None = None
 
+    @property
+    def note(self) -> str:
+        """Words on what the recipe does in these steps, behind the reason in a plan; "": the same in all steps."""
+        words = {True: "; outlier channels are multiplied apart", False: "; outlier channels not chosen yet"}
+        return words[self.split] if self.split is not None else ""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
@@ -175,10 +181,11 @@ def _split(stretches: Sequence[Stretch]) -> Iterator[Stretch]:
     """`stretches`, cut where the channels that their recipes multiply apart are chosen, as layers do."""
     recorded = 0
     for each in stretches:
-        if not each.recipe.splits:
+        outliers = each.recipe.outliers
+        if outliers is None or not each.recipe.quantised:
             yield each
             continue
-        first, recorded = each.recipe.split_from(each.start, each.stop, recorded)
+        first, recorded = outliers.split_from(each.start, each.stop, recorded)
         if first > each.start:
             yield replace(each, stop=min(first, each.stop), split=False)
         if first < each.stop:

@@ -14,7 +14,7 @@ from torch import nn
 
 from fp4train.backends import Table
 from fp4train.hardware import Device
-from fp4train.precision.layer_plan import LayerPlan, check_fused, check_parts, resolve
+from fp4train.precision.layer_plan import LayerPlan, check_fused, check_stages, resolve
 from fp4train.precision.layers import Layer, find_layers
 from fp4train.precision.phases import Phase, Stretch, Timeline
 from fp4train.precision.policy import LayerPolicy
@@ -87,25 +87,24 @@ class Plan:
 
     @property
     def rows(self) -> Iterator[Row]:
-        """One row per GEMM, in the order of steps, layers, parts of their channels, and GEMMs."""
+        """One row per GEMM, in the order of steps, layers, and their products."""
         for stretch in self.stretches:
             for each in stretch.layers.values():
-                for part in each.parts:
-                    for gemm in part.gemms:
-                        yield Row(
-                            start=stretch.start,
-                            stop=stretch.stop,
-                            layer=each.layer,
-                            gemm=gemm.name,
-                            size=part.size(gemm.name, self.tokens),
-                            elements=gemm.elements,
-                            backend=gemm.backend,
-                            why=gemm.why,
-                        )
+                for gemm, features in each.products:
+                    yield Row(
+                        start=stretch.start,
+                        stop=stretch.stop,
+                        layer=each.layer,
+                        gemm=gemm.name,
+                        size=each.size(gemm.name, self.tokens, features),
+                        elements=gemm.elements,
+                        backend=gemm.backend,
+                        why=gemm.why,
+                    )
 
     def check_ranks(self, *, stages: int) -> None:
-        """`check_parts` of every layer in every stretch."""
-        check_parts((each for stretch in self.stretches for each in stretch.layers.values()), stages=stages)
+        """`check_stages` of every layer in every stretch."""
+        check_stages((each for stretch in self.stretches for each in stretch.layers.values()), stages=stages)
 
     def shares(self, start: int) -> dict[str, float]:
         """Share of the linear layers' multiply-adds by elements, in the stretch that starts at step `start`."""
@@ -153,10 +152,9 @@ def make_plan(
         for layer in layers:
             wanted = backend if isinstance(backend, str) else backend[layer.name]
             each = resolve(layer, stretch.recipe, policy, wanted, device, reason=stretch.reason)
-            found[layer.name] = each.split_channels() if stretch.split else each
+            found[layer.name] = each.within(stretch)
         check_fused(stretch.recipe, found)
-        why = {None: "", True: "; outlier channels are multiplied apart", False: "; outlier channels not chosen yet"}
-        fields = vars(stretch) | {"reason": stretch.reason + why[stretch.split]}
+        fields = vars(stretch) | {"reason": stretch.reason + stretch.note}
         stretches.append(PlannedStretch(**fields, layers=found))
     return Plan(stretches=tuple(stretches), policy=policy, tokens=tokens, device=device)
 

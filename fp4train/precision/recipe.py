@@ -125,30 +125,28 @@ class Recipe:
         part = self.outliers.recipe
         return dataclasses.replace(part, dtype=self.dtype, high_precision=(*part.high_precision, *self.high_precision))
 
-    def check_splits(self, layer: Layer) -> None:
+    def check_part(self, gemm: str) -> None:
+        """Raises ValueError where it cannot be the recipe of one GEMM only."""
+        if self.outliers is not None:
+            raise ValueError(
+                f"{gemm}={self.name} has outlier channels, which belong to the three GEMMs of a layer together: "
+                "give them to Mixed(outliers=…), or take a part without them (outliers=None)"
+            )
+
+    def check_layer(self, layer: Layer) -> None:
         """Raises ValueError where no outlier channels can be chosen of `layer`: among the channels of a part of it."""
-        if self.splits and layer.cut is not None:
+        if self.outliers is not None and self.quantised and layer.cut is not None:
             raise ValueError(
                 f"{self.name} has outlier channels, which are chosen among all input channels of a layer, and "
                 f"parallel.tp cuts {layer.name}: use parallel.tp=1, or recipe.outliers=null"
             )
 
     @property
-    def splits(self) -> bool:
-        """Whether it multiplies some input channels apart."""
-        return self.outliers is not None and self.quantised
-
-    @property
-    def why_split(self) -> str | None:
-        """Why its channels are multiplied in parts, which only emulation and the reference do; None: they are not."""
+    def why_emulated(self) -> str | None:
+        """Why only emulation and the reference run it; None: other backends may."""
         return (
             None if self.outliers is None else "outlier channels are multiplied apart, which emulate and reference do"
         )
-
-    def split_from(self, start: int, stop: int, recorded: int) -> tuple[int, int]:
-        """`OutlierChannels.split_from` of its outlier channels."""
-        assert self.outliers is not None
-        return self.outliers.split_from(start, stop, recorded)
 
     def operands(self) -> dict[str, Operands]:
         """The six operands before `high_precision` is applied."""

@@ -224,9 +224,8 @@ def build(begun: RunStart, world: World | None = None) -> Run:
                 run_directory.start_over(directory)
             if world.lead and place != directory:
                 run_directory.copy_files(place, directory, run_directory.TOKENIZER)
-    for check in (checks.nothing_quantised, checks.never_chosen, checks.divided_blocks):
-        if warning := check(run.plan):
-            _log.warning("%s", warning)
+    for warning in filter(None, (*checks.plan_warnings(run.plan), checks.divided_blocks(run.plan))):
+        _log.warning("%s", warning)
     with world.together():
         if world.lead:
             run.identity = identity or secrets.token_hex(8)

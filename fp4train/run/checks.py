@@ -145,6 +145,11 @@ def before_cooldown(run: Path, config: Config) -> str:
     return f"from before the cooldown: resume={run} resume_step={kept[-1]} train.steps=… run.name=…"
 
 
+def plan_warnings(plan: Plan) -> list[str]:
+    """The warnings of a run that does less than its recipes say."""
+    return [*filter(None, (nothing_quantised(plan), never_chosen(plan)))]
+
+
 def nothing_quantised(plan: Plan) -> str | None:
     """The warning of a run one of whose recipes quantises while its plan does not; None: all is well."""
     recipes = list(dict.fromkeys(stretch.recipe.name for stretch in plan.stretches if stretch.recipe.quantised))
@@ -158,7 +163,7 @@ def nothing_quantised(plan: Plan) -> str | None:
 
 def never_chosen(plan: Plan) -> str | None:
     """The warning of a run that ends before the outlier channels of a recipe are chosen; None: all is well."""
-    having = [stretch for stretch in plan.stretches if stretch.recipe.quantised and stretch.recipe.outliers is not None]
+    having = [stretch for stretch in plan.stretches if stretch.split is not None]
     if not having or any(part.outliers for stretch in having for part in stretch.layers.values()):
         return None
     outliers, last = having[-1].recipe.outliers, having[-1].stop

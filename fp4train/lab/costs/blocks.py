@@ -109,9 +109,7 @@ def measure_blocks(
     for block in blocks:
         mine = {names[part]: part for part in block.modules() if names[part] in plans}
         prefix = names[block]
-        layers_key = tuple(
-            (n.removeprefix(prefix), *((p.gemms, p.layer.in_features) for p in plans[n].parts)) for n in mine
-        )
+        layers_key = tuple((n.removeprefix(prefix), plans[n].products) for n in mine)
         key = (type(block), sum(p.numel() for p in block.parameters()), layers_key)
         if key not in known:
             layers = {part: plans[name] for name, part in mine.items()}
@@ -217,37 +215,28 @@ class _StandIns:
         self.sharing, self.columnwise = sharing, columnwise
         self.attentions: list[AttentionShape] = []
         self.repeated: set[int] = set()
-        self._last: tuple[int, QuantSpec, Tensor] | None = None
+        self._last: tuple[int, QuantSpec | None, Tensor] | None = None
 
     def linear(self, module: nn.Module, plan: LayerPlan, x: Tensor, *counts: object) -> Tensor:
         """A linear layer, or experts with the `counts` of their rows, which x has in any case."""
-        if len(plan.parts) > 1:
-            kept = self._of_parts(x, plan)
-        else:
-            spec = plan.wgrad.operands.second
-            kept = x.to(plan.table.torch_dtype) if spec is None else self._codes(x, spec, plan)
+        specs = [(gemm.operands.second, features) for gemm, features in plan.products if gemm.name == "wgrad"]
+        high = specs == [(None, plan.layer.in_features)]
+        kept = x.to(plan.table.torch_dtype) if high else self._codes(x, specs, plan)
         if self.columnwise[module]:
             self.repeated.add(_storage(kept))
         out: Tensor = _Linear.apply(x, kept, plan.layer.out_features)  # type: ignore[no-untyped-call]
         return out
 
-    @staticmethod
-    def _of_parts(x: Tensor, plan: LayerPlan) -> Tensor:
-        """Codes or values that are kept of the parts of x, as bytes; layers do not share them."""
-        size, tokens = 0.0, x.shape[:-1].numel()
-        for part in plan.parts:
-            spec, channels = part.wgrad.operands.second, part.layer.in_features
-            wide = plan.table.torch_dtype.itemsize
-            size += tokens * channels * wide if spec is None else packed_bytes(spec, channels, tokens)
-        return torch.empty(math.ceil(size), dtype=torch.uint8, device="meta")
-
-    def _codes(self, x: Tensor, spec: QuantSpec, plan: LayerPlan) -> Tensor:
-        shares = self.sharing and plan.layer_backend is None
-        if shares and self._last is not None and self._last[:2] == (_storage(x), spec):
+    def _codes(self, x: Tensor, specs: list[tuple[QuantSpec | None, int]], plan: LayerPlan) -> Tensor:
+        """Codes or values of so many channels of x each, as bytes; layers with one spec for all share them."""
+        shares = self.sharing and plan.layer_backend is None and len(specs) == 1
+        if shares and self._last is not None and self._last[:2] == (_storage(x), specs[0][0]):
             return self._last[2]
-        size = packed_bytes(spec, x.shape[-1], x.shape[:-1].numel())
+        tokens, wide = x.shape[:-1].numel(), plan.table.torch_dtype.itemsize
+        size = sum(tokens * k * wide if spec is None else packed_bytes(spec, k, tokens) for spec, k in specs)
         codes = torch.empty(math.ceil(size), dtype=torch.uint8, device="meta")
-        self._last = (_storage(x), spec, codes)
+        if len(specs) == 1:
+            self._last = (_storage(x), specs[0][0], codes)
         return codes
 
 

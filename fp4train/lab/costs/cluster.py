@@ -110,7 +110,7 @@ class _Pass(dict[str, float]):
 def host_seconds(plan: LayerPlan, tokens: int) -> float:
     """Seconds of the host to queue a layer once, forward and backward. Experts are quantised, and multiplied where no
     product is one of all, one by one; Transformer Engine takes all at once."""
-    layer, whole = plan.layer, max(HOST[gemm.backend] for part in plan.parts for gemm in part.gemms)
+    layer, whole = plan.layer, max(HOST[gemm.backend] for gemm in plan.gemms)
     if not layer.experts or plan.layer_backend is not None:
         return whole
     further = min(layer.experts, layer.rows(tokens)) - 1

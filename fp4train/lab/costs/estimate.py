@@ -151,7 +151,7 @@ def estimate(plan: Plan, gpu: Gpu, *, microbatches: int = 1) -> CostEstimate:
         costs: list[GemmCost] = []
         for layer in stretch.layers.values():
             costs += layer_costs(layer, gpu, plan.tokens, microbatches)
-            for gemm in (gemm for part in layer.parts for gemm in part.gemms):
+            for gemm, _ in layer.products:
                 if gemm.operands.quantised and _why_emulated(gemm) is None and gemm.elements not in points:
                     points[gemm.elements] = break_even(gemm.operands, gpu, backend=gemm.backend)
         stretches.append(StretchCost(title=stretch.title, steps=stretch.stop - stretch.start, rows=tuple(costs)))
@@ -171,9 +171,9 @@ def layer_costs(
     Args:
         weight_passes: how often a step quantises the whole weight; below 1 if ranks each quantise a shard of it.
     """
-    if len(plan.parts) > 1:
-        parts = (layer_costs(part, gpu, tokens, microbatches, weight_passes=weight_passes) for part in plan.parts)
-        return [row for rows in parts for row in rows]
+    if len(parts := plan.channel_parts) > 1:
+        found = (layer_costs(part, gpu, tokens, microbatches, weight_passes=weight_passes) for part in parts)
+        return [row for rows in found for row in rows]
     layer, gemms = plan.layer, {gemm.name: gemm for gemm in plan.gemms}
     quantise = dict.fromkeys(GEMMS, 0.0)
     rows = layer.rows(tokens)

@@ -99,7 +99,7 @@ def check(name: str, recipe: Recipe, device: Device) -> RecipeCheck:
     elsewhere = (gpu for gpu in GPUS if gpu.name in ELSEWHERE)
     found.native_on = tuple(gpu.name for gpu in elsewhere if _native(recipe, Device.elsewhere(gpu)))
     try:
-        if specs := [spec for part in plan.split_channels().parts for spec in part.table.specs()]:
+        if specs := plan.specs:
             found.kernels = tuple(dict.fromkeys(KERNELS[quantizer(spec, device.type).kernel] for spec in specs))
             wrong = [spec for spec in specs if not equal_codes(spec, device.type)]
             found.codes = not wrong

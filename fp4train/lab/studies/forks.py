@@ -123,14 +123,10 @@ class Branch:
     def signature(self) -> tuple[object, ...]:
         """The computation, whatever the recipes are called: equal for candidates whose forks are equal."""
         return tuple(
-            (
-                *(s.start, s.stop, s.recipe.dtype, name, gemm.name, gemm.operands, gemm.dtype, gemm.backend),
-                *((layer.recipe.outliers, part.layer.in_features) if layer.recipe.outliers is not None else ()),
-            )
+            (s.start, s.stop, s.recipe.dtype, name, *each)
             for s in self.plan.stretches
             for name, layer in s.layers.items()
-            for part in layer.parts
-            for gemm in part.gemms
+            for each in layer.computation
         )
 
     @property

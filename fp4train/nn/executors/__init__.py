@@ -14,6 +14,7 @@ of state says how it is saved, checked and joined over the ranks (`LayerState`),
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from torch import Tensor
@@ -31,19 +32,14 @@ if TYPE_CHECKING:
     from fp4train.nn.planned import PlannedLayer
 
 
-_Runs = Callable[[LayerPlan], object]
-
-OF_ONE_WEIGHT: Final[Mapping[type[Executor], _Runs]] = {
-    TorchLayer: lambda plan: not plan.quantised,
-    BackendLayer: lambda plan: plan.layer_backend,
-    ChannelParts: lambda plan: plan.recipe.splits,
-    Gemms: lambda plan: True,
-}
-EXECUTORS: Final[Mapping[type[Executor], _Runs]] = {
+EXECUTORS: Final[Mapping[type[Executor], Callable[[LayerPlan], object]]] = {
     BackendExperts: lambda plan: plan.layer.experts and plan.layer_backend,
     GroupGemms: lambda plan: plan.layer.experts,
     CutGemms: lambda plan: plan.layer.cut,
-    **OF_ONE_WEIGHT,
+    TorchLayer: lambda plan: not plan.quantised,
+    BackendLayer: lambda plan: plan.layer_backend,
+    ChannelParts: lambda plan: plan.recipe.outliers,
+    Gemms: lambda plan: True,
 }
 """Executor → whether it can run a layer with this plan. The first one that can does."""
 
@@ -51,9 +47,9 @@ STATES: Final[Mapping[str, type[LayerState]]] = {kind.kind: kind for each in EXE
 """The kinds of states that are not a backend's, in the order in which they are joined."""
 
 
-def executor_class(plan: LayerPlan, among: Mapping[type[Executor], _Runs] = EXECUTORS) -> type[Executor]:
+def executor_class(plan: LayerPlan) -> type[Executor]:
     """The class of the executor of `plan`."""
-    return next(each for each, runs in among.items() if runs(plan))
+    return next(each for each, runs in EXECUTORS.items() if runs(plan))
 
 
 def make_executor(plan: LayerPlan, device: str, shard: LayerShard | None = None, *, sums: bool = False) -> Executor:
@@ -62,7 +58,8 @@ def make_executor(plan: LayerPlan, device: str, shard: LayerShard | None = None,
     if device == "meta" and chosen is not CutGemms:  # for meta tensors the shape is enough
         chosen = GroupGemms if plan.layer.experts else TorchLayer
     if chosen is GroupGemms:
-        member = TorchLayer if device == "meta" else executor_class(plan, OF_ONE_WEIGHT)
+        one = replace(plan, layer=replace(plan.layer, experts=0, cut=None))
+        member = TorchLayer if device == "meta" else executor_class(one)
         return GroupGemms(member, plan, device, shard, sums=sums)
     return chosen(plan, device, shard, sums=sums)
 

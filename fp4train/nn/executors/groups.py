@@ -44,13 +44,7 @@ class GroupGemms(Executor):
     """
 
     def __init__(
-        self,
-        member: type[Executor],
-        plan: LayerPlan,
-        device: str,
-        shard: LayerShard | None = None,
-        *,
-        sums: bool = False,
+        self, member: type[Executor], plan: LayerPlan, device: str, shard: LayerShard | None = None, *, sums: bool
     ) -> None:
         super().__init__(plan, device, shard, sums=sums)
         self.member = member(plan, device, sums=sums)  # without `shard`: a rank has each of its weights whole
@@ -61,8 +55,8 @@ class GroupGemms(Executor):
         rows = f"{plan.layer.name}: the host reads how many rows each of its {plan.layer.experts} experts has"
         return super().why_no_graph(plan, recorded) or rows
 
-    def observed(self, x_MK: Tensor, w_NK: Tensor) -> tuple[Tensor, Tensor]:
-        return self.member.observed(x_MK, w_NK)
+    def own(self, x_MK: Tensor, w_NK: Tensor) -> tuple[Tensor, Tensor]:
+        return self.member.own(x_MK, w_NK)
 
     def __call__(
         self, layer: PlannedLayer, x_MK: Tensor, weights: Weights, biases: Biases, now: State, counts: Counts = ()

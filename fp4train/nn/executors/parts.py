@@ -111,14 +111,6 @@ class ChannelNorms(LayerState):
             norms._squares, norms._open, norms._order = whole.to(squares.device), False, None
 
 
-class PartGemms(Gemms):
-    """The GEMMs of a part of the in features: y is a term of a sum, and not rounded to the recipe's dtype."""
-
-    def __init__(self, plan: LayerPlan, device: str, shard: LayerShard | None = None, *, sums: bool = False) -> None:
-        super().__init__(plan, device, shard, sums=sums)
-        self.y_dtype = torch.float32
-
-
 @dataclass(eq=False, slots=True)
 class SplitCall(Call):
     """A call that multiplies parts of the in features; `parts`: (channels, call) of each."""
@@ -134,10 +126,21 @@ class SplitGemms(Gemms):
 
     def __init__(self, plan: LayerPlan, device: str, shard: LayerShard | None, *, sums: bool) -> None:
         Executor.__init__(self, plan, device, shard, sums=sums)
-        rest, top = plan.parts
+        rest, top = plan.channel_parts
         self.count = top.layer.in_features
         behind = replace(shard or LayerShard(), first=-(-rest.layer.in_features // _SPREAD) * _SPREAD)
-        self.of_parts = PartGemms(rest, device, shard, sums=sums), PartGemms(top, device, behind, sums=sums)
+        self.of_parts = Gemms(rest, device, shard, sums=sums), Gemms(top, device, behind, sums=sums)
+        for each in self.of_parts:
+            each.y_dtype = torch.float32  # a term of a sum is not rounded
+
+    def call(self, call: Call, channels: Sequence[Tensor], layer: PlannedLayer, *, keep: bool) -> SplitCall:
+        """`call`, whose two parts multiply these channels; `keep`: whether prepared weights are kept for the step."""
+        parts = []
+        for number, executor in enumerate(self.of_parts):
+            weights = layer.prepared((call.member, self.count, number)) if keep else PreparedWeights()
+            parts.append((channels[number], replace(call, executor=executor, weights=weights, shared=None)))
+        whole = {each.name: getattr(call, each.name) for each in fields(Call)} | {"executor": self}
+        return SplitCall(**whole, parts=tuple(parts))
 
     def forward(
         self, x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, call: Call, prepare: Prepare | None = None
@@ -200,7 +203,7 @@ class ChannelParts(Executor):
         name = f"recipe {plan.recipe.name}, {plan.layer.name}"
         return f"{name}: the host counts the steps by which outlier channels are chosen"
 
-    def observed(self, x_MK: Tensor, w_NK: Tensor) -> tuple[Tensor, Tensor]:
+    def own(self, x_MK: Tensor, w_NK: Tensor) -> tuple[Tensor, Tensor]:
         return (x_MK, w_NK) if self.rest is None else (x_MK.index_select(1, self.rest), w_NK.index_select(1, self.rest))
 
     def values(self, w_NK: Tensor, quantised: Callable[[Tensor], Tensor]) -> Tensor:
@@ -241,27 +244,5 @@ class ChannelParts(Executor):
                 norms.record(x_MK, position)
         elif self.split is not None:
             self.rest, _ = channels = norms.channels(self.split.count, self.device)
-            keep = context.step is not None
-            calls[:] = [_in_parts(call, self.split, channels, layer, keep=keep) for call in calls]
+            calls[:] = [self.split.call(call, channels, layer, keep=context.step is not None) for call in calls]
         return calls
-
-
-def _in_parts(
-    call: Call, split: SplitGemms, channels: tuple[Tensor, Tensor], layer: PlannedLayer, *, keep: bool
-) -> SplitCall:
-    """`call` of `split`, whose two parts multiply these channels.
-
-    Args:
-        keep: whether prepared weights are kept for the step.
-    """
-    calls = (
-        replace(
-            call,
-            executor=each,
-            weights=layer.prepared((call.member, split.count, number)) if keep else PreparedWeights(),
-            shared=None,
-        )
-        for number, each in enumerate(split.of_parts)
-    )
-    whole = {each.name: getattr(call, each.name) for each in fields(Call)} | {"executor": split}
-    return SplitCall(**whole, parts=tuple(zip(channels, calls, strict=True)))

@@ -18,4 +18,3 @@ from fp4train.precision.recipes.mx import MXFP8 as MXFP8
 from fp4train.precision.recipes.nvfp4 import NVFP4 as NVFP4
 from fp4train.precision.recipes.quartet import QuartetII as QuartetII
 from fp4train.precision.recipes.tetrajet import TetraJetV2 as TetraJetV2
-from fp4train.precision.recipes.tetrajet import TetraJetV2Outliers as TetraJetV2Outliers

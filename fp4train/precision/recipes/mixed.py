@@ -19,11 +19,7 @@ class Mixed(Recipe):
         for gemm in GEMMS:
             if not isinstance(part := getattr(self, gemm), Recipe):
                 raise TypeError(f"{gemm}={part!r} must be a recipe, for instance NVFP4()")
-            if part.outliers is not None:
-                raise ValueError(
-                    f"{gemm}={part.name} has outlier channels, which belong to the three GEMMs of a layer together: "
-                    "give them to Mixed(outliers=…), or take a part without them (outliers=None)"
-                )
+            part.check_part(gemm)
             if part.fused_scales:  # weights belong to fprop and dgrad together
                 object.__setattr__(self, gemm, replace(part, fused_scales=False))
                 object.__setattr__(self, "fused_scales", True)

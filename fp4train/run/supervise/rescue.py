@@ -202,8 +202,9 @@ def _smaller(run: Run) -> str:
 def _kept(layer: LayerPlan, tokens: int) -> float:
     """Bytes that a layer keeps of its input: the codes for wgrad, or the input itself."""
     return sum(
-        part.layer.rows(tokens) * part.layer.in_features * stored_bytes(part.wgrad.elements.rpartition("·")[2])
-        for part in layer.parts
+        layer.layer.rows(tokens) * features * stored_bytes(gemm.elements.rpartition("·")[2])
+        for gemm, features in layer.products
+        if gemm.name == "wgrad"
     )
 
 
