@@ -71,6 +71,19 @@ def test_a_run_goes_on_with_any_number_of_stages(ranks: Ranks, recipe: str, befo
     ranks.same(ranks.reference(*options), "moved")
 
 
+def test_a_run_goes_on_where_its_blocks_are_divided_otherwise(ranks: Ranks) -> None:
+    """A checkpoint has the names of the whole model and no stages."""
+    options = (*SMALL, "recipe=fp8_delayed")
+    one_and_three = (
+        "import fp4train.parallel.stages as stages\n"
+        "stages.share_blocks = lambda costs, last, parts: [range(1), range(1, len(costs))]\n"
+    )
+    ranks.train(2, "moved", *options, "parallel.pp=2", "checkpoint.every=3", patch=one_and_three + DIES_AT_4)
+    ended = ranks(2, "resume=runs/moved")
+    assert not any(ended.codes), ended.err
+    ranks.same(ranks.reference(*options), "moved")
+
+
 def test_a_new_run_takes_the_weights_of_another(ranks: Ranks) -> None:
     taken = (*SMALL, "recipe=nvfp4", f"init={ranks.reference(*SMALL, 'recipe=nvfp4')}")
     ranks.train(1, "one", *taken)
