@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fp4train as f4
 from fp4train.checkpoint.tensors import read_header, write_parts
+from fp4train.models.common.cut import multiplications
 from fp4train.models.hybrid import Hybrid, ScanShape
 from fp4train.models.hyena import FilterShape, Hyena
 from fp4train.models.llama import Llama
@@ -234,6 +235,23 @@ def test_whole_parameters_are_counted_once_in_a_sum_over_the_ranks(mesh: DeviceM
     found = {name: copies(p) for name, p in model.named_parameters()}
     assert found["norm.weight"] == found["blocks.0.mlp_norm.weight"] == 4
     assert found["embed.weight"] == found["blocks.0.attention.wo.weight"] == 1
+
+
+MULTIPLYING = {
+    "llama": Llama(width=64, layers=2, heads=8, kv_heads=4, hidden=64),
+    "moe": MixtureOfExperts(width=64, layers=2, heads=4, kv_heads=4, experts=ExpertShape(count=8, top=2, hidden=64)),
+    "hybrid": Hybrid(width=64, pattern="M*", heads=4, kv_heads=4, scan=ScanShape(heads=8, head_dim=8, groups=4)),
+    # , scan=ScanShape(heads=8, head_dim=8, groups=4)),
+    "hyena": Hyena(width=64, pattern="SDH*", heads=4, kv_heads=4, hidden=64, filters=FilterShape(groups=32)),
+}
+
+
+@pytest.mark.parametrize("family", MULTIPLYING)
+def test_tensor_parallel_ranks_divide_blocks_over_stages_as_one_rank_does(family: str, mesh: DeviceMesh) -> None:
+    with torch.device("meta"):
+        model = f4.convert(MULTIPLYING[family].build(vocab_size=64, seq_len=96))
+    whole = [multiplications(each, 96) for each in model.children()]
+    assert [multiplications(each, 96) for each in cut_tensors(model, mesh).children()] == whole
 
 
 def test_a_cut_model_on_the_meta_device_runs_for_a_plan(mesh: DeviceMesh) -> None:
