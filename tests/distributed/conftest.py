@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -152,16 +153,32 @@ class Ranks:
 
 
 @pytest.fixture(scope="session")
-def server() -> Iterator["subprocess.Popen[str]"]:
-    command = [sys.executable, str(Path(__file__).parents[1] / "helpers" / "rank_server.py")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=Path.cwd()
-    ) as process:
-        assert process.stdout is not None and process.stdin is not None
-        assert process.stdout.readline() == "ready\n"
+def serving() -> Callable[..., AbstractContextManager["subprocess.Popen[str]"]]:
+    """`serving(*modules)` starts ranks that begin with these modules of tests/backends/te besides their own."""
+    tests = Path(__file__).parents[1]
+    path = os.pathsep.join(filter(None, (str(tests / "backends" / "te"), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+
+    @contextmanager
+    def start(*modules: str) -> Iterator["subprocess.Popen[str]"]:
+        command = [sys.executable, str(tests / "helpers" / "rank_server.py"), *modules]
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=Path.cwd()
+        ) as process:
+            assert process.stdout is not None and process.stdin is not None
+            assert process.stdout.readline() == "ready\n"
+            yield process
+            process.stdin.close()
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def server(
+    serving: Callable[..., AbstractContextManager["subprocess.Popen[str]"]],
+) -> Iterator["subprocess.Popen[str]"]:
+    with serving() as process:
         yield process
-        process.stdin.close()
 
 
 @pytest.fixture(scope="session")

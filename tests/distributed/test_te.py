@@ -1,7 +1,8 @@
 """Transformer Engine's real Python on several ranks, with the extension of tests/backends/te/te_products_on_cpu.py."""
 
 import json
-from pathlib import Path
+import subprocess
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,9 +15,8 @@ if (availability.version() or ()) < (2, 19):
     pytest.skip("needs the transformer_engine wheel, 2.19 or newer", allow_module_level=True)
 
 Ranks = Any
-ON_TE = f"""
-import gc, json, pathlib, sys
-sys.path.insert(0, {str(Path(__file__).parents[1] / "backends" / "te")!r})
+ON_TE = """
+import gc, json, pathlib
 import te_products_on_cpu as te
 import torch
 kept, backward = [], torch.Tensor.backward
@@ -31,11 +31,19 @@ def train_step(run, recipe):
     shapes = [module.layer for module in run.linears if module.layer.block is not None]
     te.is_weight = lambda each: any(tuple(each.shape) == (at.out_features, at.in_features) for at in shapes)
     made = first(run, recipe)
-    pathlib.Path(f"kept{{rank}}.json").write_text(json.dumps(kept))
+    pathlib.Path(f"kept{rank}.json").write_text(json.dumps(kept))
     return made
 loop.train_step = train_step
 """
 """Every rank writes how many quantised weights of the blocks are alive before each backward pass."""
+
+
+@pytest.fixture(scope="module")
+def server(serving: Any) -> Iterator["subprocess.Popen[str]"]:
+    """Transformer Engine's Python takes seconds to import: it is done before ranks are forked."""
+    experts = (availability.version() or ()) >= (2, 20)
+    with serving("te_experts_on_cpu" if experts else "te_products_on_cpu") as process:
+        yield process
 
 
 def kept(ranks: Ranks) -> list[int]:
@@ -67,13 +75,6 @@ def test_delayed_scaling_runs_on_the_stages_of_a_pipeline_with_the_scales_of_one
     ranks.same("one", "two")
 
 
-EXPERTS_ON_TE = f"""
-import sys
-sys.path.insert(0, {str(Path(__file__).parents[1] / "backends" / "te")!r})
-import te_experts_on_cpu
-"""
-
-
 @pytest.mark.skipif(
     (availability.version() or ()) < (2, 20), reason="needs the transformer_engine wheel, 2.20 or newer"
 )
@@ -82,6 +83,6 @@ def test_experts_on_shards_are_those_of_one_rank(ranks: Ranks) -> None:
     mixture = ("model=moe_tiny", "model.width=32", "model.layers=2", "model.hidden=64", "model.experts.count=4")
     mixture = (*mixture, "model.experts.hidden=32", "policy=all", "phases=none", "train.steps=3")
     options = (*mixture, "backend=te", "recipe=mxfp8")
-    ranks.train(1, "one", "train.microbatch=2", *options, patch=EXPERTS_ON_TE)
-    ranks.train(2, "two", "train.microbatch=2", *options, "parallel.dp_shard=2", patch=EXPERTS_ON_TE)
+    ranks.train(1, "one", "train.microbatch=2", *options)
+    ranks.train(2, "two", "train.microbatch=2", *options, "parallel.dp_shard=2")
     ranks.same("one", "two")

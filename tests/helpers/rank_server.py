@@ -29,6 +29,10 @@ from fp4train.errors import UserError
 FOR_THE_FORKS = (
     "torch._inductor.config",  # FSDP imports the compiler, which takes seconds
     "torch.distributed.checkpoint",
+    "torch.profiler._cupti_monitor",
+    "numpy.ma",
+    "fp4train.cli.launch",
+    "fp4train.cli.train",
     "fp4train.lab.analysis.heatmap",
     "fp4train.kernels.cpu",
     "fp4train.models.llama",
@@ -94,7 +98,7 @@ def run_program(number: int, job: dict[str, Any], port: int) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     curves.draw_curves = lambda run: run / "curves.png"
-    for module in FOR_THE_FORKS:
+    for module in (*FOR_THE_FORKS, *sys.argv[1:]):
         importlib.import_module(module)
     composition.hydra_compose = remembering(composition.hydra_compose)
     gc.freeze()  # a rank's collector does not look at, and so does not copy, what all of them share
