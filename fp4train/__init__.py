@@ -10,7 +10,7 @@ loss.backward()                                              # outside, as with 
 """
 
 from fp4train.nn import convert
-from fp4train.nn.convert import report as conversion
+from fp4train.nn.conversion import report as conversion
 from fp4train.precision import autocast
 from fp4train.precision.plan import plan
 

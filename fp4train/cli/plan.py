@@ -27,6 +27,7 @@ from fp4train.config.overrides import Option, read_options, truth
 from fp4train.data.source import planned_vocab_size
 from fp4train.errors import UserError
 from fp4train.hardware import Device, find_gpu
+from fp4train.nn.conversion import weight_groups
 from fp4train.optim.adamw import moment_bytes
 from fp4train.parallel.config import MOST_RANKS, Mesh, Parallel
 from fp4train.precision.layers import find_layers
@@ -172,14 +173,14 @@ def _plan(command: Start, *, full: bool, gpus: int | None, auto: bool | None, as
     for warning in plan_warnings(plan):
         _log.warning("%s", warning)
     if as_data:
-        print(_json({"recipe": config.recipe.name, "gemms": _rows(plan)}))
+        print(_json({"recipe": config.recipe.name, **_data(plan, model)}))
         return 0
     if source is not None and start:
         past = [s for each in journal.stretches(journal.read_journal(source)) for s in _split(each, start)]
         ran = [s.title for s in past if s.stop <= start]
         print("\n".join([f"past, as {source / run_directory.HISTORY} has it (fp4train plan {source}):", *ran]), "\n")
     print(config.recipe, render(plan, full=True) if full else summarise(plan), sep="\n\n")
-    print("", _checkpoint(model, moment_bytes(config.optim)), sep="\n")
+    print("", _weights(model), "", _checkpoint(model, moment_bytes(config.optim)), sep="\n")
     if gpu is None:
         layers = kernels_of_layers(model, device.type, deterministic=config.train.deterministic)
         print(kernels, *layers, sep="\n")
@@ -194,11 +195,19 @@ def _plan(command: Start, *, full: bool, gpus: int | None, auto: bool | None, as
     return 0
 
 
+def _weights(model: nn.Module) -> str:
+    """All parameters of the model, and those that a token meets, by what becomes of them."""
+    groups = weight_groups(model)
+    total = ("together", *(sum(column) for column in list(zip(*groups, strict=True))[1:4]), None)
+    rows = [(kind, *(f"{count:,}" for count in counts), why or "") for kind, *counts, why in (*groups, total)]
+    header = ("parameters", "tensors", "all", "of a token", "why no recipe touches them")
+    return "\n".join(tabulate([header, *rows], right={1, 2, 3}))
+
+
 def _checkpoint(model: nn.Module, moments: int) -> str:
     """Size of a checkpoint in words: weights, and the moments of the optimizer, `moments` bytes per parameter."""
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    held = weights + moments * sum(p.numel() for p in model.parameters())
-    size = f"{held / 1e9:,.2f} GB" if weights >= 1e8 else f"{held / 1e6:,.1f} MB"
+    held = sum(p.numel() * (p.element_size() + moments) for p in model.parameters())
+    size = f"{held / 1e9:,.2f} GB" if held >= 1e9 else f"{held / 1e6:,.1f} MB"
     return f"A checkpoint holds about {size} (weights and two moments); main memory holds a copy while it is written."
 
 
@@ -206,13 +215,14 @@ def _json(value: object) -> str:
     return json.dumps(value, indent=2, ensure_ascii=False)
 
 
-def _rows(plan: Plan) -> list[dict[str, object]]:
-    """One entry per GEMM."""
+def _data(plan: Plan, model: nn.Module) -> dict[str, object]:
+    """Parameters by group, and one entry per GEMM."""
     own = ("gemm", "size", "elements", "backend", "why")
-    return [
+    rows = [
         {"steps": [row.start, row.stop], "layer": row.layer.name, **{key: getattr(row, key) for key in own}}
         for row in plan.rows
     ]
+    return {"weights": [each._asdict() for each in weight_groups(model)], "gemms": rows}
 
 
 def _on_mesh(mesh_plan: "MeshPlan", *, full: bool, as_data: bool) -> int:
@@ -222,10 +232,11 @@ def _on_mesh(mesh_plan: "MeshPlan", *, full: bool, as_data: bool) -> int:
     plan, costs = mesh_plan.costs()
     if as_data:
         stretches = [cluster_json(*each) for each in costs]
-        recipe = mesh_plan.config.recipe.name
-        print(_json({"recipe": recipe, "notes": mesh_plan.notes, "stretches": stretches, "gemms": _rows(plan)}))
+        head = {"recipe": mesh_plan.config.recipe.name, "notes": mesh_plan.notes, "stretches": stretches}
+        print(_json({**head, **_data(plan, mesh_plan.model)}))
         return 0
-    print(render(plan, full=True) if full else summarise(plan), render_cluster(costs), sep="\n\n")
+    shown = render(plan, full=True) if full else summarise(plan)
+    print(shown, _weights(mesh_plan.model), render_cluster(costs), sep="\n\n")
     for note in mesh_plan.notes:
         print(f"note: {note}")
     return 0

@@ -26,7 +26,7 @@ from fp4train.config.composition import named
 from fp4train.errors import UserError, user_errors
 from fp4train.hardware import Device
 from fp4train.nn.called import check_called
-from fp4train.nn.convert import report
+from fp4train.nn.conversion import report
 from fp4train.nn.planned import PlannedLayer
 from fp4train.precision import LayerPolicy, Phase, Recipe, Timeline, recompute_contexts
 from fp4train.precision.context import Context, enter, is_stray_recomputation, leave, state

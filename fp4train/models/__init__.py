@@ -19,8 +19,8 @@ class Architecture(Protocol):
     `build` returns a module. `model(tokens, targets)`, int64 [B, T] each, returns the mean loss in nats per token;
     `model(tokens)` returns logits [B, T, vocabulary]. Its repeated blocks are in an `nn.ModuleList`, or it names them
     (`precision/blocks.py`), so that a policy can count them. Activations have the dtype that
-    `precision.context.activation_dtype` gives. A class that also has `parameter_count(vocab_size=…)` is refused
-    before it is built where its weights exceed the machine's memory (`run/checks.py`).
+    `precision.context.activation_dtype` gives. A model whose weights exceed the machine's memory is
+    refused: `build` is first called on the meta device (`run/build.py`).
     """
 
     def build(self, *, vocab_size: int, seq_len: int) -> nn.Module:

@@ -131,17 +131,17 @@ def find_layers(model: nn.Module) -> dict[str, Layer]:
     Raises:
         TypeError, ValueError: `fp4train_blocks` of the model, or `fp4train_fused` of a part of it, is invalid.
     """
-    paths = block_paths(model)
+    paths, modules = block_paths(model), dict(model.named_modules())
     block_of: dict[nn.Module, int] = {}
     for index, path in enumerate(paths):
         for part in model.get_submodule(path).modules():
             block_of.setdefault(part, index)
-    found = [(name, module) for name, module in model.named_modules() if is_linear(module)]
+    found = [(name, module) for name, module in modules.items() if is_linear(module)]
     names = tuple(name for name, _ in found)
-    classes = {name: _classes(model, name, paths) for name in names}
+    classes = {name: _classes(modules, name, paths) for name in names}
     known = (*names, *dict.fromkeys(each for name in names for each in classes[name]))
-    tuned = {path.removesuffix(f".{_TUNED}") for path, _ in model.named_modules() if path.endswith(f".{_TUNED}")}
-    bypassed, fused = bypassed_linears(model.modules()), _fused(model, names)
+    tuned = {path.removesuffix(f".{_TUNED}") for path in modules if path.endswith(f".{_TUNED}")}
+    bypassed, fused = bypassed_linears(modules.values()), _fused(modules, names)
     return {
         name: Layer(
             name=name,
@@ -163,15 +163,15 @@ def find_layers(model: nn.Module) -> dict[str, Layer]:
     }
 
 
-def _classes(model: nn.Module, name: str, blocks: Collection[str]) -> tuple[str, ...]:
+def _classes(modules: Mapping[str, nn.Module], name: str, blocks: Collection[str]) -> tuple[str, ...]:
     """The classes of a layer and of the modules that hold it, up to its block."""
     parts, found = name.split(".") if name else [], []
     for length in range(len(parts), 0, -1):
         path = ".".join(parts[:length])
         if path in blocks and length < len(parts):
             break
-        found.append(f"{CLASS}{type(model.get_submodule(path)).__name__}")
-    return tuple(found or [f"{CLASS}{type(model).__name__}"])
+        found.append(f"{CLASS}{type(modules[path]).__name__}")
+    return tuple(found or [f"{CLASS}{type(modules['']).__name__}"])
 
 
 def elementwise(model: nn.Module) -> set[nn.Parameter]:
@@ -179,10 +179,10 @@ def elementwise(model: nn.Module) -> set[nn.Parameter]:
     return {getattr(each, name) for each in model.modules() for name in getattr(each, ELEMENTWISE_BY, ())} - {None}
 
 
-def _fused(model: nn.Module, names: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
-    """Layer → the layers that serving software multiplies with it as one, as the parts of `model` say."""
+def _fused(modules: Mapping[str, nn.Module], names: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    """Layer → the layers that serving software multiplies with it as one, as the parts of a model say."""
     found: dict[str, tuple[str, ...]] = {}
-    for path, module in model.named_modules():
+    for path, module in modules.items():
         for group in getattr(module, FUSED_BY, ()):
             where = f"{FUSED_BY} of {path or type(module).__name__}"
             if isinstance(group, str):

@@ -4,7 +4,7 @@ import logging
 import secrets
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,31 +67,39 @@ class _Undrawn(TorchFunctionMode):
 
 def build_model(config: Config, vocab_size: int, device: torch.device) -> nn.Module:
     """The configured model with fp4train's linear layers; its weights depend on run.seed alone."""
-    if device.type != "meta":
-        checks.check_memory(config.model, vocab_size)
-    with torch.random.fork_rng(devices=[]), _logging_progress("building the model", config.model, vocab_size):
+    meta = device.type == "meta"
+    with torch.random.fork_rng(devices=[]):
+        whole = None
+        if not meta:
+            with suppress(RuntimeError):  # it reads values of tensors while it is built: its size is not known before
+                whole = checks.check_memory(_built(config, vocab_size, "meta"))
         torch.manual_seed(config.run.seed)
-        # Drawn on the CPU whatever the device, so that a seed gives the same weights everywhere.
-        drawing = _Undrawn() if device.type == "meta" else nullcontext()
-        refused = user_errors(ValueError, before="the model cannot be built: ")
-        with refused, torch.device("meta" if device.type == "meta" else "cpu"), drawing:
-            model = config.model.build(vocab_size=vocab_size, seq_len=config.train.seq_len)
-    with _logging_progress("converting its linear layers", config.model, vocab_size):
+        with _logging_progress("building the model", whole):
+            # Drawn on the CPU whatever the device, so that a seed gives the same weights everywhere.
+            model = _built(config, vocab_size, "meta" if meta else "cpu")
+    with _logging_progress("converting its linear layers", whole):
         model = convert(model.to(device), backend=config.backend)
-    if device.type != "meta":
+    if not meta:
         fuse(model, config.train, device.type)
         compile_blocks(model, config.train, device)
     return model
 
 
+def _built(config: Config, vocab_size: int, device: str) -> nn.Module:
+    drawing = _Undrawn() if device == "meta" else nullcontext()
+    refused = user_errors(ValueError, before="the model cannot be built: ")
+    with refused, torch.device(device), drawing:
+        return config.model.build(vocab_size=vocab_size, seq_len=config.train.seq_len)
+
+
 @contextmanager
-def _logging_progress(doing: str, shape: object, vocab_size: int) -> Iterator[None]:
+def _logging_progress(doing: str, whole: int | None) -> Iterator[None]:
     """Log every few seconds how many parameters were registered since this began, and how long the rest will take.
 
     Args:
         doing: "building the model".
+        whole: parameters of the model; None: nobody has counted them.
     """
-    whole = shape.parameter_count(vocab_size=vocab_size) if isinstance(shape, checks.Counted) else None
     began = last = time.monotonic()
     done = 0
 
@@ -331,9 +339,9 @@ def _unborn(config: Config, vocab_size: int, world: World, drawn: bool) -> tuple
     """
     on_a_gpu = world.device.type == "cuda" and getattr(config.model, "draw", "torch") == "counter"
     if world.size > 1 or not drawn or on_a_gpu:
-        if world.size == 1:
-            checks.check_memory(config.model, vocab_size)
         model = build_model(config, vocab_size, torch.device("meta"))
+        if world.size == 1:
+            checks.check_memory(model)
         if (reason := why_not_born(model)) is None:
             fuse(model, config.train, world.device.type)
             compile_blocks(model, config.train, world.device)

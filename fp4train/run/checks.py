@@ -4,7 +4,9 @@ but probably unintended settings."""
 import logging
 import os
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
+
+from torch import nn
 
 from fp4train import checkpoint
 from fp4train.config import Config
@@ -18,30 +20,24 @@ from fp4train.run.record import directory as run_directory
 
 _log = logging.getLogger(__name__)
 
-
 BYTES = 4
 """Bytes per weight: masters are float32."""
 
 
-@runtime_checkable
-class Counted(Protocol):
-    """An architecture that knows its size."""
+def check_memory(model: nn.Module) -> int:
+    """The parameters of a model on the meta device.
 
-    def parameter_count(self, *, vocab_size: int) -> int:
-        """Parameters of the model that `build` gives; tied ones once."""
-
-
-def check_memory(shape: object, vocab_size: int) -> None:
-    """Raises UserError where the weights of a model are larger than the main memory of this machine."""
-    if not isinstance(shape, Counted):
-        return
-    count, memory = shape.parameter_count(vocab_size=vocab_size), _main_memory()
+    Raises:
+        UserError: its weights are larger than the main memory of this machine.
+    """
+    count, memory = sum(int(each.numel()) for each in model.parameters()), _main_memory()
     if count * BYTES > memory:
         raise UserError(
-            f"{type(shape).__name__} has {short(count)} parameters, which are drawn in main memory: "
+            f"{type(model).__name__} has {short(count)} parameters, which are drawn in main memory: "
             f"{short(count * BYTES)}B of float32, and this machine has {short(memory)}B. Choose a smaller model, or "
             "share it between several ranks, each of which draws its part alone (docs/scale.md)"
         )
+    return count
 
 
 def set_masks(model: Any, config: Config, tokenizer: Tokenizer | None) -> None:

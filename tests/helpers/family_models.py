@@ -54,6 +54,12 @@ def check_documents(built: Any, x: Tensor) -> None:
     assert (together - apart).abs().max() > 1e-3
 
 
+def parameters(shape: Architecture, vocab_size: int) -> int:
+    """Parameters of the model that a shape is."""
+    with torch.device("meta"):
+        return sum(each.numel() for each in shape.build(vocab_size=vocab_size, seq_len=64).parameters())
+
+
 def check_drawn(shape: Architecture, built: Any, length: int) -> None:
     """A model of `shape` that is made without memory and then drawn has the weights of `built`; 60 ids, seed 0."""
     with torch.device("meta"):

@@ -66,7 +66,7 @@ def test_gradients_equal_those_of_transformers(pair: tuple[Any, nn.Module]) -> N
 def test_the_parameters_are_counted(pair: tuple[Any, nn.Module]) -> None:
     theirs, ours = pair
     count = sum(p.numel() for p in theirs.parameters())
-    assert sum(p.numel() for p in ours.parameters()) == ours.shape.parameter_count(vocab_size=257) == count
+    assert sum(p.numel() for p in ours.parameters()) == count
 
 
 def test_a_configuration_comes_back_as_it_was(pair: tuple[Any, nn.Module]) -> None:
@@ -165,7 +165,6 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
 def test_published_configurations_are_read(name: str) -> None:
     count, own = PUBLISHED[name]
     shape = family_for(own).shape_of({**COMMON, **own})
-    assert shape.parameter_count(vocab_size=100) == count
     with torch.device("meta"):
         model = shape.build(vocab_size=100, seq_len=8)
     assert sum(p.numel() for p in model.parameters()) == count

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fp4train as f4
 from fp4train.models.llama import Llama
-from fp4train.nn.convert import Conversion, report
+from fp4train.nn.conversion import Conversion, report
 
 
 class Experts(nn.Module):

@@ -103,7 +103,7 @@ def test_it_is_said_what_is_wrong_before_anything_is_written(cli: Cli, arguments
 def test_a_model_whose_size_nobody_knows_beforehand_ends_where_the_memory_does(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fp4train.run.checks.check_memory", lambda shape, vocab_size: None)
+    monkeypatch.setattr("fp4train.run.checks.check_memory", lambda model: None)
     ended = cli("run.name=a", "model.width=1000000", "model.heads=2")
     assert ended.code == 1 and "the memory is not enough: " in ended.message
     assert not Path("runs/a/config.yaml").exists()

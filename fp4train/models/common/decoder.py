@@ -25,6 +25,9 @@ from fp4train.precision.context import activation_dtype, recompute
 from fp4train.shards import RowOrder
 from fp4train.text import check_least
 
+MOST_BLOCKS = 4096
+"""Letters of the longest pattern."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderShape:
@@ -88,6 +91,16 @@ class DecoderShape:
                 f"the tokenizer has {vocab_size} ids, and model.vocab_size={self.vocab_size} rows are fewer: choose "
                 "the tokenizer that belongs to the model (data/tokenizer=…)"
             )
+
+
+def check_pattern(pattern: str, kinds: Mapping[str, str]) -> None:
+    """Raise ValueError where a text with a letter per block has too few or too many, or one that is not in `kinds`."""
+    if not 1 <= len(pattern) <= MOST_BLOCKS:
+        raise ValueError(f"model.pattern has {len(pattern)} blocks; allowed are 1 to {MOST_BLOCKS}")
+    for place, letter in enumerate(pattern, 1):
+        if letter not in kinds:
+            known = ", ".join(f"{each} ({name})" for each, name in kinds.items())
+            raise ValueError(f"model.pattern={pattern}: letter {place} is {letter!r}; known are {known}")
 
 
 class Decoder(Fusible, nn.Module):

@@ -77,14 +77,6 @@ class ExpertShape:
         if not 0 < self.scale < math.inf:
             raise ValueError(f"model.experts.scale={self.scale} must be finite and above 0")
 
-    def weights(self, width: int) -> int:
-        """Parameters of a layer for a stream of `width`, without the bias."""
-        return self.count * width + 3 * width * self.hidden * (self.count + self.shared)
-
-    def weights_per_token(self, width: int) -> int:
-        """Parameters that a token is multiplied with."""
-        return self.count * width + 3 * width * self.hidden * (self.top + self.shared)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Balance:

@@ -17,7 +17,6 @@ Initial weights are drawn by counter (`models/common/initialise.py`): matrices n
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, cast
 
@@ -27,7 +26,7 @@ from torch import Tensor, nn
 
 from fp4train.models.common.cache import DecodeCache, KeyValues
 from fp4train.models.common.cut import TensorCut
-from fp4train.models.common.decoder import Decoder, DecoderShape
+from fp4train.models.common.decoder import Decoder, DecoderShape, check_pattern
 from fp4train.models.common.initialise import Filled, Initial, Normal, initialise
 from fp4train.models.common.layers import Attention, RMSNorm
 from fp4train.models.common.scan import Mamba2, ScanState
@@ -36,7 +35,6 @@ from fp4train.models.hybrid.parallel import tensor_cut
 from fp4train.text import check_choice, check_least
 
 KINDS = {"M": "Mamba-2", "*": "attention", "-": "MLP"}
-MOST_BLOCKS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,12 +90,7 @@ class Hybrid(DecoderShape):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_least(self, "model.", "hidden")
-        if not 1 <= len(self.pattern) <= MOST_BLOCKS:
-            raise ValueError(f"model.pattern has {len(self.pattern)} blocks; allowed are 1 to {MOST_BLOCKS}")
-        for place, letter in enumerate(self.pattern, 1):
-            if letter not in KINDS:
-                known = ", ".join(f"{each} ({name})" for each, name in KINDS.items())
-                raise ValueError(f"model.pattern={self.pattern}: letter {place} is {letter!r}; known are {known}")
+        check_pattern(self.pattern, KINDS)
 
     def build(self, *, vocab_size: int, seq_len: int) -> HybridModel:
         """The model with weights drawn by counter from the seed of torch's default generator.
@@ -107,16 +100,6 @@ class Hybrid(DecoderShape):
         """
         self.check(vocab_size, seq_len)
         return HybridModel(self, self.rows(vocab_size), seq_len)
-
-    def parameter_count(self, *, vocab_size: int) -> int:
-        """Parameters of the model; tied ones once."""
-        scan, count = self.scan, Counter(self.pattern)
-        inner, mixed = scan.heads * scan.head_dim, scan.heads * scan.head_dim + 2 * scan.groups * scan.state
-        mamba = self.width * (2 * inner + mixed + scan.heads) + mixed * (scan.kernel + 1) + 3 * scan.heads + inner
-        attention = 2 * self.width * self.head_width * (self.heads + self.kv_heads)
-        blocks = count["M"] * mamba + count["*"] * attention + count["-"] * 2 * self.width * self.hidden
-        tables = self.rows(vocab_size) * (1 if self.tied else 2)
-        return blocks + self.width * (len(self.pattern) + 1 + tables)
 
 
 class SquaredReluMLP(nn.Module):

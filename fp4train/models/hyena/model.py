@@ -16,7 +16,6 @@ Initial weights are drawn by counter (`models/common/initialise.py`): matrices n
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, cast
 
@@ -26,7 +25,7 @@ from torch import Tensor, nn
 
 from fp4train.models.common.cache import DecodeCache, KeyValues
 from fp4train.models.common.cut import TensorCut, TokenRanks, shared_by
-from fp4train.models.common.decoder import DecoderShape
+from fp4train.models.common.decoder import DecoderShape, check_pattern
 from fp4train.models.common.initialise import Filled, Initial, Normal, initialise
 from fp4train.models.common.rotary import RotatedDecoder
 from fp4train.models.hyena.mixer import (
@@ -40,7 +39,6 @@ from fp4train.models.hyena.mixer import (
 from fp4train.models.hyena.parallel import tensor_cut
 from fp4train.text import check_choice, check_least
 
-MOST_BLOCKS = 4096
 GELU = ("first", "all")
 
 
@@ -78,12 +76,7 @@ class Hyena(DecoderShape):
         if not 0 < self.rope_base < math.inf:
             raise ValueError(f"model.rope_base={self.rope_base} must be finite and above 0")
         check_choice("model.gelu", self.gelu, GELU)
-        if not 1 <= len(self.pattern) <= MOST_BLOCKS:
-            raise ValueError(f"model.pattern has {len(self.pattern)} blocks; allowed are 1 to {MOST_BLOCKS}")
-        for place, letter in enumerate(self.pattern, 1):
-            if letter not in KINDS:
-                known = ", ".join(f"{each} ({name})" for each, name in KINDS.items())
-                raise ValueError(f"model.pattern={self.pattern}: letter {place} is {letter!r}; known are {known}")
+        check_pattern(self.pattern, KINDS)
         if "*" in self.pattern and self.head_width % 2:
             raise ValueError(f"heads of {self.head_width} elements: rotary embedding needs an even number")
         if self.width % self.filters.groups and set("SD") & set(self.pattern):
@@ -100,20 +93,6 @@ class Hyena(DecoderShape):
         """
         self.check(vocab_size, seq_len)
         return HyenaModel(self, self.rows(vocab_size), seq_len)
-
-    def parameter_count(self, *, vocab_size: int) -> int:
-        """Parameters of the model; tied ones once."""
-        filters, count, width = self.filters, Counter(self.pattern), self.width
-        convolution = width * (4 * width + 1 + 3 * filters.featuriser)
-        own = {
-            "S": convolution + filters.groups * filters.short,
-            "D": convolution + filters.groups * filters.medium + width,
-            "H": convolution + width * (2 * filters.poles + 1),
-            "*": width * (4 * self.head_width * self.heads + 1),
-        }
-        mixers = sum(own[kind] * number for kind, number in count.items())
-        blocks = mixers + len(self.pattern) * width * (3 * self.hidden + 2)
-        return blocks + width * (1 + self.rows(vocab_size) * (1 if self.tied else 2))
 
 
 class RootNorm(nn.RMSNorm):

@@ -56,15 +56,6 @@ class Llama(RotaryShape):
         self.check(vocab_size, seq_len)
         return LlamaModel(self, self.rows(vocab_size), seq_len)
 
-    def parameter_count(self, *, vocab_size: int) -> int:
-        """Parameters of the model; tied ones once."""
-        queries, keys = self.heads * self.head_width, self.kv_heads * self.head_width
-        attention = 2 * self.width * (queries + keys)
-        attention += (queries + 2 * keys) * self.qkv_bias + 2 * self.head_width * self.qk_norm
-        block = attention + 3 * self.width * self.mlp_width + 2 * self.width
-        tables = self.rows(vocab_size) * self.width * (1 if self.tied else 2)
-        return self.layers * block + tables + self.width
-
 
 class LlamaModel(RotaryDecoder):
     """A Llama of one shape."""

@@ -64,21 +64,6 @@ class MixtureOfExperts(RotaryShape):
         self.check(vocab_size, seq_len)
         return MixtureModel(self, self.rows(vocab_size), seq_len)
 
-    def parameter_count(self, *, vocab_size: int) -> int:
-        """Parameters of the model; tied ones once."""
-        return self._count(vocab_size, self.experts.weights(self.width))
-
-    def active_parameter_count(self, *, vocab_size: int) -> int:
-        """Parameters that a token passes: of the experts those that it is sent to."""
-        return self._count(vocab_size, self.experts.weights_per_token(self.width))
-
-    def _count(self, vocab_size: int, experts: int) -> int:
-        attention = 2 * self.width * self.head_width * (self.heads + self.kv_heads)
-        attention += 2 * self.head_width * self.qk_norm + 2 * self.width
-        blocks = self.layers * attention + self.dense * 3 * self.width * self.hidden
-        tables = self.rows(vocab_size) * (1 if self.tied else 2)
-        return blocks + (self.layers - self.dense) * experts + self.width * (tables + 1)
-
 
 class ExpertBlock(RotaryBlock):
     """A block whose MLP is a layer of experts."""

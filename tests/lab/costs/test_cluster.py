@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from family_models import parameters
 from llama_shapes import SEQ_LEN, SHAPES, measured, model
 from torch import nn
 
@@ -36,7 +37,7 @@ def test_a_block_of_8b_keeps_what_hooks_on_the_whole_block_counted(recipe: Recip
 def test_biases_norms_of_heads_and_wide_heads_are_counted(name: str, attention: int) -> None:
     """`attention`: heads × head dimension, which is not the width of Qwen3 4B."""
     shape, found = SHAPES[name], measured(name, BF16(), H100)
-    assert found.parameters == shape.parameter_count(vocab_size=128256)
+    assert found.parameters == parameters(shape, 128256)
     embedding = 0 if shape.tied else 128256 * shape.width
     matrices = sum(p.numel() for p in model(name).parameters() if p.dim() > 1) - embedding
     assert found.flops_per_token == 6 * (matrices + shape.layers * attention * SEQ_LEN)

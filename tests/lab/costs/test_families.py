@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from family_models import parameters
 
 import fp4train as f4
 from fp4train.hardware import Device, find_gpu
@@ -95,8 +96,9 @@ def test_a_token_multiplies_the_weights_of_its_experts_and_of_the_router_once() 
     shape = MixtureOfExperts(width=WIDTH, layers=2, heads=2, kv_heads=2, experts=ExpertShape(count=4, top=2, hidden=16))
     found = measured(shape)
     attention = sum(3 * a.flops for kind in found.order for a in found.kinds[kind].cost.attentions) / found.tokens
-    active = shape.active_parameter_count(vocab_size=64)
-    assert shape.tied and found.parameters == shape.parameter_count(vocab_size=64) > active
+    # Of 4 experts of 3 matrices a token meets 2, in each of 2 layers.
+    active = parameters(shape, 64) - 2 * 2 * 3 * WIDTH * 16
+    assert shape.tied and found.parameters == parameters(shape, 64) and found.active_parameters == active
     blocks = [w for kind in found.order for w in found.kinds[kind].weights]
     vectors = sum(w.count for w in (*blocks, *found.before, *found.after) if len(w.shape) == 1)
     assert found.flops_per_token == 6 * (active - vectors) + attention
