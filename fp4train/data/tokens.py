@@ -90,10 +90,8 @@ def ids_dtype(vocab_size: int) -> np.dtype[Any]:
 def fingerprint(ids: Ids) -> str:
     """A short sum over the length and up to 1024 places: tells other data apart without reading all of it."""
     places = np.unique(np.linspace(0, max(len(ids) - 64, 0), 1024).astype(np.int64))
-    total = zlib.crc32(str(len(ids)).encode())
-    for place in places:
-        total = zlib.crc32(ids[place : place + 64].astype("<i8").tobytes(), total)
-    return f"{total:08x}"
+    read = ids[places[:, None] + np.arange(min(64, len(ids)))]
+    return f"{zlib.crc32(read.astype('<i8').tobytes(), zlib.crc32(str(len(ids)).encode())):08x}"
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,14 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import nn
 
 from fp4train.optim import Constants, has_fused
 from fp4train.optim.rounded import RoundedAdamW
+from fp4train.shards import is_sharded
 from fp4train.text import check_choice
 
 MOMENT_BYTES: Final = {"float32": 8, "bfloat16": 4}
@@ -42,9 +43,20 @@ class AdamW(Constants):
         """AdamW over some parameters, by name: torch's, or that of moments in BF16."""
         fused, groups = has_fused(parameters), self.groups(parameters.values(), spared)
         if self.moments == "float32":
-            return torch.optim.AdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps, fused=fused)
+            kind = _ShardedAdamW if any(map(is_sharded, parameters.values())) else torch.optim.AdamW
+            return kind(groups, lr=self.lr, betas=self.betas, eps=self.eps, fused=fused)
         names = {parameter: name for name, parameter in parameters.items()}
         return RoundedAdamW(groups, names, lr=self.lr, betas=self.betas, eps=self.eps, fused=fused)
+
+
+class _ShardedAdamW(torch.optim.AdamW):
+    """torch's AdamW, whose kernel takes what this rank holds: a DTensor costs a dispatch of its own in every list."""
+
+    def _init_group(self, group: dict[str, Any], *lists: Any) -> bool:
+        found: bool = super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
+        for tensors in lists:
+            tensors[:] = [each.to_local() if is_sharded(each) else each for each in tensors]
+        return found
 
 
 def moment_bytes(optim: object) -> int:

@@ -258,7 +258,8 @@ def assemble(config: Config, place: Path, timeline: Timeline, world: World, *, d
     """
     # The lead tokenises what no cache holds; then one rank of each other machine, whose cache may be its own.
     data = world.in_turns(lambda: config.data.build(place, config.train.seq_len, config.run.seed))
-    check_same(world, {"the data": data.fingerprint})
+    fingerprint = data.fingerprint
+    check_same(world, {"the data": fingerprint})
     _log.info("%s", data.description)
     with world.together():
         model, born = _unborn(config, data.vocab_size, world, drawn)
@@ -311,7 +312,7 @@ def assemble(config: Config, place: Path, timeline: Timeline, world: World, *, d
         step=0,
         loss_scale=scaling.initial if scaling else 1.0,
         good_steps=0,
-        fingerprint=data.fingerprint,
+        fingerprint=fingerprint,
         folder=Folder.open(config.run.dir, create=True),
         pipeline=pipeline,
         teacher=teacher,

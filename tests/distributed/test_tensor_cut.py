@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import fp4train as f4
 from fp4train.checkpoint.tensors import read_header, write_parts
@@ -230,6 +231,36 @@ def test_an_optimizer_takes_parameters_of_a_mesh_and_plain_ones(mesh: DeviceMesh
     optimizer.step()
 
 
+def test_adamw_of_shards_is_torchs_and_dispatches_no_dtensor(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = (cut_tensors(llama_steps.model(layers=1), mesh) for _ in range(2))
+    optimizer = AdamW().build(ours)
+    reference = torch.optim.AdamW(
+        AdamW().groups(theirs.parameters()), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
+    kernel, given = torch._fused_adamw_, list[type]()
+    for step in range(3):
+        for each in (ours, theirs):
+            draw = torch.Generator().manual_seed(step)
+            for p in each.parameters():
+                assert isinstance(p, DTensor)
+                p.grad = DTensor.from_local(
+                    torch.randn(p.to_local().shape, generator=draw), mesh, p.placements, run_check=False
+                )
+        reference.step()
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                torch,
+                "_fused_adamw_",
+                lambda *lists, **rest: (given.extend(map(type, lists[0])), kernel(*lists, **rest)),
+            )
+            optimizer.step()
+    assert DTensor not in given and len(given) == 3 * len(list(ours.parameters()))
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert isinstance(one, DTensor) and isinstance(other, DTensor)
+        assert torch.equal(one.to_local(), other.to_local())
+        assert isinstance(optimizer.state[one]["exp_avg"], DTensor), "checkpoints read where a shard lies"
+
+
 def test_whole_parameters_are_counted_once_in_a_sum_over_the_ranks(mesh: DeviceMesh) -> None:
     model = cut_tensors(llama_steps.model(layers=1), mesh)
     found = {name: copies(p) for name, p in model.named_parameters()}
@@ -241,7 +272,6 @@ MULTIPLYING = {
     "llama": Llama(width=64, layers=2, heads=8, kv_heads=4, hidden=64),
     "moe": MixtureOfExperts(width=64, layers=2, heads=4, kv_heads=4, experts=ExpertShape(count=8, top=2, hidden=64)),
     "hybrid": Hybrid(width=64, pattern="M*", heads=4, kv_heads=4, scan=ScanShape(heads=8, head_dim=8, groups=4)),
-    # , scan=ScanShape(heads=8, head_dim=8, groups=4)),
     "hyena": Hyena(width=64, pattern="SDH*", heads=4, kv_heads=4, hidden=64, filters=FilterShape(groups=32)),
 }
 

@@ -49,6 +49,7 @@ BUDGET = {
     "families of plugins, read from folders": (13, 0),
     "StripedHyena 2": (638, 6),
     "moments in BF16": (282, 2),
+    "AdamW on shards": (8, 0),
     "experts of transformers": (92, 1),
     "outlier channels of experts": (20, 0),
     "experts over tensor-parallel ranks": (104, 1),

@@ -10,8 +10,8 @@ from fp4train.config.binding import bind
 from fp4train.hardware import Device
 from fp4train.lab.costs.workload import find_weights
 from fp4train.measure.statistics import watch
+from fp4train.models.common.cut import multiplications
 from fp4train.nn import Experts
-from fp4train.parallel.stages import _cost
 from fp4train.precision import BF16, MXFP8, NVFP4, FP8Delayed, LayerPolicy, LayerRecipe, Recipe, TetraJetV2, autocast
 from fp4train.precision.gather import wire_form
 from fp4train.precision.layer_plan import LayerPlan, resolve
@@ -127,7 +127,7 @@ def test_a_token_meets_its_share_of_the_experts() -> None:
     assert up.active == up.count / 2 == TOP * WIDTH * HIDDEN
     assert up.matrix == (EXPERTS * HIDDEN, WIDTH) and up.forms and not bias.forms
     dense = 2 * WIDTH * WIDTH
-    assert _cost(model.get_submodule("blocks.0")) == dense + TOP * (2 * WIDTH * HIDDEN + WIDTH)
+    assert multiplications(model.get_submodule("blocks.0"), 64) == dense + TOP * (2 * WIDTH * HIDDEN + WIDTH)
 
 
 @pytest.mark.parametrize(
