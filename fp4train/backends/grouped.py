@@ -19,8 +19,6 @@ It writes BF16 only. Gradients of weights are summed over microbatches and ranks
 `scaled_mm` per expert. So is what the table above does not have.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate
 

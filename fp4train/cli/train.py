@@ -25,6 +25,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from fp4train.cli.launch import Start, launch
 from fp4train.config import overrides
 from fp4train.config.schema import Config, plain, to_config
@@ -36,7 +38,7 @@ from fp4train.parallel.world import AgreedError, World
 from fp4train.precision.report import summarise
 from fp4train.run.begin import RunStart, find_start
 from fp4train.run.build import build
-from fp4train.run.checks import before_cooldown, learning_rate, rate_jump
+from fp4train.run.checks import RATES, before_cooldown, learning_rate, rate_jump
 from fp4train.run.determinism import determinism
 from fp4train.run.fuse import kernels_of_layers
 from fp4train.run.host import choose_device, keep_freed_memory
@@ -157,8 +159,8 @@ def _train(command: Start, world: World) -> int:
                 print(_finished(config, start.source, found.step))
             return 0
         with world.together():
-            before = None if found is None else to_config(run_directory.read_config(start.source))
-        if found is not None and before is not None and (jump := rate_jump(before, config, found.step)):
+            before = config if found is None else _as_it_was(start)
+        if found is not None and (jump := rate_jump(before, config, found.step)):
             _log.warning("%s; %s", jump, before_cooldown(start.source, before))
         try:
             result: Result | Rewind = _to_its_end(start, world)
@@ -173,6 +175,17 @@ def _train(command: Start, world: World) -> int:
     if world.lead:
         print(_summary(directory, result) + picture)
     return _code(result)
+
+
+def _as_it_was(start: RunStart) -> Config:
+    """The configuration of the run that goes on, for its learning rates.
+
+    A resume binds its configuration once. That of the run as it was is bound only where a key that learning rates
+    follow from has changed: without its schedule nobody knows how the rate went before.
+    """
+    saved = run_directory.read_config(start.source)
+    same = all(OmegaConf.select(saved, key) == OmegaConf.select(start.cfg, key) for key in RATES)
+    return start.config if same else to_config(saved)
 
 
 def _to_its_end(start: RunStart, world: World) -> Result | Rewind:

@@ -195,7 +195,8 @@ def record(trained: TrainedModel, scores: Sequence[Score]) -> str:
     """
     if trained.step is None:
         return f"{trained.source} is no run: not recorded"
-    source, entries = trained.source, [_entry(score) for score in scores]
+    source = trained.source
+    entries = [{"task": s.task, "recipe": s.recipe, **{f"eval/{k}": v for k, v in s.values.items()}} for s in scores]
     if run_directory.is_running(source):
         request = ask(source, {EVALUATION: {"step": trained.step, "scores": entries}})
         answer = wait_for_answer(source, request, WAIT)
@@ -216,7 +217,3 @@ def record(trained: TrainedModel, scores: Sequence[Score]) -> str:
         finally:
             tracker.finish()
     return f"{source} has no metrics (track=none): not recorded" if isinstance(tracker, NullTracker) else str(path)
-
-
-def _entry(score: Score) -> dict[str, Any]:
-    return {"task": score.task, "recipe": score.recipe, **{f"eval/{key}": value for key, value in score.values.items()}}

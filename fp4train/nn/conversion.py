@@ -93,15 +93,18 @@ class Conversion:
         )
 
 
-def report(model: nn.Module) -> Conversion:
-    """Which matrix weights of `model` are converted, which are not, and why; the model is not changed.
+def report(model: nn.Module, layers: dict[str, Layer] | None = None) -> Conversion:
+    """The matrix weights of `model` that are converted, those that are not, and why; the model is not changed.
+
+    Args:
+        layers: its linear layers, if `find_layers` has found them already.
 
     Raises:
         TypeError: `model` is not a module.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"conversion takes a model (torch.nn.Module), not {type(model).__name__}")
-    layers, modules = find_layers(model), dict(model.named_modules())
+    layers, modules = layers or find_layers(model), dict(model.named_modules())
     ours = {name: layer for name, layer in layers.items() if isinstance(modules[name], PlannedLayer)}
     covered = {p for name in ours for p in _parameters(modules[name]) if not is_lazy(p)}
     found = list(_matrices(model, layers, covered))

@@ -58,7 +58,7 @@ def convert(model: nn.Module, *, backend: str = "auto") -> nn.Module:
                 parent._modules[attribute] = converted[child]
     model = converted.get(model, model)
     _leave_fast_paths(model)
-    summary = report(model).summary()
+    summary = report(model, layers).summary()
     if summary:
         _log.warning("%s: %s", type(model).__name__, summary)
     return model

@@ -11,8 +11,6 @@ The planned layers have no parameters of their own: they read those of the modul
 saved folders stay as they were. The activation is the module's own.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from dataclasses import replace

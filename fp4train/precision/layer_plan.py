@@ -259,7 +259,7 @@ def part_of(plan: LayerPlan, cut: str, parts: int, segments: tuple[int, ...] = (
 def check_stages(layers: Iterable[LayerPlan], *, stages: int) -> None:
     """Raises ValueError where a recipe has outlier channels that layers cannot multiply apart, over so many stages of a
     pipeline; where tensor parallelism cuts a layer `resolve` does."""
-    having = [(each.recipe.outliers, each) for each in layers if each.quantised and each.recipe.outliers]
+    having = [(each.recipe.outliers, each) for each in layers if each.recipe.outliers and each.quantised]
     if not having:
         return
     outliers, name = having[0][0], having[0][1].recipe.name

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -152,15 +153,17 @@ def find_layers(model: nn.Module) -> dict[str, Layer]:
             classes=classes[name],
             names=known,
             unconverted=bypassed.get(module) or _why_unconverted(name, module, tuned),
-            cut=module.layer.cut if getattr(module, "is_fp4train_layer", False) else None,
-            parts=module.layer.parts if getattr(module, "is_fp4train_layer", False) else 1,
-            segments=module.layer.segments if getattr(module, "is_fp4train_layer", False) else (),
-            experts=module.layer.experts if getattr(module, "is_fp4train_layer", False) else 0,
-            per_token=module.layer.per_token if getattr(module, "is_fp4train_layer", False) else 1,
             fused=fused.get(name, ()),
+            **_cut_and_experts(module),
         )
         for index, (name, module) in enumerate(found)
     }
+
+
+def _cut_and_experts(module: nn.Module) -> dict[str, Any]:
+    """The fields of a `Layer` that a planned layer alone knows: its cut, and its experts."""
+    known = ("cut", "parts", "segments", "experts", "per_token")
+    return {key: getattr(module.layer, key) for key in known} if getattr(module, "is_fp4train_layer", False) else {}
 
 
 def _classes(modules: Mapping[str, nn.Module], name: str, blocks: Collection[str]) -> tuple[str, ...]:

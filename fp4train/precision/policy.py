@@ -129,7 +129,7 @@ class LayerPolicy:
         if self.why_kept(layer) is None:
             if (own := self.own_recipe(layer)) is not None:
                 recipe = _with_exceptions_of(recipe, own[0])
-            kept_gemms = [gemm for gemm in GEMMS if self.why_kept(layer, gemm) is not None]
+            kept_gemms = [gemm for gemm in GEMMS if self.keep and self.why_kept(layer, gemm) is not None]
             gemms = tuple(gemm for gemm in kept_gemms if gemm not in recipe.high_precision)
             return in_gemms(gemms, recipe, replace(self.recipe_for_kept, dtype=recipe.dtype)) if gemms else recipe
         kept = BF16() if layer.block is None else self.recipe_for_kept
@@ -138,6 +138,8 @@ class LayerPolicy:
     def readers(self, layer: Layer, recipe: Recipe) -> tuple[str, ...]:
         """The layers of the group of `layer` (`Layer.fused`), itself included, that run in its recipe: they quantise
         alike the x that all of the group read."""
+        if not self.keep and not self.recipes:  # what the layers of a group differ by
+            return layer.fused
         own = self.recipe_for(layer, recipe)
         return tuple(name for name in layer.fused if self.recipe_for(replace(layer, name=name), recipe) == own)
 

@@ -4,8 +4,6 @@ A CUDA graph repeats what the device was given. So a step, or a block, is record
 device depends on numbers that the host reads or counts.
 """
 
-from __future__ import annotations
-
 from fp4train.errors import UserError
 from fp4train.nn.call import Recorded
 from fp4train.nn.executors import executor_class

@@ -11,8 +11,6 @@ The parameters come with each call, one per expert; the module holds quantisers.
 Its random bits are TE's, not keyed by the expert's name.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

@@ -12,8 +12,6 @@ Liger's own linear cross-entropy is not used: it counts targets on the host, whi
 so few tokens at a time that the float32 gradient of the head is read and written dozens of times.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from functools import cache
