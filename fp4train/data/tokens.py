@@ -192,7 +192,7 @@ def token_data(
         if len(part) < seq_len + 1:
             raise DataError(
                 f"the {name} text is {len(part):,} tokens long, but a sequence needs train.seq_len+1 = {seq_len + 1:,} "
-                f"({description}; {whole}). Use more text, a smaller train.seq_len or another data.val."
+                f"({description}; {whole}). Use more text or a smaller train.seq_len, or hold out another part."
             )
     parts = TokenArray(train, vocab_size, "train"), TokenArray(val, vocab_size, "val")
     for tokens in parts:

@@ -13,8 +13,6 @@ from typing import Any, Protocol
 from fp4train.models import Architecture
 from fp4train.models.common.hf import Stored
 
-_OURS = "fp4train.models"
-
 
 class HuggingFaceFamily(Protocol):
     """Protocol of the modules `models/FAMILY/hf.py`: a family's configuration and weights in Hugging Face's form.
@@ -65,7 +63,7 @@ class HuggingFaceFamily(Protocol):
         """Tensors that a folder may store although they are tied → the name of the weight that each must equal."""
 
 
-def families(package: str = _OURS) -> tuple[HuggingFaceFamily, ...]:
+def families(package: str = "fp4train.models") -> tuple[HuggingFaceFamily, ...]:
     """The families in the folders of a package: its modules `hf.py` with an `ARCHITECTURE`. Most runs have no folder of
     Hugging Face and import none of them.
 
@@ -108,7 +106,7 @@ def family_for(config: Mapping[str, Any], plugins: Iterable[str] = ()) -> Huggin
         ValueError: its `model_type` is missing or of no family, or a family cannot be imported.
     """
     kind = config.get("model_type")
-    known = [family for package in (_OURS, *plugins) for family in families(package)]
+    known = [*families(), *(family for package in plugins for family in families(package))]
     found = next((family for family in known if kind in family.MODEL_TYPES), None)
     if found is None:
         names = ", ".join(name for family in known for name in family.MODEL_TYPES)

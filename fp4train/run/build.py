@@ -87,8 +87,7 @@ def build_model(config: Config, vocab_size: int, device: torch.device) -> nn.Mod
 
 def _built(config: Config, vocab_size: int, device: str) -> nn.Module:
     drawing = _Undrawn() if device == "meta" else nullcontext()
-    refused = user_errors(ValueError, before="the model cannot be built: ")
-    with refused, torch.device(device), drawing:
+    with user_errors(ValueError, before="the model cannot be built: "), torch.device(device), drawing:
         return config.model.build(vocab_size=vocab_size, seq_len=config.train.seq_len)
 
 

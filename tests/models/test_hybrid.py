@@ -194,6 +194,7 @@ def test_impossible_shapes_are_refused(changes: dict[str, Any], message: str) ->
         ({"groups": 3}, "model.scan.heads=4 is not divisible by model.scan.groups=3"),
         ({"kernel": 1}, "model.scan.kernel=1 must be at least 2"),
         ({"chunk": 0}, "model.scan.chunk=0 must be at least 1"),
+        ({"chunk": 5000}, "model.scan.chunk=5000 must be at most 4096: memory grows with its square"),
         ({"least_step": -1.0}, "model.scan.least_step=-1.0 must be finite and not negative"),
     ],
 )

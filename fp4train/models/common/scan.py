@@ -151,7 +151,7 @@ class Mamba2(HoldsParts, nn.Module):
         self.dt_bias = nn.Parameter(torch.empty(heads))
         self.A_log = nn.Parameter(torch.empty(heads))
         self.D = nn.Parameter(torch.empty(heads))
-        self.norm = Weight(inner)
+        self.norm = NormWeight(inner)
         self.out_proj = nn.Linear(inner, width, bias=False)
 
     @property
@@ -265,8 +265,8 @@ def _untraced(function: Callable[..., Tensor], *args: object) -> Tensor:
     return result
 
 
-class Weight(nn.Module):
-    """A weight by itself, under the name that a layer of it has in `transformers`."""
+class NormWeight(nn.Module):
+    """The weight of a norm by itself, under the name that a layer of it has in `transformers`."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -63,6 +63,8 @@ class ScanShape:
     def __post_init__(self) -> None:
         check_least(self, "model.scan.", "heads", "head_dim", "state", "groups", "kernel", "chunk")
         check_least(self, "model.scan.", "kernel", least=2)
+        if self.chunk > 4096:
+            raise ValueError(f"model.scan.chunk={self.chunk} must be at most 4096: memory grows with its square")
         if self.heads % self.groups:
             raise ValueError(f"model.scan.heads={self.heads} is not divisible by model.scan.groups={self.groups}")
         if not 0 <= self.least_step < math.inf:
