@@ -42,13 +42,13 @@ def user_errors(
     *kinds: type[Exception],
     before: str = "",
     after: str = "",
-    told: Callable[[Any], object] = str,
+    message: Callable[[Any], object] = str,
     raised: type[UserError] = UserError,
 ) -> Iterator[None]:
     """A context whose errors of these kinds are the user's to correct.
 
     Args:
-        told: what of the error is said.
+        message: the part of the error that is said.
 
     Raises:
         UserError: that, between `before` and `after`; or another class of them, `raised`.
@@ -56,7 +56,7 @@ def user_errors(
     try:
         yield
     except kinds as error:
-        raise raised(f"{before}{told(error)}{after}") from error
+        raise raised(f"{before}{message(error)}{after}") from error
 
 
 data_errors = partial(user_errors, raised=DataError)

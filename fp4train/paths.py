@@ -1,4 +1,4 @@
-"""Which texts of a configuration name files: a field of type `Path`, or one of the two types here.
+"""Texts of a configuration that name files: fields of type `Path`, or of one of the two types here.
 
     path: PathText                    # a file or folder
     name: PathOrHubName               # or the name of a data set or model on the Hugging Face hub

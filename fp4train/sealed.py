@@ -207,7 +207,7 @@ def saved_config(path: Path) -> dict[str, Any]:
             "line to take the file as it stands"
         )
     strange, refused = (yaml.YAMLError, RecursionError, ValueError), f"{path} cannot be read as a configuration: "
-    with user_errors(*strange, before=refused, told=first_line):
+    with user_errors(*strange, before=refused, message=first_line):
         saved = _PlainLoader(body).get_single_data()
     if not isinstance(saved, dict) or not isinstance(saved.get("run"), dict):
         raise UserError(f"{path} cannot be read as a configuration: it has no section run")

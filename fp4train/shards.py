@@ -205,7 +205,7 @@ def order_of(name: str, tensor: Tensor, orders: Mapping[str, RowOrder]) -> RowOr
 
 
 def _replica(tensor: Any) -> tuple[int, int, tuple[object, ...]]:
-    """Which of the ranks that hold the same part this one is, of how many, and what tells such groups apart."""
+    """(index of this rank among those that hold the same part, their number, a key of their group)."""
     mesh = tensor.device_mesh
     dimensions = tuple(i for i, placement in enumerate(tensor.placements) if placement.is_replicate())
     index, count = 0, 1

@@ -31,7 +31,7 @@ def within(seconds: float, ask: Callable[[], T], otherwise: T) -> T:
 
 
 class Worker:
-    """Does one call after another, in a background thread that exits when idle.
+    """A background thread that does one call after another and exits when idle.
 
     A call that raises is reported to `failed`, in the thread, and the next one follows.
 

@@ -72,7 +72,7 @@ def look(records: Mapping[str, Record], losses: Losses, reference: str, units: S
 
 
 def told_apart(pairs: Sequence[Pair], *verdicts: str) -> bool:
-    return any(pair.verdict in (verdicts or ("apart", "here")) for pair in pairs)
+    return any(pair.verdict in (verdicts or ("different", "here")) for pair in pairs)
 
 
 def in_pieces(rng: np.random.Generator, noise: str) -> Iterator[list[Pair]]:
@@ -223,7 +223,7 @@ def spread(trials: int) -> None:
                 pairs = look({"a": Record()}, losses, "c0", units.tolist())
                 moved = {**losses, "c1": [x + 4 * math.sqrt(2 + 2 * between**2) for x in losses["c1"]]}
                 (far,) = (p for p in look({"a": Record()}, moved, "c0", units.tolist()) if p.second + p.first == "c1c0")
-                found.append((*covered, told_apart(pairs), told_apart(pairs, "apart"), far.verdict == "apart"))
+                found.append((*covered, told_apart(pairs), told_apart(pairs, "different"), far.verdict == "different"))
             cells = " | ".join(rate(each) for each in zip(*found, strict=True))
             print(f"| {runs} | {forks} | {between} | {cells} |", flush=True)
 

@@ -92,8 +92,8 @@ class CheckpointGroup:
     def agree(self, problem: str | None) -> str | None:
         """The first rank's problem, named by rank and machine; None where no rank has one."""
         alone = self.group is None or problem is None
-        told = problem if alone else f"rank {self.rank} on {socket.gethostname()}: {problem}"
-        return next((each for each in self.gathered(told) if each is not None), None)
+        named = problem if alone else f"rank {self.rank} on {socket.gethostname()}: {problem}"
+        return next((each for each in self.gathered(named) if each is not None), None)
 
     def together(self, task: Callable[[], T]) -> T:
         """Result of `task`, which all ranks do and wait for; where it fails on one, all raise that rank's reason.

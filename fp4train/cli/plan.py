@@ -114,8 +114,8 @@ def _of_run(run: Path, *, full: bool) -> str:
         raise UserError(f"{run} has no {run_directory.HISTORY}, it was made by an older fp4train: plan resume={run}")
     done, known = run_directory.steps_done(run), journal.stretches(records)
     steps = known[-1].stop if known else 0
-    told = [(f"step {r.step}", r.event, r.time.replace("+00:00", " UTC"), r.describe()) for r in records]
-    head = [f"{run}: {done} of {steps} steps are done", "", *columns(told), ""]
+    entries = [(f"step {r.step}", r.event, r.time.replace("+00:00", " UTC"), r.describe()) for r in records]
+    head = [f"{run}: {done} of {steps} steps are done", "", *columns(entries), ""]
     split = [part for stretch in known for part in _split(stretch, done)]
     if full:
         body = [f"{_state(s, done)}: {s.render(full=True)}\n" for s in split]

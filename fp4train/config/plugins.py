@@ -1,4 +1,4 @@
-"""Which classes a configuration may name by `_target_`: fp4train's, and those of packages in `plugins=[…]`.
+"""Classes that a configuration may name by `_target_`: fp4train's, and those of packages in `plugins=[…]`.
 
 Finding a class imports its module, which runs code. So the command line alone decides whose modules may be imported:
 fp4train's, and those of the plugins it names. What stands in a run directory or a YAML file never adds to them. Of

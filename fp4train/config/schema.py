@@ -278,7 +278,7 @@ def plain(cfg: DictConfig, *, resolve: bool = True) -> dict[str, Any]:
     Raises:
         UserError: an interpolation leads nowhere.
     """
-    with user_errors(OmegaConfBaseException, before="configuration: ", told=first_line):
+    with user_errors(OmegaConfBaseException, before="configuration: ", message=first_line):
         found = OmegaConf.to_container(cfg, resolve=resolve)
     assert isinstance(found, dict)
     return {key: value for key, value in found.items() if isinstance(key, str)}

@@ -58,7 +58,7 @@ def cached_tokens(
     folder = expanded(cache_dir, "data.cache_dir")
     path = folder / f"{hashlib.sha256(entry.encode()).hexdigest()[:20]}.bin"
     refused, remedy = f"tokenised data cannot be kept in {folder}: ", ". Choose another data.cache_dir."
-    with data_errors(OSError, before=refused, told=reason, after=remedy):
+    with data_errors(OSError, before=refused, message=reason, after=remedy):
         ids = _read(path)
         if ids is None:
             folder.mkdir(parents=True, exist_ok=True)

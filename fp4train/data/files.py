@@ -21,7 +21,7 @@ def expanded(path: str, key: str) -> Path:
 def existing_path(path: str, key: str) -> Path:
     """`path` if it exists; otherwise an error that names the closest thing there is."""
     found = expanded(path, key)
-    with data_errors(OSError, before=f"{key}={path} cannot be read: ", told=reason):
+    with data_errors(OSError, before=f"{key}={path} cannot be read: ", message=reason):
         if found.exists():
             return found
     parent = found.absolute().parent

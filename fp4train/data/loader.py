@@ -93,7 +93,7 @@ class Loader:
         return self.sequences_per_epoch // self.batch_size
 
     def sequence_indices(self, first: int, count: int) -> npt.NDArray[np.int64]:
-        """Which sequences stand at positions first … first+count-1 of the run."""
+        """The sequences at positions first … first+count-1 of the run."""
         n = self.sequences_per_epoch
         epochs, places = np.divmod(np.arange(first, first + count, dtype=np.int64), n)
         indices = np.empty(count, dtype=np.int64)

@@ -125,7 +125,7 @@ class ChatTemplate:
             DataError: it cannot be written.
         """
         body = json.dumps({"template": self.source, "variables": dict(self.variables), "trained": self.trained})
-        with data_errors(OSError, before=f"the chat template cannot be kept in {run_dir}: ", told=reason):
+        with data_errors(OSError, before=f"the chat template cannot be kept in {run_dir}: ", message=reason):
             files.write(run_dir / KEPT, body.encode(), create=True)
 
 

@@ -80,7 +80,7 @@ def _file(path: str, key: str) -> Path:
 
 def open_tokens(file: Path, dtype: str | None, key: str) -> Ids:
     """The ids of a token file of any of the three formats, memory-mapped."""
-    with data_errors(OSError, before=f"{key}={file} cannot be read: ", told=reason):
+    with data_errors(OSError, before=f"{key}={file} cannot be read: ", message=reason):
         size = file.stat().st_size
         stored, offset = _header(file, size)
         if stored is not None and dtype is not None and np.dtype(dtype).itemsize != np.dtype(stored).itemsize:

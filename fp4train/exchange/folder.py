@@ -72,7 +72,7 @@ def write_weights(
     total = sum(each.size for group in shards for each in group)
     count, done = sum(map(len, shards)), itertools.count()
 
-    def told(each: StreamedTensor) -> StreamedTensor:
+    def with_progress(each: StreamedTensor) -> StreamedTensor:
         def pieces() -> Iterator[Tensor]:
             tell(next(done), count, each.name)
             yield from each.pieces()
@@ -80,12 +80,12 @@ def write_weights(
         return replace(each, pieces=pieces)
 
     if len(shards) == 1:
-        _write(folder, WEIGHTS, map(told, shards[0]))
+        _write(folder, WEIGHTS, map(with_progress, shards[0]))
         return total
     places: dict[str, str] = {}
     for number, group in enumerate(shards, start=1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        _write(folder, name, map(told, group))
+        _write(folder, name, map(with_progress, group))
         places |= {each.name: name for each in group}
     write_json(folder, INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))})
     return total

@@ -201,8 +201,8 @@ def _of_one(part: str, value: Tensor, wanted: Tensor) -> Iterator[str]:
     if torch.isclose(value.float(), inverse, rtol=1e-6, atol=0.0):
         how = ", which is its reciprocal: one layout divides by it, the other multiplies"
     elif value.dtype == torch.float32:
-        apart = abs(int(value.view(torch.int32)) - int(wanted.view(torch.int32)))
-        how = f", {apart} ulp apart" if apart < 1000 else ""
+        ulps = abs(int(value.view(torch.int32)) - int(wanted.view(torch.int32)))
+        how = f", {ulps} ulp apart" if ulps < 1000 else ""
     yield f"{part} is {float(value):.9g} instead of {float(wanted):.9g}{how}"
 
 

@@ -85,7 +85,7 @@ class AmaxHistory:
 
 
 class DelayedScaling(LayerState):
-    """Per tensor name ("x", "w", "dy"): amax history, float32 [history], newest first, and the amax used last.
+    """Tensor name ("x", "w", "dy") → amax history, float32 [history], newest first, and the amax used last.
 
     A call that joins by itself takes the maximum over the default process group, for loops that are not fp4train's: one
     all-reduce of four bytes per call and tensor. All ranks of the group must run the same layers in the same order, as

@@ -32,7 +32,7 @@ Watched = tuple[nn.Parameter, Callable[[Tensor], Tensor]]
 
 @dataclass(frozen=True, kw_only=True)
 class OscillationReset:
-    """When weights are watched and reset; the defaults of all but `every` are those of the authors' runs.
+    """The times at which weights are watched and reset; the defaults of all but `every` are those of the authors' runs.
 
     Args:
         every: a watch begins after every so many optimizer steps; 0: never.
@@ -82,7 +82,7 @@ def follow(
     done: int,
     failed: Tensor,
 ) -> float | None:
-    """After an optimizer step: begin a watch, go on with it, or end it; nothing where none is due.
+    """Begin a watch after an optimizer step, go on with it, or end it; nothing where none is due.
 
     The device decides all but the end, for which the host waits.
 

@@ -143,14 +143,14 @@ class World:
 
     @property
     def data_rank(self) -> int:
-        """Which part of a batch is this rank's."""
+        """Index of this rank's part of a batch."""
         if self.data_mesh is None:
             return 0
         return self.data_mesh.get_local_rank(REPLICATE) * self.mesh.shard + self.data_mesh.get_local_rank(SHARD)
 
     @property
     def stage(self) -> int:
-        """Which of the ranks that the blocks of one model are cut over this rank is."""
+        """Index of this rank among those that the blocks of one model are cut over."""
         return 0 if self.pipeline is None else self.pipeline.rank()
 
     def __str__(self) -> str:

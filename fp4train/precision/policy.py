@@ -1,4 +1,4 @@
-"""Which linear layers follow the recipe, and which are kept in high precision.
+"""The linear layers that follow the recipe, and those that are kept in high precision.
 
 Training a whole model in FP4 diverges or loses quality. Keeping the last ~15 % of its blocks in high precision restores
 it ("Pretraining Large Language Models with NVFP4", arXiv:2509.25149, section 4.1). TE does not choose layers, because

@@ -173,10 +173,10 @@ class PairQuantizer:
         self._row = row.codes if row_codes else row.values
         self._column = column.codes if column_codes else column.values
         self._turns = row_codes and column_codes and turns(row, column)
-        self._together: tuple[Any, Any] | None = None
+        self._pair: tuple[Any, Any] | None = None
         if row.kernel == column.kernel != "reference":
             module = importlib.import_module(f"fp4train.quantize.{row.kernel}")
-            self._together = module.pair(row, column, codes=row_codes and column_codes)
+            self._pair = module.pair(row, column, codes=row_codes and column_codes)
 
     def __call__(
         self,
@@ -187,8 +187,8 @@ class PairQuantizer:
         column_amax: Tensor | None = None,
     ) -> tuple[Decoded | Quantized, Decoded | Quantized]:
         """(row-wise form, column-wise form)."""
-        if self._together is not None and (self.row.kernel == "triton" or x_MK.nbytes >= PAIR_BYTES):
-            row, column = self._together
+        if self._pair is not None and (self.row.kernel == "triton" or x_MK.nbytes >= PAIR_BYTES):
+            row, column = self._pair
             both: tuple[Decoded | Quantized, Decoded | Quantized] | None = row.with_columns(
                 column, x_MK, row_key, row_amax, column_key, column_amax, self._row_codes, self._column_codes
             )

@@ -135,10 +135,10 @@ def pair(row: Quantizer, column: Quantizer, *, codes: bool) -> tuple[TritonQuant
     """
     if not codes or not isinstance(row, TritonQuantizer) or not isinstance(column, TritonQuantizer):
         return None
-    return (row, column) if read_together(row.spec, column.spec) else None
+    return (row, column) if has_pair_kernel(row.spec, column.spec) else None
 
 
-def read_together(row: QuantSpec, column: QuantSpec) -> bool:
+def has_pair_kernel(row: QuantSpec, column: QuantSpec) -> bool:
     """Whether one kernel makes the codes of x by `row` and those of x.T by `column`; each has a kernel of its own."""
     widths, scales = (row.block[1], column.block[1]), (row.global_scale, column.global_scale)
     if row.block[0] != 1 or column.block[0] != 1 or row.hadamard is not None or "row" in scales:

@@ -194,7 +194,7 @@ def begin(run: Run, begun: RunStart, init: InitialWeights | None) -> None:
         init: the weights that it begins with.
     """
     directory, source, start, swap, rewind = run.directory, begun.source, begun.checkpoint, begun.swap, begun.rewind
-    swapped, told = journal.recorded_swaps(source), journal.read_journal(source)
+    swapped, records = journal.recorded_swaps(source), journal.read_journal(source)
     write_config(directory, begun.cfg, run.identity)
     run.saved_config = run.folder.read(run_directory.CONFIG, CONFIG_LIMIT)
     if begun.branching:
@@ -205,7 +205,7 @@ def begin(run: Run, begun: RunStart, init: InitialWeights | None) -> None:
     run.journal = journal.Journal.read(run.folder, run.identity)
     for at in run.journal.set_swaps(swapped, run.step):
         _log.warning("%s: the swap at step %d is not on record: taken over", journal.swaps_file(source), at)
-    record = _start_record(begun, init, told)
+    record = _start_record(begun, init, records)
     if start is not None:
         for at in (each["step"] for each in swapped if each["step"] > start.step):
             _log.warning("the swap at step %d, asked for earlier, stays; fp4train swap %s lists swaps", at, directory)
@@ -280,8 +280,8 @@ def abandon_later(run: Run, *, even_if_none: bool = False) -> None:
             raise UserError(f"resume_step={run.step}: the later steps cannot be abandoned: {why}")
 
 
-def _start_record(begun: RunStart, init: InitialWeights | None, told: Sequence[Record]) -> dict[str, Any]:
-    """Record of this start for the journal: event, step, origin, changes since `told`, which are logged."""
+def _start_record(begun: RunStart, init: InitialWeights | None, records: Sequence[Record]) -> dict[str, Any]:
+    """Record of this start for the journal: event, step, origin, changes since `records`, which are logged."""
     cfg, start = plain(begun.cfg), begun.checkpoint
     if start is None:
         record: dict[str, Any] = {"event": "start" if init is None else "init", "step": 0, "config": cfg}
@@ -289,7 +289,7 @@ def _start_record(begun: RunStart, init: InitialWeights | None, told: Sequence[R
     record = {"event": "resume", "step": start.step, "from": start.path.name}
     if begun.branching:
         record |= {"event": "branch", "from": str(start.path)}
-    before = journal.configuration(told)
+    before = journal.configuration(records)
     if before is None:
         return record | {"config": cfg}
     changed = journal.changes(before, journal.flat(cfg))

@@ -135,7 +135,7 @@ def rate_jump(before: Config, after: Config, step: int) -> str | None:
 
 
 def before_cooldown(run: Path, config: Config) -> str:
-    """Which kept checkpoint of a run is from before its cooldown, and how to go on from it."""
+    """The kept checkpoint of a run from before its cooldown, and how to go on from it."""
     cooldown = config.schedule.cooldown_start(config.train.steps)
     if cooldown is None:
         return ""

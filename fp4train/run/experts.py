@@ -33,7 +33,7 @@ class Routed(Protocol):
 
 
 def even_out(run: Run, step: Step) -> None:
-    """After an optimizer step: balance the experts, and log their load.
+    """Balance the experts after an optimizer step, and log their load.
 
     | key | meaning |
     |---|---|
@@ -50,7 +50,7 @@ def even_out(run: Run, step: Step) -> None:
     model.fp4train_even_out(seen[:, :count], run.failed)
     numbers = Numbers(seen.flatten())
 
-    def told() -> Values:
+    def load() -> Values:
         table = torch.tensor(numbers.read(), dtype=torch.float64).view(-1, count + 3)
         rows = table[:, :count].sum(1).nonzero().flatten().tolist()
         if not rows:
@@ -72,4 +72,4 @@ def even_out(run: Run, step: Step) -> None:
             "experts/z_loss": float(mean[Z]) / train.batch_size,
         }
 
-    step.late.append(told)
+    step.late.append(load)

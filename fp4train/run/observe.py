@@ -171,7 +171,7 @@ def check_layers(run: Run, step: Step) -> None:
 
 
 def reset_oscillating(run: Run, step: Step) -> None:
-    """After an optimizer step: watch the weights, and reset those that oscillate where that is due."""
+    """Watch the weights after an optimizer step, and reset those that oscillate where that is due."""
     assert run.failed is not None
     share = follow(run.config.oscillation, run.optimizer, watched(run, step.names), step.index + 1, run.failed)
     if share is not None:

@@ -65,7 +65,7 @@ class Recorder(Protocol):
         """The memory of a `tensor` that was made while a graph was recorded, which may be freed and used again."""
 
     def allocate(self, tensor: Tensor) -> None:
-        """While a graph is recorded: give a tensor memory in the pool again."""
+        """Give a tensor memory in the pool again, while a graph is recorded."""
 
     def free(self, tensor: Tensor) -> None:
         """Give the memory of a tensor back to the pool."""

@@ -176,7 +176,7 @@ def read_metrics(path: Path, remedy: str = REMEDY) -> list[dict[str, Any]]:
             warning is given.
     """
     path = Path(path)
-    refused = user_errors(OSError, before=f"{path} cannot be read: ", told=reason)
+    refused = user_errors(OSError, before=f"{path} cannot be read: ", message=reason)
     with refused, files.parent(path) as (folder, name):
         return [each.value for each in _whole(folder, name, remedy)]
 

@@ -125,7 +125,9 @@ def write_ranking(
             {"name": name, "group": "b", **shared, "gap": gap, "gap_high": gap, "spikes": list(spikes)},
         ],
         "order": ["bf16", name],
-        "pairs": [{"first": "bf16", "second": name, **gap, "p": 0.001, "together": [0.001, 0.003], "verdict": "apart"}],
+        "pairs": [
+            {"first": "bf16", "second": name, **gap, "p": 0.001, "together": [0.001, 0.003], "verdict": "different"}
+        ],
     }
     return _study(run, "rank-30-ab", "rank.json", found)
 

@@ -207,10 +207,21 @@ def descriptions_without_a_noun(source: Source) -> list[str]:
         for node in ast.walk(source.tree)
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
     )
-    begins = ("Of ", "Those ", "These ", "That of ", "What ", "Whose ", "Over which ", "In place of ", "Is ", "It has ")
-    begins += ("Until ", "Once per ", "Once for ", "Up to ", "Behind ", "Where ")
-    begins += ("Its ", "All of ", "The same", "For the ", "Without ")
+    begins = ("Of ", "Those ", "These ", "That of ", "What ", "Whose ", "Over ", "In place of ", "Is ", "It has ")
+    begins += ("Until ", "Once per ", "Once for ", "Up to ", "Behind ", "Where ", "When ", "While ", "After ", "Per ")
+    begins += ("Its ", "All of ", "The same", "For the ", "With ", "Without ", "Which ", "From ", "On ", "There ")
     return [f"{line}: {text[:40]}" for line, text in texts if text.startswith(begins)]
+
+
+def names_of_a_role(source: Source) -> list[str]:
+    """A name is the field's term for a thing, not its part in a story: `records`, `message`, `flatten`, not `told`."""
+    roles = {"told", "_together", "taken_apart", "put_together", "read_together", "apart"}
+    return [
+        f"{node.lineno}: {name}"
+        for node in ast.walk(source.tree)
+        for name in {*names_of(node)} & roles
+        if isinstance(node, (ast.expr, ast.stmt, ast.arg, ast.keyword))
+    ]
 
 
 def small_files(source: Source) -> list[str]:
@@ -236,6 +247,7 @@ RULES: dict[Rule, Source] = {  # and what breaks each
     long_training_loop: Source("train.py", "\n" * 201),
     utility_files: Source("data/utils.py", ""),
     descriptions_without_a_noun: Source("x.py", 'rows: slice\n"""What lies in the box."""'),
+    names_of_a_role: Source("x.py", "def f(told): ..."),
     small_files: Source("x.py", "\n" * 39),
 }
 
@@ -350,7 +362,10 @@ def test_other_words_for_outlier_channels_are_seen(text: str) -> None:
 
 def identifiers(source: Source) -> Iterator[str]:
     """Of variables, attributes, arguments, imports and definitions."""
-    for node in ast.walk(source.tree):
-        for key in ("id", "attr", "arg", "name", "asname"):
-            if isinstance(name := getattr(node, key, None), str):
-                yield name
+    return (name for node in ast.walk(source.tree) for name in names_of(node))
+
+
+def names_of(node: ast.AST) -> Iterator[str]:
+    """The identifiers that the node itself spells."""
+    found = (getattr(node, key, None) for key in ("id", "attr", "arg", "name", "asname"))
+    return (name for name in found if isinstance(name, str))

@@ -164,7 +164,7 @@ def kept(run_dir: Path, origin: str) -> str | None:
 def keep(run_dir: Path, origin: str, text: str) -> None:
     """Keep the tokenizer with the run, each file whole or not at all."""
     note = {"origin": origin, "sha256": hashlib.sha256(text.encode()).hexdigest()}
-    refused = data_errors(OSError, before=f"the tokenizer cannot be kept in {run_dir}: ", told=reason)
+    refused = data_errors(OSError, before=f"the tokenizer cannot be kept in {run_dir}: ", message=reason)
     with refused, files.Folder.open(run_dir, create=True) as folder:
         folder.write("tokenizer_origin.json", json.dumps(note).encode())
         folder.write("tokenizer.json", text.encode())

@@ -137,7 +137,7 @@ class Comparison:
             found=self,
             of=of,
             table=tabulate([header, *cells], right=range(2, len(header))),
-            told=[(row.name, *_divergences(each)) for each, row in zip(self.histories, self.rows, strict=True)],
+            divergences=[(row.name, *_divergences(each)) for each, row in zip(self.histories, self.rows, strict=True)],
             differing=[f"{key}={'|'.join(map(str, each))}" for key, each in _by_class(self.differing).items()],
             most=DIFFERING,
             means=self._means_of(of) if self.means else [],
@@ -182,7 +182,7 @@ class Comparison:
             table.writeheader()
             table.writerows({key: _cell(value) for key, value in row.items()} for row in rows)
             text = lines.getvalue()
-        with user_errors(OSError, before=f"{out} cannot be written: ", told=reason):
+        with user_errors(OSError, before=f"{out} cannot be written: ", message=reason):
             files.write(out, text.encode(), sync=False)
         return out
 
@@ -193,7 +193,7 @@ class Comparison:
             UserError: the file cannot be written.
         """
         path = Path(out) if out is not None else self.histories[0].path / COMPARISON
-        with user_errors(OSError, before=f"{path} cannot be written: ", told=reason):
+        with user_errors(OSError, before=f"{path} cannot be written: ", message=reason):
             save_png(self.picture(), PICTURE if len(self.rows) <= INSIDE else WITH_LEGEND, path)
         return path
 
@@ -225,9 +225,9 @@ def compare(runs: Sequence[Path], quantised: Callable[[Path], float | None] = la
 
 def _divergences(history: History) -> tuple[int | None, list[int]]:
     """The step of a divergence that a run ended in (None: in none), and the steps that it went back to."""
-    told = [event for event in history.events() if event.name in ("divergence", "divergence over", "rewind")]
-    back = [event.step - 1 for event in told if event.name == "rewind"]
-    return told[-1].step if told and told[-1].name == "divergence" else None, back
+    found = [event for event in history.events() if event.name in ("divergence", "divergence over", "rewind")]
+    back = [event.step - 1 for event in found if event.name == "rewind"]
+    return found[-1].step if found and found[-1].name == "divergence" else None, back
 
 
 def _summary(history: History, name: str, gap: float | None, quantised: float | None) -> RunSummary:

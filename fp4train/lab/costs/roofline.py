@@ -22,7 +22,7 @@ from typing import Final
 from fp4train.backends.te.quantizers import family
 from fp4train.hardware import Gpu, rate_name, stored_bytes
 from fp4train.quantize import QuantSpec
-from fp4train.quantize.triton import read_together
+from fp4train.quantize.triton import has_pair_kernel
 
 COPY: Final = 0.90
 """Share of the bandwidth that a copy reaches: 4.3 of 4.8 TB/s measured on an H200."""
@@ -151,7 +151,7 @@ def own_seconds(gpu: Gpu, count: int, row: QuantSpec | None, column: QuantSpec |
         stored_bytes(spec.element.upper(), spec.block[1] or count) if codes else decoded_width(spec) for spec in forms
     ]
     amaxes = sum(map(needs_amax, forms))
-    if codes and len(forms) == 2 and read_together(*forms):
+    if codes and len(forms) == 2 and has_pair_kernel(*forms):
         amaxes, written = min(amaxes, 1), [sum(written)]
     passes = sum(move_seconds(gpu, (2 + each) * count, share) for each in written)
     return amaxes * move_seconds(gpu, 2 * count, COPY) + passes

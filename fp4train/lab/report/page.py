@@ -50,7 +50,7 @@ def write_report(runs: Sequence[Path], out: Path, gpu: Gpu | None = None) -> lis
     sources, left_out = read_sources(runs)
     predicted, unknown = ({}, []) if gpu is None else facts.predict(sources, gpu)
     page = render(sources, [*left_out, *unknown], gpu, predicted)
-    with user_errors(OSError, before=f"{out} cannot be written: ", told=reason):
+    with user_errors(OSError, before=f"{out} cannot be written: ", message=reason):
         files.write(out, page.encode(), sync=False)
     return [*left_out, *unknown, *(problem for source in sources for problem in source.problems)]
 

@@ -88,24 +88,24 @@ class RunSource:
     @property
     def marks(self) -> list[tuple[int, str]]:
         """(step, marker) of the events that are marked on its band."""
-        told = [(record.event, record.step) for record in self.records if record.step]
-        told += [(event.name, event.step) for event in self.metrics.events() if event.name == "non-finite"]
-        return [(step, MARKS[name]) for name, step in told if name in MARKS]
+        events = [(record.event, record.step) for record in self.records if record.step]
+        events += [(event.name, event.step) for event in self.metrics.events() if event.name == "non-finite"]
+        return [(step, MARKS[name]) for name, step in events if name in MARKS]
 
     @property
     def events(self) -> list[tuple[Any, str, str, str]]:
         """(step, event, time, description) of what happened to it; of many events the first ones."""
-        told: list[tuple[Any, str, str, str]]
-        told = [(r.step, r.event, r.time.replace("+00:00", " UTC"), r.describe()) for r in self.records]
-        known = {(step, name) for step, name, *_ in told}
-        told += [
+        events: list[tuple[Any, str, str, str]]
+        events = [(r.step, r.event, r.time.replace("+00:00", " UTC"), r.describe()) for r in self.records]
+        known = {(step, name) for step, name, *_ in events}
+        events += [
             (event.step, event.name, "", ", ".join(f"{k}: {v}" for k, v in event.values.items()))
             for event in self.metrics.events()
             if event.name not in IN_HISTORY and (event.step, event.name) not in known
         ]
-        told.sort(key=lambda each: each[0])
-        more = len(told) - EVENTS
-        return told if more <= 0 else [*told[:EVENTS], ("", f"and {more} more", "", "")]
+        events.sort(key=lambda each: each[0])
+        more = len(events) - EVENTS
+        return events if more <= 0 else [*events[:EVENTS], ("", f"and {more} more", "", "")]
 
     def setting(self, key: str) -> Any:
         """The value of a configuration key; None where it is not known."""

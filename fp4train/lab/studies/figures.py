@@ -24,7 +24,7 @@ STUDY = 10.5
 """Inches of the picture of a sensitivity."""
 ROWS, BARS = 96, 16
 """Layers in the heat map, and as bars; of more, the worst are shown."""
-COLOURS = {"apart": look.VALIDATION, "here": "#e8a33d", "alike": look.IN_RECIPE}
+COLOURS = {"different": look.VALIDATION, "here": "#e8a33d", "alike": look.IN_RECIPE}
 """Colours by verdict; anything else is not told apart."""
 HIGH = "#b9bec6"
 CANDIDATE = 34

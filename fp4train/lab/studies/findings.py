@@ -1,4 +1,4 @@
-"""From measured gradients to findings: how wrong each part of a recipe makes the gradient, and with what certainty.
+"""Findings from measured gradients: how wrong each part of a recipe makes the gradient, and with what certainty.
 
     nMSE = E‖g − g₀‖²/‖g₀‖² = variance (over the random bits) + squared error of the mean over them
     systematic bias² = U-statistic of ⟨ē_b, ē_b'⟩ over pairs of batches b ≠ b', over that of ⟨g₀_b, g₀_b'⟩ (= |G|²)

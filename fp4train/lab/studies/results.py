@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 RANKING, SENSITIVITY = "rank.json", "sensitivity.json"
 KINDS = {"gemm": "GEMMs", "operand": "operands", "layer": "layers"}
 """Kinds of parts of a recipe, in the plural."""
-VERDICTS = {"apart": "told apart", "here": "told apart here", "alike": "alike", "open": "not told apart"}
+VERDICTS = {"different": "told apart", "here": "told apart here", "alike": "alike", "open": "not told apart"}
 MEASURED = ("nmse", "variance", "bias2", "cosine", "loss", "output")
 NEEDED = ("nmse", "cosine", "loss")
 """The estimates of a part, and those among them that every part has."""
@@ -129,7 +129,8 @@ class CandidateResult:
         """The gap at each checkpoint of the forks."""
         self.p = None if tested is None else _number(tested["p"])
         """The p-value of the gap; None for the reference, and before there are enough forks for a test."""
-        self.verdict = "reference" if is_reference else "" if tested is None else str(tested["verdict"])
+        # Earlier versions wrote "apart".
+        self.verdict = str((tested or {"verdict": "reference" * is_reference})["verdict"]).replace("apart", "different")
         self.group = str(entry.get("group") or "")
         self.diverged = str(entry["diverged"][0]) if entry["diverged"] else None
         self.spikes = [plain(each, NAME) for each in entry["spikes"]]

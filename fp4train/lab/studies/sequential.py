@@ -60,7 +60,7 @@ Array = NDArray[np.float64]
 
 _LOOK, _REFERENCE = "look/", "reference"
 
-Verdict = Literal["apart", "here", "alike", "open"]
+Verdict = Literal["different", "here", "alike", "open"]
 Found = tuple[float, float]
 """p of a pair on its checkpoints and beyond them, as `Pair` has them."""
 
@@ -131,8 +131,8 @@ class Pair:
             of both.
         simultaneous: the confidence interval on these checkpoints that holds together with those of all other pairs
             and looks; infinite before the first look.
-        verdict: "apart": told apart, p and `beyond` ≤ α; "here": told apart on these checkpoints, p ≤ α; "alike": on
-            these checkpoints within ±margin, whatever the sign; "open": none of them.
+        verdict: "different": told apart, p and `beyond` ≤ α; "here": told apart on these checkpoints, p ≤ α; "alike":
+            on these checkpoints within ±margin, whatever the sign; "open": none of them.
     """
 
     first: str
@@ -189,7 +189,7 @@ def compare(
         least = min(here, before[0]), min(further, before[1])
         verdict: Verdict = "open"
         if least[0] <= ALPHA:
-            verdict = "apart" if least[1] <= ALPHA else "here"
+            verdict = "different" if least[1] <= ALPHA else "here"
         elif -margin <= simultaneous[0] and simultaneous[1] <= margin:
             verdict = "alike"
         found.append(
@@ -214,7 +214,7 @@ def groups(order: Sequence[str], pairs: Sequence[Pair]) -> dict[str, str]:
     """
     sets = [frozenset(order)] if order else []
     for pair in pairs:
-        if pair.verdict in ("apart", "here"):
+        if pair.verdict in ("different", "here"):
             split: list[frozenset[str]] = []
             for each in sets:
                 both = pair.first in each and pair.second in each

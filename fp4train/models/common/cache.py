@@ -61,7 +61,7 @@ class Cached(Protocol):
 
 
 def seen_mask(time: int, seen: int, device: torch.device) -> Tensor | None:
-    """Which of `seen` keys the last `time` queries attend to, bool [time, seen]; None: all, or all before each query
+    """Mask of the keys that the last `time` queries attend to, bool [time, seen]; None: all, or all before each query
     where no key is older (causal attention)."""
     if time in (1, seen):
         return None

@@ -222,7 +222,7 @@ class Decoder(Fusible, nn.Module):
 
 
 def document_mask(tokens_BT: Tensor, end: int) -> Tensor:
-    """Which tokens each one attends to: those of its own document up to itself; bool [B, 1, T, T].
+    """Mask of the tokens that each one attends to: those of its own document up to itself; bool [B, 1, T, T].
 
     Args:
         end: the id that ends a document, and belongs to it.

@@ -168,7 +168,7 @@ class Router(HoldsParts, nn.Module):
 
     @torch.no_grad()
     def even_out(self, load_E: Tensor, failed: Tensor) -> None:
-        """After an optimizer step: move the bias towards the mean load.
+        """Move the bias towards the mean load, after an optimizer step.
 
         Args:
             load_E: assignments of the whole batch.

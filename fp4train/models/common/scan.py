@@ -197,7 +197,7 @@ class Mamba2(HoldsParts, nn.Module):
     def forward(
         self, u_BTD: Tensor, time: int, kept: ScanState | None = None, mask_BTT: Tensor | None = None
     ) -> Tensor:
-        """With a cache the tokens follow those in it; with a mask [B, 1, T, T] the state begins where it does.
+        """Tokens follow those in the cache, if there is one; with a mask [B, 1, T, T] the state begins where it does.
 
         Args:
             u_BTD: or this rank's rows [B·T / p, D], if tensor-parallel ranks share the tokens; so is the result.

@@ -142,7 +142,7 @@ def names_of(shape: Hybrid) -> dict[str, str]:
 
 
 def computed(name: str) -> bool:
-    """There is none."""
+    """Whether transformers computes a tensor of this name itself: it stores all of them."""
     return False
 
 

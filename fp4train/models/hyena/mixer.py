@@ -122,7 +122,7 @@ class GatedConvolution(HoldsParts, nn.Module):
     def forward(
         self, x_BTD: Tensor, time: int, kept: ConvolutionState | None = None, mask_BTT: Tensor | None = None
     ) -> Tensor:
-        """With a cache the tokens follow those in it; with a mask [B, 1, T, T] filters begin where it does.
+        """Tokens follow those in the cache, if there is one; with a mask [B, 1, T, T] filters begin where it does.
 
         Args:
             x_BTD: or this rank's rows [B·T / p, D], if tensor-parallel ranks share the tokens; so is the result.
@@ -205,8 +205,8 @@ class FusedAttention(nn.Module):
     def forward(
         self, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor, kept: KeyValues | None, mask_BTT: Tensor | None
     ) -> Tensor:
-        """With a cache the tokens follow those in it; with a mask [B, 1, T, T] a token attends to those it says. If
-        tensor-parallel ranks share the tokens, x and the result are this rank's rows [B·T / p, D]."""
+        """Tokens follow those in the cache, if there is one; with a mask [B, 1, T, T] a token attends to those that it
+        says. If tensor-parallel ranks share the tokens, x and the result are this rank's rows [B·T / p, D]."""
         time = cos_TE.shape[0]
         heads = self.qkv(x_BTD).view(-1, time, self.heads, 3, self.head_dim)
         q, k, v = heads.transpose(1, 2).unbind(-2)

@@ -106,7 +106,7 @@ class MixtureModel(RotaryDecoder):
         return table
 
     def fp4train_even_out(self, loads_LE: Tensor, failed: Tensor) -> None:
-        """After an optimizer step: move the biases of the routers; `loads_LE` are those of the whole batch."""
+        """Move the biases of the routers, after an optimizer step; `loads_LE` are those of the whole batch."""
         for index, _, router in self._routers():
             router.even_out(loads_LE[index], failed)
 

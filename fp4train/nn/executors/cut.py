@@ -91,7 +91,7 @@ class LayerShard:
 
     @property
     def tokens(self) -> int:
-        """Over how many ranks the tokens of a microbatch are cut."""
+        """Number of ranks that the tokens of a microbatch are cut over."""
         return self.tensor.size if self.tensor is not None and self.sequence else 1
 
     def runs_of(self, tensor: str) -> Runs:

@@ -46,7 +46,7 @@ Heads = list[tuple[Any, ...] | None]
 """The rest of each quantised x, without its tensors; None: x is a tensor, or is not saved."""
 
 
-def taken_apart(saved: Saved) -> tuple[list[Tensor | None], Heads]:
+def flatten(saved: Saved) -> tuple[list[Tensor | None], Heads]:
     """(`SAVED` tensors for each x, what is none): autograd saves tensors alone."""
     tensors: list[Tensor | None] = []
     heads: Heads = []
@@ -56,8 +56,8 @@ def taken_apart(saved: Saved) -> tuple[list[Tensor | None], Heads]:
     return tensors, heads
 
 
-def put_together(tensors: Sequence[Any], heads: Heads) -> Saved:
-    """The argument of `taken_apart`."""
+def unflatten(tensors: Sequence[Any], heads: Heads) -> Saved:
+    """The argument of `flatten`."""
     saved: list[Any] = []
     for number, head in enumerate(heads):  # no generator, whose every step is one more call of Python's
         x = tensors[SAVED * number : SAVED * (number + 1)]
@@ -191,7 +191,7 @@ class GemmsFunction(torch.autograd.Function):
         call.gradients = gradient_dtypes(x_MK, w_NK, bias_N, ctx.needs_input_grad)
         y_MN: Tensor
         y_MN, saved = call.executor.forward(x_MK, w_NK, bias_N, call)
-        tensors, ctx.heads = taken_apart(saved)
+        tensors, ctx.heads = flatten(saved)
         ctx.save_for_backward(None if call.gradients.x is None else w_NK, *tensors)
         ctx.call = call
         return y_MN
@@ -201,7 +201,7 @@ class GemmsFunction(torch.autograd.Function):
     def backward(ctx: Any, dy_MN: Tensor) -> tuple[Tensor | None, ...]:
         call: Call = ctx.call
         w_NK, *tensors = ctx.saved_tensors
-        saved = put_together(tensors, ctx.heads)
+        saved = unflatten(tensors, ctx.heads)
         if not torch_autocasts(call.executor.device):
             return (*call.executor.backward(dy_MN, w_NK, saved, call), None)
         with without_torchs_autocast(call.executor.device):

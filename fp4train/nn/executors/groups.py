@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from fp4train.backends import ExpertKernels
 from fp4train.backends.grouped import Products
 from fp4train.nn.call import Biases, Call, Counts, Executor, Recorded, Weights, gradient_dtypes
-from fp4train.nn.executors.gemms import SAVED, Gemms, put_together, taken_apart, without_torchs_autocast
+from fp4train.nn.executors.gemms import SAVED, Gemms, flatten, unflatten, without_torchs_autocast
 from fp4train.nn.executors.whole_layer import BackendLayer
 from fp4train.precision.context import State
 from fp4train.precision.layer_plan import LayerPlan
@@ -92,15 +92,15 @@ class GroupFunction(torch.autograd.Function):
         y_MN[sum(counts) :] = 0
         tensors: list[Tensor | None] = [None if gradients.x is None else w_ENK]
         ctx.heads = []
-        executor, products = _together(calls[0].executor, "fprop")
+        executor, products = _grouped_products(calls[0].executor, "fprop")
         for call, rows in _used(calls, counts):
             call.gradients = gradients
             bias_N = None if bias_EN is None else bias_EN[call.member]
             part, saved = executor.forward(x_MK[rows], w_ENK[call.member], bias_N, call)
             if products is None:
                 y_MN[rows] = part
-            apart, heads = taken_apart(saved)
-            tensors += apart
+            flat, heads = flatten(saved)
+            tensors += flat
             ctx.heads.append(heads)
         _put_all(y_MN, products, calls, counts)
         ctx.save_for_backward(*tensors)
@@ -121,10 +121,10 @@ class GroupFunction(torch.autograd.Function):
         for each in (dw, dbias):
             if each is not None:
                 each[idle] = 0
-        executor, products = _together(ctx.calls[0].executor, "dgrad")
+        executor, products = _grouped_products(ctx.calls[0].executor, "dgrad")
         with without_torchs_autocast(dy_MN.device.type):
             for heads, (call, rows) in zip(ctx.heads, _used(ctx.calls, ctx.counts), strict=True):
-                saved = put_together(tensors, heads)
+                saved = unflatten(tensors, heads)
                 del tensors[: SAVED * len(heads)]
                 w_NK = None if w_ENK is None else w_ENK[call.member]
                 dx_part, dw_NK, dbias_N = executor.backward(dy_MN[rows], w_NK, saved, call)
@@ -141,7 +141,7 @@ def _put(whole: Tensor | None, at: slice | int, part: Tensor | None) -> None:
         whole[at] = part
 
 
-def _together(executor: Any, gemm: str) -> tuple[Any, Products | None]:
+def _grouped_products(executor: Any, gemm: str) -> tuple[Any, Products | None]:
     """(The executor of one weight for this GEMM, what its products are put into to be made in one call; None: each is
     made by itself)."""
     if not isinstance(executor, Gemms) or not getattr(executor.plan, gemm).grouped:

@@ -70,7 +70,7 @@ def log_evaluation(run: Run, body: Any) -> tuple[bool, str]:
 
 
 def follow_swaps(run: Run, entries: Sequence[Entry]) -> None:
-    """On a rank that records nothing: go on by the swaps that the lead has recorded."""
+    """Go on by the swaps that the lead has recorded, on a rank that records nothing."""
     run.swaps = list(entries)
     swapped = tuple(RecipeChoice(each["name"], each["recipe"]).at(each["step"]) for each in entries)
     run.timeline = replace(run.timeline, swaps=swapped)

@@ -267,8 +267,8 @@ def check_restart(run: Path) -> None:
             with suppress(ValueError, AttributeError, RecursionError):
                 saved = json.loads(folder.read(HEARTBEAT, sealed.CONFIG_LIMIT)).get("saved")
         if not isinstance(saved, int) and folder.has_file(METRICS):
-            told = [line for line in read_metrics(run / METRICS) if line.get("event") in (SAVED, REMOVED)]
-            saved = told[-1]["step"] if told and told[-1]["event"] == SAVED else None
+            saves = [line for line in read_metrics(run / METRICS) if line.get("event") in (SAVED, REMOVED)]
+            saved = saves[-1]["step"] if saves and saves[-1]["event"] == SAVED else None
     if isinstance(saved, int):
         raise UserError(
             f"{run} had saved step {saved}, and its checkpoints are gone: put them back, or start over with "

@@ -57,10 +57,10 @@ class RecordedStretch:
         return own == (other.start, other.recipe, other.reason, other.rows)
 
 
-def joined(told: Iterable[tuple[int, Sequence[RecordedStretch]]]) -> list[RecordedStretch]:
+def joined(records: Iterable[tuple[int, Sequence[RecordedStretch]]]) -> list[RecordedStretch]:
     """Stretches that ran or are planned, in order, from (step, what was planned from that step on), oldest first."""
     found: list[RecordedStretch] = []
-    for step, planned in told:
+    for step, planned in records:
         if not planned:
             continue
         while found and found[-1].start >= step:

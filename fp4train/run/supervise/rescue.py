@@ -180,7 +180,7 @@ def explain(error: Exception, run: Run) -> UserError | None:
 
 
 def _smaller(run: Run) -> str:
-    """Which settings take less memory, with the plan's own numbers."""
+    """Settings that take less memory, with the plan's own numbers."""
     config = run.config.train
     rows = run.rows
     kept = sum(_kept(layer, rows * config.seq_len) for layer in run.plan.at(run.step).layers.values())

@@ -112,7 +112,7 @@ def test_several_base_runs_have_their_spread_in_the_interval_and_each_its_gap() 
     wide, text = replace(found, entries=entries), render(replace(found, entries=entries))
     narrow, halves = found.gap(found.entries[1]), wide.gap(entries[1])
     assert narrow.freedom == halves.freedom == 2 and (halves.error or 0) > 10 * (narrow.error or 1)
-    assert [pair.verdict for pair in found.pairs] == ["apart"] and [pair.verdict for pair in wide.pairs] == ["here"]
+    assert [pair.verdict for pair in found.pairs] == ["different"] and [pair.verdict for pair in wide.pairs] == ["here"]
     assert "3 checkpoints of 3 base runs: the spread between runs is in ±" in text and "told apart here" in text
     assert "gap at each checkpoint\nnvfp4  +0.006" in text and "4.3 errors of the mean of 3" in text
     assert len(rank_json(wide)["candidates"][1]["gaps"]) == 3

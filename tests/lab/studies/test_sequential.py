@@ -107,7 +107,7 @@ def test_base_runs_that_differ_are_told_apart_here_and_beyond_only_with_the_spre
     pairs = compare(
         {name: each.tolist() for name, each in losses.items()}, reference="bf16", look=1, margin=0, units=units
     )
-    assert [pair.verdict for pair in pairs] == ["apart", "apart", "here"]
+    assert [pair.verdict for pair in pairs] == ["different", "different", "here"]
     assert pairs[2].p < 1e-3 < ALPHA < pairs[2].beyond and pairs[2].difference.freedom == 3
 
 
