@@ -45,6 +45,13 @@ def test_the_interval_of_a_gap_has_the_freedom_of_its_base_runs(tmp_path: Path) 
     assert one.where == "from step 30, rate 0.003 → 0" and three.where == "at each of 3 checkpoints"
 
 
+def test_a_verdict_of_an_earlier_version_has_its_present_name(tmp_path: Path) -> None:
+    body = written(write_ranking(write_run(tmp_path / "a")))
+    assert [each.verdict for each in RankResult(body).candidates] == ["reference", "different"]
+    body["pairs"][0]["verdict"] = "apart"
+    assert [each.verdict for each in RankResult(body).candidates] == ["reference", "different"]
+
+
 def test_the_interval_with_all_pairs_is_that_of_the_gap_to_the_reference(tmp_path: Path) -> None:
     """A pair names the better candidate first; where that is not the reference, its difference has the other sign."""
     body = written(write_ranking(write_run(tmp_path / "a")))
