@@ -52,7 +52,7 @@ class Emulate:
     """Products of decoded operands."""
 
     name = "emulate"
-    takes_codes = False
+    takes_codes = takes_tiles = False
 
     def why_not(self, table: Table, gemm: str, layer: Shape, device: Device) -> str | None:
         """None: every spec can be emulated on every device."""

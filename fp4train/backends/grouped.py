@@ -113,14 +113,14 @@ def multiply(firsts: Sequence[Quantized], seconds: Sequence[Quantized], *, fast:
         lefts = [to_torch(padded_blocks(a, width, _BLOCK_ROWS)) for a in firsts]
         rights = [to_torch(padded_blocks(b, width)) for b in seconds]
         columns = width // kind.cols
-        codes, b_codes = [a.data for a in lefts], torch.stack([b.data.view(torch.uint8) for b in rights])
+        codes, b_codes = [a.codes for a in lefts], torch.stack([b.codes.view(torch.uint8) for b in rights])
         b_codes = b_codes.view(codes[0].dtype)
         a_scales = [_joined([a.scales for a in lefts]).view(-1, columns + -columns % _SCALE_COLUMNS)]
         b_scales = [_joined([b.scales for b in rights]).view(len(rights), -1)]
         scalings, swizzles = [kind.scaling], [SwizzleType.SWIZZLE_32_4_4]
         if kind.scaling == ScalingType.BlockWise1x16:
-            for found, operands in ((a_scales, firsts), (b_scales, seconds)):
-                found.append(torch.stack([factor for x in operands if (factor := x.global_decode()) is not None]))
+            for found, operands in ((a_scales, lefts), (b_scales, rights)):
+                found.append(torch.stack([x.factor for x in operands if x.factor is not None]))
             scalings, swizzles = [*scalings, ScalingType.TensorWise], [*swizzles, SwizzleType.NO_SWIZZLE]
     ends = list(accumulate(a.shape[0] for a in codes))
     y: Tensor = F.scaled_grouped_mm(  # type: ignore[attr-defined]

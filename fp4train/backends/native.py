@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +35,7 @@ from fp4train.backends.emulate import EMULATE
 from fp4train.backends.protocol import Prepared
 from fp4train.backends.table import Operands, Shape, Table
 from fp4train.hardware import Device
-from fp4train.quantize import HardwareTensor, Quantized, QuantSpec, to_torch
+from fp4train.quantize import Quantized, QuantSpec, to_torch
 from fp4train.text import first_line
 
 CODES: Final = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -44,6 +44,7 @@ _WHOLE: Final = ((None, None), (1, None))
 _MULTIPLE: Final = 16
 """Rows of A and B are padded to multiples of this; so are the columns of those with one scale per tensor or row."""
 _SQUARE: Final = (128, 128)
+_TILES: Final = [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +121,7 @@ class Native:
     """
 
     name = "native"
-    takes_codes = True
+    takes_codes = takes_tiles = True
 
     def __init__(self, *, fast: bool = False) -> None:
         self.fast = fast
@@ -217,11 +218,12 @@ def _product(a: Quantized, b: Quantized, out_dtype: torch.dtype, bias: Tensor | 
         a_codes.view(CODES[a.spec.element]),
         b_codes.view(CODES[b.spec.element]).T,
         scale_a=a_scales,
-        scale_b=b_scales.reshape(1, -1),
+        scale_b=b_scales if b_scales.numel() == 1 else b_scales.reshape(1, -1),
         bias=bias.to(out_dtype) if bias is not None and inside else None,
         out_dtype=out_dtype,
         use_fast_accum=fast,
-    )[:rows, :columns]
+    )
+    y = _cut(y, rows, columns)
     return y if bias is None or inside else y + bias.to(y.dtype)
 
 
@@ -265,39 +267,32 @@ def cuda_version() -> tuple[int, int] | None:
     return int(major), int(minor)
 
 
-class _Operand(NamedTuple):
-    """One operand as scaled_mm takes it."""
-
-    data: Tensor
-    scales: list[Tensor]
-    scaling: list[ScalingType]
-    swizzle: list[SwizzleType]
-
-
 def _product_of_blocks(
     kind: BlockScheme, a: Quantized, b: Quantized, out_dtype: torch.dtype, bias: Tensor | None
 ) -> Tensor:
-    width = max(a.element_width, b.element_width)
+    width = max(a.codes.shape[1], b.codes.shape[1]) * (2 if kind.cols == 16 else 1)
     width += -width % kind.multiple
-    left, right = to_torch(padded_blocks(a, width)), to_torch(padded_blocks(b, width))
-    first, second = left.global_scale, right.global_scale
+    rows, columns = a.shape[0], b.shape[0]
+    a, b = to_torch(padded_blocks(a, width)), to_torch(padded_blocks(b, width))
+    first, second = a.factor, b.factor
     # cuBLAS multiplies the accumulator by one number; one per row is applied to the float32 product.
     inside = (first is None or not first.dim()) and (second is None or not second.dim())
     plain = bias is None and inside
-    x = _operand(left, a.spec, kind, first if inside else None)
-    w = _operand(right, b.spec, kind, second if inside else None)
+    x, x_scales, x_scaling, x_swizzle = _operand(a, kind, first if inside else None)
+    w, w_scales, w_scaling, w_swizzle = _operand(b, kind, second if inside else None)
     y = F.scaled_mm(
-        x.data,
-        w.data.T,
-        x.scales,
-        x.scaling,
-        w.scales,
-        w.scaling,
-        x.swizzle,
-        w.swizzle,
+        x,
+        w.T,
+        x_scales,
+        x_scaling,
+        w_scales,
+        w_scaling,
+        x_swizzle,
+        w_swizzle,
         output_dtype=out_dtype if plain else torch.float32,
         use_fast_accum=False,
-    )[: a.shape[0], : b.shape[0]]
+    )
+    y = _cut(y, rows, columns)
     if plain:
         return y
     if not inside:
@@ -306,22 +301,24 @@ def _product_of_blocks(
     return (y if bias is None else y + bias.to(out_dtype)).to(out_dtype)
 
 
-def _operand(x: HardwareTensor, spec: QuantSpec, kind: BlockScheme, factor: Tensor | None) -> _Operand:
-    data, scales = x.data, x.scales
+def _cut(y: Tensor, rows: int, columns: int) -> Tensor:
+    """A product without the rows and columns that were added to its operands."""
+    return y if y.shape == (rows, columns) else y[:rows, :columns]
+
+
+def _operand(
+    x: Quantized, kind: BlockScheme, factor: Tensor | None
+) -> tuple[Tensor, list[Tensor], list[ScalingType], list[SwizzleType]]:
+    """The codes of one operand, its scales, their kinds and their layouts, as scaled_mm takes them."""
+    if kind.cols == 128 and x.spec.block == _SQUARE:
+        # [K/128 rounded up to 4, rows/128], whose first axis is contiguous.
+        scales = F.pad(x.scales, (0, -x.scales.shape[1] % 4)).T
+        return x.codes, [scales], [ScalingType.BlockWise128x128], _TILES[1:]
     if kind.cols == 128:
-        if spec.block == _SQUARE:
-            # [K/128 rounded up to 4, rows/128], whose first axis is contiguous.
-            scales = F.pad(scales, (0, -scales.shape[1] % 4)).T
-            return _Operand(data, [scales], [ScalingType.BlockWise128x128], [SwizzleType.NO_SWIZZLE])
-        return _Operand(data, [scales.T.contiguous().T], [kind.scaling], [SwizzleType.NO_SWIZZLE])
+        return x.codes, [x.scales.T.contiguous().T], [kind.scaling], _TILES[1:]
     if factor is None:
-        return _Operand(data, [scales], [kind.scaling], [SwizzleType.SWIZZLE_32_4_4])
-    return _Operand(
-        data,
-        [scales, factor],
-        [kind.scaling, ScalingType.TensorWise],
-        [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE],
-    )
+        return x.codes, [x.scales], [kind.scaling], _TILES[:1]
+    return x.codes, [x.scales, factor], [kind.scaling, ScalingType.TensorWise], _TILES
 
 
 def padded_blocks(x: Quantized, width: int, multiple: int = _MULTIPLE) -> Quantized:
@@ -333,9 +330,9 @@ def padded_blocks(x: Quantized, width: int, multiple: int = _MULTIPLE) -> Quanti
     if not rows and not columns:
         return x
     per_byte = 2 if x.spec.element == "e2m1" else 1
-    blocks = -(-(x.shape[0] + rows) // height) - x.scales.shape[0]
-    return x._replace(
-        shape=(x.shape[0] + rows, width),
-        codes=F.pad(x.codes, (0, columns // per_byte, 0, rows)),
-        scales=F.pad(x.scales, (0, columns // cols, 0, blocks)),
-    )
+    codes = F.pad(x.codes.view(torch.uint8), (0, columns // per_byte, 0, rows)).view(x.codes.dtype)
+    x = x._replace(shape=(x.shape[0] + rows, width), codes=codes)
+    if x.tiled:  # which are filled up with zeros
+        return x
+    blocks = -(-x.shape[0] // height) - x.scales.shape[0]
+    return x._replace(scales=F.pad(x.scales, (0, columns // cols, 0, blocks)))

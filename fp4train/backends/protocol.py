@@ -36,6 +36,9 @@ class Backend(Protocol):
     takes_codes: bool
     """Whether a quantised operand is prepared as codes and scales (`Quantized`); else as values (`Decoded`)."""
 
+    takes_tiles: bool
+    """Whether codes are prepared with block scales in tiles (`Quantized.tiled`)."""
+
     def why_not(self, table: Table, gemm: str, layer: Shape, device: Device) -> str | None:
         """Why it cannot run `gemm` of `table` in a layer of this shape on `device`; None if it can."""
 

@@ -19,7 +19,7 @@ class Reference:
     """Products of decoded operands, accumulated block by block."""
 
     name = "reference"
-    takes_codes = True
+    takes_codes, takes_tiles = True, False
 
     def why_not(self, table: Table, gemm: str, layer: Shape, device: Device) -> str | None:
         """None: the reference supports every spec."""

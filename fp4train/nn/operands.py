@@ -46,33 +46,30 @@ class Form:
         tensor: "x" or "dy".
         spec: quant spec; None for high precision.
         codes: prepare codes, to save them or for a backend that multiplies codes; else decoded values.
+        tiles: prepare block scales of codes in tiles, where a kernel does.
         shard: where the tensor lies in the whole layer's; None: it is whole.
         tokens: whether the tensor is this rank's tokens only, of those that the ranks of `shard` share.
     """
 
     __slots__ = (
-        *("amax_ranks", "codes", "column", "delayed", "feature", "kernel_only", "make", "number", "pure", "rank"),
-        *("plain", "quantizer", "rounding_ranks", "runs", "spec", "stochastic", "tensor"),
+        *("amax_ranks", "codes", "column", "delayed", "feature", "kernel_only", "make", "number", "pure"),
+        *("plain", "quantizer", "rank", "rounding_ranks", "runs", "spec", "stochastic", "tensor", "tiles"),
     )
 
     def __init__(
         self,
         tensor: str,
         spec: QuantSpec | None,
+        codes: bool,
+        tiles: bool,
         device: str,
         *,
-        codes: bool,
         column: bool,
         shard: LayerShard | None,
         tokens: bool,
     ) -> None:
-        self.tensor, self.number, self.spec, self.codes, self.column = (
-            tensor,
-            _NUMBERS[tensor][column],
-            spec,
-            codes,
-            column,
-        )
+        self.tensor, self.number, self.spec = tensor, _NUMBERS[tensor][column], spec
+        self.codes, self.tiles, self.column = codes, tiles, column
         self.stochastic = spec is not None and spec.random
         self.delayed = spec is not None and spec.delayed is not None
         self.pure = not self.stochastic and not self.delayed
@@ -92,7 +89,8 @@ class Form:
         self.kernel_only = self.pure and not self.amax_ranks and not self.rounding_ranks
         """Whether it takes neither random bits nor an amax."""
         if spec is not None:
-            self.quantizer = quantizer(replace(spec, requantises=None) if self.rounding_ranks else spec, device)
+            chosen = quantizer(replace(spec, requantises=None) if self.rounding_ranks else spec, device)
+            self.quantizer = chosen.in_tiles() if tiles else chosen
             self.make: Callable[..., Prepared]
             self.make = self.quantizer.codes if codes else self.quantizer.values
             self.plain = replace(spec, requantises=None)
@@ -146,10 +144,10 @@ class Operand:
     """Both forms of x or dy, from one read of the tensor if a kernel supports that.
 
     Args:
-        specs, codes: of the row-wise and of the column-wise form, as for `Form`; so the rest.
+        specs, codes, tiles: of the row-wise and of the column-wise form, as for `Form`; so the rest.
     """
 
-    __slots__ = ("column", "delayed", "joined", "own_amax", "pair", "pure", "requantise", "row")
+    __slots__ = ("column", "delayed", "joined", "own_amax", "pair", "pure", "requantise", "row", "wants")
 
     def __init__(
         self,
@@ -159,12 +157,17 @@ class Operand:
         device: str,
         shard: LayerShard | None = None,
         *,
+        tiles: tuple[bool, ...] = (False, False),
         tokens: bool = False,
     ) -> None:
         self.row, self.column = row, column = tuple(
-            Form(tensor, specs[i], device, codes=codes[i], column=bool(i), shard=shard, tokens=tokens) for i in (0, 1)
+            Form(tensor, *each, device, column=bool(i), shard=shard, tokens=tokens)
+            for i, each in enumerate(zip(specs, codes, tiles, strict=True))
         )
         self.pure = row.pure and column.pure
+        kinds = [(each.spec, each.codes, each.tiles, each.amax_ranks) for each in (row, column)]
+        self.wants = kinds[:1], kinds
+        """Properties on which the row-wise form depends, and on which both do."""
         self.delayed = row.delayed or column.delayed
         self.own_amax = not (self.delayed or row.amax_ranks or column.amax_ranks)
         """Whether the amaxes are those of the tensor itself."""

@@ -35,6 +35,7 @@ from fp4train.quantize import (
     quantised_in_runs,
     quantizer,
     requantised,
+    to_torch,
 )
 from fp4train.quantize.quantized import turned
 from fp4train.quantize.quantizer import turns
@@ -59,7 +60,7 @@ class WeightForm:
 
     __slots__ = (
         *("amax_ranks", "decode", "dtype", "fused", "key", "make", "operand", "quantizer", "requantise"),
-        *("rounded_from", "rounding_ranks", "runs", "spec", "start", "transposed", "turned_from"),
+        *("rounded_from", "rounding_ranks", "runs", "spec", "start", "tiles", "transposed", "turned_from"),
     )
 
     def __init__(
@@ -106,6 +107,7 @@ class WeightForm:
         before = None if spec is None else spec.requantises
         if column_wise and before is not None and device == "cpu" and not self.amax_ranks:
             self.rounded_from = (before, backend.name, dtype, False)
+        self.tiles = backend.takes_tiles and spec is not None and spec.scale_format.is_byte
         self.key = (spec, backend.name, dtype, column and not self.transposed)
 
     def finish(self, prepared: Prepared) -> Prepared:
@@ -181,6 +183,8 @@ class PreparedWeights:
                 break
         if prepared is None:
             prepared = self._prepare(w_NK.detach(), form, call, amax, group, rounded)
+            if form.tiles and isinstance(prepared, Quantized):
+                prepared = to_torch(prepared)
             if self._keep:
                 self._forms.append((form.key, prepared))
         return form.finish(prepared) if form.transposed else prepared

@@ -1,11 +1,7 @@
 """Quantisation of 2-D operands: specs, scales, rounding, transforms, layouts, and the choice of the kernel."""
 
-from fp4train.quantize.layout import HardwareTensor as HardwareTensor
-from fp4train.quantize.layout import from_torch as from_torch
 from fp4train.quantize.layout import nvfp4_quantize as nvfp4_quantize
-from fp4train.quantize.layout import swizzle_scales as swizzle_scales
 from fp4train.quantize.layout import to_torch as to_torch
-from fp4train.quantize.layout import unswizzle_scales as unswizzle_scales
 from fp4train.quantize.quantized import Decoded as Decoded
 from fp4train.quantize.quantized import Quantized as Quantized
 from fp4train.quantize.quantizer import PairQuantizer as PairQuantizer
@@ -17,6 +13,8 @@ from fp4train.quantize.quantizer import quantizer as quantizer
 from fp4train.quantize.random import RandomKey as RandomKey
 from fp4train.quantize.random import random_bits as random_bits
 from fp4train.quantize.rotation import Rotation as Rotation
+from fp4train.quantize.scaling import swizzle_scales as swizzle_scales
+from fp4train.quantize.scaling import unswizzle_scales as unswizzle_scales
 from fp4train.quantize.sharded import amax_extent as amax_extent
 from fp4train.quantize.sharded import has_tensor_amax as has_tensor_amax
 from fp4train.quantize.sharded import measure_amax as measure_amax

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fp4train.formats import decode, pack_fp4, unpack_fp4
 from fp4train.quantize.random import RandomKey
-from fp4train.quantize.scaling import global_scales, spread_outer
+from fp4train.quantize.scaling import global_scales, spread_outer, unswizzle_scales
 from fp4train.quantize.spec import QuantSpec
 from fp4train.quantize.transform import undo_transform
 
@@ -36,7 +36,8 @@ class Quantized(NamedTuple):
     codes: uint8 [R, Cp], one code per byte; e2m1 packed two per byte [R, Cp/2]. Cp is C padded with zeros to whole
         blocks (and Hadamard groups).
     scales: uint8 bytes or float32 (the factor that decodes), by `spec.scale_format.dtype`, [ceil(R/br), Cp/bc]; [R, 1]
-        for rows, [1, 1] for the tensor.
+        for rows, [1, 1] for the tensor. For `scaled_mm` flat, in tiles of 128x4, one per row and block, and
+        codes and scales in torch's dtypes (layout.py).
     amax: float32 global amax, after the Hadamard transform: 0-d, [R, 1] for row-wise global scales, or [R, ceil(C/128)]
         for those of outer blocks; None if all scales are per block.
     factor: S_dec, where a kernel wrote it beside the codes; None: it follows from the amax.
@@ -52,16 +53,27 @@ class Quantized(NamedTuple):
     @property
     def element_codes(self) -> Tensor:
         """uint8 [R, Cp], one code per byte for every format."""
-        return unpack_fp4(self.codes) if self.spec.element == "e2m1" else self.codes
+        codes = self.codes.view(torch.uint8) if self.tiled else self.codes
+        return unpack_fp4(codes) if self.spec.element == "e2m1" else codes
 
     @property
     def element_width(self) -> int:
         """Cp: columns, padding included."""
         return self.codes.shape[1] * (2 if self.spec.element == "e2m1" else 1)
 
+    @property
+    def tiled(self) -> bool:
+        """Whether the scales lie in tiles."""
+        return self.scales.dim() == 1
+
     def block_scales(self) -> Tensor:
-        """The block scales as float32 factors, in the shape of `scales`, without the scale of the tensor or row."""
-        scales = self.spec.scale_format.decode(self.scales)
+        """The block scales as float32 factors, row after row, without the scale of the tensor or row."""
+        scales, (height, cols) = self.scales, self.spec.block
+        if self.tiled:
+            scales = unswizzle_scales(scales.view(torch.uint8), self.shape[0], self.element_width // (cols or 1))[
+                :: height or 1
+            ]
+        scales = self.spec.scale_format.decode(scales)
         if self.spec.global_scale == "block" and self.amax is not None:
             scales = scales * spread_outer(global_scales(self.amax, self.spec)[1], scales.shape[1], self.spec)
         return scales
@@ -107,9 +119,11 @@ class Quantized(NamedTuple):
 def turned(q: Quantized) -> Quantized:
     """The quantised transpose, of a spec that is `transposable`."""
     rows, columns = q.shape
-    codes = q.element_codes[:, :columns].T.contiguous()
+    codes = q.element_codes if q.element_width == columns else q.element_codes[:, :columns]
+    codes = codes.T.contiguous()
     packed = pack_fp4(codes) if q.spec.element == "e2m1" else codes
-    return Quantized(q.spec, (columns, rows), packed, q.scales.T.contiguous(), q.amax, q.factor)
+    scales = q.scales if q.scales.numel() == 1 else q.scales.T.contiguous()
+    return Quantized(q.spec, (columns, rows), packed, scales, q.amax, q.factor)
 
 
 def operand_width(spec: QuantSpec, cols: int) -> int:

@@ -80,6 +80,10 @@ class Quantizer:
             x_RC = transform(x_RC, self.spec.hadamard, key)
         return (x_RC.abs().amax(dim=1, keepdim=True) if per_row else x_RC.abs().amax()).float()
 
+    def in_tiles(self) -> "Quantizer":
+        """This quantizer with block scales of codes in the tiles of `Quantized.tiled`; itself where no kernel does."""
+        return self
+
     def _check_spec(self, quantized: Quantized) -> None:
         if quantized.spec != self.spec:
             raise ValueError(f"quantized.spec={quantized.spec}: this quantizer decodes {self.spec}")
@@ -214,30 +218,34 @@ def check_input(x_RC: Tensor, spec: QuantSpec, key: RandomKey | None, amax: Tens
         raise ValueError(f"x has {x_RC.ndim} dimensions {tuple(x_RC.shape)}: quantize takes [rows, cols]; use {fix}")
     if x_RC.dtype not in DTYPES:
         raise ValueError(f"x.dtype={x_RC.dtype}: quantize takes float32, bfloat16 and float16; use x.float()")
+    check_arguments(spec, key, amax, x_RC.shape[0])
+    return x_RC
+
+
+def check_arguments(spec: QuantSpec, key: RandomKey | None, amax: Tensor | None, rows: int) -> None:
+    """ValueError for arguments that do not fit the spec of a tensor of so many rows."""
     if spec.random and key is None:
         raise ValueError(
             f"key=None: rounding={spec.rounding!r} takes its bits from a RandomKey(seed=, step=, layer=, operand=)"
         )
     if amax is not None:
-        rows = x_RC.shape[0] if spec.global_scale == "row" or spec.block == (1, None) else 1
+        needed = rows if spec.global_scale == "row" or spec.block == (1, None) else 1
         if spec.global_scale in (None, "block") and not spec.has_outer_scale:
             raise ValueError(
                 f"amax: block={spec.block!r} with scale={spec.scale!r} has no global scale to take it; use None"
             )
-        if amax.numel() != rows:
-            raise ValueError(
-                f"amax has {amax.numel()} values: this spec takes {rows} for x of shape {tuple(x_RC.shape)}"
-            )
+        if amax.numel() != needed:
+            raise ValueError(f"amax has {amax.numel()} values: this spec takes {needed} for x of {rows} rows")
     elif spec.delayed is not None:
         raise ValueError("amax=None: delayed scaling needs an amax from its history; see scaling.delayed_amax")
-    return x_RC
 
 
 def own_memory(x: Tensor) -> Tensor:
     """x as a detached plain tensor. TypeError if it has no memory of its own; the message says what to pass instead."""
     kind = type(x)
     if not x.is_meta and (kind in PLAIN or kind.__torch_dispatch__ is Tensor.__torch_dispatch__ or _address(x)):
-        x = x.detach() if kind in PLAIN else x.detach().as_subclass(Tensor)
+        if x.requires_grad or kind is not Tensor:
+            x = x.detach() if kind in PLAIN else x.detach().as_subclass(Tensor)
         return x.resolve_neg()
     if hasattr(x, "to_local"):
         raise TypeError(

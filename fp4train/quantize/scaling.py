@@ -11,6 +11,7 @@ S_enc under either formula.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fp4train.formats import ElementFormat, ScaleFormat, e8m0_decode, e8m0_encode
@@ -19,6 +20,7 @@ from fp4train.quantize.spec import OUTER_COLUMNS, Delayed, QuantSpec
 from fp4train.quantize.transform import pad_columns
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
+TILE_ROWS, TILE_COLS = 128, 4
 
 
 def nan_if_not_finite(amax: Tensor) -> Tensor:
@@ -159,3 +161,22 @@ def initial_delayed_amax(spec: QuantSpec) -> float:
     """The amax that gives a scale of 1: used by delayed scaling before its first step."""
     margin = spec.delayed.margin if spec.delayed else 0
     return spec.format.max * 2.0**-margin
+
+
+def swizzle_scales(scales_RC: Tensor) -> Tensor:
+    """[R, C] -> flat [ceil(R/128)*ceil(C/4)*512] in the 128x4 layout, zero-padded. Any dtype, one element per scale."""
+    rows, cols = scales_RC.shape
+    below, beside = -rows % TILE_ROWS, -cols % TILE_COLS
+    padded = F.pad(scales_RC, (0, beside, 0, below)) if below or beside else scales_RC
+    tiles = padded.reshape(padded.shape[0] // TILE_ROWS, 4, 32, padded.shape[1] // TILE_COLS, TILE_COLS)
+    return tiles.permute(0, 3, 2, 1, 4).reshape(-1)
+
+
+def unswizzle_scales(flat: Tensor, rows: int, cols: int) -> Tensor:
+    """The inverse of `swizzle_scales` for scales [rows, cols]."""
+    row_tiles, col_tiles = -(-rows // TILE_ROWS), -(-cols // TILE_COLS)
+    if flat.numel() != row_tiles * col_tiles * TILE_ROWS * TILE_COLS:
+        wanted = row_tiles * col_tiles * TILE_ROWS * TILE_COLS
+        raise ValueError(f"flat has {flat.numel()} scales: [{rows}, {cols}] swizzled has {wanted}")
+    tiles = flat.reshape(row_tiles, col_tiles, 32, 4, TILE_COLS).permute(0, 3, 2, 1, 4)
+    return tiles.reshape(row_tiles * TILE_ROWS, col_tiles * TILE_COLS)[:rows, :cols].contiguous()

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib.metadata import version
 from typing import Any, Final
@@ -25,26 +24,21 @@ import torch
 from torch import Tensor
 
 from fp4train.quantize import triton_launch
+from fp4train.quantize.layout import TILED_DTYPES
 from fp4train.quantize.quantized import Decoded, Quantized, operand_width
-from fp4train.quantize.quantizer import Quantizer, check_input, own_memory
+from fp4train.quantize.quantizer import Quantizer, check_arguments, check_input, own_memory
 from fp4train.quantize.random import RandomKey
 from fp4train.quantize.spec import QuantSpec
 from fp4train.quantize.transform import Hadamard
 
 ROW_BLOCKS: Final = (16, 32, 64, 128)
-SCALE_DTYPES: Final = {"e4m3": torch.uint8, "e8m0": torch.uint8, "fp32": torch.float32, "pow2": torch.float32}
 LARGEST_EXTENT: Final = 2**31 - 2**12
 MOST_KINDS: Final = 512
 """Kinds of tensors that one spec remembers; a run has some dozens, unless its shapes change from step to step."""
 
-Kind = tuple[object, ...]
-"""Properties of a tensor on which a launch depends: dtype, shape, strides and device, and the results asked for."""
-
-_HERE: Final = nullcontext()
-
 _KNOWN: Final[dict[str, tuple[object, ...]]] = {
     "element": tuple(triton_launch.NAN_ABOVE),
-    "scale": tuple(SCALE_DTYPES),
+    "scale": tuple(triton_launch.SCALE_DTYPES),
     "scale_rounding": (None, "rceil", "floor", "even", "ceil"),
     "formula": ("te2.14", "te2.13"),
     "rounding": ("nearest", "stochastic"),
@@ -152,51 +146,50 @@ def make(spec: QuantSpec) -> TritonQuantizer:
 
 
 class TritonQuantizer(Quantizer):
-    """See `Quantizer`. What the kernels cannot read, an empty tensor above all, is left to the reference."""
+    """See `Quantizer`. What the kernels cannot read, an empty tensor above all, is left to the reference.
+
+    tiled: whether the scales of codes are written as `in_tiles` says.
+    """
 
     kernel = "triton"
 
-    def __init__(self, spec: QuantSpec) -> None:
+    def __init__(self, spec: QuantSpec, tiled: bool = False) -> None:
         super().__init__(spec)
+        self._tiled = tiled
         self._whole = spec.block[1] is None
         self._row_amax = spec.block[0] == 1 if self._whole else spec.global_scale == "row"
-        self._scale_dtype = SCALE_DTYPES[spec.scale]
-        self._plans: dict[Kind, Any] = {}
+        self._plans: dict[tuple[object, ...], Any] = {}
+
+    def in_tiles(self) -> TritonQuantizer:
+        return _in_tiles(self.spec) if self.spec.scale in TILED_DTYPES and self.spec.block[0] == 1 else self
 
     def codes(self, x_RC: Tensor, key: RandomKey | None = None, amax: Tensor | None = None) -> Quantized:
         """Codes and scales of x."""
         x_RC = check_input(x_RC, self.spec, key, amax)
-        if why_not_tensor(x_RC) is not None:
+        if (made := self._quantize(x_RC, key, amax, values=False)) is None:
             return super().codes(x_RC, key, amax)
-        with _on(x_RC):
-            codes, scales, amax, factor = self._quantize(x_RC, key, amax, values=False)
-        factor = None if self._whole else factor
-        return Quantized(self.spec, (x_RC.shape[0], x_RC.shape[1]), codes, scales, amax, factor)
+        codes, scales, amax, factor = made
+        return Quantized(
+            self.spec, (x_RC.shape[0], x_RC.shape[1]), codes, scales, amax, None if self._whole else factor
+        )
 
     def values(self, x_RC: Tensor, key: RandomKey | None = None, amax: Tensor | None = None) -> Decoded:
         """`codes(...).decoded()` to the bit, fused: 2 bytes per element read, 2 written (BF16)."""
         x_RC = check_input(x_RC, self.spec, key, amax)
-        if why_not_tensor(x_RC) is not None:
-            return super().values(x_RC, key, amax)
-        with _on(x_RC):
-            values, _, _, scale = self._quantize(x_RC, key, amax, values=True)
-        return Decoded(values, scale)
+        made = self._quantize(x_RC, key, amax, values=True)
+        return super().values(x_RC, key, amax) if made is None else Decoded(made[0], made[3])
 
     def decode(self, quantized: Quantized) -> Decoded:
         """`quantized.decoded()` to the bit: in one kernel for (1, N) and (N, N) blocks, else by torch."""
         spec = self.spec
         if quantized.spec is not spec:
             self._check_spec(quantized)
-        if self._whole or 0 in quantized.shape:
+        if self._whole or quantized.tiled or 0 in quantized.shape:
             return quantized.decoded()
-        (rows, _), groups = quantized.codes.shape, quantized.scales.shape[1]
         codes = quantized.codes.view(torch.int32) if spec.element == "e2m1" else quantized.codes
         width, dtype = operand_width(spec, quantized.shape[1]), triton_launch.values_dtype(spec)
-        out = torch.empty(rows, width, dtype=dtype, device=codes.device)
-        sizes = (rows, groups, width, codes.stride(0))
-        launch: triton_launch.Launch = self._planned(("decode", *sizes), triton_launch.plan_decode, *sizes)
-        with _on(codes):
-            launch(codes, quantized.scales, out)
+        out = torch.empty(codes.shape[0], width, dtype=dtype, device=codes.device)
+        self._planned(triton_launch.plan_decode, codes, quantized.scales.shape[1], width)(codes, quantized.scales, out)
         return Decoded(out, quantized.global_decode())
 
     def amax(
@@ -204,10 +197,14 @@ class TritonQuantizer(Quantizer):
     ) -> Tensor:
         """See `Quantizer.amax`: one kernel, which reads x once."""
         x_RC = own_memory(x_RC)
-        if why_not_tensor(x_RC) is not None:
+        plan: triton_launch.AmaxPlan | None = self._planned(triton_launch.plan_amax, x_RC, per_row)
+        if plan is None:
             return super().amax(x_RC, key, per_row=per_row)
-        with _on(x_RC):
-            return self._amax(x_RC, per_row, into)
+        out = plan.result() if into is None else into
+        if plan.turned:
+            x_RC = x_RC.T
+        plan.launch(x_RC.contiguous() if plan.contiguous else x_RC, out)
+        return out
 
     def with_columns(
         self,
@@ -223,34 +220,26 @@ class TritonQuantizer(Quantizer):
         """Codes of x and `column`'s codes of x.T from one read (two if an amax must be measured); None if x or the
         arguments do not allow it."""
         x_MK = check_input(x_MK, self.spec, row_key, row_amax)
-        check_input(x_MK.T, column.spec, column_key, column_amax)
-        if why_not_tensor(x_MK) is not None or x_MK.stride(1) != 1:
-            return None
-        words = triton_launch.words_of_both(row_key, column_key)
-        kind = ("both", column.spec, x_MK.dtype, x_MK.shape, x_MK.stride(), x_MK.device)
-        plan: triton_launch.BothPlan = self._planned(kind, triton_launch.plan_both, column.spec, x_MK)
-        wanted = [amax for amax, needed in zip((row_amax, column_amax), plan.needs, strict=True) if needed]
-        given = [amax for amax in wanted if amax is not None]
-        # The kernel reads one amax where no transform lies between the forms.
-        if words is None or len(given) not in (0, len(wanted)) or (plan.amax is None and len(given) > 1):
-            return None
-        with _on(x_MK):
-            amaxes = self._both_amaxes(x_MK, plan, given) if wanted else None
-            made = [
-                torch.empty(shape, dtype=dtype, device=x_MK.device)
-                for i, scale in enumerate((self._scale_dtype, column._scale_dtype))
-                for shape, dtype in ((plan.codes[i], torch.uint8), (plan.scales[i], scale))
-            ]
-            row, row_scales, turned, turned_scales = made
-            stored = (row.view(plan.words[0]), row_scales, turned.view(plan.words[1]), turned_scales)
-            plan.launch(x_MK, row_scales if amaxes is None else amaxes, *stored, words=words)
         rows, columns = x_MK.shape
-        first, second = (
-            (amaxes[i], amaxes[2 + i]) if amaxes is not None and plan.needs[i] else (None,) for i in (0, 1)
-        )
+        check_arguments(column.spec, column_key, column_amax, columns)
+        words, tiled = triton_launch.words_of_both(row_key, column_key), (self._tiled, column._tiled)
+        plan: triton_launch.BothPlan | None = self._planned(triton_launch.plan_both, x_MK, column.spec, tiled)
+        if plan is None or words is None:
+            return None
+        needs = plan.needs
+        given = [
+            each for each, needed in zip((row_amax, column_amax), needs, strict=True) if needed and each is not None
+        ]
+        # The kernel reads one amax where no transform lies between the forms.
+        if given and (len(given) < sum(needs) or (plan.amax is None and len(given) > 1)):
+            return None
+        amaxes = self._both_amaxes(x_MK, plan, given) if needs[0] or needs[1] else None
+        row, row_scales, turned, turned_scales = made = [make() for make in plan.results]
+        plan.launch(x_MK, row_scales if amaxes is None else amaxes, *made, words=words)
+        found = (None,) * 4 if amaxes is None else amaxes.unbind()
         return (
-            Quantized(self.spec, (rows, columns), row, row_scales, *first),
-            Quantized(column.spec, (columns, rows), turned, turned_scales, *second),
+            Quantized(self.spec, (rows, columns), row, row_scales, *(found[::2] if needs[0] else (None,))),
+            Quantized(column.spec, (columns, rows), turned, turned_scales, *(found[1::2] if needs[1] else (None,))),
         )
 
     def _both_amaxes(self, x_MK: Tensor, plan: triton_launch.BothPlan, given: list[Tensor]) -> Tensor:
@@ -259,58 +248,47 @@ class TritonQuantizer(Quantizer):
         if given:
             out[:2] = torch.stack([amax.reshape(()) for amax in (given[0], given[-1])])
         elif plan.amax is not None:
-            plan.amax(x_MK, out.view(torch.int32))
+            plan.amax(x_MK, out)
         else:
-            out[:2] = self._amax(x_MK, False)
-        return out
-
-    def _amax(self, x_RC: Tensor, per_row: bool, into: Tensor | None = None) -> Tensor:
-        kind = ("amax", per_row, x_RC.dtype, x_RC.shape, x_RC.stride(), x_RC.device)
-        plan: triton_launch.AmaxPlan = self._planned(kind, triton_launch.plan_amax, x_RC, per_row)
-        out = torch.zeros(plan.results, dtype=torch.float32, device=x_RC.device) if into is None else into
-        if plan.turned:
-            x_RC = x_RC.T
-        plan.launch(x_RC.contiguous() if plan.contiguous else x_RC, out.view(torch.int32))
+            out[:2] = self.amax(x_MK)
         return out
 
     def _quantize(
         self, x_RC: Tensor, key: RandomKey | None, amax: Tensor | None, *, values: bool
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None] | None:
         """(codes or values, stored scales, amax, the scale that is applied to the product)."""
-        given = self._whole and amax is not None
-        kind = (values, given, x_RC.dtype, x_RC.shape, x_RC.stride(), x_RC.device)
-        plan: triton_launch.QuantizePlan = self._planned(kind, triton_launch.plan_quantize, x_RC, values, given)
+        given, tiled = self._whole and amax is not None, self._tiled and not values
+        plan: triton_launch.QuantizePlan | None
+        plan = self._planned(triton_launch.plan_quantize, x_RC, values, given, tiled)
+        if plan is None:
+            return None
         if not self._whole and self.spec.global_scale is None:
             amax = None
         elif amax is None:
-            amax = self._amax(x_RC, self._row_amax)
+            amax = self.amax(x_RC, per_row=self._row_amax)
         elif self._row_amax or amax.dim() or amax.dtype != torch.float32:
             amax = amax.to(torch.float32).reshape((-1, 1) if self._row_amax else ()).contiguous()
         if plan.contiguous:
             x_RC = x_RC.contiguous()
-        out = torch.empty(plan.shape, dtype=plan.dtype, device=x_RC.device)
+        out, scales = [make() for make in plan.results]
         if plan.transposed:
             out = out.T
-        scales = torch.empty(plan.scales, dtype=self._scale_dtype, device=x_RC.device)
         outer = scales if self._whole else None if amax is None else torch.empty_like(amax)
-        stored = out if plan.words is None else out.view(plan.words)
         unused = scales  # where a kernel reads no amax or writes no S_dec
-        pointers = (x_RC, unused if amax is None else amax, stored, scales, unused if outer is None else outer)
+        pointers = (x_RC, unused if amax is None else amax, out, scales, unused if outer is None else outer)
         plan.launch(*pointers, words=triton_launch.random_words(key))
         return out, scales, amax, outer
 
-    def _planned(self, kind: Kind, plan: Callable[..., Any], *arguments: Any) -> Any:
-        """Plan of a launch, which `plan` makes of the spec and the arguments once for each `kind` of tensor."""
-        found = self._plans.get(kind)
-        if found is None:
+    def _planned(self, plan: Callable[..., Any], x: Tensor, *arguments: object) -> Any:
+        """What `plan` makes of the spec, x and the arguments, once for each kind of x; None: no kernel can read it."""
+        kind = (plan, x.dtype, x.shape, x.stride(), x.device, *arguments)
+        if kind not in self._plans:
             if len(self._plans) >= MOST_KINDS:
                 self._plans.clear()
-            found = self._plans[kind] = plan(self.spec, *arguments)
-        return found
+            self._plans[kind] = plan(self.spec, x, *arguments) if why_not_tensor(x) is None else None
+        return self._plans[kind]
 
 
-def _on(x: Tensor) -> AbstractContextManager[object]:
-    """x's GPU as the current one, which costs some microseconds where it is not."""
-    if x.is_cuda and x.get_device() != torch.cuda.current_device():
-        return torch.cuda.device(x.device)
-    return _HERE
+@cache
+def _in_tiles(spec: QuantSpec) -> TritonQuantizer:
+    return TritonQuantizer(spec, tiled=True)

@@ -6,21 +6,25 @@ quantising one) and everything derived from it stay on the device: nothing here 
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial
+from struct import Struct
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fp4train.quantize.layout import DATA_DTYPES, TILED_DTYPES
 from fp4train.quantize.quantized import operand_width
-from fp4train.quantize.random import LANES, MASK, RandomKey
+from fp4train.quantize.random import LANES, RandomKey
 from fp4train.quantize.spec import QuantSpec
 from fp4train.quantize.transform import hadamard_signs
 
 COLUMN_BLOCKS: Final = (16, 32)
 TILE: Final = 4096  # elements per program: 32 per thread
+SCALE_DTYPES: Final = {"e4m3": torch.uint8, "e8m0": torch.uint8, "fp32": torch.float32, "pow2": torch.float32}
+_words: Final = Struct("=6i").unpack
 NAN_ABOVE: Final = {"e2m1": 0xFF, "e2m3": 0xFF, "e3m2": 0xFF, "e4m3": 0x7E, "e5m2": 0x7C}
 
 
@@ -36,6 +40,7 @@ class Variant:
     blocks: which function quantises: "rows", "rows16", "squares", "whole", "columns".
     output: "codes" (one per byte), "packed" (E2M1: two per byte, stored as words) or "values" (element * block scale).
     n: columns of a block; height: its rows. tile_rows, tile_blocks: rows, and blocks of each, of a program.
+    tiled: whether scales are stored in tiles of 128x4.
     mantissa, min_exponent, max_exponent, code_bits: of the element format, code_bits without the sign.
     largest, nan_code: its largest value and the code of NaN; nan_value: what rounds to that code; nan_above: larger
         codes are NaN.
@@ -58,6 +63,7 @@ class Variant:
     blocks: str = "rows"
     output: str = "values"
     height: int = 1
+    tiled: bool = False
     mantissa: int = 0
     min_exponent: int = 0
     max_exponent: int = 0
@@ -81,19 +87,50 @@ class Variant:
     factor: float = 1.0
 
 
-class Launch(NamedTuple):
-    """One kernel, all but its pointers and random words."""
+@dataclass(slots=True)
+class Launch:
+    """One kernel, all but its pointers and random words.
+
+    dtypes: those in which the kernel reads and writes its pointers, where they are not those of the tensors; single
+        bytes are uint8.
+    compiled: the launcher of what Triton compiled, by what it specialises a kernel for beyond the plan: classes of the
+        words, alignment of the pointers. Later launches call it (2 µs of the host) and not the JIT (7 to 11 µs).
+    """
 
     kernel: Callable[..., Any]
     programs: int
     sizes: tuple[int, ...]
     constants: dict[str, Any]
     warps: int = 4
+    dtypes: dict[int, torch.dtype] = field(default_factory=dict)
+    compiled: dict[tuple[Any, ...], Callable[..., Any]] = field(default_factory=dict, repr=False)
 
-    def __call__(self, *pointers: Tensor, words: tuple[int | Tensor, ...] = ()) -> None:
-        """Launch the kernel, without contraction: a * b + c must round twice, as it does in torch."""
+    def __call__(self, *pointers: Tensor, words: tuple[int | Tensor, ...] = ()) -> Any:
+        """Launch the kernel, without contraction: a * b + c must round twice, as it does in torch.
+
+        The first pointer's GPU becomes the current one, which costs some microseconds where it is not.
+        """
+        if pointers[0].is_cuda and pointers[0].get_device() != torch.cuda.current_device():
+            with torch.cuda.device(pointers[0].device):
+                return self(*pointers, words=words)
+        key = (*map(type, words), *[pointer.data_ptr() % 16 for pointer in pointers])
+        if (launch := self.compiled.get(key)) is not None:
+            return launch(*pointers, *self.sizes, *words, *self.constants.values())
         run = self.kernel[(self.programs,)]  # type: ignore[index]
-        run(*pointers, *self.sizes, *words, **self.constants, num_warps=self.warps, enable_fp_fusion=False)
+        made = run(
+            *self.seen(pointers), *self.sizes, *words, **self.constants, num_warps=self.warps, enable_fp_fusion=False
+        )
+        if made is not None:  # the interpreter compiles nothing
+            self.compiled[key] = made[self.programs, 1, 1]
+
+    def seen(self, pointers: Sequence[Tensor]) -> list[Tensor]:
+        """Tensors in the dtypes that the kernel is compiled for; a compiled one takes their addresses."""
+        plain = [torch.uint8 if each.itemsize == 1 else each.dtype for each in pointers]
+        return [each.view(self.dtypes.get(index, plain[index])) for index, each in enumerate(pointers)]
+
+
+Room = Callable[[], Tensor]
+"""Makes the memory of one result."""
 
 
 class QuantizePlan(NamedTuple):
@@ -102,13 +139,10 @@ class QuantizePlan(NamedTuple):
     launch: Launch
     contiguous: bool
     """Whether x must be copied first."""
-    shape: tuple[int, int]
     transposed: bool
-    """Whether `shape` is that of the transposed result, which keeps the layout of a transposed view."""
-    dtype: torch.dtype
-    words: torch.dtype | None
-    """Dtype in which the kernel stores several codes at a time; None: one by one."""
-    scales: tuple[int, ...]
+    """Whether the result is made transposed, and keeps the layout of a transposed view."""
+    results: list[Room]
+    """Codes or values, and scales."""
 
 
 class AmaxPlan(NamedTuple):
@@ -118,7 +152,7 @@ class AmaxPlan(NamedTuple):
     turned: bool
     """Whether x is read as x.T."""
     contiguous: bool
-    results: tuple[int, ...]
+    result: Room
 
 
 class BothPlan(NamedTuple):
@@ -129,15 +163,12 @@ class BothPlan(NamedTuple):
     needs: tuple[bool, bool]
     """Whether each form needs an amax."""
     launch: Launch
-    codes: tuple[tuple[int, int], tuple[int, int]]
-    """Shapes of the codes of the row-wise and of the column-wise form; so the rest."""
-    words: tuple[torch.dtype, torch.dtype]
-    """Dtypes in which the kernel stores codes."""
-    scales: tuple[tuple[int, int], tuple[int, int]]
+    results: list[Room]
+    """Codes and scales of the row-wise form, and of the column-wise one."""
 
 
-def plan_quantize(spec: QuantSpec, x_RC: Tensor, values: bool, given: bool) -> QuantizePlan:
-    """given: whether the amax of a float32 scale came from elsewhere."""
+def plan_quantize(spec: QuantSpec, x_RC: Tensor, values: bool, given: bool, tiled: bool) -> QuantizePlan:
+    """given: whether the amax of a float32 scale came from elsewhere. tiled: see `Variant`."""
     from fp4train.kernels.triton.quantize import quantize
 
     (height, block), (n_rows, n_cols) = spec.block, x_RC.shape
@@ -157,7 +188,7 @@ def plan_quantize(spec: QuantSpec, x_RC: Tensor, values: bool, given: bool) -> Q
     else:
         blocks, tile_rows, tile_blocks = "squares", n, max(1, TILE // (n * n))
         warps = 4 if n <= 64 else 8
-    transposed, words, per_word = False, None, 1
+    transposed, words, per_word = False, torch.uint8, 1
     scales: tuple[int, ...] = (_cdiv(n_rows, height or 1), groups)
     if block is None:
         scales = (n_rows if height == 1 else 1, 1)
@@ -171,22 +202,37 @@ def plan_quantize(spec: QuantSpec, x_RC: Tensor, values: bool, given: bool) -> Q
     else:
         shape = (n_rows, n_cols if block is None else groups * n // 2 if packed else groups * n)
         wide = by_columns or (packed and spec.block == (1, 16))  # kernels that store 64 bits at a time
-        words, per_word = (torch.int64, 8) if wide else (torch.int32, 4) if packed else (None, 1)
+        words, per_word = (torch.int64, 8) if wide else (torch.int32, 4) if packed else (torch.uint8, 1)
         stored = (shape[1] // per_word, 1)
     output = "values" if values else "packed" if packed else "codes"
-    made = _quantizing(spec, x_RC.dtype, (tile_rows, tile_blocks), blocks=blocks, output=output, given=given)
+    its = {"blocks": blocks, "output": output, "given": given, "tiled": tiled}
+    made = _quantizing(spec, x_RC.dtype, (tile_rows, tile_blocks), **its)
     tiles, strips = _cdiv(groups, tile_blocks), _cdiv(n_rows, tile_rows)
     sizes = (n_rows, n_cols, groups, strips if by_columns else tiles, *strides, *stored)
-    launch = Launch(quantize, tiles * strips, sizes, {"V": made}, warps)
-    return QuantizePlan(
-        launch, contiguous, shape, transposed, values_dtype(spec) if values else torch.uint8, words, scales
-    )
+    launch = Launch(quantize, tiles * strips, sizes, {"V": made}, warps, {} if values else {2: words})
+    rooms = _rooms(spec, shape, scales, x_RC, tiled)
+    if values:
+        rooms[0] = partial(torch.empty, shape, dtype=values_dtype(spec), device=x_RC.device)
+    return QuantizePlan(launch, contiguous, transposed, rooms)
 
 
-def plan_both(row: QuantSpec, column: QuantSpec, x_MK: Tensor) -> BothPlan:
-    """x with contiguous rows; specs as `triton.pair` takes them."""
+def _rooms(spec: QuantSpec, codes: tuple[int, int], scales: tuple[int, ...], x: Tensor, tiled: bool) -> list[Room]:
+    """Room for codes and scales of these shapes; tiles are filled up with zeros, and have torch's dtypes."""
+    empty = partial(torch.empty, dtype=torch.uint8, device=x.device)
+    if not tiled:
+        return [partial(empty, codes), partial(empty, scales, dtype=SCALE_DTYPES[spec.scale])]
+    dtype, size = TILED_DTYPES[spec.scale], _cdiv(scales[0], 128) * _cdiv(scales[1], 4) * 512
+    whole = scales[0] % 128 == scales[1] % 4 == 0
+    of_scales = partial(empty, size, dtype=dtype) if whole else lambda: empty(size).zero_().view(dtype)
+    return [partial(empty, codes, dtype=DATA_DTYPES[spec.element]), of_scales]
+
+
+def plan_both(row: QuantSpec, x_MK: Tensor, column: QuantSpec, tiled: tuple[bool, bool]) -> BothPlan | None:
+    """Specs as `triton.pair` takes them; None: the rows of x are not contiguous. tiled: see `Variant`."""
     from fp4train.kernels.triton.both import amax_both, quantize_both
 
+    if x_MK.stride(1) != 1:
+        return None
     tokens, features = x_MK.shape
     n, m = row.block[1] or LANES, column.block[1] or LANES
     tile_rows, tile_blocks = place = column_tile(m, column)
@@ -194,30 +240,29 @@ def plan_both(row: QuantSpec, column: QuantSpec, x_MK: Tensor) -> BothPlan:
     groups = _cdiv(features, n), _cdiv(tokens, m)
     packed = [spec.element == "e2m1" for spec in (row, column)]
     blocks = "rows16" if packed[0] and n == 16 else "rows"
-    outputs = ["packed" if each else "codes" for each in packed]
-    by_rows = _quantizing(row, x_MK.dtype, (tile_blocks * m, tile_rows // n), blocks=blocks, output=outputs[0])
-    by_columns = _quantizing(column, x_MK.dtype, place, blocks="columns", output=outputs[1])
+    its = [{"output": "packed" if each else "codes", "tiled": at} for each, at in zip(packed, tiled, strict=True)]
+    by_rows = _quantizing(row, x_MK.dtype, (tile_blocks * m, tile_rows // n), blocks=blocks, **its[0])
+    by_columns = _quantizing(column, x_MK.dtype, place, blocks="columns", **its[1])
     warps = tile_rows * tile_blocks * m // 1024
-    constants = {"R": by_rows, "C": by_columns}
-    launch = Launch(quantize_both, programs, (tokens, features, x_MK.stride(0)), constants, warps)
+    words = torch.int64 if blocks == "rows16" else torch.int32 if packed[0] else torch.uint8
+    dtypes = {2: words, 4: torch.int64}
+    launch = Launch(
+        quantize_both, programs, (tokens, features, x_MK.stride(0)), {"R": by_rows, "C": by_columns}, warps, dtypes
+    )
     needs = row.global_scale is not None, column.global_scale is not None
     measure = None
     if needs[1] and column.hadamard is not None:
         amaxes = _variant(m, place, **_hadamard(column))
         sizes = (features, tokens, _cdiv(features, tile_rows), 1, x_MK.stride(0))
-        measure = Launch(amax_both, programs, sizes, {"V": amaxes})
-    return BothPlan(
-        measure,
-        needs,
-        launch,
-        ((tokens, groups[0] * n // (1 + packed[0])), (features, groups[1] * m // (1 + packed[1]))),
-        (torch.int64 if blocks == "rows16" else torch.int32 if packed[0] else torch.uint8, torch.int64),
-        ((tokens, groups[0]), (features, groups[1])),
-    )
+        measure = Launch(amax_both, programs, sizes, {"V": amaxes}, dtypes={1: torch.int32})
+    widths = groups[0] * n // (1 + packed[0]), groups[1] * m // (1 + packed[1])
+    rooms = _rooms(row, (tokens, widths[0]), (tokens, groups[0]), x_MK, tiled[0])
+    rooms += _rooms(column, (features, widths[1]), (features, groups[1]), x_MK, tiled[1])
+    return BothPlan(measure, needs, launch, rooms)
 
 
-def plan_decode(spec: QuantSpec, rows: int, groups: int, width: int, stride: int) -> Launch:
-    """Decoding codes of `groups` blocks per row, whose row stride is `stride`, to `width` columns."""
+def plan_decode(spec: QuantSpec, codes: Tensor, groups: int, width: int) -> Launch:
+    """Decoding codes, as the kernel reads them, of `groups` blocks per row to `width` columns."""
     from fp4train.kernels.triton.quantize import decode_blocks
 
     n = spec.block[1] or LANES
@@ -225,9 +270,8 @@ def plan_decode(spec: QuantSpec, rows: int, groups: int, width: int, stride: int
     elements = _elements(spec) | {"stochastic": False, "nan_above": NAN_ABOVE[spec.element]}
     made = _variant(n, place, **elements, height=spec.block[0] or 1, scale=spec.scale)
     tiles = _cdiv(groups, tile_blocks)
-    return Launch(
-        decode_blocks, _cdiv(rows, tile_rows) * tiles, (rows, groups, tiles, width, stride, width), {"V": made}
-    )
+    sizes = (codes.shape[0], groups, tiles, width, codes.stride(0), width)
+    return Launch(decode_blocks, _cdiv(codes.shape[0], tile_rows) * tiles, sizes, {"V": made})
 
 
 def plan_amax(spec: QuantSpec, x_RC: Tensor, per_row: bool) -> AmaxPlan:
@@ -235,20 +279,21 @@ def plan_amax(spec: QuantSpec, x_RC: Tensor, per_row: bool) -> AmaxPlan:
     from fp4train.kernels.triton.quantize import amax_rows, amax_tensor
 
     rows, cols = x_RC.shape
-    results = (rows, 1) if per_row else ()
+    shape = (rows, 1) if per_row else ()
+    result, bits = partial(torch.zeros, shape, dtype=torch.float32, device=x_RC.device), {1: torch.int32}
     if spec.hadamard is not None:
         n = spec.block[1] or 16
         tile_rows, tile_blocks = place = column_tile(n, spec)
         made = _variant(n, place, **_hadamard(spec), outer="row" if per_row else "tensor")
         tiles = _cdiv(rows, tile_rows)
         programs = tiles * _cdiv(_cdiv(cols, n), tile_blocks)
-        launch = Launch(amax_columns, programs, (rows, cols, tiles, *x_RC.stride()), {"V": made})
-        return AmaxPlan(launch, False, False, results)
+        launch = Launch(amax_columns, programs, (rows, cols, tiles, *x_RC.stride()), {"V": made}, dtypes=bits)
+        return AmaxPlan(launch, False, False, result)
     if per_row:
         tile_rows, tile_cols = (4, 1024) if x_RC.stride(1) == 1 else (64, 64)
         constants = {"ROWS": tile_rows, "COLS": tile_cols}
-        launch = Launch(amax_rows, _cdiv(rows, tile_rows), (rows, cols, *x_RC.stride()), constants)
-        return AmaxPlan(launch, False, False, results)
+        launch = Launch(amax_rows, _cdiv(rows, tile_rows), (rows, cols, *x_RC.stride()), constants, dtypes=bits)
+        return AmaxPlan(launch, False, False, result)
     turned = x_RC.stride(0) == 1 and rows > 1
     if turned:
         x_RC = x_RC.T
@@ -260,8 +305,8 @@ def plan_amax(spec: QuantSpec, x_RC: Tensor, per_row: bool) -> AmaxPlan:
     steps = max(1, tiles * strips // (32 * _processors(x_RC.device)))
     sizes = (rows, cols, cols if contiguous else x_RC.stride(0), tiles, steps)
     constants = {"ROWS": tile_rows, "COLS": tile_cols}
-    launch = Launch(amax_tensor, tiles * _cdiv(strips, steps), sizes, constants, 8)
-    return AmaxPlan(launch, turned, contiguous, results)
+    launch = Launch(amax_tensor, tiles * _cdiv(strips, steps), sizes, constants, 8, bits)
+    return AmaxPlan(launch, turned, contiguous, result)
 
 
 def _variant(n: int, place: tuple[int, int], **its: Any) -> Variant:
@@ -332,19 +377,9 @@ def random_words(key: RandomKey | None) -> tuple[int | Tensor, ...]:
     """
     if key is None:
         return (0,) * 6
-    counter2 = (key.step * 8 + key.operand) & MASK
-    words = (
-        key.seed & MASK,
-        key.seed >> 32,
-        counter2,
-        key.layer,
-        key.col_offset // LANES & MASK,
-        key.row_offset & MASK,
-    )
-    signed = [word - (1 << 32) if word >> 31 else word for word in words]
-    if key.counters is None:
-        return tuple(signed)
-    return (*signed[:2], key.counters[key.operand], *signed[3:])
+    seed, seed_high, row, col_group, counter2, layer = _words(key.words)
+    step = counter2 if key.counters is None else key.counters[key.operand]
+    return seed, seed_high, step, layer, col_group, row
 
 
 def words_of_both(row: RandomKey | None, column: RandomKey | None) -> tuple[int | Tensor, ...] | None:

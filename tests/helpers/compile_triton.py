@@ -37,7 +37,7 @@ def recorded() -> Iterator[list[Noted]]:
     launches: list[Noted] = []
 
     def note(self: launcher.Launch, *pointers: torch.Tensor, words: tuple[Any, ...] = ()) -> None:
-        launches.append(Noted(self, (*pointers, *self.sizes, *words)))
+        launches.append(Noted(self, (*self.seen(pointers), *self.sizes, *words)))
 
     with (
         mock.patch.object(launcher.Launch, "__call__", note),

@@ -191,6 +191,39 @@ def test_what_a_launch_needs_is_worked_out_once_per_kind_of_tensor(monkeypatch: 
     assert made == ["plan_quantize"], "values are another launch than codes; a given amax is not measured"
 
 
+class Jit:
+    """Stands in for Triton's JITFunction (`run` gives the compiled kernel) and CompiledKernel (triton/runtime/jit.py,
+    triton/compiler/compiler.py: `kernel[grid](*arguments)`, constants among them)."""
+
+    def __init__(self) -> None:
+        self.ran: list[tuple[object, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        compiled = {(6, 1, 1): lambda *arguments: self.ran.append(("compiled", *arguments))}
+        return lambda *arguments, **options: self.ran.append(("jit", *arguments, options["V"])) or compiled
+
+
+def test_a_compiled_kernel_is_launched_without_asking_the_jit_again_unless_it_would_be_another_kernel() -> None:
+    """Triton specialises by classes of arguments and by whether pointers are multiples of 16 bytes."""
+    jit = Jit()
+    launch = triton_launch.Launch(jit, 6, (3, 4), {"V": "variant"}, dtypes={0: torch.int32})  # type: ignore[arg-type]
+    x, step = torch.zeros(9), torch.zeros(1)
+    for pointer, words, by in (
+        (x, (1, 2), "jit"),
+        (x[4:], (5, 6), "compiled"),
+        (x[1:], (5, 6), "jit"),
+        (x[5:], (1, 2), "compiled"),
+        (x, (1, step), "jit"),
+        (x, (2, step), "compiled"),
+        (x, (1, 2), "compiled"),
+    ):
+        launch(pointer, words=words)
+        ran, first, *rest = jit.ran[-1]
+        assert (ran, rest) == (by, [3, 4, *words, "variant"])
+        assert isinstance(first, torch.Tensor) and first.data_ptr() == pointer.data_ptr()
+        assert first.dtype == torch.int32 or first is pointer, "a compiled kernel takes addresses"
+
+
 @pytest.mark.long
 @needs_triton
 def test_codes_of_both_forms_take_one_kernel_beside_that_of_the_amaxes_in_the_interpreter() -> None:
@@ -198,7 +231,7 @@ def test_codes_of_both_forms_take_one_kernel_beside_that_of_the_amaxes_in_the_in
     code = """
 import torch
 from fp4train.precision import MXFP8, NVFP4
-from fp4train.quantize import PairQuantizer, QuantSpec, RandomKey, quantizer, triton_launch
+from fp4train.quantize import PairQuantizer, QuantSpec, RandomKey, quantizer, swizzle_scales, triton_launch
 launched, launch = [], triton_launch.Launch.__call__
 def noted(self, *pointers, **words):
     launched.append(self.kernel.fn.__name__)
@@ -216,11 +249,18 @@ for name, row, column, amaxes, x in (
     ("ranks, without transform", QuantSpec(), QuantSpec(), given, x[4:]),
     ("mxfp8", mxfp8["fprop"].first, mxfp8["wgrad"].second, (None, None), x),
     ("mxfp8, strided", mxfp8["fprop"].first, mxfp8["wgrad"].second, (None, None), x[:, ::2]),
+    ("whole tiles", nvfp4["dgrad"].first, nvfp4["wgrad"].first, (None, None), torch.randn(256, 128)),
 ):
-    launched.clear()
     kernels = [quantizer(spec, "cpu", "triton") for spec in (row, column)]
+    in_tiles = PairQuantizer(*[each.in_tiles() for each in kernels], row_codes=True, column_codes=True)
+    tiled = in_tiles(x, keys[0], amaxes[0], keys[1], amaxes[1])
+    launched.clear()
     both = PairQuantizer(*kernels, row_codes=True, column_codes=True)
     made = both(x, keys[0], amaxes[0], keys[1], amaxes[1])
+    for plain, each in zip(made, tiled):
+        assert each.tiled and torch.equal(each.scales, swizzle_scales(plain.scales)), name
+        assert torch.equal(each.codes, plain.codes), name
+        assert torch.equal(each.dequantize().nan_to_num(), plain.dequantize().nan_to_num()), name
     for spec, each, key, amax, ours in zip((row, column), (x, x.T), keys, amaxes, made):
         theirs = quantizer(spec, "cpu", "reference").codes(each, key, amax)
         assert torch.equal(ours.codes, theirs.codes) and torch.equal(ours.scales, theirs.scales), name
@@ -241,6 +281,7 @@ for name, row, column, amaxes, x in (
         "ranks, without transform: quantize: quantize",
         "mxfp8: quantize_both",
         "mxfp8, strided: quantize: quantize",
+        "whole tiles: amax_both: quantize_both",
     ], run.stdout + run.stderr
 
 
@@ -267,12 +308,16 @@ print("equal")
     assert run.stdout.strip() == "equal", run.stdout + run.stderr
 
 
-ONE_SCALE = """
+TRAINED = """
 import json
+import sys
 import torch
+sys.path.append("tests/helpers")
+from recorded_products import Recorder
+from fp4train.backends import native
 from fp4train.nn import convert, operands, scaling, weights
 from fp4train.precision.context import autocast
-from fp4train.precision.recipes import NVFP4, FP8Current, FP8Delayed
+from fp4train.precision.recipes import MXFP8, NVFP4, FP8Current, FP8Delayed
 from fp4train.quantize import quantizer, sharded, triton_launch
 
 launched, entered, launch = [], [], triton_launch.Launch.__call__
@@ -282,6 +327,8 @@ def noted(self, *pointers, **words):
         entered.append(pointers[1].data_ptr())
     return launch(self, *pointers, **words)
 triton_launch.Launch.__call__ = noted
+
+native.why_not_blocks, native.F.scaled_mm = lambda *_: None, Recorder()
 
 def choose(kernel):
     for module in (operands, scaling, sharded, weights):
@@ -304,7 +351,7 @@ def trained(recipe):
     return [each.detach().clone() for each in found], [sorted(launched), histories == set(entered)]
 
 told = {}
-for recipe in (FP8Current(), FP8Delayed(history=4)):
+for recipe in (FP8Current(), FP8Delayed(history=4), MXFP8(), NVFP4()):
     choose("triton")
     ours, kernels = trained(recipe)
     choose("reference")
@@ -324,9 +371,10 @@ print(json.dumps(told))
 
 
 @pytest.fixture(scope="module")
-def one_scale() -> Any:
-    """What is launched for a step of a layer with one scale per tensor, and for an amax that ranks share."""
-    run = interpreted("-c", ONE_SCALE)
+def trained() -> Any:
+    """What is launched for a step of a layer by recipe, whether its outputs and gradients have the reference's bits,
+    and what is launched for an amax that ranks share."""
+    run = interpreted("-c", TRAINED)
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout)
 
@@ -334,11 +382,21 @@ def one_scale() -> Any:
 @pytest.mark.long
 @needs_triton
 @pytest.mark.parametrize("recipe", ["FP8Current", "FP8Delayed"])
-def test_codes_with_one_scale_are_measured_and_made_once_for_both_forms(one_scale: Any, recipe: str) -> None:
+def test_codes_with_one_scale_are_measured_and_made_once_for_both_forms(trained: Any, recipe: str) -> None:
     """Of x, w and dy; for backward they are transposed, as one-byte codes. Into histories the same kernel writes."""
-    assert one_scale[recipe] == [["amax_tensor"] * 3 + ["quantize"] * 3, recipe == "FP8Delayed", True]
+    assert trained[recipe] == [["amax_tensor"] * 3 + ["quantize"] * 3, recipe == "FP8Delayed", True]
 
 
 @needs_triton
-def test_an_amax_that_ranks_share_is_one_kernel_also_after_the_hadamard_transform(one_scale: Any) -> None:
-    assert one_scale["transformed"] == ["amax_columns"] * 2
+@pytest.mark.parametrize(("recipe", "launches"), [("MXFP8", 4), ("NVFP4", 8)])
+def test_layers_whose_kernels_write_scales_in_tiles_have_the_bits_of_the_reference(
+    trained: Any, recipe: str, launches: int
+) -> None:
+    """Tokens fill no block and no tile. One kernel per tensor, and one for its amaxes; two for each form of w."""
+    kernels, _, equal = trained[recipe]
+    assert equal and len(kernels) == launches, kernels
+
+
+@needs_triton
+def test_an_amax_that_ranks_share_is_one_kernel_also_after_the_hadamard_transform(trained: Any) -> None:
+    assert trained["transformed"] == ["amax_columns"] * 2

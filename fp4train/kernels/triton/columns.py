@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from fp4train.kernels.triton import rounding
-from fp4train.kernels.triton.scale import block_scales, outer_scales
+from fp4train.kernels.triton.scale import block_scales, outer_scales, place_of_scale
 
 
 @triton.jit
@@ -116,7 +116,7 @@ def quantize_columns(
     amax_b = largest_of(x, V)
     stored, encode, decode = block_scales(amax_b, s_enc, s_dec, V)
     if V.output != "values":
-        tl.store(scale_ptr + (row64 * groups)[None, :] + group[:, None], stored, mask=inside)
+        tl.store(scale_ptr + place_of_scale(row64[None, :], group[:, None], groups, V), stored, mask=inside)
 
     width = cols
     if V.size > 0:

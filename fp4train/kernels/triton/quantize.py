@@ -28,7 +28,7 @@ import triton.language as tl
 
 from fp4train.kernels.triton import rounding
 from fp4train.kernels.triton.columns import quantize_columns
-from fp4train.kernels.triton.scale import block_scales, e8m0_decode, float_scales, outer_scales
+from fp4train.kernels.triton.scale import block_scales, e8m0_decode, float_scales, outer_scales, place_of_scale
 
 
 @triton.jit
@@ -95,7 +95,8 @@ def quantize_rows(pointers, rows, cols, groups, tiles, x_stride, out_stride, wor
     decode = decode[:, None, None]
     store_rounded(out_ptr, x, encode, decode, row, eight, rows, cols, groups * V.n, out_stride, words, V)
     if V.output != "values":
-        tl.store(scale_ptr + row.to(tl.int64) * groups + group, stored, mask=(row < rows) & (group < groups))
+        place = place_of_scale(row.to(tl.int64), group, groups, V)
+        tl.store(scale_ptr + place, stored, mask=(row < rows) & (group < groups))
 
 
 @triton.jit
@@ -128,7 +129,7 @@ def quantize_rows16(pointers, rows, cols, groups, tiles, x_stride, out_stride, w
     mask = ((row < rows) & (group < groups))[:, None]
     row64 = row.to(tl.int64)
     tl.store(out_ptr + (row64 * out_stride + group)[:, None], word.to(tl.int64, bitcast=True), mask=mask)
-    tl.store(scale_ptr + (row64 * groups + group)[:, None], stored, mask=mask)
+    tl.store(scale_ptr + place_of_scale(row64, group, groups, V)[:, None], stored, mask=mask)
 
 
 @triton.jit
@@ -206,8 +207,8 @@ def quantize(
 
     amax_ptr: [1] or [rows], unless V.outer is "none". out_ptr: codes (uint8 [R, Cp]), packed (int32 [R, Cp/8], eight
     E2M1 codes each, the first in the lowest nibble) or values (BF16 or float32 [R, C]: element * block scale).
-    scale_ptr: those of blocks, [blocks of rows, groups] (not for values), or scale_inv of the tensor or its rows.
-    decode_ptr: S_dec, [1] or [rows]. groups: blocks of a row; tiles: programs across a row (across the rows for
+    scale_ptr: those of blocks (not for values), [blocks of rows, groups] or V.tiled, or scale_inv of the tensor or its
+    rows. decode_ptr: S_dec, [1] or [rows]. groups: blocks of a row; tiles: programs across a row (across the rows for
     columns). Strides count elements of x and of out. The rest are the words of `random_words`, as int32 bit patterns.
     """
     pointers = (x_ptr, amax_ptr, out_ptr, scale_ptr, decode_ptr)

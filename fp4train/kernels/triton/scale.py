@@ -41,6 +41,16 @@ def outer_scales(amax_ptr, decode_ptr, row, group, rows, V: tl.constexpr):
 
 
 @triton.jit
+def place_of_scale(row64, group, groups, V: tl.constexpr):
+    """Where the scale of a block lies: row after row, or in tiles of 128 rows x 4 columns (quantize/layout.py)."""
+    if V.tiled:
+        tile = row64 // 128 * tl.cdiv(groups, 4) + group // 4
+        return tile * 512 + row64 % 32 * 16 + row64 % 128 // 32 * 4 + group % 4
+    else:
+        return row64 * groups + group
+
+
+@triton.jit
 def float_scales(amax, V: tl.constexpr):
     """FP8's (scale, scale_inv): scale = (largest/amax) / 2^margin, 1 where amax = 0, `if_infinite` where the quotient
     is infinite."""

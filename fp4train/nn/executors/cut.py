@@ -147,7 +147,7 @@ class SummedProduct:
 
     def __init__(self, backend: Backend, ranks: Ranks, sequence: bool) -> None:
         self._backend, self._sum = backend, ranks.sum_rows if sequence else ranks.sum
-        self.takes_codes = backend.takes_codes
+        self.takes_codes, self.takes_tiles = backend.takes_codes, backend.takes_tiles
 
     def product(self, a: Prepared, b: Prepared, *, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         """a [R, C]·b [S, C]ᵀ + bias [S] → [R, S], over the columns C of all ranks, in `out_dtype`."""

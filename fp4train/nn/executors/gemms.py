@@ -65,6 +65,11 @@ def unflatten(tensors: Sequence[Any], heads: Heads) -> Saved:
     return tuple(saved)
 
 
+def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in `dtype`; `Tensor.to` takes a microsecond where nothing is to be done."""
+    return x if x.dtype is dtype else x.to(dtype)
+
+
 def torch_autocasts(device: str) -> bool:
     """Whether torch.autocast is on for this device type; "meta" has no autocast."""
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
@@ -98,9 +103,10 @@ class Gemms(Executor):
         self.dw_dtype = torch.float32 if sums and self.wgrad.writes_float32(wgrad.first) else dtype
         self.keeps_x = wgrad.second is None
         """Whether wgrad takes x in high precision; backward then needs x itself."""
-        self.x = Operand("x", (fprop.first, wgrad.second), (self.fprop.takes_codes, True), device, shard)
-        codes = self.dgrad.takes_codes, self.wgrad.takes_codes
-        self.dy = Operand("dy", (dgrad.first, wgrad.first), codes, device, shard)
+        codes, tiles = (self.fprop.takes_codes, True), (self.fprop.takes_tiles, self.wgrad.takes_tiles)
+        self.x = Operand("x", (fprop.first, wgrad.second), codes, device, shard, tiles=tiles)
+        codes, tiles = zip(*((each.takes_codes, each.takes_tiles) for each in (self.dgrad, self.wgrad)), strict=True)
+        self.dy = Operand("dy", (dgrad.first, wgrad.first), codes, device, shard, tiles=tiles)
         self.w_row = WeightForm(fprop.second, self.fprop, dtype, device, column=False, shard=shard, fused=plan.fused)
         self.w_column = WeightForm(dgrad.second, self.dgrad, dtype, device, column=True, shard=shard, fused=plan.fused)
         delayed = [spec for spec in (fprop.second, dgrad.second) if spec is not None and spec.delayed is not None]
@@ -135,13 +141,12 @@ class Gemms(Executor):
         Args:
             prepare: what makes both forms of x; None: `Operand.prepare`.
         """
-        x_MK, gradients = x_MK.to(self.dtype), call.gradients
+        x_MK, gradients = in_dtype(x_MK, self.dtype), call.gradients
         keeps_codes = gradients.w is not None and not self.keeps_x
         made: Any = None
         shared = call.shared if self.x.pure and not x_MK.is_inference() else None
         if shared is not None:
-            row, column = self.x.row, self.x.column
-            wants = (row.spec, row.codes, column.spec if keeps_codes else None, row.amax_ranks, column.amax_ranks)
+            wants = self.x.wants[keeps_codes]
             seen = shared.get("input")
             if seen is not None and seen[0] == wants and seen[1] == x_MK._version and seen[2].is_set_to(x_MK):
                 made = seen[3]
@@ -162,18 +167,18 @@ class Gemms(Executor):
             saved: the second result of `forward`.
             prepare: what makes both forms of dy; None: `Operand.prepare`.
         """
-        dy, gradients = dy_MN.to(self.dtype), call.gradients
+        dy, gradients = in_dtype(dy_MN, self.dtype), call.gradients
         dx_MK = dw_NK = dbias_N = None
         row, column = (prepare or self.dy.prepare)(dy, call, gradients.x is not None, gradients.w is not None)
         if row is not None:
             assert w_NK is not None and gradients.x is not None
             w = call.weights.form(w_NK, self.w_column, call)
-            dx_MK = self.dgrad.product(row, w, out_dtype=self.dtype).to(gradients.x)
+            dx_MK = in_dtype(self.dgrad.product(row, w, out_dtype=self.dtype), gradients.x)
         if column is not None:
             (x,) = saved
             assert x is not None and gradients.w is not None
             b: Prepared = Decoded(x.T, None) if isinstance(x, Tensor) else x
-            dw_NK = self.wgrad.product(column, b, out_dtype=self.dw_dtype).to(gradients.w)
+            dw_NK = in_dtype(self.wgrad.product(column, b, out_dtype=self.dw_dtype), gradients.w)
         if gradients.bias is not None:
             dbias_N = self.bias_gradient(dy, prepare).to(gradients.bias)
         return dx_MK, dw_NK, dbias_N
