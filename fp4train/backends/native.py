@@ -223,7 +223,7 @@ def _product(a: Quantized, b: Quantized, out_dtype: torch.dtype, bias: Tensor | 
         out_dtype=out_dtype,
         use_fast_accum=fast,
     )
-    y = _cut(y, rows, columns)
+    y = y if y.shape == (rows, columns) else y[:rows, :columns]
     return y if bias is None or inside else y + bias.to(y.dtype)
 
 
@@ -292,18 +292,13 @@ def _product_of_blocks(
         output_dtype=out_dtype if plain else torch.float32,
         use_fast_accum=False,
     )
-    y = _cut(y, rows, columns)
+    y = y if y.shape == (rows, columns) else y[:rows, :columns]
     if plain:
         return y
     if not inside:
         for factor in (first, second if second is None or not second.dim() else second.T):
             y = y if factor is None else y.mul_(factor)
     return (y if bias is None else y + bias.to(out_dtype)).to(out_dtype)
-
-
-def _cut(y: Tensor, rows: int, columns: int) -> Tensor:
-    """A product without the rows and columns that were added to its operands."""
-    return y if y.shape == (rows, columns) else y[:rows, :columns]
 
 
 def _operand(

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp4train.nn.executors.cut import LayerShard, default_context
-from fp4train.nn.executors.gemms import in_dtype, without_torchs_autocast
+from fp4train.nn.executors.gemms import without_torchs_autocast
 from fp4train.nn.planned import PlannedLayer
 from fp4train.nn.ranks import local
 from fp4train.precision.layers import Layer
@@ -83,7 +83,7 @@ class Linear(PlannedLayer, nn.Linear):
                 y_MN = executor(self, x_MK, weights, biases, now)
         else:
             y_MN = executor(self, x_MK, weights, biases, now)
-        y_MN = in_dtype(y_MN, autocast or input.dtype)
+        y_MN = y_MN if y_MN.dtype is (autocast or input.dtype) else y_MN.to(autocast or input.dtype)
         return y_MN.view(shape) if input.dim() != 2 and y_MN.shape[0] == x_MK.shape[0] else y_MN
 
     @property

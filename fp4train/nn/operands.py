@@ -90,7 +90,7 @@ class Form:
         """Whether it takes neither random bits nor an amax."""
         if spec is not None:
             chosen = quantizer(replace(spec, requantises=None) if self.rounding_ranks else spec, device)
-            self.quantizer = chosen.in_tiles() if tiles else chosen
+            self.quantizer = chosen.in_tiles if tiles else chosen
             self.make: Callable[..., Prepared]
             self.make = self.quantizer.codes if codes else self.quantizer.values
             self.plain = replace(spec, requantises=None)

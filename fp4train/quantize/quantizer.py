@@ -80,6 +80,7 @@ class Quantizer:
             x_RC = transform(x_RC, self.spec.hadamard, key)
         return (x_RC.abs().amax(dim=1, keepdim=True) if per_row else x_RC.abs().amax()).float()
 
+    @property
     def in_tiles(self) -> "Quantizer":
         """This quantizer with block scales of codes in the tiles of `Quantized.tiled`; itself where no kernel does."""
         return self

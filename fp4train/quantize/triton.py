@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from functools import cache
+from functools import cache, cached_property
 from importlib.metadata import version
 from typing import Any, Final
 
@@ -160,8 +160,9 @@ class TritonQuantizer(Quantizer):
         self._row_amax = spec.block[0] == 1 if self._whole else spec.global_scale == "row"
         self._plans: dict[tuple[object, ...], Any] = {}
 
+    @cached_property
     def in_tiles(self) -> TritonQuantizer:
-        return _in_tiles(self.spec) if self.spec.scale in TILED_DTYPES and self.spec.block[0] == 1 else self
+        return TritonQuantizer(self.spec, True) if self.spec.scale in TILED_DTYPES and self.spec.block[0] == 1 else self
 
     def codes(self, x_RC: Tensor, key: RandomKey | None = None, amax: Tensor | None = None) -> Quantized:
         """Codes and scales of x."""
@@ -287,8 +288,3 @@ class TritonQuantizer(Quantizer):
                 self._plans.clear()
             self._plans[kind] = plan(self.spec, x, *arguments) if why_not_tensor(x) is None else None
         return self._plans[kind]
-
-
-@cache
-def _in_tiles(spec: QuantSpec) -> TritonQuantizer:
-    return TritonQuantizer(spec, tiled=True)

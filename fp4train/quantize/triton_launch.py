@@ -116,17 +116,14 @@ class Launch:
         key = (*map(type, words), *[pointer.data_ptr() % 16 for pointer in pointers])
         if (launch := self.compiled.get(key)) is not None:
             return launch(*pointers, *self.sizes, *words, *self.constants.values())
-        run = self.kernel[(self.programs,)]  # type: ignore[index]
-        made = run(
-            *self.seen(pointers), *self.sizes, *words, **self.constants, num_warps=self.warps, enable_fp_fusion=False
-        )
+        run, seen = self.kernel[(self.programs,)], self.seen(pointers)  # type: ignore[index]
+        made = run(*seen, *self.sizes, *words, **self.constants, num_warps=self.warps, enable_fp_fusion=False)
         if made is not None:  # the interpreter compiles nothing
             self.compiled[key] = made[self.programs, 1, 1]
 
     def seen(self, pointers: Sequence[Tensor]) -> list[Tensor]:
         """Tensors in the dtypes that the kernel is compiled for; a compiled one takes their addresses."""
-        plain = [torch.uint8 if each.itemsize == 1 else each.dtype for each in pointers]
-        return [each.view(self.dtypes.get(index, plain[index])) for index, each in enumerate(pointers)]
+        return [x.view(self.dtypes.get(i, torch.uint8 if x.itemsize == 1 else x.dtype)) for i, x in enumerate(pointers)]
 
 
 Room = Callable[[], Tensor]
@@ -255,9 +252,8 @@ def plan_both(row: QuantSpec, x_MK: Tensor, column: QuantSpec, tiled: tuple[bool
         amaxes = _variant(m, place, **_hadamard(column))
         sizes = (features, tokens, _cdiv(features, tile_rows), 1, x_MK.stride(0))
         measure = Launch(amax_both, programs, sizes, {"V": amaxes}, dtypes={1: torch.int32})
-    widths = groups[0] * n // (1 + packed[0]), groups[1] * m // (1 + packed[1])
-    rooms = _rooms(row, (tokens, widths[0]), (tokens, groups[0]), x_MK, tiled[0])
-    rooms += _rooms(column, (features, widths[1]), (features, groups[1]), x_MK, tiled[1])
+    rooms = _rooms(row, (tokens, groups[0] * n // (1 + packed[0])), (tokens, groups[0]), x_MK, tiled[0])
+    rooms += _rooms(column, (features, groups[1] * m // (1 + packed[1])), (features, groups[1]), x_MK, tiled[1])
     return BothPlan(measure, needs, launch, rooms)
 
 

@@ -37,7 +37,7 @@ def _x(dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def both(row: QuantSpec, column: QuantSpec) -> object:
-    quantizers = TritonQuantizer(row).in_tiles(), TritonQuantizer(column).in_tiles()
+    quantizers = TritonQuantizer(row).in_tiles, TritonQuantizer(column).in_tiles
     return PairQuantizer(*quantizers, row_codes=True, column_codes=True)(_x(), KEY, None, KEY, None)
 
 

@@ -65,11 +65,6 @@ def unflatten(tensors: Sequence[Any], heads: Heads) -> Saved:
     return tuple(saved)
 
 
-def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x in `dtype`; `Tensor.to` takes a microsecond where nothing is to be done."""
-    return x if x.dtype is dtype else x.to(dtype)
-
-
 def torch_autocasts(device: str) -> bool:
     """Whether torch.autocast is on for this device type; "meta" has no autocast."""
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
@@ -141,7 +136,8 @@ class Gemms(Executor):
         Args:
             prepare: what makes both forms of x; None: `Operand.prepare`.
         """
-        x_MK, gradients = in_dtype(x_MK, self.dtype), call.gradients
+        # Tensor.to takes a microsecond where nothing is to be done.
+        x_MK, gradients = x_MK if x_MK.dtype is self.dtype else x_MK.to(self.dtype), call.gradients
         keeps_codes = gradients.w is not None and not self.keeps_x
         made: Any = None
         shared = call.shared if self.x.pure and not x_MK.is_inference() else None
@@ -167,18 +163,19 @@ class Gemms(Executor):
             saved: the second result of `forward`.
             prepare: what makes both forms of dy; None: `Operand.prepare`.
         """
-        dy, gradients = in_dtype(dy_MN, self.dtype), call.gradients
+        dy, gradients = dy_MN if dy_MN.dtype is self.dtype else dy_MN.to(self.dtype), call.gradients
         dx_MK = dw_NK = dbias_N = None
         row, column = (prepare or self.dy.prepare)(dy, call, gradients.x is not None, gradients.w is not None)
         if row is not None:
             assert w_NK is not None and gradients.x is not None
             w = call.weights.form(w_NK, self.w_column, call)
-            dx_MK = in_dtype(self.dgrad.product(row, w, out_dtype=self.dtype), gradients.x)
+            dx_MK = self.dgrad.product(row, w, out_dtype=self.dtype)
+            dx_MK = dx_MK if gradients.x is self.dtype else dx_MK.to(gradients.x)
         if column is not None:
             (x,) = saved
             assert x is not None and gradients.w is not None
             b: Prepared = Decoded(x.T, None) if isinstance(x, Tensor) else x
-            dw_NK = in_dtype(self.wgrad.product(column, b, out_dtype=self.dw_dtype), gradients.w)
+            dw_NK = self.wgrad.product(column, b, out_dtype=self.dw_dtype).to(gradients.w)
         if gradients.bias is not None:
             dbias_N = self.bias_gradient(dy, prepare).to(gradients.bias)
         return dx_MK, dw_NK, dbias_N
