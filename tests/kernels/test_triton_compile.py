@@ -5,12 +5,13 @@ import subprocess
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from fp4train.kernels import triton as kernels
-from fp4train.quantize import Hadamard, PairQuantizer, QuantSpec, RandomKey
+from fp4train.quantize import Hadamard, PairQuantizer, QuantSpec, RandomKey, triton_launch
 from fp4train.quantize.triton import TritonQuantizer
 
 triton = pytest.importorskip("triton", reason="triton is not installed (Linux only: pip install triton)")
@@ -152,3 +153,36 @@ def test_random_words_are_drawn_where_they_are_used() -> None:
     _, launch = launches_of(lambda: TritonQuantizer(WGRAD).codes(_x().T, KEY))
     compiled = compile_launch(launch, 90)
     assert len(re.findall(r"\bbar\.sync", compiled.asm["ptx"])) <= 6
+
+
+class Jit:
+    """Stands in for Triton's JITFunction (`run` gives the compiled kernel) and CompiledKernel (triton/runtime/jit.py,
+    triton/compiler/compiler.py: `kernel[grid](*arguments)`, constants among them)."""
+
+    def __init__(self) -> None:
+        self.ran: list[tuple[object, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        compiled = {(6, 1, 1): lambda *arguments: self.ran.append(("compiled", *arguments))}
+        return lambda *arguments, **options: self.ran.append(("jit", *arguments, options["V"])) or compiled
+
+
+def test_a_compiled_kernel_is_launched_without_asking_the_jit_again_unless_it_would_be_another_kernel() -> None:
+    """Triton specialises by classes of arguments and by whether pointers are multiples of 16 bytes."""
+    jit = Jit()
+    launch = triton_launch.Launch(jit, 6, (3, 4), {"V": "variant"}, dtypes={0: torch.int32})  # type: ignore[arg-type]
+    x, step = torch.zeros(9), torch.zeros(1)
+    for pointer, words, by in (
+        (x, (1, 2), "jit"),
+        (x[4:], (5, 6), "compiled"),
+        (x[1:], (5, 6), "jit"),
+        (x[5:], (1, 2), "compiled"),
+        (x, (1, step), "jit"),
+        (x, (2, step), "compiled"),
+        (x, (1, 2), "compiled"),
+    ):
+        launch(pointer, words=words)
+        ran, first, *rest = jit.ran[-1]
+        assert (ran, rest) == (by, [3, 4, *words, "variant"])
+        assert isinstance(first, torch.Tensor) and first.data_ptr() == pointer.data_ptr()
+        assert first.dtype == torch.int32 or first is pointer, "a compiled kernel takes addresses"
