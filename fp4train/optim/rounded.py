@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 from fp4train.kernels import cpu
 from fp4train.quantize import triton_launch
-from fp4train.quantize.random import INITIAL, LANES, MASK, RandomKey, random_bits
+from fp4train.quantize.random import INITIAL, LANES, MASK, RandomKey, random_bits, random_words
 from fp4train.quantize.triton import why_not_here as why_no_triton
 from fp4train.shards import TensorShard, is_sharded, local, shard_of
 
@@ -278,8 +278,8 @@ def by_triton(tensors: Tensors, keys: Keys, numbers: StepNumbers, index: int, de
     from fp4train.kernels.triton.adamw import adamw
 
     variant = AdamWVariant(**asdict(decays), tile=TILE, hardware=not triton_launch.interpreted())
-    seed, _, _, layer, col_group, row_offset = triton_launch.random_words(keys.first)
-    second = triton_launch.random_words(keys.second)[3]
+    seed, _, _, layer, col_group, row_offset = random_words(keys.first)
+    second = random_words(keys.second)[3]
     rows, cols = tensors.weight.shape
     groups = -(-(cols + keys.skip) // LANES)
     sizes = (cols, groups, rows * groups, keys.skip, seed, layer, second, col_group, row_offset)

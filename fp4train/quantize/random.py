@@ -35,6 +35,7 @@ _LIMITS = {
 
 
 _pack_words: Final = Struct("=QIIII").pack
+_signed_words: Final = Struct("=6i").unpack
 _set: Final = object.__setattr__
 
 
@@ -96,6 +97,27 @@ class RandomKey:
         raise ValueError(
             f"col_offset={self.col_offset}: must be a multiple of {LANES}, the elements of one Philox call"
         )
+
+
+def random_words(key: RandomKey | None) -> tuple[int | Tensor, ...]:
+    """Key and counter words as int32 bit patterns, so that their size never changes a kernel's signature.
+
+    The word of the step is a pointer where a CUDA graph is recorded: another signature.
+    """
+    if key is None:
+        return (0,) * 6
+    seed, seed_high, row, col_group, counter2, layer = _signed_words(key.words)
+    step = counter2 if key.counters is None else key.counters[key.operand]
+    return seed, seed_high, step, layer, col_group, row
+
+
+def words_of_both(row: RandomKey | None, column: RandomKey | None) -> tuple[int | Tensor, ...] | None:
+    """Key and counter words of both forms of a tensor, as `quantize_both` takes them; None: their seeds or layers are
+    not the same."""
+    first, second = random_words(row or column), random_words(column or row)
+    if (first[:2], first[3]) != (second[:2], second[3]):
+        return None
+    return (*first[:2], first[3], first[2], *first[4:], second[2], *second[4:])
 
 
 def write_step_counters(counters: Tensor, step: int) -> None:

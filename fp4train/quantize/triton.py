@@ -27,7 +27,7 @@ from fp4train.quantize import triton_launch
 from fp4train.quantize.layout import TILED_DTYPES
 from fp4train.quantize.quantized import Decoded, Quantized, operand_width
 from fp4train.quantize.quantizer import Quantizer, check_arguments, check_input, own_memory
-from fp4train.quantize.random import RandomKey
+from fp4train.quantize.random import RandomKey, random_words, words_of_both
 from fp4train.quantize.spec import QuantSpec
 from fp4train.quantize.transform import Hadamard
 
@@ -223,7 +223,7 @@ class TritonQuantizer(Quantizer):
         x_MK = check_input(x_MK, self.spec, row_key, row_amax)
         rows, columns = x_MK.shape
         check_arguments(column.spec, column_key, column_amax, columns)
-        words, tiled = triton_launch.words_of_both(row_key, column_key), (self._tiled, column._tiled)
+        words, tiled = words_of_both(row_key, column_key), (self._tiled, column._tiled)
         plan: triton_launch.BothPlan | None = self._planned(triton_launch.plan_both, x_MK, column.spec, tiled)
         if plan is None or words is None:
             return None
@@ -277,7 +277,7 @@ class TritonQuantizer(Quantizer):
         outer = scales if self._whole else None if amax is None else torch.empty_like(amax)
         unused = scales  # where a kernel reads no amax or writes no S_dec
         pointers = (x_RC, unused if amax is None else amax, out, scales, unused if outer is None else outer)
-        plan.launch(*pointers, words=triton_launch.random_words(key))
+        plan.launch(*pointers, words=random_words(key))
         return out, scales, amax, outer
 
     def _planned(self, plan: Callable[..., Any], x: Tensor, *arguments: object) -> Any:

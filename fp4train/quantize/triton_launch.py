@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
-from struct import Struct
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -17,14 +16,13 @@ from torch import Tensor
 
 from fp4train.quantize.layout import DATA_DTYPES, TILED_DTYPES
 from fp4train.quantize.quantized import operand_width
-from fp4train.quantize.random import LANES, RandomKey
+from fp4train.quantize.random import LANES
 from fp4train.quantize.spec import QuantSpec
 from fp4train.quantize.transform import hadamard_signs
 
 COLUMN_BLOCKS: Final = (16, 32)
 TILE: Final = 4096  # elements per program: 32 per thread
 SCALE_DTYPES: Final = {"e4m3": torch.uint8, "e8m0": torch.uint8, "fp32": torch.float32, "pow2": torch.float32}
-_words: Final = Struct("=6i").unpack
 NAN_ABOVE: Final = {"e2m1": 0xFF, "e2m3": 0xFF, "e3m2": 0xFF, "e4m3": 0x7E, "e5m2": 0x7C}
 
 
@@ -364,27 +362,6 @@ def _hadamard(spec: QuantSpec) -> dict[str, Any]:
         return {}
     negative = sum(1 << i for i, sign in enumerate(hadamard_signs(spec.hadamard)) if sign < 0)
     return {"size": spec.hadamard.size, "negative": negative, "factor": 1.0 / math.sqrt(spec.hadamard.size)}
-
-
-def random_words(key: RandomKey | None) -> tuple[int | Tensor, ...]:
-    """Key and counter words as int32 bit patterns, so that their size never changes a kernel's signature.
-
-    The word of the step is a pointer where a CUDA graph is recorded: another signature.
-    """
-    if key is None:
-        return (0,) * 6
-    seed, seed_high, row, col_group, counter2, layer = _words(key.words)
-    step = counter2 if key.counters is None else key.counters[key.operand]
-    return seed, seed_high, step, layer, col_group, row
-
-
-def words_of_both(row: RandomKey | None, column: RandomKey | None) -> tuple[int | Tensor, ...] | None:
-    """Key and counter words of both forms of a tensor, as `quantize_both` takes them; None: their seeds or layers are
-    not the same."""
-    first, second = random_words(row or column), random_words(column or row)
-    if (first[:2], first[3]) != (second[:2], second[3]):
-        return None
-    return (*first[:2], first[3], first[2], *first[4:], second[2], *second[4:])
 
 
 def tile(groups: int, blocks: int) -> tuple[int, int]:

@@ -13,6 +13,7 @@ import torch
 
 from fp4train.quantize import Hadamard, QuantSpec, RandomKey, quantize, triton_launch
 from fp4train.quantize import triton as backend
+from fp4train.quantize.random import random_words
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu_kernels.py"
 
@@ -121,8 +122,8 @@ def test_key_words_fit_int32_so_that_no_step_or_seed_recompiles_a_kernel() -> No
     key = RandomKey(
         seed=2**64 - 1, step=2**29 - 1, layer=2**32 - 1, operand=7, row_offset=2**32 - 1, col_offset=2**35 - 8
     )
-    assert triton_launch.random_words(key) == (-1, -1, -1, -1, -1, -1)
-    assert triton_launch.random_words(None) == (0,) * 6
+    assert random_words(key) == (-1, -1, -1, -1, -1, -1)
+    assert random_words(None) == (0,) * 6
 
 
 @needs_triton
