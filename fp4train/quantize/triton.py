@@ -281,7 +281,7 @@ class TritonQuantizer(Quantizer):
         return out, scales, amax, outer
 
     def _planned(self, plan: Callable[..., Any], x: Tensor, *arguments: object) -> Any:
-        """What `plan` makes of the spec, x and the arguments, once for each kind of x; None: no kernel can read it."""
+        """The result of `plan` for the spec, x and the arguments, made once per kind of x; None: no kernel reads it."""
         kind = (plan, x.dtype, x.shape, x.stride(), x.device, *arguments)
         if kind not in self._plans:
             if len(self._plans) >= MOST_KINDS:

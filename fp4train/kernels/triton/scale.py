@@ -42,7 +42,7 @@ def outer_scales(amax_ptr, decode_ptr, row, group, rows, V: tl.constexpr):
 
 @triton.jit
 def place_of_scale(row64, group, groups, V: tl.constexpr):
-    """Where the scale of a block lies: row after row, or in tiles of 128 rows x 4 columns (quantize/layout.py)."""
+    """The offset of the scale of a block: row after row, or in tiles of 128 rows x 4 columns (quantize/layout.py)."""
     if V.tiled:
         tile = row64 // 128 * tl.cdiv(groups, 4) + group // 4
         return tile * 512 + row64 % 32 * 16 + row64 % 128 // 32 * 4 + group % 4
