@@ -58,7 +58,7 @@ def four(family: str) -> Cut:
 @pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8", "fp8_delayed", "quartet_ii"])
 def test_shards_and_stages_are_one_rank(ranks: Ranks, family: str, recipe: str) -> None:
     """Weights go over the wire as codes: `parallel.gather` is `recipe`."""
-    options = (*FAMILIES[family], f"recipe={recipe}", "policy=all")
+    options = (*FAMILIES[family], f"recipe={recipe}", "policy=all", "train.steps=4")
     reference = ranks.reference(*options)
     for key in ("dp_shard", "pp"):
         ranks.train(2, key, *options, f"parallel.{key}=2")
