@@ -4,6 +4,7 @@ what is written: configuration, journal, metrics, plan. The lead writes it."""
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from fp4train.run.initial import InitialWeights
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record import journal
 from fp4train.run.record.journal import Record
-from fp4train.run.record.trust import lost_records, write_config
+from fp4train.run.record.trust import config_text, lost_records, write_config
 from fp4train.run.run import Run
 from fp4train.run.supervise.divergence import Rewind
 from fp4train.sealed import CONFIG_LIMIT
@@ -50,6 +51,11 @@ class RunStart:
     checkpoint: Checkpoint | None = None
     swap: journal.RecipeChoice | None = None
     rewind: Rewind | None = None
+
+    @cached_property
+    def text(self) -> str:
+        """The configuration as it is kept with the run."""
+        return config_text(self.cfg)
 
     @property
     def source(self) -> Path:
@@ -195,7 +201,7 @@ def begin(run: Run, begun: RunStart, init: InitialWeights | None) -> None:
     """
     directory, source, start, swap, rewind = run.directory, begun.source, begun.checkpoint, begun.swap, begun.rewind
     swapped, records = journal.recorded_swaps(source), journal.read_journal(source)
-    write_config(directory, begun.cfg, run.identity)
+    write_config(directory, begun.cfg, begun.text, run.identity)
     run.saved_config = run.folder.read(run_directory.CONFIG, CONFIG_LIMIT)
     if begun.branching:
         unrecorded = run.folder.status(run_directory.HISTORY) is None
@@ -213,8 +219,7 @@ def begin(run: Run, begun: RunStart, init: InitialWeights | None) -> None:
             record |= {"name": swap.name, "at": start.step, "recipe": swap.recipe}
     if rewind is not None:
         record |= {"event": "rewind", **rewind.record}
-    found: list[str] = []
-    lost: list[str] = []
+    found, lost = list[str](), list[str]()
     if start is None:
         run.folder.remove(METRICS)
         run.folder.remove(STATISTICS)
@@ -234,9 +239,7 @@ def begin(run: Run, begun: RunStart, init: InitialWeights | None) -> None:
         directory, run.config.run.name, plain(begun.cfg), resume_step=None if start is None else start.step
     )
     if start is not None:
-        for what in found:
-            _log.warning("%s: %s", directory / METRICS, what)
-        for what in lost:
+        for what in (*(f"{directory / METRICS}: {each}" for each in found), *lost):
             _log.warning("%s", what)
         if found or lost:
             run.tracker.log_event(start.step + 1, "metrics mended", {"found": [*found, *lost]})

@@ -43,7 +43,7 @@ from fp4train.run.host import choose_device
 from fp4train.run.initial import load_init, load_weights
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record.journal import read_swaps
-from fp4train.run.record.trust import check_belongs, config_text, identity_of
+from fp4train.run.record.trust import check_belongs, identity_of
 from fp4train.run.run import Run
 from fp4train.run.supervise.divergence import take_over
 from fp4train.run.teacher import load_teacher
@@ -187,7 +187,7 @@ def build(begun: RunStart, world: World | None = None) -> Run:
     directory, world = config.run.dir, world or World(device=choose_device(config.device))
     with world.together():  # all that is only read
         checks.check_cut(config, world.mesh)
-        config_text(begun.cfg)
+        _ = begun.text  # refused where it is too long to be read again
         if start is not None:
             check_belongs(start, source, mend=world.lead and not branching)
         timeline = build_timeline(config, source if start or not config.run.overwrite else None)

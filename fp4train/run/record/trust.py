@@ -56,7 +56,7 @@ def config_text(cfg: DictConfig) -> str:
     Raises:
         UserError: it is too long to be read again.
     """
-    text = OmegaConf.to_yaml(OmegaConf.create(plain(cfg)))
+    text = OmegaConf.to_yaml(cfg, resolve=True)
     if len(text) > CONFIG_LIMIT - 200:
         raise UserError(
             f"the configuration has {len(text):,} bytes, too many to be read again: shorten its longest list"
@@ -64,9 +64,8 @@ def config_text(cfg: DictConfig) -> str:
     return text
 
 
-def write_config(run: Path, cfg: DictConfig, identity: str) -> None:
-    """Save the resolved configuration, with this user's signature where it names paths outside of the run."""
-    body = config_text(cfg)
+def write_config(run: Path, cfg: DictConfig, body: str, identity: str) -> None:
+    """Save `body`, the text of a configuration, with this user's signature where it names paths outside of the run."""
     head = f"# fp4train run {identity} sha256 {hashlib.sha256(body.encode()).hexdigest()}"
     if outside := _outside_paths(cfg, run):
         try:
