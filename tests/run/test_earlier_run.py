@@ -19,8 +19,9 @@ FIXTURE = Path(__file__).with_name("earlier_run.tar.gz")
 STEPS = range(1, 13)
 """Steps of the run; the last four are those after its checkpoint."""
 EXACT = ("train/lr", "train/tokens", "train/loss_scale", "precision/recipe")
-SUMMED = {"train/loss": 1e-4, "train/grad_norm": 1e-4, "val/loss": 1e-4, "val/loss_recipe": 1e-4, "error/sqnr_db": 1e-3}
-"""Sums of floats, whose last bits are the machine's, and how far they may be off, relatively."""
+SUMMED = {"train/loss": 1e-4, "train/grad_norm": 2e-3, "val/loss": 1e-4, "val/loss_recipe": 1e-4, "error/sqnr_db": 1e-3}
+"""Sums of floats, whose last bits are the machine's, and how far they may be off, relatively: the run was made on a CPU
+without instructions for BF16, whose products others round to BF16, half a unit of which is 2e-3."""
 
 
 @pytest.fixture
