@@ -73,6 +73,7 @@ def recipe_module() -> ModuleType:
                 return importlib.import_module(name)
 
 
+@functools.cache
 def pytorch_module() -> ModuleType:
     """`transformer_engine.pytorch`, the kernels.
 

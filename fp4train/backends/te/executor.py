@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -294,7 +294,8 @@ class TEExecutor(LayerState):
         """
         te = pytorch_module()
         dtype = table.torch_dtype
-        x_MK = x.reshape(-1, x.shape[-1]).to(dtype)
+        x_MK = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])  # a view that changes nothing is a node of autograd
+        x_MK = x_MK.to(dtype)
         tokens = x_MK.shape[0]
         if tokens == 0:
             return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
@@ -315,30 +316,28 @@ class TEExecutor(LayerState):
             module._is_fsdp2 = freed
         if bias is not None:
             module._parameters["bias"] = bias
-        with ExitStack() as stack:
-            # TE wants torch's autocast where parameters and activations differ (float32 weights, BF16 activations).
-            stack.enter_context(torch.autocast(x.device.type, dtype=dtype, enabled=weight.dtype != dtype))
-            if delayed and not _inside_region(te):
-                raise RuntimeError(
-                    f"{table.name} on backend=te: delayed scaling updates all layers' scales when a step ends; run its "
-                    "forward and backward passes inside fp4train.backends.te.region(recipe.table()), where "
-                    "activations are recomputed, too, or use FP8Current or backend=emulate."
-                )
-            self._delayed = table if delayed else self._delayed
-            stack.enter_context(te_autocast(te, te_recipe))
+        if delayed and not _inside_region(te):
+            raise RuntimeError(
+                f"{table.name} on backend=te: delayed scaling updates all layers' scales when a step ends; run its "
+                "forward and backward passes inside fp4train.backends.te.region(recipe.table()), where "
+                "activations are recomputed, too, or use FP8Current or backend=emulate."
+            )
+        self._delayed = table if delayed else self._delayed
+        # TE wants torch's autocast where parameters and activations differ (float32 weights, BF16 activations).
+        with torch.autocast(x.device.type, dtype=dtype, enabled=weight.dtype != dtype), te_autocast(te, te_recipe):
             if self._to_load and delayed:
                 self._load(te_recipe, module)
-            if delayed and not torch.is_grad_enabled():
-                stack.enter_context(_history_kept(module, te_recipe))
-            shared = readers if built.shares and not x.is_inference() else None
-            if shared is not None:
-                x_MK = built.codes_of(x, x_MK, weight, shared)
-            y_MN: Tensor = module(x_MK, is_first_microbatch=built.is_first(weight, position))
-            if shared is not None and len(shared.cache["te"].given) == shared.layers:
-                shared.cache.pop("te").close()
+            with _history_kept(module, te_recipe) if delayed and not torch.is_grad_enabled() else nullcontext():
+                shared = readers if built.shares and not x.is_inference() else None
+                if shared is not None:
+                    x_MK = built.codes_of(x, x_MK, weight, shared)
+                y_MN: Tensor = module(x_MK, is_first_microbatch=built.is_first(weight, position))
+                if shared is not None and len(shared.cache["te"].given) == shared.layers:
+                    shared.cache.pop("te").close()
         if freed:
             built.release()
-        return y_MN[:tokens].reshape(*x.shape[:-1], weight.shape[0])
+        y_MN = y_MN[:tokens] if padding else y_MN
+        return y_MN if x.dim() == 2 else y_MN.reshape(*x.shape[:-1], weight.shape[0])
 
     def _build(self, te: Any, table: Table, weight: Tensor, bias: Tensor | None) -> _Built:
         if (known := self._built.get(table)) is None:
