@@ -214,12 +214,12 @@ def plan_quantize(spec: QuantSpec, x_RC: Tensor, values: bool, given: bool, tile
 def _rooms(spec: QuantSpec, codes: tuple[int, int], scales: tuple[int, ...], x: Tensor, tiled: bool) -> list[Room]:
     """Room for codes and scales of these shapes; tiles are filled up with zeros, and have torch's dtypes."""
     empty = partial(torch.empty, dtype=torch.uint8, device=x.device)
-    if not tiled:
-        return [partial(empty, codes), partial(empty, scales, dtype=SCALE_DTYPES[spec.scale])]
+    if not tiled:  # numbers take torch less time than a tuple of them
+        return [partial(empty, *codes), partial(empty, scales, dtype=SCALE_DTYPES[spec.scale])]
     dtype, size = TILED_DTYPES[spec.scale], _cdiv(scales[0], 128) * _cdiv(scales[1], 4) * 512
     whole = scales[0] % 128 == scales[1] % 4 == 0
     of_scales = partial(empty, size, dtype=dtype) if whole else lambda: empty(size).zero_().view(dtype)
-    return [partial(empty, codes, dtype=DATA_DTYPES[spec.element]), of_scales]
+    return [partial(empty, *codes, dtype=DATA_DTYPES[spec.element]), of_scales]
 
 
 def plan_both(row: QuantSpec, x_MK: Tensor, column: QuantSpec, tiled: tuple[bool, bool]) -> BothPlan | None:
