@@ -210,8 +210,10 @@ def check(case: Case, device: str) -> dict[str, str]:
 
 
 def check_both(case: Case, x: Tensor, column: QuantSpec) -> dict[str, str]:
-    """Differences between the codes of both forms that one kernel makes, and those of the reference."""
-    pair = kernels.pair(kernels.TritonQuantizer(case.spec), kernels.TritonQuantizer(column), codes=True)
+    """Differences between the codes of both forms that one kernel makes, its scales in tiles where there are such, and
+    those of the reference."""
+    row, other = (kernels.TritonQuantizer(spec).in_tiles for spec in (case.spec, column))
+    pair = kernels.pair(row, other, codes=True)
     turned = replace(KEY, operand=4, row_offset=16, col_offset=8)
     made = None if pair is None else pair[0].with_columns(pair[1], x, KEY, None, turned, None, True, True)
     if made is None:
@@ -220,8 +222,9 @@ def check_both(case: Case, x: Tensor, column: QuantSpec) -> dict[str, str]:
     found: dict[str, str | None] = {}
     for form, ours, theirs in zip(("rows", "columns"), made, wanted, strict=True):
         assert isinstance(ours, Quantized)
-        for what in ("codes", "scales", "amax"):
-            found[f"{what} of {form}"] = difference(getattr(ours, what), getattr(theirs, what))
+        found[f"codes of {form}"] = difference(ours.codes.view(torch.uint8), theirs.codes)
+        found[f"scales of {form}"] = difference(ours.block_scales(), theirs.block_scales())
+        found[f"amax of {form}"] = difference(ours.amax, theirs.amax)
         found[f"S_dec of {form}"] = difference(ours.global_decode(), theirs.global_decode())
     return {what: text for what, text in found.items() if text is not None}
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fp4train.quantize import triton_launch
-from fp4train.quantize.layout import TILED_DTYPES
+from fp4train.quantize.layout import TILED_DTYPES, why_no_layout
 from fp4train.quantize.quantized import Decoded, Quantized, operand_width
 from fp4train.quantize.quantizer import Quantizer, check_arguments, check_input, own_memory
 from fp4train.quantize.random import RandomKey, random_words, words_of_both
@@ -162,7 +162,8 @@ class TritonQuantizer(Quantizer):
 
     @cached_property
     def in_tiles(self) -> TritonQuantizer:
-        return TritonQuantizer(self.spec, True) if self.spec.scale in TILED_DTYPES and self.spec.block[0] == 1 else self
+        tiled = why_no_layout(self.spec) is None and self.spec.scale in TILED_DTYPES and self.spec.block[0] == 1
+        return TritonQuantizer(self.spec, tiled=True) if tiled else self
 
     def codes(self, x_RC: Tensor, key: RandomKey | None = None, amax: Tensor | None = None) -> Quantized:
         """Codes and scales of x."""
