@@ -14,6 +14,7 @@ from fp4train.hardware import Device, find_gpu
 from fp4train.nn import Experts
 from fp4train.precision import BF16, MXFP8, NVFP4, FP8Block, FP8Current, FP8Row, Recipe, autocast
 from fp4train.precision.layer_plan import LayerPlan, resolve
+from fp4train.quantize import quantize, to_torch
 
 B200, H100 = Device.elsewhere(find_gpu("B200")), Device.elsewhere(find_gpu("H100"))
 FP4, E4M3 = torch.float4_e2m1fn_x2, torch.float8_e4m3fn
@@ -125,3 +126,22 @@ def test_other_layers_and_backends_say_nothing_of_experts() -> None:
     plain = resolve(replace(layer().layer, experts=0), NVFP4(), None, "native", B200)
     for plan in (plain, planned(NVFP4(), "emulate", B200), planned(BF16(), "auto", B200)):
         assert not any(gemm.grouped or "expert" in gemm.why for gemm in plan.gemms)
+
+
+@pytest.mark.parametrize("recipe", [NVFP4(), MXFP8()], ids=["nvfp4", "mxfp8"])
+def test_operands_whose_scales_lie_in_tiles_are_padded_and_multiplied_as_others(
+    monkeypatch: pytest.MonkeyPatch, recipe: Recipe
+) -> None:
+    """Rows and width fill no block and no tile; one product per expert, and one of all."""
+    monkeypatch.setattr(grouped.F, "scaled_grouped_mm", GroupRecorder())
+    monkeypatch.setattr(native.F, "scaled_mm", Recorder())
+    x, w = recipe.table()["fprop"].both
+    assert x is not None and w is not None
+    generator = torch.Generator().manual_seed(2)
+    rows = [quantize(torch.randn(count, 80, generator=generator).bfloat16(), x) for count in (7, 48, 130)]
+    weights = [quantize(torch.randn(64, 80, generator=generator), w) for _ in rows]
+    tiled, tiled_weights = [to_torch(each) for each in rows], [to_torch(each) for each in weights]
+    assert all(map(torch.equal, grouped.multiply(rows, weights), grouped.multiply(tiled, tiled_weights)))
+    for a, b, in_tiles, weight in zip(rows, weights, tiled, tiled_weights, strict=True):
+        found = [native.NATIVE.product(*pair, out_dtype=torch.bfloat16) for pair in ((a, b), (in_tiles, weight))]
+        assert torch.equal(*found) and found[0].any()
