@@ -31,8 +31,6 @@ FOR_THE_FORKS = (
     "torch.distributed.checkpoint",
     "torch.profiler._cupti_monitor",
     "numpy.ma",
-    "fp4train.cli.launch",
-    "fp4train.cli.train",
     "fp4train.lab.analysis.heatmap",
     "fp4train.kernels.cpu",
     "fp4train.models.llama",
