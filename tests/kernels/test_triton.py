@@ -25,6 +25,7 @@ needs_triton = pytest.mark.skipif(
 def interpreted(*command: str) -> subprocess.CompletedProcess[str]:
     """Python in a process of its own: Triton decides when a kernel is defined whether it is interpreted."""
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment["PYTHONPATH"] = str(Path(__file__).parents[1] / "helpers")
     command = (sys.executable, "-W", "ignore", *command)  # numpy warns of divisions by zero
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
@@ -280,7 +281,6 @@ TRAINED = """
 import json
 import sys
 import torch
-sys.path.append("tests/helpers")
 from recorded_products import Recorder
 from fp4train.backends import native
 from fp4train.nn import convert, operands, scaling, weights
