@@ -194,8 +194,8 @@ def losses(run: Run, each: Iterable[Microbatch]) -> Iterator[Tensor]:
         yield from run.pipeline.evaluate(each)
         return
     for microbatch in each:
-        with torch.no_grad():
-            loss = microbatch.loss(run.model)
+        with torch.no_grad(), microbatch.context():
+            loss: Tensor = run.model(microbatch.tokens_BT, microbatch.targets_BT)
         yield loss
 
 

@@ -41,8 +41,8 @@ DIVIDING = (
     "nn/executors/cut.py",
     *(f"parallel/{name}.py" for name in ("fsdp", "gather", "held", "pipeline", "received", "stages", "tensor")),
 )
-"""Files of which a run of one process calls nothing in a step. It does call its `World`, parallel/world.py: that of one
-rank, whose sums over the ranks are what it is given."""
+"""Files of which a run of one process calls nothing in a step or an evaluation. It does call its `World`,
+parallel/world.py: that of one rank, whose sums over the ranks are what it is given."""
 
 
 class Model(nn.Module):
@@ -124,7 +124,9 @@ def test_a_step_reaches_the_kernel_in_seven_files(cli: Cli, before: Before) -> N
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_an_undivided_step_calls_nothing_of_what_divides_runs(cli: Cli, before: Before, family: str) -> None:
+def test_undivided_steps_and_evaluations_call_nothing_of_what_divides_runs(
+    cli: Cli, before: Before, family: str
+) -> None:
     called: set[str] = set()
 
     def note(frame: FrameType, event: str, argument: Any) -> None:
@@ -134,7 +136,7 @@ def test_an_undivided_step_calls_nothing_of_what_divides_runs(cli: Cli, before: 
     assert not [name for name in DIVIDING if not (Path(PACKAGE) / name).is_file()]
     before(2, lambda run: sys.setprofile(note))
     before(3, lambda run: sys.setprofile(None))
-    options = (*FAMILIES[family], "recipe=nvfp4", "phases=none", "policy=all")
+    options = (*FAMILIES[family], "recipe=nvfp4", "phases=none", "policy=all", "eval.every=1", "eval.errors_every=1")
     assert cli("run.name=a", "train.steps=4", "train.batch_size=2", *options).code == 0
-    assert "run/step.py:step" in called
+    assert {"run/step.py:step", "run/step.py:losses"} <= called
     assert not {name for name in called if name.startswith(DIVIDING)}

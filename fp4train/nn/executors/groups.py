@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from fp4train.backends import ExpertKernels
 from fp4train.backends.grouped import Products
 from fp4train.nn.call import Biases, Call, Counts, Executor, Recorded, Weights, gradient_dtypes
-from fp4train.nn.executors.gemms import SAVED, Gemms, flatten, unflatten, without_torchs_autocast
+from fp4train.nn.executors.gemms import SAVED, flatten, unflatten, without_torchs_autocast
 from fp4train.nn.executors.whole_layer import BackendLayer
 from fp4train.precision.context import State
 from fp4train.precision.layer_plan import LayerPlan
@@ -144,7 +144,7 @@ def _put(whole: Tensor | None, at: slice | int, part: Tensor | None) -> None:
 def _grouped_products(executor: Any, gemm: str) -> tuple[Any, Products | None]:
     """(The executor of one weight for this GEMM, what its products are put into to be made in one call; None: each is
     made by itself)."""
-    if not isinstance(executor, Gemms) or not getattr(executor.plan, gemm).grouped:
+    if executor.device == "meta" or not getattr(executor.plan, gemm).grouped:
         return executor, None
     products, own = Products(getattr(executor, gemm)), copy.copy(executor)
     setattr(own, gemm, products)
