@@ -142,7 +142,7 @@ class PlannedLayer(nn.Module):
     def _forget(self) -> None:
         """Forget all executors and prepared weights."""
         self._applied: _Key | None = None
-        self._held: tuple[Recipe | None, LayerPolicy | None, torch.device | None, Executor | None] = (None,) * 4
+        self._held: tuple[Any, Any, Any, Executor | None, bool | None] = (None,) * 5
         self._executors: dict[_Key, Executor] = {}
         self._prepared: dict[Hashable, PreparedWeights] = {}
 
@@ -186,14 +186,15 @@ class PlannedLayer(nn.Module):
             ValueError: the recipe cannot run here; see `precision.layer_plan.resolve`.
             RuntimeError: the context is one of an applied plan, which is not that of the layer.
         """
-        recipe, policy, at, executor = self._held
-        if recipe is not context.recipe or policy is not context.policy or at != device or executor is None:
+        recipe, policy, at, executor, applied = self._held
+        strange = recipe is not context.recipe or policy is not context.policy or at != device
+        if strange or executor is None or (context.applied and not applied):
             key = (context.recipe, context.policy, Device.of(device))
             if context.applied and key != self._applied:
-                applied = "none" if self._applied is None else f"that of {self._applied[0].name}"
+                held = "none" if self._applied is None else f"that of {self._applied[0].name}"
                 raise RuntimeError(
                     f"layer {self.layer.name} is called in {context.recipe.name} on {key[2]}, and the plan that was "
-                    f"applied to it is {applied}: apply the plan of the coming stretch to the model first (Run.apply), "
+                    f"applied to it is {held}: apply the plan of the coming stretch to the model first (Run.apply), "
                     "or enter the recipe by autocast, which resolves it"
                 )
             if key not in self._executors:
@@ -206,7 +207,7 @@ class PlannedLayer(nn.Module):
 
     def _hold(self, key: _Key, device: torch.device) -> Executor:
         executor = self._executors[key]
-        self._held = (*key[:2], device, executor)
+        self._held = (*key[:2], device, executor, key == self._applied)
         for kind in executor.states:
             self._state(kind)
         return executor
@@ -263,9 +264,8 @@ class PlannedLayer(nn.Module):
                 offset = context.token_start + counted
         at = (context.seed, step, offset or 0, self._layer_key)
         scaling: Any = self.states.get(DelayedScaling.kind)
-        parameter = self.weight if self.transposed else None
-        fused, shared = self.fused_weights, context.shared
-        return Call(executor, *at, weights, scaling, training, shared, fused, context.counters, parameter)
+        fused, parameter = self.fused_weights, self.weight if self.transposed else None
+        return Call(executor, *at, weights, scaling, training, context.shared, fused, context.counters, parameter)
 
     def prepared(self, part: Hashable) -> PreparedWeights:
         """The prepared forms of the weight, or of a part of it, in a step."""
@@ -286,7 +286,7 @@ class PlannedLayer(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {name: value for name, value in self.__dict__.items() if name != "handle"}
-        fresh: dict[str, Any] = {"_held": (None,) * 4, "_executors": {}, "_applied": None, "_prepared": {}}
+        fresh: dict[str, Any] = {"_held": (None,) * 5, "_executors": {}, "_applied": None, "_prepared": {}}
         return {**kept, **fresh, "_tokens": TokenCount()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from fp4train.checkpoint import Checkpoint, StoredTensors, escaped, unflatten
 from fp4train.nn.executors import saved_tensor
 from fp4train.parallel.held import Inventory
 from fp4train.run.supervise.guard import first_non_finite
-from fp4train.shards import RowOrder, local, order_of, row_orders
+from fp4train.shards import RowOrder, order_of, row_orders
 
 Tensors = Mapping[str, Tensor]
 
@@ -127,7 +127,7 @@ def check_model(model: nn.Module, saved: Any) -> None:
     for name, tensor in wanted.items():
         _check(name, saved[name], tensor.shape, tensor.dtype)
     parameters = {name for name, _ in model.named_parameters()}
-    if bad := first_non_finite({name: local(tensor) for name, tensor in saved.items() if name in parameters}):
+    if bad := first_non_finite({name: tensor for name, tensor in saved.items() if name in parameters}):
         raise ValueError(f"{bad} is not finite")
 
 
@@ -163,7 +163,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, saved: Any) -> None:
                     raise ValueError(f"{what} has dtype {tensor.dtype}, not {parameter.dtype}")
             elif any(group.get("fused") for group in optimizer.param_groups) and tensor.numel() != 1:
                 _check(what, tensor, parameter.shape, None)
-        if bad := first_non_finite({name: local(tensor) for name, tensor in tensors.items()}):
+        if bad := first_non_finite(tensors):
             raise ValueError(f"{bad} of parameter {number} is not finite")
 
 

@@ -241,6 +241,12 @@ def test_in_a_context_of_an_applied_plan_another_recipe_is_an_error_and_autocast
     for other in (replace(context, recipe=BF16()), replace(context, policy=LayerPolicy())):
         with use(other), pytest.raises(RuntimeError, match=r"is that of NVFP4: apply the plan of the coming stretch"):
             layer(x)
+        with autocast(other.recipe, policy=other.policy, step=0):
+            layer(x)
+        with use(other), pytest.raises(RuntimeError, match="is that of NVFP4"):
+            layer(x)  # what autocast resolved is no plan that was applied
+    with use(context):
+        assert torch.equal(layer(x), wanted)
     layer.rename(layer.layer, "auto")
     with autocast(NVFP4(), step=0):
         assert torch.equal(layer(x), wanted)
