@@ -57,10 +57,8 @@ def train(run: Run) -> Result:
         Exception: whatever a step raised.
     """
     config, steps, began = run.config, run.config.train.steps, time.perf_counter()
-    stretch, saved, world = None, True, run.world
-    shown = Progress(
-        run.step, steps, config.train.tokens, run.peak_tokens_per_s(), ranks=world.size, quietly=not world.lead
-    )
+    stretch, saved, world, peak = None, True, run.world, run.peak_tokens_per_s()
+    shown = Progress(run.step, steps, config.train.tokens, peak, ranks=world.size, quietly=not world.lead)
     started = run.step
     try:
         with (

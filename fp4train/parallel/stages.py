@@ -11,7 +11,7 @@ from typing import cast
 
 from torch import nn
 
-from fp4train.models.common.cut import Pipelined, Stage, StageCut, multiplications, share_blocks
+from fp4train.models.common.cut import Pipelined, Stage, StageCut, multiplied, share_blocks
 from fp4train.parallel.config import Parallel
 from fp4train.parallel.held import Inventory
 from fp4train.parallel.pipeline import Pipeline, TiedWeight
@@ -86,8 +86,7 @@ def cut_stages(
     """
     count = parallel.pp * parallel.chunks
     blocks = _blocks(model, cut)
-    last = sum(multiplications(model.get_submodule(name), time) for name in cut.last)
-    shares = share_blocks([multiplications(block, time) for block in blocks.values()], last, count)
+    shares = share_blocks(*multiplied(model, [*blocks.values()], time), count)
     tied = TiedWeight(world, parallel.timeout) if inventory.tied else None
 
     def part(indices: Iterable[int]) -> nn.Module:

@@ -20,7 +20,7 @@ from fp4train.data import Loader
 from fp4train.errors import user_errors
 from fp4train.files import Folder
 from fp4train.hardware import Device
-from fp4train.models.common.cut import StageCut
+from fp4train.models.common.cut import StageCut, multiplied
 from fp4train.models.common.initialise import materialise, why_not_born
 from fp4train.nn import convert
 from fp4train.nn.planned import PlannedLayer
@@ -32,7 +32,7 @@ from fp4train.parallel.stages import cut_of, cut_stages, tied_weights
 from fp4train.parallel.world import World
 from fp4train.precision import Swap, Timeline
 from fp4train.precision.gather import effective
-from fp4train.precision.layers import Layer, find_layers
+from fp4train.precision.layers import Layer, find_blocks, find_layers
 from fp4train.precision.plan import Plan, make_plan
 from fp4train.precision.report import table
 from fp4train.run import checks
@@ -266,6 +266,7 @@ def assemble(config: Config, place: Path, timeline: Timeline, world: World, *, d
         share_tensors(model, world, config.parallel)
         teacher = load_teacher(config, data, model, world)
         layers = find_layers(model)
+        by_block, besides = multiplied(model, find_blocks(model), config.train.seq_len)
         mesh = world.mesh
         plan = build_plan(config, layers, timeline, Device.of(world.device), mesh.data, stages=mesh.pipeline)
         checks.check_oscillation(config, plan)
@@ -275,10 +276,9 @@ def assemble(config: Config, place: Path, timeline: Timeline, world: World, *, d
             # The validation sequences are the same for every seed, so that the losses of seeds compare.
             for name, tokens, seed in (("train", data.train, config.run.seed), ("val", data.val, VALIDATION_SEED))
         }
-    rows = config.train.rows(world.mesh.data)
     for each in model.modules():
         if isinstance(each, PlannedLayer):
-            each.sum_gradients(rows < config.train.batch_size)
+            each.sum_gradients(config.train.rows(mesh.data) < config.train.batch_size)
     whole = model
     pipeline = None if cut is None else cut_stages(model, *cut, config.parallel, world, config.train.seq_len)
     if pipeline is not None:
@@ -313,6 +313,7 @@ def assemble(config: Config, place: Path, timeline: Timeline, world: World, *, d
         good_steps=0,
         fingerprint=fingerprint,
         folder=Folder.open(config.run.dir, create=True),
+        multiplied=sum(by_block) + besides,
         pipeline=pipeline,
         teacher=teacher,
         world=world,

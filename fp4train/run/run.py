@@ -60,6 +60,7 @@ class Run:
     Args:
         model: of a pipeline, the part of it that this rank holds.
         folder: the run's directory, open: whatever happens to its path, the files go there.
+        multiplied: forward multiplications per token of the whole model (`models.common.cut.multiplied`).
         identity: the random number that the run's parts carry.
         swaps: those that the journal has.
         mid_update: the weights are being updated; an exception now leaves them between two steps.
@@ -89,6 +90,7 @@ class Run:
     good_steps: int
     fingerprint: str
     folder: Folder
+    multiplied: int
     identity: str = ""
     swaps: list[Entry] = field(default_factory=list)
     mid_update: bool = False
@@ -209,15 +211,13 @@ class Run:
         return [m for m in self.model.modules() if isinstance(m, PlannedLayer)]
 
     def peak_tokens_per_s(self) -> float | None:
-        """Tokens per second if the GPU did nothing but this model's linear layers at its BF16 peak; None if unknown.
+        """Tokens per second if the GPU did nothing but this model's products at its BF16 peak; None if unknown.
 
         The denominator of the model FLOP/s utilisation (arXiv:2204.02311), with BF16's peak for every recipe, so that
-        recipes compare; 6 FLOP per token and weight that multiplies it; attention products, recomputation not counted.
+        recipes compare; 6 FLOP per token and forward multiplication, as a plan counts them; recomputation not counted.
         """
         gpu = detect(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
-        layers = [layer for layer in self.layers.values() if layer.unconverted is None]
-        flops = 6 * sum(layer.active for layer in layers)
-        return None if gpu is None else peak_flops(gpu, "BF16") / flops
+        return None if gpu is None else peak_flops(gpu, "BF16") / (6 * self.multiplied)
 
     def scaling(self) -> dict[str, dict[str, torch.Tensor]]:
         """States of delayed scaling, by layer; empty dicts without it."""

@@ -20,6 +20,22 @@ def test_two_stages_are_one_stage(ranks: Ranks, recipe: str) -> None:
     ranks.same(ranks.reference(*options), "two")
 
 
+@pytest.mark.parametrize("cut", ["pp", "tp", "dp_shard"])
+def test_every_rank_counts_the_multiplications_of_the_whole_model(ranks: Ranks, cut: str) -> None:
+    """By which a run measures its utilisation."""
+    counted = (
+        "import pathlib\nimport fp4train.train as loop\noriginal = loop.train_step\n"
+        "def step(run, recipe):\n    name = f'{run.config.run.name}.{rank}.counted'\n"
+        "    pathlib.Path(name).write_text(str(run.multiplied))\n    return original(run, recipe)\n"
+        "loop.train_step = step"
+    )
+    options = (*SMALL, "model.kv_heads=2", "train.steps=1", "recipe=bf16")
+    ranks.train(1, "one", *options, patch=counted)
+    ranks.train(2, "two", *options, f"parallel.{cut}=2", patch=counted)
+    found = [path.read_text() for path in ranks.folder.glob("*.counted")]
+    assert len(found) == 3 and len(set(found)) == 1
+
+
 @pytest.mark.parametrize(
     ("count", "options"),
     [

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_line import Cli, losses
+from command_line import Before, Cli, losses
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
@@ -95,6 +95,18 @@ def test_the_plan_lists_all_weights_of_a_family(cli: Cli, family: str) -> None:
     matrices = {name: p for name, p in every if p.dim() > 1 and not name.endswith(SPARED[family])}
     assert matrices.keys() == {f"{name}.weight" for name in layers}
     assert sum(p.numel() for p in matrices.values()) == sum(layer.weights for layer in layers.values())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_run_measures_its_utilisation_by_the_flop_of_its_plan(cli: Cli, before: Before, family: str) -> None:
+    """Which are more than those of linear layers: attention, scans and Fourier transforms."""
+    seen: list[int] = []
+    before(0, lambda run: seen.append(run.multiplied))
+    assert cli(*FAMILIES[family], "run.name=a", "train.steps=1").code == 0
+    ended = cli("plan", *FAMILIES[family], "gpu=H100", "gpus=1", "--json")
+    assert ended.code == 0, ended.err
+    (stretch, *_) = json.loads(ended.out)["stretches"]
+    assert 6 * seen[0] == stretch["flops_per_token"]
 
 
 @pytest.mark.parametrize(

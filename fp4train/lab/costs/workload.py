@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from fp4train.lab.costs.blocks import BlockCost, measure_blocks
-from fp4train.models.common.cut import Pipelined, TensorCut, TensorParallel, multiplications, share_blocks
+from fp4train.models.common.cut import TensorCut, TensorParallel, multiplied, share_blocks
 from fp4train.parallel.config import Mesh
 from fp4train.precision.blocks import block_paths
 from fp4train.precision.gather import WireForm, wire_form
@@ -199,7 +199,7 @@ class Workload:
     Args:
         kinds: the distinct blocks.
         order: index into `kinds` of every block.
-        multiplied: what every block multiplies per token (`models.common.cut.multiplications`).
+        multiplied: what every block multiplies per token (`models.common.cut.multiplied`).
         last_multiplied: what is multiplied besides, as by the head; the last stage of a pipeline does it.
         before, after: weights that stand before and after the blocks.
         outside: the plans of linear layers outside the blocks.
@@ -323,14 +323,13 @@ def workload(
         order.append(known[key])
     outside = tuple(plan for plan in plans.values() if plan.layer.block is None)
     embeddings = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
-    says = hasattr(model, "fp4train_stages")
-    last = cast(Pipelined, model).fp4train_stages().last if says else [plan.layer.name for plan in outside]
+    by_block, besides = multiplied(model, find_blocks(model), seq_len)
     vocabulary, width = max(((p.layer.out_features, p.layer.in_features) for p in outside), default=(0, 0))
     return Workload(
         kinds=tuple(kinds),
         order=tuple(order),
-        multiplied=tuple(multiplications(block, seq_len) for block in find_blocks(model)),
-        last_multiplied=sum(multiplications(model.get_submodule(name), seq_len) for name in last),
+        multiplied=by_block,
+        last_multiplied=besides,
         before=tuple(of_block.get(-1, ())),
         after=tuple(of_block.get(None, ())),
         outside=outside,

@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from fp4train.nn.planned import PlannedLayer
 from fp4train.nn.ranks import Ranks, local, with_summed_gradient
+from fp4train.precision.layers import find_layers
 from fp4train.shards import RowOrder
 
 
@@ -138,6 +139,18 @@ def multiplications(module: nn.Module, time: int) -> int:
             count -= sum(p.numel() for p in each.parameters() if p.dim() > 1) * idle // each.layer.group
         count += int(getattr(each, "fp4train_mixing", lambda _: 0)(time))
     return count
+
+
+def multiplied(model: nn.Module, blocks: Sequence[nn.Module], time: int) -> tuple[tuple[int, ...], int]:
+    """(`multiplications` of each of a model's blocks, those besides).
+
+    Besides the blocks multiplies what the last stage of a pipeline has, such as the head; where a model does not say
+    how it is cut into stages, its linear layers outside of blocks.
+    """
+    outside = [name for name, layer in find_layers(model).items() if layer.block is None]
+    last = cast(Pipelined, model).fp4train_stages().last if hasattr(model, "fp4train_stages") else outside
+    besides = sum(multiplications(model.get_submodule(name), time) for name in last)
+    return tuple(multiplications(block, time) for block in blocks), besides
 
 
 def share_blocks(costs: Sequence[int], last: int, parts: int) -> list[range]:

@@ -224,9 +224,7 @@ def _pass_over(module: nn.Module, generator: torch.Generator) -> None:
             _scratch(module.bias).uniform_(-1, 1, generator=generator)
     elif isinstance(module, nn.Embedding):
         nn.init.normal_(_scratch(module.weight), generator=generator)
-    elif (
-        not isinstance(module, (nn.RMSNorm, nn.LayerNorm)) and next(module.parameters(recurse=False), None) is not None
-    ):
+    elif not isinstance(module, nn.RMSNorm | nn.LayerNorm) and any(True for _ in module.parameters(recurse=False)):
         raise ValueError(f"what {type(module).__name__} draws is not known: use draw=counter")
 
 
