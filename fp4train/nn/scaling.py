@@ -28,8 +28,8 @@ from fp4train.quantize.spec import Delayed
 
 Position = tuple[int, int]
 """Seed and step."""
-Kind = tuple[Delayed, torch.device]
-Stacks = dict[Kind, "Stack"]
+StackKind = tuple[Delayed, torch.device]
+Stacks = dict[StackKind, "Stack"]
 """Stacks of a model."""
 
 
@@ -50,7 +50,7 @@ class AmaxHistory:
         given: whether the tensors were handed out, so that they are not written any more.
     """
 
-    def __init__(self, kind: Kind, stack: Stack, history: Tensor, used: Tensor, position: Position | None) -> None:
+    def __init__(self, kind: StackKind, stack: Stack, history: Tensor, used: Tensor, position: Position | None) -> None:
         self.kind, self.stack = kind, stack
         self.load(history, used, position)
 
@@ -128,7 +128,7 @@ class DelayedScaling(LayerState):
             found.newest.copy_(own if first else torch.maximum(own, found.newest))
         return found.used
 
-    def _fitting(self, found: AmaxHistory | None, spec: QuantSpec, kind: Kind) -> AmaxHistory:
+    def _fitting(self, found: AmaxHistory | None, spec: QuantSpec, kind: StackKind) -> AmaxHistory:
         """A new history of this kind, with the newest entries of `found`; missing ones are 0."""
         delayed, device = kind
         history = torch.zeros(1) if found is None else found.history[: delayed.history]

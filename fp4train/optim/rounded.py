@@ -149,7 +149,7 @@ class RoundedAdamW(torch.optim.AdamW):
             state.update({name: torch.zeros_like(parameter, dtype=torch.bfloat16) for name in MOMENTS})
         return state
 
-    def _parts(self, parameter: nn.Parameter, counters: Tensor) -> Iterator[tuple[Tensors, Keys]]:
+    def _parts(self, parameter: nn.Parameter, counters: Tensor) -> Iterator[tuple[SlabTensors, Keys]]:
         """Work of each call of the kernel: the tensors of a slab, and the keys of its random bits."""
         assert parameter.grad is not None
         state, name = self.state[parameter], self._names[parameter]
@@ -171,10 +171,10 @@ class RoundedAdamW(torch.optim.AdamW):
                 )
                 for moment in MOMENTS
             )
-            yield Tensors(*own), Keys(first, second, slab.column % LANES)
+            yield SlabTensors(*own), Keys(first, second, slab.column % LANES)
 
 
-class Tensors(NamedTuple):
+class SlabTensors(NamedTuple):
     """Contiguous, [rows, columns]: weights and gradients in float32, moments in BF16."""
 
     weight: Tensor
@@ -191,11 +191,11 @@ class Keys(NamedTuple):
     skip: int
 
 
-Kernel = Callable[[Tensors, Keys, StepNumbers, int, Decays], None]
+Kernel = Callable[[SlabTensors, Keys, StepNumbers, int, Decays], None]
 """Updates one slab in place; the number is the parameter's row in `StepNumbers`."""
 
 
-def update(tensors: Tensors, keys: Keys, numbers: StepNumbers, index: int, decays: Decays) -> None:
+def update(tensors: SlabTensors, keys: Keys, numbers: StepNumbers, index: int, decays: Decays) -> None:
     """The readable reference of one slab: the formulas above, in torch."""
     keep, size, correction, divisor = numbers.values[index].unbind()
     weight, gradient, first, second = tensors
@@ -255,7 +255,7 @@ def _bits(key: RandomKey, skip: int, like: Tensor) -> Tensor:
     return random_bits(key, like.shape[0], like.shape[1] + skip, like.device)[:, skip:]
 
 
-def by_c(tensors: Tensors, keys: Keys, numbers: StepNumbers, index: int, decays: Decays) -> None:
+def by_c(tensors: SlabTensors, keys: Keys, numbers: StepNumbers, index: int, decays: Decays) -> None:
     """`update` by the C extension. Reads the numbers on the host, and does nothing where the step failed."""
     if numbers.failed.item():
         return
@@ -273,7 +273,7 @@ class AdamWVariant(Decays):
     hardware: bool
 
 
-def by_triton(tensors: Tensors, keys: Keys, numbers: StepNumbers, index: int, decays: Decays) -> None:
+def by_triton(tensors: SlabTensors, keys: Keys, numbers: StepNumbers, index: int, decays: Decays) -> None:
     """`update` by the Triton kernel: nothing waits for the GPU."""
     from fp4train.kernels.triton.adamw import adamw
 

@@ -24,6 +24,7 @@ from fp4train.nn.call import Call
 from fp4train.nn.gathered import Gathered
 from fp4train.nn.planned import PlannedLayer
 from fp4train.nn.ranks import Ranks
+from fp4train.nn.scaling import Position
 from fp4train.nn.weights import WeightForm
 from fp4train.parallel.received import MASTER, MemberGather, Payload, Sent, form_of, rounded_from
 from fp4train.parallel.world import SHARD, World
@@ -33,8 +34,6 @@ from fp4train.precision.layer_plan import LayerPlan
 from fp4train.quantize import Quantized, QuantSpec, amax_extent, has_tensor_amax, measure_amax, quantizer
 from fp4train.quantize.sharded import divided_tensors, joined
 
-Position = tuple[int, int]
-"""Seed and step, within which a weight does not change."""
 AMAX, FUSED = "amax", "fused"
 """Keys of the amax of a whole weight, and of the largest of the weights that share a scale with it; those of each row
 or column have the part of the weight as key."""

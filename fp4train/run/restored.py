@@ -19,8 +19,6 @@ from fp4train.parallel.held import Inventory
 from fp4train.run.supervise.guard import first_non_finite
 from fp4train.shards import RowOrder, order_of, row_orders
 
-Tensors = Mapping[str, Tensor]
-
 
 def restored(
     found: Checkpoint,
@@ -167,7 +165,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, saved: Any) -> None:
             raise ValueError(f"{bad} of parameter {number} is not finite")
 
 
-def check_scaling(own: Mapping[str, Tensors], saved: Any) -> None:
+def check_scaling(own: Mapping[str, Mapping[str, Tensor]], saved: Any) -> None:
     """Raises ValueError, which names the first layer that is not there, or amax that is none."""
     if not isinstance(saved, dict):
         raise ValueError("it holds no scales")

@@ -33,7 +33,7 @@ from fp4train.precision.report import gathers
 from fp4train.run.experts import Routed, even_out
 from fp4train.run.observe import check_layers, reset_oscillating
 from fp4train.run.record.inbox import Inbox
-from fp4train.run.record.journal import Entry, Journal
+from fp4train.run.record.journal import Journal, SwapEntry
 from fp4train.run.restored import (
     check_model,
     check_optimizer,
@@ -92,7 +92,7 @@ class Run:
     folder: Folder
     multiplied: int
     identity: str = ""
-    swaps: list[Entry] = field(default_factory=list)
+    swaps: list[SwapEntry] = field(default_factory=list)
     mid_update: bool = False
     failed: torch.Tensor | None = None
     weak_gradient: bool = False

@@ -9,7 +9,7 @@ from fp4train.optim.rounded import (
     Decays,
     Kernel,
     Keys,
-    Tensors,
+    SlabTensors,
     as_matrix,
     by_c,
     by_triton,
@@ -54,7 +54,7 @@ def stepped(kernel: Kernel, shape: Sequence[int], offsets: Sequence[int], held: 
             )
             for layer in (1234567, 0xFFFFFFF0)
         )
-        parts = Tensors(*(as_matrix(each)[slab.rows] for each in box))
+        parts = SlabTensors(*(as_matrix(each)[slab.rows] for each in box))
         kernel(parts, Keys(first, second, slab.column % LANES), numbers, 1, decays)
     return box
 

@@ -309,12 +309,14 @@ def test_the_contract_of_the_imports_places_every_module() -> None:
 
 
 def test_no_public_class_name_stands_twice() -> None:
-    """A name means one thing in the whole package: give the second class the name of what it is."""
+    """A name means one thing in the whole package: give the second class, or type, the name of what it is."""
     places: dict[str, list[str]] = {}
     for source in SOURCES:
-        for node in ast.walk(source.tree):
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                places.setdefault(node.name, []).append(source.path)
+        classes = [node.name for node in ast.walk(source.tree) if isinstance(node, ast.ClassDef)]
+        types = [ast.unparse(node.targets[0]) for node in source.tree.body if isinstance(node, ast.Assign)]
+        for name in (*classes, *(each for each in types if re.fullmatch(r"[A-Z][a-z]\w+", each))):
+            if not name.startswith("_"):
+                places.setdefault(name, []).append(source.path)
     assert not {name: paths for name, paths in places.items() if len(paths) > 1}
 
 

@@ -28,7 +28,7 @@ from fp4train.lab.studies.parts import (
     RecipePart,
     RecipeParts,
 )
-from fp4train.lab.studies.record import Values
+from fp4train.lab.studies.record import Reading
 
 Gram = Sequence[Sequence[float]]
 """Inner products of the vectors of a group of batches."""
@@ -132,7 +132,7 @@ class Judgement:
     over_own: Estimate | None
 
 
-def judgement(measured: Mapping[str, tuple[RecipePart, Sequence[Values]]], reference: Sequence[Values]) -> Judgement:
+def judgement(measured: Mapping[str, tuple[RecipePart, Sequence[Reading]]], reference: Sequence[Reading]) -> Judgement:
     """Compare the chosen policy with keeping nothing and with the policy of the run, batch by batch.
 
     Args:
@@ -153,7 +153,7 @@ def judgement(measured: Mapping[str, tuple[RecipePart, Sequence[Values]]], refer
 
 
 def summarise(
-    parts: RecipeParts, listed: Sequence[RecipePart], measured: Mapping[str, Sequence[Values]]
+    parts: RecipeParts, listed: Sequence[RecipePart], measured: Mapping[str, Sequence[Reading]]
 ) -> Sensitivity:
     """The findings of what is measured.
 
@@ -173,7 +173,7 @@ def summarise(
     )
 
 
-def finding(part: RecipePart, groups: Sequence[Values], reference: Sequence[Values]) -> Finding:
+def finding(part: RecipePart, groups: Sequence[Reading], reference: Sequence[Reading]) -> Finding:
     """The finding of one part; `reference` has the same groups of batches, and may have more."""
 
     def of(key: str) -> Estimate | None:
@@ -202,7 +202,7 @@ def systematic(errors: Sequence[Gram], gradients: Sequence[Gram]) -> Estimate | 
     return None if size is None or size[0] <= 0 else _ratio(errors, gradients, _pairs, _pairs)
 
 
-def share(names: Sequence[str], measured: Mapping[str, Sequence[Values]]) -> Estimate | None:
+def share(names: Sequence[str], measured: Mapping[str, Sequence[Reading]]) -> Estimate | None:
     """The sum of parts as a share of the whole, on the batches that all were measured on; None if there is no part."""
     if not names:
         return None

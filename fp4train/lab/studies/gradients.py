@@ -28,7 +28,7 @@ from torch import Tensor
 
 from fp4train.errors import UserError
 from fp4train.lab.studies.parts import CELL, LAYER, RecipePart
-from fp4train.lab.studies.record import Values
+from fp4train.lab.studies.record import Reading
 from fp4train.lab.studies.subject import Subject
 from fp4train.nn.planned import PlannedLayer
 from fp4train.precision.layers import find_blocks
@@ -69,7 +69,7 @@ class GradientMeter:
         self._known: OrderedDict[int, Pass] = OrderedDict()
         self._last = find_blocks(subject.run.model)[-1]
 
-    def measure(self, part: RecipePart, batches: range) -> Values:
+    def measure(self, part: RecipePart, batches: range) -> Reading:
         """The values of `part` over a group of batches, batch 0 being the one that the run would train on next.
 
         Raises:
@@ -99,7 +99,7 @@ class GradientMeter:
             means.append(mean)
         return {**values, "gram": _gram(means)}
 
-    def of_reference(self, batches: range) -> Values:
+    def of_reference(self, batches: range) -> Reading:
         """The reference's own values: squared norms and products of its gradients, losses, and each layer's share."""
         passes = [self._true(batch) for batch in batches]
         norms = [_squared(each.gradient) for each in passes]

@@ -39,7 +39,7 @@ FORMAT = 3
 SHOWN, LENGTH = 4, 24
 """Differences that a message names, and characters of a value in it."""
 
-Values = dict[str, Any]
+Reading = dict[str, Any]
 """A measurement: plain JSON values, all numbers finite."""
 
 
@@ -55,7 +55,7 @@ class StudyRecord:
 
     def __init__(self, path: Path, identity: Mapping[str, Any], step: int) -> None:
         self.path, self.step = path, step
-        self.known: dict[str, Values] = {}
+        self.known: dict[str, Reading] = {}
         """Key → values."""
         first = {**identity, "format": FORMAT, "fp4train": __version__}
         first = json.loads(json.dumps(first, allow_nan=False))
@@ -92,10 +92,10 @@ class StudyRecord:
     def __contains__(self, key: str) -> bool:
         return key in self.known
 
-    def __getitem__(self, key: str) -> Values:
+    def __getitem__(self, key: str) -> Reading:
         return self.known[key]
 
-    def add(self, key: str, values: Values) -> Values:
+    def add(self, key: str, values: Reading) -> Reading:
         """Record a finished measurement; returns the values as they will be read back.
 
         On a full disk the line is kept in memory and written as soon as it can be; that is reported once.

@@ -15,7 +15,7 @@ from fp4train.lab.studies.findings import Judgement, Sensitivity, judgement, sum
 from fp4train.lab.studies.gradients import GradientMeter
 from fp4train.lab.studies.intervals import estimate
 from fp4train.lab.studies.parts import BASELINE, CHOSEN, LAYER, OF_THE_RUN, WHOLE, RecipePart, RecipeParts
-from fp4train.lab.studies.record import Shown, StudyRecord, Values
+from fp4train.lab.studies.record import Reading, Shown, StudyRecord
 from fp4train.lab.studies.subject import Subject, described
 from fp4train.precision import LayerPolicy, Recipe
 from fp4train.text import check_least
@@ -87,7 +87,7 @@ class Study:
         self.parts = RecipeParts(subject, recipe, repeats=effort.repeats)
         self._gradients = GradientMeter(subject, self.parts.reference, list(self.parts.layers))
         self._groups = groups_of(subject, effort)
-        self._measured: dict[str, list[Values]] = {BASELINE: []}
+        self._measured: dict[str, list[Reading]] = {BASELINE: []}
         self._listed = list(self.parts.all(cells=effort.cells))
 
     def run(self, shown: Shown) -> Sensitivity:
@@ -131,13 +131,13 @@ class Study:
             self._measured[BASELINE].append(self._of_reference(group))
         done.append(self._of(part, group))
 
-    def _of(self, part: RecipePart, group: range) -> Values:
+    def _of(self, part: RecipePart, group: range) -> Reading:
         return self._recorded(part.key, group, lambda: self._gradients.measure(part, group))
 
-    def _of_reference(self, group: range) -> Values:
+    def _of_reference(self, group: range) -> Reading:
         return self._recorded(BASELINE, group, lambda: self._gradients.of_reference(group))
 
-    def _recorded(self, key: str, group: range, measure: Callable[[], Values]) -> Values:
+    def _recorded(self, key: str, group: range, measure: Callable[[], Reading]) -> Reading:
         key = f"{key} {group.start}-{group.stop - 1}"
         return self.record[key] if key in self.record else self.record.add(key, measure())
 

@@ -13,7 +13,7 @@ from fp4train.precision.plan import Plan
 from fp4train.run.begin import write_plan
 from fp4train.run.build import build_plan, with_swap
 from fp4train.run.record.inbox import EVALUATION
-from fp4train.run.record.journal import Entry, RecipeChoice, swaps
+from fp4train.run.record.journal import RecipeChoice, SwapEntry, swaps
 from fp4train.run.run import Run
 
 _log = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ def log_evaluation(run: Run, body: Any) -> tuple[bool, str]:
     return True, f"{len(scores)} results are recorded in its metrics"
 
 
-def follow_swaps(run: Run, entries: Sequence[Entry]) -> None:
+def follow_swaps(run: Run, entries: Sequence[SwapEntry]) -> None:
     """Go on by the swaps that the lead has recorded, on a rank that records nothing."""
     run.swaps = list(entries)
     swapped = tuple(RecipeChoice(each["name"], each["recipe"]).at(each["step"]) for each in entries)

@@ -47,7 +47,7 @@ _DAMAGE = (ValueError, KeyError, TypeError, IndexError, AttributeError, Overflow
 UNRECORDED = ("run.overwrite", "resume", "resume_step", "plugins", "gpu")
 """Keys that say how a command was given, and nothing about the run."""
 
-Entry = dict[str, Any]
+SwapEntry = dict[str, Any]
 """A swap: its "step", the "name" that the user gave it, and its plain "recipe"."""
 
 
@@ -180,7 +180,7 @@ class Journal:
         found = self.folder.status(HISTORY)
         return (0, 0, 0) if found is None else (found.st_size, found.st_ino, found.st_mtime_ns)
 
-    def set_swaps(self, wanted: Iterable[Entry], step: int) -> list[int]:
+    def set_swaps(self, wanted: Iterable[SwapEntry], step: int) -> list[int]:
         """Add, at `step`, what makes `wanted` the swaps of the run; the steps of those that were not so on record."""
         have, want = ({each["step"]: each for each in entries} for entries in (swaps(self.records), wanted))
         changed = [at for at in sorted({**have, **want}) if bare(have.get(at)) != bare(want.get(at))]
@@ -289,9 +289,9 @@ def _show(value: Any) -> str:
 # -- swaps ------------------------------------------------------------------------------------------------------------
 
 
-def swaps(records: Iterable[Record]) -> list[Entry]:
+def swaps(records: Iterable[Record]) -> list[SwapEntry]:
     """The swaps of a run, by step. A later record of the same step replaces an earlier one."""
-    found: dict[int, Entry] = {}
+    found: dict[int, SwapEntry] = {}
     for record in records:
         values = record.values
         if record.event == "swap cancelled":
@@ -301,12 +301,12 @@ def swaps(records: Iterable[Record]) -> list[Entry]:
     return [found[at] for at in sorted(found)]
 
 
-def bare(entry: Entry | None) -> Entry:
+def bare(entry: SwapEntry | None) -> SwapEntry:
     """A swap without what is said of it beside step, name and recipe."""
     return {key: (entry or {}).get(key) for key in ("step", "name", "recipe")}
 
 
-def recorded_swaps(run: Path) -> list[Entry]:
+def recorded_swaps(run: Path) -> list[SwapEntry]:
     """The swaps of a run, by step: as RUN/swaps.json of an older version has them, or else the journal.
 
     Raises:
