@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 import fp4train as f4
+from fp4train.config import to_config
+from fp4train.config.composition import compose
 from fp4train.hardware import Device, find_gpu
 from fp4train.lab.costs.workload import workload
 from fp4train.models.common.cut import multiplications
@@ -70,6 +72,27 @@ def test_attention_weighs_more_in_longer_sequences() -> None:
     shape = Hybrid(width=32, pattern="----****", heads=2, hidden=64)
     lengths = {time: list(map(len, run_of(built(shape, time), Parallel(pp=2), time))) for time in (16, 4096)}
     assert lengths == {16: [4, 4], 4096: [6, 2]}
+
+
+@pytest.mark.parametrize(
+    ("name", "vocabulary", "blocks"),
+    [
+        ("hybrid_12b", 131_072, [17, 16, 17, 12]),
+        ("llama_405b", 128_256, [15, *[16] * 6, 15]),
+        ("llama_405b", 128_256, [7, *[8] * 14, 7]),
+    ],
+    ids=["62 on 4", "126 on 8", "126 on 16"],
+)
+def test_published_numbers_of_blocks_that_ranks_do_not_divide_are_shared_by_cost(
+    name: str, vocabulary: int, blocks: list[int]
+) -> None:
+    """The head weighs as much as several blocks of the hybrid, and about as much as one of the largest Llama."""
+    shape = to_config(compose([f"model={name}", "run.name=a"])).model
+    with torch.device("meta"):
+        model = f4.convert(shape.build(vocab_size=vocabulary, seq_len=4096))
+    divided = run_of(model, Parallel(pp=len(blocks)), 4096)
+    assert [index for held in divided for index in held] == [*range(sum(blocks))]
+    assert [*map(len, divided)] == blocks
 
 
 def test_a_family_that_says_nothing_of_its_products_counts_by_its_weights() -> None:

@@ -42,7 +42,8 @@ _READ = {
     *("log_intermediate_values", "hyena_filter_groups", "model_parallel_size", "pipe_parallel_size"),
     *("use_fp8_input_projections", "max_batch_size", "use_flash_attn", "use_flash_rmsnorm", "use_flash_depthwise"),
     *("use_flashfft", "use_laughing_hyena", "inference_mode", "tokenizer_type", "prefill_style", "print_activations"),
-    *("use_hcs_kernel", "use_hcm_kernel", "use_hcl_kernel"),
+    # the last of these counts only where positions are interpolated, which is refused
+    *("use_hcs_kernel", "use_hcm_kernel", "use_hcl_kernel", "rotary_emb_scaling_factor"),
 }
 _ONE_VALUE: dict[str, tuple[object, ...]] = {
     "short_filter_bias": (False,),
