@@ -62,7 +62,7 @@ LATER = {
     "CUDA graphs per block": Capability(362, 2, ("run/graphs.py", "run/block_graph.py")),
     "tensor parallelism by segments, stages of unequal size": Capability(335, 1),
     "moments in BF16, and AdamW's kernels": Capability(290, 2, ("optim/rounded.py", "kernels/triton/adamw.py")),
-    "products and codes in fewer passes": Capability(287, 1),
+    "products and codes in fewer passes": Capability(295, 1),
     "DNA": Capability(212, 1, ("data/dna.py",)),
     "distillation": Capability(193, 2, ("models/common/distillation.py", "run/teacher.py")),
     "checks: called layers, deterministic GPUs, every recipe at once, the parts of a step": Capability(190, 2),

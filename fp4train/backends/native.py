@@ -270,10 +270,11 @@ def cuda_version() -> tuple[int, int] | None:
 def _product_of_blocks(
     kind: BlockScheme, a: Quantized, b: Quantized, out_dtype: torch.dtype, bias: Tensor | None
 ) -> Tensor:
-    width = max(a.codes.shape[1], b.codes.shape[1]) * (2 if kind.cols == 16 else 1)
-    width += -width % kind.multiple
     rows, columns = a.shape[0], b.shape[0]
-    a, b = to_torch(padded_blocks(a, width)), to_torch(padded_blocks(b, width))
+    if not (_fits(a, kind) and _fits(b, kind)):
+        width = max(a.element_width, b.element_width)
+        width += -width % kind.multiple
+        a, b = to_torch(padded_blocks(a, width)), to_torch(padded_blocks(b, width))
     first, second = a.factor, b.factor
     # cuBLAS multiplies the accumulator by one number; one per row is applied to the float32 product.
     inside = (first is None or not first.dim()) and (second is None or not second.dim())
@@ -292,13 +293,19 @@ def _product_of_blocks(
         output_dtype=out_dtype if plain else torch.float32,
         use_fast_accum=False,
     )
-    y = y if y.shape == (rows, columns) else y[:rows, :columns]
+    if y.shape != (rows, columns):
+        y = y[:rows, :columns]
     if plain:
         return y
     if not inside:
         for factor in (first, second if second is None or not second.dim() else second.T):
             y = y if factor is None else y.mul_(factor)
     return (y if bias is None else y + bias.to(out_dtype)).to(out_dtype)
+
+
+def _fits(x: Quantized, kind: BlockScheme) -> bool:
+    """Whether scaled_mm takes x as it is: with scales in tiles, and of a size that needs no padding."""
+    return x.tiled and not x.shape[0] % _MULTIPLE and not x.shape[1] % kind.multiple
 
 
 def _operand(

@@ -221,3 +221,12 @@ def test_fp16_gradients_overflow_to_infinity_and_do_not_wrap() -> None:
     y.backward(torch.full_like(y, 6e4))
     assert module.weight.grad is not None
     assert module.weight.grad.isinf().any(), "what a loss scaler looks for"
+
+
+def test_a_second_derivative_is_refused() -> None:
+    module, x = layer(), rand(6, 32).requires_grad_()
+    with autocast(NVFP4()):
+        y = module(x)
+    (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        dx.sum().backward()

@@ -199,8 +199,9 @@ class GemmsFunction(torch.autograd.Function):
         return y_MN
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy_MN: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # of a pass whose graph is kept only: the refusal itself takes some microseconds
+            return _once(ctx, dy_MN)
         call: Call = ctx.call
         w_NK, *tensors = ctx.saved_tensors
         saved = unflatten(tensors, ctx.heads)
@@ -208,3 +209,7 @@ class GemmsFunction(torch.autograd.Function):
             return (*call.executor.backward(dy_MN, w_NK, saved, call), None)
         with without_torchs_autocast(call.executor.device):
             return (*call.executor.backward(dy_MN, w_NK, saved, call), None)
+
+
+_once = once_differentiable(GemmsFunction.backward)
+"""The backward pass, without gradients enabled, whose results refuse a second derivative."""
