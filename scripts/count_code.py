@@ -39,7 +39,7 @@ class Capability(NamedTuple):
 
 LATER = {
     "models in and out of folders of other software, their text, their evaluation": Capability(
-        2_914,
+        2_919,
         28,
         (
             *("exchange/*", "models/hf.py", "models/llama/hf.py", "models/common/hf.py", "checkpoint/model_folder.py"),

@@ -191,7 +191,8 @@ def test_published_configurations_are_read(name: str) -> None:
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config=.* start from the folder that they"),
         ({"quantization_config": {"ignore": ["lm_head"] * 500}}, r"^.{0,170}….{0,130}$"),
-        ({"auto_map": {"AutoModel": "modeling.Mine"}}, "auto_map=.* code in the folder is not run"),
+        ({"auto_map": {"AutoModel": "modeling.Mine"}}, "auto_map=.* code in the folder is not run, and `architectures"),
+        ({"auto_map": {"AutoModel": "modeling.Mine"}, "architectures": ["Mine"]}, r"architectures=\['Mine'\] is not"),
         ({"logit_scale": 2.0}, "logit_scale=2.0 is an unknown key of a llama model"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"hidden_size": 63}, "width=63 is not divisible by model.heads=4|head_dim=15"),
@@ -207,6 +208,13 @@ def test_what_the_model_here_lacks_is_refused_by_key_and_value(changes: dict[str
     config = {"model_type": "llama", **SMALL, **changes}
     with pytest.raises(ValueError, match=message):
         family_for(config).shape_of(config)
+
+
+def test_python_files_of_a_folder_are_left_alone_where_it_names_a_class_of_transformers() -> None:
+    own = {"model_type": "llama", **SMALL, "architectures": ["LlamaForCausalLM"]}
+    files = {"auto_map": {"AutoModelForCausalLM": "modeling_mine.LlamaForCausalLM"}}
+    family = family_for(own)
+    assert family.shape_of(own | files) == family.shape_of(own)
 
 
 def test_windows_that_no_layer_has_are_no_windows() -> None:

@@ -33,6 +33,51 @@ MAMBA2: dict[str, Any] = {
     **{"n_groups": 2, "chunk_size": 32, "tie_word_embeddings": True, "time_step_limit": [0.2, float("inf")]},
 }
 
+UNREAD: dict[str, dict[str, Any]] = {
+    "nemotron_h": {"rope_theta": 5e4, "partial_rotary_factor": 0.5, "norm_eps": 1e-5, "num_query_groups": 2},
+    "mamba2": {"norm_before_gate": True, "time_step_init_scheme": "random", "time_step_scale": 1.0},
+}
+"""Keys of published configurations from which transformers computes nothing."""
+PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
+    "nvidia/Nemotron-H-8B-Base-8K": (
+        8_100_852_736,
+        {
+            **{"model_type": "nemotron_h", "architectures": ["NemotronHForCausalLM"], "vocab_size": 131072},
+            "auto_map": {
+                "AutoConfig": "configuration_nemotron_h.NemotronHConfig",
+                "AutoModelForCausalLM": "modeling_nemotron_h.NemotronHForCausalLM",
+            },
+            **{"attention_bias": False, "attention_dropout": 0.0, "attention_head_dim": 128, "hidden_dropout": 0.0},
+            **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "chunk_size": 128, "conv_kernel": 4},
+            **{"expand": 2, "hidden_size": 4096, "num_hidden_layers": 52, "intermediate_size": 21504},
+            "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+            **{"initializer_range": 0.02, "layer_norm_epsilon": 1e-5, "rms_norm_eps": 1e-5, "n_groups": 8},
+            **{"mamba_head_dim": 64, "mamba_hidden_act": "silu", "mamba_num_heads": 128, "mamba_proj_bias": False},
+            **{"max_position_embeddings": 8192, "mlp_bias": False, "mlp_hidden_act": "relu2", "ssm_state_size": 128},
+            **{"num_attention_heads": 32, "num_key_value_heads": 8, "num_logits_to_keep": 1, "use_bias": False},
+            **{"rescale_prenorm_residual": True, "residual_in_fp32": False, "tie_word_embeddings": False},
+            **{"torch_dtype": "bfloat16", "transformers_version": "4.48.0.dev0", "use_cache": True},
+            **{"use_conv_bias": True, "use_mamba_kernels": True},
+        },
+    ),
+    "mistralai/Mamba-Codestral-7B-v0.1": (
+        7_285_403_648,
+        {
+            **{"model_type": "mamba2", "architectures": ["Mamba2ForCausalLM"], "_name_or_path": "codestral-hf-good"},
+            **{"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, "chunk_size": 256, "conv_kernel": 4},
+            **{"expand": 2, "head_dim": 64, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.1},
+            **{"intermediate_size": 8192, "layer_norm_epsilon": 1e-5, "n_groups": 8, "norm_before_gate": True},
+            **{"num_heads": 128, "num_hidden_layers": 64, "rescale_prenorm_residual": False, "residual_in_fp32": True},
+            **{"rms_norm": True, "state_size": 128, "tie_word_embeddings": False, "time_step_floor": 0.0001},
+            **{"time_step_init_scheme": "random", "time_step_limit": [0.0, float("inf")], "time_step_max": 0.1},
+            **{"time_step_min": 0.001, "time_step_rank": 256, "time_step_scale": 1.0, "torch_dtype": "bfloat16"},
+            **{"transformers_version": "4.44.0.dev0", "use_bias": False, "use_cache": True, "use_conv_bias": True},
+            "vocab_size": 32768,
+        },
+    ),
+}
+"""Parameters and config.json as published on the Hugging Face hub."""
+
 
 def model(**changes: Any) -> HybridModel:
     torch.manual_seed(0)
@@ -52,7 +97,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Any, nn.Module]]:
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        given = {"nemotron_h": THEIRS, "mamba2": MAMBA2}[request.param]
+        given = {"nemotron_h": THEIRS, "mamba2": MAMBA2}[request.param] | UNREAD[request.param]
         config = transformers.AutoConfig.for_model(request.param, **given)
         theirs = transformers.AutoModelForCausalLM.from_config(config).eval()
         with torch.no_grad():
@@ -118,7 +163,9 @@ def test_a_configuration_comes_back_as_it_was(pair: tuple[Any, nn.Module], tmp_p
         ({"use_conv_bias": False}, "use_conv_bias=False is not supported"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings=True is not supported"),
         ({"sliding_window": 128}, "sliding_window=128 is not supported"),
-        ({"rope_theta": 1e4}, "rope_theta=10000.0 is an unknown key of a nemotron_h model"),
+        ({"logit_scale": 2.0}, "logit_scale=2.0 is an unknown key of a nemotron_h model"),
+        ({"rms_norm_eps": 1e-6}, "rms_norm_eps=1e-06 is not layer_norm_epsilon=None, which the model has"),
+        ({"mamba_num_groups": 4}, "mamba_num_groups=4 is not n_groups=2, which the model has"),
     ],
 )
 def test_what_the_model_here_lacks_is_refused_by_key_and_value(changes: dict[str, Any], message: str) -> None:
@@ -129,7 +176,6 @@ def test_what_the_model_here_lacks_is_refused_by_key_and_value(changes: dict[str
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"norm_before_gate": True}, "norm_before_gate=True is not supported: only False is"),
         ({"rms_norm": False}, "rms_norm=False is not supported"),
         ({"use_bias": True}, "use_bias=True is not supported"),
         ({"time_step_limit": (0.0, 0.1)}, r"time_step_limit=\(0.0, 0.1\) is not supported: it must be a smallest"),
@@ -141,6 +187,36 @@ def test_what_the_model_here_lacks_is_refused_by_key_and_value(changes: dict[str
 def test_what_mamba_2_lacks_here_is_refused_by_key_and_value(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         family_for({"model_type": "mamba2"}).shape_of({"model_type": "mamba2", **MAMBA2, **changes})
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configurations_are_read(name: str) -> None:
+    count, config = PUBLISHED[name]
+    family = family_for(config)
+    shape = family.shape_of(config)
+    assert parameters(shape, 1) == count
+    with torch.device("meta"):
+        assert family.names_of(shape).keys() == shape.build(vocab_size=1, seq_len=8).state_dict().keys()
+
+
+def test_a_published_hybrid_with_experts_is_refused_for_them() -> None:
+    """nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16."""
+    config = PUBLISHED["nvidia/Nemotron-H-8B-Base-8K"][1] | {
+        **{"hidden_size": 2688, "intermediate_size": 1856, "mamba_num_heads": 64, "num_key_value_heads": 2},
+        **{
+            "head_dim": 128,
+            "norm_eps": 1e-5,
+            "rope_theta": 10000,
+            "partial_rotary_factor": 1.0,
+            "sliding_window": None,
+        },
+        **{"n_routed_experts": 128, "n_shared_experts": 1, "num_experts_per_tok": 6, "moe_intermediate_size": 1856},
+        **{"moe_shared_expert_intermediate_size": 3712, "n_group": 1, "topk_group": 1, "norm_topk_prob": True},
+        **{"routed_scaling_factor": 2.5, "mamba_ssm_cache_dtype": "float32", "max_position_embeddings": 262144},
+        "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+    }
+    with pytest.raises(ValueError, match="letter 2 is 'E'"):
+        family_for(config).shape_of(config)
 
 
 def test_a_tied_head_has_no_form_in_transformers() -> None:

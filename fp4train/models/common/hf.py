@@ -46,7 +46,7 @@ _ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position
 _REASONS = {
     "quantization_config": "quantised weights are not read: start from the folder that they were made from",
     "compression_config": "quantised weights are not read: start from the folder that they were made from",
-    "auto_map": "code in the folder is not run",
+    "auto_map": "code in the folder is not run, and `architectures` names no class of transformers that is read here",
     "attention_dropout": "there is no dropout here; set it to 0.0 in a copy to train without it",
 }
 _NOT_COMPUTED = re.compile(
@@ -61,7 +61,11 @@ _NOT_COMPUTED = re.compile(
 
 
 def check_keys(
-    config: Mapping[str, Any], kind: str, read: Collection[str], one_value: Mapping[str, tuple[object, ...]]
+    config: Mapping[str, Any],
+    kind: str,
+    read: Collection[str],
+    one_value: Mapping[str, tuple[object, ...]],
+    known: str | None = None,
 ) -> None:
     """Raises ValueError where a key or value means something that the model here does not have; it names both.
 
@@ -69,8 +73,16 @@ def check_keys(
         kind: the configuration's `model_type`.
         read: keys that the family reads.
         one_value: keys whose values must be among the given ones, beside those of all families.
+        known: the class that transformers has for that `model_type`; None: it has none. Where the configuration names
+            it, the Python files of the folder that `auto_map` names change nothing: without `trust_remote_code`
+            transformers takes its own class, too.
     """
+    named = config.get("architectures")
+    if known is not None and named not in (None, [known]):
+        raise ValueError(f"architectures={named!r} is not supported with model_type={kind!r}; it must be {known}")
     for key, value in config.items():
+        if key == "auto_map" and known is not None and named is not None:
+            continue
         shown = f"{key}={shortened(repr(value), _SHOWN)}"
         if (allowed := one_value.get(key, _ONE_VALUE.get(key))) is not None:
             if not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in allowed):
@@ -219,10 +231,3 @@ def check_attention(config: Mapping[str, Any]) -> None:
     types = config.get("layer_types")
     if types is not None and (not isinstance(types, list) or any(each != "full_attention" for each in types)):
         raise ValueError(f"layer_types={types!r} is not supported: only 'full_attention' is, in every layer")
-
-
-def check_class(config: Mapping[str, Any], kind: str, known: str) -> None:
-    """Raises ValueError where the configuration names another class than `known`, that of its `model_type` `kind`."""
-    named = config.get("architectures")
-    if named is not None and named != [known]:
-        raise ValueError(f"architectures={named!r} is not supported with model_type={kind!r}; it must be {known}")

@@ -8,7 +8,7 @@ names of the published models, `backbone.…`, which transformers renames as it 
 from collections.abc import Mapping
 from typing import Any
 
-from fp4train.models.common.hf import check_class, check_keys, count, number
+from fp4train.models.common.hf import check_keys, count, number
 from fp4train.models.hybrid import mamba2
 from fp4train.models.hybrid.model import Hybrid, ScanShape
 
@@ -26,11 +26,18 @@ _READ = {
     *("time_step_max", "time_step_floor", "time_step_limit", "expand", "sliding_window"),
     # of the kernels, of a cache, and of first weights
     *("num_logits_to_keep", "use_mamba_kernels", "mamba_ssm_cache_dtype", "rescale_prenorm_residual", "time_step_rank"),
+    # of rotations, which its attention does not have in transformers
+    *("rope_theta", "partial_rotary_factor"),
     # of experts and of predicting several tokens, which no block here has
     *("n_routed_experts", "n_shared_experts", "moe_intermediate_size", "moe_shared_expert_intermediate_size"),
     *("moe_latent_size", "moe_shared_expert_overlap", "num_experts_per_tok", "routed_scaling_factor", "n_group"),
     *("topk_group", "norm_topk_prob", "mtp_layers_block_type"),
 }
+_REPEATED = {
+    **{"rms_norm_eps": "layer_norm_epsilon", "norm_eps": "layer_norm_epsilon"},
+    **{"num_query_groups": "num_key_value_heads", "mamba_num_groups": "n_groups"},
+}
+"""Keys of published configurations that transformers does not read → the one that has their value."""
 _ONE_VALUE: dict[str, tuple[object, ...]] = {
     "mlp_hidden_act": ("relu2",),
     "mamba_hidden_act": ("silu", "swish"),
@@ -54,8 +61,10 @@ def shape_of(config: Mapping[str, Any]) -> Hybrid:
     """
     if config["model_type"] == mamba2.KIND:
         return mamba2.shape_of(config)
-    check_class(config, "nemotron_h", _CLASS)
-    check_keys(config, "nemotron_h", _READ, _ONE_VALUE)
+    check_keys(config, "nemotron_h", _READ | _REPEATED.keys(), _ONE_VALUE, _CLASS)
+    for other, key in _REPEATED.items():
+        if config.get(other) not in (None, config.get(key)):
+            raise ValueError(f"{other}={config[other]!r} is not {key}={config.get(key)!r}, which the model has")
     if config.get("sliding_window") is not None:
         raise ValueError(f"sliding_window={config['sliding_window']!r} is not supported: attention has no window")
     heads = count(config, "num_attention_heads", 32)

@@ -20,12 +20,14 @@ _READ = {
     *("tie_word_embeddings", "residual_in_fp32", "layer_types", "intermediate_size"),
     # of first weights
     *("time_step_min", "time_step_max", "time_step_floor", "time_step_rank", "rescale_prenorm_residual"),
+    *("time_step_init_scheme", "time_step_scale"),
+    # transformers multiplies by the gate before its norm, also where a published configuration says the contrary
+    "norm_before_gate",
 }
 _ONE_VALUE: dict[str, tuple[object, ...]] = {
     "hidden_act": ("silu", "swish"),
     "use_bias": (False,),
     "use_conv_bias": (True,),
-    "norm_before_gate": (False,),
     "rms_norm": (True,),
 }
 
@@ -38,10 +40,7 @@ def has_form(shape: Hybrid) -> bool:
 
 def shape_of(config: Mapping[str, Any]) -> Hybrid:
     """See `hf.shape_of`."""
-    named = config.get("architectures")
-    if named is not None and named != [_CLASS]:
-        raise ValueError(f"architectures={named!r} is not supported with model_type='mamba2'; it must be {_CLASS}")
-    check_keys(config, KIND, _READ, _ONE_VALUE)
+    check_keys(config, KIND, _READ, _ONE_VALUE, _CLASS)
     width, expand = count(config, "hidden_size", 4096), count(config, "expand", 2)
     heads, head_dim = count(config, "num_heads", 128), count(config, "head_dim", 64)
     if width * expand != heads * head_dim:

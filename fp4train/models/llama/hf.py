@@ -18,7 +18,6 @@ from fp4train.models.common.hf import (
     ROTARY_KEYS,
     ROTARY_VALUES,
     check_attention,
-    check_class,
     check_keys,
     count,
     flag,
@@ -98,8 +97,7 @@ def names_of(shape: Llama) -> dict[str, str]:
 
 def _check(config: Mapping[str, Any], kind: str) -> None:
     """Raises ValueError where a key or value means something that the model here does not have."""
-    check_class(config, kind, _CLASSES[kind])
-    check_keys(config, kind, ROTARY_KEYS, _ONE_VALUE)
+    check_keys(config, kind, ROTARY_KEYS, _ONE_VALUE, _CLASSES[kind])
     check_attention(config)
     if kind != "llama" and config.get("layer_types") is None and flag(config, "use_sliding_window"):
         window, first = config.get("sliding_window", 4096), count(config, "max_window_layers", 28)

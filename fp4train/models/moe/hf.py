@@ -19,7 +19,6 @@ from fp4train.models.common.hf import (
     ROTARY_VALUES,
     Stored,
     check_attention,
-    check_class,
     check_keys,
     count,
     flag,
@@ -64,8 +63,7 @@ def shape_of(config: Mapping[str, Any]) -> MixtureOfExperts:
         ValueError: a key or value that the model here does not have; the message names both.
     """
     kind = config["model_type"]
-    check_class(config, kind, _CLASSES[kind])
-    check_keys(config, kind, _READ, _ONE_VALUE)
+    check_keys(config, kind, _READ, _ONE_VALUE, _CLASSES[kind])
     check_attention(config)
     _check_window(config, kind)
     mixtral, dots = kind == "mixtral", kind == "dots1"
