@@ -1,0 +1,74 @@
+"""docs/llama.md: its commands run, on a smaller model, its keys are those of the shapes, and its sizes those of the
+files."""
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+import pytest
+from family_models import parameters
+from family_pages import check_commands, listed_keys
+from shown import DOCS
+
+from fp4train.config import to_config
+from fp4train.config.composition import compose
+from fp4train.models.common.decoder import DecoderShape
+from fp4train.models.common.rotary import RotaryShape
+from fp4train.models.hybrid import Hybrid
+from fp4train.models.hyena import Hyena
+from fp4train.models.llama import Llama
+from fp4train.models.moe import MixtureOfExperts
+
+PAGE = (DOCS / "llama.md").read_text(encoding="utf-8")
+
+
+def keys_of(kind: type) -> set[str]:
+    return {f"model.{each.name}" for each in fields(kind)}
+
+
+@pytest.mark.long
+def test_every_command_works_in_the_order_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    np.zeros(1000, dtype="<u2").tofile("tokens.bin")
+    check_commands("llama.md", 7)
+
+
+def test_the_page_names_every_key_and_which_families_have_it() -> None:
+    assert listed_keys("llama.md") == keys_of(Llama)
+    rows = re.findall(r"^\| (`model\..*?) \| ([^|]+) \|", PAGE, re.MULTILINE)
+    of = {
+        families: {key for names, each in rows if each == families for key in re.findall(r"`(.*?)`", names)}
+        for _, families in rows
+    }
+    assert of["all"] == keys_of(DecoderShape)
+    assert of["all"] | of["Llama, mixtures"] == keys_of(RotaryShape)
+    assert all(keys_of(DecoderShape) <= keys_of(kind) for kind in (Hybrid, Hyena, MixtureOfExperts))
+
+
+def test_pages_of_families_lead_to_their_other_keys() -> None:
+    own = {"moe.md": MixtureOfExperts, "hybrid.md": Hybrid, "hyena.md": Hyena}
+    for page, kind in own.items():
+        listed = {key.rpartition(".")[0] if key.count(".") > 1 else key for key in listed_keys(page)}
+        assert keys_of(kind) <= listed | listed_keys("llama.md"), page
+        assert "The others are [those of a Llama](llama.md#keys)" in (DOCS / page).read_text(encoding="utf-8")
+
+
+def test_the_sizes_are_those_of_the_files() -> None:
+    rows = re.findall(r"^\| `(llama_\w+)` \| ([\d.]+) ([MB]) \| (\d+) \| (\d+) \| ([\d,]+)", PAGE, re.MULTILINE)
+    folder = Path(__file__).parents[2] / "configs" / "model"
+    assert {name for name, *_ in rows} == {path.stem for path in folder.glob("llama_*.yaml")}
+    for name, count, unit, layers, width, vocabulary in rows:
+        shape = to_config(compose([f"model={name}", "run.name=a"])).model
+        assert (shape.layers, shape.width) == (int(layers), int(width))
+        found = parameters(shape, int(vocabulary.replace(",", ""))) / {"M": 1e6, "B": 1e9}[unit]
+        assert f"{found:.{len(count.partition('.')[2])}f}" == count, name
+
+
+@pytest.mark.parametrize("page", ["llama.md", "moe.md", "hybrid.md", "hyena.md"])
+def test_what_is_promised_of_ranks_has_their_number_and_its_condition(page: str) -> None:
+    text = " ".join((DOCS / page).read_text(encoding="utf-8").split())
+    promised = (
+        "on two shards (`parallel.dp_shard=2`) and on two stages (`parallel.pp=2`) is the same in every bit, under"
+    )
+    assert f"{promised} the condition that [scale.md](scale.md#what-is-equal) states" in text
