@@ -55,7 +55,7 @@ LATER = {
             *("nn/transformers_experts.py", "backends/grouped.py", "backends/te/experts.py"),
         ),
     ),
-    "StripedHyena 2": Capability(638, 6, ("models/hyena/*", "models/common/convolution.py")),
+    "StripedHyena 2": Capability(642, 6, ("models/hyena/*", "models/common/convolution.py")),
     "hybrids of attention and scans": Capability(644, 7, ("models/hybrid/*", "models/common/scan*.py")),
     "conversations, and attention within documents": Capability(410, 2, ("data/chat.py", "data/template.py")),
     "other people's loops": Capability(383, 5, ("integrations/*",)),

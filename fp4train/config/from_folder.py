@@ -17,7 +17,7 @@ from fp4train.config import foreign
 from fp4train.config.binding import MISSING
 from fp4train.config.plugins import named
 from fp4train.config.schema import keys, plain
-from fp4train.data.tokenizers import Pretrained
+from fp4train.data.tokenizers import Bytes, Pretrained
 from fp4train.errors import UserError, user_errors
 from fp4train.models.hf import HuggingFaceFamily, family_for
 
@@ -98,9 +98,11 @@ def _tokenizer(cfg: DictConfig, folder: Path, changed: set[str]) -> dict[str, An
     if named and own.get("name") != MISSING:
         return None
     if not model_folder.has_file(folder, TOKENIZER):
+        if not named and getattr(model_of(folder)[0], "BYTES", False):
+            return {"_target_": f"{Bytes.__module__}.{Bytes.__name__}"}
         raise UserError(
             f"{folder} has no {TOKENIZER}: name the tokenizer of its model, data/tokenizer=pretrained "
-            "data.tokenizer.name=…"
+            "data.tokenizer.name=…, or data/tokenizer=bytes where its ids are those of bytes"
         )
     section = {"_target_": "fp4train.data.tokenizers.Pretrained", **dataclasses.asdict(Pretrained(name=str(folder)))}
     more = {key: value for key, value in own.items() if key != "name"} if named else {"end_of_document": _end(folder)}

@@ -19,6 +19,7 @@ class HuggingFaceFamily(Protocol):
 
     A family whose folders other software loads than `transformers` also has `LOADED`, Python that does it with a folder
     called FOLDER. One with tensors that stay in float32 where others become BF16 has `EXACT`, the ends of their names.
+    One whose published models read bytes has `BYTES = True`: a folder without a tokenizer then has that of bytes.
     """
 
     @property

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from family_pages import check_commands, listed_keys
+from hf_folders import write_evo2
 
 from fp4train.models.hyena import FilterShape, Hyena
 
@@ -13,7 +14,8 @@ from fp4train.models.hyena import FilterShape, Hyena
 def test_every_command_works_in_the_order_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("genome.fa").write_text(">a\n" + "ACGTTGCA" * 400 + "\n")
-    check_commands("hyena.md", 7)
+    write_evo2(Path("evo2"))
+    check_commands("hyena.md", 8)
 
 
 def test_the_page_names_every_key_that_is_the_family_s_own() -> None:

@@ -1,10 +1,15 @@
-"""Small random models of `transformers`, which tests compare with: Llama with scaled rotations, Qwen2, Qwen3."""
+"""Small random models of `transformers`, which tests compare with: Llama with scaled rotations, Qwen2, Qwen3; a
+folder with Evo 2's names."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
+
+from fp4train.models.hf import family_of
+from fp4train.models.hyena import FilterShape, Hyena
 
 END = "<|end-of-text|>"
 """A token that only the folder says to be the end of a document."""
@@ -58,6 +63,21 @@ def write_folder(path: Path, name: str, *, dtype: torch.dtype = torch.float32, s
         json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END})
     )
     return model
+
+
+def write_evo2(path: Path) -> None:
+    """A folder with Evo 2's names, as somebody makes it who trusts a published checkpoint: a configuration and tensors,
+    the state of an FP8 recipe among these, and no tokenizer."""
+    shape = Hyena(width=32, pattern="SDH*", heads=2, kv_heads=2, hidden=64, filters=FilterShape(groups=8, poles=4))
+    family = family_of(shape)
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(family.config_of(shape, vocab_size=512, seq_len=64)))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        weights = shape.build(vocab_size=512, seq_len=64).state_dict()
+    tensors = {str(name): weights[own].bfloat16() for own, name in family.names_of(shape).items()}
+    tensors["blocks.0.projections._extra_state"] = torch.zeros(5, dtype=torch.uint8)
+    save_file(tensors, path / "model.safetensors")
 
 
 def byte_tokenizer(more: int = 0) -> str:

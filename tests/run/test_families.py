@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import Before, Cli, losses
+from hf_folders import write_evo2
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
@@ -159,6 +160,18 @@ def test_a_family_goes_to_transformers_and_comes_back(cli: Cli, family: str) -> 
     )
     for name, weight in one.items():
         torch.testing.assert_close(other[name], weight, rtol=1e-6, atol=2e-3 if MOVED in name else 1e-6)
+
+
+def test_a_folder_with_evo_2_s_names_needs_no_tokenizer(cli: Cli) -> None:
+    """Its ids are bytes, and what an FP8 recipe kept beside the weights is passed over."""
+    write_evo2(Path("evo2"))
+    begun = ("init=evo2", "recipe=nvfp4", "train.steps=1", "train.seq_len=32", "train.batch_size=2", "track=jsonl")
+    begun = (*begun, "data=text", *cli.paths)
+    assert cli.raw(*begun, "run.name=a").code == 0
+    assert read_config(Path("runs/a")).data.tokenizer == {"_target_": "fp4train.data.tokenizers.bytes.Bytes"}
+    assert cli.raw(*begun, "run.name=b", "data/tokenizer=bytes").code == 0
+    assert losses("runs/a") == losses("runs/b")
+    assert cli.raw("sample", "runs/a", "prompt=ACGT", "tokens=2").code == 0
 
 
 @pytest.mark.parametrize("family", ELSEWHERE)

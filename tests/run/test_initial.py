@@ -226,7 +226,7 @@ UP = "model.layers.1.mlp.up_proj.weight"
         ("llama", without("config.json"), "not a run directory .*a Hugging Face folder would have a config.json"),
         ("llama", without("model.safetensors"), "has no weights: neither model.safetensors nor model.saf"),
         ("llama", pickled, "weights in pytorch_model.bin, a pickle, which can run code and is not opened. Convert it"),
-        ("llama", without("tokenizer.json"), "has no tokenizer.json: name the tokenizer of its model"),
+        ("llama", without("tokenizer.json"), "or data/tokenizer=bytes where its ids are those of bytes"),
         ("llama", text("tokenizer.json", "no"), "is no JSON file"),
         ("llama", table("tokenizer.json", normalizer={"type": "Lowercase"}), "does not give text .* becomes 'def add"),
         ("llama", text("config.json", "{"), "config.json is no JSON"),

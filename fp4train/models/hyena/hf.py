@@ -19,6 +19,7 @@ from fp4train.models.hyena.model import Hyena
 ARCHITECTURE = Hyena
 MODEL_TYPES = ("stripedhyena2",)
 FREE = ("recompute", "max_positions", "rope_base")
+BYTES = True
 LOADED = """import json
 from safetensors.torch import load_file
 from vortex.model.model import StripedHyena
