@@ -204,12 +204,13 @@ def run_parts(report: Report, parts: list[str], device: torch.device, *, quick: 
     if "recipes" in parts:
         bench_recipes(report, device, ["backend=emulate", *small], "default run")
     if "families" in parts:
-        for name, keys, target in (
-            ("hybrid_tiny", ["model=hybrid_tiny"], 1.1),
-            ("moe_tiny", ["model=moe_tiny"], 1.5),
-            *(() if quick else [("hybrid of width 768, 2048 tokens", [*HYBRID], 1.1)]),
+        for name, keys, target, quantised in (
+            ("hybrid_tiny", ["model=hybrid_tiny"], 1.1, None),
+            ("moe_tiny", ["model=moe_tiny"], 1.5, 1.5),
+            *(() if quick else [("hybrid of width 768, 2048 tokens", [*HYBRID], 1.1, None)]),
         ):
-            bench_step(report, device, ["backend=emulate", *keys, *small], name, target, bare_target=None)
+            overrides = ["backend=emulate", *keys, *small]
+            bench_step(report, device, overrides, name, target, bare_target=None, quantised_target=quantised)
     if "step" in parts:
         bench_step(report, device, ["backend=emulate", *small], "default run", 1.15)
         if not quick:

@@ -8,6 +8,11 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
+
+from fp4train.config import to_config
+from fp4train.config.composition import compose
+from fp4train.nn.planned import PlannedLayer
 
 ROOT = Path(__file__).parents[2]
 MEASURED = ROOT / "benchmarks" / "epyc_2_cores.json"
@@ -38,6 +43,24 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setitem(sys.modules, "benchmark_report", module)  # where dataclasses look for the names of types
     spec.loader.exec_module(module)
     return module
+
+
+def test_the_bare_loop_of_a_mixture_multiplies_layers_of_torch_alone(script: ModuleType) -> None:
+    """With the weights of the experts, and in float32 their loss, in every bit."""
+    steps = importlib.import_module("benchmark_steps")
+    sizes = ("model.width=32", "model.layers=2", "model.experts.count=4", "model.experts.hidden=16")
+    shape = to_config(compose(["model=moe_tiny", *sizes, "run.name=a"])).model
+    model = shape.build(vocab_size=60, seq_len=16)
+    tokens = torch.randint(0, 60, (2, 16), generator=torch.Generator().manual_seed(0))
+    expected = model(tokens, tokens)
+    expected.backward()
+    gradient = model.embed.weight.grad
+    model.embed.weight.grad = None
+    bare = steps.with_torchs_experts(model)
+    assert not [name for name, each in bare.named_modules() if isinstance(each, PlannedLayer)]
+    loss = bare(tokens, tokens)
+    loss.backward()
+    assert torch.equal(loss, expected) and torch.equal(bare.embed.weight.grad, gradient)
 
 
 def rows() -> dict[str, dict[str, Any]]:
