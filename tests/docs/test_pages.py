@@ -132,6 +132,13 @@ def test_the_recipe_in_yaml_is_one(mine: Path) -> None:
     assert isinstance(found, Recipe)
 
 
+def test_the_table_of_a_family_names_all_that_those_of_fp4train_say_of_themselves() -> None:
+    sources = (path.read_text(encoding="utf-8") for path in (ROOT / "fp4train" / "models").rglob("*.py"))
+    said = {name for each in sources for name in re.findall(r"^ +(?:def )?(fp4train_\w+)(?: =|\()", each, re.MULTILINE)}
+    assert len(said) > 9
+    assert said - {"fp4train_stages"} <= set(re.findall(r"`(fp4train_\w+)", text("plugins.md"))), "Decoder has stages"
+
+
 def test_own_classes_train_and_resume(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every option that plugins.md shows, by the commands that it shows; the class is imported by each anew."""
     shown = sorted(str(path.relative_to(mine / "mine")) for path in (mine / "mine").rglob("*.*"))

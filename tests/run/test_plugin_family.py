@@ -4,10 +4,11 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from command_line import Cli, losses
+from command_line import Before, Cli, losses
 from safetensors.torch import load_file
 from shown import write_shown
 
@@ -41,6 +42,21 @@ def test_its_plan_lists_its_weights_and_a_mesh_that_does_not_divide_them_is_name
     assert "blocks 0–2  fprop dgrad wgrad  E2M1·E2M1" in planned.out
     said = cli("plan", *FAMILY, "model.hidden=66", "parallel.tp=4", "gpu=H100").message
     assert "parallel.tp=4 does not divide 66" in said
+
+
+def test_what_its_parts_say_of_themselves_is_heard(cli: Cli, before: Before) -> None:
+    """Its filter is a matrix for nobody: weight decay spares it. What it multiplies besides is counted."""
+    runs: list[Any] = []
+    before(0, runs.append)
+    assert cli("run.name=a", *FAMILY, "recipe=nvfp4", "train.steps=1", "optim.weight_decay=0.2").code == 0
+    (run,) = runs
+    decays = {id(p): group["weight_decay"] for group in run.optimizer.param_groups for p in group["params"]}
+    spared = {name for name, p in run.model.named_parameters() if not decays[id(p)] and p.dim() > 1}
+    assert spared == {f"blocks.{index}.mix" for index in range(3)}
+    matrices = sum(p.numel() for p in run.model.parameters() if p.dim() > 1)
+    assert run.multiplied == matrices + 3 * 64
+    planned = json.loads(cli("plan", *FAMILY, "gpu=H100", "gpus=1", "--json").out)
+    assert planned["stretches"][0]["flops_per_token"] == 6 * run.multiplied
 
 
 def test_it_goes_to_a_folder_and_comes_back_in_every_bit(cli: Cli) -> None:
