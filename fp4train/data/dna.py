@@ -75,6 +75,11 @@ class Dna(TextSource):
             tokenised(documents, tokenizer, self.cache_dir, {**key, "part": part}) for part, documents in parts
         )
         held = f"data.held_out=[{','.join(self.held_out)}]" if self.held_out else f"data.val={self.val:g}"
+        if self.unknown == "split" and not len(train):
+            raise DataError(
+                f"data.unknown=split leaves nothing of {self.path} to train on: all bases that {held} does not hold "
+                "out are unknown (N). data.unknown=keep reads N as a letter"
+            )
         return token_data(
             train,
             val,

@@ -32,7 +32,10 @@ def existing_path(path: str, key: str) -> Path:
         there = sorted(os.listdir(parent))
     except OSError:
         there = []
-    near = nearest(wanted, there)
+    suffix = Path(wanted).suffix  # names that share no more than it are not alike
+    alike = {name.removesuffix(suffix): name for name in there if name.endswith(suffix)}
+    others = [name for name in there if not name.endswith(suffix)]
+    near = alike.get(nearest(wanted.removesuffix(suffix), alike) or "") or nearest(wanted, others)
     hint = f" Did you mean {parent / near}?" if near else f" {parent} holds no {wanted}."
     raise DataError(f"{key}={path} does not exist.{hint}")
 

@@ -198,6 +198,19 @@ def test_the_microbatches_of_a_pipeline_that_a_plan_chooses_are_said(capsys: pyt
     assert "note: train.microbatch is not given: planned with train.microbatch=2" in capsys.readouterr().out
 
 
+def test_the_blocks_of_each_stage_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    twelve = ("plan", "model=hybrid_12b", "gpu=B200", "train.batch_size=16", "train.microbatch=1", "train.seq_len=8192")
+    data = ("data=tokens", "data.path=none.bin", "data.vocab_size=131072")
+    for cut, said in {
+        ("parallel.pp=4",): "blocks of stages 0 to 3: 0–16, 17–32, 33–49, 50–61\n",
+        ("parallel.pp=2", "parallel.pp_schedule=interleaved"): "0 to 1: 0–16 and 33–49, 17–32 and 50–61\n",
+    }.items():
+        assert run(*twelve, *data, *cut) == 0
+        assert said in capsys.readouterr().out
+    assert run(*twelve, *data, "gpus=2") == 0
+    assert "blocks of stages" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("recipe", "said"),
     [

@@ -55,6 +55,14 @@ def test_unknown_bases_can_end_a_document(tmp_path: Path) -> None:
     assert documents(build(path, tmp_path, val=4, unknown="split")) == (["ACGT", "GGA", "CC"], ["AAAA"])
 
 
+@pytest.mark.parametrize(("text", "settings"), [(">a\nNNNN\n", {}), (">a\nNN\n>b\nACGT\n", {"held_out": ["b"]})])
+def test_a_file_of_unknown_bases_alone_is_refused_by_the_key_that_leaves_them_out(
+    tmp_path: Path, text: str, settings: dict[str, Any]
+) -> None:
+    with pytest.raises(DataError, match=r"data.unknown=split leaves nothing of .*a.fa to train on: .* are unknown"):
+        build(fasta(tmp_path, text), tmp_path, unknown="split", **settings)
+
+
 def test_held_out_records_are_all_that_validation_has(tmp_path: Path) -> None:
     path = fasta(tmp_path, ">chr1 x\nACGT\n>chr2\nTTTT\n>chr3\nGGGG\n")
     train, val = documents(build(path, tmp_path, held_out=["chr2"]))

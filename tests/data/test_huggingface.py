@@ -102,7 +102,7 @@ def test_other_kinds_of_files_are_sent_where_they_belong(tmp_path: Path) -> None
     with pytest.raises(DataError, match=r"holds \.txt: data=hf reads .*text is for data=text"):
         build(tmp_path / "a.txt")
     with pytest.raises(DataError, match=r"Did you mean .*a\.txt\?"):
-        build(tmp_path / "b.txt")
+        build(tmp_path / "aa.txt")
 
 
 def test_too_few_rows_are_refused(jsonl: Path) -> None:

@@ -159,6 +159,12 @@ def test_a_missing_path_suggests_the_near_miss(tmp_path: Path) -> None:
         build(tmp_path / "shakespear", tmp_path)
     with pytest.raises(DataError, match=r"Did you mean .*/shakespeare\?"):
         build(tmp_path / "shakespear/a/b.txt", tmp_path)
+    (tmp_path / "genome.fa").touch()
+    for near in ("genom.fa", "genome.fasta", "genome"):
+        with pytest.raises(DataError, match=r"Did you mean .*/genome.fa\?"):
+            build(tmp_path / near, tmp_path)
+    with pytest.raises(DataError, match=r"holds no nothere\.fa"):  # a suffix alone makes no name alike
+        build(tmp_path / "nothere.fa", tmp_path)
     with pytest.raises(DataError, match="holds no qqq"):
         build(tmp_path / "qqq", tmp_path)
     with pytest.raises(DataError, match="does not exist"):

@@ -48,6 +48,7 @@ def render_cluster(costs: Sequence[tuple[str, int, ClusterCost]]) -> str:
         title=title,
         cost=cost,
         reached=f"{NVLINK_SHARE:.0%} and {NETWORK_SHARE:.0%}",
+        stages=", ".join(" and ".join(map(_blocks, held)) for held in cost.workload.shares(cost.mesh)),
         beside=_beside(_memory(cost), _step(cost)),
         collectives=_collectives(cost) if cost.collectives else [],
         aligned=aligned_shard(cost.workload.distinct, cost.mesh) if misaligned else None,
@@ -56,6 +57,10 @@ def render_cluster(costs: Sequence[tuple[str, int, ClusterCost]]) -> str:
         steps=sum(steps for _, steps, _ in costs),
         run=time_text(sum(steps * each.seconds for _, steps, each in costs)),
     )
+
+
+def _blocks(part: range) -> str:
+    return f"{part[0]}–{part[-1]}" if len(part) > 1 else str(part[0])
 
 
 def _speed(title: str, cost: ClusterCost) -> tuple[str, ...]:

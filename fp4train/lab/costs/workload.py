@@ -259,11 +259,14 @@ class Workload:
         """The weights of every kind of block, and those outside."""
         return [*(w for kind in self.kinds for w in kind.weights), *self.before, *self.after]
 
-    def stages(self, mesh: Mesh) -> list[Counter[int]]:
-        """How many blocks of each kind every rank of a pipeline has, as `parallel.stages` shares them out."""
+    def shares(self, mesh: Mesh) -> list[list[range]]:
+        """The blocks of every rank of a pipeline, as `parallel.stages` shares them out: a range per virtual stage."""
         parts = share_blocks(self.multiplied, self.last_multiplied, mesh.pipeline * mesh.virtual)
-        ranks = (parts[rank :: mesh.pipeline] for rank in range(mesh.pipeline))
-        return [Counter(self.order[index] for part in held for index in part) for held in ranks]
+        return [parts[rank :: mesh.pipeline] for rank in range(mesh.pipeline)]
+
+    def stages(self, mesh: Mesh) -> list[Counter[int]]:
+        """How many blocks of each kind every rank of a pipeline has."""
+        return [Counter(self.order[index] for part in held for index in part) for held in self.shares(mesh)]
 
     def outer(self, stage: int, mesh: Mesh) -> list[ModelWeight]:
         """The weights outside the blocks that a pipeline stage holds; a tied embedding is on the first and the last."""
