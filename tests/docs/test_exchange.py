@@ -21,6 +21,13 @@ TITLE, PACKED = "From fp4train to transformers", "From fp4train to packed NVFP4"
 BACK = "From a Hugging Face folder to fp4train"
 
 
+def test_the_table_of_files_names_every_class_of_transformers_that_an_export_writes() -> None:
+    sources = (path.read_text(encoding="utf-8") for path in (ROOT / "fp4train" / "models").rglob("*.py"))
+    classes = {name for each in sources for name in re.findall(r'"(\w+ForCausalLM)"', each)}
+    (row,) = re.findall(r"^\| `config.json` \| .*$", PAGE, re.MULTILINE)
+    assert len(classes) == 8 and classes == set(re.findall(r"`(\w+ForCausalLM)`", row))
+
+
 def blocks(text: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 

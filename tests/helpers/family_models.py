@@ -14,7 +14,7 @@ from fp4train.precision import FP32, NVFP4, autocast
 
 class FamilyChecks:
     """Tests of every family, inherited by a class of its own file: `model` builds one of 60 ids, `tokens` makes its
-    input, 3 rows of 40 tokens.
+    input, 3 rows of 40 tokens of which documents of one row are told apart.
     """
 
     model: Callable[..., Any]

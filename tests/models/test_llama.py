@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from family_models import FamilyChecks
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
@@ -247,3 +248,16 @@ def test_the_rows_of_the_vocabulary_can_be_chosen() -> None:
     shape = Llama(**SMALL, vocab_size=77)
     model = shape.build(vocab_size=60, seq_len=16)
     assert model.embed.weight.shape[0] == 77
+
+
+class TestTheLlama(FamilyChecks):
+    @staticmethod
+    def model(**changes: Any) -> LlamaModel:
+        torch.manual_seed(0)
+        converted = f4.convert(Llama(**{**SMALL, **changes}).build(vocab_size=60, seq_len=40))
+        assert isinstance(converted, LlamaModel)
+        return converted.eval()
+
+    @staticmethod
+    def tokens(batch: int = 3) -> Tensor:
+        return tokens(batch, 40)

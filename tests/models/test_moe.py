@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from family_models import FamilyChecks
 from torch import Tensor, nn
 
 import fp4train as f4
@@ -105,6 +106,21 @@ def test_a_configuration_comes_back_as_it_was(pair: tuple[Any, nn.Module]) -> No
 
 def tokens(batch: int, time: int) -> Tensor:
     return torch.randint(0, 128, (batch, time), generator=torch.Generator().manual_seed(0))
+
+
+class TestTheMixture(FamilyChecks):
+    @staticmethod
+    def model(**changes: Any) -> MixtureModel:
+        torch.manual_seed(0)
+        experts = ExpertShape(count=4, top=2, hidden=16, shared=1)
+        shape = MixtureOfExperts(width=32, layers=3, heads=4, kv_heads=2, dense=1, experts=experts, **changes)
+        converted = f4.convert(shape.build(vocab_size=60, seq_len=40))
+        assert isinstance(converted, MixtureModel)
+        return converted.eval()
+
+    @staticmethod
+    def tokens(batch: int = 3, time: int = 40) -> Tensor:
+        return tokens(batch, time) % 60
 
 
 # -- routing -----------------------------------------------------------------------------------------------------------
