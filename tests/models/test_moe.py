@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from family_models import FamilyChecks
+from family_models import FamilyChecks, parameters
 from torch import Tensor, nn
 
 import fp4train as f4
@@ -308,6 +308,44 @@ def test_a_shape_that_cannot_be_is_refused(changes: dict[str, Any], said: str) -
     parts = {"experts": ExpertShape, "balance": Balance}
     with pytest.raises(ValueError, match=said.replace(".", r"\.")):
         MixtureOfExperts(**{key: parts[key](**value) if key in parts else value for key, value in changes.items()})
+
+
+PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
+    "Mixtral-8x7B-v0.1": (
+        46_702_792_704,
+        {
+            **{"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "attention_dropout": 0.0},
+            **{"bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 4096, "vocab_size": 32000},
+            **{"initializer_range": 0.02, "intermediate_size": 14336, "max_position_embeddings": 32768},
+            **{"num_attention_heads": 32, "num_experts_per_tok": 2, "num_hidden_layers": 32, "num_key_value_heads": 8},
+            **{"num_local_experts": 8, "output_router_logits": False, "rms_norm_eps": 1e-5, "rope_theta": 1000000.0},
+            **{"router_aux_loss_coef": 0.02, "sliding_window": None, "tie_word_embeddings": False, "use_cache": True},
+            **{"torch_dtype": "bfloat16", "transformers_version": "4.36.0.dev0"},
+        },
+    ),
+    "Qwen3-30B-A3B": (
+        30_532_122_624,
+        {
+            **{"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False},
+            **{"attention_dropout": 0.0, "bos_token_id": 151643, "decoder_sparse_step": 1, "eos_token_id": 151645},
+            **{"head_dim": 128, "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02},
+            **{"intermediate_size": 6144, "max_position_embeddings": 40960, "max_window_layers": 48},
+            **{"mlp_only_layers": [], "moe_intermediate_size": 768, "norm_topk_prob": True, "num_attention_heads": 32},
+            **{"num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4},
+            **{"output_router_logits": False, "rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 1000000.0},
+            **{"router_aux_loss_coef": 0.001, "sliding_window": None, "tie_word_embeddings": False, "use_cache": True},
+            **{"torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_sliding_window": False},
+            "vocab_size": 151936,
+        },
+    ),
+}  # fmt: skip
+"""Parameters and config.json as published on the Hugging Face hub."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configurations_are_read(name: str) -> None:
+    count, config = PUBLISHED[name]
+    assert parameters(family_for(config).shape_of(config), 1) == count
 
 
 def test_the_published_sizes() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import Before, Cli, losses
-from hf_folders import write_evo2
+from hf_folders import change_table, write_evo2
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
@@ -161,6 +161,18 @@ def test_a_family_goes_to_transformers_and_comes_back_in_every_bit(cli: Cli, fam
     )
     assert one.keys() == other.keys()
     assert not [name for name, weight in one.items() if not torch.equal(other[name], weight)]
+
+
+def test_python_files_of_a_folder_are_not_run(cli: Cli) -> None:
+    """NVIDIA's folders of Nemotron-H bring some, and name them in `auto_map`."""
+    run = cli.trained("run.name=a", *HYBRID, "recipe=bf16", "train.steps=1")
+    assert cli.raw("export", str(run), "to=hf", "out=hf").code == 0
+    Path("hf/modeling_nemotron_h.py").write_text("from pathlib import Path\nPath('ran').touch()\n")
+    change_table(Path("hf/config.json"), auto_map={"AutoModelForCausalLM": "modeling_nemotron_h.NemotronHForCausalLM"})
+    begun = ("run.name=b", "init=hf", "recipe=nvfp4", "train.steps=1", "train.seq_len=32", "train.batch_size=2")
+    ended = cli.raw(*begun, "data=text", "track=jsonl", *cli.paths)
+    assert ended.code == 0, ended.err
+    assert not Path("ran").exists()
 
 
 def test_a_folder_with_evo_2_s_names_needs_no_tokenizer(cli: Cli) -> None:
