@@ -5,9 +5,10 @@ and binds it once; with -m each point of the sweep does.
 """
 
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
@@ -33,6 +34,7 @@ class Start:
 
     Args:
         config: the typed configuration; cfg: the plain one, to be kept with the run.
+        saved: with resume=RUN, the configuration that RUN holds, as it was read.
         swap: with resume=RUN, the recipe to swap to.
         named: the keys that the command line gives.
         point: of a sweep, the overrides that other jobs do not share.
@@ -40,7 +42,8 @@ class Start:
 
     config: Config
     cfg: DictConfig
-    swap: RecipeChoice | None
+    saved: Mapping[str, Any] | None = None
+    swap: RecipeChoice | None = None
     named: Collection[str]
     point: str
 
@@ -141,9 +144,10 @@ def settings(made: Composed) -> Start:
     _check_plugins(resolved)
     if not resolved.resume:
         resolved = with_folder(resolved, changed)
-        return Start(config=to_config(resolved), cfg=resolved, swap=None, named=changed, point=made.point)
+        return Start(config=to_config(resolved), cfg=resolved, named=changed, point=made.point)
     source = Path(str(resolved.resume))
     saved = run_directory.read_config(source)
+    before = plain(saved)
     if "experiment" in changed:
         raise UserError("resume=… takes single keys (train.steps=…, policy.last=…), no experiment=")
     if "init" in changed and resolved.init != saved.get("init"):
@@ -153,7 +157,7 @@ def settings(made: Composed) -> Start:
         swap = RecipeChoice(made.choices["recipe"], plain(resolved)["recipe"])
     elif options := [key for key in changed if key.startswith("recipe.")]:
         raise UserError(f"resume=… {options[0]}=… is a swap: name its recipe, too (recipe=NAME {options[0]}=…)")
-    unknown = set(unknown_keys(plain(saved), Config))
+    unknown = set(unknown_keys(before, Config))
     with open_dict(saved):
         saved.run.overwrite = False
         saved.resume_step = None
@@ -174,7 +178,7 @@ def settings(made: Composed) -> Start:
         if str(error).endswith(" is missing"):
             raise UserError(f"{source / run_directory.CONFIG}: {error}; put it back") from error
         raise
-    return Start(config=config, cfg=saved, swap=swap, named=changed, point=made.point)
+    return Start(config=config, cfg=saved, saved=before, swap=swap, named=changed, point=made.point)
 
 
 def _check_plugins(cfg: DictConfig) -> None:

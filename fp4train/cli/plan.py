@@ -150,7 +150,7 @@ def _plan(command: Start, *, full: bool, gpus: int | None, auto: bool | None, as
     check_paths(chosen, command.named)
     gpu = find_gpu(config.gpu) if config.gpu else None
     warn_of_schedule(config)
-    source = find_source(config, chosen) if config.resume else None
+    source = find_source(config, chosen, command.saved) if config.resume else None
     start = 0 if source is None else start_step(config, source)
     timeline = build_timeline(config, source)
     if source is not None and swap is not None:

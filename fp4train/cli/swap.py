@@ -71,13 +71,17 @@ def _swap(run: Path, flags: list[str], wanted: list[str], at: int | None, wait: 
     recipe = plain(made.cfg)["recipe"]
     done = max(checkpoint.steps(run / run_directory.CHECKPOINTS), default=0)
     RecipeChoice(names[0], recipe).at(0)
-    steps = run_directory.read_config(run).train.steps
+    saved = run_directory.read_config(run)
+    steps = saved.train.steps
     if at is not None and at >= steps:
         raise UserError(f"at={at} is beyond the end: {run} has {steps} steps")
     if at is not None and at < done:
         raise UserError(f"at={at} is past: {run} has done {done} steps")
     if not run_directory.is_running(run):
-        _check(run, recipe, names[0], done if at is None else at)
+        from fp4train.run.build import build_timeline, with_swap
+
+        timeline = build_timeline(to_config(saved), run)  # what the process that resumes the run would refuse
+        with_swap(timeline, RecipeChoice(names[0], recipe).at(done if at is None else at))
     more = " train.steps=…" if done >= steps else ""
     when = f"recipe {names[0]} " + ("at the next step" if at is None else f"at step {at}")
     later = f"{when}; no process trains in {run} now, it is picked up on resume={run}{more}"
@@ -103,14 +107,6 @@ def _ask(run: Path, body: dict[str, Any], wait: float, what: str, later: str) ->
         raise UserError(f"{run} refuses {what}: {text}")
     print(f"{run}: accepted, {text}")
     return 0
-
-
-def _check(run: Path, recipe: dict[str, object], name: str, step: int) -> None:
-    """Refuse now what the process that resumes the run would refuse."""
-    from fp4train.run.build import build_timeline, with_swap
-
-    config = to_config(run_directory.read_config(run))
-    with_swap(build_timeline(config, run), RecipeChoice(name, recipe).at(step))
 
 
 def _listed(run: Path) -> str:

@@ -20,25 +20,27 @@ import gc
 import logging
 import os
 import signal
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from fp4train.cli.launch import Start, launch
 from fp4train.config import overrides
-from fp4train.config.schema import Config, plain, to_config
+from fp4train.config.binding import bind
+from fp4train.config.schema import Config, plain
 from fp4train.errors import LostError, UserError
 from fp4train.lab.analysis import curves, heatmap
+from fp4train.optim import Optimizer
+from fp4train.optim.schedule import Schedule
 from fp4train.parallel.agree import check_same, check_shared, code_version
 from fp4train.parallel.launch import ProcessRank, find_place
 from fp4train.parallel.world import AgreedError, World
 from fp4train.precision.report import summarise
 from fp4train.run.begin import RunStart, find_start
 from fp4train.run.build import build
-from fp4train.run.checks import RATES, before_cooldown, learning_rate, rate_jump
+from fp4train.run.checks import before_cooldown, learning_rate, rate_jump
 from fp4train.run.determinism import determinism
 from fp4train.run.fuse import kernels_of_layers
 from fp4train.run.host import choose_device, keep_freed_memory
@@ -152,14 +154,14 @@ def _train(command: Start, world: World) -> int:
             if world.lead:
                 stack.enter_context(run_directory.locked(directory))
         check_shared(world, directory)
-        found = find_start(config, chosen, world)
+        found = find_start(config, chosen, world, command.saved)
         start = RunStart(config=config, cfg=chosen, checkpoint=found, swap=command.swap)
         if found is not None and found.step >= config.train.steps:
             if world.lead:
                 print(_finished(config, start.source, found.step))
             return 0
         with world.together():
-            before = config if found is None else _as_it_was(start)
+            before = config if found is None or command.saved is None else _as_it_was(start, command.saved)
         if found is not None and (jump := rate_jump(before, config, found.step)):
             _log.warning("%s; %s", jump, before_cooldown(start.source, before))
         try:
@@ -177,15 +179,22 @@ def _train(command: Start, world: World) -> int:
     return _code(result)
 
 
-def _as_it_was(start: RunStart) -> Config:
-    """The configuration of the run that goes on, for its learning rates.
+def _as_it_was(start: RunStart, resumed: Mapping[str, Any]) -> Config:
+    """The configuration that goes on, with the learning rates of the run as it was.
 
-    A resume binds its configuration once. That of the run as it was is bound only where a key that learning rates
-    follow from has changed: without its schedule nobody knows how the rate went before.
+    Args:
+        resumed: the saved configuration of `resume`; a branch that has checkpoints goes on with its own.
     """
-    saved = run_directory.read_config(start.source)
-    same = all(OmegaConf.select(saved, key) == OmegaConf.select(start.cfg, key) for key in RATES)
-    return start.config if same else to_config(saved)
+    config, source = start.config, start.source
+    same = source.resolve() == Path(str(config.resume)).resolve()
+    saved = resumed if same else plain(run_directory.read_config(source))
+    steps = bind(saved["train"]["steps"], int, "train.steps")
+    return replace(
+        config,
+        optim=bind(saved["optim"], Optimizer, "optim"),
+        schedule=bind(saved["schedule"], Schedule, "schedule"),
+        train=replace(config.train, steps=steps),
+    )
 
 
 def _to_its_end(start: RunStart, world: World) -> Result | Rewind:

@@ -2,7 +2,7 @@
 what is written: configuration, journal, metrics, plan. The lead writes it."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +17,6 @@ from fp4train.config.binding import unknown_keys
 from fp4train.errors import UserError
 from fp4train.parallel.config import DROPPED, why_absent
 from fp4train.parallel.world import World
-from fp4train.precision.plan import Plan
 from fp4train.run.host import environment
 from fp4train.run.initial import InitialWeights
 from fp4train.run.record import directory as run_directory
@@ -71,14 +70,19 @@ class RunStart:
 # -- from where -------------------------------------------------------------------------------------------------------
 
 
-def find_start(config: Config, cfg: DictConfig, world: World) -> Checkpoint | None:
+def find_start(
+    config: Config, cfg: DictConfig, world: World, known: Mapping[str, Any] | None = None
+) -> Checkpoint | None:
     """The checkpoint to go on from, the lead's choice on every rank; None starts at step 0. Nothing is changed yet.
+
+    Args:
+        known: as of `find_source`.
 
     Raises:
         UserError: as `find_source`, or no checkpoint is usable.
     """
     with world.together():
-        source = find_source(config, cfg) if world.lead else None
+        source = find_source(config, cfg, known) if world.lead else None
         chosen = None if source is None else (source, _chosen_step(config, source))
     if (chosen := world.of_lead(chosen)) is None:
         return None
@@ -106,8 +110,11 @@ def _chosen_step(config: Config, source: Path) -> int | None:
     return config.resume_step if config.resume and Path(config.resume).resolve() == source.resolve() else None
 
 
-def find_source(config: Config, cfg: DictConfig) -> Path | None:
+def find_source(config: Config, cfg: DictConfig, known: Mapping[str, Any] | None = None) -> Path | None:
     """The run directory whose checkpoints the run goes on from; None where it starts at step 0. Only looks.
+
+    Args:
+        known: the saved configuration of `config.resume`, where the command has read it; None: it is read here.
 
     Raises:
         UserError: the run directory, or the run to resume, belongs to another configuration; or it has no checkpoint.
@@ -125,41 +132,48 @@ def find_source(config: Config, cfg: DictConfig) -> Path | None:
     if config.run.overwrite and not branching:
         return None
     if held and not config.run.overwrite:
-        saved = run_directory.read_config(directory)
+        saved = _saved(directory, None if branching else known)
         if branching and Path(str(saved.get("resume"))).resolve() != source.resolve():
             raise UserError(f"{directory} holds a run already: choose another run.name for the branch of {source}")
         _check_same(saved, cfg, directory, resuming=bool(config.resume))
         if checkpoint.steps(directory / run_directory.CHECKPOINTS):
             return directory
         if not config.resume and saved.get("resume"):
-            raise UserError(f"{directory} is a branch that has no checkpoint yet: add resume={saved.resume}")
+            raise UserError(f"{directory} is a branch that has no checkpoint yet: add resume={saved['resume']}")
     if config.resume is None:
         return None
-    check_source(source, cfg)
+    check_source(source, cfg, known)
     if not checkpoint.steps(source / run_directory.CHECKPOINTS):
         raise UserError(f"resume={config.resume}: the run has no checkpoint yet")
     return source
 
 
-def check_source(source: Path, cfg: DictConfig) -> None:
+def _saved(run: Path, known: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    return plain(run_directory.read_config(run)) if known is None else known
+
+
+def check_source(source: Path, cfg: DictConfig, known: Mapping[str, Any] | None = None) -> None:
     """Refuse a configuration that is not one of the run in `source` with changes that a resume allows.
+
+    Args:
+        known: the saved configuration of `source`; None: it is read here.
 
     Raises:
         UserError: it would be another run, or the saved configuration was edited to be one.
     """
-    _check_same(run_directory.read_config(source), cfg, source, resuming=True)
+    _check_same(_saved(source, known), cfg, source, resuming=True)
 
 
-def _check_same(saved: DictConfig, cfg: DictConfig, run: Path, *, resuming: bool) -> None:
+def _check_same(saved: Mapping[str, Any], cfg: DictConfig, run: Path, *, resuming: bool) -> None:
     """Refuse where `cfg` differs from the configuration of `run` by more than may change, or that was edited.
 
     A missing key counts as its class's default: options that are newer than a saved run did not change it.
     """
     allowed = run_directory.RESUMED if resuming else run_directory.CONTINUED
-    gone = set(unknown_keys(plain(saved), Config))
+    gone = set(unknown_keys(saved, Config))
     changed = [
         f"{key}: {was} → {'no longer an option' if key in gone else now}"
-        for key, (was, now) in journal.changes(journal.flat(plain(saved)), journal.flat(plain(cfg))).items()
+        for key, (was, now) in journal.changes(journal.flat(saved), journal.flat(plain(cfg))).items()
         if not key.startswith(allowed)
     ]
     if changed:
@@ -171,7 +185,7 @@ def _check_same(saved: DictConfig, cfg: DictConfig, run: Path, *, resuming: bool
     _check_edits(run, saved)
 
 
-def _check_edits(run: Path, saved: DictConfig) -> None:
+def _check_edits(run: Path, saved: Mapping[str, Any]) -> None:
     """Refuse a config.yaml that somebody edited where that would make it another run; report other edits."""
     recorded = journal.configuration(journal.read_journal(run))
     if recorded is None:
@@ -179,7 +193,7 @@ def _check_edits(run: Path, saved: DictConfig) -> None:
             missing = run / run_directory.HISTORY
             _log.warning("%s is missing or empty: what ran before is not on record, and edits are not noticed", missing)
         return
-    edits = journal.changes(recorded, journal.flat(plain(saved)))
+    edits = journal.changes(recorded, journal.flat(saved))
     path = run / run_directory.CONFIG
     for key, (old, new) in edits.items():
         if (name := key.removeprefix("parallel.")) in DROPPED:
@@ -302,14 +316,14 @@ def _start_record(begun: RunStart, init: InitialWeights | None, records: Sequenc
     return record | {"changed": changed}
 
 
-def write_plan(directory: Path, records: Sequence[Record], plan: Plan, step: int, gathers: Sequence[str]) -> None:
-    """Keep the plan with the run: the past before `step` as the journal has it, the rest as `plan` says.
+def write_plan(directory: Path, records: Sequence[Record], gathers: Sequence[str]) -> None:
+    """Keep the plan with the run, the past and the rest as the journal has them.
 
     Args:
         gathers: what ranks send each other of the weights, in words.
     """
     try:
-        text = "\n\n".join((journal.plan_text(records, plan, step), *gathers))
+        text = "\n\n".join((journal.plan_text(records), *gathers))
         run_directory.write_text(directory / run_directory.PLAN, printable(text) + "\n")
     except UserError as error:  # a copy for reading: not worth the run
         _log.warning("%s", error)

@@ -241,7 +241,7 @@ def build(begun: RunStart, world: World | None = None) -> Run:
         abandon_later(run, even_if_none=begun.rewind is not None)
     with world.together():
         if world.lead:
-            write_plan(run.directory, run.journal.records, run.plan, run.step, run.gathers())
+            write_plan(run.directory, run.journal.records, run.gathers())
             run.tracker.log_table("plan", *table(run.plan))
     return run
 

@@ -111,10 +111,6 @@ def check_oscillation(config: Config, plan: Plan) -> None:
         raise UserError(f"oscillation.every={settings.every} would reset nothing: {why}; leave it out")
 
 
-RATES = ("optim", "schedule", "train.steps")
-"""Keys that learning rates follow from."""
-
-
 def learning_rate(config: Config, step: int) -> float:
     """The learning rate of step `step` (steps count from 0)."""
     return config.optim.lr * config.schedule.factor(step, config.train.steps)

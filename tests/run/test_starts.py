@@ -1,8 +1,9 @@
-"""Each start composes its configuration once, binds it once and explains its plan once, whatever verb it is; each point
-of a sweep does."""
+"""Each start composes its configuration once, reads and binds it once, and explains its plan once, whatever verb it is;
+each point of a sweep does."""
 
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,11 +16,12 @@ from hydra._internal.hydra import Hydra
 from fp4train.cli import plan, train
 from fp4train.config import Config, composition, schema
 from fp4train.precision import report
+from fp4train.run import build
+from fp4train.run.record import directory, journal, stretches
 
 
 class Start(NamedTuple):
-    """A command, and how often it composes a configuration, binds one, and explains a plan. A resume that changes what
-    learning rates follow from binds the configuration of the run as it was, too (`cli.train`)."""
+    """A command, and how often it composes a configuration, binds one, and explains a plan."""
 
     composed: int
     bound: int
@@ -48,11 +50,11 @@ STARTS = {
     "a plan of a mesh": Start(1, 1, 1, ("plan", "gpu=B200", "gpus=8", "train.batch_size=8")),
     "a plan of a resume": Start(1, 1, 1, ("plan", "resume=runs/a", "train.steps=4")),
     "a plan of a run": Start(0, 0, 0, ("plan", "runs/a")),
-    "a resume": Start(1, 2, 1, ("resume=runs/a", "train.steps=2")),
+    "a resume": Start(1, 1, 1, ("resume=runs/a", "train.steps=2")),
     "a resume that keeps the learning rates": Start(
         1, 1, 1, ("resume=runs/c", "resume_step=1", "run.name=d"), ("run.name=c", "train.steps=2", "checkpoint.every=1")
     ),
-    "a branch with another recipe": Start(1, 2, 1, ("resume=runs/a", "recipe=bf16", "train.steps=2", "run.name=b")),
+    "a branch with another recipe": Start(1, 1, 1, ("resume=runs/a", "recipe=bf16", "train.steps=2", "run.name=b")),
     "a swap": Start(1, 1, 0, ("swap", "runs/a", "recipe=bf16", "wait=0")),
     "a study": Start(1, 1, 0, ("sensitivity", "runs/a", "recipe=nvfp4", "batches=1", "repeats=1"), long=True),
     "a ranking": Start(
@@ -128,11 +130,32 @@ def explained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often a saved configuration was read, a plan made into a record, and a stretch of it into a text or table."""
+    found: Counter[str] = Counter()
+
+    def counted(where: Any, name: str, key: Callable[..., str]) -> None:
+        original = getattr(where, name)
+
+        def call(*given: Any, **options: Any) -> Any:
+            found[key(*given)] += 1
+            return original(*given, **options)
+
+        monkeypatch.setattr(where, name, call)
+
+    counted(directory, "read_config", lambda run: f"{run} read")
+    counted(journal, "compact", lambda plan: "recorded")
+    counted(stretches.RecordedStretch, "render", lambda stretch: f"{stretch.title} written")
+    counted(build, "table", lambda plan: "logged")
+    return found
+
+
 @pytest.mark.parametrize(
     "start", [pytest.param(each, id=name, marks=[pytest.mark.long] * each.long) for name, each in STARTS.items()]
 )
 def test_a_start_composes_once_binds_once_and_explains_once(
-    cli: Cli, composed: list[Any], bound: list[Any], explained: list[str], start: Start
+    cli: Cli, composed: list[Any], bound: list[Any], explained: list[str], kept: Counter[str], start: Start
 ) -> None:
     cli.trained("run.name=a", "train.steps=1")
     Path("text.txt").write_bytes(cli.text.read_bytes())
@@ -141,9 +164,12 @@ def test_a_start_composes_once_binds_once_and_explains_once(
     composed.clear()
     bound.clear()
     explained.clear()
+    kept.clear()
     ended = cli.raw(*start.words) if WHOLE & set(start.words) else cli(*start.words)
     assert ended.code == 0, ended.err or ended.out
     assert (len(composed), len(bound), len(explained)) == (start.composed, start.bound, start.explained)
+    if start.composed == 1:
+        assert [what for what, times in kept.items() if times > 1] == []
     assert [each for each in start.made if not Path(each).is_dir()] == []
 
 

@@ -122,7 +122,7 @@ def _change(run: Run, timeline: Timeline, event: str, **values: Any) -> None:
     Raises:
         UserError: the journal cannot be written; nothing has changed then.
     """
-    plan, step, gathers = _plan(run, timeline), run.step, run.gathers()
-    run.journal.add(event, step, plan, **values)
-    run.inbox.record(run.journal, lambda: write_plan(run.directory, run.journal.records, plan, step, gathers))
+    plan, gathers = _plan(run, timeline), run.gathers()
+    run.journal.add(event, run.step, plan, **values)
+    run.inbox.record(run.journal, lambda: write_plan(run.directory, run.journal.records, gathers))
     run.timeline, run.plan, run.swaps = timeline, plan, swaps(run.journal.records)

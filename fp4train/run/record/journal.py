@@ -253,11 +253,9 @@ def stretches(records: Iterable[Record]) -> list[RecordedStretch]:
     return joined((record.step, record.stretches) for record in records)
 
 
-def plan_text(records: Iterable[Record], plan: Plan, step: int) -> str:
-    """The plan of a run at `step`, every row of it: the past as its records have it, the rest as `plan` says."""
-    planned = [expanded(each) for each in compact(plan)]
-    whole = joined([*((record.step, record.stretches) for record in records), (step, planned)])
-    return "\n\n".join(each.render(full=True) for each in whole)
+def plan_text(records: Iterable[Record]) -> str:
+    """The stretches that ran or are planned, every row of them."""
+    return "\n\n".join(each.render(full=True) for each in stretches(records))
 
 
 def configuration(records: Iterable[Record]) -> dict[str, Any] | None:
