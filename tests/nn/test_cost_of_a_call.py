@@ -95,9 +95,11 @@ def traced_alone(recipe: Recipe) -> Trace:
     return traced(Linear(128, 128, bias=False), recipe, torch.randn(128, 128).bfloat16().requires_grad_())
 
 
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias, rows in batches"])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_layer_makes_few_python_calls(name: str, recipes: dict[str, Recipe]) -> None:
-    trace = traced_alone(recipes[name])
+def test_a_layer_makes_few_python_calls(name: str, bias: bool, recipes: dict[str, Recipe]) -> None:
+    x = torch.randn(*(2, 64) if bias else (128,), 128).bfloat16().requires_grad_()
+    trace = traced(Linear(128, 128, bias=bias), recipes[name], x)
     most = MOST if recipes[name].quantised else 15
     assert 0 < sum(trace.calls.values()) <= most, trace.calls.most_common()
 

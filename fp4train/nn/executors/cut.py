@@ -250,11 +250,10 @@ class CutGemms(Gemms):
             x = self.ranks.gather_rows(x)
         elif self.sequence and isinstance(x, Quantized) and x.shape[1] != dy.shape[0]:
             x = gathered(x, self.ranks, along_tokens=True)
-        return super().backward(dy, w_NK, (x,), call, prepare)
-
-    def bias_gradient(self, dy: Tensor, prepare: Prepare | None) -> Tensor:
-        own = super().bias_gradient(dy, prepare)
-        return own if prepare is None else self.ranks.sum(own)  # else each rank has that of its own tokens
+        dx_MK, dw_NK, dbias_N = super().backward(dy, w_NK, (x,), call, prepare)
+        if prepare is not None and dbias_N is not None:  # of this rank's tokens; added in float32 and rounded once
+            dbias_N = self.ranks.sum(dy.sum(0, dtype=torch.float32)).to(dbias_N.dtype)
+        return dx_MK, dw_NK, dbias_N
 
 
 @functools.cache

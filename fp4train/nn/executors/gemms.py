@@ -177,12 +177,8 @@ class Gemms(Executor):
             b: Prepared = Decoded(x.T, None) if isinstance(x, Tensor) else x
             dw_NK = self.wgrad.product(column, b, out_dtype=self.dw_dtype).to(gradients.w)
         if gradients.bias is not None:
-            dbias_N = self.bias_gradient(dy, prepare).to(gradients.bias)
+            dbias_N = dy.sum(0, dtype=torch.float32).to(gradients.bias)
         return dx_MK, dw_NK, dbias_N
-
-    def bias_gradient(self, dy: Tensor, prepare: Prepare | None) -> Tensor:
-        """dbias [N], float32."""
-        return dy.sum(0, dtype=torch.float32)
 
 
 class GemmsFunction(torch.autograd.Function):
