@@ -153,7 +153,8 @@ def _train(command: Start, world: World) -> int:
         with world.together():
             if world.lead:
                 stack.enter_context(run_directory.locked(directory))
-        check_shared(world, directory)
+        if world.size > 1:
+            check_shared(world, directory)
         found = find_start(config, chosen, world, command.saved)
         start = RunStart(config=config, cfg=chosen, checkpoint=found, swap=command.swap)
         if found is not None and found.step >= config.train.steps:

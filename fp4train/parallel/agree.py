@@ -23,13 +23,11 @@ _SEEN_SECONDS = 20.0
 
 
 def check_same(world: World, what: Mapping[str, Any]) -> None:
-    """Compare plain values by name over the ranks.
+    """Compare plain values by name over several ranks.
 
     Raises:
         AgreedError: on every rank; it names the first that differs, and whose it is.
     """
-    if world.size == 1:
-        return
     own = hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()
     found = world.gathered(own)
     if len(set(found)) == 1:
@@ -54,13 +52,11 @@ def code_version() -> str:
 
 
 def check_shared(world: World, directory: Path) -> None:
-    """Check that every rank sees the lead's run directory; the lead has made it.
+    """Check that each of several ranks sees the lead's run directory; the lead has made it.
 
     Raises:
         UserError: on every rank: a rank sees another directory under that path, or none.
     """
-    if world.size == 1:
-        return
     nonce = world.of_lead(secrets.token_hex(16))
     try:
         with world.together():

@@ -52,15 +52,14 @@ def share_tensors(model: nn.Module, world: World, parallel: Parallel) -> None:
 
 
 def distribute(model: nn.Module, world: World, gather: str = "fp32", reduce: str = "float32") -> None:
-    """Cut `model`, which has fp4train's layers and whole weights, the same on every data rank. In place.
+    """Cut `model`, which has fp4train's layers and whole weights, the same on each of several ranks. In place.
 
     Args:
         gather: what ranks send each other of weights, one of `precision.gather.GATHERS`.
         reduce: what shards send each other of gradients: "float32" or "bf16".
     """
-    if world.size > 1:
-        for layer in _layers(model):
-            layer.joined = True
+    for layer in _layers(model):
+        layer.joined = True
     if world.data_mesh is None or world.mesh.data == 1:
         return
     from torch.distributed.fsdp import fully_shard

@@ -52,14 +52,12 @@ def cut_of(model: nn.Module, parallel: Parallel) -> StageCut:
 
 
 def check_microbatches(count: int, parallel: Parallel) -> None:
-    """Check that a step's microbatches of a rank fit the schedule.
+    """Check that a step's microbatches of a rank fit the schedule of a pipeline.
 
     Raises:
         ValueError: they do not; it says what to choose.
     """
     pp = parallel.pp
-    if pp == 1:
-        return
     if count < pp:
         idle = (pp - 1) / (parallel.chunks * count + pp - 1)
         raise ValueError(

@@ -258,12 +258,14 @@ def assemble(config: Config, place: Path, timeline: Timeline, world: World, *, d
     # The lead tokenises what no cache holds; then one rank of each other machine, whose cache may be its own.
     data = world.in_turns(lambda: config.data.build(place, config.train.seq_len, config.run.seed))
     fingerprint = data.fingerprint
-    check_same(world, {"the data": fingerprint})
+    if world.size > 1:
+        check_same(world, {"the data": fingerprint})
     _log.info("%s", data.description)
     with world.together():
         model, born = _unborn(config, data.vocab_size, world, drawn)
         checks.set_masks(model, config, data.tokenizer)
-        share_tensors(model, world, config.parallel)
+        if world.size > 1:
+            share_tensors(model, world, config.parallel)
         teacher = load_teacher(config, data, model, world)
         layers = find_layers(model)
         by_block, besides = multiplied(model, find_blocks(model), config.train.seq_len)
@@ -283,9 +285,10 @@ def assemble(config: Config, place: Path, timeline: Timeline, world: World, *, d
     pipeline = None if cut is None else cut_stages(model, *cut, config.parallel, world, config.train.seq_len)
     if pipeline is not None:
         model = pipeline.model
-    gather = effective(config.parallel.gather, whole=config.train.whole_weights is not None)
-    for part in (model,) if pipeline is None else pipeline.stages.values():
-        distribute(part, world, gather, config.parallel.reduce)
+    if world.size > 1:
+        gather = effective(config.parallel.gather, whole=config.train.whole_weights is not None)
+        for part in (model,) if pipeline is None else pipeline.stages.values():
+            distribute(part, world, gather, config.parallel.reduce)
     if born:
         with world.together(), user_errors(ValueError, before="the weights cannot be drawn: "):
             draw = getattr(config.model, "draw", "torch") if drawn else None

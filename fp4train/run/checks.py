@@ -95,8 +95,9 @@ def check_cut(config: Config, mesh: Mesh) -> None:
         )
     if (reason := getattr(config.optim, "needs_whole", None)) and mesh.shard * mesh.tensor > 1:
         raise UserError(reason)
-    with user_errors(ValueError):
-        check_microbatches(batch // ranks // sequences, config.parallel)
+    if config.parallel.pp > 1:
+        with user_errors(ValueError):
+            check_microbatches(batch // ranks // sequences, config.parallel)
 
 
 def check_oscillation(config: Config, plan: Plan) -> None:

@@ -3,6 +3,7 @@ leave the caller's gradients as they are."""
 
 import re
 import sys
+import threading
 from contextlib import nullcontext
 from pathlib import Path
 from types import FrameType, SimpleNamespace
@@ -43,6 +44,11 @@ DIVIDING = (
 )
 """Files of which a run of one process calls nothing in a step or an evaluation. It does call its `World`,
 parallel/world.py: that of one rank, whose sums over the ranks are what it is given."""
+WHOLE = {
+    *("is_sharded", "shard_of", "__post_init__", "whole", "boxes", "local", "owned", "separate"),
+    *("row_orders", "order_of", "like", "<dictcomp>", "<genexpr>"),
+}
+"""Functions of shards.py that a plain tensor meets, for which it is one box at offset 0."""
 
 
 class Model(nn.Module):
@@ -140,3 +146,32 @@ def test_undivided_steps_and_evaluations_call_nothing_of_what_divides_runs(
     assert cli("run.name=a", "train.steps=4", "train.batch_size=2", *options).code == 0
     assert {"run/step.py:step", "run/step.py:losses"} <= called
     assert not {name for name in called if name.startswith(DIVIDING)}
+
+
+def test_undivided_runs_call_nothing_of_what_divides_runs(cli: Cli, before: Before) -> None:
+    """From the command to its end: checks, build, steps, checkpoints, and a resume, which takes one over.
+
+    Where it draws weights, and writes and reads checkpoints, which have one form however many ranks a run has, a run
+    of one process is the case of one part: there, and for an optimizer of plain parameters, it calls shards.py, and
+    nothing of it but what a plain tensor meets.
+    """
+    called: set[str] = set()
+
+    def note(frame: FrameType, event: str, argument: Any) -> None:
+        name = frame.f_code.co_name
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE) and name != "<module>":
+            called.add(f"{place(frame)}:{name}")
+
+    small = ("train.batch_size=2", "recipe=nvfp4", "eval.every=2", "checkpoint.every=2")
+    assert cli("run.name=warm", "train.steps=2", *small).code == 0  # imports, and bodies of classes
+    threading.setprofile(note)
+    sys.setprofile(note)
+    try:
+        ended = [cli("run.name=a", "train.steps=4", *small), cli("resume=runs/a", "train.steps=6")]
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)  # type: ignore[arg-type]
+    assert [each.code for each in ended] == [0, 0]
+    assert {"run/build.py:assemble", "run/restored.py:restored", "checkpoint/writing.py:_own"} <= called
+    divided = {name for name in called if name.startswith((*DIVIDING, "parallel/agree.py"))}
+    assert divided <= {f"shards.py:{name}" for name in WHOLE}
