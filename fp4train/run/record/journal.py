@@ -11,8 +11,12 @@ before, so that the plan of the past stays what ran. The lines are chained as th
 (`fp4train.sealed`); a last line that a power cut tore is left out. A checkpoint holds the checksum of the last record
 that it was trained with, and the swaps, from which a journal that was lost is mended.
 
-The configuration and the swaps of a run are what its records say. Older versions kept the swaps in RUN/swaps.json,
-which a resume takes over and removes, and gave each line a "sum" instead of the chain.
+What ran, with which configuration and swaps, is what the records say. RUN/config.yaml is a copy of the configuration
+that a user may edit, and from which a resume begins: an edit of a key that a resume may change (`directory.RESUMED`) is
+taken over, logged, and recorded as changed; an edit of any other is refused. Swaps are in the journal alone.
+
+Older versions kept the swaps in RUN/swaps.json, which a resume takes over and removes, and gave each line a "sum"
+instead of the chain.
 """
 
 from __future__ import annotations
