@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from fp4train.nn.conversion import report
-from fp4train.nn.linear import Linear
+from fp4train.nn.linear import Linear, TransposedLinear
 from fp4train.nn.planned import PlannedLayer
 from fp4train.nn.transformers_experts import hold_experts
 from fp4train.nn.weights import FusedWeights
@@ -115,8 +115,8 @@ def _subclass(kind: type[nn.Module]) -> type[Linear]:
         # Pickle cannot import this class by name; it is made again from `kind`.
         return _new, (kind,), *super(made, self).__reduce_ex__(max(2, int(protocol)))[2:]
 
-    own = {"__module__": kind.__module__, "__reduce_ex__": reduce, "transposed": not issubclass(kind, nn.Linear)}
-    made: type[Linear] = type(kind.__name__, (Linear, kind), own)
+    ours = Linear if issubclass(kind, nn.Linear) else TransposedLinear
+    made: type[Linear] = type(kind.__name__, (ours, kind), {"__module__": kind.__module__, "__reduce_ex__": reduce})
     return made
 
 

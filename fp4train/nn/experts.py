@@ -89,6 +89,10 @@ class Experts(PlannedLayer):
         return w.mT if self.transposed else w
 
     @property
+    def stored(self) -> Tensor | None:  # type: ignore[override]
+        return self.weight if self.transposed else None
+
+    @property
     def own_weights(self) -> tuple[Tensor, ...]:
         return tuple(self.w_ENK.unbind(0))
 

@@ -12,10 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp4train.nn.executors.cut import LayerShard, default_context
+from fp4train.nn.executors.cut import LayerShard
 from fp4train.nn.executors.gemms import without_torchs_autocast
 from fp4train.nn.planned import PlannedLayer
-from fp4train.nn.ranks import local
 from fp4train.precision.layers import Layer
 
 
@@ -60,12 +59,11 @@ class Linear(PlannedLayer, nn.Linear):
         return *self.own(x.reshape(-1, x.shape[-1]), self.w_NK), slice(None)
 
     def shard(self, own: LayerShard) -> None:
-        weight, parts = (self.weight, 1) if own.tensor is None else (local(self.weight), own.tensor.size)
-        self.out_features, self.in_features = weight.T.shape if self.transposed else weight.shape
-        self.layer_shard, self.default_context = own, None if own.tensor is None else default_context
+        self.layer_shard, self.default_context = own, own.default_context
+        self.out_features, self.in_features = self.own_weights[0].shape
         layer = replace(self.layer, in_features=self.in_features, out_features=self.out_features)
         segments = tuple(count for _, count in own.runs_of("w"))
-        self.rename(replace(layer, cut=own.cut, parts=parts, segments=segments), self.backend)
+        self.rename(replace(layer, cut=own.cut, parts=own.parts, segments=segments), self.backend)
 
     def forward(self, input: Tensor) -> Tensor:
         """y [..., out_features] of input [..., in_features]."""
@@ -88,13 +86,26 @@ class Linear(PlannedLayer, nn.Linear):
 
     @property
     def w_NK(self) -> Tensor:
-        """The weight [out_features, in_features]; a view where it is stored transposed."""
-        return self.weight.T if self.transposed else self.weight
+        """The weight [out_features, in_features]."""
+        return self.weight
 
     @property
     def own_weights(self) -> tuple[Tensor, ...]:
-        shard = self.layer_shard
-        return (self.w_NK if shard is None or shard.tensor is None else local(self.w_NK),)
+        return (self.w_NK if self.layer_shard is None else self.layer_shard.held(self.w_NK),)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, backend={self.backend}"
+
+
+class TransposedLinear(Linear):
+    """A layer that stores its weight as [in_features, out_features]: `Conv1D` of transformers."""
+
+    transposed = True
+
+    @property
+    def w_NK(self) -> Tensor:
+        return self.weight.T
+
+    @property
+    def stored(self) -> Tensor:  # type: ignore[override]
+        return self.weight

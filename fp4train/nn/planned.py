@@ -81,6 +81,8 @@ class PlannedLayer(nn.Module):
     is_fp4train_layer = True
     transposed = False
     """Whether each weight is stored as [in_features, out_features] (`Conv1D` of transformers)."""
+    stored: Tensor | None = None
+    """The parameter, where the weight is another view of it in each call."""
 
     weight: Tensor
     in_features: int
@@ -264,8 +266,8 @@ class PlannedLayer(nn.Module):
                 offset = context.token_start + counted
         at = (context.seed, step, offset or 0, self._layer_key)
         scaling: Any = self.states.get(DelayedScaling.kind)
-        fused, parameter = self.fused_weights, self.weight if self.transposed else None
-        return Call(executor, *at, weights, scaling, training, context.shared, fused, context.counters, parameter)
+        fused, counters = self.fused_weights, context.counters
+        return Call(executor, *at, weights, scaling, training, context.shared, fused, counters, self.stored)
 
     def prepared(self, part: Hashable) -> PreparedWeights:
         """The prepared forms of the weight, or of a part of it, in a step."""

@@ -24,6 +24,7 @@ per element and form instead of 2, and keeps only a rank's own tokens of q(xᵀ)
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -88,6 +89,20 @@ class LayerShard:
         if (self.tensor is None) != (self.cut is None):
             raise ValueError(f"cut={self.cut!r} with tensor={self.tensor}: a layer that is cut has ranks")
         check_choice("amax", self.amax, AMAXES)
+
+    @property
+    def parts(self) -> int:
+        """Number of ranks that the layer is cut over."""
+        return 1 if self.tensor is None else self.tensor.size
+
+    @property
+    def default_context(self) -> Callable[[torch.dtype], Context] | None:
+        """The context of the layer outside of any; None: it is nn.Linear there."""
+        return None if self.tensor is None else default_context
+
+    def held(self, w_NK: Tensor) -> Tensor:
+        """This rank's part of a weight."""
+        return w_NK if self.tensor is None else local(w_NK)
 
     @property
     def tokens(self) -> int:
