@@ -51,7 +51,7 @@ _log = logging.getLogger(__name__)
 
 
 Beside = Callable[[list[int]], Collection[int]]
-"""Given the steps that have a checkpoint, ascending, those that stay beside the newest ones."""
+"""A choice, of the steps that have a checkpoint, ascending: those that stay beside the newest ones."""
 
 
 class CheckpointError(UserError):

@@ -30,7 +30,7 @@ Tell = Callable[[int, int | None, str], None]
 
 
 def silent(done: int, total: int | None, what: str) -> None:
-    """Tells nobody."""
+    """A progress report that nobody reads."""
 
 
 @contextmanager

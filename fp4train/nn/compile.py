@@ -34,7 +34,7 @@ def _operator() -> ModuleType | None:
 
 
 OPERATOR = _operator()
-"""Registered before the first layer is traced."""
+"""The operator, registered before the first layer is traced."""
 
 untraced = torch.compiler.disable(Linear.forward)  # type: ignore[no-untyped-call]
 

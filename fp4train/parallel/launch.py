@@ -173,7 +173,7 @@ class Meeting:
         self.place, self.store, self.keeps = place, store, keeps
         self.hosts: list[str] = []
         """Host names of the ranks, once they have met."""
-        self.heard: str | None = None
+        self.first_word: str | None = None
         """The first word that a rank gave: its exit code and what it said."""
         self._own: str | None = None
         self._listener = Thread(target=self._listen, args=(listening,), daemon=True)
@@ -224,22 +224,22 @@ class Meeting:
         first = within(GRACE, lambda: str(self.store.compare_set(_WORD, "", self._own).decode()), None)
         if first is None:  # the store is gone, and rank 0 with it: one rank per machine speaks
             self._listener.join(GRACE)
-            return self.heard is None and (self.place.rank == 1 or self.place.local_rank == 0)
-        self.heard = first
+            return self.first_word is None and (self.place.rank == 1 or self.place.local_rank == 0)
+        self.first_word = first
         return first == self._own
 
     @property
     def code(self) -> int:
         """The exit code of the first word; 0: none was heard."""
-        return 0 if self.heard is None else int(self.heard.partition(" ")[0])
+        return 0 if self.first_word is None else int(self.first_word.partition(" ")[0])
 
     def lost(self) -> str | None:
         """The names of the ranks that are not there any more, "" if all are; None: one of them gave a word."""
-        if self.heard is not None:
+        if self.first_word is not None:
             return None
         keeper: list[int] | None = [0]  # a store that does not answer is that of rank 0
         silent = within(2 * GRACE, self._silent, keeper)
-        return None if silent is None or self.heard is not None else self._named(silent)
+        return None if silent is None or self.first_word is not None else self._named(silent)
 
     def leave(self, code: int) -> NoReturn:
         """End this process; if the store ends with it, when the others have heard a word, or have ended."""
@@ -255,7 +255,7 @@ class Meeting:
         self.store.set(f"lost/{self.place.rank}", "")
         with suppress(DistStoreError):  # no word in that time
             self.store.wait([_WORD], timedelta(seconds=GRACE))
-            self.heard = self.store.get(_WORD).decode()
+            self.first_word = self.store.get(_WORD).decode()
             return None
         return self._without("lost")
 
@@ -272,7 +272,7 @@ class Meeting:
     def _listen(self, listening: Any) -> None:
         with suppress(RuntimeError):  # of a store that is gone
             listening.wait([_WORD], timedelta(days=365))
-            self.heard = listening.get(_WORD).decode()
-            if self.heard != self._own:
+            self.first_word = listening.get(_WORD).decode()
+            if self.first_word != self._own:
                 time.sleep(_UNWINDING)
                 self.leave(self.code)

@@ -71,7 +71,7 @@ class RandomKey:
         col_offset: int = 0,
         counters: Tensor | None = None,
     ) -> None:
-        """Written out for speed: stochastic rounding makes one per operand and call. Packing checks the ranges."""
+        """A constructor by hand: stochastic rounding makes one per operand and call. Packing checks ranges."""
         try:
             words = _pack_words(seed, row_offset, col_offset >> 3, step * LANES + operand, layer)
             fits = 0 <= operand < LANES and not col_offset % LANES

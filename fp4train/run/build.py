@@ -21,7 +21,7 @@ from fp4train.errors import user_errors
 from fp4train.files import Folder
 from fp4train.hardware import Device
 from fp4train.models.common.cut import StageCut, multiplied
-from fp4train.models.common.initialise import materialise, why_not_born
+from fp4train.models.common.initialise import materialise, why_not_deferred
 from fp4train.nn import convert
 from fp4train.nn.planned import PlannedLayer
 from fp4train.optim import keep_bounds
@@ -262,7 +262,7 @@ def assemble(config: Config, place: Path, timeline: Timeline, world: World, *, d
         check_same(world, {"the data": fingerprint})
     _log.info("%s", data.description)
     with world.together():
-        model, born = _unborn(config, data.vocab_size, world, drawn)
+        model, deferred = _built_or_deferred(config, data.vocab_size, world, drawn)
         checks.set_masks(model, config, data.tokenizer)
         if world.size > 1:
             share_tensors(model, world, config.parallel)
@@ -289,7 +289,7 @@ def assemble(config: Config, place: Path, timeline: Timeline, world: World, *, d
         gather = effective(config.parallel.gather, whole=config.train.whole_weights is not None)
         for part in (model,) if pipeline is None else pipeline.stages.values():
             distribute(part, world, gather, config.parallel.reduce)
-    if born:
+    if deferred:
         with world.together(), user_errors(ValueError, before="the weights cannot be drawn: "):
             draw = getattr(config.model, "draw", "torch") if drawn else None
             materialise(model, world.device, seed=config.run.seed, draw=draw, whole=whole)
@@ -334,7 +334,7 @@ def inspect(model: nn.Module, config: Config, layers: Mapping[str, Layer]) -> tu
         return cut, Inventory.of(model, config.optim.build(model), layers, tied_weights(model, cut))
 
 
-def _unborn(config: Config, vocab_size: int, world: World, drawn: bool) -> tuple[nn.Module, bool]:
+def _built_or_deferred(config: Config, vocab_size: int, world: World, drawn: bool) -> tuple[nn.Module, bool]:
     """The model before it is cut over the ranks, and whether it gets memory and weights after that.
 
     On several ranks a model is cut first and drawn then, so that none ever holds all of it; one that cannot be drawn in
@@ -346,7 +346,7 @@ def _unborn(config: Config, vocab_size: int, world: World, drawn: bool) -> tuple
         model = build_model(config, vocab_size, torch.device("meta"))
         if world.size == 1:
             checks.check_memory(model)
-        if (reason := why_not_born(model)) is None:
+        if (reason := why_not_deferred(model)) is None:
             fuse(model, config.train, world.device.type)
             compile_blocks(model, config.train, world.device)
             return model, True

@@ -181,7 +181,7 @@ class QueuedTracker(Relay):
         self.inner = self._start()
 
     def _failed(self, error: Exception) -> None:
-        """Whatever a service's client may raise."""
+        """Keep an error of a service's client that has not begun; switch off one that has, at its first error."""
         if self.inner is None:
             self._raised.append(error)
         elif not self._over:

@@ -210,16 +210,18 @@ def descriptions_without_a_noun(source: Source) -> list[str]:
     begins = ("Of ", "Those ", "These ", "That of ", "What ", "Whose ", "Over ", "In place of ", "Is ", "It has ")
     begins += ("Until ", "Once per ", "Once for ", "Up to ", "Behind ", "Where ", "When ", "While ", "After ", "Per ")
     begins += ("Its ", "All of ", "The same", "For the ", "With ", "Without ", "Which ", "From ", "On ", "There ")
+    begins += ("More than ", "Whatever ", "Given ", "Registered ", "Raised ", "Written ")
     return [f"{line}: {text[:40]}" for line, text in texts if text.startswith(begins)]
 
 
 def names_of_a_role(source: Source) -> list[str]:
     """A name is the field's term for a thing, not its part in a story: `records`, `message`, `flatten`, not `told`."""
-    roles = {"told", "_together", "taken_apart", "put_together", "read_together", "apart"}
+    roles = {"told", "taken_apart", "put_together", "read_together", "apart", "heard", "born", "unborn", "forsake"}
     return [
         f"{node.lineno}: {name}"
         for node in ast.walk(source.tree)
-        for name in {*names_of(node)} & roles
+        for name in names_of(node)
+        if name.lstrip("_") in roles or name == "_together"
         if isinstance(node, (ast.expr, ast.stmt, ast.arg, ast.keyword))
     ]
 

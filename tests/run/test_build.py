@@ -39,7 +39,7 @@ def test_a_gpu_draws_by_counter_itself(draw: str, device: str, waits: bool, monk
     """A billion weights take a CPU a minute. `materialise` draws the same bits (tests/models/common)."""
     built: list[str] = []
     monkeypatch.setattr(build, "build_model", lambda config, size, on: built.append(on.type) or nn.Linear(2, 2))
-    monkeypatch.setattr(build, "why_not_born", lambda model: None)
+    monkeypatch.setattr(build, "why_not_deferred", lambda model: None)
     cfg = compose(["model=llama_tiny", f"model.draw={draw}", "device=cpu"])
-    _, born = build._unborn(to_config(cfg), 257, World(device=torch.device(device)), True)  # type: ignore[arg-type]
-    assert (built, born) == (["meta"] if waits else [device], waits)
+    _, deferred = build._built_or_deferred(to_config(cfg), 257, World(device=torch.device(device)), True)  # type: ignore[arg-type]
+    assert (built, deferred) == (["meta"] if waits else [device], waits)

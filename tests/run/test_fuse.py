@@ -18,7 +18,7 @@ from fp4train.exchange.trained import load_trained
 from fp4train.models.common import liger
 from fp4train.models.llama import Llama
 from fp4train.parallel.world import World
-from fp4train.run.build import _unborn
+from fp4train.run.build import _built_or_deferred
 from fp4train.run.fuse import fuse, kernels_of_layers
 
 
@@ -81,8 +81,8 @@ def test_a_run_with_them_resumes_to_the_bit_and_is_read_where_they_do_not_run(
 def test_a_model_that_gets_its_memory_after_it_was_built_runs_in_them() -> None:
     """On several ranks, from a folder of weights, and where a GPU draws the weights itself."""
     config = to_config(compose(["model=llama_tiny", "model.draw=counter", "device=cpu"]))
-    built, born = _unborn(config, 257, World(device=torch.device("cuda")), True)
-    assert born and built.liger is not None and built.blocks[0].attention.liger is not None
+    built, deferred = _built_or_deferred(config, 257, World(device=torch.device("cuda")), True)
+    assert deferred and built.liger is not None and built.blocks[0].attention.liger is not None
 
 
 @pytest.mark.parametrize(("asked", "used"), [("auto", True), ("torch", False)])

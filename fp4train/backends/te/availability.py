@@ -86,7 +86,7 @@ def pytorch_module() -> ModuleType:
 
 @contextlib.contextmanager
 def _refused(how: str) -> Iterator[None]:
-    """Whatever fails in importing TE as a ValueError that says so."""
+    """Make a ValueError of any failure to import TE."""
     found = version()
     if found is None:
         raise ValueError(

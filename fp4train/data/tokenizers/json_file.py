@@ -33,7 +33,7 @@ class JsonTokenizer:
         import tokenizers
 
         self._what, self._text = what, text
-        with _told(f"{what} is no tokenizer file of the `tokenizers` library"):
+        with _library_errors(f"{what} is no tokenizer file of the `tokenizers` library"):
             self._tokenizer = tokenizers.Tokenizer.from_str(text)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -77,7 +77,7 @@ class JsonTokenizer:
         return found
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        with _told(f"{self._what} cannot encode the text"):
+        with _library_errors(f"{self._what} cannot encode the text"):
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
@@ -110,7 +110,7 @@ class JsonTokenizer:
 
 
 @contextmanager
-def _told(what: str) -> Iterator[None]:
+def _library_errors(what: str) -> Iterator[None]:
     """Make a DataError of what the library raises: plain Exception, and BaseException where it panics."""
     try:
         yield

@@ -109,7 +109,7 @@ class Comparison:
             for history, name, gap in zip(histories, names_of(histories), gaps, strict=True)
         ]
         self.means = _means(histories, self.rows, losses)
-        """One per group of runs, if any group has several seeds."""
+        """Means of the seeds, one per group of runs, if any group has several."""
         self.differing = _differing([configuration(history) for history in histories])
         """The keys in which configurations differ, with the value of each run; empty where one is not known."""
 

@@ -62,7 +62,7 @@ class Errors:
         if np.prod(shape, dtype=float) > MOST:
             raise ValueError(f"the statistics have {len(layers)} layers, {len(operands)} operands, {len(steps)} steps")
         self.steps: Sequence[int] = steps.tolist()
-        """Ascending."""
+        """The measured steps, ascending."""
         self.layers, self.operands = ([plain(name, LAYER) for name in names] for names in (layers, operands))
         """Layers in the order of the model; operands "fprop.x", …"""
         self.values = {name: np.full(shape, np.nan) for name in METRICS}

@@ -208,11 +208,11 @@ def fork(subject: Subject, branch: Branch, settings: ForkSettings, number: int) 
     losses: list[float] = []
     parts: list[float] = []
 
-    def heard(step: Step, loss: float) -> Values:
+    def keep_loss(step: Step, loss: float) -> Values:
         losses.append(loss)
         return {}
 
-    ledger = Ledger(run, heard)
+    ledger = Ledger(run, keep_loss)
     problem = None
     try:
         for _ in range(settings.steps):

@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 MEASUREMENTS = "measurements.jsonl"
 REMEDY = "remove the file to measure anew"
 FORMAT = 3
-"""Raised when an earlier record would be read wrongly."""
+"""The number of the format; it grows when an earlier record would be read wrongly."""
 SHOWN, LENGTH = 4, 24
 """Differences that a message names, and characters of a value in it."""
 

@@ -1,7 +1,7 @@
 """The initial weights of a model that several ranks hold, each its part: no rank ever has more of them.
 
-A model that can be born this way says what its weights and buffers begin as (`Born`), and is built on the meta device,
-converted and sharded before it has any memory. `materialise` then gives it memory and values:
+A model whose initialisation can be deferred says what its weights and buffers begin as (`DeferredInit`), and is built
+on the meta device, converted and sharded before it has any memory. `materialise` then gives it memory and values:
 
 - `counter`: each rank computes its part from the seed, the parameter's name and the global position;
 - `torch`: the values that `build` draws on a CPU from torch's generator, in the order of the constructor. Each rank
@@ -89,7 +89,7 @@ Initial: TypeAlias = Normal | Uniform | Numbered | Filled
 
 
 @runtime_checkable
-class Born(Protocol):
+class DeferredInit(Protocol):
     """A model whose weights can be made after it was sharded."""
 
     def initial_values(self) -> Mapping[str, Initial]:
@@ -99,9 +99,9 @@ class Born(Protocol):
         """Buffer name → its values, on the CPU."""
 
 
-def why_not_born(model: nn.Module) -> str | None:
+def why_not_deferred(model: nn.Module) -> str | None:
     """Why a model must be built on the CPU, whole, before it is sharded; None: `materialise` can make its weights."""
-    if not isinstance(model, Born):
+    if not isinstance(model, DeferredInit):
         return f"{type(model).__name__} has no initial_values() and initial_buffers()"
     return None
 
@@ -115,7 +115,7 @@ def materialise(
     Tied parameters stay tied. An optimizer of the model is made afterwards: the parameters are other objects.
 
     Args:
-        model: a `Born` one, converted or not, with parameters of any sharding.
+        model: one with `DeferredInit`, converted or not, with parameters of any sharding.
         seed: that of the run.
         draw: `torch` or `counter`; None: the caller gives it all of its weights, which hold anything until then.
         whole: with `torch`, the model on the meta device that `model` is a stage of; None: `model` is whole.
@@ -125,9 +125,9 @@ def materialise(
     """
     if draw not in (*DRAWS, None):
         raise ValueError(f"draw={draw!r} is not one of {', '.join(DRAWS)}")
-    if reason := why_not_born(model):
+    if reason := why_not_deferred(model):
         raise ValueError(f"{reason}: build it on the CPU")
-    assert isinstance(model, Born)
+    assert isinstance(model, DeferredInit)
     values, buffers = model.initial_values(), model.initial_buffers()
     _check_names("parameter", [name for name, _ in model.named_parameters()], values)
     _check_names("buffer", [name for name, _ in model.named_buffers()], buffers)
@@ -148,7 +148,7 @@ def materialise(
 @torch.no_grad()
 def initialise(model: nn.Module, draw: str) -> None:
     """Draw the weights of a model that a constructor has just made, with torch's default generator or its seed."""
-    assert isinstance(model, Born)
+    assert isinstance(model, DeferredInit)
     parameters = dict(model.named_parameters())
     for name, initial in model.initial_values().items():
         if parameters[name].is_meta:
@@ -198,7 +198,7 @@ def _fill_box(part: TensorShard, initial: Initial, seed: int, name: str) -> None
 
 def _draw_in_order(parts: Mapping[str, TensorShard], model: nn.Module, seed: int) -> None:
     """The draws of `build` after `torch.manual_seed(seed)`: those of the layers' constructors, then the model's own."""
-    assert isinstance(model, Born)
+    assert isinstance(model, DeferredInit)
     generator = torch.Generator().manual_seed(seed)
     for module in model.modules():
         _pass_over(module, generator)

@@ -35,7 +35,7 @@ WARNINGS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 """Signals that little time is left; to repeat them takes none away."""
 
 _RANKS = 1 << 20
-"""More than there are, so that one number holds an amount of memory and the rank that uses it."""
+"""A number above that of all ranks: one number holds an amount of memory and the rank that uses it."""
 
 
 class StopRequest:

@@ -178,7 +178,7 @@ def follow(run: Run, step: Step, loss: float) -> Values:
     if found.since is not None and number == run.config.train.steps and found.ends_above_its_beginning(number):
         found.high = PERSIST  # no step is left to wait for
     if found.since is not None and found.seen and not before:
-        run.saver.forsake(found.since)
+        run.saver.discard_ruined(found.since)
         run.saver.wait()  # so that it is known which checkpoint is good
         if run.config.train.on_divergence == "warn":
             _log.warning("step %d: %s", number, rise(run))

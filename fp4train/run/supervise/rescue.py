@@ -38,7 +38,7 @@ def rescue(run: Run, error: NonFiniteError) -> str:
     past_non_finite(run, str(error))
     finite = all_finite(run)
     if run.divergence.since is not None:
-        run.saver.forsake(run.divergence.since)
+        run.saver.discard_ruined(run.divergence.since)
         run.saver.wait()
         report(run)
         return f"{error}. Before that {rise(run)}"
@@ -175,7 +175,7 @@ def explain(error: Exception, run: Run) -> UserError | None:
     where = torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else str(run.device)
     return LostError(
         f"{run.directory}: the GPU failed in step {run.step} ({where}, {run.device}): {text.rstrip('.')}. This process "
-        f"cannot use it any more; nvidia-smi and the kernel's log (NVRM: Xid) tell why. {_there(run)}"
+        f"cannot use it any more; nvidia-smi and the kernel's log (NVRM: Xid) tell why. {_resume_advice(run)}"
     )
 
 
@@ -195,7 +195,7 @@ def _smaller(run: Run) -> str:
         tries.append("model.recompute=true (keeps only the inputs of the blocks)")
     if not tries:
         tries.append("a smaller model or train.seq_len, or more GPUs")
-    words.append(_there(run, f" with {' or '.join(tries)}"))
+    words.append(_resume_advice(run, f" with {' or '.join(tries)}"))
     return ". ".join(words)
 
 
@@ -208,8 +208,8 @@ def _kept(layer: LayerPlan, tokens: int) -> float:
     )
 
 
-def _there(run: Run, how: str = "") -> str:
-    """The checkpoint that is there, and how to go on."""
+def _resume_advice(run: Run, how: str = "") -> str:
+    """The newest checkpoint, and how to go on from it."""
     if steps := steps_saved(run):
         return f"The checkpoint of step {steps[-1]} stays: resume={run.directory} goes on{how}"
     return f"There is no checkpoint: begin again{how}"

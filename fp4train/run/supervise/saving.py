@@ -93,7 +93,7 @@ class Saver:
         self.saved: int | None = None
         """The newest step that is written."""
         self.good: int | None = None
-        """The newest that a loss within its past was computed from."""
+        """The newest step whose state gave a loss within its past."""
         self.last: Outcome | None = None
         self._buffers: dict[str, Tensor] = {}
         self._prepared = False
@@ -175,7 +175,7 @@ class Saver:
 
             self._worker.put(job)
 
-    def forsake(self, step: int) -> None:
+    def discard_ruined(self, step: int) -> None:
         """The states from `step` on are ruined: if no checkpoint is good, those of them that have one are removed."""
 
         def job() -> None:

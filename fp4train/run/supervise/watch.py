@@ -58,7 +58,7 @@ class Watch:
         self._lock = None if lock is None else (lock.st_dev, lock.st_ino)
         self._end = threading.Event()
         self._beat_at = -BEAT_SECONDS
-        self._told: int | None = None
+        self._reported: int | None = None
         self._thread = threading.Thread(target=self._work, name="watch", daemon=True)
 
     def __enter__(self) -> Watch:
@@ -109,9 +109,9 @@ class Watch:
         """Log, once per step, how long it has waited for its tokens."""
         run, limit = self.run, self.run.config.train.step_timeout
         waits = run.feed.waiting()
-        if waits is None or run.step == self._told or waits[0] < min(DATA_SECONDS, limit / 2 or DATA_SECONDS):
+        if waits is None or run.step == self._reported or waits[0] < min(DATA_SECONDS, limit / 2 or DATA_SECONDS):
             return
-        self._told = run.step
+        self._reported = run.step
         then = f"train.step_timeout={limit:g} ends the run" if limit else "train.step_timeout=… would end the run"
         _log.error("step %d waits %.0f s for %s: a slow disk? %s", run.step, *waits, then)
 

@@ -21,7 +21,7 @@ from fp4train.models.common.initialise import (
     fill_normal,
     key_of,
     materialise,
-    why_not_born,
+    why_not_deferred,
 )
 from fp4train.models.llama import Llama, LlamaModel
 from fp4train.quantize.random import philox4x32
@@ -120,13 +120,15 @@ def test_a_model_born_on_the_meta_device_is_the_one_built_on_the_cpu(draw: str, 
     torch.manual_seed(SEED)
     built = small(draw, tied=tied).build(vocab_size=60, seq_len=16)
     with torch.device("meta"):
-        born = f4.convert(small(draw, tied=tied).build(vocab_size=60, seq_len=16))
-    materialise(born, CPU, seed=SEED, draw=draw)
-    assert isinstance(born, LlamaModel)
-    assert (born.head.weight is born.embed.weight) == tied
-    for (name, a), (again, b) in zip(built.named_parameters(), born.named_parameters(), strict=True):
+        deferred = f4.convert(small(draw, tied=tied).build(vocab_size=60, seq_len=16))
+    materialise(deferred, CPU, seed=SEED, draw=draw)
+    assert isinstance(deferred, LlamaModel)
+    assert (deferred.head.weight is deferred.embed.weight) == tied
+    for (name, a), (again, b) in zip(built.named_parameters(), deferred.named_parameters(), strict=True):
         assert name == again and torch.equal(a, b) and b.requires_grad, name
-    assert torch.equal(built.cos, born.cos) and torch.equal(built.sin, born.sin), "the buffers that no state dict has"
+    assert torch.equal(built.cos, deferred.cos) and torch.equal(built.sin, deferred.sin), (
+        "the buffers that no state dict has"
+    )
 
 
 def test_a_stage_of_a_model_draws_what_the_whole_draws_for_it() -> None:
@@ -173,7 +175,7 @@ class Odd(nn.Module):
 
 
 def test_a_model_that_cannot_be_born_is_told_what_it_lacks() -> None:
-    assert "Linear has no initial_values() and initial_buffers()" in str(why_not_born(nn.Linear(2, 2)))
+    assert "Linear has no initial_values() and initial_buffers()" in str(why_not_deferred(nn.Linear(2, 2)))
     with pytest.raises(ValueError, match=r"Linear has no initial_values.*: build it on the CPU"):
         materialise(nn.Linear(2, 2), CPU, seed=0, draw="counter")
     with pytest.raises(ValueError, match="what Conv1d draws is not known: use draw=counter"):
