@@ -3,7 +3,7 @@
 from fnmatch import fnmatchcase
 
 import pytest
-from count_code import BOUND, FIRST, LATER, PACKAGE, code_lines, counts, own_counts
+from count_code import BOUND, FIRST, LATER, PACKAGE, code_lines, counts, own_counts, part_lines
 
 FOUND = counts(PACKAGE)
 
@@ -15,11 +15,20 @@ def test_the_package_keeps_its_bound_of_code() -> None:
 
 
 @pytest.mark.parametrize("name", LATER)
-def test_a_capability_raised_the_bound_by_its_own_files_at_least(name: str) -> None:
-    """What its files have beyond that would be paid by what was there before it."""
-    own = own_counts(FOUND, LATER[name])
-    assert sum(own) <= LATER[name].lines
+def test_a_capability_raised_the_bound_by_its_own_files_and_parts_at_least(name: str) -> None:
+    """What they have beyond that would be paid by what was there before it."""
+    own, parts = own_counts(FOUND, LATER[name]), [part_lines(part) for part in LATER[name].parts]
+    assert own or parts, "a raise is tied to code"
+    assert sum(own) + sum(parts) <= LATER[name].lines
     assert len(own) <= LATER[name].files
+
+
+def test_parts_of_capabilities_lie_in_files_of_others() -> None:
+    """A definition counts once."""
+    parts = [part for each in LATER.values() for part in each.parts]
+    patterns = [pattern for each in LATER.values() for pattern in each.own]
+    assert len(parts) == len(set(parts))
+    assert not [part for part in parts if any(fnmatchcase(part.partition(":")[0], each) for each in patterns)]
 
 
 def test_own_files_of_capabilities_are_there_and_belong_to_one() -> None:
