@@ -7,10 +7,12 @@ names as an option (policy=FILE.yaml).
 """
 
 import hashlib
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any, Self
 
-from hydra.core.config_store import ConfigStore
+from hydra.core.config_store import ConfigNode, ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
@@ -31,11 +33,29 @@ CONFIGS = _folder("configs")
 RECIPES = _folder("recipes")
 
 
+@dataclass(frozen=True)
+class _Unread:
+    """A YAML file, which is read when Hydra copies it to compose it: one recipe of the many."""
+
+    path: Path
+
+    def __deepcopy__(self, memo: object) -> Any:
+        return OmegaConf.load(self.path)
+
+
+class _Option(ConfigNode):
+    """An option that is not copied with all of Hydra's state."""
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+
 @cache
 def register_recipes() -> None:
     """Give Hydra the files of `RECIPES` as the options of its group `recipe`."""
+    store = ConfigStore.instance().repo.setdefault("recipe", {})
     for path in sorted(RECIPES.glob("*.yaml")):
-        ConfigStore.instance().store(group="recipe", name=path.stem, node=OmegaConf.load(path), provider="fp4train")
+        store[path.name] = _Option(path.name, _Unread(path), "recipe", package=None, provider="fp4train")  # type: ignore[arg-type]
 
 
 def options(folder: Path) -> dict[str, list[str]]:

@@ -14,7 +14,7 @@ from hydra import compose
 from hydra._internal.hydra import Hydra
 
 from fp4train.cli import plan, train
-from fp4train.config import Config, composition, schema
+from fp4train.config import Config, composition, folders, schema
 from fp4train.precision import report
 from fp4train.run import build
 from fp4train.run.record import directory, journal, stretches
@@ -171,6 +171,21 @@ def test_a_start_composes_once_binds_once_and_explains_once(
     if start.composed == 1:
         assert [what for what, times in kept.items() if times > 1] == []
     assert [each for each in start.made if not Path(each).is_dir()] == []
+
+
+def test_a_start_reads_the_one_recipe_that_it_composes(
+    cli: Cli, composed: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    original = folders._Unread.__deepcopy__
+
+    def copied(file: folders._Unread, memo: object) -> Any:
+        read.append(file.path.stem)
+        return original(file, memo)
+
+    monkeypatch.setattr(folders._Unread, "__deepcopy__", copied)
+    assert cli("plan", "recipe=mxfp8").code == 0
+    assert len(composed) == 1 and read == ["mxfp8"]
 
 
 def test_a_plan_loads_neither_what_divides_runs_nor_the_compiler() -> None:
