@@ -68,6 +68,7 @@ LATER = {
     "checks: called layers, deterministic GPUs, every recipe at once, the parts of a step": Capability(190, 2),
     "Liger's kernels, and those that a plan names": Capability(162, 2, ("models/common/liger.py", "run/fuse.py")),
     "one scale for fused weights": Capability(160, 1),
+    "one product of layers that read one x": Capability(276, 2, ("precision/joint.py", "nn/executors/joint.py")),
     "Transformer Engine over microbatches, shards and layers with one input": Capability(152, 0),
 }
 """A new capability has an entry of its own; its lines are what it needs."""
