@@ -10,7 +10,7 @@ Each layer's w and dy are quantised as the layer alone would do it, with its ama
 scales are then joined. That is one operand only where no scale spans several layers' features: blocks must end where a
 layer ends, and a scale of the whole tensor must be one that the layers share (`recipe.fused_scales`). So each GEMM is
 one product or a product per layer by itself. Of one product y and dw have the numbers of the layers apart, but for the
-order of additions.
+order of additions. (A bias of a layer in high precision has a gradient that is summed in float32, as that of others.)
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def why_separate(readers: Sequence[LayerPlan], gemm: str) -> str | None:
     """Why layers that read one x, in one recipe, do not compute `gemm` as one product; None: they do."""
     first = readers[0]
     if first.layer_backend is not None:
-        return f"{LAYER_BACKENDS[first.layer_backend].title} multiplies one layer's weight at a time"
+        return f"{LAYER_BACKENDS[first.layer_backend].title} takes one weight, and theirs joined would be a copy"
     if first.layer.unconverted is not None or first.layer.experts:
         return "they are not linear layers of fp4train"
     if first.why_no_codes is not None:

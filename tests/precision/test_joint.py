@@ -119,7 +119,7 @@ def test_layers_of_several_backends_and_those_on_transformer_engine_are_apart(mo
     hopper = Device.elsewhere(find_gpu("H100"))
     on_te = plans(FP8Block(), device=hopper)["attention.wq"]
     assert on_te.layer_backend == "te" and not on_te.joint
-    assert on_te.wgrad.why.endswith("because Transformer Engine multiplies one layer's weight at a time")
+    assert on_te.wgrad.why.endswith("because Transformer Engine takes one weight, and theirs joined would be a copy")
     blackwell = Device.elsewhere(find_gpu("B200"))
     model = nn.Module()
     model.a, model.b, model.fp4train_fused = nn.Linear(64, 64), nn.Linear(64, 48), (("a", "b"),)

@@ -12,74 +12,22 @@ from typing import Any
 
 import pytest
 import torch
+from joint_layers import CPU, SIZES, TOKENS, K, made, normal, whole, within
 from recorded_products import Recorder
 from torch import Tensor, nn
 
 import fp4train as f4
 from fp4train.backends import emulate, native
-from fp4train.hardware import Device
-from fp4train.nn.planned import PlannedLayer
 from fp4train.precision import BF16, FP32, MXFP8, NVFP4, FP8Block, FP8Row, Mixed, Recipe, recompute
-from fp4train.precision.context import Context, use
-from fp4train.precision.layers import find_layers
-from fp4train.precision.phases import Timeline
-from fp4train.precision.plan import make_plan
+from fp4train.precision.context import use
 from fp4train.precision.recipes import MXFP4, MXFP6
 
-CPU = torch.device("cpu")
-K, SIZES, TOKENS = 256, (256, 128, 128), 128
 RECIPES = [
     *(BF16(), FP32(), MXFP8(), MXFP6(), MXFP4(), FP8Block(), FP8Row(), NVFP4(fused_scales=True)),
     Mixed(fprop=BF16(), dgrad=NVFP4(), wgrad=NVFP4()),
     Mixed(fprop=NVFP4(), dgrad=MXFP8(), wgrad=MXFP8()),
 ]
 each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda each: each.name)
-
-
-class Readers(nn.Module):
-    """Three layers of one x."""
-
-    fp4train_fused = (("wq", "wk", "wv"),)
-
-    def __init__(self, bias: tuple[bool, ...] = (True, False, True)) -> None:
-        super().__init__()
-        for name, size, has in zip(("wq", "wk", "wv"), SIZES, bias, strict=True):
-            setattr(self, name, nn.Linear(K, size, bias=has))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return self.wq(x), self.wk(x), self.wv(x)
-
-
-def whole(*shape: int, seed: int, most: int = 2) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-most, most + 1, shape, generator=generator).float()
-
-
-def normal(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def made(
-    recipe: Recipe, *, joint: bool, values: Callable[..., Tensor] = normal, sums: bool = False, backend: str = "auto"
-) -> nn.Module:
-    """The layers, which run an applied plan."""
-    model = f4.convert(Readers(), backend=backend)
-    with torch.no_grad():
-        for seed, each in enumerate(model.parameters()):
-            each.copy_(values(*each.shape, seed=seed))
-    layers = find_layers(model)
-    options: dict[str, Any] = {"tokens": TOKENS, "device": Device(type="cpu"), "backend": backend, "joint": joint}
-    stretch = make_plan(layers.values(), Timeline(recipe=recipe, steps=9), None, **options).stretches[0]
-    for module in model.modules():
-        if isinstance(module, PlannedLayer):
-            module.sum_gradients(sums)
-            module.apply_plan(stretch.layers[module.layer.name], recipe, None, CPU)
-    assert joint is model.wq.executor_in(within(recipe), CPU).plan.joint
-    return model
-
-
-def within(recipe: Recipe, step: int | None = 0, **options: Any) -> Context:
-    return Context(recipe=recipe, seed=1, step=step, token_offset=0, applied=True, **options)
 
 
 def results(
