@@ -116,6 +116,7 @@ LATER = {
             "backends/te/__init__.py:TransformerEngine.shares_input",
         ),
     ),
+    "one product of layers that read one x": Capability(276, 2, ("precision/joint.py", "nn/executors/joint.py")),
 }
 """A new capability has an entry of its own; its lines are what it needs. An entry names its files or its parts."""
 

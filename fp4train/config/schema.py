@@ -83,6 +83,9 @@ class TrainSettings:
         kernels: what runs norms, gates, rotations and the loss of the head: "torch"; "liger", its kernels for GPUs, an
             error where they do not run; "auto", liger's where they run (`models/common/liger.py`). Losses differ in the
             last digits. With train.compile the compiler has the blocks, and liger's what lies outside of them.
+        joint_products: multiply layers that read one x (queries, keys and values; gate and up) as one, in each GEMM
+            whose numbers allow it (`precision/joint.py`); the plan says which. dx is then rounded once and not per
+            layer, so losses differ in the last digits.
         document_mask: let tokens attend within their own document alone, where several are packed into a sequence
             (arXiv:2407.21783, section 3.2). Positions count from the start of the sequence; only distances matter.
         on_divergence: what to do when the loss is far above its past, besides a warning: "warn" goes on, "stop" ends
@@ -100,6 +103,7 @@ class TrainSettings:
     deterministic: bool = False
     cuda_graph: bool | Literal["block"] = False
     kernels: str = "auto"
+    joint_products: bool = False
     document_mask: bool = False
     on_divergence: str = "warn"
     rewinds: int = 5

@@ -21,6 +21,7 @@ from fp4train.quantize.sharded import measure_amax as measure_amax
 from fp4train.quantize.sharded import packed_bytes as packed_bytes
 from fp4train.quantize.sharded import quantised_in_runs as quantised_in_runs
 from fp4train.quantize.sharded import requantised as requantised
+from fp4train.quantize.sharded import stacked as stacked
 from fp4train.quantize.sharded import why_not_cut as why_not_cut
 from fp4train.quantize.spec import Delayed as Delayed
 from fp4train.quantize.spec import QuantSpec as QuantSpec

@@ -9,6 +9,7 @@ groups of the Hadamard transform.
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -114,8 +115,23 @@ def quantised_in_runs(
         own = amax if amax is None or amax.ndim < 2 or columns else amax[start : start + size]
         found.append(make(x_RC.narrow(1 if columns else 0, start, size), at, own))
         start += size
-    parts = (divided_tensors(each, columns=columns) for each in found)
-    return joined(found[0], [torch.cat(each) for each in zip(*parts, strict=True)], start, columns=columns)
+    return stacked(found, columns=columns)
+
+
+def stacked(parts: Sequence[Quantized], *, columns: bool) -> Quantized:
+    """The matrix of these parts of its rows or columns, whole blocks each; scales are not in tiles."""
+    first, axis = parts[0], int(columns)
+    extent = sum(each.shape[axis] for each in parts)
+    shape = (first.shape[0], extent) if columns else (extent, first.shape[1])
+    scaled = first.spec.block[axis] is not None
+    per_row = first.amax is not None and first.amax.ndim == 2 and (first.spec.global_scale == "block" or not columns)
+
+    def whole(name: str, divided: bool) -> Any:
+        own = [getattr(each, name) for each in parts]
+        return own[0] if own[0] is None or not divided else torch.cat(own, dim=axis)
+
+    codes, scales, amax = whole("codes", True), whole("scales", scaled), whole("amax", per_row)
+    return Quantized(first.spec, shape, codes, scales, amax, whole("factor", per_row))
 
 
 def joined(shard: Quantized, tensors: Sequence[Tensor], extent: int, *, columns: bool) -> Quantized:

@@ -164,8 +164,11 @@ def build_plan(
             stages, or steps are to be recorded and a recipe depends on the host.
     """
     tokens = config.train.rows(data_ranks) * config.train.seq_len
+    why_not = "tensor parallelism cuts them" if config.parallel.tp > 1 else None
+    options: dict[str, Any] = {"backend": config.backend, "joint": config.train.joint_products}
+    options["why_not_joint"] = "train.compile has an operator per layer" if config.train.compile else why_not
     with user_errors(ValueError):
-        plan = make_plan(layers.values(), timeline, config.policy, tokens=tokens, device=device, backend=config.backend)
+        plan = make_plan(layers.values(), timeline, config.policy, tokens=tokens, device=device, **options)
         plan.check_ranks(stages=stages)
         if config.train.cuda_graph:
             check_plan(plan, config.train.cuda_graph)

@@ -46,6 +46,7 @@ def saved(run: str) -> list[bytes]:
     [
         ("recipe=nvfp4", "model.recompute=true", "eval.every=3", "eval.errors_every=6", "checkpoint.every=5"),
         ("recipe=bf16", "optim=muon"),
+        ("recipe=mxfp8", "train.joint_products=true"),
         pytest.param(("recipe=fp16", "train.document_mask=true"), marks=pytest.mark.long),
         pytest.param(("recipe=mxfp8", "model=hybrid_tiny", "train.steps=5"), marks=pytest.mark.long),
     ],

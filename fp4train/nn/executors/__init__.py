@@ -4,6 +4,7 @@
     gemms         three GEMMs, each on its own backend
     cut           the same of a layer's shard, with tensor parallelism's collectives
     parts         the same of parts of the in features, each in a recipe of its own
+    joint         the same of layers that read one x, together
     groups        the same of a group of weights, each for its own rows (experts)
 
 `EXECUTORS` alone decides between them. What an executor carries from step to step are states of its layer, because it
@@ -24,6 +25,7 @@ from fp4train.nn.call import Executor
 from fp4train.nn.executors.cut import CutGemms, LayerShard
 from fp4train.nn.executors.gemms import Gemms
 from fp4train.nn.executors.groups import BackendExperts, GroupGemms
+from fp4train.nn.executors.joint import JointGemms
 from fp4train.nn.executors.parts import ChannelParts
 from fp4train.nn.executors.whole_layer import BackendLayer, TorchLayer
 from fp4train.precision.layer_plan import LayerPlan
@@ -36,6 +38,7 @@ EXECUTORS: Final[Mapping[type[Executor], Callable[[LayerPlan], object]]] = {
     BackendExperts: lambda plan: plan.layer.experts and plan.layer_backend,
     GroupGemms: lambda plan: plan.layer.experts,
     CutGemms: lambda plan: plan.layer.cut,
+    JointGemms: lambda plan: plan.joint,
     TorchLayer: lambda plan: not plan.quantised,
     BackendLayer: lambda plan: plan.layer_backend,
     ChannelParts: lambda plan: plan.recipe.outliers,

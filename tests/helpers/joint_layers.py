@@ -1,0 +1,73 @@
+"""Layers that read one x, which run an applied plan: as one product per GEMM, or each by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fp4train as f4
+from fp4train.hardware import Device
+from fp4train.nn.planned import PlannedLayer
+from fp4train.precision import Recipe
+from fp4train.precision.context import Context
+from fp4train.precision.layers import find_layers
+from fp4train.precision.phases import Timeline
+from fp4train.precision.plan import make_plan
+
+CPU = torch.device("cpu")
+K, SIZES, TOKENS = 256, (256, 128, 128), 128
+
+
+class Readers(nn.Module):
+    """Three layers of one x."""
+
+    fp4train_fused = (("wq", "wk", "wv"),)
+
+    def __init__(self, biases: tuple[str, ...] = ("wq", "wv")) -> None:
+        super().__init__()
+        for name, size in zip(("wq", "wk", "wv"), SIZES, strict=True):
+            setattr(self, name, nn.Linear(K, size, bias=name in biases))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.wq(x), self.wk(x), self.wv(x)
+
+
+def whole(*shape: int, seed: int, most: int = 2) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-most, most + 1, shape, generator=generator).float()
+
+
+def normal(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def made(
+    recipe: Recipe,
+    *,
+    joint: bool,
+    values: Callable[..., Tensor] = normal,
+    sums: bool = False,
+    backend: str = "auto",
+    biases: tuple[str, ...] = ("wq", "wv"),
+) -> Any:
+    """The layers, which run an applied plan."""
+    model: Any = f4.convert(Readers(biases), backend=backend)
+    with torch.no_grad():
+        for seed, each in enumerate(model.parameters()):
+            each.copy_(values(*each.shape, seed=seed))
+    layers = find_layers(model)
+    options: dict[str, Any] = {"tokens": TOKENS, "device": Device(type="cpu"), "backend": backend, "joint": joint}
+    stretch = make_plan(layers.values(), Timeline(recipe=recipe, steps=9), None, **options).stretches[0]
+    for module in model.modules():
+        if isinstance(module, PlannedLayer):
+            module.sum_gradients(sums)
+            module.apply_plan(stretch.layers[module.layer.name], recipe, None, CPU)
+    assert joint is model.wq.executor_in(within(recipe), CPU).plan.joint
+    return model
+
+
+def within(recipe: Recipe, step: int | None = 0, **options: Any) -> Context:
+    return Context(recipe=recipe, seed=1, step=step, token_offset=0, applied=True, **options)
