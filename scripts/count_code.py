@@ -77,7 +77,7 @@ LATER = {
     ),
     "moments in BF16, and AdamW's kernels": Capability(290, 2, ("optim/rounded.py", "kernels/triton/adamw.py")),
     "products and codes in fewer passes": Capability(
-        295,
+        300,
         1,
         ("kernels/triton/both.py",),
         (

@@ -130,15 +130,22 @@ def matmul(a: Decoded, b: Decoded, *, out_dtype: torch.dtype, bias: Tensor | Non
     return torch.mul(product, factors[-1], out=torch.empty_like(product, dtype=out_dtype))
 
 
-def add_product(total_RS: Tensor, a_RC: Tensor, b_CS: Tensor) -> None:
+def add_product(total_RS: Tensor, a_RC: Tensor, b_CS: Tensor, *, first: bool = False) -> None:
     """Add a·b to a float32 sum, in place; on GPUs within the product, in float32.
 
-    There it moves the 8 bytes per element of the sum that it must; a product of its own that is added moves 16.
+    There it moves the 8 bytes per element of the sum that it must, 4 for the first term; a product of its own that is
+    added moves 16.
 
     Args:
         a_RC, b_CS: of one dtype.
+        first: whether a·b is the first term: the sum, which may hold anything, is written.
     """
-    if a_RC.is_cuda and a_RC.dtype != torch.float32:
+    on_gpu = a_RC.is_cuda and a_RC.dtype != torch.float32
+    if first and on_gpu:
+        torch.mm(a_RC, b_CS, out_dtype=torch.float32, out=total_RS)
+    elif first:
+        total_RS.copy_(widened(torch.mm, a_RC, b_CS))
+    elif on_gpu:
         torch.addmm(total_RS, a_RC, b_CS, out_dtype=torch.float32, out=total_RS)
     else:
         total_RS += widened(torch.mm, a_RC, b_CS)

@@ -54,7 +54,7 @@ class _ChunkedDistillation(ChunkedLoss):
         rows = chunk_rows(h_MD.device.type, w_VD.shape[0])
         w = w_VD.to(dtype)
         dh = torch.empty_like(h_MD) if ctx.needs_input_grad[0] else None
-        dw = torch.zeros(w_VD.shape, dtype=torch.float32, device=w_VD.device) if ctx.needs_input_grad[1] else None
+        dw = torch.empty(w_VD.shape, dtype=torch.float32, device=w_VD.device) if ctx.needs_input_grad[1] else None
         total = torch.zeros((), device=h_MD.device)
         for start in range(0, tokens, rows):
             chunk = slice(start, start + rows)
@@ -76,7 +76,7 @@ class _ChunkedDistillation(ChunkedLoss):
             if dh is not None:
                 dh[chunk] = widened(torch.mm, grad, w).to(dh.dtype)
             if dw is not None:
-                add_product(dw, grad.T, h)
-        ctx.save_for_backward(dh, None if dw is None else dw.to(w_VD.dtype))
-        ctx.tokens = tokens
+                add_product(dw, grad.T, h, first=start == 0)
+        ctx.save_for_backward(dh, dw)
+        ctx.tokens, ctx.dtype = tokens, w_VD.dtype
         return total / tokens

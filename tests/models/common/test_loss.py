@@ -128,16 +128,16 @@ def test_a_gpu_takes_thousands_of_rows_at_a_time_and_a_cpu_what_it_always_took(
 
 def test_on_a_gpu_the_heads_gradient_is_summed_over_chunks_unrounded() -> None:
     """A BF16 product per chunk would round once per chunk, and a sum of its own would read and write dw once more. The
-    call is recorded on tensors without data: the one operator writes into dw itself."""
+    calls are recorded on tensors without data: the one operator of a chunk writes into dw itself, and that of the
+    first chunk reads nothing there."""
     asked: list[tuple[Any, bool]] = []
 
     class Recorded(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            if function is torch.ops.aten.addmm.dtype_out:
-                made = torch.ops.aten.addmm.dtype(*args)  # the same sum in new memory: its shape and dtype
-                asked.append(
-                    (function, args[0] is kwargs["out"] is dw and (made.shape, made.dtype) == (dw.shape, dw.dtype))
-                )
+            if function in (torch.ops.aten.addmm.dtype_out, torch.ops.aten.mm.dtype_out):
+                made = function.overloadpacket.dtype(*args)  # in new memory: its shape and dtype
+                inside = kwargs["out"] is dw and (args[0] is dw) == (len(args) == 4)
+                asked.append((function, inside and (made.shape, made.dtype) == (dw.shape, dw.dtype)))
                 return dw
             if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.add, torch.ops.aten.add_):
                 asked.append((function, False))
@@ -146,8 +146,60 @@ def test_on_a_gpu_the_heads_gradient_is_summed_over_chunks_unrounded() -> None:
     with FakeTensorMode(), Recorded():
         grad, h = (torch.empty(8, n, dtype=torch.bfloat16, device="cuda") for n in (32, 16))
         dw = torch.empty(32, 16, device="cuda")
+        add_product(dw, grad.T, h, first=True)
         add_product(dw, grad.T, h)
-    assert asked == [(torch.ops.aten.addmm.dtype_out, True)]
+    assert asked == [(torch.ops.aten.mm.dtype_out, True), (torch.ops.aten.addmm.dtype_out, True)]
+
+
+class Written(TorchDispatchMode):
+    """The names of the operators whose result has a shape."""
+
+    def __init__(self, shape: torch.Size) -> None:
+        super().__init__()
+        self.shape, self.names = shape, []  # type: ignore[var-annotated]
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        made = function(*args, **(kwargs or {}))
+        if isinstance(made, Tensor) and made.shape == self.shape and not function.is_view:
+            self.names.append(function.overloadpacket.__name__)
+        return made
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_in_a_second_microbatch_the_heads_gradient_is_made_scaled_and_added_in_place(
+    monkeypatch: pytest.MonkeyPatch, chunks: int
+) -> None:
+    """Each pass over it is a gigabyte of a vocabulary of 128 k: no zeros, no copy, and the bits of the plain sum."""
+    monkeypatch.setattr(loss_module, "_LOGITS_IN_A_CHUNK", -(-TOKENS // chunks) * VOCABULARY)
+    h, w, targets = inputs(torch.float32)
+    (chunked_cross_entropy(h, w, targets) * 0.3).backward()
+    first, once = w.grad, w.grad.clone()  # type: ignore[union-attr]
+    with Written(w.shape) as written:
+        (chunked_cross_entropy(h, w, targets) * 0.3).backward()
+    assert written.names == ["empty", "mm", "copy_", *["mm", "add_"] * (chunks - 1), "mul_", "add_"]
+    assert w.grad is first
+    total = torch.zeros_like(w)
+    with torch.no_grad():
+        for h_CD, target in zip(h.split(-(-TOKENS // chunks)), targets.split(-(-TOKENS // chunks)), strict=True):
+            _, grad = loss_module._losses(h_CD @ w.T, target[:, None], None, masked=False, gradient=True)
+            total += grad.T @ h_CD
+    assert torch.equal(once, total * (torch.tensor(0.3) / TOKENS)) and torch.equal(w.grad, once + once)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_gradients_are_scaled_in_place_and_rounded_once(dtype: torch.dtype) -> None:
+    x, factor = torch.randn(1000, generator=torch.Generator().manual_seed(0)).to(dtype), torch.tensor(1 / 3)
+    wanted = (x.float() * factor).to(dtype)
+    assert torch.equal(loss_module.scale(x, factor), wanted) and torch.equal(x, wanted)
+
+
+def test_a_second_backward_pass_of_a_graph_is_an_error() -> None:
+    """The first one has scaled what the graph holds."""
+    h, w, targets = inputs(torch.float32)
+    loss = chunked_cross_entropy(h, w, targets)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 @pytest.mark.usefixtures("chunks")
