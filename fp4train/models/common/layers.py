@@ -28,11 +28,20 @@ class RMSNorm(Fusible, nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """y, with the shape and dtype of x [..., width]."""
-        weight = self.weight if self.tensor is None else shared_by(self.tensor, self.weight)
         if self.liger is not None and self.eps is not None:
-            return self.liger.rms_norm(x, weight.to(x.dtype), self.eps)
-        y: Tensor = F.rms_norm(x, self.normalized_shape, weight.to(x.dtype), self.eps)
+            return self.liger.rms_norm(x, self._weight(x.dtype), self.eps)
+        y: Tensor = F.rms_norm(x, self.normalized_shape, self._weight(x.dtype), self.eps)
         return y
+
+    def of_sum(self, x: Tensor, change: Tensor) -> tuple[Tensor, Tensor]:
+        """(y of x + change, x + change), each [..., width], in one pass where Liger's kernels run."""
+        if self.liger is not None and self.eps is not None:
+            return self.liger.add_rms_norm(x, change, self._weight(x.dtype), self.eps)
+        total = x + change
+        return self(total), total
+
+    def _weight(self, dtype: torch.dtype) -> Tensor:
+        return (self.weight if self.tensor is None else shared_by(self.tensor, self.weight)).to(dtype)
 
 
 @dataclass(frozen=True, kw_only=True)

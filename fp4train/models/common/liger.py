@@ -1,13 +1,25 @@
 """The operations between a model's products, in Liger's kernels (liger-kernel, arXiv:2410.10989) on NVIDIA GPUs.
 
-    RMSNorm               a kernel each way, float32 inside and rounded once, as F.rms_norm
-    silu(gate) ⊙ up       a kernel each way; backward makes silu again and writes both gradients over gate and up
-    rotary embedding      one kernel for queries and keys, in their own memory
-    cross-entropy         loss and gradient of a chunk of logits, in their own memory: two reads and one write, 6 bytes
-                          per BF16 logit; torch's operators move 32
+| part | kernels | bytes per BF16 element | least |
+|---|---|---|---|
+| RMSNorm | one each way, float32 inside and rounded once, as F.rms_norm | 4 + 6 | 4 + 6 |
+| x + y, then RMSNorm | one each way | 8 + 8 | 8 + 8 |
+| silu(gate) ⊙ up | one each way; backward makes silu again and writes over gate and up | 6 + 10 | 6 + 10 |
+| rotary embedding | one each way for queries and keys, in their own memory | 4 + 4 | 4 + 4 |
+| cross-entropy | loss and gradient of a chunk of logits in one, in their own memory | 6 | 4 |
+
+"8 + 8": forward reads both terms and writes sum and norm; backward reads the gradients of both and the sum, and writes
+the one gradient of both terms. The least is each input read and each result written once. Cross-entropy takes 1.5 times
+that: the gradient needs the whole row's sum, and a row of 128 k BF16 logits, 256 kB, is more than a multiprocessor
+holds (228 kB on SM 9.0 and 10.0), so it is read twice, the second time from the L2 cache at best. torch's operators
+move 52 bytes per logit (`loss.LOGIT_BYTES`), and 10 + 12 per element of a sum and its norm.
 
 Products are not theirs: a recipe's layers stay as they are, and the head is multiplied as before, in high precision.
 Results differ from torch's operators in the last digits, since sums have another order and rotations round less often.
+Only the sum within a block is fused with the norm after it: between two blocks lies the residual stream alone, which
+shards, recomputation, stages and graphs of blocks rely on. RMSNorms with ε outside of the root (StripedHyena) have no
+kernel here.
+
 Liger's own linear cross-entropy is not used: it counts targets on the host, which no CUDA graph can record, and takes
 so few tokens at a time that the float32 gradient of the head is read and written dozens of times.
 """
@@ -16,7 +28,8 @@ import re
 from collections.abc import Iterable
 from functools import cache
 from importlib import import_module, metadata
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +38,18 @@ from fp4train.text import first_line
 
 OLDEST, BEFORE = (0, 8, 5), (0, 9)
 """Versions of liger-kernel whose functions are those that are called here."""
+
+MOVED: Final = MappingProxyType(
+    {
+        "rms_norm": (4, 6),
+        "add_rms_norm": (8, 8),
+        "silu_product": (6, 10),
+        "rotate": (4, 4),
+        "cross_entropy": (6, 0),
+    }
+)
+"""Bytes that a call moves forward and backward, per BF16 element of its first argument; `rotate`: of both; with a
+gradient."""
 
 _IGNORED = -1
 _LARGEST_BLOCK = 1 << 15
@@ -40,8 +65,9 @@ class Liger:
 
     def __init__(self) -> None:
         ops: Any = import_module("liger_kernel.ops")
-        self._norm, self._product, self._rotation = (
+        self._norm, self._sum_norm, self._product, self._rotation = (
             ops.LigerRMSNormFunction,
+            ops.LigerFusedAddRMSNormFunction,
             ops.LigerSiLUMulFunction,
             ops.LigerRopeFunction,
         )
@@ -52,6 +78,11 @@ class Liger:
         # Offset of the weight, where to round ("gemma": after the product), not over dy, which others may read, rows.
         y: Tensor = self._norm.apply(x, weight_D, eps, 0.0, "gemma", False, None)
         return y
+
+    def add_rms_norm(self, x: Tensor, change: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """(The norm of x + change as `rms_norm` has it, x + change rounded to their dtype). One shape and dtype."""
+        y, total = self._sum_norm.apply(change, x, weight_D, eps, 0.0, "gemma", False)
+        return y, total
 
     def silu_product(self, gate: Tensor, up: Tensor) -> Tensor:
         """silu(gate) ⊙ up. Backward writes the gradients over both, which nothing else may need then."""

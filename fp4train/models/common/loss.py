@@ -26,6 +26,11 @@ _ROWS_ON_A_GPU = 4096
 bytes, 1.6 GB at 128 k × 1024, where the logits of 4096 rows are 2 GB."""
 
 
+LOGIT_BYTES = 52
+"""Bytes that torch's operators move per BF16 logit for the loss and its gradient: 6 to make it float32, 24 in logsumexp
+(the largest, differences, exponentials, their sum), 16 for the gradient, 6 to round it."""
+
+
 def chunk_rows(device: str, vocabulary: int) -> int:
     """Tokens whose logits are held at a time on a device of this type."""
     rows = max(1, _LOGITS_IN_A_CHUNK // vocabulary)

@@ -89,8 +89,9 @@ class RotaryBlock(nn.Module):
     def forward(
         self, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor, cache: KeyValues | None = None, mask: Tensor | None = None
     ) -> Tensor:
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), cos_TE, sin_TE, cache, mask)
-        return x_BTD + self.fed(self.mlp_norm(x_BTD), cos_TE.shape[0])
+        change = self.attention(self.attention_norm(x_BTD), cos_TE, sin_TE, cache, mask)
+        y_BTD, x_BTD = self.mlp_norm.of_sum(x_BTD, change)
+        return x_BTD + self.fed(y_BTD, cos_TE.shape[0])
 
     def fed(self, x_BTD: Tensor, time: int) -> Tensor:
         """The MLP's output; `time` is T, which a tensor-parallel rank's share of the tokens does not tell."""

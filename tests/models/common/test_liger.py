@@ -62,13 +62,14 @@ def test_loss_and_gradients_are_those_of_torchs_operators(shape: dict[str, bool]
 
 
 def test_a_recipe_quantises_what_it_does_without_them() -> None:
-    """The loss lies as near to that of torch's operators as the last digits of BF16."""
+    """The loss lies as near to that of torch's operators as the last digits of BF16; in the gradients of a small model
+    these change codes of four bits."""
     plain, fused = model(), model()
     use_liger(fused)
     wanted, found = gradients(plain, NVFP4()), gradients(fused, NVFP4())
     assert abs(float(found["loss"] - wanted["loss"])) < 2e-2
     for name, value in wanted.items():
-        assert float((found[name] - value).norm()) <= 0.2 * float(value.norm()), name
+        assert float((found[name] - value).norm()) <= 0.25 * float(value.norm()), name
 
 
 def test_every_part_of_a_block_and_the_loss_run_in_a_kernel() -> None:
@@ -76,7 +77,7 @@ def test_every_part_of_a_block_and_the_loss_run_in_a_kernel() -> None:
     use_liger(built)
     gradients(built, FP32())
     names = [name for name, _ in liger_on_cpu.calls]
-    wanted = {"norm": 5, "product": 2, "rotation": 2}
+    wanted = {"norm": 3, "sum and norm": 2, "product": 2, "rotation": 2}
     assert {name: names.count(name) for name in set(names)} == {
         **wanted,
         **{f"{name} backward": count for name, count in wanted.items()},
@@ -144,8 +145,8 @@ def with_floats(value):  # compiled kernels have tensors of the numbers that the
         return convert(value)
     return tl.tensor(interpreter.TensorHandle(numpy.array([value], dtype=numpy.float32), tl.float32), tl.float32)
 interpreter._implicit_cvt = with_floats
-from liger_kernel.ops import rms_norm
-rms_norm.rsqrt = lambda x: tl.rsqrt(x)  # libdevice's is compiled only
+from liger_kernel.ops import fused_add_rms_norm, rms_norm
+rms_norm.rsqrt = fused_add_rms_norm.rsqrt = lambda x: tl.rsqrt(x)  # libdevice's is compiled only
 import liger_on_cpu as double
 from fp4train.models.common.liger import Liger
 torch.manual_seed(0)
@@ -166,23 +167,79 @@ def parts():
     w, t = torch.linspace(1, 2, 40).requires_grad_(), b.clone().requires_grad_()
     n = kernels.rms_norm(t * 1, w, 1e-5)
     n.backward(a)
+    e, f, g = (each.clone().requires_grad_() for each in (a, b, w.detach()))
+    s, total = kernels.add_rms_norm(e * 1, f * 1, g, 1e-5)
+    (s * a + total * b).sum().backward()
     made = [z, x.grad, y.grad, u, v, p.grad, r.grad, found, losses, kept, n, t.grad, w.grad]
+    made += [s, total, e.grad, f.grad, g.grad]
     return [each.detach() for each in made]
 theirs = parts()
 with patch.dict(sys.modules, double.modules()):
     ours = parts()
-print(json.dumps([float((p - q).abs().max()) for p, q in zip(ours, theirs)]))
+difference = max(float((p - q).abs().max()) for p, q in zip(ours, theirs))
+"""
+
+COUNTED = """
+from collections import Counter
+seen, kernels = Counter(), Liger()
+def noting(real):
+    def note(builder, pointers, *others):
+        mask = others[0] if real.__name__.endswith("load") else others[1]
+        addresses = numpy.broadcast_to(pointers.data, mask.data.shape)[mask.data]
+        seen.update((builder.grid_idx, int(each), real.__name__) for each in addresses)
+        return real(builder, pointers, *others)
+    return note
+for name in ("create_masked_load", "create_masked_store"):
+    setattr(interpreter.InterpreterBuilder, name, noting(getattr(interpreter.InterpreterBuilder, name)))
+def moved(work, elements):  # accesses, of what several programs read that of one, in bytes of BF16
+    seen.clear()
+    made, most = work(), {}
+    for (_, *access), count in seen.items():
+        most[tuple(access)] = max(most.get(tuple(access), 0), count)
+    return made, 2 * sum(most.values()) / elements
+def both(forward, inputs, elements):
+    made, there = moved(lambda: forward(*[each.requires_grad_() * 1 for each in inputs]), elements)
+    made = [made] if isinstance(made, torch.Tensor) else list(made)
+    _, back = moved(lambda: torch.autograd.backward(made, [torch.randn_like(each) for each in made]), elements)
+    return there, back
+new, w = (lambda: torch.randn(64, 96)), torch.ones(96, requires_grad=True)
+q, k = torch.randn(1, 8, 16, 32), torch.randn(1, 8, 4, 32)
+turn = lambda q, k: kernels.rotate(q.transpose(1, 2), k.transpose(1, 2), torch.ones(8, 32), torch.zeros(8, 32))
+some = torch.arange(8)
+counts = {
+    "rms_norm": both(lambda x: kernels.rms_norm(x, w, 1e-5), [new()], 64 * 96),
+    "add_rms_norm": both(lambda x, y: kernels.add_rms_norm(x, y, w, 1e-5), [new(), new()], 64 * 96),
+    "silu_product": both(kernels.silu_product, [new(), new()], 64 * 96),
+    "rotate": both(turn, [q, k], q.numel() + k.numel()),
+    "cross_entropy": (moved(lambda: kernels.cross_entropy(torch.randn(8, 500), some, gradient=True), 4000)[1], 0),
+}
+print(json.dumps({"difference": difference, "counts": counts}))
 """
 
 
-@pytest.mark.long
-def test_the_stand_in_computes_what_the_package_does_in_tritons_interpreter() -> None:
-    """Its package imports transformers where that is installed, and so all that belongs to it."""
+@pytest.fixture(scope="module")
+def interpreted() -> Any:
+    """What the package computes and moves in Triton's interpreter. It imports transformers where that is installed, and
+    so all that belongs to it."""
     if not THERE:
         pytest.skip("needs liger-kernel")
     tests = Path(__file__).parents[2]
     path = os.pathsep.join([str(tests / "helpers"), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "1", "NVTE_PROJECT_BUILDING": "1"}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment)
+    done = subprocess.run([sys.executable, "-c", PROGRAM + COUNTED], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert max(json.loads(done.stdout)) < 1e-5
+    return json.loads(done.stdout)
+
+
+@pytest.mark.long
+def test_the_stand_in_computes_what_the_package_does_in_tritons_interpreter(interpreted: Any) -> None:
+    assert interpreted["difference"] < 1e-5
+
+
+@pytest.mark.long
+def test_the_kernels_move_the_bytes_that_are_stated_of_them_in_tritons_interpreter(interpreted: Any) -> None:
+    """Weights, angles and a number per row come on top."""
+    assert interpreted["counts"].keys() == liger.MOVED.keys()
+    for name, found in interpreted["counts"].items():
+        for stated, counted in zip(liger.MOVED[name], found, strict=True):
+            assert stated <= counted <= 1.15 * stated, (name, found)
