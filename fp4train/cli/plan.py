@@ -191,7 +191,7 @@ def _plan(command: Start, *, full: bool, gpus: int | None, auto: bool | None, as
 
         print("", estimate(plan, gpu, microbatches=config.train.microbatches).render(), sep="\n")
         one = MeshPlan(config, 1, None, model, timeline, gpu, command.named)
-        print("", render_step(step_costs(one, plan)), sep="\n")
+        print("", render_step(step_costs(one, plan)), one.kernels[1], sep="\n")
     return 0
 
 

@@ -18,9 +18,12 @@ COMPILED_VARIANTS = 64
 """Graphs that blocks may need: training and evaluation, layers kept in high precision, operands that phases change."""
 
 
-def kernels_of(train: TrainSettings, device: str) -> tuple[bool, str]:
+def kernels_of(train: TrainSettings, device: str, *, elsewhere: bool = False) -> tuple[bool, str]:
     """(Whether what lies between the products runs in Liger's kernels on devices of this type; a sentence that says
     which kernels run it, and why.)
+
+    Args:
+        elsewhere: on a machine that is not this one, which is taken to have the package.
 
     Raises:
         UserError: `train.kernels` names Liger's, and they do not run.
@@ -28,7 +31,7 @@ def kernels_of(train: TrainSettings, device: str) -> tuple[bool, str]:
     what = "Norms, gates, rotations and the loss run in"
     if train.kernels == "torch":
         return False, f"{what} torch's operators: train.kernels=torch asks for them."
-    if (reason := liger.why_not(device)) is None:
+    if (reason := None if elsewhere else liger.why_not(device)) is None:
         what = "The loss runs" if train.compile else what.removesuffix(" in")
         return True, f"{what} in liger's kernels (train.kernels={train.kernels})."
     if train.kernels == "liger":

@@ -45,6 +45,7 @@ def measured(
     compiled: bool = True,
     recomputed: float = 0.0,
     backend: str = "auto",
+    liger: bool = False,
 ) -> Workload:
     """The workload of a model whose blocks all follow `recipe`."""
     layers = find_layers(model(name)).values()
@@ -59,4 +60,5 @@ def measured(
         seq_len=SEQ_LEN,
         compiled=compiled,
         recomputed=recomputed,
+        liger=liger,
     )

@@ -6,6 +6,7 @@ products are replaced by stand-ins that keep what the real ones keep and compute
     linear layer     x for wgrad: q(xᵀ) as packed codes and scales, or x in high precision
     attention        q, k, v, the output and a float32 log-sum-exp per row (FlashAttention, arXiv:2205.14135)
     RMSNorm          x and a float32 factor per row, as torch's fused kernel on a GPU
+    Liger's kernels  what they keep; they move the bytes that `models/common/liger.py` states
 
 Everything else is what torch does with the block's own code, so a new model family needs no formula here. Counted are
 the bytes of the tensors that autograd keeps, each storage once, and the bytes that the operations between the products
@@ -16,8 +17,8 @@ read and write, and their arithmetic where they are products (a scan's) or Fouri
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fp4train.models.common.liger import MOVED, Fusible
 from fp4train.precision.context import Context, use
 from fp4train.precision.layer_plan import LayerPlan
 from fp4train.precision.layers import find_blocks
@@ -62,6 +64,7 @@ class BlockCost:
         whole: the part of `saved` that tensor parallelism without sequence parallelism repeats on every rank: tensors
             of the residual stream and the inputs of column-wise split layers.
         forward, backward: bytes that the operations between the products read and write, each operation by itself.
+        fused_forward, fused_backward: bytes that kernels of several operations move (norms; those of Liger).
         forward_flops, backward_flops: of products and Fourier transforms outside of linear layers and attention.
         attentions: its attention products.
         input: bytes of the residual stream: the block's input, or what a pipeline stage sends.
@@ -75,6 +78,8 @@ class BlockCost:
     whole: float
     forward: float
     backward: float
+    fused_forward: float
+    fused_backward: float
     forward_flops: float
     backward_flops: float
     operations: int
@@ -91,6 +96,7 @@ def measure_blocks(
     seq_len: int,
     row_wise: Collection[str] = (),
     sharing: bool = True,
+    liger: bool = False,
 ) -> list[BlockCost]:
     """The cost of every block of `model` (on the meta device), for a microbatch of `sequences` × `seq_len` tokens.
 
@@ -100,6 +106,7 @@ def measure_blocks(
         plans: what each linear layer runs, by name.
         row_wise: layers whose inputs tensor parallelism splits, not their outputs.
         sharing: layers of fp4train's own backends that read one input share its codes; not under train.compile.
+        liger: whether Liger's kernels run what they can.
     """
     names = {module: name for name, module in model.named_modules()}
     blocks = find_blocks(model)
@@ -113,7 +120,7 @@ def measure_blocks(
         key = (type(block), sum(p.numel() for p in block.parameters()), layers_key)
         if key not in known:
             layers = {part: plans[name] for name, part in mine.items()}
-            known[key] = _measure(block, inputs[block], layers, row_wise, recipe, sharing)
+            known[key] = _measure(block, inputs[block], layers, row_wise, recipe, sharing, liger)
         found.append(known[key])
     return found
 
@@ -136,13 +143,23 @@ def _inputs(
 @contextmanager
 def _forwards(replaced: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
     """Modules whose forward is another function for a while."""
-    for module, forward in replaced.items():
-        module.__dict__["forward"] = forward
+    with ExitStack() as stack:
+        for module, forward in replaced.items():
+            stack.enter_context(_set([module], "forward", forward))
+        yield
+
+
+@contextmanager
+def _set(modules: Iterable[nn.Module], name: str, value: object) -> Iterator[None]:
+    """Modules with an attribute of their own for a while."""
+    held = list(modules)
+    for module in held:
+        module.__dict__[name] = value
     try:
         yield
     finally:
-        for module in replaced:
-            del module.__dict__["forward"]
+        for module in held:
+            del module.__dict__[name]
 
 
 def _measure(
@@ -152,6 +169,7 @@ def _measure(
     row_wise: Collection[str],
     recipe: Recipe,
     sharing: bool,
+    liger: bool,
 ) -> BlockCost:
     x = inputs[0].detach().clone().requires_grad_()
     given = {_storage(each) for each in inputs[1:] if isinstance(each, Tensor)}
@@ -166,11 +184,18 @@ def _measure(
 
     traffic = _Traffic()
     forwards = {part: partial(stand_ins.linear, part, plan) for part, plan in layers.items()}
-    with _forwards(forwards), use(Context(recipe=recipe)), _FunctionStandIns(stand_ins, traffic):
+    kernels = _Kernels(traffic)
+    fusible = [part for part in block.modules() if liger and isinstance(part, Fusible)]
+    with (
+        _forwards(forwards),
+        _set(fusible, "liger", kernels),
+        use(Context(recipe=recipe)),
+        _FunctionStandIns(stand_ins, kernels),
+    ):
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t), traffic:
             y = block(x, *inputs[1:])
-        forward, forward_flops = traffic.bytes, traffic.flops
-        traffic.bytes = traffic.flops = 0.0
+        forward, fused, forward_flops = traffic.bytes, traffic.fused, traffic.flops
+        traffic.bytes = traffic.fused = traffic.flops = 0.0
         with traffic:
             torch.autograd.backward(y, torch.empty_like(y))
     block.zero_grad(set_to_none=True)
@@ -191,6 +216,8 @@ def _measure(
         whole=sum(saved[key] for key in whole),
         forward=forward,
         backward=traffic.bytes,
+        fused_forward=fused,
+        fused_backward=traffic.fused,
         forward_flops=forward_flops,
         backward_flops=traffic.flops,
         operations=traffic.operations,
@@ -265,31 +292,64 @@ class _Attend(torch.autograd.Function):
         return tuple(torch.empty_like(t) for t in ctx.saved_tensors[:3])
 
 
-class _Normalise(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, traffic: _Traffic) -> Tensor:
-        ctx.save_for_backward(x, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32))
-        ctx.weight, ctx.traffic = weight, traffic
-        traffic.bytes += 2 * x.numel() * x.itemsize
-        traffic.operations += 1
-        return torch.empty_like(x)
+class _Kernel(torch.autograd.Function):
+    """A kernel each way of several operations, whose results are alike to the first of its inputs."""
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.traffic.bytes += 3 * dy.numel() * dy.itemsize
+    def forward(
+        ctx: Any, traffic: _Traffic, name: str, keep: Callable[..., Any], made: int, *inputs: Tensor | None
+    ) -> Any:
+        given = [each for each in inputs if each is not None]
+        results = [torch.empty_like(each) for each in given[:made]]
+        ctx.save_for_backward(*keep(given, results))
+        moved = sum(each.numel() * each.itemsize for each in given[: made if name == "rotate" else 1]) / 2
+        ctx.traffic, ctx.moved, ctx.like = traffic, MOVED[name][1] * moved, inputs
+        traffic.fused += MOVED[name][0] * moved
+        traffic.operations += 1
+        return results[0] if made == 1 else tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.traffic.fused += ctx.moved
         ctx.traffic.operations += 1
-        return torch.empty_like(dy), None if ctx.weight is None else torch.empty_like(ctx.weight), None
+        return None, None, None, None, *(None if each is None else torch.empty_like(each) for each in ctx.like)
+
+
+class _Kernels:
+    """Stands in for `Liger`, and for torch's norm."""
+
+    def __init__(self, traffic: _Traffic) -> None:
+        self._traffic = traffic
+
+    def _run(self, name: str, keep: Callable[..., Any], made: int, *inputs: Tensor | None) -> Any:
+        return _Kernel.apply(self._traffic, name, keep, made, *inputs)  # type: ignore[no-untyped-call]
+
+    def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float | None = None) -> Any:
+        return self._run("rms_norm", lambda given, made: (given[0], _per_row(given[0])), 1, x, weight)
+
+    def add_rms_norm(self, x: Tensor, change: Tensor, weight: Tensor, eps: float) -> Any:
+        return self._run("add_rms_norm", lambda given, made: (made[1], _per_row(made[1])), 2, x, change, weight)
+
+    def silu_product(self, gate: Tensor, up: Tensor) -> Any:
+        return self._run("silu_product", lambda given, made: given, 1, gate, up)
+
+    def rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        return self._run("rotate", lambda given, made: (), 2, q, k)
+
+
+def _per_row(x: Tensor) -> Tensor:
+    return x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
 
 
 class _FunctionStandIns(TorchFunctionMode):
-    def __init__(self, stand_ins: _StandIns, traffic: _Traffic) -> None:
+    def __init__(self, stand_ins: _StandIns, kernels: _Kernels) -> None:
         super().__init__()
-        self._found, self._traffic = stand_ins.attentions, traffic
+        self._found, self._kernels = stand_ins.attentions, kernels
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.rms_norm:
             weight = args[2] if len(args) > 2 else (kwargs or {}).get("weight")
-            return _Normalise.apply(args[0], weight, self._traffic)  # type: ignore[no-untyped-call]
+            return self._kernels.rms_norm(args[0], weight)
         if func is not F.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         q, k, v = args[:3]
@@ -306,7 +366,7 @@ class _Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.bytes = self.flops = 0.0
+        self.bytes = self.fused = self.flops = 0.0
         self.operations = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -30,6 +30,7 @@ from fp4train.lab.costs.links import Collective, Group, Interconnect, Traffic
 from fp4train.lab.costs.memory import USABLE, entered, rank_memory
 from fp4train.lab.costs.roofline import COPY, needs_amax
 from fp4train.lab.costs.workload import Kind, ModelWeight, Workload
+from fp4train.models.common.liger import MOVED
 from fp4train.parallel.config import Mesh
 from fp4train.precision.gather import wire_form
 from fp4train.precision.layer_plan import LayerPlan, part_of
@@ -45,10 +46,14 @@ benchmark on B300 reaches 0.72 of the BF16 peak where short ones on H200 and B20
 0.72 / 0.88 = 0.82. Rates of B300 and GB300 come from that benchmark and are not lowered again."""
 
 FUSED: Final = 0.5
-"""Share of the eager bytes between GEMMs that compiled blocks move: assumed, chains of two operations become one."""
+"""Share of the bytes counted between GEMMs that compiled blocks move, at the speed of a copy: assumed, chains of two
+operations become one."""
 
-LOGIT_BYTES: Final = 36
-"""Bytes moved per logit by the chunked cross-entropy (`models/common/loss.py`): its operations' reads and writes."""
+EAGER: Final = 0.315
+"""Speed of torch's operators between GEMMs over that of a copy, where each is a kernel by itself. Calibrated: the least
+squares of the logarithms of three published eager steps, which ask for 0.27 (torchtitan on H100), 0.36 and 0.34
+(arXiv:2610.00053). It stands for all that other people's eager code takes beyond the bytes counted here: kernels
+slower than a copy, gaps between them, norms and rotations in float32."""
 
 OPTIMIZER_BYTES: Final = {8: 36, 4: 24}
 """Bytes moved per parameter and step, by those of the moments: the norm reads the gradient, AdamW reads weight, moments
@@ -57,11 +62,17 @@ and gradient and writes weight and moments; torch's writes the clipped gradient,
 OPERATION: Final = 6e-6
 """Seconds of the host per operation between products that eager torch queues: assumed, of 5 to 10 µs from Python."""
 
+LAUNCHED: Final = 3e-6
+"""Seconds of the host per kernel: a launch of Triton without its JIT, measured on a CPU (docs/gpus.md)."""
+
+_PYTHON = {"te": 138e-6, "native": 111e-6, "emulate": 169e-6, "reference": 806e-6, "torch": 22e-6}
 HOST: Final[Mapping[str, float]] = MappingProxyType(
-    {"te": 280e-6, "native": 260e-6, "emulate": 260e-6, "reference": 260e-6, "torch": 100e-6}
+    {name: seconds + LAUNCHED * (3 if name == "torch" else 7) for name, seconds in _PYTHON.items()}
 )
-"""Seconds of the host per linear layer, forward and backward, by backend: on CPUs, Transformer Engine's Python
-without its kernels (MXFP8 256 µs, NVFP4 300 µs), fp4train's layers and `nn.Linear` of 32 features."""
+"""Seconds of the host per linear layer, forward and backward, by backend: what Python and torch's dispatcher take on a
+CPU, where kernels only allocate their results, for NVFP4, the slowest recipe (docs/gpus.md; tests/nn/test_host_time.py;
+TE with a stub of its extension; emulation and reference with their products of 32 features), and the launches: three
+products, and four kernels that quantise."""
 
 EXPERT, PRODUCT = 0.6, 0.09
 """Shares of the host's seconds per linear layer that a further expert of a layer takes, and one product: 0.55 to 0.66,
@@ -203,14 +214,14 @@ class ClusterCost:
         forward, backward = self._layers(plans)
         cut, peak = self.mesh.tensor * self.mesh.context, self.gpu.peaks["BF16"]
         flops = sum(a.flops for a in cost.attentions) / cut / self._rate
-        fused = FUSED if self.workload.compiled else 1.0
-        for seconds, products, share, moved, computed in (
-            (forward, 1.0, ATTENTION[0], cost.forward, cost.forward_flops),
-            (backward, BACKWARD_ATTENTION, ATTENTION[1], cost.backward, cost.backward_flops),
+        for seconds, products, share, moved, kernels, computed in (
+            (forward, 1.0, ATTENTION[0], cost.forward, cost.fused_forward, cost.forward_flops),
+            (backward, BACKWARD_ATTENTION, ATTENTION[1], cost.backward, cost.fused_backward, cost.backward_flops),
         ):
             seconds[ATTENDING] = products * flops / (peak * share)
             arithmetic = computed / cut / self._rate / self.gpu.peaks["FP32"]
-            seconds[ELEMENTWISE] = max(fused * moved / cut / self._bandwidth, arithmetic)
+            moved = FUSED * (moved + kernels) if self.workload.compiled else moved / EAGER + kernels
+            seconds[ELEMENTWISE] = max(moved / cut / self._bandwidth, arithmetic)
         self._tensor(cost, plans, forward, backward)
         return forward, backward
 
@@ -362,8 +373,9 @@ class ClusterCost:
     def _head(self) -> tuple[float, float]:
         """Seconds of the layers outside the blocks, and of the loss, one microbatch."""
         forward, backward = self._layers(self.workload.outside)
-        logits = self._tokens * self.workload.vocabulary / self.mesh.tensor
-        return forward.total + backward.total, LOGIT_BYTES * logits / self._bandwidth
+        load, tensors = self.workload, self.mesh.tensor
+        each = MOVED["cross_entropy"][0] if load.liger and tensors == 1 else load.logit_bytes
+        return forward.total + backward.total, each * self._tokens * load.vocabulary / tensors / self._bandwidth
 
     def _tail(self) -> tuple[dict[str, float], list[Collective]]:
         """Seconds of a step outside of its microbatches."""

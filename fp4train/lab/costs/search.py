@@ -30,6 +30,7 @@ from fp4train.precision.plan import Plan
 from fp4train.precision.report import gathers
 from fp4train.run.build import build_plan
 from fp4train.run.checks import check_cut, check_oscillation, divided_blocks
+from fp4train.run.fuse import kernels_of
 
 MOST_STAGES = 16
 MICROBATCHES = (1, 2, 4, 8)
@@ -176,6 +177,8 @@ class MeshPlan:
         self.config = replace(config, parallel=Parallel()) if auto else config
         self.gpus, self.model, self.timeline, self.gpu = gpus, model, timeline, gpu
         self.links = interconnect(gpu)
+        self.kernels = kernels_of(config.train, "cuda", elsewhere=True)
+        """Whether Liger's kernels run what lies between the products, and a sentence that says so."""
         self.notes: list[str] = []
         self._batch_given = "train.batch_size" in given
         if "train.seq_len" not in given:
@@ -231,6 +234,7 @@ class MeshPlan:
                     recorded=train.cuda_graph is True,
                     recomputed=recomputed,
                     moment_bytes=moment_bytes(self.config.optim),
+                    liger=self.kernels[0],
                 ),
             )
             for stretch in plan.stretches
@@ -271,7 +275,8 @@ class MeshPlan:
         if mesh.shard > 1:
             layers = (layer for stretch in plan.stretches for layer in stretch.layers.values())
             self.notes.append(gathers(layers, mesh.shard, self.config.parallel.gather, whole=train.whole_weights))
-        self.notes += filter(None, [divided_blocks(plan)])
+        shared = " The loss is torch's where ranks share the vocabulary." if mesh.tensor > 1 and self.kernels[0] else ""
+        self.notes += filter(None, [divided_blocks(plan), self.kernels[1] + shared])
         loads = self.workloads(plan, sequences)
         return plan, [(title, n, ClusterCost(load, self.gpu, self.links, mesh)) for title, n, load in loads]
 

@@ -18,6 +18,7 @@ from torch import nn
 
 from fp4train.lab.costs.blocks import BlockCost, measure_blocks
 from fp4train.models.common.cut import TensorCut, TensorParallel, multiplied, share_blocks
+from fp4train.models.common.loss import LOGIT_BYTES
 from fp4train.parallel.config import Mesh
 from fp4train.precision.blocks import block_paths
 from fp4train.precision.gather import WireForm, wire_form
@@ -212,6 +213,8 @@ class Workload:
         recorded: whether CUDA graphs queue the step.
         recomputed: share of the blocks' forward work that backward repeats; 1: only the blocks' inputs are kept.
         moment_bytes: of the optimizer's moments per parameter.
+        liger: whether Liger's kernels run the loss and, where they are not compiled, what they can of the blocks.
+        logit_bytes: moved per logit by a loss in torch's operators.
     """
 
     kinds: tuple[Kind, ...]
@@ -231,6 +234,8 @@ class Workload:
     recorded: bool = False
     recomputed: float = 0.0
     moment_bytes: int = 8
+    liger: bool = False
+    logit_bytes: float = LOGIT_BYTES
 
     @property
     def state_bytes(self) -> int:
@@ -297,18 +302,26 @@ def workload(
     recorded: bool = False,
     recomputed: float = 0.0,
     moment_bytes: int = 8,
+    liger: bool = False,
 ) -> Workload:
     """Measure a model on the meta device.
 
     Args:
         plans: what each linear layer runs in one stretch of a run.
         sequences, seq_len: of a microbatch.
-        compiled, recorded, recomputed, moment_bytes: see `Workload`.
+        compiled, recorded, recomputed, moment_bytes, liger: see `Workload`.
     """
     cut = tensor_cut(model)
     rows = frozenset(cut.in_)
     costs = measure_blocks(
-        model, plans, recipe, sequences=sequences, seq_len=seq_len, row_wise=rows, sharing=not compiled
+        model,
+        plans,
+        recipe,
+        sequences=sequences,
+        seq_len=seq_len,
+        row_wise=rows,
+        sharing=not compiled,
+        liger=liger and not compiled,
     )
     of_block: dict[int | None, list[ModelWeight]] = {}
     for weight in find_weights(model, plans):
@@ -346,4 +359,5 @@ def workload(
         recorded=recorded,
         recomputed=recomputed,
         moment_bytes=moment_bytes,
+        liger=liger,
     )

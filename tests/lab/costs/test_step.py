@@ -8,6 +8,7 @@ from llama_shapes import measured
 
 from fp4train.cli import main
 from fp4train.hardware import find_gpu
+from fp4train.lab.costs import cluster
 from fp4train.lab.costs.cluster import HOST, ClusterCost
 from fp4train.lab.costs.links import interconnect
 from fp4train.parallel.config import Mesh
@@ -36,7 +37,7 @@ def milliseconds(table: str, column: int) -> dict[str, float]:
     """A column of the table."""
     rows = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in table.splitlines()[2:]]
     found = {}
-    for name, *cells in rows:
+    for name, *cells in filter(lambda row: len(row) > 1, rows):
         number, unit, *_ = (cells[column] + " -").split()
         if unit in ("ms", "µs"):
             found[name] = float(number) / (1000 if unit == "µs" else 1)
@@ -49,20 +50,53 @@ COUNTED = {
     ("B200", "recipe=nvfp4", 1): {"GEMMs": 24, "quantising": 12, "GEMMs of the head": 16, "together": 110},
 }
 """Milliseconds by an independent count with other rates (H200 700 TFLOP/s in BF16, 1150 in FP8, 4.3 TB/s; B200 1600,
-5000 in FP4, 6.5 TB/s)."""
+5000 in FP4, 6.5 TB/s), with torch's operators at the speed of a copy."""
 
 
 def test_the_parts_of_a_step_are_those_of_an_independent_count_and_of_the_page(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tables = {gpu: printed(capsys, f"gpu={gpu}", recipe) for gpu, recipe, _ in COUNTED}
+    page = printed(capsys, "gpu=B200", "recipe=nvfp4")
+    assert page in DOCUMENT.read_text("utf-8")
+    monkeypatch.setattr(cluster, "EAGER", 1.0)
+    tables = {gpu: printed(capsys, f"gpu={gpu}", recipe, "train.kernels=torch") for gpu, recipe, _ in COUNTED}
     for (gpu, _, column), parts in COUNTED.items():
         found = milliseconds(tables[gpu], column)
         assert {name: found[name] for name in parts} == pytest.approx(parts, rel=0.2)
-    assert tables["B200"] in DOCUMENT.read_text("utf-8")
-    everything = milliseconds(tables["B200"], 1)
+    everything = milliseconds(page, 1)
     together, queued = everything.pop("together"), everything.pop("queued by the host in")
     assert sum(everything.values()) == pytest.approx(together, rel=0.01) and queued < together
+
+
+def test_the_table_prices_the_kernels_that_run_and_names_them(capsys: pytest.CaptureFixture[str]) -> None:
+    """Per logit, 2 bytes of BF16: three passes of liger's kernel; torch's operators move 52."""
+    own, torchs = (printed(capsys, "gpu=B200", "recipe=nvfp4", f"train.kernels={each}") for each in ("auto", "torch"))
+    assert "the loss run in liger's kernels (train.kernels=auto)" in own and "torch's operators" in torchs
+    parts, others = milliseconds(own, 1), milliseconds(torchs, 1)
+    logits, speed = 16384 * 128256, 0.9 * find_gpu("B200").bandwidth
+    assert parts["loss"] == pytest.approx(3 * 2 * logits / speed * 1e3, rel=0.01)
+    assert others["loss"] == pytest.approx(52 * logits / speed * 1e3, rel=0.01)
+    assert parts["elementwise"] < others["elementwise"] / 2
+    said = "`train.kernels=torch` elementwise takes {elementwise} ms, the loss {loss} ms, and all {together:.0f} ms"
+    assert said.format(**others) in DOCUMENT.read_text("utf-8")
+    changed = {"elementwise", "loss", "together", "queued by the host in"}
+    assert {name: parts[name] for name in parts if name not in changed} == {
+        name: others[name] for name in others if name not in changed
+    }
+
+
+def test_ligers_kernels_move_what_is_stated_of_them_in_a_block() -> None:
+    """One norm, one sum and norm, one gate, and rotated queries and keys; compiled blocks are the compiler's."""
+    gpu, tokens, width, hidden, heads = find_gpu("B200"), 8192, 4096, 14336, (32 + 8) * 128
+    torchs, own, compiled = (
+        measured("8B", NVFP4(), gpu, compiled=compiled, liger=each).kinds[0].cost
+        for each, compiled in ((False, False), (True, False), (True, True))
+    )
+    assert own.fused_forward == tokens * (4 * width + 8 * width + 6 * hidden + 4 * heads)
+    assert own.fused_backward == tokens * (6 * width + 8 * width + 10 * hidden + 4 * heads)
+    assert (torchs.fused_forward, torchs.fused_backward) == (8 * tokens * width, 12 * tokens * width)
+    assert own.operations < torchs.operations / 2 and own.saved < torchs.saved and own.forward < torchs.forward / 5
+    assert (compiled.forward, compiled.fused_forward) == (torchs.forward, torchs.fused_forward)
 
 
 def test_a_step_takes_no_less_than_the_host_needs_unless_it_is_recorded() -> None:
