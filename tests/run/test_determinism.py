@@ -42,7 +42,8 @@ def settings() -> tuple[object, ...]:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A machine whose GPU has not been used."""
+    """A machine whose GPU has not been used: torch/cuda/__init__.py `is_available` asks the driver, and sets no
+    `_initialized`, which `is_initialized` returns."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     monkeypatch.setenv(CUBLAS, "to be restored")
@@ -83,7 +84,9 @@ def test_cublas_is_told_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.usefixtures("gpu")
 def test_a_run_tells_cublas_before_it_asks_the_gpu(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To ask a GPU its capability initialises CUDA; what cuBLAS reads then is read once."""
+    """To ask a GPU its capability initialises CUDA: torch/cuda/__init__.py `get_device_capability` calls
+    `get_device_properties`, that `_lazy_init`, after which `is_initialized` is true. What cuBLAS reads then
+    (aten/src/ATen/cuda/CublasHandlePool.cpp `parseChosenWorkspaceSize`) is read once."""
     asked = []
 
     def capability(device: torch.device) -> tuple[int, int]:

@@ -141,7 +141,10 @@ def test_a_gpu_without_bf16_is_refused(monkeypatch: pytest.MonkeyPatch, name: st
 
 
 def test_each_rank_makes_its_gpu_the_current_one_before_anything_asks_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FSDP2 and NCCL take the current GPU; DeviceMesh sets it only where CUDA has not been used."""
+    """FSDP2 takes the current GPU (torch/distributed/fsdp/_fully_shard/_fsdp_init.py `_get_device_from_mesh`).
+    DeviceMesh sets it only where CUDA has not been used (torch/distributed/device_mesh.py
+    `_setup_world_group_and_device`), and asking for a capability uses it: torch/cuda/__init__.py
+    `get_device_capability` calls `get_device_properties`, that `_lazy_init`. `set_device` there makes one current."""
     calls = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
