@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from fp4train.kernels import triton as kernels
-from fp4train.quantize import Hadamard, PairQuantizer, QuantSpec, RandomKey, triton_launch
+from fp4train.optim import rounded
+from fp4train.quantize import Hadamard, PairQuantizer, QuantSpec, RandomKey, quantize, triton_launch
 from fp4train.quantize.triton import TritonQuantizer
 
 triton = pytest.importorskip("triton", reason="triton is not installed (Linux only: pip install triton)")
@@ -42,6 +43,16 @@ def both(row: QuantSpec, column: QuantSpec) -> object:
     return PairQuantizer(*quantizers, row_codes=True, column_codes=True)(_x(), KEY, None, KEY, None)
 
 
+def step_adamw() -> object:
+    """One step of AdamW with moments in BF16 on a whole matrix."""
+    weight, gradient, first, second = (_x(each) for each in (torch.float32,) * 2 + (torch.bfloat16,) * 2)
+    group = {"betas": (0.9, 0.95), "lr": 1e-3, "weight_decay": 0.1}
+    numbers = rounded.numbers_of(torch.ones(1), group, None, torch.zeros(()))
+    keys = rounded.Keys(RECORDED, RECORDED, 0)
+    decays = rounded.Decays(beta1=0.9, rest1=0.1, beta2=0.95, rest2=0.05, eps=1e-8)
+    return rounded.by_triton(rounded.SlabTensors(weight, gradient, first, second), keys, numbers, 0, decays)
+
+
 def resources(cubin: bytes, folder: Path) -> dict[str, int]:
     """What a kernel takes of a multiprocessor, by name: REG registers a thread; spilled ones lie in its STACK."""
     path = folder / "kernel.cubin"
@@ -63,6 +74,9 @@ CALLS: dict[str, Callable[[], object]] = {
     "nvfp4 codes of both forms": lambda: both(NVFP4, QuantSpec(hadamard=Hadamard())),
     "gradients: nvfp4 codes of both forms": lambda: both(STOCHASTIC, WGRAD),
     "mxfp8 codes of both forms": lambda: both(MXFP8, MXFP8),
+    "nvfp4 codes decoded": lambda: TritonQuantizer(NVFP4).decode(quantize(_x(), NVFP4)),
+    "mxfp8 codes decoded": lambda: TritonQuantizer(MXFP8).decode(quantize(_x(), MXFP8)),
+    "a step of adamw": step_adamw,
 }
 
 
@@ -84,7 +98,7 @@ def test_compiles_without_spills_and_keeps_subnormals_and_ieee_division(
         assert found["REG"] * 32 * launch.launch.warps <= 1 << 15, "two programs lie on a multiprocessor at least"
         ptx = compiled.asm["ptx"]
         assert ".ftz" not in ptx, "a flushed subnormal would change codes"
-        assert not re.search(r"div\.(full|approx)|rcp\.approx", ptx), "an approximate division would change scales"
+        assert not re.search(r"div\.(full|approx)|(rcp|sqrt)\.approx", ptx), "approximations would change scales"
         assert "cvt.rn.satfinite" not in ptx, "SM 8.0 has no FP8 or FP4 cast"
 
 
@@ -123,6 +137,8 @@ def test_codes_of_both_forms_move_hardly_more_bytes_than_the_least(
         ("weights", 2 + 2 + 1 / 2 + 1 / 256),
         ("mxfp8 codes", 2 + 1 + 1 / 32),
         ("nvfp4 stochastic values", 2 + 2 + 2),
+        ("nvfp4 codes decoded", 1 / 2 + 1 / 16 + 2),
+        ("mxfp8 codes decoded", 1 + 1 / 32 + 2),
     ],
 )
 def test_a_kernel_of_one_form_moves_hardly_more_bytes_than_the_least(call: str, least: float) -> None:
@@ -130,6 +146,15 @@ def test_a_kernel_of_one_form_moves_hardly_more_bytes_than_the_least(call: str, 
     arguments = [each for launch in launches_of(CALLS[call]) for each in launch.arguments]
     moved = sum(each.nbytes for each in arguments if isinstance(each, torch.Tensor))
     assert 0 < moved <= 1.15 * least * _x().numel()
+
+
+def test_a_step_of_adamw_moves_20_bytes_per_weight() -> None:
+    """Weight and moments are read and written, the gradient is read; the rest is a few numbers."""
+    (launch,) = launches_of(step_adamw)
+    given = [each for each in launch.arguments if isinstance(each, torch.Tensor)]
+    weight, gradient, first, second = (each.nbytes for each in given[:4])
+    moved = 2 * (weight + first + second) + gradient + sum(each.nbytes for each in given[4:])
+    assert moved <= 1.01 * 20 * _x().numel()
 
 
 def test_contiguous_input_is_read_16_bytes_at_a_time() -> None:
