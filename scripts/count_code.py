@@ -94,7 +94,15 @@ LATER = {
         ("nn/called.py",),
         ("lab/doctor/recipes.py:check_all", "lab/doctor/recipes.py:_outcome", "lab/costs/cluster.py:ClusterCost._host"),
     ),
-    "Liger's kernels, and those that a plan names": Capability(162, 2, ("models/common/liger.py", "run/fuse.py")),
+    "Liger's kernels, those that a plan names, their cost": Capability(
+        245,
+        2,
+        ("models/common/liger.py", "run/fuse.py"),
+        (
+            *("models/common/layers.py:RMSNorm.of_sum", "models/common/layers.py:RMSNorm._weight"),
+            *("lab/costs/blocks.py:_Kernel", "lab/costs/blocks.py:_Kernels", "lab/costs/blocks.py:_per_row"),
+        ),
+    ),
     "one scale for fused weights": Capability(
         160,
         1,
