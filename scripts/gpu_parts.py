@@ -61,7 +61,7 @@ def steps_of(part: str, out: Path, te: Path | None, *, dry: bool = False) -> Ite
     if part == "first":
         yield Step(name="first", asks=PARTS["first"], words=("gpu_first.py", *results("first.json")))
     elif part == "kernels":
-        asks = "78 cases and one of more than 2^31 elements to the bit; GB/s of 21 kernels beside a copy's"
+        asks = "all cases and one of more than 2^31 elements to the bit; GB/s of each kernel beside a copy's"
         yield Step(name="kernels", asks=asks, words=("gpu_kernels.py", *results("kernels.json")))
     elif part == "te":
         if te is not None:

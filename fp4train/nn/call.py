@@ -211,12 +211,16 @@ class Call:
     amaxes: dict[str, Tensor] | None = None
     member: int = 0
 
-    def amax(self, name: str, quantizer: Quantizer, tensor: Tensor) -> Tensor:
-        """The delayed amax that scales x or dy; both forms of the tensor use the same one."""
+    def amax(
+        self, name: str, quantizer: Quantizer, tensor: Tensor, *, later: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """`DelayedScaling.amax` of x or dy, the same for both forms of the tensor."""
         assert self.scaling is not None
         if self.amaxes is None:
             self.amaxes = {}
-        if name not in self.amaxes:
-            position = (self.seed, self.step)
-            self.amaxes[name] = self.scaling.amax(name, quantizer, tensor, enter=self.training, position=position)
-        return self.amaxes[name]
+        if name in self.amaxes:
+            return self.amaxes[name], None
+        at = (self.seed, self.step)
+        found = self.scaling.amax(name, quantizer, tensor, enter=self.training, position=at, later=later)
+        self.amaxes[name] = found[0]
+        return found
