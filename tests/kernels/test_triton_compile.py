@@ -155,11 +155,12 @@ def test_contiguous_input_is_read_16_bytes_at_a_time() -> None:
 
 
 def test_a_product_and_a_sum_are_not_contracted() -> None:
-    """t = x * enc + 0.0 must round twice; the fmas left are those of rounding.py, for 32 elements and 4 scales."""
+    """t = x * enc + 0.0 must round twice; the fmas left are those of rounding.py, for 32 elements and 4 scales (2 with
+    Triton 3.6)."""
     (launch,) = launches_of(lambda: TritonQuantizer(NVFP4).values(_x(), amax=torch.ones(())))
     ptx = compile_launch(launch, 90).asm["ptx"]
     assert len(re.findall(r"\badd(\.rn)?\.f32", ptx)) >= 32
-    assert len(re.findall(r"\bfma\.rn\.f32", ptx)) == 2 * 32 + 2 * 4
+    assert len(re.findall(r"\bfma\.rn\.f32", ptx)) - 2 * 32 in (2 * 4, 2 * 2)
 
 
 @pytest.mark.long
