@@ -77,13 +77,14 @@ LATER = {
     ),
     "moments in BF16, and AdamW's kernels": Capability(290, 2, ("optim/rounded.py", "kernels/triton/adamw.py")),
     "products and codes in fewer passes": Capability(
-        295,
-        1,
+        400,
+        2,
         ("kernels/triton/both.py",),
         (
             *("quantize/triton_launch.py:BothPlan", "quantize/triton_launch.py:plan_both"),
+            *("quantize/triton_launch.py:plan_turned", "quantize/triton.py:TritonQuantizer._with_transpose"),
             *("quantize/triton.py:has_pair_kernel", "quantize/triton.py:TritonQuantizer._both_amaxes"),
-            *("quantize/random.py:words_of_both", "quantize/quantizer.py:turns", "quantize/quantized.py:turned"),
+            *("quantize/random.py:words_of_both", "nn/weights.py:WeightForm.pair_with", "quantize/quantized.py:turned"),
         ),
     ),
     "DNA": Capability(220, 1, ("data/dna.py",)),
