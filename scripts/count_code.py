@@ -100,7 +100,7 @@ LATER = {
         160,
         1,
         parts=(
-            *("nn/weights.py:FusedWeights", "nn/weights.py:PreparedWeights._group_amax", "precision/layers.py:_fused"),
+            *("nn/fused_weights.py:FusedWeights", "nn/weights.py:PreparedWeights._group_amax", "precision/layers.py:_fused"),
             *("parallel/gather.py:WeightGather.join_fused", "parallel/gather.py:WeightGather.fused_amax"),
             *("precision/layer_plan.py:fused_note", "precision/layer_plan.py:check_fused"),
             "precision/recipe.py:Recipe._check_fused",

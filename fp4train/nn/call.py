@@ -19,9 +19,10 @@ from fp4train.quantize import Quantizer, QuantSpec
 if TYPE_CHECKING:
     from fp4train.nn.executors.cut import LayerShard
     from fp4train.nn.experts import Experts
+    from fp4train.nn.fused_weights import FusedWeights
     from fp4train.nn.planned import PlannedLayer
     from fp4train.nn.scaling import DelayedScaling, MemberScaling
-    from fp4train.nn.weights import FusedWeights, PreparedWeights
+    from fp4train.nn.weights import PreparedWeights
 
 Weights = Sequence[Tensor]
 """[N, K] each."""

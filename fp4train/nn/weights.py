@@ -46,7 +46,6 @@ from fp4train.shards import Runs
 
 if TYPE_CHECKING:
     from fp4train.nn.executors.cut import LayerShard
-    from fp4train.nn.planned import PlannedLayer
 
 
 class WeightForm:
@@ -375,39 +374,3 @@ def stack(parts: Sequence[Prepared], *, columns: bool) -> Prepared:
     if scale is not None and scale.dim() == 2:
         scale = torch.cat([part.scale for part in found if part.scale is not None])
     return Decoded(torch.cat([part.values for part in found], dim=int(columns)), scale)
-
-
-class FusedWeights:
-    """The weights of layers that are one in serving (`Layer.fused`). Layers are held weakly; copies find each other."""
-
-    __slots__ = ("_layers",)
-
-    def __init__(self) -> None:
-        self._layers: dict[str, weakref.ref[PlannedLayer]] = {}
-
-    def __reduce__(self) -> tuple[type[FusedWeights], tuple[()]]:
-        return FusedWeights, ()
-
-    def add(self, layer: PlannedLayer) -> None:
-        """Let `layer` be the one of its name; nothing if there is one."""
-        known = self._layers.get(layer.layer.name)
-        if known is None or known() is None:
-            self._layers[layer.layer.name] = weakref.ref(layer)
-
-    def layers(self, names: Sequence[str]) -> list[PlannedLayer | None]:
-        """The layers of these names; None for one that is not there."""
-        return [self._layers.get(name, lambda: None)() for name in names]
-
-    def of(self, names: Sequence[str], member: int = 0) -> list[Tensor]:
-        """This rank's weights [N, K] of the layers of these names; of groups those at the place `member`.
-
-        Raises:
-            RuntimeError: a layer is not there.
-        """
-        found = self.layers(names)
-        if missing := [name for name, layer in zip(names, found, strict=True) if layer is None]:
-            raise RuntimeError(
-                f"{', '.join(names)} share one scale (recipe.fused_scales), and {', '.join(missing)} is not in this "
-                "model: copy the module that holds all of them, or take recipe.fused_scales=false"
-            )
-        return [layer.own_weights[member] for layer in found if layer is not None]
