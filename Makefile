@@ -3,6 +3,7 @@
 # make test    the tests, the linter, the type checker and the import layers (sets up .venv first)
 PYTHON ?= python3
 VENV ?= .venv
+CONSTRAINTS ?= constraints.txt
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -32,9 +33,9 @@ check: $(VENV)/.ready
 $(VENV)/.ready: pyproject.toml constraints.txt setup.py $(wildcard fp4train/kernels/cpu/csrc/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "fp4train needs Python 3.11 or newer; say which with PYTHON=…" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q -c constraints.txt torch setuptools
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,triton,integrations,lm-eval]'
-	$(BIN)/python -m pip install -q -c constraints.txt --no-deps transformer_engine
+	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) torch setuptools
+	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e '.[dev,triton,integrations,lm-eval]'
+	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) --no-deps transformer_engine
 	touch $@
 
 clean:

@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import gpu_stand_ins
 import torch
 from benchmark_report import Report, draw, in_turn, machine_name
 from benchmark_steps import bench_large_step, bench_recipes, bench_step, real_vocabulary
@@ -187,8 +188,8 @@ def bench_startup(report: Report) -> None:
     )
 
 
-def run_parts(report: Report, parts: list[str], device: torch.device, *, quick: bool) -> None:
-    """Measure in this process."""
+def run_parts(report: Report, parts: list[str], device: torch.device, *, quick: bool, dry: bool = False) -> None:
+    """Measure in this process. dry: on a CPU also what is for GPUs, with a stand-in for the compiler."""
     keep_freed_memory()
     if "startup" in parts:
         bench_startup(report)
@@ -220,6 +221,9 @@ def run_parts(report: Report, parts: list[str], device: torch.device, *, quick: 
             larger = ["model=llama_1b", "train.batch_size=8", "train.seq_len=2048"]
             with real_vocabulary(seq_len=2048) as data:
                 bench_large_step(report, device, [*larger, *data], "llama_1b, 16384 tokens")
+        elif dry:
+            with real_vocabulary(seq_len=32, ids=257) as data, gpu_stand_ins.compiler():
+                bench_large_step(report, device, [*small, *data], "default run, 64 tokens")
 
 
 def run_processes(report: Report, parts: list[str], processes: int, options: list[str]) -> None:
@@ -265,7 +269,7 @@ def main() -> None:
     except ValueError as error:
         parser.error(str(error))
     if args.processes == 1 or args.dry_run:
-        run_parts(report, parts, device, quick=args.quick or args.dry_run)
+        run_parts(report, parts, device, quick=args.quick or args.dry_run, dry=args.dry_run)
     else:
         options = ["--device", args.device, *(["--quick"] if args.quick else [])]
         run_processes(report, parts, args.processes, options)

@@ -157,14 +157,14 @@ def bench_recipes(report: Report, device: torch.device, overrides: list[str], na
 
 
 @contextmanager
-def real_vocabulary(*, seq_len: int) -> Iterator[list[str]]:
-    """Keys of a configuration: random ids of a vocabulary of `VOCABULARY`, enough for a batch; the head of a model is a
+def real_vocabulary(*, seq_len: int, ids: int = VOCABULARY) -> Iterator[list[str]]:
+    """Keys of a configuration: random ids of a vocabulary of `ids`, enough for a batch; the head of a model is a
     quarter of its step then, and next to nothing with the 257 ids of bytes."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "ids.bin"
-        ids = torch.randint(VOCABULARY, (64 * (seq_len + 1),), generator=torch.Generator().manual_seed(0))
-        path.write_bytes(ids.int().numpy().tobytes())
-        yield ["data=tokens", f"data.path={path}", f"data.vocab_size={VOCABULARY}", "data.dtype=int32", "data.val=0.2"]
+        tokens = torch.randint(ids, (64 * (seq_len + 1),), generator=torch.Generator().manual_seed(0))
+        path.write_bytes(tokens.int().numpy().tobytes())
+        yield ["data=tokens", f"data.path={path}", f"data.vocab_size={ids}", "data.dtype=int32", "data.val=0.2"]
 
 
 def bench_large_step(report: Report, device: torch.device, overrides: list[str], name: str) -> None:

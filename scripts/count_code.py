@@ -77,13 +77,14 @@ LATER = {
     ),
     "moments in BF16, and AdamW's kernels": Capability(290, 2, ("optim/rounded.py", "kernels/triton/adamw.py")),
     "products and codes in fewer passes": Capability(
-        300,
-        1,
+        405,
+        2,
         ("kernels/triton/both.py",),
         (
             *("quantize/triton_launch.py:BothPlan", "quantize/triton_launch.py:plan_both"),
+            *("quantize/triton_launch.py:plan_turned", "quantize/triton.py:TritonQuantizer._with_transpose"),
             *("quantize/triton.py:has_pair_kernel", "quantize/triton.py:TritonQuantizer._both_amaxes"),
-            *("quantize/random.py:words_of_both", "quantize/quantizer.py:turns", "quantize/quantized.py:turned"),
+            *("quantize/random.py:words_of_both", "nn/weights.py:WeightForm.pair_with", "quantize/quantized.py:turned"),
         ),
     ),
     "DNA": Capability(220, 1, ("data/dna.py",)),
@@ -107,7 +108,8 @@ LATER = {
         160,
         1,
         parts=(
-            *("nn/weights.py:FusedWeights", "nn/weights.py:PreparedWeights._group_amax", "precision/layers.py:_fused"),
+            *("nn/fused_weights.py:FusedWeights", "nn/weights.py:PreparedWeights._group_amax"),
+            "precision/layers.py:_fused",
             *("parallel/gather.py:WeightGather.join_fused", "parallel/gather.py:WeightGather.fused_amax"),
             *("precision/layer_plan.py:fused_note", "precision/layer_plan.py:check_fused"),
             "precision/recipe.py:Recipe._check_fused",

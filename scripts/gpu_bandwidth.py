@@ -71,6 +71,8 @@ def timings(x: Tensor) -> list[Timing]:
         Timing("nvfp4 stochastic codes of both forms", lambda: both(*random, amax), plain + 2 * codes4),
         Timing("nvfp4 codes of both forms, and amaxes", lambda: both(nvfp4, had, None), 2 * plain + 2 * codes4),
         Timing("mxfp8 codes of both forms", lambda: both(mxfp8, mxfp8, None), plain + 2 * codes8),
+        Timing("fp8 tensor codes of both forms", lambda: both(tensor8, tensor8, amax), plain + 2 * n),
+        Timing("fp8 tensor codes of both forms, and amax", lambda: both(tensor8, tensor8, None), 2 * plain + 2 * n),
         Timing("fp8 tensor codes", lambda: tensor8.codes(x, None, amax), plain + n),
         Timing("fp8 tensor values", lambda: tensor8.values(x, None, amax), 2 * plain),
     ]

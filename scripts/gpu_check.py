@@ -10,12 +10,14 @@ checkpoints and compiled kernels: where only that folder comes back from a machi
 NAME.done it lets another machine go on.
 
 A step that takes longer than is left of its part's `--minutes` is ended with all its processes. What cannot run on a
-machine is left out with its reason. Exit code 0: nothing failed; 1: something did; 2: wrong arguments.
+machine is left out with its reason. The last line names what failed, what cannot run here, and what was left for want
+of time. Exit code 0: nothing failed, though steps may be left; 1: something did; 2: wrong arguments.
 
 `--te FOLDER` installs a carried Transformer Engine first: FOLDER/install.sh is called with the folder to install into.
 
 `--dry-run` runs all of it on a CPU, at tiny sizes and in one process, with stand-ins for what needs a GPU, which
-`gpu_stand_ins.py` names, and says for each step what a GPU would be asked. Its figures mean nothing.
+`gpu_stand_ins.py` names, and says for each step what a GPU would be asked. Its figures mean nothing. What has no
+stand-in is only named: the installation of Transformer Engine, and compute-sanitizer.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from gpu_parts import ASKED_FOR, PARTS, ROOT, SCRIPTS, Step, hours, site_of, steps_of
@@ -61,7 +63,12 @@ class Check:
     seconds: float
     te: Path | None = None
     dry: bool = False
-    failed: bool = False
+    failed: list[str] = field(default_factory=list)
+    """Steps that did."""
+    absent: list[str] = field(default_factory=list)
+    """Steps that cannot run here, or are only named in a dry run."""
+    late: list[str] = field(default_factory=list)
+    """Steps for which no time was left."""
 
     @property
     def done(self) -> Path:
@@ -71,7 +78,7 @@ class Check:
         """Run the steps of a part that are not done yet, as long as there is time."""
         ends = time.monotonic() + self.seconds
         print(f"==== {name}: {PARTS[name]}", flush=True)
-        for step in steps_of(name, self.out, self.te):
+        for step in steps_of(name, self.out, self.te, dry=self.dry):
             if step.name in (self.done.read_text().splitlines() if self.done.exists() else ()):
                 print(f"== {step.name}: done before")
                 continue
@@ -86,7 +93,8 @@ class Check:
             code = dry_step(step)
         elif seconds <= 0:
             print(f"== {step.name}: no time left in this part; call it again")
-            code = LEFT_OUT
+            self.late.append(step.name)
+            return
         else:
             print(f"== {step.name}: {shlex.join(step.words)}", flush=True)
             code = self.run(step, seconds)
@@ -97,9 +105,17 @@ class Check:
             print(f"== {step.name}: ended, {took}", flush=True)
         elif code == LEFT_OUT:
             print(f"== {step.name}: left out", flush=True)
+            self.absent.append(step.name)
         else:
             print(f"== {step.name}: FAILED ({code}), {took}", flush=True)
-            self.failed = True
+            self.failed.append(step.name)
+
+    def summary(self) -> str:
+        """One line: what failed, what cannot run here, and what is still to be done."""
+        told = {"failed": self.failed, "cannot run here": self.absent, "no time was left, call it again": self.late}
+        return (
+            "; ".join(f"{what}: {', '.join(steps)}" for what, steps in told.items() if steps) or "all steps ended well"
+        )
 
     def run(self, step: Step, seconds: float) -> int:
         """A process group of its own, which is ended as a whole; 124 if it took too long."""
@@ -175,8 +191,10 @@ def dry_step(step: Step) -> int:
     try:
         if first == "fp4train":
             import gpu_runs
+            import gpu_stand_ins
 
-            said = gpu_runs.in_this_process([*rest, *step.dry])
+            with gpu_stand_ins.instead_of([*rest, *step.dry]) as words:
+                said = gpu_runs.in_this_process(words)
             print(said or "ended well")
             return 1 if said else 0
         with arguments([first, *rest, *step.dry]):
@@ -240,6 +258,7 @@ def main(words: list[str] | None = None) -> int:
     check = Check(out=given.out, archive=archive, seconds=60 * given.minutes, te=given.te, dry=given.dry_run)
     for part in given.parts or [each for each in PARTS if each not in ASKED_FOR]:
         check.part(part)
+    print(f"gpu_check: {check.summary()}")
     return 1 if check.failed else 0
 
 

@@ -124,13 +124,7 @@ def fused(dry: bool) -> str:
 def steps(words: tuple[str, ...], dry: bool) -> str:
     """A short run; `words` come after SHORT."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        options = list(words)
-        for recorded in (True, "block") if dry else ():
-            if (option := f"train.cuda_graph={str(recorded).lower()}") in words:
-                stack.enter_context(gpu_stand_ins.graphs(recorded=recorded))
-                options.remove(option)
-        if dry and "train.compile=true" in words:
-            stack.enter_context(gpu_stand_ins.compiler())
+        options = stack.enter_context(gpu_stand_ins.instead_of(words)) if dry else words
         lines = gpu_runs.train(Path(folder) / "run", [*SHORT, *options], dry=dry)
     if isinstance(lines, str):
         raise ValueError(lines)

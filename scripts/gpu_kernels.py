@@ -94,6 +94,8 @@ PAIRS = (
     ("mxfp8 e4m3", "nvfp4 hadamard stochastic"),
     ("mxfp8 e4m3", "mxfp8 e4m3 stochastic"),
     ("mxfp4 even", "mxfp4 hadamard 32"),
+    ("fp8 tensor e4m3", "fp8 tensor e4m3"),
+    ("fp8 delayed", "fp8 delayed"),
 )
 """Specs of the row-wise and the column-wise form of a tensor, whose codes one kernel makes."""
 
@@ -159,7 +161,8 @@ def cases(*, shapes: list[tuple[int, int]], kinds: list[str], dtypes: list[torch
             count += 1
             x = content(kind, rows, cols, zlib.crc32(f"{row}{column}{rows}{cols}".encode())).to(dtype)
             label = f"{row}, and {column} of x.T | {rows}x{cols} {kind} {str(dtype).removeprefix('torch.')}"
-            yield Case(label, x, SPECS[row], KEY, None, SPECS[column])
+            amax = torch.tensor(3.0) if SPECS[row].delayed else None
+            yield Case(label, x, SPECS[row], KEY, amax, SPECS[column])
 
 
 def on(x: Tensor, device: str) -> Tensor:
@@ -191,7 +194,7 @@ def check(case: Case, device: str) -> dict[str, str]:
     if reason := kernels.why_not(case.spec, x.device.type) or kernels.why_not_tensor(x):
         return {"why_not": reason}
     if case.column is not None:
-        return check_both(case, x, case.column)
+        return check_both(case, x, amax, case.column)
     quantizer = kernels.TritonQuantizer(case.spec)
     quantized, decoded = quantizer.codes(x, case.key, amax), quantizer.values(x, case.key, amax)
     wanted = reference.quantize(case.x, case.spec, key=case.key, amax=case.amax)
@@ -209,17 +212,19 @@ def check(case: Case, device: str) -> dict[str, str]:
     return {what: text for what, text in found.items() if text is not None}
 
 
-def check_both(case: Case, x: Tensor, column: QuantSpec) -> dict[str, str]:
+def check_both(case: Case, x: Tensor, amax: Tensor | None, column: QuantSpec) -> dict[str, str]:
     """Differences between the codes of both forms that one kernel makes, its scales in tiles where there are such, and
-    those of the reference."""
+    those of the reference. A kernel to which the amax is given measures that of x."""
     row, other = (kernels.TritonQuantizer(spec).in_tiles for spec in (case.spec, column))
     pair = kernels.pair(row, other, codes=True)
     turned = replace(KEY, operand=4, row_offset=16, col_offset=8)
-    made = None if pair is None else pair[0].with_columns(pair[1], x, KEY, None, turned, None, True, True)
+    newest = None if amax is None else torch.zeros_like(amax)
+    made = None if pair is None else pair[0].with_columns(pair[1], x, KEY, amax, turned, amax, True, True, newest)
     if made is None:
         return {"why_not": "no kernel for both forms"}
-    wanted = reference.quantize(case.x, case.spec, key=KEY), reference.quantize(case.x.T, column, key=turned)
-    found: dict[str, str | None] = {}
+    specs, given = ((case.x, case.spec, KEY), (case.x.T, column, turned)), case.amax
+    wanted = [reference.quantize(each, spec, key=key, amax=given) for each, spec, key in specs]
+    found = {"amax of x": None if newest is None else difference(newest, case.x.abs().amax().float())}
     for form, ours, theirs in zip(("rows", "columns"), made, wanted, strict=True):
         assert isinstance(ours, Quantized)
         found[f"codes of {form}"] = difference(ours.codes.view(torch.uint8), theirs.codes)
@@ -249,9 +254,8 @@ def check_large() -> str | None:
             wanted = reference.quantize(part, spec, key=part_key, amax=amax)
             if text := difference(whole.codes[start : start + part.shape[0]], wanted.codes):
                 return f"{name}, rows from {start}: {text}"
-    wide = torch.randn(
-        1 << 14, rows, device="cuda", dtype=torch.bfloat16
-    )  # tokens x features, quantised along the tokens
+    # Tokens x features, quantised along the tokens.
+    wide = torch.randn(1 << 14, rows, device="cuda", dtype=torch.bfloat16)
     wide_amax = torch.tensor(30.0)
     spec = SPECS["nvfp4 hadamard stochastic"]
     whole = kernels.TritonQuantizer(spec).codes(wide.T, KEY, wide_amax.cuda())
@@ -372,12 +376,8 @@ def main() -> int:
     records = [done[case.name] for case in chosen]
     wrong = [record for record in records if record["differences"]]
     print(f"exactness: {len(records) - len(wrong)} of {len(records)} cases equal the reference to the bit")
-    result: dict[str, Any] = {
-        "machine": found,
-        "cases": len(records),
-        "different": wrong,
-        "names": [r["case"] for r in records],
-    }
+    result: dict[str, Any] = {"machine": found, "cases": len(records), "different": wrong}
+    result["names"] = [record["case"] for record in records]
     if device == "cuda" and not arguments.sanitize:
         if not arguments.no_large:
             large = check_large()

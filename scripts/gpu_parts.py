@@ -37,7 +37,7 @@ class Step:
         name: in NAME.done.
         asks: what it measures on a GPU.
         words: of the command; the first is a script of this folder, "fp4train", or another program.
-        dry: more words in a dry run; None: it is only named there.
+        dry: more words in a dry run; None: nothing stands in for what it needs, and it is only named there.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Step:
         return [sys.executable, "-u", str(SCRIPTS / first), *rest] if first.endswith(".py") else [first, *rest]
 
 
-def steps_of(part: str, out: Path, te: Path | None) -> Iterator[Step]:
+def steps_of(part: str, out: Path, te: Path | None, *, dry: bool = False) -> Iterator[Step]:
     """What a part runs, in order. A generator: what comes later may depend on what was written before."""
 
     def results(ending: str) -> tuple[str, str]:
@@ -61,7 +61,7 @@ def steps_of(part: str, out: Path, te: Path | None) -> Iterator[Step]:
     if part == "first":
         yield Step(name="first", asks=PARTS["first"], words=("gpu_first.py", *results("first.json")))
     elif part == "kernels":
-        asks = "78 cases and one of more than 2^31 elements to the bit; GB/s of 21 kernels beside a copy's"
+        asks = "all cases and one of more than 2^31 elements to the bit; GB/s of each kernel beside a copy's"
         yield Step(name="kernels", asks=asks, words=("gpu_kernels.py", *results("kernels.json")))
     elif part == "te":
         if te is not None:
@@ -75,7 +75,7 @@ def steps_of(part: str, out: Path, te: Path | None) -> Iterator[Step]:
         yield Step(name="te experts", asks=asks, words=words)
     elif part == "native":
         asks = "what each recipe runs on here, and its codes and products beside the reference's"
-        yield Step(name="doctor", asks=asks, words=("fp4train", "doctor", "--json"), dry=None)
+        yield Step(name="doctor", asks=asks, words=("fp4train", "doctor", "--json"), dry=())
         asks = "y, dx and dw of 13 recipes through torch's scaled products, and their times"
         yield Step(name="native", asks=asks, words=("gpu_native.py", *results("native.json")))
         asks = "y, dx and dw of eight experts, where one call of scaled_grouped_mm multiplies all, and their times"
@@ -97,7 +97,7 @@ def steps_of(part: str, out: Path, te: Path | None) -> Iterator[Step]:
         asks = "losses of recorded steps and of recorded blocks equal to those of eager ones, and the time of all"
         yield Step(name="steps graph", asks=asks, words=("gpu_graph.py", *results("graph.json")))
     elif part == "runs":
-        yield from run_steps(out)
+        yield from run_steps(out, dry)
     elif part == "hours":
         asks = "nothing: it writes the commands, for people who have the hours"
         yield Step(name="hours", asks=asks, words=("gpu_check.py", str(out), "--write-hours"), dry=())
@@ -110,25 +110,30 @@ def steps_of(part: str, out: Path, te: Path | None) -> Iterator[Step]:
         yield Step(name="sanitize", asks=asks, words=(*words, *checked), dry=None)
 
 
-def run_steps(out: Path) -> Iterator[Step]:
-    """Short runs, each of which goes on from its last checkpoint, and what compares those that ended."""
+def run_steps(out: Path, dry: bool) -> Iterator[Step]:
+    """Short runs, each of which goes on from its last checkpoint, and what compares those that ended.
+
+    Args:
+        dry: whether they lie beside the other results, not in runs/.
+    """
     tiny = ("model=llama_tiny", "train.steps=4", "train.batch_size=2", "train.seq_len=16", "checkpoint.every=2")
-    runs = {recipe: ROOT / "runs" / f"{out.name}-{recipe}" for recipe in (*TRAINED, "nvfp4-compiled")}
+    folder = out.parent if dry else ROOT / "runs"
+    runs = {recipe: folder / f"{out.name}-{recipe}" for recipe in (*TRAINED, "nvfp4-compiled")}
     for recipe, run in runs.items():
         words = ["fp4train", f"recipe={recipe.removesuffix('-compiled')}"]
         words += ["train.compile=true"] * recipe.endswith("-compiled")
-        if (run / "checkpoints").is_dir():
+        if again := (run / "checkpoints").is_dir():
             words = ["fp4train", f"resume={run}"]
         else:
             words += ["model=llama_125m", "train.steps=200", "train.batch_size=32", "train.seq_len=1024", "track=jsonl"]
             words += ["checkpoint.every=50", f"run.name={run.name}", f"run.dir={run}", "run.overwrite=true"]
         asks = f"200 steps of llama_125m in {recipe}: losses, tokens per second, memory"
-        dry = (*tiny, "device=cpu", f"run.dir={out}-{recipe}") if recipe in ("bf16", "nvfp4") else None
-        yield Step(name=f"run {recipe}", asks=asks, words=tuple(words), dry=dry)
+        on_cpu = ("device=cpu",) if again else ("device=cpu", *tiny)
+        yield Step(name=f"run {recipe}", asks=asks, words=tuple(words), dry=on_cpu)
     ended = [str(run) for run in runs.values() if (run / "metrics.jsonl").exists()]
     if len(ended) > 1:
         words = ("fp4train", "compare", *ended, f"out={out}-runs.png")
-        yield Step(name="compare", asks="the losses of the runs beside each other", words=words, dry=None)
+        yield Step(name="compare", asks="the losses of the runs beside each other", words=words, dry=())
 
 
 def hours(name: str) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -108,6 +108,19 @@ def compiler() -> Iterator[None]:
     announce("blocks run eagerly in the place of torch.compile, which takes half a minute of a CPU")
     with patch.object(nn.Module, "compile", lambda self, **options: None):
         yield
+
+
+@contextmanager
+def instead_of(words: Sequence[str]) -> Iterator[list[str]]:
+    """What stands in for the GPU that the keys of a run ask for: `train.cuda_graph`, `train.compile`; gives the keys
+    that a CPU takes."""
+    with ExitStack() as stack:
+        for recorded in (True, "block"):
+            if f"train.cuda_graph={str(recorded).lower()}" in words:
+                stack.enter_context(graphs(recorded=recorded))
+        if "train.compile=true" in words:
+            stack.enter_context(compiler())
+        yield [word for word in words if not word.startswith("train.cuda_graph=")]
 
 
 @contextmanager

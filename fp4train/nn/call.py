@@ -19,9 +19,10 @@ from fp4train.quantize import Quantizer, QuantSpec
 if TYPE_CHECKING:
     from fp4train.nn.executors.cut import LayerShard
     from fp4train.nn.experts import Experts
+    from fp4train.nn.fused_weights import FusedWeights
     from fp4train.nn.planned import PlannedLayer
     from fp4train.nn.scaling import DelayedScaling, MemberScaling
-    from fp4train.nn.weights import FusedWeights, PreparedWeights
+    from fp4train.nn.weights import PreparedWeights
 
 Weights = Sequence[Tensor]
 """[N, K] each."""
@@ -211,12 +212,16 @@ class Call:
     amaxes: dict[str, Tensor] | None = None
     member: int = 0
 
-    def amax(self, name: str, quantizer: Quantizer, tensor: Tensor) -> Tensor:
-        """The delayed amax that scales x or dy; both forms of the tensor use the same one."""
+    def amax(
+        self, name: str, quantizer: Quantizer, tensor: Tensor, *, later: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """`DelayedScaling.amax` of x or dy, the same for both forms of the tensor."""
         assert self.scaling is not None
         if self.amaxes is None:
             self.amaxes = {}
-        if name not in self.amaxes:
-            position = (self.seed, self.step)
-            self.amaxes[name] = self.scaling.amax(name, quantizer, tensor, enter=self.training, position=position)
-        return self.amaxes[name]
+        if name in self.amaxes:
+            return self.amaxes[name], None
+        at = (self.seed, self.step)
+        found = self.scaling.amax(name, quantizer, tensor, enter=self.training, position=at, later=later)
+        self.amaxes[name] = found[0]
+        return found

@@ -7,10 +7,10 @@ from typing import Any
 from torch import nn
 
 from fp4train.nn.conversion import report
+from fp4train.nn.fused_weights import FusedWeights
 from fp4train.nn.linear import Linear, TransposedLinear
 from fp4train.nn.planned import PlannedLayer
 from fp4train.nn.transformers_experts import hold_experts
-from fp4train.nn.weights import FusedWeights
 from fp4train.precision.layers import Layer, find_layers, is_uninitialised
 
 _log = logging.getLogger(__name__)

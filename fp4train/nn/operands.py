@@ -134,7 +134,7 @@ class Form:
     def amax(self, x: Tensor, call: Call, key: RandomKey | None) -> Tensor | None:
         """The amax if it is not that of x: delayed, or the maximum over the ranks that hold the rest of x."""
         if self.delayed and self.spec is not None:
-            return call.amax(self.tensor, self.quantizer, x)
+            return call.amax(self.tensor, self.quantizer, x)[0]
         if not self.amax_ranks or self.spec is None:
             return None
         return amax_over(self.amax_ranks, x, self.spec, key)
@@ -190,13 +190,15 @@ class Operand:
         if row and column and self.pair is not None:
             row_key = self.row.key(call, x_MK.shape[0]) if self.row.stochastic else None
             column_key = self.column.key(call, x_MK.shape[0]) if self.column.stochastic else None
-            row_amax = column_amax = None
+            row_amax = column_amax = newest = None
             if self.row.delayed and self.column.delayed:  # one history has the amax of both
-                row_amax = column_amax = call.amax(self.row.tensor, self.row.quantizer, x_MK)
+                joins = self.pair.joins
+                row_amax, newest = call.amax(self.row.tensor, self.row.quantizer, x_MK, later=joins)
+                column_amax = row_amax
             elif not self.own_amax:
                 row_amax, column_amax = self._amaxes(x_MK, call, row_key, column_key)
             if self.requantise is None:
-                return self.pair(x_MK, row_key, row_amax, column_key, column_amax)
+                return self.pair(x_MK, row_key, row_amax, column_key, column_amax, newest)
             rounded = self.row.make(x_MK, row_key, row_amax)
             assert isinstance(rounded, Decoded)
             return rounded, self.requantise(rounded.rounded().T, column_key, column_amax)

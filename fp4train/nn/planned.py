@@ -24,8 +24,9 @@ from fp4train.nn.call import EAGER, Call, Executor, Route, TokenCount
 from fp4train.nn.executors import by_state, make_executor, make_state, saved_states
 from fp4train.nn.executors.cut import LayerShard
 from fp4train.nn.executors.gemms import torch_autocasts
+from fp4train.nn.fused_weights import FusedWeights
 from fp4train.nn.scaling import DelayedScaling
-from fp4train.nn.weights import FusedWeights, PreparedWeights
+from fp4train.nn.weights import PreparedWeights
 from fp4train.precision.context import Context, GraphInput, State, is_stray_recomputation, once, state
 from fp4train.precision.layer_plan import LayerPlan, resolve
 from fp4train.precision.layers import Layer

@@ -60,14 +60,13 @@ class AmaxHistory:
         self.position = position
         self.coming: tuple[Position | None, Sequence[Tensor]] = (None, ())
 
-    def enter(self, position: Position | None) -> bool:
-        """Let an amax be written to `newest`; whether it is the first one of the step at `position`.
+    def enter(self, position: Position | None) -> None:
+        """Let an amax be joined to `newest`, which is 0 before the first one of the step at `position`.
 
         The first one of all histories begins the step for those in which an amax entered since they rolled last: it
         takes the amaxes to use, and makes room for the new ones.
         """
-        first = position != self.position
-        if first:
+        if position != self.position:
             if self.coming[0] != position:
                 self.stack[self], rolled = None, []
                 for each in self.stack:
@@ -81,7 +80,6 @@ class AmaxHistory:
         elif self.given:
             self.load(self.history.clone(), self.used, position)
         self.coming, self.given = (None, ()), False
-        return first
 
 
 class DelayedScaling(LayerState):
@@ -100,8 +98,11 @@ class DelayedScaling(LayerState):
         self._histories: dict[str, AmaxHistory] = {}
         self.common: Stacks = {}
 
-    def amax(self, name: str, quantizer: Quantizer, tensor: Tensor, *, enter: bool, position: Position) -> Tensor:
-        """The amax that scales `tensor`, a 0-d float32.
+    def amax(
+        self, name: str, quantizer: Quantizer, tensor: Tensor, *, enter: bool, position: Position, later: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """(the amax that scales `tensor`, a 0-d float32; the entry of the history that the caller makes the larger of
+        itself and the tensor's own amax, None: nothing is left to be done).
 
         Args:
             name: "x", "w" or "dy".
@@ -109,6 +110,7 @@ class DelayedScaling(LayerState):
             tensor: a matrix, or its amax (0-d).
             enter: whether the tensor's own amax enters the history (in training, not in evaluation).
             position: the step; the newest entry is that of the step in which an amax entered last.
+            later: whether the caller can do so.
         """
         spec = quantizer.spec
         assert spec.delayed is not None
@@ -116,17 +118,20 @@ class DelayedScaling(LayerState):
         if found is None or found.kind != kind:
             found = self._fitting(found, spec, kind)
         if not enter:
-            return found.used if found.position == position else delayed_amax(found.history, found.used, spec.delayed)
+            again = found.position == position
+            return found.used if again else delayed_amax(found.history, found.used, spec.delayed), None
         self._histories[name] = found
-        first = found.enter(position)
+        found.enter(position)
         alone = self.joined or not (dist.is_available() and dist.is_initialized())
+        if later and alone and tensor.numel():
+            return found.used, found.newest
         own = tensor.detach() if tensor.numel() else tensor.new_zeros(())
         own = quantizer.amax(own, into=found.newest if alone else None) if own.ndim else own.abs().float()
         if not alone:
             dist.all_reduce(own, op=dist.ReduceOp.MAX)
         if own is not found.newest:
-            found.newest.copy_(own if first else torch.maximum(own, found.newest))
-        return found.used
+            torch.maximum(found.newest, own, out=found.newest)
+        return found.used, None
 
     def _fitting(self, found: AmaxHistory | None, spec: QuantSpec, kind: StackKind) -> AmaxHistory:
         """A new history of this kind, with the newest entries of `found`; missing ones are 0."""
@@ -181,8 +186,11 @@ class MemberScaling:
     def __init__(self, scaling: DelayedScaling, member: int, elsewhere: Sequence[int] = ()) -> None:
         self._scaling, self._member, self._elsewhere = scaling, member, elsewhere
 
-    def amax(self, name: str, quantizer: Quantizer, tensor: Tensor, *, enter: bool, position: Position) -> Tensor:
+    def amax(
+        self, name: str, quantizer: Quantizer, tensor: Tensor, *, enter: bool, position: Position, later: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
         """See `DelayedScaling.amax`."""
         for other in self._elsewhere if enter else ():
             self._scaling.amax(f"{name}.{other}", quantizer, tensor.new_empty(0), enter=True, position=position)
-        return self._scaling.amax(f"{name}.{self._member}", quantizer, tensor, enter=enter, position=position)
+        name = f"{name}.{self._member}"
+        return self._scaling.amax(name, quantizer, tensor, enter=enter, position=position, later=later)

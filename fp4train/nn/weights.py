@@ -27,6 +27,7 @@ from fp4train.nn.gathered import Gathered
 from fp4train.nn.ranks import Ranks, amax_over
 from fp4train.quantize import (
     Decoded,
+    PairQuantizer,
     Quantized,
     Quantizer,
     QuantSpec,
@@ -40,13 +41,11 @@ from fp4train.quantize import (
     to_torch,
 )
 from fp4train.quantize.quantized import turned
-from fp4train.quantize.quantizer import turns
 from fp4train.quantize.random import DGRAD_W, FPROP_W
 from fp4train.shards import Runs
 
 if TYPE_CHECKING:
     from fp4train.nn.executors.cut import LayerShard
-    from fp4train.nn.planned import PlannedLayer
 
 
 class WeightForm:
@@ -61,7 +60,7 @@ class WeightForm:
     """
 
     __slots__ = (
-        *("amax_ranks", "decode", "dtype", "fused", "key", "make", "operand", "quantizer", "requantise"),
+        *("amax_ranks", "both", "decode", "dtype", "fused", "key", "make", "operand", "quantizer", "requantise"),
         *("rounded_from", "rounding_ranks", "runs", "spec", "start", "tiles", "transposed", "turned_from"),
     )
 
@@ -100,10 +99,10 @@ class WeightForm:
             self.make, self.requantise = (each.codes if backend.takes_codes else each.values for each in (chosen, rest))
             self.decode = None if backend.takes_codes else chosen.decode
             self.quantizer = chosen
+        self.both: PairQuantizer | None = None
+        """The quantizer that makes this form and the transposed one at once."""
         self.turned_from: tuple[object, ...] | None = None
         """The key of the row-wise form whose transposed codes are this form's; None: it is made from the weight."""
-        if spec is not None and column_wise and backend.takes_codes and turns(chosen, chosen):
-            self.turned_from = (spec, backend.name, dtype, False)
         self.rounded_from: tuple[object, ...] | None = None
         """The key of the row-wise form whose values this form requantises; None: the weight is rounded first."""
         before = None if spec is None else spec.requantises
@@ -111,6 +110,15 @@ class WeightForm:
             self.rounded_from = (before, backend.name, dtype, False)
         self.tiles = backend.takes_tiles and spec is not None and spec.scale_format.is_byte
         self.key = (spec, backend.name, dtype, column and not self.transposed)
+
+    def pair_with(self, column: WeightForm) -> None:
+        """Make `column` together with this row-wise form, if one kernel makes a tensor's codes and their transpose."""
+        spec, backend, dtype, _ = self.key
+        if self.spec is None or self.spec.block != (None, None) or column.key != (spec, backend, dtype, True):
+            return
+        both = PairQuantizer(self.quantizer, column.quantizer, row_codes=True, column_codes=True)
+        if self.decode is None and both.at_once:
+            self.both, column.turned_from = both, self.key
 
     def finish(self, prepared: Prepared) -> Prepared:
         """This form from codes that were gathered, or from the values that serve both forms."""
@@ -172,10 +180,6 @@ class PreparedWeights:
                 self._amax = None
             forms = self._forms
             self._of, self._version = weakref.ref(own, lambda _: forms.clear()), version
-        amax = None
-        if form.spec is not None and form.spec.delayed is not None:
-            entered = self._entered and self._amax is not None
-            amax = self._amax if entered else self.delayed_amax(w_NK, form.quantizer, call)
         if fused:
             group = self._group_amax(fused, form)
         prepared = None
@@ -183,8 +187,15 @@ class PreparedWeights:
             if key == form.key:
                 prepared = found
                 break
+        both = form.both if prepared is None and self._keep and call.gradients.x is not None else None
+        amax = newest = None
+        if form.spec is not None and form.spec.delayed is not None:
+            amax = self._amax
+            if amax is None or not self._entered:
+                later = both is not None and both.joins
+                amax, newest = self.delayed_amax(w_NK, form.quantizer, call, later=later)
         if prepared is None:
-            prepared = self._prepare(w_NK.detach(), form, call, amax, group, rounded)
+            prepared = self._prepare(w_NK.detach(), form, call, amax, group, rounded, both, newest)
             if form.tiles and isinstance(prepared, Quantized):
                 prepared = to_torch(prepared)
             if self._keep:
@@ -209,9 +220,21 @@ class PreparedWeights:
         self._amax, self._entered = None, False
 
     def _prepare(
-        self, w_NK: Tensor, form: WeightForm, call: Call, amax: Tensor | None, group: Tensor | None, rounded: bool
+        self,
+        w_NK: Tensor,
+        form: WeightForm,
+        call: Call,
+        amax: Tensor | None,
+        group: Tensor | None,
+        rounded: bool,
+        both: PairQuantizer | None,
+        newest: Tensor | None,
     ) -> Prepared:
-        """The weight in the given form; `group` and `rounded` as for `form`."""
+        """The weight in the given form; `group` and `rounded` as for `form`.
+
+        Args:
+            both: what makes the transposed form with it, for backward; `newest` is its.
+        """
         spec = form.spec
         w = w_NK.T if form.operand == DGRAD_W else w_NK
         for made, found in self._forms:
@@ -244,6 +267,10 @@ class PreparedWeights:
             plain, columns = replace(spec, requantises=None), form.operand == DGRAD_W
             found = quantised_in_runs(w, plain, key, form.runs, amax, columns=columns)
             return found if form.decode is None else quantizer(plain, w.device.type).decode(found)
+        if both is not None:
+            prepared, other = both(w, None, amax, None, amax, newest)
+            self._forms.append(((*form.key[:-1], True), other))
+            return prepared
         return (form.requantise if rounded else form.make)(w, key, amax)
 
     def _amax_over_ranks(
@@ -268,8 +295,10 @@ class PreparedWeights:
             self._amaxes["fused",] = amax
         return self._amaxes["fused",]
 
-    def delayed_amax(self, w_NK: Tensor, quantizer: Quantizer, call: Call) -> Tensor:
-        """The weight's delayed amax; its own enters the history once per step, at its first call in training.
+    def delayed_amax(
+        self, w_NK: Tensor, quantizer: Quantizer, call: Call, *, later: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """`DelayedScaling.amax` of the weight; its own enters the history once per step, at its first call in training.
 
         Args:
             w_NK: the weight, or its amax (0-d).
@@ -278,9 +307,11 @@ class PreparedWeights:
             self._begin(call)
         if (enter := call.training and not self._entered) or self._amax is None:
             assert call.scaling is not None and self._position is not None
-            self._amax = call.scaling.amax("w", quantizer, w_NK.detach(), enter=enter, position=self._position)
-            self._entered = self._entered or enter
-        return self._amax
+            at = self._position
+            found = call.scaling.amax("w", quantizer, w_NK, enter=enter, position=at, later=later)
+            self._amax, self._entered = found[0], self._entered or enter
+            return found
+        return self._amax, None
 
 
 class JointWeights:
@@ -343,39 +374,3 @@ def stack(parts: Sequence[Prepared], *, columns: bool) -> Prepared:
     if scale is not None and scale.dim() == 2:
         scale = torch.cat([part.scale for part in found if part.scale is not None])
     return Decoded(torch.cat([part.values for part in found], dim=int(columns)), scale)
-
-
-class FusedWeights:
-    """The weights of layers that are one in serving (`Layer.fused`). Layers are held weakly; copies find each other."""
-
-    __slots__ = ("_layers",)
-
-    def __init__(self) -> None:
-        self._layers: dict[str, weakref.ref[PlannedLayer]] = {}
-
-    def __reduce__(self) -> tuple[type[FusedWeights], tuple[()]]:
-        return FusedWeights, ()
-
-    def add(self, layer: PlannedLayer) -> None:
-        """Let `layer` be the one of its name; nothing if there is one."""
-        known = self._layers.get(layer.layer.name)
-        if known is None or known() is None:
-            self._layers[layer.layer.name] = weakref.ref(layer)
-
-    def layers(self, names: Sequence[str]) -> list[PlannedLayer | None]:
-        """The layers of these names; None for one that is not there."""
-        return [self._layers.get(name, lambda: None)() for name in names]
-
-    def of(self, names: Sequence[str], member: int = 0) -> list[Tensor]:
-        """This rank's weights [N, K] of the layers of these names; of groups those at the place `member`.
-
-        Raises:
-            RuntimeError: a layer is not there.
-        """
-        found = self.layers(names)
-        if missing := [name for name, layer in zip(names, found, strict=True) if layer is None]:
-            raise RuntimeError(
-                f"{', '.join(names)} share one scale (recipe.fused_scales), and {', '.join(missing)} is not in this "
-                "model: copy the module that holds all of them, or take recipe.fused_scales=false"
-            )
-        return [layer.own_weights[member] for layer in found if layer is not None]

@@ -187,7 +187,7 @@ class WeightGather:
             return
         executor = self.layer.executor_in(context, self.shard.device)
         call = self.layer.new_call(context, executor, 0, training=training)
-        self.delayed = call.weights.delayed_amax(self.amaxes[AMAX], quantizer(spec, self.shard.device.type), call)
+        self.delayed, _ = call.weights.delayed_amax(self.amaxes[AMAX], quantizer(spec, self.shard.device.type), call)
 
     # -- FSDP's gather ------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fp4train.quantize import reference
-from fp4train.quantize.quantized import Decoded, Quantized, turned
+from fp4train.quantize.quantized import Decoded, Quantized
 from fp4train.quantize.random import RandomKey
 from fp4train.quantize.spec import QuantSpec
 from fp4train.quantize.transform import Hadamard, transform
@@ -166,9 +166,8 @@ class PairQuantizer:
     """Both forms of one tensor: x [M, K] row-wise, and x.T [K, M], the column-wise form.
 
     One read of x gives both if the kernels support it and it pays (`PAIR_BYTES`), else each form reads x: the results
-    are the same. On a GPU one kernel makes the codes of narrow blocks of both forms (kernels/triton/both.py), and the
-    column-wise codes of a tensor with one scale are the transposed row-wise ones: x is read twice, for amax and codes,
-    and three bytes of codes are moved, which is 7 bytes per element of BF16 instead of 14.
+    are the same. On a GPU one kernel makes the codes of both forms of narrow blocks, or of one scale that both share
+    (kernels/triton/both.py).
     """
 
     def __init__(self, row: Quantizer, column: Quantizer, *, row_codes: bool, column_codes: bool) -> None:
@@ -177,11 +176,14 @@ class PairQuantizer:
         self._row_codes, self._column_codes = row_codes, column_codes
         self._row = row.codes if row_codes else row.values
         self._column = column.codes if column_codes else column.values
-        self._turns = row_codes and column_codes and turns(row, column)
         self._pair: tuple[Any, Any] | None = None
         if row.kernel == column.kernel != "reference":
             module = importlib.import_module(f"fp4train.quantize.{row.kernel}")
             self._pair = module.pair(row, column, codes=row_codes and column_codes)
+        self.at_once = self._pair is not None and row.kernel == "triton"
+        """Whether one kernel makes both forms of tensors of any size."""
+        self.joins = self.at_once and row.spec.delayed is not None
+        """Whether it joins the amax of x to another one on the way."""
 
     def __call__(
         self,
@@ -190,25 +192,21 @@ class PairQuantizer:
         row_amax: Tensor | None = None,
         column_key: RandomKey | None = None,
         column_amax: Tensor | None = None,
+        newest: Tensor | None = None,
     ) -> tuple[Decoded | Quantized, Decoded | Quantized]:
-        """(row-wise form, column-wise form)."""
-        if self._pair is not None and (self.row.kernel == "triton" or x_MK.nbytes >= PAIR_BYTES):
+        """(row-wise form, column-wise form).
+
+        newest: where `joins`: an amax, 0-d float32, which becomes the larger of itself and that of x.
+        """
+        if self._pair is not None and (self.at_once or x_MK.nbytes >= PAIR_BYTES):
             row, column = self._pair
+            also = () if newest is None else (newest,)
             both: tuple[Decoded | Quantized, Decoded | Quantized] | None = row.with_columns(
-                column, x_MK, row_key, row_amax, column_key, column_amax, self._row_codes, self._column_codes
+                column, x_MK, row_key, row_amax, column_key, column_amax, self._row_codes, self._column_codes, *also
             )
             if both is not None:
                 return both
-        made = self._row(x_MK, row_key, row_amax)
-        if self._turns and isinstance(made, Quantized):
-            return made, turned(made)
-        return made, self._column(x_MK.T, column_key, column_amax)
-
-
-def turns(row: Quantizer, column: Quantizer) -> bool:
-    """Whether the codes of `column` for x.T are cheaper as the transposed codes of `row`: with one scale for the tensor
-    on a GPU, whose kernels would copy x.T first. The C kernels read it as it is."""
-    return row.spec == column.spec and row.spec.block == (None, None) and row.kernel == "triton" and not row.spec.random
+        return self._row(x_MK, row_key, row_amax), self._column(x_MK.T, column_key, column_amax)
 
 
 def check_input(x_RC: Tensor, spec: QuantSpec, key: RandomKey | None, amax: Tensor | None) -> Tensor:

@@ -6,6 +6,7 @@
 | (1, 16) or (1, 32) along a strided axis (x.T), or with a Hadamard transform | columns: no transposed copy |
 | (N, N) blocks | squares |
 | one scale per tensor or row | whole |
+| codes of x and of x.T by one scale, to nearest | turned: one read of x |
 | codes of x in (1, N) blocks, and of x.T in (1, 16) or (1, 32) | both: one read of x |
 
 Other strides are copied once. `triton_launch` plans the launches: variants, tiles, sizes, results.
@@ -134,6 +135,8 @@ def pair(row: Quantizer, column: Quantizer, *, codes: bool) -> tuple[TritonQuant
 
 def has_pair_kernel(row: QuantSpec, column: QuantSpec) -> bool:
     """Whether one kernel makes the codes of x by `row` and those of x.T by `column`; each has a kernel of its own."""
+    if row.block == (None, None):
+        return row == column and not row.random
     widths, scales = (row.block[1], column.block[1]), (row.global_scale, column.global_scale)
     if row.block[0] != 1 or column.block[0] != 1 or row.hadamard is not None or "row" in scales:
         return False
@@ -218,10 +221,16 @@ class TritonQuantizer(Quantizer):
         column_amax: Tensor | None,
         row_codes: bool,
         column_codes: bool,
+        newest: Tensor | None = None,
     ) -> tuple[Decoded | Quantized, Decoded | Quantized] | None:
         """Codes of x and `column`'s codes of x.T from one read (two if an amax must be measured); None if x or the
-        arguments do not allow it."""
+        arguments do not allow it.
+
+        newest: an amax, 0-d float32, to which that of x is joined; only with one scale, whose amax is `row_amax`.
+        """
         x_MK = check_input(x_MK, self.spec, row_key, row_amax)
+        if self._whole:
+            return self._with_transpose(x_MK, row_amax, newest)
         rows, columns = x_MK.shape
         check_arguments(column.spec, column_key, column_amax, columns)
         words, tiled = words_of_both(row_key, column_key), (self._tiled, column._tiled)
@@ -242,6 +251,28 @@ class TritonQuantizer(Quantizer):
         return (
             Quantized(self.spec, (rows, columns), row, row_scales, *(found[::2] if needs[0] else (None,))),
             Quantized(column.spec, (columns, rows), turned, turned_scales, *(found[1::2] if needs[1] else (None,))),
+        )
+
+    def _with_transpose(
+        self, x_MK: Tensor, amax: Tensor | None, newest: Tensor | None
+    ) -> tuple[Quantized, Quantized] | None:
+        """Codes of x and of x.T by one scale."""
+        plan: triton_launch.QuantizePlan | None
+        plan = self._planned(triton_launch.plan_turned, x_MK, amax is not None, newest is not None)
+        if plan is None:
+            if newest is not None:
+                torch.maximum(newest, super().amax(x_MK), out=newest)
+            return None
+        if amax is None:
+            amax = self.amax(x_MK)
+        elif amax.dim() or amax.dtype != torch.float32:
+            amax = amax.to(torch.float32).reshape(())
+        row, column, scale = made = [make() for make in plan.results]
+        plan.launch(x_MK.contiguous() if plan.contiguous else x_MK, amax, *made, scale if newest is None else newest)
+        rows, columns = x_MK.shape
+        return (
+            Quantized(self.spec, (rows, columns), row, scale, amax),
+            Quantized(self.spec, (columns, rows), column, scale, amax),
         )
 
     def _both_amaxes(self, x_MK: Tensor, plan: triton_launch.BothPlan, given: list[Tensor]) -> Tensor:

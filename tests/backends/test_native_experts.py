@@ -72,6 +72,8 @@ def test_fprop_and_dgrad_of_all_experts_are_one_call_each_that_multiplies_to_the
     scaling: tuple[ScalingType, ...],
     rows: tuple[int, ...],
 ) -> None:
+    if isinstance(recipe, FP8Row) and torch.__version__ < (2, 13):
+        pytest.skip("scaled_mm takes no scale per row on CPUs there, as wgrad of each expert has it")
     recorder, single = GroupRecorder(), Recorder()
     monkeypatch.setattr(grouped.F, "scaled_grouped_mm", recorder)
     monkeypatch.setattr(native.F, "scaled_mm", single)

@@ -13,10 +13,11 @@ import fp4train as f4
 from fp4train.models.llama import Llama
 from fp4train.precision import BF16, LayerPolicy, Recipe, autocast, compile_context
 
+needs_graphs = pytest.mark.skipif(compile_context.UNAVAILABLE is not None, reason=str(compile_context.UNAVAILABLE))
+"""Layers are part of graphs; test_uncompiled_layers.py has what holds on a torch where they are not."""
 MARKS = [
     pytest.mark.usefixtures("fresh_dynamo"),
-    # Layers are part of graphs; test_uncompiled_layers.py has what holds on a torch where they are not.
-    pytest.mark.skipif(compile_context.UNAVAILABLE is not None, reason=str(compile_context.UNAVAILABLE)),
+    needs_graphs,
     # All are the compiler's own.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),

@@ -97,7 +97,11 @@ def main() -> None:
     torch.set_num_threads(1)
     curves.draw_curves = lambda run: run / "curves.png"
     for module in (*FOR_THE_FORKS, *sys.argv[1:]):
-        importlib.import_module(module)
+        try:
+            importlib.import_module(module)
+        except ModuleNotFoundError:
+            if not module.startswith("torch."):  # torch has some from a version on, and does without before
+                raise
     composition.hydra_compose = remembering(composition.hydra_compose)
     gc.freeze()  # a rank's collector does not look at, and so does not copy, what all of them share
     print("ready", flush=True)

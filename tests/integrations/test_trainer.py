@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from compiled_layers import needs_graphs
 from small_transformers import (
     BATCH,
     COOLDOWN,
@@ -146,6 +147,7 @@ def test_a_missing_framework_is_named_with_the_extra(monkeypatch: pytest.MonkeyP
         integrations.__getattr__("LightningPrecision")
 
 
+@needs_graphs
 def test_a_compiled_model_trains_the_same_bits(plain: Any, tmp_path: Path) -> None:
     """The hooks stay outside of the graph; a layer that a graph calls is no alarm of the guard."""
     options = {"torch_compile": True, "torch_compile_backend": "eager", "save_strategy": "no"}

@@ -3,6 +3,7 @@
 import re
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 
 from fp4train.kernels import triton as kernels
 from fp4train.optim import rounded
-from fp4train.quantize import Hadamard, PairQuantizer, QuantSpec, RandomKey, quantize, triton_launch
+from fp4train.quantize import Delayed, Hadamard, PairQuantizer, QuantSpec, RandomKey, quantize, triton_launch
 from fp4train.quantize.triton import TritonQuantizer
 
 triton = pytest.importorskip("triton", reason="triton is not installed (Linux only: pip install triton)")
@@ -32,15 +33,19 @@ WGRAD = QuantSpec(rounding="stochastic", hadamard=Hadamard())
 SQUARE = QuantSpec(block=(16, 16))
 MXFP8 = QuantSpec(element="e4m3", block=(1, 32), scale="e8m0", global_scale=None)
 FP8 = QuantSpec(element="e4m3", block=(None, None), scale="fp32", global_scale=None)
+DELAYED = replace(FP8, delayed=Delayed())
 
 
 def _x(dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.zeros(256, 1024, dtype=dtype)
 
 
-def both(row: QuantSpec, column: QuantSpec) -> object:
+def both(row: QuantSpec, column: QuantSpec, dtype: torch.dtype = torch.bfloat16) -> object:
+    """Codes of both forms; under delayed scaling the amax is known, and that of x enters a history."""
     quantizers = TritonQuantizer(row).in_tiles, TritonQuantizer(column).in_tiles
-    return PairQuantizer(*quantizers, row_codes=True, column_codes=True)(_x(), KEY, None, KEY, None)
+    amax, *newest = torch.ones(2).unbind() if row.delayed else (None,)
+    make = PairQuantizer(*quantizers, row_codes=True, column_codes=True)
+    return make(_x(dtype), KEY, amax, KEY, amax, *newest)
 
 
 def step_adamw() -> object:
@@ -77,6 +82,9 @@ CALLS: dict[str, Callable[[], object]] = {
     "nvfp4 codes decoded": lambda: TritonQuantizer(NVFP4).decode(quantize(_x(), NVFP4)),
     "mxfp8 codes decoded": lambda: TritonQuantizer(MXFP8).decode(quantize(_x(), MXFP8)),
     "a step of adamw": step_adamw,
+    "fp8 codes of both forms": lambda: both(FP8, FP8),
+    "fp8 codes of both forms, delayed": lambda: both(DELAYED, DELAYED),
+    "fp8 codes of both forms of float32, delayed": lambda: both(DELAYED, DELAYED, torch.float32),
 }
 
 
@@ -107,7 +115,7 @@ def test_kernels_and_their_functions_have_few_parameters() -> None:
     folder = Path(kernels.__file__).parent
     modules = [import_module(f"{kernels.__name__}.{path.stem}") for path in sorted(folder.glob("[!_]*.py"))]
     found = {n: len(each.arg_names) for m in modules for n, each in vars(m).items() if hasattr(each, "arg_names")}
-    assert {"quantize", "quantize_both", "decode_blocks", "amax_tensor", "amax_rows", "amax_columns"} <= found.keys()
+    assert {"quantize", "quantize_both", "quantize_turned", "decode_blocks", "amax_tensor", "amax_rows"} <= found.keys()
     assert max(found.values()) <= 20, found
 
 
@@ -117,13 +125,20 @@ def test_kernels_and_their_functions_have_few_parameters() -> None:
         ((NVFP4, QuantSpec(hadamard=Hadamard())), 2 + 2 + 2 * (1 / 2 + 1 / 16)),
         ((STOCHASTIC, WGRAD), 2 + 2 + 2 * (1 / 2 + 1 / 16)),
         ((MXFP8, MXFP8), 2 + 2 * (1 + 1 / 32)),
+        ((FP8, FP8), 2 + 2 + 2 * 1),
+        ((DELAYED, DELAYED), 2 + 2 * 1),
     ],
-    ids=["nvfp4", "gradients in nvfp4", "mxfp8"],
+    ids=["nvfp4", "gradients in nvfp4", "mxfp8", "fp8, current", "fp8, delayed"],
 )
 def test_codes_of_both_forms_move_hardly_more_bytes_than_the_least(
     specs: tuple[QuantSpec, QuantSpec], least: float
 ) -> None:
-    """Bytes per element: x once for its amaxes, once for its codes, and the codes. A launch moves each tensor once."""
+    """Bytes per element: x once for its amaxes, once for its codes, and the codes.
+
+    The sizes of a launch's tensors are added, as if it moved each once. `quantize_both` reads each tile twice, the
+    second time from the cache that the first has filled: what of it leaves the cache is not counted. `quantize_turned`
+    reads and writes once.
+    """
     arguments = [each for launch in launches_of(lambda: both(*specs)) for each in launch.arguments]
     moved = sum(each.nbytes for each in arguments if isinstance(each, torch.Tensor))
     assert moved <= 1.15 * least * _x().numel()
@@ -165,11 +180,12 @@ def test_contiguous_input_is_read_16_bytes_at_a_time() -> None:
 
 
 def test_a_product_and_a_sum_are_not_contracted() -> None:
-    """t = x * enc + 0.0 must round twice; the fmas left are those of rounding.py, for 32 elements and 4 scales."""
+    """t = x * enc + 0.0 must round twice; the fmas left are those of rounding.py, for 32 elements and 4 scales (2 with
+    Triton 3.6)."""
     (launch,) = launches_of(lambda: TritonQuantizer(NVFP4).values(_x(), amax=torch.ones(())))
     ptx = compile_launch(launch, 90).asm["ptx"]
     assert len(re.findall(r"\badd(\.rn)?\.f32", ptx)) >= 32
-    assert len(re.findall(r"\bfma\.rn\.f32", ptx)) == 2 * 32 + 2 * 4
+    assert len(re.findall(r"\bfma\.rn\.f32", ptx)) - 2 * 32 in (2 * 4, 2 * 2)
 
 
 @pytest.mark.long

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from compiled_layers import needs_graphs
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
@@ -132,6 +133,7 @@ def test_a_backward_pass_with_a_context_of_its_own_repeats_the_only_call_and_is_
         step()
 
 
+@needs_graphs
 def test_compiled_microbatches_draw_the_bits_of_eager_ones_and_compile_nothing_new() -> None:
     torch._dynamo.reset()
     found = model()

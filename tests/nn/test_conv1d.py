@@ -5,6 +5,7 @@ import io
 
 import pytest
 import torch
+from compiled_layers import needs_graphs
 from torch import Tensor, nn
 
 import fp4train as f4
@@ -109,6 +110,7 @@ def test_the_codes_of_a_weight_are_made_once_in_a_step() -> None:
     assert len(made) == 6, "one form serves fprop and dgrad"
 
 
+@needs_graphs
 def test_copies_pickles_and_compiled_models_keep_the_bits() -> None:
     model = f4.convert(pair()[0])
     expected = step(model, NVFP4(), 0)

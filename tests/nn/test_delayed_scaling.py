@@ -300,7 +300,7 @@ def test_histories_that_roll_together_are_those_that_roll_alone_in_any_order_of_
             name, position = draw.choice("xwd"), draw.choice(positions)
             tensor = torch.full((2, 16), draw.choice([0.0, 1.0, float("inf")]) + 2.0 ** draw.randrange(-8, 8))
             given: dict[str, Any] = {"enter": draw.random() < 0.8, "position": position}
-            found = layer.amax(name, kind, tensor, **given)
+            found, _ = layer.amax(name, kind, tensor, **given)
             assert torch.equal(found, one.amax(name, kind, tensor[0, 0].clone(), **given))
     for layer, one in [*kept, *((layer.state(), one.state()) for layer, one in zip(layers, alone, strict=True))]:
         assert layer.keys() == one.keys() and all(torch.equal(layer[name], one[name]) for name in one)

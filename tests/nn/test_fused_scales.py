@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from compiled_layers import needs_graphs
 from torch import Tensor, nn
 
 import fp4train as f4
@@ -151,6 +152,7 @@ def test_microbatches_of_a_step_measure_the_weights_once(monkeypatch: pytest.Mon
     assert len(measured) == 4  # each of two layers reads both weights
 
 
+@needs_graphs
 def test_compiled_layers_share_the_scale_too() -> None:
     recipe, model = NVFP4(fused_scales=True), pair()
     wanted = result(model, recipe)

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from compiled_layers import needs_graphs
 
 from fp4train.models.llama import Llama
 from fp4train.nn import Linear, convert
@@ -157,6 +158,7 @@ def test_a_model_that_was_not_converted_is_warned_of_and_an_error_decides_nothin
     assert not messages(caplog), "a recipe in high precision was asked for"
 
 
+@needs_graphs
 def test_an_inner_region_that_quantises_and_compiled_layers_count_for_the_outer_one(
     layer: Linear, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import gpu_check
 import gpu_first
+import gpu_profile
 import gpu_runs
 import pytest
 from gpu_check import PARTS, Check, Step
@@ -36,27 +37,32 @@ def steps_with(text: str, lines: list[str]) -> set[str]:
 @pytest.mark.long
 def test_a_dry_run_executes_every_part_and_keeps_its_results(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHON": sys.executable, "OUT": str(tmp_path / "back"), "OMP_NUM_THREADS": "1"}
-    command = ["bash", str(SCRIPT), "out/x", *PARTS, "--dry-run"]
+    (tmp_path / "carried").mkdir()
+    (tmp_path / "carried/install.sh").write_text("exit 1\n")
+    command = ["bash", str(SCRIPT), "out/x", *PARTS, "--te", "carried", "--dry-run"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     lines = done.stdout.splitlines()
     assert [line.split()[1].rstrip(":") for line in lines if line.startswith("==== ")] == list(PARTS)
-    named = [line for line in lines if ": only named in a dry run: " in line]
-    for line in named:
-        if " compare " not in line and line.split(": ", 2)[2].startswith("fp4train recipe="):
-            list(composition.composed(words_of(line.split(": ", 2)[2])))
     executed, asked = (steps_with(text, lines) for text in (": ended, ", ": on a GPU: "))
-    assert asked == executed | steps_with(": only named", lines)
-    # What has no stand-in on a CPU: a doctor of a GPU, three more runs and what compares all, the sanitizer.
-    assert len(asked - executed) == 5
+    assert {"doctor", "run bf16", "run nvfp4-compiled", "compare"} <= executed
+    assert asked - executed == steps_with(": only named", lines) == {"te install", "sanitize"}, "no stand-in for these"
+    assert lines[-1] == "gpu_check: cannot run here: te install, sanitize"
     stand_ins = {line for line in lines if line.startswith("stand-in: ")}
     assert len(stand_ins) == 8, stand_ins
     with tarfile.open(tmp_path / "back" / "x.tgz") as archive:
         names = archive.getnames()
-        first = json.load(archive.extractfile("x-first.json"))  # type: ignore[arg-type]
-    assert {"x-first.json", "x-kernels.json", "x-profile.json", "x-state.json", "x-step.json", "x.done"} <= set(names)
+        first, profile, step = (
+            json.load(archive.extractfile(f"x-{name}.json"))  # type: ignore[arg-type]
+            for name in ("first", "profile", "step")
+        )
+    assert {"x-kernels.json", "x-state.json", "x-runs.png", "x-bf16/metrics.jsonl", "x.done"} <= set(names)
     assert not [name for name in names if "/checkpoints/" in name]
     assert [row["name"] for row in first["rows"]] == list(gpu_first.DRY) and all(row["ok"] for row in first["rows"])
+    found = list(map(set, zip(*(row["name"].split(", ") for row in profile["rows"]), strict=True)))
+    assert found == [set(gpu_profile.RECIPES), set(gpu_profile.MODES), {"1 microbatch", "8 microbatches"}]
+    large = [row["what"] for row in step["rows"] if "a native FP8 step" in row["what"]]
+    assert len(large) == 2 and "eager" in large[0] and "compiled" in large[1]
     hours = [line for line in (tmp_path / "out/x-hours.sh").read_text().splitlines() if "recipe=" in line]
     assert len(hours) == 12
     list(composition.composed(words_of(hours[0].split("else", 1)[1].rstrip("; fi"))))
@@ -67,7 +73,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """`check(step, …)`: a call of the part `first`, which runs these steps."""
 
     def called(*steps: Step, seconds: float = 60.0) -> Check:
-        monkeypatch.setattr(gpu_check, "steps_of", lambda part, out, te: iter(steps))
+        monkeypatch.setattr(gpu_check, "steps_of", lambda *_, dry: iter(steps))
         found = Check(out=tmp_path / "x", archive=tmp_path / "back", seconds=seconds)
         found.part("first")
         return found
@@ -108,10 +114,11 @@ def test_a_step_that_takes_too_long_is_ended_with_what_it_started(
 ) -> None:
     hanging = shell("hangs", f"(sleep 30; echo > {tmp_path}/late) & echo $! > {tmp_path}/x-pid; wait")
     began = time.monotonic()
-    assert check(hanging, shell("next", "true"), seconds=1.0).failed
+    found = check(hanging, shell("next", "true"), seconds=1.0)
+    assert found.failed
     assert time.monotonic() - began < 20
-    said = capsys.readouterr().out
-    assert "== hangs: FAILED (124)" in said and "no time left in this part" in said
+    assert "== hangs: FAILED (124)" in capsys.readouterr().out
+    assert found.summary() == "failed: hangs; no time was left, call it again: next"
     pid = int((tmp_path / "x-pid").read_text())
     with pytest.raises(ProcessLookupError):
         while (status := Path(f"/proc/{pid}/stat")).exists() and status.read_text().split()[2] == "Z":
@@ -204,8 +211,6 @@ def test_what_failed_is_tried_again_and_what_worked_is_not(tmp_path: Path) -> No
 
 
 def test_kernels_are_told_apart_by_their_names() -> None:
-    import gpu_profile
-
     found = {
         "nvjet_hsh_256x128_64x4_2x1_v_bz_coopA_TNT": "GEMM",
         "void cutlass::device_kernel<flash::FlashAttnFwdSm90<...>>": "attention",

@@ -13,7 +13,7 @@ are kept: Triton's NVIDIA backend emits no .ftz for add, mul, fma, min, max and 
 for SM 8.0, 9.0 and 10.0 and looks). FP8 and FP4 casts are arithmetic on float32 bits: SM 8.0 has no FP8 cast, and
 the interpreter's is wrong.
 
-What a kernel is compiled for is one compile-time argument V (`quantize.triton_launch.Variant`).
+What a kernel is compiled for is one compile-time argument V (`quantize.triton_variant.Variant`).
 
 Importing this package imports nothing; importing one of its modules imports Triton.
 """

@@ -3,11 +3,16 @@ a layer take activations and gradients.
 
 amax_both       their two amaxes, of which the second is that after the transform
 quantize_both   their codes and scales
+quantize_turned   the codes of one float32 scale (FP8 current, delayed), and their transpose
 
 A program of `quantize_both` takes a tile of 4096 or 8192 elements and runs the function of each form on it: the second
 finds the tile in the cache that the first has filled. Bytes per element, BF16 in: 2 for the amaxes, 2 + 2 (0.5 + 1/16)
 for NVFP4's codes, 2 + 2 (1 + 1/32) for MXFP8's; a kernel per form reads x twice as often: 5.1 instead of 9.1, and 4.1
 instead of 6.1. Arguments and results are those of the kernels of one form, quantize.py.
+
+`quantize_turned` reads a tile once and stores its codes twice, the second time turned over in shared memory: 2 + 1 + 1
+bytes per element, and 2 before for the amax that FP8 with current scaling needs. The amax that delayed scaling needs is
+known; that of x is measured on the way.
 """
 
 # mypy: ignore-errors
@@ -15,8 +20,10 @@ instead of 6.1. Arguments and results are those of the kernels of one form, quan
 import triton
 import triton.language as tl
 
+from fp4train.kernels.triton import rounding
 from fp4train.kernels.triton.columns import largest_of, load_tokens, quantize_columns, transform
-from fp4train.kernels.triton.quantize import quantize_rows, quantize_rows16
+from fp4train.kernels.triton.quantize import codes_of, load_eights, quantize_rows, quantize_rows16, scaled_or_nan
+from fp4train.kernels.triton.scale import float_scales
 
 
 @triton.jit
@@ -81,3 +88,28 @@ def quantize_both(
     PER_COLUMN_WORD: tl.constexpr = 16 if C.output == "packed" else 8
     stride = column_groups * (C.n // PER_COLUMN_WORD)
     quantize_columns(pointers, cols, rows, column_groups, tiles, 1, x_stride, stride, 1, words, C)
+
+
+@triton.jit
+def quantize_turned(x_ptr, amax_ptr, row_ptr, column_ptr, scale_ptr, newest_ptr, rows, cols, x_stride, V: tl.constexpr):
+    """Codes of x [rows, cols], whose column stride is 1, by one float32 scale, and their transpose, rounded to nearest.
+
+    amax_ptr: float32 [1]. row_ptr: uint8 [rows, cols]; column_ptr: uint8 [cols, rows]. scale_ptr: scale_inv, [1].
+    newest_ptr: int32 [1], the bits of an amax; where V.enters it becomes the larger of itself and max |x|.
+    """
+    tiles = tl.cdiv(cols, 8 * V.tile_blocks)
+    row = tl.program_id(0) // tiles * V.tile_rows + tl.arange(0, V.tile_rows)
+    eight = tl.program_id(0) % tiles * V.tile_blocks + tl.arange(0, V.tile_blocks)
+    x = load_eights(x_ptr, row, eight[None, :], rows, cols, x_stride)
+    scale, inverse = float_scales(tl.load(amax_ptr), V)
+    tl.store(scale_ptr, inverse, mask=tl.program_id(0) == 0)
+    if V.enters:
+        largest = rounding.largest_of_eight(x).to(tl.int32, bitcast=True)
+        tl.atomic_max(newest_ptr, tl.max(tl.max(largest, 1), 0))
+    code = codes_of(scaled_or_nan(x, scale, V), 0.0, scale, V).to(tl.uint8)
+    code = tl.reshape(code, (V.tile_rows, 8 * V.tile_blocks))
+    col = tl.program_id(0) % tiles * (8 * V.tile_blocks) + tl.arange(0, 8 * V.tile_blocks)
+    row64 = row.to(tl.int64)
+    tl.store(row_ptr + (row64 * cols)[:, None] + col[None, :], code, mask=(row < rows)[:, None] & (col < cols)[None, :])
+    place = (col.to(tl.int64) * rows)[:, None] + row[None, :]
+    tl.store(column_ptr + place, tl.trans(code), mask=(col < cols)[:, None] & (row < rows)[None, :])

@@ -55,11 +55,27 @@ def load_eights(x_ptr, row, eight, rows, cols, x_stride):
 
 
 @triton.jit
-def store_rounded(out_ptr, x, encode, decode, row, eight, rows, cols, stored_cols, out_stride, words, V: tl.constexpr):
-    """Round x * encode and store it: values times `decode` up to `cols`, codes up to `stored_cols`."""
+def scaled_or_nan(x, encode, V: tl.constexpr):
+    """x * encode, the value to round: NaN where x is not finite and its amax came from elsewhere."""
     t = rounding.scaled(x, encode, V)
     if V.given:
         t = tl.where(tl.abs(x) < float("inf"), t, float("nan"))
+    return t
+
+
+@triton.jit
+def codes_of(t, r, encode, V: tl.constexpr):
+    """Codes (uint32) of t, x * encode."""
+    limit = rounding.code_limit(encode, V)
+    if V.given:
+        limit = tl.where(t == t, limit, V.nan_value)
+    return rounding.element_codes(t, r, limit, V)
+
+
+@triton.jit
+def store_rounded(out_ptr, x, encode, decode, row, eight, rows, cols, stored_cols, out_stride, words, V: tl.constexpr):
+    """Round x * encode and store it: values times `decode` up to `cols`, codes up to `stored_cols`."""
+    t = scaled_or_nan(x, encode, V)
     r = rounding.eight_fractions(eight, row[:, None], 0, words, V)
     out_row = (row.to(tl.int64) * out_stride)[:, None]
     inside = (row < rows)[:, None]
@@ -70,10 +86,7 @@ def store_rounded(out_ptr, x, encode, decode, row, eight, rows, cols, stored_col
             v = rounding.as_bf16(v, V.hardware)
         tl.store(out_ptr + out_row[:, :, None] + col, v, mask=inside[:, :, None] & (col < cols))
     else:
-        limit = rounding.code_limit(encode, V)
-        if V.given:
-            limit = tl.where(t == t, limit, V.nan_value)
-        code = rounding.element_codes(t, r, limit, V)
+        code = codes_of(t, r, encode, V)
         if V.output == "packed":
             word = tl.sum(code << (4 * tl.arange(0, 8))[None, None, :].to(tl.uint32), 2).to(tl.int32, bitcast=True)
             tl.store(out_ptr + out_row + eight, word, mask=inside & (eight < stored_cols // 8))

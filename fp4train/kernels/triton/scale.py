@@ -1,6 +1,6 @@
 """Scales from amax, the float32 operations of `quantize.scaling` in its order. A non-finite amax makes its scales NaN.
 
-`quantize.triton_launch.Variant.scale` names the way: see there.
+`quantize.triton_variant.Variant.scale` names the way: see there.
 """
 
 # mypy: ignore-errors

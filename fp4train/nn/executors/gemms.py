@@ -104,6 +104,7 @@ class Gemms(Executor):
         self.dy = Operand("dy", (dgrad.first, wgrad.first), codes, device, shard, tiles=tiles)
         self.w_row = WeightForm(fprop.second, self.fprop, dtype, device, column=False, shard=shard, fused=plan.fused)
         self.w_column = WeightForm(dgrad.second, self.dgrad, dtype, device, column=True, shard=shard, fused=plan.fused)
+        self.w_row.pair_with(self.w_column)
         delayed = [spec for spec in (fprop.second, dgrad.second) if spec is not None and spec.delayed is not None]
         self.states = (DelayedScaling.kind,) if delayed or self.x.delayed or self.dy.delayed else ()
         self.route = Route("operator", dtype, self.keeps_x)

@@ -209,9 +209,13 @@ def test_emulation_quantises_square_blocks_once() -> None:
     assert emulated(row, row) == 2 * emulated(row, None)
 
 
-@pytest.mark.parametrize(("recipe", "gpu", "reads"), [(MXFP8(), "B200", "both"), (FP8Current(), "H200", "each")])
+@pytest.mark.parametrize(
+    ("recipe", "gpu", "reads"),
+    [(MXFP8(), "B200", "both"), (FP8Current(), "B200", "both"), (FP8Block(), "H200", "each")],
+)
 def test_native_products_pay_for_the_kernels_of_fp4train(recipe: Recipe, gpu: str, reads: str) -> None:
-    """Transformer Engine's kernels read a tensor once for both forms; those of fp4train where the blocks are narrow."""
+    """Transformer Engine's kernels read a tensor once for both forms; those of fp4train where blocks are narrow, or
+    one scale serves both."""
     te, native = (price(recipe, gpu, backend=backend) for backend in ("te", "native"))
     products = [[row.gemm for row in cost.stretches[0].rows] for cost in (te, native)]
     assert products[0] == products[1]

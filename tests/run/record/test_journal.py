@@ -281,7 +281,7 @@ def test_every_start_records_what_it_ran_on(cli: Cli, stop_at: StopAt, monkeypat
     first, second = (record.values["environment"] for record in journal.read_journal(Path("runs/a")))
     assert second["host"] == "elsewhere" != first["host"]
     assert first | {"host": "elsewhere"} == second, "nothing else differs"
-    assert first["versions"]["torch"] == torch.__version__ and first["device"] == "cpu" and first["ranks"] == 1
+    assert torch.__version__.startswith(first["versions"]["torch"]) and first["device"] == "cpu" and first["ranks"] == 1
     assert first["data"] and first["cores"] >= first["threads"] >= 1
 
 

@@ -1,0 +1,48 @@
+"""Weights that are one in serving, and share a scale: queries, keys and values; gate and up."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from fp4train.nn.planned import PlannedLayer
+
+
+class FusedWeights:
+    """The weights of layers that are one in serving (`Layer.fused`). Layers are held weakly; copies find each other."""
+
+    __slots__ = ("_layers",)
+
+    def __init__(self) -> None:
+        self._layers: dict[str, weakref.ref[PlannedLayer]] = {}
+
+    def __reduce__(self) -> tuple[type[FusedWeights], tuple[()]]:
+        return FusedWeights, ()
+
+    def add(self, layer: PlannedLayer) -> None:
+        """Let `layer` be the one of its name; nothing if there is one."""
+        known = self._layers.get(layer.layer.name)
+        if known is None or known() is None:
+            self._layers[layer.layer.name] = weakref.ref(layer)
+
+    def layers(self, names: Sequence[str]) -> list[PlannedLayer | None]:
+        """The layers of these names; None for one that is not there."""
+        return [self._layers.get(name, lambda: None)() for name in names]
+
+    def of(self, names: Sequence[str], member: int = 0) -> list[Tensor]:
+        """This rank's weights [N, K] of the layers of these names; of groups those at the place `member`.
+
+        Raises:
+            RuntimeError: a layer is not there.
+        """
+        found = self.layers(names)
+        if missing := [name for name, layer in zip(names, found, strict=True) if layer is None]:
+            raise RuntimeError(
+                f"{', '.join(names)} share one scale (recipe.fused_scales), and {', '.join(missing)} is not in this "
+                "model: copy the module that holds all of them, or take recipe.fused_scales=false"
+            )
+        return [layer.own_weights[member] for layer in found if layer is not None]
