@@ -127,6 +127,14 @@ LATER = {
         ),
     ),
     "one product of layers that read one x": Capability(276, 2, ("precision/joint.py", "nn/executors/joint.py")),
+    "norms and gates that are quantised where they are made": Capability(
+        552,
+        5,
+        (
+            *("nn/produced.py", "quantize/produced.py", "quantize/launch.py"),
+            *("kernels/triton/sources.py", "kernels/triton/norm.py"),
+        ),
+    ),
 }
 """A new capability has an entry of its own; its lines are what it needs. An entry names its files or its parts."""
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
-from gpu_kernels import KEY, SPECS
+from gpu_cases import KEY, SPECS
 from torch import Tensor
 
+from fp4train.quantize import produced
 from fp4train.quantize import triton as kernels
 
 TARGET = 0.75
@@ -45,6 +47,19 @@ def timings(x: Tensor) -> list[Timing]:
     def both(row: kernels.TritonQuantizer, column: kernels.TritonQuantizer, given: Tensor | None) -> object:
         return row.with_columns(column, x, key, given, key, given, True, True)
 
+    # The tensors that x is made of, read twice where an amax comes first, and the codes of all results.
+    norm = produced.SourceTensors("norm", (x, x[0].clone(), torch.empty(len(x), device=x.device)), 1e-5)
+    gate, gradients = produced.SourceTensors("gate", (x, x)), produced.SourceTensors("gradients", (x, x, x))
+    none, drawn = [(None, None)], [(key, key)] * 2
+    made = [
+        ("nvfp4", (nvfp4, had), none, norm, 2 * plain + 2 * codes4),
+        ("nvfp4", (nvfp4, had), none, gate, 4 * plain + 2 * codes4),
+        ("nvfp4 stochastic", random, drawn, gradients, 6 * plain + 4 * codes4),
+        ("mxfp8", (mxfp8, mxfp8), none, norm, plain + 2 * codes8),
+        ("mxfp8", (mxfp8, mxfp8), none, gate, 2 * plain + 2 * codes8),
+        ("mxfp8", (mxfp8, mxfp8), drawn, gradients, 3 * plain + 4 * codes8),
+    ]
+
     return [
         Timing("amax", lambda: nvfp4.amax(x), plain),
         Timing("amax hadamard, columns", lambda: had.amax(x.T), plain),
@@ -73,6 +88,10 @@ def timings(x: Tensor) -> list[Timing]:
         Timing("mxfp8 codes of both forms", lambda: both(mxfp8, mxfp8, None), plain + 2 * codes8),
         Timing("fp8 tensor codes of both forms", lambda: both(tensor8, tensor8, amax), plain + 2 * n),
         Timing("fp8 tensor codes of both forms, and amax", lambda: both(tensor8, tensor8, None), 2 * plain + 2 * n),
+        *(
+            Timing(f"{name} codes of {source.kind}", partial(produced.produce, *pair, source, keys), moved)
+            for name, pair, keys, source, moved in made
+        ),
         Timing("fp8 tensor codes", lambda: tensor8.codes(x, None, amax), plain + n),
         Timing("fp8 tensor values", lambda: tensor8.values(x, None, amax), 2 * plain),
     ]

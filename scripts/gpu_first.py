@@ -62,11 +62,12 @@ def kernel(dry: bool) -> str:
     """NVFP4's kernel with the transform and random bits, against the reference."""
     if dry:
         gpu_stand_ins.interpret()
+    import gpu_cases
     import gpu_kernels
 
     rows, cols = (20, 40) if dry else (256, 512)
-    x = gpu_kernels.content("wide", rows, cols, 1).bfloat16()
-    case = gpu_kernels.Case("first", x, gpu_kernels.SPECS["nvfp4 hadamard stochastic"], gpu_kernels.KEY, None)
+    x = gpu_cases.content("wide", rows, cols, 1).bfloat16()
+    case = gpu_cases.Case("first", x, gpu_cases.SPECS["nvfp4 hadamard stochastic"], gpu_cases.KEY, None)
     if found := gpu_kernels.check(case, "cpu" if dry else "cuda"):
         raise ValueError(f"differs from the reference: {found}")
     return f"{rows}x{cols} equal to the bit"

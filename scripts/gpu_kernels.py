@@ -26,143 +26,18 @@ import json
 import os
 import subprocess
 import sys
-import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import gpu_stand_ins
 import torch
+from gpu_cases import KEY, SPECS, Case, cases
 from torch import Tensor
 
-from fp4train.quantize import Delayed, Hadamard, Quantized, QuantSpec, RandomKey, reference
+from fp4train.quantize import Quantized, QuantSpec, produced, reference
 from fp4train.quantize import triton as kernels
-
-KEY = RandomKey(seed=(1 << 63) + 12345678901, step=77, layer=0xDEADBEEF, operand=3, row_offset=5, col_offset=16)
-
-
-def mx(element: str, scale_rounding: str = "rceil", rows: int = 1, **options: Any) -> QuantSpec:
-    return QuantSpec(
-        element=element,
-        block=(rows, 32),
-        scale="e8m0",
-        scale_rounding=scale_rounding,
-        global_scale=None,
-        **options,
-    )
-
-
-def fp8(element: str, block: tuple[int | None, int | None], scale: str = "fp32", **options: Any) -> QuantSpec:
-    return QuantSpec(element=element, block=block, scale=scale, global_scale=None, **options)
-
-
-SPECS: dict[str, QuantSpec] = {
-    "nvfp4": QuantSpec(),
-    "nvfp4 stochastic": QuantSpec(rounding="stochastic"),
-    "nvfp4 hadamard": QuantSpec(hadamard=Hadamard()),
-    "nvfp4 hadamard stochastic": QuantSpec(hadamard=Hadamard(), rounding="stochastic"),
-    "nvfp4 16x16": QuantSpec(block=(16, 16)),
-    "nvfp4 16x16 stochastic": QuantSpec(block=(16, 16), rounding="stochastic"),
-    "nvfp4 te2.13": QuantSpec(formula="te2.13"),
-    "nvfp4 per row": QuantSpec(global_scale="row"),
-    "nvfp4 per row hadamard 8": QuantSpec(global_scale="row", hadamard=Hadamard(size=8, signs="random", seed=5)),
-    "nvfp4 guarded": QuantSpec(guard=16 / 17, global_bound=256.0, rounding="stochastic"),
-    "mxfp8 e4m3": mx("e4m3"),
-    "mxfp8 e4m3 stochastic": mx("e4m3", rounding="stochastic"),
-    "mxfp8 e5m2 even": mx("e5m2", "even"),
-    "mxfp8 e4m3 floor": mx("e4m3", "floor"),
-    "mxfp8 32x32": mx("e4m3", rows=32),
-    "mxfp6 e2m3 ceil": mx("e2m3", "ceil"),
-    "mxfp6 e3m2": mx("e3m2"),
-    "mxfp4 even": mx("e2m1", "even"),
-    "mxfp4 hadamard 32": mx("e2m1", hadamard=Hadamard(size=32)),
-    "fp8 tensor e4m3": fp8("e4m3", (None, None)),
-    "fp8 tensor e5m2 stochastic": fp8("e5m2", (None, None), rounding="stochastic"),
-    "fp8 delayed": fp8("e4m3", (None, None), delayed=Delayed(margin=1)),
-    "fp8 per row pow2": fp8("e4m3", (1, None), "pow2"),
-    "fp8 1x128": fp8("e4m3", (1, 128)),
-    "fp8 1x128 pow2": fp8("e5m2", (1, 128), "pow2"),
-    "fp8 128x128": fp8("e4m3", (128, 128)),
-}
-
-PAIRS = (
-    ("nvfp4", "nvfp4 hadamard"),
-    ("nvfp4 stochastic", "nvfp4 hadamard stochastic"),
-    ("nvfp4", "nvfp4"),
-    ("nvfp4", "mxfp8 e4m3"),
-    ("mxfp8 e4m3", "nvfp4 hadamard stochastic"),
-    ("mxfp8 e4m3", "mxfp8 e4m3 stochastic"),
-    ("mxfp4 even", "mxfp4 hadamard 32"),
-    ("fp8 tensor e4m3", "fp8 tensor e4m3"),
-    ("fp8 delayed", "fp8 delayed"),
-)
-"""Specs of the row-wise and the column-wise form of a tensor, whose codes one kernel makes."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """One tensor under one spec, or its codes by `spec` and those of its transpose by `column`."""
-
-    name: str
-    x: Tensor
-    spec: QuantSpec
-    key: RandomKey | None
-    amax: Tensor | None
-    column: QuantSpec | None = None
-
-
-def content(kind: str, rows: int, cols: int, seed: int) -> Tensor:
-    """float32 [rows, cols]: normal, wide (40 decades, zeros of both signs, subnormals), nan, inf, huge, tiny, grid."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(rows, cols, generator=generator)
-    if kind == "normal":
-        return x
-    if kind == "grid":  # values that lie on E2M1's grid, and ties between them
-        return torch.randint(-24, 25, (rows, cols), generator=generator) * 0.25
-    x *= torch.exp(6 * torch.randn(rows, cols, generator=generator))
-    flat = x.view(-1)
-    flat[::7] *= 1e-30
-    flat[1::11] = 0.0
-    flat[2::13] = -0.0
-    flat[3::17] *= 1e-42
-    x[0] = 0.0
-    x[-1] *= 1e-40
-    if kind == "nan":
-        x[rows // 2, cols // 3] = torch.nan
-    elif kind == "inf":
-        x[rows // 2, cols // 3] = torch.inf
-        x[rows // 3, 0] = -torch.inf
-    return x * {"huge": 1e30, "tiny": 1e-30}.get(kind, 1.0)
-
-
-def cases(*, shapes: list[tuple[int, int]], kinds: list[str], dtypes: list[torch.dtype]) -> Iterator[Case]:
-    """Every spec with every shape, as it is, as a transposed and as a strided view; the kinds and dtypes in turn."""
-    count = 0
-    for name, spec in SPECS.items():
-        for rows, cols in shapes:
-            for strides in ("rows", "columns", "both"):
-                kind, dtype = kinds[count % len(kinds)], dtypes[count // len(kinds) % len(dtypes)]
-                count += 1
-                seed = zlib.crc32(f"{name}{rows}{cols}{strides}".encode())
-                if strides == "rows":
-                    x = content(kind, rows, cols, seed).to(dtype)
-                elif strides == "columns":
-                    x = content(kind, cols, rows, seed).to(dtype).T
-                else:  # every other column of a wider tensor
-                    x = content(kind, rows, 2 * cols, seed).to(dtype)[:, ::2]
-                key = KEY if spec.rounding == "stochastic" else None
-                amax = torch.tensor(3.0) if spec.delayed or (spec.global_scale == "tensor" and count % 4 == 0) else None
-                label = f"{name} | {rows}x{cols} {strides} {kind} {str(dtype).removeprefix('torch.')}"
-                yield Case(label, x, spec, key, amax)
-    for row, column in PAIRS:
-        for rows, cols in shapes:
-            kind, dtype = kinds[count % len(kinds)], dtypes[count // len(kinds) % len(dtypes)]
-            count += 1
-            x = content(kind, rows, cols, zlib.crc32(f"{row}{column}{rows}{cols}".encode())).to(dtype)
-            label = f"{row}, and {column} of x.T | {rows}x{cols} {kind} {str(dtype).removeprefix('torch.')}"
-            amax = torch.tensor(3.0) if SPECS[row].delayed else None
-            yield Case(label, x, SPECS[row], KEY, amax, SPECS[column])
 
 
 def on(x: Tensor, device: str) -> Tensor:
@@ -193,6 +68,8 @@ def check(case: Case, device: str) -> dict[str, str]:
     x, amax = on(case.x, device), None if case.amax is None else case.amax.to(device)
     if reason := kernels.why_not(case.spec, x.device.type) or kernels.why_not_tensor(x):
         return {"why_not": reason}
+    if case.source is not None:
+        return check_produced(case, x, case.source)
     if case.column is not None:
         return check_both(case, x, amax, case.column)
     quantizer = kernels.TritonQuantizer(case.spec)
@@ -224,7 +101,41 @@ def check_both(case: Case, x: Tensor, amax: Tensor | None, column: QuantSpec) ->
         return {"why_not": "no kernel for both forms"}
     specs, given = ((case.x, case.spec, KEY), (case.x.T, column, turned)), case.amax
     wanted = [reference.quantize(each, spec, key=key, amax=given) for each, spec, key in specs]
-    found = {"amax of x": None if newest is None else difference(newest, case.x.abs().amax().float())}
+    found = differences(made, wanted)
+    if newest is not None and (unlike := difference(newest, case.x.abs().amax().float())) is not None:
+        found["amax of x"] = unlike
+    return found
+
+
+def check_produced(case: Case, x: Tensor, name: str) -> dict[str, str]:
+    """Differences between the codes that are made of a source and those of the reference, of the tensor in BF16 that
+    torch computes from it on the CPU; and of a norm the relative error of its factors, where it is above 2^-21."""
+    assert case.column is not None
+    first, second = x.tensor_split(2)
+    weight = torch.linspace(-2, 2, x.shape[1], device=x.device)
+    rstd = torch.empty(len(first), device=x.device)
+    tensors = {"norm": (first, weight, rstd), "gate": (first, second), "gradients": (second, first, first.flip(0))}
+    source = produced.SourceTensors(name, tensors[name], 1e-5 if name == "norm" else 0.0)
+    keys = [(replace(KEY, layer=7 + i), replace(KEY, operand=4, layer=7 + i)) for i in range(source.results)]
+    row, column = (kernels.TritonQuantizer(spec).in_tiles for spec in (case.spec, case.column))
+    made = produced.produce(row, column, source, keys)
+    found: dict[str, str] = {}
+    there = source._replace(tensors=tuple(each.cpu() for each in source.tensors))
+    for values, forms, key in zip(there.values(), made, keys, strict=True):
+        wanted = (
+            reference.quantize(values, case.spec, key=key[0]),
+            reference.quantize(values.T, case.column, key=key[1]),
+        )
+        found |= differences(forms, wanted)
+    error = rstd.cpu() / (first.cpu().double().square().mean(1) + 1e-5).rsqrt() - 1
+    if name == "norm" and bool((error.abs() > 2**-21).any()):
+        found["rstd"] = f"relative errors up to {float(error.abs().max())}"
+    return found
+
+
+def differences(made: Iterable[object], wanted: Iterable[Quantized]) -> dict[str, str]:
+    """How codes of both forms, and what belongs to them, differ."""
+    found: dict[str, str | None] = {}
     for form, ours, theirs in zip(("rows", "columns"), made, wanted, strict=True):
         assert isinstance(ours, Quantized)
         found[f"codes of {form}"] = difference(ours.codes.view(torch.uint8), theirs.codes)

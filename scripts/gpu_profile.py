@@ -3,7 +3,8 @@
     python scripts/gpu_profile.py --out NAME-profile.json [--dry-run]
 
 For BF16, FP8 and NVFP4, each eager, compiled, recorded, and with recorded blocks, with 16,384 tokens in one and in
-eight microbatches; for BF16 also with queries, keys and values, and gate and up, as one product:
+eight microbatches; for BF16 also with queries, keys and values, and gate and up, as one product; on Blackwell NVFP4
+also on torch's products, with and without norms and gates that are quantised where they are made:
 
     step ms           median of steps that are waited for
     host ms           of that, until the host has queued the step; near `step ms` the GPU waits for the host
@@ -46,6 +47,11 @@ MODES = {
     "blocks recorded": ("train.cuda_graph=block",),
     "joint products": ("train.joint_products=true",),
 }
+NATIVE = {
+    "native": ("backend=native",),
+    "native, norms and gates in BF16": ("backend=native", "train.kernels=torch"),
+}
+"""Modes of GPUs whose products take NVFP4's codes: with and without norms and gates quantised where they are made."""
 MICROBATCHES = (1, 8)
 MODEL = ("model=llama_1b", "train.batch_size=8", "train.seq_len=2048", "phases=none", "policy=all", "eval.every=0")
 TINY = (
@@ -71,6 +77,8 @@ KINDS = {
 def variants() -> list[tuple[str, str, int]]:
     """The most telling first: a part that ends after eight minutes goes on when it is called again."""
     found = [(recipe, mode, count) for count in MICROBATCHES for mode in MODES for recipe in RECIPES]
+    blackwell = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 10
+    found += [("nvfp4", mode, 1) for mode in (NATIVE if blackwell else ())]
     return [each for each in found if each[1] != "joint products" or each[0] == "bf16"]  # others have none here
 
 
@@ -128,7 +136,7 @@ def measure(recipe: str, mode: str, count: int, *, dry: bool) -> dict[str, Any]:
         data = real_vocabulary(seq_len=4, ids=257) if dry else real_vocabulary(seq_len=2048)
         words = [*MODEL, *stack.enter_context(data), f"recipe={recipe}"]
         words += [f"train.microbatch={8 // count}", *(TINY if dry else ())]
-        words += stack.enter_context(gpu_stand_ins.instead_of(MODES[mode])) if dry else MODES[mode]
+        words += stack.enter_context(gpu_stand_ins.instead_of(MODES[mode])) if dry else (MODES | NATIVE)[mode]
         run, _ = stack.enter_context(built_run(device, words))
         enter_stretch(run, None)
         for _ in range(WARM_UP + 2):

@@ -36,7 +36,7 @@ from fp4train.precision.report import render, summarise
 from fp4train.run.begin import find_source, start_step
 from fp4train.run.build import build_model, build_plan, build_timeline, with_swap
 from fp4train.run.checks import check_cut, check_oscillation, plan_warnings, warn_of_schedule
-from fp4train.run.fuse import kernels_of, kernels_of_layers
+from fp4train.run.fuse import kernels_of, kernels_of_layers, produced_by
 from fp4train.run.host import choose_device
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record import journal
@@ -183,7 +183,7 @@ def _plan(command: Start, *, full: bool, gpus: int | None, auto: bool | None, as
     print("", _weights(model), "", _checkpoint(model, moment_bytes(config.optim)), sep="\n")
     if gpu is None:
         layers = kernels_of_layers(model, device.type, deterministic=config.train.deterministic)
-        print(kernels, *layers, sep="\n")
+        print(kernels, *layers, *produced_by(model, plan.stretches[0], config.train, device.type), sep="\n")
     if gpu is not None:
         from fp4train.lab.costs.estimate import estimate
         from fp4train.lab.costs.screen import render_step, step_costs

@@ -6,14 +6,14 @@ quantising one) and everything derived from it stay on the device: nothing here 
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fp4train.quantize.launch import Launch as Launch
 from fp4train.quantize.layout import DATA_DTYPES, TILED_DTYPES
 from fp4train.quantize.quantized import operand_width
 from fp4train.quantize.random import LANES
@@ -25,45 +25,6 @@ COLUMN_BLOCKS: Final = (16, 32)
 TILE: Final = 4096  # elements per program: 32 per thread
 SCALE_DTYPES: Final = {"e4m3": torch.uint8, "e8m0": torch.uint8, "fp32": torch.float32, "pow2": torch.float32}
 NAN_ABOVE: Final = {"e2m1": 0xFF, "e2m3": 0xFF, "e3m2": 0xFF, "e4m3": 0x7E, "e5m2": 0x7C}
-
-
-@dataclass(slots=True)
-class Launch:
-    """One kernel, all but its pointers and random words.
-
-    dtypes: those in which the kernel reads and writes its pointers, where they are not those of the tensors; single
-        bytes are uint8.
-    compiled: the launcher of what Triton compiled, by what it specialises a kernel for beyond the plan: classes of the
-        words, alignment of the pointers. Later launches call it (2 µs of the host) and not the JIT (7 to 11 µs).
-    """
-
-    kernel: Callable[..., Any]
-    programs: int
-    sizes: tuple[int, ...]
-    constants: dict[str, Any]
-    warps: int = 4
-    dtypes: dict[int, torch.dtype] = field(default_factory=dict)
-    compiled: dict[tuple[Any, ...], Callable[..., Any]] = field(default_factory=dict, repr=False)
-
-    def __call__(self, *pointers: Tensor, words: tuple[int | Tensor, ...] = ()) -> Any:
-        """Launch the kernel, without contraction: a * b + c must round twice, as it does in torch.
-
-        The first pointer's GPU becomes the current one, which costs some microseconds where it is not.
-        """
-        if pointers[0].is_cuda and pointers[0].get_device() != torch.cuda.current_device():
-            with torch.cuda.device(pointers[0].device):
-                return self(*pointers, words=words)
-        key = (*map(type, words), *[pointer.data_ptr() % 16 for pointer in pointers])
-        if (launch := self.compiled.get(key)) is not None:
-            return launch(*pointers, *self.sizes, *words, *self.constants.values())
-        run, seen = self.kernel[(self.programs,)], self.seen(pointers)  # type: ignore[index]
-        made = run(*seen, *self.sizes, *words, **self.constants, num_warps=self.warps, enable_fp_fusion=False)
-        if made is not None:  # the interpreter compiles nothing
-            self.compiled[key] = made[self.programs, 1, 1]
-
-    def seen(self, pointers: Sequence[Tensor]) -> list[Tensor]:
-        """Tensors in the dtypes that the kernel is compiled for; a compiled one takes their addresses."""
-        return [x.view(self.dtypes.get(i, torch.uint8 if x.itemsize == 1 else x.dtype)) for i, x in enumerate(pointers)]
 
 
 Room = Callable[[], Tensor]
@@ -164,15 +125,18 @@ def _rooms(spec: QuantSpec, codes: tuple[int, int], scales: tuple[int, ...], x: 
     return [partial(empty, *codes, dtype=DATA_DTYPES[spec.element]), of_scales]
 
 
-def plan_both(row: QuantSpec, x_MK: Tensor, column: QuantSpec, tiled: tuple[bool, bool]) -> BothPlan | None:
-    """Specs as `triton.pair` takes them; None: the rows of x are not contiguous. tiled: see `Variant`."""
+def plan_both(
+    row: QuantSpec, x_MK: Tensor, column: QuantSpec, tiled: tuple[bool, bool], place: tuple[int, int] | None = None
+) -> BothPlan | None:
+    """Specs as `triton.pair` takes them; None: the rows of x are not contiguous. tiled: see `Variant`. place: features,
+    and blocks of tokens, of a program, if not those of `column_tile`."""
     from fp4train.kernels.triton.both import amax_both, quantize_both
 
     if x_MK.stride(1) != 1:
         return None
     tokens, features = x_MK.shape
     n, m = row.block[1] or LANES, column.block[1] or LANES
-    tile_rows, tile_blocks = place = column_tile(m, column)
+    tile_rows, tile_blocks = place = place or column_tile(m, column)
     programs = _cdiv(features, tile_rows) * _cdiv(tokens, tile_blocks * m)
     groups = _cdiv(features, n), _cdiv(tokens, m)
     packed = [spec.element == "e2m1" for spec in (row, column)]
@@ -189,9 +153,8 @@ def plan_both(row: QuantSpec, x_MK: Tensor, column: QuantSpec, tiled: tuple[bool
     needs = row.global_scale is not None, column.global_scale is not None
     measure = None
     if needs[1] and column.hadamard is not None:
-        amaxes = _variant(m, place, **_hadamard(column))
         sizes = (features, tokens, _cdiv(features, tile_rows), 1, x_MK.stride(0))
-        measure = Launch(amax_both, programs, sizes, {"V": amaxes}, dtypes={1: torch.int32})
+        measure = Launch(amax_both, programs, sizes, {"V": amax_variant(column, place)}, dtypes={1: torch.int32})
     rooms = _rooms(row, (tokens, groups[0] * n // (1 + packed[0])), (tokens, groups[0]), x_MK, tiled[0])
     rooms += _rooms(column, (features, groups[1] * m // (1 + packed[1])), (features, groups[1]), x_MK, tiled[1])
     return BothPlan(measure, needs, launch, rooms)
@@ -264,6 +227,11 @@ def plan_amax(spec: QuantSpec, x_RC: Tensor, per_row: bool) -> AmaxPlan:
 def _variant(n: int, place: tuple[int, int], **its: Any) -> Variant:
     """A variant of blocks of `n` columns; place: rows, and blocks of each, of a program."""
     return Variant(n=n, tile_rows=place[0], tile_blocks=place[1], hardware=not interpreted(), **its)
+
+
+def amax_variant(column: QuantSpec, place: tuple[int, int]) -> Variant:
+    """The variant of the kernel that measures the amaxes of both forms, of column-wise blocks by `column`."""
+    return _variant(column.block[1] or LANES, place, **_hadamard(column))
 
 
 def _quantizing(spec: QuantSpec, dtype: torch.dtype, place: tuple[int, int], **its: Any) -> Variant:

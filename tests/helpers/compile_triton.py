@@ -55,12 +55,15 @@ def launches_of(call: Callable[[], object]) -> list[Noted]:
 def compile_launch(noted: Noted, capability: int) -> Any:
     """The compiled kernel (`.asm["ptx"]`, `.asm["cubin"]`), specialised as a launch with these arguments would be."""
     kernel, launch = noted.launch.kernel, noted.launch
-    signature: dict[str, str] = {}
+    signature: dict[str, Any] = {}
     constants = dict(launch.constants)
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
 
     for index, (parameter, value) in enumerate(zip(kernel.params, noted.arguments, strict=False)):
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, tuple):
+            signature[parameter.name] = tuple(POINTERS[each.dtype] for each in value)
+            attributes |= {(index, at): [["tt.divisibility", 16]] for at in range(len(value))}
+        elif isinstance(value, torch.Tensor):
             signature[parameter.name] = POINTERS[value.dtype]
             attributes[(index,)] = [["tt.divisibility", 16]]
         elif value == 1 and not parameter.do_not_specialize:

@@ -14,6 +14,7 @@ import torch
 from fp4train.kernels import triton as kernels
 from fp4train.optim import rounded
 from fp4train.quantize import Delayed, Hadamard, PairQuantizer, QuantSpec, RandomKey, quantize, triton_launch
+from fp4train.quantize.produced import SourceTensors, norm_backward, produce
 from fp4train.quantize.triton import TritonQuantizer
 
 triton = pytest.importorskip("triton", reason="triton is not installed (Linux only: pip install triton)")
@@ -58,6 +59,15 @@ def step_adamw() -> object:
     return rounded.by_triton(rounded.SlabTensors(weight, gradient, first, second), keys, numbers, 0, decays)
 
 
+def of(kind: str, row: QuantSpec, column: QuantSpec) -> object:
+    """Codes of both forms of what is made from a source."""
+    norm = (_x(), torch.zeros(1024), torch.zeros(256))
+    tensors = {"norm": norm, "gate": (_x(), _x()), "gradients": (_x(), _x(), _x())}[kind]
+    quantizers = TritonQuantizer(row).in_tiles, TritonQuantizer(column).in_tiles
+    source = SourceTensors(kind, tensors, 1e-5 if kind == "norm" else 0.0)
+    return produce(*quantizers, source, [(KEY, KEY)] * source.results)
+
+
 def resources(cubin: bytes, folder: Path) -> dict[str, int]:
     """What a kernel takes of a multiprocessor, by name: REG registers a thread; spilled ones lie in its STACK."""
     path = folder / "kernel.cubin"
@@ -85,6 +95,13 @@ CALLS: dict[str, Callable[[], object]] = {
     "fp8 codes of both forms": lambda: both(FP8, FP8),
     "fp8 codes of both forms, delayed": lambda: both(DELAYED, DELAYED),
     "fp8 codes of both forms of float32, delayed": lambda: both(DELAYED, DELAYED, torch.float32),
+    "norm: nvfp4 codes of both forms": lambda: of("norm", NVFP4, QuantSpec(hadamard=Hadamard())),
+    "norm: mxfp8 codes of both forms": lambda: of("norm", MXFP8, MXFP8),
+    "gate: nvfp4 codes of both forms": lambda: of("gate", NVFP4, QuantSpec(hadamard=Hadamard())),
+    "gate: mxfp8 codes of both forms": lambda: of("gate", MXFP8, MXFP8),
+    "gradients of gate and up: nvfp4 codes of both forms": lambda: of("gradients", STOCHASTIC, WGRAD),
+    "gradients of gate and up: mxfp8 codes of both forms": lambda: of("gradients", MXFP8, MXFP8),
+    "norm, backward": lambda: norm_backward(_x(), _x(), torch.zeros(1024), torch.zeros(256)),
 }
 
 
@@ -115,7 +132,17 @@ def test_kernels_and_their_functions_have_few_parameters() -> None:
     folder = Path(kernels.__file__).parent
     modules = [import_module(f"{kernels.__name__}.{path.stem}") for path in sorted(folder.glob("[!_]*.py"))]
     found = {n: len(each.arg_names) for m in modules for n, each in vars(m).items() if hasattr(each, "arg_names")}
-    assert {"quantize", "quantize_both", "quantize_turned", "decode_blocks", "amax_tensor", "amax_rows"} <= found.keys()
+    wanted = {
+        "quantize",
+        "quantize_both",
+        "quantize_turned",
+        "decode_blocks",
+        "amax_tensor",
+        "amax_rows",
+        "amax_columns",
+    }
+    wanted |= {"amax_tensor", "amax_rows", "amax_columns", "quantize_produced", "amax_produced", "norm_backward"}
+    assert wanted <= found.keys()
     assert max(found.values()) <= 20, found
 
 
@@ -142,6 +169,27 @@ def test_codes_of_both_forms_move_hardly_more_bytes_than_the_least(
     arguments = [each for launch in launches_of(lambda: both(*specs)) for each in launch.arguments]
     moved = sum(each.nbytes for each in arguments if isinstance(each, torch.Tensor))
     assert moved <= 1.15 * least * _x().numel()
+
+
+@pytest.mark.parametrize(
+    ("call", "least"),
+    [
+        ("norm: nvfp4 codes of both forms", 2 + 2 + 2 * (1 / 2 + 1 / 16)),
+        ("norm: mxfp8 codes of both forms", 2 + 2 * (1 + 1 / 32)),
+        ("gate: nvfp4 codes of both forms", 4 + 4 + 2 * (1 / 2 + 1 / 16)),
+        ("gate: mxfp8 codes of both forms", 4 + 2 * (1 + 1 / 32)),
+        ("gradients of gate and up: nvfp4 codes of both forms", 6 + 6 + 4 * (1 / 2 + 1 / 16)),
+        ("gradients of gate and up: mxfp8 codes of both forms", 6 + 4 * (1 + 1 / 32)),
+        ("norm, backward", 6),
+    ],
+)
+def test_what_is_quantised_where_it_is_made_moves_hardly_more_bytes_than_the_least(call: str, least: float) -> None:
+    """Bytes per element of the result, or of one of two: its sources once for amaxes and once for codes, and the codes.
+    A launch moves each tensor once: the strip of tokens of a norm, and a tile that two programs read, are cached."""
+    passed = [each for launch in launches_of(CALLS[call]) for each in launch.arguments]
+    tensors = [part for each in passed for part in (each if isinstance(each, tuple) else (each,))]
+    moved = sum(each.nbytes for each in tensors if isinstance(each, torch.Tensor))
+    assert 0 < moved <= 1.15 * least * _x().numel()
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,16 @@ from fp4train.config.composition import compose
 from fp4train.config.schema import TrainSettings, to_config
 from fp4train.errors import UserError
 from fp4train.exchange.trained import load_trained
+from fp4train.hardware import Device, find_gpu
 from fp4train.models.common import liger
 from fp4train.models.llama import Llama
 from fp4train.parallel.world import World
+from fp4train.precision import NVFP4, Timeline
+from fp4train.precision.layers import find_layers
+from fp4train.precision.plan import make_plan
+from fp4train.quantize import triton
 from fp4train.run.build import _built_or_deferred
-from fp4train.run.fuse import fuse, kernels_of_layers
+from fp4train.run.fuse import fuse, kernels_of_layers, produced_by
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +56,24 @@ def test_the_plan_says_which_kernels_run_and_why(cli: Cli, monkeypatch: pytest.M
     assert f"{what} liger's kernels (train.kernels=liger)." in cli("plan", "train.kernels=liger").out
     compiled = cli("plan", "train.compile=true").out
     assert "The loss runs in liger's kernels (train.kernels=auto)." in compiled
+
+
+def test_the_plan_says_which_norms_and_gates_are_quantised_where_they_are_made_and_why_others_are_not(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "norms and gates write BF16: x is on cpu, Triton kernels run on CUDA devices." in cli("plan").out
+    built = f4.convert(Llama(width=64, layers=2, heads=2, kv_heads=1, hidden=96).build(vocab_size=60, seq_len=32))
+    timeline, device = Timeline(recipe=NVFP4(), steps=1), Device.elsewhere(find_gpu("B200"))
+    plan = make_plan(find_layers(built).values(), timeline, None, tokens=64, device=device, backend="native")
+    settings = TrainSettings(steps=1, batch_size=1, microbatch=None, seq_len=8)
+    monkeypatch.setattr(triton, "why_not_here", lambda device: None)
+
+    def said(**changed: Any) -> list[str]:
+        return produced_by(built, plan.stretches[0], replace(settings, **changed), "cuda")
+
+    assert said() == ["6 norms and gates are quantised where they are made, and not written in BF16."]
+    assert "train.kernels=torch asks for torch's operators" in said(kernels="torch")[0]
+    assert "the compiler has the blocks" in said(compile=True)[0] and "share no codes" in said(cuda_graph="block")[0]
 
 
 def test_asked_for_by_name_on_a_cpu_they_are_refused(cli: Cli) -> None:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import gpu_cases
 import pytest
 import torch
 from recorded_products import Recorder
@@ -88,8 +89,9 @@ def test_fewer_cases_are_compiled_unless_all_are_asked_for() -> None:
     script = load("gpu_kernels")
     few, full = (script.all_cases("cuda", sanitize=False, full=full) for full in (False, True))
     assert len(few) * 3 == len(full)
-    both = {f"{row}, and {column} of x.T" for row, column in script.PAIRS}
-    assert {case.name.split(" | ")[0] for case in few} == script.SPECS.keys() | both
+    both = {f"{row}, and {column} of x.T" for row, column in gpu_cases.PAIRS}
+    made = {f"{row}, and {col} of x.T, of {kind}" for kind, pairs in gpu_cases.PRODUCED.items() for row, col in pairs}
+    assert {case.name.split(" | ")[0] for case in few} == gpu_cases.SPECS.keys() | both | made
 
 
 def test_native_products_need_a_gpu_and_say_so(

@@ -4,6 +4,9 @@ rounding.py   casts, maxima that keep NaN, rounding to an element grid, random b
 scale.py      global and block scales: E4M3, E8M0, float32, powers of two           (device functions)
 quantize.py   the kernel that quantises; blocks along contiguous columns: 1xN, NVFP4's packed codes, NxN, one scale per
               tensor or row; decoding; largest magnitude of a tensor or of its rows
+both.py       codes of both forms of a tensor from one read of it, or of what it is computed from
+sources.py    what it may be computed from: norms, gates, gradients of gates        (device functions)
+norm.py       the backward pass of RMSNorm
 adamw.py      one step of AdamW with moments in BF16
 columns.py    1xN blocks along a strided axis (a transposed view), with the Hadamard transform and its amax
 

@@ -24,29 +24,29 @@ import triton.language as tl
 
 from fp4train.kernels.triton import rounding
 from fp4train.kernels.triton.scale import block_scales, outer_scales, place_of_scale
+from fp4train.kernels.triton.sources import read
 
 
 @triton.jit
-def load_tokens(x_ptr, rows, cols, tiles, x_stride, x_col_stride, V: tl.constexpr):
-    """(the N neighbours of the program's blocks: a tuple of float32 [tile_blocks, tile_rows]; row, block of the row).
-    Programs lie across the rows first."""
+def load_tokens(x_ptr, place, rows, cols, tiles, x_stride, x_col_stride, V: tl.constexpr, S: tl.constexpr = "none"):
+    """(the N neighbours of the blocks of tile `place`: a tuple of float32 [tile_blocks, tile_rows]; row, block of the
+    row). Tiles lie across the rows first. S: what x_ptr points to, see sources.py."""
     N: tl.constexpr = V.n
-    row = (tl.program_id(0) % tiles) * V.tile_rows + tl.arange(0, V.tile_rows)
-    group = (tl.program_id(0) // tiles) * V.tile_blocks + tl.arange(0, V.tile_blocks)
+    row = (place % tiles) * V.tile_rows + tl.arange(0, V.tile_rows)
+    group = (place // tiles) * V.tile_blocks + tl.arange(0, V.tile_blocks)
     offset = (group.to(tl.int64) * N * x_col_stride)[:, None] + (row.to(tl.int64) * x_stride)[None, :]
     x = ()
     for i in tl.static_range(N):
-        mask = (group * N + i < cols)[:, None] & (row < rows)[None, :]
-        x = x + (
-            rounding.as_float(tl.load(x_ptr + offset + tl.cast(x_col_stride, tl.int64) * i, mask=mask, other=0.0)),
-        )
+        token = (group * N + i)[:, None]
+        here = offset + tl.cast(x_col_stride, tl.int64) * i
+        x = x + (read(x_ptr, here, token, token < cols, row[None, :], (row < rows)[None, :], S, V.hardware),)
     return x, row, group
 
 
 @triton.jit
-def load_columns(x_ptr, rows, cols, tiles, x_stride, x_col_stride, V: tl.constexpr):
+def load_columns(x_ptr, place, rows, cols, tiles, x_stride, x_col_stride, V: tl.constexpr, S: tl.constexpr = "none"):
     """`load_tokens`, transformed if V.size."""
-    x, row, group = load_tokens(x_ptr, rows, cols, tiles, x_stride, x_col_stride, V)
+    x, row, group = load_tokens(x_ptr, place, rows, cols, tiles, x_stride, x_col_stride, V, S)
     if V.size > 0:
         x = transform(x, V)
     return x, row, group
@@ -90,7 +90,7 @@ def largest_of(x, V: tl.constexpr):
 @triton.jit
 def amax_columns(x_ptr, out_ptr, rows, cols, tiles, x_stride, x_col_stride, V: tl.constexpr):
     """out int32 [1], or [rows] if V.outer is "row": the bits of max |x| after the transform. See quantize.py."""
-    x, row, _ = load_columns(x_ptr, rows, cols, tiles, x_stride, x_col_stride, V)
+    x, row, _ = load_columns(x_ptr, tl.program_id(0), rows, cols, tiles, x_stride, x_col_stride, V)
     m = tl.max(largest_of(x, V).to(tl.int32, bitcast=True), 0)
     if V.outer == "row":
         tl.atomic_max(out_ptr + row, m, mask=row < rows)
@@ -100,19 +100,31 @@ def amax_columns(x_ptr, out_ptr, rows, cols, tiles, x_stride, x_col_stride, V: t
 
 @triton.jit
 def quantize_columns(
-    pointers, rows, cols, groups, tiles, x_stride, x_col_stride, out_stride, out_col_stride, words, V: tl.constexpr
+    pointers,
+    place,
+    rows,
+    cols,
+    groups,
+    tiles,
+    x_stride,
+    x_col_stride,
+    out_stride,
+    out_col_stride,
+    words,
+    V: tl.constexpr,
+    S: tl.constexpr = "none",
 ):
-    """1xN blocks, the arguments as in quantize.py. Packed words are int64 (16 codes) and codes int64 (8 codes, the
-    first in the lowest byte); values fill whole groups of the transform."""
+    """1xN blocks of tile `place`, the arguments as in quantize.py. Packed words are int64 (16 codes) and codes int64 (8
+    codes, the first in the lowest byte); values fill whole groups of the transform."""
     x_ptr, amax_ptr, out_ptr, scale_ptr, decode_ptr = pointers
     N: tl.constexpr = V.n
     BLOCKS: tl.constexpr = V.tile_blocks
     ROWS: tl.constexpr = V.tile_rows
-    x, row, group = load_columns(x_ptr, rows, cols, tiles, x_stride, x_col_stride, V)
+    x, row, group = load_columns(x_ptr, place, rows, cols, tiles, x_stride, x_col_stride, V, S)
     row64 = row.to(tl.int64)
     inside = (group < groups)[:, None] & (row < rows)[None, :]
-    tile_col = tl.program_id(0) // tiles
-    s_enc, s_dec = outer_scales(amax_ptr, decode_ptr, row[None, :], tile_col, rows, V)
+    tile_col = place // tiles
+    s_enc, s_dec = outer_scales(amax_ptr, decode_ptr, row[None, :], tile_col, place, rows, V)
     amax_b = largest_of(x, V)
     stored, encode, decode = block_scales(amax_b, s_enc, s_dec, V)
     if V.output != "values":

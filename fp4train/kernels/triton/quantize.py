@@ -29,14 +29,15 @@ import triton.language as tl
 from fp4train.kernels.triton import rounding
 from fp4train.kernels.triton.columns import quantize_columns
 from fp4train.kernels.triton.scale import block_scales, e8m0_decode, float_scales, outer_scales, place_of_scale
+from fp4train.kernels.triton.sources import read
 
 
 @triton.jit
-def blocks_of(tiles, V: tl.constexpr):
-    """(row, block of the row) of each of the program's 1xN blocks."""
+def blocks_of(place, tiles, V: tl.constexpr):
+    """(row, block of the row) of each of the 1xN blocks of tile `place`."""
     i = tl.arange(0, V.tile_rows * V.tile_blocks)
-    row = tl.program_id(0) // tiles * V.tile_rows + i // V.tile_blocks
-    group = tl.program_id(0) % tiles * V.tile_blocks + i % V.tile_blocks
+    row = place // tiles * V.tile_rows + i // V.tile_blocks
+    group = place % tiles * V.tile_blocks + i % V.tile_blocks
     return row, group
 
 
@@ -47,11 +48,13 @@ def columns_of(eight):
 
 
 @triton.jit
-def load_eights(x_ptr, row, eight, rows, cols, x_stride):
-    """float32 [A, G, 8] of rows [A] and groups of eight columns [A or 1, G]; 0 outside of x."""
+def load_eights(x_ptr, row, eight, rows, cols, x_stride, V: tl.constexpr, S: tl.constexpr = "none"):
+    """float32 [A, G, 8] of rows [A] and groups of eight columns [A or 1, G]; 0 outside of x. S: what x_ptr points to,
+    see sources.py."""
     col = columns_of(eight)
-    x_offset = (row.to(tl.int64) * x_stride)[:, None, None] + col
-    return rounding.as_float(tl.load(x_ptr + x_offset, mask=(row < rows)[:, None, None] & (col < cols), other=0.0))
+    offset = (row.to(tl.int64) * x_stride)[:, None, None] + col
+    row = row[:, None, None]
+    return read(x_ptr, offset, row, row < rows, col, col < cols, S, V.hardware)
 
 
 @triton.jit
@@ -96,13 +99,15 @@ def store_rounded(out_ptr, x, encode, decode, row, eight, rows, cols, stored_col
 
 
 @triton.jit
-def quantize_rows(pointers, rows, cols, groups, tiles, x_stride, out_stride, words, V: tl.constexpr):
-    """1xN blocks; column stride 1."""
+def quantize_rows(
+    pointers, place, rows, cols, groups, tiles, x_stride, out_stride, words, V: tl.constexpr, S: tl.constexpr = "none"
+):
+    """1xN blocks of tile `place`; column stride 1."""
     x_ptr, amax_ptr, out_ptr, scale_ptr, decode_ptr = pointers
-    row, group = blocks_of(tiles, V)
+    row, group = blocks_of(place, tiles, V)
     eight = group[:, None] * (V.n // 8) + tl.arange(0, V.n // 8)[None, :]
-    x = load_eights(x_ptr, row, eight, rows, cols, x_stride)
-    s_enc, s_dec = outer_scales(amax_ptr, decode_ptr, row, group, rows, V)
+    x = load_eights(x_ptr, row, eight, rows, cols, x_stride, V, S)
+    s_enc, s_dec = outer_scales(amax_ptr, decode_ptr, row, group, place, rows, V)
     stored, encode, decode = block_scales(rounding.largest_along(rounding.largest_of_eight(x), 1), s_enc, s_dec, V)
     encode = encode[:, None, None]
     decode = decode[:, None, None]
@@ -113,7 +118,9 @@ def quantize_rows(pointers, rows, cols, groups, tiles, x_stride, out_stride, wor
 
 
 @triton.jit
-def quantize_rows16(pointers, rows, cols, groups, tiles, x_stride, out_stride, words, V: tl.constexpr):
+def quantize_rows16(
+    pointers, place, rows, cols, groups, tiles, x_stride, out_stride, words, V: tl.constexpr, S: tl.constexpr = "none"
+):
     """1x16 E2M1 blocks, output "packed": int64 words of sixteen codes, [rows, groups].
 
     The result of `quantize_rows`. There two threads share a block and both compute its scale, which is a sixth of the
@@ -122,13 +129,13 @@ def quantize_rows16(pointers, rows, cols, groups, tiles, x_stride, out_stride, w
     codes; neighbouring threads store neighbouring words.
     """
     x_ptr, amax_ptr, out_ptr, scale_ptr, decode_ptr = pointers
-    row, group = blocks_of(tiles, V)
+    row, group = blocks_of(place, tiles, V)
     eight = (group * 2)[:, None]
     x = (
-        load_eights(x_ptr, row, eight, rows, cols, x_stride),
-        load_eights(x_ptr, row, eight + 1, rows, cols, x_stride),
+        load_eights(x_ptr, row, eight, rows, cols, x_stride, V, S),
+        load_eights(x_ptr, row, eight + 1, rows, cols, x_stride, V, S),
     )
-    s_enc, s_dec = outer_scales(amax_ptr, decode_ptr, row[:, None], group[:, None], rows, V)
+    s_enc, s_dec = outer_scales(amax_ptr, decode_ptr, row[:, None], group[:, None], place, rows, V)
     amax_b = rounding.largest(rounding.largest_of_eight(x[0]), rounding.largest_of_eight(x[1]))
     stored, encode, _ = block_scales(amax_b, s_enc, s_dec, V)
     limit = rounding.code_limit(encode, V)[:, :, None]
@@ -155,8 +162,8 @@ def quantize_squares(pointers, rows, cols, groups, tiles, x_stride, out_stride, 
     row = tile_row * V.n + tl.arange(0, V.n)
     group = tile_col * V.tile_blocks + tl.arange(0, V.tile_blocks)
     eight = (tile_col * (V.tile_blocks * EIGHTS) + tl.arange(0, V.tile_blocks * EIGHTS))[None, :]
-    x = load_eights(x_ptr, row, eight, rows, cols, x_stride)
-    s_enc, s_dec = outer_scales(amax_ptr, decode_ptr, row, 0, rows, V)
+    x = load_eights(x_ptr, row, eight, rows, cols, x_stride, V)
+    s_enc, s_dec = outer_scales(amax_ptr, decode_ptr, row, 0, tl.program_id(0), rows, V)
     amax_b = rounding.largest_along(rounding.largest_of_eight(x), 0)
     amax_b = rounding.largest_along(tl.reshape(amax_b, (V.tile_blocks, EIGHTS)), 1)
     stored, encode, decode = block_scales(amax_b, s_enc, s_dec, V)
@@ -180,7 +187,7 @@ def quantize_whole(pointers, rows, cols, groups, tiles, x_stride, out_stride, wo
     tile_col = tl.program_id(0) % tiles
     row = (tl.program_id(0) // tiles) * V.tile_rows + tl.arange(0, V.tile_rows)
     eight = (tile_col * V.tile_blocks + tl.arange(0, V.tile_blocks))[None, :]
-    x = load_eights(x_ptr, row, eight, rows, cols, x_stride)
+    x = load_eights(x_ptr, row, eight, rows, cols, x_stride, V)
     if V.outer == "row":
         scale, inverse = float_scales(tl.load(amax_ptr + row, mask=row < rows, other=0.0), V)
         if tile_col == 0:
@@ -226,14 +233,15 @@ def quantize(
     """
     pointers = (x_ptr, amax_ptr, out_ptr, scale_ptr, decode_ptr)
     words = (key0, key1, counter2, counter3, col_group, row_offset)
+    place = tl.program_id(0)
     if V.blocks == "columns":
         quantize_columns(
-            pointers, rows, cols, groups, tiles, x_stride, x_col_stride, out_stride, out_col_stride, words, V
+            pointers, place, rows, cols, groups, tiles, x_stride, x_col_stride, out_stride, out_col_stride, words, V
         )
     elif V.blocks == "rows":
-        quantize_rows(pointers, rows, cols, groups, tiles, x_stride, out_stride, words, V)
+        quantize_rows(pointers, place, rows, cols, groups, tiles, x_stride, out_stride, words, V)
     elif V.blocks == "rows16":
-        quantize_rows16(pointers, rows, cols, groups, tiles, x_stride, out_stride, words, V)
+        quantize_rows16(pointers, place, rows, cols, groups, tiles, x_stride, out_stride, words, V)
     elif V.blocks == "squares":
         quantize_squares(pointers, rows, cols, groups, tiles, x_stride, out_stride, words, V)
     else:
@@ -263,7 +271,7 @@ def decode_blocks(code_ptr, scale_ptr, out_ptr, rows, groups, tiles, width, code
     Codes uint8 [rows, groups*N], or, for E2M1, int32 words [rows, groups*N/8]; scales [rows/height, groups]. out [rows,
     width], BF16 or float32. Bytes per element: 0.5 + 1/16 + 2 for NVFP4, 1 + 1/32 + 2 for MXFP8.
     """
-    row, group = blocks_of(tiles, V)
+    row, group = blocks_of(tl.program_id(0), tiles, V)
     inside = (row < rows) & (group < groups)
     eight = group[:, None] * (V.n // 8) + tl.arange(0, V.n // 8)[None, :]
     col = columns_of(eight)

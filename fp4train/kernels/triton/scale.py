@@ -20,10 +20,10 @@ def finite_or_nan(amax):
 
 
 @triton.jit
-def outer_scales(amax_ptr, decode_ptr, row, group, rows, V: tl.constexpr):
+def outer_scales(amax_ptr, decode_ptr, row, group, place, rows, V: tl.constexpr):
     """(S_enc, S_dec) of each row in `row`, or of the tensor: S_enc = bound/amax, 1 where amax = 0, capped at FLT_MAX;
-    S_dec = 1/S_enc, which the first program of the tensor, or that of `group` 0 of a row, also stores. 1 without a
-    global scale."""
+    S_dec = 1/S_enc, which tile 0 of the tensor, or that of `group` 0 of a row, also stores. 1 without a global
+    scale."""
     s_enc = 1.0
     s_dec = 1.0
     if V.outer != "none":
@@ -34,7 +34,7 @@ def outer_scales(amax_ptr, decode_ptr, row, group, rows, V: tl.constexpr):
         s_enc = tl.where(amax == 0.0, 1.0, s_enc)
         s_dec = tl.div_rn(tl.full(amax.shape, 1.0, tl.float32), s_enc)
         if V.outer == "tensor":
-            tl.store(decode_ptr, s_dec, mask=tl.program_id(0) == 0)
+            tl.store(decode_ptr, s_dec, mask=place == 0)
         else:
             tl.store(decode_ptr + row, s_dec, mask=row < tl.where(group == 0, rows, 0))
     return s_enc, s_dec

@@ -9,6 +9,7 @@ depends only on the distance between their positions. Grouped queries: arXiv:230
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,9 @@ from fp4train.models.common.cache import KeyValues, seen_mask
 from fp4train.models.common.cut import TokenRanks, shared_by
 from fp4train.models.common.liger import Fusible
 
+if TYPE_CHECKING:
+    from fp4train.nn.produced import NormProducer
+
 
 class RMSNorm(Fusible, nn.RMSNorm):
     """RMSNorm whose float32 weight is cast to the dtype of the activations, so that BF16 activations stay BF16."""
@@ -26,8 +30,15 @@ class RMSNorm(Fusible, nn.RMSNorm):
     tensor: TokenRanks | None = None
     """The tensor-parallel ranks, each with the whole weight; with `sequence` they normalise the other tokens."""
 
+    producer: "NormProducer | None" = None
+    """The producer that quantises the norm for the layers that read it; None: there is none."""
+
     def forward(self, x: Tensor) -> Tensor:
-        """y, with the shape and dtype of x [..., width]."""
+        """y, with the shape and dtype of x [..., width]; a carrier of it where the producer has its codes."""
+        if self.producer is not None and self.eps is not None:
+            made = self.producer(x, self.weight, self.eps)
+            if made is not None:
+                return made
         if self.liger is not None and self.eps is not None:
             return self.liger.rms_norm(x, self._weight(x.dtype), self.eps)
         y: Tensor = F.rms_norm(x, self.normalized_shape, self._weight(x.dtype), self.eps)
@@ -35,7 +46,8 @@ class RMSNorm(Fusible, nn.RMSNorm):
 
     def of_sum(self, x: Tensor, change: Tensor) -> tuple[Tensor, Tensor]:
         """(y of x + change, x + change), each [..., width], in one pass where Liger's kernels run."""
-        if self.liger is not None and self.eps is not None:
+        produced = self.producer is not None and self.producer.ready(x) is not None
+        if self.liger is not None and self.eps is not None and not produced:
             return self.liger.add_rms_norm(x, change, self._weight(x.dtype), self.eps)
         total = x + change
         return self(total), total

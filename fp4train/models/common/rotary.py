@@ -1,9 +1,9 @@
 """Decoders of rotary attention and an MLP per block: what Llama and its relatives with experts share."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -14,9 +14,16 @@ from fp4train.models.common.decoder import Decoder, DecoderShape
 from fp4train.models.common.initialise import Filled, Initial, Normal
 from fp4train.models.common.layers import Attention, RMSNorm, RopeScaling, rope_angles
 from fp4train.models.common.liger import Fusible
+from fp4train.precision.layers import FUSED_BY
+
+if TYPE_CHECKING:
+    from fp4train.nn.produced import GateProducer
 
 MOST_LAYERS = 4096
 """Largest number of layers; the deepest models have some hundred."""
+Produced = Sequence[tuple[nn.Module, Sequence[nn.Module], Sequence[nn.Module]]]
+"""Modules that may get a `producer` (`nn/produced.py`): each with the layers that read its result, and those that made
+what a gate is computed from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +63,8 @@ class SwiGLU(Fusible, nn.Module):
     """w_down(silu(w_gate·x) ⊙ w_up·x) (arXiv:2002.05202)."""
 
     fp4train_fused = (("gate", "up"),)
+    producer: "GateProducer | None" = None
+    """The producer that quantises the product for `down`; None: there is none."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -63,8 +72,14 @@ class SwiGLU(Fusible, nn.Module):
         self.up = nn.Linear(width, hidden, bias=False)
         self.down = nn.Linear(hidden, width, bias=False)
 
+    def fp4train_produced(self) -> Produced:
+        """The product, which `down` alone reads, and its gradients, which gate and up do."""
+        return ((self, (self.down,), (self.gate, self.up)),)
+
     def forward(self, x_BTD: Tensor) -> Tensor:
         gate, up = self.gate(x_BTD), self.up(x_BTD)
+        if self.producer is not None and (made := self.producer(gate, up)) is not None:
+            return self.down(made)  # type: ignore[no-any-return]
         out: Tensor = self.down(F.silu(gate) * up if self.liger is None else self.liger.silu_product(gate, up))
         return out
 
@@ -85,6 +100,12 @@ class RotaryBlock(nn.Module):
         )
         self.mlp_norm = RMSNorm(shape.width, eps=shape.norm_eps)
         self.mlp = mlp
+
+    def fp4train_produced(self) -> Produced:
+        """The norms, which the layers that share one x read, and nothing else does."""
+        pairs = ((self.attention_norm, self.attention), (self.mlp_norm, self.mlp))
+        groups = ((norm, part, getattr(part, FUSED_BY, ())) for norm, part in pairs)
+        return [(norm, [getattr(part, name) for name in names[0]], ()) for norm, part, names in groups if names]
 
     def forward(
         self, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor, cache: KeyValues | None = None, mask: Tensor | None = None

@@ -1,0 +1,229 @@
+"""Norms and gates whose results are quantised where they are made: layers that read one get its codes, and the result
+in BF16 is neither written nor read (`quantize/produced.py`).
+
+    h ─ RMSNorm ─ x ─ layers       x's codes from h, weight and the 1/√(mean + ε) of each token
+    gate, up ─ silu·⊙ ─ h ─ down   h's codes from gate and up; in backward the codes of both their gradients from dh,
+                                   gate and up, for the two layers that made these
+
+The graph of autograd is that of the model. In the place of x stands a *carrier*: one NaN, expanded to the shape of x,
+so that whatever would read it by mistake shows. The layers find the codes where those of a tensor that several layers
+read lie, in the context's cache, and the gradients' codes in the calls that these belong to.
+
+Whether it can be done is asked in each call, of the executors that the layers hold then (`why_not`), and of the call
+itself: no gradients, torch.compile, torch.autocast, hooks that watch a layer, and anomaly detection leave norms and
+gates to the model, with the same numbers but for the last digits of 1/√(mean + ε).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fp4train.nn.call import Call, Executor
+from fp4train.nn.executors.gemms import Gemms, torch_autocasts
+from fp4train.nn.operands import Operand
+from fp4train.nn.planned import PlannedLayer
+from fp4train.precision.context import State
+from fp4train.quantize import Quantized, produced
+from fp4train.quantize.produced import SourceTensors
+from fp4train.quantize.quantizer import PLAIN
+
+FormPair = tuple[Quantized, Quantized]
+
+
+def why_not(readers: Sequence[Executor], writers: Sequence[Executor] = ()) -> str | None:
+    """Why the executors `readers` of one x do not take it from a source, or the `writers` of gate and up their
+    gradients; None: they do."""
+    for executors, tensor in ((readers, "x"), (writers, "dy")):
+        for each in executors:
+            name = each.plan.layer.name
+            if type(each) is not Gemms:
+                return f"{name} is not three products of codes of its own"
+            if (reason := _why_no_source(getattr(each, tensor))) is not None:
+                return f"{tensor} of {name}: {reason}"
+            if each.dtype is not torch.bfloat16:
+                return f"{name} has operands in {each.dtype}"
+            if getattr(each, tensor).wants[1] != getattr(executors[0], tensor).wants[1]:
+                return f"{executors[0].plan.layer.name} and {name} do not quantise {tensor} alike"
+    return None
+
+
+def _why_no_source(operand: Operand) -> str | None:
+    row, column = operand.row, operand.column
+    if row.spec is None or column.spec is None:
+        return "a product takes it in high precision"
+    if not (row.codes and column.codes):
+        return "a product takes its values, not its codes"
+    if operand.delayed:
+        return "its amax enters a history of delayed scaling"
+    if operand.pair is None or not operand.own_amax or row.feature or row.rank:
+        return "it is a part of a tensor that other ranks or layers share"
+    if row.tensor == "x" and not operand.pure:
+        return "it is rounded by random bits, which each layer draws for itself"
+    return produced.why_not(row.quantizer, column.quantizer)
+
+
+def _produce(operand: Operand, source: SourceTensors, calls: Sequence[Call | None]) -> list[FormPair]:
+    """Both forms of each result of the source, with the random bits of its call."""
+    tokens, forms = source.tensors[0].shape[0], (operand.row, operand.column)
+    keys = [tuple(form.key(call, tokens) if call and form.stochastic else None for form in forms) for call in calls]
+    return produced.produce(operand.row.quantizer, operand.column.quantizer, source, keys)
+
+
+class Producer:
+    """A norm or gate that quantises its result for the layers that read it.
+
+    Args:
+        readers: layers that read it, and alone do.
+        writers: layers whose outputs it is made of, if their gradients are to be quantised here, too.
+    """
+
+    def __init__(self, readers: Sequence[PlannedLayer], writers: Sequence[PlannedLayer] = ()) -> None:
+        self.readers, self.writers = tuple(readers), tuple(writers)
+        self._seen: tuple[Executor | None, ...] = ()
+        self._runs = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_seen": (), "_runs": False}
+
+    def ready(self, x: Tensor) -> tuple[Gemms, State] | None:
+        """(the executor of a reader, the state of this thread) where codes can be made from tensors like x."""
+        if (
+            torch.compiler.is_compiling()
+            or not torch.is_grad_enabled()
+            or x.dtype is not torch.bfloat16
+            or type(x) is not Tensor
+            or x.numel() == 0
+            or torch_autocasts(x.device.type)
+            or torch.is_anomaly_enabled()
+        ):
+            return None
+        layers = self.readers + self.writers
+        if not all(each.weight.requires_grad for each in layers) or any(map(_watched, layers)):
+            return None
+        found = [each.executor_now(x.device, x.dtype) for each in layers]
+        executors = tuple(executor for executor, _ in found)
+        if executors != self._seen:
+            count, here = len(self.readers), [each for each in executors if each is not None]
+            self._runs = len(here) == len(layers) and why_not(here[:count], here[count:]) is None
+            self._seen = executors
+        executor, now = found[0]
+        return (executor, now) if self._runs and isinstance(executor, Gemms) else None
+
+
+def _watched(layer: PlannedLayer) -> bool:
+    """Whether hooks may read what the layer is called with, or its gradients."""
+    return bool(layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
+
+
+class NormProducer(Producer):
+    """RMSNorm."""
+
+    def __call__(self, h: Tensor, weight: Tensor, eps: float) -> Tensor | None:
+        """A carrier of RMSNorm(h); None: it cannot be made here."""
+        if type(weight) not in PLAIN or (found := self.ready(h)) is None:
+            return None
+        carrier: Tensor = _Norm.apply(h, weight, eps, *found)  # type: ignore[no-untyped-call]
+        return carrier
+
+
+class GateProducer(Producer):
+    """silu(gate) ⊙ up, whose readers are one layer, and whose writers are those of gate and of up."""
+
+    def __call__(self, gate: Tensor, up: Tensor) -> Tensor | None:
+        """A carrier of silu(gate) ⊙ up; None: it cannot be made here."""
+        if (found := self.ready(gate)) is None:
+            return None
+        first, second = _call_of(gate), _call_of(up)
+        if first is None or second is None or not _alike(first, second):
+            return None
+        carrier: Tensor = _Gate.apply(gate, up, (first, second), *found)  # type: ignore[no-untyped-call]
+        return carrier
+
+
+def _call_of(y: Tensor) -> Call | None:
+    """The call whose output y is, as it is or as a view."""
+    node: Any = y.grad_fn
+    if node is not None and node.name() in ("ViewBackward0", "UnsafeViewBackward0"):
+        node = node.next_functions[0][0]
+    call = getattr(node, "call", None)
+    return call if isinstance(call, Call) else None
+
+
+def _alike(gate: Call, up: Call) -> bool:
+    """Whether both calls want all gradients but those of biases, and draw their random bits for the same tokens."""
+    wanted = [each.gradients.x and each.gradients.w and not each.gradients.bias for each in (gate, up)]
+    return all(wanted) and (gate.seed, gate.step, gate.token_offset) == (up.seed, up.step, up.token_offset)
+
+
+class _Carrier(NamedTuple):
+    """Codes of both forms of a tensor in whose place a carrier stands."""
+
+    tensor: Tensor
+    forms: FormPair
+
+    def stands_for(self, x: Tensor) -> bool:
+        return self.tensor.is_set_to(x)
+
+
+def _carrier(like: Tensor) -> Tensor:
+    """In the place of a tensor that is not in memory: NaN, of the shape and dtype of `like`."""
+    return like.new_full((), torch.nan).expand(like.shape)
+
+
+def _matrix(x: Tensor) -> Tensor:
+    """[M, K], its rows contiguous."""
+    x = x.detach().reshape(-1, x.shape[-1])
+    return x if x.is_contiguous() else x.contiguous()
+
+
+def _provide(source: SourceTensors, executor: Gemms, now: State, like: Tensor) -> Tensor:
+    """Quantise x of a source for the layers that read it next, and return its carrier."""
+    (forms,) = _produce(executor.x, source, (None,))
+    carrier = _carrier(like)
+    assert now.context is not None
+    x_MK = carrier.reshape(-1, like.shape[-1])
+    now.context.shared["input"] = (executor.x.wants[True], x_MK._version, x_MK, forms)
+    return carrier
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, weight_K: Tensor, eps: float, executor: Gemms, now: State) -> Tensor:
+        h_MK = _matrix(h)
+        rstd_M = torch.empty(h_MK.shape[0], device=h.device)
+        carrier = _provide(SourceTensors("norm", (h_MK, weight_K.detach(), rstd_M), eps), executor, now, h)
+        ctx.save_for_backward(h, weight_K, rstd_M)
+        return carrier
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        h, weight_K, rstd_M = ctx.saved_tensors
+        dh, dweight = produced.norm_backward(_matrix(dy), _matrix(h), weight_K.detach(), rstd_M)
+        return dh.view(h.shape), dweight.to(weight_K.dtype), None, None, None
+
+
+class _Gate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, calls: tuple[Call, Call], executor: Gemms, now: State) -> Tensor:
+        carrier = _provide(SourceTensors("gate", (_matrix(gate), _matrix(up))), executor, now, gate)
+        ctx.save_for_backward(gate, up)
+        ctx.calls = calls
+        return carrier
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:
+        gate, up = ctx.saved_tensors
+        source = SourceTensors("gradients", tuple(map(_matrix, (dh, gate, up))))
+        made = _produce(ctx.calls[0].executor.dy, source, ctx.calls)
+        carriers = []
+        for call, forms in zip(ctx.calls, made, strict=True):
+            carriers.append(_carrier(gate))
+            call.dy = _Carrier(carriers[-1].reshape(-1, gate.shape[-1]), forms)
+        return *carriers, None, None, None

@@ -1,0 +1,177 @@
+"""Codes of tensors that are never in memory: of RMSNorm(h), of silu(gate) ⊙ up, and of the gradients of gate and up.
+
+`SourceTensors` are the tensors that x is computed from. `produce` gives the codes of both forms of x, in kernels that
+compute x where they would load it (`kernels/triton/both.py`); they are those of x in BF16 as the functions here compute
+it in torch, in every bit. Only Triton has such kernels: `why_not` says why a pair of quantizers has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp4train.quantize import triton_launch
+from fp4train.quantize.launch import Launch
+from fp4train.quantize.quantized import Quantized
+from fp4train.quantize.quantizer import Quantizer
+from fp4train.quantize.random import RandomKey, words_of_both
+from fp4train.quantize.spec import QuantSpec
+from fp4train.quantize.triton import TritonQuantizer, has_pair_kernel
+from fp4train.quantize.triton_launch import BothPlan
+
+_PLACES: Final = {"norm": (128, 1), "gradients": (64, 2)}
+"""Features, and blocks of tokens, of a program that makes codes without an amax, where few tokens should make a strip,
+or many numbers take the registers."""
+STRIP: Final = 16
+"""Tokens of a program of `norm_backward`."""
+_LOG2_E: Final = 1.4426950216293335
+_POWERS: Final = (0.0013400432653725147, 0.009676037356257439, 0.05550327152013779, 0.2402210682630539)
+_LAST_POWERS: Final = (0.6931471824645996, 1.0000001192092896)
+"""Coefficients of 2^f, |f| ≤ 1/2, from that of f⁵."""
+
+
+class SourceTensors(NamedTuple):
+    """The tensors that x is computed from, BF16 [M, K], the rows of which lie alike and are contiguous.
+
+    kind: "norm": (h, weight [K], rstd float32 [M], which is filled); "gate": (gate, up); "gradients": (dh, gate, up),
+        from which two tensors are made, the gradients of gate and of up.
+    eps: ε of a norm.
+    """
+
+    kind: str
+    tensors: tuple[Tensor, ...]
+    eps: float = 0.0
+
+    @property
+    def results(self) -> int:
+        """Tensors that are made from it."""
+        return 2 if self.kind == "gradients" else 1
+
+    def values(self) -> tuple[Tensor, ...]:
+        """x in BF16, or both gradients: the readable reference; of a norm with the rstd that is there."""
+        if self.kind == "norm":
+            h, weight, rstd = self.tensors
+            return (normed(h, weight, rstd),)
+        return (gated(*self.tensors),) if self.kind == "gate" else gate_gradients(*self.tensors)
+
+
+def normed(h_MK: Tensor, weight_K: Tensor, rstd_M: Tensor) -> Tensor:
+    """h · rstd · weight, rounded once to BF16."""
+    return (h_MK.float() * rstd_M[:, None] * weight_K.bfloat16().float()).bfloat16()
+
+
+def exponential(x: Tensor) -> Tensor:
+    """exp(x) of float32, in operations of float32 that have the same bits everywhere; relative error 2e-7."""
+    t = (x * _LOG2_E).clamp(min=-126)
+    infinite = t >= 128
+    k = (t + 12582912.0) - 12582912.0  # to the nearest integer
+    f = t - k
+    p = torch.full_like(f, _POWERS[0])
+    for power in (*_POWERS[1:], *_LAST_POWERS):
+        p = p * f + power
+    half = p * ((k.masked_fill(infinite, 0).nan_to_num().int() + 126) << 23).view(torch.float32)
+    return torch.where(infinite, torch.inf, half * 2)
+
+
+def gated(gate_MK: Tensor, up_MK: Tensor) -> Tensor:
+    """silu(gate), rounded to BF16, times up, rounded, as torch's operators round."""
+    a = gate_MK.float()
+    return (a / (exponential(-a) + 1)).bfloat16() * up_MK
+
+
+def gate_gradients(dh_MK: Tensor, gate_MK: Tensor, up_MK: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of gate and of up where dh is that of `gated`, rounded as those of torch's operators."""
+    a = gate_MK.float()
+    total = exponential(-a) + 1
+    sigmoid = total.reciprocal()
+    dgate = (dh_MK * up_MK).float() * sigmoid * (a * (1 - sigmoid) + 1)
+    return dgate.bfloat16(), (a / total).bfloat16() * dh_MK
+
+
+def why_not(row: Quantizer, column: Quantizer) -> str | None:
+    """Why the codes of both forms cannot be made from a source, in words; None: they can."""
+    for each in (row, column):
+        if not isinstance(each, TritonQuantizer):
+            return f"the kernels that quantise are not Triton's ({each.why or each.kernel})"
+    if not has_pair_kernel(row.spec, column.spec):
+        return f"no kernel makes both forms of {row.spec.element.upper()} in blocks of {row.spec.block} at once"
+    return None
+
+
+def produce(
+    row: Quantizer, column: Quantizer, source: SourceTensors, keys: Sequence[tuple[RandomKey | None, ...]]
+) -> list[tuple[Quantized, Quantized]]:
+    """(codes of x by `row`, those of x.T by `column`) of each result of the source.
+
+    Args:
+        row, column: a pair that `why_not` has nothing against.
+        keys: of each result those of both forms, all of one seed and, but for the layer, of one position.
+    """
+    assert isinstance(row, TritonQuantizer) and isinstance(column, TritonQuantizer)
+    x_MK, (first, *others) = source.tensors[0], [words_of_both(*each) for each in keys]
+    assert first is not None and None not in others
+    tiled = row._tiled, column._tiled
+    plan: BothPlan = row._planned(_plan, x_MK, column.spec, tiled, source.kind, source.eps)
+    amaxes = torch.zeros(source.results, 4, device=x_MK.device) if any(plan.needs) else None
+    made = [make() for _ in range(source.results) for make in plan.results]
+    if plan.amax is not None and amaxes is not None:
+        plan.amax(*source.tensors, amaxes)
+    layer = others[0][2] if others and others[0] is not None else first[2]
+    words = (*first[:3], layer, *first[3:])
+    plan.launch(*source.tensors, made[1] if amaxes is None else amaxes, *made, words=words)
+    (rows, columns), found = x_MK.shape, []
+    for i in range(source.results):
+        a, b, c, d = made[4 * i : 4 * i + 4]
+        own, turned, factor, turned_factor = (None,) * 4 if amaxes is None else amaxes[i].unbind()
+        first_form = Quantized(row.spec, (rows, columns), a, b, *((own, factor) if plan.needs[0] else (None,)))
+        second = (turned, turned_factor) if plan.needs[1] else (None,)
+        found.append((first_form, Quantized(column.spec, (columns, rows), c, d, *second)))
+    return found
+
+
+def _plan(row: QuantSpec, x_MK: Tensor, column: QuantSpec, tiled: tuple[bool, bool], kind: str, eps: float) -> BothPlan:
+    """The launches for x of a source: that of `plan_both` with other kernels, and of a norm with other tiles."""
+    from fp4train.kernels.triton.both import amax_produced, quantize_produced
+
+    tensors = {"norm": 3, "gate": 2, "gradients": 3}[kind]
+    results = 2 if kind == "gradients" else 1
+    measured, (tokens, features) = row.global_scale or column.global_scale, x_MK.shape
+    place = None if measured else _PLACES.get(kind)
+    plan = triton_launch.plan_both(row, x_MK, column, tiled, place)
+    assert plan is not None, "the rows of x are contiguous"
+    sizes = (tokens, features, x_MK.stride(0))
+    amax = None
+    if measured:
+        place, m = triton_launch.column_tile(column.block[1] or 0, column), column.block[1] or 0
+        place = (place[0], 1 if eps else place[1])
+        strips, tiles = -(-tokens // (place[1] * m)), -(-features // place[0])
+        constants = {"EPS": eps, "V": triton_launch.amax_variant(column, place), "S": kind}
+        amax = Launch(
+            amax_produced,
+            strips if eps else strips * tiles * results,
+            sizes,
+            constants,
+            dtypes={tensors: torch.int32},
+            groups=(tensors,),
+        )
+    old, own_eps = plan.launch, 0.0 if measured else eps
+    programs = old.programs // -(-features // old.constants["C"].tile_rows) if own_eps else old.programs * results
+    dtypes = {tensors + 1 + 4 * i + at: old.dtypes[2 + at] for i in range(results) for at in (0, 2)}
+    constants = {"EPS": own_eps, **old.constants, "S": kind}
+    launch = Launch(quantize_produced, programs, sizes, constants, old.warps, dtypes, groups=(tensors, 1, 4 * results))
+    return plan._replace(amax=amax, launch=launch)
+
+
+def norm_backward(dy_MK: Tensor, h_MK: Tensor, weight_K: Tensor, rstd_M: Tensor) -> tuple[Tensor, Tensor]:
+    """(dh [M, K] in BF16, dweight float32 [K]) of `normed`."""
+    from fp4train.kernels.triton.norm import norm_backward as kernel
+
+    (rows, cols), strips = h_MK.shape, -(-h_MK.shape[0] // STRIP)
+    dh, dw = torch.empty_like(h_MK), torch.empty(strips, cols, device=h_MK.device)
+    constants = {"ROWS": STRIP, "COLS": 256, "HARDWARE": not triton_launch.interpreted()}
+    launch = Launch(kernel, strips, (rows, cols, dy_MK.stride(0), h_MK.stride(0)), constants)
+    launch(dy_MK, h_MK, weight_K, rstd_M, dh, dw)
+    return dh, dw.sum(0)

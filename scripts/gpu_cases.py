@@ -1,0 +1,157 @@
+"""The tensors and specs with which `gpu_kernels.py` checks the Triton kernels."""
+
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp4train.quantize import Delayed, Hadamard, QuantSpec, RandomKey
+
+KEY = RandomKey(seed=(1 << 63) + 12345678901, step=77, layer=0xDEADBEEF, operand=3, row_offset=5, col_offset=16)
+
+
+def mx(element: str, scale_rounding: str = "rceil", rows: int = 1, **options: Any) -> QuantSpec:
+    return QuantSpec(
+        element=element,
+        block=(rows, 32),
+        scale="e8m0",
+        scale_rounding=scale_rounding,
+        global_scale=None,
+        **options,
+    )
+
+
+def fp8(element: str, block: tuple[int | None, int | None], scale: str = "fp32", **options: Any) -> QuantSpec:
+    return QuantSpec(element=element, block=block, scale=scale, global_scale=None, **options)
+
+
+SPECS: dict[str, QuantSpec] = {
+    "nvfp4": QuantSpec(),
+    "nvfp4 stochastic": QuantSpec(rounding="stochastic"),
+    "nvfp4 hadamard": QuantSpec(hadamard=Hadamard()),
+    "nvfp4 hadamard stochastic": QuantSpec(hadamard=Hadamard(), rounding="stochastic"),
+    "nvfp4 16x16": QuantSpec(block=(16, 16)),
+    "nvfp4 16x16 stochastic": QuantSpec(block=(16, 16), rounding="stochastic"),
+    "nvfp4 te2.13": QuantSpec(formula="te2.13"),
+    "nvfp4 per row": QuantSpec(global_scale="row"),
+    "nvfp4 per row hadamard 8": QuantSpec(global_scale="row", hadamard=Hadamard(size=8, signs="random", seed=5)),
+    "nvfp4 guarded": QuantSpec(guard=16 / 17, global_bound=256.0, rounding="stochastic"),
+    "mxfp8 e4m3": mx("e4m3"),
+    "mxfp8 e4m3 stochastic": mx("e4m3", rounding="stochastic"),
+    "mxfp8 e5m2 even": mx("e5m2", "even"),
+    "mxfp8 e4m3 floor": mx("e4m3", "floor"),
+    "mxfp8 32x32": mx("e4m3", rows=32),
+    "mxfp6 e2m3 ceil": mx("e2m3", "ceil"),
+    "mxfp6 e3m2": mx("e3m2"),
+    "mxfp4 even": mx("e2m1", "even"),
+    "mxfp4 hadamard 32": mx("e2m1", hadamard=Hadamard(size=32)),
+    "fp8 tensor e4m3": fp8("e4m3", (None, None)),
+    "fp8 tensor e5m2 stochastic": fp8("e5m2", (None, None), rounding="stochastic"),
+    "fp8 delayed": fp8("e4m3", (None, None), delayed=Delayed(margin=1)),
+    "fp8 per row pow2": fp8("e4m3", (1, None), "pow2"),
+    "fp8 1x128": fp8("e4m3", (1, 128)),
+    "fp8 1x128 pow2": fp8("e5m2", (1, 128), "pow2"),
+    "fp8 128x128": fp8("e4m3", (128, 128)),
+}
+
+PAIRS = (
+    ("nvfp4", "nvfp4 hadamard"),
+    ("nvfp4 stochastic", "nvfp4 hadamard stochastic"),
+    ("nvfp4", "nvfp4"),
+    ("nvfp4", "mxfp8 e4m3"),
+    ("mxfp8 e4m3", "nvfp4 hadamard stochastic"),
+    ("mxfp8 e4m3", "mxfp8 e4m3 stochastic"),
+    ("mxfp4 even", "mxfp4 hadamard 32"),
+    ("fp8 tensor e4m3", "fp8 tensor e4m3"),
+    ("fp8 delayed", "fp8 delayed"),
+)
+"""Specs of the row-wise and the column-wise form of a tensor, whose codes one kernel makes."""
+
+PRODUCED = {
+    "norm": (("nvfp4", "nvfp4 hadamard"), ("mxfp8 e4m3", "mxfp8 e4m3"), ("nvfp4", "nvfp4")),
+    "gate": (("nvfp4", "nvfp4 hadamard"), ("mxfp8 e4m3", "mxfp8 e4m3"), ("mxfp4 even", "mxfp4 hadamard 32")),
+    "gradients": (
+        ("nvfp4 stochastic", "nvfp4 hadamard stochastic"),
+        ("mxfp8 e4m3", "mxfp8 e4m3"),
+        ("mxfp8 e4m3", "mxfp8 e4m3 stochastic"),
+    ),
+}
+"""Sources of a tensor that is quantised where it is made (`quantize/produced.py`), and specs of both its forms."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One tensor under one spec, or its codes by `spec` and those of its transpose by `column`; of a `source` x is what
+    that is made of: the first tensor, and below it the second."""
+
+    name: str
+    x: Tensor
+    spec: QuantSpec
+    key: RandomKey | None
+    amax: Tensor | None
+    column: QuantSpec | None = None
+    source: str | None = None
+
+
+def content(kind: str, rows: int, cols: int, seed: int) -> Tensor:
+    """float32 [rows, cols]: normal, wide (40 decades, zeros of both signs, subnormals), nan, inf, huge, tiny, grid."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, cols, generator=generator)
+    if kind == "normal":
+        return x
+    if kind == "grid":  # values that lie on E2M1's grid, and ties between them
+        return torch.randint(-24, 25, (rows, cols), generator=generator) * 0.25
+    x *= torch.exp(6 * torch.randn(rows, cols, generator=generator))
+    flat = x.view(-1)
+    flat[::7] *= 1e-30
+    flat[1::11] = 0.0
+    flat[2::13] = -0.0
+    flat[3::17] *= 1e-42
+    x[0] = 0.0
+    x[-1] *= 1e-40
+    if kind == "nan":
+        x[rows // 2, cols // 3] = torch.nan
+    elif kind == "inf":
+        x[rows // 2, cols // 3] = torch.inf
+        x[rows // 3, 0] = -torch.inf
+    return x * {"huge": 1e30, "tiny": 1e-30}.get(kind, 1.0)
+
+
+def cases(*, shapes: list[tuple[int, int]], kinds: list[str], dtypes: list[torch.dtype]) -> Iterator[Case]:
+    """Every spec with every shape, as it is, as a transposed and as a strided view; the kinds and dtypes in turn."""
+    count = 0
+    for name, spec in SPECS.items():
+        for rows, cols in shapes:
+            for strides in ("rows", "columns", "both"):
+                kind, dtype = kinds[count % len(kinds)], dtypes[count // len(kinds) % len(dtypes)]
+                count += 1
+                seed = zlib.crc32(f"{name}{rows}{cols}{strides}".encode())
+                if strides == "rows":
+                    x = content(kind, rows, cols, seed).to(dtype)
+                elif strides == "columns":
+                    x = content(kind, cols, rows, seed).to(dtype).T
+                else:  # every other column of a wider tensor
+                    x = content(kind, rows, 2 * cols, seed).to(dtype)[:, ::2]
+                key = KEY if spec.rounding == "stochastic" else None
+                amax = torch.tensor(3.0) if spec.delayed or (spec.global_scale == "tensor" and count % 4 == 0) else None
+                label = f"{name} | {rows}x{cols} {strides} {kind} {str(dtype).removeprefix('torch.')}"
+                yield Case(label, x, spec, key, amax)
+    for row, column in PAIRS:
+        for rows, cols in shapes:
+            kind, dtype = kinds[count % len(kinds)], dtypes[count // len(kinds) % len(dtypes)]
+            count += 1
+            x = content(kind, rows, cols, zlib.crc32(f"{row}{column}{rows}{cols}".encode())).to(dtype)
+            label = f"{row}, and {column} of x.T | {rows}x{cols} {kind} {str(dtype).removeprefix('torch.')}"
+            amax = torch.tensor(3.0) if SPECS[row].delayed else None
+            yield Case(label, x, SPECS[row], KEY, amax, SPECS[column])
+    for source, pairs in PRODUCED.items():
+        for row, column in pairs:
+            for rows, cols in shapes:
+                kind = kinds[count % len(kinds)]
+                count += 1
+                x = content(kind, 2 * rows, cols, zlib.crc32(f"{source}{row}{rows}{cols}".encode())).bfloat16()
+                label = f"{row}, and {column} of x.T, of {source} | {rows}x{cols} {kind}"
+                yield Case(label, x, SPECS[row], KEY, None, SPECS[column], source)

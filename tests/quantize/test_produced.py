@@ -1,0 +1,124 @@
+"""Tensors that are quantised where they are made: the readable functions against torch's operators, and the codes of
+the kernels against the reference of those tensors, over several tiles and strips."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fp4train.quantize import QuantSpec, produced, quantizer
+
+EVERY = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)
+
+
+def same(ours: Tensor, theirs: Tensor) -> bool:
+    return torch.equal(ours.nan_to_num(7).view(torch.int16), theirs.nan_to_num(7).view(torch.int16))
+
+
+def test_a_gate_has_the_bits_of_torchs_for_every_number_in_bf16() -> None:
+    """The exponential is written out, so that GPUs have its bits, too; what it lacks is no BF16 ulp."""
+    ones = torch.ones_like(EVERY)
+    gate = EVERY.clone().requires_grad_()
+    wanted = F.silu(gate)
+    wanted.backward(ones)
+    assert same(produced.gated(EVERY, ones), wanted.detach())
+    assert gate.grad is not None
+    dgate, dup = produced.gate_gradients(ones, EVERY, ones)
+    assert same(dgate, gate.grad) and same(dup, wanted.detach())
+
+
+def test_gradients_of_a_gate_round_where_those_of_torchs_operators_do() -> None:
+    torch.manual_seed(0)
+    gate, up, dh = (torch.randn(64, 96).bfloat16().requires_grad_() for _ in range(3))
+    h = F.silu(gate) * up
+    h.backward(dh.detach())
+    assert same(produced.gated(gate.detach(), up.detach()), h.detach())
+    found = produced.gate_gradients(dh.detach(), gate.detach(), up.detach())
+    for ours, theirs in zip(found, (gate.grad, up.grad), strict=True):
+        assert theirs is not None and same(ours, theirs)
+
+
+def test_a_norm_has_the_bits_of_torchs_with_its_factors() -> None:
+    torch.manual_seed(0)
+    h, weight = torch.randn(64, 96).bfloat16(), torch.randn(96)
+    rstd = (h.float().square().mean(1) + 1e-5).rsqrt()
+    theirs = F.rms_norm(h.float(), (96,), weight.bfloat16().float(), 1e-5).bfloat16()
+    ulps = produced.normed(h, weight, rstd).view(torch.int16).int() - theirs.view(torch.int16).int()
+    assert ulps.abs().max() <= 1 and (ulps != 0).float().mean() < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        (QuantSpec(block=(16, 16)), "no kernel makes both forms"),
+        (QuantSpec(), "kernels that quantise are not Triton's"),
+    ],
+)
+def test_other_pairs_are_refused_with_the_reason(row: QuantSpec, reason: str) -> None:
+    device = "cuda" if "both" in reason else "cpu"
+    pair = quantizer(row, device), quantizer(QuantSpec(), device)
+    assert reason in str(produced.why_not(*pair))
+
+
+PROGRAM = """
+import torch
+from torch.nn.functional import rms_norm
+from fp4train.precision import MXFP8, NVFP4
+from fp4train.quantize import RandomKey, quantizer, triton_launch
+from fp4train.quantize.produced import SourceTensors, norm_backward, produce
+launched, launch = [], triton_launch.Launch.__call__
+def noted(self, *pointers, **words):
+    launched.append(self.kernel.fn.__name__)
+    return launch(self, *pointers, **words)
+triton_launch.Launch.__call__ = noted
+def keys(layer):
+    return tuple(RandomKey(seed=5 << 33, step=1, layer=layer, operand=i, row_offset=8 * i) for i in (3, 4))
+torch.manual_seed(0)
+h, gate, up, dh = (torch.randn(70, 2 * 264).bfloat16()[:, ::2].contiguous() for _ in range(4))
+weight, rstd = torch.randn(264), torch.empty(70)
+gate[2, 3] = torch.nan
+for recipe in (NVFP4(), MXFP8()):
+    table = recipe.table()
+    x, dy = (table["fprop"].first, table["wgrad"].second), (table["dgrad"].first, table["wgrad"].first)
+    for source, specs, drawn in (
+        (SourceTensors("norm", (h, weight, rstd), 1e-5), x, [(None, None)]),
+        (SourceTensors("gate", (gate, up)), x, [(None, None)]),
+        (SourceTensors("gradients", (dh, gate, up)), dy, [keys(7), keys(9)]),
+    ):
+        launched.clear()
+        made = produce(*(quantizer(spec, "cpu", "triton") for spec in specs), source, drawn)
+        for forms, values, key in zip(made, source.values(), drawn):
+            for ours, spec, tensor, bits in zip(forms, specs, (values, values.T), key):
+                theirs = quantizer(spec, "cpu", "reference").codes(tensor, bits)
+                assert torch.equal(ours.codes, theirs.codes), (recipe.name, source.kind)
+                assert torch.equal(ours.scales, theirs.scales), (recipe.name, source.kind)
+                pairs = [(ours.amax, theirs.amax), (ours.global_decode(), theirs.global_decode())]
+                assert all(a is b or torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs)
+        print(recipe.name, source.kind, *launched)
+exact = h.double().requires_grad_(), weight.bfloat16().double().requires_grad_()
+rms_norm(exact[0], (264,), exact[1], 1e-5).backward(dh.double())
+for ours, theirs, error in zip(norm_backward(dh, h, weight, rstd), (exact[0].grad, exact[1].grad), (2**-8, 2**-20)):
+    assert (ours - theirs).abs().max() <= error * theirs.abs().max()
+"""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_codes_are_those_of_the_reference_over_tiles_and_strips_in_the_interpreter() -> None:
+    """NVFP4 with Hadamard and random bits, MXFP8; NaN; sizes that fill no tile; and gradients of the norm."""
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-W", "ignore", "-c", PROGRAM]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert run.stdout.splitlines() == [
+        "NVFP4 norm amax_produced quantize_produced",
+        "NVFP4 gate amax_produced quantize_produced",
+        "NVFP4 gradients amax_produced quantize_produced",
+        "MXFP8 norm quantize_produced",
+        "MXFP8 gate quantize_produced",
+        "MXFP8 gradients quantize_produced",
+    ], run.stdout + run.stderr
