@@ -48,7 +48,7 @@ LATER = {
         (
             *("exchange/*", "models/hf.py", "models/llama/hf.py", "models/common/hf.py", "checkpoint/model_folder.py"),
             *("config/from_folder.py", "cli/export.py", "cli/verify.py", "cli/sample.py", "cli/eval.py"),
-            "cli/trained.py",
+            *("cli/trained.py", "run/initial.py", "models/common/cache.py"),
         ),
     ),
     "mixtures of experts, and layers of experts": Capability(
@@ -56,6 +56,7 @@ LATER = {
         14,
         (
             *("models/moe/*", "models/common/experts.py", "run/experts.py", "nn/experts.py", "nn/executors/groups.py"),
+            *("nn/planned.py", "parallel/received.py"),
             *("nn/transformers_experts.py", "backends/grouped.py", "backends/te/experts.py"),
         ),
     ),
@@ -79,7 +80,7 @@ LATER = {
     "products and codes in fewer passes": Capability(
         405,
         2,
-        ("kernels/triton/both.py",),
+        ("kernels/triton/both.py", "quantize/triton_variant.py"),
         (
             *("quantize/triton_launch.py:BothPlan", "quantize/triton_launch.py:plan_both"),
             *("quantize/triton_launch.py:plan_turned", "quantize/triton.py:TritonQuantizer._with_transpose"),
@@ -92,7 +93,7 @@ LATER = {
     "checks: called layers, deterministic GPUs, every recipe at once, the parts of a step": Capability(
         190,
         2,
-        ("nn/called.py",),
+        ("nn/called.py", "run/determinism.py"),
         ("lab/doctor/recipes.py:check_all", "lab/doctor/recipes.py:_outcome", "lab/costs/cluster.py:ClusterCost._host"),
     ),
     "Liger's kernels, those that a plan names, their cost": Capability(
@@ -107,9 +108,9 @@ LATER = {
     "one scale for fused weights": Capability(
         160,
         1,
+        own=("nn/fused_weights.py",),
         parts=(
-            *("nn/fused_weights.py:FusedWeights", "nn/weights.py:PreparedWeights._group_amax"),
-            "precision/layers.py:_fused",
+            *("nn/weights.py:PreparedWeights._group_amax", "precision/layers.py:_fused"),
             *("parallel/gather.py:WeightGather.join_fused", "parallel/gather.py:WeightGather.fused_amax"),
             *("precision/layer_plan.py:fused_note", "precision/layer_plan.py:check_fused"),
             "precision/recipe.py:Recipe._check_fused",
@@ -126,7 +127,12 @@ LATER = {
             "backends/te/__init__.py:TransformerEngine.shares_input",
         ),
     ),
-    "one product of layers that read one x": Capability(276, 2, ("precision/joint.py", "nn/executors/joint.py")),
+    "one product of layers that read one x": Capability(
+        276,
+        2,
+        ("precision/joint.py", "nn/executors/joint.py"),
+        ("nn/weights.py:JointWeights", "nn/weights.py:is_of", "nn/weights.py:stack", "quantize/sharded.py:stacked"),
+    ),
     "norms and gates that are quantised where they are made": Capability(
         552,
         5,

@@ -194,7 +194,6 @@ class Call:
         amaxes: the delayed amaxes of this call, by tensor.
         fused: the weights that share a global scale with this layer's.
         member: the place of the weight in the layer's group.
-        dy: the codes of dy for the coming backward pass, where what made dy quantised it (`nn.produced`).
     """
 
     executor: Any
@@ -212,7 +211,6 @@ class Call:
     gradients: GradientDtypes = _NO_GRADIENTS
     amaxes: dict[str, Tensor] | None = None
     member: int = 0
-    dy: Any = None
 
     def amax(
         self, name: str, quantizer: Quantizer, tensor: Tensor, *, later: bool = False

@@ -107,7 +107,8 @@ class PlannedLayer(nn.Module):
         self.default_context: Callable[[torch.dtype], Context] | None = None
         """The context outside of any, by the dtype of the input; None: the layer is nn.Linear there."""
         self.fused_weights = FusedWeights()
-        """Weights that share a global scale with this layer's under `recipe.fused_scales`, set by `convert`."""
+        """The layers that read one input with this one: whose weights share a global scale with its own under
+        `recipe.fused_scales`, or are multiplied with it (`train.joint_products`). Set by `convert`."""
         self.common: dict[Any, Any] = {}
         """Data that the states of all of the model's layers have in common (`LayerState.common`), set by `convert`."""
         self.keeps_forms = True

@@ -7,7 +7,7 @@ in BF16 is neither written nor read (`quantize/produced.py`).
 
 The graph of autograd is that of the model. In the place of x stands a *carrier*: one NaN, expanded to the shape of x,
 so that whatever would read it by mistake shows. The layers find the codes where those of a tensor that several layers
-read lie, in the context's cache, and the gradients' codes in the calls that these belong to.
+read lie, in the context's cache; those of gradients come with the executor that the call has in its backward pass.
 
 Whether it can be done is asked in each call, of the executors that the layers hold then (`why_not`), and of the call
 itself: no gradients, torch.compile, torch.autocast, hooks that watch a layer, and anomaly detection leave norms and
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fp4train.nn.call import Call, Executor
-from fp4train.nn.executors.gemms import Gemms, torch_autocasts
+from fp4train.nn.executors.gemms import Gemms, Gradients, Saved, torch_autocasts
 from fp4train.nn.operands import Operand
 from fp4train.nn.planned import PlannedLayer
 from fp4train.precision.context import State
@@ -160,14 +160,25 @@ def _alike(gate: Call, up: Call) -> bool:
     return all(wanted) and (gate.seed, gate.step, gate.token_offset) == (up.seed, up.step, up.token_offset)
 
 
-class _Carrier(NamedTuple):
-    """Codes of both forms of a tensor in whose place a carrier stands."""
+class _WithCodes(NamedTuple):
+    """The executor of a call in one backward pass, where the codes of dy are there already.
 
-    tensor: Tensor
+    carrier_MN: what stands in the place of dy.
+    """
+
+    executor: Gemms
+    carrier_MN: Tensor
     forms: FormPair
 
-    def stands_for(self, x: Tensor) -> bool:
-        return self.tensor.is_set_to(x)
+    @property
+    def device(self) -> str:
+        return self.executor.device
+
+    def backward(self, dy_MN: Tensor, w_NK: Tensor | None, saved: Saved, call: Call) -> Gradients:
+        """See `Gemms.backward`."""
+        call.executor = self.executor
+        found = (lambda *_: self.forms) if self.carrier_MN.is_set_to(dy_MN) else None
+        return self.executor.backward(dy_MN, w_NK, saved, call, found)
 
 
 def _carrier(like: Tensor) -> Tensor:
@@ -213,7 +224,7 @@ class _Gate(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor, calls: tuple[Call, Call], executor: Gemms, now: State) -> Tensor:
         carrier = _provide(SourceTensors("gate", (_matrix(gate), _matrix(up))), executor, now, gate)
         ctx.save_for_backward(gate, up)
-        ctx.calls = calls
+        ctx.calls, ctx.executors = calls, [call.executor for call in calls]
         return carrier
 
     @staticmethod
@@ -221,9 +232,8 @@ class _Gate(torch.autograd.Function):
     def backward(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
         source = SourceTensors("gradients", tuple(map(_matrix, (dh, gate, up))))
-        made = _produce(ctx.calls[0].executor.dy, source, ctx.calls)
-        carriers = []
-        for call, forms in zip(ctx.calls, made, strict=True):
-            carriers.append(_carrier(gate))
-            call.dy = _Carrier(carriers[-1].reshape(-1, gate.shape[-1]), forms)
+        made = _produce(ctx.executors[0].dy, source, ctx.calls)
+        carriers = [_carrier(gate) for _ in made]
+        for call, *given in zip(ctx.calls, ctx.executors, carriers, made, strict=True):
+            call.executor = _WithCodes(given[0], given[1].reshape(-1, gate.shape[-1]), given[2])
         return *carriers, None, None, None

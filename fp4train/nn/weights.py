@@ -361,7 +361,7 @@ class JointWeights:
 
 
 def is_of(weights: Sequence[Tensor], known: Any) -> bool:
-    """Whether weak references are to these weights."""
+    """Whether the weak references `known` refer to `weights`, one to one."""
     return all(ref() is w for ref, w in zip(known, weights, strict=True))
 
 

@@ -6,6 +6,8 @@ quantising one) and everything derived from it stay on the device: nothing here 
 """
 
 import math
+import os
+import sys
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, Final, NamedTuple
@@ -305,7 +307,9 @@ def column_tile(n: int, spec: QuantSpec) -> tuple[int, int]:
 
 
 def interpreted() -> bool:
-    """Whether Triton's CPU interpreter is on (TRITON_INTERPRET, read by Triton)."""
+    """Whether Triton's CPU interpreter is on (TRITON_INTERPRET, read by Triton, which is not imported without need)."""
+    if "triton" not in sys.modules and "TRITON_INTERPRET" not in os.environ:
+        return False
     import triton
 
     return bool(triton.knobs.runtime.interpret)

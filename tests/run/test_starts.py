@@ -190,7 +190,7 @@ def test_a_start_reads_the_one_recipe_that_it_composes(
 
 def test_a_plan_loads_neither_what_divides_runs_nor_the_compiler() -> None:
     """They would take as long as all the rest of it."""
-    heavy = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "sympy", "matplotlib")
+    heavy = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "sympy", "matplotlib", "triton")
     code = (
         "import sys; from fp4train.cli import main\ntry: main(['plan'])\nexcept SystemExit: print(sorted(sys.modules))"
     )

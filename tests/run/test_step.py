@@ -46,7 +46,7 @@ DIVIDING = (
 parallel/world.py: that of one rank, whose sums over the ranks are what it is given."""
 WHOLE = {
     *("is_sharded", "shard_of", "__post_init__", "whole", "boxes", "local", "owned", "separate"),
-    *("row_orders", "order_of", "like", "<dictcomp>", "<genexpr>"),
+    *("row_orders", "order_of", "like"),
 }
 """Functions of shards.py that a plain tensor meets, for which it is one box at offset 0."""
 
@@ -158,7 +158,7 @@ def test_undivided_runs_call_nothing_of_what_divides_runs(cli: Cli, before: Befo
     called: set[str] = set()
 
     def note(frame: FrameType, event: str, argument: Any) -> None:
-        name = frame.f_code.co_name
+        name = frame.f_code.co_qualname.split(".<locals>")[0].rpartition(".")[2]
         if event == "call" and frame.f_code.co_filename.startswith(PACKAGE) and name != "<module>":
             called.add(f"{place(frame)}:{name}")
 

@@ -98,7 +98,7 @@ class ModelWeight:
         return part_of(self.plan, ("out", "in")[self.split], mesh.tensor, self.segments)
 
     def wire(self, mesh: Mesh) -> WireForm:
-        """How it is gathered over the shards."""
+        """The form in which shards gather it."""
         part = self.part(mesh)
         if part is None or self.block is None or self.block < 0:
             # What lies outside the blocks, and norms, are gathered as they are.

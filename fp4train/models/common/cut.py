@@ -72,7 +72,7 @@ class TensorParallel(Protocol):
     """The parameters that are cut in segments, by name."""
 
     def fp4train_tensor_cut(self) -> TensorCut:
-        """How it is cut."""
+        """The layers that tensor-parallel ranks divide, and how."""
 
 
 def _whole(parameter: Tensor) -> Tensor:
@@ -281,4 +281,4 @@ class Pipelined(Protocol):
     stage: Stage
 
     def fp4train_stages(self) -> StageCut:
-        """How it is cut."""
+        """The modules that each stage of a pipeline may have."""

@@ -166,11 +166,7 @@ class Gemms(Executor):
         """
         dy, gradients = dy_MN if dy_MN.dtype is self.dtype else dy_MN.to(self.dtype), call.gradients
         dx_MK = dw_NK = dbias_N = None
-        made, call.dy = call.dy, None
-        if made is not None and made.stands_for(dy):
-            row, column = made.forms
-        else:
-            row, column = (prepare or self.dy.prepare)(dy, call, gradients.x is not None, gradients.w is not None)
+        row, column = (prepare or self.dy.prepare)(dy, call, gradients.x is not None, gradients.w is not None)
         if row is not None:
             assert w_NK is not None and gradients.x is not None
             w = call.weights.form(w_NK, self.w_column, call)
