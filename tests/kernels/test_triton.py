@@ -261,7 +261,8 @@ def test_codes_by_one_scale_and_their_transpose_equal_the_reference_in_the_inter
     code = """
 import itertools
 import torch
-from gpu_kernels import content, difference
+from gpu_cases import content
+from gpu_kernels import difference
 from fp4train.quantize import Delayed, PairQuantizer, QuantSpec, quantizer
 views = (lambda x: x, lambda x: x.T, lambda x: x[:, ::2], lambda x: x[1:, 3:])
 kinds, elements = ("wide", "normal", "nan", "inf", "huge", "tiny", "grid"), ("e4m3", "e5m2")
