@@ -54,12 +54,36 @@ static void FN(amax_rows)(const AmaxJob *job, int64_t row0, int64_t row1, int64_
 
 INLINE I hadamard_amax(I largest, int size) { return round_to_bf16(f_mul(f_bits(largest), hadamard_factor(size))); }
 
+/* Transform up to TILE_COLUMNS columns of sixteen rows, write them as rows of BF16, and return the maxima as float bits. */
+INLINE I transform_columns(const AmaxJob *job, const Matrix *x, int64_t row, int64_t col0, int64_t col1, int wide, int inside,
+                           const Signs *signs) {
+    uint8_t rows[16][2 * TILE_COLUMNS] __attribute__((aligned(64)));
+    I all = i_set(0); /* of two columns, as unsigned 16-bit integers */
+    for (int64_t col = col0; col < col1; col += 16) {
+        F tile[16];
+        I words[8];
+        load_columns(x, row, col, wide, inside, 1, tile);
+        hadamard_16_sums(tile, signs);
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; i++) {
+            const F even = f_mul(tile[2 * i], hadamard_factor(16)), odd = f_mul(tile[2 * i + 1], hadamard_factor(16));
+            words[i] = i_upper_halves(round_upper_half(even), round_upper_half(odd));
+            all = i_max_u16(all, i_and(words[i], i_set(0x7fff7fff)));
+        }
+        i_store_columns(words, 8, rows[0] + 2 * (col - col0), sizeof rows[0]);
+    }
+    for (int64_t n = 0; n < 16 && row + n < job->x.rows; n++)
+        copy_bytes(job->transformed + (row + n) * job->transformed_stride + col0, rows[n], (col1 - col0 + 15) / 16 * 32);
+    return i_max(i_shl(all, 16), i_and(all, i_set(0x7fff0000)));
+}
+
 INLINE void amax_columns_with(const AmaxJob *job, int64_t row0, int64_t row1, int64_t col0, int64_t col1, int64_t ahead,
                               int wide) {
     I all = i_set(0);
     uint8_t scratch[4 * SCRATCH_STRIDE * TILE_COLUMNS] __attribute__((aligned(64)));
     const Matrix x = compact(&job->x, row0, row1, col0, col1, wide, scratch);
     const Signs signs = signs_of(job->signs[0]);
+    const int scales_amax = job->hadamard && !job->transformed; /* the maxima are those before factor and rounding */
     float group_signs[MAX_HADAMARD];
     if (job->hadamard > 16) signs_of_group(job->signs, job->hadamard, group_signs);
     for (int64_t row = row0; row < row1; row += 16) {
@@ -70,7 +94,8 @@ INLINE void amax_columns_with(const AmaxJob *job, int64_t row0, int64_t row1, in
             for (int i = 0; i < job->hadamard; i += 16) load_columns(&x, row, col + i, wide, inside, 1, group + i);
             all = i_max(all, hadamard_group_max(group, job->hadamard, group_signs));
         }
-        for (int64_t col = col0; job->hadamard <= 16 && col < col1; col += 16) {
+        if (job->transformed) all = i_max(all, transform_columns(job, &x, row, col0, col1, wide, inside, &signs));
+        for (int64_t col = col0; !job->transformed && job->hadamard <= 16 && col < col1; col += 16) {
             F tile[16];
             load_columns(&x, row, col, wide, inside, job->hadamard, tile);
             if (job->hadamard) {
@@ -82,13 +107,13 @@ INLINE void amax_columns_with(const AmaxJob *job, int64_t row0, int64_t row1, in
         }
         if (job->amax_stride) {
             int32_t lanes[16];
-            i_store(lanes, job->hadamard ? hadamard_amax(all, job->hadamard) : all);
+            i_store(lanes, scales_amax ? hadamard_amax(all, job->hadamard) : all);
             for (int n = 0; n < 16 && row + n < job->x.rows; n++)
                 raise_to(job->amax + (row + n) * job->amax_stride, (uint32_t)lanes[n]);
             all = i_set(0);
         }
     }
-    if (!job->amax_stride) raise_to(job->amax, largest_lane(job->hadamard ? hadamard_amax(all, job->hadamard) : all));
+    if (!job->amax_stride) raise_to(job->amax, largest_lane(scales_amax ? hadamard_amax(all, job->hadamard) : all));
 }
 
 static void FN(amax_columns)(const AmaxJob *job, int64_t row0, int64_t row1, int64_t col0, int64_t col1, int64_t ahead) {

@@ -34,11 +34,14 @@ INLINE void first_stage(F *x, const Signs *signs) {
         x[i + 1] = f_sub_exact_product(a, b, sign);
     }
 }
-INLINE void hadamard_16(F *x, const Signs *signs) { /* unrolled, so that x stays in registers */
+INLINE void hadamard_16_sums(F *x, const Signs *signs) { /* unrolled, so that x stays in registers */
     first_stage(x, signs);
     STAGE(2)
     STAGE(4)
     STAGE(8)
+}
+INLINE void hadamard_16(F *x, const Signs *signs) {
+    hadamard_16_sums(x, signs);
 #pragma GCC unroll 16
     for (int i = 0; i < 16; i++) x[i] = f_bits(round_to_bf16_fast(f_mul(x[i], f_set(0.25f))));
 }

@@ -123,11 +123,12 @@ INLINE void prefetch_ahead(const Matrix *x, int64_t row0, int64_t row1, int64_t 
 
 INLINE I magnitude_bits(F x) { return i_and(i_bits(x), i_set(INT32_MAX)); }
 
-/* To BF16, ties to even, in the upper half of each lane. The fast variant is wrong for a NaN with bits in the lower half. */
-INLINE I round_to_bf16_fast(F x) {
+/* To BF16, ties to even, in the upper half of each lane; the lower half is undefined. Wrong for a NaN with bits in the lower half. */
+INLINE I round_upper_half(F x) {
     const I bits = i_bits(x);
-    const I up = i_add_where(i_any(bits, i_set(0x10000)), i_add(bits, i_set(0x7fff)), i_set(1));
-    return i_and(up, i_set((int32_t)0xffff0000));
+    return i_add_where(i_any(bits, i_set(0x10000)), i_add(bits, i_set(0x7fff)), i_set(1));
 }
+/* The same with a lower half of zeros. */
+INLINE I round_to_bf16_fast(F x) { return i_and(round_upper_half(x), i_set((int32_t)0xffff0000)); }
 INLINE I round_to_bf16(F x) { return i_pick(f_nan(x), i_set(0x7fc00000), round_to_bf16_fast(x)); }
 #endif

@@ -60,6 +60,8 @@ typedef struct {
     uint32_t signs[4];
     uint32_t *amax; /* float bits, one for the tensor (stride 0) or one per row (1); atomic maximum */
     int64_t amax_stride;
+    uint16_t *transformed; /* BF16 [rows, transformed_stride]: output for x after a transform of 16; or NULL */
+    int64_t transformed_stride;
 } AmaxJob;
 
 /* --- Structs packed by Python with struct ("=": native order, no padding); kernels/cpu/__init__.py documents the fields. A change of a

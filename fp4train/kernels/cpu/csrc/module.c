@@ -17,6 +17,7 @@
 
 enum { MIN_TILE_ELEMENTS = 1 << 13, MAX_TILE_ELEMENTS = 1 << 17, TILES_A_THREAD = 4 };
 enum { WIDEST_STRIP = 2048, PAIR_TOKENS = 128, COLUMN_TILE_ROWS = 256 };
+enum { KEPT_BYTES = 1 << 23 }; /* see keep_transformed */
 
 static const Kernels *kernels_of(int isa) {
     switch (isa) {
@@ -130,6 +131,7 @@ typedef struct {
     float margin;
     float *amax, *inverse; /* `whole`: the amaxes, and the output for the inverse scales. The job's `amax` then holds the scales */
     float one[2], *many;   /* memory for amaxes that the caller does not want, and for scales */
+    void *kept;            /* memory for x after its transform, if that of the values does not serve */
 } Form;
 
 /* TypeError if x has no memory of its own, as a tensor that wraps another one. */
@@ -168,7 +170,7 @@ static int unpack_form(PyObject *object, Form *form) {
     form->margin = s->margin;
     form->amax = outer ? NULL : (float *)p.amax;
     form->inverse = given ? (float *)p.scales : NULL;
-    form->many = NULL;
+    form->many = form->kept = NULL;
     const int64_t floats = form->amaxes * (given + (!p.amax && p.measure));
     float *room = form->one;
     if (floats > 2) room = form->many = malloc(sizeof(float) * (size_t)floats);
@@ -241,6 +243,20 @@ static void join_narrow_rows(Job *job) {
     job->outer_stride *= together;
 }
 
+/* Let the amax pass of a transformed form write the transform of x, which the quantising pass then reads in place of x: row by
+ * row, as a form without a transform. Values of BF16 are rounded where the transform lies. False if x is too large for the
+ * caches, or its amax is given, or there is no memory: the quantising pass then transforms x itself. */
+static int keep_transformed(Form *form, AmaxJob *amax) {
+    Job *const job = &form->job;
+    const int64_t wide = ceil_div(job->x.cols, 16) * 16;
+    if (!form->measure || job->hadamard != 16 || job->eden || job->outer || job->formula >= FOUR_OVER_SIX_MAE) return 0;
+    if (job->x.rows * wide * 2 > KEPT_BYTES) return 0;
+    if (job->codes || job->values_f32) form->kept = malloc((size_t)(job->x.rows * wide * 2));
+    amax->transformed = job->codes || job->values_f32 ? form->kept : job->values;
+    amax->transformed_stride = wide;
+    return amax->transformed != NULL;
+}
+
 /* Compute the amaxes that are not given. One pass serves two forms that need the same amax. */
 static void measure(const Kernels *kernels, Form *rows, Form *columns, int threads) {
     if (columns && !rows && !columns->job.hadamard && columns->job.x.stride_col == 1) rows = columns, columns = NULL;
@@ -257,7 +273,13 @@ static void measure(const Kernels *kernels, Form *rows, Form *columns, int threa
         memcpy(amax[i].signs, form->job.signs, sizeof amax[i].signs);
         wanted[i] = &amax[i];
     }
+    const int kept = columns && !rows && keep_transformed(columns, &amax[1]);
     if (wanted[0] || wanted[1]) run_amax(kernels, wanted[0], wanted[1], threads);
+    if (kept) {
+        const int64_t wide = amax[1].transformed_stride;
+        columns->job.x = (Matrix){amax[1].transformed, INPUT_BF16, columns->job.x.rows, wide, wide, 1};
+        columns->job.hadamard = 0;
+    }
     if (shared) *columns->amax = *rows->amax;
 }
 
@@ -319,6 +341,10 @@ static PyObject *quantize(PyObject *self, PyObject *const *arguments, Py_ssize_t
     if (!both && works_across(&rows->job)) columns = rows, rows = NULL;
     if (!both && rows) join_narrow_rows(&rows->job);
     measure(kernels, rows, columns, threads);
+    if (!both && columns && !works_across(&columns->job)) {
+        rows = columns, columns = NULL;
+        join_narrow_rows(&rows->job);
+    }
     for (Form *form = forms; form < forms + 1 + both; form++) {
         form->job.not_finite = &not_finite;
         if (form->whole) scale_whole(form);
@@ -332,6 +358,7 @@ static PyObject *quantize(PyObject *self, PyObject *const *arguments, Py_ssize_t
     for (Form *form = forms; form < forms + 1 + both; form++) {
         if (form->job.global_decode) write_global_decode(form->amax, form->job.global_decode, form->amaxes, form->job.bound);
         free(form->many);
+        free(form->kept);
     }
     return PyBool_FromLong(not_finite);
 }
