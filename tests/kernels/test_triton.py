@@ -259,8 +259,7 @@ for name, row, column, amaxes, x in (
 def test_codes_by_one_scale_and_their_transpose_equal_the_reference_in_the_interpreter() -> None:
     """Odd sizes, strides, dtypes, what is not finite; an amax from elsewhere, and one that becomes the larger one."""
     code = """
-import itertools
-import torch
+import itertools, torch
 from gpu_cases import content
 from gpu_kernels import difference
 from fp4train.quantize import Delayed, PairQuantizer, QuantSpec, quantizer
