@@ -27,7 +27,7 @@ FIGURES = {
     },
     "docs/hybrid.md": {
         f"hybrid_tiny: {OVER_BF16}": "one of `hybrid_tiny`, whose layers are small, {:.2f} times",
-        f"hybrid of width 768, 2048 tokens: {OVER_BF16}": "A step of width 768 with 2048 tokens takes {:.2f} times one in BF16",
+        f"hybrid of width 768, 2048 tokens: {OVER_BF16}": "width 768 with 2048 tokens takes {:.2f} times one in BF16",
     },
     "docs/moe.md": {f"moe_tiny: {OVER_BF16}": "A step of `moe_tiny` takes {:.2f} times one in BF16"},
 }
