@@ -293,8 +293,7 @@ def _product_of_blocks(
         output_dtype=out_dtype if plain else torch.float32,
         use_fast_accum=False,
     )
-    if y.shape != (rows, columns):
-        y = y[:rows, :columns]
+    y = y if y.shape == (rows, columns) else y[:rows, :columns]
     if plain:
         return y
     if not inside:

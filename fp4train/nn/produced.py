@@ -170,10 +170,6 @@ class _WithCodes(NamedTuple):
     carrier_MN: Tensor
     forms: FormPair
 
-    @property
-    def device(self) -> str:
-        return self.executor.device
-
     def backward(self, dy_MN: Tensor, w_NK: Tensor | None, saved: Saved, call: Call) -> Gradients:
         """See `Gemms.backward`."""
         call.executor = self.executor

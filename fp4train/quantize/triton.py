@@ -238,10 +238,9 @@ class TritonQuantizer(Quantizer):
         if plan is None or words is None:
             return None
         needs = plan.needs
-        given: list[Tensor] = []
-        for amax, needed in ((row_amax, needs[0]), (column_amax, needs[1])):
-            if amax is not None and needed:
-                given.append(amax)
+        given = [
+            each for each, needed in zip((row_amax, column_amax), needs, strict=True) if needed and each is not None
+        ]
         # The kernel reads one amax where no transform lies between the forms.
         if given and (len(given) < sum(needs) or (plan.amax is None and len(given) > 1)):
             return None
@@ -316,9 +315,8 @@ class TritonQuantizer(Quantizer):
     def _planned(self, plan: Callable[..., Any], x: Tensor, *arguments: object) -> Any:
         """The result of `plan` for the spec, x and the arguments, made once per kind of x; None: no kernel reads it."""
         kind = (plan, x.dtype, x.shape, x.stride(), x.device, *arguments)
-        made = self._plans.get(kind)
-        if made is None and kind not in self._plans:
+        if kind not in self._plans:
             if len(self._plans) >= MOST_KINDS:
                 self._plans.clear()
-            made = self._plans[kind] = plan(self.spec, x, *arguments) if why_not_tensor(x) is None else None
-        return made
+            self._plans[kind] = plan(self.spec, x, *arguments) if why_not_tensor(x) is None else None
+        return self._plans[kind]

@@ -148,7 +148,8 @@ def test_undivided_steps_and_evaluations_call_nothing_of_what_divides_runs(
     assert not {name for name in called if name.startswith(DIVIDING)}
 
 
-def test_undivided_runs_call_nothing_of_what_divides_runs(cli: Cli, before: Before) -> None:
+@pytest.mark.parametrize("recipe", ["nvfp4", "tetrajet_v2_outliers"])
+def test_undivided_runs_call_nothing_of_what_divides_runs(cli: Cli, before: Before, recipe: str) -> None:
     """From the command to its end: checks, build, steps, checkpoints, and a resume, which takes one over.
 
     Where it draws weights, and writes and reads checkpoints, which have one form however many ranks a run has, a run
@@ -162,7 +163,7 @@ def test_undivided_runs_call_nothing_of_what_divides_runs(cli: Cli, before: Befo
         if event == "call" and frame.f_code.co_filename.startswith(PACKAGE) and name != "<module>":
             called.add(f"{place(frame)}:{name}")
 
-    small = ("train.batch_size=2", "recipe=nvfp4", "eval.every=2", "checkpoint.every=2")
+    small = ("train.batch_size=2", f"recipe={recipe}", "eval.every=2", "checkpoint.every=2")
     assert cli("run.name=warm", "train.steps=2", *small).code == 0  # imports, and bodies of classes
     threading.setprofile(note)
     sys.setprofile(note)

@@ -109,6 +109,11 @@ class Gemms(Executor):
         self.states = (DelayedScaling.kind,) if delayed or self.x.delayed or self.dy.delayed else ()
         self.route = Route("operator", dtype, self.keeps_x)
 
+    def begin_at(self, feature: int) -> None:
+        """Key random bits of x and w as those of a wider layer's in features from `feature` on."""
+        self.x.row.feature = self.x.column.feature = feature
+        self.w_row.start, self.w_column.start = (0, feature), (0, feature) if self.w_column.transposed else (feature, 0)
+
     @classmethod
     def why_no_graph(cls, plan: LayerPlan, recorded: Recorded = "step") -> str | None:
         for where, spec in cls.quantised(plan):
@@ -202,9 +207,9 @@ class GemmsFunction(torch.autograd.Function):
         call: Call = ctx.call
         w_NK, *tensors = ctx.saved_tensors
         saved = unflatten(tensors, ctx.heads)
-        if not torch_autocasts(call.executor.device):
+        if not torch_autocasts(dy_MN.device.type):
             return (*call.executor.backward(dy_MN, w_NK, saved, call), None)
-        with without_torchs_autocast(call.executor.device):
+        with without_torchs_autocast(dy_MN.device.type):
             return (*call.executor.backward(dy_MN, w_NK, saved, call), None)
 
 

@@ -128,8 +128,11 @@ class SplitGemms(Gemms):
         Executor.__init__(self, plan, device, shard, sums=sums)
         rest, top = plan.channel_parts
         self.count = top.layer.in_features
-        behind = replace(shard or LayerShard(), first=-(-rest.layer.in_features // _SPREAD) * _SPREAD)
+        first = -(-rest.layer.in_features // _SPREAD) * _SPREAD
+        behind = None if shard is None else replace(shard, first=first)
         self.of_parts = Gemms(rest, device, shard, sums=sums), Gemms(top, device, behind, sums=sums)
+        if shard is None:
+            self.of_parts[1].begin_at(first)
         for each in self.of_parts:
             each.y_dtype = torch.float32  # a term of a sum is not rounded
 
