@@ -78,7 +78,7 @@ LATER = {
     ),
     "moments in BF16, and AdamW's kernels": Capability(290, 2, ("optim/rounded.py", "kernels/triton/adamw.py")),
     "products and codes in fewer passes": Capability(
-        405,
+        433,
         2,
         ("kernels/triton/both.py", "quantize/triton_variant.py"),
         (

@@ -204,7 +204,7 @@ class CpuQuantizer(Quantizer):
         return super().decode(quantized)
 
     def job(
-        self, x_RC: Tensor, random: bytes | None, amax: Tensor | None, as_codes: bool
+        self, x: Tensor, random: bytes | None, amax: Tensor | None, as_codes: bool, *, turned: bool = False
     ) -> tuple[bytes, tuple[Any, ...], Tensor] | None:
         """A job, the tensors that it fills, and x as it is read, which must stay alive until the job is done.
 
@@ -213,19 +213,24 @@ class CpuQuantizer(Quantizer):
         Cp/2]; the scales, uint8 or float32, one per block, row or tensor; and the amax (float32, 0-d, [R, 1], or one
         per outer block) or None.
 
+        Args:
+            x: [R, C]; where `turned`, [C, R], and the job is for x.T.
+
         None for calls that the extension does not support: not two dimensions, another dtype, no elements, no random
         words where some are drawn, an amax of the wrong size, or none where it must be given.
         """
-        shape, dtype = x_RC.shape, cpu.INPUTS.get(x_RC.dtype)
+        shape, dtype = x.shape, cpu.INPUTS.get(x.dtype)
         if len(shape) != 2 or dtype is None:
             return None
-        rows, cols = shape
         random = random or self._no_random
+        if turned:
+            (cols, rows), (across, down) = shape, x.stride()
+        else:
+            (rows, cols), (down, across) = shape, x.stride()
         if not rows or not cols or random is None:
             return None
-        down, across = x_RC.stride()
         if across != 1 and (down != 1 or not self.reads_columns):
-            x_RC = x_RC.detach().contiguous()
+            x = (x.detach().T if turned else x.detach()).contiguous()
             down, across = cols, 1  # a single column counts as contiguous whatever its strides are
         measures = self._amax and amax is None
         if amax is not None:
@@ -267,7 +272,7 @@ class CpuQuantizer(Quantizer):
         job = _pack_job(
             self.scheme,
             random,
-            x_RC.data_ptr(),
+            x.data_ptr(),
             values_address,
             codes_address,
             scale_address,
@@ -280,7 +285,7 @@ class CpuQuantizer(Quantizer):
             dtype,
             measures,
         )
-        return job, made, x_RC
+        return job, made, x
 
     def _given(self, amax: Tensor, rows: int) -> Tensor | None:
         """A given amax in the shape that `job` returns; None if its size does not fit the spec."""
@@ -305,13 +310,15 @@ class CpuQuantizer(Quantizer):
         column_amax: Tensor | None,
         row_codes: bool,
         column_codes: bool,
+        newest: None = None,
     ) -> tuple[Decoded | Quantized, Decoded | Quantized] | None:
         """This form of x and `column`'s form of x.T in one call, from one read of x where it is large; None if x or the
         arguments do not allow it."""
         if type(x_MK) not in PLAIN or not x_MK.is_cpu or x_MK.is_neg() or x_MK.ndim != 2 or x_MK.stride(1) != 1:
             return None
         row = self.job(x_MK, None if row_key is None else row_key.words, row_amax, row_codes)
-        turned = column.job(x_MK.T, None if column_key is None else column_key.words, column_amax, column_codes)
+        words = None if column_key is None else column_key.words
+        turned = column.job(x_MK, words, column_amax, column_codes, turned=True)
         if row is None or turned is None:
             return None
         at_once = x_MK.nbytes >= PAIR_BYTES and self._reads_with(column)

@@ -195,9 +195,8 @@ class PairQuantizer:
         """
         if self._pair is not None:
             row, column = self._pair
-            also = () if newest is None else (newest,)
             both: tuple[Decoded | Quantized, Decoded | Quantized] | None = row.with_columns(
-                column, x_MK, row_key, row_amax, column_key, column_amax, self._row_codes, self._column_codes, *also
+                column, x_MK, row_key, row_amax, column_key, column_amax, self._row_codes, self._column_codes, newest
             )
             if both is not None:
                 return both
@@ -240,7 +239,7 @@ def own_memory(x: Tensor) -> Tensor:
     if not x.is_meta and (kind in PLAIN or kind.__torch_dispatch__ is Tensor.__torch_dispatch__ or _address(x)):
         if x.requires_grad or kind is not Tensor:
             x = x.detach() if kind in PLAIN else x.detach().as_subclass(Tensor)
-        return x.resolve_neg()
+        return x.resolve_neg() if x.is_neg() else x
     if hasattr(x, "to_local"):
         raise TypeError(
             f"x is a {kind.__name__}, which holds a local shard only: pass x.to_local(), the shard's position as "
