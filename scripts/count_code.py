@@ -128,7 +128,7 @@ LATER = {
         ),
     ),
     "one product of layers that read one x": Capability(
-        276,
+        290,
         2,
         ("precision/joint.py", "nn/executors/joint.py"),
         ("nn/weights.py:JointWeights", "nn/weights.py:is_of", "nn/weights.py:stack", "quantize/sharded.py:stacked"),
