@@ -13,15 +13,17 @@ from benchmark_report import Report, in_turn
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
-import fp4train as f4
 from fp4train.config import RECIPES
 from fp4train.config.composition import compose
 from fp4train.config.schema import to_config
+from fp4train.data.source import planned_vocab_size
 from fp4train.nn import Experts
 from fp4train.precision import BF16, MXFP8, NVFP4, FP8Current, Recipe, Timeline
+from fp4train.precision.context import Context, use
 from fp4train.precision.plan import Plan
 from fp4train.run.begin import RunStart
 from fp4train.run.build import build, build_plan
+from fp4train.run.experts import Routed
 from fp4train.run.host import CollectorBetweenSteps
 from fp4train.run.run import Run
 from fp4train.train import train_step
@@ -87,6 +89,37 @@ def with_torchs_experts(model: nn.Module) -> nn.Module:
     return model
 
 
+def bare_loop(run: Run, device: torch.device) -> Callable[[], None]:
+    """A step of a PyTorch loop that goes on with the weights and biases of `run`, by a new optimizer, on its next
+    batches; experts are balanced as in the run, by their losses and by their biases after each step."""
+    config, first = run.config, run.step
+    model = config.model.build(vocab_size=planned_vocab_size(config.data), seq_len=config.train.seq_len)
+    model.load_state_dict(run.model.state_dict())
+    model = with_torchs_experts(model).to(device)
+    optimizer = config.optim.build(model)
+    for own, others in zip(optimizer.param_groups, run.optimizer.param_groups, strict=True):
+        own["lr"] = others["lr"]
+    batches = [run.train_data.batch(first + i) for i in range(8)]
+    steps, none_failed = 0, torch.zeros((), dtype=torch.bool, device=device)
+
+    def step() -> None:
+        nonlocal steps
+        inputs, targets = (t.to(device) for t in batches[steps % len(batches)])
+        # The context says that activations are BF16; the layers are torch's own, cast by torch's autocast.
+        with use(Context(recipe=BF16(), auxiliary=1.0)), torch.autocast(device.type, dtype=torch.bfloat16):
+            loss = model(inputs, targets)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if isinstance(model, Routed):
+            model.fp4train_even_out(model.fp4train_routed()[:, :-3], none_failed)
+        loss.item()
+        steps += 1
+
+    return step
+
+
 def bench_step(
     report: Report,
     device: torch.device,
@@ -96,35 +129,24 @@ def bench_step(
     bare_target: float | None = 1.02,
     *,
     quantised_target: float | None = None,
+    settling: tuple[int, int] = (0, 0),
 ) -> None:
     """A training step as `fp4train` makes it, in BF16, NVFP4 and MXFP8, and the same model in a bare PyTorch loop.
 
     Args:
         target, bare_target: of an NVFP4 step over a BF16 step, and of that over the bare loop's.
         quantised_target: of an NVFP4 step over the bare loop's; None: that is no row.
+        settling: BF16 steps of the run, after which the bare loop begins with its weights, and then steps of that one,
+            before any is measured. Experts need them: a step's time depends on how evenly tokens are routed to them,
+            and the first steps of a new optimizer upset that.
     """
     bf16, nvfp4, mxfp8 = BF16(), NVFP4(), MXFP8()
     with built_run(device, overrides) as (run, step):
-        config = run.config
-        torch.manual_seed(0)
-        model = with_torchs_experts(config.model.build(vocab_size=257, seq_len=config.train.seq_len)).to(device)
-        optimizer = config.optim.build(model)
-        batches = [run.train_data.batch(i) for i in range(8)]
-        steps = 0
-
-        def bare() -> None:
-            nonlocal steps
-            inputs, targets = (t.to(device) for t in batches[steps % len(batches)])
-            # The first context says that activations are BF16; the layers are torch's own, cast by torch's autocast.
-            with f4.autocast(BF16()), torch.autocast(device.type, dtype=torch.bfloat16):
-                loss = model(inputs, targets)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            loss.item()
-            steps += 1
-
+        for _ in range(settling[0]):
+            step(bf16)
+        bare = bare_loop(run, device)
+        for _ in range(settling[1]):
+            bare()
         functions: dict[str, Callable[[], object]] = {
             "bf16": lambda: step(bf16),
             "nvfp4": lambda: step(nvfp4),
@@ -135,10 +157,10 @@ def bench_step(
     report.add(f"{name}: a BF16 step", times["bf16"], unit="s")
     report.add(f"{name}: an NVFP4 step over a BF16 step", times["nvfp4"] / times["bf16"], target)
     report.add(f"{name}: an MXFP8 step over a BF16 step", times["mxfp8"] / times["bf16"])
-    bare_loop = "over the same model in a bare PyTorch loop"
-    report.add(f"{name}: a BF16 step {bare_loop}", times["bf16"] / times["bare"], bare_target)
+    over = "over the same model in a bare PyTorch loop"
+    report.add(f"{name}: a BF16 step {over}", times["bf16"] / times["bare"], bare_target)
     if quantised_target is not None:
-        report.add(f"{name}: an NVFP4 step {bare_loop}", times["nvfp4"] / times["bare"], quantised_target)
+        report.add(f"{name}: an NVFP4 step {over}", times["nvfp4"] / times["bare"], quantised_target)
 
 
 def bench_recipes(report: Report, device: torch.device, overrides: list[str], name: str) -> None:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 PACKAGE = Path(__file__).parents[1] / "fp4train"
 
-FIRST = (23_300, 235)
+FIRST = (23_297, 235)
 """The most code lines and files for what the package could do on November 22, 2026."""
 
 
@@ -92,8 +92,8 @@ LATER = {
     "distillation": Capability(193, 2, ("models/common/distillation.py", "run/teacher.py")),
     "checks: called layers, deterministic GPUs, every recipe at once, the parts of a step": Capability(
         190,
-        2,
-        ("nn/called.py", "run/determinism.py"),
+        3,
+        ("nn/called.py", "run/determinism.py", "lab/costs/host.py"),
         ("lab/doctor/recipes.py:check_all", "lab/doctor/recipes.py:_outcome", "lab/costs/cluster.py:ClusterCost._host"),
     ),
     "Liger's kernels, those that a plan names, their cost": Capability(
@@ -128,10 +128,14 @@ LATER = {
         ),
     ),
     "one product of layers that read one x": Capability(
-        276,
+        340,
         2,
         ("precision/joint.py", "nn/executors/joint.py"),
-        ("nn/weights.py:JointWeights", "nn/weights.py:is_of", "nn/weights.py:stack", "quantize/sharded.py:stacked"),
+        (
+            *("nn/weights.py:JointWeights", "nn/weights.py:is_of", "nn/weights.py:stack"),
+            "quantize/sharded.py:stacked",
+            *("lab/costs/estimate.py:_group", "lab/costs/estimate.py:_joining", "lab/costs/estimate.py:_written"),
+        ),
     ),
     "norms and gates that are quantised where they are made": Capability(
         552,

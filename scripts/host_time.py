@@ -1,20 +1,33 @@
-"""The host's time for a small layer, forward and backward, on torch's products and Triton's quantisers, in µs:
+"""The host's time for a small layer, forward and backward, in µs: on torch's products and Triton's quantisers, and on
+Transformer Engine:
 
     python scripts/host_time.py
 
 Kernels take no time: launches and products do nothing but allocate (tests/helpers/host_passes.py), so that no GPU is
-needed. Each figure is the least of many, of one thread, beside that of an nn.Linear that is measured in turn.
+needed. Each figure is the least of many, of one thread, beside that of an nn.Linear that is measured in turn, and of
+Transformer Engine's own layer, called as a loop that trains on it calls it. Its Python is the installed one, with a
+stub in the place of its extension (tests/backends/te/te_host_on_cpu.py).
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import gpu_stand_ins
 
+from fp4train.backends.te import availability
 from fp4train.precision import MXFP8, NVFP4, FP8Current, FP8Delayed, Recipe, autocast
 
+ROOT = Path(__file__).resolve().parents[1]
+ON_TE = ROOT / "tests" / "backends" / "te" / "te_host_on_cpu.py"
 RECIPES = (NVFP4(), MXFP8(), FP8Current(), FP8Delayed())
+OLDEST_TE = (2, 19)
+"""Whose Python the stub fits."""
 
 
 def measure(recipe: Recipe, tries: int) -> tuple[float, float]:
@@ -30,14 +43,36 @@ def measure(recipe: Recipe, tries: int) -> tuple[float, float]:
     return 1e6 * ours, 1e6 * theirs
 
 
+def measure_on_te(tries: int) -> dict[str, tuple[float, float, float]]:
+    """Recipe → (µs of a layer of fp4train on Transformer Engine, of its own layer, of an nn.Linear).
+
+    The stub is a process's own: it replaces what Transformer Engine and torch say of GPUs.
+    """
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    words = [sys.executable, str(ON_TE), str(tries)]
+    found = json.loads(subprocess.run(words, stdout=subprocess.PIPE, text=True, env=environment, check=True).stdout)
+    least = {name: [1e6 * min(each) for each in zip(*rows, strict=True)] for name, rows in found.items()}
+    return {name: (ours, theirs, plain) for name, (ours, theirs, plain) in least.items()}
+
+
 def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tries", type=int, default=10, help="times that both are measured")
+    parser.add_argument("--tries", type=int, default=10, help="times that each is measured")
     given = parser.parse_args(words)
+    print("on torch's products and Triton")
     for recipe in RECIPES:
         ours, plain = measure(recipe, given.tries)
         above = f"above it {ours - plain:.0f}, {ours / plain:.1f} times"
-        print(f"{recipe.name:12} {ours:5.0f} µs, nn.Linear {plain:.0f}, {above}", flush=True)
+        print(f"  {recipe.name:12} {ours:5.0f} µs, nn.Linear {plain:.0f}, {above}", flush=True)
+    print("on Transformer Engine")
+    if (availability.version() or ()) < OLDEST_TE:
+        found = availability.version_text() if availability.version() else "none"
+        print(f"  not measured: {found} is installed, and {'.'.join(map(str, OLDEST_TE))} or newer is needed")
+        return
+    for name, (ours, theirs, plain) in measure_on_te(given.tries).items():
+        above = f"Transformer Engine's own {theirs:.0f}, above it {ours - theirs:.0f}"
+        print(f"  {name:12} {ours:5.0f} µs, nn.Linear {plain:.0f}, {above}")
 
 
 if __name__ == "__main__":

@@ -114,15 +114,12 @@ def _study(start: Start, *, options: dict[str, Any], fresh: bool, of_run: bool) 
     gpu = find_gpu(config.gpu) if config.gpu else None
     if cost is not None and (gpu is None or keep is not None):
         raise UserError("cost=… is a time relative to BF16 on a GPU: give gpu=B200 with it, and no keep=…")
-    recipe, name = config.recipe, type(config.recipe).__name__.lower()
-    if not of_run:
-        name = config.run.name
+    recipe, name = config.recipe, type(config.recipe).__name__.lower() if of_run else config.run.name
     if swap is not None:
         recipe, name = swap.at(0).recipe, swap.name
-    subject = open_subject(config, chosen, fresh=fresh)
-    RecipeParts(
-        subject, recipe, repeats=effort.repeats
-    )  # this and the next refuse what is impossible before a folder is made
+    subject = open_subject(config, chosen, start.saved, fresh=fresh)
+    # This and the next refuse what is impossible before a folder is made.
+    RecipeParts(subject, recipe, repeats=effort.repeats)
     groups_of(subject, effort)
     folder = options["out"] or subject.studies / (f"sensitivity-{name}" + (f"-{subject.step}" if of_run else ""))
     progress = study_progress("measurement", every=15.0)
@@ -130,9 +127,8 @@ def _study(start: Start, *, options: dict[str, Any], fresh: bool, of_run: bool) 
         study = Study(subject, recipe, effort, record)
         try:
             found = study.run(shown)
-            trade = trade_off(
-                found, keep=None if cost is not None else KEEP if keep is None else keep, cost=cost, gpu=gpu
-            )
+            share = KEEP if keep is None and cost is None else keep
+            trade = trade_off(found, keep=share, cost=cost, gpu=gpu)
             judged = study.judge(trade.policy, shown) if trade.policy.keep else None
         finally:
             study.end()

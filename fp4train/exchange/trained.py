@@ -126,8 +126,7 @@ def load_trained(source: Path, step: int | None = None, paths: Mapping[str, str 
         if step is not None or paths:
             raise UserError(f"{source} is a Hugging Face folder and no run: leave out step= and keys of a run")
         return _of_folder(source)
-    run_directory.require_run(source)
-    cfg, paths = saved_with(source, step, paths or {}), paths or {}
+    cfg, paths = saved_with(run_directory.read_config(source), source, step, paths or {}), paths or {}
     config = to_config(cfg)
     kernels = config.train.kernels.replace("liger", "auto")  # where they do not run, too
     config = replace(config, train=replace(config.train, compile=False, cuda_graph=False, kernels=kernels))

@@ -31,7 +31,7 @@ def joined(found: Mapping[str, LayerPlan], why_not: str | None = None) -> dict[s
 
     Args:
         found: by name, in the model's order.
-        why_not: why no layers of the run multiply together; None: some may.
+        why_not: why no layers of the run multiply together (`why_none`); None: some may.
     """
     made = dict(found)
     for name, plan in found.items():
@@ -47,6 +47,18 @@ def joined(found: Mapping[str, LayerPlan], why_not: str | None = None) -> dict[s
             gemms[gemm] = replace(own, joint=reason is None, why=f"{own.why}; {title}: {how}")
         made[name] = replace(plan, **gemms)
     return made
+
+
+def why_none(*, compiled: bool, tensor: int) -> str | None:
+    """Why no layers of a run multiply together, whatever their numbers; None: they may.
+
+    Args:
+        compiled: whether torch.compile has the blocks.
+        tensor: ranks that cut each layer.
+    """
+    if compiled:
+        return "train.compile has an operator per layer"
+    return "tensor parallelism cuts them" if tensor > 1 else None
 
 
 def why_separate(readers: Sequence[LayerPlan], gemm: str) -> str | None:

@@ -32,6 +32,7 @@ from fp4train.parallel.stages import cut_of, cut_stages, tied_weights
 from fp4train.parallel.world import World
 from fp4train.precision import Swap, Timeline
 from fp4train.precision.gather import effective
+from fp4train.precision.joint import why_none
 from fp4train.precision.layers import Layer, find_blocks, find_layers
 from fp4train.precision.plan import Plan, make_plan
 from fp4train.precision.report import table
@@ -164,9 +165,8 @@ def build_plan(
             stages, or steps are to be recorded and a recipe depends on the host.
     """
     tokens = config.train.rows(data_ranks) * config.train.seq_len
-    why_not = "tensor parallelism cuts them" if config.parallel.tp > 1 else None
     options: dict[str, Any] = {"backend": config.backend, "joint": config.train.joint_products}
-    options["why_not_joint"] = "train.compile has an operator per layer" if config.train.compile else why_not
+    options["why_not_joint"] = why_none(compiled=config.train.compile, tensor=config.parallel.tp)
     with user_errors(ValueError):
         plan = make_plan(layers.values(), timeline, config.policy, tokens=tokens, device=device, **options)
         plan.check_ranks(stages=stages)

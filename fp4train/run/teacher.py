@@ -104,7 +104,7 @@ def _shape(config: Config, data: TokenData) -> Architecture:
     if names_folder(config.teacher):
         shape: Architecture = model_of(source)[1]
         return shape
-    cfg = saved_with(run_directory.require_run(source), None, {})
+    cfg = saved_with(run_directory.read_config(source), source, None, {})
     theirs = to_config(cfg)
     tokenizer = None if data.tokenizer is None else own_tokenizer(theirs, source, lambda lost: check_paths(cfg, ()))
     if tokenizer is not None and data.tokenizer is not None and tokenizer.identity != data.tokenizer.identity:

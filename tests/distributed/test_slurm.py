@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from command_line import losses, wait_for
+from torch.distributed.run import get_args_parser
 
 from fp4train import checkpoint
 
@@ -177,12 +178,15 @@ def test_what_failed_around_a_run_is_requeued_and_an_error_of_the_run_is_not(
 @pytest.mark.parametrize(("left", "requeued"), [("4:58", True), ("0:12", True), ("1:04:58", False), ("2-0:0:1", False)])
 def test_torchruns_job_is_requeued_at_the_limit_alone(sbatch: Start, tmp_path: Path, left: str, requeued: bool) -> None:
     """torchrun ends with 1 after a signal as after an error."""
-    (tmp_path / "bin/srun").write_text('#!/bin/sh\necho "$@" > srun.log\nexit 1\n')
+    (tmp_path / "bin/srun").write_text('#!/bin/sh\necho $TORCH_ELASTIC_SHUTDOWN_TIMEOUT "$@" > srun.log\nexit 1\n')
     (tmp_path / "left").write_text(f"{left}\n")
     found, said = ended(sbatch("model=llama_8b", RESTARTS="3"))
     assert found == (0 if requeued else 1) and (tmp_path / "scontrol.log").exists() == requeued, said
-    words = (tmp_path / "srun.log").read_text().split()
-    assert "--ntasks=2" in words and words[words.index("--max-restarts") + 1] == "3" and "SIGUSR1" in said + str(words)
+    seconds, *words = (tmp_path / "srun.log").read_text().split()
+    assert int(seconds) < int(header("signal").partition("@")[2]), "ranks save before the limit"
+    read = get_args_parser().parse_args(words[words.index("torch.distributed.run") + 1 :])
+    assert "--ntasks=2" in words and read.max_restarts == 3 and "SIGUSR1" in read.signals_to_handle
+    assert read.module and [read.training_script, *read.training_script_args] == ["fp4train", "model=llama_8b"]
 
 
 @pytest.mark.long

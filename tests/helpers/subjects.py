@@ -22,4 +22,4 @@ def subject_of(
     cfg.resume, cfg.resume_step, cfg.run.dir = str(run), step, str(run)
     config = to_config(cfg)
     config = config if policy is None else replace(config, policy=policy)
-    return open_subject(config, cfg, fresh=fresh, optimizer=optimizer)
+    return open_subject(config, cfg, None, fresh=fresh, optimizer=optimizer)

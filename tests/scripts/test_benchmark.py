@@ -13,6 +13,7 @@ import torch
 from fp4train.config import to_config
 from fp4train.config.composition import compose
 from fp4train.nn.planned import PlannedLayer
+from fp4train.precision import BF16
 
 ROOT = Path(__file__).parents[2]
 MEASURED = ROOT / "benchmarks" / "epyc_2_cores.json"
@@ -61,6 +62,33 @@ def test_the_bare_loop_of_a_mixture_multiplies_layers_of_torch_alone(script: Mod
     loss = bare(tokens, tokens)
     loss.backward()
     assert torch.equal(loss, expected) and torch.equal(bare.embed.weight.grad, gradient)
+
+
+def test_the_bare_loop_goes_on_with_the_state_of_the_run_and_balances_its_experts(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the run does: a bare loop whose routing collapses multiplies for a few experts alone."""
+    steps = importlib.import_module("benchmark_steps")
+    made, convert = list[Any](), steps.with_torchs_experts
+    monkeypatch.setattr(steps, "with_torchs_experts", lambda model: made.append(convert(model)) or made[-1])
+    sizes = ("model.width=32", "model.layers=2", "model.experts.count=4", "model.experts.hidden=16")
+    small = ["model=moe_tiny", *sizes, "train.batch_size=2", "train.seq_len=32", "backend=emulate"]
+    with steps.built_run(torch.device("cpu"), small) as (run, step):
+        for _ in range(3):
+            step(BF16())
+        bare = steps.bare_loop(run, torch.device("cpu"))
+        (model,), state = made, run.model.state_dict()
+        router, experts = model.blocks[1].mlp.router, model.blocks[1].mlp.gate_up
+        before = router.bias.clone()
+        assert before.any() and torch.equal(before, state["blocks.1.mlp.router.bias"])
+        assert torch.equal(model.embed.weight, state["embed.weight"])
+        for layer, weight in zip(experts.layers, state["blocks.1.mlp.gate_up.weight"], strict=True):
+            assert torch.equal(layer.weight, weight)
+        bare()
+        moved = (router.bias - before).abs()
+        assert moved.any() and torch.all((moved < 1e-6) | ((moved - router.balance.speed).abs() < 1e-6))
+        assert not model.fp4train_routed().any(), "the load of a step counts once"
+        assert torch.equal(state["blocks.1.mlp.router.bias"], before), "the run has biases of its own"
 
 
 def rows() -> dict[str, dict[str, Any]]:

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 
 from fp4train.config import composition
@@ -137,7 +136,7 @@ def test_its_pods_find_the_first_of_them_and_make_the_ranks_of_its_mesh() -> Non
     bind({"_target_": "fp4train.parallel.config.Parallel", **mesh}, Parallel, "parallel").mesh(ranks)
     assert int(given["train.batch_size"]) % ranks == 0
     grace = job["template"]["spec"]["terminationGracePeriodSeconds"]
-    assert int(options["shutdown-timeout"]) < grace, "ranks save before the pod is killed"
+    assert int(environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < grace, "ranks save before the pod is killed"
     volumes = {each["name"] for each in job["template"]["spec"]["volumes"]}
     assert volumes == {each["name"] for each in pod["volumeMounts"]}
     assert given["data.path"].startswith(f"{pod['workingDir']}/"), "the data lie on the volume"
@@ -165,8 +164,6 @@ def test_its_command_is_one_that_torchrun_and_fp4train_read() -> None:
     pod = container()
     program, *words = pod["command"]
     assert program == "torchrun"
-    if "--shutdown-timeout" not in get_args_parser().format_help():
-        pytest.skip(f"torchrun of torch {torch.__version__} has no --shutdown-timeout")
     read = get_args_parser().parse_args([re.sub(r"\$\(\w+\)", "0", word) for word in (*words, *pod["args"])])
     assert read.module and read.training_script == "fp4train" and read.training_script_args == pod["args"]
     list(composition.composed(pod["args"]))

@@ -20,12 +20,12 @@ GEMMs and quantising: `estimate.py`. Parameters of the rest:
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Final
 
 from fp4train.hardware import Gpu
 from fp4train.lab.costs.blocks import BlockCost
 from fp4train.lab.costs.estimate import layer_costs
+from fp4train.lab.costs.host import OPERATION, host_seconds
 from fp4train.lab.costs.links import Collective, Group, Interconnect, Traffic
 from fp4train.lab.costs.memory import USABLE, entered, rank_memory
 from fp4train.lab.costs.roofline import COPY, needs_amax
@@ -58,25 +58,6 @@ slower than a copy, gaps between them, norms and rotations in float32."""
 OPTIMIZER_BYTES: Final = {8: 36, 4: 24}
 """Bytes moved per parameter and step, by those of the moments: the norm reads the gradient, AdamW reads weight, moments
 and gradient and writes weight and moments; torch's writes the clipped gradient, too."""
-
-OPERATION: Final = 6e-6
-"""Seconds of the host per operation between products that eager torch queues: assumed, of 5 to 10 µs from Python."""
-
-LAUNCHED: Final = 3e-6
-"""Seconds of the host per kernel: a launch of Triton without its JIT, measured on a CPU (docs/gpus.md)."""
-
-_PYTHON = {"te": 138e-6, "native": 111e-6, "emulate": 169e-6, "reference": 806e-6, "torch": 22e-6}
-HOST: Final[Mapping[str, float]] = MappingProxyType(
-    {name: seconds + LAUNCHED * (3 if name == "torch" else 7) for name, seconds in _PYTHON.items()}
-)
-"""Seconds of the host per linear layer, forward and backward, by backend: what Python and torch's dispatcher take on a
-CPU, where kernels only allocate their results, for NVFP4, the slowest recipe (docs/gpus.md; tests/nn/test_host_time.py;
-TE with a stub of its extension; emulation and reference with their products of 32 features), and the launches: three
-products, and four kernels that quantise."""
-
-EXPERT, PRODUCT = 0.6, 0.09
-"""Shares of the host's seconds per linear layer that a further expert of a layer takes, and one product: 0.55 to 0.66,
-and 0.08 to 0.09, in emulated NVFP4 and MXFP8 and in BF16 on a CPU (32 experts of 32 features and 32 rows)."""
 
 BACKWARD_ATTENTION: Final = 2.5
 """FLOP of attention's backward over those of its forward: five products instead of two."""
@@ -116,16 +97,6 @@ class _Pass(dict[str, float]):
     @property
     def total(self) -> float:
         return sum(self.values())
-
-
-def host_seconds(plan: LayerPlan, tokens: int) -> float:
-    """Seconds of the host to queue a layer once, forward and backward. Experts are quantised, and multiplied where no
-    product is one of all, one by one; Transformer Engine takes all at once."""
-    layer, whole = plan.layer, max(HOST[gemm.backend] for gemm in plan.gemms)
-    if not layer.experts or plan.layer_backend is not None:
-        return whole
-    further = min(layer.experts, layer.rows(tokens)) - 1
-    return whole * (1 + further * (EXPERT - PRODUCT * sum(gemm.grouped for gemm in plan.gemms)))
 
 
 class ClusterCost:
@@ -194,15 +165,16 @@ class ClusterCost:
     def _layers(self, plans: Sequence[LayerPlan]) -> tuple[_Pass, _Pass]:
         """GEMMs and quantising of linear layers, one microbatch."""
         forward, backward = _Pass(), _Pass()
-        for plan in plans:
-            mine = self._split(plan)
+        split = {plan.layer.name: self._split(plan) for plan in plans}
+        for mine in split.values():
             form = wire_form(mine, self.mesh.shard, self.mesh.gather)
             again = mine.dgrad.operands.second
             # What is requantised from codes is whole on every rank, and freed after each pass.
             parts = form.coded and (again is None or again.requantises is None)
             shared = self.mesh.shard * self.mesh.microbatches if parts else 1
             passes = 1 / (shared if self.mesh.shard > 1 else self.mesh.microbatches)
-            for row in layer_costs(mine, self.gpu, self._tokens, 1, weight_passes=passes):
+            whole = {"weight_passes": passes, "weight_joins": 1.0 if self.mesh.shard > 1 else passes}
+            for row in layer_costs(mine, self.gpu, self._tokens, 1, others=split, **whole):
                 into = forward if row.gemm_name == "fprop" else backward
                 into[GEMM] += row.gemm / self._rate
                 into[QUANTISING] += row.quantise

@@ -8,6 +8,9 @@ In a step a layer runs three GEMMs and quantises three tensors, each in the form
 
 The time of a tensor is divided equally among its GEMMs, so a row is the full cost of a GEMM. `roofline.py` computes the
 seconds; the plan determines which GEMMs run on the GPU's low-precision tensor cores.
+
+One product of layers that read one x is one launch of the size of all, in which each layer's share is that of its out
+features. So is quantising their dy, unless it draws random bits for each. dy and weights are joined by copies.
 """
 
 import re
@@ -15,13 +18,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import attrgetter
+from types import MappingProxyType
 
 from fp4train.backends import LAYER_BACKENDS
 from fp4train.backends.table import FORMS, GEMMS, Operands
-from fp4train.hardware import Gpu
+from fp4train.hardware import Gpu, stored_bytes
 from fp4train.lab.costs import roofline
 from fp4train.lab.costs.roofline import COPY, LAUNCH, gemm_seconds, move_seconds, needs_amax
 from fp4train.precision.layer_plan import Gemm, LayerPlan
+from fp4train.precision.layers import Layer
 from fp4train.precision.plan import Plan
 from fp4train.quantize import QuantSpec
 from fp4train.text import ranges, screen, tabulate
@@ -150,7 +155,7 @@ def estimate(plan: Plan, gpu: Gpu, *, microbatches: int = 1) -> CostEstimate:
     for stretch in plan.stretches:
         costs: list[GemmCost] = []
         for layer in stretch.layers.values():
-            costs += layer_costs(layer, gpu, plan.tokens, microbatches)
+            costs += layer_costs(layer, gpu, plan.tokens, microbatches, others=stretch.layers)
             for gemm, _ in layer.products:
                 if gemm.operands.quantised and _why_emulated(gemm) is None and gemm.elements not in points:
                     points[gemm.elements] = break_even(gemm.operands, gpu, backend=gemm.backend)
@@ -164,19 +169,28 @@ def _why_emulated(gemm: Gemm) -> str | None:
 
 
 def layer_costs(
-    plan: LayerPlan, gpu: Gpu, tokens: int, microbatches: int, *, weight_passes: float = 1
+    plan: LayerPlan,
+    gpu: Gpu,
+    tokens: int,
+    microbatches: int,
+    *,
+    weight_passes: float = 1,
+    weight_joins: float = 1,
+    others: Mapping[str, LayerPlan] = MappingProxyType({}),
 ) -> list[GemmCost]:
     """The GEMMs of one layer in one stretch; of channels that are multiplied apart as rows of their own.
 
     Args:
         weight_passes: how often a step quantises the whole weight; below 1 if ranks each quantise a shard of it.
+        weight_joins: how often a step joins it with those of other layers for one product.
+        others: by name, the plans of the layers that it may be multiplied with.
     """
     if len(parts := plan.channel_parts) > 1:
         found = (layer_costs(part, gpu, tokens, microbatches, weight_passes=weight_passes) for part in parts)
         return [row for rows in found for row in rows]
     layer, gemms = plan.layer, {gemm.name: gemm for gemm in plan.gemms}
     quantise = dict.fromkeys(GEMMS, 0.0)
-    rows = layer.rows(tokens)
+    rows, group = layer.rows(tokens), _group(plan, others)
     members = min(max(1, layer.experts), rows)
     """Experts that have tokens: each is quantised, and multiplied where no call does so for all, by itself."""
     calls = 1 if plan.layer_backend is not None else members
@@ -185,31 +199,67 @@ def layer_costs(
         times = weight_passes if tensor == "w" else microbatches
         users = [(gemms[g], spec) for g, which in forms if (spec := getattr(gemms[g].operands, which)) is not None]
         forms_of_one = [(spec, gemm.backend) for gemm, spec in users]
-        seconds = calls * _tensor(gpu, counts[tensor] // calls, forms_of_one)
+        if tensor == "dy" and all(gemm.joint and not spec.random for gemm, spec in users):
+            seconds = _tensor(gpu, rows * group.out_features, forms_of_one) * layer.out_features / group.out_features
+        else:
+            seconds = calls * _tensor(gpu, counts[tensor] // calls, forms_of_one)
         for gemm, _ in users:
             quantise[gemm.name] += times * seconds / len(users)
     costs = []
     for gemm in plan.gemms:
         m, n, k = size = plan.size(gemm.name, tokens)
         reason = _why_emulated(gemm)
-        one = (m, n, k / members) if gemm.name == "wgrad" else (m / members, n, k)
+        one = alone = (m, n, k / members) if gemm.name == "wgrad" else (m / members, n, k)
+        share, joining = 1.0, 0.0
+        if gemm.joint:
+            one, share = replace(plan, layer=group).size(gemm.name, tokens), layer.out_features / group.out_features
+            joining = share * _joining(plan, gemm, group, gpu, tokens, microbatches, weight_joins)
         multiplied = gemm.elements if reason is None else _multiplied(gemm.operands)
         products = members if gemm.grouped or plan.layer_backend is not None else 1
-        seconds = members / products * gemm_seconds(gpu, multiplied, *one, products=products)
-        epilogue = members * _epilogue(gpu, gemm.operands, one[0] * n) if reason is not None else 0.0
+        seconds = share * members / products * gemm_seconds(gpu, multiplied, *one, products=products)
+        epilogue = share * members * _epilogue(gpu, gemm.operands, one[0] * one[1]) if reason is not None else 0.0
         costs.append(
             GemmCost(
                 layer=layer.name,
                 gemm_name=gemm.name,
                 size=size,
                 elements=gemm.elements,
-                bf16=microbatches * members * gemm_seconds(gpu, "BF16·BF16", *one),
-                gemm=microbatches * seconds,
+                bf16=microbatches * members * gemm_seconds(gpu, "BF16·BF16", *alone),
+                gemm=microbatches * seconds + joining,
                 quantise=quantise[gemm.name] + microbatches * epilogue,
                 emulated=reason,
             )
         )
     return costs
+
+
+def _group(plan: LayerPlan, others: Mapping[str, LayerPlan]) -> Layer:
+    """All layers that `plan` may be multiplied with, itself included, as one with the out features of all."""
+    features = sum(others[name].layer.out_features for name in plan.readers if name in others)
+    return replace(plan.layer, out_features=max(features, plan.layer.out_features))
+
+
+def _joining(
+    plan: LayerPlan, gemm: Gemm, group: Layer, gpu: Gpu, tokens: int, microbatches: int, weight_joins: float
+) -> float:
+    """Seconds of a step to join the operands of `gemm`, one product of a `group` of layers: dy, once for dgrad and
+    wgrad, and the forms of the weights."""
+    seconds, width = 0.0, plan.table.torch_dtype.itemsize
+    if gemm.name != "fprop":
+        copy = move_seconds(gpu, 2 * width * tokens * group.out_features, COPY)
+        seconds += microbatches * copy / (plan.dgrad.joint + plan.wgrad.joint)
+    if gemm.name != "wgrad":
+        spec = gemm.operands.second
+        form = width if spec is None else _written(spec, gemm.backend)
+        seconds += weight_joins * move_seconds(gpu, 2 * form * group.weights, COPY)
+    return seconds
+
+
+def _written(spec: QuantSpec, backend: str) -> float:
+    """Bytes of a quantised element as a backend of single GEMMs multiplies it."""
+    if backend != "native":
+        return roofline.decoded_width(spec)
+    return stored_bytes(spec.element.upper(), spec.block[1] or 32)
 
 
 def _tensor(gpu: Gpu, count: int, forms: list[tuple[QuantSpec, str]]) -> float:

@@ -206,7 +206,11 @@ class MeshPlan:
 
     def plan(self, sequences: int, tensors: int, stages: int = 1) -> Plan:
         """The plan of a rank of the run with microbatches of so many sequences, on so many tensor-parallel ranks."""
-        config = replace(self.config, train=replace(self.config.train, batch_size=sequences, microbatch=sequences))
+        train = replace(self.config.train, batch_size=sequences, microbatch=sequences)
+        parallel = replace(self.config.parallel, tp=tensors)
+        config = replace(
+            self.config, train=replace(train, batch_size=sequences, microbatch=sequences), parallel=parallel
+        )
         layers, cut = find_layers(self.model), tensor_cut(self.model)
         parts = {
             name: layer.part("in" if name in cut.in_ else "out", tensors, cut.segments.get(name, ()))

@@ -28,8 +28,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from omegaconf import OmegaConf
 
-from fp4train.config import Config, plugins, to_config
+from fp4train.config import Config, plain, plugins, to_config
 from fp4train.data import Loader
 from fp4train.errors import UserError, user_errors
 from fp4train.hardware import Device
@@ -41,6 +42,7 @@ from fp4train.precision.layers import find_layers
 from fp4train.precision.plan import Plan
 from fp4train.run.build import build_plan, build_timeline
 from fp4train.run.evaluate import check_evaluation, microbatch_losses
+from fp4train.run.record.directory import read_config
 from fp4train.run.record.trust import check_paths, saved_with
 from fp4train.run.run import Run
 from fp4train.run.supervise.guard import NonFiniteError
@@ -135,19 +137,22 @@ class Branch:
         return digest(self.signature)[:16]
 
 
-def open_checkpoint(source: Path, step: int, paths: Mapping[str, str | None] | None = None) -> Subject:
+def open_checkpoint(
+    source: Path, step: int, paths: Mapping[str, str | None] | None = None, known: Mapping[str, Any] | None = None
+) -> Subject:
     """The checkpoint of step `step` of the run in `source`.
 
     Args:
         paths: full key → path, which the command line gives; the rest are those of the run's configuration.
+        known: that configuration, where the command has read it; None: it is read here.
 
     Raises:
         UserError: there is none, or it cannot be used; or see `check_paths`.
     """
-    paths = paths or {}
-    saved = saved_with(source, step, paths)
+    paths, known = paths or {}, plain(read_config(source)) if known is None else known
+    saved = saved_with(OmegaConf.create(dict(known)), source, step, paths)
     check_paths(saved, paths)
-    return open_subject(to_config(saved), saved, optimizer=True)
+    return open_subject(to_config(saved), saved, known, optimizer=True)
 
 
 def branch(subject: Subject, candidate: RecipeCandidate, settings: ForkSettings) -> Branch:
@@ -167,8 +172,7 @@ def branch(subject: Subject, candidate: RecipeCandidate, settings: ForkSettings)
         timeline = build_timeline(config)
         plan = build_plan(config, find_layers(subject.run.model), timeline, Device.of(subject.run.device))
     first = subject.step if settings.schedule == "own" else 0
-    plan = plan.since(first)
-    last = [replace(s, stop=min(s.stop, first + settings.steps)) for s in plan.stretches]
+    last = [replace(s, stop=min(s.stop, first + settings.steps)) for s in plan.since(first).stretches]
     plan = replace(plan, stretches=tuple(s for s in last if s.start < s.stop))
     return Branch(candidate=candidate, config=config, timeline=timeline, plan=plan)
 

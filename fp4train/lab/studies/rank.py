@@ -157,13 +157,12 @@ def _step(source: Path, wanted: int | None) -> int:
 
 
 def _open(request: RankRequest, axes: Sequence[Axis], source: Path, step: int, *, keep: bool) -> Base:
-    subject = open_checkpoint(source, step, request.paths)
-    settings = _settings(request, subject.run.config, step)
     saved = plain(run_directory.read_config(source))
+    subject = open_checkpoint(source, step, request.paths, saved)
+    settings = _settings(request, subject.run.config, step)
     sections = {name: saved[name] for name in SECTIONS}
     if settings.schedule == "linear":
         sections["phases"] = {}  # those of the run belong to its own schedule
-    asked = candidates(axes, sections)
     train, batches = subject.run.config.train, min(settings.batches, max(1, subject.run.val_data.batches_per_epoch))
     return Base(
         source=source,
@@ -173,7 +172,7 @@ def _open(request: RankRequest, axes: Sequence[Axis], source: Path, step: int, *
         trained=subject.run.config.recipe.name,
         tokens=batches * train.tokens,
         identity={"study": "rank", **subject.identity, **asdict(settings)},
-        branches=[branch(subject, each, settings) for each in asked],
+        branches=[branch(subject, each, settings) for each in candidates(axes, sections)],
         subject=subject if keep else None,
     )
 

@@ -98,21 +98,24 @@ class Subject:
         }
 
 
-def open_subject(config: Config, cfg: DictConfig, *, fresh: bool = False, optimizer: bool = False) -> Subject:
+def open_subject(
+    config: Config, cfg: DictConfig, known: Mapping[str, Any] | None, *, fresh: bool = False, optimizer: bool = False
+) -> Subject:
     """The run that `config.resume` names, at the checkpoint `config.resume_step` (None: the newest); where it names
     none, the model of the configuration as it is initialised.
 
     Args:
         config: the typed configuration, that of the run with changes that a resume allows; cfg: the composed one.
+        known: the saved one of the run, where the command has read it; None: it is read here.
         fresh: the model as the run initialised it, without a checkpoint.
         optimizer: keep the moments, so that `run.restore(start)` puts everything back.
 
     Raises:
         UserError: there is no usable checkpoint, it is of another run, model or data; or what it needs is missing.
     """
-    source = None if config.resume is None else _source(config, cfg, Path(config.resume), fresh)
+    source = None if config.resume is None else _source(config, cfg, known, Path(config.resume), fresh)
     world = World(device=choose_device(config.device))
-    start = None if fresh or source is None else find_start(config, cfg, world)
+    start = None if fresh or source is None else find_start(config, cfg, world, known)
     if start is not None and source is not None:
         check_belongs(start, source, mend=False)
     timeline = build_timeline(config, source)
@@ -138,7 +141,7 @@ def open_subject(config: Config, cfg: DictConfig, *, fresh: bool = False, optimi
     )
 
 
-def _source(config: Config, cfg: DictConfig, source: Path, fresh: bool) -> Path:
+def _source(config: Config, cfg: DictConfig, known: Mapping[str, Any] | None, source: Path, fresh: bool) -> Path:
     """The run directory, which has what is asked for.
 
     Raises:
@@ -150,7 +153,7 @@ def _source(config: Config, cfg: DictConfig, source: Path, fresh: bool) -> Path:
     if not fresh and not checkpoint.steps(source / run_directory.CHECKPOINTS):
         raise UserError(f"{source} has no checkpoint yet; step=0 studies its model as it was initialised")
     if fresh:
-        check_source(source, cfg)
+        check_source(source, cfg, known)
     return source
 
 

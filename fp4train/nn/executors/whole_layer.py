@@ -127,7 +127,7 @@ class TorchFunction(torch.autograd.Function):
         x_MK, w_NK = ctx.saved_tensors
         wanted, total = ctx.needs_input_grad, None
         if wanted[1] and ctx.executor.sums:
-            total = _sum_on_gpu(w_NK)
+            total = sum_on_gpu(w_NK)
         dx, dw, dbias = ctx.executor.backward(dy_MN, w_NK, (x_MK,), ctx.call, wanted, total)
         return dx, None if dw is None else dw.to(w_NK.dtype), dbias, None, None
 
@@ -195,7 +195,7 @@ class ValuesFunction(torch.autograd.Function):
         return None if dw_NK is None else dw_NK.to(ctx.dtype), None
 
 
-def _sum_on_gpu(w_NK: Tensor) -> Tensor | None:
+def sum_on_gpu(w_NK: Tensor) -> Tensor | None:
     """The sum of a parameter's gradients so far, where a product can be added to it within the GEMM; None: autograd
     adds them up. Hooks on the parameter see what autograd adds only."""
     hooked = w_NK._backward_hooks or w_NK._post_accumulate_grad_hooks

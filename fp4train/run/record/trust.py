@@ -76,17 +76,17 @@ def write_config(run: Path, cfg: DictConfig, body: str, identity: str) -> None:
     run_directory.write_text(run / CONFIG, f"{head}\n{body}")
 
 
-def saved_with(source: Path, step: int | None, paths: Mapping[str, str | None]) -> DictConfig:
+def saved_with(saved: DictConfig, source: Path, step: int | None, paths: Mapping[str, str | None]) -> DictConfig:
     """The configuration of the run in `source`, to open its checkpoint `step`; `check_paths` says whether the paths in
     it may be used.
 
     Args:
+        saved: as the run has it (`read_config`); it is changed.
         paths: full key → path, which the command line gives; the rest are those of the run's configuration.
 
     Raises:
-        UserError: it cannot be read, or a key of `paths` is no path of it.
+        UserError: a key of `paths` is no path of it.
     """
-    saved = run_directory.read_config(source)
     before = dict(path_values(plain(saved), Config))
     for key, path in paths.items():
         OmegaConf.update(saved, key, path, force_add=True)

@@ -11,8 +11,9 @@ from family_models import parameters
 
 import fp4train as f4
 from fp4train.hardware import Device, find_gpu
-from fp4train.lab.costs.cluster import EXPERT, HOST, PRODUCT, ClusterCost, host_seconds
+from fp4train.lab.costs.cluster import ClusterCost
 from fp4train.lab.costs.estimate import layer_costs
+from fp4train.lab.costs.host import EXPERT, HOST, PRODUCT, host_seconds
 from fp4train.lab.costs.links import interconnect
 from fp4train.lab.costs.memory import saved
 from fp4train.lab.costs.roofline import LAUNCH, gemm_seconds

@@ -9,7 +9,8 @@ from llama_shapes import measured
 from fp4train.cli import main
 from fp4train.hardware import find_gpu
 from fp4train.lab.costs import cluster
-from fp4train.lab.costs.cluster import HOST, ClusterCost
+from fp4train.lab.costs.cluster import ClusterCost
+from fp4train.lab.costs.host import HOST
 from fp4train.lab.costs.links import interconnect
 from fp4train.parallel.config import Mesh
 from fp4train.precision import NVFP4

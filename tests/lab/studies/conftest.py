@@ -8,6 +8,7 @@ import pytest
 from command_line import TINY, Cli
 
 from fp4train.cli import main
+from fp4train.run.record import directory as run_directory
 
 
 @pytest.fixture(scope="session")
@@ -28,3 +29,16 @@ def cli(text: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)
     shutil.copytree(trained, tmp_path / "runs/a")
     return Cli(text, tmp_path, capsys)
+
+
+@pytest.fixture
+def config_reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The saved configurations that are read and checked, each time."""
+    read, plain = list[Path](), run_directory.saved_config
+
+    def saved_config(path: Path) -> dict[str, Any]:
+        read.append(path)
+        return plain(path)
+
+    monkeypatch.setattr(run_directory, "saved_config", saved_config)
+    return read

@@ -55,7 +55,7 @@ def test_a_run_from_before_an_option_has_the_settings_of_one_with_its_default(tr
     cfg = run_directory.read_config(trained)
     cfg.resume, cfg.run.dir = str(trained), str(trained)
     del cfg.model.recompute, cfg.oscillation
-    now, older = subject_of(trained), open_subject(to_config(cfg), cfg)
+    now, older = subject_of(trained), open_subject(to_config(cfg), cfg, None)
     assert older.identity == now.identity
     assert now.settings["train.batch_size"] == 4 and "optim.lr" not in now.settings and "data.path" not in now.settings
 

@@ -76,6 +76,13 @@ def test_a_ranking_is_a_table_a_file_and_a_picture(cli: Cli, trained: Path) -> N
 
 
 @pytest.mark.long
+def test_the_saved_configuration_of_a_run_is_read_once(
+    cli: Cli, trained: Path, pretend: list[tuple[str, int]], config_reads: list[Path]
+) -> None:
+    said(cli.raw("rank", str(trained), *FAST))
+    assert pretend and config_reads == [trained / "config.yaml"]
+
+
 def test_two_processes_make_the_same_numbers_as_one(cli: Cli, trained: Path) -> None:
     said(cli.raw("rank", str(trained), *FAST, "out=one"))
     said(cli.raw("rank", str(trained), *FAST, "out=two", "processes=2"))

@@ -121,6 +121,12 @@ def test_one_batch_has_no_interval_and_says_so(cli: Cli) -> None:
     assert everything["nmse"]["interval"] is everything["nmse"]["error"] is everything["bias2"] is None
 
 
+@pytest.mark.parametrize("step", [[], ["step=0"]], ids=["a checkpoint", "as initialised"])
+def test_the_saved_configuration_is_read_once(cli: Cli, config_reads: list[Path], step: list[str]) -> None:
+    assert cli.raw("sensitivity", "runs/a", "recipe=mxfp8", "batches=1", "keep=0", *step).code == 0
+    assert config_reads == [Path("runs/a/config.yaml")]
+
+
 @pytest.mark.long
 def test_an_earlier_step_and_a_fresh_model(cli: Cli) -> None:
     assert cli.raw("sensitivity", "runs/a", "recipe=mxfp8", "batches=1", "step=3").code == 0

@@ -74,11 +74,11 @@ def test_a_configuration_of_another_model_is_refused(trained: Path) -> None:
     cfg = run_directory.read_config(trained)
     cfg.resume, cfg.run.dir, cfg.model.width = str(trained), str(trained), 64
     with pytest.raises(UserError, match=r"model\.width: 32 → 64"):
-        open_subject(to_config(cfg), cfg)
+        open_subject(to_config(cfg), cfg, None)
 
 
 def test_a_name_for_a_run_that_is_not_trained_is_refused(trained: Path) -> None:
     cfg = run_directory.read_config(trained)
     cfg.resume, cfg.run.dir = str(trained), "elsewhere"
     with pytest.raises(UserError, match=r"run\.name and run\.dir name a run that trains"):
-        open_subject(to_config(cfg), cfg)
+        open_subject(to_config(cfg), cfg, None)

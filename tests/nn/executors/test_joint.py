@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import fp4train as f4
 from fp4train.backends import emulate, native
+from fp4train.nn.executors import joint as joint_executor
 from fp4train.precision import BF16, FP32, MXFP8, NVFP4, FP8Block, FP8Row, Mixed, Recipe, recompute
 from fp4train.precision.context import use
 from fp4train.precision.recipes import MXFP4, MXFP6
@@ -95,6 +96,30 @@ def test_dx_is_the_sum_over_all_layers_rounded_once(recipe: Recipe) -> None:
     assert isinstance(exact, Tensor) and torch.equal(found, exact.to(torch.bfloat16))
     apart = results(made(recipe, joint=False, values=values), recipe, values)["x"][0]
     assert not torch.equal(apart, found) and relative(apart, found) < 2**-7
+
+
+def test_dw_in_high_precision_is_added_to_the_gradients_that_weights_have_within_their_gemms(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a GPU, where each layer's product writes into its gradient from the second microbatch on."""
+    added: list[tuple[int, ...]] = []
+
+    def recorded(total: Tensor, *operands: Tensor) -> None:
+        added.append(tuple(total.shape))
+        emulate.add_product(total, *operands)
+
+    apart = results(made(BF16(), joint=False, values=whole, sums=True), BF16(), whole, microbatches=2)
+    model = made(BF16(), joint=True, values=whole, sums=True)
+    model.wv.weight.requires_grad_(False)
+    monkeypatch.setattr(joint_executor, "sum_on_gpu", lambda w: w.grad)
+    monkeypatch.setattr(joint_executor, "add_product", recorded)
+    found = results(model, BF16(), whole, microbatches=2)
+    assert added == [(size, K) for size in SIZES[:2]]
+    assert not {name for name in set(found) - {"x"} if not torch.equal(found[name], apart[name])}
+    assert set(apart) - set(found) == {"wv.weight"}
+    added.clear()
+    results(made(MXFP8(), joint=True, sums=True), MXFP8(), microbatches=2)
+    assert not added, "codes are not multiplied into a sum"
 
 
 @pytest.fixture

@@ -1,0 +1,99 @@
+"""The host's time for a layer on TE's real Python, forward and backward, and for TE's own; a program that prints JSON,
+started by test_te_host.py and scripts/host_time.py.
+
+Besides what te_calls_on_cpu.py fakes: quantising and the GEMM do nothing but allocate. Both layers take BF16
+activations and have float32 weights, whose codes are kept within a step where the recipe allows it. TE's own is called
+as a loop that trains on TE calls it, within one autocast of TE and one of torch; fp4train enters both in each layer.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import te_calls_on_cpu
+import torch
+import transformer_engine_torch as tex
+from te_on_cpu import K, pretend_gpu, te
+from torch import nn
+
+sys.path.append(str(Path(__file__).parents[2] / "helpers"))
+from host_passes import least, passes, plain_layer
+
+from fp4train.backends.te import region, to_te
+from fp4train.hardware import Device
+from fp4train.nn import convert
+from fp4train.precision.context import Context, use
+from fp4train.precision.layer_plan import resolve
+from fp4train.precision.recipe import Recipe
+from fp4train.precision.recipes import MXFP8, NVFP4, FP8Current, FP8Delayed
+
+CPU, BF16 = torch.device("cpu"), torch.bfloat16
+RECIPES: tuple[Recipe, ...] = (NVFP4(), MXFP8(), FP8Current(), FP8Delayed())
+TRIES = 8
+"""Unless the command line says how many."""
+
+
+def gemm(a: Any, transa: bool, b: Any, transb: bool, out: Any, _: Any, out_dtype: Any, *__: Any, **___: Any) -> Any:
+    if out is not None:
+        return out, None, None, None
+    rows, columns = b.shape[1] if transb else b.shape[0], a.shape[0] if transa else a.shape[1]
+    dtype = getattr(torch, te_calls_on_cpu.TE_DTYPES[out_dtype])
+    return torch.empty(rows, columns, dtype=dtype), None, None, None
+
+
+tex.generic_gemm, tex.quantize = gemm, lambda x, quantizer, *_: te_calls_on_cpu.Codes(x, quantizer)
+tex.fused_amax_and_scale_update_after_reduction = lambda *_: None
+
+
+class Inner(nn.Module):
+    """TE's linear layer, called with its codes kept where they can be."""
+
+    def __init__(self, module: nn.Module, first: bool | None) -> None:
+        super().__init__()
+        self.module, self.first, self.weight = module, first, module.weight
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.module(x, is_first_microbatch=self.first)
+
+
+def ours(recipe: Recipe) -> nn.Module:
+    """A layer of fp4train that runs an applied plan."""
+    layer = convert(nn.Sequential(nn.Linear(K, K, bias=False)), backend="te")[0]
+    layer.apply_plan(resolve(layer.layer, recipe, None, "te", Device.of(CPU)), recipe, None, CPU)
+    assert isinstance(layer, nn.Module)
+    return layer
+
+
+def theirs(recipe: Recipe) -> nn.Module:
+    with pretend_gpu():
+        module = te.Linear(K, K, bias=False, params_dtype=torch.float32, device="meta")
+    module.weight = nn.Parameter(torch.zeros(K, K))
+    return Inner(module, None if isinstance(recipe, FP8Delayed) else False)
+
+
+def measured(recipe: Recipe, tries: int) -> list[tuple[float, float, float]]:
+    """(seconds of a layer of fp4train, of TE's, of a small nn.Linear) in each of several tries."""
+    context = Context(recipe=recipe, seed=0, step=0, token_offset=0, applied=True)
+    own, inner, plain = passes(ours(recipe), K, BF16), passes(theirs(recipe), K, BF16), plain_layer()
+    found = []
+    with pretend_gpu(), region(recipe.table()):
+        with use(context):
+            own()
+        with torch.autocast("cpu", dtype=BF16), te.autocast(enabled=True, recipe=to_te(recipe.table())):
+            inner()
+        for _ in range(tries):
+            with use(context):
+                mine = least(own)
+            with torch.autocast("cpu", dtype=BF16), te.autocast(enabled=True, recipe=to_te(recipe.table())):
+                other = least(inner)
+            found.append((mine, other, least(plain)))
+    return found
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    tries = int(sys.argv[1]) if sys.argv[1:] else TRIES
+    json.dump({recipe.name: measured(recipe, tries) for recipe in RECIPES}, sys.stdout)
