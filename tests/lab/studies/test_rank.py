@@ -79,7 +79,7 @@ def test_a_ranking_is_a_table_a_file_and_a_picture(cli: Cli, trained: Path) -> N
 def test_the_saved_configuration_of_a_run_is_read_once(
     cli: Cli, trained: Path, pretend: list[tuple[str, int]], config_reads: list[Path]
 ) -> None:
-    said(cli.raw("rank", str(trained), *FAST))
+    said(cli.raw("rank", str(trained), *FAST, "out=found"))
     assert pretend and config_reads == [trained / "config.yaml"]
 
 
