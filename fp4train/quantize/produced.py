@@ -13,7 +13,8 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from fp4train.quantize import triton_launch
+from fp4train.quantize import produced_cpu, triton_launch
+from fp4train.quantize.cpu import CpuQuantizer
 from fp4train.quantize.launch import Launch
 from fp4train.quantize.quantized import Quantized
 from fp4train.quantize.quantizer import Quantizer
@@ -91,8 +92,16 @@ def gate_gradients(dh_MK: Tensor, gate_MK: Tensor, up_MK: Tensor) -> tuple[Tenso
     return dgate.bfloat16(), (a / total).bfloat16() * dh_MK
 
 
-def why_not(row: Quantizer, column: Quantizer) -> str | None:
-    """Why the codes of both forms cannot be made from a source, in words; None: they can."""
+def why_not(row: Quantizer, column: Quantizer, kind: str, width: int, *, codes: bool) -> str | None:
+    """Why both forms cannot be made from a source of this kind, of rows of `width` features, in words; None: they can.
+
+    Args:
+        codes: whether the products take codes of both, and not values.
+    """
+    if isinstance(row, CpuQuantizer) and isinstance(column, CpuQuantizer):
+        return produced_cpu.why_not(kind, width)
+    if not codes:
+        return "a product takes its values, not its codes"
     for each in (row, column):
         if not isinstance(each, TritonQuantizer):
             return f"the kernels that quantise are not Triton's ({each.why or each.kernel})"
