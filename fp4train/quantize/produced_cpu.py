@@ -33,6 +33,8 @@ _PROBES: Final = 32
 
 def why_not(kind: str, width: int) -> str | None:
     """Why the kernels do not run for a source of this kind, of rows of `width` features; None: they do."""
+    if kind not in cpu.FUSED_KINDS:
+        return f"the C kernels make no {kind}"
     if width % _VECTORS:
         return f"{width} features are no multiple of {_VECTORS}"
     if cpu.instruction_sets()[-1] == "plain":
@@ -87,7 +89,8 @@ def _norm_is_torchs(width: int) -> bool:
 
     h, dy, weight = (_random(rows, width) for rows in (_PROBES, 2 * _PROBES, 1))
     h, weight, dy = h.requires_grad_(), weight[0].requires_grad_(), dy[_PROBES:]
-    with torch.enable_grad():
+    unhooked = torch.autograd.graph.saved_tensors_hooks(lambda each: each, lambda each: each)
+    with torch.enable_grad(), unhooked:  # in a region that is recomputed, whose saved tensors are counted
         x = F.rms_norm(h, (width,), weight, 1e-5)
         theirs = x.detach(), *torch.autograd.grad(x, (h, weight), dy)
     inputs = h.detach(), weight.detach(), torch.empty(_PROBES, device="cpu")
