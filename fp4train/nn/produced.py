@@ -218,7 +218,7 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, h: Tensor, weight_K: Tensor, eps: float, executor: Gemms, now: State) -> Tensor:
         h_MK = _matrix(h)
-        rstd_M = torch.empty(h_MK.shape[0], device=h.device)
+        rstd_M = torch.empty(h_MK.shape[0], dtype=torch.float32, device=h.device)
         carrier = _provide(SourceTensors("norm", (h_MK, weight_K.detach(), rstd_M), eps), executor, now, h)
         ctx.save_for_backward(h, weight_K, rstd_M)
         ctx.backward_of = (produced_cpu if _on_cpu(executor.x) else produced).norm_backward
