@@ -81,7 +81,7 @@ LATER = {
         98, 1, ("quantize/produced_cpu.py",), ("kernels/cpu/__init__.py:fused",)
     ),
     "products and codes in fewer passes": Capability(
-        405,
+        433,
         2,
         ("kernels/triton/both.py", "quantize/triton_variant.py"),
         (

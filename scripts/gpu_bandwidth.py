@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -35,7 +35,7 @@ def timings(x: Tensor) -> list[Timing]:
     """What a training step calls, on x [tokens, features] BF16. The amax is given, so that each line is one kernel."""
     amax = x.abs().amax().float()
     n = x.numel()
-    key = replace(KEY, row_offset=0, col_offset=0)
+    key = KEY.replace(row_offset=0, col_offset=0)
     plain, codes4, codes8 = 2 * n, n // 2 + n // 16, n + n // 32
     names = ("nvfp4", "nvfp4 hadamard", "nvfp4 stochastic", "nvfp4 hadamard stochastic", "nvfp4 16x16")
     nvfp4, had, stochastic, had_stochastic, square = (kernels.TritonQuantizer(SPECS[name]) for name in names)

@@ -27,7 +27,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +93,7 @@ def check_both(case: Case, x: Tensor, amax: Tensor | None, column: QuantSpec) ->
     those of the reference. A kernel to which the amax is given measures that of x."""
     row, other = (kernels.TritonQuantizer(spec).in_tiles for spec in (case.spec, column))
     pair = kernels.pair(row, other, codes=True)
-    turned = replace(KEY, operand=4, row_offset=16, col_offset=8)
+    turned = KEY.replace(operand=4, row_offset=16, col_offset=8)
     newest = None if amax is None else torch.zeros_like(amax)
     made = None if pair is None else pair[0].with_columns(pair[1], x, KEY, amax, turned, amax, True, True, newest)
     if made is None:
@@ -117,7 +116,7 @@ def check_produced(case: Case, x: Tensor, name: str) -> dict[str, str]:
     rstd = torch.empty(len(first), device=x.device)
     tensors = {"norm": (first, weight, rstd), "gate": (first, second), "gradients": (second, first, first.flip(0))}
     source = produced.SourceTensors(name, tensors[name], 1e-5 if name == "norm" else 0.0)
-    keys = [(replace(KEY, layer=7 + i), replace(KEY, operand=4, layer=7 + i)) for i in range(source.results)]
+    keys = [(KEY.replace(layer=7 + i), KEY.replace(operand=4, layer=7 + i)) for i in range(source.results)]
     row, column = (kernels.TritonQuantizer(spec).in_tiles for spec in (case.spec, case.column))
     made = produced.produce(row, column, source, keys)
     found: dict[str, str] = {}
@@ -163,7 +162,7 @@ def check_large() -> str | None:
         for start in (0, rows // 2, rows - 16):
             start -= start % 16
             part = x[start : start + 16].cpu()
-            part_key = replace(key, row_offset=key.row_offset + start) if key else None
+            part_key = key.replace(row_offset=key.row_offset + start) if key else None
             wanted = reference.quantize(part, spec, key=part_key, amax=amax)
             if text := difference(whole.codes[start : start + part.shape[0]], wanted.codes):
                 return f"{name}, rows from {start}: {text}"
@@ -173,7 +172,7 @@ def check_large() -> str | None:
     spec = SPECS["nvfp4 hadamard stochastic"]
     whole = kernels.TritonQuantizer(spec).codes(wide.T, KEY, wide_amax.cuda())
     start = rows - 16
-    part_key = replace(KEY, row_offset=KEY.row_offset + start)
+    part_key = KEY.replace(row_offset=KEY.row_offset + start)
     wanted = reference.quantize(wide[:, start:].T.cpu(), spec, key=part_key, amax=wide_amax)
     return difference(whole.codes[start:], wanted.codes)
 

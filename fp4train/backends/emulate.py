@@ -41,6 +41,9 @@ WITHOUT_INSTRUCTIONS = frozenset(
     dtype for dtype, names in _INSTRUCTIONS.items() if not any(torch.cpu.get_capabilities().get(n) for n in names)
 )
 
+_UNREAD = {dtype: torch.empty((), dtype=dtype, device="cpu") for dtype in _INSTRUCTIONS}
+"""Term of `addmm` that beta=0 leaves out."""
+
 _ONEDNN: Any = None
 """oneDNN's product x·wᵀ in float32; None: torch's, which is MKL's. MKL uses AVX-512 on Intel's CPUs only; on
 one of AMD's oneDNN takes half of its time."""
@@ -93,33 +96,33 @@ EMULATE, TORCH = Emulate(), TorchGemm()
 
 def matmul(a: Decoded, b: Decoded, *, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
     """a [R, C] times bᵀ [C, S], all scales applied, plus `bias` [S], rounded once to `out_dtype`."""
-    x_RC, w_SC = a.values, b.values
+    (x_RC, x_scale), (w_SC, w_scale) = a, b
     dtype = x_RC.dtype
-    if dtype != w_SC.dtype:
+    if dtype is not w_SC.dtype:
         dtype = torch.promote_types(dtype, w_SC.dtype)
     if bias is not None:
         bias = bias.to(out_dtype)
-    one = (a.scale is None or a.scale.dim() == 0) and (b.scale is None or b.scale.dim() == 0)
-    if one and dtype == out_dtype and dtype != torch.float32:
-        if a.scale is None and b.scale is None:
+    one = (x_scale is None or not x_scale.dim()) and (w_scale is None or not w_scale.dim())
+    if one and dtype is out_dtype and dtype is not torch.float32:
+        if x_scale is None and w_scale is None:
             return widened(F.linear, x_RC, w_SC, bias)
         if x_RC.is_cpu and dtype not in WITHOUT_INSTRUCTIONS:
-            alpha = (1.0 if a.scale is None else float(a.scale)) * (1.0 if b.scale is None else float(b.scale))
+            alpha = (1.0 if x_scale is None else float(x_scale)) * (1.0 if w_scale is None else float(w_scale))
             # If the product of the scales is not a normal float32 number, they are applied one after the other.
             if not alpha < _SMALLEST_NORMAL and alpha != math.inf:
                 # The accumulator is scaled, so that the result is rounded once.
                 if bias is None:
-                    return torch.addmm(x_RC.new_empty(w_SC.shape[0]), x_RC, w_SC.T, beta=0, alpha=alpha)
-                return torch.addmm(bias, x_RC, w_SC.T, alpha=alpha)
+                    return torch.addmm(_UNREAD[dtype], x_RC, w_SC.t(), beta=0, alpha=alpha)
+                return torch.addmm(bias, x_RC, w_SC.t(), alpha=alpha)
     if x_RC.is_cuda and x_RC.dtype == w_SC.dtype != torch.float32:
         product = torch.mm(x_RC, w_SC.T, out_dtype=torch.float32)
     elif _ONEDNN is not None and x_RC.is_cpu and x_RC.numel() and w_SC.numel():
         product = _ONEDNN(x_RC.float(), w_SC.float(), None, "none", [], "")
     else:
         product = x_RC.float() @ w_SC.float().T
-    factors = [] if a.scale is None else [a.scale]
-    if b.scale is not None:
-        factors.append(b.scale if b.scale.dim() == 0 else b.scale.T)
+    factors = [] if x_scale is None else [x_scale]
+    if w_scale is not None:
+        factors.append(w_scale if w_scale.dim() == 0 else w_scale.T)
     for factor in factors if bias is not None else factors[:-1]:
         product *= factor
     if bias is not None:

@@ -149,7 +149,7 @@ class Native:
     def product(self, a: Prepared, b: Prepared, *, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         """The product, as in `Backend`; operands without elements, which scaled_mm refuses, are emulated."""
         assert isinstance(a, Quantized) and isinstance(b, Quantized)
-        if 0 in (*a.shape, *b.shape):
+        if 0 in a.shape or 0 in b.shape:
             return EMULATE.product(a, b, out_dtype=out_dtype, bias=bias)
         try:
             if (kind := scheme(a.spec)) is not None:
@@ -279,11 +279,11 @@ def _product_of_blocks(
     # cuBLAS multiplies the accumulator by one number; one per row is applied to the float32 product.
     inside = (first is None or not first.dim()) and (second is None or not second.dim())
     plain = bias is None and inside
-    x, x_scales, x_scaling, x_swizzle = _operand(a, kind, first if inside else None)
-    w, w_scales, w_scaling, w_swizzle = _operand(b, kind, second if inside else None)
+    x_scales, x_scaling, x_swizzle = _scales(a, kind, first if inside else None)
+    w_scales, w_scaling, w_swizzle = _scales(b, kind, second if inside else None)
     y = F.scaled_mm(
-        x,
-        w.T,
+        a.codes,
+        b.codes.t(),
         x_scales,
         x_scaling,
         w_scales,
@@ -304,22 +304,22 @@ def _product_of_blocks(
 
 def _fits(x: Quantized, kind: BlockScheme) -> bool:
     """Whether scaled_mm takes x as it is: with scales in tiles, and of a size that needs no padding."""
-    return x.tiled and not x.shape[0] % _MULTIPLE and not x.shape[1] % kind.multiple
+    rows, cols = x.shape
+    return not rows % _MULTIPLE and not cols % kind.multiple and x.scales.dim() == 1
 
 
-def _operand(
+def _scales(
     x: Quantized, kind: BlockScheme, factor: Tensor | None
-) -> tuple[Tensor, list[Tensor], list[ScalingType], list[SwizzleType]]:
-    """The codes of one operand, its scales, their kinds and their layouts, as scaled_mm takes them."""
-    if kind.cols == 128 and x.spec.block == _SQUARE:
-        # [K/128 rounded up to 4, rows/128], whose first axis is contiguous.
-        scales = F.pad(x.scales, (0, -x.scales.shape[1] % 4)).T
-        return x.codes, [scales], [ScalingType.BlockWise128x128], _TILES[1:]
-    if kind.cols == 128:
-        return x.codes, [x.scales.T.contiguous().T], [kind.scaling], _TILES[1:]
-    if factor is None:
-        return x.codes, [x.scales], [kind.scaling], _TILES[:1]
-    return x.codes, [x.scales, factor], [kind.scaling, ScalingType.TensorWise], _TILES
+) -> tuple[list[Tensor], list[ScalingType], list[SwizzleType]]:
+    """The scales of one operand, their kinds and their layouts, as scaled_mm takes them."""
+    if factor is not None:
+        return [x.scales, factor], [kind.scaling, ScalingType.TensorWise], _TILES
+    if kind.cols != 128:
+        return [x.scales], [kind.scaling], _TILES[:1]
+    if x.spec.block != _SQUARE:
+        return [x.scales.T.contiguous().T], [kind.scaling], _TILES[1:]
+    # [K/128 rounded up to 4, rows/128], whose first axis is contiguous.
+    return [F.pad(x.scales, (0, -x.scales.shape[1] % 4)).T], [ScalingType.BlockWise128x128], _TILES[1:]
 
 
 def padded_blocks(x: Quantized, width: int, multiple: int = _MULTIPLE) -> Quantized:

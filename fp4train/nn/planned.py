@@ -251,8 +251,10 @@ class PlannedLayer(nn.Module):
         """The coming call of `executor` with so many tokens; inside a recomputed region, that of the first pass."""
         context = now.context
         assert context is not None
-        make = partial(self.new_call, context, executor, tokens, training=torch.is_grad_enabled())
-        return make() if not now.recording and now.replaying is None else once(self, make)
+        training = torch.is_grad_enabled()
+        if not now.recording and now.replaying is None:
+            return self.new_call(context, executor, tokens, training=training)
+        return once(self, partial(self.new_call, context, executor, tokens, training=training))
 
     def new_call(self, context: Context, executor: Executor, tokens: int, *, training: bool) -> Call:
         """A call of `executor` with so many tokens; `training`: whether gradients are enabled."""

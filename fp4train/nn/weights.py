@@ -169,8 +169,8 @@ class PreparedWeights:
         if (call.seed, call.step) != self._position:
             self._begin(call)
         fused = call.fused.of(form.fused, call.member) if form.fused and group is None and not rounded else ()
-        version: tuple[int, ...] = ()
-        for weight in fused or (own,):
+        version: tuple[int, ...] = (0 if own.is_inference() else own._version,)
+        for weight in fused:
             version += (0 if weight.is_inference() else weight._version,)
         known = None if self._of is None else self._of()
         if known is not own or version != self._version:

@@ -32,6 +32,10 @@ _number: Final = torch.empty((), dtype=torch.float32, device="cpu")
 _empty_like: Final = torch.empty_like
 """The fastest way to allocate a tensor: two thirds of the time of `torch.empty` with a shape and a dtype."""
 
+PAIR_BYTES: Final = 1 << 25
+"""Size of a tensor from which on each tile is read once for both forms. Smaller tensors stay in the cache between two
+reads, which are faster then, because each form works on whole rows or columns."""
+
 _new: Final = tuple.__new__  # makes a named tuple without the call overhead of its __new__
 
 _KNOWN: Final[dict[str, tuple[object, ...]]] = {
@@ -150,7 +154,7 @@ class CpuQuantizer(Quantizer):
         """Codes and scales of x."""
         if type(x_RC) in PLAIN and x_RC.is_cpu and not x_RC.is_neg():
             made = self.job(x_RC, None if key is None else key.words, amax, True)
-            if made is not None and not self.run(made[0], None, self.threads(), self.isa):
+            if made is not None and not self.run(made[0], None, False, self.threads(), self.isa):
                 (codes, scales, amax), (rows, cols) = made[1], x_RC.shape
                 return _new(Quantized, (self.spec, (rows, cols), codes, scales, amax, None))
         return super().codes(x_RC, key, amax)
@@ -159,7 +163,7 @@ class CpuQuantizer(Quantizer):
         """`codes(...).decoded()` to the bit, without the codes."""
         if type(x_RC) in PLAIN and x_RC.is_cpu and not x_RC.is_neg():
             made = self.job(x_RC, None if key is None else key.words, amax, False)
-            if made is not None and not self.run(made[0], None, self.threads(), self.isa):
+            if made is not None and not self.run(made[0], None, False, self.threads(), self.isa):
                 values, factor = made[1]
                 return _new(Decoded, (values, factor))
         return super().values(x_RC, key, amax)
@@ -200,7 +204,7 @@ class CpuQuantizer(Quantizer):
         return super().decode(quantized)
 
     def job(
-        self, x_RC: Tensor, random: bytes | None, amax: Tensor | None, as_codes: bool
+        self, x: Tensor, random: bytes | None, amax: Tensor | None, as_codes: bool, *, turned: bool = False
     ) -> tuple[bytes, tuple[Any, ...], Tensor] | None:
         """A job, the tensors that it fills, and x as it is read, which must stay alive until the job is done.
 
@@ -209,19 +213,24 @@ class CpuQuantizer(Quantizer):
         Cp/2]; the scales, uint8 or float32, one per block, row or tensor; and the amax (float32, 0-d, [R, 1], or one
         per outer block) or None.
 
+        Args:
+            x: [R, C]; where `turned`, [C, R], and the job is for x.T.
+
         None for calls that the extension does not support: not two dimensions, another dtype, no elements, no random
         words where some are drawn, an amax of the wrong size, or none where it must be given.
         """
-        shape, dtype = x_RC.shape, cpu.INPUTS.get(x_RC.dtype)
+        shape, dtype = x.shape, cpu.INPUTS.get(x.dtype)
         if len(shape) != 2 or dtype is None:
             return None
-        rows, cols = shape
         random = random or self._no_random
+        if turned:
+            (cols, rows), (across, down) = shape, x.stride()
+        else:
+            (rows, cols), (down, across) = shape, x.stride()
         if not rows or not cols or random is None:
             return None
-        down, across = x_RC.stride()
         if across != 1 and (down != 1 or not self.reads_columns):
-            x_RC = x_RC.detach().contiguous()
+            x = (x.detach().T if turned else x.detach()).contiguous()
             down, across = cols, 1  # a single column counts as contiguous whatever its strides are
         measures = self._amax and amax is None
         if amax is not None:
@@ -263,7 +272,7 @@ class CpuQuantizer(Quantizer):
         job = _pack_job(
             self.scheme,
             random,
-            x_RC.data_ptr(),
+            x.data_ptr(),
             values_address,
             codes_address,
             scale_address,
@@ -276,7 +285,7 @@ class CpuQuantizer(Quantizer):
             dtype,
             measures,
         )
-        return job, made, x_RC
+        return job, made, x
 
     def _given(self, amax: Tensor, rows: int) -> Tensor | None:
         """A given amax in the shape that `job` returns; None if its size does not fit the spec."""
@@ -285,8 +294,8 @@ class CpuQuantizer(Quantizer):
         amax = amax.detach().to("cpu", torch.float32)
         return amax.reshape((-1, 1) if self._row_amax else ()).contiguous()
 
-    def reads_with(self, column: CpuQuantizer) -> bool:
-        """Whether the kernels make this form of x and `column`'s form of x.T from one read."""
+    def _reads_with(self, column: CpuQuantizer) -> bool:
+        """Whether the kernels make this form of a tile of x and `column`'s form of x.T from one read."""
         rows = self.spec.block[0] or 1
         alone = self.spec.hadamard is not None or self.spec.four_over_six is not None
         return not alone and column.reads_columns and cpu.PAIR_ROWS % rows == 0
@@ -301,27 +310,25 @@ class CpuQuantizer(Quantizer):
         column_amax: Tensor | None,
         row_codes: bool,
         column_codes: bool,
+        newest: None = None,
     ) -> tuple[Decoded | Quantized, Decoded | Quantized] | None:
-        """This form of x and `column`'s form of x.T from one read (two if an amax must be measured); None if x or
-        the arguments do not allow it."""
+        """This form of x and `column`'s form of x.T in one call, from one read of x where it is large; None if x or the
+        arguments do not allow it."""
         if type(x_MK) not in PLAIN or not x_MK.is_cpu or x_MK.is_neg() or x_MK.ndim != 2 or x_MK.stride(1) != 1:
             return None
-        forms = (self, x_MK, row_key, row_amax, row_codes), (column, x_MK.T, column_key, column_amax, column_codes)
-        jobs: list[bytes] = []
-        results: list[Decoded | Quantized] = []
-        for one, x_RC, key, amax, wants_codes in forms:
-            made = one.job(x_RC, None if key is None else key.words, amax, wants_codes)
-            if made is None:
-                return None
-            jobs.append(made[0])
-            if wants_codes:
-                rows, cols = x_RC.shape
-                results.append(_new(Quantized, (one.spec, (rows, cols), *made[1], None)))
-            else:
-                results.append(_new(Decoded, made[1]))
-        if self.run(*jobs, self.threads(), self.isa):
+        row = self.job(x_MK, None if row_key is None else row_key.words, row_amax, row_codes)
+        words = None if column_key is None else column_key.words
+        turned = column.job(x_MK, words, column_amax, column_codes, turned=True)
+        if row is None or turned is None:
             return None
-        return results[0], results[1]
+        at_once = x_MK.nbytes >= PAIR_BYTES and self._reads_with(column)
+        if self.run(row[0], turned[0], at_once, self.threads(), self.isa):
+            return None
+        rows, cols = x_MK.shape
+        made = _new(Quantized, (self.spec, (rows, cols), *row[1], None)) if row_codes else _new(Decoded, row[1])
+        if column_codes:
+            return made, _new(Quantized, (column.spec, (cols, rows), *turned[1], None))
+        return made, _new(Decoded, turned[1])
 
 
 class CpuRequantizer(Quantizer):
@@ -352,7 +359,7 @@ class CpuRequantizer(Quantizer):
 
 
 def pair(row: Quantizer, column: Quantizer, *, codes: bool) -> tuple[CpuQuantizer, CpuQuantizer] | None:
-    """Both quantizers as CPU ones if one read of a tensor can give both forms, as codes or not; else None."""
-    if isinstance(row, CpuQuantizer) and isinstance(column, CpuQuantizer) and row.reads_with(column):
+    """Both quantizers as CPU ones if one call makes both forms of a tensor, as codes or not; else None."""
+    if isinstance(row, CpuQuantizer) and isinstance(column, CpuQuantizer):
         return row, column
     return None

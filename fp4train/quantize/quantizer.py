@@ -28,10 +28,6 @@ DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 PLAIN: Final = frozenset((Tensor, torch.nn.Parameter))
 """Tensor classes that hold their own memory, if their device has any."""
 
-PAIR_BYTES: Final = 1 << 25
-"""Tensors of at least this size are read once for both forms. Smaller ones stay in the cache between two reads, and two
-separate passes are faster, because each works on whole rows or columns: 1.3 times at 4096×384, equal at 4096×4096."""
-
 _log = logging.getLogger(__name__)
 
 
@@ -165,9 +161,8 @@ def cast_to_representable(x: Tensor, spec: QuantSpec) -> Tensor:
 class PairQuantizer:
     """Both forms of one tensor: x [M, K] row-wise, and x.T [K, M], the column-wise form.
 
-    One read of x gives both if the kernels support it and it pays (`PAIR_BYTES`), else each form reads x: the results
-    are the same. On a GPU one kernel makes the codes of both forms of narrow blocks, or of one scale that both share
-    (kernels/triton/both.py).
+    On a CPU one call makes both, on a GPU one kernel the codes of both forms of narrow blocks, or of one scale that
+    both share (kernels/triton/both.py); else each form is made by itself. The results are the same.
     """
 
     def __init__(self, row: Quantizer, column: Quantizer, *, row_codes: bool, column_codes: bool) -> None:
@@ -181,7 +176,7 @@ class PairQuantizer:
             module = importlib.import_module(f"fp4train.quantize.{row.kernel}")
             self._pair = module.pair(row, column, codes=row_codes and column_codes)
         self.at_once = self._pair is not None and row.kernel == "triton"
-        """Whether one kernel makes both forms of tensors of any size."""
+        """Whether one kernel makes both forms, also where each is asked for after the other."""
         self.joins = self.at_once and row.spec.delayed is not None
         """Whether it joins the amax of x to another one on the way."""
 
@@ -198,11 +193,10 @@ class PairQuantizer:
 
         newest: where `joins`: an amax, 0-d float32, which becomes the larger of itself and that of x.
         """
-        if self._pair is not None and (self.at_once or x_MK.nbytes >= PAIR_BYTES):
+        if self._pair is not None:
             row, column = self._pair
-            also = () if newest is None else (newest,)
             both: tuple[Decoded | Quantized, Decoded | Quantized] | None = row.with_columns(
-                column, x_MK, row_key, row_amax, column_key, column_amax, self._row_codes, self._column_codes, *also
+                column, x_MK, row_key, row_amax, column_key, column_amax, self._row_codes, self._column_codes, newest
             )
             if both is not None:
                 return both
@@ -245,7 +239,7 @@ def own_memory(x: Tensor) -> Tensor:
     if not x.is_meta and (kind in PLAIN or kind.__torch_dispatch__ is Tensor.__torch_dispatch__ or _address(x)):
         if x.requires_grad or kind is not Tensor:
             x = x.detach() if kind in PLAIN else x.detach().as_subclass(Tensor)
-        return x.resolve_neg()
+        return x.resolve_neg() if x.is_neg() else x
     if hasattr(x, "to_local"):
         raise TypeError(
             f"x is a {kind.__name__}, which holds a local shard only: pass x.to_local(), the shard's position as "

@@ -6,10 +6,9 @@ neighbours in a row share one call and take 16 bits each. The same element gets 
 activation recomputation, after a resume, and for every sharding (the offsets give the position of a shard).
 """
 
-from dataclasses import dataclass, field
 from struct import Struct
 from struct import error as StructError
-from typing import Final, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -33,14 +32,23 @@ _LIMITS = {
     "col_offset": 1 << 35,
 }
 
-
 _pack_words: Final = Struct("=QIIII").pack
+_words: Final = Struct("=QIIII").unpack
 _signed_words: Final = Struct("=6i").unpack
-_set: Final = object.__setattr__
+_new: Final = tuple.__new__
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, init=False)
-class RandomKey:
+class _Words(NamedTuple):
+    words: bytes
+    counters: Tensor | None
+
+
+def _number(name: str) -> Any:
+    """The property of one of the numbers that the words of a key hold."""
+    return property(lambda key: key._numbers()[name])
+
+
+class RandomKey(_Words):
     """Selects random bits: the run's seed, the step, the layer (crc32 of its name) and the operand (0..7) of its GEMMs.
 
     `row_offset` and `col_offset` (a multiple of 8) are the global position of element [0, 0] of the blocked 2-D tensor.
@@ -49,19 +57,16 @@ class RandomKey:
 
     `counters`: int32 [8] on the device, `step` * 8 + operand of each operand as `write_step_counters` writes it. A step
     that is recorded as a CUDA graph reads it instead of `step`, which a replay would repeat. None: the host's numbers.
+    Keys compare by their words.
+
+    Raises:
+        ValueError: a number is out of range; the message names it.
     """
 
-    seed: int
-    step: int
-    layer: int
-    operand: int
-    row_offset: int = 0
-    col_offset: int = 0
-    counters: Tensor | None = field(default=None, repr=False, compare=False)
-    words: bytes = field(init=False, repr=False, compare=False)
+    __slots__ = ()
 
-    def __init__(
-        self,
+    def __new__(
+        cls,
         *,
         seed: int,
         step: int,
@@ -70,33 +75,58 @@ class RandomKey:
         row_offset: int = 0,
         col_offset: int = 0,
         counters: Tensor | None = None,
-    ) -> None:
-        """A constructor by hand: stochastic rounding makes one per operand and call. Packing checks ranges."""
+    ) -> Self:
+        # Stochastic rounding makes one per operand and call: packing checks ranges.
         try:
             words = _pack_words(seed, row_offset, col_offset >> 3, step * LANES + operand, layer)
-            fits = 0 <= operand < LANES and not col_offset % LANES
         except (StructError, TypeError):
-            fits = False
-        _set(self, "seed", seed)
-        _set(self, "step", step)
-        _set(self, "layer", layer)
-        _set(self, "operand", operand)
-        _set(self, "row_offset", row_offset)
-        _set(self, "col_offset", col_offset)
-        _set(self, "counters", counters)
-        if not fits:
-            self._refuse()
-        _set(self, "words", words)
+            words = None
+        if words is None or not 0 <= operand < LANES or col_offset % LANES:
+            _refuse(seed, step, layer, operand, row_offset, col_offset)
+        return _new(cls, (words, counters))
 
-    def _refuse(self) -> NoReturn:
-        """Raise ValueError that names the field out of range."""
-        for name, limit in _LIMITS.items():
-            value = getattr(self, name)
-            if not isinstance(value, int) or not 0 <= value < limit:
-                raise ValueError(f"{name}={value!r}: RandomKey allows integers 0 <= {name} < {limit}")
-        raise ValueError(
-            f"col_offset={self.col_offset}: must be a multiple of {LANES}, the elements of one Philox call"
-        )
+    seed: int = _number("seed")
+    step: int = _number("step")
+    layer: int = _number("layer")
+    operand: int = _number("operand")
+    row_offset: int = _number("row_offset")
+    col_offset: int = _number("col_offset")
+
+    def _numbers(self) -> dict[str, int]:
+        seed, row, group, step, layer = _words(self.words)
+        numbers = (seed, step // LANES, layer, step % LANES, row, group * LANES)
+        return dict(zip(_LIMITS, numbers, strict=True))
+
+    def replace(self, **numbers: int) -> Self:
+        """A key with other numbers.
+
+        Raises:
+            ValueError: one is out of range.
+        """
+        return type(self)(**self._numbers() | numbers, counters=self.counters)
+
+    def __eq__(self, other: object) -> bool:
+        return self.words == other.words if isinstance(other, RandomKey) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.words)
+
+    def __repr__(self) -> str:
+        return f"RandomKey({', '.join(f'{name}={value}' for name, value in self._numbers().items())})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _new, (RandomKey, (self.words, self.counters))
+
+
+def _refuse(*numbers: int) -> NoReturn:
+    """Raise ValueError that names the number out of range."""
+    for (name, limit), value in zip(_LIMITS.items(), numbers, strict=True):
+        if not isinstance(value, int) or not 0 <= value < limit:
+            raise ValueError(f"{name}={value!r}: RandomKey allows integers 0 <= {name} < {limit}")
+    raise ValueError(f"col_offset={numbers[-1]}: must be a multiple of {LANES}, the elements of one Philox call")
+
+
+_NO_WORDS: Final = (0,) * 9
 
 
 def random_words(key: RandomKey | None) -> tuple[int | Tensor, ...]:
@@ -105,19 +135,23 @@ def random_words(key: RandomKey | None) -> tuple[int | Tensor, ...]:
     The word of the step is a pointer where a CUDA graph is recorded: another signature.
     """
     if key is None:
-        return (0,) * 6
-    seed, seed_high, row, col_group, counter2, layer = _signed_words(key.words)
-    step = counter2 if key.counters is None else key.counters[key.operand]
+        return _NO_WORDS[:6]
+    words, counters = key
+    seed, seed_high, row, col_group, counter2, layer = _signed_words(words)
+    step = counter2 if counters is None else counters[counter2 % LANES]
     return seed, seed_high, step, layer, col_group, row
 
 
 def words_of_both(row: RandomKey | None, column: RandomKey | None) -> tuple[int | Tensor, ...] | None:
     """Key and counter words of both forms of a tensor, as `quantize_both` takes them; None: their seeds or layers are
     not the same."""
-    first, second = random_words(row or column), random_words(column or row)
-    if (first[:2], first[3]) != (second[:2], second[3]):
+    if row is None and column is None:
+        return _NO_WORDS
+    seed, high, step, layer, group, start = random_words(row or column)
+    other_seed, other_high, other_step, other_layer, other_group, other_start = random_words(column or row)
+    if (seed, high, layer) != (other_seed, other_high, other_layer):
         return None
-    return (*first[:2], first[3], first[2], *first[4:], second[2], *second[4:])
+    return seed, high, layer, step, group, start, other_step, other_group, other_start
 
 
 def write_step_counters(counters: Tensor, step: int) -> None:
@@ -153,14 +187,15 @@ def random_bits(key: RandomKey, rows: int, cols: int, device: torch.device | str
     Element j = (c + col_offset) % 8 of a call takes half j % 2 (0 = low) of word j // 2.
     """
     groups = -(-cols // LANES)
-    column = torch.arange(groups, dtype=torch.int64, device=device)[None, :] + key.col_offset // LANES
-    row = torch.arange(rows, dtype=torch.int64, device=device)[:, None] + key.row_offset
+    seed, first_row, first_group, step_operand, layer_key = _words(key.words)
+    column = torch.arange(groups, dtype=torch.int64, device=device)[None, :] + first_group
+    row = torch.arange(rows, dtype=torch.int64, device=device)[:, None] + first_row
     column, row = column & MASK, row & MASK
     if key.counters is None:
-        step = torch.full_like(column, (key.step * 8 + key.operand) & MASK)
+        step = torch.full_like(column, step_operand)
     else:
-        step = (key.counters[key.operand].to(torch.int64) & MASK).expand_as(column)
-    layer = torch.full_like(column, key.layer)
-    words = philox4x32((column, row, step, layer), (key.seed & MASK, key.seed >> 32))
+        step = (key.counters[step_operand % LANES].to(torch.int64) & MASK).expand_as(column)
+    layer = torch.full_like(column, layer_key)
+    words = philox4x32((column, row, step, layer), (seed & MASK, seed >> 32))
     halves = [half.to(torch.int32) for word in words for half in (word & 0xFFFF, word >> 16)]
     return torch.stack(halves, dim=-1).reshape(rows, groups * LANES)[:, :cols]

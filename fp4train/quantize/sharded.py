@@ -111,7 +111,7 @@ def quantised_in_runs(
         amax = measure_amax(x_RC, spec, key)
     make, found, start = quantizer(spec, x_RC.device.type).codes, [], 0
     for first, size in runs:
-        at = replace(key, col_offset=first) if columns else replace(key, row_offset=first)
+        at = key.replace(col_offset=first) if columns else key.replace(row_offset=first)
         own = amax if amax is None or amax.ndim < 2 or columns else amax[start : start + size]
         found.append(make(x_RC.narrow(1 if columns else 0, start, size), at, own))
         start += size

@@ -37,6 +37,8 @@ LARGEST_EXTENT: Final = 2**31 - 2**12
 MOST_KINDS: Final = 512
 """Kinds of tensors that one spec remembers; a run has some dozens, unless its shapes change from step to step."""
 
+_new: Final = tuple.__new__  # makes a named tuple without the call overhead of its __new__
+
 _KNOWN: Final[dict[str, tuple[object, ...]]] = {
     "element": tuple(triton_launch.NAN_ABOVE),
     "scale": tuple(triton_launch.SCALE_DTYPES),
@@ -237,20 +239,27 @@ class TritonQuantizer(Quantizer):
         plan: triton_launch.BothPlan | None = self._planned(triton_launch.plan_both, x_MK, column.spec, tiled)
         if plan is None or words is None:
             return None
-        needs = plan.needs
-        given = [
-            each for each, needed in zip((row_amax, column_amax), needs, strict=True) if needed and each is not None
-        ]
+        row_needs, column_needs = plan.needs
+        given = []
+        if row_needs and row_amax is not None:
+            given.append(row_amax)
+        if column_needs and column_amax is not None:
+            given.append(column_amax)
         # The kernel reads one amax where no transform lies between the forms.
-        if given and (len(given) < sum(needs) or (plan.amax is None and len(given) > 1)):
+        if given and (len(given) < row_needs + column_needs or (plan.amax is None and len(given) > 1)):
             return None
-        amaxes = self._both_amaxes(x_MK, plan, given) if needs[0] or needs[1] else None
-        row, row_scales, turned, turned_scales = made = [make() for make in plan.results]
+        amaxes = self._both_amaxes(x_MK, plan, given) if row_needs or column_needs else None
+        first, second, third, fourth = plan.results
+        made = row, row_scales, turned, turned_scales = first(), second(), third(), fourth()
         plan.launch(x_MK, row_scales if amaxes is None else amaxes, *made, words=words)
-        found = (None,) * 4 if amaxes is None else amaxes.unbind()
+        own, other, factor, other_factor = (None,) * 4 if amaxes is None else amaxes.unbind()
+        if not row_needs:
+            own = factor = None
+        if not column_needs:
+            other = other_factor = None
         return (
-            Quantized(self.spec, (rows, columns), row, row_scales, *(found[::2] if needs[0] else (None,))),
-            Quantized(column.spec, (columns, rows), turned, turned_scales, *(found[1::2] if needs[1] else (None,))),
+            _new(Quantized, (self.spec, (rows, columns), row, row_scales, own, factor)),
+            _new(Quantized, (column.spec, (columns, rows), turned, turned_scales, other, other_factor)),
         )
 
     def _with_transpose(

@@ -28,7 +28,7 @@ def codes(x: Tensor, spec: QuantSpec, machine: Machine, amax: Tensor | None = No
     kernels = CpuQuantizer(spec, machine)
     made = kernels.job(x, None, amax, True)
     assert made is not None
-    return None if kernels.run(made[0], None, kernels.threads(), kernels.isa) else made[1]
+    return None if kernels.run(made[0], None, False, kernels.threads(), kernels.isa) else made[1]
 
 
 def values(
@@ -38,7 +38,7 @@ def values(
     kernels = CpuQuantizer(spec, machine)
     made = kernels.job(x, None, amax, False)
     assert made is not None
-    return None if kernels.run(made[0], None, kernels.threads(), kernels.isa) else made[1]
+    return None if kernels.run(made[0], None, False, kernels.threads(), kernels.isa) else made[1]
 
 
 @pytest.mark.parametrize("machine", MACHINES, ids=str)
@@ -129,7 +129,7 @@ def test_threads_of_their_own_where_no_openmp_is_loaded() -> None:
         "address = lambda a: a.buffer_info()[0]\n"
         "job += struct.pack('=6Q4q2i', address(x), 0, address(codes), address(scales), address(out), 0,"
         " 300, 1000, 1000, 1, 1, 1)\n"
-        "assert not module.quantize(job, None, 4, 0)\n"
+        "assert not module.quantize(job, None, False, 4, 0)\n"
         "print(module.thread_pool(), out[0])\n"
     )
     path, head = cpu.loaded().__file__, CpuQuantizer(NVFP4).scheme + cpu.NO_RANDOM
@@ -167,20 +167,20 @@ def test_an_extension_of_other_sources_is_refused_and_says_to_rebuild() -> None:
 def test_the_extension_refuses_structs_that_are_not_its_own() -> None:
     extension = cpu.loaded()
     with pytest.raises(ValueError, match=f"a packed job has {JOB_BYTES} bytes"):
-        extension.quantize(bytes(JOB_BYTES - 1), None, 1, 0)
+        extension.quantize(bytes(JOB_BYTES - 1), None, False, 1, 0)
     with pytest.raises(ValueError, match="a packed job has"):
         extension.decode(bytes(9), 1, 0)
-    with pytest.raises(TypeError, match="takes 4 arguments, not 2"):
-        extension.quantize(bytes(JOB_BYTES), None)
+    with pytest.raises(TypeError, match="takes 5 arguments, not 3"):
+        extension.quantize(bytes(JOB_BYTES), None, False)
     with pytest.raises(TypeError, match="bytes-like"):
-        extension.quantize((1, 2), None, 1, 0)
+        extension.quantize((1, 2), None, False, 1, 0)
 
 
 def test_an_address_of_zero_is_refused_instead_of_read() -> None:
     """The address of a tensor without memory, such as DTensor or FakeTensor."""
     extension = cpu.loaded()
     with pytest.raises(TypeError, match="no memory of its own"):
-        extension.quantize(bytes(JOB_BYTES), None, 1, 0)
+        extension.quantize(bytes(JOB_BYTES), None, False, 1, 0)
     with pytest.raises(TypeError, match="no memory of their own"):
         extension.decode(bytes(DECODE_BYTES), 1, 0)
 

@@ -1,7 +1,6 @@
-"""Both forms of a tensor, row-wise and column-wise, from one read by the CPU kernels."""
+"""Both forms of a tensor, row-wise and column-wise, in one call of the CPU kernels."""
 
 import functools
-import sys
 from dataclasses import replace
 
 import pytest
@@ -25,7 +24,7 @@ from torch import Tensor
 
 from fp4train.kernels import cpu as kernels
 from fp4train.kernels.cpu import Machine
-from fp4train.quantize import Decoded, PairQuantizer, Quantized, QuantSpec, reference
+from fp4train.quantize import Decoded, PairQuantizer, Quantized, QuantSpec, cpu, reference
 from fp4train.quantize.cpu import CpuQuantizer
 
 ROW_SPECS = (OUTER, UE5M3, NVFP4, replace(NVFP4, rounding="stochastic"), MXFP8, FP8, replace(NVFP4, block=(16, 16)))
@@ -49,25 +48,40 @@ def both_forms(spec: QuantSpec, transposed: bool) -> tuple[Tensor, Decoded, Quan
     return x, reference.quantize_dequantize(read, spec, key=KEY), reference.quantize(read, spec, key=KEY)
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("one_read", [False, True], ids=["a read of x per form", "a read of each tile"])
+@pytest.mark.parametrize("threads", [1, 2, 17])
 @pytest.mark.parametrize("isa", kernels.instruction_sets())
-def test_both_forms_from_one_read_are_those_of_two(isa: str, threads: int) -> None:
+def test_both_forms_of_one_call_are_those_of_two(
+    isa: str, threads: int, one_read: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "PAIR_BYTES", 0 if one_read else 1 << 30)
     machine = Machine(instruction_set=isa, threads=threads)
     for row_spec in ROW_SPECS:
         x, row_values, row_codes = both_forms(row_spec, False)
         for column_spec in COLUMN_SPECS:
             _, column_values, column_codes = both_forms(column_spec, True)
-            one_read, column = CpuQuantizer(row_spec, machine).with_columns, CpuQuantizer(column_spec, machine)
-            values, columns = one_read(column, x, KEY, None, KEY, None, False, False)
+            one_call, column = CpuQuantizer(row_spec, machine).with_columns, CpuQuantizer(column_spec, machine)
+            values, columns = one_call(column, x, KEY, None, KEY, None, False, False)
             assert_same_values(values, row_values)
             assert_same_values(columns, column_values)
-            ours, codes = one_read(column, x, KEY, None, KEY, None, True, True)
+            ours, codes = one_call(column, x, KEY, None, KEY, None, True, True)
             assert_same_codes(ours, row_codes)
             assert_same_codes(codes, column_codes)
 
 
-def test_both_forms_of_a_tensor_that_one_read_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules[PairQuantizer.__module__], "PAIR_BYTES", 0)
+@pytest.mark.parametrize("shape", [(64, 32), (4096, 384), (300, 512)], ids=str)
+def test_both_forms_of_rows_that_the_kernels_join_or_transform_ahead_are_those_of_two(shape: tuple[int, int]) -> None:
+    x = draw_values("normal", *shape, 5).bfloat16()
+    forms = [(NVFP4, TOKENS), (replace(NVFP4, rounding="stochastic"), replace(TOKENS, rounding="stochastic"))]
+    for row_spec, column_spec in [*forms, (TOKENS, NVFP4), (NVFP4, replace(NVFP4, block=(16, 16))), (CHOSEN, CHOSEN)]:
+        row, column = CpuQuantizer(row_spec), CpuQuantizer(column_spec)
+        made = row.with_columns(column, x, KEY, None, KEY, None, False, True)
+        assert made is not None
+        assert_same_values(made[0], row.values(x, KEY))
+        assert_same_codes(made[1], column.codes(x.T, KEY))
+
+
+def test_both_forms_of_a_tensor_that_one_call_cannot_serve() -> None:
     pair = PairQuantizer(CpuQuantizer(NVFP4), CpuQuantizer(TOKENS), row_codes=False, column_codes=True)
     x = draw_values("normal", 40, 300, 4).bfloat16()
     not_finite = x.clone()
@@ -78,14 +92,13 @@ def test_both_forms_of_a_tensor_that_one_read_cannot_serve(monkeypatch: pytest.M
         assert_same_codes(codes, reference.quantize(y.T, TOKENS))
 
 
-def test_one_read_is_taken_from_the_size_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    reads: list[int] = []
-    with_columns = CpuQuantizer.with_columns
-    monkeypatch.setattr(CpuQuantizer, "with_columns", lambda self, *a: reads.append(1) or with_columns(self, *a))
+def test_tiles_are_read_once_from_the_size_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     x = draw_values("normal", 40, 300, 4).bfloat16()
-    for size, expected in ((x.nbytes + 1, 0), (x.nbytes, 1)):
-        monkeypatch.setattr(sys.modules[PairQuantizer.__module__], "PAIR_BYTES", size)
-        PairQuantizer(CpuQuantizer(NVFP4), CpuQuantizer(TOKENS), row_codes=False, column_codes=True)(x)
-        for across in (TOKENS, CHOSEN):
-            PairQuantizer(CpuQuantizer(across), CpuQuantizer(NVFP4), row_codes=False, column_codes=True)(x)
-        assert len(reads) == expected, "a row-wise Hadamard transform, or choice of scales, has no kernel of its own"
+    for size, expected in ((x.nbytes + 1, False), (x.nbytes, True)):
+        monkeypatch.setattr(cpu, "PAIR_BYTES", size)
+        for row, column, fits in ((NVFP4, TOKENS, True), (TOKENS, NVFP4, False), (CHOSEN, NVFP4, False)):
+            quantizer, seen = CpuQuantizer(row), []
+            run = quantizer.run
+            quantizer.run = lambda *words, run=run, seen=seen: seen.append(words[2]) or run(*words)
+            PairQuantizer(quantizer, CpuQuantizer(column), row_codes=False, column_codes=True)(x)
+            assert seen == [expected and fits], "a row-wise transform, or choice of scales, has no kernel of its own"

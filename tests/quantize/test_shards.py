@@ -54,7 +54,7 @@ def shards(x: Tensor, spec: QuantSpec, axis: int, extent: int) -> list[tuple[Ten
     for index, piece in enumerate(pieces):
         first = index * extent
         at = (KEY.row_offset + first, KEY.col_offset) if axis == 0 else (KEY.row_offset, KEY.col_offset + first)
-        found.append((piece, replace(KEY, row_offset=at[0], col_offset=at[1]), amax if crosses else None))
+        found.append((piece, KEY.replace(row_offset=at[0], col_offset=at[1]), amax if crosses else None))
     return found
 
 
@@ -131,7 +131,7 @@ def test_without_the_offsets_and_the_amax_of_the_whole_the_codes_differ() -> Non
     assert spec is not None and spec.rounding == "stochastic"
     whole = quantize(x, spec, key=KEY).codes
     assert not torch.equal(quantize(x[256:], spec, key=KEY, amax=measure_amax(x, spec)).codes, whole[256:])
-    moved = replace(KEY, row_offset=KEY.row_offset + 256)
+    moved = KEY.replace(row_offset=KEY.row_offset + 256)
     assert not torch.equal(quantize(x[256:] / 3, spec, key=moved).codes, whole[256:])
 
 

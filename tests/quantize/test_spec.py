@@ -91,14 +91,14 @@ def test_specs_are_frozen_hashable_and_compare_by_value() -> None:
 
 def test_keys_are_frozen_compare_by_value_and_survive_pickling_and_replacing() -> None:
     key = RandomKey(seed=1, step=2, layer=3, operand=4)
-    assert key == pickle.loads(pickle.dumps(key)) == copy.deepcopy(key) != dataclasses.replace(key, row_offset=1)
-    assert pickle.loads(pickle.dumps(key)).words == key.words != dataclasses.replace(key, row_offset=1).words
+    assert key == pickle.loads(pickle.dumps(key)) == copy.deepcopy(key) != key.replace(row_offset=1)
+    assert pickle.loads(pickle.dumps(key)).words == key.words != key.replace(row_offset=1).words
     assert len({key, copy.copy(key)}) == 1
-    with pytest.raises(dataclasses.FrozenInstanceError):
+    with pytest.raises(AttributeError):
         key.step = 5
     for value in (1.0, "1", None, torch.tensor(1.0)):
         with pytest.raises(ValueError, match="step="):
-            dataclasses.replace(key, step=value)
+            key.replace(step=value)
 
 
 def test_a_spec_from_another_process_has_this_ones_hash_and_formats() -> None:

@@ -51,8 +51,8 @@ PAIR_ROWS: Final = 128
 STREAM_BYTES: Final = 1 << 24
 """Larger outputs bypass the caches, which could not hold them."""
 
-LAYOUT, VERSION = 2, 3
-"""Versions of the scheme: of its fields, and of the numbers that they hold."""
+LAYOUT, VERSION = 2, 4
+"""Versions of the scheme: of its fields, and of the numbers that they hold and the arguments of functions."""
 SCHEME: Final = Struct("=4i2i2i2iI2i3fq")
 """How to quantise: numbers of element, scale, scale rounding, formula; block; whole, extent of the amax; rounding,
 Hadamard size; signs; whether they are drawn instead, whether values are float32; largest, bound, margin; stream bytes.

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,9 +66,12 @@ def unflatten(tensors: Sequence[Any], heads: Heads) -> Saved:
     return tuple(saved)
 
 
+_has_autocast = cache(torch.amp.is_autocast_available)
+
+
 def torch_autocasts(device: str) -> bool:
     """Whether torch.autocast is on for this device type; "meta" has no autocast."""
-    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return _has_autocast(device) and torch.is_autocast_enabled(device)
 
 
 def without_torchs_autocast(device: str) -> AbstractContextManager[object]:

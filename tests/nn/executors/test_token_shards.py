@@ -1,7 +1,5 @@
 """Tokens gathered as codes: equal to the codes of the gathered tokens, in fewer bytes."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
@@ -38,7 +36,7 @@ def sent(x_MK: Tensor, spec: QuantSpec, ranks: int, *, along_tokens: bool) -> tu
     for rank, tokens in enumerate(x_MK.split(extent)):
         at = {"col_offset" if along_tokens else "row_offset": rank * extent}
         own = amax if amax is None or amax.numel() == 1 or along_tokens else amax[rank * extent :][:extent]
-        part = quantize(tokens.T if along_tokens else tokens, spec, key=replace(KEY, **at), amax=own)
+        part = quantize(tokens.T if along_tokens else tokens, spec, key=KEY.replace(**at), amax=own)
         received = gathered(part, wire, along_tokens=along_tokens)
     return received, quantize(x, spec, key=KEY, amax=amax), wire.sent[0]  # type: ignore[attr-defined]
 

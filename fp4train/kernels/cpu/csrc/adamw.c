@@ -99,7 +99,8 @@ PyObject *adamw(PyObject *self, PyObject *const *arguments, Py_ssize_t count) {
         return NULL;
     }
     Py_BEGIN_ALLOW_THREADS
-    run_tiles(strip, &step, step.rows * ((step.cols + STRIP - 1) / STRIP), (int)threads);
+    const Phase phase = {strip, &step, step.rows * ((step.cols + STRIP - 1) / STRIP), NULL};
+    run_phases(&phase, 1, (int)threads);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }

@@ -45,8 +45,9 @@ PyObject *fused(PyObject *self, PyObject *const *arguments, Py_ssize_t count) {
         return NULL;
     }
     call.tile_rows = p.cols < TILE_ELEMENTS ? TILE_ELEMENTS / p.cols : 1;
+    const Phase phase = {fused_tile, &call, (p.rows + call.tile_rows - 1) / call.tile_rows, NULL};
     Py_BEGIN_ALLOW_THREADS
-    run_tiles(fused_tile, &call, (p.rows + call.tile_rows - 1) / call.tile_rows, (int)threads);
+    run_phases(&phase, 1, (int)threads);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }

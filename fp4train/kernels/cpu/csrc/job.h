@@ -67,8 +67,8 @@ typedef struct {
 /* --- Structs packed by Python with struct ("=": native order, no padding); kernels/cpu/__init__.py documents the fields. A change of a
  * field requires a new LAYOUT in both places: an extension with another layout is refused when it is loaded. --- */
 enum { LAYOUT = 2 };
-/* Of the numbers that fields can hold. An extension of another version does not know some of them. */
-enum { VERSION = 3 };
+/* Of the numbers that fields can hold, and of the arguments of functions. An extension of another version does not know some. */
+enum { VERSION = 4 };
 enum { MAX_HADAMARD = 128 };
 
 /* The same for every call of a scheme. */

@@ -111,17 +111,27 @@ static Grid grid_for(const Matrix *rows, int64_t block_rows, int64_t block_cols,
     return (Grid){columns->cols, columns->rows, PAIR_TOKENS, most(COLUMN_TILE_ROWS, rows ? 16 * block_cols : 0)};
 }
 
-static void run(Tile tile, Call *call, int threads) {
-    call->threads = threads;
-    Py_BEGIN_ALLOW_THREADS;
-    run_tiles(tile, call, grid_size(&call->grid), threads);
-    Py_END_ALLOW_THREADS;
-}
+/* The tiles of up to two calls, one after the other. */
+typedef struct {
+    Tile tile;
+    Call calls[2];
+    int count;
+} Pass;
 
-static void run_amax(const Kernels *kernels, const AmaxJob *rows, const AmaxJob *columns, int threads) {
-    Call call = {.kernels = kernels, .amax_rows = rows, .amax_columns = columns};
-    call.grid = grid_for(rows ? &rows->x : NULL, 1, 16, columns ? &columns->x : NULL, threads);
-    run(amax_tile, &call, threads);
+static Call *add_call(Pass *pass, const Kernels *kernels, int threads) {
+    Call *call = &pass->calls[pass->count++];
+    *call = (Call){.kernels = kernels, .threads = threads};
+    return call;
+}
+static int64_t pass_size(const Pass *pass) {
+    int64_t size = 0;
+    for (int i = 0; i < pass->count; i++) size += grid_size(&pass->calls[i].grid);
+    return size;
+}
+static void pass_tile(Pass *pass, int64_t index) {
+    Call *call = pass->calls;
+    for (; index >= grid_size(&call->grid); call++) index -= grid_size(&call->grid);
+    pass->tile(call, index);
 }
 
 /* A job and the memory that it needs besides that of the caller. */
@@ -258,30 +268,62 @@ static int keep_transformed(Form *form, AmaxJob *amax) {
     return amax->transformed != NULL;
 }
 
-/* Compute the amaxes that are not given. One pass serves two forms that need the same amax. */
-static void measure(const Kernels *kernels, Form *rows, Form *columns, int threads) {
-    if (columns && !rows && !columns->job.hadamard && columns->job.x.stride_col == 1) rows = columns, columns = NULL;
-    Form *const forms[2] = {rows, columns};
-    AmaxJob amax[2];
-    const AmaxJob *wanted[2] = {NULL, NULL};
-    const int shared = rows && columns && rows->measure && columns->measure && !rows->job.amax_stride &&
-                       !columns->job.amax_stride && !columns->job.hadamard;
-    for (int i = 0; i < (shared ? 1 : 2); i++) {
-        Form *form = forms[i];
-        if (!form || !form->measure) continue;
+/* What one call of `quantize` runs: the pass of the amaxes that are not given, if there are any, and that of the tiles. */
+typedef struct {
+    Form forms[2];
+    int count;  /* of forms */
+    int shared; /* both need the same amax, which is that of the first */
+    AmaxJob amax_jobs[2];
+    Pass amax, quantize;
+    int not_finite;
+} Work;
+
+/* Plan the pass of the amaxes: of both forms from one read of a tile, or, where narrow rows were joined, of each after the other. */
+static void plan_amax(Work *work, const Kernels *kernels, int threads) {
+    Form *const forms = work->forms;
+    const Job *first = &forms[0].job, *second = &forms[1].job;
+    work->shared = work->count == 2 && forms[0].measure && forms[1].measure && !first->amax_stride && !second->amax_stride &&
+                   !first->hadamard && !second->hadamard;
+    for (int i = 0; i < work->count - work->shared; i++) {
+        Form *form = &forms[i];
+        AmaxJob *amax = &work->amax_jobs[i];
+        if (!form->measure) continue;
         memset(form->amax, 0, sizeof(float) * (size_t)form->amaxes);
-        amax[i] = (AmaxJob){.x = form->job.x, .hadamard = form->job.hadamard, .amax = (uint32_t *)form->amax, .amax_stride = form->job.amax_stride};
-        memcpy(amax[i].signs, form->job.signs, sizeof amax[i].signs);
-        wanted[i] = &amax[i];
+        *amax = (AmaxJob){.x = form->job.x, .hadamard = form->job.hadamard, .amax = (uint32_t *)form->amax, .amax_stride = form->job.amax_stride};
+        memcpy(amax->signs, form->job.signs, sizeof amax->signs);
+        const int across = form->job.hadamard || form->job.x.stride_col != 1;
+        Call *call = work->amax.calls;
+        if (!work->amax.count || !across || call->amax_columns || call->amax_rows->x.cols != amax->x.rows)
+            call = add_call(&work->amax, kernels, threads);
+        *(across ? &call->amax_columns : &call->amax_rows) = amax;
     }
-    const int kept = columns && !rows && keep_transformed(columns, &amax[1]);
-    if (wanted[0] || wanted[1]) run_amax(kernels, wanted[0], wanted[1], threads);
-    if (kept) {
-        const int64_t wide = amax[1].transformed_stride;
-        columns->job.x = (Matrix){amax[1].transformed, INPUT_BF16, columns->job.x.rows, wide, wide, 1};
-        columns->job.hadamard = 0;
+    for (int i = 0; i < work->amax.count; i++) {
+        Call *call = &work->amax.calls[i];
+        const AmaxJob *rows = call->amax_rows, *columns = call->amax_columns;
+        call->grid = grid_for(rows ? &rows->x : NULL, 1, 16, columns ? &columns->x : NULL, threads);
     }
-    if (shared) *columns->amax = *rows->amax;
+}
+
+/* Plan the pass of the tiles: those of each form after the other, or of both from one read of each. */
+static void plan_quantize(Work *work, int at_once, const Kernels *kernels, int threads) {
+    for (int i = 0; i < work->count; i++) {
+        Form *form = &work->forms[i];
+        Job *job = &form->job;
+        Call *call = at_once && i ? work->quantize.calls : add_call(&work->quantize, kernels, threads);
+        if (!at_once && works_across(job) && keep_transformed(form, &work->amax_jobs[i])) {
+            const int64_t wide = work->amax_jobs[i].transformed_stride;
+            job->x = (Matrix){work->amax_jobs[i].transformed, INPUT_BF16, job->x.rows, wide, wide, 1};
+            job->hadamard = 0;
+            join_narrow_rows(job);
+        }
+        *(works_across(job) ? &call->columns : &call->rows) = job;
+    }
+    for (int i = 0; i < work->quantize.count; i++) {
+        Call *call = &work->quantize.calls[i];
+        const Job *rows = call->rows, *columns = call->columns;
+        call->grid = grid_for(rows ? &rows->x : NULL, rows ? rows->block_rows : 1, rows ? rows->block_cols : 16,
+                              columns ? &columns->x : NULL, threads);
+    }
 }
 
 /* FP8 with one scale for the tensor or each row: scale = (largest / amax) / 2^margin; see scaling.scales_float. */
@@ -301,6 +343,20 @@ static void scale_whole(Form *form) {
         form->job.amax[i] = scale;
         form->inverse[i] = 1 / scale;
     }
+}
+
+/* Between the passes: what needs the amaxes of the whole tensor. */
+static void take_amaxes(void *context) {
+    Work *work = context;
+    if (work->shared) *work->forms[1].amax = *work->forms[0].amax;
+    for (int i = 0; i < work->count; i++)
+        if (work->forms[i].whole) scale_whole(&work->forms[i]);
+}
+
+static void amax_pass(void *context, int64_t index) { pass_tile(&((Work *)context)->amax, index); }
+static void quantize_pass(void *context, int64_t index) {
+    Work *work = context;
+    if (!work->not_finite) pass_tile(&work->quantize, index);
 }
 
 static void write_global_decode(const float *amax, float *out, int64_t count, float bound) {
@@ -323,45 +379,41 @@ static const Kernels *machine_of(PyObject *const *arguments, int *threads) {
     return kernels;
 }
 
-PyDoc_STRVAR(quantize_doc, "quantize(job, column_job, threads, isa) -> bool\n\n"
-                           "Run a packed job; if column_job is not None, a row-wise job of x and a column-wise job of x.T.\n"
+PyDoc_STRVAR(quantize_doc, "quantize(job, column_job, at_once, threads, isa) -> bool\n\n"
+                           "Run a packed job; if column_job is not None, a job of x and one of x.T, from one read of each\n"
+                           "tile where at_once: the first is row-wise then, the second column-wise.\n"
                            "True if x has a NaN or an infinity: the outputs are then undefined.");
 static PyObject *quantize(PyObject *self, PyObject *const *arguments, Py_ssize_t count) {
-    Form forms[2];
-    int threads, not_finite = 0;
+    Work work = {.count = 1, .amax.tile = amax_tile, .quantize.tile = quantize_tile};
+    int threads;
     (void)self;
-    if (count != 4) return PyErr_Format(PyExc_TypeError, "quantize takes 4 arguments, not %zd", count);
-    const int both = arguments[1] != Py_None;
-    const Kernels *kernels = machine_of(arguments + 2, &threads);
-    if (!kernels || !unpack_form(arguments[0], &forms[0])) return NULL;
-    if (both && !unpack_form(arguments[1], &forms[1])) {
-        free(forms[0].many);
+    if (count != 5) return PyErr_Format(PyExc_TypeError, "quantize takes 5 arguments, not %zd", count);
+    const int both = arguments[1] != Py_None, at_once = both && arguments[2] == Py_True;
+    const Kernels *kernels = machine_of(arguments + 3, &threads);
+    if (!kernels || !unpack_form(arguments[0], &work.forms[0])) return NULL;
+    if (both && !unpack_form(arguments[1], &work.forms[1])) {
+        free(work.forms[0].many);
         return NULL;
     }
-    Form *rows = &forms[0], *columns = both ? &forms[1] : NULL;
-    if (!both && works_across(&rows->job)) columns = rows, rows = NULL;
-    if (!both && rows) join_narrow_rows(&rows->job);
-    measure(kernels, rows, columns, threads);
-    if (!both && columns && !works_across(&columns->job)) {
-        rows = columns, columns = NULL;
-        join_narrow_rows(&rows->job);
+    work.count += both;
+    for (int i = 0; i < work.count; i++) {
+        work.forms[i].job.not_finite = &work.not_finite;
+        if (!at_once && !works_across(&work.forms[i].job)) join_narrow_rows(&work.forms[i].job);
     }
-    for (Form *form = forms; form < forms + 1 + both; form++) {
-        form->job.not_finite = &not_finite;
-        if (form->whole) scale_whole(form);
-    }
-    if (!not_finite) {
-        Call call = {.kernels = kernels, .rows = rows ? &rows->job : NULL, .columns = columns ? &columns->job : NULL};
-        call.grid = grid_for(rows ? &rows->job.x : NULL, rows ? rows->job.block_rows : 1, rows ? rows->job.block_cols : 16,
-                             columns ? &columns->job.x : NULL, threads);
-        run(quantize_tile, &call, threads);
-    }
-    for (Form *form = forms; form < forms + 1 + both; form++) {
+    plan_amax(&work, kernels, threads);
+    plan_quantize(&work, at_once, kernels, threads);
+    const Phase phases[2] = {{amax_pass, &work, pass_size(&work.amax), take_amaxes}, {quantize_pass, &work, pass_size(&work.quantize), NULL}};
+    const int measures = work.amax.count > 0;
+    if (!measures) take_amaxes(&work);
+    Py_BEGIN_ALLOW_THREADS;
+    run_phases(phases + !measures, 1 + measures, threads);
+    Py_END_ALLOW_THREADS;
+    for (Form *form = work.forms; form < work.forms + work.count; form++) {
         if (form->job.global_decode) write_global_decode(form->amax, form->job.global_decode, form->amaxes, form->job.bound);
         free(form->many);
         free(form->kept);
     }
-    return PyBool_FromLong(not_finite);
+    return PyBool_FromLong(work.not_finite);
 }
 
 static void join_narrow_coded_rows(DecodeJob *job) {
@@ -418,7 +470,10 @@ static PyObject *decode(PyObject *self, PyObject *const *arguments, Py_ssize_t c
     join_narrow_coded_rows(&job);
     Call call = {.kernels = kernels, .decode = &job};
     call.grid = wide_grid(job.rows, job.cols, 1, threads);
-    run(decode_tile, &call, threads);
+    const Phase phase = {decode_tile, &call, grid_size(&call.grid), NULL};
+    Py_BEGIN_ALLOW_THREADS;
+    run_phases(&phase, 1, threads);
+    Py_END_ALLOW_THREADS;
     if (p.decode) write_global_decode((const float *)p.amax, (float *)p.decode, p.amaxes, s->bound);
     Py_RETURN_NONE;
 }

@@ -8,31 +8,63 @@
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <pthread.h>
+#include <sched.h>
 #endif
 #include "threads.h"
 
 #include <stddef.h>
 
-enum { MAX_THREADS = 256 };
+#if defined(_WIN32)
+static void give_way(void) {}
+#else
+static void give_way(void) { sched_yield(); }
+#endif
+
+enum { MAX_THREADS = 256, SPINS = 1000 };
 
 typedef struct {
-    Tile tile;
-    void *context;
-    int64_t count, next;
+    const Phase *phases;
+    int count;
+    int64_t next[MAX_PHASES], left[MAX_PHASES]; /* of each phase: the next tile, and the tiles that are not done */
+    int open;                                   /* the phase whose tiles may be taken */
 } Work;
+
+static void begin(Work *work, const Phase *phases, int count) {
+    *work = (Work){.phases = phases, .count = count};
+    for (int i = 0; i < count; i++) work->left[i] = phases[i].count;
+}
+
+/* A phase begins when the tiles of the one before are done: a thread waits for those that others have taken, and for no
+ * thread that has none. */
+static void wait_for(Work *work, int phase) {
+    for (int i = 0; __atomic_load_n(&work->open, __ATOMIC_ACQUIRE) < phase; i++) {
+#if defined(__x86_64__)
+        __builtin_ia32_pause();
+#endif
+        if (i >= SPINS) give_way(); /* there may be more threads than cores */
+    }
+}
 
 static void take_tiles(void *argument) {
     Work *work = argument;
-    for (;;) {
-        const int64_t index = __atomic_fetch_add(&work->next, 1, __ATOMIC_RELAXED);
-        if (index >= work->count) return;
-        work->tile(work->context, index);
+    for (int i = 0; i < work->count; i++) {
+        const Phase *phase = &work->phases[i];
+        wait_for(work, i);
+        for (;;) {
+            const int64_t index = __atomic_fetch_add(&work->next[i], 1, __ATOMIC_RELAXED);
+            if (index >= phase->count) break;
+            phase->tile(phase->context, index);
+            if (__atomic_sub_fetch(&work->left[i], 1, __ATOMIC_ACQ_REL)) continue;
+            if (phase->then) phase->then(phase->context);
+            __atomic_store_n(&work->open, i + 1, __ATOMIC_RELEASE);
+        }
     }
 }
 
 #if defined(_WIN32)
-void run_tiles(Tile tile, void *context, int64_t count, int threads) {
-    Work work = {tile, context, count, 0};
+void run_phases(const Phase *phases, int count, int threads) {
+    Work work;
+    begin(&work, phases, count);
     (void)threads;
     take_tiles(&work);
 }
@@ -51,10 +83,13 @@ static void *thread_main(void *work) {
     return NULL;
 }
 
-void run_tiles(Tile tile, void *context, int64_t count, int threads) {
-    Work work = {tile, context, count, 0};
+void run_phases(const Phase *phases, int count, int threads) {
+    Work work;
+    int64_t most = 1;
+    begin(&work, phases, count);
+    for (int i = 0; i < count; i++) most = phases[i].count > most ? phases[i].count : most;
     if (threads > MAX_THREADS) threads = MAX_THREADS;
-    if (threads > count) threads = (int)count;
+    if (threads > most) threads = (int)most;
     if (threads <= 1) {
         take_tiles(&work);
         return;
