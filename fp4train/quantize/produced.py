@@ -2,7 +2,8 @@
 
 `SourceTensors` are the tensors that x is computed from. `produce` gives the codes of both forms of x, in kernels that
 compute x where they would load it (`kernels/triton/both.py`); they are those of x in BF16 as the functions here compute
-it in torch, in every bit. Only Triton has such kernels: `why_not` says why a pair of quantizers has none.
+it in torch, in every bit. Only Triton has such kernels; on CPUs `produced_cpu.py` makes x in one pass, which is then
+quantised. `why_not` says why neither is possible for a pair of quantizers.
 """
 
 from __future__ import annotations

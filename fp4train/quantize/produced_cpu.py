@@ -37,6 +37,8 @@ def why_not(kind: str, width: int) -> str | None:
         return f"the C kernels make no {kind}"
     if width % _VECTORS:
         return f"{width} features are no multiple of {_VECTORS}"
+    if kind == "norm" and width >= _GRAIN:
+        return f"{width} features of one token are added by several threads"
     if cpu.instruction_sets()[-1] == "plain":
         return "the C kernels of norms and gates need AVX2 and FMA"
     exact = _norm_is_torchs(width) if kind == "norm" else _gate_is_torchs()
@@ -66,7 +68,7 @@ def norm_backward(
     dy_MK: Tensor, h_MK: Tensor, weight_K: Tensor, rstd_M: Tensor, machine: cpu.Machine = cpu.HERE
 ) -> tuple[Tensor, Tensor]:
     """(dh [M, K], dweight [K]) in BF16, where `values` made rstd."""
-    dh_MK, products_MK = torch.empty_like(h_MK), torch.empty(h_MK.shape, dtype=torch.float32)
+    dh_MK, products_MK = torch.empty_like(h_MK), h_MK.new_empty(h_MK.shape, dtype=torch.float32)
     tensors = (dy_MK, h_MK, weight_K.bfloat16(), rstd_M, dh_MK, products_MK)
     cpu.fused("norm_gradients", tensors, h_MK.shape, machine=machine)
     return dh_MK, products_MK.sum(0).bfloat16()
@@ -93,7 +95,7 @@ def _norm_is_torchs(width: int) -> bool:
     with torch.enable_grad(), unhooked:  # in a region that is recomputed, whose saved tensors are counted
         x = F.rms_norm(h, (width,), weight, 1e-5)
         theirs = x.detach(), *torch.autograd.grad(x, (h, weight), dy)
-    inputs = h.detach(), weight.detach(), torch.empty(_PROBES, dtype=torch.float32)
+    inputs = h.detach(), weight.detach(), torch.empty(_PROBES, dtype=torch.float32, device="cpu")
     ours = *values(SourceTensors("norm", inputs, 1e-5)), *norm_backward(dy, inputs[0], inputs[1], inputs[2])
     return _same(ours, theirs)
 

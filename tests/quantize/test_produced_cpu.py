@@ -105,6 +105,7 @@ def test_they_run_where_they_have_torchs_bits(monkeypatch: pytest.MonkeyPatch) -
     """The reason says why they do not."""
     assert {why_not(kind, 128) for kind in ("norm", "gate", "gradients")} == {None}
     assert "100 features are no multiple of 64" in str(why_not("norm", 100))
+    assert "features of one token are added by several threads" in str(why_not("norm", 1 << 15))
     assert "make no layer_norm" in str(why_not("layer_norm", 128))
     for check in (produced_cpu._norm_is_torchs, produced_cpu._gate_is_torchs):
         check.cache_clear()

@@ -478,7 +478,7 @@ static PyObject *decode(PyObject *self, PyObject *const *arguments, Py_ssize_t c
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(has_isa_doc, "has_isa(isa) -> bool: 0 plain C, 1 AVX2, 2 AVX-512 (F, BW, VL, DQ)");
+PyDoc_STRVAR(has_isa_doc, "has_isa(isa) -> bool: 0 plain C, 1 AVX2 and FMA, 2 AVX-512 (F, BW, VL, DQ)");
 static PyObject *has_isa(PyObject *self, PyObject *argument) {
     const long isa = PyLong_AsLong(argument);
     (void)self;
