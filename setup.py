@@ -51,6 +51,7 @@ setup(
                 "-g0",
                 "-Wno-maybe-uninitialized",
             ],
+            libraries=[] if os.name == "nt" else ["m"],
             optional=True,
         )
     ],

@@ -77,6 +77,9 @@ LATER = {
         ),
     ),
     "moments in BF16, and AdamW's kernels": Capability(290, 2, ("optim/rounded.py", "kernels/triton/adamw.py")),
+    "norms and gates in C kernels": Capability(
+        100, 1, ("quantize/produced_cpu.py",), ("kernels/cpu/__init__.py:fused",)
+    ),
     "products and codes in fewer passes": Capability(
         433,
         2,

@@ -9,9 +9,12 @@ The graph of autograd is that of the model. In the place of x stands a *carrier*
 so that whatever would read it by mistake shows. The layers find the codes where those of a tensor that several layers
 read lie, in the context's cache; those of gradients come with the executor that the call has in its backward pass.
 
+On a CPU, whose layers multiply values, the norm or gate is made by one kernel and quantised at once: the bits are those
+of torch's operators (`quantize/produced_cpu.py`).
+
 Whether it can be done is asked in each call, of the executors that the layers hold then (`why_not`), and of the call
 itself: no gradients, torch.compile, torch.autocast, hooks that watch a layer, and anomaly detection leave norms and
-gates to the model, with the same numbers but for the last digits of 1/√(mean + ε).
+gates to the model, with the same numbers but, on a GPU, for the last digits of 1/√(mean + ε).
 """
 
 from __future__ import annotations
@@ -23,27 +26,30 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fp4train.backends import Prepared
 from fp4train.nn.call import Call, Executor
 from fp4train.nn.executors.gemms import Gemms, Gradients, Saved, torch_autocasts
 from fp4train.nn.operands import Operand
 from fp4train.nn.planned import PlannedLayer
 from fp4train.precision.context import State
-from fp4train.quantize import Quantized, produced
+from fp4train.quantize import produced, produced_cpu
+from fp4train.quantize.cpu import CpuQuantizer
 from fp4train.quantize.produced import SourceTensors
 from fp4train.quantize.quantizer import PLAIN
 
-FormPair = tuple[Quantized, Quantized]
+FormPair = tuple[Prepared, Prepared]
 
 
 def why_not(readers: Sequence[Executor], writers: Sequence[Executor] = ()) -> str | None:
     """Why the executors `readers` of one x do not take it from a source, or the `writers` of gate and up their
     gradients; None: they do."""
-    for executors, tensor in ((readers, "x"), (writers, "dy")):
+    for executors, tensor, kind in ((readers, "x", "gate" if writers else "norm"), (writers, "dy", "gradients")):
         for each in executors:
-            name = each.plan.layer.name
+            name = (layer := each.plan.layer).name
+            width = layer.in_features if tensor == "x" else layer.out_features
             if type(each) is not Gemms:
                 return f"{name} is not three products of codes of its own"
-            if (reason := _why_no_source(getattr(each, tensor))) is not None:
+            if (reason := _why_no_source(getattr(each, tensor), kind, width)) is not None:
                 return f"{tensor} of {name}: {reason}"
             if each.dtype is not torch.bfloat16:
                 return f"{name} has operands in {each.dtype}"
@@ -52,26 +58,34 @@ def why_not(readers: Sequence[Executor], writers: Sequence[Executor] = ()) -> st
     return None
 
 
-def _why_no_source(operand: Operand) -> str | None:
+def _why_no_source(operand: Operand, kind: str, width: int) -> str | None:
     row, column = operand.row, operand.column
     if row.spec is None or column.spec is None:
         return "a product takes it in high precision"
-    if not (row.codes and column.codes):
-        return "a product takes its values, not its codes"
     if operand.delayed:
         return "its amax enters a history of delayed scaling"
+    if operand.requantise is not None:
+        return "one form requantises the other"
     if operand.pair is None or not operand.own_amax or row.feature or row.rank:
         return "it is a part of a tensor that other ranks or layers share"
     if row.tensor == "x" and not operand.pure:
         return "it is rounded by random bits, which each layer draws for itself"
-    return produced.why_not(row.quantizer, column.quantizer)
+    return produced.why_not(row.quantizer, column.quantizer, kind, width, codes=row.codes and column.codes)
+
+
+def _on_cpu(operand: Operand) -> bool:
+    """Whether the C kernels quantise it."""
+    return isinstance(operand.row.quantizer, CpuQuantizer)
 
 
 def _produce(operand: Operand, source: SourceTensors, calls: Sequence[Call | None]) -> list[FormPair]:
     """Both forms of each result of the source, with the random bits of its call."""
     tokens, forms = source.tensors[0].shape[0], (operand.row, operand.column)
     keys = [tuple(form.key(call, tokens) if call and form.stochastic else None for form in forms) for call in calls]
-    return produced.produce(operand.row.quantizer, operand.column.quantizer, source, keys)
+    if operand.pair is not None and _on_cpu(operand):
+        made = zip(produced_cpu.values(source), keys, strict=True)
+        return [operand.pair(x_MK, row, None, column) for x_MK, (row, column) in made]
+    return list(produced.produce(operand.row.quantizer, operand.column.quantizer, source, keys))
 
 
 class Producer:
@@ -138,6 +152,8 @@ class GateProducer(Producer):
         """A carrier of silu(gate) ⊙ up; None: it cannot be made here."""
         if (found := self.ready(gate)) is None:
             return None
+        if _on_cpu(found[0].x) and not produced_cpu.whole_vectors(gate.numel()):
+            return None
         first, second = _call_of(gate), _call_of(up)
         if first is None or second is None or not _alike(first, second):
             return None
@@ -202,16 +218,17 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, h: Tensor, weight_K: Tensor, eps: float, executor: Gemms, now: State) -> Tensor:
         h_MK = _matrix(h)
-        rstd_M = torch.empty(h_MK.shape[0], device=h.device)
+        rstd_M = torch.empty(h_MK.shape[0], dtype=torch.float32, device=h.device)
         carrier = _provide(SourceTensors("norm", (h_MK, weight_K.detach(), rstd_M), eps), executor, now, h)
         ctx.save_for_backward(h, weight_K, rstd_M)
+        ctx.backward_of = (produced_cpu if _on_cpu(executor.x) else produced).norm_backward
         return carrier
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         h, weight_K, rstd_M = ctx.saved_tensors
-        dh, dweight = produced.norm_backward(_matrix(dy), _matrix(h), weight_K.detach(), rstd_M)
+        dh, dweight = ctx.backward_of(_matrix(dy), _matrix(h), weight_K.detach(), rstd_M)
         return dh.view(h.shape), dweight.to(weight_K.dtype), None, None, None
 
 

@@ -12,13 +12,14 @@ from torch import nn
 
 from fp4train.config.schema import TrainSettings
 from fp4train.errors import UserError
+from fp4train.kernels import cpu
 from fp4train.models.common import liger
 from fp4train.nn.executors import make_executor
 from fp4train.nn.planned import PlannedLayer
 from fp4train.nn.produced import GateProducer, NormProducer, Producer, why_not
 from fp4train.precision.layers import find_blocks
 from fp4train.precision.plan import PlannedStretch
-from fp4train.quantize import triton
+from fp4train.quantize import triton, triton_launch
 
 _log = logging.getLogger(__name__)
 
@@ -76,7 +77,7 @@ def _why_not_produced(train: TrainSettings, device: str) -> str | None:
         return "with train.compile the compiler has the blocks"
     if train.cuda_graph == "block":
         return "graphs of blocks (train.cuda_graph=block) share no codes with what lies outside of them"
-    return triton.why_not_here(device)
+    return cpu.unavailable() if device == "cpu" and not triton_launch.interpreted() else triton.why_not_here(device)
 
 
 def produced_by(model: nn.Module, stretch: PlannedStretch, train: TrainSettings, device: str) -> list[str]:
@@ -88,7 +89,8 @@ def produced_by(model: nn.Module, stretch: PlannedStretch, train: TrainSettings,
         reason = whole or why_not(*([make_executor(plan, device) for plan in group] for group in plans))
         reason = reason and _LAYER.sub("a layer", reason)
         reasons[reason] = reasons.get(reason, 0) + 1
-    done = "norms and gates are quantised where they are made, and not written in BF16"
+    done = "norms and gates are quantised where they are made, "
+    done += "in the bits of torch's operators" if device == "cpu" else "and not written in BF16"
     return [
         f"{count} {done}." if reason is None else f"{count} norms and gates write BF16: {reason}."
         for reason, count in reasons.items()

@@ -53,16 +53,17 @@ def test_a_norm_has_the_bits_of_torchs_with_its_factors() -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "reason"),
+    ("row", "kernel", "codes", "reason"),
     [
-        (QuantSpec(block=(16, 16)), "no kernel makes both forms"),
-        (QuantSpec(), "kernels that quantise are not Triton's"),
+        (QuantSpec(block=(16, 16)), "auto", True, "no kernel makes both forms"),
+        (QuantSpec(), "auto", False, "a product takes its values, not its codes"),
+        (QuantSpec(), "reference", True, "kernels that quantise are not Triton's"),
     ],
 )
-def test_other_pairs_are_refused_with_the_reason(row: QuantSpec, reason: str) -> None:
-    device = "cuda" if "both" in reason else "cpu"
-    pair = quantizer(row, device), quantizer(QuantSpec(), device)
-    assert reason in str(produced.why_not(*pair))
+def test_other_pairs_are_refused_with_the_reason(row: QuantSpec, kernel: str, codes: bool, reason: str) -> None:
+    device = "cuda" if kernel == "auto" else "cpu"
+    pair = quantizer(row, device, kernel), quantizer(QuantSpec(), device, kernel)
+    assert reason in str(produced.why_not(*pair, "norm", 128, codes=codes))
 
 
 PROGRAM = """

@@ -61,7 +61,13 @@ def test_the_plan_says_which_kernels_run_and_why(cli: Cli, monkeypatch: pytest.M
 def test_the_plan_says_which_norms_and_gates_are_quantised_where_they_are_made_and_why_others_are_not(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "norms and gates write BF16: x is on cpu, Triton kernels run on CUDA devices." in cli("plan").out
+    made = "norms and gates are quantised where they are made, in the bits of torch's operators."
+    shape = ("model.width=128", "model.hidden=384", "model.layers=4", "policy=last15")
+    assert {f"9 {made}", "3 norms and gates write BF16: a layer is not three products of codes of its own."} <= set(
+        cli("plan", *shape).out.splitlines()
+    )
+    assert "12 norms and gates write BF16: train.kernels=torch asks" in cli("plan", *shape, "train.kernels=torch").out
+    assert "x of a layer: 160 features are no multiple of 64." in cli("plan", *shape, "model.width=160").out
     built = f4.convert(Llama(width=64, layers=2, heads=2, kv_heads=1, hidden=96).build(vocab_size=60, seq_len=32))
     timeline, device = Timeline(recipe=NVFP4(), steps=1), Device.elsewhere(find_gpu("B200"))
     plan = make_plan(find_layers(built).values(), timeline, None, tokens=64, device=device, backend="native")

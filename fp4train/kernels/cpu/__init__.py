@@ -10,6 +10,8 @@ instruction set and the number of threads; the results are the same bits for all
 built with the package: `unavailable()` says why it is missing.
 """
 
+from __future__ import annotations
+
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,6 +35,7 @@ ROUNDINGS: Final = {"nearest": 0, "stochastic": 1, "eden": 2}
 FOUR_OVER_SIX: Final = {None: None, "mae": 2, "mse": 3}
 """Number of the error by which a block chooses between 4 and 6; it stands in place of the formula's."""
 EXTENTS: Final = {None: 0, "tensor": 1, "row": 2, "block": 3}
+FUSED_KINDS: Final = {"norm": 0, "norm_gradients": 1, "gate": 2, "gradients": 3}
 
 ROW_BLOCKS: Final = (16, 32, 64, 128)
 """Widths of blocks along contiguous memory."""
@@ -48,7 +51,7 @@ PAIR_ROWS: Final = 128
 STREAM_BYTES: Final = 1 << 24
 """Larger outputs bypass the caches, which could not hold them."""
 
-LAYOUT, VERSION = 2, 3
+LAYOUT, VERSION = 2, 4
 """Versions of the scheme: of its fields, and of the numbers that they hold and the arguments of functions."""
 SCHEME: Final = Struct("=4i2i2i2iI2i3fq")
 """How to quantise: numbers of element, scale, scale rounding, formula; block; whole, extent of the amax; rounding,
@@ -70,6 +73,9 @@ STEP: Final = Struct("=4Q3q5I9f")
 """One step of AdamW with moments in BF16 (`optim.rounded`): addresses of weights, gradients and moments; rows, columns,
 columns to skip; row offset, column offset / 8, the counter's word of the step, layers of the two moments; the numbers
 of the step, and what stays the same over steps."""
+
+FUSED: Final = Struct("=if2q6Q")
+"""A norm, a gate or their gradients (csrc/fused.h): kind, eps; rows, columns; addresses, of what is read first."""
 
 NO_RANDOM: Final = bytes(24)
 """The words of a `RandomKey` for nearest rounding."""
@@ -121,6 +127,24 @@ def step_adamw(tensors: Sequence[torch.Tensor], integers: tuple[int, ...], numbe
     """One step of AdamW on weights, gradients and moments, contiguous and of one shape, in place; see `STEP`."""
     job = STEP.pack(*(each.data_ptr() for each in tensors), *integers, *numbers)
     loaded().adamw(job, torch.get_num_threads())
+
+
+def fused(
+    kind: str, tensors: Sequence[torch.Tensor], shape: Sequence[int], eps: float = 0.0, machine: Machine | None = None
+) -> None:
+    """Make a norm, a gate or their gradients (`FUSED_KINDS`) of contiguous tensors, which csrc/fused.h names in turn.
+
+    Args:
+        shape: rows and columns, a multiple of 32, of the matrices among them.
+
+    Raises:
+        ValueError, TypeError: the extension does not take the shape; a tensor has no memory of its own.
+    """
+    machine = machine or HERE
+    addresses = [each.data_ptr() for each in tensors]
+    job = FUSED.pack(FUSED_KINDS[kind], eps, *shape, *addresses, *[0] * (6 - len(addresses)))
+    isa = INSTRUCTION_SETS.index(machine.instruction_set or instruction_sets()[-1])
+    loaded().fused(job, machine.threads or torch.get_num_threads(), isa)
 
 
 def thread_pool() -> str:

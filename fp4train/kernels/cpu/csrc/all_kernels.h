@@ -2,6 +2,7 @@
 #include "amax.h"
 #include "colwise.h"
 #include "decode.h"
+#include "fused.h"
 #include "rowwise.h"
 
-const Kernels FN(kernels) = {FN(quantize_rows), FN(quantize_columns), FN(amax_rows), FN(amax_columns), FN(decode)};
+const Kernels FN(kernels) = {FN(quantize_rows), FN(quantize_columns), FN(amax_rows), FN(amax_columns), FN(decode), FN(fused)};

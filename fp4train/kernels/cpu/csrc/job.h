@@ -68,7 +68,7 @@ typedef struct {
  * field requires a new LAYOUT in both places: an extension with another layout is refused when it is loaded. --- */
 enum { LAYOUT = 2 };
 /* Of the numbers that fields can hold, and of the arguments of functions. An extension of another version does not know some. */
-enum { VERSION = 3 };
+enum { VERSION = 4 };
 enum { MAX_HADAMARD = 128 };
 
 /* The same for every call of a scheme. */
@@ -119,6 +119,24 @@ typedef struct {
     int stream;
 } DecodeJob;
 
+enum { FUSED_NORM, FUSED_NORM_GRADIENTS, FUSED_GATE, FUSED_GATE_GRADIENTS };
+enum { FUSED_TENSORS = 6 };
+
+/* A norm, a gate or its gradients; see fused.h. */
+typedef struct {
+    int kind;
+    float eps; /* of a norm */
+    int64_t rows, cols;
+    void *at[FUSED_TENSORS]; /* what is read, then what is written */
+} Fused;
+
+typedef struct {
+    int32_t kind;
+    float eps;
+    int64_t rows, cols;
+    uint64_t at[FUSED_TENSORS]; /* addresses */
+} PackedFused;
+
 /* Every kernel processes the rectangle [row0, row1) x [col0, col1) of its job; col0 is a multiple of 256 and of the block.
  * ahead: distance in bytes to the next rectangle, which is prefetched meanwhile; 0 for none. */
 typedef struct {
@@ -127,7 +145,11 @@ typedef struct {
     void (*amax_rows)(const AmaxJob *, int64_t row0, int64_t row1, int64_t col0, int64_t col1);
     void (*amax_columns)(const AmaxJob *, int64_t row0, int64_t row1, int64_t col0, int64_t col1, int64_t ahead);
     void (*decode)(const DecodeJob *, int64_t row0, int64_t row1, int64_t col0, int64_t col1);
+    void (*fused)(const Fused *, int64_t row0, int64_t row1);
 } Kernels;
 
 extern const Kernels kernels_plain, kernels_avx2, kernels_avx512;
+
+/* Those of an instruction set, 0 plain, 1 AVX2, 2 AVX-512; NULL where this CPU lacks it. */
+const Kernels *kernels_of(int isa);
 #endif

@@ -11,6 +11,7 @@
 #include <string.h>
 
 #include "adamw.h"
+#include "fused_call.h"
 #include "job.h"
 #include "philox_one.h"
 #include "threads.h"
@@ -19,10 +20,10 @@ enum { MIN_TILE_ELEMENTS = 1 << 13, MAX_TILE_ELEMENTS = 1 << 17, TILES_A_THREAD 
 enum { WIDEST_STRIP = 2048, PAIR_TOKENS = 128, COLUMN_TILE_ROWS = 256 };
 enum { KEPT_BYTES = 1 << 23 }; /* see keep_transformed */
 
-static const Kernels *kernels_of(int isa) {
+const Kernels *kernels_of(int isa) {
     switch (isa) {
 #if defined(__x86_64__)
-    case 1: return __builtin_cpu_supports("avx2") ? &kernels_avx2 : NULL;
+    case 1: return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? &kernels_avx2 : NULL;
     case 2:
         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")
@@ -477,7 +478,7 @@ static PyObject *decode(PyObject *self, PyObject *const *arguments, Py_ssize_t c
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(has_isa_doc, "has_isa(isa) -> bool: 0 plain C, 1 AVX2, 2 AVX-512 (F, BW, VL, DQ)");
+PyDoc_STRVAR(has_isa_doc, "has_isa(isa) -> bool: 0 plain C, 1 AVX2 and FMA, 2 AVX-512 (F, BW, VL, DQ)");
 static PyObject *has_isa(PyObject *self, PyObject *argument) {
     const long isa = PyLong_AsLong(argument);
     (void)self;
@@ -496,6 +497,7 @@ static PyMethodDef methods[] = {
     {"quantize", (PyCFunction)(void (*)(void))quantize, METH_FASTCALL, quantize_doc},
     {"decode", (PyCFunction)(void (*)(void))decode, METH_FASTCALL, decode_doc},
     {"adamw", (PyCFunction)(void (*)(void))adamw, METH_FASTCALL, "adamw(job, threads): run a packed job"},
+    {"fused", (PyCFunction)(void (*)(void))fused, METH_FASTCALL, "fused(job, threads, isa): run a packed job"},
     {"has_isa", has_isa, METH_O, has_isa_doc},
     {"thread_pool", pool_name, METH_NOARGS, thread_pool_doc},
     {NULL, NULL, 0, NULL},

@@ -30,6 +30,8 @@ F2(f_min, _mm256_min_ps)
 INLINE F f_sub_by_multiplier(F x, F y) { return f_sub(x, y); }
 INLINE F f_add_exact_product(F x, F y, F z) { return f_add(x, f_mul(y, z)); }
 INLINE F f_sub_exact_product(F x, F y, F z) { return f_sub(x, f_mul(y, z)); }
+INLINE F f_fma(F x, F y, F z) { return (F){_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
+INLINE F f_sqrt(F x) { return (F){_mm256_sqrt_ps(x.a), _mm256_sqrt_ps(x.b)}; }
 INLINE F f_floor(F x) { return (F){_mm256_floor_ps(x.a), _mm256_floor_ps(x.b)}; }
 INLINE I i_bits(F x) { return (I){_mm256_castps_si256(x.a), _mm256_castps_si256(x.b)}; }
 INLINE F f_bits(I x) { return (F){_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }

@@ -29,6 +29,8 @@ INLINE F f_min(F a, F b) { return _mm512_min_ps(a, b); }
 INLINE F f_sub_by_multiplier(F a, F b) { return _mm512_fnmadd_ps(b, _mm512_set1_ps(1.0f), a); }
 INLINE F f_add_exact_product(F a, F b, F c) { return _mm512_fmadd_ps(b, c, a); }
 INLINE F f_sub_exact_product(F a, F b, F c) { return _mm512_fnmadd_ps(b, c, a); }
+INLINE F f_fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+INLINE F f_sqrt(F a) { return _mm512_sqrt_ps(a); }
 INLINE F f_floor(F a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }
 INLINE I i_bits(F a) { return _mm512_castps_si512(a); }
 INLINE F f_bits(I a) { return _mm512_castsi512_ps(a); }

@@ -32,6 +32,8 @@ LANEWISE(f_min, F, F, a.v[i] < b.v[i] ? a.v[i] : b.v[i]) /* b where either is Na
 INLINE F f_sub_by_multiplier(F a, F b) { return f_sub(a, b); } /* the same; another unit of the CPU may compute it */
 INLINE F f_add_exact_product(F a, F b, F c) { return f_add(a, f_mul(b, c)); } /* b * c is exact, so fusing changes nothing */
 INLINE F f_sub_exact_product(F a, F b, F c) { return f_sub(a, f_mul(b, c)); }
+INLINE F f_fma(F a, F b, F c) { LANES(i) a.v[i] = fmaf(a.v[i], b.v[i], c.v[i]); return a; } /* a b + c, rounded once */
+INLINE F f_sqrt(F a) { LANES(i) a.v[i] = sqrtf(a.v[i]); return a; }
 INLINE F f_floor(F a) { LANES(i) a.v[i] = floorf(a.v[i]); return a; }
 INLINE I i_bits(F a) { I r; memcpy(&r, &a, sizeof r); return r; }
 INLINE F f_bits(I a) { F r; memcpy(&r, &a, sizeof r); return r; }
