@@ -123,11 +123,15 @@ def _watched(layer: PlannedLayer) -> bool:
 class NormProducer(Producer):
     """RMSNorm."""
 
-    def __call__(self, h: Tensor, weight: Tensor, eps: float) -> Tensor | None:
-        """A carrier of RMSNorm(h); None: it cannot be made here."""
+    def __call__(self, h: Tensor, weight: Tensor, eps: float, kind: str = "norm") -> Tensor | None:
+        """A carrier of the norm of h; None: it cannot be made here.
+
+        Args:
+            kind: "norm", or "root", whose ε is outside of the root (`SourceTensors`).
+        """
         if type(weight) not in PLAIN or (found := self.ready(h)) is None:
             return None
-        carrier: Tensor = _Norm.apply(h, weight, eps, *found)  # type: ignore[no-untyped-call]
+        carrier: Tensor = _Norm.apply(h, weight, eps, kind, *found)  # type: ignore[no-untyped-call]
         return carrier
 
 
@@ -200,19 +204,20 @@ def _provide(source: SourceTensors, executor: Gemms, now: State, like: Tensor) -
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, h: Tensor, weight_K: Tensor, eps: float, executor: Gemms, now: State) -> Tensor:
+    def forward(ctx: Any, h: Tensor, weight_K: Tensor, eps: float, kind: str, executor: Gemms, now: State) -> Tensor:
         h_MK = _matrix(h)
         rstd_M = torch.empty(h_MK.shape[0], device=h.device)
-        carrier = _provide(SourceTensors("norm", (h_MK, weight_K.detach(), rstd_M), eps), executor, now, h)
+        carrier = _provide(SourceTensors(kind, (h_MK, weight_K.detach(), rstd_M), eps), executor, now, h)
         ctx.save_for_backward(h, weight_K, rstd_M)
+        ctx.outside = eps if kind == "root" else 0.0
         return carrier
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         h, weight_K, rstd_M = ctx.saved_tensors
-        dh, dweight = produced.norm_backward(_matrix(dy), _matrix(h), weight_K.detach(), rstd_M)
-        return dh.view(h.shape), dweight.to(weight_K.dtype), None, None, None
+        dh, dweight = produced.norm_backward(_matrix(dy), _matrix(h), weight_K.detach(), rstd_M, ctx.outside)
+        return dh.view(h.shape), dweight.to(weight_K.dtype), None, None, None, None
 
 
 class _Gate(torch.autograd.Function):

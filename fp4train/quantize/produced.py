@@ -22,7 +22,7 @@ from fp4train.quantize.spec import QuantSpec
 from fp4train.quantize.triton import TritonQuantizer, has_pair_kernel
 from fp4train.quantize.triton_launch import BothPlan
 
-_PLACES: Final = {"norm": (128, 1), "gradients": (64, 2)}
+_PLACES: Final = {"norm": (128, 1), "root": (128, 1), "gradients": (64, 2)}
 """Features, and blocks of tokens, of a program that makes codes without an amax, where few tokens should make a strip,
 or many numbers take the registers."""
 STRIP: Final = 16
@@ -36,8 +36,9 @@ _LAST_POWERS: Final = (0.6931471824645996, 1.0000001192092896)
 class SourceTensors(NamedTuple):
     """The tensors that x is computed from, BF16 [M, K], the rows of which lie alike and are contiguous.
 
-    kind: "norm": (h, weight [K], rstd float32 [M], which is filled); "gate": (gate, up); "gradients": (dh, gate, up),
-        from which two tensors are made, the gradients of gate and of up.
+    kind: "norm": (h, weight [K], rstd float32 [M], which is filled with 1 / √(mean(h²) + ε)); "root": the same with
+        1 / (√mean(h²) + ε); "gate": (gate, up); "gradients": (dh, gate, up), from which two tensors are made, the
+        gradients of gate and of up.
     eps: ε of a norm.
     """
 
@@ -52,15 +53,15 @@ class SourceTensors(NamedTuple):
 
     def values(self) -> tuple[Tensor, ...]:
         """x in BF16, or both gradients: the readable reference; of a norm with the rstd that is there."""
-        if self.kind == "norm":
+        if self.kind in ("norm", "root"):
             h, weight, rstd = self.tensors
-            return (normed(h, weight, rstd),)
+            return (normed(h, weight.bfloat16() if self.kind == "norm" else weight, rstd),)
         return (gated(*self.tensors),) if self.kind == "gate" else gate_gradients(*self.tensors)
 
 
 def normed(h_MK: Tensor, weight_K: Tensor, rstd_M: Tensor) -> Tensor:
-    """h · rstd · weight, rounded once to BF16."""
-    return (h_MK.float() * rstd_M[:, None] * weight_K.bfloat16().float()).bfloat16()
+    """h · rstd · weight, rounded once to BF16. RMSNorm has its weight rounded to BF16, too."""
+    return (h_MK.float() * rstd_M[:, None] * weight_K.float()).bfloat16()
 
 
 def exponential(x: Tensor) -> Tensor:
@@ -136,7 +137,7 @@ def _plan(row: QuantSpec, x_MK: Tensor, column: QuantSpec, tiled: tuple[bool, bo
     """The launches for x of a source: that of `plan_both` with other kernels, and of a norm with other tiles."""
     from fp4train.kernels.triton.both import amax_produced, quantize_produced
 
-    tensors = {"norm": 3, "gate": 2, "gradients": 3}[kind]
+    tensors = 2 if kind == "gate" else 3
     results = 2 if kind == "gradients" else 1
     measured, (tokens, features) = row.global_scale or column.global_scale, x_MK.shape
     place = None if measured else _PLACES.get(kind)
@@ -165,13 +166,15 @@ def _plan(row: QuantSpec, x_MK: Tensor, column: QuantSpec, tiled: tuple[bool, bo
     return plan._replace(amax=amax, launch=launch)
 
 
-def norm_backward(dy_MK: Tensor, h_MK: Tensor, weight_K: Tensor, rstd_M: Tensor) -> tuple[Tensor, Tensor]:
-    """(dh [M, K] in BF16, dweight float32 [K]) of `normed`."""
+def norm_backward(
+    dy_MK: Tensor, h_MK: Tensor, weight_K: Tensor, rstd_M: Tensor, outside: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """(dh [M, K] in BF16, dweight float32 [K]) of a norm; `outside`: ε of "root", 0 of "norm"."""
     from fp4train.kernels.triton.norm import norm_backward as kernel
 
     (rows, cols), strips = h_MK.shape, -(-h_MK.shape[0] // STRIP)
     dh, dw = torch.empty_like(h_MK), torch.empty(strips, cols, device=h_MK.device)
-    constants = {"ROWS": STRIP, "COLS": 256, "HARDWARE": not triton_launch.interpreted()}
+    constants = {"ROWS": STRIP, "COLS": 256, "OUTSIDE": outside, "HARDWARE": not triton_launch.interpreted()}
     launch = Launch(kernel, strips, (rows, cols, dy_MK.stride(0), h_MK.stride(0)), constants)
     launch(dy_MK, h_MK, weight_K, rstd_M, dh, dw)
     return dh, dw.sum(0)

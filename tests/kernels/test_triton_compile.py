@@ -62,9 +62,9 @@ def step_adamw() -> object:
 def of(kind: str, row: QuantSpec, column: QuantSpec) -> object:
     """Codes of both forms of what is made from a source."""
     norm = (_x(), torch.zeros(1024), torch.zeros(256))
-    tensors = {"norm": norm, "gate": (_x(), _x()), "gradients": (_x(), _x(), _x())}[kind]
+    tensors = {"gate": (_x(), _x()), "gradients": (_x(), _x(), _x())}.get(kind, norm)
     quantizers = TritonQuantizer(row).in_tiles, TritonQuantizer(column).in_tiles
-    source = SourceTensors(kind, tensors, 1e-5 if kind == "norm" else 0.0)
+    source = SourceTensors(kind, tensors, 1e-5 if tensors is norm else 0.0)
     return produce(*quantizers, source, [(KEY, KEY)] * source.results)
 
 
@@ -102,6 +102,8 @@ CALLS: dict[str, Callable[[], object]] = {
     "gradients of gate and up: nvfp4 codes of both forms": lambda: of("gradients", STOCHASTIC, WGRAD),
     "gradients of gate and up: mxfp8 codes of both forms": lambda: of("gradients", MXFP8, MXFP8),
     "norm, backward": lambda: norm_backward(_x(), _x(), torch.zeros(1024), torch.zeros(256)),
+    "root: mxfp8 codes of both forms": lambda: of("root", MXFP8, MXFP8),
+    "root, backward": lambda: norm_backward(_x(), _x(), torch.zeros(1024), torch.zeros(256), 1e-6),
 }
 
 

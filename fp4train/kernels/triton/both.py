@@ -129,8 +129,9 @@ def quantize_both(
 
 
 @triton.jit
-def first_of_strip(x_ptr, rows, cols, x_stride, EPS: tl.constexpr, V: tl.constexpr):
-    """The first tile of the program's strip of tokens, after 1 / sqrt(mean(h^2) + EPS) of its tokens was stored.
+def first_of_strip(x_ptr, rows, cols, x_stride, EPS: tl.constexpr, V: tl.constexpr, S: tl.constexpr):
+    """The first tile of the program's strip of tokens, after 1 / sqrt(mean(h^2) + EPS) of its tokens was stored, or of
+    S="root" 1 / (sqrt(mean(h^2)) + EPS).
 
     x_ptr: (h, weight, rstd). rows: tokens.
     """
@@ -144,8 +145,9 @@ def first_of_strip(x_ptr, rows, cols, x_stride, EPS: tl.constexpr, V: tl.constex
         h = rounding.as_float(h)
         total += h * h
     total = tl.sum(total, 1)
-    mean = tl.div_rn(total, tl.full((TOKENS,), 1.0, tl.float32) * cols) + EPS
-    rstd = tl.div_rn(tl.full((TOKENS,), 1.0, tl.float32), tl.sqrt_rn(mean))
+    mean = tl.div_rn(total, tl.full((TOKENS,), 1.0, tl.float32) * cols)
+    root = tl.sqrt_rn(mean) + EPS if S == "root" else tl.sqrt_rn(mean + EPS)
+    rstd = tl.div_rn(tl.full((TOKENS,), 1.0, tl.float32), root)
     tl.store(x_ptr[2] + token, rstd, mask=token < rows)
     tl.debug_barrier()  # the program's other threads read what this one stored
     return tl.program_id(0) * tl.cdiv(cols, V.tile_rows)
@@ -159,7 +161,7 @@ def amax_produced(x_ptr, out_ptr, rows, cols, x_stride, EPS: tl.constexpr, V: tl
     """
     tiles = tl.cdiv(cols, V.tile_rows)
     if EPS > 0.0:
-        first = first_of_strip(x_ptr, rows, cols, x_stride, EPS, V)
+        first = first_of_strip(x_ptr, rows, cols, x_stride, EPS, V, S)
         for tile in range(tiles):
             tile_amaxes(x_ptr, first + tile, out_ptr, cols, rows, tiles, 1, x_stride, V, S)
     elif S == "gradients":
@@ -207,7 +209,7 @@ def quantize_produced(
     words = words + (column_counter2, column_col_group, column_row_offset)
     pointers = (x_ptr, amax_ptr, out_ptr[0], out_ptr[1], out_ptr[2], out_ptr[3])
     if EPS > 0.0:
-        first = first_of_strip(x_ptr, rows, cols, x_stride, EPS, C)
+        first = first_of_strip(x_ptr, rows, cols, x_stride, EPS, C, S)
         for tile in range(tiles):
             tile_codes(pointers, first + tile, rows, cols, tiles, x_stride, words, R, C, 1, S)
     elif S == "gradients":
