@@ -58,6 +58,9 @@ def timings(x: Tensor) -> list[Timing]:
         ("mxfp8", (mxfp8, mxfp8), none, norm, plain + 2 * codes8),
         ("mxfp8", (mxfp8, mxfp8), none, gate, 2 * plain + 2 * codes8),
         ("mxfp8", (mxfp8, mxfp8), drawn, gradients, 3 * plain + 4 * codes8),
+        ("fp8 tensor", (tensor8, tensor8), none, norm, 2 * plain + 2 * n),
+        ("fp8 tensor", (tensor8, tensor8), none, gate, 4 * plain + 2 * n),
+        ("fp8 tensor", (tensor8, tensor8), drawn, gradients, 6 * plain + 4 * n),
     ]
 
     return [

@@ -70,13 +70,16 @@ PAIRS = (
 )
 """Specs of the row-wise and the column-wise form of a tensor, whose codes one kernel makes."""
 
+_MXFP8, _FP8 = ("mxfp8 e4m3", "mxfp8 e4m3"), ("fp8 tensor e4m3", "fp8 tensor e4m3")
 PRODUCED = {
-    "norm": (("nvfp4", "nvfp4 hadamard"), ("mxfp8 e4m3", "mxfp8 e4m3"), ("nvfp4", "nvfp4")),
-    "gate": (("nvfp4", "nvfp4 hadamard"), ("mxfp8 e4m3", "mxfp8 e4m3"), ("mxfp4 even", "mxfp4 hadamard 32")),
+    "norm": (("nvfp4", "nvfp4 hadamard"), _MXFP8, ("nvfp4", "nvfp4"), _FP8),
+    "root": (("nvfp4", "nvfp4 hadamard"), _MXFP8, _FP8),
+    "gate": (("nvfp4", "nvfp4 hadamard"), _MXFP8, ("mxfp4 even", "mxfp4 hadamard 32"), _FP8),
     "gradients": (
         ("nvfp4 stochastic", "nvfp4 hadamard stochastic"),
-        ("mxfp8 e4m3", "mxfp8 e4m3"),
+        _MXFP8,
         ("mxfp8 e4m3", "mxfp8 e4m3 stochastic"),
+        _FP8,
     ),
 }
 """Sources of a tensor that is quantised where it is made (`quantize/produced.py`), and specs of both its forms."""

@@ -114,8 +114,9 @@ def check_produced(case: Case, x: Tensor, name: str) -> dict[str, str]:
     first, second = x.tensor_split(2)
     weight = torch.linspace(-2, 2, x.shape[1], device=x.device)
     rstd = torch.empty(len(first), device=x.device)
-    tensors = {"norm": (first, weight, rstd), "gate": (first, second), "gradients": (second, first, first.flip(0))}
-    source = produced.SourceTensors(name, tensors[name], 1e-5 if name == "norm" else 0.0)
+    norm = first, weight, rstd
+    tensors = {"gate": (first, second), "gradients": (second, first, first.flip(0))}.get(name, norm)
+    source = produced.SourceTensors(name, tensors, 1e-5 if tensors is norm else 0.0)
     keys = [(KEY.replace(layer=7 + i), KEY.replace(operand=4, layer=7 + i)) for i in range(source.results)]
     row, column = (kernels.TritonQuantizer(spec).in_tiles for spec in (case.spec, case.column))
     made = produced.produce(row, column, source, keys)
@@ -128,8 +129,9 @@ def check_produced(case: Case, x: Tensor, name: str) -> dict[str, str]:
         )
         found |= differences(forms, wanted)
     mean = first.cpu().double().square().sum(1).float() / first.shape[1]
-    error = rstd.cpu() / (mean.double() + 1e-5).rsqrt() - 1  # NaN of 0 and 0
-    if name == "norm" and bool((error.abs() > 2**-21).any()):
+    exact = 1 / (mean.double().sqrt() + 1e-5) if name == "root" else (mean.double() + 1e-5).rsqrt()
+    error = rstd.cpu() / exact - 1  # NaN of 0 and 0
+    if tensors is norm and bool((error.abs() > 2**-21).any()):
         found["rstd"] = f"relative errors up to {float(error.abs().max())}"
     return found
 

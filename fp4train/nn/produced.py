@@ -20,6 +20,7 @@ gates to the model, with the same numbers but, on a GPU, for the last digits of 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -40,16 +41,16 @@ from fp4train.quantize.quantizer import PLAIN
 FormPair = tuple[Prepared, Prepared]
 
 
-def why_not(readers: Sequence[Executor], writers: Sequence[Executor] = ()) -> str | None:
-    """Why the executors `readers` of one x do not take it from a source, or the `writers` of gate and up their
-    gradients; None: they do."""
-    for executors, tensor, kind in ((readers, "x", "gate" if writers else "norm"), (writers, "dy", "gradients")):
+def why_not(readers: Sequence[Executor], writers: Sequence[Executor] = (), kind: str = "norm") -> str | None:
+    """Why the executors `readers` of one x do not take it from a source of this kind, or the `writers` of gate and up
+    their gradients; None: they do."""
+    for executors, tensor, source in ((readers, "x", kind), (writers, "dy", "gradients")):
         for each in executors:
             name = (layer := each.plan.layer).name
             width = layer.in_features if tensor == "x" else layer.out_features
             if type(each) is not Gemms:
                 return f"{name} is not three products of codes of its own"
-            if (reason := _why_no_source(getattr(each, tensor), kind, width)) is not None:
+            if (reason := _why_no_source(getattr(each, tensor), source, width)) is not None:
                 return f"{tensor} of {name}: {reason}"
             if each.dtype is not torch.bfloat16:
                 return f"{name} has operands in {each.dtype}"
@@ -94,10 +95,13 @@ class Producer:
     Args:
         readers: layers that read it, and alone do.
         writers: layers whose outputs it is made of, if their gradients are to be quantised here, too.
+        kind: of the source (`SourceTensors`).
     """
 
-    def __init__(self, readers: Sequence[PlannedLayer], writers: Sequence[PlannedLayer] = ()) -> None:
-        self.readers, self.writers = tuple(readers), tuple(writers)
+    def __init__(
+        self, readers: Sequence[PlannedLayer], writers: Sequence[PlannedLayer] = (), kind: str = "norm"
+    ) -> None:
+        self.readers, self.writers, self.kind = tuple(readers), tuple(writers), kind
         self._seen: tuple[Executor | None, ...] = ()
         self._runs = False
 
@@ -123,7 +127,7 @@ class Producer:
         executors = tuple(executor for executor, _ in found)
         if executors != self._seen:
             count, here = len(self.readers), [each for each in executors if each is not None]
-            self._runs = len(here) == len(layers) and why_not(here[:count], here[count:]) is None
+            self._runs = len(here) == len(layers) and why_not(here[:count], here[count:], self.kind) is None
             self._seen = executors
         executor, now = found[0]
         return (executor, now) if self._runs and isinstance(executor, Gemms) else None
@@ -135,13 +139,13 @@ def _watched(layer: PlannedLayer) -> bool:
 
 
 class NormProducer(Producer):
-    """RMSNorm."""
+    """RMSNorm, or one of the kind "root"."""
 
     def __call__(self, h: Tensor, weight: Tensor, eps: float) -> Tensor | None:
-        """A carrier of RMSNorm(h); None: it cannot be made here."""
+        """A carrier of the norm of h; None: it cannot be made here."""
         if type(weight) not in PLAIN or (found := self.ready(h)) is None:
             return None
-        carrier: Tensor = _Norm.apply(h, weight, eps, *found)  # type: ignore[no-untyped-call]
+        carrier: Tensor = _Norm.apply(h, weight, eps, self.kind, *found)  # type: ignore[no-untyped-call]
         return carrier
 
 
@@ -216,12 +220,14 @@ def _provide(source: SourceTensors, executor: Gemms, now: State, like: Tensor) -
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, h: Tensor, weight_K: Tensor, eps: float, executor: Gemms, now: State) -> Tensor:
+    def forward(ctx: Any, h: Tensor, weight_K: Tensor, eps: float, kind: str, executor: Gemms, now: State) -> Tensor:
         h_MK = _matrix(h)
         rstd_M = torch.empty(h_MK.shape[0], dtype=torch.float32, device=h.device)
-        carrier = _provide(SourceTensors("norm", (h_MK, weight_K.detach(), rstd_M), eps), executor, now, h)
+        carrier = _provide(SourceTensors(kind, (h_MK, weight_K.detach(), rstd_M), eps), executor, now, h)
         ctx.save_for_backward(h, weight_K, rstd_M)
-        ctx.backward_of = (produced_cpu if _on_cpu(executor.x) else produced).norm_backward
+        ctx.backward_of = produced_cpu.norm_backward
+        if not _on_cpu(executor.x):
+            ctx.backward_of = partial(produced.norm_backward, outside=eps if kind == "root" else 0.0)
         return carrier
 
     @staticmethod
@@ -229,7 +235,7 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         h, weight_K, rstd_M = ctx.saved_tensors
         dh, dweight = ctx.backward_of(_matrix(dy), _matrix(h), weight_K.detach(), rstd_M)
-        return dh.view(h.shape), dweight.to(weight_K.dtype), None, None, None
+        return dh.view(h.shape), dweight.to(weight_K.dtype), None, None, None, None
 
 
 class _Gate(torch.autograd.Function):

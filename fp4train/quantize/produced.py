@@ -19,14 +19,16 @@ from fp4train.quantize.cpu import CpuQuantizer
 from fp4train.quantize.launch import Launch
 from fp4train.quantize.quantized import Quantized
 from fp4train.quantize.quantizer import Quantizer
-from fp4train.quantize.random import RandomKey, words_of_both
+from fp4train.quantize.random import LANES, RandomKey, words_of_both
 from fp4train.quantize.spec import QuantSpec
 from fp4train.quantize.triton import TritonQuantizer, has_pair_kernel
 from fp4train.quantize.triton_launch import BothPlan
 
-_PLACES: Final = {"norm": (128, 1), "gradients": (64, 2)}
+_PLACES: Final = {"norm": (128, 1), "root": (128, 1), "gradients": (64, 2)}
 """Features, and blocks of tokens, of a program that makes codes without an amax, where few tokens should make a strip,
 or many numbers take the registers."""
+_TURNED: Final = 64, 8
+"""Tokens, and groups of eight features, of a program that makes codes of one scale."""
 STRIP: Final = 16
 """Tokens of a program of `norm_backward`."""
 _LOG2_E: Final = 1.4426950216293335
@@ -38,8 +40,9 @@ _LAST_POWERS: Final = (0.6931471824645996, 1.0000001192092896)
 class SourceTensors(NamedTuple):
     """The tensors that x is computed from, BF16 [M, K], the rows of which lie alike and are contiguous.
 
-    kind: "norm": (h, weight [K], rstd float32 [M], which is filled); "gate": (gate, up); "gradients": (dh, gate, up),
-        from which two tensors are made, the gradients of gate and of up.
+    kind: "norm": (h, weight [K], rstd float32 [M], which is filled with 1 / √(mean(h²) + ε)); "root": the same with
+        1 / (√mean(h²) + ε); "gate": (gate, up); "gradients": (dh, gate, up), from which two tensors are made, the
+        gradients of gate and of up.
     eps: ε of a norm.
     """
 
@@ -54,15 +57,15 @@ class SourceTensors(NamedTuple):
 
     def values(self) -> tuple[Tensor, ...]:
         """x in BF16, or both gradients: the readable reference; of a norm with the rstd that is there."""
-        if self.kind == "norm":
+        if self.kind in ("norm", "root"):
             h, weight, rstd = self.tensors
-            return (normed(h, weight, rstd),)
+            return (normed(h, weight.bfloat16() if self.kind == "norm" else weight, rstd),)
         return (gated(*self.tensors),) if self.kind == "gate" else gate_gradients(*self.tensors)
 
 
 def normed(h_MK: Tensor, weight_K: Tensor, rstd_M: Tensor) -> Tensor:
-    """h · rstd · weight, rounded once to BF16."""
-    return (h_MK.float() * rstd_M[:, None] * weight_K.bfloat16().float()).bfloat16()
+    """h · rstd · weight, rounded once to BF16. RMSNorm has its weight rounded to BF16, too."""
+    return (h_MK.float() * rstd_M[:, None] * weight_K.float()).bfloat16()
 
 
 def exponential(x: Tensor) -> Tensor:
@@ -123,6 +126,8 @@ def produce(
     assert isinstance(row, TritonQuantizer) and isinstance(column, TritonQuantizer)
     x_MK, (first, *others) = source.tensors[0], [words_of_both(*each) for each in keys]
     assert first is not None and None not in others
+    if row.spec.block == (None, None):
+        return _produce_turned(row, source)
     tiled = row._tiled, column._tiled
     plan: BothPlan = row._planned(_plan, x_MK, column.spec, tiled, source.kind, source.eps)
     amaxes = torch.zeros(source.results, 4, device=x_MK.device) if any(plan.needs) else None
@@ -142,46 +147,85 @@ def produce(
     return found
 
 
+def _produce_turned(row: TritonQuantizer, source: SourceTensors) -> list[tuple[Quantized, Quantized]]:
+    """`produce` by one float32 scale."""
+    x_MK, results = source.tensors[0], source.results
+    plan: BothPlan = row._planned(_plan_turned, x_MK, source.kind, source.eps)
+    amaxes = torch.zeros(results, 4, device=x_MK.device)
+    assert plan.amax is not None
+    plan.amax(*source.tensors, amaxes)
+    made = [[make() for make in plan.results] for _ in range(results)]
+    plan.launch(*source.tensors, amaxes, *(each for one in made for each in one))
+    (rows, columns), spec = x_MK.shape, row.spec
+    return [
+        (Quantized(spec, (rows, columns), codes, scale, amax), Quantized(spec, (columns, rows), turned, scale, amax))
+        for (codes, turned, scale), amax in zip(made, amaxes[:, 0].unbind(), strict=True)
+    ]
+
+
+def _plan_turned(spec: QuantSpec, x_MK: Tensor, kind: str, eps: float) -> BothPlan:
+    """The launches for x of a source: that of `plan_turned` with another kernel."""
+    from fp4train.kernels.triton.both import turned_produced
+
+    plan, tensors, results = triton_launch.plan_turned(spec, x_MK, False, False, _TURNED), *_counts(kind)
+    old, place = plan.launch, (128, 2 if eps else 4)
+    constants, groups = old.constants | {"S": kind}, (tensors, 1, 3 * results)
+    launch = Launch(turned_produced, old.programs * results, old.sizes, constants, old.warps, groups=groups)
+    return BothPlan(_plan_amax(spec, x_MK, place, kind, eps), (True, True), launch, plan.results)
+
+
+def _counts(kind: str) -> tuple[int, int]:
+    """(tensors of a source of this kind, results)."""
+    return 2 if kind == "gate" else 3, 2 if kind == "gradients" else 1
+
+
+def _plan_amax(column: QuantSpec, x_MK: Tensor, place: tuple[int, int], kind: str, eps: float) -> Launch:
+    """The kernel of the amaxes of x of a source, in tiles of features and blocks of tokens."""
+    from fp4train.kernels.triton.both import amax_produced
+
+    (tokens, features), (tensors, results) = x_MK.shape, _counts(kind)
+    strips, tiles = -(-tokens // (place[1] * (column.block[1] or LANES))), -(-features // place[0])
+    return Launch(
+        amax_produced,
+        strips if eps else strips * tiles * results,
+        (tokens, features, x_MK.stride(0)),
+        {"EPS": eps, "V": triton_launch.amax_variant(column, place), "S": kind},
+        dtypes={tensors: torch.int32},
+        groups=(tensors,),
+    )
+
+
 def _plan(row: QuantSpec, x_MK: Tensor, column: QuantSpec, tiled: tuple[bool, bool], kind: str, eps: float) -> BothPlan:
     """The launches for x of a source: that of `plan_both` with other kernels, and of a norm with other tiles."""
-    from fp4train.kernels.triton.both import amax_produced, quantize_produced
+    from fp4train.kernels.triton.both import quantize_produced
 
-    tensors = {"norm": 3, "gate": 2, "gradients": 3}[kind]
-    results = 2 if kind == "gradients" else 1
-    measured, (tokens, features) = row.global_scale or column.global_scale, x_MK.shape
+    tensors, results = _counts(kind)
+    measured, features = row.global_scale or column.global_scale, x_MK.shape[1]
     place = None if measured else _PLACES.get(kind)
     plan = triton_launch.plan_both(row, x_MK, column, tiled, place)
     assert plan is not None, "the rows of x are contiguous"
-    sizes = (tokens, features, x_MK.stride(0))
     amax = None
     if measured:
-        place, m = triton_launch.column_tile(column.block[1] or 0, column), column.block[1] or 0
-        place = (place[0], 1 if eps else place[1])
-        strips, tiles = -(-tokens // (place[1] * m)), -(-features // place[0])
-        constants = {"EPS": eps, "V": triton_launch.amax_variant(column, place), "S": kind}
-        amax = Launch(
-            amax_produced,
-            strips if eps else strips * tiles * results,
-            sizes,
-            constants,
-            dtypes={tensors: torch.int32},
-            groups=(tensors,),
-        )
+        place = triton_launch.column_tile(column.block[1] or 0, column)
+        amax = _plan_amax(column, x_MK, (place[0], 1 if eps else place[1]), kind, eps)
     old, own_eps = plan.launch, 0.0 if measured else eps
     programs = old.programs // -(-features // old.constants["C"].tile_rows) if own_eps else old.programs * results
     dtypes = {tensors + 1 + 4 * i + at: old.dtypes[2 + at] for i in range(results) for at in (0, 2)}
     constants = {"EPS": own_eps, **old.constants, "S": kind}
-    launch = Launch(quantize_produced, programs, sizes, constants, old.warps, dtypes, groups=(tensors, 1, 4 * results))
+    groups = tensors, 1, 4 * results
+    launch = Launch(quantize_produced, programs, old.sizes, constants, old.warps, dtypes, groups)
     return plan._replace(amax=amax, launch=launch)
 
 
-def norm_backward(dy_MK: Tensor, h_MK: Tensor, weight_K: Tensor, rstd_M: Tensor) -> tuple[Tensor, Tensor]:
-    """(dh [M, K] in BF16, dweight float32 [K]) of `normed`."""
+def norm_backward(
+    dy_MK: Tensor, h_MK: Tensor, weight_K: Tensor, rstd_M: Tensor, outside: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """(dh [M, K] in BF16, dweight float32 [K]) of a norm; `outside`: ε of "root", 0 of "norm"."""
     from fp4train.kernels.triton.norm import norm_backward as kernel
 
     (rows, cols), strips = h_MK.shape, -(-h_MK.shape[0] // STRIP)
     dh, dw = torch.empty_like(h_MK), torch.empty(strips, cols, device=h_MK.device)
-    constants = {"ROWS": STRIP, "COLS": 256, "HARDWARE": not triton_launch.interpreted()}
+    constants = {"ROWS": STRIP, "COLS": 256, "OUTSIDE": outside, "HARDWARE": not triton_launch.interpreted()}
     launch = Launch(kernel, strips, (rows, cols, dy_MK.stride(0), h_MK.stride(0)), constants)
     launch(dy_MK, h_MK, weight_K, rstd_M, dh, dw)
     return dh, dw.sum(0)

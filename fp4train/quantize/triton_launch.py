@@ -162,13 +162,16 @@ def plan_both(
     return BothPlan(measure, needs, launch, rooms)
 
 
-def plan_turned(spec: QuantSpec, x_MK: Tensor, given: bool, enters: bool) -> QuantizePlan:
-    """Codes by one float32 scale, and their transpose. given, enters: see `Variant`."""
+def plan_turned(
+    spec: QuantSpec, x_MK: Tensor, given: bool, enters: bool, place: tuple[int, int] = (64, 16)
+) -> QuantizePlan:
+    """Codes by one float32 scale, and their transpose. given, enters: see `Variant`. place: tokens, and groups of eight
+    features, of a program."""
     from fp4train.kernels.triton.both import quantize_turned
 
     tokens, features = x_MK.shape
     contiguous = _is_strided(x_MK)
-    tile_rows, tile_blocks = place = 64, 16
+    tile_rows, tile_blocks = place
     programs = _cdiv(tokens, tile_rows) * _cdiv(features, LANES * tile_blocks)
     made = _quantizing(spec, x_MK.dtype, place, blocks="whole", output="codes", given=given, enters=enters)
     sizes = (tokens, features, features if contiguous else x_MK.stride(0))

@@ -60,13 +60,21 @@ def kernels_of_layers(model: nn.Module, device: str, *, deterministic: bool) -> 
     return list(dict.fromkeys(says(device, deterministic) for says in asked if says))
 
 
-def _producers(model: nn.Module) -> Iterator[tuple[nn.Module, Producer]]:
-    """Each norm and gate of `model` that may quantise its result, as `fp4train_produced` of a part of it names them."""
+def _producers(model: nn.Module) -> Iterator[tuple[nn.Module, Producer | str]]:
+    """Each norm and gate of `model` that may quantise its result, as `fp4train_produced` of a part of it names them,
+    with its producer, or why none is possible."""
     for part in model.modules():
-        for owner, *layers in getattr(part, "fp4train_produced", tuple)():
-            readers, writers = ([each for each in group if isinstance(each, PlannedLayer)] for group in layers)
-            if (len(readers), len(writers)) == tuple(map(len, layers)):
-                yield owner, GateProducer(readers, writers) if writers else NormProducer(readers)
+        for owner, readers, writers in getattr(part, "fp4train_produced", tuple)():
+            others = [type(each).__name__ for each in (*readers, *writers) if not isinstance(each, PlannedLayer)]
+            if others:
+                yield owner, f"a module that takes no codes ({others[0]}) reads the same"
+            else:
+                yield (
+                    owner,
+                    GateProducer(readers, writers, "gate")
+                    if writers
+                    else NormProducer(readers, kind=getattr(owner, "source", "norm")),
+                )
 
 
 def _why_not_produced(train: TrainSettings, device: str) -> str | None:
@@ -75,8 +83,6 @@ def _why_not_produced(train: TrainSettings, device: str) -> str | None:
         return "train.kernels=torch asks for torch's operators"
     if train.compile:
         return "with train.compile the compiler has the blocks"
-    if train.cuda_graph == "block":
-        return "graphs of blocks (train.cuda_graph=block) share no codes with what lies outside of them"
     return cpu.unavailable() if device == "cpu" and not triton_launch.interpreted() else triton.why_not_here(device)
 
 
@@ -85,8 +91,11 @@ def produced_by(model: nn.Module, stretch: PlannedStretch, train: TrainSettings,
     reasons: dict[str | None, int] = {}
     whole = _why_not_produced(train, device)
     for _, producer in _producers(model):
-        plans = [[stretch.layers[each.layer.name] for each in group] for group in (producer.readers, producer.writers)]
-        reason = whole or why_not(*([make_executor(plan, device) for plan in group] for group in plans))
+        reason = whole or (producer if isinstance(producer, str) else None)
+        if reason is None and isinstance(producer, Producer):
+            groups = [[stretch.layers[one.layer.name] for one in g] for g in (producer.readers, producer.writers)]
+            readers, writers = ([make_executor(plan, device) for plan in group] for group in groups)
+            reason = why_not(readers, writers, producer.kind)
         reason = reason and _LAYER.sub("a layer", reason)
         reasons[reason] = reasons.get(reason, 0) + 1
     done = "norms and gates are quantised where they are made, "
@@ -105,7 +114,7 @@ def fuse(model: nn.Module, train: TrainSettings, device: str) -> None:
         liger.use_liger(model, spare=find_blocks(model) if train.compile else [])
     if _why_not_produced(train, device) is None:
         for owner, producer in _producers(model):
-            owner.producer = producer  # type: ignore[assignment]
+            owner.producer = producer if isinstance(producer, Producer) else None  # type: ignore[assignment]
     if device == "cuda" and train.kernels != "torch":
         _log.info("%s", said)
 

@@ -154,13 +154,15 @@ class Ranks:
 
 @pytest.fixture(scope="session")
 def serving() -> Callable[..., AbstractContextManager["subprocess.Popen[str]"]]:
-    """`serving(*modules)` starts ranks that begin with these modules of tests/backends/te besides their own."""
+    """`serving(*modules, NAME=value)` starts ranks that begin with these modules of tests/backends/te besides their
+    own, in an environment with these variables."""
     tests = Path(__file__).parents[1]
     path = os.pathsep.join(filter(None, (str(tests / "backends" / "te"), os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    inherited = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 
     @contextmanager
-    def start(*modules: str) -> Iterator["subprocess.Popen[str]"]:
+    def start(*modules: str, **variables: str) -> Iterator["subprocess.Popen[str]"]:
+        environment = inherited | variables
         command = [sys.executable, str(tests / "helpers" / "rank_server.py"), *modules]
         with subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=Path.cwd()

@@ -66,8 +66,8 @@ def rank(number: int, job: dict[str, Any], port: int) -> None:
             run_program(number, job, port)
             code = 0
         else:
-            if job["patch"]:
-                exec(job["patch"], {"rank": number})
+            names = {"rank": number}  # kept while the rank runs: a context that the patch entered ends with its name
+            exec(job["patch"], names)
             command_line([each.replace("{rank}", str(number)) for each in job["arguments"]])
     except SystemExit as ended:
         code = int(ended.code or 0)

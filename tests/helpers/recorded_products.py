@@ -44,6 +44,8 @@ def values(data: Tensor, scales: list[Tensor], scaling: list[ScalingType]) -> Te
         name, block = BLOCKS[scaling[0]]
         plain = unswizzle_scales(scales[0].view(torch.uint8), rows, width // block)
         found *= get_scale_format(name).decode(plain).double().repeat_interleave(block, dim=1)
+    elif scaling[0] == ScalingType.TensorWise:
+        found *= scales[0].double()
     elif scaling[0] == ScalingType.BlockWise1x128:
         found *= scales[0].double().repeat_interleave(128, dim=1)
     else:

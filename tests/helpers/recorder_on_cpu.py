@@ -105,7 +105,8 @@ class RecorderOnCpu:
         with torch.no_grad():
             for storage, tensor in self.recorded.made.items():
                 if storage in self.recorded.written:
-                    tensor.fill_(math.nan if tensor.is_floating_point() else 85)
+                    bits = tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
+                    bits.fill_(math.nan if bits.is_floating_point() else 85)
             for func, args, kwargs, results in self.recorded.calls:
                 found = func(*args, **kwargs)
                 if func.overloadpacket.__name__.startswith(EMPTY):

@@ -62,9 +62,9 @@ def step_adamw() -> object:
 def of(kind: str, row: QuantSpec, column: QuantSpec) -> object:
     """Codes of both forms of what is made from a source."""
     norm = (_x(), torch.zeros(1024), torch.zeros(256))
-    tensors = {"norm": norm, "gate": (_x(), _x()), "gradients": (_x(), _x(), _x())}[kind]
+    tensors = {"gate": (_x(), _x()), "gradients": (_x(), _x(), _x())}.get(kind, norm)
     quantizers = TritonQuantizer(row).in_tiles, TritonQuantizer(column).in_tiles
-    source = SourceTensors(kind, tensors, 1e-5 if kind == "norm" else 0.0)
+    source = SourceTensors(kind, tensors, 1e-5 if tensors is norm else 0.0)
     return produce(*quantizers, source, [(KEY, KEY)] * source.results)
 
 
@@ -102,6 +102,11 @@ CALLS: dict[str, Callable[[], object]] = {
     "gradients of gate and up: nvfp4 codes of both forms": lambda: of("gradients", STOCHASTIC, WGRAD),
     "gradients of gate and up: mxfp8 codes of both forms": lambda: of("gradients", MXFP8, MXFP8),
     "norm, backward": lambda: norm_backward(_x(), _x(), torch.zeros(1024), torch.zeros(256)),
+    "root: mxfp8 codes of both forms": lambda: of("root", MXFP8, MXFP8),
+    "norm: fp8 codes of both forms": lambda: of("norm", FP8, FP8),
+    "gate: fp8 codes of both forms": lambda: of("gate", FP8, FP8),
+    "gradients of gate and up: fp8 codes of both forms": lambda: of("gradients", FP8, FP8),
+    "root, backward": lambda: norm_backward(_x(), _x(), torch.zeros(1024), torch.zeros(256), 1e-6),
 }
 
 
@@ -142,6 +147,7 @@ def test_kernels_and_their_functions_have_few_parameters() -> None:
         "amax_columns",
     }
     wanted |= {"amax_tensor", "amax_rows", "amax_columns", "quantize_produced", "amax_produced", "norm_backward"}
+    wanted |= {"turned_produced"}
     assert wanted <= found.keys()
     assert max(found.values()) <= 20, found
 
@@ -180,6 +186,9 @@ def test_codes_of_both_forms_move_hardly_more_bytes_than_the_least(
         ("gate: mxfp8 codes of both forms", 4 + 2 * (1 + 1 / 32)),
         ("gradients of gate and up: nvfp4 codes of both forms", 6 + 6 + 4 * (1 / 2 + 1 / 16)),
         ("gradients of gate and up: mxfp8 codes of both forms", 6 + 4 * (1 + 1 / 32)),
+        ("norm: fp8 codes of both forms", 2 + 2 + 2),
+        ("gate: fp8 codes of both forms", 4 + 4 + 2),
+        ("gradients of gate and up: fp8 codes of both forms", 6 + 6 + 4),
         ("norm, backward", 6),
     ],
 )

@@ -18,6 +18,7 @@ from fp4train.exchange.trained import load_trained
 from fp4train.hardware import Device, find_gpu
 from fp4train.models.common import liger
 from fp4train.models.llama import Llama
+from fp4train.models.moe import ExpertShape, MixtureOfExperts
 from fp4train.parallel.world import World
 from fp4train.precision import NVFP4, Timeline
 from fp4train.precision.layers import find_layers
@@ -79,7 +80,23 @@ def test_the_plan_says_which_norms_and_gates_are_quantised_where_they_are_made_a
 
     assert said() == ["6 norms and gates are quantised where they are made, and not written in BF16."]
     assert "train.kernels=torch asks for torch's operators" in said(kernels="torch")[0]
-    assert "the compiler has the blocks" in said(compile=True)[0] and "share no codes" in said(cuda_graph="block")[0]
+    assert "the compiler has the blocks" in said(compile=True)[0] and said(cuda_graph="block") == said()
+
+
+def test_the_plan_names_what_reads_a_norm_beside_layers_of_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The norm of a layer of experts stays: its router takes it in float32."""
+    shape = MixtureOfExperts(width=64, layers=2, dense=1, heads=2, kv_heads=1, experts=ExpertShape(shared=1))
+    built = f4.convert(shape.build(vocab_size=60, seq_len=32))
+    timeline, device = Timeline(recipe=NVFP4(), steps=1), Device.elsewhere(find_gpu("B200"))
+    plan = make_plan(find_layers(built).values(), timeline, None, tokens=64, device=device, backend="native")
+    settings = TrainSettings(steps=1, batch_size=1, microbatch=None, seq_len=8)
+    monkeypatch.setattr(triton, "why_not_here", lambda device: None)
+    assert produced_by(built, plan.stretches[0], settings, "cuda") == [
+        "5 norms and gates are quantised where they are made, and not written in BF16.",
+        "1 norms and gates write BF16: a module that takes no codes (Router) reads the same.",
+    ]
+    fuse(built, settings, "cuda")
+    assert built.blocks[1].attention_norm.producer is not None and built.blocks[1].mlp_norm.producer is None
 
 
 def test_asked_for_by_name_on_a_cpu_they_are_refused(cli: Cli) -> None:

@@ -6,19 +6,20 @@ quantize_both      their codes and scales
 amax_produced      the same of an x that is computed from its sources (sources.py), and is not in memory,
 quantize_produced  or of the two gradients of silu(gate) * up, from one read of the three tensors that both depend on
 quantize_turned    the codes of one float32 scale (FP8 current, delayed), and their transpose
+turned_produced    the same of an x of a source, after `amax_produced`
 
 A tile has 4096 or 8192 elements, and the function of each form runs on it: the second finds the tile in the cache that
 the first has filled. Bytes per element, BF16 in: 2 for the amaxes, 2 + 2 (0.5 + 1/16) for NVFP4's codes, 2 + 2 (1 +
 1/32) for MXFP8's; a kernel per form reads x twice as often: 5.1 instead of 9.1, and 4.1 instead of 6.1. Arguments and
 results are those of the kernels of one form, quantize.py.
 
-Of a source NVFP4 reads each tensor twice (amaxes, codes), MXFP8 once; the least that is possible, since no code is
-known before the amax. Bytes per element of x, and those of a kernel that writes x and quantise_both after it:
+Of a source NVFP4 and FP8 read each tensor twice (amaxes, codes), MXFP8 once; the least that is possible, since no code
+is known before the amax. Bytes per element of x, and those of a kernel that writes x and that of both forms after it:
 
-    source               NVFP4           MXFP8
-    norm                 5.1 (9.1)       4.1 (8.1)
-    silu(gate) * up      9.1 (11.1)      6.1 (10.1)
-    both its gradients   14.3 (20.3)     10.1 (18.1)      for one element of each
+    source               NVFP4           MXFP8           FP8, current
+    norm                 5.1 (9.1)       4.1 (8.1)       6 (10)
+    silu(gate) * up      9.1 (11.1)      6.1 (10.1)      10 (12)
+    both its gradients   14.3 (20.3)     10.1 (18.1)     16 (22)         for one element of each
 
 A norm needs the sum of the squares of a whole row first. So a program of its first kernel takes all tiles of a strip of
 tokens, sums over them, and finds them in the cache then (`EPS` > 0; 128 KB of the L2 cache for 16 tokens of 4096
@@ -129,8 +130,9 @@ def quantize_both(
 
 
 @triton.jit
-def first_of_strip(x_ptr, rows, cols, x_stride, EPS: tl.constexpr, V: tl.constexpr):
-    """The first tile of the program's strip of tokens, after 1 / sqrt(mean(h^2) + EPS) of its tokens was stored.
+def first_of_strip(x_ptr, rows, cols, x_stride, EPS: tl.constexpr, V: tl.constexpr, S: tl.constexpr):
+    """The first tile of the program's strip of tokens, after 1 / sqrt(mean(h^2) + EPS) of its tokens was stored, or of
+    S="root" 1 / (sqrt(mean(h^2)) + EPS).
 
     x_ptr: (h, weight, rstd). rows: tokens.
     """
@@ -144,8 +146,9 @@ def first_of_strip(x_ptr, rows, cols, x_stride, EPS: tl.constexpr, V: tl.constex
         h = rounding.as_float(h)
         total += h * h
     total = tl.sum(total, 1)
-    mean = tl.div_rn(total, tl.full((TOKENS,), 1.0, tl.float32) * cols) + EPS
-    rstd = tl.div_rn(tl.full((TOKENS,), 1.0, tl.float32), tl.sqrt_rn(mean))
+    mean = tl.div_rn(total, tl.full((TOKENS,), 1.0, tl.float32) * cols)
+    root = tl.sqrt_rn(mean) + EPS if S == "root" else tl.sqrt_rn(mean + EPS)
+    rstd = tl.div_rn(tl.full((TOKENS,), 1.0, tl.float32), root)
     tl.store(x_ptr[2] + token, rstd, mask=token < rows)
     tl.debug_barrier()  # the program's other threads read what this one stored
     return tl.program_id(0) * tl.cdiv(cols, V.tile_rows)
@@ -159,7 +162,7 @@ def amax_produced(x_ptr, out_ptr, rows, cols, x_stride, EPS: tl.constexpr, V: tl
     """
     tiles = tl.cdiv(cols, V.tile_rows)
     if EPS > 0.0:
-        first = first_of_strip(x_ptr, rows, cols, x_stride, EPS, V)
+        first = first_of_strip(x_ptr, rows, cols, x_stride, EPS, V, S)
         for tile in range(tiles):
             tile_amaxes(x_ptr, first + tile, out_ptr, cols, rows, tiles, 1, x_stride, V, S)
     elif S == "gradients":
@@ -207,7 +210,7 @@ def quantize_produced(
     words = words + (column_counter2, column_col_group, column_row_offset)
     pointers = (x_ptr, amax_ptr, out_ptr[0], out_ptr[1], out_ptr[2], out_ptr[3])
     if EPS > 0.0:
-        first = first_of_strip(x_ptr, rows, cols, x_stride, EPS, C)
+        first = first_of_strip(x_ptr, rows, cols, x_stride, EPS, C, S)
         for tile in range(tiles):
             tile_codes(pointers, first + tile, rows, cols, tiles, x_stride, words, R, C, 1, S)
     elif S == "gradients":
@@ -230,19 +233,46 @@ def quantize_turned(x_ptr, amax_ptr, row_ptr, column_ptr, scale_ptr, newest_ptr,
     amax_ptr: float32 [1]. row_ptr: uint8 [rows, cols]; column_ptr: uint8 [cols, rows]. scale_ptr: scale_inv, [1].
     newest_ptr: int32 [1], the bits of an amax; where V.enters it becomes the larger of itself and max |x|.
     """
+    outs = (row_ptr, column_ptr, scale_ptr)
+    turned_tile(x_ptr, amax_ptr, outs, newest_ptr, tl.program_id(0), rows, cols, x_stride, V, "none")
+
+
+@triton.jit
+def turned_produced(x_ptr, amax_ptr, out_ptr, rows, cols, x_stride, V: tl.constexpr, S: tl.constexpr):
+    """`quantize_turned` of x of a source, or of both gradients of "gradients".
+
+    x_ptr: the tuple that S names. amax_ptr: [4] or [8], as `amax_produced` leaves them. out_ptr: codes, their transpose
+    and scale_inv, of each.
+    """
+    if S == "gradients":
+        of_up = which_gradient()
+        one, two, three = out_ptr[0], out_ptr[1], out_ptr[2]
+        if of_up == 1:
+            one, two, three = out_ptr[3], out_ptr[4], out_ptr[5]
+        outs = (one, two, three)
+        amax_ptr += 4 * of_up
+        turned_tile(x_ptr, amax_ptr, outs, amax_ptr, tl.program_id(0) // 2, rows, cols, x_stride, V, S)
+    else:
+        turned_tile(x_ptr, amax_ptr, out_ptr, amax_ptr, tl.program_id(0), rows, cols, x_stride, V, S)
+
+
+@triton.jit
+def turned_tile(x_ptr, amax_ptr, outs, newest_ptr, place, rows, cols, x_stride, V: tl.constexpr, S: tl.constexpr):
+    """Codes of tile `place` of x, of a source S, and their transpose; `outs` are those of `quantize_turned`."""
+    row_ptr, column_ptr, scale_ptr = outs
     tiles = tl.cdiv(cols, 8 * V.tile_blocks)
-    row = tl.program_id(0) // tiles * V.tile_rows + tl.arange(0, V.tile_rows)
-    eight = tl.program_id(0) % tiles * V.tile_blocks + tl.arange(0, V.tile_blocks)
-    x = load_eights(x_ptr, row, eight[None, :], rows, cols, x_stride, V)
+    row = place // tiles * V.tile_rows + tl.arange(0, V.tile_rows)
+    eight = place % tiles * V.tile_blocks + tl.arange(0, V.tile_blocks)
+    x = load_eights(x_ptr, row, eight[None, :], rows, cols, x_stride, V, S)
     scale, inverse = float_scales(tl.load(amax_ptr), V)
-    tl.store(scale_ptr, inverse, mask=tl.program_id(0) == 0)
+    tl.store(scale_ptr, inverse, mask=place == 0)
     if V.enters:
         largest = rounding.largest_of_eight(x).to(tl.int32, bitcast=True)
         tl.atomic_max(newest_ptr, tl.max(tl.max(largest, 1), 0))
     code = codes_of(scaled_or_nan(x, scale, V), 0.0, scale, V).to(tl.uint8)
     code = tl.reshape(code, (V.tile_rows, 8 * V.tile_blocks))
-    col = tl.program_id(0) % tiles * (8 * V.tile_blocks) + tl.arange(0, 8 * V.tile_blocks)
+    col = place % tiles * (8 * V.tile_blocks) + tl.arange(0, 8 * V.tile_blocks)
     row64 = row.to(tl.int64)
     tl.store(row_ptr + (row64 * cols)[:, None] + col[None, :], code, mask=(row < rows)[:, None] & (col < cols)[None, :])
-    place = (col.to(tl.int64) * rows)[:, None] + row[None, :]
-    tl.store(column_ptr + place, tl.trans(code), mask=(col < cols)[:, None] & (row < rows)[None, :])
+    offset = (col.to(tl.int64) * rows)[:, None] + row[None, :]
+    tl.store(column_ptr + offset, tl.trans(code), mask=(col < cols)[:, None] & (row < rows)[None, :])

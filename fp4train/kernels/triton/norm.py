@@ -2,6 +2,10 @@
 
     dh = rstd (dy w - n mean(dy w n)),  dw = sum over tokens of dy n,  n = h rstd
 
+and of the norm that adds eps to the root, rstd = 1 / (sqrt(mean(h^2)) + eps), where the root is 1 / rstd - eps:
+
+    dh = rstd (dy w - n mean(dy w n) / (1 - eps rstd)),   the second term 0 where h is zero
+
 A program takes a strip of ROWS tokens, of which it reads dy and h twice, the second time from the cache. Sums are
 float32; the sum of dw over a strip is stored, and added up by the caller: 6 + 8 / ROWS bytes per element of BF16.
 """
@@ -12,6 +16,15 @@ import triton
 import triton.language as tl
 
 from fp4train.kernels.triton import rounding
+
+
+@triton.jit
+def used_weight(w, OUTSIDE: tl.constexpr, HARDWARE: tl.constexpr):
+    """The weight as the norm takes it."""
+    if OUTSIDE > 0.0:
+        return w
+    else:
+        return rounding.as_float(rounding.as_bf16(w, HARDWARE))
 
 
 @triton.jit
@@ -28,10 +41,12 @@ def norm_backward(
     h_stride,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
+    OUTSIDE: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
     """dh BF16 [rows, cols], and the strips' dw float32 [strips, cols], of dy and h [rows, cols], w [cols] in BF16 or
-    float32, which is rounded to BF16, and rstd float32 [rows]. Column strides are 1."""
+    float32, and rstd float32 [rows]. Column strides are 1. OUTSIDE: eps outside of the root; 0: it is within, and w is
+    rounded to BF16."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row64 = row.to(tl.int64)
     inside = row < rows
@@ -43,9 +58,12 @@ def norm_backward(
         dy = rounding.as_float(tl.load(dy_ptr + (row64 * dy_stride)[:, None] + col, mask=mask, other=0.0))
         h = rounding.as_float(tl.load(h_ptr + (row64 * h_stride)[:, None] + col, mask=mask, other=0.0))
         w = rounding.as_float(tl.load(w_ptr + col, mask=col < cols, other=0.0))
-        total += dy * rounding.as_float(rounding.as_bf16(w, HARDWARE)) * (h * rstd)
+        total += dy * used_weight(w, OUTSIDE, HARDWARE) * (h * rstd)
     total = tl.sum(total, 1)
     mean = tl.div_rn(total, tl.full((ROWS,), 1.0, tl.float32) * cols)[:, None]
+    if OUTSIDE > 0.0:
+        rest = 1.0 - OUTSIDE * rstd
+        mean = tl.where(rest > 0.0, tl.div_rn(mean, tl.where(rest > 0.0, rest, 1.0)), 0.0)
     for start in range(0, cols, COLS):
         col = (start + tl.arange(0, COLS))[None, :]
         mask = inside[:, None] & (col < cols)
@@ -53,7 +71,7 @@ def norm_backward(
         h = rounding.as_float(tl.load(h_ptr + (row64 * h_stride)[:, None] + col, mask=mask, other=0.0))
         w = rounding.as_float(tl.load(w_ptr + col, mask=col < cols, other=0.0))
         n = h * rstd
-        dh = rstd * (dy * rounding.as_float(rounding.as_bf16(w, HARDWARE)) - n * mean)
+        dh = rstd * (dy * used_weight(w, OUTSIDE, HARDWARE) - n * mean)
         tl.store(dh_ptr + row64[:, None] * cols + col, rounding.as_bf16(dh, HARDWARE), mask=mask)
         dw = tl.sum(dy * n, 0)[None, :]
         tl.store(dw_ptr + tl.program_id(0).to(tl.int64) * cols + col, dw, mask=col < cols)

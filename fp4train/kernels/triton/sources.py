@@ -5,6 +5,7 @@ S names the source; `read` gives float32 numbers on the BF16 grid, rounded where
 
 "none"       x
 "norm"       (h, weight, rstd): h * rstd * weight, rounded once, as F.rms_norm of a weight in BF16
+"root"       the same of a weight that is not rounded before
 "gate"       (gate, up): silu(gate), rounded, times up
 "gradients"  (dh, gate, up), where dh is the gradient of silu(gate) * up: of gate dh * up, rounded, times silu'(gate),
              and of up dh times silu(gate), which is rounded; `which_gradient` says which of the two
@@ -63,10 +64,12 @@ def read(x_ptr, offset, token, inside_tokens, feature, inside_features, S: tl.co
         return rounding.as_float(tl.load(x_ptr + offset, mask=mask, other=0.0))
     else:
         first = rounding.as_float(tl.load(x_ptr[0] + offset, mask=mask, other=0.0))
-        if S == "norm":
+        if S == "norm" or S == "root":
             weight = rounding.as_float(tl.load(x_ptr[1] + feature, mask=inside_features, other=0.0))
+            if S == "norm":
+                weight = bf16_grid(weight, HARDWARE)
             rstd = tl.load(x_ptr[2] + token, mask=inside_tokens, other=0.0)
-            y = bf16_grid(first * rstd * bf16_grid(weight, HARDWARE), HARDWARE)
+            y = bf16_grid(first * rstd * weight, HARDWARE)
             return tl.where(inside_tokens, y, 0.0)  # not the negative zero of a negative weight
         else:
             second = rounding.as_float(tl.load(x_ptr[1] + offset, mask=mask, other=0.0))

@@ -193,6 +193,11 @@ class ExpertLayer(nn.Module):
         self.down = Experts(shape.count, shape.hidden, width, per_token=shape.top)
         self.shared = SwiGLU(width, shape.shared * shape.hidden) if shape.shared else None
 
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Names of the modules that read x."""
+        return "router", "gate_up", *(() if self.shared is None else (f"shared.{name}" for name in self.shared.reads))
+
     def forward(self, x_BTD: Tensor, time: int | None = None) -> Tensor:
         """y of x [B, T, D] or, where tensor-parallel ranks share the tokens, of this rank's [B·T / p, D]; `time` is T
         then."""

@@ -8,6 +8,7 @@ depends only on the distance between their positions. Grouped queries: arXiv:230
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,18 @@ from fp4train.models.common.liger import Fusible
 
 if TYPE_CHECKING:
     from fp4train.nn.produced import NormProducer
+
+
+Produced = Sequence[tuple[nn.Module, Sequence[nn.Module], Sequence[nn.Module]]]
+"""Modules that may get a `producer` (`nn/produced.py`): each with all that reads its result, and the layers that made
+what a gate is computed from."""
+
+
+def produced_norms(*pairs: tuple[nn.Module, nn.Module]) -> Produced:
+    """The norms of (norm, the module that takes its result and nothing else does), each with what reads it there: the
+    submodules that the module names in `reads`. One that names none has no producer."""
+    found = [(norm, [part.get_submodule(name) for name in getattr(part, "reads", ())], ()) for norm, part in pairs]
+    return [each for each in found if each[1]]
 
 
 class RMSNorm(Fusible, nn.RMSNorm):
@@ -122,7 +135,8 @@ class Attention(Fusible, nn.Module):
         qk_norm: ε of an RMSNorm over each head of queries and keys before their rotation, as in Qwen3; None: no norm.
     """
 
-    fp4train_fused = (("wq", "wk", "wv"),)
+    reads = ("wq", "wk", "wv")
+    fp4train_fused = (reads,)
 
     def __init__(
         self,

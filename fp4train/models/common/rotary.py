@@ -1,7 +1,7 @@
 """Decoders of rotary attention and an MLP per block: what Llama and its relatives with experts share."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,18 +12,14 @@ from torch import Tensor, nn
 from fp4train.models.common.cache import DecodeCache, KeyValues
 from fp4train.models.common.decoder import Decoder, DecoderShape
 from fp4train.models.common.initialise import Filled, Initial, Normal
-from fp4train.models.common.layers import Attention, RMSNorm, RopeScaling, rope_angles
+from fp4train.models.common.layers import Attention, Produced, RMSNorm, RopeScaling, produced_norms, rope_angles
 from fp4train.models.common.liger import Fusible
-from fp4train.precision.layers import FUSED_BY
 
 if TYPE_CHECKING:
     from fp4train.nn.produced import GateProducer
 
 MOST_LAYERS = 4096
 """Largest number of layers; the deepest models have some hundred."""
-Produced = Sequence[tuple[nn.Module, Sequence[nn.Module], Sequence[nn.Module]]]
-"""Modules that may get a `producer` (`nn/produced.py`): each with the layers that read its result, and those that made
-what a gate is computed from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +58,8 @@ class RotaryShape(DecoderShape):
 class SwiGLU(Fusible, nn.Module):
     """w_down(silu(w_gate·x) ⊙ w_up·x) (arXiv:2002.05202)."""
 
-    fp4train_fused = (("gate", "up"),)
+    reads = ("gate", "up")
+    fp4train_fused = (reads,)
     producer: "GateProducer | None" = None
     """The producer that quantises the product for `down`; None: there is none."""
 
@@ -102,10 +99,8 @@ class RotaryBlock(nn.Module):
         self.mlp = mlp
 
     def fp4train_produced(self) -> Produced:
-        """The norms, which the layers that share one x read, and nothing else does."""
-        pairs = ((self.attention_norm, self.attention), (self.mlp_norm, self.mlp))
-        groups = ((norm, part, getattr(part, FUSED_BY, ())) for norm, part in pairs)
-        return [(norm, [getattr(part, name) for name in names[0]], ()) for norm, part, names in groups if names]
+        """The norms."""
+        return produced_norms((self.attention_norm, self.attention), (self.mlp_norm, self.mlp))
 
     def forward(
         self, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor, cache: KeyValues | None = None, mask: Tensor | None = None

@@ -125,6 +125,8 @@ class Mamba2(HoldsParts, nn.Module):
         kernels: "auto": those of mamba-ssm where they can be used (`scan_kernels.py`); "torch": none.
     """
 
+    reads = ("in_proj",)
+
     def __init__(
         self,
         *,

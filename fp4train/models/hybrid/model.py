@@ -28,7 +28,7 @@ from fp4train.models.common.cache import DecodeCache, KeyValues
 from fp4train.models.common.cut import TensorCut
 from fp4train.models.common.decoder import Decoder, DecoderShape, check_pattern
 from fp4train.models.common.initialise import Filled, Initial, Normal, initialise
-from fp4train.models.common.layers import Attention, RMSNorm
+from fp4train.models.common.layers import Attention, Produced, RMSNorm, produced_norms
 from fp4train.models.common.scan import Mamba2, ScanState
 from fp4train.models.common.scan_kernels import CHOICES
 from fp4train.models.hybrid.parallel import tensor_cut
@@ -107,6 +107,8 @@ class Hybrid(DecoderShape):
 class SquaredReluMLP(nn.Module):
     """w_down·relu(w_up·x)²."""
 
+    reads = ("up",)
+
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
         self.up = nn.Linear(width, hidden, bias=False)
@@ -133,6 +135,10 @@ class HybridBlock(nn.Module):
             )
         else:
             self.mixer = SquaredReluMLP(shape.width, shape.hidden)
+
+    def fp4train_produced(self) -> Produced:
+        """The norm."""
+        return produced_norms((self.norm, self.mixer))
 
     def forward(self, x_BTD: Tensor, time: int, kept: Any = None, mask_BTT: Tensor | None = None) -> Tensor:
         y = self.norm(x_BTD)

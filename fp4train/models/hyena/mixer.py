@@ -77,6 +77,8 @@ class ConvolutionState:
 class GatedConvolution(HoldsParts, nn.Module):
     """A mixer `S`, `D` or `H`: x [B, T, D] → [B, T, D]. Tensor-parallel ranks have channels of their own."""
 
+    reads = ("in_proj",)
+
     def __init__(self, width: int, kind: str, filters: FilterShape) -> None:
         super().__init__()
         self.kind, self.width = kind, width
@@ -187,6 +189,8 @@ class FusedAttention(nn.Module):
         heads: their number.
         head_dim: elements of a head.
     """
+
+    reads = ("qkv",)
 
     def __init__(self, *, width: int, heads: int, head_dim: int) -> None:
         super().__init__()

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,7 @@ from fp4train.models.common.cache import DecodeCache, KeyValues
 from fp4train.models.common.cut import TensorCut, TokenRanks, shared_by
 from fp4train.models.common.decoder import DecoderShape, check_pattern
 from fp4train.models.common.initialise import Filled, Initial, Normal, initialise
+from fp4train.models.common.layers import Produced, produced_norms
 from fp4train.models.common.rotary import RotatedDecoder
 from fp4train.models.hyena.mixer import (
     KINDS,
@@ -38,6 +39,9 @@ from fp4train.models.hyena.mixer import (
 )
 from fp4train.models.hyena.parallel import tensor_cut
 from fp4train.text import check_choice, check_least
+
+if TYPE_CHECKING:
+    from fp4train.nn.produced import NormProducer
 
 GELU = ("first", "all")
 
@@ -101,9 +105,17 @@ class RootNorm(nn.RMSNorm):
     tensor: TokenRanks | None = None
     """The tensor-parallel ranks, each with the whole weight; with `sequence` they normalise the other tokens."""
 
+    source = "root"
+    """The kind of its source (`SourceTensors`): ε is outside of the root."""
+
+    producer: NormProducer | None = None
+    """The producer that quantises the norm for the layers that read it; None: there is none."""
+
     def forward(self, x: Tensor) -> Tensor:
-        """y, with the shape and dtype of x [..., width]."""
+        """y, with the shape and dtype of x [..., width]; a carrier of it where the producer has its codes."""
         assert self.eps is not None
+        if self.producer is not None and (made := self.producer(x, self.weight, self.eps)) is not None:
+            return made
         wide = x.float()
         root = torch.linalg.vector_norm(wide, dim=-1, keepdim=True) * x.shape[-1] ** -0.5
         weight = self.weight if self.tensor is None else shared_by(self.tensor, self.weight)
@@ -114,7 +126,8 @@ class RootNorm(nn.RMSNorm):
 class GatedMLP(nn.Module):
     """w_down·(a(w_gate·x) ⊙ w_up·x); a is GELU, or nothing."""
 
-    fp4train_fused = (("gate", "up"),)
+    reads = ("gate", "up")
+    fp4train_fused = (reads,)
 
     def __init__(self, width: int, hidden: int, *, gelu: bool) -> None:
         super().__init__()
@@ -143,6 +156,10 @@ class HyenaBlock(nn.Module):
             self.mixer = GatedConvolution(shape.width, self.kind, shape.filters)
         self.mlp_norm = RootNorm(shape.width, eps=shape.norm_eps)
         self.mlp = GatedMLP(shape.width, shape.hidden, gelu=index == 0 or shape.gelu == "all")
+
+    def fp4train_produced(self) -> Produced:
+        """The norms."""
+        return produced_norms((self.norm, self.mixer), (self.mlp_norm, self.mlp))
 
     def forward(
         self, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor, kept: Any = None, mask_BTT: Tensor | None = None
