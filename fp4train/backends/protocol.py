@@ -123,6 +123,7 @@ class LayerKernels(LayerState, Protocol):
         into: Callable[[], Tensor] | None = None,
         freed: bool = False,
         readers: Readers | None = None,
+        parts: Sequence[Tensor] = (),
     ) -> Tensor:
         """y [*, N] of x [*, K] in the table's dtype; gradients through autograd.
 
@@ -132,7 +133,11 @@ class LayerKernels(LayerState, Protocol):
         freed: whether the memory of `weight` is freed after the call and filled again before its backward pass, so that
         nothing as large as it may be kept in between.
         readers: the layers that read this x; None: only this one.
+        parts: the parameters whose rows `weight` is, by which it is known as the same; none: it is a parameter.
         """
+
+    def release(self) -> None:
+        """Drop what is kept of the weight."""
 
 
 class ExpertKernels(LayerState, Protocol):
@@ -157,14 +162,20 @@ class ExpertKernels(LayerState, Protocol):
         """
 
 
+Forms: TypeAlias = tuple[Quantized, Quantized]
+"""Codes of both forms of x or dy, row-wise and column-wise, with scales in tiles."""
+
+
 class LayerBackend(Protocol):
     """Runs the three GEMMs of a linear layer together.
 
-    name: value of `backend=`; title: name in messages.
+    name: value of `backend=`, and key in the cache of `Readers` of what it shares; title: name in messages.
+    given_tokens: x and dy that are given in codes have a multiple of so many tokens.
     """
 
     name: str
     title: str
+    given_tokens: int
 
     def why_not(self, table: Table, layer: Shape, device: Device) -> str | None:
         """Why it cannot run `table` in a layer of this shape on `device`; None if it can."""
@@ -174,6 +185,16 @@ class LayerBackend(Protocol):
 
     def shares_input(self, table: Table, device: Device) -> bool:
         """Whether it quantises an x that several layers read once for all; unknown of a device elsewhere: False."""
+
+    def why_not_given(self, table: Table) -> str | None:
+        """Why layers that run `table` do not take x and dy in codes that are made elsewhere, on this machine; None:
+        they do."""
+
+    def given(self, forms: Forms, shape: Sequence[int]) -> Tensor:
+        """x or dy of this shape from its codes, as the backend's own tensor in BF16; as a gradient it is dy's."""
+
+    def give(self, cache: dict[str, Any], x_MK: Tensor, table: Table, forms: Forms) -> None:
+        """Let the layers that run `table` and share `cache` take the codes where they are called with x [M, K]."""
 
     def kernels(self, name: str) -> LayerKernels:
         """The kernels of the layer of this name; nothing is imported or allocated before the first call."""

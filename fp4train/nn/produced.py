@@ -7,7 +7,9 @@ in BF16 is neither written nor read (`quantize/produced.py`).
 
 The graph of autograd is that of the model. In the place of x stands a *carrier*: one NaN, expanded to the shape of x,
 so that whatever would read it by mistake shows. The layers find the codes where those of a tensor that several layers
-read lie, in the context's cache; those of gradients come with the executor that the call has in its backward pass.
+read lie, in the context's cache. Gradients of three GEMMs of one's own are carriers, too, whose codes come with the
+executor that the call has in its backward pass. A layer whose GEMMs a backend runs together (Transformer Engine) gets
+the codes as the backend's own tensor, also as its gradient.
 
 Whether it can be done is asked in each call, of the executors that the layers hold then (`why_not`), and of the call
 itself: no gradients, torch.compile, torch.autocast, hooks that watch a layer, and anomaly detection leave norms and
@@ -23,8 +25,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fp4train.nn.call import Call, Executor
+from fp4train.nn.call import Call, Executor, gradient_dtypes
 from fp4train.nn.executors.gemms import Gemms, Gradients, Saved, torch_autocasts
+from fp4train.nn.executors.whole_layer import BackendLayer
 from fp4train.nn.operands import Operand
 from fp4train.nn.planned import PlannedLayer
 from fp4train.precision.context import State
@@ -33,6 +36,8 @@ from fp4train.quantize.produced import SourceTensors
 from fp4train.quantize.quantizer import PLAIN
 
 FormPair = tuple[Quantized, Quantized]
+Taker = Gemms | BackendLayer
+"""Executors that take codes; those of subclasses do not."""
 
 
 def why_not(readers: Sequence[Executor], writers: Sequence[Executor] = ()) -> str | None:
@@ -41,8 +46,11 @@ def why_not(readers: Sequence[Executor], writers: Sequence[Executor] = ()) -> st
     for executors, tensor in ((readers, "x"), (writers, "dy")):
         for each in executors:
             name = each.plan.layer.name
-            if type(each) is not Gemms:
+            if type(each) is not type(executors[0]) or type(each) not in (Gemms, BackendLayer):
                 return f"{name} is not three products of codes of its own"
+            assert isinstance(each, Taker)
+            if isinstance(each, BackendLayer) and (reason := each.backend.why_not_given(each.table)) is not None:
+                return f"{name}: {reason}"
             if (reason := _why_no_source(getattr(each, tensor))) is not None:
                 return f"{tensor} of {name}: {reason}"
             if each.dtype is not torch.bfloat16:
@@ -90,8 +98,9 @@ class Producer:
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_seen": (), "_runs": False}
 
-    def ready(self, x: Tensor) -> tuple[Gemms, State] | None:
-        """(the executor of a reader, the state of this thread) where codes can be made from tensors like x."""
+    def ready(self, x: Tensor) -> tuple[list[Taker], State] | None:
+        """(the executors of readers and writers, the state of this thread) where codes can be made from tensors like
+        x."""
         if (
             torch.compiler.is_compiling()
             or not torch.is_grad_enabled()
@@ -111,8 +120,13 @@ class Producer:
             count, here = len(self.readers), [each for each in executors if each is not None]
             self._runs = len(here) == len(layers) and why_not(here[:count], here[count:]) is None
             self._seen = executors
-        executor, now = found[0]
-        return (executor, now) if self._runs and isinstance(executor, Gemms) else None
+        if not self._runs:
+            return None
+        takers = [each for each in executors if isinstance(each, Taker)]
+        tokens = x.numel() // x.shape[-1]
+        if any(isinstance(each, BackendLayer) and tokens % each.backend.given_tokens for each in takers):
+            return None
+        return takers, found[0][1]
 
 
 def _watched(layer: PlannedLayer) -> bool:
@@ -127,7 +141,8 @@ class NormProducer(Producer):
         """A carrier of RMSNorm(h); None: it cannot be made here."""
         if type(weight) not in PLAIN or (found := self.ready(h)) is None:
             return None
-        carrier: Tensor = _Norm.apply(h, weight, eps, *found)  # type: ignore[no-untyped-call]
+        takers, now = found
+        carrier: Tensor = _Norm.apply(h, weight, eps, takers[0], now)  # type: ignore[no-untyped-call]
         return carrier
 
 
@@ -138,20 +153,28 @@ class GateProducer(Producer):
         """A carrier of silu(gate) ⊙ up; None: it cannot be made here."""
         if (found := self.ready(gate)) is None:
             return None
-        first, second = _call_of(gate), _call_of(up)
+        (taker, *executors), now = found
+        made = zip(self.writers, executors, (gate, up), strict=True)
+        first, second = (_call_of(layer, executor, y, now) for layer, executor, y in made)
         if first is None or second is None or not _alike(first, second):
             return None
-        carrier: Tensor = _Gate.apply(gate, up, (first, second), *found)  # type: ignore[no-untyped-call]
+        carrier: Tensor = _Gate.apply(gate, up, (first, second), taker, now)  # type: ignore[no-untyped-call]
         return carrier
 
 
-def _call_of(y: Tensor) -> Call | None:
-    """The call whose output y is, as it is or as a view."""
+def _call_of(layer: PlannedLayer, executor: Taker, y: Tensor, now: State) -> Call | None:
+    """The call of the layer whose output y is, as it is or as a view. Of a backend's layer, which has none of its own,
+    one that says where its random bits begin."""
+    if isinstance(executor, BackendLayer):
+        call = layer.call_in(now, executor, y.numel() // y.shape[-1])
+        bias = layer.bias if isinstance(layer.bias, Tensor) else None
+        call.gradients = gradient_dtypes(y, layer.weight, bias, (y.requires_grad, True, True))
+        return call
     node: Any = y.grad_fn
     if node is not None and node.name() in ("ViewBackward0", "UnsafeViewBackward0"):
         node = node.next_functions[0][0]
-    call = getattr(node, "call", None)
-    return call if isinstance(call, Call) else None
+    found = getattr(node, "call", None)
+    return found if isinstance(found, Call) else None
 
 
 def _alike(gate: Call, up: Call) -> bool:
@@ -188,19 +211,22 @@ def _matrix(x: Tensor) -> Tensor:
     return x if x.is_contiguous() else x.contiguous()
 
 
-def _provide(source: SourceTensors, executor: Gemms, now: State, like: Tensor) -> Tensor:
+def _provide(source: SourceTensors, executor: Taker, now: State, like: Tensor) -> Tensor:
     """Quantise x of a source for the layers that read it next, and return its carrier."""
     (forms,) = _produce(executor.x, source, (None,))
     carrier = _carrier(like)
     assert now.context is not None
     x_MK = carrier.reshape(-1, like.shape[-1])
+    if isinstance(executor, BackendLayer):
+        executor.backend.give(now.context.shared, x_MK, executor.table, forms)
+        return carrier
     now.context.shared["input"] = (executor.x.wants[True], x_MK._version, x_MK, forms)
     return carrier
 
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, h: Tensor, weight_K: Tensor, eps: float, executor: Gemms, now: State) -> Tensor:
+    def forward(ctx: Any, h: Tensor, weight_K: Tensor, eps: float, executor: Taker, now: State) -> Tensor:
         h_MK = _matrix(h)
         rstd_M = torch.empty(h_MK.shape[0], device=h.device)
         carrier = _provide(SourceTensors("norm", (h_MK, weight_K.detach(), rstd_M), eps), executor, now, h)
@@ -217,7 +243,7 @@ class _Norm(torch.autograd.Function):
 
 class _Gate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, calls: tuple[Call, Call], executor: Gemms, now: State) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, calls: tuple[Call, Call], executor: Taker, now: State) -> Tensor:
         carrier = _provide(SourceTensors("gate", (_matrix(gate), _matrix(up))), executor, now, gate)
         ctx.save_for_backward(gate, up)
         ctx.calls, ctx.executors = calls, [call.executor for call in calls]
@@ -229,6 +255,8 @@ class _Gate(torch.autograd.Function):
         gate, up = ctx.saved_tensors
         source = SourceTensors("gradients", tuple(map(_matrix, (dh, gate, up))))
         made = _produce(ctx.executors[0].dy, source, ctx.calls)
+        if isinstance(first := ctx.executors[0], BackendLayer):
+            return *(first.backend.given(forms, gate.shape) for forms in made), None, None, None
         carriers = [_carrier(gate) for _ in made]
         for call, *given in zip(ctx.calls, ctx.executors, carriers, made, strict=True):
             call.executor = _WithCodes(given[0], given[1].reshape(-1, gate.shape[-1]), given[2])

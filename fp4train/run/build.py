@@ -167,6 +167,10 @@ def build_plan(
     why_not = "tensor parallelism cuts them" if config.parallel.tp > 1 else None
     options: dict[str, Any] = {"backend": config.backend, "joint": config.train.joint_products}
     options["why_not_joint"] = "train.compile has an operator per layer" if config.train.compile else why_not
+    if config.train.cuda_graph == "block":
+        options["why_not_stacked"] = "graphs of blocks copy each weight to where they read it"
+    elif data_ranks > 1:
+        options["why_not_stacked"] = "FSDP gathers each weight into memory of its own"
     with user_errors(ValueError):
         plan = make_plan(layers.values(), timeline, config.policy, tokens=tokens, device=device, **options)
         plan.check_ranks(stages=stages)

@@ -20,7 +20,9 @@ NO_PACKAGE = {
 PROGRAMS = {
     "backends/te/te_calls_on_cpu.py": "one test starts it",
     "backends/te/te_experts_on_cpu.py": "one test starts it",
+    "backends/te/te_joint_on_cpu.py": "one test starts it",
     "backends/te/te_on_cpu.py": "one test starts it",
+    "backends/te/te_produced_on_cpu.py": "one test starts it",
     "backends/te/te_products_on_cpu.py": "two of these and a patch of ranks import it",
     "backends/te/te_readers_on_cpu.py": "part of te_steps_on_cpu.py",
     "backends/te/te_steps_on_cpu.py": "one test starts it",
