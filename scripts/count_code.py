@@ -141,9 +141,9 @@ LATER = {
         ),
     ),
     "norms, gates and joint products on Transformer Engine": Capability(
-        255,
-        2,
-        ("backends/te/given.py", "nn/executors/stacked.py"),
+        384,
+        3,
+        ("backends/te/given.py", "nn/backend_sources.py", "nn/executors/stacked.py"),
         ("nn/executors/whole_layer.py:BackendLayer._given",),
     ),
 }

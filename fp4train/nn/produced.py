@@ -9,7 +9,8 @@ The graph of autograd is that of the model. In the place of x stands a *carrier*
 so that whatever would read it by mistake shows. The layers find the codes where those of a tensor that several layers
 read lie, in the context's cache. Gradients of three GEMMs of one's own are carriers, too, whose codes come with the
 executor that the call has in its backward pass. A layer whose GEMMs a backend runs together (Transformer Engine) gets
-the codes as the backend's own tensor, also as its gradient.
+the codes as the backend's own tensor, also as its gradient; where it takes none that are made elsewhere, the backend's
+own kernels may make them (`backend_sources.py`).
 
 Whether it can be done is asked in each call, of the executors that the layers hold then (`why_not`), and of the call
 itself: no gradients, torch.compile, torch.autocast, hooks that watch a layer, and anomaly detection leave norms and
@@ -25,6 +26,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fp4train.nn import backend_sources
+from fp4train.nn.backend_sources import carrier_of, matrix
 from fp4train.nn.call import Call, Executor, gradient_dtypes
 from fp4train.nn.executors.gemms import Gemms, Gradients, Saved, torch_autocasts
 from fp4train.nn.executors.whole_layer import BackendLayer
@@ -43,21 +46,28 @@ Taker = Gemms | BackendLayer
 def why_not(readers: Sequence[Executor], writers: Sequence[Executor] = ()) -> str | None:
     """Why the executors `readers` of one x do not take it from a source, or the `writers` of gate and up their
     gradients; None: they do."""
+    if by_backend(readers):
+        return backend_sources.why_not(readers, writers)
     for executors, tensor in ((readers, "x"), (writers, "dy")):
         for each in executors:
             name = each.plan.layer.name
             if type(each) is not type(executors[0]) or type(each) not in (Gemms, BackendLayer):
                 return f"{name} is not three products of codes of its own"
             assert isinstance(each, Taker)
-            if isinstance(each, BackendLayer) and (reason := each.backend.why_not_given(each.table)) is not None:
-                return f"{name}: {reason}"
-            if (reason := _why_no_source(getattr(each, tensor))) is not None:
+            given = each.backend.sources.why_not_given(each.table) if isinstance(each, BackendLayer) else None
+            if (reason := given or _why_no_source(getattr(each, tensor))) is not None:
                 return f"{tensor} of {name}: {reason}"
             if each.dtype is not torch.bfloat16:
                 return f"{name} has operands in {each.dtype}"
             if getattr(each, tensor).wants[1] != getattr(executors[0], tensor).wants[1]:
                 return f"{executors[0].plan.layer.name} and {name} do not quantise {tensor} alike"
     return None
+
+
+def by_backend(readers: Sequence[Executor]) -> bool:
+    """Whether a backend's own kernels would make the x of these readers, which take no codes from elsewhere."""
+    layer = backend_sources.backend_of(readers[0])
+    return layer is not None and layer.backend.sources.why_not_given(layer.table) is not None
 
 
 def _why_no_source(operand: Operand) -> str | None:
@@ -93,12 +103,13 @@ class Producer:
     def __init__(self, readers: Sequence[PlannedLayer], writers: Sequence[PlannedLayer] = ()) -> None:
         self.readers, self.writers = tuple(readers), tuple(writers)
         self._seen: tuple[Executor | None, ...] = ()
-        self._runs = False
+        self._runs = self.by_backend = False
+        """Whether it quantises its result, and whether in a backend's own kernels."""
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_seen": (), "_runs": False}
 
-    def ready(self, x: Tensor) -> tuple[list[Taker], State] | None:
+    def ready(self, x: Tensor) -> tuple[list[Executor], State] | None:
         """(the executors of readers and writers, the state of this thread) where codes can be made from tensors like
         x."""
         if (
@@ -119,14 +130,15 @@ class Producer:
         if executors != self._seen:
             count, here = len(self.readers), [each for each in executors if each is not None]
             self._runs = len(here) == len(layers) and why_not(here[:count], here[count:]) is None
+            self.by_backend = self._runs and by_backend(here)
             self._seen = executors
         if not self._runs:
             return None
-        takers = [each for each in executors if isinstance(each, Taker)]
-        tokens = x.numel() // x.shape[-1]
-        if any(isinstance(each, BackendLayer) and tokens % each.backend.given_tokens for each in takers):
-            return None
-        return takers, found[0][1]
+        tokens, here = x.numel() // x.shape[-1], [each for each in executors if each is not None]
+        for layer in map(backend_sources.backend_of, here):
+            if layer is not None and tokens % layer.backend.sources.tokens:
+                return None
+        return here, found[0][1]
 
 
 def _watched(layer: PlannedLayer) -> bool:
@@ -142,6 +154,8 @@ class NormProducer(Producer):
         if type(weight) not in PLAIN or (found := self.ready(h)) is None:
             return None
         takers, now = found
+        if self.by_backend:
+            return backend_sources.norm(h, weight, eps, takers[0], now)
         carrier: Tensor = _Norm.apply(h, weight, eps, takers[0], now)  # type: ignore[no-untyped-call]
         return carrier
 
@@ -154,6 +168,8 @@ class GateProducer(Producer):
         if (found := self.ready(gate)) is None:
             return None
         (taker, *executors), now = found
+        if self.by_backend:
+            return backend_sources.gate(gate, up, [taker, *executors], now)
         made = zip(self.writers, executors, (gate, up), strict=True)
         first, second = (_call_of(layer, executor, y, now) for layer, executor, y in made)
         if first is None or second is None or not _alike(first, second):
@@ -162,7 +178,7 @@ class GateProducer(Producer):
         return carrier
 
 
-def _call_of(layer: PlannedLayer, executor: Taker, y: Tensor, now: State) -> Call | None:
+def _call_of(layer: PlannedLayer, executor: Executor, y: Tensor, now: State) -> Call | None:
     """The call of the layer whose output y is, as it is or as a view. Of a backend's layer, which has none of its own,
     one that says where its random bits begin."""
     if isinstance(executor, BackendLayer):
@@ -200,25 +216,15 @@ class _WithCodes(NamedTuple):
         return self.executor.backward(dy_MN, w_NK, saved, call, found)
 
 
-def _carrier(like: Tensor) -> Tensor:
-    """In the place of a tensor that is not in memory: NaN, of the shape and dtype of `like`."""
-    return like.new_full((), torch.nan).expand(like.shape)
-
-
-def _matrix(x: Tensor) -> Tensor:
-    """[M, K], its rows contiguous."""
-    x = x.detach().reshape(-1, x.shape[-1])
-    return x if x.is_contiguous() else x.contiguous()
-
-
 def _provide(source: SourceTensors, executor: Taker, now: State, like: Tensor) -> Tensor:
     """Quantise x of a source for the layers that read it next, and return its carrier."""
     (forms,) = _produce(executor.x, source, (None,))
-    carrier = _carrier(like)
+    carrier = carrier_of(like)
     assert now.context is not None
     x_MK = carrier.reshape(-1, like.shape[-1])
     if isinstance(executor, BackendLayer):
-        executor.backend.give(now.context.shared, x_MK, executor.table, forms)
+        sources = executor.backend.sources
+        sources.give(now.context.shared, x_MK, executor.table, sources.given(forms, x_MK.shape))
         return carrier
     now.context.shared["input"] = (executor.x.wants[True], x_MK._version, x_MK, forms)
     return carrier
@@ -227,7 +233,7 @@ def _provide(source: SourceTensors, executor: Taker, now: State, like: Tensor) -
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, h: Tensor, weight_K: Tensor, eps: float, executor: Taker, now: State) -> Tensor:
-        h_MK = _matrix(h)
+        h_MK = matrix(h)
         rstd_M = torch.empty(h_MK.shape[0], device=h.device)
         carrier = _provide(SourceTensors("norm", (h_MK, weight_K.detach(), rstd_M), eps), executor, now, h)
         ctx.save_for_backward(h, weight_K, rstd_M)
@@ -237,14 +243,14 @@ class _Norm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         h, weight_K, rstd_M = ctx.saved_tensors
-        dh, dweight = produced.norm_backward(_matrix(dy), _matrix(h), weight_K.detach(), rstd_M)
+        dh, dweight = produced.norm_backward(matrix(dy), matrix(h), weight_K.detach(), rstd_M)
         return dh.view(h.shape), dweight.to(weight_K.dtype), None, None, None
 
 
 class _Gate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, calls: tuple[Call, Call], executor: Taker, now: State) -> Tensor:
-        carrier = _provide(SourceTensors("gate", (_matrix(gate), _matrix(up))), executor, now, gate)
+        carrier = _provide(SourceTensors("gate", (matrix(gate), matrix(up))), executor, now, gate)
         ctx.save_for_backward(gate, up)
         ctx.calls, ctx.executors = calls, [call.executor for call in calls]
         return carrier
@@ -253,11 +259,11 @@ class _Gate(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
-        source = SourceTensors("gradients", tuple(map(_matrix, (dh, gate, up))))
+        source = SourceTensors("gradients", tuple(map(matrix, (dh, gate, up))))
         made = _produce(ctx.executors[0].dy, source, ctx.calls)
         if isinstance(first := ctx.executors[0], BackendLayer):
-            return *(first.backend.given(forms, gate.shape) for forms in made), None, None, None
-        carriers = [_carrier(gate) for _ in made]
+            return *(first.backend.sources.given(forms, gate.shape) for forms in made), None, None, None
+        carriers = [carrier_of(gate) for _ in made]
         for call, *given in zip(ctx.calls, ctx.executors, carriers, made, strict=True):
             call.executor = _WithCodes(given[0], given[1].reshape(-1, gate.shape[-1]), given[2])
         return *carriers, None, None, None

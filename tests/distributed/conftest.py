@@ -154,16 +154,18 @@ class Ranks:
 
 @pytest.fixture(scope="session")
 def serving() -> Callable[..., AbstractContextManager["subprocess.Popen[str]"]]:
-    """`serving(*modules)` starts ranks that begin with these modules of tests/backends/te besides their own."""
+    """`serving(*modules, **variables)` starts ranks that begin with these modules of tests/backends/te besides their
+    own, with these variables in their environment."""
     tests = Path(__file__).parents[1]
     path = os.pathsep.join(filter(None, (str(tests / "backends" / "te"), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 
     @contextmanager
-    def start(*modules: str) -> Iterator["subprocess.Popen[str]"]:
+    def start(*modules: str, **variables: str) -> Iterator["subprocess.Popen[str]"]:
+        own = environment | variables
         command = [sys.executable, str(tests / "helpers" / "rank_server.py"), *modules]
         with subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=Path.cwd()
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=own, cwd=Path.cwd()
         ) as process:
             assert process.stdout is not None and process.stdin is not None
             assert process.stdout.readline() == "ready\n"

@@ -4,7 +4,7 @@
     quantizers     one quant spec → the TE quantiser that computes exactly it, and the factory for TE's `CustomRecipe`
     translate      a table of six operands → a TE recipe object, or why TE cannot run it
     executor       a layer's GEMMs on TE's kernels; `fp4train.nn.Linear` holds one
-    given          x and dy whose codes were made elsewhere, as TE's tensors
+    given          x and dy that norms and gates quantise, as TE's tensors
     experts        those of a layer of experts
 
 TE is imported when it is first needed, never by `import fp4train`.
@@ -12,19 +12,17 @@ TE is imported when it is first needed, never by `import fp4train`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from torch import Tensor
-
-from fp4train.backends.protocol import Forms
+from fp4train.backends.protocol import Sources
 from fp4train.backends.table import Operands, Shape, Table
-from fp4train.backends.te import given
 from fp4train.backends.te.availability import why_not_device as why_not_device
 from fp4train.backends.te.executor import TEExecutor as TEExecutor
 from fp4train.backends.te.executor import region as region
 from fp4train.backends.te.experts import TEExperts as TEExperts
+from fp4train.backends.te.given import TESources
 from fp4train.backends.te.quantizers import QuantizerFactory as QuantizerFactory
 from fp4train.backends.te.translate import shares_codes
 from fp4train.backends.te.translate import to_te as to_te
@@ -38,7 +36,8 @@ if TYPE_CHECKING:
 class TransformerEngine:
     """The three GEMMs of a layer on TE's kernels."""
 
-    name, title, given_tokens = "te", "Transformer Engine", 32
+    name, title = "te", "Transformer Engine"
+    sources: Sources = TESources()
 
     def why_not(self, table: Table, layer: Shape, device: Device) -> str | None:
         return why_not(table, layer, device)
@@ -48,15 +47,6 @@ class TransformerEngine:
 
     def shares_input(self, table: Table, device: Device) -> bool:
         return table.quantised and device.here and shares_codes(to_te(table))
-
-    def why_not_given(self, table: Table) -> str | None:
-        return given.why_not(table)
-
-    def given(self, forms: Forms, shape: Sequence[int]) -> Tensor:
-        return given.tensor(forms, shape)
-
-    def give(self, cache: dict[str, Any], x_MK: Tensor, table: Table, forms: Forms) -> None:
-        given.give(cache, x_MK, table, given.tensor(forms, x_MK.shape))
 
     def kernels(self, name: str) -> TEExecutor:
         return TEExecutor(name=name)

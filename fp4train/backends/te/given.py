@@ -1,24 +1,29 @@
-"""x and dy whose codes were made elsewhere, as TE's tensors: of norms and gates that quantise their results.
+"""x and dy that norms and gates quantise where they are made, as TE's tensors.
 
 TE's norms and gates take a quantiser themselves, as its LayerNormLinear and LayerNormMLP give them one. But most write
-BF16 first, and quantise that (2.20: csrc/extensions/normalization.cpp rmsnorm_fwd, activation.cpp activation_helper):
+BF16 first, and quantise that (2.20: csrc/extensions/normalization.cpp rmsnorm_fwd, activation.cpp activation_helper and
+dactivation_helper, `Impl::UNFUSED` and `FUSED_…_AMAX`):
 
-    recipe                    norm                       silu(gate) ⊙ up, and its gradients, of one [gate, up]
-    NVFP4, transformed        BF16, two reads            BF16, two reads
-    NVFP4, FP8 current        BF16 and its amax          BF16 and its amax
-    FP8 in blocks             BF16                       BF16
-    MXFP8                     BF16; codes by cuDNN, if   codes
-                              NVTE_NORM_FWD_USE_CUDNN=1
-    FP8 delayed               codes                      codes
+    recipe                      norm                         silu(gate) ⊙ up, and its gradients, of one [gate, up]
+    NVFP4 with a transform      BF16, read twice             BF16, read twice
+    NVFP4 without, FP8 current  BF16 and its amax            BF16 and its amax
+    FP8 in blocks               BF16                         BF16
+    MXFP8                       BF16; codes alone by cuDNN   codes alone
+                                if NVTE_NORM_FWD_USE_CUDNN=1
+    FP8 delayed                 codes alone                  codes alone
 
-So NVFP4's codes come from fp4train's kernels, which write none of it in BF16 (`quantize/produced.py`): packed in pairs,
-the column-wise form transposed, scales in tiles of 128×4, each form with its amax, which is how TE's products take them
+So NVFP4's codes come from fp4train's kernels, which write no BF16 (`quantize/produced.py`): packed in pairs, the
+column-wise form transposed, scales in tiles of 128×4, each form with its amax, which is how TE's products take them
 (tensor/nvfp4_tensor.py; `with_gemm_swizzled_scales`). They are TE's own codes (the formula of `QuantSpec`), but for the
-random bits of dy, which are fp4train's. TE's column-wise MXFP8 lies along the features, as no kernel here writes it.
+random bits of dy, which are fp4train's. Those of MXFP8 come from TE's kernels, where these write codes alone: TE's
+column-wise form lies along the features, as no kernel here writes it. Delayed scaling enters amaxes into the histories
+of each layer, and its kernels know one.
 """
 
 from __future__ import annotations
 
+import importlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -34,54 +39,104 @@ from fp4train.backends.te.quantizers import family, forms, quantizer
 from fp4train.backends.te.translate import shares_codes, to_te
 from fp4train.quantize import Quantized, QuantSpec
 
-_WRITTEN = {
-    "mxfp8": "write MXFP8 without BF16 only where gate and up are one product",
-    "fp8_delayed": "enter an amax into the history of one layer",
-}
-"""Habits of TE's kernels of norms and gates, where they do not write BF16 in any case."""
+CUDNN = "NVTE_NORM_FWD_USE_CUDNN"
+"""TE's environment variable that has cuDNN compute norms; without it TE's norm of MXFP8 writes BF16."""
 
 
-def why_not(table: Table) -> str | None:
-    """Why layers that run `table` take no codes of x and dy; None: they do."""
-    kinds = {family(spec) for slot in ("input", "grad_output") for spec in forms(table)[slot] if spec is not None}
-    if kinds != {"nvfp4"}:
-        kind = next(iter(sorted(kinds - {"nvfp4"})), "")
-        how = _WRITTEN.get(kind, "write BF16 before they quantise it")
-        return (
-            f"Transformer Engine's kernels of norms and gates {how}, and its {kind} codes lie as no other writes them"
+class TESources:
+    """See `Sources`."""
+
+    tokens = 32
+
+    def why_not_given(self, table: Table) -> str | None:
+        if kinds(table) != {"nvfp4"}:
+            return "Transformer Engine takes codes of other kernels in NVFP4 only"
+        return _why_no_codes(table)
+
+    def given(self, made: Forms, shape: Sequence[int]) -> Tensor:
+        from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Tensor
+
+        row, column = made
+        assert row.amax is not None and column.amax is not None
+        own = _quantizer(column.spec)
+        found: Tensor = NVFP4Tensor(
+            shape=row.shape,
+            dtype=torch.bfloat16,
+            rowwise_data=row.codes.view(torch.uint8),
+            rowwise_scale_inv=_scales(row),
+            columnwise_data=column.codes.view(torch.uint8),
+            columnwise_scale_inv=_scales(column),
+            amax_rowwise=row.amax.reshape(1),
+            amax_columnwise=column.amax.reshape(1),
+            quantizer=own,
+            fp4_dtype=own.dtype,
+            with_gemm_swizzled_scales=True,
+            device=row.codes.device,
         )
-    if not shares_codes(to_te(table)):
-        return "Transformer Engine older than 2.19, or with a recipe of single quantisers, takes no codes"
-    return None
+        return found if tuple(shape) == row.shape else found.view(tuple(shape))
+
+    def give(self, cache: dict[str, Any], x_MK: Tensor, table: Table, codes: Tensor) -> None:
+        cache["te"] = QuantisedInput(x_MK, x_MK._version, table, True, codes)
+
+    def why_no_kernel(self, kind: str, table: Table) -> str | None:
+        found = kinds(table)
+        if found == {"fp8_delayed"}:
+            return "Transformer Engine's kernels enter an amax into the history of one layer"
+        if found != {"mxfp8"}:
+            return f"Transformer Engine's kernel of a {kind} writes BF16, then quantises ({', '.join(sorted(found))})"
+        if kind == "norm" and os.environ.get(CUDNN) != "1":
+            return f"Transformer Engine's norm writes MXFP8 without BF16 only by cuDNN, which {CUDNN}=1 asks for"
+        return _why_no_codes(table)
+
+    def norm(self, h_MK: Tensor, weight_K: Tensor, eps: float, table: Table) -> tuple[Tensor, Tensor]:
+        from transformer_engine.pytorch.constants import TE_DType
+
+        weight_K, dtype = weight_K.to(h_MK.dtype), TE_DType[h_MK.dtype]
+        options = (eps, None, _quantizer(forms(table)["input"][1]), dtype, 0, False)
+        x, _, rstd_M = _extension().rmsnorm_fwd(h_MK, weight_K, *options)
+        return x, rstd_M
+
+    def norm_backward(self, dy_MK: Tensor, h_MK: Tensor, weight_K: Tensor, rstd_M: Tensor) -> tuple[Tensor, Tensor]:
+        weight_K = weight_K.to(h_MK.dtype)
+        dh_MK, dweight_K = _extension().rmsnorm_bwd(dy_MK, h_MK, rstd_M, weight_K, 0, False)
+        return dh_MK, dweight_K
+
+    def gate(self, y_MN: Tensor, table: Table) -> Tensor:
+        found: Tensor = _extension().swiglu(y_MN, _quantizer(forms(table)["input"][1]))
+        return found
+
+    def gate_backward(self, dx_MK: Tensor, y_MN: Tensor, table: Table) -> Tensor:
+        found: Tensor = _extension().dswiglu(dx_MK, y_MN, _quantizer(forms(table)["grad_output"][1]))
+        return found
 
 
-def tensor(made: Forms, shape: Sequence[int]) -> Tensor:
-    """TE's NVFP4 tensor of this shape."""
-    from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Tensor
+def _extension() -> Any:
+    """TE's kernels: its modules of norms and activations call these functions, too (ops/basic)."""
+    return importlib.import_module("transformer_engine_torch")
 
-    row, column = made
-    assert row.amax is not None and column.amax is not None
-    found: Tensor = NVFP4Tensor(
-        shape=row.shape,
-        dtype=torch.bfloat16,
-        rowwise_data=row.codes.view(torch.uint8),
-        rowwise_scale_inv=_scales(row),
-        columnwise_data=column.codes.view(torch.uint8),
-        columnwise_scale_inv=_scales(column),
-        amax_rowwise=row.amax.reshape(1),
-        amax_columnwise=column.amax.reshape(1),
-        quantizer=(own := _quantizer(column.spec)),
-        fp4_dtype=own.dtype,
-        with_gemm_swizzled_scales=True,
-        device=row.codes.device,
-    )
-    return found if tuple(shape) == row.shape else found.view(tuple(shape))
+
+def kinds(table: Table) -> set[str]:
+    """TE's families of x and of dy."""
+    return {family(spec) for slot in ("input", "grad_output") for spec in forms(table)[slot] if spec is not None}
+
+
+def _why_no_codes(table: Table) -> str | None:
+    if shares_codes(to_te(table)):
+        return None
+    return "Transformer Engine takes no codes before 2.19, nor in a recipe of single quantisers"
+
+
+def _margin(direction: str) -> int:
+    """Multiprocessors that TE's norms leave to others, as its modules ask for them (module/layernorm_linear.py)."""
+    return int(os.environ.get(f"NVTE_{direction}_LAYERNORM_SM_MARGIN", "0"))
 
 
 @cache
-def _quantizer(spec: QuantSpec) -> Any:
-    """The quantizer that the tensor names: the column-wise form carries the transform."""
-    return quantizer(spec, "bfloat16")
+def _quantizer(spec: QuantSpec | None) -> Any:
+    """The quantizer of a tensor for autograd, with both forms; spec: of the column-wise form, with the transform."""
+    made = quantizer(spec, "bfloat16")
+    made.internal, made.optimize_for_gemm = False, True
+    return made
 
 
 def _scales(form: Quantized) -> Tensor:
@@ -133,8 +188,3 @@ class QuantisedInput:
         """Drop the row-wise form, which no backward pass needs; TE does so with codes of its own."""
         for codes in self.given if self.column else ():
             codes.update_usage(rowwise_usage=False, columnwise_usage=True)
-
-
-def give(cache: dict[str, Any], x_MK: Tensor, table: Table, codes: Tensor) -> None:
-    """Let the layers that run `table` and share `cache` take the codes, TE's tensor, where they are called with x."""
-    cache["te"] = QuantisedInput(x_MK, x_MK._version, table, True, codes)
