@@ -179,6 +179,9 @@ class Sources(Protocol):
     def why_not_given(self, table: Table) -> str | None:
         """Why layers of this machine that run `table` do not take codes that are made elsewhere; None: they do."""
 
+    def turned(self, table: Table) -> bool:
+        """Whether the column-wise codes that are given lie as x does, [M, K], and not transposed."""
+
     def given(self, forms: Forms, shape: Sequence[int]) -> Tensor:
         """x or dy of this shape from its codes, as the backend's own tensor in BF16; as a gradient it is dy's."""
 

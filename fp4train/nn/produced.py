@@ -9,8 +9,8 @@ The graph of autograd is that of the model. In the place of x stands a *carrier*
 so that whatever would read it by mistake shows. The layers find the codes where those of a tensor that several layers
 read lie, in the context's cache. Gradients of three GEMMs of one's own are carriers, too, whose codes come with the
 executor that the call has in its backward pass. A layer whose GEMMs a backend runs together (Transformer Engine) gets
-the codes as the backend's own tensor, also as its gradient; where it takes none that are made elsewhere, the backend's
-own kernels may make them (`backend_sources.py`).
+the codes as the backend's own tensor, also as its gradient; where a kernel of the backend writes codes alone, it makes
+them (`backend_sources.py`).
 
 Whether it can be done is asked in each call, of the executors that the layers hold then (`why_not`), and of the call
 itself: no gradients, torch.compile, torch.autocast, hooks that watch a layer, and anomaly detection leave norms and
@@ -46,28 +46,31 @@ Taker = Gemms | BackendLayer
 def why_not(readers: Sequence[Executor], writers: Sequence[Executor] = ()) -> str | None:
     """Why the executors `readers` of one x do not take it from a source, or the `writers` of gate and up their
     gradients; None: they do."""
-    if by_backend(readers):
-        return backend_sources.why_not(readers, writers)
+    if (layer := backend_sources.backend_of(readers[0])) is not None:
+        reason = backend_sources.why_not(readers, writers)
+        if reason is None or layer.backend.sources.why_not_given(layer.table) is not None:
+            return reason
     for executors, tensor in ((readers, "x"), (writers, "dy")):
         for each in executors:
-            name = each.plan.layer.name
-            if type(each) is not type(executors[0]) or type(each) not in (Gemms, BackendLayer):
+            name, taker = each.plan.layer.name, _taker(each, tensor)
+            if taker is None or type(taker) is not type(_taker(executors[0], tensor)):
                 return f"{name} is not three products of codes of its own"
-            assert isinstance(each, Taker)
-            given = each.backend.sources.why_not_given(each.table) if isinstance(each, BackendLayer) else None
-            if (reason := given or _why_no_source(getattr(each, tensor))) is not None:
+            given = taker.backend.sources.why_not_given(taker.table) if isinstance(taker, BackendLayer) else None
+            if (reason := given or _why_no_source(getattr(taker, tensor))) is not None:
                 return f"{tensor} of {name}: {reason}"
-            if each.dtype is not torch.bfloat16:
-                return f"{name} has operands in {each.dtype}"
-            if getattr(each, tensor).wants[1] != getattr(executors[0], tensor).wants[1]:
+            if taker.dtype is not torch.bfloat16:
+                return f"{name} has operands in {taker.dtype}"
+            if getattr(taker, tensor).wants[1] != getattr(_taker(executors[0], tensor), tensor).wants[1]:
                 return f"{executors[0].plan.layer.name} and {name} do not quantise {tensor} alike"
     return None
 
 
-def by_backend(readers: Sequence[Executor]) -> bool:
-    """Whether a backend's own kernels would make the x of these readers, which take no codes from elsewhere."""
-    layer = backend_sources.backend_of(readers[0])
-    return layer is not None and layer.backend.sources.why_not_given(layer.table) is not None
+def _taker(executor: Executor, tensor: str) -> Taker | None:
+    """Who takes the codes of x or dy where the executor runs; None: nobody. Layers of a backend that are one product
+    take one x, and one dy."""
+    if tensor == "x" and (layer := backend_sources.backend_of(executor)) is not None:
+        return layer
+    return executor if isinstance(executor, Taker) and type(executor) in (Gemms, BackendLayer) else None
 
 
 def _why_no_source(operand: Operand) -> str | None:
@@ -85,11 +88,13 @@ def _why_no_source(operand: Operand) -> str | None:
     return produced.why_not(row.quantizer, column.quantizer)
 
 
-def _produce(operand: Operand, source: SourceTensors, calls: Sequence[Call | None]) -> list[FormPair]:
+def _produce(taker: Taker, tensor: str, source: SourceTensors, calls: Sequence[Call | None]) -> list[FormPair]:
     """Both forms of each result of the source, with the random bits of its call."""
+    operand: Operand = getattr(taker, tensor)
+    turned = isinstance(taker, BackendLayer) and taker.backend.sources.turned(taker.table)
     tokens, forms = source.tensors[0].shape[0], (operand.row, operand.column)
     keys = [tuple(form.key(call, tokens) if call and form.stochastic else None for form in forms) for call in calls]
-    return produced.produce(operand.row.quantizer, operand.column.quantizer, source, keys)
+    return produced.produce(operand.row.quantizer, operand.column.quantizer, source, keys, turned)
 
 
 class Producer:
@@ -130,7 +135,7 @@ class Producer:
         if executors != self._seen:
             count, here = len(self.readers), [each for each in executors if each is not None]
             self._runs = len(here) == len(layers) and why_not(here[:count], here[count:]) is None
-            self.by_backend = self._runs and by_backend(here)
+            self.by_backend = self._runs and backend_sources.why_not(here[:count], here[count:]) is None
             self._seen = executors
         if not self._runs:
             return None
@@ -156,7 +161,7 @@ class NormProducer(Producer):
         takers, now = found
         if self.by_backend:
             return backend_sources.norm(h, weight, eps, takers[0], now)
-        carrier: Tensor = _Norm.apply(h, weight, eps, takers[0], now)  # type: ignore[no-untyped-call]
+        carrier: Tensor = _Norm.apply(h, weight, eps, _taker(takers[0], "x"), now)  # type: ignore[no-untyped-call]
         return carrier
 
 
@@ -174,7 +179,7 @@ class GateProducer(Producer):
         first, second = (_call_of(layer, executor, y, now) for layer, executor, y in made)
         if first is None or second is None or not _alike(first, second):
             return None
-        carrier: Tensor = _Gate.apply(gate, up, (first, second), taker, now)  # type: ignore[no-untyped-call]
+        carrier: Tensor = _Gate.apply(gate, up, (first, second), _taker(taker, "x"), now)  # type: ignore[no-untyped-call]
         return carrier
 
 
@@ -218,7 +223,7 @@ class _WithCodes(NamedTuple):
 
 def _provide(source: SourceTensors, executor: Taker, now: State, like: Tensor) -> Tensor:
     """Quantise x of a source for the layers that read it next, and return its carrier."""
-    (forms,) = _produce(executor.x, source, (None,))
+    (forms,) = _produce(executor, "x", source, (None,))
     carrier = carrier_of(like)
     assert now.context is not None
     x_MK = carrier.reshape(-1, like.shape[-1])
@@ -260,7 +265,7 @@ class _Gate(torch.autograd.Function):
     def backward(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
         source = SourceTensors("gradients", tuple(map(matrix, (dh, gate, up))))
-        made = _produce(ctx.executors[0].dy, source, ctx.calls)
+        made = _produce(ctx.executors[0], "dy", source, ctx.calls)
         if isinstance(first := ctx.executors[0], BackendLayer):
             return *(first.backend.sources.given(forms, gate.shape) for forms in made), None, None, None
         carriers = [carrier_of(gate) for _ in made]

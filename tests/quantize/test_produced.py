@@ -100,6 +100,14 @@ for recipe in (NVFP4(), MXFP8()):
                 pairs = [(ours.amax, theirs.amax), (ours.global_decode(), theirs.global_decode())]
                 assert all(a is b or torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs)
         print(recipe.name, source.kind, *launched)
+        if recipe.name == "MXFP8":
+            turned = produce(*(quantizer(spec, "cpu", "triton").in_tiles for spec in specs), source, drawn, True)
+            for forms, values in zip(turned, source.values()):
+                theirs = quantizer(specs[1], "cpu", "reference").codes(values.T)
+                assert torch.equal(forms[1].codes.view(torch.uint8), theirs.codes[:, :70].T), source.kind
+                ours = forms[1]._replace(codes=theirs.codes)
+                scales = [each.block_scales().nan_to_num(-1) for each in (ours, theirs)]
+                assert torch.equal(*scales), source.kind
 exact = h.double().requires_grad_(), weight.bfloat16().double().requires_grad_()
 rms_norm(exact[0], (264,), exact[1], 1e-5).backward(dh.double())
 for ours, theirs, error in zip(norm_backward(dh, h, weight, rstd), (exact[0].grad, exact[1].grad), (2**-8, 2**-20)):
@@ -110,7 +118,8 @@ for ours, theirs, error in zip(norm_backward(dh, h, weight, rstd), (exact[0].gra
 @pytest.mark.long
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_codes_are_those_of_the_reference_over_tiles_and_strips_in_the_interpreter() -> None:
-    """NVFP4 with Hadamard and random bits, MXFP8; NaN; sizes that fill no tile; and gradients of the norm."""
+    """NVFP4 with Hadamard and random bits, MXFP8, also with the columns' codes as x lies; NaN; sizes that fill no tile;
+    and gradients of the norm."""
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-W", "ignore", "-c", PROGRAM]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)

@@ -12,12 +12,15 @@ dactivation_helper, `Impl::UNFUSED` and `FUSED_…_AMAX`):
                                 if NVTE_NORM_FWD_USE_CUDNN=1
     FP8 delayed                 codes alone                  codes alone
 
-So NVFP4's codes come from fp4train's kernels, which write no BF16 (`quantize/produced.py`): packed in pairs, the
-column-wise form transposed, scales in tiles of 128×4, each form with its amax, which is how TE's products take them
-(tensor/nvfp4_tensor.py; `with_gemm_swizzled_scales`). They are TE's own codes (the formula of `QuantSpec`), but for the
-random bits of dy, which are fp4train's. Those of MXFP8 come from TE's kernels, where these write codes alone: TE's
-column-wise form lies along the features, as no kernel here writes it. Delayed scaling enters amaxes into the histories
-of each layer, and its kernels know one.
+Where a kernel of TE writes codes alone, that kernel runs. Else NVFP4's and MXFP8's codes come from fp4train's kernels,
+which write no BF16 (`quantize/produced.py`). They are TE's own codes (the formula of `QuantSpec`), but for the random
+bits of dy, which are fp4train's, and lie as TE's products take them, scales in the order of the tiles of 128×4 that its
+kernels write for the GEMM (`with_gemm_swizzled_scales`; cast/mxfp8/swizzle.cuh):
+
+    NVFP4   both forms packed in pairs, the column-wise one transposed; an amax of each (tensor/nvfp4_tensor.py)
+    MXFP8   both forms [M, K] (tensor/mxfp8_tensor.py)
+
+Delayed scaling enters the amax of x into the history of each layer that reads it, and its kernels know one history.
 """
 
 from __future__ import annotations
@@ -49,30 +52,30 @@ class TESources:
     tokens = 32
 
     def why_not_given(self, table: Table) -> str | None:
-        if kinds(table) != {"nvfp4"}:
-            return "Transformer Engine takes codes of other kernels in NVFP4 only"
-        return _why_no_codes(table)
+        found = kinds(table)
+        if found in ({"nvfp4"}, {"mxfp8"}):
+            return _why_no_codes(table)
+        return "Transformer Engine takes codes of other kernels in NVFP4 and MXFP8 only"
+
+    def turned(self, table: Table) -> bool:
+        return kinds(table) == {"mxfp8"}
 
     def given(self, made: Forms, shape: Sequence[int]) -> Tensor:
+        from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Tensor
         from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Tensor
 
         row, column = made
-        assert row.amax is not None and column.amax is not None
-        own = _quantizer(column.spec)
-        found: Tensor = NVFP4Tensor(
-            shape=row.shape,
-            dtype=torch.bfloat16,
-            rowwise_data=row.codes.view(torch.uint8),
-            rowwise_scale_inv=_scales(row),
-            columnwise_data=column.codes.view(torch.uint8),
-            columnwise_scale_inv=_scales(column),
-            amax_rowwise=row.amax.reshape(1),
-            amax_columnwise=column.amax.reshape(1),
-            quantizer=own,
-            fp4_dtype=own.dtype,
-            with_gemm_swizzled_scales=True,
-            device=row.codes.device,
-        )
+        own, packed = _quantizer(column.spec), column.spec.element == "e2m1"
+        options = {"device": row.codes.device, "quantizer": own, "with_gemm_swizzled_scales": True}
+        options |= {"rowwise_data": row.codes.view(torch.uint8), "rowwise_scale_inv": _scales(row)}
+        options |= {"columnwise_data": column.codes.view(torch.uint8), "columnwise_scale_inv": _scales(column)}
+        if packed:
+            assert row.amax is not None and column.amax is not None
+            options |= {"amax_rowwise": row.amax.reshape(1), "amax_columnwise": column.amax.reshape(1)}
+        else:
+            options["columnwise_scale_inv"] = _scales(column).view(-1, -(-column.shape[0] // 128) * 128)
+        options["fp4_dtype" if packed else "fp8_dtype"] = own.dtype
+        found: Tensor = (NVFP4Tensor if packed else MXFP8Tensor)(shape=row.shape, dtype=torch.bfloat16, **options)
         return found if tuple(shape) == row.shape else found.view(tuple(shape))
 
     def give(self, cache: dict[str, Any], x_MK: Tensor, table: Table, codes: Tensor) -> None:

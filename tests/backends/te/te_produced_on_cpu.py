@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import te_products_on_cpu as products
@@ -88,22 +89,26 @@ def decoded(codes: Any, column: bool) -> Any:
     form = "columnwise" if column else "rowwise"
     if isinstance(codes, MXFP8TensorStorage):
         data, scales = getattr(codes, f"_{form}_data"), getattr(codes, f"_{form}_scale_inv")
-        data, scales = (data.T, scales.T) if column else (data, scales)
-        spec = MX if codes._fp8_dtype == DType.kFloat8E4M3 else MX_DY
-        found = Quantized(spec, tuple(data.shape), data.contiguous(), scales.contiguous(), None).dequantize()
+        swizzled = codes._with_gemm_swizzled_scales
+        data, scales = (data.T, scales if swizzled else scales.T) if column else (data, scales)
+        spec, scales = (MX if codes._fp8_dtype == DType.kFloat8E4M3 else MX_DY), scales.contiguous()
+        if swizzled:  # what fp4train gives
+            assert tuple(scales.shape) == (padded(data.shape, 32)[::-1] if column else padded(data.shape, 32))
+            scales = scales.reshape(-1)
+        found = Quantized(spec, tuple(data.shape), data.contiguous(), scales, None).dequantize()
         return found.T if column else found
     if not isinstance(codes, NVFP4TensorStorage):
         return codes
     data, scales, amax = (getattr(codes, name) for name in (f"_{form}_data", f"_{form}_scale_inv", f"_amax_{form}"))
     spec, shape = (COLUMN if column else ROW), (data.shape[0], 2 * data.shape[1])
-    assert codes._with_gemm_swizzled_scales and tuple(scales.shape) == padded(shape)
+    assert codes._with_gemm_swizzled_scales and tuple(scales.shape) == padded(shape, 16)
     found = Quantized(spec, shape, data, scales.reshape(-1), amax.reshape(())).dequantize()
     return found.T if column else found
 
 
-def padded(shape: tuple[int, int]) -> tuple[int, int]:
-    """NVFP4Quantizer.get_scale_shape."""
-    return -(-shape[0] // 128) * 128, -(-shape[1] // 16 // 4) * 4
+def padded(shape: Sequence[int], block: int) -> tuple[int, int]:
+    """get_scale_shape of NVFP4Quantizer and MXFP8Quantizer, of which the latter turns that of the columns."""
+    return -(-shape[0] // 128) * 128, -(-shape[1] // block // 4) * 4
 
 
 def gemm(a: Any, transa: bool, b: Any, transb: bool, *rest: Any, **options: Any) -> Any:
@@ -215,10 +220,11 @@ def apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, float]:
 
 MXFP8_CASES: dict[str, dict[str, Any]] = {
     "mxfp8": {},
-    "mxfp8 joint": {"joint": True},
-    "mxfp8 joint, cudnn": {"joint": True},
-    "mxfp8 joint, cudnn, summed": {"joint": True, "sums": True},
-    "mxfp8 joint, cudnn, recomputed": {"joint": True, "recompute": True},
+    "mxfp8, recomputed": {"recompute": True},
+    "mxfp8, joint": {"joint": True},
+    "mxfp8, joint, cudnn": {"joint": True},
+    "mxfp8, joint, cudnn, summed": {"joint": True, "sums": True},
+    "mxfp8, joint, cudnn, recomputed": {"joint": True, "recompute": True},
     "mxfp8, cudnn": {},
 }
 
