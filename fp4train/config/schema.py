@@ -82,7 +82,7 @@ class TrainSettings:
             not over tensor-parallel ranks, and not with delayed scaling.
         kernels: what runs norms, gates, rotations and the loss of the head: "torch"; "liger", its kernels for GPUs, an
             error where they do not run; "auto", liger's where they run (`models/common/liger.py`). With both but
-            "torch" norms and gates of which all readers multiply Triton's codes are quantised where they are made
+            "torch" norms and gates of which all readers multiply codes of blocks are quantised where they are made
             (`nn/produced.py`). Losses differ in the last digits. With train.compile the compiler has the blocks, and
             liger's what lies outside of them.
         joint_products: multiply layers that read one x (queries, keys and values; gate and up) as one, in each GEMM

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import json
 import os
+import pathlib
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -241,6 +243,11 @@ def results() -> dict[str, Any]:
         (plain, before), (fused, counts) = (trained(HYBRID, kernels, **options) for kernels in ("torch", "auto"))
         found[name] = {"before": before, "counts": counts, "apart": apart(plain, fused), "said": list(sentences)}
     del os.environ[CUDNN]
+    sys.path.append(str(pathlib.Path(__file__).parents[3] / "scripts"))
+    from te_given import gradients
+
+    pairs = [[gradients(each, kernels, "cpu", 64) for kernels in ("auto", "torch")] for each in (NEAREST, HYBRID)]
+    found["selfcheck"] = [all(map(torch.equal, *pair)) for pair in pairs]
     first, again, later = (trained(NVFP4(), "auto", step=step)[0] for step in (0, 0, 1))
     found["random bits"] = {"again": len(apart(first, again)), "of another step": len(apart(first, later))}
     return found
