@@ -141,7 +141,7 @@ LATER = {
         ),
     ),
     "norms, gates and joint products on Transformer Engine": Capability(
-        405,
+        408,
         3,
         ("backends/te/given.py", "nn/backend_sources.py", "nn/executors/stacked.py"),
         ("nn/executors/whole_layer.py:BackendLayer._given",),

@@ -91,7 +91,7 @@ def _why_no_source(operand: Operand) -> str | None:
 def _produce(taker: Taker, tensor: str, source: SourceTensors, calls: Sequence[Call | None]) -> list[FormPair]:
     """Both forms of each result of the source, with the random bits of its call."""
     operand: Operand = getattr(taker, tensor)
-    turned = isinstance(taker, BackendLayer) and taker.backend.sources.turned(taker.table)
+    turned = isinstance(taker, BackendLayer) and taker.turned
     tokens, forms = source.tensors[0].shape[0], (operand.row, operand.column)
     keys = [tuple(form.key(call, tokens) if call and form.stochastic else None for form in forms) for call in calls]
     return produced.produce(operand.row.quantizer, operand.column.quantizer, source, keys, turned)

@@ -153,6 +153,11 @@ class BackendLayer(Executor):
         """dy as `x`."""
         return self._given("dy")
 
+    @cached_property
+    def turned(self) -> bool:
+        """See `Sources.turned`."""
+        return self.backend.sources.turned(self.table)
+
     def _given(self, tensor: str) -> Operand:
         specs: Any = tuple(getattr(self.table[gemm], operand) for gemm, operand in FORMS[tensor])
         return Operand(tensor, specs, (True, True), self.device, self.shard, tiles=(True, True))
