@@ -123,7 +123,6 @@ LATER = {
         152,
         0,
         parts=(
-            *("backends/te/executor.py:_CodesFunction", "backends/te/executor.py:_QuantisedInput"),
             *("backends/te/executor.py:_Built.codes_of", "backends/te/executor.py:te_autocast"),
             *("backends/te/translate.py:shares_codes", "backends/te/translate.py:_check_sums"),
             "backends/te/__init__.py:TransformerEngine.sums_fast",
@@ -141,13 +140,19 @@ LATER = {
         ),
     ),
     "norms and gates that are quantised where they are made": Capability(
-        647,
+        649,
         5,
         (
             *("nn/produced.py", "quantize/produced.py", "quantize/launch.py"),
             *("kernels/triton/sources.py", "kernels/triton/norm.py"),
         ),
         ("models/common/layers.py:produced_norms",),
+    ),
+    "norms, gates and joint products on Transformer Engine": Capability(
+        408,
+        3,
+        ("backends/te/given.py", "nn/backend_sources.py", "nn/executors/stacked.py"),
+        ("nn/executors/whole_layer.py:BackendLayer._given",),
     ),
 }
 """A new capability has an entry of its own; its lines are what it needs. An entry names its files or its parts."""

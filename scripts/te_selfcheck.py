@@ -2,14 +2,16 @@
 
     python scripts/te_selfcheck.py [--out selfcheck.json] [--size 4096] [--no-timing]
 
-Three parts, each skipped with the reason where this machine cannot run it:
+Four parts, each skipped with the reason where this machine cannot run it:
 
 1. reference   TE's own pure-torch NVFP4 quantiser and block-by-block GEMM (any GPU that runs TE, Hopper too): y, dx and
                dw in float32 equal fp4train's to 1e-6 of their norm; and the same through TE's Linear layer in BF16.
 2. native      each recipe on TE's kernels against emulation: operands rounded to nearest agree to 1e-2 of the norm: the
                same codes, another order of accumulation, BF16 output. Stochastic rounding draws other random bits, so
                there the distance from the unquantised product must agree with emulation's to 10 %.
-3. time        of a forward and backward pass: TE, emulation, and torch in BF16.
+3. given       gradients of a small Llama on TE whose norms and gates fp4train's kernels quantise, to 10 % of the norm
+               those of one whose norms and gates TE quantises: norms round otherwise (te_given.py).
+4. time        of a forward and backward pass: TE, emulation, and torch in BF16.
 
 Exit code 0: everything that ran agrees; 1: something does not; 3: nothing could run, and why.
 """
@@ -247,6 +249,14 @@ def check_native(name: str, recipe: Recipe, problem: Problem) -> Row:
     return Row(part="native", name=name, y=y, dx=dx, dw=dw, tolerance=tolerance, agrees=all(agree), note=note)
 
 
+def check_given(name: str, recipe: Recipe) -> Row:
+    """Part 3 for one recipe, which rounds to nearest."""
+    from te_given import gradients
+
+    ours, theirs = (gradients(recipe, kernels) for kernels in ("auto", "torch"))
+    return compare("given", name, theirs, ours, STOCHASTIC)
+
+
 def milliseconds(step: Callable[[], object], repeats: int = 10) -> float:
     """Median time of a step on the GPU."""
     for _ in range(3):
@@ -263,7 +273,7 @@ def milliseconds(step: Callable[[], object], repeats: int = 10) -> float:
 
 
 def measure(problem: Problem) -> Iterator[dict[str, Any]]:
-    """Part 3: every recipe that runs on TE here, each as it is measured; what fails has its error for a time."""
+    """Part 4: every recipe that runs on TE here, each as it is measured; what fails has its error for a time."""
     ours, theirs = layers(problem)
 
     def timed(layer: Linear, recipe: Recipe) -> float | str:
@@ -363,6 +373,14 @@ def main(arguments: list[str] | None = None) -> int:
             return [check_native(name, recipe, problem)]
 
         rows += guarded("native", name, native)
+        write()
+    for name in ("nvfp4, nearest", "mxfp8", "mxfp8, hybrid"):
+
+        def given(name: str = name) -> list[Row]:
+            reason = why_not(RECIPES[name], problem)
+            return [Row(part="given", name=name, note=reason) if reason else check_given(name, RECIPES[name])]
+
+        rows += guarded("given", name, given)
         write()
     if not args.no_timing:
         try:

@@ -123,6 +123,7 @@ class LayerKernels(LayerState, Protocol):
         into: Callable[[], Tensor] | None = None,
         freed: bool = False,
         readers: Readers | None = None,
+        parts: Sequence[Tensor] = (),
     ) -> Tensor:
         """y [*, N] of x [*, K] in the table's dtype; gradients through autograd.
 
@@ -132,7 +133,11 @@ class LayerKernels(LayerState, Protocol):
         freed: whether the memory of `weight` is freed after the call and filled again before its backward pass, so that
         nothing as large as it may be kept in between.
         readers: the layers that read this x; None: only this one.
+        parts: the parameters whose rows `weight` is, by which it is known as the same; none: it is a parameter.
         """
+
+    def release(self) -> None:
+        """Drop what is kept of the weight."""
 
 
 class ExpertKernels(LayerState, Protocol):
@@ -157,14 +162,60 @@ class ExpertKernels(LayerState, Protocol):
         """
 
 
+Forms: TypeAlias = tuple[Quantized, Quantized]
+"""Codes of both forms of x or dy, row-wise and column-wise, with scales in tiles."""
+
+
+class Sources(Protocol):
+    """x and dy of a backend's layers that are quantised where they are made: by norms, gates and their gradients.
+
+    Their codes are made elsewhere and `given`, or a kernel of the backend makes them. Matrices are BF16 and contiguous.
+
+    tokens: x and dy have a multiple of so many.
+    """
+
+    tokens: int
+
+    def why_not_given(self, table: Table) -> str | None:
+        """Why layers of this machine that run `table` do not take codes that are made elsewhere; None: they do."""
+
+    def turned(self, table: Table) -> bool:
+        """Whether the column-wise codes that are given lie as x does, [M, K], and not transposed."""
+
+    def given(self, forms: Forms, shape: Sequence[int]) -> Tensor:
+        """x or dy of this shape from its codes, as the backend's own tensor in BF16; as a gradient it is dy's."""
+
+    def give(self, cache: dict[str, Any], x_MK: Tensor, table: Table, codes: Tensor) -> None:
+        """Let the layers that run `table` and share `cache` take x, the backend's own tensor, where they are called
+        with x [M, K]."""
+
+    def why_no_kernel(self, kind: str, table: Table) -> str | None:
+        """Why the backend's kernel of a "norm", or those of a "gate", do not write the codes of layers that run `table`
+        without writing the result in BF16; None: they do."""
+
+    def norm(self, h_MK: Tensor, weight_K: Tensor, eps: float, table: Table) -> tuple[Tensor, Tensor]:
+        """(x, the RMSNorm of h, as the backend's own tensor; 1/√(mean + ε) of each token, float32)."""
+
+    def norm_backward(self, dy_MK: Tensor, h_MK: Tensor, weight_K: Tensor, rstd_M: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradients of h and of the weight."""
+
+    def gate(self, y_MN: Tensor, table: Table) -> Tensor:
+        """x = silu(gate) ⊙ up [M, N / 2] of y, [gate, up], as the backend's own tensor."""
+
+    def gate_backward(self, dx_MK: Tensor, y_MN: Tensor, table: Table) -> Tensor:
+        """The gradient of y, as the backend's own tensor."""
+
+
 class LayerBackend(Protocol):
     """Runs the three GEMMs of a linear layer together.
 
-    name: value of `backend=`; title: name in messages.
+    name: value of `backend=`, and key in the cache of `Readers` of what it shares; title: name in messages.
+    sources: x and dy that norms and gates quantise.
     """
 
     name: str
     title: str
+    sources: Sources
 
     def why_not(self, table: Table, layer: Shape, device: Device) -> str | None:
         """Why it cannot run `table` in a layer of this shape on `device`; None if it can."""

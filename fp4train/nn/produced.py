@@ -7,7 +7,10 @@ in BF16 is neither written nor read (`quantize/produced.py`).
 
 The graph of autograd is that of the model. In the place of x stands a *carrier*: one NaN, expanded to the shape of x,
 so that whatever would read it by mistake shows. The layers find the codes where those of a tensor that several layers
-read lie, in the context's cache; those of gradients come with the executor that the call has in its backward pass.
+read lie, in the context's cache. Gradients of three GEMMs of one's own are carriers, too, whose codes come with the
+executor that the call has in its backward pass. A layer whose GEMMs a backend runs together (Transformer Engine) gets
+the codes as the backend's own tensor, also as its gradient; where a kernel of the backend writes codes alone, it makes
+them (`backend_sources.py`).
 
 On a CPU, whose layers multiply values, the norm or gate is made by one kernel and quantised at once: the bits are those
 of torch's operators (`quantize/produced_cpu.py`).
@@ -21,15 +24,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fp4train.backends import Prepared
-from fp4train.nn.call import Call, Executor
+from fp4train.backends.protocol import Forms
+from fp4train.nn import backend_sources
+from fp4train.nn.backend_sources import carrier_of, matrix
+from fp4train.nn.call import Call, Executor, gradient_dtypes
 from fp4train.nn.executors.gemms import Gemms, Gradients, Saved, torch_autocasts
+from fp4train.nn.executors.whole_layer import BackendLayer
 from fp4train.nn.operands import Operand
 from fp4train.nn.planned import PlannedLayer
 from fp4train.precision.context import State
@@ -39,24 +46,39 @@ from fp4train.quantize.produced import SourceTensors
 from fp4train.quantize.quantizer import PLAIN
 
 FormPair = tuple[Prepared, Prepared]
+Taker = Gemms | BackendLayer
+"""Executors that take codes; those of subclasses do not."""
 
 
 def why_not(readers: Sequence[Executor], writers: Sequence[Executor] = (), kind: str = "norm") -> str | None:
     """Why the executors `readers` of one x do not take it from a source of this kind, or the `writers` of gate and up
     their gradients; None: they do."""
+    if (own := backend_sources.backend_of(readers[0])) is not None:
+        reason = backend_sources.why_not(readers, writers, kind)
+        if reason is None or own.backend.sources.why_not_given(own.table) is not None:
+            return reason
     for executors, tensor, source in ((readers, "x", kind), (writers, "dy", "gradients")):
         for each in executors:
-            name = (layer := each.plan.layer).name
+            name, taker = (layer := each.plan.layer).name, _taker(each, tensor)
             width = layer.in_features if tensor == "x" else layer.out_features
-            if type(each) is not Gemms:
+            if taker is None or type(taker) is not type(_taker(executors[0], tensor)):
                 return f"{name} is not three products of codes of its own"
-            if (reason := _why_no_source(getattr(each, tensor), source, width)) is not None:
+            given = taker.backend.sources.why_not_given(taker.table) if isinstance(taker, BackendLayer) else None
+            if (reason := given or _why_no_source(getattr(taker, tensor), source, width)) is not None:
                 return f"{tensor} of {name}: {reason}"
-            if each.dtype is not torch.bfloat16:
-                return f"{name} has operands in {each.dtype}"
-            if getattr(each, tensor).wants[1] != getattr(executors[0], tensor).wants[1]:
+            if taker.dtype is not torch.bfloat16:
+                return f"{name} has operands in {taker.dtype}"
+            if getattr(taker, tensor).wants[1] != getattr(_taker(executors[0], tensor), tensor).wants[1]:
                 return f"{executors[0].plan.layer.name} and {name} do not quantise {tensor} alike"
     return None
+
+
+def _taker(executor: Executor, tensor: str) -> Taker | None:
+    """Who takes the codes of x or dy where the executor runs; None: nobody. Layers of a backend that are one product
+    take one x, and one dy."""
+    if tensor == "x" and (layer := backend_sources.backend_of(executor)) is not None:
+        return layer
+    return executor if isinstance(executor, Taker) and type(executor) in (Gemms, BackendLayer) else None
 
 
 def _why_no_source(operand: Operand, kind: str, width: int) -> str | None:
@@ -79,14 +101,16 @@ def _on_cpu(operand: Operand) -> bool:
     return isinstance(operand.row.quantizer, CpuQuantizer)
 
 
-def _produce(operand: Operand, source: SourceTensors, calls: Sequence[Call | None]) -> list[FormPair]:
+def _produce(taker: Taker, tensor: str, source: SourceTensors, calls: Sequence[Call | None]) -> list[FormPair]:
     """Both forms of each result of the source, with the random bits of its call."""
+    operand: Operand = getattr(taker, tensor)
+    turned = isinstance(taker, BackendLayer) and taker.turned
     tokens, forms = source.tensors[0].shape[0], (operand.row, operand.column)
     keys = [tuple(form.key(call, tokens) if call and form.stochastic else None for form in forms) for call in calls]
     if operand.pair is not None and _on_cpu(operand):
         made = zip(produced_cpu.values(source), keys, strict=True)
         return [operand.pair(x_MK, row, None, column) for x_MK, (row, column) in made]
-    return list(produced.produce(operand.row.quantizer, operand.column.quantizer, source, keys))
+    return list(produced.produce(operand.row.quantizer, operand.column.quantizer, source, keys, turned))
 
 
 class Producer:
@@ -103,13 +127,15 @@ class Producer:
     ) -> None:
         self.readers, self.writers, self.kind = tuple(readers), tuple(writers), kind
         self._seen: tuple[Executor | None, ...] = ()
-        self._runs = False
+        self._runs = self.by_backend = False
+        """Whether it quantises its result, and whether in a backend's own kernels."""
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_seen": (), "_runs": False}
 
-    def ready(self, x: Tensor) -> tuple[Gemms, State] | None:
-        """(the executor of a reader, the state of this thread) where codes can be made from tensors like x."""
+    def ready(self, x: Tensor) -> tuple[list[Executor], State] | None:
+        """(the executors of readers and writers, the state of this thread) where codes can be made from tensors like
+        x."""
         if (
             torch.compiler.is_compiling()
             or not torch.is_grad_enabled()
@@ -128,9 +154,15 @@ class Producer:
         if executors != self._seen:
             count, here = len(self.readers), [each for each in executors if each is not None]
             self._runs = len(here) == len(layers) and why_not(here[:count], here[count:], self.kind) is None
+            self.by_backend = self._runs and backend_sources.why_not(here[:count], here[count:], self.kind) is None
             self._seen = executors
-        executor, now = found[0]
-        return (executor, now) if self._runs and isinstance(executor, Gemms) else None
+        if not self._runs:
+            return None
+        tokens, here = x.numel() // x.shape[-1], [each for each in executors if each is not None]
+        for layer in map(backend_sources.backend_of, here):
+            if layer is not None and tokens % layer.backend.sources.tokens:
+                return None
+        return here, found[0][1]
 
 
 def _watched(layer: PlannedLayer) -> bool:
@@ -145,7 +177,10 @@ class NormProducer(Producer):
         """A carrier of the norm of h; None: it cannot be made here."""
         if type(weight) not in PLAIN or (found := self.ready(h)) is None:
             return None
-        carrier: Tensor = _Norm.apply(h, weight, eps, self.kind, *found)  # type: ignore[no-untyped-call]
+        takers, now = found
+        if self.by_backend:
+            return backend_sources.norm(h, weight, eps, takers[0], now)
+        carrier: Tensor = _Norm.apply(h, weight, eps, self.kind, _taker(takers[0], "x"), now)  # type: ignore[no-untyped-call]
         return carrier
 
 
@@ -156,22 +191,32 @@ class GateProducer(Producer):
         """A carrier of silu(gate) ⊙ up; None: it cannot be made here."""
         if (found := self.ready(gate)) is None:
             return None
-        if _on_cpu(found[0].x) and not produced_cpu.whole_vectors(gate.numel()):
+        (taker, *executors), now = found
+        if self.by_backend:
+            return backend_sources.gate(gate, up, [taker, *executors], now)
+        if isinstance(taker, Gemms) and _on_cpu(taker.x) and not produced_cpu.whole_vectors(gate.numel()):
             return None
-        first, second = _call_of(gate), _call_of(up)
+        made = zip(self.writers, executors, (gate, up), strict=True)
+        first, second = (_call_of(layer, executor, y, now) for layer, executor, y in made)
         if first is None or second is None or not _alike(first, second):
             return None
-        carrier: Tensor = _Gate.apply(gate, up, (first, second), *found)  # type: ignore[no-untyped-call]
+        carrier: Tensor = _Gate.apply(gate, up, (first, second), _taker(taker, "x"), now)  # type: ignore[no-untyped-call]
         return carrier
 
 
-def _call_of(y: Tensor) -> Call | None:
-    """The call whose output y is, as it is or as a view."""
+def _call_of(layer: PlannedLayer, executor: Executor, y: Tensor, now: State) -> Call | None:
+    """The call of the layer whose output y is, as it is or as a view. Of a backend's layer, which has none of its own,
+    one that says where its random bits begin."""
+    if isinstance(executor, BackendLayer):
+        call = layer.call_in(now, executor, y.numel() // y.shape[-1])
+        bias = layer.bias if isinstance(layer.bias, Tensor) else None
+        call.gradients = gradient_dtypes(y, layer.weight, bias, (y.requires_grad, True, True))
+        return call
     node: Any = y.grad_fn
     if node is not None and node.name() in ("ViewBackward0", "UnsafeViewBackward0"):
         node = node.next_functions[0][0]
-    call = getattr(node, "call", None)
-    return call if isinstance(call, Call) else None
+    found = getattr(node, "call", None)
+    return found if isinstance(found, Call) else None
 
 
 def _alike(gate: Call, up: Call) -> bool:
@@ -197,31 +242,24 @@ class _WithCodes(NamedTuple):
         return self.executor.backward(dy_MN, w_NK, saved, call, found)
 
 
-def _carrier(like: Tensor) -> Tensor:
-    """In the place of a tensor that is not in memory: NaN, of the shape and dtype of `like`."""
-    return like.new_full((), torch.nan).expand(like.shape)
-
-
-def _matrix(x: Tensor) -> Tensor:
-    """[M, K], its rows contiguous."""
-    x = x.detach().reshape(-1, x.shape[-1])
-    return x if x.is_contiguous() else x.contiguous()
-
-
-def _provide(source: SourceTensors, executor: Gemms, now: State, like: Tensor) -> Tensor:
+def _provide(source: SourceTensors, executor: Taker, now: State, like: Tensor) -> Tensor:
     """Quantise x of a source for the layers that read it next, and return its carrier."""
-    (forms,) = _produce(executor.x, source, (None,))
-    carrier = _carrier(like)
+    (forms,) = _produce(executor, "x", source, (None,))
+    carrier = carrier_of(like)
     assert now.context is not None
     x_MK = carrier.reshape(-1, like.shape[-1])
+    if isinstance(executor, BackendLayer):
+        sources = executor.backend.sources
+        sources.give(now.context.shared, x_MK, executor.table, sources.given(cast(Forms, forms), x_MK.shape))
+        return carrier
     now.context.shared["input"] = (executor.x.wants[True], x_MK._version, x_MK, forms)
     return carrier
 
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, h: Tensor, weight_K: Tensor, eps: float, kind: str, executor: Gemms, now: State) -> Tensor:
-        h_MK = _matrix(h)
+    def forward(ctx: Any, h: Tensor, weight_K: Tensor, eps: float, kind: str, executor: Taker, now: State) -> Tensor:
+        h_MK = matrix(h)
         rstd_M = torch.empty(h_MK.shape[0], dtype=torch.float32, device=h.device)
         carrier = _provide(SourceTensors(kind, (h_MK, weight_K.detach(), rstd_M), eps), executor, now, h)
         ctx.save_for_backward(h, weight_K, rstd_M)
@@ -234,14 +272,14 @@ class _Norm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         h, weight_K, rstd_M = ctx.saved_tensors
-        dh, dweight = ctx.backward_of(_matrix(dy), _matrix(h), weight_K.detach(), rstd_M)
+        dh, dweight = ctx.backward_of(matrix(dy), matrix(h), weight_K.detach(), rstd_M)
         return dh.view(h.shape), dweight.to(weight_K.dtype), None, None, None, None
 
 
 class _Gate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, calls: tuple[Call, Call], executor: Gemms, now: State) -> Tensor:
-        carrier = _provide(SourceTensors("gate", (_matrix(gate), _matrix(up))), executor, now, gate)
+    def forward(ctx: Any, gate: Tensor, up: Tensor, calls: tuple[Call, Call], executor: Taker, now: State) -> Tensor:
+        carrier = _provide(SourceTensors("gate", (matrix(gate), matrix(up))), executor, now, gate)
         ctx.save_for_backward(gate, up)
         ctx.calls, ctx.executors = calls, [call.executor for call in calls]
         return carrier
@@ -250,9 +288,11 @@ class _Gate(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
-        source = SourceTensors("gradients", tuple(map(_matrix, (dh, gate, up))))
-        made = _produce(ctx.executors[0].dy, source, ctx.calls)
-        carriers = [_carrier(gate) for _ in made]
+        source = SourceTensors("gradients", tuple(map(matrix, (dh, gate, up))))
+        made = _produce(ctx.executors[0], "dy", source, ctx.calls)
+        if isinstance(first := ctx.executors[0], BackendLayer):
+            return *(first.backend.sources.given(cast(Forms, each), gate.shape) for each in made), None, None, None
+        carriers = [carrier_of(gate) for _ in made]
         for call, *given in zip(ctx.calls, ctx.executors, carriers, made, strict=True):
             call.executor = _WithCodes(given[0], given[1].reshape(-1, gate.shape[-1]), given[2])
         return *carriers, None, None, None

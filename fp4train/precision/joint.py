@@ -11,6 +11,11 @@ scales are then joined. That is one operand only where no scale spans several la
 layer ends, and a scale of the whole tensor must be one that the layers share (`recipe.fused_scales`). So each GEMM is
 one product or a product per layer by itself. Of one product y and dw have the numbers of the layers apart, but for the
 order of additions. (A bias of a layer in high precision has a gradient that is summed in float32, as that of others.)
+
+A backend that runs the three GEMMs of a layer together (Transformer Engine) runs those of the group together, where
+each of the three can be one product. It quantises w and dy of all layers as one, which gives the same codes where no
+scale spans several layers. Its weight is one piece of memory, where those of the layers lie then
+(`nn/executors/stacked.py`).
 """
 
 from __future__ import annotations
@@ -26,12 +31,15 @@ _STACKED = {"fprop": {"w": False}, "dgrad": {"dy": True, "w": True}, "wgrad": {"
 """GEMM → operands that are joined, and whether along their columns; else along their rows."""
 
 
-def joined(found: Mapping[str, LayerPlan], why_not: str | None = None) -> dict[str, LayerPlan]:
+def joined(
+    found: Mapping[str, LayerPlan], why_not: str | None = None, why_not_stacked: str | None = None
+) -> dict[str, LayerPlan]:
     """The plans of all layers, where those of a group multiply together what they can; each GEMM's reason says it.
 
     Args:
         found: by name, in the model's order.
         why_not: why no layers of the run multiply together (`why_none`); None: some may.
+        why_not_stacked: why the weights of the run cannot lie in one piece of memory; None: they can.
     """
     made = dict(found)
     for name, plan in found.items():
@@ -42,7 +50,7 @@ def joined(found: Mapping[str, LayerPlan], why_not: str | None = None) -> dict[s
         gemms = {}
         for gemm in GEMMS:
             own = getattr(plan, gemm)
-            reason = why_not or why_separate(readers, gemm)
+            reason = why_not or why_separate(readers, gemm, why_not_stacked)
             how = "one product" if reason is None else f"a product each, because {reason}"
             gemms[gemm] = replace(own, joint=reason is None, why=f"{own.why}; {title}: {how}")
         made[name] = replace(plan, **gemms)
@@ -61,11 +69,33 @@ def why_none(*, compiled: bool, tensor: int) -> str | None:
     return "tensor parallelism cuts them" if tensor > 1 else None
 
 
-def why_separate(readers: Sequence[LayerPlan], gemm: str) -> str | None:
-    """Why layers that read one x, in one recipe, do not compute `gemm` as one product; None: they do."""
+def why_not_stacked(*, graph: bool | str, ranks: int) -> str | None:
+    """Why the weights of a run cannot lie in one piece of memory; None: they can.
+
+    Args:
+        graph: `train.cuda_graph`.
+        ranks: that share the weights, or have copies of them.
+    """
+    if graph == "block":
+        return "graphs of blocks copy each weight to where they read it"
+    return "FSDP gathers each weight into memory of its own" if ranks > 1 else None
+
+
+def why_separate(readers: Sequence[LayerPlan], gemm: str, why_not_stacked: str | None = None) -> str | None:
+    """Why layers that read one x, in one recipe, do not compute `gemm` as one product; None: they do.
+
+    Args:
+        why_not_stacked: see `joined`.
+    """
+    if (backend := readers[0].layer_backend) is None:
+        return _why_separate(readers, gemm)
+    if why_not_stacked is not None:
+        return f"{LAYER_BACKENDS[backend].title} takes one weight, and {why_not_stacked}"
+    return next((reason for each in GEMMS if (reason := _why_separate(readers, each)) is not None), None)
+
+
+def _why_separate(readers: Sequence[LayerPlan], gemm: str) -> str | None:
     first = readers[0]
-    if first.layer_backend is not None:
-        return f"{LAYER_BACKENDS[first.layer_backend].title} takes one weight, and theirs joined would be a copy"
     if first.layer.unconverted is not None or first.layer.experts:
         return "they are not linear layers of fp4train"
     if first.why_no_codes is not None:

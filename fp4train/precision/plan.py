@@ -133,6 +133,7 @@ def make_plan(
     backend: str | Mapping[str, str] = "auto",
     joint: bool = False,
     why_not_joint: str | None = None,
+    why_not_stacked: str | None = None,
 ) -> Plan:
     """Resolve every GEMM of every layer over the whole run.
 
@@ -144,6 +145,7 @@ def make_plan(
         backend: one for all layers, or one per layer name.
         joint: whether layers that read one x are multiplied as one where their numbers allow it (`precision.joint`).
         why_not_joint: why they are not, whatever their numbers; None: they may be.
+        why_not_stacked: why their weights cannot lie in one piece of memory, which some backends need; None: they can.
 
     Raises:
         ValueError: a pattern of the policy matches no layer, or a named backend cannot run a recipe.
@@ -159,7 +161,7 @@ def make_plan(
             each = resolve(layer, stretch.recipe, policy, wanted, device, reason=stretch.reason)
             found[layer.name] = each.within(stretch)
         check_fused(stretch.recipe, found)
-        found = joined(found, why_not_joint) if joint else found
+        found = joined(found, why_not_joint, why_not_stacked) if joint else found
         fields = vars(stretch) | {"reason": stretch.reason + stretch.note}
         stretches.append(PlannedStretch(**fields, layers=found))
     return Plan(stretches=tuple(stretches), policy=policy, tokens=tokens, device=device)

@@ -115,13 +115,18 @@ def why_not(row: Quantizer, column: Quantizer, kind: str, width: int, *, codes: 
 
 
 def produce(
-    row: Quantizer, column: Quantizer, source: SourceTensors, keys: Sequence[tuple[RandomKey | None, ...]]
+    row: Quantizer,
+    column: Quantizer,
+    source: SourceTensors,
+    keys: Sequence[tuple[RandomKey | None, ...]],
+    turned: bool = False,
 ) -> list[tuple[Quantized, Quantized]]:
     """(codes of x by `row`, those of x.T by `column`) of each result of the source.
 
     Args:
         row, column: a pair that `why_not` has nothing against.
         keys: of each result those of both forms, all of one seed and, but for the layer, of one position.
+        turned: store the codes of x.T, of a byte, as x lies: [M, K].
     """
     assert isinstance(row, TritonQuantizer) and isinstance(column, TritonQuantizer)
     x_MK, (first, *others) = source.tensors[0], [words_of_both(*each) for each in keys]
@@ -129,7 +134,7 @@ def produce(
     if row.spec.block == (None, None):
         return _produce_turned(row, source)
     tiled = row._tiled, column._tiled
-    plan: BothPlan = row._planned(_plan, x_MK, column.spec, tiled, source.kind, source.eps)
+    plan: BothPlan = row._planned(_plan, x_MK, column.spec, tiled, source.kind, source.eps, turned)
     amaxes = torch.zeros(source.results, 4, device=x_MK.device) if any(plan.needs) else None
     made = [make() for _ in range(source.results) for make in plan.results]
     if plan.amax is not None and amaxes is not None:
@@ -140,9 +145,9 @@ def produce(
     (rows, columns), found = x_MK.shape, []
     for i in range(source.results):
         a, b, c, d = made[4 * i : 4 * i + 4]
-        own, turned, factor, turned_factor = (None,) * 4 if amaxes is None else amaxes[i].unbind()
+        own, other, factor, other_factor = (None,) * 4 if amaxes is None else amaxes[i].unbind()
         first_form = Quantized(row.spec, (rows, columns), a, b, *((own, factor) if plan.needs[0] else (None,)))
-        second = (turned, turned_factor) if plan.needs[1] else (None,)
+        second = (other, other_factor) if plan.needs[1] else (None,)
         found.append((first_form, Quantized(column.spec, (columns, rows), c, d, *second)))
     return found
 
@@ -195,14 +200,16 @@ def _plan_amax(column: QuantSpec, x_MK: Tensor, place: tuple[int, int], kind: st
     )
 
 
-def _plan(row: QuantSpec, x_MK: Tensor, column: QuantSpec, tiled: tuple[bool, bool], kind: str, eps: float) -> BothPlan:
+def _plan(
+    row: QuantSpec, x_MK: Tensor, column: QuantSpec, tiled: tuple[bool, bool], kind: str, eps: float, turned: bool
+) -> BothPlan:
     """The launches for x of a source: that of `plan_both` with other kernels, and of a norm with other tiles."""
     from fp4train.kernels.triton.both import quantize_produced
 
     tensors, results = _counts(kind)
     measured, features = row.global_scale or column.global_scale, x_MK.shape[1]
     place = None if measured else _PLACES.get(kind)
-    plan = triton_launch.plan_both(row, x_MK, column, tiled, place)
+    plan = triton_launch.plan_both(row, x_MK, column, tiled, place, turned)
     assert plan is not None, "the rows of x are contiguous"
     amax = None
     if measured:

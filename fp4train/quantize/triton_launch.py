@@ -128,10 +128,15 @@ def _rooms(spec: QuantSpec, codes: tuple[int, int], scales: tuple[int, ...], x: 
 
 
 def plan_both(
-    row: QuantSpec, x_MK: Tensor, column: QuantSpec, tiled: tuple[bool, bool], place: tuple[int, int] | None = None
+    row: QuantSpec,
+    x_MK: Tensor,
+    column: QuantSpec,
+    tiled: tuple[bool, bool],
+    place: tuple[int, int] | None = None,
+    turned: bool = False,
 ) -> BothPlan | None:
-    """Specs as `triton.pair` takes them; None: the rows of x are not contiguous. tiled: see `Variant`. place: features,
-    and blocks of tokens, of a program, if not those of `column_tile`."""
+    """Specs as `triton.pair` takes them; None: the rows of x are not contiguous. tiled, turned: see `Variant`; turned
+    for codes of a byte. place: features, and blocks of tokens, of a program, if not those of `column_tile`."""
     from fp4train.kernels.triton.both import amax_both, quantize_both
 
     if x_MK.stride(1) != 1:
@@ -145,10 +150,10 @@ def plan_both(
     blocks = "rows16" if packed[0] and n == 16 else "rows"
     its = [{"output": "packed" if each else "codes", "tiled": at} for each, at in zip(packed, tiled, strict=True)]
     by_rows = _quantizing(row, x_MK.dtype, (tile_blocks * m, tile_rows // n), blocks=blocks, **its[0])
-    by_columns = _quantizing(column, x_MK.dtype, place, blocks="columns", **its[1])
+    by_columns = _quantizing(column, x_MK.dtype, place, blocks="columns", turned=turned, **its[1])
     warps = tile_rows * tile_blocks * m // 1024
     words = torch.int64 if blocks == "rows16" else torch.int32 if packed[0] else torch.uint8
-    dtypes = {2: words, 4: torch.int64}
+    dtypes = {2: words, 4: torch.uint8 if turned else torch.int64}
     launch = Launch(
         quantize_both, programs, (tokens, features, x_MK.stride(0)), {"R": by_rows, "C": by_columns}, warps, dtypes
     )
@@ -158,7 +163,8 @@ def plan_both(
         sizes = (features, tokens, _cdiv(features, tile_rows), 1, x_MK.stride(0))
         measure = Launch(amax_both, programs, sizes, {"V": amax_variant(column, place)}, dtypes={1: torch.int32})
     rooms = _rooms(row, (tokens, groups[0] * n // (1 + packed[0])), (tokens, groups[0]), x_MK, tiled[0])
-    rooms += _rooms(column, (features, groups[1] * m // (1 + packed[1])), (features, groups[1]), x_MK, tiled[1])
+    codes = (tokens, features) if turned else (features, groups[1] * m // (1 + packed[1]))
+    rooms += _rooms(column, codes, (features, groups[1]), x_MK, tiled[1])
     return BothPlan(measure, needs, launch, rooms)
 
 

@@ -59,13 +59,13 @@ def step_adamw() -> object:
     return rounded.by_triton(rounded.SlabTensors(weight, gradient, first, second), keys, numbers, 0, decays)
 
 
-def of(kind: str, row: QuantSpec, column: QuantSpec) -> object:
-    """Codes of both forms of what is made from a source."""
+def of(kind: str, row: QuantSpec, column: QuantSpec, turned: bool = False) -> object:
+    """Codes of both forms of what is made from a source; turned: as Transformer Engine takes them."""
     norm = (_x(), torch.zeros(1024), torch.zeros(256))
     tensors = {"gate": (_x(), _x()), "gradients": (_x(), _x(), _x())}.get(kind, norm)
     quantizers = TritonQuantizer(row).in_tiles, TritonQuantizer(column).in_tiles
     source = SourceTensors(kind, tensors, 1e-5 if tensors is norm else 0.0)
-    return produce(*quantizers, source, [(KEY, KEY)] * source.results)
+    return produce(*quantizers, source, [(KEY, KEY)] * source.results, turned)
 
 
 def resources(cubin: bytes, folder: Path) -> dict[str, int]:
@@ -101,6 +101,9 @@ CALLS: dict[str, Callable[[], object]] = {
     "gate: mxfp8 codes of both forms": lambda: of("gate", MXFP8, MXFP8),
     "gradients of gate and up: nvfp4 codes of both forms": lambda: of("gradients", STOCHASTIC, WGRAD),
     "gradients of gate and up: mxfp8 codes of both forms": lambda: of("gradients", MXFP8, MXFP8),
+    "norm: mxfp8 codes of both forms, as x lies": lambda: of("norm", MXFP8, MXFP8, True),
+    "gate: mxfp8 codes of both forms, as x lies": lambda: of("gate", MXFP8, MXFP8, True),
+    "gradients of gate and up: mxfp8 codes of both forms, as x lies": lambda: of("gradients", MXFP8, MXFP8, True),
     "norm, backward": lambda: norm_backward(_x(), _x(), torch.zeros(1024), torch.zeros(256)),
     "root: mxfp8 codes of both forms": lambda: of("root", MXFP8, MXFP8),
     "norm: fp8 codes of both forms": lambda: of("norm", FP8, FP8),

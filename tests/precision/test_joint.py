@@ -12,7 +12,9 @@ from fp4train.hardware import Device, find_gpu
 from fp4train.models.llama import Llama
 from fp4train.nn.executors import executor_class
 from fp4train.nn.executors.joint import JointGemms
-from fp4train.precision import MXFP8, NVFP4, FP8Block, FP8Current, LayerPolicy, Recipe
+from fp4train.nn.executors.stacked import JointBackend
+from fp4train.nn.executors.whole_layer import BackendLayer
+from fp4train.precision import MXFP8, NVFP4, FP8Block, FP8Current, FP8Delayed, LayerPolicy, Recipe
 from fp4train.precision.layer_plan import LayerPlan
 from fp4train.precision.layers import find_layers
 from fp4train.precision.phases import Timeline
@@ -115,11 +117,37 @@ def test_a_layer_that_a_policy_keeps_is_apart_and_the_others_are_one_product() -
     assert kept.joint and not kept.quantised, "all are kept alike"
 
 
-def test_layers_of_several_backends_and_those_on_transformer_engine_are_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    hopper = Device.elsewhere(find_gpu("H100"))
-    on_te = plans(FP8Block(), device=hopper)["attention.wq"]
-    assert on_te.layer_backend == "te" and not on_te.joint
-    assert on_te.wgrad.why.endswith("because Transformer Engine takes one weight, and theirs joined would be a copy")
+def test_layers_on_transformer_engine_are_one_where_all_three_gemms_can_be() -> None:
+    hopper, blackwell = (Device.elsewhere(find_gpu(name)) for name in ("H100", "B200"))
+    for recipe, device in ((FP8Block(), hopper), (MXFP8(), blackwell)):
+        gate = plans(recipe, device=device)["mlp.gate"]
+        assert gate.layer_backend == "te" and executor_class(gate) is JointBackend
+        assert all(gemm.joint and gemm.why.endswith("; gate, up: one product") for gemm in gate.gemms)
+    for recipe, device, reason in (
+        (FP8Block(), hopper, "a shard of 64 is not whole blocks of 128 (w)"),
+        (NVFP4(), blackwell, "each has a scale of its whole tensor (w)"),
+        (FP8Delayed(), hopper, "each layer has its own amax histories"),
+    ):
+        found = plans(recipe, device=device)["attention.wq"]
+        assert found.layer_backend == "te" and executor_class(found) is BackendLayer
+        title = "wq, wk, wv: a product each, because"
+        assert all(gemm.why.endswith(f"; {title} {reason}") for gemm in found.gemms), found.fprop.why
+
+
+def test_layers_on_transformer_engine_are_apart_where_weights_have_memory_of_their_own() -> None:
+    words = ("recipe=mxfp8", "train.joint_products=true", "policy=all")
+    for word, ranks, reason in (
+        ("run.seed=1", 2, "FSDP gathers each weight into memory of its own"),
+        ("train.cuda_graph=block", 1, "graphs of blocks copy each weight to where they read it"),
+    ):
+        config = composed(*words, word)
+        layers = find_layers(build_model(config, 257, torch.device("meta")))
+        plan = build_plan(config, layers, build_timeline(config), Device.elsewhere(find_gpu("B200")), ranks)
+        why = plan.stretches[0].layers["blocks.0.attention.wq"].wgrad.why
+        assert why.endswith(f"because Transformer Engine takes one weight, and {reason}")
+
+
+def test_layers_of_several_backends_are_apart() -> None:
     blackwell = Device.elsewhere(find_gpu("B200"))
     model = nn.Module()
     model.a, model.b, model.fp4train_fused = nn.Linear(64, 64), nn.Linear(64, 48), (("a", "b"),)

@@ -105,6 +105,14 @@ for recipe in (NVFP4(), MXFP8(), FP8Current()):
         factors = {"norm": (mean + 1e-5).rsqrt(), "root": 1 / (mean.sqrt() + 0.1)}.get(source.kind)
         assert factors is None or (rstd / factors - 1).abs().max() < 2**-21
         print(recipe.name, source.kind, *launched)
+        if recipe.name == "MXFP8":
+            turned = produce(*(quantizer(spec, "cpu", "triton").in_tiles for spec in specs), source, drawn, True)
+            for forms, values in zip(turned, source.values()):
+                theirs = quantizer(specs[1], "cpu", "reference").codes(values.T)
+                assert torch.equal(forms[1].codes.view(torch.uint8), theirs.codes[:, :70].T), source.kind
+                ours = forms[1]._replace(codes=theirs.codes)
+                scales = [each.block_scales().nan_to_num(-1) for each in (ours, theirs)]
+                assert torch.equal(*scales), source.kind
 h[5] = 0
 def within(x, w):
     return rms_norm(x, (264,), w, 1e-5)
@@ -125,8 +133,8 @@ for norm, rounded, rstd, eps in (
 @pytest.mark.long
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_codes_are_those_of_the_reference_over_tiles_and_strips_in_the_interpreter() -> None:
-    """NVFP4 with Hadamard and random bits, MXFP8, FP8 with one scale; NaN; sizes that fill no tile; and gradients of
-    both norms."""
+    """NVFP4 with Hadamard and random bits; MXFP8, also with the columns' codes as x lies; FP8 with one scale; NaN;
+    sizes that fill no tile; and gradients of both norms."""
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-W", "ignore", "-c", PROGRAM]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)

@@ -4,6 +4,7 @@
     quantizers     one quant spec → the TE quantiser that computes exactly it, and the factory for TE's `CustomRecipe`
     translate      a table of six operands → a TE recipe object, or why TE cannot run it
     executor       a layer's GEMMs on TE's kernels; `fp4train.nn.Linear` holds one
+    given          x and dy that norms and gates quantise, as TE's tensors
     experts        those of a layer of experts
 
 TE is imported when it is first needed, never by `import fp4train`.
@@ -15,11 +16,13 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
+from fp4train.backends.protocol import Sources
 from fp4train.backends.table import Operands, Shape, Table
 from fp4train.backends.te.availability import why_not_device as why_not_device
 from fp4train.backends.te.executor import TEExecutor as TEExecutor
 from fp4train.backends.te.executor import region as region
 from fp4train.backends.te.experts import TEExperts as TEExperts
+from fp4train.backends.te.given import TESources
 from fp4train.backends.te.quantizers import QuantizerFactory as QuantizerFactory
 from fp4train.backends.te.translate import shares_codes
 from fp4train.backends.te.translate import to_te as to_te
@@ -34,6 +37,7 @@ class TransformerEngine:
     """The three GEMMs of a layer on TE's kernels."""
 
     name, title = "te", "Transformer Engine"
+    sources: Sources = TESources()
 
     def why_not(self, table: Table, layer: Shape, device: Device) -> str | None:
         return why_not(table, layer, device)

@@ -14,23 +14,26 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fp4train.backends.protocol import LayerState, Readers
 from fp4train.backends.table import Table
 from fp4train.backends.te.availability import pytorch_module
+from fp4train.backends.te.given import QuantisedInput
 from fp4train.backends.te.translate import shares_codes, to_te
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+_VERSION = attrgetter("_version")
 
 
 def _is_delayed(table: Table) -> bool:
@@ -138,57 +141,13 @@ def summed(weight: Tensor, into: Callable[[], Tensor]) -> Any:
     return view
 
 
-class _CodesFunction(torch.autograd.Function):
-    """The codes of x [M, K] as a tensor whose gradient is that of x; each layer has one of its own."""
-
-    @staticmethod
-    def forward(ctx: Any, x_MK: Tensor, codes: Tensor) -> Tensor:
-        return codes.detach()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dx_MK: Tensor) -> tuple[Tensor, None]:
-        return dx_MK, None
-
-
-@dataclass
-class _QuantisedInput:
-    """The codes of one x, for all layers that read it.
-
-    TE's linear layer takes an input that is quantised already, saves it as it is, and leaves its memory alone
-    (module/linear.py: `inputmat.update_usage`, `saved_tensor_aliases`, `owns_input`), so one copy is saved for the
-    backward passes of all.
-    """
-
-    x: Tensor
-    version: int
-    table: Table
-    column: bool
-    """Whether backward passes need the column-wise form."""
-    codes: Tensor
-    given: list[Any] = field(default_factory=list)
-    """Codes given to the layers that have read it."""
-
-    def is_of(self, x: Tensor, table: Table, column: bool) -> bool:
-        same = self.table is table and self.column is column and self.version == x._version
-        return same and self.x.is_set_to(x)
-
-    def give(self, x_MK: Tensor) -> Tensor:
-        codes: Tensor = _CodesFunction.apply(x_MK, self.codes) if x_MK.requires_grad else self.codes.detach()  # type: ignore[no-untyped-call]
-        self.given.append(codes)
-        return codes
-
-    def close(self) -> None:
-        """Drop the row-wise form, which no backward pass needs; TE does so with codes of its own."""
-        for codes in self.given if self.column else ():
-            codes.update_usage(rowwise_usage=False, columnwise_usage=True)
-
-
 @dataclass
 class _Built:
     """TE's module and recipe for one table in one layer, and the codes that the module keeps."""
 
     table: Table
+    rows: int
+    """Rows of the weight: a layer is also run as one with others."""
     te_recipe: Any
     module: Any
     token_multiple: int
@@ -201,11 +160,11 @@ class _Built:
     quantizer: Any = None
     """A copy of the module's quantiser of x that makes tensors for autograd; made where codes are first shared."""
     weight: weakref.ref[Tensor] | None = None
-    """The weight that the module holds the codes of, and"""
+    """The weight that the module holds the codes of, or the first of those that are its rows, and"""
     since: tuple[object, ...] = ()
     """from when."""
 
-    def is_first(self, weight: Tensor, position: tuple[int, int] | None) -> bool | None:
+    def is_first(self, weight: Tensor, position: tuple[int, int] | None, parts: Sequence[Tensor] = ()) -> bool | None:
         """`is_first_microbatch` of TE's modules: False takes the codes that are kept, or makes them where there are
         none; None quantises and keeps none: also without gradients, where the codes lack their column-wise form.
 
@@ -215,7 +174,7 @@ class _Built:
         if not self.keeps or position is None or not torch.is_grad_enabled():
             self.weight = None
             return None
-        now = (position, weight._version)
+        weight, now = (parts[0] if parts else weight), (position, weight._version, *map(_VERSION, parts))
         if self.weight is None or self.weight() is not weight or self.since != now:
             self.module._fp8_workspaces.clear()
         self.weight, self.since = weakref.ref(weight), now
@@ -227,16 +186,16 @@ class _Built:
         Args:
             x: the layer's input; x_MK: in the recipe's dtype, padded.
         """
-        if self.quantizer is None:
-            self.module.init_fp8_metadata(num_gemms=1)  # as TE does at the start of each call (prepare_forward)
-            self.quantizer = copy.copy(self.module.quantizers["scaling_fwd"][0])
-            self.quantizer.internal, self.quantizer.optimize_for_gemm = False, True  # TE's: True, True
         column = torch.is_grad_enabled() and weight.requires_grad
-        made: _QuantisedInput | None = readers.cache.get("te")
+        made: QuantisedInput | None = readers.cache.get("te")
         if made is None or not made.is_of(x, self.table, column):
+            if self.quantizer is None:
+                self.module.init_fp8_metadata(num_gemms=1)  # as TE does at the start of each call (prepare_forward)
+                self.quantizer = copy.copy(self.module.quantizers["scaling_fwd"][0])
+                self.quantizer.internal, self.quantizer.optimize_for_gemm = False, True  # TE's: True, True
             self.quantizer.set_usage(rowwise=True, columnwise=column)
             with torch.no_grad():
-                made = _QuantisedInput(x, x._version, self.table, column, self.quantizer(x_MK))
+                made = QuantisedInput(x, x._version, self.table, column, self.quantizer(x_MK))
             readers.cache["te"] = made
         return made.give(x_MK)
 
@@ -258,9 +217,9 @@ class TEExecutor(LayerState):
 
     def __init__(self, *, name: str, translate: Callable[[Table], Any] = to_te) -> None:
         self.name, self._translate = name, translate
-        self._built: dict[Table, _Built] = {}
+        self._built: dict[tuple[Table, int], _Built] = {}
         self._running: _Built | None = None
-        self._delayed: Table | None = None
+        self._delayed: _Built | None = None
         self._to_load: dict[str, Tensor] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -278,6 +237,7 @@ class TEExecutor(LayerState):
         into: Callable[[], Tensor] | None = None,
         freed: bool = False,
         readers: Readers | None = None,
+        parts: Sequence[Tensor] = (),
     ) -> Tensor:
         """y [*, N] in the recipe's dtype.
 
@@ -291,6 +251,7 @@ class TEExecutor(LayerState):
                 on; older ones save the codes).
             readers: x is then quantised once for all layers that read it, if the recipe has codes to share
                 (`shares_codes`). Bits are those of layers that quantise it themselves.
+            parts: parameters whose rows `weight` is, which is then another tensor in each call.
         """
         te = pytorch_module()
         dtype = table.torch_dtype
@@ -300,12 +261,12 @@ class TEExecutor(LayerState):
         if tokens == 0:
             return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
         built = self._running
-        if built is None or built.table is not table:  # a table's hash is that of its six specs
+        # A table's hash is that of its six specs.
+        if built is None or built.table is not table or built.rows != weight.shape[0]:
             built = self._build(te, table, weight, bias)
         te_recipe, module, delayed = built.te_recipe, built.module, built.delayed
         if built is not self._running:
-            if self._running is not None:
-                self._running.release()
+            self.release()
             self._running = built
         if padding := -tokens % built.token_multiple:
             x_MK = F.pad(x_MK, (0, 0, 0, padding))
@@ -322,7 +283,7 @@ class TEExecutor(LayerState):
                 "forward and backward passes inside fp4train.backends.te.region(recipe.table()), where "
                 "activations are recomputed, too, or use FP8Current or backend=emulate."
             )
-        self._delayed = table if delayed else self._delayed
+        self._delayed = built if delayed else self._delayed
         # TE wants torch's autocast where parameters and activations differ (float32 weights, BF16 activations).
         with torch.autocast(x.device.type, dtype=dtype, enabled=weight.dtype != dtype), te_autocast(te, te_recipe):
             if self._to_load and delayed:
@@ -331,7 +292,7 @@ class TEExecutor(LayerState):
                 shared = readers if built.shares and not x.is_inference() else None
                 if shared is not None:
                     x_MK = built.codes_of(x, x_MK, weight, shared)
-                y_MN: Tensor = module(x_MK, is_first_microbatch=built.is_first(weight, position))
+                y_MN: Tensor = module(x_MK, is_first_microbatch=built.is_first(weight, position, parts))
                 if shared is not None and len(shared.cache["te"].given) == shared.layers:
                     shared.cache.pop("te").close()
         if freed:
@@ -340,22 +301,28 @@ class TEExecutor(LayerState):
         return y_MN if x.dim() == 2 else y_MN.reshape(*x.shape[:-1], weight.shape[0])
 
     def _build(self, te: Any, table: Table, weight: Tensor, bias: Tensor | None) -> _Built:
-        if (known := self._built.get(table)) is None:
-            n, k = weight.shape
+        n, k = weight.shape
+        if (known := self._built.get((table, n))) is None:
             # On the meta device, because the parameters are the caller's.
             options = {"bias": bias is not None, "params_dtype": weight.dtype, "device": "meta", "name": self.name}
             te_recipe, delayed = self._translate(table), _is_delayed(table)
             keeps = not delayed and not te_recipe.custom()
             module, shares = te.Linear(k, n, **options), shares_codes(te_recipe)
-            known = _Built(table, te_recipe, module, _token_multiple(table), delayed, keeps, shares)
-            self._built[table] = known
+            known = _Built(table, n, te_recipe, module, _token_multiple(table), delayed, keeps, shares)
+            self._built[table, n] = known
         return known
+
+    def release(self) -> None:
+        """Drop the codes of the weight, and the weight."""
+        if self._running is not None:
+            self._running.release()
+            self._running = None
 
     def state(self) -> dict[str, Tensor]:
         """Delayed scaling's scales and amax histories; empty without it."""
         if self._to_load or self._delayed is None:
             return dict(self._to_load)
-        meta = self._built[self._delayed].module.fp8_meta
+        meta = self._delayed.module.fp8_meta
         return {
             f"{kind}_{direction}": getattr(meta[f"scaling_{direction}"], kind).detach().clone()
             for direction in ("fwd", "bwd")

@@ -133,13 +133,13 @@ class QuantizerFactory:
         row, column = getattr(self, kind) if kind in SLOTS else (None, None)
         if not joint(row, column):
             return te.HybridQuantizer(
-                rowwise_quantizer=_quantizer(row, self.dtype), columnwise_quantizer=_quantizer(column, self.dtype)
+                rowwise_quantizer=quantizer(row, self.dtype), columnwise_quantizer=quantizer(column, self.dtype)
             )
         # The column-wise form carries the transform, which TE leaves out row-wise.
-        return _quantizer(column, self.dtype)
+        return quantizer(column, self.dtype)
 
 
-def _quantizer(spec: QuantSpec | None, dtype_in_high_precision: str) -> Any:
+def quantizer(spec: QuantSpec | None, dtype_in_high_precision: str) -> Any:
     import transformer_engine.pytorch as te
     from transformer_engine.pytorch.constants import DType
 

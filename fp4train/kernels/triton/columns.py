@@ -115,7 +115,8 @@ def quantize_columns(
     S: tl.constexpr = "none",
 ):
     """1xN blocks of tile `place`, the arguments as in quantize.py. Packed words are int64 (16 codes) and codes int64 (8
-    codes, the first in the lowest byte); values fill whole groups of the transform."""
+    codes, the first in the lowest byte), or bytes if they are stored as x lies; values fill whole groups of the
+    transform."""
     x_ptr, amax_ptr, out_ptr, scale_ptr, decode_ptr = pointers
     N: tl.constexpr = V.n
     BLOCKS: tl.constexpr = V.tile_blocks
@@ -155,13 +156,17 @@ def quantize_columns(
                 v = rounding.as_bf16(v, V.hardware)
             out = out_ptr + out_row + (col.to(tl.int64) * out_col_stride)[:, None]
             tl.store(out, v, mask=(col < width)[:, None] & (row < rows)[None, :])
+        elif V.turned:
+            code, col = rounding.element_codes(t, r, limit, V).to(tl.uint8), group * N + i
+            mask = (col < cols)[:, None] & (row < rows)[None, :]
+            tl.store(out_ptr + (col.to(tl.int64) * rows)[:, None] + row[None, :], code, mask=mask)
         else:
             code = rounding.element_codes(t, r, limit, V)
             word = word | (code.to(tl.uint64) << (SHIFT * (i % PER_WORD)))
             if i % PER_WORD == PER_WORD - 1:
                 packed = packed + (word.to(tl.int64, bitcast=True),)
                 word = tl.zeros((BLOCKS, ROWS), tl.uint64)
-    if V.output != "values":
+    if V.output != "values" and not V.turned:
         WORDS: tl.constexpr = N // PER_WORD
         start = out_ptr + out_row + (group * WORDS)[:, None]
         if WORDS == 4:  # 32 bytes of a block: brought side by side, to be stored as one piece

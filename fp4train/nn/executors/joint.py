@@ -1,10 +1,12 @@
 """The GEMMs of layers that read one x, queries, keys and values or gate and up, as one product where the plan says so.
 
-The call of the first of them computes the outputs of all, in one autograd function of x and of each weight and bias, so
-that parameters, their gradients and what FSDP does with them stay as they are. The other outputs wait in the context's
-cache for the calls of their layers. A layer is multiplied alone where none waits: it is called first, in inference
-mode, or with an x that is not the same tensor in the same graph. Which operands are joined, and what that does to
-numbers, is in `precision.joint`.
+The call of the first of them computes the outputs of all, and parameters stay those of the layers. The other outputs
+wait in the context's cache for the calls of their layers. A layer is multiplied alone where none waits: it is called
+first, in inference mode, or with an x that is not the same tensor in the same graph. Which operands are joined, and
+what that does to numbers, is in `precision.joint`.
+
+    JointGemms    one autograd function of x and of each weight and bias: what FSDP does with them stays as it is
+    JointBackend  one layer of a backend, whose weight has theirs as rows (`stacked.py`)
 
 On a GPU dw of layers in high precision is added to the float32 gradients that they have within a GEMM of each layer: as
 many launches as autograd's additions to the rows of one product, and 8 bytes per element instead of 16.
@@ -15,6 +17,7 @@ is the memory of all.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -69,26 +72,18 @@ class Waiting(NamedTuple):
         return self.outputs.pop(name)
 
 
-class JointGemms(Executor):
+class Joint(Executor):
     """The GEMMs of one of the layers that read one x, and of all of them in the call of the first.
 
     Attributes:
         alone: what runs the layer by itself. In all of the layers it is the same but for its plan.
-        adds: whether dw is added to the gradients of the weights, where they have memory for it.
     """
 
-    def __init__(self, plan: LayerPlan, device: str, shard: LayerShard | None = None, *, sums: bool = False) -> None:
-        super().__init__(plan, device, shard, sums=sums)
-        self.alone = Gemms(plan, device, shard, sums=sums)
-        specs = plan.dgrad.operands.first, plan.wgrad.operands.first
-        codes = self.alone.dgrad.takes_codes, self.alone.wgrad.takes_codes
-        self.dy = Operand("dy", specs, codes, device, shard)
-        """dy of one layer, whose forms are joined: without tiles, which cannot be."""
-        self.adds = sums and not plan.quantised and self.dtype is not torch.float32
+    alone: Executor
 
-    @classmethod
-    def why_no_graph(cls, plan: LayerPlan, recorded: Recorded = "step") -> str | None:
-        return Gemms.why_no_graph(plan, recorded)
+    @abstractmethod
+    def products(self, x_MK: Tensor, layers: Sequence[Linear], now: State) -> Sequence[Tensor]:
+        """y [M, Nᵢ] of each layer; gradients through autograd."""
 
     def __call__(
         self, layer: PlannedLayer, x_MK: Tensor, weights: Weights, biases: Biases, now: State, counts: Counts = ()
@@ -106,13 +101,39 @@ class JointGemms(Executor):
         found = layer.fused_weights.layers(readers) if name == readers[0] else [None]
         if None in found:
             return self.alone(layer, x_MK, weights, biases, now)
-        layers = cast("list[Linear]", found)
-        calls = [each.call_in(now, self.alone, x_MK.shape[0]) for each in layers]
-        tensors = (*(each.own_weights[0] for each in layers), *(each.bias for each in layers))
-        ys: tuple[Tensor, ...] = JointFunction.apply(x_MK, self, calls, *tensors)  # type: ignore[no-untyped-call]
+        ys = self.products(x_MK, cast("list[Linear]", found), now)
         waits = dict(zip(readers[1:], ys[1:], strict=True))
         shared[key] = Waiting(x_MK, x_MK._version, torch.is_grad_enabled(), waits)
         return ys[0]
+
+
+class JointGemms(Joint):
+    """Layers with GEMMs of their own.
+
+    Attributes:
+        adds: whether dw is added to the gradients of the weights, where they have memory for it.
+    """
+
+    alone: Gemms
+
+    def __init__(self, plan: LayerPlan, device: str, shard: LayerShard | None = None, *, sums: bool = False) -> None:
+        super().__init__(plan, device, shard, sums=sums)
+        self.alone = Gemms(plan, device, shard, sums=sums)
+        specs = plan.dgrad.operands.first, plan.wgrad.operands.first
+        codes = self.alone.dgrad.takes_codes, self.alone.wgrad.takes_codes
+        self.dy = Operand("dy", specs, codes, device, shard)
+        """dy of one layer, whose forms are joined: without tiles, which cannot be."""
+        self.adds = sums and not plan.quantised and self.dtype is not torch.float32
+
+    @classmethod
+    def why_no_graph(cls, plan: LayerPlan, recorded: Recorded = "step") -> str | None:
+        return Gemms.why_no_graph(plan, recorded)
+
+    def products(self, x_MK: Tensor, layers: Sequence[Linear], now: State) -> Sequence[Tensor]:
+        calls = [each.call_in(now, self.alone, x_MK.shape[0]) for each in layers]
+        tensors = (*(each.own_weights[0] for each in layers), *(each.bias for each in layers))
+        ys: tuple[Tensor, ...] = JointFunction.apply(x_MK, self, calls, *tensors)  # type: ignore[no-untyped-call]
+        return ys
 
     def forward(
         self, x_MK: Tensor, weights: Weights, biases: Biases, calls: Sequence[Call]

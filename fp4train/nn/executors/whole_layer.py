@@ -8,7 +8,7 @@ product where dw is one term of a sum. `TorchFunction` reads the weight again, a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -16,10 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fp4train.backends import BACKENDS, LayerKernels, Readers, add_product, widened
+from fp4train.backends import BACKENDS, LAYER_BACKENDS, LayerKernels, Readers, add_product, widened
+from fp4train.backends.table import FORMS
 from fp4train.nn.call import Biases, Call, Counts, Executor, Recorded, Route, Weights
 from fp4train.nn.executors.gemms import Gradients, Saved
 from fp4train.nn.gathered import Gathered, values_of
+from fp4train.nn.operands import Operand
 from fp4train.nn.weights import WeightForm
 from fp4train.precision.context import State
 from fp4train.precision.layer_plan import LayerPlan
@@ -139,6 +141,26 @@ class BackendLayer(Executor):
         super().__init__(plan, device, shard, sums=sums)
         assert plan.layer_backend is not None
         self.table, self.states = plan.table, (plan.layer_backend,)
+        self.backend = LAYER_BACKENDS[plan.layer_backend]
+
+    @cached_property
+    def x(self) -> Operand:
+        """x as codes that are made elsewhere (`nn/produced.py`): both forms, with scales in tiles."""
+        return self._given("x")
+
+    @cached_property
+    def dy(self) -> Operand:
+        """dy as `x`."""
+        return self._given("dy")
+
+    @cached_property
+    def turned(self) -> bool:
+        """See `Sources.turned`."""
+        return self.backend.sources.turned(self.table)
+
+    def _given(self, tensor: str) -> Operand:
+        specs: Any = tuple(getattr(self.table[gemm], operand) for gemm, operand in FORMS[tensor])
+        return Operand(tensor, specs, (True, True), self.device, self.shard, tiles=(True, True))
 
     @classmethod
     def why_no_graph(cls, plan: LayerPlan, recorded: Recorded = "step") -> str | None:
@@ -153,15 +175,39 @@ class BackendLayer(Executor):
     def __call__(
         self, layer: PlannedLayer, x_MK: Tensor, weights: Weights, biases: Biases, now: State, counts: Counts = ()
     ) -> Tensor:
-        (w_NK,), (bias_N,), context = weights, biases, now.context
-        kernels = cast(LayerKernels, layer.states[self.states[0]])
-        w_NK, into = self._summed(w_NK)
-        position = None
+        w_NK, into = self._summed(weights[0])
+        return self.multiplied(layer, x_MK, w_NK, biases[0], now, into, max(1, len(self.plan.readers)))
+
+    def kernels(self, layer: PlannedLayer) -> LayerKernels:
+        """The backend's kernels of a layer."""
+        return cast(LayerKernels, layer.states[self.backend.name])
+
+    def multiplied(
+        self,
+        layer: PlannedLayer,
+        x_MK: Tensor,
+        w_NK: Tensor,
+        bias_N: Tensor | None,
+        now: State,
+        into: Callable[[], Tensor] | None,
+        readers: int,
+        parts: Weights = (),
+    ) -> Tensor:
+        """y [M, N] of x [M, K] by the kernels of `layer`.
+
+        Args:
+            into: gives, in backward, the float32 that dw is added to; None: autograd has dw.
+            readers: layers that read this x, each in a call of its own.
+            parts: the parameters that w is the rows of; none: it is one.
+        """
+        context, position = now.context, None
         if context is not None and context.step is not None and layer.keeps_forms:
             position = (context.seed, context.step)
-        freed, count = not layer.keeps_forms, len(self.plan.readers)
-        readers = Readers(context.shared, count) if context is not None and count > 1 else None
-        return kernels(x_MK, w_NK, bias_N, self.table, position=position, into=into, freed=freed, readers=readers)
+        shares = context is not None and (readers > 1 or self.backend.name in context.shared)
+        of_x = Readers(context.shared, readers) if context is not None and shares else None
+        freed, kernels = not layer.keeps_forms, cast(LayerKernels, layer.states[self.backend.name])
+        options: Any = {"position": position, "into": into, "freed": freed, "readers": of_x, "parts": parts}
+        return kernels(x_MK, w_NK, bias_N, self.table, **options)
 
     def _summed(self, w_NK: Tensor) -> tuple[Tensor, Callable[[], Tensor] | None]:
         """(The weight, or those of a group, as kernels take it; what gives the float32 that dw is added to)."""

@@ -241,7 +241,7 @@ def test_delayed_scalings_history_is_saved_and_restored(te: FakeTE) -> None:
     assert set(resumed.states["te"].state()) == set(state), "a checkpoint written before the first step loses nothing"
     with region(recipe.table()), autocast(recipe):
         resumed(X)
-    meta = resumed.states["te"]._built[recipe.table()].module.fp8_meta
+    meta = resumed.states["te"]._running.module.fp8_meta
     assert torch.equal(meta["scaling_fwd"].amax_history, torch.arange(12.0).reshape(4, 3))
     assert torch.equal(meta["scaling_bwd"].scale, torch.full((2,), 5.0))
 
@@ -253,7 +253,7 @@ def test_a_shorter_history_keeps_the_newest_entries(te: FakeTE) -> None:
     resumed.load_scaling_state(layer.scaling_state())
     with region(shorter.table()), autocast(shorter):
         resumed(X)
-    assert resumed.states["te"]._built[shorter.table()].module.fp8_meta["scaling_fwd"].amax_history[:, 0].tolist() == [
+    assert resumed.states["te"]._running.module.fp8_meta["scaling_fwd"].amax_history[:, 0].tolist() == [
         0.0,
         3.0,
     ]

@@ -1,0 +1,193 @@
+"""x and dy that norms and gates quantise where they are made, as TE's tensors.
+
+TE's norms and gates take a quantiser themselves, as its LayerNormLinear and LayerNormMLP give them one. But most write
+BF16 first, and quantise that (2.20: csrc/extensions/normalization.cpp rmsnorm_fwd, activation.cpp activation_helper and
+dactivation_helper, `Impl::UNFUSED` and `FUSED_…_AMAX`):
+
+    recipe                      norm                         silu(gate) ⊙ up, and its gradients, of one [gate, up]
+    NVFP4 with a transform      BF16, read twice             BF16, read twice
+    NVFP4 without, FP8 current  BF16 and its amax            BF16 and its amax
+    FP8 in blocks               BF16                         BF16
+    MXFP8                       BF16; codes alone by cuDNN   codes alone
+                                if NVTE_NORM_FWD_USE_CUDNN=1
+    FP8 delayed                 codes alone                  codes alone
+
+Where a kernel of TE writes codes alone, that kernel runs. Else NVFP4's and MXFP8's codes come from fp4train's kernels,
+which write no BF16 (`quantize/produced.py`). They are TE's own codes (the formula of `QuantSpec`), but for the random
+bits of dy, which are fp4train's, and lie as TE's products take them, scales in the order of the tiles of 128×4 that its
+kernels write for the GEMM (`with_gemm_swizzled_scales`; cast/mxfp8/swizzle.cuh):
+
+    NVFP4   both forms packed in pairs, the column-wise one transposed; an amax of each (tensor/nvfp4_tensor.py)
+    MXFP8   both forms [M, K] (tensor/mxfp8_tensor.py)
+
+Delayed scaling enters the amax of x into the history of each layer that reads it, and its kernels know one history.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fp4train.backends.protocol import Forms
+from fp4train.backends.table import Table
+from fp4train.backends.te.quantizers import family, forms, quantizer
+from fp4train.backends.te.translate import shares_codes, to_te
+from fp4train.quantize import Quantized, QuantSpec
+
+CUDNN = "NVTE_NORM_FWD_USE_CUDNN"
+"""TE's environment variable that has cuDNN compute norms; without it TE's norm of MXFP8 writes BF16."""
+
+
+class TESources:
+    """See `Sources`."""
+
+    tokens = 32
+
+    def why_not_given(self, table: Table) -> str | None:
+        found = kinds(table)
+        if found in ({"nvfp4"}, {"mxfp8"}):
+            return _why_no_codes(table)
+        return "Transformer Engine takes codes of other kernels in NVFP4 and MXFP8 only"
+
+    def turned(self, table: Table) -> bool:
+        return kinds(table) == {"mxfp8"}
+
+    def given(self, made: Forms, shape: Sequence[int]) -> Tensor:
+        from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Tensor
+        from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Tensor
+
+        row, column = made
+        own, packed = _quantizer(column.spec), column.spec.element == "e2m1"
+        options = {"device": row.codes.device, "quantizer": own, "with_gemm_swizzled_scales": True}
+        options |= {"rowwise_data": row.codes.view(torch.uint8), "rowwise_scale_inv": _scales(row)}
+        options |= {"columnwise_data": column.codes.view(torch.uint8), "columnwise_scale_inv": _scales(column)}
+        if packed:
+            assert row.amax is not None and column.amax is not None
+            options |= {"amax_rowwise": row.amax.reshape(1), "amax_columnwise": column.amax.reshape(1)}
+        else:
+            options["columnwise_scale_inv"] = _scales(column).view(-1, -(-column.shape[0] // 128) * 128)
+        options["fp4_dtype" if packed else "fp8_dtype"] = own.dtype
+        found: Tensor = (NVFP4Tensor if packed else MXFP8Tensor)(shape=row.shape, dtype=torch.bfloat16, **options)
+        return found if tuple(shape) == row.shape else found.view(tuple(shape))
+
+    def give(self, cache: dict[str, Any], x_MK: Tensor, table: Table, codes: Tensor) -> None:
+        cache["te"] = QuantisedInput(x_MK, x_MK._version, table, True, codes)
+
+    def why_no_kernel(self, kind: str, table: Table) -> str | None:
+        found = kinds(table)
+        if found == {"fp8_delayed"}:
+            return "Transformer Engine's kernels enter an amax into the history of one layer"
+        if found != {"mxfp8"}:
+            return f"Transformer Engine's kernel of a {kind} writes BF16, then quantises ({', '.join(sorted(found))})"
+        if kind == "norm" and os.environ.get(CUDNN) != "1":
+            return f"Transformer Engine's norm writes MXFP8 without BF16 only by cuDNN, which {CUDNN}=1 asks for"
+        return _why_no_codes(table)
+
+    def norm(self, h_MK: Tensor, weight_K: Tensor, eps: float, table: Table) -> tuple[Tensor, Tensor]:
+        from transformer_engine.pytorch.constants import TE_DType
+
+        weight_K, dtype = weight_K.to(h_MK.dtype), TE_DType[h_MK.dtype]
+        options = (eps, None, _quantizer(forms(table)["input"][1]), dtype, 0, False)
+        x, _, rstd_M = _extension().rmsnorm_fwd(h_MK, weight_K, *options)
+        return x, rstd_M
+
+    def norm_backward(self, dy_MK: Tensor, h_MK: Tensor, weight_K: Tensor, rstd_M: Tensor) -> tuple[Tensor, Tensor]:
+        weight_K = weight_K.to(h_MK.dtype)
+        dh_MK, dweight_K = _extension().rmsnorm_bwd(dy_MK, h_MK, rstd_M, weight_K, 0, False)
+        return dh_MK, dweight_K
+
+    def gate(self, y_MN: Tensor, table: Table) -> Tensor:
+        found: Tensor = _extension().swiglu(y_MN, _quantizer(forms(table)["input"][1]))
+        return found
+
+    def gate_backward(self, dx_MK: Tensor, y_MN: Tensor, table: Table) -> Tensor:
+        found: Tensor = _extension().dswiglu(dx_MK, y_MN, _quantizer(forms(table)["grad_output"][1]))
+        return found
+
+
+def _extension() -> Any:
+    """TE's kernels: its modules of norms and activations call these functions, too (ops/basic)."""
+    return importlib.import_module("transformer_engine_torch")
+
+
+def kinds(table: Table) -> set[str]:
+    """TE's families of x and of dy."""
+    return {family(spec) for slot in ("input", "grad_output") for spec in forms(table)[slot] if spec is not None}
+
+
+def _why_no_codes(table: Table) -> str | None:
+    if shares_codes(to_te(table)):
+        return None
+    return "Transformer Engine takes no codes before 2.19, nor in a recipe of single quantisers"
+
+
+def _margin(direction: str) -> int:
+    """Multiprocessors that TE's norms leave to others, as its modules ask for them (module/layernorm_linear.py)."""
+    return int(os.environ.get(f"NVTE_{direction}_LAYERNORM_SM_MARGIN", "0"))
+
+
+@cache
+def _quantizer(spec: QuantSpec | None) -> Any:
+    """The quantizer of a tensor for autograd, with both forms; spec: of the column-wise form, with the transform."""
+    made = quantizer(spec, "bfloat16")
+    made.internal, made.optimize_for_gemm = False, True
+    return made
+
+
+def _scales(form: Quantized) -> Tensor:
+    """uint8 [rows, blocks of a row], filled up to tiles: the order within is that of the tiles."""
+    return form.scales.view(torch.uint8).view(-(-form.shape[0] // 128) * 128, -1)
+
+
+class CodesFunction(torch.autograd.Function):
+    """The codes of x [M, K] as a tensor whose gradient is that of x; each layer has one of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x_MK: Tensor, codes: Tensor) -> Tensor:
+        return codes.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx_MK: Tensor) -> tuple[Tensor, None]:
+        return dx_MK, None
+
+
+@dataclass
+class QuantisedInput:
+    """The codes of one x, for all layers that read it.
+
+    TE's linear layer takes an input that is quantised already, saves it as it is, and leaves its memory alone
+    (module/linear.py: `inputmat.update_usage`, `saved_tensor_aliases`, `owns_input`), so one copy is saved for the
+    backward passes of all.
+    """
+
+    x: Tensor
+    version: int
+    table: Table
+    column: bool
+    """Whether backward passes need the column-wise form."""
+    codes: Tensor
+    given: list[Any] = field(default_factory=list)
+    """Codes given to the layers that have read it."""
+
+    def is_of(self, x: Tensor, table: Table, column: bool) -> bool:
+        same = self.table is table and self.column is column and self.version == x._version
+        return same and self.x.is_set_to(x)
+
+    def give(self, x_MK: Tensor) -> Tensor:
+        codes: Tensor = CodesFunction.apply(x_MK, self.codes) if x_MK.requires_grad else self.codes.detach()  # type: ignore[no-untyped-call]
+        self.given.append(codes)
+        return codes
+
+    def close(self) -> None:
+        """Drop the row-wise form, which no backward pass needs; TE does so with codes of its own."""
+        for codes in self.given if self.column else ():
+            codes.update_usage(rowwise_usage=False, columnwise_usage=True)

@@ -1,0 +1,106 @@
+"""Norms and gates that quantise their results for layers on Transformer Engine (te_produced_on_cpu.py says what is
+faked), beside the same models without; and why others write BF16."""
+
+import pathlib
+from typing import Any
+
+import pytest
+
+from fp4train.backends.te import availability
+from fp4train.backends.te.given import TESources
+from fp4train.precision import MXFP8, NVFP4, FP8Block, FP8Current, FP8Delayed, Recipe
+
+pytest.importorskip("triton", reason="triton is not installed")
+if (availability.version() or ()) < (2, 19):
+    pytest.skip("needs the transformer_engine wheel, 2.19 or newer", allow_module_level=True)
+
+PROGRAM = pathlib.Path(__file__).with_name("te_produced_on_cpu.py")
+ENVIRONMENT = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+KERNELS = ("amax_produced", "quantize_produced", "norm_backward")
+RUNS = "norms and gates are quantised where they are made, and not written in BF16."
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("case", "amaxes", "launches", "fewer"),
+    [
+        ("plain", 8, 8, 10),
+        ("summed", 8, 8, 10),
+        ("recomputed", 14, 14, 16),
+        ("mxfp8", None, 8, 10),
+        ("mxfp8, recomputed", None, 14, 16),
+    ],
+)
+def test_a_model_has_the_gradients_of_one_whose_norms_and_gates_te_reads(
+    report: Any, case: str, amaxes: int | None, launches: int, fewer: int
+) -> None:
+    """In every bit: codes are those that TE makes of the BF16 tensors. The gradients of norms' weights are not rounded
+    to BF16 here, whose half ulp is 2^-9. In each of two microbatches TE no longer quantises x of three groups of
+    layers, nor dy of gate and of up; where blocks are recomputed, x twice."""
+    found = report[case]
+    assert [found["counts"].get(name) for name in KERNELS] == [amaxes, launches, 4]
+    assert found["before"]["quantised"] - found["counts"]["quantised"] == fewer
+    assert set(found["apart"]) == {"blocks.0.attention_norm.weight", "blocks.0.mlp_norm.weight"}
+    assert max(found["apart"].values()) < 2**-8
+    assert found["said"] == [f"3 {RUNS}"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("case", "norms", "gates"),
+    [
+        ("mxfp8, joint", 0, 1),
+        ("mxfp8, cudnn", 1, 0),
+        ("mxfp8, joint, cudnn", 1, 1),
+        ("mxfp8, joint, cudnn, summed", 1, 1),
+        ("mxfp8, joint, cudnn, recomputed", 2, 2),
+    ],
+)
+def test_tes_kernels_of_norms_and_gates_run_where_they_write_codes_alone(
+    report: Any, case: str, norms: int, gates: int
+) -> None:
+    """Two norms and a gate in each of two microbatches, the rest in fp4train's kernels. The gradient of gate and up is
+    one matrix, of a node that splits it; bits are equal, since the doubles of TE's kernels round as torch does."""
+    counts = report[case]["counts"]
+    wanted = {"rmsnorm_fwd": 4 * norms, "swiglu": 2 * gates, "rmsnorm_bwd": 4 * bool(norms), "dswiglu": 2 * bool(gates)}
+    assert {name: counts.get(name, 0) for name in wanted} == wanted
+    assert counts.get("quantize_produced", 0) == 4 * (not norms) + 4 * (not gates)
+    weights = {"blocks.0.attention_norm.weight", "blocks.0.mlp_norm.weight"}
+    assert set(report[case]["apart"]) == (set() if norms else weights)
+    assert report[case]["said"] == [f"3 {RUNS}"]
+
+
+@pytest.mark.long
+def test_tokens_that_te_would_pad_are_left_to_it(report: Any) -> None:
+    assert report["odd"]["counts"] == report["odd"]["before"] and not report["odd"]["apart"]
+
+
+@pytest.mark.long
+def test_the_self_check_compares_the_same_on_a_gpu(report: Any) -> None:
+    assert report["selfcheck"] == [True, True]
+
+
+@pytest.mark.long
+def test_random_bits_of_the_gradients_are_those_of_the_step(report: Any) -> None:
+    assert report["random bits"]["again"] == 0 < report["random bits"]["of another step"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "given", "kernel"),
+    [
+        (NVFP4(), None, "writes BF16, then quantises (nvfp4)"),
+        (NVFP4(hadamard=False, two_d_weights=False), None, "writes BF16, then quantises (nvfp4)"),
+        (NVFP4().with_high_precision("wgrad"), "takes no codes", "writes BF16, then quantises (nvfp4)"),
+        (MXFP8(), None, None),
+        (MXFP8().with_high_precision("dgrad"), "takes no codes", "takes no codes"),
+        (FP8Current(), "in NVFP4 and MXFP8 only", "writes BF16, then quantises (fp8_current)"),
+        (FP8Block(), "in NVFP4 and MXFP8 only", "writes BF16, then quantises (fp8_block)"),
+        (FP8Delayed(), "in NVFP4 and MXFP8 only", "into the history of one layer"),
+    ],
+)
+def test_codes_come_from_kernels_that_write_no_bf16_or_not_at_all(
+    recipe: Recipe, given: str | None, kernel: str | None
+) -> None:
+    sources, table = TESources(), recipe.table()
+    for reason, found in ((given, sources.why_not_given(table)), (kernel, sources.why_no_kernel("gate", table))):
+        assert found is None if reason is None else reason in str(found)

@@ -1,0 +1,68 @@
+"""Norms and gates that quantise their results, and joint products, for layers on Transformer Engine's real Python whose
+weights are shards (tests/backends/te/te_produced_on_cpu.py says what is faked)."""
+
+import json
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from fp4train.backends.te import availability
+
+pytestmark = pytest.mark.long
+
+pytest.importorskip("triton", reason="triton is not installed")
+if (availability.version() or ()) < (2, 19):
+    pytest.skip("needs the transformer_engine wheel, 2.19 or newer", allow_module_level=True)
+
+Ranks = Any
+COUNTED = """
+import json, pathlib
+import te_produced_on_cpu as te
+import fp4train.train as loop
+first = loop.train_step
+def train_step(run, recipe):
+    te.launched.clear()
+    made = first(run, recipe)
+    pathlib.Path(f"launched{rank}.json").write_text(json.dumps(te.launched))
+    return made
+loop.train_step = train_step
+"""
+"""Every rank writes the kernels of the last step that made codes."""
+SMALL = ("model.width=64", "model.layers=2", "model.heads=4", "model.kv_heads=2", "model.hidden=96", "backend=te")
+STEPS = ("policy=all", "phases=none", "train.steps=2", "train.seq_len=32", "train.batch_size=4")
+
+
+@pytest.fixture(scope="module")
+def server(serving: Any) -> Iterator["subprocess.Popen[str]"]:
+    with serving("te_produced_on_cpu", TRITON_INTERPRET="1") as process:
+        yield process
+
+
+def launched(ranks: Ranks, name: str) -> int:
+    return list(json.loads((ranks.folder / "launched0.json").read_text())).count(name)
+
+
+def test_two_ranks_whose_norms_and_gates_are_quantised_are_two_microbatches(ranks: Ranks) -> None:
+    """Four norms, two gates and their gradients in each pass, with the random bits of the tokens' place."""
+    options = (*SMALL, *STEPS, "recipe=nvfp4")
+    ranks.train(1, "one", "train.microbatch=2", *options, patch=COUNTED)
+    assert launched(ranks, "quantize_produced") == 2 * 8
+    ranks.train(2, "two", *options, patch=COUNTED)
+    assert launched(ranks, "quantize_produced") == 8
+    ranks.same("one", "two")
+
+
+def test_shards_keep_products_of_layers_apart_which_one_rank_joins(ranks: Ranks) -> None:
+    """One rank computes gates in Transformer Engine's kernels, of two halves of one product; two in fp4train's."""
+    options = (*SMALL, *STEPS, "recipe=mxfp8")
+    ranks.train(1, "joint", *options, "train.joint_products=true", patch=COUNTED)
+    assert (launched(ranks, "swiglu"), launched(ranks, "dswiglu")) == (2, 2)
+    ranks.train(1, "alone", *options, patch=COUNTED)
+    for joint, alone in zip(ranks.losses("joint"), ranks.losses("alone"), strict=True):
+        assert joint["train/loss"] == pytest.approx(alone["train/loss"], rel=1e-4)
+    ranks.train(2, "apart", *options, patch=COUNTED)
+    ranks.train(2, "asked", *options, "train.joint_products=true", patch=COUNTED)
+    assert (launched(ranks, "swiglu"), launched(ranks, "quantize_produced")) == (0, 8)
+    ranks.same("apart", "asked")
