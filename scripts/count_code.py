@@ -140,7 +140,7 @@ LATER = {
         ),
     ),
     "norms and gates that are quantised where they are made": Capability(
-        649,
+        652,
         5,
         (
             *("nn/produced.py", "quantize/produced.py", "quantize/launch.py"),

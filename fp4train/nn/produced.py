@@ -63,8 +63,11 @@ def why_not(readers: Sequence[Executor], writers: Sequence[Executor] = (), kind:
             width = layer.in_features if tensor == "x" else layer.out_features
             if taker is None or type(taker) is not type(_taker(executors[0], tensor)):
                 return f"{name} is not three products of codes of its own"
-            given = taker.backend.sources.why_not_given(taker.table) if isinstance(taker, BackendLayer) else None
-            if (reason := given or _why_no_source(getattr(taker, tensor), source, width)) is not None:
+            operand, given = getattr(taker, tensor), None
+            if isinstance(taker, BackendLayer):
+                given = taker.backend.sources.why_not_given(taker.table)
+                given = given or (f"{taker.backend.title} takes codes of GPUs" if _on_cpu(operand) else None)
+            if (reason := given or _why_no_source(operand, source, width)) is not None:
                 return f"{tensor} of {name}: {reason}"
             if taker.dtype is not torch.bfloat16:
                 return f"{name} has operands in {taker.dtype}"
