@@ -41,7 +41,7 @@ WITHOUT_INSTRUCTIONS = frozenset(
     dtype for dtype, names in _INSTRUCTIONS.items() if not any(torch.cpu.get_capabilities().get(n) for n in names)
 )
 
-_UNREAD = {dtype: torch.empty((), dtype=dtype, device="cpu") for dtype in _INSTRUCTIONS}
+_UNREAD = {dtype: torch.empty((), dtype=dtype, device="cpu") for dtype in (*_INSTRUCTIONS, torch.float64)}
 """Term of `addmm` that beta=0 leaves out."""
 
 _ONEDNN: Any = None

@@ -141,7 +141,7 @@ class Form:
 
 
 class Operand:
-    """Both forms of x or dy, from one read of the tensor if a kernel supports that.
+    """Both forms of x or dy, in one call if the kernels support that.
 
     Args:
         specs, codes, tiles: of the row-wise and of the column-wise form, as for `Form`; so the rest.

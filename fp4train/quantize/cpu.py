@@ -205,8 +205,8 @@ class CpuQuantizer(Quantizer):
 
     def job(
         self, x: Tensor, random: bytes | None, amax: Tensor | None, as_codes: bool, *, turned: bool = False
-    ) -> tuple[bytes, tuple[Any, ...], Tensor] | None:
-        """A job, the tensors that it fills, and x as it is read, which must stay alive until the job is done.
+    ) -> tuple[bytes, tuple[Any, ...], tuple[Tensor | None, ...]] | None:
+        """A job, the tensors that it fills, and x and amax as they are read, which must stay alive until it is done.
 
         The tensors are, as values: BF16 or float32 [R, C], with a transform C rounded up to whole groups, since it
         fills the padding; and their factor (float32, 0-d or [R, 1]) or None. As codes: uint8 [R, Cp] or, packed, [R,
@@ -285,7 +285,7 @@ class CpuQuantizer(Quantizer):
             dtype,
             measures,
         )
-        return job, made, x
+        return job, made, (x, amax)
 
     def _given(self, amax: Tensor, rows: int) -> Tensor | None:
         """A given amax in the shape that `job` returns; None if its size does not fit the spec."""

@@ -57,7 +57,7 @@ def values(source: SourceTensors, machine: cpu.Machine = cpu.HERE) -> tuple[Tens
     made = tuple(torch.empty_like(first) for _ in range(source.results))
     if source.kind == "norm":
         h_MK, weight_K, rstd_M = source.tensors
-        cpu.fused("norm", (h_MK, weight_K.bfloat16(), *made, rstd_M), h_MK.shape, source.eps, machine)
+        cpu.fused("norm", (h_MK, weight_K.bfloat16().contiguous(), *made, rstd_M), h_MK.shape, source.eps, machine)
     else:
         shape = (first.numel() // _VECTORS, _VECTORS)
         cpu.fused(source.kind, (*source.tensors, *made), shape, machine=machine)
@@ -69,7 +69,7 @@ def norm_backward(
 ) -> tuple[Tensor, Tensor]:
     """(dh [M, K], dweight [K]) in BF16, where `values` made rstd."""
     dh_MK, products_MK = torch.empty_like(h_MK), h_MK.new_empty(h_MK.shape, dtype=torch.float32)
-    tensors = (dy_MK, h_MK, weight_K.bfloat16(), rstd_M, dh_MK, products_MK)
+    tensors = (dy_MK, h_MK, weight_K.bfloat16().contiguous(), rstd_M, dh_MK, products_MK)
     cpu.fused("norm_gradients", tensors, h_MK.shape, machine=machine)
     return dh_MK, products_MK.sum(0).bfloat16()
 

@@ -106,7 +106,10 @@ class RandomKey(_Words):
         return type(self)(**self._numbers() | numbers, counters=self.counters)
 
     def __eq__(self, other: object) -> bool:
-        return self.words == other.words if isinstance(other, RandomKey) else NotImplemented
+        return isinstance(other, RandomKey) and self.words == other.words
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
 
     def __hash__(self) -> int:
         return hash(self.words)
@@ -115,7 +118,7 @@ class RandomKey(_Words):
         return f"RandomKey({', '.join(f'{name}={value}' for name, value in self._numbers().items())})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _new, (RandomKey, (self.words, self.counters))
+        return _new, (type(self), (self.words, self.counters))
 
 
 def _refuse(*numbers: int) -> NoReturn:

@@ -92,6 +92,32 @@ def test_both_forms_of_a_tensor_that_one_call_cannot_serve() -> None:
         assert_same_codes(codes, reference.quantize(y.T, TOKENS))
 
 
+@pytest.mark.parametrize("one_read", [False, True])
+def test_both_forms_of_overlapping_rows_and_of_one_column(one_read: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose transpose is contiguous, too."""
+    monkeypatch.setattr(cpu, "PAIR_BYTES", 0 if one_read else 1 << 30)
+    signal = draw_values("normal", 1, 400, 6).bfloat16()[0]
+    for x in (signal.unfold(0, 64, 1), signal[:, None]):
+        row, column = CpuQuantizer(NVFP4), CpuQuantizer(TOKENS)
+        made = row.with_columns(column, x, None, None, None, None, False, True)
+        assert made is not None
+        assert_same_values(made[0], reference.quantize_dequantize(x, NVFP4))
+        assert_same_codes(made[1], reference.quantize(x.T, TOKENS))
+
+
+def test_an_amax_that_is_converted_lives_as_long_as_the_call() -> None:
+    x = draw_values("normal", 64, 64, 7).bfloat16()
+    amax = x.abs().amax().double()
+    expected = reference.quantize_dequantize(x, NVFP4, amax=amax.float())
+    made = CpuQuantizer(NVFP4).job(x, None, amax, False)
+    assert made is not None and made[2][1].dtype == amax.float().dtype
+    for _ in range(20):
+        assert_same_values(CpuQuantizer(NVFP4).values(x, None, amax), expected)
+        both = CpuQuantizer(NVFP4).with_columns(CpuQuantizer(NVFP4), x, None, amax, None, amax, False, False)
+        assert both is not None
+        assert_same_values(both[0], expected)
+
+
 def test_tiles_are_read_once_from_the_size_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     x = draw_values("normal", 40, 300, 4).bfloat16()
     for size, expected in ((x.nbytes + 1, False), (x.nbytes, True)):

@@ -93,7 +93,9 @@ def test_keys_are_frozen_compare_by_value_and_survive_pickling_and_replacing() -
     key = RandomKey(seed=1, step=2, layer=3, operand=4)
     assert key == pickle.loads(pickle.dumps(key)) == copy.deepcopy(key) != key.replace(row_offset=1)
     assert pickle.loads(pickle.dumps(key)).words == key.words != key.replace(row_offset=1).words
-    assert len({key, copy.copy(key)}) == 1
+    assert len({key, copy.copy(key)}) == 1 and key != tuple(key)
+    counted = [RandomKey(seed=1, step=2, layer=3, operand=4, counters=torch.zeros(8)) for _ in range(2)]
+    assert counted[0] == counted[1] == key and (counted[0] != counted[1]) is False
     with pytest.raises(AttributeError):
         key.step = 5
     for value in (1.0, "1", None, torch.tensor(1.0)):

@@ -129,11 +129,6 @@ def _why_no_codes(table: Table) -> str | None:
     return "Transformer Engine takes no codes before 2.19, nor in a recipe of single quantisers"
 
 
-def _margin(direction: str) -> int:
-    """Multiprocessors that TE's norms leave to others, as its modules ask for them (module/layernorm_linear.py)."""
-    return int(os.environ.get(f"NVTE_{direction}_LAYERNORM_SM_MARGIN", "0"))
-
-
 @cache
 def _quantizer(spec: QuantSpec | None) -> Any:
     """The quantizer of a tensor for autograd, with both forms; spec: of the column-wise form, with the transform."""

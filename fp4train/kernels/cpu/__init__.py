@@ -4,10 +4,10 @@ x is the tensor whose last axis is blocked, [R, C]. With strides (1, R) it is th
 written transposed without a copy of x. Blocks are 16, 32, 64 or 128 wide; an incomplete block is padded with zeros. If
 x has a NaN or an infinity, the extension returns True and the caller must use the reference.
 
-A call packs one struct and calls the extension once. The part that is the same for every call of a spec is packed
-once. `LAYOUT` and the sizes of the structs detect an extension built from other sources. `Machine` holds the
-instruction set and the number of threads; the results are the same bits for all of them. The extension is optional and
-built with the package: `unavailable()` says why it is missing.
+A call packs a struct per form of the tensor and calls the extension once. The part that is the same for every call of a
+spec is packed once. `LAYOUT` and the sizes of the structs detect an extension built from other sources. `Machine` holds
+the instruction set and the number of threads; the results are the same bits for all of them. The extension is optional
+and built with the package: `unavailable()` says why it is missing.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ REPEATED_SIGNS: Final = 32
 OUTER_COLUMNS: Final = 128
 """Columns of a row that share a float32 scale of extent "block"."""
 PAIR_ROWS: Final = 128
-"""Rows per work item when both forms of a tensor are made; a multiple of block_rows."""
+"""Rows per work item where a tile is read once for both forms (PAIR_TOKENS in module.c); a multiple of block_rows."""
 STREAM_BYTES: Final = 1 << 24
 """Larger outputs bypass the caches, which could not hold them."""
 

@@ -199,8 +199,11 @@ def layer_costs(
         times = weight_passes if tensor == "w" else microbatches
         users = [(gemms[g], spec) for g, which in forms if (spec := getattr(gemms[g].operands, which)) is not None]
         forms_of_one = [(spec, gemm.backend) for gemm, spec in users]
-        if tensor == "dy" and all(gemm.joint and not spec.random for gemm, spec in users):
-            seconds = _tensor(gpu, rows * group.out_features, forms_of_one) * layer.out_features / group.out_features
+        # A backend that runs a layer's GEMMs together quantises the weights of a joint group as one.
+        once = tensor == "dy" or (tensor == "w" and plan.layer_backend is not None)
+        if once and users and all(gemm.joint and not spec.random for gemm, spec in users):
+            whole = rows * group.out_features if tensor == "dy" else group.weights
+            seconds = _tensor(gpu, whole, forms_of_one) * layer.out_features / group.out_features
         else:
             seconds = calls * _tensor(gpu, counts[tensor] // calls, forms_of_one)
         for gemm, _ in users:
@@ -243,12 +246,12 @@ def _joining(
     plan: LayerPlan, gemm: Gemm, group: Layer, gpu: Gpu, tokens: int, microbatches: int, weight_joins: float
 ) -> float:
     """Seconds of a step to join the operands of `gemm`, one product of a `group` of layers: dy, once for dgrad and
-    wgrad, and the forms of the weights."""
+    wgrad, and the forms of the weights, which lie in one piece of memory where a backend runs the layers as one."""
     seconds, width = 0.0, plan.table.torch_dtype.itemsize
     if gemm.name != "fprop":
         copy = move_seconds(gpu, 2 * width * tokens * group.out_features, COPY)
         seconds += microbatches * copy / (plan.dgrad.joint + plan.wgrad.joint)
-    if gemm.name != "wgrad":
+    if gemm.name != "wgrad" and plan.layer_backend is None:
         spec = gemm.operands.second
         form = width if spec is None else _written(spec, gemm.backend)
         seconds += weight_joins * move_seconds(gpu, 2 * form * group.weights, COPY)

@@ -29,7 +29,8 @@ JOINT: Final[Mapping[str, float]] = MappingProxyType({"native": -0.04, "emulate"
 """Share of the host's seconds per linear layer, by backend, that each GEMM adds which is one product of all layers that
 read one x: a line that meets within 8 % what three layers take on a CPU, in seconds of the same layers apart. Native
 0.89 with three such GEMMs (MXFP8), 1.00 with two (FP8 per row) and 1.02 with one (NVFP4, fused scales); emulated 0.76,
-0.87 and 0.94; 1.72 in BF16, where layers apart are torch's own."""
+0.87 and 0.94; 1.72 in BF16, where layers apart are torch's own. Transformer Engine joins in one call of its layer,
+which was not timed: the layers are charged as apart."""
 
 
 def host_seconds(plan: LayerPlan, tokens: int) -> float:

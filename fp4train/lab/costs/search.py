@@ -204,19 +204,17 @@ class MeshPlan:
         gather = effective(parallel.gather, whole=self.config.train.whole_weights is not None)
         return replace(parallel.mesh(gpus), microbatches=microbatches, gather=gather)
 
-    def plan(self, sequences: int, tensors: int, stages: int = 1) -> Plan:
+    def plan(self, sequences: int, tensors: int, stages: int = 1, data_ranks: int = 1) -> Plan:
         """The plan of a rank of the run with microbatches of so many sequences, on so many tensor-parallel ranks."""
         train = replace(self.config.train, batch_size=sequences, microbatch=sequences)
         parallel = replace(self.config.parallel, tp=tensors)
-        config = replace(
-            self.config, train=replace(train, batch_size=sequences, microbatch=sequences), parallel=parallel
-        )
+        config = replace(self.config, train=train, parallel=parallel)
         layers, cut = find_layers(self.model), tensor_cut(self.model)
         parts = {
             name: layer.part("in" if name in cut.in_ else "out", tensors, cut.segments.get(name, ()))
             for name, layer in layers.items()
         }
-        return build_plan(config, parts, self.timeline, Device.elsewhere(self.gpu), stages=stages)
+        return build_plan(config, parts, self.timeline, Device.elsewhere(self.gpu), data_ranks, stages=stages)
 
     def workloads(self, plan: Plan, sequences: int) -> list[tuple[str, int, Workload]]:
         """(title, steps, workload) of every stretch of the run."""
@@ -274,7 +272,7 @@ class MeshPlan:
             )
         mesh = self.mesh(local // sequences)
         self.check(mesh, batch, sequences)
-        plan = self.plan(sequences, mesh.tensor, stages=mesh.pipeline)
+        plan = self.plan(sequences, mesh.tensor, stages=mesh.pipeline, data_ranks=mesh.data)
         check_oscillation(self.config, plan)
         if mesh.shard > 1:
             layers = (layer for stretch in plan.stretches for layer in stretch.layers.values())
@@ -306,9 +304,9 @@ class MeshPlan:
             self.notes.append(f"train.batch_size is not given: meshes are compared with {batch} sequences, one per GPU")
 
         @lru_cache
-        def load(sequences: int, tensors: int) -> Workload | None:
+        def load(sequences: int, tensors: int, shared: bool) -> Workload | None:
             try:
-                plan = self.plan(sequences, tensors)
+                plan = self.plan(sequences, tensors, data_ranks=1 + shared)
             except UserError:
                 if tensors == 1:
                     raise
@@ -320,7 +318,7 @@ class MeshPlan:
                 self.check(mesh, batch, sequences)
             except UserError:
                 return None
-            return load(sequences, mesh.tensor)
+            return load(sequences, mesh.tensor, mesh.data > 1)
 
         like = self.mesh()
         if like.gather != self.config.parallel.gather:

@@ -43,7 +43,8 @@ class JointBackend(Joint):
 
     def products(self, x_MK: Tensor, layers: Sequence[Linear], now: State) -> Sequence[Tensor]:
         weights, biases, bias_N = [each.own_weights[0] for each in layers], [each.bias for each in layers], None
-        if not stack_in_memory(weights):
+        alike = len({each.requires_grad for each in weights}) == 1
+        if not alike or not stack_in_memory(weights):
             return [self.alone(each, x_MK, each.own_weights, (each.bias,), now) for each in layers]
         if any(bias is not None for bias in biases):
             each = zip(weights, biases, strict=True)
@@ -59,10 +60,13 @@ class JointBackend(Joint):
 
 def stack_in_memory(weights: Sequence[Tensor]) -> bool:
     """Whether the weights [Nᵢ, K] are rows of one matrix, [ΣNᵢ, K], to which parameters are moved if need be. Others
-    are not: views of parameters, tensors without memory of their own, and several dtypes or devices."""
+    are not: views of parameters, tensors without memory of their own, one parameter of two layers, and several dtypes
+    or devices."""
     if rows_of_one(weights) is not None:
         return True
     first = weights[0]
+    if len(set(map(id, weights))) < len(weights):
+        return False
     for each in weights:
         if type(each) not in PLAIN or not isinstance(each, nn.Parameter) or each.shape[1:] != first.shape[1:]:
             return False

@@ -87,7 +87,7 @@ static void quantize_tile(void *context, int64_t position) {
     const int64_t index = grid_size(&call->grid) - 1 - position;
     const Rectangle t = tile_of(&call->grid, index);
     if (call->rows) call->kernels->quantize_rows(call->rows, t.row0, t.row1, t.col0, t.col1);
-    if (call->columns) 
+    if (call->columns)
         call->kernels->quantize_columns(call->columns, t.col0, t.col1, t.row0, t.row1,
                                         next_tile(call, &call->columns->x, index, -1));
 }
@@ -95,7 +95,7 @@ static void amax_tile(void *context, int64_t index) {
     const Call *call = context;
     const Rectangle t = tile_of(&call->grid, index);
     if (call->amax_rows) call->kernels->amax_rows(call->amax_rows, t.row0, t.row1, t.col0, t.col1);
-    if (call->amax_columns) 
+    if (call->amax_columns)
         call->kernels->amax_columns(call->amax_columns, t.col0, t.col1, t.row0, t.row1,
                                     next_tile(call, &call->amax_columns->x, index, 1));
 }
@@ -161,6 +161,10 @@ static int unpack_form(PyObject *object, Form *form) {
     const int given = s->whole != EXTENT_NONE, outer = s->amax == EXTENT_OUTER;
     if (!p.x) {
         PyErr_SetString(PyExc_TypeError, "x has no memory of its own; pass the tensor that holds its data");
+        return 0;
+    }
+    if (p.rows < 1 || p.cols < 1) {
+        PyErr_SetString(PyExc_ValueError, "quantize: x has no elements");
         return 0;
     }
     if ((!p.values && !p.codes) || (p.codes && !p.scales) || (given && !p.scales) || (!p.amax && !p.measure && s->amax != EXTENT_NONE && !outer)) {
@@ -278,7 +282,7 @@ typedef struct {
     int not_finite;
 } Work;
 
-/* Plan the pass of the amaxes: of both forms from one read of a tile, or, where narrow rows were joined, of each after the other. */
+/* Plan the pass of the amaxes: of both forms from one read of a tile where they read x alike, else of each after the other. */
 static void plan_amax(Work *work, const Kernels *kernels, int threads) {
     Form *const forms = work->forms;
     const Job *first = &forms[0].job, *second = &forms[1].job;
@@ -316,7 +320,7 @@ static void plan_quantize(Work *work, int at_once, const Kernels *kernels, int t
             job->hadamard = 0;
             join_narrow_rows(job);
         }
-        *(works_across(job) ? &call->columns : &call->rows) = job;
+        *((at_once ? i : works_across(job)) ? &call->columns : &call->rows) = job;
     }
     for (int i = 0; i < work->quantize.count; i++) {
         Call *call = &work->quantize.calls[i];
@@ -356,7 +360,7 @@ static void take_amaxes(void *context) {
 static void amax_pass(void *context, int64_t index) { pass_tile(&((Work *)context)->amax, index); }
 static void quantize_pass(void *context, int64_t index) {
     Work *work = context;
-    if (!work->not_finite) pass_tile(&work->quantize, index);
+    if (!__atomic_load_n(&work->not_finite, __ATOMIC_RELAXED)) pass_tile(&work->quantize, index);
 }
 
 static void write_global_decode(const float *amax, float *out, int64_t count, float bound) {

@@ -5,7 +5,7 @@
 
 typedef void (*Tile)(void *context, int64_t index);
 
-/* tile(context, i) for every 0 <= i < count, in any order; then, where it is not NULL, then(context), once. */
+/* tile(context, i) for every 0 <= i < count, at least one, in any order; then, where it is not NULL, then(context), once. */
 typedef struct {
     Tile tile;
     void *context;
