@@ -81,7 +81,7 @@ LATER = {
         100, 1, ("quantize/produced_cpu.py",), ("kernels/cpu/__init__.py:fused",)
     ),
     "products and codes in fewer passes": Capability(
-        436,
+        437,
         2,
         ("kernels/triton/both.py", "quantize/triton_variant.py"),
         (

@@ -99,7 +99,8 @@ def produced_by(model: nn.Module, stretch: PlannedStretch, train: TrainSettings,
         reason = reason and _LAYER.sub("a layer", reason)
         reasons[reason] = reasons.get(reason, 0) + 1
     done = "norms and gates are quantised where they are made, "
-    done += "in the bits of torch's operators" if device == "cpu" else "and not written in BF16"
+    in_c = device == "cpu" and not triton_launch.interpreted()
+    done += "in the bits of torch's operators" if in_c else "and not written in BF16"
     return [
         f"{count} {done}." if reason is None else f"{count} norms and gates write BF16: {reason}."
         for reason, count in reasons.items()

@@ -119,3 +119,12 @@ def test_meshes_that_cut_layers_are_searched_without_joint_products() -> None:
     wanted = MeshPlan(config, 4, True, model, build_timeline(config), B200, ())
     joint = [any(p.joint for p in wanted.plan(1, tensors).stretches[0].layers.values()) for tensors in (1, 2)]
     assert joint == [True, False]
+
+
+def test_shards_leave_layers_of_transformer_engine_apart() -> None:
+    """As a run does: FSDP gathers each weight into memory of its own."""
+    words = ["gpu=B200", "recipe=mxfp8", "backend=te", "train.joint_products=true", "policy=all", "phases=none"]
+    config = to_config(composition.compose(words))
+    wanted = MeshPlan(config, 4, True, build_model(config, 257, torch.device("meta")), build_timeline(config), B200, ())
+    plans = [wanted.plan(1, 1, data_ranks=ranks).stretches[0].layers.values() for ranks in (1, 2)]
+    assert [any(each.joint for each in plan) for plan in plans] == [True, False]
