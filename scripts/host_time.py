@@ -5,8 +5,8 @@ Transformer Engine:
 
 Kernels take no time: launches and products do nothing but allocate (tests/helpers/host_passes.py), so that no GPU is
 needed. Each figure is the least of many, of one thread, beside that of an nn.Linear that is measured in turn, and of
-Transformer Engine's own layer, called as a loop that trains on it calls it. Its Python is the installed one, with a
-stub in the place of its extension (tests/backends/te/te_host_on_cpu.py).
+Transformer Engine's own layer, called as a loop that trains on it calls it. Its Python is the installed one; its
+kernels do nothing, like the others (tests/backends/te/te_host_on_cpu.py).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ON_TE = ROOT / "tests" / "backends" / "te" / "te_host_on_cpu.py"
 RECIPES = (NVFP4(), MXFP8(), FP8Current(), FP8Delayed())
 OLDEST_TE = (2, 19)
-"""Whose Python the stub fits."""
+"""Oldest version whose Python calls the kernels that are replaced."""
 
 
 def measure(recipe: Recipe, tries: int) -> tuple[float, float]:
@@ -46,7 +46,7 @@ def measure(recipe: Recipe, tries: int) -> tuple[float, float]:
 def measure_on_te(tries: int) -> dict[str, tuple[float, float, float]]:
     """Recipe → (µs of a layer of fp4train on Transformer Engine, of its own layer, of an nn.Linear).
 
-    The stub is a process's own: it replaces what Transformer Engine and torch say of GPUs.
+    It is measured in a process of its own, in which Transformer Engine and torch take the CPU for a GPU.
     """
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}

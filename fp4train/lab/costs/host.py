@@ -18,7 +18,7 @@ HOST: Final[Mapping[str, float]] = MappingProxyType(
 )
 """Seconds of the host per linear layer, forward and backward, by backend: what Python and torch's dispatcher take on a
 CPU, where kernels only allocate their results, for NVFP4, the slowest recipe (docs/gpus.md; tests/nn/test_host_time.py;
-TE with a stub of its extension; emulation and reference with their products of 32 features), and the launches: three
+TE with kernels that do nothing; emulation and reference with their products of 32 features), and the launches: three
 products, and four kernels that quantise."""
 
 EXPERT, PRODUCT = 0.6, 0.09
