@@ -79,9 +79,9 @@ INLINE I transform_columns(const AmaxJob *job, const Matrix *x, int64_t row, int
 
 INLINE void amax_columns_with(const AmaxJob *job, int64_t row0, int64_t row1, int64_t col0, int64_t col1, int64_t ahead,
                               int wide) {
-    I all = i_set(0);
+    I all = i_set(0), plain = i_set(0);
     uint8_t scratch[4 * SCRATCH_STRIDE * TILE_COLUMNS] __attribute__((aligned(64)));
-    const Matrix x = compact(&job->x, row0, row1, col0, col1, wide, scratch);
+    const Matrix x = compact(&job->x, row0, row1, col0, col1, wide, scratch, &plain);
     const Signs signs = signs_of(job->signs[0]);
     const int scales_amax = job->hadamard && !job->transformed; /* the maxima are those before factor and rounding */
     float group_signs[MAX_HADAMARD];
@@ -113,6 +113,7 @@ INLINE void amax_columns_with(const AmaxJob *job, int64_t row0, int64_t row1, in
             all = i_set(0);
         }
     }
+    if (job->plain) raise_to(job->plain, largest_lane(plain));
     if (!job->amax_stride) raise_to(job->amax, largest_lane(scales_amax ? hadamard_amax(all, job->hadamard) : all));
 }
 

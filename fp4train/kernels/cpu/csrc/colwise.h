@@ -104,7 +104,7 @@ INLINE void round_block(const Job *job, int64_t row, int64_t col, int64_t at, co
                         ColumnVariant v) {
     const int tiles = v.nvfp4 ? 1 : (int)(job->block_cols / 16);
     I random[8];
-    i_store(out->scales[at / job->block_cols], scale->stored);
+    i_store(out->scales[whole_blocks(at, job->block_cols)], scale->stored);
     for (int j = 0; j < tiles; j++) {
         if (v.stochastic) random_columns_16(job, row, col + 16 * j, random);
         round_tile(job, x + 16 * j, scale, random, at + 16 * j, out, v);
@@ -143,7 +143,8 @@ INLINE void flush_columns(const Job *job, int64_t row, int64_t col, int64_t cols
             copy_out((char *)job->codes + (row + n) * job->codes_stride + (packed ? col / 2 : col), out->codes[n],
                      packed ? codes / 2 : codes, job->stream);
         if (!job->scales || (n && job->block_rows > 1)) continue;
-        const int64_t blocks = coded / block, at = (row + n) / job->block_rows * job->scales_stride + col / block;
+        const int64_t blocks = whole_blocks(coded, block);
+        const int64_t at = band_of(row + n, job->block_rows) * job->scales_stride + whole_blocks(col, block);
         if (bytes && blocks == CHUNK / 16) memcpy((uint8_t *)job->scales + at, scales[n], CHUNK / 16);
         else if (bytes) copy_rest((uint8_t *)job->scales + at, scales[n], blocks);
         else for (int64_t b = 0; b < blocks; b++) ((int32_t *)job->scales)[at + b] = out->scales[b][n];
@@ -167,7 +168,8 @@ INLINE void columns_with(const Job *job, int64_t row0, int64_t row1, int64_t col
     if (v.group && job->hadamard) signs_of_group(job->signs, job->hadamard, group_signs);
     F given = f_set(job->amax ? job->amax[0] : 0.0f);
     Global global = row_scale(job, given);
-    local.x = compact(x, row0, row1, col0, col1, v.wide, scratch);
+    I largest = i_set(0);
+    local.x = compact(x, row0, row1, col0, col1, v.wide, scratch, &largest);
     job = &local;
     for (int64_t row = row0; row < row1; row += 16) {
         const int inside = columns_inside(&job->x, row);

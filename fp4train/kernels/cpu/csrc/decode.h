@@ -4,27 +4,25 @@
 #include "rowwise.h"
 
 INLINE F scale_factor(int scale, const void *scales, int64_t at, int64_t count) {
-    int32_t words[16] = {0};
-    uint8_t bytes[16] = {0};
+    const int64_t size = scale_is_byte(scale) ? 1 : 4;
+    const void *from = (const uint8_t *)scales + at * size;
+    uint8_t some[64] = {0};
     if (scale == SCALE_GIVEN) return f_set(1.0f);
-    if (!scale_is_byte(scale)) {
-        memcpy(words, (const float *)scales + at, 4 * (size_t)count);
-        return f_bits(i_load(words));
-    }
-    memcpy(bytes, (const uint8_t *)scales + at, (size_t)count);
+    if (count < 16) from = memcpy(some, from, (size_t)(count * size));
     switch (scale) {
-    case SCALE_E4M3: return element_value(i_load_u8(bytes), E4M3);
-    case SCALE_UE5M3: return element_value(i_load_u8(bytes), UE5M3);
-    default: return e8m0_value(i_load_u8(bytes));
+    case SCALE_E4M3: return element_value(i_load_u8(from), E4M3);
+    case SCALE_UE5M3: return element_value(i_load_u8(from), UE5M3);
+    case SCALE_E8M0: return e8m0_value(i_load_u8(from));
+    default: return f_load(from);
     }
 }
 
 /* 1 / S_enc of the outer blocks of a strip of a row, for each of its blocks. */
 INLINE F outer_decode(const DecodeJob *job, int64_t row, int64_t col) {
-    const int64_t blocks = OUTER_COLUMNS / job->block_cols;
+    const int64_t blocks = whole_blocks(OUTER_COLUMNS, job->block_cols);
     float amax[16] = {0};
-    for (int64_t i = 0; i < 16 && col / OUTER_COLUMNS + i / blocks < job->outer_stride; i++)
-        amax[i] = job->outer_amax[row * job->outer_stride + col / OUTER_COLUMNS + i / blocks];
+    for (int64_t i = 0; i < 16 && col / OUTER_COLUMNS + whole_blocks(i, blocks) < job->outer_stride; i++)
+        amax[i] = job->outer_amax[row * job->outer_stride + col / OUTER_COLUMNS + whole_blocks(i, blocks)];
     const F each = f_load(amax), encode = global_encode(job->bound, each);
     return f_div(f_set(1.0f), f_pick(not_finite(magnitude_bits(each)), f_bits(i_set(0x7fc00000)), encode));
 }
@@ -33,21 +31,24 @@ INLINE F outer_decode(const DecodeJob *job, int64_t row, int64_t col) {
 INLINE I decoded_pairs(const uint8_t *codes, F factors, const Strip *s, int64_t at, int64_t block, int exact) {
     static const int32_t halves[16] = {0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1};
     const I bytes = i_load_u8(codes);
-    const F decode = block == 16 ? f_lanes(factors, i_add(i_load(halves), i_set((int32_t)at / 16))) : f_set(s->decode[at / block]);
+    const F decode = block == 16 ? f_lanes(factors, i_add(i_load(halves), i_set((int32_t)at / 16))) : f_set(s->decode[whole_blocks(at, block)]);
     const F even = f_mul(f_lanes(f_load(e2m1_values), bytes), decode), odd = f_mul(f_lanes(f_load(e2m1_values), i_shr(bytes, 4)), decode);
     return exact ? i_upper_halves(i_bits(even), i_bits(odd)) : i_upper_halves(round_to_bf16(even), round_to_bf16(odd));
 }
 
 INLINE F decoded(const uint8_t *codes, int64_t at, const Strip *s, int64_t block, int element) {
     const F value = element == E2M1 ? f_lanes(f_load(e2m1_values), i_load_nibbles(codes + at / 2)) : element_value(i_load_u8(codes + at), element);
-    return f_mul(value, f_set(s->decode[at / block]));
+    return f_mul(value, f_set(s->decode[whole_blocks(at, block)]));
 }
 
-INLINE void decode_with(const DecodeJob *job, int64_t row0, int64_t row1, int64_t col0, int64_t col1, int element) {
-    const int packed = element == E2M1, f32 = job->values_f32, exact = exact_in_bf16(job->scale, job->outer_amax != NULL);
-    const int64_t block = job->block_cols, width = 16 * block, value_size = f32 ? 4 : 2;
+/* `nvfp4`: whole blocks of sixteen E2M1 whose values are exact in BF16, and are written so. */
+INLINE void decode_with(const DecodeJob *job, int64_t row0, int64_t row1, int64_t col0, int64_t col1, int element, int nvfp4) {
+    const int packed = element == E2M1, f32 = !nvfp4 && job->values_f32;
+    const int exact = nvfp4 || exact_in_bf16(job->scale, job->outer_amax != NULL);
+    const int64_t block = nvfp4 ? 16 : job->block_cols, width = 16 * block, value_size = f32 ? 4 : 2;
     Strip s;
-    for (int64_t row = row0; row < row1; row++)
+    for (int64_t row = row0; row < row1; row++) {
+        const int64_t scales_row = band_of(row, job->block_rows) * job->scales_stride;
         for (int64_t col = col0; col < col1; col += width) {
             const int64_t valid = job->cols - col < width ? job->cols - col : width;
             const int64_t coded = job->code_cols - col < width ? job->code_cols - col : width;
@@ -59,8 +60,7 @@ INLINE void decode_with(const DecodeJob *job, int64_t row0, int64_t row1, int64_
                 memset(s.codes, 0, sizeof s.codes);
                 codes = memcpy(s.codes, codes, (size_t)(packed ? coded / 2 : coded));
             }
-            F factors = scale_factor(job->scale, job->scales, row / job->block_rows * job->scales_stride + col / block,
-                                           (coded + block - 1) / block);
+            F factors = scale_factor(job->scale, job->scales, scales_row + whole_blocks(col, block), whole_blocks(coded + block - 1, block));
             if (job->outer_amax) factors = f_mul(factors, outer_decode(job, row, col));
             f_store(s.decode, factors);
             for (int64_t i = 0; i < width; i += 32) {
@@ -70,16 +70,21 @@ INLINE void decode_with(const DecodeJob *job, int64_t row0, int64_t row1, int64_
             }
             if (valid < width) memcpy(values_at, s.values, (size_t)(valid * value_size));
         }
+    }
     if (job->stream) stream_fence();
 }
 
 static void FN(decode)(const DecodeJob *job, int64_t row0, int64_t row1, int64_t col0, int64_t col1) {
+    const int nvfp4 = job->block_cols == 16 && !job->values_f32 && exact_in_bf16(job->scale, job->outer_amax != NULL);
     switch (job->element) {
-    case E2M1: decode_with(job, row0, row1, col0, col1, E2M1); break;
-    case E2M3: decode_with(job, row0, row1, col0, col1, E2M3); break;
-    case E3M2: decode_with(job, row0, row1, col0, col1, E3M2); break;
-    case E4M3: decode_with(job, row0, row1, col0, col1, E4M3); break;
-    default: decode_with(job, row0, row1, col0, col1, E5M2); break;
+    case E2M1:
+        if (nvfp4) decode_with(job, row0, row1, col0, col1, E2M1, 1);
+        else decode_with(job, row0, row1, col0, col1, E2M1, 0);
+        break;
+    case E2M3: decode_with(job, row0, row1, col0, col1, E2M3, 0); break;
+    case E3M2: decode_with(job, row0, row1, col0, col1, E3M2, 0); break;
+    case E4M3: decode_with(job, row0, row1, col0, col1, E4M3, 0); break;
+    default: decode_with(job, row0, row1, col0, col1, E5M2, 0); break;
     }
 }
 #endif

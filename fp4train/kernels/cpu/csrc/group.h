@@ -94,7 +94,7 @@ INLINE I load_group(const Job *job, int64_t row, int64_t col, int64_t coded, int
 /* A group with the scales of its blocks. `given`: the amax of the tensor, or of each lane's row; `global`: its scale. */
 INLINE void scale_group(const Job *job, int64_t row, int64_t col, int64_t coded, F given, Global global, int wide, int inside,
                         const float *signs, Group *group) {
-    const int64_t block = job->block_cols, blocks = coded / block;
+    const int64_t block = job->block_cols, blocks = whole_blocks(coded, block);
     I maxima[CHUNK / 16], random[CHUNK / 16];
     const I largest = load_group(job, row, col, coded, wide, inside, signs, group, maxima);
     if (job->outer) {

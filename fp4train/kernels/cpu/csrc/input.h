@@ -6,6 +6,11 @@
 #define FP4_INPUT_H
 #include "job.h"
 
+/* n / block, which is a power of two. A division takes as long as rounding two vectors. */
+INLINE int64_t whole_blocks(int64_t n, int64_t block) { return n >> __builtin_ctzll((unsigned long long)block); }
+/* The band of `rows` rows that a row belongs to. */
+INLINE int64_t band_of(int64_t row, int64_t rows) { return rows == 1 ? row : row / rows; }
+
 INLINE float half_to_float(uint16_t half) {
     const uint32_t sign = (uint32_t)(half & 0x8000) << 16, exponent = half >> 10 & 31, mantissa = half & 1023;
     uint32_t bits = sign | (exponent + 112) << 23 | mantissa << 13;
@@ -87,23 +92,43 @@ INLINE int columns_inside(const Matrix *x, int64_t row) {
 
 NOINLINE void copy_rest(void *to, const void *from, int64_t bytes) { memcpy(to, from, (size_t)bytes); }
 
-/* memcpy of whole lines of 64 bytes; the call that the compiler makes for an unknown size has a slow start. */
-INLINE void copy_bytes(void *to, const void *from, int64_t bytes) {
-    int64_t i = 0;
-    for (; i + 64 <= bytes; i += 64) i_store((int32_t *)((char *)to + i), i_load((const int32_t *)((const char *)from + i)));
-    if (i < bytes) copy_rest((char *)to + i, (const char *)from + i, bytes - i);
+/* The larger magnitudes, as bits, of BF16 or float32. */
+INLINE I larger_magnitudes(I largest, I x, int wide) {
+    return wide ? i_max(largest, i_and(x, i_set(INT32_MAX))) : i_max_u16(largest, i_and(x, i_set(0x7fff7fff)));
 }
 
+/* memcpy of whole lines of 64 bytes; the call that the compiler makes for an unknown size has a slow start. Returns the larger of
+ * `largest` and the magnitudes that it copies. */
+INLINE I copy_bytes_max(void *to, const void *from, int64_t bytes, I largest, int wide) {
+    int64_t i = 0;
+    for (; i + 64 <= bytes; i += 64) {
+        const I x = i_load((const int32_t *)((const char *)from + i));
+        i_store((int32_t *)((char *)to + i), x);
+        largest = larger_magnitudes(largest, x, wide);
+    }
+    if (i < bytes) {
+        int32_t rest[16] = {0};
+        copy_rest(rest, (const char *)from + i, bytes - i);
+        copy_rest((char *)to + i, rest, bytes - i);
+        largest = larger_magnitudes(largest, i_load(rest), wide);
+    }
+    return largest;
+}
+INLINE void copy_bytes(void *to, const void *from, int64_t bytes) { copy_bytes_max(to, from, bytes, i_set(0), 0); }
+
 /* Copy the rectangle to `scratch`, where its columns are close together: rows of a large tensor are often a multiple of 4096 bytes
- * apart and then compete for the same few cache lines. A kernel indexes the result like x. */
+ * apart and then compete for the same few cache lines. A kernel indexes the result like x. `largest` becomes the larger of itself
+ * and the magnitudes of the rectangle, as float bits, if it is copied. */
 enum { TILE_ROWS = 256, TILE_COLUMNS = 128, SCRATCH_STRIDE = TILE_ROWS + 32 };
-INLINE Matrix compact(const Matrix *x, int64_t row0, int64_t row1, int64_t col0, int64_t col1, int wide, void *scratch) {
+INLINE Matrix compact(const Matrix *x, int64_t row0, int64_t row1, int64_t col0, int64_t col1, int wide, void *scratch, I *largest) {
     const int64_t size = wide ? 4 : 2;
     Matrix copy = *x;
+    I all = i_set(0);
     if (x->stride_row != 1 || x->input == INPUT_F16 || row1 - row0 > TILE_ROWS || col1 - col0 > TILE_COLUMNS) return copy;
     for (int64_t col = col0; col < col1; col++)
-        copy_bytes((char *)scratch + (col - col0) * SCRATCH_STRIDE * size,
-                   (const char *)x->data + (row0 + col * x->stride_col) * size, (row1 - row0) * size);
+        all = copy_bytes_max((char *)scratch + (col - col0) * SCRATCH_STRIDE * size,
+                             (const char *)x->data + (row0 + col * x->stride_col) * size, (row1 - row0) * size, all, wide);
+    *largest = i_max(*largest, wide ? all : i_max(i_shl(all, 16), i_and(all, i_set(0x7fff0000))));
     copy.data = (const char *)scratch - (row0 + col0 * SCRATCH_STRIDE) * size;
     copy.stride_col = SCRATCH_STRIDE;
     return copy;

@@ -8,6 +8,8 @@
 #define FP4_JOB_H
 #include <stdint.h>
 
+#include "philox_one.h"
+
 enum { INPUT_BF16, INPUT_F32, INPUT_F16 };
 enum { E2M1, E2M3, E3M2, E4M3, E5M2, UE5M3 }; /* UE5M3: scales only */
 enum { SCALE_E4M3, SCALE_E8M0, SCALE_F32, SCALE_POW2, SCALE_UE5M3, SCALE_GIVEN };
@@ -37,7 +39,7 @@ typedef struct {
     float bound;       /* SCALE_E4M3: largest value of the global range, 448 * 6 */
     float scale_limit; /* SCALE_F32, SCALE_POW2: replaces an infinite scale */
     int stochastic;
-    uint64_t seed;
+    uint64_t round_keys[ROUNDS][2]; /* of Philox, in 64 bits, so that vectors are loaded from them */
     uint32_t row_offset, col_offset8, step_operand, layer; /* Philox counter; col_offset8 counts eights of columns */
     int64_t own_cols; /* if a row of x is several rows of the tensor: their width; the counter is that of the tensor. 0: one row */
     int eden;                                              /* correct the scales of each transform: see group.h */
@@ -60,6 +62,7 @@ typedef struct {
     uint32_t signs[4];
     uint32_t *amax; /* float bits, one for the tensor (stride 0) or one per row (1); atomic maximum */
     int64_t amax_stride;
+    uint32_t *plain; /* the same for the whole tensor before the transform; or NULL */
     uint16_t *transformed; /* BF16 [rows, transformed_stride]: output for x after a transform of 16; or NULL */
     int64_t transformed_stride;
 } AmaxJob;

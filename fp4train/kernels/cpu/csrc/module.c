@@ -35,6 +35,9 @@ const Kernels *kernels_of(int isa) {
     }
 }
 
+/* Whether `compact` copies the tiles of a matrix: see input.h. */
+static int is_compacted(const Matrix *x) { return x->stride_row == 1 && x->input != INPUT_F16; }
+
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 static int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -69,7 +72,7 @@ typedef struct {
     Grid grid;
     int threads;
     const Job *rows, *columns;
-    const AmaxJob *amax_rows, *amax_columns;
+    AmaxJob *amax_rows, *amax_columns;
     const DecodeJob *decode;
 } Call;
 
@@ -213,7 +216,6 @@ static int unpack_form(PyObject *object, Form *form) {
         .scale_limit = largest_of[p.input],
         .stochastic = s->rounding == STOCHASTIC,
         .eden = s->rounding == EDEN,
-        .seed = p.seed,
         .row_offset = p.row_offset,
         .col_offset8 = p.col_offset8,
         .step_operand = p.step_operand,
@@ -229,6 +231,10 @@ static int unpack_form(PyObject *object, Form *form) {
         .scales_stride = given ? 0 : coded / s->block_cols,
         .stream = p.rows * p.cols * 2 >= s->stream_bytes,
     };
+    for (int i = 0; i < ROUNDS; i++) {
+        form->job.round_keys[i][0] = round_key0(p.seed, i);
+        form->job.round_keys[i][1] = round_key1(p.seed, i);
+    }
     if (s->draws_signs) drawn_signs(p.seed, p.step_operand, p.layer, (uint32_t)s->hadamard, form->job.signs);
     else for (int i = 0; i < 4; i++) form->job.signs[i] = s->signs;
     return 1;
@@ -303,8 +309,11 @@ static void plan_amax(Work *work, const Kernels *kernels, int threads) {
     }
     for (int i = 0; i < work->amax.count; i++) {
         Call *call = &work->amax.calls[i];
-        const AmaxJob *rows = call->amax_rows, *columns = call->amax_columns;
+        AmaxJob *rows = call->amax_rows, *columns = call->amax_columns;
         call->grid = grid_for(rows ? &rows->x : NULL, 1, 16, columns ? &columns->x : NULL, threads);
+        if (!rows || !columns || rows->amax_stride || !is_compacted(&columns->x)) continue;
+        columns->plain = rows->amax; /* from the copy that the columns are read from */
+        call->amax_rows = NULL;
     }
 }
 

@@ -44,7 +44,7 @@ INLINE void strip_row(const Job *job, int64_t row, int64_t col, Strip *s, int wi
     for (int64_t i = 0; i < width; i += 32) {
         F y[2];
         for (int half = 0; half < 2; half++) {
-            const int64_t at = i + 16 * half, b = at / block;
+            const int64_t at = i + 16 * half, b = whole_blocks(at, block);
             F t = f_mul(load_floats(x, at, wide), f_set(s->encode[b]));
             if (positive_zero) t = f_add(t, f_set(0.0f)); /* -0 is coded as 0 */
             const Rounded q = v.stochastic ? round_stochastic(t, random_low(i_load_u16(s->bits + at)), e)

@@ -21,15 +21,15 @@ INLINE I pair_maxima(const Job *job, int64_t row, int64_t rows, int64_t col, int
     const I magnitude = i_set(0x7fff7fff), high = i_set(0x7fff0000);
     const uint16_t *x = row_of(&job->x, row, col, width, 0, s->input);
     I largest[16];
-    if (rows > 1) { /* down the band first, into the buffer of random bits */
-        int32_t *down = (int32_t *)s->bits;
+    if (rows > 1) { /* down the band first, into the buffer of values, which is free until a row is rounded */
+        int32_t *down = (int32_t *)s->values;
         for (int64_t i = 0; i < width / 2; i += 16) i_store(down + i, i_and(i_load((const int32_t *)x + i), magnitude));
         for (int64_t r = row + 1; r < row + rows; r++) {
             const int32_t *y = row_of(&job->x, r, col, width, 0, s->input);
             for (int64_t i = 0; i < width / 2; i += 16)
                 i_store(down + i, i_max_u16(i_load(down + i), i_and(i_load(y + i), magnitude)));
         }
-        x = s->bits;
+        x = (const uint16_t *)s->values;
     }
     if (block == 16) return i_block_max_bf16(x);
     for (int b = 0; b < 16; b++) {
@@ -41,48 +41,61 @@ INLINE I pair_maxima(const Job *job, int64_t row, int64_t rows, int64_t col, int
     return i_reduce_max(largest);
 }
 
-INLINE void pair_row(const Job *job, int64_t row, int64_t col, Strip *s, Variant v) {
+/* Thirty-two neighbours, at `i` of a strip. Meanwhile a round of Philox is run on `c`, if it is not NULL. */
+INLINE void pair_32(const Job *job, const uint16_t *x, int64_t i, const uint16_t *random, Counters *c, int round, const Target *out,
+                    const Strip *s, Variant v) {
     static const int32_t halves[16] = {0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1};
-    const int64_t block = v.nvfp4 ? 16 : job->block_cols, width = 16 * block;
+    const int64_t block = v.nvfp4 ? 16 : job->block_cols;
     const int packed = v.nvfp4 || job->element == E2M1, positive_zero = v.nvfp4 || scale_has_mantissa(job->scale);
     const int exact = v.nvfp4 || exact_in_bf16(job->scale, job->outer);
     const Element e = element_of(v.nvfp4 ? E2M1 : job->element);
-    const I high = i_set((int32_t)0xffff0000);
+    const I words = i_load((const int32_t *)(x + i));
+    F encode, decode;
+    Rounded even, odd;
+    if (block == 16) {
+        const I pair = i_add(i_load(halves), i_set((int32_t)i / 16));
+        encode = f_lanes(f_load(s->encode), pair);
+        decode = f_lanes(f_load(s->decode), pair);
+    } else {
+        encode = f_set(s->encode[whole_blocks(i, block)]);
+        decode = f_set(s->decode[whole_blocks(i, block)]);
+    }
+    F t0 = f_mul(f_bits(i_shl(words, 16)), encode), t1 = f_mul(f_bits(i_and(words, i_set((int32_t)0xffff0000))), encode);
+    if (positive_zero) t0 = f_add(t0, f_set(0.0f)), t1 = f_add(t1, f_set(0.0f)); /* -0 is coded as 0 */
+    if (v.stochastic) {
+        const I bits = i_load((const int32_t *)random);
+        if (c) philox_round(job, c, round);
+        even = v.nvfp4 ? round_stochastic_e2m1(t0, random_low(bits)) : round_stochastic(t0, random_low(bits), e);
+        odd = v.nvfp4 ? round_stochastic_e2m1(t1, random_high(bits)) : round_stochastic(t1, random_high(bits), e);
+    } else {
+        even = v.nvfp4 ? round_nearest_e2m1(t0, v.codes) : round_nearest(t0, e);
+        odd = v.nvfp4 ? round_nearest_e2m1(t1, v.codes) : round_nearest(t1, e);
+    }
+    if (v.values) {
+        const F y0 = f_mul(even.value, decode), y1 = f_mul(odd.value, decode);
+        const I both = exact ? i_upper_halves(i_bits(y0), i_bits(y1)) : i_upper_halves(round_to_bf16(y0), round_to_bf16(y1));
+        store_line(out->values + 2 * i, both, out->stream);
+    }
+    if (v.codes && packed) i_store_u8((uint8_t *)out->codes + i / 2, i_or(even.code, i_shl(odd.code, 4)));
+    else if (v.codes) i_store_u16((uint16_t *)(out->codes + i), i_or(even.code, i_shl(odd.code, 8)));
+}
+
+/* `next`: the position after this one. NVFP4 draws the bits of that while it rounds this: the rounds of Philox are a chain of
+ * multiplies, which leaves the CPU a third idle. */
+INLINE void pair_row(const Job *job, int64_t row, int64_t col, Place next, Strip *s, Variant v) {
+    const int64_t width = 16 * (v.nvfp4 ? 16 : job->block_cols);
     const uint16_t *x = row_of(&job->x, row, col, width, 0, s->input);
     const Target out = target_of(job, row, col, width, s);
-    I pair = i_load(halves);
-
-    if (v.stochastic)
-        for (int64_t i = 0; i < width; i += 256) random_row_256(job, row, col + i, s->bits + i);
-    for (int64_t i = 0; i < width; i += 32) {
-        const I words = i_load((const int32_t *)(x + i));
-        F encode, decode;
-        Rounded even, odd;
-        if (block == 16) {
-            encode = f_lanes(f_load(s->encode), pair);
-            decode = f_lanes(f_load(s->decode), pair);
-            pair = i_add(pair, i_set(2));
-        } else {
-            encode = f_set(s->encode[i / block]);
-            decode = f_set(s->decode[i / block]);
-        }
-        F t0 = f_mul(f_bits(i_shl(words, 16)), encode), t1 = f_mul(f_bits(i_and(words, high)), encode);
-        if (positive_zero) t0 = f_add(t0, f_set(0.0f)), t1 = f_add(t1, f_set(0.0f)); /* -0 is coded as 0 */
-        if (v.stochastic) {
-            const I bits = i_load((const int32_t *)(s->bits + i));
-            even = v.nvfp4 ? round_stochastic_e2m1(t0, random_low(bits)) : round_stochastic(t0, random_low(bits), e);
-            odd = v.nvfp4 ? round_stochastic_e2m1(t1, random_high(bits)) : round_stochastic(t1, random_high(bits), e);
-        } else {
-            even = v.nvfp4 ? round_nearest_e2m1(t0, v.codes) : round_nearest(t0, e);
-            odd = v.nvfp4 ? round_nearest_e2m1(t1, v.codes) : round_nearest(t1, e);
-        }
-        if (v.values) {
-            const F y0 = f_mul(even.value, decode), y1 = f_mul(odd.value, decode);
-            const I both = exact ? i_upper_halves(i_bits(y0), i_bits(y1)) : i_upper_halves(round_to_bf16(y0), round_to_bf16(y1));
-            store_line(out.values + 2 * i, both, out.stream);
-        }
-        if (v.codes && packed) i_store_u8((uint8_t *)out.codes + i / 2, i_or(even.code, i_shl(odd.code, 4)));
-        else if (v.codes) i_store_u16((uint16_t *)(out.codes + i), i_or(even.code, i_shl(odd.code, 8)));
+    if (v.nvfp4 && v.stochastic) {
+        Counters c[4];
+        begin_row(job, next.row, next.col, c);
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; i++) pair_32(job, x, 32 * i, s->bits + 32 * i, c, 2 + i, &out, s, v);
+        end_row(c, s->bits);
+    } else {
+        if (v.stochastic)
+            for (int64_t i = 0; i < width; i += 256) random_row_256(job, row, col + i, s->bits + i);
+        for (int64_t i = 0; i < width; i += 32) pair_32(job, x, i, s->bits + i, NULL, 0, &out, s, v);
     }
     finish_target(&out);
 }
@@ -100,12 +113,14 @@ INLINE void pairs_with(const Job *job, int64_t row0, int64_t row1, int64_t col0,
     Place place = first_place(job, row0, row1, col0);
     Global global = row_scale(job, f_set(job->amax ? job->amax[row0 * job->amax_stride] : 0.0f));
     Scale next = scale_at(job, place, block, &global, &s);
+    if (v.nvfp4 && v.stochastic) random_row_256(job, place.row, place.col, s.bits);
     while (place.row < row1) {
         const Scale scale = next;
         const Place after = next_place(place, job, row1, col0, col1, width);
         if (after.row < row1) next = scale_at(job, after, block, &global, &s);
         store_scales(job, place.row, place.col, &scale, &s);
-        for (int64_t r = place.row; r < place.row + place.rows; r++) pair_row(job, r, place.col, &s, v);
+        for (int64_t r = place.row; r < place.row + place.rows; r++)
+            pair_row(job, r, place.col, r + 1 < place.row + place.rows ? (Place){r + 1, place.col, 1} : after, &s, v);
         place = after;
     }
     if (job->stream) stream_fence();

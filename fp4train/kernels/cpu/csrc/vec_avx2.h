@@ -182,7 +182,7 @@ I2(q_or, _mm256_or_si256)
 I2(q_mul_low, _mm256_mul_epu32)
 INLINE Q q_xor3(Q x, Q y, Q z) { return i_xor(i_xor(x, y), z); }
 INLINE Q q_shl32(Q x) { return (Q){_mm256_slli_epi64(x.a, 32), _mm256_slli_epi64(x.b, 32)}; }
-INLINE Q q_shr32(Q x) { return (Q){_mm256_srli_epi64(x.a, 32), _mm256_srli_epi64(x.b, 32)}; }
+INLINE Q q_upper(Q x) { return (Q){_mm256_srli_epi64(x.a, 32), _mm256_srli_epi64(x.b, 32)}; }
 INLINE I i_interleave(Q x, Q y) {
     const Q high = q_shl32(y);
     return (I){_mm256_blend_epi32(x.a, high.a, 0xaa), _mm256_blend_epi32(x.b, high.b, 0xaa)};

@@ -58,9 +58,10 @@ INLINE I i_shl_by(I a, int n) {
 }
 
 INLINE I i_max_u16(I a, I b) { return _mm512_max_epu16(a, b); }
-INLINE I i_blend_bits(I mask, I a, I b) { return _mm512_ternarylogic_epi32(mask, a, b, 0xca); }
+/* the instruction writes over its first operand: better b or a than a mask that is used again */
+INLINE I i_blend_bits(I mask, I a, I b) { return _mm512_ternarylogic_epi32(b, mask, a, 0xb8); }
 INLINE F f_min_magnitude(F a, F b) { return _mm512_range_ps(a, b, 0x0a); }
-INLINE I i_blend_not(I mask, I a, I b) { return _mm512_ternarylogic_epi32(mask, a, b, 0x3a); }
+INLINE I i_blend_not(I mask, I a, I b) { return _mm512_ternarylogic_epi32(a, mask, b, 0x2e); }
 INLINE I i_upper_halves(I a, I b) {
     const __m512i order = _mm512_add_epi16(_mm512_set1_epi32(0x00210001), _mm512_setr_epi32(
         0x00000000, 0x00020002, 0x00040004, 0x00060006, 0x00080008, 0x000a000a, 0x000c000c, 0x000e000e,
@@ -215,7 +216,8 @@ INLINE Q q_or(Q a, Q b) { return _mm512_or_si512(a, b); }
 INLINE Q q_xor3(Q a, Q b, Q c) { return _mm512_ternarylogic_epi64(a, b, c, 0x96); }
 INLINE Q q_mul_low(Q a, Q b) { return _mm512_mul_epu32(a, b); }
 INLINE Q q_shl32(Q a) { return _mm512_slli_epi64(a, 32); }
-INLINE Q q_shr32(Q a) { return _mm512_srli_epi64(a, 32); }
+/* the upper half of each lane in the lower; the upper half of the result is undefined */
+INLINE Q q_upper(Q a) { return _mm512_shuffle_epi32(a, 0xb1); }
 /* 32-bit lanes: even ones from the low halves of a, odd ones from the low halves of b */
 INLINE I i_interleave(Q a, Q b) { return _mm512_mask_blend_epi32(0xaaaa, a, _mm512_slli_epi64(b, 32)); }
 /* 128 bits (low[i], high[i]) for lane i = 2 L + k go to the 16 bytes numbered 4 k + L */

@@ -159,7 +159,7 @@ INLINE Q q_or(Q a, Q b) { LANES8(i) a.v[i] |= b.v[i]; return a; }
 INLINE Q q_xor3(Q a, Q b, Q c) { LANES8(i) a.v[i] ^= b.v[i] ^ c.v[i]; return a; }
 INLINE Q q_mul_low(Q a, Q b) { LANES8(i) a.v[i] = (uint64_t)(uint32_t)a.v[i] * (uint32_t)b.v[i]; return a; }
 INLINE Q q_shl32(Q a) { LANES8(i) a.v[i] <<= 32; return a; }
-INLINE Q q_shr32(Q a) { LANES8(i) a.v[i] >>= 32; return a; }
+INLINE Q q_upper(Q a) { LANES8(i) a.v[i] >>= 32; return a; }
 /* 32-bit lanes: even ones from the low halves of a, odd ones from the low halves of b */
 INLINE I i_interleave(Q a, Q b) {
     I r;
