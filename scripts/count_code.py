@@ -99,13 +99,19 @@ LATER = {
         ("nn/called.py", "run/determinism.py", "lab/costs/host.py"),
         ("lab/doctor/recipes.py:check_all", "lab/doctor/recipes.py:_outcome", "lab/costs/cluster.py:ClusterCost._host"),
     ),
-    "Liger's kernels, those that a plan names, their cost": Capability(
-        245,
+    "Liger's kernels, those that a plan names": Capability(
+        190,
         2,
         ("models/common/liger.py", "run/fuse.py"),
+        ("models/common/layers.py:RMSNorm.of_sum", "models/common/layers.py:RMSNorm._weight"),
+    ),
+    "the cost of kernels between products, norms and gates that quantise among them, and which do": Capability(
+        252,
+        2,
+        ("lab/costs/elementwise.py", "run/produced.py"),
         (
-            *("models/common/layers.py:RMSNorm.of_sum", "models/common/layers.py:RMSNorm._weight"),
-            *("lab/costs/blocks.py:_Kernel", "lab/costs/blocks.py:_Kernels", "lab/costs/blocks.py:_per_row"),
+            *("lab/costs/estimate.py:shares_x", "lab/costs/estimate.py:_made", "lab/costs/roofline.py:own_bytes"),
+            "lab/costs/search.py:MeshPlan.produced",
         ),
     ),
     "one scale for fused weights": Capability(

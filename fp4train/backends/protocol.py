@@ -176,8 +176,11 @@ class Sources(Protocol):
 
     tokens: int
 
-    def why_not_given(self, table: Table) -> str | None:
-        """Why layers of this machine that run `table` do not take codes that are made elsewhere; None: they do."""
+    def why_not_given(self, table: Table, *, here: bool = True) -> str | None:
+        """Why layers that run `table` do not take codes that are made elsewhere; None: they do.
+
+        here: with the backend as it is on this machine; else as the newest is.
+        """
 
     def turned(self, table: Table) -> bool:
         """Whether the column-wise codes that are given lie as x does, [M, K], and not transposed."""
@@ -189,9 +192,12 @@ class Sources(Protocol):
         """Let the layers that run `table` and share `cache` take x, the backend's own tensor, where they are called
         with x [M, K]."""
 
-    def why_no_kernel(self, kind: str, table: Table) -> str | None:
+    def why_no_kernel(self, kind: str, table: Table, *, here: bool = True) -> str | None:
         """Why the backend's kernel of a "norm", or those of a "gate", do not write the codes of layers that run `table`
-        without writing the result in BF16; None: they do."""
+        without writing the result in BF16; None: they do.
+
+        here: see `why_not_given`.
+        """
 
     def norm(self, h_MK: Tensor, weight_K: Tensor, eps: float, table: Table) -> tuple[Tensor, Tensor]:
         """(x, the RMSNorm of h, as the backend's own tensor; 1/√(mean + ε) of each token, float32)."""
@@ -224,7 +230,7 @@ class LayerBackend(Protocol):
         """Whether it sums this product, one that `Operands.sums_fp8`, in the fast accumulator."""
 
     def shares_input(self, table: Table, device: Device) -> bool:
-        """Whether it quantises an x that several layers read once for all; unknown of a device elsewhere: False."""
+        """Whether it quantises an x that several layers read once for all."""
 
     def kernels(self, name: str) -> LayerKernels:
         """The kernels of the layer of this name; nothing is imported or allocated before the first call."""

@@ -17,7 +17,7 @@ from collections.abc import Collection
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -36,8 +36,9 @@ from fp4train.precision.report import render, summarise
 from fp4train.run.begin import find_source, start_step
 from fp4train.run.build import build_model, build_plan, build_timeline, with_swap
 from fp4train.run.checks import check_cut, check_oscillation, plan_warnings, warn_of_schedule
-from fp4train.run.fuse import kernels_of, kernels_of_layers, produced_by
+from fp4train.run.fuse import kernels_of, kernels_of_layers
 from fp4train.run.host import choose_device
+from fp4train.run.produced import produced_by, produced_in
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record import journal
 from fp4train.run.record.stretches import RecordedStretch
@@ -183,15 +184,21 @@ def _plan(command: Start, *, full: bool, gpus: int | None, auto: bool | None, as
     print("", _weights(model), "", _checkpoint(model, moment_bytes(config.optim)), sep="\n")
     if gpu is None:
         layers = kernels_of_layers(model, device.type, deterministic=config.train.deterministic)
-        print(kernels, *layers, *produced_by(model, plan.stretches[0], config.train, device.type), sep="\n")
+        norms = [produced_in(model, each, config.train, device.type, plan.tokens) for each in plan.stretches]
+        print(kernels, *layers, *produced_by(model, plan.stretches, norms, device.type), sep="\n")
     if gpu is not None:
+        from fp4train.lab.costs.elementwise import made_by
         from fp4train.lab.costs.estimate import estimate
         from fp4train.lab.costs.screen import render_step, step_costs
         from fp4train.lab.costs.search import MeshPlan
 
-        print("", estimate(plan, gpu, microbatches=config.train.microbatches).render(), sep="\n")
         one = MeshPlan(config, 1, None, model, timeline, gpu, command.named)
-        print("", render_step(step_costs(one, plan)), one.kernels[1], sep="\n")
+        norms = one.produced(plan)
+        made = [made_by(each.producers.values()) for each in norms]
+        options: Any = {"microbatches": config.train.microbatches, "made": made, "sharing": not config.train.compile}
+        print("", estimate(plan, gpu, **options).render(), sep="\n")
+        said = produced_by(model, plan.stretches, norms, "cuda")
+        print("", render_step(step_costs(one, plan)), one.kernels[1], *said, sep="\n")
     return 0
 
 

@@ -25,20 +25,21 @@ def backend_of(executor: Executor) -> BackendLayer | None:
     return layer if isinstance(layer, BackendLayer) else None
 
 
-def why_not(readers: Sequence[Executor], writers: Sequence[Executor], kind: str) -> str | None:
+def why_not(readers: Sequence[Executor], writers: Sequence[Executor], kind: str, *, here: bool = True) -> str | None:
     """Why a backend's own kernels do not make the x of the readers, or, of gate and up, their gradients; None: they do.
 
     Args:
         readers: not none, the first of which a backend runs.
         writers: of gate and up.
         kind: of the source (`SourceTensors`).
+        here: see `Sources.why_not_given`.
     """
     first = readers[0]
     for each in (*readers, *writers):
         name, layer = each.plan.layer.name, backend_of(each)
         if layer is None or layer.backend.name != first.plan.layer_backend:
             return f"{name} runs elsewhere than {first.plan.layer.name}"
-        if (reason := layer.backend.sources.why_no_kernel(kind, layer.table)) is not None:
+        if (reason := layer.backend.sources.why_no_kernel(kind, layer.table, here=here)) is not None:
             return f"{name}: {reason}"
         if layer.dtype is not torch.bfloat16:
             return f"{name} has operands in {layer.dtype}"

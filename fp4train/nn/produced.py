@@ -50,12 +50,18 @@ Taker = Gemms | BackendLayer
 """Executors that take codes; those of subclasses do not."""
 
 
-def why_not(readers: Sequence[Executor], writers: Sequence[Executor] = (), kind: str = "norm") -> str | None:
+def why_not(
+    readers: Sequence[Executor], writers: Sequence[Executor] = (), kind: str = "norm", *, here: bool = True
+) -> str | None:
     """Why the executors `readers` of one x do not take it from a source of this kind, or the `writers` of gate and up
-    their gradients; None: they do."""
+    their gradients; None: they do.
+
+    Args:
+        here: with what is installed on this machine; else where Triton and the newest backends are.
+    """
     if (own := backend_sources.backend_of(readers[0])) is not None:
-        reason = backend_sources.why_not(readers, writers, kind)
-        if reason is None or own.backend.sources.why_not_given(own.table) is not None:
+        reason = backend_sources.why_not(readers, writers, kind, here=here)
+        if reason is None or own.backend.sources.why_not_given(own.table, here=here) is not None:
             return reason
     for executors, tensor, source in ((readers, "x", kind), (writers, "dy", "gradients")):
         for each in executors:
@@ -65,14 +71,22 @@ def why_not(readers: Sequence[Executor], writers: Sequence[Executor] = (), kind:
                 return f"{name} is not three products of codes of its own"
             operand, given = getattr(taker, tensor), None
             if isinstance(taker, BackendLayer):
-                given = taker.backend.sources.why_not_given(taker.table)
+                given = taker.backend.sources.why_not_given(taker.table, here=here)
                 given = given or (f"{taker.backend.title} takes codes of GPUs" if _on_cpu(operand) else None)
-            if (reason := given or _why_no_source(operand, source, width)) is not None:
+            if (reason := given or _why_no_source(operand, source, width, here)) is not None:
                 return f"{tensor} of {name}: {reason}"
             if taker.dtype is not torch.bfloat16:
                 return f"{name} has operands in {taker.dtype}"
             if getattr(taker, tensor).wants[1] != getattr(_taker(executors[0], tensor), tensor).wants[1]:
                 return f"{executors[0].plan.layer.name} and {name} do not quantise {tensor} alike"
+    return None
+
+
+def why_padded(executors: Sequence[Executor], tokens: int) -> str | None:
+    """Why passes of so many tokens take no codes that are made elsewhere; None: they do."""
+    for layer in map(backend_sources.backend_of, executors):
+        if layer is not None and tokens % layer.backend.sources.tokens:
+            return f"{layer.backend.title} pads {tokens} tokens to a multiple of {layer.backend.sources.tokens}"
     return None
 
 
@@ -84,7 +98,7 @@ def _taker(executor: Executor, tensor: str) -> Taker | None:
     return executor if isinstance(executor, Taker) and type(executor) in (Gemms, BackendLayer) else None
 
 
-def _why_no_source(operand: Operand, kind: str, width: int) -> str | None:
+def _why_no_source(operand: Operand, kind: str, width: int, here: bool) -> str | None:
     row, column = operand.row, operand.column
     if row.spec is None or column.spec is None:
         return "a product takes it in high precision"
@@ -96,7 +110,7 @@ def _why_no_source(operand: Operand, kind: str, width: int) -> str | None:
         return "it is a part of a tensor that other ranks or layers share"
     if row.tensor == "x" and not operand.pure:
         return "it is rounded by random bits, which each layer draws for itself"
-    return produced.why_not(row.quantizer, column.quantizer, kind, width, codes=row.codes and column.codes)
+    return produced.why_not(row.quantizer, column.quantizer, kind, width, codes=row.codes and column.codes, here=here)
 
 
 def _on_cpu(operand: Operand) -> bool:
@@ -136,6 +150,14 @@ class Producer:
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_seen": (), "_runs": False}
 
+    def resolve(self, executors: Sequence[Executor], *, here: bool = True) -> str | None:
+        """Why it does not quantise its result for layers with these executors, those of the readers first (`why_not`);
+        else decide whether a backend's own kernels do."""
+        readers, writers = executors[: len(self.readers)], executors[len(self.readers) :]
+        if (reason := why_not(readers, writers, self.kind, here=here)) is None:
+            self.by_backend = backend_sources.why_not(readers, writers, self.kind, here=here) is None
+        return reason
+
     def ready(self, x: Tensor) -> tuple[list[Executor], State] | None:
         """(the executors of readers and writers, the state of this thread) where codes can be made from tensors like
         x."""
@@ -155,17 +177,13 @@ class Producer:
         found = [each.executor_now(x.device, x.dtype) for each in layers]
         executors = tuple(executor for executor, _ in found)
         if executors != self._seen:
-            count, here = len(self.readers), [each for each in executors if each is not None]
-            self._runs = len(here) == len(layers) and why_not(here[:count], here[count:], self.kind) is None
-            self.by_backend = self._runs and backend_sources.why_not(here[:count], here[count:], self.kind) is None
+            made = [each for each in executors if each is not None]
+            self._runs = len(made) == len(layers) and self.resolve(made) is None
             self._seen = executors
         if not self._runs:
             return None
-        tokens, here = x.numel() // x.shape[-1], [each for each in executors if each is not None]
-        for layer in map(backend_sources.backend_of, here):
-            if layer is not None and tokens % layer.backend.sources.tokens:
-                return None
-        return here, found[0][1]
+        made = [each for each in executors if each is not None]
+        return (made, found[0][1]) if why_padded(made, x.numel() // x.shape[-1]) is None else None
 
 
 def _watched(layer: PlannedLayer) -> bool:

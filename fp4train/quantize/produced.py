@@ -21,7 +21,7 @@ from fp4train.quantize.quantized import Quantized
 from fp4train.quantize.quantizer import Quantizer
 from fp4train.quantize.random import LANES, RandomKey, words_of_both
 from fp4train.quantize.spec import QuantSpec
-from fp4train.quantize.triton import TritonQuantizer, has_pair_kernel
+from fp4train.quantize.triton import TritonQuantizer, has_pair_kernel, why_not_spec
 from fp4train.quantize.triton_launch import BothPlan
 
 _PLACES: Final = {"norm": (128, 1), "root": (128, 1), "gradients": (64, 2)}
@@ -31,6 +31,10 @@ _TURNED: Final = 64, 8
 """Tokens, and groups of eight features, of a program that makes codes of one scale."""
 STRIP: Final = 16
 """Tokens of a program of `norm_backward`."""
+READ: Final = {"norm": 2, "root": 2, "gate": 4, "gradients": 6}
+"""Bytes of its sources that a kernel reads once, by their kind: per element of the result, or of each of two."""
+NORM_BACKWARD: Final = 6 + 8 / STRIP
+"""Bytes per element that `norm_backward` moves: dy, h and dh, and a program's float32 terms of dweight, twice."""
 _LOG2_E: Final = 1.4426950216293335
 _POWERS: Final = (0.0013400432653725147, 0.009676037356257439, 0.05550327152013779, 0.2402210682630539)
 _LAST_POWERS: Final = (0.6931471824645996, 1.0000001192092896)
@@ -96,19 +100,21 @@ def gate_gradients(dh_MK: Tensor, gate_MK: Tensor, up_MK: Tensor) -> tuple[Tenso
     return dgate.bfloat16(), (a / total).bfloat16() * dh_MK
 
 
-def why_not(row: Quantizer, column: Quantizer, kind: str, width: int, *, codes: bool) -> str | None:
+def why_not(row: Quantizer, column: Quantizer, kind: str, width: int, *, codes: bool, here: bool = True) -> str | None:
     """Why both forms cannot be made from a source of this kind, of rows of `width` features, in words; None: they can.
 
     Args:
         codes: whether the products take codes of both, and not values.
+        here: with what is installed on this machine; else where Triton is.
     """
     if isinstance(row, CpuQuantizer) and isinstance(column, CpuQuantizer):
         return produced_cpu.why_not(kind, width)
     if not codes:
         return "a product takes its values, not its codes"
     for each in (row, column):
-        if not isinstance(each, TritonQuantizer):
-            return f"the kernels that quantise are not Triton's ({each.why or each.kernel})"
+        reason = None if isinstance(each, TritonQuantizer) else each.why or each.kernel
+        if reason is not None and (here or (reason := why_not_spec(each.spec)) is not None):
+            return f"the kernels that quantise are not Triton's ({reason})"
     if not has_pair_kernel(row.spec, column.spec):
         return f"no kernel makes both forms of {row.spec.element.upper()} in blocks of {row.spec.block} at once"
     return None

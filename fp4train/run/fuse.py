@@ -1,10 +1,8 @@
 """Kernels of what lies between the products of a model: torch's operators, Liger's, or torch.compile's for blocks; and
-norms and gates whose results are quantised where they are made (`nn/produced.py`)."""
+norms and gates whose results are quantised where they are made (`run/produced.py`)."""
 
 import importlib
 import logging
-import re
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,22 +10,15 @@ from torch import nn
 
 from fp4train.config.schema import TrainSettings
 from fp4train.errors import UserError
-from fp4train.kernels import cpu
 from fp4train.models.common import liger
-from fp4train.nn.executors import make_executor
-from fp4train.nn.planned import PlannedLayer
-from fp4train.nn.produced import GateProducer, NormProducer, Producer, why_not
+from fp4train.nn.produced import Producer
 from fp4train.precision.layers import find_blocks
-from fp4train.precision.plan import PlannedStretch
-from fp4train.quantize import triton, triton_launch
+from fp4train.run.produced import producers_of, why_not_produced
 
 _log = logging.getLogger(__name__)
 
 COMPILED_VARIANTS = 64
 """Graphs that blocks may need: training and evaluation, layers kept in high precision, operands that phases change."""
-
-_LAYER = re.compile(r"\bblocks\.\d+\.[\w.]+")
-"""The name of a layer of a block, in a reason."""
 
 
 def kernels_of(train: TrainSettings, device: str, *, elsewhere: bool = False) -> tuple[bool, str]:
@@ -60,61 +51,14 @@ def kernels_of_layers(model: nn.Module, device: str, *, deterministic: bool) -> 
     return list(dict.fromkeys(says(device, deterministic) for says in asked if says))
 
 
-def _producers(model: nn.Module) -> Iterator[tuple[nn.Module, Producer | str]]:
-    """Each norm and gate of `model` that may quantise its result, as `fp4train_produced` of a part of it names them,
-    with its producer, or why none is possible."""
-    for part in model.modules():
-        for owner, readers, writers in getattr(part, "fp4train_produced", tuple)():
-            others = [type(each).__name__ for each in (*readers, *writers) if not isinstance(each, PlannedLayer)]
-            if others:
-                yield owner, f"a module that takes no codes ({others[0]}) reads the same"
-            else:
-                yield (
-                    owner,
-                    GateProducer(readers, writers, "gate")
-                    if writers
-                    else NormProducer(readers, kind=getattr(owner, "source", "norm")),
-                )
-
-
-def _why_not_produced(train: TrainSettings, device: str) -> str | None:
-    """Why no norm or gate of a run quantises its result, whatever its plan; None: its plan decides."""
-    if train.kernels == "torch":
-        return "train.kernels=torch asks for torch's operators"
-    if train.compile:
-        return "with train.compile the compiler has the blocks"
-    return cpu.unavailable() if device == "cpu" and not triton_launch.interpreted() else triton.why_not_here(device)
-
-
-def produced_by(model: nn.Module, stretch: PlannedStretch, train: TrainSettings, device: str) -> list[str]:
-    """Sentences on the norms and gates that quantise their results in a stretch, and why others do not."""
-    reasons: dict[str | None, int] = {}
-    whole = _why_not_produced(train, device)
-    for _, producer in _producers(model):
-        reason = whole or (producer if isinstance(producer, str) else None)
-        if reason is None and isinstance(producer, Producer):
-            groups = [[stretch.layers[one.layer.name] for one in g] for g in (producer.readers, producer.writers)]
-            readers, writers = ([make_executor(plan, device) for plan in group] for group in groups)
-            reason = why_not(readers, writers, producer.kind)
-        reason = reason and _LAYER.sub("a layer", reason)
-        reasons[reason] = reasons.get(reason, 0) + 1
-    done = "norms and gates are quantised where they are made, "
-    in_c = device == "cpu" and not triton_launch.interpreted()
-    done += "in the bits of torch's operators" if in_c else "and not written in BF16"
-    return [
-        f"{count} {done}." if reason is None else f"{count} norms and gates write BF16: {reason}."
-        for reason, count in reasons.items()
-    ]
-
-
 def fuse(model: nn.Module, train: TrainSettings, device: str) -> None:
     """Liger's kernels, where `train.kernels` asks for them and they run; of compiled blocks the compiler fuses. Norms
     and gates get what quantises their results, where the plan of a stretch allows it."""
     used, said = kernels_of(train, device)
     if used:
         liger.use_liger(model, spare=find_blocks(model) if train.compile else [])
-    if _why_not_produced(train, device) is None:
-        for owner, producer in _producers(model):
+    if why_not_produced(train, device) is None:
+        for owner, producer in producers_of(model):
             owner.producer = producer if isinstance(producer, Producer) else None  # type: ignore[assignment]
     if device == "cuda" and train.kernels != "torch":
         _log.info("%s", said)

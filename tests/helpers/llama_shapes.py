@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -47,14 +48,15 @@ def measured(
     backend: str = "auto",
     liger: bool = False,
 ) -> Workload:
-    """The workload of a model whose blocks all follow `recipe`."""
+    """The workload of a model whose blocks all follow `recipe`, and whose layers each quantise x for themselves, as in
+    software without groups of layers."""
     layers = find_layers(model(name)).values()
     timeline = Timeline(recipe=recipe, steps=1)
     tokens, device = sequences * SEQ_LEN, Device.elsewhere(gpu)
     plan = make_plan(layers, timeline, None, tokens=tokens, device=device, backend=backend)
     return workload(
         model(name),
-        plan.stretches[0].layers,
+        {each: replace(layer, readers=()) for each, layer in plan.stretches[0].layers.items()},
         recipe,
         sequences=sequences,
         seq_len=SEQ_LEN,

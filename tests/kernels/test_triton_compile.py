@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from fp4train.kernels import triton as kernels
+from fp4train.lab.costs.roofline import own_bytes
 from fp4train.optim import rounded
 from fp4train.quantize import Delayed, Hadamard, PairQuantizer, QuantSpec, RandomKey, quantize, triton_launch
-from fp4train.quantize.produced import SourceTensors, norm_backward, produce
+from fp4train.quantize.produced import NORM_BACKWARD, STRIP, SourceTensors, norm_backward, produce
 from fp4train.quantize.triton import TritonQuantizer
 
 triton = pytest.importorskip("triton", reason="triton is not installed (Linux only: pip install triton)")
@@ -171,6 +172,20 @@ def test_codes_of_both_forms_move_hardly_more_bytes_than_the_least(
     assert moved <= 1.15 * least * _x().numel()
 
 
+TRANSFORMED = QuantSpec(hadamard=Hadamard())
+SOURCES: dict[str, tuple[str, QuantSpec, QuantSpec]] = {
+    "norm: nvfp4 codes of both forms": ("norm", NVFP4, TRANSFORMED),
+    "norm: mxfp8 codes of both forms": ("norm", MXFP8, MXFP8),
+    "norm: fp8 codes of both forms": ("norm", FP8, FP8),
+    "gate: nvfp4 codes of both forms": ("gate", NVFP4, TRANSFORMED),
+    "gate: mxfp8 codes of both forms": ("gate", MXFP8, MXFP8),
+    "gate: fp8 codes of both forms": ("gate", FP8, FP8),
+    "gradients of gate and up: nvfp4 codes of both forms": ("gradients", STOCHASTIC, WGRAD),
+    "gradients of gate and up: mxfp8 codes of both forms": ("gradients", MXFP8, MXFP8),
+    "gradients of gate and up: fp8 codes of both forms": ("gradients", FP8, FP8),
+}
+
+
 @pytest.mark.parametrize(
     ("call", "least"),
     [
@@ -188,11 +203,18 @@ def test_codes_of_both_forms_move_hardly_more_bytes_than_the_least(
 )
 def test_what_is_quantised_where_it_is_made_moves_hardly_more_bytes_than_the_least(call: str, least: float) -> None:
     """Bytes per element of the result, or of one of two: its sources once for amaxes and once for codes, and the codes.
-    A launch moves each tensor once: the strip of tokens of a norm, and a tile that two programs read, are cached."""
+    A launch moves each tensor once: the strip of tokens of a norm, and a tile that two programs read, are cached. The
+    cost model charges as much; of a norm's gradients also the sum over the programs, which is torch's."""
     passed = [each for launch in launches_of(CALLS[call]) for each in launch.arguments]
     tensors = [part for each in passed for part in (each if isinstance(each, tuple) else (each,))]
     moved = sum(each.nbytes for each in tensors if isinstance(each, torch.Tensor))
     assert 0 < moved <= 1.15 * least * _x().numel()
+    if call not in SOURCES:
+        assert moved / _x().numel() == pytest.approx(NORM_BACKWARD - 4 / STRIP, rel=0.01)
+        return
+    source, *specs = SOURCES[call]
+    assert sum(map(sum, own_bytes(*specs, _x().numel(), codes=True, source=source))) == pytest.approx(least, rel=1e-4)
+    assert moved == pytest.approx(least * _x().numel(), rel=0.02)
 
 
 @pytest.mark.parametrize(

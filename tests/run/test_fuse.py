@@ -25,7 +25,8 @@ from fp4train.precision.layers import find_layers
 from fp4train.precision.plan import make_plan
 from fp4train.quantize import triton
 from fp4train.run.build import _built_or_deferred
-from fp4train.run.fuse import fuse, kernels_of_layers, produced_by
+from fp4train.run.fuse import fuse, kernels_of_layers
+from fp4train.run.produced import produced_by, produced_in
 
 
 @pytest.fixture(autouse=True)
@@ -62,12 +63,16 @@ def test_the_plan_says_which_kernels_run_and_why(cli: Cli, monkeypatch: pytest.M
 def test_the_plan_says_which_norms_and_gates_are_quantised_where_they_are_made_and_why_others_are_not(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = "norms and gates are quantised where they are made, in the bits of torch's operators."
-    shape = ("model.width=128", "model.hidden=384", "model.layers=4", "policy=last15")
-    assert {f"9 {made}", "3 norms and gates write BF16: a layer is not three products of codes of its own."} <= set(
-        cli("plan", *shape).out.splitlines()
-    )
-    assert "12 norms and gates write BF16: train.kernels=torch asks" in cli("plan", *shape, "train.kernels=torch").out
+    made, each = "norms and gates are quantised where they are made", "attention_norm, mlp_norm, mlp of block"
+    some = f"9 {made} ({each}s 0–2), in the bits of torch's operators."
+    rest = f"3 norms and gates write BF16 ({each} 3): a layer is not three products of codes of its own."
+    shape = ("model.width=128", "model.hidden=384", "model.layers=4", "policy=last15", "phases=none")
+    assert {some, rest} <= set(cli("plan", *shape).out.splitlines())
+    unfused = cli("plan", *shape, "train.kernels=torch").out
+    assert f"12 norms and gates write BF16 ({each}s 0–3): train.kernels=torch asks" in unfused
+    cooled = cli("plan", *shape, "policy=all", "phases=cooldown_bf16", "train.steps=100").out.splitlines()
+    ends = [line.partition(": ")[0] for line in cooled if "norms and gates" in line]
+    assert len(ends) == len(set(ends)) == 2 and all(end.startswith("steps ") for end in ends), "phases differ"
     assert "x of a layer: 160 features are no multiple of 64." in cli("plan", *shape, "model.width=160").out
     built = f4.convert(Llama(width=64, layers=2, heads=2, kv_heads=1, hidden=96).build(vocab_size=60, seq_len=32))
     timeline, device = Timeline(recipe=NVFP4(), steps=1), Device.elsewhere(find_gpu("B200"))
@@ -76,9 +81,10 @@ def test_the_plan_says_which_norms_and_gates_are_quantised_where_they_are_made_a
     monkeypatch.setattr(triton, "why_not_here", lambda device: None)
 
     def said(**changed: Any) -> list[str]:
-        return produced_by(built, plan.stretches[0], replace(settings, **changed), "cuda")
+        norms = produced_in(built, plan.stretches[0], replace(settings, **changed), "cuda", 64)
+        return produced_by(built, plan.stretches, [norms], "cuda")
 
-    assert said() == ["6 norms and gates are quantised where they are made, and not written in BF16."]
+    assert said() == [f"6 {made} ({each}s 0–1), and not written in BF16."]
     assert "train.kernels=torch asks for torch's operators" in said(kernels="torch")[0]
     assert "the compiler has the blocks" in said(compile=True)[0] and said(cuda_graph="block") == said()
 
@@ -91,9 +97,11 @@ def test_the_plan_names_what_reads_a_norm_beside_layers_of_codes(monkeypatch: py
     plan = make_plan(find_layers(built).values(), timeline, None, tokens=64, device=device, backend="native")
     settings = TrainSettings(steps=1, batch_size=1, microbatch=None, seq_len=8)
     monkeypatch.setattr(triton, "why_not_here", lambda device: None)
-    assert produced_by(built, plan.stretches[0], settings, "cuda") == [
-        "5 norms and gates are quantised where they are made, and not written in BF16.",
-        "1 norms and gates write BF16: a module that takes no codes (Router) reads the same.",
+    norms = produced_in(built, plan.stretches[0], settings, "cuda", 64)
+    assert produced_by(built, plan.stretches, [norms], "cuda") == [
+        "5 norms and gates are quantised where they are made (attention_norm, mlp_norm, mlp of block 0; "
+        "attention_norm, mlp.shared of block 1), and not written in BF16.",
+        "1 norms and gates write BF16 (mlp_norm of block 1): a module that takes no codes (Router) reads the same.",
     ]
     fuse(built, settings, "cuda")
     assert built.blocks[1].attention_norm.producer is not None and built.blocks[1].mlp_norm.producer is None

@@ -46,7 +46,7 @@ class TransformerEngine:
         return operands.accumulator == "fast" or (operands.accumulator == "auto" and gemm == "fprop")
 
     def shares_input(self, table: Table, device: Device) -> bool:
-        return table.quantised and device.here and shares_codes(to_te(table))
+        return table.quantised and shares_codes(table, here=device.here)
 
     def kernels(self, name: str) -> TEExecutor:
         return TEExecutor(name=name)

@@ -307,7 +307,7 @@ class TEExecutor(LayerState):
             options = {"bias": bias is not None, "params_dtype": weight.dtype, "device": "meta", "name": self.name}
             te_recipe, delayed = self._translate(table), _is_delayed(table)
             keeps = not delayed and not te_recipe.custom()
-            module, shares = te.Linear(k, n, **options), shares_codes(te_recipe)
+            module, shares = te.Linear(k, n, **options), shares_codes(table)
             known = _Built(table, n, te_recipe, module, _token_multiple(table), delayed, keeps, shares)
             self._built[table, n] = known
         return known

@@ -39,7 +39,7 @@ from torch.autograd.function import once_differentiable
 from fp4train.backends.protocol import Forms
 from fp4train.backends.table import Table
 from fp4train.backends.te.quantizers import family, forms, quantizer
-from fp4train.backends.te.translate import shares_codes, to_te
+from fp4train.backends.te.translate import shares_codes
 from fp4train.quantize import Quantized, QuantSpec
 
 CUDNN = "NVTE_NORM_FWD_USE_CUDNN"
@@ -51,10 +51,10 @@ class TESources:
 
     tokens = 32
 
-    def why_not_given(self, table: Table) -> str | None:
+    def why_not_given(self, table: Table, *, here: bool = True) -> str | None:
         found = kinds(table)
         if found in ({"nvfp4"}, {"mxfp8"}):
-            return _why_no_codes(table)
+            return _why_no_codes(table, here)
         return "Transformer Engine takes codes of other kernels in NVFP4 and MXFP8 only"
 
     def turned(self, table: Table) -> bool:
@@ -81,7 +81,7 @@ class TESources:
     def give(self, cache: dict[str, Any], x_MK: Tensor, table: Table, codes: Tensor) -> None:
         cache["te"] = QuantisedInput(x_MK, x_MK._version, table, True, codes)
 
-    def why_no_kernel(self, kind: str, table: Table) -> str | None:
+    def why_no_kernel(self, kind: str, table: Table, *, here: bool = True) -> str | None:
         found = kinds(table)
         if found == {"fp8_delayed"}:
             return "Transformer Engine's kernels enter an amax into the history of one layer"
@@ -89,7 +89,7 @@ class TESources:
             return f"Transformer Engine's kernel of a {kind} writes BF16, then quantises ({', '.join(sorted(found))})"
         if kind == "norm" and os.environ.get(CUDNN) != "1":
             return f"Transformer Engine's norm writes MXFP8 without BF16 only by cuDNN, which {CUDNN}=1 asks for"
-        return _why_no_codes(table)
+        return _why_no_codes(table, here)
 
     def norm(self, h_MK: Tensor, weight_K: Tensor, eps: float, table: Table) -> tuple[Tensor, Tensor]:
         from transformer_engine.pytorch.constants import TE_DType
@@ -123,8 +123,8 @@ def kinds(table: Table) -> set[str]:
     return {family(spec) for slot in ("input", "grad_output") for spec in forms(table)[slot] if spec is not None}
 
 
-def _why_no_codes(table: Table) -> str | None:
-    if shares_codes(to_te(table)):
+def _why_no_codes(table: Table, here: bool) -> str | None:
+    if shares_codes(table, here=here):
         return None
     return "Transformer Engine takes no codes before 2.19, nor in a recipe of single quantisers"
 

@@ -45,17 +45,21 @@ def to_te(table: Table) -> Any:
     families = _families(table, version() or ())
     _check_products(table, families)
     _check_sums(table, families)
-    native = _native(te, table, families)
-    return native if native is not None else _custom(te, table, families)
+    kind = _native_kind(table, families)
+    return _custom(te, table, families) if kind is None else _native(te, table, kind)
 
 
-def shares_codes(te_recipe: Any) -> bool:
+def shares_codes(table: Table, *, here: bool = True) -> bool:
     """Whether layers that read one x can take one quantised copy of it and keep every bit.
 
     Not of delayed scaling, where x enters the history of each layer, and of quantisers that are ours, whose tensors are
     of another kind; and from TE 2.19 on, whose linear layer was read.
+
+    Args:
+        here: with the TE of this machine; else with the newest one.
     """
-    return not te_recipe.custom() and not te_recipe.delayed() and (version() or ()) >= (2, 19)
+    installed = (version() or ()) if here else NEWEST
+    return installed >= (2, 19) and _native_kind(table, _families(table, installed)) not in (None, "fp8_delayed")
 
 
 def why_not(table: Table, layer: Shape, device: Device) -> str | None:
@@ -167,14 +171,14 @@ def _check_sums(table: Table, families: Mapping[QuantSpec, str]) -> None:
             )
 
 
-def _native(te: Any, table: Mapping[str, Operands], families: Mapping[QuantSpec, str]) -> Any:
-    """One of TE's recipe classes for this table, or None."""
+def _native_kind(table: Table, families: Mapping[QuantSpec, str]) -> str | None:
+    """The family that one of TE's recipe classes has in all operands of this table; None: there is no such class."""
     x, w, dy = table["fprop"].first, table["fprop"].second, table["dgrad"].first
     if len(set(families.values())) != 1 or x is None or w is None or dy is None:
         return None
     kind = families[x]
     if kind == "nvfp4":
-        return _nvfp4(te, table, x, w, dy)
+        return kind if _is_nvfp4(table, x, w, dy) else None
     by_tensor = {
         "fprop": Operands(first=x, second=w),
         "dgrad": Operands(first=dy, second=w),
@@ -183,6 +187,20 @@ def _native(te: Any, table: Mapping[str, Operands], families: Mapping[QuantSpec,
     plain = {gemm: dataclasses.replace(each, accumulator="auto") for gemm, each in table.items()}
     if plain != by_tensor or x.element != "e4m3" or w.element != "e4m3":
         return None
+    if kind == "fp8_delayed":
+        return kind if x.delayed is not None and all(o.delayed == x.delayed for o in (w, dy)) else None
+    if kind != "mxfp8" and any(o.scale != x.scale for o in (w, dy)):
+        return None
+    blocks = {"mxfp8": (1, 32), "fp8_block": (1, 128)}
+    return kind if all(each.block == blocks.get(kind, each.block) for each in (x, dy)) else None
+
+
+def _native(te: Any, table: Table, kind: str) -> Any:
+    """The recipe of TE's class for a table of this family (`_native_kind`)."""
+    x, w, dy = table["fprop"].first, table["fprop"].second, table["dgrad"].first
+    assert x is not None and w is not None and dy is not None
+    if kind == "nvfp4":
+        return _nvfp4(te, table, x, w, dy)
     fields: dict[str, Any] = {
         "fp8_format": te.Format.HYBRID if dy.element == "e5m2" else te.Format.E4M3,
         "backward_override": None,
@@ -190,32 +208,23 @@ def _native(te: Any, table: Mapping[str, Operands], families: Mapping[QuantSpec,
         "fp8_mha": False,
     }
     if kind == "mxfp8":
-        if x.block != (1, 32) or dy.block != (1, 32):
-            return None
         return _make(te.MXFP8BlockScaling, **fields, margin=0, enable_2d_quantization=w.block == (32, 32))
-    if kind == "fp8_delayed":
-        delayed = x.delayed
-        if delayed is None or any(o.delayed != delayed for o in (w, dy)):
-            return None
+    if x.delayed is not None:
         return _make(
             te.DelayedScaling,
             **fields,
-            margin=delayed.margin,
-            amax_history_len=delayed.history,
-            amax_compute_algo=delayed.algorithm,
+            margin=x.delayed.margin,
+            amax_history_len=x.delayed.history,
+            amax_compute_algo=x.delayed.algorithm,
             scaling_factor_compute_algo=None,
             reduce_amax=True,
         )
-    if any(o.scale != x.scale for o in (w, dy)):
-        return None
     if kind == "fp8_current":
         for gemm, operands in table.items():
             if operands.accumulator != "auto":
                 fields[f"fp8_gemm_{gemm}"] = te.MMParams(use_split_accumulator=operands.accumulator == "exact")
         made = _make(te.Float8CurrentScaling, **fields, use_power_2_scales=x.scale == "pow2")
     else:
-        if x.block != (1, 128) or dy.block != (1, 128):
-            return None
         made = _make(
             te.Float8BlockScaling,
             **fields,
@@ -229,11 +238,11 @@ def _native(te: Any, table: Mapping[str, Operands], families: Mapping[QuantSpec,
     return made
 
 
-def _nvfp4(te: Any, table: Mapping[str, Operands], x: QuantSpec, w: QuantSpec, dy: QuantSpec) -> Any:
-    """NVFP4BlockScaling with the switches that this table shows, or None where the class has no such combination."""
+def _is_nvfp4(table: Table, x: QuantSpec, w: QuantSpec, dy: QuantSpec) -> bool:
+    """Whether NVFP4BlockScaling has the combination of switches that this table shows."""
     wgrad_x = table["wgrad"].second
     if wgrad_x is None:
-        return None
+        return False
     transform = wgrad_x.hadamard
     expected = {
         "fprop": Operands(first=x, second=w),
@@ -245,17 +254,21 @@ def _nvfp4(te: Any, table: Mapping[str, Operands], x: QuantSpec, w: QuantSpec, d
     # TE never gives gradients four-over-six, and scales them by tensor.
     plain = dy.block == (1, 16) and dy.four_over_six is None and dy.hadamard is None
     if dict(table) != expected or not plain or x.global_scale == "row" or transform not in (None, Hadamard()):
-        return None
+        return False
     if x.block != (1, 16) or any(s.rounding != "nearest" or s.hadamard is not None for s in (x, w)):
-        return None
-    if w.global_scale == "row" or (x.four_over_six and w.four_over_six and x.four_over_six != w.four_over_six):
-        return None
+        return False
+    both = x.four_over_six is not None and w.four_over_six is not None
+    return w.global_scale != "row" and (not both or x.four_over_six == w.four_over_six)
+
+
+def _nvfp4(te: Any, table: Table, x: QuantSpec, w: QuantSpec, dy: QuantSpec) -> Any:
+    """NVFP4BlockScaling with the switches that this table shows."""
     scopes = {(False, False): "none", (False, True): "weights", (True, False): "activations", (True, True): "all"}
     chosen = scopes[x.four_over_six is not None, w.four_over_six is not None]
     bounded = scopes[x.global_bound == 256, w.global_bound == 256]
     return _make(
         te.NVFP4BlockScaling,
-        disable_rht=transform is None,
+        disable_rht=table["wgrad"].second.hadamard is None,  # type: ignore[union-attr]
         disable_stochastic_rounding=dy.rounding == "nearest",
         disable_2d_quantization=w.block == (1, 16),
         row_scaled_activation=False,

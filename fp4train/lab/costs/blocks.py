@@ -5,13 +5,11 @@ products are replaced by stand-ins that keep what the real ones keep and compute
 
     linear layer     x for wgrad: q(xᵀ) as packed codes and scales, or x in high precision
     attention        q, k, v, the output and a float32 log-sum-exp per row (FlashAttention, arXiv:2205.14135)
-    RMSNorm          x and a float32 factor per row, as torch's fused kernel on a GPU
-    Liger's kernels  what they keep; they move the bytes that `models/common/liger.py` states
 
-Everything else is what torch does with the block's own code, so a new model family needs no formula here. Counted are
-the bytes of the tensors that autograd keeps, each storage once, and the bytes that the operations between the products
-read and write, and their arithmetic where they are products (a scan's) or Fourier transforms of n real values
-(2.5·n·log₂n), which are float32. Weights are not counted: `memory.py` counts them.
+What lies between them is what torch does with the block's own code, or one of the kernels of `elementwise.py`, so a new
+model family needs no formula here. Counted are the bytes of the tensors that autograd keeps, each storage once, and
+those that the operations between the products read and write, and their arithmetic. Weights are not counted:
+`memory.py` counts them.
 """
 
 from __future__ import annotations
@@ -21,15 +19,18 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from fp4train.models.common.liger import MOVED, Fusible
+from fp4train.lab.costs.elementwise import BlockTraffic, KernelStandIns, ProducerStandIn
+from fp4train.lab.costs.estimate import shares_x
+from fp4train.models.common.liger import Fusible
+from fp4train.nn.produced import Producer
 from fp4train.precision.context import Context, use
 from fp4train.precision.layer_plan import LayerPlan
 from fp4train.precision.layers import find_blocks
@@ -97,6 +98,7 @@ def measure_blocks(
     row_wise: Collection[str] = (),
     sharing: bool = True,
     liger: bool = False,
+    producers: Mapping[nn.Module, Producer] = MappingProxyType({}),
 ) -> list[BlockCost]:
     """The cost of every block of `model` (on the meta device), for a microbatch of `sequences` × `seq_len` tokens.
 
@@ -105,8 +107,10 @@ def measure_blocks(
     Args:
         plans: what each linear layer runs, by name.
         row_wise: layers whose inputs tensor parallelism splits, not their outputs.
-        sharing: layers of fp4train's own backends that read one input share its codes; not under train.compile.
+        sharing: layers that read one input share its codes, on Transformer Engine those that the model names; not under
+            train.compile.
         liger: whether Liger's kernels run what they can.
+        producers: of the norms and gates that quantise their results.
     """
     names = {module: name for name, module in model.named_modules()}
     blocks = find_blocks(model)
@@ -117,10 +121,12 @@ def measure_blocks(
         mine = {names[part]: part for part in block.modules() if names[part] in plans}
         prefix = names[block]
         layers_key = tuple((n.removeprefix(prefix), plans[n].products) for n in mine)
-        key = (type(block), sum(p.numel() for p in block.parameters()), layers_key)
+        made = {part: producers[part] for part in block.modules() if part in producers}
+        made_key = tuple((names[part].removeprefix(prefix), each.by_backend) for part, each in made.items())
+        key = (type(block), sum(p.numel() for p in block.parameters()), layers_key, made_key)
         if key not in known:
             layers = {part: plans[name] for name, part in mine.items()}
-            known[key] = _measure(block, inputs[block], layers, row_wise, recipe, sharing, liger)
+            known[key] = _measure(block, inputs[block], layers, row_wise, recipe, sharing, liger, made)
         found.append(known[key])
     return found
 
@@ -162,6 +168,15 @@ def _set(modules: Iterable[nn.Module], name: str, value: object) -> Iterator[Non
             del module.__dict__[name]
 
 
+@contextmanager
+def _producing(producers: Mapping[nn.Module, object]) -> Iterator[None]:
+    """Norms and gates with a producer each for a while."""
+    with ExitStack() as stack:
+        for part, each in producers.items():
+            stack.enter_context(_set([part], "producer", each))
+        yield
+
+
 def _measure(
     block: nn.Module,
     inputs: tuple[Any, ...],
@@ -170,11 +185,14 @@ def _measure(
     recipe: Recipe,
     sharing: bool,
     liger: bool,
+    producers: Mapping[nn.Module, Producer],
 ) -> BlockCost:
     x = inputs[0].detach().clone().requires_grad_()
     given = {_storage(each) for each in inputs[1:] if isinstance(each, Tensor)}
     given |= {_storage(each) for each in block.parameters()}
-    stand_ins = _StandIns(sharing, {part: _is_column_wise(plan, row_wise) for part, plan in layers.items()})
+    given_codes = {id(layer) for each in producers.values() for layer in each.readers}
+    columnwise = {part: _is_column_wise(plan, row_wise) for part, plan in layers.items()}
+    stand_ins = _StandIns(sharing, columnwise, {part for part in layers if id(part) in given_codes})
     kept: dict[int, Tensor] = {}
 
     def keep(t: Tensor) -> Tensor:
@@ -182,13 +200,14 @@ def _measure(
             kept[_storage(t)] = t
         return t
 
-    traffic = _Traffic()
+    traffic = BlockTraffic()
     forwards = {part: partial(stand_ins.linear, part, plan) for part, plan in layers.items()}
-    kernels = _Kernels(traffic)
+    kernels = KernelStandIns(traffic)
     fusible = [part for part in block.modules() if liger and isinstance(part, Fusible)]
     with (
         _forwards(forwards),
         _set(fusible, "liger", kernels),
+        _producing({part: ProducerStandIn(kernels, each) for part, each in producers.items()}),
         use(Context(recipe=recipe)),
         _FunctionStandIns(stand_ins, kernels),
     ):
@@ -238,8 +257,9 @@ def _storage(t: Tensor) -> int:
 class _StandIns:
     """The stand-ins of one block, and what they saw."""
 
-    def __init__(self, sharing: bool, columnwise: Mapping[nn.Module, bool]) -> None:
-        self.sharing, self.columnwise = sharing, columnwise
+    def __init__(self, sharing: bool, columnwise: Mapping[nn.Module, bool], given: Collection[nn.Module]) -> None:
+        """given: layers that are given the codes of x, as others that read it are."""
+        self.sharing, self.columnwise, self.given = sharing, columnwise, given
         self.attentions: list[AttentionShape] = []
         self.repeated: set[int] = set()
         self._last: tuple[int, QuantSpec | None, Tensor] | None = None
@@ -248,15 +268,16 @@ class _StandIns:
         """A linear layer, or experts with the `counts` of their rows, which x has in any case."""
         specs = [(gemm.operands.second, features) for gemm, features in plan.products if gemm.name == "wgrad"]
         high = specs == [(None, plan.layer.in_features)]
-        kept = x.to(plan.table.torch_dtype) if high else self._codes(x, specs, plan)
+        kept = x.to(plan.table.torch_dtype) if high else self._codes(x, specs, plan, module in self.given)
         if self.columnwise[module]:
             self.repeated.add(_storage(kept))
         out: Tensor = _Linear.apply(x, kept, plan.layer.out_features)  # type: ignore[no-untyped-call]
         return out
 
-    def _codes(self, x: Tensor, specs: list[tuple[QuantSpec | None, int]], plan: LayerPlan) -> Tensor:
+    def _codes(self, x: Tensor, specs: list[tuple[QuantSpec | None, int]], plan: LayerPlan, given: bool) -> Tensor:
         """Codes or values of so many channels of x each, as bytes; layers with one spec for all share them."""
-        shares = self.sharing and plan.layer_backend is None and len(specs) == 1
+        shares = given or plan.layer_backend is None or (len(plan.readers) > 1 and shares_x(plan))
+        shares = shares and self.sharing and len(specs) == 1
         if shares and self._last is not None and self._last[:2] == (_storage(x), specs[0][0]):
             return self._last[2]
         tokens, wide = x.shape[:-1].numel(), plan.table.torch_dtype.itemsize
@@ -292,57 +313,8 @@ class _Attend(torch.autograd.Function):
         return tuple(torch.empty_like(t) for t in ctx.saved_tensors[:3])
 
 
-class _Kernel(torch.autograd.Function):
-    """A kernel each way of several operations, whose results are alike to the first of its inputs."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, traffic: _Traffic, name: str, keep: Callable[..., Any], made: int, *inputs: Tensor | None
-    ) -> Any:
-        given = [each for each in inputs if each is not None]
-        results = [torch.empty_like(each) for each in given[:made]]
-        ctx.save_for_backward(*keep(given, results))
-        moved = sum(each.numel() * each.itemsize for each in given[: made if name == "rotate" else 1]) / 2
-        ctx.traffic, ctx.moved, ctx.like = traffic, MOVED[name][1] * moved, inputs
-        traffic.fused += MOVED[name][0] * moved
-        traffic.operations += 1
-        return results[0] if made == 1 else tuple(results)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.traffic.fused += ctx.moved
-        ctx.traffic.operations += 1
-        return None, None, None, None, *(None if each is None else torch.empty_like(each) for each in ctx.like)
-
-
-class _Kernels:
-    """Stands in for `Liger`, and for torch's norm."""
-
-    def __init__(self, traffic: _Traffic) -> None:
-        self._traffic = traffic
-
-    def _run(self, name: str, keep: Callable[..., Any], made: int, *inputs: Tensor | None) -> Any:
-        return _Kernel.apply(self._traffic, name, keep, made, *inputs)  # type: ignore[no-untyped-call]
-
-    def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float | None = None) -> Any:
-        return self._run("rms_norm", lambda given, made: (given[0], _per_row(given[0])), 1, x, weight)
-
-    def add_rms_norm(self, x: Tensor, change: Tensor, weight: Tensor, eps: float) -> Any:
-        return self._run("add_rms_norm", lambda given, made: (made[1], _per_row(made[1])), 2, x, change, weight)
-
-    def silu_product(self, gate: Tensor, up: Tensor) -> Any:
-        return self._run("silu_product", lambda given, made: given, 1, gate, up)
-
-    def rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
-        return self._run("rotate", lambda given, made: (), 2, q, k)
-
-
-def _per_row(x: Tensor) -> Tensor:
-    return x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
-
-
 class _FunctionStandIns(TorchFunctionMode):
-    def __init__(self, stand_ins: _StandIns, kernels: _Kernels) -> None:
+    def __init__(self, stand_ins: _StandIns, kernels: KernelStandIns) -> None:
         super().__init__()
         self._found, self._kernels = stand_ins.attentions, kernels
 
@@ -359,38 +331,3 @@ class _FunctionStandIns(TorchFunctionMode):
             AttentionShape(batch=batch, heads=heads, kv_heads=k.shape[1], time=time, head_dim=dim, causal=causal)
         )
         return _Attend.apply(q, k, v)  # type: ignore[no-untyped-call]
-
-
-class _Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds up the bytes that operations read and write; views and allocations move none."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.bytes = self.fused = self.flops = 0.0
-        self.operations = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func.is_view or "empty" in str(func):
-            return out
-        self.operations += 1
-        read = [t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        written = [t for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, Tensor)]
-        self.bytes += sum(min(t.numel() * t.itemsize, t.untyped_storage().nbytes()) for t in (*read, *written))
-        self.flops += _flops(func.overloadpacket, args, out)
-        return out
-
-
-_ATEN = torch.ops.aten
-_PRODUCTS = {_ATEN.mm: 0, _ATEN.bmm: 0, _ATEN.addmm: 1, _ATEN.baddbmm: 1}
-"""Operation → the place of its first factor, whose last dimension is summed over."""
-
-
-def _flops(operation: Any, args: Any, out: Any) -> float:
-    """Operations of a product, or of a Fourier transform between real and complex values; 0 for others."""
-    if (place := _PRODUCTS.get(operation)) is not None:
-        return float(2 * out.numel() * args[place].shape[-1])
-    if operation in (_ATEN._fft_r2c, _ATEN._fft_c2r):
-        real = args[0] if operation is _ATEN._fft_r2c else out
-        return float(2.5 * real.numel() * math.log2(max(2, math.prod(real.shape[axis] for axis in args[1]))))
-    return 0.0

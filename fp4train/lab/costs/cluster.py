@@ -20,7 +20,7 @@ GEMMs and quantising: `estimate.py`. Parameters of the rest:
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from fp4train.hardware import Gpu
 from fp4train.lab.costs.blocks import BlockCost
@@ -173,8 +173,9 @@ class ClusterCost:
             parts = form.coded and (again is None or again.requantises is None)
             shared = self.mesh.shard * self.mesh.microbatches if parts else 1
             passes = 1 / (shared if self.mesh.shard > 1 else self.mesh.microbatches)
-            whole = {"weight_passes": passes, "weight_joins": 1.0 if self.mesh.shard > 1 else passes}
-            for row in layer_costs(mine, self.gpu, self._tokens, 1, others=split, **whole):
+            whole: Any = {"weight_passes": passes, "weight_joins": 1.0 if self.mesh.shard > 1 else passes}
+            whole |= {"others": split, "made": self.workload.made, "sharing": not self.workload.compiled}
+            for row in layer_costs(mine, self.gpu, self._tokens, 1, **whole):
                 into = forward if row.gemm_name == "fprop" else backward
                 into[GEMM] += row.gemm / self._rate
                 into[QUANTISING] += row.quantise

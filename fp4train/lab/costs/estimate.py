@@ -9,6 +9,10 @@ In a step a layer runs three GEMMs and quantises three tensors, each in the form
 The time of a tensor is divided equally among its GEMMs, so a row is the full cost of a GEMM. `roofline.py` computes the
 seconds; the plan determines which GEMMs run on the GPU's low-precision tensor cores.
 
+Where a norm or gate quantises its result (`nn/produced.py`), x or dy is not read: the kernels of fp4train compute it
+from its sources, once for all layers that take it, and a gate's gradients once for both. Transformer Engine's own
+kernels, where they write codes alone, move the same bytes.
+
 One product of layers that read one x is one launch of the size of all, in which each layer's share is that of its out
 features. So is quantising their dy, unless it draws random bits for each. dy and weights are joined by copies.
 """
@@ -19,11 +23,13 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import attrgetter
 from types import MappingProxyType
+from typing import Any
 
 from fp4train.backends import LAYER_BACKENDS
 from fp4train.backends.table import FORMS, GEMMS, Operands
-from fp4train.hardware import Gpu, stored_bytes
+from fp4train.hardware import Device, Gpu, stored_bytes
 from fp4train.lab.costs import roofline
+from fp4train.lab.costs.elementwise import NOTHING_MADE, Made, MadeFrom
 from fp4train.lab.costs.roofline import COPY, LAUNCH, gemm_seconds, move_seconds, needs_amax
 from fp4train.precision.layer_plan import Gemm, LayerPlan
 from fp4train.precision.layers import Layer
@@ -138,12 +144,16 @@ class CostEstimate:
         return screen(__package__, "estimate.txt", {"time": time_text}, found=self, table=_table)
 
 
-def estimate(plan: Plan, gpu: Gpu, *, microbatches: int = 1) -> CostEstimate:
+def estimate(
+    plan: Plan, gpu: Gpu, *, microbatches: int = 1, made: Iterable[Made] = (), sharing: bool = True
+) -> CostEstimate:
     """Estimate the time of every GEMM of `plan` on `gpu`.
 
     Args:
         plan: made for `gpu` (`Device.elsewhere(gpu)`), with the tokens of one microbatch.
         microbatches: forward passes per step.
+        made: what norms and gates quantise in each stretch; none: nothing.
+        sharing: whether layers that read one x quantise it once (`shares_x`); not under train.compile.
 
     Raises:
         ValueError: `microbatches` is not positive.
@@ -152,10 +162,11 @@ def estimate(plan: Plan, gpu: Gpu, *, microbatches: int = 1) -> CostEstimate:
         raise ValueError(f"microbatches={microbatches} must be at least 1")
     stretches = []
     points: dict[str, int | None] = {}
-    for stretch in plan.stretches:
+    for stretch, own in zip(plan.stretches, list(made) or [NOTHING_MADE] * len(plan.stretches), strict=True):
         costs: list[GemmCost] = []
         for layer in stretch.layers.values():
-            costs += layer_costs(layer, gpu, plan.tokens, microbatches, others=stretch.layers)
+            options: Any = {"others": stretch.layers, "made": own, "sharing": sharing}
+            costs += layer_costs(layer, gpu, plan.tokens, microbatches, **options)
             for gemm, _ in layer.products:
                 if gemm.operands.quantised and _why_emulated(gemm) is None and gemm.elements not in points:
                     points[gemm.elements] = break_even(gemm.operands, gpu, backend=gemm.backend)
@@ -177,13 +188,16 @@ def layer_costs(
     weight_passes: float = 1,
     weight_joins: float = 1,
     others: Mapping[str, LayerPlan] = MappingProxyType({}),
+    made: Made = NOTHING_MADE,
+    sharing: bool = True,
 ) -> list[GemmCost]:
     """The GEMMs of one layer in one stretch; of channels that are multiplied apart as rows of their own.
 
     Args:
         weight_passes: how often a step quantises the whole weight; below 1 if ranks each quantise a shard of it.
         weight_joins: how often a step joins it with those of other layers for one product.
-        others: by name, the plans of the layers that it may be multiplied with.
+        others: by name, the plans of the layers that it may be multiplied with, or share x.
+        made, sharing: see `estimate`.
     """
     if len(parts := plan.channel_parts) > 1:
         found = (layer_costs(part, gpu, tokens, microbatches, weight_passes=weight_passes) for part in parts)
@@ -201,11 +215,16 @@ def layer_costs(
         forms_of_one = [(spec, gemm.backend) for gemm, spec in users]
         # A backend that runs a layer's GEMMs together quantises the weights of a joint group as one.
         once = tensor == "dy" or (tensor == "w" and plan.layer_backend is not None)
-        if once and users and all(gemm.joint and not spec.random for gemm, spec in users):
+        source = made.get((layer.name, tensor))
+        if source is not None:
+            seconds = _made(gpu, counts[tensor], [spec for spec, _ in forms_of_one], source)
+        elif once and users and all(gemm.joint and not spec.random for gemm, spec in users):
             whole = rows * group.out_features if tensor == "dy" else group.weights
             seconds = _tensor(gpu, whole, forms_of_one) * layer.out_features / group.out_features
         else:
             seconds = calls * _tensor(gpu, counts[tensor] // calls, forms_of_one)
+            if tensor == "x" and sharing and shares_x(plan):
+                seconds /= max(1, sum(name in others for name in plan.readers))
         for gemm, _ in users:
             quantise[gemm.name] += times * seconds / len(users)
     costs = []
@@ -216,7 +235,8 @@ def layer_costs(
         share, joining = 1.0, 0.0
         if gemm.joint:
             one, share = replace(plan, layer=group).size(gemm.name, tokens), layer.out_features / group.out_features
-            joining = share * _joining(plan, gemm, group, gpu, tokens, microbatches, weight_joins)
+            lies = (layer.name, "dy") in made
+            joining = share * _joining(plan, gemm, group, gpu, tokens, microbatches, weight_joins, lies)
         multiplied = gemm.elements if reason is None else _multiplied(gemm.operands)
         products = members if gemm.grouped or plan.layer_backend is not None else 1
         seconds = share * members / products * gemm_seconds(gpu, multiplied, *one, products=products)
@@ -236,6 +256,14 @@ def layer_costs(
     return costs
 
 
+def shares_x(plan: LayerPlan) -> bool:
+    """Whether this layer and others that read its x quantise it once for all, on a GPU of another machine."""
+    if plan.layer_backend is not None:
+        return LAYER_BACKENDS[plan.layer_backend].shares_input(plan.table, Device(type="cuda", here=False))
+    specs = (plan.fprop.operands.first, plan.wgrad.operands.second)
+    return not plan.layer.experts and not any(s is not None and (s.random or s.delayed is not None) for s in specs)
+
+
 def _group(plan: LayerPlan, others: Mapping[str, LayerPlan]) -> Layer:
     """All layers that `plan` may be multiplied with, itself included, as one with the out features of all."""
     features = sum(others[name].layer.out_features for name in plan.readers if name in others)
@@ -243,12 +271,20 @@ def _group(plan: LayerPlan, others: Mapping[str, LayerPlan]) -> Layer:
 
 
 def _joining(
-    plan: LayerPlan, gemm: Gemm, group: Layer, gpu: Gpu, tokens: int, microbatches: int, weight_joins: float
+    plan: LayerPlan,
+    gemm: Gemm,
+    group: Layer,
+    gpu: Gpu,
+    tokens: int,
+    microbatches: int,
+    weight_joins: float,
+    dy_lies: bool,
 ) -> float:
     """Seconds of a step to join the operands of `gemm`, one product of a `group` of layers: dy, once for dgrad and
-    wgrad, and the forms of the weights, which lie in one piece of memory where a backend runs the layers as one."""
+    wgrad, unless it lies so where it is made, and the forms of the weights, which lie in one piece of memory where a
+    backend runs the layers as one."""
     seconds, width = 0.0, plan.table.torch_dtype.itemsize
-    if gemm.name != "fprop":
+    if gemm.name != "fprop" and not dy_lies:
         copy = move_seconds(gpu, 2 * width * tokens * group.out_features, COPY)
         seconds += microbatches * copy / (plan.dgrad.joint + plan.wgrad.joint)
     if gemm.name != "wgrad" and plan.layer_backend is None:
@@ -275,6 +311,12 @@ def _tensor(gpu: Gpu, count: int, forms: list[tuple[QuantSpec, str]]) -> float:
         else:
             seconds += roofline.own_seconds(gpu, count, first, second, codes=backend == "native")
     return seconds
+
+
+def _made(gpu: Gpu, count: int, specs: list[QuantSpec], source: MadeFrom) -> float:
+    """Seconds of one of the layers that take x or dy, of `count` elements, from a source."""
+    row, column = specs
+    return roofline.own_seconds(gpu, count, row, column, codes=True, source=source.kind) / source.layers
 
 
 def _multiplied(operands: Operands) -> str:

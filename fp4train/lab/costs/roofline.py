@@ -22,6 +22,7 @@ from typing import Final
 from fp4train.backends.te.quantizers import family
 from fp4train.hardware import Gpu, rate_name, stored_bytes
 from fp4train.quantize import QuantSpec
+from fp4train.quantize.produced import READ, SourceTensors
 from fp4train.quantize.triton import has_pair_kernel
 
 COPY: Final = 0.90
@@ -132,29 +133,48 @@ def quantise_seconds(gpu: Gpu, count: int, row: QuantSpec | None, column: QuantS
     return seconds + sum(move_seconds(gpu, 2 * count + w, quantise_share(gpu)) for w in written)
 
 
-def own_seconds(gpu: Gpu, count: int, row: QuantSpec | None, column: QuantSpec | None, *, codes: bool) -> float:
-    """Time of quantising by fp4train's own kernels: each form is read as BF16, after an amax pass, and written by
-    itself; codes of narrow blocks are written for both forms after one read and one amax pass.
+def own_seconds(
+    gpu: Gpu, count: int, row: QuantSpec | None, column: QuantSpec | None, *, codes: bool, source: str | None = None
+) -> float:
+    """Time of quantising by fp4train's own kernels (`own_bytes`); of each of two tensors of so many elements together,
+    where a source is that of two.
 
     The kernels are assumed to reach three quarters of the bandwidth of a copy, and no more than Transformer Engine's
     where they do the same.
-
-    Args:
-        codes: written are codes and scales, for native products; else decoded values, for emulation, where square
-            blocks are quantised once for both forms.
     """
     share = min(_OWN_SHARE, quantise_share(gpu)) if codes else _OWN_SHARE
+    measured, written = own_bytes(row, column, count, codes=codes, source=source)
+    passes = sum(move_seconds(gpu, each * count, share) for each in written)
+    return sum(move_seconds(gpu, each * count, COPY) for each in measured) + passes
+
+
+def own_bytes(
+    row: QuantSpec | None, column: QuantSpec | None, count: int, *, codes: bool, source: str | None = None
+) -> tuple[list[float], list[float]]:
+    """Bytes per element that fp4train's own kernels move: of each that measures amaxes, and of each that writes.
+
+    Each form is read as BF16, after an amax pass, and written by itself; codes of narrow blocks are written for both
+    forms after one read and one amax pass.
+
+    Args:
+        count: elements of the tensor.
+        codes: written are codes and scales, for native products; else decoded values, for emulation, where square
+            blocks are quantised once for both forms.
+        source: the kind of `SourceTensors` that are read in the place of the tensor, which has codes of both forms; of
+            "gradients" per element of each of two tensors, that of gate and that of up.
+    """
     forms = [spec for spec in (row, column) if spec is not None]
     if not codes and len(forms) == 2 and forms[0] == forms[1] and forms[0].transposable:
         forms = forms[:1]
     written = [
         stored_bytes(spec.element.upper(), spec.block[1] or count) if codes else decoded_width(spec) for spec in forms
     ]
-    amaxes = sum(map(needs_amax, forms))
+    amaxes, read, results = sum(map(needs_amax, forms)), 2, 1
+    if source is not None:
+        read, results = READ[source], SourceTensors(source, ()).results
     if codes and len(forms) == 2 and has_pair_kernel(*forms):
-        amaxes, written = min(amaxes, 1), [sum(written)]
-    passes = sum(move_seconds(gpu, (2 + each) * count, share) for each in written)
-    return amaxes * move_seconds(gpu, 2 * count, COPY) + passes
+        amaxes, written = min(amaxes, 1), [results * sum(written)]
+    return [read] * amaxes, [read + each for each in written]
 
 
 def decoded_width(spec: QuantSpec) -> int:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 from torch import nn
 
@@ -19,6 +20,8 @@ from fp4train.hardware import Device, Gpu
 from fp4train.lab.costs.cluster import ClusterCost
 from fp4train.lab.costs.links import Interconnect, interconnect
 from fp4train.lab.costs.workload import ModelWeight, Workload, find_weights, tensor_cut, workload
+from fp4train.nn.executors.cut import LayerShard
+from fp4train.nn.ranks import Ranks
 from fp4train.optim.adamw import moment_bytes
 from fp4train.parallel.config import REST, Mesh, Parallel
 from fp4train.parallel.stages import cut_of, tied_weights
@@ -31,6 +34,7 @@ from fp4train.precision.report import gathers
 from fp4train.run.build import build_plan
 from fp4train.run.checks import check_cut, check_oscillation, divided_blocks
 from fp4train.run.fuse import kernels_of
+from fp4train.run.produced import ProducedNorms, produced_by, produced_in
 
 MOST_STAGES = 16
 MICROBATCHES = (1, 2, 4, 8)
@@ -216,10 +220,17 @@ class MeshPlan:
         }
         return build_plan(config, parts, self.timeline, Device.elsewhere(self.gpu), data_ranks, stages=stages)
 
-    def workloads(self, plan: Plan, sequences: int) -> list[tuple[str, int, Workload]]:
-        """(title, steps, workload) of every stretch of the run."""
-        whole = find_layers(self.model)
+    def produced(self, plan: Plan, data_ranks: int = 1) -> list[ProducedNorms]:
+        """Norms and gates that quantise their results in every stretch, on so many ranks with tokens of their own."""
+        amax = None
+        if self.config.parallel.amax == "data" and data_ranks > 1:
+            amax = LayerShard(amax="data", data=Ranks(group=None, rank=0, size=data_ranks))
+        given: Any = (self.config.train, "cuda", plan.tokens)
+        return [produced_in(self.model, each, *given, elsewhere=True, amax=amax) for each in plan.stretches]
 
+    def workloads(self, plan: Plan, sequences: int, data_ranks: int = 1) -> list[tuple[str, int, Workload]]:
+        """(title, steps, workload) of every stretch of the run, on so many ranks with tokens of their own."""
+        whole = find_layers(self.model)
         train = self.config.train
         recomputed = 1.0 if getattr(self.config.model, "recompute", False) else 0.0
         return [
@@ -237,9 +248,10 @@ class MeshPlan:
                     recomputed=recomputed,
                     moment_bytes=moment_bytes(self.config.optim),
                     liger=self.kernels[0],
+                    producers=norms.producers,
                 ),
             )
-            for stretch in plan.stretches
+            for stretch, norms in zip(plan.stretches, self.produced(plan, data_ranks), strict=True)
         ]
 
     def costs(self) -> tuple[Plan, list[tuple[str, int, ClusterCost]]]:
@@ -279,7 +291,8 @@ class MeshPlan:
             self.notes.append(gathers(layers, mesh.shard, self.config.parallel.gather, whole=train.whole_weights))
         shared = " The loss is torch's where ranks share the vocabulary." if mesh.tensor > 1 and self.kernels[0] else ""
         self.notes += filter(None, [divided_blocks(plan), self.kernels[1] + shared])
-        loads = self.workloads(plan, sequences)
+        self.notes += produced_by(self.model, plan.stretches, self.produced(plan, mesh.data), "cuda")
+        loads = self.workloads(plan, sequences, mesh.data)
         return plan, [(title, n, ClusterCost(load, self.gpu, self.links, mesh)) for title, n, load in loads]
 
     def check(self, mesh: Mesh, batch: int, sequences: int) -> None:
@@ -311,7 +324,7 @@ class MeshPlan:
                 if tensors == 1:
                     raise
                 return None  # the named backend runs no parts of layers
-            return self.workloads(plan, sequences)[0][2]
+            return self.workloads(plan, sequences, 1 + shared)[0][2]
 
         def measure(sequences: int, mesh: Mesh) -> Workload | None:
             try:

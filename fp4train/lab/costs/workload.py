@@ -11,14 +11,17 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import cast
 
 import torch
 from torch import nn
 
 from fp4train.lab.costs.blocks import BlockCost, measure_blocks
+from fp4train.lab.costs.elementwise import Made, made_by
 from fp4train.models.common.cut import TensorCut, TensorParallel, multiplied, share_blocks
 from fp4train.models.common.loss import LOGIT_BYTES
+from fp4train.nn.produced import Producer
 from fp4train.parallel.config import Mesh
 from fp4train.precision.blocks import block_paths
 from fp4train.precision.gather import WireForm, wire_form
@@ -209,6 +212,7 @@ class Workload:
         tokens: of a microbatch, over all ranks that share it.
         vocabulary, width: of the head; 0 where the model has none.
         tied: whether the head uses the weight of the embedding.
+        made: what norms and gates quantise.
         compiled: whether torch.compile fuses what is between the GEMMs.
         recorded: whether CUDA graphs queue the step.
         recomputed: share of the blocks' forward work that backward repeats; 1: only the blocks' inputs are kept.
@@ -230,6 +234,7 @@ class Workload:
     vocabulary: int
     width: int
     tied: bool
+    made: Made
     compiled: bool = False
     recorded: bool = False
     recomputed: float = 0.0
@@ -303,6 +308,7 @@ def workload(
     recomputed: float = 0.0,
     moment_bytes: int = 8,
     liger: bool = False,
+    producers: Mapping[nn.Module, Producer] = MappingProxyType({}),
 ) -> Workload:
     """Measure a model on the meta device.
 
@@ -310,6 +316,7 @@ def workload(
         plans: what each linear layer runs in one stretch of a run.
         sequences, seq_len: of a microbatch.
         compiled, recorded, recomputed, moment_bytes, liger: see `Workload`.
+        producers: of the norms and gates that quantise their results.
     """
     cut = tensor_cut(model)
     rows = frozenset(cut.in_)
@@ -322,7 +329,9 @@ def workload(
         row_wise=rows,
         sharing=not compiled,
         liger=liger and not compiled,
+        producers=producers,
     )
+    made = made_by(producers.values())
     of_block: dict[int | None, list[ModelWeight]] = {}
     for weight in find_weights(model, plans):
         of_block.setdefault(weight.block, []).append(weight)
@@ -332,7 +341,8 @@ def workload(
     for index, cost in enumerate(costs):
         weights = tuple(of_block.get(index, ()))
         mine = tuple(plan for plan in plans.values() if plan.layer.block == index)
-        key = (cost, tuple((w.shape, w.split, None if w.plan is None else w.plan.gemms) for w in weights))
+        own = tuple(made.get((plan.layer.name, tensor)) for plan in mine for tensor in ("x", "dy"))
+        key = (cost, own, tuple((w.shape, w.split, None if w.plan is None else w.plan.gemms) for w in weights))
         if key not in known:
             known[key] = len(kinds)
             kinds.append(Kind(weights=weights, plans=mine, cost=cost))
@@ -360,4 +370,5 @@ def workload(
         recomputed=recomputed,
         moment_bytes=moment_bytes,
         liger=liger,
+        made=made,
     )

@@ -45,7 +45,8 @@ from fp4train.precision.layers import find_layers
 from fp4train.precision.phases import Timeline
 from fp4train.precision.plan import make_plan
 from fp4train.quantize import Quantized, quantizer, sharded, to_torch, triton_launch
-from fp4train.run.fuse import fuse, produced_by
+from fp4train.run.fuse import fuse
+from fp4train.run.produced import produced_by, produced_in
 
 NEAREST = NVFP4(stochastic_rounding=False)
 HYBRID = MXFP8(element="hybrid")
@@ -175,19 +176,20 @@ for module in (operands, scaling, sharded, weights):
 TOKENS = torch.randint(60, (2, 32), generator=torch.Generator().manual_seed(1))
 
 
-def model(kernels: str, recipe: Any, joint: bool, sums: bool, **shape: Any) -> nn.Module:
+def model(kernels: str, recipe: Any, joint: bool, sums: bool, tokens: int, **shape: Any) -> nn.Module:
     torch.manual_seed(0)
     sizes = {"width": 64, "layers": 1, "heads": 4, "kv_heads": 2, "hidden": 96, "tied": False} | shape
     made = f4.convert(Llama(**sizes).build(vocab_size=60, seq_len=32), backend="te").train()
     settings = TrainSettings(steps=1, batch_size=2, microbatch=None, seq_len=32, kernels=kernels)
     options: dict[str, Any] = {"tokens": 64, "device": Device(type="cpu"), "backend": "te", "joint": joint}
-    plan = make_plan(find_layers(made).values(), Timeline(recipe=recipe, steps=9), None, **options).stretches[0]
+    stretches = make_plan(find_layers(made).values(), Timeline(recipe=recipe, steps=9), None, **options).stretches
+    plan = stretches[0]
     for layer in made.modules():
         if isinstance(layer, PlannedLayer):
             layer.sum_gradients(sums)
             layer.apply_plan(plan.layers[layer.layer.name], recipe, None, torch.device("cpu"))
     fuse(made, settings, "cpu")
-    sentences[:] = produced_by(made, plan, settings, "cpu")
+    sentences[:] = produced_by(made, stretches, [produced_in(made, plan, settings, "cpu", tokens)], "cpu")
     return made
 
 
@@ -202,7 +204,7 @@ def trained(
     **shape: Any,
 ) -> tuple[dict[str, Tensor], Counter[str]]:
     """Loss and gradients of two microbatches of a step, and of an evaluation; what was launched."""
-    made = model(kernels, recipe, joint, sums, **shape)
+    made = model(kernels, recipe, joint, sums, tokens.numel(), **shape)
     launched.clear()
     quantised.clear()
     for _ in range(2):

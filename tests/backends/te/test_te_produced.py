@@ -17,7 +17,8 @@ if (availability.version() or ()) < (2, 19):
 PROGRAM = pathlib.Path(__file__).with_name("te_produced_on_cpu.py")
 ENVIRONMENT = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
 KERNELS = ("amax_produced", "quantize_produced", "norm_backward")
-RUNS = "norms and gates are quantised where they are made, and not written in BF16."
+ALL = "attention_norm, mlp_norm, mlp of block 0"
+RUNS = f"norms and gates are quantised where they are made ({ALL}), and not written in BF16."
 
 
 @pytest.mark.long
@@ -73,6 +74,8 @@ def test_tes_kernels_of_norms_and_gates_run_where_they_write_codes_alone(
 @pytest.mark.long
 def test_tokens_that_te_would_pad_are_left_to_it(report: Any) -> None:
     assert report["odd"]["counts"] == report["odd"]["before"] and not report["odd"]["apart"]
+    padded = "Transformer Engine pads 62 tokens to a multiple of 32"
+    assert report["odd"]["said"] == [f"3 norms and gates write BF16 ({ALL}): {padded}."]
 
 
 @pytest.mark.long

@@ -32,8 +32,8 @@ def built() -> tuple[torch.nn.Module, Any]:
     return model, find_layers(model)
 
 
-def planned(recipe: Recipe, *, joint: bool) -> Plan:
-    options: dict[str, Any] = {"tokens": TOKENS, "device": Device.elsewhere(B200), "backend": "native", "joint": joint}
+def planned(recipe: Recipe, *, joint: bool, backend: str = "native") -> Plan:
+    options: dict[str, Any] = {"tokens": TOKENS, "device": Device.elsewhere(B200), "backend": backend, "joint": joint}
     return make_plan(built()[1].values(), Timeline(recipe=recipe, steps=1), None, **options)
 
 
@@ -91,7 +91,15 @@ def test_the_host_queues_fewer_quantised_products_and_no_longer_torchs_own_layer
         plan = planned(recipe, joint=True).stretches[0].layers
         joint, alone = (host_seconds(plan[f"blocks.0.{name}"], TOKENS) for name in ("attention.wq", "attention.wo"))
         assert alone == HOST[backend] and joint == pytest.approx(HOST[backend] * (1 + 3 * JOINT[backend]))
-    assert JOINT["native"] < 0 < JOINT["torch"]
+    assert JOINT["te"] < JOINT["native"] < 0 < JOINT["torch"]
+
+
+def test_on_transformer_engine_three_layers_of_one_call_take_the_host_not_much_longer_than_one() -> None:
+    plan = planned(MXFP8(), joint=True, backend="te").stretches[0].layers
+    group = [host_seconds(plan[f"blocks.0.attention.{name}"], TOKENS) for name in ("wq", "wk", "wv")]
+    assert (
+        sum(group) == pytest.approx(3 * HOST["te"] * (1 + 3 * JOINT["te"])) and HOST["te"] < sum(group) < 2 * HOST["te"]
+    )
 
 
 def load(plan: Plan, recipe: Recipe) -> Workload:

@@ -1,0 +1,137 @@
+"""Norms and gates of a run that quantise their results where they are made (`nn/produced.py`), by stretch, and why
+others do not."""
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from torch import nn
+
+from fp4train.config.schema import TrainSettings
+from fp4train.kernels import cpu
+from fp4train.nn.executors import make_executor
+from fp4train.nn.executors.cut import LayerShard
+from fp4train.nn.planned import PlannedLayer
+from fp4train.nn.produced import GateProducer, NormProducer, Producer, why_padded
+from fp4train.precision.plan import PlannedStretch
+from fp4train.quantize import triton, triton_launch
+from fp4train.text import ranges
+
+_LAYER = re.compile(r"\bblocks\.\d+\.[\w.]+")
+"""The name of a layer of a block, in a reason."""
+_BLOCK = re.compile(r"\bblocks\.(\d+)\.(.+)")
+"""The name of a module: the number of its block, and its name there."""
+
+
+def producers_of(model: nn.Module) -> Iterator[tuple[nn.Module, Producer | str]]:
+    """Each norm and gate of `model` that may quantise its result, as `fp4train_produced` of a part of it names them,
+    with its producer, or why none is possible."""
+    for part in model.modules():
+        for owner, readers, writers in getattr(part, "fp4train_produced", tuple)():
+            others = [type(each).__name__ for each in (*readers, *writers) if not isinstance(each, PlannedLayer)]
+            if others:
+                yield owner, f"a module that takes no codes ({others[0]}) reads the same"
+            else:
+                yield (
+                    owner,
+                    GateProducer(readers, writers, "gate")
+                    if writers
+                    else NormProducer(readers, kind=getattr(owner, "source", "norm")),
+                )
+
+
+def why_not_produced(train: TrainSettings, device: str, *, elsewhere: bool = False) -> str | None:
+    """Why no norm or gate of a run quantises its result, whatever its plan; None: its plan decides."""
+    if train.kernels == "torch":
+        return "train.kernels=torch asks for torch's operators"
+    if train.compile:
+        return "with train.compile the compiler has the blocks"
+    if elsewhere:
+        return None
+    return cpu.unavailable() if device == "cpu" and not triton_launch.interpreted() else triton.why_not_here(device)
+
+
+class ProducedNorms(NamedTuple):
+    """Norms and gates of a model in one stretch of a run.
+
+    producers: by module, of those that quantise their results; writing: why others write BF16, by name.
+    """
+
+    producers: dict[nn.Module, Producer]
+    writing: dict[str, str]
+
+
+def produced_in(
+    model: nn.Module,
+    stretch: PlannedStretch,
+    train: TrainSettings,
+    device: str,
+    tokens: int,
+    *,
+    elsewhere: bool = False,
+    amax: LayerShard | None = None,
+) -> ProducedNorms:
+    """Norms and gates that quantise their results in a stretch, in passes of so many tokens, and why others do not.
+
+    Args:
+        elsewhere: on a GPU of another machine, which is taken to have Triton and the newest backends.
+        amax: what layers that are not cut know of the ranks that share an amax; None: there are none.
+    """
+    found = ProducedNorms({}, {})
+    names = {module: name for name, module in model.named_modules()}
+    whole = why_not_produced(train, device, elsewhere=elsewhere)
+    for owner, producer in producers_of(model):
+        reason = whole or (producer if isinstance(producer, str) else None)
+        if reason is None and isinstance(producer, Producer):
+            plans = [stretch.layers[one.layer.name] for one in (*producer.readers, *producer.writers)]
+            reason = next((f"{plan.layer.name} is cut over ranks" for plan in plans if plan.layer.cut), None)
+            if reason is None:
+                executors = [make_executor(plan, device, amax) for plan in plans]
+                reason = producer.resolve(executors, here=not elsewhere) or why_padded(executors, tokens)
+            if reason is None:
+                found.producers[owner] = producer
+        if reason is not None:
+            found.writing[names[owner]] = _LAYER.sub("a layer", reason)
+    return found
+
+
+def produced_by(
+    model: nn.Module, stretches: Sequence[PlannedStretch], norms: Sequence[ProducedNorms], device: str
+) -> list[str]:
+    """Sentences on the norms and gates that quantise their results, and why others do not.
+
+    Args:
+        norms: what becomes of them in each stretch; the steps of a stretch are said where stretches differ.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    in_c = device == "cpu" and not triton_launch.interpreted()
+    how = "in the bits of torch's operators" if in_c else "and not written in BF16"
+    said: dict[str, list[str]] = {}
+    for stretch, found in zip(stretches, norms, strict=True):
+        why: dict[str, list[str]] = {}
+        for name, reason in found.writing.items():
+            why.setdefault(reason, []).append(name)
+        lines = [f"{len(group)} norms and gates write BF16 ({_places(group)}): {r}." for r, group in why.items()]
+        if here := [names[owner] for owner in found.producers]:
+            done = f"{len(here)} norms and gates are quantised where they are made ({_places(here)}), {how}."
+            lines.insert(0, done)
+        said[stretch.title.partition(":")[0]] = lines
+    if len({tuple(lines) for lines in said.values()}) == 1:
+        return next(iter(said.values()))
+    return [f"{steps}: {line}" for steps, lines in said.items() for line in lines]
+
+
+def _places(names: Sequence[str]) -> str:
+    """ "attention_norm, mlp_norm, mlp of blocks 0–4; norm": modules by their blocks."""
+    kinds: dict[int, list[str]] = {}
+    others = []
+    for name in names:
+        if (match := _BLOCK.search(name)) is None:
+            others.append(name)
+        else:
+            kinds.setdefault(int(match[1]), []).append(match[2])
+    alike: dict[str, list[int]] = {}
+    for number, mine in kinds.items():
+        alike.setdefault(", ".join(mine), []).append(number)
+    found = [f"{mine} of block{'s' * (len(where) > 1)} {ranges(where)}" for mine, where in alike.items()]
+    return "; ".join(found + others)
