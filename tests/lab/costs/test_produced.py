@@ -19,6 +19,7 @@ from fp4train.lab.costs.estimate import GemmCost, estimate
 from fp4train.lab.costs.links import interconnect
 from fp4train.lab.costs.roofline import own_bytes, own_seconds, quantise_seconds
 from fp4train.lab.costs.search import MeshPlan
+from fp4train.lab.costs.workload import workload
 from fp4train.models.common.liger import MOVED
 from fp4train.parallel.config import Mesh
 from fp4train.precision import MXFP8, NVFP4, FP8Current, Recipe
@@ -184,3 +185,33 @@ def test_ranks_that_share_amaxes_or_cut_layers_quantise_none() -> None:
     assert [len(wanted.produced(plan, ranks)[0].producers) for ranks in (1, 2)] == [6, 0]
     cut = wanted.plan(1, 2)
     assert not wanted.produced(cut)[0].producers
+
+
+@pytest.mark.parametrize("backend", ["native", "te"])
+def test_an_x_that_layers_share_is_quantised_and_kept_once_unless_blocks_are_compiled(backend: str) -> None:
+    """FP8 with the scale of the tensor: queries, keys and values, gate and up; a byte of each form. Layers of native
+    products without names of a group (`readers`) share what they keep all the same."""
+    wanted, plan = planned("recipe=fp8_current", f"backend={backend}", "phases=none", "train.kernels=torch")
+    shared, apart = (estimate(plan, B200, sharing=each).stretches[0].quantise for each in (True, False))
+    table = plan.stretches[0].layers["blocks.0.mlp.up"].table
+    specs = table["fprop"].first, table["wgrad"].second
+    count = TOKENS * WIDTH
+    one = quantise_seconds(B200, count, *specs) if backend == "te" else own_seconds(B200, count, *specs, codes=True)
+    assert apart - shared == pytest.approx(2 * (2 + 1) * one)
+    whole, alone = (
+        workload(
+            wanted.model,
+            {n: replace(p, readers=readers or p.readers) for n, p in plan.stretches[0].layers.items()},
+            plan.stretches[0].recipe,
+            sequences=1,
+            seq_len=TOKENS,
+        )
+        for readers in ((), ("itself",))
+    )
+    saved = alone.kinds[0].cost.saved - whole.kinds[0].cost.saved
+    assert saved == ((2 + 1) * (count + 4) if backend == "te" else 0), "codes, and a scale in float32"
+    costs = [
+        ClusterCost(replace(whole, compiled=each), B200, interconnect(B200), Mesh()).parts["quantising"]
+        for each in (False, True)
+    ]
+    assert costs[1] - costs[0] == pytest.approx(apart - shared)
