@@ -77,8 +77,11 @@ LATER = {
         ),
     ),
     "moments in BF16, and AdamW's kernels": Capability(290, 2, ("optim/rounded.py", "kernels/triton/adamw.py")),
-    "norms and gates in C kernels": Capability(
-        100, 1, ("quantize/produced_cpu.py",), ("kernels/cpu/__init__.py:fused",)
+    "norms, gates and rotations in C kernels": Capability(
+        213,
+        2,
+        ("models/common/on_cpu.py", "models/common/operators.py"),
+        ("kernels/cpu/__init__.py:fused",),
     ),
     "products and codes in fewer passes": Capability(
         437,
@@ -100,7 +103,7 @@ LATER = {
         ("lab/doctor/recipes.py:check_all", "lab/doctor/recipes.py:_outcome", "lab/costs/cluster.py:ClusterCost._host"),
     ),
     "Liger's kernels, those that a plan names": Capability(
-        190,
+        209,
         2,
         ("models/common/liger.py", "run/fuse.py"),
         ("models/common/layers.py:RMSNorm.of_sum", "models/common/layers.py:RMSNorm._weight"),

@@ -68,6 +68,7 @@ def graphs(*, recorded: bool | str = True) -> Iterator[list[Any]]:
     import torch
     from recorder_on_cpu import RecorderOnCpu
 
+    from fp4train.models.common import on_cpu
     from fp4train.quantize import cpu
     from fp4train.quantize.quantizer import quantizer
     from fp4train.run import build
@@ -90,11 +91,11 @@ def graphs(*, recorded: bool | str = True) -> Iterator[list[Any]]:
         return run
 
     # The C kernels are no operators of torch: a recorder of operators would not see them.
-    unseen = patch.object(cpu, "why_not", lambda spec, device: "not seen by the recorder")
+    unseen = [patch.object(each, "why_not", lambda *_: "not seen by the recorder") for each in (cpu, on_cpu)]
     widened = patch("fp4train.backends.emulate.WITHOUT_INSTRUCTIONS", frozenset({torch.bfloat16}))
     quantizer.cache_clear()
     try:
-        with patch.object(build, "assemble", assembled), unseen, widened:
+        with patch.object(build, "assemble", assembled), unseen[0], unseen[1], widened:
             yield made
     finally:
         quantizer.cache_clear()

@@ -36,7 +36,7 @@ from fp4train.precision.report import render, summarise
 from fp4train.run.begin import find_source, start_step
 from fp4train.run.build import build_model, build_plan, build_timeline, with_swap
 from fp4train.run.checks import check_cut, check_oscillation, plan_warnings, warn_of_schedule
-from fp4train.run.fuse import kernels_of, kernels_of_layers
+from fp4train.run.fuse import kernels_of, kernels_of_layers, operations_in_c
 from fp4train.run.host import choose_device
 from fp4train.run.produced import produced_by, produced_in
 from fp4train.run.record import directory as run_directory
@@ -184,6 +184,7 @@ def _plan(command: Start, *, full: bool, gpus: int | None, auto: bool | None, as
     print("", _weights(model), "", _checkpoint(model, moment_bytes(config.optim)), sep="\n")
     if gpu is None:
         layers = kernels_of_layers(model, device.type, deterministic=config.train.deterministic)
+        layers += operations_in_c(model, config.train, device.type, plan.stretches[0].recipe.torch_dtype)
         norms = [produced_in(model, each, config.train, device.type, plan.tokens) for each in plan.stretches]
         print(kernels, *layers, *produced_by(model, plan.stretches, norms, device.type), sep="\n")
     if gpu is not None:

@@ -81,10 +81,11 @@ class TrainSettings:
             the passes of each block by itself (`run/block_graph.py`), on several ranks, too, and with train.compile;
             not over tensor-parallel ranks, and not with delayed scaling.
         kernels: what runs norms, gates, rotations and the loss of the head: "torch"; "liger", its kernels for GPUs, an
-            error where they do not run; "auto", liger's where they run (`models/common/liger.py`). With both but
-            "torch" norms and gates of which all readers multiply codes, or emulate on a CPU, are quantised where they
-            are made (`nn/produced.py`). Losses differ in the last digits, on a CPU in none. With train.compile the
-            compiler has the blocks, and liger's what lies outside of them.
+            error where they do not run; "auto", liger's where they run (`models/common/liger.py`), and on a CPU C
+            kernels of norms, gates and rotations, with which losses differ in no digit (`models/common/on_cpu.py`).
+            With both but "torch" norms and gates of which all readers multiply codes are quantised where they are made
+            on a GPU (`nn/produced.py`). Losses differ in the last digits there. With train.compile the compiler has the
+            blocks, and liger's what lies outside of them.
         joint_products: multiply layers that read one x (queries, keys and values; gate and up) as one, in each GEMM
             whose numbers allow it (`precision/joint.py`); the plan says which. dx is then rounded once and not per
             layer, so losses differ in the last digits.

@@ -12,12 +12,9 @@ executor that the call has in its backward pass. A layer whose GEMMs a backend r
 the codes as the backend's own tensor, also as its gradient; where a kernel of the backend writes codes alone, it makes
 them (`backend_sources.py`).
 
-On a CPU, whose layers multiply values, the norm or gate is made by one kernel and quantised at once: the bits are those
-of torch's operators (`quantize/produced_cpu.py`).
-
 Whether it can be done is asked in each call, of the executors that the layers hold then (`why_not`), and of the call
 itself: no gradients, torch.compile, torch.autocast, hooks that watch a layer, and anomaly detection leave norms and
-gates to the model, with the same numbers but, on a GPU, for the last digits of 1/√(mean + ε).
+gates to the model, with the same numbers but for the last digits of 1/√(mean + ε).
 """
 
 from __future__ import annotations
@@ -40,8 +37,7 @@ from fp4train.nn.executors.whole_layer import BackendLayer
 from fp4train.nn.operands import Operand
 from fp4train.nn.planned import PlannedLayer
 from fp4train.precision.context import State
-from fp4train.quantize import produced, produced_cpu
-from fp4train.quantize.cpu import CpuQuantizer
+from fp4train.quantize import produced
 from fp4train.quantize.produced import SourceTensors
 from fp4train.quantize.quantizer import PLAIN
 
@@ -63,17 +59,15 @@ def why_not(
         reason = backend_sources.why_not(readers, writers, kind, here=here)
         if reason is None or own.backend.sources.why_not_given(own.table, here=here) is not None:
             return reason
-    for executors, tensor, source in ((readers, "x", kind), (writers, "dy", "gradients")):
+    for executors, tensor in ((readers, "x"), (writers, "dy")):
         for each in executors:
-            name, taker = (layer := each.plan.layer).name, _taker(each, tensor)
-            width = layer.in_features if tensor == "x" else layer.out_features
+            name, taker = each.plan.layer.name, _taker(each, tensor)
             if taker is None or type(taker) is not type(_taker(executors[0], tensor)):
                 return f"{name} is not three products of codes of its own"
             operand, given = getattr(taker, tensor), None
             if isinstance(taker, BackendLayer):
                 given = taker.backend.sources.why_not_given(taker.table, here=here)
-                given = given or (f"{taker.backend.title} takes codes of GPUs" if _on_cpu(operand) else None)
-            if (reason := given or _why_no_source(operand, source, width, here)) is not None:
+            if (reason := given or _why_no_source(operand, here)) is not None:
                 return f"{tensor} of {name}: {reason}"
             if taker.dtype is not torch.bfloat16:
                 return f"{name} has operands in {taker.dtype}"
@@ -98,7 +92,7 @@ def _taker(executor: Executor, tensor: str) -> Taker | None:
     return executor if isinstance(executor, Taker) and type(executor) in (Gemms, BackendLayer) else None
 
 
-def _why_no_source(operand: Operand, kind: str, width: int, here: bool) -> str | None:
+def _why_no_source(operand: Operand, here: bool) -> str | None:
     row, column = operand.row, operand.column
     if row.spec is None or column.spec is None:
         return "a product takes it in high precision"
@@ -110,12 +104,7 @@ def _why_no_source(operand: Operand, kind: str, width: int, here: bool) -> str |
         return "it is a part of a tensor that other ranks or layers share"
     if row.tensor == "x" and not operand.pure:
         return "it is rounded by random bits, which each layer draws for itself"
-    return produced.why_not(row.quantizer, column.quantizer, kind, width, codes=row.codes and column.codes, here=here)
-
-
-def _on_cpu(operand: Operand) -> bool:
-    """Whether the C kernels quantise it."""
-    return isinstance(operand.row.quantizer, CpuQuantizer)
+    return produced.why_not(row.quantizer, column.quantizer, codes=row.codes and column.codes, here=here)
 
 
 def _produce(taker: Taker, tensor: str, source: SourceTensors, calls: Sequence[Call | None]) -> list[FormPair]:
@@ -124,9 +113,6 @@ def _produce(taker: Taker, tensor: str, source: SourceTensors, calls: Sequence[C
     turned = isinstance(taker, BackendLayer) and taker.turned
     tokens, forms = source.tensors[0].shape[0], (operand.row, operand.column)
     keys = [tuple(form.key(call, tokens) if call and form.stochastic else None for form in forms) for call in calls]
-    if operand.pair is not None and _on_cpu(operand):
-        made = zip(produced_cpu.values(source), keys, strict=True)
-        return [operand.pair(x_MK, row, None, column) for x_MK, (row, column) in made]
     return list(produced.produce(operand.row.quantizer, operand.column.quantizer, source, keys, turned))
 
 
@@ -215,8 +201,6 @@ class GateProducer(Producer):
         (taker, *executors), now = found
         if self.by_backend:
             return backend_sources.gate(gate, up, [taker, *executors], now)
-        if isinstance(taker, Gemms) and _on_cpu(taker.x) and not produced_cpu.whole_vectors(gate.numel()):
-            return None
         made = zip(self.writers, executors, (gate, up), strict=True)
         first, second = (_call_of(layer, executor, y, now) for layer, executor, y in made)
         if first is None or second is None or not _alike(first, second):
@@ -284,9 +268,7 @@ class _Norm(torch.autograd.Function):
         rstd_M = torch.empty(h_MK.shape[0], dtype=torch.float32, device=h.device)
         carrier = _provide(SourceTensors(kind, (h_MK, weight_K.detach(), rstd_M), eps), executor, now, h)
         ctx.save_for_backward(h, weight_K, rstd_M)
-        ctx.backward_of = produced_cpu.norm_backward
-        if not _on_cpu(executor.x):
-            ctx.backward_of = partial(produced.norm_backward, outside=eps if kind == "root" else 0.0)
+        ctx.backward_of = partial(produced.norm_backward, outside=eps if kind == "root" else 0.0)
         return carrier
 
     @staticmethod

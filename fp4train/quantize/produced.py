@@ -2,8 +2,7 @@
 
 `SourceTensors` are the tensors that x is computed from. `produce` gives the codes of both forms of x, in kernels that
 compute x where they would load it (`kernels/triton/both.py`); they are those of x in BF16 as the functions here compute
-it in torch, in every bit. Only Triton has such kernels; on CPUs `produced_cpu.py` makes x in one pass, which is then
-quantised. `why_not` says why neither is possible for a pair of quantizers.
+it in torch, in every bit. Only Triton has such kernels; `why_not` says why they do not run for a pair of quantizers.
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from fp4train.quantize import produced_cpu, triton_launch
-from fp4train.quantize.cpu import CpuQuantizer
+from fp4train.quantize import triton_launch
 from fp4train.quantize.launch import Launch
 from fp4train.quantize.quantized import Quantized
 from fp4train.quantize.quantizer import Quantizer
@@ -100,15 +98,13 @@ def gate_gradients(dh_MK: Tensor, gate_MK: Tensor, up_MK: Tensor) -> tuple[Tenso
     return dgate.bfloat16(), (a / total).bfloat16() * dh_MK
 
 
-def why_not(row: Quantizer, column: Quantizer, kind: str, width: int, *, codes: bool, here: bool = True) -> str | None:
-    """Why both forms cannot be made from a source of this kind, of rows of `width` features, in words; None: they can.
+def why_not(row: Quantizer, column: Quantizer, *, codes: bool, here: bool = True) -> str | None:
+    """Why both forms cannot be made from a source, in words; None: they can.
 
     Args:
         codes: whether the products take codes of both, and not values.
         here: with what is installed on this machine; else where Triton is.
     """
-    if isinstance(row, CpuQuantizer) and isinstance(column, CpuQuantizer):
-        return produced_cpu.why_not(kind, width)
     if not codes:
         return "a product takes its values, not its codes"
     for each in (row, column):

@@ -1,8 +1,9 @@
-"""Kernels of what lies between the products of a model: torch's operators, Liger's, or torch.compile's for blocks; and
-norms and gates whose results are quantised where they are made (`run/produced.py`)."""
+"""Kernels of what lies between the products of a model: torch's operators, Liger's, C kernels, or torch.compile's for
+blocks; and norms and gates whose results are quantised where they are made (`run/produced.py`)."""
 
 import importlib
 import logging
+from collections import Counter
 from typing import Any
 
 import torch
@@ -10,7 +11,9 @@ from torch import nn
 
 from fp4train.config.schema import TrainSettings
 from fp4train.errors import UserError
-from fp4train.models.common import liger
+from fp4train.kernels import cpu
+from fp4train.models.common import liger, on_cpu
+from fp4train.models.common.operators import Fusible, use
 from fp4train.nn.produced import Producer
 from fp4train.precision.layers import find_blocks
 from fp4train.run.produced import producers_of, why_not_produced
@@ -34,12 +37,35 @@ def kernels_of(train: TrainSettings, device: str, *, elsewhere: bool = False) ->
     what = "Norms, gates, rotations and the loss run in"
     if train.kernels == "torch":
         return False, f"{what} torch's operators: train.kernels=torch asks for them."
+    if _in_c(train, device):
+        what = "Norms, gates and rotations run in C kernels, the loss in torch's operators"
+        return False, f"{what} (train.kernels={train.kernels})."
     if (reason := None if elsewhere else liger.why_not(device)) is None:
         what = "The loss runs" if train.compile else what.removesuffix(" in")
         return True, f"{what} in liger's kernels (train.kernels={train.kernels})."
     if train.kernels == "liger":
         raise UserError(f"train.kernels=liger: {reason}; train.kernels=torch needs no other package")
     return False, f"{what} torch's operators, not in liger's kernels: {reason} (train.kernels=auto)."
+
+
+def _in_c(train: TrainSettings, device: str) -> bool:
+    """Whether C kernels make what they can; of compiled blocks the compiler does."""
+    return device == "cpu" and train.kernels == "auto" and not train.compile and cpu.unavailable() is None
+
+
+def operations_in_c(model: nn.Module, train: TrainSettings, device: str, dtype: torch.dtype) -> list[str]:
+    """Sentences on the norms, gates and rotations that C kernels make where activations are of `dtype`, and why they do
+    not make others."""
+    if not _in_c(train, device):
+        return []
+    parts = (part for part in model.modules() if isinstance(part, Fusible))
+    operations = (each for part in parts for each in part.fp4train_operations())
+    reasons = Counter(on_cpu.why_not(kind, width, dtype) for kind, width in operations)
+    return [
+        f"{count} norms, gates and rotations run in "
+        + ("C kernels, in the bits of torch's operators." if reason is None else f"torch's operators: {reason}.")
+        for reason, count in reasons.items()
+    ]
 
 
 def kernels_of_layers(model: nn.Module, device: str, *, deterministic: bool) -> list[str]:
@@ -52,9 +78,11 @@ def kernels_of_layers(model: nn.Module, device: str, *, deterministic: bool) -> 
 
 
 def fuse(model: nn.Module, train: TrainSettings, device: str) -> None:
-    """Liger's kernels, where `train.kernels` asks for them and they run; of compiled blocks the compiler fuses. Norms
-    and gates get what quantises their results, where the plan of a stretch allows it."""
+    """Liger's kernels, or C kernels, where `train.kernels` asks for them and they run; of compiled blocks the compiler
+    fuses. Norms and gates get what quantises their results, where the plan of a stretch allows it."""
     used, said = kernels_of(train, device)
+    if _in_c(train, device):
+        use(model, on_cpu.CpuOperators())
     if used:
         liger.use_liger(model, spare=find_blocks(model) if train.compile else [])
     if why_not_produced(train, device) is None:

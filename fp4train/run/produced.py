@@ -8,7 +8,6 @@ from typing import NamedTuple
 from torch import nn
 
 from fp4train.config.schema import TrainSettings
-from fp4train.kernels import cpu
 from fp4train.nn.executors import make_executor
 from fp4train.nn.executors.cut import LayerShard
 from fp4train.nn.planned import PlannedLayer
@@ -48,7 +47,7 @@ def why_not_produced(train: TrainSettings, device: str, *, elsewhere: bool = Fal
         return "with train.compile the compiler has the blocks"
     if elsewhere:
         return None
-    return cpu.unavailable() if device == "cpu" and not triton_launch.interpreted() else triton.why_not_here(device)
+    return triton.why_not_here(device)
 
 
 class ProducedNorms(NamedTuple):
@@ -98,14 +97,15 @@ def produced_in(
 def produced_by(
     model: nn.Module, stretches: Sequence[PlannedStretch], norms: Sequence[ProducedNorms], device: str
 ) -> list[str]:
-    """Sentences on the norms and gates that quantise their results, and why others do not.
+    """Sentences on the norms and gates that quantise their results, and why others do not; none of a CPU, whose layers
+    multiply values.
 
     Args:
         norms: what becomes of them in each stretch; the steps of a stretch are said where stretches differ.
     """
+    if device == "cpu" and not triton_launch.interpreted():
+        return []
     names = {module: name for name, module in model.named_modules()}
-    in_c = device == "cpu" and not triton_launch.interpreted()
-    how = "in the bits of torch's operators" if in_c else "and not written in BF16"
     said: dict[str, list[str]] = {}
     for stretch, found in zip(stretches, norms, strict=True):
         why: dict[str, list[str]] = {}
@@ -113,7 +113,7 @@ def produced_by(
             why.setdefault(reason, []).append(name)
         lines = [f"{len(group)} norms and gates write BF16 ({_places(group)}): {r}." for r, group in why.items()]
         if here := [names[owner] for owner in found.producers]:
-            done = f"{len(here)} norms and gates are quantised where they are made ({_places(here)}), {how}."
+            done = f"{len(here)} norms and gates are quantised where they are made ({_places(here)}), and not written in BF16."
             lines.insert(0, done)
         said[stretch.title.partition(":")[0]] = lines
     if len({tuple(lines) for lines in said.values()}) == 1:

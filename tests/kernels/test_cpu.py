@@ -157,7 +157,7 @@ def test_offsets_beyond_two_to_the_31_elements() -> None:
 
 
 def test_an_extension_of_other_sources_is_refused_and_says_to_rebuild() -> None:
-    layout = cpu.LAYOUT, JOB_BYTES, DECODE_BYTES
+    layout = cpu.LAYOUT, JOB_BYTES, DECODE_BYTES, cpu.FUSED.size
     for built in ({}, {"layout": (cpu.LAYOUT + 1, *layout[1:]), "version": cpu.VERSION}, {"layout": layout}):
         stale = ModuleType("_cpu")
         vars(stale).update(built)

@@ -1,31 +1,22 @@
 """Norms and gates that are quantised where they are made, in a model: against the same model without, in Triton's
-interpreter, with recorded products in the place of scaled_mm, and in the C kernels; and where they are left to the
-model."""
+interpreter, with recorded products in the place of scaled_mm; and where they are left to the model."""
 
 import json
 import os
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
 import fp4train as f4
-from fp4train.config.schema import TrainSettings
 from fp4train.hardware import Device, find_gpu
-from fp4train.kernels import cpu
-from fp4train.models.llama import Llama
 from fp4train.nn.executors import make_executor
 from fp4train.nn.produced import why_not
 from fp4train.precision import MXFP8, NVFP4, FP8Current, FP8Delayed, FP8Row, Recipe
 from fp4train.precision.layer_plan import resolve
 from fp4train.precision.layers import Layer
-from fp4train.quantize import produced_cpu
-from fp4train.run.fuse import fuse
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -182,95 +173,3 @@ def test_who_reads_says_why_it_does_not_take_codes(
 def test_layers_that_emulate_or_run_elsewhere_take_none() -> None:
     assert "takes its values, not its codes" in str(why_not([executor(NVFP4(), "w", "emulate")]))
     assert "is not three products of codes" in str(why_not([executor(f4.precision.BF16(), "w")]))
-
-
-Results = dict[str, Tensor | None]
-
-
-def on_a_cpu(recipe: Recipe, kernels: str, calls: list[str], change: Any = None, **options: Any) -> Results:
-    """Loss and gradients of two microbatches of a small model on this CPU, and what its kernels were called for."""
-    torch.manual_seed(0)
-    shape = {"width": 64, "layers": 2, "heads": 4, "kv_heads": 2, "hidden": 192, "tied": False} | options
-    model = f4.convert(Llama(**shape).build(vocab_size=60, seq_len=32)).train()
-    fuse(model, TrainSettings(steps=1, batch_size=2, microbatch=None, seq_len=32, kernels=kernels), "cpu")
-    if change is not None:
-        change(model)
-    tokens = torch.randint(60, (2, 32), generator=torch.Generator().manual_seed(1))
-    calls.clear()
-    for _ in range(2):
-        with f4.autocast(recipe, step=0):
-            loss = model(tokens, tokens.flip(1))
-        loss.backward()
-    return {"loss": loss.detach()} | {name: p.grad for name, p in model.named_parameters()}
-
-
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Kinds of what the C kernels made, in turn, but for the first comparison with torch's operators."""
-    if reason := cpu.unavailable():
-        pytest.skip(reason)  # tests/house/test_skips.py fails if this must not be skipped
-    for kind in ("norm", "gate"):
-        assert produced_cpu.why_not(kind, 64) is None
-    made: list[str] = []
-    for name in ("values", "norm_backward"):
-        own = getattr(produced_cpu, name)
-
-        def noted(*args: Any, own: Any = own, name: str = name) -> Any:
-            made.append(args[0].kind if name == "values" else name)
-            return own(*args)
-
-        monkeypatch.setattr(produced_cpu, name, noted)
-    return made
-
-
-OF_TWO_LAYERS = {"norm": 8, "gate": 4, "gradients": 4, "norm_backward": 8}
-"""Of two microbatches."""
-
-
-@pytest.mark.parametrize("recipe", [NVFP4(), MXFP8(), FP8Current()], ids=lambda recipe: recipe.name)
-@pytest.mark.parametrize("options", [{}, {"recompute": True}, {"qk_norm": True}, {"qkv_bias": True}], ids=str)
-def test_on_a_cpu_a_model_has_the_bits_of_one_on_torchs_operators(
-    recipe: Recipe, options: dict[str, Any], calls: list[str]
-) -> None:
-    """Gradients of norms' weights included."""
-    plain = on_a_cpu(recipe, "torch", calls, **options)
-    assert not calls
-    fused = on_a_cpu(recipe, "auto", calls, **options)
-    again = {"norm": 16, "gate": 8} if options.get("recompute") else {}
-    assert Counter(calls) == OF_TWO_LAYERS | again
-    assert different(plain, fused) == []
-
-
-def different(one: Results, other: Results) -> list[str]:
-    """Names of tensors that are not the same in every bit but those of a NaN."""
-    pairs = [(name, a, other[name]) for name, a in one.items()]
-    return [n for n, a, b in pairs if a is None or b is None or not torch.equal(a.nan_to_num(7), b.nan_to_num(7))]
-
-
-def watch(model: Any) -> None:
-    model.blocks[0].mlp.down.register_forward_hook(lambda *_: None)
-    model.blocks[1].attention.wq.register_forward_hook(lambda *_: None)
-
-
-def spoil(model: Any) -> None:
-    with torch.no_grad():
-        model.blocks[1].mlp_norm.weight[3] = torch.nan
-
-
-@pytest.mark.parametrize(
-    ("change", "options", "launches"),
-    [
-        (watch, {}, {"norm": 6, "gate": 2, "gradients": 2, "norm_backward": 6}),
-        (spoil, {}, OF_TWO_LAYERS),
-        (None, {"width": 96}, {"gate": 4, "gradients": 4}),
-        (None, {"hidden": 96}, {"norm": 8, "norm_backward": 8}),
-    ],
-)
-def test_on_a_cpu_what_the_kernels_do_not_make_is_torchs_and_a_nan_stays_one(
-    change: Any, options: dict[str, Any], launches: dict[str, int], calls: list[str]
-) -> None:
-    plain = on_a_cpu(NVFP4(), "torch", calls, change, **options)
-    fused = on_a_cpu(NVFP4(), "auto", calls, change, **options)
-    assert Counter(calls) == launches
-    assert different(plain, fused) == []
-    assert fused["loss"] is not None and bool(fused["loss"].isnan()) is (change is spoil)

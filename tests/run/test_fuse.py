@@ -16,7 +16,11 @@ from fp4train.config.schema import TrainSettings, to_config
 from fp4train.errors import UserError
 from fp4train.exchange.trained import load_trained
 from fp4train.hardware import Device, find_gpu
+from fp4train.kernels import cpu
 from fp4train.models.common import liger
+from fp4train.models.common.liger import Liger
+from fp4train.models.common.on_cpu import CpuOperators
+from fp4train.models.common.operators import OF_TORCH
 from fp4train.models.llama import Llama
 from fp4train.models.moe import ExpertShape, MixtureOfExperts
 from fp4train.parallel.world import World
@@ -43,37 +47,57 @@ def test_a_package_that_cannot_be_imported_leaves_a_run_to_torch(monkeypatch: py
     monkeypatch.setitem(sys.modules, "liger_kernel.ops", None)
     built, settings = model(), TrainSettings(steps=1, batch_size=1, microbatch=None, seq_len=8)
     fuse(built, settings, "cuda")
-    assert built.liger is None
+    assert built.operators is OF_TORCH
     with pytest.raises(UserError, match=r"train\.kernels=liger: liger-kernel cannot be imported: .*; train\.ker"):
         fuse(built, replace(settings, kernels="liger"), "cuda")
 
 
 def test_the_plan_says_which_kernels_run_and_why(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     what = "Norms, gates, rotations and the loss run in"
-    said = cli("plan").out
-    assert f"{what} torch's operators, not in liger's kernels: they are for GPUs, and the model is on the cpu" in said
+    in_c = "Norms, gates and rotations run in C kernels, the loss in torch's operators (train.kernels=auto)."
+    assert in_c in cli("plan").out
     assert f"{what} torch's operators: train.kernels=torch asks for them." in cli("plan", "train.kernels=torch").out
     assert "train.kernels=liger: they are for GPUs" in cli("plan", "train.kernels=liger").message
     monkeypatch.setattr(liger, "why_not", lambda device: None)
     assert f"{what} liger's kernels (train.kernels=liger)." in cli("plan", "train.kernels=liger").out
+    assert in_c in cli("plan").out
     compiled = cli("plan", "train.compile=true").out
     assert "The loss runs in liger's kernels (train.kernels=auto)." in compiled
 
 
-def test_the_plan_says_which_norms_and_gates_are_quantised_where_they_are_made_and_why_others_are_not(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch
+def test_the_plan_says_which_norms_gates_and_rotations_c_kernels_make_and_why_not_others(cli: Cli) -> None:
+    """Whatever the layers run: of four blocks the policy keeps one in high precision."""
+    what, shape = "norms, gates and rotations run in", ("model.width=128", "model.hidden=384", "model.layers=4")
+    for recipe in ("bf16", "nvfp4"):
+        said = cli("plan", *shape, f"recipe={recipe}").out
+        assert f"17 {what} C kernels, in the bits of torch's operators." in said and "torch's operators: " not in said
+    assert "C kernels" not in cli("plan", *shape, "train.kernels=torch").out
+    said = cli("plan", *shape, "model.width=160", "recipe=bf16").out
+    assert f"9 {what} torch's operators: 160 features are no multiple of 64." in said
+    assert f"4 {what} torch's operators: 80 features are no multiple of 64." in said
+    assert f"17 {what} torch's operators: activations are float16." in cli("plan", *shape, "recipe=fp16").out
+
+
+@pytest.mark.parametrize(
+    ("kernels", "compiled", "used"), [("auto", False, True), ("auto", True, False), ("torch", False, False)]
+)
+def test_a_run_on_a_cpu_has_c_kernels_unless_torchs_or_the_compilers_are_asked_for(
+    kernels: str, compiled: bool, used: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, each = "norms and gates are quantised where they are made", "attention_norm, mlp_norm, mlp of block"
-    some = f"9 {made} ({each}s 0–2), in the bits of torch's operators."
-    rest = f"3 norms and gates write BF16 ({each} 3): a layer is not three products of codes of its own."
-    shape = ("model.width=128", "model.hidden=384", "model.layers=4", "policy=last15", "phases=none")
-    assert {some, rest} <= set(cli("plan", *shape).out.splitlines())
-    unfused = cli("plan", *shape, "train.kernels=torch").out
-    assert f"12 norms and gates write BF16 ({each}s 0–3): train.kernels=torch asks" in unfused
-    cooled = cli("plan", *shape, "policy=all", "phases=cooldown_bf16", "train.steps=100").out.splitlines()
-    ends = [line.partition(": ")[0] for line in cooled if "norms and gates" in line]
-    assert len(ends) == len(set(ends)) == 2 and all(end.startswith("steps ") for end in ends), "phases differ"
-    assert "x of a layer: 160 features are no multiple of 64." in cli("plan", *shape, "model.width=160").out
+    settings = TrainSettings(steps=1, batch_size=1, microbatch=None, seq_len=8, kernels=kernels, compile=compiled)
+    built = model()
+    fuse(built, settings, "cpu")
+    parts = (built.norm, built.blocks[0].mlp, built.blocks[0].attention)
+    assert {isinstance(part.operators, CpuOperators) for part in parts} == {used}
+    monkeypatch.setattr(cpu, "unavailable", lambda: "not built")
+    built = model()
+    fuse(built, settings, "cpu")
+    assert built.norm.operators is OF_TORCH
+
+
+def test_the_plan_says_which_norms_and_gates_are_quantised_where_they_are_made_and_why_others_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     built = f4.convert(Llama(width=64, layers=2, heads=2, kv_heads=1, hidden=96).build(vocab_size=60, seq_len=32))
     timeline, device = Timeline(recipe=NVFP4(), steps=1), Device.elsewhere(find_gpu("B200"))
     plan = make_plan(find_layers(built).values(), timeline, None, tokens=64, device=device, backend="native")
@@ -84,6 +108,7 @@ def test_the_plan_says_which_norms_and_gates_are_quantised_where_they_are_made_a
         norms = produced_in(built, plan.stretches[0], replace(settings, **changed), "cuda", 64)
         return produced_by(built, plan.stretches, [norms], "cuda")
 
+    made, each = "norms and gates are quantised where they are made", "attention_norm, mlp_norm, mlp of block"
     assert said() == [f"6 {made} ({each}s 0–1), and not written in BF16."]
     assert "train.kernels=torch asks for torch's operators" in said(kernels="torch")[0]
     assert "the compiler has the blocks" in said(compile=True)[0] and said(cuda_graph="block") == said()
@@ -126,7 +151,7 @@ def test_a_run_with_them_resumes_to_the_bit_and_is_read_where_they_do_not_run(
         assert losses("runs/a") == whole
     assert {"norm", "product", "rotation", "loss"} <= {name for name, _ in liger_on_cpu.calls}
     trained = load_trained(Path("runs/a"))
-    assert trained.model.liger is None
+    assert isinstance(trained.model.operators, CpuOperators)
     refused = cli.raw("resume=runs/a", "train.steps=5")
     assert refused.code != 0 and "train.kernels=torch needs no other package" in refused.message
     assert cli.raw("resume=runs/a", "train.steps=5", "train.kernels=torch").code == 0
@@ -136,7 +161,7 @@ def test_a_model_that_gets_its_memory_after_it_was_built_runs_in_them() -> None:
     """On several ranks, from a folder of weights, and where a GPU draws the weights itself."""
     config = to_config(compose(["model=llama_tiny", "model.draw=counter", "device=cpu"]))
     built, deferred = _built_or_deferred(config, 257, World(device=torch.device("cuda")), True)
-    assert deferred and built.liger is not None and built.blocks[0].attention.liger is not None
+    assert deferred and isinstance(built.operators, Liger) and isinstance(built.blocks[0].attention.operators, Liger)
 
 
 @pytest.mark.parametrize(("asked", "used"), [("auto", True), ("torch", False)])
@@ -145,7 +170,7 @@ def test_a_run_on_a_gpu_takes_them_unless_torchs_are_asked_for(
 ) -> None:
     built = model()
     fuse(built, TrainSettings(steps=1, batch_size=1, microbatch=None, seq_len=8, kernels=asked), "cuda")
-    assert (built.liger is not None) is used and (built.blocks[0].mlp.liger is not None) is used
+    assert {isinstance(part.operators, Liger) for part in (built, built.blocks[0].mlp)} == {used}
     monkeypatch.setattr(liger, "_version", lambda: None)
     with pytest.raises(UserError, match="liger-kernel is not installed"):
         fuse(built, TrainSettings(steps=1, batch_size=1, microbatch=None, seq_len=8, kernels="liger"), "cuda")

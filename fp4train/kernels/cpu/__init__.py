@@ -35,7 +35,8 @@ ROUNDINGS: Final = {"nearest": 0, "stochastic": 1, "eden": 2}
 FOUR_OVER_SIX: Final = {None: None, "mae": 2, "mse": 3}
 """Number of the error by which a block chooses between 4 and 6; it stands in place of the formula's."""
 EXTENTS: Final = {None: 0, "tensor": 1, "row": 2, "block": 3}
-FUSED_KINDS: Final = {"norm": 0, "norm_gradients": 1, "gate": 2, "gradients": 3}
+FUSED_KINDS: Final = ("norm", "norm_gradients", "gate", "gate_gradients", "rotation", "rotation_gradients")
+"""By number."""
 
 ROW_BLOCKS: Final = (16, 32, 64, 128)
 """Widths of blocks along contiguous memory."""
@@ -51,7 +52,7 @@ PAIR_ROWS: Final = 128
 STREAM_BYTES: Final = 1 << 24
 """Larger outputs bypass the caches, which could not hold them."""
 
-LAYOUT, VERSION = 2, 4
+LAYOUT, VERSION = 3, 4
 """Versions of the scheme: of its fields, and of the numbers that they hold and the arguments of functions."""
 SCHEME: Final = Struct("=4i2i2i2iI2i3fq")
 """How to quantise: numbers of element, scale, scale rounding, formula; block; whole, extent of the amax; rounding,
@@ -74,8 +75,9 @@ STEP: Final = Struct("=4Q3q5I9f")
 columns to skip; row offset, column offset / 8, the counter's word of the step, layers of the two moments; the numbers
 of the step, and what stays the same over steps."""
 
-FUSED: Final = Struct("=if2q6Q")
-"""A norm, a gate or their gradients (csrc/fused.h): kind, eps; rows, columns; addresses, of what is read first."""
+FUSED: Final = Struct("=3if3q6Q")
+"""A norm, a gate, a rotation or the gradients of one (csrc/fused.h): kind, whether tensors are float32 and not BF16,
+heads of a token, eps; tokens of a sequence, rows, columns; addresses, of what is read first."""
 
 NO_RANDOM: Final = bytes(24)
 """The words of a `RandomKey` for nearest rounding."""
@@ -94,7 +96,7 @@ def _extension() -> ModuleType | str:
 def _stale(extension: ModuleType) -> str | None:
     """Why an extension cannot be used: it was built from other sources than these. None if it can."""
     built = getattr(extension, "layout", None), getattr(extension, "version", None)
-    wanted = (LAYOUT, JOB.size, DECODE.size), VERSION
+    wanted = (LAYOUT, JOB.size, DECODE.size, FUSED.size), VERSION
     if built == wanted:
         return None
     return (
@@ -130,19 +132,28 @@ def step_adamw(tensors: Sequence[torch.Tensor], integers: tuple[int, ...], numbe
 
 
 def fused(
-    kind: str, tensors: Sequence[torch.Tensor], shape: Sequence[int], eps: float = 0.0, machine: Machine | None = None
+    kind: str,
+    tensors: Sequence[torch.Tensor],
+    shape: Sequence[int],
+    eps: float = 0.0,
+    heads: int = 1,
+    time: int = 1,
+    machine: Machine | None = None,
 ) -> None:
-    """Make a norm, a gate or their gradients (`FUSED_KINDS`) of contiguous tensors, which csrc/fused.h names in turn.
+    """Make a norm, a gate, a rotation or the gradients of one (`FUSED_KINDS`) of contiguous tensors, which csrc/fused.h
+    names in turn: of a norm BF16 but for what that file calls float32, of others all BF16 or all float32.
 
     Args:
-        shape: rows and columns, a multiple of 32, of the matrices among them.
+        shape: rows and columns, a multiple of 32, of heads of 64, of the matrices among them.
+        eps: of a norm.
+        heads, time: of a rotation: heads of a token, tokens of a sequence.
 
     Raises:
         ValueError, TypeError: the extension does not take the shape; a tensor has no memory of its own.
     """
     machine = machine or HERE
-    addresses = [each.data_ptr() for each in tensors]
-    job = FUSED.pack(FUSED_KINDS[kind], eps, *shape, *addresses, *[0] * (6 - len(addresses)))
+    addresses, wide = [each.data_ptr() for each in tensors], tensors[0].dtype is torch.float32
+    job = FUSED.pack(FUSED_KINDS.index(kind), wide, heads, eps, time, *shape, *addresses, *[0] * (6 - len(addresses)))
     isa = INSTRUCTION_SETS.index(machine.instruction_set or instruction_sets()[-1])
     loaded().fused(job, machine.threads or torch.get_num_threads(), isa)
 

@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from fp4train.lab.costs.elementwise import BlockTraffic, KernelStandIns, ProducerStandIn
 from fp4train.lab.costs.estimate import shares_x
-from fp4train.models.common.liger import Fusible
+from fp4train.models.common.operators import Fusible
 from fp4train.nn.produced import Producer
 from fp4train.precision.context import Context, use
 from fp4train.precision.layer_plan import LayerPlan
@@ -206,7 +206,7 @@ def _measure(
     fusible = [part for part in block.modules() if liger and isinstance(part, Fusible)]
     with (
         _forwards(forwards),
-        _set(fusible, "liger", kernels),
+        _set(fusible, "operators", kernels),
         _producing({part: ProducerStandIn(kernels, each) for part, each in producers.items()}),
         use(Context(recipe=recipe)),
         _FunctionStandIns(stand_ins, kernels),

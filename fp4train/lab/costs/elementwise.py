@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fp4train.models.common.liger import MOVED
+from fp4train.models.common.liger import MOVED, Liger
 from fp4train.nn.produced import Producer
 from fp4train.quantize.produced import NORM_BACKWARD
 
@@ -113,7 +113,7 @@ class _Fused(torch.autograd.Function):
         return None, None, None, None, None, *(None if each is None else torch.empty_like(each) for each in ctx.like)
 
 
-class KernelStandIns:
+class KernelStandIns(Liger):
     """Stands in for `Liger`, and for torch's norm."""
 
     def __init__(self, traffic: BlockTraffic) -> None:

@@ -18,8 +18,9 @@ from fp4train.backends import widened
 from fp4train.models.common.cache import DecodeCache
 from fp4train.models.common.cut import WHOLE, StageCut, TokenRanks
 from fp4train.models.common.distillation import TeacherStates, chunked_distillation
-from fp4train.models.common.liger import Fusible
+from fp4train.models.common.liger import Liger
 from fp4train.models.common.loss import chunked_cross_entropy
+from fp4train.models.common.operators import Fusible
 from fp4train.nn.ranks import all_rows, local, summed_over, with_summed_gradient
 from fp4train.precision.context import activation_dtype, recompute
 from fp4train.shards import RowOrder
@@ -212,9 +213,8 @@ class Decoder(Fusible, nn.Module):
             return chunked_distillation(x_MD, w_VD, targets_BT.flatten(), teacher, masked=self.masked)
         if targets_BT is None:
             return logits(x_MD, w_VD, self.tensor).view(-1, time, w_VD.shape[0])
-        return chunked_cross_entropy(
-            x_MD, w_VD, targets_BT.flatten(), self.tensor, masked=self.masked, liger=self.liger
-        )
+        liger = self.operators if isinstance(self.operators, Liger) else None
+        return chunked_cross_entropy(x_MD, w_VD, targets_BT.flatten(), self.tensor, masked=self.masked, liger=liger)
 
     def fp4train_stages(self) -> StageCut:
         """How a pipeline cuts the model. Stages send each other the residual stream."""

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from fp4train.backends import widened
 from fp4train.models.common.cache import KeyValues, seen_mask
 from fp4train.models.common.cut import TokenRanks, shared_by
-from fp4train.models.common.liger import Fusible
+from fp4train.models.common.liger import Liger
+from fp4train.models.common.operators import Fusible
 
 if TYPE_CHECKING:
     from fp4train.nn.produced import NormProducer
@@ -52,18 +53,19 @@ class RMSNorm(Fusible, nn.RMSNorm):
             made = self.producer(x, self.weight, self.eps)
             if made is not None:
                 return made
-        if self.liger is not None and self.eps is not None:
-            return self.liger.rms_norm(x, self._weight(x.dtype), self.eps)
-        y: Tensor = F.rms_norm(x, self.normalized_shape, self._weight(x.dtype), self.eps)
-        return y
+        return self.operators.rms_norm(x, self._weight(x.dtype), self.eps)
 
     def of_sum(self, x: Tensor, change: Tensor) -> tuple[Tensor, Tensor]:
         """(y of x + change, x + change), each [..., width], in one pass where Liger's kernels run."""
         produced = self.producer is not None and self.producer.ready(x) is not None
-        if self.liger is not None and self.eps is not None and not produced:
-            return self.liger.add_rms_norm(x, change, self._weight(x.dtype), self.eps)
+        if isinstance(self.operators, Liger) and self.eps is not None and not produced:
+            return self.operators.add_rms_norm(x, change, self._weight(x.dtype), self.eps)
         total = x + change
         return self(total), total
+
+    def fp4train_operations(self) -> Sequence[tuple[str, int]]:
+        """Itself."""
+        return (("norm", self.weight.shape[-1]),)
 
     def _weight(self, dtype: torch.dtype) -> Tensor:
         return (self.weight if self.tensor is None else shared_by(self.tensor, self.weight)).to(dtype)
@@ -112,12 +114,6 @@ def rope_angles(seq_len: int, head_dim: int, base: float, scaling: RopeScaling |
         inverse = inverse if scaling is None else scaling(inverse)
         angles = torch.outer(torch.arange(seq_len).float(), inverse)
     return torch.cat((angles, angles), dim=-1)
-
-
-def rotate(x_BHTE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
-    """Queries or keys [B, heads, T, E], rotated by the angles with the given cosines and sines."""
-    first, second = x_BHTE.chunk(2, dim=-1)
-    return x_BHTE * cos_TE + torch.cat((-second, first), dim=-1) * sin_TE
 
 
 class Attention(Fusible, nn.Module):
@@ -187,10 +183,8 @@ class Attention(Fusible, nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = q.transpose(1, 2), k.transpose(1, 2)
         v = self.wv(x_BTD).view(-1, time, self.kv_heads, self.head_dim).transpose(1, 2)
-        if cos_TE is not None and sin_TE is not None and self.liger is not None:
-            q, k = self.liger.rotate(q, k, cos_TE, sin_TE)
-        elif cos_TE is not None and sin_TE is not None:
-            q, k = rotate(q, cos_TE, sin_TE), rotate(k, cos_TE, sin_TE)
+        if cos_TE is not None and sin_TE is not None:
+            q, k = self.operators.rotate(q, k, cos_TE, sin_TE)
         grouped, causal, mask = self.kv_heads != self.heads, mask_BTT is None, mask_BTT
         if cache is not None:
             k, v = cache.extended(k, v)

@@ -34,6 +34,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from fp4train.models.common.operators import Operators, use
 from fp4train.text import first_line
 
 OLDEST, BEFORE = (0, 8, 5), (0, 9)
@@ -56,7 +57,7 @@ _LARGEST_BLOCK = 1 << 15
 """Columns that a program of the kernel holds (cross_entropy.py MAX_FUSED_SIZE)."""
 
 
-class Liger:
+class Liger(Operators):
     """Liger's kernels, by what they compute. Tensors are on one CUDA device.
 
     Raises:
@@ -73,8 +74,10 @@ class Liger:
         )
         self._loss: Any = import_module("liger_kernel.ops.cross_entropy").liger_cross_entropy_kernel
 
-    def rms_norm(self, x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-        """x / √(mean(x²) + ε) ⊙ w over the last dimension D of x, in its dtype."""
+    def rms_norm(self, x: Tensor, weight_D: Tensor, eps: float | None) -> Tensor:
+        """See `Operators`."""
+        if eps is None:
+            return super().rms_norm(x, weight_D, eps)
         # Offset of the weight, where to round ("gemma": after the product), not over dy, which others may read, rows.
         y: Tensor = self._norm.apply(x, weight_D, eps, 0.0, "gemma", False, None)
         return y
@@ -85,12 +88,12 @@ class Liger:
         return y, total
 
     def silu_product(self, gate: Tensor, up: Tensor) -> Tensor:
-        """silu(gate) ⊙ up. Backward writes the gradients over both, which nothing else may need then."""
+        """See `Operators`. Backward writes the gradients over both, which nothing else may need then."""
         y: Tensor = self._product.apply(gate, up, 1.0, 1.0)
         return y
 
     def rotate(self, q_BHTE: Tensor, k_BHTE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotated queries and keys; in their own memory where they are transposed [B, T, heads, E]."""
+        """See `Operators`; in their own memory where they are transposed [B, T, heads, E]."""
         q, k = self._rotation.apply(q_BHTE, k_BHTE, cos_TE, sin_TE, None, 1, None)
         return q, k
 
@@ -129,13 +132,6 @@ class Liger:
         return losses_C
 
 
-class Fusible:
-    """A module with parts that Liger has kernels for."""
-
-    liger: Liger | None = None
-    """None: torch's operators."""
-
-
 @cache
 def _version() -> tuple[int, ...] | None:
     try:
@@ -167,7 +163,4 @@ def use_liger(model: nn.Module, *, spare: Iterable[nn.Module] = ()) -> None:
 
     A graph of such a model has one backward pass: kernels write over what it saved.
     """
-    kernels, left = Liger(), {inner for module in spare for inner in module.modules()}
-    for module in model.modules():
-        if isinstance(module, Fusible) and module not in left:
-            module.liger = kernels
+    use(model, Liger(), spare=spare)

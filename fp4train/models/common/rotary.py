@@ -1,19 +1,18 @@
 """Decoders of rotary attention and an MLP per block: what Llama and its relatives with experts share."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp4train.models.common.cache import DecodeCache, KeyValues
 from fp4train.models.common.decoder import Decoder, DecoderShape
 from fp4train.models.common.initialise import Filled, Initial, Normal
 from fp4train.models.common.layers import Attention, Produced, RMSNorm, RopeScaling, produced_norms, rope_angles
-from fp4train.models.common.liger import Fusible
+from fp4train.models.common.operators import Fusible
 
 if TYPE_CHECKING:
     from fp4train.nn.produced import GateProducer
@@ -77,11 +76,15 @@ class SwiGLU(Fusible, nn.Module):
         gate, up = self.gate(x_BTD), self.up(x_BTD)
         if self.producer is not None and (made := self.producer(gate, up)) is not None:
             return self.down(made)  # type: ignore[no-any-return]
-        out: Tensor = self.down(F.silu(gate) * up if self.liger is None else self.liger.silu_product(gate, up))
+        out: Tensor = self.down(self.operators.silu_product(gate, up))
         return out
 
+    def fp4train_operations(self) -> Sequence[tuple[str, int]]:
+        """The product."""
+        return (("gate", self.gate.weight.shape[0]),)
 
-class RotaryBlock(nn.Module):
+
+class RotaryBlock(Fusible, nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, shape: RotaryShape, mlp: nn.Module, *, qkv_bias: bool = False) -> None:
@@ -97,6 +100,10 @@ class RotaryBlock(nn.Module):
         )
         self.mlp_norm = RMSNorm(shape.width, eps=shape.norm_eps)
         self.mlp = mlp
+
+    def fp4train_operations(self) -> Sequence[tuple[str, int]]:
+        """The rotation of queries and keys."""
+        return (("rotation", self.attention.head_dim),)
 
     def fp4train_produced(self) -> Produced:
         """The norms."""

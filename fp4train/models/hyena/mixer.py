@@ -34,7 +34,7 @@ from fp4train.models.common.convolution import (
 )
 from fp4train.models.common.cut import HoldsParts
 from fp4train.models.common.initialise import Filled, Initial, Normal, Uniform
-from fp4train.models.common.layers import rotate
+from fp4train.models.common.operators import rotate
 from fp4train.text import check_least
 
 KINDS = {"S": "short convolution", "D": "medium convolution", "H": "long convolution", "*": "attention"}

@@ -1,13 +1,16 @@
-/* RMSNorm and silu(gate) * up, forward and backward, in one pass each with the roundings and the order of additions of
- * torch's operators on CPUs (`quantize/produced_cpu.py`):
+/* RMSNorm, silu(gate) * up and rotary positions, forward and backward, in one pass each with the roundings and the order of additions
+ * of torch's operators on CPUs (`models/common/on_cpu.py`); r rounds to BF16, or where tensors are float32 nothing:
  *
- *   norm            x = bf16(h * rstd * w), rstd = 1 / sqrt(mean(h^2) + eps)
- *   norm_gradients  dh = bf16(dy w rstd + (-sum(dy w h) / 2 * rstd^3 / cols) * 2 h), and dy * (h * rstd) in float32, whose sum over
- *                   rows is dw
- *   gate            h = bf16(bf16(a / e) * up), e = 1 + exp(-a), a = gate
- *   gate_gradients  dgate = bf16(bf16(dh * up) * s * (1 + a (1 - s))), s = 1 / e, and dup = bf16(dh * bf16(a / e))
+ *   norm                x = r(h * rstd * w), rstd = 1 / sqrt(mean(h^2) + eps)
+ *   norm_gradients      dh = r(dy w rstd + (-sum(dy w h) / 2 * rstd^3 / cols) * 2 h), and dy * (h * rstd) in float32, whose sum over
+ *                       rows is dw
+ *   gate                h = r(r(a / e) * up), e = 1 + exp(-a), a = gate
+ *   gate_gradients      dgate = r(r(dh * up) * s * (1 + a (1 - s))), s = 1 / e, and dup = r(dh * r(a / e))
+ *   rotation            y1 = r(r(x1 c1) - r(x2 s1)), y2 = r(r(x2 c2) + r(x1 s2)) of both halves of a head
+ *   rotation_gradients  dx1 = r(r(dy1 c1) + r(dy2 s2)), dx2 = r(r(dy2 c2) - r(dy1 s1))
  *
- * Matrices are contiguous, with a multiple of 32 columns.
+ * Matrices are contiguous, with a multiple of 32 columns, of 64 where they are heads. Those of a norm are BF16. `wide`: those of the
+ * others are float32; a constant in each function that takes it.
  */
 #ifndef FP4_FUSED_H
 #define FP4_FUSED_H
@@ -48,21 +51,35 @@ INLINE float sum_total(Sum *sum) {
     return total;
 }
 
-/* Thirty-two BF16 neighbours as words: the even ones, the odd ones, and back, rounded. A NaN stays one: it has no bits in the lower
- * half, as no operation here gives it any. */
-INLINE I words_at(const uint16_t *p, int64_t at) { return i_load((const int32_t *)(p + at)); }
-INLINE F even_of(I words) { return f_bits(i_shl(words, 16)); }
-INLINE F odd_of(I words) { return f_bits(i_and(words, i_set((int32_t)0xffff0000))); }
-INLINE void store_pairs(uint16_t *p, int64_t at, F even, F odd) {
-    i_store((int32_t *)(p + at), i_upper_halves(round_upper_half(even), round_upper_half(odd)));
+/* Thirty-two neighbours: of BF16 the even ones and the odd ones, of float32 the first sixteen and the others; and back, rounded. A NaN
+ * in BF16 stays one: it has no bits in the lower half, as no operation here gives it any. */
+typedef struct {
+    F a, b;
+} Pair;
+INLINE Pair pair_at(const void *p, int64_t at, int wide) {
+    if (wide) return (Pair){load_floats(p, at, 1), load_floats(p, at + 16, 1)};
+    const I words = i_load((const int32_t *)((const uint16_t *)p + at));
+    return (Pair){f_bits(i_shl(words, 16)), f_bits(i_and(words, i_set((int32_t)0xffff0000)))};
+}
+INLINE void store_pair(void *p, int64_t at, Pair x, int wide) {
+    if (wide) {
+        f_store((float *)p + at, x.a);
+        f_store((float *)p + at + 16, x.b);
+    } else {
+        i_store((int32_t *)((uint16_t *)p + at), i_upper_halves(round_upper_half(x.a), round_upper_half(x.b)));
+    }
+}
+INLINE F rounded(F x, int wide) { return wide ? x : f_bits(round_to_bf16_fast(x)); }
+INLINE void *row_at(const Fused *job, int tensor, int64_t row, int wide) {
+    return (char *)job->at[tensor] + row * job->cols * (wide ? 4 : 2);
 }
 
-static void FN(norm)(const Fused *job, int64_t row0, int64_t row1) {
-    const uint16_t *const w = job->at[1];
+INLINE void norm(const Fused *job, int64_t row0, int64_t row1) {
+    const void *const w = job->at[1];
     const F count = f_set((float)job->cols);
     for (int64_t row = row0; row < row1; row++) {
-        const uint16_t *h = (const uint16_t *)job->at[0] + row * job->cols;
-        uint16_t *x = (uint16_t *)job->at[2] + row * job->cols;
+        const void *const h = row_at(job, 0, row, 0);
+        void *const x = row_at(job, 2, row, 0);
         Sum sum = sum_zero();
         for (int64_t i = 0; i < job->cols; i += SUM_STEP) {
             for (int n = 0; n < 2; n++) {
@@ -77,19 +94,19 @@ static void FN(norm)(const Fused *job, int64_t row0, int64_t row1) {
         f_store(lanes, rstd);
         ((float *)job->at[3])[row] = lanes[0];
         for (int64_t i = 0; i < job->cols; i += 32) {
-            const I a = words_at(h, i), b = words_at(w, i);
-            store_pairs(x, i, f_mul(f_mul(even_of(a), rstd), even_of(b)), f_mul(f_mul(odd_of(a), rstd), odd_of(b)));
+            const Pair a = pair_at(h, i, 0), b = pair_at(w, i, 0);
+            store_pair(x, i, (Pair){f_mul(f_mul(a.a, rstd), b.a), f_mul(f_mul(a.b, rstd), b.b)}, 0);
         }
     }
 }
 
-static void FN(norm_gradients)(const Fused *job, int64_t row0, int64_t row1) {
-    const uint16_t *const w = job->at[2];
+INLINE void norm_gradients(const Fused *job, int64_t row0, int64_t row1) {
+    const void *const w = job->at[2];
     const float *const factors = job->at[3];
     for (int64_t row = row0; row < row1; row++) {
-        const uint16_t *dy = (const uint16_t *)job->at[0] + row * job->cols, *h = (const uint16_t *)job->at[1] + row * job->cols;
-        uint16_t *dh = (uint16_t *)job->at[4] + row * job->cols;
-        float *products = (float *)job->at[5] + row * job->cols;
+        const void *const dy = row_at(job, 0, row, 0), *const h = row_at(job, 1, row, 0);
+        void *const dh = row_at(job, 4, row, 0);
+        float *const products = row_at(job, 5, row, 1);
         const F rstd = f_set(factors[row]);
         Sum sum = sum_zero();
         for (int64_t i = 0; i < job->cols; i += SUM_STEP) {
@@ -104,10 +121,10 @@ static void FN(norm_gradients)(const Fused *job, int64_t row0, int64_t row1) {
         const float r = factors[row];
         const F share = f_set(-0.5f * sum_total(&sum) * (r * r * r) / (float)job->cols), two = f_set(2.0f);
         for (int64_t i = 0; i < job->cols; i += 32) {
-            const I d = words_at(dy, i), a = words_at(h, i), b = words_at(w, i);
-            const F even = f_add(f_mul(f_mul(even_of(d), even_of(b)), rstd), f_mul(share, f_mul(two, even_of(a))));
-            const F odd = f_add(f_mul(f_mul(odd_of(d), odd_of(b)), rstd), f_mul(share, f_mul(two, odd_of(a))));
-            store_pairs(dh, i, even, odd);
+            const Pair d = pair_at(dy, i, 0), a = pair_at(h, i, 0), b = pair_at(w, i, 0);
+            const F first = f_add(f_mul(f_mul(d.a, b.a), rstd), f_mul(share, f_mul(two, a.a)));
+            const F second = f_add(f_mul(f_mul(d.b, b.b), rstd), f_mul(share, f_mul(two, a.b)));
+            store_pair(dh, i, (Pair){first, second}, 0);
         }
     }
 }
@@ -130,44 +147,67 @@ INLINE F one_and_exp(F a) {
     return f_fma(f_mul(u, half), f_set(2.0f), f_set(1.0f));
 }
 
-INLINE F bf16_grid(F x) { return f_bits(round_to_bf16_fast(x)); }
-INLINE F gated(F a, F up) { return f_mul(bf16_grid(f_div(a, one_and_exp(a))), up); }
+INLINE F gated(F a, F up, int wide) { return f_mul(rounded(f_div(a, one_and_exp(a)), wide), up); }
 
-static void FN(gate)(const Fused *job, int64_t row0, int64_t row1) {
-    const int64_t begin = row0 * job->cols, end = row1 * job->cols;
-    const uint16_t *gate = job->at[0], *up = job->at[1];
-    uint16_t *h = job->at[2];
-    for (int64_t i = begin; i < end; i += 32) {
-        const I a = words_at(gate, i), b = words_at(up, i);
-        store_pairs(h, i, gated(even_of(a), even_of(b)), gated(odd_of(a), odd_of(b)));
+INLINE void gate(const Fused *job, int64_t row0, int64_t row1, int wide) {
+    for (int64_t i = row0 * job->cols; i < row1 * job->cols; i += 32) {
+        const Pair a = pair_at(job->at[0], i, wide), up = pair_at(job->at[1], i, wide);
+        store_pair(job->at[2], i, (Pair){gated(a.a, up.a, wide), gated(a.b, up.b, wide)}, wide);
     }
 }
 
 typedef struct {
     F gate, up;
 } Gradients;
-INLINE Gradients gradients_of(F d, F a, F up) {
+INLINE Gradients gradients_of(F d, F a, F up, int wide) {
     const F one = f_set(1.0f), e = one_and_exp(a), s = f_div(one, e);
-    const F slope = f_add(one, f_mul(a, f_sub(one, s)));
-    return (Gradients){f_mul(f_mul(bf16_grid(f_mul(d, up)), s), slope), f_mul(d, bf16_grid(f_div(a, e)))};
+    const F rest = f_sub(one, s), slope = wide ? f_fma(a, rest, one) : f_add(one, f_mul(a, rest)); /* as compilers of torch have it */
+    return (Gradients){f_mul(f_mul(rounded(f_mul(d, up), wide), s), slope), f_mul(d, rounded(f_div(a, e), wide))};
 }
-static void FN(gate_gradients)(const Fused *job, int64_t row0, int64_t row1) {
-    const int64_t begin = row0 * job->cols, end = row1 * job->cols;
-    const uint16_t *dh = job->at[0], *gate = job->at[1], *up = job->at[2];
-    for (int64_t i = begin; i < end; i += 32) {
-        const I d = words_at(dh, i), a = words_at(gate, i), b = words_at(up, i);
-        const Gradients even = gradients_of(even_of(d), even_of(a), even_of(b)), odd = gradients_of(odd_of(d), odd_of(a), odd_of(b));
-        store_pairs(job->at[3], i, even.gate, odd.gate);
-        store_pairs(job->at[4], i, even.up, odd.up);
+INLINE void gate_gradients(const Fused *job, int64_t row0, int64_t row1, int wide) {
+    for (int64_t i = row0 * job->cols; i < row1 * job->cols; i += 32) {
+        const Pair d = pair_at(job->at[0], i, wide), a = pair_at(job->at[1], i, wide), up = pair_at(job->at[2], i, wide);
+        const Gradients x = gradients_of(d.a, a.a, up.a, wide), y = gradients_of(d.b, a.b, up.b, wide);
+        store_pair(job->at[3], i, (Pair){x.gate, y.gate}, wide);
+        store_pair(job->at[4], i, (Pair){x.up, y.up}, wide);
+    }
+}
+
+/* r(r(x a) + r(y b)), or their difference */
+INLINE F turned(F x, F a, F y, F b, int minus, int wide) {
+    const F first = rounded(f_mul(x, a), wide), second = rounded(f_mul(y, b), wide);
+    return minus ? f_sub(first, second) : f_add(first, second);
+}
+
+/* A row is a head of a token: at[0] and at[3]; cosines and sines of the `time` positions: at[1] and at[2]. */
+INLINE void rotation(const Fused *job, int64_t row0, int64_t row1, int wide, int back) {
+    const int64_t half = job->cols / 2;
+    for (int64_t row = row0; row < row1; row++) {
+        const int64_t position = row / job->heads % job->time;
+        const void *const x = row_at(job, 0, row, wide), *const cosine = row_at(job, 1, position, wide), *const sine = row_at(job, 2, position, wide);
+        void *const y = row_at(job, 3, row, wide);
+        for (int64_t i = 0; i < half; i += 32) {
+            const Pair x1 = pair_at(x, i, wide), x2 = pair_at(x, half + i, wide), c1 = pair_at(cosine, i, wide), c2 = pair_at(cosine, half + i, wide);
+            const Pair sines[2] = {pair_at(sine, i, wide), pair_at(sine, half + i, wide)}, s1 = sines[back], s2 = sines[!back];
+            store_pair(y, i, (Pair){turned(x1.a, c1.a, x2.a, s1.a, !back, wide), turned(x1.b, c1.b, x2.b, s1.b, !back, wide)}, wide);
+            store_pair(y, half + i, (Pair){turned(x2.a, c2.a, x1.a, s2.a, back, wide), turned(x2.b, c2.b, x1.b, s2.b, back, wide)}, wide);
+        }
+    }
+}
+
+INLINE void fused_rows(const Fused *job, int64_t row0, int64_t row1, int wide) {
+    switch (job->kind) {
+    case FUSED_NORM: norm(job, row0, row1); break;
+    case FUSED_NORM_GRADIENTS: norm_gradients(job, row0, row1); break;
+    case FUSED_GATE: gate(job, row0, row1, wide); break;
+    case FUSED_GATE_GRADIENTS: gate_gradients(job, row0, row1, wide); break;
+    case FUSED_ROTATION: rotation(job, row0, row1, wide, 0); break;
+    default: rotation(job, row0, row1, wide, 1);
     }
 }
 
 static void FN(fused)(const Fused *job, int64_t row0, int64_t row1) {
-    switch (job->kind) {
-    case FUSED_NORM: FN(norm)(job, row0, row1); break;
-    case FUSED_NORM_GRADIENTS: FN(norm_gradients)(job, row0, row1); break;
-    case FUSED_GATE: FN(gate)(job, row0, row1); break;
-    default: FN(gate_gradients)(job, row0, row1);
-    }
+    if (job->wide) fused_rows(job, row0, row1, 1);
+    else fused_rows(job, row0, row1, 0);
 }
 #endif

@@ -69,7 +69,7 @@ typedef struct {
 
 /* --- Structs packed by Python with struct ("=": native order, no padding); kernels/cpu/__init__.py documents the fields. A change of a
  * field requires a new LAYOUT in both places: an extension with another layout is refused when it is loaded. --- */
-enum { LAYOUT = 2 };
+enum { LAYOUT = 3 };
 /* Of the numbers that fields can hold, and of the arguments of functions. An extension of another version does not know some. */
 enum { VERSION = 4 };
 enum { MAX_HADAMARD = 128 };
@@ -122,26 +122,30 @@ typedef struct {
     int stream;
 } DecodeJob;
 
-enum { FUSED_NORM, FUSED_NORM_GRADIENTS, FUSED_GATE, FUSED_GATE_GRADIENTS };
+enum { FUSED_NORM, FUSED_NORM_GRADIENTS, FUSED_GATE, FUSED_GATE_GRADIENTS, FUSED_ROTATION, FUSED_ROTATION_GRADIENTS };
 enum { FUSED_TENSORS = 6 };
 
-/* A norm, a gate or its gradients; see fused.h. */
+/* A norm, a gate, a rotation, or the gradients of one; see fused.h. */
 typedef struct {
     int kind;
+    int wide;  /* tensors of a gate or rotation are float32, not BF16 */
     float eps; /* of a norm */
+    int64_t heads, time; /* of a rotation: heads of a token, tokens of a sequence */
     int64_t rows, cols;
     void *at[FUSED_TENSORS]; /* what is read, then what is written */
 } Fused;
 
 typedef struct {
-    int32_t kind;
+    int32_t kind, wide, heads;
     float eps;
-    int64_t rows, cols;
+    int64_t time, rows, cols;
     uint64_t at[FUSED_TENSORS]; /* addresses */
 } PackedFused;
+_Static_assert(sizeof(PackedFused) == 16 + 24 + 8 * FUSED_TENSORS, "no padding: Python packs none");
 
-/* Every kernel processes the rectangle [row0, row1) x [col0, col1) of its job; col0 is a multiple of 256 and of the block.
- * ahead: distance in bytes to the next rectangle, which is prefetched meanwhile; 0 for none. */
+/* `fused` makes the rows [row0, row1) of its job. Every other kernel processes the rectangle [row0, row1) x [col0, col1) of its job;
+ * col0 is a multiple of 256 and of the block. ahead: distance in bytes to the next rectangle, which is prefetched meanwhile; 0 for
+ * none. */
 typedef struct {
     void (*quantize_rows)(const Job *, int64_t row0, int64_t row1, int64_t col0, int64_t col1);
     void (*quantize_columns)(const Job *, int64_t row0, int64_t row1, int64_t col0, int64_t col1, int64_t ahead);

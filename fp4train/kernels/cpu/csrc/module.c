@@ -12,7 +12,7 @@
 
 #include "adamw.h"
 #include "fused_call.h"
-#include "job.h"
+#include "machine.h"
 #include "philox_one.h"
 #include "threads.h"
 
@@ -382,8 +382,7 @@ static void write_global_decode(const float *amax, float *out, int64_t count, fl
     }
 }
 
-/* threads, isa */
-static const Kernels *machine_of(PyObject *const *arguments, int *threads) {
+const Kernels *machine_of(PyObject *const *arguments, int *threads) {
     const long count = PyLong_AsLong(arguments[0]), isa = PyLong_AsLong(arguments[1]);
     if ((count == -1 || isa == -1) && PyErr_Occurred()) return NULL;
     const Kernels *kernels = kernels_of((int)isa);
@@ -516,9 +515,9 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-/* `layout`: (LAYOUT, bytes of a packed job, bytes of a packed decode job), which must equal those of Python. */
+/* `layout`: (LAYOUT, bytes of a packed job, of a packed decode job, of a packed fused job), which must equal those of Python. */
 static int add_layout(PyObject *module) {
-    PyObject *layout = Py_BuildValue("(inn)", LAYOUT, (Py_ssize_t)sizeof(PackedJob), (Py_ssize_t)sizeof(PackedDecode));
+    PyObject *layout = Py_BuildValue("(innn)", LAYOUT, (Py_ssize_t)sizeof(PackedJob), (Py_ssize_t)sizeof(PackedDecode), (Py_ssize_t)sizeof(PackedFused));
     const int failed = !layout || PyModule_AddObjectRef(module, "layout", layout) < 0 || PyModule_AddIntConstant(module, "version", VERSION) < 0;
     Py_XDECREF(layout);
     return failed ? -1 : 0;

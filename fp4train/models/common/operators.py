@@ -1,0 +1,52 @@
+"""The operations between a model's products, and what computes them: torch's operators, which are those here, Liger's
+kernels on NVIDIA GPUs (`liger.py`), or C kernels on CPUs (`on_cpu.py`)."""
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def rotate(x_BHTE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
+    """Queries or keys [B, heads, T, E], rotated by the angles with the given cosines and sines."""
+    first, second = x_BHTE.chunk(2, dim=-1)
+    return x_BHTE * cos_TE + torch.cat((-second, first), dim=-1) * sin_TE
+
+
+class Operators:
+    """torch's operators."""
+
+    def rms_norm(self, x: Tensor, weight_D: Tensor, eps: float | None) -> Tensor:
+        """x / √(mean(x²) + ε) ⊙ w over the last dimension D of x, in its dtype."""
+        return F.rms_norm(x, x.shape[-1:], weight_D, eps)
+
+    def silu_product(self, gate: Tensor, up: Tensor) -> Tensor:
+        """silu(gate) ⊙ up."""
+        return F.silu(gate) * up
+
+    def rotate(self, q_BHTE: Tensor, k_BHTE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotated queries and keys."""
+        return rotate(q_BHTE, cos_TE, sin_TE), rotate(k_BHTE, cos_TE, sin_TE)
+
+
+OF_TORCH: Final = Operators()
+
+
+class Fusible:
+    """A module that has such operations."""
+
+    operators: Operators = OF_TORCH
+
+    def fp4train_operations(self) -> Sequence[tuple[str, int]]:
+        """(Kind, features) of its own operations that C kernels may compute; see `on_cpu.why_not`."""
+        return ()
+
+
+def use(model: nn.Module, operators: Operators, *, spare: Iterable[nn.Module] = ()) -> None:
+    """Compute the operations of `model` so, but for those inside of the modules `spare`."""
+    left = {inner for module in spare for inner in module.modules()}
+    for module in model.modules():
+        if isinstance(module, Fusible) and module not in left:
+            module.operators = operators
