@@ -113,8 +113,8 @@ def produced_by(
             why.setdefault(reason, []).append(name)
         lines = [f"{len(group)} norms and gates write BF16 ({_places(group)}): {r}." for r, group in why.items()]
         if here := [names[owner] for owner in found.producers]:
-            done = f"{len(here)} norms and gates are quantised where they are made ({_places(here)}), and not written in BF16."
-            lines.insert(0, done)
+            done = f"{len(here)} norms and gates are quantised where they are made ({_places(here)})"
+            lines.insert(0, f"{done}, and not written in BF16.")
         said[stretch.title.partition(":")[0]] = lines
     if len({tuple(lines) for lines in said.values()}) == 1:
         return next(iter(said.values()))
