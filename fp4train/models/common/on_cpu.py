@@ -62,7 +62,7 @@ class CpuOperators(Operators):
 
     def rms_norm(self, x: Tensor, weight_D: Tensor, eps: float | None) -> Tensor:
         """See `Operators`."""
-        if eps is None or not _take("norm", x, weight_D):
+        if eps is None or weight_D.shape != x.shape[-1:] or not _take("norm", x, weight_D):
             return super().rms_norm(x, weight_D, eps)
         y: Tensor = _Norm.apply(x, weight_D, eps)  # type: ignore[no-untyped-call]
         return y
@@ -77,7 +77,8 @@ class CpuOperators(Operators):
 
     def rotate(self, q_BHTE: Tensor, k_BHTE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> tuple[Tensor, Tensor]:
         """See `Operators`."""
-        if not _take("rotation", q_BHTE, k_BHTE, cos_TE, sin_TE):
+        alike = cos_TE.shape == sin_TE.shape == q_BHTE.shape[-2:] == k_BHTE.shape[-2:]
+        if not alike or not _take("rotation", q_BHTE, k_BHTE, cos_TE, sin_TE):
             return super().rotate(q_BHTE, k_BHTE, cos_TE, sin_TE)
         angles = cos_TE.contiguous(), sin_TE.contiguous(), "rotation"
         q, k = (_Rotation.apply(each, *angles) for each in (q_BHTE, k_BHTE))  # type: ignore[no-untyped-call]

@@ -230,6 +230,7 @@ ALL = {"norm": 1, "gate": 1, "rotation": 2}
         ({"autocast": True}, {}),
         ({"width": 96}, {"gate": 1}),
         ({"apart": True}, {"norm": 1, "rotation": 2}),
+        ({"one angle": True}, {"norm": 1, "gate": 1}),
     ],
     ids=str,
 )
@@ -240,6 +241,7 @@ def test_a_call_that_they_do_not_take_is_torchs(
     x = torch.randn(2, 8, 1, 2 * width, generator=torch.Generator().manual_seed(1)).to(dtype)
     x = (x[..., ::2] if "apart" in change else x[..., :width].contiguous()).requires_grad_()
     weight, angles = x.detach()[0, 0, 0], tuple(x.detach()[:, 0].expand(2, 1, width))
+    angles = tuple(each[:, :1] for each in angles) if "one angle" in change else angles
     with torch.autocast("cpu", enabled="autocast" in change), torch.set_grad_enabled("no_grad" not in change):
         ours = operations(CpuOperators(), x, weight, angles)
         theirs = operations(OF_TORCH, x, weight, angles)
