@@ -103,7 +103,7 @@ LATER = {
         ("lab/doctor/recipes.py:check_all", "lab/doctor/recipes.py:_outcome", "lab/costs/cluster.py:ClusterCost._host"),
     ),
     "Liger's kernels, those that a plan names": Capability(
-        209,
+        197,
         2,
         ("models/common/liger.py", "run/fuse.py"),
         ("models/common/layers.py:RMSNorm.of_sum", "models/common/layers.py:RMSNorm._weight"),
