@@ -163,6 +163,16 @@ LATER = {
         ("backends/te/given.py", "nn/backend_sources.py", "nn/executors/stacked.py"),
         ("nn/executors/whole_layer.py:BackendLayer._given",),
     ),
+    "weights that Transformer Engine takes as codes from shards": Capability(
+        112,
+        1,
+        ("backends/te/weights.py",),
+        (
+            *("backends/te/translate.py:why_no_codes", "backends/te/executor.py:_Built.with_codes"),
+            *("backends/te/quantizers.py:element_dtype", "quantize/quantized.py:Quantized.contiguous"),
+            *("nn/executors/whole_layer.py:BackendLayer._codes", "nn/executors/whole_layer.py:BackendLayer.w"),
+        ),
+    ),
 }
 """A new capability has an entry of its own; its lines are what it needs. An entry names its files or its parts."""
 

@@ -124,6 +124,7 @@ class LayerKernels(LayerState, Protocol):
         freed: bool = False,
         readers: Readers | None = None,
         parts: Sequence[Tensor] = (),
+        codes: Callable[[bool], Prepared] | None = None,
     ) -> Tensor:
         """y [*, N] of x [*, K] in the table's dtype; gradients through autograd.
 
@@ -134,6 +135,8 @@ class LayerKernels(LayerState, Protocol):
         nothing as large as it may be kept in between.
         readers: the layers that read this x; None: only this one.
         parts: the parameters whose rows `weight` is, by which it is known as the same; none: it is a parameter.
+        codes: gives the weight as it was quantised elsewhere, in forward w [N, K] for fprop (False), in backward
+        wᵀ [K, N] for dgrad (True); `weight` has only its shape and gradient then. None: the kernels quantise it.
         """
 
     def release(self) -> None:
@@ -231,6 +234,10 @@ class LayerBackend(Protocol):
 
     def shares_input(self, table: Table, device: Device) -> bool:
         """Whether it quantises an x that several layers read once for all."""
+
+    def why_no_codes(self, table: Table, layer: Shape, device: Device) -> str | None:
+        """Why its kernels of a layer on `device` that runs `table` take no codes of the weight (`LayerKernels`), so
+        that they must have its values; None: they take them."""
 
     def kernels(self, name: str) -> LayerKernels:
         """The kernels of the layer of this name; nothing is imported or allocated before the first call."""

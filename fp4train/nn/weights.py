@@ -61,7 +61,8 @@ class WeightForm:
 
     __slots__ = (
         *("amax_ranks", "both", "decode", "dtype", "fused", "key", "make", "operand", "quantizer", "requantise"),
-        *("rounded_from", "rounding_ranks", "runs", "spec", "start", "tiles", "transposed", "turned_from"),
+        *("rounded_from", "rounding_ranks", "runs", "spec", "start", "strided", "tiles", "transposed"),
+        "turned_from",
     )
 
     def __init__(
@@ -108,6 +109,8 @@ class WeightForm:
         before = None if spec is None else spec.requantises
         if column_wise and before is not None and device == "cpu" and not self.amax_ranks:
             self.rounded_from = (before, backend.name, dtype, False)
+        self.strided = False
+        """Whether gathered codes may be views of what came, in whatever order of memory."""
         self.tiles = backend.takes_tiles and spec is not None and spec.scale_format.is_byte
         self.key = (spec, backend.name, dtype, column and not self.transposed)
 
@@ -122,8 +125,9 @@ class WeightForm:
 
     def finish(self, prepared: Prepared) -> Prepared:
         """This form from codes that were gathered, or from the values that serve both forms."""
-        if isinstance(prepared, Quantized) and self.decode is not None:
-            prepared = self.decode(prepared)
+        if isinstance(prepared, Quantized):
+            prepared = prepared if self.strided else prepared.contiguous()
+            prepared = prepared if self.decode is None else self.decode(prepared)
         if self.transposed:
             assert isinstance(prepared, Decoded)
             return Decoded(prepared.values.T, prepared.scale)

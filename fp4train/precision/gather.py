@@ -17,7 +17,6 @@ from typing import Final, NamedTuple
 
 import torch
 
-from fp4train.backends import LAYER_BACKENDS
 from fp4train.precision.layer_plan import LayerPlan
 from fp4train.quantize import QuantSpec, packed_bytes, why_not_cut
 
@@ -113,8 +112,8 @@ def _why_rounded(plan: LayerPlan) -> str | None:
     if plan.why_no_codes is not None:
         return plan.why_no_codes
     # No backend runs a part of a layer as a whole: parts are quantised by fp4train.
-    if plan.layer_backend is not None and plan.layer.cut is None:
-        return f"{LAYER_BACKENDS[plan.layer_backend].title} quantises the weight itself"
+    if plan.layer_backend is not None and plan.layer.cut is None and plan.why_values is not None:
+        return plan.why_values
     row, column = plan.fprop.operands.second, plan.dgrad.operands.second
     if column is not None and column.requantises is not None:
         column = None  # it is made of the codes of fprop

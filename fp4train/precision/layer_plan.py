@@ -67,6 +67,8 @@ class LayerPlan:
         fprop, dgrad, wgrad: its GEMMs.
         outliers: what its outlier channels run, as a layer of so many in features, apart from the GEMMs above.
         readers: the layers that quantise the same x alike, this one included, as the model says (`fp4train_fused`).
+        why_values: why a backend that runs the three GEMMs together must have the weight's values; None: it takes codes
+            that were made elsewhere, or each GEMM has its own backend.
     """
 
     layer: Layer
@@ -76,6 +78,7 @@ class LayerPlan:
     wgrad: Gemm
     outliers: LayerPlan | None = None
     readers: tuple[str, ...] = field(default=(), repr=False, compare=False)
+    why_values: str | None = field(default=None, repr=False, compare=False)
 
     @property
     def why_no_codes(self) -> str | None:
@@ -222,7 +225,9 @@ def resolve(
         why += sums_note(operands, name, chosen, device)
         marks = {"divided": name in divided, "grouped": grouped}
         gemms[name] = Gemm(name=name, operands=operands, dtype=own.dtype, backend=chosen, why=why, **marks)
-    return LayerPlan(layer=layer, recipe=own, readers=alike, **gemms)
+    whole = LAYER_BACKENDS.get(choices["fprop"].backend)
+    why_values = None if whole is None else whole.why_no_codes(table, layer, device)
+    return LayerPlan(layer=layer, recipe=own, readers=alike, why_values=why_values, **gemms)
 
 
 def fused_note(layer: Layer, recipe: Recipe, gemm: str) -> str:

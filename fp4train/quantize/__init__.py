@@ -1,6 +1,7 @@
 """Quantisation of 2-D operands: specs, scales, rounding, transforms, layouts, and the choice of the kernel."""
 
 from fp4train.quantize.layout import nvfp4_quantize as nvfp4_quantize
+from fp4train.quantize.layout import tiled_scales as tiled_scales
 from fp4train.quantize.layout import to_torch as to_torch
 from fp4train.quantize.quantized import Decoded as Decoded
 from fp4train.quantize.quantized import Quantized as Quantized

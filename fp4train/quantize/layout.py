@@ -69,7 +69,13 @@ def to_torch(q: Quantized) -> Quantized:
     codes = q.codes.contiguous().view(DATA_DTYPES[q.spec.element])
     if q.spec.scale not in TILED_DTYPES:
         return q._replace(codes=codes)
-    height = q.spec.block[0] or 1
-    scales = q.scales if height == 1 else q.scales.repeat_interleave(height, dim=0)[: q.shape[0]]
-    scales = swizzle_scales(scales).view(TILED_DTYPES[q.spec.scale])
+    scales = tiled_scales(q).view(TILED_DTYPES[q.spec.scale])
     return q._replace(codes=codes, scales=scales, factor=q.global_decode())
+
+
+def tiled_scales(q: Quantized) -> Tensor:
+    """The block scales of `q`, bytes, flat in the 128x4 layout, one per row and block; as they are if they lie so."""
+    if q.tiled:
+        return q.scales
+    height = q.spec.block[0] or 1
+    return swizzle_scales(q.scales if height == 1 else q.scales.repeat_interleave(height, dim=0)[: q.shape[0]])

@@ -66,6 +66,11 @@ class Quantized(NamedTuple):
         """Whether the scales lie in tiles."""
         return self.scales.dim() == 1
 
+    def contiguous(self) -> "Quantized":
+        """Itself, with its tensors' rows one after the other in memory, as kernels read them."""
+        amax = None if self.amax is None else self.amax.contiguous()
+        return self._replace(codes=self.codes.contiguous(), scales=self.scales.contiguous(), amax=amax)
+
     def block_scales(self) -> Tensor:
         """The block scales as float32 factors, row after row, without the scale of the tensor or row."""
         scales, (height, cols) = self.scales, self.spec.block

@@ -141,8 +141,11 @@ def joined(shard: Quantized, tensors: Sequence[Tensor], extent: int, *, columns:
         shard: one of its shards; what `divided_tensors` does not give is the same in all.
         tensors: the `divided_tensors` of the shards, joined along their first axis.
         extent: rows or columns of the whole.
+
+    Returns:
+        With `columns` its tensors are transposed views of those that were joined (`Quantized.contiguous`).
     """
-    (rows, cols), found = shard.shape, [each.T.contiguous() if columns else each for each in tensors]
+    (rows, cols), found = shard.shape, [each.T if columns else each for each in tensors]
     codes = found.pop(0)
     scales = shard.scales if shard.spec.block[1 if columns else 0] is None else found.pop(0)
     shape = (rows, extent) if columns else (extent, cols)

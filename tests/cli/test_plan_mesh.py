@@ -215,7 +215,8 @@ def test_the_blocks_of_each_stage_are_named(capsys: pytest.CaptureFixture[str]) 
     ("recipe", "said"),
     [
         ("bf16", "in BF16 (2 B per weight), in which they are multiplied"),
-        ("mxfp8", "in BF16 (2 B per weight), because Transformer Engine quantises the weight itself; one rank"),
+        ("mxfp8", "as codes and scales (1.03 B per weight), which keep the bits of one rank"),
+        ("fp8_delayed", "in BF16 (2 B per weight), because Transformer Engine enters the amax of the weight into its"),
         ("mxfp4", "as codes and scales (0.531 B per weight), which keep the bits of one rank"),
     ],
 )
@@ -230,7 +231,7 @@ def test_a_sentence_says_what_is_sent_and_the_table_how_much(
     linear = [row for row in found["gemms"] if row["gemm"] == "fprop" and row["layer"] != "head"]
     inner = sum(row["size"][1] * row["size"][2] for row in linear)
     rest = cost["parameters"] - inner  # norms, embedding and head
-    each = {"bf16": 2, "mxfp8": 2, "mxfp4": 0.53125}[recipe]
+    each = {"bf16": 2, "mxfp8": 1.03125, "fp8_delayed": 2, "mxfp4": 0.53125}[recipe]
     assert forward["sent"] == pytest.approx((each * inner + 4 * rest) / 2)
 
 

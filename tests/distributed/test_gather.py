@@ -1,68 +1,15 @@
 """FSDP's gather of weights as codes and scales: what is sent, and that the loss does not know."""
 
-import json
 from typing import Any
 
 import pytest
+from wire import BYTES, COUNT, WEIGHTS, WIDE, plan, sent
 
 pytestmark = pytest.mark.long
 
 Ranks = Any
 
-WIDE = (
-    *("model.width=64", "model.layers=2", "model.heads=2", "model.kv_heads=2", "model.hidden=128"),
-    *("train.steps=6", "policy=all"),
-)
-"""Shards of two ranks are whole blocks of 32 rows."""
-
 SHORT = ("train.steps=4", "phases=none")
-
-COUNT = """
-import atexit, json, pathlib
-import torch, torch.distributed as dist
-sent = []
-for name in ("all_gather_into_tensor", "all_gather_single", "all_reduce", "all_to_all_single"):
-    original = getattr(dist, name, None)
-    if original is None:
-        continue
-    def counted(*tensors, original=original, name=name, **options):
-        tensor = options.get("input_tensor", tensors[0 if name == "all_reduce" else 1] if tensors else None)
-        maximum = options.get("op") == dist.ReduceOp.MAX
-        backward = torch._C._current_graph_task_id() != -1
-        sent.append((name, tensor.nbytes, str(tensor.dtype), maximum, backward, step[0]))
-        return original(*tensors, **options)
-    setattr(dist, name, counted)
-import fp4train.train as loop
-step, first = [None], loop.train_step
-def train_step(run, recipe):
-    step[0] = run.step
-    made = first(run, recipe)
-    step[0] = None
-    pathlib.Path(f"sent{rank}.json").write_text(json.dumps(sent))
-    return made
-loop.train_step = train_step
-"""
-"""Every rank records the bytes that it gives to each collective."""
-
-
-def sent(ranks: Ranks, *, step: int) -> list[dict[str, Any]]:
-    """What rank 1 sent in a step."""
-    names = ("collective", "bytes", "dtype", "maximum", "backward", "step")
-    found = [dict(zip(names, each, strict=True)) for each in json.loads((ranks.folder / "sent1.json").read_text())]
-    return [each for each in found if each["step"] == step]
-
-
-WEIGHTS = 4 * 64 * 64 + 3 * 64 * 128
-"""Of a block's linear layers; beside them it has two norms of 64."""
-
-
-BYTES = {
-    **{"nvfp4": 0.5 + 1 / 256, "nvfp4_four_over_six": 0.5 + 1 / 256, "mxfp4": 0.5 + 1 / 32, "mxfp8": 1 + 1 / 32},
-    **{"fp8_current": 1, "fp8_delayed": 1, "bf16": 2, "mxfp6": 1 + 1 / 32},
-    # A float32 scale for each of 576 rows, which are no longer than an outer block.
-    **{"quartet_ii": 0.5 + 1 / 16, "tetrajet_v2": 0.5 + 1 / 16 + 4 * 576 / (4 * 64 * 64 + 3 * 64 * 128)},
-}
-"""Per weight and gather."""
 
 
 @pytest.mark.parametrize(
@@ -234,11 +181,3 @@ def test_a_resume_goes_on_in_the_same_bits_with_either_gather(ranks: Ranks) -> N
     ended = ranks(2, "resume=runs/whole", "resume_step=3", "run.name=parts", "parallel.gather=fp32")
     assert ended.codes == [0, 0], ended.err
     assert ranks.state("whole") == ranks.state("parts")
-
-
-def plan(ranks: Ranks, name: str) -> list[str]:
-    """What plan.txt says about the gather."""
-    text = (ranks.folder / "runs" / name / "plan.txt").read_text(encoding="utf-8")
-    lines = text.splitlines()
-    start = next((n for n, line in enumerate(lines) if line.startswith("weights of the blocks")), len(lines))
-    return lines[start:]

@@ -19,6 +19,7 @@ NO_PACKAGE = {
 
 PROGRAMS = {
     "backends/te/te_calls_on_cpu.py": "one test starts it",
+    "backends/te/te_codes_on_cpu.py": "one test starts it",
     "backends/te/te_experts_on_cpu.py": "one test starts it",
     "backends/te/te_host_on_cpu.py": "one test and a script start it",
     "backends/te/te_joint_on_cpu.py": "one test starts it",

@@ -19,7 +19,7 @@ def test_a_weight_that_came_rounded_is_whole_without_another_gather() -> None:
     gather._received = {Payload(None, dtype=torch.bfloat16): Sent((rounded,))}
     whole = Gathered(gather, layer.weight.shape, rounded.device)
     assert torch.equal(whole.view(4, 8).clone(), rounded.float())
-    kept = ValuesFunction.apply(whole.requires_grad_(), [])  # type: ignore[no-untyped-call]
+    kept = ValuesFunction.apply(whole.requires_grad_(), [], True)  # type: ignore[no-untyped-call]
     assert kept.dtype == torch.bfloat16 and kept.data_ptr() == rounded.data_ptr(), "no copy"
     (gradient,) = torch.autograd.grad(kept, whole, torch.ones_like(kept))
     assert gradient.dtype == torch.float32

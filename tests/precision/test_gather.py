@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from fp4train.backends.te import translate
 from fp4train.hardware import Device, find_gpu
-from fp4train.precision import BF16, MXFP8, NVFP4, LayerPolicy, QuartetII, Recipe, TetraJetV2
+from fp4train.precision import BF16, MXFP8, NVFP4, FP8Current, FP8Delayed, LayerPolicy, QuartetII, Recipe, TetraJetV2
 from fp4train.precision.gather import WireForm, effective, wire_form
 from fp4train.precision.layer_plan import LayerPlan, part_of, resolve
 from fp4train.precision.layers import Layer
@@ -56,11 +57,39 @@ def test_no_recipe_sends_more_than_bf16(recipes: dict[str, Recipe], gpu: str | N
     assert max(most.values()) <= 2
 
 
-def test_a_weight_that_transformer_engine_quantises_travels_in_bf16() -> None:
-    layer = Layer(name="x", in_features=64, out_features=64, block=0, blocks=1)
-    made = resolve(layer, NVFP4(), None, "auto", Device.elsewhere(find_gpu("B200")))
-    why = "Transformer Engine quantises the weight itself"
+def on_te(recipe: Recipe, rows: int = 64, experts: int = 0) -> LayerPlan:
+    layer = Layer(name="x", in_features=64, out_features=rows, block=0, blocks=1, experts=experts)
+    return resolve(layer, recipe, None, "te", Device.elsewhere(find_gpu("B200")))
+
+
+@pytest.mark.parametrize("recipe", [NVFP4(), NVFP4().with_high_precision("fprop"), MXFP8(), FP8Current()], ids=str)
+def test_a_weight_of_transformer_engine_travels_as_one_of_other_backends(recipe: Recipe) -> None:
+    made = on_te(recipe)
+    assert made.layer_backend == "te" and wire_form(made, 2, "recipe") == wire_form(plan(recipe), 2, "recipe")
+    assert wire_form(made, 2, "recipe").coded
+    cut = wire_form(on_te(NVFP4(), rows=96), 8, "recipe")
+    assert cut == WireForm(why="a shard of 12 is not whole blocks of 16")
+
+
+@pytest.mark.parametrize(
+    ("made", "why"),
+    [
+        (on_te(FP8Delayed()), "Transformer Engine enters the amax of the weight into its history of delayed scaling"),
+        (on_te(MXFP8(), experts=4), "Transformer Engine's GroupedLinear quantises the weights itself"),
+    ],
+)
+def test_a_weight_that_transformer_engine_must_quantise_travels_in_bf16(made: LayerPlan, why: str) -> None:
+    assert made.layer_backend == "te"
     assert wire_form(made, 2, "recipe") == WireForm(dtype=torch.bfloat16, why=why, rounds=True)
+
+
+def test_older_transformer_engines_take_no_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(translate, "version", lambda: (2, 18))
+    here = Device(type="cuda", capability=(10, 0), here=True)
+    layer = Layer(name="x", in_features=64, out_features=64, block=0, blocks=1)
+    reason = translate.why_no_codes(MXFP8().table(), layer, here)
+    assert reason is not None and reason.endswith("takes no codes of a weight: 2.19 is the oldest that does")
+    assert translate.why_no_codes(MXFP8().table(), layer, Device.elsewhere(find_gpu("B200"))) is None
 
 
 def test_one_sentence_says_what_is_sent_how_many_bytes_and_why() -> None:

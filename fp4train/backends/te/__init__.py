@@ -5,6 +5,7 @@
     translate      a table of six operands → a TE recipe object, or why TE cannot run it
     executor       a layer's GEMMs on TE's kernels; `fp4train.nn.Linear` holds one
     given          x and dy that norms and gates quantise, as TE's tensors
+    weights        weights that shards gather as codes, as TE's tensors
     experts        those of a layer of experts
 
 TE is imported when it is first needed, never by `import fp4train`.
@@ -24,7 +25,7 @@ from fp4train.backends.te.executor import region as region
 from fp4train.backends.te.experts import TEExperts as TEExperts
 from fp4train.backends.te.given import TESources
 from fp4train.backends.te.quantizers import QuantizerFactory as QuantizerFactory
-from fp4train.backends.te.translate import shares_codes
+from fp4train.backends.te.translate import shares_codes, why_no_codes
 from fp4train.backends.te.translate import to_te as to_te
 from fp4train.backends.te.translate import why_not as why_not
 from fp4train.hardware import Device
@@ -47,6 +48,9 @@ class TransformerEngine:
 
     def shares_input(self, table: Table, device: Device) -> bool:
         return table.quantised and shares_codes(table, here=device.here)
+
+    def why_no_codes(self, table: Table, layer: Shape, device: Device) -> str | None:
+        return why_no_codes(table, layer, device)
 
     def kernels(self, name: str) -> TEExecutor:
         return TEExecutor(name=name)

@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -24,11 +25,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp4train.backends.protocol import LayerState, Readers
+from fp4train.backends.protocol import LayerState, Prepared, Readers
 from fp4train.backends.table import Table
 from fp4train.backends.te.availability import pytorch_module
 from fp4train.backends.te.given import QuantisedInput
 from fp4train.backends.te.translate import shares_codes, to_te
+from fp4train.backends.te.weights import given_weight
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -199,6 +201,17 @@ class _Built:
             readers.cache["te"] = made
         return made.give(x_MK)
 
+    def with_codes(self, codes: Callable[[bool], Prepared], x_MK: Tensor, **options: Any) -> Tensor:
+        """y of the module, which takes the codes of its weight, in this call's backward pass, too."""
+        self.module.init_fp8_metadata(num_gemms=1)  # as TE does at the start of each call (prepare_forward)
+        quantizers = self.module.quantizers["scaling_fwd"]
+        own, quantizers[1] = quantizers[1], given_weight(codes)
+        try:
+            y_MN: Tensor = self.module(x_MK, **options)
+        finally:
+            quantizers[1] = own
+        return y_MN
+
     def release(self) -> None:
         """Drop the codes of the weight, and the weight."""
         self.weight = self.module._parameters["weight"] = None
@@ -238,6 +251,7 @@ class TEExecutor(LayerState):
         freed: bool = False,
         readers: Readers | None = None,
         parts: Sequence[Tensor] = (),
+        codes: Callable[[bool], Prepared] | None = None,
     ) -> Tensor:
         """y [*, N] in the recipe's dtype.
 
@@ -252,6 +266,7 @@ class TEExecutor(LayerState):
             readers: x is then quantised once for all layers that read it, if the recipe has codes to share
                 (`shares_codes`). Bits are those of layers that quantise it themselves.
             parts: parameters whose rows `weight` is, which is then another tensor in each call.
+            codes: of the weight, for fprop and for dgrad (see `LayerKernels`); `freed` is true then.
         """
         te = pytorch_module()
         dtype = table.torch_dtype
@@ -292,7 +307,8 @@ class TEExecutor(LayerState):
                 shared = readers if built.shares and not x.is_inference() else None
                 if shared is not None:
                     x_MK = built.codes_of(x, x_MK, weight, shared)
-                y_MN: Tensor = module(x_MK, is_first_microbatch=built.is_first(weight, position, parts))
+                run = module if codes is None else partial(built.with_codes, codes)
+                y_MN: Tensor = run(x_MK, is_first_microbatch=built.is_first(weight, position, parts))
                 if shared is not None and len(shared.cache["te"].given) == shared.layers:
                     shared.cache.pop("te").close()
         if freed:

@@ -40,7 +40,8 @@ from fp4train.backends.protocol import Forms
 from fp4train.backends.table import Table
 from fp4train.backends.te.quantizers import family, forms, quantizer
 from fp4train.backends.te.translate import shares_codes
-from fp4train.quantize import Quantized, QuantSpec
+from fp4train.backends.te.weights import in_tiles
+from fp4train.quantize import QuantSpec
 
 CUDNN = "NVTE_NORM_FWD_USE_CUDNN"
 """TE's environment variable that has cuDNN compute norms; without it TE's norm of MXFP8 writes BF16."""
@@ -65,17 +66,10 @@ class TESources:
         from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Tensor
 
         row, column = made
-        own, packed = _quantizer(column.spec), column.spec.element == "e2m1"
-        options = {"device": row.codes.device, "quantizer": own, "with_gemm_swizzled_scales": True}
-        options |= {"rowwise_data": row.codes.view(torch.uint8), "rowwise_scale_inv": _scales(row)}
-        options |= {"columnwise_data": column.codes.view(torch.uint8), "columnwise_scale_inv": _scales(column)}
-        if packed:
-            assert row.amax is not None and column.amax is not None
-            options |= {"amax_rowwise": row.amax.reshape(1), "amax_columnwise": column.amax.reshape(1)}
-        else:
-            options["columnwise_scale_inv"] = _scales(column).view(-1, -(-column.shape[0] // 128) * 128)
-        options["fp4_dtype" if packed else "fp8_dtype"] = own.dtype
-        found: Tensor = (NVFP4Tensor if packed else MXFP8Tensor)(shape=row.shape, dtype=torch.bfloat16, **options)
+        kind = NVFP4Tensor if column.spec.element == "e2m1" else MXFP8Tensor
+        options = {"device": row.codes.device, "quantizer": _quantizer(column.spec)}
+        options |= in_tiles(row, column=False) | in_tiles(column, column=True)
+        found: Tensor = kind(shape=row.shape, dtype=torch.bfloat16, **options)
         return found if tuple(shape) == row.shape else found.view(tuple(shape))
 
     def give(self, cache: dict[str, Any], x_MK: Tensor, table: Table, codes: Tensor) -> None:
@@ -135,11 +129,6 @@ def _quantizer(spec: QuantSpec | None) -> Any:
     made = quantizer(spec, "bfloat16")
     made.internal, made.optimize_for_gemm = False, True
     return made
-
-
-def _scales(form: Quantized) -> Tensor:
-    """uint8 [rows, blocks of a row], filled up to tiles: the order within is that of the tiles."""
-    return form.scales.view(torch.uint8).view(-(-form.shape[0] // 128) * 128, -1)
 
 
 class CodesFunction(torch.autograd.Function):

@@ -141,7 +141,6 @@ class QuantizerFactory:
 
 def quantizer(spec: QuantSpec | None, dtype_in_high_precision: str) -> Any:
     import transformer_engine.pytorch as te
-    from transformer_engine.pytorch.constants import DType
 
     if spec is None:
         return te.IdentityQuantizer(dtype=DTYPES[dtype_in_high_precision])
@@ -159,7 +158,7 @@ def quantizer(spec: QuantSpec | None, dtype_in_high_precision: str) -> Any:
             nvfp4_4over6_err_mode=(spec.four_over_six or "mae").upper(),
             with_random_sign_mask=spec.hadamard is None or spec.hadamard.signs == "fixed",
         )
-    dtype = DType.kFloat8E4M3 if spec.element == "e4m3" else DType.kFloat8E5M2
+    dtype = element_dtype(spec)
     if kind == "mxfp8":
         return te.MXFP8Quantizer(dtype, with_2d_quantization=spec.block == (32, 32))
     if kind == "fp8_current":
@@ -172,3 +171,10 @@ def quantizer(spec: QuantSpec | None, dtype_in_high_precision: str) -> Any:
         force_pow_2_scales=spec.scale == "pow2",
         block_scaling_dim=2 if spec.block == (128, 128) else 1,
     )
+
+
+def element_dtype(spec: QuantSpec) -> Any:
+    """TE's dtype of the codes."""
+    from transformer_engine.pytorch.constants import DType
+
+    return {"e2m1": DType.kFloat4E2M1, "e4m3": DType.kFloat8E4M3, "e5m2": DType.kFloat8E5M2}[spec.element]

@@ -29,6 +29,8 @@ ALIGNMENT = {"nvfp4": 32, "mxfp8": 32, "fp8_current": 16, "fp8_delayed": 16, "fp
 
 NEWEST = (2, 20)
 """The TE that a GPU on another machine is taken to have."""
+CODES = (2, 19)
+"""The oldest TE whose linear layer, which takes codes of others, was read."""
 GROUPED = (2, 20)
 """The oldest TE whose GroupedLinear was read."""
 
@@ -59,7 +61,19 @@ def shares_codes(table: Table, *, here: bool = True) -> bool:
         here: with the TE of this machine; else with the newest one.
     """
     installed = (version() or ()) if here else NEWEST
-    return installed >= (2, 19) and _native_kind(table, _families(table, installed)) not in (None, "fp8_delayed")
+    return installed >= CODES and _native_kind(table, _families(table, installed)) not in (None, "fp8_delayed")
+
+
+def why_no_codes(table: Table, layer: Shape, device: Device) -> str | None:
+    """Why TE's layer takes no codes of its weight that others made; None: it does (weights.py)."""
+    installed = (version() or ()) if device.here else NEWEST
+    if layer.experts:
+        return "Transformer Engine's GroupedLinear quantises the weights itself"
+    if any(spec.delayed is not None for spec in table.specs()):
+        return "Transformer Engine enters the amax of the weight into its history of delayed scaling"
+    if installed < CODES:
+        return f"{version_text()} takes no codes of a weight: {'.'.join(map(str, CODES))} is the oldest that does"
+    return None
 
 
 def why_not(table: Table, layer: Shape, device: Device) -> str | None:

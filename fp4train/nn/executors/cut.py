@@ -298,4 +298,5 @@ def gathered(part: Quantized, ranks: Ranks, *, along_tokens: bool) -> Quantized:
         piece.reshape(-1, bytes_.shape[1]).contiguous().view(tensor.dtype)
         for piece, bytes_, tensor in zip(pieces, sent, own, strict=True)
     ]
-    return joined(part, whole, ranks.size * part.shape[1 if along_tokens else 0], columns=along_tokens)
+    extent = ranks.size * part.shape[1 if along_tokens else 0]
+    return joined(part, whole, extent, columns=along_tokens).contiguous()

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fp4train.backends import BACKENDS, LAYER_BACKENDS, LayerKernels, Readers, add_product, widened
+from fp4train.backends import BACKENDS, LAYER_BACKENDS, LayerKernels, Prepared, Readers, add_product, widened
 from fp4train.backends.table import FORMS
 from fp4train.nn.call import Biases, Call, Counts, Executor, Recorded, Route, Weights
 from fp4train.nn.executors.gemms import Gradients, Saved
@@ -25,7 +25,7 @@ from fp4train.nn.operands import Operand
 from fp4train.nn.weights import WeightForm
 from fp4train.precision.context import State
 from fp4train.precision.layer_plan import LayerPlan
-from fp4train.quantize import Decoded
+from fp4train.quantize import Decoded, QuantSpec
 
 if TYPE_CHECKING:
     from fp4train.nn.executors.cut import LayerShard
@@ -175,8 +175,30 @@ class BackendLayer(Executor):
     def __call__(
         self, layer: PlannedLayer, x_MK: Tensor, weights: Weights, biases: Biases, now: State, counts: Counts = ()
     ) -> Tensor:
-        w_NK, into = self._summed(weights[0])
-        return self.multiplied(layer, x_MK, w_NK, biases[0], now, into, max(1, len(self.plan.readers)))
+        codes = self._codes(layer, weights[0], now)
+        w_NK, into = self._summed(weights[0], values=codes is None)
+        readers = max(1, len(self.plan.readers))
+        return self.multiplied(layer, x_MK, w_NK, biases[0], now, into, readers, codes=codes)
+
+    @cached_property
+    def w(self) -> tuple[WeightForm, WeightForm]:
+        """The weight as codes that are made elsewhere: the form of fprop, and that of dgrad."""
+
+        def form(spec: QuantSpec | None, column: bool) -> WeightForm:
+            made = WeightForm(spec, BACKENDS["native"], self.dtype, self.device, column=column)
+            made.strided = True
+            return made
+
+        return form(self.plan.fprop.operands.second, False), form(self.plan.dgrad.operands.second, True)
+
+    def _codes(self, layer: PlannedLayer, w_NK: Tensor, now: State) -> Callable[[bool], Prepared] | None:
+        """A function that gives the codes of a gathered weight in each pass, as they came for it; None: the backend
+        quantises its values."""
+        if not isinstance(w_NK, Gathered) or w_NK.source.rounds or self.plan.why_values is not None:
+            return None
+        assert now.context is not None
+        call = layer.new_call(now.context, self, 0, training=False)
+        return lambda column: call.weights.form(w_NK, self.w[column], call)
 
     def kernels(self, layer: PlannedLayer) -> LayerKernels:
         """The backend's kernels of a layer."""
@@ -192,6 +214,7 @@ class BackendLayer(Executor):
         into: Callable[[], Tensor] | None,
         readers: int,
         parts: Weights = (),
+        codes: Callable[[bool], Prepared] | None = None,
     ) -> Tensor:
         """y [M, N] of x [M, K] by the kernels of `layer`.
 
@@ -199,6 +222,7 @@ class BackendLayer(Executor):
             into: gives, in backward, the float32 that dw is added to; None: autograd has dw.
             readers: layers that read this x, each in a call of its own.
             parts: the parameters that w is the rows of; none: it is one.
+            codes: of the weight, see `LayerKernels`.
         """
         context, position = now.context, None
         if context is not None and context.step is not None and layer.keeps_forms:
@@ -207,10 +231,15 @@ class BackendLayer(Executor):
         of_x = Readers(context.shared, readers) if context is not None and shares else None
         freed, kernels = not layer.keeps_forms, cast(LayerKernels, layer.states[self.backend.name])
         options: Any = {"position": position, "into": into, "freed": freed, "readers": of_x, "parts": parts}
+        options["codes"] = codes
         return kernels(x_MK, w_NK, bias_N, self.table, **options)
 
-    def _summed(self, w_NK: Tensor) -> tuple[Tensor, Callable[[], Tensor] | None]:
-        """(The weight, or those of a group, as kernels take it; what gives the float32 that dw is added to)."""
+    def _summed(self, w_NK: Tensor, *, values: bool = True) -> tuple[Tensor, Callable[[], Tensor] | None]:
+        """(The weight, or those of a group, as kernels take it; what gives the float32 that dw is added to).
+
+        Args:
+            values: whether they read its values.
+        """
         into = None
         if self.sums and w_NK.dtype == torch.float32:
             into = partial(_sum_of, w_NK)
@@ -218,27 +247,30 @@ class BackendLayer(Executor):
             held: list[Tensor] = []
             if into is not None and not w_NK.is_leaf:
                 into = partial(_zeros, w_NK, held)
-            return ValuesFunction.apply(w_NK, held), into  # type: ignore[no-untyped-call]
+            return ValuesFunction.apply(w_NK, held, values), into  # type: ignore[no-untyped-call]
         return w_NK.contiguous(), into
 
 
 class ValuesFunction(torch.autograd.Function):
-    """The values of a weight, contiguous and without a copy where they lie so: those of a gathered one as they came.
+    """The values of a weight, contiguous and without a copy where they lie so: those of a gathered one as they came,
+    or, without `values`, itself, which has none.
 
     Its gradient is what is returned for them, or what `summed` holds then.
     """
 
     @staticmethod
-    def forward(ctx: Any, w_NK: Tensor, summed: list[Tensor]) -> Tensor:
+    def forward(ctx: Any, w_NK: Tensor, summed: list[Tensor], values: bool) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.summed, ctx.dtype = summed, w_NK.dtype
-        return (w_NK.held() if isinstance(w_NK, Gathered) else w_NK.contiguous()).detach()
+        if isinstance(w_NK, Gathered):
+            return (w_NK.held() if values else w_NK).detach()
+        return w_NK.contiguous().detach()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dw_NK: Tensor | None) -> tuple[Tensor | None, None]:
+    def backward(ctx: Any, dw_NK: Tensor | None) -> tuple[Tensor | None, None, None]:
         dw_NK = ctx.summed.pop() if ctx.summed else dw_NK
-        return None if dw_NK is None else dw_NK.to(ctx.dtype), None
+        return None if dw_NK is None else dw_NK.to(ctx.dtype), None, None
 
 
 def sum_on_gpu(w_NK: Tensor) -> Tensor | None:

@@ -91,6 +91,16 @@ def pretend_gpu() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def no_gpu() -> Iterator[None]:
+    """Within `pretend_gpu`, for calls of fp4train that TE's Python makes."""
+    with patch.object(torch.Tensor, "is_cuda", _IS_CUDA, create=True):
+        yield
+
+
+_IS_CUDA = torch.Tensor.is_cuda
+
+
 def fake_extension() -> Any:
     """Import `transformer_engine.pytorch` as if its extension and a Hopper GPU were there."""
     os.environ["NVTE_PROJECT_BUILDING"] = "1"

@@ -1,13 +1,12 @@
 """Norms and gates that quantise their results for layers on TE's real Python: a program, started by
 test_te_produced.py, that prints JSON.
 
-Besides what te_products_on_cpu.py fakes: NVFP4 and MXFP8 are quantised to TE's real tensors, by fp4train's reference in
-the place of `tex.quantize` (tensor/nvfp4_tensor.py: codes in pairs, the column-wise form transposed, an amax of each,
-scales in tiles where `optimize_for_gemm`; tensor/mxfp8_tensor.py: both forms [M, K]), and the GEMM decodes the form
-that it multiplies: rows where `transa`, and where not `transb` (csrc/extensions/gemm.cpp). NVFP4's weights are rounded
-to BF16. `tex.rmsnorm_fwd`, `swiglu` and theirs of backward (csrc/extensions/normalization.cpp, activation.cpp) compute
-what torch's operators do, round as they do so that bits compare, and quantise by the quantizer that they get; TE's
-kernels do not round to BF16 in between.
+Besides what te_codes_on_cpu.py fakes: x and dy of NVFP4, and all of MXFP8, are quantised to TE's real tensors, by
+fp4train's reference in the place of `tex.quantize` (tensor/nvfp4_tensor.py: codes in pairs, the column-wise form
+transposed, an amax of each, scales in tiles where `optimize_for_gemm`; tensor/mxfp8_tensor.py: both forms [M, K]).
+`tex.rmsnorm_fwd`, `swiglu` and theirs of backward (csrc/extensions/normalization.cpp, activation.cpp) compute what
+torch's operators do, round as they do so that bits compare, and quantise by the quantizer that they get; TE's kernels
+do not round to BF16 in between.
 """
 
 from __future__ import annotations
@@ -17,15 +16,13 @@ import os
 import pathlib
 import sys
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
-import te_products_on_cpu as products
+import te_codes_on_cpu as codes
 import torch
 import transformer_engine_torch as tex
 from torch import Tensor, nn
 from transformer_engine.pytorch.constants import DType
-from transformer_engine.pytorch.cpp_extensions import gemm as cpp_gemm
 from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer, MXFP8Tensor
 from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
 from transformer_engine.pytorch.tensor.storage.mxfp8_tensor_storage import MXFP8TensorStorage
@@ -44,7 +41,7 @@ from fp4train.precision.context import autocast
 from fp4train.precision.layers import find_layers
 from fp4train.precision.phases import Timeline
 from fp4train.precision.plan import make_plan
-from fp4train.quantize import Quantized, quantizer, sharded, to_torch, triton_launch
+from fp4train.quantize import quantizer, sharded, to_torch, triton_launch
 from fp4train.run.fuse import fuse
 from fp4train.run.produced import produced_by, produced_in
 
@@ -65,7 +62,7 @@ def quantise(x: Tensor, quantiser: Any, *rest: Any) -> Any:
     x = x.detach().reshape(-1, x.shape[-1])
     if isinstance(quantiser, MXFP8Quantizer):
         spec = MX if quantiser.dtype == DType.kFloat8E4M3 else MX_DY
-        pair = [quantizer(spec, "cpu", "reference").codes(each.bfloat16()) for each in (x, x.T)]
+        pair = [quantizer(spec, "cpu", "reference").codes(each) for each in (x, x.T)]
         forms = {"rowwise_data": pair[0].codes, "rowwise_scale_inv": pair[0].scales}
         forms |= {
             "columnwise_data": pair[1].codes.T.contiguous(),
@@ -79,43 +76,12 @@ def quantise(x: Tensor, quantiser: Any, *rest: Any) -> Any:
         made = LAYER_BACKENDS["te"].sources.given((to_torch(both[0]), to_torch(both[1])), x.shape)
         storage = NVFP4TensorStorage
     else:
-        return products.quantise(x, quantiser, *rest)
+        return codes.quantise(x, quantiser, *rest)
     quantised.append("quantised")
     if quantiser.internal:
         made = storage(**made.get_metadata())
     made.update_usage(**{f"{form}_usage": getattr(quantiser, f"{form}_usage") for form in ("rowwise", "columnwise")})
     return made
-
-
-def decoded(codes: Any, column: bool) -> Any:
-    """[M, K] of what a GEMM multiplies; of NVFP4 after the transform of the column-wise form."""
-    form = "columnwise" if column else "rowwise"
-    if isinstance(codes, MXFP8TensorStorage):
-        data, scales = getattr(codes, f"_{form}_data"), getattr(codes, f"_{form}_scale_inv")
-        swizzled = codes._with_gemm_swizzled_scales
-        data, scales = (data.T, scales if swizzled else scales.T) if column else (data, scales)
-        spec, scales = (MX if codes._fp8_dtype == DType.kFloat8E4M3 else MX_DY), scales.contiguous()
-        if swizzled:  # what fp4train gives
-            assert tuple(scales.shape) == (padded(data.shape, 32)[::-1] if column else padded(data.shape, 32))
-            scales = scales.reshape(-1)
-        found = Quantized(spec, tuple(data.shape), data.contiguous(), scales, None).dequantize()
-        return found.T if column else found
-    if not isinstance(codes, NVFP4TensorStorage):
-        return codes
-    data, scales, amax = (getattr(codes, name) for name in (f"_{form}_data", f"_{form}_scale_inv", f"_amax_{form}"))
-    spec, shape = (COLUMN if column else ROW), (data.shape[0], 2 * data.shape[1])
-    assert codes._with_gemm_swizzled_scales and tuple(scales.shape) == padded(shape, 16)
-    found = Quantized(spec, shape, data, scales.reshape(-1), amax.reshape(())).dequantize()
-    return found.T if column else found
-
-
-def padded(shape: Sequence[int], block: int) -> tuple[int, int]:
-    """get_scale_shape of NVFP4Quantizer and MXFP8Quantizer, of which the latter turns that of the columns."""
-    return -(-shape[0] // 128) * 128, -(-shape[1] // block // 4) * 4
-
-
-def gemm(a: Any, transa: bool, b: Any, transb: bool, *rest: Any, **options: Any) -> Any:
-    return products.gemm(decoded(a, not transa), transa, decoded(b, transb), transb, *rest, **options)
 
 
 def made_by(name: str, quantiser: Any, x: Tensor) -> Any:
@@ -160,8 +126,7 @@ def dswiglu(dx: Tensor, y: Tensor, quantiser: Any) -> Any:
 
 
 tex.rmsnorm_fwd, tex.rmsnorm_bwd, tex.swiglu, tex.dswiglu = rmsnorm, rmsnorm_backward, swiglu, dswiglu
-cpp_gemm._NATIVE_GEMM_INPUT_STORAGES += (NVFP4TensorStorage, MXFP8TensorStorage)
-tex.quantize, tex.generic_gemm = quantise, gemm
+tex.quantize = quantise
 launch = triton_launch.Launch.__call__
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import te_calls_on_cpu
 import torch
 import transformer_engine_torch as tex
-from te_on_cpu import K, pretend_gpu, te
+from te_on_cpu import K, no_gpu, pretend_gpu, te
 from torch import Tensor, nn
 from transformer_engine.pytorch.cpp_extensions import gemm as cpp_gemm
 from transformer_engine.pytorch.quantized_tensor import QuantizedTensor, QuantizedTensorStorage, Quantizer
@@ -113,9 +113,13 @@ cpp_gemm._NATIVE_GEMM_INPUT_STORAGES += (TensorCodes,)
 call = TEExecutor.__call__
 
 
-def on_a_gpu(*arguments: Any, **options: Any) -> Tensor:
+def on_a_gpu(*arguments: Any, codes: Any = None, **options: Any) -> Tensor:
+    def made(column: bool) -> Any:
+        with no_gpu():
+            return codes(column)
+
     with pretend_gpu():
-        return call(*arguments, **options)
+        return call(*arguments, codes=None if codes is None else made, **options)
 
 
 TEExecutor.__call__ = on_a_gpu  # type: ignore[method-assign]

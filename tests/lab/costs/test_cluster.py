@@ -18,7 +18,7 @@ from fp4train.lab.costs.search import batch_problem, candidates, problems
 from fp4train.lab.costs.workload import aligned_shard, tensor_cut
 from fp4train.models.common.cut import TensorCut
 from fp4train.parallel.config import Mesh
-from fp4train.precision import BF16, MXFP8, NVFP4, FP8Block, FP8Current, Recipe
+from fp4train.precision import BF16, MXFP8, NVFP4, FP8Block, FP8Current, FP8Delayed, Recipe
 
 MIB = 2**20
 GB200, H100 = find_gpu("GB200"), find_gpu("H100")
@@ -125,9 +125,11 @@ def test_a_form_is_gathered_when_its_gemm_runs() -> None:
 
 
 def test_what_is_sent_is_what_a_run_sends() -> None:
-    """Transformer Engine takes whole values, but no parts of layers; the cut divides blocks of 128; others in BF16."""
+    """Transformer Engine takes codes, but not under delayed scaling; the cut divides blocks of 128; others in BF16."""
     load, down = measured("8B", NVFP4(), GB200), "mlp.down"
-    assert load.not_coded(Mesh(shard=8)).keys() == {"Transformer Engine quantises the weight itself"}
+    delayed = measured("8B", FP8Delayed(), GB200, backend="te").not_coded(Mesh(shard=8))
+    assert delayed.keys() == {"Transformer Engine enters the amax of the weight into its history of delayed scaling"}
+    assert not load.not_coded(Mesh(shard=8))
     assert not load.not_coded(Mesh(shard=8, tensor=2)) and not load.not_coded(Mesh(tensor=2))
     block = measured("8B", FP8Block(), H100, backend="emulate")
     divided = block.not_coded(Mesh(shard=2, tensor=16))

@@ -1,0 +1,40 @@
+"""A layer on TE's real Python whose weight is gathered as codes (te_codes_on_cpu.py says what is faked)."""
+
+import pathlib
+from typing import Any
+
+import pytest
+
+from fp4train.backends.te import availability
+
+if (availability.version() or ()) < (2, 19):
+    pytest.skip("needs the transformer_engine wheel, 2.19 or newer", allow_module_level=True)
+
+pytestmark = pytest.mark.long
+
+PROGRAM = pathlib.Path(__file__).with_name("te_codes_on_cpu.py")
+BOTH = ("nvfp4", "nvfp4, 1D weights", "nvfp4, wgrad high", "nvfp4, then mxfp8", "mxfp8", "mxfp8, 2D weights")
+CODED = (*BOTH, "fp8_current", "fp8_block", "fp8_block, parts of blocks")
+
+
+@pytest.mark.parametrize("sums", ["", ", summed"])
+@pytest.mark.parametrize("recipe", [*CODED, "nvfp4, fprop high"])
+def test_codes_of_shards_give_the_bits_of_a_whole_weight_and_nothing_of_them_is_kept(
+    report: Any, recipe: str, sums: str
+) -> None:
+    """Outputs, gradients and an evaluation, of two microbatches whose backward passes follow both. TE quantises no
+    weight, and keeps none, where it would keep what it made of a whole one."""
+    found = report[recipe + sums]
+    assert found["equal"] == [True] * 6
+    assert (found["kept"], found["by te"]) == (0, 0)
+    assert found["whole"]["kept"] > 0 and found["whole"]["by te"] > 0
+
+
+@pytest.mark.parametrize("recipe", CODED)
+def test_each_pass_asks_for_the_codes_of_its_form_and_none_for_values(report: Any, recipe: str) -> None:
+    assert report[recipe]["asked"] == ["codes"] * 5, "two passes, forward and backward, and an evaluation"
+
+
+def test_a_pass_in_high_precision_asks_for_values_in_its_dtype(report: Any) -> None:
+    values = "torch.bfloat16"
+    assert report["nvfp4, fprop high"]["asked"] == [values, values, "codes", "codes", values]
