@@ -1,16 +1,21 @@
-"""Gradients of a small model on Transformer Engine whose norms and gates fp4train's kernels quantise, or leave to it: a
-part of te_selfcheck.py."""
+"""Results of Transformer Engine whose operands fp4train's kernels quantise, or leave to it: norms and gates of a small
+model, the weight of a layer. Parts of te_selfcheck.py."""
 
 from __future__ import annotations
 
 import torch
+from te_problem import STOCHASTIC, Problem, Row, compare, place
 from torch import Tensor
 
+from fp4train.backends import Prepared
+from fp4train.backends.te import TRANSFORMER_ENGINE, TEExecutor
 from fp4train.config.schema import TrainSettings
+from fp4train.hardware import Device
 from fp4train.models.llama import Llama
 from fp4train.nn import convert
 from fp4train.precision import Recipe
 from fp4train.precision.context import autocast
+from fp4train.quantize import Decoded, quantizer
 from fp4train.run.fuse import fuse
 
 
@@ -32,3 +37,39 @@ def gradients(recipe: Recipe, kernels: str, device: str = "cuda", width: int = 5
     found = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
     embedding = next(name for name in found if not name.startswith("blocks."))
     return found["blocks.0.mlp.down.weight"], found[embedding], found["blocks.0.mlp.gate.weight"]
+
+
+def products(recipe: Recipe, x: Tensor, w: Tensor, dy: Tensor, *, given: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """y, dx and dw of a layer whose float32 weight w [N, K] is `given` as codes, as shards gather it, or as values."""
+    table, weight, x = recipe.table(), w.float().requires_grad_(), x.detach().requires_grad_()
+
+    def codes(column: bool) -> Prepared:
+        spec = table["dgrad" if column else "fprop"].second
+        values = weight.detach().T if column else weight.detach()
+        return (
+            Decoded(values.to(table.torch_dtype), None)
+            if spec is None
+            else quantizer(spec, w.device.type).codes(values)
+        )
+
+    y = TEExecutor(name="given")(x, weight, None, table, freed=given, codes=codes if given else None)
+    y.backward(dy)
+    assert x.grad is not None and weight.grad is not None
+    return y.detach(), x.grad, weight.grad
+
+
+def check_given(name: str, recipe: Recipe, _: Problem) -> Row:
+    """Part 3 for one recipe, which rounds to nearest."""
+    ours, theirs = (gradients(recipe, kernels) for kernels in ("auto", "torch"))
+    return compare("given", name, theirs, ours, STOCHASTIC)
+
+
+def check_weights(name: str, recipe: Recipe, problem: Problem) -> Row:
+    """Part 4 for one recipe."""
+    if any(spec.delayed or spec.rounding == "stochastic" for spec in recipe.table().specs()):
+        return Row(part="weights", name=name, note="random bits or histories differ")
+    reason = TRANSFORMER_ENGINE.why_no_codes(recipe.table(), place(problem), Device.of(problem.w.device))
+    if reason:
+        return Row(part="weights", name=name, note=reason)
+    ours, theirs = (products(recipe, problem.x, problem.w, problem.dy, given=given) for given in (True, False))
+    return compare("weights", name, theirs, ours, 0.0)

@@ -2,7 +2,7 @@
 
     python scripts/te_selfcheck.py [--out selfcheck.json] [--size 4096] [--no-timing]
 
-Four parts, each skipped with the reason where this machine cannot run it:
+Five parts, each skipped with the reason where this machine cannot run it:
 
 1. reference   TE's own pure-torch NVFP4 quantiser and block-by-block GEMM (any GPU that runs TE, Hopper too): y, dx and
                dw in float32 equal fp4train's to 1e-6 of their norm; and the same through TE's Linear layer in BF16.
@@ -11,7 +11,9 @@ Four parts, each skipped with the reason where this machine cannot run it:
                there the distance from the unquantised product must agree with emulation's to 10 %.
 3. given       gradients of a small Llama on TE whose norms and gates fp4train's kernels quantise, to 10 % of the norm
                those of one whose norms and gates TE quantises: norms round otherwise (te_given.py).
-4. time        of a forward and backward pass: TE, emulation, and torch in BF16.
+4. weights     y, dx and dw of a layer whose weight fp4train's kernels quantise, as shards send it, equal in every bit
+               those of one whose weight TE quantises; stochastic rounding, of dy, is left out.
+5. time        of a forward and backward pass: TE, emulation, and torch in BF16.
 
 Exit code 0: everything that ran agrees; 1: something does not; 3: nothing could run, and why.
 """
@@ -23,11 +25,12 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+from te_problem import NATIVE, REFERENCE, REFERENCE_BF16, STOCHASTIC, Problem, Products, Row, compare, distance, place
 from torch import Tensor, nn
 
 from fp4train.backends import BACKENDS, Prepared
@@ -37,13 +40,9 @@ from fp4train.hardware import Device
 from fp4train.nn import Linear
 from fp4train.precision.context import autocast
 from fp4train.precision.layer_plan import Gemm, LayerPlan
-from fp4train.precision.layers import Layer
 from fp4train.precision.recipe import Recipe
 from fp4train.precision.recipes import BF16, MXFP8, NVFP4, FP8Block, FP8Current, FP8Delayed, Mixed
 from fp4train.quantize import Decoded, QuantSpec, quantize
-
-REFERENCE, REFERENCE_BF16, NATIVE, STOCHASTIC = 1e-6, 1e-3, 1e-2, 0.1
-"""Tolerances: relative to the norm; the last one relative between two quantisation errors."""
 
 RECIPES: dict[str, Recipe] = {
     "nvfp4": NVFP4(),
@@ -65,54 +64,6 @@ RECIPES: dict[str, Recipe] = {
     "fp8 delayed": FP8Delayed(history=4),
     "fp8 blocks": FP8Block(),
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One line of the result: what was compared, the three distances, the tolerance, or why it was skipped."""
-
-    part: str
-    name: str
-    y: float | None = None
-    dx: float | None = None
-    dw: float | None = None
-    tolerance: str = ""
-    agrees: bool | None = None
-    note: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Problem:
-    """x [M, K], w [N, K], dy [M, N] in BF16."""
-
-    x: Tensor
-    w: Tensor
-    dy: Tensor
-
-    @staticmethod
-    def draw(tokens: int, in_features: int, out_features: int, device: str) -> Problem:
-        generator = torch.Generator().manual_seed(0)
-
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=generator).to(device, torch.bfloat16)
-
-        x = normal(tokens, in_features)
-        x[:, ::97] *= 20  # outlier channels, as activations have
-        return Problem(x=x, w=normal(out_features, in_features), dy=normal(tokens, out_features))
-
-
-Products = tuple[Tensor, Tensor, Tensor]
-
-
-def distance(a: Tensor, b: Tensor) -> float:
-    """‖a - b‖ / ‖b‖ in float64; NaN anywhere gives NaN, which no tolerance passes."""
-    return float((a.double() - b.double()).norm() / b.double().norm())
-
-
-def compare(part: str, name: str, ours: Products, theirs: Products, tolerance: float) -> Row:
-    y, dx, dw = (distance(a, b) for a, b in zip(theirs, ours, strict=True))
-    agrees = all(value <= tolerance for value in (y, dx, dw))
-    return Row(part=part, name=name, y=y, dx=dx, dw=dw, tolerance=f"{tolerance:g}", agrees=agrees)
 
 
 def emulated(recipe: Recipe, problem: Problem) -> Products:
@@ -187,11 +138,6 @@ def layers(problem: Problem, dtype: torch.dtype = torch.bfloat16) -> tuple[Linea
     return Linear.from_linear(linear(), where, "emulate"), Linear.from_linear(linear(), where, "te")
 
 
-def place(problem: Problem) -> Layer:
-    out_features, in_features = problem.w.shape
-    return Layer(name="selfcheck", in_features=in_features, out_features=out_features, block=0, blocks=1)
-
-
 def why_not(recipe: Recipe, problem: Problem) -> str | None:
     """Why TE cannot run `recipe` here, or None."""
     return te_backend.why_not(recipe.table(), place(problem), Device.of(problem.w.device))
@@ -249,14 +195,6 @@ def check_native(name: str, recipe: Recipe, problem: Problem) -> Row:
     return Row(part="native", name=name, y=y, dx=dx, dw=dw, tolerance=tolerance, agrees=all(agree), note=note)
 
 
-def check_given(name: str, recipe: Recipe) -> Row:
-    """Part 3 for one recipe, which rounds to nearest."""
-    from te_given import gradients
-
-    ours, theirs = (gradients(recipe, kernels) for kernels in ("auto", "torch"))
-    return compare("given", name, theirs, ours, STOCHASTIC)
-
-
 def milliseconds(step: Callable[[], object], repeats: int = 10) -> float:
     """Median time of a step on the GPU."""
     for _ in range(3):
@@ -273,7 +211,7 @@ def milliseconds(step: Callable[[], object], repeats: int = 10) -> float:
 
 
 def measure(problem: Problem) -> Iterator[dict[str, Any]]:
-    """Part 4: every recipe that runs on TE here, each as it is measured; what fails has its error for a time."""
+    """Part 5: every recipe that runs on TE here, each as it is measured; what fails has its error for a time."""
     ours, theirs = layers(problem)
 
     def timed(layer: Linear, recipe: Recipe) -> float | str:
@@ -374,14 +312,18 @@ def main(arguments: list[str] | None = None) -> int:
 
         rows += guarded("native", name, native)
         write()
-    for name in ("nvfp4, nearest", "mxfp8", "mxfp8, hybrid"):
+    from te_given import check_given, check_weights
 
-        def given(name: str = name) -> list[Row]:
-            reason = why_not(RECIPES[name], problem)
-            return [Row(part="given", name=name, note=reason) if reason else check_given(name, RECIPES[name])]
+    given = ("nvfp4, nearest", "mxfp8", "mxfp8, hybrid")
+    for part, check, names in (("given", check_given, given), ("weights", check_weights, tuple(RECIPES))):
+        for name in names:
 
-        rows += guarded("given", name, given)
-        write()
+            def checked(part: str = part, check: Any = check, name: str = name) -> list[Row]:
+                reason = why_not(RECIPES[name], problem)
+                return [Row(part=part, name=name, note=reason) if reason else check(name, RECIPES[name], problem)]
+
+            rows += guarded(part, name, checked)
+            write()
     if not args.no_timing:
         try:
             for time in measure(Problem.draw(args.size, args.size, args.size, "cuda")):

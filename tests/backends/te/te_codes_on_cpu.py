@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import gc
 import json
+import pathlib
+import sys
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -54,6 +56,7 @@ def spec_of(quantiser: Any, column: bool) -> QuantSpec | None:
     """The spec of a form that the quantiser makes; None: its codes are not looked at."""
     if isinstance(quantiser, te_tensor.HybridQuantizer):
         return spec_of(quantiser.columnwise_quantizer if column else quantiser.rowwise_quantizer, column)
+    scale = {"scale": "pow2" if getattr(quantiser, "force_pow_2_scales", True) else "fp32"}
     element = {"element": "e5m2" if getattr(quantiser, "dtype", None) == DType.kFloat8E5M2 else "e4m3"}
     if isinstance(quantiser, te_tensor.NVFP4Quantizer):
         block = (16, 16) if quantiser.with_2d_quantization else (1, 16)
@@ -61,8 +64,10 @@ def spec_of(quantiser: Any, column: bool) -> QuantSpec | None:
     if isinstance(quantiser, te_tensor.MXFP8Quantizer):
         return replace(MX, block=(32, 32) if quantiser.with_2d_quantization else (1, 32), **element)
     if isinstance(quantiser, te_tensor.Float8BlockQuantizer):
-        return replace(BLOCK, block=(128, 128) if quantiser.block_scaling_dim == 2 else (1, 128), **element)
-    return replace(CURRENT, **element) if isinstance(quantiser, te_tensor.Float8CurrentScalingQuantizer) else None
+        return replace(BLOCK, block=(128, 128) if quantiser.block_scaling_dim == 2 else (1, 128), **element, **scale)
+    return (
+        replace(CURRENT, **element, **scale) if isinstance(quantiser, te_tensor.Float8CurrentScalingQuantizer) else None
+    )
 
 
 def quantise(x: Tensor, quantiser: Any, *rest: Any) -> Any:
@@ -220,7 +225,14 @@ def results() -> dict[str, Any]:
             (whole, before), (gathered, seen) = (passes(recipe, sums, each, features) for each in (False, True))
             equal = [torch.equal(a, b) for a, b in zip(whole, gathered, strict=True)]
             found[f"{name}, summed" if sums else name] = {"equal": equal, "whole": before, **seen}
-    return found
+    sys.path.append(str(pathlib.Path(__file__).parents[3] / "scripts"))
+    from te_given import check_weights
+    from te_selfcheck import RECIPES, Problem
+
+    problem = Problem.draw(64, 128, 256, "cpu")
+    nearest = {name: each for name, each in RECIPES.items() if "four-over-six" not in name}
+    checked = {name: check_weights(name, each, problem) for name, each in nearest.items()}
+    return found | {"self check": {name: [row.agrees, row.note] for name, row in checked.items()}}
 
 
 if __name__ == "__main__":

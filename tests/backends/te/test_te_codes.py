@@ -38,3 +38,10 @@ def test_each_pass_asks_for_the_codes_of_its_form_and_none_for_values(report: An
 def test_a_pass_in_high_precision_asks_for_values_in_its_dtype(report: Any) -> None:
     values = "torch.bfloat16"
     assert report["nvfp4, fprop high"]["asked"] == [values, values, "codes", "codes", values]
+
+
+def test_the_self_check_compares_the_same_on_a_gpu(report: Any) -> None:
+    found = report["self check"]
+    left = {name for name, (agrees, _) in found.items() if agrees is None}
+    assert left == {"nvfp4", "fp8 delayed"}
+    assert all(agrees for name, (agrees, _) in found.items() if name not in left)
