@@ -30,6 +30,7 @@ from transformer_engine.pytorch import utils
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.tensor.storage import float8_tensor_storage
 
+from fp4train.backends import GEMMS, Operands
 from fp4train.backends.te import weights
 from fp4train.hardware import Device
 from fp4train.nn import convert
@@ -40,7 +41,7 @@ from fp4train.parallel.received import Payload, form_of
 from fp4train.precision import MXFP8, NVFP4, FP8Block, FP8Current, Recipe
 from fp4train.precision.context import Context, use
 from fp4train.precision.layer_plan import resolve
-from fp4train.precision.recipes import Mixed
+from fp4train.precision.recipes import Custom, Mixed
 from fp4train.quantize import Hadamard, Quantized, QuantSpec, amax_extent, measure_amax, quantizer
 from fp4train.quantize.sharded import divided_tensors, joined
 
@@ -60,7 +61,9 @@ def spec_of(quantiser: Any, column: bool) -> QuantSpec | None:
     element = {"element": "e5m2" if getattr(quantiser, "dtype", None) == DType.kFloat8E5M2 else "e4m3"}
     if isinstance(quantiser, te_tensor.NVFP4Quantizer):
         block = (16, 16) if quantiser.with_2d_quantization else (1, 16)
-        return replace(NV, block=block, hadamard=Hadamard() if column and quantiser.with_rht else None)
+        mode = quantiser.nvfp4_4over6_err_mode.lower() if quantiser.nvfp4_use_4over6 else None
+        six = {"four_over_six": mode, "global_bound": float(quantiser.nvfp4_e4m3_max if mode else 448)}
+        return replace(NV, block=block, hadamard=Hadamard() if column and quantiser.with_rht else None, **six)
     if isinstance(quantiser, te_tensor.MXFP8Quantizer):
         return replace(MX, block=(32, 32) if quantiser.with_2d_quantization else (1, 32), **element)
     if isinstance(quantiser, te_tensor.Float8BlockQuantizer):
@@ -104,7 +107,8 @@ def decoded(codes: Any, column: bool) -> Any:
                 scales = (scales.T if column else scales).contiguous()
         else:
             assert codes._fp4_dtype == DType.kFloat4E2M1
-            spec, shape, amax = NV, (data.shape[0], 2 * data.shape[1]), getattr(codes, f"_amax_{form}").reshape(())
+            spec = replace(NV, global_bound=float(codes._nvfp4_e4m3_max if codes._nvfp4_use_4over6 else 448))
+            shape, amax = (data.shape[0], 2 * data.shape[1]), getattr(codes, f"_amax_{form}").reshape(())
             assert codes._with_gemm_swizzled_scales and tuple(scales.shape) == padded(shape, 16)
             scales = scales.reshape(-1)
         found = Quantized(spec, shape, data.contiguous(), scales, amax).dequantize()
@@ -210,6 +214,7 @@ def results() -> dict[str, Any]:
     cases: dict[str, Recipe] = {
         "nvfp4": NVFP4(),
         "nvfp4, 1D weights": NVFP4(two_d_weights=False),
+        "nvfp4, four over six": NVFP4(four_over_six="all", hadamard=False, stochastic_rounding=False),
         "nvfp4, fprop high": NVFP4().with_high_precision("fprop"),
         "nvfp4, wgrad high": NVFP4().with_high_precision("wgrad"),
         "mxfp8": MXFP8(),
@@ -218,6 +223,7 @@ def results() -> dict[str, Any]:
         "fp8_current": FP8Current(),
         "fp8_block": FP8Block(),
         "fp8_block, parts of blocks": FP8Block(),
+        "fp8_block, 1D weights": Custom(**{gemm: Operands(first=BLOCK, second=BLOCK) for gemm in GEMMS}),
     }
     for name, recipe in cases.items():
         features = 192 if "parts of blocks" in name else 128
@@ -230,8 +236,7 @@ def results() -> dict[str, Any]:
     from te_selfcheck import RECIPES, Problem
 
     problem = Problem.draw(64, 128, 256, "cpu")
-    nearest = {name: each for name, each in RECIPES.items() if "four-over-six" not in name}
-    checked = {name: check_weights(name, each, problem) for name, each in nearest.items()}
+    checked = {name: check_weights(name, each, problem) for name, each in RECIPES.items()}
     return found | {"self check": {name: [row.agrees, row.note] for name, row in checked.items()}}
 
 
