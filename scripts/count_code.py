@@ -164,11 +164,11 @@ LATER = {
         ("nn/executors/whole_layer.py:BackendLayer._given",),
     ),
     "weights that Transformer Engine takes as codes from shards": Capability(
-        112,
+        115,
         1,
         ("backends/te/weights.py",),
         (
-            *("backends/te/translate.py:why_no_codes", "backends/te/executor.py:_Built.with_codes"),
+            *("backends/te/translate.py:why_values", "backends/te/executor.py:_Built.with_codes"),
             *("backends/te/quantizers.py:element_dtype", "quantize/quantized.py:Quantized.contiguous"),
             *("nn/executors/whole_layer.py:BackendLayer._codes", "nn/executors/whole_layer.py:BackendLayer.w"),
         ),

@@ -68,7 +68,7 @@ def check_weights(name: str, recipe: Recipe, problem: Problem) -> Row:
     """Part 4 for one recipe."""
     if any(spec.delayed or spec.rounding == "stochastic" for spec in recipe.table().specs()):
         return Row(part="weights", name=name, note="random bits or histories differ")
-    reason = TRANSFORMER_ENGINE.why_no_codes(recipe.table(), place(problem), Device.of(problem.w.device))
+    reason = TRANSFORMER_ENGINE.why_values(recipe.table(), place(problem), Device.of(problem.w.device))
     if reason:
         return Row(part="weights", name=name, note=reason)
     ours, theirs = (products(recipe, problem.x, problem.w, problem.dy, given=given) for given in (True, False))

@@ -235,7 +235,7 @@ class LayerBackend(Protocol):
     def shares_input(self, table: Table, device: Device) -> bool:
         """Whether it quantises an x that several layers read once for all."""
 
-    def why_no_codes(self, table: Table, layer: Shape, device: Device) -> str | None:
+    def why_values(self, table: Table, layer: Shape, device: Device) -> str | None:
         """Why its kernels of a layer on `device` that runs `table` take no codes of the weight (`LayerKernels`), so
         that they must have its values; None: they take them."""
 

@@ -226,7 +226,7 @@ def resolve(
         marks = {"divided": name in divided, "grouped": grouped}
         gemms[name] = Gemm(name=name, operands=operands, dtype=own.dtype, backend=chosen, why=why, **marks)
     whole = LAYER_BACKENDS.get(choices["fprop"].backend)
-    why_values = None if whole is None else whole.why_no_codes(table, layer, device)
+    why_values = None if whole is None else whole.why_values(table, layer, device)
     return LayerPlan(layer=layer, recipe=own, readers=alike, why_values=why_values, **gemms)
 
 

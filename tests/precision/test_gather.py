@@ -10,6 +10,7 @@ from fp4train.precision.gather import WireForm, effective, wire_form
 from fp4train.precision.layer_plan import LayerPlan, part_of, resolve
 from fp4train.precision.layers import Layer
 from fp4train.precision.report import gathers
+from fp4train.quantize import Quantizer
 
 CPU = Device.of(torch.device("cpu"))
 
@@ -87,9 +88,22 @@ def test_older_transformer_engines_take_no_codes(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(translate, "version", lambda: (2, 18))
     here = Device(type="cuda", capability=(10, 0), here=True)
     layer = Layer(name="x", in_features=64, out_features=64, block=0, blocks=1)
-    reason = translate.why_no_codes(MXFP8().table(), layer, here)
+    reason = translate.why_values(MXFP8().table(), layer, here)
     assert reason is not None and reason.endswith("takes no codes of a weight: 2.19 is the oldest that does")
-    assert translate.why_no_codes(MXFP8().table(), layer, Device.elsewhere(find_gpu("B200"))) is None
+    assert translate.why_values(MXFP8().table(), layer, Device.elsewhere(find_gpu("B200"))) is None
+
+
+def test_without_kernels_of_its_own_fp4train_leaves_weights_to_transformer_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The readable reference would take dozens of passes over each shard."""
+    monkeypatch.setattr(translate, "version", lambda: (2, 20))
+    monkeypatch.setattr(translate, "quantizer", lambda spec, device: Quantizer(spec, "Triton is not installed"))
+    here = Device(type="cuda", capability=(10, 0), here=True)
+    layer = Layer(name="x", in_features=64, out_features=64, block=0, blocks=1)
+    assert "since no kernel of fp4train does (Triton is not installed)" in str(
+        translate.why_values(NVFP4().table(), layer, here)
+    )
 
 
 def test_one_sentence_says_what_is_sent_how_many_bytes_and_why() -> None:

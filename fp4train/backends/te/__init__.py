@@ -25,7 +25,7 @@ from fp4train.backends.te.executor import region as region
 from fp4train.backends.te.experts import TEExperts as TEExperts
 from fp4train.backends.te.given import TESources
 from fp4train.backends.te.quantizers import QuantizerFactory as QuantizerFactory
-from fp4train.backends.te.translate import shares_codes, why_no_codes
+from fp4train.backends.te.translate import shares_codes, why_values
 from fp4train.backends.te.translate import to_te as to_te
 from fp4train.backends.te.translate import why_not as why_not
 from fp4train.hardware import Device
@@ -49,8 +49,8 @@ class TransformerEngine:
     def shares_input(self, table: Table, device: Device) -> bool:
         return table.quantised and shares_codes(table, here=device.here)
 
-    def why_no_codes(self, table: Table, layer: Shape, device: Device) -> str | None:
-        return why_no_codes(table, layer, device)
+    def why_values(self, table: Table, layer: Shape, device: Device) -> str | None:
+        return why_values(table, layer, device)
 
     def kernels(self, name: str) -> TEExecutor:
         return TEExecutor(name=name)

@@ -21,7 +21,7 @@ from fp4train.backends.table import OPERANDS, Operands, Shape, Table
 from fp4train.backends.te.availability import recipe_module, version, version_text, why_not_device
 from fp4train.backends.te.quantizers import QuantizerFactory, family
 from fp4train.hardware import Device
-from fp4train.quantize import Hadamard, QuantSpec
+from fp4train.quantize import Hadamard, QuantSpec, quantizer
 
 INSTEAD = "use backend=emulate, which runs any table"
 ALIGNMENT = {"nvfp4": 32, "mxfp8": 32, "fp8_current": 16, "fp8_delayed": 16, "fp8_block": 16}
@@ -64,8 +64,8 @@ def shares_codes(table: Table, *, here: bool = True) -> bool:
     return installed >= CODES and _native_kind(table, _families(table, installed)) not in (None, "fp8_delayed")
 
 
-def why_no_codes(table: Table, layer: Shape, device: Device) -> str | None:
-    """Why TE's layer takes no codes of its weight that others made; None: it does (weights.py)."""
+def why_values(table: Table, layer: Shape, device: Device) -> str | None:
+    """Why TE's layer takes no codes of its weight that fp4train's kernels made; None: it does (weights.py)."""
     installed = (version() or ()) if device.here else NEWEST
     if layer.experts:
         return "Transformer Engine's GroupedLinear quantises the weights itself"
@@ -73,6 +73,9 @@ def why_no_codes(table: Table, layer: Shape, device: Device) -> str | None:
         return "Transformer Engine enters the amax of the weight into its history of delayed scaling"
     if installed < CODES:
         return f"{version_text()} takes no codes of a weight: {'.'.join(map(str, CODES))} is the oldest that does"
+    for spec in (table["fprop"].second, table["dgrad"].second) if device.here and device.type == "cuda" else ():
+        if spec is not None and (own := quantizer(spec, device.type)).why is not None:
+            return f"Transformer Engine quantises the weight, since no kernel of fp4train does ({own.why})"
     return None
 
 
