@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 import importlib.machinery
-import importlib.util
 import json
 import os
 import pathlib
@@ -295,11 +294,9 @@ def against_emulation() -> dict[str, dict[str, float]]:
 
 def selfcheck() -> dict[str, float]:
     """scripts/te_selfcheck.py's float32 comparison, with its outliers, as it runs on a GPU."""
-    path = pathlib.Path(__file__).parents[3] / "scripts" / "te_selfcheck.py"
-    spec = importlib.util.spec_from_file_location("te_selfcheck", path)
-    script = importlib.util.module_from_spec(spec)
-    sys.modules["te_selfcheck"] = script
-    spec.loader.exec_module(script)
+    sys.path.append(str(pathlib.Path(__file__).parents[3] / "scripts"))
+    import te_selfcheck as script
+
     problem = script.Problem.draw(M, 4 * K, N, "cpu")
     ours, theirs = script.emulated(NVFP4(stochastic_rounding=False), problem), script.te_reference(problem)
     return {name: script.distance(b, a) for name, a, b in zip(("y", "dx", "dw"), ours, theirs, strict=True)}
