@@ -78,7 +78,7 @@ LATER = {
     ),
     "moments in BF16, and AdamW's kernels": Capability(290, 2, ("optim/rounded.py", "kernels/triton/adamw.py")),
     "norms, gates and rotations in C kernels": Capability(
-        214,
+        220,
         2,
         ("models/common/on_cpu.py", "models/common/operators.py"),
         ("kernels/cpu/__init__.py:fused",),

@@ -184,7 +184,7 @@ def _plan(command: Start, *, full: bool, gpus: int | None, auto: bool | None, as
     print("", _weights(model), "", _checkpoint(model, moment_bytes(config.optim)), sep="\n")
     if gpu is None:
         layers = kernels_of_layers(model, device.type, deterministic=config.train.deterministic)
-        layers += operations_in_c(model, config.train, device.type, plan.stretches[0].recipe.torch_dtype)
+        layers += operations_in_c(model, config.train, device.type, plan.stretches[0].recipe.torch_dtype, plan.tokens)
         norms = [produced_in(model, each, config.train, device.type, plan.tokens) for each in plan.stretches]
         print(kernels, *layers, *produced_by(model, plan.stretches, norms, device.type), sep="\n")
     if gpu is not None:

@@ -38,7 +38,7 @@ def kernels_of(train: TrainSettings, device: str, *, elsewhere: bool = False) ->
     if train.kernels == "torch":
         return False, f"{what} torch's operators: train.kernels=torch asks for them."
     if _in_c(train, device):
-        what = "Norms, gates and rotations run in C kernels, the loss in torch's operators"
+        what = "Norms, gates and rotations run in C kernels that have torch's bits, the loss in torch's operators"
         return False, f"{what} (train.kernels={train.kernels})."
     if (reason := None if elsewhere else liger.why_not(device)) is None:
         what = "The loss runs" if train.compile else what.removesuffix(" in")
@@ -53,14 +53,20 @@ def _in_c(train: TrainSettings, device: str) -> bool:
     return device == "cpu" and train.kernels == "auto" and not train.compile and cpu.unavailable() is None
 
 
-def operations_in_c(model: nn.Module, train: TrainSettings, device: str, dtype: torch.dtype) -> list[str]:
-    """Sentences on the norms, gates and rotations that C kernels make where activations are of `dtype`, and why they do
-    not make others."""
+def operations_in_c(model: nn.Module, train: TrainSettings, device: str, dtype: torch.dtype, tokens: int) -> list[str]:
+    """Sentences on the norms, gates and rotations that C kernels make in a pass of so many tokens, with activations of
+    `dtype`, and why they do not make others."""
     if not _in_c(train, device):
         return []
     parts = (part for part in model.modules() if isinstance(part, Fusible))
     operations = (each for part in parts for each in part.fp4train_operations())
-    reasons = Counter(on_cpu.why_not(kind, width, dtype) for kind, width in operations)
+
+    def why_not(kind: str, width: int) -> str | None:
+        if kind == "gate" and not on_cpu.whole_vectors(tokens * width):
+            return f"{tokens} tokens of {width} features do not fill the vectors of {torch.get_num_threads()} threads"
+        return on_cpu.why_not(kind, width, dtype)
+
+    reasons = Counter(why_not(kind, width) for kind, width in operations)
     return [
         f"{count} norms, gates and rotations run in "
         + ("C kernels, in the bits of torch's operators." if reason is None else f"torch's operators: {reason}.")

@@ -17,7 +17,7 @@ from fp4train.errors import UserError
 from fp4train.exchange.trained import load_trained
 from fp4train.hardware import Device, find_gpu
 from fp4train.kernels import cpu
-from fp4train.models.common import liger
+from fp4train.models.common import liger, on_cpu
 from fp4train.models.common.liger import Liger
 from fp4train.models.common.on_cpu import CpuOperators
 from fp4train.models.common.operators import OF_TORCH
@@ -54,7 +54,7 @@ def test_a_package_that_cannot_be_imported_leaves_a_run_to_torch(monkeypatch: py
 
 def test_the_plan_says_which_kernels_run_and_why(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     what = "Norms, gates, rotations and the loss run in"
-    in_c = "Norms, gates and rotations run in C kernels, the loss in torch's operators (train.kernels=auto)."
+    in_c = "Norms, gates and rotations run in C kernels that have torch's bits, the loss in torch's operators"
     assert in_c in cli("plan").out
     assert f"{what} torch's operators: train.kernels=torch asks for them." in cli("plan", "train.kernels=torch").out
     assert "train.kernels=liger: they are for GPUs" in cli("plan", "train.kernels=liger").message
@@ -65,7 +65,9 @@ def test_the_plan_says_which_kernels_run_and_why(cli: Cli, monkeypatch: pytest.M
     assert "The loss runs in liger's kernels (train.kernels=auto)." in compiled
 
 
-def test_the_plan_says_which_norms_gates_and_rotations_c_kernels_make_and_why_not_others(cli: Cli) -> None:
+def test_the_plan_says_which_norms_gates_and_rotations_c_kernels_make_and_why_not_others(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever the layers run: of four blocks the policy keeps one in high precision."""
     what, shape = "norms, gates and rotations run in", ("model.width=128", "model.hidden=384", "model.layers=4")
     for recipe in ("bf16", "nvfp4"):
@@ -75,6 +77,11 @@ def test_the_plan_says_which_norms_gates_and_rotations_c_kernels_make_and_why_no
     said = cli("plan", *shape, "model.width=160", "recipe=bf16").out
     assert f"9 {what} torch's operators: 160 features are no multiple of 64." in said
     assert f"4 {what} torch's operators: 80 features are no multiple of 64." in said
+    monkeypatch.setattr(on_cpu, "whole_vectors", lambda elements: False)
+    said = cli("plan", *shape, "recipe=bf16").out
+    assert f"4 {what} torch's operators: 128 tokens of 384 features do not fill the vectors of" in said
+    assert f"13 {what} C kernels" in said
+    monkeypatch.undo()
     assert f"17 {what} torch's operators: activations are float16." in cli("plan", *shape, "recipe=fp16").out
 
 

@@ -138,7 +138,7 @@ def spoil(model: Any) -> None:
         (BF16(), None, {"hidden": 99}, of_passes(5, 2, 4)),
         (FP16(), None, {}, {}),
     ],
-    ids=str,
+    ids=["watched", "NaN", "narrow heads", "odd gates", "FP16"],
 )
 def test_what_the_kernels_do_not_make_is_torchs_and_a_nan_stays_one(
     recipe: Recipe, change: Any, options: dict[str, Any], expected: dict[str, int], calls: Counter[str]

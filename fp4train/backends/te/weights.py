@@ -82,7 +82,7 @@ def _given_weight() -> Any:
 
     class GivenWeight(Quantizer):  # type: ignore[misc]
         """A quantiser that gives the codes that `codes` does, for fprop; where TE asks for the column-wise form, which
-        it does in backward only, those for dgrad."""
+        it does in backward only, those for dgrad. TE's own activation checkpoints ask in forward: they are not used."""
 
         def __init__(self, codes: Callable[[bool], Prepared]) -> None:
             super().__init__(rowwise=True, columnwise=False)

@@ -235,8 +235,8 @@ def layer_costs(
         share, joining = 1.0, 0.0
         if gemm.joint:
             one, share = replace(plan, layer=group).size(gemm.name, tokens), layer.out_features / group.out_features
-            lies = (layer.name, "dy") in made
-            joining = share * _joining(plan, gemm, group, gpu, tokens, microbatches, weight_joins, lies)
+            is_joined = (layer.name, "dy") in made
+            joining = share * _joining(plan, gemm, group, gpu, tokens, microbatches, weight_joins, is_joined)
         multiplied = gemm.elements if reason is None else _multiplied(gemm.operands)
         products = members if gemm.grouped or plan.layer_backend is not None else 1
         seconds = share * members / products * gemm_seconds(gpu, multiplied, *one, products=products)
@@ -278,13 +278,13 @@ def _joining(
     tokens: int,
     microbatches: int,
     weight_joins: float,
-    dy_lies: bool,
+    dy_is_joined: bool,
 ) -> float:
     """Seconds of a step to join the operands of `gemm`, one product of a `group` of layers: dy, once for dgrad and
     wgrad, unless it lies so where it is made, and the forms of the weights, which lie in one piece of memory where a
     backend runs the layers as one."""
     seconds, width = 0.0, plan.table.torch_dtype.itemsize
-    if gemm.name != "fprop" and not dy_lies:
+    if gemm.name != "fprop" and not dy_is_joined:
         copy = move_seconds(gpu, 2 * width * tokens * group.out_features, COPY)
         seconds += microbatches * copy / (plan.dgrad.joint + plan.wgrad.joint)
     if gemm.name != "wgrad" and plan.layer_backend is None:

@@ -78,6 +78,7 @@ class CpuOperators(Operators):
     def rotate(self, q_BHTE: Tensor, k_BHTE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> tuple[Tensor, Tensor]:
         """See `Operators`."""
         alike = cos_TE.shape == sin_TE.shape == q_BHTE.shape[-2:] == k_BHTE.shape[-2:]
+        alike = alike and q_BHTE.dim() == k_BHTE.dim() == 4 and not (cos_TE.requires_grad or sin_TE.requires_grad)
         if not alike or not _take("rotation", q_BHTE, k_BHTE, cos_TE, sin_TE):
             return super().rotate(q_BHTE, k_BHTE, cos_TE, sin_TE)
         angles = cos_TE.contiguous(), sin_TE.contiguous(), "rotation"
@@ -91,7 +92,7 @@ def _take(kind: str, *tensors: Tensor) -> bool:
     return (
         not torch.compiler.is_compiling()
         and all(type(each) in PLAIN and each.device.type == "cpu" and each.dtype is x.dtype for each in tensors)
-        and x.numel() > 0
+        and x.dim() > 0 < x.numel()
         and not torch.is_autocast_enabled("cpu")
         and why_not(kind, x.shape[-1], x.dtype) is None
     )
@@ -146,7 +147,7 @@ class _Norm(torch.autograd.Function):
         x_MK, rstd_M = norm(_matrix(h), weight_K.contiguous(), eps)
         ctx.save_for_backward(h, weight_K, rstd_M)
         ctx.eps = eps
-        return x_MK.view(h.shape)
+        return x_MK.view(h.shape).detach()  # no view, which could not be written in place
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -178,7 +179,7 @@ class _Rotation(torch.autograd.Function):
     def forward(ctx: Any, x_BHTE: Tensor, cos_TE: Tensor, sin_TE: Tensor, kind: str) -> Tensor:
         ctx.save_for_backward(cos_TE, sin_TE)
         ctx.back = "rotation" if kind == "rotation_gradients" else "rotation_gradients"
-        return rotated(kind, x_BHTE, cos_TE, sin_TE)
+        return rotated(kind, x_BHTE, cos_TE, sin_TE).detach()
 
     @staticmethod
     def backward(ctx: Any, dy_BHTE: Tensor) -> tuple[Tensor | None, ...]:
@@ -202,9 +203,10 @@ def _same(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> bool:
 
 def _random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Numbers of many magnitudes, which do not depend on torch's generator."""
-    generator = torch.Generator("cpu").manual_seed(shape[-1])
-    spread = torch.randn(*shape[:-1], 1, generator=generator, device="cpu").exp()
-    return (torch.randn(shape, generator=generator, device="cpu") * spread).to(dtype)
+    with torch.inference_mode(False):  # autograd saves what is made of them
+        generator = torch.Generator("cpu").manual_seed(shape[-1])
+        spread = torch.randn(*shape[:-1], 1, generator=generator, device="cpu").exp()
+        return (torch.randn(shape, generator=generator, device="cpu") * spread).to(dtype)
 
 
 def _with_gradients(operation: Callable[..., Tensor], inputs: tuple[Tensor, ...], dy: Tensor) -> tuple[Tensor, ...]:

@@ -35,7 +35,7 @@ OF_TORCH: Final = Operators()
 
 
 class Fusible:
-    """A module that has such operations."""
+    """A module that has such operations, its own or those of a part that cannot know of them."""
 
     operators: Operators = OF_TORCH
 

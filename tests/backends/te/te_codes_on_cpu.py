@@ -216,6 +216,7 @@ def results() -> dict[str, Any]:
         "nvfp4, 1D weights": NVFP4(two_d_weights=False),
         "nvfp4, four over six": NVFP4(four_over_six="all", hadamard=False, stochastic_rounding=False),
         "nvfp4, fprop high": NVFP4().with_high_precision("fprop"),
+        "nvfp4, dgrad high": NVFP4().with_high_precision("dgrad"),
         "nvfp4, wgrad high": NVFP4().with_high_precision("wgrad"),
         "mxfp8": MXFP8(),
         "mxfp8, 2D weights": MXFP8(two_d_weights=True),

@@ -4,10 +4,10 @@
 #include "rowwise.h"
 
 INLINE F scale_factor(int scale, const void *scales, int64_t at, int64_t count) {
+    if (scale == SCALE_GIVEN) return f_set(1.0f);
     const int64_t size = scale_is_byte(scale) ? 1 : 4;
     const void *from = (const uint8_t *)scales + at * size;
     uint8_t some[64] = {0};
-    if (scale == SCALE_GIVEN) return f_set(1.0f);
     if (count < 16) from = memcpy(some, from, (size_t)(count * size));
     switch (scale) {
     case SCALE_E4M3: return element_value(i_load_u8(from), E4M3);

@@ -161,7 +161,7 @@ typedef struct {
 } Gradients;
 INLINE Gradients gradients_of(F d, F a, F up, int wide) {
     const F one = f_set(1.0f), e = one_and_exp(a), s = f_div(one, e);
-    const F rest = f_sub(one, s), slope = wide ? f_fma(a, rest, one) : f_add(one, f_mul(a, rest)); /* as compilers of torch have it */
+    const F rest = f_sub(one, s), slope = wide ? f_fma(a, rest, one) : f_add(one, f_mul(a, rest)); /* torch's build contracts this in float32 alone */
     return (Gradients){f_mul(f_mul(rounded(f_mul(d, up), wide), s), slope), f_mul(d, rounded(f_div(a, e), wide))};
 }
 INLINE void gate_gradients(const Fused *job, int64_t row0, int64_t row1, int wide) {
@@ -174,7 +174,7 @@ INLINE void gate_gradients(const Fused *job, int64_t row0, int64_t row1, int wid
 }
 
 /* r(r(x a) + r(y b)), or their difference */
-INLINE F turned(F x, F a, F y, F b, int minus, int wide) {
+INLINE F rotated_half(F x, F a, F y, F b, int minus, int wide) {
     const F first = rounded(f_mul(x, a), wide), second = rounded(f_mul(y, b), wide);
     return minus ? f_sub(first, second) : f_add(first, second);
 }
@@ -189,8 +189,8 @@ INLINE void rotation(const Fused *job, int64_t row0, int64_t row1, int wide, int
         for (int64_t i = 0; i < half; i += 32) {
             const Pair x1 = pair_at(x, i, wide), x2 = pair_at(x, half + i, wide), c1 = pair_at(cosine, i, wide), c2 = pair_at(cosine, half + i, wide);
             const Pair sines[2] = {pair_at(sine, i, wide), pair_at(sine, half + i, wide)}, s1 = sines[back], s2 = sines[!back];
-            store_pair(y, i, (Pair){turned(x1.a, c1.a, x2.a, s1.a, !back, wide), turned(x1.b, c1.b, x2.b, s1.b, !back, wide)}, wide);
-            store_pair(y, half + i, (Pair){turned(x2.a, c2.a, x1.a, s2.a, back, wide), turned(x2.b, c2.b, x1.b, s2.b, back, wide)}, wide);
+            store_pair(y, i, (Pair){rotated_half(x1.a, c1.a, x2.a, s1.a, !back, wide), rotated_half(x1.b, c1.b, x2.b, s1.b, !back, wide)}, wide);
+            store_pair(y, half + i, (Pair){rotated_half(x2.a, c2.a, x1.a, s2.a, back, wide), rotated_half(x2.b, c2.b, x1.b, s2.b, back, wide)}, wide);
         }
     }
 }

@@ -119,7 +119,7 @@ INLINE void copy_bytes(void *to, const void *from, int64_t bytes) { copy_bytes_m
 /* Copy the rectangle to `scratch`, where its columns are close together: rows of a large tensor are often a multiple of 4096 bytes
  * apart and then compete for the same few cache lines. A kernel indexes the result like x. `largest` becomes the larger of itself
  * and the magnitudes of the rectangle, as float bits, if it is copied. */
-enum { TILE_ROWS = 256, TILE_COLUMNS = 128, SCRATCH_STRIDE = TILE_ROWS + 32 };
+enum { SCRATCH_STRIDE = TILE_ROWS + 32 };
 INLINE Matrix compact(const Matrix *x, int64_t row0, int64_t row1, int64_t col0, int64_t col1, int wide, void *scratch, I *largest) {
     const int64_t size = wide ? 4 : 2;
     Matrix copy = *x;

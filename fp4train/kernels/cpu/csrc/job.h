@@ -17,6 +17,7 @@ enum { ROUND_FLOOR, ROUND_RCEIL, ROUND_EVEN, ROUND_CEIL };
 enum { FORMULA_TE_2_14, FORMULA_TE_2_13, FOUR_OVER_SIX_MAE, FOUR_OVER_SIX_MSE };
 enum { NEAREST, STOCHASTIC, EDEN };
 enum { EXTENT_NONE, EXTENT_TENSOR, EXTENT_ROW, EXTENT_OUTER };
+enum { TILE_ROWS = 256, TILE_COLUMNS = 128 }; /* the largest rectangle that a kernel copies: see input.h */
 enum { OUTER_COLUMNS = 128 }; /* EXTENT_OUTER: columns of a row that share a float32 scale, which multiplies the elements */
 
 typedef struct {

@@ -18,6 +18,7 @@
 
 enum { MIN_TILE_ELEMENTS = 1 << 13, MAX_TILE_ELEMENTS = 1 << 17, TILES_A_THREAD = 4 };
 enum { WIDEST_STRIP = 2048, PAIR_TOKENS = 128, COLUMN_TILE_ROWS = 256 };
+_Static_assert((int)COLUMN_TILE_ROWS <= (int)TILE_ROWS && (int)PAIR_TOKENS <= (int)TILE_COLUMNS, "an amax pass copies its tiles: see is_compacted");
 enum { KEPT_BYTES = 1 << 23 }; /* see keep_transformed */
 
 const Kernels *kernels_of(int isa) {
