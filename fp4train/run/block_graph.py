@@ -15,8 +15,12 @@ step is free at that point of each step. A step's activations take the memory of
     weights    read where they lie. What FSDP gathers has new memory each time and is copied into the pool first, for
                forward and for backward: 16 bytes per weight and microbatch, in the memory of one block
     gradients  of the first microbatch are new; those of the others are added to them by the graph, in the weight's
-               GEMM where that can. FSDP gets those of each microbatch
+               GEMM where that can. FSDP gets those of each microbatch, which are added to its sum: 12 bytes
     recomputed blocks: the forward graph keeps x alone, and the backward graph computes the block again
+
+The least is no copy. Of the residual stream only x of the first block and dy of the last are copied, 4 bytes per BF16
+element each. The copies of FSDP's weights are 16 N / M bytes per token, of a block of N weights and a microbatch of M
+tokens; to avoid them FSDP would have to gather into memory that does not move.
 
 While a block is recorded, parameters of their own stand for its weights, so that no gradient reaches the model's
 before a replay has computed it. torch.cuda.make_graphed_callables and TE's of the same name record blocks, too, before

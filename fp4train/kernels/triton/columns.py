@@ -9,7 +9,8 @@ tokens). A thread holds the N neighbours of a block as N registers, a tuple of [
 run along the features, the butterfly, the amax and the packing need no exchange between threads, and one Philox call
 serves eight places of the tuple. Codes and scales are stored transposed, row after row, as the operand of wgrad
 wants them (Triton turns the packed words over in shared memory); values keep x's layout. Any strides are right; rows
-contiguous is fast.
+contiguous is fast. Bytes per element are those of quantize.py, the least: x is read once by each kernel, 2 + 2 + 0.5 +
+1/16 for the amax and NVFP4's codes. The transform is computed in both: kept in memory it would move 2 more.
 
 Hadamard transform: y = (x * d) H / sqrt(n), as `quantize.transform.apply_hadamard`. x is rounded to BF16 first; the
 butterfly runs in float32 in the order of strides 1, 2, 4, ... ((a, b) -> (a+b, a-b)); the scaled result is rounded to

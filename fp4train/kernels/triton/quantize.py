@@ -13,8 +13,9 @@ decode_blocks      codes and scales of 1xN and NxN blocks back to values (a kern
 amax_tensor        largest magnitude of x, and
 amax_rows          of each row; NaN if x holds one (kernels of their own; after a Hadamard transform: columns.py)
 
-The arguments are those of the kernel. Bytes per element, BF16 in: 2 + 0.5 + 1/16 for NVFP4's codes, 3
-for FP8's, 4 for BF16 values; 2 for an amax.
+The arguments are those of the kernel. Bytes per element, BF16 in: 2 + 0.5 + 1/16 for NVFP4's codes, 2 + 1 + 1/32 for
+MXFP8's, 3 for FP8's, 4 for BF16 values; 2 for an amax. That is the least: each kernel reads x once and writes its
+result once. NVFP4 (4.6) and FP8 per tensor (5) take both kernels, since no code is known before the tensor's amax.
 
 The programs of an amax reduce tiles in registers and meet in an atomic maximum: of the bits as integers, which order
 magnitudes like floats with NaN above infinity, so that the result depends on no order and stays on the device. The

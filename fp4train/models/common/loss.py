@@ -43,7 +43,9 @@ class ChunkedLoss(torch.autograd.Function):
     Backward scales them where they lie, so that a graph has one backward pass. Of the head they move, per weight and
     microbatch of n chunks, 8n − 4 bytes in the products that add them up in float32, 8 here, and from the second
     microbatch on 12 where autograd adds them to `.grad` in place. One pass for the last two (`addcmul`) would move 12,
-    but rounds product and sum together: two microbatches would not have the bits of two ranks.
+    but rounds product and sum together: two microbatches would not have the bits of two ranks. So the first microbatch
+    moves 8n + 4, the least where the factor is known in backward only, and a later one 8n + 16 of 8n + 8: 1.33 times
+    the least for two chunks, and 1.15 at most from six on.
     """
 
     @staticmethod

@@ -11,6 +11,10 @@ what that does to numbers, is in `precision.joint`.
 On a GPU dw of layers in high precision is added to the float32 gradients that they have within a GEMM of each layer: as
 many launches as autograd's additions to the rows of one product, and 8 bytes per element instead of 16.
 
+Joining is a copy; the least is none. It moves, per element of dy, 4 bytes in BF16 (read and written), of codes twice
+theirs: 2.3 for both forms of NVFP4, 4.1 of MXFP8. Of w as much, once per step where its forms are kept. In return the
+GEMMs read x once instead of once per layer, and write one dx instead of terms that are added.
+
 The outputs are columns of one matrix, views that torch lets nobody change in place. As long as one of them is alive, so
 is the memory of all.
 """

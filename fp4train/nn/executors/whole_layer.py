@@ -237,6 +237,9 @@ class BackendLayer(Executor):
     def _summed(self, w_NK: Tensor, *, values: bool = True) -> tuple[Tensor, Callable[[], Tensor] | None]:
         """(The weight, or those of a group, as kernels take it; what gives the float32 that dw is added to).
 
+        That is the gradient of a parameter, gathered ones included: 8 bytes per weight and microbatch. What is no
+        parameter (a transposed one) gets zeros, which autograd adds to the parameter's after the GEMM: 4 + 8 + 12.
+
         Args:
             values: whether they read its values.
         """

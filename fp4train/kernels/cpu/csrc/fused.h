@@ -11,6 +11,9 @@
  *
  * Matrices are contiguous, with a multiple of 32 columns, of 64 where they are heads. Those of a norm are BF16. `wide`: those of the
  * others are float32; a constant in each function that takes it.
+ *
+ * Bytes per element of BF16, from memory and to it: norm 4, norm_gradients 10 (6 and the products), gate 6, gate_gradients 10,
+ * rotations 4; the least but for the products. A row's second reading is from the cache.
  */
 #ifndef FP4_FUSED_H
 #define FP4_FUSED_H
