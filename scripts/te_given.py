@@ -50,9 +50,12 @@ def gradients(
         place, timeline = torch.device(device), Timeline(recipe=recipe, steps=1)
         layers = find_layers(model).values()
         plan = make_plan(layers, timeline, None, tokens=128, device=Device.of(place), backend=BACKEND, joint=True)
+        plans = plan.stretches[0].layers
+        if sum(each.joint for each in plans.values()) != 5:
+            raise RuntimeError("queries, keys and values, or gate and up, are not planned as one product")
         for layer in model.modules():
             if isinstance(layer, PlannedLayer):
-                layer.apply_plan(plan.stretches[0].layers[layer.layer.name], recipe, None, place)
+                layer.apply_plan(plans[layer.layer.name], recipe, None, place)
     fuse(model, TrainSettings(steps=1, batch_size=2, microbatch=None, seq_len=64, kernels=kernels), device)
     tokens = torch.randint(64, (2, 64), generator=torch.Generator().manual_seed(1)).to(device)
     with autocast(recipe, step=0):

@@ -13,8 +13,8 @@ Six parts, each skipped with the reason where this machine cannot run it:
                those of one whose norms and gates TE quantises: norms round otherwise (te_given.py).
 4. weights     y, dx and dw of a layer whose weight fp4train's kernels quantise, as shards send it, equal in every bit
                those of one whose weight TE quantises; stochastic rounding, of dy, is left out.
-5. joint       gradients of that Llama where layers that read one x are one product, whose gates run in TE's kernels (in
-               MXFP8, its norms too where cuDNN is asked for them), to 10 % those of the layers apart.
+5. joint       gradients of that Llama where layers that read one x are one product, and in MXFP8 TE's own kernels make
+               gates and, where cuDNN is asked for, norms, to 10 % those of the layers apart.
 6. time        of a forward and backward pass: TE, emulation, and torch in BF16.
 
 Exit code 0: everything that ran agrees; 1: something does not; 3: nothing could run, and why.
