@@ -1,6 +1,7 @@
 """What only a GPU machine can tell, in parts of at most eight minutes, each with its results on disk:
 
-    bash scripts/gpu_check.sh benchmarks/NAME [PART…] [--te FOLDER] [--archive FOLDER] [--dry-run]
+    bash scripts/gpu_check.sh benchmarks/NAME [PART…] [--te FOLDER] [--archive FOLDER]
+    bash scripts/gpu_check.sh [benchmarks/NAME] [PART…] --dry-run
 
 `gpu_parts.py` lists the parts; without one, all run but those that are only run when asked for. Results are files
 NAME-*.json, .md and .png and runs/NAME-*; what is done is noted in NAME.done and not done again, so that a part that
@@ -17,7 +18,8 @@ of time. Exit code 0: nothing failed, though steps may be left; 1: something did
 
 `--dry-run` runs all of it on a CPU, at tiny sizes and in one process, with stand-ins for what needs a GPU, which
 `gpu_stand_ins.py` names, and says for each step what a GPU would be asked. Its figures mean nothing. What has no
-stand-in is only named: the installation of Transformer Engine, and compute-sanitizer.
+stand-in is only named: the installation of Transformer Engine, and compute-sanitizer. Without benchmarks/NAME its
+results go to a new temporary folder, which its first line names.
 """
 
 from __future__ import annotations
@@ -221,7 +223,12 @@ def read(words: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="gpu_check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("out", type=Path, help="beginning of the paths of all results: benchmarks/NAME")
+    parser.add_argument(
+        "out",
+        type=Path,
+        nargs="?",
+        help="beginning of the paths of all results: benchmarks/NAME; a dry run needs none",
+    )
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
     parser.add_argument(
         "--te", type=Path, metavar="FOLDER", help="a Transformer Engine to install, with its install.sh"
@@ -232,6 +239,13 @@ def read(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--from", dest="here", type=Path, default=Path(), help=argparse.SUPPRESS)
     parser.add_argument("--write-hours", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_intermixed_args(words)
+    if given.out is not None and str(given.out) in PARTS:
+        given.out, given.parts = None, [str(given.out), *given.parts]
+    if given.out is None:
+        if not given.dry_run:
+            parser.error("the following argument is required: out, before the parts")
+        given.out = Path(tempfile.mkdtemp(prefix="gpu_check_"), "dry")
+        print(f"results: {given.out}-*")
     if unknown := [each for each in given.parts if each not in PARTS]:
         parser.error(f"unknown part {unknown[0]}: it is one of {', '.join(PARTS)}")
     given.out = (given.here / given.out).absolute()

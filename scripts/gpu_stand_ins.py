@@ -135,12 +135,37 @@ def liger_kernels() -> Iterator[None]:
         yield
 
 
+class _DecodedWeight:
+    """In the place of `TEExecutor`: torch's product with the weight as its codes say, or as they would."""
+
+    def __init__(self, *, name: str) -> None:
+        self.name = name
+
+    def __call__(self, x: Any, weight: Any, bias: None, table: Any, *, freed: bool, codes: Any) -> Any:
+        from fp4train.quantize import quantize
+
+        spec = table["fprop"].second
+        made = codes(False) if codes is not None else quantize(weight.detach(), spec)
+        change = made.dequantize().to(x.dtype) - weight.detach().to(x.dtype)
+        return x @ (weight.to(x.dtype) + change).T
+
+
 @contextmanager
 def te_layers(script: Any) -> Iterator[None]:
-    """Transformer Engine's layers in `te_selfcheck`."""
+    """Transformer Engine in the parts of `te_selfcheck`."""
+    import time
+    from types import SimpleNamespace
+
+    import te_given
+
     from fp4train.nn import Linear
+    from fp4train.precision import NVFP4
 
     announce("a second emulated layer, whose random bits differ, runs in the place of Transformer Engine's")
+    announce(
+        "emulation multiplies in the place of Transformer Engine's reference modules, norms, gates and joint layers"
+    )
+    announce("torch multiplies by decoded codes of a weight in the place of Transformer Engine")
     layers = script.layers
 
     def emulated(problem: Any, dtype: Any = None) -> tuple[Linear, Linear]:
@@ -148,5 +173,23 @@ def te_layers(script: Any) -> Iterator[None]:
         place = replace(theirs.layer, name="te")
         return ours, Linear.from_linear(theirs, place, "emulate")
 
-    with patch.object(script, "layers", emulated), patch.object(script, "why_not", lambda recipe, problem: None):
+    def milliseconds(step: Any) -> float:
+        began = time.perf_counter()
+        step()
+        return 1e3 * (time.perf_counter() - began)
+
+    nearest = NVFP4(stochastic_rounding=False)
+    instead = {
+        "layers": emulated,
+        "why_not": lambda recipe, problem: None,
+        "te_reference": lambda problem: script.emulated(nearest, problem, "emulate"),
+        "with_reference": lambda layer, recipe: layer,
+        "milliseconds": milliseconds,
+    }
+    own = {
+        "BACKEND": "emulate",
+        "TEExecutor": _DecodedWeight,
+        "TRANSFORMER_ENGINE": SimpleNamespace(why_values=lambda *_: None),
+    }
+    with patch.multiple(script, **instead), patch.multiple(te_given, **own):
         yield

@@ -1,8 +1,8 @@
 """Compare Transformer Engine with fp4train's emulation on this GPU: one command, run once on a new machine.
 
-    python scripts/te_selfcheck.py [--out selfcheck.json] [--size 4096] [--no-timing]
+    python scripts/te_selfcheck.py [--out selfcheck.json] [--size 4096] [--no-timing] [--dry-run]
 
-Five parts, each skipped with the reason where this machine cannot run it:
+Six parts, each skipped with the reason where this machine cannot run it:
 
 1. reference   TE's own pure-torch NVFP4 quantiser and block-by-block GEMM (any GPU that runs TE, Hopper too): y, dx and
                dw in float32 equal fp4train's to 1e-6 of their norm; and the same through TE's Linear layer in BF16.
@@ -13,7 +13,9 @@ Five parts, each skipped with the reason where this machine cannot run it:
                those of one whose norms and gates TE quantises: norms round otherwise (te_given.py).
 4. weights     y, dx and dw of a layer whose weight fp4train's kernels quantise, as shards send it, equal in every bit
                those of one whose weight TE quantises; stochastic rounding, of dy, is left out.
-5. time        of a forward and backward pass: TE, emulation, and torch in BF16.
+5. joint       gradients of that Llama where layers that read one x are one product, and in MXFP8 TE's own kernels make
+               gates and, where cuDNN is asked for, norms, to 10 % those of the layers apart.
+6. time        of a forward and backward pass: TE, emulation, and torch in BF16.
 
 Exit code 0: everything that ran agrees; 1: something does not; 3: nothing could run, and why.
 """
@@ -23,9 +25,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +69,12 @@ RECIPES: dict[str, Recipe] = {
 }
 
 
-def emulated(recipe: Recipe, problem: Problem) -> Products:
-    """y, dx, dw in float32, products accumulated block by block."""
+DRY = ("nvfp4", "nvfp4, nearest", "mxfp8", "fp8 delayed")
+"""The recipes of a dry run."""
+
+
+def emulated(recipe: Recipe, problem: Problem, backend: str = "reference") -> Products:
+    """y, dx, dw in float32; "reference" accumulates products block by block."""
     table = recipe.table()
     operands = {
         "fprop": (problem.x, problem.w),
@@ -75,7 +82,7 @@ def emulated(recipe: Recipe, problem: Problem) -> Products:
         "wgrad": (problem.dy.T, problem.x.T),
     }
     y, dx, dw = (
-        BACKENDS["reference"].product(
+        BACKENDS[backend].product(
             _codes(first, table[gemm].first),
             _codes(second, table[gemm].second),
             out_dtype=torch.float32,
@@ -154,28 +161,30 @@ def run_on_te(layer: Linear, recipe: Recipe) -> None:
     layer.apply_plan(plan, recipe, None, layer.weight.device)
 
 
+def with_reference(layer: Linear, recipe: Recipe) -> Linear:
+    """`layer` on TE's Linear with TE's pure-torch quantiser and GEMM, which need no FP4 hardware."""
+    from transformer_engine.common.recipe import CustomRecipe
+    from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import nvfp4_ref_rht_2d_factory
+
+    run_on_te(layer, recipe)
+    layer.states["te"] = TEExecutor(
+        name="selfcheck", translate=lambda _: CustomRecipe(qfactory=nvfp4_ref_rht_2d_factory)
+    )
+    return layer
+
+
 def check_reference(problem: Problem) -> list[Row]:
     """Part 1."""
     recipe = NVFP4(stochastic_rounding=False)
     rows = [compare("reference", "NVFP4, float32", emulated(recipe, problem), te_reference(problem), REFERENCE)]
-    from transformer_engine.common.recipe import CustomRecipe
-    from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import nvfp4_ref_rht_2d_factory
-
     ours, theirs = layers(problem)
-    run_on_te(theirs, recipe)  # the reference needs no FP4 hardware
-    theirs.states["te"] = TEExecutor(
-        name="selfcheck", translate=lambda _: CustomRecipe(qfactory=nvfp4_ref_rht_2d_factory)
-    )
-    on_te = run_layer(theirs, recipe, problem)
+    on_te = run_layer(with_reference(theirs, recipe), recipe, problem)
     by_emulation = run_layer(ours, recipe, problem)
     return [*rows, compare("reference", "te.Linear, BF16", by_emulation, on_te, REFERENCE_BF16)]
 
 
 def check_native(name: str, recipe: Recipe, problem: Problem) -> Row:
     """Part 2 for one recipe."""
-    reason = why_not(recipe, problem)
-    if reason:
-        return Row(part="native", name=name, note=reason)
     ours, theirs = layers(problem, torch.float32)  # as training holds them
     steps = 3 if any(spec.delayed for spec in recipe.table().specs()) else 1
     by_emulation, on_te = run_layer(ours, recipe, problem, steps), run_layer(theirs, recipe, problem, steps)
@@ -210,8 +219,8 @@ def milliseconds(step: Callable[[], object], repeats: int = 10) -> float:
     return sorted(times)[repeats // 2]
 
 
-def measure(problem: Problem) -> Iterator[dict[str, Any]]:
-    """Part 5: every recipe that runs on TE here, each as it is measured; what fails has its error for a time."""
+def measure(problem: Problem, recipes: Mapping[str, Recipe] = RECIPES) -> Iterator[dict[str, Any]]:
+    """Part 6: every recipe that runs on TE here, each as it is measured; what fails has its error for a time."""
     ours, theirs = layers(problem)
 
     def timed(layer: Linear, recipe: Recipe) -> float | str:
@@ -222,7 +231,7 @@ def measure(problem: Problem) -> Iterator[dict[str, Any]]:
 
     baseline = timed(ours, BF16())
     yield {"name": "bf16 (torch)", "te_ms": None, "emulate_ms": None, "bf16_ms": baseline}
-    for name, recipe in RECIPES.items():
+    for name, recipe in recipes.items():
         if why_not(recipe, problem) is None:
             on_te, by_emulation = timed(theirs, recipe), timed(ours, recipe)
             yield {"name": name, "te_ms": on_te, "emulate_ms": by_emulation, "bf16_ms": baseline}
@@ -238,6 +247,14 @@ def guarded(part: str, name: str, check: Callable[[], list[Row]]) -> list[Row]:
         return check()
     except Exception as error:
         return [Row(part=part, name=name, agrees=False, note=first_line(error))]
+
+
+def checked(
+    part: str, check: Callable[[str, Recipe, Problem], Row], name: str, recipe: Recipe, problem: Problem
+) -> list[Row]:
+    """The row of one recipe, or why it is skipped."""
+    reason = why_not(recipe, problem)
+    return [Row(part=part, name=name, note=reason) if reason else check(name, recipe, problem)]
 
 
 def show(rows: list[Row], times: list[dict[str, Any]]) -> None:
@@ -259,21 +276,69 @@ def show(rows: list[Row], times: list[dict[str, Any]]) -> None:
             print(f"{time['name']:30} " + " ".join(f"{word:>9}" for word in words))
 
 
+def compared(
+    machine: dict[str, Any], recipes: Mapping[str, Recipe], small: Problem, timed: Problem | None, out: Path | None
+) -> int:
+    """All parts; returns the exit code.
+
+    Args:
+        machine: of the result.
+        small: what is compared; timed: what is measured, or None.
+        out: the result as JSON, written anew after each row: a crash of a kernel, which no exception tells, leaves what
+            was found before.
+    """
+    from te_given import JOINT, ROUNDED, check_given, check_joint, check_weights
+
+    rows: list[Row] = []
+    times: list[dict[str, Any]] = []
+
+    def write() -> None:
+        if out:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            result = {"machine": machine, "rows": [asdict(row) for row in rows], "times": times}
+            out.write_text(json.dumps(result, indent=2) + "\n")
+
+    write()
+    rows += guarded("reference", "NVFP4", lambda: check_reference(small))
+    write()
+    parts = (
+        ("native", check_native, {name: name for name in RECIPES}),
+        ("given", check_given, {name: name for name in ROUNDED}),
+        ("weights", check_weights, {name: name for name in RECIPES}),
+        ("joint", check_joint, JOINT),
+    )
+    for part, check, names in parts:
+        for name, of in names.items():
+            if of in recipes:
+                rows += guarded(part, name, partial(checked, part, check, name, recipes[of], small))
+                write()
+    try:
+        for time in measure(timed, recipes) if timed is not None else ():
+            times.append(time)
+            write()
+    except Exception as error:
+        rows.append(Row(part="time", name="all", agrees=False, note=first_line(error)))
+    write()
+    show(rows, times)
+    broken = [t for t in times if any(isinstance(t[key], str) for key in ("te_ms", "emulate_ms", "bf16_ms"))]
+    return 1 if broken or any(row.agrees is False for row in rows) else 0
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the result as JSON")
     parser.add_argument("--size", type=int, default=4096, help="tokens, in and out features of the timed layer")
     parser.add_argument("--no-timing", action="store_true", help="compare only")
-    parser.add_argument("--dry-run", action="store_true", help="three recipes on a CPU, without Transformer Engine")
+    parser.add_argument("--dry-run", action="store_true", help="all parts in some recipes on a CPU, with stand-ins")
     args = parser.parse_args(arguments)
     if args.dry_run:
         import gpu_stand_ins
 
+        said = (__doc__ or "").split("\n\n")
+        print("on a GPU:", *said[2:4], sep="\n")
         problem = Problem.draw(64, 96, 64, "cpu")
         with gpu_stand_ins.te_layers(sys.modules[__name__]):
-            rows = [check_native(name, RECIPES[name], problem) for name in ("nvfp4", "mxfp8", "fp8 delayed")]
-        show(rows, [])
-        return 0 if all(row.agrees for row in rows) else 1
+            return compared({"gpu": None}, {name: RECIPES[name] for name in DRY}, problem, problem, args.out)
     if not torch.cuda.is_available():
         print("te_selfcheck needs an NVIDIA GPU; torch sees none.", file=sys.stderr)
         return 3
@@ -291,50 +356,8 @@ def main(arguments: list[str] | None = None) -> int:
         "transformer_engine": availability.version_text(),
     }
     print(", ".join(str(value) for value in machine.values()))
-    problem = Problem.draw(256, 512, 384, "cuda")
-    rows: list[Row] = []
-    times: list[dict[str, Any]] = []
-
-    def write() -> None:
-        """After each result: a crash of a kernel, which no exception tells, leaves what was found before."""
-        if args.out:
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            result = {"machine": machine, "rows": [asdict(row) for row in rows], "times": times}
-            args.out.write_text(json.dumps(result, indent=2) + "\n")
-
-    write()
-    rows += guarded("reference", "NVFP4", lambda: check_reference(problem))
-    write()
-    for name, recipe in RECIPES.items():
-
-        def native(name: str = name, recipe: Recipe = recipe) -> list[Row]:
-            return [check_native(name, recipe, problem)]
-
-        rows += guarded("native", name, native)
-        write()
-    from te_given import check_given, check_weights
-
-    given = ("nvfp4, nearest", "mxfp8", "mxfp8, hybrid")
-    for part, check, names in (("given", check_given, given), ("weights", check_weights, tuple(RECIPES))):
-        for name in names:
-
-            def checked(part: str = part, check: Any = check, name: str = name) -> list[Row]:
-                reason = why_not(RECIPES[name], problem)
-                return [Row(part=part, name=name, note=reason) if reason else check(name, RECIPES[name], problem)]
-
-            rows += guarded(part, name, checked)
-            write()
-    if not args.no_timing:
-        try:
-            for time in measure(Problem.draw(args.size, args.size, args.size, "cuda")):
-                times.append(time)
-                write()
-        except Exception as error:
-            rows.append(Row(part="time", name="all", agrees=False, note=first_line(error)))
-    write()
-    show(rows, times)
-    broken = [t for t in times if any(isinstance(t[key], str) for key in ("te_ms", "emulate_ms", "bf16_ms"))]
-    return 1 if broken or any(row.agrees is False for row in rows) else 0
+    timed = None if args.no_timing else Problem.draw(args.size, args.size, args.size, "cuda")
+    return compared(machine, RECIPES, Problem.draw(256, 512, 384, "cuda"), timed, args.out)
 
 
 if __name__ == "__main__":

@@ -56,6 +56,35 @@ def test_a_mesh_whose_shards_divide_blocks_is_planned_with_a_note(capsys: pytest
     assert said.startswith("note: parallel.tp keeps GEMMs of 25 of 43 layers") and "Hadamard groups of 128" in said
 
 
+@pytest.mark.parametrize(
+    ("keys", "codes", "said"),
+    [
+        (("recipe=nvfp4",), 7.0, "does not fit: 139.8 GiB of 124.8 usable on H200"),
+        (("recipe=fp8_current",), 14.0, "does not fit: 147.0 GiB of 124.8 usable on H200"),
+        (("recipe=nvfp4", "optim.moments=bfloat16"), 7.0, None),
+    ],
+)
+def test_an_8b_llama_does_not_fit_one_h200_with_moments_in_float32(
+    keys: tuple[str, ...], codes: float, said: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Weights, gradients and two moments are 16 bytes for each of 8.03 B parameters, 128.5 GB; both forms of the
+    blocks' 6.98 B weights are 2 bytes each in FP8, and 1.01 in NVFP4."""
+    sizes = ("data=tokens", "data.path=tokens.bin", "data.vocab_size=128256", "train.seq_len=2048")
+    words = ("plan", "model=llama_8b", "gpu=H200", "gpus=1", *keys, "policy=all", "phases=none", *sizes)
+    assert run(*words, "train.batch_size=1", "--json") == 0
+    (found,) = json.loads(capsys.readouterr().out)["stretches"]
+    memory = found["memory_bytes"]
+    per_moment = 2 if said is None else 4
+    assert memory["weights, float32"] + memory["gradients"] == pytest.approx(64.24e9, rel=1e-3)
+    assert memory["moments"] == pytest.approx(16.06e9 * per_moment, rel=1e-3)
+    assert memory["codes of weights"] == pytest.approx(codes * 1e9, rel=0.02)
+    assert run(*words, "train.batch_size=1") == 0
+    printed = capsys.readouterr().out
+    assert "does not fit" not in printed if said is None else said in printed
+    page = DOCUMENT.partition("Memory is estimated")[2].partition("GPUs: A100")[0]
+    assert f"{found['memory_bytes_total'] / 2**30:.1f}" in page
+
+
 def test_the_rest_of_the_gpus_are_shards(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*SMALL, "gpus=32", "parallel.tp=2", "--json", "train.batch_size=64") == 0
     found = json.loads(capsys.readouterr().out)

@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 import tarfile
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,7 +50,7 @@ def test_a_dry_run_executes_every_part_and_keeps_its_results(tmp_path: Path) -> 
     assert asked - executed == steps_with(": only named", lines) == {"te install", "sanitize"}, "no stand-in for these"
     assert lines[-1] == "gpu_check: cannot run here: te install, sanitize"
     stand_ins = {line for line in lines if line.startswith("stand-in: ")}
-    assert len(stand_ins) == 8, stand_ins
+    assert len(stand_ins) == 10, stand_ins
     with tarfile.open(tmp_path / "back" / "x.tgz") as archive:
         names = archive.getnames()
         first, profile, step = (
@@ -154,9 +155,24 @@ def test_the_script_takes_python3_and_paths_from_where_it_is_called(tmp_path: Pa
     assert given.out == tmp_path / "out/x" and given.parts == ["first"]
 
 
+def test_a_dry_run_needs_no_name_and_says_where_its_results_are(tmp_path: Path) -> None:
+    """`bash scripts/gpu_check.sh --dry-run` as it is written, here with the part that starts nothing."""
+    kept = {k: v for k, v in os.environ.items() if k != "OUT"}
+    environment = kept | {"PYTHON": sys.executable, "TMPDIR": str(tmp_path)}
+    command = ["bash", str(SCRIPT), "--dry-run", "hours"]
+    done = subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True, check=True)
+    (written,) = tmp_path.glob("gpu_check_*/dry-hours.sh")
+    assert done.stdout.splitlines()[0] == f"results: {written.parent}/dry-*"
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
-    [([], "required: out"), (["x", "kernles"], "unknown part kernles"), (["x", "--te", "gone"], "holds no install.sh")],
+    [
+        ([], "required: out"),
+        (["te"], "before the parts"),
+        (["x", "kernles"], "unknown part kernles"),
+        (["x", "--te", "gone"], "holds no install.sh"),
+    ],
 )
 def test_wrong_arguments_are_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -171,6 +187,18 @@ def test_a_carried_transformer_engine_is_installed_first_and_found_afterwards(tm
     path = Check(out=tmp_path / "x", archive=None, seconds=1.0).environment()["PYTHONPATH"]
     assert path.split(os.pathsep)[:2] == [str(gpu_check.ROOT), str(tmp_path / "x.site")]
     assert check.words[0] == "te_selfcheck.py"
+
+
+def test_compiled_kernels_lie_outside_of_results_unless_a_folder_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cache among the results would fill what comes back from a machine; one in the tree what is carried to it."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    check = Check(out=tmp_path / "benchmarks" / "x", archive=tmp_path / "back", seconds=1.0)
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    assert check.environment()["TRITON_CACHE_DIR"] == str(tmp_path / "temporary" / "x.triton")
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/named")
+    assert check.environment()["TRITON_CACHE_DIR"] == "/named"
 
 
 def test_every_program_of_every_part_is_there(tmp_path: Path) -> None:

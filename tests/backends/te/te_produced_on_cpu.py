@@ -211,10 +211,17 @@ def results() -> dict[str, Any]:
         found[name] = {"before": before, "counts": counts, "apart": apart(plain, fused), "said": list(sentences)}
     del os.environ[CUDNN]
     sys.path.append(str(pathlib.Path(__file__).parents[3] / "scripts"))
-    from te_given import gradients
+    from te_given import JOINT, check_joint, gradients
+    from te_selfcheck import RECIPES, Problem
 
     pairs = [[gradients(each, kernels, "cpu", 64) for kernels in ("auto", "torch")] for each in (NEAREST, HYBRID)]
     found["selfcheck"] = [all(map(torch.equal, *pair)) for pair in pairs]
+    found["joint"] = {}
+    for name, of in JOINT.items():
+        launched.clear()
+        width = 256 if "blocks" in name else 64  # no block of 128 crosses the border between two layers
+        row = check_joint(name, RECIPES[of], Problem.draw(64, width, 64, "cpu"))
+        found["joint"][name] = [row.agrees, row.note, sorted({each for each in launched if each in vars(tex)})]
     first, again, later = (trained(NVFP4(), "auto", step=step)[0] for step in (0, 0, 1))
     found["random bits"] = {"again": len(apart(first, again)), "of another step": len(apart(first, later))}
     return found

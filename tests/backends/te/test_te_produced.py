@@ -81,6 +81,14 @@ def test_tokens_that_te_would_pad_are_left_to_it(report: Any) -> None:
 @pytest.mark.long
 def test_the_self_check_compares_the_same_on_a_gpu(report: Any) -> None:
     assert report["selfcheck"] == [True, True]
+    gate, norm = ["dswiglu", "swiglu"], ["rmsnorm_bwd", "rmsnorm_fwd"]
+    ran = {
+        "mxfp8": gate,
+        "mxfp8, norms by cuDNN": [*gate[:1], *norm, *gate[1:]],
+        "mxfp8, hybrid": gate,
+        "fp8 blocks": [],
+    }
+    assert report["joint"] == {name: [True, "", kernels] for name, kernels in ran.items()}
 
 
 @pytest.mark.long

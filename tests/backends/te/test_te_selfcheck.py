@@ -3,11 +3,13 @@
 import importlib.util
 import json
 import pathlib
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
 
+import gpu_parts
 import pytest
 import torch
 from torch import nn
@@ -42,7 +44,8 @@ def test_a_recipe_that_cannot_run_is_skipped_with_the_reason(
     script: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    row = script.check_native("nvfp4", NVFP4(), script.Problem.draw(32, 32, 32, "cpu"))
+    problem = script.Problem.draw(32, 32, 32, "cpu")
+    (row,) = script.checked("native", script.check_native, "nvfp4", NVFP4(), problem)
     assert row.agrees is None
     assert "needs an NVIDIA GPU" in row.note
 
@@ -129,6 +132,19 @@ def test_what_fails_while_it_is_timed_leaves_its_error_and_the_others_times(
     script.show([], times)
 
 
+def test_a_dry_run_executes_every_part_and_says_what_each_asks_of_a_gpu(
+    script: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
+) -> None:
+    out = tmp_path / "te.json"
+    assert script.main(["--dry-run", "--out", str(out)]) == 0
+    said, found = capsys.readouterr().out, json.loads(out.read_text())
+    parts = re.findall(r"^\d\. (\w+)", said, flags=re.MULTILINE)
+    ran = list(dict.fromkeys(row["part"] for row in found["rows"] if row["agrees"]))
+    assert [*ran, *["time"] * (len(found["times"]) == 1 + len(script.DRY))] == parts
+    (step,) = [each for each in gpu_parts.steps_of("te", out, None) if each.name == "te"]
+    assert re.findall(r"\((\w+)\)", step.asks) == parts and f"{len(script.RECIPES)} recipes" in step.asks
+
+
 def test_results_are_written_as_they_come(
     script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
@@ -150,6 +166,7 @@ def test_results_are_written_as_they_come(
         return script.Row(part="native", name=name, agrees=True)
 
     monkeypatch.setattr(script, "check_native", check_native)
+    monkeypatch.setattr(script, "why_not", lambda recipe, problem: None)
     with pytest.raises(KeyboardInterrupt):
         script.main(["--out", str(out), "--no-timing"])
     found = json.loads(out.read_text())
