@@ -2,12 +2,11 @@
 operators, whatever its layers read and whatever watches them."""
 
 from collections import Counter
-from collections.abc import Callable
-from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from c_calls import counted
 from torch import Tensor
 
 import fp4train as f4
@@ -32,17 +31,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Kinds of what the C kernels made, but for the first comparison with torch's operators."""
     if reason := cpu.unavailable():
         pytest.skip(reason)  # tests/house/test_skips.py fails if this must not be skipped
-    for kind, dtype in product(("norm", "gate", "rotation"), (torch.bfloat16, torch.float32)):
-        assert on_cpu.why_not(kind, 64, dtype) is None or (kind, dtype) == ("norm", torch.float32)
     assert on_cpu.why_not("norm", 128, torch.bfloat16) is None
-    made: Counter[str] = Counter()
-
-    def noted(kind: str, *args: Any, own: Callable[..., None] = cpu.fused, **options: Any) -> None:
-        made[kind] += 1
-        own(kind, *args, **options)
-
-    monkeypatch.setattr(cpu, "fused", noted)
-    return made
+    return counted(monkeypatch)
 
 
 def trained(

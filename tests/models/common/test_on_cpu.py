@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from c_calls import counted
 from torch import Tensor
 
 from fp4train.kernels import cpu
@@ -44,16 +45,7 @@ def threads() -> Iterator[None]:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Kinds of what the C kernels made, but for the first comparison with torch's operators."""
-    for kind, dtype in product(("norm", "gate", "rotation"), DTYPES):
-        assert why_not(kind, 64, dtype) is None or (kind, dtype) == ("norm", torch.float32)
-    made: Counter[str] = Counter()
-
-    def noted(kind: str, *args: Any, own: Callable[..., None] = cpu.fused, **options: Any) -> None:
-        made[kind] += 1
-        own(kind, *args, **options)
-
-    monkeypatch.setattr(cpu, "fused", noted)
-    return made
+    return counted(monkeypatch)
 
 
 def same(ours: Tensor, theirs: Tensor) -> bool:
