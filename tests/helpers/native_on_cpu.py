@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import interpreted
 import torch
 from recorded_products import Recorder
 from torch import Tensor
@@ -33,6 +34,7 @@ WRITES: dict[tuple[str, str], tuple[int, ...]] = {}
 
 def install() -> None:
     """From here on, in this process."""
+    interpreted.hasten(checks_overflow=False)
     triton_launch.Launch.__call__ = launched_as_operator(triton_launch.Launch.__call__)  # type: ignore[method-assign]
     native.why_not_blocks, native.F.scaled_mm = lambda *_: None, multiplied_as_operator(Recorder())  # type: ignore[assignment]
     for module in (operands, scaling, sharded, weights):

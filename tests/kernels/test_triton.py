@@ -2,14 +2,13 @@
 
 import importlib.util
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from interpreted import interpreted
 
 from fp4train.quantize import Hadamard, QuantSpec, RandomKey, quantize, triton_launch
 from fp4train.quantize import triton as backend
@@ -20,14 +19,6 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu_kernels.py"
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed (Linux only: pip install triton)"
 )
-
-
-def interpreted(*command: str) -> subprocess.CompletedProcess[str]:
-    """Python in a process of its own: Triton decides when a kernel is defined whether it is interpreted."""
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    environment["PYTHONPATH"] = os.pathsep.join(map(str, (Path(__file__).parents[1] / "helpers", SCRIPT.parent)))
-    command = (sys.executable, "-W", "ignore", *command)  # numpy warns of divisions by zero
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
 
 @pytest.mark.long
@@ -81,8 +72,8 @@ def test_the_interpreter_of_triton_3_6_is_refused_beside_numpy_2_4(monkeypatch: 
     assert backend.why_not_interpreted("3.9.0+git1", "2.4.6") is None
     found = {"triton": "3.6.0", "numpy": "2.4.6"}
     monkeypatch.setattr(backend, "version", found.__getitem__)
-    for interpreted, said in ((True, "numpy<2.4"), (False, "x is on cpu")):
-        monkeypatch.setattr(triton_launch, "interpreted", lambda on=interpreted: on)
+    for on, said in ((True, "numpy<2.4"), (False, "x is on cpu")):
+        monkeypatch.setattr(triton_launch, "interpreted", lambda on=on: on)
         assert said in str(backend.why_not(QuantSpec(), "cpu"))
     monkeypatch.setattr(torch.version, "hip", None)
     assert backend.why_not(QuantSpec(), "cuda") is None

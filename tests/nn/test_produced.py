@@ -2,13 +2,10 @@
 interpreter, with recorded products in the place of scaled_mm; and where they are left to the model."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from interpreted import interpreted
 
 import fp4train as f4
 from fp4train.hardware import Device, find_gpu
@@ -94,10 +91,7 @@ print(json.dumps(told))
 def trained() -> Any:
     """Of each case the launches of two microbatches, of families other than Llama of one; which tensors are not those
     of the model without, by how much; and calls of Liger's kernels."""
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    environment["PYTHONPATH"] = str(Path(__file__).parents[1] / "helpers")
-    command = [sys.executable, "-W", "ignore", "-c", PROGRAM]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1500)
+    run = interpreted("-c", PROGRAM, timeout=1500)
     assert run.returncode == 0, run.stdout + run.stderr
     return json.loads(run.stdout)
 

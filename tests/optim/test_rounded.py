@@ -2,9 +2,6 @@
 
 import importlib.util
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from interpreted import interpreted
 from steps_of_slabs import BOXES, by_c, stepped
 from torch import Tensor, nn
 
@@ -120,9 +118,7 @@ def test_the_c_kernel_equals_the_reference_in_every_bit(shape: Any, offsets: Any
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed (Linux only)")
 def test_the_triton_kernel_equals_the_reference_in_the_interpreter() -> None:
     """In a process of its own: Triton decides when a kernel is defined whether it is interpreted."""
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    script = str(Path(__file__).parents[1] / "helpers" / "steps_of_slabs.py")
-    run = subprocess.run((sys.executable, "-W", "ignore", script), env=environment, capture_output=True, text=True)
+    run = interpreted(str(Path(__file__).parents[1] / "helpers" / "steps_of_slabs.py"))
     assert run.stdout.split() == ["True"] * len(BOXES), run.stdout + run.stderr
 
 

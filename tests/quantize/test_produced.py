@@ -2,13 +2,11 @@
 the kernels against the reference of those tensors, over several tiles and strips."""
 
 import importlib.util
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
+from interpreted import interpreted
 from torch import Tensor
 
 from fp4train.quantize import QuantSpec, produced, quantizer
@@ -135,9 +133,7 @@ for norm, rounded, rstd, eps in (
 def test_codes_are_those_of_the_reference_over_tiles_and_strips_in_the_interpreter() -> None:
     """NVFP4 with Hadamard and random bits; MXFP8, also with the columns' codes as x lies; FP8 with one scale; NaN;
     sizes that fill no tile; and gradients of both norms."""
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-W", "ignore", "-c", PROGRAM]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    run = interpreted("-c", PROGRAM)
     assert run.stdout.splitlines() == [
         "NVFP4 norm amax_produced quantize_produced",
         "NVFP4 root amax_produced quantize_produced",

@@ -22,6 +22,9 @@ import te_codes_on_cpu as codes
 import torch
 import transformer_engine_torch as tex
 from torch import Tensor, nn
+
+sys.path.append(str(pathlib.Path(__file__).parents[2] / "helpers"))
+import interpreted
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer, MXFP8Tensor
 from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
@@ -50,6 +53,7 @@ HYBRID = MXFP8(element="hybrid")
 MX, MX_DY = (HYBRID.table()[gemm].first for gemm in ("fprop", "dgrad"))
 EPS = Llama().norm_eps
 ROW, COLUMN = NEAREST.table()["fprop"].first, NEAREST.table()["wgrad"].second
+interpreted.hasten(checks_overflow=False)
 quantised: list[str] = []
 """Each call of TE's kernel that quantises."""
 launched: list[str] = []

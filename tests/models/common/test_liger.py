@@ -2,15 +2,12 @@
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import liger_on_cpu
 import pytest
 import torch
+from interpreted import interpreted as in_interpreter
 from torch import Tensor
 
 import fp4train as f4
@@ -223,10 +220,7 @@ def interpreted() -> Any:
     so all that belongs to it."""
     if not THERE:
         pytest.skip("needs liger-kernel")
-    tests = Path(__file__).parents[2]
-    path = os.pathsep.join([str(tests / "helpers"), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "1", "NVTE_PROJECT_BUILDING": "1"}
-    done = subprocess.run([sys.executable, "-c", PROGRAM + COUNTED], capture_output=True, text=True, env=environment)
+    done = in_interpreter("-c", PROGRAM + COUNTED, NVTE_PROJECT_BUILDING="1")
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
 
