@@ -97,9 +97,9 @@ LATER = {
     "DNA": Capability(220, 1, ("data/dna.py",)),
     "distillation": Capability(193, 2, ("models/common/distillation.py", "run/teacher.py")),
     "checks: called layers, deterministic GPUs, every recipe at once, the parts of a step": Capability(
-        190,
-        3,
-        ("nn/called.py", "run/determinism.py", "lab/costs/host.py"),
+        245,
+        4,
+        ("nn/called.py", "run/determinism.py", "lab/costs/host.py", "lab/costs/casts.py"),
         ("lab/doctor/recipes.py:check_all", "lab/doctor/recipes.py:_outcome", "lab/costs/cluster.py:ClusterCost._host"),
     ),
     "Liger's kernels, those that a plan names": Capability(
@@ -139,13 +139,12 @@ LATER = {
         ),
     ),
     "one product of layers that read one x": Capability(
-        340,
-        2,
-        ("precision/joint.py", "nn/executors/joint.py"),
+        350,
+        3,
+        ("precision/joint.py", "nn/executors/joint.py", "lab/costs/joint.py"),
         (
             *("nn/weights.py:JointWeights", "nn/weights.py:is_of", "nn/weights.py:stack"),
             "quantize/sharded.py:stacked",
-            *("lab/costs/estimate.py:_group", "lab/costs/estimate.py:_joining", "lab/costs/estimate.py:_written"),
         ),
     ),
     "norms and gates that are quantised where they are made": Capability(

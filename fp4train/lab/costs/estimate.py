@@ -14,7 +14,7 @@ from its sources, once for all layers that take it, and a gate's gradients once 
 kernels, where they write codes alone, move the same bytes.
 
 One product of layers that read one x is one launch of the size of all, in which each layer's share is that of its out
-features. So is quantising their dy, unless it draws random bits for each. dy and weights are joined by copies.
+features. So is quantising their dy, unless it draws random bits for each. Copies join dy and weights (`joint.py`).
 """
 
 import re
@@ -27,12 +27,12 @@ from typing import Any
 
 from fp4train.backends import LAYER_BACKENDS
 from fp4train.backends.table import FORMS, GEMMS, Operands
-from fp4train.hardware import Device, Gpu, stored_bytes
+from fp4train.hardware import Device, Gpu
 from fp4train.lab.costs import roofline
 from fp4train.lab.costs.elementwise import NOTHING_MADE, Made, MadeFrom
+from fp4train.lab.costs.joint import joined_layer, joining_seconds
 from fp4train.lab.costs.roofline import COPY, LAUNCH, gemm_seconds, move_seconds, needs_amax
 from fp4train.precision.layer_plan import Gemm, LayerPlan
-from fp4train.precision.layers import Layer
 from fp4train.precision.plan import Plan
 from fp4train.quantize import QuantSpec
 from fp4train.text import ranges, screen, tabulate
@@ -204,7 +204,7 @@ def layer_costs(
         return [row for rows in found for row in rows]
     layer, gemms = plan.layer, {gemm.name: gemm for gemm in plan.gemms}
     quantise = dict.fromkeys(GEMMS, 0.0)
-    rows, group = layer.rows(tokens), _group(plan, others)
+    rows, group = layer.rows(tokens), joined_layer(plan, others)
     members = min(max(1, layer.experts), rows)
     """Experts that have tokens: each is quantised, and multiplied where no call does so for all, by itself."""
     calls = 1 if plan.layer_backend is not None else members
@@ -236,7 +236,7 @@ def layer_costs(
         if gemm.joint:
             one, share = replace(plan, layer=group).size(gemm.name, tokens), layer.out_features / group.out_features
             is_joined = (layer.name, "dy") in made
-            joining = share * _joining(plan, gemm, group, gpu, tokens, microbatches, weight_joins, is_joined)
+            joining = share * joining_seconds(gpu, plan, gemm, group, tokens, microbatches, weight_joins, is_joined)
         multiplied = gemm.elements if reason is None else _multiplied(gemm.operands)
         products = members if gemm.grouped or plan.layer_backend is not None else 1
         seconds = share * members / products * gemm_seconds(gpu, multiplied, *one, products=products)
@@ -262,43 +262,6 @@ def shares_x(plan: LayerPlan) -> bool:
         return LAYER_BACKENDS[plan.layer_backend].shares_input(plan.table, Device(type="cuda", here=False))
     specs = (plan.fprop.operands.first, plan.wgrad.operands.second)
     return not plan.layer.experts and not any(s is not None and (s.random or s.delayed is not None) for s in specs)
-
-
-def _group(plan: LayerPlan, others: Mapping[str, LayerPlan]) -> Layer:
-    """All layers that `plan` may be multiplied with, itself included, as one with the out features of all."""
-    features = sum(others[name].layer.out_features for name in plan.readers if name in others)
-    return replace(plan.layer, out_features=max(features, plan.layer.out_features))
-
-
-def _joining(
-    plan: LayerPlan,
-    gemm: Gemm,
-    group: Layer,
-    gpu: Gpu,
-    tokens: int,
-    microbatches: int,
-    weight_joins: float,
-    dy_is_joined: bool,
-) -> float:
-    """Seconds of a step to join the operands of `gemm`, one product of a `group` of layers: dy, once for dgrad and
-    wgrad, unless it lies so where it is made, and the forms of the weights, which lie in one piece of memory where a
-    backend runs the layers as one."""
-    seconds, width = 0.0, plan.table.torch_dtype.itemsize
-    if gemm.name != "fprop" and not dy_is_joined:
-        copy = move_seconds(gpu, 2 * width * tokens * group.out_features, COPY)
-        seconds += microbatches * copy / (plan.dgrad.joint + plan.wgrad.joint)
-    if gemm.name != "wgrad" and plan.layer_backend is None:
-        spec = gemm.operands.second
-        form = width if spec is None else _written(spec, gemm.backend)
-        seconds += weight_joins * move_seconds(gpu, 2 * form * group.weights, COPY)
-    return seconds
-
-
-def _written(spec: QuantSpec, backend: str) -> float:
-    """Bytes of a quantised element as a backend of single GEMMs multiplies it."""
-    if backend != "native":
-        return roofline.decoded_width(spec)
-    return stored_bytes(spec.element.upper(), spec.block[1] or 32)
 
 
 def _tensor(gpu: Gpu, count: int, forms: list[tuple[QuantSpec, str]]) -> float:

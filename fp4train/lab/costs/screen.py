@@ -3,9 +3,9 @@
 The rows of a step are the parts of `cluster.py` for a plan, beside the same model in BF16:
 
 GEMMs, quantising          of the linear layers in the blocks
-casts of weights           float32 weights read and written in BF16, once per step, where no GEMM is quantised
 attention                  its products
-elementwise                what runs between products in a block: RoPE, SwiGLU, norms, residuals
+elementwise                what runs between products: RoPE, SwiGLU, norms, residuals; the embedding
+casts, gradient sums       passes over weights and their gradients beside the products (`casts.py`)
 GEMMs of the head, loss    the layers outside the blocks, and the cross-entropy of their logits
 optimizer                  AdamW, and the norm of the gradients
 waiting for the host       how much longer the host takes to queue the kernels than the GPU to run them
@@ -27,6 +27,7 @@ from fp4train.precision import BF16, Timeline
 from fp4train.precision.layers import find_layers
 from fp4train.precision.plan import Plan
 from fp4train.run.build import build_plan
+from fp4train.run.produced import ProducedNorms
 from fp4train.text import screen, tabulate
 
 _GIB = 2**30
@@ -188,12 +189,14 @@ def _largest(cost: ClusterCost) -> str:
     return f"{name} {_gib(value)} GiB"
 
 
-def step_costs(wanted: MeshPlan, plan: Plan) -> list[tuple[str, ClusterCost]]:
-    """(title, cost of a step) on one GPU: of the model in BF16, then of every stretch of `plan`."""
+def step_costs(wanted: MeshPlan, plan: Plan, produced: Sequence[ProducedNorms]) -> list[tuple[str, ClusterCost]]:
+    """(title, cost of a step) on one GPU: of the model in BF16, then of every stretch of `plan`, whose norms and gates
+    quantise what `produced` says."""
     train, layers = wanted.config.train, find_layers(wanted.model)
     sequences = train.batch_size // train.microbatches
     high = build_plan(wanted.config, layers, Timeline(recipe=BF16(), steps=1), Device.elsewhere(wanted.gpu))
-    loads = [*wanted.workloads(high, sequences), *wanted.workloads(plan, sequences)]
+    loads = wanted.workloads(high, sequences, wanted.produced(high))
+    loads += wanted.workloads(plan, sequences, produced)
     titles = ["all in BF16", *(title for title, _, _ in loads[1:])]
     mesh = Mesh(microbatches=train.microbatches)
     costs = (ClusterCost(load, wanted.gpu, wanted.links, mesh) for _, _, load in loads)

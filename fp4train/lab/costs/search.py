@@ -228,8 +228,10 @@ class MeshPlan:
         given: Any = (self.config.train, "cuda", plan.tokens)
         return [produced_in(self.model, each, *given, elsewhere=True, amax=amax) for each in plan.stretches]
 
-    def workloads(self, plan: Plan, sequences: int, data_ranks: int = 1) -> list[tuple[str, int, Workload]]:
-        """(title, steps, workload) of every stretch of the run, on so many ranks with tokens of their own."""
+    def workloads(
+        self, plan: Plan, sequences: int, produced: Sequence[ProducedNorms]
+    ) -> list[tuple[str, int, Workload]]:
+        """(title, steps, workload) of every stretch of the run, whose norms and gates quantise what `produced` says."""
         whole = find_layers(self.model)
         train = self.config.train
         recomputed = 1.0 if getattr(self.config.model, "recompute", False) else 0.0
@@ -251,7 +253,7 @@ class MeshPlan:
                     producers=norms.producers,
                 ),
             )
-            for stretch, norms in zip(plan.stretches, self.produced(plan, data_ranks), strict=True)
+            for stretch, norms in zip(plan.stretches, produced, strict=True)
         ]
 
     def costs(self) -> tuple[Plan, list[tuple[str, int, ClusterCost]]]:
@@ -291,8 +293,9 @@ class MeshPlan:
             self.notes.append(gathers(layers, mesh.shard, self.config.parallel.gather, whole=train.whole_weights))
         shared = " The loss is torch's where ranks share the vocabulary." if mesh.tensor > 1 and self.kernels[0] else ""
         self.notes += filter(None, [divided_blocks(plan), self.kernels[1] + shared])
-        self.notes += produced_by(self.model, plan.stretches, self.produced(plan, mesh.data), "cuda")
-        loads = self.workloads(plan, sequences, mesh.data)
+        produced = self.produced(plan, mesh.data)
+        self.notes += produced_by(self.model, plan.stretches, produced, "cuda")
+        loads = self.workloads(plan, sequences, produced)
         return plan, [(title, n, ClusterCost(load, self.gpu, self.links, mesh)) for title, n, load in loads]
 
     def check(self, mesh: Mesh, batch: int, sequences: int) -> None:
@@ -324,7 +327,7 @@ class MeshPlan:
                 if tensors == 1:
                     raise
                 return None  # the named backend runs no parts of layers
-            return self.workloads(plan, sequences, 1 + shared)[0][2]
+            return self.workloads(plan, sequences, self.produced(plan, 1 + shared))[0][2]
 
         def measure(sequences: int, mesh: Mesh) -> Workload | None:
             try:

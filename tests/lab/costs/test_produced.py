@@ -13,6 +13,7 @@ import torch
 from fp4train.backends.te import translate
 from fp4train.config import composition, to_config
 from fp4train.hardware import find_gpu
+from fp4train.lab.costs import search
 from fp4train.lab.costs.cluster import ClusterCost
 from fp4train.lab.costs.elementwise import made_by
 from fp4train.lab.costs.estimate import GemmCost, estimate
@@ -26,7 +27,7 @@ from fp4train.precision import MXFP8, NVFP4, FP8Current, Recipe
 from fp4train.quantize import quantizer, triton
 from fp4train.quantize.produced import NORM_BACKWARD, STRIP
 from fp4train.run.build import build_model, build_timeline
-from fp4train.run.produced import ProducedNorms
+from fp4train.run.produced import ProducedNorms, produced_in
 
 B200 = find_gpu("B200")
 GPUS = Path(__file__).parents[3] / "docs" / "gpus.md"
@@ -133,13 +134,12 @@ def test_what_is_quantised_where_it_is_made_is_charged_once_from_its_sources(
         assert quantised(part, fused) - quantised(part, plain) == pytest.approx(difference, abs=1e-15)
 
 
-def test_a_block_writes_neither_the_norms_nor_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_writes_neither_the_norms_nor_the_gate() -> None:
     """Only a norm's gradients are elementwise; torch adds the residual, which Liger adds in the pass of its norm. A
     block keeps the same for backward: h or the sum, gate and up, and codes."""
     wanted, plan = planned("recipe=nvfp4", "backend=native", "phases=none")
-    fused = wanted.workloads(plan, 1)[0][2]
-    monkeypatch.setattr(MeshPlan, "produced", lambda *_: [ProducedNorms({}, {})])
-    one, other = (each.kinds[0].cost for each in (fused, wanted.workloads(plan, 1)[0][2]))
+    fused, plain = (wanted.workloads(plan, 1, each)[0][2] for each in (wanted.produced(plan), [ProducedNorms({}, {})]))
+    one, other = (each.kinds[0].cost for each in (fused, plain))
     elements, gates = TOKENS * WIDTH, TOKENS * HIDDEN
     assert other.fused_forward - one.fused_forward == (4 + 8) * elements + 6 * gates
     assert other.fused_backward - one.fused_backward == (6 + 8 - 2 * NORM_BACKWARD) * elements + 10 * gates
@@ -176,8 +176,22 @@ def test_a_plan_of_another_gpu_charges_what_a_run_there_quantises(
 
 def test_phases_differ_in_what_they_quantise_and_each_is_charged_for_its_own() -> None:
     wanted, plan = planned("recipe=nvfp4", "phases=cooldown_bf16", "train.steps=100")
-    first, last = (load.made for _, _, load in wanted.workloads(plan, 1))
+    first, last = (load.made for _, _, load in wanted.workloads(plan, 1, wanted.produced(plan)))
     assert first and not last
+
+
+def test_a_plan_asks_once_per_stretch_what_is_quantised_where_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer makes an executor of every layer that may take codes: hundreds in a large model."""
+    asked = []
+
+    def counted(model: object, stretch: object, *given: Any, **options: Any) -> ProducedNorms:
+        asked.append(stretch)
+        return produced_in(model, stretch, *given, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(search, "produced_in", counted)
+    wanted, _ = planned("recipe=nvfp4", "phases=cooldown_bf16", "train.steps=100")
+    plan, _ = wanted.costs()
+    assert len(plan.stretches) == 2 and asked == list(plan.stretches)
 
 
 def test_ranks_that_share_amaxes_or_cut_layers_quantise_none() -> None:
