@@ -14,7 +14,8 @@ step is
 
 and no less than the host takes to queue its kernels, of which recorded steps have none.
 
-GEMMs and quantising: `estimate.py`. Parameters of the rest:
+GEMMs and quantising: `estimate.py`. Passes over weights and gradients beside them, over embedded rows and over what the
+head reads: `casts.py`. Parameters of the rest:
 """
 
 import math
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from fp4train.hardware import Gpu
+from fp4train.lab.costs import casts
 from fp4train.lab.costs.blocks import BlockCost
 from fp4train.lab.costs.estimate import layer_costs
 from fp4train.lab.costs.host import OPERATION, host_seconds
@@ -64,7 +66,7 @@ BACKWARD_ATTENTION: Final = 2.5
 
 
 GEMM, QUANTISING, ATTENDING, ELEMENTWISE = "GEMMs", "quantising", "attention", "elementwise"
-HEAD, LOSS = "GEMMs of the head", "loss"
+HEAD, LOSS, CASTS = "GEMMs of the head", "loss", "casts, gradient sums"
 TENSOR, AMAX = "tensor collectives", "amax over tensor ranks"
 """Names of what the seconds of a block are spent on."""
 
@@ -273,7 +275,8 @@ class ClusterCost:
             outer = load.outer(number, mesh)
             key = (*sorted(counts.items()), number == mesh.pipeline - 1, *(weight.name for weight in outer))
             if key not in found:
-                found[key] = self._stage(counts, self._weights(outer, kept=True), last=number == mesh.pipeline - 1)
+                ends = number == 0, number == mesh.pipeline - 1
+                found[key] = self._stage(counts, self._weights(outer, kept=True), *ends)
         parts, collectives = max(found.values(), key=lambda stage: sum(stage[0].values()))
         if mesh.pipeline > 1:
             waits = (mesh.pipeline - 1) / (mesh.virtual * mesh.microbatches)
@@ -281,15 +284,15 @@ class ClusterCost:
         return parts, collectives
 
     def _stage(
-        self, counts: Mapping[int, int], outer: Wire, *, last: bool
+        self, counts: Mapping[int, int], outer: Wire, first: bool, last: bool
     ) -> tuple[dict[str, float], list[Collective]]:
         """Seconds of all microbatches on one stage by what they are spent on, and its collectives.
 
         `outer`: of the weights outside the blocks, which are gathered before a forward pass and kept for its backward
-        pass; their gradients are complete when nothing is left to hide behind.
+        pass; their gradients are complete when nothing is left to hide behind. `first`, `last`: stages of a pipeline.
         """
         m = self.mesh.microbatches
-        parts = {**_Pass(), "recomputation": 0.0, "casts of weights": 0.0, "copies of FSDP": 0.0}
+        parts = {**_Pass(), "recomputation": 0.0, CASTS: 0.0, "copies of FSDP": 0.0}
         flows = self._flows()
         for index, number in counts.items():
             kind = self.workload.kinds[index]
@@ -308,14 +311,18 @@ class ClusterCost:
                     flows[name].add(number * m, alone, seconds[name])
             parts["recomputation"] += number * m * again
             parts["copies of FSDP"] += number * wire.copied / self._bandwidth
-            if self.mesh.shard == 1:  # shards are cast before they are gathered
-                parts["casts of weights"] += number * 3 * kind.cost.weights / self.mesh.tensor / self._bandwidth
+            cast = sum(casts.of_block(weight, self.workload, self.mesh) for weight in kind.weights)
+            parts[CASTS] += number * cast / self._bandwidth
+        parts[CASTS] += casts.of_ends(self.workload, self.mesh, first=first, last=last) / self._bandwidth
         parts["copies of FSDP"] += outer.copied / self._bandwidth
         hidden = math.inf if self.mesh.own_units else 0.0
         flows[FORWARD].add(m, outer.gather, outer.gather.seconds - hidden)
         flows[GRADIENTS].add(1, outer.reduce, outer.reduce.seconds - hidden)
+        if first:
+            parts[ELEMENTWISE] += m * self._of_residual(casts.EMBEDDED)
         if last:
             parts[HEAD], parts[LOSS] = (m * seconds for seconds in self._head())
+            parts[ELEMENTWISE] += m * self._of_residual(casts.LAST_NORM)
         parts["weight gathers"] = flows[FORWARD].exposed + flows[BACKWARD].exposed
         parts["gradient reduction"] = flows[GRADIENTS].exposed
         sizes = {FORWARD: self.mesh.shard, BACKWARD: self.mesh.shard, GRADIENTS: self.mesh.data}
@@ -348,7 +355,14 @@ class ClusterCost:
         forward, backward = self._layers(self.workload.outside)
         load, tensors = self.workload, self.mesh.tensor
         each = MOVED["cross_entropy"][0] if load.liger and tensors == 1 else load.logit_bytes
-        return forward.total + backward.total, each * self._tokens * load.vocabulary / tensors / self._bandwidth
+        logits = each * self._tokens * load.vocabulary / tensors / self._bandwidth
+        return forward.total + backward.total, logits + self._of_residual(casts.LOSS_OF_HIDDEN)
+
+    def _of_residual(self, each: float) -> float:
+        """Seconds of passes outside the blocks that move so many bytes per element of the residual stream."""
+        if self.mesh.own_units:
+            return 0.0
+        return each * entered(self.workload.kinds[0].cost, self.mesh) / 2 / self._bandwidth
 
     def _tail(self) -> tuple[dict[str, float], list[Collective]]:
         """Seconds of a step outside of its microbatches."""

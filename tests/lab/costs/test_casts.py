@@ -1,0 +1,120 @@
+"""Passes over weights and gradients beside the products: as many bytes as a step's operators move, and by the table."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fp4train as f4
+from fp4train.hardware import Device, find_gpu
+from fp4train.lab.costs import casts
+from fp4train.lab.costs.cluster import CASTS, ClusterCost
+from fp4train.lab.costs.links import interconnect
+from fp4train.lab.costs.workload import Workload, workload
+from fp4train.models.llama import Llama
+from fp4train.nn.planned import PlannedLayer
+from fp4train.parallel.config import Mesh
+from fp4train.precision import BF16, MXFP8, NVFP4, FP8Row, Recipe, Timeline
+from fp4train.precision.context import Context, use
+from fp4train.precision.layers import find_layers
+from fp4train.precision.plan import make_plan
+
+B200 = find_gpu("B200")
+VOCABULARY, WIDTH, SEQUENCES, TOKENS = 192, 64, 2, 48
+PASSES = {"aten._to_copy.default": 1, "aten.mul_.Tensor": 2, "aten.add_.Tensor": 3, "aten.add.Tensor": 3}
+"""Operators, and how many tensors of the size of their result they read and write, a cast beside what it reads."""
+
+
+class PassesOverWeights(TorchDispatchMode):
+    """Adds up the bytes of operators whose result has the shape of a weight."""
+
+    def __init__(self, shapes: set[tuple[int, ...]]) -> None:
+        super().__init__()
+        self.shapes, self.bytes = shapes, 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and tuple(out.shape) in self.shapes:
+            self.bytes += PASSES.get(str(function), 0) * out.numel() * out.itemsize
+            if "_to_copy" in str(function):
+                self.bytes += args[0].numel() * args[0].itemsize
+            if "embedding_dense_backward" in str(function):  # it begins with zeros
+                self.bytes += out.numel() * out.itemsize
+        return out
+
+
+def built(tied: bool) -> torch.nn.Module:
+    shape = Llama(width=WIDTH, layers=1, heads=2, kv_heads=1, hidden=160, tied=tied)
+    return f4.convert(shape.build(vocab_size=VOCABULARY, seq_len=TOKENS), backend="emulate")
+
+
+def moved(recipe: Recipe, microbatches: int, tied: bool) -> int:
+    """Bytes of the passes over weights in a step on a CPU."""
+    model = built(tied)
+    shapes = {tuple(p.shape) for p in model.parameters() if p.dim() == 2}
+    for layer in model.modules():
+        if isinstance(layer, PlannedLayer):
+            layer.sum_gradients(microbatches > 1)
+    tokens = torch.arange(SEQUENCES * TOKENS).view(SEQUENCES, TOKENS)
+    with PassesOverWeights(shapes) as found:
+        for _ in range(microbatches):
+            with use(Context(recipe=recipe, seed=0, step=1)):
+                loss = model(tokens, tokens)
+            loss.backward()
+    return found.bytes
+
+
+def planned(recipe: Recipe, tied: bool = False, backend: str = "emulate") -> Workload:
+    with torch.device("meta"):
+        model = built(tied)
+    device = Device.elsewhere(B200)
+    options: Any = {"tokens": SEQUENCES * TOKENS, "device": device, "backend": backend}
+    plan = make_plan(find_layers(model).values(), Timeline(recipe=recipe, steps=1), None, **options)
+    return workload(model, plan.stretches[0].layers, recipe, sequences=SEQUENCES, seq_len=TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "microbatches", "tied"),
+    [(BF16(), 1, False), (BF16(), 1, True), (NVFP4(), 1, False), (MXFP8(), 3, False), (MXFP8(), 3, True)],
+    ids=["bf16", "bf16, tied", "nvfp4", "mxfp8, 3 microbatches", "mxfp8, tied, 3 microbatches"],
+)
+def test_a_step_on_this_machine_moves_the_bytes_that_an_estimate_has(
+    recipe: Recipe, microbatches: int, tied: bool
+) -> None:
+    load, mesh = planned(recipe, tied), Mesh(microbatches=microbatches)
+    counted = sum(casts.of_block(weight, load, mesh) for weight in load.kinds[0].weights)
+    assert counted + casts.of_ends(load, mesh, first=True, last=True) == moved(recipe, microbatches, tied)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "backend", "compiled", "mesh", "per_weight"),
+    [
+        (BF16(), "auto", False, Mesh(microbatches=3), 6),
+        (BF16(), "auto", True, Mesh(microbatches=3), 3 * 6 + 3 * 6 + 2 * 12),
+        (BF16(), "auto", False, Mesh(shard=2, microbatches=3), 2 * 12),
+        (BF16(), "auto", True, Mesh(shard=2, gather="fp32"), 2 * 6 + 6),
+        (NVFP4(), "te", False, Mesh(), 6),
+        (NVFP4(), "te", False, Mesh(microbatches=3), 4),
+        (NVFP4(), "te", False, Mesh(shard=2, microbatches=3), 3 * 4 + 2 * 12),
+        (NVFP4(), "native", False, Mesh(replicate=2), 0),
+        (NVFP4(), "native", False, Mesh(microbatches=3), 2 * 12),
+        (FP8Row(), "native", False, Mesh(replicate=2), 6),
+        (NVFP4(), "te", False, Mesh(shard=2, microbatches=3, own_units=True), 2 * 12),
+        (NVFP4(), "te", False, Mesh(microbatches=3, own_units=True), 0),
+    ],
+)
+def test_who_rounds_a_weight_and_who_adds_its_gradients_decides_the_passes(
+    recipe: Recipe, backend: str, compiled: bool, mesh: Mesh, per_weight: int
+) -> None:
+    """Torch's products and Transformer Engine add dw in float32 themselves where the weight is not gathered; native
+    products write it in float32, but for one scale per row. Software with units of its own for the ends casts none."""
+    load = replace(planned(recipe, backend=backend), compiled=compiled)
+    weights = [weight for weight in load.kinds[0].weights if weight.is_multiplied]
+    for weight in weights:
+        assert casts.of_block(weight, load, mesh) == per_weight * weight.count
+    costs = ClusterCost(load, B200, interconnect(B200), mesh)
+    moved = per_weight * sum(weight.count for weight in weights) + casts.of_ends(load, mesh, first=True, last=True)
+    assert costs.parts.get(CASTS, 0.0) == pytest.approx(moved / (0.9 * B200.bandwidth))
