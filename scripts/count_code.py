@@ -84,7 +84,7 @@ LATER = {
         ("kernels/cpu/__init__.py:fused",),
     ),
     "products and codes in fewer passes": Capability(
-        437,
+        453,
         2,
         ("kernels/triton/both.py", "quantize/triton_variant.py"),
         (

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 import torch
@@ -44,7 +45,9 @@ _WHOLE: Final = ((None, None), (1, None))
 _MULTIPLE: Final = 16
 """Rows of A and B are padded to multiples of this; so are the columns of those with one scale per tensor or row."""
 _SQUARE: Final = (128, 128)
-_TILES: Final = [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE]
+_TILES: Final = [SwizzleType.SWIZZLE_32_4_4]
+_PLAIN: Final = [SwizzleType.NO_SWIZZLE]
+_TILES_AND_PLAIN: Final = _TILES + _PLAIN
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +74,15 @@ class BlockScheme:
     multiple: int = 32
     dtypes: tuple[str, ...] = ("bfloat16", "float32")
     scaling: ScalingType
+
+    @cached_property
+    def kinds(self) -> list[ScalingType]:
+        """The kinds of scales of an operand without a global one."""
+        return [self.scaling]
+
+    @cached_property
+    def kinds_with_global(self) -> list[ScalingType]:
+        return [self.scaling, ScalingType.TensorWise]
 
     def takes(self, spec: QuantSpec) -> bool:
         rows, cols = spec.block
@@ -106,6 +118,10 @@ SCHEMES: Final = (
         scaling=ScalingType.BlockWise1x128,
     ),
 )
+
+
+_BY_COLUMNS: Final[dict[int | None, BlockScheme]] = {each.cols: each for each in SCHEMES}
+"""The scheme of operands that `Native.why_not` has nothing against, by the width of their blocks."""
 
 
 @functools.cache
@@ -152,7 +168,7 @@ class Native:
         if 0 in a.shape or 0 in b.shape:
             return EMULATE.product(a, b, out_dtype=out_dtype, bias=bias)
         try:
-            if (kind := scheme(a.spec)) is not None:
+            if (kind := _BY_COLUMNS.get(a.spec.block[1])) is not None:
                 return _product_of_blocks(kind, a, b, out_dtype, bias)
             return _product(a, b, out_dtype, bias, fast=self.fast)
         except RuntimeError as error:
@@ -270,8 +286,10 @@ def cuda_version() -> tuple[int, int] | None:
 def _product_of_blocks(
     kind: BlockScheme, a: Quantized, b: Quantized, out_dtype: torch.dtype, bias: Tensor | None
 ) -> Tensor:
-    rows, columns = a.shape[0], b.shape[0]
-    if not (_fits(a, kind) and _fits(b, kind)):
+    (rows, a_width), (columns, b_width) = a.shape, b.shape
+    # scaled_mm takes scales in tiles, and sizes that need no padding.
+    tiled = a.scales.dim() == b.scales.dim() == 1
+    if not tiled or rows % _MULTIPLE or columns % _MULTIPLE or a_width % kind.multiple or b_width % kind.multiple:
         width = max(a.element_width, b.element_width)
         width += -width % kind.multiple
         a, b = to_torch(padded_blocks(a, width)), to_torch(padded_blocks(b, width))
@@ -302,24 +320,18 @@ def _product_of_blocks(
     return (y if bias is None else y + bias.to(out_dtype)).to(out_dtype)
 
 
-def _fits(x: Quantized, kind: BlockScheme) -> bool:
-    """Whether scaled_mm takes x as it is: with scales in tiles, and of a size that needs no padding."""
-    rows, cols = x.shape
-    return not rows % _MULTIPLE and not cols % kind.multiple and x.scales.dim() == 1
-
-
 def _scales(
     x: Quantized, kind: BlockScheme, factor: Tensor | None
 ) -> tuple[list[Tensor], list[ScalingType], list[SwizzleType]]:
     """The scales of one operand, their kinds and their layouts, as scaled_mm takes them."""
     if factor is not None:
-        return [x.scales, factor], [kind.scaling, ScalingType.TensorWise], _TILES
+        return [x.scales, factor], kind.kinds_with_global, _TILES_AND_PLAIN
     if kind.cols != 128:
-        return [x.scales], [kind.scaling], _TILES[:1]
+        return [x.scales], kind.kinds, _TILES
     if x.spec.block != _SQUARE:
-        return [x.scales.T.contiguous().T], [kind.scaling], _TILES[1:]
+        return [x.scales.T.contiguous().T], kind.kinds, _PLAIN
     # [K/128 rounded up to 4, rows/128], whose first axis is contiguous.
-    return [F.pad(x.scales, (0, -x.scales.shape[1] % 4)).T], [ScalingType.BlockWise128x128], _TILES[1:]
+    return [F.pad(x.scales, (0, -x.scales.shape[1] % 4)).T], [ScalingType.BlockWise128x128], _PLAIN
 
 
 def padded_blocks(x: Quantized, width: int, multiple: int = _MULTIPLE) -> Quantized:

@@ -236,16 +236,17 @@ class PlannedLayer(nn.Module):
             ValueError: the last dimension is not in_features.
             TypeError: the input is not of a floating dtype.
         """
-        if input.shape[-1:] != (self.in_features,):
-            name, shape = self.layer.name or "linear layer", tuple(input.shape)
-            raise ValueError(f"{name}: input {shape} does not end in in_features={self.in_features}")
+        shape = input.shape
+        if not shape or shape[-1] != self.in_features:
+            name = self.layer.name or "linear layer"
+            raise ValueError(f"{name}: input {tuple(shape)} does not end in in_features={self.in_features}")
         if not input.is_floating_point():
             name = self.layer.name or "linear layer"
             raise TypeError(f"{name}: input has dtype {input.dtype}; a linear layer takes floating numbers")
         device = input.device.type
         autocast = torch.get_autocast_dtype(device) if torch_autocasts(device) else None
-        x_MK = input if input.dim() == 2 else input.reshape(input.shape[:-1].numel(), self.in_features)
-        return x_MK, autocast, (*input.shape[:-1], self.out_features)
+        x_MK = input if len(shape) == 2 else input.reshape(shape[:-1].numel(), self.in_features)
+        return x_MK, autocast, (*shape[:-1], self.out_features)
 
     def call_in(self, now: State, executor: Executor, tokens: int) -> Call:
         """The coming call of `executor` with so many tokens; inside a recomputed region, that of the first pass."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from fp4train.backends import GEMMS, HIGH_PRECISION, LAYER_BACKENDS, Choice, Operands, Table, choose, sums_note
@@ -148,8 +149,9 @@ class LayerPlan:
     def joint(self) -> bool:
         return any(gemm.joint for gemm in self.gemms)
 
-    @property
+    @cached_property
     def quantised(self) -> bool:
+        """Evaluated once: a call of the layer asks."""
         return any(gemm.operands.quantised for gemm in self.gemms)
 
     def size(self, gemm: str, tokens: int, k: int | None = None) -> tuple[int, int, int]:

@@ -148,11 +148,13 @@ def random_words(key: RandomKey | None) -> tuple[int | Tensor, ...]:
 def words_of_both(row: RandomKey | None, column: RandomKey | None) -> tuple[int | Tensor, ...] | None:
     """Key and counter words of both forms of a tensor, as `quantize_both` takes them; None: their seeds or layers are
     not the same."""
-    if row is None and column is None:
+    if (first := row or column) is None:
         return _NO_WORDS
-    seed, high, step, layer, group, start = random_words(row or column)
-    other_seed, other_high, other_step, other_layer, other_group, other_start = random_words(column or row)
-    if (seed, high, layer) != (other_seed, other_high, other_layer):
+    seed, high, step, layer, group, start = random_words(first)
+    if row is None or column is None:
+        return seed, high, layer, step, group, start, step, group, start
+    other_seed, other_high, other_step, other_layer, other_group, other_start = random_words(column)
+    if seed != other_seed or high != other_high or layer != other_layer:
         return None
     return seed, high, layer, step, group, start, other_step, other_group, other_start
 

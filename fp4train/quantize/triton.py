@@ -37,6 +37,9 @@ LARGEST_EXTENT: Final = 2**31 - 2**12
 MOST_KINDS: Final = 512
 """Kinds of tensors that one spec remembers; a run has some dozens, unless its shapes change from step to step."""
 
+_UNKNOWN: Final = object()
+"""The plan of a kind of tensor that is met for the first time."""
+
 _new: Final = tuple.__new__  # makes a named tuple without the call overhead of its __new__
 
 _KNOWN: Final[dict[str, tuple[object, ...]]] = {
@@ -324,8 +327,9 @@ class TritonQuantizer(Quantizer):
     def _planned(self, plan: Callable[..., Any], x: Tensor, *arguments: object) -> Any:
         """The result of `plan` for the spec, x and the arguments, made once per kind of x; None: no kernel reads it."""
         kind = (plan, x.dtype, x.shape, x.stride(), x.device, *arguments)
-        if kind not in self._plans:
+        found = self._plans.get(kind, _UNKNOWN)
+        if found is _UNKNOWN:
             if len(self._plans) >= MOST_KINDS:
                 self._plans.clear()
-            self._plans[kind] = plan(self.spec, x, *arguments) if why_not_tensor(x) is None else None
-        return self._plans[kind]
+            found = self._plans[kind] = plan(self.spec, x, *arguments) if why_not_tensor(x) is None else None
+        return found

@@ -55,6 +55,12 @@ def test_it_shows_its_backend() -> None:
         layer(backend="cuda")
 
 
+def test_a_transform_of_torch_func_is_refused() -> None:
+    """Calls outside of one take a way past torch's check."""
+    with autocast(NVFP4(), step=0), pytest.raises(RuntimeError, match="functorch transforms"):
+        torch.func.grad(lambda x: layer()(x).sum())(rand(4, 32))
+
+
 def test_a_layer_on_the_meta_device_can_be_materialised() -> None:
     module = Linear(32, 48, device="meta")
     with autocast(NVFP4(), step=0):

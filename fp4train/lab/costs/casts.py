@@ -11,8 +11,8 @@ ADDED     dw to the gradient: in each microbatch after the first, where its prod
           weight that embedding and head share to each other, in each
 SCALED    the gradient of the head, after the loss: in each microbatch
 
-Products add dw in float32 on torch (`nn.executors.whole_layer.sum_on_gpu`) and on Transformer Engine, where the weight
-is not gathered, and between chunks of the loss; these bytes overlap with arithmetic and are taken to be hidden.
+Products add dw in float32 on torch and on Transformer Engine, where the weight is not gathered, and between chunks of
+the loss; these bytes overlap with arithmetic and are taken to be hidden.
 
 Software that gathers embedding and head as units of their own (`Mesh.own_units`) has weights and gradients in BF16,
 which FSDP makes float32 where it copies them, or adds dw within the GEMM (Megatron-LM): of it only sums of gathered

@@ -12,7 +12,7 @@ OPERATION: Final = 6e-6
 LAUNCHED: Final = 3e-6
 """Seconds of the host per kernel: a launch of Triton without its JIT, measured on a CPU (docs/gpus.md)."""
 
-_PYTHON = {"te": 122e-6, "native": 81e-6, "emulate": 169e-6, "reference": 806e-6, "torch": 20e-6}
+_PYTHON = {"te": 122e-6, "native": 76e-6, "emulate": 169e-6, "reference": 806e-6, "torch": 20e-6}
 HOST: Final[Mapping[str, float]] = MappingProxyType(
     {name: seconds + LAUNCHED * (3 if name == "torch" else 7) for name, seconds in _PYTHON.items()}
 )
@@ -28,7 +28,7 @@ and 0.08 to 0.09, in emulated NVFP4 and MXFP8 and in BF16 on a CPU (32 experts o
 JOINT: Final[Mapping[str, float]] = MappingProxyType({"te": -0.14, "native": -0.04, "emulate": -0.08, "torch": 0.24})
 """Share of the host's seconds per linear layer, by backend, that each GEMM adds which is one product of all layers that
 read one x: a line that meets within 8 % what three layers take on a CPU, in seconds of the same layers apart. Native
-0.89 with three such GEMMs (MXFP8), 1.00 with two (FP8 per row) and 1.02 with one (NVFP4, fused scales); emulated 0.76,
+0.93 with three such GEMMs (MXFP8), 1.00 with two (FP8 per row) and 1.02 with one (NVFP4, fused scales); emulated 0.76,
 0.87 and 0.94; 1.72 in BF16, where layers apart are torch's own; 0.58 on Transformer Engine, which joins all three GEMMs
 (MXFP8) in one call of its layer."""
 
