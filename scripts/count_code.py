@@ -172,6 +172,11 @@ LATER = {
             *("nn/executors/whole_layer.py:BackendLayer._codes", "nn/executors/whole_layer.py:BackendLayer.w"),
         ),
     ),
+    "gradients added in products of recomputed blocks, shards and experts, or by autograd": Capability(
+        39,
+        0,
+        parts=("nn/executors/gemms.py:adds", "nn/executors/gemms.py:sum_so_far"),
+    ),
 }
 """A new capability has an entry of its own; its lines are what it needs. An entry names its files or its parts."""
 

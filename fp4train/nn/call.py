@@ -32,6 +32,9 @@ Counts = Sequence[int]
 """The rows of x that each weight of a group multiplies, in turn."""
 
 
+Sums = Literal["product", "autograd"] | None
+"""Adder of dw where it is a term of a sum, over microbatches or ranks: the product that makes it, where that can,
+or autograd after it; None: it is the whole gradient."""
 Recorded = Literal["step", "block"]
 """The extent of a CUDA graph: whole steps, or the passes of a block."""
 
@@ -58,9 +61,10 @@ class Executor(ABC):
         plan: of the layer.
         device: device type of its tensors.
         shard: where the layer's shard lies in the whole layer; None: it is whole and alone.
-        sums: whether dw is a part of a sum, over microbatches or ranks: it is then not rounded to the recipe's dtype.
+        sums: what adds dw up, which is then not rounded to the recipe's dtype; None: it is no sum.
 
     Attributes:
+        adds: whether wgrad is a product of torch that adds dw to the sum of the weight's gradients (`sum_so_far`).
         kinds: kinds of states of its own that an executor of this class may need; those of a backend are the backend's.
         route: how it is called under torch.compile.
         states: names of the layer's states that it needs.
@@ -69,8 +73,9 @@ class Executor(ABC):
     kinds: ClassVar[tuple[type[LayerState], ...]] = ()
     route: Route = EAGER
     states: tuple[str, ...] = ()
+    adds = False
 
-    def __init__(self, plan: LayerPlan, device: str, shard: LayerShard | None = None, *, sums: bool = False) -> None:
+    def __init__(self, plan: LayerPlan, device: str, shard: LayerShard | None = None, *, sums: Sums = None) -> None:
         self.plan, self.device, self.shard, self.sums = plan, device, shard, sums
         self.dtype = plan.table.torch_dtype
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from fp4train.backends import CHOICES, LayerState
 from fp4train.hardware import Device
-from fp4train.nn.call import EAGER, Call, Executor, Route, TokenCount
+from fp4train.nn.call import EAGER, Call, Executor, Route, Sums, TokenCount
 from fp4train.nn.executors import by_state, make_executor, make_state, saved_states
 from fp4train.nn.executors.cut import LayerShard
 from fp4train.nn.executors.gemms import torch_autocasts
@@ -112,7 +112,8 @@ class PlannedLayer(nn.Module):
         self.common: dict[Any, Any] = {}
         """Data that the states of all of the model's layers have in common (`LayerState.common`), set by `convert`."""
         self.keeps_forms = True
-        self._sums = self._was_in_context = False
+        self._sums: Sums = None
+        self._was_in_context = False
         self._calls, self._tokens = 0, TokenCount()
         self.rename(layer, backend)
 
@@ -283,10 +284,14 @@ class PlannedLayer(nn.Module):
         self.keeps_forms = keep
         self._prepared.clear()
 
-    def sum_gradients(self, sums: bool) -> None:
+    def sum_gradients(self, sums: bool, *, in_product: bool = True) -> None:
         """Whether the weight's gradients of several calls (microbatches, ranks) are summed: each is then computed in
-        float32 and not rounded to the recipe's dtype first. Compiled high-precision layers round them."""
-        self._sums = sums
+        float32 and not rounded to the recipe's dtype first. Compiled high-precision layers round them.
+
+        Args:
+            in_product: whether the products that make them may add them to the sum; else autograd does.
+        """
+        self._sums = ("product" if in_product else "autograd") if sums else None
         self._forget()
 
     # -- copies, checkpoints ------------------------------------------------------------------------------------------

@@ -284,7 +284,8 @@ def assemble(config: Config, place: Path, timeline: Timeline, world: World, *, d
         }
     for each in model.modules():
         if isinstance(each, PlannedLayer):
-            each.sum_gradients(config.train.rows(mesh.data) < config.train.batch_size)
+            sums = config.train.rows(mesh.data) < config.train.batch_size
+            each.sum_gradients(sums, in_product=config.train.kernels != "torch")
     whole = model
     pipeline = None if cut is None else cut_stages(model, *cut, config.parallel, world, config.train.seq_len)
     if pipeline is not None:

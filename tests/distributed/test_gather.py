@@ -1,5 +1,6 @@
 """FSDP's gather of weights as codes and scales: what is sent, and that the loss does not know."""
 
+import json
 from typing import Any
 
 import pytest
@@ -9,6 +10,18 @@ pytestmark = pytest.mark.long
 
 Ranks = Any
 
+ADDING = """
+import adding, json, pathlib
+import fp4train.train as loop
+added = adding.begin()
+def train_step(run, recipe, first=loop.train_step):
+    made = first(run, recipe)
+    if rank == 0:
+        pathlib.Path("added.json").write_text(json.dumps(len(added)))
+    return made
+loop.train_step = train_step
+"""
+"""Ranks whose products add dw to sums, as those of GPUs do; the first one writes how many did."""
 SHORT = ("train.steps=4", "phases=none")
 
 
@@ -161,6 +174,21 @@ def test_a_bf16_gather_rounds_before_it_quantises(ranks: Ranks) -> None:
     ranks.same("bf16_float32", "bf16_bf16")
     first, rounded = (ranks.losses(f"nvfp4_{gather}")[0]["train/loss"] for gather in ("float32", "bf16"))
     assert rounded != first and rounded == pytest.approx(first, rel=5e-3)
+
+
+@pytest.mark.parametrize(("cut", "microbatches"), [((), 2), (("parallel.tp=2",), 4)], ids=["shards", "tensor"])
+def test_dw_of_microbatches_is_added_within_its_product_to_what_ranks_hold(
+    ranks: Ranks, cut: tuple[str, ...], microbatches: int
+) -> None:
+    """FSDP sums the gradients of whole weights, whose BF16 values were gathered, until the last microbatch. Of each of
+    two steps all but the first one add those of 14 layers, in recomputed blocks: the bits are those of autograd."""
+    options = (*WIDE, *cut, "train.steps=2", "recipe=bf16", "train.microbatch=1", "model.recompute=true")
+    ranks.train(2, "product", *options, patch=ADDING)
+    assert json.loads((ranks.folder / "added.json").read_text()) == 2 * 14 * (microbatches - 1)
+    ranks.train(2, "autograd", *options, "train.kernels=torch", patch=ADDING)
+    assert json.loads((ranks.folder / "added.json").read_text()) == 0
+    ranks.same("product", "autograd")
+    assert cut or "in BF16" in plan(ranks, "product")[0]
 
 
 def test_gradients_in_bf16_are_half_the_bytes_and_other_digits(ranks: Ranks) -> None:

@@ -50,6 +50,7 @@ def made(
     joint: bool,
     values: Callable[..., Tensor] = normal,
     sums: bool = False,
+    in_product: bool = True,
     backend: str = "auto",
     biases: tuple[str, ...] = ("wq", "wv"),
 ) -> Any:
@@ -63,7 +64,7 @@ def made(
     stretch = make_plan(layers.values(), Timeline(recipe=recipe, steps=9), None, **options).stretches[0]
     for module in model.modules():
         if isinstance(module, PlannedLayer):
-            module.sum_gradients(sums)
+            module.sum_gradients(sums, in_product=in_product)
             module.apply_plan(stretch.layers[module.layer.name], recipe, None, CPU)
     assert joint is model.wq.executor_in(within(recipe), CPU).plan.joint
     return model

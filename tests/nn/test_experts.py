@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import adding
 import pytest
 import torch
 from linear_layers import own_channels
@@ -23,7 +24,7 @@ from fp4train.models.common.cut import TensorCut
 from fp4train.nn import Experts, Linear
 from fp4train.nn.executors import LayerShard
 from fp4train.parallel.tensor import tensor_cut_of
-from fp4train.precision import NVFP4, FP8Delayed, Recipe, autocast, recompute
+from fp4train.precision import BF16, NVFP4, FP8Delayed, Recipe, autocast, recompute
 
 EXPERTS, K, N = 4, 48, 40
 COUNTS = [5, 0, 17, 33]
@@ -117,6 +118,20 @@ def test_experts_equal_a_loop_of_linears_in_every_bit_in_every_recipe(name: str,
     assert (len(own_channels(experts)) == experts.in_features) == (recipe.outliers is None)
     assert len(found) == len(expected)
     assert all(torch.equal(*each) for each in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("recipe", [BF16(), NVFP4().with_high_precision("wgrad")], ids=["all", "wgrad"])
+def test_dw_of_an_expert_is_added_to_its_gradient_within_its_product(
+    monkeypatch: pytest.MonkeyPatch, recipe: Recipe
+) -> None:
+    """From the second microbatch of each step on, as on a GPU; experts without tokens have no product."""
+    added, found = adding.begin(monkeypatch.setattr), []
+    for in_product in (False, True):
+        experts, _ = pair(bias=True)
+        experts.sum_gradients(True, in_product=in_product)
+        found.append(two_steps(experts, recipe))
+        assert added == [(N, K)] * 2 * sum(map(bool, COUNTS)) * in_product
+    assert all(torch.equal(*each) for each in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import adding
 import liger_on_cpu
 import pytest
 import torch
@@ -63,6 +64,19 @@ def test_the_plan_says_which_kernels_run_and_why(cli: Cli, monkeypatch: pytest.M
     assert in_c in cli("plan").out
     compiled = cli("plan", "train.compile=true").out
     assert "The loss runs in liger's kernels (train.kernels=auto)." in compiled
+
+
+def test_torchs_kernels_leave_the_sum_of_gradients_to_autograd(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU that adds dw within its product as a GPU does. With recomputed blocks every second microbatch of both
+    steps adds the 14 gradients of two blocks; losses have the same bits."""
+    added, found = adding.begin(monkeypatch.setattr), []
+    options = ("recipe=bf16", "train.steps=2", "train.microbatch=2", "train.batch_size=4", "model.recompute=true")
+    for kernels, count in (("auto", 2 * 14), ("torch", 0)):
+        assert cli(f"run.name={kernels}", *options, f"train.kernels={kernels}").code == 0
+        assert len(added) == count
+        added.clear()
+        found.append(losses(f"runs/{kernels}"))
+    assert found[0] == found[1]
 
 
 def test_the_plan_says_which_norms_gates_and_rotations_c_kernels_make_and_why_not_others(

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Final
 from torch import Tensor
 
 from fp4train.backends import LAYER_BACKENDS, DataRanks, LayerState, SavedTensor
-from fp4train.nn.call import Executor
+from fp4train.nn.call import Executor, Sums
 from fp4train.nn.executors.cut import CutGemms, LayerShard
 from fp4train.nn.executors.gemms import Gemms
 from fp4train.nn.executors.groups import BackendExperts, GroupGemms
@@ -58,7 +58,7 @@ def executor_class(plan: LayerPlan) -> type[Executor]:
     return next(each for each, runs in EXECUTORS.items() if runs(plan))
 
 
-def make_executor(plan: LayerPlan, device: str, shard: LayerShard | None = None, *, sums: bool = False) -> Executor:
+def make_executor(plan: LayerPlan, device: str, shard: LayerShard | None = None, *, sums: Sums = None) -> Executor:
     """The executor of `plan`; arguments as for `Executor`."""
     chosen = executor_class(plan)
     if device == "meta" and chosen is not CutGemms:  # for meta tensors the shape is enough

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from fp4train.backends import Backend, Prepared
-from fp4train.nn.call import EAGER, Biases, Call, Counts, Weights
+from fp4train.nn.call import EAGER, Biases, Call, Counts, Sums, Weights
 from fp4train.nn.executors.gemms import Gemms, GemmsFunction, Gradients, Prepare, Saved
 from fp4train.nn.operands import Operand
 from fp4train.nn.ranks import Ranks, local
@@ -173,7 +173,7 @@ class SummedProduct:
 class CutGemms(Gemms):
     """The GEMMs of a layer's shard, and the collectives around them."""
 
-    def __init__(self, plan: LayerPlan, device: str, shard: LayerShard, *, sums: bool = False) -> None:
+    def __init__(self, plan: LayerPlan, device: str, shard: LayerShard, *, sums: Sums = None) -> None:
         super().__init__(plan, device, shard, sums=sums)
         assert shard.tensor is not None
         self.ranks, self.cut, self.sequence = shard.tensor, shard.cut, shard.sequence
@@ -253,7 +253,13 @@ class CutGemms(Gemms):
         return whole if codes else quantizer(whole.spec, self.device).decode(whole)
 
     def backward(
-        self, dy_MN: Tensor, w_NK: Tensor | None, saved: Saved, call: Call, prepare: Prepare | None = None
+        self,
+        dy_MN: Tensor,
+        w_NK: Tensor | None,
+        saved: Saved,
+        call: Call,
+        prepare: Prepare | None = None,
+        total_NK: Tensor | None = None,
     ) -> Gradients:
         dy, (x,) = dy_MN.to(self.dtype), saved
         if self.sequence and self.cut == "in":
@@ -265,7 +271,7 @@ class CutGemms(Gemms):
             x = self.ranks.gather_rows(x)
         elif self.sequence and isinstance(x, Quantized) and x.shape[1] != dy.shape[0]:
             x = gathered(x, self.ranks, along_tokens=True)
-        dx_MK, dw_NK, dbias_N = super().backward(dy, w_NK, (x,), call, prepare)
+        dx_MK, dw_NK, dbias_N = super().backward(dy, w_NK, (x,), call, prepare, total_NK)
         if prepare is not None and dbias_N is not None:  # of this rank's tokens; added in float32 and rounded once
             dbias_N = self.ranks.sum(dy.sum(0, dtype=torch.float32)).to(dbias_N.dtype)
         return dx_MK, dw_NK, dbias_N

@@ -16,20 +16,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fp4train.backends import BACKENDS, Prepared
-from fp4train.nn.call import Biases, Call, Counts, Executor, Recorded, Route, Weights, gradient_dtypes
+from fp4train.backends import BACKENDS, Prepared, add_product
+from fp4train.nn.call import Biases, Call, Counts, Executor, Recorded, Route, Sums, Weights, gradient_dtypes
 from fp4train.nn.operands import Operand
+from fp4train.nn.ranks import local
 from fp4train.nn.scaling import DelayedScaling
 from fp4train.nn.weights import WeightForm
 from fp4train.precision.context import State
 from fp4train.precision.layer_plan import LayerPlan
 from fp4train.quantize import Decoded, Hadamard, Quantized, Rotation
+from fp4train.shards import is_sharded
 
 if TYPE_CHECKING:
     from fp4train.nn.executors.cut import LayerShard
@@ -66,6 +68,8 @@ def unflatten(tensors: Sequence[Any], heads: Heads) -> Saved:
     return tuple(saved)
 
 
+ADDING: Final = frozenset({"cuda"})
+"""Types of devices on which `add_product` is one product."""
 _has_autocast = cache(torch.amp.is_autocast_available)
 
 
@@ -77,6 +81,25 @@ def torch_autocasts(device: str) -> bool:
 def without_torchs_autocast(device: str) -> AbstractContextManager[object]:
     """Disable torch.autocast: the GEMMs choose their own dtypes, and it must not cast their operands again."""
     return torch.autocast(device, enabled=False) if torch_autocasts(device) else nullcontext()
+
+
+def adds(dtype: torch.dtype, device: str, sums: Sums) -> bool:
+    """Whether wgrad of operands in high precision adds dw to the sum so far, on devices of this type."""
+    return sums == "product" and device in ADDING and dtype is not torch.float32
+
+
+def sum_so_far(w_NK: Tensor) -> Tensor | None:
+    """The sum of a weight's gradients, float32, to which a product of this pass can be added; None: autograd has dw.
+
+    It has the first one, those of weights that are no parameters, and those that a hook on the parameter is to see.
+
+    Args:
+        w_NK: as the layer was called with it, of tensor-parallel ranks the parameter: what autograd saved is another
+            tensor where it is recomputed.
+    """
+    if not w_NK.is_leaf or w_NK.dtype != torch.float32 or w_NK._backward_hooks or w_NK._post_accumulate_grad_hooks:
+        return None
+    return None if w_NK.grad is None else local(w_NK.grad)
 
 
 class Gemms(Executor):
@@ -91,7 +114,7 @@ class Gemms(Executor):
 
     kinds = (DelayedScaling,)
 
-    def __init__(self, plan: LayerPlan, device: str, shard: LayerShard | None = None, *, sums: bool = False) -> None:
+    def __init__(self, plan: LayerPlan, device: str, shard: LayerShard | None = None, *, sums: Sums = None) -> None:
         super().__init__(plan, device, shard, sums=sums)
         dtype = self.dtype
         self.fprop, self.dgrad, self.wgrad = (
@@ -102,6 +125,7 @@ class Gemms(Executor):
         self.dw_dtype = torch.float32 if sums and self.wgrad.writes_float32(wgrad.first) else dtype
         self.keeps_x = wgrad.second is None
         """Whether wgrad takes x in high precision; backward then needs x itself."""
+        self.adds = not wgrad.quantised and adds(dtype, device, sums)
         codes, tiles = (self.fprop.takes_codes, True), (self.fprop.takes_tiles, self.wgrad.takes_tiles)
         self.x = Operand("x", (fprop.first, wgrad.second), codes, device, shard, tiles=tiles)
         codes, tiles = zip(*((each.takes_codes, each.takes_tiles) for each in (self.dgrad, self.wgrad)), strict=True)
@@ -166,13 +190,20 @@ class Gemms(Executor):
         return y_MN, (x_MK if gradients.w is not None and self.keeps_x else made[1],)
 
     def backward(
-        self, dy_MN: Tensor, w_NK: Tensor | None, saved: Saved, call: Call, prepare: Prepare | None = None
+        self,
+        dy_MN: Tensor,
+        w_NK: Tensor | None,
+        saved: Saved,
+        call: Call,
+        prepare: Prepare | None = None,
+        total_NK: Tensor | None = None,
     ) -> Gradients:
         """The gradients that `call` wants.
 
         Args:
             saved: the second result of `forward`.
             prepare: what makes both forms of dy; None: `Operand.prepare`.
+            total_NK: to which dw is added, float32, if the executor `adds`; it is not returned then.
         """
         dy, gradients = dy_MN if dy_MN.dtype is self.dtype else dy_MN.to(self.dtype), call.gradients
         dx_MK = dw_NK = dbias_N = None
@@ -185,8 +216,12 @@ class Gemms(Executor):
         if column is not None:
             (x,) = saved
             assert x is not None and gradients.w is not None
-            b: Prepared = Decoded(x.T, None) if isinstance(x, Tensor) else x
-            dw_NK = self.wgrad.product(column, b, out_dtype=self.dw_dtype).to(gradients.w)
+            if total_NK is not None:
+                assert isinstance(x, Tensor) and isinstance(column, Decoded)
+                add_product(total_NK, column.values, x)
+            else:
+                b: Prepared = Decoded(x.T, None) if isinstance(x, Tensor) else x
+                dw_NK = self.wgrad.product(column, b, out_dtype=self.dw_dtype).to(gradients.w)
         if gradients.bias is not None:
             dbias_N = dy.sum(0, dtype=torch.float32).to(gradients.bias)
         return dx_MK, dw_NK, dbias_N
@@ -203,6 +238,8 @@ class GemmsFunction(torch.autograd.Function):
         tensors, ctx.heads = flatten(saved)
         ctx.save_for_backward(None if call.gradients.x is None else w_NK, *tensors)
         ctx.call = call
+        if call.executor.adds:
+            ctx.w = call.parameter if call.parameter is not None and is_sharded(call.parameter) else w_NK
         return y_MN
 
     @staticmethod
@@ -212,10 +249,11 @@ class GemmsFunction(torch.autograd.Function):
         call: Call = ctx.call
         w_NK, *tensors = ctx.saved_tensors
         saved = unflatten(tensors, ctx.heads)
+        more = {"total_NK": sum_so_far(ctx.w)} if call.executor.adds and ctx.needs_input_grad[1] else {}
         if not torch_autocasts(dy_MN.device.type):
-            return (*call.executor.backward(dy_MN, w_NK, saved, call), None)
+            return (*call.executor.backward(dy_MN, w_NK, saved, call, **more), None)
         with without_torchs_autocast(dy_MN.device.type):
-            return (*call.executor.backward(dy_MN, w_NK, saved, call), None)
+            return (*call.executor.backward(dy_MN, w_NK, saved, call, **more), None)
 
 
 _apply: Callable[..., Tensor] = super(torch.autograd.Function, GemmsFunction).apply

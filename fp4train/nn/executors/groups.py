@@ -23,8 +23,8 @@ from torch.autograd.function import once_differentiable
 
 from fp4train.backends import ExpertKernels
 from fp4train.backends.grouped import Products
-from fp4train.nn.call import Biases, Call, Counts, Executor, Recorded, Weights, gradient_dtypes
-from fp4train.nn.executors.gemms import SAVED, flatten, unflatten, without_torchs_autocast
+from fp4train.nn.call import Biases, Call, Counts, Executor, Recorded, Sums, Weights, gradient_dtypes
+from fp4train.nn.executors.gemms import SAVED, flatten, sum_so_far, unflatten, without_torchs_autocast
 from fp4train.nn.executors.whole_layer import BackendLayer
 from fp4train.precision.context import State
 from fp4train.precision.layer_plan import LayerPlan
@@ -44,7 +44,7 @@ class GroupGemms(Executor):
     """
 
     def __init__(
-        self, member: type[Executor], plan: LayerPlan, device: str, shard: LayerShard | None = None, *, sums: bool
+        self, member: type[Executor], plan: LayerPlan, device: str, shard: LayerShard | None = None, *, sums: Sums
     ) -> None:
         super().__init__(plan, device, shard, sums=sums)
         self.member = member(plan, device, sums=sums)  # without `shard`: a rank has each of its weights whole
@@ -105,6 +105,7 @@ class GroupFunction(torch.autograd.Function):
         _put_all(y_MN, products, calls, counts)
         ctx.save_for_backward(*tensors)
         ctx.calls, ctx.counts, ctx.gradients, ctx.shapes = calls, counts, gradients, (x_MK.shape, w_ENK.shape)
+        ctx.w = w_ENK if calls[0].executor.adds else None
         return y_MN
 
     @staticmethod
@@ -113,7 +114,8 @@ class GroupFunction(torch.autograd.Function):
         w_ENK, *tensors = ctx.saved_tensors
         gradients, (x_shape, w_shape) = ctx.gradients, ctx.shapes
         dx = None if gradients.x is None else dy_MN.new_empty(x_shape, dtype=gradients.x)
-        dw = None if gradients.w is None else dy_MN.new_empty(w_shape, dtype=gradients.w)
+        total = None if gradients.w is None or ctx.w is None else sum_so_far(ctx.w)
+        dw = None if gradients.w is None or total is not None else dy_MN.new_empty(w_shape, dtype=gradients.w)
         dbias = None if gradients.bias is None else dy_MN.new_empty(w_shape[:2], dtype=gradients.bias)
         idle = [number for number, count in enumerate(ctx.counts) if not count]
         if dx is not None:
@@ -127,7 +129,8 @@ class GroupFunction(torch.autograd.Function):
                 saved = unflatten(tensors, heads)
                 del tensors[: SAVED * len(heads)]
                 w_NK = None if w_ENK is None else w_ENK[call.member]
-                dx_part, dw_NK, dbias_N = executor.backward(dy_MN[rows], w_NK, saved, call)
+                more = {} if total is None else {"total_NK": total[call.member]}
+                dx_part, dw_NK, dbias_N = executor.backward(dy_MN[rows], w_NK, saved, call, **more)
                 _put(dx, rows, dx_part if products is None else None)
                 _put(dw, call.member, dw_NK)
                 _put(dbias, call.member, dbias_N)

@@ -31,10 +31,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fp4train.backends import Prepared, add_product
-from fp4train.nn.call import Biases, Call, Counts, Executor, GradientDtypes, Recorded, Weights, gradient_dtypes
-from fp4train.nn.executors.gemms import Gemms, Saved, flatten, unflatten, without_torchs_autocast
-from fp4train.nn.executors.whole_layer import sum_on_gpu
+from fp4train.backends import Prepared
+from fp4train.nn.call import Biases, Call, Counts, Executor, GradientDtypes, Recorded, Sums, Weights, gradient_dtypes
+from fp4train.nn.executors.gemms import Gemms, Saved, flatten, sum_so_far, unflatten, without_torchs_autocast
 from fp4train.nn.operands import Operand
 from fp4train.nn.weights import JointWeights, stack
 from fp4train.precision.context import State
@@ -112,22 +111,18 @@ class Joint(Executor):
 
 
 class JointGemms(Joint):
-    """Layers with GEMMs of their own.
-
-    Attributes:
-        adds: whether dw is added to the gradients of the weights, where they have memory for it.
-    """
+    """Layers with GEMMs of their own."""
 
     alone: Gemms
 
-    def __init__(self, plan: LayerPlan, device: str, shard: LayerShard | None = None, *, sums: bool = False) -> None:
+    def __init__(self, plan: LayerPlan, device: str, shard: LayerShard | None = None, *, sums: Sums = None) -> None:
         super().__init__(plan, device, shard, sums=sums)
         self.alone = Gemms(plan, device, shard, sums=sums)
         specs = plan.dgrad.operands.first, plan.wgrad.operands.first
         codes = self.alone.dgrad.takes_codes, self.alone.wgrad.takes_codes
         self.dy = Operand("dy", specs, codes, device, shard)
         """dy of one layer, whose forms are joined: without tiles, which cannot be."""
-        self.adds = sums and not plan.quantised and self.dtype is not torch.float32
+        self.adds = self.alone.adds
 
     @classmethod
     def why_no_graph(cls, plan: LayerPlan, recorded: Recorded = "step") -> str | None:
@@ -157,23 +152,25 @@ class JointGemms(Joint):
         return torch.split(y_MN, [len(w) for w in weights], dim=1), saved
 
     def backward(
-        self, dys: Sequence[Tensor], weights: Sequence[Tensor], saved: Saved, calls: Sequence[Call]
+        self, dys: Sequence[Tensor], weights: Each, saved: Saved, calls: Sequence[Call], summed: Weights = ()
     ) -> tuple[Tensor | None, Each, Each]:
         """dx [M, K], and of each layer dw [Nᵢ, K] and dbias [Nᵢ]; None for those not wanted.
 
         Args:
             dys: [M, Nᵢ] of the layers whose outputs were used; so the rest.
+            weights: [Nᵢ, K] where dx is wanted.
+            summed: those as the layers were called with them, if dw is added to the gradients that they have.
         """
         one, of_x, of_w = self.alone, self.plan.dgrad.joint, self.plan.wgrad.joint
         gradients = [call.gradients for call in calls]
-        if self._add(dys, weights, saved, gradients):
+        if summed and self._add(dys, summed, saved, calls):
             gradients = [own._replace(w=None) for own in gradients]
         dx_MK: Tensor | None = None
         dw: list[Tensor | None] = [None] * len(dys)
         dbias: list[Tensor | None] = [None] * len(dys)
         both = GradientDtypes(gradients[0].x if of_x else None, _first(each.w for each in gradients) if of_w else None)
         if any(both):
-            call = _of_all(calls, weights, both)
+            call = _of_all(calls, cast(Weights, weights), both)
             prepare = None if one.dy.pure else partial(self._joined, dys, calls)
             dy_MN = torch.cat(list(dys), dim=1) if prepare is None else dys[0]
             dx_MK, dw_NK, _ = one.backward(dy_MN, weights[0], saved, call, prepare)
@@ -190,16 +187,15 @@ class JointGemms(Joint):
                     dx_MK = term if dx_MK is None else dx_MK + term
         return dx_MK, dw, dbias
 
-    def _add(
-        self, dys: Sequence[Tensor], weights: Sequence[Tensor], saved: Saved, gradients: Sequence[GradientDtypes]
-    ) -> bool:
+    def _add(self, dys: Sequence[Tensor], summed: Weights, saved: Saved, calls: Sequence[Call]) -> bool:
         """Add dw of all layers to the gradients that their weights have, each within its GEMM; whether all have one."""
-        wanted = [i for i, own in enumerate(gradients) if own.w is not None and self.adds]
-        totals = [sum_on_gpu(weights[i]) for i in wanted]
+        wanted = [i for i, call in enumerate(calls) if call.gradients.w is not None]
+        totals = [sum_so_far(summed[i]) for i in wanted]
         if not totals or any(total is None for total in totals):
             return False
         for i, total_NK in zip(wanted, totals, strict=True):
-            add_product(cast(Tensor, total_NK), dys[i].to(self.dtype).T, cast(Tensor, saved[0]))
+            call = replace(calls[i], gradients=GradientDtypes(w=torch.float32))
+            self.alone.backward(dys[i], None, saved, call, total_NK=total_NK)
         return True
 
     def _joined(
@@ -236,7 +232,8 @@ class JointFunction(torch.autograd.Function):
             call.gradients = gradient_dtypes(x_MK, weights[i], biases[i], (wants, wants_each[i], wants_each[count + i]))
         ys, saved = executor.forward(x_MK, weights, biases, calls)
         flat, ctx.heads = flatten(saved)
-        ctx.save_for_backward(*(weights if wants or executor.adds else [None] * count), *flat)
+        ctx.save_for_backward(*(weights if wants else [None] * count), *flat)
+        ctx.summed = weights if executor.adds else ()
         return tuple(ys)
 
     @staticmethod
@@ -248,9 +245,9 @@ class JointFunction(torch.autograd.Function):
         weights, saved = tensors[:count], unflatten(tensors[count:], ctx.heads)
         gradients: list[Tensor | None] = [None] * (3 + 2 * count)
         if used:
-            own = [[each[i] for i in used] for each in (dys, weights, ctx.calls)]
+            own = [[each[i] for i in used if each] for each in (dys, weights, ctx.calls, ctx.summed)]
             with without_torchs_autocast(executor.device):
-                gradients[0], dw, dbias = executor.backward(own[0], own[1], saved, own[2])
+                gradients[0], dw, dbias = executor.backward(own[0], own[1], saved, *own[2:])
             for i, *found in zip(used, dw, dbias, strict=True):
                 gradients[3 + i], gradients[3 + count + i] = found
         return tuple(gradients)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp4train.backends import DataRanks, LayerState
-from fp4train.nn.call import Biases, Call, Counts, Executor, Recorded, Weights
+from fp4train.nn.call import Biases, Call, Counts, Executor, Recorded, Sums, Weights
 from fp4train.nn.executors.cut import LayerShard
 from fp4train.nn.executors.gemms import Gemms, GemmsFunction, Gradients, Prepare, Saved
 from fp4train.nn.gathered import values_of
@@ -124,7 +124,7 @@ class SplitGemms(Gemms):
     The products of both parts are added in float32, and the bias to their sum.
     """
 
-    def __init__(self, plan: LayerPlan, device: str, shard: LayerShard | None, *, sums: bool) -> None:
+    def __init__(self, plan: LayerPlan, device: str, shard: LayerShard | None, *, sums: Sums) -> None:
         Executor.__init__(self, plan, device, shard, sums=sums)
         rest, top = plan.channel_parts
         self.count = top.layer.in_features
@@ -162,9 +162,15 @@ class SplitGemms(Gemms):
         return (y_MN if bias_N is None else y_MN + bias_N.to(self.dtype)).to(self.dtype), tuple(saved)
 
     def backward(
-        self, dy_MN: Tensor, w_NK: Tensor | None, saved: Saved, call: Call, prepare: Prepare | None = None
+        self,
+        dy_MN: Tensor,
+        w_NK: Tensor | None,
+        saved: Saved,
+        call: Call,
+        prepare: Prepare | None = None,
+        total_NK: Tensor | None = None,
     ) -> Gradients:
-        assert isinstance(call, SplitCall)
+        assert isinstance(call, SplitCall) and total_NK is None
         w, found = None if w_NK is None else values_of(w_NK, w_NK.dtype), []
         for (channels, part), x in zip(call.parts, saved, strict=True):
             w_part = None if w is None else w.index_select(1, channels)
@@ -195,7 +201,7 @@ class ChannelParts(Executor):
     states = (ChannelNorms.kind,)
     rest: Tensor | None = None
 
-    def __init__(self, plan: LayerPlan, device: str, shard: LayerShard | None = None, *, sums: bool = False) -> None:
+    def __init__(self, plan: LayerPlan, device: str, shard: LayerShard | None = None, *, sums: Sums = None) -> None:
         super().__init__(plan, device, shard, sums=sums)
         self.whole = Gemms(plan, device, shard, sums=sums)
         split = plan.split_channels()

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from fp4train.nn.call import Recorded
+from fp4train.nn.call import Recorded, Sums
 from fp4train.nn.executors.joint import Joint
-from fp4train.nn.executors.whole_layer import BackendLayer
+from fp4train.nn.executors.whole_layer import BackendLayer, zeros_held
 from fp4train.precision.context import State
 from fp4train.precision.layer_plan import LayerPlan
 from fp4train.quantize.quantizer import PLAIN
@@ -32,7 +32,7 @@ class JointBackend(Joint):
 
     alone: BackendLayer
 
-    def __init__(self, plan: LayerPlan, device: str, shard: LayerShard | None = None, *, sums: bool = False) -> None:
+    def __init__(self, plan: LayerPlan, device: str, shard: LayerShard | None = None, *, sums: Sums = None) -> None:
         super().__init__(plan, device, shard, sums=sums)
         self.alone = BackendLayer(plan, device, shard, sums=sums)
         self.states = self.alone.states
@@ -51,8 +51,10 @@ class JointBackend(Joint):
             bias_N = torch.cat([w.new_zeros(len(w)) if bias is None else bias for w, bias in each])
         for other in layers[1:]:
             self.alone.kernels(other).release()
-        into = partial(sums_in_memory, weights) if self.sums and weights[0].dtype == torch.float32 else None
-        w_NK: Tensor = StackedFunction.apply(*weights)  # type: ignore[no-untyped-call]
+        into, held = None, list[Tensor]()
+        w_NK: Tensor = StackedFunction.apply(held, *weights)  # type: ignore[no-untyped-call]
+        if self.sums and w_NK.dtype == torch.float32:
+            into = partial(sums_in_memory, weights) if self.sums == "product" else partial(zeros_held, w_NK, held)
         y_MN = self.alone.multiplied(layers[0], x_MK, w_NK, bias_N, now, into, 1, weights)
         ys: tuple[Tensor, ...] = SplitFunction.apply(y_MN, [len(w) for w in weights])  # type: ignore[no-untyped-call]
         return ys
@@ -107,11 +109,12 @@ def sums_in_memory(weights: Sequence[Tensor]) -> Tensor:
 
 
 class StackedFunction(torch.autograd.Function):
-    """[ΣNᵢ, K] of weights that lie so in memory; its gradient, if it has one, is split."""
+    """[ΣNᵢ, K] of weights that lie so in memory; its gradient, if it has one or `summed` holds it then, is split."""
 
     @staticmethod
-    def forward(ctx: Any, *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, summed: list[Tensor], *weights: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
+        ctx.summed = summed
         ctx.kinds = [(len(each), each.dtype) for each in weights]
         matrix = rows_of_one(weights)
         assert matrix is not None
@@ -120,10 +123,11 @@ class StackedFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dw_NK: Tensor | None) -> tuple[Tensor | None, ...]:
+        dw_NK = ctx.summed.pop() if ctx.summed else dw_NK
         if dw_NK is None:
-            return (None,) * len(ctx.kinds)
+            return None, *(None,) * len(ctx.kinds)
         parts = torch.split(dw_NK, [rows for rows, _ in ctx.kinds])
-        return tuple(part.to(dtype) for part, (_, dtype) in zip(parts, ctx.kinds, strict=True))
+        return None, *(part.to(dtype) for part, (_, dtype) in zip(parts, ctx.kinds, strict=True))
 
 
 class SplitFunction(torch.autograd.Function):

@@ -18,8 +18,8 @@ from torch.autograd.function import once_differentiable
 
 from fp4train.backends import BACKENDS, LAYER_BACKENDS, LayerKernels, Prepared, Readers, add_product, widened
 from fp4train.backends.table import FORMS
-from fp4train.nn.call import Biases, Call, Counts, Executor, Recorded, Route, Weights
-from fp4train.nn.executors.gemms import Gradients, Saved
+from fp4train.nn.call import Biases, Call, Counts, Executor, Recorded, Route, Sums, Weights
+from fp4train.nn.executors.gemms import Gradients, Saved, adds, sum_so_far
 from fp4train.nn.gathered import Gathered, values_of
 from fp4train.nn.operands import Operand
 from fp4train.nn.weights import WeightForm
@@ -43,8 +43,9 @@ class TorchLayer(Executor):
     Where dw is a part of a sum it is a float32 product, and the weight is rounded once per step.
     """
 
-    def __init__(self, plan: LayerPlan, device: str, shard: LayerShard | None = None, *, sums: bool = False) -> None:
-        super().__init__(plan, device, shard, sums=sums and plan.table.torch_dtype != torch.float32)
+    def __init__(self, plan: LayerPlan, device: str, shard: LayerShard | None = None, *, sums: Sums = None) -> None:
+        super().__init__(plan, device, shard, sums=None if plan.table.torch_dtype == torch.float32 else sums)
+        self.adds = adds(self.dtype, device, sums)
         self.w_row = WeightForm(None, BACKENDS["torch"], self.dtype, device, column=False)
         self.route = Route("torch", self.dtype)
 
@@ -120,7 +121,7 @@ class TorchFunction(torch.autograd.Function):
         ctx: Any, x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, executor: TorchLayer, call: Call | None
     ) -> Tensor:
         ctx.save_for_backward(x_MK, w_NK)
-        ctx.executor, ctx.call = executor, call
+        ctx.executor, ctx.call, ctx.w = executor, call, w_NK if executor.adds else None
         return executor.forward(x_MK, w_NK, bias_N, call)[0]
 
     @staticmethod
@@ -128,8 +129,8 @@ class TorchFunction(torch.autograd.Function):
     def backward(ctx: Any, dy_MN: Tensor) -> tuple[Tensor | None, ...]:
         x_MK, w_NK = ctx.saved_tensors
         wanted, total = ctx.needs_input_grad, None
-        if wanted[1] and ctx.executor.sums:
-            total = sum_on_gpu(w_NK)
+        if wanted[1] and ctx.executor.adds:
+            total = sum_so_far(ctx.w)
         dx, dw, dbias = ctx.executor.backward(dy_MN, w_NK, (x_MK,), ctx.call, wanted, total)
         return dx, None if dw is None else dw.to(w_NK.dtype), dbias, None, None
 
@@ -137,7 +138,7 @@ class TorchFunction(torch.autograd.Function):
 class BackendLayer(Executor):
     """A layer whose GEMMs a backend runs together (Transformer Engine)."""
 
-    def __init__(self, plan: LayerPlan, device: str, shard: LayerShard | None = None, *, sums: bool = False) -> None:
+    def __init__(self, plan: LayerPlan, device: str, shard: LayerShard | None = None, *, sums: Sums = None) -> None:
         super().__init__(plan, device, shard, sums=sums)
         assert plan.layer_backend is not None
         self.table, self.states = plan.table, (plan.layer_backend,)
@@ -238,18 +239,17 @@ class BackendLayer(Executor):
         """(The weight, or those of a group, as kernels take it; what gives the float32 that dw is added to).
 
         That is the gradient of a parameter, gathered ones included: 8 bytes per weight and microbatch. What is no
-        parameter (a transposed one) gets zeros, which autograd adds to the parameter's after the GEMM: 4 + 8 + 12.
+        parameter (a transposed one), or is to be added by autograd, gets zeros, which autograd adds to the parameter's
+        after the GEMM: 4 + 8 + 12.
 
         Args:
             values: whether they read its values.
         """
-        into = None
+        into, held = None, list[Tensor]()
+        by_autograd = self.sums == "autograd" or not w_NK.is_leaf
         if self.sums and w_NK.dtype == torch.float32:
-            into = partial(_sum_of, w_NK)
-        if isinstance(w_NK, Gathered) or (into is not None and not w_NK.is_leaf):
-            held: list[Tensor] = []
-            if into is not None and not w_NK.is_leaf:
-                into = partial(_zeros, w_NK, held)
+            into = partial(zeros_held, w_NK, held) if by_autograd else partial(_sum_of, w_NK)
+        if isinstance(w_NK, Gathered) or (into is not None and by_autograd):
             return ValuesFunction.apply(w_NK, held, values), into  # type: ignore[no-untyped-call]
         return w_NK.contiguous(), into
 
@@ -276,15 +276,6 @@ class ValuesFunction(torch.autograd.Function):
         return None if dw_NK is None else dw_NK.to(ctx.dtype), None, None
 
 
-def sum_on_gpu(w_NK: Tensor) -> Tensor | None:
-    """The sum of a parameter's gradients so far, where a product can be added to it within the GEMM; None: autograd
-    adds them up. Hooks on the parameter see what autograd adds only."""
-    hooked = w_NK._backward_hooks or w_NK._post_accumulate_grad_hooks
-    if isinstance(w_NK, Gathered) or not w_NK.is_leaf or not w_NK.is_cuda or hooked or w_NK.dtype != torch.float32:
-        return None
-    return w_NK.grad
-
-
 def _sum_of(w_NK: Tensor) -> Tensor:
     """The gradient of a parameter, zeros at first."""
     if w_NK.grad is None:
@@ -292,6 +283,7 @@ def _sum_of(w_NK: Tensor) -> Tensor:
     return w_NK.grad
 
 
-def _zeros(w_NK: Tensor, held: list[Tensor]) -> Tensor:
+def zeros_held(w_NK: Tensor, held: list[Tensor]) -> Tensor:
+    """float32 zeros of the shape of a weight, which `held` has."""
     held.append(torch.zeros(w_NK.shape, dtype=torch.float32, device=w_NK.device))
     return held[-1]

@@ -13,7 +13,7 @@ from typing import Any
 
 import te_calls_on_cpu
 import torch
-from te_products_on_cpu import codes, quantised_from
+from te_products_on_cpu import added, codes, quantised_from
 from torch import Tensor, nn
 
 sys.path.append(str(Path(__file__).parents[2] / "helpers"))
@@ -51,7 +51,8 @@ def train(
     found = {"x": x.grad} | {f"y{i}": y.detach() for i, y in enumerate(ys)}
     found |= {name: each.grad.clone() for name, each in model.named_parameters()}
     weights = sum(shape in ((max(SIZES), K), (sum(SIZES), K)) for shape, _ in quantised_from)
-    return {"tensors": found, "gemms": [each["d"] for each in te_calls_on_cpu.gemms], "weights": weights}
+    gemms = [each["d"] for each in te_calls_on_cpu.gemms]
+    return {"tensors": found, "gemms": gemms, "weights": weights, "added": added(model)}
 
 
 def together(model: Any) -> bool:
@@ -69,21 +70,23 @@ def steps() -> dict[str, Any]:
         for sums in (False, True):
             for passes in ("plain", "recomputed"):
                 results = []
-                for joint in (False, True):
-                    model = made(recipe, joint=joint, sums=sums, backend="te")
+                for joint, in_product in ((True, False), (False, True), (True, True)):
+                    model = made(recipe, joint=joint, sums=sums, in_product=in_product, backend="te")
                     train(model, recipe, passes=passes)
                     with torch.no_grad():
                         for each in model.parameters():
                             each.mul_(0.5)
                     results.append(train(model, recipe, step=1, passes=passes))
-                apart, one = results
+                by_autograd, apart, one = results
                 tensors = apart["tensors"], one["tensors"]
+                alike = all(torch.equal(each, by_autograd["tensors"][name]) for name, each in tensors[1].items())
                 found[f"{name}, {sums}, {passes}"] = {
                     "differ": sorted(n for n in tensors[0] if not torch.equal(tensors[0][n], tensors[1][n])),
                     "dx": distance(tensors[1]["x"], tensors[0]["x"]),
                     "gemms": [len(apart["gemms"]), len(one["gemms"])],
                     "float32": one["gemms"].count("float32"),
                     "weights": [apart["weights"], one["weights"]],
+                    "added": [alike, by_autograd["added"], one["added"]],
                     "together": together(model),
                     "names": list(model.state_dict()) == list(tensors[0])[4:],
                 }

@@ -26,7 +26,7 @@ from fp4train.backends import LAYER_BACKENDS
 from fp4train.backends.te import TEExecutor, executor
 from fp4train.hardware import Device
 from fp4train.nn import convert
-from fp4train.precision.context import Context, use
+from fp4train.precision.context import Context, recompute, use
 from fp4train.precision.layer_plan import resolve
 from fp4train.precision.recipe import Recipe
 from fp4train.run.run import Run
@@ -103,7 +103,8 @@ def gemm(a: Any, transa: bool, b: Any, transb: bool, out: Any, _: Any, out_dtype
     a, b = (each.values if isinstance(each, (te_calls_on_cpu.Codes, TensorCodes)) else each for each in (a, b))
     product = ((b.T if transb else b).double() @ (a.T if transa else a).double()).float()
     found = te_calls_on_cpu.TE_DTYPES[out_dtype] if out is None else str(out.dtype).removeprefix("torch.")
-    te_calls_on_cpu.gemms.append({"gemm": "wgrad" if transb else "fprop" if transa else "dgrad", "d": found})
+    kind, at = "wgrad" if transb else "fprop" if transa else "dgrad", None if out is None else out.data_ptr()
+    te_calls_on_cpu.gemms.append({"gemm": kind, "d": found, "at": at})
     if out is None:
         return product.to(getattr(torch, found)), None, None, None
     return (out.add_(product) if accumulate else out.copy_(product)), None, None, None
@@ -140,8 +141,16 @@ def noted(cls: Any, forward: bool = True) -> None:
 manager.reduce_and_update_fp8_tensors = classmethod(noted)
 
 
+def added(model: nn.Module) -> int:
+    """GEMMs that wrote to where the gradients of a model are: the first may be one that autograd took."""
+    gradients = {each.grad.data_ptr() for each in model.parameters() if each.grad is not None}
+    return sum(each["at"] in gradients for each in te_calls_on_cpu.gemms)
+
+
 class Model(nn.Module):
     """Layers after a table of tokens; the loss is a sum over tokens."""
+
+    recomputes = False
 
     def __init__(self, layers: int = 1, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -155,16 +164,24 @@ class Model(nn.Module):
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
         x = self.table[tokens_BT].detach().requires_grad_()
         for layer in self.layers:
-            x = layer(x)
+            x = recompute(layer, x) if self.recomputes else layer(x)
         return (x.float() * self.wanted[targets_BT]).sum()
 
 
-def made(recipe: Recipe, *, backend: str = "te", rows: int = 1, layers: int = 1, sums: bool = True) -> Any:
+def made(
+    recipe: Recipe,
+    *,
+    backend: str = "te",
+    rows: int = 1,
+    layers: int = 1,
+    sums: bool = True,
+    in_product: bool = True,
+) -> Any:
     """What `train_losses` needs of a run, with four sequences in a batch."""
     model = Model(layers)
     convert(model, backend=backend)
     for module in model.layers:
-        module.sum_gradients(sums)
+        module.sum_gradients(sums, in_product=in_product)
     run = SimpleNamespace(
         model=model,
         world=SimpleNamespace(size=1, data_rank=0, peers=None),

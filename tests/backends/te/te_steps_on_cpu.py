@@ -11,7 +11,19 @@ from typing import Any
 import te_calls_on_cpu
 import torch
 from te_on_cpu import K
-from te_products_on_cpu import CPU, TOKENS, apply, codes, made, manager, quantised_from, step, step_context, updates
+from te_products_on_cpu import (
+    CPU,
+    TOKENS,
+    added,
+    apply,
+    codes,
+    made,
+    manager,
+    quantised_from,
+    step,
+    step_context,
+    updates,
+)
 from te_readers_on_cpu import python_calls, readers
 from torch import Tensor, nn
 
@@ -109,6 +121,24 @@ def gradients() -> dict[str, Any]:
     te_calls_on_cpu.gemms.clear()
     step(alone)
     found["one microbatch"] = [each["d"] for each in te_calls_on_cpu.gemms if each["gemm"] == "wgrad"]
+    return found
+
+
+def ways() -> dict[str, Any]:
+    """Gradients of two layers over four microbatches, recomputed or not, added by the GEMM or by autograd; and how many
+    GEMMs wrote to where they are."""
+    found: dict[str, Any] = {}
+    for name, recipe in {"nvfp4": NVFP4(), "fp8_delayed": FP8Delayed(history=4)}.items():
+        gradients, counts = [], []
+        for recomputes, in_product in ((False, False), (False, True), (True, True)):
+            run = made(recipe, layers=2, in_product=in_product)
+            run.model.recomputes = recomputes
+            te_calls_on_cpu.gemms.clear()
+            step(run)
+            gradients.append([each.weight.grad for each in run.model.layers])
+            counts.append(added(run.model))
+        equal = [all(map(torch.equal, gradients[0], each)) for each in gradients]
+        found[name] = {"added": counts, "equal": equal}
     return found
 
 
@@ -217,6 +247,7 @@ if __name__ == "__main__":
         "delayed": delayed(),
         "stages": stages(),
         "gradients": gradients(),
+        "ways": ways(),
         "orders": orders(),
         "gathered": gathered(),
         "phases": phases(),

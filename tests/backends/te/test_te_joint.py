@@ -37,6 +37,15 @@ def test_a_gemm_is_one_product_and_adds_dw_of_microbatches_in_float32(report: An
     assert report["steps"][f"{recipe}, False, plain"]["float32"] == 0
 
 
+@pytest.mark.parametrize("passes", ["plain", "recomputed"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_gemm_of_all_layers_adds_the_bits_that_autograd_adds_also_where_it_is_recomputed(
+    report: Any, recipe: str, passes: str
+) -> None:
+    """Of two microbatches autograd takes the first as the sum."""
+    assert report["steps"][f"{recipe}, True, {passes}"]["added"] == [True, 1, 2]
+
+
 def test_weights_that_lie_in_one_memory_are_saved_copied_and_joined_again_where_they_were_replaced(report: Any) -> None:
     assert report["memory"] == {
         "loaded": True,

@@ -39,6 +39,14 @@ def test_the_gemm_adds_up_gradients_of_microbatches_in_float32(report: Any, reci
     assert max(found["distances"]) < 1e-6 and found["dtype"] == "torch.float32"
 
 
+@pytest.mark.parametrize("recipe", ["nvfp4", "fp8_delayed"])
+def test_gradients_added_by_the_gemm_are_those_that_autograd_adds_also_where_layers_are_recomputed(
+    report: Any, recipe: str
+) -> None:
+    """Each of two layers has a GEMM per microbatch, of four."""
+    assert report["ways"][recipe] == {"added": [0, 8, 8], "equal": [True] * 3}
+
+
 def test_a_gradient_that_is_no_part_of_a_sum_is_rounded_as_elsewhere(report: Any) -> None:
     assert report["gradients"]["one microbatch"] == ["bfloat16"]
 

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import adding
 import pytest
 import torch
 from joint_layers import CPU, SIZES, TOKENS, K, made, normal, whole, within
@@ -18,7 +19,6 @@ from torch import Tensor, nn
 
 import fp4train as f4
 from fp4train.backends import emulate, native
-from fp4train.nn.executors import joint as joint_executor
 from fp4train.precision import BF16, FP32, MXFP8, NVFP4, FP8Block, FP8Row, Mixed, Recipe, recompute
 from fp4train.precision.context import use
 from fp4train.precision.recipes import MXFP4, MXFP6
@@ -102,17 +102,10 @@ def test_dw_in_high_precision_is_added_to_the_gradients_that_weights_have_within
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As on a GPU, where each layer's product writes into its gradient from the second microbatch on."""
-    added: list[tuple[int, ...]] = []
-
-    def recorded(total: Tensor, *operands: Tensor) -> None:
-        added.append(tuple(total.shape))
-        emulate.add_product(total, *operands)
-
     apart = results(made(BF16(), joint=False, values=whole, sums=True), BF16(), whole, microbatches=2)
+    added = adding.begin(monkeypatch.setattr)
     model = made(BF16(), joint=True, values=whole, sums=True)
     model.wv.weight.requires_grad_(False)
-    monkeypatch.setattr(joint_executor, "sum_on_gpu", lambda w: w.grad)
-    monkeypatch.setattr(joint_executor, "add_product", recorded)
     found = results(model, BF16(), whole, microbatches=2)
     assert added == [(size, K) for size in SIZES[:2]]
     assert not {name for name in set(found) - {"x"} if not torch.equal(found[name], apart[name])}
@@ -120,6 +113,30 @@ def test_dw_in_high_precision_is_added_to_the_gradients_that_weights_have_within
     added.clear()
     results(made(MXFP8(), joint=True, sums=True), MXFP8(), microbatches=2)
     assert not added, "codes are not multiplied into a sum"
+
+
+@pytest.mark.parametrize(
+    "recipe", [BF16(), NVFP4(fused_scales=True).with_high_precision("wgrad")], ids=["all", "wgrad"]
+)
+@pytest.mark.parametrize("joint", [False, True])
+def test_recomputed_layers_add_dw_within_their_gemms_too_and_all_ways_have_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch, recipe: Recipe, joint: bool
+) -> None:
+    """Recomputation saves no weights: what backward gets in their place has no gradient to add to."""
+    added, found = adding.begin(monkeypatch.setattr), []
+    for again, in_product in ((False, False), (False, True), (True, True)):
+        model = made(recipe, joint=joint, sums=True, in_product=in_product)
+
+        def calls(x: Tensor, model: Any = model, again: bool = again) -> tuple[Tensor, ...]:
+            def joined(x: Tensor) -> Tensor:
+                return torch.cat(model(x), dim=1)
+
+            return (recompute(joined, x) if again else joined(x),)
+
+        found.append(results(model, recipe, calls=calls, microbatches=3))
+        assert sorted(added) == sorted([(size, K) for size in SIZES] * 2 * in_product), (again, in_product)
+        added.clear()
+    assert not differing(found[0], found[1]) and not differing(found[0], found[2])
 
 
 @pytest.fixture

@@ -126,13 +126,13 @@ def test_on_a_gpu_the_gemm_adds_dw_of_later_microbatches_to_the_gradient(hooked:
             return function(*args, **(kwargs or {}))
 
     plan = resolve(Linear(64, 32, bias=False).layer, BF16(), None, "auto", Device(type="cpu"))
-    context: Any = SimpleNamespace(executor=TorchLayer(plan, "cuda", sums=True), call=None)
+    context: Any = SimpleNamespace(executor=TorchLayer(plan, "cuda", sums="product"), call=None)
     with FakeTensorMode(), torch.no_grad(), Recorded():
         x, dy = (torch.empty(16, n, dtype=torch.bfloat16, device="cuda") for n in (64, 32))
         w = torch.empty(32, 64, device="cuda").requires_grad_()
         if hooked:
             w.register_post_accumulate_grad_hook(lambda parameter: None)
-        context.saved_tensors, context.needs_input_grad = (x, w), (False, True, False)
+        context.saved_tensors, context.w, context.needs_input_grad = (x, w), w, (False, True, False)
         returned = []
         for _ in range(3):
             dw = TorchFunction.backward(context, dy)[1]

@@ -1,0 +1,30 @@
+"""A CPU whose products add dw to a float32 sum, as those of a GPU do, with the bits of a product that autograd adds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp4train.backends import BACKENDS
+from fp4train.nn.executors import gemms, whole_layer
+from fp4train.quantize import Decoded
+
+added: list[tuple[int, ...]] = []
+"""Shape of each sum that a product was added to."""
+
+
+def add_product(total_RS: Tensor, a_RC: Tensor, b_CS: Tensor) -> None:
+    added.append(tuple(total_RS.shape))
+    total_RS += BACKENDS["torch"].product(Decoded(a_RC, None), Decoded(b_CS.T, None), out_dtype=torch.float32)
+
+
+def begin(set_attribute: Callable[[Any, str, Any], None] = setattr) -> list[tuple[int, ...]]:
+    """Let executors that are made from now on add so; `added`, which is empty then."""
+    set_attribute(gemms, "ADDING", frozenset({"cpu"}))
+    for module in (gemms, whole_layer):
+        set_attribute(module, "add_product", add_product)
+    added.clear()
+    return added
