@@ -120,7 +120,7 @@ class WeightForm:
         if self.spec is None or self.spec.block != (None, None) or column.key != (spec, backend, dtype, True):
             return
         both = PairQuantizer(self.quantizer, column.quantizer, row_codes=True, column_codes=True)
-        if self.decode is None and both.at_once:
+        if self.decode is None and both.one_kernel:
             self.both, column.turned_from = both, self.key
 
     def finish(self, prepared: Prepared) -> Prepared:

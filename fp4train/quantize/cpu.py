@@ -322,8 +322,9 @@ class CpuQuantizer(Quantizer):
         if row is None or turned is None:
             return None
         at_once = x_MK.nbytes >= PAIR_BYTES and self._reads_with(column)
-        if self.run(row[0], turned[0], at_once, self.threads(), self.isa):
-            return None
+        if self.run(row[0], turned[0], at_once, self.threads(), self.isa):  # x is not finite
+            one, other = (Quantizer.codes if codes else Quantizer.values for codes in (row_codes, column_codes))
+            return one(self, x_MK, row_key, row_amax), other(column, x_MK.T, column_key, column_amax)
         rows, cols = x_MK.shape
         made = _new(Quantized, (self.spec, (rows, cols), *row[1], None)) if row_codes else _new(Decoded, row[1])
         if column_codes:

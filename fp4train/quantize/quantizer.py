@@ -175,9 +175,9 @@ class PairQuantizer:
         if row.kernel == column.kernel != "reference":
             module = importlib.import_module(f"fp4train.quantize.{row.kernel}")
             self._pair = module.pair(row, column, codes=row_codes and column_codes)
-        self.at_once = self._pair is not None and row.kernel == "triton"
+        self.one_kernel = self._pair is not None and row.kernel == "triton"
         """Whether one kernel makes both forms, also where each is asked for after the other."""
-        self.joins = self.at_once and row.spec.delayed is not None
+        self.joins = self.one_kernel and row.spec.delayed is not None
         """Whether it joins the amax of x to another one on the way."""
 
     def __call__(

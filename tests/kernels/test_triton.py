@@ -262,7 +262,7 @@ for count, (kind, view, element, given) in enumerate(itertools.product(kinds, vi
     spec = QuantSpec(element=element, block=(None, None), scale="fp32", global_scale=None, delayed=delayed)
     ours, theirs = [PairQuantizer(each, each, row_codes=True, column_codes=True) for each in (
         quantizer(spec, "cpu", "triton"), quantizer(spec, "cpu", "reference"))]
-    assert ours.at_once and not theirs.at_once and ours.joins is (given is not None)
+    assert ours.one_kernel and not theirs.one_kernel and ours.joins is (given is not None)
     made, wanted = ours(x, None, amax, None, amax, newest), theirs(x, None, amax, None, amax)
     largest = None if given is None else torch.maximum(x.abs().amax().float(), torch.tensor(0.5))
     for a, b in zip((*made[0], *made[1], newest), (*wanted[0], *wanted[1], largest)):

@@ -71,6 +71,7 @@ def unflatten(tensors: Sequence[Any], heads: Heads) -> Saved:
 ADDING: Final = frozenset({"cuda"})
 """Types of devices on which `add_product` is one product."""
 _has_autocast = cache(torch.amp.is_autocast_available)
+"""Kept for each device type: the list is part of torch's build, and a name that is not registered yet raises."""
 
 
 def torch_autocasts(device: str) -> bool:

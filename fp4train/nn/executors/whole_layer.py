@@ -128,9 +128,8 @@ class TorchFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy_MN: Tensor) -> tuple[Tensor | None, ...]:
         x_MK, w_NK = ctx.saved_tensors
-        wanted, total = ctx.needs_input_grad, None
-        if wanted[1] and ctx.executor.adds:
-            total = sum_so_far(ctx.w)
+        wanted = ctx.needs_input_grad
+        total = sum_so_far(ctx.w) if wanted[1] and ctx.executor.adds else None
         dx, dw, dbias = ctx.executor.backward(dy_MN, w_NK, (x_MK,), ctx.call, wanted, total)
         return dx, None if dw is None else dw.to(w_NK.dtype), dbias, None, None
 

@@ -21,7 +21,7 @@ from transformer_engine.pytorch.cpp_extensions import gemm as cpp_gemm
 from transformer_engine.pytorch.quantized_tensor import QuantizedTensorStorage
 
 from fp4train import backends
-from fp4train.backends.te import region
+from fp4train.backends.te import executor, region
 from fp4train.nn import convert
 from fp4train.precision.context import autocast
 from fp4train.precision.policy import LayerPolicy
@@ -35,6 +35,22 @@ TE_DTYPES = {
 }
 gemms: list[dict[str, str]] = []
 updates: list[str] = []
+
+
+shared_input: list[bool] = []
+"""Not empty while an input is quantised for all layers that read it."""
+codes_of = executor._Built.codes_of
+
+
+def codes_of_input(*arguments: Any) -> Any:
+    shared_input.append(True)
+    try:
+        return codes_of(*arguments)
+    finally:
+        shared_input.pop()
+
+
+executor._Built.codes_of = codes_of_input  # type: ignore[method-assign]
 
 
 class Codes(QuantizedTensorStorage):

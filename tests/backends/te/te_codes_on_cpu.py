@@ -47,8 +47,10 @@ from fp4train.quantize.sharded import divided_tensors, joined
 
 MX, BLOCK, CURRENT = (each.table()["fprop"].first for each in (MXFP8(), FP8Block(), FP8Current()))
 NV = NVFP4().table()["fprop"].first
-utils.is_non_tn_fp8_gemm_supported = lambda: False
-float8_tensor_storage.is_non_tn_fp8_gemm_supported = lambda: False
+both_layouts: list[bool] = []
+"""Not empty where the GPU multiplies x·w as well as x·wᵀ, so that one copy of FP8 codes serves all GEMMs (utils.py)."""
+for module in (utils, float8_tensor_storage):
+    module.is_non_tn_fp8_gemm_supported = lambda: bool(both_layouts)
 made_of_weights: weakref.WeakSet[Any] = weakref.WeakSet()
 """Tensors that fp4train made of the codes of weights and that are alive."""
 
@@ -114,7 +116,10 @@ def decoded(codes: Any, column: bool) -> Any:
         found = Quantized(spec, shape, data.contiguous(), scales, amax).dequantize()
         return found.T if column else found
     if isinstance(codes, te_tensor.Float8TensorStorage):
+        # common/gemm/cublaslt_gemm.cu CanonicalizeGemmInput
+        column = column and not both_layouts
         data = codes._transpose if column else codes._data
+        assert not both_layouts or codes._transpose is None
         found = data.view(torch.float8_e4m3fn).float() * codes._scale_inv
         assert tuple(codes._scale_inv.shape) == (1,) and data.is_contiguous() and codes._fp8_dtype == DType.kFloat8E4M3
         return found.T if column else found
@@ -222,12 +227,14 @@ def results() -> dict[str, Any]:
         "mxfp8, 2D weights": MXFP8(two_d_weights=True),
         "nvfp4, then mxfp8": Mixed(fprop=NVFP4(), dgrad=MXFP8(), wgrad=MXFP8()),
         "fp8_current": FP8Current(),
+        "fp8_current, both layouts": FP8Current(),
         "fp8_block": FP8Block(),
         "fp8_block, parts of blocks": FP8Block(),
         "fp8_block, 1D weights": Custom(**{gemm: Operands(first=BLOCK, second=BLOCK) for gemm in GEMMS}),
     }
     for name, recipe in cases.items():
         features = 192 if "parts of blocks" in name else 128
+        both_layouts[:] = [True] * ("both layouts" in name)
         for sums in (False, True):
             (whole, before), (gathered, seen) = (passes(recipe, sums, each, features) for each in (False, True))
             equal = [torch.equal(a, b) for a, b in zip(whole, gathered, strict=True)]

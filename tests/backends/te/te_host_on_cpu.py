@@ -16,6 +16,7 @@ from typing import Any
 import te_calls_on_cpu
 import torch
 import transformer_engine_torch as tex
+from te_calls_on_cpu import shared_input
 from te_on_cpu import K, pretend_gpu, te
 from torch import nn
 from transformer_engine.pytorch.cpp_extensions import gemm as cpp_gemm
@@ -24,7 +25,7 @@ from transformer_engine.pytorch.quantized_tensor import QuantizedTensor, Quantiz
 sys.path.append(str(Path(__file__).parents[2] / "helpers"))
 from host_passes import least, passes, plain_layer, three_layers
 
-from fp4train.backends.te import executor, region, to_te
+from fp4train.backends.te import region, to_te
 from fp4train.hardware import Device
 from fp4train.nn import convert
 from fp4train.precision.context import Context, use
@@ -65,22 +66,6 @@ class SharedCodes(QuantizedTensorStorage, QuantizedTensor):
 
     def update_usage(self, **_: Any) -> None:
         pass
-
-
-shared_input: list[bool] = []
-"""Not empty while an input is quantised for all layers that read it."""
-codes_of = executor._Built.codes_of
-
-
-def codes_of_input(*arguments: Any) -> Any:
-    shared_input.append(True)
-    try:
-        return codes_of(*arguments)
-    finally:
-        shared_input.pop()
-
-
-executor._Built.codes_of = codes_of_input  # type: ignore[method-assign]
 
 
 def quantise(x: torch.Tensor, quantizer: Any, *_: Any) -> Any:

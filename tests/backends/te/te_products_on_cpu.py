@@ -17,13 +17,14 @@ from typing import Any
 import te_calls_on_cpu
 import torch
 import transformer_engine_torch as tex
+from te_calls_on_cpu import shared_input
 from te_on_cpu import K, no_gpu, pretend_gpu, te
 from torch import Tensor, nn
 from transformer_engine.pytorch.cpp_extensions import gemm as cpp_gemm
 from transformer_engine.pytorch.quantized_tensor import QuantizedTensor, QuantizedTensorStorage, Quantizer
 
 from fp4train.backends import LAYER_BACKENDS
-from fp4train.backends.te import TEExecutor, executor
+from fp4train.backends.te import TEExecutor
 from fp4train.hardware import Device
 from fp4train.nn import convert
 from fp4train.precision.context import Context, recompute, use
@@ -68,22 +69,6 @@ class TensorCodes(QuantizedTensorStorage, QuantizedTensor):
         for name, wanted in (("rowwise", rowwise_usage), ("columnwise", columnwise_usage)):
             assert not wanted or self.usages[name], f"the {name} form is not there"
             self.usages[name] &= wanted is not False
-
-
-shared_input: list[bool] = []
-"""Not empty while an input is quantised for all layers that read it."""
-codes_of = executor._Built.codes_of
-
-
-def codes_of_input(*arguments: Any) -> Tensor:
-    shared_input.append(True)
-    try:
-        return codes_of(*arguments)
-    finally:
-        shared_input.pop()
-
-
-executor._Built.codes_of = codes_of_input  # type: ignore[method-assign]
 
 
 def quantise(x: Tensor, quantizer: Any, *_: Any) -> Any:

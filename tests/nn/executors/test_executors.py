@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from forked import forked
 from torch import Tensor
 
 from fp4train.backends import DataRanks, LayerState
@@ -15,7 +16,7 @@ from fp4train.nn import Linear
 from fp4train.nn.call import EAGER, Recorded
 from fp4train.nn.executors import EXECUTORS, STATES, executor_class, join_states, make_executor, saved_tensor
 from fp4train.nn.executors.cut import CutGemms, LayerShard, default_context
-from fp4train.nn.executors.gemms import Gemms
+from fp4train.nn.executors.gemms import Gemms, torch_autocasts
 from fp4train.nn.executors.groups import BackendExperts, GroupGemms
 from fp4train.nn.executors.parts import ChannelNorms, ChannelParts
 from fp4train.nn.executors.whole_layer import BackendLayer, TorchLayer
@@ -35,6 +36,21 @@ def plan(recipe: Recipe, layer: Layer = LAYER, backend: str | None = None) -> La
     if backend is None:
         return found
     return replace(found, **{gemm.name: replace(gemm, backend=backend) for gemm in found.gemms})
+
+
+def test_a_device_type_that_is_registered_later_has_its_own_autocast() -> None:
+    """The answers that are kept: "meta" never has one, and a name that torch does not know yet is asked again."""
+
+    def program() -> None:
+        assert not torch_autocasts("meta") and not torch_autocasts("privateuseone")
+        with pytest.raises(RuntimeError, match="Expected one of"):
+            torch_autocasts("npu")
+        torch.utils.rename_privateuse1_backend("npu")
+        assert not torch_autocasts("npu")
+        torch.set_autocast_enabled("npu", True)
+        assert torch_autocasts("npu") and torch_autocasts("privateuseone")
+
+    assert forked(program) == 0
 
 
 CHOSEN = {
