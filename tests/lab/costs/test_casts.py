@@ -94,13 +94,14 @@ def test_a_step_on_this_machine_moves_the_bytes_that_an_estimate_has(
     [
         (BF16(), "auto", False, Mesh(microbatches=3), 6),
         (BF16(), "auto", True, Mesh(microbatches=3), 3 * 6 + 3 * 6 + 2 * 12),
-        (BF16(), "auto", False, Mesh(shard=2, microbatches=3), 2 * 12),
+        (BF16(), "auto", False, Mesh(shard=2, microbatches=3), 0),
         (BF16(), "auto", True, Mesh(shard=2, gather="fp32"), 2 * 6 + 6),
         (NVFP4(), "te", False, Mesh(), 6),
         (NVFP4(), "te", False, Mesh(microbatches=3), 4),
-        (NVFP4(), "te", False, Mesh(shard=2, microbatches=3), 3 * 4 + 2 * 12),
+        (NVFP4(), "te", False, Mesh(shard=2, microbatches=3), 4),
         (NVFP4(), "native", False, Mesh(replicate=2), 0),
         (NVFP4(), "native", False, Mesh(microbatches=3), 2 * 12),
+        (NVFP4().with_high_precision("wgrad"), "native", False, Mesh(microbatches=3), 0),
         (FP8Row(), "native", False, Mesh(replicate=2), 6),
         (NVFP4(), "te", False, Mesh(shard=2, microbatches=3, own_units=True), 2 * 12),
         (NVFP4(), "te", False, Mesh(microbatches=3, own_units=True), 0),
@@ -109,8 +110,8 @@ def test_a_step_on_this_machine_moves_the_bytes_that_an_estimate_has(
 def test_who_rounds_a_weight_and_who_adds_its_gradients_decides_the_passes(
     recipe: Recipe, backend: str, compiled: bool, mesh: Mesh, per_weight: int
 ) -> None:
-    """Torch's products and Transformer Engine add dw in float32 themselves where the weight is not gathered; native
-    products write it in float32, but for one scale per row. Software with units of its own for the ends casts none."""
+    """Torch's products and Transformer Engine add dw in float32 themselves; products of codes write it
+    in float32, but for one scale per row. Software with units of its own for the ends casts none."""
     load = replace(planned(recipe, backend=backend), compiled=compiled)
     weights = [weight for weight in load.kinds[0].weights if weight.is_multiplied]
     for weight in weights:
