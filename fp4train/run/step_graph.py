@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from fp4train.data.loader import Rows
 from fp4train.errors import UserError
 from fp4train.precision import Recipe
+from fp4train.precision.layers import find_blocks
 from fp4train.precision.plan import PlannedStretch
 from fp4train.quantize.random import write_step_counters
 from fp4train.run.step import EagerSteps, Queued, Scaling
@@ -282,23 +283,32 @@ def _write(source: Scaling, target: Scaling) -> None:
 
 @contextmanager
 def nothing_drawn(run: Run, mode: str) -> Iterator[None]:
-    """Around a step that runs before one is recorded: of a model that recomputes activations, whether it draws random
-    numbers of its own (dropout). Recomputation would have to read the state of torch's generator on the host to draw
-    them again, so that it leaves the state alone in such steps (`precision.recompute`).
+    """Around a step that runs before one is recorded: of a model that recomputes activations, whether its blocks draw
+    from torch's generator in their forward passes (dropout). Recomputation would have to read the generator's state on
+    the host to draw the same again, so that it leaves the state alone in such steps (`precision.recompute`).
+
+    Kernels of Transformer Engine that round gradients draw from it in backward alone, which nothing repeats.
 
     Raises:
-        UserError: it draws some.
+        UserError: one does, before anything has changed.
     """
     state = torch.cuda.get_rng_state if run.device.type == "cuda" else lambda _: torch.get_rng_state()
-    recomputed = bool(recomputing(run.model))
-    before = state(run.device) if recomputed else None
-    yield
-    if before is not None and not torch.equal(before, state(run.device)):
-        raise UserError(
-            f"train.cuda_graph={mode} with model.recompute=true: the model draws random numbers (dropout), whose "
-            "generator the host would read in every recomputed block; choose smaller microbatches instead of "
-            "recomputation"
-        )
+    before: dict[nn.Module, Tensor] = {}
+
+    def check(block: nn.Module, *_: Any) -> None:
+        if not torch.equal(before.pop(block), state(run.device)):
+            raise UserError(
+                f"train.cuda_graph={mode} with model.recompute=true: the model draws random numbers in forward "
+                "(dropout, or x that Transformer Engine rounds stochastically), whose generator the host would read in "
+                "every recomputed block; choose smaller microbatches instead of recomputation"
+            )
+
+    with ExitStack() as stack:
+        for block in find_blocks(run.model) if recomputing(run.model) else ():
+            begun = block.register_forward_pre_hook(lambda each, _: before.update({each: state(run.device)}))
+            stack.enter_context(begun)
+            stack.enter_context(block.register_forward_hook(check))
+        yield
 
 
 def recomputing(model: nn.Module) -> list[Any]:
