@@ -82,12 +82,6 @@ class Executor(ABC):
     @classmethod
     def why_no_graph(cls, plan: LayerPlan, recorded: Recorded = "step") -> str | None:
         """Why a layer of `plan` depends on the host, so that no CUDA graph can record it; None: one can."""
-        for where, spec in cls.quantised(plan) if recorded == "block" else ():
-            if spec.delayed is not None:
-                return (
-                    f"{where}: the histories of delayed scaling pass from block to step on the host; "
-                    "train.cuda_graph=true records whole steps with them"
-                )
         return None
 
     @staticmethod

@@ -16,6 +16,7 @@ step is free at that point of each step. A step's activations take the memory of
                forward and for backward: 16 bytes per weight and microbatch, in the memory of one block
     gradients  of the first microbatch are new; those of the others are added to them by the graph, in the weight's
                GEMM where that can. FSDP gets those of each microbatch, which are added to its sum: 12 bytes
+    delayed scaling    histories roll on the host before the passes; the graphs read and write one amax of each
     recomputed blocks: the forward graph keeps x alone, and the backward graph computes the block again
 
 The least is no copy. Of the residual stream only x of the first block and dy of the last are copied, 4 bytes per BF16
@@ -39,6 +40,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from fp4train.data.loader import Rows
+from fp4train.nn.scaling import DelayedScaling, HeldAmaxes
 from fp4train.precision import Recipe
 from fp4train.precision.context import recompute_eagerly
 from fp4train.precision.layers import find_blocks
@@ -63,6 +65,7 @@ class RecordedBlocks(GraphSteps):
         self.moved = run.world.data_mesh is not None and run.world.mesh.data > 1
         """Whether the blocks' weights are FSDP's, whose memory moves."""
         self._made: set[int] = set()
+        self._amaxes = HeldAmaxes((), (0, 0))
         self.anchor = torch.zeros((), device=run.device, requires_grad=True)
         self._recomputing = recomputing(run.model)
         self.recomputed = bool(self._recomputing)
@@ -77,6 +80,7 @@ class RecordedBlocks(GraphSteps):
             UserError: a block cannot be recorded. The weights are as they were before the step then.
         """
         run, _ = self.run, self._begin()
+        position = run.config.run.seed, run.step
         self.recording = recording = self._warm == WARM_UP
         if recording:
             # This drops prepared weights: an evaluation may have made this step's, which the graphs must make.
@@ -85,17 +89,20 @@ class RecordedBlocks(GraphSteps):
             block.calls = 0
         checked = nothing_drawn(run, self.mode) if self._warm < WARM_UP else nullcontext()
         try:
-            with checked, self._blocks_run():
+            with checked, self._blocks_run(), self._amaxes.step(position):
                 queued = self._eager.step(recipe, rows)
         except RuntimeError as error:
             if not recording or run.mid_update:
                 raise
             raise self._refused(error) from error
         self._warm += 1
+        if self._warm == WARM_UP:
+            inside = (each.states.get(DelayedScaling.kind) for each in run.linears if each.layer.block is not None)
+            self._amaxes = HeldAmaxes([each for each in inside if isinstance(each, DelayedScaling)], position)
         return queued
 
     def drop(self) -> None:
-        self._recorder, self._warm = None, 0
+        self._recorder, self._warm, self._amaxes = None, 0, HeldAmaxes((), (0, 0))
         self._made.clear()
         for block in self.blocks:
             block.passes, block.leaves = [], None

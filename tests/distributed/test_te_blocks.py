@@ -68,6 +68,7 @@ def server(serving: Any) -> Iterator["subprocess.Popen[str]"]:
         (1, "fp8_current", False, 1),
         (2, "mxfp8", True, 6),
         (2, "nvfp4", False, 4),
+        (2, "fp8_delayed", True, 6),
     ],
 )
 def test_recorded_blocks_of_te_layers_have_the_bits_of_eager_ones(

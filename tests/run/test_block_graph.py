@@ -47,6 +47,7 @@ def saved(run: str) -> list[bytes]:
         ("recipe=nvfp4", "model.recompute=true", "eval.every=3", "eval.errors_every=6", "checkpoint.every=5"),
         ("recipe=bf16", "optim=muon"),
         ("recipe=mxfp8", "train.joint_products=true"),
+        ("recipe=fp8_delayed", "checkpoint.every=5", "eval.every=3", "eval.errors_every=6"),
         pytest.param(("recipe=fp16", "train.document_mask=true"), marks=pytest.mark.long),
         pytest.param(("recipe=mxfp8", "model=hybrid_tiny", "train.steps=5"), marks=pytest.mark.long),
     ],
@@ -168,8 +169,7 @@ def test_a_plan_is_refused_for_what_its_blocks_run_and_for_nothing_else() -> Non
 
     check(NVFP4())
     check(FP16())  # whose loss scale meets the gradients outside of the blocks
-    with pytest.raises(ValueError, match=r"cuda_graph=block cannot record .*0\.up, operand x of fprop: the histories"):
-        check(FP8Delayed())
+    check(FP8Delayed())  # whose histories roll outside of them
     experts = replace(layers[0], experts=4)
     plan = make_plan([experts], Timeline(recipe=NVFP4(), steps=9), None, tokens=32, device=Device(type="cpu"))
     with pytest.raises(ValueError, match="how many rows each of its 4 experts has"):

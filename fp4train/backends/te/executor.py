@@ -298,7 +298,8 @@ class TEExecutor(LayerState):
                 "forward and backward passes inside fp4train.backends.te.region(recipe.table()), where "
                 "activations are recomputed, too, or use FP8Current or backend=emulate."
             )
-        self._delayed = built if delayed else self._delayed
+        if delayed and built is not self._delayed:
+            self._to_load, self._delayed = self.state(), built  # histories go on where another length follows
         # TE wants torch's autocast where parameters and activations differ (float32 weights, BF16 activations).
         with torch.autocast(x.device.type, dtype=dtype, enabled=weight.dtype != dtype), te_autocast(te, te_recipe):
             if self._to_load and delayed:
@@ -347,8 +348,11 @@ class TEExecutor(LayerState):
         }
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what `state` gave; it reaches TE when delayed scaling runs next."""
+        """Take over what `state` gave: at once where delayed scaling has run, as graphs read TE's tensors then; else
+        it reaches TE when delayed scaling runs."""
         self._to_load = dict(state)
+        if self._to_load and self._delayed is not None:
+            self._load(self._delayed.te_recipe, self._delayed.module)
 
     def _load(self, te_recipe: Any, module: Any) -> None:
         """Load what `state` gave, as TE's own set_extra_state does, but from tensors instead of a pickle."""

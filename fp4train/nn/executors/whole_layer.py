@@ -164,11 +164,12 @@ class BackendLayer(Executor):
 
     @classmethod
     def why_no_graph(cls, plan: LayerPlan, recorded: Recorded = "step") -> str | None:
-        for where, spec in cls.quantised(plan):
+        for where, spec in cls.quantised(plan) if recorded == "step" else ():
             if spec.delayed is not None:
-                return super().why_no_graph(plan, recorded) or (
+                return (
                     f"{where}: delayed scaling on backend={plan.layer_backend} updates its histories on the host; with "
-                    "backend=emulate or native they are fp4train's, which can be recorded"
+                    "backend=emulate or native they are fp4train's, which can be recorded, and "
+                    "train.cuda_graph=block leaves the update to the host"
                 )
         return None
 

@@ -238,7 +238,13 @@ def phases() -> dict[str, Any]:
         gc.collect()
         found["kept"].append(sum(tuple(each.shape) == (K, K) for each in codes))
     found["modules"] = len(run.model.layers[0].states["te"]._built)
-    return found
+    run = made(FP8Delayed(history=4))
+    for _ in range(2):
+        step(run)
+    before = history(run)["x"]
+    apply(run, FP8Delayed(history=8))
+    step(run)
+    return found | {"amaxes": [before[:2], history(run)["x"][1:3]]}
 
 
 if __name__ == "__main__":
