@@ -178,7 +178,8 @@ class PreparedWeights:
             version += (0 if weight.is_inference() else weight._version,)
         known = None if self._of is None else self._of()
         if known is not own or version != self._version:
-            if known is None or version != self._version or own is not w_NK or not known.is_set_to(own):
+            same = type(known) is type(own) and version == self._version and own is w_NK
+            if known is None or not same or not known.is_set_to(own):
                 self._forms.clear()
                 self._amaxes.clear()
                 self._amax = None

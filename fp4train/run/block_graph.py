@@ -1,9 +1,9 @@
 """`train.cuda_graph=block`: the forward and the backward pass of each block are recorded as CUDA graphs, no other work.
 
-What lies between the blocks stays with the host: collectives, the hooks of FSDP, embedding, head and loss, the sums of
-gradients over ranks, the optimizer. So blocks are recorded where a whole step (`step_graph.py`) cannot be: on several
-ranks, in the stages of a pipeline, with any optimizer, loss scale or teacher, and around what torch.compile made of a
-block.
+What lies between the blocks stays with the host: its collectives, the hooks of FSDP, embedding, head and loss, the
+sums of gradients over ranks, the optimizer. So blocks are recorded where a whole step (`step_graph.py`) cannot be: on
+several ranks, in the stages of a pipeline, with any optimizer, loss scale or teacher, and around what torch.compile
+made of a block.
 
 After `WARM_UP` steps each pass of a block in a step is recorded when it comes, and replayed at once: a pair of graphs
 for each block and microbatch, since the place of a microbatch's tokens keys its random bits. The pairs share one pool
@@ -16,7 +16,8 @@ step is free at that point of each step. A step's activations take the memory of
                forward and for backward: 16 bytes per weight and microbatch, in the memory of one block
     gradients  of the first microbatch are new; those of the others are added to them by the graph, in the weight's
                GEMM where that can. FSDP gets those of each microbatch, which are added to its sum: 12 bytes
-    delayed scaling    histories roll on the host before the passes; the graphs read and write one amax of each
+    collectives of tensor-parallel ranks within a block are recorded; of DTensors the graphs have this rank's part
+    delayed scaling: histories roll on the host before the passes; the graphs read and write one amax of each
     recomputed blocks: the forward graph keeps x alone, and the backward graph computes the block again
 
 The least is no copy. Of the residual stream only x of the first block and dy of the last are copied, 4 bytes per BF16
@@ -40,12 +41,14 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from fp4train.data.loader import Rows
+from fp4train.nn.ranks import local
 from fp4train.nn.scaling import DelayedScaling, HeldAmaxes
 from fp4train.precision import Recipe
 from fp4train.precision.context import recompute_eagerly
 from fp4train.precision.layers import find_blocks
 from fp4train.run.step import Queued
 from fp4train.run.step_graph import WARM_UP, CudaRecorder, GraphSteps, Recorder, nothing_drawn, recomputing
+from fp4train.shards import like
 
 if TYPE_CHECKING:
     from fp4train.run.run import Run
@@ -189,7 +192,7 @@ class Block:
         by_parameter: dict[nn.Parameter, nn.Parameter] = {}
         for _, parameter in self.places():
             if parameter not in by_parameter:
-                leaf = nn.Parameter(new(parameter), requires_grad=parameter.requires_grad)
+                leaf = nn.Parameter(new(local(parameter)), requires_grad=parameter.requires_grad)
                 by_parameter[parameter] = leaf
         found = {place: by_parameter[parameter] for place, parameter in self.places()}
         if not steps.moved:
@@ -250,9 +253,9 @@ class BlockPass:
             parameter = module._parameters[name]
             assert parameter is not None
             if parameter.grad is None:
-                parameter.grad = gradient.detach()
+                parameter.grad = like(parameter, gradient.detach())
             elif self.steps.moved:
-                parameter.grad += gradient
+                local(parameter.grad).add_(gradient)
         return None if self._dx is None else self._dx.detach()
 
     # -- the step that is recorded, and those before it ---------------------------------------------------------------
@@ -319,9 +322,9 @@ class BlockPass:
         for place, gradient in gradients.items():
             parameter = parameters[place]
             if parameter.grad is None:
-                parameter.grad = gradient
-            elif parameter.grad is not gradient:
-                parameter.grad += gradient
+                parameter.grad = like(parameter, gradient)
+            elif local(parameter.grad) is not gradient:
+                local(parameter.grad).add_(gradient)
         self._leaves = {}
         return dx
 
@@ -337,9 +340,10 @@ class BlockPass:
         """The gradient that the graph adds to."""
         if self.steps.moved or parameter.grad is None:
             return None
-        if self.recorded and not self.steps.holds(parameter.grad):
+        total = local(parameter.grad)
+        if self.recorded and not self.steps.holds(total):
             raise RuntimeError(f"{type(place[0]).__name__}.{place[1]} has a gradient from outside of its block as well")
-        return parameter.grad
+        return total
 
     def _addresses(self) -> dict[Place, Tensor]:
         if not self.steps.moved:
@@ -350,7 +354,7 @@ class BlockPass:
         for (module, name), held in self._weights[which].items():
             parameter = module._parameters[name]
             assert parameter is not None
-            held.copy_(parameter.detach())
+            held.copy_(local(parameter).detach())
 
     def _free_weights(self) -> None:
         if self.steps.moved:

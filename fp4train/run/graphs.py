@@ -67,8 +67,6 @@ def check_blocks(run: Run) -> None:
         reason = f"it records the work of a GPU, and the run is on device={run.device.type}"
     elif find_blocks(run.model) == [run.model]:
         reason = "the model has no blocks"
-    elif run.world.tensor is not None:
-        reason = "tensor-parallel ranks exchange activations within the blocks, which no graph holds"
     if reason is not None:
         raise UserError(f"train.cuda_graph=block: {reason}. Or use train.cuda_graph=false")
 

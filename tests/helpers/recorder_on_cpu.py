@@ -8,6 +8,7 @@ What a CUDA graph does and this does, too:
 - Memory of the graph holds nothing between replays: it is filled with NaN before each, so that reading what no
   operator wrote shows, too. Memory that no operator of the graph writes is an input, which is filled before a replay.
 - Reading a number on the host, and tensors made from host numbers, fail while a step is recorded.
+- Collectives are repeated, on all ranks in the same order, as those of NCCL are that a stream captured.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -35,6 +38,7 @@ REFUSED = {
 
 
 EMPTY = ("empty", "new_empty")
+WAIT = dist.Work.wait
 
 
 class _Recording(TorchDispatchMode):
@@ -56,9 +60,9 @@ class _Recording(TorchDispatchMode):
             if storage.data_ptr() not in self.made and storage.data_ptr() not in self.before:
                 whole = written.as_strided((storage.nbytes() // written.element_size(),), (1,), 0)
                 self.before[storage.data_ptr()] = (whole, whole.clone())
-        found = func(*args, **kwargs)
+        found = _run(func, args, kwargs)
         results = [each for each in tree_leaves(found) if isinstance(each, Tensor)]
-        aliases = any(each.alias_info is not None for each in func._schema.returns)
+        aliases = _is_collective(func) or any(each.alias_info is not None for each in func._schema.returns)
         fresh = [] if aliases else results
         for each in fresh:
             self.made[each.untyped_storage().data_ptr()] = each.detach()
@@ -70,7 +74,22 @@ class _Recording(TorchDispatchMode):
         return found
 
 
+def _is_collective(func: Any) -> bool:
+    """Of torch's process groups: it writes its first argument, which its schema does not say, and returns it."""
+    return bool(func.namespace == "c10d")
+
+
+def _run(func: Any, args: Any, kwargs: Any) -> Any:
+    """The call; a collective to its end, as gloo may copy the result where it is waited for."""
+    found = func(*args, **kwargs)
+    if _is_collective(func):
+        WAIT(dist.Work.unbox(found[-1]))  # type: ignore[attr-defined]
+    return found
+
+
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    if _is_collective(func):
+        yield from (each for each in tree_leaves(args[0]) if isinstance(each, Tensor))
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[place] if place < len(args) else kwargs.get(argument.name)
@@ -92,7 +111,7 @@ class RecorderOnCpu:
     def record(self, work: Callable[[], T]) -> T:
         assert self.recorded is None, "a graph is recorded once"
         self.recorded, random = _Recording(), torch.get_rng_state()
-        with self.recorded:
+        with self.recorded, patch.object(dist.Work, "wait", lambda *_: True):
             made = work()
         for tensor, values in self.recorded.before.values():
             tensor.copy_(values)
@@ -108,7 +127,7 @@ class RecorderOnCpu:
                     bits = tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
                     bits.fill_(math.nan if bits.is_floating_point() else 85)
             for func, args, kwargs, results in self.recorded.calls:
-                found = func(*args, **kwargs)
+                found = _run(func, args, kwargs)
                 if func.overloadpacket.__name__.startswith(EMPTY):
                     continue
                 new = [each for each in tree_leaves(found) if isinstance(each, Tensor)]

@@ -150,12 +150,11 @@ def test_a_weight_with_a_gradient_from_outside_of_its_block_is_refused_by_name(
     [
         ({"device": torch.device("cpu")}, "it records the work of a GPU, and the run is on device=cpu"),
         ({"model": nn.Linear(4, 4)}, "the model has no blocks"),
-        ({"world": SimpleNamespace(tensor=object())}, "tensor-parallel ranks exchange activations within the blocks"),
     ],
 )
 def test_what_cannot_be_recorded_is_refused_with_its_reason(changes: dict[str, Any], said: str) -> None:
     model = nn.ModuleList([nn.Sequential(nn.Linear(4, 4)) for _ in range(2)])
-    run = {"device": torch.device("cuda"), "model": model, "world": SimpleNamespace(tensor=None), **changes}
+    run = {"device": torch.device("cuda"), "model": model, **changes}
     with pytest.raises(UserError, match=f"train.cuda_graph=block: {said}.* Or use train.cuda_graph=false"):
         check_blocks(SimpleNamespace(**run))  # type: ignore[arg-type]
 
