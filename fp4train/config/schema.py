@@ -78,8 +78,8 @@ class TrainSettings:
         cuda_graph: true records a step of each stretch of the plan as a CUDA graph and replays it
             (`run/step_graph.py`). Small models no longer wait for the host. Refused where a step depends on the host:
             on a CPU, on several ranks, with train.compile, FP16's loss scale, or TE's delayed scaling. "block" records
-            the passes of each block by itself (`run/block_graph.py`), on several ranks, too, and with train.compile;
-            not over tensor-parallel ranks, and not with delayed scaling.
+            the passes of each block by itself (`run/block_graph.py`), on several ranks, too, with train.compile and
+            with any delayed scaling; experts are left to the host.
         kernels: what runs norms, gates, rotations and the loss of the head: "torch"; "liger", its kernels for GPUs, an
             error where they do not run; "auto", liger's where they run (`models/common/liger.py`), and on a CPU C
             kernels of norms, gates and rotations, with which losses differ in no digit (`models/common/on_cpu.py`).

@@ -4,12 +4,16 @@ A CUDA graph repeats what the device was given. So a step, or a block, is record
 device depends on numbers that the host reads or counts.
 """
 
+from collections.abc import Iterable
+
 from fp4train.errors import UserError
 from fp4train.nn.call import Recorded
 from fp4train.nn.executors import executor_class
+from fp4train.precision.layer_plan import LayerPlan
 from fp4train.precision.layers import find_blocks
 from fp4train.precision.plan import Plan, PlannedStretch
 from fp4train.run.block_graph import RecordedBlocks
+from fp4train.run.block_pass import block_parts
 from fp4train.run.run import Run
 from fp4train.run.step_graph import GraphSteps, RecordedSteps
 
@@ -67,6 +71,8 @@ def check_blocks(run: Run) -> None:
         reason = f"it records the work of a GPU, and the run is on device={run.device.type}"
     elif find_blocks(run.model) == [run.model]:
         reason = "the model has no blocks"
+    elif not any(recorded for block in find_blocks(run.model) for _, recorded in block_parts(block)):
+        reason = "the host reads how many rows each expert has, and all blocks of the model have experts"
     if reason is not None:
         raise UserError(f"train.cuda_graph=block: {reason}. Or use train.cuda_graph=false")
 
@@ -80,7 +86,7 @@ def check_plan(plan: Plan, mode: bool | str = True) -> None:
     for stretch in plan.stretches:
         if reason := why_not(stretch, "block" if mode == "block" else "step"):
             routed = any(each.layer.experts for each in stretch.layers.values())
-            other = " whatever the recipe; a model without experts can be recorded" if routed else ", or another recipe"
+            other = ", or block, which leaves experts to the host" if routed else ", or another recipe"
             raise ValueError(
                 f"train.cuda_graph={str(mode).lower()} cannot record {stretch.title}: {reason}. "
                 f"Use train.cuda_graph=false{other}"
@@ -88,8 +94,11 @@ def check_plan(plan: Plan, mode: bool | str = True) -> None:
 
 
 def why_not(stretch: PlannedStretch, recorded: Recorded) -> str | None:
-    """Why a step of `stretch`, or a block's passes in it, depend on the host; None if they can be recorded."""
+    """Why a step of `stretch`, or a block's passes in it but for those of experts, depend on the host; None if they can
+    be recorded."""
     if recorded == "step" and stretch.recipe.loss_scaling is not None:
         return f"recipe {stretch.recipe.name}: the host sets its loss scale from the gradients of the step before"
-    layers = (each for each in stretch.layers.values() if recorded == "step" or each.layer.block is not None)
+    layers: Iterable[LayerPlan] = stretch.layers.values()
+    if recorded == "block":
+        layers = (each for each in layers if each.layer.block is not None and not each.layer.experts)
     return next(filter(None, (executor_class(each).why_no_graph(each, recorded) for each in layers)), None)

@@ -20,6 +20,7 @@ from torch import nn
 
 from fp4train.errors import UserError
 from fp4train.hardware import Device
+from fp4train.nn import convert
 from fp4train.precision import FP16, NVFP4, FP8Delayed, LayerPolicy, Timeline
 from fp4train.precision.layers import Layer
 from fp4train.precision.plan import make_plan
@@ -145,11 +146,21 @@ def test_a_weight_with_a_gradient_from_outside_of_its_block_is_refused_by_name(
     assert "RMSNorm.weight has a gradient from outside of its block as well" in message
 
 
+def routed() -> nn.Module:
+    """Two blocks of experts that name nothing to be recorded."""
+    model = nn.ModuleList([nn.Sequential(nn.Linear(4, 4)) for _ in range(2)])
+    convert(model)
+    for block in model:
+        block[0].layer = replace(block[0].layer, experts=4)
+    return model
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({"device": torch.device("cpu")}, "it records the work of a GPU, and the run is on device=cpu"),
         ({"model": nn.Linear(4, 4)}, "the model has no blocks"),
+        ({"model": routed()}, "the host reads how many rows each expert has"),
     ],
 )
 def test_what_cannot_be_recorded_is_refused_with_its_reason(changes: dict[str, Any], said: str) -> None:
@@ -171,8 +182,32 @@ def test_a_plan_is_refused_for_what_its_blocks_run_and_for_nothing_else() -> Non
     check(FP8Delayed())  # whose histories roll outside of them
     experts = replace(layers[0], experts=4)
     plan = make_plan([experts], Timeline(recipe=NVFP4(), steps=9), None, tokens=32, device=Device(type="cpu"))
-    with pytest.raises(ValueError, match="how many rows each of its 4 experts has"):
-        check_plan(plan, "block")
+    check_plan(plan, "block")  # which leaves them to the host
+    with pytest.raises(
+        ValueError, match=r"how many rows each of its 4 experts has\. .* or block, which leaves experts"
+    ):
+        check_plan(plan)
+
+
+MIXTURE = (
+    *("model=moe_tiny", "model.layers=2", "model.width=64", "model.experts.count=4", "model.experts.hidden=32"),
+    *("policy=all", "train.steps=5", "train.microbatch=2", "train.seq_len=16", "phases=none"),
+)
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", pytest.param("fp8_delayed", marks=pytest.mark.long)])
+def test_of_a_mixture_dense_blocks_and_attention_are_recorded_and_experts_left_to_the_host(
+    cli: Cli, recorded: Turn, recipe: str
+) -> None:
+    """Recomputed halves of a block count the tokens of each expert once."""
+    for name, wanted in (("eager", False), ("blocks", "block")):
+        recorders = recorded(wanted)
+        option = f"model.recompute={str(recipe == 'nvfp4').lower()}"
+        assert cli(f"run.name={name}", *MIXTURE, f"recipe={recipe}", option).code == 0
+    assert losses("runs/blocks") == losses("runs/eager")
+    assert saved("runs/blocks") == saved("runs/eager")
+    (pool,) = recorders
+    assert len(pool.others) == PASSES and {each.replays for each in pool.others} == {5 - WARM_UP}
 
 
 def test_torch_compile_has_what_the_graphs_record_and_not_the_block_around_it(monkeypatch: pytest.MonkeyPatch) -> None:

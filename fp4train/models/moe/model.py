@@ -68,7 +68,10 @@ class MixtureOfExperts(RotaryShape):
 class ExpertBlock(RotaryBlock):
     """A block whose MLP is a layer of experts."""
 
-    def fed(self, x_BTD: Tensor, time: int) -> Tensor:
+    fp4train_recorded = (("attended", ("attention_norm", "attention")), ("fed", ()))
+    """Methods of its forward pass, each with the modules that it runs where a CUDA graph can record it."""
+
+    def transformed(self, x_BTD: Tensor, time: int) -> Tensor:
         out: Tensor = self.mlp(x_BTD, time)
         return out
 
