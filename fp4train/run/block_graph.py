@@ -16,10 +16,12 @@ step is free at that point of each step. A step's activations take the memory of
                forward and for backward: 16 bytes per weight and microbatch, in the memory of one block
     gradients  of the first microbatch are new; those of the others are added to them by the graph, in the weight's
                GEMM where that can. FSDP gets those of each microbatch, which are added to its sum: 12 bytes
-    collectives of tensor-parallel ranks within a block are recorded; of DTensors the graphs have this rank's part
-    delayed scaling: histories roll on the host before the passes; the graphs read and write one amax of each
     recomputed blocks: the forward graph keeps x alone, and the backward graph computes the block again
-    experts, of which the host reads how many rows each has, are left to it; of their blocks attention is recorded
+
+Collectives of tensor-parallel ranks within a block are recorded with it; of their DTensors a graph has this rank's
+part. With delayed scaling histories roll on the host before the passes, and graphs read and write one amax of each.
+Experts, of which the host reads how many rows each has, are left to it: of their blocks attention is recorded, and
+what it adds to x is kept where they are recomputed.
 
 The least is no copy. Of the residual stream only x of the first block and dy of the last are copied, 4 bytes per BF16
 element each. The copies of FSDP's weights are 16 N / M bytes per token, of a block of N weights and a microbatch of M
