@@ -135,6 +135,14 @@ def test_the_plan_says_which_norms_and_gates_are_quantised_where_they_are_made_a
     assert "the compiler has the blocks" in said(compile=True)[0] and said(cuda_graph="block") == said()
 
 
+def test_the_plan_for_a_gpu_says_by_stretch_which_norms_and_gates_are_quantised_where_they_are_made(cli: Cli) -> None:
+    shape = ("gpu=B200", "model.width=128", "model.hidden=384", "model.layers=4", "train.steps=100")
+    each = "(attention_norm, mlp_norm, mlp of blocks 0–3)"
+    said = cli("plan", *shape, "policy=all", "phases=cooldown_bf16").out
+    assert f"steps 0–79: 12 norms and gates are quantised where they are made {each}" in said
+    assert f"steps 80–99: 12 norms and gates write BF16 {each}: a layer is not three products of codes" in said
+
+
 def test_the_plan_names_what_reads_a_norm_beside_layers_of_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The norm of a layer of experts stays: its router takes it in float32."""
     shape = MixtureOfExperts(width=64, layers=2, dense=1, heads=2, kv_heads=1, experts=ExpertShape(shared=1))
