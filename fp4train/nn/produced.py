@@ -1,16 +1,19 @@
 """Norms and gates whose results are quantised where they are made: layers that read one get its codes, and the result
 in BF16 is neither written nor read (`quantize/produced.py`).
 
-    h ─ RMSNorm ─ x ─ layers       x's codes from h, weight and the 1/√(mean + ε) of each token
+    h ─ RMSNorm ─ x ─ layers       x's codes from h, weight and the 1/√(mean + ε) of each token; h may be the sum of a
+                                   residual stream and its change, and goes on as the stream
     gate, up ─ silu·⊙ ─ h ─ down   h's codes from gate and up; in backward the codes of both their gradients from dh,
                                    gate and up, for the two layers that made these
 
-The graph of autograd is that of the model. In the place of x stands a *carrier*: one NaN, expanded to the shape of x,
-so that whatever would read it by mistake shows. The layers find the codes where those of a tensor that several layers
-read lie, in the context's cache. Gradients of three GEMMs of one's own are carriers, too, whose codes come with the
-executor that the call has in its backward pass. A layer whose GEMMs a backend runs together (Transformer Engine) gets
-the codes as the backend's own tensor, also as its gradient; where a kernel of the backend writes codes alone, it makes
-them (`backend_sources.py`).
+The graph of autograd is that of the model, but that the residual stream goes through the norm: its sum is made in the
+kernel that normalises, and the gradients of both its readers are added in that of the norm's backward pass. In the
+place of x stands a *carrier*: one NaN, expanded to the shape of x, so that whatever would read it by mistake shows. The
+layers find the codes where those of a tensor that several layers read lie, in the context's cache. Gradients of three
+GEMMs of one's own are carriers, too, whose codes come with the executor that the call has in its backward pass. A layer
+whose GEMMs a backend runs together (Transformer Engine) gets the codes as the backend's own tensor, also as its
+gradient; where a kernel of the backend writes codes alone, it makes them (`backend_sources.py`), and the sum and that
+of its gradients are torch's.
 
 Whether it can be done is asked in each call, of the executors that the layers hold then (`why_not`), and of the call
 itself: no gradients, torch.compile, torch.autocast, hooks that watch a layer, and anomaly detection leave norms and
@@ -42,6 +45,7 @@ from fp4train.quantize.produced import SourceTensors
 from fp4train.quantize.quantizer import PLAIN
 
 FormPair = tuple[Prepared, Prepared]
+Pair = tuple[Tensor, Tensor]
 Taker = Gemms | BackendLayer
 """Executors that take codes; those of subclasses do not."""
 
@@ -180,15 +184,19 @@ def _watched(layer: PlannedLayer) -> bool:
 class NormProducer(Producer):
     """RMSNorm, or one of the kind "root"."""
 
-    def __call__(self, h: Tensor, weight: Tensor, eps: float) -> Tensor | None:
-        """A carrier of the norm of h; None: it cannot be made here."""
-        if type(weight) not in PLAIN or (found := self.ready(h)) is None:
+    def __call__(self, x: Tensor, weight: Tensor, eps: float, change: Tensor | None = None) -> Pair | None:
+        """(A carrier of the norm of h = x + change, or of h = x, and h, for who reads the residual stream after the
+        norm); None: it cannot be made here."""
+        if type(weight) not in PLAIN or (found := self.ready(x)) is None:
+            return None
+        if change is not None and (type(change), change.dtype, change.shape) != (type(x), x.dtype, x.shape):
             return None
         takers, now = found
         if self.by_backend:
-            return backend_sources.norm(h, weight, eps, takers[0], now)
-        carrier: Tensor = _Norm.apply(h, weight, eps, self.kind, _taker(takers[0], "x"), now)  # type: ignore[no-untyped-call]
-        return carrier
+            h = x if change is None else x + change
+            return backend_sources.norm(h, weight, eps, takers[0], now), h
+        made: Pair = _Norm.apply(x, change, weight, eps, self.kind, _taker(takers[0], "x"), now)  # type: ignore[no-untyped-call]
+        return made
 
 
 class GateProducer(Producer):
@@ -263,20 +271,30 @@ def _provide(source: SourceTensors, executor: Taker, now: State, like: Tensor) -
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, h: Tensor, weight_K: Tensor, eps: float, kind: str, executor: Taker, now: State) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, change: Tensor | None, weight_K: Tensor, eps: float, kind: str, executor: Taker, now: State
+    ) -> Pair:
+        h = x if change is None else x.new_empty(x.shape)
+        terms = () if change is None else (matrix(x), matrix(change))
         h_MK = matrix(h)
         rstd_M = torch.empty(h_MK.shape[0], dtype=torch.float32, device=h.device)
-        carrier = _provide(SourceTensors(kind, (h_MK, weight_K.detach(), rstd_M), eps), executor, now, h)
+        source = SourceTensors(kind, (h_MK, weight_K.detach(), rstd_M, *terms), eps)
+        carrier = _provide(source, executor, now, h)
         ctx.save_for_backward(h, weight_K, rstd_M)
+        ctx.set_materialize_grads(False)
         ctx.backward_of = partial(produced.norm_backward, outside=eps if kind == "root" else 0.0)
-        return carrier
+        return carrier, h
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        h, weight_K, rstd_M = ctx.saved_tensors
-        dh, dweight = ctx.backward_of(matrix(dy), matrix(h), weight_K.detach(), rstd_M)
-        return dh.view(h.shape), dweight.to(weight_K.dtype), None, None, None, None
+    def backward(ctx: Any, dy: Tensor | None, added: Tensor | None) -> tuple[Tensor | None, ...]:
+        dh, dweight = added, None
+        if dy is not None:
+            h, weight_K, rstd_M = ctx.saved_tensors
+            added_MK = None if added is None else matrix(added)
+            dh, dweight = ctx.backward_of(matrix(dy), matrix(h), weight_K.detach(), rstd_M, added_MK=added_MK)
+            dh, dweight = dh.view(h.shape), dweight.to(weight_K.dtype)
+        return dh, dh if ctx.needs_input_grad[1] else None, dweight, None, None, None, None
 
 
 class _Gate(torch.autograd.Function):

@@ -1,4 +1,5 @@
 """Codes of tensors that are never in memory: of RMSNorm(h), of silu(gate) ⊙ up, and of the gradients of gate and up.
+The sum h of a residual stream and its change is made in the same kernels.
 
 `SourceTensors` are the tensors that x is computed from. `produce` gives the codes of both forms of x, in kernels that
 compute x where they would load it (`kernels/triton/both.py`); they are those of x in BF16 as the functions here compute
@@ -31,8 +32,12 @@ STRIP: Final = 16
 """Tokens of a program of `norm_backward`."""
 READ: Final = {"norm": 2, "root": 2, "gate": 4, "gradients": 6}
 """Bytes of its sources that a kernel reads once, by their kind: per element of the result, or of each of two."""
+SUM: Final = 4
+"""Bytes per element that a norm reads and writes beside, where h is a sum: its terms for h once, and h."""
 NORM_BACKWARD: Final = 6 + 8 / STRIP
 """Bytes per element that `norm_backward` moves: dy, h and dh, and a program's float32 terms of dweight, twice."""
+ADDED: Final = 2
+"""Bytes per element of the gradient that it adds to dh."""
 _LOG2_E: Final = 1.4426950216293335
 _POWERS: Final = (0.0013400432653725147, 0.009676037356257439, 0.05550327152013779, 0.2402210682630539)
 _LAST_POWERS: Final = (0.6931471824645996, 1.0000001192092896)
@@ -42,9 +47,9 @@ _LAST_POWERS: Final = (0.6931471824645996, 1.0000001192092896)
 class SourceTensors(NamedTuple):
     """The tensors that x is computed from, BF16 [M, K], the rows of which lie alike and are contiguous.
 
-    kind: "norm": (h, weight [K], rstd float32 [M], which is filled with 1 / √(mean(h²) + ε)); "root": the same with
-        1 / (√mean(h²) + ε); "gate": (gate, up); "gradients": (dh, gate, up), from which two tensors are made, the
-        gradients of gate and of up.
+    kind: "norm": (h, weight [K], rstd float32 [M], which is filled with 1 / √(mean(h²) + ε)), or (h, weight, rstd, x,
+        change), where h is filled with x + change; "root": the same with 1 / (√mean(h²) + ε); "gate": (gate, up);
+        "gradients": (dh, gate, up), from which two tensors are made, the gradients of gate and of up.
     eps: ε of a norm.
     """
 
@@ -58,9 +63,9 @@ class SourceTensors(NamedTuple):
         return 2 if self.kind == "gradients" else 1
 
     def values(self) -> tuple[Tensor, ...]:
-        """x in BF16, or both gradients: the readable reference; of a norm with the rstd that is there."""
+        """x in BF16, or both gradients: the readable reference; of a norm with the h and rstd that are there."""
         if self.kind in ("norm", "root"):
-            h, weight, rstd = self.tensors
+            h, weight, rstd = self.tensors[:3]
             return (normed(h, weight.bfloat16() if self.kind == "norm" else weight, rstd),)
         return (gated(*self.tensors),) if self.kind == "gate" else gate_gradients(*self.tensors)
 
@@ -136,14 +141,17 @@ def produce(
     if row.spec.block == (None, None):
         return _produce_turned(row, source)
     tiled = row._tiled, column._tiled
-    plan: BothPlan = row._planned(_plan, x_MK, column.spec, tiled, source.kind, source.eps, turned)
+    form = source.kind, source.eps, len(source.tensors)
+    plan: BothPlan = row._planned(_plan, x_MK, column.spec, tiled, turned, *form)
     amaxes = torch.zeros(source.results, 4, device=x_MK.device) if any(plan.needs) else None
     made = [make() for _ in range(source.results) for make in plan.results]
+    read = source.tensors
     if plan.amax is not None and amaxes is not None:
-        plan.amax(*source.tensors, amaxes)
+        plan.amax(*read, amaxes)
+        read = read[: _counts(source.kind)[0]]
     layer = others[0][2] if others and others[0] is not None else first[2]
     words = (*first[:3], layer, *first[3:])
-    plan.launch(*source.tensors, made[1] if amaxes is None else amaxes, *made, words=words)
+    plan.launch(*read, made[1] if amaxes is None else amaxes, *made, words=words)
     (rows, columns), found = x_MK.shape, []
     for i in range(source.results):
         a, b, c, d = made[4 * i : 4 * i + 4]
@@ -157,12 +165,13 @@ def produce(
 def _produce_turned(row: TritonQuantizer, source: SourceTensors) -> list[tuple[Quantized, Quantized]]:
     """`produce` by one float32 scale."""
     x_MK, results = source.tensors[0], source.results
-    plan: BothPlan = row._planned(_plan_turned, x_MK, source.kind, source.eps)
+    plan: BothPlan = row._planned(_plan_turned, x_MK, source.kind, source.eps, len(source.tensors))
     amaxes = torch.zeros(results, 4, device=x_MK.device)
     assert plan.amax is not None
     plan.amax(*source.tensors, amaxes)
     made = [[make() for make in plan.results] for _ in range(results)]
-    plan.launch(*source.tensors, amaxes, *(each for one in made for each in one))
+    read = source.tensors[: _counts(source.kind)[0]]
+    plan.launch(*read, amaxes, *(each for one in made for each in one))
     (rows, columns), spec = x_MK.shape, row.spec
     return [
         (Quantized(spec, (rows, columns), codes, scale, amax), Quantized(spec, (columns, rows), turned, scale, amax))
@@ -170,42 +179,50 @@ def _produce_turned(row: TritonQuantizer, source: SourceTensors) -> list[tuple[Q
     ]
 
 
-def _plan_turned(spec: QuantSpec, x_MK: Tensor, kind: str, eps: float) -> BothPlan:
-    """The launches for x of a source: that of `plan_turned` with another kernel."""
+def _plan_turned(spec: QuantSpec, x_MK: Tensor, kind: str, eps: float, given: int) -> BothPlan:
+    """The launches for x of a source of `given` tensors: that of `plan_turned` with another kernel."""
     from fp4train.kernels.triton.both import turned_produced
 
     plan, tensors, results = triton_launch.plan_turned(spec, x_MK, False, False, _TURNED), *_counts(kind)
     old, place = plan.launch, (128, 2 if eps else 4)
     constants, groups = old.constants | {"S": kind}, (tensors, 1, 3 * results)
     launch = Launch(turned_produced, old.programs * results, old.sizes, constants, old.warps, groups=groups)
-    return BothPlan(_plan_amax(spec, x_MK, place, kind, eps), (True, True), launch, plan.results)
+    return BothPlan(_plan_amax(spec, x_MK, place, kind, eps, given), (True, True), launch, plan.results)
 
 
 def _counts(kind: str) -> tuple[int, int]:
-    """(tensors of a source of this kind, results)."""
+    """(Tensors of a source of this kind that is filled, results)."""
     return 2 if kind == "gate" else 3, 2 if kind == "gradients" else 1
 
 
-def _plan_amax(column: QuantSpec, x_MK: Tensor, place: tuple[int, int], kind: str, eps: float) -> Launch:
-    """The kernel of the amaxes of x of a source, in tiles of features and blocks of tokens."""
+def _plan_amax(column: QuantSpec, x_MK: Tensor, place: tuple[int, int], kind: str, eps: float, given: int) -> Launch:
+    """The kernel of the amaxes of x of a source of `given` tensors, in tiles of features and blocks of tokens."""
     from fp4train.kernels.triton.both import amax_produced
 
-    (tokens, features), (tensors, results) = x_MK.shape, _counts(kind)
+    (tokens, features), results = x_MK.shape, _counts(kind)[1]
     strips, tiles = -(-tokens // (place[1] * (column.block[1] or LANES))), -(-features // place[0])
     return Launch(
         amax_produced,
         strips if eps else strips * tiles * results,
         (tokens, features, x_MK.stride(0)),
         {"EPS": eps, "V": triton_launch.amax_variant(column, place), "S": kind},
-        dtypes={tensors: torch.int32},
-        groups=(tensors,),
+        dtypes={given: torch.int32},
+        groups=(given,),
     )
 
 
 def _plan(
-    row: QuantSpec, x_MK: Tensor, column: QuantSpec, tiled: tuple[bool, bool], kind: str, eps: float, turned: bool
+    row: QuantSpec,
+    x_MK: Tensor,
+    column: QuantSpec,
+    tiled: tuple[bool, bool],
+    turned: bool,
+    kind: str,
+    eps: float,
+    given: int,
 ) -> BothPlan:
-    """The launches for x of a source: that of `plan_both` with other kernels, and of a norm with other tiles."""
+    """The launches for x of a source of `given` tensors: that of `plan_both` with other kernels, and of a norm with
+    other tiles."""
     from fp4train.kernels.triton.both import quantize_produced
 
     tensors, results = _counts(kind)
@@ -216,8 +233,8 @@ def _plan(
     amax = None
     if measured:
         place = triton_launch.column_tile(column.block[1] or 0, column)
-        amax = _plan_amax(column, x_MK, (place[0], 1 if eps else place[1]), kind, eps)
-    old, own_eps = plan.launch, 0.0 if measured else eps
+        amax = _plan_amax(column, x_MK, (place[0], 1 if eps else place[1]), kind, eps, given)
+    old, own_eps, tensors = plan.launch, 0.0 if measured else eps, tensors if measured else given
     programs = old.programs // -(-features // old.constants["C"].tile_rows) if own_eps else old.programs * results
     dtypes = {tensors + 1 + 4 * i + at: old.dtypes[2 + at] for i in range(results) for at in (0, 2)}
     constants = {"EPS": own_eps, **old.constants, "S": kind}
@@ -227,14 +244,17 @@ def _plan(
 
 
 def norm_backward(
-    dy_MK: Tensor, h_MK: Tensor, weight_K: Tensor, rstd_M: Tensor, outside: float = 0.0
+    dy_MK: Tensor, h_MK: Tensor, weight_K: Tensor, rstd_M: Tensor, outside: float = 0.0, added_MK: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(dh [M, K] in BF16, dweight float32 [K]) of a norm; `outside`: ε of "root", 0 of "norm"."""
+    """(dh [M, K] in BF16, dweight float32 [K]) of a norm; `outside`: ε of "root", 0 of "norm". added_MK: a gradient of
+    h from elsewhere, in BF16, that is added to dh and lies as h does."""
     from fp4train.kernels.triton.norm import norm_backward as kernel
 
     (rows, cols), strips = h_MK.shape, -(-h_MK.shape[0] // STRIP)
     dh, dw = torch.empty_like(h_MK), torch.empty(strips, cols, device=h_MK.device)
-    constants = {"ROWS": STRIP, "COLS": 256, "OUTSIDE": outside, "HARDWARE": not triton_launch.interpreted()}
-    launch = Launch(kernel, strips, (rows, cols, dy_MK.stride(0), h_MK.stride(0)), constants)
-    launch(dy_MK, h_MK, weight_K, rstd_M, dh, dw)
+    constants = {"ROWS": STRIP, "COLS": 256, "OUTSIDE": outside, "ADDS": added_MK is not None}
+    constants["HARDWARE"] = not triton_launch.interpreted()
+    read = (h_MK,) if added_MK is None else (h_MK, added_MK)
+    launch = Launch(kernel, strips, (rows, cols, dy_MK.stride(0), h_MK.stride(0)), constants, groups=(1, len(read)))
+    launch(dy_MK, *read, weight_K, rstd_M, dh, dw)
     return dh, dw.sum(0)

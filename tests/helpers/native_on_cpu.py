@@ -29,7 +29,7 @@ LIBRARY = torch.library.Library("fp4train_tests", "DEF")
 WORK: list[Callable[..., Any]] = []
 """What the operators do, of each call."""
 WRITES: dict[tuple[str, str], tuple[int, ...]] = {}
-"""The places of the pointers that a kernel writes to, by its name and constants."""
+"""The places of the pointers that a kernel writes to, by its name, constants and groups of pointers."""
 
 
 def install() -> None:
@@ -83,7 +83,7 @@ def launched_as_operator(launch: Callable[..., Any]) -> Callable[..., Any]:
 
 def written_by(launch: Callable[..., Any], self: Any, pointers: tuple[Tensor, ...], words: Any) -> tuple[int, ...]:
     """The places of the pointers to which the kernel writes: a first launch, on copies, says where it does."""
-    key = self.kernel.fn.__name__, repr(self.constants)
+    key = self.kernel.fn.__name__, repr((self.constants, self.groups))
     if key in WRITES:
         return WRITES[key]
     stored: list[tuple[int, int]] = []

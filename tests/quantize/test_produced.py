@@ -78,7 +78,7 @@ triton_launch.Launch.__call__ = noted
 def keys(layer):
     return tuple(RandomKey(seed=5 << 33, step=1, layer=layer, operand=i, row_offset=8 * i) for i in (3, 4))
 torch.manual_seed(0)
-h, gate, up, dh = (torch.randn(70, 2 * 264).bfloat16()[:, ::2].contiguous() for _ in range(4))
+h, gate, up, dh, change = (torch.randn(70, 2 * 264).bfloat16()[:, ::2].contiguous() for _ in range(5))
 weight, rstd = torch.randn(264), torch.empty(70)
 gate[2, 3] = torch.nan
 for recipe in (NVFP4(), MXFP8(), FP8Current()):
@@ -86,6 +86,7 @@ for recipe in (NVFP4(), MXFP8(), FP8Current()):
     x, dy = (table["fprop"].first, table["wgrad"].second), (table["dgrad"].first, table["wgrad"].first)
     for source, specs, drawn in (
         (SourceTensors("norm", (h, weight, rstd), 1e-5), x, [(None, None)]),
+        (SourceTensors("norm", (torch.empty_like(h), weight, rstd, h, change), 1e-5), x, [(None, None)]),
         (SourceTensors("root", (h, weight, rstd), 0.1), x, [(None, None)]),
         (SourceTensors("gate", (gate, up)), x, [(None, None)]),
         (SourceTensors("gradients", (dh, gate, up)), dy, [keys(7), keys(9)]),
@@ -99,10 +100,12 @@ for recipe in (NVFP4(), MXFP8(), FP8Current()):
                 assert torch.equal(ours.scales.nan_to_num(), theirs.scales.nan_to_num()), (recipe.name, source.kind)
                 pairs = [(ours.amax, theirs.amax), (ours.global_decode(), theirs.global_decode())]
                 assert all(a is b or torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs)
-        mean = h.double().square().mean(1)
+        if len(source.tensors) > 3:
+            assert torch.equal(source.tensors[0], h + change)
+        mean = source.tensors[0].double().square().mean(1)
         factors = {"norm": (mean + 1e-5).rsqrt(), "root": 1 / (mean.sqrt() + 0.1)}.get(source.kind)
         assert factors is None or (rstd / factors - 1).abs().max() < 2**-21
-        print(recipe.name, source.kind, *launched)
+        print(recipe.name, source.kind, len(source.tensors), *launched)
         if recipe.name == "MXFP8":
             turned = produce(*(quantizer(spec, "cpu", "triton").in_tiles for spec in specs), source, drawn, True)
             for forms, values in zip(turned, source.values()):
@@ -125,6 +128,8 @@ for norm, rounded, rstd, eps in (
     made = norm_backward(dh, h, weight, rstd, eps)
     for ours, theirs, error in zip(made, (exact[0].grad, exact[1].grad), (2**-8, 2**-20)):
         assert (ours - theirs).abs().max() <= error * theirs.abs().max(), eps
+    summed = norm_backward(dh, h, weight, rstd, eps, gate)
+    assert torch.equal(summed[0].nan_to_num(), (made[0] + gate).nan_to_num()) and torch.equal(summed[1], made[1])
 """
 
 
@@ -132,19 +137,23 @@ for norm, rounded, rstd, eps in (
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_codes_are_those_of_the_reference_over_tiles_and_strips_in_the_interpreter() -> None:
     """NVFP4 with Hadamard and random bits; MXFP8, also with the columns' codes as x lies; FP8 with one scale; NaN;
-    sizes that fill no tile; and gradients of both norms."""
+    sizes that fill no tile; norms of a sum, which is torch's; and gradients of both norms, and their sum with another
+    one, which is torch's, too."""
     run = interpreted("-c", PROGRAM)
     assert run.stdout.splitlines() == [
-        "NVFP4 norm amax_produced quantize_produced",
-        "NVFP4 root amax_produced quantize_produced",
-        "NVFP4 gate amax_produced quantize_produced",
-        "NVFP4 gradients amax_produced quantize_produced",
-        "MXFP8 norm quantize_produced",
-        "MXFP8 root quantize_produced",
-        "MXFP8 gate quantize_produced",
-        "MXFP8 gradients quantize_produced",
-        "FP8Current norm amax_produced turned_produced",
-        "FP8Current root amax_produced turned_produced",
-        "FP8Current gate amax_produced turned_produced",
-        "FP8Current gradients amax_produced turned_produced",
+        "NVFP4 norm 3 amax_produced quantize_produced",
+        "NVFP4 norm 5 amax_produced quantize_produced",
+        "NVFP4 root 3 amax_produced quantize_produced",
+        "NVFP4 gate 2 amax_produced quantize_produced",
+        "NVFP4 gradients 3 amax_produced quantize_produced",
+        "MXFP8 norm 3 quantize_produced",
+        "MXFP8 norm 5 quantize_produced",
+        "MXFP8 root 3 quantize_produced",
+        "MXFP8 gate 2 quantize_produced",
+        "MXFP8 gradients 3 quantize_produced",
+        "FP8Current norm 3 amax_produced turned_produced",
+        "FP8Current norm 5 amax_produced turned_produced",
+        "FP8Current root 3 amax_produced turned_produced",
+        "FP8Current gate 2 amax_produced turned_produced",
+        "FP8Current gradients 3 amax_produced turned_produced",
     ], run.stdout + run.stderr

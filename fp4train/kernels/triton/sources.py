@@ -4,7 +4,8 @@ in BF16 is neither written nor read.
 S names the source; `read` gives float32 numbers on the BF16 grid, rounded where torch's operators round:
 
 "none"       x
-"norm"       (h, weight, rstd): h * rstd * weight, rounded once, as F.rms_norm of a weight in BF16
+"norm"       (h, weight, rstd): h * rstd * weight, rounded once, as F.rms_norm of a weight in BF16; what lies behind
+             them is for who fills h and rstd (both.py)
 "root"       the same of a weight that is not rounded before
 "gate"       (gate, up): silu(gate), rounded, times up
 "gradients"  (dh, gate, up), where dh is the gradient of silu(gate) * up: of gate dh * up, rounded, times silu'(gate),

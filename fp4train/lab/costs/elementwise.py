@@ -4,7 +4,8 @@ stand-ins for kernels of several operations, which move what is stated of them.
     RMSNorm          x and a float32 factor per row, as torch's fused kernel on a GPU
     Liger's kernels  what they keep; they move the bytes that `models/common/liger.py` states
     producers        norms and gates that are quantised where they are made (`nn/produced.py`): what their kernels keep.
-                     Those that quantise are charged with the operands (`estimate.py`), here only a norm's of backward.
+                     Those that quantise are charged with the operands (`estimate.py`), here only the sum that a norm is
+                     of, and a norm's kernel of backward.
 
 The arithmetic of operators is counted where they are products (a scan's) or Fourier transforms of n real values
 (2.5·n·log₂n), which are float32.
@@ -23,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp4train.models.common.liger import MOVED, Liger
 from fp4train.nn.produced import Producer
-from fp4train.quantize.produced import NORM_BACKWARD
+from fp4train.quantize.produced import ADDED, NORM_BACKWARD, SUM
 
 
 class MadeFrom(NamedTuple):
@@ -130,8 +131,7 @@ class KernelStandIns(Liger):
         return self.run(MOVED["rms_norm"], _norm_keeps, 1, x, weight)
 
     def add_rms_norm(self, x: Tensor, change: Tensor, weight: Tensor, eps: float) -> Any:
-        keep = lambda given, made: (made[1], _per_row(made[1]))  # noqa: E731
-        return self.run(MOVED["add_rms_norm"], keep, 2, x, change, weight)
+        return self.run(MOVED["add_rms_norm"], _stream_keeps, 2, x, change, weight)
 
     def silu_product(self, gate: Tensor, up: Tensor) -> Any:
         return self.run(MOVED["silu_product"], lambda given, made: given, 1, gate, up)
@@ -144,22 +144,28 @@ class ProducerStandIn:
     """Stands in for a producer that runs."""
 
     def __init__(self, kernels: KernelStandIns, producer: Producer) -> None:
-        self._kernels, self._gate = kernels, producer.kind == "gate"
-        backward = MOVED["rms_norm"][1] if producer.by_backend else NORM_BACKWARD
-        self._moves = 0.0, 0.0 if self._gate else backward
+        self._kernels, self._gate, self._by_backend = kernels, producer.kind == "gate", producer.by_backend
 
-    def ready(self, x: Tensor) -> bool:
-        return True
-
-    def __call__(self, *inputs: Any) -> Tensor:
-        """A norm's (h, weight, ε), or a gate's (gate, up)."""
-        keep = (lambda given, made: given) if self._gate else _norm_keeps
-        made: Tensor = self._kernels.run(self._moves, keep, 1, *inputs[:2])
-        return made
+    def __call__(self, *inputs: Any) -> Any:
+        """Of a norm's (x, weight, ε, change or None), or a gate's (gate, up)."""
+        if self._gate:
+            return self._kernels.run((0.0, 0.0), lambda given, made: given, 1, *inputs)
+        x, weight, _, change = inputs
+        if self._by_backend:
+            h = x if change is None else x + change
+            return self._kernels.run((0.0, MOVED["rms_norm"][1]), _norm_keeps, 1, h, weight), h
+        backward = NORM_BACKWARD + ADDED
+        if change is None:
+            return self._kernels.run((0.0, backward), _norm_keeps, 2, x, torch.empty_like(x), weight)
+        return self._kernels.run((SUM, backward), _stream_keeps, 2, x, change, weight)
 
 
 def _norm_keeps(given: list[Tensor], made: list[Tensor]) -> tuple[Tensor, ...]:
     return given[0], _per_row(given[0])
+
+
+def _stream_keeps(given: list[Tensor], made: list[Tensor]) -> tuple[Tensor, ...]:
+    return made[1], _per_row(made[1])
 
 
 def _per_row(x: Tensor) -> Tensor:

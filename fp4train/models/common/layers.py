@@ -38,8 +38,8 @@ def produced_norms(*pairs: tuple[nn.Module, nn.Module]) -> Produced:
     return [each for each in found if each[1]]
 
 
-class RMSNorm(Fusible, nn.RMSNorm):
-    """RMSNorm whose float32 weight is cast to the dtype of the activations, so that BF16 activations stay BF16."""
+class StreamNorm(nn.RMSNorm):
+    """A norm of a residual stream, whose `forward` a subclass has."""
 
     tensor: TokenRanks | None = None
     """The tensor-parallel ranks, each with the whole weight; with `sequence` they normalise the other tokens."""
@@ -47,21 +47,34 @@ class RMSNorm(Fusible, nn.RMSNorm):
     producer: "NormProducer | None" = None
     """The producer that quantises the norm for the layers that read it; None: there is none."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        """y, with the shape and dtype of x [..., width]; a carrier of it where the producer has its codes."""
+    def of_stream(self, x: Tensor, change: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(The norm of the stream, the stream): of x + change, or of x, each [..., width].
+
+        Where the producer runs, the first is a carrier of codes, and one kernel adds, normalises and quantises.
+        Whoever reads the stream next takes it from here: its gradient is added in the norm's kernel, then.
+        """
+        made = None
         if self.producer is not None and self.eps is not None:
-            made = self.producer(x, self.weight, self.eps)
-            if made is not None:
-                return made
+            made = self.producer(x, self.weight, self.eps, change)
+        return self._apart(x, change) if made is None else made
+
+    def _apart(self, x: Tensor, change: Tensor | None) -> tuple[Tensor, Tensor]:
+        """`of_stream` without the producer."""
+        stream = x if change is None else x + change
+        return self(stream), stream
+
+
+class RMSNorm(Fusible, StreamNorm):
+    """RMSNorm whose float32 weight is cast to the dtype of the activations, so that BF16 activations stay BF16."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """y, with the shape and dtype of x [..., width]."""
         return self.operators.rms_norm(x, self._weight(x.dtype), self.eps)
 
-    def of_sum(self, x: Tensor, change: Tensor) -> tuple[Tensor, Tensor]:
-        """(y of x + change, x + change), each [..., width], in one pass where Liger's kernels run."""
-        produced = self.producer is not None and self.producer.ready(x) is not None
-        if isinstance(self.operators, Liger) and self.eps is not None and not produced:
+    def _apart(self, x: Tensor, change: Tensor | None) -> tuple[Tensor, Tensor]:
+        if change is not None and isinstance(self.operators, Liger) and self.eps is not None:
             return self.operators.add_rms_norm(x, change, self._weight(x.dtype), self.eps)
-        total = x + change
-        return self(total), total
+        return super()._apart(x, change)
 
     def fp4train_operations(self) -> Sequence[tuple[str, int]]:
         """Itself."""

@@ -112,19 +112,9 @@ class RotaryBlock(Fusible, nn.Module):
     def forward(
         self, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor, cache: KeyValues | None = None, mask: Tensor | None = None
     ) -> Tensor:
-        return self.fed(x_BTD, self.attended(x_BTD, cos_TE, sin_TE, cache, mask), cos_TE.shape[0])
-
-    def attended(
-        self, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor, cache: KeyValues | None, mask: Tensor | None
-    ) -> Tensor:
-        """The change of x by attention."""
-        change: Tensor = self.attention(self.attention_norm(x_BTD), cos_TE, sin_TE, cache, mask)
-        return change
-
-    def fed(self, x_BTD: Tensor, change_BTD: Tensor, time: int) -> Tensor:
-        """The block's output, given the change of x by attention."""
-        y_BTD, x_BTD = self.mlp_norm.of_sum(x_BTD, change_BTD)
-        return x_BTD + self.transformed(y_BTD, time)
+        y_BTD, x_BTD = self.attention_norm.of_stream(x_BTD)
+        y_BTD, x_BTD = self.mlp_norm.of_stream(x_BTD, self.attention(y_BTD, cos_TE, sin_TE, cache, mask))
+        return x_BTD + self.transformed(y_BTD, cos_TE.shape[0])
 
     def transformed(self, x_BTD: Tensor, time: int) -> Tensor:
         """The MLP's output; `time` is T, which a tensor-parallel rank's share of the tokens does not tell."""

@@ -141,7 +141,7 @@ class HybridBlock(nn.Module):
         return produced_norms((self.norm, self.mixer))
 
     def forward(self, x_BTD: Tensor, time: int, kept: Any = None, mask_BTT: Tensor | None = None) -> Tensor:
-        y = self.norm(x_BTD)
+        y, x_BTD = self.norm.of_stream(x_BTD)
         if self.kind == "-":
             y = self.mixer(y)
         elif self.kind == "M":

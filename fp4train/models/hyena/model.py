@@ -17,17 +17,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp4train.models.common.cache import DecodeCache, KeyValues
-from fp4train.models.common.cut import TensorCut, TokenRanks, shared_by
+from fp4train.models.common.cut import TensorCut, shared_by
 from fp4train.models.common.decoder import DecoderShape, check_pattern
 from fp4train.models.common.initialise import Filled, Initial, Normal, initialise
-from fp4train.models.common.layers import Produced, produced_norms
+from fp4train.models.common.layers import Produced, StreamNorm, produced_norms
 from fp4train.models.common.rotary import RotatedDecoder
 from fp4train.models.hyena.mixer import (
     KINDS,
@@ -39,9 +39,6 @@ from fp4train.models.hyena.mixer import (
 )
 from fp4train.models.hyena.parallel import tensor_cut
 from fp4train.text import check_choice, check_least
-
-if TYPE_CHECKING:
-    from fp4train.nn.produced import NormProducer
 
 GELU = ("first", "all")
 
@@ -99,23 +96,15 @@ class Hyena(DecoderShape):
         return HyenaModel(self, self.rows(vocab_size), seq_len)
 
 
-class RootNorm(nn.RMSNorm):
+class RootNorm(StreamNorm):
     """w ⊙ x / (√(mean(x²)) + ε), computed in float32."""
-
-    tensor: TokenRanks | None = None
-    """The tensor-parallel ranks, each with the whole weight; with `sequence` they normalise the other tokens."""
 
     source = "root"
     """The kind of its source (`SourceTensors`): ε is outside of the root."""
 
-    producer: NormProducer | None = None
-    """The producer that quantises the norm for the layers that read it; None: there is none."""
-
     def forward(self, x: Tensor) -> Tensor:
-        """y, with the shape and dtype of x [..., width]; a carrier of it where the producer has its codes."""
+        """y, with the shape and dtype of x [..., width]."""
         assert self.eps is not None
-        if self.producer is not None and (made := self.producer(x, self.weight, self.eps)) is not None:
-            return made
         wide = x.float()
         root = torch.linalg.vector_norm(wide, dim=-1, keepdim=True) * x.shape[-1] ** -0.5
         weight = self.weight if self.tensor is None else shared_by(self.tensor, self.weight)
@@ -164,13 +153,13 @@ class HyenaBlock(nn.Module):
     def forward(
         self, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor, kept: Any = None, mask_BTT: Tensor | None = None
     ) -> Tensor:
-        y = self.norm(x_BTD)
+        y, x_BTD = self.norm.of_stream(x_BTD)
         if isinstance(self.mixer, FusedAttention):
             y = self.mixer(y, cos_TE, sin_TE, kept, mask_BTT)
         else:
             y = self.mixer(y, cos_TE.shape[0], kept, mask_BTT)
-        x_BTD = x_BTD + y
-        out: Tensor = x_BTD + self.mlp(self.mlp_norm(x_BTD))
+        y, x_BTD = self.mlp_norm.of_stream(x_BTD, y)
+        out: Tensor = x_BTD + self.mlp(y)
         return out
 
     def cache(self, length: int) -> KeyValues | ConvolutionState:

@@ -17,6 +17,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from fp4train.models.common.cache import KeyValues
 from fp4train.models.common.cut import TensorCut
 from fp4train.models.common.experts import Balance, ExpertLayer, ExpertShape, Router
 from fp4train.models.common.initialise import initialise
@@ -70,6 +71,24 @@ class ExpertBlock(RotaryBlock):
 
     fp4train_recorded = (("attended", ("attention_norm", "attention")), ("fed", ()))
     """Methods of its forward pass, each with the modules that it runs where a CUDA graph can record it."""
+
+    def forward(
+        self, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor, cache: KeyValues | None = None, mask: Tensor | None = None
+    ) -> Tensor:
+        return self.fed(x_BTD, self.attended(x_BTD, cos_TE, sin_TE, cache, mask), cos_TE.shape[0])
+
+    def attended(
+        self, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor, cache: KeyValues | None, mask: Tensor | None
+    ) -> Tensor:
+        """The change of x by attention; a graph has this result alone, and the stream goes by beside it."""
+        y_BTD, _ = self.attention_norm.of_stream(x_BTD)
+        change: Tensor = self.attention(y_BTD, cos_TE, sin_TE, cache, mask)
+        return change
+
+    def fed(self, x_BTD: Tensor, change_BTD: Tensor, time: int) -> Tensor:
+        """The block's output, given the change of x by attention."""
+        y_BTD, x_BTD = self.mlp_norm.of_stream(x_BTD, change_BTD)
+        return x_BTD + self.transformed(y_BTD, time)
 
     def transformed(self, x_BTD: Tensor, time: int) -> Tensor:
         out: Tensor = self.mlp(x_BTD, time)
