@@ -60,7 +60,7 @@ LATER = {
             *("nn/transformers_experts.py", "backends/grouped.py", "backends/te/experts.py"),
         ),
     ),
-    "StripedHyena 2": Capability(642, 6, ("models/hyena/*", "models/common/convolution.py")),
+    "StripedHyena 2": Capability(636, 6, ("models/hyena/*", "models/common/convolution.py")),
     "hybrids of attention and scans": Capability(644, 7, ("models/hybrid/*", "models/common/scan*.py")),
     "conversations, and attention within documents": Capability(410, 2, ("data/chat.py", "data/template.py")),
     "other people's loops": Capability(383, 5, ("integrations/*",)),
@@ -84,7 +84,7 @@ LATER = {
         ("kernels/cpu/__init__.py:fused",),
     ),
     "products and codes in fewer passes": Capability(
-        453,
+        459,
         2,
         ("kernels/triton/both.py", "quantize/triton_variant.py"),
         (
@@ -106,10 +106,10 @@ LATER = {
         197,
         2,
         ("models/common/liger.py", "run/fuse.py"),
-        ("models/common/layers.py:RMSNorm.of_sum", "models/common/layers.py:RMSNorm._weight"),
+        ("models/common/layers.py:RMSNorm._unfused", "models/common/layers.py:RMSNorm._weight"),
     ),
     "the cost of kernels between products, norms and gates that quantise among them, and which do": Capability(
-        252,
+        258,
         2,
         ("lab/costs/elementwise.py", "run/produced.py"),
         (
@@ -148,13 +148,13 @@ LATER = {
         ),
     ),
     "norms and gates that are quantised where they are made": Capability(
-        652,
+        692,
         5,
         (
             *("nn/produced.py", "quantize/produced.py", "quantize/launch.py"),
             *("kernels/triton/sources.py", "kernels/triton/norm.py"),
         ),
-        ("models/common/layers.py:produced_norms",),
+        ("models/common/layers.py:produced_norms", "models/common/layers.py:StreamNorm"),
     ),
     "norms, gates and joint products on Transformer Engine": Capability(
         408,

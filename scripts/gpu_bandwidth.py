@@ -49,16 +49,20 @@ def timings(x: Tensor) -> list[Timing]:
 
     # The tensors that x is made of, read twice where an amax comes first, and the codes of all results.
     norm = produced.SourceTensors("norm", (x, x[0].clone(), torch.empty(len(x), device=x.device)), 1e-5)
+    summed = norm._replace(tensors=(torch.empty_like(x), *norm.tensors[1:], x, x))
     gate, gradients = produced.SourceTensors("gate", (x, x)), produced.SourceTensors("gradients", (x, x, x))
     none, drawn = [(None, None)], [(key, key)] * 2
     made = [
         ("nvfp4", (nvfp4, had), none, norm, 2 * plain + 2 * codes4),
+        ("nvfp4", (nvfp4, had), none, summed, 4 * plain + 2 * codes4),
         ("nvfp4", (nvfp4, had), none, gate, 4 * plain + 2 * codes4),
         ("nvfp4 stochastic", random, drawn, gradients, 6 * plain + 4 * codes4),
         ("mxfp8", (mxfp8, mxfp8), none, norm, plain + 2 * codes8),
+        ("mxfp8", (mxfp8, mxfp8), none, summed, 3 * plain + 2 * codes8),
         ("mxfp8", (mxfp8, mxfp8), none, gate, 2 * plain + 2 * codes8),
         ("mxfp8", (mxfp8, mxfp8), drawn, gradients, 3 * plain + 4 * codes8),
         ("fp8 tensor", (tensor8, tensor8), none, norm, 2 * plain + 2 * n),
+        ("fp8 tensor", (tensor8, tensor8), none, summed, 4 * plain + 2 * n),
         ("fp8 tensor", (tensor8, tensor8), none, gate, 4 * plain + 2 * n),
         ("fp8 tensor", (tensor8, tensor8), drawn, gradients, 6 * plain + 4 * n),
     ]
@@ -92,7 +96,7 @@ def timings(x: Tensor) -> list[Timing]:
         Timing("fp8 tensor codes of both forms", lambda: both(tensor8, tensor8, amax), plain + 2 * n),
         Timing("fp8 tensor codes of both forms, and amax", lambda: both(tensor8, tensor8, None), 2 * plain + 2 * n),
         *(
-            Timing(f"{name} codes of {source.kind}", partial(produced.produce, *pair, source, keys), moved)
+            Timing(f"{name} codes of {source.kind}{' of a sum' * (source is summed)}", partial(produced.produce, *pair, source, keys), moved)
             for name, pair, keys, source, moved in made
         ),
         Timing("fp8 tensor codes", lambda: tensor8.codes(x, None, amax), plain + n),

@@ -73,6 +73,7 @@ PAIRS = (
 _MXFP8, _FP8 = ("mxfp8 e4m3", "mxfp8 e4m3"), ("fp8 tensor e4m3", "fp8 tensor e4m3")
 PRODUCED = {
     "norm": (("nvfp4", "nvfp4 hadamard"), _MXFP8, ("nvfp4", "nvfp4"), _FP8),
+    "norm of a sum": (("nvfp4", "nvfp4 hadamard"), _MXFP8, _FP8),
     "root": (("nvfp4", "nvfp4 hadamard"), _MXFP8, _FP8),
     "gate": (("nvfp4", "nvfp4 hadamard"), _MXFP8, ("mxfp4 even", "mxfp4 hadamard 32"), _FP8),
     "gradients": (

@@ -108,27 +108,29 @@ def check_both(case: Case, x: Tensor, amax: Tensor | None, column: QuantSpec) ->
 
 def check_produced(case: Case, x: Tensor, name: str) -> dict[str, str]:
     """Differences between the codes that are made of a source and those of the reference, of the tensor in BF16 that
-    torch computes from it on the CPU; and of a norm the relative error of its factors, where it is above 2^-21. Squares
-    whose sum is infinite in float32 give a factor of 0, as in torch."""
+    torch computes from it on the CPU; of the sum that a norm is of; and of a norm the relative error of its factors,
+    where it is above 2^-21. Squares whose sum is infinite in float32 give a factor of 0, as in torch."""
     assert case.column is not None
     first, second = x.tensor_split(2)
     weight = torch.linspace(-2, 2, x.shape[1], device=x.device)
     rstd = torch.empty(len(first), device=x.device)
-    norm = first, weight, rstd
+    norm = (first, weight, rstd) if name != "norm of a sum" else (torch.empty_like(first), weight, rstd, first, second)
     tensors = {"gate": (first, second), "gradients": (second, first, first.flip(0))}.get(name, norm)
-    source = produced.SourceTensors(name, tensors, 1e-5 if tensors is norm else 0.0)
+    source = produced.SourceTensors(name.partition(" ")[0], tensors, 1e-5 if tensors is norm else 0.0)
     keys = [(KEY.replace(layer=7 + i), KEY.replace(operand=4, layer=7 + i)) for i in range(source.results)]
     row, column = (kernels.TritonQuantizer(spec).in_tiles for spec in (case.spec, case.column))
     made = produced.produce(row, column, source, keys)
     found: dict[str, str] = {}
     there = source._replace(tensors=tuple(each.cpu() for each in source.tensors))
+    if name == "norm of a sum" and (unlike := difference(norm[0], first.cpu() + second.cpu())) is not None:
+        found["sum"] = unlike
     for values, forms, key in zip(there.values(), made, keys, strict=True):
         wanted = (
             reference.quantize(values, case.spec, key=key[0]),
             reference.quantize(values.T, case.column, key=key[1]),
         )
         found |= differences(forms, wanted)
-    mean = first.cpu().double().square().sum(1).float() / first.shape[1]
+    mean = norm[0].cpu().double().square().sum(1).float() / first.shape[1]
     exact = 1 / (mean.double().sqrt() + 1e-5) if name == "root" else (mean.double() + 1e-5).rsqrt()
     error = rstd.cpu() / exact - 1  # NaN of 0 and 0
     if tensors is norm and bool((error.abs() > 2**-21).any()):

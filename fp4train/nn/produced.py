@@ -45,7 +45,7 @@ from fp4train.quantize.produced import SourceTensors
 from fp4train.quantize.quantizer import PLAIN
 
 FormPair = tuple[Prepared, Prepared]
-Pair = tuple[Tensor, Tensor]
+TensorPair = tuple[Tensor, Tensor]
 Taker = Gemms | BackendLayer
 """Executors that take codes; those of subclasses do not."""
 
@@ -184,7 +184,7 @@ def _watched(layer: PlannedLayer) -> bool:
 class NormProducer(Producer):
     """RMSNorm, or one of the kind "root"."""
 
-    def __call__(self, x: Tensor, weight: Tensor, eps: float, change: Tensor | None = None) -> Pair | None:
+    def __call__(self, x: Tensor, weight: Tensor, eps: float, change: Tensor | None = None) -> TensorPair | None:
         """(A carrier of the norm of h = x + change, or of h = x, and h, for who reads the residual stream after the
         norm); None: it cannot be made here."""
         if type(weight) not in PLAIN or (found := self.ready(x)) is None:
@@ -195,7 +195,7 @@ class NormProducer(Producer):
         if self.by_backend:
             h = x if change is None else x + change
             return backend_sources.norm(h, weight, eps, takers[0], now), h
-        made: Pair = _Norm.apply(x, change, weight, eps, self.kind, _taker(takers[0], "x"), now)  # type: ignore[no-untyped-call]
+        made: TensorPair = _Norm.apply(x, change, weight, eps, self.kind, _taker(takers[0], "x"), now)  # type: ignore[no-untyped-call]
         return made
 
 
@@ -273,7 +273,7 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, change: Tensor | None, weight_K: Tensor, eps: float, kind: str, executor: Taker, now: State
-    ) -> Pair:
+    ) -> TensorPair:
         h = x if change is None else x.new_empty(x.shape)
         terms = () if change is None else (matrix(x), matrix(change))
         h_MK = matrix(h)

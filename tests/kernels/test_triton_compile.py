@@ -215,8 +215,9 @@ SOURCES: dict[str, tuple[str, QuantSpec, QuantSpec]] = {
 )
 def test_what_is_quantised_where_it_is_made_moves_hardly_more_bytes_than_the_least(call: str, least: float) -> None:
     """Bytes per element of the result, or of one of two: its sources once for amaxes and once for codes, and the codes;
-    of a sum its terms, the sum, and the sum again where an amax comes first. A launch moves each tensor once: the strip of tokens of a norm, and a tile that two programs read, are cached. The
-    cost model charges as much; of a norm's gradients also the sum over the programs, which is torch's."""
+    of a sum its terms, the sum, and the sum again where an amax comes first. A launch moves each tensor once: the strip
+    of tokens of a norm, and a tile that two programs read, are cached. The cost model charges as much; of a norm's
+    gradients also the sum over the programs, which is torch's."""
     passed = [each for launch in launches_of(CALLS[call]) for each in launch.arguments]
     tensors = [part for each in passed for part in (each if isinstance(each, tuple) else (each,))]
     moved = sum(each.nbytes for each in tensors if isinstance(each, torch.Tensor))

@@ -22,6 +22,7 @@ import json, sys
 import liger_on_cpu
 import native_on_cpu
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 import fp4train as f4
 from fp4train.config.schema import TrainSettings
 from fp4train.models.common.experts import ExpertShape
@@ -30,6 +31,7 @@ from fp4train.models.hybrid import Hybrid, ScanShape
 from fp4train.models.hyena import FilterShape, Hyena
 from fp4train.models.llama import Llama
 from fp4train.models.moe import MixtureOfExperts
+from fp4train.nn.produced import NormProducer
 from fp4train.precision import MXFP8, NVFP4, FP8Current, LayerPolicy
 from fp4train.precision.context import autocast
 from fp4train.run.fuse import fuse
@@ -42,11 +44,29 @@ SMALL = {"width": 64, "heads": 4, "kv_heads": 2, "hidden": 96, "tied": False}
 SCAN = ScanShape(heads=32, head_dim=2, state=16, chunk=16)
 EXPERTS = ExpertShape(count=2, top=1, hidden=32, shared=1)
 
+class Sums(TorchDispatchMode):  # of two residual streams, or of their gradients, by torch
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        self.count += function.overloadpacket is torch.ops.aten.add and made.shape == (2, 16, 64)
+        return made
+
+class Apart(NormProducer):  # torch adds beside its kernels
+    def __call__(self, x, weight, eps, change=None):
+        h = x if change is None else x + change
+        made = super().__call__(h, weight, eps)
+        return made and (made[0], h)
+
 def trained(recipe, kernels, hooked=False, keep=None, shape=Llama, **options):
     torch.manual_seed(0)
     small = SMALL | ({"layers": 1} if "pattern" not in options else {}) | options
     model = f4.convert(shape(**small).build(vocab_size=60, seq_len=16), backend="native").train()
-    fuse(model, TrainSettings(steps=1, batch_size=2, microbatch=None, seq_len=16, kernels=kernels), "cpu")
+    names = "torch" if kernels == "torch" else "auto"
+    fuse(model, TrainSettings(steps=1, batch_size=2, microbatch=None, seq_len=16, kernels=names), "cpu")
+    for module in model.modules() if kernels == "apart" else ():
+        if isinstance(getattr(module, "producer", None), NormProducer):
+            module.producer.__class__ = Apart
     if hooked:
         model.blocks[0].mlp.down.register_forward_hook(lambda *_: None)
         model.blocks[0].mlp.gate.register_forward_hook(lambda *_: None)
@@ -54,11 +74,13 @@ def trained(recipe, kernels, hooked=False, keep=None, shape=Llama, **options):
         use_liger(model, spare=[] if kernels == "auto" else [model.blocks[1]])
     policy = LayerPolicy(last=0, keep=keep or ())
     liger_on_cpu.calls.clear(), launched.clear()
-    for _ in range(2 if shape is Llama else 1):
-        with autocast(recipe, policy=policy, step=0):
-            loss = model(tokens, tokens.flip(1))
-        loss.backward()
+    with Sums() as sums:
+        for _ in range(2 if shape is Llama else 1):
+            with autocast(recipe, policy=policy, step=0):
+                loss = model(tokens, tokens.flip(1))
+            loss.backward()
     counts = launched.copy()
+    counts["sums"] = sums.count
     for name, _ in liger_on_cpu.calls:
         counts[name] += 1
     with torch.no_grad(), autocast(recipe, policy=policy, step=0):
@@ -83,6 +105,10 @@ for name, recipe, options in (
     codes = counts["quantize_produced"] + counts["turned_produced"]
     told[name] = [counts["amax_produced"], codes, counts["norm_backward"], apart]
     told[name].append({each: counts[each] for each in ("sum and norm", "product")})
+    if name in ("recomputed", "hyena"):
+        apart, others = trained(recipe, "apart", **options)
+        assert all(torch.equal(g, apart[n]) for n, g in fused.items()), name
+        told[name].append([counts["sums"], others["sums"]])
 print(json.dumps(told))
 """
 
@@ -118,11 +144,21 @@ def test_a_model_has_the_gradients_of_one_that_writes_norms_and_gates(
     BF16 here, whose half ulp is 2^-9, and those of h, which reach the embedding, may have another last digit. A
     microbatch takes two norms, a gate and its gradients of a block of Llama; three norms of a hybrid; four of a hyena;
     of a mixture, whose experts' norm is the router's, too, three norms and two gates with their gradients."""
-    *counts, apart, _ = trained[case]
+    *counts, apart, _ = trained[case][:5]
     assert counts == launches
     assert apart.pop("embed.weight", 0.0) < 2**-12
     norms = {name for name in apart if name.endswith("norm.weight")}
     assert set(apart) == norms and all(error < 2**-8 for error in apart.values()), apart
+
+
+@pytest.mark.long
+def test_sums_in_the_kernels_of_norms_have_the_bits_of_torchs_beside_them(trained: Any) -> None:
+    """The program compares loss and gradients. Torch is left with the sum at the end of a block, and the gradients of
+    layers that read one norm; beside the kernels it has the sum before a block's second norm, twice where blocks are
+    recomputed, and the gradients of the stream, which each norm reads: of two microbatches, and of two blocks."""
+    recomputed, hyena = trained["recomputed"][5], trained["hyena"][5]
+    assert recomputed == [8, 8 + 2 * (2 + 2)]
+    assert hyena == [12, 12 + 2 * (1 + 2)]
 
 
 @pytest.mark.long

@@ -147,7 +147,7 @@ class ProducerStandIn:
         self._kernels, self._gate, self._by_backend = kernels, producer.kind == "gate", producer.by_backend
 
     def __call__(self, *inputs: Any) -> Any:
-        """Of a norm's (x, weight, ε, change or None), or a gate's (gate, up)."""
+        """The results of a norm's (x, weight, ε, change or None), or of a gate's (gate, up)."""
         if self._gate:
             return self._kernels.run((0.0, 0.0), lambda given, made: given, 1, *inputs)
         x, weight, _, change = inputs

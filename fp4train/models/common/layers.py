@@ -56,9 +56,9 @@ class StreamNorm(nn.RMSNorm):
         made = None
         if self.producer is not None and self.eps is not None:
             made = self.producer(x, self.weight, self.eps, change)
-        return self._apart(x, change) if made is None else made
+        return self._unfused(x, change) if made is None else made
 
-    def _apart(self, x: Tensor, change: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _unfused(self, x: Tensor, change: Tensor | None) -> tuple[Tensor, Tensor]:
         """`of_stream` without the producer."""
         stream = x if change is None else x + change
         return self(stream), stream
@@ -71,10 +71,10 @@ class RMSNorm(Fusible, StreamNorm):
         """y, with the shape and dtype of x [..., width]."""
         return self.operators.rms_norm(x, self._weight(x.dtype), self.eps)
 
-    def _apart(self, x: Tensor, change: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _unfused(self, x: Tensor, change: Tensor | None) -> tuple[Tensor, Tensor]:
         if change is not None and isinstance(self.operators, Liger) and self.eps is not None:
             return self.operators.add_rms_norm(x, change, self._weight(x.dtype), self.eps)
-        return super()._apart(x, change)
+        return super()._unfused(x, change)
 
     def fp4train_operations(self) -> Sequence[tuple[str, int]]:
         """Itself."""

@@ -25,7 +25,7 @@ from fp4train.models.common.liger import MOVED
 from fp4train.parallel.config import Mesh
 from fp4train.precision import MXFP8, NVFP4, FP8Current, Recipe
 from fp4train.quantize import quantizer, triton
-from fp4train.quantize.produced import NORM_BACKWARD, STRIP
+from fp4train.quantize.produced import ADDED, NORM_BACKWARD, STRIP, SUM
 from fp4train.run.build import build_model, build_timeline
 from fp4train.run.produced import ProducedNorms, produced_in
 
@@ -33,11 +33,13 @@ B200 = find_gpu("B200")
 GPUS = Path(__file__).parents[3] / "docs" / "gpus.md"
 KINDS = {
     "RMSNorm, forward": "norm",
+    "x + y, then RMSNorm, forward": "norm of a sum",
     "silu(gate) ⊙ up, forward": "gate",
     "its two gradients, one element of each": "gradients",
 }
 WRITTEN = {
     "norm": MOVED["rms_norm"][0],
+    "norm of a sum": MOVED["add_rms_norm"][0],
     "gate": MOVED["silu_product"][0],
     "gradients": MOVED["silu_product"][1],
 }
@@ -58,8 +60,9 @@ def moved(recipe: Recipe, kind: str) -> tuple[float, float]:
     table, large = recipe.table(), 1 << 30
     of_dy = kind == "gradients"
     forms = (table["dgrad"].first, table["wgrad"].first) if of_dy else (table["fprop"].first, table["wgrad"].second)
-    made, plain = (sum(map(sum, own_bytes(*forms, large, codes=True, source=source))) for source in (kind, None))
-    return made, WRITTEN[kind] + (2 if of_dy else 1) * plain
+    sources = kind.partition(" of a sum")[0], None
+    made, plain = (sum(map(sum, own_bytes(*forms, large, codes=True, source=source))) for source in sources)
+    return made + SUM * ("sum" in kind), WRITTEN[kind] + (2 if of_dy else 1) * plain
 
 
 def one_place(number: float) -> str:
@@ -70,16 +73,18 @@ def test_the_bytes_of_the_page_are_those_that_an_estimate_charges() -> None:
     page = GPUS.read_text("utf-8")
     table = page.partition("| fused, bytes per element |")[2].partition("\n\n")[0]
     rows = dict(re.findall(r"^\| ([^|]+?) \| (.*) \|$", table, re.MULTILINE))
-    sizes = {"norm": 2 * 4096, "gate": 14336, "gradients": 14336, "back": 2 * 4096}
+    sizes = {"gate": 14336, "gradients": 14336}
     columns, saved = [], []
     for recipe in (NVFP4(), MXFP8(), FP8Current()):
         each = {kind: moved(recipe, kind) for kind in KINDS.values()}
-        each["back"] = NORM_BACKWARD, MOVED["rms_norm"][1]
-        totals = [(a * sizes[kind] / 1e3, b * sizes[kind] / 1e3) for kind, (a, b) in each.items()]
+        each["back"] = NORM_BACKWARD + ADDED, MOVED["rms_norm"][1] + 6
+        each["back of a sum"] = NORM_BACKWARD + ADDED, MOVED["add_rms_norm"][1]
+        lines = {kind: sizes.get(kind, 4096) / 1e3 for kind in each}
+        totals = [(a * lines[kind], b * lines[kind]) for kind, (a, b) in each.items()]
         columns.append([f"{one_place(a)} ({one_place(b)})" for a, b in each.values()])
         columns[-1].append(", ".join(f"{a:.0f} ({b:.0f})" for a, b in totals))
         saved.append(round(sum(b - a for a, b in totals)))
-    names = [*KINDS, "RMSNorm, backward (no codes: a sum with the residual follows)"]
+    names = [*KINDS, "RMSNorm, backward, and the sum of the stream's gradients", "x + y, then RMSNorm, backward"]
     names.append("KB per token and layer, in the order of the rows")
     assert rows.items() >= {n: " | ".join(c) for n, c in zip(names, zip(*columns, strict=True), strict=True)}.items()
     assert f"saves {saved[0]} KB per token and layer of NVFP4 and of FP8, and {saved[1]} of MXFP8" in page
@@ -135,16 +140,19 @@ def test_what_is_quantised_where_it_is_made_is_charged_once_from_its_sources(
 
 
 def test_a_block_writes_neither_the_norms_nor_the_gate() -> None:
-    """Only a norm's gradients are elementwise; torch adds the residual, which Liger adds in the pass of its norm. A
-    block keeps the same for backward: h or the sum, gate and up, and codes."""
+    """Only the sum that a norm is of, and a norm's gradients with those of the residual stream, are elementwise; of
+    the latter torch adds those of Liger's first norm. A block keeps the same for backward: h or the sum, gate and up,
+    and codes."""
     wanted, plan = planned("recipe=nvfp4", "backend=native", "phases=none")
     fused, plain = (wanted.workloads(plan, 1, each)[0][2] for each in (wanted.produced(plan), [ProducedNorms({}, {})]))
     one, other = (each.kinds[0].cost for each in (fused, plain))
     elements, gates = TOKENS * WIDTH, TOKENS * HIDDEN
-    assert other.fused_forward - one.fused_forward == (4 + 8) * elements + 6 * gates
-    assert other.fused_backward - one.fused_backward == (6 + 8 - 2 * NORM_BACKWARD) * elements + 10 * gates
-    assert NORM_BACKWARD == 6 + 2 * 4 / STRIP
-    assert one.forward - other.forward == 6 * elements - 2 * 6 * WIDTH, "x + change, and no casts of the norms' weights"
+    assert other.fused_forward - one.fused_forward == (4 + 8 - SUM) * elements + 6 * gates
+    assert other.fused_backward - one.fused_backward == (6 + 8 - 2 * (NORM_BACKWARD + ADDED)) * elements + 10 * gates
+    assert (SUM, NORM_BACKWARD, ADDED) == (4, 6 + 2 * 4 / STRIP, 2)
+    casts = 2 * 6 * WIDTH  # of the norms' weights, and of their gradients
+    assert other.forward - one.forward == casts
+    assert other.backward - one.backward == 6 * elements + casts
     assert one.saved == other.saved
     costs = [ClusterCost(replace(fused, made=made), B200, interconnect(B200), Mesh()) for made in (fused.made, {})]
     assert costs[0].parts["quantising"] != costs[1].parts["quantising"]
