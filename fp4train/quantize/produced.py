@@ -33,11 +33,11 @@ STRIP: Final = 16
 READ: Final = {"norm": 2, "root": 2, "gate": 4, "gradients": 6}
 """Bytes of its sources that a kernel reads once, by their kind: per element of the result, or of each of two."""
 SUM: Final = 4
-"""Bytes per element that a norm reads and writes beside, where h is a sum: its terms for h once, and h."""
+"""Bytes per element that a norm moves beside, where h is a sum: its two terms are read for h once, and h is written."""
 NORM_BACKWARD: Final = 6 + 8 / STRIP
 """Bytes per element that `norm_backward` moves: dy, h and dh, and a program's float32 terms of dweight, twice."""
 ADDED: Final = 2
-"""Bytes per element of the gradient that it adds to dh."""
+"""Bytes per element of a gradient that `norm_backward` adds to dh."""
 _LOG2_E: Final = 1.4426950216293335
 _POWERS: Final = (0.0013400432653725147, 0.009676037356257439, 0.05550327152013779, 0.2402210682630539)
 _LAST_POWERS: Final = (0.6931471824645996, 1.0000001192092896)
