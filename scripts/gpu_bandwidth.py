@@ -96,8 +96,9 @@ def timings(x: Tensor) -> list[Timing]:
         Timing("fp8 tensor codes of both forms", lambda: both(tensor8, tensor8, amax), plain + 2 * n),
         Timing("fp8 tensor codes of both forms, and amax", lambda: both(tensor8, tensor8, None), 2 * plain + 2 * n),
         *(
-            Timing(f"{name} codes of {source.kind}{' of a sum' * (source is summed)}", partial(produced.produce, *pair, source, keys), moved)
+            Timing(f"{name} codes of {source.kind}{of_sum}", partial(produced.produce, *pair, source, keys), moved)
             for name, pair, keys, source, moved in made
+            for of_sum in [" of a sum" * (source is summed)]
         ),
         Timing("fp8 tensor codes", lambda: tensor8.codes(x, None, amax), plain + n),
         Timing("fp8 tensor values", lambda: tensor8.values(x, None, amax), 2 * plain),
