@@ -142,6 +142,7 @@ def first_of_strip(x_ptr, rows, cols, x_stride, EPS: tl.constexpr, V: tl.constex
     x_ptr: (h, weight, rstd), or (h, weight, rstd, and two tensors that lie as h does), of which h, their sum, is
     stored, too. rows: tokens.
     """
+    GIVEN: tl.constexpr = len(x_ptr)
     TOKENS: tl.constexpr = V.n * V.tile_blocks
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     total = tl.zeros((TOKENS, V.tile_rows), tl.float32)
@@ -149,7 +150,7 @@ def first_of_strip(x_ptr, rows, cols, x_stride, EPS: tl.constexpr, V: tl.constex
         col = start + tl.arange(0, V.tile_rows)
         mask = (token < rows)[:, None] & (col < cols)[None, :]
         offset = (token.to(tl.int64) * x_stride)[:, None] + col[None, :]
-        if len(x_ptr) > 3:
+        if GIVEN > 3:
             h = rounding.as_float(tl.load(x_ptr[3] + offset, mask=mask, other=0.0))
             h = rounding.as_bf16(h + rounding.as_float(tl.load(x_ptr[4] + offset, mask=mask, other=0.0)), V.hardware)
             tl.store(x_ptr[0] + offset, h, mask=mask)
