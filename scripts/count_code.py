@@ -84,7 +84,7 @@ LATER = {
         ("kernels/cpu/__init__.py:fused",),
     ),
     "products and codes in fewer passes": Capability(
-        459,
+        460,
         2,
         ("kernels/triton/both.py", "quantize/triton_variant.py"),
         (
