@@ -52,7 +52,7 @@ LATER = {
         ),
     ),
     "mixtures of experts, and layers of experts": Capability(
-        1_584,
+        1_592,
         14,
         (
             *("models/moe/*", "models/common/experts.py", "run/experts.py", "nn/experts.py", "nn/executors/groups.py"),
