@@ -248,8 +248,10 @@ class _WithCodes(NamedTuple):
     carrier_MN: Tensor
     forms: FormPair
 
-    adds = False
-    """Whether a product adds dw to what is there: none of codes does."""
+    @property
+    def adds(self) -> bool:
+        """Whether a product adds dw to what is there: none of codes does."""
+        return False
 
     def backward(self, dy_MN: Tensor, w_NK: Tensor | None, saved: Saved, call: Call) -> Gradients:
         """See `Gemms.backward`."""
