@@ -83,8 +83,8 @@ class TrainSettings:
         kernels: what runs norms, gates, rotations and the loss of the head: "torch"; "liger", its kernels for GPUs, an
             error where they do not run; "auto", liger's where they run (`models/common/liger.py`), and on a CPU C
             kernels of norms, gates and rotations, with which losses differ in no digit (`models/common/on_cpu.py`).
-            With both but "torch" norms and gates of which all readers multiply codes are quantised where they are made
-            on a GPU (`nn/produced.py`), and products of microbatches add up dw, which "torch" leaves to autograd
+            Except with "torch", norms and gates of which all readers multiply codes are quantised where they are made
+            on a GPU (`nn/produced.py`), and products add up dw over microbatches, which "torch" leaves to autograd
             (`Executor.adds`). Losses differ in the last digits there. With train.compile the compiler has the
             blocks, and liger's what lies outside of them.
         joint_products: multiply layers that read one x (queries, keys and values; gate and up) as one, in each GEMM

@@ -317,3 +317,9 @@ class PlannedLayer(nn.Module):
         found = by_state(state)
         for kind in {**self.states, **found}:
             self._state(kind).load_state(found.get(kind, {}))
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Whether hooks may read what the module is called with, or its gradients."""
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return any(hooks)

@@ -38,7 +38,7 @@ from fp4train.nn.call import Call, Executor, gradient_dtypes
 from fp4train.nn.executors.gemms import Gemms, Gradients, Saved, torch_autocasts
 from fp4train.nn.executors.whole_layer import BackendLayer
 from fp4train.nn.operands import Operand
-from fp4train.nn.planned import PlannedLayer
+from fp4train.nn.planned import PlannedLayer, is_watched
 from fp4train.precision.context import State
 from fp4train.quantize import produced
 from fp4train.quantize.produced import SourceTensors
@@ -162,7 +162,7 @@ class Producer:
         ):
             return None
         layers = self.readers + self.writers
-        if not all(each.weight.requires_grad for each in layers) or any(map(_watched, layers)):
+        if not all(each.weight.requires_grad for each in layers) or any(map(is_watched, layers)):
             return None
         found = [each.executor_now(x.device, x.dtype) for each in layers]
         executors = tuple(executor for executor, _ in found)
@@ -174,11 +174,6 @@ class Producer:
             return None
         made = [each for each in executors if each is not None]
         return (made, found[0][1]) if why_padded(made, x.numel() // x.shape[-1]) is None else None
-
-
-def _watched(layer: PlannedLayer) -> bool:
-    """Whether hooks may read what the layer is called with, or its gradients."""
-    return bool(layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
 
 
 class NormProducer(Producer):

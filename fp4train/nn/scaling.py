@@ -180,7 +180,7 @@ class HeldAmaxes:
     scales a tensor, and write there what enters. Rolling is left to the host, before the passes of a step.
 
     Args:
-        each: of layers in blocks; those of their histories are held in which an amax entered at
+        each: of layers in blocks, whose histories are held if an amax entered in the step at `position`.
         position: the step before the first one that is recorded.
     """
 
@@ -204,9 +204,11 @@ class HeldAmaxes:
         torch._foreach_copy_(self._used, used)
         torch._foreach_zero_(self._newest)
         self._bind(self._used, self._newest)
-        yield
-        torch._foreach_copy_(newest, self._newest)
-        self._bind(used, newest)
+        try:
+            yield
+            torch._foreach_copy_(newest, self._newest)
+        finally:
+            self._bind(used, newest)
 
     def _bind(self, used: Sequence[Tensor], newest: Sequence[Tensor]) -> None:
         for history, *amaxes in zip(self._histories, used, newest, strict=True):

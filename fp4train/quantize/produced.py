@@ -9,6 +9,7 @@ it in torch, in every bit. Only Triton has such kernels; `why_not` says why they
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from fp4train.quantize.quantized import Quantized
 from fp4train.quantize.quantizer import Quantizer
 from fp4train.quantize.random import LANES, RandomKey, words_of_both
 from fp4train.quantize.spec import QuantSpec
-from fp4train.quantize.triton import TritonQuantizer, has_pair_kernel, why_not_spec
+from fp4train.quantize.triton import MOST_KINDS, TritonQuantizer, has_pair_kernel, why_not_spec
 from fp4train.quantize.triton_launch import BothPlan
 
 _PLACES: Final = {"norm": (128, 1), "root": (128, 1), "gradients": (64, 2)}
@@ -248,13 +249,19 @@ def norm_backward(
 ) -> tuple[Tensor, Tensor]:
     """(dh [M, K] in BF16, dweight float32 [K]) of a norm; `outside`: ε of "root", 0 of "norm". added_MK: a gradient of
     h from elsewhere, in BF16, that is added to dh and lies as h does."""
-    from fp4train.kernels.triton.norm import norm_backward as kernel
-
-    (rows, cols), strips = h_MK.shape, -(-h_MK.shape[0] // STRIP)
-    dh, dw = torch.empty_like(h_MK), torch.empty(strips, cols, device=h_MK.device)
-    constants = {"ROWS": STRIP, "COLS": 256, "OUTSIDE": outside, "ADDS": added_MK is not None}
-    constants["HARDWARE"] = not triton_launch.interpreted()
     read = (h_MK,) if added_MK is None else (h_MK, added_MK)
-    launch = Launch(kernel, strips, (rows, cols, dy_MK.stride(0), h_MK.stride(0)), constants, groups=(1, len(read)))
+    sizes = (*h_MK.shape, dy_MK.stride(0), h_MK.stride(0))
+    launch = _plan_backward(sizes, (dy_MK.dtype, weight_K.dtype, h_MK.device), outside, len(read))
+    dh, dw = torch.empty_like(h_MK), torch.empty(launch.programs, h_MK.shape[1], device=h_MK.device)
     launch(dy_MK, *read, weight_K, rstd_M, dh, dw)
     return dh, dw.sum(0)
+
+
+@lru_cache(MOST_KINDS)
+def _plan_backward(sizes: tuple[int, ...], kind: tuple[object, ...], outside: float, read: int) -> Launch:
+    """The launch of `norm_backward` for tensors of a kind, of which `read` lie as h does."""
+    from fp4train.kernels.triton.norm import norm_backward as kernel
+
+    constants = {"ROWS": STRIP, "COLS": 256, "OUTSIDE": outside, "ADDS": read > 1}
+    constants["HARDWARE"] = not triton_launch.interpreted()
+    return Launch(kernel, -(-sizes[0] // STRIP), sizes, constants, groups=(1, read))

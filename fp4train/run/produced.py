@@ -114,8 +114,9 @@ def produced_by(
         lines = [f"{len(group)} norms and gates write BF16 ({_places(group)}): {r}." for r, group in why.items()]
         if here := [names[owner] for owner in found.producers]:
             done = f"{len(here)} norms and gates are quantised where they are made ({_places(here)})"
-            own = (each for each in found.producers.values() if isinstance(each, NormProducer))
-            adds = "" if all(each.by_backend for each in own) else "; these norms add up the residual stream, too"
+            own = [not each.by_backend for each in found.producers.values() if isinstance(each, NormProducer)]
+            which = "these" if all(own) else sum(own)
+            adds = f"; {which} norms add up the residual stream, too" if any(own) else ""
             lines.insert(0, f"{done}, and not written in BF16{adds}.")
         said[stretch.title.partition(":")[0]] = lines
     if len({tuple(lines) for lines in said.values()}) == 1:

@@ -3,12 +3,17 @@ interpreter, with recorded products in the place of scaled_mm; and where they ar
 
 import json
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
 from interpreted import interpreted
 
 import fp4train as f4
 from fp4train.hardware import Device, find_gpu
+from fp4train.models.common.layers import RMSNorm
+from fp4train.models.common.liger import Liger
+from fp4train.models.common.operators import OF_TORCH
 from fp4train.nn.executors import make_executor
 from fp4train.nn.produced import why_not
 from fp4train.precision import MXFP8, NVFP4, FP8Current, FP8Delayed, FP8Row, Recipe
@@ -203,3 +208,15 @@ def test_who_reads_says_why_it_does_not_take_codes(
 def test_layers_that_emulate_or_run_elsewhere_take_none() -> None:
     assert "takes its values, not its codes" in str(why_not([executor(NVFP4(), "w", "emulate")]))
     assert "is not three products of codes" in str(why_not([executor(f4.precision.BF16(), "w")]))
+
+
+@pytest.mark.parametrize("change", [None, torch.ones(4, 64)])
+def test_a_norm_that_hooks_watch_runs_as_a_module(change: torch.Tensor | None) -> None:
+    """Neither its producer nor a kernel that adds, too, is asked."""
+    norm, seen = RMSNorm(64, eps=1e-5), list[torch.Tensor]()
+    norm.producer = norm.operators = Mock(spec=Liger, side_effect=AssertionError)
+    norm.operators.rms_norm = OF_TORCH.rms_norm
+    norm.register_forward_hook(lambda module, given, y: seen.append(y))
+    y, _ = norm.of_stream(torch.randn(4, 64), change)
+    assert len(seen) == 1 and seen[0] is y
+    assert not norm.operators.add_rms_norm.called and not norm.producer.called

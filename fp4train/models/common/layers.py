@@ -21,6 +21,7 @@ from fp4train.models.common.cache import KeyValues, seen_mask
 from fp4train.models.common.cut import TokenRanks, shared_by
 from fp4train.models.common.liger import Liger
 from fp4train.models.common.operators import Fusible
+from fp4train.nn.planned import is_watched
 
 if TYPE_CHECKING:
     from fp4train.nn.produced import NormProducer
@@ -54,7 +55,7 @@ class StreamNorm(nn.RMSNorm):
         Whoever reads the stream next takes it from here: its gradient is added in the norm's kernel, then.
         """
         made = None
-        if self.producer is not None and self.eps is not None:
+        if self.producer is not None and self.eps is not None and not is_watched(self):
             made = self.producer(x, self.weight, self.eps, change)
         return self._unfused(x, change) if made is None else made
 
@@ -72,7 +73,7 @@ class RMSNorm(Fusible, StreamNorm):
         return self.operators.rms_norm(x, self._weight(x.dtype), self.eps)
 
     def _unfused(self, x: Tensor, change: Tensor | None) -> tuple[Tensor, Tensor]:
-        if change is not None and isinstance(self.operators, Liger) and self.eps is not None:
+        if change is not None and isinstance(self.operators, Liger) and self.eps is not None and not is_watched(self):
             return self.operators.add_rms_norm(x, change, self._weight(x.dtype), self.eps)
         return super()._unfused(x, change)
 

@@ -71,7 +71,7 @@ def unflatten(tensors: Sequence[Any], heads: Heads) -> Saved:
 ADDING: Final = frozenset({"cuda"})
 """Types of devices on which `add_product` is one product."""
 _has_autocast = cache(torch.amp.is_autocast_available)
-"""Kept for each device type: the list is part of torch's build, and a name that is not registered yet raises."""
+"""Kept for each device type: the answer never changes, since torch raises of a name that is not registered yet."""
 
 
 def torch_autocasts(device: str) -> bool:
@@ -93,6 +93,7 @@ def sum_so_far(w_NK: Tensor) -> Tensor | None:
     """The sum of a weight's gradients, float32, to which a product of this pass can be added; None: autograd has dw.
 
     It has the first one, those of weights that are no parameters, and those that a hook on the parameter is to see.
+    So `torch.autograd.grad` of a weight with a gradient adds to that and gives None: set it to None before.
 
     Args:
         w_NK: as the layer was called with it, of tensor-parallel ranks the parameter: what autograd saved is another
@@ -150,7 +151,7 @@ class Gemms(Executor):
                 return f"{where}: hadamard.signs='step' draws other signs on the host in every step"
             if isinstance(spec.hadamard, Rotation):
                 return f"{where}: the matrix of {spec.hadamard} is copied from the host in every call"
-        return super().why_no_graph(plan, recorded)
+        return None
 
     def __call__(
         self, layer: PlannedLayer, x_MK: Tensor, weights: Weights, biases: Biases, now: State, counts: Counts = ()

@@ -284,6 +284,6 @@ def _sum_of(w_NK: Tensor) -> Tensor:
 
 
 def zeros_held(w_NK: Tensor, held: list[Tensor]) -> Tensor:
-    """float32 zeros of the shape of a weight, which `held` has."""
+    """float32 zeros of the shape of a weight, appended to `held`."""
     held.append(torch.zeros(w_NK.shape, dtype=torch.float32, device=w_NK.device))
     return held[-1]
