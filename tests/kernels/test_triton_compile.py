@@ -1,7 +1,10 @@
 """The kernels compiled for GPUs that are not there: what exactness and speed rest on is still in the machine code."""
 
+import ast
+import inspect
 import re
 import subprocess
+import textwrap
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
@@ -141,15 +144,35 @@ def test_compiles_without_spills_and_keeps_subnormals_and_ieee_division(
         assert "cvt.rn.satfinite" not in ptx, "SM 8.0 has no FP8 or FP4 cast"
 
 
-def test_kernels_and_their_functions_have_few_parameters() -> None:
-    """What a launch passes is looked at by Triton in Python, one parameter after the other."""
+def functions() -> dict[str, Any]:
+    """Kernels and their functions, by their names."""
     folder = Path(kernels.__file__).parent
     modules = [import_module(f"{kernels.__name__}.{path.stem}") for path in sorted(folder.glob("[!_]*.py"))]
-    found = {n: len(each.arg_names) for m in modules for n, each in vars(m).items() if hasattr(each, "arg_names")}
+    return {name: each for module in modules for name, each in vars(module).items() if hasattr(each, "arg_names")}
+
+
+def test_kernels_and_their_functions_have_few_parameters() -> None:
+    """What a launch passes is looked at by Triton in Python, one parameter after the other."""
+    found = {name: len(each.arg_names) for name, each in functions().items()}
     wanted = {"quantize", "quantize_both", "quantize_turned", "quantize_produced", "turned_produced", "decode_blocks"}
     wanted |= {"amax_tensor", "amax_rows", "amax_columns", "amax_both", "amax_produced", "norm_backward"}
     assert wanted <= found.keys()
     assert max(found.values()) <= 20, found
+
+
+def test_functions_pass_each_other_what_triton_3_6_makes_constants_of() -> None:
+    """Its `call_JitFunction` (compiler/code_generator.py) wraps neither a text that is a parameter's default nor a
+    field of a variant within a tuple, and fails with "no attribute 'type'"."""
+    for name, each in functions().items():
+        assert not any(isinstance(p.default, str) for p in inspect.signature(each.fn).parameters.values()), name
+        for call in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(each.fn)))):
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Name | ast.Attribute):
+                root, *rest = ast.unparse(call.func).split(".")
+                called = each.fn.__globals__.get(root)
+                called = getattr(called, rest[0], None) if len(rest) == 1 else called
+                if hasattr(called, "arg_names"):
+                    parts = [part for given in call.args if isinstance(given, ast.Tuple) for part in given.elts]
+                    assert not any(isinstance(part, ast.Attribute) for part in parts), ast.unparse(call)
 
 
 @pytest.mark.parametrize(

@@ -144,10 +144,11 @@ def first_of_strip(x_ptr, rows, cols, x_stride, EPS: tl.constexpr, V: tl.constex
     """
     GIVEN: tl.constexpr = len(x_ptr)
     TOKENS: tl.constexpr = V.n * V.tile_blocks
+    FEATURES: tl.constexpr = V.tile_rows
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    total = tl.zeros((TOKENS, V.tile_rows), tl.float32)
-    for start in range(0, cols, V.tile_rows):
-        col = start + tl.arange(0, V.tile_rows)
+    total = tl.zeros((TOKENS, FEATURES), tl.float32)
+    for start in range(0, cols, FEATURES):
+        col = start + tl.arange(0, FEATURES)
         mask = (token < rows)[:, None] & (col < cols)[None, :]
         offset = (token.to(tl.int64) * x_stride)[:, None] + col[None, :]
         if GIVEN > 3:

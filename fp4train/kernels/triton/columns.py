@@ -29,7 +29,7 @@ from fp4train.kernels.triton.sources import read
 
 
 @triton.jit
-def load_tokens(x_ptr, place, rows, cols, tiles, x_stride, x_col_stride, V: tl.constexpr, S: tl.constexpr = "none"):
+def load_tokens(x_ptr, place, rows, cols, tiles, x_stride, x_col_stride, V: tl.constexpr, S: tl.constexpr):
     """(the N neighbours of the blocks of tile `place`: a tuple of float32 [tile_blocks, tile_rows]; row, block of the
     row). Tiles lie across the rows first. S: what x_ptr points to, see sources.py."""
     N: tl.constexpr = V.n
@@ -45,7 +45,7 @@ def load_tokens(x_ptr, place, rows, cols, tiles, x_stride, x_col_stride, V: tl.c
 
 
 @triton.jit
-def load_columns(x_ptr, place, rows, cols, tiles, x_stride, x_col_stride, V: tl.constexpr, S: tl.constexpr = "none"):
+def load_columns(x_ptr, place, rows, cols, tiles, x_stride, x_col_stride, V: tl.constexpr, S: tl.constexpr):
     """`load_tokens`, transformed if V.size."""
     x, row, group = load_tokens(x_ptr, place, rows, cols, tiles, x_stride, x_col_stride, V, S)
     if V.size > 0:
@@ -91,7 +91,7 @@ def largest_of(x, V: tl.constexpr):
 @triton.jit
 def amax_columns(x_ptr, out_ptr, rows, cols, tiles, x_stride, x_col_stride, V: tl.constexpr):
     """out int32 [1], or [rows] if V.outer is "row": the bits of max |x| after the transform. See quantize.py."""
-    x, row, _ = load_columns(x_ptr, tl.program_id(0), rows, cols, tiles, x_stride, x_col_stride, V)
+    x, row, _ = load_columns(x_ptr, tl.program_id(0), rows, cols, tiles, x_stride, x_col_stride, V, "none")
     m = tl.max(largest_of(x, V).to(tl.int32, bitcast=True), 0)
     if V.outer == "row":
         tl.atomic_max(out_ptr + row, m, mask=row < rows)
@@ -113,7 +113,7 @@ def quantize_columns(
     out_col_stride,
     words,
     V: tl.constexpr,
-    S: tl.constexpr = "none",
+    S: tl.constexpr,
 ):
     """1xN blocks of tile `place`, the arguments as in quantize.py. Packed words are int64 (16 codes) and codes int64 (8
     codes, the first in the lowest byte), or bytes if they are stored as x lies; values fill whole groups of the

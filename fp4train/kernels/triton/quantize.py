@@ -49,7 +49,7 @@ def columns_of(eight):
 
 
 @triton.jit
-def load_eights(x_ptr, row, eight, rows, cols, x_stride, V: tl.constexpr, S: tl.constexpr = "none"):
+def load_eights(x_ptr, row, eight, rows, cols, x_stride, V: tl.constexpr, S: tl.constexpr):
     """float32 [A, G, 8] of rows [A] and groups of eight columns [A or 1, G]; 0 outside of x. S: what x_ptr points to,
     see sources.py."""
     col = columns_of(eight)
@@ -101,7 +101,7 @@ def store_rounded(out_ptr, x, encode, decode, row, eight, rows, cols, stored_col
 
 @triton.jit
 def quantize_rows(
-    pointers, place, rows, cols, groups, tiles, x_stride, out_stride, words, V: tl.constexpr, S: tl.constexpr = "none"
+    pointers, place, rows, cols, groups, tiles, x_stride, out_stride, words, V: tl.constexpr, S: tl.constexpr
 ):
     """1xN blocks of tile `place`; column stride 1."""
     x_ptr, amax_ptr, out_ptr, scale_ptr, decode_ptr = pointers
@@ -120,7 +120,7 @@ def quantize_rows(
 
 @triton.jit
 def quantize_rows16(
-    pointers, place, rows, cols, groups, tiles, x_stride, out_stride, words, V: tl.constexpr, S: tl.constexpr = "none"
+    pointers, place, rows, cols, groups, tiles, x_stride, out_stride, words, V: tl.constexpr, S: tl.constexpr
 ):
     """1x16 E2M1 blocks, output "packed": int64 words of sixteen codes, [rows, groups].
 
@@ -163,7 +163,7 @@ def quantize_squares(pointers, rows, cols, groups, tiles, x_stride, out_stride, 
     row = tile_row * V.n + tl.arange(0, V.n)
     group = tile_col * V.tile_blocks + tl.arange(0, V.tile_blocks)
     eight = (tile_col * (V.tile_blocks * EIGHTS) + tl.arange(0, V.tile_blocks * EIGHTS))[None, :]
-    x = load_eights(x_ptr, row, eight, rows, cols, x_stride, V)
+    x = load_eights(x_ptr, row, eight, rows, cols, x_stride, V, "none")
     s_enc, s_dec = outer_scales(amax_ptr, decode_ptr, row, 0, tl.program_id(0), rows, V)
     amax_b = rounding.largest_along(rounding.largest_of_eight(x), 0)
     amax_b = rounding.largest_along(tl.reshape(amax_b, (V.tile_blocks, EIGHTS)), 1)
@@ -188,7 +188,7 @@ def quantize_whole(pointers, rows, cols, groups, tiles, x_stride, out_stride, wo
     tile_col = tl.program_id(0) % tiles
     row = (tl.program_id(0) // tiles) * V.tile_rows + tl.arange(0, V.tile_rows)
     eight = (tile_col * V.tile_blocks + tl.arange(0, V.tile_blocks))[None, :]
-    x = load_eights(x_ptr, row, eight, rows, cols, x_stride, V)
+    x = load_eights(x_ptr, row, eight, rows, cols, x_stride, V, "none")
     if V.outer == "row":
         scale, inverse = float_scales(tl.load(amax_ptr + row, mask=row < rows, other=0.0), V)
         if tile_col == 0:
@@ -235,14 +235,15 @@ def quantize(
     pointers = (x_ptr, amax_ptr, out_ptr, scale_ptr, decode_ptr)
     words = (key0, key1, counter2, counter3, col_group, row_offset)
     place = tl.program_id(0)
+    S: tl.constexpr = "none"
     if V.blocks == "columns":
         quantize_columns(
-            pointers, place, rows, cols, groups, tiles, x_stride, x_col_stride, out_stride, out_col_stride, words, V
+            pointers, place, rows, cols, groups, tiles, x_stride, x_col_stride, out_stride, out_col_stride, words, V, S
         )
     elif V.blocks == "rows":
-        quantize_rows(pointers, place, rows, cols, groups, tiles, x_stride, out_stride, words, V)
+        quantize_rows(pointers, place, rows, cols, groups, tiles, x_stride, out_stride, words, V, S)
     elif V.blocks == "rows16":
-        quantize_rows16(pointers, place, rows, cols, groups, tiles, x_stride, out_stride, words, V)
+        quantize_rows16(pointers, place, rows, cols, groups, tiles, x_stride, out_stride, words, V, S)
     elif V.blocks == "squares":
         quantize_squares(pointers, rows, cols, groups, tiles, x_stride, out_stride, words, V)
     else:
