@@ -148,7 +148,7 @@ LATER = {
         ),
     ),
     "norms and gates that are quantised where they are made": Capability(
-        697,
+        698,
         5,
         (
             *("nn/produced.py", "quantize/produced.py", "quantize/launch.py"),

@@ -43,8 +43,9 @@ from fp4train.shards import TensorShard, is_sharded, local, shard_of
 
 _log = logging.getLogger(__name__)
 
-TILE: Final = 128
-"""Eights of columns of a program of the Triton kernel: one per thread."""
+TILE: Final = 64
+"""Eights of columns of a program of the Triton kernel: one per thread of two warps. Of four warps Triton 3.6 spills
+registers."""
 
 MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 """The names of the two moments in the state, which are those of torch's AdamW."""
@@ -283,7 +284,7 @@ def by_triton(tensors: SlabTensors, keys: Keys, numbers: StepNumbers, index: int
     rows, cols = tensors.weight.shape
     groups = -(-(cols + keys.skip) // LANES)
     sizes = (cols, groups, rows * groups, keys.skip, seed, layer, second, col_group, row_offset)
-    launch = triton_launch.Launch(adamw, -(-rows * groups // TILE), sizes, {"V": variant})  # type: ignore[arg-type]
+    launch = triton_launch.Launch(adamw, -(-rows * groups // TILE), sizes, {"V": variant}, 2)  # type: ignore[arg-type]
     launch(*tensors, numbers.values[index], numbers.counters[index, INITIAL:], numbers.failed)
 
 

@@ -24,11 +24,14 @@ from fp4train.quantize.spec import QuantSpec
 from fp4train.quantize.triton import MOST_KINDS, TritonQuantizer, has_pair_kernel, why_not_spec
 from fp4train.quantize.triton_launch import BothPlan
 
-_PLACES: Final = {"norm": (128, 1), "root": (128, 1), "gradients": (64, 2)}
+_PLACES: Final = {"norm": (128, 1), "root": (128, 1), "gate": (128, 1), "gradients": (64, 2)}
 """Features, and blocks of tokens, of a program that makes codes without an amax, where few tokens should make a strip,
 or many numbers take the registers."""
-_TURNED: Final = 64, 8
-"""Tokens, and groups of eight features, of a program that makes codes of one scale."""
+_MEASURED: Final = 64, 4
+"""Features, and blocks of tokens, of a program that makes codes by an amax: one of four warps, so that more than one
+lies on a multiprocessor also with Triton 3.6, which takes up to twice as many registers."""
+_TURNED: Final = 32, 8
+"""Tokens, and groups of eight features, of a program of four warps that makes codes of one scale."""
 STRIP: Final = 16
 """Tokens of a program of `norm_backward`."""
 READ: Final = {"norm": 2, "root": 2, "gate": 4, "gradients": 6}
@@ -187,7 +190,7 @@ def _plan_turned(spec: QuantSpec, x_MK: Tensor, kind: str, eps: float, given: in
     plan, tensors, results = triton_launch.plan_turned(spec, x_MK, False, False, _TURNED), *_counts(kind)
     old, place = plan.launch, (128, 2 if eps else 4)
     constants, groups = old.constants | {"S": kind}, (tensors, 1, 3 * results)
-    launch = Launch(turned_produced, old.programs * results, old.sizes, constants, old.warps, groups=groups)
+    launch = Launch(turned_produced, old.programs * results, old.sizes, constants, groups=groups)
     return BothPlan(_plan_amax(spec, x_MK, place, kind, eps, given), (True, True), launch, plan.results)
 
 
@@ -228,7 +231,7 @@ def _plan(
 
     tensors, results = _counts(kind)
     measured, features = row.global_scale or column.global_scale, x_MK.shape[1]
-    place = None if measured else _PLACES.get(kind)
+    place = _MEASURED if measured else _PLACES[kind]
     plan = triton_launch.plan_both(row, x_MK, column, tiled, place, turned)
     assert plan is not None, "the rows of x are contiguous"
     amax = None
