@@ -208,7 +208,7 @@ BYTES = {"copy_": 2 + 4, "amax": 4, "sub": 4 + 4, "exp_": 4 + 4, "sum": 4, "sub_
 
 def test_torchs_operators_move_the_bytes_per_logit_that_are_stated() -> None:
     logits, targets = torch.randn(8, VOCABULARY).bfloat16(), torch.arange(8)[:, None]
-    with torch.profiler.profile(record_shapes=True) as seen:
+    with torch.profiler.profile(record_shapes=True, acc_events=True) as seen:
         _, grad = loss_module._losses(logits.float(), targets, None, masked=False, gradient=True)
         grad.to(torch.bfloat16)
     names = [event.name.removeprefix("aten::") for event in seen.events() if [8, VOCABULARY] in event.input_shapes]
