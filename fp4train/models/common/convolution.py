@@ -145,7 +145,7 @@ class _Modal(torch.autograd.Function):
         ages = torch.arange(time, device=residues_CN.device, dtype=residues_CN.dtype)
         h = residues_CN.new_zeros(residues_CN.shape[0], time)
         for pole, residue in zip(log_poles_CN.unbind(1), residues_CN.unbind(1), strict=True):
-            h += residue[:, None] * (pole[:, None] * ages).exp()
+            h = h + residue[:, None] * (pole[:, None] * ages).exp()  # in place torch 2.11 compiles it without gradients
         return h
 
     @staticmethod
