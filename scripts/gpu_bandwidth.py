@@ -47,10 +47,14 @@ def timings(x: Tensor) -> list[Timing]:
     def both(row: kernels.TritonQuantizer, column: kernels.TritonQuantizer, given: Tensor | None) -> object:
         return row.with_columns(column, x, key, given, key, given, True, True)
 
+    second, third = x.clone(), x.clone()  # of their own memory, which no cache holds after x was read
+
     # The tensors that x is made of, read twice where an amax comes first, and the codes of all results.
     norm = produced.SourceTensors("norm", (x, x[0].clone(), torch.empty(len(x), device=x.device)), 1e-5)
-    summed = norm._replace(tensors=(torch.empty_like(x), *norm.tensors[1:], x, x))
-    gate, gradients = produced.SourceTensors("gate", (x, x)), produced.SourceTensors("gradients", (x, x, x))
+    summed = norm._replace(tensors=(torch.empty_like(x), *norm.tensors[1:], x, second))
+    gate = produced.SourceTensors("gate", (x, second))
+    gradients = produced.SourceTensors("gradients", (x, second, third))
+    backward = partial(produced.norm_backward, x, second, *norm.tensors[1:])
     none, drawn = [(None, None)], [(key, key)] * 2
     made = [
         ("nvfp4", (nvfp4, had), none, norm, 2 * plain + 2 * codes4),
@@ -99,6 +103,12 @@ def timings(x: Tensor) -> list[Timing]:
             Timing(f"{name} codes of {source.kind}{of_sum}", partial(produced.produce, *pair, source, keys), moved)
             for name, pair, keys, source, moved in made
             for of_sum in [" of a sum" * (source is summed)]
+        ),
+        Timing("gradients of norm", backward, int(produced.NORM_BACKWARD * n)),
+        Timing(
+            "gradients of norm, one added",
+            partial(backward, added_MK=third),
+            int((produced.NORM_BACKWARD + produced.ADDED) * n),
         ),
         Timing("fp8 tensor codes", lambda: tensor8.codes(x, None, amax), plain + n),
         Timing("fp8 tensor values", lambda: tensor8.values(x, None, amax), 2 * plain),

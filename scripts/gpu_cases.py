@@ -85,11 +85,15 @@ PRODUCED = {
 }
 """Sources of a tensor that is quantised where it is made (`quantize/produced.py`), and specs of both its forms."""
 
+BACKWARD = {"gradients of norm": False, "gradients of norm, one added": True}
+"""Whether the backward pass of a norm adds another gradient to that of its input."""
+
 
 @dataclass(frozen=True)
 class Case:
     """One tensor under one spec, or its codes by `spec` and those of its transpose by `column`; of a `source` x is what
-    that is made of: the first tensor, and below it the second."""
+    that is made of: the first tensor, and below it the second. Of `BACKWARD` these are dy and h; nothing is quantised.
+    """
 
     name: str
     x: Tensor
@@ -159,3 +163,7 @@ def cases(*, shapes: list[tuple[int, int]], kinds: list[str], dtypes: list[torch
                 x = content(kind, 2 * rows, cols, zlib.crc32(f"{source}{row}{rows}{cols}".encode())).bfloat16()
                 label = f"{row}, and {column} of x.T, of {source} | {rows}x{cols} {kind}"
                 yield Case(label, x, SPECS[row], KEY, None, SPECS[column], source)
+    for name in BACKWARD:
+        for rows, cols in shapes:
+            x = content("normal", 2 * rows, cols, zlib.crc32(f"{name}{rows}{cols}".encode())).bfloat16()
+            yield Case(f"{name} | {rows}x{cols} normal", x, QuantSpec(), None, None, source=name)

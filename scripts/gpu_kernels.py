@@ -4,7 +4,8 @@
 
 1. Exactness: every kernel against the readable reference, computed on the CPU: codes, scales, amax, values and decoded
    values, over specs, shapes, dtypes, strides and bad input; one tensor of more than 2^31 elements, some rows of it
-   (left out by --no-large or too little memory). Any difference ends the run with status 1.
+   (left out by --no-large or too little memory). Gradients of a norm may differ from autograd's in float64 by what
+   their rounding allows. Any other difference ends the run with status 1.
 2. Bandwidth (`gpu_bandwidth.py`): bytes that a kernel must move, divided by its time, as a share of a copy's.
 
 Compiling takes most of the time: Triton's ptxas needs 4 to 20 s for some kernels. So the cases are shared out among as
@@ -32,8 +33,9 @@ from typing import Any
 
 import gpu_stand_ins
 import torch
-from gpu_cases import KEY, SPECS, Case, cases
+from gpu_cases import BACKWARD, KEY, SPECS, Case, cases
 from torch import Tensor
+from torch.nn.functional import rms_norm
 
 from fp4train.quantize import Quantized, QuantSpec, produced, reference
 from fp4train.quantize import triton as kernels
@@ -67,6 +69,8 @@ def check(case: Case, device: str) -> dict[str, str]:
     x, amax = on(case.x, device), None if case.amax is None else case.amax.to(device)
     if reason := kernels.why_not(case.spec, x.device.type) or kernels.why_not_tensor(x):
         return {"why_not": reason}
+    if case.source in BACKWARD:
+        return check_backward(x, adds=BACKWARD[case.source])
     if case.source is not None:
         return check_produced(case, x, case.source)
     if case.column is not None:
@@ -135,6 +139,33 @@ def check_produced(case: Case, x: Tensor, name: str) -> dict[str, str]:
     error = rstd.cpu() / exact - 1  # NaN of 0 and 0
     if tensors is norm and bool((error.abs() > 2**-21).any()):
         found["rstd"] = f"relative errors up to {float(error.abs().max())}"
+    return found
+
+
+def check_backward(x: Tensor, *, adds: bool) -> dict[str, str]:
+    """Gradients of a norm, dh with another one added if `adds`, that are further from those of autograd in float64 than
+    their rounding takes them: dweight in float32 by 2^-20 of its largest number, dh in BF16 by 2^-8, the sum by 2^-8
+    of its largest number more, as it is rounded again.
+
+    With ε = 0.1 dh is more than a difference of rounding errors where the norm is of a single feature, too."""
+    dy, h = x.tensor_split(2)
+    weight, rstd = torch.linspace(-2, 2, x.shape[1], device=x.device), (h.float().square().mean(1) + 0.1).rsqrt()
+    added = dy.flip(0) if adds else None
+    dh, dweight = produced.norm_backward(dy, h, weight, rstd, added_MK=added)
+    exact = h.cpu().double().requires_grad_(), weight.cpu().bfloat16().double().requires_grad_()
+    torch.autograd.backward(rms_norm(exact[0], exact[1].shape, exact[1], 0.1), dy.cpu().double())
+    wanted, wanted_dweight = (each.grad for each in exact)
+    assert wanted is not None and wanted_dweight is not None
+    dh_bound, dweight_bound = 2**-8 * wanted.abs().max(), 2**-20 * wanted_dweight.abs().max()
+    if added is not None:
+        wanted = wanted + added.cpu()
+        dh_bound += 2**-8 * wanted.abs().max()
+    found: dict[str, str] = {}
+    pairs = {"dh": (dh, wanted, dh_bound), "dweight": (dweight, wanted_dweight, dweight_bound)}
+    for name, (ours, theirs, bound) in pairs.items():
+        error = (ours.cpu() - theirs).abs().max()
+        if not error <= bound:  # as of NaN
+            found[name] = f"errors up to {float(error)}, not {float(bound)}"
     return found
 
 
@@ -291,7 +322,7 @@ def main() -> int:
         done[record["case"]] = record
     records = [done[case.name] for case in chosen]
     wrong = [record for record in records if record["differences"]]
-    print(f"exactness: {len(records) - len(wrong)} of {len(records)} cases equal the reference to the bit")
+    print(f"exactness: {len(records) - len(wrong)} of {len(records)} cases equal the reference")
     result: dict[str, Any] = {"machine": found, "cases": len(records), "different": wrong}
     result["names"] = [record["case"] for record in records]
     if device == "cuda" and not arguments.sanitize:

@@ -24,13 +24,14 @@ needs_triton = pytest.mark.skipif(
 @pytest.mark.long
 @needs_triton
 def test_every_kernel_equals_the_reference_to_the_bit_in_the_interpreter(tmp_path: Path) -> None:
-    """All its specs, row-wise, transposed and strided, with NaN, infinities, subnormals and 1e+-30."""
+    """All its specs, row-wise, transposed and strided, with NaN, infinities, subnormals and 1e+-30; but for the
+    gradients of a norm, which equal autograd's within their rounding."""
     out = tmp_path / "result.json"
     run = interpreted(str(SCRIPT), "--out", str(out))
     assert out.exists(), run.stdout + run.stderr
     result = json.loads(out.read_text())
     assert result["different"] == []
-    assert result["cases"] >= 78 + 7
+    assert result["cases"] >= 105 + 2
     assert run.returncode == 0
 
 
