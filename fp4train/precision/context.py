@@ -18,8 +18,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ContextDecorator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -129,22 +130,39 @@ def once(owner: object, make: Callable[[], T]) -> T:
     return made
 
 
-@contextmanager
-def _enter(entered: State) -> Iterator[None]:
-    outer, _THREAD.state = state(), entered
-    try:
-        yield
-    finally:
-        _THREAD.state = outer
-        if entered.context is not None:
-            entered.context.forget()
+class _Region(ContextDecorator):
+    """A region of this thread in the state `entered(the state around it)`. A class, since `autocast` is entered in each
+    forward pass, and a generator of contextlib takes several times as long.
+
+    Args:
+        watched: whether its end is that of a region of `autocast` (`_watched`).
+    """
+
+    def __init__(self, entered: Callable[[State], State], *, watched: bool = False) -> None:
+        self._entered, self._watched = entered, watched
+        self._open: list[tuple[State, State]] = []
+
+    def __enter__(self) -> None:
+        outer = state()
+        _THREAD.state = entered = self._entered(outer)
+        self._open.append((outer, entered))
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        outer, entered = self._open.pop()
+        _THREAD.state, context = outer, entered.context
+        if context is not None:
+            context.forget()
+            if self._watched and context.met is not None and outer.context is None and error is None:
+                _judge(context, context.met)
 
 
-@contextmanager
-def use(context: Context | None) -> Iterator[None]:
+def use(context: Context | None) -> AbstractContextManager[None]:
     """Run layers in `context`, without what `autocast` checks."""
-    with _enter(state()._replace(context=context, backward=backward_pass())):
-        yield
+    return _Region(partial(_within, context))
+
+
+def _within(context: Context | None, outer: State) -> State:
+    return State(context, backward_pass(), outer.recording, outer.replaying, outer.outer)
 
 
 def enter(context: Context | None) -> None:
@@ -162,31 +180,25 @@ def leave() -> None:
             now.context.forget()
 
 
-@contextmanager
-def _watched(context: Context) -> Iterator[None]:
-    """`use`; on the end of the first outermost region of a recipe and policy in a thread, warn if no layer quantises.
-
-    In a region that is watched each layer notes whether it quantises.
-    """
-    outer = current()
-    met = None if outer is None else outer.met
-    key, judged = (context.recipe, context.policy), _THREAD.__dict__.setdefault("judged", set())
-    if outer is None and context.recipe.quantised and key not in judged:
+def _watched(context: Context, outer: State) -> State:
+    """`_within`; the layers of a thread's first outermost region of a recipe and policy note whether they quantise."""
+    met = None if outer.context is None else outer.context.met
+    judged = _THREAD.__dict__.setdefault("judged", set())
+    if outer.context is None and (context.recipe, context.policy) not in judged and context.recipe.quantised:
         met = {}
-    with use(context if met is None else replace(context, met=met)):
-        yield
-    if outer is None and met is not None:
-        judged.add(key)
-        if not any(met.values()):
-            _log.warning("autocast(%s): nothing is quantised: %s", type(context.recipe).__name__, _why_not(met))
+    return _within(context if met is None else replace(context, met=met), outer)
 
 
-def _why_not(met: dict[object, bool]) -> str:
+def _judge(context: Context, met: dict[object, bool]) -> None:
+    """Warn, at the end of an outermost region whose layers noted it, if none of them quantises."""
+    _THREAD.judged.add((context.recipe, context.policy))
+    if any(met.values()):
+        return
+    why = "no fp4train layer ran in it; fp4train.convert(model) makes them, fp4train.conversion(model) lists the others"
     if met:
-        return f"the policy keeps every layer that ran ({len(met)}) in high precision; LayerPolicy(last=0) keeps fewer"
-    return (
-        "no fp4train layer ran in it; fp4train.convert(model) makes them, fp4train.conversion(model) lists the others"
-    )
+        kept = f"the policy keeps every layer that ran ({len(met)}) in high precision"
+        why = f"{kept}; LayerPolicy(last=0) keeps fewer"
+    _log.warning("autocast(%s): nothing is quantised: %s", type(context.recipe).__name__, why)
 
 
 def autocast(
@@ -230,7 +242,7 @@ def autocast(
     if policy is not None and not isinstance(policy, LayerPolicy):
         raise TypeError(f"autocast's policy is a LayerPolicy object or None, not {policy!r}")
     context = Context(recipe=recipe, policy=policy, seed=seed, step=step, token_offset=token_offset, counters=counters)
-    return _watched(context) if enabled else use(None)
+    return _Region(partial(_watched, context), watched=True) if enabled else use(None)
 
 
 def activation_dtype(default: torch.dtype) -> torch.dtype:
@@ -253,14 +265,11 @@ def recompute_contexts() -> tuple[AbstractContextManager[None], AbstractContextM
     outer = state()
     record: dict[object, list[object]] = {}
 
-    @contextmanager
-    def again() -> Iterator[None]:
-        replaying = {owner: iter(calls) for owner, calls in record.items()}
+    def again(_: State) -> State:
         # `recording` starts empty: the outer regions have ended, or are being recomputed around this one.
-        with _enter(outer._replace(backward=backward_pass(), recording=(), replaying=replaying)):
-            yield
+        return outer._replace(backward=backward_pass(), recording=(), replaying={k: iter(v) for k, v in record.items()})
 
-    return _enter(outer._replace(recording=(*outer.recording, record))), again()
+    return _Region(lambda _: outer._replace(recording=(*outer.recording, record))), _Region(again)
 
 
 def recompute(function: Callable[..., torch.Tensor], *args: object) -> torch.Tensor:
