@@ -173,9 +173,9 @@ LATER = {
         ),
     ),
     "gradients added in products of recomputed blocks, shards and experts, or by autograd": Capability(
-        39,
+        59,
         0,
-        parts=("nn/executors/gemms.py:adds", "nn/executors/gemms.py:sum_so_far"),
+        parts=("nn/executors/gemms.py:adds", "nn/executors/gemms.py:accumulates", "nn/executors/gemms.py:sum_so_far"),
     ),
 }
 """A new capability has an entry of its own; its lines are what it needs. An entry names its files or its parts."""

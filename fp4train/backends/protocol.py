@@ -120,7 +120,7 @@ class LayerKernels(LayerState, Protocol):
         table: Table,
         *,
         position: tuple[int, int] | None = None,
-        into: Callable[[], Tensor] | None = None,
+        into: Callable[[Any], Tensor] | None = None,
         freed: bool = False,
         readers: Readers | None = None,
         parts: Sequence[Tensor] = (),
@@ -130,7 +130,8 @@ class LayerKernels(LayerState, Protocol):
 
         position: (seed, step), within which the weight does not change, so that it is quantised once; None: it may
         have changed since the last call.
-        into: gives, in backward, the float32 [N, K] to which dw is added; None: dw is returned, in the table's dtype.
+        into: gives, in backward, the float32 [N, K] to which dw is added, of the node of the graph to which autograd
+        would give dw; None: dw is returned, in the table's dtype.
         freed: whether the memory of `weight` is freed after the call and filled again before its backward pass, so that
         nothing as large as it may be kept in between.
         readers: the layers that read this x; None: only this one.
@@ -154,14 +155,13 @@ class ExpertKernels(LayerState, Protocol):
         table: Table,
         counts: Sequence[int],
         *,
-        into: Callable[[], Tensor] | None = None,
+        into: Callable[[Any], Tensor] | None = None,
     ) -> Tensor:
         """y [M, N] of x [M, K], sorted by expert, in the table's dtype; gradients through autograd.
 
         weight: [E, N, K]; bias: [E, N] or None.
         counts: rows of each expert; those of y after their sum are zero.
-        into: gives, in backward, the float32 [E, N, K] to which dw is added; None: dw is returned, in the table's
-        dtype.
+        into: as in `LayerKernels`, float32 [E, N, K].
         """
 
 

@@ -132,6 +132,11 @@ def test_dw_of_an_expert_is_added_to_its_gradient_within_its_product(
         found.append(two_steps(experts, recipe))
         assert added == [(N, K)] * 2 * sum(map(bool, COUNTS)) * in_product
     assert all(torch.equal(*each) for each in zip(*found, strict=True))
+    before = experts.weight.grad.clone()
+    with autocast(recipe, seed=3, step=1):
+        y = experts(x_with_a_tail(), COUNTS)
+    (given,) = torch.autograd.grad(y.float().square().sum(), experts.weight)
+    assert torch.equal(experts.weight.grad, before) and given.any() and len(added) == 2 * sum(map(bool, COUNTS))
 
 
 @pytest.mark.parametrize(

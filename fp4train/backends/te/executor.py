@@ -126,7 +126,7 @@ def _make_meta(module: Any, te_recipe: Any) -> None:
         module.init_fp8_meta_tensors(te_recipe)
 
 
-def summed(weight: Tensor, into: Callable[[], Tensor]) -> Any:
+def summed(weight: Tensor, into: Callable[[Any], Tensor]) -> Any:
     """`weight` as TE takes one whose gradients its GEMM adds up: what `into` gives in backward is its `main_grad`.
 
     Under these names TE asks for it in the backward pass, so that it need not exist before (module/linear.py
@@ -137,7 +137,7 @@ def summed(weight: Tensor, into: Callable[[], Tensor]) -> Any:
 
     def main_grad() -> Tensor:
         del view.get_main_grad
-        return into()
+        return into(view.grad_fn)
 
     view.__fsdp_param__, view.get_main_grad = True, main_grad
     return view
@@ -247,7 +247,7 @@ class TEExecutor(LayerState):
         table: Table,
         *,
         position: tuple[int, int] | None = None,
-        into: Callable[[], Tensor] | None = None,
+        into: Callable[[Any], Tensor] | None = None,
         freed: bool = False,
         readers: Readers | None = None,
         parts: Sequence[Tensor] = (),

@@ -50,7 +50,7 @@ class TEExperts(LayerState):
         table: Table,
         counts: Sequence[int],
         *,
-        into: Callable[[], Tensor] | None = None,
+        into: Callable[[Any], Tensor] | None = None,
     ) -> Tensor:
         """y [M, N] in the recipe's dtype; rows after the sum of `counts` are zero.
 
@@ -59,8 +59,7 @@ class TEExperts(LayerState):
             weight: [E, N, K]; bias: [E, N] or None.
             table: any that `why_not` has nothing against in a layer of experts.
             counts: rows of each expert.
-            into: gives, in backward, the float32 [E, N, K] to which dw is added; None: dw is returned, in the recipe's
-                dtype.
+            into: see `ExpertKernels`; None: dw is returned, in the recipe's dtype.
         """
         te, dtype = pytorch_module(), table.torch_dtype
         experts, n, k = weight.shape
@@ -98,15 +97,15 @@ class TEExperts(LayerState):
 class _Sums:
     """The gradients that `into` gives, asked for once, by expert."""
 
-    def __init__(self, into: Callable[[], Tensor] | None) -> None:
+    def __init__(self, into: Callable[[Any], Tensor] | None) -> None:
         self.into = into
         self.whole: Tensor | None = None
 
-    def of(self, number: int) -> Callable[[], Tensor]:
-        def get() -> Tensor:
+    def of(self, number: int) -> Callable[[Any], Tensor]:
+        def get(node: Any) -> Tensor:
             if self.whole is None:
                 assert self.into is not None
-                self.whole = self.into()
+                self.whole = self.into(node)
             return self.whole[number]
 
         return get

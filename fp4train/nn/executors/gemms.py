@@ -89,19 +89,31 @@ def adds(dtype: torch.dtype, device: str, sums: Sums) -> bool:
     return sums == "product" and device in ADDING and dtype is not torch.float32
 
 
-def sum_so_far(w_NK: Tensor) -> Tensor | None:
+def accumulates(node: Any) -> bool | None:
+    """Whether this backward pass adds to the gradients of all leaves below a node of the graph, of which `inputs` may
+    leave some out; None: `torch.autograd.grad` returns one instead."""
+    if below := {accumulates(each) for each, _ in node.next_functions if each is not None}:
+        return None if None in below else all(below)
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # of a leaf that torch.autograd.grad is asked for
+        return None
+
+
+def sum_so_far(w_NK: Tensor, node: Any) -> Tensor | None:
     """The sum of a weight's gradients, float32, to which a product of this pass can be added; None: autograd has dw.
 
-    It has the first one, those of weights that are no parameters, and those that a hook on the parameter is to see.
-    So `torch.autograd.grad` of a weight with a gradient adds to that and gives None: set it to None before.
+    It has the first one, those of weights that are no parameters, those that a hook on the parameter is to see, and all
+    in passes that leave `.grad` as it is (`accumulates`).
 
     Args:
         w_NK: as the layer was called with it, of tensor-parallel ranks the parameter: what autograd saved is another
             tensor where it is recomputed.
+        node: of the graph, to which autograd would give dw.
     """
     if not w_NK.is_leaf or w_NK.dtype != torch.float32 or w_NK._backward_hooks or w_NK._post_accumulate_grad_hooks:
         return None
-    return None if w_NK.grad is None else local(w_NK.grad)
+    return local(w_NK.grad) if w_NK.grad is not None and accumulates(node) else None
 
 
 class Gemms(Executor):
@@ -251,7 +263,8 @@ class GemmsFunction(torch.autograd.Function):
         call: Call = ctx.call
         w_NK, *tensors = ctx.saved_tensors
         saved = unflatten(tensors, ctx.heads)
-        more = {"total_NK": sum_so_far(ctx.w)} if call.executor.adds and ctx.needs_input_grad[1] else {}
+        adds = call.executor.adds and ctx.needs_input_grad[1]
+        more = {"total_NK": sum_so_far(ctx.w, ctx.next_functions[1][0])} if adds else {}
         if not torch_autocasts(dy_MN.device.type):
             return (*call.executor.backward(dy_MN, w_NK, saved, call, **more), None)
         with without_torchs_autocast(dy_MN.device.type):

@@ -114,7 +114,7 @@ class GroupFunction(torch.autograd.Function):
         w_ENK, *tensors = ctx.saved_tensors
         gradients, (x_shape, w_shape) = ctx.gradients, ctx.shapes
         dx = None if gradients.x is None else dy_MN.new_empty(x_shape, dtype=gradients.x)
-        total = None if gradients.w is None or ctx.w is None else sum_so_far(ctx.w)
+        total = None if gradients.w is None or ctx.w is None else sum_so_far(ctx.w, ctx.next_functions[1][0])
         dw = None if gradients.w is None or total is not None else dy_MN.new_empty(w_shape, dtype=gradients.w)
         dbias = None if gradients.bias is None else dy_MN.new_empty(w_shape[:2], dtype=gradients.bias)
         idle = [number for number, count in enumerate(ctx.counts) if not count]

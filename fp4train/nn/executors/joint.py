@@ -152,18 +152,18 @@ class JointGemms(Joint):
         return torch.split(y_MN, [len(w) for w in weights], dim=1), saved
 
     def backward(
-        self, dys: Sequence[Tensor], weights: Each, saved: Saved, calls: Sequence[Call], summed: Weights = ()
+        self, dys: Sequence[Tensor], weights: Each, saved: Saved, calls: Sequence[Call], totals: Each = ()
     ) -> tuple[Tensor | None, Each, Each]:
         """dx [M, K], and of each layer dw [Nᵢ, K] and dbias [Nᵢ]; None for those not wanted.
 
         Args:
             dys: [M, Nᵢ] of the layers whose outputs were used; so the rest.
             weights: [Nᵢ, K] where dx is wanted.
-            summed: those as the layers were called with them, if dw is added to the gradients that they have.
+            totals: the sum that dw of each is to be added to, if all have one; it is not returned then.
         """
         one, of_x, of_w = self.alone, self.plan.dgrad.joint, self.plan.wgrad.joint
         gradients = [call.gradients for call in calls]
-        if summed and self._add(dys, summed, saved, calls):
+        if self._add(dys, totals, saved, calls):
             gradients = [own._replace(w=None) for own in gradients]
         dx_MK: Tensor | None = None
         dw: list[Tensor | None] = [None] * len(dys)
@@ -187,15 +187,14 @@ class JointGemms(Joint):
                     dx_MK = term if dx_MK is None else dx_MK + term
         return dx_MK, dw, dbias
 
-    def _add(self, dys: Sequence[Tensor], summed: Weights, saved: Saved, calls: Sequence[Call]) -> bool:
-        """Add dw of all layers to the gradients that their weights have, each within its GEMM; whether all have one."""
-        wanted = [i for i, call in enumerate(calls) if call.gradients.w is not None]
-        totals = [sum_so_far(summed[i]) for i in wanted]
-        if not totals or any(total is None for total in totals):
+    def _add(self, dys: Sequence[Tensor], totals: Each, saved: Saved, calls: Sequence[Call]) -> bool:
+        """Add dw of all layers to their sums, each within its GEMM; whether all have one."""
+        wanted = [i for i, call in enumerate(calls) if call.gradients.w is not None] if totals else []
+        if not wanted or any(totals[i] is None for i in wanted):
             return False
-        for i, total_NK in zip(wanted, totals, strict=True):
+        for i in wanted:
             call = replace(calls[i], gradients=GradientDtypes(w=torch.float32))
-            self.alone.backward(dys[i], None, saved, call, total_NK=total_NK)
+            self.alone.backward(dys[i], None, saved, call, total_NK=totals[i])
         return True
 
     def _joined(
@@ -245,7 +244,9 @@ class JointFunction(torch.autograd.Function):
         weights, saved = tensors[:count], unflatten(tensors[count:], ctx.heads)
         gradients: list[Tensor | None] = [None] * (3 + 2 * count)
         if used:
-            own = [[each[i] for i in used if each] for each in (dys, weights, ctx.calls, ctx.summed)]
+            nodes = ctx.next_functions[1:]  # of x, and of each weight and bias
+            totals = [node and sum_so_far(w, node) for w, (node, _) in zip(ctx.summed, nodes, strict=False)]
+            own = [[each[i] for i in used if each] for each in (dys, weights, ctx.calls, totals)]
             with without_torchs_autocast(executor.device):
                 gradients[0], dw, dbias = executor.backward(own[0], own[1], saved, *own[2:])
             for i, *found in zip(used, dw, dbias, strict=True):

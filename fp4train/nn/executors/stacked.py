@@ -7,7 +7,7 @@ gradients that a product adds to lie in one piece of memory likewise.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from fp4train.nn.call import Recorded, Sums
+from fp4train.nn.executors.gemms import accumulates
 from fp4train.nn.executors.joint import Joint
 from fp4train.nn.executors.whole_layer import BackendLayer, zeros_held
 from fp4train.precision.context import State
@@ -54,7 +55,8 @@ class JointBackend(Joint):
         into, held = None, list[Tensor]()
         w_NK: Tensor = StackedFunction.apply(held, *weights)  # type: ignore[no-untyped-call]
         if self.sums and w_NK.dtype == torch.float32:
-            into = partial(sums_in_memory, weights) if self.sums == "product" else partial(zeros_held, w_NK, held)
+            zeros = partial(zeros_held, w_NK, held)
+            into = partial(_sums, weights, zeros) if self.sums == "product" else zeros
         y_MN = self.alone.multiplied(layers[0], x_MK, w_NK, bias_N, now, into, 1, weights)
         ys: tuple[Tensor, ...] = SplitFunction.apply(y_MN, [len(w) for w in weights])  # type: ignore[no-untyped-call]
         return ys
@@ -92,6 +94,11 @@ def rows_of_one(matrices: Sequence[Tensor]) -> Tensor | None:
     matrix = first.detach().as_strided(shape, (shape[1], 1), start)
     parts = torch.split(matrix, [len(each) for each in matrices])
     return matrix if all(part.is_set_to(each) for part, each in zip(parts, matrices, strict=True)) else None
+
+
+def _sums(weights: Sequence[Tensor], zeros: Callable[[Any], Tensor], node: Any) -> Tensor:
+    """The gradients that dw is added to, or zeros, which autograd takes on, in passes that leave some as they are."""
+    return sums_in_memory(weights) if accumulates(node) else zeros(node)
 
 
 def sums_in_memory(weights: Sequence[Tensor]) -> Tensor:

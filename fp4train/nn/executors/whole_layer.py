@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from fp4train.backends import BACKENDS, LAYER_BACKENDS, LayerKernels, Prepared, Readers, add_product, widened
 from fp4train.backends.table import FORMS
 from fp4train.nn.call import Biases, Call, Counts, Executor, Recorded, Route, Sums, Weights
-from fp4train.nn.executors.gemms import Gradients, Saved, adds, sum_so_far
+from fp4train.nn.executors.gemms import Gradients, Saved, accumulates, adds, sum_so_far
 from fp4train.nn.gathered import Gathered, values_of
 from fp4train.nn.operands import Operand
 from fp4train.nn.weights import WeightForm
@@ -129,7 +129,7 @@ class TorchFunction(torch.autograd.Function):
     def backward(ctx: Any, dy_MN: Tensor) -> tuple[Tensor | None, ...]:
         x_MK, w_NK = ctx.saved_tensors
         wanted = ctx.needs_input_grad
-        total = sum_so_far(ctx.w) if wanted[1] and ctx.executor.adds else None
+        total = sum_so_far(ctx.w, ctx.next_functions[1][0]) if wanted[1] and ctx.executor.adds else None
         dx, dw, dbias = ctx.executor.backward(dy_MN, w_NK, (x_MK,), ctx.call, wanted, total)
         return dx, None if dw is None else dw.to(w_NK.dtype), dbias, None, None
 
@@ -212,7 +212,7 @@ class BackendLayer(Executor):
         w_NK: Tensor,
         bias_N: Tensor | None,
         now: State,
-        into: Callable[[], Tensor] | None,
+        into: Callable[[Any], Tensor] | None,
         readers: int,
         parts: Weights = (),
         codes: Callable[[bool], Prepared] | None = None,
@@ -220,7 +220,7 @@ class BackendLayer(Executor):
         """y [M, N] of x [M, K] by the kernels of `layer`.
 
         Args:
-            into: gives, in backward, the float32 that dw is added to; None: autograd has dw.
+            into: see `LayerKernels`; None: autograd has dw.
             readers: layers that read this x, each in a call of its own.
             parts: the parameters that w is the rows of; none: it is one.
             codes: of the weight, see `LayerKernels`.
@@ -235,7 +235,7 @@ class BackendLayer(Executor):
         options["codes"] = codes
         return kernels(x_MK, w_NK, bias_N, self.table, **options)
 
-    def _summed(self, w_NK: Tensor, *, values: bool = True) -> tuple[Tensor, Callable[[], Tensor] | None]:
+    def _summed(self, w_NK: Tensor, *, values: bool = True) -> tuple[Tensor, Callable[[Any], Tensor] | None]:
         """(The weight, or those of a group, as kernels take it; what gives the float32 that dw is added to).
 
         That is the gradient of a parameter, gathered ones included: 8 bytes per weight and microbatch. What is no
@@ -276,14 +276,25 @@ class ValuesFunction(torch.autograd.Function):
         return None if dw_NK is None else dw_NK.to(ctx.dtype), None, None
 
 
-def _sum_of(w_NK: Tensor) -> Tensor:
-    """The gradient of a parameter, zeros at first."""
+def _sum_of(w_NK: Tensor, node: Any) -> Tensor:
+    """The gradient of a parameter, zeros at first; zeros for nobody in a pass that leaves gradients as they are.
+
+    Raises:
+        RuntimeError: torch.autograd.grad is to return it.
+    """
+    if (adds := accumulates(node)) is None:
+        raise RuntimeError(
+            f"torch.autograd.grad of a weight {tuple(w_NK.shape)} whose product adds dw to `.grad`: take that after "
+            "backward(), or leave the sum to autograd, by sum_gradients(True, in_product=False) of each layer"
+        )
+    if not adds:
+        return zeros_held(w_NK, [], node)
     if w_NK.grad is None:
         w_NK.grad = torch.zeros(w_NK.shape, dtype=w_NK.dtype, device=w_NK.device)
     return w_NK.grad
 
 
-def zeros_held(w_NK: Tensor, held: list[Tensor]) -> Tensor:
+def zeros_held(w_NK: Tensor, held: list[Tensor], node: Any) -> Tensor:
     """float32 zeros of the shape of a weight, appended to `held`."""
     held.append(torch.zeros(w_NK.shape, dtype=torch.float32, device=w_NK.device))
     return held[-1]

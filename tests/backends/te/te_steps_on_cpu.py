@@ -142,6 +142,28 @@ def ways() -> dict[str, Any]:
     return found
 
 
+def left() -> dict[str, Any]:
+    """What passes that leave the weight's gradient as it is make of it, and the error of one that is to return dw."""
+    run = made(NVFP4())
+    layer, x = run.model.layers[0], run.model.table[:32].clone().requires_grad_()
+    for _ in range(2):
+        with run.region(), step_context(run):
+            y = layer(x)
+            if layer.weight.grad is None:
+                y.backward(torch.ones_like(y))
+    before, dx = layer.weight.grad.clone(), x.grad.clone()
+    found: dict[str, Any] = {}
+    found["dx"] = torch.equal(torch.autograd.grad(y, x, torch.ones_like(y), retain_graph=True)[0], dx)
+    found["dw"] = torch.equal(layer.weight.grad, before)
+    with run.region(), step_context(run):
+        y = layer(x)
+    try:
+        torch.autograd.grad(y, layer.weight, torch.ones_like(y))
+    except RuntimeError as error:
+        found["error"] = str(error)
+    return found | {"then": torch.equal(layer.weight.grad, before)}
+
+
 def orders() -> dict[str, float]:
     """A gradient of two passes whose backward passes follow both, the second first; and of a weight that is a view."""
     run = made(NVFP4())
@@ -254,6 +276,7 @@ if __name__ == "__main__":
         "stages": stages(),
         "gradients": gradients(),
         "ways": ways(),
+        "left": left(),
         "orders": orders(),
         "gathered": gathered(),
         "phases": phases(),

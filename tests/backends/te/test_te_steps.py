@@ -47,6 +47,13 @@ def test_gradients_added_by_the_gemm_are_those_that_autograd_adds_also_where_lay
     assert report["ways"][recipe] == {"added": [0, 8, 8], "equal": [True] * 3}
 
 
+def test_passes_that_leave_gradients_as_they_are_add_nothing_to_them(report: Any) -> None:
+    """What TE adds to comes from outside of autograd: a pass that is to return it is an error that names the switch."""
+    error = report["left"].pop("error")
+    assert report["left"] == {"dx": True, "dw": True, "then": True}
+    assert "in_product=False" in error
+
+
 def test_a_gradient_that_is_no_part_of_a_sum_is_rounded_as_elsewhere(report: Any) -> None:
     assert report["gradients"]["one microbatch"] == ["bfloat16"]
 

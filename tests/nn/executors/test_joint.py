@@ -139,6 +139,33 @@ def test_recomputed_layers_add_dw_within_their_gemms_too_and_all_ways_have_the_s
     assert not differing(found[0], found[1]) and not differing(found[0], found[2])
 
 
+@pytest.mark.parametrize(
+    "recipe", [BF16(), NVFP4(fused_scales=True).with_high_precision("wgrad")], ids=["all", "wgrad"]
+)
+@pytest.mark.parametrize("joint", [False, True])
+def test_passes_that_leave_gradients_as_they_are_add_nothing_to_them(
+    monkeypatch: pytest.MonkeyPatch, recipe: Recipe, joint: bool
+) -> None:
+    """`torch.autograd.grad` of weights that have gradients, of x alone, and backward with `inputs`."""
+    added, model = adding.begin(monkeypatch.setattr), made(recipe, joint=joint, sums=True)
+    once = {name: each.clone() for name, each in results(model, recipe).items()}
+    names = ("wq.weight", "wk.weight", "wv.weight")
+    weights = [model.get_parameter(name) for name in names]
+    x = normal(1, TOKENS, K, seed=11)[0].bfloat16().requires_grad_()
+    dys = [normal(TOKENS, size, seed=20).bfloat16() for size in SIZES]
+
+    def ys() -> Any:
+        with use(within(recipe)):
+            return model(x)
+
+    assert all(map(torch.equal, torch.autograd.grad(ys(), weights, dys), (once[name] for name in names)))
+    assert torch.equal(torch.autograd.grad(ys(), x, dys)[0], once["x"][0])
+    torch.autograd.backward(ys(), dys, inputs=[x, weights[1]])
+    assert added == ([] if joint else [(SIZES[1], K)])
+    for name, each in zip(names, weights, strict=True):
+        assert each.grad is not None and torch.equal(each.grad, once[name] * (2 if name == names[1] else 1))
+
+
 @pytest.fixture
 def products(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
     """[M, N, K] of each product of emulated codes."""

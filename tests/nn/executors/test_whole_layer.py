@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp4train.hardware import Device
 from fp4train.nn import Linear
+from fp4train.nn.executors import gemms
 from fp4train.nn.executors.whole_layer import TorchFunction, TorchLayer
 from fp4train.precision import BF16, FP32, MXFP8, NVFP4, FP8Current, Recipe, autocast
 from fp4train.precision.layer_plan import resolve
@@ -113,7 +114,9 @@ def test_microbatches_of_a_step_round_the_weight_once(tensors: tuple[Linear, Ten
 
 
 @pytest.mark.parametrize("hooked", [False, True])
-def test_on_a_gpu_the_gemm_adds_dw_of_later_microbatches_to_the_gradient(hooked: bool) -> None:
+def test_on_a_gpu_the_gemm_adds_dw_of_later_microbatches_to_the_gradient(
+    hooked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of float32 weights a sum by autograd writes dw, and reads it and the gradient again: twice the bytes. The calls
     are recorded on tensors without data. A hook must see each gradient, so autograd adds them then."""
     added: list[bool] = []
@@ -133,6 +136,8 @@ def test_on_a_gpu_the_gemm_adds_dw_of_later_microbatches_to_the_gradient(hooked:
         if hooked:
             w.register_post_accumulate_grad_hook(lambda parameter: None)
         context.saved_tensors, context.w, context.needs_input_grad = (x, w), w, (False, True, False)
+        context.next_functions = (None, 0), (None, 0)
+        monkeypatch.setattr(gemms, "accumulates", lambda node: True)
         returned = []
         for _ in range(3):
             dw = TorchFunction.backward(context, dy)[1]
