@@ -148,7 +148,7 @@ LATER = {
         ),
     ),
     "norms and gates that are quantised where they are made": Capability(
-        705,
+        730,
         5,
         (
             *("nn/produced.py", "quantize/produced.py", "quantize/launch.py"),

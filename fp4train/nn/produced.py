@@ -136,6 +136,8 @@ class Producer:
         self._seen: tuple[Executor | None, ...] = ()
         self._runs = self.by_backend = False
         """Whether it quantises its result, and whether in a backend's own kernels."""
+        self.asked = False
+        """Whether the model has asked it for a result, which it may have declined."""
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_seen": (), "_runs": False}
@@ -151,6 +153,7 @@ class Producer:
     def ready(self, x: Tensor) -> tuple[list[Executor], State] | None:
         """(the executors of readers and writers, the state of this thread) where codes can be made from tensors like
         x."""
+        self.asked = True
         if (
             torch.compiler.is_compiling()
             or not torch.is_grad_enabled()
@@ -182,7 +185,7 @@ class NormProducer(Producer):
     def __call__(self, x: Tensor, weight: Tensor, eps: float, change: Tensor | None = None) -> TensorPair | None:
         """(A carrier of the norm of h = x + change, or of h = x, and h, for who reads the residual stream after the
         norm); None: it cannot be made here."""
-        if type(weight) not in PLAIN or (found := self.ready(x)) is None:
+        if (found := self.ready(x)) is None or type(weight) not in PLAIN:
             return None
         if change is not None and (type(change), change.dtype, change.shape) != (type(x), x.dtype, x.shape):
             return None

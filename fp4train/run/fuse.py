@@ -93,7 +93,8 @@ def fuse(model: nn.Module, train: TrainSettings, device: str) -> None:
         liger.use_liger(model, spare=find_blocks(model) if train.compile else [])
     if why_not_produced(train, device) is None:
         for owner, producer in producers_of(model):
-            owner.producer = producer if isinstance(producer, Producer) else None  # type: ignore[assignment]
+            if isinstance(producer, Producer):
+                owner.producer = producer  # type: ignore[assignment]
     if device == "cuda" and train.kernels != "torch":
         _log.info("%s", said)
 

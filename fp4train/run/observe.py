@@ -29,6 +29,7 @@ from fp4train.precision import Recipe
 from fp4train.quantize.random import MEASUREMENT, RandomKey
 from fp4train.run.determinism import seed_model
 from fp4train.run.experts import Routed
+from fp4train.run.produced import check_asked
 from fp4train.run.step import Queued, microbatch_share, step_rows, train_losses
 from fp4train.run.supervise.ledger import Numbers, Step, Values
 from fp4train.track.statistics import GRADIENT, OPERAND, Statistics
@@ -157,7 +158,8 @@ def _norm(each: NDArray[Any]) -> float:
 
 
 def check_layers(run: Run, step: Step) -> None:
-    """Check after the first step that each layer that the plan quantises was called in it (`nn.called`).
+    """Check after the first step that each layer that the plan quantises was called in it (`nn.called`), and
+    each norm and gate that may quantise its result asked to.
 
     Raises:
         UserError: other code multiplies the weight of a planned layer; on every rank.
@@ -168,6 +170,7 @@ def check_layers(run: Run, step: Step) -> None:
     trained = {id(p) for name, p in run.model.named_parameters() if name in frozenset(step.names)}
     with run.world.together():
         check_called(run.plan, run.linears, called, lambda layer: id(layer.weight) in trained)
+    check_asked(run.model)
 
 
 def reset_oscillating(run: Run, step: Step) -> None:

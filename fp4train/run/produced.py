@@ -1,6 +1,7 @@
 """Norms and gates of a run that quantise their results where they are made (`nn/produced.py`), by stretch, and why
 others do not."""
 
+import logging
 import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -14,10 +15,14 @@ from fp4train.nn.planned import PlannedLayer
 from fp4train.nn.produced import GateProducer, NormProducer, Producer, why_padded
 from fp4train.precision.plan import PlannedStretch
 from fp4train.quantize import triton, triton_launch
-from fp4train.text import ranges
+from fp4train.text import first_few, ranges
+
+_log = logging.getLogger(__name__)
 
 _LAYER = re.compile(r"\bblocks\.\d+\.[\w.]+")
 """The name of a layer of a block, in a reason."""
+_NAMED = 6
+"""Most norms and gates that a warning names."""
 _BLOCK = re.compile(r"\bblocks\.(\d+)\.(.+)")
 """The name of a module: the number of its block, and its name there."""
 
@@ -28,7 +33,9 @@ def producers_of(model: nn.Module) -> Iterator[tuple[nn.Module, Producer | str]]
     for part in model.modules():
         for owner, readers, writers in getattr(part, "fp4train_produced", tuple)():
             others = [type(each).__name__ for each in (*readers, *writers) if not isinstance(each, PlannedLayer)]
-            if others:
+            if not hasattr(owner, "producer"):
+                yield owner, f"{type(owner).__name__} asks no producer"
+            elif others:
                 yield owner, f"a module that takes no codes ({others[0]}) reads the same"
             else:
                 yield (
@@ -48,6 +55,18 @@ def why_not_produced(train: TrainSettings, device: str, *, elsewhere: bool = Fal
     if elsewhere:
         return None
     return triton.why_not_here(device)
+
+
+def check_asked(model: nn.Module) -> None:
+    """Look at a model after its first step: norms and gates that it did not ask their producer for are logged as one
+    warning."""
+    producers = ((name, getattr(module, "producer", None)) for name, module in model.named_modules())
+    if silent := [name for name, each in producers if isinstance(each, Producer) and not each.asked]:
+        _log.warning(
+            "%s: named by fp4train_produced, and no producer was asked in the first step. They write BF16, whatever "
+            "the plan says: the `forward` of their class asks none",
+            first_few(silent, _NAMED),
+        )
 
 
 class ProducedNorms(NamedTuple):
@@ -116,7 +135,7 @@ def produced_by(
             done = f"{len(here)} norms and gates are quantised where they are made ({_places(here)})"
             own = [not each.by_backend for each in found.producers.values() if isinstance(each, NormProducer)]
             which = "these" if all(own) else sum(own)
-            adds = f"; {which} norms add up the residual stream, too" if any(own) else ""
+            adds = f"; {which} norms add up the residual stream that `of_stream` gives them" if any(own) else ""
             lines.insert(0, f"{done}, and not written in BF16{adds}.")
         said[stretch.title.partition(":")[0]] = lines
     if len({tuple(lines) for lines in said.values()}) == 1:

@@ -57,6 +57,10 @@ class Sums(TorchDispatchMode):  # of two residual streams, or of their gradients
         self.count += function.overloadpacket is torch.ops.aten.add and made.shape == (2, 16, 64)
         return made
 
+def called(self, x, cos, sin, *_):  # a block that calls its norms as modules
+    x = x + self.attention(self.attention_norm(x), cos, sin)
+    return x + self.mlp(self.mlp_norm(x))
+
 class Apart(NormProducer):  # torch adds beside its kernels
     def __call__(self, x, weight, eps, change=None):
         h = x if change is None else x + change
@@ -72,6 +76,8 @@ def trained(recipe, kernels, hooked=False, keep=None, shape=Llama, **options):
     for module in model.modules() if kernels == "apart" else ():
         if isinstance(getattr(module, "producer", None), NormProducer):
             module.producer.__class__ = Apart
+    if kernels == "called":
+        type(model.blocks[0]).forward, whole = called, type(model.blocks[0]).forward
     if hooked:
         model.blocks[0].mlp.down.register_forward_hook(lambda *_: None)
         model.blocks[0].mlp.gate.register_forward_hook(lambda *_: None)
@@ -85,6 +91,8 @@ def trained(recipe, kernels, hooked=False, keep=None, shape=Llama, **options):
                 loss = model(tokens, tokens.flip(1))
             loss.backward()
     counts = launched.copy()
+    if kernels == "called":
+        type(model.blocks[0]).forward = whole
     counts["sums"] = sums.count
     for name, _ in liger_on_cpu.calls:
         counts[name] += 1
@@ -114,6 +122,10 @@ for name, recipe, options in (
         apart, others = trained(recipe, "apart", **options)
         assert all(torch.equal(g, apart[n]) for n, g in fused.items()), name
         told[name].append([counts["sums"], others["sums"]])
+    if name == "MXFP8":
+        apart, others = trained(recipe, "called", **options)
+        assert all(torch.equal(g, apart[n]) for n, g in fused.items()), name
+        told["called"] = [others["quantize_produced"] + others["turned_produced"], others["norm_backward"]]
 print(json.dumps(told))
 """
 
@@ -164,6 +176,12 @@ def test_sums_in_the_kernels_of_norms_have_the_bits_of_torchs_beside_them(traine
     recomputed, hyena = trained["recomputed"][5], trained["hyena"][5]
     assert recomputed == [8, 8 + 2 * (2 + 2)]
     assert hyena == [12, 12 + 2 * (1 + 2)]
+
+
+@pytest.mark.long
+def test_norms_that_a_model_calls_as_modules_are_quantised_too(trained: Any) -> None:
+    """The program compares loss and gradients: torch has the sums, with the same bits."""
+    assert trained["called"] == trained["MXFP8"][1:3]
 
 
 @pytest.mark.long
@@ -220,3 +238,11 @@ def test_a_norm_that_hooks_watch_runs_as_a_module(change: torch.Tensor | None) -
     y, _ = norm.of_stream(torch.randn(4, 64), change)
     assert len(seen) == 1 and seen[0] is y
     assert not norm.operators.add_rms_norm.called and not norm.producer.called
+
+
+def test_a_norm_that_is_called_as_a_module_asks_its_producer() -> None:
+    norm, x, carrier = RMSNorm(64, eps=1e-5), torch.randn(4, 64), torch.full((4, 64), torch.nan)
+    norm.producer = Mock(return_value=(carrier, x))
+    assert norm(x) is carrier and norm.of_stream(x) == (carrier, x)
+    norm.producer = Mock(return_value=None)
+    assert torch.equal(norm(x), OF_TORCH.rms_norm(x, norm.weight, 1e-5))

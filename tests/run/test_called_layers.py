@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from command_line import Cli, losses
 
+from fp4train.quantize import triton
+
 LAB = '''
 from dataclasses import dataclass
 
@@ -47,8 +49,14 @@ def test_a_weight_that_the_model_multiplies_itself_ends_the_run_in_its_first_ste
     assert "policy.keep=[mlp.down]" in ended.err
 
 
-def test_the_fix_that_the_error_names_trains(cli: Cli) -> None:
-    assert cli(*OWN, "run.name=a", "train.steps=2", "policy.keep=[mlp.down]").code == 0
+def test_the_fix_that_the_error_names_trains_and_a_gate_that_asks_no_producer_is_named(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU, whose plan says that gates are quantised where they are made: their own forward pass asks nobody."""
+    monkeypatch.setattr(triton, "why_not_here", lambda device: None)
+    ended = cli(*OWN, "run.name=a", "train.steps=2", "policy.keep=[mlp.down]")
+    assert ended.code == 0
+    assert ended.err.count("blocks.0.mlp, blocks.1.mlp: named by fp4train_produced, and no producer was asked") == 1
     assert sorted(losses("runs/a")) == [1, 2]
 
 
@@ -56,6 +64,9 @@ def test_the_fix_that_the_error_names_trains(cli: Cli) -> None:
     "options",
     [("model.recompute=true",), ("model.tied=true", "eval.every=1"), ("eval.errors_every=1",), ("train.microbatch=2",)],
 )
-def test_a_run_whose_layers_are_all_called_says_nothing(cli: Cli, options: tuple[str, ...]) -> None:
+def test_a_run_whose_layers_are_all_called_says_nothing(
+    cli: Cli, options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton, "why_not_here", lambda device: None)
     ended = cli("run.name=a", "train.steps=2", "policy=all", *options)
     assert ended.code == 0 and "in the first step" not in ended.err

@@ -8,6 +8,7 @@ depends only on the distance between their positions. Grouped queries: arXiv:230
 """
 
 import math
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -40,7 +41,10 @@ def produced_norms(*pairs: tuple[nn.Module, nn.Module]) -> Produced:
 
 
 class StreamNorm(nn.RMSNorm):
-    """A norm of a residual stream, whose `forward` a subclass has."""
+    """A norm of a residual stream, which a subclass computes (`normalised`).
+
+    Where its producer runs, what it gives is a carrier of codes, which the producer's readers take and nothing else.
+    """
 
     tensor: TokenRanks | None = None
     """The tensor-parallel ranks, each with the whole weight; with `sequence` they normalise the other tokens."""
@@ -51,13 +55,25 @@ class StreamNorm(nn.RMSNorm):
     def of_stream(self, x: Tensor, change: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(The norm of the stream, the stream): of x + change, or of x, each [..., width].
 
-        Where the producer runs, the first is a carrier of codes, and one kernel adds, normalises and quantises.
-        Whoever reads the stream next takes it from here: its gradient is added in the norm's kernel, then.
+        Where the producer runs, one kernel adds, normalises and quantises. Whoever reads the stream next takes it from
+        here: its gradient is added in the norm's kernel, then.
         """
-        made = None
-        if self.producer is not None and self.eps is not None and not is_watched(self):
-            made = self.producer(x, self.weight, self.eps, change)
-        return self._unfused(x, change) if made is None else made
+        return self._produced(x, change) or self._unfused(x, change)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The norm of x [..., width], without the sums of its stream."""
+        made = self._produced(x, None)
+        return self.normalised(x) if made is None else made[0]
+
+    @abstractmethod
+    def normalised(self, x: Tensor) -> Tensor:
+        """The norm of x [..., width], of its shape and dtype, by operators."""
+
+    def _produced(self, x: Tensor, change: Tensor | None) -> tuple[Tensor, Tensor] | None:
+        """`of_stream` by the producer; None: it does not run."""
+        if self.producer is None or self.eps is None or is_watched(self):
+            return None
+        return self.producer(x, self.weight, self.eps, change)
 
     def _unfused(self, x: Tensor, change: Tensor | None) -> tuple[Tensor, Tensor]:
         """`of_stream` without the producer."""
@@ -68,8 +84,7 @@ class StreamNorm(nn.RMSNorm):
 class RMSNorm(Fusible, StreamNorm):
     """RMSNorm whose float32 weight is cast to the dtype of the activations, so that BF16 activations stay BF16."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        """y, with the shape and dtype of x [..., width]."""
+    def normalised(self, x: Tensor) -> Tensor:
         return self.operators.rms_norm(x, self._weight(x.dtype), self.eps)
 
     def _unfused(self, x: Tensor, change: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -102,8 +102,7 @@ class RootNorm(StreamNorm):
     source = "root"
     """The kind of its source (`SourceTensors`): ε is outside of the root."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        """y, with the shape and dtype of x [..., width]."""
+    def normalised(self, x: Tensor) -> Tensor:
         assert self.eps is not None
         wide = x.float()
         root = torch.linalg.vector_norm(wide, dim=-1, keepdim=True) * x.shape[-1] ** -0.5

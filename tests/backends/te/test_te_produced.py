@@ -19,7 +19,7 @@ ENVIRONMENT = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
 KERNELS = ("amax_produced", "quantize_produced", "norm_backward")
 ALL = "attention_norm, mlp_norm, mlp of block 0"
 RUNS = f"norms and gates are quantised where they are made ({ALL}), and not written in BF16"
-ADDS = "; these norms add up the residual stream, too."
+ADDS = "; these norms add up the residual stream that `of_stream` gives them."
 
 
 @pytest.mark.long
