@@ -5,14 +5,15 @@ ROUNDED   a weight that no GEMM quantises, to the recipe's dtype: once per step;
           weight gathered in float32, and of the only microbatch; the head for the loss in every microbatch
 WIDENED   dw of a product in the recipe's dtype, by autograd: in each microbatch where dw is no term of a sum, in
           compiled blocks, and where a backend writes no float32
-ZEROS     Transformer Engine adds dw to them: once per step; the embedding adds gradients of rows to them in each
-          microbatch
+ZEROS     Transformer Engine adds dw to them: once per step, in each microbatch where autograd adds the result; the
+          embedding adds gradients of rows to them in each microbatch
 ADDED     dw to the gradient: in each microbatch after the first, where its product does not add it; gradients of a
           weight that embedding and head share to each other, in each
 SCALED    the gradient of the head, after the loss: in each microbatch
 
-Products of operands in the recipe's dtype, Transformer Engine's, and those between chunks of the loss add dw in
-float32; these bytes overlap with arithmetic and are taken to be hidden.
+Products of operands in the recipe's dtype, and Transformer Engine's, add dw in float32 unless that is left to autograd
+(`Workload.sums_in_product`), and so do those between chunks of the loss; these bytes overlap with arithmetic and are
+taken to be hidden.
 
 Software that gathers embedding and head as units of their own (`Mesh.own_units`) has weights and gradients in BF16,
 which FSDP makes float32 where it copies them, or adds dw within the GEMM (Megatron-LM): of it only sums of gathered
@@ -49,7 +50,8 @@ def of_block(weight: ModelWeight, load: Workload, mesh: Mesh) -> float:
     compiled = plain and load.compiled
     alone = m == 1 and mesh.data == 1
     wgrad = plan.wgrad
-    by_product = not compiled and (kernels or not wgrad.operands.quantised) and not (gathered and mesh.own_units)
+    by_product = load.sums_in_product and not compiled and (kernels or not wgrad.operands.quantised)
+    by_product = by_product and not (gathered and mesh.own_units)
     moved = 0.0 if by_product else float(ADDED * (m - 1))
     if mesh.own_units:
         return moved * weight.of_rank(mesh)
@@ -60,7 +62,7 @@ def of_block(weight: ModelWeight, load: Workload, mesh: Mesh) -> float:
     if alone or compiled or not (plain or kernels or BACKENDS[wgrad.backend].writes_float32(wgrad.operands.first)):
         moved += WIDENED * m
     elif kernels:
-        moved += ZEROS
+        moved += ZEROS * (1 if by_product else m)
     return moved * weight.of_rank(mesh)
 
 

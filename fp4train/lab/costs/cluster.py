@@ -23,6 +23,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import torch
+
 from fp4train.hardware import Gpu
 from fp4train.lab.costs import casts
 from fp4train.lab.costs.blocks import BlockCost
@@ -33,6 +35,7 @@ from fp4train.lab.costs.memory import USABLE, entered, rank_memory
 from fp4train.lab.costs.roofline import COPY, needs_amax
 from fp4train.lab.costs.workload import Kind, ModelWeight, Workload
 from fp4train.models.common.liger import MOVED
+from fp4train.models.common.loss import chunk_rows
 from fp4train.parallel.config import Mesh
 from fp4train.precision.gather import wire_form
 from fp4train.precision.layer_plan import LayerPlan, part_of
@@ -164,8 +167,8 @@ class ClusterCost:
         cut = "in" if name in self.workload.row_wise else "out"
         return part_of(plan, cut, self.mesh.tensor, self.workload.segments.get(name, ()))
 
-    def _layers(self, plans: Sequence[LayerPlan]) -> tuple[_Pass, _Pass]:
-        """GEMMs and quantising of linear layers, one microbatch."""
+    def _layers(self, plans: Sequence[LayerPlan], tokens: int, calls: int = 1) -> tuple[_Pass, _Pass]:
+        """GEMMs and quantising of linear layers, in so many calls of so many tokens."""
         forward, backward = _Pass(), _Pass()
         split = {plan.layer.name: self._split(plan) for plan in plans}
         for mine in split.values():
@@ -176,8 +179,9 @@ class ClusterCost:
             shared = self.mesh.shard * self.mesh.microbatches if parts else 1
             passes = 1 / (shared if self.mesh.shard > 1 else self.mesh.microbatches)
             whole: Any = {"weight_passes": passes, "weight_joins": 1.0 if self.mesh.shard > 1 else passes}
+            in_bf16 = self.mesh.own_units or (self.mesh.shard > 1 and not form.coded and form.dtype == torch.bfloat16)
             whole |= {"others": split, "made": self.workload.made, "sharing": not self.workload.compiled}
-            for row in layer_costs(mine, self.gpu, self._tokens, 1, **whole):
+            for row in layer_costs(mine, self.gpu, tokens, calls, weight_bytes=2 if in_bf16 else 4, **whole):
                 into = forward if row.gemm_name == "fprop" else backward
                 into[GEMM] += row.gemm / self._rate
                 into[QUANTISING] += row.quantise
@@ -186,7 +190,7 @@ class ClusterCost:
     def _block(self, kind: Kind) -> tuple[_Pass, _Pass]:
         """(forward, backward) of a block and microbatch."""
         cost, plans = kind.cost, kind.plans
-        forward, backward = self._layers(plans)
+        forward, backward = self._layers(plans, self._tokens)
         cut, peak = self.mesh.tensor * self.mesh.context, self.gpu.peaks["BF16"]
         flops = sum(a.flops for a in cost.attentions) / cut / self._rate
         for seconds, products, share, moved, kernels, computed in (
@@ -352,11 +356,16 @@ class ClusterCost:
 
     def _head(self) -> tuple[float, float]:
         """Seconds of the layers outside the blocks, and of the loss, one microbatch."""
-        forward, backward = self._layers(self.workload.outside)
-        load, tensors = self.workload, self.mesh.tensor
+        load, tensors, seconds = self.workload, self.mesh.tensor, 0.0
+        # The loss has the head's products, a chunk at a time.
+        most = self._tokens if self.mesh.own_units else min(self._tokens, chunk_rows("cuda", load.vocabulary))
+        for plan in load.outside:
+            rows = most if plan.layer.out_features == load.vocabulary and not plan.quantised else self._tokens
+            for tokens, calls in ((rows, self._tokens // rows), (self._tokens % rows, 1)):
+                seconds += sum(each.total for each in self._layers([plan], tokens, calls)) if tokens else 0.0
         each = MOVED["cross_entropy"][0] if load.liger and tensors == 1 else load.logit_bytes
         logits = each * self._tokens * load.vocabulary / tensors / self._bandwidth
-        return forward.total + backward.total, logits + self._of_residual(casts.LOSS_OF_HIDDEN)
+        return seconds, logits + self._of_residual(casts.LOSS_OF_HIDDEN)
 
     def _of_residual(self, each: float) -> float:
         """Seconds of passes outside the blocks that move so many bytes per element of the residual stream."""

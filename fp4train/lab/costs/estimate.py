@@ -3,7 +3,7 @@
 In a step a layer runs three GEMMs and quantises three tensors, each in the forms that its GEMMs need:
 
     x   row-wise for fprop, column-wise for wgrad         once per microbatch
-    w   row-wise for fprop, column-wise for dgrad         once per step
+    w   row-wise for fprop, column-wise for dgrad         once per step, from float32
     dy  row-wise for dgrad, column-wise for wgrad         once per microbatch
 
 The time of a tensor is divided equally among its GEMMs, so a row is the full cost of a GEMM. `roofline.py` computes the
@@ -187,6 +187,7 @@ def layer_costs(
     *,
     weight_passes: float = 1,
     weight_joins: float = 1,
+    weight_bytes: int = 4,
     others: Mapping[str, LayerPlan] = MappingProxyType({}),
     made: Made = NOTHING_MADE,
     sharing: bool = True,
@@ -196,11 +197,13 @@ def layer_costs(
     Args:
         weight_passes: how often a step quantises the whole weight; below 1 if ranks each quantise a shard of it.
         weight_joins: how often a step joins it with those of other layers for one product.
+        weight_bytes: of an element of it where it is quantised: float32, or BF16 as it was gathered.
         others: by name, the plans of the layers that it may be multiplied with, or share x.
         made, sharing: see `estimate`.
     """
     if len(parts := plan.channel_parts) > 1:
-        found = (layer_costs(part, gpu, tokens, microbatches, weight_passes=weight_passes) for part in parts)
+        options: Any = {"weight_passes": weight_passes, "weight_bytes": weight_bytes}
+        found = (layer_costs(part, gpu, tokens, microbatches, **options) for part in parts)
         return [row for rows in found for row in rows]
     layer, gemms = plan.layer, {gemm.name: gemm for gemm in plan.gemms}
     quantise = dict.fromkeys(GEMMS, 0.0)
@@ -210,7 +213,7 @@ def layer_costs(
     calls = 1 if plan.layer_backend is not None else members
     counts = {"x": rows * layer.in_features, "w": layer.weights, "dy": rows * layer.out_features}
     for tensor, forms in FORMS.items():
-        times = weight_passes if tensor == "w" else microbatches
+        times, read = (weight_passes, weight_bytes) if tensor == "w" else (microbatches, None)
         users = [(gemms[g], spec) for g, which in forms if (spec := getattr(gemms[g].operands, which)) is not None]
         forms_of_one = [(spec, gemm.backend) for gemm, spec in users]
         # A backend that runs a layer's GEMMs together quantises the weights of a joint group as one.
@@ -220,9 +223,9 @@ def layer_costs(
             seconds = _made(gpu, counts[tensor], [spec for spec, _ in forms_of_one], source)
         elif once and users and all(gemm.joint and not spec.random for gemm, spec in users):
             whole = rows * group.out_features if tensor == "dy" else group.weights
-            seconds = _tensor(gpu, whole, forms_of_one) * layer.out_features / group.out_features
+            seconds = _tensor(gpu, whole, forms_of_one, read) * layer.out_features / group.out_features
         else:
-            seconds = calls * _tensor(gpu, counts[tensor] // calls, forms_of_one)
+            seconds = calls * _tensor(gpu, counts[tensor] // calls, forms_of_one, read)
             if tensor == "x" and sharing and shares_x(plan):
                 seconds /= max(1, sum(name in others for name in plan.readers))
         for gemm, _ in users:
@@ -264,15 +267,19 @@ def shares_x(plan: LayerPlan) -> bool:
     return not plan.layer.experts and not any(s is not None and (s.random or s.delayed is not None) for s in specs)
 
 
-def _tensor(gpu: Gpu, count: int, forms: list[tuple[QuantSpec, str]]) -> float:
-    """Seconds to quantise a tensor of `count` elements into at most two forms, each (spec, backend)."""
+def _tensor(gpu: Gpu, count: int, forms: list[tuple[QuantSpec, str]], weight: int | None = None) -> float:
+    """Seconds to quantise a tensor of `count` elements into at most two forms, each (spec, backend).
+
+    weight: see `own_bytes`.
+    """
     seconds = 0.0
     for backend in dict.fromkeys(backend for _, backend in forms):
         first, second = (*(spec for spec, each in forms if each == backend), None)[:2]
         if backend in LAYER_BACKENDS:
-            seconds += roofline.quantise_seconds(gpu, count, first, second)
+            seconds += roofline.quantise_seconds(gpu, count, first, second, read=weight or 2)
         else:
-            seconds += roofline.own_seconds(gpu, count, first, second, codes=backend == "native")
+            codes = backend == "native"
+            seconds += roofline.own_seconds(gpu, count, first, second, codes=codes, weight=weight)
     return seconds
 
 

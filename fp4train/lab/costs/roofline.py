@@ -119,22 +119,30 @@ def reads_once(row: QuantSpec, column: QuantSpec) -> bool:
         return False
 
 
-def quantise_seconds(gpu: Gpu, count: int, row: QuantSpec | None, column: QuantSpec | None) -> float:
-    """Time of quantising a BF16 tensor of `count` elements into its row-wise and column-wise form; None: not needed.
+def quantise_seconds(gpu: Gpu, count: int, row: QuantSpec | None, column: QuantSpec | None, *, read: int = 2) -> float:
+    """Time of quantising a tensor of `count` elements of `read` bytes into its row-wise and column-wise form; None: not
+    needed.
 
     One amax pass serves both forms (the amax after the Hadamard transform included). One more read serves both forms if
     `reads_once`, else two. The arithmetic of the transform overlaps with memory traffic.
     """
     forms = [spec for spec in (row, column) if spec is not None]
-    seconds = move_seconds(gpu, 2 * count, COPY) if any(map(needs_amax, forms)) else 0.0
+    seconds = move_seconds(gpu, read * count, COPY) if any(map(needs_amax, forms)) else 0.0
     written = [count * stored_bytes(spec.element.upper(), spec.block[1] or count) for spec in forms]
     if len(forms) == 2 and reads_once(forms[0], forms[1]):
-        return seconds + move_seconds(gpu, 2 * count + sum(written), quantise_share(gpu))
-    return seconds + sum(move_seconds(gpu, 2 * count + w, quantise_share(gpu)) for w in written)
+        return seconds + move_seconds(gpu, read * count + sum(written), quantise_share(gpu))
+    return seconds + sum(move_seconds(gpu, read * count + w, quantise_share(gpu)) for w in written)
 
 
 def own_seconds(
-    gpu: Gpu, count: int, row: QuantSpec | None, column: QuantSpec | None, *, codes: bool, source: str | None = None
+    gpu: Gpu,
+    count: int,
+    row: QuantSpec | None,
+    column: QuantSpec | None,
+    *,
+    codes: bool,
+    source: str | None = None,
+    weight: int | None = None,
 ) -> float:
     """Time of quantising by fp4train's own kernels (`own_bytes`); of each of two tensors of so many elements together,
     where a source is that of two.
@@ -143,18 +151,24 @@ def own_seconds(
     where they do the same.
     """
     share = min(_OWN_SHARE, quantise_share(gpu)) if codes else _OWN_SHARE
-    measured, written = own_bytes(row, column, count, codes=codes, source=source)
+    measured, written = own_bytes(row, column, count, codes=codes, source=source, weight=weight)
     passes = sum(move_seconds(gpu, each * count, share) for each in written)
     return sum(move_seconds(gpu, each * count, COPY) for each in measured) + passes
 
 
 def own_bytes(
-    row: QuantSpec | None, column: QuantSpec | None, count: int, *, codes: bool, source: str | None = None
+    row: QuantSpec | None,
+    column: QuantSpec | None,
+    count: int,
+    *,
+    codes: bool,
+    source: str | None = None,
+    weight: int | None = None,
 ) -> tuple[list[float], list[float]]:
     """Bytes per element that fp4train's own kernels move: of each that measures amaxes, and of each that writes.
 
-    Each form is read as BF16, after an amax pass, and written by itself; codes of narrow blocks are written for both
-    forms after one read and one amax pass.
+    Each form is read as BF16, after an amax pass, and written by itself; codes of one scale for the tensor, and of
+    narrow blocks but of weights, are written for both forms after one read and one amax pass.
 
     Args:
         count: elements of the tensor.
@@ -162,6 +176,7 @@ def own_bytes(
             blocks are quantised once for both forms.
         source: the kind of `SourceTensors` that are read in the place of the tensor, which has codes of both forms; of
             "gradients" per element of each of two tensors, that of gate and that of up.
+        weight: bytes per element that are read of a weight; None: it is x or dy.
     """
     forms = [spec for spec in (row, column) if spec is not None]
     if not codes and len(forms) == 2 and forms[0] == forms[1] and forms[0].transposable:
@@ -169,10 +184,11 @@ def own_bytes(
     written = [
         stored_bytes(spec.element.upper(), spec.block[1] or count) if codes else decoded_width(spec) for spec in forms
     ]
-    amaxes, read, results = sum(map(needs_amax, forms)), 2, 1
+    amaxes, read, results = sum(map(needs_amax, forms)), weight or 2, 1
     if source is not None:
         read, results = READ[source], SourceTensors(source, ()).results
-    if codes and len(forms) == 2 and has_pair_kernel(*forms):
+    at_once = codes and len(forms) == 2 and has_pair_kernel(*forms)
+    if at_once and (weight is None or forms[0].block == (None, None)):
         amaxes, written = min(amaxes, 1), [results * sum(written)]
     return [read] * amaxes, [read + each for each in written]
 

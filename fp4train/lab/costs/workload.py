@@ -218,6 +218,7 @@ class Workload:
         recomputed: share of the blocks' forward work that backward repeats; 1: only the blocks' inputs are kept.
         moment_bytes: of the optimizer's moments per parameter.
         liger: whether Liger's kernels run the loss and, where they are not compiled, what they can of the blocks.
+        sums_in_product: whether products that can add dw to the gradients do; else autograd does.
         logit_bytes: moved per logit by a loss in torch's operators.
     """
 
@@ -240,6 +241,7 @@ class Workload:
     recomputed: float = 0.0
     moment_bytes: int = 8
     liger: bool = False
+    sums_in_product: bool = True
     logit_bytes: float = LOGIT_BYTES
 
     @property
@@ -308,6 +310,7 @@ def workload(
     recomputed: float = 0.0,
     moment_bytes: int = 8,
     liger: bool = False,
+    sums_in_product: bool = True,
     producers: Mapping[nn.Module, Producer] = MappingProxyType({}),
 ) -> Workload:
     """Measure a model on the meta device.
@@ -315,7 +318,7 @@ def workload(
     Args:
         plans: what each linear layer runs in one stretch of a run.
         sequences, seq_len: of a microbatch.
-        compiled, recorded, recomputed, moment_bytes, liger: see `Workload`.
+        compiled, recorded, recomputed, moment_bytes, liger, sums_in_product: see `Workload`.
         producers: of the norms and gates that quantise their results.
     """
     cut = tensor_cut(model)
@@ -370,5 +373,6 @@ def workload(
         recomputed=recomputed,
         moment_bytes=moment_bytes,
         liger=liger,
+        sums_in_product=sums_in_product,
         made=made,
     )

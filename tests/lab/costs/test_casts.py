@@ -1,10 +1,14 @@
-"""Passes over weights and gradients beside the products: as many bytes as a step's operators move, and by the table."""
+"""Passes over weights and gradients beside the products, and those that quantise weights: as many bytes as a step's
+operators and kernels move, and by the table."""
 
+import importlib.util
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from host_passes import native_layer, without_kernels
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -13,14 +17,16 @@ from fp4train.hardware import Device, find_gpu
 from fp4train.lab.costs import casts
 from fp4train.lab.costs.cluster import CASTS, ClusterCost
 from fp4train.lab.costs.links import interconnect
+from fp4train.lab.costs.roofline import own_bytes
 from fp4train.lab.costs.workload import Workload, workload
 from fp4train.models.llama import Llama
 from fp4train.nn.planned import PlannedLayer
 from fp4train.parallel.config import Mesh
-from fp4train.precision import BF16, MXFP8, NVFP4, FP8Row, Recipe, Timeline
+from fp4train.precision import BF16, MXFP8, NVFP4, FP8Current, FP8Row, Recipe, Timeline, autocast
 from fp4train.precision.context import Context, use
 from fp4train.precision.layers import find_layers
 from fp4train.precision.plan import make_plan
+from fp4train.quantize import triton_launch
 
 B200 = find_gpu("B200")
 VOCABULARY, WIDTH, SEQUENCES, TOKENS = 192, 64, 2, 48
@@ -87,6 +93,37 @@ def test_a_step_on_this_machine_moves_the_bytes_that_an_estimate_has(
     load, mesh = planned(recipe, tied), Mesh(microbatches=microbatches)
     counted = sum(casts.of_block(weight, load, mesh) for weight in load.kinds[0].weights)
     assert counted + casts.of_ends(load, mesh, first=True, last=True) == moved(recipe, microbatches, tied)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+@pytest.mark.parametrize("recipe", [NVFP4(), MXFP8(), FP8Current()], ids=lambda recipe: recipe.name)
+def test_kernels_that_quantise_a_weight_move_the_bytes_that_an_estimate_has(recipe: Recipe) -> None:
+    """They read the float32 master, for each form but where one scale serves both: on native products, in a step."""
+    moved, size = list[int](), 32 if recipe == FP8Current() else 128
+
+    def note(launch: Any, *pointers: Tensor, **_: Any) -> None:
+        if any(each.dtype == torch.float32 and each.shape == (size, size) for each in pointers):
+            moved.append(sum(each.nbytes for each in pointers))
+
+    with without_kernels(), autocast(recipe, step=0), patch.object(triton_launch.Launch, "__call__", note):
+        layer = native_layer(recipe)
+        layer()
+        layer()
+    table = recipe.table()
+    charged = own_bytes(table["fprop"].second, table["dgrad"].second, size**2, codes=True, weight=4)
+    assert len(moved) == sum(map(len, charged))
+    assert sum(moved) == pytest.approx(size**2 * sum(map(sum, charged)), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "backend", "per_weight"),
+    [(BF16(), "auto", 6 + 2 * 12), (NVFP4(), "te", 3 * 4 + 2 * 12), (NVFP4(), "native", 2 * 12)],
+)
+def test_torchs_kernels_leave_the_sums_to_passes_of_autograd(recipe: Recipe, backend: str, per_weight: int) -> None:
+    """Transformer Engine then adds each dw of three microbatches to zeros."""
+    load, mesh = replace(planned(recipe, backend=backend), sums_in_product=False), Mesh(microbatches=3)
+    for weight in (each for each in load.kinds[0].weights if each.is_multiplied):
+        assert casts.of_block(weight, load, mesh) == per_weight * weight.count
 
 
 @pytest.mark.parametrize(

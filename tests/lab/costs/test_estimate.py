@@ -210,17 +210,18 @@ def test_emulation_quantises_square_blocks_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "gpu", "reads"),
-    [(MXFP8(), "B200", "both"), (FP8Current(), "B200", "both"), (FP8Block(), "H200", "each")],
+    ("recipe", "gpu", "once"),
+    [(MXFP8(), "B200", "x"), (FP8Current(), "B200", "all"), (FP8Block(), "H200", "none")],
 )
-def test_native_products_pay_for_the_kernels_of_fp4train(recipe: Recipe, gpu: str, reads: str) -> None:
-    """Transformer Engine's kernels read a tensor once for both forms; those of fp4train where blocks are narrow, or
-    one scale serves both."""
+def test_native_products_pay_for_the_kernels_of_fp4train(recipe: Recipe, gpu: str, once: str) -> None:
+    """Transformer Engine's kernels read a tensor once for both forms; those of fp4train where one scale serves both,
+    and x and dy where blocks are narrow."""
     te, native = (price(recipe, gpu, backend=backend) for backend in ("te", "native"))
     products = [[row.gemm for row in cost.stretches[0].rows] for cost in (te, native)]
     assert products[0] == products[1]
     theirs, own = te.stretches[0].quantise, native.stretches[0].quantise
-    assert own == pytest.approx(theirs) if reads == "both" else own > 1.2 * theirs
+    least, most = {"all": (1 - 1e-9, 1 + 1e-9), "x": (1.05, 1.2), "none": (1.2, 2.0)}[once]
+    assert least < own / theirs < most
 
 
 @pytest.mark.parametrize(
@@ -315,7 +316,7 @@ def test_weights_are_quantised_once_a_step_whatever_the_microbatches() -> None:
     whole, cut = price(MXFP8(), "B200", tokens=8192), price(MXFP8(), "B200", tokens=2048, microbatches=4)
     assert cut.bf16 > whole.bf16, "smaller products are less efficient"
     spec = MXFP8().table()["fprop"].second
-    weights = 6 * quantise_seconds(B200, 2048 * 8192, spec, spec)
+    weights = 6 * quantise_seconds(B200, 2048 * 8192, spec, spec, read=4)
     activations = price(MXFP8(), "B200", tokens=2048).stretches[0].quantise - weights
     assert cut.stretches[0].quantise == pytest.approx(weights + 4 * activations)
 

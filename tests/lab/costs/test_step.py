@@ -12,6 +12,7 @@ from fp4train.lab.costs import cluster
 from fp4train.lab.costs.cluster import ClusterCost
 from fp4train.lab.costs.host import HOST
 from fp4train.lab.costs.links import interconnect
+from fp4train.lab.costs.roofline import gemm_seconds
 from fp4train.parallel.config import Mesh
 from fp4train.precision import NVFP4
 
@@ -92,13 +93,16 @@ def test_the_parts_of_a_step_are_those_of_an_independent_count_and_of_the_page(
 
 def test_the_table_prices_the_kernels_that_run_and_names_them(capsys: pytest.CaptureFixture[str]) -> None:
     """Per logit, 2 bytes of BF16: three passes of liger's kernel; torch's operators move 52. And the gradients of what
-    the head reads, which are put into their place and scaled."""
+    the head reads, which are put into their place and scaled. The head is multiplied for each chunk of the loss."""
     own, torchs = (printed(capsys, "gpu=B200", "recipe=nvfp4", f"train.kernels={each}") for each in ("auto", "torch"))
     assert "the loss run in liger's kernels (train.kernels=auto)" in own and "torch's operators" in torchs
     parts, others = milliseconds(own, 1), milliseconds(torchs, 1)
     logits, hidden, speed = TOKENS * VOCABULARY, TOKENS * 2048, 0.9 * find_gpu("B200").bandwidth
     assert parts["loss"] == pytest.approx((3 * 2 * logits + 8 * hidden) / speed * 1e3, rel=0.005)
     assert others["loss"] == pytest.approx((52 * logits + 8 * hidden) / speed * 1e3, rel=0.005)
+    sizes = [(ROWS, VOCABULARY, 2048), (ROWS, 2048, VOCABULARY), (VOCABULARY, 2048, ROWS)]
+    head = TOKENS / ROWS * sum(gemm_seconds(find_gpu("B200"), "BF16", *size) for size in sizes) / cluster.SUSTAINED
+    assert parts["GEMMs of the head"] == pytest.approx(1e3 * head, rel=0.005)
     assert parts["elementwise"] < others["elementwise"] / 2
     said = "`train.kernels=torch` elementwise takes {elementwise} ms, the loss {loss} ms, and all {together:.0f} ms"
     assert said.format(**others) in DOCUMENT.read_text("utf-8")
@@ -106,6 +110,18 @@ def test_the_table_prices_the_kernels_that_run_and_names_them(capsys: pytest.Cap
     assert {name: parts[name] for name in parts if name not in changed} == {
         name: others[name] for name in others if name not in changed
     }
+
+
+def test_the_table_prices_sums_that_torchs_kernels_leave_to_autograd(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of two microbatches, in BF16: 12 bytes per weight of a block, in the second."""
+    auto, torchs = (
+        milliseconds(printed(capsys, "gpu=B200", "recipe=nvfp4", "train.microbatch=4", f"train.kernels={each}"), 0)
+        for each in ("auto", "torch")
+    )
+    blocks = 16 * (2 * 2048**2 + 2 * 2048 * 512 + 3 * 2048 * 8192)
+    more = 1e3 * 12 * blocks / (0.9 * find_gpu("B200").bandwidth)
+    name = "casts, gradient sums"
+    assert torchs[name] - auto[name] == pytest.approx(more, rel=0.02)
 
 
 def test_ligers_kernels_move_what_is_stated_of_them_in_a_block() -> None:
