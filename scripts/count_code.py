@@ -97,7 +97,7 @@ LATER = {
     "DNA": Capability(220, 1, ("data/dna.py",)),
     "distillation": Capability(193, 2, ("models/common/distillation.py", "run/teacher.py")),
     "checks: called layers, deterministic GPUs, every recipe at once, the parts of a step": Capability(
-        258,
+        263,
         4,
         ("nn/called.py", "run/determinism.py", "lab/costs/host.py", "lab/costs/casts.py"),
         ("lab/doctor/recipes.py:check_all", "lab/doctor/recipes.py:_outcome", "lab/costs/cluster.py:ClusterCost._host"),
@@ -109,7 +109,7 @@ LATER = {
         ("models/common/layers.py:RMSNorm._unfused", "models/common/layers.py:RMSNorm._weight"),
     ),
     "the cost of kernels between products, norms and gates that quantise among them, and which do": Capability(
-        274,
+        277,
         2,
         ("lab/costs/elementwise.py", "run/produced.py"),
         (

@@ -80,7 +80,8 @@ class EagerSteps:
         norm, norms = gradient_norms(gradients, run.world, alike)
         failed = ~(loss.isfinite() & norm.isfinite())
         run.failed = failed if run.failed is None else failed | run.failed
-        divisor = None if clip_at is None else clip(run.optimizer, gradients, clip_at, norm)
+        fused = run.config.train.kernels != "torch"
+        divisor = None if clip_at is None else clip(run.optimizer, gradients, clip_at, norm, fused=fused)
         run.mid_update = True
         step_unless(run.optimizer, run.failed, divisor)
         run.optimizer.zero_grad(set_to_none=True)
@@ -226,8 +227,13 @@ def _squares(gradients: Sequence[Tensor]) -> Tensor:
     return torch.stack([torch.stack([exact.dot(exact) for exact in each]).sum() for each in pieces])
 
 
-def clip(optimizer: torch.optim.Optimizer, gradients: Sequence[Tensor], most: float, norm: Tensor) -> Tensor | None:
+def clip(
+    optimizer: torch.optim.Optimizer, gradients: Sequence[Tensor], most: float, norm: Tensor, *, fused: bool = True
+) -> Tensor | None:
     """Scale this rank's parts of the gradients, of norm `norm`, so that it is at most `most`.
+
+    Args:
+        fused: whether torch's fused kernels divide; `train.kernels=torch` has a pass of its own.
 
     Returns:
         What `optimizer` has to divide them by, a float32 [], where its kernel can. None: they are scaled in place.
@@ -239,7 +245,7 @@ def clip(optimizer: torch.optim.Optimizer, gradients: Sequence[Tensor], most: fl
     Norm, clipping and AdamW move per weight, with float32 moments, 4 + 4 + 28 = 36 bytes of 32 that must be (1.125), on
     CPUs 4 + 8 + 28 = 40 (1.25); with BF16 moments 4 + 20 = 24 of 24.
     """
-    in_kernel = getattr(optimizer, "_step_supports_amp_scaling", False) and gradients[0].is_cuda
+    in_kernel = fused and getattr(optimizer, "_step_supports_amp_scaling", False) and gradients[0].is_cuda
     if in_kernel or getattr(optimizer, "scales_gradients", False):
         return torch.clamp((norm + 1e-6) / most, min=1.0)
     factor = torch.clamp(most / (norm + 1e-6), max=1.0)

@@ -182,3 +182,13 @@ def test_every_row_of_what_a_gpu_would_show_names_a_test_and_a_part_that_exist()
         assert f"def {name}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), test
         named = re.findall(r"`([^`]+)`", parts)
         assert set(named) <= set(gpu_check.PARTS), parts
+
+
+def test_every_fused_part_names_a_test_that_compares_it_with_its_reference() -> None:
+    table = (
+        text("gpus.md").partition("\n| fused | its reference | in a run by | compared by |\n")[2].partition("\n\n")[0]
+    )
+    rows = [line.strip("|").split(" | ")[-1].strip(" `").partition("::") for line in table.splitlines()[1:]]
+    assert len(rows) == 10
+    for file, _, name in rows:
+        assert f"def {name}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), name

@@ -159,6 +159,14 @@ def test_on_a_gpu_torchs_fused_kernel_divides_what_a_pass_of_its_own_clips_on_a_
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
 
 
+def test_torchs_kernels_clip_in_a_pass_of_their_own_on_a_gpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer, scaled = AdamW().build(model()), list[float]()
+    monkeypatch.setattr(torch, "_foreach_mul_", lambda gradients, factor: scaled.append(float(factor)))
+    on_gpu: Any = [SimpleNamespace(is_cuda=True)]
+    assert clip(optimizer, on_gpu, 2.0, torch.tensor(4.0), fused=False) is None
+    assert scaled == [pytest.approx(0.5)]
+
+
 def test_an_optimizer_without_a_kernel_gets_gradients_that_are_clipped() -> None:
     parameter = nn.Parameter(torch.ones(4))
     gradients = [torch.ones(4)]

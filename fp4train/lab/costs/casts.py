@@ -12,7 +12,7 @@ ADDED     dw to the gradient: in each microbatch after the first, where its prod
 SCALED    the gradient of the head, after the loss: in each microbatch
 
 Products of operands in the recipe's dtype, and Transformer Engine's, add dw in float32 unless that is left to autograd
-(`Workload.sums_in_product`), and so do those between chunks of the loss; these bytes overlap with arithmetic and are
+(`Workload.fused`), and so do those between chunks of the loss; these bytes overlap with arithmetic and are
 taken to be hidden.
 
 Software that gathers embedding and head as units of their own (`Mesh.own_units`) has weights and gradients in BF16,
@@ -30,6 +30,13 @@ from fp4train.parallel.config import Mesh
 
 ROUNDED, WIDENED, ZEROS, ADDED, SCALED = 4 + 2, 2 + 4, 4, 4 + 4 + 4, 4 + 4
 """Bytes per weight of each pass."""
+
+OPTIMIZER_BYTES: Final = {8: 36, 4: 24}
+"""Bytes moved per parameter and step, by those of the moments: the norm reads the gradient, AdamW reads weight, moments
+and gradient and writes weight and moments; torch's writes the clipped gradient, too."""
+
+CLIPPED: Final = 4
+"""Bytes more where a pass before torch's AdamW clips."""
 
 EMBEDDED: Final = 32
 """Bytes per element of the residual stream that the embedding moves: 8 to look up float32 rows and 6 to round them,
@@ -50,7 +57,7 @@ def of_block(weight: ModelWeight, load: Workload, mesh: Mesh) -> float:
     compiled = plain and load.compiled
     alone = m == 1 and mesh.data == 1
     wgrad = plan.wgrad
-    by_product = load.sums_in_product and not compiled and (kernels or not wgrad.operands.quantised)
+    by_product = load.fused and not compiled and (kernels or not wgrad.operands.quantised)
     by_product = by_product and not (gathered and mesh.own_units)
     moved = 0.0 if by_product else float(ADDED * (m - 1))
     if mesh.own_units:
@@ -79,3 +86,9 @@ def of_ends(load: Workload, mesh: Mesh, *, first: bool, last: bool) -> float:
         summed = m if load.tied and first else m - 1
         found += head * ((ROUNDED + SCALED) * m + ADDED * summed)
     return found
+
+
+def of_optimizer(load: Workload) -> int:
+    """Bytes per parameter and step of the norm, clipping and AdamW."""
+    clipped = CLIPPED if load.moment_bytes == 8 and not load.fused else 0
+    return OPTIMIZER_BYTES[load.moment_bytes] + clipped

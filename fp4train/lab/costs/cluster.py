@@ -14,8 +14,8 @@ step is
 
 and no less than the host takes to queue its kernels, of which recorded steps have none.
 
-GEMMs and quantising: `estimate.py`. Passes over weights and gradients beside them, over embedded rows and over what the
-head reads: `casts.py`. Parameters of the rest:
+GEMMs and quantising: `estimate.py`. Passes over weights and gradients beside them, the optimizer's among them, over
+embedded rows and over what the head reads: `casts.py`. Parameters of the rest:
 """
 
 import math
@@ -59,10 +59,6 @@ EAGER: Final = 0.315
 squares of the logarithms of three published eager steps, which ask for 0.27 (torchtitan on H100), 0.36 and 0.34
 (arXiv:2610.00053). It stands for all that other people's eager code takes beyond the bytes counted here: kernels
 slower than a copy, gaps between them, norms and rotations in float32."""
-
-OPTIMIZER_BYTES: Final = {8: 36, 4: 24}
-"""Bytes moved per parameter and step, by those of the moments: the norm reads the gradient, AdamW reads weight, moments
-and gradient and writes weight and moments; torch's writes the clipped gradient, too."""
 
 BACKWARD_ATTENTION: Final = 2.5
 """FLOP of attention's backward over those of its forward: five products instead of two."""
@@ -376,7 +372,8 @@ class ClusterCost:
     def _tail(self) -> tuple[dict[str, float], list[Collective]]:
         """Seconds of a step outside of its microbatches."""
         mesh = self.mesh
-        tail = {"optimizer": OPTIMIZER_BYTES[self.workload.moment_bytes] * self.memory.parameters / self._bandwidth}
+        moved = casts.of_optimizer(self.workload) * self.memory.parameters
+        tail = {"optimizer": moved / self._bandwidth}
         more: list[Collective] = []
         if mesh.data > 1:
             ends = [self._sends[0].gather, self._sends[0].reduce]

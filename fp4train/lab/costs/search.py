@@ -250,7 +250,7 @@ class MeshPlan:
                     recomputed=recomputed,
                     moment_bytes=moment_bytes(self.config.optim),
                     liger=self.kernels[0],
-                    sums_in_product=train.kernels != "torch",
+                    fused=train.kernels != "torch",
                     producers=norms.producers,
                 ),
             )

@@ -218,7 +218,8 @@ class Workload:
         recomputed: share of the blocks' forward work that backward repeats; 1: only the blocks' inputs are kept.
         moment_bytes: of the optimizer's moments per parameter.
         liger: whether Liger's kernels run the loss and, where they are not compiled, what they can of the blocks.
-        sums_in_product: whether products that can add dw to the gradients do; else autograd does.
+        fused: whether products that can add dw to the gradients do, and the optimizer's pass clips; else, as
+            `train.kernels=torch` asks, autograd and a pass before it.
         logit_bytes: moved per logit by a loss in torch's operators.
     """
 
@@ -241,7 +242,7 @@ class Workload:
     recomputed: float = 0.0
     moment_bytes: int = 8
     liger: bool = False
-    sums_in_product: bool = True
+    fused: bool = True
     logit_bytes: float = LOGIT_BYTES
 
     @property
@@ -310,7 +311,7 @@ def workload(
     recomputed: float = 0.0,
     moment_bytes: int = 8,
     liger: bool = False,
-    sums_in_product: bool = True,
+    fused: bool = True,
     producers: Mapping[nn.Module, Producer] = MappingProxyType({}),
 ) -> Workload:
     """Measure a model on the meta device.
@@ -318,7 +319,7 @@ def workload(
     Args:
         plans: what each linear layer runs in one stretch of a run.
         sequences, seq_len: of a microbatch.
-        compiled, recorded, recomputed, moment_bytes, liger, sums_in_product: see `Workload`.
+        compiled, recorded, recomputed, moment_bytes, liger, fused: see `Workload`.
         producers: of the norms and gates that quantise their results.
     """
     cut = tensor_cut(model)
@@ -373,6 +374,6 @@ def workload(
         recomputed=recomputed,
         moment_bytes=moment_bytes,
         liger=liger,
-        sums_in_product=sums_in_product,
+        fused=fused,
         made=made,
     )

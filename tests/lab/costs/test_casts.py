@@ -121,7 +121,7 @@ def test_kernels_that_quantise_a_weight_move_the_bytes_that_an_estimate_has(reci
 )
 def test_torchs_kernels_leave_the_sums_to_passes_of_autograd(recipe: Recipe, backend: str, per_weight: int) -> None:
     """Transformer Engine then adds each dw of three microbatches to zeros."""
-    load, mesh = replace(planned(recipe, backend=backend), sums_in_product=False), Mesh(microbatches=3)
+    load, mesh = replace(planned(recipe, backend=backend), fused=False), Mesh(microbatches=3)
     for weight in (each for each in load.kinds[0].weights if each.is_multiplied):
         assert casts.of_block(weight, load, mesh) == per_weight * weight.count
 

@@ -106,7 +106,8 @@ def test_the_table_prices_the_kernels_that_run_and_names_them(capsys: pytest.Cap
     assert parts["elementwise"] < others["elementwise"] / 2
     said = "`train.kernels=torch` elementwise takes {elementwise} ms, the loss {loss} ms, and all {together:.0f} ms"
     assert said.format(**others) in DOCUMENT.read_text("utf-8")
-    changed = {"elementwise", "quantising", "loss", "together", "queued by the host in"}
+    changed = {"elementwise", "quantising", "loss", "optimizer", "together", "queued by the host in"}
+    assert others["optimizer"] == pytest.approx(40 / 36 * parts["optimizer"], rel=0.005)
     assert {name: parts[name] for name in parts if name not in changed} == {
         name: others[name] for name in others if name not in changed
     }
