@@ -1,5 +1,6 @@
 """The host's time for a layer, forward and backward, where kernels take none (`host_passes`). It is compared with that
-of a small nn.Linear on the same thread, in turn, by the least of many measurements: a busy machine changes little.
+of a small nn.Linear on the same thread, in turn, the least of many measurements of both: a busy machine changes little,
+and a layer that takes 1.5 times as long is never taken for one that does not.
 """
 
 import importlib.util
@@ -20,8 +21,8 @@ from fp4train.precision.context import use
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 
-MOST = {FP8Current(): 4.5, FP8Delayed(): 4.5, MXFP8(): 4.1, NVFP4(): 5.0}
-"""Times that of an nn.Linear [8, 8]: a third more than the 3.4, 3.4, 3.1 and 3.8 that were measured."""
+MOST = {FP8Current(): 4.25, FP8Delayed(): 4.25, MXFP8(): 3.9, NVFP4(): 4.75}
+"""Times that of an nn.Linear [8, 8]: a quarter more than the 3.4, 3.4, 3.1 and 3.8 that were measured."""
 OPERATORS = {FP8Current(): 22, FP8Delayed(): 19, MXFP8(): 16, NVFP4(): 20}
 """Operators of torch that a call and its backward pass may run: each takes the host a microsecond."""
 CALLS = {FP8Current(): 61, FP8Delayed(): 65, MXFP8(): 57, NVFP4(): 65}
@@ -36,16 +37,16 @@ def kernels_take_no_time() -> Iterator[None]:
 
 @pytest.mark.parametrize(("recipe", "most"), MOST.items(), ids=[recipe.name for recipe in MOST])
 def test_a_layer_on_native_products_and_triton_takes_little_of_the_host(recipe: Recipe, most: float) -> None:
-    plain, layer = plain_layer(), native_layer(recipe)
-    ratios = []
+    plain, layer, seconds = plain_layer(), native_layer(recipe), list[tuple[float, float]]()
     with autocast(recipe, step=0):
         layer()
         layer()
-        for _ in range(8):
-            ratios.append(least(layer) / least(plain))
-            if ratios[-1] <= most:
+        for tries in range(1, 25):
+            seconds.append((least(layer), least(plain)))
+            ours, theirs = map(min, zip(*seconds, strict=True))
+            if tries >= 3 and ours <= most * theirs:
                 return
-    raise AssertionError(ratios)
+    raise AssertionError(seconds)
 
 
 class Operators(TorchDispatchMode):
