@@ -285,7 +285,7 @@ def _sum_of(w_NK: Tensor, node: Any) -> Tensor:
     if (adds := accumulates(node)) is None:
         raise RuntimeError(
             f"torch.autograd.grad of a weight {tuple(w_NK.shape)} whose product adds dw to `.grad`: take that after "
-            "backward(), or leave the sum to autograd, by sum_gradients(True, in_product=False) of each layer"
+            "backward(), or leave the sum to autograd: layer.sum_gradients(True, in_product=False), before it runs"
         )
     if not adds:
         return zeros_held(w_NK, [], node)
