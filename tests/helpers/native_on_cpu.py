@@ -37,8 +37,13 @@ def install() -> None:
     interpreted.hasten(checks_overflow=False)
     triton_launch.Launch.__call__ = launched_as_operator(triton_launch.Launch.__call__)  # type: ignore[method-assign]
     native.why_not_blocks, native.F.scaled_mm = lambda *_: None, multiplied_as_operator(Recorder())  # type: ignore[assignment]
-    for module in (operands, scaling, sharded, weights):
-        module.quantizer = lambda spec, device: quantizer(spec, device, "triton")  # type: ignore[attr-defined]
+    quantise_by("triton")
+
+
+def quantise_by(kernel: str, *modules: Any) -> None:
+    """Layers, or those of their modules that are named, quantise by this kernel, of which all have the same bits."""
+    for module in modules or (operands, scaling, sharded, weights):
+        module.quantizer = lambda spec, device: quantizer(spec, device, kernel)
 
 
 def tell(path: str) -> None:
