@@ -12,6 +12,8 @@ from fp4train import train
 from fp4train.run import host
 from fp4train.run.host import CollectorBetweenSteps
 
+COUNTED = gc.get_freeze_count
+
 
 def unreachable_tensors() -> list[torch.Size]:
     """The shapes of the tensors that a collection frees."""
@@ -71,8 +73,9 @@ def test_cycles_that_a_model_does_leave_are_collected_every_few_steps() -> None:
 
 
 @pytest.fixture
-def nothing_frozen() -> Iterator[None]:
+def nothing_frozen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process as a user's; that of the tests has frozen its objects, see tests/conftest.py."""
+    monkeypatch.setattr(gc, "get_freeze_count", COUNTED)
     gc.unfreeze()
     yield
     gc.collect()
