@@ -28,13 +28,15 @@ check: $(VENV)/.ready
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# torch first: what comes after it then finds its requirement met and does not pull another build.
+# torch first: what comes after it then finds its requirement met and does not pull another build. Meanwhile the C
+# extension is compiled.
 # transformer_engine without its dependencies: the recipe classes alone, which need no GPU.
 $(VENV)/.ready: pyproject.toml constraints.txt setup.py $(wildcard fp4train/kernels/cpu/csrc/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "fp4train needs Python 3.11 or newer; say which with PYTHON=…" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) torch setuptools
-	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e '.[dev,triton,integrations,lm-eval]'
+	$(BIN)/python -m pip install -q --no-deps -e . & \
+	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) torch setuptools && wait $$!
+	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) 'fp4train[dev,triton,integrations,lm-eval]'
 	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) --no-deps transformer_engine
 	touch $@
 
