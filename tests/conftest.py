@@ -83,6 +83,18 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
 
 
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    """The state of torch's compiler, which outlives a test."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    yield
+    torch._dynamo.reset()
+
+
 @pytest.fixture(scope="session")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small text with something to learn in it."""

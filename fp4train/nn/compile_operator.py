@@ -8,10 +8,15 @@ An operator must not keep tensors of a graph, because the compiler reuses their 
 read the same input do not share its quantised forms; only a weight that is the layer's own parameter is cached for the
 step; if wgrad needs x in high precision, the graph saves x. The compiler treats the operator as a pure function of its
 arguments: it merges equal calls of one layer, and removes a call whose result is unused.
+
+Where activations are recomputed around a graph (`precision.recompute`), its first pass keeps no codes: the repetition
+gives them to the object that the first pass returned, with which backward runs.
 """
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,7 +81,11 @@ def linear(
     call = _call(layer.layer, calls, w_NK, context, x_MK, training)
     call.gradients = gradient_dtypes(x_MK, w_NK, bias_N, wanted)
     y_MN, (x,) = call.executor.forward(x_MK, w_NK, bias_N, call)
-    return y_MN, SavedCall(call, x if isinstance(x, Quantized) else None, calls)
+    saved, stray = SavedCall(call, None, calls), is_stray_recomputation(state())
+    kept = saved if stray else once(layer, partial(weakref.ref, saved))()
+    if kept is not None and isinstance(x, Quantized) and (stray or not state().recording):
+        kept.x = x
+    return y_MN, saved
 
 
 def _call(layer: PlannedLayer, calls: list[Call], w_NK: Tensor, context: Context, x_MK: Tensor, training: bool) -> Call:

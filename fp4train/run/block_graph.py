@@ -17,6 +17,8 @@ step is free at that point of each step. A step's activations take the memory of
     gradients  of the first microbatch are new; those of the others are added to them by the graph, in the weight's
                GEMM where that can. FSDP gets those of each microbatch, which are added to its sum: 12 bytes
     recomputed blocks: the forward graph keeps x alone, and the backward graph computes the block again
+    compiled blocks: graphs hold the compiler's kernels, made in the steps before; a block that would be compiled
+                     while it is recorded is refused, as the compiler asks the GPU for numbers and times kernels
 
 Collectives of tensor-parallel ranks within a block are recorded with it; of their DTensors a graph has this rank's
 part. With delayed scaling histories roll on the host before the passes, and graphs read and write one amax of each.

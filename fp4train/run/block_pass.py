@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,7 +49,7 @@ class Block:
         self.steps, self.block = steps, block
         self.recorded = [block.get_submodule(name) for name in recorded]
         inner: Callable[..., Tensor] = getattr(block, method)
-        self.inner = torch.compile(inner) if compiled else inner
+        self.inner, self.compiled = torch.compile(inner) if compiled else inner, compiled
         self.calls = 0
         """Forward passes so far in this step."""
         self.passes: list[BlockPass] = []
@@ -77,7 +77,13 @@ class Block:
 
     def work(self, *inputs: Any) -> Tensor:
         """The forward pass."""
-        return recompute_eagerly(self.inner, *inputs) if self.steps.recomputed else self.inner(*inputs)
+        return recompute_eagerly(self._run, *inputs) if self.steps.recomputed else self._run(*inputs)
+
+    def _run(self, *inputs: Any) -> Tensor:
+        """The method, of which nothing is compiled while it is recorded."""
+        fixed = self.compiled and self.steps.recording and self.recorded
+        with torch.compiler.set_stance("fail_on_recompile") if fixed else nullcontext():
+            return self.inner(*inputs)
 
     def places(self) -> Iterator[tuple[Place, nn.Parameter]]:
         """The block's parameters, as they are now."""

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,14 +20,14 @@ from fp4train.precision import BF16, LayerPolicy, Recipe, autocast, compile_cont
 
 needs_graphs = pytest.mark.skipif(compile_context.UNAVAILABLE is not None, reason=str(compile_context.UNAVAILABLE))
 """Layers are part of graphs; test_uncompiled_layers.py has what holds on a torch where they are not."""
-MARKS = [
+COMPILER = [
     pytest.mark.usefixtures("fresh_dynamo"),
-    needs_graphs,
     # All are the compiler's own.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*script_method.* is deprecated:DeprecationWarning"),
 ]
+MARKS = [*COMPILER, needs_graphs]
 POLICY = LayerPolicy(last=1)
 needs_inductor = pytest.mark.skipif(  # tests/house/test_skips.py fails where that must not be
     shutil.which("g++") is None, reason="inductor needs a C++ compiler, which no package brings"
@@ -32,6 +37,27 @@ needs_inductor = pytest.mark.skipif(  # tests/house/test_skips.py fails where th
 def graphs() -> int:
     """Graphs compiled so far, in pieces or whole."""
     return int(counters["stats"]["unique_graphs"])
+
+
+@contextmanager
+def traced_blocks() -> Iterator[list[bool]]:
+    """`train.compile` of recorded blocks without a C++ compiler: they are traced, and their graphs run operator by
+    operator, which `RecorderOnCpu` sees, as it would not see inductor's kernels. Gives of each call of a graph of a
+    forward pass whether it is recorded."""
+    backend, calls = torch._dynamo.lookup_backend("aot_eager"), list[bool]()
+
+    def noted(graph: Any, inputs: Any) -> Any:
+        compiled = backend(graph, inputs)
+
+        def called(*given: Any) -> Any:
+            calls.append(torch._C._len_torch_dispatch_stack() > 0)
+            return compiled(*given)
+
+        return called
+
+    traced = patch.object(torch, "compile", partial(torch.compile, backend=noted))
+    with traced, patch.object(nn.Module, "compile", lambda self: None):
+        yield calls
 
 
 def llama(*, recompute: bool = False) -> nn.Module:

@@ -49,8 +49,19 @@ class _Recording(TorchDispatchMode):
         self.written: set[int] = set()
         self.before: dict[int, tuple[Tensor, Tensor]] = {}
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Graphs that torch.compile made before run within the mode, which gets their operators."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        with self:  # of an operator that is made of others these are recorded
+            if func.namespace == "fp4train":
+                return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
+            own = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CPU")
+            if not own and (made := func.decompose(*args, **kwargs)) is not NotImplemented:
+                return made
         name = func.overloadpacket.__name__
         if name in REFUSED:
             raise RuntimeError(f"operation not permitted when stream is capturing: {name}: {REFUSED[name]}")

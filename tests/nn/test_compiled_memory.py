@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch._dynamo.utils import counters
 
 import fp4train as f4
 from fp4train.precision import NVFP4, autocast
-from fp4train.precision.context import current
+from fp4train.precision.context import current, recompute
 from fp4train.quantize import Quantized
 
 pytestmark = MARKS
@@ -106,6 +107,19 @@ def test_codes_are_freed_by_backward_and_contexts_with_their_calls() -> None:
         assert seen() is None
     finally:
         gc.enable()
+
+
+def test_a_recomputed_graph_keeps_no_codes_of_its_first_pass() -> None:
+    model, x = f4.convert(pair()), torch.randn(64, 16, requires_grad=True)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    before, gradients = len(codes_alive()), []
+    for run in (compiled, partial(recompute, compiled)):
+        with autocast(NVFP4(), step=0, token_offset=0):
+            y = run(x)
+        assert len(codes_alive()) == before + 2 * (run is compiled)
+        gradients.append(torch.autograd.grad(y.sum(), x))
+        assert len(codes_alive()) == before
+    assert same(*gradients)
 
 
 def codes_alive() -> list[Quantized]:

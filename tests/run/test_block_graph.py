@@ -15,11 +15,13 @@ from typing import Any
 import pytest
 import torch
 from command_line import Before, Cli, events, losses, steps
+from compiled_layers import COMPILER, graphs, needs_graphs, traced_blocks
 from recorder_on_cpu import RecorderOnCpu
 from torch import nn
 
 from fp4train.errors import UserError
 from fp4train.hardware import Device
+from fp4train.nn import compile as compiled_layers
 from fp4train.nn import convert
 from fp4train.precision import FP16, NVFP4, FP8Delayed, LayerPolicy, Timeline
 from fp4train.precision.layers import Layer
@@ -217,3 +219,59 @@ def test_torch_compile_has_what_the_graphs_record_and_not_the_block_around_it(mo
     assert [each.inner for each in blocks] == compiled and len(compiled) == 2
     x = torch.ones(2, 4)
     assert torch.equal(model(x), compiled[1](compiled[0](x)))
+
+
+def of_compiler(test: Any) -> Any:
+    """A test with the marks of those whose blocks are compiled."""
+    for mark in COMPILER:
+        test = mark(test)
+    return test
+
+
+@of_compiler
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "what", [*(pytest.param(each, marks=needs_graphs) for each in ("llama", "moe")), "layers outside of the graphs"]
+)
+def test_recorded_passes_of_compiled_blocks_equal_an_eager_run_in_every_bit(
+    cli: Cli, recorded: Turn, before: Before, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """What the compiler made in the first step is recorded, and replayed without it. Llama's blocks are recomputed,
+    evaluated in between, also without the compiler, and get a recipe in which layers have another route: two graphs of
+    training and three of evaluation."""
+    swapped = what == "llama"
+    options, compiled = (
+        (*(MIXTURE if what == "moe" else SMALL), "recipe=nvfp4", "train.steps=5", "eval.every=0"),
+        list[Any](),
+    )
+    if swapped:
+        options = (*options, "model.recompute=true", "train.steps=10", "eval.every=4", "eval.errors_every=7")
+    if what == "layers outside of the graphs":
+        monkeypatch.setattr(compiled_layers, "OPERATOR", None)
+    other = {"_target_": "fp4train.precision.MXFP8", "high_precision": ["wgrad"]}
+    for name, wanted in (("eager", False), ("blocks", "block")):
+        recorders = recorded(wanted)
+        if swapped:
+            before(4, lambda run: swap_recipe(run, 5, other, "mxfp8"))
+        for at in (1, 9 if swapped else 3):
+            before(at, lambda run: compiled.append((graphs(), len(calls))))
+        with traced_blocks() as calls:
+            out = cli(f"run.name={name}", *options, f"train.compile={str(wanted == 'block').lower()}")
+        assert out.code == 0, out.err
+    assert losses("runs/blocks") == losses("runs/eager")
+    assert saved("runs/blocks") == saved("runs/eager")
+    assert [len(pool.others) for pool in recorders] == [PASSES] * (1 + swapped)
+    assert {each.replays for pool in recorders for each in pool.others} == {2}
+    (of_one_step, called), (of_all, _) = compiled[2:]
+    assert of_all == (5 if swapped else of_one_step)
+    assert calls.count(True) == (4 if what == "moe" else called * len(recorders))
+
+
+@of_compiler
+def test_no_graph_is_compiled_while_a_block_is_recorded(cli: Cli, recorded: Turn, before: Before) -> None:
+    before(WARM_UP, lambda run: torch._dynamo.reset())
+    recorded("block")
+    with traced_blocks():
+        message = cli("run.name=a", *SMALL, "recipe=nvfp4", "train.compile=true").message
+    assert f"train.cuda_graph=block: step {WARM_UP} cannot be recorded: Detected recompile" in message
+    assert steps("runs/a") == [WARM_UP]
