@@ -3,10 +3,10 @@
     python scripts/gpu_first.py --out NAME-first.json [--dry-run]
 
 A Triton kernel to the bit; each scheme of `scaled_mm` against emulation; liger's kernels against torch's operators; two
-training steps per recipe; a run whose steps are recorded, one whose blocks are, recomputed, one compiled, one
-deterministic, one with recomputation. Each
-is a process of its own, all at once, since a crash of one must not end the others, and one that hangs is ended. Rows
-are written as they come. Exit code 0: all are well; 1: one is not; 3: there is no GPU.
+training steps per recipe; a run whose steps are recorded, three whose blocks are (recomputed, compiled, of a mixture of
+experts), one compiled, one deterministic, one with recomputation. Each is a process of its own, all at once, since a
+crash of one must not end the others, and one that hangs is ended. Rows are written as they come. Exit code 0: all are
+well; 1: one is not; 3: there is no GPU.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ SHORT = (
 )
 MODES = {
     "capture": ("recipe=bf16", "train.cuda_graph=true", "train.steps=5"),
-    "capture blocks": ("recipe=bf16", "train.cuda_graph=block", "train.steps=5", "model.recompute=true"),
+    "capture blocks": ("recipe=fp8_current", "train.cuda_graph=block", "train.steps=5", "model.recompute=true"),
+    "capture compiled": ("recipe=bf16", "train.cuda_graph=block", "train.steps=5", "train.compile=true"),
+    "capture mixture": ("recipe=bf16", "train.cuda_graph=block", "train.steps=5", "model=moe_tiny", "model.dense=0"),
     "compile": ("recipe=bf16", "train.compile=true"),
     "deterministic": ("recipe=nvfp4", "train.deterministic=true"),
     "recompute": ("recipe=nvfp4", "model.recompute=true"),
@@ -166,8 +168,11 @@ def main(words: list[str] | None = None) -> int:
     return results.code
 
 
-DRY = ("kernel", "scaled_mm fp8 current", "scaled_mm nvfp4", "liger", "step nvfp4", *MODES)
-"""The checks of a dry run: one of each kind."""
+DRY = (
+    *("kernel", "scaled_mm fp8 current", "scaled_mm nvfp4", "liger", "step nvfp4"),
+    *(mode for mode in MODES if mode != "capture mixture"),
+)
+"""The checks of a dry run: one of each kind; of recorded mixtures gpu_graph.py has one."""
 
 
 if __name__ == "__main__":

@@ -98,7 +98,7 @@ def steps_of(part: str, out: Path, te: Path | None, *, dry: bool = False) -> Ite
         for each in ("quantize", "scaling", "linear", "step"):
             words = ("benchmark.py", each, "--processes", "1", *results(each))
             yield Step(name=f"steps {each}", asks=f"the rows of benchmarks/ for `{each}`", words=words)
-        asks = "losses of recorded steps and of recorded blocks equal to those of eager ones, and the time of all"
+        asks = "losses of recorded steps and blocks (compiled, of experts) equal to those of eager ones, and their time"
         yield Step(name="steps graph", asks=asks, words=("gpu_graph.py", *results("graph.json")))
     elif part == "runs":
         yield from run_steps(out, dry)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -104,24 +104,29 @@ def graphs(*, recorded: bool | str = True) -> Iterator[list[Any]]:
 @contextmanager
 def compiler() -> Iterator[None]:
     """`train.compile=true` without a compiler."""
-    from torch import nn
+    import torch
 
     announce("blocks run eagerly in the place of torch.compile, which takes half a minute of a CPU")
-    with patch.object(nn.Module, "compile", lambda self, **options: None):
+    whole = patch.object(torch.nn.Module, "compile", lambda self, **options: None)
+    recorded = patch.multiple(torch.compiler, set_stance=nullcontext)
+    with whole, recorded, patch.object(torch, "compile", lambda function: function):
         yield
 
 
 @contextmanager
 def instead_of(words: Sequence[str]) -> Iterator[list[str]]:
-    """What stands in for the GPU that the keys of a run ask for: `train.cuda_graph`, `train.compile`; gives the keys
-    that a CPU takes."""
+    """What stands in for the GPU that the keys of a run ask for: `train.cuda_graph` (false: the kernels of runs that
+    are recorded), `train.compile`, `backend`; gives the keys that a CPU takes."""
     with ExitStack() as stack:
-        for recorded in (True, "block"):
+        for recorded in (False, True, "block"):
             if f"train.cuda_graph={str(recorded).lower()}" in words:
                 stack.enter_context(graphs(recorded=recorded))
         if "train.compile=true" in words:
             stack.enter_context(compiler())
-        yield [word for word in words if not word.startswith("train.cuda_graph=")]
+        asked = {word for word in words if word in ("backend=te", "backend=native")}
+        if asked:
+            announce("emulation multiplies in the place of the backend that a recorded run asks for")
+        yield [word for word in words if not word.startswith("train.cuda_graph=") and word not in asked]
 
 
 @contextmanager

@@ -205,13 +205,13 @@ def test_recorded_steps_are_compared_step_by_step(tmp_path: Path, monkeypatch: p
     runs = {"same": (lines, lines, lines), "other": (lines, lines, other), "failed": (lines, memory, lines)}
     monkeypatch.setattr(script, "CASES", dict.fromkeys(runs, ((), ("true", "block"))))
     places = {"false": 0, "true": 1, "block": 2}
-    monkeypatch.setattr(script, "train", lambda folder, name, keys, graph, extra: runs[name][places[graph]])
+    monkeypatch.setattr(script, "train", lambda folder, name, keys, graph, *_, **__: runs[name][places[graph]])
     same = script.compare(tmp_path, "same", [])
     times = {f"{graph} ms": 100000 / 350 for graph in places}
-    assert same == {"equal": True, "first difference at step": {}, **times}
+    assert same == {"name": "same", "ok": True, "first difference at step": {}, **times}
     assert script.compare(tmp_path, "other", [])["first difference at step"] == {"block": 7}
     failed = script.compare(tmp_path, "failed", [])
-    assert failed["failed"] == {"true": memory} and not failed["equal"]
+    assert failed["failed"] == {"true": memory} and not failed["ok"]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", ["gpu_graph", "--out", str(tmp_path / "x.json")])
     assert script.main() == 3
