@@ -284,6 +284,17 @@ def test_a_step_of_adamw_moves_20_bytes_per_weight() -> None:
     assert moved <= 1.01 * 20 * _x().numel()
 
 
+def test_a_thread_of_adamw_reads_16_bytes_at_a_time_and_draws_for_eight_weights_at_once() -> None:
+    """Ten rounds of the generator for each moment, of two products of 64 bits each; only the weights, of which eight
+    are 32 bytes, may be exchanged before they are written."""
+    (launch,) = launches_of(step_adamw)
+    ptx = compile_launch(launch, 90).asm["ptx"]
+    assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) == 2 + 2 + 1 + 1
+    assert len(re.findall(r"st\.global\.v4\.b32", ptx)) == 2 + 1 + 1
+    assert ptx.count("bar.sync") <= 1
+    assert len(re.findall(r"\bmul\.wide\.u32", ptx)) <= 2 * 10 * 2 + 2
+
+
 def test_contiguous_input_is_read_16_bytes_at_a_time() -> None:
     (launch,) = launches_of(lambda: TritonQuantizer(MXFP8).values(_x()))
     ptx = compile_launch(launch, 90).asm["ptx"]

@@ -18,7 +18,7 @@ def rounded(x, half, HARDWARE: tl.constexpr):
     return rounding.as_bf16(upper, HARDWARE)
 
 
-@triton.jit(do_not_specialize=["key", "first_layer", "second_layer", "col_group", "row_offset", "skip"])
+@triton.jit(do_not_specialize=["key", "first_layer", "second_layer", "col_group", "row_offset"])
 def adamw(
     weight_ptr,
     gradient_ptr,
@@ -43,7 +43,8 @@ def adamw(
     numbers_ptr: float32 [4], keep, size, correction, divisor; counter_ptr: int32 [1], the counter's word of the step;
     failed_ptr: float32 [1], not 0 where nothing is to change. groups: eights of random bits per row, of which the first
     `skip` are not the row's; count: those of all rows. key: both words of the key, 0. The rest are words of the
-    counters, as int32 bit patterns.
+    counters, as int32 bit patterns. Where `skip` is 0, for which a kernel is compiled, and `cols` a multiple of 16, a
+    thread has an eight: it reads 16 bytes at a time, and draws random words once for all of it.
     """
     at = tl.program_id(0).to(tl.int64) * V.tile + tl.arange(0, V.tile).to(tl.int64)
     row, group = at // groups, at % groups
