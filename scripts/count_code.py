@@ -109,7 +109,7 @@ LATER = {
         ("models/common/layers.py:RMSNorm._unfused", "models/common/layers.py:RMSNorm._weight"),
     ),
     "the cost of kernels between products, norms and gates that quantise among them, and which do": Capability(
-        277,
+        295,
         2,
         ("lab/costs/elementwise.py", "run/produced.py"),
         (
@@ -148,13 +148,12 @@ LATER = {
         ),
     ),
     "norms and gates that are quantised where they are made": Capability(
-        730,
-        5,
+        854,
+        6,
         (
-            *("nn/produced.py", "quantize/produced.py", "quantize/launch.py"),
+            *("nn/produced.py", "quantize/produced.py", "quantize/launch.py", "models/common/stream.py"),
             *("kernels/triton/sources.py", "kernels/triton/norm.py"),
         ),
-        ("models/common/layers.py:produced_norms", "models/common/layers.py:StreamNorm"),
     ),
     "norms, gates and joint products on Transformer Engine": Capability(
         408,

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from fp4train.backends import CHOICES, LayerState
 from fp4train.hardware import Device
@@ -320,6 +321,12 @@ class PlannedLayer(nn.Module):
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Whether hooks may read what the module is called with, or its gradients."""
+    """Whether hooks, its own or those of all modules, may read what the module is called with, or its gradients. FSDP's
+    do not: they gather weights, and wait for gradients."""
     hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    return any(hooks)
+    everywhere: bool = _has_any_global_hook()  # type: ignore[no-untyped-call]
+    return everywhere or any(not _is_of_fsdp(hook) for each in hooks for hook in each.values())
+
+
+def _is_of_fsdp(hook: object) -> bool:
+    return type(getattr(hook, "__self__", None)).__module__.startswith("torch.distributed.fsdp.")

@@ -55,6 +55,9 @@ class Context(metaclass=GraphInput):
     shared: dict[str, Any] = field(default_factory=dict, repr=False)
     """Cache for layers that read the same input in one forward pass, and in it one for each expert; `forget` clears
     them."""
+    stream: dict[str, Any] = field(default_factory=dict, repr=False)
+    """The norm that reads the residual stream after the block that runs, and the sum that a block has left to it
+    (`models/common/stream.py`)."""
     compiled_calls: dict[object, list[Any]] = field(default_factory=dict, repr=False)
     """Calls made from compiled graphs, by layer, for graphs that recompute activations."""
     met: dict[object, bool] | None = field(default=None, repr=False)

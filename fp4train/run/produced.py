@@ -9,6 +9,8 @@ from typing import NamedTuple
 from torch import nn
 
 from fp4train.config.schema import TrainSettings
+from fp4train.models.common.decoder import Decoder
+from fp4train.models.common.stream import readers_between
 from fp4train.nn.executors import make_executor
 from fp4train.nn.executors.cut import LayerShard
 from fp4train.nn.planned import PlannedLayer
@@ -73,10 +75,12 @@ class ProducedNorms(NamedTuple):
     """Norms and gates of a model in one stretch of a run.
 
     producers: by module, of those that quantise their results; writing: why others write BF16, by name.
+    between: norms that add up the stream at the end of the block before theirs.
     """
 
     producers: dict[nn.Module, Producer]
     writing: dict[str, str]
+    between: frozenset[nn.Module] = frozenset()
 
 
 def produced_in(
@@ -110,7 +114,11 @@ def produced_in(
                 found.producers[owner] = producer
         if reason is not None:
             found.writing[names[owner]] = _LAYER.sub("a layer", reason)
-    return found
+    if train.cuda_graph == "block":
+        return found
+    lists = [[*part.blocks] for part in model.modules() if isinstance(part, Decoder)]
+    own = {owner for owner, producer in found.producers.items() if not producer.by_backend}
+    return found._replace(between=frozenset(own.intersection(*map(readers_between, lists))))
 
 
 def produced_by(
@@ -136,6 +144,7 @@ def produced_by(
             own = [not each.by_backend for each in found.producers.values() if isinstance(each, NormProducer)]
             which = "these" if all(own) else sum(own)
             adds = f"; {which} norms add up the residual stream that `of_stream` gives them" if any(own) else ""
+            adds += f", {len(found.between)} the last sum of the block before" if found.between else ""
             lines.insert(0, f"{done}, and not written in BF16{adds}.")
         said[stretch.title.partition(":")[0]] = lines
     if len({tuple(lines) for lines in said.values()}) == 1:

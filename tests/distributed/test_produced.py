@@ -28,9 +28,18 @@ PATCH = """
 import sys
 sys.path.append({scripts!r})
 import gpu_stand_ins, native_on_cpu
+from fp4train.nn.produced import NormProducer
 graphs = gpu_stand_ins.graphs(recorded={recorded!r})
 graphs.__enter__()
 native_on_cpu.install()
+leave = NormProducer.leave
+
+def counted(self, x, change):
+    left = leave(self, x, change)
+    native_on_cpu.launched["left"] += left is not None
+    return left
+
+NormProducer.leave = counted
 native_on_cpu.tell(f"launched{{rank}}.json")
 """
 
@@ -39,10 +48,11 @@ def patch(recorded: bool | str = False) -> str:
     return PATCH.format(scripts=str(Path(gpu_stand_ins.__file__).parent), recorded=recorded)
 
 
-def produced(ranks: Ranks, count: int = 1) -> list[int]:
-    """How often each rank launched a kernel that quantises what is made, in its last run."""
+def produced(ranks: Ranks, count: int = 1) -> list[tuple[int, int]]:
+    """How often each rank launched a kernel that quantises what is made, and how many blocks left their sums to the
+    next one, in its last run."""
     told = [json.loads((ranks.folder / f"launched{rank}.json").read_text()) for rank in range(count)]
-    return [each.get("quantize_produced", 0) + each.get("turned_produced", 0) for each in told]
+    return [(each.get("quantize_produced", 0) + each.get("turned_produced", 0), each.get("left", 0)) for each in told]
 
 
 @pytest.fixture(scope="session")
@@ -61,24 +71,26 @@ def server(serving: Callable[..., AbstractContextManager[Any]]) -> Iterator[Any]
     ],
 )
 def test_two_ranks_are_two_microbatches_of_one(ranks: Ranks, recipe: str, options: tuple[str, ...]) -> None:
-    """A block launches it for two norms, a gate and its gradients, where it is recomputed also for three again."""
+    """A block launches it for two norms, a gate and its gradients, where it is recomputed also for three again. The
+    first of two leaves its last sum to the other, in the forward pass alone: FSDP's hooks read no values."""
     each = 2 * 2 * (7 if "model.recompute=true" in options else 4)  # two steps of two blocks
     own = [option for option in options if not option.startswith("parallel.")]
     ranks.train(1, "one", "train.microbatch=2", *SMALL, *own, f"recipe={recipe}", patch=patch())
-    assert produced(ranks) == [2 * each]
+    assert produced(ranks) == [(2 * each, 4)]
     ranks.train(2, "two", *SMALL, *options, f"recipe={recipe}", patch=patch())
-    assert produced(ranks, 2) == [each, each]
+    assert produced(ranks, 2) == [(each, 2)] * 2
     ranks.same("one", "two")
 
 
 def test_a_recorded_step_has_the_bits_of_an_eager_one(ranks: Ranks) -> None:
-    options = (*SMALL, *EXACT, "model.layers=1", "train.batch_size=2", "recipe=nvfp4")
+    """The second block quantises, and has the sum of the first."""
+    options = (*SMALL, *EXACT, "policy.first=1", "train.batch_size=2", "recipe=nvfp4")
     counts = {}
     for name, recorded in (("eager", False), ("graph", True)):
         ranks.train(1, name, *options, patch=patch(recorded))
         counts[name] = produced(ranks)
     ranks.same("eager", "graph")
-    assert counts == {"eager": [5 * 4], "graph": [4 * 4]}, "the last step is replayed"
+    assert counts == {"eager": [(5 * 4, 5)], "graph": [(4 * 4, 4)]}, "the last step is replayed"
 
 
 def test_recorded_blocks_of_two_ranks_have_the_bits_of_eager_ones(ranks: Ranks) -> None:
@@ -89,4 +101,4 @@ def test_recorded_blocks_of_two_ranks_have_the_bits_of_eager_ones(ranks: Ranks) 
         ranks.train(2, name, *options, patch=patch(recorded))
         counts[name] = produced(ranks, 2)
     ranks.same("eager", "blocks")
-    assert counts == {"eager": [5 * 7] * 2, "blocks": [4 * 7] * 2}, "the last step is replayed"
+    assert counts == {"eager": [(5 * 7, 0)] * 2, "blocks": [(4 * 7, 0)] * 2}, "the last step is replayed"

@@ -131,9 +131,11 @@ def test_the_plan_says_which_norms_and_gates_are_quantised_where_they_are_made_a
 
     made, each = "norms and gates are quantised where they are made", "attention_norm, mlp_norm, mlp of block"
     adds = "; these norms add up the residual stream that `of_stream` gives them."
-    assert said() == [f"6 {made} ({each}s 0–1), and not written in BF16{adds}"]
+    all_six = f"6 {made} ({each}s 0–1), and not written in BF16{adds}"
+    assert said() == [f"{all_six[:-1]}, 1 the last sum of the block before."]
     assert "train.kernels=torch asks for torch's operators" in said(kernels="torch")[0]
-    assert "the compiler has the blocks" in said(compile=True)[0] and said(cuda_graph="block") == said()
+    assert "the compiler has the blocks" in said(compile=True)[0]
+    assert said(cuda_graph="block") == [all_six]
 
 
 def test_the_plan_for_a_gpu_says_by_stretch_which_norms_and_gates_are_quantised_where_they_are_made(cli: Cli) -> None:
@@ -156,7 +158,7 @@ def test_the_plan_names_what_reads_a_norm_beside_layers_of_codes(monkeypatch: py
     assert produced_by(built, plan.stretches, [norms], "cuda") == [
         "5 norms and gates are quantised where they are made (attention_norm, mlp_norm, mlp of block 0; "
         "attention_norm, mlp.shared of block 1), and not written in BF16; these norms add up the residual stream that "
-        "`of_stream` gives them.",
+        "`of_stream` gives them, 1 the last sum of the block before.",
         "1 norms and gates write BF16 (mlp_norm of block 1): a module that takes no codes (Router) reads the same.",
     ]
     fuse(built, settings, "cuda")

@@ -15,7 +15,7 @@ those that the operations between the products read and write, and their arithme
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +30,7 @@ from torch.overrides import TorchFunctionMode
 from fp4train.lab.costs.elementwise import BlockTraffic, KernelStandIns, ProducerStandIn
 from fp4train.lab.costs.estimate import shares_x
 from fp4train.models.common.operators import Fusible
+from fp4train.models.common.stream import readers_between
 from fp4train.nn.produced import Producer
 from fp4train.precision.context import Context, use
 from fp4train.precision.layer_plan import LayerPlan
@@ -99,6 +100,7 @@ def measure_blocks(
     sharing: bool = True,
     liger: bool = False,
     producers: Mapping[nn.Module, Producer] = MappingProxyType({}),
+    between: Collection[nn.Module] = (),
 ) -> list[BlockCost]:
     """The cost of every block of `model` (on the meta device), for a microbatch of `sequences` × `seq_len` tokens.
 
@@ -111,22 +113,26 @@ def measure_blocks(
             train.compile.
         liger: whether Liger's kernels run what they can.
         producers: of the norms and gates that quantise their results.
+        between: the norms that add up the stream at the end of the block before theirs, as if no stage ended there.
     """
     names = {module: name for name, module in model.named_modules()}
     blocks = find_blocks(model)
     known: dict[object, BlockCost] = {}
     found = []
     inputs = _inputs(model, blocks, recipe, sequences, seq_len)
-    for block in blocks:
+    ends = [None, *(norm if norm in between else None for norm in readers_between(blocks)), None]
+    for block, *sums in zip(blocks, ends, ends[1:], strict=False):
         mine = {names[part]: part for part in block.modules() if names[part] in plans}
         prefix = names[block]
         layers_key = tuple((n.removeprefix(prefix), plans[n].products) for n in mine)
         made = {part: producers[part] for part in block.modules() if part in producers}
         made_key = tuple((names[part].removeprefix(prefix), each.by_backend) for part, each in made.items())
-        key = (type(block), sum(p.numel() for p in block.parameters()), layers_key, made_key)
+        left = tuple(each is None for each in sums)
+        key = (type(block), sum(p.numel() for p in block.parameters()), layers_key, made_key, left)
         if key not in known:
             layers = {part: plans[name] for name, part in mine.items()}
-            known[key] = _measure(block, inputs[block], layers, row_wise, recipe, sharing, liger, made)
+            made |= {norm: producers[norm] for norm in sums if norm is not None}
+            known[key] = _measure(block, inputs[block], layers, row_wise, recipe, sharing, liger, made, sums)
         found.append(known[key])
     return found
 
@@ -186,7 +192,9 @@ def _measure(
     sharing: bool,
     liger: bool,
     producers: Mapping[nn.Module, Producer],
+    sums: Sequence[nn.Module | None],
 ) -> BlockCost:
+    """sums: the norms that add up what comes into the block and what it returns; None: torch does."""
     x = inputs[0].detach().clone().requires_grad_()
     given = {_storage(each) for each in inputs[1:] if isinstance(each, Tensor)}
     given |= {_storage(each) for each in block.parameters()}
@@ -203,12 +211,17 @@ def _measure(
     traffic = BlockTraffic()
     forwards = {part: partial(stand_ins.linear, part, plan) for part, plan in layers.items()}
     kernels = KernelStandIns(traffic)
+    made = {part: ProducerStandIn(kernels, each) for part, each in producers.items()}
+    context = Context(recipe=recipe)
+    context.stream["norm"] = sums[1]
+    if sums[0] is not None:
+        context.stream["sum"] = made[sums[0]].leave(x, x)._replace(h=x)
     fusible = [part for part in block.modules() if liger and isinstance(part, Fusible)]
     with (
         _forwards(forwards),
         _set(fusible, "operators", kernels),
-        _producing({part: ProducerStandIn(kernels, each) for part, each in producers.items()}),
-        use(Context(recipe=recipe)),
+        _producing(made),
+        use(context),
         _FunctionStandIns(stand_ins, kernels),
     ):
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t), traffic:

@@ -16,14 +16,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp4train.models.common.liger import MOVED, Liger
-from fp4train.nn.produced import Producer
+from fp4train.nn.produced import LeftSum, Producer, unwritten_sum
+from fp4train.precision.context import state
 from fp4train.quantize.produced import ADDED, NORM_BACKWARD, SUM
 
 
@@ -147,17 +148,22 @@ class ProducerStandIn:
         self._kernels, self._gate, self._by_backend = kernels, producer.kind == "gate", producer.by_backend
 
     def __call__(self, *inputs: Any) -> Any:
-        """The results of a norm's (x, weight, ε, change or None), or of a gate's (gate, up)."""
+        """The results of a norm's (x, weight, ε, change and sum of `leave`, or None), or of a gate's (gate, up)."""
         if self._gate:
             return self._kernels.run((0.0, 0.0), lambda given, made: given, 1, *inputs)
-        x, weight, _, change = inputs
+        x, weight, _, change, left = inputs
         if self._by_backend:
             h = x if change is None else x + change
             return self._kernels.run((0.0, MOVED["rms_norm"][1]), _norm_keeps, 1, h, weight), h
         backward = NORM_BACKWARD + ADDED
         if change is None:
-            return self._kernels.run((0.0, backward), _norm_keeps, 2, x, torch.empty_like(x), weight)
+            summed = 0.0 if left is None else SUM
+            return self._kernels.run((summed, backward), _norm_keeps, 2, x, torch.empty_like(x), weight)
         return self._kernels.run((SUM, backward), _stream_keeps, 2, x, change, weight)
+
+    def leave(self, x: Tensor, change: Tensor) -> Any:
+        """The sum of the terms, in the place of `NormProducer.leave`."""
+        return LeftSum(cast(Any, self), unwritten_sum(x, change), x, change, ([], state()))
 
 
 def _norm_keeps(given: list[Tensor], made: list[Tensor]) -> tuple[Tensor, ...]:

@@ -252,6 +252,7 @@ class MeshPlan:
                     liger=self.kernels[0],
                     fused=train.kernels != "torch",
                     producers=norms.producers,
+                    between=norms.between,
                 ),
             )
             for stretch, norms in zip(plan.stretches, produced, strict=True)

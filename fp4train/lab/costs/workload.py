@@ -8,7 +8,7 @@ not are gathered in float32, and the plan names them: `precision.gather` decides
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -313,6 +313,7 @@ def workload(
     liger: bool = False,
     fused: bool = True,
     producers: Mapping[nn.Module, Producer] = MappingProxyType({}),
+    between: Collection[nn.Module] = (),
 ) -> Workload:
     """Measure a model on the meta device.
 
@@ -321,6 +322,7 @@ def workload(
         sequences, seq_len: of a microbatch.
         compiled, recorded, recomputed, moment_bytes, liger, fused: see `Workload`.
         producers: of the norms and gates that quantise their results.
+        between: the norms that add up the stream at the end of the block before theirs.
     """
     cut = tensor_cut(model)
     rows = frozenset(cut.in_)
@@ -334,6 +336,7 @@ def workload(
         sharing=not compiled,
         liger=liger and not compiled,
         producers=producers,
+        between=between,
     )
     made = made_by(producers.values())
     of_block: dict[int | None, list[ModelWeight]] = {}

@@ -21,6 +21,7 @@ from fp4train.models.common.distillation import TeacherStates, chunked_distillat
 from fp4train.models.common.liger import Liger
 from fp4train.models.common.loss import chunked_cross_entropy
 from fp4train.models.common.operators import Fusible
+from fp4train.models.common.stream import in_turn
 from fp4train.nn.ranks import all_rows, local, summed_over, with_summed_gradient
 from fp4train.precision.context import activation_dtype, recompute
 from fp4train.shards import RowOrder
@@ -189,7 +190,7 @@ class Decoder(Fusible, nn.Module):
             return self.leave(x, targets_BT, time)
         if self.documents is not None:
             arguments = (*arguments, None, document_mask(input, self.documents))
-        for block in self.blocks:
+        for block in in_turn(self.blocks):
             x = recompute(block, x, *arguments) if self.recomputes and self.training else block(x, *arguments)
         return self.leave(x, targets_BT, time, teacher)
 

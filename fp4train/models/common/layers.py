@@ -8,10 +8,8 @@ depends only on the distance between their positions. Grouped queries: arXiv:230
 """
 
 import math
-from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -19,66 +17,11 @@ from torch import Tensor, nn
 
 from fp4train.backends import widened
 from fp4train.models.common.cache import KeyValues, seen_mask
-from fp4train.models.common.cut import TokenRanks, shared_by
+from fp4train.models.common.cut import shared_by
 from fp4train.models.common.liger import Liger
 from fp4train.models.common.operators import Fusible
+from fp4train.models.common.stream import StreamNorm
 from fp4train.nn.planned import is_watched
-
-if TYPE_CHECKING:
-    from fp4train.nn.produced import NormProducer
-
-
-Produced = Sequence[tuple[nn.Module, Sequence[nn.Module], Sequence[nn.Module]]]
-"""Modules that may get a `producer` (`nn/produced.py`): each with all that reads its result, and the layers that made
-what a gate is computed from."""
-
-
-def produced_norms(*pairs: tuple[nn.Module, nn.Module]) -> Produced:
-    """The norms of (norm, the module that takes its result and nothing else does), each with what reads it there: the
-    submodules that the module names in `reads`. One that names none has no producer."""
-    found = [(norm, [part.get_submodule(name) for name in getattr(part, "reads", ())], ()) for norm, part in pairs]
-    return [each for each in found if each[1]]
-
-
-class StreamNorm(nn.RMSNorm):
-    """A norm of a residual stream, which a subclass computes (`normalised`).
-
-    Where its producer runs, what it gives is a carrier of codes, which the producer's readers take and nothing else.
-    """
-
-    tensor: TokenRanks | None = None
-    """The tensor-parallel ranks, each with the whole weight; with `sequence` they normalise the other tokens."""
-
-    producer: "NormProducer | None" = None
-    """The producer that quantises the norm for the layers that read it; None: there is none."""
-
-    def of_stream(self, x: Tensor, change: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(The norm of the stream, the stream): of x + change, or of x, each [..., width].
-
-        Where the producer runs, one kernel adds, normalises and quantises. Whoever reads the stream next takes it from
-        here: its gradient is added in the norm's kernel, then.
-        """
-        return self._produced(x, change) or self._unfused(x, change)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The norm of x [..., width], without the sums of its stream."""
-        made = self._produced(x, None)
-        return self.normalised(x) if made is None else made[0]
-
-    @abstractmethod
-    def normalised(self, x: Tensor) -> Tensor:
-        """The norm of x [..., width], of its shape and dtype, by operators."""
-
-    def _produced(self, x: Tensor, change: Tensor | None) -> tuple[Tensor, Tensor] | None:
-        """`of_stream` by the producer; None: it does not run."""
-        if self.producer is None or self.eps is None or is_watched(self):
-            return None
-        return self.producer(x, self.weight, self.eps, change)
-
-    def _unfused(self, x: Tensor, change: Tensor | None) -> tuple[Tensor, Tensor]:
-        """`of_stream` without the producer."""
-        stream = x if change is None else x + change
-        return self(stream), stream
 
 
 class RMSNorm(Fusible, StreamNorm):

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from fp4train.models.common.cache import DecodeCache, KeyValues
 from fp4train.models.common.decoder import Decoder, DecoderShape
 from fp4train.models.common.initialise import Filled, Initial, Normal
-from fp4train.models.common.layers import Attention, Produced, RMSNorm, RopeScaling, produced_norms, rope_angles
+from fp4train.models.common.layers import Attention, RMSNorm, RopeScaling, rope_angles
 from fp4train.models.common.operators import Fusible
+from fp4train.models.common.stream import Produced, end_of_block, produced_norms
 
 if TYPE_CHECKING:
     from fp4train.nn.produced import GateProducer
@@ -87,6 +88,8 @@ class SwiGLU(Fusible, nn.Module):
 class RotaryBlock(Fusible, nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
+    entrance = "attention_norm"
+
     def __init__(self, shape: RotaryShape, mlp: nn.Module, *, qkv_bias: bool = False) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(shape.width, eps=shape.norm_eps)
@@ -114,7 +117,7 @@ class RotaryBlock(Fusible, nn.Module):
     ) -> Tensor:
         y_BTD, x_BTD = self.attention_norm.of_stream(x_BTD)
         y_BTD, x_BTD = self.mlp_norm.of_stream(x_BTD, self.attention(y_BTD, cos_TE, sin_TE, cache, mask))
-        return x_BTD + self.transformed(y_BTD, cos_TE.shape[0])
+        return end_of_block(x_BTD, self.transformed(y_BTD, cos_TE.shape[0]))
 
     def transformed(self, x_BTD: Tensor, time: int) -> Tensor:
         """The MLP's output; `time` is T, which a tensor-parallel rank's share of the tokens does not tell."""

@@ -28,9 +28,10 @@ from fp4train.models.common.cache import DecodeCache, KeyValues
 from fp4train.models.common.cut import TensorCut
 from fp4train.models.common.decoder import Decoder, DecoderShape, check_pattern
 from fp4train.models.common.initialise import Filled, Initial, Normal, initialise
-from fp4train.models.common.layers import Attention, Produced, RMSNorm, produced_norms
+from fp4train.models.common.layers import Attention, RMSNorm
 from fp4train.models.common.scan import Mamba2, ScanState
 from fp4train.models.common.scan_kernels import CHOICES
+from fp4train.models.common.stream import Produced, end_of_block, produced_norms
 from fp4train.models.hybrid.parallel import tensor_cut
 from fp4train.text import check_choice, check_least
 
@@ -122,6 +123,8 @@ class SquaredReluMLP(nn.Module):
 class HybridBlock(nn.Module):
     """x + mixer(norm(x))."""
 
+    entrance = "norm"
+
     def __init__(self, shape: Hybrid, kind: str) -> None:
         super().__init__()
         self.kind = kind
@@ -148,8 +151,7 @@ class HybridBlock(nn.Module):
             y = self.mixer(y, time, kept, mask_BTT)
         else:
             y = self.mixer(y, None, None, kept, mask_BTT, time=time)
-        out: Tensor = x_BTD + y
-        return out
+        return end_of_block(x_BTD, y)
 
     def cache(self, length: int) -> KeyValues | ScanState | None:
         """An empty cache for up to `length` tokens."""

@@ -27,8 +27,8 @@ from fp4train.models.common.cache import DecodeCache, KeyValues
 from fp4train.models.common.cut import TensorCut, shared_by
 from fp4train.models.common.decoder import DecoderShape, check_pattern
 from fp4train.models.common.initialise import Filled, Initial, Normal, initialise
-from fp4train.models.common.layers import Produced, StreamNorm, produced_norms
 from fp4train.models.common.rotary import RotatedDecoder
+from fp4train.models.common.stream import Produced, StreamNorm, end_of_block, produced_norms
 from fp4train.models.hyena.mixer import (
     KINDS,
     LARGEST_POLE,
@@ -133,6 +133,8 @@ class GatedMLP(nn.Module):
 class HyenaBlock(nn.Module):
     """x + mixer(norm(x)), then x + mlp(norm(x))."""
 
+    entrance = "norm"
+
     def __init__(self, shape: Hyena, index: int) -> None:
         super().__init__()
         self.kind = shape.pattern[index]
@@ -158,8 +160,7 @@ class HyenaBlock(nn.Module):
         else:
             y = self.mixer(y, cos_TE.shape[0], kept, mask_BTT)
         y, x_BTD = self.mlp_norm.of_stream(x_BTD, y)
-        out: Tensor = x_BTD + self.mlp(y)
-        return out
+        return end_of_block(x_BTD, self.mlp(y))
 
     def cache(self, length: int) -> KeyValues | ConvolutionState:
         """An empty cache for up to `length` tokens."""

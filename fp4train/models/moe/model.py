@@ -22,6 +22,7 @@ from fp4train.models.common.cut import TensorCut
 from fp4train.models.common.experts import Balance, ExpertLayer, ExpertShape, Router
 from fp4train.models.common.initialise import initialise
 from fp4train.models.common.rotary import RotaryBlock, RotaryDecoder, RotaryShape, SwiGLU
+from fp4train.models.common.stream import end_of_block
 from fp4train.models.moe.parallel import tensor_cut
 
 
@@ -69,18 +70,22 @@ class MixtureOfExperts(RotaryShape):
 class ExpertBlock(RotaryBlock):
     """A block whose MLP is a layer of experts."""
 
+    entrance = RotaryBlock.entrance
     fp4train_recorded = (("attended", ("attention_norm", "attention")), ("fed", ()))
     """Methods of its forward pass, each with the modules that it runs where a CUDA graph can record it."""
 
     def forward(
         self, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor, cache: KeyValues | None = None, mask: Tensor | None = None
     ) -> Tensor:
+        if "attended" not in vars(self):
+            return super().forward(x_BTD, cos_TE, sin_TE, cache, mask)
         return self.fed(x_BTD, self.attended(x_BTD, cos_TE, sin_TE, cache, mask), cos_TE.shape[0])
 
     def attended(
         self, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor, cache: KeyValues | None, mask: Tensor | None
     ) -> Tensor:
-        """The change of x by attention; a graph has this result alone, and the stream goes by beside it."""
+        """The change of x by attention; a graph has this result alone, and the stream goes by beside it: a copy of its
+        gradient to where the graph reads it would move as many bytes as the sum that torch makes then."""
         y_BTD, _ = self.attention_norm.of_stream(x_BTD)
         change: Tensor = self.attention(y_BTD, cos_TE, sin_TE, cache, mask)
         return change
@@ -88,7 +93,7 @@ class ExpertBlock(RotaryBlock):
     def fed(self, x_BTD: Tensor, change_BTD: Tensor, time: int) -> Tensor:
         """The block's output, given the change of x by attention."""
         y_BTD, x_BTD = self.mlp_norm.of_stream(x_BTD, change_BTD)
-        return x_BTD + self.transformed(y_BTD, time)
+        return end_of_block(x_BTD, self.transformed(y_BTD, time))
 
     def transformed(self, x_BTD: Tensor, time: int) -> Tensor:
         out: Tensor = self.mlp(x_BTD, time)

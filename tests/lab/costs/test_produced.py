@@ -32,13 +32,13 @@ from fp4train.run.produced import ProducedNorms, produced_in
 B200 = find_gpu("B200")
 GPUS = Path(__file__).parents[3] / "docs" / "gpus.md"
 KINDS = {
-    "RMSNorm, forward": "norm",
-    "x + y, then RMSNorm, forward": "norm of a sum",
+    "x + y at the end of a block, then RMSNorm, forward": "norm after a sum",
+    "x + y within a block, then RMSNorm, forward": "norm of a sum",
     "silu(gate) ⊙ up, forward": "gate",
     "its two gradients, one element of each": "gradients",
 }
 WRITTEN = {
-    "norm": MOVED["rms_norm"][0],
+    "norm after a sum": 6 + MOVED["rms_norm"][0],
     "norm of a sum": MOVED["add_rms_norm"][0],
     "gate": MOVED["silu_product"][0],
     "gradients": MOVED["silu_product"][1],
@@ -60,7 +60,7 @@ def moved(recipe: Recipe, kind: str) -> tuple[float, float]:
     table, large = recipe.table(), 1 << 30
     of_dy = kind == "gradients"
     forms = (table["dgrad"].first, table["wgrad"].first) if of_dy else (table["fprop"].first, table["wgrad"].second)
-    sources = kind.partition(" of a sum")[0], None
+    sources = kind.partition(" ")[0], None
     made, plain = (sum(map(sum, own_bytes(*forms, large, codes=True, source=source))) for source in sources)
     return made + SUM * ("sum" in kind), WRITTEN[kind] + (2 if of_dy else 1) * plain
 
@@ -141,17 +141,18 @@ def test_what_is_quantised_where_it_is_made_is_charged_once_from_its_sources(
 
 def test_a_block_writes_neither_the_norms_nor_the_gate() -> None:
     """Only the sum that a norm is of, and a norm's gradients with those of the residual stream, are elementwise; of
-    the latter torch adds those of Liger's first norm. A block keeps the same for backward: h or the sum, gate and up,
-    and codes."""
+    the latter torch adds those of Liger's first norm. The norm at the entrance of the second block makes the sum at the
+    end of the first. A block keeps the same for backward: h or the sum, gate and up, and codes."""
     wanted, plan = planned("recipe=nvfp4", "backend=native", "phases=none")
     fused, plain = (wanted.workloads(plan, 1, each)[0][2] for each in (wanted.produced(plan), [ProducedNorms({}, {})]))
-    one, other = (each.kinds[0].cost for each in (fused, plain))
+    (one, last), (other,) = ([kind.cost for kind in each.kinds] for each in (fused, plain))
     elements, gates = TOKENS * WIDTH, TOKENS * HIDDEN
     assert other.fused_forward - one.fused_forward == (4 + 8 - SUM) * elements + 6 * gates
     assert other.fused_backward - one.fused_backward == (6 + 8 - 2 * (NORM_BACKWARD + ADDED)) * elements + 10 * gates
     assert (SUM, NORM_BACKWARD, ADDED) == (4, 6 + 2 * 4 / STRIP, 2)
     casts = 2 * 6 * WIDTH  # of the norms' weights, and of their gradients
-    assert other.forward - one.forward == casts
+    assert other.forward - last.forward == casts and last.forward - one.forward == 6 * elements
+    assert last.fused_forward - one.fused_forward == SUM * elements
     assert other.backward - one.backward == 6 * elements + casts
     assert one.saved == other.saved
     costs = [ClusterCost(replace(fused, made=made), B200, interconnect(B200), Mesh()) for made in (fused.made, {})]
