@@ -30,6 +30,11 @@ RECIPES = [
 ]
 each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda each: each.name)
 
+ADDING_RECIPES = pytest.mark.parametrize(
+    "recipe", [BF16(), NVFP4(fused_scales=True).with_high_precision("wgrad")], ids=["all", "wgrad"]
+)
+"""Recipes whose products add dw: wgrad is in high precision."""
+
 
 def results(
     model: nn.Module,
@@ -115,9 +120,7 @@ def test_dw_in_high_precision_is_added_to_the_gradients_that_weights_have_within
     assert not added, "codes are not multiplied into a sum"
 
 
-@pytest.mark.parametrize(
-    "recipe", [BF16(), NVFP4(fused_scales=True).with_high_precision("wgrad")], ids=["all", "wgrad"]
-)
+@ADDING_RECIPES
 @pytest.mark.parametrize("joint", [False, True])
 def test_recomputed_layers_add_dw_within_their_gemms_too_and_all_ways_have_the_same_bits(
     monkeypatch: pytest.MonkeyPatch, recipe: Recipe, joint: bool
@@ -139,9 +142,7 @@ def test_recomputed_layers_add_dw_within_their_gemms_too_and_all_ways_have_the_s
     assert not differing(found[0], found[1]) and not differing(found[0], found[2])
 
 
-@pytest.mark.parametrize(
-    "recipe", [BF16(), NVFP4(fused_scales=True).with_high_precision("wgrad")], ids=["all", "wgrad"]
-)
+@ADDING_RECIPES
 @pytest.mark.parametrize("joint", [False, True])
 def test_passes_that_leave_gradients_as_they_are_add_nothing_to_them(
     monkeypatch: pytest.MonkeyPatch, recipe: Recipe, joint: bool
