@@ -143,15 +143,16 @@ class _Region(ContextDecorator):
 
     def __init__(self, entered: Callable[[State], State], *, watched: bool = False) -> None:
         self._entered, self._watched = entered, watched
-        self._open: list[tuple[State, State]] = []
+        self._open: dict[int, list[tuple[State, State]]] = {}
+        """Threads that are in it, which threads that share it (those of a decorated function) do not leave in turn."""
 
     def __enter__(self) -> None:
         outer = state()
         _THREAD.state = entered = self._entered(outer)
-        self._open.append((outer, entered))
+        self._open.setdefault(threading.get_ident(), []).append((outer, entered))
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        outer, entered = self._open.pop()
+        outer, entered = self._open[threading.get_ident()].pop()
         _THREAD.state, context = outer, entered.context
         if context is not None:
             context.forget()
