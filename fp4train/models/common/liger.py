@@ -16,8 +16,8 @@ move 52 bytes per logit (`loss.LOGIT_BYTES`), and 10 + 12 per element of a sum a
 
 Products are not theirs: a recipe's layers stay as they are, and the head is multiplied as before, in high precision.
 Results differ from torch's operators in the last digits, since sums have another order and rotations round less often.
-Only the sum within a block is fused with the norm after it: between two blocks lies the residual stream alone, which
-shards, recomputation, stages and graphs of blocks rely on. RMSNorms with ε outside of the root (StripedHyena) have no
+Only the sum within a block is fused with the norm after it; the last one of a block is left to the next norm where that
+quantises (`stream.py`). RMSNorms with ε outside of the root (StripedHyena) have no
 kernel here.
 
 Liger's own linear cross-entropy is not used: it counts targets on the host, which no CUDA graph can record, and takes
