@@ -148,7 +148,7 @@ LATER = {
         ),
     ),
     "norms and gates that are quantised where they are made": Capability(
-        856,
+        855,
         6,
         (
             *("nn/produced.py", "quantize/produced.py", "quantize/launch.py", "models/common/stream.py"),

@@ -29,7 +29,7 @@ def why_not(readers: Sequence[Executor], writers: Sequence[Executor], kind: str,
     """Why a backend's own kernels do not make the x of the readers, or, of gate and up, their gradients; None: they do.
 
     Args:
-        readers: not none, the first of which a backend runs.
+        readers: not none.
         writers: of gate and up.
         kind: of the source (`SourceTensors`).
         here: see `Sources.why_not_given`.

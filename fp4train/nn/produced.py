@@ -59,23 +59,23 @@ def why_not(
     Args:
         here: with what is installed on this machine; else where Triton and the newest backends are.
     """
-    if (own := backend_sources.backend_of(readers[0])) is not None:
-        reason = backend_sources.why_not(readers, writers, kind, here=here)
-        if reason is None or own.backend.sources.why_not_given(own.table, here=here) is not None:
-            return reason
+    if (of_backend := backend_sources.why_not(readers, writers, kind, here=here)) is None:
+        return None
     for executors, tensor in ((readers, "x"), (writers, "dy")):
         for each in executors:
             name, taker = each.plan.layer.name, _taker(each, tensor)
             if taker is None or type(taker) is not type(_taker(executors[0], tensor)):
                 return f"{name} is not three products of codes of its own"
-            operand, given = getattr(taker, tensor), None
-            if isinstance(taker, BackendLayer):
-                given = taker.backend.sources.why_not_given(taker.table, here=here)
-            if (reason := given or _why_no_source(operand, here)) is not None:
+            operand: Operand = getattr(taker, tensor)
+            if operand.row.spec is None or operand.column.spec is None:
+                return f"{tensor} of {name}: a product takes it in high precision"
+            if isinstance(taker, BackendLayer) and taker.backend.sources.why_not_given(taker.table, here=here):
+                return of_backend
+            if (reason := _why_no_source(operand, here)) is not None:
                 return f"{tensor} of {name}: {reason}"
             if taker.dtype is not torch.bfloat16:
                 return f"{name} has operands in {taker.dtype}"
-            if getattr(taker, tensor).wants[1] != getattr(_taker(executors[0], tensor), tensor).wants[1]:
+            if operand.wants[1] != getattr(_taker(executors[0], tensor), tensor).wants[1]:
                 return f"{executors[0].plan.layer.name} and {name} do not quantise {tensor} alike"
     return None
 
@@ -98,8 +98,6 @@ def _taker(executor: Executor, tensor: str) -> Taker | None:
 
 def _why_no_source(operand: Operand, here: bool) -> str | None:
     row, column = operand.row, operand.column
-    if row.spec is None or column.spec is None:
-        return "a product takes it in high precision"
     if operand.delayed:
         return "its amax enters a history of delayed scaling"
     if operand.requantise is not None:

@@ -146,6 +146,17 @@ def test_the_plan_for_a_gpu_says_by_stretch_which_norms_and_gates_are_quantised_
     assert f"steps 80–99: 12 norms and gates write BF16 {each}: a layer is not three products of codes" in said
 
 
+def test_the_plan_blames_a_product_in_high_precision_before_the_kernels_of_transformer_engine(cli: Cli) -> None:
+    shape = ("gpu=B200", "model.width=128", "model.hidden=384", "model.layers=4", "train.steps=100")
+    each = "12 norms and gates write BF16 (attention_norm, mlp_norm, mlp of blocks 0–3)"
+    for recipe in ("nvfp4", "fp8_current"):
+        plan = (*shape, "policy=all", "backend=te", f"recipe={recipe}")
+        said = cli("plan", *plan, "phases=cooldown_fprop").out
+        assert f"steps 80–99: {each}: x of a layer: a product takes it in high precision." in said
+    norms = "steps 0–79: 8 norms and gates write BF16 (attention_norm, mlp_norm of blocks 0–3): a layer: "
+    assert f"{norms}Transformer Engine's kernel of a norm writes BF16, then quantises (fp8_current)." in said
+
+
 def test_the_plan_names_what_reads_a_norm_beside_layers_of_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The norm of a layer of experts stays: its router takes it in float32."""
     shape = MixtureOfExperts(width=64, layers=2, dense=1, heads=2, kv_heads=1, experts=ExpertShape(shared=1))
