@@ -167,13 +167,12 @@ class Producer:
             return None
         found = [each.executor_now(x.device, x.dtype) for each in layers]
         executors = tuple(executor for executor, _ in found)
+        made = [each for each in executors if each is not None]
         if executors != self._seen:
-            made = [each for each in executors if each is not None]
             self._runs = len(made) == len(layers) and self.resolve(made) is None
             self._seen = executors
         if not self._runs:
             return None
-        made = [each for each in executors if each is not None]
         return (made, found[0][1]) if why_padded(made, x.numel() // x.shape[-1]) is None else None
 
 

@@ -28,6 +28,15 @@ class Model(Llama):
             kind = type(block.mlp)
             block.mlp.__class__ = type("Fused", (kind,), {"forward": fused})
         return model
+
+@dataclass(frozen=True, kw_only=True)
+class Watched(Llama):
+    """A Llama whose norms are watched by hooks."""
+    def build(self, *, vocab_size, seq_len):
+        model = super().build(vocab_size=vocab_size, seq_len=seq_len)
+        for block in model.blocks:
+            block.attention_norm.register_forward_hook(lambda norm, given, made: None)
+        return model
 '''
 OWN = ("--config-dir", "mine", "plugins=[fusedlab]", "model=fused", "policy=all")
 
@@ -58,6 +67,12 @@ def test_the_fix_that_the_error_names_trains_and_a_gate_that_asks_no_producer_is
     assert ended.code == 0
     assert ended.err.count("blocks.0.mlp, blocks.1.mlp: named by fp4train_produced, and no producer was asked") == 1
     assert sorted(losses("runs/a")) == [1, 2]
+
+
+def test_norms_that_hooks_watch_are_not_said_to_ask_no_producer(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton, "why_not_here", lambda device: None)
+    ended = cli(*OWN, "run.name=a", "train.steps=1", "model._target_=fusedlab.Watched")
+    assert ended.code == 0 and "in the first step" not in ended.err
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from itertools import pairwise, zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -73,16 +73,18 @@ class StreamNorm(nn.RMSNorm):
         return None if producer is None else producer.leave(x, change)
 
     def _producing(self) -> "NormProducer | None":
-        return None if self.producer is None or self.eps is None or is_watched(self) else self.producer
+        if self.producer is None or self.eps is None:
+            return None
+        self.producer.asked = True  # though hooks watch the norm
+        return None if is_watched(self) else self.producer
 
     def _produced(self, x: Tensor, change: Tensor | None) -> tuple[Tensor, Tensor] | None:
         """`of_stream` by the producer; None: it does not run."""
-        made, left, producer = None, _taken(x), self._producing()
+        left, producer = _taken(x), self._producing()
         if left is not None and left.producer is not producer:
             left.write()
             left = None
-        if producer is not None and self.eps is not None:
-            made = producer(x, self.weight, self.eps, change, left)
+        made = None if producer is None else producer(x, self.weight, cast(float, self.eps), change, left)
         if made is None and left is not None:
             left.write()
         return made
