@@ -93,6 +93,37 @@ def steps() -> dict[str, Any]:
     return found
 
 
+def left(in_product: bool) -> dict[str, Any]:
+    """What passes that leave some gradients as they are return and make of them: `torch.autograd.grad` of weights that
+    have gradients, of x alone, and backward with `inputs`."""
+    recipe, names = MXFP8(), ("wq.weight", "wk.weight", "wv.weight")
+    model = made(recipe, joint=True, sums=True, in_product=in_product, backend="te")
+    once = train(model, recipe, microbatches=1)["tensors"]
+    weights = [model.get_parameter(name) for name in names]
+    x = normal(1, TOKENS, K, seed=11)[0].bfloat16().requires_grad_()
+    dys = [normal(TOKENS, size, seed=20).bfloat16() for size in SIZES]
+
+    def ys() -> Any:
+        with LAYER_BACKENDS["te"].region([recipe.table()], None), use(within(recipe)):
+            return model(x)
+
+    def times() -> list[int]:
+        """How often each weight's gradient has what one pass adds."""
+        return [n for name in names for n in range(4) if torch.equal(model.get_parameter(name).grad, n * once[name])]
+
+    returned = torch.autograd.grad(ys(), weights, dys)
+    found: dict[str, Any] = {"dw": [torch.equal(dw, once[name]) for dw, name in zip(returned, names, strict=True)]}
+    (some,) = torch.autograd.grad(ys(), weights[1], dys)
+    found["one dw"] = torch.equal(some, once[names[1]])
+    found["dx"] = torch.equal(torch.autograd.grad(ys(), x, dys)[0], once["x"][0])
+    found["left"] = times()
+    torch.autograd.backward(ys(), dys, inputs=[x, weights[1]])
+    found["added to one"] = times()
+    torch.autograd.backward(ys(), dys)
+    found["added to all"] = times()
+    return found
+
+
 def memory() -> dict[str, Any]:
     """What becomes of the weights' memory in copies, checkpoints, evaluation, and where something else replaces it."""
     recipe = MXFP8()
@@ -155,4 +186,6 @@ def phases() -> dict[str, Any]:
 
 if __name__ == "__main__":
     gc.freeze()
-    json.dump({"steps": steps(), "memory": memory(), "phases": phases()}, sys.stdout)
+    found = {"steps": steps(), "memory": memory(), "phases": phases()}
+    found["left"] = {str(each): left(each) for each in (True, False)}
+    json.dump(found, sys.stdout)

@@ -46,6 +46,19 @@ def test_a_gemm_of_all_layers_adds_the_bits_that_autograd_adds_also_where_it_is_
     assert report["steps"][f"{recipe}, True, {passes}"]["added"] == [True, 1, 2]
 
 
+@pytest.mark.parametrize("in_product", [True, False])
+def test_passes_that_leave_gradients_as_they_are_add_nothing_to_them(report: Any, in_product: bool) -> None:
+    """`torch.autograd.grad` returns what such a pass has, though a product would add dw of all layers to `.grad`."""
+    assert report["left"][str(in_product)] == {
+        "dw": [True, True, True],
+        "one dw": True,
+        "dx": True,
+        "left": [1, 1, 1],
+        "added to one": [1, 2, 1],
+        "added to all": [2, 3, 2],
+    }
+
+
 def test_weights_that_lie_in_one_memory_are_saved_copied_and_joined_again_where_they_were_replaced(report: Any) -> None:
     assert report["memory"] == {
         "loaded": True,
