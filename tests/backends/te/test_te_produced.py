@@ -49,6 +49,24 @@ def test_a_model_has_the_gradients_of_one_whose_norms_and_gates_te_reads(
 
 @pytest.mark.long
 @pytest.mark.parametrize(
+    ("case", "launches", "fewer"), [("two blocks", 16, 20), ("mxfp8, two blocks, recomputed", 28, 32)]
+)
+def test_a_norm_makes_the_last_sum_of_the_block_before_for_layers_on_te(
+    report: Any, case: str, launches: int, fewer: int
+) -> None:
+    """The first block leaves it in each of two microbatches. Loss and gradients have the bits of sums by torch."""
+    found = report[case]
+    assert found["counts"]["left"] == 2 and "left" not in report["plain"]["counts"]
+    assert [found["counts"].get(name) for name in KERNELS[1:]] == [launches, 8]
+    assert found["before"]["quantised"] - found["counts"]["quantised"] == fewer
+    norms = {f"blocks.{block}.{name}.weight" for block in range(2) for name in ("attention_norm", "mlp_norm")}
+    assert set(found["apart"]) == norms and max(found["apart"].values()) < 2**-8
+    blocks = RUNS.replace("block 0", "blocks 0–1")
+    assert found["said"] == [f"6 {blocks}{ADDS[:-1]}, 1 the last sum of the block before."]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
     ("case", "norms", "gates"),
     [
         ("mxfp8, joint", 0, 1),
