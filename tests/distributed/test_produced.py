@@ -82,6 +82,17 @@ def test_two_ranks_are_two_microbatches_of_one(ranks: Ranks, recipe: str, option
     ranks.same("one", "two")
 
 
+def test_two_stages_are_one_whose_last_sum_is_torchs(ranks: Ranks) -> None:
+    """Of two microbatches of one step. Of three blocks two leave their last sums to the next one; that at the end of
+    the first stage, of two, does not."""
+    options = (*SMALL, "model.layers=3", "train.steps=1", "train.batch_size=2", "train.microbatch=1", "recipe=mxfp8")
+    ranks.train(1, "one", *options, patch=patch())
+    assert produced(ranks) == [(2 * 3 * 4, 2 * 2)]
+    ranks.train(2, "two", "parallel.pp=2", *options, patch=patch())
+    assert produced(ranks, 2) == [(2 * 2 * 4, 2 * 1), (2 * 4, 0)]
+    ranks.same("one", "two")
+
+
 def test_a_recorded_step_has_the_bits_of_an_eager_one(ranks: Ranks) -> None:
     """The second block quantises, and has the sum of the first."""
     options = (*SMALL, *EXACT, "policy.first=1", "train.batch_size=2", "recipe=nvfp4")
