@@ -112,31 +112,34 @@ def _in_turn(blocks: Sequence[nn.Module], stream: dict[str, Any]) -> Iterator[nn
     stream.clear()  # of a pass that has failed
     # Hooks on what is saved for backward would read the input of a recomputed block before it is written.
     hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-    for block, norm in zip_longest(blocks, () if hooked else readers_between(blocks)):
+    for block, norm in zip_longest(blocks, () if hooked else readers_between(blocks, producing=True)):
         stream["norm"] = norm
         yield block
     if stream.pop("sum", None) is not None:
         raise RuntimeError("a block has left its sum to the norm of the next block, which has not read it")
 
 
-def readers_between(blocks: Sequence[nn.Module]) -> list[StreamNorm | None]:
+def readers_between(blocks: Sequence[nn.Module], *, producing: bool = False) -> list[StreamNorm | None]:
     """The norms that alone read what each block but the last returns, before they have written it; None: others may.
 
     A class of blocks whose forward pass begins with a norm of its input, the first to read it, and ends in
     `end_of_block`, names the norm in `entrance`.
+
+    Args:
+        producing: None, too, for norms without a producer: 3 µs of the host less per block.
     """
-    return [_reader_between(block, after) for block, after in pairwise(blocks)]
+    return [_reader_between(block, after, producing) for block, after in pairwise(blocks)]
 
 
-def _reader_between(block: nn.Module, after: nn.Module) -> StreamNorm | None:
+def _reader_between(block: nn.Module, after: nn.Module, producing: bool) -> StreamNorm | None:
     (_, ends), (name, begins) = (_entrance(type(each).__mro__) for each in (block, after))
     if not (ends and begins and name):
         return None
-    norm = after.get_submodule(name)
-    if not isinstance(norm, StreamNorm) or is_watched(block) or is_watched(after):
+    norm = getattr(after, name)
+    if not isinstance(norm, StreamNorm) or (producing and norm.producer is None):
         return None
     for each, methods in ((block, ends), (after, begins)):
-        if each._compiled_call_impl is not None or not methods.isdisjoint(vars(each)):
+        if is_watched(each) or each._compiled_call_impl is not None or not methods.isdisjoint(vars(each)):
             return None
     return norm
 
