@@ -64,7 +64,7 @@ LATER = {
     "hybrids of attention and scans": Capability(644, 7, ("models/hybrid/*", "models/common/scan*.py")),
     "conversations, and attention within documents": Capability(410, 2, ("data/chat.py", "data/template.py")),
     "other people's loops": Capability(383, 5, ("integrations/*",)),
-    "CUDA graphs per block": Capability(452, 3, ("run/graphs.py", "run/block_*.py")),
+    "CUDA graphs per block": Capability(526, 4, ("run/graphs.py", "run/block_*.py", "lab/costs/block_graphs.py")),
     "tensor parallelism by segments, stages of unequal size": Capability(
         338,
         1,

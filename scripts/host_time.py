@@ -1,5 +1,5 @@
 """The host's time for a small layer, forward and backward, in µs, and for three layers that read one x: on torch's
-products and Triton's quantisers, and on Transformer Engine:
+products and Triton's quantisers, and on Transformer Engine; and for a pass of a block that is a CUDA graph:
 
     python scripts/host_time.py
 
@@ -57,6 +57,16 @@ def measure_joint(tries: int) -> tuple[float, float]:
     return 1e6 * joint, 1e6 * apart
 
 
+def measure_graphs(tries: int) -> float:
+    """µs of a pass of a recorded block, the mean of forward and backward, whose graph does nothing."""
+    gpu_stand_ins.helpers()
+    from host_passes import least
+    from replayed_blocks import small_llama
+
+    blocks = small_llama()
+    return 1e6 * min(least(blocks.step, 10) for _ in range(tries)) / blocks.passes
+
+
 def measure_on_te(tries: int) -> tuple[dict[str, tuple[float, float, float]], tuple[float, float]]:
     """(Recipe → (µs of a layer of fp4train on Transformer Engine, of its own layer, of an nn.Linear); those of three
     layers that read one x, as `measure_joint`).
@@ -90,6 +100,7 @@ def main(words: list[str] | None = None) -> None:
         above = f"above it {ours - plain:.0f}, {ours / plain:.1f} times"
         print(f"  {recipe.name:12} {ours:5.0f} µs, nn.Linear {plain:.0f}, {above}", flush=True)
     print(_joint(*measure_joint(given.tries)))
+    print(f"graphs of blocks: {measure_graphs(given.tries):.0f} µs a pass, without the launch")
     print("on Transformer Engine")
     if (availability.version() or ()) < OLDEST_TE:
         found = availability.version_text() if availability.version() else "none"

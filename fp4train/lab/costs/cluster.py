@@ -12,7 +12,7 @@ step is
 
     (m + (p−1)/v) · slowest stage + first gather + last scatter + sends that fill the pipeline + norm + optimizer
 
-and no less than the host takes to queue its kernels, of which recorded steps have none.
+and no less than the host takes to queue its kernels and the graphs of blocks; recorded steps have none.
 
 GEMMs and quantising: `estimate.py`. Passes over weights and gradients beside them, the optimizer's among them, over
 embedded rows and over what the head reads: `casts.py`. Parameters of the rest:
@@ -29,7 +29,7 @@ from fp4train.hardware import Gpu
 from fp4train.lab.costs import casts
 from fp4train.lab.costs.blocks import BlockCost
 from fp4train.lab.costs.estimate import layer_costs
-from fp4train.lab.costs.host import OPERATION, host_seconds
+from fp4train.lab.costs.host import GRAPH, OPERATION, host_seconds
 from fp4train.lab.costs.links import Collective, Group, Interconnect, Traffic
 from fp4train.lab.costs.memory import USABLE, entered, rank_memory
 from fp4train.lab.costs.roofline import COPY, needs_amax
@@ -338,17 +338,18 @@ class ClusterCost:
 
     def _host(self) -> float:
         """Seconds to queue a step: that of the rank with most blocks."""
-        load, passes = self.workload, self.mesh.microbatches * (1 + self.workload.recomputed / 3)
+        load, m = self.workload, self.mesh.microbatches
         if load.recorded:
             return 0.0
-        share = FUSED if load.compiled else 1.0
-        each = [
-            share * OPERATION * kind.cost.operations
-            + sum(host_seconds(self._split(plan), self._tokens) for plan in kind.plans)
-            for kind in load.kinds
-        ]
+        share, each = FUSED if load.compiled else 1.0, []
+        for kind in load.kinds:
+            layers = (self._split(plan) for plan in kind.plans if plan.layer.name not in load.in_graphs)
+            eager = share * OPERATION * kind.cost.operations + sum(host_seconds(one, self._tokens) for one in layers)
+            # Two copies of a weight per microbatch, and, after the first, a sum of its gradients.
+            copies = kind.cost.copies + (3 - 1 / m) * sum(load.moves(weight, self.mesh) for weight in kind.weights)
+            each.append((1 + load.recomputed / 3) * eager + GRAPH * kind.cost.graphs + OPERATION * copies)
         stages = (sum(number * each[kind] for kind, number in counts.items()) for counts in load.stages(self.mesh))
-        return passes * max(stages, default=0.0)
+        return m * max(stages, default=0.0)
 
     def _head(self) -> tuple[float, float]:
         """Seconds of the layers outside the blocks, and of the loss, one microbatch."""

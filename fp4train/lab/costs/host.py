@@ -12,6 +12,10 @@ OPERATION: Final = 6e-6
 LAUNCHED: Final = 3e-6
 """Seconds of the host per kernel: a launch of Triton without its JIT, measured on a CPU (docs/gpus.md)."""
 
+GRAPH: Final = 28e-6 + 10e-6
+"""Seconds of the host per graph of a block's pass: Python, measured on a CPU with graphs that do nothing
+(scripts/host_time.py), and a launch: assumed, of 5 to 15 µs."""
+
 _PYTHON = {"te": 122e-6, "native": 76e-6, "emulate": 169e-6, "reference": 806e-6, "torch": 20e-6}
 HOST: Final[Mapping[str, float]] = MappingProxyType(
     {name: seconds + LAUNCHED * (3 if name == "torch" else 7) for name, seconds in _PYTHON.items()}

@@ -17,6 +17,7 @@ from torch import nn
 from fp4train.config.schema import Config
 from fp4train.errors import UserError, user_errors
 from fp4train.hardware import Device, Gpu
+from fp4train.lab.costs.block_graphs import PRICED
 from fp4train.lab.costs.cluster import ClusterCost
 from fp4train.lab.costs.links import Interconnect, interconnect
 from fp4train.lab.costs.workload import ModelWeight, Workload, find_weights, tensor_cut, workload
@@ -183,6 +184,8 @@ class MeshPlan:
         self.links = interconnect(gpu)
         self.kernels = kernels_of(config.train, "cuda", elsewhere=True)
         """Whether Liger's kernels run what lies between the products, and a sentence that says so."""
+        self.graphs = [PRICED] if config.train.cuda_graph == "block" else []
+        """A sentence on graphs of blocks, if the run has them."""
         self.notes: list[str] = []
         self._batch_given = "train.batch_size" in given
         if "train.seq_len" not in given:
@@ -246,7 +249,7 @@ class MeshPlan:
                     sequences=sequences,
                     seq_len=train.seq_len,
                     compiled=train.compile,
-                    recorded=train.cuda_graph is True,
+                    recorded=train.cuda_graph,
                     recomputed=recomputed,
                     moment_bytes=moment_bytes(self.config.optim),
                     liger=self.kernels[0],
@@ -294,7 +297,7 @@ class MeshPlan:
             layers = (layer for stretch in plan.stretches for layer in stretch.layers.values())
             self.notes.append(gathers(layers, mesh.shard, self.config.parallel.gather, whole=train.whole_weights))
         shared = " The loss is torch's where ranks share the vocabulary." if mesh.tensor > 1 and self.kernels[0] else ""
-        self.notes += filter(None, [divided_blocks(plan), self.kernels[1] + shared])
+        self.notes += filter(None, [divided_blocks(plan), self.kernels[1] + shared, *self.graphs])
         produced = self.produced(plan, mesh.data)
         self.notes += produced_by(self.model, plan.stretches, produced, "cuda")
         loads = self.workloads(plan, sequences, produced)
@@ -340,7 +343,9 @@ class MeshPlan:
 
         like = self.mesh()
         if like.gather != self.config.parallel.gather:
-            self.notes.append("train.compile takes float32 weights: they are not gathered as codes")
+            why = self.config.train.whole_weights
+            self.notes.append(f"{why} takes float32 weights: they are not gathered as codes")
+        self.notes += self.graphs
         choices = (False, True) if hasattr(self.config.model, "recompute") else (False,)
         found = candidates(
             self.model, measure, self.gpu, self.links, gpus=self.gpus, batch=batch, like=like, recompute=choices
