@@ -28,16 +28,24 @@ check: $(VENV)/.ready
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# torch first: what comes after it then finds its requirement met and does not pull another build. Meanwhile the C
-# extension is compiled.
+# What pip names by its extras, without the project: its C extension is compiled while they are installed.
+EXTRAS := dev triton integrations lm-eval
+REQUIRED = import sys, tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+print(*p["dependencies"], *(r for e in sys.argv[1:] for r in p["optional-dependencies"][e]), sep="\n")
+
+# torch first: what comes after it then finds its requirement met and does not pull another build.
 # transformer_engine without its dependencies: the recipe classes alone, which need no GPU.
+# Bytecode is compiled last, on all cores, and of the tree as well, which an environment with PYTHONDONTWRITEBYTECODE
+# would compile in each process again. What this Python cannot compile (torch has some for later ones) it never imports.
 $(VENV)/.ready: pyproject.toml constraints.txt setup.py $(wildcard fp4train/kernels/cpu/csrc/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "fp4train needs Python 3.11 or newer; say which with PYTHON=…" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -c '$(REQUIRED)' $(EXTRAS) > $(VENV)/requirements.txt
 	$(BIN)/python -m pip install -q --no-deps -e . & \
-	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) torch setuptools && wait $$!
-	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) 'fp4train[dev,triton,integrations,lm-eval]'
-	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) --no-deps transformer_engine
+	$(BIN)/python -m pip install -q --no-compile -c $(CONSTRAINTS) torch setuptools && \
+	$(BIN)/python -m pip install -q --no-compile -c $(CONSTRAINTS) -r $(VENV)/requirements.txt && wait $$!
+	$(BIN)/python -m pip install -q --no-compile -c $(CONSTRAINTS) --no-deps transformer_engine
+	-$(BIN)/python -m compileall -qq -j 0 -x '/tests?/|/testing/_internal/' $(VENV)/lib fp4train scripts tests/helpers
 	touch $@
 
 clean:
