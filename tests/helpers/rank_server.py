@@ -108,6 +108,8 @@ def main() -> None:
     print("ready", flush=True)
     for line in sys.stdin:
         job, port, processes = json.loads(line), free_port(), []
+        if "train.compile=true" in job["arguments"]:
+            importlib.import_module("torch._inductor.compile_fx")  # in a second, and not in one of each rank
         with suppress(UserError):  # each rank raises it itself; a program has arguments of its own
             list(composition.composed([] if job["program"] else job["arguments"]))
         for number in range(job["ranks"]):
