@@ -121,6 +121,15 @@ CALLS: dict[str, Callable[[], object]] = {
     "norm of a stream, backward": lambda: norm_backward(_x(), _x(), torch.zeros(1024), torch.zeros(256), added_MK=_x()),
 }
 
+WITHIN_OTHERS = {
+    "norm: mxfp8 codes of both forms, as x lies",
+    "gate: mxfp8 codes of both forms, as x lies",
+    "norm of a sum: mxfp8 codes of both forms",
+}
+"""What compiles no function that others do not: what is made from a source is computed as in "norm" and "gate", its
+sum is that of "norm of a sum … as x lies", and stored as x lies are codes of gradients, which take most registers."""
+COMPILED = [(name, (80, 90, 100)[i % 3]) for i, name in enumerate(CALLS) if name not in WITHIN_OTHERS]
+
 
 @pytest.fixture(autouse=True)
 def _fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +137,7 @@ def _fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("name", "capability"), [(name, (80, 90, 100)[i % 3]) for i, name in enumerate(CALLS)])
+@pytest.mark.parametrize(("name", "capability"), COMPILED)
 def test_compiles_without_spills_and_keeps_subnormals_and_ieee_division(
     name: str, capability: int, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
