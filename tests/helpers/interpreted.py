@@ -39,6 +39,28 @@ def hasten(checks_overflow: bool = True) -> None:
     interpreter._patch_lang = patched_once(interpreter._patch_lang)
     object.__setattr__(interpreter.interpreter_builder.options, "sanitize_overflow", checks_overflow)
     keep_types()
+    pass_what_is_of_the_type()
+
+
+def pass_what_is_of_the_type() -> None:
+    """Two tensors of one element type are operands as they are, and what is no constexpr is not searched for some."""
+    from triton.language import core, semantic
+
+    of_types, of_operands = core.dtype.__eq__, semantic.TritonSemantic.binary_op_type_checking_impl
+    itself = {"fp32", *core.dtype.SINT_TYPES, *core.dtype.UINT_TYPES}  # is what two of it are promoted to
+    unwrap, plain = core._unwrap_if_constexpr, {core.tensor, core.dtype, core.block_type, int, float, bool, str}
+
+    def same_type(self: Any, other: Any) -> bool:
+        return self is other or of_types(self, other)
+
+    def operands(self: Any, lhs: Any, rhs: Any, *given: Any, **named: Any) -> Any:
+        if type(lhs) is type(rhs) is core.tensor and lhs.dtype is rhs.dtype and lhs.dtype.name in itself:
+            return self.broadcast_impl_value(lhs, rhs)
+        return of_operands(self, lhs, rhs, *given, **named)
+
+    core.dtype.__eq__ = same_type
+    core._unwrap_if_constexpr = lambda each: each if type(each) in plain else unwrap(each)
+    semantic.TritonSemantic.binary_op_type_checking_impl = operands
 
 
 def keep_types() -> None:
