@@ -128,7 +128,13 @@ WITHIN_OTHERS = {
 }
 """What compiles no function that others do not: what is made from a source is computed as in "norm" and "gate", its
 sum is that of "norm of a sum … as x lies", and stored as x lies are codes of gradients, which take most registers."""
-COMPILED = [(name, (80, 90, 100)[i % 3]) for i, name in enumerate(CALLS) if name not in WITHIN_OTHERS]
+OF_CODES = {"nvfp4": 100, "mxfp8": 100, "fp8": 90}
+"""The GPU whose tensor cores multiply the codes; others are compiled for the oldest that is supported."""
+COMPILED = [
+    (name, next((sm for codes, sm in OF_CODES.items() if re.search(rf"\b{codes}\b", name)), 80))
+    for name in CALLS
+    if name not in WITHIN_OTHERS
+]
 
 
 @pytest.fixture(autouse=True)
