@@ -112,11 +112,12 @@ def in_turn(functions: dict[str, Callable[[], object]], device: torch.device, *,
 def machine_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name()
-    flags = Path("/proc/cpuinfo").read_text().split("\n") if Path("/proc/cpuinfo").exists() else []
-    model = next(
-        (line.partition(":")[2].strip() for line in flags if line.startswith("model name")), platform.machine()
-    )
-    return f"{model}, {torch.get_num_threads()} threads"
+    lines = Path("/proc/cpuinfo").read_text().split("\n") if Path("/proc/cpuinfo").exists() else []
+    found = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in reversed(lines))}
+    name = found.get("model name", platform.machine())
+    if "cpu family" in found:  # a virtual machine may call two generations by one name
+        name += f" (family {found['cpu family']}, model {found['model']})"
+    return f"{name}, {torch.get_num_threads()} threads"
 
 
 def draw(report: Report, path: Path) -> None:
