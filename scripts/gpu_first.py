@@ -43,8 +43,8 @@ MODES = {
     "recompute": ("recipe=nvfp4", "model.recompute=true"),
 }
 PATIENCE = 300.0
-"""Seconds after which a check hangs: the kernels of a recipe are compiled in 85 s on one slow core, and here by several
-processes at once."""
+"""Seconds after which a check hangs: on a busy CPU the kernels of a recipe took 85 s to compile, and here several
+processes do so at once."""
 
 
 def checks(dry: bool) -> Iterator[tuple[str, Callable[[], str]]]:
