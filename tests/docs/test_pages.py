@@ -169,26 +169,3 @@ def test_own_classes_train_and_resume(mine: Path, monkeypatch: pytest.MonkeyPatc
     assert [line["step"] for line in map(json.loads, metrics) if "train/loss" in line] == [1, 2, 3]
     plan = (mine / "runs/shift-four_bit_gradients/plan.txt").read_text()
     assert "blocks.0" in plan and "E2M1·E4M3" in plan
-
-
-def test_every_row_of_what_a_gpu_would_show_names_a_test_and_a_part_that_exist() -> None:
-    import gpu_check
-
-    table = text("gpus.md").partition("\n| what | test | on a GPU |\n")[2].partition("\n\n")[0]
-    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table.splitlines()[1:]]
-    assert len(rows) > 30
-    for _, test, parts in rows:
-        file, _, name = test.strip("`").partition("::")
-        assert f"def {name}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), test
-        named = re.findall(r"`([^`]+)`", parts)
-        assert set(named) <= set(gpu_check.PARTS), parts
-
-
-def test_every_fused_part_names_a_test_that_compares_it_with_its_reference() -> None:
-    table = (
-        text("gpus.md").partition("\n| fused | its reference | in a run by | compared by |\n")[2].partition("\n\n")[0]
-    )
-    rows = [line.strip("|").split(" | ")[-1].strip(" `").partition("::") for line in table.splitlines()[1:]]
-    assert len(rows) == 10
-    for file, _, name in rows:
-        assert f"def {name}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), name

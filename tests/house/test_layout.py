@@ -83,19 +83,3 @@ def test_every_helper_is_used() -> None:
     for path in (TESTS / "helpers").glob("*.py"):
         words = (f"from {path.stem} import", f"import {path.stem}", f'"{path.name}"')
         assert any(word in text for word in words), path.name
-
-
-def test_every_folder_of_the_package_has_one_line_in_the_layout() -> None:
-    """The tree of docs/layout.md, two spaces a level: a folder ends in a slash, and says behind it what it has."""
-    text = (TESTS.parent / "docs" / "layout.md").read_text(encoding="utf-8")
-    tree = text.partition("\nfp4train/\n")[2].partition("\n```")[0]
-    above: list[str] = []
-    listed = []
-    for line in tree.splitlines():
-        name, _, what = line.strip().partition(" ")
-        if name.endswith("/"):
-            above[(len(line) - len(line.lstrip())) // 2 - 1 :] = [name.removesuffix("/")]
-            listed.append("/".join(above))
-            assert what.strip(), f"{name} has no description"
-    sources = [path for path in PACKAGE.rglob("*") if path.suffix in (".py", ".c")]
-    assert sorted(listed) == sorted({path.parent.relative_to(PACKAGE).as_posix() for path in sources} - {"."})

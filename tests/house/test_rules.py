@@ -200,32 +200,6 @@ def utility_files(source: Source) -> list[str]:
     return [f"{PurePosixPath(source.path).name}"] if PurePosixPath(source.path).name in drawers else []
 
 
-def descriptions_without_a_noun(source: Source) -> list[str]:
-    """A description begins with the thing that it describes: "Rows of the box", not "Of the box"."""
-    texts = (
-        (node.lineno, node.value.value.strip())
-        for node in ast.walk(source.tree)
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-    )
-    begins = ("Of ", "Those ", "These ", "That of ", "What ", "Whose ", "Over ", "In place of ", "Is ", "It has ")
-    begins += ("Until ", "Once per ", "Once for ", "Up to ", "Behind ", "Where ", "When ", "While ", "After ", "Per ")
-    begins += ("Its ", "All of ", "The same", "For the ", "With ", "Without ", "Which ", "From ", "On ", "There ")
-    begins += ("More than ", "Whatever ", "Given ", "Registered ", "Raised ", "Written ")
-    return [f"{line}: {text[:40]}" for line, text in texts if text.startswith(begins)]
-
-
-def names_of_a_role(source: Source) -> list[str]:
-    """A name is the field's term for a thing, not its part in a story: `records`, `message`, `flatten`, not `told`."""
-    roles = {"told", "taken_apart", "put_together", "read_together", "apart", "heard", "born", "unborn", "forsake"}
-    return [
-        f"{node.lineno}: {name}"
-        for node in ast.walk(source.tree)
-        for name in names_of(node)
-        if name.lstrip("_") in roles or name == "_together"
-        if isinstance(node, (ast.expr, ast.stmt, ast.arg, ast.keyword))
-    ]
-
-
 def features_in_linear(source: Source) -> list[str]:
     """A call of a linear layer asks nothing of the layer: a feature is an executor, or a class of its own."""
     if source.path != "nn/linear.py":
@@ -233,12 +207,6 @@ def features_in_linear(source: Source) -> list[str]:
     calls = [f for f in ast.walk(source.tree) if isinstance(f, ast.FunctionDef) and f.name in ("forward", "w_NK")]
     asked = [n.test for f in calls for n in ast.walk(f) if isinstance(n, (ast.If, ast.IfExp, ast.While))]
     return [f"{test.lineno}: if {ast.unparse(test)}" for test in asked if "self" in ast.unparse(test)]
-
-
-def small_files(source: Source) -> list[str]:
-    """A file below 40 lines joins its neighbour, unless it is an idea of its own."""
-    lines = source.text.count("\n")
-    return [f"{lines} lines"] if lines < 40 and not source.path.endswith(("__init__.py", "__main__.py")) else []
 
 
 Rule = Callable[[Source], list[str]]
@@ -257,10 +225,7 @@ RULES: dict[Rule, Source] = {  # and what breaks each
     long_files: Source("x.py", "\n" * 400),
     long_training_loop: Source("train.py", "\n" * 201),
     utility_files: Source("data/utils.py", ""),
-    descriptions_without_a_noun: Source("x.py", 'rows: slice\n"""What lies in the box."""'),
-    names_of_a_role: Source("x.py", "def f(told): ..."),
     features_in_linear: Source("nn/linear.py", "def w_NK(self): return self.w.T if self.transposed else self.w"),
-    small_files: Source("x.py", "\n" * 39),
 }
 
 EXCEPTIONS: Mapping[Rule, Mapping[str, str]] = {
@@ -274,13 +239,6 @@ EXCEPTIONS: Mapping[Rule, Mapping[str, str]] = {
         "precision/blocks.py": "finds torch's linear layers, and ours by their mark, in any model",
         "precision/layers.py": "says why a subclass of torch's linear layer is not converted",
         "models/common/initialise.py": "takes from the generator what the constructor of torch's linear layer takes",
-    },
-    small_files: {
-        "cli/formats.py": "a verb of the command line",
-        "models/moe/parallel.py": "how a family is cut, a file of the same name in each folder of models/",
-        "optim/sgd.py": "an optimizer; saved configurations name its module",
-        "paths.py": "which texts name files: below all packages that ask",
-        "precision/recipes/high.py": "the recipes that quantise nothing, beside the files of other recipes",
     },
     run_directory_by_path: {
         "run/supervise/agreement.py": "opens /dev/null for a terminal that is gone",
@@ -331,56 +289,3 @@ def test_no_public_class_name_stands_twice() -> None:
             if not name.startswith("_"):
                 places.setdefault(name, []).append(source.path)
     assert not {name: paths for name, paths in places.items() if len(paths) > 1}
-
-
-OF_OUTLIER_CHANNELS = {
-    *("ChannelNorms", "ChannelParts", "SplitCall", "SplitGemms"),  # the executor and its state
-    *("channel_parts", "split_channels"),  # the plan of a layer
-    *("split_from", "of_parts"),
-}
-"""Identifiers of outlier channels that do not say so."""
-IN_OTHER_WORDS = re.compile(
-    r"outlier|(channels|in features)\b.{0,30}\b(apart|chosen|split)"
-    r"|(parts?|some|norms) of (the |its |their )?(input )?(channels|in features)|(some|other|chosen) channels"
-)
-LARGE_VALUES = ("quantize/", "precision/recipes/nvfp4.py", "measure/metrics.py", "run/supervise/divergence.py")
-"""Where outliers are large values of any tensor, or large losses."""
-
-
-def knows_of_outlier_channels(source: Source) -> bool:
-    """Whether code, a description, a message or a comment is about them."""
-    prose = " ".join(source.text.replace("#", " ").split())
-    return bool(OF_OUTLIER_CHANNELS.intersection(identifiers(source)) or IN_OTHER_WORDS.search(prose.lower()))
-
-
-def test_outlier_channels_stand_in_at_most_ten_files_whatever_the_words() -> None:
-    """The feature of one recipe is an executor, not a case of every file."""
-    found = [each for each in SOURCES if not each.within(*LARGE_VALUES)]
-    known = {each.path for each in found if knows_of_outlier_channels(each)}
-    assert 0 < len(known) <= 10, sorted(known)
-    gone = OF_OUTLIER_CHANNELS.difference(*(identifiers(each) for each in found))
-    assert not gone, "these are no names any more"
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "for part in plan.channel_parts: pass",
-        "chosen = recipe.outliers",
-        '"""The parts of the\n    in features."""',
-        "x = 1  # channels that are multiplied\n# apart",
-    ],
-)
-def test_other_words_for_outlier_channels_are_seen(text: str) -> None:
-    assert knows_of_outlier_channels(Source("x.py", text))
-
-
-def identifiers(source: Source) -> Iterator[str]:
-    """Of variables, attributes, arguments, imports and definitions."""
-    return (name for node in ast.walk(source.tree) for name in names_of(node))
-
-
-def names_of(node: ast.AST) -> Iterator[str]:
-    """The identifiers that the node itself spells."""
-    found = (getattr(node, key, None) for key in ("id", "attr", "arg", "name", "asname"))
-    return (name for name in found if isinstance(name, str))
