@@ -5,8 +5,8 @@ Per head, with the state h [P, N], and B and C shared by the heads of a group:
     h_t = exp(a_t)·h_{t−1} + x_t·B_tᵀ,   y_t = h_t·C_t        a_t ≤ 0
 
 Within a chunk of L tokens this is a masked product, (C·Bᵀ ⊙ decay)·x; a loop passes the state from chunk to chunk. All
-of it is float32: what a recipe quantises are the linear layers before and after. On GPUs that have mamba-ssm its
-kernels compute it (`scan_kernels.py`).
+of it is float32, but for the sums of a (`SegmentSums`): what a recipe quantises are the linear layers before and after.
+On GPUs that have mamba-ssm its kernels compute it (`scan_kernels.py`).
 
 Dimensions: B batch, T time, D width, H heads, P elements of a head, G groups, N elements of the state, C chunks,
 L tokens of a chunk, R heads of a group.
@@ -14,6 +14,7 @@ L tokens of a chunk, R heads of a group.
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -47,6 +48,27 @@ def _needs_order(a: Tensor) -> bool:
     return a.is_cuda and torch.are_deterministic_algorithms_enabled()
 
 
+class SegmentSums(torch.autograd.Function):
+    """Sums of a over the tokens after s up to t, for t ≥ s: [..., L] → [..., L, L], of which element [t, s] is
+    Σ a_k over s < k ≤ t. What stands above the diagonal means nothing.
+
+    Differences of running sums are these sums, but for what rounding leaves of sums that are much larger: they are
+    taken in float64. Their gradient taken in the same way loses all digits where decays are strong: it would subtract
+    the diagonal's gradients, which depend on no a, from themselves. So each a gets the gradients of the sums that it is
+    part of, and no others, as `_chunk_scan_bwd_ddAcs_stable` of mamba-ssm adds them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor) -> Tensor:
+        sums = running_sums(a.double())
+        return (sums[..., :, None] - sums[..., None, :]).to(a.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        begun_earlier = running_sums(gradient.tril(-1)).tril(-1)  # [t, k − 1]: of the sums up to t that begin before k
+        return F.pad(begun_earlier.sum(-2)[..., :-1], (1, 0))
+
+
 def scan(
     x_BTHP: Tensor,
     a_BTH: Tensor,
@@ -75,8 +97,10 @@ def scan(
     a = a_BTH.view(batch, -1, chunk, groups, per).permute(0, 1, 3, 4, 2)  # [B, C, G, R, L]
     b = b_BTGN.view(batch, -1, chunk, groups, size).transpose(2, 3)  # [B, C, G, L, N]
     c = c_BTGN.view(batch, -1, chunk, groups, size).transpose(2, 3)
-    sums = running_sums(a)
-    to_end, from_start, whole = (sums[..., -1:] - sums).exp(), sums.exp(), sums[..., -1].exp()
+    segments: Tensor = SegmentSums.apply(a)  # type: ignore[no-untyped-call]
+    to_end = segments[..., -1, :].exp()
+    from_start = running_sums(a).exp()
+    whole = from_start[..., -1]
     sees = torch.ones(chunk, chunk, dtype=torch.bool, device=x.device).tril()
     if document_BT is not None:
         document = torch.cat((document_BT, document_BT[:, -1:].expand(-1, pad)), 1).view(batch, -1, 1, 1, chunk)
@@ -86,7 +110,7 @@ def scan(
         to_end = to_end * (document == last)
         from_start = from_start * (document == before)
         whole = whole * (last == before)[..., 0]
-    decay = (sums[..., :, None] - sums[..., None, :]).masked_fill(~sees, -torch.inf).exp()  # [B, C, G, R, L, L]
+    decay = segments.masked_fill(~sees, -torch.inf).exp()  # [B, C, G, R, L, L]
     inside = ((c @ b.mT)[:, :, :, None] * decay) @ x
     added = (to_end[..., None] * x).mT @ b[:, :, :, None]  # [B, C, G, R, P, N]
     h = x.new_zeros(added[:, 0].shape) if state_BHPN is None else state_BHPN.view(batch, groups, per, dim, size)

@@ -206,6 +206,7 @@ def test_a_graph_breaks_where_a_kernel_is_called_and_nowhere_else(installed: Ins
     assert installed.calls == ["convolution", "scan"]
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # the compiler's own
 def test_without_the_kernels_a_layer_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device that could run them."""
     monkeypatch.setattr(scan_kernels, "DEVICE", "cpu")
