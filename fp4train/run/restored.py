@@ -139,7 +139,14 @@ def check_optimizer(optimizer: torch.optim.Optimizer, saved: Any) -> None:
         isinstance(g, dict) and isinstance(g.get("params"), list) for g in groups
     ):
         raise ValueError("its optimizer has no groups of parameters")
-    if [g["params"] for g in groups] != [g["params"] for g in own["param_groups"]]:
+    if (theirs := [g["params"] for g in groups]) != (ours := [g["params"] for g in own["param_groups"]]):
+        there, here = ([len(numbers) for numbers in numbered] for numbered in (theirs, ours))
+        if sum(there) == sum(here):
+            raise ValueError(
+                f"its optimizer has groups of {_counts(there)} parameters and this one of {_counts(here)}: the code that "
+                "wrote it chose otherwise which have weight decay (filters of Mamba-2's convolutions had, and have none "
+                "now). Go on with that code, or begin a new run with the weights: init=RUN"
+            )
         raise ValueError("its optimizer has other groups of parameters")
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = [number for group in own["param_groups"] for number in group["params"]]
@@ -195,6 +202,10 @@ def checked_count(value: Any) -> int:
     if type(value) is not int or value < 0:
         raise ValueError(f"its number of good steps is {value!r}")
     return value
+
+
+def _counts(counts: list[int]) -> str:
+    return " and ".join(map(str, counts))
 
 
 def _check(name: str, found: Any, shape: torch.Size, dtype: torch.dtype | None) -> None:

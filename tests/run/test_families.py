@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 import fp4train
 from fp4train.config import to_config
 from fp4train.config.composition import compose
+from fp4train.models.common.scan import CausalConvolution
 from fp4train.precision.layers import find_layers
 from fp4train.run.record.directory import read_config
 
@@ -60,6 +62,32 @@ def test_a_family_learns_in_every_recipe(cli: Cli, family: str, recipe: str) -> 
     assert ended.code == 0 and "not converted" not in ended.err and "never chosen" not in ended.err, ended.err
     found = losses("runs/a")
     assert found[5][0] < found[1][0] - 0.3
+
+
+@pytest.mark.parametrize("family", ["hybrid", "hyena"])
+def test_weight_decay_spares_the_filters_of_convolutions(cli: Cli, before: Before, family: str) -> None:
+    runs: list[Any] = []
+    before(0, runs.append)
+    assert cli("run.name=a", *FAMILIES[family], "train.steps=1").code == 0
+    (run,) = runs
+    decays = {id(p): group["weight_decay"] for group in run.optimizer.param_groups for p in group["params"]}
+    filters = {name for name, p in run.model.named_parameters() if p.dim() == 3}
+    assert filters
+    assert {name for name, p in run.model.named_parameters() if p.dim() == 3 and decays[id(p)]} == set()
+    assert {decays[id(p)] for p in run.model.parameters()} == {0.0, 0.1}
+
+
+def test_a_run_whose_filters_had_weight_decay_is_not_resumed_in_silence(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ("train.steps=2", "phases=none", "schedule=constant")
+    with monkeypatch.context() as older:
+        older.setattr(CausalConvolution, "fp4train_elementwise", ())
+        assert cli("run.name=a", *HYBRID, *options).code == 0
+    refused = cli("resume=runs/a", "train.steps=3")
+    assert refused.code == 1
+    assert "filters of Mamba-2's convolutions had, and have none now" in refused.message
+    assert cli("run.name=b", "init=runs/a", *HYBRID, *options).code == 0
 
 
 @pytest.mark.long

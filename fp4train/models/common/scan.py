@@ -300,9 +300,14 @@ class NormWeight(nn.Module):
 
 
 class CausalConvolution(HoldsParts, nn.Conv1d):
-    """y_t = bias + Σ_k weight_k ⊙ x_{t − K + 1 + k}, each channel by itself. Its model draws the first weights."""
+    """y_t = bias + Σ_k weight_k ⊙ x_{t − K + 1 + k}, each channel by itself. Its model draws the first weights.
+
+    Weight decay spares its filters, as it does those of Hyena (and NeMo's `hyena_no_weight_decay_cond`); the code of
+    Mamba-2 and Megatron-LM, which spare parameters of one dimension and those that are marked, decay them.
+    """
 
     bias: nn.Parameter
+    fp4train_elementwise = ("weight",)
 
     def __init__(self, channels: int, kernel: int) -> None:
         super().__init__(channels, channels, kernel, groups=channels)
