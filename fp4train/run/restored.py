@@ -143,9 +143,9 @@ def check_optimizer(optimizer: torch.optim.Optimizer, saved: Any) -> None:
         there, here = ([len(numbers) for numbers in numbered] for numbered in (theirs, ours))
         if sum(there) == sum(here):
             raise ValueError(
-                f"its optimizer has groups of {_counts(there)} parameters and this one of {_counts(here)}: the code that "
-                "wrote it chose otherwise which have weight decay (filters of Mamba-2's convolutions had, and have none "
-                "now). Go on with that code, or begin a new run with the weights: init=RUN"
+                f"its optimizer has groups of {_counts(there)} parameters and this one of {_counts(here)}: the code "
+                "that wrote it chose otherwise which have weight decay (filters of Mamba-2's convolutions had, and "
+                "have none now). Go on with that code, or begin a new run with the weights: init=RUN"
             )
         raise ValueError("its optimizer has other groups of parameters")
     parameters = [p for group in optimizer.param_groups for p in group["params"]]

@@ -309,3 +309,15 @@ def test_scaled_mm_multiplies_the_codes(
         error = (results[name].double() - results["reference"].double()).abs()
         unit = 2.0**-8 if out_dtype == torch.bfloat16 else 2.0**-20
         assert bool((error <= unit * results["reference"].abs() + 2.0**-20 * scale).all()), name
+
+
+@pytest.mark.parametrize("size", [16, 512])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_normal_numbers_down_to_the_smallest_are_multiplied(size: int, dtype: torch.dtype) -> None:
+    """BF16 instructions of CPUs take what is smaller for zero, other products do not: either is what the docs say."""
+    for exponent in (-126, -127, -133):
+        value = 2.0**exponent
+        x = torch.full((size, size), value, dtype=torch.bfloat16)
+        y = matmul(Decoded(x, None), Decoded(torch.eye(size).bfloat16(), None), out_dtype=dtype)
+        allowed = {value} if exponent >= -126 else {value, 0.0}
+        assert set(y.double().unique().tolist()) <= allowed, exponent
