@@ -186,11 +186,11 @@ Conversation = tuple[list[int], list[bool]]
 def _encoded(
     tokenizer: Tokenizer, template: ChatTemplate, messages: Sequence[Mapping[str, str]], at: Line
 ) -> Conversation:
-    encode = getattr(tokenizer, "encode_markup", tokenizer.encode)
+    markup = getattr(tokenizer, "encode_markup", None)
     ids: list[int] = []
     scored: list[bool] = []
     for text, answer in _parts(template, messages, at):
-        new = encode(text)
+        new = tokenizer.encode(text) if markup is None else markup(text).ids.tolist()
         ids += new
         scored += [answer] * len(new)
     if tokenizer.end_of_document in ids[:-1]:

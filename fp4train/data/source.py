@@ -1,14 +1,12 @@
 """The protocol of `data=…`, and how the documents of a source become its tokens.
 
 A new source is one file with a class like `Source`, and one YAML in `configs/data`. The packed ids are every document's
-tokens, one end-of-document id, the next document. Pieces of text are encoded 64 at a time, which is what keeps the
-threads of the `tokenizers` library busy.
+tokens (`encoding.py`), one end-of-document id, the next document.
 """
 
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,11 +14,13 @@ import numpy as np
 
 from fp4train.data import tokens
 from fp4train.data.cache import cached_tokens
+from fp4train.data.encoding import encode_documents, encoding_key
 from fp4train.data.tokenizers import BytePairs, Bytes
 from fp4train.data.tokens import Documents, Ids, Piece, TokenData, Tokenizer, TokenizerConfig, ids_dtype
 from fp4train.errors import DataError
 
-PIECES_AT_ONCE = 64
+CHUNK = 1 << 16
+"""Ids that are given on at once."""
 
 
 class Source(Protocol):
@@ -109,7 +109,7 @@ def tokenised(
         return np.concatenate([np.empty(0, dtype), *token_chunks(documents(), tokenizer)])
     return cached_tokens(
         cache_dir,
-        {**key, "tokenizer": tokenizer.identity},
+        {**key, **encoding_key(tokenizer)},
         lambda: token_chunks(documents(), tokenizer),
         dtype=dtype,
         max_tokens=max_tokens,
@@ -120,11 +120,16 @@ def token_chunks(pieces: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[Ids]
     """The packed ids of `pieces` in order, some at a time, in the smallest type for the vocabulary."""
     dtype = ids_dtype(tokenizer.vocab_size)
     end = np.array([tokenizer.end_of_document], dtype=dtype)
-    rest = iter(pieces)
-    while batch := list(islice(rest, PIECES_AT_ONCE)):
-        parts: list[Ids] = []
-        for piece, ids in zip(batch, tokenizer.encode_batch([piece.text for piece in batch]), strict=True):
-            parts.append(ids.astype(dtype))
-            if piece.ends_document:
-                parts.append(end)
+    parts: list[Ids] = []
+    size = 0
+    for ids, ends_document in encode_documents(pieces, tokenizer):
+        parts.append(ids.astype(dtype))
+        if ends_document:
+            parts.append(end)
+        size += len(ids)
+        if size >= CHUNK:
+            yield np.concatenate(parts)
+            parts = []
+            size = 0
+    if parts:
         yield np.concatenate(parts)

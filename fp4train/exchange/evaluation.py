@@ -23,7 +23,6 @@ import math
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from torch import Tensor
 
 from fp4train.config.schema import plain
 from fp4train.data import Loader
+from fp4train.data.encoding import encode_document
 from fp4train.data.files import existing_path, files_of, read_pieces
 from fp4train.data.tokens import Ids, TokenData, Tokenizer, token_bytes
 from fp4train.errors import UserError
@@ -125,7 +125,8 @@ def texts(trained: TrainedModel, recipes: Sequence[NamedRecipe], path: str, rows
 
 
 def _document(tokenizer: Tokenizer, file: Path) -> list[int]:
-    return list(chain.from_iterable(tokenizer.encode(piece.text) for piece in read_pieces(file)))
+    ids: list[int] = encode_document(read_pieces(file), tokenizer).tolist()
+    return ids
 
 
 Scored = tuple[Sequence[int], int]

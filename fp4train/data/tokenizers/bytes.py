@@ -6,6 +6,7 @@ The vocabulary has 257 ids; the model rounds its embedding up to whatever its he
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
@@ -15,6 +16,9 @@ from fp4train.data.tokens import Documents, Ids
 @dataclass(frozen=True, kw_only=True)
 class Bytes:
     """`data/tokenizer=bytes`: its own tokenizer, as there is nothing to build."""
+
+    concatenates: ClassVar[bool] = True
+    """The ids of two texts, one after the other, are those of both together."""
 
     def build(self, documents: Documents, run_dir: Path) -> "Bytes":
         return self

@@ -11,10 +11,13 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from fp4train import files
+from fp4train.data.encoding import Encoded
+from fp4train.data.tokenizers.bounds import LIMIT, check_file, check_ids
 from fp4train.data.tokens import Ids
 from fp4train.errors import DataError, data_errors, reason
 
@@ -33,11 +36,15 @@ class JsonTokenizer:
         import tokenizers
 
         self._what, self._text = what, text
+        model = check_file(text, what).get("model")
         with _library_errors(f"{what} is no tokenizer file of the `tokenizers` library"):
             self._tokenizer = tokenizers.Tokenizer.from_str(text)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
+        self.splits_words = isinstance(self._tokenizer.model, tokenizers.models.BPE)
+        if self.splits_words and isinstance(model, dict) and model.get("dropout"):
+            self._tokenizer.model.dropout = None  # equal text has equal ids
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         candidates = ENDS if end_of_document is None else (end_of_document,)
         end = next((token for token in candidates if token in vocabulary), None)
@@ -48,6 +55,7 @@ class JsonTokenizer:
                 f"data.tokenizer.end_of_document; its special tokens: {', '.join(special[:8]) or 'none'}"
             )
         self.end, self.end_of_document = end, vocabulary[end]
+        check_ids(max(vocabulary.values()), what)
         self.vocab_size = max(vocabulary.values()) + 1
         self.identity = f"{hashlib.sha256(text.encode()).hexdigest()[:20]} {end}"
 
@@ -81,6 +89,11 @@ class JsonTokenizer:
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
+    def encode_spans(self, texts: Sequence[str]) -> list[Encoded]:
+        """As `encode_batch`, with the characters that each id stands for."""
+        with _library_errors(f"{self._what} cannot encode the text"):
+            return [_encoded(found) for found in self._tokenizer.encode_batch(list(texts), add_special_tokens=False)]
+
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self.encode_batch([text])[0].tolist()
         return ids
@@ -93,20 +106,29 @@ class JsonTokenizer:
 
     @property
     def special_tokens(self) -> list[str]:
-        """The texts that `encode_markup` makes one token of."""
-        return [str(token.content) for token in self._tokenizer.get_added_tokens_decoder().values()]
+        """The texts that `encode_markup` makes one token of, and `encode` does not."""
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        return [str(token.content) for token in added if token.special]
 
-    def encode_markup(self, text: str) -> list[int]:
+    def encode_markup(self, text: str) -> Encoded:
         """The ids of a text whose special tokens are meant as such."""
         self._tokenizer.encode_special_tokens = False
         try:
-            return self.encode(text)
+            return self.encode_spans([text])[0]
         finally:
             self._tokenizer.encode_special_tokens = True
 
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
         return text
+
+
+def _encoded(found: Any) -> Encoded:
+    """The arrays of an `Encoding` of the library."""
+    offsets = np.array(found.offsets, dtype=np.int64).reshape(-1, 2)
+    words = np.array([-1 if word is None else word for word in found.word_ids], dtype=np.int64)
+    begins = np.diff(words, prepend=-2) != 0
+    return Encoded(np.array(found.ids, dtype=np.uint32), offsets[:, 0], offsets[:, 1], begins)
 
 
 @contextmanager
@@ -118,10 +140,6 @@ def _library_errors(what: str) -> Iterator[None]:
         raise
     except BaseException as error:
         raise DataError(f"{what}: {error}") from error
-
-
-LIMIT = 1 << 28
-"""Bytes of a tokenizer that are read."""
 
 
 def run_tokenizer(

@@ -1,14 +1,15 @@
 """A ready-made tokenizer: a tokenizer.json, a folder that holds one, or the name of a model on the Hugging Face hub."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from fp4train import files
 from fp4train.data.files import existing_path
 from fp4train.data.template import keep_template
+from fp4train.data.tokenizers.bounds import LIMIT
 from fp4train.data.tokenizers.json_file import JsonTokenizer, run_tokenizer
 from fp4train.data.tokens import Documents
-from fp4train.errors import DataError, data_errors
+from fp4train.errors import DataError, data_errors, reason
 from fp4train.paths import PathOrHubName, is_hub_name
 
 
@@ -42,10 +43,11 @@ class Pretrained:
 
     def _read(self) -> tuple[str, str]:
         path = self._find()
-        with data_errors(OSError, ValueError, before=f"data.tokenizer.name={self.name}: {path} is no JSON file: "):
-            text = path.read_text(encoding="utf-8")
-            json.loads(text)
-        return text, str(path)
+        before = f"data.tokenizer.name={self.name}: "
+        with data_errors(OSError, before=f"{before}{path} cannot be read: ", message=reason):
+            data = files.read(path.resolve(), LIMIT)
+        with data_errors(ValueError, before=f"{before}{path} is no JSON file: "):
+            return data.decode(), str(path)
 
     def _find(self) -> Path:
         if not is_hub_name(self.name):

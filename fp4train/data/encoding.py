@@ -1,0 +1,291 @@
+"""Documents of any length → token ids, equal to those of the whole document, in bounded memory.
+
+Tokenizers look at more than the text they are given: some put ▁ before it, merges and pre-tokens reach over any border.
+So a long document is encoded in windows that overlap,
+
+    window k:      |··········|====|
+    window k + 1:              |====|··········|====|
+
+and the ids of two windows are joined where both agree: a run of tokens with equal ids at equal characters, `agree`
+characters long, far from the ends of both. In byte pairs one shared token proves the join: a sequence of tokens is that
+of its text if every two neighbours are that of theirs, and each pair of neighbours lies in one of the windows. Between
+pre-tokens, the expressions that find them run from left to right: two that stand at the same place find the same.
+Other models are joined between pre-tokens alone.
+
+Where windows do not agree (a pre-token is longer than the overlap), they are encoded as one, and so on until the whole
+document is, up to `LONGEST` characters. What stays unseen is a pre-tokenizer whose decision hangs on text further away
+than half an overlap, on both sides of which everything else is equal.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from fp4train.data.tokens import Ids, Piece, Tokenizer, ids_dtype
+from fp4train.errors import DataError
+
+TEXTS_AT_ONCE = 64
+"""Texts that the threads of a tokenizer share."""
+CHARACTERS_AT_ONCE = 1 << 21
+LONGEST = 1 << 22
+"""Characters of the longest text that is encoded as one."""
+VERSION = 2
+"""Part of the key of cached ids: another number where the ids of equal text change."""
+
+Offsets = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """The ids of a text, the characters [starts, ends) that each stands for, and whether it begins a pre-token."""
+
+    ids: Ids
+    starts: Offsets
+    ends: Offsets
+    begins: npt.NDArray[np.bool_]
+
+
+@runtime_checkable
+class SpanTokenizer(Protocol):
+    """A tokenizer whose ids depend on text around them."""
+
+    splits_words: bool
+    """Whether two windows may be joined within a pre-token."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]: ...
+    def encode_spans(self, texts: Sequence[str]) -> list[Encoded]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Windows:
+    """How long documents are divided; all in characters."""
+
+    length: int = 1 << 16
+    overlap: int = 1 << 12
+    agree: int = 256
+
+    def of(self, document: Iterable[str]) -> Iterator["Window"]:
+        """The windows of the texts that make one document."""
+        text = ""
+        at = shared = 0
+        for part in document:
+            text = text[at:] + part
+            at = 0
+            while len(text) - at > self.length + self.overlap:
+                yield Window(text[at : at + self.length], shared, last=False)
+                following = self._start(text, at + self.length)
+                shared = at + self.length - following
+                at = following
+        yield Window(text[at:], shared, last=True)
+
+    def _start(self, text: str, end: int) -> int:
+        """Where the window after the one that ends at `end` begins: where a space follows other text, if possible."""
+        first = end - self.overlap
+        for place in range(first, end - self.overlap // 2):
+            if text[place].isspace() and not text[place - 1].isspace():
+                return place
+        return first
+
+
+class Window(NamedTuple):
+    """A part of a document; its first `shared` characters are the last ones of the part before."""
+
+    text: str
+    shared: int
+    last: bool
+
+
+def encode_documents(
+    pieces: Iterable[Piece], tokenizer: Tokenizer, windows: Windows | None = None
+) -> Iterator[tuple[Ids, bool]]:
+    """The ids of documents in order, some at a time, and whether a document ends with them.
+
+    Raises:
+        DataError: a text cannot be encoded, or not in parts and is too long for one.
+    """
+    windows = windows or Windows()
+    if getattr(tokenizer, "concatenates", False):
+        for batch in _batches((piece.text, piece.ends_document) for piece in pieces):
+            found = tokenizer.encode_batch([text for text, _ in batch])
+            yield from zip(found, (ends for _, ends in batch), strict=True)
+    elif isinstance(tokenizer, SpanTokenizer):
+        yield from _joined(tokenizer, windows, _windows(pieces, windows))
+    else:
+        texts = (("".join(document), True) for document in _documents(pieces))
+        for batch in _batches(texts):
+            yield from zip(tokenizer.encode_batch([text for text, _ in batch]), (True for _ in batch), strict=True)
+
+
+def encoding_key(tokenizer: Tokenizer) -> dict[str, Any]:
+    """What the ids of cached text are known by, beside the text: they change where the way of encoding does."""
+    key: dict[str, Any] = {"tokenizer": tokenizer.identity}
+    return key if getattr(tokenizer, "concatenates", False) else {**key, "encoding": VERSION}
+
+
+def encode_document(texts: Iterable[Piece], tokenizer: Tokenizer, windows: Windows | None = None) -> Ids:
+    """The ids of the pieces of one document."""
+    parts = [ids for ids, _ in encode_documents(texts, tokenizer, windows)]
+    return np.concatenate(parts) if parts else np.empty(0, ids_dtype(tokenizer.vocab_size))
+
+
+def _documents(pieces: Iterable[Piece]) -> Iterator[Iterator[str]]:
+    """The texts of each document; those of one must be taken before the next is asked for."""
+    stream = iter(pieces)
+
+    def texts(first: Piece) -> Iterator[str]:
+        piece = first
+        yield piece.text
+        while not piece.ends_document and (following := next(stream, None)) is not None:
+            piece = following
+            yield piece.text
+
+    for piece in stream:
+        yield texts(piece)
+
+
+def _windows(pieces: Iterable[Piece], windows: Windows) -> Iterator[Window]:
+    return chain.from_iterable(windows.of(document) for document in _documents(pieces))
+
+
+def _batches(texts: Iterable[tuple[str, bool]]) -> Iterator[list[tuple[str, bool]]]:
+    batch: list[tuple[str, bool]] = []
+    size = 0
+    for item in texts:
+        batch.append(item)
+        size += len(item[0])
+        if len(batch) == TEXTS_AT_ONCE or size >= CHARACTERS_AT_ONCE:
+            yield batch
+            batch = []
+            size = 0
+    if batch:
+        yield batch
+
+
+def _joined(tokenizer: SpanTokenizer, windows: Windows, stream: Iterator[Window]) -> Iterator[tuple[Ids, bool]]:
+    join = _Join(tokenizer, windows)
+    waiting: list[Window] = []
+    size = 0
+    for window in stream:
+        waiting.append(window)
+        size += len(window.text)
+        if len(waiting) == TEXTS_AT_ONCE or size >= CHARACTERS_AT_ONCE:
+            yield from join.add(waiting)
+            waiting = []
+            size = 0
+    yield from join.add(waiting)
+
+
+class _Join:
+    """Joins the ids of windows as they come."""
+
+    def __init__(self, tokenizer: SpanTokenizer, windows: Windows) -> None:
+        self.tokenizer = tokenizer
+        self.windows = windows
+        self.text = ""
+        self.encoded: Encoded | None = None
+        """The ids of `text`, the windows that are not all given out; None: a document begins."""
+        self.given_out = 0
+        """Tokens of `encoded` that are."""
+        self.growing: list[Window] = []
+        """Windows after `text` that are to be encoded with it."""
+
+    def add(self, batch: Sequence[Window]) -> Iterator[tuple[Ids, bool]]:
+        """The ids that more windows settle."""
+        alone = [bool(window.last and not window.shared) for window in batch]
+        single = iter(self.tokenizer.encode_batch([w.text for w, whole in zip(batch, alone, strict=True) if whole]))
+        parts = iter(self.tokenizer.encode_spans([w.text for w, whole in zip(batch, alone, strict=True) if not whole]))
+        for window, whole in zip(batch, alone, strict=True):
+            if whole:
+                yield next(single), True
+            else:
+                yield from self._add(window, next(parts))
+
+    def _add(self, window: Window, encoded: Encoded) -> Iterator[tuple[Ids, bool]]:
+        if self.encoded is None:
+            self.text = window.text
+            self.encoded = encoded
+            self.given_out = 0
+        elif not self.growing and (place := self._seam(self.encoded, encoded, window.shared)) is not None:
+            yield self.encoded.ids[self.given_out : place[0]], False
+            self.text = window.text
+            self.encoded = encoded
+            self.given_out = place[1]
+        else:
+            self.growing.append(window)
+            more = sum(len(each.text) - each.shared for each in self.growing)
+            if more >= len(self.text) or window.last:  # twice as much each time
+                self._grow()
+        if window.last:
+            yield self.encoded.ids[self.given_out :], True
+            self.encoded = None
+
+    def _grow(self) -> None:
+        """Encode the windows that wait as one with those before them."""
+        assert self.encoded is not None
+        text = self.text + "".join(window.text[window.shared :] for window in self.growing)
+        if len(text) > LONGEST:
+            raise DataError(
+                f"a document holds {len(text):,} characters that the tokenizer joins, beginning with "
+                f"{text[:40]!r}: more than {LONGEST:,} are not encoded as one. Divide the document"
+            )
+        encoded = self.tokenizer.encode_spans([text])[0]
+        if not np.array_equal(encoded.ids[: self.given_out], self.encoded.ids[: self.given_out]):
+            raise DataError(
+                f"a document that begins with {text[:40]!r} is encoded otherwise when it goes on, further back than "
+                f"{self.windows.overlap:,} characters: this tokenizer cannot encode it in parts. Divide the document"
+            )
+        self.text = text
+        self.encoded = encoded
+        self.growing = []
+
+    def _seam(self, left: Encoded, right: Encoded, shared: int) -> tuple[int, int] | None:
+        """(Tokens of the left window before the seam, tokens of the right one before it); None: they do not agree."""
+        first = len(self.text) - shared
+        for part in (4, 3, 5, 2, 6):
+            anchor = int(np.searchsorted(left.starts, first + shared * part // 8))
+            if anchor == len(left.starts):
+                continue
+            other = int(np.searchsorted(right.starts, left.starts[anchor] - first))
+            if (run := _equal_run(left, right, anchor, other, first)) is None:
+                continue
+            low, high = run
+            if left.ends[high - 1] - left.starts[low] < self.windows.agree:
+                continue
+            if (cut := self._cut(left, low, high)) is not None:
+                return cut, cut + other - anchor
+        return None
+
+    def _cut(self, left: Encoded, low: int, high: int) -> int | None:
+        """The place in the run [low, high) of equal tokens, nearest to its middle, at which no character is divided."""
+        places = np.arange(low + 1, high)
+        clean = left.starts[places] >= left.ends[places - 1]
+        if not self.tokenizer.splits_words:
+            clean &= left.begins[places]
+        places = places[clean]
+        return int(places[np.abs(places - (low + high) // 2).argmin()]) if len(places) else None
+
+
+def _equal_run(left: Encoded, right: Encoded, anchor: int, other: int, first: int) -> tuple[int, int] | None:
+    """The tokens [low, high) of the left window around `anchor` that equal those of the right one around `other`.
+
+    Args:
+        first: the character of the left window at which the right one begins.
+    """
+    behind = min(anchor, other)
+    ahead = min(len(left.ids) - anchor, len(right.ids) - other)
+    ours, theirs = (slice(place - behind, place + ahead) for place in (anchor, other))
+    equal: npt.NDArray[Any] = left.ids[ours] == right.ids[theirs]
+    equal &= left.starts[ours] == right.starts[theirs] + first
+    equal &= left.ends[ours] == right.ends[theirs] + first
+    equal &= left.begins[ours] == right.begins[theirs]
+    if not ahead or not equal[behind]:
+        return None
+    unlike = np.flatnonzero(~equal)
+    place = int(np.searchsorted(unlike, behind))
+    low = int(unlike[place - 1]) + 1 if place else 0
+    high = int(unlike[place]) if place < len(unlike) else len(equal)
+    return anchor - behind + low, anchor - behind + high
