@@ -27,14 +27,15 @@ from pathlib import Path
 from typing import Any
 
 from fp4train.cli.launch import Start, launch
-from fp4train.config import overrides
+from fp4train.config import overrides, plugins
 from fp4train.config.binding import bind
 from fp4train.config.schema import Config, plain
 from fp4train.errors import LostError, UserError
 from fp4train.lab.analysis import curves, heatmap
 from fp4train.optim import Optimizer
 from fp4train.optim.schedule import Schedule
-from fp4train.parallel.agree import check_same, check_shared, code_version
+from fp4train.parallel import agree
+from fp4train.parallel.agree import check_same, check_shared
 from fp4train.parallel.launch import ProcessRank, find_place
 from fp4train.parallel.world import AgreedError, World
 from fp4train.precision.report import summarise
@@ -43,7 +44,7 @@ from fp4train.run.build import build
 from fp4train.run.checks import before_cooldown, learning_rate, rate_jump
 from fp4train.run.determinism import determinism
 from fp4train.run.fuse import kernels_of_layers
-from fp4train.run.host import choose_device, keep_freed_memory
+from fp4train.run.host import choose_device, keep_freed_memory, libraries
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record import journal
 from fp4train.run.record.trust import check_paths
@@ -145,7 +146,7 @@ def _train(command: Start, world: World) -> int:
     keep_freed_memory()
     config, chosen, directory = command.config, command.cfg, command.config.run.dir
     if world.size > 1:
-        check_same(world, {**journal.flat(plain(chosen)), "the swap": command.swap, "the code": code_version()})
+        check_same(world, {**journal.flat(plain(chosen)), "the swap": command.swap, **_software()})
     with world.together():
         if world.lead:  # the others' machines may have another key
             check_paths(chosen, command.named)
@@ -178,6 +179,13 @@ def _train(command: Start, world: World) -> int:
     if world.lead:
         print(_summary(directory, result) + picture)
     return _code(result)
+
+
+def _software() -> dict[str, str]:
+    """What besides the configuration decides what this rank computes, for `check_same`."""
+    versions = {f"the version of {name}": version for name, version in libraries().items()}
+    sources = agree.source_values({**agree.own_files(), **plugins.source_files()})
+    return {**versions, **agree.outside_settings(), **sources}
 
 
 def _as_it_was(start: RunStart, resumed: Mapping[str, Any]) -> Config:

@@ -25,6 +25,9 @@ from fp4train.errors import UserError
 from fp4train.text import near_miss
 
 _NAMED: ContextVar[tuple[str, ...]] = ContextVar("plugins", default=())
+_FOLDERS: ContextVar[tuple[Path, ...]] = ContextVar("folders of plugins", default=())
+_UNREAD = ("__pycache__", ".git")
+"""Folders in a package that are no part of what it computes."""
 
 
 @contextmanager
@@ -41,16 +44,35 @@ def using(names: Sequence[str], folders: Iterable[Path] = ()) -> Iterator[None]:
     folders = list(folders)
     for name in names:
         _import_plugin(name, folders)
-    token = _NAMED.set(tuple(names))
+    token, token_of_folders = _NAMED.set(tuple(names)), _FOLDERS.set(tuple(folders))
     try:
         yield
     finally:
         _NAMED.reset(token)
+        _FOLDERS.reset(token_of_folders)
 
 
 def named() -> tuple[str, ...]:
     """The plugins of the surrounding `using`."""
     return _NAMED.get()
+
+
+def source_files() -> dict[str, Path]:
+    """The files that the plugins consist of, by names that are the same on every machine: whole packages, also what is
+    not Python in them, and the modules that they imported from the folders of `using`."""
+    files: dict[str, Path] = {}
+    for package in dict.fromkeys(name.partition(".")[0] for name in named()):
+        for root in map(Path, getattr(sys.modules[package], "__path__", ())):
+            paths = (path for path in sorted(root.rglob("*")) if not {*path.parts} & {*_UNREAD})
+            files |= {f"{package}/{path.relative_to(root).as_posix()}": path for path in paths if path.is_file()}
+    of_packages = {path.resolve() for path in files.values()}
+    folders = [folder.resolve() for folder in _FOLDERS.get()]
+    for name, module in sorted(sys.modules.items()):
+        path = Path(getattr(module, "__file__", None) or "").resolve()
+        beside = any(path.is_relative_to(folder) for folder in folders)
+        if (beside or name in named()) and path.is_file() and path not in of_packages:
+            files[f"{name.replace('.', '/')}{path.suffix}"] = path
+    return files
 
 
 def may_define(module: str) -> bool:

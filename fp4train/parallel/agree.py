@@ -2,14 +2,13 @@
 
 import hashlib
 import json
+import os
 import secrets
 import time
 from collections.abc import Mapping
-from functools import cache
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
-
-import torch
 
 import fp4train
 from fp4train import files
@@ -20,6 +19,11 @@ NONCE = ".ranks"
 """A file by which ranks see that they share the run's directory."""
 _SEEN_SECONDS = 20.0
 """A network file system may show a new file late."""
+_ABSENT = "not there"
+_LARGE = 2**26
+"""Bytes; larger files are compared by their sizes."""
+_KERNEL_CHOICES = ("NVTE_", "NVIDIA_TF32_OVERRIDE", "ATEN_CPU_CAPABILITY", "DNNL_", "ONEDNN_", "MKL_", "TRITON_F32_")
+"""Beginnings of environment variables that change what a rank computes in the same code."""
 
 
 def check_same(world: World, what: Mapping[str, Any]) -> None:
@@ -37,18 +41,41 @@ def check_same(world: World, what: Mapping[str, Any]) -> None:
     first, other = all_values[0], all_values[odd]
     key = next((k for k in {**first, **other} if first.get(k) != other.get(k)), "something")
     raise AgreedError(
-        f"the ranks do not run the same thing: {key} is {first.get(key)} on rank 0 and {other.get(key)} on rank {odd}. "
-        "Give every rank the same command, the same code and the same data"
+        f"the ranks do not run the same thing: {key} is {first.get(key, _ABSENT)} on rank 0 and "
+        f"{other.get(key, _ABSENT)} on rank {odd}. "
+        "Give every rank the same command, the same code and libraries, and the same data"
     )
 
 
-@cache
-def code_version() -> str:
-    """fp4train's and torch's versions, and a checksum of fp4train's source: two check-outs may have one version."""
-    digest, root = hashlib.sha256(), Path(fp4train.__file__).parent
-    for path in sorted(root.rglob("*.py")):
-        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
-    return f"fp4train {fp4train.__version__} ({digest.hexdigest()[:12]}) with torch {torch.__version__}"
+def source_values(files_by_name: Mapping[str, Path]) -> dict[str, str]:
+    """Each file's checksum by its name, for `check_same`: a file that another rank lacks differs, too."""
+    return {f"the source {name}": _checksum(path) for name, path in files_by_name.items()}
+
+
+def own_files() -> dict[str, Path]:
+    """The files of fp4train that decide what it computes: its Python sources and its compiled extension. Two check-outs
+    may have one version, and an extension may be older than the sources beside it."""
+    root = Path(fp4train.__file__).parent
+    endings = (".py", *EXTENSION_SUFFIXES)
+    paths = [path for path in root.rglob("*") if path.name.endswith(endings)]
+    return {f"fp4train/{path.relative_to(root).as_posix()}": path for path in sorted(paths)}
+
+
+def outside_settings() -> dict[str, str]:
+    """The environment variables by which libraries choose other kernels, for `check_same`."""
+    return {f"the variable {name}": value for name, value in os.environ.items() if name.startswith(_KERNEL_CHOICES)}
+
+
+def _checksum(path: Path) -> str:
+    """The first digits of the file's SHA-256; of a large one, which is data, its size; "unreadable" else."""
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > _LARGE:
+                return f"{size} bytes"
+            return f"SHA-256 {hashlib.file_digest(file, 'sha256').hexdigest()[:12]}"
+    except OSError as error:
+        return f"unreadable ({error.strerror})"
 
 
 def check_shared(world: World, directory: Path) -> None:

@@ -137,7 +137,10 @@ def keep_freed_memory() -> bool:
     return all([bool(mallopt(parameter, value)) for parameter, value in _SETTINGS])
 
 
-PACKAGES = ("torch", "numpy", "transformer_engine", "triton", "liger-kernel", "mamba-ssm", "causal-conv1d")
+PACKAGES = (
+    *("torch", "numpy", "transformer_engine", "transformer_engine_torch", "triton", "liger-kernel"),
+    *("mamba-ssm", "causal-conv1d"),
+)
 """Packages whose versions change what a run computes, or how fast."""
 
 
@@ -148,10 +151,7 @@ def environment(device: torch.device, fingerprint: str, ranks: int) -> dict[str,
         device: what this rank computes on. fingerprint: of the tokens; runs with equal ones have equal data.
         ranks: how many processes train together.
     """
-    versions = {"fp4train": __version__, "python": platform.python_version()}
-    versions |= {name: found for name in PACKAGES if (found := package_version(name)) is not None}
-    if torch.version.cuda is not None:
-        versions["cuda"] = torch.version.cuda
+    versions = {"fp4train": __version__, "python": platform.python_version(), **libraries()}
     if (driver := driver_version()) is not None:
         versions["driver"] = driver
     return {
@@ -165,6 +165,14 @@ def environment(device: torch.device, fingerprint: str, ranks: int) -> dict[str,
         "data": fingerprint,
         "versions": versions,
     }
+
+
+def libraries() -> dict[str, str]:
+    """The versions of the installed packages that decide what a run computes."""
+    versions = {name: found for name in PACKAGES if (found := package_version(name)) is not None}
+    if torch.version.cuda is not None:
+        versions["cuda"] = torch.version.cuda
+    return versions
 
 
 def package_version(package: str) -> str | None:

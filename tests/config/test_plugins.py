@@ -232,3 +232,21 @@ def test_fields_may_be_lists_mappings_and_literals() -> None:
         with pytest.raises(UserError) as error:
             bind(wrong, Kinds, "kinds")
         assert str(error.value) == message
+
+
+def test_a_plugins_files_are_its_whole_package_and_what_it_imports_beside_it(tmp_path: Path) -> None:
+    """Ranks compare these: a table of values beside the code decides a run as much as the code does."""
+    package = tmp_path / "ownlab5"
+    (package / "tables" / "__pycache__").mkdir(parents=True)
+    (package / "__init__.py").write_text("import beside5\n")
+    (package / "tables" / "scales.json").write_text("[1]")
+    (package / "tables" / "__pycache__" / "old.pyc").write_bytes(b"")
+    (tmp_path / "beside5.py").write_text("factor = 2\n")
+    (tmp_path / "unused.yaml").write_text("a: 1\n")
+    with plugins.using(["ownlab5"], [tmp_path]):
+        files = plugins.source_files()
+    assert {name for name in files if "5" in name or "unused" in name} == {
+        *("ownlab5/__init__.py", "ownlab5/tables/scales.json", "beside5.py")
+    }
+    assert all(path.is_file() for path in files.values())
+    assert plugins.source_files() == {}

@@ -41,10 +41,56 @@ def test_what_cannot_begin_is_one_message(ranks: Ranks, arguments: list[str], sa
     assert said in ended.message and ended.codes == [1, 1], "the code of an error of the run"
 
 
+SCHEDULE = """from dataclasses import dataclass
+from fp4train.optim.schedule import Constant
+
+@dataclass(frozen=True, kw_only=True)
+class Halved(Constant):
+    def after_warmup(self, step: int, warmup: int, steps: int) -> float:
+        return {factor}
+"""
+
+
+def test_another_version_of_a_plugin_on_a_rank_is_refused(ranks: Ranks) -> None:
+    """The rank's learning rate would be half of the others': each trains on, and no number shows it."""
+    for rank in range(2):
+        package = ranks.folder / f"side{rank}" / "mylab"
+        package.mkdir(parents=True)
+        (package / "__init__.py").touch()
+        (package / "schedules.py").write_text(SCHEDULE.format(factor=1 / (rank + 1)))
+    options = ("plugins=[mylab]", "schedule=constant", "schedule._target_=mylab.schedules.Halved", "phases=none")
+    patch = "import sys\nsys.path.append(f'side{rank}')"
+    refused = ranks(2, "run.name=a", *options, patch=patch).message
+    assert "the source mylab/schedules.py is SHA-256 " in refused and "on rank 1" in refused
+    assert not (ranks.folder / "runs/a").exists()
+
+
+@pytest.mark.parametrize(
+    ("patch", "said"),
+    [
+        (
+            "import fp4train.run.host as h\nreal = h.package_version\n"
+            "h.package_version = lambda name: f'{real(name)}.{rank}' if name == 'triton' else real(name)",
+            "the version of triton is ",
+        ),
+        (
+            "import fp4train.parallel.agree as a\nreal = a.own_files\n"
+            "a.own_files = lambda: {k: v for k, v in real().items() if rank == 0 or '_cpu' not in k}",
+            "_cpu.",
+        ),
+    ],
+    ids=["a library", "no compiled extension"],
+)
+def test_another_library_or_extension_on_a_rank_is_refused(ranks: Ranks, patch: str, said: str) -> None:
+    refused = ranks(2, "run.name=a", patch=patch).message
+    assert said in refused and "on rank 0 and " in refused and "the same code and libraries" in refused
+
+
 @pytest.mark.long
 def test_other_code_or_data_on_a_rank_is_refused(ranks: Ranks) -> None:
-    patch = "if rank:\n    import fp4train.parallel.agree as a\n    a.code_version = lambda: 'another'"
-    assert "the code is fp4train" in ranks(2, "run.name=a", patch=patch).message
+    patch = "import os\nif rank:\n    os.environ['NVTE_FUSED_ATTN'] = '0'"
+    said = "the variable NVTE_FUSED_ATTN is not there on rank 0 and 0 on rank 1"
+    assert said in ranks(2, "run.name=a", patch=patch).message
     other = ranks.folder / "data1"
     (ranks.folder / "data0").write_text(ranks.text.read_text())
     other.write_text(ranks.text.read_text().replace("fox", "cat"))
