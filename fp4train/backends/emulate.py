@@ -8,10 +8,13 @@ with BF16 operands and float32 accumulation has exact products, like the tensor 
 of the additions differs. The global scales multiply the float32 product before it is rounded to the output dtype:
 rounding the product to BF16 first would round twice.
 
+Two scales of whole tensors are one factor on every device, float32(a.scale · b.scale); where that is no normal float32
+number they are applied one after the other. Scales of rows always are, that of a first.
+
 Implementation: on a CPU with BF16 instructions, `addmm` with `alpha`, which oneDNN applies to the float32 accumulator;
-on other CPUs, and for scales of rows and operands in float32, a float32 product; on GPUs BF16 tensor cores with float32
-output. A bias is rounded to the output dtype, as in TE, and added before the product is rounded. Operands without
-scales (a GEMM in high precision) are multiplied by torch.
+on other CPUs, and for operands in float32, a float32 product; on GPUs BF16 tensor cores, the scales applied to their
+float32 sums (`scaled.py`). A bias is rounded to the output dtype, as in TE, and added before the product is rounded.
+Operands without scales (a GEMM in high precision) are multiplied by torch.
 
 CPUs without BF16 or FP16 instructions: torch takes 3 to 30 times as long there for a GEMM as in float32, and 9 times
 for the backward pass of attention in FP16. Both formats are exact in float32, so the float32 product has the same exact
@@ -19,15 +22,17 @@ element products and float32 accumulation as the instructions. Its one rounding,
 infinity as theirs does.
 """
 
+import ctypes
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fp4train.backends import scaled
 from fp4train.backends.protocol import Backend, Prepared
 from fp4train.backends.table import Shape, Table
 from fp4train.hardware import Device
@@ -40,6 +45,9 @@ _INSTRUCTIONS = {torch.bfloat16: ("avx512_bf16", "amx_bf16"), torch.float16: ("a
 WITHOUT_INSTRUCTIONS = frozenset(
     dtype for dtype, names in _INSTRUCTIONS.items() if not any(torch.cpu.get_capabilities().get(n) for n in names)
 )
+
+_SMALLEST_OF_ONEDNN: Final = 16**3
+"""Multiplications of a product that torch still does itself (`use_mkldnn_bf16_matmul`)."""
 
 _UNREAD = {dtype: torch.empty((), dtype=dtype, device="cpu") for dtype in (*_INSTRUCTIONS, torch.float64)}
 """Term of `addmm` that beta=0 leaves out."""
@@ -56,20 +64,33 @@ class Emulate:
 
     name = "emulate"
     takes_codes = takes_tiles = False
+    adds = True
 
     def why_not(self, table: Table, gemm: str, layer: Shape, device: Device) -> str | None:
         """None: every spec can be emulated on every device."""
         return None
 
     def product(self, a: Prepared, b: Prepared, *, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-        if isinstance(a, Quantized):
-            a = quantizer(a.spec, a.codes.device.type).decode(a)
-        if isinstance(b, Quantized):
-            b = quantizer(b.spec, b.codes.device.type).decode(b)
+        a, b = decoded(a), decoded(b)
         if a.values.device.type != "cuda":
             return matmul(a, b, out_dtype=out_dtype, bias=bias)
+        if scaled.why_not(a, b, out_dtype) is None:
+            added = None if bias is None else bias.to(out_dtype)
+            return SCALED.product(a, b, out_dtype=out_dtype, bias=added)
         with _float32_accumulation():
             return matmul(a, b, out_dtype=out_dtype, bias=bias)
+
+    def add(self, total_RS: Tensor, a: Prepared, b: Prepared) -> None:
+        a, b = decoded(a), decoded(b)
+        if a.scale is None and b.scale is None:
+            add_product(total_RS, a.values, b.values.T)
+        elif self._in_product(total_RS, a, b):
+            SCALED.add(total_RS, a, b)
+        else:
+            total_RS += self.product(a, b, out_dtype=total_RS.dtype)
+
+    def _in_product(self, total_RS: Tensor, a: Decoded, b: Decoded) -> bool:
+        return total_RS.is_cuda and total_RS.is_contiguous() and scaled.why_not(a, b, total_RS.dtype) is None
 
     def summing(self, accumulator: str) -> Backend:
         return self
@@ -92,6 +113,12 @@ class TorchGemm(Emulate):
 
 
 EMULATE, TORCH = Emulate(), TorchGemm()
+SCALED = scaled.ScaledProducts()
+
+
+def decoded(x: Prepared) -> Decoded:
+    """An operand as values."""
+    return quantizer(x.spec, x.codes.device.type).decode(x) if isinstance(x, Quantized) else x
 
 
 def matmul(a: Decoded, b: Decoded, *, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
@@ -102,14 +129,13 @@ def matmul(a: Decoded, b: Decoded, *, out_dtype: torch.dtype, bias: Tensor | Non
         dtype = torch.promote_types(dtype, w_SC.dtype)
     if bias is not None:
         bias = bias.to(out_dtype)
-    one = (x_scale is None or not x_scale.dim()) and (w_scale is None or not w_scale.dim())
-    if one and dtype is out_dtype and dtype is not torch.float32:
+    of_tensors = (x_scale is None or not x_scale.dim()) and (w_scale is None or not w_scale.dim())
+    if of_tensors and dtype is out_dtype and dtype is not torch.float32:
         if x_scale is None and w_scale is None:
             return widened(F.linear, x_RC, w_SC, bias)
-        if x_RC.is_cpu and dtype not in WITHOUT_INSTRUCTIONS:
-            alpha = (1.0 if x_scale is None else float(x_scale)) * (1.0 if w_scale is None else float(w_scale))
-            # If the product of the scales is not a normal float32 number, they are applied one after the other.
-            if not alpha < _SMALLEST_NORMAL and alpha != math.inf:
+        if x_RC.is_cpu and dtype not in WITHOUT_INSTRUCTIONS and _scales_the_sum(x_RC, w_SC):
+            alpha = _one_factor(x_scale, w_scale)
+            if alpha is not None:
                 # The accumulator is scaled, so that the result is rounded once.
                 if bias is None:
                     return torch.addmm(_UNREAD[dtype], x_RC, w_SC.t(), beta=0, alpha=alpha)
@@ -120,9 +146,7 @@ def matmul(a: Decoded, b: Decoded, *, out_dtype: torch.dtype, bias: Tensor | Non
         product = _ONEDNN(x_RC.float(), w_SC.float(), None, "none", [], "")
     else:
         product = x_RC.float() @ w_SC.float().T
-    factors = [] if x_scale is None else [x_scale]
-    if w_scale is not None:
-        factors.append(w_scale if w_scale.dim() == 0 else w_scale.T)
+    factors = _factors(x_scale, w_scale)
     for factor in factors if bias is not None else factors[:-1]:
         product *= factor
     if bias is not None:
@@ -131,6 +155,36 @@ def matmul(a: Decoded, b: Decoded, *, out_dtype: torch.dtype, bias: Tensor | Non
         return product.to(out_dtype)
     # The last factor and the rounding take one pass over the product.
     return torch.mul(product, factors[-1], out=torch.empty_like(product, dtype=out_dtype))
+
+
+def _scales_the_sum(x_RC: Tensor, w_SC: Tensor) -> bool:
+    """Whether `addmm` applies `alpha` to the sum: torch's own loop, which takes the smallest products, applies it to
+    each number of an x whose columns are contiguous."""
+    return x_RC.stride(1) == 1 or x_RC.numel() * len(w_SC) > _SMALLEST_OF_ONEDNN
+
+
+def _one_factor(x_scale: Tensor | None, w_scale: Tensor | None) -> float | None:
+    """The product of scales of whole tensors on the CPU, rounded to float32; None: it is no normal number.
+
+    NaN is a factor, too.
+    """
+    exact = (1.0 if x_scale is None else float(x_scale)) * (1.0 if w_scale is None else float(w_scale))
+    product = ctypes.c_float(exact).value
+    return None if product < _SMALLEST_NORMAL or product == math.inf else product
+
+
+def _factors(x_scale: Tensor | None, w_scale: Tensor | None) -> list[Tensor]:
+    """What multiplies a float32 product, in turn: scales of rows are [R, 1] and [1, S]."""
+    if x_scale is None or w_scale is None or x_scale.dim() or w_scale.dim():
+        factors = [] if x_scale is None else [x_scale]
+        if w_scale is not None:
+            factors.append(w_scale if w_scale.dim() == 0 else w_scale.T)
+        return factors
+    product = x_scale * w_scale
+    if x_scale.is_cpu:
+        return [x_scale, w_scale] if _one_factor(x_scale, w_scale) is None else [product]
+    apart = (product < _SMALLEST_NORMAL) | (product == math.inf)
+    return [torch.where(apart, x_scale, product), torch.where(apart, w_scale, 1.0)]
 
 
 def add_product(total_RS: Tensor, a_RC: Tensor, b_CS: Tensor, *, first: bool = False) -> None:

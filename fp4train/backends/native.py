@@ -138,6 +138,7 @@ class Native:
 
     name = "native"
     takes_codes = takes_tiles = True
+    adds = False
 
     def __init__(self, *, fast: bool = False) -> None:
         self.fast = fast
@@ -179,6 +180,10 @@ class Native:
                 f"{a.spec.element.upper()}·{b.spec.element.upper()} into {out_dtype} ({first_line(error)}); "
                 "backend=emulate computes the same product"
             ) from error
+
+    def add(self, total_RS: Tensor, a: Prepared, b: Prepared) -> None:
+        """The product, and its sum after it."""
+        total_RS += self.product(a, b, out_dtype=total_RS.dtype)
 
     def writes_float32(self, spec: QuantSpec | None) -> bool:
         return spec is None or spec.block != (1, None)  # one scale per row: BF16 only

@@ -39,11 +39,17 @@ class Backend(Protocol):
     takes_tiles: bool
     """Whether codes are prepared with block scales in tiles (`Quantized.tiled`)."""
 
+    adds: bool
+    """Whether `add` is one product on GPUs; else a product and a sum."""
+
     def why_not(self, table: Table, gemm: str, layer: Shape, device: Device) -> str | None:
         """Why it cannot run `gemm` of `table` in a layer of this shape on `device`; None if it can."""
 
     def product(self, a: Prepared, b: Prepared, *, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         """a [R, C]·b [S, C]ᵀ + bias [S] → [R, S] in `out_dtype`."""
+
+    def add(self, total_RS: Tensor, a: Prepared, b: Prepared) -> None:
+        """Add a·bᵀ [R, S] to a float32 sum, in place."""
 
     def summing(self, accumulator: str) -> Backend:
         """This backend with the accumulator that `Operands` names; itself where it has one only."""

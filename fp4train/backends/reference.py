@@ -20,6 +20,7 @@ class Reference:
 
     name = "reference"
     takes_codes, takes_tiles = True, False
+    adds = False
 
     def why_not(self, table: Table, gemm: str, layer: Shape, device: Device) -> str | None:
         """None: the reference supports every spec."""
@@ -37,6 +38,10 @@ class Reference:
             if scale is not None:
                 y *= scale.permute(dims) if dims and scale.dim() == 2 else scale
         return (y if bias is None else y + bias.to(out_dtype)).to(out_dtype)
+
+    def add(self, total_RS: Tensor, a: Prepared, b: Prepared) -> None:
+        """The product, and its sum after it."""
+        total_RS += self.product(a, b, out_dtype=total_RS.dtype)
 
     def summing(self, accumulator: str) -> Backend:
         return self

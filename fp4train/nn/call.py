@@ -64,7 +64,7 @@ class Executor(ABC):
         sums: what adds dw up, which is then not rounded to the recipe's dtype; None: it is no sum.
 
     Attributes:
-        adds: whether wgrad is a product of torch that adds dw to the sum of the weight's gradients (`sum_so_far`).
+        adds: whether wgrad is a product that adds dw to the sum of the weight's gradients (`sum_so_far`).
         kinds: kinds of states of its own that an executor of this class may need; those of a backend are the backend's.
         route: how it is called under torch.compile.
         states: names of the layer's states that it needs.

@@ -228,7 +228,7 @@ def plan_amax(spec: QuantSpec, x_RC: Tensor, per_row: bool) -> AmaxPlan:
     tile_cols = min(1024, max(64, 1 << (cols - 1).bit_length()))
     tile_rows = 8192 // tile_cols
     tiles, strips = _cdiv(cols, tile_cols), _cdiv(rows, tile_rows)
-    steps = max(1, tiles * strips // (32 * _processors(x_RC.device)))
+    steps = max(1, tiles * strips // (32 * processors(x_RC.device)))
     sizes = (rows, cols, cols if contiguous else x_RC.stride(0), tiles, steps)
     constants = {"ROWS": tile_rows, "COLS": tile_cols}
     launch = Launch(amax_tensor, tiles * _cdiv(strips, steps), sizes, constants, 8, bits)
@@ -334,5 +334,6 @@ def _cdiv(a: int, b: int) -> int:
 
 
 @cache
-def _processors(device: torch.device) -> int:
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp4train.backends import BACKENDS
+from fp4train.backends import BACKENDS, Prepared, emulate
 from fp4train.nn.executors import gemms, whole_layer
 from fp4train.quantize import Decoded
 
@@ -21,10 +21,15 @@ def add_product(total_RS: Tensor, a_RC: Tensor, b_CS: Tensor) -> None:
     total_RS += BACKENDS["torch"].product(Decoded(a_RC, None), Decoded(b_CS.T, None), out_dtype=torch.float32)
 
 
+def add(self: emulate.Emulate, total_RS: Tensor, a: Prepared, b: Prepared) -> None:
+    added.append(tuple(total_RS.shape))
+    total_RS += self.product(a, b, out_dtype=torch.float32)
+
+
 def begin(set_attribute: Callable[[Any, str, Any], None] = setattr) -> list[tuple[int, ...]]:
     """Let executors that are made from now on add so; `added`, which is empty then."""
     set_attribute(gemms, "ADDING", frozenset({"cpu"}))
-    for module in (gemms, whole_layer):
-        set_attribute(module, "add_product", add_product)
+    set_attribute(whole_layer, "add_product", add_product)
+    set_attribute(emulate.Emulate, "add", add)
     added.clear()
     return added

@@ -1,8 +1,11 @@
 """Compile fp4train's Triton kernels for GPUs that are not there: Triton brings its own ptxas."""
 
+import re
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -13,6 +16,8 @@ from triton.compiler import ASTSource
 
 from fp4train.quantize import triton_launch as launcher
 
+CUOBJDUMP = triton.knobs.nvidia.cuobjdump.path
+"""It comes with Triton, as ptxas does."""
 POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
@@ -78,3 +83,11 @@ def compile_launch(noted: Noted, capability: int) -> Any:
     source = ASTSource(kernel, signature=ordered, constexprs=constants, attrs=attributes)
     options = {"num_warps": launch.warps, "enable_fp_fusion": False}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def resources(cubin: bytes, folder: Path) -> dict[str, int]:
+    """What a kernel takes of a multiprocessor, by name: REG registers a thread; spilled ones lie in its STACK."""
+    path = folder / "kernel.cubin"
+    path.write_bytes(cubin)
+    found = subprocess.run([CUOBJDUMP, "-res-usage", str(path)], capture_output=True, text=True, check=True).stdout
+    return {name: int(count) for name, count in re.findall(r"\b([A-Z]+):(\d+)", found)}

@@ -3,7 +3,6 @@
 import ast
 import inspect
 import re
-import subprocess
 import textwrap
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,13 +22,11 @@ from fp4train.quantize.triton import TritonQuantizer
 
 triton = pytest.importorskip("triton", reason="triton is not installed (Linux only: pip install triton)")
 
-from compile_triton import compile_launch, launches_of  # noqa: E402
+from compile_triton import compile_launch, launches_of, resources  # noqa: E402
 
 if triton.knobs.runtime.interpret:
     pytest.skip("TRITON_INTERPRET is set: kernels are interpreted, not compiled", allow_module_level=True)
 
-CUOBJDUMP = triton.knobs.nvidia.cuobjdump.path
-"""It comes with Triton, as ptxas does."""
 KEY = RandomKey(seed=1, step=7, layer=5, operand=3)
 RECORDED = RandomKey(seed=1, step=7, layer=5, operand=3, counters=torch.zeros(8, dtype=torch.int32))
 NVFP4 = QuantSpec()
@@ -70,14 +67,6 @@ def of(kind: str, row: QuantSpec, column: QuantSpec, turned: bool = False, sums:
     quantizers = TritonQuantizer(row).in_tiles, TritonQuantizer(column).in_tiles
     source = SourceTensors(kind, tensors, 1e-5 if tensors is norm else 0.0)
     return produce(*quantizers, source, [(KEY, KEY)] * source.results, turned)
-
-
-def resources(cubin: bytes, folder: Path) -> dict[str, int]:
-    """What a kernel takes of a multiprocessor, by name: REG registers a thread; spilled ones lie in its STACK."""
-    path = folder / "kernel.cubin"
-    path.write_bytes(cubin)
-    found = subprocess.run([CUOBJDUMP, "-res-usage", str(path)], capture_output=True, text=True, check=True).stdout
-    return {name: int(count) for name, count in re.findall(r"\b([A-Z]+):(\d+)", found)}
 
 
 CALLS: dict[str, Callable[[], object]] = {

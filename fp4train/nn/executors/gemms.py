@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fp4train.backends import BACKENDS, Prepared, add_product
+from fp4train.backends import BACKENDS, Prepared
 from fp4train.nn.call import Biases, Call, Counts, Executor, Recorded, Route, Sums, Weights, gradient_dtypes
 from fp4train.nn.operands import Operand
 from fp4train.nn.ranks import local
@@ -69,7 +69,7 @@ def unflatten(tensors: Sequence[Any], heads: Heads) -> Saved:
 
 
 ADDING: Final = frozenset({"cuda"})
-"""Types of devices on which `add_product` is one product."""
+"""Types of devices on which a backend that `adds` makes one product of a product and a sum."""
 _has_autocast = cache(torch.amp.is_autocast_available)
 """Kept for each device type: the answer never changes, since torch raises of a name that is not registered yet."""
 
@@ -85,7 +85,7 @@ def without_torchs_autocast(device: str) -> AbstractContextManager[object]:
 
 
 def adds(dtype: torch.dtype, device: str, sums: Sums) -> bool:
-    """Whether wgrad of operands in high precision adds dw to the sum so far, on devices of this type."""
+    """Whether a wgrad that can adds dw to the sum so far, on devices of this type."""
     return sums == "product" and device in ADDING and dtype is not torch.float32
 
 
@@ -139,7 +139,7 @@ class Gemms(Executor):
         self.dw_dtype = torch.float32 if sums and self.wgrad.writes_float32(wgrad.first) else dtype
         self.keeps_x = wgrad.second is None
         """Whether wgrad takes x in high precision; backward then needs x itself."""
-        self.adds = not wgrad.quantised and adds(dtype, device, sums)
+        self.adds = self.wgrad.adds and adds(dtype, device, sums)
         codes, tiles = (self.fprop.takes_codes, True), (self.fprop.takes_tiles, self.wgrad.takes_tiles)
         self.x = Operand("x", (fprop.first, wgrad.second), codes, device, shard, tiles=tiles)
         codes, tiles = zip(*((each.takes_codes, each.takes_tiles) for each in (self.dgrad, self.wgrad)), strict=True)
@@ -230,11 +230,10 @@ class Gemms(Executor):
         if column is not None:
             (x,) = saved
             assert x is not None and gradients.w is not None
+            b: Prepared = Decoded(x.T, None) if isinstance(x, Tensor) else x
             if total_NK is not None:
-                assert isinstance(x, Tensor) and isinstance(column, Decoded)
-                add_product(total_NK, column.values, x)
+                self.wgrad.add(total_NK, column, b)
             else:
-                b: Prepared = Decoded(x.T, None) if isinstance(x, Tensor) else x
                 dw_NK = self.wgrad.product(column, b, out_dtype=self.dw_dtype).to(gradients.w)
         if gradients.bias is not None:
             dbias_N = dy.sum(0, dtype=torch.float32).to(gradients.bias)

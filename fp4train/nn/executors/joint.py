@@ -122,7 +122,8 @@ class JointGemms(Joint):
         codes = self.alone.dgrad.takes_codes, self.alone.wgrad.takes_codes
         self.dy = Operand("dy", specs, codes, device, shard)
         """dy of one layer, whose forms are joined: without tiles, which cannot be."""
-        self.adds = self.alone.adds
+        # Quantised dy of all layers is joined for one product; apart, each would be quantised twice.
+        self.adds = self.alone.adds and not plan.wgrad.operands.quantised
 
     @classmethod
     def why_no_graph(cls, plan: LayerPlan, recorded: Recorded = "step") -> str | None:

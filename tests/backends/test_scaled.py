@@ -1,0 +1,157 @@
+"""Scaled products of GPUs beside those of a CPU: in Triton's interpreter, and with a cuBLAS of a CPU's memory."""
+
+import importlib.util
+
+import pytest
+import torch
+from interpreted import interpreted
+
+from fp4train.backends import emulate, matmul, scaled
+from fp4train.quantize import Decoded
+
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed (Linux only: pip install triton)"
+)
+
+SCALES = """
+import itertools, torch
+from fp4train.backends import emulate, matmul, scaled
+from fp4train.quantize import Decoded, triton_launch
+
+def integers(rows, cols, seed):
+    return torch.randint(-6, 7, (rows, cols), generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+def same(a, b):
+    return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
+
+one, other, tiny, huge, nan = (torch.tensor(x) for x in (0.1234567, 3.7654321e-3, 2.0**-100, 2.0**100, torch.nan))
+edge = torch.tensor(2.0**-126 * (1 + 2**-23)), torch.tensor(1 - 2**-24)
+subnormal = torch.tensor(2.0**-140)
+pairs = [(one, other), (None, other), (one, None), (tiny, tiny * 1.3), (tiny, one), (huge, huge), (nan, one), edge]
+pairs += [(subnormal, None), (subnormal, huge)]
+"""
+
+
+@pytest.mark.long
+@needs_triton
+def test_a_triton_product_has_the_bits_of_a_cpus_in_the_interpreter() -> None:
+    """Odd sizes and whole tiles, both layouts of both operands, scales of tensors and of rows whose product is normal
+    or not, a bias, both dtypes of the result, and sums."""
+    code = (
+        SCALES
+        + """
+products, count = scaled.ScaledProducts(), 0
+for rows, cols, depth in ((7, 9, 33), (64, 96, 64)):
+    a, b = integers(rows, depth, 0), integers(cols, depth, 1)
+    of_rows, of_columns = torch.rand(rows, 1) + 0.1, torch.rand(cols, 1) + 0.1
+    more = [(of_rows, other), (of_rows, of_columns), (None, of_columns), (one, of_columns)]
+    for number, (first, second) in enumerate(pairs + more):
+        x = a.T.contiguous().T if number % 2 else a
+        y = b.T.contiguous().T if number % 3 else b
+        left, right, bias = Decoded(x, first), Decoded(y, second), torch.randn(cols)
+        total = torch.randn(rows, cols)
+        summed = total + matmul(left, right, out_dtype=torch.float32)
+        products.add(total, left, right)
+        assert same(total, summed), ("sum", rows, first, second)
+        for dtype, added in itertools.product((torch.bfloat16, torch.float32), (None, bias)):
+            assert scaled.why_not(left, right, dtype) is None
+            given = None if added is None else added.to(dtype)
+            made = products.product(left, right, out_dtype=dtype, bias=given)
+            assert same(made, matmul(left, right, out_dtype=dtype, bias=added)), (rows, first, second, dtype)
+            count += 1
+print(count)
+"""
+    )
+    run = interpreted("-c", code)
+    assert run.stdout.split() == [str(2 * 14 * 4)], run.stdout + run.stderr
+
+
+@pytest.mark.long
+@needs_triton
+def test_a_product_of_cublas_has_the_bits_of_a_cpus_and_triton_does_what_one_factor_cannot() -> None:
+    """The launches: cuBLAS's two factors, its product, and programs of Triton that have something to do only where the
+    scales have no normal product. Rows and biases are Triton's alone."""
+    code = (
+        SCALES
+        + """
+from cublas_on_cpu import HANDLE, CublasOnCpu
+from fp4train.kernels.cublas import Cublas
+stand_in, launched, launch = CublasOnCpu(), [], triton_launch.Launch.__call__
+scaled.ScaledProducts._cublas_on = lambda self, device: Cublas(stand_in.library, lambda: HANDLE)
+def noted(self, *pointers, **words):
+    launched.append(self.kernel.fn.__name__)
+    return launch(self, *pointers, **words)
+triton_launch.Launch.__call__ = noted
+products = scaled.ScaledProducts()
+a, b = integers(40, 96, 0), integers(70, 96, 1)
+for number, (first, second) in enumerate(pairs):
+    x = a.T.contiguous().T if number % 2 else a
+    left, right = Decoded(x, first), Decoded(b, second)
+    for dtype in (torch.bfloat16, torch.float32):
+        made = products.product(left, right, out_dtype=dtype)
+        assert same(made, matmul(left, right, out_dtype=dtype)), (first, second, dtype)
+    total = torch.ones(40, 70)
+    summed = total + matmul(left, right, out_dtype=torch.float32)
+    products.add(total, left, right)
+    assert same(total, summed), (first, second)
+assert launched == ["product_factors", "scaled_product"] * (3 * len(pairs)), launched
+assert len(stand_in.products) == 3 * len(pairs)
+launched.clear()
+products.product(Decoded(a, torch.ones(40, 1)), Decoded(b, one), out_dtype=torch.bfloat16)
+products.product(Decoded(a, one), Decoded(b, one), out_dtype=torch.bfloat16, bias=torch.ones(70).bfloat16())
+products.product(Decoded(a[:, ::2], one), Decoded(b[:, ::2], one), out_dtype=torch.bfloat16)
+assert launched == ["scaled_product"] * 3 and len(stand_in.products) == 3 * len(pairs)
+print("equal")
+"""
+    )
+    run = interpreted("-c", code)
+    assert run.stdout.strip() == "equal", run.stdout + run.stderr
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_two_scales_are_one_factor_with_and_without_a_cpus_instructions(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sums of all integers below 4096, of which some round otherwise after two factors."""
+    number, generator = torch.arange(4096), torch.Generator().manual_seed(0)
+    a, b = torch.stack([number // 64, number % 64], 1).bfloat16(), torch.tensor([[64.0, 1.0]] * 3).bfloat16()
+    exact, differ = a.float() @ b.float().T, 0
+    for _ in range(100):
+        first, second = torch.rand(2, generator=generator).unbind()
+        left, right = Decoded(a, first), Decoded(b, second)
+        bits = (exact * (first * second)).to(dtype)
+        for without in (frozenset(), frozenset({torch.bfloat16})):
+            monkeypatch.setattr(emulate, "WITHOUT_INSTRUCTIONS", without)
+            assert torch.equal(matmul(left, right, out_dtype=dtype), bits)
+        differ += int((((exact * first) * second).to(dtype) != bits).sum())
+    assert differ
+
+
+def test_what_no_kernel_multiplies_is_said() -> None:
+    x, scale = torch.ones(4, 4), torch.tensor(1.0)
+    bf16, wide = Decoded(x.bfloat16(), scale), Decoded(x, scale)
+    assert scaled.why_not(wide, bf16, torch.bfloat16) == "the operands are torch.float32 and torch.bfloat16"
+    assert scaled.why_not(bf16, bf16, torch.float16) == "the result is torch.float16"
+    plain = Decoded(x.bfloat16(), None)
+    assert scaled.why_not(plain, plain, torch.bfloat16) == "there are no scales"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "steps", "adds", "tile"),
+    [
+        ((16384, 8192, 2048), (2048, 2048), False, (128, 256, 64, 8)),
+        ((16384, 8192, 2048), (2048, 2048), True, (128, 128, 32, 8)),
+        ((16384, 8192, 2056), (2056, 2056), False, (128, 128, 32, 8)),
+        ((512, 2048, 16384), (512, 2048), False, (64, 64, 64, 4)),
+    ],
+)
+def test_a_tile_leaves_no_multiprocessor_idle_where_it_can(
+    sizes: tuple[int, int, int],
+    steps: tuple[int, int],
+    adds: bool,
+    tile: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(scaled, "processors", lambda device: 132)
+    monkeypatch.setattr(scaled, "interpreted", lambda: False)
+    assert scaled.tile_of(sizes, steps, adds, torch.device("cpu")) == tile

@@ -1,0 +1,79 @@
+"""Products compiled for GPUs that are not there: registers, shared memory, and the instructions of tensor cores."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from fp4train.backends import scaled
+from fp4train.quantize import Decoded
+
+triton = pytest.importorskip("triton", reason="triton is not installed (Linux only: pip install triton)")
+
+from compile_triton import compile_launch, launches_of, resources  # noqa: E402
+
+if triton.knobs.runtime.interpret:
+    pytest.skip("TRITON_INTERPRET is set: kernels are interpreted, not compiled", allow_module_level=True)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+def scaled_product(
+    sizes: tuple[int, int, int], *, rows: bool = False, adds: bool = False, bias: bool = False, cublas: bool = False
+) -> list[Any]:
+    """The launches of a product [R, S] of depth C: its scales those of rows, or of tensors; beside one of cuBLAS."""
+    (R, S, C), products = sizes, scaled.ScaledProducts()
+    a, b = torch.zeros(C, R).bfloat16().T if adds else torch.zeros(R, C).bfloat16(), torch.zeros(S, C).bfloat16()
+    first, second = (torch.ones(R, 1), torch.ones(S, 1)) if rows else torch.ones(2).unbind()
+    left, right = Decoded(a, first), Decoded(b, second)
+
+    def call() -> None:
+        scaled._plan_product.cache_clear()
+        if adds:
+            products.add(torch.zeros(R, S), left, right)
+        else:
+            added = torch.zeros(S).bfloat16() if bias else None
+            products.product(left, right, out_dtype=torch.bfloat16, bias=added)
+
+    library = mock.Mock() if cublas else None
+    with (
+        mock.patch.object(scaled, "interpreted", lambda: False),
+        mock.patch.object(scaled, "processors", lambda device: 132),
+        mock.patch.object(scaled.ScaledProducts, "_cublas_on", lambda self, device: library),
+    ):
+        return launches_of(call)
+
+
+PRODUCTS: dict[str, tuple[tuple[int, int, int], dict[str, bool], int]] = {
+    "hopper": ((4096, 2048, 2048), {}, 90),
+    "blackwell": ((4096, 2048, 2048), {}, 100),
+    "beside cublas": ((4096, 2048, 2048), {"cublas": True}, 90),
+    "added": ((4096, 2048, 2048), {"adds": True}, 90),
+    "rows and bias of odd sizes": ((4095, 2047, 2055), {"rows": True, "bias": True}, 80),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_compile_without_spills_for_tensor_cores_and_fit_their_shared_memory(
+    name: str, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    sizes, options, capability = PRODUCTS[name]
+    for launch in scaled_product(sizes, **options):
+        compiled = compile_launch(launch, capability)
+        kernel, found = launch.launch.kernel.__name__, resources(compiled.asm["cubin"], tmp_path)
+        record_property(f"{kernel}, SM {capability}", f"{found['REG']} registers, {compiled.metadata.shared} bytes")
+        assert found["STACK"] == found["LOCAL"] == 0, f"{kernel} spills registers: {found}"
+        ptx = compiled.asm["ptx"]
+        assert ".ftz" not in ptx, "a flushed subnormal would change products"
+        assert compiled.metadata.shared <= (227 if capability in (90, 100) else 99) << 10
+        if kernel == "scaled_product":
+            tensor_core = {80: "mma.sync", 90: "wgmma", 100: "tcgen05.mma"}[capability]
+            assert tensor_core in ptx
+            assert ("cp.async" in ptx) == ("odd" not in name), "operands are copied past the registers"
