@@ -1,31 +1,31 @@
 """Commands that Hydra composes (train, plan): overrides, sweeps, plugins, and the saved configuration of a resumed run.
 
-Hydra's flags work: `-m` for sweeps, `--cfg job`, `--help`, `--config-dir`. A command composes its configuration once
+Hydra's flags work: `-m` for sweeps, `--cfg job`, `--info`, `--config-dir`. A command composes its configuration once
 and binds it once; with -m each point of the sweep does.
 """
 
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
 from fp4train.cli.output import explained
 from fp4train.config import overrides, plugins
-from fp4train.config.binding import bind, unknown_keys
+from fp4train.config.binding import bind, path_values, unknown_keys
 from fp4train.config.composition import Composed, check_flags, composed
 from fp4train.config.folders import CONFIGS, register_recipes
 from fp4train.config.from_folder import with_folder
 from fp4train.config.schema import Config, plain, to_config
+from fp4train.data.tokens import TokenizerConfig
 from fp4train.errors import UserError
 from fp4train.hardware import memory_asked
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record.journal import RecipeChoice
 
 _SHOW = {"--cfg", "-c", "--info", "-i"}
-_HELP = {"--help", "-h", "--hydra-help"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ def launch(arguments: list[str], task: Callable[[Start], int]) -> int:
     Raises:
         UserError: the arguments do not fit the configuration, or a plugin cannot be imported.
     """
-    given = set(arguments)
+    given = {argument.partition("=")[0] if argument.startswith("-") else argument for argument in arguments}
     check_flags(arguments)
     arguments = overrides.with_files(arguments)
     if given & overrides.SWEEP and given & _SHOW:
@@ -74,8 +74,11 @@ def launch(arguments: list[str], task: Callable[[Start], int]) -> int:
         key = slip.partition("=")[0].replace(".", "_").replace("init_from", "init")
         raise UserError(f"unknown key {slip.partition('=')[0]!r}; did you mean {key!r}?")
     folders = overrides.own_folders(arguments)
-    if given & (_HELP | _SHOW):
-        return _show(arguments)
+    if "--hydra-help" in given:
+        return _hydra(["--hydra-help"])
+    if given & _SHOW:
+        with plugins.using(overrides.plugins(arguments), folders):
+            return _show(arguments)
     with plugins.using(overrides.plugins(arguments), folders):
         starts, wrong = [], []
         for each in composed(arguments):
@@ -102,15 +105,39 @@ def launch(arguments: list[str], task: Callable[[Start], int]) -> int:
 
 
 def _show(arguments: list[str]) -> int:
-    """Let Hydra print its help or the configuration."""
+    """Print the configuration (--cfg), or what Hydra knows of it (--info)."""
+    (command,) = composed(arguments)  # refuses what does not fit
+    flags, words = overrides.flags_and_words(arguments)
+    if not {"--cfg", "-c"} & {flag.partition("=")[0] for flag in flags}:
+        return _hydra([*flags, *(word for word in words if word.partition("=")[0] in command.choices)])
+    kind = overrides.flag_value(flags, "--cfg", "-c")
+    package = overrides.flag_value(flags, "--package", "-p")
+    shown: Any = {"job": command.unresolved, "hydra": command.hydra}.get(kind)
+    if kind == "all":
+        shown = OmegaConf.merge(command.unresolved, {"hydra": command.hydra})
+    if shown is None:
+        raise UserError(f"--cfg {kind}: it is one of job, hydra and all")
+    if "--resolve" in flags and kind == "job":
+        shown = command.cfg
+    if package not in ("", "_global_"):
+        section = OmegaConf.select(shown, package)
+        if section is None:
+            raise UserError(f"--package {package}: the configuration has no such section")
+        print(f"# @package {package}")
+        shown = section
+    print(OmegaConf.to_yaml(shown) if isinstance(shown, (DictConfig, ListConfig)) else shown, end="")
+    return 0
+
+
+def _hydra(arguments: list[str]) -> int:
+    """Let Hydra answer its own flags."""
     import hydra
 
     def job(cfg: DictConfig) -> None:
         """Hydra does not call it."""
 
     register_recipes()
-    flags, words = overrides.flags_and_words(arguments)
-    saved, sys.argv = sys.argv, ["fp4train", *flags, *words]  # its parser does not accept flags between overrides
+    saved, sys.argv = sys.argv, ["fp4train", *arguments]  # its parser does not accept flags between overrides
     try:
         hydra.main(config_path=str(CONFIGS), config_name="train", version_base="1.3")(job)()
     finally:
@@ -143,7 +170,7 @@ def settings(made: Composed) -> Start:
     resolved, changed = made.cfg, made.changed
     _check_plugins(resolved)
     if not resolved.resume:
-        resolved = with_folder(resolved, changed)
+        resolved = _with_run(with_folder(resolved, changed), changed)
         return Start(config=to_config(resolved), cfg=resolved, named=changed, point=made.point)
     source = Path(str(resolved.resume))
     saved = run_directory.read_config(source)
@@ -179,6 +206,36 @@ def settings(made: Composed) -> Start:
             raise UserError(f"{source / run_directory.CONFIG}: {error}; put it back") from error
         raise
     return Start(config=config, cfg=saved, saved=before, swap=swap, named=changed, point=made.point)
+
+
+def _with_run(cfg: DictConfig, changed: Sequence[str]) -> DictConfig:
+    """`cfg` with the model and the tokenizer of the run that `cfg.init` names, unless the command names its own.
+
+    A tokenizer that lies in a file elsewhere is left to the command to name.
+
+    Raises:
+        UserError: the run's configuration cannot be used.
+    """
+    if not isinstance(cfg.init, str) or not (Path(cfg.init) / run_directory.CONFIG).is_file():
+        return cfg
+    saved = plain(run_directory.read_config(Path(cfg.init)))
+    found = OmegaConf.create(plain(cfg))
+    with open_dict(found):
+        if "model" not in changed:
+            found.model = saved["model"]
+            for key in changed:
+                if key.startswith("model."):
+                    OmegaConf.update(found, key, OmegaConf.select(cfg, key), merge=False, force_add=True)
+        section = saved["data"].get("tokenizer") if isinstance(saved.get("data"), dict) else None
+        named = any(key == "data.tokenizer" or key.startswith("data.tokenizer.") for key in changed)
+        if section and "tokenizer" in found.data and not named and not _names_paths(section):
+            found.data.tokenizer = section
+    return found
+
+
+def _names_paths(section: Mapping[str, Any]) -> bool:
+    """Whether the section of a tokenizer names a file or a folder."""
+    return bool(list(path_values(section, TokenizerConfig)))
 
 
 def _check_plugins(cfg: DictConfig) -> None:

@@ -25,6 +25,7 @@ fp4train formats                            the number formats
 fp4train doctor                             what this machine can do: recipes, kernels, versions; --json
 fp4train --cfg job                          the whole configuration
 fp4train help plan                          the options of a verb, as plan --help
+fp4train help train.steps                   what a key means; or a group (recipe), or recipe=mxfp8
 """
 
 import re
@@ -48,7 +49,7 @@ VERBS = (
 """Each is a module of this package, which is imported when it is asked for: its docstring is the help,
 `main` runs it."""
 COMPOSED = ("train", "plan")
-"""Verbs whose configuration Hydra composes; their --help lists its keys."""
+"""Verbs whose configuration Hydra composes; their help lists its keys."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -63,32 +64,43 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _run(argv: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments[:1] == ["help"]:
+    asks = arguments[:1] == ["help"]
+    if asks:
         arguments = [*arguments[1:], "--help"]
     named = bool(arguments) and arguments[0] in VERBS
     verb = arguments.pop(0) if named else "train"
     try:
+        if "--help" in arguments or "-h" in arguments:
+            return explained(lambda: _help(verb, arguments, named=named, topics=asks and not named))
         return explained(lambda: _do(verb, arguments, named=named))
     except KeyboardInterrupt:
         print("fp4train: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
 
 
-def _do(verb: str, arguments: list[str], *, named: bool) -> int:
-    """Run a verb, which the command may not have `named`, or print its help; returns the exit code."""
-    module = import_module(f"{__package__}.{verb}")
-    screen = (module.__doc__ or "") if named else USAGE
-    asked = bool({"-h", "--help"} & set(arguments))
-    if asked and verb not in COMPOSED:
-        print(screen, end="")
+def _help(verb: str, arguments: list[str], *, named: bool, topics: bool) -> int:
+    """Print the help of a verb, which the command may not have `named`, or of `topics`: keys, groups and options."""
+    from fp4train.cli import help as screens
+
+    words = [word for word in arguments if word not in ("--help", "-h")]
+    if topics and any(not word.startswith("-") for word in words):
+        print(screens.of_words(words, VERBS))
         return 0
+    if not named and words and (unknown := _no_verb(words)):
+        raise UserError(unknown)
+    screen = (import_module(f"{__package__}.{verb}").__doc__ or "") if named else USAGE
+    print(screens.of_verb(verb, screen, words, keys=verb in COMPOSED))
+    return 0
+
+
+def _do(verb: str, arguments: list[str], *, named: bool) -> int:
+    """Run a verb, which the command may not have `named`; returns the exit code."""
+    module = import_module(f"{__package__}.{verb}")
     if "--version" in arguments:
         print(f"fp4train {__version__}")
         return 0
-    if verb == "train" and arguments and re.fullmatch(r"\w[\w-]*", arguments[0]):
-        raise UserError(f"{_no_verb(arguments)}\n\n{USAGE}".rstrip())
-    if asked:
-        print(screen)  # Hydra prints the keys below it
+    if verb == "train" and (unknown := _no_verb(arguments)):
+        raise UserError(unknown)
     configure_logging()
     code = int(module.main(arguments))
     sys.stdout.flush()
@@ -96,8 +108,14 @@ def _do(verb: str, arguments: list[str], *, named: bool) -> int:
 
 
 def _no_verb(arguments: list[str]) -> str:
-    """Message about a command whose first word is neither a verb nor key=value."""
-    first, *rest = arguments
-    if (first == "resume" or first in overrides.groups()) and rest and "=" not in rest[0]:
-        return f"unknown verb {first!r}; did you mean {first}={rest[0]}?"
-    return f"unknown verb {first!r}{near_miss(first, VERBS)}"
+    """Message about a command whose first word is neither a verb nor key=value; empty: it is one of them."""
+    if not arguments or not re.fullmatch(r"\w[\w-]*", arguments[0]):
+        return ""
+    word, *following = arguments
+    takes_value = word == "resume" or word in overrides.groups()
+    if takes_value and following:
+        value = following[1] if following[0] == "=" and following[1:] else following[0].lstrip("=")
+        if value and "=" not in value:
+            spaces = " (key=value is written without spaces)" if "=" in "".join(following[:1]) else ""
+            return f"unknown verb {word!r}; did you mean {word}={value}?{spaces}"
+    return f"unknown verb {word!r}{near_miss(word, VERBS) or '; fp4train help lists the verbs'}"

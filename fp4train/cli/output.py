@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
@@ -95,6 +96,11 @@ def explained(task: Callable[[], int]) -> int:
     except OSError as error:
         print(f"fp4train: {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr)
         return 1
+
+
+def terminal_width() -> int:
+    """Columns of the terminal that tables and texts are fitted to, between 60 and 120; 80 where there is none."""
+    return max(60, min(shutil.get_terminal_size().columns, 120))
 
 
 def usage(screen: str | None) -> str:

@@ -75,6 +75,46 @@ def complete(node: Any, hint: Any) -> Any:
     return found
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KeyField:
+    """A key of a configuration, as its class has it.
+
+    Args:
+        path: the full key; name: its last part.
+        owner: the class of the section that the key is in; None: a section without one.
+        hint: the type that the value needs.
+        value: plain values.
+    """
+
+    path: str
+    owner: type | None
+    hint: Any
+    value: Any
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition(".")[2]
+
+    @property
+    def allowed(self) -> str:
+        """What the key takes, in words; empty for a section."""
+        return "" if isinstance(self.value, Mapping) else _allowed(_options(self.hint))
+
+
+def key_fields(node: Any, hint: Any, path: str = "") -> Iterator[KeyField]:
+    """The keys below `node`, sections and values, without `_target_`."""
+    if not isinstance(node, Mapping):
+        return
+    kind, hints = _described(node, hint)
+    for key, value in node.items():
+        if key == "_target_":
+            continue
+        where = f"{path}.{key}" if path else str(key)
+        needed = hints(str(key))
+        yield KeyField(path=where, owner=kind, hint=needed, value=value)
+        yield from key_fields(value, needed, where)
+
+
 def flattened(node: Any, prefix: str = "") -> dict[str, Any]:
     """Plain values by their full keys: {"train": {"steps": 3}} → {"train.steps": 3}."""
     if isinstance(node, Mapping) and node:

@@ -27,7 +27,8 @@ from fp4train.config.folders import CONFIGS, own_options, register_recipes
 from fp4train.config.from_folder import names_folder
 from fp4train.config.schema import Config, keys, plain
 from fp4train.errors import UserError, user_errors
-from fp4train.text import near_miss
+from fp4train.sealed import CONFIG
+from fp4train.text import first_few, near_miss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,9 +39,12 @@ class Composed:
         choices: group → its option, nested groups with a slash ("data/tokenizer").
         changed: the keys that the command line sets; choosing a group's option sets its whole section.
         point: of a sweep, the overrides that other points do not share.
+        unresolved: the configuration with its interpolations; hydra: Hydra's own node.
     """
 
     cfg: DictConfig
+    unresolved: DictConfig
+    hydra: DictConfig
     choices: Mapping[str, str]
     changed: Sequence[str]
     point: str
@@ -74,17 +78,29 @@ def composed(arguments: list[str]) -> Iterator[Composed]:
         if more := [f"{key}={value}" for key, value in params.items() if key not in axes]:
             yield from composed([*more, *arguments])
             return
-        brought = any(word.key_or_group == "init" and names_folder(str(word.value())) for word in found)
+        brought = _model_brought(found)
         elsewhere = "" if resumed else "model." if brought else None
         _set_keys(whole, [o for o in found if o not in chosen], elsewhere)
         choices = {str(group): str(option) for group, option in whole.hydra.runtime.choices.items()}
         _name_point(whole, choices, swept)
+        hydra = whole.hydra
         yield Composed(
             cfg=OmegaConf.create(plain(_without_hydra(whole))),
+            unresolved=whole,
+            hydra=hydra,
             choices=choices,
             changed=changed,
             point=" ".join(str(o.input_line) for o in found if overrides.dotted(o) in swept),
         )
+
+
+def _model_brought(words: Iterable[Override]) -> bool:
+    """Whether init=… brings the model: it names a Hugging Face folder, or a run, and no model=… is chosen."""
+    sources = [str(word.value()) for word in words if word.key_or_group == "init"]
+    if any(names_folder(source) for source in sources):
+        return True
+    runs = [source for source in sources if (Path(source) / CONFIG).is_file()]
+    return bool(runs) and not any(word.key_or_group == "model" for word in words)
 
 
 def compose(arguments: list[str], folders: Iterable[Path] = ()) -> DictConfig:
@@ -173,8 +189,39 @@ def _set_keys(whole: DictConfig, words: list[Override], elsewhere: str | None) -
     try:
         ConfigLoaderImpl._apply_overrides_to_config(words, whole)
     except (HydraException, OmegaConfBaseException) as error:
+        for word in missing:
+            if word.key_or_group not in (*have, *added):
+                _check_options(word.key_or_group, whole.hydra.runtime.choices)
         foreign.check_keys([word.key_or_group for word in missing], [*have, *added])
         raise UserError(overrides.first_lines(error)) from error
+
+
+def _check_options(key: str, choices: Mapping[str, str]) -> None:
+    """Refuse a key that other options of its group have, and name these.
+
+    Raises:
+        UserError: some have it.
+    """
+    fitting = [group for group in own_options() if key.startswith(group.replace("/", ".") + ".")]
+    group = max(fitting, key=len, default="experiment")
+    if group == "experiment":
+        return
+    having, beside = [], set()
+    for (_, option), section in sections({group: own_options()[group]}).items():
+        begin = f"{group}."
+        names = {
+            name.removeprefix(begin) for name in keys(complete({group: section}, Config)) if name.startswith(begin)
+        }
+        if key[len(begin) :] in names:
+            having.append(f"{group}={option}")
+        if option == choices.get(group):
+            beside = {name for name in names if "." not in name} - {"_target_"}
+    if having:
+        known = f" (known: {', '.join(sorted(beside))})" if beside else ""
+        raise UserError(
+            f"unknown key {key!r}: {group}={choices.get(group)} has none of that name, {first_few(having, 6)} "
+            f"{'has' if len(having) == 1 else 'have'} it{known}"
+        )
 
 
 def _name_point(cfg: DictConfig, choices: Mapping[str, str], swept: Iterable[str]) -> None:

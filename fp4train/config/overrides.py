@@ -252,6 +252,16 @@ def own_folders(arguments: list[str]) -> list[Path]:
     return found
 
 
+def flag_value(flags: list[str], *names: str) -> str:
+    """The value of a flag, by any of its names; empty where it has none."""
+    for index, flag in enumerate(flags):
+        name, equals, value = flag.partition("=")
+        if name in names:
+            following = flags[index + 1 : index + 2]
+            return value if equals else "".join(following)
+    return ""
+
+
 def other_flags(arguments: list[str]) -> list[str]:
     """The flags that are not --config-dir."""
     return [a for a in arguments if a.startswith("-") and a.partition("=")[0] not in _FOLDER_FLAGS]

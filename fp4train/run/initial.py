@@ -17,10 +17,11 @@ from fp4train.errors import UserError, user_errors
 from fp4train.models import Architecture
 from fp4train.models.hf import family_of
 from fp4train.parallel.held import Inventory
+from fp4train.paths import is_hub_name
 from fp4train.run.record import directory as run_directory
 from fp4train.run.restored import check_model, restored
 from fp4train.shards import local, row_orders
-from fp4train.text import first_few
+from fp4train.text import first_few, near_miss
 
 _ROWS = 1024
 _listed = partial(first_few, most=3, joined="; ", rest="; and {} more")
@@ -59,14 +60,22 @@ def load_init(config: Config, ranks: CheckpointGroup) -> InitialWeights | None:
     if names_folder(config.init):
         return open_folder(source, config.model)
     if not (source / run_directory.CONFIG).is_file() and not source.is_dir():
-        raise UserError(
-            f"init={source}: there is no such folder. It is a run directory or a Hugging Face folder on this machine; "
-            f"a model of the hub is downloaded first: hf download {source} --local-dir FOLDER"
-        )
+        raise UserError(f"init={source}: there is no such folder{_advice(source)}")
     with user_errors(UserError, before="init: ", after="; a Hugging Face folder would have a config.json"):
         run = run_directory.require_run(source)
     found = load(run / run_directory.CHECKPOINTS, config.init_step, ranks=ranks)
     return InitialWeights(path=found.path, checkpoint=found)
+
+
+def _advice(source: Path) -> str:
+    """What to do about a folder that is not there: the folder beside it with a similar name, or the hub's command."""
+    beside = [str(path) for path in source.parent.iterdir() if path.is_dir()] if source.parent.is_dir() else []
+    if alike := near_miss(str(source), beside):
+        return alike
+    sentence = ". It is a run directory or a Hugging Face folder on this machine"
+    if is_hub_name(str(source)) and not source.parent.is_dir():
+        return f"{sentence}; a model of the hub is downloaded first: hf download {source} --local-dir FOLDER"
+    return sentence
 
 
 def open_folder(folder: Path, shape: Architecture) -> InitialWeights:

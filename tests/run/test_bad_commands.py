@@ -60,7 +60,7 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
         (["--learning-rate=1e-3"], "unknown flag --learning-rate; did you mean 'optim.lr'?"),
         (["model.dropout=0.1"], "unknown key 'model.dropout': the models here have no dropout (known: width"),
         (["recipe=fp8"], "did you mean fp8_block, fp8_current, fp8_delayed or fp8_row?"),
-        (["recipe.element=e2m1"], "unknown key 'recipe.element'; did you mean 'recipe.dtype'? (known: hadamard"),
+        (["recipe.element=e2m1"], "'recipe.element': recipe=nvfp4 has none of that name, recipe=fp8_block"),
         (["-m", "resume=runs/a", "recipe=bf16,mxfp8"], "of resume=runs/a at each point: name them, run.name=…"),
         (["plan", "gpu=H20"], "gpu='H20' is not a GPU whose peak rates are known; did you mean 'H200'?"),
         (["plan", "--config-dir"], "--config-dir needs a folder"),

@@ -1,0 +1,310 @@
+"""Screens of help: of a verb, of a key, of a group or one of its options, and of all keys of a configuration.
+
+A description is the comment of the key in its YAML file (`fp4train.config.descriptions`).
+"""
+
+import json
+import re
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+from fp4train.cli.output import terminal_width
+from fp4train.config import foreign, overrides, plugins
+from fp4train.config.binding import MISSING, KeyField, complete, key_fields
+from fp4train.config.composition import Composed, composed, sections
+from fp4train.config.descriptions import Descriptions
+from fp4train.config.schema import Config, plain
+from fp4train.errors import UserError
+from fp4train.text import near_miss, nearest, shortened
+
+_KEY_COLUMNS: Final = 33
+"""Room of a key and its value; its description follows."""
+_LONGEST_VALUE: Final = 40
+
+
+@dataclass(frozen=True)
+class Topics:
+    """What help can be asked about in the configuration that a command composes: its keys, groups and options."""
+
+    command: Composed
+    groups: Mapping[str, list[str]]
+    descriptions: Descriptions
+    words: tuple[str, ...] = ()
+
+    @cached_property
+    def keys(self) -> list[KeyField]:
+        """All keys, sections and values, in the order of the files."""
+        body = complete(plain(self.command.cfg), Config)
+        return list(key_fields(body, Config))
+
+    def place(self, key: KeyField) -> tuple[str, str]:
+        """The group of the section that a key is in, and its chosen option; empty where train.yaml sets it."""
+        fitting = [g for g in self.groups if f"{key.path}.".startswith(g.replace("/", ".") + ".")]
+        group = max(fitting, key=len, default="")
+        return group, self.command.choices.get(group, "")
+
+    def describe(self, key: KeyField) -> str:
+        group, option = self.place(key)
+        if key.path == group.replace("/", "."):
+            return self.descriptions.group(group)
+        return self.descriptions.key(key, group, option)
+
+    def topic(self, word: str) -> str | None:
+        """The screen about a key, a group, or group=option; None: there is nothing of that name."""
+        name, equals, option = word.partition("=")
+        group = name.replace(".", "/")
+        if group in self.groups:
+            foreign.check_option(group, option, self.groups[group] if equals else [option])
+            return self._of_option(group) if equals else self._of_group(group)
+        found = [key for key in self.keys if key.path == name]
+        if not found and "." not in name:
+            found = [key for key in self.keys if key.name == name and not isinstance(key.value, Mapping)]
+        if found:
+            return "\n\n".join(self._of_key(key) for key in found)
+        return self._elsewhere(name)
+
+    def _of_key(self, key: KeyField) -> str:
+        """A key with its value, what it takes, and what it means; of a section, its keys."""
+        if isinstance(key.value, Mapping):
+            head = f"{key.path}: {self.describe(key)}".rstrip(": ")
+            return "\n".join([*_wrapped(head), *self.listing(key.path)])
+        group, option = self.place(key)
+        rows = [("value", f"{_shown(key.value)}{f', with {group}={option}' if group else ''}")]
+        rows += [("takes", key.allowed), *self._others(key, group, option)]
+        lines = [key.path, *_wrapped(self.describe(key), "  ")]
+        return "\n".join([*lines, "", *(line for name, text in rows for line in _entry(f"  {name}", text, 10))])
+
+    def _others(self, key: KeyField, group: str, option: str) -> list[tuple[str, str]]:
+        """The values that other options of the group give a key, where they differ."""
+        if not group:
+            return []
+        values: dict[str, list[str]] = {}
+        for name, value in self._values(group, key.path).items():
+            if name != option and value != key.value:
+                values.setdefault(_shown(value), []).append(f"{group}={name}")
+        shown = "; ".join(f"{value} with {', '.join(names)}" for value, names in values.items())
+        return [("or", shown)] if shown else []
+
+    def _values(self, group: str, key: str) -> dict[str, Any]:
+        """Option → the value that it gives a key, of the options of a group that set it."""
+        below = key.removeprefix(group.replace("/", ".") + ".").split(".")
+        found: dict[str, Any] = {}
+        for (_, option), section in self._sections(group).items():
+            node: Any = section
+            for part in below:
+                node = node.get(part, KeyError) if isinstance(node, Mapping) else KeyError
+            if node is not KeyError:
+                found[option] = node
+        return found
+
+    def _sections(self, group: str) -> dict[tuple[str, str], Any]:
+        if group == "experiment":
+            return {}
+        bodies = sections({group: self.groups[group]}, self.descriptions.folders)
+        holder: Any = {}
+        for pair, body in bodies.items():
+            holder = complete({group.split("/")[0]: body}, Config) if "/" not in group else {group: body}
+            bodies[pair] = holder.get(group, body)
+        return bodies
+
+    def _elsewhere(self, name: str) -> str | None:
+        """Where a key is that another option of its group has."""
+        for group in self.groups:
+            if name.startswith(group.replace("/", ".") + "."):
+                for option in self._values(group, name):
+                    other = composed([*self.words, f"{group}={option}"])
+                    return Topics(next(iter(other)), self.groups, self.descriptions).topic(name)
+        return None
+
+    def _of_group(self, group: str) -> str:
+        """The options of a group, and the keys of the chosen one."""
+        chosen = self.command.choices.get(group, "")
+        head = f"{group}: {self.descriptions.group(group)}"
+        lines = [*_wrapped(head), "", f"options, {group}=NAME (fp4train help {group}=NAME)"]
+        for option in self.groups[group]:
+            mark = "* " if option == chosen else "  "
+            lines += _entry(f"{mark}{option}", self.descriptions.option(group, option))
+        keys = self.listing(group.replace("/", "."))
+        return "\n".join([*lines, *(["", f"keys, with {group}={chosen}", *keys] if keys else [])])
+
+    def _of_option(self, group: str) -> str:
+        """The chosen option of a group, and its keys."""
+        chosen = self.command.choices.get(group, "")
+        text = self.descriptions.option(group, chosen)
+        lines = [f"{group}={chosen}", *_wrapped(text, "  "), ""]
+        return "\n".join([*lines, *self.listing(group.replace("/", "."))]).rstrip()
+
+    def listing(self, section: str = "") -> list[str]:
+        """The keys of a section, or all keys, each with value and description."""
+        lines: list[str] = []
+        for key in self.keys:
+            if section and not key.path.startswith(f"{section}."):
+                continue
+            if not isinstance(key.value, Mapping):
+                room = terminal_width() - len(key.path) - 3
+                lines += _entry(f"  {key.path}={_shown(key.value, room)}", self.describe(key))
+            elif "." not in key.path and not section:
+                lines += ["", *_wrapped(f"{key.path}: {self.describe(key)}".rstrip(": "))]
+        return lines
+
+    def overview(self) -> list[str]:
+        """All groups with their options, and all keys."""
+        lines = ["Groups, GROUP=OPTION; fp4train help GROUP describes the options"]
+        for group, names in self.groups.items():
+            lines += _entry(f"  {group}", self.descriptions.group(group), 18)
+            lines += _wrapped(", ".join(names), " " * 18)
+        lines += ["", "Keys, KEY=VALUE; fp4train help KEY says more of one"]
+        return [*lines, *self.listing()]
+
+
+def topics(arguments: list[str]) -> Topics:
+    """The topics of the configuration that the flags and overrides among `arguments` compose.
+
+    Raises:
+        UserError: they do not fit the configuration.
+    """
+    words = overrides.with_files(arguments)
+    folders = overrides.own_folders(words)
+    with plugins.using(overrides.plugins(words), folders):
+        command = next(iter(composed(words)))
+        groups = {group: names for group, names in overrides.groups(folders).items() if names}
+        found = Topics(command, groups, Descriptions(folders=tuple(folders)), tuple(words))
+        _ = found.keys  # the classes of plugins are at hand here alone
+        return found
+
+
+def of_verb(verb: str, screen: str, words: Sequence[str], *, keys: bool) -> str:
+    """Help of a verb, or of one of its options.
+
+    Args:
+        screen: the help of the verb, which names its options; words: what else the command says.
+        keys: whether the verb takes the keys of a run, which are then listed, too.
+
+    Raises:
+        UserError: the verb has no such option.
+    """
+    flags, plain_words = overrides.flags_and_words(list(words))
+    asked = [word for word in plain_words if "=" not in word and not _names_run(word)]
+    others = [*flags, *(word for word in plain_words if "=" in word)]
+    if not asked:
+        lines = fitted(screen)
+        return "\n".join([*lines, "", *topics(others).overview()] if keys else lines)
+    known = topics(others) if keys else None
+    found = []
+    for word in asked:
+        option = _option(screen, word)
+        text = "\n".join(fitted(option)) if option else None
+        if text is None and known is not None:
+            text = known.topic(word)
+        if text is None:
+            options = _options(screen)
+            names = [*options, *(key.path for key in known.keys)] if known is not None else options
+            listed = f" ({', '.join(options)})" if options else ""
+            raise UserError(
+                f"{verb} has no option {word!r}{near_miss(word, names) or f'; fp4train help {verb} lists them'}{listed}"
+            )
+        found.append(text)
+    return "\n\n".join(found)
+
+
+def of_words(words: Sequence[str], verbs: Iterable[str]) -> str:
+    """Help about keys, groups and options of groups.
+
+    Raises:
+        UserError: there is nothing of such a name; the message suggests a verb or a key.
+    """
+    flags, asked = overrides.flags_and_words(list(words))
+    found = []
+    for word in asked:
+        chosen = [word] if "=" in word and word.partition("=")[0] in overrides.groups() else []
+        known = topics([*flags, *chosen])
+        text = known.topic(word if chosen else word.partition("=")[0])
+        if text is None:
+            raise _unknown(word.partition("=")[0], known, list(verbs))
+        found.append(text)
+    return "\n\n".join(found)
+
+
+def _unknown(word: str, known: Topics, verbs: list[str]) -> UserError:
+    """Error about a word of help that is neither a verb nor a key."""
+    names = [key.path for key in known.keys]
+    leaves = [key.name for key in known.keys]
+    alike = nearest(word, [*verbs, *known.groups, *names, *leaves])
+    if "." not in word and (alike in verbs or alike is None):
+        return UserError(f"unknown verb {word!r}{near_miss(word, verbs) or '; fp4train help lists verbs and keys'}")
+    try:
+        foreign.check_keys([word], [*known.groups, *names])
+    except UserError as error:
+        return error
+    return UserError(f"unknown key {word!r}{near_miss(word, names)}")
+
+
+def _names_run(word: str) -> bool:
+    """Whether a word is the name of a folder, not of a key."""
+    return Path(word).is_dir() or ("/" in word and word not in overrides.groups())
+
+
+def _options(screen: str) -> list[str]:
+    """The options that the help of a verb lists."""
+    return re.findall(r"^  (-{0,2}\w[\w.-]*)(?==|  )", screen.partition("\n\n")[2], re.MULTILINE)
+
+
+def _option(screen: str, name: str) -> str | None:
+    """The lines of a verb's help about one of its options."""
+    pattern = rf"^  {re.escape(name.partition('=')[0])}(?=[= ]).*(?:\n {{10,}}.*)*"
+    found = re.search(pattern, screen.partition("\n\n")[2], re.MULTILINE)
+    return found[0] if found else None
+
+
+def fitted(screen: str) -> list[str]:
+    """The lines of a screen in the terminal's width: what is too long goes on below where its last column begins."""
+    lines = []
+    for line in screen.rstrip("\n").splitlines():
+        gaps = [gap.end() for gap in re.finditer(r"(?<=\S) {2,}", line)]
+        column = gaps[-1] if gaps and gaps[-1] < terminal_width() * 2 // 3 else 0
+        head, text = line[:column], line[column:]
+        if len(line) <= terminal_width():
+            lines.append(line)
+            continue
+        indent = " " * (column or len(line) - len(line.lstrip()))
+        start, *more = _wrapped(text.strip(), indent)
+        lines += [head + start[column:] if column else start, *more]
+    return lines
+
+
+def _shown(value: Any, room: int = _LONGEST_VALUE) -> str:
+    """A value as it is typed on a command line, in so many characters."""
+    if isinstance(value, str):
+        text = "(must be given)" if value == MISSING else value
+    elif isinstance(value, Mapping):
+        text = str(value.get("_target_", "{…}")).rpartition(".")[2]
+    else:
+        text = json.dumps(value, ensure_ascii=False, default=str)
+    return shortened(text, min(room, _LONGEST_VALUE))
+
+
+def _entry(name: str, text: str, column: int = _KEY_COLUMNS) -> Iterator[str]:
+    """A name and its description beside it, in lines of the terminal's width."""
+    lines = _wrapped(text, " " * column)
+    if not lines or len(name) > column - 1:
+        yield name
+        yield from lines
+        return
+    yield name.ljust(column) + lines[0][column:]
+    yield from lines[1:]
+
+
+def _wrapped(text: str, indent: str = "") -> list[str]:
+    """The lines of a text, broken between words."""
+    return textwrap.wrap(
+        text,
+        terminal_width(),
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

@@ -1,0 +1,191 @@
+"""What keys mean: the comments of the YAML files in `configs/` and `recipes/`, read where they stand.
+
+The comment of a key stands behind its value, or in lines of their own above the key; what follows behind no value in
+the lines below belongs to it, too. The comment at the top of a file describes the option that the file is. Keys that
+no option sets are in `configs/classes.yaml`, by class.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fp4train.config.binding import KeyField
+from fp4train.config.folders import CONFIGS, RECIPES
+from fp4train.config.plugins import own_class
+from fp4train.errors import UserError
+
+CLASSES = CONFIGS / "classes.yaml"
+_PLACE = re.compile(r"# @package\b")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comments:
+    """The comments of one YAML file.
+
+    Args:
+        header: those at its top.
+        keys: full key in the file → its comment; keys in a list's items are those of the list.
+        classes: (class, field) that keys are of → the comment; a section that names no class stands for itself.
+    """
+
+    header: str
+    keys: Mapping[str, str]
+    classes: Mapping[tuple[str, str], str]
+
+
+@cache
+def comments(path: Path) -> Comments:
+    """The comments of a YAML file, which is read once."""
+    text = path.read_text(encoding="utf-8")
+    lines = text.splitlines()
+    keys: dict[str, str] = {}
+    classes: dict[tuple[str, str], str] = {}
+    for entry in _entries(yaml.compose(text, Loader=yaml.SafeLoader), ""):
+        comment = entry.comment(lines)
+        if comment:
+            keys.setdefault(entry.key, comment)
+            owner, _, name = entry.key.rpartition(".")
+            classes.setdefault((entry.owner or owner, name), comment)
+    return Comments(header=_header(lines), keys=keys, classes=classes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Entry:
+    """A key of a YAML file: its full name, the class that its mapping names, and its nodes."""
+
+    key: str
+    owner: str
+    name: yaml.Node
+    value: yaml.Node
+
+    def comment(self, lines: list[str]) -> str:
+        """The comment behind the value, with the lines that go on with it; else the lines above the key."""
+        row = self.name.start_mark.line
+        inline = self.value.end_mark.line == row
+        begin = (self.value if inline else self.name).end_mark.column
+        behind = re.search(r"(?:^|\s)#\s?(.*)$", lines[row][begin:])
+        if behind:
+            parts = [behind[1]]
+            column = lines[row].index("#", begin)
+            for line in lines[row + 1 :]:
+                if line[:column].strip() or line[column : column + 1] != "#":
+                    break
+                parts.append(line[column + 1 :])
+            return _joined(parts)
+        indent = lines[row][: self.name.start_mark.column]
+        above: list[str] = []
+        for line in reversed(lines[:row]):
+            if not line.startswith(f"{indent}#"):
+                break
+            above.insert(0, line.strip().lstrip("#"))
+        at_top = len(above) == row  # it is the header of the file
+        return "" if indent.strip() or at_top else _joined(above)
+
+
+def _entries(node: yaml.Node | None, prefix: str) -> Iterator[_Entry]:
+    """The keys below a node, those of mappings in lists as those of the list."""
+    if isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            yield from _entries(item, prefix)
+    if not isinstance(node, yaml.MappingNode):
+        return
+    named = [value.value for name, value in node.value if name.value == "_target_"]
+    owner = str(named[0]) if named else ""
+    for name, value in node.value:
+        yield _Entry(key=f"{prefix}{name.value}", owner=owner, name=name, value=value)
+        yield from _entries(value, f"{prefix}{name.value}.")
+
+
+def _header(lines: Iterable[str]) -> str:
+    """The comment at the top of a file, without the line that is Hydra's."""
+    top: list[str] = []
+    for line in lines:
+        if not line.startswith("#"):
+            break
+        if not _PLACE.match(line):
+            top.append(line.lstrip("#"))
+    return _joined(top)
+
+
+def _joined(parts: Iterable[str]) -> str:
+    return " ".join(part.strip() for part in parts if part.strip())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Descriptions:
+    """The descriptions of fp4train's keys and options, and of those in the user's own folders."""
+
+    folders: tuple[Path, ...] = ()
+
+    def option(self, group: str, name: str) -> str:
+        """The description of an option of a group; empty for one that is no file."""
+        path = self._file(group, name)
+        return comments(path).header if path is not None else ""
+
+    def group(self, name: str) -> str:
+        """The description of a group."""
+        parent, _, last = name.rpartition("/")
+        files = sorted((CONFIGS / parent).glob("*.yaml")) if parent else [CONFIGS / "train.yaml"]
+        texts = (comments(path).keys.get(f"defaults.{last}", "") for path in files)
+        return next((text for text in texts if text), "")
+
+    def key(self, key: KeyField, group: str, name: str) -> str:
+        """The description of a key, or an empty text.
+
+        It is that of the file of the chosen option, of the option that this one begins with, of the class, or of
+        train.yaml.
+
+        Args:
+            group: the group of the section that the key is in; name: its chosen option. Both are empty for the
+                keys that train.yaml itself sets.
+        """
+        below = key.path.removeprefix(group.replace("/", ".") + ".")
+        path = self._file(group, name) if group else CONFIGS / "train.yaml"
+        while path is not None:
+            found = comments(path)
+            if text := found.keys.get(below if group else key.path, ""):
+                return text
+            path = self._base(group, path) if group else None
+        return self.field(key.owner, key.name)
+
+    def field(self, owner: type | None, name: str) -> str:
+        """The description of a field of a class, which it may inherit."""
+        for kind in owner.__mro__ if owner is not None else ():
+            for named, text in self._fields(kind.__name__, name):
+                with suppress(UserError):  # a plugin's class, where the plugin is not named
+                    if own_class(named, "_target_") is kind:
+                        return text
+        return ""
+
+    def _fields(self, kind: str, name: str) -> Iterator[tuple[str, str]]:
+        """(class as a file names it, description) of the fields `name` of all classes with the name `kind`."""
+        for path in self._files():
+            for (owner, key), text in comments(path).classes.items():
+                if key == name and owner.rpartition(".")[2] == kind:
+                    yield owner, text
+
+    def _files(self) -> Iterator[Path]:
+        for folder in (CONFIGS, *self.folders):
+            yield from sorted(folder.glob("*/*.yaml"))
+            yield from sorted(folder.glob("*/*/*.yaml"))
+        yield from sorted(RECIPES.glob("*.yaml"))
+        yield CLASSES
+
+    def _file(self, group: str, name: str) -> Path | None:
+        """The file of an option; None where it is none of a folder."""
+        own = RECIPES if group == "recipe" else CONFIGS / group
+        places = [own, *(folder / group for folder in self.folders)]
+        return next((place / f"{name}.yaml" for place in places if (place / f"{name}.yaml").is_file()), None)
+
+    def _base(self, group: str, path: Path) -> Path | None:
+        """The option that the file of an option begins with."""
+        body: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+        listed = body.get("defaults", []) if isinstance(body, dict) else []
+        names = [item for item in listed if isinstance(item, str) and item != "_self_"]
+        return self._file(group, names[0]) if names else None

@@ -1,0 +1,141 @@
+"""What keys, groups and options mean, as the command line shows it; no question ends in Hydra's own text."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from command_line import Outcome
+
+from fp4train.cli import help as screens
+from fp4train.cli import main
+from fp4train.config.binding import as_node, default_of
+from fp4train.config.composition import composed
+from fp4train.config.descriptions import CLASSES, Descriptions, comments
+from fp4train.config.folders import own_options
+from fp4train.config.plugins import own_class
+
+Cli = Callable[..., Outcome]
+OPTIONS = [(group, option) for group, names in own_options().items() for option in names]
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cli:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def call(*arguments: str) -> Outcome:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main(list(arguments))
+        shown = capsys.readouterr()
+        assert isinstance(ended.value.code, int)
+        return Outcome(ended.value.code, shown.out, shown.err)
+
+    return call
+
+
+@pytest.mark.parametrize("group", own_options())
+def test_every_key_of_every_option_has_a_description(group: str) -> None:
+    missing = set()
+    needed = {"phases": ["schedule=wsd"], "experiment": []}.get(group, [])
+    for option in own_options()[group]:
+        data = ["data=text"] if group == "data/tokenizer" else []
+        command = next(iter(composed([*needed, *data, f"{group}={option}"])))
+        known = screens.Topics(command, own_options(), Descriptions())
+        missing |= {(option, key.path) for key in known.keys if not known.describe(key)}
+    assert not missing
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS)
+def test_every_option_and_group_has_a_description(group: str, option: str) -> None:
+    assert Descriptions().option(group, option) and Descriptions().group(group)
+
+
+def test_keys_that_no_option_sets_have_the_defaults_of_their_classes() -> None:
+    for target, fields in yaml.safe_load(CLASSES.read_text("utf-8")).items():
+        kind = own_class(target, "_target_")
+        defaults = {name: as_node(default_of(kind.__dataclass_fields__[name])) for name in fields}
+        assert fields == {name: value if value != () else [] for name, value in defaults.items()}
+
+
+def test_comments_are_read_where_they_stand(tmp_path: Path) -> None:
+    path = tmp_path / "some.yaml"
+    path.write_text(
+        "# the file\n# in two lines\n\na: 'x # no comment'  # of a\n"
+        "b:  # of b\n  - {_target_: m.K, d: 1}  # of d\n# of c,\n# above\nc: [1,\n  2]\n"
+        "e: 1   # of e,\n       # and more\nf: '#'\n"
+    )
+    found = comments(path)
+    assert found.header == "the file in two lines"
+    assert found.keys == {"a": "of a", "b": "of b", "b._target_": "of d", "b.d": "of d", "c": "of c, above"} | {
+        "e": "of e, and more"
+    }
+    assert found.classes["m.K", "d"] == "of d"
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (["help", "train.batch_size"], ["train.batch_size", "sequences per step", "16", "a whole number"]),
+        (["help", "optim.lr"], ["0.003, with optim=adamw", "0.1 with optim=sgd"]),
+        (["help", "lr"], ["optim.lr"]),
+        (["help", "recipe"], ["* nvfp4", "MXFP8: E4M3 with a power of two", "recipe.guard=1.0"]),
+        (["help", "recipe=mxfp8"], ["recipe.scale_rounding=rceil"]),
+        (["help", "optim.momentum"], ["0.95, with optim=muon"]),
+        (["help", "policy.recipe_for_kept.fused_scales"], ["one global scale"]),
+        (["help", "parallel"], ["parallel.tp=1"]),
+        (["help", "plan", "gpu"], ["gpu=B200", "H200"]),
+        (["plan", "--help", "train.steps"], ["optimizer steps"]),
+        (["plan", "--help", "recipe=mxfp8"], ["recipe.scale_rounding=rceil"]),
+        (["help", "compare", "out"], ["out=FILE"]),
+        (["compare", "runs/a", "runs/b", "--help"], ["fp4train compare"]),
+    ],
+)
+def test_help_says_what_a_word_means(cli: Cli, words: list[str], shown: list[str]) -> None:
+    found = cli(*words)
+    text = " ".join(found.out.split())
+    assert found.code == 0 and not [part for part in shown if part not in text]
+    assert max(map(len, found.out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["help", "plan", "foo"], "plan has no option 'foo'"),
+        (["plan", "--help", "ful"], "plan has no option 'ful'; did you mean 'full'?"),
+        (["help", "train.stepz"], "unknown key 'train.stepz'; did you mean 'train.steps'?"),
+        (["help", "recipe=nvpf4"], "there is no such recipe; did you mean 'nvfp4'?"),
+        (["help", "zzzzzz"], "unknown verb 'zzzzzz'; fp4train help lists verbs and keys"),
+        (["--cfg", "job", "recipe=nvpf4"], "there is no such recipe; did you mean 'nvfp4'?"),
+        (["--cfg", "job", "train.stepz=3"], "unknown key 'train.stepz'; did you mean 'train.steps'?"),
+        (["--cfg", "job", "foo"], "'foo' is no key=value"),
+        (["--cfg", "jobb"], "it is one of job, hydra and all"),
+        (["--info", "defaults", "recipe=nvpf4"], "did you mean 'nvfp4'?"),
+        (["trian"], "unknown verb 'trian'; did you mean 'train'?"),
+        (["train", "recipe", "=", "nvfp4"], "did you mean recipe=nvfp4? (key=value is written without spaces)"),
+    ],
+)
+def test_what_help_does_not_know_is_one_line(cli: Cli, words: list[str], message: str) -> None:
+    found = cli(*words)
+    assert found.code == 1 and message in found.message
+    assert len(found.err.strip().splitlines()) == 1 and not re.search("Traceback|Hydra|hydra.cc", found.err)
+
+
+def test_the_configuration_is_shown_with_keys_that_only_classes_have(cli: Cli) -> None:
+    shown = yaml.safe_load(cli("--cfg", "job", "recipe.fused_scales=true").out)
+    assert shown["recipe"]["fused_scales"] is True and shown["run"]["name"].startswith("${hydra:")
+    assert "hydra" not in shown
+    resolved = yaml.safe_load(cli("--cfg", "job", "--resolve").out)
+    assert resolved["run"]["name"] == "llama_tiny-nvfp4"
+    assert cli("--cfg", "job", "--package", "schedule").out.startswith("# @package schedule\n_target_:")
+
+
+def test_help_lists_a_users_own_option_with_its_comments(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "own" / "recipe").mkdir(parents=True)
+    (tmp_path / "own" / "recipe" / "house.yaml").write_text(
+        "# Ours\ndefaults: [mxfp8, _self_]\nelement: hybrid  # as we like it\n"
+    )
+    shown = cli("help", "--config-dir", "own", "recipe=house").out
+    assert "Ours" in shown and "as we like it" in shown and "32×32 blocks" in shown

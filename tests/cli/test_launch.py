@@ -1,0 +1,62 @@
+"""Messages about keys and folders that are nearly right, and what a command takes from the run that it begins with."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from command_line import TINY, Outcome
+
+from fp4train.cli import main
+
+Call = Callable[..., Outcome]
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call:
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> Outcome:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main(list(arguments))
+        shown = capsys.readouterr()
+        assert isinstance(ended.value.code, int)
+        return Outcome(ended.value.code, shown.out, shown.err)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["recipe=mxfp8", "recipe.hadamard=true"],
+            "recipe=mxfp8 has none of that name, recipe=bf16_forward_",
+        ),
+        (["optim.momentum=1"], "optim=adamw has none of that name, optim=muon, optim=sgd have it (known: betas, clip"),
+        (["data.tokenizer.vocab_size=4"], "data/tokenizer=bytes has none of that name, data/tokenizer=bpe has it"),
+        (["recipe.hadamrd=true"], "did you mean 'recipe.hadamard'?"),
+    ],
+)
+def test_a_key_of_another_option_is_told_whose_it_is(call: Call, words: list[str], message: str) -> None:
+    assert message in call("plan", *words).message
+
+
+def test_a_folder_that_is_not_there_is_looked_for_beside_it(call: Call, text: Path, small_run: Path) -> None:
+    wrong = str(small_run.parent / "smal")
+    message = call(*TINY, f"data.path={text}", f"init={wrong}").message
+    assert message == f"init={wrong}: there is no such folder; did you mean {str(small_run)!r}?"
+    Path("runs").mkdir(exist_ok=True)
+    assert "hf download" not in call(*TINY, f"data.path={text}", "init=runs/nothere").message
+
+
+def test_a_run_that_begins_with_another_has_its_model_and_tokenizer(call: Call, text: Path, small_run: Path) -> None:
+    other = [word for word in TINY if not word.startswith(("model.", "train.steps"))]
+    paths = [f"data.path={text}", f"data.cache_dir={text.parent / 'cache'}"]
+    assert call(*other, *paths, "train.steps=1", f"init={small_run}", "run.name=next").code == 0
+    saved = yaml.safe_load(Path("runs/next/config.yaml").read_text("utf-8"))
+    before = yaml.safe_load((small_run / "config.yaml").read_text("utf-8"))
+    assert saved["model"] == before["model"] and saved["model"]["width"] == 32
+    message = call(*other, *paths, f"init={small_run}", "model=llama_tiny", "run.name=third").message
+    assert "do not fit this model" in message
