@@ -35,9 +35,6 @@ SHORT = (
 )
 MODES = {
     "capture": ("recipe=bf16", "train.cuda_graph=true", "train.steps=5"),
-    "capture blocks": ("recipe=fp8_current", "train.cuda_graph=block", "train.steps=5", "model.recompute=true"),
-    "capture compiled": ("recipe=bf16", "train.cuda_graph=block", "train.steps=5", "train.compile=true"),
-    "capture mixture": ("recipe=bf16", "train.cuda_graph=block", "train.steps=5", "model=moe_tiny", "model.dense=0"),
     "compile": ("recipe=bf16", "train.compile=true"),
     "deterministic": ("recipe=nvfp4", "train.deterministic=true"),
     "recompute": ("recipe=nvfp4", "model.recompute=true"),

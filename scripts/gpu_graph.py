@@ -1,10 +1,10 @@
-"""Recorded steps and recorded blocks on a GPU (`train.cuda_graph`): the losses of eager steps, and the time of all.
+"""Recorded steps on a GPU (`train.cuda_graph=true`): the losses of eager steps, and the time of both.
 
     python scripts/gpu_graph.py --out benchmarks/NAME-graph.json [--dry-run]
 
-Each recipe trains a small model eagerly, with `train.cuda_graph=true` and with `block`; one of them with recomputed and
-with compiled blocks, and a mixture of experts, too. They run on what `backend=auto` chooses, Transformer Engine where
-it is installed, but for delayed scaling, which runs on torch's products and there. Learning rates are float32 numbers
+Each recipe trains a small model eagerly and with `train.cuda_graph=true`. They run on what `backend=auto` chooses,
+Transformer Engine where it is installed, but for delayed scaling, which runs on torch's products.
+Learning rates are float32 numbers
 and algorithms deterministic, so all losses must be equal in every bit to those of the same run without graphs. Exit
 code 0: they are; 1: they are not, or a run failed; 3: there is no GPU.
 """
@@ -23,9 +23,6 @@ import gpu_runs
 import gpu_stand_ins
 import torch
 
-from fp4train.backends.te.availability import why_not_device
-from fp4train.hardware import Device
-from fp4train.precision import FP8Delayed
 from fp4train.run.step_graph import WARM_UP
 
 OPTIONS = (
@@ -33,19 +30,13 @@ OPTIONS = (
     *("eval.every=15", "eval.batches=2", "checkpoint.every=0", "phases=none", "track=jsonl"),
     *("optim.lr=0.0009765625", "schedule=constant", "schedule.warmup=0", "train.deterministic=true"),
 )
-BOTH, BLOCKS = ("true", "block"), ("block",)
-MIXTURE = ("model=moe_tiny", "model.dense=0", "model.experts.count=4")
-CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    **{recipe: ((f"recipe={recipe}",), BOTH) for recipe in ("bf16", "mxfp8", "fp8_current", "nvfp4")},
-    "fp8_delayed": (("recipe=fp8_delayed", "backend=native"), BOTH),
-    "fp8_delayed, te": (("recipe=fp8_delayed", "backend=te", "model.recompute=true"), BLOCKS),
-    "nvfp4, recomputed": (("recipe=nvfp4", "model.recompute=true"), BOTH),
-    "nvfp4, compiled": (("recipe=nvfp4", "train.compile=true"), BLOCKS),
-    "nvfp4, compiled, recomputed": (("recipe=nvfp4", "train.compile=true", "model.recompute=true"), BLOCKS),
-    "nvfp4, mixture": (("recipe=nvfp4", *MIXTURE), BLOCKS),
+CASES: dict[str, tuple[str, ...]] = {
+    **{recipe: (f"recipe={recipe}",) for recipe in ("bf16", "mxfp8", "fp8_current", "nvfp4")},
+    "fp8_delayed": ("recipe=fp8_delayed", "backend=native"),
+    "nvfp4, recomputed": ("recipe=nvfp4", "model.recompute=true"),
 }
-"""Name → keys of the runs, and what records them."""
-DRY = ("nvfp4", "nvfp4, mixture", "fp8_delayed, te")
+"""Name → keys of the runs."""
+DRY = ("nvfp4", "fp8_delayed")
 """The cases of a dry run."""
 
 
@@ -68,8 +59,7 @@ def differing(eager: gpu_runs.Lines, graph: gpu_runs.Lines) -> list[int]:
 
 def compare(folder: Path, name: str, extra: list[str], *, dry: bool = False) -> dict[str, Any]:
     """A row: losses and milliseconds per step of the runs of a case."""
-    keys, graphs = CASES[name]
-    runs = {graph: train(folder, name, keys, graph, extra, dry=dry) for graph in ("false", *graphs)}
+    runs = {graph: train(folder, name, CASES[name], graph, extra, dry=dry) for graph in ("false", "true")}
     failed = {graph: run[-500:] for graph, run in runs.items() if isinstance(run, str)}
     found: dict[str, Any] = {"failed": failed} if failed else {}
     lines = {graph: run for graph, run in runs.items() if not isinstance(run, str)}
@@ -93,9 +83,6 @@ def main() -> int:
         print("gpu_graph: torch sees no GPU, and CUDA graphs record what one does")
         return 3
     names = list(DRY if given.dry_run else CASES)
-    if not given.dry_run and (reason := why_not_device(FP8Delayed().table(), Device.of(torch.device("cuda")))):
-        names.remove("fp8_delayed, te")
-        print(f"left out: fp8_delayed, te: {reason}")
     results = gpu_runs.Results(given.out, gpu_runs.machine())
     with tempfile.TemporaryDirectory() as folder:
         for name in names:

@@ -13,7 +13,7 @@ SCRIPTS = ROOT / "scripts"
 PARTS = {
     "first": "a minute: kernels, liger's too, each `scaled_mm`, steps, capture, compile, deterministic, recompute",
     "kernels": "Triton kernels against the reference, and their bandwidth beside that of a device copy",
-    "te": "Transformer Engine beside the emulation: reference, kernels, given norms and weights, joint layers, experts",
+    "te": "Transformer Engine beside the emulation: reference, kernels, given norms and weights, experts",
     "native": "`fp4train doctor`; `scaled_mm`, and `scaled_grouped_mm` of experts, against the emulation",
     "profile": "where a step of llama_1b goes: kernels, host beside GPU, memory, attention; eager, compiled, recorded",
     "state": "resumed and recomputed runs against straight ones to the bit; the time of a checkpoint",
@@ -70,8 +70,8 @@ def steps_of(part: str, out: Path, te: Path | None, *, dry: bool = False) -> Ite
             yield Step(name="te install", asks=asks, words=words, dry=None)
         asks = (
             "y, dx and dw of Transformer Engine's reference modules (reference), its kernels in 18 recipes (native), "
-            "with norms and gates (given) and weights (weights) that fp4train's kernels quantise, joint layers with "
-            "Transformer Engine's own gates and norms (joint), and their times (time)"
+            "with norms and gates (given) and weights (weights) that fp4train's kernels quantise, and "
+            "their times (time)"
         )
         yield Step(name="te", asks=asks, words=("te_selfcheck.py", *results("te.json")))
         asks = "y, dx and dw of eight experts on Transformer Engine's GroupedLinear in 6 recipes, and their times"

@@ -2,7 +2,7 @@
 
     python scripts/gpu_profile.py --out NAME-profile.json [--dry-run]
 
-For BF16, FP8 and NVFP4, each eager, compiled, recorded, and with recorded blocks, with 16,384 tokens in one and in
+For BF16, FP8 and NVFP4, each eager, compiled and recorded, with 16,384 tokens in one and in
 eight microbatches; for BF16 also with queries, keys and values, and gate and up, as one product; on Blackwell NVFP4
 also on torch's products, with and without norms and gates that are quantised where they are made:
 
@@ -44,8 +44,6 @@ MODES = {
     "eager": (),
     "compiled": ("train.compile=true",),
     "recorded": ("train.cuda_graph=true",),
-    "blocks recorded": ("train.cuda_graph=block",),
-    "joint products": ("train.joint_products=true",),
 }
 NATIVE = {
     "native": ("backend=native",),
@@ -79,7 +77,7 @@ def variants() -> list[tuple[str, str, int]]:
     found = [(recipe, mode, count) for count in MICROBATCHES for mode in MODES for recipe in RECIPES]
     blackwell = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 10
     found += [("nvfp4", mode, 1) for mode in (NATIVE if blackwell else ())]
-    return [each for each in found if each[1] != "joint products" or each[0] == "bf16"]  # others have none here
+    return found
 
 
 def few_variants() -> list[tuple[str, str, int]]:

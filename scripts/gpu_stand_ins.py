@@ -61,9 +61,8 @@ def grouped_products() -> Iterator[list[Any]]:
 
 
 @contextmanager
-def graphs(*, recorded: bool | str = True) -> Iterator[list[Any]]:
-    """CUDA graphs of training steps, or of blocks (recorded="block"); gives what recorded them. Not `recorded`: the
-    same steps without."""
+def graphs(*, recorded: bool = True) -> Iterator[list[Any]]:
+    """CUDA graphs of training steps; gives what recorded them. Not `recorded`: the same steps without."""
     helpers()
     import torch
     from recorder_on_cpu import RecorderOnCpu
@@ -72,7 +71,6 @@ def graphs(*, recorded: bool | str = True) -> Iterator[list[Any]]:
     from fp4train.quantize import cpu
     from fp4train.quantize.quantizer import quantizer
     from fp4train.run import build
-    from fp4train.run.block_graph import RecordedBlocks
     from fp4train.run.step_graph import RecordedSteps
 
     if recorded:
@@ -87,7 +85,7 @@ def graphs(*, recorded: bool | str = True) -> Iterator[list[Any]]:
     def assembled(*args: Any, **options: Any) -> Any:
         run = assemble(*args, **options)
         if recorded:
-            run.runner = (RecordedBlocks if recorded == "block" else RecordedSteps)(run, recorder)
+            run.runner = RecordedSteps(run, recorder)
         return run
 
     # The C kernels are no operators of torch: a recorder of operators would not see them.
@@ -118,7 +116,7 @@ def instead_of(words: Sequence[str]) -> Iterator[list[str]]:
     """What stands in for the GPU that the keys of a run ask for: `train.cuda_graph` (false: the kernels of runs that
     are recorded), `train.compile`, `backend`; gives the keys that a CPU takes."""
     with ExitStack() as stack:
-        for recorded in (False, True, "block"):
+        for recorded in (False, True):
             if f"train.cuda_graph={str(recorded).lower()}" in words:
                 stack.enter_context(graphs(recorded=recorded))
         if "train.compile=true" in words:
@@ -167,9 +165,7 @@ def te_layers(script: Any) -> Iterator[None]:
     from fp4train.precision import NVFP4
 
     announce("a second emulated layer, whose random bits differ, runs in the place of Transformer Engine's")
-    announce(
-        "emulation multiplies in the place of Transformer Engine's reference modules, norms, gates and joint layers"
-    )
+    announce("emulation multiplies in the place of Transformer Engine's reference modules, norms and gates")
     announce("torch multiplies by decoded codes of a weight in the place of Transformer Engine")
     layers = script.layers
 

@@ -1,5 +1,5 @@
-"""The host's time for a small layer, forward and backward, in µs, and for three layers that read one x: on torch's
-products and Triton's quantisers, and on Transformer Engine; and for a pass of a block that is a CUDA graph:
+"""The host's time for a small layer, forward and backward, in µs: on torch's products and Triton's
+quantisers, and on Transformer Engine:
 
     python scripts/host_time.py
 
@@ -43,51 +43,20 @@ def measure(recipe: Recipe, tries: int) -> tuple[float, float]:
     return 1e6 * ours, 1e6 * theirs
 
 
-def measure_joint(tries: int) -> tuple[float, float]:
-    """(µs of three layers that read one x as one product in MXFP8, of the same apart)."""
-    gpu_stand_ins.helpers()
-    from host_passes import least, three_layers, without_kernels
-
-    with without_kernels():
-        both = [three_layers(MXFP8(), "native", joint=joint) for joint in (True, False)]
-        for each in both:
-            each()
-        pairs = [(least(both[0]), least(both[1])) for _ in range(tries)]
-    joint, apart = map(min, zip(*pairs, strict=True))
-    return 1e6 * joint, 1e6 * apart
-
-
-def measure_graphs(tries: int) -> float:
-    """µs of a pass of a recorded block, the mean of forward and backward, whose graph does nothing."""
-    gpu_stand_ins.helpers()
-    from host_passes import least
-    from replayed_blocks import small_llama
-
-    blocks = small_llama()
-    return 1e6 * min(least(blocks.step, 10) for _ in range(tries)) / blocks.passes
-
-
-def measure_on_te(tries: int) -> tuple[dict[str, tuple[float, float, float]], tuple[float, float]]:
-    """(Recipe → (µs of a layer of fp4train on Transformer Engine, of its own layer, of an nn.Linear); those of three
-    layers that read one x, as `measure_joint`).
+def measure_on_te(tries: int) -> dict[str, tuple[float, float, float]]:
+    """Recipe → (µs of a layer of fp4train on Transformer Engine, of its own layer, of an nn.Linear).
 
     It is measured in a process of its own, in which Transformer Engine and torch take the CPU for a GPU.
     """
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     words = [sys.executable, str(ON_TE), str(tries)]
-    found = json.loads(subprocess.run(words, stdout=subprocess.PIPE, text=True, env=environment, check=True).stdout)
-    *layers, (joint, apart) = ([1e6 * min(each) for each in zip(*rows, strict=True)] for rows in found.values())
-    return {name: (ours, theirs, plain) for name, (ours, theirs, plain) in zip(found, layers, strict=False)}, (
-        joint,
-        apart,
-    )
-
-
-def _joint(joint: float, apart: float) -> str:
-    return (
-        f"  three that read one x, MXFP8: {joint:.0f} µs as one product, apart {apart:.0f}, {joint / apart:.2f} of it"
-    )
+    printed = subprocess.run(words, stdout=subprocess.PIPE, text=True, env=environment, check=True)
+    times: dict[str, tuple[float, float, float]] = {}
+    for name, rows in json.loads(printed.stdout).items():
+        ours, theirs, plain = (1e6 * min(column) for column in zip(*rows, strict=True))
+        times[name] = (ours, theirs, plain)
+    return times
 
 
 def main(words: list[str] | None = None) -> None:
@@ -99,18 +68,14 @@ def main(words: list[str] | None = None) -> None:
         ours, plain = measure(recipe, given.tries)
         above = f"above it {ours - plain:.0f}, {ours / plain:.1f} times"
         print(f"  {recipe.name:12} {ours:5.0f} µs, nn.Linear {plain:.0f}, {above}", flush=True)
-    print(_joint(*measure_joint(given.tries)))
-    print(f"graphs of blocks: {measure_graphs(given.tries):.0f} µs a pass, without the launch")
     print("on Transformer Engine")
     if (availability.version() or ()) < OLDEST_TE:
         found = availability.version_text() if availability.version() else "none"
         print(f"  not measured: {found} is installed, and {'.'.join(map(str, OLDEST_TE))} or newer is needed")
         return
-    layers, joint = measure_on_te(given.tries)
-    for name, (ours, theirs, plain) in layers.items():
+    for name, (ours, theirs, plain) in measure_on_te(given.tries).items():
         above = f"Transformer Engine's own {theirs:.0f}, above it {ours - theirs:.0f}"
         print(f"  {name:12} {ours:5.0f} µs, nn.Linear {plain:.0f}, {above}")
-    print(_joint(*joint))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,7 @@
 """Results of Transformer Engine whose operands fp4train's kernels quantise, or leave to it: norms and gates of a small
-model, layers that read one x as one product, the weight of a layer. Parts of te_selfcheck.py."""
+model, the weight of a layer. Parts of te_selfcheck.py."""
 
 from __future__ import annotations
-
-import os
-from unittest.mock import patch
 
 import torch
 from te_problem import STOCHASTIC, Problem, Row, compare, place
@@ -12,50 +9,30 @@ from torch import Tensor
 
 from fp4train.backends import Prepared
 from fp4train.backends.te import TRANSFORMER_ENGINE, TEExecutor
-from fp4train.backends.te.given import CUDNN
 from fp4train.config.schema import TrainSettings
 from fp4train.hardware import Device
 from fp4train.models.llama import Llama
 from fp4train.nn import convert
-from fp4train.nn.planned import PlannedLayer
-from fp4train.precision import Recipe, Timeline
+from fp4train.precision import Recipe
 from fp4train.precision.context import autocast
-from fp4train.precision.layers import find_layers
-from fp4train.precision.plan import make_plan
 from fp4train.quantize import Decoded, quantizer
 from fp4train.run.fuse import fuse
 
 BACKEND = "te"
 ROUNDED = ("nvfp4, nearest", "mxfp8", "mxfp8, hybrid")
 """Recipes of the part `given`: they round to nearest."""
-NORMS = "norms by cuDNN"
-JOINT = {"mxfp8": "mxfp8", f"mxfp8, {NORMS}": "mxfp8", "mxfp8, hybrid": "mxfp8, hybrid", "fp8 blocks": "fp8 blocks"}
-"""Rows of the part `joint`, and the recipe of each."""
 
 
-def gradients(
-    recipe: Recipe, kernels: str, device: str = "cuda", width: int = 512, *, joint: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
+def gradients(recipe: Recipe, kernels: str, device: str = "cuda", width: int = 512) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of the weights of down, the embedding and gate, of one pass of 128 tokens.
 
     Args:
         kernels: of `train.kernels`: "auto" quantises norms and gates where they are made, "torch" does not.
         width: of a Llama of one block.
-        joint: whether layers that read one x are one product (`train.joint_products`).
     """
     torch.manual_seed(0)
     shape = Llama(width=width, layers=1, heads=4, kv_heads=2, hidden=2 * width, tied=False)
     model = convert(shape.build(vocab_size=64, seq_len=64), backend=BACKEND).to(device)
-    if joint:
-        place, timeline = torch.device(device), Timeline(recipe=recipe, steps=1)
-        layers = find_layers(model).values()
-        plan = make_plan(layers, timeline, None, tokens=128, device=Device.of(place), backend=BACKEND, joint=True)
-        plans = plan.stretches[0].layers
-        if sum(each.joint for each in plans.values()) != 5:
-            raise RuntimeError("queries, keys and values, or gate and up, are not planned as one product")
-        for layer in model.modules():
-            if isinstance(layer, PlannedLayer):
-                layer.apply_plan(plans[layer.layer.name], recipe, None, place)
     fuse(model, TrainSettings(steps=1, batch_size=2, microbatch=None, seq_len=64, kernels=kernels), device)
     tokens = torch.randint(64, (2, 64), generator=torch.Generator().manual_seed(1)).to(device)
     with autocast(recipe, step=0):
@@ -90,14 +67,6 @@ def check_given(name: str, recipe: Recipe, problem: Problem) -> Row:
     device, width = problem.w.device.type, problem.w.shape[1]
     ours, theirs = (gradients(recipe, kernels, device, width) for kernels in ("auto", "torch"))
     return compare("given", name, theirs, ours, STOCHASTIC)
-
-
-def check_joint(name: str, recipe: Recipe, problem: Problem) -> Row:
-    """Part 5 for one row."""
-    device, width = problem.w.device.type, problem.w.shape[1]
-    with patch.dict(os.environ, {CUDNN: str(int(name.endswith(NORMS)))}):
-        ours = gradients(recipe, "auto", device, width, joint=True)
-    return compare("joint", name, gradients(recipe, "torch", device, width), ours, STOCHASTIC)
 
 
 def check_weights(name: str, recipe: Recipe, problem: Problem) -> Row:

@@ -2,7 +2,7 @@
 
     python scripts/te_selfcheck.py [--out selfcheck.json] [--size 4096] [--no-timing] [--dry-run]
 
-Six parts, each skipped with the reason where this machine cannot run it:
+Five parts, each skipped with the reason where this machine cannot run it:
 
 1. reference   TE's own pure-torch NVFP4 quantiser and block-by-block GEMM (any GPU that runs TE, Hopper too): y, dx and
                dw in float32 equal fp4train's to 1e-6 of their norm; and the same through TE's Linear layer in BF16.
@@ -13,9 +13,7 @@ Six parts, each skipped with the reason where this machine cannot run it:
                those of one whose norms and gates TE quantises: norms round otherwise (te_given.py).
 4. weights     y, dx and dw of a layer whose weight fp4train's kernels quantise, as shards send it, equal in every bit
                those of one whose weight TE quantises; stochastic rounding, of dy, is left out.
-5. joint       gradients of that Llama where layers that read one x are one product, and in MXFP8 TE's own kernels make
-               gates and, where cuDNN is asked for, norms, to 10 % those of the layers apart.
-6. time        of a forward and backward pass: TE, emulation, and torch in BF16.
+5. time        of a forward and backward pass: TE, emulation, and torch in BF16.
 
 Exit code 0: everything that ran agrees; 1: something does not; 3: nothing could run, and why.
 """
@@ -287,7 +285,7 @@ def compared(
         out: the result as JSON, written anew after each row: a crash of a kernel, which no exception tells, leaves what
             was found before.
     """
-    from te_given import JOINT, ROUNDED, check_given, check_joint, check_weights
+    from te_given import ROUNDED, check_given, check_weights
 
     rows: list[Row] = []
     times: list[dict[str, Any]] = []
@@ -305,7 +303,6 @@ def compared(
         ("native", check_native, {name: name for name in RECIPES}),
         ("given", check_given, {name: name for name in ROUNDED}),
         ("weights", check_weights, {name: name for name in RECIPES}),
-        ("joint", check_joint, JOINT),
     )
     for part, check, names in parts:
         for name, of in names.items():

@@ -201,9 +201,9 @@ class Sources(Protocol):
         """Let the layers that run `table` and share `cache` take x, the backend's own tensor, where they are called
         with x [M, K]."""
 
-    def why_no_kernel(self, kind: str, table: Table, *, here: bool = True) -> str | None:
-        """Why the backend's kernel of a "norm", or those of a "gate", do not write the codes of layers that run `table`
-        without writing the result in BF16; None: they do.
+    def why_no_norm(self, table: Table, *, here: bool = True) -> str | None:
+        """Why the backend's kernel of RMSNorm does not write the codes of layers that run `table` alone, without
+        writing the result in BF16; None: it does.
 
         here: see `why_not_given`.
         """
@@ -213,12 +213,6 @@ class Sources(Protocol):
 
     def norm_backward(self, dy_MK: Tensor, h_MK: Tensor, weight_K: Tensor, rstd_M: Tensor) -> tuple[Tensor, Tensor]:
         """The gradients of h and of the weight."""
-
-    def gate(self, y_MN: Tensor, table: Table) -> Tensor:
-        """x = silu(gate) ⊙ up [M, N / 2] of y, [gate, up], as the backend's own tensor."""
-
-    def gate_backward(self, dx_MK: Tensor, y_MN: Tensor, table: Table) -> Tensor:
-        """The gradient of y, as the backend's own tensor."""
 
 
 class LayerBackend(Protocol):

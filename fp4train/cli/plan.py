@@ -199,7 +199,7 @@ def _plan(command: Start, *, full: bool, gpus: int | None, auto: bool | None, as
         options: Any = {"microbatches": config.train.microbatches, "made": made, "sharing": not config.train.compile}
         print("", estimate(plan, gpu, **options).render(), sep="\n")
         said = produced_by(model, plan.stretches, norms, "cuda")
-        print("", render_step(step_costs(one, plan, norms)), one.kernels[1], *one.graphs, *said, sep="\n")
+        print("", render_step(step_costs(one, plan, norms)), one.kernels[1], *said, sep="\n")
     return 0
 
 

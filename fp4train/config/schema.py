@@ -7,7 +7,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -77,9 +77,7 @@ class TrainSettings:
             always do. Attention may be slower.
         cuda_graph: true records a step of each stretch of the plan as a CUDA graph and replays it
             (`run/step_graph.py`). Small models no longer wait for the host. Refused where a step depends on the host:
-            on a CPU, on several ranks, with train.compile, FP16's loss scale, or TE's delayed scaling. "block" records
-            the passes of each block by itself (`run/block_graph.py`), on several ranks, too, with train.compile and
-            with any delayed scaling; experts are left to the host.
+            on a CPU, on several ranks, with train.compile, FP16's loss scale, or TE's delayed scaling.
         kernels: what runs norms, gates, rotations and the loss of the head: "torch"; "liger", its kernels for GPUs, an
             error where they do not run; "auto", liger's where they run (`models/common/liger.py`), and on a CPU C
             kernels of norms, gates and rotations, with which losses differ in no digit (`models/common/on_cpu.py`).
@@ -88,9 +86,6 @@ class TrainSettings:
             (`Executor.adds`), and AdamW's kernel clips, for which "torch" has a pass of its own (`run/step.py`).
             Losses differ in the last digits there. With train.compile the compiler has the
             blocks, and liger's what lies outside of them.
-        joint_products: multiply layers that read one x (queries, keys and values; gate and up) as one, in each GEMM
-            whose numbers allow it (`precision/joint.py`); the plan says which. dx is then rounded once and not per
-            layer, so losses differ in the last digits.
         document_mask: let tokens attend within their own document alone, where several are packed into a sequence
             (arXiv:2407.21783, section 3.2). Positions count from the start of the sequence; only distances matter.
         on_divergence: what to do when the loss is far above its past, besides a warning: "warn" goes on, "stop" ends
@@ -106,9 +101,8 @@ class TrainSettings:
     compile: bool = False
     step_timeout: float = 0.0
     deterministic: bool = False
-    cuda_graph: bool | Literal["block"] = False
+    cuda_graph: bool = False
     kernels: str = "auto"
-    joint_products: bool = False
     document_mask: bool = False
     on_divergence: str = "warn"
     rewinds: int = 5
@@ -133,8 +127,6 @@ class TrainSettings:
     @property
     def whole_weights(self) -> str | None:
         """The option for which blocks take float32 weights, whatever `parallel.gather` says; None: none does."""
-        if self.cuda_graph == "block":
-            return "train.cuda_graph=block"
         return "train.compile" if self.compile else None
 
     def rows(self, ranks: int) -> int:

@@ -35,8 +35,6 @@ Counts = Sequence[int]
 Sums = Literal["product", "autograd"] | None
 """Adder of dw where it is a term of a sum, over microbatches or ranks: the product that makes it, where that can,
 or autograd after it; None: it is the whole gradient."""
-Recorded = Literal["step", "block"]
-"""The extent of a CUDA graph: whole steps, or the passes of a block."""
 
 
 class Route(NamedTuple):
@@ -80,7 +78,7 @@ class Executor(ABC):
         self.dtype = plan.table.torch_dtype
 
     @classmethod
-    def why_no_graph(cls, plan: LayerPlan, recorded: Recorded = "step") -> str | None:
+    def why_no_graph(cls, plan: LayerPlan) -> str | None:
         """Why a layer of `plan` depends on the host, so that no CUDA graph can record it; None: one can."""
         return None
 

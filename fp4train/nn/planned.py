@@ -109,7 +109,7 @@ class PlannedLayer(nn.Module):
         """The context outside of any, by the dtype of the input; None: the layer is nn.Linear there."""
         self.fused_weights = FusedWeights()
         """The layers that read one input with this one: whose weights share a global scale with its own under
-        `recipe.fused_scales`, or are multiplied with it (`train.joint_products`). Set by `convert`."""
+        `recipe.fused_scales`. Set by `convert`."""
         self.common: dict[Any, Any] = {}
         """Data that the states of all of the model's layers have in common (`LayerState.common`), set by `convert`."""
         self.keeps_forms = True

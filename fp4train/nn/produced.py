@@ -59,25 +59,35 @@ def why_not(
     Args:
         here: with what is installed on this machine; else where Triton and the newest backends are.
     """
-    if (of_backend := backend_sources.why_not(readers, writers, kind, here=here)) is None:
+    why_no_kernel = _why_not_by_backend(readers, kind, here=here)
+    if why_no_kernel is None:
         return None
     for executors, tensor in ((readers, "x"), (writers, "dy")):
         for each in executors:
-            name, taker = each.plan.layer.name, _taker(each, tensor)
-            if taker is None or type(taker) is not type(_taker(executors[0], tensor)):
+            name, taker = each.plan.layer.name, _taker(each)
+            if taker is None or type(taker) is not type(_taker(executors[0])):
                 return f"{name} is not three products of codes of its own"
             operand: Operand = getattr(taker, tensor)
             if operand.row.spec is None or operand.column.spec is None:
                 return f"{tensor} of {name}: a product takes it in high precision"
-            if isinstance(taker, BackendLayer) and taker.backend.sources.why_not_given(taker.table, here=here):
-                return of_backend
+            if isinstance(taker, BackendLayer):
+                why_not_given = taker.backend.sources.why_not_given(taker.table, here=here)
+                if why_not_given is not None:
+                    return why_no_kernel if kind == "norm" else why_not_given
             if (reason := _why_no_source(operand, here)) is not None:
                 return f"{tensor} of {name}: {reason}"
             if taker.dtype is not torch.bfloat16:
                 return f"{name} has operands in {taker.dtype}"
-            if operand.wants[1] != getattr(_taker(executors[0], tensor), tensor).wants[1]:
+            if operand.wants[1] != getattr(_taker(executors[0]), tensor).wants[1]:
                 return f"{executors[0].plan.layer.name} and {name} do not quantise {tensor} alike"
     return None
+
+
+def _why_not_by_backend(readers: Sequence[Executor], kind: str, *, here: bool) -> str | None:
+    """Why a backend's own kernel does not make the x of the readers; None: it does. Backends have kernels of norms."""
+    if kind != "norm":
+        return f"a backend has no kernel of a {kind} that reads and writes the tensors of two layers"
+    return backend_sources.why_not(readers, here=here)
 
 
 def why_padded(executors: Sequence[Executor], tokens: int) -> str | None:
@@ -88,11 +98,8 @@ def why_padded(executors: Sequence[Executor], tokens: int) -> str | None:
     return None
 
 
-def _taker(executor: Executor, tensor: str) -> Taker | None:
-    """Who takes the codes of x or dy where the executor runs; None: nobody. Layers of a backend that are one product
-    take one x, and one dy."""
-    if tensor == "x" and (layer := backend_sources.backend_of(executor)) is not None:
-        return layer
+def _taker(executor: Executor) -> Taker | None:
+    """The executor if it takes the codes of x and dy, else None."""
     return executor if isinstance(executor, Taker) and type(executor) in (Gemms, BackendLayer) else None
 
 
@@ -145,7 +152,7 @@ class Producer:
         else decide whether a backend's own kernels do."""
         readers, writers = executors[: len(self.readers)], executors[len(self.readers) :]
         if (reason := why_not(readers, writers, self.kind, here=here)) is None:
-            self.by_backend = backend_sources.why_not(readers, writers, self.kind, here=here) is None
+            self.by_backend = _why_not_by_backend(readers, self.kind, here=here) is None
         return reason
 
     def ready(self, x: Tensor) -> tuple[list[Executor], State] | None:
@@ -214,7 +221,7 @@ class NormProducer(Producer):
             h = x if change is None else x + change
             return backend_sources.norm(h, weight, eps, takers[0], now), h
         given = None if left is None else (left.x, left.change)
-        made: TensorPair = _Norm.apply(x, change, weight, eps, self.kind, _taker(takers[0], "x"), now, given)  # type: ignore[no-untyped-call]
+        made: TensorPair = _Norm.apply(x, change, weight, eps, self.kind, _taker(takers[0]), now, given)  # type: ignore[no-untyped-call]
         return made
 
     def leave(self, x: Tensor, change: Tensor) -> LeftSum | None:
@@ -232,13 +239,11 @@ class GateProducer(Producer):
         if (found := self.ready(gate)) is None:
             return None
         (taker, *executors), now = found
-        if self.by_backend:
-            return backend_sources.gate(gate, up, [taker, *executors], now)
         made = zip(self.writers, executors, (gate, up), strict=True)
         first, second = (_call_of(layer, executor, y, now) for layer, executor, y in made)
         if first is None or second is None or not _alike(first, second):
             return None
-        carrier: Tensor = _Gate.apply(gate, up, (first, second), _taker(taker, "x"), now)  # type: ignore[no-untyped-call]
+        carrier: Tensor = _Gate.apply(gate, up, (first, second), _taker(taker), now)  # type: ignore[no-untyped-call]
         return carrier
 
 

@@ -12,8 +12,7 @@ writes one. A history in which nothing enters stays as it was; it rolls alone wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import ClassVar
 
@@ -173,46 +172,6 @@ class DelayedScaling(LayerState):
         # What is not a number is infinite from here on: a maximum of NaNs is not the same in every library.
         joined = ranks.largest(torch.stack(newest).nan_to_num(nan=torch.inf, posinf=torch.inf))
         torch._foreach_copy_(newest, joined.unbind())
-
-
-class HeldAmaxes:
-    """The amaxes of histories at addresses that stay, for blocks that are recorded: their kernels read there what
-    scales a tensor, and write there what enters. Rolling is left to the host, before the passes of a step.
-
-    Args:
-        each: of layers in blocks, whose histories are held if an amax entered in the step at `position`.
-        position: the step before the first one that is recorded.
-    """
-
-    def __init__(self, each: Sequence[DelayedScaling], position: Position) -> None:
-        found = (history for scaling in each for history in scaling._histories.values())
-        self._histories = [history for history in found if history.position == position]
-        device = self._histories[0].used.device if self._histories else None
-        # Not rows of one tensor: autograd saves the first, and counts what is written into a tensor.
-        self._used, self._newest = (torch.zeros(len(self._histories), device=device).unbind() for _ in range(2))
-
-    @contextmanager
-    def step(self, position: Position) -> Iterator[None]:
-        """The passes of the step at `position`, in which the histories have these amaxes. Between steps they have those
-        that `state` gave."""
-        for history in self._histories:
-            history.enter(position)
-        if not self._histories:
-            yield
-            return
-        used, newest = zip(*((history.used, history.newest) for history in self._histories), strict=True)
-        torch._foreach_copy_(self._used, used)
-        torch._foreach_zero_(self._newest)
-        self._bind(self._used, self._newest)
-        try:
-            yield
-            torch._foreach_copy_(newest, self._newest)
-        finally:
-            self._bind(used, newest)
-
-    def _bind(self, used: Sequence[Tensor], newest: Sequence[Tensor]) -> None:
-        for history, *amaxes in zip(self._histories, used, newest, strict=True):
-            history.used, history.newest = amaxes
 
 
 class MemberScaling:

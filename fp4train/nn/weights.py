@@ -12,11 +12,10 @@ whole model on every rank.
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -37,7 +36,6 @@ from fp4train.quantize import (
     quantised_in_runs,
     quantizer,
     requantised,
-    stacked,
     to_torch,
 )
 from fp4train.quantize.quantized import turned
@@ -317,65 +315,3 @@ class PreparedWeights:
             self._amax, self._entered = found[0], self._entered or enter
             return found
         return self._amax, None
-
-
-class JointWeights:
-    """Several weights [Nᵢ, K] in the place of one, [ΣNᵢ, K]: each is prepared for itself, and only what joins the forms
-    is kept, by the first one's `PreparedWeights`.
-
-    Args:
-        calls: of each weight.
-    """
-
-    __slots__ = ("_calls", "_weights")
-
-    def __init__(self, weights: Sequence[Tensor], calls: Sequence[Call]) -> None:
-        self._weights, self._calls = weights, calls
-
-    def form(self, _: Tensor, form: WeightForm, call: Call) -> Prepared:
-        """The weights in the given form, as `PreparedWeights.form` gives that of one."""
-        weights, calls, kept = self._weights, self._calls, self._calls[0].weights
-        if (call.seed, call.step) != kept._position:
-            kept._begin(call)
-        own = [w if each.parameter is None else each.parameter for w, each in zip(weights, calls, strict=True)]
-        versions = [0 if w.is_inference() else w._version for w in own]
-        for (kind, of, *rest), found in kept._forms:
-            if kind == "joint" and (of, rest[0]) == (form.key, versions) and is_of(own, rest[1]):
-                return form.finish(found) if form.transposed else found
-        made = self._made(form)
-        if kept._keep and not any(isinstance(w, Gathered) for w in weights):
-            kept._forms[:] = [each for each in kept._forms if each[0][:2] != ("joint", form.key)]
-            kept._forms.append((("joint", form.key, versions, [weakref.ref(w) for w in own]), made))
-        return form.finish(made) if form.transposed else made
-
-    def _made(self, form: WeightForm) -> Prepared:
-        plain, columns = copy.copy(form), form.operand == DGRAD_W
-        plain.tiles = False  # they cannot be joined
-        each = list(zip(self._weights, self._calls, strict=True))
-        parts = [call.weights.form(w, plain, call) for w, call in each]
-        if form.transposed:
-            parts = [Decoded(part.values.T, part.scale) for part in parts if isinstance(part, Decoded)]
-        made, start = stack(parts, columns=columns), 0
-        for part, (w, call) in zip(parts, each, strict=True):
-            forms, rows = call.weights._forms, slice(start, start := start + len(w))
-            if any(key == form.key for key, _ in forms):
-                forms[:] = [(key, found) for key, found in forms if key != form.key]
-                if isinstance(made, Decoded) and isinstance(part, Decoded) and not columns:
-                    forms.append((form.key, Decoded(made.values[rows], part.scale)))
-        return to_torch(made) if form.tiles and isinstance(made, Quantized) else made
-
-
-def is_of(weights: Sequence[Tensor], known: Any) -> bool:
-    """Whether the weak references `known` refer to `weights`, one to one."""
-    return all(ref() is w for ref, w in zip(known, weights, strict=True))
-
-
-def stack(parts: Sequence[Prepared], *, columns: bool) -> Prepared:
-    """Prepared operands as one: below each other, or with `columns` beside each other. Scales of the tensor are one."""
-    first = parts[0]
-    if isinstance(first, Quantized):
-        return stacked([part for part in parts if isinstance(part, Quantized)], columns=columns)
-    found, scale = [part for part in parts if isinstance(part, Decoded)], first.scale
-    if scale is not None and scale.dim() == 2:
-        scale = torch.cat([part.scale for part in found if part.scale is not None])
-    return Decoded(torch.cat([part.values for part in found], dim=int(columns)), scale)

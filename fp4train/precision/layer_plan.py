@@ -40,7 +40,6 @@ class Gemm:
         why: the reason, as shown in tables.
         divided: whether it is in high precision because tensor parallelism cuts through blocks of an operand.
         grouped: whether it multiplies all experts of the layer in one call.
-        joint: whether it multiplies all layers that read the same x in one call (`precision.joint`).
     """
 
     name: str
@@ -50,7 +49,6 @@ class Gemm:
     why: str
     divided: bool = False
     grouped: bool = False
-    joint: bool = False
 
     @property
     def elements(self) -> str:
@@ -144,10 +142,6 @@ class LayerPlan:
     def layer_backend(self) -> str | None:
         """The backend that runs the three GEMMs together, or None if each GEMM has its own."""
         return self.fprop.backend if self.fprop.backend in LAYER_BACKENDS else None
-
-    @property
-    def joint(self) -> bool:
-        return any(gemm.joint for gemm in self.gemms)
 
     @cached_property
     def quantised(self) -> bool:

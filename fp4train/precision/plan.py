@@ -14,7 +14,6 @@ from torch import nn
 
 from fp4train.backends import Table
 from fp4train.hardware import Device
-from fp4train.precision.joint import joined
 from fp4train.precision.layer_plan import LayerPlan, check_fused, check_stages, resolve
 from fp4train.precision.layers import Layer, find_layers
 from fp4train.precision.phases import Phase, Stretch, Timeline
@@ -131,9 +130,6 @@ def make_plan(
     tokens: int,
     device: Device,
     backend: str | Mapping[str, str] = "auto",
-    joint: bool = False,
-    why_not_joint: str | None = None,
-    why_not_stacked: str | None = None,
 ) -> Plan:
     """Resolve every GEMM of every layer over the whole run.
 
@@ -143,9 +139,6 @@ def make_plan(
         policy: None: every layer follows the recipe.
         tokens: rows of x in one forward pass.
         backend: one for all layers, or one per layer name.
-        joint: whether layers that read one x are multiplied as one where their numbers allow it (`precision.joint`).
-        why_not_joint: why they are not, whatever their numbers; None: they may be.
-        why_not_stacked: why their weights cannot lie in one piece of memory, which some backends need; None: they can.
 
     Raises:
         ValueError: a pattern of the policy matches no layer, or a named backend cannot run a recipe.
@@ -161,7 +154,6 @@ def make_plan(
             each = resolve(layer, stretch.recipe, policy, wanted, device, reason=stretch.reason)
             found[layer.name] = each.within(stretch)
         check_fused(stretch.recipe, found)
-        found = joined(found, why_not_joint, why_not_stacked) if joint else found
         fields = vars(stretch) | {"reason": stretch.reason + stretch.note}
         stretches.append(PlannedStretch(**fields, layers=found))
     return Plan(stretches=tuple(stretches), policy=policy, tokens=tokens, device=device)

@@ -32,7 +32,6 @@ from fp4train.parallel.stages import cut_of, cut_stages, tied_weights
 from fp4train.parallel.world import World
 from fp4train.precision import Swap, Timeline
 from fp4train.precision.gather import effective
-from fp4train.precision.joint import why_none, why_not_stacked
 from fp4train.precision.layers import Layer, find_blocks, find_layers
 from fp4train.precision.plan import Plan, make_plan
 from fp4train.precision.report import table
@@ -165,14 +164,18 @@ def build_plan(
             stages, or steps are to be recorded and a recipe depends on the host.
     """
     tokens = config.train.rows(data_ranks) * config.train.seq_len
-    options: dict[str, Any] = {"backend": config.backend, "joint": config.train.joint_products}
-    options["why_not_joint"] = why_none(compiled=config.train.compile, tensor=config.parallel.tp)
-    options["why_not_stacked"] = why_not_stacked(graph=config.train.cuda_graph, ranks=data_ranks)
     with user_errors(ValueError):
-        plan = make_plan(layers.values(), timeline, config.policy, tokens=tokens, device=device, **options)
+        plan = make_plan(
+            layers.values(),
+            timeline,
+            config.policy,
+            tokens=tokens,
+            device=device,
+            backend=config.backend,
+        )
         plan.check_ranks(stages=stages)
         if config.train.cuda_graph:
-            check_plan(plan, config.train.cuda_graph)
+            check_plan(plan)
         return plan
 
 

@@ -100,8 +100,7 @@ def fuse(model: nn.Module, train: TrainSettings, device: str) -> None:
 
 
 def compile_blocks(model: nn.Module, train: TrainSettings, device: torch.device) -> None:
-    """Let torch.compile have the blocks if it is to, each by itself: those that are alike share a graph. Of blocks that
-    are recorded it gets what their graphs record (`run/block_graph.py`)."""
+    """Let torch.compile have the blocks if it is to, each by itself: those that are alike share a graph."""
     if not train.compile:
         return
     if device.type == "cpu":
@@ -117,5 +116,5 @@ def compile_blocks(model: nn.Module, train: TrainSettings, device: torch.device)
     # As an option of `compile` it is new in torch 2.12.
     dynamo: Any = importlib.import_module("torch._dynamo.config")
     dynamo.recompile_limit = max(dynamo.recompile_limit, COMPILED_VARIANTS)
-    for block in find_blocks(model) if train.cuda_graph != "block" else ():
+    for block in find_blocks(model):
         block.compile()

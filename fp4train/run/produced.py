@@ -114,8 +114,6 @@ def produced_in(
                 found.producers[owner] = producer
         if reason is not None:
             found.writing[names[owner]] = _LAYER.sub("a layer", reason)
-    if train.cuda_graph == "block":
-        return found
     lists = [[*part.blocks] for part in model.modules() if isinstance(part, Decoder)]
     own = {owner for owner, producer in found.producers.items() if not producer.by_backend}
     return found._replace(between=frozenset(own.intersection(*map(readers_between, lists))))

@@ -20,7 +20,6 @@ steps, evaluations and checkpoints run outside of the graph, on the same weights
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
@@ -58,27 +57,13 @@ class Recorder(Protocol):
     def replay(self) -> None:
         """Queue what was recorded."""
 
-    def another(self) -> Recorder:
-        """A recorder of one more graph with the same pool of memory: what is freed between two recordings is used
-        again, so that graphs must be replayed in the order in which they were recorded."""
-
-    def address(self, tensor: Tensor) -> Tensor:
-        """The memory of a `tensor` that was made while a graph was recorded, which may be freed and used again."""
-
-    def allocate(self, tensor: Tensor) -> None:
-        """Give a tensor memory in the pool again, while a graph is recorded."""
-
-    def free(self, tensor: Tensor) -> None:
-        """Give the memory of a tensor back to the pool."""
-
 
 class CudaRecorder:
-    """`torch.cuda.CUDAGraph`, with a memory pool of its own or with that of `beside`."""
+    """`torch.cuda.CUDAGraph`, with a memory pool of its own."""
 
-    def __init__(self, device: torch.device, beside: CudaRecorder | None = None) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream: Any = torch.cuda.Stream(device) if beside is None else beside._stream  # type: ignore[no-untyped-call]
-        self._pool: Any = torch.cuda.graph_pool_handle() if beside is None else beside._pool
+        self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._graph = torch.cuda.CUDAGraph()
 
     def warm_up(self, work: Callable[[], T]) -> T:
@@ -92,34 +77,11 @@ class CudaRecorder:
 
     def record(self, work: Callable[[], T]) -> T:
         # "thread_local": other threads page-lock rows and copy checkpoints meanwhile, which "global" takes for errors.
-        with torch.cuda.graph(self._graph, self._pool, self._stream, "thread_local"):
+        with torch.cuda.graph(self._graph, None, self._stream, "thread_local"):
             return work()
 
     def replay(self) -> None:
         self._graph.replay()
-
-    def another(self) -> CudaRecorder:
-        return CudaRecorder(self._device, self)
-
-    def address(self, tensor: Tensor) -> Tensor:
-        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        nbytes = (last + 1) * tensor.element_size()
-        whole = torch.as_tensor(_Address(tensor.data_ptr(), nbytes), device=tensor.device).view(tensor.dtype)
-        assert whole.data_ptr() == tensor.data_ptr()
-        return whole.as_strided(tensor.shape, tensor.stride())
-
-    def allocate(self, tensor: Tensor) -> None:
-        tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
-
-    def free(self, tensor: Tensor) -> None:
-        tensor.untyped_storage().resize_(0)
-
-
-class _Address:
-    """Memory on a GPU that something else owns, as torch reads it (CUDA array interface, version 2)."""
-
-    def __init__(self, pointer: int, nbytes: int) -> None:
-        self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (pointer, False), "version": 2}
 
 
 class _Recorded(NamedTuple):
@@ -133,61 +95,20 @@ class _Recorded(NamedTuple):
     failed: Tensor
 
 
-class GraphSteps(ABC):
-    """Queues the steps of `run`: eagerly at first, then what is recorded of them.
+class RecordedSteps:
+    """Queues the steps of `run`: eagerly at first, then as replays of a recorded one.
 
     Args:
-        recorder: makes the first recorder of a stretch; another than `CudaRecorder` emulates one in tests.
+        recorder: makes the recorder of a stretch; another than `CudaRecorder` emulates one in tests.
     """
-
-    mode: str
-    """Value of `train.cuda_graph`."""
 
     def __init__(self, run: Run, recorder: Callable[[torch.device], Recorder] = CudaRecorder) -> None:
         self.run, self._eager, self._make = run, EagerSteps(run), recorder
         self._of: PlannedStretch | None = None
         self._recorder: Recorder | None = None
+        self._recorded: _Recorded | None = None
         self._warm = 0
         self._counters = torch.zeros(8, dtype=torch.int32, device=run.device)
-
-    @abstractmethod
-    def step(self, recipe: Recipe, rows: Iterable[Rows]) -> Queued:
-        """See `StepRunner`."""
-
-    @abstractmethod
-    def drop(self) -> None:
-        """Forget what is recorded and free its memory; the next steps warm up for another recording."""
-
-    def _begin(self) -> Recorder:
-        """The recorder of the stretch that `run.step` is in; what belongs to the step is written to the device."""
-        stretch = self.run.plan.at(self.run.step)
-        before, self._of = self._of, stretch
-        if before is not None and (before.recipe, before.layers) != (stretch.recipe, stretch.layers):
-            self.drop()
-        if self._recorder is None:
-            self._recorder = self._make(self.run.device)
-        write_step_counters(self._counters, self.run.step)
-        return self._recorder
-
-    def _refused(self, error: Exception) -> Exception:
-        """The exception where recording raised `error`: nothing has run, and nothing stays recorded."""
-        self.drop()
-        if isinstance(error, torch.OutOfMemoryError):
-            return error
-        return UserError(
-            f"train.cuda_graph={self.mode}: step {self.run.step} cannot be recorded: {first_line(error).rstrip('.')}. "
-            "Go on with train.cuda_graph=false"
-        )
-
-
-class RecordedSteps(GraphSteps):
-    """Records whole steps."""
-
-    mode = "true"
-
-    def __init__(self, run: Run, recorder: Callable[[torch.device], Recorder] = CudaRecorder) -> None:
-        super().__init__(run, recorder)
-        self._recorded: _Recorded | None = None
         self._lr = torch.zeros((), dtype=torch.float32, device=run.device)
 
     def step(self, recipe: Recipe, rows: Iterable[Rows]) -> Queued:
@@ -201,7 +122,7 @@ class RecordedSteps(GraphSteps):
         if self._recorded is None and self._warm < WARM_UP:
             self._warm += 1
             # So that the kernels which read these numbers are compiled and loaded.
-            with self._on_the_device(), nothing_drawn(self.run, self.mode):
+            with self._on_the_device(), nothing_drawn(self.run):
                 return recorder.warm_up(lambda: self._eager.step(recipe, rows))
         batch = list(rows)
         if self._recorded is None:
@@ -209,8 +130,30 @@ class RecordedSteps(GraphSteps):
         return self._replay(self._recorded, batch)
 
     def drop(self) -> None:
+        """Forget what is recorded and free its memory; the next steps warm up for another recording."""
         self._recorded = self._recorder = None
         self._warm = 0
+
+    def _begin(self) -> Recorder:
+        """The recorder of the stretch that `run.step` is in; what belongs to the step is written to the device."""
+        stretch = self.run.plan.at(self.run.step)
+        previous, self._of = self._of, stretch
+        if previous is not None and (previous.recipe, previous.layers) != (stretch.recipe, stretch.layers):
+            self.drop()
+        if self._recorder is None:
+            self._recorder = self._make(self.run.device)
+        write_step_counters(self._counters, self.run.step)
+        return self._recorder
+
+    def _refused(self, error: Exception) -> Exception:
+        """The exception where recording raised `error`: nothing has run, and nothing stays recorded."""
+        self.drop()
+        if isinstance(error, torch.OutOfMemoryError):
+            return error
+        return UserError(
+            f"train.cuda_graph=true: step {self.run.step} cannot be recorded: {first_line(error).rstrip('.')}. "
+            "Go on with train.cuda_graph=false"
+        )
 
     def _record(self, recorder: Recorder, recipe: Recipe, batch: list[Rows]) -> _Recorded:
         run = self.run
@@ -282,7 +225,7 @@ def _write(source: Scaling, target: Scaling) -> None:
 
 
 @contextmanager
-def nothing_drawn(run: Run, mode: str) -> Iterator[None]:
+def nothing_drawn(run: Run) -> Iterator[None]:
     """Around a step that runs before one is recorded: of a model that recomputes activations, whether its blocks draw
     from torch's generator in their forward passes (dropout). Recomputation would have to read the generator's state on
     the host to draw the same again, so that it leaves the state alone in such steps (`precision.recompute`).
@@ -298,7 +241,7 @@ def nothing_drawn(run: Run, mode: str) -> Iterator[None]:
     def check(block: nn.Module, *_: Any) -> None:
         if not torch.equal(before.pop(block), state(run.device)):
             raise UserError(
-                f"train.cuda_graph={mode} with model.recompute=true: the model draws random numbers in forward "
+                "train.cuda_graph=true with model.recompute=true: the model draws random numbers in forward "
                 "(dropout, or x that Transformer Engine rounds stochastically), whose generator the host would read in "
                 "every recomputed block; choose smaller microbatches instead of recomputation"
             )

@@ -18,10 +18,10 @@ def test_two_ranks_are_two_microbatches(ranks: Ranks, recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4", pytest.param("mxfp8", marks=pytest.mark.long)])
-def test_two_ranks_multiply_as_one_what_two_microbatches_do(ranks: Ranks, recipe: str) -> None:
+def test_two_ranks_recompute_what_two_microbatches_do(ranks: Ranks, recipe: str) -> None:
     """Of weights that are gathered as codes (MXFP8), and with one scale as values (NVFP4); blocks are recomputed."""
     fused = ("recipe.fused_scales=true",) if recipe == "nvfp4" else ()
-    options = (f"recipe={recipe}", "policy=all", "train.joint_products=true", "model.recompute=true", *fused)
+    options = (f"recipe={recipe}", "policy=all", "model.recompute=true", *fused)
     ranks.train(2, "two", *options)
     ranks.same(ranks.reference("train.microbatch=2", *options), "two")
 

@@ -102,14 +102,3 @@ def test_a_recorded_step_has_the_bits_of_an_eager_one(ranks: Ranks) -> None:
         counts[name] = produced(ranks)
     ranks.same("eager", "graph")
     assert counts == {"eager": [(5 * 4, 5)], "graph": [(4 * 4, 4)]}, "the last step is replayed"
-
-
-def test_recorded_blocks_of_two_ranks_have_the_bits_of_eager_ones(ranks: Ranks) -> None:
-    options = (*SMALL, *EXACT, "model.layers=1", "train.batch_size=2", "recipe=mxfp8")
-    options = (*options, "parallel.gather=fp32", "model.recompute=true")
-    counts = {}
-    for name, recorded in (("eager", False), ("blocks", "block")):
-        ranks.train(2, name, *options, patch=patch(recorded))
-        counts[name] = produced(ranks, 2)
-    ranks.same("eager", "blocks")
-    assert counts == {"eager": [(5 * 7, 0)] * 2, "blocks": [(4 * 7, 0)] * 2}, "the last step is replayed"

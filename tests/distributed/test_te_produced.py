@@ -1,4 +1,4 @@
-"""Norms and gates that quantise their results, and joint products, for layers on Transformer Engine's real Python whose
+"""Norms and gates that quantise their results for layers on Transformer Engine's real Python whose
 weights are shards (tests/backends/te/te_produced_on_cpu.py says what is faked)."""
 
 import json
@@ -52,17 +52,3 @@ def test_two_ranks_whose_norms_and_gates_are_quantised_are_two_microbatches(rank
     ranks.train(2, "two", *options, patch=COUNTED)
     assert launched(ranks, "quantize_produced") == 8
     ranks.same("one", "two")
-
-
-def test_shards_keep_products_of_layers_apart_which_one_rank_joins(ranks: Ranks) -> None:
-    """One rank computes gates in Transformer Engine's kernels, of two halves of one product; two in fp4train's."""
-    options = (*SMALL, *STEPS, "recipe=mxfp8")
-    ranks.train(1, "joint", *options, "train.joint_products=true", patch=COUNTED)
-    assert (launched(ranks, "swiglu"), launched(ranks, "dswiglu")) == (2, 2)
-    ranks.train(1, "alone", *options, patch=COUNTED)
-    for joint, alone in zip(ranks.losses("joint"), ranks.losses("alone"), strict=True):
-        assert joint["train/loss"] == pytest.approx(alone["train/loss"], rel=1e-4)
-    ranks.train(2, "apart", *options, patch=COUNTED)
-    ranks.train(2, "asked", *options, "train.joint_products=true", patch=COUNTED)
-    assert (launched(ranks, "swiglu"), launched(ranks, "quantize_produced")) == (0, 8)
-    ranks.same("apart", "asked")

@@ -13,13 +13,11 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from joint_layers import SIZES, TOKENS, K, made, within
 from torch import Tensor, nn
 
 from fp4train.backends import native
 from fp4train.nn import Linear
 from fp4train.precision import FP8Current, FP8Delayed, Recipe
-from fp4train.precision.context import use
 from fp4train.quantize import cpu, triton, triton_launch
 from fp4train.quantize.quantizer import quantizer
 
@@ -71,24 +69,6 @@ def native_layer(recipe: Recipe) -> Callable[[], None]:
     time."""
     size = 32 if isinstance(recipe, FP8Current | FP8Delayed) else 128
     return passes(Linear(size, size, bias=False, backend="native"), size, torch.bfloat16)
-
-
-def three_layers(recipe: Recipe, backend: str, *, joint: bool) -> Callable[[], None]:
-    """Forward and backward of three layers that read one x, as one product or apart, of two inputs in turn."""
-    model = made(recipe, joint=joint, backend=backend, biases=())
-    inputs = cycle(torch.ones(TOKENS, K, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
-    dys = [torch.ones(TOKENS, size, dtype=torch.bfloat16) for size in SIZES]
-    weights, context = list(model.parameters()), within(recipe)
-
-    def both() -> None:
-        x = next(inputs)
-        with use(context):
-            ys = model(x)
-        torch.autograd.backward(ys, dys)
-        for each in (x, *weights):
-            each.grad = None
-
-    return both
 
 
 def least(work: Callable[[], None], times: int = 50) -> float:

@@ -22,7 +22,6 @@ PROGRAMS = {
     "backends/te/te_codes_on_cpu.py": "one test starts it",
     "backends/te/te_experts_on_cpu.py": "one test starts it",
     "backends/te/te_host_on_cpu.py": "one test and a script start it",
-    "backends/te/te_joint_on_cpu.py": "one test starts it",
     "backends/te/te_on_cpu.py": "one test starts it",
     "backends/te/te_produced_on_cpu.py": "one test starts it",
     "backends/te/te_products_on_cpu.py": "two of these and a patch of ranks import it",

@@ -66,12 +66,12 @@ def before(monkeypatch: pytest.MonkeyPatch) -> Before:
 
 
 @pytest.fixture
-def recorded() -> Iterator[Callable[[bool | str], list[Any]]]:
-    """`recorded(True)`: the steps of the runs that follow are recorded on the CPU, with "block" their blocks; what
-    recorded them. `recorded(False)`: they are not, and use the same kernels."""
+def recorded() -> Iterator[Callable[[bool], list[Any]]]:
+    """`recorded(True)`: the steps of the runs that follow are recorded on the CPU; what recorded
+    them. `recorded(False)`: they are not, and use the same kernels."""
     with ExitStack() as stack:
 
-        def turn(wanted: bool | str) -> list[Any]:
+        def turn(wanted: bool) -> list[Any]:
             stack.close()
             found: list[Any] = stack.enter_context(gpu_stand_ins.graphs(recorded=wanted))
             return found

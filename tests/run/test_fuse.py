@@ -135,7 +135,6 @@ def test_the_plan_says_which_norms_and_gates_are_quantised_where_they_are_made_a
     assert said() == [f"{all_six[:-1]}, 1 the last sum of the block before."]
     assert "train.kernels=torch asks for torch's operators" in said(kernels="torch")[0]
     assert "the compiler has the blocks" in said(compile=True)[0]
-    assert said(cuda_graph="block") == [all_six]
 
 
 def test_the_plan_for_a_gpu_says_by_stretch_which_norms_and_gates_are_quantised_where_they_are_made(cli: Cli) -> None:

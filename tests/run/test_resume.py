@@ -11,7 +11,6 @@ CASES = {
     "stochastic weights and gradients": ["recipe=mxfp4", "policy=all"],
     "recomputation in microbatches": ["model.recompute=true", "train.microbatch=1"],
     "one scale for fused weights": ["recipe.fused_scales=true", "policy=all", "train.microbatch=2"],
-    "one product of layers that read one x": ["recipe=mxfp4", "policy=all", "train.joint_products=true"],
     "delayed scaling": ["recipe=fp8_delayed", "policy=all", "phases=none"],
     "delayed scaling in microbatches": ["recipe=fp8_delayed", "train.microbatch=2", "recipe.history=2"],
     "delayed scaling from the latest amax": ["recipe=fp8_delayed", "recipe.algorithm=most_recent", "phases=none"],

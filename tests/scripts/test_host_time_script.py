@@ -15,9 +15,7 @@ LAYER = r"  (.+?) +(\d+) µs, nn.Linear (\d+), "
 @pytest.fixture(autouse=True)
 def times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_time, "measure", lambda recipe, tries: (93.2, 21.4))
-    monkeypatch.setattr(host_time, "measure_joint", lambda tries: (194.2, 220.4))
-    monkeypatch.setattr(host_time, "measure_graphs", lambda tries: 31.2)
-    monkeypatch.setattr(host_time, "measure_on_te", lambda tries: ({"NVFP4": (118.4, 88.0, 20.6)}, (260.0, 450.0)))
+    monkeypatch.setattr(host_time, "measure_on_te", lambda tries: {"NVFP4": (118.4, 88.0, 20.6)})
 
 
 def test_it_prints_what_each_backend_takes_above_another_layer(
@@ -27,14 +25,10 @@ def test_it_prints_what_each_backend_takes_above_another_layer(
     host_time.main(["--tries", "1"])
     native, on_te = capsys.readouterr().out.partition("on Transformer Engine\n")[::2]
     lines = native.splitlines()
-    joint = "  three that read one x, MXFP8: {} of it"
-    assert lines[0] == "on torch's products and Triton" and len(lines) == 3 + len(host_time.RECIPES)
-    assert all(re.fullmatch(LAYER + r"above it 72, 4\.4 times", line) for line in lines[1:-2])
-    assert lines[-1] == "graphs of blocks: 31 µs a pass, without the launch"
-    assert lines[-2] == joint.format("194 µs as one product, apart 220, 0.88")
-    layer, together = on_te.splitlines()
+    assert lines[0] == "on torch's products and Triton" and len(lines) == 1 + len(host_time.RECIPES)
+    assert all(re.fullmatch(LAYER + r"above it 72, 4\.4 times", line) for line in lines[1:])
+    (layer,) = on_te.splitlines()
     assert layer == "  NVFP4          118 µs, nn.Linear 21, Transformer Engine's own 88, above it 30"
-    assert together == joint.format("260 µs as one product, apart 450, 0.58")
 
 
 def test_without_transformer_engine_it_says_so(

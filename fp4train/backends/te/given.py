@@ -1,18 +1,18 @@
 """x and dy that norms and gates quantise where they are made, as TE's tensors.
 
-TE's norms and gates take a quantiser themselves, as its LayerNormLinear and LayerNormMLP give them one. But most write
-BF16 first, and quantise that (2.20: csrc/extensions/normalization.cpp rmsnorm_fwd, activation.cpp activation_helper and
-dactivation_helper, `Impl::UNFUSED` and `FUSED_…_AMAX`):
+TE's norms take a quantiser themselves, as its LayerNormLinear gives them one. But most write BF16 first, and quantise
+that (2.20: csrc/extensions/normalization.cpp rmsnorm_fwd, `Impl::UNFUSED` and `FUSED_…_AMAX`):
 
-    recipe                      norm                         silu(gate) ⊙ up, and its gradients, of one [gate, up]
-    NVFP4 with a transform      BF16, read twice             BF16, read twice
-    NVFP4 without, FP8 current  BF16 and its amax            BF16 and its amax
-    FP8 in blocks               BF16                         BF16
-    MXFP8                       BF16; codes alone by cuDNN   codes alone
-                                if NVTE_NORM_FWD_USE_CUDNN=1
-    FP8 delayed                 codes alone                  codes alone
+    recipe                      norm
+    NVFP4 with a transform      BF16, read twice
+    NVFP4 without, FP8 current  BF16 and its amax
+    FP8 in blocks               BF16
+    MXFP8                       BF16; codes alone by cuDNN if NVTE_NORM_FWD_USE_CUDNN=1
+    FP8 delayed                 codes alone
 
-Where a kernel of TE writes codes alone, that kernel runs. Else NVFP4's and MXFP8's codes come from fp4train's kernels,
+TE's kernels of silu(gate) ⊙ up take gate and up as one matrix, which they are not where two layers write them.
+
+Where the norm of TE writes codes alone, that kernel runs. Else NVFP4's and MXFP8's codes come from fp4train's kernels,
 which write no BF16 (`quantize/produced.py`). They are TE's own codes (the formula of `QuantSpec`), but for the random
 bits of dy, which are fp4train's, and lie as TE's products take them, scales in the order of the tiles of 128×4 that its
 kernels write for the GEMM (`with_gemm_swizzled_scales`; cast/mxfp8/swizzle.cuh):
@@ -75,13 +75,13 @@ class TESources:
     def give(self, cache: dict[str, Any], x_MK: Tensor, table: Table, codes: Tensor) -> None:
         cache["te"] = QuantisedInput(x_MK, x_MK._version, table, True, codes)
 
-    def why_no_kernel(self, kind: str, table: Table, *, here: bool = True) -> str | None:
+    def why_no_norm(self, table: Table, *, here: bool = True) -> str | None:
         found = kinds(table)
         if found == {"fp8_delayed"}:
             return "Transformer Engine's kernels enter an amax into the history of one layer"
         if found != {"mxfp8"}:
-            return f"Transformer Engine's kernel of a {kind} writes BF16, then quantises ({', '.join(sorted(found))})"
-        if kind == "norm" and os.environ.get(CUDNN) != "1":
+            return f"Transformer Engine's kernel of a norm writes BF16, then quantises ({', '.join(sorted(found))})"
+        if os.environ.get(CUDNN) != "1":
             return f"Transformer Engine's norm writes MXFP8 without BF16 only by cuDNN, which {CUDNN}=1 asks for"
         return _why_no_codes(table, here)
 
@@ -97,14 +97,6 @@ class TESources:
         weight_K = weight_K.to(h_MK.dtype)
         dh_MK, dweight_K = _extension().rmsnorm_bwd(dy_MK, h_MK, rstd_M, weight_K, 0, False)
         return dh_MK, dweight_K
-
-    def gate(self, y_MN: Tensor, table: Table) -> Tensor:
-        found: Tensor = _extension().swiglu(y_MN, _quantizer(forms(table)["input"][1]))
-        return found
-
-    def gate_backward(self, dx_MK: Tensor, y_MN: Tensor, table: Table) -> Tensor:
-        found: Tensor = _extension().dswiglu(dx_MK, y_MN, _quantizer(forms(table)["grad_output"][1]))
-        return found
 
 
 def _extension() -> Any:

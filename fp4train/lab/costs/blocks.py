@@ -27,7 +27,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fp4train.lab.costs.block_graphs import InGraphs, parts_in_graphs
 from fp4train.lab.costs.elementwise import BlockTraffic, KernelStandIns, ProducerStandIn
 from fp4train.lab.costs.estimate import shares_x
 from fp4train.models.common.operators import Fusible
@@ -71,9 +70,7 @@ class BlockCost:
         forward_flops, backward_flops: of products and Fourier transforms outside of linear layers and attention.
         attentions: its attention products.
         input: bytes of the residual stream: the block's input, or what a pipeline stage sends.
-        operations: kernels that these are, forward and backward; none of those in graphs.
-        graphs, copies: its graphs, and the copies of activations that they read, of which `fused_forward` and
-            `fused_backward` have the bytes.
+        operations: kernels that these are, forward and backward.
         weights: bytes of the copies in the recipe's dtype that layers without a quantised GEMM keep of their weights.
     """
 
@@ -88,8 +85,6 @@ class BlockCost:
     forward_flops: float
     backward_flops: float
     operations: int
-    graphs: int
-    copies: int
     attentions: tuple[AttentionShape, ...]
     input: float
 
@@ -106,7 +101,6 @@ def measure_blocks(
     liger: bool = False,
     producers: Mapping[nn.Module, Producer] = MappingProxyType({}),
     between: Collection[nn.Module] = (),
-    graphs: bool = False,
 ) -> list[BlockCost]:
     """The cost of every block of `model` (on the meta device), for a microbatch of `sequences` × `seq_len` tokens.
 
@@ -120,7 +114,6 @@ def measure_blocks(
         liger: whether Liger's kernels run what they can.
         producers: of the norms and gates that quantise their results.
         between: the norms that add up the stream at the end of the block before theirs, as if no stage ended there.
-        graphs: whether graphs have what they can of each block, and pass its result on as if no stage ended there.
     """
     names = {module: name for name, module in model.named_modules()}
     blocks = find_blocks(model)
@@ -128,19 +121,18 @@ def measure_blocks(
     found = []
     inputs = _inputs(model, blocks, recipe, sequences, seq_len)
     ends = [None, *(norm if norm in between else None for norm in readers_between(blocks)), None]
-    held = parts_in_graphs(blocks) if graphs else [{} for _ in blocks]
-    for block, parts, *sums in zip(blocks, held, ends, ends[1:], strict=False):
+    for block, *sums in zip(blocks, ends, ends[1:], strict=False):
         mine = {names[part]: part for part in block.modules() if names[part] in plans}
         prefix = names[block]
         layers_key = tuple((n.removeprefix(prefix), plans[n].products) for n in mine)
         made = {part: producers[part] for part in block.modules() if part in producers}
         made_key = tuple((names[part].removeprefix(prefix), each.by_backend) for part, each in made.items())
         left = tuple(each is None for each in sums)
-        key = (type(block), sum(p.numel() for p in block.parameters()), layers_key, made_key, left, *parts.items())
+        key = (type(block), sum(p.numel() for p in block.parameters()), layers_key, made_key, left)
         if key not in known:
             layers = {part: plans[name] for name, part in mine.items()}
             made |= {norm: producers[norm] for norm in sums if norm is not None}
-            known[key] = _measure(block, inputs[block], layers, row_wise, recipe, sharing, liger, made, sums, parts)
+            known[key] = _measure(block, inputs[block], layers, row_wise, recipe, sharing, liger, made, sums)
         found.append(known[key])
     return found
 
@@ -201,10 +193,8 @@ def _measure(
     liger: bool,
     producers: Mapping[nn.Module, Producer],
     sums: Sequence[nn.Module | None],
-    parts: Mapping[str, tuple[bool, bool]],
 ) -> BlockCost:
-    """sums: the norms that add up what comes into the block and what it returns; None: torch does. parts: the methods
-    that graphs have, see `parts_in_graphs`."""
+    """sums: the norms that add up what comes into the block and what it returns; None: torch does."""
     x = inputs[0].detach().clone().requires_grad_()
     given = {_storage(each) for each in inputs[1:] if isinstance(each, Tensor)}
     given |= {_storage(each) for each in block.parameters()}
@@ -233,11 +223,7 @@ def _measure(
         _producing(made),
         use(context),
         _FunctionStandIns(stand_ins, kernels),
-        ExitStack() as stack,
     ):
-        for method, copied in parts.items():
-            graph = partial(InGraphs.apply, traffic, getattr(block, method), copied)
-            stack.enter_context(_set([block], method, graph))
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t), traffic:
             y = block(x, *inputs[1:])
         forward, fused, forward_flops = traffic.bytes, traffic.fused, traffic.flops
@@ -267,8 +253,6 @@ def _measure(
         forward_flops=forward_flops,
         backward_flops=traffic.flops,
         operations=traffic.operations,
-        graphs=traffic.graphs,
-        copies=traffic.copies,
         attentions=tuple(stand_ins.attentions),
         input=x.untyped_storage().nbytes(),
     )

@@ -10,8 +10,6 @@ ZEROS     Transformer Engine adds dw to them: once per step, in each microbatch 
 ADDED     dw to the gradient: in each microbatch after the first, where its product does not add it; gradients of a
           weight that embedding and head share to each other, in each
 SCALED    the gradient of the head, after the loss: in each microbatch
-COPIED    a weight that data ranks gather, to where graphs of its block read it: for both passes of each microbatch.
-          dw is then added outside of the graphs
 
 Products of operands in the recipe's dtype, and Transformer Engine's, add dw in float32 unless that is left to autograd
 (`Workload.fused`), and so do those between chunks of the loss; these bytes overlap with arithmetic and are
@@ -30,7 +28,7 @@ from fp4train.backends import BACKENDS
 from fp4train.lab.costs.workload import ModelWeight, Workload
 from fp4train.parallel.config import Mesh
 
-ROUNDED, WIDENED, ZEROS, ADDED, SCALED, COPIED = 4 + 2, 2 + 4, 4, 4 + 4 + 4, 4 + 4, 2 * (4 + 4)
+ROUNDED, WIDENED, ZEROS, ADDED, SCALED = 4 + 2, 2 + 4, 4, 4 + 4 + 4, 4 + 4
 """Bytes per weight of each pass."""
 
 OPTIMIZER_BYTES: Final = {8: 36, 4: 24}
@@ -53,7 +51,6 @@ it."""
 def of_block(weight: ModelWeight, load: Workload, mesh: Mesh) -> float:
     """Bytes per step of a weight of a block; norms and biases count for nothing."""
     plan, m, gathered = weight.plan, mesh.microbatches, mesh.shard > 1
-    moves = load.moves(weight, mesh)
     if plan is None or not weight.is_multiplied or plan.table.torch_dtype == torch.float32:
         return 0.0
     plain, kernels = not plan.quantised, plan.layer_backend is not None
@@ -61,8 +58,8 @@ def of_block(weight: ModelWeight, load: Workload, mesh: Mesh) -> float:
     alone = m == 1 and mesh.data == 1
     wgrad = plan.wgrad
     by_product = load.fused and not compiled and (kernels or not wgrad.operands.quantised)
-    by_product = by_product and not (gathered and mesh.own_units) and not moves
-    moved = (0.0 if by_product else float(ADDED * (m - 1))) + COPIED * m * moves
+    by_product = by_product and not (gathered and mesh.own_units)
+    moved = 0.0 if by_product else float(ADDED * (m - 1))
     if mesh.own_units:
         return moved * weight.of_rank(mesh)
     if plain and not gathered:

@@ -12,7 +12,7 @@ step is
 
     (m + (p−1)/v) · slowest stage + first gather + last scatter + sends that fill the pipeline + norm + optimizer
 
-and no less than the host takes to queue its kernels and the graphs of blocks; recorded steps have none.
+and no less than the host takes to queue its kernels; recorded steps have none.
 
 GEMMs and quantising: `estimate.py`. Passes over weights and gradients beside them, the optimizer's among them, over
 embedded rows and over what the head reads: `casts.py`. Parameters of the rest:
@@ -29,7 +29,7 @@ from fp4train.hardware import Gpu
 from fp4train.lab.costs import casts
 from fp4train.lab.costs.blocks import BlockCost
 from fp4train.lab.costs.estimate import layer_costs
-from fp4train.lab.costs.host import GRAPH, OPERATION, host_seconds
+from fp4train.lab.costs.host import OPERATION, host_seconds
 from fp4train.lab.costs.links import Collective, Group, Interconnect, Traffic
 from fp4train.lab.costs.memory import USABLE, entered, rank_memory
 from fp4train.lab.costs.roofline import COPY, needs_amax
@@ -174,7 +174,7 @@ class ClusterCost:
             parts = form.coded and (again is None or again.requantises is None)
             shared = self.mesh.shard * self.mesh.microbatches if parts else 1
             passes = 1 / (shared if self.mesh.shard > 1 else self.mesh.microbatches)
-            whole: Any = {"weight_passes": passes, "weight_joins": 1.0 if self.mesh.shard > 1 else passes}
+            whole: Any = {"weight_passes": passes}
             in_bf16 = self.mesh.own_units or (self.mesh.shard > 1 and not form.coded and form.dtype == torch.bfloat16)
             whole |= {"others": split, "made": self.workload.made, "sharing": not self.workload.compiled}
             for row in layer_costs(mine, self.gpu, tokens, calls, weight_bytes=2 if in_bf16 else 4, **whole):
@@ -341,14 +341,13 @@ class ClusterCost:
         load, m = self.workload, self.mesh.microbatches
         if load.recorded:
             return 0.0
-        share, each = FUSED if load.compiled else 1.0, []
+        share = FUSED if load.compiled else 1.0
+        seconds = []
         for kind in load.kinds:
-            layers = (self._split(plan) for plan in kind.plans if plan.layer.name not in load.in_graphs)
-            eager = share * OPERATION * kind.cost.operations + sum(host_seconds(one, self._tokens) for one in layers)
-            # Two copies of a weight per microbatch, and, after the first, a sum of its gradients.
-            copies = kind.cost.copies + (3 - 1 / m) * sum(load.moves(weight, self.mesh) for weight in kind.weights)
-            each.append((1 + load.recomputed / 3) * eager + GRAPH * kind.cost.graphs + OPERATION * copies)
-        stages = (sum(number * each[kind] for kind, number in counts.items()) for counts in load.stages(self.mesh))
+            layers = sum(host_seconds(self._split(plan), self._tokens) for plan in kind.plans)
+            eager = share * OPERATION * kind.cost.operations + layers
+            seconds.append((1 + load.recomputed / 3) * eager)
+        stages = (sum(number * seconds[kind] for kind, number in counts.items()) for counts in load.stages(self.mesh))
         return m * max(stages, default=0.0)
 
     def _head(self) -> tuple[float, float]:

@@ -14,8 +14,7 @@ The arithmetic of operators is counted where they are products (a scan's) or Fou
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
@@ -58,15 +57,7 @@ class BlockTraffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.bytes = self.fused = self.flops = 0.0
-        self.operations = self.graphs = self.copies = 0
-
-    @contextmanager
-    def in_graph(self, *copied: Tensor) -> Iterator[None]:
-        """A graph has what happens, and reads copies of these tensors: the host queues both, and no operation."""
-        before = self.operations
-        yield
-        self.operations, self.graphs, self.copies = before, self.graphs + 1, self.copies + len(copied)
-        self.fused += 2 * sum(each.numel() * each.itemsize for each in copied)
+        self.operations = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))

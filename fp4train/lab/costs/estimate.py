@@ -14,7 +14,7 @@ from its sources, once for all layers that take it, and a gate's gradients once 
 kernels, where they write codes alone, move the same bytes.
 
 One product of layers that read one x is one launch of the size of all, in which each layer's share is that of its out
-features. So is quantising their dy, unless it draws random bits for each. Copies join dy and weights (`joint.py`).
+features. So is quantising their dy, unless it draws random bits for each.
 """
 
 import re
@@ -30,7 +30,6 @@ from fp4train.backends.table import FORMS, GEMMS, Operands
 from fp4train.hardware import Device, Gpu
 from fp4train.lab.costs import roofline
 from fp4train.lab.costs.elementwise import NOTHING_MADE, Made, MadeFrom
-from fp4train.lab.costs.joint import joined_layer, joining_seconds
 from fp4train.lab.costs.roofline import COPY, LAUNCH, gemm_seconds, move_seconds, needs_amax
 from fp4train.precision.layer_plan import Gemm, LayerPlan
 from fp4train.precision.plan import Plan
@@ -186,7 +185,6 @@ def layer_costs(
     microbatches: int,
     *,
     weight_passes: float = 1,
-    weight_joins: float = 1,
     weight_bytes: int = 4,
     others: Mapping[str, LayerPlan] = MappingProxyType({}),
     made: Made = NOTHING_MADE,
@@ -196,9 +194,8 @@ def layer_costs(
 
     Args:
         weight_passes: how often a step quantises the whole weight; below 1 if ranks each quantise a shard of it.
-        weight_joins: how often a step joins it with those of other layers for one product.
         weight_bytes: of an element of it where it is quantised: float32, or BF16 as it was gathered.
-        others: by name, the plans of the layers that it may be multiplied with, or share x.
+        others: by name, the plans of the layers that may share its x.
         made, sharing: see `estimate`.
     """
     if len(parts := plan.channel_parts) > 1:
@@ -207,7 +204,7 @@ def layer_costs(
         return [row for rows in found for row in rows]
     layer, gemms = plan.layer, {gemm.name: gemm for gemm in plan.gemms}
     quantise = dict.fromkeys(GEMMS, 0.0)
-    rows, group = layer.rows(tokens), joined_layer(plan, others)
+    rows = layer.rows(tokens)
     members = min(max(1, layer.experts), rows)
     """Experts that have tokens: each is quantised, and multiplied where no call does so for all, by itself."""
     calls = 1 if plan.layer_backend is not None else members
@@ -216,14 +213,9 @@ def layer_costs(
         times, read = (weight_passes, weight_bytes) if tensor == "w" else (microbatches, None)
         users = [(gemms[g], spec) for g, which in forms if (spec := getattr(gemms[g].operands, which)) is not None]
         forms_of_one = [(spec, gemm.backend) for gemm, spec in users]
-        # A backend that runs a layer's GEMMs together quantises the weights of a joint group as one.
-        once = tensor == "dy" or (tensor == "w" and plan.layer_backend is not None)
         source = made.get((layer.name, tensor))
         if source is not None:
             seconds = _made(gpu, counts[tensor], [spec for spec, _ in forms_of_one], source)
-        elif once and users and all(gemm.joint and not spec.random for gemm, spec in users):
-            whole = rows * group.out_features if tensor == "dy" else group.weights
-            seconds = _tensor(gpu, whole, forms_of_one, read) * layer.out_features / group.out_features
         else:
             seconds = calls * _tensor(gpu, counts[tensor] // calls, forms_of_one, read)
             if tensor == "x" and sharing and shares_x(plan):
@@ -234,16 +226,13 @@ def layer_costs(
     for gemm in plan.gemms:
         m, n, k = size = plan.size(gemm.name, tokens)
         reason = _why_emulated(gemm)
-        one = alone = (m, n, k / members) if gemm.name == "wgrad" else (m / members, n, k)
-        share, joining = 1.0, 0.0
-        if gemm.joint:
-            one, share = replace(plan, layer=group).size(gemm.name, tokens), layer.out_features / group.out_features
-            is_joined = (layer.name, "dy") in made
-            joining = share * joining_seconds(gpu, plan, gemm, group, tokens, microbatches, weight_joins, is_joined)
+        alone = (m, n, k / members) if gemm.name == "wgrad" else (m / members, n, k)
         multiplied = gemm.elements if reason is None else _multiplied(gemm.operands)
         products = members if gemm.grouped or plan.layer_backend is not None else 1
-        seconds = share * members / products * gemm_seconds(gpu, multiplied, *one, products=products)
-        epilogue = share * members * _epilogue(gpu, gemm.operands, one[0] * one[1]) if reason is not None else 0.0
+        seconds = members / products * gemm_seconds(gpu, multiplied, *alone, products=products)
+        epilogue = 0.0
+        if reason is not None:
+            epilogue = members * _epilogue(gpu, gemm.operands, alone[0] * alone[1])
         costs.append(
             GemmCost(
                 layer=layer.name,
@@ -251,7 +240,7 @@ def layer_costs(
                 size=size,
                 elements=gemm.elements,
                 bf16=microbatches * members * gemm_seconds(gpu, "BF16·BF16", *alone),
-                gemm=microbatches * seconds + joining,
+                gemm=microbatches * seconds,
                 quantise=quantise[gemm.name] + microbatches * epilogue,
                 emulated=reason,
             )

@@ -12,10 +12,6 @@ OPERATION: Final = 6e-6
 LAUNCHED: Final = 3e-6
 """Seconds of the host per kernel: a launch of Triton without its JIT, measured on a CPU (docs/gpus.md)."""
 
-GRAPH: Final = 28e-6 + 10e-6
-"""Seconds of the host per graph of a block's pass: Python, measured on a CPU with graphs that do nothing
-(scripts/host_time.py), and a launch: assumed, of 5 to 15 µs."""
-
 _PYTHON = {"te": 122e-6, "native": 76e-6, "emulate": 169e-6, "reference": 806e-6, "torch": 20e-6}
 HOST: Final[Mapping[str, float]] = MappingProxyType(
     {name: seconds + LAUNCHED * (3 if name == "torch" else 7) for name, seconds in _PYTHON.items()}
@@ -29,20 +25,13 @@ EXPERT, PRODUCT = 0.6, 0.09
 """Shares of the host's seconds per linear layer that a further expert of a layer takes, and one product: 0.55 to 0.66,
 and 0.08 to 0.09, in emulated NVFP4 and MXFP8 and in BF16 on a CPU (32 experts of 32 features and 32 rows)."""
 
-JOINT: Final[Mapping[str, float]] = MappingProxyType({"te": -0.14, "native": -0.04, "emulate": -0.08, "torch": 0.24})
-"""Share of the host's seconds per linear layer, by backend, that each GEMM adds which is one product of all layers that
-read one x: a line that meets within 8 % what three layers take on a CPU, in seconds of the same layers apart. Native
-0.93 with three such GEMMs (MXFP8), 1.00 with two (FP8 per row) and 1.02 with one (NVFP4, fused scales); emulated 0.76,
-0.87 and 0.94; 1.72 in BF16, where layers apart are torch's own; 0.58 on Transformer Engine, which joins all three GEMMs
-(MXFP8) in one call of its layer."""
-
 
 def host_seconds(plan: LayerPlan, tokens: int) -> float:
     """Seconds of the host to queue a layer once, forward and backward. Experts are quantised, and multiplied where no
     product is one of all, one by one; Transformer Engine takes all at once."""
     layer, backend = plan.layer, max((gemm.backend for gemm in plan.gemms), key=HOST.__getitem__)
-    whole = HOST[backend] * (1 + JOINT.get(backend, 0.0) * sum(gemm.joint for gemm in plan.gemms))
+    seconds = HOST[backend]
     if not layer.experts or plan.layer_backend is not None:
-        return whole
+        return seconds
     further = min(layer.experts, layer.rows(tokens)) - 1
-    return whole * (1 + further * (EXPERT - PRODUCT * sum(gemm.grouped for gemm in plan.gemms)))
+    return seconds * (1 + further * (EXPERT - PRODUCT * sum(gemm.grouped for gemm in plan.gemms)))

@@ -8,8 +8,7 @@
     weights in BF16   of layers without a quantised GEMM, cast once per step to the recipe's dtype; not of weights that
                       shards gather, which are freed after each use; under torch.compile once per microbatch in flight
     unsharded weights two blocks' weights as the GEMMs read them (one runs, one arrives), those outside the blocks,
-                      which stay gathered, and the gradients of one block and of those outside; the float32 weights of
-                      one block that its graphs read
+                      which stay gathered, and the gradients of one block and of those outside
     logits            of one chunk: 8 bytes per logit; the head in BF16, its float32 gradient, the gradient of its input
     reserve           RESERVE: the CUDA context, NCCL's buffers, workspaces of the GEMMs
 
@@ -52,7 +51,6 @@ class RankMemory:
         rounded = sum(n * k.cost.weights / mesh.tensor for k, n in kinds)
         # Graphs of torch.compile save the copy that each pass makes.
         copies = flights * (1 - again) if load.compiled else float(mesh.shard == 1)
-        moved = max((sum(w.of_rank(mesh) for w in k.weights if load.moves(w, mesh)) for k, _ in kinds), default=0.0)
         running = again * max((saved(k.cost, mesh) for k, _ in kinds), default=0.0)
         self.parameters, self.host = local, load.state_bytes * local
         """Elements of its shard; bytes in main memory while a checkpoint is written."""
@@ -63,7 +61,7 @@ class RankMemory:
             "codes of weights": sum(n * _codes(k.weights, mesh) for k, n in kinds),
             "activations": flights * kept + running,
             "weights in BF16": copies * rounded,
-            "unsharded weights": _unsharded([k.weights for k, _ in kinds], outer, mesh) + 4 * moved,
+            "unsharded weights": _unsharded([k.weights for k, _ in kinds], outer, mesh),
             "logits and head": _logits(load, mesh) if stage == mesh.pipeline - 1 else 0.0,
             "reserve": RESERVE,
         }

@@ -17,7 +17,6 @@ from torch import nn
 from fp4train.config.schema import Config
 from fp4train.errors import UserError, user_errors
 from fp4train.hardware import Device, Gpu
-from fp4train.lab.costs.block_graphs import PRICED
 from fp4train.lab.costs.cluster import ClusterCost
 from fp4train.lab.costs.links import Interconnect, interconnect
 from fp4train.lab.costs.workload import ModelWeight, Workload, find_weights, tensor_cut, workload
@@ -184,8 +183,6 @@ class MeshPlan:
         self.links = interconnect(gpu)
         self.kernels = kernels_of(config.train, "cuda", elsewhere=True)
         """Whether Liger's kernels run what lies between the products, and a sentence that says so."""
-        self.graphs = [PRICED] if config.train.cuda_graph == "block" else []
-        """A sentence on graphs of blocks, if the run has them."""
         self.notes: list[str] = []
         self._batch_given = "train.batch_size" in given
         if "train.seq_len" not in given:
@@ -297,7 +294,7 @@ class MeshPlan:
             layers = (layer for stretch in plan.stretches for layer in stretch.layers.values())
             self.notes.append(gathers(layers, mesh.shard, self.config.parallel.gather, whole=train.whole_weights))
         shared = " The loss is torch's where ranks share the vocabulary." if mesh.tensor > 1 and self.kernels[0] else ""
-        self.notes += filter(None, [divided_blocks(plan), self.kernels[1] + shared, *self.graphs])
+        self.notes += filter(None, [divided_blocks(plan), self.kernels[1] + shared])
         produced = self.produced(plan, mesh.data)
         self.notes += produced_by(self.model, plan.stretches, produced, "cuda")
         loads = self.workloads(plan, sequences, produced)
@@ -345,7 +342,6 @@ class MeshPlan:
         if like.gather != self.config.parallel.gather:
             why = self.config.train.whole_weights
             self.notes.append(f"{why} takes float32 weights: they are not gathered as codes")
-        self.notes += self.graphs
         choices = (False, True) if hasattr(self.config.model, "recompute") else (False,)
         found = candidates(
             self.model, measure, self.gpu, self.links, gpus=self.gpus, batch=batch, like=like, recompute=choices

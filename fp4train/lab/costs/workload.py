@@ -17,7 +17,6 @@ from typing import cast
 import torch
 from torch import nn
 
-from fp4train.lab.costs.block_graphs import modules_in_graphs
 from fp4train.lab.costs.blocks import BlockCost, measure_blocks
 from fp4train.lab.costs.elementwise import Made, made_by
 from fp4train.models.common.cut import TensorCut, TensorParallel, multiplied, share_blocks
@@ -216,7 +215,6 @@ class Workload:
         made: what norms and gates quantise.
         compiled: whether torch.compile fuses what is between the GEMMs.
         recorded: whether a CUDA graph has the step.
-        in_graphs: modules of which graphs of blocks have the passes, by name.
         recomputed: share of the blocks' forward work that backward repeats; 1: only the blocks' inputs are kept.
         moment_bytes: of the optimizer's moments per parameter.
         liger: whether Liger's kernels run the loss and, where they are not compiled, what they can of the blocks.
@@ -241,7 +239,6 @@ class Workload:
     made: Made
     compiled: bool = False
     recorded: bool = False
-    in_graphs: frozenset[str] = frozenset()
     recomputed: float = 0.0
     moment_bytes: int = 8
     liger: bool = False
@@ -269,11 +266,6 @@ class Workload:
     def flops_per_token(self) -> int:
         """2 per multiplication: once forward, twice backward."""
         return 6 * (sum(self.multiplied) + self.last_multiplied)
-
-    def moves(self, weight: ModelWeight, mesh: Mesh) -> bool:
-        """Whether a weight is copied to where graphs of blocks read it: data ranks gather it into other memory in each
-        pass."""
-        return mesh.data > 1 and weight.name.rpartition(".")[0] in self.in_graphs
 
     @property
     def distinct(self) -> list[ModelWeight]:
@@ -315,7 +307,7 @@ def workload(
     sequences: int,
     seq_len: int,
     compiled: bool = False,
-    recorded: bool | str = False,
+    recorded: bool = False,
     recomputed: float = 0.0,
     moment_bytes: int = 8,
     liger: bool = False,
@@ -346,7 +338,6 @@ def workload(
         liger=liger and not compiled,
         producers=producers,
         between=between,
-        graphs=recorded == "block",
     )
     made = made_by(producers.values())
     of_block: dict[int | None, list[ModelWeight]] = {}
@@ -383,8 +374,7 @@ def workload(
         width=width,
         tied=any(id(model.get_submodule(p.layer.name).weight) in embeddings for p in outside),
         compiled=compiled,
-        recorded=recorded is True,
-        in_graphs=frozenset(modules_in_graphs(model) if recorded == "block" else ()),
+        recorded=recorded,
         recomputed=recomputed,
         moment_bytes=moment_bytes,
         liger=liger,

@@ -12,17 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import ClassVar, Final
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from fp4train.models.common.cache import KeyValues
 from fp4train.models.common.cut import TensorCut
 from fp4train.models.common.experts import Balance, ExpertLayer, ExpertShape, Router
 from fp4train.models.common.initialise import initialise
 from fp4train.models.common.rotary import RotaryBlock, RotaryDecoder, RotaryShape, SwiGLU
-from fp4train.models.common.stream import end_of_block
 from fp4train.models.moe.parallel import tensor_cut
 
 
@@ -71,39 +69,10 @@ class ExpertBlock(RotaryBlock):
     """A block whose MLP is a layer of experts."""
 
     entrance = RotaryBlock.entrance
-    fp4train_recorded = (("attended", ("attention_norm", "attention")), ("fed", ()))
-    """Methods of its forward pass, each with the modules that it runs where a CUDA graph can record it."""
-
-    def forward(
-        self, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor, cache: KeyValues | None = None, mask: Tensor | None = None
-    ) -> Tensor:
-        methods = self.attended, self.fed
-        if all(getattr(each, "__func__", None) in _OWN for each in methods):
-            return super().forward(x_BTD, cos_TE, sin_TE, cache, mask)
-        return self.fed(x_BTD, self.attended(x_BTD, cos_TE, sin_TE, cache, mask), cos_TE.shape[0])
-
-    def attended(
-        self, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor, cache: KeyValues | None, mask: Tensor | None
-    ) -> Tensor:
-        """The change of x by attention; a graph has this result alone, and the stream goes by beside it: a copy of its
-        gradient to where the graph reads it would move as many bytes as the sum that torch makes then."""
-        y_BTD, _ = self.attention_norm.of_stream(x_BTD)
-        change: Tensor = self.attention(y_BTD, cos_TE, sin_TE, cache, mask)
-        return change
-
-    def fed(self, x_BTD: Tensor, change_BTD: Tensor, time: int) -> Tensor:
-        """The block's output, given the change of x by attention."""
-        y_BTD, x_BTD = self.mlp_norm.of_stream(x_BTD, change_BTD)
-        return end_of_block(x_BTD, self.transformed(y_BTD, time))
 
     def transformed(self, x_BTD: Tensor, time: int) -> Tensor:
         out: Tensor = self.mlp(x_BTD, time)
         return out
-
-
-_OWN: Final = (ExpertBlock.attended, ExpertBlock.fed)
-"""Methods that compute what `RotaryBlock.forward` does, where no subclass and no graph has others in their place. That
-adds the gradient of the stream within the attention's norm."""
 
 
 class MixtureModel(RotaryDecoder):

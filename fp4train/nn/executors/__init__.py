@@ -4,8 +4,6 @@
     gemms         three GEMMs, each on its own backend
     cut           the same of a layer's shard, with tensor parallelism's collectives
     parts         the same of parts of the in features, each in a recipe of its own
-    joint         the same of layers that read one x, together
-    stacked       the same of those that a backend runs, whose weights lie in one piece of memory
     groups        the same of a group of weights, each for its own rows (experts)
 
 `EXECUTORS` alone decides between them. What an executor carries from step to step are states of its layer, because it
@@ -26,9 +24,7 @@ from fp4train.nn.call import Executor, Sums
 from fp4train.nn.executors.cut import CutGemms, LayerShard
 from fp4train.nn.executors.gemms import Gemms
 from fp4train.nn.executors.groups import BackendExperts, GroupGemms
-from fp4train.nn.executors.joint import JointGemms
 from fp4train.nn.executors.parts import ChannelParts
-from fp4train.nn.executors.stacked import JointBackend
 from fp4train.nn.executors.whole_layer import BackendLayer, TorchLayer
 from fp4train.precision.layer_plan import LayerPlan
 
@@ -40,8 +36,6 @@ EXECUTORS: Final[Mapping[type[Executor], Callable[[LayerPlan], object]]] = {
     BackendExperts: lambda plan: plan.layer.experts and plan.layer_backend,
     GroupGemms: lambda plan: plan.layer.experts,
     CutGemms: lambda plan: plan.layer.cut,
-    JointBackend: lambda plan: plan.joint and plan.layer_backend,
-    JointGemms: lambda plan: plan.joint,
     TorchLayer: lambda plan: not plan.quantised,
     BackendLayer: lambda plan: plan.layer_backend,
     ChannelParts: lambda plan: plan.recipe.outliers,

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fp4train.backends import BACKENDS, Prepared
-from fp4train.nn.call import Biases, Call, Counts, Executor, Recorded, Route, Sums, Weights, gradient_dtypes
+from fp4train.nn.call import Biases, Call, Counts, Executor, Route, Sums, Weights, gradient_dtypes
 from fp4train.nn.operands import Operand
 from fp4train.nn.ranks import local
 from fp4train.nn.scaling import DelayedScaling
@@ -157,7 +157,7 @@ class Gemms(Executor):
         self.w_row.start, self.w_column.start = (0, feature), (0, feature) if self.w_column.transposed else (feature, 0)
 
     @classmethod
-    def why_no_graph(cls, plan: LayerPlan, recorded: Recorded = "step") -> str | None:
+    def why_no_graph(cls, plan: LayerPlan) -> str | None:
         for where, spec in cls.quantised(plan):
             if isinstance(spec.hadamard, Hadamard) and spec.hadamard.signs == "step":
                 return f"{where}: hadamard.signs='step' draws other signs on the host in every step"

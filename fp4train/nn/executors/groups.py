@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from fp4train.backends import ExpertKernels
 from fp4train.backends.grouped import Products
-from fp4train.nn.call import Biases, Call, Counts, Executor, Recorded, Sums, Weights, gradient_dtypes
+from fp4train.nn.call import Biases, Call, Counts, Executor, Sums, Weights, gradient_dtypes
 from fp4train.nn.executors.gemms import SAVED, flatten, sum_so_far, unflatten, without_torchs_autocast
 from fp4train.nn.executors.whole_layer import BackendLayer
 from fp4train.precision.context import State
@@ -51,9 +51,9 @@ class GroupGemms(Executor):
         self.states = self.member.states
 
     @classmethod
-    def why_no_graph(cls, plan: LayerPlan, recorded: Recorded = "step") -> str | None:
+    def why_no_graph(cls, plan: LayerPlan) -> str | None:
         rows = f"{plan.layer.name}: the host reads how many rows each of its {plan.layer.experts} experts has"
-        return super().why_no_graph(plan, recorded) or rows
+        return super().why_no_graph(plan) or rows
 
     def own(self, x_MK: Tensor, w_NK: Tensor) -> tuple[Tensor, Tensor]:
         return self.member.own(x_MK, w_NK)

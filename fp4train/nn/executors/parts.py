@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp4train.backends import DataRanks, LayerState
-from fp4train.nn.call import Biases, Call, Counts, Executor, Recorded, Sums, Weights
+from fp4train.nn.call import Biases, Call, Counts, Executor, Sums, Weights
 from fp4train.nn.executors.cut import LayerShard
 from fp4train.nn.executors.gemms import Gemms, GemmsFunction, Gradients, Prepare, Saved
 from fp4train.nn.gathered import values_of
@@ -208,7 +208,7 @@ class ChannelParts(Executor):
         self.split = None if split.outliers is None else SplitGemms(split, device, shard, sums=sums)
 
     @classmethod
-    def why_no_graph(cls, plan: LayerPlan, recorded: Recorded = "step") -> str | None:
+    def why_no_graph(cls, plan: LayerPlan) -> str | None:
         name = f"recipe {plan.recipe.name}, {plan.layer.name}"
         return f"{name}: the host counts the steps by which outlier channels are chosen"
 

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from fp4train.backends import BACKENDS, LAYER_BACKENDS, LayerKernels, Prepared, Readers, add_product, widened
 from fp4train.backends.table import FORMS
-from fp4train.nn.call import Biases, Call, Counts, Executor, Recorded, Route, Sums, Weights
+from fp4train.nn.call import Biases, Call, Counts, Executor, Route, Sums, Weights
 from fp4train.nn.executors.gemms import Gradients, Saved, accumulates, adds, sum_so_far
 from fp4train.nn.gathered import Gathered, values_of
 from fp4train.nn.operands import Operand
@@ -163,13 +163,12 @@ class BackendLayer(Executor):
         return Operand(tensor, specs, (True, True), self.device, self.shard, tiles=(True, True))
 
     @classmethod
-    def why_no_graph(cls, plan: LayerPlan, recorded: Recorded = "step") -> str | None:
-        for where, spec in cls.quantised(plan) if recorded == "step" else ():
+    def why_no_graph(cls, plan: LayerPlan) -> str | None:
+        for where, spec in cls.quantised(plan):
             if spec.delayed is not None:
                 return (
                     f"{where}: delayed scaling on backend={plan.layer_backend} updates its histories on the host; with "
-                    "backend=emulate or native they are fp4train's, which can be recorded, and "
-                    "train.cuda_graph=block leaves the update to the host"
+                    "backend=emulate or native they are fp4train's, which can be recorded"
                 )
         return None
 

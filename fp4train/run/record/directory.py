@@ -64,7 +64,6 @@ RESUMED = (
     *CONTINUED,
     *("recipe", "policy", "phases", "backend", "device", "optim.", "schedule."),
     *("train.steps", "train.microbatch", "train.compile", "train.deterministic", "train.kernels"),
-    "train.joint_products",
     *("model.recompute", "model.draw", "model.scan.kernels"),
     *("data.path", "data.val_path", "teacher", "parallel."),
 )

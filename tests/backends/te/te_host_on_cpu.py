@@ -23,7 +23,7 @@ from transformer_engine.pytorch.cpp_extensions import gemm as cpp_gemm
 from transformer_engine.pytorch.quantized_tensor import QuantizedTensor, QuantizedTensorStorage
 
 sys.path.append(str(Path(__file__).parents[2] / "helpers"))
-from host_passes import least, passes, plain_layer, three_layers
+from host_passes import least, passes, plain_layer
 
 from fp4train.backends.te import region, to_te
 from fp4train.hardware import Device
@@ -37,8 +37,6 @@ CPU, BF16 = torch.device("cpu"), torch.bfloat16
 RECIPES: tuple[Recipe, ...] = (NVFP4(), MXFP8(), FP8Current(), FP8Delayed())
 TRIES = 8
 """Unless the command line says how many."""
-JOINED = "MXFP8, one product"
-"""Name of what `joined` measures."""
 
 
 def gemm(a: Any, transa: bool, b: Any, transb: bool, out: Any, _: Any, out_dtype: Any, *__: Any, **___: Any) -> Any:
@@ -122,18 +120,8 @@ def measured(recipe: Recipe, tries: int) -> list[tuple[float, float, float]]:
     return found
 
 
-def joined(tries: int) -> list[tuple[float, float]]:
-    """(seconds of three layers that read one x as one product, of the same apart) in each of several tries."""
-    recipe = MXFP8()
-    with pretend_gpu(), region(recipe.table()):
-        both = [three_layers(recipe, "te", joint=joint) for joint in (True, False)]
-        for each in both:
-            each()
-        return [(least(both[0]), least(both[1])) for _ in range(tries)]
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
     tries = int(sys.argv[1]) if sys.argv[1:] else TRIES
     found: dict[str, list[tuple[float, ...]]] = {recipe.name: [*measured(recipe, tries)] for recipe in RECIPES}
-    json.dump(found | {JOINED: [*joined(tries)]}, sys.stdout)
+    json.dump(found, sys.stdout)

@@ -4,9 +4,8 @@ test_te_produced.py, that prints JSON.
 Besides what te_codes_on_cpu.py fakes: x and dy of NVFP4, and all of MXFP8, are quantised to TE's real tensors, by
 fp4train's reference in the place of `tex.quantize` (tensor/nvfp4_tensor.py: codes in pairs, the column-wise form
 transposed, an amax of each, scales in tiles where `optimize_for_gemm`; tensor/mxfp8_tensor.py: both forms [M, K]).
-`tex.rmsnorm_fwd`, `swiglu` and theirs of backward (csrc/extensions/normalization.cpp, activation.cpp) compute what
-torch's operators do, round as they do so that bits compare, and quantise by the quantizer that they get; TE's kernels
-do not round to BF16 in between.
+`tex.rmsnorm_fwd` and its backward (csrc/extensions/normalization.cpp) compute what torch's operators do, round as they
+do so that bits compare, and quantise by the quantizer that they get; TE's kernels do not round to BF16 in between.
 """
 
 from __future__ import annotations
@@ -114,23 +113,7 @@ def rmsnorm_backward(dy: Tensor, h: Tensor, rstd: Tensor, weight: Tensor, *_: An
     return h.grad, weight.grad  # type: ignore[return-value]
 
 
-def swiglu(y: Tensor, quantiser: Any) -> Any:
-    """csrc/extensions/activation.cpp: the first half goes through SiLU."""
-    assert y.is_contiguous()
-    gate, up = y.chunk(2, dim=1)
-    return made_by("swiglu", quantiser, torch.nn.functional.silu(gate) * up)
-
-
-def dswiglu(dx: Tensor, y: Tensor, quantiser: Any) -> Any:
-    assert dx.shape == (y.shape[0], y.shape[1] // 2)
-    y = y.detach().requires_grad_()
-    with torch.enable_grad():
-        gate, up = y.chunk(2, dim=1)
-        (torch.nn.functional.silu(gate) * up).backward(dx)
-    return made_by("dswiglu", quantiser, y.grad)  # type: ignore[arg-type]
-
-
-tex.rmsnorm_fwd, tex.rmsnorm_bwd, tex.swiglu, tex.dswiglu = rmsnorm, rmsnorm_backward, swiglu, dswiglu
+tex.rmsnorm_fwd, tex.rmsnorm_bwd = rmsnorm, rmsnorm_backward
 tex.quantize = quantise
 launch = triton_launch.Launch.__call__
 
@@ -156,12 +139,12 @@ for module in (operands, scaling, sharded, weights):
 TOKENS = torch.randint(60, (2, 32), generator=torch.Generator().manual_seed(1))
 
 
-def model(kernels: str, recipe: Any, joint: bool, sums: bool, tokens: int, **shape: Any) -> nn.Module:
+def model(kernels: str, recipe: Any, sums: bool, tokens: int, **shape: Any) -> nn.Module:
     torch.manual_seed(0)
     sizes = {"width": 64, "layers": 1, "heads": 4, "kv_heads": 2, "hidden": 96, "tied": False} | shape
     made = f4.convert(Llama(**sizes).build(vocab_size=60, seq_len=32), backend="te").train()
     settings = TrainSettings(steps=1, batch_size=2, microbatch=None, seq_len=32, kernels=kernels)
-    options: dict[str, Any] = {"tokens": 64, "device": Device(type="cpu"), "backend": "te", "joint": joint}
+    options: dict[str, Any] = {"tokens": 64, "device": Device(type="cpu"), "backend": "te"}
     stretches = make_plan(find_layers(made).values(), Timeline(recipe=recipe, steps=9), None, **options).stretches
     plan = stretches[0]
     for layer in made.modules():
@@ -179,12 +162,11 @@ def trained(
     *,
     step: int = 0,
     sums: bool = False,
-    joint: bool = False,
     tokens: Tensor = TOKENS,
     **shape: Any,
 ) -> tuple[dict[str, Tensor], Counter[str]]:
     """Loss and gradients of two microbatches of a step, and of an evaluation; what was launched."""
-    made = model(kernels, recipe, joint, sums, tokens.numel(), **shape)
+    made = model(kernels, recipe, sums, tokens.numel(), **shape)
     launched.clear()
     quantised.clear()
     for _ in range(2):
@@ -205,11 +187,9 @@ def apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, float]:
 MXFP8_CASES: dict[str, dict[str, Any]] = {
     "mxfp8": {},
     "mxfp8, recomputed": {"recompute": True},
-    "mxfp8, joint": {"joint": True},
-    "mxfp8, joint, cudnn": {"joint": True},
-    "mxfp8, joint, cudnn, summed": {"joint": True, "sums": True},
-    "mxfp8, joint, cudnn, recomputed": {"joint": True, "recompute": True},
     "mxfp8, cudnn": {},
+    "mxfp8, cudnn, summed": {"sums": True},
+    "mxfp8, cudnn, recomputed": {"recompute": True},
     "mxfp8, two blocks, recomputed": {"layers": 2, "recompute": True},
 }
 
@@ -228,17 +208,10 @@ def results() -> dict[str, Any]:
         found[name] = {"before": before, "counts": counts, "apart": apart(plain, fused), "said": list(sentences)}
     del os.environ[CUDNN]
     sys.path.append(str(pathlib.Path(__file__).parents[3] / "scripts"))
-    from te_given import JOINT, check_joint, gradients
-    from te_selfcheck import RECIPES, Problem
+    from te_given import gradients
 
     pairs = [[gradients(each, kernels, "cpu", 64) for kernels in ("auto", "torch")] for each in (NEAREST, HYBRID)]
     found["selfcheck"] = [all(map(torch.equal, *pair)) for pair in pairs]
-    found["joint"] = {}
-    for name, of in JOINT.items():
-        launched.clear()
-        width = 256 if "blocks" in name else 64  # no block of 128 crosses the border between two layers
-        row = check_joint(name, RECIPES[of], Problem.draw(64, width, 64, "cpu"))
-        found["joint"][name] = [row.agrees, row.note, sorted({each for each in launched if each in vars(tex)})]
     first, again, later = (trained(NVFP4(), "auto", step=step)[0] for step in (0, 0, 1))
     found["random bits"] = {"again": len(apart(first, again)), "of another step": len(apart(first, later))}
     return found

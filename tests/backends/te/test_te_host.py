@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from fp4train.backends.te import availability
-from fp4train.lab.costs.host import JOINT
 from fp4train.precision import MXFP8, NVFP4, FP8Current, FP8Delayed, Recipe
 
 if (availability.version() or ()) < (2, 19):
@@ -26,9 +25,3 @@ def test_a_layer_adds_little_of_the_host_to_that_of_te(report: Any, recipe: Reci
     found = report[recipe.name]
     assert len(found) > 1 and all(ours > theirs > plain for ours, theirs, plain in found), found
     assert min((ours - theirs) / plain for ours, theirs, plain in found) <= MOST, found
-
-
-def test_three_layers_of_one_call_take_less_of_the_host_than_apart(report: Any) -> None:
-    """0.58 of it, of which the cost model's share for the host is made."""
-    found = report["MXFP8, one product"]
-    assert len(found) > 1 and min(joint / apart for joint, apart in found) <= 1 + 3 * JOINT["te"] + 0.12, found

@@ -9,14 +9,12 @@ from llama_shapes import measured
 from fp4train.cli import main
 from fp4train.hardware import find_gpu
 from fp4train.lab.costs import cluster
-from fp4train.lab.costs.block_graphs import PRICED
 from fp4train.lab.costs.cluster import ClusterCost
 from fp4train.lab.costs.host import HOST
 from fp4train.lab.costs.links import interconnect
 from fp4train.lab.costs.roofline import gemm_seconds
 from fp4train.parallel.config import Mesh
 from fp4train.precision import NVFP4
-from fp4train.quantize.produced import SUM
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "cost-model.md"
 
@@ -125,24 +123,6 @@ def test_the_table_prices_sums_that_torchs_kernels_leave_to_autograd(capsys: pyt
     more = 1e3 * 12 * blocks / (0.9 * find_gpu("B200").bandwidth)
     name = "casts, gradient sums"
     assert torchs[name] - auto[name] == pytest.approx(more, rel=0.02)
-
-
-def test_graphs_of_blocks_leave_the_host_a_launch_per_pass(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("gpu=B200", "recipe=nvfp4", "train.microbatch=1")
-    eager, block, whole = (printed(capsys, *words, f"train.cuda_graph={each}") for each in ("false", "block", "true"))
-    assert PRICED in block and PRICED not in eager + whole
-    parts = [milliseconds(each, 1) for each in (eager, block, whole)]
-    waits, queued = "waiting for the host", "queued by the host in"
-    assert waits in parts[0] and waits not in parts[1] | parts[2]
-    assert parts[2][queued] == 0 < parts[1][queued] < parts[0][queued] / 8
-    assert parts[2]["together"] < parts[1]["together"] < parts[0]["together"]
-    sums = 1e3 * 15 * (6 / cluster.EAGER - SUM) * TOKENS * 2048 / (0.9 * find_gpu("B200").bandwidth)
-    assert parts[1]["elementwise"] - parts[2]["elementwise"] == pytest.approx(sums, abs=0.1)
-    said = (
-        f"in {parts[0][queued]:.0f} ms, {parts[0][waits]} longer than the GPU takes, and with graphs of\nblocks in "
-        f"{parts[1][queued]}, while the GPU takes {parts[1]['together']}"
-    )
-    assert said in DOCUMENT.read_text("utf-8")
 
 
 def test_ligers_kernels_move_what_is_stated_of_them_in_a_block() -> None:

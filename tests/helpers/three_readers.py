@@ -1,4 +1,4 @@
-"""Layers that read one x, which run an applied plan: as one product per GEMM, or each by itself."""
+"""Three layers that read one x, which run an applied plan."""
 
 from __future__ import annotations
 
@@ -35,11 +35,6 @@ class Readers(nn.Module):
         return self.wq(x), self.wk(x), self.wv(x)
 
 
-def whole(*shape: int, seed: int, most: int = 2) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-most, most + 1, shape, generator=generator).float()
-
-
 def normal(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
@@ -47,7 +42,6 @@ def normal(*shape: int, seed: int) -> Tensor:
 def made(
     recipe: Recipe,
     *,
-    joint: bool,
     values: Callable[..., Tensor] = normal,
     sums: bool = False,
     in_product: bool = True,
@@ -60,13 +54,12 @@ def made(
         for seed, each in enumerate(model.parameters()):
             each.copy_(values(*each.shape, seed=seed))
     layers = find_layers(model)
-    options: dict[str, Any] = {"tokens": TOKENS, "device": Device(type="cpu"), "backend": backend, "joint": joint}
+    options: dict[str, Any] = {"tokens": TOKENS, "device": Device(type="cpu"), "backend": backend}
     stretch = make_plan(layers.values(), Timeline(recipe=recipe, steps=9), None, **options).stretches[0]
     for module in model.modules():
         if isinstance(module, PlannedLayer):
             module.sum_gradients(sums, in_product=in_product)
             module.apply_plan(stretch.layers[module.layer.name], recipe, None, CPU)
-    assert joint is model.wq.executor_in(within(recipe), CPU).plan.joint
     return model
 
 

@@ -1,0 +1,91 @@
+"""dw in high precision is added to the gradient within its product (on GPUs; emulated here by `adding`): in
+recomputed layers too, with the bits of autograd's sums, and never by passes that leave gradients as they are."""
+
+from collections.abc import Callable
+from typing import Any
+
+import adding
+import pytest
+import torch
+from three_readers import SIZES, TOKENS, K, made, normal, within
+from torch import Tensor, nn
+
+from fp4train.precision import BF16, NVFP4, Recipe, recompute
+from fp4train.precision.context import use
+
+ADDING_RECIPES = pytest.mark.parametrize(
+    "recipe", [BF16(), NVFP4(fused_scales=True).with_high_precision("wgrad")], ids=["all", "wgrad"]
+)
+"""Recipes whose products add dw: wgrad is in high precision."""
+
+
+def results(
+    model: nn.Module,
+    recipe: Recipe,
+    values: Callable[..., Tensor] = normal,
+    *,
+    calls: Callable[..., tuple[Tensor, ...]] | None = None,
+    microbatches: int = 1,
+    step: int | None = 0,
+) -> dict[str, Tensor]:
+    """The outputs of the last microbatch, dx, and the gradients of the parameters."""
+    model.zero_grad()
+    x = values(microbatches, TOKENS, K, seed=11).to(recipe.torch_dtype).requires_grad_()
+    for number, own in enumerate(x.unbind()):
+        with use(within(recipe, step)):
+            ys = (calls or model)(own)
+        used = [(y, values(*y.shape, seed=20 + number).to(y.dtype)) for y in ys]
+        torch.autograd.backward([y for y, _ in used], [dy for _, dy in used])
+    assert x.grad is not None
+    found = {"x": x.grad} | {f"y{i}": y.detach() for i, y in enumerate(ys)}
+    return found | {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+
+
+def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> set[str]:
+    assert set(one) == set(other)
+    return {name for name in one if not torch.equal(one[name], other[name])}
+
+
+@ADDING_RECIPES
+def test_recomputed_layers_add_dw_within_their_gemms_too_and_all_ways_have_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch, recipe: Recipe
+) -> None:
+    """Recomputation saves no weights: what backward gets in their place has no gradient to add to."""
+    added, found = adding.begin(monkeypatch.setattr), []
+    for again, in_product in ((False, False), (False, True), (True, True)):
+        model = made(recipe, sums=True, in_product=in_product)
+
+        def calls(x: Tensor, model: Any = model, again: bool = again) -> tuple[Tensor, ...]:
+            def joined(x: Tensor) -> Tensor:
+                return torch.cat(model(x), dim=1)
+
+            return (recompute(joined, x) if again else joined(x),)
+
+        found.append(results(model, recipe, calls=calls, microbatches=3))
+        assert sorted(added) == sorted([(size, K) for size in SIZES] * 2 * in_product), (again, in_product)
+        added.clear()
+    assert not differing(found[0], found[1]) and not differing(found[0], found[2])
+
+
+@ADDING_RECIPES
+def test_passes_that_leave_gradients_as_they_are_add_nothing_to_them(
+    monkeypatch: pytest.MonkeyPatch, recipe: Recipe
+) -> None:
+    """`torch.autograd.grad` of weights that have gradients, of x alone, and backward with `inputs`."""
+    added, model = adding.begin(monkeypatch.setattr), made(recipe, sums=True)
+    once = {name: each.clone() for name, each in results(model, recipe).items()}
+    names = ("wq.weight", "wk.weight", "wv.weight")
+    weights = [model.get_parameter(name) for name in names]
+    x = normal(1, TOKENS, K, seed=11)[0].bfloat16().requires_grad_()
+    dys = [normal(TOKENS, size, seed=20).bfloat16() for size in SIZES]
+
+    def ys() -> Any:
+        with use(within(recipe)):
+            return model(x)
+
+    assert all(map(torch.equal, torch.autograd.grad(ys(), weights, dys), (once[name] for name in names)))
+    assert torch.equal(torch.autograd.grad(ys(), x, dys)[0], once["x"][0])
+    torch.autograd.backward(ys(), dys, inputs=[x, weights[1]])
+    assert added == ([(SIZES[1], K)])
+    for name, each in zip(names, weights, strict=True):
+        assert each.grad is not None and torch.equal(each.grad, once[name] * (2 if name == names[1] else 1))
