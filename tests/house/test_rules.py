@@ -231,7 +231,6 @@ RULES: dict[Rule, Source] = {  # and what breaks each
 EXCEPTIONS: Mapping[Rule, Mapping[str, str]] = {
     addresses: {
         "shards.py": "finds tensors that share memory while all of them are alive; nothing is kept",
-        "run/step_graph.py": "what a CUDA graph reads and writes are addresses of a pool of its own",
     },
     layers_by_class: {
         "precision/blocks.py": "finds torch's linear layers, and ours by their mark, in any model",

@@ -16,7 +16,6 @@ from fp4train.config import composition, to_config
 from fp4train.models.common.experts import DROPPED, Balance, ExpertLayer, ExpertShape
 from fp4train.models.hf import family_for, family_of
 from fp4train.models.moe import MixtureModel, MixtureOfExperts
-from fp4train.models.moe.model import ExpertBlock
 from fp4train.nn.call import Call
 from fp4train.nn.conversion import weight_groups
 from fp4train.precision import BF16, NVFP4
@@ -257,27 +256,6 @@ def test_neither_microbatches_nor_recomputation_change_gradients_and_loads() -> 
         for name, grad in whole.items():
             torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=1e-7)
     assert any(not torch.equal(grad, gradients(small(balance=Balance(loss=0)))[name]) for name, grad in whole.items())
-
-
-def test_a_subclass_of_blocks_changes_a_part_of_the_forward_pass_and_no_more() -> None:
-    class Doubled(ExpertBlock):
-        def fed(self, x_BTD: Tensor, change_BTD: Tensor, time: int) -> Tensor:
-            return 2 * super().fed(x_BTD, change_BTD, time)
-
-    class Same(ExpertBlock):
-        def attended(self, *given: Any) -> Tensor:
-            return super().attended(*given)
-
-    whole, same, doubled = small(), small(), small()
-    for model, kind in ((same, Same), (doubled, Doubled)):
-        for block in model.blocks:
-            block.__class__ = kind
-    x, expected = torch.arange(32)[None], gradients(whole)
-    assert all(torch.equal(grad, expected[name]) for name, grad in gradients(same).items())
-    with training(recipe=f4.precision.FP32()):
-        (once,), (twice,) = (model.blocks[1:] for model in (whole, doubled))
-        h, angles = whole.embed(x), (whole.cos[:32], whole.sin[:32])
-        assert torch.equal(twice(h, *angles), 2 * once(h, *angles))
 
 
 def test_the_graph_of_a_step_is_freed_with_its_loss() -> None:
