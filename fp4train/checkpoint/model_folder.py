@@ -5,7 +5,6 @@ the folder is run, no link in it is followed, and no name in it leads outside. A
 that change while they are read are refused, and so are files that are shorter than their headers say.
 """
 
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 
+from fp4train import foreign_json
 from fp4train.checkpoint.layout import STATE_LIMIT
 from fp4train.checkpoint.reading import File, StoredTensors, status_of
 from fp4train.checkpoint.tensors import read_header
@@ -24,6 +24,8 @@ from fp4train.text import first_few
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Allowed dtypes of stored weights; float32 has all values of the others."""
+MOST_TENSORS = 1 << 20
+"""Tensors of all files, at most; the largest mixtures on the hub have some 200,000."""
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.pt", "model.pth", "consolidated.00.pth")
 
 
@@ -79,17 +81,16 @@ def open_weights(
     """
     path = Path(os.path.realpath(path))  # the user names the folder, perhaps by a link
     with user_errors(ValueError, before=f"{path}: "), _opened(path) as folder:
-        files = {name: _file(folder, name) for name in _files(folder)}
-        stored = StoredTensors(folder, files, {})
+        stored = StoredTensors(folder, _files(folder), {})
         if names is not None:
             _check_names(path, stored, set(names), spare)
         return stored
 
 
-def _files(folder: Folder) -> list[str]:
-    """Names of the files of weights."""
+def _files(folder: Folder) -> dict[str, File]:
+    """The files of weights, by name."""
     if folder.status(WEIGHTS) is not None:
-        return [WEIGHTS]
+        return {WEIGHTS: _file(folder, WEIGHTS)}
     if folder.status(INDEX) is None:
         have = folder.names()
         if pickled := [name for name in _PICKLED if name in have]:
@@ -103,16 +104,22 @@ def _files(folder: Folder) -> list[str]:
     where = folder.path / INDEX
     if not isinstance(places, dict) or not places:
         raise UserError(f"{where} has no table weight_map of tensors and files")
+    tensors: dict[str, list[str]] = {}
     for tensor, file in places.items():
         if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
             raise UserError(f"{where}: {tensor} lies in {file!r}, which is no safetensors file of this folder")
-    files = sorted(set(places.values()))
-    if lost := [name for name in files if folder.status(name) is None]:
-        raise UserError(f"{folder.path / lost[0]} is missing: {len(lost)} of {len(files)} files that the index names")
-    for name in files:
-        held = _file(folder, name).boxes
-        if strange := next((each for each, file in places.items() if file == name and each not in held), None):
+        tensors.setdefault(file, []).append(tensor)
+    if lost := sorted(name for name in tensors if folder.status(name) is None):
+        raise UserError(f"{folder.path / lost[0]} is missing: {len(lost)} of {len(tensors)} files that the index names")
+    files: dict[str, File] = {}
+    count = 0
+    for name in sorted(tensors):
+        files[name] = _file(folder, name)
+        count += len(files[name].boxes)
+        if strange := next((tensor for tensor in tensors[name] if tensor not in files[name].boxes), None):
             raise UserError(f"{where}: {strange} lies in {name}, which does not hold it")
+        if count > MOST_TENSORS:
+            raise UserError(f"{folder.path} holds more than {MOST_TENSORS:,} tensors: it is not read")
     return files
 
 
@@ -137,8 +144,8 @@ def _check_names(path: Path, stored: StoredTensors, known: set[str], spare: Call
 
 
 def _table(folder: Folder, name: str) -> dict[str, Any]:
-    with user_errors(ValueError, RecursionError, before=f"{folder.path / name} is no JSON: "):
-        found = json.loads(folder.read(name, STATE_LIMIT))
+    with user_errors(ValueError, before=f"{folder.path / name} is no JSON that is read: "):
+        found = foreign_json.parse(folder.read(name, STATE_LIMIT))
     if not isinstance(found, dict):
         raise UserError(f"{folder.path / name} is no table")
     return found

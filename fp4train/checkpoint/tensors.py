@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp4train import foreign_json
 from fp4train.files import write_all
 from fp4train.shards import TensorShard
 
@@ -42,7 +43,8 @@ DTYPES = {
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _CHUNK = 1 << 24
-_HEADER_LIMIT = 100_000_000
+HEADER_LIMIT = 1 << 25
+"""Bytes of a header that are read at most: those of 200,000 tensors."""
 _PARTS = "parts"
 
 
@@ -169,22 +171,32 @@ def checksum(descriptor: int, size: int) -> str:
 def read_header(descriptor: int, size: int) -> dict[str, tuple[Box, ...]]:
     """The boxes of tensors in a file of `size` bytes, by the name of the tensor.
 
+    The bytes of tensors follow one another without gaps up to the end of the file, as the format's own library demands:
+    a byte that two tensors have, or none, is read by one program and not by another.
+
     Raises:
         ValueError: it is no such file; the message says why.
     """
     length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
-    if size < 8 or length > min(size - 8, _HEADER_LIMIT):
+    if size < 8 or length > size - 8:
         raise ValueError("its header does not fit into it")
+    if length > HEADER_LIMIT:
+        raise ValueError(f"its header has {length:,} bytes; more than {HEADER_LIMIT:,} are not read")
+    text = os.pread(descriptor, length, 8)
     try:
-        header = json.loads(os.pread(descriptor, length, 8))
+        header = foreign_json.parse(text)
         places = {}
         if isinstance(header, dict):
-            places = json.loads((header.pop("__metadata__", None) or {}).get(_PARTS, "{}"))
-    except (ValueError, TypeError, AttributeError, RecursionError):
-        raise ValueError("its header is no JSON") from None
-    if not isinstance(header, dict) or not isinstance(places, dict):
+            places = foreign_json.parse((header.pop("__metadata__", None) or {}).get(_PARTS, "{}").encode())
+    except (TypeError, AttributeError) as error:
+        raise ValueError("its header is no JSON") from error
+    except ValueError as error:
+        raise ValueError(f"its header is no JSON that is read: {error}") from error
+    if not isinstance(header, dict) or not isinstance(places, dict) or not text.startswith(b"{"):
         raise ValueError("its header is no table")
-    return {name: tuple(_boxes(name, entry, places.get(name), 8 + length, size)) for name, entry in header.items()}
+    boxes = {name: tuple(_boxes(name, entry, places.get(name), 8 + length, size)) for name, entry in header.items()}
+    _check_contiguous(header, size - 8 - length)
+    return boxes
 
 
 def read_box(descriptor: int, box: Box, into: Tensor, offsets: tuple[int, ...]) -> int:
@@ -263,6 +275,19 @@ def _boxes(name: str, entry: object, place: object, begin: int, size: int) -> It
         _lies_in(name, box)
         yield box
         start += count * row
+
+
+def _check_contiguous(header: Mapping[str, dict[str, list[int]]], size: int) -> None:
+    """Raises ValueError where the tensors of a header do not fill the `size` bytes after it, one after another."""
+    bounds = {name: tuple(entry["data_offsets"]) for name, entry in header.items()}
+    end = 0
+    for name, (begin, after) in sorted(bounds.items(), key=lambda item: item[1]):
+        if begin != end:
+            how = "lies over the tensor before it" if begin < end else f"leaves {begin - end:,} bytes before it to none"
+            raise ValueError(f"{name} {how}")
+        end = after
+    if end != size:
+        raise ValueError(f"{size - end:,} bytes after the last tensor belong to none")
 
 
 def _sizes(name: str, numbers: object) -> tuple[int, ...]:

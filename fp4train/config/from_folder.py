@@ -59,7 +59,8 @@ def model_of(folder: Path) -> tuple[HuggingFaceFamily, Any]:
         UserError: it cannot be read, or is not supported.
     """
     described = model_folder.read_config(folder)
-    with user_errors(ValueError, before=f"{folder / model_folder.CONFIG}: "):
+    strange = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
+    with user_errors(*strange, before=f"{folder / model_folder.CONFIG}: "):
         family = family_for(described, named())
         return family, family.shape_of(described)
 

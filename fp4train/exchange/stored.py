@@ -70,7 +70,8 @@ class StoredModel:
     @property
     def parameters(self) -> int:
         """Parameters of the model; tied ones once."""
-        return sum(math.prod(self.shape(name)) for name in self.names)
+        copies = self.family.copies_of(self.config.model)
+        return sum(math.prod(self.shape(name)) for name, theirs in self.names.items() if theirs not in copies)
 
     @property
     def vocab_size(self) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fp4train.models import Architecture
-from fp4train.models.common.hf import Stored
+from fp4train.models.common.hf import Stored, brief
 
 
 class HuggingFaceFamily(Protocol):
@@ -111,5 +111,5 @@ def family_for(config: Mapping[str, Any], plugins: Iterable[str] = ()) -> Huggin
     found = next((family for family in known if kind in family.MODEL_TYPES), None)
     if found is None:
         names = ", ".join(name for family in known for name in family.MODEL_TYPES)
-        raise ValueError(f"model_type={kind!r} is not supported; supported are {names}")
+        raise ValueError(f"model_type={brief(kind)} is not supported; supported are {names}")
     return found

@@ -4,15 +4,15 @@ import logging
 import secrets
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
 
 from fp4train.config import Config
@@ -22,6 +22,7 @@ from fp4train.files import Folder
 from fp4train.hardware import Device
 from fp4train.models.common.cut import StageCut, multiplied
 from fp4train.models.common.initialise import materialise, why_not_deferred
+from fp4train.models.weightless import build_weightless
 from fp4train.nn import convert
 from fp4train.nn.planned import PlannedLayer
 from fp4train.optim import keep_bounds
@@ -58,13 +59,6 @@ VALIDATION_SEED = 0
 """Chooses the validation sequences of every run, whatever its run.seed."""
 
 
-class _Undrawn(TorchFunctionMode):
-    """Weights on the meta device have no values, and torch would load its compiler to draw them."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return (kwargs or {})["tensor"] if func is nn.init.normal_ else func(*args, **(kwargs or {}))
-
-
 def build_model(config: Config, vocab_size: int, device: torch.device) -> nn.Module:
     """The configured model with fp4train's linear layers; its weights depend on run.seed alone."""
     meta = device.type == "meta"
@@ -86,9 +80,9 @@ def build_model(config: Config, vocab_size: int, device: torch.device) -> nn.Mod
 
 
 def _built(config: Config, vocab_size: int, device: str) -> nn.Module:
-    drawing = _Undrawn() if device == "meta" else nullcontext()
-    with user_errors(ValueError, before="the model cannot be built: "), torch.device(device), drawing:
-        return config.model.build(vocab_size=vocab_size, seq_len=config.train.seq_len)
+    with user_errors(ValueError, before="the model cannot be built: "), torch.device(device):
+        build = partial(build_weightless, config.model) if device == "meta" else config.model.build
+        return build(vocab_size=vocab_size, seq_len=config.train.seq_len)
 
 
 @contextmanager

@@ -1,13 +1,14 @@
 """The weights that a new run begins with: those of another run's checkpoint, or of a Hugging Face folder (`init`)."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fp4train.checkpoint import Checkpoint, CheckpointGroup, StoredTensors, load
 from fp4train.checkpoint.model_folder import open_weights
@@ -16,6 +17,7 @@ from fp4train.config.from_folder import names_folder
 from fp4train.errors import UserError, user_errors
 from fp4train.models import Architecture
 from fp4train.models.hf import family_of
+from fp4train.models.weightless import build_weightless
 from fp4train.parallel.held import Inventory
 from fp4train.paths import is_hub_name
 from fp4train.run.record import directory as run_directory
@@ -86,7 +88,11 @@ def open_folder(folder: Path, shape: Architecture) -> InitialWeights:
     """
     with user_errors(ValueError, before=f"init={folder}: "):
         family = family_of(shape)
-    described, copies = family.names_of(shape), family.copies_of(shape)
+    copies = family.copies_of(shape)
+    # A folder that software reads which ties no weights has a copy, any other has the tied weight alone.
+    described = {
+        own: copies.get(name, name) if isinstance(name, str) else name for own, name in family.names_of(shape).items()
+    }
     listed = [each for name in described.values() for each in ([name] if isinstance(name, str) else chain(*name))]
     stored = open_weights(folder, listed, spare=lambda name: name in copies or family.computed(name))
     names = {
@@ -96,6 +102,7 @@ def open_folder(folder: Path, shape: Architecture) -> InitialWeights:
         for own, name in described.items():
             if not isinstance(name, str):
                 stored.stack(names[own], name)
+    _check_shapes(folder, shape, stored, names)
     for copy, original in copies.items():
         if copy in stored and not _equal(stored, copy, original):
             raise UserError(
@@ -103,6 +110,22 @@ def open_folder(folder: Path, shape: Architecture) -> InitialWeights:
                 "one: correct what is wrong in a copy of the folder"
             )
     return InitialWeights(path=folder, tensors=stored, names=names)
+
+
+def _check_shapes(folder: Path, shape: Architecture, stored: StoredTensors, names: Mapping[str, str]) -> None:
+    """Raises UserError where the folder's tensors do not have the shapes of its model, before any memory is taken for
+    these: a configuration of one line can ask for more than the machine has."""
+    with suppress(RuntimeError), user_errors(ValueError, before=f"{folder}: "):
+        model = build_weightless(shape, vocab_size=1, seq_len=1)
+        _compare(folder, model.state_dict(), stored, names)
+
+
+def _compare(path: Path, own: Mapping[str, Tensor], stored: StoredTensors, names: Mapping[str, str]) -> None:
+    """Raises UserError where tensors of a model and of a folder differ in shape."""
+    shapes = {names[name]: (stored.shape(names[name]), tuple(tensor.shape)) for name, tensor in own.items()}
+    wrong = [f"{name} is {_shape(a)} and should be {_shape(b)}" for name, (a, b) in shapes.items() if a != b]
+    if wrong:
+        raise UserError(f"{path}: the weights do not have the shapes of config.json: {_listed(wrong)}")
 
 
 def _equal(stored: StoredTensors, a: str, b: str) -> bool:
@@ -133,10 +156,7 @@ def load_weights(model: nn.Module, init: InitialWeights, inventory: Inventory | 
 def _load_folder(model: nn.Module, path: Path, stored: StoredTensors, names: Mapping[str, str]) -> None:
     """Fill the weights of `model` one after another, each rank its part, in the dtypes that they have here."""
     own = model.state_dict()
-    shapes = {names[name]: (stored.shape(names[name]), tuple(tensor.shape)) for name, tensor in own.items()}
-    wrong = [f"{name} is {_shape(a)} and should be {_shape(b)}" for name, (a, b) in shapes.items() if a != b]
-    if wrong:
-        raise UserError(f"{path}: the weights do not have the shapes of config.json: {_listed(wrong)}")
+    _compare(path, own, stored, names)
     orders = row_orders(model)
     for name, tensor in own.items():
         with user_errors(OSError, ValueError, before=f"{path}: {names[name]} cannot be read: "):

@@ -37,6 +37,36 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": False, "rms_norm_eps": 1e-5}),
 }
 """By name: the class of transformers, and what its configuration has besides `SMALL`."""
+_MIXTURE: dict[str, Any] = SMALL | {"num_experts_per_tok": 2, "head_dim": 16}
+_SIGMOID: dict[str, Any] = _MIXTURE | {
+    **{"n_routed_experts": 6, "n_shared_experts": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1},
+    **{"routed_scaling_factor": 2.5, "norm_topk_prob": True},
+}
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "llama": SMALL,
+    "qwen2": SMALL,
+    "qwen3": SMALL,
+    "mixtral": _MIXTURE | {"num_local_experts": 4},
+    "qwen3_moe": _MIXTURE | {"num_experts": 6, "moe_intermediate_size": 32, "mlp_only_layers": [0]},
+    "glm4_moe": _SIGMOID | {"partial_rotary_factor": 1.0, "use_qk_norm": True},
+    "dots1": _SIGMOID | {"sliding_window": None},
+    "nemotron_h": {
+        **{"vocab_size": 320, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},
+        **{"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2, "chunk_size": 32},
+        **{"intermediate_size": 96, "max_position_embeddings": 512, "time_step_min": 0.2},
+        "layers_block_type": ["linear_attention", "mlp", "linear_attention", "full_attention"],
+    },
+    "mamba2": {
+        **{"vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 2, "num_heads": 8, "head_dim": 16},
+        **{"state_size": 16, "n_groups": 2, "chunk_size": 32, "tie_word_embeddings": True},
+    },
+    "stripedhyena2": {
+        **{"vocab_size": 512, "hidden_size": 32, "num_layers": 2, "num_attention_heads": 2, "inner_mlp_size": 64},
+        **{"hcs_layer_idxs": [0], "hcm_layer_idxs": [], "hcl_layer_idxs": [], "attn_layer_idxs": [1]},
+        **{"hcs_filter_groups": 8, "max_seqlen": 512, "rotary_emb_base": 1e4, "eps": 1e-6},
+    },
+}
+"""A small configuration by `model_type`."""
 
 
 def random_model(name: str) -> Any:

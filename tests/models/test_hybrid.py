@@ -155,8 +155,15 @@ def test_a_configuration_comes_back_as_it_was(pair: tuple[Any, nn.Module], tmp_p
         ({"layers_block_type": ["linear_attention", "moe"]}, "layers_block_type has 'moe'; supported are linear_att"),
         (
             {"hybrid_override_pattern": "M-M-"},
-            "hybrid_override_pattern='M-M-' is not what layers_block_type says: 'M-M",
+            "layers_block_type='M-M*' and hybrid_override_pattern='M-M-' contradict each other",
         ),
+        (
+            {"layer_types": ["mlp", "mlp", "linear_attention", "full_attention"]},
+            "layers_block_type='M-M*' and layer_types='--M*' contradict each other",
+        ),
+        ({"num_hidden_layers": 3}, "num_hidden_layers=3 contradicts the 4 blocks that are named"),
+        ({"layer_types": [["mlp"]] * 4}, r"layer_types has \['mlp'\]; supported are"),
+        ({"attention_head_dim": 64}, "head_dim=32 and attention_head_dim=64 contradict each other"),
         ({"layers_block_type": None}, "layers_block_type is missing"),
         ({"layers_block_type": None, "hybrid_override_pattern": "M*E"}, "letter 3 is 'E'"),
         ({"mlp_hidden_act": "silu"}, "mlp_hidden_act='silu' is not supported: only 'relu2' is"),

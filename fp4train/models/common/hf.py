@@ -42,6 +42,19 @@ ROTARY_VALUES: dict[str, tuple[object, ...]] = {
 """Key → the values that the families of rotary blocks have."""
 _SHOWN = 160
 """Characters of a value in a message."""
+_MOST = 1 << 20
+MOST = {
+    **{"vocab_size": 1 << 24, "head_dim": 1 << 10, "attention_head_dim": 1 << 10, "mamba_head_dim": 1 << 12},
+    **{"num_hidden_layers": 1 << 10, "num_attention_heads": 1 << 12, "num_key_value_heads": 1 << 12},
+    **{"num_experts": 1 << 13, "num_local_experts": 1 << 13, "n_routed_experts": 1 << 13, "n_shared_experts": 1 << 8},
+    **{"max_position_embeddings": 1 << 30, "original_max_position_embeddings": 1 << 30, "conv_kernel": 1 << 8},
+    **{"max_window_layers": 1 << 30, "sliding_window": 1 << 30, "max_seqlen": 1 << 30, "num_layers": 1 << 10},
+    **{"num_heads": 1 << 12, "hcs_filter_length": 1 << 10, "hcm_filter_length": 1 << 12, "short_filter_length": 1 << 8},
+}
+"""Key → the largest number that is read, some times that of the largest published model: what is built of a number is
+allocated or named one by one, before a weight contradicts it. Other keys have `_MOST`."""
+_LARGEST = 1e30
+_EXPERTS = 1 << 18
 _ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 _REASONS = {
     "quantization_config": "quantised weights are not read: start from the folder that they were made from",
@@ -58,6 +71,11 @@ _NOT_COMPUTED = re.compile(
     r"|begin_suppress_tokens|num_return_sequences|exponential_decay_length_penalty|remove_invalid_values|use_bfloat16"
     r"|tf_legacy_loss|is_llama_config|transformers\.js_config|model_max_length|max_sequence_length"
 )
+
+
+def brief(value: object) -> str:
+    """A value in a message: no longer than a line or two."""
+    return shortened(repr(value), _SHOWN)
 
 
 def check_keys(
@@ -79,11 +97,13 @@ def check_keys(
     """
     named = config.get("architectures")
     if known is not None and named not in (None, [known]):
-        raise ValueError(f"architectures={named!r} is not supported with model_type={kind!r}; it must be {known}")
+        raise ValueError(
+            f"architectures={brief(named)} is not supported with model_type={brief(kind)}; it must be {known}"
+        )
     for key, value in config.items():
         if key == "auto_map" and known is not None and named is not None:
             continue
-        shown = f"{key}={shortened(repr(value), _SHOWN)}"
+        shown = f"{key}={brief(value)}"
         if (allowed := one_value.get(key, _ONE_VALUE.get(key))) is not None:
             if not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in allowed):
                 reason = _REASONS.get(key, f"only {allowed[0]!r} is")
@@ -96,45 +116,106 @@ def check_keys(
 
 
 def count(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """The whole number of a key, from 1 to `MOST` of it.
+
+    Raises:
+        ValueError: it is missing and has no default, or is none; the message names key and value.
+    """
     value = config.get(key)
     value = default if value is None else value
     if value is None:
         raise ValueError(f"{key} is missing")
     if type(value) is not int or value < 1:
-        raise ValueError(f"{key}={value!r} must be a whole number from 1 on")
+        raise ValueError(f"{key}={brief(value)} must be a whole number from 1 on")
+    if value > (most := MOST.get(key, _MOST)):
+        raise ValueError(f"{key}={brief(value)} is more than {most:,}, the most that is read")
     return value
 
 
 def number(config: Mapping[str, Any], key: str, default: float) -> float:
+    """The finite number of a key.
+
+    Raises:
+        ValueError: it is none; the message names key and value.
+    """
     value = config.get(key)
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{key}={value!r} must be a number")
+        raise ValueError(f"{key}={brief(value)} must be a number")
+    if not abs(value) < _LARGEST:
+        raise ValueError(f"{key}={brief(value)} must be a finite number below {_LARGEST:g}")
     return float(value)
+
+
+def agreed(values: Mapping[str, Any]) -> Any:
+    """The value that all keys name which name one; None: none does.
+
+    Args:
+        values: by key, in one spelling; None: the configuration does not have the key.
+
+    Raises:
+        ValueError: two keys name different ones. Which of them counts depends on the software that reads them.
+    """
+    named = {key: value for key, value in values.items() if value is not None}
+    if not named:
+        return None
+    key, value = next(iter(named.items()))
+    for other, contrary in named.items():
+        if contrary != value:
+            raise ValueError(
+                f"{key}={brief(value)} and {other}={brief(contrary)} contradict each other: correct what is wrong in "
+                "a copy of config.json"
+            )
+    return value
+
+
+def check_matrices(config: Mapping[str, Any], experts: int) -> None:
+    """Raises ValueError where all layers together have more experts than any model, each of which has a name.
+
+    Args:
+        experts: of a layer.
+    """
+    layers = count(config, "num_hidden_layers")
+    if layers * experts > _EXPERTS:
+        raise ValueError(
+            f"num_hidden_layers={layers} of {experts} experts each are more than {_EXPERTS:,} experts, the most that "
+            "are read"
+        )
 
 
 def flag(config: Mapping[str, Any], key: str) -> bool:
     value = config.get(key, False)
     if not isinstance(value, bool):
-        raise ValueError(f"{key}={value!r} must be true or false")
+        raise ValueError(f"{key}={brief(value)} must be true or false")
     return value
 
 
 def read_rope(config: Mapping[str, Any], default: float = 10000.0) -> tuple[float, RopeScaling | None]:
     """θ, `default` where it is not named, and the scaling of the rotations; older configurations name them apart from
-    each other."""
-    where = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-    rope = config.get(where) or {}
-    if not isinstance(rope, Mapping):
-        raise ValueError(f"{where}={rope!r} must be a table")
+    each other.
+
+    Raises:
+        ValueError: they are not supported, or two keys contradict each other.
+    """
+    tables = {key: config.get(key) or {} for key in ("rope_scaling", "rope_parameters")}
+    for key, table in tables.items():
+        if not isinstance(table, Mapping):
+            raise ValueError(f"{key}={brief(table)} must be a table")
+    agreed({key: _scaling_of(table) for key, table in tables.items() if table})
+    agreed(
+        {"rope_theta": config.get("rope_theta")}
+        | {f"{key}.rope_theta": table.get("rope_theta") for key, table in tables.items()}
+    )
+    where = "rope_scaling" if tables["rope_scaling"] else "rope_parameters"
+    rope = tables[where]
     base = number(rope if "rope_theta" in rope else config, "rope_theta", default)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "llama3"):
-        raise ValueError(f"{where}.rope_type={kind!r} is not supported; supported are 'default' and 'llama3'")
+        raise ValueError(f"{where}.rope_type={brief(kind)} is not supported; supported are 'default' and 'llama3'")
     known = {"rope_type", "type", "rope_theta", *(_ROPE if kind == "llama3" else ())}
     for key, value in rope.items():
         if key not in known and not (key == "partial_rotary_factor" and value == 1):
-            raise ValueError(f"{where}.{key}={value!r} is not supported with rope_type={kind!r}")
+            raise ValueError(f"{where}.{key}={brief(value)} is not supported with rope_type={brief(kind)}")
     if kind == "default":
         return base, None
     if lost := [key for key in _ROPE if key not in rope]:
@@ -143,6 +224,12 @@ def read_rope(config: Mapping[str, Any], default: float = 10000.0) -> tuple[floa
     return base, RopeScaling(
         factor=factor, low_freq_factor=low, high_freq_factor=high, original_length=count(rope, _ROPE[3])
     )
+
+
+def _scaling_of(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """What a table says of the scaling of the rotations, in one spelling."""
+    others = {key: value for key, value in rope.items() if key in _ROPE}
+    return {"rope_type": rope.get("rope_type", rope.get("type", "default")), **others}
 
 
 def rotary_names(*, tied: bool, qk_norm: bool) -> tuple[dict[str, str], dict[str, str]]:
@@ -230,4 +317,4 @@ def check_attention(config: Mapping[str, Any]) -> None:
     """Raises ValueError where a layer attends to a window alone."""
     types = config.get("layer_types")
     if types is not None and (not isinstance(types, list) or any(each != "full_attention" for each in types)):
-        raise ValueError(f"layer_types={types!r} is not supported: only 'full_attention' is, in every layer")
+        raise ValueError(f"layer_types={brief(types)} is not supported: only 'full_attention' is, in every layer")

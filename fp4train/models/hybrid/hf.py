@@ -8,7 +8,7 @@ names of the published models, `backbone.…`, which transformers renames as it 
 from collections.abc import Mapping
 from typing import Any
 
-from fp4train.models.common.hf import check_keys, count, number
+from fp4train.models.common.hf import agreed, brief, check_keys, count, number
 from fp4train.models.hybrid import mamba2
 from fp4train.models.hybrid.model import Hybrid, ScanShape
 
@@ -64,9 +64,11 @@ def shape_of(config: Mapping[str, Any]) -> Hybrid:
     check_keys(config, "nemotron_h", _READ | _REPEATED.keys(), _ONE_VALUE, _CLASS)
     for other, key in _REPEATED.items():
         if config.get(other) not in (None, config.get(key)):
-            raise ValueError(f"{other}={config[other]!r} is not {key}={config.get(key)!r}, which the model has")
+            raise ValueError(
+                f"{other}={brief(config[other])} is not {key}={brief(config.get(key))}, which the model has"
+            )
     if config.get("sliding_window") is not None:
-        raise ValueError(f"sliding_window={config['sliding_window']!r} is not supported: attention has no window")
+        raise ValueError(f"sliding_window={brief(config['sliding_window'])} is not supported: attention has no window")
     heads = count(config, "num_attention_heads", 32)
     return Hybrid(
         width=count(config, "hidden_size", 4096),
@@ -82,7 +84,7 @@ def shape_of(config: Mapping[str, Any]) -> Hybrid:
         ),
         heads=heads,
         kv_heads=count(config, "num_key_value_heads", 8),
-        head_dim=count(config, "head_dim", count(config, "attention_head_dim", 128)),
+        head_dim=count(config, _head_key(config), 128),
         hidden=count(config, "intermediate_size", 21504),
         tied=False,
         max_positions=count(config, "max_position_embeddings", 4096),
@@ -160,19 +162,45 @@ def copies_of(shape: Hybrid) -> dict[str, str]:
     return {"lm_head.weight": "backbone.embeddings.weight"} if shape.tied else {}
 
 
+def _head_key(config: Mapping[str, Any]) -> str:
+    """The key that names the width of a head of attention. Raises ValueError where two contradict each other."""
+    keys = ("head_dim", "attention_head_dim")
+    agreed({key: config.get(key) for key in keys})
+    return keys[config.get(keys[0]) is None]
+
+
 def _pattern(config: Mapping[str, Any]) -> str:
-    """A letter per block, from whichever key names the blocks."""
+    """A letter per block, from the keys that name the blocks; each software reads another of them.
+
+    Raises:
+        ValueError: none does, or they contradict each other.
+    """
     pattern = config.get("hybrid_override_pattern")
-    types = config.get("layers_block_type") or config.get("layer_types")
-    if types is None:
-        if not isinstance(pattern, str):
-            raise ValueError("layers_block_type is missing")
-        return pattern
-    known = _TYPES | _OLD_TYPES
-    if not isinstance(types, list) or any(each not in known for each in types):
-        strange = next((each for each in types if each not in known), types) if isinstance(types, list) else types
-        raise ValueError(f"layers_block_type has {strange!r}; supported are {', '.join(_TYPES)}")
-    found = "".join(known[each] for each in types)
-    if pattern is not None and pattern != found:
-        raise ValueError(f"hybrid_override_pattern={pattern!r} is not what layers_block_type says: {found!r}")
-    return found
+    if pattern is not None and not isinstance(pattern, str):
+        raise ValueError(f"hybrid_override_pattern={brief(pattern)} must be a letter per block")
+    letters = agreed(
+        {
+            "layers_block_type": _letters(config, "layers_block_type"),
+            "layer_types": _letters(config, "layer_types"),
+            "hybrid_override_pattern": pattern,
+        }
+    )
+    if letters is None:
+        raise ValueError("layers_block_type is missing")
+    layers = count(config, "num_hidden_layers", len(letters))
+    if layers != len(letters):
+        raise ValueError(f"num_hidden_layers={layers} contradicts the {len(letters):,} blocks that are named")
+    return str(letters)
+
+
+def _letters(config: Mapping[str, Any], key: str) -> str | None:
+    """A letter per block of a list of their types; None: there is none of that key."""
+    types, known = config.get(key), _TYPES | _OLD_TYPES
+    if not types:
+        return None
+    if not isinstance(types, list):
+        raise ValueError(f"{key}={brief(types)} must be a list")
+    for kind in types:
+        if not isinstance(kind, str) or kind not in known:
+            raise ValueError(f"{key} has {brief(kind)}; supported are {', '.join(_TYPES)}")
+    return "".join(known[kind] for kind in types)

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from fp4train.models.common.hf import check_keys, count, flag, number
+from fp4train.models.common.hf import brief, check_keys, count, flag, number
 from fp4train.models.hybrid.model import Hybrid, ScanShape
 
 KIND = "mamba2"
@@ -46,10 +46,10 @@ def shape_of(config: Mapping[str, Any]) -> Hybrid:
     if width * expand != heads * head_dim:
         raise ValueError(f"hidden_size={width} × expand={expand} is not num_heads={heads} × head_dim={head_dim}")
     if config.get("intermediate_size", heads * head_dim) != heads * head_dim:
-        raise ValueError(f"intermediate_size={config['intermediate_size']!r} is not hidden_size times expand")
+        raise ValueError(f"intermediate_size={brief(config['intermediate_size'])} is not hidden_size times expand")
     layers = count(config, "num_hidden_layers", 64)
     if (types := config.get("layer_types")) not in (None, ["linear_attention"] * layers):
-        raise ValueError(f"layer_types={types!r} is not supported: every layer is 'linear_attention'")
+        raise ValueError(f"layer_types={brief(types)} is not supported: every layer is 'linear_attention'")
     return Hybrid(
         width=width,
         pattern="M" * layers,
@@ -101,5 +101,5 @@ def _least_step(limit: object) -> float:
         return 0.0
     known = isinstance(limit, list | tuple) and len(limit) == 2 and limit[1] in (math.inf, {"__float__": "Infinity"})
     if not known or isinstance(limit[0], bool) or not isinstance(limit[0], int | float):  # type: ignore[index]
-        raise ValueError(f"time_step_limit={limit!r} is not supported: it must be a smallest step, and infinity")
+        raise ValueError(f"time_step_limit={brief(limit)} is not supported: it must be a smallest step, and infinity")
     return float(limit[0])  # type: ignore[index]

@@ -12,7 +12,7 @@ head (`column_split`): no weight is permuted.
 from collections.abc import Mapping
 from typing import Any
 
-from fp4train.models.common.hf import check_keys, count, flag, number
+from fp4train.models.common.hf import brief, check_keys, count, flag, number
 from fp4train.models.hyena.mixer import FilterShape
 from fp4train.models.hyena.model import Hyena
 
@@ -220,7 +220,7 @@ def _pattern(config: Mapping[str, Any]) -> str:
     for letter, key in _LISTS.items():
         places = config.get(key, [])
         if not isinstance(places, list) or any(type(place) is not int for place in places):
-            raise ValueError(f"{key}={places!r} must be a list of numbers of blocks")
+            raise ValueError(f"{key}={brief(places)} must be a list of numbers of blocks")
         for place in places:
             if place in letters or not 0 <= place < total:
                 what = f"also in {_LISTS[letters[place]]}" if place in letters else f"not below num_layers={total}"

@@ -17,6 +17,7 @@ from typing import Any
 from fp4train.models.common.hf import (
     ROTARY_KEYS,
     ROTARY_VALUES,
+    brief,
     check_attention,
     check_keys,
     count,
@@ -103,5 +104,5 @@ def _check(config: Mapping[str, Any], kind: str) -> None:
         window, first = config.get("sliding_window", 4096), count(config, "max_window_layers", 28)
         if window is not None and first < count(config, "num_hidden_layers"):
             raise ValueError(
-                f"use_sliding_window=True is not supported: sliding_window={window!r} from layer {first} on"
+                f"use_sliding_window=True is not supported: sliding_window={brief(window)} from layer {first} on"
             )

@@ -2,7 +2,7 @@
 
 With softmax scores and no shared expert it is Mixtral (arXiv:2401.04088) or, with norms of queries and keys, Qwen3-MoE
 (arXiv:2505.09388); with sigmoid scores, a bias, a shared expert and dense first blocks it has the experts of
-DeepSeek-V3 (arXiv:2412.19437), as dots.llm1 has them. `models/common/experts.py` says what a layer of experts computes.
+DeepSeek-V3 (arXiv:2412.19437), as GLM-4-MoE has them. `models/common/experts.py` says what a layer of experts computes.
 
 Linear layers and experts follow the recipe. Routers are computed in float32; embedding, norms, attention products and
 the head stay in high precision. First weights are drawn by counter, as those of Llama; biases of routers begin at 0.
