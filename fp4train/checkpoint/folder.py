@@ -67,7 +67,7 @@ class Checkpoint:
         tensors: name to CPU tensor, whole or by parts, read when asked for; each has memory of its own.
         state: what was passed to `save` as `state`.
         path: the directory it came from.
-        skipped: newer checkpoints that could not be used, each with the reason; report these.
+        skipped: newer checkpoints that could not be used, each with the reason; `load` has warned of them.
     """
 
     step: int
@@ -137,7 +137,7 @@ def load(folder: Path, step: int | None = None, *, weights: bool = False, ranks:
     """The newest whole checkpoint in `folder`, or the one of `step` exactly.
 
     All files are verified, and no tensor is read yet. Several ranks verify a part of the files each and find the same
-    checkpoint.
+    checkpoint. A warning names every newer one that is skipped.
 
     Args:
         weights: verify and find the tensors of the model alone, whatever has become of the files of the others.
@@ -169,6 +169,8 @@ def load(folder: Path, step: int | None = None, *, weights: bool = False, ranks:
         if problem := ranks.agree(problem):
             skipped.append((path, problem))
             continue
+        if ranks.first:
+            _warn(skipped, path)
         return Checkpoint(step=candidate, tensors=tensors, state=state, path=path, skipped=skipped)
     reasons = "; ".join(f"{path.name}: {reason}" for path, reason in skipped)
     others = f". Others in the folder: {_list(set(found) - {step})}" if step is not None and len(found) > 1 else ""
@@ -185,15 +187,32 @@ def steps(folder: Path) -> list[int]:
 
 
 def newest_state(folder: Path) -> dict[str, JSON]:
-    """The state (all but tensors, which are not verified) of the newest checkpoint; empty where none is usable.
+    """The state of the newest checkpoint that has one that can be read, with a warning of those that are skipped; empty
+    where there is none. Tensors are not verified.
 
     Raises:
         UserError: the folder cannot be read.
     """
-    if found := _directories(folder):
-        with suppress(Unusable, OSError), opened_folder(folder) as opened, opened.folder(found[max(found)]) as each:
-            return read(each, max(found), None)[1]
+    skipped: list[tuple[Path, str]] = []
+    for step, name in sorted(_directories(folder).items(), reverse=True):
+        try:
+            with opened_folder(folder) as opened, opened.folder(name) as checkpoint:
+                state = read(checkpoint, step, None)[1]
+        except (Unusable, OSError) as error:
+            skipped.append((folder / name, str(error)))
+            continue
+        _warn(skipped, folder / name)
+        return state
+    _warn(skipped, None)
     return {}
+
+
+def _warn(skipped: Iterable[tuple[Path, str]], taken: Path | None) -> None:
+    """Say which checkpoints are passed over, and what is taken in their place: `load` does, so that nobody who takes an
+    older checkpoint does so in silence."""
+    for path, reason in skipped:
+        instead = "there is no older one that can" if taken is None else f"{taken} is taken in its place"
+        _log.warning("checkpoint %s cannot be used (%s); %s", path.name, reason, instead)
 
 
 def prune(folder: Path | Folder, newest: int, keep: int, *, beside: Beside | None = None) -> None:

@@ -87,10 +87,7 @@ def find_start(
     if (chosen := world.of_lead(chosen)) is None:
         return None
     with world.together():
-        found = checkpoint.load(chosen[0] / run_directory.CHECKPOINTS, chosen[1], ranks=world.ranks)
-    for path, reason in found.skipped:
-        _log.warning("checkpoint %s cannot be used (%s); going on from step %d", path.name, reason, found.step)
-    return found
+        return checkpoint.load(chosen[0] / run_directory.CHECKPOINTS, chosen[1], ranks=world.ranks)
 
 
 def start_step(config: Config, source: Path) -> int:
