@@ -1,25 +1,61 @@
-"""The time of the Triton kernels on a GPU, beside that of a device-to-device copy; `gpu_kernels.py` calls it.
+"""What this GPU's memory and tensor cores reach, and the Triton kernels beside it:
 
-Bytes that a kernel must move, divided by its time, as a share of what a copy of the same tensor reaches. Times are
-medians of CUDA-graph replays, so that Python's launches do not count. The target is 75 %.
+    python scripts/gpu_bandwidth.py --out NAME-bandwidth.json [--few] [--dry-run]
+
+copy        GB/s of a device-to-device copy, which reads and writes
+products    TFLOP/s of torch's products: BF16 into BF16 and, as emulation sums, into float32; FP8 with one scale; NVFP4
+            and MXFP8 where tensor cores multiply them
+kernels     bytes that each must move, divided by its time, as a share of the copy's GB/s; the target is 75 %
+
+Times are medians of CUDA-graph replays, so that Python's launches do not count. `--few` times the kernels alone that
+take most of a training step. Rows are written as they come; those of a file that is there already are not measured
+again. Exit code 0: all were measured, whatever they reach; 1: one failed; 3: there is no GPU.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+import sys
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import gpu_runs
+import gpu_stand_ins
 import torch
 from gpu_cases import KEY, SPECS
 from torch import Tensor
 
-from fp4train.quantize import produced
+from fp4train.backends.emulate import matmul
+from fp4train.backends.native import NATIVE
+from fp4train.hardware import Device
+from fp4train.precision import MXFP8, NVFP4, FP8Current, Recipe
+from fp4train.precision.layers import Layer
+from fp4train.quantize import Decoded, produced
 from fp4train.quantize import triton as kernels
 
 TARGET = 0.75
+FEW = (
+    "amax",
+    "nvfp4 values",
+    "nvfp4 stochastic values",
+    "nvfp4 hadamard values, columns",
+    "nvfp4 hadamard stochastic values, columns",
+    "nvfp4 16x16 values",
+    "mxfp8 values",
+    "nvfp4 codes of both forms, and amaxes",
+    "mxfp8 codes of both forms",
+    "fp8 tensor codes of both forms, and amax",
+    "fp8 tensor codes of norm of a sum",
+    "fp8 tensor codes of gradients",
+)
+"""Kernels of `--few`: of emulation, of products of codes, and of norms and gates."""
+SIZE, TINY = 16384, 64
+"""Rows and columns of the timed tensors, and those of a dry run."""
+LARGEST_PRODUCT = 8192
+"""Rows and columns of the multiplied matrices, at most."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +152,11 @@ def timings(x: Tensor) -> list[Timing]:
 
 
 def microseconds(call: Callable[[], object], repeats: int = 30) -> float:
-    """Median GPU time of a call, from replays of a CUDA graph of it."""
+    """Median GPU time of a call, from replays of a CUDA graph of it; in a dry run that of one call."""
+    if not torch.cuda.is_available():  # a dry run
+        began = time.perf_counter()
+        call()
+        return 1e6 * (time.perf_counter() - began)
     for _ in range(3):
         call()
     torch.cuda.synchronize()
@@ -134,20 +174,77 @@ def microseconds(call: Callable[[], object], repeats: int = 30) -> float:
     return statistics.median(times)
 
 
-def bandwidth(rows: int, cols: int) -> tuple[float, list[dict[str, Any]]]:
-    """(GB/s of the copy, one row a kernel), printed as they come."""
-    x = torch.randn(rows, cols, device="cuda", dtype=torch.bfloat16)
-    y = torch.empty_like(x)
-    copy = 2 * x.numel() * x.element_size() / microseconds(lambda: y.copy_(x)) / 1e3
-    print(f"\ncopy of {rows}x{cols} BF16: {copy:.0f} GB/s; target {TARGET:.0%} of it\n")
-    print(f"{'kernel':44s} {'us':>9s} {'GB/s':>7s} {'of copy':>8s}")
-    table = []
+def products(x: Tensor) -> Iterator[tuple[str, Callable[[], object]]]:
+    """(name, call) of the products x·xᵀ that tensor cores of this GPU multiply."""
+    yield "BF16", lambda: x @ x.T
+    yield "BF16 into float32", lambda: matmul(Decoded(x, None), Decoded(x, None), out_dtype=torch.float32)
+    device = Device.of(x.device)
+    layer = Layer(name="layer", in_features=x.shape[1], out_features=x.shape[0], block=0, blocks=1)
+    recipes: dict[str, Recipe] = {"FP8": FP8Current(), "MXFP8": MXFP8(), "NVFP4": NVFP4()}
+    for name, recipe in recipes.items():
+        table = recipe.table()
+        if NATIVE.why_not(table, "fprop", layer, device) is None:
+            spec = table["fprop"].first
+            assert spec is not None
+            codes = kernels.TritonQuantizer(spec).in_tiles.codes(x)
+            yield name, partial(NATIVE.product, codes, codes, out_dtype=torch.bfloat16)
+
+
+def measurements(size: int, few: bool) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+    """(name of a row, what measures it): the copy first, of which the kernels are shares."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    x = torch.randn(size, size, device=device, dtype=torch.bfloat16)
+    rates: dict[str, float] = {}
+    yield "copy", partial(copy_row, x, rates)
+    side = min(size, LARGEST_PRODUCT)
+    for name, call in products(x[:side, :side].contiguous()):
+        yield f"product {name}", partial(product_row, call, side)
     for timing in timings(x):
-        time = microseconds(timing.call)
-        rate = timing.bytes / time / 1e3
-        row = {"kernel": timing.name, "us": time, "bytes": timing.bytes, "gb_per_s": rate, "share_of_copy": rate / copy}
-        table.append(row)
-        print(
-            f"{timing.name:44s} {time:9.1f} {rate:7.0f} {rate / copy:8.1%}{'' if rate >= TARGET * copy else '  below'}"
-        )
-    return copy, table
+        if not few or timing.name in FEW:
+            yield f"kernel {timing.name}", partial(kernel_row, timing, rates)
+
+
+def copy_row(x: Tensor, rates: dict[str, float]) -> dict[str, Any]:
+    """The copy's row; its rate is kept for those of the kernels."""
+    y = torch.empty_like(x)
+    us = microseconds(lambda: y.copy_(x))
+    rates["copy"] = 2 * x.numel() * x.element_size() / us / 1e3
+    return {"us": us, "GB/s": rates["copy"]}
+
+
+def kernel_row(timing: Timing, rates: dict[str, float]) -> dict[str, Any]:
+    us = microseconds(timing.call)
+    rate = timing.bytes / us / 1e3
+    share = rate / rates["copy"]
+    return {"us": us, "bytes": timing.bytes, "GB/s": rate, "of copy": share, "below target": share < TARGET}
+
+
+def product_row(call: Callable[[], object], side: int) -> dict[str, Any]:
+    us = microseconds(call)
+    return {"us": us, "TFLOP/s": 2 * side**3 / us / 1e6}
+
+
+def main(words: list[str] | None = None) -> int:
+    parser = gpu_runs.options(__doc__, f"matrices of {TINY} rows on a CPU, in Triton's interpreter")
+    parser.add_argument("--few", action="store_true", help="the kernels that take most of a training step")
+    parser.add_argument("--size", type=int, default=SIZE, help="rows and columns of the timed tensors")
+    given = parser.parse_args(words)
+    if given.dry_run:
+        gpu_stand_ins.interpret()
+    elif not torch.cuda.is_available():
+        print("gpu_bandwidth: torch sees no GPU")
+        return 3
+    results = gpu_runs.Results(given.out, gpu_runs.machine())
+    for name, measure in measurements(TINY if given.dry_run else given.size, given.few):
+        if results.has(name) and name != "copy":
+            continue
+        try:
+            row = {"name": name, "ok": True, **measure()}
+        except Exception as error:  # of the compiler or the launch: the other kernels still tell something
+            row = {"name": name, "ok": False, "note": gpu_runs.first_line(error)}
+        results.add(row)
+    return results.code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

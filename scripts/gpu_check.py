@@ -1,25 +1,31 @@
-"""What only a GPU machine can tell, in parts of at most eight minutes, each with its results on disk:
+"""What only a GPU machine can tell:
 
-    bash scripts/gpu_check.sh benchmarks/NAME [PART…] [--te FOLDER] [--archive FOLDER]
-    bash scripts/gpu_check.sh [benchmarks/NAME] [PART…] --dry-run
+    bash scripts/gpu_check.sh benchmarks/NAME --total 9 [PART…]     within nine minutes, however many parts
+    bash scripts/gpu_check.sh benchmarks/NAME [PART…]               in parts of at most eight minutes each
+    bash scripts/gpu_check.sh [benchmarks/NAME] [PART…] --dry-run   on a CPU
 
-`gpu_parts.py` lists the parts; without one, all run but those that are only run when asked for. Results are files
-NAME-*.json, .md and .png and runs/NAME-*; what is done is noted in NAME.done and not done again, so that a part that
-was cut off goes on when it is called again. After each step, also one that failed, and every half minute of one, all
-results are packed into NAME.tgz in `--archive` (by default the folder that the environment calls OUT), without
-checkpoints and compiled kernels: where only that folder comes back from a machine, nothing is lost. Unpacked beside
-NAME.done it lets another machine go on.
+`gpu_parts.py` lists the parts. Without one, `--total` runs `nine`, whose order is that of what is worth most, and a
+call without it all parts but those that are only run when asked for. `--total MINUTES` bounds the whole call, its last
+archive included, `--minutes` each part. Each step of `nine` has a limit, too, which `--total` stretches or shortens;
+what a step leaves of its time, the next one may take.
 
-A step that takes longer than is left of its part's `--minutes` is ended with all its processes. What cannot run on a
-machine is left out with its reason. The last line names what failed, what cannot run here, and what was left for want
-of time. Exit code 0: nothing failed, though steps may be left; 1: something did; 2: wrong arguments.
+Results are files NAME-*.json, .md and .png and runs/NAME-*, written as they are found; what is done is noted in
+NAME.done and not done again, so that a part that was cut off goes on when it is called again. After each step, also one
+that failed, and every ten seconds of one, all results are packed into NAME.tgz in `--archive` (by default the folder
+that the environment calls OUT), without checkpoints and compiled kernels: where only that folder comes back from a
+machine, nothing is lost. Unpacked beside NAME.done it lets another machine go on.
+
+A step whose time is up is ended with all its processes. What cannot run on a machine is left out with its reason. The
+last line names what failed, what cannot run here, and what was left for want of time. Exit code 0: nothing failed,
+though steps may be left; 1: something did; 2: wrong arguments; 3: torch sees no GPU, and nothing ran.
 
 `--te FOLDER` installs a carried Transformer Engine first: FOLDER/install.sh is called with the folder to install into.
 
 `--dry-run` runs all of it on a CPU, at tiny sizes and in one process, with stand-ins for what needs a GPU, which
-`gpu_stand_ins.py` names, and says for each step what a GPU would be asked. Its figures mean nothing. What has no
-stand-in is only named: the installation of Transformer Engine, and compute-sanitizer. Without benchmarks/NAME its
-results go to a new temporary folder, which its first line names.
+`gpu_stand_ins.py` names. It says for each step what a GPU would be asked, by which command and for how long; its
+figures mean nothing, and no time is bounded. What has no stand-in is only named: the installation of Transformer
+Engine, and compute-sanitizer. Without benchmarks/NAME its results go to a new temporary folder, which its first line
+names.
 """
 
 from __future__ import annotations
@@ -41,12 +47,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gpu_parts import ASKED_FOR, PARTS, ROOT, SCRIPTS, Step, hours, site_of, steps_of
+from gpu_parts import ASKED_FOR, NINE, PARTS, ROOT, SCRIPTS, WITHOUT_GPU, Step, hours, site_of, steps_of
+from gpu_processes import TOO_LONG, Program, run_beside
 
 LEFT_OUT = 3
-"""Exit code of a step that cannot run on this machine; its last line says why."""
-EVERY = 30.0
+"""Exit code of a step that cannot run on this machine, whose last line says why, and of a call that sees no GPU."""
+EVERY = 10.0
 """Seconds between two archives during a step."""
+ENDING = 10.0
+"""Seconds before the end of a call when its last step is ended: processes end, and results are packed."""
+PATIENCE = 60.0
+"""Seconds in which torch must have said whether it sees a GPU."""
 
 
 @dataclass(kw_only=True)
@@ -57,12 +68,14 @@ class Check:
         out: results begin with this path.
         archive: the folder that keeps what is packed; None: nothing is packed.
         seconds: of a part.
+        ends: when the last step of the call is ended, of `time.monotonic`.
         dry: whether it is a dry run.
     """
 
     out: Path
     archive: Path | None
     seconds: float
+    ends: float = float("inf")
     te: Path | None = None
     dry: bool = False
     failed: list[str] = field(default_factory=list)
@@ -78,38 +91,55 @@ class Check:
 
     def part(self, name: str) -> None:
         """Run the steps of a part that are not done yet, as long as there is time."""
-        ends = time.monotonic() + self.seconds
         print(f"==== {name}: {PARTS[name]}", flush=True)
+        ends = min(time.monotonic() + self.seconds, self.ends)
+        stretch = (ends - time.monotonic()) / NINE
+        spare = 0.0
         for step in steps_of(name, self.out, self.te, dry=self.dry):
-            if step.name in (self.done.read_text().splitlines() if self.done.exists() else ()):
-                print(f"== {step.name}: done before")
-                continue
-            self.step(step, ends - time.monotonic())
+            limit = float("inf") if step.limit is None else step.limit * stretch + spare
+            began = time.monotonic()
+            passed = self.together(step, limit, ends)
+            spare = max(0.0, limit - (time.monotonic() - began))
             self.pack()
+            if step.gate and not passed:
+                print(f"== {name} stops here: without {step.name} the other steps tell nothing")
+                return
 
-    def step(self, step: Step, seconds: float) -> None:
-        """Run one, and note how it ended."""
-        began = time.monotonic()
-        if self.dry:
-            print(f"== {step.name}: on a GPU: {step.asks}")
-            code = dry_step(step)
-        elif seconds <= 0:
-            print(f"== {step.name}: no time left in this part; call it again")
-            self.late.append(step.name)
-            return
-        else:
-            print(f"== {step.name}: {shlex.join(step.words)}", flush=True)
-            code = self.run(step, seconds)
-        took = f"{time.monotonic() - began:.0f} s"
+    def together(self, step: Step, limit: float, ends: float) -> bool:
+        """Run a step and those beside it that are not done yet; whether the step itself is done.
+
+        Args:
+            limit: seconds that each of them may take.
+            ends: when their part does.
+        """
+        seconds = min(limit, ends - time.monotonic())
+        pending = [each for each in (step, *step.beside) if each.name not in self.done_before()]
+        for each in (step, *step.beside):
+            if each not in pending:
+                print(f"== {each.name}: done before")
+            elif self.dry:
+                self.dry_run(each)
+            elif seconds <= 0:
+                print(f"== {each.name}: no time left; call it again")
+                self.late.append(each.name)
+        if not self.dry and seconds > 0:
+            self.run(pending, seconds)
+        return step.name in self.done_before()
+
+    def done_before(self) -> list[str]:
+        return self.done.read_text().splitlines() if self.done.exists() else []
+
+    def note(self, step: Step, code: int, seconds: float) -> None:
+        """Note how a step ended that took so many seconds."""
         if code == 0:
             with self.done.open("a") as file:
                 file.write(f"{step.name}\n")
-            print(f"== {step.name}: ended, {took}", flush=True)
-        elif code == LEFT_OUT:
+            print(f"== {step.name}: ended, {seconds:.0f} s", flush=True)
+        elif code == LEFT_OUT and not step.gate:
             print(f"== {step.name}: left out", flush=True)
             self.absent.append(step.name)
         else:
-            print(f"== {step.name}: FAILED ({code}), {took}", flush=True)
+            print(f"== {step.name}: FAILED ({code}), {seconds:.0f} s", flush=True)
             self.failed.append(step.name)
 
     def summary(self) -> str:
@@ -119,34 +149,45 @@ class Check:
             "; ".join(f"{what}: {', '.join(steps)}" for what, steps in told.items() if steps) or "all steps ended well"
         )
 
-    def run(self, step: Step, seconds: float) -> int:
-        """A process group of its own, which is ended as a whole; 124 if it took too long."""
-        command, log = step.command(), self.out.with_name(f"{self.out.name}-{step.name.replace(' ', '-')}.log")
-        if shutil.which(command[0] if command[0] != "env" else command[2]) is None:
-            print(f"{command[0]} is not installed")
-            return LEFT_OUT
-        ends = time.monotonic() + seconds
-        with log.open("w") as file:
-            process = subprocess.Popen(
-                command, cwd=ROOT, env=self.environment(), stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-            )
-            try:
-                while True:
-                    try:
-                        code = process.wait(max(0.0, min(EVERY, ends - time.monotonic())))
-                        break
-                    except subprocess.TimeoutExpired:
-                        self.pack()
-                        if time.monotonic() >= ends:
-                            print(f"ended after {seconds:.0f} s, what is left of the part")
-                            code = 124
-                            break
-            finally:
-                end_group(process)
-        print(*log.read_text(errors="replace").splitlines()[-12:], sep="\n")
-        if step.name == "doctor" and code in (0, 1):
-            shutil.copyfile(log, self.out.with_name(f"{self.out.name}-doctor.json"))
-        return code
+    def run(self, steps: list[Step], seconds: float) -> None:
+        """Run steps beside each other, each in a process group that is ended as a whole when the seconds are over."""
+        possible = []
+        for step in steps:
+            print(f"== {step.name}: {shlex.join(step.words)}", flush=True)
+            if (program := step.program()) is not None and shutil.which(program) is None:
+                print(f"{program} is not installed")
+                self.note(step, LEFT_OUT, 0.0)
+            else:
+                possible.append(step)
+        began = time.monotonic()
+        logs = [self.log(step) for step in possible]
+
+        def ended(place: int, code: int) -> None:
+            step, log = possible[place], logs[place]
+            print(*log.read_text(errors="replace").splitlines()[-12:], sep="\n")
+            if code == TOO_LONG:
+                print(f"{step.name} was ended: its {seconds:.0f} s are over")
+            if step.name == "doctor" and code in (0, 1):
+                shutil.copyfile(log, self.out.with_name(f"{self.out.name}-doctor.json"))
+            self.note(step, code, time.monotonic() - began)
+
+        programs = [
+            Program(words=step.command(), log=log, seconds=seconds) for step, log in zip(possible, logs, strict=True)
+        ]
+        run_beside(programs, environment=self.environment(), folder=ROOT, every=EVERY, meanwhile=self.pack, ended=ended)
+
+    def log(self, step: Step) -> Path:
+        """The file of what a step prints."""
+        return self.out.with_name(f"{self.out.name}-{step.name.replace(' ', '-')}.log")
+
+    def dry_run(self, step: Step) -> None:
+        """Say what a step asks of a GPU, and run it without one."""
+        limit = "" if step.limit is None else f", within {step.limit:g} s of nine minutes"
+        print(f"== {step.name}: on a GPU: {step.asks}{limit}")
+        print(f"== {step.name}: by {shlex.join(step.words)}")
+        began = time.monotonic()
+        code = dry_step(step)
+        self.note(step, code, time.monotonic() - began)
 
     def environment(self) -> dict[str, str]:
         """The package, the carried Transformer Engine, and a cache of kernels that is no result."""
@@ -155,6 +196,21 @@ class Check:
         kernels = str(Path(tempfile.gettempdir(), f"{self.out.name}.triton"))
         return {"TRITON_CACHE_DIR": kernels} | dict(os.environ) | {"PYTHONPATH": path}
 
+    def why_no_gpu(self) -> str | None:
+        """Why nothing can run here, in words; None: torch sees a GPU, whose machine is written to NAME-machine.json."""
+        command = [sys.executable, str(SCRIPTS / "gpu_machine.py")]
+        try:
+            done = subprocess.run(
+                command, cwd=ROOT, env=self.environment(), capture_output=True, text=True, timeout=PATIENCE
+            )
+        except subprocess.TimeoutExpired:
+            return f"torch did not say within {PATIENCE:.0f} s whether there is a GPU"
+        if done.returncode:
+            return ((done.stdout + done.stderr).strip().splitlines() or ["no message"])[-1]
+        self.out.with_name(f"{self.out.name}-machine.json").write_text(done.stdout)
+        print(done.stdout, end="", flush=True)
+        return None
+
     def pack(self) -> None:
         """Write NAME.tgz: whole or, where that fails, as it was."""
         if self.archive is None:
@@ -162,26 +218,20 @@ class Check:
         self.archive.mkdir(parents=True, exist_ok=True)
         target = self.archive / f"{self.out.name}.tgz"
         beside = target.with_suffix(".part")
-        with tarfile.open(beside, "w:gz") as file:
-            for path in sorted([*self.out.parent.glob(f"{self.out.name}*"), *ROOT.glob(f"runs/{self.out.name}-*")]):
-                if path == site_of(self.out) or path.suffix in (".tgz", ".part"):
-                    continue
-                name = f"runs/{path.name}" if path.parent.name == "runs" else path.name
-                file.add(path, name, filter=lambda each: None if "/checkpoints" in each.name else each)
+        try:
+            with tarfile.open(beside, "w:gz") as file:
+                for path in self.results():
+                    name = f"runs/{path.name}" if path.parent.name == "runs" else path.name
+                    file.add(path, name, filter=lambda each: None if "/checkpoints" in each.name else each)
+        except OSError as error:  # a step changed a file that was just read; the next archive has it
+            print(f"== {target} stays as it was: {error}", flush=True)
+            return
         beside.replace(target)
 
-
-def end_group(process: subprocess.Popen[bytes]) -> None:
-    """End a process and what it started."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, number)
-        except ProcessLookupError:
-            return
-        try:
-            process.wait(5)
-        except subprocess.TimeoutExpired:
-            continue
+    def results(self) -> list[Path]:
+        """The files and folders that are packed."""
+        paths = [*self.out.parent.glob(f"{self.out.name}*"), *ROOT.glob(f"runs/{self.out.name}-*")]
+        return sorted(path for path in paths if path != site_of(self.out) and path.suffix not in (".tgz", ".part"))
 
 
 def dry_step(step: Step) -> int:
@@ -234,7 +284,9 @@ def read(words: list[str] | None) -> argparse.Namespace:
         "--te", type=Path, metavar="FOLDER", help="a Transformer Engine to install, with its install.sh"
     )
     parser.add_argument("--archive", type=Path, default=os.environ.get("OUT"), help="folder of NAME.tgz")
-    parser.add_argument("--minutes", type=float, default=8.0, help="of a part")
+    time_limit = parser.add_mutually_exclusive_group()
+    time_limit.add_argument("--total", type=float, metavar="MINUTES", help="of the whole call; runs `nine` by default")
+    time_limit.add_argument("--minutes", type=float, help="of each part; 8 by default")
     parser.add_argument("--dry-run", action="store_true", help="all of it on a CPU, with stand-ins")
     parser.add_argument("--from", dest="here", type=Path, default=Path(), help=argparse.SUPPRESS)
     parser.add_argument("--write-hours", action="store_true", help=argparse.SUPPRESS)
@@ -248,6 +300,14 @@ def read(words: list[str] | None) -> argparse.Namespace:
         print(f"results: {given.out}-*")
     if unknown := [each for each in given.parts if each not in PARTS]:
         parser.error(f"unknown part {unknown[0]}: it is one of {', '.join(PARTS)}")
+    for name in ("total", "minutes"):
+        if (minutes := getattr(given, name)) is not None and not minutes > 0:
+            parser.error(f"--{name} {minutes:g} must be positive")
+    if given.total is not None and given.total * 60 <= 2 * ENDING:
+        parser.error(f"--total {given.total:g} leaves nothing: a call takes {ENDING:.0f} s to end")
+    if not given.parts:
+        by_default = [part for part in PARTS if part not in ASKED_FOR]
+        given.parts = by_default if given.total is None else ["nine"]
     given.out = (given.here / given.out).absolute()
     given.te = None if given.te is None else (given.here / given.te).absolute()
     if given.te is not None and not (given.te / "install.sh").is_file():
@@ -256,6 +316,7 @@ def read(words: list[str] | None) -> argparse.Namespace:
 
 
 def main(words: list[str] | None = None) -> int:
+    began = time.monotonic()
     given = read(words)
     given.out.parent.mkdir(parents=True, exist_ok=True)
     if given.write_hours:
@@ -264,13 +325,23 @@ def main(words: list[str] | None = None) -> int:
         print(f"{path}: DATA=tokens.bin VOCABULARY=128256 bash {path}")
         return 0
     archive = None if given.archive is None else (given.here / given.archive).absolute()
+    check = Check(out=given.out, archive=archive, seconds=8 * 60, te=given.te, dry=given.dry_run)
+    if given.minutes is not None:
+        check.seconds = 60 * given.minutes
+    if given.total is not None:
+        check.ends = began + 60 * given.total - ENDING
+        check.seconds = float("inf")
     if given.dry_run:
         import gpu_stand_ins
 
         sys.path.insert(0, str(ROOT))
         gpu_stand_ins.interpret()
-    check = Check(out=given.out, archive=archive, seconds=60 * given.minutes, te=given.te, dry=given.dry_run)
-    for part in given.parts or [each for each in PARTS if each not in ASKED_FOR]:
+    else:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends what was started, too
+        if set(given.parts) - set(WITHOUT_GPU) and (reason := check.why_no_gpu()) is not None:
+            print(f"gpu_check: {reason}; nothing ran. On a CPU: --dry-run", file=sys.stderr)
+            return LEFT_OUT
+    for part in given.parts:
         check.part(part)
     print(f"gpu_check: {check.summary()}")
     return 1 if check.failed else 0

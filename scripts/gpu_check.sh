@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# What only a GPU machine can tell:  bash scripts/gpu_check.sh benchmarks/NAME [PART…] [--te FOLDER]
-# The same at tiny sizes on a CPU:   bash scripts/gpu_check.sh --dry-run
+# What only a GPU machine can tell:  bash scripts/gpu_check.sh benchmarks/NAME --total 9
+# The same at tiny sizes on a CPU:   bash scripts/gpu_check.sh --dry-run --total 9
 #
 # gpu_check.py says what the parts are and what they write. The package need not be installed.
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2

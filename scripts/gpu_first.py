@@ -1,12 +1,13 @@
 """The first minute on a GPU: everything once, small.
 
-    python scripts/gpu_first.py --out NAME-first.json [--dry-run]
+    python scripts/gpu_first.py --out NAME-first.json [CHECK …] [--patience SECONDS] [--dry-run]
 
 A Triton kernel to the bit; each scheme of `scaled_mm` against emulation; liger's kernels against torch's operators; two
 training steps per recipe; a run whose steps are recorded, three whose blocks are (recomputed, compiled, of a mixture of
 experts), one compiled, one deterministic, one with recomputation. Each is a process of its own, all at once, since a
-crash of one must not end the others, and one that hangs is ended. Rows are written as they come. Exit code 0: all are
-well; 1: one is not; 3: there is no GPU.
+crash of one must not end the others, and one that hangs is ended. `kernel`, named alone, runs in this process: nothing
+else runs beside it, and it takes no longer than its compiler. Rows are written as they come. Exit code 0: all are well;
+1: one is not; 3: there is no GPU.
 """
 
 from __future__ import annotations
@@ -45,17 +46,17 @@ processes do so at once."""
 
 
 def checks(dry: bool) -> Iterator[tuple[str, Callable[[], str]]]:
-    """(name, what is checked, which gives a note or raises)."""
+    """(name, what is checked, which gives a note or raises), what is worth most first."""
     import gpu_native
 
     yield "kernel", partial(kernel, dry)
-    for name in gpu_native.RECIPES:
-        yield f"scaled_mm {name}", partial(scaled, name, dry)
-    yield "liger", partial(fused, dry)
     for name in RECIPES:
         yield f"step {name}", partial(steps, (f"recipe={name}",), dry)
+    yield "liger", partial(fused, dry)
     for name, words in MODES.items():
         yield name, partial(steps, words, dry)
+    for name in gpu_native.RECIPES:
+        yield f"scaled_mm {name}", partial(scaled, name, dry)
 
 
 def kernel(dry: bool) -> str:
@@ -146,22 +147,28 @@ def row(name: str, check: Callable[[], str]) -> dict[str, Any]:
 
 
 def main(words: list[str] | None = None) -> int:
-    given = gpu_runs.options(__doc__, words, "on a CPU, with stand-ins, in this process")
+    parser = gpu_runs.options(__doc__, "on a CPU, with stand-ins, in this process")
+    parser.add_argument("names", nargs="*", metavar="CHECK", help="those of these names; all by default")
+    parser.add_argument("--patience", type=float, default=PATIENCE, help="seconds after which a check hangs")
+    given = parser.parse_args(words)
     if not torch.cuda.is_available() and not given.dry_run:
         print("gpu_first: torch sees no GPU")
         return 3
     if given.only:
         print(json.dumps(row(given.only, dict(checks(False))[given.only])))
         return 0
+    known = dict(checks(given.dry_run))
+    if unknown := [name for name in given.names if name not in known]:
+        parser.error(f"unknown check {unknown[0]}: it is one of {', '.join(known)}")
     results = gpu_runs.Results(given.out, gpu_runs.machine())
-    if given.dry_run:
-        for name, check in checks(True):
-            if name in DRY:
-                results.add(row(name, check))
+    names = [name for name in given.names or known if not results.has(name)]
+    if given.dry_run or names == ["kernel"]:
+        for name in names:
+            if name in DRY or not given.dry_run:
+                results.add(row(name, known[name]))
         return results.code
-    names = [name for name, _ in checks(False) if not results.has(name)]
     with ThreadPoolExecutor(min(len(names) or 1, os.cpu_count() or 1)) as pool:
-        for done in as_completed([pool.submit(gpu_runs.alone, __file__, name, PATIENCE) for name in names]):
+        for done in as_completed([pool.submit(gpu_runs.alone, __file__, name, given.patience) for name in names]):
             results.add(done.result())
     return results.code
 

@@ -1,18 +1,18 @@
-"""Check and time the Triton kernels on this machine's GPU, in one command:
+"""Check the Triton kernels on this machine's GPU, in one command; `gpu_bandwidth.py` times them:
 
-    python scripts/gpu_kernels.py --out benchmarks/gpu_kernels.json
+    python scripts/gpu_kernels.py --out benchmarks/gpu_kernels.json [--launched]
 
-1. Exactness: every kernel against the readable reference, computed on the CPU: codes, scales, amax, values and decoded
-   values, over specs, shapes, dtypes, strides and bad input; one tensor of more than 2^31 elements, some rows of it
-   (left out by --no-large or too little memory). Gradients of a norm may differ from autograd's in float64 by what
-   their rounding allows. Any other difference ends the run with status 1.
-2. Bandwidth (`gpu_bandwidth.py`): bytes that a kernel must move, divided by its time, as a share of a copy's.
+Every kernel runs against the readable reference, computed on the CPU: codes, scales, amax, values and decoded values,
+over specs, shapes, dtypes, strides and bad input; one tensor of more than 2^31 elements, some rows of it (left out by
+--no-large or too little memory). Gradients of a norm may differ from autograd's in float64 by what their rounding
+allows. Any other difference ends the run with status 1. `--launched` checks what training runs launch alone
+(`gpu_launched.py`).
 
 Compiling takes most of the time: Triton's ptxas needs 4 to 20 s for some kernels. So the cases are shared out among as
 many processes as there are cores, which compile into one cache folder (TRITON_CACHE_DIR) and write each case to
 OUT.cases.jsonl as it is done; called again, the script goes on with the others. `--full` adds shapes and FP16.
 
-`--sanitize` runs few small cases and no timing. Called once by itself it compiles them in all processes, so that
+`--sanitize` runs few small cases. Called once by itself it compiles them in all processes, so that
 
     export PYTORCH_NO_CUDA_MEMORY_CACHING=1
     compute-sanitizer --tool memcheck python scripts/gpu_kernels.py --sanitize --processes 1
@@ -34,11 +34,15 @@ from typing import Any
 import gpu_stand_ins
 import torch
 from gpu_cases import BACKWARD, KEY, SPECS, Case, cases
+from gpu_launched import launched_cases
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
 from fp4train.quantize import Quantized, QuantSpec, produced, reference
 from fp4train.quantize import triton as kernels
+
+TINY = ((20, 40),)
+"""The shape of a dry run."""
 
 
 def on(x: Tensor, device: str) -> Tensor:
@@ -284,14 +288,13 @@ def in_processes(count: int, written: Path | None, options: list[str]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, help="JSON file for the results")
-    parser.add_argument("--sanitize", action="store_true", help="few small cases, no timing: for compute-sanitizer")
+    parser.add_argument("--launched", action="store_true", help="what training runs launch (gpu_launched.py)")
+    parser.add_argument("--sanitize", action="store_true", help="few small cases: for compute-sanitizer")
     parser.add_argument("--full", action="store_true", help="more shapes, and FP16")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="that compile and check at once")
     parser.add_argument("--share", help=argparse.SUPPRESS)
     parser.add_argument("--dry-run", action="store_true", help="one case in twenty, in Triton's interpreter on a CPU")
     parser.add_argument("--no-large", action="store_true", help="leave the tensor of more than 2^31 elements out")
-    parser.add_argument("--rows", type=int, default=16384, help="tokens of the timed tensor")
-    parser.add_argument("--cols", type=int, default=16384, help="features of the timed tensor")
     arguments = parser.parse_args()
     if arguments.dry_run:
         gpu_stand_ins.interpret()
@@ -299,9 +302,12 @@ def main() -> int:
     if reason := kernels.why_not(QuantSpec(), device):
         print(f"cannot run the Triton kernels here: {reason}. Without a GPU set TRITON_INTERPRET=1", file=sys.stderr)
         return 3
-    chosen = all_cases(device, sanitize=arguments.sanitize, full=arguments.full)
+    if arguments.launched:
+        chosen = launched_cases(TINY) if arguments.dry_run else launched_cases()
+    else:
+        chosen = all_cases(device, sanitize=arguments.sanitize, full=arguments.full)
     if arguments.dry_run:
-        chosen = chosen[::20]
+        chosen = chosen[:: 5 if arguments.launched else 20]
     if arguments.share:  # `out` is the file that all of them write to
         index, count = map(int, arguments.share.split("/"))
         done = read_records(arguments.out, {case.name for case in chosen})
@@ -315,7 +321,7 @@ def main() -> int:
         written = arguments.out.with_suffix(".cases.jsonl")
     names = {case.name for case in chosen}
     if device == "cuda" and arguments.processes > 1:
-        options = [f"--{name}" for name in ("full", "sanitize") if getattr(arguments, name)]
+        options = [f"--{name}" for name in ("full", "sanitize", "launched") if getattr(arguments, name)]
         in_processes(arguments.processes, written, options)
     done = read_records(written, names)
     for record in exactness([case for case in chosen if case.name not in done], device, written):
@@ -325,18 +331,12 @@ def main() -> int:
     print(f"exactness: {len(records) - len(wrong)} of {len(records)} cases equal the reference")
     result: dict[str, Any] = {"machine": found, "cases": len(records), "different": wrong}
     result["names"] = [record["case"] for record in records]
-    if device == "cuda" and not arguments.sanitize:
-        if not arguments.no_large:
-            large = check_large()
-            result["more_than_2^31_elements"] = large or "equal"
-            print(f"more than 2^31 elements: {large or 'equal'}")
-            if large and not large.startswith("left out"):
-                wrong.append({"case": "more than 2^31 elements", "differences": {"codes": large}})
-            torch.cuda.empty_cache()
-        from gpu_bandwidth import bandwidth
-
-        copy, table = bandwidth(arguments.rows, arguments.cols)
-        result |= {"shape": [arguments.rows, arguments.cols], "copy_gb_per_s": copy, "bandwidth": table}
+    if device == "cuda" and not arguments.sanitize and not arguments.no_large:
+        large = check_large()
+        result["more_than_2^31_elements"] = large or "equal"
+        print(f"more than 2^31 elements: {large or 'equal'}")
+        if large and not large.startswith("left out"):
+            wrong.append({"case": "more than 2^31 elements", "differences": {"codes": large}})
     if arguments.out:
         arguments.out.write_text(json.dumps(result, indent=1) + "\n")
     return 1 if wrong else 0

@@ -11,8 +11,9 @@ ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ROOT / "scripts"
 
 PARTS = {
+    "nine": "a first visit: one kernel, or stop; first steps and exactness; bandwidth; profile; resume to the bit",
     "first": "a minute: kernels, liger's too, each `scaled_mm`, steps, capture, compile, deterministic, recompute",
-    "kernels": "Triton kernels against the reference, and their bandwidth beside that of a device copy",
+    "kernels": "bandwidth of the Triton kernels beside that of a device copy; their bits against the reference",
     "te": "Transformer Engine beside the emulation: reference, kernels, given norms and weights, experts",
     "native": "`fp4train doctor`; `scaled_mm`, and `scaled_grouped_mm` of experts, against the emulation",
     "profile": "where a step of llama_1b goes: kernels, host beside GPU, memory, attention; eager, compiled, recorded",
@@ -22,7 +23,12 @@ PARTS = {
     "hours": "writes the commands of training comparisons that need hours, and starts none",
     "sanitize": "the kernels under compute-sanitizer, only where it is asked for",
 }
-ASKED_FOR = ("sanitize",)
+ASKED_FOR = ("nine", "sanitize")
+"""Parts that run only where they are named; `nine` also by `--total` alone."""
+WITHOUT_GPU = ("hours",)
+"""Parts that ask nothing of a GPU."""
+NINE = 540.0
+"""Seconds for which the limits of the steps of `nine` are meant; with others they are stretched or shortened."""
 TRAINED = ("bf16", "nvfp4", "mxfp8", "fp8_current")
 """Recipes of the part `runs`."""
 COMPARED = ("bf16", "fp8_current", "mxfp8", "nvfp4")
@@ -38,18 +44,31 @@ class Step:
         asks: what it measures on a GPU.
         words: of the command; the first is a script of this folder, "fp4train", or another program.
         dry: more words in a dry run; None: nothing stands in for what it needs, and it is only named there.
+        limit: seconds that it may take, where its part has `NINE`; None: as long as its part.
+        gate: whether its part goes on only if this step ended well.
+        beside: steps that run while this one does.
     """
 
     name: str
     asks: str
     words: tuple[str, ...]
     dry: tuple[str, ...] | None = ("--dry-run",)
+    limit: float | None = None
+    gate: bool = False
+    beside: tuple[Step, ...] = ()
 
     def command(self) -> list[str]:
         first, *rest = self.words
         if first == "fp4train":
             return [sys.executable, "-u", "-m", "fp4train", *rest]
         return [sys.executable, "-u", str(SCRIPTS / first), *rest] if first.endswith(".py") else [first, *rest]
+
+    def program(self) -> str | None:
+        """The program that must be installed; None: Python and what this checkout has."""
+        first, *rest = self.words
+        if first == "fp4train" or first.endswith(".py"):
+            return None
+        return rest[1] if first == "env" else first
 
 
 def steps_of(part: str, out: Path, te: Path | None, *, dry: bool = False) -> Iterator[Step]:
@@ -58,10 +77,14 @@ def steps_of(part: str, out: Path, te: Path | None, *, dry: bool = False) -> Ite
     def results(ending: str) -> tuple[str, str]:
         return "--out", f"{out}-{ending}"
 
-    if part == "first":
+    if part == "nine":
+        yield from nine_steps(out)
+    elif part == "first":
         yield Step(name="first", asks=PARTS["first"], words=("gpu_first.py", *results("first.json")))
     elif part == "kernels":
-        asks = "all cases and one of more than 2^31 elements to the bit; GB/s of each kernel beside a copy's"
+        asks = "GB/s of each kernel beside a copy's; TFLOP/s of products"
+        yield Step(name="bandwidth", asks=asks, words=("gpu_bandwidth.py", *results("bandwidth.json")))
+        asks = "all cases and one of more than 2^31 elements to the bit"
         yield Step(name="kernels", asks=asks, words=("gpu_kernels.py", *results("kernels.json")))
     elif part == "te":
         if te is not None:
@@ -112,6 +135,39 @@ def steps_of(part: str, out: Path, te: Path | None, *, dry: bool = False) -> Ite
         words = ("env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1", "compute-sanitizer", "--error-exitcode", "1")
         checked = (sys.executable, str(SCRIPTS / "gpu_kernels.py"), "--sanitize", "--processes", "1")
         yield Step(name="sanitize", asks=asks, words=(*words, *checked), dry=None)
+
+
+def nine_steps(out: Path) -> Iterator[Step]:
+    """What the first nine minutes on a GPU are for. The limits leave time for a look at the machine and for packing.
+
+    First compiled kernels that are equal, without which nothing else counts; speeds before long lists of cases; what
+    would take minutes of compiling alone, Transformer Engine's build among it, is left to other parts.
+    """
+
+    def results(ending: str) -> tuple[str, str]:
+        return "--out", f"{out}-{ending}"
+
+    asks = "that a Triton kernel compiles, and that its codes are the reference's in every bit"
+    first = ("gpu_first.py", *results("first.json"))
+    yield Step(name="nine kernel", asks=asks, words=(*first, "kernel"), limit=50, gate=True)
+    asks = "codes, scales, amaxes and values to the bit, of the kernels that a training run launches"
+    words = ("gpu_kernels.py", "--launched", "--no-large", "--processes", "8", *results("exact.json"))
+    exact = Step(name="nine exact", asks=asks, words=words)
+    asks = "first steps: each `scaled_mm`, liger, recipes, capture, compile, deterministic, recompute"
+    words = (*first, "--patience", "100")
+    yield Step(name="nine first", asks=asks, words=words, limit=110, beside=(exact,))
+    asks = "GB/s of a copy and of the kernels of a training step; TFLOP/s of products in BF16 and in codes"
+    words = ("gpu_bandwidth.py", "--few", *results("bandwidth.json"))
+    yield Step(name="nine bandwidth", asks=asks, words=words, limit=35)
+    asks = (
+        "a step of llama_1b in one process: BF16, emulated NVFP4 and MXFP8, FP8 current, eager; BF16 recorded and "
+        "compiled; the time of each kernel, of the host, and of the passes of the factors"
+    )
+    words = ("gpu_profile.py", "--nine", *results("profile.json"))
+    yield Step(name="nine profile", asks=asks, words=words, limit=280)
+    asks = "losses and weights of a resumed and of a recomputed run in NVFP4, equal to a straight one's in every bit"
+    words = ("gpu_state.py", "--recipes", "nvfp4", *results("state.json"))
+    yield Step(name="nine state", asks=asks, words=words, limit=50)
 
 
 def run_steps(out: Path, dry: bool) -> Iterator[Step]:

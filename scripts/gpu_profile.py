@@ -1,6 +1,6 @@
 """Where a training step of llama_1b goes on a GPU, with a real vocabulary:
 
-    python scripts/gpu_profile.py --out NAME-profile.json [--dry-run]
+    python scripts/gpu_profile.py --out NAME-profile.json [--nine] [--dry-run]
 
 For BF16, FP8 and NVFP4, each eager, compiled and recorded, with 16,384 tokens in one and in
 eight microbatches; for BF16 also with queries, keys and values, and gate and up, as one product; on Blackwell NVFP4
@@ -9,23 +9,30 @@ also on torch's products, with and without norms and gates that are quantised wh
     step ms           median of steps that are waited for
     host ms           of that, until the host has queued the step; near `step ms` the GPU waits for the host
     gpu ms            sum of the kernels' times of one step, and by kind
-    kernels           the 15 that take longest: name, calls, ms
+    kernels           the 15 that take longest: name, calls, ms, share of the GPU's time
+    operators         the 15 operators whose kernels take longest: name, shapes, calls, ms
+    factors ms        of that, passes that multiply a matrix by one number, as emulation applies scales
     attention         the operators of attention that torch chose
     peak GiB          memory in use at most, and reserved
     tokens/s, MFU     where the GPU's peak is known
 
-Each is a process of its own; those of a file that is there already are not measured again. Exit code 0: all were
-measured; 1: one failed; 3: there is no GPU.
+Each is a process of its own. `--nine` measures the few variants of `NINE` in this one, where the eager ones share a
+model that gets one plan after the other; after one that fails the others are processes again. Rows are written as they
+come; those of a file that is there already are not measured again. Exit code 0: all were measured; 1: one failed; 3:
+there is no GPU.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import statistics
 import sys
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import gpu_runs
@@ -33,14 +40,19 @@ import gpu_stand_ins
 import torch
 from benchmark_report import synchronize
 from benchmark_steps import built_run, real_vocabulary
+from omegaconf import DictConfig
 from torch.profiler import ProfilerActivity, profile
 
+from fp4train.config.composition import compose
+from fp4train.config.schema import to_config
+from fp4train.precision import Timeline
+from fp4train.run.build import build_plan
 from fp4train.run.run import Run
 from fp4train.run.step_graph import WARM_UP
 from fp4train.train import enter_stretch, train_step
 
 RECIPES = ("bf16", "fp8_current", "nvfp4")
-MODES = {
+MODES: dict[str, tuple[str, ...]] = {
     "eager": (),
     "compiled": ("train.compile=true",),
     "recorded": ("train.cuda_graph=true",),
@@ -50,6 +62,19 @@ NATIVE = {
     "native, norms and gates in BF16": ("backend=native", "train.kernels=torch"),
 }
 """Modes of GPUs whose products take NVFP4's codes: with and without norms and gates quantised where they are made."""
+EMULATED = {"emulated": ("backend=emulate",)}
+SWAPPED = ("eager", "emulated", "native")
+"""Modes that differ in their plan alone, so that one model runs them in turn."""
+NINE = (
+    ("bf16", "eager"),
+    ("nvfp4", "emulated"),
+    ("fp8_current", "eager"),
+    ("mxfp8", "emulated"),
+    ("nvfp4", "native"),
+    ("bf16", "recorded"),
+    ("bf16", "compiled"),
+)
+"""(recipe, mode) of `--nine`, what is worth most first; where products take no codes of NVFP4 without `native`."""
 MICROBATCHES = (1, 8)
 MODEL = ("model=llama_1b", "train.batch_size=8", "train.seq_len=2048", "phases=none", "policy=all", "eval.every=0")
 TINY = (
@@ -75,9 +100,16 @@ KINDS = {
 def variants() -> list[tuple[str, str, int]]:
     """The most telling first: a part that ends after eight minutes goes on when it is called again."""
     found = [(recipe, mode, count) for count in MICROBATCHES for mode in MODES for recipe in RECIPES]
-    blackwell = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 10
-    found += [("nvfp4", mode, 1) for mode in (NATIVE if blackwell else ())]
+    found += [("nvfp4", mode, 1) for mode in (NATIVE if on_blackwell() else ())]
     return found
+
+
+def nine_variants() -> list[tuple[str, str, int]]:
+    return [(recipe, mode, 1) for recipe, mode in NINE if mode not in NATIVE or on_blackwell()]
+
+
+def on_blackwell() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 10
 
 
 def few_variants() -> list[tuple[str, str, int]]:
@@ -111,52 +143,129 @@ def timed(run: Run) -> tuple[float, float]:
     return queued, ended
 
 
-def kernels_of(run: Run) -> tuple[list[tuple[str, int, float]], list[str]]:
-    """((name, calls, ms) of the kernels of one step, the longest first; the operators of attention)."""
+def profiled(run: Run) -> dict[str, Any]:
+    """Of one step the time of kernels, by their kind and by their operators, and the operators of attention."""
     on_gpu = run.device.type == "cuda"
-    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as found:
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with profile(activities=activities, record_shapes=True) as found:
         timed(run)
+
+    def ms(event: Any) -> float:
+        return float(event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1000
+
     events = found.key_averages()
-    attention = sorted({e.key for e in events if "scaled_dot_product" in e.key or "_sdpa" in e.key})
-    wanted = torch.autograd.DeviceType.CUDA if on_gpu else torch.autograd.DeviceType.CPU
-    rows = [
-        (e.key, e.count, (e.self_device_time_total if on_gpu else e.self_cpu_time_total) / 1000)
-        for e in events
-        if e.device_type == wanted
-    ]
-    return sorted(rows, key=lambda each: -each[2]), attention
+    where = torch.autograd.DeviceType.CUDA if on_gpu else torch.autograd.DeviceType.CPU
+    kernels = sorted((e for e in events if e.device_type == where), key=ms, reverse=True)
+    total = sum(map(ms, kernels))
+    by_kind: dict[str, float] = {}
+    for kernel in kernels:
+        by_kind[kind_of(kernel.key)] = by_kind.get(kind_of(kernel.key), 0.0) + ms(kernel)
+    by_shape = found.key_averages(group_by_input_shape=True)
+    operators = sorted((e for e in by_shape if e.device_type == torch.autograd.DeviceType.CPU), key=ms, reverse=True)
+    return {
+        "gpu ms": total,
+        "by kind": by_kind,
+        "launches": sum(kernel.count for kernel in kernels),
+        "kernels": [(e.key, e.count, ms(e), ms(e) / max(total, 1e-9)) for e in kernels[:SHOWN]],
+        "operators": [(e.key, str(e.input_shapes), e.count, ms(e)) for e in operators[:SHOWN]],
+        "factors ms": sum(ms(e) for e in operators if applies_factor(e.key, e.input_shapes)),
+        "attention": sorted({e.key for e in events if "scaled_dot_product" in e.key or "_sdpa" in e.key}),
+    }
 
 
-def measure(recipe: str, mode: str, count: int, *, dry: bool) -> dict[str, Any]:
-    """The row of one variant."""
-    device = torch.device("cpu" if dry else "cuda")
+def applies_factor(name: str, shapes: list[list[int]]) -> bool:
+    """Whether an operator multiplies a matrix by one number that lies in a tensor."""
+    return name in ("aten::mul", "aten::mul_") and len(shapes) >= 2 and len(shapes[0]) == 2 and shapes[1] == []
+
+
+def key_words(recipe: str, mode: str, count: int) -> list[str]:
+    """Keys of a run, without its data."""
+    return [*MODEL, f"recipe={recipe}", f"train.microbatch={8 // count}", *(MODES | NATIVE | EMULATED)[mode]]
+
+
+@contextmanager
+def prepared(words: list[str], *, dry: bool) -> Iterator[Run]:
+    """A run ready to train on random ids of a real vocabulary; in a dry run a tiny one on a CPU."""
     with ExitStack() as stack:
         data = real_vocabulary(seq_len=4, ids=257) if dry else real_vocabulary(seq_len=2048)
-        words = [*MODEL, *stack.enter_context(data), f"recipe={recipe}"]
-        words += [f"train.microbatch={8 // count}", *(TINY if dry else ())]
-        words += stack.enter_context(gpu_stand_ins.instead_of(MODES[mode])) if dry else (MODES | NATIVE)[mode]
-        run, _ = stack.enter_context(built_run(device, words))
+        words = [*words, *stack.enter_context(data), *(TINY if dry else ())]
+        if dry:
+            words = stack.enter_context(gpu_stand_ins.instead_of(words))
+        run, _ = stack.enter_context(built_run(torch.device("cpu" if dry else "cuda"), words))
         enter_stretch(run, None)
-        for _ in range(WARM_UP + 2):
-            timed(run)
-        if not dry:
-            torch.cuda.reset_peak_memory_stats()
-        pairs = [timed(run) for _ in range(1 if dry else MEASURED)]
-        host, step = (statistics.median(each) for each in zip(*pairs, strict=True))
-        kernels, attention = kernels_of(run)
-        peak = run.peak_tokens_per_s()
-        tokens = run.config.train.tokens
-    by_kind: dict[str, float] = {}
-    for name, _, ms in kernels:
-        by_kind[kind_of(name)] = by_kind.get(kind_of(name), 0.0) + ms
-    row: dict[str, Any] = {"name": label(recipe, mode, count), "ok": True, "backends": backends(run)}
-    row |= {"step ms": 1000 * step, "host ms": 1000 * host, "gpu ms": sum(by_kind.values()), "by kind": by_kind}
-    row |= {"launches": sum(calls for _, calls, _ in kernels), "kernels": kernels[:SHOWN], "attention": attention}
+        yield run
+
+
+def measure(run: Run, name: str, *, dry: bool) -> dict[str, Any]:
+    """The row of a run with the plan that is applied to it."""
+    for _ in range(WARM_UP + 2):
+        timed(run)
+    if not dry:
+        torch.cuda.reset_peak_memory_stats()
+    pairs = [timed(run) for _ in range(1 if dry else MEASURED)]
+    host, step = (statistics.median(each) for each in zip(*pairs, strict=True))
+    peak, tokens = run.peak_tokens_per_s(), run.config.train.tokens
+    row: dict[str, Any] = {"name": name, "ok": True, "backends": backends(run)}
+    row |= {"step ms": 1000 * step, "host ms": 1000 * host, **profiled(run)}
     row |= {"tokens/s": tokens / step, "MFU": None if peak is None else tokens / step / peak}
     if not dry:
         row |= {"peak GiB": torch.cuda.max_memory_allocated() / 2**30}
         row |= {"reserved GiB": torch.cuda.max_memory_reserved() / 2**30}
     return row
+
+
+def measure_built(variant: tuple[str, str, int], *, dry: bool) -> dict[str, Any]:
+    """The row of a variant, of a run of its own."""
+    with prepared(key_words(*variant), dry=dry) as run:
+        return measure(run, label(*variant), dry=dry)
+
+
+def swap(run: Run, recipe: str, mode: str) -> None:
+    """Apply to a run the plan of another recipe and backend, from the next step on."""
+    keys = key_words(recipe, mode, 1)
+    cfg = compose(keys)
+    assert isinstance(cfg, DictConfig)
+    config = to_config(cfg)
+    timeline = Timeline(recipe=config.recipe, steps=run.config.train.steps)
+    run.plan = build_plan(replace(run.config, backend=config.backend), run.layers, timeline, run.plan.device)
+    run.apply(run.plan.stretches[0])
+
+
+def nine_rows(pending: list[tuple[str, str, int]], *, dry: bool) -> Iterator[dict[str, Any]]:
+    """The rows of variants, measured in this process until one fails, whose error may have taken the GPU with it."""
+    swapped = [variant for variant in pending if variant[1] in SWAPPED]
+    failed = False
+    if swapped:
+        try:
+            with prepared(key_words(*swapped[0]), dry=dry) as run:
+                for variant in swapped:
+                    swap(run, *variant[:2])
+                    yield measure(run, label(*variant), dry=dry)
+                    pending.remove(variant)
+        except Exception as error:
+            failed = True
+            yield failure(pending.pop(0), error)
+    for variant in pending:
+        if failed and not dry:
+            yield gpu_runs.alone(__file__, label(*variant))
+            continue
+        release()
+        try:
+            yield measure_built(variant, dry=dry)
+        except Exception as error:
+            failed = True
+            yield failure(variant, error)
+
+
+def failure(variant: tuple[str, str, int], error: Exception) -> dict[str, Any]:
+    return {"name": label(*variant), "ok": False, "note": gpu_runs.first_line(error)}
+
+
+def release() -> None:
+    """Give the memory of the model before this one back."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def backends(run: Run) -> list[str]:
@@ -165,22 +274,26 @@ def backends(run: Run) -> list[str]:
 
 
 def main(words: list[str] | None = None) -> int:
-    given = gpu_runs.options(__doc__, words, "a tiny model on a CPU, with stand-ins")
+    parser = gpu_runs.options(__doc__, "a tiny model on a CPU, with stand-ins")
+    parser.add_argument("--nine", action="store_true", help="few variants, in this process")
+    given = parser.parse_args(words)
     if not torch.cuda.is_available() and not given.dry_run:
         print("gpu_profile: torch sees no GPU")
         return 3
     if given.only:
-        (variant,) = [each for each in variants() if label(*each) == given.only]
-        print(json.dumps(measure(*variant, dry=False)))
+        (variant,) = {each for each in (*variants(), *nine_variants()) if label(*each) == given.only}
+        print(json.dumps(measure_built(variant, dry=False)))
         return 0
     results = gpu_runs.Results(given.out, gpu_runs.machine())
-    if given.dry_run:
-        for variant in few_variants():
-            results.add(measure(*variant, dry=True))
+    chosen = nine_variants() if given.nine else few_variants() if given.dry_run else variants()
+    pending = [variant for variant in chosen if not results.has(label(*variant))]
+    if given.nine:
+        for row in nine_rows(pending, dry=given.dry_run):
+            results.add(row)
         return results.code
-    for variant in variants():
-        if not results.has(label(*variant)):
-            results.add(gpu_runs.alone(__file__, label(*variant)))
+    for variant in pending:
+        own = gpu_runs.alone(__file__, label(*variant)) if not given.dry_run else measure_built(variant, dry=True)
+        results.add(own)
     return results.code
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib.metadata
 import json
 import subprocess
 import sys
@@ -60,7 +61,7 @@ def in_this_process(words: list[str]) -> str | None:
     return None
 
 
-def options(description: str | None, words: list[str] | None, dry: str) -> argparse.Namespace:
+def options(description: str | None, dry: str) -> argparse.ArgumentParser:
     """The options of a script of checks: `--out FILE`, `--dry-run`, and `--only NAME` of the processes of `alone`.
 
     Args:
@@ -70,7 +71,7 @@ def options(description: str | None, words: list[str] | None, dry: str) -> argpa
     parser.add_argument("--out", type=Path, help="JSON file of the results")
     parser.add_argument("--dry-run", action="store_true", help=dry)
     parser.add_argument("--only", help=argparse.SUPPRESS)
-    return parser.parse_args(words)
+    return parser
 
 
 def alone(script: str, name: str, patience: float | None = None) -> dict[str, Any]:
@@ -121,11 +122,13 @@ class Results:
         return any(row["name"] == name for row in self.rows)
 
     def add(self, row: dict[str, Any]) -> None:
-        """A row with its name and whether it is `ok`."""
-        self.rows.append(row)
+        """A row with its name and whether it is `ok`, in the place of one of that name."""
+        self.rows = [*(old for old in self.rows if old["name"] != row["name"]), row]
         self.path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps({"machine": self.machine, "rows": self.rows}, indent=1, ensure_ascii=False)
-        self.path.write_text(text + "\n", encoding="utf-8")
+        beside = self.path.with_suffix(".part")
+        beside.write_text(text + "\n", encoding="utf-8")
+        beside.replace(self.path)  # whoever packs results finds the file before or after
         print(json.dumps(row, ensure_ascii=False), flush=True)
 
     @property
@@ -136,8 +139,6 @@ class Results:
 
 def machine() -> dict[str, Any]:
     """GPU, driver and versions."""
-    import importlib.metadata
-
     import torch
 
     from fp4train.hardware import driver_version

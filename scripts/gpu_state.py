@@ -1,11 +1,11 @@
 """Runs that are resumed, and runs that recompute their blocks, against straight ones, to the bit:
 
-    python scripts/gpu_state.py --out NAME-state.json [--dry-run]
+    python scripts/gpu_state.py --out NAME-state.json [--recipes NAME …] [--dry-run]
 
 All are deterministic (`train.deterministic=true`). Per recipe
 
     resume       8 steps, and the last 4 of them again from the checkpoint between: losses, norms, weights and moments
-    recompute    the same 8 steps with `model.recompute=true`, and the time and memory of both
+    recompute    the same 8 steps with `model.recompute=true`, and the time of both
 
 Rows are written as they come. Exit code 0: all are equal; 1: one is not; 3: there is no GPU.
 """
@@ -71,7 +71,8 @@ def milliseconds(lines: gpu_runs.Lines) -> float | None:
 def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="JSON file of the results")
-    parser.add_argument("--dry-run", action="store_true", help="a tiny model on a CPU")
+    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=RECIPES, help="all by default")
+    parser.add_argument("--dry-run", action="store_true", help="one recipe of a tiny model on a CPU")
     given = parser.parse_args(words)
     if not torch.cuda.is_available() and not given.dry_run:
         print("gpu_state: torch sees no GPU")
@@ -79,7 +80,7 @@ def main(words: list[str] | None = None) -> int:
     results = gpu_runs.Results(given.out, gpu_runs.machine())
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        for recipe in ("fp8_delayed",) if given.dry_run else RECIPES:
+        for recipe in given.recipes[-1:] if given.dry_run else given.recipes:
             if results.has(f"{recipe}, resume") and results.has(f"{recipe}, recompute"):
                 continue
             straight = gpu_runs.train(folder / recipe, [*OPTIONS, f"recipe={recipe}"], dry=given.dry_run)

@@ -1,97 +1,179 @@
-"""Collect the wheels that a GPU machine without a network lacks, into one folder to carry there.
+"""Pack what a GPU machine without a network lacks into a folder to carry there:
 
-    python scripts/pack_gpu.py FOLDER [--python 3.12] [--platform manylinux_2_28_x86_64] [--with datasets]
+    python scripts/pack_gpu.py FOLDER [--with NAME …] [--python 3.12] [--platform manylinux_2_28_x86_64]
 
-and there:
+and there, beside a copy of this checkout:
 
     pip install --no-index --no-deps FOLDER/*.whl
 
-PyTorch's and NVIDIA's images bring torch, numpy and Triton; those are not packed, nor is hf-xet, which only
-downloads, so pip must not ask for it (--no-deps). antlr4-python3-runtime, which
-omegaconf needs, is published as a source archive only: its wheel is built here, for every Python. datasets is packed
-where it is asked for: with pyarrow it takes 68 MB, and a machine without a network has nothing to load by it. The
-folder must stay below `--limit` MB; the largest wheels are named with their sizes.
+A machine with torch, Triton and transformers lacks four wheels for a run with `track=jsonl`, which `WHEELS` names;
+their versions are those of constraints.txt. `--with matplotlib` adds a package and what it needs. Never packed is what
+torch and transformers themselves need: it is on the machine, and pip must neither replace nor ask for it (--no-deps).
+
+The last lines say how much travels: the folder, and the files of the checkout beside it.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import subprocess
 import sys
-import tomllib
+import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-BROUGHT = ("torch", "numpy")
-"""Of the dependencies, what the images bring; the wheels that need them are packed without them."""
+ROOT = Path(__file__).resolve().parents[1]
 
-LEFT_OUT = ("datasets",)
-"""Packed only where asked for."""
+MACHINE = ("torch", "transformers")
+"""Packages that the machine has, with all that they need; torch's wheels for Linux need Triton."""
 
-FROM_SOURCE = "antlr4-python3-runtime==4.9.3"
-UNUSED = re.compile(r"(nvidia_|torch-|numpy-|triton-|cuda_|hf_xet-)", re.IGNORECASE)
-"""Wheels that dependencies of dependencies bring along, and that are there or not used without a network."""
+WHEELS = ("hydra-core", "omegaconf", "antlr4-python3-runtime", "liger-kernel")
+"""Packages that a training run imports and a machine with torch and transformers lacks."""
 
+SOURCES = ("antlr4-python3-runtime",)
+"""Packages without a wheel on PyPI. Theirs are built here: they hold Python alone, and fit every machine."""
 
-def requirements(also: set[str]) -> list[str]:
-    """The project's dependencies and liger's kernels, but for what the images bring and what is left out."""
-    if unknown := also - set(LEFT_OUT):
-        raise SystemExit(f"pack_gpu: --with {', '.join(sorted(unknown))}: only {', '.join(LEFT_OUT)} is left out")
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-    found = [*project["dependencies"], *project["optional-dependencies"]["liger"]]
-    names = {line: re.split(r"[<>=~!\[; ]", line)[0] for line in found}
-    return [line for line, name in names.items() if name not in {*BROUGHT, *LEFT_OUT} - also]
+PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
 
 
-def commands(folder: Path, wanted: list[str], python: str, platform: str) -> list[list[str]]:
-    """What is run: build the one wheel, then download the others for the machine that they are for."""
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
-    build = [*pip, "wheel", "--no-deps", "--wheel-dir", str(folder), FROM_SOURCE]
-    target = ["--only-binary", ":all:", "--python-version", python, "--implementation", "cp"]
-    platforms = [word for each in platforms_of(platform) for word in ("--platform", each)]
-    download = [*pip, "download", "--dest", str(folder), "--find-links", str(folder), *target, *platforms, *wanted]
-    return [build, download]
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """The machine that the wheels are for.
+
+    Args:
+        python: its version of Python, such as "3.12".
+        platform: the newest tag of platforms whose wheels run there.
+    """
+
+    python: str
+    platform: str
+
+    def options(self) -> list[str]:
+        """Options with which pip chooses wheels for this machine."""
+        platforms = [word for tag in self.platforms() for word in ("--platform", tag)]
+        version = ("--python-version", self.python, "--implementation", "cp")
+        return ["--only-binary", ":all:", *version, *platforms]
+
+    def platforms(self) -> list[str]:
+        """The tag itself and, of manylinux_2_28_x86_64, those of older systems."""
+        newest = re.fullmatch(r"manylinux_2_(\d+)_(\w+)", self.platform)
+        if newest is None:
+            return [self.platform]
+        minor, processor = int(newest[1]), newest[2]
+        older = [f"manylinux_2_{version}_{processor}" for version in range(minor, 4, -1)]
+        legacy = [f"manylinux{name}_{processor}" for name in ("2014", "2010", "1")]
+        return [*older, *legacy]
 
 
-def platforms_of(newest: str) -> list[str]:
-    """manylinux_2_28_x86_64 and the older ones, which run there too."""
-    found = re.fullmatch(r"manylinux_2_(\d+)_(\w+)", newest)
-    if found is None:
-        return [newest]
-    older = [f"manylinux_2_{minor}_{found[2]}" for minor in range(int(found[1]), 4, -1)]
-    return [*older, f"manylinux2014_{found[2]}", f"manylinux2010_{found[2]}", f"manylinux1_{found[2]}"]
+def normalised(name: str) -> str:
+    """The name of a package as pip compares it (PEP 503)."""
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def main(arguments: list[str] | None = None) -> int:
+def pins() -> dict[str, str]:
+    """Package → "name==version", as constraints.txt pins it."""
+    lines = (ROOT / "constraints.txt").read_text("utf-8").splitlines()
+    pinned = [line.strip() for line in lines if "==" in line]
+    return {normalised(line.partition("==")[0]): line for line in pinned}
+
+
+def resolved(requirements: list[str], target: Target) -> dict[str, str]:
+    """Package → "name==version" of `requirements` and of all that they need, from metadata alone.
+
+    Raises:
+        SystemExit: pip finds no wheels for them.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "report.json")
+        dry = ("install", "--dry-run", "--ignore-installed", "--target", folder)
+        quiet = ("--quiet", "--report", str(report))
+        pip(*dry, *quiet, *target.options(), *requirements)
+        installs = json.loads(report.read_text("utf-8"))["install"]
+    packages = [install["metadata"] for install in installs]
+    return {normalised(p["name"]): f"{p['name']}=={p['version']}" for p in packages}
+
+
+def wheels(extras: list[str], target: Target) -> list[str]:
+    """What is packed, as "name==version": `WHEELS`, and `extras` with what they need.
+
+    Raises:
+        SystemExit: constraints.txt pins no package of a name, or the machine has it.
+    """
+    pinned = pins()
+    if unknown := [name for name in extras if normalised(name) not in pinned]:
+        raise SystemExit(f"pack_gpu: --with {unknown[0]}: constraints.txt pins no such package")
+    packed = {name: pinned[name] for name in WHEELS}
+    if extras:
+        machine = resolved(list(MACHINE), target)
+        if present := [name for name in extras if normalised(name) in machine]:
+            needed_by = " and ".join(MACHINE)
+            raise SystemExit(f"pack_gpu: --with {present[0]}: the machine has it, {needed_by} need it")
+        wanted = resolved([pinned[normalised(name)] for name in extras], target)
+        packed |= {name: line for name, line in wanted.items() if name not in machine}
+    return list(packed.values())
+
+
+def pip(*words: str) -> None:
+    """Run pip; its errors are printed and end this program."""
+    done = subprocess.run([*PIP, *words])
+    if done.returncode:
+        raise SystemExit(f"pack_gpu: pip {words[0]} ended with {done.returncode}")
+
+
+def pack(folder: Path, packages: list[str], target: Target) -> None:
+    """Fill `folder` with a wheel of each package, and of none else."""
+    built = [line for line in packages if normalised(line.partition("==")[0]) in SOURCES]
+    published = [line for line in packages if line not in built]
+    pip("wheel", "--no-deps", "--wheel-dir", str(folder), *built)
+    pip("download", "--no-deps", "--dest", str(folder), *target.options(), *published)
+
+
+def checkout_bytes() -> int:
+    """Size of the files of this checkout that git does not ignore."""
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listed, cwd=ROOT, capture_output=True, check=True).stdout.split(b"\0")
+    paths = {ROOT / name.decode() for name in names if name}
+    return sum(path.stat().st_size for path in paths if path.is_file())
+
+
+def read(words: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", type=Path, help="new or empty")
+    parser.add_argument(
+        "--with", dest="extras", action="append", default=[], metavar="NAME",
+        help="another package of constraints.txt, with what it needs; may be repeated",
+    )  # fmt: skip
     parser.add_argument("--python", default="3.12", help="version of Python there")
-    parser.add_argument("--platform", default="manylinux_2_28_x86_64", help="newest platform tag that runs there")
-    parser.add_argument("--with", dest="also", action="append", default=[], metavar="PACKAGE", help="datasets")
-    parser.add_argument("--limit", type=float, default=60, help="MB that the folder may hold")
-    parser.add_argument("--dry-run", action="store_true", help="print what would be run")
-    args = parser.parse_args(arguments)
-    wanted = requirements(set(args.also))
-    steps = commands(args.folder, wanted, args.python, args.platform)
-    if args.dry_run:
-        print("\n".join(" ".join(step) for step in steps))
-        return 0
-    if args.folder.exists() and any(args.folder.iterdir()):
-        print(f"pack_gpu: {args.folder} is not empty", file=sys.stderr)
+    parser.add_argument("--platform", default="manylinux_2_28_x86_64", help="newest tag of wheels that run there")
+    parser.add_argument("--limit", type=float, default=60, metavar="MB", help="of the folder and the checkout together")
+    return parser.parse_args(words)
+
+
+def main(words: list[str] | None = None) -> int:
+    options = read(words)
+    folder: Path = options.folder
+    if folder.exists() and any(folder.iterdir()):
+        print(f"pack_gpu: {folder} is not empty", file=sys.stderr)
         return 2
-    args.folder.mkdir(parents=True, exist_ok=True)
-    for step in steps:
-        subprocess.run(step, check=True)
-    for wheel in args.folder.iterdir():
-        if UNUSED.match(wheel.name):
-            wheel.unlink()
-    sizes = sorted(((each.stat().st_size / 1e6, each.name) for each in args.folder.iterdir()), reverse=True)
-    total = sum(size for size, _ in sizes)
-    print(f"{len(sizes)} wheels, {total:.1f} MB; the largest: " + ", ".join(f"{n} {s:.1f}" for s, n in sizes[:4]))
-    print(f"pip install --no-index --no-deps {args.folder}/*.whl")
-    if total > args.limit:
-        print(f"pack_gpu: more than {args.limit:g} MB (--limit)", file=sys.stderr)
+    target = Target(python=options.python, platform=options.platform)
+    packages = wheels(options.extras, target)
+    folder.mkdir(parents=True, exist_ok=True)
+    pack(folder, packages, target)
+    return say_size(folder, options.limit)
+
+
+def say_size(folder: Path, limit: float) -> int:
+    """Print what travels and how it is installed; returns the exit code."""
+    sizes = {path.name: path.stat().st_size / 1e6 for path in sorted(folder.rglob("*")) if path.is_file()}
+    for name, size in sizes.items():
+        print(f"{size:8.2f} MB  {name}")
+    packed, checkout = sum(sizes.values()), checkout_bytes() / 1e6
+    print(f"{packed:8.2f} MB  {folder}, {packed + checkout:.1f} MB with the files of this checkout")
+    print(f"there: pip install --no-index --no-deps {folder}/*.whl")
+    if packed + checkout > limit:
+        print(f"pack_gpu: more than {limit:g} MB (--limit)", file=sys.stderr)
         return 1
     return 0
 

@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import runpy
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -132,22 +131,6 @@ def test_block_scaled_products_are_compared_as_on_a_gpu(monkeypatch: pytest.Monk
     assert len(names) >= 8
 
 
-def test_the_packer_leaves_out_what_images_bring(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    script = load("pack_gpu")
-    folder = tmp_path / "wheels"
-    assert script.main([str(folder), "--dry-run", "--python", "3.12"]) == 0
-    build, download = (shlex.split(line.replace("<", " <")) for line in capsys.readouterr().out.splitlines())
-    assert "antlr4-python3-runtime==4.9.3" in build
-    assert "3.12" in download and "manylinux2014_x86_64" in download
-    assert not {"torch", "numpy"} & {word.split(">")[0] for word in download}
-    assert {"hydra-core", "omegaconf", "wandb"} <= {word.split(">")[0] for word in download}
-    assert script.main([str(folder), "--dry-run", "--with", "datasets"]) == 0
-    assert "datasets" in capsys.readouterr().out and "datasets" not in " ".join(download)
-    assert not folder.exists()
-    with pytest.raises(SystemExit, match="only datasets is left out"):
-        script.main([str(folder), "--with", "dataset"])
-
-
 TEXTS = {path: path.read_text(encoding="utf-8") for path in sorted(SCRIPTS.glob("*.py"))}
 PROGRAMS = [p for p, text in TEXTS.items() if "__main__" in text and ("argparse" in text or "gpu_runs.options" in text)]
 """Scripts with options, not modules of theirs."""
@@ -164,26 +147,6 @@ def test_every_script_still_imports_what_it_uses(
         runpy.run_path(str(script), run_name="__main__")
     assert ended.value.code == 0
     assert "usage:" in capsys.readouterr().out
-
-
-def test_the_packer_removes_what_is_there_or_unused_and_refuses_a_folder_that_is_too_large(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    script = load("pack_gpu")
-    folder = tmp_path / "wheels"
-
-    def download(command: list[str], *, check: bool) -> None:
-        if "download" in command:
-            for name in ("numpy-2.4", "torch-2.13", "nvidia_nccl_cu13-2.30", "hf_xet-1.8", "wandb-0.31"):
-                (folder / f"{name}-py3-none-any.whl").write_bytes(b"0" * 1_500_000)
-
-    monkeypatch.setattr(script.subprocess, "run", download)
-    assert script.main([str(folder), "--limit", "1"]) == 1
-    assert [path.name for path in folder.iterdir()] == ["wandb-0.31-py3-none-any.whl"]
-    said = capsys.readouterr()
-    assert "1 wheels, 1.5 MB" in said.out and f"pip install --no-index --no-deps {folder}/*.whl" in said.out
-    assert "more than 1 MB (--limit)" in said.err
-    assert script.main([str(folder)]) == 2, "a folder that holds something is left alone"
 
 
 def test_recorded_steps_are_compared_step_by_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,9 +127,15 @@ def check_out(out: Path, endings: Sequence[str]) -> None:
 
 @contextmanager
 def _look(more: Any = None) -> Iterator[None]:
-    """The common look of all figures, and `more` settings."""
-    import matplotlib
+    """The common look of all figures, and `more` settings.
 
+    Raises:
+        UserError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+    except ModuleNotFoundError as error:
+        raise UserError("figures need matplotlib: pip install matplotlib") from error
     with resources.as_file(resources.files(__package__) / "figure.mplstyle") as file, matplotlib.rc_context(more, file):
         yield
 
