@@ -35,7 +35,7 @@ from fp4train.precision.plan import Plan
 from fp4train.precision.report import render, summarise
 from fp4train.run.begin import find_source, start_step
 from fp4train.run.build import build_model, build_plan, build_timeline, with_swap
-from fp4train.run.checks import check_cut, check_oscillation, plan_warnings, warn_of_schedule
+from fp4train.run.checks import check_cut, check_oscillation, plan_warnings, scale_warnings, warn_of_schedule
 from fp4train.run.fuse import kernels_of, kernels_of_layers, operations_in_c
 from fp4train.run.host import choose_device
 from fp4train.run.produced import produced_by, produced_in
@@ -156,7 +156,10 @@ def _plan(command: Start, *, full: bool, gpus: int | None, auto: bool | None, as
     timeline = build_timeline(config, source)
     if source is not None and swap is not None:
         timeline = with_swap(timeline, swap.at(start))
-    model = build_model(config, planned_vocab_size(config.data), torch.device("meta"))
+    vocab_size = planned_vocab_size(config.data, getattr(config.model, "vocab_size", None))
+    model = build_model(config, vocab_size, torch.device("meta"))
+    for warning in scale_warnings(config, model):
+        _log.warning("%s", warning)
     if asks_for_mesh(config.parallel, gpus, auto, command.named):
         if gpu is None:
             raise UserError(

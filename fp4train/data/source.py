@@ -15,9 +15,10 @@ import numpy as np
 from fp4train.data import tokens
 from fp4train.data.cache import cached_tokens
 from fp4train.data.encoding import encode_documents, encoding_key
-from fp4train.data.tokenizers import BytePairs, Bytes
+from fp4train.data.tokenizers import BytePairs, Bytes, Pretrained
 from fp4train.data.tokens import Documents, Ids, Piece, TokenData, Tokenizer, TokenizerConfig, ids_dtype
 from fp4train.errors import DataError
+from fp4train.paths import is_hub_name
 
 CHUNK = 1 << 16
 """Ids that are given on at once."""
@@ -50,8 +51,13 @@ class TextSource:
         tokens.check_tokenizer(self.tokenizer)
 
 
-def planned_vocab_size(source: Source) -> int:
-    """Token ids of `source`; of a tokenizer that is still to be trained, the most it may have."""
+def planned_vocab_size(source: Source, rows: int | None = None) -> int:
+    """Token ids of `source`; of a tokenizer that is still to be trained, the most it may have.
+
+    Args:
+        rows: of the embedding, where the model says; those stand for the ids of a tokenizer of the hub, which a plan
+            does not download.
+    """
     size, tokenizer = getattr(source, "vocab_size", None), getattr(source, "tokenizer", None)
     if isinstance(size, int):
         return size
@@ -59,6 +65,8 @@ def planned_vocab_size(source: Source) -> int:
         raise DataError(f"{type(source).__name__} has neither vocab_size nor tokenizer: the vocabulary is unknown")
     if isinstance(tokenizer, BytePairs):
         return tokenizer.vocab_size
+    if rows is not None and isinstance(tokenizer, Pretrained) and is_hub_name(tokenizer.name):
+        return rows
     with tempfile.TemporaryDirectory() as folder:
         return int(tokenizer.build(lambda: iter(()), Path(folder)).vocab_size)
 

@@ -232,7 +232,8 @@ def build(begun: RunStart, world: World | None = None) -> Run:
                 run_directory.start_over(directory)
             if world.lead and place != directory:
                 run_directory.copy_files(place, directory, run_directory.TOKENIZER)
-    for warning in filter(None, (*checks.plan_warnings(run.plan), checks.divided_blocks(run.plan))):
+    scale = checks.scale_warnings(config, run.model) if start is None and run.pipeline is None else []
+    for warning in filter(None, (*scale, *checks.plan_warnings(run.plan), checks.divided_blocks(run.plan))):
         _log.warning("%s", warning)
     with world.together():
         if world.lead:

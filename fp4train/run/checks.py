@@ -10,6 +10,8 @@ from torch import nn
 
 from fp4train import checkpoint
 from fp4train.config import Config
+from fp4train.data.dna import Dna
+from fp4train.data.tokenizers import Bytes
 from fp4train.data.tokens import Tokenizer
 from fp4train.errors import UserError, user_errors
 from fp4train.optim.oscillation import why_not
@@ -22,6 +24,11 @@ _log = logging.getLogger(__name__)
 
 BYTES = 4
 """Bytes per weight: masters are float32."""
+
+LARGE = 10_000_000
+"""Parameters from which a run of fewer tokens than parameters is no experiment in small."""
+READS_BYTES = 300_000_000
+"""Parameters from which a vocabulary of bytes is probably an oversight."""
 
 
 def check_memory(model: nn.Module) -> int:
@@ -140,6 +147,26 @@ def before_cooldown(run: Path, config: Config) -> str:
     if not kept:
         return "no checkpoint from before the cooldown is kept (checkpoint.every, checkpoint.keep_before_cooldown)"
     return f"from before the cooldown: resume={run} resume_step={kept[-1]} train.steps=… run.name=…"
+
+
+def scale_warnings(config: Config, model: nn.Module) -> list[str]:
+    """The warnings of a model that is large for its tokens, or for a vocabulary of bytes."""
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    tokens = config.train.steps * config.train.tokens
+    presets = "; fp4train help experiment lists whole runs"
+    found = []
+    if parameters > LARGE and tokens < parameters and config.init is None:
+        found.append(
+            f"{short(parameters)} parameters learn {short(tokens)} tokens, {tokens / parameters:.2g} for each, and "
+            f"about 20 are usual (train.steps, train.batch_size, train.seq_len){presets}"
+        )
+    reads_bytes = isinstance(getattr(config.data, "tokenizer", None), Bytes) and not isinstance(config.data, Dna)
+    if parameters > READS_BYTES and reads_bytes:
+        found.append(
+            f"a model of {short(parameters)} parameters reads bytes: data/tokenizer=gpt_neox, bpe or pretrained gives "
+            f"it words{presets}"
+        )
+    return found
 
 
 def plan_warnings(plan: Plan) -> list[str]:
