@@ -14,7 +14,9 @@ from shown import commands as shown_commands
 from shown import write_shown
 
 from fp4train import backends
+from fp4train.cli import help as screens
 from fp4train.cli import main
+from fp4train.cli.main import VERBS
 from fp4train.config import composition
 from fp4train.config.binding import bind
 from fp4train.config.folders import own_options
@@ -79,7 +81,10 @@ def test_commands_name_existing_options_and_keys(page: str) -> None:
     found = [words for words in commands(page) if not words[0].startswith("--")]
     assert found
     for words in found:
-        list(composition.composed(words))
+        if words[0] == "help":
+            assert screens.of_words(words[1:], VERBS)
+        else:
+            list(composition.composed(words[1:] if words[0] in VERBS else words))
 
 
 def test_configuration_names_every_option_of_a_group_and_every_field_of_a_policy() -> None:
