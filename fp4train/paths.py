@@ -1,10 +1,12 @@
-"""Texts of a configuration that name files: fields of type `Path`, or of one of the two types here.
+"""Texts of a configuration that name files, or places elsewhere: fields of type `Path`, or of one of the types here.
 
     path: PathText                    # a file or folder
     name: PathOrHubName               # or the name of a data set or model on the Hugging Face hub
+    entity: DestinationText           # an account or project of a service that gets what the run measures
 
-They are text to everything else. A configuration that somebody else wrote may name no path outside of its run by itself
-(`fp4train.run.record.trust`), and it is the type that says what is a path, in the classes of plugins, too.
+They are text to everything else. A configuration that somebody else wrote may by itself name no path outside of its
+run, nor where its numbers are sent (`fp4train.run.record.trust`), and it is the type that says what a text is, in the
+classes of plugins, too.
 """
 
 import os
@@ -20,8 +22,14 @@ class NamesPath:
     hub: bool = False
 
 
+@dataclass(frozen=True)
+class NamesDestination:
+    """Marks a text that says where data of the run are sent."""
+
+
 PathText = Annotated[str, NamesPath()]
 PathOrHubName = Annotated[str, NamesPath(hub=True)]
+DestinationText = Annotated[str, NamesDestination()]
 
 
 def is_hub_name(text: str) -> bool:

@@ -47,7 +47,7 @@ from fp4train.run.fuse import kernels_of_layers
 from fp4train.run.host import choose_device, keep_freed_memory, libraries
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record import journal
-from fp4train.run.record.trust import check_paths
+from fp4train.run.record.trust import check_paths, forget_charts
 from fp4train.run.supervise.divergence import DivergedError, Rewind
 from fp4train.run.supervise.rescue import explain
 from fp4train.text import tabulate
@@ -149,11 +149,12 @@ def _train(command: Start, world: World) -> int:
         check_same(world, {**journal.flat(plain(chosen)), "the swap": command.swap, **_software()})
     with world.together():
         if world.lead:  # the others' machines may have another key
-            check_paths(chosen, command.named)
+            check_paths(chosen, command.named, sending=True)
     with ExitStack() as stack:
         with world.together():
             if world.lead:
                 stack.enter_context(run_directory.locked(directory))
+                forget_charts(chosen)
         if world.size > 1:
             check_shared(world, directory)
         found = find_start(config, chosen, world, command.saved)

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from fp4train.config.foreign import suggestion
 from fp4train.config.plugins import own_class
 from fp4train.errors import UserError, user_errors
-from fp4train.paths import NamesPath, is_hub_name
+from fp4train.paths import NamesDestination, NamesPath, is_hub_name
 from fp4train.text import near_miss
 
 MISSING = "???"
@@ -138,20 +138,48 @@ def unknown_keys(node: Any, hint: Any, path: str = "") -> Iterator[str]:
 def path_values(node: Any, hint: Any, path: str = "") -> Iterator[tuple[str, str]]:
     """(full key, value) of every text below `node` that names a file or folder, by the type of its field: `Path`, or
     one of `fp4train.paths`. A field's default is left out: its class names that."""
+    for key, text, option in _texts(node, hint, path):
+        marks = [mark for mark in get_args(option)[1:] if isinstance(mark, NamesPath)]
+        if option is Path or any(not (mark.hub and is_hub_name(text)) for mark in marks):
+            yield key, text
+
+
+def hub_names(node: Any, hint: Any) -> Iterator[tuple[str, str]]:
+    """As `path_values`, of texts that name something on the Hugging Face hub."""
+    for key, text, option in _texts(node, hint):
+        if any(isinstance(mark, NamesPath) and mark.hub and is_hub_name(text) for mark in get_args(option)[1:]):
+            yield key, text
+
+
+def destinations(node: Any, hint: Any) -> Iterator[tuple[str, str]]:
+    """As `path_values`, of texts that say where data of the run are sent."""
+    for key, text, option in _texts(node, hint):
+        if any(isinstance(mark, NamesDestination) for mark in get_args(option)[1:]):
+            yield key, text
+
+
+def names_destinations(target: object) -> bool:
+    """Whether the configuration class `target` has fields that say where data are sent."""
+    hints = _hints(own_class(target, "_target_")).values()
+    marks = (mark for hint in hints for option in _annotated_options(hint) for mark in get_args(option)[1:])
+    return any(isinstance(mark, NamesDestination) for mark in marks)
+
+
+def _texts(node: Any, hint: Any, path: str = "") -> Iterator[tuple[str, str, Any]]:
+    """(full key, value, type) of every text below `node`, for each type that its field may have."""
     if isinstance(node, Mapping):
         kind, hints = _described(node, hint)
         defaults = {} if kind is None else {name: field.default for name, field in _fields(kind).items()}
         for key, value in node.items():
             if str(key) not in defaults or defaults[str(key)] != value:
-                yield from path_values(value, hints(str(key)), f"{path}.{key}" if path else str(key))
+                yield from _texts(value, hints(str(key)), f"{path}.{key}" if path else str(key))
         return
     for option in _annotated_options(hint):
-        marks = [each for each in get_args(option)[1:] if isinstance(each, NamesPath)]
         if _is_sequence(option) and isinstance(node, (list, tuple, str)):
             for item, kind in product([node] if isinstance(node, str) else node, get_args(option)):
-                yield from path_values(item, kind, path)
-        elif isinstance(node, str) and (option is Path or any(not (m.hub and is_hub_name(node)) for m in marks)):
-            yield path, node
+                yield from _texts(item, kind, path)
+        elif isinstance(node, str):
+            yield path, node, option
 
 
 def _options(hint: Any) -> tuple[Any, ...]:

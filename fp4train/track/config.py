@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from fp4train.paths import DestinationText
 from fp4train.text import check_choice
 from fp4train.track.metrics import MetricsLog
 from fp4train.track.tensorboard import TensorBoardTracker
@@ -75,8 +76,8 @@ class WandbTracking(JsonlTracking):
         timeout: seconds to wait for the server at the start, and again at the end.
     """
 
-    project: str = "fp4train"
-    entity: str | None = None
+    project: DestinationText = "fp4train"
+    entity: DestinationText | None = None
     group: str | None = None
     tags: tuple[str, ...] = ()
     mode: str = "auto"

@@ -30,6 +30,8 @@ from fp4train.worker import within
 
 _log = logging.getLogger(__name__)
 
+FOLDER, RUN_ID = "wandb", "run_id"
+"""RUN/wandb/run_id: the run's id in its charts."""
 PROBE_SECONDS = 2.0
 ASKED_FOR = "asked for"
 NOT_LOGGED_IN = "not logged in, see `wandb login`"
@@ -63,7 +65,7 @@ class WandbTracker:
 
         self._timeout = timeout
         self._finished = False
-        with files.Folder.open(Path(run_dir), create=True) as run, run.folder("wandb", create=True) as folder:
+        with files.Folder.open(Path(run_dir), create=True) as run, run.folder(FOLDER, create=True) as folder:
             run_id = _run_id(folder, resumed)
 
         def start(mode: Literal["online", "offline"]) -> Any:
@@ -99,7 +101,7 @@ class WandbTracker:
                 why_offline = str(error).partition("\n")[0] or type(error).__name__
                 with suppress(ConnectionError):  # a service that has died needs no end
                     wandb.teardown()  # it keeps the id of the run that failed to start
-                with suppress(OSError), files.Folder.open(Path(run_dir)) as run, run.folder("wandb") as folder:
+                with suppress(OSError), files.Folder.open(Path(run_dir)) as run, run.folder(FOLDER) as folder:
                     for failed in folder.names():
                         if failed.startswith("run-") and failed.endswith(f"-{run_id}"):
                             folder.remove_folder(failed)
@@ -191,12 +193,12 @@ def _why_unreachable(url: str) -> str | None:
 
 
 def _run_id(folder: files.Folder, resumed: bool) -> str:
-    if resumed and folder.has_file("run_id"):
-        known = folder.read("run_id", 1000).decode("ascii", "replace").strip()
+    if resumed and folder.has_file(RUN_ID):
+        known = folder.read(RUN_ID, 1000).decode("ascii", "replace").strip()
         if known.isalnum():
             return known
     fresh = secrets.token_hex(4)
-    folder.write("run_id", f"{fresh}\n".encode())
+    folder.write(RUN_ID, f"{fresh}\n".encode())
     return fresh
 
 

@@ -1,10 +1,10 @@
-"""Trust in a run directory: the paths that its configuration names, its checkpoint, and its records.
+"""Trust in a run directory: what its configuration names outside of it, its checkpoint, and its records.
 
-A configuration that names paths outside of its run holds a signature that only its user can make: HMAC-SHA256 over the
-run's identity and the configuration, with 32 random bytes that are kept in $XDG_STATE_HOME/fp4train/key
-(~/.local/state/fp4train/key), readable by the user alone, and made when they are first needed. A run directory that was
-made by somebody else, on a machine with another home, or by hand cannot carry it. It says that this user named these
-paths for this run; it says nothing about the rest of the directory.
+A configuration that names paths outside of its run, or whose run is tracked by a service, holds a signature that only
+its user can make: HMAC-SHA256 over the run's identity and the configuration, with 32 random bytes that are kept in
+$XDG_STATE_HOME/fp4train/key (~/.local/state/fp4train/key), readable by the user alone, and made when they are first
+needed. A run directory that was made by somebody else, on a machine with another home, or by hand cannot carry it. It
+says that this user named these paths and destinations for this run; it says nothing about the rest of the directory.
 
 A checkpoint and the records beside it must be of the same run, and as the checkpoint saw them.
 """
@@ -25,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from fp4train import checkpoint
 from fp4train.config import Config, plain, plugins
-from fp4train.config.binding import path_values
+from fp4train.config.binding import destinations, hub_names, names_destinations, path_values
 from fp4train.config.overrides import as_typed
 from fp4train.data.template import KEPT as TEMPLATE
 from fp4train.data.tokenizers import BytePairs, Bytes, Pretrained
@@ -38,6 +38,8 @@ from fp4train.run.record import journal
 from fp4train.run.record.directory import CONFIG, HISTORY
 from fp4train.sealed import CONFIG_LIMIT, config_parts, unlike
 from fp4train.track.statistics import LIMIT, STATISTICS
+from fp4train.track.wandb import FOLDER as CHARTS
+from fp4train.track.wandb import RUN_ID
 
 _log = logging.getLogger(__name__)
 
@@ -65,14 +67,19 @@ def config_text(cfg: DictConfig) -> str:
 
 
 def write_config(run: Path, cfg: DictConfig, body: str, identity: str) -> None:
-    """Save `body`, the text of a configuration, with this user's signature where it names paths outside of the run."""
+    """Save `body`, the text of a configuration, with this user's signature where it names paths outside of the run, or
+    a service tracks the run."""
     head = f"# fp4train run {identity} sha256 {hashlib.sha256(body.encode()).hexdigest()}"
-    if outside := _outside_paths(cfg, run):
+    outside = {**_outside_paths(cfg, run), **_destinations(cfg)}
+    if outside or _is_tracked_elsewhere(cfg):
         try:
             head += f" signed {_signature(identity, body.encode(), create=True)}"
         except OSError as error:
             names = ", ".join(outside)
-            _log.warning("%s cannot be signed as yours (%s): a resume must name %s again", run / CONFIG, error, names)
+            if outside:
+                _log.warning(
+                    "%s cannot be signed as yours (%s): a resume must name %s again", run / CONFIG, error, names
+                )
     run_directory.write_text(run / CONFIG, f"{head}\n{body}")
 
 
@@ -97,26 +104,60 @@ def saved_with(saved: DictConfig, source: Path, step: int | None, paths: Mapping
     return saved
 
 
-def check_paths(cfg: DictConfig, named: Iterable[str]) -> None:
-    """Refuse paths outside of the run `cfg.resume` that its configuration names and this user did not.
+def check_paths(cfg: DictConfig, named: Iterable[str], *, sending: bool = False) -> None:
+    """Refuse paths outside of the run `cfg.resume` that its configuration names and this user did not. A warning names
+    what of the Hugging Face hub such a configuration may download.
 
     Args:
         cfg: the saved configuration of that run with a command's overrides.
         named: the keys, or sections, that the command line gives.
+        sending: the command tracks a run, and so sends what it measures; where to is refused likewise.
 
     Raises:
         UserError: there are some; it says what the command line would have to name.
     """
     if not cfg.resume:
         return
-    run, given = Path(str(cfg.resume)), tuple(named)
-    outside = _outside_paths(cfg, run)
-    asked = [key for key in outside if not any(key == each or key.startswith(f"{each}.") for each in given)]
-    if asked and (why := _why_foreign(run)) is not None:
+    run, sections = Path(str(cfg.resume)), tuple(named)
+
+    def unnamed(values: Mapping[str, str]) -> dict[str, str]:
+        """Those whose keys the command line does not give."""
+        return {
+            key: value
+            for key, value in values.items()
+            if not any(key == section or key.startswith(f"{section}.") for section in sections)
+        }
+
+    paths = unnamed(_outside_paths(cfg, run))
+    places = unnamed(_destinations(cfg)) if sending else {}
+    from_hub = unnamed(dict(hub_names(plain(cfg), Config)))
+    if not (paths or places or from_hub) or (why := _why_foreign(run)) is None:
+        return
+    if paths or places:
+        kinds = ["paths outside of the run"] * bool(paths) + ["where its numbers are sent"] * bool(places)
+        untouched = ["read or written there"] * bool(paths) + ["sent"] * bool(places)
         raise UserError(
-            f"{run / CONFIG} names paths outside of the run and {why}; nothing was read or written there. Add what is "
-            f"right to the command: {' '.join(as_typed(key, outside[key]) for key in asked)}"
+            f"{run / CONFIG} names {' and '.join(kinds)} and {why}; nothing was {', nor '.join(untouched)}. Add what "
+            f"is right to the command: {' '.join(as_typed(key, value) for key, value in (paths | places).items())}"
         )
+    listed = ", ".join(f"{key}={value}" for key, value in from_hub.items())
+    _log.warning("%s %s; it names what is downloaded from the Hugging Face hub: %s", run / CONFIG, why, listed)
+
+
+def forget_charts(cfg: DictConfig) -> None:
+    """Remove the id by which a tracking service knows the run `cfg.resume`, if the run goes on in its own directory and
+    this user did not write its configuration: with the id of another run its numbers would be added to that one's.
+    """
+    run = Path(str(cfg.resume)) if cfg.resume else None
+    if run is None or run.resolve() != Path(str(cfg.run.dir)).resolve() or not _is_tracked_elsewhere(cfg):
+        return
+    with Folder.open(run) as folder:
+        if not folder.has_folder(CHARTS) or (why := _why_foreign(run)) is None:
+            return
+        with folder.folder(CHARTS) as charts:
+            if charts.has_file(RUN_ID):
+                charts.remove(RUN_ID)
+                _log.warning("%s %s: its charts begin anew, under another id", run / CONFIG, why)
 
 
 def own_tokenizer(config: Config, run: Path, anew: Callable[[str], object]) -> Tokenizer | None:
@@ -150,6 +191,16 @@ def _outside_paths(cfg: DictConfig, run: Path) -> dict[str, str]:
     """Full key → path, of the paths in a configuration that lie outside of the run directory `run`."""
     found = dict(path_values(plain(cfg), Config))
     return {key: each for key, each in found.items() if key not in _OF_THE_COMMAND and not lies_in(each, run)}
+
+
+def _destinations(cfg: DictConfig) -> dict[str, str]:
+    """Full key → account or project of a service that the configuration sends to, other than its class's default."""
+    return dict(destinations(plain(cfg), Config))
+
+
+def _is_tracked_elsewhere(cfg: DictConfig) -> bool:
+    """Whether the tracker of a configuration is one that sends what it gets."""
+    return names_destinations(cfg.track.get("_target_"))
 
 
 def _why_foreign(run: Path) -> str | None:
