@@ -4,26 +4,27 @@ A line is a JSON object whose `column` holds messages, each with a role and a co
 
     {"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]}
 
-A chat template makes text of them (`template.py`); the loss is that of the answers, with what ends each, alone.
-
-Conversations are packed into sequences of train.seq_len tokens: each goes, in order, into the fullest of the last
-`OPEN` sequences that has room, and none is divided. The rest of a sequence is filled with ends of documents. Tokens
-attend within their own conversation (`train.document_mask`). One that is longer than a sequence loses its end.
+A chat template makes text of them (`template.py`), which is encoded as one; the loss is that of the answers alone, with
+what ends each (`answers.py`). Each conversation lies whole in a sequence of train.seq_len tokens (`packing.py`), and
+attends to itself alone (`train.document_mask`).
 """
 
 import json
-import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
+from fp4train.data.answers import AnswerFinder, Conversation
 from fp4train.data.cache import cached_tokens
+from fp4train.data.encoding import Encoded, encoding_key
 from fp4train.data.files import existing_path, files_of, stamp
-from fp4train.data.template import MARKERS, ChatTemplate, find_template
+from fp4train.data.packing import Learned, pack
+from fp4train.data.template import MARKERS, find_template
 from fp4train.data.tokenizers import Bytes, Pretrained
 from fp4train.data.tokens import (
     Ids,
@@ -39,10 +40,11 @@ from fp4train.data.tokens import (
 from fp4train.errors import DataError, data_errors
 from fp4train.paths import PathText, is_hub_name
 
-OPEN = 64
 SUFFIXES = (".jsonl", ".json")
 _HALF = re.compile("[\ud800-\udfff]")
-_log = logging.getLogger(__name__)
+
+PARTS = 3
+"""Arrays of a cached entry: ids, which are scored, and which end a document within a conversation."""
 
 Line = tuple[Path, int]
 """A file and the number of a line in it."""
@@ -82,9 +84,11 @@ class Chat:
             raise DataError(f"data.path={self.path} holds {lines} conversations: at least 2 are needed, one held out")
         held = min(max(1, round(lines * self.val)), lines - 1)
 
+        finder = template.finder()
+
         def texts() -> Iterator[Piece]:
             for at, messages in self._conversations(paths, 0, lines, ()):
-                yield Piece("".join(text for text, _ in _parts(template, messages, at)))
+                yield Piece(_found(finder, messages, at).text)
 
         tokenizer = self.tokenizer.build(texts, run_dir)
         dtype = ids_dtype(tokenizer.vocab_size)
@@ -96,20 +100,23 @@ class Chat:
                 "files": stamp(paths),
                 "column": self.column,
                 "seq_len": seq_len,
-                "template": [template.source, dict(template.variables)],
-                "tokenizer": tokenizer.identity,
+                "template": template.key,
+                "parts": PARTS,
+                **encoding_key(tokenizer),
             }
 
             def packed() -> Iterator[Ids]:
                 markers = MARKERS if MARKERS[0] in template.source else ()
                 special = (*getattr(tokenizer, "special_tokens", ()), *markers)
+                finder = template.finder(special)
                 found = self._conversations(paths, first, last, special)
-                encoded = (_encoded(tokenizer, template, each, at) for at, each in found)
-                yield from _pack(encoded, tokenizer.end_of_document, seq_len, dtype)
+                learned = (_learned(tokenizer, _found(finder, messages, at), at) for at, messages in found)
+                yield from pack(learned, tokenizer.end_of_document, seq_len, dtype)
 
-            both = cached_tokens(self.cache_dir, key, packed, dtype=dtype)
-            ids, scored = both[: len(both) // 2], both[len(both) // 2 :]
-            return TokenArray(ids, tokenizer.vocab_size, name, scored=scored), scored
+            cached = cached_tokens(self.cache_dir, key, packed, dtype=dtype)
+            length = len(cached) // PARTS
+            ids, scored, inner = (cached[length * part : length * (part + 1)] for part in range(PARTS))
+            return TokenArray(ids, tokenizer.vocab_size, name, scored=scored, inner_ends=inner), scored
 
         (train, answers), (val, held_answers) = part("train", 0, lines - held), part("val", lines - held, lines)
         size = f"{len(train):,} training and {len(val):,} validation tokens, vocabulary {tokenizer.vocab_size:,}"
@@ -174,70 +181,37 @@ def _messages(line: str, column: str, special: Sequence[str]) -> list[dict[str, 
     return [{"role": message["role"], "content": message["content"]} for message in messages]
 
 
-def _parts(template: ChatTemplate, messages: Sequence[Mapping[str, str]], at: Line) -> list[tuple[str, bool]]:
+def _found(finder: AnswerFinder, messages: Sequence[Mapping[str, str]], at: Line) -> Conversation:
     with data_errors(ValueError, before=f"{at[0]}, line {at[1]}: "):
-        return list(template.parts(messages))
+        return finder.find(messages)
 
 
-Conversation = tuple[list[int], list[bool]]
-"""Token ids, and of each whether it is a token of an answer."""
+def _learned(tokenizer: Tokenizer, conversation: Conversation, at: Line) -> Learned:
+    """The ids of a conversation and which of them are learned: those with a character of an answer."""
+    encoded = _encoded(tokenizer, conversation, at)
+    scored = np.zeros(len(encoded.ids), dtype=np.bool_)
+    for start, end in conversation.answers:
+        scored |= (encoded.starts < end) & (encoded.ends > start)
+    return Learned(encoded.ids, scored)
 
 
-def _encoded(
-    tokenizer: Tokenizer, template: ChatTemplate, messages: Sequence[Mapping[str, str]], at: Line
-) -> Conversation:
-    markup = getattr(tokenizer, "encode_markup", None)
-    ids: list[int] = []
-    scored: list[bool] = []
-    for text, answer in _parts(template, messages, at):
-        new = tokenizer.encode(text) if markup is None else markup(text).ids.tolist()
-        ids += new
-        scored += [answer] * len(new)
-    if tokenizer.end_of_document in ids[:-1]:
+def _encoded(tokenizer: Tokenizer, conversation: Conversation, at: Line) -> Encoded:
+    """The ids of the whole text, with the characters that each stands for."""
+    text = conversation.text
+    if (markup := getattr(tokenizer, "encode_markup", None)) is not None:
+        found: Encoded = markup(text)
+        return found
+    # A tokenizer of somebody else: its ids are told apart only if those of parts are those of the whole.
+    borders = sorted({0, len(text), *(border for span in conversation.answers for border in span)})
+    parts = [tokenizer.encode(text[start:end]) for start, end in pairwise(borders)]
+    ids = np.array([token for part in parts for token in part], dtype=np.uint32)
+    if not np.array_equal(ids, tokenizer.encode(text)):
         raise DataError(
-            f"{at[0]}, line {at[1]}: the template writes the end of a document between messages, which would then not "
-            "attend to each other: choose another data.tokenizer.end_of_document"
+            f"{at[0]}, line {at[1]}: {type(tokenizer).__name__} encodes answers differently within the conversation: "
+            "it needs a method `encode_markup` (fp4train.data.tokenizers.json_file)"
         )
-    if ids[-1:] != [tokenizer.end_of_document]:
-        ids.append(tokenizer.end_of_document)
-        scored.append(scored[-1])
-    return ids, scored
-
-
-def _pack(conversations: Iterable[Conversation], end: int, seq_len: int, dtype: np.dtype[Any]) -> Iterator[Ids]:
-    """The packed ids of all sequences, one more as the last target, and then for each id whether it is of an answer."""
-    sequences: list[list[Ids]] = []
-    room: dict[int, int] = {}
-    cut = dropped = 0
-    for ids, scored in conversations:
-        if len(ids) > seq_len:
-            ids, scored, cut = ids[:seq_len], scored[:seq_len], cut + 1
-            if not any(scored):
-                dropped += 1
-                continue
-        fitting = [number for number, left in room.items() if left >= len(ids)]
-        if fitting:
-            number = min(fitting, key=lambda each: (room[each], each))
-        else:
-            number, room[len(sequences)] = len(sequences), seq_len
-            sequences.append([])
-            if len(room) > OPEN:
-                del room[min(room, key=lambda each: (room[each], each))]
-        sequences[number].append(np.array((ids, scored), dtype=dtype))
-        if number in room:
-            room[number] -= len(ids)
-    if cut:
-        text = (
-            "%d conversations are longer than train.seq_len=%d and lose their ends; %d with no answer left are dropped"
-        )
-        _log.warning(text, cut, seq_len, dropped)
-    if not sequences:
-        raise DataError(f"no answer lies within train.seq_len={seq_len} tokens: choose a larger one")
-    packed = np.full(len(sequences) * seq_len + 1, end, dtype=dtype)
-    answers = np.zeros_like(packed)
-    for number, each in enumerate(sequences):
-        both = np.concatenate(each, axis=1)
-        place = slice(number * seq_len, number * seq_len + both.shape[1])
-        packed[place], answers[place] = both
-    yield packed
-    yield answers
+    starts, ends = (
+        np.repeat([span[place] for span in pairwise(borders)], [len(part) for part in parts]).astype(np.int64)
+        for place in (0, 1)
+    )
+    return Encoded(ids, starts, ends, np.ones(len(ids), dtype=np.bool_))

@@ -6,7 +6,8 @@ position i of a run is
 
     permutation(seed, epoch = i // n)[i % n],  n sequences an epoch
 
-Targets that do not count in the loss are `IGNORED`.
+Targets that do not count in the loss are `IGNORED`. An input that is the id that ends a document, and yet ends none
+(`TokenArray.inner_ends`), is its complement, −1 − id: models that attend within documents read it so.
 
 Nothing is kept between calls. A rank or a microbatch fetches its own rows of a batch with `rows(first, count)`.
 
@@ -108,11 +109,14 @@ class Loader:
         rows_BT1 = np.empty((count, T + 1), dtype=np.int64)  # first of all: too many rows end here
         places = np.add(self.sequence_indices(first, count)[:, None] * T, np.arange(T + 1), out=rows_BT1)
         silent = None if self.tokens.scored is None else np.take(self.tokens.scored, places[:, 1:]) == 0
+        inner = None if self.tokens.inner_ends is None else np.take(self.tokens.inner_ends, places[:, :-1]) != 0
         # `take` lets other threads run while it waits for a disk, however short a row is; assignments do not.
         rows_BT1[...] = np.take(np.asarray(self.tokens.ids), rows_BT1)
         self.tokens.check(rows_BT1, f"{self.tokens.name} tokens at positions {first} … {first + count - 1} of the run")
         rows = torch.from_numpy(rows_BT1)
         tokens, targets = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+        if inner is not None and inner.any():
+            tokens = torch.where(torch.from_numpy(inner), ~tokens, tokens)
         return tokens, targets if silent is None else targets.masked_fill(torch.from_numpy(silent), IGNORED)
 
     def loss_factor(self, first: int, count: int) -> float:

@@ -1,27 +1,23 @@
-"""Conversations as text: a chat template, rendered in a sandbox, and which parts of the text are answers.
+"""The chat template of a run: where it comes from, and the copy that the run keeps.
 
 A template is Jinja2 as the tokenizers of `transformers` have it (`chat_template`), with `messages`,
-`add_generation_prompt`, `bos_token`, `eos_token` and `raise_exception`. It runs in Jinja2's immutable sandbox: it sees
-these values and no attributes behind them.
-
-The answer of message i is what the rendered text has more with it than with a prompt for it:
-
-    answer = render(messages[: i + 1]) − render(messages[:i], add_generation_prompt=true)
-
-so that a model learns what it is asked for when it generates. A template whose texts do not begin with one another
-cannot be used for training.
+`add_generation_prompt` and the tokenizer's special tokens, `bos_token` and the others. It is rendered as transformers
+renders it, in a process that is bounded in time and memory (`rendering.py`, `jinja_worker.py`); `answers.py` finds what
+of the text is learned. A template that writes the day writes that on which the run began.
 """
 
 import json
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from fp4train import files
+from fp4train.data.answers import AnswerFinder
 from fp4train.data.files import existing_path
+from fp4train.data.rendering import Message, Renderer
 from fp4train.errors import DataError, data_errors, reason
 
 CHATML = (
@@ -34,9 +30,13 @@ CHATML = (
 MARKERS = ("<|im_start|>", "<|im_end|>")
 KEPT = "chat_template.json"
 """The copy in a run's directory."""
-ANSWERS = "assistant"
+TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""The special tokens that a template may name."""
 _LIMIT = 1 << 20
-_GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
+_SETTINGS = 1 << 24
+"""Bytes of a tokenizer_config.json: one that lists thousands of added tokens has more than 1 MB."""
+_BEFORE = "2024-07-26T00:00:00"
+"""The time of copies that name none: what Llama 3.2 writes where it knows no day."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,78 +45,43 @@ class ChatTemplate:
 
     Args:
         source: the Jinja2 text.
-        variables: texts that it may name beside the messages: `bos_token`, `eos_token`.
+        variables: texts that it may name beside the messages: `bos_token`, `eos_token` and others.
         name: what errors call it.
         trained: whether the run learns conversations by it; else it came with the tokenizer, and exports hand it on.
+        now: the time that it is told, in ISO 8601.
     """
 
     source: str
     variables: Mapping[str, str] = field(default_factory=dict)
     name: str = "the chat template"
     trained: bool = True
+    now: str = field(default_factory=lambda: datetime.now().isoformat(timespec="seconds"))
 
     @cached_property
-    def _compiled(self) -> Any:
-        from jinja2 import TemplateError
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    def _renderer(self) -> Renderer:
+        return Renderer(self.source, self.variables, now=self.now, name=self.name)
 
-        def refuse(text: str) -> None:
-            raise TemplateError(text)
-
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        environment.globals["raise_exception"] = refuse
-        environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False}
-        with data_errors(TemplateError, before=f"{self.name} is no template: "):
-            return environment.from_string(_GENERATION.sub("", self.source))
-
-    def render(self, messages: Sequence[Mapping[str, str]], *, prompt: bool = False) -> str:
+    def render(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
         """The text of a conversation; with `prompt` it ends where an answer would begin.
 
         Raises:
-            ValueError: the template refuses the messages.
+            ValueError: the template refuses the messages, or costs too much.
         """
-        from jinja2 import TemplateError
+        return self._renderer.render([(messages, prompt)])[0].text
 
-        compiled = self._compiled
-        try:
-            found: str = compiled.render(
-                messages=[dict(each) for each in messages], add_generation_prompt=prompt, **self.variables
-            )
-        except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
-            raise ValueError(f"{self.name} refuses it: {str(error) or type(error).__name__}") from error
-        return found
+    def finder(self, special: Sequence[str] = ()) -> AnswerFinder:
+        """What finds the answers of conversations.
 
-    def parts(self, messages: Sequence[Mapping[str, str]]) -> Iterator[tuple[str, bool]]:
-        """The text of a conversation in order, and of each part whether it is an answer.
-
-        Raises:
-            ValueError: there is no answer, or the template leaves all out, refuses messages or rewrites earlier ones.
+        Args:
+            special: tokens that the tokenizer makes one id of.
         """
-        if all(message["role"] != ANSWERS for message in messages):
-            raise ValueError(f'it has no message of the role "{ANSWERS}" to learn from')
-        done, answered = "", False
-        for index, message in enumerate(messages):
-            if message["role"] != ANSWERS:
-                continue
-            before, after = self.render(messages[:index], prompt=True), self.render(messages[: index + 1])
-            yield self._rest(before, done), False
-            answer = self._rest(after, before)
-            yield answer, True
-            done, answered = after, answered or bool(answer)
-        if not answered:
-            raise ValueError(
-                f"{self.name} writes nothing for its answers, so that there is nothing to learn: give another one, "
-                "data.template=FILE.jinja"
-            )
-        yield self._rest(self.render(messages), done), False
+        return AnswerFinder(self._renderer, special)
 
-    def _rest(self, text: str, beginning: str) -> str:
-        if not text.startswith(beginning):
-            raise ValueError(
-                f"{self.name} renders a conversation differently when it goes on, so that its answers have no place: "
-                "give another one, data.template=FILE.jinja"
-            )
-        return text[len(beginning) :]
+    @property
+    def key(self) -> list[Any]:
+        """What texts of this template are known by."""
+        timed = [self.now] if "strftime_now" in self.source else []
+        return [self.source, dict(self.variables), *timed]
 
     def save(self, run_dir: Path) -> None:
         """Keep the template with a run.
@@ -124,9 +89,9 @@ class ChatTemplate:
         Raises:
             DataError: it cannot be written.
         """
-        body = json.dumps({"template": self.source, "variables": dict(self.variables), "trained": self.trained})
+        table = {"template": self.source, "variables": dict(self.variables), "trained": self.trained, "now": self.now}
         with data_errors(OSError, before=f"the chat template cannot be kept in {run_dir}: ", message=reason):
-            files.write(run_dir / KEPT, body.encode(), create=True)
+            files.write(run_dir / KEPT, json.dumps(table).encode(), create=True)
 
 
 def find_template(path: str | None, tokenizer: str | None, run_dir: Path) -> ChatTemplate:
@@ -173,7 +138,8 @@ def kept_template(run_dir: Path) -> ChatTemplate | None:
         body = json.loads(files.read(run_dir / KEPT, _LIMIT))
         variables = {str(name): str(text) for name, text in body["variables"].items()}
         trained = body.get("trained", True) is True
-        return ChatTemplate(source=str(body["template"]), variables=variables, trained=trained)
+        now = datetime.fromisoformat(body.get("now", _BEFORE)).isoformat(timespec="seconds")
+        return ChatTemplate(source=str(body["template"]), variables=variables, trained=trained, now=now)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
@@ -187,17 +153,20 @@ def _of_tokenizer(place: Path) -> ChatTemplate | None:
     if (folder / "tokenizer_config.json").is_file():
         refused = f"{folder / 'tokenizer_config.json'} is no JSON table: "
         with data_errors(ValueError, TypeError, RecursionError, before=refused):
-            settings = dict(json.loads(_text(folder / "tokenizer_config.json")))
+            settings = dict(json.loads(_text(folder / "tokenizer_config.json", _SETTINGS)))
     own = folder / "chat_template.jinja"
     source = _text(own) if own.is_file() else settings.get("chat_template")
+    if isinstance(source, list):  # several, by name, as transformers wrote them before
+        named = {each.get("name"): each.get("template") for each in source if isinstance(each, dict)}
+        source = named.get("default")
     if not isinstance(source, str):
         return None
-    tokens = {name: settings.get(name) for name in ("bos_token", "eos_token")}
+    tokens = {name: settings.get(name) for name in TOKENS}
     texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
-    variables = {name: text if isinstance(text, str) else "" for name, text in texts.items()}
+    variables = {name: text for name, text in texts.items() if isinstance(text, str)}
     return ChatTemplate(source=source, variables=variables, name=f"the chat template of {folder}")
 
 
-def _text(path: Path) -> str:
+def _text(path: Path, limit: int = _LIMIT) -> str:
     with data_errors(OSError, ValueError, before=f"{path} cannot be read: "):
-        return files.read(path, _LIMIT).decode()
+        return files.read(path, limit).decode()

@@ -98,13 +98,15 @@ def fingerprint(ids: Ids) -> str:
 class TokenArray:
     """Token ids, in memory or memory-mapped; `name` is what an error calls them.
 
-    `scored` says of each id whether it counts in the loss, not 0 or 0; None: all do.
+    `scored` says of each id whether it counts in the loss, not 0 or 0; None: all do. `inner_ends` says of each whether
+    it is the id that ends a document and yet ends none, as after a turn of a conversation; None: there is no such id.
     """
 
     ids: Ids
     vocab_size: int
     name: str
     scored: Ids | None = None
+    inner_ends: Ids | None = None
 
     def __len__(self) -> int:
         return len(self.ids)

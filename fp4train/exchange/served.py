@@ -3,6 +3,7 @@
 import importlib
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +54,8 @@ def transformers_loss(folder: Path, trained: TrainedModel, batches: int, *, comp
             folder, dtype=torch.bfloat16 if compressed else torch.float32
         ).eval()
         settings = trained.config.train
-        loader = Loader(
-            data_of(trained).val, batch_size=settings.batch_size, seq_len=settings.seq_len, seed=VALIDATION_SEED
-        )
+        text = replace(data_of(trained).val, inner_ends=None)  # these models read ids alone
+        loader = Loader(text, batch_size=settings.batch_size, seq_len=settings.seq_len, seed=VALIDATION_SEED)
         count = min(batches, max(1, loader.batches_per_epoch))
         total = 0.0
         for tokens, targets in map(loader.batch, range(count)):

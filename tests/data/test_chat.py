@@ -137,11 +137,17 @@ def _tokenizer(folder: Path) -> Any:
     return made
 
 
-def test_an_end_of_document_between_messages_is_refused(tmp_path: Path) -> None:
-    _tokenizer(tmp_path)
+def test_turns_that_end_with_the_end_of_a_document_attend_to_each_other(tmp_path: Path) -> None:
+    """The inputs say which of these ids end no conversation; targets are the ids themselves."""
+    end = _tokenizer(tmp_path).token_to_id("<|im_end|>")
     settings = Pretrained(name=str(tmp_path / "tok"), end_of_document="<|im_end|>")
-    with pytest.raises(DataError, match=r"line 1: the template writes the end of a document between messages"):
-        source(write(tmp_path / "a.jsonl", TALKS), tokenizer=settings).build(tmp_path / "run", 128, 0)
+    data = source(write(tmp_path / "a.jsonl", TALKS), tokenizer=settings).build(tmp_path / "run", 128, 0)
+    inner = data.train.inner_ends
+    assert inner is not None and int(np.count_nonzero(inner)) == 60  # of 30 conversations: a line break follows each
+    assert set(data.train.ids[inner != 0].tolist()) == {end}
+    tokens, targets = Loader(data.train, batch_size=4, seq_len=128, seed=0).rows(0, 4)
+    assert int((tokens < 0).sum()) and set(tokens[tokens < 0].tolist()) == {~end}
+    assert bool((targets[targets != IGNORED] >= 0).all())
 
 
 def test_a_tokenizer_is_trained_on_the_conversations(tmp_path: Path) -> None:

@@ -17,25 +17,29 @@ TALK = [
 ]
 
 
-def test_answers_end_with_what_ends_them_and_the_rest_is_the_prompt() -> None:
-    parts = list(ChatTemplate(source=CHATML).parts(TALK))
-    assert [text for text, answer in parts if answer] == ["4<|im_end|>\n", "7<|im_end|>\n"]
-    assert "".join(text for text, _ in parts) == ChatTemplate(source=CHATML).render(TALK)
-    assert parts[0][0].endswith("2+2?<|im_end|>\n<|im_start|>assistant\n")
+def learned(template: ChatTemplate, messages: list[dict[str, str]]) -> list[str]:
+    found = template.finder().find(messages)
+    return [found.text[start:end] for start, end in found.answers]
+
+
+def test_answers_end_with_what_ends_them() -> None:
+    assert learned(ChatTemplate(source=CHATML), TALK) == ["4<|im_end|>\n", "7<|im_end|>\n"]
+    assert ChatTemplate(source=CHATML).finder().find(TALK).text == ChatTemplate(source=CHATML).render(TALK)
 
 
 LLAMA = (
-    "{{- bos_token }}{%- for m in messages %}{% generation %}{{- '<|h|>' + m['role'] + '<|/h|>' + m['content'] | trim "
-    "+ '<|eot|>' }}{% endgeneration %}{%- endfor %}"
+    "{{- bos_token }}{%- for m in messages %}{{- '<|h|>' + m['role'] + '<|/h|>' + m['content'] | trim "
+    "+ '<|eot|>' }}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|h|>assistant<|/h|>' }}{%- endif %}"
 )
 
 
 def test_templates_as_tokenizers_have_them() -> None:
-    """Trimmed contents, a beginning token, and the tag that marks answers for transformers."""
-    template = ChatTemplate(source=LLAMA, variables={"bos_token": "<|b|>", "eos_token": ""})
-    parts = list(template.parts([{"role": "user", "content": " hi "}, {"role": "assistant", "content": "ho\n"}]))
-    assert parts == [("<|b|><|h|>user<|/h|>hi<|eot|><|h|>assistant<|/h|>", False), ("ho<|eot|>", True), ("", False)]
+    """Trimmed contents and a beginning token."""
+    template = ChatTemplate(source=LLAMA, variables={"bos_token": "<|b|>"})
+    messages = [{"role": "user", "content": " hi "}, {"role": "assistant", "content": "ho\n"}]
+    assert template.render(messages) == "<|b|><|h|>user<|/h|>hi<|eot|><|h|>assistant<|/h|>ho<|eot|>"
+    assert learned(template, messages) == ["ho<|eot|>"]
 
 
 @pytest.mark.parametrize(
@@ -45,18 +49,18 @@ def test_templates_as_tokenizers_have_them() -> None:
         ("{{ messages.__class__.__mro__ }}{{ messages[0].__init__.__globals__['x'] }}", "refuses it"),
         ("{% for i in range(10 ** 9) %}{% endfor %}", "refuses it"),
         ("{{ messages.append(1) }}", "refuses it"),
-        ("{{ messages | length }}", "renders a conversation differently when it goes on"),
+        ("{{ messages | length }}", "writes nothing for its answers"),
         ("{{ 1 / 0 }}", "refuses it"),
     ],
 )
 def test_templates_that_cannot_be_used_say_why(source: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        list(ChatTemplate(source=source).parts(TALK))
+        ChatTemplate(source=source).finder().find(TALK)
 
 
 def test_a_conversation_without_an_answer_teaches_nothing() -> None:
     with pytest.raises(ValueError, match='no message of the role "assistant"'):
-        list(ChatTemplate(source=CHATML).parts(TALK[:2]))
+        ChatTemplate(source=CHATML).finder().find(TALK[:2])
 
 
 def test_text_that_is_no_template_is_refused() -> None:
@@ -70,7 +74,7 @@ def test_the_template_is_that_of_the_tokenizers_folder_and_is_kept(tmp_path: Pat
     settings = {"chat_template": LLAMA, "bos_token": {"content": "<|b|>"}, "eos_token": None}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     found = find_template(None, str(folder), run)
-    assert found.source == LLAMA and found.variables == {"bos_token": "<|b|>", "eos_token": ""}
+    assert found.source == LLAMA and found.variables == {"bos_token": "<|b|>"}
     (folder / "tokenizer_config.json").unlink()
     again = find_template(None, str(folder), run)
     assert (again.source, again.variables) == (found.source, found.variables)

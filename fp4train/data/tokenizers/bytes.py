@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from fp4train.data.encoding import Encoded
 from fp4train.data.tokens import Documents, Ids
 
 
@@ -62,6 +63,12 @@ class Bytes:
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
+
+    def encode_markup(self, text: str) -> Encoded:
+        """The bytes, with the character that each belongs to."""
+        ids = np.frombuffer(text.encode(), dtype=np.uint8)
+        characters = np.cumsum((ids & 0xC0) != 0x80) - 1
+        return Encoded(ids, characters, characters + 1, np.ones(len(ids), dtype=np.bool_))
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(i for i in ids if i < 256).decode(errors="replace")

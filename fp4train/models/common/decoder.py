@@ -128,7 +128,8 @@ class Decoder(Fusible, nn.Module):
     row_orders: Mapping[str, RowOrder] = MappingProxyType({})
     """The parameters that tensor parallelism cuts in segments, by name; set when the model is cut."""
     documents: int | None = None
-    """The id that ends a document, where attention stays within documents; None: it goes over all tokens before."""
+    """The id that ends a document, where attention stays within documents; None: it goes over all tokens before. One
+    within a document comes as its complement, −1 − id (`data/loader.py`)."""
     masked = False
     """Whether targets may be below 0, which have no loss: `loss` is then their sum over all tokens, not over those."""
     hidden = False
@@ -181,6 +182,9 @@ class Decoder(Fusible, nn.Module):
         first = 0 if cache is None else cache.seen
         if (end := first + time) > self.seq_len:
             raise ValueError(f"{end} tokens exceed the model's seq_len={self.seq_len}")
+        if self.documents is not None:
+            ends = input == self.documents
+            input = torch.where(input < 0, ~input, input)
         x = self.enter(input)
         arguments: tuple[Any, ...] = self.positions(first, end, x.dtype)
         if cache is not None:
@@ -189,7 +193,7 @@ class Decoder(Fusible, nn.Module):
             cache.seen = end
             return self.leave(x, targets_BT, time)
         if self.documents is not None:
-            arguments = (*arguments, None, document_mask(input, self.documents))
+            arguments = (*arguments, None, document_mask(ends))
         for block in in_turn(self.blocks):
             x = recompute(block, x, *arguments) if self.recomputes and self.training else block(x, *arguments)
         return self.leave(x, targets_BT, time, teacher)
@@ -222,14 +226,13 @@ class Decoder(Fusible, nn.Module):
         return StageCut(blocks="blocks", first=("embed",), last=("norm", "head"), width=self.embed.embedding_dim)
 
 
-def document_mask(tokens_BT: Tensor, end: int) -> Tensor:
+def document_mask(ends_BT: Tensor) -> Tensor:
     """Mask of the tokens that each one attends to: those of its own document up to itself; bool [B, 1, T, T].
 
     Args:
-        end: the id that ends a document, and belongs to it.
+        ends_BT: whether a token is the last one of a document.
     """
-    ends = tokens_BT == end
-    number = ends.cumsum(1) - ends.long()  # ends before each token
+    number = ends_BT.cumsum(1) - ends_BT.long()  # ends before each token
     return (number[:, None, :, None] == number[:, None, None, :]).tril()
 
 

@@ -30,7 +30,7 @@ def documents() -> list[Tensor]:
 
 
 def test_a_token_attends_to_its_own_document_up_to_itself() -> None:
-    mask = document_mask(torch.tensor([[1, END, 2, 3, END, END, 4]]), END)[0, 0]
+    mask = document_mask(torch.tensor([[1, END, 2, 3, END, END, 4]]) == END)[0, 0]
     seen = [torch.nonzero(row).flatten().tolist() for row in mask]
     assert seen == [[0], [0, 1], [2], [2, 3], [2, 3, 4], [5], [6]]
 
@@ -47,6 +47,22 @@ def test_packed_documents_are_separate_ones(recomputed: bool) -> None:
         logits.square().mean().backward()
     for a, b in zip(apart.parameters(), packed.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_ends_that_come_as_complements_end_no_document() -> None:
+    """Turns of a conversation that end with the end of a document attend to each other."""
+    apart, packed = model(), model()
+    packed.documents = END
+    made = documents()
+    for document in made:
+        document[:, : document.shape[1] // 2] = END
+    marked = [document.clone() for document in made]
+    for document in marked:
+        document[:, :-1] = torch.where(document[:, :-1] == END, ~document[:, :-1], document[:, :-1])
+    with autocast(FP32()):
+        expected = torch.cat([apart(document) for document in made], dim=1)
+        found = packed(torch.cat(marked, dim=1))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_without_the_mask_documents_see_each_other() -> None:

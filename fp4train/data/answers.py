@@ -1,0 +1,289 @@
+"""The place of each answer in the rendering of a whole conversation.
+
+The text that is learned is the one that the template writes for the conversation. A template that marks answers with
+`{% generation %}` says itself what they are. For another one they are found by rendering it with other contents:
+
+    the conversation   <|user|> 2+2? <|end|> <|assistant|> 4 <|end|> <|user|> …
+    contents of users replaced by words, to know what lies between them
+    all contents replaced, to know what the template writes around an answer
+
+Between two messages that are no answers, an answer begins where the text departs from what the template writes as a
+prompt for it, and ends with what the template writes after an answer that is the last message. Both are compared in
+whole markers, so that `<|end|><|user|>` and `<|end|><|endoftext|>` share `<|end|>`. Where nothing is written after an
+answer, the marker that begins the next message is what ends it (GLM-4).
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from fp4train.data.rendering import Message, Renderer
+
+ANSWERS = "assistant"
+_MARKER = r"<[^<>\s]{1,64}>|\[/?[A-Z_]{1,32}\]|\[\|[^\s|\[\]]{1,32}\|\]"
+"""What separates messages in templates whose tokenizer has no such token."""
+_KINDS = 64
+"""Surroundings of answers that are rendered by themselves for one conversation."""
+_KEPT = 256
+"""Sequences of roles whose surroundings are kept."""
+
+Span = tuple[int, int]
+"""Characters [start, end)."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """The text of a conversation and its answers, each with what ends it."""
+
+    text: str
+    answers: tuple[Span, ...]
+
+
+class AnswerFinder:
+    """Renders conversations and finds their answers.
+
+    Args:
+        special: tokens that a tokenizer makes one id of.
+    """
+
+    def __init__(self, renderer: Renderer, special: Sequence[str] = ()) -> None:
+        self.renderer = renderer
+        words = sorted(map(re.escape, special), key=len, reverse=True)
+        self._markers = re.compile("|".join([*words, _MARKER]))
+        self._frames: dict[tuple[tuple[str, bool], ...], _Frames] = {}
+
+    def find(self, messages: Sequence[Message]) -> Conversation:
+        """The text of `messages` and its answers.
+
+        Raises:
+            ValueError: there is no answer, the template refuses the messages, or leaves the answers out or without a
+                place.
+        """
+        if all(message["role"] != ANSWERS for message in messages):
+            raise ValueError(f'it has no message of the role "{ANSWERS}" to learn from')
+        name = self.renderer.name
+        if self.renderer.generation:
+            rendered = self.renderer.render([(messages, False)])[0]
+            spans = tuple(span for span in rendered.marks if span[0] < span[1])
+            if not spans:
+                raise ValueError(
+                    f"{name} marks nothing of it with {{% generation %}}, so that there is nothing to learn"
+                )
+            return Conversation(rendered.text, spans)
+        words = _Words(messages, self.renderer.source)
+        text, between = (
+            rendered.text
+            for rendered in self.renderer.render([(messages, False), (words.put(messages, answers=False), False)])
+        )
+        frames = self._frames_of(messages, words)
+        gaps, places = words.split(between)
+        if places != frames.places:
+            raise ValueError(f"{name} arranges messages by what they say, so that its answers have no place")
+        spans = tuple(
+            (start + first, start + last)
+            for start, gap, frame in zip(_starts(text, gaps, places, messages, name), gaps, frames.gaps, strict=True)
+            for first, last in self._answers(gap, frame, frames, messages)
+        )
+        if not any(start < end for start, end in spans):
+            raise ValueError(
+                f"{name} writes nothing for its answers, so that there is nothing to learn: give another one, "
+                "data.template=FILE.jinja"
+            )
+        return Conversation(text, spans)
+
+    def _frames_of(self, messages: Sequence[Message], words: "_Words") -> "_Frames":
+        roles = tuple((message["role"], _says_something(message)) for message in messages)
+        if (found := self._frames.get(roles)) is None:
+            found = _Frames(self.renderer, messages, self._markers)
+            if len(self._frames) < _KEPT:
+                self._frames[roles] = found
+        return found
+
+    def _answers(self, gap: str, frame: "_Gap", frames: "_Frames", messages: Sequence[Message]) -> list[Span]:
+        """The answers in what the template writes between two messages that are none."""
+        if not frame.answers:
+            return []
+        start = frames.after_prompt(gap, frames.prompt(frame))
+        last = frame.literals[-1]
+        if not gap.endswith(last):
+            raise ValueError(
+                f"{self.renderer.name} ends an answer by what it says, so that answer {frame.answers[-1] + 1} has no "
+                "place: give another one, data.template=FILE.jinja"
+            )
+        spans: list[Span] = []
+        for number, literal in zip(frame.answers[:-1], frame.literals[1:-1], strict=True):
+            content = messages[number]["content"].strip()
+            place = gap.find(content, start)
+            end = -1 if place < 0 else gap.find(literal, place + len(content))
+            if end < 0:
+                raise ValueError(f"{self.renderer.name} rewrites message {number + 1}, which then has no place")
+            spans.append((start, end + frames.ending(number, literal)))
+            start = end + len(literal)
+        end = len(gap) - len(last)
+        spans.append((min(start, end), end + frames.ending(frame.answers[-1], last)))
+        return spans
+
+
+def _starts(text: str, gaps: Sequence[str], places: Sequence[int], messages: Sequence[Message], name: str) -> list[int]:
+    """Where in `text` each gap begins: it lies before the content of the message of the same place.
+
+    Raises:
+        ValueError: the text is not what the template writes around those contents.
+    """
+    starts = [0]
+    at = len(gaps[0])
+    fits = text.startswith(gaps[0])
+    for (_, gap), number in zip(pairwise(gaps), places, strict=True):
+        content = messages[number]["content"]
+        variants = (content, content.strip(), content.rstrip(), content.lstrip())
+        ends = [at + len(each) for each in variants if text.startswith(each + gap, at)]
+        found = ends[0] if ends else text.find(gap, at)
+        fits = fits and found >= 0
+        starts.append(found)
+        at = found + len(gap)
+    if not fits or at != len(text):
+        raise ValueError(
+            f"{name} writes other text around messages that say something else, so that its answers have no place"
+        )
+    return starts
+
+
+def _says_something(message: Message) -> bool:
+    """Whether a template sees a content: an empty one may leave out what stands around it, too."""
+    return bool(message["content"].strip())
+
+
+class _Words:
+    """Words that stand for the contents of messages."""
+
+    def __init__(self, messages: Sequence[Message], source: str) -> None:
+        texts = [source, *(message["content"] for message in messages)]
+        stem = next(
+            stem for stem in (f"Zq{number}vx" for number in range(1 << 30)) if not any(stem in text for text in texts)
+        )
+        self._stem = stem
+        self._word = re.compile(rf"{stem}(\d+)e")
+
+    def put(self, messages: Sequence[Message], *, answers: bool) -> list[Message]:
+        """The messages with words in the place of their contents; with `answers` in that of answers, too."""
+        return [
+            {**message, "content": f"{self._stem}{number}e"}
+            if _says_something(message) and (answers or message["role"] != ANSWERS)
+            else message
+            for number, message in enumerate(messages)
+        ]
+
+    def split(self, text: str) -> tuple[list[str], list[int]]:
+        """The texts between words, and the numbers of the messages that the words stand for."""
+        parts = self._word.split(text)
+        return parts[::2], [int(number) for number in parts[1::2]]
+
+
+@dataclass
+class _Gap:
+    """What a template writes between two messages that are no answers.
+
+    Args:
+        before: the number of the message before it; -1: there is none.
+        literals: the texts around the contents of `answers`, in order.
+    """
+
+    before: int
+    literals: list[str]
+    answers: list[int]
+
+
+class _Frames:
+    """What a template writes around messages of given roles, whatever they say."""
+
+    def __init__(self, renderer: Renderer, messages: Sequence[Message], markers: "re.Pattern[str]") -> None:
+        self._renderer, self._markers = renderer, markers
+        self._words = _Words([], renderer.source)
+        self._messages = self._words.put(messages, answers=True)
+        literals, places = self._words.split(renderer.render([(self._messages, False)])[0].text)
+        self.places: list[int] = []
+        self.gaps = [_Gap(-1, [literals[0]], [])]
+        for number, literal in zip(places, literals[1:], strict=True):
+            if self._messages[number]["role"] == ANSWERS:
+                self.gaps[-1].answers.append(number)
+                self.gaps[-1].literals.append(literal)
+            else:
+                self.places.append(number)
+                self.gaps.append(_Gap(number, [literal], []))
+        self._prompts: dict[tuple[str, str], str] = {}
+        self._endings: dict[str, int] = {}
+
+    def prompt(self, gap: _Gap) -> str:
+        """What the template writes after the message before `gap`, as a prompt for its first answer."""
+        written = gap.literals[0]
+        before = "" if gap.before < 0 else self._messages[gap.before]["role"]
+        key = before, re.sub(r"\d+", "0", written)
+        if key not in self._prompts:
+            if len(self._prompts) >= _KINDS:
+                return written
+            self._prompts[key] = self._after(self._messages[: gap.answers[0]], gap.before, prompt=True) or written
+        return self._prompts[key]
+
+    def ending(self, number: int, written: str) -> int:
+        """How many characters of what is written after answer `number` end it."""
+        key = re.sub(r"\d+", "0", written)
+        if key not in self._endings:
+            if len(self._endings) >= _KINDS:
+                return 0
+            alone = written
+            if number < len(self._messages) - 1:
+                alone = self._after(self._messages[: number + 1], number, prompt=False) or ""
+            length = self.common(written, alone)
+            if not written[:length].strip() and (marker := self._markers.match(written.lstrip())):
+                length = len(written) - len(written.lstrip()) + marker.end()
+            self._endings[key] = length
+        return self._endings[key]
+
+    def _after(self, messages: Sequence[Message], number: int, *, prompt: bool) -> str | None:
+        """What the template writes after the last word of message `number`; None: it refuses the messages."""
+        try:
+            text = self._renderer.render([(messages, prompt)])[0].text
+        except ValueError:
+            return None
+        literals, places = self._words.split(text)
+        if number < 0:
+            return literals[0] if not places else None
+        return literals[-1] if number in places else None
+
+    def common(self, text: str, other: str) -> int:
+        """Characters that both texts begin with, without a part of a marker."""
+        length = 0
+        for ours, theirs in zip(self._atoms(text), self._atoms(other), strict=False):
+            if ours != theirs:
+                break
+            length += len(ours)
+        return length
+
+    def after_prompt(self, text: str, prompt: str) -> int:
+        """Characters of `text` that are the prompt for an answer: as far as both agree, or, where `text` holds all of
+        the prompt but spaces, to the end of it."""
+        length = self.common(text, prompt)
+        if length == len(prompt):
+            return length
+        atoms = self._atoms(text)
+        place = 0
+        for atom in self._atoms(prompt):
+            if not atom.isspace():
+                while place < len(atoms) and atoms[place].isspace():
+                    place += 1
+            if place < len(atoms) and atoms[place] == atom:
+                place += 1
+            elif not atom.isspace():
+                return length
+        return sum(map(len, atoms[:place]))
+
+    def _atoms(self, text: str) -> list[str]:
+        """Markers, and the characters between them."""
+        atoms: list[str] = []
+        at = 0
+        for marker in self._markers.finditer(text):
+            atoms += text[at : marker.start()]
+            atoms.append(marker[0])
+            at = marker.end()
+        return atoms + list(text[at:])

@@ -1,0 +1,223 @@
+"""Conversations are learned as transformers renders them, and of them the answers alone, each with what ends it."""
+
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from chat_templates import TEMPLATES, VARIABLES
+from tokenizer_kinds import tokenizer_json
+from tokenizers import AddedToken, Tokenizer
+
+from fp4train.data import Chat
+from fp4train.data.template import ChatTemplate
+from fp4train.data.tokenizers import Pretrained
+
+Messages = list[dict[str, str]]
+
+
+def talk(*contents: str, system: str = "") -> Messages:
+    turns = [{"role": ("user", "assistant")[n % 2], "content": content} for n, content in enumerate(contents)]
+    return [{"role": "system", "content": system}, *turns] if system else turns
+
+
+CONVERSATIONS: dict[str, Messages] = {
+    "one turn": talk("What is 2+2?", "It is four."),
+    "a system prompt": talk("What is 2+2?", "It is four.", system="Be brief."),
+    "two turns": talk("What is 2+2?", "It is four.", "And 3+3?", "Six,\n of course."),
+    "four turns": talk(*(text for n in range(4) for text in (f"{n}+{n}?", f"It is {2 * n}.")), system="Be brief."),
+    "thoughts": talk(
+        "What is 2+2?",
+        "<think>\nTwo and two.\n</think>\n\nIt is four.",
+        "And 3+3?",
+        "<think>\nThree and three.\n</think>\n\nSix.",
+    ),
+    "spaces and signs": talk(
+        "  Write code: \n", "\n    def f(x):\n        return x  # <b> 'q' & é 漢字 😀 \n", "thx ", " ok "
+    ),
+}
+NOW = datetime(2026, 1, 2, 3, 4, 5)
+
+
+@pytest.fixture(autouse=True)
+def the_day(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers' `strftime_now` writes the day on which these tests believe to be."""
+
+    class Fixed(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> datetime:
+            return NOW
+
+    monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Fixed)
+
+
+def theirs(source: str, messages: Messages) -> str | None:
+    """The text as transformers renders it; None: it refuses to."""
+    from jinja2 import TemplateError
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    try:
+        texts, _ = render_jinja_template([messages], chat_template=source, **VARIABLES)
+    except TemplateError:
+        return None
+    return str(texts[0])
+
+
+def said(message: dict[str, str]) -> str:
+    return message["content"].split("</think>")[-1].strip()
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_conversation_is_the_text_of_transformers_and_its_answers_are_learned(name: str) -> None:
+    template = ChatTemplate(source=TEMPLATES[name], variables=VARIABLES, now=NOW.isoformat())
+    finder = template.finder(tuple(VARIABLES.values()))
+    for what, messages in CONVERSATIONS.items():
+        expected = theirs(template.source, messages)
+        if expected is None:
+            with pytest.raises(ValueError, match="refuses it"):
+                finder.find(messages)
+            continue
+        found = finder.find(messages)
+        assert found.text == expected, what
+        answers = [message for message in messages if message["role"] == "assistant"]
+        learned = [found.text[start:end] for start, end in found.answers]
+        assert len(learned) == len(answers), what
+        for message, text in zip(answers, learned, strict=True):
+            assert said(message) in text, what
+        for message in messages:
+            if message["role"] != "assistant":
+                assert not any(said(message) in text for text in learned), what
+
+
+ENDS = {
+    "ChatML": "<|im_end|>\n",
+    "Zephyr": "</s>\n",
+    "Llama 2": " </s>",
+    "Mistral 1": "</s>",
+    "Phi-3, end at the end": "<|end|>\n",
+    "Qwen 3": "<|im_end|>\n",
+    "DeepSeek R1": "<｜end▁of▁sentence｜>",
+    "GLM 4": "<|user|>",
+    "Metharme": "<|user|>",
+    "gpt-oss": "<|end|>",
+    "LLaVA": " ",
+    "marked answers": "<|im_end|>",
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_an_answer_ends_with_what_ends_it(name: str) -> None:
+    template = ChatTemplate(source=TEMPLATES[name], variables=VARIABLES, now=NOW.isoformat())
+    found = template.finder(tuple(VARIABLES.values())).find(CONVERSATIONS["two turns"])
+    start, end = found.answers[0]
+    assert found.text[start:end].endswith("It is four." + ENDS[name])
+
+
+def test_a_prompt_that_thinks_leaves_an_answer_without_thoughts_whole() -> None:
+    template = ChatTemplate(source=TEMPLATES["DeepSeek R1"], variables=VARIABLES)
+    found = template.finder().find(CONVERSATIONS["one turn"])
+    assert [found.text[a:b] for a, b in found.answers] == ["It is four.<｜end▁of▁sentence｜>"]
+
+
+def test_answers_that_follow_each_other_and_empty_messages_keep_their_places() -> None:
+    messages = [
+        {"role": "system", "content": ""},
+        *talk("hello", "yes", "", "two"),
+        {"role": "assistant", "content": "two and a half"},
+        {"role": "user", "content": "bye"},
+    ]
+    template = ChatTemplate(source=TEMPLATES["ChatML"])
+    found = template.finder().find(messages)
+    assert [found.text[a:b] for a, b in found.answers] == [f"{t}<|im_end|>\n" for t in ("yes", "two", "two and a half")]
+
+
+def test_contents_that_repeat_what_the_template_writes_stay_apart() -> None:
+    """Places come from the template, not from a search for contents."""
+    messages = talk("four", "four", "ASSISTANT: four", "ASSISTANT: four USER: four")
+    template = ChatTemplate(source=TEMPLATES["LLaVA"])
+    found = template.finder().find(messages)
+    assert [found.text[a:b] for a, b in found.answers] == ["four ", "ASSISTANT: four USER: four "]
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("{% for m in messages %}{{ m.content | reverse }}{% endfor %}", "has no place|around messages"),
+        ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", "writes nothing for its answers"),
+        (
+            "{% for m in messages | sort(attribute='content') %}[{{ m.content }}]{% endfor %}",
+            "around messages",
+        ),
+        (
+            "{% for m in messages %}{% generation %}{% endgeneration %}{{ m.content }}{% endfor %}",
+            "marks nothing of it",
+        ),
+        (
+            "{% set x %}{% generation %}a{% endgeneration %}{% endset %}{{ 'text ' + x }}",
+            "marks a text that a macro, a filter or a set block",
+        ),
+    ],
+)
+def test_what_cannot_be_learned_is_refused_with_the_reason(source: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        ChatTemplate(source=source).finder().find(talk("zebra", "yes", "apple", "no"))
+
+
+def test_a_conversation_of_six_thousand_messages_takes_seconds() -> None:
+    """Each answer's place needs no rendering of all before it: at one rendering each it would take many minutes."""
+    messages = talk(*(f"message {n}" for n in range(6000)))
+    for name in ("Qwen 3", "ChatGLM, numbered turns"):
+        found = ChatTemplate(source=TEMPLATES[name], variables=VARIABLES).finder().find(messages)
+        assert len(found.answers) == 3000
+
+
+MARKERS = ("<|im_start|>", "<|im_end|>", "<|user|>", "<|assistant|>", "<|end|>", "<s>", "<think>", "[INST]", "[/INST]")
+
+
+def chat_tokenizer(kind: str) -> Tokenizer:
+    made = Tokenizer.from_str(tokenizer_json(kind))
+    made.add_special_tokens([AddedToken(text, special=True) for text in MARKERS if text != "<think>"])
+    made.add_tokens([AddedToken("<think>", special=False)])
+    return made
+
+
+@pytest.mark.parametrize("kind", ["byte level, Llama 3", "prepend", "first", "always", "never", "Gemma"])
+@pytest.mark.parametrize("name", ["ChatML", "Llama 2", "Mistral 3", "Zephyr", "Phi-3, end at the end", "Qwen 3"])
+def test_ids_are_those_of_the_whole_text(tmp_path: Path, name: str, kind: str) -> None:
+    """As transformers encodes what it renders; learned are the ids with a character of an answer."""
+    from transformers import PreTrainedTokenizerFast
+
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    made = chat_tokenizer(kind)
+    made.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(TEMPLATES[name])
+    (folder / "tokenizer_config.json").write_text(json.dumps(VARIABLES))
+    chosen = [messages for messages in CONVERSATIONS.values() if theirs(TEMPLATES[name], messages) is not None]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in chosen * 2))
+    source = Chat(
+        path=str(tmp_path / "a.jsonl"),
+        tokenizer=Pretrained(name=str(folder), end_of_document="</s>"),
+        cache_dir=str(tmp_path / "cache"),
+        val=0.5,
+    )
+    data = source.build(tmp_path / "run", 1024, 0)
+    library = PreTrainedTokenizerFast(tokenizer_object=made, chat_template=TEMPLATES[name], **VARIABLES)
+    template = ChatTemplate(source=TEMPLATES[name], variables=VARIABLES)
+    for tokens in (data.train, data.val):
+        assert tokens.scored is not None
+        ids = tokens.ids.tolist()
+        for messages in chosen:
+            expected = library.apply_chat_template(messages, tokenize=True, return_dict=False)
+            place = next(at for at in range(len(ids)) if ids[at : at + len(expected)] == expected)
+            learned = np.flatnonzero(tokens.scored[place : place + len(expected)])
+            found = template.finder(("</s>", *MARKERS)).find(messages)
+            offsets = made.encode(found.text, add_special_tokens=False).offsets
+            answers = [
+                number
+                for number, (start, end) in enumerate(offsets)
+                if any(start < last and end > first for first, last in found.answers)
+            ]
+            assert learned.tolist() == answers

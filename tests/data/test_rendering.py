@@ -1,0 +1,167 @@
+"""The environment of templates is that of transformers, and what a template may cost is bounded."""
+
+import time
+from datetime import datetime
+from itertools import product
+from typing import Any
+
+import pytest
+from chat_templates import VARIABLES
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from fp4train.data import jinja_worker
+from fp4train.data.template import ChatTemplate
+from fp4train.errors import DataError
+
+TALK = [
+    {"role": "user", "content": "hi <b>'&\" é 漢 😀"},
+    {"role": "assistant", "content": "yo"},
+    {"role": "user", "content": "and?"},
+    {"role": "assistant", "content": "so\n"},
+]
+
+
+def theirs(source: str, marks: bool = False) -> Any:
+    texts, spans = render_jinja_template([TALK], chat_template=source, return_assistant_tokens_mask=marks, **VARIABLES)
+    return (texts[0], spans[0]) if marks else texts[0]
+
+
+STYLES = [style for style in product(("", "-", "+"), repeat=4) if "" in style[:2] and "" in style[2:]]
+
+
+@pytest.mark.parametrize("style", STYLES, ids=["|".join(style) for style in STYLES])
+def test_generation_controls_white_space_as_in_transformers(style: tuple[str, str, str, str]) -> None:
+    """A newline or spaces on each side of both tags."""
+    before, after, before_end, after_end = style
+    source = (
+        "{% for m in messages %}\n"
+        "  {% if m.role == 'assistant' %}\nA: \n"
+        f"  {{%{before} generation {after}%}}\n  {{{{ m.content }}}}\n  {{%{before_end} endgeneration {after_end}%}}\n"
+        "  {% else %}\nU: {{ m.content }}\n  {% endif %}\n{% endfor %}"
+    )
+    text, spans = theirs(source, marks=True)
+    found = ChatTemplate(source=source).finder().find(TALK)
+    assert found.text == text
+    assert list(found.answers) == spans
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages | tojson }}",
+        "{{ messages | tojson(indent=2) }}{{ {'b': 1, 'a': \"<'&>\"} | tojson(sort_keys=True, ensure_ascii=True) }}",
+        "{{ messages | tojson(separators=(',', ':')) }}",
+        "{% for m in messages %}{% if loop.index0 == 1 %}{% continue %}{% endif %}{{ m.content }}"
+        "{% if loop.index0 == 2 %}{% break %}{% endif %}{% endfor %}",
+        "{{ tools is none }} {{ documents is none }} {{ tools is defined }} {{ pad_token is defined }} {{ bos_token }}",
+        "{% set d = dict(a=1, b='<') %}{{ d.a }}{{ d['b'] }}{{ dict.fromkeys(['x'], 2) }}",
+        "{% set ns = namespace(n=0, self=1) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
+        "{{ messages[0].content | e }}{{ '<b>' }}{{ messages[0]['content'].upper() }}{{ messages[-1].missing }}",
+        "  {% for m in messages %}\n    {% if true %}\n  x{{ m.role }}  \n    {% endif %}\n{% endfor %}\n\n",
+        "  {%+ if true %} a {% endif +%}\n b {#- c -#}  \n {% raw %}{{ x }}{% endraw %}",
+        "{{ 'a\nb' | indent(2, true) }}{{ [1, 2] | join('-') }}{{ 'x' ~ 1 }}{{ '%s' | format('y') }}",
+        "{% macro say(m) %}[{{ m.role }}]{% endmacro %}{% for m in messages %}{{ say(m) }}{% endfor %}",
+    ],
+)
+def test_templates_write_what_they_write_in_transformers(source: str) -> None:
+    assert ChatTemplate(source=source, variables=VARIABLES).render(TALK) == theirs(source)
+
+
+PARTS = [
+    *("{% for m in messages %}", "{%- for m in messages -%}\n", "{% endfor %}\n", "{%- endfor -%}", "{% if loop %}"),
+    *("{% endif %}", "{%+ if true -%}\n", "{{ m.content }}", "{{- m.role -}}\n", "{{ messages[0] | tojson }}"),
+    *(" ", "\n", "{{ eos_token }}", "\t{% generation %}", "{% endgeneration -%}\n "),
+    *("{% set a = 'x' %}\n", "{{ a }}", "text", "{# c #}\n"),
+]  # fmt: skip
+
+
+@settings(max_examples=200, deadline=None)
+@given(source=st.lists(st.sampled_from(PARTS), max_size=12).map("".join))
+def test_any_template_is_rendered_or_refused_as_in_transformers(source: str) -> None:
+    from jinja2 import TemplateError
+
+    def ours() -> str:
+        made = jinja_worker.environment(datetime(2026, 1, 2))
+        generation = made.extensions[jinja_worker.Generation.identifier]
+        assert isinstance(generation, jinja_worker.Generation)
+        return jinja_worker.render(made.from_string(source), generation, TALK, False, VARIABLES)[0]
+
+    try:
+        expected = theirs(source)
+    except TemplateError:
+        with pytest.raises(TemplateError):
+            ours()
+        return
+    assert ours() == expected
+
+
+def test_the_day_is_that_on_which_the_run_began() -> None:
+    now = datetime(2026, 3, 4).isoformat()
+    assert ChatTemplate(source="{{ strftime_now('%d %b %Y') }}", now=now).render(TALK) == "04 Mar 2026"
+    timed, plain = (ChatTemplate(source=source, now=now) for source in ("{{ strftime_now('%d') }}", "x"))
+    assert now in timed.key and now not in plain.key
+
+
+DOUBLING = "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ACT %}{% endfor %}{{ ns.x }}"
+COSTLY = {
+    "product": ("{{ 'a' * 10**10 }}", "512 MB of memory"),
+    "ljust": ("{{ 'a'.ljust(10**9) }}", "512 MB of memory"),
+    "format": ("{{ '{:1000000000}'.format(1) }}", "512 MB of memory"),
+    "filter": ("{{ 'a' | center(10**10) }}", "512 MB of memory"),
+    "list": ("{{ [0] * 10**10 }}", "512 MB of memory"),
+    "concatenation": (DOUBLING.replace("ACT", "ns.x ~ ns.x"), "512 MB of memory"),
+    "replace": (DOUBLING.replace("ACT", "ns.x | replace('a', 'aaaa')"), "512 MB of memory"),
+    "output": (
+        "{% for a in range(99999) %}{% for b in range(9999) %}" + "a" * 99 + "{% endfor %}{% endfor %}",
+        "writes more than 33,554,432 characters",
+    ),
+    "recursion": ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "recursion"),
+    "import": ("{{ cycler.__init__.__globals__.os.system('id') }}", "unsafe"),
+    "loops": (
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "takes more than .* s for one conversation",
+    ),
+    "lorem ipsum": ("{{ lipsum(n=10**6) }}", "takes more than .* s for one conversation"),
+    "numbers": (
+        DOUBLING.replace("'ab'", "3").replace("ACT", "ns.x * ns.x"),
+        "takes more than .* s for one conversation",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.long) if name in ("lorem ipsum", "numbers") else name for name in COSTLY],
+)
+def test_what_costs_too_much_is_refused(name: str) -> None:
+    source, reason = COSTLY[name]
+    began = time.process_time()
+    with pytest.raises(ValueError, match=reason) as raised:
+        ChatTemplate(source=source).finder().find(TALK)
+    assert "\n" not in str(raised.value)
+    assert time.process_time() - began < 1  # it is another process that works
+
+
+@pytest.mark.parametrize("source", ["{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "{% if 1 %}" * 3000, "{% for %}"])
+def test_nested_and_broken_templates_are_no_templates(source: str) -> None:
+    with pytest.raises(DataError, match="is no template: "):
+        ChatTemplate(source=source).render(TALK)
+
+
+def test_a_template_that_was_ended_is_started_again() -> None:
+    template = ChatTemplate(source="{{ 'a' * (10 ** 10 if messages | length == 1 else 1) }}{{ messages[0].content }}")
+    with pytest.raises(ValueError, match="memory"):
+        template.render(TALK[:1])
+    process = template._renderer._process
+    assert process is not None
+    process.kill()
+    process.wait()
+    with pytest.raises(ValueError, match="ended the process that renders it"):
+        template.render(TALK)
+    assert template.render(TALK) == "a" + TALK[0]["content"]
+
+
+def test_the_limits_are_within_what_a_folder_of_somebody_else_may_cost() -> None:
+    assert jinja_worker.SECONDS <= 10 and jinja_worker.MEMORY <= 1 << 30
