@@ -100,7 +100,7 @@ def check_both(case: Case, x: Tensor, amax: Tensor | None, column: QuantSpec) ->
     """Differences between the codes of both forms that one kernel makes, its scales in tiles where there are such, and
     those of the reference. A kernel to which the amax is given measures that of x."""
     row, other = (kernels.TritonQuantizer(spec).in_tiles for spec in (case.spec, column))
-    pair = kernels.pair(row, other, codes=True)
+    pair = kernels.pair(row, other, codes=(True, True))
     turned = KEY.replace(operand=4, row_offset=16, col_offset=8)
     newest = None if amax is None else torch.zeros_like(amax)
     made = None if pair is None else pair[0].with_columns(pair[1], x, KEY, amax, turned, amax, True, True, newest)

@@ -359,7 +359,7 @@ class CpuRequantizer(Quantizer):
         return self._last.decode(quantized._replace(spec=self._last.spec))
 
 
-def pair(row: Quantizer, column: Quantizer, *, codes: bool) -> tuple[CpuQuantizer, CpuQuantizer] | None:
+def pair(row: Quantizer, column: Quantizer, *, codes: tuple[bool, bool]) -> tuple[CpuQuantizer, CpuQuantizer] | None:
     """Both quantizers as CPU ones if one call makes both forms of a tensor, as codes or not; else None."""
     if isinstance(row, CpuQuantizer) and isinstance(column, CpuQuantizer):
         return row, column

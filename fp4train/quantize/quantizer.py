@@ -161,8 +161,8 @@ def cast_to_representable(x: Tensor, spec: QuantSpec) -> Tensor:
 class PairQuantizer:
     """Both forms of one tensor: x [M, K] row-wise, and x.T [K, M], the column-wise form.
 
-    On a CPU one call makes both, on a GPU one kernel the codes of both forms of narrow blocks, or of one scale that
-    both share (kernels/triton/both.py); else each form is made by itself. The results are the same.
+    On a CPU one call makes both, on a GPU one kernel codes or values of both forms of narrow blocks, or of one scale
+    that both share (kernels/triton/both.py); else each form is made by itself. The results are the same.
     """
 
     def __init__(self, row: Quantizer, column: Quantizer, *, row_codes: bool, column_codes: bool) -> None:
@@ -174,7 +174,7 @@ class PairQuantizer:
         self._pair: tuple[Any, Any] | None = None
         if row.kernel == column.kernel != "reference":
             module = importlib.import_module(f"fp4train.quantize.{row.kernel}")
-            self._pair = module.pair(row, column, codes=row_codes and column_codes)
+            self._pair = module.pair(row, column, codes=(row_codes, column_codes))
         self.one_kernel = self._pair is not None and row.kernel == "triton"
         """Whether one kernel makes both forms, also where each is asked for after the other."""
         self.joins = self.one_kernel and row.spec.delayed is not None

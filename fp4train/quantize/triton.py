@@ -7,7 +7,7 @@
 | (N, N) blocks | squares |
 | one scale per tensor or row | whole |
 | codes of x and of x.T by one scale, to nearest | turned: one read of x |
-| codes of x in (1, N) blocks, and of x.T in (1, 16) or (1, 32) | both: one read of x |
+| codes or values of x in (1, N) blocks, and of x.T in (1, 16) or (1, 32) | both: one read of x |
 
 Other strides are copied once. `triton_launch` plans the launches: variants, tiles, sizes, results.
 Equal to `quantize.reference` to the bit. Triton is imported on first use.
@@ -128,20 +128,26 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-def pair(row: Quantizer, column: Quantizer, *, codes: bool) -> tuple[TritonQuantizer, TritonQuantizer] | None:
+def pair(
+    row: Quantizer, column: Quantizer, *, codes: tuple[bool, bool]
+) -> tuple[TritonQuantizer, TritonQuantizer] | None:
     """Both quantizers if one kernel makes both forms of a tensor, else None.
 
-    codes: whether both are wanted as codes.
+    codes: whether each form is wanted as codes, else as values.
     """
-    if not codes or not isinstance(row, TritonQuantizer) or not isinstance(column, TritonQuantizer):
+    if not isinstance(row, TritonQuantizer) or not isinstance(column, TritonQuantizer):
         return None
-    return (row, column) if has_pair_kernel(row.spec, column.spec) else None
+    return (row, column) if has_pair_kernel(row.spec, column.spec, codes) else None
 
 
-def has_pair_kernel(row: QuantSpec, column: QuantSpec) -> bool:
-    """Whether one kernel makes the codes of x by `row` and those of x.T by `column`; each has a kernel of its own."""
+def has_pair_kernel(row: QuantSpec, column: QuantSpec, codes: tuple[bool, bool] = (True, True)) -> bool:
+    """Whether one kernel makes x by `row` and x.T by `column`, as `codes` or values; each has a kernel of its own.
+
+    Values of one scale for the tensor are those of x.T, too.
+    """
     if row.block == (None, None):
-        return row == column and not row.random
+        alike = row == column and not row.random
+        return alike and (all(codes) or (not any(codes) and row.delayed is None))
     widths, scales = (row.block[1], column.block[1]), (row.global_scale, column.global_scale)
     if row.block[0] != 1 or column.block[0] != 1 or row.hadamard is not None or "row" in scales:
         return False
@@ -228,18 +234,23 @@ class TritonQuantizer(Quantizer):
         column_codes: bool,
         newest: Tensor | None = None,
     ) -> tuple[Decoded | Quantized, Decoded | Quantized] | None:
-        """Codes of x and `column`'s codes of x.T from one read (two if an amax must be measured); None if x or the
-        arguments do not allow it.
+        """x in this form and x.T in `column`'s, as codes or values, from one read (two if an amax must be measured);
+        None if x or the arguments do not allow it.
 
         newest: an amax, 0-d float32, to which that of x is joined; only with one scale, whose amax is `row_amax`.
         """
         x_MK = check_input(x_MK, self.spec, row_key, row_amax)
+        if self._whole and not row_codes:
+            decoded = self.values(x_MK, row_key, row_amax)
+            return decoded, Decoded(decoded.values.T, decoded.scale)
         if self._whole:
             return self._with_transpose(x_MK, row_amax, newest)
         rows, columns = x_MK.shape
         check_arguments(column.spec, column_key, column_amax, columns)
         words, tiled = words_of_both(row_key, column_key), (self._tiled, column._tiled)
-        plan: triton_launch.BothPlan | None = self._planned(triton_launch.plan_both, x_MK, column.spec, tiled)
+        codes = row_codes, column_codes
+        plan: triton_launch.BothPlan | None
+        plan = self._planned(triton_launch.plan_both, x_MK, column.spec, tiled, None, False, codes)
         if plan is None or words is None:
             return None
         row_needs, column_needs = plan.needs
@@ -253,17 +264,22 @@ class TritonQuantizer(Quantizer):
             return None
         amaxes = self._both_amaxes(x_MK, plan, given) if row_needs or column_needs else None
         first, second, third, fourth = plan.results
-        made = row, row_scales, turned, turned_scales = first(), second(), third(), fourth()
+        row, turned = first(), third()
+        row_scales = second() if row_codes else row
+        turned_scales = fourth() if column_codes else turned
+        made = row, row_scales, turned, turned_scales
         plan.launch(x_MK, row_scales if amaxes is None else amaxes, *made, words=words)
         own, other, factor, other_factor = (None,) * 4 if amaxes is None else amaxes.unbind()
         if not row_needs:
             own = factor = None
         if not column_needs:
             other = other_factor = None
-        return (
-            _new(Quantized, (self.spec, (rows, columns), row, row_scales, own, factor)),
-            _new(Quantized, (column.spec, (columns, rows), turned, turned_scales, other, other_factor)),
-        )
+        by_row: Decoded | Quantized = _new(Decoded, (row, factor))
+        if row_codes:
+            by_row = _new(Quantized, (self.spec, (rows, columns), row, row_scales, own, factor))
+        if not column_codes:
+            return by_row, _new(Decoded, (turned.T, other_factor))
+        return by_row, _new(Quantized, (column.spec, (columns, rows), turned, turned_scales, other, other_factor))
 
     def _with_transpose(
         self, x_MK: Tensor, amax: Tensor | None, newest: Tensor | None

@@ -56,7 +56,7 @@ class AmaxPlan(NamedTuple):
 
 
 class BothPlan(NamedTuple):
-    """Quantising both forms of one kind of tensor to codes."""
+    """Quantising both forms of one kind of tensor."""
 
     amax: Launch | None
     """The kernel of both amaxes; None: those that are needed, if any, are that of x."""
@@ -64,7 +64,7 @@ class BothPlan(NamedTuple):
     """Whether each form needs an amax."""
     launch: Launch
     results: list[Room]
-    """Codes and scales of the row-wise form, and of the column-wise one."""
+    """Codes or values, and scales of the row-wise form, and of the column-wise one; those of values are not written."""
 
 
 def plan_quantize(spec: QuantSpec, x_RC: Tensor, values: bool, given: bool, tiled: bool) -> QuantizePlan:
@@ -134,9 +134,11 @@ def plan_both(
     tiled: tuple[bool, bool],
     place: tuple[int, int] | None = None,
     turned: bool = False,
+    codes: tuple[bool, bool] = (True, True),
 ) -> BothPlan | None:
     """Specs as `triton.pair` takes them; None: the rows of x are not contiguous. tiled, turned: see `Variant`; turned
-    for codes of a byte. place: features, and blocks of tokens, of a program, if not those of `column_tile`."""
+    for codes of a byte. place: features, and blocks of tokens, of a program, if not those of `column_tile`. codes:
+    whether each form is made as codes, else as values."""
     from fp4train.kernels.triton.both import amax_both, quantize_both
 
     if x_MK.stride(1) != 1:
@@ -147,13 +149,18 @@ def plan_both(
     programs = _cdiv(features, tile_rows) * _cdiv(tokens, tile_blocks * m)
     groups = _cdiv(features, n), _cdiv(tokens, m)
     packed = [spec.element == "e2m1" for spec in (row, column)]
-    blocks = "rows16" if packed[0] and n == 16 else "rows"
-    its = [{"output": "packed" if each else "codes", "tiled": at} for each, at in zip(packed, tiled, strict=True)]
+    blocks = "rows16" if packed[0] and n == 16 and codes[0] else "rows"
+    its: list[dict[str, Any]] = []
+    for pack, tile, coded in zip(packed, tiled, codes, strict=True):
+        output = "packed" if pack else "codes"
+        its.append({"output": output, "tiled": tile} if coded else {"output": "values"})
     by_rows = _quantizing(row, x_MK.dtype, (tile_blocks * m, tile_rows // n), blocks=blocks, **its[0])
     by_columns = _quantizing(column, x_MK.dtype, place, blocks="columns", turned=turned, **its[1])
     warps = tile_rows * tile_blocks * m // 1024
     words = torch.int64 if blocks == "rows16" else torch.int32 if packed[0] else torch.uint8
-    dtypes = {2: words, 4: torch.uint8 if turned else torch.int64}
+    dtypes = {2: words} if codes[0] else {}
+    if codes[1]:
+        dtypes[4] = torch.uint8 if turned else torch.int64
     launch = Launch(
         quantize_both, programs, (tokens, features, x_MK.stride(0)), {"R": by_rows, "C": by_columns}, warps, dtypes
     )
@@ -163,8 +170,13 @@ def plan_both(
         sizes = (features, tokens, _cdiv(features, tile_rows), 1, x_MK.stride(0))
         measure = Launch(amax_both, programs, sizes, {"V": amax_variant(column, place)}, dtypes={1: torch.int32})
     rooms = _rooms(row, (tokens, groups[0] * n // (1 + packed[0])), (tokens, groups[0]), x_MK, tiled[0])
-    codes = (tokens, features) if turned else (features, groups[1] * m // (1 + packed[1]))
-    rooms += _rooms(column, codes, (features, groups[1]), x_MK, tiled[1])
+    stored = (tokens, features) if turned else (features, groups[1] * m // (1 + packed[1]))
+    rooms += _rooms(column, stored, (features, groups[1]), x_MK, tiled[1])
+    if not codes[0]:
+        rooms[0] = partial(torch.empty, tokens, features, dtype=values_dtype(row), device=x_MK.device)
+    if not codes[1]:  # as x lies
+        width = operand_width(column, tokens)
+        rooms[2] = partial(torch.empty, width, features, dtype=values_dtype(column), device=x_MK.device)
     return BothPlan(measure, needs, launch, rooms)
 
 

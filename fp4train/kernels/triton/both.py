@@ -1,8 +1,8 @@
-"""Both forms of x [M, K] from one read of memory: codes of x along K, and of x.T along M (columns.py), as the GEMMs of
-a layer take activations and gradients.
+"""Both forms of x [M, K] from one read of memory: codes or values of x along K, and of x.T along M (columns.py), as the
+GEMMs of a layer take activations and gradients.
 
 amax_both          their two amaxes, of which the second is that after the transform
-quantize_both      their codes and scales
+quantize_both      their codes and scales, or their values
 amax_produced      the same of an x that is computed from its sources (sources.py), and is not in memory,
 quantize_produced  or of the two gradients of silu(gate) * up, from one read of the three tensors that both depend on
 quantize_turned    the codes of one float32 scale (FP8 current, delayed), and their transpose
@@ -10,8 +10,10 @@ turned_produced    the same of an x of a source, after `amax_produced`
 
 A tile has 4096 or 8192 elements, and the function of each form runs on it: the second finds the tile in the cache that
 the first has filled. Bytes per element, BF16 in: 2 for the amaxes, 2 + 2 (0.5 + 1/16) for NVFP4's codes, 2 + 2 (1 +
-1/32) for MXFP8's; a kernel per form reads x twice as often: 5.1 instead of 9.1, and 4.1 instead of 6.1. Arguments and
-results are those of the kernels of one form, quantize.py.
+1/32) for MXFP8's; a kernel per form reads x twice as often: 5.1 instead of 9.1, and 4.1 instead of 6.1. Emulation takes
+values: of dy 2 + 2 + 2 + 2 = 8 bytes for NVFP4 and 6 for MXFP8, instead of 12 and 8; of x, whose second form is kept as
+codes, 2 + 2 + 2 + 1/2 + 1/16 = 6.6 and 2 + 2 + 1 + 1/32 = 5, instead of 10.6 and 7. Arguments and results are those of
+the kernels of one form, quantize.py.
 
 Of a source NVFP4 and FP8 read each tensor twice (amaxes, codes), MXFP8 once; the least that is possible, since no code
 is known before the amax. Bytes per element of x, and those of a kernel that writes x and that of both forms after it:
@@ -62,10 +64,10 @@ def tile_amaxes(x_ptr, place, out_ptr, rows, cols, tiles, x_stride, x_col_stride
 def tile_codes(
     pointers, place, rows, cols, tiles, x_stride, words, R: tl.constexpr, C: tl.constexpr, OWN, S: tl.constexpr
 ):
-    """Codes of both forms of tile `place`, of a source S.
+    """Codes, or values, of both forms of tile `place`, of a source S.
 
-    pointers: x, amaxes, codes and scales of the rows and of the columns. words: key0, key1, counter3, and counter2,
-    group of columns and row of both forms. OWN: the place of the amax of the columns, 0 or 1.
+    pointers: x, amaxes, codes or values, and scales of the rows and of the columns. words: key0, key1, counter3, and
+    counter2, group of columns and row of both forms. OWN: the place of the amax of the columns, 0 or 1.
     """
     x_ptr, amax_ptr, row_ptr, row_scale_ptr, column_ptr, column_scale_ptr = pointers
     groups = tl.cdiv(cols, R.n)
@@ -75,13 +77,19 @@ def tile_codes(
     if R.blocks == "rows16":
         quantize_rows16(outs, place, rows, cols, groups, tiles, x_stride, groups, own, R, S)
     else:
-        PER_WORD: tl.constexpr = 8 if R.output == "packed" else 1
-        quantize_rows(outs, place, rows, cols, groups, tiles, x_stride, groups * (R.n // PER_WORD), own, R, S)
+        row_stride = cols
+        if R.output != "values":
+            PER_WORD: tl.constexpr = 8 if R.output == "packed" else 1
+            row_stride = groups * (R.n // PER_WORD)
+        quantize_rows(outs, place, rows, cols, groups, tiles, x_stride, row_stride, own, R, S)
     own = (words[0], words[1], words[6], words[2], words[7], words[8])
     outs = (x_ptr, amax_ptr + OWN, column_ptr, column_scale_ptr, amax_ptr + 3)
-    PER_COLUMN_WORD: tl.constexpr = 16 if C.output == "packed" else 8
-    stride = column_groups * (C.n // PER_COLUMN_WORD)
-    quantize_columns(outs, place, cols, rows, column_groups, tiles, 1, x_stride, stride, 1, own, C, S)
+    if C.output == "values":
+        quantize_columns(outs, place, cols, rows, column_groups, tiles, 1, x_stride, 1, cols, own, C, S)
+    else:
+        PER_COLUMN_WORD: tl.constexpr = 16 if C.output == "packed" else 8
+        stride = column_groups * (C.n // PER_COLUMN_WORD)
+        quantize_columns(outs, place, cols, rows, column_groups, tiles, 1, x_stride, stride, 1, own, C, S)
 
 
 @triton.jit
@@ -122,7 +130,8 @@ def quantize_both(
     R: tl.constexpr,
     C: tl.constexpr,
 ):
-    """Codes and scales of x [rows, cols], whose column stride is 1, by R, and of x.T by C.
+    """Codes and scales of x [rows, cols], whose column stride is 1, by R, and of x.T by C; or values, those of x.T as x
+    lies, its rows filled up to whole groups of the transform, and no scales.
 
     amax_ptr: [4], that of x and, with a transform, that of the column-wise form; behind them S_dec of each form is
     stored. R's tile is that of C, turned.

@@ -187,7 +187,7 @@ def own_bytes(
     amaxes, read, results = sum(map(needs_amax, forms)), weight or 2, 1
     if source is not None:
         read, results = READ[source], SourceTensors(source, ()).results
-    at_once = codes and len(forms) == 2 and has_pair_kernel(*forms)
+    at_once = codes and len(forms) == 2 and has_pair_kernel(forms[0], forms[1])
     if at_once and (weight is None or forms[0].block == (None, None)):
         amaxes, written = min(amaxes, 1), [results * sum(written)]
     return [read] * amaxes, [read + each for each in written]
