@@ -38,6 +38,7 @@ from fp4train.backends.table import Shape, Table
 from fp4train.hardware import Device
 from fp4train.quantize import Decoded, Quantized, QuantSpec, quantizer
 
+_Float32 = ctypes.c_float
 _SMALLEST_NORMAL = torch.finfo(torch.float32).smallest_normal
 _INSTRUCTIONS = {torch.bfloat16: ("avx512_bf16", "amx_bf16"), torch.float16: ("avx512_fp16", "amx_fp16")}
 
@@ -71,7 +72,11 @@ class Emulate:
         return None
 
     def product(self, a: Prepared, b: Prepared, *, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-        a, b = decoded(a), decoded(b)
+        # Conditions here, and no calls: a layer's host time is that of its Python calls.
+        if isinstance(a, Quantized):
+            a = quantizer(a.spec, a.codes.device.type).decode(a)
+        if isinstance(b, Quantized):
+            b = quantizer(b.spec, b.codes.device.type).decode(b)
         if a.values.device.type != "cuda":
             return matmul(a, b, out_dtype=out_dtype, bias=bias)
         if scaled.why_not(a, b, out_dtype) is None:
@@ -81,7 +86,8 @@ class Emulate:
             return matmul(a, b, out_dtype=out_dtype, bias=bias)
 
     def add(self, total_RS: Tensor, a: Prepared, b: Prepared) -> None:
-        a, b = decoded(a), decoded(b)
+        a = decoded(a) if isinstance(a, Quantized) else a
+        b = decoded(b) if isinstance(b, Quantized) else b
         if a.scale is None and b.scale is None:
             add_product(total_RS, a.values, b.values.T)
         elif self._in_product(total_RS, a, b):
@@ -116,9 +122,9 @@ EMULATE, TORCH = Emulate(), TorchGemm()
 SCALED = scaled.ScaledProducts()
 
 
-def decoded(x: Prepared) -> Decoded:
-    """An operand as values."""
-    return quantizer(x.spec, x.codes.device.type).decode(x) if isinstance(x, Quantized) else x
+def decoded(x: Quantized) -> Decoded:
+    """The values of an operand."""
+    return quantizer(x.spec, x.codes.device.type).decode(x)
 
 
 def matmul(a: Decoded, b: Decoded, *, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
@@ -133,9 +139,12 @@ def matmul(a: Decoded, b: Decoded, *, out_dtype: torch.dtype, bias: Tensor | Non
     if of_tensors and dtype is out_dtype and dtype is not torch.float32:
         if x_scale is None and w_scale is None:
             return widened(F.linear, x_RC, w_SC, bias)
-        if x_RC.is_cpu and dtype not in WITHOUT_INSTRUCTIONS and _scales_the_sum(x_RC, w_SC):
-            alpha = _one_factor(x_scale, w_scale)
-            if alpha is not None:
+        # torch's own loop, which takes the smallest products, scales each number of an x whose columns are contiguous.
+        sums = x_RC.stride(1) == 1 or x_RC.numel() * len(w_SC) > _SMALLEST_OF_ONEDNN
+        if x_RC.is_cpu and dtype not in WITHOUT_INSTRUCTIONS and sums:
+            exact = (1.0 if x_scale is None else float(x_scale)) * (1.0 if w_scale is None else float(w_scale))
+            alpha = _Float32(exact).value
+            if not alpha < _SMALLEST_NORMAL and alpha != math.inf:
                 # The accumulator is scaled, so that the result is rounded once.
                 if bias is None:
                     return torch.addmm(_UNREAD[dtype], x_RC, w_SC.t(), beta=0, alpha=alpha)
@@ -146,7 +155,12 @@ def matmul(a: Decoded, b: Decoded, *, out_dtype: torch.dtype, bias: Tensor | Non
         product = _ONEDNN(x_RC.float(), w_SC.float(), None, "none", [], "")
     else:
         product = x_RC.float() @ w_SC.float().T
-    factors = _factors(x_scale, w_scale)
+    if x_scale is not None and w_scale is not None and of_tensors:
+        factors = _of_tensors(x_scale, w_scale)
+    else:
+        factors = [] if x_scale is None else [x_scale]
+        if w_scale is not None:
+            factors.append(w_scale.T if w_scale.dim() else w_scale)
     for factor in factors if bias is not None else factors[:-1]:
         product *= factor
     if bias is not None:
@@ -157,33 +171,12 @@ def matmul(a: Decoded, b: Decoded, *, out_dtype: torch.dtype, bias: Tensor | Non
     return torch.mul(product, factors[-1], out=torch.empty_like(product, dtype=out_dtype))
 
 
-def _scales_the_sum(x_RC: Tensor, w_SC: Tensor) -> bool:
-    """Whether `addmm` applies `alpha` to the sum: torch's own loop, which takes the smallest products, applies it to
-    each number of an x whose columns are contiguous."""
-    return x_RC.stride(1) == 1 or x_RC.numel() * len(w_SC) > _SMALLEST_OF_ONEDNN
-
-
-def _one_factor(x_scale: Tensor | None, w_scale: Tensor | None) -> float | None:
-    """The product of scales of whole tensors on the CPU, rounded to float32; None: it is no normal number.
-
-    NaN is a factor, too.
-    """
-    exact = (1.0 if x_scale is None else float(x_scale)) * (1.0 if w_scale is None else float(w_scale))
-    product = ctypes.c_float(exact).value
-    return None if product < _SMALLEST_NORMAL or product == math.inf else product
-
-
-def _factors(x_scale: Tensor | None, w_scale: Tensor | None) -> list[Tensor]:
-    """What multiplies a float32 product, in turn: scales of rows are [R, 1] and [1, S]."""
-    if x_scale is None or w_scale is None or x_scale.dim() or w_scale.dim():
-        factors = [] if x_scale is None else [x_scale]
-        if w_scale is not None:
-            factors.append(w_scale if w_scale.dim() == 0 else w_scale.T)
-        return factors
+def _of_tensors(x_scale: Tensor, w_scale: Tensor) -> list[Tensor]:
+    """What multiplies a float32 product, in turn, for two scales of whole tensors."""
     product = x_scale * w_scale
-    if x_scale.is_cpu:
-        return [x_scale, w_scale] if _one_factor(x_scale, w_scale) is None else [product]
     apart = (product < _SMALLEST_NORMAL) | (product == math.inf)
+    if x_scale.is_cpu:
+        return [x_scale, w_scale] if apart else [product]
     return [torch.where(apart, x_scale, product), torch.where(apart, w_scale, 1.0)]
 
 
