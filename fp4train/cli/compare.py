@@ -1,40 +1,55 @@
-"""fp4train compare RUN RUN… [out=FILE.png|.csv|.json]
+"""fp4train compare RUN RUN… [baseline=RUN] [out=FILE.png|.svg|.pdf|.csv|.json]
 
 The loss gap between runs, as a table and a plot, and the keys in which their configurations differ. Runs that differ in
 run.seed only are averaged.
 
-  out=FILE         a picture (.png), the table (.csv) or everything (.json); the default is compare.png in the first RUN
+  baseline=RUN     the run that gaps are to; the default is the first one
+  out=FILE         a picture (.png, .svg, .pdf), the table (.csv) or everything (.json); the default is compare.png in
+                   the first RUN; of one RUN its curves
+  width=6.3        inches of the picture
 """
 
 import re
 from pathlib import Path
 
 from fp4train.cli.output import usage
-from fp4train.config.overrides import Option, read_options
+from fp4train.config.overrides import Option, names_folder, read_options
 from fp4train.errors import UserError
 from fp4train.lab.analysis.compare import OUTPUTS, compare
-from fp4train.lab.analysis.figure import check_out
+from fp4train.lab.analysis.figure import check_out, width_of
 from fp4train.run.record.directory import steps_done
 from fp4train.run.record.journal import read_journal, stretches
+from fp4train.text import near_miss
 
 USAGE = usage(__doc__)
+OPTIONS = {
+    "baseline": Option(Path),
+    "out": Option(Path),
+    "width": Option(width_of, "width={} must be a number of inches, from 3 to 30"),
+}
 _HIGH = {"BF16", "FP16", "FP32"}
 
 
 def main(arguments: list[str]) -> int:
     """Print the table and draw the plot; returns the exit code."""
 
-    line = read_options(arguments, {"out": Option(Path)})
-    out, runs = line.options["out"], [Path(a) for a in line.words]
+    line = read_options(arguments, OPTIONS)
+    baseline, out, width = (line.options[key] for key in OPTIONS)
+    if unknown := [word for word in line.words if not names_folder(word)]:
+        key = unknown[0].partition("=")[0]
+        raise UserError(f"compare has no option {key!r}{near_miss(key, OPTIONS)}: {USAGE}")
+    runs = [Path(word) for word in line.words]
+    if baseline is not None:
+        runs = [baseline, *(run for run in runs if run.resolve() != baseline.resolve())]
     if line.flags:
         raise UserError(f"compare knows no flag {line.flags[0]}: {USAGE}")
-    if len(runs) < 2:
+    if len(runs) < 2 and (not runs or out is None):
         raise UserError(f"compare needs two or more run directories: {USAGE}")
     if out is not None:
         check_out(out, OUTPUTS)
     comparison = compare(runs, quantised_share)
     print(comparison.render())
-    print(comparison.draw() if out is None else comparison.write(out))
+    print(comparison.draw(width=width) if out is None else comparison.write(out, width))
     return 0
 
 

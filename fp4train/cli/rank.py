@@ -17,6 +17,7 @@ several (other seeds, recipes, ages) the spread between them is in the intervals
   plugins=[NAME]   packages of the classes of your own that the run uses
   data.path=PATH   paths of the run's configuration, where it is another user's or machine's, or the data was moved
   out=FOLDER       for the record and the results; the default is a folder in RUN/studies
+  picture=FILE     the picture for a paper, too: .svg, .pdf or .png, width=6.3 inches wide
 
 Writes rank.json and rank.png. Finished forks are recorded: the same command goes on, with more forks, candidates or
 checkpoints too. Decide on the forks beforehand: every further look at a record asks for more.
@@ -31,9 +32,9 @@ from fp4train.cli.output import usage
 from fp4train.cli.trained import named_paths
 from fp4train.config import overrides, plugins
 from fp4train.config.binding import bind
-from fp4train.config.overrides import read_options
+from fp4train.config.overrides import Option, read_options
 from fp4train.errors import UserError, user_errors
-from fp4train.lab.analysis.figure import PICTURE, save_png
+from fp4train.lab.analysis.figure import FIGURES, PICTURE, check_out, save, width_of
 from fp4train.lab.studies import figures
 from fp4train.lab.studies.candidates import SECTIONS
 from fp4train.lab.studies.rank import RankRequest, rank
@@ -57,11 +58,19 @@ OPTIONS: Mapping[str, Any] = {
     **{key: _HINTS[key] for key in ("steps", "forks", "schedule", "lr", "batches", "margin", "processes")},
     "out": str | None,
 }
+PICTURES = {
+    "picture": Option(Path, default=None),
+    "width": Option(width_of, "width={} must be a number of inches, from 3 to 30", PICTURE),
+}
 
 
 def main(arguments: list[str]) -> int:
     """Rank, print the table, and write rank.json and rank.png; returns the exit code."""
-    request = _request(arguments)
+    wanted = read_options(arguments, PICTURES)
+    paper, width = wanted.options["picture"], wanted.options["width"]
+    if paper is not None:
+        check_out(paper, FIGURES)
+    request = _request([*wanted.flags, *wanted.words])
     keep_freed_memory()
     with plugins.using(request.packages, request.folders):
         try:
@@ -75,7 +84,11 @@ def main(arguments: list[str]) -> int:
         body = {**found, "identity": {"run": run_directory.identity(base.source)}}
         run_directory.write_text(folder / RANKING, sealed(body, indent=1).decode())
     pictures = [folder / FIGURE for folder in folders]
-    save_png(figures.ranking(RankResult(found), named=True), PICTURE, *pictures)
+    draw = figures.ranking(RankResult(found), named=True)
+    save(draw, PICTURE, *pictures)
+    if paper is not None:
+        save(draw, width, paper)
+        print(paper)
     for folder, picture in zip(folders, pictures, strict=True):
         print(f"{folder / RANKING}; {picture}")
     return 0

@@ -30,7 +30,7 @@ from fp4train.cli.output import usage
 from fp4train.config.overrides import Option, count, number, read_options, truth
 from fp4train.errors import UserError
 from fp4train.hardware import find_gpu
-from fp4train.lab.analysis.figure import save_png
+from fp4train.lab.analysis.figure import save
 from fp4train.lab.studies import figures
 from fp4train.lab.studies.parts import RecipeParts
 from fp4train.lab.studies.record import open_record, study_progress
@@ -153,7 +153,7 @@ def _written(report: SensitivityReport, folder: Path) -> list[str]:
             with files.Folder.open(folder) as opened:
                 opened.remove("policy.yaml")  # of a call with other batches
         figure = figures.sensitivity(SensitivityResult(found), figures.damage_grid(report.found))
-        save_png(figure, figures.STUDY, folder / "sensitivity.png")
+        save(figure, figures.STUDY, folder / "sensitivity.png")
     except OSError as error:
         raise UserError(
             f"{folder}: the results cannot be written ({error}); what is on record is kept, and the same command goes "

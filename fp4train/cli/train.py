@@ -32,6 +32,7 @@ from fp4train.config.binding import bind
 from fp4train.config.schema import Config, plain
 from fp4train.errors import LostError, UserError
 from fp4train.lab.analysis import curves, heatmap
+from fp4train.lab.analysis.history import training_loss
 from fp4train.optim import Optimizer
 from fp4train.optim.schedule import Schedule
 from fp4train.parallel import agree
@@ -57,6 +58,9 @@ from fp4train.track.statistics import STATISTICS
 from fp4train.train import Result, train
 
 _log = logging.getLogger("fp4train")
+
+LOSSES = {"train/loss": "last batch", "val/loss": "val loss", "val/loss_recipe": "in the recipe"}
+"""Losses in the last metrics of a run, as the summary names them; the training loss is that of curves.png."""
 
 
 def main(arguments: list[str]) -> int:
@@ -89,6 +93,7 @@ def _jobs(jobs: list[list[Any]]) -> str:
         with suppress(UserError):  # it logged nothing
             for line in read_metrics(config.run.dir / METRICS):
                 last |= line
+            last["train/loss"] = training_loss(config.run.dir)
         losses = (f"{last[key]:.4f}" if isinstance(last.get(key), float) else "-" for key in ("train/loss", "val/loss"))
         rows.append((job, config.recipe.name, *losses, str(config.run.dir), ending))
     return "\n".join(tabulate([("job", "recipe", "train loss", "val loss", "directory", ""), *rows], right=(2, 3)))
@@ -265,8 +270,11 @@ def _draw(directory: Path) -> str:
 
 
 def _summary(directory: Path, result: Result) -> str:
-    names = {"train/loss": "train loss", "val/loss": "val loss", "val/loss_recipe": "in the recipe"}
-    losses = ", ".join(f"{name} {float(result.metrics[k]):.4f}" for k, name in names.items() if k in result.metrics)
+    values = {name: float(result.metrics[key]) for key, name in LOSSES.items() if key in result.metrics}
+    if (smoothed := training_loss(directory)) is not None:
+        values.pop("last batch", None)
+        values = {"train loss": smoothed, **values}
+    losses = ", ".join(f"{name} {value:.4f}" for name, value in values.items())
     ended = "done" if result.saved else "done, but its end is not saved"
     if result.signal is not None:
         name = signal.Signals(result.signal).name

@@ -27,6 +27,9 @@ TOKENIZERS: dict[str, tuple[type, list[str]]] = {
     "bpe": (BytePairs, []),
 }
 
+PARTS = ("fineweb_10b", "fineweb_edu_29b", "fineweb_edu_138b", "fineweb_edu_1t")
+OF_THE_HUB = ("gpt2", "gpt_neox", "qwen3")
+
 
 def bind(overrides: Sequence[str]) -> Any:
     with initialize_config_dir(str(CONFIGS.parent.resolve()), version_base=None):
@@ -34,8 +37,20 @@ def bind(overrides: Sequence[str]) -> Any:
 
 
 def test_every_file_is_tested_here() -> None:
-    assert {path.stem for path in CONFIGS.glob("*.yaml")} == set(SOURCES)
-    assert {path.stem for path in (CONFIGS / "tokenizer").glob("*.yaml")} == set(TOKENIZERS)
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} == {*SOURCES, *PARTS}
+    assert {path.stem for path in (CONFIGS / "tokenizer").glob("*.yaml")} == {*TOKENIZERS, *OF_THE_HUB}
+
+
+@pytest.mark.parametrize("source", PARTS)
+def test_a_part_of_a_data_set_is_of_the_hub(source: str) -> None:
+    bound = bind([f"data={source}"])
+    assert type(bound) is HuggingFace and str(bound.name).startswith("HuggingFaceFW/fineweb")
+
+
+@pytest.mark.parametrize("tokenizer", OF_THE_HUB)
+def test_a_tokenizer_of_the_hub_is_named(tokenizer: str) -> None:
+    bound = bind(["data=text", "data.path=a", f"data/tokenizer={tokenizer}"])
+    assert type(bound.tokenizer) is Pretrained and "/" in bound.tokenizer.name
 
 
 @pytest.mark.parametrize("source", SOURCES)

@@ -67,8 +67,11 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
         (["swap"], "swap needs one run directory: fp4train swap RUN recipe=NAME [at=STEP]"),
         (["swap", "resume=runs/a", "recipe=bf16"], "swap needs one run directory"),
         (["compare", "runs/a", "runs/b", "--out=gap.png"], "compare knows no flag --out=gap.png"),
-        (["compare", "runs/a", "runs/b", "out="], "out=: the name must end in .png or .csv or .json"),
-        (["compare", "runs/a", "runs/b", "out=gap.pdf"], "out=gap.pdf: the name must end in .png or .csv or .json"),
+        (["compare", "runs/a", "runs/b", "out="], "out=: the name must end in .png or .svg or .pdf or .csv or .json"),
+        (
+            ["compare", "runs/a", "runs/b", "out=gap.eps"],
+            "out=gap.eps: the name must end in .png or .svg or .pdf or .csv",
+        ),
     ],
 )
 def test_verbs_explain_themselves(cli: Cli, arguments: list[str], message: str) -> None:

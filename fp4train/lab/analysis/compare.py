@@ -18,10 +18,11 @@ from typing import Any
 import numpy as np
 
 from fp4train import files
-from fp4train.config.binding import flattened
+from fp4train.config.binding import complete, flattened
+from fp4train.config.schema import Config
 from fp4train.errors import UserError, reason, user_errors
-from fp4train.lab.analysis.curves import INSIDE, NAME, Curve, Losses, RecipeRow, over_steps
-from fp4train.lab.analysis.figure import PICTURE, Draw, check_out, save_png
+from fp4train.lab.analysis.curves import INSIDE, NAME, Curve, Losses, RecipeRow, one_run, over_steps
+from fp4train.lab.analysis.figure import FIGURES, PICTURE, Draw, check_out, save
 from fp4train.lab.analysis.history import (
     NOT_THE_SAME_RUN,
     History,
@@ -34,7 +35,7 @@ from fp4train.lab.analysis.history import (
 )
 from fp4train.text import screen, shortened, tabulate
 
-COMPARISON, OUTPUTS = "compare.png", (".png", ".csv", ".json")
+COMPARISON, OUTPUTS = "compare.png", (*FIGURES, ".csv", ".json")
 WITH_LEGEND = 11.5
 """Inches of the picture where the legend stands beside the panels."""
 RECIPE = 44
@@ -157,15 +158,16 @@ class Comparison:
         ]
         return tabulate([header, *cells], right=range(2, len(header)))
 
-    def write(self, out: Path) -> Path:
-        """Write `out`: a picture (.png), the table with a line per run (.csv), or everything (.json).
+    def write(self, out: Path, width: float | None = None) -> Path:
+        """Write `out`: a picture (.png, .svg, .pdf) of this width in inches, the table with a line per run (.csv), or
+        everything (.json).
 
         Raises:
             UserError: the file cannot be written, or its name ends otherwise.
         """
         check_out(out, OUTPUTS)
-        if out.suffix.lower() == ".png":
-            return self.draw(out)
+        if out.suffix.lower() in FIGURES:
+            return self.draw(out, width)
         rows = [{"run": row.name, **{k: v for k, v in asdict(row).items() if k != "name"}} for row in self.rows]
         if out.suffix.lower() == ".json":
             found = {
@@ -186,7 +188,7 @@ class Comparison:
             files.write(out, text.encode(), sync=False)
         return out
 
-    def draw(self, out: Path | None = None) -> Path:
+    def draw(self, out: Path | None = None, width: float | None = None) -> Path:
         """Draw curves, gap and recipes; to compare.png in the first run directory, or to `out`.
 
         Raises:
@@ -194,11 +196,13 @@ class Comparison:
         """
         path = Path(out) if out is not None else self.histories[0].path / COMPARISON
         with user_errors(OSError, before=f"{path} cannot be written: ", message=reason):
-            save_png(self.picture(), PICTURE if len(self.rows) <= INSIDE else WITH_LEGEND, path)
+            save(self.picture(), width or (PICTURE if len(self.rows) <= INSIDE else WITH_LEGEND), path)
         return path
 
     def picture(self) -> Draw:
-        """Curves, gaps to the first run, and the recipe of each run over the steps."""
+        """Curves, gaps to the first run, and the recipe of each run over the steps; of one run its own curves."""
+        if len(self.histories) == 1:
+            return one_run(self.histories[0])
         first, *_ = both = [(history.loss("train/loss"), history.loss("val/loss")) for history in self.histories]
         losses = [
             Losses(
@@ -247,30 +251,65 @@ def _summary(history: History, name: str, gap: float | None, quantised: float | 
 
 
 def _differing(configs: list[dict[str, Any] | None]) -> dict[str, list[Any]]:
-    """Key → the value of each run, for the keys in which they differ; those of the run itself are left out."""
-    flat = [
-        flattened({key: value for key, value in config.items() if key not in NOT_THE_SAME_RUN})
-        for config in configs
-        if config is not None
-    ]
-    if len(flat) < len(configs):
+    """Key → the value of each run, for the keys in which they differ; those of the run itself are left out.
+
+    A key that a configuration leaves to its class has the default of the class.
+    """
+    known = [config for config in configs if config is not None]
+    if len(known) < len(configs):
         return {}
-    found = {
-        key: [each.get(key, ABSENT) for each in flat] for key in dict.fromkeys(key for each in flat for key in each)
-    }
+    keys = dict.fromkeys(key for config in known for key in _flat(config))
+    flat = [_flat(_completed(config)) | _flat(config) for config in known]
+    found = {key: [values.get(key, ABSENT) for values in flat] for key in keys}
     return {key: values for key, values in found.items() if any(value != values[0] for value in values)}
 
 
+def _flat(config: dict[str, Any]) -> dict[str, Any]:
+    """Values by their full keys, without the sections in which runs of one configuration may differ."""
+    return flattened({key: value for key, value in config.items() if key not in NOT_THE_SAME_RUN})
+
+
+def _completed(config: dict[str, Any]) -> dict[str, Any]:
+    """A configuration with the defaults of its classes; as it is where a class is not at hand, as of a plugin."""
+    try:
+        completed = complete(config, Config)
+    except UserError:
+        return config
+    return dict(completed) if isinstance(completed, dict) else config
+
+
 def _by_class(differing: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """`differing` with sections of several classes by their names, recipe=NVFP4|BF16; without keys that few have."""
-    several = tuple(key.removesuffix("_target_") for key in differing if key.endswith("._target_"))
+    """`differing` with sections of several classes by their names or labels, recipe=NVFP4|BF16.
+
+    Keys in such a section that some runs lack are left out where the others agree on them.
+    """
+    sections = {
+        key.removesuffix("_target_"): values
+        for key, values in differing.items()
+        if key.endswith("._target_") and len(_present(values)) > 1
+    }
     found: dict[str, list[Any]] = {}
+    for section, values in sections.items():
+        labels = differing.get(f"{section}label", [ABSENT] * len(values))
+        classes = [str(value).rpartition(".")[2] for value in values]
+        found[section.removesuffix(".")] = [
+            name if label in (ABSENT, "") else label for name, label in zip(classes, labels, strict=True)
+        ]
     for key, values in differing.items():
-        if key.endswith("._target_"):
-            found[key.removesuffix("._target_")] = [str(value).rpartition(".")[2] for value in values]
-        elif ABSENT not in values or not key.startswith(several):
+        named = key.endswith("._target_") or (f"{key.rpartition('.')[0]}.label" == key and key[:-5] in sections)
+        agreed = ABSENT in values and len(_present(values)) < 2 and key.startswith(tuple(sections))
+        if not named and not agreed:
             found[key] = values
     return found
+
+
+def _present(values: list[Any]) -> list[Any]:
+    """The different values among those that are there."""
+    different: list[Any] = []
+    for value in values:
+        if value != ABSENT and value not in different:
+            different.append(value)
+    return different
 
 
 def _means(histories: list[History], rows: list[RunSummary], losses: list[float]) -> list[SeedMean]:

@@ -190,7 +190,7 @@ def draw_curves(run_dir: Path) -> Path:
         UserError: not a run directory, or nothing logged yet.
     """
     history, path = read_history(run_dir), Path(run_dir) / CURVES
-    look.save_png(one_run(history), look.PICTURE, path)
+    look.save(one_run(history), look.PICTURE, path)
     return path
 
 
@@ -229,7 +229,7 @@ def _draw_loss(axes: Axes, history: History) -> None:
     smooth = train.smoothed()
     marker = "o" if len(train) <= 2 else None
     axes.plot(train.steps, train.values, color=look.TRAIN, alpha=0.28, linewidth=0.8, marker=marker)
-    axes.plot(smooth.steps, smooth.values, color=look.TRAIN, linewidth=1.8, label=f"training (mean of {train.window})")
+    axes.plot(smooth.steps, smooth.values, color=look.TRAIN, linewidth=1.8, label=smoothing(train))
     drawn = [train.values]
     for key, label, colour, line in (
         ("val/loss", "validation, high precision", look.VALIDATION, "-"),
@@ -246,10 +246,15 @@ def _draw_loss(axes: Axes, history: History) -> None:
         loc="lower right",
         bbox_to_anchor=(1.0, 1.045),
         ncols=3,
-        fontsize=8.5,
+        fontsize=7.5,
         borderaxespad=0.2,
         columnspacing=1.4,
     )
+
+
+def smoothing(train: Series) -> str:
+    """What the line of training losses is."""
+    return f"training, mean of the last tenth of the steps, at most {train.window}"
 
 
 def _draw_small(axes: Axes, series: Series, title: str, *, log: bool = False) -> None:

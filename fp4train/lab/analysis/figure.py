@@ -38,13 +38,16 @@ TRAIN, VALIDATION, IN_RECIPE = "#2f6db3", "#d9541e", "#1a936f"
 COLOURS = (TRAIN, VALIDATION, IN_RECIPE, "#8b5fbf", "#c43d6b", "#7a6a1f", "#3b3f46", "#17a2b8")
 LINES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1, 1)), (0, (5, 1, 1, 1)))
 """Each colour comes in each of these, so that 32 runs can be told apart."""
-SHADES = ("#dfe9f5", "#fbe7d6", "#dcefe6", "#ece3f4", "#f6e3e6", "#eeeadb")
+SHADES = ("#eceef1", "#d3d8de", "#e9e2d3", "#bdc4cd", "#d3c8b2", "#a9b1bb")
 VARIABLES: Mapping[str, str] = {
     **{INK: "--ink", QUIET: "--quiet", LINE: "--line"},
     **{colour: f"--c{i}" for i, colour in enumerate(COLOURS)},
     **{shade: f"--s{i}" for i, shade in enumerate(SHADES)},
 }
 """Colour → variable of a page's style."""
+
+FIGURES = (".png", ".svg", ".pdf")
+"""Endings of the files that a figure is written to."""
 
 LABEL: Any = {"fontsize": 7.5}
 """The look of words in a panel."""
@@ -71,13 +74,29 @@ def new_figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height))
 
 
-def save_png(draw: Draw, width: float, *paths: Path) -> None:
-    """Write a figure as PNG files so that a viewer never sees half of one."""
-    picture = io.BytesIO()
-    with _look():
-        draw(width).savefig(picture, format="png")
+def save(draw: Draw, width: float, *paths: Path) -> None:
+    """Write a figure to files, each in the format that its name ends in, so that a viewer never sees half of one."""
     for path in paths:
-        files.write(path, picture.getvalue(), create=True, sync=False)
+        files.write(path, rendered(draw, width, path.suffix.lower()), create=True, sync=False)
+
+
+def rendered(draw: Draw, width: float, ending: str) -> bytes:
+    """A figure as the bytes of a file of one of `FIGURES`; the same figure gives the same bytes."""
+    picture = io.BytesIO()
+    undated = {".svg": {"Date": None, "Creator": None}, ".pdf": {"CreationDate": None}}.get(ending)
+    with warnings.catch_warnings(), _look({"svg.hashsalt": "fp4train", "pdf.fonttype": 42}):
+        warnings.simplefilter("ignore")  # the font lacks a letter of a name
+        draw(width).savefig(picture, format=ending.removeprefix("."), metadata=undated)
+    return picture.getvalue()
+
+
+def width_of(text: str) -> float | None:
+    """The inches that an option width= names; None: it is no number that a figure can have."""
+    try:
+        inches = float(text)
+    except ValueError:
+        return None
+    return inches if 3 <= inches <= 30 else None
 
 
 def inline_svg(name: str, draw: Draw, width: float, alt: str) -> str:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from fp4train.lab.analysis.figure import LINE, NARROW, Draw, colour_bar, new_figure, plain, save_png
+from fp4train.lab.analysis.figure import LINE, NARROW, Draw, colour_bar, new_figure, plain, save
 from fp4train.lab.analysis.history import Floats
 from fp4train.text import shortened
 from fp4train.track import read_statistics
@@ -147,7 +147,7 @@ def draw_statistics(run: Path) -> Path:
         ratio = np.log10(found.gradient_to_noise / math.sqrt(3))
     maps.append(HeatMap("log₁₀ of gradient / (√3 · its noise)", ratio, {"cmap": "RdBu", "vmin": -2.0, "vmax": 2.0}))
     columns = min(len(maps), 4)
-    save_png(draw_maps(maps, found.layers, found.steps, columns, Path(run).resolve().name), 4.4 * columns, path)
+    save(draw_maps(maps, found.layers, found.steps, columns, Path(run).resolve().name), 4.4 * columns, path)
     return path
 
 

@@ -2,7 +2,8 @@
 
 A band is a range of steps in one recipe, read from ``precision/recipe``: phases and swaps both start one, also in a
 resumed run. Smoothing is the trailing mean over 2 % of the logged losses of a run, and over at least 10. At the start,
-where the loss falls fast, the window is a tenth of the points so far. Runs of equal length have equal windows.
+where the loss falls fast, the window is a tenth of the points so far. Runs of equal length have equal windows. The
+"training loss" of a run is the last value of that mean, wherever it is named.
 """
 
 import json
@@ -49,6 +50,11 @@ class Series:
     def window(self) -> int:
         """Number of points that `smoothed` averages."""
         return max(1, min(len(self), max(MIN_WINDOW, round(WINDOW_SHARE * len(self)))))
+
+    @property
+    def last_window(self) -> int:
+        """Number of points that the last value of `smoothed` averages."""
+        return min(max(len(self) - 1, 0) // 10 + 1, self.window)
 
     def smoothed(self) -> "Series":
         """Trailing mean; NaN if its window has a value that is not finite."""
@@ -163,6 +169,14 @@ def common_step(histories: list[History]) -> tuple[str, int]:
         for steps in [history.series("train/loss").steps]
     )
     raise UserError(f"these runs have no step in common: {ranges}")
+
+
+def training_loss(run: Path) -> float | None:
+    """The training loss of a run: the last smoothed value; None where nothing is logged."""
+    try:
+        return float(read_history(run).loss("train/loss").values[-1])
+    except UserError:
+        return None
 
 
 def seed_groups(histories: list[History]) -> list[dict[int, int]]:

@@ -150,7 +150,7 @@ def test_the_table_is_written_as_csv_and_as_json(tmp_path: Path) -> None:
     written = json.loads(found.write(tmp_path / "gap.json").read_text())
     assert (written["loss"], written["step"]) == ("val/loss", 40) and written["runs"][1]["val_loss"] is None
     assert written["means"][0]["seeds"] == [0, 1]
-    for name, message in (("x/gap.csv", "there is no folder"), ("gap.pdf", "must end in .png or .csv or .json")):
+    for name, message in (("x/gap.csv", "there is no folder"), ("gap.eps", "must end in .png or .svg or .pdf or .csv")):
         with pytest.raises(UserError, match=message):
             found.write(tmp_path / name)
     assert not (tmp_path / "x").exists()

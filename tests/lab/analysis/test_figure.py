@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fp4train.lab.analysis.figure import INK, NARROW, WIDE, first_words, inline_svg, new_figure, save_png, style
+from fp4train.lab.analysis.figure import INK, NARROW, WIDE, first_words, inline_svg, new_figure, save, style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -35,7 +35,7 @@ def test_a_page_has_text_variables_of_its_style_and_names_that_are_its_own() -> 
 
 def test_several_files_have_the_same_picture(tmp_path: Path) -> None:
     paths = [tmp_path / "a.png", tmp_path / "b" / "c.png"]
-    save_png(draw, WIDE, *paths)
+    save(draw, WIDE, *paths)
     assert paths[0].read_bytes() == paths[1].read_bytes() and paths[0].read_bytes().startswith(b"\x89PNG")
 
 

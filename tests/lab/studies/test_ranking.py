@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fp4train.lab.analysis.figure import PICTURE, Draw, save_png
+from fp4train.lab.analysis.figure import PICTURE, Draw, save
 from fp4train.lab.studies import figures
 from fp4train.lab.studies.forks import Fork, ForkSettings
 from fp4train.lab.studies.rank import Base
@@ -167,7 +167,7 @@ def test_the_picture_has_a_row_per_candidate_and_intervals_in_view(tmp_path: Pat
     for entry in found.ranked:
         interval = found.gap(entry).interval()
         assert interval is not None and low < interval[0] <= interval[1] < high
-    save_png(picture(found), PICTURE, tmp_path / "rank.png", tmp_path / "again.png")
+    save(picture(found), PICTURE, tmp_path / "rank.png", tmp_path / "again.png")
     assert (tmp_path / "rank.png").stat().st_size > 10_000
     assert (tmp_path / "again.png").read_bytes() == (tmp_path / "rank.png").read_bytes()
-    save_png(picture(ranking(1)), PICTURE, tmp_path / "one.png")
+    save(picture(ranking(1)), PICTURE, tmp_path / "one.png")
