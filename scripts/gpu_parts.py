@@ -18,7 +18,7 @@ PARTS = {
     "native": "`fp4train doctor`; `scaled_mm`, and `scaled_grouped_mm` of experts, against the emulation",
     "profile": "where a step of llama_1b goes: kernels, host beside GPU, memory, attention; eager, compiled, recorded",
     "state": "resumed and recomputed runs against straight ones to the bit; the time of a checkpoint",
-    "steps": "times of quantisers, linear layers and training steps; recorded steps and blocks against eager ones",
+    "steps": "times of quantisers, linear layers and training steps; recorded steps against eager ones",
     "runs": "short runs, compared",
     "hours": "writes the commands of training comparisons that need hours, and starts none",
     "sanitize": "the kernels under compute-sanitizer, only where it is asked for",

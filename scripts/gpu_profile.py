@@ -231,30 +231,44 @@ def swap(run: Run, recipe: str, mode: str) -> None:
     run.apply(run.plan.stretches[0])
 
 
-def nine_rows(pending: list[tuple[str, str, int]], *, dry: bool) -> Iterator[dict[str, Any]]:
+def nine_rows(variants: list[tuple[str, str, int]], *, dry: bool) -> Iterator[dict[str, Any]]:
     """The rows of variants, measured in this process until one fails, whose error may have taken the GPU with it."""
-    swapped = [variant for variant in pending if variant[1] in SWAPPED]
-    failed = False
-    if swapped:
-        try:
-            with prepared(key_words(*swapped[0]), dry=dry) as run:
-                for variant in swapped:
-                    swap(run, *variant[:2])
-                    yield measure(run, label(*variant), dry=dry)
-                    pending.remove(variant)
-        except Exception as error:
-            failed = True
-            yield failure(pending.pop(0), error)
+    pending = sorted(variants, key=lambda variant: variant[1] not in SWAPPED)
+    healthy = True
+    for row in swapped_rows([variant for variant in pending if variant[1] in SWAPPED], dry=dry):
+        yield row
+        pending.pop(0)
+        healthy = bool(row["ok"])
     for variant in pending:
-        if failed and not dry:
-            yield gpu_runs.alone(__file__, label(*variant))
-            continue
-        release()
-        try:
-            yield measure_built(variant, dry=dry)
-        except Exception as error:
-            failed = True
-            yield failure(variant, error)
+        if healthy or dry:
+            row = measured_alone(variant, dry=dry)
+            healthy = bool(row["ok"])
+        else:
+            row = gpu_runs.alone(__file__, label(*variant))
+        yield row
+
+
+def swapped_rows(variants: list[tuple[str, str, int]], *, dry: bool) -> Iterator[dict[str, Any]]:
+    """The rows of variants that differ in their plan alone, of one model, up to the first that fails."""
+    if not variants:
+        return
+    current = variants[0]
+    try:
+        with prepared(key_words(*current), dry=dry) as run:
+            for current in variants:
+                swap(run, *current[:2])
+                yield measure(run, label(*current), dry=dry)
+    except Exception as error:
+        yield failure(current, error)
+
+
+def measured_alone(variant: tuple[str, str, int], *, dry: bool) -> dict[str, Any]:
+    """The row of a variant of a model of its own, for which the one before makes room."""
+    release()
+    try:
+        return measure_built(variant, dry=dry)
+    except Exception as error:
+        return failure(variant, error)
 
 
 def failure(variant: tuple[str, str, int], error: Exception) -> dict[str, Any]:

@@ -117,13 +117,6 @@ def test_the_columns_of_doctor_are_explained() -> None:
     assert tuple(first_cells("doctor.md", "column")) == HEADER
 
 
-def test_the_parts_of_the_check_of_gpus_are_those_of_the_script() -> None:
-    from gpu_check import PARTS
-
-    (table,) = re.findall(r"^\| part of `gpu_check.sh` .*\n(?:\|.*\n)+", text("gpus.md"), re.MULTILINE)
-    assert dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", table, re.MULTILINE)) == PARTS
-
-
 @pytest.fixture
 def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working directory with the folder `mine/` that plugins.md shows; "continued" adds to a file."""

@@ -1,23 +1,29 @@
-"""scripts/gpu_check.sh: its dry run, and what it does with steps that fail, hang, or cannot run."""
+"""scripts/gpu_check.sh: its dry run, its limits, and what it does with steps that fail, hang, or cannot run."""
 
 import json
 import os
+import runpy
 import shlex
 import subprocess
 import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import gpu_bandwidth
 import gpu_check
 import gpu_first
+import gpu_processes
 import gpu_profile
 import gpu_runs
 import pytest
+import torch
 from gpu_check import PARTS, Check, Step
+from torch.profiler import ProfilerActivity, profile
 
 from fp4train.config import composition
 
@@ -28,6 +34,11 @@ def words_of(text: str) -> list[str]:
     """The configuration of a printed command."""
     words = shlex.split(text)
     return [word for word in words[words.index("fp4train") + 1 :] if "data" not in word and "$" not in word]
+
+
+def flat(steps: Iterable[Step]) -> list[Step]:
+    """All steps, those that run beside others, too."""
+    return [each for step in steps for each in (step, *step.beside)]
 
 
 def steps_with(text: str, lines: list[str]) -> set[str]:
@@ -41,7 +52,7 @@ def test_a_dry_run_executes_every_part_and_keeps_its_results(tmp_path: Path) -> 
     (tmp_path / "carried").mkdir()
     (tmp_path / "carried/install.sh").write_text("exit 1\n")
     command = ["bash", str(SCRIPT), "out/x", *PARTS, "--te", "carried", "--dry-run"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     lines = done.stdout.splitlines()
     assert [line.split()[1].rstrip(":") for line in lines if line.startswith("==== ")] == list(PARTS)
@@ -49,19 +60,28 @@ def test_a_dry_run_executes_every_part_and_keeps_its_results(tmp_path: Path) -> 
     assert {"doctor", "run bf16", "run nvfp4-compiled", "compare"} <= executed
     assert asked - executed == steps_with(": only named", lines) == {"te install", "sanitize"}, "no stand-in for these"
     assert lines[-1] == "gpu_check: cannot run here: te install, sanitize"
+    assert {step.name for step in flat(gpu_check.steps_of("nine", tmp_path / "x", None))} <= executed
     stand_ins = {line for line in lines if line.startswith("stand-in: ")}
     assert len(stand_ins) == 11, stand_ins
     with tarfile.open(tmp_path / "back" / "x.tgz") as archive:
         names = archive.getnames()
-        first, profile, step = (
+        first, profile, step, bandwidth, exact = (
             json.load(archive.extractfile(f"x-{name}.json"))  # type: ignore[arg-type]
-            for name in ("first", "profile", "step")
+            for name in ("first", "profile", "step", "bandwidth", "exact")
         )
     assert {"x-kernels.json", "x-state.json", "x-runs.png", "x-bf16/metrics.jsonl", "x.done"} <= set(names)
     assert not [name for name in names if "/checkpoints/" in name]
-    assert [row["name"] for row in first["rows"]] == list(gpu_first.DRY) and all(row["ok"] for row in first["rows"])
-    found = list(map(set, zip(*(row["name"].split(", ") for row in profile["rows"]), strict=True)))
-    assert found == [set(gpu_profile.RECIPES), set(gpu_profile.MODES), {"1 microbatch", "8 microbatches"}]
+    assert first["rows"][0]["name"] == "kernel", "what stops a first visit comes first"
+    assert {row["name"] for row in first["rows"]} == set(gpu_first.DRY) and all(row["ok"] for row in first["rows"])
+    recipes, modes, counts = map(set, zip(*(row["name"].split(", ") for row in profile["rows"]), strict=True))
+    assert recipes == {*gpu_profile.RECIPES, "mxfp8"} and modes == {*gpu_profile.MODES, "emulated"}
+    assert counts == {"1 microbatch", "8 microbatches"}
+    backends = {row["name"]: row["backends"] for row in profile["rows"]}
+    assert backends["bf16, eager, 1 microbatch"] == ["torch"], "the plan before"
+    assert "emulate" in backends["nvfp4, emulated, 1 microbatch"], "the plan that was applied after it"
+    measured = {row["name"].removeprefix("kernel ") for row in bandwidth["rows"] if row["ok"]}
+    assert {*gpu_bandwidth.FEW, "copy", "product BF16"} <= measured
+    assert exact["cases"] > 5 and exact["different"] == []
     large = [row["what"] for row in step["rows"] if "a native FP8 step" in row["what"]]
     assert len(large) == 2 and "eager" in large[0] and "compiled" in large[1]
     hours = [line for line in (tmp_path / "out/x-hours.sh").read_text().splitlines() if "recipe=" in line]
@@ -82,8 +102,8 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     yield called
 
 
-def shell(name: str, command: str) -> Step:
-    return Step(name=name, asks="", words=("bash", "-c", command))
+def shell(name: str, command: str, **options: Any) -> Step:
+    return Step(name=name, asks="", words=("bash", "-c", command), **options)
 
 
 def packed(tmp_path: Path) -> set[str]:
@@ -126,6 +146,100 @@ def test_a_step_that_takes_too_long_is_ended_with_what_it_started(
             raise ProcessLookupError  # ended, and not yet waited for
         os.kill(pid, 0)
     assert "x-pid" in packed(tmp_path)
+
+
+@pytest.fixture
+def whole_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """`whole_call(steps, *words)`: the exit code of a call where there is a GPU, whose part `nine` has these steps."""
+
+    def called(steps: Iterable[Step], *words: str) -> int:
+        monkeypatch.setattr(gpu_check, "steps_of", lambda *_, dry: iter(steps))
+        monkeypatch.setattr(Check, "why_no_gpu", lambda self: None)
+        monkeypatch.setattr(gpu_check.signal, "signal", lambda *_: None)
+        return gpu_check.main([str(tmp_path / "x"), "--archive", str(tmp_path / "back"), *words])
+
+    yield called
+
+
+def test_total_bounds_the_whole_call_whatever_a_step_does(
+    whole_call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A machine that is there for minutes is taken away then, with what was not packed."""
+    monkeypatch.setattr(gpu_check, "ENDING", 2.0)
+    monkeypatch.setattr(gpu_processes, "GRACE", 0.5)
+    stubborn = shell("stubborn", f"trap '' TERM; echo found > {tmp_path}/x-found.json; while :; do sleep 0.1; done")
+    began = time.monotonic()
+    assert whole_call([stubborn, shell("next", "true")], "--total", "0.1") == 1
+    assert time.monotonic() - began < 6.0
+    assert capsys.readouterr().out.endswith("failed: stubborn; no time was left, call it again: next\n")
+    assert {"x-found.json", "x-stubborn.log"} <= packed(tmp_path)
+
+
+def test_a_step_has_a_limit_of_its_own_and_what_it_leaves_is_for_the_next(whole_call: Any, tmp_path: Path) -> None:
+    """Of 1.5 minutes, a sixth of nine, each gets a sixth of its limit."""
+    hangs = shell("hangs", "sleep 60", limit=6)
+    quick = shell("quick", "true", limit=60)
+    longer = shell("longer", "sleep 3", limit=6)
+    began = time.monotonic()
+    assert whole_call([hangs, quick, longer], "--total", "1.5") == 1
+    assert time.monotonic() - began < 30
+    assert (tmp_path / "x.done").read_text().split() == ["quick", "longer"]
+
+
+def test_steps_beside_each_other_share_a_limit_and_each_is_noted_when_it_ends(check: Any, tmp_path: Path) -> None:
+    meets = f"touch {tmp_path}/x-{{0}}; until [ -e {tmp_path}/x-{{1}} ]; do sleep 0.1; done"
+    hangs = shell("hangs", f"until grep -q ^second {tmp_path}/x.done; do sleep 0.1; done; sleep 60")
+    steps = shell("first", meets.format("a", "b"), beside=(shell("second", meets.format("b", "a")), hangs))
+    found = check(steps, seconds=5.0)
+    assert sorted((tmp_path / "x.done").read_text().split()) == ["first", "second"]
+    assert found.failed == ["hangs"]
+
+
+@pytest.mark.parametrize("code", [1, 3])
+def test_a_part_stops_at_a_gate_that_is_not_passed(whole_call: Any, tmp_path: Path, code: int) -> None:
+    """What cannot run is no failure elsewhere; without this step the others tell nothing."""
+    steps = [shell("gate", f"exit {code}", gate=True), shell("next", f"touch {tmp_path}/ran")]
+    assert whole_call(steps, "--total", "9") == 1
+    assert not (tmp_path / "ran").exists()
+    steps[0] = shell("gate", "true", gate=True)
+    assert whole_call(steps, "--total", "9") == 0
+    assert (tmp_path / "ran").exists()
+
+
+def test_without_a_gpu_nothing_runs_and_the_exit_code_says_so(tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
+    command = ["bash", str(SCRIPT), "out/x", "--total", "9"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 3
+    assert "sees no GPU; nothing ran" in done.stderr and "====" not in done.stdout
+
+
+def test_the_commands_of_a_first_visit_are_understood_by_their_scripts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each with the words that a GPU machine calls it by; here they find no GPU, and say so."""
+    monkeypatch.setattr(gpu_first.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("fp4train.quantize.triton_launch.interpreted", lambda: False)
+    for step in flat(gpu_check.steps_of("nine", tmp_path / "x", None)):
+        script, *words = step.words
+        with gpu_check.arguments([script, *words]), pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(gpu_check.SCRIPTS / script), run_name="__main__")
+        assert ended.value.code == gpu_check.LEFT_OUT, (step.name, capsys.readouterr())
+
+
+def test_the_limits_of_a_first_visit_are_nine_minutes_with_its_start_and_end(tmp_path: Path) -> None:
+    steps = list(gpu_check.steps_of("nine", tmp_path / "x", None))
+    assert steps[0].gate and all(step.limit is not None for step in steps)
+    assert 500 < sum(step.limit or 0 for step in steps) <= gpu_check.NINE - gpu_check.ENDING
+    names = [step.name for step in flat(steps)]
+    assert names.index("nine bandwidth") < names.index("nine profile") < names.index("nine state")
+
+
+def test_total_alone_asks_for_a_first_visit_and_minutes_for_all_other_parts(tmp_path: Path) -> None:
+    assert gpu_check.read(["x", "--total", "9"]).parts == ["nine"]
+    assert gpu_check.read(["--dry-run", "--total", "9"]).parts == ["nine"]
+    assert gpu_check.read(["x", "--total", "9", "first", "profile"]).parts == ["first", "profile"]
+    assert gpu_check.read(["x"]).parts == [part for part in PARTS if part not in ("nine", "sanitize")]
 
 
 def test_results_are_packed_while_a_step_runs(check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,6 +286,9 @@ def test_a_dry_run_needs_no_name_and_says_where_its_results_are(tmp_path: Path) 
         (["te"], "before the parts"),
         (["x", "kernles"], "unknown part kernles"),
         (["x", "--te", "gone"], "holds no install.sh"),
+        (["x", "--total", "0"], "must be positive"),
+        (["x", "--total", "0.3"], "leaves nothing"),
+        (["x", "--total", "9", "--minutes", "2"], "not allowed with argument"),
     ],
 )
 def test_wrong_arguments_are_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -225,6 +342,41 @@ def test_a_crash_of_one_check_is_a_row_and_the_others_go_on(monkeypatch: pytest.
     rows = {row["name"]: row for row in json.loads((tmp_path / "first.json").read_text())["rows"]}
     assert [rows[name]["ok"] for name in ("crash", "hang", "good")] == [False, False, True]
     assert "ended with -11" in rows["crash"]["note"] and "hangs" in rows["hang"]["note"]
+
+
+def test_after_a_variant_that_fails_the_others_are_processes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of a kernel may leave this process without its GPU."""
+    variants = [(recipe, mode, 1) for recipe, mode in gpu_profile.NINE]
+    alone: list[str] = []
+
+    def measure(run: object, name: str, *, dry: bool) -> dict[str, Any]:
+        if name.startswith("nvfp4, emulated"):
+            raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
+        return {"name": name, "ok": True}
+
+    def row_of(script: str, name: str) -> dict[str, Any]:
+        alone.append(name)
+        return {"name": name, "ok": True}
+
+    monkeypatch.setattr(gpu_profile, "prepared", lambda words, dry: nullcontext())
+    monkeypatch.setattr(gpu_profile, "swap", lambda *_: None)
+    monkeypatch.setattr(gpu_profile, "measure", measure)
+    monkeypatch.setattr(gpu_runs, "alone", row_of)
+    rows = list(gpu_profile.nine_rows(list(variants), dry=False))
+    assert [row["name"] for row in rows] == [gpu_profile.label(*variant) for variant in variants]
+    assert [row["name"] for row in rows if not row["ok"]] == ["nvfp4, emulated, 1 microbatch"]
+    assert alone == [row["name"] for row in rows[2:]]
+
+
+def test_passes_that_apply_a_scale_are_found_among_the_operators_of_a_step() -> None:
+    matrix, scale = torch.ones(4, 8), torch.tensor(2.0)
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as found:
+        torch.mul(matrix.mul_(scale), scale, out=torch.empty(4, 8, dtype=torch.bfloat16))
+        matrix * matrix
+        matrix * torch.ones(8)
+    events = found.key_averages(group_by_input_shape=True)
+    counted = [e.count for e in events if gpu_profile.applies_factor(e.key, e.input_shapes)]
+    assert sum(counted) == 2, [(e.key, e.input_shapes) for e in events]
 
 
 def test_what_failed_is_tried_again_and_what_worked_is_not(tmp_path: Path) -> None:

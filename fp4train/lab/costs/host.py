@@ -10,14 +10,14 @@ OPERATION: Final = 6e-6
 """Seconds of the host per operation between products that eager torch queues: assumed, of 5 to 10 µs from Python."""
 
 LAUNCHED: Final = 3e-6
-"""Seconds of the host per kernel: a launch of Triton without its JIT, measured on a CPU (docs/gpus.md)."""
+"""Seconds of the host per kernel: a launch of Triton without its JIT, measured on a CPU (scripts/host_time.py)."""
 
 _PYTHON = {"te": 122e-6, "native": 76e-6, "emulate": 169e-6, "reference": 806e-6, "torch": 20e-6}
 HOST: Final[Mapping[str, float]] = MappingProxyType(
     {name: seconds + LAUNCHED * (3 if name == "torch" else 7) for name, seconds in _PYTHON.items()}
 )
 """Seconds of the host per linear layer, forward and backward, by backend: what Python and torch's dispatcher take on a
-CPU, where kernels only allocate their results, for NVFP4, the slowest recipe (scripts/host_time.py, docs/gpus.md;
+CPU, where kernels only allocate their results, for NVFP4, the slowest recipe (scripts/host_time.py, docs/cost-model.md;
 emulation and reference with their products of 32 features), and the launches: three products, and four kernels that
 quantise."""
 

@@ -148,3 +148,11 @@ def test_drawing_leaves_no_global_state(tmp_path: Path) -> None:
     )
     run = write_run(tmp_path / "run", whole_run())
     subprocess.run([sys.executable, "-c", code, str(run)], check=True, cwd=Path(curves.__file__).parents[3])
+
+
+def test_without_matplotlib_the_message_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that was given what a run needs alone has none."""
+    run = write_run(tmp_path / "run", whole_run())
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(UserError, match="pip install matplotlib"):
+        draw_curves(run)

@@ -30,7 +30,7 @@ from fp4train.run.build import build_model, build_timeline
 from fp4train.run.produced import ProducedNorms, produced_in
 
 B200 = find_gpu("B200")
-GPUS = Path(__file__).parents[3] / "docs" / "gpus.md"
+PAGE = Path(__file__).parents[3] / "docs" / "cost-model.md"
 KINDS = {
     "x + y at the end of a block, then RMSNorm, forward": "norm after a sum",
     "x + y within a block, then RMSNorm, forward": "norm of a sum",
@@ -70,7 +70,7 @@ def one_place(number: float) -> str:
 
 
 def test_the_bytes_of_the_page_are_those_that_an_estimate_charges() -> None:
-    page = GPUS.read_text("utf-8")
+    page = PAGE.read_text("utf-8")
     table = page.partition("| fused, bytes per element |")[2].partition("\n\n")[0]
     rows = dict(re.findall(r"^\| ([^|]+?) \| (.*) \|$", table, re.MULTILINE))
     sizes = {"gate": 14336, "gradients": 14336}

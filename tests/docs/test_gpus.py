@@ -1,0 +1,61 @@
+"""docs/gpus.md: the parts of the check, which GPU multiplies what, and the keys that it names."""
+
+import re
+from pathlib import Path
+
+import pytest
+from gpu_check import PARTS
+
+from fp4train import backends
+from fp4train.backends.table import Table
+from fp4train.config import composition
+from fp4train.config.schema import to_config
+from fp4train.hardware import Device
+from fp4train.precision import Recipe
+from fp4train.precision.layers import Layer
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "gpus.md").read_text(encoding="utf-8")
+LAYER = Layer(name="layer", in_features=4096, out_features=4096, block=0, blocks=1)
+CAPABILITIES = ((8, 0), (8, 9), (9, 0), (10, 0))
+
+
+def rows(header: str) -> list[list[str]]:
+    """The cells of the table whose header begins so, without its header."""
+    table = PAGE.partition(f"\n| {header}")[2].partition("\n\n")[0]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+
+
+def recipe_of(name: str) -> Recipe:
+    return to_config(composition.compose([f"recipe={name}"])).recipe
+
+
+def runs(table: Table, backend: str, device: Device) -> bool:
+    try:
+        backends.choose(table, LAYER, backend, device)
+    except ValueError:
+        return False
+    return True
+
+
+def test_the_parts_of_the_check_are_those_of_the_script() -> None:
+    assert {name.strip("`"): text for name, text in rows("part of `gpu_check.sh`")} == PARTS
+
+
+@pytest.mark.parametrize(("names", "cells"), [(row[0], row[1:]) for row in rows("recipe | 8.0")])
+def test_the_page_says_which_gpu_multiplies_what(names: str, cells: list[str]) -> None:
+    """The backends that run all three GEMMs of a layer of the recipe, or what takes their place."""
+    for name in re.findall(r"`(\w+)`", names):
+        table = recipe_of(name).table()
+        for capability, cell in zip(CAPABILITIES, cells, strict=True):
+            device = Device(type="cuda", name="GPU", capability=capability, here=False)
+            chosen = {choice.backend for choice in backends.choose(table, LAYER, "auto", device).values()}
+            native = {backend for backend in ("te", "native") if runs(table, backend, device)}
+            said = {"emulated": {"emulate"}, "torch": {"torch"}}.get(cell, set(cell.split(", ")))
+            assert said == (native if table.quantised and native else chosen), (name, capability)
+
+
+def test_the_keys_of_the_page_are_keys_of_a_run() -> None:
+    switches = [re.findall(r"`([^`]+)`", row[0])[0] for row in rows("key | what it does")]
+    assert len(switches) > 4
+    for switch in switches:
+        composition.compose([switch])
