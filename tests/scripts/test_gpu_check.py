@@ -10,20 +10,16 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import gpu_bandwidth
 import gpu_check
 import gpu_first
-import gpu_processes
 import gpu_profile
 import gpu_runs
 import pytest
-import torch
 from gpu_check import PARTS, Check, Step
-from torch.profiler import ProfilerActivity, profile
 
 from fp4train.config import composition
 
@@ -148,44 +144,6 @@ def test_a_step_that_takes_too_long_is_ended_with_what_it_started(
     assert "x-pid" in packed(tmp_path)
 
 
-@pytest.fixture
-def whole_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """`whole_call(steps, *words)`: the exit code of a call where there is a GPU, whose part `nine` has these steps."""
-
-    def called(steps: Iterable[Step], *words: str) -> int:
-        monkeypatch.setattr(gpu_check, "steps_of", lambda *_, dry: iter(steps))
-        monkeypatch.setattr(Check, "why_no_gpu", lambda self: None)
-        monkeypatch.setattr(gpu_check.signal, "signal", lambda *_: None)
-        return gpu_check.main([str(tmp_path / "x"), "--archive", str(tmp_path / "back"), *words])
-
-    yield called
-
-
-def test_total_bounds_the_whole_call_whatever_a_step_does(
-    whole_call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A machine that is there for minutes is taken away then, with what was not packed."""
-    monkeypatch.setattr(gpu_check, "ENDING", 2.0)
-    monkeypatch.setattr(gpu_processes, "GRACE", 0.5)
-    stubborn = shell("stubborn", f"trap '' TERM; echo found > {tmp_path}/x-found.json; while :; do sleep 0.1; done")
-    began = time.monotonic()
-    assert whole_call([stubborn, shell("next", "true")], "--total", "0.1") == 1
-    assert time.monotonic() - began < 6.0
-    assert capsys.readouterr().out.endswith("failed: stubborn; no time was left, call it again: next\n")
-    assert {"x-found.json", "x-stubborn.log"} <= packed(tmp_path)
-
-
-def test_a_step_has_a_limit_of_its_own_and_what_it_leaves_is_for_the_next(whole_call: Any, tmp_path: Path) -> None:
-    """Of 1.5 minutes, a sixth of nine, each gets a sixth of its limit."""
-    hangs = shell("hangs", "sleep 60", limit=6)
-    quick = shell("quick", "true", limit=60)
-    longer = shell("longer", "sleep 3", limit=6)
-    began = time.monotonic()
-    assert whole_call([hangs, quick, longer], "--total", "1.5") == 1
-    assert time.monotonic() - began < 30
-    assert (tmp_path / "x.done").read_text().split() == ["quick", "longer"]
-
-
 def test_steps_beside_each_other_share_a_limit_and_each_is_noted_when_it_ends(check: Any, tmp_path: Path) -> None:
     meets = f"touch {tmp_path}/x-{{0}}; until [ -e {tmp_path}/x-{{1}} ]; do sleep 0.1; done"
     hangs = shell("hangs", f"until grep -q ^second {tmp_path}/x.done; do sleep 0.1; done; sleep 60")
@@ -193,17 +151,6 @@ def test_steps_beside_each_other_share_a_limit_and_each_is_noted_when_it_ends(ch
     found = check(steps, seconds=5.0)
     assert sorted((tmp_path / "x.done").read_text().split()) == ["first", "second"]
     assert found.failed == ["hangs"]
-
-
-@pytest.mark.parametrize("code", [1, 3])
-def test_a_part_stops_at_a_gate_that_is_not_passed(whole_call: Any, tmp_path: Path, code: int) -> None:
-    """What cannot run is no failure elsewhere; without this step the others tell nothing."""
-    steps = [shell("gate", f"exit {code}", gate=True), shell("next", f"touch {tmp_path}/ran")]
-    assert whole_call(steps, "--total", "9") == 1
-    assert not (tmp_path / "ran").exists()
-    steps[0] = shell("gate", "true", gate=True)
-    assert whole_call(steps, "--total", "9") == 0
-    assert (tmp_path / "ran").exists()
 
 
 def test_without_a_gpu_nothing_runs_and_the_exit_code_says_so(tmp_path: Path) -> None:
@@ -225,21 +172,6 @@ def test_the_commands_of_a_first_visit_are_understood_by_their_scripts(
         with gpu_check.arguments([script, *words]), pytest.raises(SystemExit) as ended:
             runpy.run_path(str(gpu_check.SCRIPTS / script), run_name="__main__")
         assert ended.value.code == gpu_check.LEFT_OUT, (step.name, capsys.readouterr())
-
-
-def test_the_limits_of_a_first_visit_are_nine_minutes_with_its_start_and_end(tmp_path: Path) -> None:
-    steps = list(gpu_check.steps_of("nine", tmp_path / "x", None))
-    assert steps[0].gate and all(step.limit is not None for step in steps)
-    assert 500 < sum(step.limit or 0 for step in steps) <= gpu_check.NINE - gpu_check.ENDING
-    names = [step.name for step in flat(steps)]
-    assert names.index("nine bandwidth") < names.index("nine profile") < names.index("nine state")
-
-
-def test_total_alone_asks_for_a_first_visit_and_minutes_for_all_other_parts(tmp_path: Path) -> None:
-    assert gpu_check.read(["x", "--total", "9"]).parts == ["nine"]
-    assert gpu_check.read(["--dry-run", "--total", "9"]).parts == ["nine"]
-    assert gpu_check.read(["x", "--total", "9", "first", "profile"]).parts == ["first", "profile"]
-    assert gpu_check.read(["x"]).parts == [part for part in PARTS if part not in ("nine", "sanitize")]
 
 
 def test_results_are_packed_while_a_step_runs(check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,41 +276,6 @@ def test_a_crash_of_one_check_is_a_row_and_the_others_go_on(monkeypatch: pytest.
     assert "ended with -11" in rows["crash"]["note"] and "hangs" in rows["hang"]["note"]
 
 
-def test_after_a_variant_that_fails_the_others_are_processes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error of a kernel may leave this process without its GPU."""
-    variants = [(recipe, mode, 1) for recipe, mode in gpu_profile.NINE]
-    alone: list[str] = []
-
-    def measure(run: object, name: str, *, dry: bool) -> dict[str, Any]:
-        if name.startswith("nvfp4, emulated"):
-            raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
-        return {"name": name, "ok": True}
-
-    def row_of(script: str, name: str) -> dict[str, Any]:
-        alone.append(name)
-        return {"name": name, "ok": True}
-
-    monkeypatch.setattr(gpu_profile, "prepared", lambda words, dry: nullcontext())
-    monkeypatch.setattr(gpu_profile, "swap", lambda *_: None)
-    monkeypatch.setattr(gpu_profile, "measure", measure)
-    monkeypatch.setattr(gpu_runs, "alone", row_of)
-    rows = list(gpu_profile.nine_rows(list(variants), dry=False))
-    assert [row["name"] for row in rows] == [gpu_profile.label(*variant) for variant in variants]
-    assert [row["name"] for row in rows if not row["ok"]] == ["nvfp4, emulated, 1 microbatch"]
-    assert alone == [row["name"] for row in rows[2:]]
-
-
-def test_passes_that_apply_a_scale_are_found_among_the_operators_of_a_step() -> None:
-    matrix, scale = torch.ones(4, 8), torch.tensor(2.0)
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as found:
-        torch.mul(matrix.mul_(scale), scale, out=torch.empty(4, 8, dtype=torch.bfloat16))
-        matrix * matrix
-        matrix * torch.ones(8)
-    events = found.key_averages(group_by_input_shape=True)
-    counted = [e.count for e in events if gpu_profile.applies_factor(e.key, e.input_shapes)]
-    assert sum(counted) == 2, [(e.key, e.input_shapes) for e in events]
-
-
 def test_what_failed_is_tried_again_and_what_worked_is_not(tmp_path: Path) -> None:
     path, here = tmp_path / "x.json", {"gpu": "H200"}
     results = gpu_runs.Results(path, here)
@@ -388,18 +285,3 @@ def test_what_failed_is_tried_again_and_what_worked_is_not(tmp_path: Path) -> No
     again = gpu_runs.Results(path, here)
     assert again.has("good") and not again.has("bad")
     assert not gpu_runs.Results(path, {"gpu": "B200"}).has("good"), "another machine begins anew"
-
-
-def test_kernels_are_told_apart_by_their_names() -> None:
-    found = {
-        "nvjet_hsh_256x128_64x4_2x1_v_bz_coopA_TNT": "GEMM",
-        "void cutlass::device_kernel<flash::FlashAttnFwdSm90<...>>": "attention",
-        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_3_64x128": "attention",
-        "quantize": "quantise",
-        "void transformer_engine::nvfp4::cast_transpose<...>": "quantise",
-        "void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor<float>>": "optimizer",
-        "void at::native::cunn_SoftMaxForward<4, float>": "loss",
-        "void at::native::elementwise_kernel<128, 2, MulFunctor>": "elementwise, copies",
-        "void at::native::vectorized_layer_norm_kernel<...>": "norm",
-    }
-    assert {name: gpu_profile.kind_of(name) for name in found} == found
