@@ -67,6 +67,7 @@ def graphs(*, recorded: bool = True) -> Iterator[list[Any]]:
     import torch
     from recorder_on_cpu import RecorderOnCpu
 
+    from fp4train.backends import emulate
     from fp4train.models.common import on_cpu
     from fp4train.quantize import cpu
     from fp4train.quantize.quantizer import quantizer
@@ -90,10 +91,11 @@ def graphs(*, recorded: bool = True) -> Iterator[list[Any]]:
 
     # The C kernels are no operators of torch: a recorder of operators would not see them.
     unseen = [patch.object(each, "why_not", lambda *_: "not seen by the recorder") for each in (cpu, on_cpu)]
-    widened = patch("fp4train.backends.emulate.WITHOUT_INSTRUCTIONS", frozenset({torch.bfloat16}))
+    widened = patch.object(emulate, "WITHOUT_INSTRUCTIONS", frozenset({torch.bfloat16}))
+    queued = patch.object(emulate, "_of_tensors", emulate.queued_factors)
     quantizer.cache_clear()
     try:
-        with patch.object(build, "assemble", assembled), unseen[0], unseen[1], widened:
+        with patch.object(build, "assemble", assembled), unseen[0], unseen[1], widened, queued:
             yield made
     finally:
         quantizer.cache_clear()

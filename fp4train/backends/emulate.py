@@ -173,10 +173,17 @@ def matmul(a: Decoded, b: Decoded, *, out_dtype: torch.dtype, bias: Tensor | Non
 
 def _of_tensors(x_scale: Tensor, w_scale: Tensor) -> list[Tensor]:
     """What multiplies a float32 product, in turn, for two scales of whole tensors."""
+    if not x_scale.is_cpu:
+        return queued_factors(x_scale, w_scale)
+    product = x_scale * w_scale
+    apart = product < _SMALLEST_NORMAL or product == math.inf
+    return [x_scale, w_scale] if apart else [product]
+
+
+def queued_factors(x_scale: Tensor, w_scale: Tensor) -> list[Tensor]:
+    """The factors of `_of_tensors`, of which the host reads none."""
     product = x_scale * w_scale
     apart = (product < _SMALLEST_NORMAL) | (product == math.inf)
-    if x_scale.is_cpu:
-        return [x_scale, w_scale] if apart else [product]
     return [torch.where(apart, x_scale, product), torch.where(apart, w_scale, 1.0)]
 
 
