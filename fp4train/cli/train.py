@@ -41,6 +41,7 @@ from fp4train.parallel.launch import ProcessRank, find_place
 from fp4train.parallel.world import AgreedError, World
 from fp4train.precision.report import summarise
 from fp4train.run.begin import RunStart, find_start
+from fp4train.run.bits import computing_threads
 from fp4train.run.build import build
 from fp4train.run.checks import before_cooldown, learning_rate, rate_jump
 from fp4train.run.determinism import determinism
@@ -156,6 +157,7 @@ def _train(command: Start, world: World) -> int:
         if world.lead:  # the others' machines may have another key
             check_paths(chosen, command.named, sending=True)
     with ExitStack() as stack:
+        stack.enter_context(computing_threads(config.train.threads))
         with world.together():
             if world.lead:
                 stack.enter_context(run_directory.locked(directory))

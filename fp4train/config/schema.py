@@ -30,6 +30,8 @@ from fp4train.track.config import Tracking
 
 MOST_STEPS = 2**29 - 1
 """The random bits of stochastic rounding are keyed by the step, in 29 bits (`fp4train.quantize.random`)."""
+MOST_THREADS = 1024
+"""Threads of a rank: more than a machine has cores are a slip of the hand, and cost memory before they are refused."""
 MOST_TOKENS = 2**40
 """Tokens per step; more are a slip of the hand. Positions in the data stay below 2**63."""
 
@@ -78,6 +80,8 @@ class TrainSettings:
         cuda_graph: true records a step of each stretch of the plan as a CUDA graph and replays it
             (`run/step_graph.py`). Small models no longer wait for the host. Refused where a step depends on the host:
             on a CPU, on several ranks, with train.compile, FP16's loss scale, or TE's delayed scaling.
+        threads: threads that CPUs compute with, of each rank; their number changes the order of sums, and so the last
+            digits (`run/bits.py`). None: as many as torch takes by itself, a thread per core.
         kernels: what runs norms, gates, rotations and the loss of the head: "torch"; "liger", its kernels for GPUs, an
             error where they do not run; "auto", liger's where they run (`models/common/liger.py`), and on a CPU C
             kernels of norms, gates and rotations, with which losses differ in no digit (`models/common/on_cpu.py`).
@@ -102,6 +106,7 @@ class TrainSettings:
     step_timeout: float = 0.0
     deterministic: bool = False
     cuda_graph: bool = False
+    threads: int | None = None
     kernels: str = "auto"
     document_mask: bool = False
     on_divergence: str = "warn"
@@ -111,6 +116,8 @@ class TrainSettings:
         check_choice("train.kernels", self.kernels, ("auto", "torch", "liger"))
         check_choice("train.on_divergence", self.on_divergence, ("warn", "stop", "rewind"))
         check_least(self, "train.", "rewinds", least=0, must="a number of times, or 0 for none")
+        if self.threads is not None and not 1 <= self.threads <= MOST_THREADS:
+            raise ValueError(f"train.threads={self.threads} must lie between 1 and {MOST_THREADS}, or be null")
         if not 0 <= self.step_timeout <= 1e9:
             raise ValueError(f"train.step_timeout={self.step_timeout} must be a number of seconds, or 0 for no limit")
         check_least(self, "train.", "steps", "batch_size", "seq_len")

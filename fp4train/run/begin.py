@@ -17,6 +17,7 @@ from fp4train.config.binding import unknown_keys
 from fp4train.errors import UserError
 from fp4train.parallel.config import DROPPED, why_absent
 from fp4train.parallel.world import World
+from fp4train.run.bits import differences
 from fp4train.run.host import environment
 from fp4train.run.initial import InitialWeights
 from fp4train.run.record import directory as run_directory
@@ -240,6 +241,8 @@ def begin(run: Run, begun: RunStart, init: InitialWeights | None) -> None:
         lost = list(lost_records(run.folder, start.state, run.journal.records).values())
         found = mend(directory / METRICS, start.step, start.state.get("metrics"))  # type: ignore[arg-type]
     ran_on = environment(run.device, run.fingerprint, run.world.size)
+    if start is not None:
+        _say_other_bits(records, ran_on, on_cpu=run.device.type == "cpu")
     run.journal.add(**record, plan=run.plan, environment=ran_on)
     run.journal.write()
     if run.folder.status(run_directory.SWAPS) is not None:  # of an older version: the journal has them now
@@ -264,6 +267,16 @@ def begin(run: Run, begun: RunStart, init: InitialWeights | None) -> None:
             run.tracker.log_event(start.step + 1, "swap", {"recipe": swap.name, "at": start.step})
     elif init is not None:
         run.tracker.log_event(1, "init", {"from": str(init.path)})
+
+
+def _say_other_bits(records: Sequence[Record], now: Mapping[str, Any], *, on_cpu: bool) -> None:
+    """Warn where what ran last had threads, a processor or libraries with which sums have another order."""
+    ran_on = [environment for record in records if isinstance(environment := record.values.get("environment"), dict)]
+    if not ran_on or not (changed := differences(ran_on[-1], now, on_cpu=on_cpu)):
+        return
+    threads = ran_on[-1].get("threads")
+    cure = f"; train.threads={threads} keeps the threads" if any(c.startswith("threads ") for c in changed) else ""
+    _log.warning("the run goes on, and not in the same bits as without a stop: %s%s", ", ".join(changed), cure)
 
 
 def abandon_later(run: Run, *, even_if_none: bool = False) -> None:

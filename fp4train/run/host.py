@@ -32,6 +32,7 @@ from fp4train import __version__
 from fp4train.errors import UserError
 from fp4train.hardware import OLDEST_GPU, Device, driver_version, why_no_gpu
 from fp4train.parallel.launch import ProcessRank
+from fp4train.run.bits import instructions
 
 _log = logging.getLogger(__name__)
 
@@ -160,6 +161,7 @@ def environment(device: torch.device, fingerprint: str, ranks: int) -> dict[str,
         "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
+        "instructions": instructions(),
         "device": str(Device.of(device)),
         "ranks": ranks,
         "data": fingerprint,

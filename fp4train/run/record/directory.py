@@ -63,7 +63,7 @@ CONTINUED = (
 RESUMED = (
     *CONTINUED,
     *("recipe", "policy", "phases", "backend", "device", "optim.", "schedule."),
-    *("train.steps", "train.microbatch", "train.compile", "train.deterministic", "train.kernels"),
+    *("train.steps", "train.microbatch", "train.threads", "train.compile", "train.deterministic", "train.kernels"),
     *("model.recompute", "model.draw", "model.scan.kernels"),
     *("data.path", "data.val_path", "teacher", "parallel."),
 )
