@@ -8,8 +8,9 @@ import pytest
 import torch
 from interpreted import interpreted
 
+from fp4train.lab.costs.roofline import own_bytes
 from fp4train.precision import MXFP8, NVFP4
-from fp4train.quantize import PairQuantizer, RandomKey
+from fp4train.quantize import PairQuantizer, QuantSpec, RandomKey
 from fp4train.quantize.triton import TritonQuantizer
 
 needs_triton = pytest.mark.skipif(
@@ -81,12 +82,17 @@ def test_values_of_both_forms_take_one_kernel_and_have_the_bits_of_the_reference
     ], run.stdout + run.stderr
 
 
+def operands(tensor: str, name: str) -> tuple[QuantSpec | None, QuantSpec | None]:
+    """Specs of both forms of x or dy in a recipe."""
+    table = {"nvfp4": NVFP4, "mxfp8": MXFP8}[name]().table()
+    of_x, of_dy = (table["fprop"].first, table["wgrad"].second), (table["dgrad"].first, table["wgrad"].first)
+    return of_x if tensor == "x" else of_dy
+
+
 def make(forms: str, codes: tuple[bool, bool]) -> object:
     """Both forms of an operand of [256, 1024] in BF16; codes: whether each is made as codes."""
     tensor, _, name = forms.split()
-    table = {"nvfp4": NVFP4, "mxfp8": MXFP8}[name]().table()
-    of_x, of_dy = (table["fprop"].first, table["wgrad"].second), (table["dgrad"].first, table["wgrad"].first)
-    row, column = (TritonQuantizer(spec) for spec in (of_x if tensor == "x" else of_dy) if spec is not None)
+    row, column = (TritonQuantizer(spec) for spec in operands(tensor, name) if spec is not None)
     key = RandomKey(seed=1, step=7, layer=5, operand=3)
     both = PairQuantizer(row, column, row_codes=codes[0], column_codes=codes[1])
     return both(torch.zeros(256, 1024, dtype=torch.bfloat16), key, None, key, None)
@@ -113,6 +119,9 @@ def test_both_forms_of_an_emulated_operand_move_hardly_more_bytes_than_the_least
         tensors = [argument for argument in launch.arguments if isinstance(argument, torch.Tensor)]
         moved += sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
     assert least * count <= moved <= 1.01 * least * count
+    tensor, _, name = forms.split()
+    charged = own_bytes(*operands(tensor, name), count, codes=False, kept=tensor == "x")
+    assert sum(map(sum, charged)) == pytest.approx(least, rel=1e-4), "the cost model charges as much"
 
 
 @pytest.mark.long

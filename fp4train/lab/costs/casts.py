@@ -11,9 +11,9 @@ ADDED     dw to the gradient: in each microbatch after the first, where its prod
           weight that embedding and head share to each other, in each
 SCALED    the gradient of the head, after the loss: in each microbatch
 
-Products of operands in the recipe's dtype, and Transformer Engine's, add dw in float32 unless that is left to autograd
-(`Workload.fused`), and so do those between chunks of the loss; these bytes overlap with arithmetic and are
-taken to be hidden.
+Products of operands in the recipe's dtype, emulated ones, and Transformer Engine's add dw in float32 unless that is
+left to autograd (`Workload.fused`), and so do those between chunks of the loss; these bytes overlap with arithmetic and
+are taken to be hidden.
 
 Software that gathers embedding and head as units of their own (`Mesh.own_units`) has weights and gradients in BF16,
 which FSDP makes float32 where it copies them, or adds dw within the GEMM (Megatron-LM): of it only sums of gathered
@@ -57,7 +57,9 @@ def of_block(weight: ModelWeight, load: Workload, mesh: Mesh) -> float:
     compiled = plain and load.compiled
     alone = m == 1 and mesh.data == 1
     wgrad = plan.wgrad
-    by_product = load.fused and not compiled and (kernels or not wgrad.operands.quantised)
+    in_operator = load.compiled and wgrad.operands.quantised  # whose dw autograd adds
+    adds = kernels or (BACKENDS[wgrad.backend].adds and not in_operator)
+    by_product = load.fused and not compiled and adds
     by_product = by_product and not (gathered and mesh.own_units)
     moved = 0.0 if by_product else float(ADDED * (m - 1))
     if mesh.own_units:

@@ -30,7 +30,7 @@ from fp4train.backends.table import FORMS, GEMMS, Operands
 from fp4train.hardware import Device, Gpu
 from fp4train.lab.costs import roofline
 from fp4train.lab.costs.elementwise import NOTHING_MADE, Made, MadeFrom
-from fp4train.lab.costs.roofline import COPY, LAUNCH, gemm_seconds, move_seconds, needs_amax
+from fp4train.lab.costs.roofline import LAUNCH, gemm_seconds, needs_amax
 from fp4train.precision.layer_plan import Gemm, LayerPlan
 from fp4train.precision.plan import Plan
 from fp4train.quantize import QuantSpec
@@ -217,11 +217,14 @@ def layer_costs(
         if source is not None:
             seconds = _made(gpu, counts[tensor], [spec for spec, _ in forms_of_one], source)
         else:
-            seconds = calls * _tensor(gpu, counts[tensor] // calls, forms_of_one, read)
+            seconds = calls * _tensor(gpu, counts[tensor] // calls, forms_of_one, read, kept=tensor == "x")
             if tensor == "x" and sharing and shares_x(plan):
                 seconds /= max(1, sum(name in others for name in plan.readers))
-        for gemm, _ in users:
+        for gemm, spec in users:
             quantise[gemm.name] += times * seconds / len(users)
+            if tensor == "x" and gemm.name == "wgrad" and gemm.backend in EMULATING:
+                decoding = roofline.decode_seconds(gpu, counts[tensor] // calls, spec)
+                quantise[gemm.name] += times * calls * decoding
     costs = []
     for gemm in plan.gemms:
         m, n, k = size = plan.size(gemm.name, tokens)
@@ -232,7 +235,7 @@ def layer_costs(
         seconds = members / products * gemm_seconds(gpu, multiplied, *alone, products=products)
         epilogue = 0.0
         if reason is not None:
-            epilogue = members * _epilogue(gpu, gemm.operands, alone[0] * alone[1])
+            epilogue = members * _epilogue(gemm.operands, seconds / members)
         costs.append(
             GemmCost(
                 layer=layer.name,
@@ -256,10 +259,12 @@ def shares_x(plan: LayerPlan) -> bool:
     return not plan.layer.experts and not any(s is not None and (s.random or s.delayed is not None) for s in specs)
 
 
-def _tensor(gpu: Gpu, count: int, forms: list[tuple[QuantSpec, str]], weight: int | None = None) -> float:
+def _tensor(
+    gpu: Gpu, count: int, forms: list[tuple[QuantSpec, str]], weight: int | None = None, *, kept: bool = False
+) -> float:
     """Seconds to quantise a tensor of `count` elements into at most two forms, each (spec, backend).
 
-    weight: see `own_bytes`.
+    weight: see `own_bytes`. kept: whether its second form is kept as codes.
     """
     seconds = 0.0
     for backend in dict.fromkeys(backend for _, backend in forms):
@@ -268,7 +273,7 @@ def _tensor(gpu: Gpu, count: int, forms: list[tuple[QuantSpec, str]], weight: in
             seconds += roofline.quantise_seconds(gpu, count, first, second, read=weight or 2)
         else:
             codes = backend == "native"
-            seconds += roofline.own_seconds(gpu, count, first, second, codes=codes, weight=weight)
+            seconds += roofline.own_seconds(gpu, count, first, second, codes=codes, weight=weight, kept=kept)
     return seconds
 
 
@@ -284,10 +289,12 @@ def _multiplied(operands: Operands) -> str:
     return "FP32·FP32" if wide else "BF16·BF16"
 
 
-def _epilogue(gpu: Gpu, operands: Operands, outputs: float) -> float:
-    """Seconds to apply the scales of whole tensors or rows to an emulated product."""
-    scaled = any(s is not None and (needs_amax(s) or s.delayed) for s in (operands.first, operands.second))
-    return move_seconds(gpu, roofline.SCALE_EPILOGUE * outputs, COPY) + LAUNCH if scaled else 0.0
+def _epilogue(operands: Operands, product: float) -> float:
+    """Seconds by which scales of whole tensors or rows make an emulated product longer than `product`."""
+    specs = [spec for spec in (operands.first, operands.second) if spec is not None]
+    if any(spec.global_scale == "row" or spec.block == (1, None) for spec in specs):
+        return product * (1 / roofline.TRITON_SHARE - 1)
+    return roofline.SCALED_LAUNCHES * LAUNCH if any(needs_amax(spec) or spec.delayed for spec in specs) else 0.0
 
 
 def break_even(operands: Operands, gpu: Gpu, *, backend: str = "te") -> int | None:

@@ -14,12 +14,12 @@ LAUNCHED: Final = 3e-6
 
 _PYTHON = {"te": 122e-6, "native": 76e-6, "emulate": 169e-6, "reference": 806e-6, "torch": 20e-6}
 HOST: Final[Mapping[str, float]] = MappingProxyType(
-    {name: seconds + LAUNCHED * (3 if name == "torch" else 7) for name, seconds in _PYTHON.items()}
+    {name: seconds + LAUNCHED * {"torch": 3, "emulate": 14}.get(name, 7) for name, seconds in _PYTHON.items()}
 )
 """Seconds of the host per linear layer, forward and backward, by backend: what Python and torch's dispatcher take on a
 CPU, where kernels only allocate their results, for NVFP4, the slowest recipe (scripts/host_time.py, docs/cost-model.md;
 emulation and reference with their products of 32 features), and the launches: three products, and four kernels that
-quantise."""
+quantise; in emulation two more of each product and one that decodes x."""
 
 EXPERT, PRODUCT = 0.6, 0.09
 """Shares of the host's seconds per linear layer that a further expert of a layer takes, and one product: 0.55 to 0.66,

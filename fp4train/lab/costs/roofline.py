@@ -39,8 +39,12 @@ EXPOSED: Final = 3.0
 L2_SPEEDUP: Final = 2.5
 """Bandwidth of the L2 cache divided by that of the memory."""
 
-SCALE_EPILOGUE: Final = 16
-"""Bytes per output element that emulation moves to apply scales of whole tensors or rows to a float32 product."""
+SCALED_LAUNCHES: Final = 2
+"""Kernels beside an emulated product with scales of whole tensors, which cuBLAS reads from the GPU: the one that makes
+their factor, and the one that has nothing to do where there is one (`backends/scaled.py`). The product moves the bytes
+of one in BF16."""
+TRITON_SHARE: Final = 0.85
+"""Assumed share of cuBLAS's rate that Triton's product reaches, which emulation takes for scales of rows."""
 
 _GEMM_SHARE: Final = 0.88
 _GEMM_SHARES: Final[Mapping[tuple[int, int], Mapping[str, float]]] = MappingProxyType(
@@ -143,6 +147,7 @@ def own_seconds(
     codes: bool,
     source: str | None = None,
     weight: int | None = None,
+    kept: bool = False,
 ) -> float:
     """Time of quantising by fp4train's own kernels (`own_bytes`); of each of two tensors of so many elements together,
     where a source is that of two.
@@ -151,7 +156,7 @@ def own_seconds(
     where they do the same.
     """
     share = min(_OWN_SHARE, quantise_share(gpu)) if codes else _OWN_SHARE
-    measured, written = own_bytes(row, column, count, codes=codes, source=source, weight=weight)
+    measured, written = own_bytes(row, column, count, codes=codes, source=source, weight=weight, kept=kept)
     passes = sum(move_seconds(gpu, each * count, share) for each in written)
     return sum(move_seconds(gpu, each * count, COPY) for each in measured) + passes
 
@@ -164,33 +169,47 @@ def own_bytes(
     codes: bool,
     source: str | None = None,
     weight: int | None = None,
+    kept: bool = False,
 ) -> tuple[list[float], list[float]]:
     """Bytes per element that fp4train's own kernels move: of each that measures amaxes, and of each that writes.
 
-    Each form is read as BF16, after an amax pass, and written by itself; codes of one scale for the tensor, and of
-    narrow blocks but of weights, are written for both forms after one read and one amax pass.
+    Each form is read as BF16, after an amax pass, and written by itself; both forms in codes of one scale for the
+    tensor, and in narrow blocks but of weights, are written after one read and one amax pass.
 
     Args:
         count: elements of the tensor.
         codes: written are codes and scales, for native products; else decoded values, for emulation, where square
-            blocks are quantised once for both forms.
+            blocks are quantised once for both forms, and so is one scale for x or dy.
         source: the kind of `SourceTensors` that are read in the place of the tensor, which has codes of both forms; of
             "gradients" per element of each of two tensors, that of gate and that of up.
         weight: bytes per element that are read of a weight; None: it is x or dy.
+        kept: the column-wise form is written as codes for emulation, too, which backward decodes (`decode_seconds`).
     """
     forms = [spec for spec in (row, column) if spec is not None]
-    if not codes and len(forms) == 2 and forms[0] == forms[1] and forms[0].transposable:
-        forms = forms[:1]
+    coded = [codes] * len(forms)
+    if kept and column is not None:
+        coded[-1] = True
+    if not any(coded) and len(forms) == 2 and forms[0] == forms[1]:
+        whole = weight is None and forms[0].block == (None, None)
+        if forms[0].transposable or (whole and has_pair_kernel(forms[0], forms[1], (False, False))):
+            forms = forms[:1]
     written = [
-        stored_bytes(spec.element.upper(), spec.block[1] or count) if codes else decoded_width(spec) for spec in forms
+        stored_bytes(spec.element.upper(), spec.block[1] or count) if as_codes else decoded_width(spec)
+        for spec, as_codes in zip(forms, coded, strict=False)
     ]
     amaxes, read, results = sum(map(needs_amax, forms)), weight or 2, 1
     if source is not None:
         read, results = READ[source], SourceTensors(source, ()).results
-    at_once = codes and len(forms) == 2 and has_pair_kernel(forms[0], forms[1])
+    at_once = len(forms) == 2 and has_pair_kernel(forms[0], forms[1], (coded[0], coded[1]))
     if at_once and (weight is None or forms[0].block == (None, None)):
         amaxes, written = min(amaxes, 1), [results * sum(written)]
     return [read] * amaxes, [read + each for each in written]
+
+
+def decode_seconds(gpu: Gpu, count: int, spec: QuantSpec) -> float:
+    """Time of making values of codes again, which emulation keeps of x for backward."""
+    moved = stored_bytes(spec.element.upper(), spec.block[1] or count) + decoded_width(spec)
+    return move_seconds(gpu, moved * count, _OWN_SHARE)
 
 
 def decoded_width(spec: QuantSpec) -> int:

@@ -12,6 +12,7 @@ from fp4train.hardware import GPUS, Device, Gpu, find_gpu
 from fp4train.lab.costs.estimate import CostEstimate, break_even, estimate
 from fp4train.lab.costs.roofline import (
     COPY,
+    TRITON_SHARE,
     gemm_seconds,
     half_size,
     move_seconds,
@@ -206,7 +207,22 @@ def test_emulation_quantises_square_blocks_once() -> None:
     square, row = NVFP4().table()["dgrad"].second, NVFP4().table()["fprop"].first
     emulated = partial(own_seconds, H200, 1 << 24, codes=False)
     assert emulated(square, square) == emulated(square, None)
-    assert emulated(row, row) == 2 * emulated(row, None)
+    once, twice = emulated(row, None), emulated(row, row)
+    assert once < twice < 2 * once, "one read serves both forms of x or dy"
+    weight = partial(own_seconds, H200, 1 << 24, codes=False, weight=4)
+    assert weight(row, row) == 2 * weight(row, None)
+
+
+def test_scales_of_an_emulated_product_cost_launches_or_the_rate_of_another_kernel() -> None:
+    """Two small kernels beside cuBLAS's product for scales of tensors, a slower product for scales of rows."""
+
+    def products(recipe: Recipe) -> list[tuple[float, float]]:
+        rows = price(recipe, "H100", backend="emulate").stretches[0].rows
+        return [(row.gemm, row.quantise) for row in rows if row.quantise]
+
+    for (product, of_row), (_, of_tensor) in zip(products(FP8Row()), products(FP8Current()), strict=True):
+        assert of_row > product * (1 / TRITON_SHARE - 1)
+        assert of_tensor < of_row
 
 
 @pytest.mark.parametrize(
