@@ -9,7 +9,7 @@ import math
 import os
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -100,6 +100,11 @@ class StoredTensors(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         shape = self.shape(name)
         return self.read(name, (0,) * len(shape), shape)
+
+    @property
+    def files(self) -> Collection[str]:
+        """The names of the files that hold them."""
+        return self._files.keys()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._boxes)

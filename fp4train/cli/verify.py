@@ -1,12 +1,14 @@
 """fp4train verify FOLDER against=RUN [key=value…] [--json]
 
 Whether a folder that `export` wrote has the numbers of the run: codes, block scales, global scales, what is in high
-precision, names, shapes and configuration; a line for each layer. Exit code 0: all are equal; 1: not.
+precision, names, shapes and configuration; a line for each layer, and for each file that an export does not write,
+since other software may read it. Exit code 0: all are equal; 1: not.
 
   against=RUN      the run directory
   step=200         the checkpoint; the default is the one that the folder names, or the newest
   stretch=100      a step of the steps whose codes the folder has; the default is as it says
-  loss=8           also the loss of the folder in transformers, on so many batches of held-out text, beside the run's
+  loss=8           also the loss of the folder in transformers, on so many batches of held-out text, beside the run's,
+                   where all is equal
   --json           as data
   data.path=PATH   and other paths of the run's data, where it names some outside of itself, for loss=
   plugins=[NAME]   packages of classes of your own that the run needs
@@ -51,18 +53,18 @@ def main(arguments: list[str]) -> int:
     with plugins.using(overrides.plugins(line.overrides)):
         found = verify(Path(line.runs[0]), run, step=step, stretch=stretch)
         losses: dict[str, float] = {}
-        if batches:
+        if batches and found.equal:
             from fp4train.exchange.served import served_losses
 
             losses = served_losses(found, batches, paths)
     if "--json" in arguments:
         print(json.dumps({**found.as_json(), "losses": losses}, indent=1))
     else:
-        _show(found, losses)
+        _show(found, losses, batches)
     return 0 if found.equal else 1
 
 
-def _show(found: Verified, losses: dict[str, float]) -> None:
+def _show(found: Verified, losses: dict[str, float], batches: int | None) -> None:
     rows = [
         (each.name, each.module, each.form, "; ".join(each.differences) or f"equal: {', '.join(each.parts)}")
         for each in found.layers
@@ -72,6 +74,8 @@ def _show(found: Verified, losses: dict[str, float]) -> None:
         print(each)
     for name, loss in losses.items():
         print(f"loss {loss:.4f}: {name}")
+    if batches and not found.equal:
+        print(f"loss={batches}: not measured, since the folder is another model than the run's")
     wrong = sum(bool(each.differences) for each in found.layers)
     of = f"{found.run} at step {found.step}" + (f", {found.stretch}" if found.stretch else "")
     if found.equal:

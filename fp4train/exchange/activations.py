@@ -42,8 +42,9 @@ def calibrated(trained: TrainedModel, named: NamedRecipe, batches: int) -> dict[
     layers = [each for each in trained.model.modules() if isinstance(each, PlannedLayer)]
     handles = [each.register_forward_pre_hook(see) for each in layers]
     try:
-        for batch in range(batches):
-            trained.forward(named, *train.batch(batch))
+        with trained.masked():
+            for batch in range(batches):
+                trained.forward(named, *train.batch(batch))
     finally:
         for handle in handles:
             handle.remove()

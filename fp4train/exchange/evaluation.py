@@ -93,10 +93,11 @@ def held_out(trained: TrainedModel, recipes: Sequence[NamedRecipe], batches: int
     factor = loader.loss_factor(0, count)
     for named in recipes:
         losses, size = [], 0
-        for first in range(0, count, rows):
-            tokens, targets = loader.rows(first, rows)
-            losses.append(float(trained.forward(named, tokens, targets) * factor))
-            size += _bytes(table, targets[targets >= 0].numpy())
+        with trained.masked():
+            for first in range(0, count, rows):
+                tokens, targets = loader.rows(first, rows)
+                losses.append(float(trained.forward(named, tokens, targets) * factor))
+                size += _bytes(table, targets[targets >= 0].numpy())
         loss, tokens_in_all = sum(losses) / len(losses), round(count * settings.seq_len / factor)
         _check_finite(loss, trained, named)
         yield Score(

@@ -18,11 +18,14 @@ from fp4train.checkpoint.tensors import StreamedTensor
 from fp4train.data.template import kept_template
 from fp4train.exchange.card import model_card
 from fp4train.exchange.folder import SHARD_BYTES, Tell, new_export, silent, write_json, write_weights
+from fp4train.exchange.loaded import CURE, loaded_differently
 from fp4train.exchange.stored import StoredModel, open_stored
 from fp4train.exchange.tokenizer import stored_tokenizer, write_tokenizer
 from fp4train.files import Folder
+from fp4train.run.record.generation import SETTINGS, kept_generation
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
+CARD = "README.md"
 SPELLED = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _LOADED = """from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -98,8 +101,10 @@ def write_model(
         notes: what differs from the run, a sentence each; those of the tokenizer are added.
     """
     notes = [*notes, *write_tables(folder, model, config)]
+    tokenizer = stored_tokenizer(model.config, model.run)
+    notes += [f"{difference}. {CURE}." for difference in loaded_differently(folder.path, tokenizer)]
     card = model_card(model, made=made, loaded=loaded, notes=notes)
-    folder.write("README.md", card.encode())
+    folder.write(CARD, card.encode())
     size = write_weights(folder, tensors, shard=shard, tell=tell)
     return Exported(step=model.found.step, parameters=model.parameters, size=size, notes=notes)
 
@@ -113,10 +118,11 @@ def write_tables(folder: Folder, model: StoredModel, config: Mapping[str, Any]) 
     """
     tokenizer = stored_tokenizer(model.config, model.run)
     end = None if tokenizer is None else tokenizer.end_of_document
-    ids = {"bos_token_id": None, "eos_token_id": end, "pad_token_id": None}
+    generation = kept_generation(model.run)
+    ids = {"bos_token_id": None, "eos_token_id": generation.ends_of_model(end), "pad_token_id": None}
     described = model.described()
     write_json(folder, "config.json", {**described, **ids, **config})
-    write_json(folder, "generation_config.json", {"eos_token_id": end, "pad_token_id": end})
+    write_json(folder, SETTINGS, generation.settings_of_model(end))
     if tokenizer is None:
         return ["The run was trained on token ids: the folder has no tokenizer."]
     most = described.get("max_position_embeddings", model.config.train.seq_len)  # of a recurrence there is none

@@ -11,12 +11,21 @@ import torch
 import torch.nn.functional as F
 
 from fp4train.data import Loader
-from fp4train.errors import UserError
+from fp4train.errors import UserError, user_errors
 from fp4train.exchange.evaluation import data_of, held_out
 from fp4train.exchange.formats import COMPRESSED_TENSORS, MODELOPT
 from fp4train.exchange.trained import TrainedModel, load_trained
 from fp4train.exchange.verify import Verified
 from fp4train.run.build import VALIDATION_SEED
+from fp4train.text import printable, shortened
+
+_REASON = 300
+"""Characters of what transformers says of a folder that it does not load."""
+
+
+def one_line(error: Exception) -> str:
+    """An error of other software in one line."""
+    return shortened(f"{type(error).__name__}: {' '.join(printable(str(error)).split())}", _REASON)
 
 
 def served_losses(found: Verified, batches: int, paths: Mapping[str, str | None] | None = None) -> dict[str, float]:
@@ -50,9 +59,10 @@ def transformers_loss(folder: Path, trained: TrainedModel, batches: int, *, comp
                 importlib.import_module("compressed_tensors")
         except ImportError as error:
             raise UserError(f"loss= needs {error.name}: pip install transformers compressed-tensors") from error
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.bfloat16 if compressed else torch.float32
-        ).eval()
+        with user_errors(Exception, before=f"loss=: transformers does not load {folder}: ", message=one_line):
+            model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+                folder, dtype=torch.bfloat16 if compressed else torch.float32
+            ).eval()
         settings = trained.config.train
         text = replace(data_of(trained).val, inner_ends=None)  # these models read ids alone
         loader = Loader(text, batch_size=settings.batch_size, seq_len=settings.seq_len, seed=VALIDATION_SEED)

@@ -5,7 +5,8 @@ The recipe of a run's model is, unless another is named, that of the last steps 
 may end with a cooldown in high precision, and what it was trained for is the recipe before.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,21 @@ class TrainedModel:
             found: Tensor = self.model(*(each.to(self.device) for each in args), **more)
         return found
 
+    @contextmanager
+    def masked(self) -> Iterator[None]:
+        """Within it the model attends as it was trained to, within documents, and counts the targets that count there.
+
+        Elsewhere it attends to all that it is given, as the model of its export does: the id that ends a document is
+        then seen by the text after it.
+        """
+        model: Any = self.model
+        set_masks(model, self.config, self.tokenizer)
+        try:
+            yield
+        finally:
+            if hasattr(model, "documents"):
+                model.documents, model.masked = None, False
+
     @property
     def title(self) -> str:
         """The origin of the model: the run and its step, or the folder."""
@@ -136,7 +152,6 @@ def load_trained(source: Path, step: int | None = None, paths: Mapping[str, str 
     device = choose_device(config.device)
     vocab_size = planned_vocab_size(config.data) if tokenizer is None else tokenizer.vocab_size
     model = build_model(config, vocab_size, device)
-    set_masks(model, config, tokenizer)
     strange = (LookupError, TypeError, ValueError, OSError, RuntimeError, AttributeError)
     with user_errors(*strange, before=f"{found.path} does not fit the model of {source}: "):
         weights = restored(found, model)["model"]

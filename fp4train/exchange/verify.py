@@ -21,12 +21,14 @@ from fp4train.checkpoint.reading import StoredTensors
 from fp4train.checkpoint.tensors import StreamedTensor
 from fp4train.errors import UserError
 from fp4train.exchange.folder import write_json
+from fp4train.exchange.foreign import SETTINGS, foreign_files
 from fp4train.exchange.formats import LAYOUTS, MODELOPT, configuration, modelopt_configuration
-from fp4train.exchange.huggingface import DTYPES, SPELLED, write_tables
+from fp4train.exchange.huggingface import CARD, DTYPES, SPELLED, write_tables
+from fp4train.exchange.loaded import loaded_differently
 from fp4train.exchange.packed import PackedLayer, PackedModel, pack
 from fp4train.exchange.quantised import RECORD
 from fp4train.exchange.stored import StoredModel, open_stored
-from fp4train.exchange.tokenizer import TOKENIZER
+from fp4train.exchange.tokenizer import TOKENIZER, stored_tokenizer
 from fp4train.files import Folder
 from fp4train.text import first_few, near_miss, shortened
 
@@ -102,6 +104,7 @@ def verify(folder: Path, run: Path, *, step: int | None = None, stretch: int | N
     if dtype is None:
         raise UserError(f"{folder}: dtype={config.get('dtype')!r} in config.json is none of {', '.join(DTYPES)}")
     packed = None if layout == "hf" else pack(model, layout, stretch)
+    tables = [*_tables(folder, found, model, packed, dtype)]
     return Verified(
         folder=folder,
         run=run,
@@ -109,7 +112,7 @@ def verify(folder: Path, run: Path, *, step: int | None = None, stretch: int | N
         layout=layout,
         stretch=None if packed is None else packed.stretch.title,
         layers=[*_layers(found, model, packed, dtype)],
-        others=[*_names(found, model, packed, dtype), *_tables(folder, model, packed, dtype)],
+        others=[*_names(found, model, packed, dtype), *tables, *_loaded(folder, model, tables)],
     )
 
 
@@ -247,8 +250,10 @@ def _names(found: StoredTensors, model: StoredModel, packed: PackedModel | None,
         yield f"the run has no {first_few(strange, _NAMED)}"
 
 
-def _tables(folder: Path, model: StoredModel, packed: PackedModel | None, dtype: torch.dtype) -> Iterator[str]:
-    """Differences of configuration and tokenizer from those that an export writes."""
+def _tables(
+    folder: Path, found: StoredTensors, model: StoredModel, packed: PackedModel | None, dtype: torch.dtype
+) -> Iterator[str]:
+    """Differences of configuration, tokenizer and files from those that an export writes."""
     config: dict[str, Any] = {"dtype": SPELLED[dtype]}
     if packed is not None:
         config["quantization_config"] = configuration(packed.format, packed.layout, packed.kept)
@@ -257,7 +262,9 @@ def _tables(folder: Path, model: StoredModel, packed: PackedModel | None, dtype:
         if packed is not None and packed.layout == MODELOPT:
             table = modelopt_configuration(packed.format, packed.kept)
             write_json(made, "hf_quant_config.json", {_QUANTISED[1]: table[_QUANTISED[1]]})
-        for name in sorted(made.names()):
+        written = made.names()
+        yield from foreign_files(folder, {*written, *found.files, CARD, *(() if packed is None else (RECORD,))})
+        for name in sorted(written):
             if not has_file(folder, name):
                 yield f"{name} is missing"
             elif name.endswith(".json"):
@@ -266,6 +273,12 @@ def _tables(folder: Path, model: StoredModel, packed: PackedModel | None, dtype:
                 with Folder.open(folder) as theirs:
                     if theirs.read(name, STATE_LIMIT) != made.read(name, STATE_LIMIT):
                         yield f"{name} is not that of the run"
+
+
+def _loaded(folder: Path, model: StoredModel, tables: list[str]) -> Iterator[str]:
+    """What other software makes of the tokenizer, where the folder's tables are the run's."""
+    if not tables:
+        yield from loaded_differently(folder, stored_tokenizer(model.config, model.run))
 
 
 def _of_table(name: str, theirs: dict[str, Any], wanted: dict[str, Any], model: StoredModel) -> Iterator[str]:
@@ -278,6 +291,9 @@ def _of_table(name: str, theirs: dict[str, Any], wanted: dict[str, Any], model: 
     more = {key: value for key, value in have.items() if key not in known and value is not None}
     for key in sorted(key for key in more if key.startswith(_QUANTISED)):
         yield f"{name}: {key} is {more.pop(key)!r}, and the export has none"
+    if name in SETTINGS:
+        for key, value in more.items():
+            yield f"{name}: {key} is {shortened(repr(value), _SHOWN)}, and the export has none"
     if name == CONFIG:
         own = {key: value for key, value in wanted.items() if key not in _QUANTISED}
         try:

@@ -43,6 +43,7 @@ from fp4train.run.graphs import check_plan, recorded
 from fp4train.run.host import choose_device
 from fp4train.run.initial import load_init, load_weights
 from fp4train.run.record import directory as run_directory
+from fp4train.run.record.generation import belongs_to, keep_generation
 from fp4train.run.record.journal import read_swaps
 from fp4train.run.record.trust import check_belongs, identity_of
 from fp4train.run.run import Run
@@ -216,6 +217,8 @@ def build(begun: RunStart, world: World | None = None) -> Run:
                     stack.enter_context(run_directory.folder_aside(directory))
                 if origin is not None and (branching or init is not None):
                     run_directory.copy_files(origin, place, run_directory.TOKENIZER)
+                if init is not None and init.run is None:
+                    _keep_generation(config, init.path, place)
         run = assemble(config, place, timeline, world, drawn=init is None)
         with world.together():
             if config.train.cuda_graph:
@@ -324,6 +327,12 @@ def assemble(config: Config, place: Path, timeline: Timeline, world: World, *, d
         teacher=teacher,
         world=world,
     )
+
+
+def _keep_generation(config: Config, folder: Path, place: Path) -> None:
+    """Keep how text of a folder's model ends, where the run's ids are those of the folder."""
+    if belongs_to(folder, getattr(config.data, "tokenizer", None)):
+        keep_generation(folder, place)
 
 
 def inspect(model: nn.Module, config: Config, layers: Mapping[str, Layer]) -> tuple[StageCut, Inventory]:

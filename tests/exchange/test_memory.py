@@ -73,6 +73,8 @@ def test_an_export_takes_the_memory_of_a_piece_of_a_tensor(
     (weights,) = (run / "checkpoints").glob("*/weights.safetensors")
     assert weights.stat().st_size > 200e6
 
+    export_huggingface(train(*words), tmp_path / "small")  # which imports transformers for its tokenizer
+
     def measured() -> None:
         if layout == "hf":
             held(lambda: export_huggingface(run, out))

@@ -99,7 +99,9 @@ def test_biases_norms_of_heads_and_a_head_of_its_own_stay_in_high_precision(
 ) -> None:
     run = train("train.steps=2", *words)
     export_quantised(run, tmp_path / "a", "compressed-tensors", measures=quantised.Measures(losses=False))
-    assert verify(tmp_path / "a", run).equal
+    result = verify(tmp_path / "a", run)
+    assert not any(layer.differences for layer in result.layers)
+    assert all("makes a Qwen2Tokenizer" in difference for difference in result.others)
     model, own, joint = served(tmp_path / "a", dequantize=True), weights(run), amaxes(weights(run))
     theirs = dict(model.named_parameters())
     for name, module in names_of(to_config(run_directory.read_config(run)).model).items():

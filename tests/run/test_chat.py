@@ -44,7 +44,8 @@ def test_the_validation_loss_is_torchs_over_the_answers_alone(cli: Cli, chat: tu
     config = trained.config
     data = config.data.build(Path("runs/a"), 256, 0)
     tokens, targets = Loader(data.val, batch_size=4, seq_len=256, seed=0).rows(0, 4)
-    logits = trained.forward(trained.high_precision, tokens)
+    with trained.masked():
+        logits = trained.forward(trained.high_precision, tokens)
     expected = cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-100)
     (score,) = held_out(trained, [trained.high_precision], None)
     logged = next(v for v in losses("runs/a")[4][5:6])

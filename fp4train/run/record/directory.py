@@ -34,6 +34,7 @@ from fp4train.data.template import KEPT as TEMPLATE
 from fp4train.errors import UserError, user_errors
 from fp4train.files import Folder
 from fp4train.parallel.config import DROPPED
+from fp4train.run.record.generation import GENERATION
 from fp4train.sealed import config_parts, saved_config
 from fp4train.track.config import METRICS
 from fp4train.track.metrics import LIMIT as METRICS_LIMIT
@@ -46,7 +47,7 @@ CONFIG, SWAPS, REQUESTS, CHECKPOINTS, PLAN = sealed.CONFIG, "swaps.json", "swap_
 LOCK, HEARTBEAT, HISTORY = ".lock", "heartbeat.json", "history.jsonl"
 ASIDE = ".new"
 """The folder in a run's for the first files of a new run that may replace it."""
-TOKENIZER = ("tokenizer.json", "tokenizer_origin.json", TEMPLATE)
+TOKENIZER = ("tokenizer.json", "tokenizer_origin.json", TEMPLATE, GENERATION)
 SAVED, REMOVED = "checkpoint", "checkpoints removed"
 """The events in the metrics of a checkpoint that is whole, and of the ruined ones of a run that has no good one."""
 _FOLDERS = (CHECKPOINTS, REQUESTS, "wandb", "tensorboard")

@@ -36,6 +36,7 @@ from fp4train.paths import lies_in
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record import journal
 from fp4train.run.record.directory import CONFIG, HISTORY
+from fp4train.run.record.generation import GENERATION
 from fp4train.sealed import CONFIG_LIMIT, config_parts, unlike
 from fp4train.track.statistics import LIMIT, STATISTICS
 from fp4train.track.wandb import FOLDER as CHARTS
@@ -179,7 +180,9 @@ def own_tokenizer(config: Config, run: Path, anew: Callable[[str], object]) -> T
     if settings is None:
         return None
     with Folder.open(run) as folder, tempfile.TemporaryDirectory() as aside:
-        lost = [name for name in run_directory.TOKENIZER if name != TEMPLATE and not folder.has_file(name)]
+        lost = [
+            name for name in run_directory.TOKENIZER if name not in (TEMPLATE, GENERATION) and not folder.has_file(name)
+        ]
         if lost and not isinstance(settings, Bytes):
             anew(lost[0])
         ours = isinstance(settings, BytePairs | Pretrained)
