@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fp4train import __version__
@@ -23,17 +23,39 @@ LOSSES = {
 """Losses of a card, in nats per token: key of the metrics → name."""
 
 
-def model_card(model: StoredModel, *, made: str, loaded: str, notes: Sequence[str]) -> str:
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What a run's metrics say up to a checkpoint.
+
+    Args:
+        evaluated: the last line of each recipe that has a validation loss.
+        tasks: of the checkpoint's step the last results of each task and recipe (`fp4train eval`).
+        damaged: number of lines that cannot be read.
+    """
+
+    evaluated: list[dict[str, Any]]
+    tasks: list[dict[str, Any]]
+    damaged: int
+
+    @property
+    def notes(self) -> list[str]:
+        """A sentence where lines are damaged, whose results are then missing."""
+        if not self.damaged:
+            return []
+        return [f"{self.damaged:,} lines of {METRICS} are damaged: what they say is not in the model card."]
+
+
+def model_card(model: StoredModel, found: Measured, *, made: str, loaded: str, notes: Sequence[str]) -> str:
     """The text of the folder's README.md (card.md).
 
     Args:
+        found: the losses and results of the run.
         made: how the weights became what the folder holds, a sentence or more.
         loaded: Python that loads the folder.
         notes: what differs from the run, a sentence each.
     """
     step, records = model.found.step, read_journal(model.run)
     ran = [replace(each, stop=min(each.stop, step)) for each in stretches(records) if each.start < step]
-    evaluated, tasks = measured(model)
     text = screen(
         __package__,
         "card.md",
@@ -47,8 +69,9 @@ def model_card(model: StoredModel, *, made: str, loaded: str, notes: Sequence[st
         made=made,
         loaded=loaded,
         losses=LOSSES,
-        evaluated=evaluated,
-        tasks=[(line.get("task"), line.get("recipe"), _results(line)) for line in tasks],
+        evaluated=found.evaluated,
+        damaged=found.damaged,
+        tasks=[(line.get("task"), line.get("recipe"), _results(line)) for line in found.tasks],
         ran=ran,
         plan="\n\n".join(each.render(full=False) for each in ran).replace("```", "'''"),
         notes=notes,
@@ -63,23 +86,28 @@ def _results(line: Mapping[str, Any]) -> str:
     return ", ".join(f"{key} {value:.6g}" for key, value in values.items() if isinstance(value, int | float))
 
 
-def measured(model: StoredModel) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The measured losses and results, from the metrics up to the checkpoint's step: the last line of each recipe that
-    has a validation loss, and of that step itself the last results of each task and recipe (`fp4train eval`)."""
+def measured(model: StoredModel) -> Measured:
+    """The measured losses and results, from the metrics up to the checkpoint's step."""
     evaluated: dict[Any, dict[str, Any]] = {}
     tasks: dict[tuple[Any, Any], dict[str, Any]] = {}
+    damaged = 0
     with suppress(FileNotFoundError), Folder.open(model.run) as folder:
         for raw in folder.lines(METRICS, LIMIT):
+            if not raw.startswith(b"{") or not raw.endswith((b"}\n", b"}")):
+                damaged += raw.endswith(b"\n")  # else it is the last one, and being written
+                continue
             if b'"val/loss"' not in raw and EVALUATION.encode() not in raw:
                 continue
-            with suppress(ValueError, RecursionError):  # a damaged line
+            try:
                 line = parse_line(raw)
                 if line.get("event") == EVALUATION and line["step"] == model.found.step:
                     tasks[line.get("task"), line.get("recipe")] = line
                 elif "val/loss" in line and line["step"] <= model.found.step:
                     evaluated.pop(recipe := line.get("precision/recipe"), None)
                     evaluated[recipe] = line
-    return list(evaluated.values()), list(tasks.values())
+            except (ValueError, RecursionError, LookupError, TypeError):
+                damaged += 1
+    return Measured(evaluated=list(evaluated.values()), tasks=list(tasks.values()), damaged=damaged)
 
 
 def _inline(text: object) -> str:

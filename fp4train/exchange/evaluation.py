@@ -20,6 +20,7 @@ that one's, and it is asked to log the results between two steps, as it is asked
 """
 
 import math
+import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -198,6 +199,8 @@ def record(trained: TrainedModel, scores: Sequence[Score]) -> str:
     if trained.step is None:
         return f"{trained.source} is no run: not recorded"
     source = trained.source
+    if not os.access(source, os.W_OK):
+        return f"{source} cannot be written: not recorded"
     entries = [{"task": s.task, "recipe": s.recipe, **{f"eval/{k}": v for k, v in s.values.items()}} for s in scores]
     if run_directory.is_running(source):
         request = ask(source, {EVALUATION: {"step": trained.step, "scores": entries}})

@@ -16,7 +16,7 @@ import torch
 
 from fp4train.checkpoint.tensors import StreamedTensor
 from fp4train.data.template import kept_template
-from fp4train.exchange.card import model_card
+from fp4train.exchange.card import measured, model_card
 from fp4train.exchange.folder import SHARD_BYTES, Tell, new_export, silent, write_json, write_weights
 from fp4train.exchange.loaded import CURE, loaded_differently
 from fp4train.exchange.stored import StoredModel, open_stored
@@ -103,7 +103,9 @@ def write_model(
     notes = [*notes, *write_tables(folder, model, config)]
     tokenizer = stored_tokenizer(model.config, model.run)
     notes += [f"{difference}. {CURE}." for difference in loaded_differently(folder.path, tokenizer)]
-    card = model_card(model, made=made, loaded=loaded, notes=notes)
+    found = measured(model)
+    notes += found.notes
+    card = model_card(model, found, made=made, loaded=loaded, notes=notes)
     folder.write(CARD, card.encode())
     size = write_weights(folder, tensors, shard=shard, tell=tell)
     return Exported(step=model.found.step, parameters=model.parameters, size=size, notes=notes)

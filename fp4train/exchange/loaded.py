@@ -58,8 +58,8 @@ def _first_other(ours: list[int], theirs: list[int]) -> str:
 
 
 CURE = (
-    "`transformers.PreTrainedTokenizerFast.from_pretrained(FOLDER)` gives the ids of training. For vLLM and SGLang copy "
-    "tokenizer.json, tokenizer_config.json and special_tokens_map.json into a folder of their own, whose config.json is "
-    '{"model_type": "llama"}, and name that folder as the tokenizer (`--tokenizer`, `--tokenizer-path`)'
+    "`transformers.PreTrainedTokenizerFast.from_pretrained(FOLDER)` gives the ids of training. For vLLM and SGLang "
+    "copy tokenizer.json, tokenizer_config.json and special_tokens_map.json into a folder of their own, whose "
+    'config.json is {"model_type": "llama"}, and name that folder as the tokenizer (`--tokenizer`, `--tokenizer-path`)'
 )
 """What serves such a folder with the ids of training."""

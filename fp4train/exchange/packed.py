@@ -13,7 +13,7 @@ amax, so they share its scale in every run, and their codes are rows of its code
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -25,7 +25,7 @@ from fp4train.checkpoint import escaped
 from fp4train.checkpoint.layout import OF_THE_MODEL
 from fp4train.checkpoint.tensors import StreamedTensor
 from fp4train.errors import UserError, user_errors
-from fp4train.exchange.formats import COMPRESSED_TENSORS, Format, format_of
+from fp4train.exchange.formats import COMPRESSED_TENSORS, MODELOPT, Format, format_of
 from fp4train.exchange.stored import EMBEDDING, PIECE_BYTES, StoredModel
 from fp4train.hardware import Device
 from fp4train.precision.layers import Layer, find_layers
@@ -275,7 +275,7 @@ def pack(model: StoredModel, layout: str, at: int | None) -> PackedModel:
         stretch=stretch,
         format=next(iter(formats.values())),
         layers=_with_amaxes(model, packed),
-        kept=sorted({*kept, *map(_renamed, kept)}),
+        kept=sorted({*kept, *map(_renamed, kept), *(_kept_experts(kept, packed) if layout == MODELOPT else ())}),
         trained_fused=stretch.recipe.fused_scales,
     )
 
@@ -288,11 +288,29 @@ def _why_not(layer: Layer, spec: QuantSpec, found: Format, rows: list[int]) -> s
             "must fill"
         )
     block = spec.block[0] or 1
+    if layer.name in layer.fused[:-1] and spec.scale_format.dtype.itemsize > 1 and layer.out_features % block:
+        return (
+            f"{layer.out_features} rows, which blocks of {block} rows must fill: vLLM and SGLang multiply "
+            f"{', '.join(layer.fused)} as one, and refuse the folder"
+        )
     if layer.experts and len(rows) > layer.experts and rows[0] % block:
         return (
             f"experts whose gate and up have {rows[0]} rows each, and blocks of {block} rows, some of which hold both"
         )
     return None
+
+
+def _kept_experts(kept: Iterable[str], packed: Mapping[str, PackedLayer]) -> Iterator[str]:
+    """The modules `….experts` none of whose matrices is packed: SGLang and TensorRT-LLM decide by these names, as
+    ModelOpt's own list has them, and would look for the codes of each matrix otherwise."""
+
+    def above(modules: Iterable[str]) -> set[str]:
+        found = (module.rpartition(".experts.") for module in modules)
+        return {f"{before}.experts" for before, dot, _ in found if dot}
+
+    for module in above(kept) - above(each.module for each in packed.values()):
+        yield module
+        yield _renamed(module)
 
 
 def _renamed(module: str) -> str:

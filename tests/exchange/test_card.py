@@ -61,3 +61,18 @@ def test_a_name_of_a_run_is_text_in_its_card(small_run: Path, tmp_path: Path) ->
     run = Path(shutil.copytree(small_run, tmp_path / "a <b>|`c"))
     export_huggingface(run, tmp_path / "out")
     assert "\n# a \\<b\\>\\|\\`c\n" in (tmp_path / "out/README.md").read_text()
+
+
+def test_damaged_metrics_are_said_and_are_no_run_without_evaluation(
+    small_run: Path, command: Command, tmp_path: Path
+) -> None:
+    """Lines whose checksum is wrong, and lines that are none; a line that is being written is not damaged."""
+    run = Path(shutil.copytree(small_run, tmp_path / "a"))
+    lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    spoiled = [line.replace(b'"val/loss":', b'"val/loss" :') for line in lines]
+    (run / "metrics.jsonl").write_bytes(b"".join([*spoiled, b"\0\0\0\n", b'{"step": 7, "val/l']))
+    count = sum(line != other for line, other in zip(lines, spoiled, strict=True)) + 1
+    said = f"{count} lines of metrics.jsonl are damaged"
+    assert count > 1 and said in command("export", run, "to=hf", f"out={tmp_path / 'out'}")
+    card = (tmp_path / "out/README.md").read_text()
+    assert said in card and "The run has no evaluation up to step 6 that can be read." in card

@@ -161,13 +161,16 @@ def test_modelopts_own_quantiser_gives_the_same_bytes(
 def test_routers_and_experts_in_high_precision_are_listed_by_the_names_that_vllm_looks_for(
     exported: Callable[..., tuple[Path, Path]], layout: str
 ) -> None:
-    """It asks for experts of Mixtral as `gate_proj`, and the folder says `w1`."""
+    """It asks for experts of Mixtral as `gate_proj`, and the folder says `w1`. Of ModelOpt's folders SGLang and
+    TensorRT-LLM ask for the module that holds them."""
     folder, _ = exported(layout, *MIXTRAL, "recipe=nvfp4")
     ignored = set(json.loads((folder / "config.json").read_text())["quantization_config"]["ignore"])
     wanted = {f"model.layers.{block}.block_sparse_moe.gate" for block in (0, 1)}
     wanted |= {f"model.layers.1.self_attn.{each}_proj" for each in "qkvo"} | {"lm_head"}
     for name in ("w1", "w2", "w3", "gate_proj", "up_proj", "down_proj"):
         wanted |= {f"model.layers.1.block_sparse_moe.experts.{expert}.{name}" for expert in range(EXPERTS)}
+    if layout == "modelopt":
+        wanted.add("model.layers.1.block_sparse_moe.experts")
     assert ignored == wanted
     names = {name.rpartition(".")[0] for name in load_file(folder / "model.safetensors")}
     assert {f"model.layers.0.block_sparse_moe.experts.{EXPERTS - 1}.{each}" for each in ("w1", "w2", "w3")} < names
@@ -269,4 +272,10 @@ def test_a_plan_that_divides_the_experts_of_a_layer_is_said(train: Train, tmp_pa
     made = export_quantised(run, tmp_path / "a", "compressed-tensors", measures=UNMEASURED)
     (note,) = (each for each in made.notes if "may refuse the folder" in each)
     assert "some of blocks.1.mlp.gate_up, blocks.1.mlp.down in high precision" in note
+    export_quantised(run, tmp_path / "b", "modelopt", measures=UNMEASURED)
+    excluded = json.loads((tmp_path / "b/hf_quant_config.json").read_text())["quantization"]["exclude_modules"]
+    packed = {
+        name.rpartition(".experts.")[0] for name in load_file(tmp_path / "b/model.safetensors") if "_scale" in name
+    }
+    assert not any(f"{module}.experts" in excluded for module in packed - {""})
     assert verify(tmp_path / "a", run).equal
