@@ -24,7 +24,7 @@ LOSSES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class RecordedResults:
     """What a run's metrics say up to a checkpoint.
 
     Args:
@@ -45,7 +45,7 @@ class Measured:
         return [f"{self.damaged:,} lines of {METRICS} are damaged: what they say is not in the model card."]
 
 
-def model_card(model: StoredModel, found: Measured, *, made: str, loaded: str, notes: Sequence[str]) -> str:
+def model_card(model: StoredModel, found: RecordedResults, *, made: str, loaded: str, notes: Sequence[str]) -> str:
     """The text of the folder's README.md (card.md).
 
     Args:
@@ -86,7 +86,7 @@ def _results(line: Mapping[str, Any]) -> str:
     return ", ".join(f"{key} {value:.6g}" for key, value in values.items() if isinstance(value, int | float))
 
 
-def measured(model: StoredModel) -> Measured:
+def measured(model: StoredModel) -> RecordedResults:
     """The measured losses and results, from the metrics up to the checkpoint's step."""
     evaluated: dict[Any, dict[str, Any]] = {}
     tasks: dict[tuple[Any, Any], dict[str, Any]] = {}
@@ -107,7 +107,7 @@ def measured(model: StoredModel) -> Measured:
                     evaluated[recipe] = line
             except (ValueError, RecursionError, LookupError, TypeError):
                 damaged += 1
-    return Measured(evaluated=list(evaluated.values()), tasks=list(tasks.values()), damaged=damaged)
+    return RecordedResults(evaluated=list(evaluated.values()), tasks=list(tasks.values()), damaged=damaged)
 
 
 def _inline(text: object) -> str:

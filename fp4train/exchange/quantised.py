@@ -20,6 +20,7 @@ from fp4train.exchange.folder import SHARD_BYTES, Tell, new_export, silent, writ
 from fp4train.exchange.formats import MODELOPT, configuration, modelopt_configuration
 from fp4train.exchange.huggingface import SPELLED, Exported, write_model
 from fp4train.exchange.packed import PackedModel, pack
+from fp4train.exchange.servers import not_served
 from fp4train.exchange.stored import open_stored
 from fp4train.exchange.trained import NamedRecipe, load_trained
 from fp4train.text import screen
@@ -102,7 +103,7 @@ def export_quantised(
             made=f"Written by `fp4train export RUN to={layout}`: the weights of {len(packed.layers)} linear layers as "
             f"{packed.format.name}, {packed.bytes_per_weight:.4f} bytes each; the rest in {SPELLED[dtype]}.",
             loaded=_LOADED[layout],
-            notes=notes,
+            notes=[*notes, *not_served(packed.format, layout)],
             shard=shard,
             tell=tell,
         )

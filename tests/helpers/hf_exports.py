@@ -10,6 +10,8 @@ from fp4train.checkpoint.model_folder import WEIGHTS
 
 Train = Callable[..., Path]
 Command = Callable[..., str]
+FP8_BLOCKS = ("model.width=160", "model.hidden=256", "model.layers=2", "model.head_dim=128", "model.kv_heads=1")
+"""Sizes whose blocks of 128 rows are full in all but the last of the layers that servers multiply as one."""
 FILES = {"README.md", "config.json", "generation_config.json", WEIGHTS}
 
 

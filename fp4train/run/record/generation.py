@@ -27,7 +27,7 @@ _OF_THE_WRITER = ("_from_model_config", "transformers_version")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generation:
+class GenerationSettings:
     """The end ids and settings of a folder.
 
     Args:
@@ -77,7 +77,7 @@ def keep_generation(folder: Path, run: Path) -> None:
         place.write(GENERATION, kept)
 
 
-def kept_generation(run: Path) -> Generation:
+def kept_generation(run: Path) -> GenerationSettings:
     """What a run keeps of the folder that it began with; empty where it began with none.
 
     Raises:
@@ -85,10 +85,10 @@ def kept_generation(run: Path) -> Generation:
     """
     try:
         body = foreign_json.parse(files.read(run / GENERATION, _LIMIT))
-        found = Generation(ends=_ids({_END: body["ends"]}, GENERATION), settings=dict(body["settings"]))
+        found = GenerationSettings(ends=_ids({_END: body["ends"]}, GENERATION), settings=dict(body["settings"]))
         _ids(found.settings, GENERATION)
     except FileNotFoundError:
-        return Generation()
+        return GenerationSettings()
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise UserError(f"{run / GENERATION} cannot be read: {error}. Put it back, or remove it") from error
     return found
