@@ -69,7 +69,9 @@ def _sample(trained: TrainedModel, named: NamedRecipe, prompt: str, sampling: Sa
     from fp4train.exchange.generation import TextStream, generate
 
     tokenizer = trained.text_tokenizer()
-    stream, ids, began = TextStream(tokenizer), tokenizer.encode(prompt), time.perf_counter()
+    ids = tokenizer.encode(prompt)
+    stream = TextStream(tokenizer, ids)
+    began = time.perf_counter()
     written: list[int] = []
     for (token,) in generate(trained, [ids], sampling, named=named, ends=[tokenizer.end_of_document]):
         if not written and not as_data:

@@ -94,11 +94,11 @@ class AnswerFinder:
 
     def _frames_of(self, messages: Sequence[Message], words: "_Words") -> "_Frames":
         roles = tuple((message["role"], _says_something(message)) for message in messages)
-        if (found := self._frames.get(roles)) is None:
-            found = _Frames(self.renderer, messages, self._markers)
+        if (frames := self._frames.get(roles)) is None:
+            frames = _Frames(self.renderer, messages, self._markers)
             if len(self._frames) < _KEPT:
-                self._frames[roles] = found
-        return found
+                self._frames[roles] = frames
+        return frames
 
     def _answers(self, gap: str, frame: "_Gap", frames: "_Frames", messages: Sequence[Message]) -> list[Span]:
         """The answers in what the template writes between two messages that are none."""
@@ -137,11 +137,11 @@ def _starts(text: str, gaps: Sequence[str], places: Sequence[int], messages: Seq
     for (_, gap), number in zip(pairwise(gaps), places, strict=True):
         content = messages[number]["content"]
         variants = (content, content.strip(), content.rstrip(), content.lstrip())
-        ends = [at + len(each) for each in variants if text.startswith(each + gap, at)]
-        found = ends[0] if ends else text.find(gap, at)
-        fits = fits and found >= 0
-        starts.append(found)
-        at = found + len(gap)
+        ends = [at + len(variant) for variant in variants if text.startswith(variant + gap, at)]
+        start = ends[0] if ends else text.find(gap, at)
+        fits = fits and start >= 0
+        starts.append(start)
+        at = start + len(gap)
     if not fits or at != len(text):
         raise ValueError(
             f"{name} writes other text around messages that say something else, so that its answers have no place"

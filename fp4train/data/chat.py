@@ -19,9 +19,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from fp4train.data.answers import AnswerFinder, Conversation
+from fp4train.data.answers import ANSWERS, AnswerFinder, Conversation
 from fp4train.data.cache import cached_tokens
-from fp4train.data.encoding import Encoded, encoding_key
+from fp4train.data.encoding import LONGEST, Encoded, encoding_key
 from fp4train.data.files import existing_path, files_of, stamp
 from fp4train.data.packing import Learned, pack
 from fp4train.data.template import MARKERS, find_template
@@ -88,7 +88,7 @@ class Chat:
 
         def texts() -> Iterator[Piece]:
             for at, messages in self._conversations(paths, 0, lines, ()):
-                yield Piece(_found(finder, messages, at).text)
+                yield Piece(_conversation(finder, messages, at).text)
 
         tokenizer = self.tokenizer.build(texts, run_dir)
         dtype = ids_dtype(tokenizer.vocab_size)
@@ -109,13 +109,13 @@ class Chat:
                 markers = MARKERS if MARKERS[0] in template.source else ()
                 special = (*getattr(tokenizer, "special_tokens", ()), *markers)
                 finder = template.finder(special)
-                found = self._conversations(paths, first, last, special)
-                learned = (_learned(tokenizer, _found(finder, messages, at), at) for at, messages in found)
+                chosen = self._conversations(paths, first, last, special)
+                learned = (_learned(tokenizer, _conversation(finder, messages, at), at) for at, messages in chosen)
                 yield from pack(learned, tokenizer.end_of_document, seq_len, dtype)
 
             cached = cached_tokens(self.cache_dir, key, packed, dtype=dtype)
             length = len(cached) // PARTS
-            ids, scored, inner = (cached[length * part : length * (part + 1)] for part in range(PARTS))
+            ids, scored, inner = (cached[length * number : length * (number + 1)] for number in range(PARTS))
             return TokenArray(ids, tokenizer.vocab_size, name, scored=scored, inner_ends=inner), scored
 
         (train, answers), (val, held_answers) = part("train", 0, lines - held), part("val", lines - held, lines)
@@ -174,14 +174,22 @@ def _messages(line: str, column: str, special: Sequence[str]) -> list[dict[str, 
             raise ValueError(f"message {number} is no object with a role and a content, both of them text")
         if more := [key for key, value in message.items() if key not in ("role", "content") and value]:
             raise ValueError(f"message {number} has {more[0]!r}, which is not supported: only role and content are")
-        if spelt := [token for token in special if token in message["role"] + message["content"]]:
+        text = message["role"] + message["content"]
+        separating = [token for token in special if message["role"] != ANSWERS or not _encloses(token, special)]
+        if spelt := [token for token in separating if token in text]:
             raise ValueError(f"message {number} spells {spelt[0]}, which separates messages")
-        if lone := _HALF.search(message["role"] + message["content"]):
+        if lone := _HALF.search(text):
             raise ValueError(f"message {number} holds half of a UTF-16 pair, {lone[0]!a}, which is no character")
     return [{"role": message["role"], "content": message["content"]} for message in messages]
 
 
-def _found(finder: AnswerFinder, messages: Sequence[Mapping[str, str]], at: Line) -> Conversation:
+def _encloses(token: str, special: Sequence[str]) -> bool:
+    """Whether a special token is one of a pair that answers write themselves, as `<think>` and `</think>`."""
+    name = token.strip("</>")
+    return len(name) > 1 and token in (f"<{name}>", f"</{name}>") and {f"<{name}>", f"</{name}>"} <= set(special)
+
+
+def _conversation(finder: AnswerFinder, messages: Sequence[Mapping[str, str]], at: Line) -> Conversation:
     with data_errors(ValueError, before=f"{at[0]}, line {at[1]}: "):
         return finder.find(messages)
 
@@ -189,18 +197,24 @@ def _found(finder: AnswerFinder, messages: Sequence[Mapping[str, str]], at: Line
 def _learned(tokenizer: Tokenizer, conversation: Conversation, at: Line) -> Learned:
     """The ids of a conversation and which of them are learned: those with a character of an answer."""
     encoded = _encoded(tokenizer, conversation, at)
-    scored = np.zeros(len(encoded.ids), dtype=np.bool_)
+    learned = np.zeros(len(conversation.text) + 1, dtype=np.int64)
     for start, end in conversation.answers:
-        scored |= (encoded.starts < end) & (encoded.ends > start)
-    return Learned(encoded.ids, scored)
+        learned[start + 1 : end + 1] = 1
+    before = learned.cumsum()  # characters of answers before each character
+    ends = np.minimum(np.maximum(encoded.ends, encoded.starts + 1), len(conversation.text))
+    return Learned(encoded.ids, before[ends] > before[encoded.starts])
 
 
 def _encoded(tokenizer: Tokenizer, conversation: Conversation, at: Line) -> Encoded:
     """The ids of the whole text, with the characters that each stands for."""
     text = conversation.text
+    if len(text) > LONGEST and not getattr(tokenizer, "concatenates", False):
+        raise DataError(
+            f"{at[0]}, line {at[1]}: the conversation has {len(text):,} characters; up to {LONGEST:,} are encoded"
+        )
     if (markup := getattr(tokenizer, "encode_markup", None)) is not None:
-        found: Encoded = markup(text)
-        return found
+        encoded: Encoded = markup(text)
+        return encoded
     # A tokenizer of somebody else: its ids are told apart only if those of parts are those of the whole.
     borders = sorted({0, len(text), *(border for span in conversation.answers for border in span)})
     parts = [tokenizer.encode(text[start:end]) for start, end in pairwise(borders)]

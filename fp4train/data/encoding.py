@@ -98,6 +98,11 @@ class Window(NamedTuple):
     shared: int
     last: bool
 
+    @property
+    def is_document(self) -> bool:
+        """Whether the document has no other part."""
+        return self.last and not self.shared
+
 
 def encode_documents(
     pieces: Iterable[Piece], tokenizer: Tokenizer, windows: Windows | None = None
@@ -110,8 +115,8 @@ def encode_documents(
     windows = windows or Windows()
     if getattr(tokenizer, "concatenates", False):
         for batch in _batches((piece.text, piece.ends_document) for piece in pieces):
-            found = tokenizer.encode_batch([text for text, _ in batch])
-            yield from zip(found, (ends for _, ends in batch), strict=True)
+            encoded = tokenizer.encode_batch([text for text, _ in batch])
+            yield from zip(encoded, (ends for _, ends in batch), strict=True)
     elif isinstance(tokenizer, SpanTokenizer):
         yield from _joined(tokenizer, windows, _windows(pieces, windows))
     else:
@@ -195,12 +200,11 @@ class _Join:
 
     def add(self, batch: Sequence[Window]) -> Iterator[tuple[Ids, bool]]:
         """The ids that more windows settle."""
-        alone = [bool(window.last and not window.shared) for window in batch]
-        single = iter(self.tokenizer.encode_batch([w.text for w, whole in zip(batch, alone, strict=True) if whole]))
-        parts = iter(self.tokenizer.encode_spans([w.text for w, whole in zip(batch, alone, strict=True) if not whole]))
-        for window, whole in zip(batch, alone, strict=True):
-            if whole:
-                yield next(single), True
+        documents = iter(self.tokenizer.encode_batch([window.text for window in batch if window.is_document]))
+        parts = iter(self.tokenizer.encode_spans([window.text for window in batch if not window.is_document]))
+        for window in batch:
+            if window.is_document:
+                yield next(documents), True
             else:
                 yield from self._add(window, next(parts))
 
@@ -216,7 +220,7 @@ class _Join:
             self.given_out = place[1]
         else:
             self.growing.append(window)
-            more = sum(len(each.text) - each.shared for each in self.growing)
+            more = sum(len(waiting.text) - waiting.shared for waiting in self.growing)
             if more >= len(self.text) or window.last:  # twice as much each time
                 self._grow()
         if window.last:

@@ -112,11 +112,11 @@ def environment(now: datetime) -> ImmutableSandboxedEnvironment:
     ) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
-    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
-    made.filters["tojson"] = tojson
-    made.globals |= {"raise_exception": raise_exception, "strftime_now": now.strftime}
-    made.globals |= {"dict": Dict(), "namespace": PlainNamespace}
-    return made
+    sandbox = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+    sandbox.filters["tojson"] = tojson
+    sandbox.globals |= {"raise_exception": raise_exception, "strftime_now": now.strftime}
+    sandbox.globals |= {"dict": Dict(), "namespace": PlainNamespace}
+    return sandbox
 
 
 def render(
@@ -156,15 +156,15 @@ def serve() -> None:
         signal.setitimer(signal.ITIMER_PROF, SECONDS)
         try:
             if state is None:
-                made = environment(datetime.fromisoformat(request["now"]))
-                generation = made.extensions[Generation.identifier]
+                sandbox = environment(datetime.fromisoformat(request["now"]))
+                generation = sandbox.extensions[Generation.identifier]
                 assert isinstance(generation, Generation)
-                state = made.from_string(request["source"]), generation
+                state = sandbox.from_string(request["source"]), generation
                 reply: dict[str, Any] = {"generation": generation.used}
             else:
                 rendered = [
-                    render(*state, each["messages"], each["prompt"], request["variables"])
-                    for each in request["renders"]
+                    render(*state, item["messages"], item["prompt"], request["variables"])
+                    for item in request["renders"]
                 ]
                 reply = {"texts": [text for text, _ in rendered], "marks": [marks for _, marks in rendered]}
             data = json.dumps(reply).encode()

@@ -61,7 +61,7 @@ class Renderer:
         reply = self._ask({"renders": renders, "variables": self.variables})
         if "error" in reply:
             raise ValueError(f"{self.name} refuses it: {reply['error']}")
-        marks = [tuple((start, end) for start, end in each) for each in reply["marks"]]
+        marks = [tuple((start, end) for start, end in spans) for spans in reply["marks"]]
         return [Rendered(text, spans) for text, spans in zip(reply["texts"], marks, strict=True)]
 
     def _start(self) -> None:

@@ -157,7 +157,7 @@ def _of_tokenizer(place: Path) -> ChatTemplate | None:
     own = folder / "chat_template.jinja"
     source = _text(own) if own.is_file() else settings.get("chat_template")
     if isinstance(source, list):  # several, by name, as transformers wrote them before
-        named = {each.get("name"): each.get("template") for each in source if isinstance(each, dict)}
+        named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
         source = named.get("default")
     if not isinstance(source, str):
         return None

@@ -19,6 +19,9 @@ from fp4train.errors import UserError
 from fp4train.exchange.trained import NamedRecipe, TrainedModel
 from fp4train.models.common.cache import Cached
 
+_CONTEXT = 16
+"""Tokens before a new one that its text may depend on."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
@@ -137,23 +140,35 @@ def check_logits(logits: Tensor, trained: TrainedModel, named: NamedRecipe) -> N
 
 
 class TextStream:
-    """The text of tokens that come one by one; characters that are not complete yet are held back."""
+    """The text of tokens that come one by one; characters that are not complete yet are held back.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    Args:
+        prompt: the tokens before them. Where a tokenizer decodes the first token of a text without its space, theirs is
+            kept. Without a prompt the text is that of the tokens alone.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
         self.tokenizer = tokenizer
         self.text = ""
-        self._ids: list[int] = []
+        self._ids = list(prompt[-_CONTEXT:])
+        self._shown = tokenizer.decode(self._ids) if self._ids else ""
+        """The text of `_ids` that was given out, or that the prompt has."""
 
     def add(self, token: int) -> str:
         """The text that was added."""
         self._ids.append(token)
-        whole = self.tokenizer.decode(self._ids)
-        return "" if whole.endswith("\ufffd") else self._grown(whole)
+        decoded = self.tokenizer.decode(self._ids)
+        return "" if decoded.endswith("\ufffd") else self._grown(decoded)
 
     def end(self) -> str:
         """The text that was held back."""
-        return self._grown(self.tokenizer.decode(self._ids))
+        return self._grown(self.tokenizer.decode(self._ids)) if self._ids else ""
 
-    def _grown(self, whole: str) -> str:
-        new, self.text = whole[len(self.text) :], whole
+    def _grown(self, decoded: str) -> str:
+        new = decoded[len(self._shown) :]
+        self.text += new
+        self._shown = decoded
+        if len(self._ids) > 4 * _CONTEXT:  # long texts are not decoded anew for each token
+            self._ids = self._ids[-_CONTEXT:]
+            self._shown = self.tokenizer.decode(self._ids)
         return new

@@ -137,6 +137,20 @@ def _tokenizer(folder: Path) -> Any:
     return made
 
 
+def test_an_answer_may_think_in_special_tokens(tmp_path: Path) -> None:
+    """A pair of tokens that enclose separates no messages; a question may not hold it."""
+    made = _tokenizer(tmp_path)
+    made.add_special_tokens(["<think>", "</think>"])
+    made.save(str(tmp_path / "tok" / "tokenizer.json"))
+    settings = Pretrained(name=str(tmp_path / "tok"), end_of_document="<|endoftext|>")
+    path = write(tmp_path / "a.jsonl", [talk("why?", "<think>so</think>thus")] * 4)
+    data = source(path, tokenizer=settings).build(tmp_path / "run", 128, 0)
+    assert int((data.train.ids == made.token_to_id("</think>")).sum()) == 3
+    write(tmp_path / "a.jsonl", [talk("why <think>?", "thus")] * 4)
+    with pytest.raises(DataError, match="message 1 spells <think>"):
+        source(path, tokenizer=settings).build(tmp_path / "other", 128, 0)
+
+
 def test_turns_that_end_with_the_end_of_a_document_attend_to_each_other(tmp_path: Path) -> None:
     """The inputs say which of these ids end no conversation; targets are the ids themselves."""
     end = _tokenizer(tmp_path).token_to_id("<|im_end|>")

@@ -82,6 +82,27 @@ def test_the_template_is_that_of_the_tokenizers_folder_and_is_kept(tmp_path: Pat
     assert find_template(None, str(folder / "tokenizer.json"), tmp_path / "other").source == "own"
 
 
+def test_of_several_templates_the_default_is_taken(tmp_path: Path) -> None:
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
+    settings = {"chat_template": named, "pad_token": "<pad>", "added_tokens_decoder": {"x" * 2_000_000: {}}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    found = find_template(None, str(tmp_path), tmp_path / "run")
+    assert (found.source, found.variables) == ("plain", {"pad_token": "<pad>"})
+
+
+def test_a_resumed_run_is_told_the_day_on_which_it_began(tmp_path: Path) -> None:
+    (tmp_path / "a.jinja").write_text("{{ strftime_now('%Y-%m-%d %H:%M:%S') }}")
+    first = find_template(str(tmp_path / "a.jinja"), None, tmp_path / "run")
+    kept = json.loads((tmp_path / "run/chat_template.json").read_text())
+    kept["now"] = "2025-02-03T04:05:06"
+    (tmp_path / "run/chat_template.json").write_text(json.dumps(kept))
+    again = find_template(None, None, tmp_path / "run")
+    assert again.render(TALK) == "2025-02-03 04:05:06" != first.render(TALK)
+    del kept["now"]  # from before it was kept
+    (tmp_path / "run/chat_template.json").write_text(json.dumps(kept))
+    assert find_template(None, None, tmp_path / "run").render(TALK) == "2024-07-26 00:00:00"
+
+
 def test_a_template_that_no_conversation_was_learnt_by_gives_way_to_a_file(tmp_path: Path) -> None:
     """It came with the tokenizer of a run on other text, which now goes on with conversations."""
     folder = tmp_path / "model"

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizer_kinds import KEEPS, TEXT, tokenizer
 
 from fp4train.data.tokenizers import Bytes
 from fp4train.errors import UserError
@@ -123,6 +124,18 @@ def test_characters_appear_when_they_are_complete() -> None:
     assert pieces == ["n", "", "é", "", "", "→", "!"] and stream.end() == ""
     assert [stream.add(byte) for byte in "→".encode()[:2]] == ["", ""]
     assert stream.end() == "\ufffd" and stream.text == "né→!\ufffd"
+
+
+@pytest.mark.parametrize("kind", KEEPS)
+def test_prompt_and_text_together_are_the_text(kind: str) -> None:
+    """▁ before the first new token is a space, not the beginning of a text."""
+    text = TEXT[:1500] + " 漢字 😀 end"
+    ids = tokenizer(kind).encode(text)
+    for cut in (1, 9, len(ids) - 30):
+        prompt = tokenizer(kind).decode(ids[:cut])
+        stream = TextStream(tokenizer(kind), ids[:cut])
+        shown = "".join(stream.add(token) for token in ids[cut:]) + stream.end()
+        assert prompt + shown == text and stream.text == shown
 
 
 def test_a_folder_of_hugging_face_writes_what_the_run_does(small_run: Path, tmp_path: Path) -> None:
