@@ -196,3 +196,24 @@ def te_layers(script: Any) -> Iterator[None]:
     }
     with patch.multiple(script, **instead), patch.multiple(te_given, **own):
         yield
+
+
+@contextmanager
+def known_sums() -> Iterator[None]:
+    """Products of codes by what is known of the sums of Hopper (FP8 with one scale) and Blackwell (blocks)."""
+    import torch
+
+    from fp4train.backends.native import Native
+    from fp4train.measure import tensor_cores
+
+    announce("the known sums of tensor cores stand in the place of torch's scaled products")
+
+    def product(backend: Native, first: Any, second: Any, *, out_dtype: torch.dtype) -> torch.Tensor:
+        blocks = first.spec.block != (None, None)
+        capability = (10, 0) if blocks else (9, 0)
+        unit = tensor_cores.unit_for(capability, first.spec.element)
+        assert unit is not None
+        return tensor_cores.product(first, second, unit, fast=backend.fast).to(out_dtype)
+
+    with patch.object(Native, "product", product):
+        yield

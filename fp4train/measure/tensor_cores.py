@@ -1,0 +1,219 @@
+"""Products of quantised operands as the tensor cores of a GPU sum them, to the bit.
+
+Emulated products are exact up to the rounding of float32 sums. A tensor core aligns the products of a block, and the
+sum so far, at the largest exponent E among them, cuts each off below 2^(E - fraction), and adds the rest exactly:
+
+    sum <- cut( sum over the block of trunc(a·b · 2^(fraction-E)) + trunc(sum · 2^(fraction-E)) ) · 2^(E-fraction)
+
+`cut` keeps so many bits below the leading one, toward zero. The exponent of a product is the sum of the exponents of
+its factors, scales included; a subnormal factor has the exponent of its format's smallest normal number; products that
+are zero have none. `chain` products of a row go through one such chain; chains are added in float32.
+
+    unit             block  fraction  kept   E, at least
+    Hopper, FP8         32        13    13          -132
+    Ada, FP8            16        13    13          -132
+    Blackwell, FP8      32        25    23          -126    also MXFP8
+    Blackwell, FP4      64        35    23          -126    sums of 16 products are exact, and aligned by their scales
+
+On Hopper and Ada the fast accumulator is one chain over all of K; the other one (`use_fast_accum=False`) begins a chain
+every 128 products. A GPU that splits K over several blocks of threads adds their chains in an order of its own.
+
+Sources: Khattak and Mikaitis, "Accurate Models of NVIDIA Tensor Cores", arXiv 2512.07004, and the package mmaemu, which
+was compared with an H100, for Hopper and Ada; Microsoft's MMA-Sim, arXiv 2511.10909, for Blackwell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp4train.formats import decode
+from fp4train.quantize import Quantized
+
+_ZERO: Final = -(1 << 20)
+"""The exponent of zero: below that of every other number."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorCore:
+    """A unit of a GPU that multiplies codes.
+
+    Args:
+        name: the GPUs that have it, and the formats of its codes.
+        elements: element formats of its operands.
+        block: products that are summed at once.
+        fraction: bits below the largest exponent that a term keeps.
+        kept: bits below its own leading one that a sum keeps.
+        least: the smallest exponent that terms are aligned at.
+        exact: neighbouring products that are summed exactly, and then count as one term.
+        restart: products of a chain without the fast accumulator; None: one chain in any case.
+    """
+
+    name: str
+    elements: frozenset[str]
+    block: int
+    fraction: int
+    kept: int
+    least: int
+    exact: int = 1
+    restart: int | None = None
+
+    def add(self, total_MN: Tensor, terms_MNT: Tensor, exponents_MNT: Tensor) -> Tensor:
+        """The sum after a block, float64 [M, N] with values of float32.
+
+        Args:
+            total_MN: the sum so far.
+            terms_MNT: terms of the block, float64, exact.
+            exponents_MNT: their exponents, int64.
+        """
+        exponents_MNT = torch.where(terms_MNT == 0, _ZERO, exponents_MNT)
+        largest = torch.maximum(exponents_MNT.amax(-1), _exponents(total_MN)).clamp_min(self.least)
+        quantum = _power_of_two(largest - self.fraction)
+        aligned = torch.trunc(terms_MNT / quantum.unsqueeze(-1)).sum(-1)
+        total_MN = (aligned + torch.trunc(total_MN / quantum)) * quantum
+        grid = _power_of_two(_exponents(total_MN).clamp_min(-126) - self.kept)
+        return torch.trunc(total_MN / grid) * grid + 0.0  # no sum is -0
+
+
+_FP8: Final = frozenset({"e4m3", "e5m2"})
+HOPPER_FP8: Final = TensorCore(
+    name="Hopper, FP8", elements=_FP8, block=32, fraction=13, kept=13, least=-132, restart=128
+)
+ADA_FP8: Final = TensorCore(name="Ada, FP8", elements=_FP8, block=16, fraction=13, kept=13, least=-132, restart=128)
+BLACKWELL_FP8: Final = TensorCore(name="Blackwell, FP8", elements=_FP8, block=32, fraction=25, kept=23, least=-126)
+BLACKWELL_FP4: Final = TensorCore(
+    name="Blackwell, FP4",
+    elements=frozenset({"e2m1"}),
+    block=64,
+    fraction=35,
+    kept=23,
+    least=-126,
+    exact=16,
+)
+UNITS: Final = {(8, 9): (ADA_FP8,), (9, 0): (HOPPER_FP8,), (10, 0): (BLACKWELL_FP8, BLACKWELL_FP4)}
+"""Compute capability → the units whose sums are known."""
+
+
+def unit_for(capability: tuple[int, int], element: str) -> TensorCore | None:
+    """The unit of a GPU that multiplies codes of this element format; None: how it sums is not known here."""
+    units = UNITS.get(capability, ())
+    return next((unit for unit in units if element in unit.elements), None)
+
+
+def product(a: Quantized, b: Quantized, unit: TensorCore, *, fast: bool = False, splits: int = 1) -> Tensor:
+    """a·bᵀ as the unit sums it, float32 [M, N], with the factors of whole tensors applied.
+
+    Args:
+        a, b: operands [M, K] and [N, K], with finite codes; block scales, or one scale of the tensor.
+        fast: whether Hopper's and Ada's sums are one chain over K.
+        splits: parts of K that have chains of their own, each of whole runs of 128, added in their order.
+
+    Raises:
+        ValueError: the unit does not multiply these codes.
+    """
+    for operand in (a, b):
+        if operand.spec.element not in unit.elements:
+            raise ValueError(f"{unit.name}: the unit does not multiply {operand.spec.element.upper()}")
+    first, second = _factor(a), _factor(b)
+    total_MN = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float32, device=a.codes.device)
+    for start, stop in _parts(first.values_RK.shape[1], splits):
+        total_MN = total_MN + _sum_of(first, second, start, stop, unit, fast)
+    # cuBLAS multiplies the sum by one number, in float32.
+    scale = (first.scale.double() * second.scale.double()).float()
+    return (total_MN.double() * scale.double() + 0.0).float()
+
+
+def exact_product(a: Quantized, b: Quantized) -> Tensor:
+    """a·bᵀ summed in float64 and rounded once, float32 [M, N]; arguments as of `product`."""
+    first, second = _factor(a), _factor(b)
+    scale = first.scale.double() * second.scale.double()
+    return (first.values_RK @ second.values_RK.T * scale).float()
+
+
+class _Factor(NamedTuple):
+    """An operand as the unit takes it.
+
+    values_RK: element times block scale, float64, exact.
+    exponents_RK: exponents of element and scale together, int64.
+    scale_exponents_RK: those of the scale alone.
+    scale: the factor of the whole tensor, float32, 0-d.
+    """
+
+    values_RK: Tensor
+    exponents_RK: Tensor
+    scale_exponents_RK: Tensor
+    scale: Tensor
+
+
+def _factor(operand: Quantized) -> _Factor:
+    spec = operand.spec
+    elements_RK = decode(operand.element_codes, spec.format, torch.float64)
+    element_exponents_RK = _exponents(elements_RK).clamp_min(spec.format.min_exponent)
+    if spec.has_outer_scale:
+        no_exponents_RK = torch.zeros_like(element_exponents_RK)
+        return _Factor(elements_RK, element_exponents_RK, no_exponents_RK, operand.scales.reshape(()))
+    scales = operand.block_scales().double()
+    height, width = spec.block
+    scales_RK = scales.repeat_interleave(height or 1, dim=0)[: elements_RK.shape[0]]
+    scales_RK = scales_RK.repeat_interleave(width or 1, dim=1)
+    smallest = -6 if spec.scale == "e4m3" else -127
+    scale_exponents_RK = _exponents(scales_RK).clamp_min(smallest)
+    global_scale = operand.global_decode()
+    if global_scale is None:
+        global_scale = torch.ones((), device=elements_RK.device)
+    return _Factor(
+        elements_RK * scales_RK,
+        element_exponents_RK + scale_exponents_RK,
+        scale_exponents_RK,
+        global_scale.reshape(()),
+    )
+
+
+def _parts(width: int, splits: int) -> Iterator[tuple[int, int]]:
+    """First and last column, exclusive, of each part of K."""
+    runs = -(-width // 128)
+    part = 128 * -(-runs // splits)
+    yield from ((start, min(start + part, width)) for start in range(0, width, part))
+
+
+def _sum_of(first: _Factor, second: _Factor, start: int, stop: int, unit: TensorCore, fast: bool) -> Tensor:
+    """The sum over the columns [start, stop), float32 [M, N]."""
+    chain = stop - start if fast or unit.restart is None else unit.restart
+    rows, columns = first.values_RK.shape[0], second.values_RK.shape[0]
+    sum_MN = torch.zeros(rows, columns, device=first.values_RK.device)
+    for begin in range(start, stop, chain):
+        total_MN = torch.zeros(rows, columns, dtype=torch.float64, device=first.values_RK.device)
+        end = min(begin + chain, stop)
+        for place in range(begin, end, unit.block):
+            block = slice(place, min(place + unit.block, end))
+            total_MN = unit.add(total_MN, *_terms(first, second, block, unit))
+        sum_MN = sum_MN + total_MN.float()
+    return sum_MN
+
+
+def _terms(first: _Factor, second: _Factor, block: slice, unit: TensorCore) -> tuple[Tensor, Tensor]:
+    """(terms of a block, float64 [M, N, T], their exponents)."""
+    terms_MNT = first.values_RK[:, None, block] * second.values_RK[None, :, block]
+    if unit.exact == 1:
+        exponents_MNT = first.exponents_RK[:, None, block] + second.exponents_RK[None, :, block]
+        return terms_MNT, exponents_MNT
+    groups = terms_MNT.shape[-1] // unit.exact
+    shape = (*terms_MNT.shape[:2], groups, unit.exact)
+    first_place = slice(block.start, block.stop, unit.exact)
+    first_exponents = first.scale_exponents_RK[:, None, first_place]
+    second_exponents = second.scale_exponents_RK[None, :, first_place]
+    return terms_MNT.view(shape).sum(-1), first_exponents + second_exponents
+
+
+def _exponents(x: Tensor) -> Tensor:
+    """floor(log2 |x|), int64; far below all others for zero."""
+    return torch.where(x == 0, _ZERO, torch.frexp(x).exponent.to(torch.int64) - 1)
+
+
+def _power_of_two(exponents: Tensor) -> Tensor:
+    """2^e of normal float64 numbers, exact on every device."""
+    return ((exponents + 1023) << 52).view(torch.float64)

@@ -1,0 +1,187 @@
+"""Whether this GPU's tensor cores sum products of codes as is known of them, in every bit:
+
+    python scripts/gpu_sums.py --out NAME-sums.json [--dry-run]
+
+FP8 with one scale in both accumulators, and on Blackwell MXFP8 and NVFP4, are multiplied by torch's scaled products
+into BF16. Of each product, large enough that K need not be split, some rows and columns are compared with
+`fp4train.measure.tensor_cores`, which says how each GPU sums and whose findings that are.
+
+A row that differs says how many results do, shows the first one, its place and both values, and names what equals the
+GPU's results instead: the other accumulator, sums over parts of K, another unit, or the exact sum rounded once. Exit
+code 0: all are equal; 1: one is not, or failed; 3: there is no GPU, or how it sums is not known.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import gpu_runs
+import gpu_stand_ins
+import torch
+from torch import Tensor
+
+from fp4train.backends.native import FAST, NATIVE
+from fp4train.measure import tensor_cores
+from fp4train.measure.tensor_cores import TensorCore
+from fp4train.quantize import Quantized, QuantSpec, quantizer
+
+E4M3 = QuantSpec(element="e4m3", block=(None, None), scale="fp32", global_scale=None)
+E5M2 = QuantSpec(element="e5m2", block=(None, None), scale="fp32", global_scale=None)
+MX_E4M3 = QuantSpec(element="e4m3", block=(1, 32), scale="e8m0", global_scale=None)
+MX_E5M2 = QuantSpec(element="e5m2", block=(1, 32), scale="e8m0", global_scale=None)
+NVFP4 = QuantSpec()
+SIZE, SAMPLED = 2048, 32
+"""Rows and columns of a product, and how many of each are compared."""
+TINY = 16
+"""Rows and columns of a dry run, all of which are compared."""
+DEPTHS = (512, 4096, 8192)
+MOST_SPLITS = 8
+"""Parts of K that are tried where a product differs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One product: the specs of its operands [M, K] and [N, K], the accumulator, and K."""
+
+    first: QuantSpec
+    second: QuantSpec
+    fast: bool
+    depth: int
+
+    @property
+    def name(self) -> str:
+        elements = f"{title(self.first)}·{title(self.second)}"
+        accumulator = ""
+        if self.first.block == (None, None):
+            accumulator = ", fast accumulator" if self.fast else ", split accumulator"
+        return f"{elements}{accumulator}, K {self.depth}"
+
+
+def title(spec: QuantSpec) -> str:
+    """The name of a format: "E4M3", "MXFP8 E5M2", "NVFP4"."""
+    if spec.element == "e2m1":
+        return "NVFP4"
+    return f"MXFP8 {spec.element.upper()}" if spec.scale == "e8m0" else spec.element.upper()
+
+
+def cases(capability: tuple[int, int]) -> Iterator[Case]:
+    """The products that a GPU makes of codes: as in fprop, and as with gradients in E5M2."""
+    pairs = [(E4M3, E4M3), (E5M2, E4M3)]
+    for depth in DEPTHS:
+        for first, second in pairs:
+            for fast in (True, False):
+                yield Case(first=first, second=second, fast=fast, depth=depth)
+        if capability[0] == 10:
+            for first, second in ((MX_E4M3, MX_E4M3), (MX_E5M2, MX_E4M3), (NVFP4, NVFP4)):
+                yield Case(first=first, second=second, fast=False, depth=depth)
+
+
+def operands(case: Case, size: int, device: str) -> tuple[Quantized, Quantized]:
+    """Both operands, correlated as weights and activations are, so that sums do not cancel."""
+    generator = torch.Generator().manual_seed(case.depth)
+    common = torch.randn(case.depth, generator=generator)
+    tensors = []
+    for spec in (case.first, case.second):
+        x = 0.5 * common + torch.randn(size, case.depth, generator=generator)
+        tensors.append(quantizer(spec, "cpu").codes(x.bfloat16()))
+    first, second = (moved(tensor, device) for tensor in tensors)
+    return first, second
+
+
+def moved(operand: Quantized, device: str) -> Quantized:
+    """The operand on a device."""
+    tensors = (operand.codes, operand.scales, operand.amax)
+    codes, scales, amax = (None if tensor is None else tensor.to(device) for tensor in tensors)
+    return operand._replace(codes=codes, scales=scales, amax=amax)
+
+
+def rows_of(operand: Quantized, rows: Tensor) -> Quantized:
+    """Some rows of an operand whose scales are those of the tensor or of blocks of one row."""
+    scales = operand.scales if operand.spec.has_outer_scale else operand.scales[rows]
+    return operand._replace(shape=(len(rows), operand.shape[1]), codes=operand.codes[rows], scales=scales)
+
+
+def compare(case: Case, capability: tuple[int, int], size: int, device: str) -> dict[str, Any]:
+    """The row of a product."""
+    unit = tensor_cores.unit_for(capability, case.first.element)
+    assert unit is not None
+    first, second = operands(case, size, device)
+    backend = FAST if case.fast else NATIVE
+    measured = backend.product(first, second, out_dtype=torch.bfloat16)
+    count = min(size, SAMPLED)
+    rows = torch.linspace(0, size - 1, count, device=device).long()
+    measured = measured[rows][:, rows]
+    first, second = rows_of(first, rows), rows_of(second, rows)
+    expected = tensor_cores.product(first, second, unit, fast=case.fast).bfloat16()
+    differing = (measured.view(torch.int16) != expected.view(torch.int16)).nonzero()
+    row: dict[str, Any] = {"name": case.name, "ok": not len(differing), "differ": len(differing)}
+    row["of"] = measured.numel()
+    if len(differing):
+        place = differing[0].tolist()
+        row["first"] = {
+            "row": int(rows[place[0]]),
+            "column": int(rows[place[1]]),
+            "measured": float(measured[tuple(place)]),
+            "expected": float(expected[tuple(place)]),
+        }
+        row["equal to"] = equal_to(measured, first, second, unit, case)
+    return row
+
+
+def equal_to(measured: Tensor, first: Quantized, second: Quantized, unit: TensorCore, case: Case) -> list[str]:
+    """What has the GPU's bits instead of what was expected."""
+    others: dict[str, Tensor] = {}
+    others["the exact sum, rounded once"] = tensor_cores.exact_product(first, second)
+    product = tensor_cores.product
+    others["the other accumulator"] = product(first, second, unit, fast=not case.fast)
+    for splits in range(2, MOST_SPLITS + 1):
+        parts = product(first, second, unit, fast=case.fast, splits=splits)
+        others[f"sums over {splits} parts of K"] = parts
+    for units in tensor_cores.UNITS.values():
+        for other in units:
+            if other is not unit and case.first.element in other.elements:
+                others[other.name] = product(first, second, other, fast=case.fast)
+    return [name for name, sums in others.items() if torch.equal(sums.bfloat16(), measured)]
+
+
+def main() -> int:
+    dry = "small products on a CPU, in whose place the known sums stand"
+    arguments = gpu_runs.options(__doc__, dry).parse_args()
+    if arguments.dry_run:
+        return dry_run()
+    if not torch.cuda.is_available():
+        print("gpu_sums: torch sees no GPU")
+        return 3
+    capability = torch.cuda.get_device_capability()
+    if tensor_cores.unit_for(capability, "e4m3") is None:
+        print(f"gpu_sums: how GPUs of compute capability {capability[0]}.{capability[1]} sum is not known here")
+        return 3
+    results = gpu_runs.Results(arguments.out, gpu_runs.machine())
+    for case in cases(capability):
+        if results.has(case.name):
+            continue
+        try:
+            results.add(compare(case, capability, SIZE, "cuda"))
+        except RuntimeError as error:
+            results.add({"name": case.name, "ok": False, "note": str(error).strip().splitlines()[0]})
+    return results.code
+
+
+def dry_run() -> int:
+    """All of a row on a CPU: sums of Hopper and Blackwell stand in the place of torch's products."""
+    rows = []
+    with gpu_stand_ins.known_sums():
+        for capability in ((9, 0), (10, 0)):
+            for case in cases(capability):
+                blocks = case.first.block != (None, None)
+                if case.depth == DEPTHS[0] and blocks == (capability == (10, 0)):
+                    rows.append(compare(case, capability, TINY, "cpu"))
+                    print(rows[-1])
+    return 0 if rows and all(row["ok"] for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
