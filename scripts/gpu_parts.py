@@ -103,6 +103,8 @@ def steps_of(part: str, out: Path, te: Path | None, *, dry: bool = False) -> Ite
     elif part == "native":
         asks = "what each recipe runs on here, and its codes and products beside the reference's"
         yield Step(name="doctor", asks=asks, words=("fp4train", "doctor", "--json"), dry=())
+        asks = "BF16 products of codes equal, in every bit, to what is known of this GPU's sums"
+        yield Step(name="native sums", asks=asks, words=("gpu_sums.py", *results("sums.json")))
         asks = "y, dx and dw of 13 recipes through torch's scaled products, and their times"
         yield Step(name="native", asks=asks, words=("gpu_native.py", *results("native.json")))
         asks = "y, dx and dw of eight experts, where one call of scaled_grouped_mm multiplies all, and their times"
@@ -149,13 +151,15 @@ def nine_steps(out: Path) -> Iterator[Step]:
 
     asks = "that a Triton kernel compiles, and that its codes are the reference's in every bit"
     first = ("gpu_first.py", *results("first.json"))
-    yield Step(name="nine kernel", asks=asks, words=(*first, "kernel"), limit=50, gate=True)
+    yield Step(name="nine kernel", asks=asks, words=(*first, "kernel"), limit=45, gate=True)
     asks = "codes, scales, amaxes and values to the bit, of the kernels that a training run launches"
     words = ("gpu_kernels.py", "--launched", "--no-large", "--processes", "8", *results("exact.json"))
     exact = Step(name="nine exact", asks=asks, words=words)
     asks = "first steps: each `scaled_mm`, liger, recipes, capture, compile, deterministic, recompute"
     words = (*first, "--patience", "100")
     yield Step(name="nine first", asks=asks, words=words, limit=110, beside=(exact,))
+    asks = "BF16 products of FP8 (and of MXFP8 and NVFP4 where they run) equal to what is known of this GPU's sums"
+    yield Step(name="nine sums", asks=asks, words=("gpu_sums.py", *results("sums.json")), limit=25)
     asks = "GB/s of a copy and of the kernels of a training step; TFLOP/s of products in BF16 and in codes"
     words = ("gpu_bandwidth.py", "--few", *results("bandwidth.json"))
     yield Step(name="nine bandwidth", asks=asks, words=words, limit=35)
@@ -164,7 +168,7 @@ def nine_steps(out: Path) -> Iterator[Step]:
         "compiled; the time of each kernel, of the host, and of the passes of the factors"
     )
     words = ("gpu_profile.py", "--nine", *results("profile.json"))
-    yield Step(name="nine profile", asks=asks, words=words, limit=280)
+    yield Step(name="nine profile", asks=asks, words=words, limit=260)
     asks = "losses and weights of a resumed and of a recomputed run in NVFP4, equal to a straight one's in every bit"
     words = ("gpu_state.py", "--recipes", "nvfp4", *results("state.json"))
     yield Step(name="nine state", asks=asks, words=words, limit=50)
