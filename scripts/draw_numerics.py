@@ -23,7 +23,7 @@ from PIL import Image
 from torch import Tensor
 
 from fp4train.formats import E2M1, E4M3, decode, encode, value_table
-from fp4train.lab.analysis.figure import IN_RECIPE, INK, QUIET, TRAIN, VALIDATION, new_figure, save_png, style
+from fp4train.lab.analysis.figure import IN_RECIPE, INK, QUIET, TRAIN, VALIDATION, new_figure, save, style
 from fp4train.measure.metrics import measure
 from fp4train.quantize import Hadamard, QuantSpec, RandomKey, quantize, random_bits
 from fp4train.quantize.rounding import round_to_values
@@ -46,7 +46,7 @@ def pictures() -> dict[str, Callable[[], Figure]]:
 
 def save_small(figure: Figure, path: Path) -> Path:
     """A PNG with a palette of 64 colours: a third of the size, and no difference to the eye."""
-    save_png(lambda _: figure, figure.get_figwidth(), path)
+    save(lambda _: figure, figure.get_figwidth(), path)
     with Image.open(path) as image:
         small = image.convert("RGB").quantize(64)
     small.save(path, optimize=True)

@@ -83,7 +83,7 @@ def draw(run: Path, entropies: Mapping[int, float], picture: Path) -> None:
         axes.legend(loc="upper center")
         return axes.figure
 
-    figure.save_png(drawn, figure.PICTURE, picture)
+    figure.save(drawn, figure.PICTURE, picture)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
