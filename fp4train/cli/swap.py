@@ -23,7 +23,7 @@ from fp4train.config.schema import plain, to_config
 from fp4train.errors import UserError
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record.inbox import EVALUATION, ask, cancel_request, pending, wait_for_answer
-from fp4train.run.record.journal import RecipeChoice, read_swaps
+from fp4train.run.record.journal import RecipeChoice, read_journal, read_swaps
 from fp4train.text import tabulate, whole_number
 
 USAGE = usage(__doc__)
@@ -121,9 +121,16 @@ def _listed(run: Path) -> str:
         what = "results to record" if EVALUATION in body else what
         at = body.get("at")
         rows.append(("next" if at is None else str(at), what, "pending", f"cancel={request}"))
+    lost = ""
+    if not (run / run_directory.SWAPS).exists() and not read_journal(run) and done:
+        lost = (
+            f"{run / run_directory.HISTORY} is missing or empty: which swaps took effect in {done} steps is not on "
+            "record. Put it back; a resume takes the swaps from the newest checkpoint"
+        )
     if not rows:
-        return f"{run}: no swap is recorded, none is pending"
-    return "\n".join(tabulate([("step", "recipe", "state", ""), *rows]))
+        return lost or f"{run}: no swap is recorded, none is pending"
+    table = "\n".join(tabulate([("step", "recipe", "state", ""), *rows]))
+    return f"{lost}\n{table}".lstrip()
 
 
 def _cancel(run: Path, what: str, wait: float) -> int:

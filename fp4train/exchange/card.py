@@ -1,5 +1,6 @@
 """The model card of an export: how the model was trained, by steps and by layers, and the losses that it reaches."""
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -11,9 +12,12 @@ from fp4train.exchange.stored import StoredModel
 from fp4train.files import Folder
 from fp4train.run.record.inbox import EVALUATION
 from fp4train.run.record.journal import read_journal, stretches
+from fp4train.sealed import unlike
 from fp4train.text import printable, screen
 from fp4train.track.config import METRICS
 from fp4train.track.metrics import LIMIT, parse_line
+
+_log = logging.getLogger(__name__)
 
 LOSSES = {
     "val/loss": "validation, high precision",
@@ -92,6 +96,8 @@ def measured(model: StoredModel) -> RecordedResults:
     tasks: dict[tuple[Any, Any], dict[str, Any]] = {}
     damaged = 0
     with suppress(FileNotFoundError), Folder.open(model.run) as folder:
+        if changed := unlike(folder, METRICS, model.found.state.get("metrics"), LIMIT):
+            _log.warning("%s %s since the checkpoint: the model card may lack losses", model.run / METRICS, changed)
         for raw in folder.lines(METRICS, LIMIT):
             if not raw.startswith(b"{") or not raw.endswith((b"}\n", b"}")):
                 damaged += raw.endswith(b"\n")  # else it is the last one, and being written

@@ -1,9 +1,11 @@
 """Model cards of exported runs: recipes by stretch, losses, results of tasks, and what is not known."""
 
+import os
 import re
 import shutil
 from pathlib import Path
 
+import pytest
 from hf_exports import Command, Train, last_evaluation
 
 from fp4train.exchange.huggingface import export_huggingface
@@ -76,3 +78,17 @@ def test_damaged_metrics_are_said_and_are_no_run_without_evaluation(
     assert count > 1 and said in command("export", run, "to=hf", f"out={tmp_path / 'out'}")
     card = (tmp_path / "out/README.md").read_text()
     assert said in card and "The run has no evaluation up to step 6 that can be read." in card
+
+
+@pytest.mark.parametrize("left", [0, 100])
+def test_metrics_that_are_cut_off_are_said_where_the_card_has_no_losses(
+    small_run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, left: int
+) -> None:
+    run = Path(shutil.copytree(small_run, tmp_path / "b"))
+    os.truncate(run / "metrics.jsonl", left)
+    export_huggingface(run, tmp_path / "cut")
+    (said,) = [record.getMessage() for record in caplog.records if "model card" in record.getMessage()]
+    assert said.startswith(f"{run / 'metrics.jsonl'} is cut off ({left} bytes of ") and "since the checkpoint" in said
+    caplog.clear()
+    export_huggingface(small_run, tmp_path / "whole")
+    assert not [record for record in caplog.records if "model card" in record.getMessage()]

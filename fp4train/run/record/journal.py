@@ -236,6 +236,13 @@ def _lines(folder: Folder) -> tuple[list[Record], int]:
 def _record(line: Mapping[str, Any], chain: Chain) -> Record:
     if ("recipe" in line or line["event"] == "swap cancelled") and type(line["at"]) is not int:
         raise ValueError("a swap at no step")
+    for key in ("config", "environment", "recipe"):
+        if not isinstance(line.get(key, {}), dict):
+            raise ValueError(f"its {key} is no table of values")
+    if "skipped" in line:
+        first, last = line["skipped"]
+        if any(type(number) is not int for number in (first, last, line["diverged"])):
+            raise ValueError("a rewind at no step")
     own = ("event", "step", "time", "changed", "stretches", "sum")
     return Record(
         event=str(line["event"]),

@@ -96,14 +96,18 @@ def expanded(node: Mapping[str, Any]) -> RecordedStretch:
     Raises:
         ValueError, LookupError, TypeError, OverflowError, AttributeError: it is none, or has numbers that no plan has.
     """
-    start, stop = int(node["start"]), int(node["stop"])
-    if not 0 <= start <= stop <= MOST_STEPS:
+    start, stop = node["start"], node["stop"]
+    if type(start) is not int or type(stop) is not int or not 0 <= start <= stop <= MOST_STEPS:
         raise ValueError("a stretch of impossible steps")
-    sizes = [tuple(map(int, size)) for size, *_ in node["kinds"]]
+    if not isinstance(node["kinds"], list) or not all(_is_kind(kind) for kind in node["kinds"]):
+        raise ValueError("kinds of GEMMs that are none")
+    if any(type(index) is not int or index < 0 for indices in node["layers"].values() for index in indices):
+        raise ValueError("layers without kinds of GEMMs")
+    sizes = [tuple(size) for size, *_ in node["kinds"]]
     if any(len(size) > MOST_DIMENSIONS or min(size, default=0) < 0 for size in sizes):
         raise ValueError("a GEMM of too many dimensions, or of negative ones")
     macs = [math.prod(size) for size in sizes]
-    kinds = [("×".join(map(str, size)), *map(str, kind[1:])) for size, kind in zip(sizes, node["kinds"], strict=True)]
+    kinds = [("×".join(map(str, size)), *kind[1:]) for size, kind in zip(sizes, node["kinds"], strict=True)]
     rows = [
         (str(name), gemm, index)
         for name, indices in node["layers"].items()
@@ -119,3 +123,10 @@ def expanded(node: Mapping[str, Any]) -> RecordedStretch:
         rows=tuple((name, gemm, *kinds[index]) for name, gemm, index in rows),
         macs=tuple(macs[index] for *_, index in rows),
     )
+
+
+def _is_kind(kind: object) -> bool:
+    """Whether a value is a kind of GEMMs: its size, and three texts."""
+    if not isinstance(kind, list) or len(kind) != 4 or not isinstance(kind[0], list):
+        return False
+    return all(type(size) is int for size in kind[0]) and all(isinstance(text, str) for text in kind[1:])

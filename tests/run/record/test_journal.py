@@ -2,6 +2,7 @@
 
 import json
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,37 @@ def test_numbers_that_no_plan_has_are_refused(tmp_path: Path, change: dict[str, 
     (tmp_path / "history.jsonl").write_text(json.dumps({**line, "sum": chained_sum(line, "")}) + "\n")
     with pytest.raises(UserError, match="line 1 is damaged"):
         journal.read_journal(tmp_path)
+
+
+LONG = "Traceback (most recent call last):\n" * 500
+ODD: tuple[Any, ...] = ("1" * 10_000, LONG, [], {}, None, True, -1, 2.5, [["1"]], {"1": 2})
+
+
+@pytest.mark.parametrize("place", ["stretch", "record"])
+def test_a_sealed_record_with_any_value_in_any_place_is_read_or_refused(tmp_path: Path, place: str) -> None:
+    """Everything that reads a journal is asked: what is wrong is one short message, never a traceback."""
+    stretch = {"start": 0, "stop": 9, "recipe": "x", "reason": "", "kinds": [[[2, 2, 2], "", "", ""]] * 2}
+    stretch |= {"layers": {"a": [0, 1, 0]}}
+    record = {"event": "rewind", "step": 0, "time": "", "changed": {"a": [1, 2]}, "from": "x", "at": 3, "name": "n"}
+    record |= {"recipe": {}, "skipped": [1, 2], "diverged": 4, "config": {}, "environment": {}, "run": "r"}
+    refused = 0
+    for key, value in product(stretch if place == "stretch" else [*record, "stretches"], ODD):
+        line = {**record, "stretches": [stretch]}
+        if place == "stretch":
+            line["stretches"] = [stretch | {key: value}]
+        else:
+            line[key] = value
+        (tmp_path / "history.jsonl").write_text(json.dumps({**line, "sum": chained_sum(line, "")}) + "\n")
+        try:
+            records = journal.read_journal(tmp_path)
+            journal.plan_text(records)
+            journal.swaps(records)
+            journal.configuration(records)
+            assert [record.describe() for record in records]
+        except UserError as error:
+            refused += 1
+            assert len(str(error)) < 2000, (key, value)
+    assert refused > 10
 
 
 @pytest.mark.parametrize("hostile", ["many records", "a GEMM of many sizes"])

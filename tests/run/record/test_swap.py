@@ -280,3 +280,16 @@ def test_a_request_that_a_killed_process_had_taken_is_taken_again(cli: Cli) -> N
     request.rename(request.with_suffix(".taken"))
     assert cli("resume=runs/a", "train.steps=2").code == 0
     assert [v[-1] for v in losses("runs/a").values()] == ["NVFP4", "BF16"]
+
+
+@pytest.mark.parametrize("damage", ["missing", "empty"])
+def test_a_run_that_has_lost_its_history_does_not_say_that_nothing_was_swapped(cli: Cli, damage: str) -> None:
+    cli.trained("run.name=a", "train.steps=2", *STEADY)
+    history = Path("runs/a/history.jsonl")
+    if damage == "missing":
+        history.unlink()
+    else:
+        history.write_bytes(b"")
+    shown = cli.raw("swap", "runs/a")
+    assert shown.code == 0 and "no swap is recorded" not in shown.out
+    assert shown.out.startswith("runs/a/history.jsonl is missing or empty: which swaps took effect in 2 steps is not")
