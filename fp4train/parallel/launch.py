@@ -27,6 +27,7 @@ from typing import Any, NoReturn
 from torch.distributed import DistStoreError, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from fp4train.errors import LostError, UserError
+from fp4train.parallel.attendance import Attendance
 from fp4train.worker import within
 
 _OTHERS = {"OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpiexec", "PMIX_RANK": "mpirun", "MPI_LOCALNRANKS": "mpirun"}
@@ -200,14 +201,16 @@ class Meeting:
                     f"fp4train/{place.attempt}",
                     TCPStore(address, place.port, None, own, bound, wait_for_workers=False),
                 )
-                for own in (keeps, False)
+                for own in (keeps, False, False)
             ]
         except RuntimeError as error:
             text = f"rank {place.rank} of {place.size} does not reach rank 0 at {where} within {patience:g} s: {error}"
             speaks = place.rank == 1 or place.local_rank == 0
             raise LostError(text.splitlines()[0], speaks=speaks) from error
-        found = cls(place, *stores, keeps=keeps)
+        *own_stores, signs = stores
+        found = cls(place, *own_stores, keeps=keeps)
         try:
+            Attendance.sign(signs, place.rank, 0)
             found.store.set(everyone[place.rank], socket.gethostname())
             found.store.wait(everyone, bound)
             found.hosts = [host.decode() for host in found.store.multi_get(everyone)]
@@ -216,6 +219,7 @@ class Meeting:
             text = f"{absent} did not come to {where} within {patience:g} s: not started, or ended before the ranks met"
             raise LostError(text, speaks=found.announce(LostError.exit_code, text)) from error
         found.store.set_timeout(timedelta(seconds=timeout))
+        Attendance(place.rank, place.size, signs, found._named, timeout).start()
         return found
 
     def announce(self, code: int, word: str) -> bool:

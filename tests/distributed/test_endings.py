@@ -221,6 +221,23 @@ def test_a_rank_that_hangs_is_named_by_one_of_those_that_waited(ranks: Ranks, ra
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 1])
+def test_a_rank_that_is_stopped_is_named_while_the_others_wait(ranks: Ranks, rank: int) -> None:
+    """Rank 0 keeps the store: where it is stopped, nothing in there answers. Who goes on costs nothing."""
+    quick = "import fp4train.parallel.attendance as a\na.BEAT_SECONDS, a.SILENT_SECONDS = 0.2, 1.5\n"
+    stops = fails_at_3(rank, "os.kill(os.getpid(), 19)")
+    job = ranks.start(2, "run.name=a", patch=quick + stops)
+    told = ranks.folder / f"rank{1 - rank}.err"
+    named = f"rank {rank} on "
+    ranks.until(lambda: told.exists() and f"{named}" in told.read_text() and "no sign for" in told.read_text())
+    os.kill(job.processes[rank], signal.SIGCONT)
+    ended = job.wait()
+    assert ended.codes == [0, 0], ended.err
+    (line,) = [line for line in ended.err[1 - rank].splitlines() if "no sign for" in line]
+    assert named in line and "the others wait for it, up to parallel.timeout=1800 s" in line
+    assert "no sign for" not in ended.err[rank]
+
+
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_a_rank_that_does_not_come_is_named_after_a_bounded_time(ranks: Ranks, rank: int) -> None:
     patch = f"import os\nimport fp4train.parallel.launch as m\nm.PATIENCE = 2.0\nif rank == {rank}:\n    os._exit(9)"
     ended = ranks(2, "run.name=a", patch=patch)
