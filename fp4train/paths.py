@@ -9,6 +9,7 @@ run, nor where its numbers are sent (`fp4train.run.record.trust`), and it is the
 classes of plugins, too.
 """
 
+import glob
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,8 +41,10 @@ def is_hub_name(text: str) -> bool:
 
 
 def lies_in(text: str, folder: Path) -> bool:
-    """Whether the path that `text` names is `folder` or lies in it, wherever links lead."""
+    """Whether the path that `text` names is `folder` or lies in it, wherever links lead; a pattern leads anywhere."""
     try:
+        if glob.has_magic(text) and not os.path.lexists(os.path.expanduser(text)):
+            return False
         return Path(os.path.realpath(os.path.expanduser(text))).is_relative_to(os.path.realpath(folder))
     except ValueError:  # a zero byte
         return False

@@ -3,7 +3,7 @@
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -224,8 +224,11 @@ def quoted(key: str, value: str) -> str:
     return f"{key}='" + value.replace("'", "\\'") + "'"
 
 
-def as_typed(key: str, value: str) -> str:
-    """ "key=value" as it is typed in a shell."""
+def as_typed(key: str, value: str | Sequence[str]) -> str:
+    """ "key=value" as it is typed in a shell; several values as a list."""
+    if not isinstance(value, str):
+        items = ",".join(quoted("", item).removeprefix("=") for item in value)
+        return shlex.quote(f"{key}=[{items}]")
     return f"{key}={value}" if re.fullmatch(r"[a-zA-Z0-9_./:-]+", value) else shlex.quote(quoted(key, value))
 
 

@@ -2,34 +2,37 @@
 
 An entry of the cache is two files named by the hash of its key (source, settings and tokenizer): HASH.bin, the packed
 ids, and HASH.json, their count, type and, for each chunk of it, a digest, taken as the ids are written. All of it is
-read once, when the entry is opened, and compared with the digests: what a run trains on is what was tokenised, to the
-bit. Memory holds some pieces of text and their ids, whatever the size of the data.
+read once, when the entry is opened, and compared with the digests; from then on each block that a batch reads is
+compared with what it was then (`stored.py`): what a run trains on is what was tokenised, to the bit. Memory holds some
+pieces of text and their ids, whatever the size of the data.
 
 Both files are written under another name and then renamed, the JSON last, so an entry is there whole or not at all, and
-ranks that tokenise the same data at once do no harm. An entry that does not match its JSON is built anew.
+ranks that tokenise the same data at once do no harm. An entry that does not match its JSON is built anew. One that
+belongs to another user is not read, whatever it says: a user's own is made beside it, as HASH-UID.
 
 A token file that somebody else keeps, and that may be read-only, is read once per run: its digest is kept in the run's
 directory with the size, the time of the last change and the inode of the file, and read anew where one of them differs.
-Reading runs at the speed of the disk, or of SHA-256, 1 to 2 GB/s per core.
+Reading runs at the speed of the disk, or of SHA-256, 0.3 to 2 GB/s per core.
 """
 
+import errno
 import hashlib
 import json
 import logging
 import os
 import time
-import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 from tqdm import tqdm
 
 from fp4train import files
 from fp4train.data.files import expanded
-from fp4train.data.tokens import Ids
+from fp4train.data.stored import CheckedFile, IdFile, Ids, StoredIds, WatchedFile, checksums
 from fp4train.errors import DataError, data_errors, reason
 
 VERSION = 2
@@ -38,11 +41,15 @@ CHUNK = 1 << 22
 READERS = 4
 KEPT = "token_digests.json"
 """The file of token files' digests in the run's directory."""
-LIMIT = 1 << 20
+LIMIT = 1 << 24
+"""Bytes that are read of a file of digests: those of 3 TB of ids."""
+SUFFIXES = (".json", ".bin")
 LARGE = 1 << 30
 """Bytes from which on progress is shown."""
 
 _log = logging.getLogger(__name__)
+
+Summed = TypeVar("Summed")
 
 
 def cached_tokens(
@@ -52,68 +59,107 @@ def cached_tokens(
     *,
     dtype: np.dtype[Any],
     max_tokens: int | None = None,
-) -> Ids:
+) -> StoredIds[CheckedFile]:
     """The concatenation of `chunks()`, at most `max_tokens` long, from the cache where it is there already."""
     entry = json.dumps({"version": VERSION, "max_tokens": max_tokens, **key}, sort_keys=True)
-    folder = expanded(cache_dir, "data.cache_dir")
-    path = folder / f"{hashlib.sha256(entry.encode()).hexdigest()[:20]}.bin"
-    refused, remedy = f"tokenised data cannot be kept in {folder}: ", ". Choose another data.cache_dir."
-    with data_errors(OSError, before=refused, message=reason, after=remedy):
-        ids = _read(path)
+    name = hashlib.sha256(entry.encode()).hexdigest()[:20]
+    place = expanded(cache_dir, "data.cache_dir")
+    refused, remedy = f"tokenised data cannot be kept in {place}: ", ". Choose another data.cache_dir."
+    kept = data_errors(OSError, before=refused, message=reason, after=remedy)
+    with kept, files.Folder.open(place, create=True) as folder:
+        name = _own_name(folder, name)
+        ids = _read(folder, name)
         if ids is None:
-            folder.mkdir(parents=True, exist_ok=True)
-            _write(path, chunks(), dtype, max_tokens)
-            ids = _read(path)
+            _write(folder, name, chunks(), dtype, max_tokens)
+            ids = _read(folder, name)
     if ids is None:
-        raise DataError(f"tokenised data in {path} cannot be read back as it was written{remedy}")
+        raise DataError(f"tokenised data in {place / name}.bin cannot be read back as it was written{remedy}")
     return ids
 
 
-def _read(path: Path) -> Ids | None:
+def _own_name(folder: files.Folder, name: str) -> str:
+    """The name of an entry that belongs to this user: `name`, or where somebody else has that, one with the user's
+    number.
+
+    Raises:
+        OSError: somebody else has that, too.
+    """
+    user = os.geteuid()
+    if (owner := _other_owner(folder, name)) is None:
+        return name
+    beside = f"{name}-{user}"
+    if (other := _other_owner(folder, beside)) is not None:
+        raise PermissionError(errno.EPERM, f"{beside} belongs to user {other}, not to you ({user})")
+    text = "tokenised data in %s belongs to user %d, not to you (%d): it is not read; yours is kept beside it as %s"
+    _log.warning(text, folder.path / name, owner, user, beside)
+    return beside
+
+
+def _other_owner(folder: files.Folder, name: str) -> int | None:
+    """The number of another user to whom one of the two files of an entry belongs; None: there is none."""
+    owners = [status.st_uid for suffix in SUFFIXES if (status := folder.status(name + suffix)) is not None]
+    return next((owner for owner in owners if owner != os.geteuid()), None)
+
+
+def _read(folder: files.Folder, name: str) -> StoredIds[CheckedFile] | None:
     """The entry, or None if it is missing or damaged."""
+    path = folder.path / f"{name}.bin"
     try:
-        info = json.loads(path.with_suffix(".json").read_text())
+        info = json.loads(folder.read(f"{name}.json", LIMIT))
         dtype, tokens, expected = np.dtype(str(info["dtype"])), int(info["tokens"]), info["digests"]
-        if path.stat().st_size != tokens * dtype.itemsize:
-            raise ValueError(f"{path.stat().st_size} bytes instead of {tokens * dtype.itemsize}")
-        ids: Ids = np.memmap(path, dtype=dtype, mode="r") if tokens else np.empty(0, dtype=dtype)
-        found = digests(ids)
+        descriptor = folder.descriptor_of(path.name)
+        file = CheckedFile(descriptor, path, dtype, tokens)
+        size = os.fstat(descriptor).st_size
+        if dtype.kind != "u" or size != file.size:
+            raise ValueError(f"{size} bytes instead of {tokens} ids of type {dtype}")
+        if len(expected) != -(-size // CHUNK):
+            raise ValueError(f"{len(expected)} digests of {-(-size // CHUNK)} chunks")
+        found, file.checksums = _checked(file)
         if found != expected:
-            bad = sum(a != b for a, b in zip(found, expected, strict=True)) if len(found) == len(expected) else "some"
+            bad = sum(digest != right for digest, right in zip(found, expected, strict=True))
             raise ValueError(f"{bad} of {len(found)} chunks are not as they were written")
+        if _other_owner(folder, name) is not None or os.fstat(descriptor).st_uid != os.geteuid():
+            raise ValueError("it was replaced by another user's")
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError, SyntaxError) as error:  # SyntaxError: of a damaged name of a type
-        _log.warning("tokenised data in %s is damaged (%s): tokenising again", path, error)
+    except _DAMAGE as error:
+        _log.warning("tokenised data in %s is damaged (%s): tokenising again", path, reason(error))
         return None
-    return ids
+    except OSError as error:
+        if error.errno != errno.EFBIG:
+            raise
+        _log.warning("tokenised data in %s is damaged (%s): tokenising again", path, reason(error))
+        return None
+    return StoredIds([file])
 
 
-def _write(path: Path, chunks: Iterator[Ids], dtype: np.dtype[Any], max_tokens: int | None) -> None:
-    new = path.with_name(f"{path.stem}.{uuid.uuid4().hex}.new")
-    tokens, digester = 0, Digester()
-    try:
-        with (
-            new.open("wb") as file,
-            tqdm(desc="tokenising", unit="tok", unit_scale=True, total=max_tokens, disable=None, leave=False) as bar,
-        ):
-            for chunk in chunks:
-                kept = chunk if max_tokens is None else chunk[: max_tokens - tokens]
-                data = kept.astype(dtype, copy=False).tobytes()
-                file.write(data)
-                digester.update(data)
-                tokens += len(kept)
-                bar.update(len(kept))
-                if tokens == max_tokens:
-                    break
-            file.flush()
-            os.fsync(file.fileno())
-        info = {"dtype": dtype.str, "tokens": tokens, "digests": digester.digests()}
-        os.replace(new, path)
-        new.write_text(json.dumps(info))
-        os.replace(new, path.with_suffix(".json"))
-    finally:
-        new.unlink(missing_ok=True)
+_DAMAGE = (ValueError, KeyError, TypeError, SyntaxError, RecursionError, OverflowError, DataError, files.NotPlain)
+"""What a damaged entry raises; SyntaxError: the name of its type is."""
+
+
+def _write(
+    folder: files.Folder, name: str, chunks: Iterator[Ids], dtype: np.dtype[Any], max_tokens: int | None
+) -> None:
+    digester = Digester()
+    tokens = 0
+    bar = tqdm(desc="tokenising", unit="tok", unit_scale=True, total=max_tokens, disable=None, leave=False)
+
+    def data() -> Iterator[bytes]:
+        nonlocal tokens
+        for chunk in chunks:
+            kept = chunk if max_tokens is None else chunk[: max_tokens - tokens]
+            part = kept.astype(dtype, copy=False).tobytes()
+            digester.update(part)
+            tokens += len(kept)
+            bar.update(len(kept))
+            yield part
+            if tokens == max_tokens:
+                break
+
+    with bar:
+        folder.write(f"{name}.bin", data())
+    info = {"dtype": dtype.str, "tokens": tokens, "digests": digester.digests()}
+    folder.write(f"{name}.json", json.dumps(info).encode())
 
 
 class Digester:
@@ -137,40 +183,73 @@ def _digest(chunk: Any) -> str:
     return hashlib.sha256(chunk).hexdigest()[:16]
 
 
-def digests(ids: Ids) -> list[str]:
-    """SHA-256 of each chunk, shortened to 64 bits: against faults, not against people."""
-    data: Any = np.ascontiguousarray(ids).view(np.uint8).reshape(-1) if len(ids) else np.empty(0, dtype=np.uint8)
-    found: list[str] = []
-    quiet = None if len(data) >= LARGE else True
-    shown = tqdm(desc="checking", total=len(data), unit="B", unit_scale=True, disable=quiet, leave=False)
-    with ThreadPoolExecutor(READERS) as pool, shown as bar:
-        for each in pool.map(lambda start: _digest(data[start : start + CHUNK]), range(0, len(data), CHUNK)):
-            found.append(each)
+def digests(file: IdFile) -> list[str]:
+    """SHA-256 of each chunk of a file's ids, shortened to 64 bits: against faults, not against people."""
+    return [digest for digest, _ in _chunks(file, lambda data: (_digest(data), None))]
+
+
+def _checked(file: IdFile) -> tuple[list[str], npt.NDArray[np.uint32]]:
+    """The digests of an entry, and the checksums of its blocks, from the same bytes."""
+    both = list(_chunks(IdFile(os.dup(file.descriptor), file.path, file.dtype, file.count), _sums))
+    return [digest for digest, _ in both], np.concatenate([np.empty(0, np.uint32), *(sums for _, sums in both)])
+
+
+def _sums(data: bytes) -> tuple[str, npt.NDArray[np.uint32]]:
+    return _digest(data), checksums(data)
+
+
+def _chunks(file: IdFile, sums: Callable[[bytes], Summed]) -> Iterator[Summed]:
+    """What `sums` gives of each chunk of a file's ids, in order."""
+    quiet = None if file.size >= LARGE else True
+    bar = tqdm(desc="checking", total=file.size, unit="B", unit_scale=True, disable=quiet, leave=False)
+
+    def of(start: int) -> Summed:
+        return sums(file.raw(start, min(CHUNK, file.size - start)))
+
+    with ThreadPoolExecutor(READERS) as pool, bar:
+        for found in pool.map(of, range(0, file.size, CHUNK)):
             bar.update(CHUNK)
-    return found
+            yield found
 
 
-def file_digest(file: Path, ids: Ids, run_dir: Path) -> str:
-    """The digest of all `ids` of the token file `file`; from `run_dir` where the file was read for this run before."""
-    status = file.stat()
-    now = {"bytes": status.st_size, "changed": status.st_mtime_ns, "inode": status.st_ino}
-    name = str(file.resolve())
+def file_digests(token_files: Sequence[WatchedFile], run_dir: Path) -> list[str]:
+    """The digest of all ids of each token file; from `run_dir` where a file was read for this run before."""
     try:
         kept = json.loads(files.read(run_dir / KEPT, LIMIT))
-        known = kept[name]
-        if {key: known[key] for key in now} == now and isinstance(known["sha256"], str):
-            return str(known["sha256"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        kept = kept if isinstance(kept, dict) else {}
+    except (OSError, ValueError, RecursionError):
         kept = {}
-    began = time.perf_counter()
-    found = _digest("".join(digests(ids)).encode())
-    seconds = time.perf_counter() - began
-    if status.st_size >= LARGE:
-        speed = status.st_size / seconds / 1e9
-        _log.info("%s: %.1f GB read and checked in %.0f s (%.1f GB/s)", file, status.st_size / 1e9, seconds, speed)
-    kept = (kept if isinstance(kept, dict) else {}) | {name: now | {"sha256": found}}
+    before = dict(kept)
+    for file in token_files:
+        name = str(file.path.resolve())
+        stamp = dict(zip(("bytes", "changed", "inode"), file.stamp, strict=True))
+        file.digest = _kept_digest(kept.get(name), stamp) or _timed_digest(file)
+        file.anew = _file_digest
+        kept[name] = stamp | {"sha256": file.digest}
     try:
-        files.write(run_dir / KEPT, json.dumps(kept).encode(), create=True)
+        if kept != before:
+            files.write(run_dir / KEPT, json.dumps(kept).encode(), create=True)
     except OSError as error:
-        _log.debug("%s: %s", run_dir / KEPT, error)  # it is read again then
-    return found
+        _log.debug("%s: %s", run_dir / KEPT, error)  # they are read again then
+    return [str(file.digest) for file in token_files]
+
+
+def _kept_digest(entry: Any, stamp: Mapping[str, int]) -> str | None:
+    """The digest that the run keeps of a file; None: of none, or of one that has changed."""
+    if not isinstance(entry, dict) or not isinstance(entry.get("sha256"), str):
+        return None
+    return str(entry["sha256"]) if {key: entry.get(key) for key in stamp} == stamp else None
+
+
+def _file_digest(file: IdFile) -> str:
+    return _digest("".join(digests(file)).encode())
+
+
+def _timed_digest(file: IdFile) -> str:
+    began = time.perf_counter()
+    digest = _file_digest(file)
+    seconds = time.perf_counter() - began
+    if file.size >= LARGE:
+        speed = file.size / seconds / 1e9
+        _log.info("%s: %.1f GB read and checked in %.0f s (%.1f GB/s)", file.path, file.size / 1e9, seconds, speed)
+    return digest

@@ -24,6 +24,7 @@ from fp4train.data.cache import cached_tokens
 from fp4train.data.encoding import LONGEST, Encoded, encoding_key
 from fp4train.data.files import existing_path, files_of, stamp
 from fp4train.data.packing import Learned, pack
+from fp4train.data.stored import TokenIds
 from fp4train.data.template import MARKERS, find_template
 from fp4train.data.tokenizers import Bytes, Pretrained
 from fp4train.data.tokens import (
@@ -93,7 +94,7 @@ class Chat:
         tokenizer = self.tokenizer.build(texts, run_dir)
         dtype = ids_dtype(tokenizer.vocab_size)
 
-        def part(name: str, first: int, last: int) -> tuple[TokenArray, Ids]:
+        def part(name: str, first: int, last: int) -> tuple[TokenArray, TokenIds]:
             key = {
                 "source": "chat",
                 "part": [first, last],
@@ -120,7 +121,7 @@ class Chat:
 
         (train, answers), (val, held_answers) = part("train", 0, lines - held), part("val", lines - held, lines)
         size = f"{len(train):,} training and {len(val):,} validation tokens, vocabulary {tokenizer.vocab_size:,}"
-        share = int(np.count_nonzero(answers)) / len(train)
+        share = int(np.count_nonzero(np.asarray(answers))) / len(train)
         return TokenData(
             tokenizer.vocab_size,
             train,

@@ -5,16 +5,16 @@ training: the held-out records, or the last part of all bases, are set apart bef
 only training has.
 """
 
-import gzip
+import io
 import re
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 
-from fp4train.data.files import PIECE_CHARACTERS, existing_path, files_of, stamp
+from fp4train.data.compressed import unpacked
+from fp4train.data.files import PIECE_CHARACTERS, input_files, shown, stamp
 from fp4train.data.source import TextSource, tokenised
 from fp4train.data.tokens import Documents, Piece, TokenData, token_data
 from fp4train.errors import DataError
@@ -37,7 +37,8 @@ class Dna(TextSource):
     """FASTA files.
 
     Args:
-        path: a file, or a folder, whose files with a suffix of FASTA, or `.gz`, are read in the order of their names.
+        path: a file, or a folder, whose files with a suffix of FASTA, or `.gz`, are read in the order of their names; a
+            pattern; or several of these.
         case: `upper`: lower case, by which assemblies mark repeats, is not kept. `keep`: it is.
         unknown: `split`: a document ends where bases are unknown (N), and these are left out. `keep`: N is a letter.
         reverse_complement: whether training also reads the other strand, a document after each document.
@@ -45,7 +46,7 @@ class Dna(TextSource):
         val: held out where `held_out` names no record: a share below 1, or a number of bases.
     """
 
-    path: PathText
+    path: PathText | Sequence[PathText]
     case: str = "upper"
     unknown: str = "keep"
     reverse_complement: bool = False
@@ -62,7 +63,7 @@ class Dna(TextSource):
             )
 
     def build(self, run_dir: Path, seq_len: int, seed: int) -> TokenData:
-        paths = files_of(existing_path(self.path, "data.path"), SUFFIXES, "data.path")
+        paths = input_files(self.path, SUFFIXES, "data.path")
         records = _Records(self, paths)
         tokenizer = self.tokenizer.build(records.training, run_dir)
         key = {
@@ -77,8 +78,8 @@ class Dna(TextSource):
         held = f"data.held_out=[{','.join(self.held_out)}]" if self.held_out else f"data.val={self.val:g}"
         if self.unknown == "split" and not len(train):
             raise DataError(
-                f"data.unknown=split leaves nothing of {self.path} to train on: all bases that {held} does not hold "
-                "out are unknown (N). data.unknown=keep reads N as a letter"
+                f"data.unknown=split leaves nothing of {shown(self.path)} to train on: all bases that {held} does not "
+                "hold out are unknown (N). data.unknown=keep reads N as a letter"
             )
         return token_data(
             train,
@@ -86,7 +87,7 @@ class Dna(TextSource):
             vocab_size=tokenizer.vocab_size,
             seq_len=seq_len,
             tokenizer=tokenizer,
-            description=f"{self.path}, {len(paths)} file{'s' if len(paths) > 1 else ''}",
+            description=f"{shown(self.path)}, {len(paths)} file{'s' if len(paths) > 1 else ''}",
             whole=f"{held} is held out",
         )
 
@@ -136,7 +137,7 @@ class _Records:
             for name in held:
                 if name not in names:
                     raise DataError(
-                        f"data.held_out: {self.settings.path} has no record {name!r}{near_miss(name, names)}"
+                        f"data.held_out: {shown(self.settings.path)} has no record {name!r}{near_miss(name, names)}"
                     )
             return [0 if name in held else count for name, count in zip(names, counts, strict=True)]
         total, val = sum(counts), self.settings.val
@@ -197,14 +198,10 @@ def read_records(path: Path, *, upper: bool) -> Iterator[tuple[str, Iterator[str
 
 def _lines(path: Path) -> Iterator[str]:
     try:
-        with path.open("rb") as probe:
-            zipped = probe.read(2) == b"\x1f\x8b"
-        with gzip.open(path, "rt", encoding="ascii") if zipped else path.open(encoding="ascii") as file:
+        with unpacked(path) as stream, io.TextIOWrapper(stream, encoding="ascii") as file:
             yield from file
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is no FASTA file: it holds the byte {error.object[error.start]:#04x}") from error
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 
 class _Reader:

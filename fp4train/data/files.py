@@ -1,10 +1,14 @@
 """The files that a path of the user's means, and the text in them; errors suggest the near miss."""
 
+import glob
+import io
 import os
+import stat
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from fp4train.data.compressed import plain_name, unpacked
 from fp4train.data.tokens import Piece
 from fp4train.errors import DataError, data_errors, reason
 from fp4train.text import nearest
@@ -40,42 +44,137 @@ def existing_path(path: str, key: str) -> Path:
     raise DataError(f"{key}={path} does not exist.{hint}")
 
 
+def input_files(paths: str | Sequence[str], suffixes: Sequence[str], key: str) -> list[Path]:
+    """The files that `paths` mean, in order: each is a file, a folder (`files_of`) or a pattern (*, ?, [), whose
+    matches are sorted; none of them empty.
+
+    Raises:
+        DataError: one means nothing, or nothing that is data; or two mean the same file.
+    """
+    found: list[Path] = []
+    for path in (paths,) if isinstance(paths, str) else paths:
+        matches = _matches(path, key)
+        if matches is None:
+            found.extend(files_of(existing_path(path, key), suffixes, key))
+        else:
+            found.extend(_of_pattern(path, matches, suffixes, key))
+    if not found:
+        raise DataError(f"{key}=[] names no file")
+    seen: dict[str, Path] = {}
+    for file in found:
+        same = seen.setdefault(os.path.realpath(file), file)
+        if same is not file:
+            raise DataError(f"{key} names {file} twice: what is held out for validation would be trained on")
+    _refuse_copies(found, key)
+    return found
+
+
+def shown(paths: str | Sequence[str]) -> str:
+    """Paths as they are typed: one alone, several as [a,b]."""
+    return paths if isinstance(paths, str) else f"[{','.join(paths)}]"
+
+
+def _matches(path: str, key: str) -> list[Path] | None:
+    """What a pattern matches, sorted; None: it is none, or there is a file of that very name."""
+    pattern = str(expanded(path, key))
+    if not glob.has_magic(pattern) or os.path.lexists(pattern):
+        return None
+    if found := sorted(Path(match) for match in glob.glob(pattern, recursive=True)):
+        return found
+    folder = Path(pattern).parent
+    if glob.has_magic(str(folder)) or not folder.is_dir():
+        raise DataError(f"{key}={path} matches nothing")
+    names = sorted(os.listdir(folder))
+    there = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    raise DataError(f"{key}={path} matches nothing; {folder} holds {there or 'nothing'}")
+
+
+def _of_pattern(path: str, matches: Sequence[Path], suffixes: Sequence[str], key: str) -> list[Path]:
+    found: list[Path] = []
+    for match in matches:
+        if match.is_dir() or _size(match, key):
+            found.extend(files_of(match, suffixes, key))
+    if not found:
+        raise DataError(f"{key}={path}: every file that it matches is empty")
+    return found
+
+
+def _refuse_copies(found: Sequence[Path], key: str) -> None:
+    """Refuse a file beside a compressed one of the same name: one is most likely a copy of the other."""
+    by_name: dict[Path, Path] = {}
+    for file in found:
+        other = by_name.setdefault(file.with_name(plain_name(file)), file)
+        if other is not file:
+            raise DataError(
+                f"{key}: {file} and {other} have one name: what is held out for validation would be trained on. "
+                "Remove one, or name the files that are meant"
+            )
+
+
 def files_of(path: Path, suffixes: Sequence[str], key: str) -> list[Path]:
     """`path` itself if it is a file, or the files below it with one of `suffixes`, sorted; none of them empty.
 
-    Hidden files and folders are passed over, links to folders are not followed.
+    A suffix may be followed by .gz or .zst. Hidden files and folders are passed over, links to folders are not
+    followed.
     """
-    if path.is_file():
-        if not path.stat().st_size:
+    if not path.is_dir():
+        if not _size(path, key):
             raise DataError(f"{key}={path} is empty")
         return [path]
     found: list[Path] = []
     others: Counter[str] = Counter()
-    for folder, names, files in os.walk(path):
+    for folder, names, files in os.walk(path, onerror=lambda error: _refuse_folder(error, key)):
         names[:] = [name for name in names if not name.startswith(".")]
         for file in (Path(folder, file) for file in files if not file.startswith(".")):
-            if file.suffix.lower() in suffixes:
+            if file.suffix.lower() in suffixes or Path(plain_name(file)).suffix in suffixes:
                 found.append(file)
             else:
                 others[file.suffix.lower() or "no suffix"] += 1
     if not found:
         there = ", ".join(f"{count} with {suffix}" for suffix, count in others.most_common(5)) or "no files at all"
         raise DataError(f"{key}={path} holds no file with one of the suffixes {', '.join(suffixes)}; it holds {there}")
-    filled = sorted(file for file in found if file.stat().st_size)
+    filled = sorted(file for file in found if _size(file, key))
     if not filled:
         raise DataError(f"{key}={path}: every file in it with one of the suffixes {', '.join(suffixes)} is empty")
     return filled
 
 
+def _refuse_folder(error: OSError, key: str) -> None:
+    if Path(str(error.filename)).name != "lost+found":
+        raise DataError(f"{key}: {error.filename} cannot be read: {error.strerror}") from error
+
+
+def _size(path: Path, key: str) -> int:
+    """The bytes of a regular file.
+
+    Raises:
+        DataError: it is something else, which has no end or cannot be read twice, or it is not there.
+    """
+    with data_errors(OSError, before=f"{key}={path} cannot be read: ", message=reason):
+        status = path.stat()
+    if kind := next((name for is_kind, name in _KINDS if is_kind(status.st_mode)), None):
+        raise DataError(f"{key}={path} is {kind}, and data is read more than once: write it to a file first")
+    return status.st_size
+
+
+_KINDS = (
+    (stat.S_ISFIFO, "a pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+
+
 def stamp(paths: Sequence[Path]) -> list[tuple[str, int, int]]:
     """Name, size and time of change of each file: what tokenised data is known by without reading the files again."""
-    return [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
+    with data_errors(OSError, message=lambda error: f"{error.filename} cannot be read: {error.strerror}"):
+        return [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
 
 
 def read_pieces(path: Path) -> Iterator[Piece]:
-    """The pieces of a UTF-8 text file. Newlines stay as they are; an empty file has none."""
+    """The pieces of a UTF-8 text file, plain or compressed. Newlines stay as they are; an empty file has none."""
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
+        with unpacked(path) as stream, io.TextIOWrapper(stream, encoding="utf-8-sig", newline="") as file:
             text = file.read(PIECE_CHARACTERS) + file.readline(PIECE_CHARACTERS)
             while text:
                 if "\0" in text:
@@ -88,5 +187,3 @@ def read_pieces(path: Path) -> Iterator[Piece]:
             f"{path} is not UTF-8 text ({error.reason}, byte {error.object[error.start] if error.object else 0:#04x}). "
             "Convert it (iconv -t utf-8) or leave it out of data.path."
         ) from error
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from error

@@ -1,22 +1,32 @@
-"""`data=hf`: a data set of the Hugging Face hub (`data.name=…`), or local Parquet and JSON Lines files (`data.path=…`).
+"""`data=hf`: a data set of the Hugging Face hub (`data.name=…`), or local files of records (`data.path=…`).
 
-`datasets` streams the rows in their stored order, one document per row, and they are tokenised once into the cache, up
-to `max_tokens`. The library's own shuffle is not used: its buffer cannot be resumed exactly. The loader shuffles.
+`datasets` streams the rows of the hub in their stored order; local files are read here (`records.py`). A row's text is
+a document. They are tokenised once into the cache, up to `max_tokens`. The library's own shuffle is not used: its
+buffer cannot be resumed exactly. The loader shuffles.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import json
+import logging
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from fp4train.data.files import existing_path, files_of, stamp
+from fp4train import files
+from fp4train.data.compressed import plain_name
+from fp4train.data.files import expanded, input_files, shown, stamp
+from fp4train.data.records import PlacedValue, read_records
 from fp4train.data.source import TextSource, text_data
 from fp4train.data.tokens import Piece, TokenData
-from fp4train.errors import DataError, data_errors
+from fp4train.errors import DataError, data_errors, reason
 from fp4train.paths import PathOrHubName, PathText
 
-READERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json"}
+SUFFIXES = (".parquet", ".jsonl", ".json", ".ndjson", ".arrow")
+STATE_LIMIT = 1 << 22
+_HALF = re.compile("[\ud800-\udfff]")
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +37,7 @@ class HuggingFace(TextSource):
     config: str | None = None
     split: str = "train"
     revision: str | None = None
-    path: PathText | None = None
+    path: PathText | Sequence[PathText] | None = None
     column: str = "text"
     max_tokens: int | None = 200_000_000
     max_documents: int | None = None
@@ -52,10 +62,22 @@ class HuggingFace(TextSource):
                 raise ValueError(f"data.{key}={bound}: allowed are whole numbers from 1, or null for no bound")
 
     def build(self, run_dir: Path, seq_len: int, seed: int) -> TokenData:
-        arguments, key, what = self._source()
+        if self.path is None:
+            named = {"path": self.name, "name": self.config, "split": self.split, "revision": self.revision}
+            key: list[Any] = ["hub", *named.values()]
+            what = " ".join(str(part) for part in (self.name, self.config, self.split) if part)
+        else:
+            paths = local_files(self.path)
+            key = ["files", *stamp(paths)]
+            what = shown(self.path)
+
+        def documents() -> Iterator[Piece]:
+            rows = read_hub(named, self.column, what) if self.path is None else read_rows(paths, self.column, self.path)
+            return islice(rows, self.max_documents)
+
         return text_data(
             self,
-            lambda: islice(read_rows(arguments, self.column, what), self.max_documents),
+            documents,
             run_dir,
             seq_len,
             what,
@@ -64,30 +86,86 @@ class HuggingFace(TextSource):
             max_tokens=self.max_tokens,
         )
 
-    def _source(self) -> tuple[dict[str, Any], list[Any], str]:
-        """Arguments for `load_dataset`, the cache's key for them, and what an error calls them."""
-        if self.path is None:
-            named = {"path": self.name, "name": self.config, "split": self.split, "revision": self.revision}
-            what = " ".join(str(part) for part in (self.name, self.config, self.split) if part)
-            return named, ["hub", *named.values()], what
-        paths = files_of(existing_path(self.path, "data.path"), list(READERS), "data.path")
-        readers = {READERS.get(path.suffix.lower()) for path in paths}
-        if None in readers or len(readers) > 1:
+
+def local_files(path: str | Sequence[str]) -> list[Path]:
+    """The files that hold the records of `data.path`; of a folder that `datasets` saved, those that it lists."""
+    named: list[str] = []
+    for place in (path,) if isinstance(path, str) else path:
+        named += _saved_files(expanded(place, "data.path")) or [place]
+    paths = input_files(named, SUFFIXES, "data.path")
+    for file in paths:
+        if Path(plain_name(file)).suffix not in SUFFIXES and file.suffix.lower() not in ("", ".gz", ".zst"):
             raise DataError(
-                f"data.path={self.path} holds {', '.join(sorted({path.suffix or path.name for path in paths}))}: "
-                "data=hf reads .parquet, or .jsonl and .json (text is for data=text, token files are for data=tokens)"
+                f"data.path={file} holds {file.suffix}: data=hf reads .parquet, .arrow, or .jsonl and .json "
+                "(text is for data=text, token files are for data=tokens)"
             )
-        local = {"path": readers.pop(), "data_files": [str(path) for path in paths], "split": "train"}
-        return local, ["files", *stamp(paths)], self.path
+    return paths
 
 
-def read_rows(arguments: dict[str, Any], column: str, what: str) -> Iterator[Piece]:
+def _saved_files(folder: Path) -> list[str]:
+    """The files that `Dataset.save_to_disk` wrote to a folder, in order; none: it did not."""
+    parts = folder / "dataset_dict.json"
+    if parts.is_file():
+        names = ", ".join(sorted(entry.name for entry in folder.iterdir() if entry.is_dir()))
+        raise DataError(f"data.path={folder} holds a data set in parts: {names}. Name one, data.path={folder}/train")
+    if not (folder / "state.json").is_file() or not (folder / "dataset_info.json").is_file():
+        return []
+    strange = (OSError, ValueError, KeyError, TypeError, RecursionError)
+    with data_errors(*strange, before=f"{folder / 'state.json'} cannot be read: ", message=reason):
+        entries = json.loads(files.read(folder / "state.json", STATE_LIMIT))["_data_files"]
+        return [str(folder / Path(str(entry["filename"])).name) for entry in entries]
+
+
+def read_rows(paths: Sequence[Path], column: str, named: str | Sequence[str]) -> Iterator[Piece]:
+    """The text of each record of local files, one document per record; records without text are passed over.
+
+    A .json file that lies beside others and whose first record has no text in the column is passed over with a
+    warning: statistics, settings, a description.
+
+    Args:
+        named: what the user names; a file that is named itself is not passed over.
+    """
+    explicit = {named} if isinstance(named, str) else set(named)
+    for path in paths:
+        rows = read_records(path, column)
+        beside = len(paths) > 1 and str(path) not in explicit and Path(plain_name(path)).suffix == ".json"
+        try:
+            first = next(rows, None)
+        except DataError as error:
+            if not beside or "is not in" not in str(error):
+                raise
+            _log.warning("%s The file is passed over", error)
+            continue
+        if first is None:
+            continue
+        if beside and first.value is not None and not isinstance(first.value, str):
+            _log.warning("%s: data.column=%s holds no text. The file is passed over", path, column)
+            continue
+        yield from _pieces(path, column, first)
+        for row in rows:
+            yield from _pieces(path, column, row)
+
+
+def _pieces(path: Path, column: str, row: PlacedValue) -> Iterator[Piece]:
+    text = row.value
+    if text is not None and not isinstance(text, str):
+        raise DataError(f"{path}, {row.place}: data.column={column} holds {type(text).__name__}, not text")
+    if text and (half := _HALF.search(text)):
+        raise DataError(f"{path}, {row.place}: it holds half of a UTF-16 pair, {half[0]!a}, which is no character")
+    if text:
+        yield Piece(text)
+
+
+def read_hub(arguments: dict[str, Any], column: str, what: str) -> Iterator[Piece]:
     """The text of each row, one document per row; rows without text are passed over."""
     with data_errors(ImportError, before="data=hf needs the package datasets (", after="): pip install datasets"):
         import datasets
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it logs of a damaged file is raised as well
     try:
-        rows = iter(datasets.load_dataset(**arguments, streaming=True))
+        of_builder = {key: value for key, value in arguments.items() if key != "split"}
+        settings = datasets.load_dataset_builder(**of_builder).config
+        alone = {"columns": [column]} if "columns" in {field.name for field in fields(settings)} else {}
+        rows = iter(datasets.load_dataset(**arguments, **alone, streaming=True))
         for number, row in enumerate(rows):
             if column not in row:
                 raise DataError(f"data.column={column} is not in {what}. Its columns: {', '.join(row)}.")

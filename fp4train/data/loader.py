@@ -108,10 +108,10 @@ class Loader:
         T = self.seq_len
         rows_BT1 = np.empty((count, T + 1), dtype=np.int64)  # first of all: too many rows end here
         places = np.add(self.sequence_indices(first, count)[:, None] * T, np.arange(T + 1), out=rows_BT1)
-        silent = None if self.tokens.scored is None else np.take(self.tokens.scored, places[:, 1:]) == 0
-        inner = None if self.tokens.inner_ends is None else np.take(self.tokens.inner_ends, places[:, :-1]) != 0
+        silent = None if self.tokens.scored is None else self.tokens.scored.take(places[:, 1:]) == 0
+        inner = None if self.tokens.inner_ends is None else self.tokens.inner_ends.take(places[:, :-1]) != 0
         # `take` lets other threads run while it waits for a disk, however short a row is; assignments do not.
-        rows_BT1[...] = np.take(np.asarray(self.tokens.ids), rows_BT1)
+        rows_BT1[...] = self.tokens.ids.take(rows_BT1)
         self.tokens.check(rows_BT1, f"{self.tokens.name} tokens at positions {first} … {first + count - 1} of the run")
         rows = torch.from_numpy(rows_BT1)
         tokens, targets = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
@@ -125,7 +125,7 @@ class Loader:
         if self.tokens.scored is None:
             return 1.0
         places = self.sequence_indices(first, count)[:, None] * self.seq_len + np.arange(1, self.seq_len + 1)
-        scored = int(np.count_nonzero(np.take(self.tokens.scored, places)))
+        scored = int(np.count_nonzero(self.tokens.scored.take(places)))
         return count * self.seq_len / scored if scored else 0.0
 
     def batch(self, step: int) -> Rows:

@@ -15,6 +15,7 @@ import numpy as np
 from fp4train.data import tokens
 from fp4train.data.cache import cached_tokens
 from fp4train.data.encoding import encode_documents, encoding_key
+from fp4train.data.stored import TokenIds
 from fp4train.data.tokenizers import BytePairs, Bytes, Pretrained
 from fp4train.data.tokens import Documents, Ids, Piece, TokenData, Tokenizer, TokenizerConfig, ids_dtype
 from fp4train.errors import DataError
@@ -110,7 +111,7 @@ def tokenised(
     key: Mapping[str, Any],
     *,
     max_tokens: int | None = None,
-) -> Ids:
+) -> TokenIds:
     """The packed ids of `documents`, from the cache or, without one, made in memory; see `text_data`."""
     dtype = ids_dtype(tokenizer.vocab_size)
     if cache_dir is None:

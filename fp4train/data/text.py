@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-from fp4train.data.files import existing_path, files_of, read_pieces, stamp
+from fp4train.data.compressed import plain_name
+from fp4train.data.files import input_files, read_pieces, shown, stamp
 from fp4train.data.source import TextSource, text_data
 from fp4train.data.tokens import TokenData
 from fp4train.paths import PathText
@@ -16,9 +17,10 @@ from fp4train.paths import PathText
 
 @dataclass(frozen=True, kw_only=True)
 class Text(TextSource):
-    """A text file, or every file below a folder whose suffix is one of `suffixes`."""
+    """A text file, every file below a folder whose suffix is one of `suffixes`, what a pattern matches, or several of
+    these; plain, gzip or zstd."""
 
-    path: PathText
+    path: PathText | Sequence[PathText]
     suffixes: Sequence[str] = (".txt", ".md")
     cache_dir: PathText = "~/.cache/fp4train"
 
@@ -28,23 +30,23 @@ class Text(TextSource):
             raise ValueError(
                 f"data.suffixes={self.suffixes!r}: a list is needed, for instance data.suffixes=[.txt,.py]"
             )
-
-        suffix = Path(self.path).suffix.lower()
-        if suffix in (".jsonl", ".json", ".parquet") and suffix not in self.suffixes:
-            raise ValueError(
-                f"data.path={self.path} holds records, whose syntax would be trained on: data=hf data.path={self.path} "
-                f"data.column=text reads their text (data.suffixes=[{suffix}]: as it is)"
-            )
+        for path in (self.path,) if isinstance(self.path, str) else self.path:
+            suffix = Path(plain_name(Path(path))).suffix
+            if suffix in (".jsonl", ".json", ".parquet") and suffix not in self.suffixes:
+                raise ValueError(
+                    f"data.path={path} holds records, whose syntax would be trained on: data=hf data.path={path} "
+                    f"data.column=text reads their text (data.suffixes=[{suffix}]: as it is)"
+                )
 
     def build(self, run_dir: Path, seq_len: int, seed: int) -> TokenData:
         suffixes = [f".{suffix.lower().lstrip('.')}" for suffix in self.suffixes]
-        paths = files_of(existing_path(self.path, "data.path"), suffixes, "data.path")
+        paths = input_files(self.path, suffixes, "data.path")
         return text_data(
             self,
             lambda: chain.from_iterable(map(read_pieces, paths)),
             run_dir,
             seq_len,
-            f"{self.path}, {len(paths)} file{'s' if len(paths) > 1 else ''}",
+            f"{shown(self.path)}, {len(paths)} file{'s' if len(paths) > 1 else ''}",
             cache_dir=self.cache_dir,
             key={"source": "text", "files": stamp(paths)},
         )

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
+from fp4train.data.stored import Ids as Ids
+from fp4train.data.stored import TokenIds
 from fp4train.errors import DataError
 
-Ids = npt.NDArray[np.integer[Any]]
 CHECKED_AT_ONCE = 1 << 24
 
 
@@ -87,26 +87,57 @@ def ids_dtype(vocab_size: int) -> np.dtype[Any]:
     return np.dtype(np.uint8 if vocab_size <= 1 << 8 else np.uint16 if vocab_size <= 1 << 16 else np.uint32)
 
 
-def fingerprint(ids: Ids) -> str:
+def fingerprint(ids: TokenIds) -> str:
     """A short sum over the length and up to 1024 places: tells other data apart without reading all of it."""
     places = np.unique(np.linspace(0, max(len(ids) - 64, 0), 1024).astype(np.int64))
-    read = ids[places[:, None] + np.arange(min(64, len(ids)))]
+    read = ids.take(places[:, None] + np.arange(min(64, len(ids))))
     return f"{zlib.crc32(read.astype('<i8').tobytes(), zlib.crc32(str(len(ids)).encode())):08x}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Borders:
+    """The ids that divide documents: the one that ends each, the one that begins each; None: there is no such id."""
+
+    end: int | None = None
+    begin: int | None = None
+
+    def __bool__(self) -> bool:
+        return self.end is not None or self.begin is not None
+
+    def next(self, ids: TokenIds, first: int, end: int) -> int:
+        """The first place in ids[first:end] where a document begins, or `first`; reads no more than it needs."""
+        for start in range(first, end, CHECKED_AT_ONCE):
+            part = np.asarray(ids[start : min(start + CHECKED_AT_ONCE, end)])
+            begins = part == self.begin
+            if self.end is not None:
+                begins = np.concatenate(([False], part == self.end))
+            if begins.any():
+                return start + int(begins.argmax())
+        return first
+
+
+NO_BORDERS = Borders()
+
+
+def borders_of(source: object, tokenizer: Tokenizer | None) -> Borders:
+    """The ids that divide documents in what a source gives: those of its keys, or that of its tokenizer."""
+    keys = Borders(end=getattr(source, "end_id", None), begin=getattr(source, "begin_id", None))
+    return keys or Borders(end=None if tokenizer is None else tokenizer.end_of_document)
 
 
 @dataclass(frozen=True)
 class TokenArray:
-    """Token ids, in memory or memory-mapped; `name` is what an error calls them.
+    """Token ids, in memory or in files; `name` is what an error calls them.
 
     `scored` says of each id whether it counts in the loss, not 0 or 0; None: all do. `inner_ends` says of each whether
     it is the id that ends a document and yet ends none, as after a turn of a conversation; None: there is no such id.
     """
 
-    ids: Ids
+    ids: TokenIds
     vocab_size: int
     name: str
-    scored: Ids | None = None
-    inner_ends: Ids | None = None
+    scored: TokenIds | None = None
+    inner_ends: TokenIds | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -129,7 +160,7 @@ class TokenData:
     """Training and validation tokens of a run.
 
     `tokenizer` is None for token files that came without one; `digest` is of all tokens of files that are not in the
-    cache, which checks its own.
+    cache, which checks its own; `borders` are those of the tokenizer unless they are given.
     """
 
     vocab_size: int
@@ -138,6 +169,10 @@ class TokenData:
     tokenizer: Tokenizer | None = field(repr=False)
     description: str
     digest: str | None = None
+    borders: Borders = NO_BORDERS
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "borders", self.borders or borders_of(None, self.tokenizer))
 
     @property
     def fingerprint(self) -> str:
@@ -158,14 +193,22 @@ def check_val(val: float) -> None:
 
 
 def hold_out(
-    ids: Ids, *, val: float, vocab_size: int, seq_len: int, tokenizer: Tokenizer | None, description: str
+    ids: TokenIds,
+    *,
+    val: float,
+    vocab_size: int,
+    seq_len: int,
+    tokenizer: Tokenizer | None,
+    description: str,
+    borders: Borders = NO_BORDERS,
 ) -> TokenData:
     """Cut `ids` into a training part and, at its end, a validation part of `val` (a share, or tokens)."""
     held = int(len(ids) * val) if val < 1 else int(val)
     cut = max(len(ids) - held, 0)
-    if tokenizer is not None:
+    borders = borders or borders_of(None, tokenizer)
+    if borders:
         movable = max(min((len(ids) - cut) // 2, len(ids) - cut - (seq_len + 1)), 0)
-        cut = _after(tokenizer.end_of_document, ids, cut, cut + movable)
+        cut = borders.next(ids, cut, cut + movable)
     return token_data(
         ids[:cut],
         ids[cut:],
@@ -174,20 +217,20 @@ def hold_out(
         tokenizer=tokenizer,
         description=description,
         whole=f"of the {len(ids):,} tokens in all, data.val={val:g} holds out the last {len(ids) - cut:,}",
+        borders=borders,
     )
 
 
-def _after(token: int, ids: Ids, first: int, end: int) -> int:
-    """The place after the first `token` in ids[first:end], or `first`; reads no more than it needs."""
-    for start in range(first, end, CHECKED_AT_ONCE):
-        found = np.flatnonzero(ids[start : min(start + CHECKED_AT_ONCE, end)] == token)
-        if len(found):
-            return start + int(found[0]) + 1
-    return first
-
-
 def token_data(
-    train: Ids, val: Ids, *, vocab_size: int, seq_len: int, tokenizer: Tokenizer | None, description: str, whole: str
+    train: TokenIds,
+    val: TokenIds,
+    *,
+    vocab_size: int,
+    seq_len: int,
+    tokenizer: Tokenizer | None,
+    description: str,
+    whole: str,
+    borders: Borders = NO_BORDERS,
 ) -> TokenData:
     """Both parts, checked for the length of a sequence and, up to `CHECKED_AT_ONCE` tokens, for their ids."""
     for name, part in (("training", train), ("validation", val)):
@@ -198,6 +241,6 @@ def token_data(
             )
     parts = TokenArray(train, vocab_size, "train"), TokenArray(val, vocab_size, "val")
     for tokens in parts:
-        tokens.check(tokens.ids[:CHECKED_AT_ONCE], f"{tokens.name} tokens ({description})")
+        tokens.check(np.asarray(tokens.ids[:CHECKED_AT_ONCE]), f"{tokens.name} tokens ({description})")
     summary = f"{description}: {len(train):,} training and {len(val):,} validation tokens, vocabulary {vocab_size:,}"
-    return TokenData(vocab_size, parts[0], parts[1], tokenizer, summary)
+    return TokenData(vocab_size, parts[0], parts[1], tokenizer, summary, borders=borders)

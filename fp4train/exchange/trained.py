@@ -21,7 +21,7 @@ from fp4train.config.composition import compose
 from fp4train.config.from_folder import names_folder, with_folder
 from fp4train.config.overrides import quoted
 from fp4train.data.source import planned_vocab_size
-from fp4train.data.tokens import Tokenizer
+from fp4train.data.tokens import Tokenizer, borders_of
 from fp4train.errors import UserError, user_errors
 from fp4train.precision import GEMMS, LayerPolicy, Recipe, autocast
 from fp4train.precision.phases import Timeline
@@ -100,12 +100,14 @@ class TrainedModel:
         then seen by the text after it.
         """
         model: Any = self.model
-        set_masks(model, self.config, self.tokenizer)
+        set_masks(model, self.config, borders_of(self.config.data, self.tokenizer))
         try:
             yield
         finally:
             if hasattr(model, "documents"):
                 model.documents, model.masked = None, False
+            if hasattr(model, "begins"):
+                model.begins = None
 
     @property
     def title(self) -> str:

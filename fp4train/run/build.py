@@ -268,7 +268,7 @@ def assemble(config: Config, place: Path, timeline: Timeline, world: World, *, d
     _log.info("%s", data.description)
     with world.together():
         model, deferred = _built_or_deferred(config, data.vocab_size, world, drawn)
-        checks.set_masks(model, config, data.tokenizer)
+        checks.set_masks(model, config, data.borders)
         if world.size > 1:
             share_tensors(model, world, config.parallel)
         teacher = load_teacher(config, data, model, world)

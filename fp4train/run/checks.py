@@ -12,7 +12,7 @@ from fp4train import checkpoint
 from fp4train.config import Config
 from fp4train.data.dna import Dna
 from fp4train.data.tokenizers import Bytes
-from fp4train.data.tokens import Tokenizer
+from fp4train.data.tokens import Borders
 from fp4train.errors import UserError, user_errors
 from fp4train.optim.oscillation import why_not
 from fp4train.parallel.config import Mesh
@@ -47,11 +47,11 @@ def check_memory(model: nn.Module) -> int:
     return count
 
 
-def set_masks(model: Any, config: Config, tokenizer: Tokenizer | None) -> None:
+def set_masks(model: Any, config: Config, borders: Borders) -> None:
     """Let `model` attend within documents, and leave out targets that do not count, where this is asked for.
 
     Args:
-        tokenizer: says which id ends a document; None: there is none.
+        borders: the ids that divide documents.
 
     Raises:
         UserError: the model cannot do that, or there is no such id.
@@ -64,9 +64,17 @@ def set_masks(model: Any, config: Config, tokenizer: Tokenizer | None) -> None:
         raise UserError(
             f"{what}: {type(model).__name__} has no `documents` and `masked` (fp4train.models.common.decoder)"
         )
-    if tokenizer is None:
-        raise UserError(f"{what}: token files without a tokenizer do not say which id ends a document")
-    model.documents, model.masked = tokenizer.end_of_document, answers
+    if not borders:
+        raise UserError(
+            f"{what}: token files without a tokenizer do not say which id ends a document: give data.end_id=…, or "
+            "data.begin_id=… where an id begins each"
+        )
+    if borders.begin is not None and not hasattr(model, "begins"):
+        raise UserError(f"data.begin_id: {type(model).__name__} has no `begins` (fp4train.models.common.decoder)")
+    model.documents = borders.end
+    model.masked = answers
+    if borders.begin is not None:
+        model.begins = borders.begin
 
 
 def check_cut(config: Config, mesh: Mesh) -> None:

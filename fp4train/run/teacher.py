@@ -76,7 +76,7 @@ def load_teacher(config: Config, data: TokenData, student: nn.Module, world: Wor
         raise UserError(f"{what} has {rows:,} ids and the student {own:,}: both need the same vocabulary")
     dtype = torch.float32 if config.recipe.dtype == "float32" else torch.bfloat16
     model = model.to(world.device, dtype).eval().requires_grad_(False)
-    set_masks(model, config, data.tokenizer)
+    set_masks(model, config, data.borders)
     model.hidden = True
     return Teacher(model, config)
 

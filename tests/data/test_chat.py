@@ -65,7 +65,7 @@ def test_no_conversation_lies_in_two_sequences(tmp_path: Path) -> None:
     data = source(write(tmp_path / "a.jsonl", TALKS)).build(tmp_path / "run", 128, 0)
     for tokens in (data.train, data.val):
         assert (len(tokens) - 1) % 128 == 0
-        assert set(tokens.ids[127:-1:128].tolist()) == {END}
+        assert set(tokens.ids.tolist()[127:-1:128]) == {END}
     lengths = [len(text.encode()) + 1 for text, _ in documents(data.train)]
     assert (len(data.train) - 1) // 128 <= -(-sum(lengths) // 128) * 1.5  # most of a sequence is filled
 
@@ -121,8 +121,8 @@ def test_special_tokens_of_a_tokenizer_are_tokens_in_the_template_alone(tmp_path
     data = source(write(tmp_path / "a.jsonl", TALKS), tokenizer=settings).build(tmp_path / "run", 128, 0)
     marker = trained.token_to_id("<|im_end|>")
     scored = data.train.scored
-    assert scored is not None and int((data.train.ids == marker).sum()) == 60
-    assert int(((data.train.ids == marker) & (scored != 0)).sum()) == 30  # of each answer
+    assert scored is not None and int((np.asarray(data.train.ids) == marker).sum()) == 60
+    assert int(((np.asarray(data.train.ids) == marker) & (np.asarray(scored) != 0)).sum()) == 30  # of each answer
 
 
 def _tokenizer(folder: Path) -> Any:
@@ -156,9 +156,10 @@ def test_turns_that_end_with_the_end_of_a_document_attend_to_each_other(tmp_path
     end = _tokenizer(tmp_path).token_to_id("<|im_end|>")
     settings = Pretrained(name=str(tmp_path / "tok"), end_of_document="<|im_end|>")
     data = source(write(tmp_path / "a.jsonl", TALKS), tokenizer=settings).build(tmp_path / "run", 128, 0)
-    inner = data.train.inner_ends
-    assert inner is not None and int(np.count_nonzero(inner)) == 60  # of 30 conversations: a line break follows each
-    assert set(data.train.ids[inner != 0].tolist()) == {end}
+    assert data.train.inner_ends is not None
+    inner = np.asarray(data.train.inner_ends)
+    assert int(np.count_nonzero(inner)) == 60  # of 30 conversations: a line break follows each
+    assert set(np.asarray(data.train.ids)[inner != 0].tolist()) == {end}
     tokens, targets = Loader(data.train, batch_size=4, seq_len=128, seed=0).rows(0, 4)
     assert int((tokens < 0).sum()) and set(tokens[tokens < 0].tolist()) == {~end}
     assert bool((targets[targets != IGNORED] >= 0).all())

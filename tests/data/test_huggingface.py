@@ -83,13 +83,13 @@ def test_other_settings_have_another_cache_entry(jsonl: Path) -> None:
 def test_a_wrong_column_lists_those_there_are(jsonl: Path) -> None:
     with pytest.raises(DataError, match=r"data\.column=body is not in .*rows\.jsonl. Its columns: id, text\."):
         build(jsonl, column="body")
-    with pytest.raises(DataError, match=r"data\.column=id of .* holds int in row 0, not text"):
+    with pytest.raises(DataError, match=r"rows\.jsonl, line 1: data\.column=id holds int, not text"):
         build(jsonl, column="id")
 
 
 def test_broken_files_are_one_message(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n{"text": brok')
-    with pytest.raises(DataError, match=r"a\.jsonl cannot be read: JSON parse error"):
+    with pytest.raises(DataError, match=r"a\.jsonl, line 2: it is no JSON \(Expecting value, column 10\)"):
         build(tmp_path / "a.jsonl")
     (tmp_path / "a.parquet").write_bytes(b"no parquet")
     with pytest.raises(DataError, match=r"a\.parquet cannot be read"):
@@ -116,10 +116,33 @@ def test_a_hub_name_without_a_network_says_what_else_there_is(tmp_path: Path) ->
         source.build(tmp_path / "run", 16, 0)
 
 
-def test_without_the_package_it_says_what_to_install(jsonl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_packages_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.table({"text": ROWS}), tmp_path / "rows.parquet")
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(DataError, match="pip install datasets"):
-        build(jsonl)
+        HuggingFace(name="a/b", cache_dir=str(tmp_path / "cache")).build(tmp_path / "run", 16, 0)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(DataError, match=r"needs the package pyarrow .*pip install datasets"):
+        build(tmp_path / "rows.parquet")
+
+
+def test_of_a_data_set_of_the_hub_the_column_alone_is_read(tmp_path: Path) -> None:
+    """As `datasets` reads it: a folder stands for the hub. A column that cannot be cast is not looked at."""
+    import pyarrow
+    import pyarrow.parquet
+
+    (tmp_path / "set").mkdir()
+    for name, part, ids in (("a", ROWS[:50], list(range(50))), ("b", ROWS[50:], list("x" * 50))):
+        pyarrow.parquet.write_table(pyarrow.table({"text": part, "id": ids}), tmp_path / f"set/{name}.parquet")
+    (tmp_path / "lines").mkdir()
+    rows = "".join(json.dumps({"text": text}) + "\n" for text in ROWS)
+    (tmp_path / "lines/a.jsonl").write_text(rows)
+    for name in ("set", "lines"):
+        source = HuggingFace(name=str(tmp_path / name), cache_dir=str(tmp_path / "cache"), val=0.1)
+        assert texts(source.build(tmp_path / "run", 16, 0)) == [*ROWS, ""]
 
 
 def test_settings_that_contradict_each_other_are_refused() -> None:

@@ -1,13 +1,18 @@
 """data=tokens: nanoGPT's, llm.c's and Megatron's files, and files that are none of them."""
 
+import os
+import shutil
+import socket
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from fp4train.data import DataError, TokenData, Tokens, cache
+from fp4train.data import DataError, Loader, TokenData, Tokens, cache
+from fp4train.data.stored import StoredIds
 from fp4train.data.tokens import same_data
 
 IDS = np.arange(1000) % 500
@@ -34,10 +39,10 @@ def write_llmc(path: Path, magic: int = 20240520, dtype: str = "uint16", count: 
     path.write_bytes(header.tobytes() + IDS.astype(dtype).tobytes())
 
 
-def test_nanogpt_files_are_mapped_and_cut_in_two(tmp_path: Path) -> None:
+def test_nanogpt_files_are_read_where_they_are_asked_for_and_cut_in_two(tmp_path: Path) -> None:
     IDS.astype("<u2").tofile(tmp_path / "train.bin")
     data = build(tmp_path / "train.bin", val=0.1)
-    assert isinstance(data.train.ids, np.memmap)
+    assert isinstance(data.train.ids, StoredIds)
     assert (len(data.train), len(data.val), data.vocab_size, data.tokenizer) == (900, 100, 500, None)
     assert np.array_equal(np.concatenate([data.train.ids, data.val.ids]), IDS)
 
@@ -55,13 +60,13 @@ def test_megatron_files_bring_their_own_type(tmp_path: Path, named: str, dtype: 
     write_megatron(tmp_path / "corpus", dtype, code)
     data = build(tmp_path / named)
     assert data.train.ids.dtype == np.dtype(dtype)
-    assert np.array_equal(data.train.ids, IDS[: len(data.train)])
+    assert np.array_equal(np.asarray(data.train.ids), IDS[: len(data.train)])
 
 
 @pytest.mark.parametrize(("magic", "dtype"), [(20240520, "uint16"), (20240801, "uint32")])
 def test_the_header_of_llmc_files_is_no_token(tmp_path: Path, magic: int, dtype: str) -> None:
     write_llmc(tmp_path / "fineweb.bin", magic, dtype)
-    assert np.array_equal(build(tmp_path / "fineweb.bin").train.ids[:5], IDS[:5])
+    assert np.array_equal(np.asarray(build(tmp_path / "fineweb.bin").train.ids[:5]), IDS[:5])
 
 
 def test_odd_sizes_are_refused(tmp_path: Path) -> None:
@@ -76,7 +81,7 @@ def test_empty_files_missing_files_and_folders_are_refused(tmp_path: Path) -> No
         build(tmp_path / "train.bin")
     with pytest.raises(DataError, match=r"Did you mean .*train\.bin\?"):
         build(tmp_path / "trains.bin")
-    with pytest.raises(DataError, match="is a folder"):
+    with pytest.raises(DataError, match=r"every file in it with one of the suffixes \.bin, \.npy is empty"):
         build(tmp_path)
     with pytest.raises(DataError, match=r"data\.val_path=.* does not exist"):
         IDS.astype("<u2").tofile(tmp_path / "train.bin")
@@ -138,7 +143,7 @@ def test_a_file_that_cannot_be_opened_is_one_message(tmp_path: Path, monkeypatch
     def refuse(*_: Any, **__: Any) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("numpy.memmap", refuse)
+    monkeypatch.setattr("fp4train.data.token_formats.os.open", refuse)
     with pytest.raises(DataError, match=r"train\.bin cannot be read: Permission denied"):
         build(tmp_path / "train.bin")
 
@@ -171,3 +176,121 @@ def test_a_checkpoint_from_before_files_had_a_digest_is_of_the_same_data() -> No
     assert same_data("a1-b2", "a1-b2-c3") and same_data("a1-b2", "a1-b2") and same_data("a1-b2-c3", "a1-b2-c3")
     assert not same_data("a1-b2-c4", "a1-b2-c3") and not same_data("a1-b3", "a1-b2-c3") and not same_data(3, "a1-b2")
     assert not same_data("a1-b2-c3", "a1-b2")
+
+
+def shards(folder: Path, names: Sequence[str]) -> list[Path]:
+    """llm.c's files, each with a part of `IDS`."""
+    folder.mkdir()
+    paths = [folder / name for name in names]
+    for path, part in zip(paths, np.array_split(IDS, len(paths)), strict=True):
+        header = np.zeros(256, dtype="<i4")
+        header[:3] = 20240520, 1, len(part)
+        path.write_bytes(header.tobytes() + part.astype("<u2").tobytes())
+    return paths
+
+
+def everything(data: TokenData) -> np.ndarray:
+    return np.concatenate([data.train.ids, data.val.ids])
+
+
+NAMES = ["fineweb_train_000001.bin", "fineweb_train_000002.bin", "fineweb_train_000010.bin"]
+
+
+def test_shards_of_a_folder_a_pattern_or_a_list_are_one_stream_in_sorted_order(tmp_path: Path) -> None:
+    paths = shards(tmp_path / "fineweb", NAMES)
+    (tmp_path / "fineweb/README.md").write_text("Shards of FineWeb.")
+    for path in (str(tmp_path / "fineweb"), str(tmp_path / "fineweb/*train*.bin"), [str(path) for path in paths]):
+        data = Tokens(path=path, vocab_size=500, val=0.1).build(tmp_path / "run", 16, 0)
+        assert np.array_equal(everything(data), IDS)
+        assert "3 files" in data.description
+        loader = Loader(data.train, batch_size=4, seq_len=16, seed=0)
+        rows = loader.rows(0, loader.sequences_per_epoch)
+        starts = loader.sequence_indices(0, loader.sequences_per_epoch) * 16
+        assert np.array_equal(rows[0].numpy(), IDS[starts[:, None] + np.arange(16)])
+        assert np.array_equal(rows[1].numpy(), IDS[starts[:, None] + np.arange(1, 17)])
+
+
+def test_one_shard_that_changes_gives_another_fingerprint_and_an_equal_one_the_same(tmp_path: Path) -> None:
+    paths = shards(tmp_path / "fineweb", NAMES)
+    first = build(tmp_path / "fineweb").fingerprint
+    shutil.copytree(tmp_path / "fineweb", tmp_path / "moved")
+    assert build(tmp_path / "moved").fingerprint == first
+    content = bytearray(paths[1].read_bytes())
+    content[-100] ^= 1
+    paths[1].write_bytes(content)
+    assert build(tmp_path / "fineweb").fingerprint != first
+
+
+def test_validation_is_never_trained_on_through_a_folder_or_a_list(tmp_path: Path) -> None:
+    shards(tmp_path / "fineweb", ["fineweb_val_000000.bin", *NAMES])
+    with pytest.raises(DataError, match=r"for training and for validation .* data\.val_path='.*/\*val\*'"):
+        build(tmp_path / "fineweb")
+    paths = {key: str(tmp_path / f"fineweb/*{part}*") for key, part in (("path", "train"), ("val_path", "val"))}
+    data = Tokens(vocab_size=500, **paths).build(tmp_path / "run", 16, 0)
+    assert len(data.val) == 250 and len(data.train) == 750
+    twice = [str(tmp_path / "fineweb" / NAMES[0]), str(tmp_path / "fineweb/*train*")]
+    with pytest.raises(DataError, match=r"names .*fineweb_train_000001\.bin twice"):
+        Tokens(path=twice, vocab_size=500).build(tmp_path / "run", 16, 0)
+
+
+def test_a_pattern_without_a_match_says_what_is_there(tmp_path: Path) -> None:
+    shards(tmp_path / "fineweb", NAMES)
+    with pytest.raises(DataError, match=r"fineweb/\*valid\* matches nothing; .*/fineweb holds fineweb_train_000001"):
+        build(tmp_path / "fineweb/*valid*")
+    with pytest.raises(DataError, match=r"matches nothing$"):
+        build(tmp_path / "*/nothing/*.bin")
+    with pytest.raises(DataError, match=r"data\.path=\[\] names no file"):
+        Tokens(path=[], vocab_size=500).build(tmp_path / "run", 16, 0)
+
+
+@pytest.mark.parametrize(("sequences", "documents"), [(2**62, 1), (2**63, 2**63), (400, 2**62), (2**40, 0)])
+def test_an_index_that_counts_more_than_it_holds_is_refused_at_once(
+    tmp_path: Path, sequences: int, documents: int
+) -> None:
+    write_megatron(tmp_path / "corpus")
+    index = tmp_path / "corpus.idx"
+    head = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 4, sequences, documents)
+    index.write_bytes(head + index.read_bytes()[len(head) :])
+    with pytest.raises(DataError, match=rf"corpus\.idx counts {sequences:,} sequences .* cut off or belongs"):
+        build(tmp_path / "corpus")
+
+
+def test_other_files_of_llmc_are_no_tokens(tmp_path: Path) -> None:
+    for magic, words in ((20240326, "holds a model"), (20240522, "questions of an evaluation")):
+        write_llmc(tmp_path / "x.bin", magic)
+        with pytest.raises(DataError, match=words):
+            build(tmp_path / "x.bin")
+
+
+def test_what_is_no_file_is_refused_as_what_it_is(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.bin")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / "socket.bin"))
+    for path, kind in (
+        (tmp_path / "pipe.bin", "a pipe"),
+        (tmp_path / "socket.bin", "a socket"),
+        ("/dev/zero", "a device"),
+    ):
+        with pytest.raises(DataError, match=rf"data\.path={path} is {kind}, and data is read more than once"):
+            Tokens(path=str(path), vocab_size=9).build(tmp_path / "run", 16, 0)
+    with pytest.raises(DataError, match=r"pipe\.bin is a pipe"):
+        build(tmp_path)
+
+
+# -- documents --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("key", "offset"), [("end_id", 1), ("begin_id", 0)])
+def test_validation_begins_with_a_document(tmp_path: Path, key: str, offset: int) -> None:
+    ids = np.tile(np.arange(50), 40)
+    ids.astype("<u2").tofile(tmp_path / "train.bin")
+    data = build(tmp_path / "train.bin", vocab_size=50, val=0.2, **{key: 7})
+    assert int(np.asarray(data.val.ids)[0]) == 7 + offset
+    assert np.array_equal(everything(data), ids)
+
+
+def test_an_id_that_the_vocabulary_lacks_divides_nothing() -> None:
+    with pytest.raises(ValueError, match=r"data\.end_id=500: allowed are ids of the vocabulary, 0 … 499"):
+        Tokens(path="x", vocab_size=500, end_id=500)
+    with pytest.raises(ValueError, match=r"data\.begin_id=-1"):
+        Tokens(path="x", vocab_size=500, begin_id=-1)

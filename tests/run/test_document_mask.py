@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from command_line import Cli, lines, losses
+from command_line import TINY, Cli, besides, lines, losses
 
 from fp4train.exchange.evaluation import held_out
 from fp4train.exchange.trained import load_trained
@@ -82,6 +82,20 @@ def test_token_files_do_not_say_where_documents_end(cli: Cli) -> None:
     given = ("data=tokens", "data.path=ids.bin", "data.vocab_size=50", "train.document_mask=true")
     found = cli.raw("run.name=a", *given, "track=jsonl", "train.steps=1", "train.seq_len=32")
     assert "token files without a tokenizer do not say which id ends a document" in found.message
+
+
+@pytest.mark.parametrize("key", ["end_id", "begin_id"])
+def test_token_files_have_documents_where_a_key_says_what_divides_them(cli: Cli, key: str) -> None:
+    (np.arange(4000) % 50).astype(np.uint16).tofile("ids.bin")
+    tiny = besides(TINY, {"data"})
+    given = (*tiny, "data=tokens", "data.path=ids.bin", "data.vocab_size=50", "track=jsonl", "train.steps=2")
+    masked = ("train.document_mask=true", f"data.{key}=7")
+    assert cli.raw("run.name=a", *given, *masked).code == 0
+    assert cli.raw("run.name=b", *given, f"data.{key}=7").code == 0
+    assert losses("runs/a")[2] != losses("runs/b")[2]
+    trained = load_trained(Path("runs/a"))
+    (score,) = held_out(trained, [trained.high_precision], None)
+    assert score.values["loss"] == [line["val/loss"] for line in lines("runs/a") if "val/loss" in line][-1]
 
 
 def test_later_stages_of_a_pipeline_do_not_know_the_documents(cli: Cli) -> None:

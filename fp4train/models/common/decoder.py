@@ -128,8 +128,11 @@ class Decoder(Fusible, nn.Module):
     row_orders: Mapping[str, RowOrder] = MappingProxyType({})
     """The parameters that tensor parallelism cuts in segments, by name; set when the model is cut."""
     documents: int | None = None
-    """The id that ends a document, where attention stays within documents; None: it goes over all tokens before. One
-    within a document comes as its complement, −1 − id (`data/loader.py`)."""
+    """The id that ends a document, where attention stays within documents; None: none does. One within a document comes
+    as its complement, −1 − id (`data/loader.py`)."""
+    begins: int | None = None
+    """The id that begins a document, where attention stays within documents. Without both ids it goes over all tokens
+    before."""
     masked = False
     """Whether targets may be below 0, which have no loss: `loss` is then their sum over all tokens, not over those."""
     hidden = False
@@ -182,8 +185,9 @@ class Decoder(Fusible, nn.Module):
         first = 0 if cache is None else cache.seen
         if (end := first + time) > self.seq_len:
             raise ValueError(f"{end} tokens exceed the model's seq_len={self.seq_len}")
-        if self.documents is not None:
-            ends = input == self.documents
+        divided = self.documents is not None or self.begins is not None
+        if divided:
+            borders = [None if token is None else input == token for token in (self.documents, self.begins)]
             input = torch.where(input < 0, ~input, input)
         x = self.enter(input)
         arguments: tuple[Any, ...] = self.positions(first, end, x.dtype)
@@ -192,8 +196,8 @@ class Decoder(Fusible, nn.Module):
                 x = block(x, *arguments, kept)
             cache.seen = end
             return self.leave(x, targets_BT, time)
-        if self.documents is not None:
-            arguments = (*arguments, None, document_mask(ends))
+        if divided:
+            arguments = (*arguments, None, document_mask(*borders))
         for block in in_turn(self.blocks):
             x = recompute(block, x, *arguments) if self.recomputes and self.training else block(x, *arguments)
         return self.leave(x, targets_BT, time, teacher)
@@ -226,13 +230,19 @@ class Decoder(Fusible, nn.Module):
         return StageCut(blocks="blocks", first=("embed",), last=("norm", "head"), width=self.embed.embedding_dim)
 
 
-def document_mask(ends_BT: Tensor) -> Tensor:
+def document_mask(ends_BT: Tensor | None, begins_BT: Tensor | None = None) -> Tensor:
     """Mask of the tokens that each one attends to: those of its own document up to itself; bool [B, 1, T, T].
 
     Args:
-        ends_BT: whether a token is the last one of a document.
+        ends_BT: whether a token is the last one of a document; None: no token says so.
+        begins_BT: whether a token is the first one of a document; None: no token says so.
     """
-    number = ends_BT.cumsum(1) - ends_BT.long()  # ends before each token
+    numbers = []  # of the document of each token
+    if ends_BT is not None:
+        numbers.append(ends_BT.cumsum(1) - ends_BT.long())  # ends before each token
+    if begins_BT is not None:
+        numbers.append(begins_BT.cumsum(1))
+    number = torch.stack(numbers).sum(0)
     return (number[:, None, :, None] == number[:, None, None, :]).tril()
 
 

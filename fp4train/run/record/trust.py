@@ -121,7 +121,7 @@ def check_paths(cfg: DictConfig, named: Iterable[str], *, sending: bool = False)
         return
     run, sections = Path(str(cfg.resume)), tuple(named)
 
-    def unnamed(values: Mapping[str, str]) -> dict[str, str]:
+    def unnamed(values: Mapping[str, str] | Mapping[str, str | list[str]]) -> dict[str, str | list[str]]:
         """Those whose keys the command line does not give."""
         return {
             key: value
@@ -190,10 +190,18 @@ def own_tokenizer(config: Config, run: Path, anew: Callable[[str], object]) -> T
         return found
 
 
-def _outside_paths(cfg: DictConfig, run: Path) -> dict[str, str]:
-    """Full key → path, of the paths in a configuration that lie outside of the run directory `run`."""
-    found = dict(path_values(plain(cfg), Config))
-    return {key: each for key, each in found.items() if key not in _OF_THE_COMMAND and not lies_in(each, run)}
+def _outside_paths(cfg: DictConfig, run: Path) -> dict[str, str | list[str]]:
+    """Full key → path, of the paths in a configuration that lie outside of the run directory `run`; a key that holds
+    several, one of them outside, with all of them."""
+    paths: dict[str, list[str]] = {}
+    for key, path in path_values(plain(cfg), Config):
+        if path not in paths.setdefault(key, []):
+            paths[key].append(path)
+    return {
+        key: values[0] if len(values) == 1 else values
+        for key, values in paths.items()
+        if key not in _OF_THE_COMMAND and not all(lies_in(path, run) for path in values)
+    }
 
 
 def _destinations(cfg: DictConfig) -> dict[str, str]:

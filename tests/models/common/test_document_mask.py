@@ -35,6 +35,24 @@ def test_a_token_attends_to_its_own_document_up_to_itself() -> None:
     assert seen == [[0], [0, 1], [2], [2, 3], [2, 3, 4], [5], [6]]
 
 
+def test_the_id_that_begins_a_document_belongs_to_it() -> None:
+    begin = 58
+    tokens = torch.tensor([[1, begin, 2, 3, begin, begin, 4]])
+    seen = [torch.nonzero(row).flatten().tolist() for row in document_mask(None, tokens == begin)[0, 0]]
+    assert seen == [[0], [1], [1, 2], [1, 2, 3], [4], [5], [5, 6]]
+    both = torch.tensor([[begin, 2, END, begin, 3, END, 4]])
+    assert torch.equal(document_mask(both == END, both == begin), document_mask(both == END))
+
+
+def test_packed_documents_that_an_id_begins_are_separate_ones() -> None:
+    begun = [torch.cat((each[:, -1:], each[:, :-1]), dim=1) for each in documents()]
+    apart, packed = model(), model()
+    packed.begins = END
+    with autocast(FP32()):
+        expected = torch.cat([apart(each) for each in begun], dim=1)
+        torch.testing.assert_close(packed(torch.cat(begun, dim=1)), expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_packed_documents_are_separate_ones(recomputed: bool) -> None:
     apart, packed = model(), model(recompute=recomputed)

@@ -1,6 +1,7 @@
 """A configuration that this user did not write reaches nothing outside of its run, unless the command names it."""
 
 import os
+import shlex
 import shutil
 import stat
 import sys
@@ -109,6 +110,29 @@ def test_paths_of_a_foreign_configuration_are_refused_by_name_and_not_touched(
     named = [f"{key}={value}" for key, value in HOSTILE.items() if key not in ("data.path", "checkpoint.also")]
     said = cli.raw(*VERBS[verb], *named).message
     assert said.endswith("to the command: checkpoint.also=home"), "a path in the run is its own"
+
+
+@pytest.mark.parametrize(
+    "paths",
+    [
+        ["secret", "runs/a/text.txt"],
+        ["runs/a/text.txt", "secret"],
+        ["runs/a/text.txt", "runs/a/../../secret"],
+        ["runs/a/*.txt"],
+    ],
+)
+def test_one_of_several_paths_that_leads_out_is_enough(
+    cli: Cli, foreign: Path, opened: list[str], paths: list[str]
+) -> None:
+    """A pattern may lead anywhere: links match it."""
+    Path("runs/a/text.txt").write_text("text " * 1000)
+    reseal_config(foreign, lambda values: put(values, "data.path", paths))
+    opened.clear()
+    said = cli.raw("resume=runs/a", "train.steps=3", f"data.cache_dir={cli.folder / 'cache'}").message
+    assert "names paths outside of the run and has no signature" in said
+    listed = ",".join(f"'{path}'" for path in paths)
+    assert shlex.split(said.rpartition("to the command: ")[2])[0] in (f"data.path=[{listed}]", f"data.path={listed}")
+    assert not any("secret" in path for path in opened)
 
 
 @pytest.mark.parametrize("verb", READERS)

@@ -1,0 +1,53 @@
+"""Files as they are, or unpacked where they begin as gzip or zstd do; what a file is called does not matter."""
+
+import gzip
+import io
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from fp4train.errors import DataError, reason
+
+GZIP = b"\x1f\x8b"
+ZSTD = b"\x28\xb5\x2f\xfd"
+SUFFIXES = (".gz", ".zst")
+
+
+@contextmanager
+def unpacked(path: Path) -> Iterator[BinaryIO]:
+    """The bytes of a file, some at a time: memory does not grow with it.
+
+    Raises:
+        DataError: it cannot be read, or is cut off or damaged; also where the block reads.
+    """
+    try:
+        with path.open("rb") as file:
+            head = file.read(len(ZSTD))
+            file.seek(0)
+            if head == ZSTD:
+                with _zstd(path) as stream:
+                    yield stream
+            elif head.startswith(GZIP):
+                with gzip.open(file) as stream:
+                    yield cast(BinaryIO, stream)
+            else:
+                yield file
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path} cannot be read: {reason(error)}") from error
+
+
+def _zstd(path: Path) -> BinaryIO:
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise DataError(f"{path} is compressed by zstd, which needs pyarrow: pip install pyarrow") from error
+    stream = pyarrow.CompressedInputStream(pyarrow.OSFile(str(path)), "zstd")
+    return cast(BinaryIO, io.BufferedReader(stream, 1 << 16))
+
+
+def plain_name(path: Path) -> str:
+    """The name of a file without what says that it is compressed, in lower case."""
+    name = path.name.lower()
+    return next((name.removesuffix(suffix) for suffix in SUFFIXES if name.endswith(suffix)), name)

@@ -1,0 +1,158 @@
+"""What a file is that is no raw array of ids, told by its first and last bytes, never by its name.
+
+A raw file may begin with any ids. So a short mark is not enough: what has to follow it must be there, too.
+"""
+
+import pickletools
+import struct
+import zlib
+from collections.abc import Callable
+from io import BytesIO
+
+HEAD = 1 << 16
+"""Bytes at the beginning of a file that are looked at."""
+TAIL = 16
+LEAST_TEXT = 16
+"""Bytes below which nothing is told to be text."""
+_CONTROLS = frozenset(range(32)) - {8, 9, 10, 12, 13, 27} | {127}
+
+Test = Callable[[bytes, bytes, int], bool]
+"""Whether the head, the tail and the size of a file are those of a kind."""
+
+_MARKS = (
+    (b"PAR1", "a Parquet file"),
+    (b"PARE", "an encrypted Parquet file"),
+    (b"ARROW1\0\0", "an Arrow file"),
+    (b"FEA1", "a Feather file"),
+    (b"\x89HDF\r\n\x1a\n", "an HDF5 file"),
+    (b"SQLite format 3\0", "an SQLite database"),
+    (b"\x28\xb5\x2f\xfd", "compressed by zstd"),
+    (b"\xfd7zXZ\0", "compressed by xz"),
+    (b"\x04\x22\x4d\x18", "compressed by lz4"),
+    (b"7z\xbc\xaf\x27\x1c", "a 7z archive"),
+    (b"Rar!\x1a\x07", "a RAR archive"),
+    (b"Obj\x01", "an Avro file"),
+    (b"GGUF", "a GGUF file"),
+    (b"%PDF-", "a PDF file"),
+    (b"\x7fELF", "a program"),
+    (b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.", "a file of torch.save"),
+    (b"MMIDIDX\0\0", "a Megatron index, whose ids are in the .bin file beside it"),
+)
+
+
+def container(head: bytes, tail: bytes, size: int) -> str | None:
+    """What kind of container or text a file is, in words that follow "is"; None: perhaps a raw array.
+
+    Args:
+        head: its first `HEAD` bytes.
+        tail: its last `TAIL` bytes.
+        size: bytes of all of it.
+    """
+    for mark, kind in _MARKS:
+        if head.startswith(mark):
+            return kind
+    return next((kind for test, kind in _TESTS if test(head, tail, size)), None)
+
+
+def is_text(head: bytes, size: int) -> bool:
+    """Whether a file begins as text in UTF-8 or UTF-16 does: no byte of it controls a terminal."""
+    if size < LEAST_TEXT:
+        return False
+    wide = head.startswith((b"\xff\xfe", b"\xfe\xff"))
+    try:
+        text = head[: len(head) // 2 * 2].decode("utf-16") if wide else _whole_characters(head, size).decode()
+    except UnicodeDecodeError:
+        return False
+    return not any(ord(character) in _CONTROLS for character in text)
+
+
+def _whole_characters(head: bytes, size: int) -> bytes:
+    """`head` without a character that is cut at its end."""
+    if len(head) == size:
+        return head
+    last = max(head.rfind(bytes([lead])) for lead in range(0xC0, 0xF8)) if head[-1] >= 0x80 else -1
+    return head[:last] if last >= len(head) - 3 else head
+
+
+def _is_zip(head: bytes, tail: bytes, size: int) -> bool:
+    if head.startswith(b"PK\x05\x06"):
+        return size >= 22
+    if not head.startswith(b"PK\x03\x04") or len(head) < 30:
+        return False
+    version, _, method = struct.unpack_from("<HHH", head, 4)
+    return version & 0xFF <= 63 and method in (0, 1, 6, 8, 9, 12, 14, 93, 95, 98, 99)
+
+
+def _is_arrays(head: bytes, tail: bytes, size: int) -> bool:
+    return _is_zip(head, tail, size) and head[30 : 30 + int.from_bytes(head[26:28], "little")].endswith(b".npy")
+
+
+def _is_torch(head: bytes, tail: bytes, size: int) -> bool:
+    return _is_zip(head, tail, size) and b"data.pkl" in head[30:200]
+
+
+def _is_gzip(head: bytes, tail: bytes, size: int) -> bool:
+    if not head.startswith(b"\x1f\x8b\x08"):
+        return False
+    stream = zlib.decompressobj(wbits=31)
+    try:
+        unpacked = stream.decompress(head, HEAD)
+    except zlib.error:
+        return False
+    return stream.eof or (bool(unpacked) and len(head) < size)
+
+
+def _is_bzip2(head: bytes, tail: bytes, size: int) -> bool:
+    return head[:3] == b"BZh" and head[3:4] in b"123456789" and head[4:10] in (b"1AY&SY", b"\x17\x72\x45\x38\x50\x90")
+
+
+def _is_safetensors(head: bytes, tail: bytes, size: int) -> bool:
+    if len(head) < 10 or head[8:9] != b"{":
+        return False
+    length = int.from_bytes(head[:8], "little")
+    return 2 <= length <= min(size - 8, 100_000_000) and head[9:10] in b'"} \n\t\r'
+
+
+def _is_tar(head: bytes, tail: bytes, size: int) -> bool:
+    return head[257:262] == b"ustar"
+
+
+def _is_pickle(head: bytes, tail: bytes, size: int) -> bool:
+    """Protocol 2 and later: a mark, operations that are some, and a stop at the end of the file."""
+    if head[:1] != b"\x80" or not 2 <= head[1] <= 5 or not tail.endswith(b"."):
+        return False
+    try:
+        for number, _ in enumerate(pickletools.genops(BytesIO(head))):
+            if number > 8:
+                return True
+    except ValueError as error:
+        return len(head) < size and "exhausted" in str(error)
+    return True
+
+
+def _is_arrow_stream(head: bytes, tail: bytes, size: int) -> bool:
+    """A message that is a schema: `continuation, length, root offset, …` and in the root's table type 1 of header."""
+    if not head.startswith(b"\xff\xff\xff\xff") or len(head) < 32:
+        return False
+    length, root = struct.unpack_from("<iI", head, 4)
+    if not 0 < length <= size - 8 or length % 8 or not 4 <= root <= length - 4 or 8 + root + 4 > len(head):
+        return False
+    table = 8 + root
+    fields = table - int.from_bytes(head[table : table + 4], "little", signed=True)
+    if not 8 <= fields <= len(head) - 8:
+        return False
+    place = table + int.from_bytes(head[fields + 6 : fields + 8], "little")
+    return head[place : place + 1] == b"\x01"
+
+
+_TESTS: tuple[tuple[Test, str], ...] = (
+    (_is_arrays, "an archive of NumPy arrays (.npz)"),
+    (_is_torch, "a file of torch.save"),
+    (_is_zip, "a zip archive"),
+    (_is_gzip, "compressed by gzip"),
+    (_is_bzip2, "compressed by bzip2"),
+    (_is_safetensors, "a safetensors file"),
+    (_is_tar, "a tar archive"),
+    (_is_pickle, "a pickle"),
+    (_is_arrow_stream, "an Arrow stream"),
+)

@@ -1,0 +1,322 @@
+"""Files of records: the value that each has in one column, with the place that it comes from.
+
+| kind, by the first bytes | what is read at a time | place |
+|---|---|---|
+| Parquet | some rows of a row group, of the column's pages alone | row group and row, from 0 |
+| Arrow, stream or file, as `save_to_disk` writes it | the column of one batch | batch and row, from 0 |
+| JSON: values one after another, most often one a line, or a list of them; plain, gzip or zstd | a value | line |
+
+Other columns may hold anything, and differ from file to file.
+"""
+
+import codecs
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from fp4train.data.compressed import unpacked
+from fp4train.data.containers import HEAD, TAIL, container
+from fp4train.errors import DataError
+from fp4train.text import first_line
+
+LONGEST = 1 << 26
+"""Bytes of the longest value in JSON."""
+LARGE = 1 << 24
+MOST_PARTS = 1 << 22
+"""Parts of a value in JSON of more than `LARGE` bytes: one takes three bytes of a file, and up to 88 of memory."""
+BATCH_BYTES = 1 << 26
+BATCH_ROWS = 256
+"""Rows of Parquet that are decoded at once, fewer where they may be large."""
+UNPACKED = 1 << 28
+TIMES = 100
+"""A column of this many bytes, and this many times those that it takes in the file, is no text: it is refused."""
+LOOKED_AT = 1000
+"""Records after which a file whose records all lack the column has none."""
+
+
+class PlacedValue(NamedTuple):
+    """The value of a record in the column, None where it has none.
+
+    Args:
+        place: of the record within its file.
+        columns: those that the record has instead; empty: it has this one.
+    """
+
+    place: str
+    value: Any
+    columns: tuple[str, ...] = ()
+
+
+def read_records(path: Path, column: str) -> Iterator[PlacedValue]:
+    """The value in `column` of each record of a file, in order.
+
+    Raises:
+        DataError: the file holds no records, is damaged, or lacks the column; it says where.
+    """
+    others: dict[str, None] = {}
+    rows = _reader(path)(path, column)
+    first: list[PlacedValue] = []
+    for row in rows:
+        first.append(row)
+        others.update(dict.fromkeys(row.columns))
+        if not row.columns or len(first) == LOOKED_AT:
+            break
+    if first and first[-1].columns:
+        known = ", ".join(list(others)[:50])
+        raise DataError(f"data.column={column} is not in {path}. Its columns: {known or 'none'}.")
+    yield from chain(first, rows)
+
+
+def _reader(path: Path) -> Callable[[Path, str], Iterator[PlacedValue]]:
+    try:
+        with path.open("rb") as file:
+            head = file.read(HEAD)
+            size = file.seek(0, 2)
+            file.seek(-min(TAIL, size), 2)
+            tail = file.read()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+    kind = container(head, tail, size)
+    if kind is None and (table := {".parquet": _parquet, ".arrow": _arrow}.get(path.suffix.lower())):
+        return table  # a damaged one, which says what is wrong with it
+    if kind is None or kind in ("compressed by gzip", "compressed by zstd"):
+        return _json
+    if kind == "a Parquet file":
+        return _parquet
+    if kind in ("an Arrow stream", "an Arrow file"):
+        return _arrow
+    raise DataError(
+        f"{path} is {kind}: data=hf reads Parquet, Arrow and JSON Lines, and JSON Lines also packed by gzip or zstd"
+    )
+
+
+# -- JSON -------------------------------------------------------------------------------------------------------------
+
+
+def _json(path: Path, column: str) -> Iterator[PlacedValue]:
+    with unpacked(path) as stream:
+        for line, value in _values(path, stream):
+            if not isinstance(value, dict):
+                raise DataError(f"{path}, line {line}: it is no JSON object but {_name(value)}")
+            lacks = () if column in value else tuple(value) or ("none",)
+            yield PlacedValue(f"line {line}", value.get(column), lacks)
+
+
+def _values(path: Path, stream: BinaryIO) -> Iterator[tuple[int, Any]]:
+    """The line and the value of each record. A file that begins with a list, or with a brace alone, may spread values
+    over lines."""
+    line = 0
+    begun = False
+    while data := stream.readline(LONGEST + 1):
+        line += 1
+        text = _decoded(path, line, data, codecs.BOM_UTF8 if line == 1 else b"")
+        if not begun and (text.lstrip().startswith("[") or text.strip() == "{"):
+            yield from _spread(path, stream, line, text)
+            return
+        text = text.rstrip()
+        begun = begun or bool(text)
+        at = _after_space(text, 0)
+        while at < len(text):
+            with _json_errors(path, line, text):
+                value, at = _DECODER.raw_decode(text, at)
+            yield line, value
+            at = _after_space(text, at)
+
+
+def _spread(path: Path, stream: BinaryIO, line: int, text: str) -> Iterator[tuple[int, Any]]:
+    """Values that lines do not divide, in a list or not.
+
+    Args:
+        line: the number of the line `text`, the first that is not blank.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    listed = text.lstrip().startswith("[")
+    at = text.index("[") + 1 if listed else 0
+    more = True
+    while True:
+        before = at
+        at = _after_space(text, at, more=", " if listed else "")
+        line += text.count("\n", before, at)
+        if listed and text.startswith("]", at):
+            return
+        try:
+            with _json_errors(path, line, text[:0]):
+                value, end = _DECODER.raw_decode(text, at)
+        except DataError:
+            if not more:
+                if at == len(text) and not listed:
+                    return
+                with _json_errors(path, line, text[at:]):
+                    _DECODER.raw_decode(text[at:])
+            text = text[at:]
+            at = 0
+            data = stream.read(max(1 << 16, len(text)))
+            more = bool(data)
+            text += _decoded(path, line, data, decoder=decoder)
+            if len(text) > LONGEST:
+                raise _too_long(path, line) from None
+        else:
+            yield line, value
+            line += text.count("\n", at, end)
+            at = end
+
+
+_DECODER = json.JSONDecoder()
+_SPACE = " \t\r\n"
+
+
+def _after_space(text: str, at: int, more: str = "") -> int:
+    while at < len(text) and text[at] in _SPACE + more:
+        at += 1
+    return at
+
+
+def _decoded(path: Path, line: int, data: bytes, mark: bytes = b"", decoder: Any = None) -> str:
+    """The text of some bytes, within bounds."""
+    try:
+        text: str = data.removeprefix(mark).decode() if decoder is None else decoder.decode(data, not data)
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path}, line {line}: it is not UTF-8 text ({error.reason}). Convert the file (iconv -t utf-8)"
+        ) from error
+    if len(data) > LONGEST:
+        raise _too_long(path, line)
+    if len(text) > LARGE and text.count(",") > MOST_PARTS:
+        raise DataError(f"{path}, line {line}: it holds more than {MOST_PARTS:,} values. Divide it")
+    return text
+
+
+def _too_long(path: Path, line: int) -> DataError:
+    return DataError(
+        f"{path}, line {line}: it is longer than {LONGEST >> 20} MB, and a record is read as one. Divide it, or give "
+        "its text in a file of its own to data=text"
+    )
+
+
+@contextmanager
+def _json_errors(path: Path, line: int, text: str) -> Iterator[None]:
+    """Errors of a value whose text begins in `line`."""
+    try:
+        yield
+    except json.JSONDecodeError as error:
+        where = line + text.count("\n", 0, error.pos) if error.lineno > 1 else line
+        raise DataError(f"{path}, line {where}: it is no JSON ({error.msg}, column {error.colno})") from error
+    except (ValueError, RecursionError) as error:
+        why = "too deeply nested" if isinstance(error, RecursionError) else first_line(error)
+        raise DataError(f"{path}, line {line}: it cannot be read as JSON: {why}") from error
+
+
+def _name(value: Any) -> str:
+    """What a value in JSON is called."""
+    names = {bool: "a truth value", int: "a number", float: "a number", str: "text", list: "a list", dict: "an object"}
+    return "null" if value is None else names.get(type(value), type(value).__name__)
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+
+def _parquet(path: Path, column: str) -> Iterator[PlacedValue]:
+    with _table_errors(path):
+        import pyarrow.parquet
+
+        file = pyarrow.parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False)
+    with file:
+        if not file.metadata.num_rows:
+            return
+        _check_column(path, file.schema_arrow, column)
+        for group in range(file.metadata.num_row_groups):
+            place = f"row group {group}"
+            count = _rows_at_once(path, file.metadata.row_group(group), column, place)
+            batches = file.iter_batches(count, row_groups=[group], columns=[column], use_threads=False)
+            yield from _rows(path, batches, place)
+
+
+def _rows_at_once(path: Path, group: Any, column: str, place: str) -> int:
+    """How many rows of a row group are decoded at once. A dictionary may hold one value for all rows."""
+    chunks = [group.column(number) for number in range(group.num_columns)]
+    chunk = next(chunk for chunk in chunks if chunk.path_in_schema.split(".")[0] == column)
+    size, packed = chunk.total_uncompressed_size, chunk.total_compressed_size
+    if size > UNPACKED and size > TIMES * packed:
+        raise DataError(
+            f"{path}, {place}: its column {column} unpacks from {packed:,} bytes to {size:,}, which no text does. "
+            "Write the file anew with smaller row groups if it is sound"
+        )
+    largest = size - packed if chunk.has_dictionary_page else size // max(chunk.num_values, 1)
+    return int(min(BATCH_ROWS, max(1, BATCH_BYTES // max(largest, 1))))
+
+
+def _arrow(path: Path, column: str) -> Iterator[PlacedValue]:
+    with _table_errors(path):
+        import pyarrow
+
+        def opened(**options: Any) -> Any:
+            file = pyarrow.OSFile(str(path))
+            stream = file.read(6) != b"ARROW1"
+            file.seek(0)
+            open_it = pyarrow.ipc.open_stream if stream else pyarrow.ipc.open_file
+            return open_it(file, options=pyarrow.ipc.IpcReadOptions(use_threads=False, **options))
+
+        schema = opened().schema
+        number = _check_column(path, schema, column)
+        reader = opened(included_fields=[number])
+    if hasattr(reader, "num_record_batches"):
+        batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
+    else:
+        batches = iter(reader)
+    for index in range(1 << 62):
+        with _table_errors(path, f"batch {index}"):
+            if (batch := next(batches, None)) is None:
+                return
+            batch.validate(full=True)
+        yield from _rows(path, iter([batch]), f"batch {index}")
+
+
+def _rows(path: Path, batches: Iterator[Any], place: str) -> Iterator[PlacedValue]:
+    """The rows of batches of one column."""
+    number = 0
+    while True:
+        with _table_errors(path, f"{place}, after row {number - 1}" if number else place):
+            if (batch := next(batches, None)) is None:
+                return
+        for index in range(len(batch)):
+            with _table_errors(path, f"{place}, row {number}"):
+                value = batch.column(0)[index].as_py()
+            yield PlacedValue(f"{place}, row {number}", value)
+            number += 1
+
+
+def _check_column(path: Path, schema: Any, column: str) -> int:
+    """The place of a column of text.
+
+    Raises:
+        DataError: there is none of this name, or it holds something else.
+    """
+    import pyarrow.types as types
+
+    if column not in schema.names:
+        known = ", ".join(schema.names[:50])
+        raise DataError(f"data.column={column} is not in {path}. Its columns: {known or 'none'}.")
+    number = int(schema.names.index(column))
+    kind = schema.field(number).type
+    values = kind.value_type if types.is_dictionary(kind) else kind
+    tests = (types.is_string, types.is_large_string, types.is_string_view, types.is_null)
+    if not any(test(values) for test in tests):
+        raise DataError(f"data.column={column} of {path} holds {kind}, not text")
+    return number
+
+
+@contextmanager
+def _table_errors(path: Path, place: str = "") -> Iterator[None]:
+    """Errors of pyarrow, which raises several kinds for a damaged file."""
+    try:
+        yield
+    except ImportError as error:
+        raise DataError(f"{path} needs the package pyarrow ({error}): pip install datasets") from error
+    except (DataError, MemoryError):
+        raise
+    except Exception as error:
+        at = f", {place}" if place else ""
+        raise DataError(f"{path}{at} cannot be read: {first_line(error).rstrip('.')}") from error

@@ -1,0 +1,225 @@
+"""Token ids in files, read where they are asked for; memory holds what is asked for alone.
+
+Files are read at a place (`pread`), not mapped: one that is cut off while a run trains is an error with a message,
+where a mapped one ends the process by a signal. What is read is compared with what the file was when it was opened:
+
+| file | compared |
+|---|---|
+| an entry of the token cache | the CRC-32 of each `BLOCK` that is read, with that of when all of it was checked |
+| a token file of the user's | size and time of change after each read; where they differ, the digest of all of it |
+"""
+
+import os
+import weakref
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Generic, TypeVar, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from fp4train.errors import DataError
+
+Ids = npt.NDArray[np.integer[Any]]
+Places = npt.NDArray[np.int64]
+
+BLOCK = 1 << 16
+"""Bytes of each checksum: a row of a batch is read in whole blocks."""
+
+
+class IdFile:
+    """Ids of one type, one after another, in an open file.
+
+    Args:
+        descriptor: of the open file; owned from here on.
+        path: for messages.
+        offset: bytes before the first id.
+    """
+
+    def __init__(self, descriptor: int, path: Path, dtype: np.dtype[Any], count: int, *, offset: int = 0) -> None:
+        self.descriptor = descriptor
+        self.path = path
+        self.dtype = dtype
+        self.offset = offset
+        self.count = count
+        weakref.finalize(self, os.close, descriptor)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all ids."""
+        return self.count * self.dtype.itemsize
+
+    def read(self, first: int, count: int) -> Ids:
+        """`count` ids from `first` on.
+
+        Raises:
+            DataError: the file is not as it was.
+        """
+        width = self.dtype.itemsize
+        return np.frombuffer(self.raw(first * width, count * width), self.dtype)
+
+    def raw(self, first: int, size: int) -> bytes:
+        """`size` bytes of the ids from byte `first` on.
+
+        Raises:
+            DataError: the file is shorter than it was, or cannot be read.
+        """
+        parts: list[bytes] = []
+        missing = size
+        while missing:
+            try:
+                part = os.pread(self.descriptor, missing, self.offset + first + size - missing)
+            except OSError as error:
+                raise DataError(f"{self.path} cannot be read any more: {error.strerror}") from error
+            if not part:
+                raise DataError(f"{self.path} was cut off after the run had opened it: {missing:,} bytes are missing")
+            parts.append(part)
+            missing -= len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+class CheckedFile(IdFile):
+    """An entry of the cache, of which every block that is read is compared with `checksums`."""
+
+    checksums: npt.NDArray[np.uint32]
+
+    def raw(self, first: int, size: int) -> bytes:
+        if not size:
+            return b""
+        begin = first // BLOCK
+        end = -(-(first + size) // BLOCK)
+        data = super().raw(begin * BLOCK, min(end * BLOCK, self.size) - begin * BLOCK)
+        if not np.array_equal(checksums(data), self.checksums[begin:end]):
+            raise DataError(
+                f"{self.path} was changed after the run had opened it: bytes {begin * BLOCK:,} to {end * BLOCK:,} are "
+                "not the text of this run any more. Start the command again: it is tokenised anew"
+            )
+        return data[first - begin * BLOCK :][:size]
+
+
+def checksums(data: bytes | memoryview) -> npt.NDArray[np.uint32]:
+    """The CRC-32 of each block of `data`."""
+    view = memoryview(data)
+    return np.array([zlib.crc32(view[at : at + BLOCK]) for at in range(0, len(view), BLOCK)], np.uint32)
+
+
+Stamp = tuple[int, int, int]
+"""Size, time of change and inode."""
+
+
+class WatchedFile(IdFile):
+    """A token file of the user's.
+
+    `digest` is that of all its ids, and `anew` computes it: it is compared where the file was touched while a run reads
+    it.
+    """
+
+    digest: str | None = None
+    anew: Callable[[IdFile], str] | None = None
+
+    def __init__(self, descriptor: int, path: Path, dtype: np.dtype[Any], count: int, *, offset: int = 0) -> None:
+        super().__init__(descriptor, path, dtype, count, offset=offset)
+        self.stamp = self._stamp()
+
+    def _stamp(self) -> Stamp:
+        status = os.fstat(self.descriptor)
+        return status.st_size, status.st_mtime_ns, status.st_ino
+
+    def raw(self, first: int, size: int) -> bytes:
+        data = super().raw(first, size)
+        stamp = self._stamp()
+        if stamp != self.stamp and self.anew is not None:
+            if stamp[0] != self.stamp[0] or self.anew(_View(self)) != self.digest:
+                raise DataError(
+                    f"{self.path} was changed after the run had opened it. Put it back as it was and start the command "
+                    "again, or begin a new run with what it holds now"
+                )
+            self.stamp = stamp
+        return data
+
+
+class _View(IdFile):
+    """The same file without what is compared."""
+
+    def __init__(self, file: IdFile) -> None:
+        super().__init__(os.dup(file.descriptor), file.path, file.dtype, file.count, offset=file.offset)
+
+
+IdFileKind = TypeVar("IdFileKind", bound=IdFile, covariant=True)
+
+
+class StoredIds(Generic[IdFileKind]):
+    """The ids of several files, one after another, or a stretch of them; used like an array that cannot be changed.
+
+    A slice is another one. `np.asarray` reads all of it, `take` what lies at some places.
+    """
+
+    def __init__(self, files: Sequence[IdFileKind], first: int = 0, end: int | None = None) -> None:
+        self.files = tuple(files)
+        self._starts = np.cumsum([0, *(file.count for file in self.files)])
+        self._first = first
+        self._end = int(self._starts[-1]) if end is None else end
+        dtypes = {file.dtype for file in self.files}
+        self.dtype: np.dtype[Any] = dtypes.pop() if len(dtypes) == 1 else np.dtype(np.int64)
+
+    @property
+    def filename(self) -> str:
+        """The file, or the first of several."""
+        return str(self.files[0].path)
+
+    def __len__(self) -> int:
+        return self._end - self._first
+
+    @overload
+    def __getitem__(self, part: int) -> np.integer[Any]: ...
+    @overload
+    def __getitem__(self, part: slice) -> "StoredIds[IdFileKind]": ...
+    def __getitem__(self, part: int | slice) -> "StoredIds[IdFileKind] | np.integer[Any]":
+        if not isinstance(part, slice):
+            (number,) = self._stretch(part + len(self) if part < 0 else part, 1)
+            return np.int64(number)
+        first, end, step = part.indices(len(self))
+        if step != 1:
+            raise ValueError(f"a step of {step}: stored ids are cut in stretches")
+        return StoredIds(self.files, self._first + first, self._first + max(first, end))
+
+    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> Ids:
+        ids = self._stretch(0, len(self))
+        return ids if dtype is None else ids.astype(dtype)
+
+    def tolist(self) -> list[int]:
+        """All of it as numbers of Python."""
+        numbers: list[int] = np.asarray(self).tolist()
+        return numbers
+
+    def take(self, places: Places) -> Ids:
+        """The ids at `places`, of any shape. A stretch of places that follow each other is read at once."""
+        flat = np.asarray(places, np.int64).ravel()
+        found = np.empty(len(flat), self.dtype)
+        borders = np.flatnonzero(np.diff(flat) != 1) + 1
+        for begin, end in zip([0, *borders.tolist()], [*borders.tolist(), len(flat)], strict=True):
+            if begin < end:
+                found[begin:end] = self._stretch(int(flat[begin]), end - begin)
+        return found.reshape(np.shape(places))
+
+    def _stretch(self, first: int, count: int) -> Ids:
+        if not 0 <= first <= first + count <= len(self):
+            raise IndexError(f"ids {first} to {first + count} of {len(self)}")
+        at = self._first + first
+        end = at + count
+        number = int(np.searchsorted(self._starts, at, side="right")) - 1
+        parts: list[Ids] = []
+        while at < end:
+            place = at - int(self._starts[number])
+            part = self.files[number].read(place, min(end - at, self.files[number].count - place))
+            parts.append(part)
+            at += len(part)
+            number += 1
+        if not parts:
+            return np.empty(0, self.dtype)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts).astype(self.dtype, copy=False)
+
+
+TokenIds = Ids | StoredIds[IdFile]
+"""Ids in memory or in files."""

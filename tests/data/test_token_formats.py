@@ -1,0 +1,203 @@
+"""What token files say of themselves: NumPy's headers, and containers and text that are no array of ids."""
+
+import bz2
+import gzip
+import json
+import lzma
+import os
+import pickle
+import sqlite3
+import tarfile
+import warnings
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from fp4train.data import DataError, TokenData, Tokens
+
+IDS = np.arange(1000) % 500
+
+
+def build(path: Path, *, vocab_size: int = 500, **settings: Any) -> TokenData:
+    settings = {"val": 0.1} | settings
+    return Tokens(path=str(path), vocab_size=vocab_size, **settings).build(path.parent / "run", 16, 0)
+
+
+def everything(data: TokenData) -> np.ndarray:
+    return np.concatenate([data.train.ids, data.val.ids])
+
+
+INTEGERS = st.sampled_from(["<u1", "<i1", "<u2", ">u2", "<i2", "<u4", ">u4", "<i4", "<u8", "<i8", ">i8"])
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@given(
+    dtype=INTEGERS, rows=st.sampled_from([(120,), (1, 120), (5, 24), (2, 3, 20)]), version=st.sampled_from([1, 2, 3])
+)
+def test_an_array_of_numpy_is_read_as_its_header_says(
+    tmp_path: Path, dtype: str, rows: tuple[int, ...], version: int
+) -> None:
+    ids = (np.arange(120) % 127).astype(dtype).reshape(rows)
+    for name in ("x.npy", "x.bin"):
+        with (tmp_path / name).open("wb") as file, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            np.lib.format.write_array(file, ids, version=(version, 0))
+        data = Tokens(path=str(tmp_path / name), vocab_size=127, val=40).build(tmp_path / "run", 16, 0)
+        assert np.array_equal(everything(data), ids.ravel())
+
+
+def test_raw_ids_stay_raw_whatever_they_are_called(tmp_path: Path) -> None:
+    for name in ("part-0-00000.npy", "tokens.u16", "ids"):
+        IDS.astype("<u2").tofile(tmp_path / name)
+        assert np.array_equal(everything(build(tmp_path / name)), IDS)
+
+
+def archived(path: Path, write: Callable[..., object]) -> None:
+    with path.open("wb") as file:
+        write(file, ids=IDS)
+
+
+def extended(path: Path) -> None:
+    np.save(path, IDS)
+    path.write_bytes(path.read_bytes() + b"abc")
+
+
+def zipped(path: Path) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("ids.bin", IDS.astype("<u2").tobytes())
+
+
+def tarred(path: Path) -> None:
+    with tarfile.open(path, "w") as archive:
+        archive.add(__file__, "ids.bin")
+
+
+def arrow(path: Path, *, stream: bool) -> None:
+    table = pyarrow.table({"ids": IDS.astype("uint16")})
+    make = pyarrow.ipc.new_stream if stream else pyarrow.ipc.new_file
+    with make(str(path), table.schema) as writer:
+        writer.write_table(table)
+
+
+RAW = np.random.default_rng(0).integers(0, 60_000, 20_000).astype("<u2")
+OTHERS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "npz": (lambda path: archived(path, np.savez), r"an archive of NumPy arrays \(\.npz\)"),
+    "npz, compressed": (lambda path: archived(path, np.savez_compressed), r"an archive of NumPy arrays"),
+    "zip": (zipped, "a zip archive"),
+    "tar": (tarred, "a tar archive"),
+    "gzip": (lambda path: path.write_bytes(gzip.compress(RAW.tobytes())), "compressed by gzip"),
+    "bzip2": (lambda path: path.write_bytes(bz2.compress(RAW.tobytes())), "compressed by bzip2"),
+    "xz": (lambda path: path.write_bytes(lzma.compress(RAW.tobytes())), "compressed by xz"),
+    "zstd": (lambda path: path.write_bytes(pyarrow.compress(RAW.tobytes(), "zstd", asbytes=True)), "by zstd"),
+    "torch": (lambda path: torch.save(torch.from_numpy(IDS), path), r"a file of torch\.save"),
+    "torch, old": (
+        lambda path: torch.save(torch.from_numpy(IDS), path, _use_new_zipfile_serialization=False),
+        "a file of torch.save",
+    ),
+    **{
+        f"pickle {protocol}": (lambda path, p=protocol: path.write_bytes(pickle.dumps(IDS.tolist(), p)), "a pickle")
+        for protocol in (2, 3, 4, 5)
+    },
+    "pickled array": (lambda path: path.write_bytes(pickle.dumps(RAW)), "a pickle"),
+    "a short pickle": (lambda path: path.write_bytes(pickle.dumps([1, 2])), "a pickle"),
+    "pickle 0": (lambda path: path.write_bytes(pickle.dumps(IDS.tolist(), 0)), "text"),
+    "safetensors": (lambda path: save_file({"ids": torch.from_numpy(IDS)}, path), "a safetensors file"),
+    "arrow": (lambda path: arrow(path, stream=False), "an Arrow file"),
+    "arrow stream": (lambda path: arrow(path, stream=True), "an Arrow stream"),
+    "parquet": (lambda path: pyarrow.parquet.write_table(pyarrow.table({"a": IDS}), path), "a Parquet file"),
+    "json": (lambda path: path.write_text(json.dumps(IDS.tolist())), "text"),
+    "csv": (lambda path: path.write_text(" ".join(map(str, IDS))), "text"),
+    "text": (lambda path: path.write_text("käse und wein\r\n" * 10_000), "text"),
+    "utf-16": (lambda path: path.write_text("käse und wein\n" * 1000, encoding="utf-16"), "text"),
+    "sqlite": (lambda path: sqlite3.connect(path).execute("create table a (b)").connection.close(), "an SQLite"),
+    "index": (lambda path: path.write_bytes(b"MMIDIDX\0\0" + bytes(99)), "a Megatron index"),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize("name", ["x.npy", "x.bin"])
+def test_other_containers_and_text_are_refused_by_what_they_are(tmp_path: Path, kind: str, name: str) -> None:
+    write, words = OTHERS[kind]
+    write(tmp_path / name)
+    with pytest.raises(
+        DataError, match=rf"{name} is {words if words != 'by zstd' else 'compressed by zstd'}"
+    ) as refused:
+        build(tmp_path / name, vocab_size=65536, val=20)
+    assert any(cure in str(refused.value) for cure in ("tofile", "Unpack it first", "data=text", "a Megatron index"))
+
+
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    mark=st.sampled_from(
+        [b"\x1f\x8b\x08", b"\x80\x04\x95", b"\x80\x02", b"BZh9", b"\xff\xff\xff\xff", b"PK\x03\x04", b""]
+    ),
+    seed=st.integers(0, 2**32 - 1),
+    size=st.integers(60, 4000),
+)
+def test_raw_ids_that_begin_as_a_container_does_are_ids(tmp_path: Path, mark: bytes, seed: int, size: int) -> None:
+    """Three or four bytes are one pair of ids: what follows them has to be right, too."""
+    ids = np.random.default_rng(seed).integers(2000, 50_000, size).astype("<u2")
+    content = mark + ids.tobytes()[len(mark) :]
+    (tmp_path / "train.bin").write_bytes(content)
+    data = build(tmp_path / "train.bin", vocab_size=65536, val=20)
+    assert everything(data).astype("<u2").tobytes() == content
+
+
+BAD_ARRAYS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "floats": (lambda path: np.save(path, IDS.astype("f4")), "of float32, not of token ids"),
+    "truth values": (lambda path: np.save(path, IDS > 3), "of bool, not of token ids"),
+    "fields": (lambda path: np.save(path, np.zeros(99, [("a", "u2"), ("b", "u2")])), "not of token ids"),
+    "objects": (lambda path: np.save(path, np.array([1, "a"] * 99, object)), "cannot be read: .*objects in dtype"),
+    "columns": (lambda path: np.save(path, np.asfortranarray(IDS.reshape(10, 100))), "lies column by column"),
+    "a number": (lambda path: np.save(path, np.array(7)), "holds one number"),
+    "nothing": (lambda path: np.save(path, IDS[:0]), "is empty"),
+    "cut off": (lambda path: (np.save(path, IDS), os.truncate(path, 999)), "cannot be read"),
+    "more": (extended, r"has 8,131 bytes, but its header says"),
+    "a header alone": (lambda path: path.write_bytes(b"\x93NUMPY"), "cannot be read"),
+    "a huge shape": (
+        lambda path: path.write_bytes(
+            b"\x93NUMPY\x01\x00\x76\x00"
+            + b"{'descr': '<u2', 'fortran_order': False, 'shape': (4611686018427387904,)}".ljust(117)
+            + b"\n"
+            + bytes(200)
+        ),
+        "cannot be read",
+    ),
+    "a long header": (
+        lambda path: path.write_bytes(b"\x93NUMPY\x02\x00\xff\xff\xff\x0f" + b"(" * 100_000),
+        "cannot be",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_ARRAYS)
+def test_an_array_that_holds_no_row_of_ids_is_refused_by_its_header(tmp_path: Path, kind: str) -> None:
+    write, words = BAD_ARRAYS[kind]
+    write(tmp_path / "x.npy")
+    with pytest.raises(DataError, match=rf"x\.npy .*{words}"):
+        build(tmp_path / "x.npy", vocab_size=65536)
+
+
+@pytest.mark.parametrize(("dtype", "named"), [("<u4", "uint32"), ("<i8", "int64")])
+def test_wider_ids_are_not_taken_for_uint16_unasked(tmp_path: Path, dtype: str, named: str) -> None:
+    (1 + IDS).astype(dtype).tofile(tmp_path / "train.bin")
+    with pytest.raises(DataError, match=rf"every second uint16 is 0, as in an array of {named}: .*data\.dtype={named}"):
+        build(tmp_path / "train.bin", vocab_size=501)
+    assert np.array_equal(everything(build(tmp_path / "train.bin", vocab_size=501, dtype=named)), IDS + 1)
+    assert len(everything(build(tmp_path / "train.bin", vocab_size=501, dtype="uint16"))) > len(IDS)
+
+
+def test_bytes_of_text_are_ids_where_they_are_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "bytes.bin").write_text("to be or not to be, " * 100)
+    data = build(tmp_path / "bytes.bin", vocab_size=256, dtype="uint8", val=100)
+    assert bytes(everything(data).astype(np.uint8)).startswith(b"to be or not")

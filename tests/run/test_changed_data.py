@@ -1,0 +1,60 @@
+"""Data that changes while a run trains: the run ends with a message, and its state is saved."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from command_line import STEADY, TINY, Before, Cli, besides, losses, steps
+
+
+def cut_off(path: Path) -> None:
+    os.truncate(path, 100)
+
+
+def overwritten(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.write(b"\x07\x00" * (path.stat().st_size // 2))
+
+
+CHANGES = {"cut off": cut_off, "changed": overwritten}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_run_whose_cache_changes_ends_saved_and_goes_on_when_it_is_tokenised_again(
+    cli: Cli, before: Before, tmp_path: Path, change: str
+) -> None:
+    words = ("train.steps=6", *STEADY, "checkpoint.every=0")
+    assert cli("run.name=whole", *words, f"data.cache_dir={tmp_path}").code == 0
+    (cached,) = tmp_path.glob("*.bin")
+    before(3, lambda run: CHANGES[change](cached))
+    ended = cli("run.name=a", *words, f"data.cache_dir={tmp_path}")
+    assert ended.code == 1
+    assert f"{cached.name} was {change} after the run had opened it" in ended.message
+    (saved,) = steps()
+    assert saved in (3, 4), "the rows of one step are read ahead"
+    assert cli.raw("resume=runs/a").code == 0
+    assert losses("runs/a") == losses("runs/whole")
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_run_whose_token_file_changes_ends_saved(cli: Cli, before: Before, change: str) -> None:
+    (np.arange(8000) % 50).astype(np.uint16).tofile("ids.bin")
+    good = Path("ids.bin").read_bytes()
+    data = ("data=tokens", "data.path=ids.bin", "data.vocab_size=50", "checkpoint.every=0")
+    words = [*besides(TINY, {"data"}), *data, *STEADY]
+
+    def touch(run: Any) -> None:
+        Path("ids.bin").touch()
+
+    before(2, touch)
+    assert cli.raw("run.name=touched", *words).code == 0
+    before(3, lambda run: CHANGES[change](Path("ids.bin")))
+    ended = cli.raw("run.name=a", *words)
+    assert ended.code == 1
+    assert f"ids.bin was {change} after the run had opened it" in ended.message
+    assert steps() in ([3], [4])
+    Path("ids.bin").write_bytes(good)
+    assert cli.raw("resume=runs/a").code == 0
+    assert losses("runs/a") == losses("runs/touched")
