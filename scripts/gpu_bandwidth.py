@@ -3,8 +3,9 @@
     python scripts/gpu_bandwidth.py --out NAME-bandwidth.json [--few] [--dry-run]
 
 copy        GB/s of a device-to-device copy, which reads and writes
-products    TFLOP/s of torch's products: BF16 into BF16 and, as emulation sums, into float32; FP8 with one scale; NVFP4
-            and MXFP8 where tensor cores multiply them
+products    TFLOP/s of torch's products: BF16 into BF16 and into float32; FP8 with one scale; NVFP4 and MXFP8 where
+            tensor cores multiply them; and of emulation's, whose scales are applied in cuBLAS's product and in
+            Triton's, each after a product of integers that must be exact
 kernels     bytes that each must move, divided by its time, as a share of the copy's GB/s; the target is 75 %
 
 Times are medians of CUDA-graph replays, so that Python's launches do not count. `--few` times the kernels alone that
@@ -30,6 +31,7 @@ from torch import Tensor
 
 from fp4train.backends.emulate import matmul
 from fp4train.backends.native import NATIVE
+from fp4train.backends.scaled import ScaledProducts
 from fp4train.hardware import Device
 from fp4train.precision import MXFP8, NVFP4, FP8Current, Recipe
 from fp4train.precision.layers import Layer
@@ -39,10 +41,8 @@ from fp4train.quantize import triton as kernels
 TARGET = 0.75
 FEW = (
     "amax",
-    "nvfp4 values",
-    "nvfp4 stochastic values",
-    "nvfp4 hadamard values, columns",
-    "nvfp4 hadamard stochastic values, columns",
+    "nvfp4 values and codes of both forms, and amaxes",
+    "nvfp4 stochastic values of both forms, and amaxes",
     "nvfp4 16x16 values",
     "mxfp8 values",
     "nvfp4 codes of both forms, and amaxes",
@@ -80,8 +80,13 @@ def timings(x: Tensor) -> list[Timing]:
 
     random = stochastic, had_stochastic
 
-    def both(row: kernels.TritonQuantizer, column: kernels.TritonQuantizer, given: Tensor | None) -> object:
-        return row.with_columns(column, x, key, given, key, given, True, True)
+    def both(
+        row: kernels.TritonQuantizer,
+        column: kernels.TritonQuantizer,
+        given: Tensor | None,
+        codes: tuple[bool, bool] = (True, True),
+    ) -> object:
+        return row.with_columns(column, x, key, given, key, given, *codes)
 
     second, third = x.clone(), x.clone()  # of their own memory, which no cache holds after x was read
 
@@ -132,6 +137,16 @@ def timings(x: Tensor) -> list[Timing]:
         Timing("nvfp4 codes of both forms", lambda: both(nvfp4, had, amax), plain + 2 * codes4),
         Timing("nvfp4 stochastic codes of both forms", lambda: both(*random, amax), plain + 2 * codes4),
         Timing("nvfp4 codes of both forms, and amaxes", lambda: both(nvfp4, had, None), 2 * plain + 2 * codes4),
+        Timing(
+            "nvfp4 values and codes of both forms, and amaxes",
+            lambda: both(nvfp4, had, None, (False, True)),
+            3 * plain + codes4,
+        ),
+        Timing(
+            "nvfp4 stochastic values of both forms, and amaxes",
+            lambda: both(*random, None, (False, False)),
+            4 * plain,
+        ),
         Timing("mxfp8 codes of both forms", lambda: both(mxfp8, mxfp8, None), plain + 2 * codes8),
         Timing("fp8 tensor codes of both forms", lambda: both(tensor8, tensor8, amax), plain + 2 * n),
         Timing("fp8 tensor codes of both forms, and amax", lambda: both(tensor8, tensor8, None), 2 * plain + 2 * n),
@@ -178,6 +193,11 @@ def products(x: Tensor) -> Iterator[tuple[str, Callable[[], object]]]:
     """(name, call) of the products x·xᵀ that tensor cores of this GPU multiply."""
     yield "BF16", lambda: x @ x.T
     yield "BF16 into float32", lambda: matmul(Decoded(x, None), Decoded(x, None), out_dtype=torch.float32)
+    scale = torch.full((), 0.01, device=x.device)
+    operand = Decoded(x, scale)
+    for way in ("cublas", "triton"):
+        scaled = ScaledProducts(way)
+        yield f"BF16 with two scales, {way}", partial(multiplied, scaled, operand)
     device = Device.of(x.device)
     layer = Layer(name="layer", in_features=x.shape[1], out_features=x.shape[0], block=0, blocks=1)
     recipes: dict[str, Recipe] = {"FP8": FP8Current(), "MXFP8": MXFP8(), "NVFP4": NVFP4()}
@@ -188,6 +208,22 @@ def products(x: Tensor) -> Iterator[tuple[str, Callable[[], object]]]:
             assert spec is not None
             codes = kernels.TritonQuantizer(spec).in_tiles.codes(x)
             yield name, partial(NATIVE.product, codes, codes, out_dtype=torch.bfloat16)
+
+
+def multiplied(scaled: ScaledProducts, operand: Decoded) -> Tensor:
+    """The product x·xᵀ with its scales, as emulation makes it."""
+    return scaled.product(operand, operand, out_dtype=torch.bfloat16)
+
+
+def check_integers(scaled: ScaledProducts, device: torch.device) -> None:
+    """RuntimeError where a product of integers, whose sums are exact in float32, has other bits than it must."""
+    places = torch.arange(192, device=device)
+    x = ((torch.arange(160, device=device)[:, None] * 37 + places * 53) % 201 - 100).bfloat16()
+    first, second = torch.tensor([0.1234567, 3.7654321e-3], device=device).unbind()
+    exact = (x.float()[:, None] * x.float()).sum(2) * (first * second)
+    product = scaled.product(Decoded(x, first), Decoded(x, second), out_dtype=torch.bfloat16)
+    if not torch.equal(product, exact.bfloat16()):
+        raise RuntimeError(f"{int((product != exact.bfloat16()).sum())} of {product.numel()} exact products differ")
 
 
 def measurements(size: int, few: bool) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
@@ -220,6 +256,9 @@ def kernel_row(timing: Timing, rates: dict[str, float]) -> dict[str, Any]:
 
 
 def product_row(call: Callable[[], object], side: int) -> dict[str, Any]:
+    if isinstance(call, partial) and call.func is multiplied:
+        scaled, operand = call.args
+        check_integers(scaled, operand.values.device)
     us = microseconds(call)
     return {"us": us, "TFLOP/s": 2 * side**3 / us / 1e6}
 

@@ -38,7 +38,7 @@ from gpu_launched import launched_cases
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
-from fp4train.quantize import Quantized, QuantSpec, produced, reference
+from fp4train.quantize import Quantized, QuantSpec, RandomKey, produced, reference
 from fp4train.quantize import triton as kernels
 
 TINY = ((20, 40),)
@@ -109,9 +109,34 @@ def check_both(case: Case, x: Tensor, amax: Tensor | None, column: QuantSpec) ->
     specs, given = ((case.x, case.spec, KEY), (case.x.T, column, turned)), case.amax
     wanted = [reference.quantize(each, spec, key=key, amax=given) for each, spec, key in specs]
     found = differences(made, wanted)
+    if case.spec.block[1] is not None and (column.hadamard is not None or x.is_cuda):
+        found |= check_values(case, x, amax, column, turned)
     if newest is not None and (unlike := difference(newest, case.x.abs().amax().float())) is not None:
         found["amax of x"] = unlike
     return found
+
+
+def check_values(case: Case, x: Tensor, amax: Tensor | None, column: QuantSpec, turned: RandomKey) -> dict[str, str]:
+    """Differences of what emulation takes: values of dy, which is rounded stochastically, in both forms; of x values,
+    and codes of the other form."""
+    row, other = (kernels.TritonQuantizer(spec) for spec in (case.spec, column))
+    codes = not case.spec.random
+    made = row.with_columns(other, x, KEY, amax, turned, amax, False, codes)
+    if made is None:
+        return {"why_not": "no kernel for values of both forms"}
+    found = {}
+    first = reference.quantize_dequantize(case.x, case.spec, key=KEY, amax=case.amax)
+    found["values of rows"] = difference(made[0].values, first.values)
+    found["scale of rows"] = difference(made[0].scale, first.scale)
+    if codes:
+        found["codes beside values"] = difference(
+            made[1].codes, reference.quantize(case.x.T, column, key=turned, amax=case.amax).codes
+        )
+    else:
+        second = reference.quantize_dequantize(case.x.T, column, key=turned, amax=case.amax)
+        found["values of columns"] = difference(made[1].values, second.values)
+        found["scale of columns"] = difference(made[1].scale, second.scale)
+    return {what: text for what, text in found.items() if text is not None}
 
 
 def check_produced(case: Case, x: Tensor, name: str) -> dict[str, str]:
