@@ -1,13 +1,16 @@
 """Scaled products of GPUs beside those of a CPU: in Triton's interpreter, and with a cuBLAS of a CPU's memory."""
 
 import importlib.util
+from unittest.mock import Mock
 
 import pytest
 import torch
 from interpreted import interpreted
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp4train.backends import emulate, matmul, scaled
-from fp4train.quantize import Decoded
+from fp4train.quantize import Decoded, triton
+from fp4train.quantize.launch import Launch
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed (Linux only: pip install triton)"
@@ -155,3 +158,37 @@ def test_a_tile_leaves_no_multiprocessor_idle_where_it_can(
     monkeypatch.setattr(scaled, "processors", lambda device: 132)
     monkeypatch.setattr(scaled, "interpreted", lambda: False)
     assert scaled.tile_of(sizes, steps, adds, torch.device("cpu")) == tile
+
+
+@needs_triton
+@pytest.mark.parametrize("library", [True, False])
+def test_emulation_on_a_gpu_applies_scales_and_adds_dw_in_the_product(
+    library: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On tensors without data that are on a GPU: which kernels a layer's products are, and what torch multiplies."""
+    launched: list[str] = []
+    cublas = Mock(multiply=lambda *arguments: launched.append("cublas"))
+    monkeypatch.setattr(Launch, "__call__", lambda self, *_, **__: launched.append(self.kernel.fn.__name__))
+    monkeypatch.setattr(scaled.ScaledProducts, "_cublas_on", lambda self, device: cublas if library else None)
+    monkeypatch.setattr(scaled, "processors", lambda device: 132)
+    monkeypatch.setattr(triton, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.version, "hip", None)
+    scaled._plan_product.cache_clear()
+    with FakeTensorMode():
+        a, b = (torch.empty(rows, 64, device="cuda", dtype=torch.bfloat16) for rows in (48, 32))
+        scale = torch.empty((), device="cuda")
+        left, right = Decoded(a, scale), Decoded(b, scale)
+        y = emulate.EMULATE.product(left, right, out_dtype=torch.bfloat16)
+        emulate.EMULATE.add(torch.empty(48, 32, device="cuda"), left, right)
+        assert y.shape == (48, 32) and y.dtype == torch.bfloat16 and y.is_cuda
+        by_one_factor = ["product_factors", "cublas", "scaled_product"] if library else ["scaled_product"]
+        assert launched == by_one_factor * 2
+        launched.clear()
+        bias, rows = torch.empty(32, device="cuda"), torch.empty(48, 1, device="cuda")
+        emulate.EMULATE.product(left, right, out_dtype=torch.bfloat16, bias=bias)
+        emulate.EMULATE.product(Decoded(a, rows), right, out_dtype=torch.bfloat16)
+        assert launched == ["scaled_product"] * 2
+        plain = emulate.EMULATE.product(Decoded(a, None), Decoded(b, None), out_dtype=torch.bfloat16)
+        assert launched == ["scaled_product"] * 2 and plain.shape == (48, 32), "torch multiplies without scales"
+    scaled._plan_product.cache_clear()
