@@ -7,8 +7,8 @@ and there, beside a copy of this checkout:
     pip install --no-index --no-deps FOLDER/*.whl
 
 A machine with torch, Triton and transformers lacks four wheels for a run with `track=jsonl`, which `WHEELS` names;
-their versions are those of constraints.txt. `--with matplotlib` adds a package and what it needs. Never packed is what
-torch and transformers themselves need: it is on the machine, and pip must neither replace nor ask for it (--no-deps).
+their versions are those of constraints.txt. `--with matplotlib` adds a package and what it needs. Neither packed nor
+downloaded is what the machine has (`MACHINE`), and pip must neither replace nor ask for it there (--no-deps).
 
 The last lines say how much travels: the folder, and the files of the checkout beside it.
 """
@@ -16,24 +16,40 @@ The last lines say how much travels: the folder, and the files of the checkout b
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import subprocess
 import sys
-import tempfile
+import zipfile
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from email.parser import Parser
 from pathlib import Path
+
+from packaging.markers import Marker
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[1]
 
-MACHINE = ("torch", "transformers")
-"""Packages that the machine has, with all that they need; torch's wheels for Linux need Triton."""
+OF_TORCH = (
+    *("torch", "triton", "setuptools", "sympy", "mpmath", "networkx", "jinja2", "markupsafe"),
+    *("filelock", "fsspec", "typing-extensions"),
+)
+OF_TRANSFORMERS = (
+    *("transformers", "tokenizers", "safetensors", "huggingface-hub", "numpy", "tqdm", "pyyaml"),
+    *("regex", "packaging"),
+)
+MACHINE = frozenset({*OF_TORCH, *OF_TRANSFORMERS})
+"""Packages that the machine has: torch and transformers, and what each version of them needs."""
 
 WHEELS = ("hydra-core", "omegaconf", "antlr4-python3-runtime", "liger-kernel")
 """Packages that a training run imports and a machine with torch and transformers lacks."""
 
 SOURCES = ("antlr4-python3-runtime",)
 """Packages without a wheel on PyPI. Theirs are built here: they hold Python alone, and fit every machine."""
+
+PROCESSORS = ("x86_64", "aarch64")
+
+METADATA = re.compile(r"[^/]+\.dist-info/METADATA")
 
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
 
@@ -55,6 +71,19 @@ class Target:
         platforms = [word for tag in self.platforms() for word in ("--platform", tag)]
         version = ("--python-version", self.python, "--implementation", "cp")
         return ["--only-binary", ":all:", *version, *platforms]
+
+    @property
+    def processor(self) -> str:
+        """The last word of the tag: "x86_64" or "aarch64"."""
+        return next((name for name in PROCESSORS if self.platform.endswith(name)), "")
+
+    def satisfies(self, marker: Marker, extras: Collection[str]) -> bool:
+        """Whether a requirement with this marker counts there, of a package that is asked for with those extras."""
+        linux = {"sys_platform": "linux", "platform_system": "Linux", "os_name": "posix"}
+        python = {"python_version": self.python, "python_full_version": f"{self.python}.0"}
+        machine = {"platform_machine": self.processor, "implementation_name": "cpython"}
+        there = linux | python | machine
+        return any(marker.evaluate(there | {"extra": extra}) for extra in ("", *extras))
 
     def platforms(self) -> list[str]:
         """The tag itself and, of manylinux_2_28_x86_64, those of older systems."""
@@ -79,42 +108,6 @@ def pins() -> dict[str, str]:
     return {normalised(line.partition("==")[0]): line for line in pinned}
 
 
-def resolved(requirements: list[str], target: Target) -> dict[str, str]:
-    """Package → "name==version" of `requirements` and of all that they need, from metadata alone.
-
-    Raises:
-        SystemExit: pip finds no wheels for them.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder, "report.json")
-        dry = ("install", "--dry-run", "--ignore-installed", "--target", folder)
-        quiet = ("--quiet", "--report", str(report))
-        pip(*dry, *quiet, *target.options(), *requirements)
-        installs = json.loads(report.read_text("utf-8"))["install"]
-    packages = [install["metadata"] for install in installs]
-    return {normalised(p["name"]): f"{p['name']}=={p['version']}" for p in packages}
-
-
-def wheels(extras: list[str], target: Target) -> list[str]:
-    """What is packed, as "name==version": `WHEELS`, and `extras` with what they need.
-
-    Raises:
-        SystemExit: constraints.txt pins no package of a name, or the machine has it.
-    """
-    pinned = pins()
-    if unknown := [name for name in extras if normalised(name) not in pinned]:
-        raise SystemExit(f"pack_gpu: --with {unknown[0]}: constraints.txt pins no such package")
-    packed = {name: pinned[name] for name in WHEELS}
-    if extras:
-        machine = resolved(list(MACHINE), target)
-        if present := [name for name in extras if normalised(name) in machine]:
-            needed_by = " and ".join(MACHINE)
-            raise SystemExit(f"pack_gpu: --with {present[0]}: the machine has it, {needed_by} need it")
-        wanted = resolved([pinned[normalised(name)] for name in extras], target)
-        packed |= {name: line for name, line in wanted.items() if name not in machine}
-    return list(packed.values())
-
-
 def pip(*words: str) -> None:
     """Run pip; its errors are printed and end this program."""
     done = subprocess.run([*PIP, *words])
@@ -122,12 +115,41 @@ def pip(*words: str) -> None:
         raise SystemExit(f"pack_gpu: pip {words[0]} ended with {done.returncode}")
 
 
-def pack(folder: Path, packages: list[str], target: Target) -> None:
-    """Fill `folder` with a wheel of each package, and of none else."""
-    built = [line for line in packages if normalised(line.partition("==")[0]) in SOURCES]
-    published = [line for line in packages if line not in built]
-    pip("wheel", "--no-deps", "--wheel-dir", str(folder), *built)
-    pip("download", "--no-deps", "--dest", str(folder), *target.options(), *published)
+def pack(folder: Path, names: Sequence[str], target: Target) -> None:
+    """Fill `folder` with a wheel of each package, and of all that they need and the machine lacks.
+
+    Packages are read one by one, so that no resolver of pip downloads torch only to see what it needs.
+    """
+    pinned = pins()
+    packed: set[str] = set()
+    pending = [Requirement(pinned[name]) for name in names]
+    while pending:
+        requirement = pending.pop(0)
+        name = normalised(requirement.name)
+        if name not in packed | MACHINE:
+            packed.add(name)
+            wheel = fetched(pinned.get(name, f"{requirement.name}{requirement.specifier}"), folder, target)
+            pending += needs(wheel, requirement.extras, target)
+
+
+def fetched(requirement: str, folder: Path, target: Target) -> Path:
+    """The wheel of a requirement, which pip downloads or builds into `folder`."""
+    before = set(folder.iterdir())
+    if normalised(Requirement(requirement).name) in SOURCES:
+        pip("wheel", "--no-deps", "--wheel-dir", str(folder), requirement)
+    else:
+        pip("download", "--no-deps", "--dest", str(folder), *target.options(), requirement)
+    (wheel,) = set(folder.iterdir()) - before
+    return wheel
+
+
+def needs(wheel: Path, extras: Collection[str], target: Target) -> list[Requirement]:
+    """What the metadata of a wheel require on the target, with those extras of it."""
+    with zipfile.ZipFile(wheel) as archive:
+        (metadata,) = (name for name in archive.namelist() if METADATA.fullmatch(name))
+        lines = Parser().parsestr(archive.read(metadata).decode()).get_all("Requires-Dist", [])
+    requirements = map(Requirement, lines)
+    return [each for each in requirements if each.marker is None or target.satisfies(each.marker, extras)]
 
 
 def checkout_bytes() -> int:
@@ -157,11 +179,24 @@ def main(words: list[str] | None = None) -> int:
     if folder.exists() and any(folder.iterdir()):
         print(f"pack_gpu: {folder} is not empty", file=sys.stderr)
         return 2
-    target = Target(python=options.python, platform=options.platform)
-    packages = wheels(options.extras, target)
+    extras = [normalised(name) for name in options.extras]
+    check_extras(extras)
     folder.mkdir(parents=True, exist_ok=True)
-    pack(folder, packages, target)
+    pack(folder, [*WHEELS, *extras], Target(python=options.python, platform=options.platform))
     return say_size(folder, options.limit)
+
+
+def check_extras(names: Collection[str]) -> None:
+    """Refuse what cannot be added.
+
+    Raises:
+        SystemExit: the machine has a package of this name, or constraints.txt pins none.
+    """
+    for name in names:
+        if name in MACHINE:
+            raise SystemExit(f"pack_gpu: --with {name}: the machine has it, with torch and transformers")
+        if name not in pins():
+            raise SystemExit(f"pack_gpu: --with {name}: constraints.txt pins no such package")
 
 
 def say_size(folder: Path, limit: float) -> int:

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import zipfile
 from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 from pathlib import Path
 
@@ -48,17 +49,15 @@ def needed_by(*packages: str) -> set[str]:
     return found
 
 
-def test_what_is_packed_has_the_versions_of_the_constraints() -> None:
-    packages = pack_gpu.wheels([], TARGET)
-    lines = (pack_gpu.ROOT / "constraints.txt").read_text().splitlines()
-    assert {line.partition("==")[0] for line in packages} == set(pack_gpu.WHEELS)
-    assert set(packages) <= set(lines)
+def test_the_machine_has_what_torch_and_transformers_need_in_each_version() -> None:
+    """What is taken to be there must be, or a wheel that needs it fails; so it is less than what they need today."""
+    assert {name for name in pack_gpu.MACHINE if name != "triton"} <= needed_by("torch", "transformers", "numpy")
 
 
 @pytest.mark.long
 def test_a_run_trains_to_its_end_where_only_torch_transformers_and_the_packed_wheels_are(tmp_path: Path) -> None:
     """All other packages of this environment are hidden, matplotlib and wandb among them."""
-    there = needed_by(*pack_gpu.MACHINE, "triton", *pack_gpu.WHEELS) | {"fp4train"}
+    there = needed_by("torch", "transformers", "triton", *pack_gpu.WHEELS) | {"fp4train"}
     owners = packages_distributions()
     absent = {module for module, names in owners.items() if not there & set(map(pack_gpu.normalised, names))}
     assert {"wandb", "datasets", "matplotlib", "pyarrow"} <= absent
@@ -91,39 +90,64 @@ def test_the_wheels_of_the_registry_are_packed_and_their_size_is_said(
     assert re.search(rf"^ +{size:.2f} MB  {folder}, [\d.]+ MB with the files", capfd.readouterr().out, re.MULTILINE)
 
 
+REGISTRY = {
+    "hydra-core": ["omegaconf<2.4", "antlr4-python3-runtime==4.9.*", "packaging"],
+    "omegaconf": ["PyYAML>=5.1", "antlr4-python3-runtime==4.9.*"],
+    "antlr4-python3-runtime": [],
+    "liger-kernel": ["torch>=2.1.2", "triton>=2.3.1", "pytest; extra == 'dev'"],
+    "accelerate": ["torch>=2.0", "psutil", "Some.Extra[fast]>=2", "old; python_version < '3.12'"],
+    "psutil": ["pywin32; sys_platform == 'win32'", "arm; platform_machine == 'aarch64'"],
+    "some-extra": ["speedup==1; extra == 'fast'", "docs; extra == 'docs'"],
+    "speedup": [],
+}
+"""Package → what it needs."""
+
+
 @pytest.fixture
-def resolution(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What pip would choose, without a registry; gives what it was asked."""
-    asked: list[str] = []
-    machine = {"torch": "torch==2.11.0", "numpy": "numpy==2.4.6", "tqdm": "tqdm==4.70.1"}
-    extra = {"datasets": "datasets==5.2.0", "pyarrow": "pyarrow==23.0.0", "numpy": "numpy==2.4.6"}
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What pip is asked for, whose registry is `REGISTRY`."""
+    requirements: list[str] = []
 
-    def resolved(requirements: list[str], target: pack_gpu.Target) -> dict[str, str]:
-        asked.extend(requirements)
-        return machine if requirements == list(pack_gpu.MACHINE) else extra
+    def pip(*words: str) -> None:
+        folder = words[words.index("--wheel-dir" if words[0] == "wheel" else "--dest") + 1]
+        name = pack_gpu.normalised(Requirement(words[-1]).name)
+        requirements.append(words[-1])
+        assert "--no-deps" in words and (words[0] == "wheel") == (name in pack_gpu.SOURCES)
+        with zipfile.ZipFile(Path(folder, f"{name}-1-py3-none-any.whl"), "w") as wheel:
+            lines = "".join(f"Requires-Dist: {need}\n" for need in REGISTRY[name])
+            wheel.writestr(f"{name}-1.dist-info/METADATA", f"Name: {name}\n{lines}\nAbout it")
 
-    monkeypatch.setattr(pack_gpu, "resolved", resolved)
-    return asked
+    monkeypatch.setattr(pack_gpu, "pip", pip)
+    return requirements
 
 
-def test_an_extra_comes_with_what_it_needs_but_not_with_what_the_machine_has(resolution: list[str]) -> None:
-    packages = pack_gpu.wheels(["datasets"], TARGET)
-    assert packages[len(pack_gpu.WHEELS) :] == ["datasets==5.2.0", "pyarrow==23.0.0"]
-    assert "datasets==5.2.0" in resolution, "the version of constraints.txt"
+def test_four_wheels_are_packed_in_the_versions_of_the_constraints(asked: list[str], tmp_path: Path) -> None:
+    assert pack_gpu.main([str(tmp_path / "wheels")]) == 0
+    assert {Requirement(line).name for line in asked} == set(pack_gpu.WHEELS) and len(asked) == 4
+    assert set(asked) <= set((pack_gpu.ROOT / "constraints.txt").read_text().splitlines())
+
+
+def test_an_extra_comes_with_what_it_needs_there_and_torch_is_never_downloaded(
+    asked: list[str], tmp_path: Path
+) -> None:
+    assert pack_gpu.main([str(tmp_path / "wheels"), "--with", "accelerate"]) == 0
+    pinned = pack_gpu.pins()["accelerate"]
+    assert asked[len(pack_gpu.WHEELS) :] == [pinned, "psutil", "Some.Extra>=2", "speedup==1"]
 
 
 @pytest.mark.parametrize(
-    ("extra", "said"), [("dataset", "constraints.txt pins no such package"), ("torch", "the machine has it")]
+    ("extra", "said"), [("dataset", "constraints.txt pins no such package"), ("Torch", "the machine has it")]
 )
-def test_an_extra_that_is_unknown_or_there_is_refused(resolution: list[str], extra: str, said: str) -> None:
+def test_an_extra_that_is_unknown_or_there_is_refused(asked: list[str], tmp_path: Path, extra: str, said: str) -> None:
     with pytest.raises(SystemExit, match=said):
-        pack_gpu.wheels([extra], TARGET)
+        pack_gpu.main([str(tmp_path / "wheels"), "--with", extra])
+    assert not asked and not (tmp_path / "wheels").exists()
 
 
 def test_a_folder_that_holds_something_or_is_too_large_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def pack(folder: Path, packages: list[str], target: pack_gpu.Target) -> None:
+    def pack(folder: Path, names: list[str], target: pack_gpu.Target) -> None:
         (folder / "x-1-py3-none-any.whl").write_bytes(b"0" * 2_000_000)
 
     monkeypatch.setattr(pack_gpu, "pack", pack)
