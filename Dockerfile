@@ -2,7 +2,11 @@
 # each other. None of the three is replaced here: pip sees every dependency of the project but torch.
 #
 #   docker build -t fp4train .
-#   docker run --rm --gpus all --ipc host -v "$PWD/runs:/home/fp4train/runs" fp4train recipe=nvfp4 model=llama_125m
+#   docker run --rm --gpus all --ipc host --user "$(id -u):$(id -g)" -v "$PWD:/work" fp4train experiment=llama_125m_fineweb
+#
+# The folder that is mounted gets what the container writes, as the user who starts it: ./runs, and in ./.fp4train the
+# cache of tokens and the key that signs configurations, which the next container finds again.
+#
 #   docker run --rm --gpus all --entrypoint python fp4train /opt/fp4train/scripts/te_selfcheck.py
 #
 # Any image of the series with Transformer Engine 2.14 or newer does (2.19 for single GEMMs in high precision beside
@@ -34,7 +38,9 @@ COPY . .
 # Without dependencies nothing but this project is installed, so the image's constraints need not reach the build tools.
 RUN PIP_CONSTRAINT= pip install --no-cache-dir --no-deps . && rm -rf build
 
-RUN useradd --create-home --shell /bin/bash fp4train && mkdir -p /home/fp4train/runs && chown fp4train /home/fp4train/runs
+# Any user may write here where no folder is mounted. A user that the image does not know has no name: torch asks for one.
+RUN useradd --create-home --shell /bin/bash fp4train && mkdir -p /work && chown fp4train /work && chmod 1777 /work
+ENV HOME=/work/.fp4train USER=fp4train LOGNAME=fp4train
 USER fp4train
-WORKDIR /home/fp4train
+WORKDIR /work
 ENTRYPOINT ["fp4train"]

@@ -8,6 +8,7 @@ reference is used. No torch headers: the kernels take pointers, so one build ser
 """
 
 import os
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -31,7 +32,16 @@ class BuildSideBySide(build_ext):
         super().build_extensions()
 
 
+def package_page():
+    """The README as the page of the package: links to files beside it lead nowhere there, so their text alone stays."""
+    text = Path("README.md").read_text(encoding="utf-8")
+    without_pictures = re.sub(r"^!\[[^\]]*\]\((?!https?:)[^)]*\)\n", "", text, flags=re.MULTILINE)
+    return re.sub(r"\[([^\]]+)\]\((?!https?:)[^)]*\)", r"\1", without_pictures)
+
+
 setup(
+    long_description=package_page(),
+    long_description_content_type="text/markdown",
     packages=[*find_packages(include=["fp4train*"]), "fp4train.configs", "fp4train.recipes"],
     package_dir={"fp4train.configs": "configs", "fp4train.recipes": "recipes"},
     cmdclass={"build_ext": BuildSideBySide},

@@ -3,6 +3,7 @@
 import difflib
 import json
 import re
+import textwrap
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 
 _ALIKE = 0.5
@@ -21,17 +22,79 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), "") or type(error).__name__
 
 
-def columns(rows: Iterable[Sequence[str]], *, right: Container[int] = ()) -> list[str]:
-    """Rows with equal numbers of cells as lines of aligned columns; columns in `right` are right-aligned."""
-    rows = _one_line_each(rows)
+def columns(
+    rows: Iterable[Sequence[str]], *, right: Container[int] = (), width: int | None = None, indent: str = ""
+) -> list[str]:
+    """Rows with equal numbers of cells as lines of aligned columns; columns in `right` are right-aligned.
+
+    Args:
+        width: characters of a line; wider tables fold the cells of their widest columns between words. None: any.
+        indent: of every line.
+    """
+    room = None if width is None else width - len(indent)
+    rows = _folded(_one_line_each(rows), right, room)
     widths = _widths(rows)
-    return ["  ".join(_pad(row[i], width, right=i in right) for i, width in enumerate(widths)).rstrip() for row in rows]
+    gap = "  " if room is None or sum(widths) + 2 * (len(widths) - 1) <= room else " "
+    return [
+        indent + gap.join(_pad(row[i], width, right=i in right) for i, width in enumerate(widths)).rstrip()
+        for row in rows
+    ]
 
 
-def tabulate(rows: Iterable[Sequence[str]], *, right: Container[int] = ()) -> list[str]:
+def tabulate(
+    rows: Iterable[Sequence[str]], *, right: Container[int] = (), width: int | None = None, indent: str = ""
+) -> list[str]:
     """`columns` with the first row underlined as the header."""
-    header, *rest = _one_line_each(rows)
-    return columns([header, ["─" * width for width in _widths([header, *rest])], *rest], right=right)
+    return _underlined(_one_line_each(rows), right, width, indent)
+
+
+def _underlined(rows: list[list[str]], right: Container[int], width: int | None, indent: str) -> list[str]:
+    """The lines of a table with a rule below its header, which may take several lines."""
+    room = None if width is None else width - len(indent)
+    folded = _folded(rows, right, room)
+    header = _folded(rows[:1], right, room, _widths(folded))
+    rule = ["─" * size for size in _widths(folded)]
+    return columns([*header, rule, *folded[len(header) :]], right=right, width=width, indent=indent)
+
+
+def wrapped(text: str, width: int, indent: str = "") -> list[str]:
+    """The lines of a text in `width` characters, broken between words alone."""
+    return textwrap.wrap(
+        text,
+        width,
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _folded(
+    rows: list[list[str]], right: Container[int], width: int | None, sizes: Sequence[int] = ()
+) -> list[list[str]]:
+    """The rows of a table whose cells are folded until it has `width`, or the `sizes` of its columns."""
+    if width is None or not rows:
+        return rows
+    sizes = list(sizes) or _fitting(rows, right, width)
+    folded: list[list[str]] = []
+    for row in rows:
+        cells = [wrapped(cell, size) or [""] for cell, size in zip(row, sizes, strict=True)]
+        for line in range(max(map(len, cells))):
+            folded.append([cell[line] if line < len(cell) else "" for cell in cells])
+    return folded
+
+
+def _fitting(rows: list[list[str]], right: Container[int], width: int) -> list[int]:
+    """The sizes of columns that make lines of `width` characters, where their longest words allow it."""
+    sizes = _widths(rows)
+    least = [max(len(word) for cell in cells for word in cell.split() or [""]) for cells in zip(*rows, strict=True)]
+    while sum(sizes) + 2 * (len(sizes) - 1) > width:
+        free = [i for i, size in enumerate(sizes) if size > max(least[i], 1)]
+        if not free:
+            break
+        widest = max(free, key=lambda i: sizes[i])
+        sizes[widest] -= 1
+    return sizes
 
 
 def _one_line_each(rows: Iterable[Sequence[str]]) -> list[list[str]]:

@@ -44,6 +44,14 @@ def signals_as_in_a_terminal() -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def wide_terminal() -> Iterator[None]:
+    """Tables are folded in a narrow terminal; tests read their rows in a wide one, unless they say otherwise."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "300")
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
 def no_pictures() -> Iterator[None]:
     """Pictures take as long as a tiny run; tests of them ask for them."""
     with pytest.MonkeyPatch.context() as patch:

@@ -12,7 +12,7 @@ run.seed only are averaged.
 import re
 from pathlib import Path
 
-from fp4train.cli.output import usage
+from fp4train.cli.output import fitted, terminal_width, usage
 from fp4train.config.overrides import Option, names_folder, read_options
 from fp4train.errors import UserError
 from fp4train.lab.analysis.compare import OUTPUTS, compare
@@ -48,7 +48,7 @@ def main(arguments: list[str]) -> int:
     if out is not None:
         check_out(out, OUTPUTS)
     comparison = compare(runs, quantised_share)
-    print(comparison.render())
+    print(fitted(comparison.render(terminal_width())))
     print(comparison.draw(width=width) if out is None else comparison.write(out, width))
     return 0
 

@@ -11,6 +11,7 @@ import logging
 import os
 from pathlib import Path
 
+from fp4train.cli.output import terminal_width
 from fp4train.config.binding import bind
 from fp4train.config.composition import sections
 from fp4train.config.folders import own_options
@@ -39,7 +40,7 @@ def main(arguments: list[str]) -> int:
             return 1 if any(each.problem for each in found) else 0
     processes = min(os.cpu_count() or 1, MOST) if device().type == "cuda" and world == 1 else 1
     report = examine(_recipes(), DEFAULT, Path("runs"), ranks=world, collectives=found, processes=processes)
-    print(json.dumps(report.as_json(), indent=2) if "--json" in arguments else report.render())
+    print(json.dumps(report.as_json(), indent=2) if "--json" in arguments else report.render(terminal_width()))
     return 1 if report.problems else 0
 
 

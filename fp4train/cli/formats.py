@@ -3,6 +3,7 @@
 The number formats as a table.
 """
 
+from fp4train.cli.output import terminal_width
 from fp4train.errors import UserError
 from fp4train.formats import formats_table
 from fp4train.text import tabulate
@@ -17,5 +18,5 @@ def main(arguments: list[str]) -> int:
         (name, str(bits), f"{largest:.6g}", f"{normal:.3g}", f"{smallest:.3g}", f"{binades:.1f}", specials)
         for name, bits, largest, normal, smallest, binades, specials in formats_table()
     ]
-    print("\n".join(tabulate([header, *rows])))
+    print("\n".join(tabulate([header, *rows], width=terminal_width())))
     return 0

@@ -5,21 +5,20 @@ A description is the comment of the key in its YAML file (`fp4train.config.descr
 
 import json
 import re
-import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
-from fp4train.cli.output import terminal_width
+from fp4train.cli.output import fitted, terminal_width
 from fp4train.config import foreign, overrides, plugins
 from fp4train.config.binding import MISSING, KeyField, complete, key_fields
 from fp4train.config.composition import Composed, composed, sections
 from fp4train.config.descriptions import Descriptions
 from fp4train.config.schema import Config, plain
 from fp4train.errors import UserError
-from fp4train.text import near_miss, nearest, shortened
+from fp4train.text import near_miss, nearest, shortened, wrapped
 
 _KEY_COLUMNS: Final = 33
 """Room of a key and its value; its description follows."""
@@ -191,13 +190,13 @@ def of_verb(verb: str, screen: str, words: Sequence[str], *, keys: bool) -> str:
     asked = [word for word in plain_words if "=" not in word and not _names_run(word)]
     others = [*flags, *(word for word in plain_words if "=" in word)]
     if not asked:
-        lines = fitted(screen)
+        lines = fitted(screen).splitlines()
         return "\n".join([*lines, "", *topics(others).overview()] if keys else lines)
     known = topics(others) if keys else None
     found = []
     for word in asked:
         option = _option(screen, word)
-        text = "\n".join(fitted(option)) if option else None
+        text = fitted(option) if option else None
         if text is None and known is not None:
             text = known.topic(word)
         if text is None:
@@ -260,22 +259,6 @@ def _option(screen: str, name: str) -> str | None:
     return found[0] if found else None
 
 
-def fitted(screen: str) -> list[str]:
-    """The lines of a screen in the terminal's width: what is too long goes on below where its last column begins."""
-    lines = []
-    for line in screen.rstrip("\n").splitlines():
-        gaps = [gap.end() for gap in re.finditer(r"(?<=\S) {2,}", line)]
-        column = gaps[-1] if gaps and gaps[-1] < terminal_width() * 2 // 3 else 0
-        head, text = line[:column], line[column:]
-        if len(line) <= terminal_width():
-            lines.append(line)
-            continue
-        indent = " " * (column or len(line) - len(line.lstrip()))
-        start, *more = _wrapped(text.strip(), indent)
-        lines += [head + start[column:] if column else start, *more]
-    return lines
-
-
 def _shown(value: Any, room: int = _LONGEST_VALUE) -> str:
     """A value as it is typed on a command line, in so many characters."""
     if isinstance(value, str):
@@ -299,12 +282,5 @@ def _entry(name: str, text: str, column: int = _KEY_COLUMNS) -> Iterator[str]:
 
 
 def _wrapped(text: str, indent: str = "") -> list[str]:
-    """The lines of a text, broken between words."""
-    return textwrap.wrap(
-        text,
-        terminal_width(),
-        initial_indent=indent,
-        subsequent_indent=indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    """The lines of a text in the terminal's width."""
+    return wrapped(text, terminal_width(), indent)

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -9,7 +10,7 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppres
 from typing import Any, TextIO, cast
 
 from fp4train.errors import UserError
-from fp4train.text import printable
+from fp4train.text import printable, wrapped
 
 
 def open_streams() -> None:
@@ -99,8 +100,27 @@ def explained(task: Callable[[], int]) -> int:
 
 
 def terminal_width() -> int:
-    """Columns of the terminal that tables and texts are fitted to, between 60 and 120; 80 where there is none."""
-    return max(60, min(shutil.get_terminal_size().columns, 120))
+    """Columns of the terminal that tables and texts are fitted to, at least 60; 80 where there is none."""
+    return max(60, shutil.get_terminal_size().columns)
+
+
+def fitted(text: str) -> str:
+    """A text in the terminal's width: a line that is too long goes on below where its last column begins.
+
+    Rules below headers, which are no words, are cut.
+    """
+    width = terminal_width()
+    lines: list[str] = []
+    for line in text.rstrip("\n").splitlines():
+        if len(line) <= width or set(line) <= {"─", " "}:
+            lines.append(line[:width])
+            continue
+        gaps = [gap.end() for gap in re.finditer(r"(?<=\S) {2,}", line)]
+        column = gaps[-1] if gaps and gaps[-1] < width * 2 // 3 else 0
+        indent = " " * (column or len(line) - len(line.lstrip()))
+        start, *more = wrapped(line[column:].strip(), width, indent)
+        lines += [line[:column] + start[column:], *more]
+    return "\n".join(lines)
 
 
 def usage(screen: str | None) -> str:

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from fp4train.cli.launch import Start, launch
+from fp4train.cli.output import fitted, terminal_width
 from fp4train.config.overrides import Option, read_options, truth
 from fp4train.data.source import planned_vocab_size
 from fp4train.errors import UserError
@@ -103,7 +104,7 @@ def main(arguments: list[str]) -> int:
             raise UserError("plan RUN shows the run as it is, without gpus=, parallel.* and --json")
         if rest[1:]:
             raise UserError(f"plan RUN shows the run as it is; with {rest[1]} write plan resume={rest[0]} {rest[1]}")
-        print(_of_run(run_directory.require_run(Path(rest[0])), full=full))
+        print(fitted(_of_run(run_directory.require_run(Path(rest[0])), full=full)))
         return 0
     return launch(rest, partial(_plan, full=full, gpus=gpus, auto=auto, as_data=as_data, words=rest))
 
@@ -132,7 +133,9 @@ def _of_run(run: Path, *, full: bool) -> str:
         )
         for s in split
     ]
-    table = tabulate([("steps", "", "recipe", "multiply-adds of linear layers", "backends", "why"), *rows])
+    table = tabulate(
+        [("steps", "", "recipe", "multiply-adds of linear layers", "backends", "why"), *rows], width=terminal_width()
+    )
     return "\n".join([*head, *table])
 
 
@@ -183,13 +186,17 @@ def _plan(command: Start, *, full: bool, gpus: int | None, auto: bool | None, as
         past = [s for each in journal.stretches(journal.read_journal(source)) for s in _split(each, start)]
         ran = [s.title for s in past if s.stop <= start]
         print("\n".join([f"past, as {source / run_directory.HISTORY} has it (fp4train plan {source}):", *ran]), "\n")
-    print(config.recipe, render(plan, full=True) if full else summarise(plan), sep="\n\n")
-    print("", _weights(model), "", _checkpoint(model, moment_bytes(config.optim)), sep="\n")
+    width = terminal_width()
+    print(
+        config.recipe.shown(width), render(plan, full=True, width=width) if full else summarise(plan, width), sep="\n\n"
+    )
+    print("", _weights(model), "", fitted(_checkpoint(model, moment_bytes(config.optim))), sep="\n")
     if gpu is None:
         layers = kernels_of_layers(model, device.type, deterministic=config.train.deterministic)
         layers += operations_in_c(model, config.train, device.type, plan.stretches[0].recipe.torch_dtype, plan.tokens)
         norms = [produced_in(model, each, config.train, device.type, plan.tokens) for each in plan.stretches]
-        print(kernels, *layers, *produced_by(model, plan.stretches, norms, device.type), sep="\n")
+        for sentence in (kernels, *layers, *produced_by(model, plan.stretches, norms, device.type)):
+            print(fitted(sentence))
     if gpu is not None:
         from fp4train.lab.costs.elementwise import made_by
         from fp4train.lab.costs.estimate import estimate
@@ -200,9 +207,11 @@ def _plan(command: Start, *, full: bool, gpus: int | None, auto: bool | None, as
         norms = one.produced(plan)
         made = [made_by(each.producers.values()) for each in norms]
         options: Any = {"microbatches": config.train.microbatches, "made": made, "sharing": not config.train.compile}
-        print("", estimate(plan, gpu, **options).render(), sep="\n")
+        print("", fitted(estimate(plan, gpu, **options).render()), sep="\n")
         said = produced_by(model, plan.stretches, norms, "cuda")
-        print("", render_step(step_costs(one, plan, norms)), one.kernels[1], *said, sep="\n")
+        print("")
+        for text in (render_step(step_costs(one, plan, norms), width), one.kernels[1], *said):
+            print(fitted(text))
     return 0
 
 
@@ -212,7 +221,7 @@ def _weights(model: nn.Module) -> str:
     total = ("together", *(sum(column) for column in list(zip(*groups, strict=True))[1:4]), None)
     rows = [(kind, *(f"{count:,}" for count in counts), why or "") for kind, *counts, why in (*groups, total)]
     header = ("parameters", "tensors", "all", "of a token", "why no recipe touches them")
-    return "\n".join(tabulate([header, *rows], right={1, 2, 3}))
+    return "\n".join(tabulate([header, *rows], right={1, 2, 3}, width=terminal_width()))
 
 
 def _checkpoint(model: nn.Module, moments: int) -> str:
@@ -246,10 +255,11 @@ def _on_mesh(mesh_plan: "MeshPlan", *, full: bool, as_data: bool) -> int:
         head = {"recipe": mesh_plan.config.recipe.name, "notes": mesh_plan.notes, "stretches": stretches}
         print(_json({**head, **_data(plan, mesh_plan.model)}))
         return 0
-    shown = render(plan, full=True) if full else summarise(plan)
-    print(shown, _weights(mesh_plan.model), render_cluster(costs), sep="\n\n")
+    width = terminal_width()
+    shown = render(plan, full=True, width=width) if full else summarise(plan, width)
+    print(shown, _weights(mesh_plan.model), fitted(render_cluster(costs)), sep="\n\n")
     for note in mesh_plan.notes:
-        print(f"note: {note}")
+        print(fitted(f"note: {note}"))
     return 0
 
 
@@ -272,7 +282,7 @@ def _search(mesh_plan: "MeshPlan", command: list[str], as_data: bool) -> int:
         listed = [{"overrides": c.overrides(), **cluster_json("", 0, c.cost)} for c in (*fitting, *others)]
         print(_json({"notes": mesh_plan.notes, "command": text if fitting else None, "meshes": listed}))
     else:
-        print(render_candidates(found, [*fitting, *others], text))
+        print(fitted(render_candidates(found, [*fitting, *others], text)))
         for note in mesh_plan.notes:
-            print(f"note: {note}")
+            print(fitted(f"note: {note}"))
     return 0 if fitting else 1

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from fp4train.cli.launch import Start, launch
+from fp4train.cli.output import fitted, terminal_width
 from fp4train.config import overrides, plugins
 from fp4train.config.binding import bind
 from fp4train.config.schema import Config, plain
@@ -97,7 +98,11 @@ def _jobs(jobs: list[list[Any]]) -> str:
             last["train/loss"] = training_loss(config.run.dir)
         losses = (f"{last[key]:.4f}" if isinstance(last.get(key), float) else "-" for key in ("train/loss", "val/loss"))
         rows.append((job, config.recipe.name, *losses, str(config.run.dir), ending))
-    return "\n".join(tabulate([("job", "recipe", "train loss", "val loss", "directory", ""), *rows], right=(2, 3)))
+    return "\n".join(
+        tabulate(
+            [("job", "recipe", "train loss", "val loss", "directory", ""), *rows], right=(2, 3), width=terminal_width()
+        )
+    )
 
 
 def _as_rank(arguments: list[str], place: ProcessRank) -> int:
@@ -220,7 +225,7 @@ def _to_its_end(start: RunStart, world: World) -> Result | Rewind:
     try:
         _log.info("%s: %s", run.directory, run.description)
         layers = kernels_of_layers(run.model, run.device.type, deterministic=run.config.train.deterministic)
-        said = "\n".join([summarise(run.plan), *run.gathers(), *layers])
+        said = "\n".join([summarise(run.plan, terminal_width()), *(fitted(line) for line in (*run.gathers(), *layers))])
         _log.info("%s\nevery layer and GEMM: %s\n", said, run.directory / run_directory.PLAN)
         if start.checkpoint is not None:
             _log.info("going on from step %d of %s", run.step, start.source)

@@ -96,6 +96,12 @@ class KeyField:
         return self.path.rpartition(".")[2]
 
     @property
+    def whole(self) -> bool:
+        """Whether the key takes whole numbers and no others."""
+        options = _options(self.hint)
+        return int in options and float not in options
+
+    @property
     def allowed(self) -> str:
         """What the key takes, in words; empty for a section."""
         return "" if isinstance(self.value, Mapping) else _allowed(_options(self.hint))

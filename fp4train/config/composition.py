@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from fp4train.config import foreign, overrides
-from fp4train.config.binding import complete
+from fp4train.config.binding import complete, key_fields
 from fp4train.config.folders import CONFIGS, own_options, register_recipes
 from fp4train.config.from_folder import names_folder
 from fp4train.config.schema import Config, keys, plain
@@ -82,6 +82,7 @@ def composed(arguments: list[str]) -> Iterator[Composed]:
         elsewhere = "" if resumed else "model." if brought else None
         _set_keys(whole, [o for o in found if o not in chosen], elsewhere)
         choices = {str(group): str(option) for group, option in whole.hydra.runtime.choices.items()}
+        _whole_numbers(whole, changed)
         _name_point(whole, choices, swept)
         hydra = whole.hydra
         yield Composed(
@@ -222,6 +223,17 @@ def _check_options(key: str, choices: Mapping[str, str]) -> None:
             f"unknown key {key!r}: {group}={choices.get(group)} has none of that name, {first_few(having, 6)} "
             f"{'has' if len(having) == 1 else 'have'} it{known}"
         )
+
+
+def _whole_numbers(whole: DictConfig, changed: Iterable[str]) -> None:
+    """Make integers of the numbers that keys of whole numbers were given otherwise: train.steps=1e3 is 1000."""
+    given = [key for key in changed if isinstance(OmegaConf.select(whole, key), float)]
+    if not given:
+        return
+    body = {key: value for key, value in plain(whole, resolve=False).items() if key != "hydra"}
+    for key in key_fields(body, Config):
+        if key.path in given and key.whole and key.value == int(key.value):
+            OmegaConf.update(whole, key.path, int(key.value))
 
 
 def _name_point(cfg: DictConfig, choices: Mapping[str, str], swept: Iterable[str]) -> None:

@@ -192,16 +192,20 @@ class Recipe:
         return dataclasses.replace(self, high_precision=(*self.high_precision, *gemms))
 
     def __str__(self) -> str:
-        """The table of the six operands, one line per operand."""
+        return self.shown()
+
+    def shown(self, width: int | None = None) -> str:
+        """The table of the six operands, one line per operand, in lines of `width` characters; None: of any."""
         rows: list[tuple[str, ...]] = [("GEMM", "operand", "element", "block", "scale", "rounding", "Hadamard")]
         for gemm, name, spec in named(self.table()):
             rows.append((gemm, name, *describe(spec, self.dtype, along_tokens=gemm == "wgrad")))
-        lines = [self.name, *tabulate(rows)]
-        if self.outliers is not None:
+        lines = [self.name, *tabulate(rows, width=width)]
+        apart = self.of_outliers() if self.outliers is not None else None
+        if self.outliers is not None and apart is not None:
             first, last = self.outliers.start, self.outliers.start + self.outliers.steps - 1
             lines += [
                 f"outlier channels, {self.outliers.share:.0%} of the input channels, chosen in steps {first}–{last}:",
-                str(self.of_outliers()),
+                apart.shown(width),
             ]
         return "\n".join(lines)
 

@@ -11,6 +11,7 @@ Percentages are shares of the multiply-adds of all linear layers.
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 
 import torch
 
@@ -18,7 +19,7 @@ from fp4train.precision.gather import WireForm, effective, wire_form
 from fp4train.precision.layer_plan import LayerPlan
 from fp4train.precision.layers import Layer
 from fp4train.precision.plan import Plan, Row
-from fp4train.text import columns, first_few, ranges, tabulate
+from fp4train.text import columns, first_few, ranges, tabulate, wrapped
 
 COLUMNS = ("steps", "layer", "GEMM", "size", "elements", "backend", "why")
 
@@ -37,12 +38,12 @@ def cells(row: Row) -> tuple[str, ...]:
     return (steps, row.layer.label, row.gemm, size, row.elements, row.backend, row.why)
 
 
-def render(plan: Plan, *, full: bool = False) -> str:
+def render(plan: Plan, *, full: bool = False, width: int | None = None) -> str:
     """The plan as a table per stretch; unless `full`, equal rows of neighbouring blocks are folded into one."""
     parts = []
     for stretch in plan.stretches:
         rows = [cells(row)[1:] for row in plan.rows if row.start == stretch.start]
-        parts.append(section(stretch.title, rows, plan.shares(stretch.start), full=full))
+        parts.append(section(stretch.title, rows, plan.shares(stretch.start), full=full, width=width))
     return "\n\n".join(parts)
 
 
@@ -107,9 +108,12 @@ def shares(macs: Iterable[tuple[str, int]]) -> dict[str, float]:
     return {elements: count / total for elements, count in counts.most_common()}
 
 
-def section(title: str, rows: list[tuple[str, ...]], shares: Mapping[str, float], *, full: bool) -> str:
+def section(
+    title: str, rows: list[tuple[str, ...]], shares: Mapping[str, float], *, full: bool, width: int | None = None
+) -> str:
     """One stretch: its title, the rows of `cells` without their steps, and the shares of the multiply-adds."""
-    lines = tabulate([COLUMNS[1:], *(rows if full else _fold(rows))])
+    shown, notes = _footnotes(rows if full else _fold(rows), width)
+    lines = [*tabulate([COLUMNS[1:], *shown], width=width), *notes]
     listed = ", ".join(f"{name} {share:.1%}" for name, share in shares.items())
     return "\n".join([title, *lines, f"multiply-adds of linear layers: {listed}"])
 
@@ -130,8 +134,12 @@ def _fold(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
     return [(f"{head}{ranges(span)}{tail}", *others) for head, span, tail, others in folded]
 
 
-def summarise(plan: Plan) -> str:
-    """The title of every stretch, and one line per group of equal layers with its share of the multiply-adds."""
+def summarise(plan: Plan, width: int | None = None) -> str:
+    """The title of every stretch, and one line per group of equal layers with its share of the multiply-adds.
+
+    Args:
+        width: characters of a line, for which reasons become footnotes; None: any.
+    """
     found: list[tuple[str, ...]] = []
     titles: dict[int, str] = {}
     for stretch in plan.stretches:
@@ -142,12 +150,44 @@ def summarise(plan: Plan) -> str:
             share = f"{sum(row.macs for row in group) / total:6.1%}"
             where = _where([row.layer for row in group], [row.layer for row in rows])
             found.append((where, gemms, group[0].elements, share, group[0].backend, group[0].why))
+    shown, notes = _footnotes(found, width, indent=2)
+    table = columns(shown, indent="  ", width=width)
+    if len(table) > len(shown):  # names that are too long take several lines: a table for each stretch
+        bounds = [*titles, len(shown)]
+        tables = [columns(shown[a:b], indent="  ", width=width) for a, b in pairwise(bounds)]
+        table, titles = _joined(tables, list(titles.values()))
     lines = []
-    for index, line in enumerate(columns(found)):
+    for index, line in enumerate(table):
         if index in titles:
-            lines.append(titles[index])
-        lines.append(f"  {line}")
-    return "\n".join(lines)
+            lines += [titles[index]] if width is None else wrapped(titles[index], width)
+        lines.append(line)
+    return "\n".join([*lines, *notes])
+
+
+def _joined(tables: list[list[str]], titles: list[str]) -> tuple[list[str], dict[int, str]]:
+    """The lines of several tables, and the titles by the line that each stands above."""
+    lines: list[str] = []
+    places = {}
+    for table, title in zip(tables, titles, strict=True):
+        places[len(lines)] = title
+        lines += table
+    return lines, places
+
+
+def _footnotes(
+    rows: list[tuple[str, ...]], width: int | None, *, indent: int = 0
+) -> tuple[list[tuple[str, ...]], list[str]]:
+    """Rows whose last cells, the reasons, are marks, and the reasons below them, where lines exceed `width`."""
+    longest = max(map(len, columns(rows)), default=0) + indent
+    if width is None or longest <= width:
+        return rows, []
+    reasons = list(dict.fromkeys(row[-1] for row in rows if row[-1]))
+    marks = {reason: f"[{number}]" for number, reason in enumerate(reasons, 1)}
+    notes: list[str] = []
+    for reason, mark in marks.items():
+        start, *more = wrapped(f"{mark} {reason}", width - 4, " " * indent)
+        notes += [start, *(f"{' ' * 4}{line}" for line in more)]
+    return [(*row[:-1], marks.get(row[-1], "")) for row in rows], notes
 
 
 def _alike(rows: Iterable[Row]) -> list[tuple[str, list[Row]]]:

@@ -177,7 +177,9 @@ def _check_same(saved: Mapping[str, Any], cfg: DictConfig, run: Path, *, resumin
     if changed:
         shown = "; ".join(changed[:4]) + ("; …" if len(changed) > 4 else "")
         advice = (
-            "this would be another run" if resuming else "choose another run.name, or run.overwrite=true to start over"
+            "this would be another run"
+            if resuming
+            else "choose another run.name, or run.overwrite=true to start over: run.name=NAME writes to runs/NAME"
         )
         raise UserError(f"{run} belongs to another configuration ({shown}): {advice}")
     _check_edits(run, saved)

@@ -141,8 +141,8 @@ def produced_by(
             done = f"{len(here)} norms and gates are quantised where they are made ({_places(here)})"
             own = [not each.by_backend for each in found.producers.values() if isinstance(each, NormProducer)]
             which = "these" if all(own) else sum(own)
-            adds = f"; {which} norms add up the residual stream that `of_stream` gives them" if any(own) else ""
-            adds += f", {len(found.between)} the last sum of the block before" if found.between else ""
+            adds = f"; {which} norms also add what a layer returns to the residual stream" if any(own) else ""
+            adds += f", {len(found.between)} of them the last sum of the block before" if found.between else ""
             lines.insert(0, f"{done}, and not written in BF16{adds}.")
         said[stretch.title.partition(":")[0]] = lines
     if len({tuple(lines) for lines in said.values()}) == 1:

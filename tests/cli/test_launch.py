@@ -60,3 +60,10 @@ def test_a_run_that_begins_with_another_has_its_model_and_tokenizer(call: Call, 
     assert saved["model"] == before["model"] and saved["model"]["width"] == 32
     message = call(*other, *paths, f"init={small_run}", "model=llama_tiny", "run.name=third").message
     assert "do not fit this model" in message
+
+
+def test_a_whole_number_that_is_written_otherwise_is_shown_as_one(call: Call) -> None:
+    shown = yaml.safe_load(call("--cfg", "job", "train.steps=1e3", "optim.lr=1e-3", "run.seed=2.0").out)
+    assert repr(shown["train"]["steps"]) == "1000" and repr(shown["run"]["seed"]) == "2"
+    assert shown["optim"]["lr"] == 0.001
+    assert "train.steps=1.5 must be a whole number" in call("plan", "train.steps=1.5").message

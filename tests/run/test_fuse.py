@@ -130,9 +130,9 @@ def test_the_plan_says_which_norms_and_gates_are_quantised_where_they_are_made_a
         return produced_by(built, plan.stretches, [norms], "cuda")
 
     made, each = "norms and gates are quantised where they are made", "attention_norm, mlp_norm, mlp of block"
-    adds = "; these norms add up the residual stream that `of_stream` gives them."
+    adds = "; these norms also add what a layer returns to the residual stream."
     all_six = f"6 {made} ({each}s 0–1), and not written in BF16{adds}"
-    assert said() == [f"{all_six[:-1]}, 1 the last sum of the block before."]
+    assert said() == [f"{all_six[:-1]}, 1 of them the last sum of the block before."]
     assert "train.kernels=torch asks for torch's operators" in said(kernels="torch")[0]
     assert "the compiler has the blocks" in said(compile=True)[0]
 
@@ -167,8 +167,8 @@ def test_the_plan_names_what_reads_a_norm_beside_layers_of_codes(monkeypatch: py
     norms = produced_in(built, plan.stretches[0], settings, "cuda", 64)
     assert produced_by(built, plan.stretches, [norms], "cuda") == [
         "5 norms and gates are quantised where they are made (attention_norm, mlp_norm, mlp of block 0; "
-        "attention_norm, mlp.shared of block 1), and not written in BF16; these norms add up the residual stream that "
-        "`of_stream` gives them, 1 the last sum of the block before.",
+        "attention_norm, mlp.shared of block 1), and not written in BF16; these norms also add what a layer returns "
+        "to the residual stream, 1 of them the last sum of the block before.",
         "1 norms and gates write BF16 (mlp_norm of block 1): a module that takes no codes (Router) reads the same.",
     ]
     fuse(built, settings, "cuda")

@@ -1,6 +1,7 @@
 """The package as a newcomer gets it: from a zip of the tree, an sdist, a wheel, or the tree itself (-e)."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -96,3 +97,13 @@ def test_it_holds_every_config_and_trains_two_steps_outside_the_tree(kind: str, 
     run = outside / "runs" / "techniques-nvfp4_plain"
     assert len([line for line in (run / "metrics.jsonl").read_text().splitlines() if "train/loss" in line]) == 2
     assert (run / "curves.png").stat().st_size > 10_000
+
+
+def test_the_page_of_the_package_has_no_links_to_files_that_are_not_there(tmp_path: Path) -> None:
+    command = f"from setuptools.build_meta import prepare_metadata_for_build_wheel as p; print(p({str(tmp_path)!r}))"
+    done = subprocess.run([sys.executable, "-c", command], cwd=ROOT, capture_output=True, text=True, check=True)
+    text = (tmp_path / done.stdout.splitlines()[-1] / "METADATA").read_text("utf-8")
+    page = text.partition("\n\n")[2]
+    assert "Description-Content-Type: text/markdown" in text and page.startswith("# fp4train")
+    targets = re.findall(r"\]\(([^)]+)\)", page)
+    assert targets and all(target.startswith("http") for target in targets)

@@ -114,8 +114,8 @@ class Comparison:
         self.differing = _differing([configuration(history) for history in histories])
         """The keys in which configurations differ, with the value of each run; empty where one is not known."""
 
-    def render(self) -> str:
-        """The table as aligned text."""
+    def render(self, width: int | None = None) -> str:
+        """The table as aligned text, in lines of `width` characters; None: of any."""
         header = ["run", "recipe", "quantised", "steps", "train loss", "val loss", "best", "gap", "tokens/s"]
         cells = [
             [
@@ -137,14 +137,14 @@ class Comparison:
             "compare.txt",
             found=self,
             of=of,
-            table=tabulate([header, *cells], right=range(2, len(header))),
+            table=tabulate([header, *cells], right=range(2, len(header)), width=width),
             divergences=[(row.name, *_divergences(each)) for each, row in zip(self.histories, self.rows, strict=True)],
             differing=[f"{key}={'|'.join(map(str, each))}" for key, each in _by_class(self.differing).items()],
             most=DIFFERING,
-            means=self._means_of(of) if self.means else [],
+            means=self._means_of(of, width) if self.means else [],
         )
 
-    def _means_of(self, of: str) -> list[str]:
+    def _means_of(self, of: str, width: int | None) -> list[str]:
         header = ["mean over seeds", "seeds", "train loss", f"{of} at step {self.step}", "gap"]
         cells = [
             [
@@ -156,7 +156,7 @@ class Comparison:
             ]
             for mean in self.means
         ]
-        return tabulate([header, *cells], right=range(2, len(header)))
+        return tabulate([header, *cells], right=range(2, len(header)), width=width)
 
     def write(self, out: Path, width: float | None = None) -> Path:
         """Write `out`: a picture (.png, .svg, .pdf) of this width in inches, the table with a line per run (.csv), or

@@ -203,8 +203,8 @@ def step_costs(wanted: MeshPlan, plan: Plan, produced: Sequence[ProducedNorms]) 
     return list(zip(titles, costs, strict=True))
 
 
-def render_step(found: Sequence[tuple[str, ClusterCost]]) -> str:
-    """One column per stretch; a stretch that costs what one before it does is left out."""
+def render_step(found: Sequence[tuple[str, ClusterCost]], width: int | None = None) -> str:
+    """One column per stretch; a stretch that costs what one before it does is left out. `width`: of a line."""
     distinct: dict[tuple[tuple[str, float], ...], tuple[str, ClusterCost]] = {}
     for title, cost in found:
         distinct.setdefault(tuple(cost.parts.items()), (title, cost))
@@ -217,7 +217,7 @@ def render_step(found: Sequence[tuple[str, ClusterCost]]) -> str:
         ("tokens/s", *(f"{cost.tokens_per_gpu:,.0f}" for _, cost in columns)),
         ("queued by the host in", *(time_text(cost.host) for _, cost in columns)),
     ]
-    return "\n".join(tabulate([head, *rows, *ends]))
+    return "\n".join(tabulate([head, *rows, *ends], width=width))
 
 
 def _cell(cost: ClusterCost, name: str) -> str:

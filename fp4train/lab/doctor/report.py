@@ -1,8 +1,8 @@
 """The findings, as one screen for people or as JSON for issue reports."""
 
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from fp4train.lab.doctor.machine import Fact, device, parts
 from fp4train.lab.doctor.ranks import CollectiveCheck
 from fp4train.lab.doctor.recipes import RecipeCheck, check_all
 from fp4train.precision.recipe import Recipe
-from fp4train.text import columns, screen, tabulate
+from fp4train.text import columns, screen, tabulate, wrapped
 
 WIDTH = 120
 HEADER = ("recipe", "runs here", "quantised by", "codes", "products", "scaled_mm", "native on")
@@ -52,18 +52,18 @@ class DoctorReport:
             "works": not self.problems,
         }
 
-    def render(self) -> str:
-        """The screen (report.txt)."""
+    def render(self, width: int = WIDTH) -> str:
+        """The screen (report.txt), in lines of `width` characters."""
         header = ("collective", "of", "result", "GB/s per rank")
         return screen(
             __package__,
             "report.txt",
-            {"wrapped": _wrapped},
+            {"wrapped": partial(_wrapped, width=width)},
             found=self,
             version=__version__,
-            machine=columns([(part.name, part.value) for part in self.machine]),
-            recipes=tabulate([HEADER, *(_row(each) for each in self.recipes)]),
-            collectives=tabulate([header, *(_collective(each) for each in self.collectives)]),
+            machine=columns([(part.name, part.value) for part in self.machine], width=width),
+            recipes=tabulate([HEADER, *(_row(each) for each in self.recipes)], width=width),
+            collectives=tabulate([header, *(_collective(each) for each in self.collectives)], width=width),
             reasons=self._reasons(),
             runs=next((each.runs for each in self.recipes if each.name == self.default), ""),
         )
@@ -78,8 +78,9 @@ class DoctorReport:
         return [("all" if len(n) == len(emulated) else ", ".join(n), why) for why, n in by_reason.items()]
 
 
-def _wrapped(text: str) -> str:
-    return textwrap.fill(text, WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
+def _wrapped(text: str, width: int = WIDTH) -> str:
+    start, *more = wrapped(text, width - 4, "  ")
+    return "\n".join([start, *(f"  {line}" for line in more)])
 
 
 def _row(each: RecipeCheck) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ ENVIRONMENT = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
 KERNELS = ("amax_produced", "quantize_produced", "norm_backward")
 ALL = "attention_norm, mlp_norm, mlp of block 0"
 RUNS = f"norms and gates are quantised where they are made ({ALL}), and not written in BF16"
-ADDS = "; these norms add up the residual stream that `of_stream` gives them."
+ADDS = "; these norms also add what a layer returns to the residual stream."
 
 
 @pytest.mark.long
@@ -62,7 +62,7 @@ def test_a_norm_makes_the_last_sum_of_the_block_before_for_layers_on_te(
     norms = {f"blocks.{block}.{name}.weight" for block in range(2) for name in ("attention_norm", "mlp_norm")}
     assert set(found["apart"]) == norms and max(found["apart"].values()) < 2**-8
     blocks = RUNS.replace("block 0", "blocks 0–1")
-    assert found["said"] == [f"6 {blocks}{ADDS[:-1]}, 1 the last sum of the block before."]
+    assert found["said"] == [f"6 {blocks}{ADDS[:-1]}, 1 of them the last sum of the block before."]
 
 
 @pytest.mark.long
