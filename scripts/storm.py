@@ -25,6 +25,8 @@ One trial, and when it passes:
   escape is printed, no traceback.
 - sizes: files, names and numbers made to take long, or all memory; then any verb, which ends with 0, or with 1 and a
   reason, within 60 s of processor time and 3 GiB.
+- foreign: a change of a Hugging Face folder (a key, a table, a header, a file), then a verb that reads it. It ends with
+  0, or with 1 and a reason, within 10 s of processor time and 3 GiB; no escape is printed, no traceback.
 - inputs: a command line with a bad value. It ends with 0, or with 1 and one line.
 
 Trials are forks of a process that has imported everything, or calls in it; those of streams are processes. No pictures
@@ -52,6 +54,7 @@ from pathlib import Path
 
 from storms.damage import damage_trial, resume_trial
 from storms.faults import fault_trial, part_trial
+from storms.foreign import foreign_trial
 from storms.ground import Ground, Result, prepare
 from storms.hostile import hostile_trial, size_trial
 from storms.inputs import input_trial
@@ -73,6 +76,7 @@ STORMS: dict[str, tuple[Callable[[Ground, Path, random.Random, int], Result], in
     "resumes": (resume_trial, 30, 200),
     "hostile": (hostile_trial, 60, 300),
     "sizes": (size_trial, 18, 90),
+    "foreign": (foreign_trial, 60, 300),
     "inputs": (input_trial, 60, 300),
 }
 """By name: a trial, how many there are usually, and with --all."""
@@ -118,6 +122,7 @@ def part(counts: dict[str, int], seed: int, record: Path, mine: int, of: int) ->
     import torch._dynamo  # by torch's optimizers, and half of what a tiny run takes
 
     import fp4train.cli
+    import fp4train.exchange.verify
     import fp4train.lab.analysis.curves
     import fp4train.lab.analysis.heatmap
     import fp4train.lab.studies.rank
