@@ -9,6 +9,7 @@ what ends each (`answers.py`). Each conversation lies whole in a sequence of tra
 attends to itself alone (`train.document_mask`).
 """
 
+import io
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,8 +22,9 @@ import numpy as np
 
 from fp4train.data.answers import ANSWERS, AnswerFinder, Conversation
 from fp4train.data.cache import cached_tokens
+from fp4train.data.compressed import unpacked
 from fp4train.data.encoding import LONGEST, Encoded, encoding_key
-from fp4train.data.files import existing_path, files_of, stamp
+from fp4train.data.files import input_files, shown, stamp
 from fp4train.data.packing import Learned, pack
 from fp4train.data.stored import TokenIds
 from fp4train.data.template import MARKERS, find_template
@@ -42,6 +44,8 @@ from fp4train.errors import DataError, data_errors
 from fp4train.paths import PathText, is_hub_name
 
 SUFFIXES = (".jsonl", ".json")
+LINE = 1 << 24
+"""Characters of the longest line."""
 _HALF = re.compile("[\ud800-\udfff]")
 
 PARTS = 3
@@ -62,7 +66,7 @@ class Chat:
         val: the last conversations, held out for validation: a share below 1.
     """
 
-    path: PathText
+    path: PathText | Sequence[PathText]
     column: str = "messages"
     template: PathText | None = None
     tokenizer: TokenizerConfig = field(default_factory=Bytes)
@@ -76,13 +80,15 @@ class Chat:
             raise ValueError(f"data.val={self.val}: conversations are held out by their share, between 0 and 1")
 
     def build(self, run_dir: Path, seq_len: int, seed: int) -> TokenData:
-        paths = files_of(existing_path(self.path, "data.path"), SUFFIXES, "data.path")
+        paths = input_files(self.path, SUFFIXES, "data.path")
         own = self.tokenizer.name if isinstance(self.tokenizer, Pretrained) else None
         place = None if own is None or is_hub_name(own) else own
         template = find_template(self.template, place, run_dir)
         lines = sum(1 for _ in _lines(paths))
         if lines < 2:
-            raise DataError(f"data.path={self.path} holds {lines} conversations: at least 2 are needed, one held out")
+            raise DataError(
+                f"data.path={shown(self.path)} holds {lines} conversations: at least 2 are needed, one held out"
+            )
         held = min(max(1, round(lines * self.val)), lines - 1)
 
         finder = template.finder()
@@ -127,7 +133,7 @@ class Chat:
             train,
             val,
             tokenizer,
-            f"{self.path}, {lines:,} conversations: {size}; {share:.0%} of the training tokens are answers",
+            f"{shown(self.path)}, {lines:,} conversations: {size}; {share:.0%} of the training tokens are answers",
             digest=fingerprint(answers) + fingerprint(held_answers),
         )
 
@@ -145,12 +151,16 @@ def _lines(paths: Sequence[Path]) -> Iterator[tuple[Line, str]]:
     """The lines of the files that are not empty."""
     for path in paths:
         try:
-            with path.open(encoding="utf-8-sig") as file:
-                yield from (((path, number), line) for number, line in enumerate(file, start=1) if line.strip())
+            with unpacked(path) as stream, io.TextIOWrapper(stream, encoding="utf-8-sig") as file:
+                number = 0
+                while line := file.readline(LINE + 1):
+                    number += 1
+                    if len(line) > LINE:
+                        raise DataError(f"{path}, line {number}: it is longer than {LINE >> 20} million characters")
+                    if line.strip():
+                        yield (path, number), line
         except UnicodeDecodeError as error:
             raise DataError(f"{path} is not UTF-8 text ({error.reason}): convert it (iconv -t utf-8)") from error
-        except OSError as error:
-            raise DataError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def _messages(line: str, column: str, special: Sequence[str]) -> list[dict[str, str]]:

@@ -1,5 +1,6 @@
 """`data=chat`: tokens, answers and sequences of conversations, batches, lines that are refused by their number."""
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -145,7 +146,7 @@ def test_an_answer_may_think_in_special_tokens(tmp_path: Path) -> None:
     settings = Pretrained(name=str(tmp_path / "tok"), end_of_document="<|endoftext|>")
     path = write(tmp_path / "a.jsonl", [talk("why?", "<think>so</think>thus")] * 4)
     data = source(path, tokenizer=settings).build(tmp_path / "run", 128, 0)
-    assert int((data.train.ids == made.token_to_id("</think>")).sum()) == 3
+    assert int((np.asarray(data.train.ids) == made.token_to_id("</think>")).sum()) == 3
     write(tmp_path / "a.jsonl", [talk("why <think>?", "thus")] * 4)
     with pytest.raises(DataError, match="message 1 spells <think>"):
         source(path, tokenizer=settings).build(tmp_path / "other", 128, 0)
@@ -163,6 +164,20 @@ def test_turns_that_end_with_the_end_of_a_document_attend_to_each_other(tmp_path
     tokens, targets = Loader(data.train, batch_size=4, seq_len=128, seed=0).rows(0, 4)
     assert int((tokens < 0).sum()) and set(tokens[tokens < 0].tolist()) == {~end}
     assert bool((targets[targets != IGNORED] >= 0).all())
+
+
+def test_conversations_of_several_files_packed_or_not_are_those_of_one(tmp_path: Path) -> None:
+    for folder in ("whole", "parts"):
+        (tmp_path / folder).mkdir()
+    whole = source(write(tmp_path / "whole/a.jsonl", TALKS)).build(tmp_path / "run", 128, 0)
+    first = write(tmp_path / "parts/a.jsonl", TALKS[:10])
+    second = write(tmp_path / "parts/b.jsonl", TALKS[10:])
+    packed = second.with_name("b.jsonl.gz")
+    packed.write_bytes(gzip.compress(second.read_bytes()))
+    second.unlink()
+    for path in (str(tmp_path / "parts"), [str(first), str(packed)], str(tmp_path / "parts/*.jsonl*")):
+        data = Chat(path=path, cache_dir=str(tmp_path / "cache"), val=0.25).build(tmp_path / "run", 128, 0)
+        assert np.array_equal(np.asarray(data.train.ids), np.asarray(whole.train.ids))
 
 
 def test_a_tokenizer_is_trained_on_the_conversations(tmp_path: Path) -> None:
