@@ -150,6 +150,11 @@ def why_not(a: Decoded, b: Decoded, out_dtype: torch.dtype) -> str | None:
         return f"the operands are {x.dtype} and {y.dtype}"
     if out_dtype not in (x.dtype, torch.float32):
         return f"the result is {out_dtype}"
+    for values, scale in (a, b):
+        if scale is None or not scale.dim():
+            continue
+        if scale.shape != (len(values), 1) or not scale.is_contiguous() or scale.dtype != torch.float32:
+            return f"a scale is {scale.dtype} {tuple(scale.shape)}, not float32 ({len(values)}, 1) in one piece"
     return why_not_here(x.device.type) or why_not_tensor(x) or why_not_tensor(y)
 
 

@@ -135,6 +135,8 @@ def test_what_no_kernel_multiplies_is_said() -> None:
     bf16, wide = Decoded(x.bfloat16(), scale), Decoded(x, scale)
     assert scaled.why_not(wide, bf16, torch.bfloat16) == "the operands are torch.float32 and torch.bfloat16"
     assert scaled.why_not(bf16, bf16, torch.float16) == "the result is torch.float16"
+    for odd in (torch.ones(1, 1), torch.ones(4, 2)[:, :1], torch.ones(4, 1).double()):
+        assert "a scale is" in str(scaled.why_not(Decoded(x.bfloat16(), odd), bf16, torch.bfloat16))
     plain = Decoded(x.bfloat16(), None)
     assert scaled.why_not(plain, plain, torch.bfloat16) == "there are no scales"
 
