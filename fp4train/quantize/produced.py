@@ -66,6 +66,11 @@ class SourceTensors(NamedTuple):
         """Tensors that are made from it."""
         return 2 if self.kind == "gradients" else 1
 
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """The dtypes of the tensors, for which the kernels are compiled: a norm's weight may be float32 or BF16."""
+        return tuple([tensor.dtype for tensor in self.tensors])
+
     def values(self) -> tuple[Tensor, ...]:
         """x in BF16, or both gradients: the readable reference; of a norm with the h and rstd that are there."""
         if self.kind in ("norm", "root"):
@@ -145,7 +150,7 @@ def produce(
     if row.spec.block == (None, None):
         return _produce_turned(row, source)
     tiled = row._tiled, column._tiled
-    form = source.kind, source.eps, len(source.tensors)
+    form = source.kind, source.eps, source.dtypes
     plan: BothPlan = row._planned(_plan, x_MK, column.spec, tiled, turned, *form)
     amaxes = torch.zeros(source.results, 4, device=x_MK.device) if any(plan.needs) else None
     made = [make() for _ in range(source.results) for make in plan.results]
@@ -169,7 +174,7 @@ def produce(
 def _produce_turned(row: TritonQuantizer, source: SourceTensors) -> list[tuple[Quantized, Quantized]]:
     """`produce` by one float32 scale."""
     x_MK, results = source.tensors[0], source.results
-    plan: BothPlan = row._planned(_plan_turned, x_MK, source.kind, source.eps, len(source.tensors))
+    plan: BothPlan = row._planned(_plan_turned, x_MK, source.kind, source.eps, source.dtypes)
     amaxes = torch.zeros(results, 4, device=x_MK.device)
     assert plan.amax is not None
     plan.amax(*source.tensors, amaxes)
@@ -183,15 +188,15 @@ def _produce_turned(row: TritonQuantizer, source: SourceTensors) -> list[tuple[Q
     ]
 
 
-def _plan_turned(spec: QuantSpec, x_MK: Tensor, kind: str, eps: float, given: int) -> BothPlan:
-    """The launches for x of a source of `given` tensors: that of `plan_turned` with another kernel."""
+def _plan_turned(spec: QuantSpec, x_MK: Tensor, kind: str, eps: float, dtypes: tuple[torch.dtype, ...]) -> BothPlan:
+    """The launches for x of a source of tensors of these dtypes: that of `plan_turned` with another kernel."""
     from fp4train.kernels.triton.both import turned_produced
 
     plan, tensors, results = triton_launch.plan_turned(spec, x_MK, False, False, _TURNED), *_counts(kind)
     old, place = plan.launch, (128, 2 if eps else 4)
     constants, groups = old.constants | {"S": kind}, (tensors, 1, 3 * results)
     launch = Launch(turned_produced, old.programs * results, old.sizes, constants, groups=groups)
-    return BothPlan(_plan_amax(spec, x_MK, place, kind, eps, given), (True, True), launch, plan.results)
+    return BothPlan(_plan_amax(spec, x_MK, place, kind, eps, len(dtypes)), (True, True), launch, plan.results)
 
 
 def _counts(kind: str) -> tuple[int, int]:
@@ -223,13 +228,13 @@ def _plan(
     turned: bool,
     kind: str,
     eps: float,
-    given: int,
+    dtypes: tuple[torch.dtype, ...],
 ) -> BothPlan:
-    """The launches for x of a source of `given` tensors: that of `plan_both` with other kernels, and of a norm with
-    other tiles."""
+    """The launches for x of a source of tensors of these dtypes: that of `plan_both` with other kernels, and of a norm
+    with other tiles."""
     from fp4train.kernels.triton.both import quantize_produced
 
-    tensors, results = _counts(kind)
+    (tensors, results), given = _counts(kind), len(dtypes)
     measured, features = row.global_scale or column.global_scale, x_MK.shape[1]
     place = _MEASURED if measured else _PLACES[kind]
     plan = triton_launch.plan_both(row, x_MK, column, tiled, place, turned)
@@ -240,10 +245,10 @@ def _plan(
         amax = _plan_amax(column, x_MK, (place[0], 1 if eps else place[1]), kind, eps, given)
     old, own_eps, tensors = plan.launch, 0.0 if measured else eps, tensors if measured else given
     programs = old.programs // -(-features // old.constants["C"].tile_rows) if own_eps else old.programs * results
-    dtypes = {tensors + 1 + 4 * i + at: old.dtypes[2 + at] for i in range(results) for at in (0, 2)}
+    words = {tensors + 1 + 4 * i + at: old.dtypes[2 + at] for i in range(results) for at in (0, 2)}
     constants = {"EPS": own_eps, **old.constants, "S": kind}
     groups = tensors, 1, 4 * results
-    launch = Launch(quantize_produced, programs, old.sizes, constants, old.warps, dtypes, groups)
+    launch = Launch(quantize_produced, programs, old.sizes, constants, old.warps, words, groups)
     return plan._replace(amax=amax, launch=launch)
 
 
@@ -254,7 +259,8 @@ def norm_backward(
     h from elsewhere, in BF16, that is added to dh and lies as h does."""
     read = (h_MK,) if added_MK is None else (h_MK, added_MK)
     sizes = (*h_MK.shape, dy_MK.stride(0), h_MK.stride(0))
-    launch = _plan_backward(sizes, (dy_MK.dtype, weight_K.dtype, h_MK.device), outside, len(read))
+    dtypes = tuple([tensor.dtype for tensor in (dy_MK, *read, weight_K, rstd_M)])
+    launch = _plan_backward(sizes, (*dtypes, h_MK.device), outside, len(read))
     dh, dw = torch.empty_like(h_MK), torch.empty(launch.programs, h_MK.shape[1], device=h_MK.device)
     launch(dy_MK, *read, weight_K, rstd_M, dh, dw)
     return dh, dw.sum(0)

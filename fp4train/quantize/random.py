@@ -60,7 +60,7 @@ class RandomKey(_Words):
     Keys compare by their words.
 
     Raises:
-        ValueError: a number is out of range; the message names it.
+        ValueError: a number is out of range, or `counters` has another dtype; the message names it.
     """
 
     __slots__ = ()
@@ -83,6 +83,8 @@ class RandomKey(_Words):
             words = None
         if words is None or not 0 <= operand < LANES or col_offset % LANES:
             _refuse(seed, step, layer, operand, row_offset, col_offset)
+        if counters is not None and counters.dtype != torch.int32:
+            raise ValueError(f"counters: an int32 tensor is needed, not {counters.dtype}")
         return _new(cls, (words, counters))
 
     seed: int = _number("seed")

@@ -19,7 +19,7 @@ import importlib.util
 from collections.abc import Callable
 from functools import cache, cached_property
 from importlib.metadata import version
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import torch
 from torch import Tensor
@@ -216,6 +216,8 @@ class TritonQuantizer(Quantizer):
         plan: triton_launch.AmaxPlan | None = self._planned(triton_launch.plan_amax, x_RC, per_row)
         if plan is None:
             return super().amax(x_RC, key, per_row=per_row)
+        if into is not None and (into.dim() or into.dtype != torch.float32):
+            _refuse("into", into)
         out = plan.result() if into is None else into
         if plan.turned:
             x_RC = x_RC.T
@@ -285,6 +287,8 @@ class TritonQuantizer(Quantizer):
         self, x_MK: Tensor, amax: Tensor | None, newest: Tensor | None
     ) -> tuple[Quantized, Quantized] | None:
         """Codes of x and of x.T by one scale."""
+        if newest is not None and (newest.dim() or newest.dtype != torch.float32):
+            _refuse("newest", newest)
         plan: triton_launch.QuantizePlan | None
         plan = self._planned(triton_launch.plan_turned, x_MK, amax is not None, newest is not None)
         if plan is None:
@@ -349,3 +353,8 @@ class TritonQuantizer(Quantizer):
                 self._plans.clear()
             found = self._plans[kind] = plan(self.spec, x, *arguments) if why_not_tensor(x) is None else None
         return found
+
+
+def _refuse(name: str, number: Tensor) -> NoReturn:
+    """Raise the error of a tensor that a compiled kernel would take for one float32, whatever it is."""
+    raise ValueError(f"{name}: a 0-d float32 tensor is needed, not {number.dtype} {tuple(number.shape)}")

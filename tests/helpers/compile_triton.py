@@ -70,7 +70,8 @@ def compile_launch(noted: Noted, capability: int) -> Any:
             attributes |= {(index, at): [["tt.divisibility", 16]] for at in range(len(value))}
         elif isinstance(value, torch.Tensor):
             signature[parameter.name] = POINTERS[value.dtype]
-            attributes[(index,)] = [["tt.divisibility", 16]]
+            if not parameter.do_not_specialize_on_alignment:
+                attributes[(index,)] = [["tt.divisibility", 16]]
         elif value == 1 and not parameter.do_not_specialize:
             signature[parameter.name] = "constexpr"
             constants[parameter.name] = 1

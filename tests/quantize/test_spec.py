@@ -94,7 +94,8 @@ def test_keys_are_frozen_compare_by_value_and_survive_pickling_and_replacing() -
     assert key == pickle.loads(pickle.dumps(key)) == copy.deepcopy(key) != key.replace(row_offset=1)
     assert pickle.loads(pickle.dumps(key)).words == key.words != key.replace(row_offset=1).words
     assert len({key, copy.copy(key)}) == 1 and key != tuple(key)
-    counted = [RandomKey(seed=1, step=2, layer=3, operand=4, counters=torch.zeros(8)) for _ in range(2)]
+    counters = [torch.zeros(8, dtype=torch.int32) for _ in range(2)]
+    counted = [RandomKey(seed=1, step=2, layer=3, operand=4, counters=tensor) for tensor in counters]
     assert counted[0] == counted[1] == key and (counted[0] != counted[1]) is False
     with pytest.raises(AttributeError):
         key.step = 5

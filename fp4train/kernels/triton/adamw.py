@@ -18,7 +18,10 @@ def rounded(x, half, HARDWARE: tl.constexpr):
     return rounding.as_bf16(upper, HARDWARE)
 
 
-@triton.jit(do_not_specialize=["key", "first_layer", "second_layer", "col_group", "row_offset"])
+@triton.jit(
+    do_not_specialize=["key", "first_layer", "second_layer", "col_group", "row_offset"],
+    do_not_specialize_on_alignment=["numbers_ptr", "counter_ptr", "failed_ptr"],
+)
 def adamw(
     weight_ptr,
     gradient_ptr,

@@ -92,7 +92,7 @@ def tile_codes(
         quantize_columns(outs, place, cols, rows, column_groups, tiles, 1, x_stride, stride, 1, own, C, S)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["out_ptr"])
 def amax_both(x_ptr, out_ptr, rows, cols, tiles, x_stride, x_col_stride, V: tl.constexpr):
     """out int32 [2]: the bits of max |x|, and of max |x.T| after the transform; the target must hold zeros.
 
@@ -106,7 +106,8 @@ def amax_both(x_ptr, out_ptr, rows, cols, tiles, x_stride, x_col_stride, V: tl.c
     do_not_specialize=[
         *("key0", "key1", "counter3", "row_counter2", "row_col_group", "row_offset"),
         *("column_counter2", "column_col_group", "column_row_offset"),
-    ]
+    ],
+    do_not_specialize_on_alignment=["amax_ptr"],
 )
 def quantize_both(
     x_ptr,
@@ -177,7 +178,7 @@ def first_of_strip(x_ptr, rows, cols, x_stride, EPS: tl.constexpr, V: tl.constex
     return tl.program_id(0) * tl.cdiv(cols, V.tile_rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["out_ptr"])
 def amax_produced(x_ptr, out_ptr, rows, cols, x_stride, EPS: tl.constexpr, V: tl.constexpr, S: tl.constexpr):
     """`amax_both` of x [rows, cols] of a source; out int32 [4], or of both gradients of "gradients" [8].
 
@@ -199,7 +200,8 @@ def amax_produced(x_ptr, out_ptr, rows, cols, x_stride, EPS: tl.constexpr, V: tl
     do_not_specialize=[
         *("key0", "key1", "counter3", "second_counter3", "row_counter2", "row_col_group", "row_offset"),
         *("column_counter2", "column_col_group", "column_row_offset"),
-    ]
+    ],
+    do_not_specialize_on_alignment=["amax_ptr"],
 )
 def quantize_produced(
     x_ptr,
@@ -249,7 +251,7 @@ def quantize_produced(
         tile_codes(pointers, tl.program_id(0), rows, cols, tiles, x_stride, words, R, C, 1, S)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["amax_ptr", "scale_ptr", "newest_ptr"])
 def quantize_turned(x_ptr, amax_ptr, row_ptr, column_ptr, scale_ptr, newest_ptr, rows, cols, x_stride, V: tl.constexpr):
     """Codes of x [rows, cols], whose column stride is 1, by one float32 scale, and their transpose, rounded to nearest.
 
@@ -260,7 +262,7 @@ def quantize_turned(x_ptr, amax_ptr, row_ptr, column_ptr, scale_ptr, newest_ptr,
     turned_tile(x_ptr, amax_ptr, outs, newest_ptr, tl.program_id(0), rows, cols, x_stride, V, "none")
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["amax_ptr"])
 def turned_produced(x_ptr, amax_ptr, out_ptr, rows, cols, x_stride, V: tl.constexpr, S: tl.constexpr):
     """`quantize_turned` of x of a source, or of both gradients of "gradients".
 

@@ -88,7 +88,7 @@ def largest_of(x, V: tl.constexpr):
     return found
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["out_ptr"])
 def amax_columns(x_ptr, out_ptr, rows, cols, tiles, x_stride, x_col_stride, V: tl.constexpr):
     """out int32 [1], or [rows] if V.outer is "row": the bits of max |x| after the transform. See quantize.py."""
     x, row, _ = load_columns(x_ptr, tl.program_id(0), rows, cols, tiles, x_stride, x_col_stride, V, "none")

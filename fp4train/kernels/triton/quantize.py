@@ -201,7 +201,11 @@ def quantize_whole(pointers, rows, cols, groups, tiles, x_stride, out_stride, wo
 
 
 # A tuple of words would be specialised in spite of do_not_specialize: each seed and step would compile a kernel.
-@triton.jit(do_not_specialize=["key0", "key1", "counter2", "counter3", "col_group", "row_offset"])
+# An amax may be one number of a history: no kernel is compiled again for where it lies.
+@triton.jit(
+    do_not_specialize=["key0", "key1", "counter2", "counter3", "col_group", "row_offset"],
+    do_not_specialize_on_alignment=["amax_ptr", "decode_ptr"],
+)
 def quantize(
     x_ptr,
     amax_ptr,
@@ -297,7 +301,7 @@ def decode_blocks(code_ptr, scale_ptr, out_ptr, rows, groups, tiles, width, code
     tl.store(out_ptr + (row64 * out_stride)[:, None, None] + col, value, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["out_ptr"])
 def amax_tensor(x_ptr, out_ptr, rows, cols, x_stride, tiles, steps, ROWS: tl.constexpr, COLS: tl.constexpr):
     """out int32 [1] = max |x|. Column stride 1. tiles: programs across a row; each takes `steps` tiles of ROWS x
     COLS, one below the other."""
@@ -314,7 +318,7 @@ def amax_tensor(x_ptr, out_ptr, rows, cols, x_stride, tiles, steps, ROWS: tl.con
     tl.atomic_max(out_ptr, m)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["out_ptr"])
 def amax_rows(x_ptr, out_ptr, rows, cols, x_stride, x_col_stride, ROWS: tl.constexpr, COLS: tl.constexpr):
     """out int32 [rows] = max |x| of each row. A program reduces ROWS rows over all columns: no atomics."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)

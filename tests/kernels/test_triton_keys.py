@@ -1,0 +1,282 @@
+"""The kernel that a launch runs is the one that Triton would compile for its arguments, whatever was launched before:
+plans and compiled kernels are kept by all that decides them.
+
+Each case is called with arguments that differ in one respect (dtype, alignment, strides, shape, an argument that is
+not given), first each with nothing kept, then one after the other with everything kept.
+"""
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp4train.kernels import triton as kernels
+from fp4train.optim import rounded
+from fp4train.precision import MXFP8, NVFP4, FP8Current
+from fp4train.quantize import Delayed, QuantSpec, RandomKey, quantize
+from fp4train.quantize.produced import SourceTensors, norm_backward, produce
+from fp4train.quantize.triton import TritonQuantizer
+
+triton = pytest.importorskip("triton", reason="triton is not installed (Linux only: pip install triton)")
+
+from launch_keys import Ran, forget_plans, without_compiler  # noqa: E402
+
+if triton.knobs.runtime.interpret:
+    pytest.skip("TRITON_INTERPRET is set: kernels are interpreted, not compiled", allow_module_level=True)
+
+FP8 = QuantSpec(element="e4m3", block=(None, None), scale="fp32", global_scale=None)
+PER_ROW = replace(FP8, block=(1, None))
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+KEY = RandomKey(seed=1, step=2, layer=3, operand=0)
+
+
+def bf16(*shape: int) -> Tensor:
+    return torch.zeros(*shape, dtype=torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call that launches kernels: the objects that keep plans, its tensors, and what it calls with both."""
+
+    new: Callable[[], Any]
+    tensors: dict[str, Tensor]
+    call: Callable[..., object]
+
+
+def one_form(spec: QuantSpec, method: str, **tensors: Tensor) -> Case:
+    """Codes or values by a spec; `counters` enters the key of the random bits."""
+
+    def call(quantizer: TritonQuantizer, x: Tensor, amax: Tensor | None = None, counters: Tensor | None = None) -> Any:
+        key = RandomKey(seed=1, step=2, layer=3, operand=0, counters=counters) if spec.random else None
+        return getattr(quantizer, method)(x, key, amax)
+
+    return Case(lambda: TritonQuantizer(spec), tensors or {"x": bf16(64, 96)}, call)
+
+
+def amax(spec: QuantSpec, per_row: bool) -> Case:
+    def call(quantizer: TritonQuantizer, x: Tensor, into: Tensor | None = None) -> Tensor:
+        return quantizer.amax(x, per_row=per_row, into=into)
+
+    into = {} if per_row else {"into": ONE}
+    return Case(lambda: TritonQuantizer(spec), {"x": bf16(64, 96), **into}, call)
+
+
+def decoded(spec: QuantSpec) -> Case:
+    def call(quantizer: TritonQuantizer, x: Tensor) -> object:
+        return quantizer.decode(quantize(x, spec, kernel="reference"))
+
+    return Case(lambda: TritonQuantizer(spec), {"x": bf16(64, 96)}, call)
+
+
+Pair = tuple[TritonQuantizer, TritonQuantizer]
+
+
+def pair(row: QuantSpec, column: QuantSpec) -> Callable[[], Pair]:
+    return lambda: (TritonQuantizer(row).in_tiles, TritonQuantizer(column).in_tiles)
+
+
+def both(row: QuantSpec, column: QuantSpec, **tensors: Tensor) -> Case:
+    def call(
+        made: Pair, x: Tensor, amax: Tensor | None = None, newest: Tensor | None = None, counters: Tensor | None = None
+    ) -> object:
+        keys = [KEY if counters is None else RandomKey(seed=1, step=2, layer=3, operand=0, counters=counters)] * 2
+        keys = [key if spec.random else None for key, spec in zip(keys, (row, column), strict=True)]  # type: ignore[misc]
+        own, other = made
+        return own.with_columns(other, x, keys[0], amax, keys[1], amax, True, True, newest)
+
+    return Case(pair(row, column), {"x": bf16(64, 96), **tensors}, call)
+
+
+def source(kind: str, row: QuantSpec, column: QuantSpec, turned: bool = False, **tensors: Tensor) -> Case:
+    eps = 1e-5 if kind in ("norm", "root") else 0.0
+
+    def call(made: Pair, **tensors: Tensor) -> object:
+        found = SourceTensors(kind, tuple(tensors.values()), eps)
+        keys = tuple(KEY if spec.random else None for spec in (row, column))
+        return produce(*made, found, [keys] * found.results, turned)
+
+    return Case(pair(row, column), tensors, call)
+
+
+def adamw() -> Case:
+    def call(_: None, weight: Tensor, found_inf: Tensor, counters: Tensor) -> None:
+        moments = torch.zeros_like(weight, dtype=torch.bfloat16), torch.zeros_like(weight, dtype=torch.bfloat16)
+        group = {"betas": (0.9, 0.95), "lr": 1e-3, "weight_decay": 0.1}
+        numbers = rounded.numbers_of(torch.ones(1), group, None, found_inf)
+        key = RandomKey(seed=1, step=2, layer=3, operand=0, counters=counters)
+        decays = rounded.Decays(beta1=0.9, rest1=0.1, beta2=0.95, rest2=0.05, eps=1e-8)
+        tensors = rounded.SlabTensors(weight, torch.zeros_like(weight), *moments)
+        rounded.by_triton(tensors, rounded.Keys(key, key, 0), numbers, 0, decays)
+
+    return Case(lambda: None, {"weight": torch.zeros(64, 96), "found_inf": ONE, "counters": COUNTERS}, call)
+
+
+def backward(outside: float) -> Case:
+    tensors = {"dy": bf16(64, 96), "h": bf16(64, 96), "weight": torch.zeros(96), "rstd": torch.zeros(64)}
+
+    def call(_: None, dy: Tensor, h: Tensor, weight: Tensor, rstd: Tensor, added: Tensor | None = None) -> object:
+        return norm_backward(dy, h, weight, rstd, outside, added)
+
+    return Case(lambda: None, tensors | {"added": bf16(64, 96)}, call)
+
+
+ONE, COUNTERS = torch.zeros(()), torch.zeros(8, dtype=torch.int32)
+NORM = {"h": bf16(64, 96), "weight": torch.zeros(96), "rstd": torch.zeros(64)}
+SUM = NORM | {"x": bf16(64, 96), "change": bf16(64, 96)}
+GATE = {"gate": bf16(64, 96), "up": bf16(64, 96)}
+GRADIENTS = {"dh": bf16(64, 96)} | GATE
+RECIPES = {"nvfp4": NVFP4().table(), "mxfp8": MXFP8().table(), "fp8": FP8Current().table()}
+X = {name: (table["fprop"].first, table["wgrad"].second) for name, table in RECIPES.items()}
+DY = {name: (table["dgrad"].first, table["wgrad"].first) for name, table in RECIPES.items()}
+DELAYED = replace(FP8, delayed=Delayed())
+
+CASES: dict[str, Case] = {
+    "nvfp4 codes": one_form(QuantSpec(), "codes", x=bf16(64, 96), amax=ONE),
+    "nvfp4 values, stochastic": one_form(QuantSpec(rounding="stochastic"), "values", x=bf16(64, 96), counters=COUNTERS),
+    "wgrad codes": one_form(DY["nvfp4"][1], "codes", x=bf16(64, 96), amax=ONE, counters=COUNTERS),
+    "weights": one_form(QuantSpec(block=(16, 16)), "codes"),
+    "a global scale per row": one_form(QuantSpec(global_scale="row"), "codes", x=bf16(64, 96), amax=torch.zeros(64)),
+    "mxfp8 values": one_form(X["mxfp8"][0], "values"),
+    "fp8 codes": one_form(FP8, "codes", x=bf16(64, 96), amax=ONE),
+    "fp8 codes per row": one_form(PER_ROW, "codes"),
+    "amax": amax(QuantSpec(), False),
+    "amax of rows": amax(PER_ROW, True),
+    "amax after the transform": amax(X["nvfp4"][1], False),
+    "nvfp4 codes decoded": decoded(QuantSpec()),
+    "mxfp8 codes decoded": decoded(X["mxfp8"][0]),
+    "both forms, nvfp4": both(*DY["nvfp4"], counters=COUNTERS),
+    "both forms, mxfp8": both(*X["mxfp8"]),
+    "both forms, fp8": both(FP8, FP8, amax=ONE),
+    "both forms, fp8 delayed": both(DELAYED, DELAYED, amax=ONE, newest=torch.zeros(())),
+    **{f"norm, {name}": source("norm", *specs, **NORM) for name, specs in X.items()},
+    "norm, mxfp8, as x lies": source("norm", *X["mxfp8"], True, **NORM),
+    **{f"root, {name}": source("root", *specs, **NORM) for name, specs in X.items()},
+    **{f"norm of a sum, {name}": source("norm", *specs, **SUM) for name, specs in X.items()},
+    **{f"gate, {name}": source("gate", *specs, **GATE) for name, specs in X.items()},
+    **{f"gradients, {name}": source("gradients", *specs, **GRADIENTS) for name, specs in DY.items()},
+    "norm, backward": backward(0.0),
+    "root, backward": backward(1e-6),
+    "a step of adamw": adamw(),
+}
+
+
+def variants(tensors: dict[str, Tensor]) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """The tensors, and the same with one of them, or all matrices, in another dtype, place, layout or shape."""
+    yield "as they are", tensors
+    for name, tensor in tensors.items():
+        for dtype in (torch.int64,) if tensor.dtype == torch.int32 else DTYPES:
+            if dtype != tensor.dtype:
+                yield f"{name} in {dtype}", tensors | {name: tensor.to(dtype)}
+        for shift in (1, 4):
+            yield f"{name} begins {shift} elements later", tensors | {name: later(tensor, shift)}
+        without = {other: value for other, value in tensors.items() if other != name}
+        yield f"without {name}", without
+    for what, change in LAYOUTS.items():
+        yield f"all {what}", {name: change(tensor) if tensor.dim() else tensor for name, tensor in tensors.items()}
+
+
+def later(tensor: Tensor, shift: int) -> Tensor:
+    return torch.zeros(tensor.numel() + shift, dtype=tensor.dtype)[shift:].view(tensor.shape)
+
+
+def sized(*shape: int) -> Callable[[Tensor], Tensor]:
+    """A tensor of as many dimensions; vectors have the columns, but for those of a row's number of them."""
+    rows, cols = shape
+
+    def change(tensor: Tensor) -> Tensor:
+        sizes = {64: rows, 96: cols}
+        return torch.zeros([sizes.get(size, size) for size in tensor.shape], dtype=tensor.dtype)
+
+    return change
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "of one row": sized(1, 96),
+    "of other rows": sized(7, 96),
+    "of one column": sized(64, 1),
+    "of other columns": sized(64, 103),
+    "of wider rows": lambda x: torch.zeros(64, 112, dtype=x.dtype)[:, :96] if x.dim() == 2 else x,
+    "of rows of an odd width": lambda x: torch.zeros(64, 113, dtype=x.dtype)[:, :96] if x.dim() == 2 else x,
+    "transposed": lambda x: torch.zeros(96, 64, dtype=x.dtype).T if x.dim() == 2 else x,
+    "of every second column": lambda x: torch.zeros(64, 192, dtype=x.dtype)[:, ::2] if x.dim() == 2 else x,
+}
+
+
+def outcome(case: Case, kept: Any, tensors: dict[str, Tensor], ran: list[Ran]) -> list[Ran] | str:
+    """The launches of a call, or the name of its error."""
+    ran.clear()
+    try:
+        case.call(kept, **tensors)
+    except AssertionError as error:
+        if "launched with" in str(error):
+            raise
+        return "AssertionError"
+    except (TypeError, ValueError, RuntimeError, IndexError) as error:
+        return type(error).__name__
+    return list(ran)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_was_launched_before_changes_no_launch(name: str) -> None:
+    """Neither its kernel, its grid, nor a number that it is given."""
+    case = CASES[name]
+    changed = dict(variants(case.tensors))
+    with without_compiler() as ran:
+        fresh = {}
+        for what, tensors in changed.items():
+            forget_plans()
+            fresh[what] = outcome(case, case.new(), tensors, ran)
+        launches = [found for found in fresh.values() if found and not isinstance(found, str)]
+        assert len({str(found) for found in launches}) > 1, "no argument matters"
+        forget_plans()
+        kept = case.new()
+        for what in (*changed, *reversed(changed)):
+            assert outcome(case, kept, changed[what], ran) == fresh[what], what
+
+
+def launched() -> dict[str, Any]:
+    """The kernels that are launched: no function of a kernel's module calls them."""
+    folder = Path(kernels.__file__).parent
+    modules = [import_module(f"{kernels.__name__}.{path.stem}") for path in sorted(folder.glob("[!_]*.py"))]
+    functions = {name: f for module in modules for name, f in vars(module).items() if hasattr(f, "arg_names")}
+    called = set()
+    for function in functions.values():
+        for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function.fn)))):
+            if isinstance(node, ast.Call):
+                called.add(ast.unparse(node.func).rpartition(".")[2])
+    return {name: function for name, function in functions.items() if name not in called}
+
+
+def test_each_kernel_has_a_case() -> None:
+    ran_kernels = set()
+    with without_compiler() as ran:
+        for case in CASES.values():
+            outcome(case, case.new(), case.tensors, ran)
+            ran_kernels |= {each.kernel for each in ran}
+    assert launched().keys() == ran_kernels
+
+
+NUMBERS = [
+    (name, number)
+    for name, case in CASES.items()
+    for number in ("amax", "into", "newest", "found_inf", "counters")
+    if number in case.tensors and case.tensors[number].numel() in (1, 8)
+]
+
+
+@pytest.mark.parametrize(("name", "number"), NUMBERS)
+def test_no_kernel_is_compiled_twice_for_where_one_number_lies(name: str, number: str) -> None:
+    """An amax of a history, an amax that is filled, a counter of the step: views of 4 bytes at any place."""
+    case = CASES[name]
+    shifted = case.tensors | {number: later(case.tensors[number], 1)}
+    with without_compiler() as ran:
+        usual = outcome(case, case.new(), case.tensors, ran)
+        assert usual and usual == outcome(case, case.new(), shifted, ran)
