@@ -21,27 +21,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._library.opaque_object import MemberType, register_opaque_type
-from torch._opaque_base import OpaqueBase, OpaqueBaseMeta
 
 from fp4train.nn.call import Call, gradient_dtypes
 from fp4train.nn.executors.gemms import without_torchs_autocast
 from fp4train.nn.planned import Handle, PlannedLayer
 from fp4train.nn.weights import PreparedWeights
 from fp4train.precision.context import Context, is_stray_recomputation, once, state
+from fp4train.precision.compile_classes import Metaclass, register
 from fp4train.quantize import Quantized
 
 # Each call runs Python code, which sets the random key: a CUDA graph must not replay it.
 _TAGS = (torch.Tag.cudagraph_unsafe,)
 
-Handle.__class__ = OpaqueBaseMeta  # type: ignore[assignment]  # as in `precision.compile_context`
-register_opaque_type(
-    Handle, typ="reference", guard_fn=lambda handle: [handle.route()], members={"route": MemberType.USE_REAL}
-)
+Handle.__class__ = Metaclass  # as in `precision.compile_context`
+register(Handle, guard=lambda handle: [handle.route()], constant=("route",))
 
 
 @dataclass(eq=False)
-class SavedCall(OpaqueBase):
+class SavedCall(metaclass=Metaclass):
     """The data of one call for its backward, except for the tensors that the graph saves."""
 
     call: Call | None = None
@@ -55,7 +52,7 @@ class SavedCall(OpaqueBase):
         self.call = self.x = None
 
 
-register_opaque_type(SavedCall, typ="reference")
+register(SavedCall)
 
 
 @torch.library.custom_op("fp4train::linear", mutates_args=(), tags=_TAGS)

@@ -18,25 +18,19 @@ from fp4train.precision.context import Context, recompute_eagerly
 def _make_opaque() -> str | None:
     """Register contexts as opaque objects, if layers' operators can return such objects too; else why they cannot."""
     try:
-        from torch._library.opaque_object import MemberType, register_opaque_type
-        from torch._opaque_base import OpaqueBaseMeta
+        from fp4train.precision.compile_classes import Metaclass, register
 
-        class Probe(metaclass=OpaqueBaseMeta):
+        class Probe(metaclass=Metaclass):
             """An opaque class that an operator returns, which torch before 2.13 refuses with a ValueError."""
 
         def returns_opaque(x):  # type: ignore[no-untyped-def]  # its annotations, which are no text, follow
             return x, Probe()
 
         returns_opaque.__annotations__ = {"x": torch.Tensor, "return": tuple[torch.Tensor, Probe]}
-        register_opaque_type(Probe, typ="reference")
+        register(Probe)
         torch.library.infer_schema(returns_opaque, mutates_args=())
-        Context.__class__ = OpaqueBaseMeta  # type: ignore[assignment]
-        register_opaque_type(
-            Context,
-            typ="reference",
-            guard_fn=lambda context: [context.activation_dtype()],
-            members={"activation_dtype": MemberType.USE_REAL},
-        )
+        Context.__class__ = Metaclass
+        register(Context, guard=lambda context: [context.activation_dtype()], constant=("activation_dtype",))
     except Exception as error:  # whatever a version of torch answers to what it does not know
         return f"torch {torch.__version__} has no operators on opaque objects ({type(error).__name__})"
     return None

@@ -147,11 +147,21 @@ class _Region(ContextDecorator):
         """Threads that are in it, which threads that share it (those of a decorated function) do not leave in turn."""
 
     def __enter__(self) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            from fp4train.precision import compile_context
+
+            compile_context.call(self.__enter__)
+            return
         outer = state()
         _THREAD.state = entered = self._entered(outer)
         self._open.setdefault(threading.get_ident(), []).append((outer, entered))
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            from fp4train.precision import compile_context
+
+            compile_context.call(self.__exit__, error)
+            return
         outer, entered = self._open[threading.get_ident()].pop()
         _THREAD.state, context = outer, entered.context
         if context is not None:
@@ -245,8 +255,24 @@ def autocast(
         raise TypeError(f"autocast needs {hint}, not {recipe!r}")
     if policy is not None and not isinstance(policy, LayerPolicy):
         raise TypeError(f"autocast's policy is a LayerPolicy object or None, not {policy!r}")
-    context = Context(recipe=recipe, policy=policy, seed=seed, step=step, token_offset=token_offset, counters=counters)
-    return _Region(partial(_watched, context), watched=True) if enabled else use(None)
+    settings = {"seed": seed, "step": step, "token_offset": token_offset, "counters": counters}
+    if torch.compiler.is_dynamo_compiling():
+        from fp4train.precision import compile_context
+
+        region: AbstractContextManager[None]
+        region = compile_context.call(_region, recipe, policy, enabled, settings)
+        return region
+    return _region(recipe, policy, enabled, settings)
+
+
+def _region(
+    recipe: Recipe, policy: LayerPolicy | None, enabled: bool, settings: dict[str, Any]
+) -> AbstractContextManager[None]:
+    """The region of `autocast`, whose other arguments are `settings`."""
+    if not enabled:
+        return use(None)
+    context = Context(recipe=recipe, policy=policy, **settings)
+    return _Region(partial(_watched, context), watched=True)
 
 
 def activation_dtype(default: torch.dtype) -> torch.dtype:
