@@ -2,8 +2,8 @@
 
 A graph depends on a layer only through its `Route`. The route is determined when the graph is traced, and a guard
 checks it before each run of the graph. A change of recipe that keeps the routes, such as NVFP4 to MXFP8, does not
-recompile. The operators need private parts of torch (2.13 and newer). With a torch version that lacks them, each layer breaks the
-graph and runs outside it, and one warning is logged.
+recompile. The operators need private parts of torch (2.13 and newer). With a torch version that lacks them, each layer
+breaks the graph and runs outside it, and one warning is logged.
 """
 
 import functools

@@ -26,8 +26,8 @@ from fp4train.nn.call import Call, gradient_dtypes
 from fp4train.nn.executors.gemms import without_torchs_autocast
 from fp4train.nn.planned import Handle, PlannedLayer
 from fp4train.nn.weights import PreparedWeights
-from fp4train.precision.context import Context, is_stray_recomputation, once, state
 from fp4train.precision.compile_classes import Metaclass, register
+from fp4train.precision.context import Context, is_stray_recomputation, once, state
 from fp4train.quantize import Quantized
 
 # Each call runs Python code, which sets the random key: a CUDA graph must not replay it.
