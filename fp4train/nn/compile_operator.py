@@ -33,12 +33,12 @@ from fp4train.quantize import Quantized
 # Each call runs Python code, which sets the random key: a CUDA graph must not replay it.
 _TAGS = (torch.Tag.cudagraph_unsafe,)
 
-Handle.__class__ = Metaclass  # as in `precision.compile_context`
+Handle.__class__ = Metaclass  # type: ignore[method-assign]  # as in `precision.compile_context`
 register(Handle, guard=lambda handle: [handle.route()], constant=("route",))
 
 
 @dataclass(eq=False)
-class SavedCall(metaclass=Metaclass):
+class SavedCall(metaclass=Metaclass):  # type: ignore[metaclass]
     """The data of one call for its backward, except for the tensors that the graph saves."""
 
     call: Call | None = None

@@ -20,7 +20,7 @@ def _make_opaque() -> str | None:
     try:
         from fp4train.precision.compile_classes import Metaclass, register
 
-        class Probe(metaclass=Metaclass):
+        class Probe(metaclass=Metaclass):  # type: ignore[metaclass]
             """An opaque class that an operator returns, which torch before 2.13 refuses with a ValueError."""
 
         def returns_opaque(x):  # type: ignore[no-untyped-def]  # its annotations, which are no text, follow
@@ -29,7 +29,7 @@ def _make_opaque() -> str | None:
         returns_opaque.__annotations__ = {"x": torch.Tensor, "return": tuple[torch.Tensor, Probe]}
         register(Probe)
         torch.library.infer_schema(returns_opaque, mutates_args=())
-        Context.__class__ = Metaclass
+        Context.__class__ = Metaclass  # type: ignore[method-assign]
         register(Context, guard=lambda context: [context.activation_dtype()], constant=("activation_dtype",))
     except Exception as error:  # whatever a version of torch answers to what it does not know
         return f"torch {torch.__version__} has no operators on opaque objects ({type(error).__name__})"
