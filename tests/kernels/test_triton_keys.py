@@ -83,14 +83,14 @@ def pair(row: QuantSpec, column: QuantSpec) -> Callable[[], Pair]:
     return lambda: (TritonQuantizer(row).in_tiles, TritonQuantizer(column).in_tiles)
 
 
-def both(row: QuantSpec, column: QuantSpec, **tensors: Tensor) -> Case:
+def both(row: QuantSpec, column: QuantSpec, codes: tuple[bool, bool] = (True, True), **tensors: Tensor) -> Case:
     def call(
         made: Pair, x: Tensor, amax: Tensor | None = None, newest: Tensor | None = None, counters: Tensor | None = None
     ) -> object:
         keys = [KEY if counters is None else RandomKey(seed=1, step=2, layer=3, operand=0, counters=counters)] * 2
         keys = [key if spec.random else None for key, spec in zip(keys, (row, column), strict=True)]  # type: ignore[misc]
         own, other = made
-        return own.with_columns(other, x, keys[0], amax, keys[1], amax, True, True, newest)
+        return own.with_columns(other, x, keys[0], amax, keys[1], amax, *codes, newest)
 
     return Case(pair(row, column), {"x": bf16(64, 96), **tensors}, call)
 
@@ -154,6 +154,9 @@ CASES: dict[str, Case] = {
     "mxfp8 codes decoded": decoded(X["mxfp8"][0]),
     "both forms, nvfp4": both(*DY["nvfp4"], counters=COUNTERS),
     "both forms, mxfp8": both(*X["mxfp8"]),
+    "values of both forms, nvfp4": both(*DY["nvfp4"], (False, False), counters=COUNTERS),
+    "values of both forms, mxfp8": both(*X["mxfp8"], (False, False)),
+    "values and codes, nvfp4": both(*X["nvfp4"], (False, True)),
     "both forms, fp8": both(FP8, FP8, amax=ONE),
     "both forms, fp8 delayed": both(DELAYED, DELAYED, amax=ONE, newest=torch.zeros(())),
     **{f"norm, {name}": source("norm", *specs, **NORM) for name, specs in X.items()},
