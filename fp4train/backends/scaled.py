@@ -121,7 +121,7 @@ class ScaledProducts:
         sizes = (*x.shape, len(y), *x.stride(), *y.stride())
         operands = x.dtype, out.dtype, None if bias is None else bias.dtype
         plan = _plan_product(sizes, operands, kinds, adds, library is not None, x.device)
-        plan(x, y, *scales, first if bias is None else bias, out)
+        plan(x, y, *scales, out if bias is None else bias, out)  # what is not read lies where all of them do
 
     def _cublas_on(self, device: torch.device) -> cublas.Cublas | None:
         """cuBLAS, if its products of integers are right; compared before the first product of this process there."""
@@ -146,6 +146,8 @@ def why_not(a: Decoded, b: Decoded, out_dtype: torch.dtype) -> str | None:
     x, y = a.values, b.values
     if a.scale is None and b.scale is None:
         return "there are no scales"
+    if any(scale is not None and scale.dtype is not torch.float32 for scale in (a.scale, b.scale)):
+        return "a scale is not float32"
     if x.dtype is not y.dtype or x.dtype not in (torch.bfloat16, torch.float16):
         return f"the operands are {x.dtype} and {y.dtype}"
     if out_dtype not in (x.dtype, torch.float32):

@@ -12,16 +12,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
+from fp4train.backends import scaled
 from fp4train.kernels import triton as kernels
 from fp4train.optim import rounded
 from fp4train.precision import MXFP8, NVFP4, FP8Current
-from fp4train.quantize import Delayed, QuantSpec, RandomKey, quantize
+from fp4train.quantize import Decoded, Delayed, QuantSpec, RandomKey, quantize
 from fp4train.quantize.produced import SourceTensors, norm_backward, produce
 from fp4train.quantize.triton import TritonQuantizer
 
@@ -128,6 +131,29 @@ def backward(outside: float) -> Case:
     return Case(lambda: None, tensors | {"added": bf16(64, 96)}, call)
 
 
+def product(adds: bool, library: bool, **tensors: Tensor) -> Case:
+    """A product whose scales are applied in it; library: what it leaves to do after a product of cuBLAS."""
+
+    class Products(scaled.ScaledProducts):
+        def _cublas_on(self, device: torch.device) -> Any:
+            return SimpleNamespace(multiply=lambda *_: None) if library else None
+
+    def call(
+        products: Products, x: Tensor, y: Tensor, first: Tensor | None = None, second: Tensor | None = None
+    ) -> None:
+        a, b = Decoded(x, first), Decoded(y, second)
+        with patch.object(scaled, "why_not_here", lambda device: None):
+            if reason := scaled.why_not(a, b, torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32):
+                raise ValueError(reason)
+        with patch.object(scaled.cublas, "takes", lambda tensor: True):
+            if adds:
+                products.add(torch.zeros(len(x), len(y)), a, b)
+            else:
+                products.product(a, b, out_dtype=x.dtype)
+
+    return Case(Products, {"x": bf16(64, 96), "y": bf16(64, 96), "first": ONE, **tensors}, call)
+
+
 ONE, COUNTERS = torch.zeros(()), torch.zeros(8, dtype=torch.int32)
 NORM = {"h": bf16(64, 96), "weight": torch.zeros(96), "rstd": torch.zeros(64)}
 SUM = NORM | {"x": bf16(64, 96), "change": bf16(64, 96)}
@@ -168,6 +194,11 @@ CASES: dict[str, Case] = {
     "norm, backward": backward(0.0),
     "root, backward": backward(1e-6),
     "a step of adamw": adamw(),
+    "product, scales of tensors": product(False, False, second=ONE),
+    "product, scales of rows": product(False, False, second=torch.zeros(64, 1)),
+    "product, after cuBLAS": product(False, True, second=ONE),
+    "product, added": product(True, False),
+    "product, added after cuBLAS": product(True, True),
 }
 
 
@@ -270,7 +301,7 @@ def test_each_kernel_has_a_case() -> None:
 NUMBERS = [
     (name, number)
     for name, case in CASES.items()
-    for number in ("amax", "into", "newest", "found_inf", "counters")
+    for number in ("amax", "into", "newest", "found_inf", "counters", "first")
     if number in case.tensors and case.tensors[number].numel() in (1, 8)
 ]
 
