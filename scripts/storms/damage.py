@@ -94,8 +94,6 @@ def read_part(run: Path, kind: str) -> Any:
         return list(record.known.items())
     start = checkpoint.load(run / "checkpoints")
     check_belongs(start, run, mend=True)
-    for path, reason in start.skipped:
-        say(f"{path}: {reason}")
     if kind == "config.yaml":
         return plain(directory.read_config(run)), directory.identity(run)
     if kind in ("history.jsonl", "statistics.bin"):
