@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from chat_templates import TEMPLATES, VARIABLES
@@ -91,12 +92,14 @@ def test_turns_that_end_with_the_end_of_a_document_see_the_turns_before(cli: Cli
     assert cli("run.name=a", *words, f"data.tokenizer.name={folder}").code == 0
     trained = load_trained(Path("runs/a"))
     data = trained.config.data.build(Path("runs/a"), 256, 0)
-    assert data.val.inner_ends is not None and data.val.inner_ends.any() and data.val.scored is not None
+    assert data.val.inner_ends is not None and data.val.scored is not None
+    inner = torch.from_numpy(np.asarray(data.val.inner_ends) != 0)
+    assert bool(inner.any())
     end = trained.text_tokenizer().end_of_document
     total, count, start = 0.0, 0, 0
-    ids = torch.from_numpy(data.val.ids.astype("int64"))
-    scored = torch.from_numpy(data.val.scored != 0)
-    for last in torch.nonzero((ids == end) & torch.from_numpy(data.val.inner_ends == 0)).flatten().tolist():
+    ids = torch.from_numpy(np.asarray(data.val.ids).astype("int64"))
+    scored = torch.from_numpy(np.asarray(data.val.scored) != 0)
+    for last in torch.nonzero((ids == end) & ~inner).flatten().tolist():
         talk, learned = ids[start : last + 1], scored[start : last + 1][1:]
         start = last + 1
         if learned.any():
