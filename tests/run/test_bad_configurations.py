@@ -142,8 +142,8 @@ def test_a_key_that_only_the_class_has_can_be_set(cli: Cli) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [
-        ("a.parquet", b"PAR1" + bytes(64), "Parquet magic bytes not found in footer"),
-        ("a.jsonl", b'{"text": "fine"}\n{"text": brok', "JSON parse error"),
+        ("a.parquet", b"PAR1" + bytes(64), "a.parquet cannot be read: Parquet magic bytes not found in footer"),
+        ("a.jsonl", b'{"text": "fine"}\n{"text": brok', "a.jsonl, line 2: it is no JSON (Expecting value, column 10)"),
     ],
     ids=["parquet", "JSON lines"],
 )
@@ -151,7 +151,7 @@ def test_a_data_file_that_is_cut_off_is_one_line(cli: Cli, name: str, content: b
     Path(name).write_bytes(content)
     tiny = [word for word in cli.tiny() if not word.startswith("data")]
     ended = cli.raw(*tiny, "run.name=a", "data=hf", f"data.path={name}", "data.cache_dir=cache")
-    assert ended.code == 1 and f"{name} cannot be read: " in ended.message and reason in ended.message
+    assert ended.code == 1 and reason in ended.message
     assert len(ended.err.splitlines()) == 1 and ended.out == ""
 
 
