@@ -1,0 +1,238 @@
+"""The launches of fp4train's Triton kernels that the part `nine` of `gpu_check.py` makes, recorded without a GPU:
+
+    python scripts/gpu_recorded.py LAUNCHES.json [--processors 132]
+
+Its cases are called (`gpu_launched`, `gpu_cases`, `gpu_bandwidth`), and steps of llama_1b with one block in its recipes
+and modes, at their sizes: a launch depends on sizes, and not on the number of blocks. Nothing is computed: an operator
+of torch that would fill large memory leaves it as it is. Kernels of other packages (liger's, torch.compile's) are not
+recorded.
+
+A launch is what Triton's JIT decides by: kernel, dtypes, alignment, numbers, constants and warps. `gpu_compile.py`
+compiles them.
+
+`--processors`: multiprocessors of the GPU, 132 of an H100 and an H200, 148 of a B200.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import gpu_bandwidth
+import gpu_profile
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from fp4train.backends import native
+from fp4train.models.common import on_cpu
+from fp4train.quantize import cpu, triton, triton_launch
+from fp4train.quantize.launch import Launch
+from fp4train.quantize.quantizer import quantizer
+from fp4train.train import train_step
+
+SMALL = 1 << 16
+"""Elements of tensors that are computed: numbers, scales and counters, which decide what is launched."""
+
+
+class Uncomputed(TorchDispatchMode):
+    """Operators whose results are large give memory that nobody filled."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        sizes: list[int] = []
+        tree_map_only(Tensor, lambda tensor: sizes.append(tensor.numel()), (args, kwargs))
+        returns = function._schema.returns
+        views = any(value.alias_info is not None and not value.alias_info.is_write for value in returns)
+        scalars = not all("Tensor" in str(value.type) for value in returns)
+        small = max(sizes, default=0) < SMALL and not _makes_much(args, kwargs)
+        if views or scalars or small:
+            return function(*args, **kwargs)
+        if any(value.alias_info is not None for value in returns):
+            return args[0]
+        if function._schema.is_mutable:
+            return function(*args, **kwargs) if returns else None
+        arguments, options = tree_map_only(Tensor, _meta, (args, kwargs))
+        if "device" in options:
+            options = options | {"device": "meta"}
+        try:
+            results = function(*arguments, **options)
+        except NotImplementedError:  # the shape of the result depends on numbers
+            return function(*args, **kwargs)
+        return tree_map_only(Tensor, _memory, results)
+
+
+def _makes_much(args: Any, kwargs: Any) -> bool:
+    """Whether an operator that takes no tensor makes a large one, by a size among its arguments."""
+    sizes = [value for value in (*args, *kwargs.values()) if isinstance(value, list | tuple)]
+    numbers = [value for value in sizes if value and all(isinstance(number, int) for number in value)]
+    product = 1
+    for number in numbers[0] if numbers else ():
+        product *= number
+    return product >= SMALL
+
+
+def _meta(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _memory(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+
+
+class Launches:
+    """Launches as JSON, each once."""
+
+    def __init__(self) -> None:
+        self.texts: dict[str, None] = {}
+
+    def note(self, launch: Launch, *pointers: Tensor, words: tuple[Any, ...] = ()) -> None:
+        """In the place of `Launch.__call__`."""
+        kernel: Any = launch.kernel
+        record = {
+            "module": kernel.fn.__module__,
+            "kernel": kernel.fn.__name__,
+            "arguments": [described(value) for value in (*launch.seen(pointers), *launch.sizes, *words)],
+            "constants": {name: constant(value) for name, value in launch.constants.items()},
+            "warps": launch.warps,
+        }
+        for parameter, value in zip(kernel.params, record["arguments"], strict=False):
+            if parameter.do_not_specialize and isinstance(value, int):
+                record["arguments"][parameter.num] = 0
+        self.texts[json.dumps(record, sort_keys=True)] = None
+
+
+def described(value: Any) -> Any:
+    """An argument as `gpu_compile.py` reads it."""
+    if isinstance(value, tuple | list):
+        return [described(part) for part in value]
+    if isinstance(value, Tensor):
+        # Of memory that torch's allocator gives on a GPU, which begins at multiples of 512 bytes.
+        offset = value.storage_offset() * value.element_size()
+        return {"dtype": str(value.dtype).removeprefix("torch."), "aligned": offset % 16 == 0}
+    return value
+
+
+def constant(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {"fields": dataclasses.asdict(value), "text": repr(value)}
+    return value
+
+
+@contextmanager
+def as_on_a_gpu(launches: Launches, processors: int) -> Iterator[None]:
+    """Launches are noted; what asks whether Triton runs on a device is told that it does, and products give memory."""
+
+    def product(a: Tensor, b: Tensor, *_: Any, **options: Any) -> Tensor:
+        dtype = options.get("out_dtype") or options.get("output_dtype")
+        return a.new_empty((a.shape[0], b.shape[1]), dtype=dtype)
+
+    quantizer.cache_clear()
+    with ExitStack() as stack:
+        for place, name, instead in (
+            (cpu, "why_not", lambda spec, device: triton.why_not_spec(spec)),
+            (cpu, "make", triton.make),
+            (on_cpu, "why_not", lambda *_: "a GPU's kernels are recorded"),
+            (triton, "why_not_here", lambda device: None),
+            (triton_launch, "interpreted", lambda: False),
+            (triton_launch, "processors", lambda device: processors),
+            (Launch, "__call__", lambda launch, *pointers, words=(): launches.note(launch, *pointers, words=words)),
+            (native, "why_not_blocks", lambda *_: None),
+            (native.F, "scaled_mm", product),
+            (torch, "_scaled_mm", product),
+        ):
+            stack.enter_context(patch.object(place, name, instead))
+        yield
+    quantizer.cache_clear()
+
+
+def training_steps(words: list[str]) -> None:
+    """Two steps of a run whose model has one block."""
+    with gpu_profile.real_vocabulary(seq_len=2048) as data:
+        keys = [*words, *data, "model.layers=1", "policy=all"]
+        with Uncomputed(), gpu_profile.built_run(torch.device("cpu"), keys) as (run, _):
+            gpu_profile.enter_stretch(run, None)
+            for _ in range(2):
+                train_step(run, run.plan.at(run.step).recipe)
+                run.step, run.mid_update = run.step + 1, False
+
+
+def cases() -> None:
+    """The kernels of all cases that are compared with the reference."""
+    import gpu_cases
+    import gpu_kernels
+    from gpu_launched import launched_cases
+
+    first = gpu_cases.content("wide", 256, 512, 1).bfloat16()
+    spec = gpu_cases.SPECS["nvfp4 hadamard stochastic"]
+    equal = patch.object(gpu_kernels, "difference", lambda *_: None)
+    with equal, patch.object(gpu_kernels.kernels, "why_not", lambda *_: None):
+        for case in (gpu_cases.Case("first", first, spec, gpu_cases.KEY, None), *launched_cases()):
+            gpu_kernels.check(case, "cpu")
+
+
+def bandwidth() -> None:
+    """The kernels that are timed."""
+    with Uncomputed():
+        x = torch.empty(gpu_bandwidth.SIZE, gpu_bandwidth.SIZE, dtype=torch.bfloat16)
+        for timing in gpu_bandwidth.timings(x):
+            if timing.name in gpu_bandwidth.FEW:
+                timing.call()
+
+
+def sources(capability: int) -> dict[str, Callable[[], None]]:
+    """What is recorded, by name."""
+    import gpu_first
+    import gpu_state
+
+    found: dict[str, Callable[[], None]] = {"cases": cases, "bandwidth": bandwidth}
+
+    def backend(recipe: str) -> list[str]:
+        on_codes = recipe.startswith("fp8") or (capability >= 100 and recipe in ("nvfp4", "mxfp8"))
+        return ["backend=native" if on_codes else "backend=emulate"] if recipe != "bf16" else []
+
+    for recipe in gpu_first.RECIPES:
+        words = [*gpu_first.SHORT, f"recipe={recipe}", *backend(recipe)]
+        found[f"first steps, {recipe}"] = lambda words=words: training_steps(words)  # type: ignore[misc]
+    words = [*gpu_state.OPTIONS, "recipe=nvfp4", *backend("nvfp4")]
+    found["resume"] = lambda words=words: training_steps(words)  # type: ignore[misc]
+    for recipe, mode in gpu_profile.NINE:
+        if mode in ("eager", "emulated", "native") and (mode != "native" or capability >= 100):
+            words = [*gpu_profile.key_words(recipe, mode, 1), *(backend(recipe) if mode == "eager" else ())]
+            found[f"llama_1b, {recipe}, {mode}"] = lambda words=words: training_steps(words)  # type: ignore[misc]
+    return found
+
+
+def recorded(capability: int, processors: int) -> list[dict[str, Any]]:
+    """The launches of `nine` on a GPU of a compute capability, each once."""
+    launches = Launches()
+    with as_on_a_gpu(launches, processors):
+        for name, call in sources(capability).items():
+            before = len(launches.texts)
+            call()
+            print(f"{name}: {len(launches.texts) - before} launches", flush=True)
+    return [json.loads(text) for text in launches.texts]
+
+
+def main(words: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--sm", type=int, default=90, help="compute capability times ten")
+    parser.add_argument("--processors", type=int, default=132)
+    given = parser.parse_args(words)
+    found = recorded(given.sm, given.processors)
+    given.out.write_text(json.dumps(found), "utf-8")
+    print(f"{len(found)} launches")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
