@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp4train.quantize.triton_compile import compile_once
+
 
 @dataclass(slots=True)
 class Launch:
@@ -42,7 +44,11 @@ class Launch:
         if (launch := self.compiled.get(key)) is not None:
             return launch(*self.grouped(pointers), *self.sizes, *words, *self.constants.values())
         run, seen = self.kernel[(self.programs,)], self.seen(pointers)  # type: ignore[index]
-        made = run(*seen, *self.sizes, *words, **self.constants, num_warps=self.warps, enable_fp_fusion=False)
+        arguments = (*seen, *self.sizes, *words)
+        options = self.constants | {"num_warps": self.warps, "enable_fp_fusion": False}
+        if pointers[0].is_cuda:
+            compile_once(self.kernel, arguments, options)
+        made = run(*arguments, **options)
         if made is not None:  # the interpreter compiles nothing
             self.compiled[key] = made[self.programs, 1, 1]
 
