@@ -227,13 +227,18 @@ def _check_options(key: str, choices: Mapping[str, str]) -> None:
 
 def _whole_numbers(whole: DictConfig, changed: Iterable[str]) -> None:
     """Make integers of the numbers that keys of whole numbers were given otherwise: train.steps=1e3 is 1000."""
-    given = [key for key in changed if isinstance(OmegaConf.select(whole, key), float)]
+    given = [key for key in changed if isinstance(_value_at(whole, key), float)]
     if not given:
         return
     body = {key: value for key, value in plain(whole, resolve=False).items() if key != "hydra"}
     for key in key_fields(body, Config):
-        if key.path in given and key.whole and key.value == int(key.value):
+        if key.path in given and key.whole and float(key.value).is_integer():
             OmegaConf.update(whole, key.path, int(key.value))
+
+
+def _value_at(whole: DictConfig, key: str) -> Any:
+    """The value of a key; None for an interpolation that leads nowhere, which is refused where it is resolved."""
+    return OmegaConf.select(whole, key, throw_on_resolution_failure=False)
 
 
 def _name_point(cfg: DictConfig, choices: Mapping[str, str], swept: Iterable[str]) -> None:
