@@ -3,11 +3,10 @@
     python scripts/gpu_first.py --out NAME-first.json [CHECK …] [--patience SECONDS] [--dry-run]
 
 A Triton kernel to the bit; each scheme of `scaled_mm` against emulation; liger's kernels against torch's operators; two
-training steps per recipe; a run whose steps are recorded, three whose blocks are (recomputed, compiled, of a mixture of
-experts), one compiled, one deterministic, one with recomputation. Each is a process of its own, all at once, since a
-crash of one must not end the others, and one that hangs is ended. `kernel`, named alone, runs in this process: nothing
-else runs beside it, and it takes no longer than its compiler. Rows are written as they come. Exit code 0: all are well;
-1: one is not; 3: there is no GPU.
+training steps per recipe; a run whose steps are recorded, one compiled, one deterministic, one with recomputation. Each
+is a process of its own, all at once, since a crash of one must not end the others, and one that hangs is ended.
+`kernel`, named alone, runs in this process: nothing else runs beside it, and it takes no longer than its compiler. Rows
+are written as they come. Exit code 0: all are well; 1: one is not; 3: there is no GPU.
 """
 
 from __future__ import annotations
@@ -175,9 +174,9 @@ def main(words: list[str] | None = None) -> int:
 
 DRY = (
     *("kernel", "scaled_mm fp8 current", "scaled_mm nvfp4", "liger", "step nvfp4"),
-    *(mode for mode in MODES if mode != "capture mixture"),
+    *MODES,
 )
-"""The checks of a dry run: one of each kind; of recorded mixtures gpu_graph.py has one."""
+"""The checks of a dry run: one of each kind."""
 
 
 if __name__ == "__main__":

@@ -2,9 +2,8 @@
 
     python scripts/gpu_profile.py --out NAME-profile.json [--nine] [--dry-run]
 
-For BF16, FP8 and NVFP4, each eager, compiled and recorded, with 16,384 tokens in one and in
-eight microbatches; for BF16 also with queries, keys and values, and gate and up, as one product; on Blackwell NVFP4
-also on torch's products, with and without norms and gates that are quantised where they are made:
+For BF16, FP8 and NVFP4, each eager, compiled and recorded, with 16,384 tokens in one and in eight microbatches; on
+Blackwell NVFP4 also on torch's products, with and without norms and gates that are quantised where they are made:
 
     step ms           median of steps that are waited for
     host ms           of that, until the host has queued the step; near `step ms` the GPU waits for the host

@@ -6,8 +6,10 @@ FP8 with one scale in both accumulators, and on Blackwell MXFP8 and NVFP4, are m
 into BF16. Of each product, large enough that K need not be split, some rows and columns are compared with
 `fp4train.measure.tensor_cores`, which says how each GPU sums and whose findings that are.
 
-A row that differs says how many results do, shows the first one, its place and both values, and names what equals the
-GPU's results instead: the other accumulator, sums over parts of K, another unit, or the exact sum rounded once. Exit
+Scales of tensors are powers of two, so that a difference is one of sums. Rows with arbitrary scales show the order in
+which these are applied. A row that differs says how many results do, shows the first one, its place and both values,
+and names what equals the GPU's results instead: the other accumulator, sums over parts of K, another unit, or the exact
+sum rounded once. Products that this torch is too old for are left out, and said. Exit
 code 0: all are equal; 1: one is not, or failed; 3: there is no GPU, or how it sums is not known.
 """
 
@@ -23,16 +25,20 @@ import gpu_stand_ins
 import torch
 from torch import Tensor
 
+from fp4train.backends import native
 from fp4train.backends.native import FAST, NATIVE
 from fp4train.measure import tensor_cores
 from fp4train.measure.tensor_cores import TensorCore
 from fp4train.quantize import Quantized, QuantSpec, quantizer
 
-E4M3 = QuantSpec(element="e4m3", block=(None, None), scale="fp32", global_scale=None)
-E5M2 = QuantSpec(element="e5m2", block=(None, None), scale="fp32", global_scale=None)
+E4M3 = QuantSpec(element="e4m3", block=(None, None), scale="pow2", global_scale=None)
+E5M2 = QuantSpec(element="e5m2", block=(None, None), scale="pow2", global_scale=None)
+SCALED_E4M3 = QuantSpec(element="e4m3", block=(None, None), scale="fp32", global_scale=None)
 MX_E4M3 = QuantSpec(element="e4m3", block=(1, 32), scale="e8m0", global_scale=None)
 MX_E5M2 = QuantSpec(element="e5m2", block=(1, 32), scale="e8m0", global_scale=None)
 NVFP4 = QuantSpec()
+AMAX = 448 * 6 / 256
+"""The amax that NVFP4's global scale is taken from: the scale is a power of two then."""
 SIZE, SAMPLED = 2048, 32
 """Rows and columns of a product, and how many of each are compared."""
 TINY = 16
@@ -44,12 +50,16 @@ MOST_SPLITS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One product: the specs of its operands [M, K] and [N, K], the accumulator, and K."""
+    """One product: the specs of its operands [M, K] and [N, K], the accumulator, and K.
+
+    arbitrary: whether scales of tensors are any float32 numbers, so that the order in which they are applied counts.
+    """
 
     first: QuantSpec
     second: QuantSpec
     fast: bool
     depth: int
+    arbitrary: bool = False
 
     @property
     def name(self) -> str:
@@ -57,7 +67,8 @@ class Case:
         accumulator = ""
         if self.first.block == (None, None):
             accumulator = ", fast accumulator" if self.fast else ", split accumulator"
-        return f"{elements}{accumulator}, K {self.depth}"
+        scales = ", arbitrary scales" if self.arbitrary else ""
+        return f"{elements}{accumulator}{scales}, K {self.depth}"
 
 
 def title(spec: QuantSpec) -> str:
@@ -77,6 +88,9 @@ def cases(capability: tuple[int, int]) -> Iterator[Case]:
         if capability[0] == 10:
             for first, second in ((MX_E4M3, MX_E4M3), (MX_E5M2, MX_E4M3), (NVFP4, NVFP4)):
                 yield Case(first=first, second=second, fast=False, depth=depth)
+    scaled = [SCALED_E4M3, NVFP4] if capability[0] == 10 else [SCALED_E4M3]
+    for spec in scaled:
+        yield Case(first=spec, second=spec, fast=False, depth=DEPTHS[0], arbitrary=True)
 
 
 def operands(case: Case, size: int, device: str) -> tuple[Quantized, Quantized]:
@@ -86,7 +100,8 @@ def operands(case: Case, size: int, device: str) -> tuple[Quantized, Quantized]:
     tensors = []
     for spec in (case.first, case.second):
         x = 0.5 * common + torch.randn(size, case.depth, generator=generator)
-        tensors.append(quantizer(spec, "cpu").codes(x.bfloat16()))
+        amax = torch.tensor(AMAX) if spec == NVFP4 and not case.arbitrary else None
+        tensors.append(quantizer(spec, "cpu").codes(x.bfloat16(), None, amax))
     first, second = (moved(tensor, device) for tensor in tensors)
     return first, second
 
@@ -131,6 +146,15 @@ def compare(case: Case, capability: tuple[int, int], size: int, device: str) -> 
     return row
 
 
+def why_left_out(case: Case) -> str | None:
+    """Why this torch does not multiply codes of the case, whatever the GPU; None: it does."""
+    kind, built = native.scheme(case.first), native.cuda_version()
+    if kind is None or built is None or built >= kind.cuda:
+        return None
+    needed, have = (".".join(map(str, version)) for version in (kind.cuda, built))
+    return f"it needs CUDA {needed}, and this torch is built for {have}"
+
+
 def equal_to(measured: Tensor, first: Quantized, second: Quantized, unit: TensorCore, case: Case) -> list[str]:
     """What has the GPU's bits instead of what was expected."""
     others: dict[str, Tensor] = {}
@@ -162,6 +186,9 @@ def main() -> int:
     results = gpu_runs.Results(arguments.out, gpu_runs.machine())
     for case in cases(capability):
         if results.has(case.name):
+            continue
+        if (reason := why_left_out(case)) is not None:
+            print(f"left out: {case.name}: {reason}")
             continue
         try:
             results.add(compare(case, capability, SIZE, "cuda"))

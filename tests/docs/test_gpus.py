@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from gpu_check import PARTS
+from gpu_parts import nine_steps
 
 from fp4train import backends
 from fp4train.backends.table import Table
@@ -39,6 +40,19 @@ def runs(table: Table, backend: str, device: Device) -> bool:
 
 def test_the_parts_of_the_check_are_those_of_the_script() -> None:
     assert {name.strip("`"): text for name, text in rows("part of `gpu_check.sh`")} == PARTS
+
+
+def test_the_page_lists_the_steps_of_the_first_visit_in_order_and_when_each_has_ended_at_the_latest() -> None:
+    ends, seconds = {}, 0.0
+    for step in nine_steps(Path("my_gpu")):
+        seconds += step.limit or 0
+        files = {Path(each.words[each.words.index("--out") + 1]).name for each in (step, *step.beside)}
+        ends[int(seconds)] = files
+    listed = {
+        int(re.split("–", row[0])[-1]): set(re.findall(r"`(my_gpu-\w+\.json)`", row[2]))
+        for row in rows("seconds | what")
+    }
+    assert listed == ends and list(listed) == list(ends)
 
 
 @pytest.mark.parametrize(("names", "cells"), [(row[0], row[1:]) for row in rows("recipe | 8.0")])

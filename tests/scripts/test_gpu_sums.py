@@ -61,3 +61,12 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     monkeypatch.setattr("sys.argv", ["gpu_sums", "--out", "x.json"])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert gpu_sums.main() == 3 and "torch sees no GPU" in capsys.readouterr().out
+
+
+def test_products_that_this_torch_is_too_old_for_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvfp4 = gpu_sums.Case(first=gpu_sums.NVFP4, second=gpu_sums.NVFP4, fast=False, depth=512)
+    monkeypatch.setattr(gpu_sums.native, "cuda_version", lambda: (12, 6))
+    assert gpu_sums.why_left_out(nvfp4) == "it needs CUDA 12.8, and this torch is built for 12.6"
+    assert gpu_sums.why_left_out(SPLIT) is None
+    monkeypatch.setattr(gpu_sums.native, "cuda_version", lambda: (13, 0))
+    assert gpu_sums.why_left_out(nvfp4) is None
