@@ -19,6 +19,9 @@ A step whose time is up is ended with all its processes. What cannot run on a ma
 last line names what failed, what cannot run here, and what was left for want of time. Exit code 0: nothing failed,
 though steps may be left; 1: something did; 2: wrong arguments; 3: torch sees no GPU, and nothing ran.
 
+`--kernels ARCHIVE` unpacks kernels that `pack_gpu.py` compiled beforehand, and says in one line how many of those that
+are launched are found.
+
 `--te FOLDER` installs a carried Transformer Engine first: FOLDER/install.sh is called with the folder to install into.
 
 `--dry-run` runs all of it on a CPU, at tiny sizes and in one process, with stand-ins for what needs a GPU, which
@@ -31,6 +34,7 @@ names.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import runpy
 import shlex
@@ -47,6 +51,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import gpu_kernels_packed
 from gpu_parts import ASKED_FOR, NINE, PARTS, ROOT, SCRIPTS, WITHOUT_GPU, Step, hours, site_of, steps_of
 from gpu_processes import TOO_LONG, Program, run_beside
 
@@ -211,6 +216,12 @@ class Check:
         print(done.stdout, end="", flush=True)
         return None
 
+    def kernels(self, packed: Path) -> str:
+        """Copy kernels that were compiled beforehand into Triton's cache; a line about them."""
+        machine = json.loads(self.out.with_name(f"{self.out.name}-machine.json").read_text())
+        cache = Path(self.environment()["TRITON_CACHE_DIR"])
+        return gpu_kernels_packed.unpack(packed, cache, machine["capability"])
+
     def pack(self) -> None:
         """Write NAME.tgz: whole or, where that fails, as it was."""
         if self.archive is None:
@@ -283,6 +294,7 @@ def read(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--te", type=Path, metavar="FOLDER", help="a Transformer Engine to install, with its install.sh"
     )
+    parser.add_argument("--kernels", type=Path, metavar="ARCHIVE", help="kernels that `pack_gpu.py --kernels` compiled")
     parser.add_argument("--archive", type=Path, default=os.environ.get("OUT"), help="folder of NAME.tgz")
     time_limit = parser.add_mutually_exclusive_group()
     time_limit.add_argument("--total", type=float, metavar="MINUTES", help="of the whole call; runs `nine` by default")
@@ -312,6 +324,9 @@ def read(words: list[str] | None) -> argparse.Namespace:
     given.te = None if given.te is None else (given.here / given.te).absolute()
     if given.te is not None and not (given.te / "install.sh").is_file():
         parser.error(f"--te {given.te} holds no install.sh")
+    given.kernels = None if given.kernels is None else (given.here / given.kernels).absolute()
+    if given.kernels is not None and not given.kernels.is_file():
+        parser.error(f"--kernels {given.kernels} is no file")
     return given
 
 
@@ -341,6 +356,8 @@ def main(words: list[str] | None = None) -> int:
         if set(given.parts) - set(WITHOUT_GPU) and (reason := check.why_no_gpu()) is not None:
             print(f"gpu_check: {reason}; nothing ran. On a CPU: --dry-run", file=sys.stderr)
             return LEFT_OUT
+        if given.kernels is not None and set(given.parts) - set(WITHOUT_GPU):
+            print(check.kernels(given.kernels), flush=True)
     for part in given.parts:
         check.part(part)
     print(f"gpu_check: {check.summary()}")

@@ -4,8 +4,8 @@
 
 Its cases are called (`gpu_launched`, `gpu_cases`, `gpu_bandwidth`), and steps of llama_1b with one block in its recipes
 and modes, at their sizes: a launch depends on sizes, and not on the number of blocks. Nothing is computed: an operator
-of torch that would fill large memory leaves it as it is. Kernels of other packages (liger's, torch.compile's) are not
-recorded.
+of torch that would fill large memory leaves it as it is, and products multiply nothing. Kernels of other
+packages (liger's, torch.compile's) are not recorded.
 
 A launch is what Triton's JIT decides by: kernel, dtypes, alignment, numbers, constants and warps. `gpu_compile.py`
 compiles them.
@@ -22,6 +22,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -32,9 +33,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from fp4train.backends import native
-from fp4train.models.common import on_cpu
-from fp4train.quantize import cpu, triton, triton_launch
+from fp4train.backends import native, scaled
+from fp4train.backends.emulate import SCALED, Emulate
+from fp4train.models.common import initialise, on_cpu
+from fp4train.quantize import Decoded, Quantized, cpu, triton, triton_launch
 from fp4train.quantize.launch import Launch
 from fp4train.quantize.quantizer import quantizer
 from fp4train.train import train_step
@@ -135,7 +137,7 @@ def as_on_a_gpu(launches: Launches, processors: int) -> Iterator[None]:
         dtype = options.get("out_dtype") or options.get("output_dtype")
         return a.new_empty((a.shape[0], b.shape[1]), dtype=dtype)
 
-    quantizer.cache_clear()
+    forget_plans()
     with ExitStack() as stack:
         for place, name, instead in (
             (cpu, "why_not", lambda spec, device: triton.why_not_spec(spec)),
@@ -148,10 +150,40 @@ def as_on_a_gpu(launches: Launches, processors: int) -> Iterator[None]:
             (native, "why_not_blocks", lambda *_: None),
             (native.F, "scaled_mm", product),
             (torch, "_scaled_mm", product),
+            (Emulate, "product", emulated_product),
+            (Emulate, "_in_product", lambda self, total, a, b: scaled.why_not(a, b, total.dtype) is None),
+            (scaled, "why_not_here", lambda device: None),
+            (scaled, "processors", lambda device: processors),
+            (scaled.ScaledProducts, "_cublas_on", unasked_cublas),
+            (initialise, "fill_normal", lambda *_: None),
         ):
             stack.enter_context(patch.object(place, name, instead))
         yield
+    forget_plans()
+
+
+def forget_plans() -> None:
+    """Plans, and kernels that were chosen, depend on what stands in for the GPU."""
     quantizer.cache_clear()
+    scaled._plan_product.cache_clear()
+
+
+def emulated_product(
+    self: Emulate, a: Decoded | Quantized, b: Decoded | Quantized, *, out_dtype: torch.dtype, bias: Tensor | None = None
+) -> Tensor:
+    """Launch what `Emulate.product` launches on a GPU."""
+    x, y = (
+        quantizer(operand.spec, "cpu").decode(operand) if isinstance(operand, Quantized) else operand
+        for operand in (a, b)
+    )
+    if scaled.why_not(x, y, out_dtype) is None:
+        return SCALED.product(x, y, out_dtype=out_dtype, bias=None if bias is None else bias.to(out_dtype))
+    return x.values.new_empty((len(x.values), len(y.values)), dtype=out_dtype)
+
+
+def unasked_cublas(products: scaled.ScaledProducts, device: torch.device) -> SimpleNamespace | None:
+    """A cuBLAS that multiplies nothing."""
+    return None if products._way == "triton" else SimpleNamespace(multiply=lambda *_: None)
 
 
 def training_steps(words: list[str]) -> None:

@@ -1,6 +1,6 @@
 """Pack what a GPU machine without a network lacks into a folder to carry there:
 
-    python scripts/pack_gpu.py FOLDER [--with NAME …] [--python 3.12] [--platform manylinux_2_28_x86_64]
+    python scripts/pack_gpu.py FOLDER [--with NAME …] [--python 3.12] [--platform manylinux_2_28_x86_64] [--kernels]
 
 and there, beside a copy of this checkout:
 
@@ -9,6 +9,11 @@ and there, beside a copy of this checkout:
 A machine with torch, Triton and transformers lacks four wheels for a run with `track=jsonl`, which `WHEELS` names;
 their versions are those of constraints.txt. `--with matplotlib` adds a package and what it needs. Neither packed nor
 downloaded is what the machine has (`MACHINE`), and pip must neither replace nor ask for it there (--no-deps).
+
+`--kernels` adds FOLDER/kernels.tgz: the Triton kernels that `gpu_check.sh --total` launches there, compiled here
+without a GPU for each `--sm` (90 and 100), which `gpu_check.sh --kernels FOLDER/kernels.tgz` takes. Triton finds them
+only where Python, Triton and this checkout are the same: `--compiler` is such a Python, with Triton and without torch.
+Those of liger and of torch.compile are compiled there.
 
 The last lines say how much travels: the folder, and the files of the checkout beside it.
 """
@@ -25,6 +30,7 @@ from dataclasses import dataclass
 from email.parser import Parser
 from pathlib import Path
 
+import gpu_kernels_packed
 from packaging.markers import Marker
 from packaging.requirements import Requirement
 
@@ -169,6 +175,15 @@ def read(words: list[str] | None) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--python", default="3.12", help="version of Python there")
     parser.add_argument("--platform", default="manylinux_2_28_x86_64", help="newest tag of wheels that run there")
+    parser.add_argument("--kernels", action="store_true", help="pack compiled kernels, too")
+    parser.add_argument(
+        "--sm", type=int, action="append", choices=gpu_kernels_packed.PROCESSORS,
+        help="compute capability times ten of the GPU; may be repeated; both by default",
+    )  # fmt: skip
+    parser.add_argument("--triton", default="3.6.0", help="version of Triton there; torch 2.11 has 3.6.0")
+    parser.add_argument(
+        "--compiler", metavar="PYTHON", help="Python that compiles; by default that of --python in PATH"
+    )
     parser.add_argument("--limit", type=float, default=60, metavar="MB", help="of the folder and the checkout together")
     return parser.parse_args(words)
 
@@ -181,8 +196,15 @@ def main(words: list[str] | None = None) -> int:
         return 2
     extras = [normalised(name) for name in options.extras]
     check_extras(extras)
+    program = options.compiler or f"python{options.python}"
+    compiler = gpu_kernels_packed.Compiler(program=program, python=options.python, triton=options.triton)
+    if options.kernels and (reason := compiler.why_not()) is not None:
+        print(f"pack_gpu: --kernels: {reason}", file=sys.stderr)
+        return 2
     folder.mkdir(parents=True, exist_ok=True)
     pack(folder, [*WHEELS, *extras], Target(python=options.python, platform=options.platform))
+    if options.kernels:
+        gpu_kernels_packed.pack(folder, sorted(set(options.sm or gpu_kernels_packed.PROCESSORS)), compiler)
     return say_size(folder, options.limit)
 
 

@@ -41,6 +41,21 @@ def launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
+def test_a_training_step_launches_what_it_does_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its emulated products among it, which a CPU makes without Triton; cuBLAS makes them but for tiny scales."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    import gpu_recorded
+
+    noted = gpu_recorded.Launches()
+    with gpu_recorded.as_on_a_gpu(noted, processors=132):
+        gpu_recorded.sources(90)["first steps, nvfp4"]()
+    launches = [json.loads(text) for text in noted.texts]
+    kernels = {launch["kernel"] for launch in launches}
+    assert {"quantize_both", "amax_both", "product_factors", "scaled_product"} <= kernels
+    products = [launch["constants"]["P"]["fields"] for launch in launches if launch["kernel"] == "scaled_product"]
+    assert all(fields["corrects"] and fields["hardware"] for fields in products)
+
+
 @pytest.mark.long
 def test_a_second_process_compiles_nothing_also_where_the_cache_was_carried_to(launches: Path, tmp_path: Path) -> None:
     made, carried = tmp_path / "made", tmp_path / "carried"
