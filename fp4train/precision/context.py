@@ -162,7 +162,10 @@ class _Region(ContextDecorator):
 
             compile_context.call(self.__exit__, error)
             return
-        outer, entered = self._open[threading.get_ident()].pop()
+        thread = threading.get_ident()
+        outer, entered = self._open[thread].pop()
+        if not self._open[thread]:
+            del self._open[thread]
         _THREAD.state, context = outer, entered.context
         if context is not None:
             context.forget()

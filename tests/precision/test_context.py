@@ -124,6 +124,20 @@ def test_threads_in_a_decorated_function_return_to_their_own_contexts_in_whateve
     assert seen == {"first": None, "second": MXFP8()}
 
 
+def test_a_decorated_function_keeps_nothing_of_threads_that_left_it() -> None:
+    region = autocast(NVFP4())
+
+    def decorated(depth: int) -> None:
+        if depth:
+            region(decorated)(depth - 1)
+
+    for _ in range(3):
+        thread = threading.Thread(target=decorated, args=(2,))
+        thread.start()
+        thread.join()
+    assert not region._open  # type: ignore[attr-defined]
+
+
 def test_models_carry_their_activations_in_the_recipes_dtype() -> None:
     assert activation_dtype(torch.float64) == torch.float64
     with autocast(BF16()):
