@@ -9,7 +9,7 @@ of the additions differs. The global scales multiply the float32 product before 
 rounding the product to BF16 first would round twice.
 
 Two scales of whole tensors are one factor on every device, float32(a.scale · b.scale); where that is no normal float32
-number they are applied one after the other. Scales of rows always are, that of a first.
+number they are applied one after the other. Scales of rows are always applied so, the scale of a first.
 
 Implementation: on a CPU with BF16 instructions, `addmm` with `alpha`, which oneDNN applies to the float32 accumulator;
 on other CPUs, and for operands in float32, a float32 product; on GPUs BF16 tensor cores, the scales applied to their

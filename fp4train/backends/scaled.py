@@ -15,9 +15,17 @@ second and the rounding; scaled and added to a sum, 32.
 
 cuBLAS takes one factor. It is the product of both scales but where that is no normal float32 number (both tensors below
 10⁻¹⁶): there cuBLAS's factor is 0, and the programs of Triton's product, which have nothing to do otherwise, do it.
-The host decides nothing by numbers on the GPU. Which kernel runs depends on the operands' kinds and on what torch
-loaded, and not on a measurement: ranks and resumed runs choose alike. Sums have the order of the kernel that makes
-them.
+
+The host decides nothing by numbers on the GPU, and nothing by a measurement. Which kernel runs depends on
+
+- the operands' kinds and strides;
+- whether torch has loaded a cuBLAS whose products of integers are exact (`cublas.check`). A RuntimeError there, which
+  cuBLAS or a GPU without memory may raise, leaves this process Triton's product on that GPU;
+- whether the first product on a GPU lies within the capture of a CUDA graph: cuBLAS cannot be compared there, so
+  Triton's product is recorded, until a product outside of a capture has been compared.
+
+Ranks and resumed runs that have the same libraries and record graphs at the same steps choose alike. Sums have the
+order of the kernel that makes them.
 
 Added to a sum, cuBLAS may round product and sum together, once less than two operations do.
 """
@@ -30,6 +38,7 @@ from typing import Final, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from fp4train.kernels import cublas
 from fp4train.quantize import Decoded
@@ -97,47 +106,72 @@ class ScaledProducts:
 
         Args:
             bias: [S], in `out_dtype`.
+
+        Raises:
+            ValueError: the shapes do not fit.
         """
         out = torch.empty(a.values.shape[0], b.values.shape[0], dtype=out_dtype, device=a.values.device)
         self._multiply(a, b, out, bias, adds=False)
         return out
 
     def add(self, total_RS: Tensor, a: Decoded, b: Decoded) -> None:
-        """Add the product to `total_RS`, contiguous float32."""
+        """Add the product to `total_RS`, contiguous float32.
+
+        Raises:
+            ValueError: the shapes do not fit, or `total_RS` is not contiguous float32.
+        """
+        if total_RS.dtype is not torch.float32 or not total_RS.is_contiguous():
+            strides = f"{total_RS.dtype} with strides {total_RS.stride()}"
+            raise ValueError(f"a product is added to contiguous float32, not to {strides}")
         self._multiply(a, b, total_RS, None, adds=True)
+        increment_version(total_RS)  # autograd does not see what is written by address
 
     def _multiply(self, a: Decoded, b: Decoded, out: Tensor, bias: Tensor | None, *, adds: bool) -> None:
         kinds = _kind(a.scale), _kind(b.scale)
         x, y = a.values, b.values
-        first = next(scale for scale in (a.scale, b.scale) if scale is not None)
-        scales = first if a.scale is None else a.scale, first if b.scale is None else b.scale
+        if x.shape[1] != y.shape[1]:
+            raise ValueError(f"operands {tuple(x.shape)} and {tuple(y.shape)} differ in their columns")
+        if out.shape != (len(x), len(y)):
+            shapes = f"operands {tuple(x.shape)} and {tuple(y.shape)}"
+            raise ValueError(f"a sum of shape {tuple(out.shape)} does not fit {shapes}: {(len(x), len(y))} is needed")
+        if bias is not None:
+            if bias.shape != (len(y),):
+                shapes = f"{tuple(bias.shape)} does not fit operand b {tuple(y.shape)}"
+                raise ValueError(f"a bias of shape {shapes}: {(len(y),)} is needed")
+            bias = bias.contiguous()
+        scale = next(scale for scale in (a.scale, b.scale) if scale is not None)
+        scales = scale if a.scale is None else a.scale, scale if b.scale is None else b.scale
         library = None
         if "row" not in kinds and bias is None and cublas.takes(x) and cublas.takes(y):
             library = self._cublas_on(x.device)
+        marks = out  # what is not read lies where all of them do
         if library is not None:
             factors = torch.empty(2, dtype=torch.float32, device=x.device)
-            _plan_factors(kinds, adds, x.device)(*scales, factors)
+            if adds:
+                marks = torch.empty(out.shape, dtype=torch.uint8, device=x.device)
+            plan_factors = _plan_factors(kinds, out.numel() if adds else 0, x.device)
+            plan_factors(*scales, out, marks, factors)
             library.multiply(x, y, factors, out)
         sizes = (*x.shape, len(y), *x.stride(), *y.stride())
         operands = x.dtype, out.dtype, None if bias is None else bias.dtype
         plan = _plan_product(sizes, operands, kinds, adds, library is not None, x.device)
-        plan(x, y, *scales, out if bias is None else bias, out)  # what is not read lies where all of them do
+        plan(x, y, *scales, out if bias is None else bias, marks, out)
 
     def _cublas_on(self, device: torch.device) -> cublas.Cublas | None:
         """cuBLAS, if its products of integers are right; compared before the first product of this process there."""
         if device.type != "cuda" or self._way == "triton":
             return None
         if device not in self._cublas:
-            if torch.cuda.is_current_stream_capturing():
-                return None  # nothing can be compared within a graph
-            try:
-                with torch.cuda.device(device):
+            with torch.cuda.device(device):
+                if torch.cuda.is_current_stream_capturing():
+                    return None  # nothing can be compared within a graph
+                try:
                     library = cublas.load()
                     cublas.check(library, device)
-                self._cublas[device] = library
-            except RuntimeError as error:
-                _log.info("scaled products run on Triton: %s", error)
-                self._cublas[device] = None
+                    self._cublas[device] = library
+                except RuntimeError as error:
+                    _log.info("scaled products run on Triton: %s", error)
+                    self._cublas[device] = None
         return self._cublas[device]
 
 
@@ -155,8 +189,8 @@ def why_not(a: Decoded, b: Decoded, out_dtype: torch.dtype) -> str | None:
     for values, scale in (a, b):
         if scale is None or not scale.dim():
             continue
-        if scale.shape != (len(values), 1) or not scale.is_contiguous() or scale.dtype != torch.float32:
-            return f"a scale is {scale.dtype} {tuple(scale.shape)}, not float32 ({len(values)}, 1) in one piece"
+        if scale.shape != (len(values), 1) or not scale.is_contiguous():
+            return f"a scale is {tuple(scale.shape)}, not ({len(values)}, 1) in one piece"
     return why_not_here(x.device.type) or why_not_tensor(x) or why_not_tensor(y)
 
 
@@ -167,11 +201,14 @@ def _kind(scale: Tensor | None) -> ScaleKind:
 
 
 @lru_cache(MOST_KINDS)
-def _plan_factors(kinds: tuple[ScaleKind, ScaleKind], adds: bool, device: torch.device) -> Launch:
-    from fp4train.kernels.triton.product import product_factors
+def _plan_factors(kinds: tuple[ScaleKind, ScaleKind], added: int, device: torch.device) -> Launch:
+    """The launch for a product that is added to so many numbers, or to none."""
+    from fp4train.kernels.triton.product import MARKED, product_factors
 
-    constants = {"FIRST": kinds[0], "SECOND": kinds[1], "ADDS": adds}
-    return Launch(product_factors, 1, (), constants, warps=1)
+    blocks = -(-added // MARKED.value)
+    programs = max(1, min(processors(device), blocks))
+    constants = {"FIRST": kinds[0], "SECOND": kinds[1], "ADDS": added > 0}
+    return Launch(product_factors, programs, (added, blocks, programs), constants, warps=1)
 
 
 @lru_cache(MOST_KINDS)

@@ -24,6 +24,8 @@ _TYPES: Final = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}
 """cudaDataType."""
 _PLAIN, _TRANSPOSED = 0, 1
 """cublasOperation_t."""
+_OPPOSITE: Final = {_PLAIN: _TRANSPOSED, _TRANSPOSED: _PLAIN}
+"""The operation that reads the transpose."""
 _HOST, _DEVICE = 0, 1
 """cublasPointerMode_t."""
 _DEFAULT_MATH, _FLOAT32_PARTS = 0, 16
@@ -58,6 +60,8 @@ class Cublas:
     def multiply(self, a_RC: Tensor, b_SC: Tensor, factors: Tensor, out_RS: Tensor) -> None:
         """Set out to f · a·bᵀ + g · out; where g is 0, out is not read.
 
+        The GPU of the tensors becomes the current one, whose handle and stream are used.
+
         Args:
             a_RC, b_SC: of one dtype, BF16 or FP16; the rows or the columns of each are contiguous.
             factors: f and g, float32 [2].
@@ -66,18 +70,21 @@ class Cublas:
         Raises:
             RuntimeError: cuBLAS refuses the product.
         """
+        if out_RS.is_cuda and out_RS.get_device() != torch.cuda.current_device():
+            with torch.cuda.device(out_RS.device):
+                return self.multiply(a_RC, b_SC, factors, out_RS)
         (rows, depth), cols = a_RC.shape, b_SC.shape[0]
         dtype, out_dtype = _TYPES[a_RC.dtype], _TYPES[out_RS.dtype]
         # Row by row y is yᵀ column by column: [S, R], the product of b [S, C] and aᵀ [C, R].
         b_operation, b_leading = _layout(b_SC)
         a_operation, a_leading = _layout(a_RC)
         handle, address = self._handle(), factors.data_ptr()
-        _check(self._set_pointers(handle, _DEVICE), "cublasSetPointerMode")
-        try:
+        try:  # an interrupt between two calls leaves torch its modes, too
+            _check(self._set_pointers(handle, _DEVICE), "cublasSetPointerMode")
             _check(self._set_math(handle, _FLOAT32_PARTS), "cublasSetMathMode")
             status = self._multiply(
                 handle,
-                _TRANSPOSED - b_operation,
+                _OPPOSITE[b_operation],
                 a_operation,
                 cols,
                 rows,
@@ -98,13 +105,19 @@ class Cublas:
             )
             _check(status, f"cublasGemmEx of [{rows}, {depth}] and [{cols}, {depth}] in {a_RC.dtype}")
         finally:
-            self._set_math(handle, _DEFAULT_MATH)
             self._set_pointers(handle, _HOST)
+            self._set_math(handle, _DEFAULT_MATH)
 
 
 def takes(x: Tensor) -> bool:
-    """Whether cuBLAS reads the matrix x as it lies."""
-    return max(x.shape) <= _LARGEST and min(x.stride()) == 1 and max(x.stride()) <= _LARGEST
+    """Whether cuBLAS reads the matrix x as it lies: its rows or its columns are contiguous and do not overlap."""
+    rows, cols = x.shape
+    row_stride, col_stride = x.stride()
+    if col_stride == 1:
+        apart = row_stride >= cols or rows == 1
+    else:
+        apart = row_stride == 1 and (col_stride >= rows or cols == 1)
+    return apart and max(*x.shape, *x.stride()) <= _LARGEST
 
 
 def _layout(x: Tensor) -> Layout:
@@ -148,9 +161,9 @@ def check(cublas: Cublas, device: torch.device) -> None:
     exact = (a.float()[:, None] * b.float()).sum(2)
     for first, second in ((a, b), (a.T.contiguous().T, b), (a, b.T.contiguous().T)):
         written = torch.full((rows, cols), torch.nan, dtype=torch.bfloat16, device=device)
-        cublas.multiply(first, second, torch.tensor([0.3, 0.0], device=device), written)
-        added = torch.ones(rows, cols, device=device)
-        cublas.multiply(first, second, torch.tensor([0.25, 1.0], device=device), added)
+        cublas.multiply(first, second, torch.tensor([0.3, 0.0], dtype=torch.float32, device=device), written)
+        added = torch.ones(rows, cols, dtype=torch.float32, device=device)
+        cublas.multiply(first, second, torch.tensor([0.25, 1.0], dtype=torch.float32, device=device), added)
         for product, right in ((written, (exact * 0.3).bfloat16()), (added, 1.0 + exact * 0.25)):
             if not torch.equal(product, right):
                 raise RuntimeError(f"cuBLAS gave a wrong product of integers in {product.dtype}")

@@ -130,6 +130,68 @@ def test_two_scales_are_one_factor_with_and_without_a_cpus_instructions(
     assert differ
 
 
+@needs_triton
+def test_sums_with_infinite_products_are_those_of_a_cpu_where_scales_have_no_normal_product() -> None:
+    """Finite, infinite and NaN numbers are added to, once and again."""
+    code = (
+        SCALES
+        + """
+from cublas_on_cpu import HANDLE, CublasOnCpu
+from fp4train.kernels.cublas import Cublas
+scaled.ScaledProducts._cublas_on = lambda self, device: Cublas(CublasOnCpu().library, lambda: HANDLE)
+products, inf, nan = scaled.ScaledProducts(), float("inf"), float("nan")
+a, b = integers(37, 40, 0), integers(33, 40, 1).abs() + 1
+a[3, 5], a[4, 6], a[5, 7], a[6, 1] = inf, -inf, nan, inf
+b[2, 3], b[7, 6] = inf, -inf
+for first, second in ((tiny, tiny), (huge, huge), (one, other), (subnormal, None), (torch.tensor(0.0), one)):
+    left, right = Decoded(a, first), Decoded(b, second)
+    total = torch.ones(37, 33)
+    total[:, 8:16], total[:, 16:24], total[:, 24:28] = inf, -inf, nan
+    for _ in range(2):
+        summed = total + matmul(left, right, out_dtype=torch.float32)
+        products.add(total, left, right)
+        assert torch.equal(total.isnan(), summed.isnan()), (first, second, "NaN")
+        assert torch.equal(total.nan_to_num(0, inf, -inf), summed.nan_to_num(0, inf, -inf)), (first, second)
+print("equal")
+"""
+    )
+    run = interpreted("-c", code)
+    assert run.stdout.strip() == "equal", run.stdout + run.stderr
+
+
+@needs_triton
+def test_a_bias_is_read_where_it_lies() -> None:
+    code = (
+        SCALES
+        + """
+products = scaled.ScaledProducts()
+left, right = Decoded(integers(8, 16, 0), one), Decoded(integers(8, 16, 1), other)
+for bias in (torch.arange(16.0)[::2], torch.tensor(3.0).expand(8), torch.arange(8.0)):
+    product = products.product(left, right, out_dtype=torch.float32, bias=bias)
+    assert same(product, matmul(left, right, out_dtype=torch.float32, bias=bias)), bias
+print("equal")
+"""
+    )
+    run = interpreted("-c", code)
+    assert run.stdout.strip() == "equal", run.stdout + run.stderr
+
+
+def test_shapes_that_do_not_fit_are_refused_by_name() -> None:
+    products, scale = scaled.ScaledProducts(), torch.tensor(1.0)
+    left, right, short = (Decoded(torch.ones(*shape).bfloat16(), scale) for shape in ((4, 16), (6, 16), (6, 8)))
+    with pytest.raises(ValueError, match=r"operands \(4, 16\) and \(6, 8\) differ in their columns"):
+        products.product(left, short, out_dtype=torch.bfloat16)
+    for bias in (torch.ones(5), torch.ones(4), torch.ones(6, 1), torch.tensor(1.0)):
+        with pytest.raises(ValueError, match=r"a bias of shape \(.*\) does not fit operand b \(6, 16\)"):
+            products.product(left, right, out_dtype=torch.bfloat16, bias=bias.bfloat16())
+    for total in (torch.ones(6, 4), torch.ones(4, 5), torch.ones(24)):
+        with pytest.raises(ValueError, match=r"shape \(.*\) does not fit operands \(4, 16\) and \(6, 16\): \(4, 6\)"):
+            products.add(total, left, right)
+    for total in (torch.ones(6, 4).T, torch.ones(4, 6).bfloat16()):
+        with pytest.raises(ValueError, match="contiguous float32, not to"):
+            products.add(total, left, right)
+
+
 def test_what_no_kernel_multiplies_is_said() -> None:
     x, scale = torch.ones(4, 4), torch.tensor(1.0)
     bf16, wide = Decoded(x.bfloat16(), scale), Decoded(x, scale)
@@ -167,7 +229,8 @@ def test_a_tile_leaves_no_multiprocessor_idle_where_it_can(
 def test_emulation_on_a_gpu_applies_scales_and_adds_dw_in_the_product(
     library: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On tensors without data that are on a GPU: which kernels a layer's products are, and what torch multiplies."""
+    """On tensors without data that are on a GPU: which kernels a layer's products are, and what torch multiplies. A sum
+    is written by address, so its version says to autograd that it was."""
     launched: list[str] = []
     cublas = Mock(multiply=lambda *arguments: launched.append("cublas"))
     monkeypatch.setattr(Launch, "__call__", lambda self, *_, **__: launched.append(self.kernel.fn.__name__))
@@ -182,7 +245,9 @@ def test_emulation_on_a_gpu_applies_scales_and_adds_dw_in_the_product(
         scale = torch.empty((), device="cuda")
         left, right = Decoded(a, scale), Decoded(b, scale)
         y = emulate.EMULATE.product(left, right, out_dtype=torch.bfloat16)
-        emulate.EMULATE.add(torch.empty(48, 32, device="cuda"), left, right)
+        total = torch.empty(48, 32, device="cuda")
+        emulate.EMULATE.add(total, left, right)
+        assert total._version == 1
         assert y.shape == (48, 32) and y.dtype == torch.bfloat16 and y.is_cuda
         by_one_factor = ["product_factors", "cublas", "scaled_product"] if library else ["scaled_product"]
         assert launched == by_one_factor * 2

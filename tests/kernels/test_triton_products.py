@@ -54,6 +54,7 @@ PRODUCTS: dict[str, tuple[tuple[int, int, int], dict[str, bool], int]] = {
     "hopper": ((4096, 2048, 2048), {}, 90),
     "blackwell": ((4096, 2048, 2048), {}, 100),
     "beside cublas": ((4096, 2048, 2048), {"cublas": True}, 90),
+    "added beside cublas": ((4096, 2048, 2048), {"adds": True, "cublas": True}, 90),
     "added": ((4096, 2048, 2048), {"adds": True}, 90),
     "rows and bias of odd sizes": ((4095, 2047, 2055), {"rows": True, "bias": True}, 80),
 }

@@ -7,16 +7,21 @@ product_factors   the one factor of both scales, for a product of cuBLAS
 
 Two scales of whole tensors are multiplied with each other first, and the sum by their product, as a CPU's product has
 it (`backends/emulate.py`). Where that product is no normal float32 number, it would lose digits: the scales are then
-applied one after the other. Scales of rows always are.
+applied one after the other. Scales of rows are always applied one after the other.
 
 Bytes per element of y: 2 in BF16, 4 in float32, 8 where it is added to float32; the scales and the bias besides.
 
 The sum of a tile stays in the registers of one program: 128 x 256 float32 numbers of 8 warps are 128 registers a
 thread. Operands come through shared memory in three stages of 48 KB, which Hopper's and Blackwell's multiprocessors
-hold; 128 x 128 tiles, 32 KB a stage, fit every GPU from compute capability 8.0 on. They are the larger ones' place too
-where a tile is not whole, or a row does not begin at a multiple of 32 bytes: such loads pass through registers. A
-launch has one program per multiprocessor, each of which takes tile after tile, eight rows of tiles at a time, so that
-what neighbours read stays in the L2 cache.
+hold. Tiles of 128 x 128 and depth 64 have stages of 32 KB, which fit every GPU from compute capability 8.0 on. Tiles of
+128 x 128 and depth 32 leave more registers: they are taken where operands pass through registers (a tile is not whole,
+or a row does not begin at a multiple of 32 bytes) and where the product is added to a tile that is read. Tiles of
+64 x 64 are taken where larger ones are fewer than the multiprocessors. A launch has one program per multiprocessor,
+each of which takes tile after tile, eight rows of tiles at a time, so that what neighbours read stays in the L2 cache.
+
+Where cuBLAS's factor is 0, an infinite sum of products becomes NaN in cuBLAS, and so does what it is added to. Before
+that, `product_factors` marks which of these numbers are finite, infinite or NaN. `scaled_product` reads the mark where
+it finds NaN: a finite number and an infinite product are infinite. Marks take 1 byte per element of y.
 """
 
 # mypy: ignore-errors
@@ -28,6 +33,8 @@ import triton.language as tl
 from fp4train.kernels.triton import rounding
 
 SMALLEST_NORMAL: tl.constexpr = tl.constexpr(1.1754943508222875e-38)
+MARKED: tl.constexpr = tl.constexpr(1024)
+"""Numbers that a program marks at once."""
 
 
 @triton.jit
@@ -45,15 +52,49 @@ def load_scale(scale_ptr, KIND: tl.constexpr):
         return 1.0
 
 
+@triton.jit
+def as_mark(number):
+    """0: a float32 number is finite; 1: it is infinity; 2: it is minus infinity; 3: it is NaN. uint8."""
+    infinite = tl.where(number == float("inf"), 1, tl.where(number == float("-inf"), 2, 0))
+    return tl.where(number != number, 3, infinite).to(tl.uint8)
+
+
+@triton.jit
+def from_mark(mark):
+    """The float32 number that has a mark of `as_mark`; 0 for every finite one."""
+    infinite = tl.where(mark == 1, float("inf"), tl.where(mark == 2, float("-inf"), 0.0))
+    return tl.where(mark == 3, float("nan"), infinite)
+
+
 @triton.jit(do_not_specialize_on_alignment=["first_ptr", "second_ptr"])
-def product_factors(first_ptr, second_ptr, out_ptr, FIRST: tl.constexpr, SECOND: tl.constexpr, ADDS: tl.constexpr):
+def product_factors(
+    first_ptr,
+    second_ptr,
+    total_ptr,
+    marks_ptr,
+    out_ptr,
+    numbers,
+    blocks,
+    programs,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    ADDS: tl.constexpr,
+):
     """out float32 [2]: the factor of the product, and that of what it is added to.
 
-    The first is 0 where the scales have no product that is a factor: `scaled_product` does it then.
+    The first is 0 where the scales have no product that is a factor: `scaled_product` does it then. There the numbers
+    of total, float32 [numbers] to which the product is added, are marked in marks, uint8 [numbers].
     """
     product = load_scale(first_ptr, FIRST) * load_scale(second_ptr, SECOND)
-    tl.store(out_ptr, tl.where(is_factor(product), product, 0.0))
-    tl.store(out_ptr + 1, 1.0 if ADDS else 0.0)
+    taken = is_factor(product)
+    if tl.program_id(0) == 0:
+        tl.store(out_ptr, tl.where(taken, product, 0.0))
+        tl.store(out_ptr + 1, 1.0 if ADDS else 0.0)
+    if ADDS:
+        for block in range(tl.program_id(0), tl.where(taken, 0, blocks), programs):
+            place = tl.cast(block, tl.int64) * MARKED + tl.arange(0, MARKED)
+            number = tl.load(total_ptr + place, mask=place < numbers, other=0.0)
+            tl.store(marks_ptr + place, as_mark(number), mask=place < numbers)
 
 
 @triton.jit(do_not_specialize_on_alignment=["first_ptr", "second_ptr"])
@@ -63,6 +104,7 @@ def scaled_product(
     first_ptr,
     second_ptr,
     bias_ptr,
+    marks_ptr,
     out_ptr,
     rows,
     cols,
@@ -77,7 +119,7 @@ def scaled_product(
     """out [rows, cols], whose rows are contiguous, of a [rows, depth] and b [cols, depth], of any strides.
 
     first_ptr, second_ptr: float32, [1] or one of each row of a or b (`ProductVariant.first`, `second`). bias_ptr:
-    [cols], not read without P.bias.
+    [cols], not read without P.bias. marks_ptr: those of `product_factors`, read with P.corrects and P.adds alone.
     """
     first = load_scale(first_ptr, P.first)
     second = load_scale(second_ptr, P.second)
@@ -109,9 +151,13 @@ def scaled_product(
         if P.bias:
             total += rounding.as_float(tl.load(bias_ptr + col, mask=col < cols, other=0.0))[None, :]
         mask = (row < rows)[:, None] & (col < cols)[None, :]
-        out = out_ptr + (row.to(tl.int64) * cols)[:, None] + col[None, :]
+        place = (row.to(tl.int64) * cols)[:, None] + col[None, :]
+        out = out_ptr + place
         if P.adds:
-            total += tl.load(out, mask=mask, other=0.0)
+            term = tl.load(out, mask=mask, other=0.0)
+            if P.corrects:
+                term = tl.where(term == term, term, from_mark(tl.load(marks_ptr + place, mask=mask, other=0)))
+            total += term
         if out_ptr.dtype.element_ty == tl.bfloat16:
             tl.store(out, rounding.as_bf16(total, P.hardware), mask=mask)
         else:
