@@ -117,25 +117,26 @@ def check_both(case: Case, x: Tensor, amax: Tensor | None, column: QuantSpec) ->
 
 
 def check_values(case: Case, x: Tensor, amax: Tensor | None, column: QuantSpec, turned: RandomKey) -> dict[str, str]:
-    """Differences of what emulation takes: values of dy, which is rounded stochastically, in both forms; of x values,
-    and codes of the other form."""
+    """Differences of what emulation takes: of x values, and codes of the other form; of dy values of both forms.
+
+    A spec that draws random bits is that of dy alone. Others may be those of both, as in MXFP8."""
     row, other = (kernels.TritonQuantizer(spec) for spec in (case.spec, column))
-    codes = not case.spec.random
-    made = row.with_columns(other, x, KEY, amax, turned, amax, False, codes)
-    if made is None:
-        return {"why_not": "no kernel for values of both forms"}
-    found = {}
-    first = reference.quantize_dequantize(case.x, case.spec, key=KEY, amax=case.amax)
-    found["values of rows"] = difference(made[0].values, first.values)
-    found["scale of rows"] = difference(made[0].scale, first.scale)
-    if codes:
-        found["codes beside values"] = difference(
-            made[1].codes, reference.quantize(case.x.T, column, key=turned, amax=case.amax).codes
-        )
-    else:
-        second = reference.quantize_dequantize(case.x.T, column, key=turned, amax=case.amax)
-        found["values of columns"] = difference(made[1].values, second.values)
-        found["scale of columns"] = difference(made[1].scale, second.scale)
+    found: dict[str, str | None] = {}
+    rows = reference.quantize_dequantize(case.x, case.spec, key=KEY, amax=case.amax)
+    for codes in (False,) if case.spec.random else (True, False):
+        forms = row.with_columns(other, x, KEY, amax, turned, amax, False, codes)
+        if forms is None:
+            return {"why_not": "no kernel for values of both forms"}
+        kind = "codes" if codes else "values"
+        found[f"values of rows beside {kind}"] = difference(forms[0].values, rows.values)
+        found[f"scale of rows beside {kind}"] = difference(forms[0].scale, rows.scale)
+        if codes:
+            columns = reference.quantize(case.x.T, column, key=turned, amax=case.amax)
+            found["codes beside values"] = difference(forms[1].codes, columns.codes)
+        else:
+            columns = reference.quantize_dequantize(case.x.T, column, key=turned, amax=case.amax)
+            found["values of columns"] = difference(forms[1].values, columns.values)
+            found["scale of columns"] = difference(forms[1].scale, columns.scale)
     return {what: text for what, text in found.items() if text is not None}
 
 

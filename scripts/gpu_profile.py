@@ -88,7 +88,7 @@ SHOWN, MEASURED = 15, 5
 KINDS = {
     "attention": r"flash|fmha|sdpa|attention|mem_eff",
     "quantise": r"quantize|amax|cast_transpose|rht|hadamard|decode_blocks",
-    "GEMM": r"gemm|nvjet|cutlass|cublas|xmma|\bmm\b|addmm|bmm|matmul",
+    "GEMM": r"gemm|scaled_product|nvjet|cutlass|cublas|xmma|\bmm\b|addmm|bmm|matmul",
     "optimizer": r"adam|multi_tensor|foreach|lpnorm",
     "loss": r"softmax|nll|cross_entropy|scatter|gather",
     "norm": r"norm",
@@ -167,9 +167,15 @@ def profiled(run: Run) -> dict[str, Any]:
         "launches": sum(kernel.count for kernel in kernels),
         "kernels": [(e.key, e.count, ms(e), ms(e) / max(total, 1e-9)) for e in kernels[:SHOWN]],
         "operators": [(e.key, str(e.input_shapes), e.count, ms(e)) for e in operators[:SHOWN]],
-        "factors ms": sum(ms(e) for e in operators if applies_factor(e.key, e.input_shapes)),
+        "factors ms": sum(map(ms, of_factors(operators, kernels))),
         "attention": sorted({e.key for e in events if "scaled_dot_product" in e.key or "_sdpa" in e.key}),
     }
+
+
+def of_factors(operators: list[Any], kernels: list[Any]) -> list[Any]:
+    """The operators that apply a scale, and the kernels that make the factor of a product (`product_factors`)."""
+    applied = [e for e in operators if applies_factor(e.key, e.input_shapes)]
+    return applied + [e for e in kernels if "product_factors" in e.key]
 
 
 def applies_factor(name: str, shapes: list[list[int]]) -> bool:

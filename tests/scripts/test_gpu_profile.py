@@ -1,6 +1,7 @@
 """scripts/gpu_profile.py: what it makes of a step's kernels, and how it goes on after a failure."""
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import gpu_profile
@@ -16,6 +17,7 @@ def test_kernels_are_told_apart_by_their_names() -> None:
         "void cutlass::device_kernel<flash::FlashAttnFwdSm90<...>>": "attention",
         "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_3_64x128": "attention",
         "quantize": "quantise",
+        "scaled_product": "GEMM",
         "void transformer_engine::nvfp4::cast_transpose<...>": "quantise",
         "void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor<float>>": "optimizer",
         "void at::native::cunn_SoftMaxForward<4, float>": "loss",
@@ -56,5 +58,6 @@ def test_passes_that_apply_a_scale_are_found_among_the_operators_of_a_step() -> 
         matrix * matrix
         matrix * torch.ones(8)
     events = found.key_averages(group_by_input_shape=True)
-    counted = [e.count for e in events if gpu_profile.applies_factor(e.key, e.input_shapes)]
-    assert sum(counted) == 2, [(e.key, e.input_shapes) for e in events]
+    kernels = [SimpleNamespace(key=name, count=10) for name in ("product_factors", "scaled_product")]
+    counted = [e.count for e in gpu_profile.of_factors(list(events), kernels)]
+    assert sum(counted) == 2 + 10, [(e.key, e.input_shapes) for e in events]

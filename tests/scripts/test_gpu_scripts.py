@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import gpu_cases
 import gpu_launched
@@ -17,6 +18,7 @@ from recorded_products import Recorder
 from fp4train.backends import native
 from fp4train.config import composition
 from fp4train.precision import BF16, MXFP8, NVFP4, FP8Current, FP8Delayed
+from fp4train.quantize import Decoded, QuantSpec
 from fp4train.quantize import triton as kernels
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -69,6 +71,37 @@ def test_a_tensor_keeps_its_strides_on_its_way_to_the_gpu() -> None:
     x = torch.zeros(6, 8)
     for each in (x, x.T, x[:, ::2], x.T[:, 1::2]):
         assert script.on(each, "meta").stride() == each.stride() and script.on(each, "cpu") is each
+
+
+def test_values_of_both_forms_are_checked_where_x_and_dy_have_one_spec(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The dy of MXFP8 is emulated as values of both forms, and so is that of other recipes; of x the other form is
+    codes, but of random specs, which are those of dy alone."""
+    script = load("gpu_kernels")
+    asked: list[bool] = []
+
+    class WrongColumns:
+        """Both forms of the reference; values of columns are those of rows, transposed."""
+
+        def __init__(self, spec: QuantSpec) -> None:
+            self.spec = spec
+
+        def with_columns(self, column: Any, x: torch.Tensor, *arguments: Any) -> tuple[Any, Any]:
+            row_key, row_amax, column_key, column_amax, _, column_codes = arguments
+            asked.append(column_codes)
+            rows = script.reference.quantize_dequantize(x, self.spec, key=row_key, amax=row_amax)
+            if column_codes:
+                return rows, script.reference.quantize(x.T, column.spec, key=column_key, amax=column_amax)
+            return rows, Decoded(rows.values.T, rows.scale)
+
+    monkeypatch.setattr(script.kernels, "TritonQuantizer", WrongColumns)
+    cases = [case for case in gpu_launched.launched_cases(((32, 64),)) if "both forms" in case.name]
+    for recipe, forms in {"mxfp8 x": [True, False], "nvfp4 x": [True, False], "nvfp4 dy": [False]}.items():
+        asked.clear()
+        (case,) = [case for case in cases if case.name.startswith(f"{recipe},")]
+        assert case.column is not None
+        unlike = script.check_values(case, case.x, case.amax, case.column, gpu_cases.KEY.replace(operand=4))
+        assert asked == forms
+        assert unlike.keys() - {"scale of columns"} == {"values of columns"}
 
 
 def test_processes_share_all_cases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
