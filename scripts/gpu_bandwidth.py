@@ -5,7 +5,7 @@
 copy        GB/s of a device-to-device copy, which reads and writes
 products    TFLOP/s of torch's products: BF16 into BF16 and into float32; FP8 with one scale; NVFP4 and MXFP8 where
             tensor cores multiply them; and of emulation's, whose scales are applied in cuBLAS's product and in
-            Triton's, each after a product of integers that must be exact
+            Triton's, each after products of integers that must be exact; `library` says which one ran
 kernels     bytes that each must move, divided by its time, as a share of the copy's GB/s; the target is 75 %
 
 Times are medians of CUDA-graph replays, so that Python's launches do not count. `--few` times the kernels alone that
@@ -56,6 +56,30 @@ SIZE, TINY = 16384, 64
 """Rows and columns of the timed tensors, and those of a dry run."""
 LARGEST_PRODUCT = 8192
 """Rows and columns of the multiplied matrices, at most."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class IntegerCase:
+    """A kind of product of integers. turned: the columns of both operands are contiguous. rows: the first operand has
+    a scale per row. bias: one is added. adds: the product is added to a float32 sum."""
+
+    dtype: torch.dtype
+    turned: bool = False
+    rows: bool = False
+    bias: bool = False
+    adds: bool = False
+
+
+INTEGER_SIZES = (512, 512, 256), (301, 215, 137)
+TINY_INTEGER_SIZES = (64, 64, 32), (33, 17, 40)
+"""R, S and C of products of integers: whole tiles and others."""
+INTEGER_CASES = (
+    IntegerCase(dtype=torch.bfloat16),
+    IntegerCase(dtype=torch.float16, turned=True),
+    IntegerCase(dtype=torch.bfloat16, turned=True, adds=True),
+    IntegerCase(dtype=torch.float16, rows=True),
+    IntegerCase(dtype=torch.bfloat16, bias=True),
+)
 
 
 @dataclass(frozen=True)
@@ -217,13 +241,48 @@ def multiplied(scaled: ScaledProducts, operand: Decoded) -> Tensor:
 
 def check_integers(scaled: ScaledProducts, device: torch.device) -> None:
     """RuntimeError where a product of integers, whose sums are exact in float32, has other bits than it must."""
-    places = torch.arange(192, device=device)
-    x = ((torch.arange(160, device=device)[:, None] * 37 + places * 53) % 201 - 100).bfloat16()
-    first, second = torch.tensor([0.1234567, 3.7654321e-3], device=device).unbind()
-    exact = (x.float()[:, None] * x.float()).sum(2) * (first * second)
-    product = scaled.product(Decoded(x, first), Decoded(x, second), out_dtype=torch.bfloat16)
-    if not torch.equal(product, exact.bfloat16()):
-        raise RuntimeError(f"{int((product != exact.bfloat16()).sum())} of {product.numel()} exact products differ")
+    for sizes in INTEGER_SIZES if device.type == "cuda" else TINY_INTEGER_SIZES:
+        for case in INTEGER_CASES:
+            product, exact = integer_product(scaled, case, sizes, device)
+            if not torch.equal(product.cpu(), exact):
+                differ = f"{int((product.cpu() != exact).sum())} of {exact.numel()} exact products differ"
+                raise RuntimeError(f"{differ}: {case} of {sizes}")
+
+
+def integer_product(
+    scaled: ScaledProducts, case: IntegerCase, sizes: tuple[int, int, int], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """A product [R, S] of integers with sums over C, and what it must be; sizes: R, S, C.
+
+    What is added to a sum is a multiple of 1/8 below 2^21: no rounding of float32 changes it.
+    """
+    rows, cols, depth = sizes
+    places = torch.arange(depth)
+    a = ((torch.arange(rows)[:, None] * 37 + places * 53) % 201 - 100).to(case.dtype)
+    b = ((torch.arange(cols)[:, None] * 91 + places * 17) % 129 - 64).to(case.dtype)
+    sums = (a.double() @ b.double().T).float()
+    first, second = torch.tensor([0.1234567, 3.7654321e-3], dtype=torch.float32).unbind()
+    bias = (torch.arange(cols) % 13 - 6.0).to(case.dtype) if case.bias else None
+    if case.adds:
+        first, second = torch.tensor([0.5, 0.25], dtype=torch.float32).unbind()
+    if case.rows:
+        first = (1 + torch.arange(rows, dtype=torch.float32)[:, None]) * first
+    exact = sums * first * second if case.rows else sums * (first * second)
+    if case.turned:
+        a, b = a.T.contiguous().T, b.T.contiguous().T
+    left, right = Decoded(placed(a, device), first.to(device)), Decoded(placed(b, device), second.to(device))
+    if case.adds:
+        total = (torch.arange(rows * cols) % 101 - 50.0).to(torch.float32).reshape(rows, cols)
+        on_device = total.to(device, copy=True)
+        scaled.add(on_device, left, right)
+        return on_device, total + exact
+    product = scaled.product(left, right, out_dtype=case.dtype, bias=None if bias is None else bias.to(device))
+    return product, (exact if bias is None else exact + bias.float()).to(case.dtype)
+
+
+def placed(x: Tensor, device: torch.device) -> Tensor:
+    """x on the device, with its strides."""
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device).copy_(x)
 
 
 def measurements(size: int, few: bool) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
@@ -256,11 +315,15 @@ def kernel_row(timing: Timing, rates: dict[str, float]) -> dict[str, Any]:
 
 
 def product_row(call: Callable[[], object], side: int) -> dict[str, Any]:
+    row: dict[str, Any] = {}
     if isinstance(call, partial) and call.func is multiplied:
         scaled, operand = call.args
-        check_integers(scaled, operand.values.device)
+        device = operand.values.device
+        check_integers(scaled, device)
+        reason = scaled.why_triton(device)
+        row = {"library": "cuBLAS"} if reason is None else {"library": "Triton", "why not cuBLAS": reason}
     us = microseconds(call)
-    return {"us": us, "TFLOP/s": 2 * side**3 / us / 1e6}
+    return {"us": us, "TFLOP/s": 2 * side**3 / us / 1e6, **row}
 
 
 def main(words: list[str] | None = None) -> int:

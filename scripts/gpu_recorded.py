@@ -166,6 +166,7 @@ def forget_plans() -> None:
     """Plans, and kernels that were chosen, depend on what stands in for the GPU."""
     quantizer.cache_clear()
     scaled._plan_product.cache_clear()
+    scaled._plan_factors.cache_clear()
 
 
 def emulated_product(

@@ -100,6 +100,7 @@ class ScaledProducts:
     def __init__(self, way: Way = "cublas") -> None:
         self._way = way
         self._cublas: dict[torch.device, cublas.Cublas | None] = {}
+        self._refusals: dict[torch.device, str] = {}
 
     def product(self, a: Decoded, b: Decoded, *, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         """a [R, C] times bᵀ [C, S], of operands for which `why_not` has no reason.
@@ -125,6 +126,16 @@ class ScaledProducts:
             raise ValueError(f"a product is added to contiguous float32, not to {strides}")
         self._multiply(a, b, total_RS, None, adds=True)
         increment_version(total_RS)  # autograd does not see what is written by address
+
+    def why_triton(self, device: torch.device) -> str | None:
+        """Why Triton makes every product on this device; None: cuBLAS makes those that it can take."""
+        if self._cublas_on(device) is not None:
+            return None
+        if self._way == "triton":
+            return "cuBLAS is not asked"
+        if device.type != "cuda":
+            return f"cuBLAS does not run on {device}"
+        return self._refusals.get(device, "a CUDA graph is captured, and cuBLAS was not compared before")
 
     def _multiply(self, a: Decoded, b: Decoded, out: Tensor, bias: Tensor | None, *, adds: bool) -> None:
         kinds = _kind(a.scale), _kind(b.scale)
@@ -172,6 +183,7 @@ class ScaledProducts:
                 except RuntimeError as error:
                     _log.info("scaled products run on Triton: %s", error)
                     self._cublas[device] = None
+                    self._refusals[device] = str(error)
         return self._cublas[device]
 
 

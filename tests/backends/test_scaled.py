@@ -1,6 +1,7 @@
 """Scaled products of GPUs beside those of a CPU: in Triton's interpreter, and with a cuBLAS of a CPU's memory."""
 
 import importlib.util
+from contextlib import nullcontext
 from unittest.mock import Mock
 
 import pytest
@@ -174,6 +175,23 @@ print("equal")
     )
     run = interpreted("-c", code)
     assert run.stdout.strip() == "equal", run.stdout + run.stderr
+
+
+def test_why_triton_makes_the_products_of_a_gpu_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, capturing = torch.device("cuda", 0), [True]
+    refused = Mock(side_effect=RuntimeError("torch has not loaded libcublas.so.99"))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    monkeypatch.setattr(scaled.cublas, "load", refused)
+    products = scaled.ScaledProducts()
+    assert "captured" in str(products.why_triton(gpu)) and not refused.called
+    capturing[0] = False
+    assert products.why_triton(gpu) == "torch has not loaded libcublas.so.99"
+    assert scaled.ScaledProducts("triton").why_triton(gpu) == "cuBLAS is not asked"
+    assert products.why_triton(torch.device("cpu")) == "cuBLAS does not run on cpu"
+    monkeypatch.setattr(scaled.cublas, "load", Mock())
+    monkeypatch.setattr(scaled.cublas, "check", Mock())
+    assert scaled.ScaledProducts().why_triton(gpu) is None
 
 
 def test_shapes_that_do_not_fit_are_refused_by_name() -> None:

@@ -66,7 +66,10 @@ def from_mark(mark):
     return tl.where(mark == 3, float("nan"), infinite)
 
 
-@triton.jit(do_not_specialize_on_alignment=["first_ptr", "second_ptr"])
+@triton.jit(
+    do_not_specialize=["numbers", "blocks", "programs"],
+    do_not_specialize_on_alignment=["first_ptr", "second_ptr"],
+)
 def product_factors(
     first_ptr,
     second_ptr,
