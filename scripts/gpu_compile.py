@@ -72,6 +72,16 @@ class Driver:
         return self.target
 
 
+class Unloaded(ModuleType):
+    """A compiled module that is for a machine with libcuda: its functions are not there."""
+
+    def __init__(self, name: str, path: str) -> None:
+        super().__init__(name)
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
 class Missing(Exception):
     """A kernel is not in the cache."""
 
@@ -130,20 +140,12 @@ class Cache:
         a driver."""
         if not hasattr(nvidia, "make_launcher"):
             return
-        try:
-            nvidia.CudaLauncher(made.src, made.metadata)
-        except ImportError as error:
-            if "libcuda" not in str(error):
-                raise
+        nvidia.CudaLauncher(made.src, made.metadata)
 
 
 def driver_utilities() -> None:
     """Compile the module through which Triton asks the driver."""
-    try:
-        nvidia.CudaUtils()
-    except ImportError as error:
-        if "libcuda" not in str(error):
-            raise
+    nvidia.CudaUtils()
 
 
 def empty_libcuda(folder: str) -> None:
@@ -178,7 +180,7 @@ def main() -> int:
         if not given.check:
             empty_libcuda(folder)
             triton.knobs.nvidia.libcuda_path = folder
-            build._load_module_from_path = unloaded
+            build._load_module_from_path = Unloaded
             driver_utilities()
         for launch in launches:
             cache.take(launch)
@@ -188,20 +190,17 @@ def main() -> int:
 
 
 def copy(source: Path, cache: Path) -> None:
-    """Copy a cache, whose groups then name the files where they are now."""
+    """Copy a cache, whose groups then name the files that are there, where they are now."""
     shutil.copytree(source, cache, dirs_exist_ok=True)
     for group in cache.glob("*/__grp__*"):
         described = json.loads(group.read_text("utf-8"))
-        described["child_paths"] = {name: str(group.parent.absolute() / name) for name in described["child_paths"]}
+        paths = {name: group.parent.absolute() / name for name in described["child_paths"]}
+        described["child_paths"] = {name: str(path) for name, path in paths.items() if path.exists()}
         group.write_text(json.dumps(described), "utf-8")
 
 
 def not_compiled(*_: Any, **__: Any) -> None:
     raise Missing
-
-
-def unloaded(name: str, path: str) -> None:
-    raise ImportError(f"{name} at {path} is for a machine with libcuda")
 
 
 if __name__ == "__main__":

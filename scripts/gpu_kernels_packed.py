@@ -1,7 +1,7 @@
 """Kernels that are compiled here, packed for a GPU machine, and found there: for `pack_gpu.py` and `gpu_check.py`.
 
 The archive holds, for each compute capability, what is launched (`gpu_recorded.py`) as smNN.json and Triton's cache
-(`gpu_compile.py`) as the folder smNN.
+(`gpu_compile.py`) as the folder smNN, without the kernels' intermediate source, which Triton does not need.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def pack(folder: Path, capabilities: Sequence[int], compiler: Compiler) -> None:
                 raise SystemExit(f"pack_gpu: gpu_compile.py --sm {capability} ended with {done.returncode}")
             counts = json.loads(done.stdout.splitlines()[-1])
             archive.add(launches, launches.name)
-            archive.add(cache, cache.name)
+            archive.add(cache, cache.name, filter=lambda file: None if file.name.endswith(".source") else file)
             print(f"{counts['kernels']} kernels for compute capability {capability / 10:.1f}", flush=True)
 
 
