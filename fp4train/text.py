@@ -61,7 +61,7 @@ def wrapped(text: str, width: int, indent: str = "") -> list[str]:
     """The lines of a text in `width` characters, broken between words alone."""
     return textwrap.wrap(
         text,
-        width,
+        max(width, 1),  # a column without any text has none
         initial_indent=indent,
         subsequent_indent=indent,
         break_long_words=False,

@@ -53,3 +53,8 @@ def test_a_cell_stays_in_its_row_and_shows_what_a_terminal_would_act_on() -> Non
 def test_a_whole_number_is_one_that_any_place_can_hold() -> None:
     assert [whole_number(each) for each in ("0", "12", "9" * 18)] == [0, 12, 10**18 - 1]
     assert not any(map(whole_number, ("", "-1", "1.0", "9" * 19, "9" * 5000, "²", "1\n")))
+
+
+def test_a_column_without_any_text_is_a_column_without_width() -> None:
+    """A sweep whose points need no note has such a column, and a narrow screen folds its table."""
+    assert tabulate([("run", ""), ("a long name of a run", "")], width=12)[0].startswith("run")

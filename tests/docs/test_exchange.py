@@ -24,6 +24,7 @@ BACK = "From a Hugging Face folder to fp4train"
 def test_the_table_of_files_names_every_class_of_transformers_that_an_export_writes() -> None:
     sources = (path.read_text(encoding="utf-8") for path in (ROOT / "fp4train" / "models").rglob("*.py"))
     classes = {name for each in sources for name in re.findall(r'"(\w+ForCausalLM)"', each)}
+    classes.remove("Dots1ForCausalLM")  # read, and written by no export
     (row,) = re.findall(r"^\| `config.json` \| .*$", PAGE, re.MULTILINE)
     assert len(classes) == 8 and classes == set(re.findall(r"`(\w+ForCausalLM)`", row))
 

@@ -59,6 +59,7 @@ def test_a_step_is_queued_without_reading_a_number(
 ) -> None:
     # A product on a CPU with BF16 instructions takes its scale as a host number; this is the one of other devices.
     monkeypatch.setattr(emulate, "WITHOUT_INSTRUCTIONS", frozenset({torch.bfloat16, torch.float16}))
+    monkeypatch.setattr(emulate, "_of_tensors", emulate.queued_factors)
     options = ("policy=all", "train.steps=2", "train.microbatch=2", *STEADY)
     assert cli("run.name=a", f"recipe={recipe}", *options).code == 0
     assert waits == [[], []]
