@@ -124,8 +124,8 @@ def scaled_product(
     first_ptr, second_ptr: float32, [1] or one of each row of a or b (`ProductVariant.first`, `second`). bias_ptr:
     [cols], not read without P.bias. marks_ptr: those of `product_factors`, read with P.corrects and P.adds alone.
     """
-    first = load_scale(first_ptr, P.first)
-    second = load_scale(second_ptr, P.second)
+    first = load_scale(first_ptr, tl.constexpr(P.first))
+    second = load_scale(second_ptr, tl.constexpr(P.second))
     across = tl.cdiv(cols, P.tile_cols)
     down = tl.cdiv(rows, P.tile_rows)
     tiles = across * down
