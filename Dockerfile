@@ -2,7 +2,7 @@
 # each other. None of the three is replaced here: pip sees every dependency of the project but torch.
 #
 #   docker build -t fp4train .
-#   docker run --rm --gpus all --ipc host --user "$(id -u):$(id -g)" -v "$PWD:/work" fp4train experiment=llama_125m_fineweb
+#   docker run --rm --gpus all --ipc host --user "$(id -u):$(id -g)" -v "$PWD:/project" fp4train experiment=llama_125m_fineweb
 #
 # The folder that is mounted gets what the container writes, as the user who starts it: ./runs, and in ./.fp4train the
 # cache of tokens and the key that signs configurations, which the next container finds again.
@@ -39,8 +39,8 @@ COPY . .
 RUN PIP_CONSTRAINT= pip install --no-cache-dir --no-deps . && rm -rf build
 
 # Any user may write here where no folder is mounted. A user that the image does not know has no name: torch asks for one.
-RUN useradd --create-home --shell /bin/bash fp4train && mkdir -p /work && chown fp4train /work && chmod 1777 /work
-ENV HOME=/work/.fp4train USER=fp4train LOGNAME=fp4train
+RUN useradd --create-home --shell /bin/bash fp4train && mkdir -p /project && chown fp4train /project && chmod 1777 /project
+ENV HOME=/project/.fp4train USER=fp4train LOGNAME=fp4train
 USER fp4train
-WORKDIR /work
+WORKDIR /project
 ENTRYPOINT ["fp4train"]
