@@ -33,6 +33,7 @@ EXTRAS := dev triton integrations lm-eval
 REQUIRED = import sys, tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
 print(*p["dependencies"], *(r for e in sys.argv[1:] for r in p["optional-dependencies"][e]), sep="\n")
 
+# The project is built beside the downloads; where that failed, it is built once more, and says why it fails.
 # torch first: what comes after it then finds its requirement met and does not pull another build.
 # transformer_engine without its dependencies: the recipe classes alone, which need no GPU.
 # Bytecode is compiled last, on all cores, and of the tree as well, which an environment with PYTHONDONTWRITEBYTECODE
@@ -43,7 +44,8 @@ $(VENV)/.ready: pyproject.toml constraints.txt setup.py $(wildcard fp4train/kern
 	$(BIN)/python -c '$(REQUIRED)' $(EXTRAS) > $(VENV)/requirements.txt
 	$(BIN)/python -m pip install -q --no-deps -e . & \
 	$(BIN)/python -m pip install -q --no-compile -c $(CONSTRAINTS) torch setuptools && \
-	$(BIN)/python -m pip install -q --no-compile -c $(CONSTRAINTS) -r $(VENV)/requirements.txt && wait $$!
+	$(BIN)/python -m pip install -q --no-compile -c $(CONSTRAINTS) -r $(VENV)/requirements.txt && \
+	{ wait $$! || $(BIN)/python -m pip install --no-deps -e .; }
 	$(BIN)/python -m pip install -q --no-compile -c $(CONSTRAINTS) --no-deps transformer_engine
 	$(BIN)/python -m compileall -qq -j 0 -x '/tests?/|/testing/_internal/' $(VENV)/lib fp4train scripts tests/helpers || true
 	touch $@
