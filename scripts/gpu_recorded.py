@@ -36,6 +36,7 @@ from torch.utils._pytree import tree_map_only
 from fp4train.backends import native, scaled
 from fp4train.backends.emulate import SCALED, Emulate
 from fp4train.models.common import initialise, on_cpu
+from fp4train.nn.executors import gemms
 from fp4train.quantize import Decoded, Quantized, cpu, triton, triton_launch
 from fp4train.quantize.launch import Launch
 from fp4train.quantize.quantizer import quantizer
@@ -152,6 +153,7 @@ def as_on_a_gpu(launches: Launches, processors: int) -> Iterator[None]:
             (torch, "_scaled_mm", product),
             (Emulate, "product", emulated_product),
             (Emulate, "_in_product", lambda self, total, a, b: scaled.why_not(a, b, total.dtype) is None),
+            (gemms, "ADDING", frozenset({"cpu"})),
             (scaled, "why_not_here", lambda device: None),
             (scaled, "processors", lambda device: processors),
             (scaled.ScaledProducts, "_cublas_on", unasked_cublas),
@@ -213,12 +215,19 @@ def cases() -> None:
 
 
 def bandwidth() -> None:
-    """The kernels that are timed."""
+    """The kernels that are timed, and products of integers before them."""
     with Uncomputed():
         x = torch.empty(gpu_bandwidth.SIZE, gpu_bandwidth.SIZE, dtype=torch.bfloat16)
         for timing in gpu_bandwidth.timings(x):
             if timing.name in gpu_bandwidth.FEW:
                 timing.call()
+        square = x[: gpu_bandwidth.LARGEST_PRODUCT, : gpu_bandwidth.LARGEST_PRODUCT].contiguous()
+        for way in ("cublas", "triton"):
+            products = scaled.ScaledProducts(way)
+            gpu_bandwidth.multiplied(products, Decoded(square, torch.ones(())))
+            for sizes in gpu_bandwidth.INTEGER_SIZES:
+                for case in gpu_bandwidth.INTEGER_CASES:
+                    gpu_bandwidth.integer_product(products, case, sizes, torch.device("cpu"))
 
 
 def sources(capability: int) -> dict[str, Callable[[], None]]:
