@@ -327,6 +327,8 @@ def read(words: list[str] | None) -> argparse.Namespace:
     given.kernels = None if given.kernels is None else (given.here / given.kernels).absolute()
     if given.kernels is not None and not given.kernels.is_file():
         parser.error(f"--kernels {given.kernels} is no file")
+    if given.kernels is not None and given.dry_run:
+        parser.error("--kernels with --dry-run: a dry run interprets its kernels, and takes none that are compiled")
     return given
 
 

@@ -42,7 +42,8 @@ def launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_training_step_launches_what_it_does_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its emulated products among it, which a CPU makes without Triton; cuBLAS makes them but for tiny scales."""
+    """Its emulated products among it, which a CPU makes without Triton; cuBLAS makes them but for tiny scales. Those
+    of a second microbatch are added to the gradients of the first."""
     monkeypatch.syspath_prepend(str(SCRIPTS))
     import gpu_recorded
 
@@ -54,6 +55,7 @@ def test_a_training_step_launches_what_it_does_on_a_gpu(monkeypatch: pytest.Monk
     assert {"quantize_both", "amax_both", "product_factors", "scaled_product"} <= kernels
     products = [launch["constants"]["P"]["fields"] for launch in launches if launch["kernel"] == "scaled_product"]
     assert all(fields["corrects"] and fields["hardware"] for fields in products)
+    assert {fields["adds"] for fields in products} == {False, True}
 
 
 @pytest.mark.long

@@ -102,6 +102,14 @@ def test_a_python_without_triton_is_refused_before_anything_is_packed(
     assert not (tmp_path / "packed").exists()
 
 
+def test_a_dry_run_takes_no_compiled_kernels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    archive = tmp_path / "kernels.tgz"
+    archive.touch()
+    with pytest.raises(SystemExit) as ended:
+        gpu_check.main(["--dry-run", "--total", "9", "--kernels", str(archive)])
+    assert ended.value.code == 2 and "--kernels with --dry-run: a dry run interprets" in capsys.readouterr().err
+
+
 def test_an_archive_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         gpu_check.main([str(tmp_path / "x"), "--total", "9", "--kernels", str(tmp_path / "kernels.tgz")])
