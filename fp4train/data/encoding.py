@@ -12,6 +12,11 @@ of its text if every two neighbours are that of theirs, and each pair of neighbo
 pre-tokens, the expressions that find them run from left to right: two that stand at the same place find the same.
 Other models are joined between pre-tokens alone.
 
+The characters of tokens cost two to three times the tokens themselves. So they are asked for at the edges of windows
+alone: an edge is encoded once more with its characters, and its tokens are those of the window as far as both have the
+same ones, counted from the end that both share. Where an edge does not settle it, as in a long run of letters and
+digits, the characters of both windows are asked for.
+
 Where windows do not agree (a pre-token is longer than the overlap), they are encoded as one, and so on until the whole
 document is, up to `LONGEST` characters. What stays unseen is a pre-tokenizer whose decision hangs on text further away
 than half an overlap, on both sides of which everything else is equal.
@@ -48,6 +53,10 @@ class Encoded:
     ends: Offsets
     begins: npt.NDArray[np.bool_]
 
+    def part(self, tokens: slice) -> "Encoded":
+        """Some of the tokens, with the same characters."""
+        return Encoded(self.ids[tokens], self.starts[tokens], self.ends[tokens], self.begins[tokens])
+
 
 @runtime_checkable
 class SpanTokenizer(Protocol):
@@ -64,8 +73,8 @@ class SpanTokenizer(Protocol):
 class Windows:
     """How long documents are divided; all in characters."""
 
-    length: int = 1 << 16
-    overlap: int = 1 << 12
+    length: int = 1 << 17
+    overlap: int = 1 << 11
     agree: int = 256
 
     def of(self, document: Iterable[str]) -> Iterator["Window"]:
@@ -184,6 +193,25 @@ def _joined(tokenizer: SpanTokenizer, windows: Windows, stream: Iterator[Window]
     yield from join.add(waiting)
 
 
+class _Seam(NamedTuple):
+    """Where two windows are joined: tokens before it in the left one, and in the right one."""
+
+    left: int
+    right: int
+
+
+class _Part(NamedTuple):
+    """A window, its ids, and its edges with their characters."""
+
+    window: Window
+    ids: Ids
+    head: Encoded
+    """Its first characters: those that it shares, and `agree` more."""
+    tail: Encoded
+    """Its last characters, as many as a window may share, and `agree` more."""
+    tail_text: str
+
+
 class _Join:
     """Joins the ids of windows as they come."""
 
@@ -191,64 +219,101 @@ class _Join:
         self.tokenizer = tokenizer
         self.windows = windows
         self.text = ""
-        self.encoded: Encoded | None = None
+        self.ids: Ids | None = None
         """The ids of `text`, the windows that are not all given out; None: a document begins."""
         self.given_out = 0
-        """Tokens of `encoded` that are."""
-        self.growing: list[Window] = []
+        """Tokens of `ids` that are."""
+        self.end: _Part
+        """The window that `text` ends with."""
+        self.growing: list[_Part] = []
         """Windows after `text` that are to be encoded with it."""
 
     def add(self, batch: Sequence[Window]) -> Iterator[tuple[Ids, bool]]:
         """The ids that more windows settle."""
-        documents = iter(self.tokenizer.encode_batch([window.text for window in batch if window.is_document]))
-        parts = iter(self.tokenizer.encode_spans([window.text for window in batch if not window.is_document]))
-        for window in batch:
+        encoded = self.tokenizer.encode_batch([window.text for window in batch])
+        parts = self._with_edges(batch, encoded)
+        for window, ids in zip(batch, encoded, strict=True):
             if window.is_document:
-                yield next(documents), True
+                yield ids, True
             else:
-                yield from self._add(window, next(parts))
+                yield from self._add(next(parts))
 
-    def _add(self, window: Window, encoded: Encoded) -> Iterator[tuple[Ids, bool]]:
-        if self.encoded is None:
-            self.text = window.text
-            self.encoded = encoded
-            self.given_out = 0
-        elif not self.growing and (place := self._seam(self.encoded, encoded, window.shared)) is not None:
-            yield self.encoded.ids[self.given_out : place[0]], False
-            self.text = window.text
-            self.encoded = encoded
-            self.given_out = place[1]
+    def _with_edges(self, batch: Sequence[Window], encoded: Sequence[Ids]) -> Iterator[_Part]:
+        windows = self.windows
+        parts = [pair for pair in zip(batch, encoded, strict=True) if not pair[0].is_document]
+        heads = [window.text[: window.shared + windows.agree] for window, _ in parts]
+        tails = [window.text[-windows.overlap - windows.agree :] for window, _ in parts]
+        edges = iter(self.tokenizer.encode_spans([*heads, *tails]))
+        first_edges = [next(edges) for _ in heads]
+        for (window, ids), head, tail, text in zip(parts, first_edges, edges, tails, strict=True):
+            yield _Part(window, ids, head, tail, text)
+
+    def _add(self, part: _Part) -> Iterator[tuple[Ids, bool]]:
+        window = part.window
+        if self.ids is None:
+            self._begin(part, 0)
+        elif not self.growing and (seam := self._seam(self.ids, part)) is not None:
+            yield self.ids[self.given_out : seam.left], False
+            self._begin(part, seam.right)
         else:
-            self.growing.append(window)
-            more = sum(len(waiting.text) - waiting.shared for waiting in self.growing)
+            self.growing.append(part)
+            more = sum(len(waiting.window.text) - waiting.window.shared for waiting in self.growing)
             if more >= len(self.text) or window.last:  # twice as much each time
-                self._grow()
+                self._grow(self.ids)
         if window.last:
-            yield self.encoded.ids[self.given_out :], True
-            self.encoded = None
+            assert self.ids is not None
+            yield self.ids[self.given_out :], True
+            self.ids = None
 
-    def _grow(self) -> None:
-        """Encode the windows that wait as one with those before them."""
-        assert self.encoded is not None
-        text = self.text + "".join(window.text[window.shared :] for window in self.growing)
+    def _begin(self, part: _Part, given_out: int) -> None:
+        self.text = part.window.text
+        self.ids = part.ids
+        self.given_out = given_out
+        self.end = part
+
+    def _grow(self, ids: Ids) -> None:
+        """Encode the windows that wait as one with those before them, whose ids are `ids`."""
+        text = self.text + "".join(part.window.text[part.window.shared :] for part in self.growing)
         if len(text) > LONGEST:
             raise DataError(
                 f"a document holds {len(text):,} characters that the tokenizer joins, beginning with "
                 f"{text[:40]!r}: more than {LONGEST:,} are not encoded as one. Divide the document"
             )
-        encoded = self.tokenizer.encode_spans([text])[0]
-        if not np.array_equal(encoded.ids[: self.given_out], self.encoded.ids[: self.given_out]):
+        self.ids = self.tokenizer.encode_batch([text])[0]
+        if not np.array_equal(ids[: self.given_out], self.ids[: self.given_out]):
             raise DataError(
                 f"a document that begins with {text[:40]!r} is encoded otherwise when it goes on, further back than "
                 f"{self.windows.overlap:,} characters: this tokenizer cannot encode it in parts. Divide the document"
             )
         self.text = text
-        self.encoded = encoded
+        self.end = self.growing[-1]
         self.growing = []
 
-    def _seam(self, left: Encoded, right: Encoded, shared: int) -> tuple[int, int] | None:
-        """(Tokens of the left window before the seam, tokens of the right one before it); None: they do not agree."""
-        first = len(self.text) - shared
+    def _seam(self, ids: Ids, part: _Part) -> _Seam | None:
+        """Where `part` is joined to the text before it, which has `ids`; None: they do not agree."""
+        shared = part.window.shared
+        if (seam := self._seam_of_edges(ids, part)) is not None:
+            return seam
+        left, right = self.tokenizer.encode_spans([self.text, part.window.text])
+        return self._place(left, right, len(self.text) - shared, shared)
+
+    def _seam_of_edges(self, ids: Ids, part: _Part) -> _Seam | None:
+        """As `_seam`, by the tokens at the edges that are those of the texts that have these edges."""
+        tail = self.end.tail
+        before = len(tail.ids) - _equal_at_start(tail.ids[::-1], ids[::-1])
+        left = tail.part(slice(before, None))
+        right = part.head.part(slice(_equal_at_start(part.head.ids, part.ids)))
+        text = self.end.tail_text
+        seam = self._place(left, right, len(text) - part.window.shared, part.window.shared)
+        if seam is None:
+            return None
+        # a run of letters and digits may be cut by counting from a beginning that the edge does not hold
+        if text[int(left.starts[0]) : int(left.starts[seam.left])].isalnum():
+            return None
+        return _Seam(len(ids) - len(left.ids) + seam.left, seam.right)
+
+    def _place(self, left: Encoded, right: Encoded, first: int, shared: int) -> _Seam | None:
+        """Where the tokens of two texts are joined; the right one begins at character `first` of the left one."""
         for part in (4, 3, 5, 2, 6):
             anchor = int(np.searchsorted(left.starts, first + shared * part // 8))
             if anchor == len(left.starts):
@@ -260,7 +325,7 @@ class _Join:
             if left.ends[high - 1] - left.starts[low] < self.windows.agree:
                 continue
             if (cut := self._cut(left, low, high)) is not None:
-                return cut, cut + other - anchor
+                return _Seam(cut, cut + other - anchor)
         return None
 
     def _cut(self, left: Encoded, low: int, high: int) -> int | None:
@@ -271,6 +336,13 @@ class _Join:
             clean &= left.begins[places]
         places = places[clean]
         return int(places[np.abs(places - (low + high) // 2).argmin()]) if len(places) else None
+
+
+def _equal_at_start(some: Ids, others: Ids) -> int:
+    """How many ids two rows have in common from their beginnings on."""
+    count = min(len(some), len(others))
+    unlike = np.flatnonzero(some[:count] != others[:count])
+    return int(unlike[0]) if len(unlike) else count
 
 
 def _equal_run(left: Encoded, right: Encoded, anchor: int, other: int, first: int) -> tuple[int, int] | None:

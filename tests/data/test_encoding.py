@@ -4,20 +4,25 @@ import inspect
 import json
 import random
 import textwrap
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizer_kinds import KEEPS, KINDS, TEXT, tokenizer, tokenizer_json
+from tokenizers import models, pre_tokenizers
 
 from fp4train.data import Text
 from fp4train.data import encoding as encoding_module
-from fp4train.data.encoding import Windows, encode_document, encode_documents, encoding_key
+from fp4train.data.encoding import Encoded, Windows, encode_document, encode_documents, encoding_key
 from fp4train.data.tokenizers import Bytes, Pretrained
-from fp4train.data.tokens import Ids, Piece
+from fp4train.data.tokenizers.json_file import JsonTokenizer
+from fp4train.data.tokens import Ids, Piece, Tokenizer
 from fp4train.errors import DataError
 
 SMALL = Windows(length=200, overlap=100, agree=24)
@@ -51,8 +56,9 @@ def test_a_document_in_windows_has_the_ids_of_the_whole(kind: str, text: str, bo
 @pytest.mark.parametrize("kind", KEEPS)
 def test_decoding_gives_the_text_of_a_long_document(kind: str) -> None:
     text = TEXT * 8 + inspect.getsource(json.encoder)
-    assert len(text) > 2 * Windows().length
-    ids = encode_document(pieces(text, [70_000, 140_000]), tokenizer(kind))
+    windows = Windows(length=1 << 16)
+    assert len(text) > 2 * windows.length
+    ids = encode_document(pieces(text, [70_000, 140_000]), tokenizer(kind), windows)
     assert tokenizer(kind).decode(ids.tolist()) == text
 
 
@@ -69,7 +75,55 @@ RUNS = {
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("kind", ["byte level, Llama 3", "prepend"])
 def test_long_runs_have_the_ids_of_the_whole(kind: str, run: str) -> None:
-    assert encode_document([Piece(RUNS[run])], tokenizer(kind)).tolist() == tokenizer(kind).encode(RUNS[run])
+    windows = Windows(length=1 << 15)
+    ids = encode_document([Piece(RUNS[run])], tokenizer(kind), windows)
+    assert ids.tolist() == tokenizer(kind).encode(RUNS[run])
+
+
+COUNTED = ["byte level", "byte level, Llama 3", "prepend", "first", "always", "Gemma", "Unigram", "WordPiece"]
+
+
+@pytest.mark.parametrize("kind", COUNTED)
+def test_a_document_of_a_megabyte_costs_what_its_text_costs(kind: str) -> None:
+    """Characters are counted: those of tokens cost about three times the tokens, and are asked for at edges alone."""
+
+    class Counting:
+        splits_words = tokenizer(kind).splits_words
+        plain = 0
+        with_spans = 0
+
+        def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+            self.plain += sum(map(len, texts))
+            return tokenizer(kind).encode_batch(texts)
+
+        def encode_spans(self, texts: Sequence[str]) -> list[Encoded]:
+            self.with_spans += sum(map(len, texts))
+            return tokenizer(kind).encode_spans(texts)
+
+    text = (inspect.getsource(inspect) * 12)[:1_000_000]
+    counting = Counting()
+    ids = encode_document([Piece(text)], cast(Tokenizer, counting))
+    assert counting.plain < 1.05 * len(text) and counting.with_spans < 0.05 * len(text)
+    assert ids.tolist() == tokenizer(kind).encode(text)
+
+
+def test_digits_whose_groups_no_token_shows_have_the_ids_of_the_whole() -> None:
+    """Groups of three are counted from the beginning of a number, and all that an edge shows are single digits."""
+    kind = _only_tokens_of("1", "789")
+    windows = Windows(length=600, overlap=200, agree=24)
+    for length in range(1500, 1506):
+        text = "1" * length + "789" + " 1" * 400
+        assert encode_document([Piece(text)], kind, windows).tolist() == kind.encode(text)
+
+
+def _only_tokens_of(*groups: str) -> JsonTokenizer:
+    """Byte pairs that know single digits, and groups of three digits where all three are in one pre-token."""
+    digits = sorted({*"".join(groups), " "})
+    merges = [pair for group in groups if len(group) == 3 for pair in ((group[0], group[1]), (group[:2], group[2]))]
+    vocabulary = [*digits, *("".join(pair) for pair in merges), "</s>"]
+    made = tokenizers.Tokenizer(models.BPE(vocab={token: n for n, token in enumerate(vocabulary)}, merges=merges))
+    made.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"\d{1,3}|\s+"), "isolated")
+    return JsonTokenizer(made.to_str(), end_of_document="</s>", what="digits")
 
 
 def test_digits_that_are_counted_from_the_right_have_the_ids_of_the_whole() -> None:
