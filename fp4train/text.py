@@ -8,6 +8,10 @@ from collections.abc import Callable, Collection, Container, Iterable, Mapping, 
 
 _ALIKE = 0.5
 """Smallest similarity (difflib's ratio) of a suggested word."""
+_PIECE = 16
+"""Characters of a line of a long name in a table that is too wide."""
+_SIGN = re.compile(r"[-_/=.,:;|+()]+")
+"""Signs in a long name, behind which it may be broken."""
 
 
 def printable(text: str, *, kept: str = "\n\t") -> str:
@@ -57,6 +61,12 @@ def _underlined(rows: list[list[str]], right: Container[int], width: int | None,
     return columns([*header, rule, *folded[len(header) :]], right=right, width=width, indent=indent)
 
 
+def table_width(rows: Sequence[Sequence[str]]) -> int:
+    """Characters of a line of a table that is not folded."""
+    widths = _widths(rows)
+    return sum(widths) + 2 * (len(widths) - 1)
+
+
 def wrapped(text: str, width: int, indent: str = "") -> list[str]:
     """The lines of a text in `width` characters, broken between words alone."""
     return textwrap.wrap(
@@ -69,6 +79,22 @@ def wrapped(text: str, width: int, indent: str = "") -> list[str]:
     )
 
 
+def fold(text: str, room: int) -> list[str]:
+    """The whole text in lines of at most `room` characters.
+
+    Lines end between words. A word that is longer is broken behind a sign (-, _, /, =, …), or else anywhere.
+    """
+    lines: list[str] = []
+    for line in wrapped(text, room):
+        while len(line) > room:
+            breaks = [sign.end() for sign in _SIGN.finditer(line, 0, room)]
+            end = breaks[-1] if breaks else room
+            lines.append(line[:end])
+            line = line[end:]
+        lines.append(line)
+    return lines
+
+
 def _folded(
     rows: list[list[str]], right: Container[int], width: int | None, sizes: Sequence[int] = ()
 ) -> list[list[str]]:
@@ -78,22 +104,29 @@ def _folded(
     sizes = list(sizes) or _fitting(rows, right, width)
     folded: list[list[str]] = []
     for row in rows:
-        cells = [wrapped(cell, size) or [""] for cell, size in zip(row, sizes, strict=True)]
+        cells = [fold(cell, size) or [""] for cell, size in zip(row, sizes, strict=True)]
         for line in range(max(map(len, cells))):
             folded.append([cell[line] if line < len(cell) else "" for cell in cells])
     return folded
 
 
 def _fitting(rows: list[list[str]], right: Container[int], width: int) -> list[int]:
-    """The sizes of columns that make lines of `width` characters, where their longest words allow it."""
+    """The sizes of columns that make lines of `width` characters.
+
+    Columns of text give room first, down to their longest words, then to the pieces of long names. Numbers keep theirs.
+    """
     sizes = _widths(rows)
-    least = [max(len(word) for cell in cells for word in cell.split() or [""]) for cells in zip(*rows, strict=True)]
-    while sum(sizes) + 2 * (len(sizes) - 1) > width:
-        free = [i for i, size in enumerate(sizes) if size > max(least[i], 1)]
-        if not free:
-            break
-        widest = max(free, key=lambda i: sizes[i])
-        sizes[widest] -= 1
+    gaps = len(sizes) - 1
+    columns_of = list(zip(*rows, strict=True))
+    words = [max(len(word) for cell in cells for word in cell.split() or [""]) for cells in columns_of]
+    pieces = [words[i] if i in right else min(words[i], _PIECE) for i in range(len(sizes))]
+    for least, gap in ((words, 2), (words, 1), (pieces, 1)):
+        while sum(sizes) + gap * gaps > width:
+            free = [i for i, size in enumerate(sizes) if size > max(least[i], 1)]
+            if not free:
+                break
+            widest = max(free, key=lambda i: sizes[i])
+            sizes[widest] -= 1
     return sizes
 
 

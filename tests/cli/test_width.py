@@ -59,4 +59,7 @@ def test_cells_fold_between_words_and_numbers_keep_their_column() -> None:
         "b    x               3",
     ]
     assert columns(rows, width=80) == columns(rows)
-    assert max(map(len, columns([("unbreakable" * 3, "b c")], width=20))) == 35
+    assert columns([("a_name-of=a.run" * 2, "12345")], right={1}, width=24) == [
+        "a_name-of=a.runa_  12345",
+        "name-of=a.run",
+    ]

@@ -21,7 +21,7 @@ from fp4train import files
 from fp4train.config.binding import complete, flattened
 from fp4train.config.schema import Config
 from fp4train.errors import UserError, reason, user_errors
-from fp4train.lab.analysis.curves import INSIDE, NAME, Curve, Losses, RecipeRow, one_run, over_steps
+from fp4train.lab.analysis.curves import INSIDE, Curve, Losses, RecipeRow, one_run, over_steps
 from fp4train.lab.analysis.figure import FIGURES, PICTURE, Draw, check_out, save
 from fp4train.lab.analysis.history import (
     NOT_THE_SAME_RUN,
@@ -33,13 +33,11 @@ from fp4train.lab.analysis.history import (
     read_history,
     seed_groups,
 )
-from fp4train.text import screen, shortened, tabulate
+from fp4train.text import screen, table_width, tabulate
 
 COMPARISON, OUTPUTS = "compare.png", (*FIGURES, ".csv", ".json")
 WITH_LEGEND = 11.5
 """Inches of the picture where the legend stands beside the panels."""
-RECIPE = 44
-"""Characters of a run's recipes in the table."""
 ABSENT = "-"
 """The value of a key that a configuration does not have."""
 DIFFERING = 12
@@ -119,8 +117,8 @@ class Comparison:
         header = ["run", "recipe", "quantised", "steps", "train loss", "val loss", "best", "gap", "tokens/s"]
         cells = [
             [
-                shortened(row.name, NAME),
-                shortened(row.recipe, RECIPE) or "-",
+                row.name,
+                row.recipe or "-",
                 "nothing" if row.quantised == 0 else _number(row.quantised, ".0%"),
                 str(row.steps),
                 _number(row.train_loss, ".4f"),
@@ -131,13 +129,19 @@ class Comparison:
             ]
             for row in self.rows
         ]
+        rows = [header, *cells]
+        recipes: list[str] = []
+        if width is not None and table_width(rows) > width:  # the recipes then have lines of their own
+            recipes = tabulate([row[:2] for row in rows], width=width)
+            rows = [[row[0], *row[2:]] for row in rows]
         of = "validation loss" if self.key == "val/loss" else "training loss"
         return screen(
             __package__,
             "compare.txt",
             found=self,
             of=of,
-            table=tabulate([header, *cells], right=range(2, len(header)), width=width),
+            table=tabulate(rows, right=range(1 if recipes else 2, len(header)), width=width),
+            recipes=recipes,
             divergences=[(row.name, *_divergences(each)) for each, row in zip(self.histories, self.rows, strict=True)],
             differing=[f"{key}={'|'.join(map(str, each))}" for key, each in _by_class(self.differing).items()],
             most=DIFFERING,
@@ -148,7 +152,7 @@ class Comparison:
         header = ["mean over seeds", "seeds", "train loss", f"{of} at step {self.step}", "gap"]
         cells = [
             [
-                shortened(mean.name, NAME),
+                mean.name,
                 " ".join(map(str, mean.seeds)),
                 _with_deviation(mean.train_loss),
                 _with_deviation(mean.loss),
@@ -214,7 +218,7 @@ class Comparison:
             for row, each in zip(self.rows, both, strict=True)
         ]
         rows = [
-            RecipeRow(label=shortened(row.name, 28), index=index, bands=history.bands(), done=row.steps)
+            RecipeRow(label=row.name, index=index, bands=history.bands(), done=row.steps)
             for index, (history, row) in enumerate(zip(self.histories, self.rows, strict=True))
         ]
         return over_steps(losses, rows, named=True)

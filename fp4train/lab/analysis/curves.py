@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,6 @@ import numpy as np
 from fp4train.lab.analysis import figure as look
 from fp4train.lab.analysis.figure import Draw, style
 from fp4train.lab.analysis.history import Band, Floats, History, Series, read_history
-from fp4train.text import shortened
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,15 +21,23 @@ CURVES = "curves.png"
 DASHED = (0, (4, 3))
 
 UPRIGHT = 44
-"""Characters of an upright name that the panel is high enough for."""
+"""Characters of a line of an upright name that the panel is high enough for."""
 SPREAD = 3
 """The most curves whose intervals are drawn as bands."""
 SETTLED = 10
 """The axis of gaps leaves out a tenth of the steps at the beginning, and of the intervals the first half."""
 INSIDE = 6
 """The most runs whose legend stands in the panel; that of more stands beside it."""
-NAME = 36
-"""Characters of a run's name."""
+NAME, ROW, TITLE = 36, 28, 88
+"""Characters of a line of a run's name: in a legend, beside its row, in a title."""
+BAR_WORDS = 7.0
+"""Points of the words in a bar."""
+BAR, BAR_LINES = 0.2, 3
+"""Inches of a bar with a line of words; the most lines in one."""
+CHARACTERS = 14
+"""Characters of words in an inch."""
+BESIDE = 0.65
+"""Inches beside a panel and the names of its rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,19 +99,22 @@ def over_steps(losses: Sequence[Losses], rows: Sequence[RecipeRow], *, named: bo
 
     def draw(width: float) -> Figure:
         heights = [3.2 if named else 2.6, *([1.7] if named or any(each.gaps for each in losses) else [])]
-        heights.append(0.35 + 0.2 * len(rows))
+        legend = named and len(losses) > INSIDE
+        strip_of = _Strip(rows, width - (_legend_inches(losses) if legend else 0.0), last)
+        heights.append(strip_of.height)
         figure = look.new_figure(width, sum(heights) + 0.5)
         grid = figure.subplots(len(heights), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights})
         loss, *gap, strip = grid[:, 0]
         _losses(loss, losses, named=named)
         for panel in gap:
             _gaps(panel, losses, named=named)
-        _recipes(strip, rows, int(width * 10.5) / last)
+        strip_of.draw(strip)
         for row in rows if named else ():
             for start, *_ in row.bands[1:]:
                 for panel in (loss, *gap):
-                    colour = look.colour_of(row.index) if row.index else look.QUIET
-                    panel.axvline(start, color=colour, linewidth=0.8, linestyle=DASHED, alpha=0.7)
+                    panel.axvline(start, color=look.colour_of(row.index), lw=0.8, linestyle=DASHED, alpha=0.7)
+        if named:
+            look.legend_of_recipes(figure, strip_of.unnamed, int(width * CHARACTERS))
         loss.set_xlim(0, look.right_end(last))
         if width <= look.NARROW:
             for panel in grid[:, 0]:
@@ -131,7 +141,7 @@ def _losses(axes: Axes, losses: Sequence[Losses], *, named: bool) -> None:
         train, validation, colour = each.train, each.validation, look.colour_of(index)
         if len(losses) <= SPREAD:
             _interval(axes, train, index, len(losses))
-        label = shortened(each.name, NAME)
+        label = look.name_lines(each.name, NAME)
         axes.plot(train.steps, train.mean, color=colour, linestyle=look.line_of(index), linewidth=1.4, label=label)
         axes.plot(validation.steps, validation.mean, color=colour, linewidth=0, marker="o", markersize=3)
     title = "loss (nats per token): training, smoothed; dots: validation"
@@ -155,32 +165,72 @@ def _gaps(axes: Axes, losses: Sequence[Losses], *, named: bool) -> None:
             settled += [found.mean[len(found) // SETTLED :], found.low[bounds:], found.high[bounds:]]
         for validation in each.gaps[1:]:
             _interval(axes, validation, index, len(losses))
-    style(axes, f"gap to {shortened(losses[0].name, 48)} (%)" if named else "gap to the first, %; bold: validation")
+    title = f"gap to {losses[0].name}, %: training, smoothed; bold: validation"
+    style(axes, look.name_lines(title, TITLE) if named else "gap to the first, %; bold: validation")
     axes.set_ylim(*look.gap_limits(settled))
 
 
-def _recipes(axes: Axes, rows: Sequence[RecipeRow], characters: float) -> None:
-    """A row per run: what ran is filled, what is planned is dotted; `characters` of a label fit into a step."""
-    colours = shades(recipe for row in rows for *_, recipe in row.bands)
-    for place, row in enumerate(rows):
-        for start, stop, recipe in row.bands:
-            colour, ran = colours[recipe], min(stop, max(start, row.done))
-            axes.barh(place, ran - start, left=start, height=0.8, color=colour, edgecolor=look.LINE, linewidth=0.5)
-            if stop > ran:
-                axes.barh(place, stop - ran, left=ran, height=0.6, color="none", edgecolor=look.QUIET, ls=":", lw=0.8)
-            label = look.first_words(recipe, int((stop - start) * characters))
-            axes.text((start + stop) / 2, place, label, ha="center", va="center", fontsize=7)
-        for step, marker in row.marks:
-            axes.plot([step], [place], marker=marker, color=look.INK, markersize=5, clip_on=False)
-    style(axes, "recipe of every run")
-    axes.grid(visible=False)
-    axes.set_yticks(range(len(rows)), [row.label for row in rows], fontsize=7.5)
-    for tick, row in zip(axes.get_yticklabels(), rows, strict=True):
-        tick.set_color(look.colour_of(row.index))
-    axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.spines[["left"]].set_visible(False)
-    axes.tick_params(axis="y", length=0)
-    axes.set_xlabel("step")
+def _legend_inches(losses: Sequence[Losses]) -> float:
+    """The width of a legend beside the panels, with its lines."""
+    names = "\n".join(look.name_lines(loss.name, NAME) for loss in losses)
+    return 0.5 + max(map(look.inches_of, names.split("\n")))
+
+
+class _Strip:
+    """The recipes of every run, a row per run: what ran is filled, what is planned is dotted.
+
+    A recipe's whole name stands in its bar where it fits there, in up to `BAR_LINES` lines.
+
+    Args:
+        width: inches of the panels with the names of their rows. last: the last step of the axis.
+    """
+
+    def __init__(self, rows: Sequence[RecipeRow], width: float, last: int) -> None:
+        self.rows = rows
+        self.shades = look.shades(recipe for row in rows for *_, recipe in row.bands)
+        self.names = [look.name_lines(row.label, ROW) for row in rows]
+        beside = max((look.inches_of(line) for name in self.names for line in name.split("\n")), default=0.0)
+        inches = (width - beside - BESIDE) / look.right_end(last)
+        self.labels = [[_in_bar(recipe, (stop - start) * inches) for start, stop, recipe in row.bands] for row in rows]
+        """The lines in every bar of every row."""
+        bands = [
+            (recipe, lines)
+            for row, bars in zip(rows, self.labels, strict=True)
+            for (*_, recipe), lines in zip(row.bands, bars, strict=True)
+        ]
+        written = {recipe for recipe, lines in bands if lines}
+        self.unnamed = {recipe: shade for recipe, shade in self.shades.items() if recipe not in written}
+        """Recipes whose names stand in no bar."""
+        most = max([1, *(len(lines) for _, lines in bands), *(1 + name.count("\n") for name in self.names)])
+        self.height = 0.35 + len(rows) * (BAR + look.height_of(most - 1, BAR_WORDS))
+        """Inches."""
+
+    def draw(self, axes: Axes) -> None:
+        for place, (row, bars) in enumerate(zip(self.rows, self.labels, strict=True)):
+            for (start, stop, recipe), lines in zip(row.bands, bars, strict=True):
+                ran = min(stop, max(start, row.done))
+                axes.barh(place, ran - start, left=start, height=0.8, linewidth=0.5, **self.shades[recipe].fill)
+                if stop > ran:
+                    axes.barh(place, stop - ran, left=ran, height=0.6, color="none", ec=look.QUIET, ls=":", lw=0.8)
+                middle = (start + stop) / 2
+                axes.text(middle, place, "\n".join(lines), ha="center", va="center", fontsize=BAR_WORDS)
+            for step, marker in row.marks:
+                axes.plot([step], [place], marker=marker, color=look.INK, markersize=5, clip_on=False)
+        style(axes, "recipe of every run")
+        axes.grid(visible=False)
+        axes.set_yticks(range(len(self.rows)), self.names, fontsize=look.WORDS)
+        for tick, row in zip(axes.get_yticklabels(), self.rows, strict=True):
+            tick.set_color(look.colour_of(row.index))
+        axes.set_ylim(len(self.rows) - 0.5, -0.5)
+        axes.spines[["left"]].set_visible(False)
+        axes.tick_params(axis="y", length=0)
+        axes.set_xlabel("step")
+
+
+def _in_bar(recipe: str, inches: float) -> list[str]:
+    """The lines of a recipe's name in a bar of so many inches; none where it does not fit."""
+    lines = look.lines_within(recipe, inches - 0.06, BAR_WORDS)
+    return lines if len(lines) <= BAR_LINES else []
 
 
 def draw_curves(run_dir: Path) -> Path:
@@ -205,23 +255,20 @@ def one_run(history: History) -> Draw:
         _draw_small(rate, history.series("train/lr"), "learning rate")
         _draw_small(norm, history.series("train/grad_norm"), "gradient norm", log=True)
         bands = history.bands()
-        colours = shades(recipe for *_, recipe in bands)
+        grounds = look.shades(recipe for *_, recipe in bands)
         for axes in (loss, rate, norm):
             axes.set_xlim(0, look.right_end(history.last_step))
             for start, stop, recipe in bands if len(bands) > 1 else ():
-                axes.axvspan(start, stop, color=colours[recipe], alpha=0.45, lw=0, zorder=0)
-        _draw_strip(loss, bands, colours, max(history.last_step, 1))
+                axes.axvspan(start, stop, alpha=0.45, lw=0, zorder=0, **grounds[recipe].fill)
+        unnamed = _draw_strip(loss, bands, grounds, max(history.last_step, 1), width)
+        look.legend_of_recipes(figure, unnamed, int(width * CHARACTERS))
         _mark_events(loss, history)
-        figure.suptitle(shortened(history.name, 44), x=0.012, ha="left", fontsize=13, fontweight="bold")
+        title = look.name_lines(history.name, 44)
+        figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold")
         figure.text(0.988, 0.978, _summary(history), ha="right", va="top", fontsize=9)
         return figure
 
     return draw
-
-
-def shades(recipes: Iterable[str]) -> dict[str, str]:
-    """A background colour for each recipe, in order of appearance."""
-    return {recipe: look.SHADES[i % len(look.SHADES)] for i, recipe in enumerate(dict.fromkeys(recipes))}
 
 
 def _draw_loss(axes: Axes, history: History) -> None:
@@ -271,20 +318,32 @@ def _draw_small(axes: Axes, series: Series, title: str, *, log: bool = False) ->
     axes.plot(series.steps, series.values, color=look.INK, linewidth=0.9, marker="o" if len(series) <= 2 else None)
 
 
-def _draw_strip(axes: Axes, bands: Sequence[Band], colours: Mapping[str, str], last: int) -> None:
-    """A band above the panel with the recipe of each span; a name wider than its span is written vertically below."""
+def _draw_strip(
+    axes: Axes, bands: Sequence[Band], grounds: Mapping[str, look.Shade], last: int, width: float
+) -> dict[str, look.Shade]:
+    """Draw a band above the panel with the recipe of each span; return the recipes that it names nowhere.
+
+    A name that is wider than its span stands upright below it, where the span has room for its lines.
+    """
+    inches = (width - BESIDE) / look.right_end(last)
     free = 0.0  # where the next upright name may begin
+    named = set()
     for start, stop, recipe in bands:
-        axes.axvspan(start, stop, 1.005, 1.045, color=colours[recipe], lw=0, clip_on=False)
-        fits = (stop - start) > 0.0078 * len(recipe) * last
+        axes.axvspan(start, stop, 1.005, 1.045, lw=0, clip_on=False, **grounds[recipe].fill)
         middle = (start + stop) / 2
-        if not fits and (middle < free or stop - start < 0.012 * last):
+        place: Any = {"transform": axes.get_xaxis_transform(), "ha": "center", **look.LABEL}
+        if look.inches_of(recipe) <= (stop - start) * inches:
+            axes.text(middle, 1.025, recipe, va="center_baseline", **place)
+            named.add(recipe)
             continue
-        if not fits:
-            free = middle + 0.02 * last
-        label, height = (recipe, 1.025) if fits else (shortened(recipe, UPRIGHT), 0.98)
-        turned: Any = {"rotation": 0, "va": "center_baseline"} if fits else {"rotation": 90, "va": "top"}
-        axes.text(middle, height, label, transform=axes.get_xaxis_transform(), ha="center", **turned, **look.LABEL)
+        lines = look.name_lines(recipe, UPRIGHT).split("\n")
+        reach = look.height_of(len(lines)) / inches / 2
+        if middle - reach < max(free, start - 0.01 * last) or middle + reach > stop + 0.01 * last:
+            continue
+        free = middle + reach
+        axes.text(middle, 0.98, "\n".join(lines), rotation=90, va="top", **place)
+        named.add(recipe)
+    return {recipe: shade for recipe, shade in grounds.items() if recipe not in named}
 
 
 def _mark_events(axes: Axes, history: History) -> None:

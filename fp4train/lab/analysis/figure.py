@@ -12,12 +12,11 @@ import io
 import re
 import unicodedata
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
-from textwrap import shorten
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from xml.etree import ElementTree
 
 import numpy as np
@@ -25,6 +24,7 @@ import numpy as np
 from fp4train import files
 from fp4train.errors import UserError
 from fp4train.lab.analysis.history import Floats
+from fp4train.text import fold, shortened
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -49,8 +49,16 @@ VARIABLES: Mapping[str, str] = {
 FIGURES = (".png", ".svg", ".pdf")
 """Endings of the files that a figure is written to."""
 
-LABEL: Any = {"fontsize": 7.5}
+HATCHES = ("", "////", "....", "xxxx")
+"""Each shade comes with each of these, so that 24 recipes can be told apart."""
+WORDS = 7.5
+"""Points of words in a panel."""
+LABEL: Any = {"fontsize": WORDS}
 """The look of words in a panel."""
+LONGEST = 240
+"""Characters of a name, of which a longer one has its start and its end."""
+LEADING = 1.35
+"""Height of a line of words, as a multiple of their size."""
 
 Draw = Callable[[float], "Figure"]
 """Draws a figure of this width in inches."""
@@ -65,6 +73,27 @@ def colour_of(index: int) -> str:
 
 def line_of(index: int) -> Any:
     return LINES[index // len(COLOURS) % len(LINES)]
+
+
+class Shade(NamedTuple):
+    """The ground of a recipe: a colour and a pattern."""
+
+    colour: str
+    hatch: str
+
+    @property
+    def fill(self) -> Any:
+        """The arguments with which matplotlib fills a shape so."""
+        return {"facecolor": self.colour, "hatch": self.hatch, "edgecolor": LINE}
+
+
+def shades(recipes: Iterable[str]) -> dict[str, Shade]:
+    """A ground for each recipe, in order of appearance. None has the colour of a run."""
+    different = dict.fromkeys(recipes)
+    return {
+        recipe: Shade(SHADES[i % len(SHADES)], HATCHES[i // len(SHADES) % len(HATCHES)])
+        for i, recipe in enumerate(different)
+    }
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -169,10 +198,51 @@ def plain(text: object, limit: int) -> str:
     )
 
 
-def first_words(text: str, room: int) -> str:
-    """The first words of `text`, as many as fit into `room` characters; empty if the first does not."""
-    label = shorten(text, room, placeholder="…") if room > 1 else ""
-    return "" if label == "…" else label
+def inches_of(text: str, points: float = WORDS) -> float:
+    """The width of a line of text in inches."""
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import text_to_path
+
+    width, _, _ = text_to_path.get_text_width_height_descent(text, FontProperties(size=points), ismath=False)
+    return float(width) / 72
+
+
+def height_of(lines: int, points: float = WORDS) -> float:
+    """The height of lines of text in inches."""
+    return lines * LEADING * points / 72
+
+
+def lines_within(text: str, inches: float, points: float = WORDS) -> list[str]:
+    """The whole text in lines that are at most so wide, broken between words; empty where a word is wider."""
+    lines: list[str] = []
+    if len(text) > LONGEST:
+        return lines
+    for word in text.split():
+        longer = f"{lines[-1]} {word}" if lines else word
+        if lines and inches_of(longer, points) <= inches:
+            lines[-1] = longer
+        elif inches_of(word, points) <= inches:
+            lines.append(word)
+        else:
+            return []
+    return lines
+
+
+def name_lines(name: str, room: int) -> str:
+    """A name in lines of at most `room` characters: the whole of it, up to `LONGEST` characters."""
+    return "\n".join(fold(shortened(name, LONGEST), room))
+
+
+def legend_of_recipes(figure: Figure, names: Mapping[str, Shade], room: int) -> None:
+    """Name grounds below a figure, in lines of at most `room` characters."""
+    from matplotlib.patches import Patch
+
+    if not names:
+        return
+    labels = [name_lines(name, room) for name in names]
+    columns = max(1, min(len(names), room // (6 + max(map(len, "\n".join(labels).split("\n"))))))
+    patches = [Patch(**shade.fill) for shade in names.values()]
+    figure.legend(patches, labels, loc="outside lower left", ncols=columns, fontsize=WORDS, handlelength=1.8)
 
 
 def right_end(last_step: int) -> float:
@@ -248,8 +318,10 @@ def loss_limits(curves: Sequence[Floats]) -> tuple[float, float] | None:
 
 
 def gap_limits(gaps: Sequence[Floats]) -> tuple[float, float]:
-    """Axis limits that show 0 and all gaps but the outermost hundredth at either end."""
-    everything = np.concatenate([*(each[np.isfinite(each)] for each in gaps), [0.0]])
-    low, high = np.percentile(everything, [1, 99])
-    margin = 0.15 * (high - low) or 1.0
-    return min(low, 0.0) - margin, max(high, 0.0) + margin
+    """Axis limits that show 0 and the gaps of every curve but the outermost hundredth at either end of it."""
+    finite = [values[np.isfinite(values)] for values in gaps]
+    finite = [values for values in finite if len(values)]
+    low = min([0.0, *(float(np.percentile(values, 1, method="lower")) for values in finite)])
+    high = max([0.0, *(float(np.percentile(values, 99, method="higher")) for values in finite)])
+    margin = 0.1 * (high - low) or 1.0
+    return low - margin, high + margin

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from fp4train.lab.analysis.figure import LINE, NARROW, Draw, colour_bar, new_figure, plain, save
+from fp4train.lab.analysis.figure import LINE, NARROW, Draw, colour_bar, name_lines, new_figure, plain, save
 from fp4train.lab.analysis.history import Floats
 from fp4train.text import shortened
 from fp4train.track import read_statistics
 from fp4train.track.statistics import Columns
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 HEATMAP = "statistics.png"
@@ -30,8 +31,8 @@ METRICS: Final = ("sqnr_db", "underflow", "saturation", "kurtosis", "amax")
 MAP = "YlOrRd"
 RATIO = "gradient / noise"
 """The map that has a logarithmic scale, because it spans decades, and on which small is bad."""
-WORST_DB, BEST_DB = 8.0, 32.0
-"""Ends of the colours: an operand as large as 2.5 times its error, and of 8-bit elements."""
+LEAST_DB = 4.0
+"""Decibels that a scale has at least: on a shorter one, equal operands would look different."""
 LAYERS, COLUMNS = 48, 40
 """Rows and columns of a map in a page; of more layers the worst are shown, of more steps evenly chosen ones. A picture
 has all, and names so many layers at its axis."""
@@ -138,17 +139,32 @@ def draw_statistics(run: Path) -> Path:
         UserError: the run has no statistics.
     """
     found, path = Errors(read_statistics(run)), Path(run) / HEATMAP
-    noise = {"cmap": "viridis", "vmin": WORST_DB, "vmax": BEST_DB}
-    maps = [
-        HeatMap(f"{operand}, SQNR in dB", found.values["sqnr_db"][:, i], noise)
-        for i, operand in enumerate(found.operands)
-    ]
+    maps = statistics_maps(found)
+    columns = -(-len(maps) // -(-len(maps) // 4))  # in as few rows of at most 4 as equal as they can be
+    save(draw_maps(maps, found.layers, found.steps, columns, Path(run).resolve().name), 4.4 * columns, path)
+    return path
+
+
+def statistics_maps(found: Errors) -> list[HeatMap]:
+    """The maps of a picture, of what was measured: the noise of each operand on one scale, and that of gradients."""
+    noise = found.values["sqnr_db"]
+    low, high = decibels(noise)
+    scale = {"cmap": "viridis", "vmin": low, "vmax": high}
+    maps = [HeatMap(f"{operand}, SQNR in dB", noise[:, i], scale) for i, operand in enumerate(found.operands)]
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = np.log10(found.gradient_to_noise / math.sqrt(3))
     maps.append(HeatMap("log₁₀ of gradient / (√3 · its noise)", ratio, {"cmap": "RdBu", "vmin": -2.0, "vmax": 2.0}))
-    columns = min(len(maps), 4)
-    save(draw_maps(maps, found.layers, found.steps, columns, Path(run).resolve().name), 4.4 * columns, path)
-    return path
+    return [map for map in maps if np.isfinite(map.values).any()] or maps[:1]
+
+
+def decibels(noise: Floats) -> tuple[float, float]:
+    """The ends of a scale, whole decibels: all values but the outermost hundredth at either end, `LEAST_DB` or more."""
+    finite = noise[np.isfinite(noise)]
+    if not len(finite):
+        return 0.0, LEAST_DB
+    low, high = np.percentile(finite, [1, 99])
+    wider = max(0.0, LEAST_DB - (high - low)) / 2
+    return math.floor(low - wider), math.ceil(high + wider)
 
 
 def worst_maps(found: Errors) -> Draw:
@@ -182,21 +198,20 @@ def draw_maps(
         from matplotlib.ticker import LogLocator
 
         narrow = width <= NARROW
-        across = 1 if narrow else columns
-        down = -(-len(maps) // across)
+        down = -(-len(maps) // (1 if narrow else columns))
+        across = -(-len(maps) // down)
         figure = new_figure(width, down * (0.75 + max(0.9, 0.15 * min(len(layers), LAYERS))) + 0.3 * bool(title))
         if title:
-            figure.suptitle(shortened(title, 44), x=0.01, ha="left", fontweight="bold")
-        panels = figure.subplots(down, across, squeeze=False).flatten()
-        for axes in panels[len(maps) :]:
-            axes.set_axis_off()
+            figure.suptitle(name_lines(title, 44), x=0.01, ha="left", fontweight="bold")
+        panels = _panels(figure, len(maps), across)
         every, each_step = (max(1, -(-count // most)) for count, most in ((len(layers), LAYERS), (len(steps), 5)))
-        for place, (axes, each) in enumerate(zip(panels, maps, strict=False)):
+        for place, (axes, each) in enumerate(zip(panels, maps, strict=True)):
             values = np.ma.masked_invalid(each.values)
             image = axes.imshow(values, aspect="auto", interpolation="none", **each.scale)
             axes.set_facecolor("#eceef1")
             axes.set_title(each.title, loc="left")
-            names = [shortened(layer, 22 if narrow else 34) for layer in layers[::every]] if not place % across else []
+            room = 22 if narrow else 34
+            names = [shortened(layer, room) for layer in layers[::every]] if not place % across else []
             axes.set_yticks(range(0, len(layers), every) if names else [], names, fontsize=6.5)
             axes.set_xticks(range(0, len(steps), each_step), [str(step) for step in steps[::each_step]], fontsize=7)
             axes.set_xlabel("step")
@@ -211,3 +226,14 @@ def draw_maps(
         return figure
 
     return draw
+
+
+def _panels(figure: Figure, count: int, across: int) -> list[Axes]:
+    """So many panels in rows of `across`; those of a shorter last row are wider, so that no place stays empty."""
+    rows = [min(across, count - start) for start in range(0, count, across)]
+    grid = figure.add_gridspec(len(rows), math.lcm(*rows))
+    panels = []
+    for row, columns in enumerate(rows):
+        size = grid.ncols // columns
+        panels += [figure.add_subplot(grid[row, i * size : (i + 1) * size]) for i in range(columns)]
+    return panels

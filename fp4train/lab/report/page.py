@@ -82,7 +82,7 @@ def render(
         grouped=grouped,
         at=at,
         recipe_rows=rows,
-        shades=curves.shades(recipe for row in rows for *_, recipe in row.bands),
+        shades=figure.shades(recipe for row in rows for *_, recipe in row.bands),
         stretches=[(source, stretch) for source in sources for stretch in source.stretches],
         events=[(source, event) for source in sources for event in source.events],
         rankings=_rankings(sources),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from fp4train.lab.analysis import figure as look
 from fp4train.lab.analysis.figure import Draw, style
 from fp4train.lab.analysis.heatmap import MAP
 from fp4train.lab.studies.findings import Finding, Sensitivity
-from fp4train.lab.studies.results import RankResult, SensitivityResult
+from fp4train.lab.studies.results import CandidateResult, RankResult, SensitivityResult
 from fp4train.lab.studies.tradeoff import common_prefix
 from fp4train.text import shortened
 
@@ -26,6 +26,13 @@ ROWS, BARS = 96, 16
 """Layers in the heat map, and as bars; of more, the worst are shown."""
 COLOURS = {"different": look.VALIDATION, "here": "#e8a33d", "alike": look.IN_RECIPE}
 """Colours by verdict; anything else is not told apart."""
+MEANINGS = {
+    "different": "told apart from the reference",
+    "here": "told apart on these checkpoints alone",
+    "alike": "alike: the difference is smaller than the margin",
+    "": "not told apart",
+}
+"""What the colour of a verdict means."""
 HIGH = "#b9bec6"
 CANDIDATE = 34
 """Characters of a candidate's name."""
@@ -162,6 +169,7 @@ def ranking(found: RankResult, *, named: bool) -> Draw:
                     ends += reach
             if each.simultaneous is not None:
                 axes.plot(each.simultaneous, [row, row], color=colour, linewidth=0.9, alpha=0.8, zorder=1)
+                ends += each.simultaneous
             if len(each.gaps) > 1:
                 axes.plot(each.gaps, [row] * len(each.gaps), linestyle="", marker="|", markersize=9, color=look.INK)
                 ends += each.gaps
@@ -182,17 +190,45 @@ def ranking(found: RankResult, *, named: bool) -> Draw:
             far = max(map(abs, floor))
             axes.axvspan(-far, far, color=look.LINE, alpha=0.4, zorder=0, linewidth=0)
         axes.axvline(0, color=look.QUIET, linewidth=1.0, zorder=1)
-        title = f"gap to {shortened(found.reference, CANDIDATE if named else 18)}"
-        names = [shortened(each.name, 18 if width <= look.NARROW else CANDIDATE) for each in shown]
-        of = f"{title} (nats per token): {found.forks} forks of {found.steps} steps {found.where}"
-        look.row_style(axes, of if named else "", names, ticks=4 if width <= look.NARROW else 7)
-        axes.set_ylim(len(shown) - 0.4, -0.6)
-        meaning = (
-            "thick: 95 % interval of this gap alone; thin: of all pairs together; grey below: evaluated in high "
-            "precision\nfrom the reference: orange: told apart, yellow: on these checkpoints, blue: not, green: alike; "
-            "band: |FP32 − BF16|; |: each checkpoint"
+        title = f"gap to {found.reference if named else shortened(found.reference, 18)}"
+        names = [look.name_lines(each.name, 18 if width <= look.NARROW else CANDIDATE) for each in shown]
+        of = f"{title}: {found.forks} forks of {found.steps} steps {found.where}"
+        look.row_style(
+            axes, look.name_lines(of, int(width * 10)) if named else "", names, ticks=4 if width <= look.NARROW else 7
         )
-        axes.set_xlabel(meaning if named else f"{title}, nats per token", **look.LABEL)
+        axes.set_ylim(len(shown) - 0.4, -0.6)
+        axes.set_xlabel("nats per token" if named else f"{title}, nats per token", **look.LABEL)
+        if named:
+            marks = _meanings(shown, floor=found.floor is not None)
+            columns = max(1, min(3, int(width / 3)))
+            figure.legend(*zip(*marks, strict=True), loc="outside lower left", ncols=columns, fontsize=look.WORDS)
         return figure
 
     return draw
+
+
+def _meanings(shown: Sequence[CandidateResult], *, floor: bool) -> list[tuple[Any, str]]:
+    """What is drawn of a ranking → what it means, without what the figure does not have."""
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    gaps = [candidate for candidate in shown if candidate.gap is not None]
+    verdicts = [candidate.verdict if candidate.verdict in COLOURS else "" for candidate in gaps]
+    marks: list[tuple[Any, str]] = [
+        (Line2D([], [], color=COLOURS.get(verdict, look.TRAIN), marker="o", linewidth=2.7), meaning)
+        for verdict, meaning in MEANINGS.items()
+        if verdict in verdicts
+    ]
+    plain: Any = {"color": look.INK, "marker": "o", "markersize": 4}
+    if gaps:
+        marks.append((Line2D([], [], linewidth=2.7, **plain), "gap, and its own 95 % interval"))
+    if any(candidate.simultaneous is not None for candidate in gaps):
+        marks.append((Line2D([], [], linewidth=0.9, color=look.INK), "95 % interval of all pairs together"))
+    if any(candidate.high is not None for candidate in gaps):
+        marks.append((Line2D([], [], linewidth=1.6, marker="o", markersize=3.5, color=HIGH), "in high precision"))
+    if any(len(candidate.gaps) > 1 for candidate in gaps):
+        marks.append((Line2D([], [], linestyle="", marker="|", markersize=9, color=look.INK), "one checkpoint"))
+    if floor:
+        marks.append((Patch(color=look.LINE, alpha=0.4), "floor of the noise, |FP32 − BF16|"))
+    marks.append((Line2D([], [], linestyle="", marker="D", markersize=6, color=look.INK), "the reference"))
+    return marks

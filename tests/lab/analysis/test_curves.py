@@ -12,8 +12,8 @@ import pytest
 
 import fp4train.lab.analysis.curves as curves
 from fp4train.errors import UserError
-from fp4train.lab.analysis.curves import draw_curves, one_run, shades
-from fp4train.lab.analysis.figure import PICTURE, loss_limits
+from fp4train.lab.analysis.curves import draw_curves, one_run
+from fp4train.lab.analysis.figure import PICTURE, loss_limits, shades
 from fp4train.lab.analysis.history import Series, read_history
 from fp4train.track import MetricsLog
 

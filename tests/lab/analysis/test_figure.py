@@ -6,7 +6,21 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fp4train.lab.analysis.figure import INK, NARROW, WIDE, first_words, inline_svg, new_figure, save, style
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fp4train.lab.analysis.figure import (
+    INK,
+    NARROW,
+    WIDE,
+    inches_of,
+    inline_svg,
+    lines_within,
+    new_figure,
+    save,
+    style,
+)
+from fp4train.text import fold
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -39,7 +53,15 @@ def test_several_files_have_the_same_picture(tmp_path: Path) -> None:
     assert paths[0].read_bytes() == paths[1].read_bytes() and paths[0].read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_bar_that_is_too_short_for_a_recipe_has_its_first_words() -> None:
-    assert first_words("NVFP4 with fprop in BF16", 16) == "NVFP4 with…"
-    assert first_words("NVFP4 with fprop in BF16", 7) == "NVFP4…" and first_words("NVFP4 with fprop in BF16", 5) == ""
-    assert first_words("BF16", 4) == "BF16" and first_words("", 3) == ""
+def test_a_bar_has_a_whole_name_in_lines_or_none() -> None:
+    name = "NVFP4 with fprop in BF16"
+    assert lines_within(name, inches_of(name)) == [name]
+    assert " ".join(lines_within(name, inches_of("with fprop"))) == name
+    assert lines_within(name, inches_of("NVFP4") / 2) == lines_within("", 1.0) == []
+
+
+@given(st.text(st.sampled_from("ab-_=/ "), max_size=200), st.integers(1, 30))
+def test_a_folded_name_is_whole_and_within_its_room(name: str, room: int) -> None:
+    lines = fold(name, room)
+    assert "".join(lines).replace(" ", "") == name.replace(" ", "")
+    assert max(map(len, lines), default=0) <= room

@@ -9,7 +9,17 @@ from matplotlib.colors import LogNorm
 
 from fp4train.errors import UserError
 from fp4train.lab.analysis.figure import NARROW, WIDE
-from fp4train.lab.analysis.heatmap import RATIO, Errors, draw_statistics, worst_maps, worst_operand
+from fp4train.lab.analysis.heatmap import (
+    LEAST_DB,
+    RATIO,
+    Errors,
+    decibels,
+    draw_maps,
+    draw_statistics,
+    statistics_maps,
+    worst_maps,
+    worst_operand,
+)
 from fp4train.track import STATISTICS, Statistics, read_statistics
 from fp4train.track.statistics import GRADIENT, OPERAND, StatisticsLog
 
@@ -79,3 +89,25 @@ def test_what_was_not_measured_is_not_a_number(tmp_path: Path) -> None:
     assert found.layers == [*LAYERS, "z"], "in the order of their first steps"
     measured = ~np.isnan(worst_operand(found.values["sqnr_db"]))
     assert measured.tolist() == [[True, True], [True, False], [False, True]]
+
+
+def test_a_scale_spans_what_was_measured_and_nothing_unmeasured_has_a_panel(tmp_path: Path) -> None:
+    found = Errors(read_statistics(write(tmp_path, layers=3, steps=4)))
+    *noise, ratio = statistics_maps(found)
+    assert len(noise) == 6 and "noise" in ratio.title
+    assert {(map.scale["vmin"], map.scale["vmax"]) for map in noise} == {(19, 24)}, "values from 20 to 23 dB"
+    found.gradient_to_noise[:] = np.nan
+    found.values["sqnr_db"][:, 1] = np.nan
+    assert [map.title for map in statistics_maps(found)] == [f"fprop.{i}, SQNR in dB" for i in (0, 2, 3, 4, 5)]
+    assert decibels(np.array([20.0])) == (18, 22) and decibels(np.array([np.nan])) == (0.0, LEAST_DB)
+
+
+@pytest.mark.parametrize("count", [1, 3, 5, 7])
+def test_panels_fill_their_rows(tmp_path: Path, count: int) -> None:
+    found = Errors(read_statistics(write(tmp_path, layers=3, steps=4)))
+    maps = statistics_maps(found)[:count]
+    figure = draw_maps(maps, found.layers, found.steps, 4)(WIDE)
+    figure.canvas.draw()
+    ends = [axes.get_position().x1 for axes in figure.axes if axes.images]
+    assert len(ends) == count and ends[-1] > max(ends) - 0.05, "the last panel reaches the end of its row"
+    assert all(axes.axison for axes in figure.axes)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from made import write_run, write_sensitivity
+from made import write_ranking, write_run, write_sensitivity
 
 from fp4train.lab.analysis.figure import NARROW, WIDE
-from fp4train.lab.studies.figures import DamageMap, sensitivity
-from fp4train.lab.studies.results import SensitivityResult
+from fp4train.lab.studies.figures import DamageMap, ranking, sensitivity
+from fp4train.lab.studies.results import RankResult, SensitivityResult
 from fp4train.sealed import unsealed
 
 
@@ -25,3 +25,23 @@ def test_a_map_in_the_picture_and_bars_in_a_page_have_the_layers_and_plain_numbe
         labels = [label for axes in drawn.axes for label in (*axes.get_yticklabels(), *axes.get_xticklabels())]
         words = {label.get_text() for label in labels}
         assert wanted <= words and not [word for word in words if "$" in word]
+
+
+def test_the_legend_of_a_ranking_names_what_is_drawn_and_nothing_else(tmp_path: Path) -> None:
+    for runs, others in ((("runs/a",), set[str]()), (("runs/a", "runs/b"), {"one checkpoint"})):
+        body = unsealed(write_ranking(write_run(tmp_path / str(len(runs))), runs=runs).read_bytes())[0]
+        for candidate in body["candidates"]:
+            candidate["gaps"] = [candidate["gap"]["mean"]] * len(runs) if candidate.get("gap") else []
+        figure = ranking(RankResult(body), named=True)(WIDE)
+        shown = {text.get_text() for text in figure.legends[0].get_texts()}
+        always = {
+            "told apart from the reference",
+            "gap, and its own 95 % interval",
+            "the reference",
+            "in high precision",
+        }
+        assert always | others <= shown and "not told apart" not in shown
+        assert ("one checkpoint" in shown) == bool(others)
+        axes = figure.axes[0]
+        low, high = axes.get_xlim()
+        assert all(low < x < high for line in axes.lines for x in line.get_xdata() if x not in (0, 1))
