@@ -133,7 +133,14 @@ def save(
     return place / layout.directory_name(step)
 
 
-def load(folder: Path, step: int | None = None, *, weights: bool = False, ranks: CheckpointGroup = ALONE) -> Checkpoint:
+def load(
+    folder: Path,
+    step: int | None = None,
+    *,
+    weights: bool = False,
+    ranks: CheckpointGroup = ALONE,
+    verify: bool = True,
+) -> Checkpoint:
     """The newest whole checkpoint in `folder`, or the one of `step` exactly.
 
     All files are verified, and no tensor is read yet. Several ranks verify a part of the files each and find the same
@@ -141,6 +148,7 @@ def load(folder: Path, step: int | None = None, *, weights: bool = False, ranks:
 
     Args:
         weights: verify and find the tensors of the model alone, whatever has become of the files of the others.
+        verify: compare the files with their checksums; without it their headers alone are read.
 
     Raises:
         UserError: nothing usable (every checkpoint is named with its reason), or written by a newer fp4train.
@@ -157,7 +165,7 @@ def load(folder: Path, step: int | None = None, *, weights: bool = False, ranks:
         problem, newer = None, None
         try:
             with opened_folder(folder) as opened, opened.folder(path.name) as each:
-                tensors, state = read(each, candidate, ranks, weights=weights)
+                tensors, state = read(each, candidate, ranks if verify else None, weights=weights)
         except Unusable as reason:
             problem = str(reason)
         except OSError as error:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from fp4train.checkpoint import ALONE
 from fp4train.cli.launch import Start, launch
 from fp4train.cli.output import fitted, terminal_width
 from fp4train.config.overrides import Option, read_options, truth
@@ -39,6 +40,7 @@ from fp4train.run.build import build_model, build_plan, build_timeline, with_swa
 from fp4train.run.checks import check_cut, check_oscillation, plan_warnings, scale_warnings, warn_of_schedule
 from fp4train.run.fuse import kernels_of, kernels_of_layers, operations_in_c
 from fp4train.run.host import choose_device
+from fp4train.run.initial import load_init
 from fp4train.run.produced import produced_by, produced_in
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record import journal
@@ -159,8 +161,12 @@ def _plan(command: Start, *, full: bool, gpus: int | None, auto: bool | None, as
     timeline = build_timeline(config, source)
     if source is not None and swap is not None:
         timeline = with_swap(timeline, swap.at(start))
-    vocab_size = planned_vocab_size(config.data, getattr(config.model, "vocab_size", None))
+    init = load_init(config, ALONE, verify=False) if source is None else None
+    tokenizer_of = source if init is None else init.run
+    vocab_size = planned_vocab_size(config.data, getattr(config.model, "vocab_size", None), tokenizer_of)
     model = build_model(config, vocab_size, torch.device("meta"))
+    if init is not None:
+        init.check(model)
     for warning in scale_warnings(config, model):
         _log.warning("%s", warning)
     if asks_for_mesh(config.parallel, gpus, auto, command.named):

@@ -17,6 +17,7 @@ from fp4train.data.cache import cached_tokens
 from fp4train.data.encoding import encode_documents, encoding_key
 from fp4train.data.stored import TokenIds
 from fp4train.data.tokenizers import BytePairs, Bytes, Pretrained
+from fp4train.data.tokenizers.json_file import keeps_tokenizer
 from fp4train.data.tokens import Documents, Ids, Piece, TokenData, Tokenizer, TokenizerConfig, ids_dtype
 from fp4train.errors import DataError
 from fp4train.paths import is_hub_name
@@ -52,18 +53,21 @@ class TextSource:
         tokens.check_tokenizer(self.tokenizer)
 
 
-def planned_vocab_size(source: Source, rows: int | None = None) -> int:
+def planned_vocab_size(source: Source, rows: int | None = None, run: Path | None = None) -> int:
     """Token ids of `source`; of a tokenizer that is still to be trained, the most it may have.
 
     Args:
         rows: of the embedding, where the model says; those stand for the ids of a tokenizer of the hub, which a plan
             does not download.
+        run: the run directory whose tokenizer is taken over, if it keeps one.
     """
     size, tokenizer = getattr(source, "vocab_size", None), getattr(source, "tokenizer", None)
     if isinstance(size, int):
         return size
     if tokenizer is None:
         raise DataError(f"{type(source).__name__} has neither vocab_size nor tokenizer: the vocabulary is unknown")
+    if run is not None and keeps_tokenizer(run):
+        return int(tokenizer.build(lambda: iter(()), run).vocab_size)
     if isinstance(tokenizer, BytePairs):
         return tokenizer.vocab_size
     if rows is not None and isinstance(tokenizer, Pretrained) and is_hub_name(tokenizer.name):

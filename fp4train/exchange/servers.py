@@ -33,7 +33,13 @@ SERVERS = (
         ),
     ),
 )
-"""TensorRT-LLM reads folders of ModelOpt in NVFP4 and FP8; its code is of many versions, and no table is kept of it."""
+"""The servers of the table.
+
+TensorRT-LLM is not in it: its wheels are not at the public registry. Of its source these were read, which are of no
+one release: `_torch/model_config.py` (008e0af8), `models/quant_config_utils.py` (21156a7a) and
+`_torch/modules/linear.py` (00bbf71e). By them and by its documentation of 1.4.0rc4 it reads ModelOpt's NVFP4, FP8 per
+tensor and FP8 per row; its documentation of 1.3.0rc20 lists Glm4MoeForCausalLM.
+"""
 
 
 def lacking(server: Server, found: Format, layout: str) -> bool:

@@ -28,7 +28,7 @@ from fp4train.precision.phases import Timeline
 from fp4train.run.build import build_model, build_timeline
 from fp4train.run.checks import set_masks
 from fp4train.run.host import choose_device
-from fp4train.run.initial import load_init, load_weights
+from fp4train.run.initial import load_init
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record.trust import check_belongs, check_paths, own_tokenizer, saved_with
 from fp4train.run.restored import check_model, restored
@@ -185,7 +185,7 @@ def _of_folder(folder: Path) -> TrainedModel:
     tokenizer: Tokenizer = config.data.tokenizer.open()  # type: ignore[attr-defined]
     device = choose_device(config.device)
     model = build_model(config, tokenizer.vocab_size, device)
-    load_weights(model, found)
+    found.load(model)
     return TrainedModel(
         source=folder,
         config=config,

@@ -41,7 +41,7 @@ from fp4train.run.begin import RunStart, abandon_later, begin, write_plan
 from fp4train.run.fuse import compile_blocks, fuse
 from fp4train.run.graphs import check_plan, recorded
 from fp4train.run.host import choose_device
-from fp4train.run.initial import load_init, load_weights
+from fp4train.run.initial import load_init
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record.generation import belongs_to, keep_generation
 from fp4train.run.record.journal import read_swaps
@@ -229,7 +229,7 @@ def build(begun: RunStart, world: World | None = None) -> Run:
             if begun.rewind is not None:
                 take_over(run, begun.rewind)
             if init is not None:
-                load_weights(run.model, init, None if run.pipeline is None else run.pipeline.inventory)
+                init.load(run.model, None if run.pipeline is None else run.pipeline.inventory)
         with world.together():
             if world.lead and overwriting:
                 run_directory.start_over(directory)

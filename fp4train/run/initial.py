@@ -1,16 +1,17 @@
 """The weights that a new run begins with: those of another run's checkpoint, or of a Hugging Face folder (`init`)."""
 
 from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from fp4train.checkpoint import Checkpoint, CheckpointGroup, StoredTensors, load
+from fp4train.checkpoint import Checkpoint, CheckpointGroup, StoredTensors, load, unflatten
 from fp4train.checkpoint.model_folder import open_weights
 from fp4train.config import Config
 from fp4train.config.from_folder import names_folder
@@ -21,7 +22,7 @@ from fp4train.models.weightless import build_weightless
 from fp4train.parallel.held import Inventory
 from fp4train.paths import is_hub_name
 from fp4train.run.record import directory as run_directory
-from fp4train.run.restored import check_model, restored
+from fp4train.run.restored import check_finite, check_layout, restored
 from fp4train.shards import local, row_orders
 from fp4train.text import first_few, near_miss
 
@@ -29,29 +30,40 @@ _ROWS = 1024
 _listed = partial(first_few, most=3, joined="; ", rest="; and {} more")
 
 
-@dataclass(frozen=True, kw_only=True)
-class InitialWeights:
-    """Weights to begin with, opened and not read.
+class InitialWeights(Protocol):
+    """Weights to begin with, opened and not read."""
 
-    Args:
-        path: of the checkpoint, or the folder.
-        checkpoint: of another run; None: they are a folder's.
-        tensors, names: of a folder, and for each name of the model's state dict the name there.
-    """
-
-    path: Path
-    checkpoint: Checkpoint | None = None
-    tensors: StoredTensors | None = None
-    names: Mapping[str, str] = field(default_factory=dict)
+    @property
+    def path(self) -> Path:
+        """Path of the checkpoint, or of the folder."""
 
     @property
     def run(self) -> Path | None:
         """The run directory that they come from; None: they come from a folder."""
-        return None if self.checkpoint is None else self.path.parent.parent
+
+    def check(self, model: nn.Module) -> None:
+        """Compare names, shapes and dtypes with those of a whole model, of which nothing is changed.
+
+        Raises:
+            UserError: a weight is missing, has no place, or has another shape or dtype.
+        """
+
+    def load(self, model: nn.Module, inventory: Inventory | None = None) -> None:
+        """Give `model` the weights.
+
+        Args:
+            inventory: of the whole model, of which `model` is a part.
+
+        Raises:
+            UserError: as `check`, or a weight cannot be read or is not finite.
+        """
 
 
-def load_init(config: Config, ranks: CheckpointGroup) -> InitialWeights | None:
+def load_init(config: Config, ranks: CheckpointGroup, *, verify: bool = True) -> InitialWeights | None:
     """The weights that a new run begins with, opened and not read; None: it draws its own.
+
+    Args:
+        verify: compare the checkpoint with its checksums, which reads all of it.
 
     Raises:
         UserError: `init` is neither a run directory with a usable checkpoint, nor a folder with the model's weights.
@@ -65,8 +77,7 @@ def load_init(config: Config, ranks: CheckpointGroup) -> InitialWeights | None:
         raise UserError(f"init={source}: there is no such folder{_advice(source)}")
     with user_errors(UserError, before="init: ", after="; a Hugging Face folder would have a config.json"):
         run = run_directory.require_run(source)
-    found = load(run / run_directory.CHECKPOINTS, config.init_step, ranks=ranks)
-    return InitialWeights(path=found.path, checkpoint=found)
+    return RunWeights(load(run / run_directory.CHECKPOINTS, config.init_step, ranks=ranks, verify=verify))
 
 
 def _advice(source: Path) -> str:
@@ -80,7 +91,58 @@ def _advice(source: Path) -> str:
     return sentence
 
 
-def open_folder(folder: Path, shape: Architecture) -> InitialWeights:
+# -- of a Hugging Face folder -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class FolderWeights:
+    """Weights of a Hugging Face folder.
+
+    Args:
+        path: of the folder.
+        tensors: in its files.
+        names: for each name of the model's state dict the name in `tensors`.
+        copies: for each tensor that is there although it is tied to another one, the name of that one.
+    """
+
+    path: Path
+    tensors: StoredTensors
+    names: Mapping[str, str]
+    copies: Mapping[str, str]
+
+    @property
+    def run(self) -> None:
+        """No run directory: it is a folder's."""
+
+    def check(self, model: nn.Module) -> None:
+        """Compare the shapes; the names and dtypes are those of a model since the folder was opened."""
+        stored = {name: self.tensors.shape(self.names[name]) for name in model.state_dict()}
+        wrong = [
+            f"{self.names[name]} is {_shape(stored[name])} and should be {_shape(tensor.shape)}"
+            for name, tensor in model.state_dict().items()
+            if stored[name] != tuple(tensor.shape)
+        ]
+        if wrong:
+            raise UserError(f"{self.path}: the weights do not have the shapes of config.json: {_listed(wrong)}")
+
+    @torch.no_grad()
+    def load(self, model: nn.Module, inventory: Inventory | None = None) -> None:
+        """Fill the weights one after another, each rank its part, in the dtypes that they have here."""
+        self.check(model)
+        for copy, original in self.copies.items():
+            if not _equal(self.tensors, copy, original):
+                raise _not_tied(self.path, copy, original)
+        orders = row_orders(model)
+        for name, tensor in model.state_dict().items():
+            stored = self.names[name]
+            with user_errors(OSError, ValueError, before=f"{self.path}: {stored} cannot be read: "):
+                part = self.tensors.read_like(stored, tensor, orders.get(name))
+            if not local(part).isfinite().all():
+                raise UserError(f"{self.path}: {stored} is not finite")
+            tensor.copy_(part.to(tensor.dtype))
+
+
+def open_folder(folder: Path, shape: Architecture) -> FolderWeights:
     """The weights of a Hugging Face folder for a model, of which it has each and no others.
 
     Raises:
@@ -93,39 +155,32 @@ def open_folder(folder: Path, shape: Architecture) -> InitialWeights:
     described = {
         own: copies.get(name, name) if isinstance(name, str) else name for own, name in family.names_of(shape).items()
     }
-    listed = [each for name in described.values() for each in ([name] if isinstance(name, str) else chain(*name))]
-    stored = open_weights(folder, listed, spare=lambda name: name in copies or family.computed(name))
+    listed = [matrix for name in described.values() for matrix in ([name] if isinstance(name, str) else chain(*name))]
+    tensors = open_weights(folder, listed, spare=lambda name: name in copies or family.computed(name))
     names = {
         own: name if isinstance(name, str) else f"{name[0][0]} to {name[-1][-1]}" for own, name in described.items()
     }
     with user_errors(ValueError, before=f"{folder}: "):
         for own, name in described.items():
             if not isinstance(name, str):
-                stored.stack(names[own], name)
-    _check_shapes(folder, shape, stored, names)
-    for copy, original in copies.items():
-        if copy in stored and not _equal(stored, copy, original):
-            raise UserError(
-                f"{folder}: {copy} and {original} differ, and tie_word_embeddings in config.json says that they are "
-                "one: correct what is wrong in a copy of the folder"
-            )
-    return InitialWeights(path=folder, tensors=stored, names=names)
-
-
-def _check_shapes(folder: Path, shape: Architecture, stored: StoredTensors, names: Mapping[str, str]) -> None:
-    """Raises UserError where the folder's tensors do not have the shapes of its model, before any memory is taken for
-    these: a configuration of one line can ask for more than the machine has."""
+                tensors.stack(names[own], name)
+    stored_copies = {copy: original for copy, original in copies.items() if copy in tensors}
+    weights = FolderWeights(path=folder, tensors=tensors, names=names, copies=stored_copies)
+    # Before any memory is taken for the model: a configuration of one line can ask for more than the machine has.
     with suppress(RuntimeError), user_errors(ValueError, before=f"{folder}: "):
-        model = build_weightless(shape, vocab_size=1, seq_len=1)
-        _compare(folder, model.state_dict(), stored, names)
+        weights.check(build_weightless(shape, vocab_size=1, seq_len=1))
+    for copy, original in stored_copies.items():
+        shapes = {tensors.shape(name) for name in (copy, original)}
+        if len(shapes) > 1 or tensors.dtype(copy) != tensors.dtype(original):
+            raise _not_tied(folder, copy, original)
+    return weights
 
 
-def _compare(path: Path, own: Mapping[str, Tensor], stored: StoredTensors, names: Mapping[str, str]) -> None:
-    """Raises UserError where tensors of a model and of a folder differ in shape."""
-    shapes = {names[name]: (stored.shape(names[name]), tuple(tensor.shape)) for name, tensor in own.items()}
-    wrong = [f"{name} is {_shape(a)} and should be {_shape(b)}" for name, (a, b) in shapes.items() if a != b]
-    if wrong:
-        raise UserError(f"{path}: the weights do not have the shapes of config.json: {_listed(wrong)}")
+def _not_tied(folder: Path, copy: str, original: str) -> UserError:
+    return UserError(
+        f"{folder}: {copy} and {original} differ, and tie_word_embeddings in config.json says that they are "
+        "one: correct what is wrong in a copy of the folder"
+    )
 
 
 def _equal(stored: StoredTensors, a: str, b: str) -> bool:
@@ -137,57 +192,68 @@ def _equal(stored: StoredTensors, a: str, b: str) -> bool:
     return all(torch.equal(*(stored.read(name, (at, 0), (rows, shape[1])) for name in (a, b))) for at, rows in parts)
 
 
-def load_weights(model: nn.Module, init: InitialWeights, inventory: Inventory | None = None) -> None:
-    """Give `model` the weights.
-
-    Args:
-        inventory: of the whole model, of which `model` is a part.
-
-    Raises:
-        UserError: a weight is missing, has no place, has another shape or dtype, or is not finite.
-    """
-    if init.checkpoint is not None:
-        _load_checkpoint(model, init.checkpoint, inventory)
-    elif init.tensors is not None:
-        _load_folder(model, init.path, init.tensors, init.names)
+# -- of a run's checkpoint --------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
-def _load_folder(model: nn.Module, path: Path, stored: StoredTensors, names: Mapping[str, str]) -> None:
-    """Fill the weights of `model` one after another, each rank its part, in the dtypes that they have here."""
-    own = model.state_dict()
-    _compare(path, own, stored, names)
-    orders = row_orders(model)
-    for name, tensor in own.items():
-        with user_errors(OSError, ValueError, before=f"{path}: {names[name]} cannot be read: "):
-            part = stored.read_like(names[name], tensor, orders.get(name))
-        if not local(part).isfinite().all():
-            raise UserError(f"{path}: {names[name]} is not finite")
-        tensor.copy_(part.to(tensor.dtype))
+@dataclass(frozen=True)
+class RunWeights:
+    """Weights of another run's checkpoint."""
 
+    checkpoint: Checkpoint
 
-def _load_checkpoint(model: nn.Module, found: Checkpoint, inventory: Inventory | None) -> None:
-    strange = (LookupError, TypeError, ValueError, OSError, RuntimeError, AttributeError)
-    with user_errors(*strange, before=f"init: {found.path} holds no weights: "):
-        saved = restored(found, model, inventory=inventory)["model"]
-        if not isinstance(saved, dict) or not all(isinstance(each, torch.Tensor) for each in saved.values()):
-            raise TypeError("they are no tensors by name")
-    own = model.state_dict()
-    problems = [
-        f"{name} is {_shape(saved[name].shape)} there and {_shape(own[name].shape)} here"
-        for name in own
-        if name in saved and saved[name].shape != own[name].shape
-    ]
-    problems += [f"{name} is missing there" for name in own if name not in saved]
-    problems += [f"{name} has no place here" for name in saved if name not in own]
-    if problems:
-        raise UserError(
-            f"init: the weights of {found.path} do not fit this model: {_listed(problems)}. Give the "
-            "model and the tokenizer that the run had (model=…, data/tokenizer=…)"
-        )
-    with user_errors(ValueError, before=f"init: the weights of {found.path} do not fit this model: "):
-        check_model(model, saved)
-    model.load_state_dict(saved)
+    @property
+    def path(self) -> Path:
+        """The checkpoint's."""
+        return self.checkpoint.path
+
+    @property
+    def run(self) -> Path:
+        """The run directory that they come from."""
+        return self.path.parent.parent
+
+    def check(self, model: nn.Module) -> None:
+        """Compare the headers of the checkpoint's files with the model."""
+        tensors = self.checkpoint.tensors
+        with self._strange():
+            headers = {
+                name: torch.empty(tensors.shape(name), dtype=tensors.dtype(name), device="meta") for name in tensors
+            }
+            self._check(model, unflatten(headers, {"model": self.checkpoint.state["model"]})["model"])
+
+    def load(self, model: nn.Module, inventory: Inventory | None = None) -> None:
+        """Read each tensor in this rank's part alone, and take them over when all of them fit."""
+        with self._strange():
+            saved = restored(self.checkpoint, model, inventory=inventory)["model"]
+        self._check(model, saved)
+        with user_errors(ValueError, before=f"init: the weights of {self.path} do not fit this model: "):
+            check_finite(model, saved)
+        model.load_state_dict(saved)
+
+    def _strange(self) -> AbstractContextManager[None]:
+        """What reading a checkpoint that somebody else wrote may raise, as an error of the user's."""
+        errors = (LookupError, TypeError, ValueError, OSError, RuntimeError, AttributeError)
+        return user_errors(*errors, before=f"init: {self.path} holds no weights: ")
+
+    def _check(self, model: nn.Module, saved: Any) -> None:
+        """Raises UserError where names, shapes or dtypes of `saved` are not those of the model."""
+        with self._strange():
+            if not isinstance(saved, dict) or not all(isinstance(tensor, Tensor) for tensor in saved.values()):
+                raise TypeError("they are no tensors by name")
+        own = model.state_dict()
+        problems = [
+            f"{name} is {_shape(saved[name].shape)} there and {_shape(own[name].shape)} here"
+            for name in own
+            if name in saved and saved[name].shape != own[name].shape
+        ]
+        problems += [f"{name} is missing there" for name in own if name not in saved]
+        problems += [f"{name} has no place here" for name in saved if name not in own]
+        if problems:
+            raise UserError(
+                f"init: the weights of {self.path} do not fit this model: {_listed(problems)}. Give the "
+                "model and the tokenizer that the run had (model=…, data/tokenizer=…)"
+            )
+        with user_errors(ValueError, before=f"init: the weights of {self.path} do not fit this model: "):
+            check_layout(model, saved)
 
 
 def _shape(shape: tuple[int, ...]) -> str:

@@ -115,7 +115,13 @@ class _Placed(Mapping[str, Tensor]):
 
 
 def check_model(model: nn.Module, saved: Any) -> None:
-    """Raises ValueError, which names the first tensor that does not fit."""
+    """Raises ValueError, which names the first tensor that does not fit or is not finite."""
+    check_layout(model, saved)
+    check_finite(model, saved)
+
+
+def check_layout(model: nn.Module, saved: Any) -> None:
+    """Raises ValueError, which names the first tensor that the model lacks, or has in another shape or dtype."""
     wanted = {k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)}
     if not isinstance(saved, dict):
         raise ValueError("it holds no weights")
@@ -124,6 +130,10 @@ def check_model(model: nn.Module, saved: Any) -> None:
         raise ValueError(f"{have} {strange[0]}" + (f", and {len(strange) - 1} more differ" if len(strange) > 1 else ""))
     for name, tensor in wanted.items():
         _check(name, saved[name], tensor.shape, tensor.dtype)
+
+
+def check_finite(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
+    """Raises ValueError, which names the first parameter of the model that is not finite."""
     parameters = {name for name, _ in model.named_parameters()}
     if bad := first_non_finite({name: tensor for name, tensor in saved.items() if name in parameters}):
         raise ValueError(f"{bad} is not finite")

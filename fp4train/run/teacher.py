@@ -23,7 +23,7 @@ from fp4train.models.common.distillation import TeacherStates
 from fp4train.parallel.world import World
 from fp4train.precision.context import use
 from fp4train.run.checks import set_masks
-from fp4train.run.initial import load_init, load_weights
+from fp4train.run.initial import load_init
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record.trust import check_paths, own_tokenizer, saved_with
 
@@ -91,7 +91,7 @@ def _build(config: Config, data: TokenData, world: World) -> nn.Module:
         assert begun is not None
         with torch.random.fork_rng(devices=[]):  # drawn, and then replaced
             model = shape.build(vocab_size=data.vocab_size, seq_len=config.train.seq_len)
-        load_weights(model, begun)
+        begun.load(model)
     except (UserError, ValueError) as error:
         said = str(error).removeprefix("init: ").replace(f"init={source}", str(source))
         raise UserError(f"teacher={source}: {said}") from error

@@ -20,7 +20,7 @@ from fp4train.nn.call import Call
 from fp4train.nn.conversion import weight_groups
 from fp4train.precision import BF16, NVFP4
 from fp4train.precision.context import Context, use
-from fp4train.run.initial import load_weights, open_folder
+from fp4train.run.initial import open_folder
 
 THEIRS: dict[str, Any] = {
     **{"vocab_size": 128, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48, "head_dim": 16},
@@ -73,7 +73,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     config = json.loads((folder / "config.json").read_text())
     shape = family_for(config).shape_of(config)
     ours = shape.build(vocab_size=128, seq_len=64)
-    load_weights(ours, open_folder(folder, shape))
+    open_folder(folder, shape).load(ours)
     yield theirs, ours
 
 

@@ -16,7 +16,7 @@ from fp4train.config.composition import composed
 from fp4train.data.source import planned_vocab_size
 from fp4train.errors import UserError
 from fp4train.run.build import build_model
-from fp4train.run.initial import load_init, load_weights
+from fp4train.run.initial import load_init
 
 VALUES: tuple[Any, ...] = (
     *(None, True, 0, -1, 3, 2.5, float("inf"), float("nan"), 1 << 70, "", "x", "\x1b[31m", [], {}, [1], {"a": 1}),
@@ -70,7 +70,7 @@ def test_a_damaged_folder_is_loaded_or_refused(folders: dict[str, Path], tmp_pat
             config = settings(made).config
             init = load_init(config, ALONE)
             assert init is not None
-            load_weights(build_model(config, planned_vocab_size(config.data), torch.device("cpu")), init)
+            init.load(build_model(config, planned_vocab_size(config.data), torch.device("cpu")))
             ends["loaded"] += 1
         except UserError:
             ends["refused"] += 1

@@ -246,8 +246,6 @@ UP = "model.layers.1.mlp.up_proj.weight"
         ("llama", weight(lambda w: w.update({UP: w[UP].to(torch.int8)})), f"{UP} is of torch.int8; weights are"),
         ("llama", weight(lambda w: w.update({UP: w[UP].double()})), f"{UP} is of torch.float64; weights are read in"),
         ("llama", weight(lambda w: w.update({UP: w[UP][:-1].clone()})), f"{UP} is 95×64 and should be 96×64"),
-        ("llama", weight(lambda w: w[UP].fill_(float("nan"))), f"{UP} is not finite"),
-        ("llama", weight(lambda w: w.update({"lm_head.weight": torch.zeros(320, 64)})), "lm_head.weight and mod"),
         ("llama", weight(lambda w: w.update({"lm_head.weight": torch.tensor(1.0)})), "lm_head.weight and mod"),
         ("llama-3", lost_shard, r"model-00002-of-0000\d.safetensors is missing: 1 of \d files that the index names"),
         ("llama-3", shard(lambda m: m.update({UP: "../x.safetensors"})), "no safetensors file of this folder"),
@@ -268,6 +266,65 @@ def test_a_broken_folder_is_refused_and_nothing_is_left(
     assert ended.code == 1
     assert re.search(message, ended.message), ended.message
     assert not Path("runs/b/config.yaml").exists() and not Path("runs/b/checkpoints").exists()
+    planned = cli.raw("plan", "data=text", cli.paths[0], "train.seq_len=32", f"init={folder}")
+    assert planned.code == 1 and planned.message == ended.message
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: w[UP].fill_(float("nan")), f"{UP} is not finite"),
+        (lambda w: w.update({"lm_head.weight": torch.zeros(320, 64)}), "lm_head.weight and model.embed_tokens.weight"),
+    ],
+)
+def test_values_of_weights_are_looked_at_by_a_start_alone(
+    cli: Cli, copy: Callable[[str], Path], change: Callable[[dict[str, Tensor]], object], message: str
+) -> None:
+    """A plan compares what headers say, so that it takes no longer for a large model."""
+    folder = copy("llama")
+    weight(change)(folder)
+    assert message in begin(cli, folder).message
+    assert not Path("runs/b/config.yaml").exists()
+    assert cli.raw("plan", "data=text", cli.paths[0], f"init={folder}").code == 0
+
+
+def test_a_plan_verifies_no_checkpoint(cli: Cli) -> None:
+    assert cli("run.name=a", "train.steps=1").code == 0
+    (stored,) = Path("runs/a/checkpoints").glob("*/weights.safetensors")
+    data = bytearray(stored.read_bytes())
+    data[-1] ^= 1
+    stored.write_bytes(data)
+    assert cli("run.name=b", "init=runs/a").code == 1
+    assert cli("plan", "init=runs/a").code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("model.width=64",), r"embed.weight is 320×32 there and 320×64 here; .*; and \d+ more\. Give the model"),
+        (("model.layers=1",), r"blocks\.1\..* has no place here; .*; and 6 more\. Give"),
+        (("model.layers=3",), r"blocks\.2\..* is missing there; .*; and 6 more\. Give"),
+        (("init_step=7",), r"has no checkpoint of step 7; it has 1"),
+    ],
+)
+def test_a_plan_says_what_a_start_says_of_a_run_that_does_not_fit(
+    cli: Cli, arguments: tuple[str, ...], message: str
+) -> None:
+    cli.trained("run.name=a", "train.steps=1")
+    started = cli("run.name=b", "init=runs/a", *arguments)
+    planned = cli("plan", "init=runs/a", *arguments)
+    assert (started.code, planned.code) == (1, 1)
+    assert re.search(message, started.message), started.message
+    assert planned.message == started.message
+
+
+def test_a_plan_counts_the_ids_of_the_tokenizer_that_a_run_has(cli: Cli) -> None:
+    """A tokenizer that was trained on a short text has fewer ids than it may have; so have the weights."""
+    bpe = ("data/tokenizer=bpe", "data.tokenizer.vocab_size=40000", "data.tokenizer.sample=3000")
+    assert cli("run.name=a", "train.steps=1", *bpe).code == 0
+    planned = cli("plan", "init=runs/a", *bpe)
+    assert planned.code == 0, planned.message
+    assert cli("plan", *bpe).out != planned.out
 
 
 def test_a_copy_of_a_tied_head_and_computed_frequencies_may_be_stored(cli: Cli, copy: Callable[[str], Path]) -> None:

@@ -158,6 +158,11 @@ def run_tokenizer(
     return tokenizer
 
 
+def keeps_tokenizer(run_dir: Path) -> bool:
+    """Whether the run has a tokenizer of its own."""
+    return all((run_dir / name).exists() for name in ("tokenizer.json", "tokenizer_origin.json"))
+
+
 def kept(run_dir: Path, origin: str) -> str | None:
     """The run's own tokenizer, if it has one that was made from `origin`."""
     if not run_dir.is_dir():

@@ -29,7 +29,7 @@ from fp4train.parallel.world import World
 from fp4train.run.begin import check_source, find_start
 from fp4train.run.build import assemble, build_timeline
 from fp4train.run.host import choose_device
-from fp4train.run.initial import load_init, load_weights
+from fp4train.run.initial import load_init
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record.trust import check_belongs
 from fp4train.run.run import Run
@@ -127,7 +127,7 @@ def open_subject(
         run.restore(start)
         run.plan = run.plan.since(run.step)
     elif (init := load_init(config, world.ranks)) is not None:
-        load_weights(run.model, init)
+        init.load(run.model)
     if not optimizer:
         run.optimizer.state.clear()
     run.model.train()
