@@ -3,7 +3,11 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
+
+LAST_READER = "2144e3d1 (November 26, 2026)"
+"""The last commit that reads files of all older forms."""
 
 
 class UserError(Exception):
@@ -15,6 +19,21 @@ class UserError(Exception):
 
 class DataError(UserError, ValueError):
     """Data, or a tokenizer, that cannot be read or does not fit the run."""
+
+
+class OlderForm(UserError):
+    """A file of a form that an older fp4train wrote and this one does not read.
+
+    Args:
+        path: the file.
+        difference: how its form differs from that of today, as what follows "it" in a sentence.
+    """
+
+    def __init__(self, path: Path, difference: str) -> None:
+        super().__init__(
+            f"{path} is of an older fp4train: it {difference}, which this one does not read. Go on with the commit "
+            f"{LAST_READER}, the last that reads it, or begin a new run (another run.name, or run.overwrite=true)"
+        )
 
 
 class LostError(UserError):

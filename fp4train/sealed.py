@@ -69,8 +69,8 @@ def sealed(body: Mapping[str, Any], *, indent: int | None = None) -> bytes:
     return json.dumps({**body, "sha256": checksum(body)}, indent=indent).encode() + b"\n"
 
 
-def unsealed(data: bytes) -> tuple[dict[str, Any], bool]:
-    """(Body of a file that `sealed` wrote, whether it has a checksum: files of older versions have none).
+def unsealed(data: bytes) -> dict[str, Any]:
+    """The body of a file that `sealed` wrote.
 
     Raises:
         ValueError, RecursionError: it is no object in JSON, or not as it was written.
@@ -78,24 +78,20 @@ def unsealed(data: bytes) -> tuple[dict[str, Any], bool]:
     body = json.loads(data)
     if not isinstance(body, dict):
         raise ValueError("it is no JSON object")
-    given = body.get("sha256")
-    if given is not None and given != checksum(body):
+    if "sha256" not in body:
+        raise ValueError("it has no checksum: it was made by an older fp4train, or by hand")
+    if body["sha256"] != checksum(body):
         raise ValueError("it is damaged (its checksum differs)")
-    body.pop("sha256", None)
-    return body, given is not None
+    del body["sha256"]
+    return body
 
 
-def chained_sum(line: Mapping[str, Any], before: str) -> str:
-    """The "sum" of a line of an older version's journal, after a line whose sum is `before`."""
-    body = {key: value for key, value in line.items() if key != "sum"}
-    text = json.dumps(body, sort_keys=True, ensure_ascii=False, default=str)
-    return hashlib.sha256(f"{before}\n{text}".encode()).hexdigest()[:16]
+class NoChecksum(ValueError):
+    """A line without a checksum, or without that of the line before."""
 
 
 class Chain:
     """Seals the parts of a record, lines or blocks, or checks them, one after another.
-
-    Parts of older files have no "after", and lines before that no "crc". After one that has it, each must have it.
 
     Args:
         first: what the first part follows: the identity of the run; empty: nothing; None: it is not compared.
@@ -104,22 +100,21 @@ class Chain:
     def __init__(self, first: str | None = None) -> None:
         self.last: int | None = None if first is None else zlib.crc32(first.encode())
         """Checksum of the part before; None: not known, and not compared."""
-        self.sealed = self._chained = False
 
     @property
     def after(self) -> str:
         """The checksum of the part before, as the next one says it."""
         return f"{self.last or 0:08x}"
 
-    def follow(self, own: int, after: str | None) -> bool:
+    def follow(self, own: int, after: str) -> bool:
         """Whether a part follows the one before, as which it counts from now on.
 
         Args:
-            own: its checksum. after: that of the one before, as the part says it; None: it says none.
+            own: its checksum. after: that of the one before, as the part says it.
         """
-        gone = (after is not None or self._chained) and self.last is not None and after != self.after
-        self.last, self._chained = own, self._chained or after is not None
-        return not gone
+        follows = self.last is None or after == self.after
+        self.last = own
+        return follows
 
     def seal(self, text: bytes) -> bytes:
         """`text`, an object in JSON that is not empty, as the next line."""
@@ -128,19 +123,15 @@ class Chain:
         return body + _CRC % self.last + b"\n"
 
     def again(self, raw: bytes) -> bytes:
-        """A whole line of another chain as the next one of this; a line without "after" stays as it is."""
-        text, own = raw[: -_LINKED - 1], raw[-_CRC_BYTES - 1 : -1]
-        if raw[-_LINKED - 1 :].startswith(_AFTER[:10]):
-            return self.seal(text + b"}")
-        sealed = own == _CRC % zlib.crc32(raw[: -_CRC_BYTES - 1])
-        self.last = zlib.crc32(raw[: -_CRC_BYTES - 1] if sealed else raw[:-1])
-        return raw
+        """A whole line of another chain, which `open` has taken, as the next one of this."""
+        return self.seal(raw[: -_LINKED - 1] + b"}")
 
     def open(self, raw: bytes) -> tuple[dict[str, Any], str]:
         """The object in the next line, without the chain's keys, and what is wrong with what is before it, in words;
         empty: nothing. After a `ValueError` what follows is not compared.
 
         Raises:
+            NoChecksum: it has none of its own, or none of the line before.
             ValueError, RecursionError: it is no line, or not as it was written.
         """
         raw = raw.removesuffix(b"\n")
@@ -149,14 +140,16 @@ class Chain:
         if not isinstance(line, dict):
             raise ValueError("it is no object")
         own = zlib.crc32(raw[:-_CRC_BYTES])
-        if "crc" in line or self.sealed or _almost_sealed(raw, _CRC % own):
-            if raw[-_CRC_BYTES:] != _CRC % own:
-                raise ValueError("its checksum differs")
-            self.sealed = True
-            del line["crc"]
+        if "crc" not in line and not _almost_sealed(raw, _CRC % own):
+            raise NoChecksum("it has no checksum")
+        if raw[-_CRC_BYTES:] != _CRC % own:
+            raise ValueError("its checksum differs")
+        after = str(line.pop("after", ""))
+        if raw[-_LINKED:-_CRC_BYTES] != _AFTER % after.encode():
+            raise NoChecksum("it has no checksum of the line before")
+        del line["crc"]
         self.last = before
-        follows = self.follow(own if self.sealed else zlib.crc32(raw), line.pop("after", None))
-        return line, "" if follows else "a line before it is missing, or it is of another file"
+        return line, "" if self.follow(own, after) else "a line before it is missing, or it is of another file"
 
 
 def _almost_sealed(raw: bytes, end: bytes) -> bool:
@@ -175,7 +168,7 @@ def split_config(data: bytes) -> tuple[Header | None, bytes]:
         ValueError: its first line is damaged.
     """
     header = _HEADER.match(data)
-    if header is None and data.startswith(b"#"):  # a run writes no other comment, older ones wrote none
+    if header is None and data.startswith(b"#"):  # a run writes no other comment
         raise ValueError("was changed after the run had written it (its first line is damaged)")
     if header is None:
         return None, data

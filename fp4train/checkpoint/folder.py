@@ -6,8 +6,7 @@ Layout, one directory a step::
                                   tensors.safetensors    all other tensors: moments, random states, scales
                                   state.json             version, step, checksums, and all that is not a tensor
 
-Who wants the weights alone neither reads nor verifies the moments (`load(…, weights=True)`). A checkpoint from before
-this had all tensors in one file; it is read like the others.
+Who wants the weights alone neither reads nor verifies the moments (`load(…, weights=True)`).
 
 Several ranks write two files each, `weights-00003-of-00008.safetensors` and `tensors-00003-of-00008.safetensors`, with
 the parts of the tensors that the rank owns; no rank ever holds more than its parts. The first rank makes the directory,

@@ -19,8 +19,7 @@ T = TypeVar("T")
 
 FORMAT = "fp4train.checkpoint"
 VERSION = 2
-"""The format version that is written. Version 1, of one rank, has the one file `tensors.safetensors`; in it, and in
-files of several ranks of before, weights and moments lie together."""
+"""The format version that is written and read."""
 WEIGHTS, TENSORS = "weights", "tensors"
 """The two kinds of files: of the tensors whose names begin with `OF_THE_MODEL`, and of all others."""
 OF_THE_MODEL = "model/"

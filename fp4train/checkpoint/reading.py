@@ -22,7 +22,7 @@ from fp4train.checkpoint import layout
 from fp4train.checkpoint.layout import STATE, VERSION, CheckpointGroup
 from fp4train.checkpoint.tensors import Box, checksum, read_box, read_header
 from fp4train.checkpoint.tree import JSON, from_strict
-from fp4train.errors import UserError
+from fp4train.errors import OlderForm, UserError
 from fp4train.files import Folder, parent
 from fp4train.sealed import checksum as checksum_of
 from fp4train.shards import RowOrder, like, shard_of
@@ -180,15 +180,23 @@ def read(
                 f"{folder.path} has checkpoint format version {version}; this fp4train reads up to {VERSION}. "
                 "Update fp4train to resume from it."
             )
+        if version == 1:
+            raise OlderForm(folder.path, "has checkpoint format version 1")
+        if version != VERSION:
+            raise Unusable(f"{STATE} has no format version")
         if body["step"] != step:
             raise Unusable(f"{STATE} is of step {body['step']}, not {step}")
         state, described = from_strict(body["state"]), body["tensors"]
         if not isinstance(state, dict) or not isinstance(described["aliases"], dict):
             raise Unusable(f"{STATE} holds no state")
         aliases = described["aliases"]
-        files = described["files"] if version == VERSION else {layout.file_name(layout.TENSORS, 0, 1): described}
-        if weights and (own := {name: each for name, each in files.items() if name.startswith(layout.WEIGHTS)}):
-            files, aliases = own, {name: aliases[name] for name in aliases if name.startswith(layout.OF_THE_MODEL)}
+        files = described["files"]
+        with_weights = {name: file for name, file in files.items() if name.startswith(layout.WEIGHTS)}
+        if "model" in state and not with_weights:
+            raise OlderForm(folder.path, "has weights and moments in one file")
+        if weights:
+            files = with_weights
+            aliases = {name: aliases[name] for name in aliases if name.startswith(layout.OF_THE_MODEL)}
         largest_first = sorted(files, key=lambda name: (-files[name]["bytes"], name))
         verified = set() if ranks is None else set(largest_first[ranks.rank :: ranks.size])
         read = {name: _file(folder, name, files[name], verify=name in verified) for name in files}

@@ -115,7 +115,9 @@ def _of_run(run: Path, *, full: bool) -> str:
     """Journal of a run as text: its configurations and requests, the stretches that ran, and the plan of the rest."""
     records = journal.read_journal(run)
     if not records:
-        raise UserError(f"{run} has no {run_directory.HISTORY}, it was made by an older fp4train: plan resume={run}")
+        raise UserError(
+            f"{run} has no {run_directory.HISTORY}: put it back, or ask what a resume would run by plan resume={run}"
+        )
     done, known = run_directory.steps_done(run), journal.stretches(records)
     steps = known[-1].stop if known else 0
     entries = [(f"step {r.step}", r.event, r.time.replace("+00:00", " UTC"), r.describe()) for r in records]

@@ -122,7 +122,7 @@ def _listed(run: Path) -> str:
         at = body.get("at")
         rows.append(("next" if at is None else str(at), what, "pending", f"cancel={request}"))
     lost = ""
-    if not (run / run_directory.SWAPS).exists() and not read_journal(run) and done:
+    if not read_journal(run) and done:
         lost = (
             f"{run / run_directory.HISTORY} is missing or empty: which swaps took effect in {done} steps is not on "
             "record. Put it back; a resume takes the swaps from the newest checkpoint"

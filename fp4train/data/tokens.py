@@ -181,11 +181,6 @@ class TokenData:
         return sampled if self.digest is None else f"{sampled}-{self.digest}"
 
 
-def same_data(saved: object, now: str) -> bool:
-    """Whether two fingerprints are of the same data; one from before files had a digest is compared without it."""
-    return saved == now or (isinstance(saved, str) and saved.count("-") == 1 and now.startswith(f"{saved}-"))
-
-
 def check_val(val: float) -> None:
     """`val` is a share below 1, or a whole number of tokens."""
     if not (0 < val < 1 or (val >= 1 and float(val).is_integer())):

@@ -26,8 +26,6 @@ _ABSENT = {
     "parallel.dp_shard cuts the experts' weights over ranks, and sends them as codes",
     "norm": "the gradient norm is summed in float64 on any number of ranks, and there is nothing to choose",
 }
-DROPPED = ("norm",)
-"""Keys that earlier versions had. A saved configuration that holds one is read without it."""
 
 
 def why_absent(name: str) -> str | None:

@@ -15,7 +15,6 @@ from fp4train.checkpoint import Checkpoint
 from fp4train.config import Config, plain
 from fp4train.config.binding import unknown_keys
 from fp4train.errors import UserError
-from fp4train.parallel.config import DROPPED, why_absent
 from fp4train.parallel.world import World
 from fp4train.run.bits import differences
 from fp4train.run.host import environment
@@ -196,9 +195,6 @@ def _check_edits(run: Path, saved: Mapping[str, Any]) -> None:
     edits = journal.changes(recorded, journal.flat(saved))
     path = run / run_directory.CONFIG
     for key, (old, new) in edits.items():
-        if (name := key.removeprefix("parallel.")) in DROPPED:
-            _log.warning("%s: %s=%s is dropped: %s", path, key, old, why_absent(name))
-            continue
         if not key.startswith(run_directory.RESUMED):
             raise UserError(f"{path} was edited: {key} is {new}, the run was trained with {old}; put it back")
         _log.warning("%s was edited: %s: %s → %s; this is taken over and recorded", path, key, old, new)
@@ -214,7 +210,8 @@ def begin(run: Run, begun: RunStart, init: InitialWeights | None) -> None:
         init: the weights that it begins with.
     """
     directory, source, start, swap, rewind = run.directory, begun.source, begun.checkpoint, begun.swap, begun.rewind
-    swapped, records = journal.recorded_swaps(source), journal.read_journal(source)
+    records = journal.read_journal(source)
+    swapped = journal.swaps(records)
     write_config(directory, begun.cfg, begun.text, run.identity)
     run.saved_config = run.folder.read(run_directory.CONFIG, CONFIG_LIMIT)
     if begun.branching:
@@ -224,7 +221,7 @@ def begin(run: Run, begun: RunStart, init: InitialWeights | None) -> None:
         )
     run.journal = journal.Journal.read(run.folder, run.identity)
     for at in run.journal.set_swaps(swapped, run.step):
-        _log.warning("%s: the swap at step %d is not on record: taken over", journal.swaps_file(source), at)
+        _log.warning("%s: the swap at step %d is not on record: taken over", source / run_directory.HISTORY, at)
     record = _start_record(begun, init, records)
     if start is not None:
         for at in (each["step"] for each in swapped if each["step"] > start.step):
@@ -247,9 +244,6 @@ def begin(run: Run, begun: RunStart, init: InitialWeights | None) -> None:
         _say_other_bits(records, ran_on, on_cpu=run.device.type == "cpu")
     run.journal.add(**record, plan=run.plan, environment=ran_on)
     run.journal.write()
-    if run.folder.status(run_directory.SWAPS) is not None:  # of an older version: the journal has them now
-        run.folder.remove(run_directory.SWAPS)
-        run.folder.sync()  # or a power cut would bring back what is no longer true
     run.swaps = journal.swaps(run.journal.records)
     run.tracker = run.config.track.build(
         directory, run.config.run.name, plain(begun.cfg), resume_step=None if start is None else start.step

@@ -42,7 +42,7 @@ def instructions() -> str:
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], *, on_cpu: bool) -> list[str]:
     """What of two environments of one run makes its bits others, such as "threads 2 → 1". What one of the two does not
-    say, as of an older version, counts as equal.
+    say counts as equal.
 
     Args:
         on_cpu: the run computes on a CPU; on a GPU its threads and the host's CPU change nothing.

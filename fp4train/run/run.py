@@ -18,7 +18,6 @@ from fp4train.backends import LAYER_BACKENDS, LayerBackend, Table
 from fp4train.config import Config
 from fp4train.config.binding import bind
 from fp4train.data.loader import Feed, Loader
-from fp4train.data.tokens import same_data
 from fp4train.errors import UserError
 from fp4train.files import Folder
 from fp4train.hardware import detect, peak_flops
@@ -275,13 +274,13 @@ class Run:
             for group, values in zip(self.optimizer.param_groups, constants, strict=True):
                 group |= values
             self.load_scaling(state["scaling"])
-            self.divergence = bind(state.get("divergence", {}), Divergence, "divergence")
+            self.divergence = bind(state["divergence"], Divergence, "divergence")
             self.step, self.loss_scale, self.good_steps = found.step, loss_scale, good_steps
             data = state["data"]
         except (LookupError, TypeError, ValueError, OSError, RuntimeError, AttributeError, RecursionError) as error:
             said = first_line(error) + (" is missing" if isinstance(error, LookupError) else "")
             raise UserError(f"{found.path} does not fit this model: {said}") from error
-        if not same_data(data, self.fingerprint):
+        if data != self.fingerprint:
             raise UserError(
                 f"{found.path} was trained on other data (fingerprint {data}, now {self.fingerprint}): "
                 "give the run the data that it began with"

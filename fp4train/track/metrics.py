@@ -7,7 +7,7 @@ This file is the truth about a run: a kill loses at most the line being written.
 
 "crc" is the CRC-32 of the line without it, and "after" that of the line before (`fp4train.sealed`): `read_metrics`
 names a line in which a digit is not as it was written, and one before which lines are gone. The first line follows the
-run's identity. Lines of older files have neither.
+run's identity.
 
 A thread writes, because a disk may stall. The caller waits for each line up to `WAIT_SECONDS`; where that is not enough
 it says so once and goes on, the lines wait in memory, and nobody waits again until they are written.
@@ -26,13 +26,15 @@ import logging
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Set
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from fp4train import files
-from fp4train.errors import UserError, reason, user_errors
+from fp4train.errors import OlderForm, UserError, reason, user_errors
 from fp4train.files import Folder
-from fp4train.sealed import Appended, Chain, Scanned, cut, identity, unlike
+from fp4train.sealed import Appended, Chain, NoChecksum, Scanned, cut, identity, unlike
 from fp4train.track.statistics import STATISTICS, Statistics, StatisticsLog
 from fp4train.worker import Worker
 
@@ -181,6 +183,23 @@ def read_metrics(path: Path, remedy: str = REMEDY) -> list[dict[str, Any]]:
         return [each.value for each in _whole(folder, name, remedy)]
 
 
+def check_form(path: Path) -> None:
+    """Refuse a log of an older form, by its first line; a log that is missing is of none.
+
+    Raises:
+        UserError: it is of an older form, or cannot be read.
+    """
+    unreadable = user_errors(OSError, before=f"{path} cannot be read: ", message=reason)
+    with unreadable, suppress(FileNotFoundError), files.parent(path) as (folder, name):
+        for raw in islice(folder.lines(name, LIMIT), 1):
+            try:
+                Chain().open(raw)
+            except NoChecksum as error:
+                raise OlderForm(path, "has lines without the checksums of today") from error
+            except (ValueError, RecursionError):  # damage, which is mended
+                pass
+
+
 def mend(path: Path, resume_step: int, mark: Mapping[str, Any] | None) -> list[str]:
     """Leave the whole lines of a log, and say what is not as the checkpoint of `resume_step` saw it.
 
@@ -232,7 +251,11 @@ def _missing(steps: Set[int], last: int) -> tuple[int, int, int] | None:
 
 
 def _scan(folder: Folder, name: str, chain: Chain) -> Iterator[Scanned]:
-    """The lines; not the torn end of one, nor a damaged last one, of which a warning is given."""
+    """The lines; not the torn end of one, nor a damaged last one, of which a warning is given.
+
+    Raises:
+        UserError: the first line has no checksum.
+    """
     damaged: Scanned | None = None
     for number, raw in enumerate(folder.lines(name, LIMIT), start=1):
         torn = not raw.endswith(b"\n")
@@ -246,6 +269,8 @@ def _scan(folder: Folder, name: str, chain: Chain) -> Iterator[Scanned]:
                 raise ValueError(f"it has more than {files.LINE:,} bytes")
             line, why = _parsed(raw, chain)
         except (ValueError, RecursionError) as error:
+            if isinstance(error, NoChecksum) and number == 1:
+                raise OlderForm(folder.path / name, "has lines without the checksums of today") from error
             damaged = Scanned(number, raw, None, str(error) or type(error).__name__)
             continue
         yield Scanned(number, raw, line, why)

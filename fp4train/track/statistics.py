@@ -6,7 +6,7 @@ A block is complete in itself::
     3 × u32   lengths of the header and of the two tables, little-endian
     1 × u32   CRC-32 of all that follows
     header    JSON: step, recipe, the layers' names, the operands' names, the columns (NumPy's descr) of both tables,
-              and "after", as lines of metrics have it (`fp4train.sealed`); older ones have none
+              and "after", as lines of metrics have it (`fp4train.sealed`)
     table 1   a row for each quantised operand: `OPERAND`
     table 2   a row for each layer with one: `GRADIENT`
 
@@ -21,7 +21,9 @@ import logging
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp4train import files
-from fp4train.errors import UserError, user_errors
+from fp4train.errors import OlderForm, UserError, user_errors
 from fp4train.sealed import Appended, Chain, Scanned, cut, identity
 
 _log = logging.getLogger(__name__)
@@ -124,7 +126,7 @@ class StatisticsLog:
         self._failing = False
 
         def again(block: Scanned) -> bytes:
-            raw: bytes = block.raw if block.value.after is None else block.value.to_bytes(self._chain.after)
+            raw: bytes = block.value.to_bytes(self._chain.after)
             self._chain.last = _checksum(raw)
             return raw
 
@@ -136,7 +138,7 @@ class StatisticsLog:
         with refused, files.parent(self.path, create=True) as (folder, name):
             self._chain = Chain(identity(folder) or "")
             data = b"" if folder.status(name) is None else folder.read(name, LIMIT)
-            self._all, wrong = cut(folder, name, _blocks(data, Chain()), again, keep)
+            self._all, wrong = cut(folder, name, _blocks(self.path, data, Chain()), again, keep)
         for each in wrong:
             _log.warning("%s: %s", self.path, each.why)
         self.mark = self._all.mark()
@@ -172,6 +174,18 @@ class StatisticsLog:
             self._file = None
 
 
+def check_form(path: Path) -> None:
+    """Refuse statistics of an older form, by their first block; a file that is missing is of none.
+
+    Raises:
+        UserError: they are of an older form, or cannot be read.
+    """
+    unreadable = user_errors(OSError, before=f"{path} cannot be read: ")
+    with unreadable, suppress(FileNotFoundError), files.parent(path) as (folder, name):
+        for piece in islice(folder.pieces(name, LIMIT), 1):
+            next(_blocks(path, piece, Chain()), None)
+
+
 def read_statistics(run: Path, say: Callable[[str], object] = _log.warning) -> Columns:
     """All whole blocks of RUN/statistics.bin, also of a run that is running or was killed.
 
@@ -190,7 +204,7 @@ def read_statistics(run: Path, say: Callable[[str], object] = _log.warning) -> C
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
     blocks: list[Statistics] = []
-    for each in _blocks(data, Chain(own)):
+    for each in _blocks(path, data, Chain(own)):
         if each.why:
             say(f"{path}: {each.why}")
         blocks += [] if each.value is None else [each.value]
@@ -221,12 +235,19 @@ def _columns(tables: list[tuple[Statistics, NDArray[Any]]], dtype: np.dtype[Any]
     return found
 
 
-def _blocks(data: bytes, chain: Chain) -> Iterator[Scanned]:
-    """The blocks. What is damaged is skipped up to the next one; a torn end is left out. Linear in the file."""
+def _blocks(path: Path, data: bytes, chain: Chain) -> Iterator[Scanned]:
+    """The blocks of the file `path`. What is damaged is skipped up to the next one; a torn end is left out. Linear in
+    the file.
+
+    Raises:
+        OlderForm: a block does not say which one it follows.
+    """
     at, left = 0, _FREE + 4 * len(data)
     while 0 <= at < len(data):
         raw = data[at : at + _claimed(data, at)]
         if (block := _block(raw)) is not None:
+            if block.after is None:
+                raise OlderForm(path, "has measured steps without the checksum of the step before")
             gone = f"measured steps before step {block.step} are missing, or it is of another run"
             yield Scanned(0, raw, block, "" if chain.follow(_checksum(raw), block.after) else gone)
             at += len(raw)
@@ -272,7 +293,7 @@ def _block(raw: bytes) -> Statistics | None:
             recipe=str(head["recipe"]),
             operands=operands,
             gradients=gradients,
-            after=None if head.get("after") is None else str(head["after"]),
+            after=None if "after" not in head else str(head["after"]),
             layers=tuple(map(str, head["layers"])),
             names=tuple(map(str, head["names"])),
         )

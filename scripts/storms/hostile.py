@@ -16,7 +16,7 @@ from storms.ground import ON, TINY, Ground, Result, begin, call, end_measured, e
 from storms.surroundings import small_memory
 
 NAMES = (
-    *(".lock", "metrics.jsonl", "config.yaml", "swaps.json", "plan.txt", "curves.png", "heartbeat.json"),
+    *(".lock", "metrics.jsonl", "config.yaml", "plan.txt", "curves.png", "heartbeat.json"),
     *("history.jsonl", "metrics.jsonl.damaged", "statistics.bin", "studies", "studies/x", "studies/x/rank.json"),
     *("checkpoints", "swap_requests", "swap_requests/1.json", "checkpoints/step_00000004"),
     *(f"checkpoints/step_00000004/{name}" for name in ("state.json", "tensors.safetensors", "weights.safetensors")),
@@ -144,10 +144,8 @@ ESCAPES = ("\x1b[31mred", "\x1b]0;title\x07", "a\x9b2Jb", "x\rcovered", "\x1b[2J
 
 def escape_trial(ground: Ground, place: Path, draw: random.Random, number: int) -> Result:
     """Names of a run, a recipe or a swap that hold terminal escapes; none reaches the terminal."""
-    from fp4train.run.record.journal import read_journal, swaps
-
     run, text = ground.copy(place) / "runs/a", draw.choice(ESCAPES)
-    kind = draw.choice(("run.name", "metrics", "history", "swaps", "recipe"))
+    kind = draw.choice(("run.name", "metrics", "history", "recipe"))
     if kind in ("run.name", "recipe"):
 
         def change(values: dict[str, Any]) -> None:
@@ -155,13 +153,7 @@ def escape_trial(ground: Ground, place: Path, draw: random.Random, number: int) 
 
         resealed(run, change)
     else:
-        path = run / {"metrics": "metrics.jsonl", "history": "history.jsonl", "swaps": "swaps.json"}[kind]
-        if kind == "swaps":  # as older versions kept them
-            path.write_text(json.dumps(swaps(read_journal(run))))
-        path.write_text(
-            path.read_text().replace("mxfp8", json.dumps(text)[1:-1]).replace("MXFP8", json.dumps(text)[1:-1])
-        )
-        unsealed(path)
+        rewritten(run / f"{kind}.jsonl", lambda line: line.replace("mxfp8", text).replace("MXFP8", text))
     act = draw.choice((*ACTS, ("swap", "runs/a"), ("rank", "runs/a", "steps=1", "forks=1", "batches=1")))
     code, out = call(place, *act)
     raw = [c for c in out.replace("\r\n", "\n") if (ord(c) < 32 and c not in "\n\t\r") or 0x7F <= ord(c) < 0xA0]
@@ -170,18 +162,21 @@ def escape_trial(ground: Ground, place: Path, draw: random.Random, number: int) 
     return Result(kind, passed, "" if passed else f"{text!r}, {act[0]}: exit {code}, raw {raw}: {out[-400:]!r}")
 
 
-def unsealed(path: Path) -> None:
-    """Take the checksums of a record away, as a file of an old version that has none: damage would hide the names."""
+def rewritten(path: Path, change: Callable[[str], str]) -> None:
+    """Change the texts in the lines of a record, with checksums that fit: damage would hide them."""
+    from fp4train.sealed import Chain, config_parts
 
-    def without(value: Any) -> Any:
+    def changed(value: Any) -> Any:
         if isinstance(value, dict):
-            return {k: v for k, v in value.items() if k not in ("crc", "after", "sha256", "run")}
-        return [without(each) for each in value]
+            return {key: changed(part) for key, part in value.items()}
+        if isinstance(value, list):
+            return [changed(part) for part in value]
+        return change(value) if isinstance(value, str) else value
 
-    if path.suffix == ".json":
-        path.write_text(json.dumps(without(json.loads(path.read_text()))))
-    elif path.name == "metrics.jsonl":
-        path.write_text("".join(json.dumps(without(json.loads(line))) + "\n" for line in path.read_text().splitlines()))
+    header, _ = config_parts(path.with_name("config.yaml"))
+    chain = Chain(header[0] if header and path.name == "metrics.jsonl" else "")
+    lines = [Chain().open(raw)[0] for raw in path.read_bytes().splitlines(keepends=True)]
+    path.write_bytes(b"".join(chain.seal(json.dumps(changed(line)).encode()) for line in lines))
 
 
 def hostile_trial(ground: Ground, place: Path, draw: random.Random, number: int) -> Result:
@@ -300,7 +295,6 @@ SIZES: dict[str, Callable[[Path], None]] = {
     "sparse statistics of 6 GB": _sparse("statistics.bin", 6 << 30),
     "sparse history of 6 GB": _sparse("history.jsonl", 6 << 30),
     "sparse configuration of 6 GB": _sparse("config.yaml", 6 << 30),
-    "sparse swaps of 6 GB": _sparse("swaps.json", 6 << 30),
     "block heads": _heads,
     "block marks": _magic,
     "history of one line 0.7 MB": _repeated("history.jsonl", 740_000),

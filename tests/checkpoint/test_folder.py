@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from command_line import as_before
+from command_line import in_one_file
 from small_checkpoints import ONE, flip, reseal, save_steps
 from torch import Tensor
 
@@ -86,13 +86,16 @@ def test_weights_lie_apart_and_are_read_without_the_rest(tmp_path: Path) -> None
         load(tmp_path, weights=True)
 
 
-def test_a_checkpoint_from_before_weights_lay_apart_is_read_whole(tmp_path: Path) -> None:
-    path = save(tmp_path, 1, BOTH | {"model/head": BOTH["model/w"]}, {"n": 1}, keep=1)
-    as_before(path)
-    assert sorted(os.listdir(path)) == ["state.json", "tensors.safetensors"]
-    for found in (load(tmp_path), load(tmp_path, weights=True)):
-        assert found.state == {"n": 1} and set(found.tensors) == {*BOTH, "model/head"}
-        assert all(torch.equal(found.tensors[name], tensor) for name, tensor in BOTH.items())
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("weights", [False, True])
+def test_a_checkpoint_with_weights_and_moments_in_one_file_is_refused(
+    tmp_path: Path, version: int, weights: bool
+) -> None:
+    save(tmp_path, 1, BOTH, {"model": {}}, keep=1)
+    in_one_file(save(tmp_path, 2, BOTH, {"model": {}}, keep=2), version)
+    said = "of an older fp4train: it has (checkpoint format version 1|weights and moments in one file), which this one"
+    with pytest.raises(UserError, match=f"step_00000002 is {said} does not read. Go on with the commit"):
+        load(tmp_path, weights=weights)
 
 
 def test_an_optimiser_with_numbered_parameters_and_tuples_survives_the_tree(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from command_line import as_before
 from hf_exports import FILES, Command, Train, last_evaluation, theirs
 from safetensors.torch import load_file
 from torch import Tensor
@@ -121,10 +120,6 @@ def test_moments_are_neither_read_nor_missed(small_run: Path, tmp_path: Path) ->
     (run / "checkpoints/step_00000006/tensors.safetensors").unlink()
     export_huggingface(run, tmp_path / "second")
     assert same_files(tmp_path / "first", tmp_path / "second")
-    shutil.copytree(small_run / "checkpoints", run / "checkpoints", dirs_exist_ok=True)
-    as_before(run / "checkpoints/step_00000006")
-    export_huggingface(run, tmp_path / "third")
-    assert same_files(tmp_path / "first", tmp_path / "third"), "of a checkpoint with one file of all tensors"
 
 
 def same_files(one: Path, other: Path) -> bool:

@@ -204,15 +204,17 @@ def reseal(path: Path, tensors: Callable[[dict[str, Any]], None], state: Callabl
     _write_state(path, body, {"files": described, "aliases": body["tensors"]["aliases"]})
 
 
-def as_before(path: Path) -> None:
-    """Give a checkpoint the layout it had before weights and moments got files of their own."""
+def in_one_file(path: Path, version: int) -> None:
+    """Give a checkpoint weights and moments in one file, as older versions did: `version` 1 on one rank, 2 on more."""
     body = json.loads((path / "state.json").read_text())
     held: dict[str, Any] = {}
     for file in body["tensors"]["files"]:
         held |= safetensors.torch.load_file(path / file)
         (path / file).unlink()
     described = _written(path / "tensors.safetensors", held)
-    _write_state(path, {**body, "version": 1}, {**described, "aliases": body["tensors"]["aliases"]})
+    if version == 2:
+        described = {"files": {"tensors.safetensors": described}}
+    _write_state(path, {**body, "version": version}, {**described, "aliases": body["tensors"]["aliases"]})
 
 
 def _written(path: Path, held: dict[str, Any]) -> dict[str, Any]:

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from fp4train.lab.studies.intervals import quantile
-from fp4train.sealed import chained_sum, sealed
+from fp4train.sealed import Chain, sealed
 from fp4train.track import STATISTICS, MetricsLog, Statistics
 from fp4train.track.statistics import GRADIENT, OPERAND, StatisticsLog
 
 LAYERS = ("blocks.0.mlp.up", "blocks.1.mlp.up")
 SETTINGS = {"steps": 24, "schedule": "linear", "lr": 0.003, "batches": 8}
 """Of the forks of a ranking."""
+
+
+def chained(lines: Iterable[Mapping[str, Any]]) -> bytes:
+    """The lines of a journal, as a run writes them."""
+    chain = Chain("")
+    return b"".join(chain.seal(json.dumps(line).encode()) for line in lines)
 
 
 def write_run(
@@ -77,8 +83,7 @@ def write_history(run: Path, config: dict[str, Any], steps: int, recipe: str, **
         "environment": {"host": "here", "data": config["data"]["path"], "versions": {"torch": "2.13.0"}},
         "stretches": [stretch],
     }
-    line["sum"] = chained_sum(line, "")
-    (run / "history.jsonl").write_text(json.dumps(line) + "\n")
+    (run / "history.jsonl").write_bytes(chained([line]))
 
 
 def write_statistics(run: Path, steps: Sequence[int], layers: Sequence[str] = LAYERS, **values: float) -> None:
@@ -141,9 +146,11 @@ def write_sensitivity(run: Path, layer: str = "blocks.0.mlp.up") -> Path:
         return {"kind": kind, "nmse": nmse, **other, "cosine": nmse, "loss": {**nmse, "mean": 0.001}}
 
     found = {
+        "run": str(run),
         "step": 30,
         "recipe": "NVFP4",
         "batches": 8,
+        "gpu": None,
         "parts": {
             "everything": part("everything", 0.1),
             "nothing": part("nothing", 0.001),
@@ -151,10 +158,11 @@ def write_sensitivity(run: Path, layer: str = "blocks.0.mlp.up") -> Path:
             "layer/blocks.1.mlp.up": part("layer", 0.01),
             "operand/fprop.x": part("operand", 0.09),
         },
-        "pareto": [{"macs": 0.0, "nmse": 0.1}, {"macs": 0.5, "nmse": 0.02}],
+        "pareto": [{"macs": 0.0, "nmse": 0.1, "time": None}, {"macs": 0.5, "nmse": 0.02, "time": None}],
         "policy": {
             "macs": 0.5,
             "nmse": 0.02,
+            "time": None,
             "keep": [layer],
             "measured": part("chosen policy", 0.021),
             "judged": {"gain": part("", 0.08)["nmse"]},
@@ -166,5 +174,5 @@ def write_sensitivity(run: Path, layer: str = "blocks.0.mlp.up") -> Path:
 def _study(run: Path, folder: str, name: str, found: dict[str, Any]) -> Path:
     path = run / "studies" / folder / name
     path.parent.mkdir(parents=True)
-    path.write_bytes(sealed(found))
+    path.write_bytes(sealed({"identity": {"run": None}, **found}))
     return path

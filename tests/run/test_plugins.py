@@ -9,6 +9,7 @@ import pytest
 from command_line import Cli, StopAt, events, losses
 
 from fp4train.run.record.journal import read_journal, swaps
+from fp4train.sealed import Chain, sealed
 
 LAB = '''
 from dataclasses import dataclass
@@ -127,10 +128,13 @@ def test_a_hostile_run_directory_imports_nothing(cli: Cli, monkeypatch: pytest.M
         assert said.startswith("runs/a/config.yaml: model._target_='evil.Model' is no configuration class of fp4train")
     config.write_text(innocent)
     recipe = {"_target_": "evil.Recipe"}
-    Path("runs/a/swap_requests/1.json").write_text(json.dumps({"recipe": recipe, "name": "x", "at": None}))
+    Path("runs/a/swap_requests/1.json").write_bytes(sealed({"recipe": recipe, "name": "x", "at": None}))
     assert cli("resume=runs/a", "train.steps=3", *cli.paths).code == 0
     assert "evil.Recipe" in events("runs/a", "swap refused")[0]["reason"]
-    Path("runs/a/swaps.json").write_text(json.dumps([{"recipe": recipe, "name": "x", "step": 3}]))
+    journal = Path("runs/a/history.jsonl")
+    lines, chain = journal.read_bytes().splitlines(keepends=True), Chain("")
+    swap = Chain().open(lines[-1])[0] | {"event": "swap", "name": "x", "at": 3, "recipe": recipe, "stretches": []}
+    journal.write_bytes(b"".join(map(chain.again, lines)) + chain.seal(json.dumps(swap).encode()))
     assert "evil.Recipe" in cli("resume=runs/a", "train.steps=4").message
     assert "evil" not in sys.modules and not Path("hit").exists()
 

@@ -9,6 +9,8 @@ import signal
 import threading
 import time
 import tracemalloc
+import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ import torch
 from forked import forked
 
 import fp4train.track.metrics as metrics
-from fp4train.errors import UserError
+from fp4train.errors import OlderForm, UserError
 from fp4train.track import MetricsLog, mend, read_metrics
 
 
@@ -124,13 +126,22 @@ def test_no_flipped_bit_changes_a_number_in_silence(path: Path, caplog: pytest.L
             assert "the last one, is damaged" in caplog.text or damaged[-1:] != b"\n", "a torn end needs no word"
 
 
-def test_lines_from_before_checksums_are_read_and_followed(path: Path) -> None:
+@pytest.mark.parametrize("end", ["}", ', "crc": "%08x"}'], ids=["no checksum", "none of the line before"])
+def test_lines_of_an_older_form_are_refused_and_stay(path: Path, end: str) -> None:
     path.parent.mkdir()
-    path.write_bytes(b'{"step": 1, "train/loss": 2.5}\n')
-    log = MetricsLog(path, resume_step=1)
-    log.log(2, {"train/loss": 2.0})
-    log.finish()
-    assert read_metrics(path) == [{"step": 1, "train/loss": 2.5}, {"step": 2, "train/loss": 2.0}]
+    text = '{"step": 1, "train/loss": 2.5'
+    whole = text + (end % zlib.crc32(text.encode()) if "%" in end else end) + "\n"
+    path.write_text(whole + written(path.with_name("today"), 2).decode())
+    uses: tuple[Callable[[], object], ...] = (
+        lambda: read_metrics(path),
+        lambda: MetricsLog(path, resume_step=1),
+        lambda: mend(path, 1, None),
+        lambda: metrics.check_form(path),
+    )
+    for use in uses:
+        with pytest.raises(OlderForm, match="it has lines without the checksums of today, which this one does not"):
+            use()
+    assert path.read_text().startswith(whole) and not path.with_name("metrics.jsonl.damaged").exists()
 
 
 def test_a_disk_that_stalls_costs_one_bounded_wait_and_no_line(

@@ -47,8 +47,8 @@ class SensitivityResult:
     """
 
     def __init__(self, found: Mapping[str, Any]) -> None:
-        policy, gpu = found["policy"], found.get("gpu")
-        self.run = plain(Path(str(found.get("run", ""))).name, NAME)
+        policy, gpu = found["policy"], found["gpu"]
+        self.run = plain(Path(str(found["run"])).name, NAME)
         self.step, self.batches = int(found["step"]), int(found["batches"])
         self.recipe = plain(found["recipe"], NAME)
         self.parts = {name: _read_finding(plain(name, NAME), each) for name, each in found["parts"].items()}
@@ -61,9 +61,8 @@ class SensitivityResult:
         """The patterns of the policy, and its point."""
         self.measured = _read_finding("", policy["measured"]).nmse
         """The policy's nMSE on batches that did not choose it."""
-        self.gain = None if (judged := policy.get("judged")) is None else _read_estimate(judged["gain"])
-        """nMSE saved against keeping nothing, batch by batch; None if nothing is kept, or in results of before it was
-        measured."""
+        self.gain = None if (judged := policy["judged"]) is None else _read_estimate(judged["gain"])
+        """nMSE saved against keeping nothing, batch by batch; None if nothing is kept."""
 
     def of_kind(self, kind: str) -> list[Finding]:
         return [part for part in self.parts.values() if part.kind == kind]
@@ -73,12 +72,10 @@ class RankResult:
     """A ranking on one or several checkpoints, of what `rank_json` wrote.
 
     Raises:
-        ValueError, TypeError, LookupError, AttributeError, ArithmeticError: it did not, or an earlier version did.
+        ValueError, TypeError, LookupError, AttributeError, ArithmeticError: it did not.
     """
 
     def __init__(self, found: Mapping[str, Any]) -> None:
-        if "checkpoints" not in found:
-            raise ValueError("made by an earlier fp4train: the same `fp4train rank` makes it anew")
         self.body = {key: value for key, value in found.items() if key != "identity"}
         """Equal for the results of one ranking in the folders of its runs."""
         checkpoints, entries, units = found["checkpoints"], found["candidates"], int(found["units"])
@@ -92,7 +89,7 @@ class RankResult:
         """The forks of each candidate at each checkpoint, and their steps."""
         self._count = self.forks * len(checkpoints)
         self._freedom = (units if units > 1 else self._count) - 1
-        rate = f"rate {settings.get('lr', math.nan):.3g} → 0" if settings.get("schedule") != "own" else "own schedule"
+        rate = "own schedule" if settings["schedule"] == "own" else f"rate {settings['lr']:.3g} → 0"
         one = f"from step {int(checkpoints[0]['step'])}, {rate}"
         self.where = one if len(checkpoints) == 1 else f"at each of {len(checkpoints)} checkpoints"
         self.reference, self.floor = plain(of, NAME), self.gap(found["floor"])
@@ -129,9 +126,10 @@ class CandidateResult:
         """The gap at each checkpoint of the forks."""
         self.p = None if tested is None else _number(tested["p"])
         """The p-value of the gap; None for the reference, and before there are enough forks for a test."""
-        # Earlier versions wrote "apart".
-        self.verdict = str((tested or {"verdict": "reference" * is_reference})["verdict"]).replace("apart", "different")
-        self.group = str(entry.get("group") or "")
+        self.verdict = str((tested or {"verdict": "reference" * is_reference})["verdict"])
+        if tested and self.verdict not in VERDICTS:
+            raise ValueError(f"its verdict {self.verdict[:NAME]!r} is none of {', '.join(VERDICTS)}")
+        self.group = str(entry["group"] or "")
         self.diverged = str(entry["diverged"][0]) if entry["diverged"] else None
         self.spikes = [plain(each, NAME) for each in entry["spikes"]]
         """Places at which forks of it spiked, in words."""
@@ -164,11 +162,16 @@ def read_studies(run: Path, problems: list[str]) -> Studies:
                 with studies.folder(name) as folder:
                     try:
                         if folder.has_file(SENSITIVITY):
-                            sensitivities.append(SensitivityResult(_parsed(top, folder, SENSITIVITY, problems)))
+                            sensitivities.append(SensitivityResult(_parsed(top, folder, SENSITIVITY)))
                         elif folder.has_file(RANKING):
-                            rankings.append(RankResult(_parsed(top, folder, RANKING, problems)))
+                            rankings.append(RankResult(_parsed(top, folder, RANKING)))
                         else:
                             problems.append(f"{folder.path} has no result: the study is not finished")
+                    except KeyError as error:
+                        problems.append(
+                            f"{folder.path} cannot be read (it has no {error}): an older fp4train made it, or it was "
+                            "changed; the same command makes it anew"
+                        )
                     except (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
                         problems.append(f"{folder.path} cannot be read ({type(error).__name__}: {error})")
                     except RecursionError:
@@ -176,13 +179,11 @@ def read_studies(run: Path, problems: list[str]) -> Studies:
     return Studies(sensitivities=sensitivities, rankings=rankings)
 
 
-def _parsed(run: Folder, folder: Folder, name: str, problems: list[str]) -> dict[str, Any]:
-    found, checked = unsealed(folder.read(name, LIMIT))
-    own, whose = identity(run), (found.get("identity") or {}).get("run")
+def _parsed(run: Folder, folder: Folder, name: str) -> dict[str, Any]:
+    found = unsealed(folder.read(name, LIMIT))
+    own, whose = identity(run), found["identity"]["run"]
     if own is not None and whose not in (None, own):
         raise ValueError(f"it is of run {whose}, not of this one")
-    if not checked:
-        problems.append(f"{folder.path / name} is of an older version and has no checksum: no change would be noticed")
     return found
 
 
@@ -240,7 +241,7 @@ def _finding(each: Finding) -> dict[str, Any]:
 
 def _read_finding(name: str, each: Mapping[str, Any]) -> Finding:
     found: Any = {
-        key: _read_estimate(each[key]) if key in NEEDED or each.get(key) is not None else None for key in MEASURED
+        key: _read_estimate(each[key]) if key in NEEDED or each[key] is not None else None for key in MEASURED
     }
     return Finding(name=name, kind=str(each["kind"]), what=name.partition("/")[2] or name, **found)
 
@@ -251,7 +252,7 @@ def _point(each: Point) -> dict[str, Any]:
 
 
 def _read_point(each: Mapping[str, Any]) -> Point:
-    return Point(kept=(), macs=_number(each["macs"]), nmse=_number(each["nmse"]), time=_known(each.get("time")))
+    return Point(kept=(), macs=_number(each["macs"]), nmse=_number(each["nmse"]), time=_known(each["time"]))
 
 
 def rank_json(found: Ranking) -> dict[str, Any]:

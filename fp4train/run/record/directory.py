@@ -33,7 +33,6 @@ from fp4train.data.cache import KEPT as DIGESTS
 from fp4train.data.template import KEPT as TEMPLATE
 from fp4train.errors import UserError, user_errors
 from fp4train.files import Folder
-from fp4train.parallel.config import DROPPED
 from fp4train.run.record.generation import GENERATION
 from fp4train.sealed import config_parts, saved_config
 from fp4train.track.config import METRICS
@@ -43,7 +42,9 @@ from fp4train.track.statistics import STATISTICS
 
 _log = logging.getLogger(__name__)
 
-CONFIG, SWAPS, REQUESTS, CHECKPOINTS, PLAN = sealed.CONFIG, "swaps.json", "swap_requests", "checkpoints", "plan.txt"
+CONFIG, REQUESTS, CHECKPOINTS, PLAN = sealed.CONFIG, "swap_requests", "checkpoints", "plan.txt"
+OLD_SWAPS = "swaps.json"
+"""The swaps of a run of an older fp4train, which is refused, or replaced."""
 LOCK, HEARTBEAT, HISTORY = ".lock", "heartbeat.json", "history.jsonl"
 ASIDE = ".new"
 """The folder in a run's for the first files of a new run that may replace it."""
@@ -53,7 +54,7 @@ SAVED, REMOVED = "checkpoint", "checkpoints removed"
 _FOLDERS = (CHECKPOINTS, REQUESTS, "wandb", "tensorboard")
 _TAIL = 1 << 20
 """Bytes at the end of the metrics in which the last step is looked for."""
-PARTS = (CHECKPOINTS, METRICS, SWAPS)
+PARTS = (CHECKPOINTS, METRICS)
 """The results in a run directory; a new run never replaces them unasked."""
 
 CONTINUED = (
@@ -170,13 +171,11 @@ def read_config(run: Path) -> DictConfig:
             raise UserError(f"{path} holds an interpolation; a saved configuration has plain values only")
         if not isinstance(value, dict | list | str | int | float | bool | None):
             raise UserError(f"{path} cannot be read as a configuration: it holds a {type(value).__name__}")
-    if isinstance(saved.get("parallel"), dict):
-        saved["parallel"] = {key: value for key, value in saved["parallel"].items() if key not in DROPPED}
     return OmegaConf.create(saved)
 
 
 def identity(run: Path) -> str | None:
-    """The identity of the run in `run`; None where there is no run, or one from before runs had one.
+    """The identity of the run in `run`; None where there is no run, or its configuration has lost its first line.
 
     Raises:
         UserError: its configuration cannot be read.
@@ -217,7 +216,7 @@ def start_over(run: Path) -> None:
         for name in _FOLDERS:
             folder.remove_folder(name)
         drawn = ("curves.png", "statistics.png")
-        for name in (SWAPS, HISTORY, PLAN, METRICS, STATISTICS, HEARTBEAT, *drawn, DIGESTS, *TOKENIZER, CONFIG):
+        for name in (OLD_SWAPS, HISTORY, PLAN, METRICS, STATISTICS, HEARTBEAT, *drawn, DIGESTS, *TOKENIZER, CONFIG):
             folder.remove(name)
         folder.sync()
 

@@ -89,7 +89,7 @@ def wait_for_answer(run: Path, request: str, seconds: float) -> tuple[bool, str]
         running = is_running(run)
         try:
             with _requests(run) as requests:
-                found = unsealed(requests.read(f"{request}.answer", REQUEST_LIMIT))[0]
+                found = unsealed(requests.read(f"{request}.answer", REQUEST_LIMIT))
                 with suppress(OSError):
                     requests.remove(f"{request}.answer")
             return bool(found["accepted"]), str(found["text"])
@@ -113,7 +113,7 @@ def pending(run: Path) -> dict[str, dict[str, Any]]:
     with refused, suppress(FileNotFoundError), _requests(run) as requests:
         for name in [name for name in requests.names() if name.endswith(".json")]:
             try:
-                found[name.removesuffix(".json")] = unsealed(requests.read(name, REQUEST_LIMIT))[0]
+                found[name.removesuffix(".json")] = unsealed(requests.read(name, REQUEST_LIMIT))
             except FileNotFoundError:  # taken since
                 continue
             except (OSError, ValueError, RecursionError):
@@ -274,7 +274,7 @@ def _taken(requests: Folder, name: str, key: str) -> SwapRequest:
     taken = f"{key}.taken"
     try:
         requests.rename(name, taken)
-        body = unsealed(requests.read(taken, REQUEST_LIMIT))[0]
+        body = unsealed(requests.read(taken, REQUEST_LIMIT))
         if not ({"recipe", "name", "at"} <= set(body) or set(body) in ({"cancel"}, {EVALUATION})):
             raise ValueError("it does not hold recipe, name and at, nor cancel or evaluation alone")
         return SwapRequest(key, body, "")

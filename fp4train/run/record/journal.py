@@ -14,9 +14,6 @@ that it was trained with, and the swaps, from which a journal that was lost is m
 What ran, with which configuration and swaps, is what the records say. RUN/config.yaml is a copy of the configuration
 that a user may edit, and from which a resume begins: an edit of a key that a resume may change (`directory.RESUMED`) is
 taken over, logged, and recorded as changed; an edit of any other is refused. Swaps are in the journal alone.
-
-Older versions kept the swaps in RUN/swaps.json, which a resume takes over and removes, and gave each line a "sum"
-instead of the chain.
 """
 
 from __future__ import annotations
@@ -29,22 +26,21 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fp4train import files
 from fp4train.config.binding import bind, complete, flattened
 from fp4train.config.schema import Config
-from fp4train.errors import UserError, user_errors
+from fp4train.errors import OlderForm, UserError, user_errors
 from fp4train.files import Folder
 from fp4train.precision import Recipe, Swap
 from fp4train.precision.plan import Plan
-from fp4train.run.record.directory import HISTORY, SWAPS, identity
+from fp4train.run.record.directory import HISTORY, OLD_SWAPS
 from fp4train.run.record.stretches import RecordedStretch, compact, expanded, joined
-from fp4train.sealed import Appended, Chain, chained_sum, checksum
+from fp4train.sealed import Appended, Chain, NoChecksum
 from fp4train.text import first_line
 
 _log = logging.getLogger(__name__)
 
-LIMIT, SWAPS_LIMIT = 1 << 28, 1 << 24
-"""Bytes of a journal, and of a record of swaps, that are read."""
+LIMIT = 1 << 28
+"""Bytes of a journal that are read."""
 _DAMAGE = (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError)
 """Errors that reading a record may raise that somebody else prepared."""
 
@@ -84,7 +80,7 @@ class Record:
         values: what else the line holds: config, environment (`fp4train.run.host`), from, name, at, recipe,
             request, run, the identity of the run that wrote it, and of a rewind diverged, skipped
             (`fp4train.run.supervise.divergence`).
-        crc: checksum of its line. sum: what checkpoints remember of it: `crc` in words, or an older line's "sum".
+        crc: checksum of its line.
     """
 
     event: str
@@ -94,7 +90,11 @@ class Record:
     stretches: tuple[RecordedStretch, ...]
     values: dict[str, Any]
     crc: int
-    sum: str
+
+    @property
+    def sum(self) -> str:
+        """What checkpoints remember of it: its checksum in words."""
+        return f"{self.crc:08x}"
 
     def describe(self) -> str:
         """Everything but event and step, in a line."""
@@ -186,11 +186,14 @@ class Journal:
 
     def set_swaps(self, wanted: Iterable[SwapEntry], step: int) -> list[int]:
         """Add, at `step`, what makes `wanted` the swaps of the run; the steps of those that were not so on record."""
-        have, want = ({each["step"]: each for each in entries} for entries in (swaps(self.records), wanted))
-        changed = [at for at in sorted({**have, **want}) if bare(have.get(at)) != bare(want.get(at))]
+        have = {entry["step"]: entry for entry in swaps(self.records)}
+        want = {entry["step"]: entry for entry in wanted}
+        changed = [at for at in sorted({**have, **want}) if have.get(at) != want.get(at)]
         for at in changed:
-            entry = {key: value for key, value in want.get(at, {}).items() if key in ("name", "recipe", "request")}
-            self.add("swap" if at in want else "swap cancelled", step, at=at, **entry)
+            if at in want:
+                self.add("swap", step, at=at, name=want[at]["name"], recipe=want[at]["recipe"])
+            else:
+                self.add("swap cancelled", step, at=at)
         return changed
 
 
@@ -207,6 +210,8 @@ def read_journal(run: Path) -> list[Record]:
 def _lines(folder: Folder) -> tuple[list[Record], int]:
     """The records, and how many bytes of the file they are."""
     path, chain = folder.path / HISTORY, Chain("")
+    if folder.status(OLD_SWAPS) is not None:
+        raise OlderForm(folder.path / OLD_SWAPS, "holds swaps beside the journal")
     found: list[Record] = []
     try:
         *whole, torn = folder.read(HISTORY, LIMIT).split(b"\n")
@@ -217,12 +222,12 @@ def _lines(folder: Folder) -> tuple[list[Record], int]:
     for number, raw in enumerate(whole, start=1):
         try:
             line, why = chain.open(raw)
-            if not chain.sealed and line["sum"] != chained_sum(line, found[-1].sum if found else ""):
-                why = "its checksum differs"
             if why:
                 raise ValueError(why)
             found.append(_record(line, chain))
         except _DAMAGE as error:
+            if isinstance(error, NoChecksum) and number == 1:
+                raise OlderForm(path, "has lines without the checksums of today") from error
             why = first_line(error) if isinstance(error, ValueError) else "it is no record"
             raise UserError(
                 f"{path}, line {number} is damaged ({why}): restore the file, or move it away; the run goes on "
@@ -243,7 +248,7 @@ def _record(line: Mapping[str, Any], chain: Chain) -> Record:
         first, last = line["skipped"]
         if any(type(number) is not int for number in (first, last, line["diverged"])):
             raise ValueError("a rewind at no step")
-    own = ("event", "step", "time", "changed", "stretches", "sum")
+    own = ("event", "step", "time", "changed", "stretches")
     return Record(
         event=str(line["event"]),
         step=int(line["step"]),
@@ -252,7 +257,6 @@ def _record(line: Mapping[str, Any], chain: Chain) -> Record:
         stretches=tuple(expanded(each) for each in line["stretches"]),
         values={key: value for key, value in line.items() if key not in own},
         crc=chain.last or 0,
-        sum=str(line.get("sum", chain.after)),
     )
 
 
@@ -310,55 +314,18 @@ def swaps(records: Iterable[Record]) -> list[SwapEntry]:
     return [found[at] for at in sorted(found)]
 
 
-def bare(entry: SwapEntry | None) -> SwapEntry:
-    """A swap without what is said of it beside step, name and recipe."""
-    return {key: (entry or {}).get(key) for key in ("step", "name", "recipe")}
-
-
-def recorded_swaps(run: Path) -> list[SwapEntry]:
-    """The swaps of a run, by step: as RUN/swaps.json of an older version has them, or else the journal.
-
-    Raises:
-        UserError: they cannot be read, were changed, or are another run's.
-    """
-    path = run / SWAPS
-    try:
-        entries = json.loads(files.read(path, SWAPS_LIMIT))
-        for entry in entries:
-            check_entry(entry, identity(run))
-        return sorted(entries, key=lambda entry: int(entry["step"]))
-    except FileNotFoundError:
-        return swaps(read_journal(run))
-    except (OSError, *_DAMAGE) as error:
-        raise UserError(
-            f"{path} cannot be read: {error}; remove the file to go on with the swaps of the checkpoint"
-        ) from error
-
-
-def check_entry(entry: Any, known: str | None = None) -> None:
-    """Raises ValueError, LookupError, TypeError: it is no swap, was changed, or is not of the run `known`."""
-    if type(entry["step"]) is not int or not {"step", "name", "recipe"} <= set(entry):
-        raise ValueError("an entry does not hold step, name and recipe")
-    if set(entry) != {"step", "name", "recipe"} and entry.get("sha256") != checksum(entry):
-        raise ValueError(
-            f"the swap at step {entry['step']} was changed after it had been recorded (its checksum differs)"
-        )
-    if known is not None and entry.get("run") not in (None, known):
-        raise ValueError(f"it is of run {entry['run']}, not of this one ({known})")
+def check_entry(entry: Any) -> None:
+    """Raises ValueError, TypeError, LookupError: it is no swap."""
+    if type(entry["step"]) is not int or set(entry) != {"step", "name", "recipe"}:
+        raise ValueError("an entry does not hold step, name and recipe alone")
 
 
 def read_swaps(run: Path) -> list[Swap]:
-    """`recorded_swaps`, bound.
+    """The swaps of a run, by step.
 
     Raises:
-        UserError: as there, or one is no recipe.
+        UserError: its journal cannot be read, or one is no recipe.
     """
-    entries = recorded_swaps(run)
-    with user_errors(UserError, before=f"{swaps_file(run)} cannot be read: "):
-        return [RecipeChoice(each["name"], each["recipe"]).at(each["step"]) for each in entries]
-
-
-def swaps_file(run: Path) -> Path:
-    """The record that has the swaps of a run."""
-    with Folder.open(run) as folder:
-        return run / (HISTORY if folder.status(SWAPS) is None else SWAPS)
+    entries = swaps(read_journal(run))
+    with user_errors(UserError, before=f"{run / HISTORY} cannot be read: "):
+        return [RecipeChoice(entry["name"], entry["recipe"]).at(entry["step"]) for entry in entries]

@@ -30,7 +30,7 @@ from fp4train.config.overrides import as_typed
 from fp4train.data.template import KEPT as TEMPLATE
 from fp4train.data.tokenizers import BytePairs, Bytes, Pretrained
 from fp4train.data.tokens import Piece, Tokenizer
-from fp4train.errors import UserError, user_errors
+from fp4train.errors import OlderForm, UserError, user_errors
 from fp4train.files import Folder, write_all
 from fp4train.paths import lies_in
 from fp4train.run.record import directory as run_directory
@@ -38,6 +38,8 @@ from fp4train.run.record import journal
 from fp4train.run.record.directory import CONFIG, HISTORY
 from fp4train.run.record.generation import GENERATION
 from fp4train.sealed import CONFIG_LIMIT, config_parts, unlike
+from fp4train.track import metrics, statistics
+from fp4train.track.config import METRICS
 from fp4train.track.statistics import LIMIT, STATISTICS
 from fp4train.track.wandb import FOLDER as CHARTS
 from fp4train.track.wandb import RUN_ID
@@ -222,7 +224,7 @@ def _why_foreign(run: Path) -> str | None:
     """
     found, body = config_parts(run / CONFIG)
     if found is None or found[2] is None:
-        return "has no signature: an older fp4train wrote it, or somebody else"
+        return "has no signature: somebody else wrote it, or its first line was removed"
     try:
         same = hmac.compare_digest(_signature(found[0], body), found[2])
     except FileNotFoundError:  # nothing is signed on this machine yet
@@ -270,11 +272,17 @@ def _make_key(folder: Folder) -> None:
 # -- a checkpoint and the records beside it ---------------------------------------------------------------------------
 
 
-def identity_of(start: checkpoint.Checkpoint) -> str | None:
-    """Identity of the run that a checkpoint belongs to; None for one from before runs had an identity."""
+def identity_of(start: checkpoint.Checkpoint) -> str:
+    """Identity of the run that a checkpoint belongs to.
+
+    Raises:
+        UserError: it holds none.
+    """
     run = start.state.get("run")
-    found = run.get("id") if isinstance(run, dict) else None
-    return found if isinstance(found, str) and found else None
+    identity = run.get("id") if isinstance(run, dict) else None
+    if not isinstance(identity, str) or not identity:
+        raise OlderForm(start.path, "does not name its run")
+    return identity
 
 
 def check_belongs(start: checkpoint.Checkpoint, source: Path, *, mend: bool) -> None:
@@ -284,34 +292,38 @@ def check_belongs(start: checkpoint.Checkpoint, source: Path, *, mend: bool) -> 
         mend: write the swaps that the journal has lost anew.
 
     Raises:
-        UserError: it is another run's; the swaps differ, or are lost and not to be mended.
+        UserError: it is another run's, or of an older form; the swaps differ, or are lost and not to be mended.
     """
     own, theirs = run_directory.identity(source), identity_of(start)
-    if own is not None and theirs is not None and own != theirs:
+    if lacks := next((key for key in ("swaps", "history", "metrics", "divergence") if key not in start.state), None):
+        raise OlderForm(start.path, f"has no record of {lacks}")
+    if own is not None and own != theirs:
         raise UserError(
             f"{start.path} is a checkpoint of run {theirs}, not of the run in {source} ({own}): another run left it "
             "there, or it was copied from one. Move it away, or resume the run that it belongs to"
         )
+    metrics.check_form(source / METRICS)
+    statistics.check_form(source / STATISTICS)
     run = start.state.get("run")
     if own is None and isinstance(run, dict) and run.get("config") is not None:
         body = hashlib.sha256(config_parts(source / CONFIG)[1]).hexdigest()
         changed = "" if run["config"] == body else f" and is not as {start.path.name} was trained with"
         _log.warning("%s has lost its first line%s", source / CONFIG, changed)
-    if "swaps" in start.state:
-        with user_errors(LookupError, TypeError, ValueError, before=f"{start.path} holds no record of swaps: "):
-            _check_swaps(source, start.step, start.state, mend=mend)
+    with user_errors(LookupError, TypeError, ValueError, before=f"{start.path} holds no record of swaps: "):
+        _check_swaps(source, start.step, start.state, mend=mend)
 
 
 def _check_swaps(run: Path, step: int, state: Mapping[str, Any], *, mend: bool) -> None:
-    path, trained = journal.swaps_file(run), state["swaps"]
+    path, trained = run / HISTORY, list(state["swaps"])
     for entry in trained:
         journal.check_entry(entry)
-    here, wanted = ([journal.bare(each) for each in entries] for entries in (journal.recorded_swaps(run), trained))
-    if path.name == HISTORY and here != wanted:
-        seen, sums = state.get("history"), {record.sum for record in journal.read_journal(run)}
+    records = journal.read_journal(run)
+    recorded = journal.swaps(records)
+    if recorded != trained:
+        seen, sums = state["history"], {record.sum for record in records}
         if seen not in sums if seen else not sums:
             if not mend:
-                at = [*wanted, *here][0]["step"]
+                at = [*trained, *recorded][0]["step"]
                 raise UserError(f"{path} lacks records, but {run} was swapped at step {at}: resume it in place first")
             _log.warning("%s lacks records; its swaps are written anew from the checkpoint of step %d", path, step)
             with Folder.open(run) as folder:
@@ -319,8 +331,10 @@ def _check_swaps(run: Path, step: int, state: Mapping[str, Any], *, mend: bool) 
                 mended.set_swaps(trained, step)
                 mended.write()
             return
-    if [each for each in here if each["step"] < step] != [each for each in wanted if each["step"] < step]:
-        at = next(e["step"] for e in [*wanted, *here] if e["step"] < step and (e not in here or e not in wanted))
+    ran = [entry for entry in trained if entry["step"] < step]
+    said = [entry for entry in recorded if entry["step"] < step]
+    if ran != said:
+        at = next(entry["step"] for entry in (*ran, *said) if entry not in ran or entry not in said)
         raise UserError(
             f"{path} is not what the checkpoint of step {step} was trained with (the swap at step {at}): undo the "
             "change, or remove the file to go on with the swaps of the checkpoint"

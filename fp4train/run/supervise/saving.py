@@ -311,7 +311,6 @@ class Saver:
                 raise UserError(f"{place} holds {what}: nothing is written there")
             if run.saved_config is not None:
                 also.write(run_directory.CONFIG, run.saved_config)
-            also.remove(run_directory.SWAPS)  # of an older version: the journal has them now
             for name in (run_directory.HISTORY, METRICS, STATISTICS, *run_directory.TOKENIZER):
                 if run.folder.has_file(name):
                     also.write(name, run.folder.pieces(name, METRICS_LIMIT))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -54,13 +55,15 @@ def test_a_ranking_of_several_runs_is_shown_once_with_its_checkpoints_and_spikes
     assert "One checkpoint: all of this holds for it alone." in alone.text
 
 
-def test_a_ranking_of_an_earlier_version_says_what_to_do(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("write", "key"), [(write_ranking, "checkpoints"), (write_sensitivity, "gpu")])
+def test_a_result_of_an_older_form_says_what_to_do(tmp_path: Path, write: Callable[[Path], Path], key: str) -> None:
     run = write_run(tmp_path / "a", seed=0)
-    path = write_ranking(run)
-    body, _ = unsealed(path.read_bytes())
-    del body["checkpoints"]
+    path = write(run)
+    body = unsealed(path.read_bytes())
+    del body[key]
     path.write_bytes(sealed(body))
-    assert "made by an earlier fp4train: the same `fp4train rank` makes it anew" in report(tmp_path, run).text
+    said = f"cannot be read (it has no '{key}'): an older fp4train made it, or it was changed; the same command makes"
+    assert said in report(tmp_path, run).text
 
 
 def test_a_key_that_one_run_does_not_have_is_no_null_of_it(tmp_path: Path) -> None:

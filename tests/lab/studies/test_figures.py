@@ -14,7 +14,7 @@ from fp4train.sealed import unsealed
 
 
 def test_a_map_in_the_picture_and_bars_in_a_page_have_the_layers_and_plain_numbers(tmp_path: Path) -> None:
-    found = SensitivityResult(unsealed(write_sensitivity(write_run(tmp_path / "a")).read_bytes())[0])
+    found = SensitivityResult(unsealed(write_sensitivity(write_run(tmp_path / "a")).read_bytes()))
     damage = DamageMap(["blocks.0", "blocks.1"], ["mlp.up", "mlp.down"], np.array([[1e-2, 1e-4], [1e-3, np.nan]]), [1])
     for drawn, wanted in (
         (sensitivity(found, damage)(WIDE), {"blocks.0", "blocks.1", "mlp.up", "mlp.down", "0.01", "fprop.x"}),

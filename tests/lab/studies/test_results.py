@@ -14,7 +14,7 @@ from fp4train.sealed import unsealed
 
 
 def written(path: Path) -> dict[str, Any]:
-    return unsealed(path.read_bytes())[0]
+    return unsealed(path.read_bytes())
 
 
 def test_a_sensitivity_is_read_as_findings_and_points(tmp_path: Path) -> None:
@@ -45,11 +45,12 @@ def test_the_interval_of_a_gap_has_the_freedom_of_its_base_runs(tmp_path: Path) 
     assert one.where == "from step 30, rate 0.003 → 0" and three.where == "at each of 3 checkpoints"
 
 
-def test_a_verdict_of_an_earlier_version_has_its_present_name(tmp_path: Path) -> None:
+def test_a_verdict_that_is_none_is_refused(tmp_path: Path) -> None:
     body = written(write_ranking(write_run(tmp_path / "a")))
     assert [each.verdict for each in RankResult(body).candidates] == ["reference", "different"]
     body["pairs"][0]["verdict"] = "apart"
-    assert [each.verdict for each in RankResult(body).candidates] == ["reference", "different"]
+    with pytest.raises(ValueError, match="its verdict 'apart' is none of different, here, alike, open"):
+        RankResult(body)
 
 
 def test_the_interval_with_all_pairs_is_that_of_the_gap_to_the_reference(tmp_path: Path) -> None:

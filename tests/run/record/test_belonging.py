@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from command_line import (
     PATIENCE,
     STEADY,
     Before,
     Cli,
     StopAt,
-    as_before,
     events,
     left,
     losses,
@@ -24,9 +22,8 @@ from command_line import (
     steps,
 )
 
-from fp4train.run.record.directory import identity
 from fp4train.run.supervise.saving import Outcome, Saver
-from fp4train.sealed import Chain, checksum
+from fp4train.sealed import Chain
 
 
 def test_a_checkpoint_of_another_run_of_the_same_configuration_is_refused(cli: Cli) -> None:
@@ -36,28 +33,6 @@ def test_a_checkpoint_of_another_run_of_the_same_configuration_is_refused(cli: C
     shutil.copytree("runs/b/checkpoints", "runs/a/checkpoints")
     said = cli("resume=runs/a", "train.steps=2").message
     assert "is a checkpoint of run" in said and "another run left it there" in said
-
-
-def test_runs_from_before_identities_go_on(cli: Cli, stop_at: StopAt) -> None:
-    cli.trained("run.name=whole", "checkpoint.every=2")
-    stop_at(5)
-    assert cli("run.name=a", "checkpoint.every=2").code == 137
-    stop_at(-1)
-    for path in Path("runs/a/checkpoints").iterdir():
-
-        def older(state: dict[str, Any]) -> None:
-            for key in ("run", "swaps", "metrics"):
-                del state[key]
-
-        reseal(path, lambda held: None, older)
-        as_before(path)
-    config = Path("runs/a/config.yaml")
-    saved = yaml.safe_load(config.read_text())
-    del saved["checkpoint"]["also"], saved["train"]["step_timeout"]
-    config.write_text(yaml.safe_dump(saved))
-    assert cli("resume=runs/a", *cli.paths).code == 0
-    assert losses("runs/a") == losses("runs/whole")
-    assert config.read_text().startswith("# fp4train run ")
 
 
 def test_no_flipped_bit_of_the_configuration_changes_a_run_in_silence(cli: Cli) -> None:
@@ -146,46 +121,6 @@ def test_a_swap_that_was_changed_is_refused(cli: Cli, stop_at: StopAt) -> None:
 
     reseal(newest, lambda held: None, resealed)
     assert "is not what the checkpoint of step 4 was trained with (the swap at step 2)" in cli("resume=runs/a").message
-
-
-def older(run: Path, entries: list[dict[str, Any]]) -> None:
-    """Give a run the record of swaps that older versions kept beside the journal."""
-    known = identity(run)
-    sealed = [entry | {"run": known} for entry in entries]
-    (run / "swaps.json").write_text(json.dumps([each | {"sha256": checksum(each)} for each in sealed], indent=1))
-
-
-def test_the_swaps_of_an_older_version_are_taken_over_into_the_journal(cli: Cli, stop_at: StopAt) -> None:
-    path = swapped(cli, stop_at)
-    known = [json.loads(line) for line in path.read_text().splitlines()]
-    past = {"step": 2, "name": "bf16", "recipe": known[1]["recipe"]}
-    coming = {"step": 5, "name": "mxfp8", "recipe": {"_target_": "fp4train.precision.MXFP8"}, "request": "1-ab"}
-    older(path.parent, [past, coming])
-    assert "mxfp8" in cli.raw("swap", "runs/a").out and "MXFP8" in cli.raw("plan", "resume=runs/a").out
-    Path("runs/a/swap_requests").mkdir()
-    Path("runs/a/swap_requests/1-ab.taken").write_text("{}")
-    stop_at(4)
-    ended = cli("resume=runs/a")
-    assert ended.code == 137 and "swaps.json: the swap at step 5 is not on record: taken over" in ended.err
-    assert recorded("runs/a") == [(2, "bf16"), (5, "mxfp8")] and not Path("runs/a/swaps.json").exists()
-    stop_at(-1)
-    assert cli("resume=runs/a").code == 0 and left("runs/a") == []
-    assert [v[-1] for v in losses("runs/a").values()] == ["NVFP4"] * 2 + ["BF16"] * 3 + ["MXFP8"]
-    assert events("runs/a", "swap refused") == []
-
-
-def test_a_changed_record_of_an_older_version_is_refused(cli: Cli, stop_at: StopAt) -> None:
-    journal = swapped(cli, stop_at)
-    past = {"step": 2, "name": "bf16", "recipe": {"_target_": "fp4train.precision.BF16"}}
-    older(journal.parent, [past])
-    path = Path("runs/a/swaps.json")
-    good = path.read_text()
-    path.write_text(good.replace("precision.BF16", "precision.FP32"))
-    assert "was changed after it had been recorded" in cli("resume=runs/a").message
-    path.write_text("[]")
-    assert "swaps.json is not what the checkpoint of step 4 was trained with" in cli("resume=runs/a").message
-    path.write_text(good)
-    assert cli("resume=runs/a").code == 0 and not path.exists()
 
 
 def test_a_request_whose_removal_was_cut_off_is_not_carried_out_twice(

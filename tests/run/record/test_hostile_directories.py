@@ -66,7 +66,7 @@ def test_names_in_a_run_directory_do_not_act_on_a_terminal(cli: Cli, tmp_path: P
         assert not set("\x1b\r") & set(ended.out + ended.err)
 
 
-@pytest.mark.parametrize("name", [".lock", "metrics.jsonl", "swaps.json", "history.jsonl", "config.yaml"])
+@pytest.mark.parametrize("name", [".lock", "metrics.jsonl", "history.jsonl", "config.yaml"])
 def test_a_pipe_in_a_run_directory_stops_nobody(cli: Cli, name: str) -> None:
     cli.trained("run.name=a", "train.steps=1", *STEADY)
     Path("runs/a", name).unlink(missing_ok=True)

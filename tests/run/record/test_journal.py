@@ -10,11 +10,11 @@ import pytest
 import torch
 import yaml
 from command_line import Cli, StopAt, events, lines, losses, steps
+from made import chained
 
 from fp4train.errors import UserError
 from fp4train.files import Folder
 from fp4train.run.record import journal
-from fp4train.sealed import chained_sum
 
 STEADY = ("phases=none", "schedule=constant")
 
@@ -161,15 +161,6 @@ def test_an_edited_configuration_is_noticed(cli: Cli) -> None:
     assert cli("resume=runs/a", "train.steps=4").message == "runs/a/config.yaml: eval.every is missing; put it back"
 
 
-def test_an_edited_record_of_swaps_is_noticed(cli: Cli) -> None:
-    cli.trained("run.name=a", "train.steps=2", *STEADY)
-    swap = {"step": 2, "name": "bf16", "recipe": {"_target_": "fp4train.precision.BF16"}}
-    Path("runs/a/swaps.json").write_text(json.dumps([swap]))
-    ended = cli("resume=runs/a", "train.steps=3")
-    assert ended.code == 0 and "swaps.json: the swap at step 2 is not on record" in ended.err
-    assert "step 2  swap    " in cli.raw("plan", "runs/a").out
-
-
 @pytest.mark.parametrize("damage", [("NVFP4", "NVFP5"), ('"step": 0', '"step": 1'), ("{", "")])
 def test_a_damaged_history_is_named_with_a_way_on(cli: Cli, damage: tuple[str, str]) -> None:
     cli.trained("run.name=a", "train.steps=2", *STEADY)
@@ -179,7 +170,7 @@ def test_a_damaged_history_is_named_with_a_way_on(cli: Cli, damage: tuple[str, s
         said = cli.raw(*command).message
         assert said.startswith("runs/a/history.jsonl, line 1 is damaged") and "move it away" in said
     path.unlink()
-    assert "was made by an older fp4train" in cli.raw("plan", "runs/a").message
+    assert "history.jsonl: put it back, or ask what a resume would run by plan" in cli.raw("plan", "runs/a").message
     assert cli("resume=runs/a", "train.steps=3").code == 0
     assert ran("runs/a") == [(2, 3, "NVFP4")]
 
@@ -199,7 +190,7 @@ def test_numbers_that_no_plan_has_are_refused(tmp_path: Path, change: dict[str, 
     stretch["layers"] = {"a": [0, 1, 0]}
     made = [stretch | each for each in change.get("stretches", [{}])]
     line = {"event": "start", "step": 0, "time": "", **change, "stretches": made}
-    (tmp_path / "history.jsonl").write_text(json.dumps({**line, "sum": chained_sum(line, "")}) + "\n")
+    (tmp_path / "history.jsonl").write_bytes(chained([line]))
     with pytest.raises(UserError, match="line 1 is damaged"):
         journal.read_journal(tmp_path)
 
@@ -222,7 +213,7 @@ def test_a_sealed_record_with_any_value_in_any_place_is_read_or_refused(tmp_path
             line["stretches"] = [stretch | {key: value}]
         else:
             line[key] = value
-        (tmp_path / "history.jsonl").write_text(json.dumps({**line, "sum": chained_sum(line, "")}) + "\n")
+        (tmp_path / "history.jsonl").write_bytes(chained([line]))
         try:
             records = journal.read_journal(tmp_path)
             journal.plan_text(records)
@@ -251,9 +242,8 @@ def test_a_history_is_read_in_linear_time(tmp_path: Path, hostile: str) -> None:
     lines: list[dict[str, Any]] = []
     many = stretch(0, kinds=[[[10**4000] * 60, "", "", ""]], layers={"a": [0] * 60_000})
     for each in [many] if "GEMM" in hostile else map(stretch, range(3000)):
-        line = {"event": "resume", "step": each["start"], "time": "", "stretches": [each]}
-        lines.append({**line, "sum": chained_sum(line, lines[-1]["sum"] if lines else "")})
-    (tmp_path / "history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        lines.append({"event": "resume", "step": each["start"], "time": "", "stretches": [each]})
+    (tmp_path / "history.jsonl").write_bytes(chained(lines))
     began = time.monotonic()
     if "GEMM" in hostile:
         with pytest.raises(UserError, match=r"line 1 is damaged .*too many dimensions"):
@@ -317,38 +307,24 @@ def test_every_start_records_what_it_ran_on(cli: Cli, stop_at: StopAt, monkeypat
     assert first["data"] and first["cores"] >= first["threads"] >= 1
 
 
-def journal_of_an_older_version(run: Path) -> list[bytes]:
-    """The lines of RUN/history.jsonl with a "sum" each, as they were before the lines of all records had one chain."""
-    lines: list[dict[str, Any]] = []
-    for step in range(3):
-        line = {"event": "resume", "step": step, "time": "", "stretches": []}
-        lines.append({**line, "sum": chained_sum(line, lines[-1]["sum"] if lines else "")})
-    raw = [json.dumps(line).encode() + b"\n" for line in lines]
-    (run / "history.jsonl").write_bytes(b"".join(raw))
-    return raw
-
-
-def test_a_journal_of_an_older_version_goes_on_in_the_chain_of_all_records(tmp_path: Path) -> None:
-    old, path = journal_of_an_older_version(tmp_path), tmp_path / "history.jsonl"
-    with Folder.open(tmp_path) as folder:
-        written = journal.Journal.read(folder, None)
-        for step in (3, 4):
-            written.add("resume", step)
-            written.write()
-    lines = path.read_bytes().splitlines(keepends=True)
-    assert lines[:3] == old and all(b'"after"' in line and b'"sum"' not in line for line in lines[3:])
-    found = journal.read_journal(tmp_path)
-    assert [record.step for record in found] == list(range(5)) and written.last == found[-1].sum
-    assert found[2].sum == json.loads(old[2])["sum"], "what its checkpoints remember"
-    for gone in range(4):
-        path.write_bytes(b"".join(lines[:gone] + lines[gone + 1 :]))
-        with pytest.raises(UserError, match=f"line {gone + 1} is damaged"):
-            journal.read_journal(tmp_path)
+def four_records(run: Path) -> list[bytes]:
+    """The lines of RUN/history.jsonl of a run that was resumed four times."""
+    data = chained({"event": "resume", "step": step, "time": "", "stretches": []} for step in range(4))
+    (run / "history.jsonl").write_bytes(data)
+    return data.splitlines(keepends=True)
 
 
 @pytest.mark.parametrize("number", range(3))
-def test_a_changed_line_of_an_older_journal_is_refused(tmp_path: Path, number: int) -> None:
-    lines = journal_of_an_older_version(tmp_path)
+def test_a_line_behind_one_that_is_gone_is_named(tmp_path: Path, number: int) -> None:
+    lines = four_records(tmp_path)
+    (tmp_path / "history.jsonl").write_bytes(b"".join(lines[:number] + lines[number + 1 :]))
+    with pytest.raises(UserError, match=f"line {number + 1} is damaged"):
+        journal.read_journal(tmp_path)
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_a_changed_line_is_named(tmp_path: Path, number: int) -> None:
+    lines = four_records(tmp_path)
     lines[number] = lines[number].replace(b'"time": ""', b'"time": "1"')
     (tmp_path / "history.jsonl").write_bytes(b"".join(lines))
     with pytest.raises(UserError, match=rf"line {number + 1} is damaged \(its checksum differs\)"):

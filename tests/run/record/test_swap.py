@@ -1,6 +1,5 @@
 """`fp4train swap`: the recipe of a running run changes, or the request is refused; the run goes on either way."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ import pytest
 from command_line import PATIENCE, Cli, StopAt, events, lines, losses, recorded, wait_for
 
 import fp4train.run.supervise.agreement as agreement
-from fp4train.sealed import Appended
+from fp4train.sealed import Appended, sealed
 
 STEADY = ("phases=none", "schedule=constant")
 
@@ -107,7 +106,7 @@ def test_impossible_requests_are_refused_without_hurting_the_run(
             if body is None:
                 path.mkdir()
             elif isinstance(body, dict):
-                path.write_text(json.dumps(body))
+                path.write_bytes(sealed(body))
             else:
                 path.write_bytes(body if isinstance(body, bytes) else body.encode())
 
