@@ -29,17 +29,8 @@ import torch
 
 from fp4train.text import first_line, near_miss
 
-RATE_OF: Final[Mapping[str, str]] = MappingProxyType(
-    {"E2M1": "FP4", "E2M3": "FP6", "E3M2": "FP6", "E4M3": "FP8", "E5M2": "FP8"}
-    | {wide: wide for wide in ("BF16", "FP16", "TF32", "FP32")}
-)
-"""Element format of an operand → the tensor-core rate that multiplies it."""
-
 OLDEST_GPU: Final = (8, 0)
 """Compute capability from which on GPUs multiply BF16."""
-
-_BITS: Final = MappingProxyType({"FP4": 4, "FP6": 6, "FP8": 8, "FP16": 16, "BF16": 16, "TF32": 32, "FP32": 32})
-"""Rate → bits of an element, from the narrowest to the widest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,25 +127,12 @@ def detect(device_name: str) -> Gpu | None:
     return next((gpu for gpu in GPUS if re.fullmatch(gpu.pattern, word, flags=re.IGNORECASE)), None)
 
 
-def rate_name(elements: str) -> str:
-    """The rate that multiplies "E2M1·E2M1" or "BF16": that of the wider operand, to which the other is cast.
+def peak_flops(gpu: Gpu, rate: str | None) -> float:
+    """Dense peak of `gpu` in FLOP/s of products of a rate (`fp4train.formats.product_rate`).
 
-    Raises:
-        ValueError: elements that no tensor core multiplies.
+    What the GPU does not multiply (None: no GPU does) is emulated in BF16, whose peak utilisation then refers to.
     """
-    words = elements.upper().split("·")
-    unknown = [word for word in words if word not in RATE_OF]
-    if unknown or len(words) > 2:
-        raise ValueError(f"elements={elements!r} must be one or two of {', '.join(RATE_OF)}, joined by '·'")
-    return max((RATE_OF[word] for word in words), key=[*_BITS].index)
-
-
-def peak_flops(gpu: Gpu, elements: str) -> float:
-    """Dense peak in FLOP/s at which `gpu` multiplies `elements` ("E4M3·E5M2", "BF16"; see `Row.elements` of a plan).
-
-    A format that the GPU lacks is emulated in BF16, so utilisation then refers to the peak of BF16.
-    """
-    return gpu.peaks.get(rate_name(elements), gpu.peaks["BF16"])
+    return gpu.peaks["BF16"] if rate is None else gpu.peaks.get(rate, gpu.peaks["BF16"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,9 +196,9 @@ def why_no_gpu() -> str:
     return "a driver is here, and no GPU is given to this process (CUDA_VISIBLE_DEVICES?)"
 
 
-def stored_bytes(elements: str, block: int = 32) -> float:
-    """Bytes of one element with its share of a one-byte block scale: "E2M1" in blocks of 16 is 0.5625."""
-    bits = _BITS[RATE_OF[elements]]
+def stored_bytes(bits: int, block: int = 32) -> float:
+    """Bytes of an element of so many bits with its share of a one-byte block scale: of 4 bits in blocks of 16 it is
+    0.5625; of more than 8 bits it has no scale."""
     return bits / 8 + (1 / block if bits <= 8 else 0)
 
 

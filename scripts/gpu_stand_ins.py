@@ -211,7 +211,7 @@ def known_sums() -> Iterator[None]:
     def product(backend: Native, first: Any, second: Any, *, out_dtype: torch.dtype) -> torch.Tensor:
         blocks = first.spec.block != (None, None)
         capability = (10, 0) if blocks else (9, 0)
-        unit = tensor_cores.unit_for(capability, first.spec.element)
+        unit = tensor_cores.unit_for(capability, first.spec.format)
         assert unit is not None
         return tensor_cores.product(first, second, unit, fast=backend.fast).to(out_dtype)
 

@@ -121,7 +121,7 @@ def rows_of(operand: Quantized, rows: Tensor) -> Quantized:
 
 def compare(case: Case, capability: tuple[int, int], size: int, device: str) -> dict[str, Any]:
     """The row of a product."""
-    unit = tensor_cores.unit_for(capability, case.first.element)
+    unit = tensor_cores.unit_for(capability, case.first.format)
     assert unit is not None
     first, second = operands(case, size, device)
     backend = FAST if case.fast else NATIVE
@@ -180,7 +180,7 @@ def main() -> int:
         print("gpu_sums: torch sees no GPU")
         return 3
     capability = torch.cuda.get_device_capability()
-    if tensor_cores.unit_for(capability, "e4m3") is None:
+    if tensor_cores.unit_for(capability, E4M3.format) is None:
         print(f"gpu_sums: how GPUs of compute capability {capability[0]}.{capability[1]} sum is not known here")
         return 3
     results = gpu_runs.Results(arguments.out, gpu_runs.machine())

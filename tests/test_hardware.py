@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from fp4train.hardware import GPUS, detect, find_gpu, peak_flops, rate_name
+from fp4train.hardware import GPUS, detect, find_gpu, peak_flops
 
 
 @pytest.mark.parametrize(
@@ -84,16 +84,8 @@ def test_published_dense_peaks() -> None:
 
 
 def test_mfu_refers_to_what_multiplies_not_to_what_is_emulated() -> None:
-    assert peak_flops(find_gpu("B200"), "E2M1·E2M1") == 9000e12
-    assert peak_flops(find_gpu("B200"), "E4M3·E5M2") == 4500e12
-    assert peak_flops(find_gpu("H200"), "E2M1·E2M1") == find_gpu("H200").peaks["BF16"]
-    assert peak_flops(find_gpu("A100"), "FP32·FP32") == 19.5e12
-
-
-def test_the_wider_operand_sets_the_rate() -> None:
-    assert rate_name("E2M1·BF16") == "BF16"
-    assert rate_name("E2M1·E4M3") == "FP8"
-    assert rate_name("fp32") == "FP32"
-    for bad in ("E9M9", "E2M1·E2M1·E2M1", ""):
-        with pytest.raises(ValueError, match="must be one or two of"):
-            rate_name(bad)
+    assert peak_flops(find_gpu("B200"), "FP4") == 9000e12
+    assert peak_flops(find_gpu("B200"), "FP8") == 4500e12
+    assert peak_flops(find_gpu("H200"), "FP4") == find_gpu("H200").peaks["BF16"]
+    assert peak_flops(find_gpu("H200"), None) == find_gpu("H200").peaks["BF16"]
+    assert peak_flops(find_gpu("A100"), "FP32") == 19.5e12

@@ -27,9 +27,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 
-from fp4train.backends.native import CODES, Native, padded, padded_blocks, scheme
+from fp4train.backends.native import Native, padded, padded_blocks, scheme
 from fp4train.backends.protocol import Prepared
 from fp4train.backends.table import Table
+from fp4train.formats import E2M1, E4M3
 from fp4train.hardware import Device
 from fp4train.quantize import Quantized, QuantSpec, to_torch
 
@@ -47,7 +48,7 @@ def why_not(table: Table, gemm: str, device: Device) -> str | None:
         return "scaled_grouped_mm writes BF16, and gradients of weights are summed in float32"
     if table.dtype != "bfloat16":
         return f"scaled_grouped_mm writes BF16, not {table.dtype}"
-    if {first.element, second.element} not in ({"e4m3"}, {"e2m1"}):
+    if first.format != second.format or first.format not in (E2M1, E4M3):
         return f"scaled_grouped_mm does not multiply {first.element.upper()} by {second.element.upper()}"
     kind = scheme(first)
     if kind is not None and kind.scaling not in _TILES:
@@ -104,8 +105,9 @@ def multiply(firsts: Sequence[Quantized], seconds: Sequence[Quantized], *, fast:
     swizzles = [SwizzleType.NO_SWIZZLE]
     if kind is None:
         rows, scalings = [padded(a) for a in firsts], [ScalingType.RowWise]
-        codes, scales = [a.view(CODES["e4m3"]) for a, _ in rows], [s.expand(a.shape[0], 1)[:, 0] for a, s in rows]
-        b_codes = torch.stack([b.codes for b in seconds]).view(CODES["e4m3"])
+        codes = [a.view(torch.float8_e4m3fn) for a, _ in rows]
+        scales = [s.expand(a.shape[0], 1)[:, 0] for a, s in rows]
+        b_codes = torch.stack([b.codes for b in seconds]).view(torch.float8_e4m3fn)
         b_scales = [torch.stack([b.scales.expand(b.shape[0], 1)[:, 0] for b in seconds])]
         a_scales = [torch.cat(scales)]
     else:

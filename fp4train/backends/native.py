@@ -35,11 +35,13 @@ from torch.nn.functional import ScalingType, SwizzleType
 from fp4train.backends.emulate import EMULATE
 from fp4train.backends.protocol import Prepared
 from fp4train.backends.table import Operands, Shape, Table
+from fp4train.formats import E2M1, E4M3, E5M2, ElementFormat
 from fp4train.hardware import Device
 from fp4train.quantize import Quantized, QuantSpec, to_torch
 from fp4train.text import first_line
 
-CODES: Final = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+FP8: Final = (E4M3, E5M2)
+"""The element formats of one scale per tensor or row."""
 _WHOLE: Final = ((None, None), (1, None))
 """Blocks of one scale per tensor or row."""
 _MULTIPLE: Final = 16
@@ -65,7 +67,7 @@ class BlockScheme:
     """
 
     title: str
-    elements: tuple[str, ...]
+    elements: tuple[ElementFormat, ...]
     scales: tuple[str, ...]
     cols: int
     rows: tuple[int, ...] | None = None
@@ -87,7 +89,7 @@ class BlockScheme:
     def takes(self, spec: QuantSpec) -> bool:
         rows, cols = spec.block
         return (
-            spec.element in self.elements
+            spec.format in self.elements
             and spec.scale in self.scales
             and spec.global_scale != "block"
             and cols == self.cols
@@ -97,10 +99,10 @@ class BlockScheme:
 
 
 SCHEMES: Final = (
-    BlockScheme(title="NVFP4", elements=("e2m1",), scales=("e4m3",), cols=16, scaling=ScalingType.BlockWise1x16),
+    BlockScheme(title="NVFP4", elements=(E2M1,), scales=("e4m3",), cols=16, scaling=ScalingType.BlockWise1x16),
     BlockScheme(
         title="MXFP8",
-        elements=("e4m3", "e5m2"),
+        elements=FP8,
         scales=("e8m0",),
         cols=32,
         dtypes=("bfloat16", "float16", "float32"),
@@ -108,7 +110,7 @@ SCHEMES: Final = (
     ),
     BlockScheme(
         title="FP8 in blocks",
-        elements=("e4m3", "e5m2"),
+        elements=FP8,
         scales=("fp32", "pow2"),
         cols=128,
         rows=(1, 128),
@@ -151,13 +153,13 @@ class Native:
         if first is None or second is None:
             return "scaled_mm needs both operands quantised"
         for spec in (first, second):
-            whole = spec.element in CODES and spec.block in _WHOLE and spec.scale in ("fp32", "pow2")
+            whole = spec.format in FP8 and spec.block in _WHOLE and spec.scale in ("fp32", "pow2")
             if not whole and scheme(spec) is None:
                 return f"scaled_mm does not take element={spec.element} block={spec.block} scale={spec.scale}"
         kind, other = scheme(first), scheme(second)
         if (kind or first.block) != (other or second.block):
             return "scaled_mm needs the same kind of scale for both operands"
-        if first.element == second.element == "e5m2":
+        if first.format == second.format == E5M2:
             return "scaled_mm cannot multiply E5M2 by E5M2"
         if kind is not None:
             return why_not_blocks(kind, table[gemm], table, layer, device)
@@ -235,9 +237,11 @@ def _product(a: Quantized, b: Quantized, out_dtype: torch.dtype, bias: Tensor | 
     a_codes, a_scales = padded(a)
     b_codes, b_scales = padded(b)
     inside = bias is not None and out_dtype != torch.float32 and columns == b_codes.shape[0]
+    a_dtype, b_dtype = a.spec.format.dtype, b.spec.format.dtype
+    assert a_dtype is not None and b_dtype is not None
     y = torch._scaled_mm(
-        a_codes.view(CODES[a.spec.element]),
-        b_codes.view(CODES[b.spec.element]).T,
+        a_codes.view(a_dtype),
+        b_codes.view(b_dtype).T,
         scale_a=a_scales,
         scale_b=b_scales if b_scales.numel() == 1 else b_scales.reshape(1, -1),
         bias=bias.to(out_dtype) if bias is not None and inside else None,
@@ -347,7 +351,7 @@ def padded_blocks(x: Quantized, width: int, multiple: int = _MULTIPLE) -> Quanti
     columns = width - x.element_width
     if not rows and not columns:
         return x
-    per_byte = 2 if x.spec.element == "e2m1" else 1
+    per_byte = 2 if x.spec.format.packed else 1
     codes = F.pad(x.codes.view(torch.uint8), (0, columns // per_byte, 0, rows)).view(x.codes.dtype)
     x = x._replace(shape=(x.shape[0] + rows, width), codes=codes)
     if x.tiled:  # which are filled up with zeros

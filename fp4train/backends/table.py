@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 
+from fp4train.formats import BF16, FP16, FP32, ElementFormat
 from fp4train.quantize import QuantSpec
 from fp4train.text import check_choice
 
@@ -29,8 +30,11 @@ FORMS = {
 }
 """Tensor → (GEMM, operand) of its row-wise form and of its column-wise form."""
 
+HIGH_FORMATS = {"bfloat16": BF16, "float16": FP16, "float32": FP32}
+"""The formats of operands in high precision, by the dtype that a recipe names."""
+
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-SHORT = {"bfloat16": "BF16", "float16": "FP16", "float32": "FP32"}
+SHORT = {dtype: fmt.name.upper() for dtype, fmt in HIGH_FORMATS.items()}
 """Names of dtypes in tables and legends."""
 
 
@@ -62,7 +66,7 @@ class Operands:
     def sums_fp8(self) -> bool:
         """Whether both are FP8 with one scale per tensor or row, of which some tensor cores have two kinds of sums."""
         return all(
-            spec is not None and spec.element in ("e4m3", "e5m2") and spec.block[1] is None
+            spec is not None and spec.format.rate == "FP8" and spec.block[1] is None
             for spec in (self.first, self.second)
         )
 
@@ -74,9 +78,17 @@ class Operands:
     def quantised(self) -> bool:
         return self.first is not None or self.second is not None
 
+    def formats(self, dtype: str) -> tuple[ElementFormat, ElementFormat]:
+        """The formats of both; `dtype` in high precision."""
+        high = HIGH_FORMATS[dtype]
+        return (
+            high if self.first is None else self.first.format,
+            high if self.second is None else self.second.format,
+        )
+
     def elements(self, dtype: str) -> str:
-        """The element formats, with high precision shown as `dtype`: "E2M1·E2M1", "BF16·BF16"."""
-        return "·".join(SHORT[dtype] if s is None else s.element.upper() for s in self.both)
+        """The names of their formats, with high precision shown as `dtype`: "E2M1·E2M1", "BF16·BF16"."""
+        return "·".join(fmt.name.upper() for fmt in self.formats(dtype))
 
 
 HIGH_PRECISION = Operands()

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fp4train import __version__
+from fp4train.formats import E2M1, E4M3
 from fp4train.quantize import QuantSpec
 from fp4train.quantize.scaling import element_range
 
@@ -150,11 +151,11 @@ def kind_of(spec: QuantSpec | None) -> str:
     if element_range(spec) != spec.format.max:
         raise ValueError(f"leaves a guard of its range free (guard={spec.guard:g})")
     (rows, columns), shared = spec.block, spec.block[0] in (1, spec.block[1])
-    if (spec.element, spec.scale, spec.global_scale, columns) == ("e2m1", "e4m3", "tensor", 16) and shared:
+    if (spec.format, spec.scale, spec.global_scale, columns) == (E2M1, "e4m3", "tensor", 16) and shared:
         return "NVFP4"
-    if (spec.scale, columns) == ("e8m0", 32) and spec.element in ("e4m3", "e2m1") and shared:
-        return "MXFP8" if spec.element == "e4m3" else "MXFP4"
-    if spec.element == "e4m3" and spec.scale in ("fp32", "pow2"):
+    if (spec.scale, columns) == ("e8m0", 32) and spec.format in (E4M3, E2M1) and shared:
+        return "MXFP8" if spec.format == E4M3 else "MXFP4"
+    if spec.format == E4M3 and spec.scale in ("fp32", "pow2"):
         found = {(None, None): "FP8", (1, None): "FP8 rows", (128, 128): "FP8 128×128", (1, 128): "FP8 1×128"}
         if (rows, columns) in found:
             return found[rows, columns]

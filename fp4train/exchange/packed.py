@@ -186,7 +186,7 @@ class PackedModel:
 
 
 def _codes(columns: int, q: Quantized) -> Tensor:
-    return q.codes.contiguous() if q.spec.format.bits == 4 else q.codes[:, :columns].contiguous().view(FP8)
+    return q.codes.contiguous() if q.spec.format.packed else q.codes[:, :columns].contiguous().view(FP8)
 
 
 def _scales(q: Quantized) -> Tensor:

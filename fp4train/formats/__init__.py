@@ -1,6 +1,8 @@
 """Number formats: codes <-> values, packing, the formats by name, and the rows that `fp4train formats` prints.
 
-Independent of blocks and scaling. A new format is a constant of its own, in `element` or `scale`, and an entry here.
+Independent of blocks and scaling. A new format is a constant of its own, in `element` or `scale`, and an entry here:
+all else that depends on a format asks the format. Kernels hold sets of the formats that they know; the reference takes
+any.
 """
 
 import math
@@ -50,6 +52,25 @@ def get_format(name: str) -> ElementFormat:
 def get_scale_format(name: str) -> ScaleFormat:
     """The scale format called `name`. ValueError with a near miss otherwise."""
     return _named(name, SCALE_FORMATS, "scale")
+
+
+def formats_of(elements: str) -> tuple[ElementFormat, ...]:
+    """The formats of the operands of a product: of "E2M1·E2M1", "E4M3·BF16", or "BF16" for both.
+
+    Raises:
+        ValueError: they are not one or two formats.
+    """
+    formats = {fmt.name.upper(): fmt for fmt in (*ELEMENT_FORMATS, *WIDE_FORMATS)}
+    words = elements.upper().split("·")
+    if len(words) > 2 or not all(word in formats for word in words):
+        raise ValueError(f"elements={elements!r} must be one or two of {', '.join(formats)}, joined by '·'")
+    return tuple(formats[word] for word in words)
+
+
+def product_rate(*operands: ElementFormat) -> str | None:
+    """The rate of tensor cores that multiplies such operands: that of the widest, to which others are cast; None: no
+    tensor core does."""
+    return max(operands, key=lambda fmt: fmt.bits).rate
 
 
 def _named(name: str, formats: Sequence[_Format], kind: str) -> _Format:

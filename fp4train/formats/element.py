@@ -17,6 +17,7 @@ Sources: OCP Microscaling Formats (MX) v1.0, sections 5.3.1-5.3.3 (E4M3, E5M2, E
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 import torch
@@ -25,20 +26,48 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class ElementFormat:
-    """A binary floating-point format. `max` is the largest finite value; `bias` is that of the stored exponent."""
+    """A binary floating-point format, and what torch and GPUs know of it.
+
+    Args:
+        name: value of `QuantSpec.element`, in lower case.
+        exponent_bits, mantissa_bits: widths of the two fields of a code.
+        bias: what the stored exponent is above the exponent.
+        has_inf: whether the largest exponent is kept for infinities and NaN, as IEEE has it.
+        has_nan: whether the code of all ones is NaN.
+        dtype: torch's dtype of stored codes, two of a packed format in one element of it; None: torch has none.
+        rate: the class of tensor-core products, a key of `Gpu.peaks`; None: no tensor core multiplies the format.
+    """
 
     name: str
     exponent_bits: int
     mantissa_bits: int
     bias: int
-    max: float
     has_inf: bool = False
     has_nan: bool = False
+    dtype: torch.dtype | None = None
+    rate: str | None = None
 
-    @property
+    @cached_property
     def bits(self) -> int:
         """Width of one code, sign included."""
         return 1 + self.exponent_bits + self.mantissa_bits
+
+    @property
+    def packed(self) -> bool:
+        """Whether two codes are stored in a byte, the first in the low nibble; else a byte holds one code."""
+        return self.bits <= 4
+
+    @property
+    def float8(self) -> torch.dtype | None:
+        """torch's dtype whose casts are this format's, to nearest; None: torch casts to no such format."""
+        return self.dtype if self.bits == 8 else None
+
+    @cached_property
+    def max(self) -> float:
+        """The largest finite value."""
+        if self.has_inf:
+            return self.magnitude_of(self.infinity_code - 1)
+        return self.magnitude_of(self.nan_code - self.has_nan)
 
     @property
     def min_exponent(self) -> int:
@@ -69,35 +98,67 @@ class ElementFormat:
         return (1 << (self.bits - 1)) - 1
 
     @property
+    def infinity_code(self) -> int:
+        """The code of infinity, without sign, in a format that has it: all ones in the exponent."""
+        return ((1 << self.exponent_bits) - 1) << self.mantissa_bits
+
+    @property
+    def last_number_code(self) -> int:
+        """The largest code, without sign, that is no NaN."""
+        return self.infinity_code if self.has_inf else self.nan_code - self.has_nan
+
+    @property
     def sign_bit(self) -> int:
         return 1 << (self.bits - 1)
 
+    def magnitude_of(self, code: int) -> float:
+        """The value of a code without sign, by the formula above; of the codes of infinity and NaN, too."""
+        exponent = code >> self.mantissa_bits
+        mantissa = code & ((1 << self.mantissa_bits) - 1)
+        significand = mantissa + (1 << self.mantissa_bits if exponent else 0)
+        return math.ldexp(significand, max(exponent, 1) - self.bias - self.mantissa_bits)
 
-E2M1: Final = ElementFormat(name="e2m1", exponent_bits=2, mantissa_bits=1, bias=1, max=6.0)
-E2M3: Final = ElementFormat(name="e2m3", exponent_bits=2, mantissa_bits=3, bias=1, max=7.5)
-E3M2: Final = ElementFormat(name="e3m2", exponent_bits=3, mantissa_bits=2, bias=3, max=28.0)
-E4M3: Final = ElementFormat(name="e4m3", exponent_bits=4, mantissa_bits=3, bias=7, max=448.0, has_nan=True)
+
+E2M1: Final = ElementFormat(
+    name="e2m1", exponent_bits=2, mantissa_bits=1, bias=1, dtype=torch.float4_e2m1fn_x2, rate="FP4"
+)
+E2M3: Final = ElementFormat(name="e2m3", exponent_bits=2, mantissa_bits=3, bias=1, rate="FP6")
+E3M2: Final = ElementFormat(name="e3m2", exponent_bits=3, mantissa_bits=2, bias=3, rate="FP6")
+E4M3: Final = ElementFormat(
+    name="e4m3", exponent_bits=4, mantissa_bits=3, bias=7, has_nan=True, dtype=torch.float8_e4m3fn, rate="FP8"
+)
 E5M2: Final = ElementFormat(
-    name="e5m2", exponent_bits=5, mantissa_bits=2, bias=15, max=57344.0, has_inf=True, has_nan=True
-)
-FP16: Final = ElementFormat(
-    name="fp16", exponent_bits=5, mantissa_bits=10, bias=15, max=65504.0, has_inf=True, has_nan=True
-)
-BF16: Final = ElementFormat(
-    name="bf16", exponent_bits=8, mantissa_bits=7, bias=127, max=math.ldexp(255, 120), has_inf=True, has_nan=True
-)
-FP32: Final = ElementFormat(
-    name="fp32",
-    exponent_bits=8,
-    mantissa_bits=23,
-    bias=127,
-    max=math.ldexp(2**24 - 1, 104),
+    name="e5m2",
+    exponent_bits=5,
+    mantissa_bits=2,
+    bias=15,
     has_inf=True,
     has_nan=True,
+    dtype=torch.float8_e5m2,
+    rate="FP8",
 )
 
+
+def _wide(name: str, dtype: torch.dtype, exponent_bits: int, mantissa_bits: int) -> ElementFormat:
+    """A format of IEEE's kind, whose rate has its name."""
+    return ElementFormat(
+        name=name,
+        exponent_bits=exponent_bits,
+        mantissa_bits=mantissa_bits,
+        bias=(1 << (exponent_bits - 1)) - 1,
+        has_inf=True,
+        has_nan=True,
+        dtype=dtype,
+        rate=name.upper(),
+    )
+
+
+FP16: Final = _wide("fp16", torch.float16, 5, 10)
+BF16: Final = _wide("bf16", torch.bfloat16, 8, 7)
+FP32: Final = _wide("fp32", torch.float32, 8, 23)
+
 WIDE_FORMATS: Final = (FP16, BF16, FP32)
-"""Formats for reference: dtypes of torch, which this package does not encode."""
+"""Formats of operands in high precision: dtypes of torch, which this package does not encode."""
 
 
 def grid_position(magnitude: Tensor, fmt: ElementFormat) -> tuple[Tensor, Tensor]:
@@ -145,8 +206,7 @@ def encode(x: Tensor, fmt: ElementFormat, *, saturate: bool = True) -> Tensor:
     position, exponent = grid_position(torch.fmin(x.abs(), x.new_full((), fmt.max)), fmt)
     codes = grid_code(position.round_(), exponent, fmt)
     if not saturate:
-        infinity = ((1 << fmt.exponent_bits) - 1) << fmt.mantissa_bits if fmt.has_inf else fmt.nan_code
-        codes = torch.where(overflow, infinity, codes)
+        codes = torch.where(overflow, fmt.infinity_code if fmt.has_inf else fmt.nan_code, codes)
     codes = codes | (torch.signbit(x).to(torch.int32) << (fmt.bits - 1))
     return torch.where(x.isnan(), fmt.nan_code, codes).to(torch.uint8)
 
@@ -156,16 +216,13 @@ def value_table(fmt: ElementFormat) -> list[float]:
     values = []
     for code in range(1 << fmt.bits):
         sign = -1.0 if code & fmt.sign_bit else 1.0
-        exponent = (code >> fmt.mantissa_bits) & ((1 << fmt.exponent_bits) - 1)
-        mantissa = code & ((1 << fmt.mantissa_bits) - 1)
-        top = exponent == (1 << fmt.exponent_bits) - 1
-        if fmt.has_inf and top:
-            values.append(math.nan if mantissa else sign * math.inf)
-        elif fmt.has_nan and code & fmt.nan_code == fmt.nan_code:
+        unsigned = code & fmt.nan_code
+        if unsigned > fmt.last_number_code:
             values.append(math.nan)
+        elif fmt.has_inf and unsigned == fmt.infinity_code:
+            values.append(sign * math.inf)
         else:
-            significand = mantissa + (1 << fmt.mantissa_bits if exponent else 0)
-            values.append(sign * math.ldexp(significand, max(exponent, 1) - fmt.bias - fmt.mantissa_bits))
+            values.append(sign * fmt.magnitude_of(unsigned))
     return values
 
 
@@ -173,9 +230,8 @@ def decode(codes: Tensor, fmt: ElementFormat, dtype: torch.dtype = torch.float32
     """Values of uint8 codes (one per byte; for FP6 and FP4 the upper bits must be zero), same shape, exact in BF16 and
     float32.
     """
-    if fmt is E4M3 or fmt is E5M2:
-        float8 = torch.float8_e4m3fn if fmt is E4M3 else torch.float8_e5m2
-        return codes.contiguous().view(float8).to(dtype)
+    if fmt.float8 is not None:
+        return codes.contiguous().view(fmt.float8).to(dtype)
     code = codes.to(torch.int32)
     values = magnitude(code & (fmt.sign_bit - 1), fmt)
     return torch.where((code & fmt.sign_bit) > 0, -values, values).to(dtype)

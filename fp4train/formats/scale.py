@@ -100,7 +100,7 @@ def e8m0_decode(codes: Tensor) -> Tensor:
     return torch.where(byte == E8M0_NAN, math.nan, bits.view(torch.float32))
 
 
-UE5M3: Final = ElementFormat(name="ue5m3", exponent_bits=5, mantissa_bits=3, bias=15, max=114688.0, has_nan=True)
+UE5M3: Final = ElementFormat(name="ue5m3", exponent_bits=5, mantissa_bits=3, bias=15, has_nan=True)
 """UE5M3 as a format with a sign, which its codes lack."""
 
 

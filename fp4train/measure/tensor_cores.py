@@ -31,7 +31,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from fp4train.formats import decode
+from fp4train.formats import E2M1, E4M3, E5M2, ElementFormat, decode
 from fp4train.quantize import Quantized
 
 _ZERO: Final = -(1 << 20)
@@ -54,7 +54,7 @@ class TensorCore:
     """
 
     name: str
-    elements: frozenset[str]
+    elements: frozenset[ElementFormat]
     block: int
     fraction: int
     kept: int
@@ -79,7 +79,7 @@ class TensorCore:
         return torch.trunc(total_MN / grid) * grid + 0.0  # no sum is -0
 
 
-_FP8: Final = frozenset({"e4m3", "e5m2"})
+_FP8: Final = frozenset({E4M3, E5M2})
 HOPPER_FP8: Final = TensorCore(
     name="Hopper, FP8", elements=_FP8, block=32, fraction=13, kept=13, least=-132, restart=128
 )
@@ -87,7 +87,7 @@ ADA_FP8: Final = TensorCore(name="Ada, FP8", elements=_FP8, block=16, fraction=1
 BLACKWELL_FP8: Final = TensorCore(name="Blackwell, FP8", elements=_FP8, block=32, fraction=25, kept=23, least=-126)
 BLACKWELL_FP4: Final = TensorCore(
     name="Blackwell, FP4",
-    elements=frozenset({"e2m1"}),
+    elements=frozenset({E2M1}),
     block=64,
     fraction=35,
     kept=23,
@@ -98,7 +98,7 @@ UNITS: Final = {(8, 9): (ADA_FP8,), (9, 0): (HOPPER_FP8,), (10, 0): (BLACKWELL_F
 """Compute capability → the units whose sums are known."""
 
 
-def unit_for(capability: tuple[int, int], element: str) -> TensorCore | None:
+def unit_for(capability: tuple[int, int], element: ElementFormat) -> TensorCore | None:
     """The unit of a GPU that multiplies codes of this element format; None: how it sums is not known here."""
     units = UNITS.get(capability, ())
     return next((unit for unit in units if element in unit.elements), None)
@@ -116,7 +116,7 @@ def product(a: Quantized, b: Quantized, unit: TensorCore, *, fast: bool = False,
         ValueError: the unit does not multiply these codes.
     """
     for operand in (a, b):
-        if operand.spec.element not in unit.elements:
+        if operand.spec.format not in unit.elements:
             raise ValueError(f"{unit.name}: the unit does not multiply {operand.spec.element.upper()}")
     first, second = _factor(a), _factor(b)
     total_MN = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float32, device=a.codes.device)

@@ -20,6 +20,7 @@ from functools import cached_property
 from typing import Any
 
 from fp4train.backends import GEMMS, HIGH_PRECISION, LAYER_BACKENDS, Choice, Operands, Table, choose, sums_note
+from fp4train.formats import ElementFormat
 from fp4train.hardware import Device
 from fp4train.precision.layers import FUSED_BY, Layer, misaligned
 from fp4train.precision.phases import Stretch
@@ -51,8 +52,13 @@ class Gemm:
     grouped: bool = False
 
     @property
+    def formats(self) -> tuple[ElementFormat, ElementFormat]:
+        """The formats of its operands; `dtype` in high precision."""
+        return self.operands.formats(self.dtype)
+
+    @property
     def elements(self) -> str:
-        """The element formats of its operands: "E2M1·E2M1", "BF16·BF16"."""
+        """The names of the formats of its operands: "E2M1·E2M1", "BF16·BF16"."""
         return self.operands.elements(self.dtype)
 
 

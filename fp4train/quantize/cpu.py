@@ -39,7 +39,6 @@ reads, which are faster then, because each form works on whole rows or columns."
 _new: Final = tuple.__new__  # makes a named tuple without the call overhead of its __new__
 
 _KNOWN: Final[dict[str, tuple[object, ...]]] = {
-    "element": tuple(cpu.ELEMENTS),
     "scale": tuple(cpu.SCALES),
     "scale_rounding": tuple(cpu.SCALE_ROUNDINGS),
     "formula": tuple(cpu.FORMULAS),
@@ -47,7 +46,7 @@ _KNOWN: Final[dict[str, tuple[object, ...]]] = {
     "global_scale": tuple(cpu.EXTENTS),
     "four_over_six": tuple(cpu.FOUR_OVER_SIX),
 }
-"""The values of each spec field that the kernels support."""
+"""The values of each spec field that the kernels support, besides the element format."""
 
 
 def why_not(spec: QuantSpec, device_type: str) -> str | None:
@@ -56,6 +55,8 @@ def why_not(spec: QuantSpec, device_type: str) -> str | None:
         return reason
     if device_type != "cpu":
         return f"x is on {device_type}, the C kernels run on CPUs"
+    if spec.format not in cpu.ELEMENTS:
+        return f"element={spec.element!r} has no C kernel (known: {', '.join(fmt.name for fmt in cpu.ELEMENTS)})"
     for field, known in _KNOWN.items():
         if (value := getattr(spec, field)) not in known:
             return f"{field}={value!r} has no C kernel (known: {', '.join(map(str, known))})"
@@ -120,7 +121,7 @@ class CpuQuantizer(Quantizer):
         self._whole, self._measures = whole is not None, spec.delayed is None
         self._row_amax, self._tensor_amax, self._outer = extent == "row", extent == "tensor", extent == "block"
         self._amax = self._row_amax or self._tensor_amax
-        self._packed = spec.element == "e2m1"
+        self._packed = spec.format.packed
         self._width = 1 if spec.hadamard is None else spec.hadamard.size
         signs, drawn = 0, spec.hadamard is not None and spec.hadamard.signs == "step"
         if spec.hadamard is not None and not drawn:
@@ -132,7 +133,7 @@ class CpuQuantizer(Quantizer):
         self.reads_columns = block[0] == 1 and block[1] in cpu.COLUMN_BLOCKS
         """Whether a kernel supports the strided axis of x.T: only for narrow blocks of one row."""
         self.scheme = cpu.SCHEME.pack(
-            cpu.ELEMENTS[spec.element],
+            cpu.ELEMENTS[spec.format],
             cpu.SCALES[spec.scale],
             cpu.SCALE_ROUNDINGS[spec.scale_rounding],
             cpu.FOUR_OVER_SIX[spec.four_over_six] or cpu.FORMULAS[spec.formula],

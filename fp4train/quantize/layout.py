@@ -11,7 +11,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from fp4train.formats import pack_fp4
+from fp4train.formats import ELEMENT_FORMATS, pack_fp4
 from fp4train.quantize.quantized import Quantized
 from fp4train.quantize.rounding import round_to_codes
 from fp4train.quantize.scaling import block_scales_two_level, encode_factor, swizzle_scales
@@ -38,15 +38,15 @@ def nvfp4_quantize(a_MK: Tensor, sf_g: Tensor) -> tuple[Tensor, Tensor]:
     return pack_fp4(codes), swizzle_scales(scales)
 
 
-DATA_DTYPES: Final = {"e2m1": torch.float4_e2m1fn_x2, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 TILED_DTYPES: Final = {"e4m3": torch.float8_e4m3fn, "e8m0": torch.float8_e8m0fnu}
 _FLOAT_SCALES: Final = ("fp32", "pow2")
 
 
 def why_no_layout(spec: QuantSpec) -> str | None:
     """Why torch has no dtypes for codes and scales of this spec, or None."""
-    if spec.element not in DATA_DTYPES:
-        return f"element={spec.element!r} has no torch dtype; allowed: {', '.join(DATA_DTYPES)}"
+    if spec.format.dtype is None:
+        allowed = ", ".join(fmt.name for fmt in ELEMENT_FORMATS if fmt.dtype is not None)
+        return f"element={spec.element!r} has no torch dtype; allowed: {allowed}"
     if spec.global_scale == "block":
         return "global_scale='block' has no torch dtype: scaled_mm takes one float32 scale per tensor or row"
     if spec.scale not in TILED_DTYPES and spec.scale not in _FLOAT_SCALES:
@@ -66,7 +66,8 @@ def to_torch(q: Quantized) -> Quantized:
         return q
     if (reason := why_no_layout(q.spec)) is not None:
         raise ValueError(f"{reason}. Multiply `q.decoded()` instead, or pack the codes yourself (formats.pack_fp6)")
-    codes = q.codes.contiguous().view(DATA_DTYPES[q.spec.element])
+    assert q.spec.format.dtype is not None
+    codes = q.codes.contiguous().view(q.spec.format.dtype)
     if q.spec.scale not in TILED_DTYPES:
         return q._replace(codes=codes)
     scales = tiled_scales(q).view(TILED_DTYPES[q.spec.scale])

@@ -33,8 +33,8 @@ class Decoded(NamedTuple):
 class Quantized(NamedTuple):
     """Codes and scales of a [R, C] tensor.
 
-    codes: uint8 [R, Cp], one code per byte; e2m1 packed two per byte [R, Cp/2]. Cp is C padded with zeros to whole
-        blocks (and Hadamard groups).
+    codes: uint8 [R, Cp], one code per byte; of a packed format two per byte [R, Cp/2]. Cp is C padded with zeros to
+        whole blocks (and Hadamard groups).
     scales: uint8 bytes or float32 (the factor that decodes), by `spec.scale_format.dtype`, [ceil(R/br), Cp/bc]; [R, 1]
         for rows, [1, 1] for the tensor. For `scaled_mm` flat, in tiles of 128x4, one per row and block, and
         codes and scales in torch's dtypes (layout.py).
@@ -54,12 +54,12 @@ class Quantized(NamedTuple):
     def element_codes(self) -> Tensor:
         """uint8 [R, Cp], one code per byte for every format."""
         codes = self.codes.view(torch.uint8) if self.tiled else self.codes
-        return unpack_fp4(codes) if self.spec.element == "e2m1" else codes
+        return unpack_fp4(codes) if self.spec.format.packed else codes
 
     @property
     def element_width(self) -> int:
         """Cp: columns, padding included."""
-        return self.codes.shape[1] * (2 if self.spec.element == "e2m1" else 1)
+        return self.codes.shape[1] * (2 if self.spec.format.packed else 1)
 
     @property
     def tiled(self) -> bool:
@@ -126,7 +126,7 @@ def turned(q: Quantized) -> Quantized:
     rows, columns = q.shape
     codes = q.element_codes if q.element_width == columns else q.element_codes[:, :columns]
     codes = codes.T.contiguous()
-    packed = pack_fp4(codes) if q.spec.element == "e2m1" else codes
+    packed = pack_fp4(codes) if q.spec.format.packed else codes
     scales = q.scales if q.scales.numel() == 1 else q.scales.T.contiguous()
     return Quantized(q.spec, (columns, rows), packed, scales, q.amax, q.factor)
 

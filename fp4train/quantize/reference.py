@@ -40,7 +40,7 @@ def to_blocks(x_RC: Tensor, spec: QuantSpec) -> Tensor:
     """
     rows, cols = x_RC.shape
     br, bc = (extent or max(size, 1) for extent, size in zip(spec.block, (rows, cols), strict=True))
-    if spec.block[1] is None and spec.element == "e2m1":
+    if spec.block[1] is None and spec.format.packed:
         bc += bc % 2  # two codes per byte
     x_RC = pad_columns(x_RC, bc) if spec.block[1] or cols % bc else x_RC
     if missing := (-rows % br if rows or spec.block[0] else br):
@@ -76,6 +76,8 @@ def scale_tensor(x_RC: Tensor, spec: QuantSpec, amax: Tensor | None, key: Random
         return Scaled(t, stored, decode, None, None)
     used = amax_b if amax is None else amax.to(torch.float32).reshape(-1, 1).expand_as(amax_b)
     margin = spec.delayed.margin if spec.delayed else 0
+    if amax is not None and not spec.format.has_nan:  # no code can say NaN: the scale does, for all that share it
+        used = torch.where(amax_b.isfinite(), used, torch.nan)
     scale, scale_inv = scaling.scales_float(used, spec.format, fmt, dtype, margin=margin)
     t = x_blocks * _spread(scale)
     if amax is not None:  # a given amax may be smaller than max|x|: saturate larger values, but keep infinities
@@ -145,7 +147,7 @@ def quantize(x_RC: Tensor, spec: QuantSpec, *, key: RandomKey | None = None, ama
     t = scaled.t
     codes = round_to_codes(t, spec.format, _bits(t, spec, key))
     codes = codes.reshape(t.shape[0] * t.shape[1], t.shape[2] * t.shape[3])[:rows]
-    codes = pack_fp4(codes) if spec.element == "e2m1" else codes
+    codes = pack_fp4(codes) if spec.format.packed else codes
     return Quantized(spec, (rows, cols), codes, scaled.stored, scaled.amax)
 
 

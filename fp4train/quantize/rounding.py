@@ -32,7 +32,7 @@ weight. A block whose scale rounds to zero uncorrected (below 2^-19 of the amax)
 import torch
 from torch import Tensor
 
-from fp4train.formats import E4M3, E5M2, ElementFormat
+from fp4train.formats import E4M3, ElementFormat
 from fp4train.formats.element import grid_code, grid_position, grid_value
 
 
@@ -49,20 +49,18 @@ def round_position(position: Tensor, bits: Tensor | None) -> Tensor:
 
 def round_to_values(t: Tensor, fmt: ElementFormat, bits: Tensor | None = None) -> Tensor:
     """Values on the grid of fmt (float32), saturating; the sign of zero is kept and NaN stays NaN."""
-    if bits is None and (fmt is E4M3 or fmt is E5M2):
-        float8 = torch.float8_e4m3fn if fmt is E4M3 else torch.float8_e5m2
-        return t.clamp(-fmt.max, fmt.max).to(float8).to(torch.float32)
+    if bits is None and fmt.float8 is not None:
+        return t.clamp(-fmt.max, fmt.max).to(fmt.float8).to(torch.float32)
     position, exponent = grid_position(t.abs().clamp_(max=fmt.max), fmt)
     return grid_value(round_position(position, bits), exponent, fmt).copysign_(t)
 
 
 def round_to_codes(t: Tensor, fmt: ElementFormat, bits: Tensor | None = None) -> Tensor:
     """uint8 codes (one per byte), saturating. NaN gives `fmt.nan_code`: NaN in E4M3 and E5M2, else the largest value,
-    whose block scale is then NaN.
+    whose scale is then NaN.
     """
-    if bits is None and (fmt is E4M3 or fmt is E5M2):
-        float8 = torch.float8_e4m3fn if fmt is E4M3 else torch.float8_e5m2
-        codes = t.clamp(-fmt.max, fmt.max).to(float8).view(torch.uint8)
+    if bits is None and fmt.float8 is not None:
+        codes = t.clamp(-fmt.max, fmt.max).to(fmt.float8).view(torch.uint8)
     else:
         position, exponent = grid_position(torch.fmin(t.abs(), t.new_full((), fmt.max)), fmt)
         magnitude = grid_code(round_position(position, bits), exponent, fmt)

@@ -153,9 +153,9 @@ def joined(shard: Quantized, tensors: Sequence[Tensor], extent: int, *, columns:
 
 
 def packed_bytes(spec: QuantSpec, rows: int, columns: int) -> float:
-    """Bytes of a quantised matrix [rows, columns]: codes (E2M1 packed, others one per byte), one scale per block, and
-    those of outer blocks."""
+    """Bytes of a quantised matrix [rows, columns]: codes (two of a packed format per byte, else one), one scale per
+    block, and those of outer blocks."""
     tall, wide = spec.block[0] or rows, spec.block[1] or columns
     scales = math.ceil(rows / tall) * math.ceil(columns / wide) * spec.scale_format.dtype.itemsize
     outer = 4 * rows * math.ceil(columns / OUTER_COLUMNS) if spec.global_scale == "block" else 0
-    return rows * columns * (0.5 if spec.format.bits == 4 else 1) + scales + outer
+    return rows * columns * (0.5 if spec.format.packed else 1) + scales + outer

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Final
 
-from fp4train.formats import SCALE_FORMATS, ElementFormat, ScaleFormat, get_format, get_scale_format
+from fp4train.formats import E2M1, SCALE_FORMATS, ElementFormat, ScaleFormat, get_format, get_scale_format
+from fp4train.formats.scale import E4M3_SCALE
 from fp4train.quantize.rotation import Rotation
 from fp4train.quantize.transform import Hadamard
 from fp4train.text import check_choice
@@ -59,7 +60,8 @@ class Delayed:
 class QuantSpec:
     """How one operand is quantised.
 
-    element: e2m1, e2m3, e3m2, e4m3, e5m2.
+    element: the name of an element format (`fp4train formats` lists them). The spec holds the format itself, so that
+        specs of formats that share a name differ.
     block: (rows, cols) that share a scale; None is the whole extent: (1, None) per row, (None, None) per tensor.
     scale: e4m3 (needs a global scale), e8m0, ue5m3, fp32, pow2 (a float32 power of two).
     scale_rounding: how the E8M0 exponent is rounded; None for other scales. rceil (the default) never clips.
@@ -94,9 +96,10 @@ class QuantSpec:
     guard: float = 1.0
     delayed: Delayed | None = None
     requantises: QuantSpec | None = None
+    format: ElementFormat = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        get_format(self.element)
+        object.__setattr__(self, "format", get_format(self.element))
         object.__setattr__(self, "block", tuple(self.block))
         self._check_block()
         check_choice("scale", self.scale, [fmt.name for fmt in SCALE_FORMATS])
@@ -132,8 +135,8 @@ class QuantSpec:
             )
         if cols is None and rows not in (1, None):
             raise ValueError(f"block={self.block!r}: whole rows are (1, None), the whole tensor is (None, None)")
-        if cols is not None and self.element == "e2m1" and cols % 2:
-            raise ValueError(f"block={self.block!r}: e2m1 packs two codes per byte; cols must be even")
+        if cols is not None and self.format.packed and cols % 2:
+            raise ValueError(f"block={self.block!r}: {self.element} packs two codes per byte; cols must be even")
 
     def _check_scale(self) -> None:
         fmt = self.scale_format
@@ -167,7 +170,7 @@ class QuantSpec:
 
     def _check_options(self) -> None:
         if self.four_over_six is not None:
-            if not self.scale_format.needs_global or self.element != "e2m1":
+            if not self.scale_format.needs_global or self.format != E2M1:
                 having = _scales(lambda fmt: fmt.needs_global)
                 raise ValueError(f"four_over_six={self.four_over_six!r}: needs element='e2m1' and {having}")
             if self.rounding != "nearest":
@@ -193,7 +196,8 @@ class QuantSpec:
     def _check_eden(self) -> None:
         transform = self.hadamard
         if self.rounding == "eden":
-            if (self.element, self.scale, self.block[0]) != ("e2m1", "e4m3", 1) or self.block[1] is None:
+            taken = self.format == E2M1 and self.scale_format == E4M3_SCALE
+            if not taken or self.block[0] != 1 or self.block[1] is None:
                 raise ValueError("rounding='eden': needs element='e2m1', scale='e4m3' and block=(1, cols)")
             if self.global_scale == "block":
                 raise ValueError("rounding='eden': its correction is for one scale per tensor or row, not per block")
@@ -220,12 +224,8 @@ class QuantSpec:
         return hash(tuple(getattr(self, field.name) for field in fields(self)))
 
     def __getstate__(self) -> dict[str, object]:
-        """The fields without cached properties: hashes differ between processes, formats are compared by identity."""
+        """The fields without cached properties: hashes differ between processes."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
-
-    @cached_property
-    def format(self) -> ElementFormat:
-        return get_format(self.element)
 
     @cached_property
     def scale_format(self) -> ScaleFormat:

@@ -43,7 +43,6 @@ _UNKNOWN: Final = object()
 _new: Final = tuple.__new__  # makes a named tuple without the call overhead of its __new__
 
 _KNOWN: Final[dict[str, tuple[object, ...]]] = {
-    "element": tuple(triton_launch.NAN_ABOVE),
     "scale": tuple(triton_launch.SCALE_DTYPES),
     "scale_rounding": (None, "rceil", "floor", "even", "ceil"),
     "formula": ("te2.14", "te2.13"),
@@ -52,7 +51,7 @@ _KNOWN: Final[dict[str, tuple[object, ...]]] = {
     "global_scale": (None, "tensor", "row"),
     "four_over_six": (None,),
 }
-"""Field of a spec → its values that the kernels know; any other has no kernel."""
+"""Field of a spec, besides the element → its values that the kernels know; any other has no kernel."""
 
 
 def why_not(spec: QuantSpec, device_type: str) -> str | None:
@@ -90,12 +89,15 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 def why_not_spec(spec: QuantSpec) -> str | None:
     """Why there is no kernel for the spec, whatever the device; None if there is one."""
+    if spec.format not in triton_launch.ELEMENTS:
+        allowed = ", ".join(fmt.name for fmt in triton_launch.ELEMENTS)
+        return f"element={spec.element!r} has no Triton kernel (known: {allowed})"
     for field, known in _KNOWN.items():
         if (value := getattr(spec, field)) not in known:
             return f"{field}={value!r} has no Triton kernel (known: {', '.join(map(str, known))})"
     rows, cols = spec.block
     if cols is None:
-        if spec.scale not in ("fp32", "pow2") or spec.hadamard is not None or spec.element == "e2m1":
+        if spec.scale not in ("fp32", "pow2") or spec.hadamard is not None or spec.format.packed:
             what = f"scale={spec.scale!r}, element={spec.element!r}, hadamard={spec.hadamard!r}"
             return f"block={spec.block!r} with {what} has no Triton kernel"
         return None
@@ -202,7 +204,7 @@ class TritonQuantizer(Quantizer):
             self._check_spec(quantized)
         if self._whole or quantized.tiled or 0 in quantized.shape:
             return quantized.decoded()
-        codes = quantized.codes.view(torch.int32) if spec.element == "e2m1" else quantized.codes
+        codes = quantized.codes.view(torch.int32) if spec.format.packed else quantized.codes
         width, dtype = operand_width(spec, quantized.shape[1]), triton_launch.values_dtype(spec)
         out = torch.empty(codes.shape[0], width, dtype=dtype, device=codes.device)
         self._planned(triton_launch.plan_decode, codes, quantized.scales.shape[1], width)(codes, quantized.scales, out)
@@ -291,7 +293,7 @@ class TritonQuantizer(Quantizer):
             _refuse("newest", newest)
         plan: triton_launch.QuantizePlan | None
         plan = self._planned(triton_launch.plan_turned, x_MK, amax is not None, newest is not None)
-        if plan is None:
+        if plan is None or (amax is not None and not self.spec.format.has_nan):
             if newest is not None:
                 torch.maximum(newest, super().amax(x_MK), out=newest)
             return None
@@ -321,7 +323,10 @@ class TritonQuantizer(Quantizer):
     def _quantize(
         self, x_RC: Tensor, key: RandomKey | None, amax: Tensor | None, *, values: bool
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None] | None:
-        """(codes or values, stored scales, amax, the scale that is applied to the product)."""
+        """(codes or values, stored scales, amax, the scale that is applied to the product); None: left to the
+        reference, as is a given amax of a format without NaN, in which the scale has to say that x is not finite."""
+        if self._whole and amax is not None and not self.spec.format.has_nan:
+            return None
         given, tiled = self._whole and amax is not None, self._tiled and not values
         plan: triton_launch.QuantizePlan | None
         plan = self._planned(triton_launch.plan_quantize, x_RC, values, given, tiled)

@@ -15,8 +15,9 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
+from fp4train.formats import E2M1, E2M3, E3M2, E4M3, E5M2
 from fp4train.quantize.launch import Launch as Launch
-from fp4train.quantize.layout import DATA_DTYPES, TILED_DTYPES
+from fp4train.quantize.layout import TILED_DTYPES
 from fp4train.quantize.quantized import operand_width
 from fp4train.quantize.random import LANES
 from fp4train.quantize.spec import QuantSpec
@@ -26,7 +27,7 @@ from fp4train.quantize.triton_variant import Variant
 COLUMN_BLOCKS: Final = (16, 32)
 TILE: Final = 4096  # elements per program: 32 per thread
 SCALE_DTYPES: Final = {"e4m3": torch.uint8, "e8m0": torch.uint8, "fp32": torch.float32, "pow2": torch.float32}
-NAN_ABOVE: Final = {"e2m1": 0xFF, "e2m3": 0xFF, "e3m2": 0xFF, "e4m3": 0x7E, "e5m2": 0x7C}
+ELEMENTS: Final = (E2M1, E2M3, E3M2, E4M3, E5M2)
 
 
 Room = Callable[[], Tensor]
@@ -78,7 +79,7 @@ def plan_quantize(spec: QuantSpec, x_RC: Tensor, values: bool, given: bool, tile
     contiguous = strided and not by_columns
     strides = (n_cols, 1) if contiguous else x_RC.stride()
     groups = _cdiv(n_cols, n)
-    packed = spec.element == "e2m1" and not values
+    packed = spec.format.packed and not values
     warps = 4
     if by_columns:
         blocks, (tile_rows, tile_blocks) = "columns", column_tile(n, spec)
@@ -124,7 +125,7 @@ def _rooms(spec: QuantSpec, codes: tuple[int, int], scales: tuple[int, ...], x: 
     dtype, size = TILED_DTYPES[spec.scale], _cdiv(scales[0], 128) * _cdiv(scales[1], 4) * 512
     whole = scales[0] % 128 == scales[1] % 4 == 0
     of_scales = partial(empty, size, dtype=dtype) if whole else lambda: empty(size).zero_().view(dtype)
-    return [partial(empty, *codes, dtype=DATA_DTYPES[spec.element]), of_scales]
+    return [partial(empty, *codes, dtype=spec.format.dtype), of_scales]
 
 
 def plan_both(
@@ -148,7 +149,7 @@ def plan_both(
     tile_rows, tile_blocks = place = place or column_tile(m, column)
     programs = _cdiv(features, tile_rows) * _cdiv(tokens, tile_blocks * m)
     groups = _cdiv(features, n), _cdiv(tokens, m)
-    packed = [spec.element == "e2m1" for spec in (row, column)]
+    packed = [spec.format.packed for spec in (row, column)]
     blocks = "rows16" if packed[0] and n == 16 and codes[0] else "rows"
     its: list[dict[str, Any]] = []
     for pack, tile, coded in zip(packed, tiled, codes, strict=True):
@@ -205,7 +206,7 @@ def plan_decode(spec: QuantSpec, codes: Tensor, groups: int, width: int) -> Laun
 
     n = spec.block[1] or LANES
     tile_rows, tile_blocks = place = tile(groups, TILE // n)
-    elements = _elements(spec) | {"stochastic": False, "nan_above": NAN_ABOVE[spec.element]}
+    elements = _elements(spec) | {"stochastic": False, "nan_above": spec.format.last_number_code}
     made = _variant(n, place, **elements, height=spec.block[0] or 1, scale=spec.scale)
     tiles = _cdiv(groups, tile_blocks)
     sizes = (codes.shape[0], groups, tiles, width, codes.stride(0), width)
@@ -276,7 +277,7 @@ def _elements(spec: QuantSpec) -> dict[str, Any]:
         "code_bits": fmt.bits - 1,
         "largest": fmt.max,
         "nan_code": fmt.nan_code,
-        "nan_value": {"e4m3": 480.0, "e5m2": 114688.0}.get(fmt.name, fmt.max),  # which would have the NaN's code
+        "nan_value": fmt.magnitude_of(fmt.nan_code),
         "stochastic": spec.rounding == "stochastic",
     }
 
@@ -295,7 +296,7 @@ def _scales(spec: QuantSpec, dtype: torch.dtype) -> dict[str, Any]:
         scale = "e4m3_te2.13"
     return {
         "scale": scale,
-        "signed_zero": spec.scale != "e4m3",
+        "signed_zero": not spec.scale_format.needs_global,
         "outer": outer,
         "bound": bound.item(),
         "range": largest.item(),

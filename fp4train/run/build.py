@@ -43,8 +43,9 @@ from fp4train.run.graphs import check_plan, recorded
 from fp4train.run.host import choose_device
 from fp4train.run.initial import load_init
 from fp4train.run.record import directory as run_directory
+from fp4train.run.record.formats import check_formats
 from fp4train.run.record.generation import belongs_to, keep_generation
-from fp4train.run.record.journal import read_swaps
+from fp4train.run.record.journal import read_journal, read_swaps, recorded_formats
 from fp4train.run.record.trust import check_belongs, identity_of
 from fp4train.run.run import Run
 from fp4train.run.supervise.divergence import take_over
@@ -226,6 +227,7 @@ def build(begun: RunStart, world: World | None = None) -> Run:
             if start is not None:
                 run.restore(start)
                 run.plan = run.plan.since(run.step)
+                check_formats(run.plan, recorded_formats(read_journal(source)), source)
             if begun.rewind is not None:
                 take_over(run, begun.rewind)
             if init is not None:

@@ -20,6 +20,7 @@ from fp4train.config.binding import bind
 from fp4train.data.loader import Feed, Loader
 from fp4train.errors import UserError
 from fp4train.files import Folder
+from fp4train.formats import BF16
 from fp4train.hardware import detect, peak_flops
 from fp4train.nn.planned import PlannedLayer
 from fp4train.parallel.held import modules_in_order
@@ -216,7 +217,7 @@ class Run:
         recipes compare; 6 FLOP per token and forward multiplication, as a plan counts them; recomputation not counted.
         """
         gpu = detect(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
-        return None if gpu is None else peak_flops(gpu, "BF16") / (6 * self.multiplied)
+        return None if gpu is None else peak_flops(gpu, BF16.rate) / (6 * self.multiplied)
 
     def scaling(self) -> dict[str, dict[str, torch.Tensor]]:
         """States of delayed scaling, by layer; empty dicts without it."""

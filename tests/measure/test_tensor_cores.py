@@ -10,7 +10,7 @@ from mmaemu.model.chain import chain_gemm
 from mmaemu.model.plan import execute_plan, make_plan
 from torch import Tensor
 
-from fp4train.formats import pack_fp4
+from fp4train.formats import E2M1, E4M3, pack_fp4
 from fp4train.measure import tensor_cores
 from fp4train.measure.tensor_cores import ADA_FP8, BLACKWELL_FP4, BLACKWELL_FP8, HOPPER_FP8, TensorCore
 from fp4train.quantize import Quantized, QuantSpec, quantizer
@@ -122,4 +122,4 @@ def test_a_unit_refuses_codes_that_it_does_not_multiply() -> None:
     codes = quantizer(QuantSpec(), "cpu").codes(torch.ones(16, 64))
     with pytest.raises(ValueError, match="Hopper, FP8: the unit does not multiply E2M1"):
         tensor_cores.product(codes, codes, HOPPER_FP8)
-    assert tensor_cores.unit_for((9, 0), "e2m1") is None and tensor_cores.unit_for((12, 0), "e4m3") is None
+    assert tensor_cores.unit_for((9, 0), E2M1) is None and tensor_cores.unit_for((12, 0), E4M3) is None

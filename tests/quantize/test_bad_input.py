@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 
+from fp4train.formats import ELEMENT_FORMATS, ElementFormat
 from fp4train.quantize import Delayed, Hadamard, QuantSpec, RandomKey, quantize, quantize_dequantize
 
 KEY = RandomKey(seed=1, step=2, layer=3, operand=4)
@@ -84,6 +85,27 @@ def test_the_scale_of_a_bad_block_is_the_standards_nan() -> None:
     q = quantize(x, SPECS["mxfp4 ceil"], kernel="reference")
     assert q.scales[3, 0] == 255
     assert (q.element_codes[3, :32] == 7).all(), "NaN has no E2M1 code: the largest value, without a sign"
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("block", [(None, None), (1, None)])
+@pytest.mark.parametrize("fmt", [fmt for fmt in ELEMENT_FORMATS if not fmt.has_nan], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_codes_and_values_without_a_nan_of_their_own_say_it_by_the_scale(
+    fmt: ElementFormat, block: tuple[int | None, None], bad: float, rounding: str
+) -> None:
+    spec = QuantSpec(element=fmt.name, block=block, scale="fp32", global_scale=None, rounding=rounding)
+    x = ordinary()
+    x[3, 5] = bad
+    amax = torch.full((32 if block[0] else 1, 1), 4.0)
+    for kernel in ("auto", "reference"):
+        stored = quantize(x, spec, key=KEY, amax=amax, kernel=kernel)
+        fused = quantize_dequantize(x, spec, key=KEY, amax=amax, kernel=kernel)
+        decoded = stored.decoded()
+        assert decoded.scale is not None and fused.scale is not None
+        for y in (stored.dequantize(), decoded.values * decoded.scale, fused.values * fused.scale):
+            assert y[3].isnan().all(), "all that share the scale"
+            assert y[4].isnan().all() == (block[0] is None)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])

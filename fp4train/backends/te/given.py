@@ -66,7 +66,7 @@ class TESources:
         from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Tensor
 
         row, column = made
-        kind = NVFP4Tensor if column.spec.element == "e2m1" else MXFP8Tensor
+        kind = NVFP4Tensor if column.spec.format.packed else MXFP8Tensor
         options = {"device": row.codes.device, "quantizer": _quantizer(column.spec)}
         options |= in_tiles(row, column=False) | in_tiles(column, column=True)
         found: Tensor = kind(shape=row.shape, dtype=torch.bfloat16, **options)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fp4train.backends.table import DTYPES, FORMS, Table, describe
+from fp4train.formats import E2M1, E4M3, E5M2
 from fp4train.quantize import QuantSpec
 
 SLOTS = {"input": FORMS["x"], "weight": FORMS["w"], "grad_output": FORMS["dy"]}
@@ -33,12 +34,12 @@ def family(spec: QuantSpec) -> str:
     Raises:
         ValueError: TE has no quantiser that computes exactly this; the message says what stands in the way.
     """
-    if spec.element == "e2m1" and spec.scale == "e4m3":
+    if spec.format == E2M1 and spec.scale == "e4m3":
         _check_nvfp4(spec)
         return "nvfp4"
     if spec.requantises is not None:
         raise ValueError("TE has no requantised operands")
-    if spec.element in ("e4m3", "e5m2"):
+    if spec.format in (E4M3, E5M2):
         if spec.rounding != "nearest":
             raise ValueError("TE rounds FP8 to nearest only")
         if spec.hadamard is not None:
@@ -177,4 +178,4 @@ def element_dtype(spec: QuantSpec) -> Any:
     """TE's dtype of the codes."""
     from transformer_engine.pytorch.constants import DType
 
-    return {"e2m1": DType.kFloat4E2M1, "e4m3": DType.kFloat8E4M3, "e5m2": DType.kFloat8E5M2}[spec.element]
+    return {E2M1: DType.kFloat4E2M1, E4M3: DType.kFloat8E4M3, E5M2: DType.kFloat8E5M2}[spec.format]

@@ -20,6 +20,7 @@ from typing import Any
 from fp4train.backends.table import OPERANDS, Operands, Shape, Table
 from fp4train.backends.te.availability import recipe_module, version, version_text, why_not_device
 from fp4train.backends.te.quantizers import QuantizerFactory, family
+from fp4train.formats import E4M3, E5M2
 from fp4train.hardware import Device
 from fp4train.quantize import Hadamard, QuantSpec, quantizer
 
@@ -167,7 +168,7 @@ def _check_products(table: Table, families: Mapping[QuantSpec, str]) -> None:
                 f"{table.name}: {gemm}: {names[0]} is {families[first]} and {names[1]} is {families[second]}, "
                 f"which no TE kernel multiplies; give both the same format, or {INSTEAD}"
             )
-        if first.element == second.element == "e5m2":
+        if first.format == second.format == E5M2:
             raise ValueError(
                 f"{table.name}: {gemm}: TE multiplies no two E5M2 operands; use E4M3 for one, or {INSTEAD}"
             )
@@ -202,7 +203,7 @@ def _native_kind(table: Table, families: Mapping[QuantSpec, str]) -> str | None:
         "wgrad": Operands(first=dy, second=x),
     }
     plain = {gemm: dataclasses.replace(each, accumulator="auto") for gemm, each in table.items()}
-    if plain != by_tensor or x.element != "e4m3" or w.element != "e4m3":
+    if plain != by_tensor or x.format != E4M3 or w.format != E4M3:
         return None
     if kind == "fp8_delayed":
         return kind if x.delayed is not None and all(o.delayed == x.delayed for o in (w, dy)) else None
@@ -219,7 +220,7 @@ def _native(te: Any, table: Table, kind: str) -> Any:
     if kind == "nvfp4":
         return _nvfp4(te, table, x, w, dy)
     fields: dict[str, Any] = {
-        "fp8_format": te.Format.HYBRID if dy.element == "e5m2" else te.Format.E4M3,
+        "fp8_format": te.Format.HYBRID if dy.format == E5M2 else te.Format.E4M3,
         "backward_override": None,
         "fp8_dpa": False,
         "fp8_mha": False,

@@ -32,13 +32,13 @@ def in_tiles(form: Quantized, *, column: bool) -> dict[str, Any]:
     way, spec = "columnwise" if column else "rowwise", form.spec
     scales = tiled_scales(form).view(torch.uint8).view(-(-form.shape[0] // 128) * 128, -1)
     found: dict[str, Any] = {f"{way}_data": form.codes.view(torch.uint8).contiguous(), f"{way}_scale_inv": scales}
-    if spec.element == "e2m1":
+    if spec.format.packed:
         assert form.amax is not None
         found |= {f"amax_{way}": form.amax.reshape(1), "nvfp4_use_4over6": spec.four_over_six is not None}
         found |= {"nvfp4_e4m3_max": int(spec.global_bound)}
     elif column:
         found[f"{way}_scale_inv"] = scales.view(scales.shape[1], scales.shape[0])
-    name = "fp4_dtype" if spec.element == "e2m1" else "fp8_dtype"
+    name = "fp4_dtype" if spec.format.packed else "fp8_dtype"
     return found | {name: element_dtype(spec), "with_gemm_swizzled_scales": True}
 
 

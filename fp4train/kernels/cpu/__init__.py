@@ -22,12 +22,14 @@ from typing import Final
 
 import torch
 
+from fp4train.formats import E2M1, E2M3, E3M2, E4M3, E5M2
+
 INSTRUCTION_SETS: Final = ("plain", "avx2", "avx512")
 """Instruction sets, slowest first."""
 
-# The supported names: others have no kernel. The numbers are those of csrc/job.h.
+# The supported formats and names: others have no kernel. The numbers are those of csrc/job.h.
 INPUTS: Final = {torch.bfloat16: 0, torch.float32: 1, torch.float16: 2}
-ELEMENTS: Final = {"e2m1": 0, "e2m3": 1, "e3m2": 2, "e4m3": 3, "e5m2": 4}
+ELEMENTS: Final = {E2M1: 0, E2M3: 1, E3M2: 2, E4M3: 3, E5M2: 4}
 SCALES: Final = {"e4m3": 0, "e8m0": 1, "fp32": 2, "pow2": 3, "ue5m3": 4}
 SCALE_ROUNDINGS: Final = {None: 0, "floor": 0, "rceil": 1, "even": 2, "ceil": 3}
 FORMULAS: Final = {"te2.14": 0, "te2.13": 1}

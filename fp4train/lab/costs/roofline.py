@@ -20,7 +20,8 @@ from types import MappingProxyType
 from typing import Final
 
 from fp4train.backends.te.quantizers import family
-from fp4train.hardware import Gpu, rate_name, stored_bytes
+from fp4train.formats import formats_of, product_rate
+from fp4train.hardware import Gpu, stored_bytes
 from fp4train.quantize import QuantSpec
 from fp4train.quantize.produced import READ, SourceTensors
 from fp4train.quantize.triton import has_pair_kernel
@@ -89,15 +90,15 @@ def gemm_seconds(gpu: Gpu, elements: str, m: float, n: float, k: float, *, produ
     Raises:
         ValueError: the GPU has no such rate.
     """
-    rate = rate_name(elements)
-    if rate not in gpu.peaks:
+    formats = formats_of(elements)
+    rate = product_rate(*formats)
+    if rate is None or rate not in gpu.peaks:
         raise ValueError(f"{gpu} does not multiply {elements}: it has {', '.join(gpu.peaks)}")
-    first, _, second = elements.upper().partition("·")
     achievable = gpu.peaks[rate] * gemm_share(gpu, rate)
     size = math.cbrt(products * m * n * k)
     compute = 2 * products * m * n * k / achievable * (1 + half_size(gpu, rate) / size)
     out = 4 if rate in ("FP32", "TF32") else 2
-    moved = m * k * stored_bytes(first) + n * k * stored_bytes(second or first) + m * n * out
+    moved = m * k * stored_bytes(formats[0].bits) + n * k * stored_bytes(formats[-1].bits) + m * n * out
     return max(compute, products * moved / (gpu.bandwidth * COPY)) + LAUNCH
 
 
@@ -132,7 +133,7 @@ def quantise_seconds(gpu: Gpu, count: int, row: QuantSpec | None, column: QuantS
     """
     forms = [spec for spec in (row, column) if spec is not None]
     seconds = move_seconds(gpu, read * count, COPY) if any(map(needs_amax, forms)) else 0.0
-    written = [count * stored_bytes(spec.element.upper(), spec.block[1] or count) for spec in forms]
+    written = [count * stored_bytes(spec.format.bits, spec.block[1] or count) for spec in forms]
     if len(forms) == 2 and reads_once(forms[0], forms[1]):
         return seconds + move_seconds(gpu, read * count + sum(written), quantise_share(gpu))
     return seconds + sum(move_seconds(gpu, read * count + w, quantise_share(gpu)) for w in written)
@@ -194,7 +195,7 @@ def own_bytes(
         if forms[0].transposable or (whole and has_pair_kernel(forms[0], forms[1], (False, False))):
             forms = forms[:1]
     written = [
-        stored_bytes(spec.element.upper(), spec.block[1] or count) if as_codes else decoded_width(spec)
+        stored_bytes(spec.format.bits, spec.block[1] or count) if as_codes else decoded_width(spec)
         for spec, as_codes in zip(forms, coded, strict=False)
     ]
     amaxes, read, results = sum(map(needs_amax, forms)), weight or 2, 1
@@ -208,7 +209,7 @@ def own_bytes(
 
 def decode_seconds(gpu: Gpu, count: int, spec: QuantSpec) -> float:
     """Time of making values of codes again, which emulation keeps of x for backward."""
-    moved = stored_bytes(spec.element.upper(), spec.block[1] or count) + decoded_width(spec)
+    moved = stored_bytes(spec.format.bits, spec.block[1] or count) + decoded_width(spec)
     return move_seconds(gpu, moved * count, _OWN_SHARE)
 
 

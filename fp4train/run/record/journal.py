@@ -33,6 +33,7 @@ from fp4train.files import Folder
 from fp4train.precision import Recipe, Swap
 from fp4train.precision.plan import Plan
 from fp4train.run.record.directory import HISTORY, OLD_SWAPS
+from fp4train.run.record.formats import described_formats
 from fp4train.run.record.stretches import RecordedStretch, compact, expanded, joined
 from fp4train.sealed import Appended, Chain, NoChecksum
 from fp4train.text import first_line
@@ -77,7 +78,7 @@ class Record:
         time: UTC, ISO 8601.
         changed: configuration key → value before and after.
         stretches: what was planned from `step` on; empty: as before.
-        values: what else the line holds: config, environment (`fp4train.run.host`), from, name, at, recipe,
+        values: what else the line holds: config, environment (`fp4train.run.host`), formats, from, name, at, recipe,
             request, run, the identity of the run that wrote it, and of a rewind diverged, skipped
             (`fp4train.run.supervise.divergence`).
         crc: checksum of its line.
@@ -149,6 +150,8 @@ class Journal:
             **values,
             "stretches": [] if plan is None else compact(plan),
         }
+        if plan is not None:
+            line["formats"] = described_formats(plan)
         text, chain = json.dumps(line, ensure_ascii=False, default=str), Chain("")
         chain.last = self.records[-1].crc if self.records else chain.last
         raw = chain.seal(text.encode())
@@ -241,7 +244,7 @@ def _lines(folder: Folder) -> tuple[list[Record], int]:
 def _record(line: Mapping[str, Any], chain: Chain) -> Record:
     if ("recipe" in line or line["event"] == "swap cancelled") and type(line["at"]) is not int:
         raise ValueError("a swap at no step")
-    for key in ("config", "environment", "recipe"):
+    for key in ("config", "environment", "recipe", "formats"):
         if not isinstance(line.get(key, {}), dict):
             raise ValueError(f"its {key} is no table of values")
     if "skipped" in line:
@@ -266,6 +269,11 @@ def _record(line: Mapping[str, Any], chain: Chain) -> Record:
 def stretches(records: Iterable[Record]) -> list[RecordedStretch]:
     """The stretches that ran or are planned, in order: each record holds from its step on."""
     return joined((record.step, record.stretches) for record in records)
+
+
+def recorded_formats(records: Iterable[Record]) -> list[Mapping[str, Any]]:
+    """The element formats of each plan on record (`fp4train.run.record.formats`)."""
+    return [record.values["formats"] for record in records if "formats" in record.values]
 
 
 def plan_text(records: Iterable[Record]) -> str:

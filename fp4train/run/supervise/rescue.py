@@ -202,7 +202,7 @@ def _smaller(run: Run) -> str:
 def _kept(layer: LayerPlan, tokens: int) -> float:
     """Bytes that a layer keeps of its input: the codes for wgrad, or the input itself."""
     return sum(
-        layer.layer.rows(tokens) * features * stored_bytes(gemm.elements.rpartition("·")[2])
+        layer.layer.rows(tokens) * features * stored_bytes(gemm.formats[1].bits)
         for gemm, features in layer.products
         if gemm.name == "wgrad"
     )

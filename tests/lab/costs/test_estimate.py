@@ -176,9 +176,9 @@ def test_a_skinny_product_is_bound_by_memory() -> None:
 
 
 def test_block_scales_are_counted() -> None:
-    assert stored_bytes("E2M1", 16) == 0.5625
-    assert stored_bytes("E4M3", 32) == 1.03125
-    assert stored_bytes("BF16") == 2
+    assert stored_bytes(4, 16) == 0.5625
+    assert stored_bytes(8, 32) == 1.03125
+    assert stored_bytes(16) == 2
 
 
 def test_time_to_move_grows_smoothly_past_the_cache() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import yaml
 from command_line import Cli, StopAt, events, lines, losses, steps
 from made import chained
 
+from fp4train import formats
 from fp4train.errors import UserError
 from fp4train.files import Folder
 from fp4train.run.record import journal
@@ -305,6 +307,22 @@ def test_every_start_records_what_it_ran_on(cli: Cli, stop_at: StopAt, monkeypat
     assert first | {"host": "elsewhere"} == second, "nothing else differs"
     assert torch.__version__.startswith(first["versions"]["torch"]) and first["device"] == "cpu" and first["ranks"] == 1
     assert first["data"] and first["cores"] >= first["threads"] >= 1
+
+
+def test_a_format_of_the_same_name_and_other_values_does_not_go_on(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cli("run.name=a", "train.steps=2", "recipe=mxfp4", *STEADY).code == 0
+    (start,) = journal.read_journal(Path("runs/a"))
+    e2m1 = {"exponent_bits": 2, "mantissa_bits": 1, "bias": 1, "has_inf": 0, "has_nan": 0}
+    assert start.values["formats"] == {"e2m1": e2m1}
+    namesake = replace(formats.E2M1, exponent_bits=1, mantissa_bits=2)
+    others = tuple(fmt for fmt in formats.ELEMENT_FORMATS if fmt != formats.E2M1)
+    monkeypatch.setattr(formats, "ELEMENT_FORMATS", (namesake, *others))
+    refused = cli("resume=runs/a", "train.steps=4")
+    assert refused.code != 0
+    assert "another element format e2m1 (exponent_bits=2, mantissa_bits=1" in refused.err
+    assert "now: exponent_bits=1, mantissa_bits=2" in refused.err and "recipe=…" in refused.err
+    assert len(journal.read_journal(Path("runs/a"))) == 1
+    assert cli("resume=runs/a", "train.steps=4", "recipe=bf16").code == 0
 
 
 def four_records(run: Path) -> list[bytes]:
