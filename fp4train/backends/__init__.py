@@ -34,6 +34,7 @@ from fp4train.backends.table import Shape as Shape
 from fp4train.backends.table import Table as Table
 from fp4train.backends.table import describe as describe
 from fp4train.backends.table import named as named
+from fp4train.backends.table import sourced as sourced
 from fp4train.backends.te import TRANSFORMER_ENGINE
 from fp4train.hardware import Device
 from fp4train.text import check_choice

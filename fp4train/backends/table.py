@@ -15,7 +15,8 @@ from typing import Protocol
 import torch
 
 from fp4train.formats import BF16, FP16, FP32, ElementFormat
-from fp4train.quantize import QuantSpec
+from fp4train.quantize import Operand, QuantSpec
+from fp4train.quantize.source import operand
 from fp4train.text import check_choice
 
 ACCUMULATORS = ("auto", "fast", "exact")
@@ -139,6 +140,11 @@ def named(table: Mapping[str, Operands]) -> Iterator[tuple[str, str, QuantSpec |
     """(GEMM, operand, spec) of each operand of some GEMMs: ("fprop", "x", …)."""
     for gemm, operands in table.items():
         yield from ((gemm, name, spec) for name, spec in zip(OPERANDS[gemm], operands.both, strict=True))
+
+
+def sourced(table: Mapping[str, Operands]) -> dict[tuple[str, str], Operand]:
+    """(GEMM, tensor) → the operand, with where it comes from, of some GEMMs of a layer."""
+    return {(gemm, tensor): operand(tensor, gemm, spec) for gemm, tensor, spec in named(table)}
 
 
 class Shape(Protocol):

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
-from fp4train.backends import GEMMS, OPERANDS, named
+from fp4train.backends import GEMMS, OPERANDS, sourced
 from fp4train.measure.metrics import largest_values
 from fp4train.precision.layer_plan import LayerPlan
 from fp4train.precision.layers import Layer
@@ -88,20 +88,23 @@ class WatchedLayers:
             table = plans[name].table
             if not table.quantised or seen.x is None or seen.w is None or seen.dy is None:
                 continue
-            known: dict[tuple[QuantSpec, str], tuple[Tensor, Decoded, bool]] = {}
+            measured: dict[object, tuple[Tensor, Decoded, bool]] = {}
             decoded: list[Decoded] = []
             samples = {"x": seen.x, "w": self._fused(seen.w, plans[name]), "dy": seen.dy}
-            for number, (gemm, operand, spec) in enumerate(named(table)):
+            for number, ((gemm, tensor), operand) in enumerate(sourced(table).items()):
+                spec = operand.spec
                 if spec is None:
                     continue
-                share, turned = (spec, operand), gemm == "wgrad" or (gemm, operand) == ("dgrad", "w")
-                if not (spec.transposable and not spec.random and share in known):
-                    known[share] = (*_statistics(samples[operand], spec, key, turned=turned), turned)
-                found, values, other = known[share]
-                rows.append(found)
+                codes = tensor, operand.source if spec.random else operand.shared
+                if codes not in measured:
+                    statistics, values = _statistics(samples[tensor], spec, key, transposed=operand.transposed)
+                    measured[codes] = statistics, values, operand.transposed
+                statistics, values, transposed = measured[codes]
+                rows.append(statistics)
                 at.append((len(layers), number))
                 if gemm == "wgrad":
-                    decoded.append(values if other == turned else Decoded(values.values.T, values.scale))
+                    alike = transposed == operand.transposed
+                    decoded.append(values if alike else Decoded(values.values.T, values.scale))
             noises.append(_noise(seen.dy.rows, seen.x.rows, decoded, *table["wgrad"].both))
             layers.append(name)
         tokens = max((seen.x.rows.shape[0] for seen in self.seen.values() if seen.x is not None), default=0)
@@ -145,9 +148,9 @@ def sample(tensor: Tensor) -> Sample:
     return Sample(torch.cat([tensor[i * stride : i * stride + GROUP] for i in range(GROUPS)]), amax)
 
 
-def _statistics(of: Sample, spec: QuantSpec, key: RandomKey, *, turned: bool) -> tuple[Tensor, Decoded]:
+def _statistics(of: Sample, spec: QuantSpec, key: RandomKey, *, transposed: bool) -> tuple[Tensor, Decoded]:
     """(`RAW` as float64, the decoded values) of a sample, or of its transpose."""
-    x_RC = of.rows.T if turned else of.rows
+    x_RC = of.rows.T if transposed else of.rows
     whole = spec.hadamard is None and spec.requantises is None
     whole = whole and (spec.global_scale == "tensor" or spec.block == (None, None))
     quantize = quantizer(spec, x_RC.device.type)

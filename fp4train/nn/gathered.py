@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fp4train.backends import Prepared
 from fp4train.nn.call import Call
-from fp4train.quantize import QuantSpec
+from fp4train.quantize import Own
 
 if TYPE_CHECKING:
     from fp4train.nn.weights import WeightForm
@@ -32,8 +32,8 @@ class GatheredSource(Protocol):
     def form(self, form: WeightForm, call: Call) -> Prepared | None:
         """The weight in a form, from codes; None if the weight did not come as codes: `values` has it then."""
 
-    def rounded(self, spec: QuantSpec, call: Call) -> Tensor | None:
-        """The whole weight [N, K] as `spec` rounds it, in BF16, from its codes; None if they did not come."""
+    def rounded(self, codes: Own, call: Call) -> Tensor | None:
+        """The values of these codes of the whole weight [N, K], in BF16; None if they did not come."""
 
     def fused_amax(self, call: Call) -> Tensor | None:
         """The largest amax of the float32 masters of the weights that share a scale; None if it was not joined."""

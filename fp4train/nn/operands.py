@@ -18,8 +18,8 @@ from fp4train.nn.call import Call
 from fp4train.nn.ranks import Ranks, amax_over
 from fp4train.quantize import (
     Decoded,
+    Operand,
     PairQuantizer,
-    QuantSpec,
     RandomKey,
     has_tensor_amax,
     measure_amax,
@@ -27,7 +27,6 @@ from fp4train.quantize import (
     quantizer,
     requantised,
 )
-from fp4train.quantize.random import DGRAD_DY, FPROP_X, WGRAD_DY, WGRAD_X
 from fp4train.shards import Runs
 
 if TYPE_CHECKING:
@@ -35,16 +34,13 @@ if TYPE_CHECKING:
 
 _OFFSET_SPREAD = 1 << 34
 """Column range for token offsets that are not multiples of 8; no other offset reaches it."""
-_NUMBERS = {"x": (FPROP_X, WGRAD_X), "dy": (DGRAD_DY, WGRAD_DY)}
-"""Index of the row-wise and the column-wise form, for the random key."""
 
 
 class Form:
     """One form of x or dy: row-wise, or column-wise (that of the transposed tensor, along tokens).
 
     Args:
-        tensor: "x" or "dy".
-        spec: quant spec; None for high precision.
+        operand: the operand of a GEMM that the form is.
         codes: prepare codes, to save them or for a backend that multiplies codes; else decoded values.
         tiles: prepare block scales of codes in tiles, where a kernel does.
         shard: where the tensor lies in the whole layer's; None: it is whole.
@@ -53,23 +49,23 @@ class Form:
 
     __slots__ = (
         *("amax_ranks", "codes", "column", "delayed", "feature", "kernel_only", "make", "number", "pure"),
-        *("plain", "quantizer", "rank", "rounding_ranks", "runs", "spec", "stochastic", "tensor", "tiles"),
+        *("plain", "quantizer", "rank", "rounding_ranks", "runs", "source", "spec", "stochastic", "tensor", "tiles"),
     )
 
     def __init__(
         self,
-        tensor: str,
-        spec: QuantSpec | None,
+        operand: Operand,
         codes: bool,
         tiles: bool,
         device: str,
         *,
-        column: bool,
         shard: LayerShard | None,
         tokens: bool,
     ) -> None:
-        self.tensor, self.number, self.spec = tensor, _NUMBERS[tensor][column], spec
-        self.codes, self.tiles, self.column = codes, tiles, column
+        spec = operand.spec
+        self.tensor, self.source, self.spec = operand.tensor, operand.source, spec
+        self.codes, self.tiles = codes, tiles
+        self.column, self.number = operand.transposed, operand.random_operand
         self.stochastic = spec is not None and spec.random
         self.delayed = spec is not None and spec.delayed is not None
         self.pure = not self.stochastic and not self.delayed
@@ -81,11 +77,10 @@ class Form:
         self.runs: Runs = ()
         """Runs of the features within the whole layer's, where random bits depend on them and there are several."""
         if shard is not None:
-            self.runs = shard.runs_of(tensor) if self.stochastic else ()
-            self.feature = shard.starts(tensor)[1]
+            self.runs = shard.runs_of(self.tensor) if self.stochastic else ()
+            self.feature = shard.starts(self.tensor)[1]
             self.rank = shard.tensor.rank if tokens and shard.tensor is not None else 0
-            found = shard.amax_and_rounding_ranks(tensor, spec, transposed=column, tokens=tokens)
-            self.amax_ranks, self.rounding_ranks = found
+            self.amax_ranks, self.rounding_ranks = shard.amax_and_rounding_ranks(operand, tokens=tokens)
         self.kernel_only = self.pure and not self.amax_ranks and not self.rounding_ranks
         """Whether it takes neither random bits nor an amax."""
         if spec is not None:
@@ -140,19 +135,18 @@ class Form:
         return amax_over(self.amax_ranks, x, self.spec, key)
 
 
-class Operand:
+class TensorForms:
     """Both forms of x or dy, in one call if the kernels support that.
 
     Args:
-        specs, codes, tiles: of the row-wise and of the column-wise form, as for `Form`; so the rest.
+        operands, codes, tiles: one for the row-wise and one for the column-wise form, as for `Form`; so the rest.
     """
 
     __slots__ = ("column", "delayed", "joined", "own_amax", "pair", "pure", "requantise", "row", "wants")
 
     def __init__(
         self,
-        tensor: str,
-        specs: tuple[QuantSpec | None, QuantSpec | None],
+        operands: tuple[Operand, Operand],
         codes: tuple[bool, bool],
         device: str,
         shard: LayerShard | None = None,
@@ -161,11 +155,10 @@ class Operand:
         tokens: bool = False,
     ) -> None:
         self.row, self.column = row, column = tuple(
-            Form(tensor, *each, device, column=bool(i), shard=shard, tokens=tokens)
-            for i, each in enumerate(zip(specs, codes, tiles, strict=True))
+            Form(*form, device, shard=shard, tokens=tokens) for form in zip(operands, codes, tiles, strict=True)
         )
         self.pure = row.pure and column.pure
-        kinds = [(each.spec, each.codes, each.tiles, each.amax_ranks) for each in (row, column)]
+        kinds = [(form.source, form.codes, form.tiles, form.amax_ranks) for form in (row, column)]
         self.wants = kinds[:1], kinds
         """Properties on which the row-wise form depends, and on which both do."""
         self.delayed = row.delayed or column.delayed

@@ -37,7 +37,7 @@ from fp4train.nn.backend_sources import carrier_of, matrix
 from fp4train.nn.call import Call, Executor, gradient_dtypes
 from fp4train.nn.executors.gemms import Gemms, Gradients, Saved, torch_autocasts
 from fp4train.nn.executors.whole_layer import BackendLayer
-from fp4train.nn.operands import Operand
+from fp4train.nn.operands import TensorForms
 from fp4train.nn.planned import PlannedLayer, is_watched
 from fp4train.precision.context import State
 from fp4train.quantize import produced
@@ -67,7 +67,7 @@ def why_not(
             name, taker = each.plan.layer.name, _taker(each)
             if taker is None or type(taker) is not type(_taker(executors[0])):
                 return f"{name} is not three products of codes of its own"
-            operand: Operand = getattr(taker, tensor)
+            operand: TensorForms = getattr(taker, tensor)
             if operand.row.spec is None or operand.column.spec is None:
                 return f"{tensor} of {name}: a product takes it in high precision"
             if isinstance(taker, BackendLayer):
@@ -103,7 +103,7 @@ def _taker(executor: Executor) -> Taker | None:
     return executor if isinstance(executor, Taker) and type(executor) in (Gemms, BackendLayer) else None
 
 
-def _why_no_source(operand: Operand, here: bool) -> str | None:
+def _why_no_source(operand: TensorForms, here: bool) -> str | None:
     row, column = operand.row, operand.column
     if operand.delayed:
         return "its amax enters a history of delayed scaling"
@@ -118,7 +118,7 @@ def _why_no_source(operand: Operand, here: bool) -> str | None:
 
 def _produce(taker: Taker, tensor: str, source: SourceTensors, calls: Sequence[Call | None]) -> list[FormPair]:
     """Both forms of each result of the source, with the random bits of its call."""
-    operand: Operand = getattr(taker, tensor)
+    operand: TensorForms = getattr(taker, tensor)
     turned = isinstance(taker, BackendLayer) and taker.turned
     tokens, forms = source.tensors[0].shape[0], (operand.row, operand.column)
     keys = [tuple(form.key(call, tokens) if call and form.stochastic else None for form in forms) for call in calls]

@@ -15,7 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,11 +26,13 @@ from fp4train.nn.gathered import Gathered
 from fp4train.nn.ranks import Ranks, amax_over
 from fp4train.quantize import (
     Decoded,
+    Operand,
+    Own,
     PairQuantizer,
     Quantized,
     Quantizer,
-    QuantSpec,
     RandomKey,
+    Requantised,
     has_tensor_amax,
     measure_amax,
     quantised_in_runs,
@@ -39,46 +41,65 @@ from fp4train.quantize import (
     to_torch,
 )
 from fp4train.quantize.quantized import turned
-from fp4train.quantize.random import DGRAD_W, FPROP_W
+from fp4train.quantize.source import Source
 from fp4train.shards import Runs
 
 if TYPE_CHECKING:
     from fp4train.nn.executors.cut import LayerShard
 
+FormKey: TypeAlias = tuple[Source, str, torch.dtype]
+"""The key of a prepared form: the source of the operand, the name of the backend, and the dtype in high precision."""
+
 
 class WeightForm:
-    """The form of the weight [N, K] that one GEMM needs: spec, backend, row-wise or column-wise (wᵀ).
+    """The form of the weight [N, K] that one GEMM needs: its operand, for a backend.
 
     Args:
+        operand: the operand; that of dgrad is the form of wᵀ, blocked along out features.
         device: device type of the weight.
-        column: whether the form is that of wᵀ, blocked along out_features, for dgrad.
         shard: where the weight lies in the whole layer's; None: it is whole.
         fused: names of the layers whose weights share a global scale with this one, itself included; none: it has its
             own.
     """
 
     __slots__ = (
-        *("amax_ranks", "both", "decode", "dtype", "fused", "key", "make", "operand", "quantizer", "requantise"),
-        *("rounded_from", "rounding_ranks", "runs", "spec", "start", "strided", "tiles", "transposed"),
-        "turned_from",
+        *("amax_ranks", "both", "both_key", "decode", "dtype", "fused", "key", "make", "number", "of_transpose"),
+        *(
+            "operand",
+            "quantizer",
+            "requantise",
+            "rounded_from",
+            "rounding_ranks",
+            "runs",
+            "source",
+            "spec",
+            "start",
+            "strided",
+        ),
+        *("tiles", "transposed", "turned_from"),
     )
 
     def __init__(
         self,
-        spec: QuantSpec | None,
+        operand: Operand,
         backend: Backend,
         dtype: torch.dtype,
         device: str,
         *,
-        column: bool,
         shard: LayerShard | None = None,
         fused: tuple[str, ...] = (),
     ) -> None:
+        spec = operand.spec
         self.spec, self.dtype = spec, dtype
         # For square blocks and for high precision one set of values serves both forms: one is a view of the other.
-        self.transposed = column and (spec is None or (spec.transposable and not backend.takes_codes))
-        self.operand = DGRAD_W if column and not self.transposed else FPROP_W
-        column_wise = self.operand == DGRAD_W
+        square = spec is None or (spec.transposable and not backend.takes_codes)
+        self.transposed = operand.transposed and square
+        self.operand = operand.row_wise if self.transposed else operand
+        """The operand that is prepared: of `transposed` forms that of which this one is a view."""
+        self.source = self.operand.source
+        self.of_transpose = self.operand.transposed
+        """Whether wᵀ is prepared."""
+        self.number = self.operand.random_operand
         self.amax_ranks: tuple[Ranks, ...] = ()
         self.rounding_ranks: tuple[Ranks, ...] = ()
         """Ranks over which the amax is taken of what the spec requantises."""
@@ -89,9 +110,9 @@ class WeightForm:
         """Runs of the out features within the whole layer's, where random bits depend on them and there are several."""
         if shard is not None:
             self.runs = shard.runs_of("w") if spec is not None and spec.random else ()
-            self.amax_ranks, self.rounding_ranks = shard.amax_and_rounding_ranks("w", spec, transposed=column_wise)
-            row, column_start = shard.starts("w")
-            self.start = (column_start, row) if column_wise else (row, column_start)
+            self.amax_ranks, self.rounding_ranks = shard.amax_and_rounding_ranks(self.operand)
+            row, column = shard.starts("w")
+            self.start = (column, row) if self.of_transpose else (row, column)
         if spec is not None:
             rest = quantizer(replace(spec, requantises=None), device)
             chosen = rest if self.rounding_ranks else quantizer(spec, device)
@@ -99,27 +120,27 @@ class WeightForm:
             self.decode = None if backend.takes_codes else chosen.decode
             self.quantizer = chosen
         self.both: PairQuantizer | None = None
-        """The quantizer that makes this form and the transposed one at once."""
-        self.turned_from: tuple[object, ...] | None = None
+        """The quantizer that makes this form and the transposed one at once, whose key is `both_key`."""
+        self.both_key: FormKey | None = None
+        self.turned_from: FormKey | None = None
         """The key of the row-wise form whose transposed codes are this form's; None: it is made from the weight."""
-        self.rounded_from: tuple[object, ...] | None = None
+        self.rounded_from: FormKey | None = None
         """The key of the row-wise form whose values this form requantises; None: the weight is rounded first."""
-        before = None if spec is None else spec.requantises
-        if column_wise and before is not None and device == "cpu" and not self.amax_ranks:
-            self.rounded_from = (before, backend.name, dtype, False)
+        if self.of_transpose and isinstance(self.source, Requantised) and device == "cpu" and not self.amax_ranks:
+            self.rounded_from = (self.source.of, backend.name, dtype)
         self.strided = False
         """Whether gathered codes may be views of what came, in whatever order of memory."""
         self.tiles = backend.takes_tiles and spec is not None and spec.scale_format.is_byte
-        self.key = (spec, backend.name, dtype, column and not self.transposed)
+        self.key: FormKey = (self.source, backend.name, dtype)
 
     def pair_with(self, column: WeightForm) -> None:
         """Make `column` together with this row-wise form, if one kernel makes a tensor's codes and their transpose."""
-        spec, backend, dtype, _ = self.key
-        if self.spec is None or self.spec.block != (None, None) or column.key != (spec, backend, dtype, True):
+        alike = column.spec == self.spec and column.key[1:] == self.key[1:] and column.of_transpose
+        if self.spec is None or self.spec.block != (None, None) or not alike:
             return
         both = PairQuantizer(self.quantizer, column.quantizer, row_codes=True, column_codes=True)
         if self.decode is None and both.one_kernel:
-            self.both, column.turned_from = both, self.key
+            self.both, self.both_key, column.turned_from = both, column.key, self.key
 
     def finish(self, prepared: Prepared) -> Prepared:
         """This form from codes that were gathered, or from the values that serve both forms."""
@@ -147,9 +168,9 @@ class PreparedWeights:
         self._position: tuple[int, int] | None = None
         self._of: weakref.ref[Tensor] | None = None
         self._version: tuple[int, ...] = ()
-        self._forms: list[tuple[tuple[object, ...], Prepared]] = []
+        self._forms: list[tuple[FormKey, Prepared]] = []
         self._amax: Tensor | None = None
-        self._amaxes: dict[tuple[object, ...], Tensor] = {}
+        self._amaxes: dict[object, Tensor] = {}
         self._entered = False
 
     def __reduce__(self) -> tuple[type[PreparedWeights], tuple[bool]]:
@@ -207,10 +228,12 @@ class PreparedWeights:
 
     def _of_gathered(self, w_NK: Gathered, form: WeightForm, call: Call) -> Prepared:
         """A form of a gathered weight: from the codes that came, or as `form` makes it of the values that came."""
-        source, before = w_NK.source, None if form.spec is None else form.spec.requantises
+        source = w_NK.source
         if (sent := source.form(form, call)) is not None:
             return sent
-        rounded = source.rounded(before, call) if before is not None and form.operand == DGRAD_W else None
+        rounded = None
+        if isinstance(form.source, Requantised) and form.of_transpose:
+            rounded = source.rounded(form.source.of, call)
         group = source.fused_amax(call) if form.fused else None
         values = source.values(w_NK.dtype) if rounded is None else rounded
         return self.form(values, form, call, group, rounded is not None)
@@ -239,7 +262,7 @@ class PreparedWeights:
             both: what makes the transposed form with it, for backward; `newest` is its.
         """
         spec = form.spec
-        w = w_NK.T if form.operand == DGRAD_W else w_NK
+        w = w_NK.T if form.of_transpose else w_NK
         for made, found in self._forms:
             if made == form.turned_from and isinstance(found, Quantized):
                 return turned(found)
@@ -253,41 +276,44 @@ class PreparedWeights:
                 seed=call.seed,
                 step=call.step,
                 layer=call.layer_key,
-                operand=form.operand,
+                operand=form.number,
                 row_offset=form.start[0],
                 col_offset=form.start[1],
                 counters=call.counters,
             )
         if (form.rounding_ranks or form.runs or group is not None) and spec.requantises is not None and not rounded:
             if group is None:
-                group = self._amax_over_ranks(w.T, spec.requantises, form.rounding_ranks, form.operand)
+                assert isinstance(form.source, Requantised)
+                group = self._amax_over_ranks(w.T, form.source.of, form.rounding_ranks)
             w, rounded, group = requantised(w, spec, group), True, None
         if group is not None and not rounded:
             amax = group
         elif form.amax_ranks:
-            amax = self._amax_over_ranks(w, spec, form.amax_ranks, form.operand, key)
+            assert isinstance(form.source, Own | Requantised)
+            amax = self._amax_over_ranks(w, form.source, form.amax_ranks, key)
         if form.runs and key is not None:
-            plain, columns = replace(spec, requantises=None), form.operand == DGRAD_W
+            plain, columns = replace(spec, requantises=None), form.of_transpose
             found = quantised_in_runs(w, plain, key, form.runs, amax, columns=columns)
             return found if form.decode is None else quantizer(plain, w.device.type).decode(found)
         if both is not None:
             prepared, other = both(w, None, amax, None, amax, newest)
-            self._forms.append(((*form.key[:-1], True), other))
+            assert form.both_key is not None
+            self._forms.append((form.both_key, other))
             return prepared
         return (form.requantise if rounded else form.make)(w, key, amax)
 
     def _amax_over_ranks(
-        self, w: Tensor, spec: QuantSpec, amax_ranks: tuple[Ranks, ...], operand: int, key: RandomKey | None = None
+        self, w: Tensor, codes: Own | Requantised, amax_ranks: tuple[Ranks, ...], key: RandomKey | None = None
     ) -> Tensor:
         """The amax of the whole weight: one collective per step, whichever forms are made and made again."""
-        known = ("tensor",) if has_tensor_amax(spec) else (spec, operand)
-        if known not in self._amaxes:
-            self._amaxes[known] = amax_over(amax_ranks, w, spec, key)
-        return self._amaxes[known]
+        kind = "tensor" if has_tensor_amax(codes.spec) else codes
+        if kind not in self._amaxes:
+            self._amaxes[kind] = amax_over(amax_ranks, w, codes.spec, key)
+        return self._amaxes[kind]
 
     def _group_amax(self, weights: Sequence[Tensor], form: WeightForm) -> Tensor:
         """The largest amax of fused weights, whichever of their specs it is for: all take it of the tensor as it is."""
-        if ("fused",) not in self._amaxes:
+        if "fused" not in self._amaxes:
             assert form.spec is not None
             spec, ranks = form.spec, form.amax_ranks
             if spec.requantises is not None:
@@ -295,8 +321,8 @@ class PreparedWeights:
             amax = torch.stack([measure_amax(each, spec) for each in weights]).amax()
             for each in ranks:
                 amax = each.largest(amax)
-            self._amaxes["fused",] = amax
-        return self._amaxes["fused",]
+            self._amaxes["fused"] = amax
+        return self._amaxes["fused"]
 
     def delayed_amax(
         self, w_NK: Tensor, quantizer: Quantizer, call: Call, *, later: bool = False

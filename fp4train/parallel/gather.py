@@ -31,8 +31,9 @@ from fp4train.parallel.world import SHARD, World
 from fp4train.precision.context import backward_pass, current
 from fp4train.precision.gather import wire_form
 from fp4train.precision.layer_plan import LayerPlan
-from fp4train.quantize import Quantized, QuantSpec, amax_extent, has_tensor_amax, measure_amax, quantizer
+from fp4train.quantize import Own, Quantized, QuantSpec, amax_extent, has_tensor_amax, measure_amax, quantizer
 from fp4train.quantize.sharded import divided_tensors, joined
+from fp4train.quantize.source import own
 
 AMAX, FUSED = "amax", "fused"
 """Keys of the amax of a whole weight, and of the largest of the weights that share a scale with it; those of each row
@@ -127,8 +128,8 @@ class WeightGather:
             return (MASTER,), (MASTER,)
         values = (Payload(None, dtype=way.dtype),)
         return (
-            values if way.row is None else (Payload(way.row),),
-            values if way.column is None else (Payload(way.column, way.turned),),
+            values if way.forward is None else (Payload(way.forward),),
+            values if way.backward is None else (Payload(way.backward),),
         )
 
     def missing(self) -> Iterator[tuple[object, int, Tensor]]:
@@ -136,14 +137,16 @@ class WeightGather:
         among zeros, at their place in those of the whole, which is the number."""
         needed = {self._key(part): part for part in (*self.forward, *self.backward)}
         if self._shares is not None:
-            needed = {key: part for key, part in needed.items() if key != FUSED} | {AMAX: Payload(self._shares)}
+            needed = {key: part for key, part in needed.items() if key != FUSED} | {
+                AMAX: Payload(own(self._shares, "in"))
+            }
         for key, part in needed.items():
             if part.spec is not None and key is not None and key not in self.amaxes:
-                own = measure_amax(self.shard.T if part.column else self.shard, part.spec)
-                start, size = self._slot(part, own.numel())
-                vector = own.new_zeros(size)
-                vector[start : start + own.numel()] = own.reshape(-1)
-                self.amaxes[key] = own
+                amax = measure_amax(self.shard.T if part.column else self.shard, part.spec)
+                start, size = self._slot(part, amax.numel())
+                vector = amax.new_zeros(size)
+                vector[start : start + amax.numel()] = amax.reshape(-1)
+                self.amaxes[key] = amax
                 yield key, start, vector
 
     def _key(self, part: Payload) -> object:
@@ -255,9 +258,9 @@ class WeightGather:
         """See `nn.gathered.GatheredSource`."""
         return form_of(self, form, call)
 
-    def rounded(self, spec: QuantSpec, call: Call) -> Tensor | None:
+    def rounded(self, codes: Own, call: Call) -> Tensor | None:
         """See `nn.gathered.GatheredSource`."""
-        return rounded_from(self.codes(Payload(spec), call), spec)
+        return rounded_from(self.codes(Payload(codes), call))
 
     def codes(self, part: Payload, call: Call) -> Quantized | None:
         """The whole quantised weight, if it came in this step."""

@@ -10,25 +10,32 @@ from torch import Tensor
 from fp4train.backends import Prepared
 from fp4train.nn.call import Call
 from fp4train.nn.weights import WeightForm
-from fp4train.quantize import Decoded, Quantized, QuantSpec, quantizer
+from fp4train.quantize import Decoded, Own, Quantized, QuantSpec, quantizer
 from fp4train.quantize.quantized import turned
-from fp4train.quantize.random import DGRAD_W
 
 if TYPE_CHECKING:
     from fp4train.parallel.gather import WeightGather
 
 
 class Payload(NamedTuple):
-    """A form of a weight that is sent: codes and scales of `spec`, or values.
+    """A form of a weight that is sent: codes and scales, or values.
 
-    spec: how the weight is quantised; None: values are sent.
-    column: whether wᵀ is quantised; it is sent transposed back.
-    dtype: of the values.
+    codes: the codes of the weight; those of wᵀ are sent transposed back. None: values are sent.
+    dtype: the dtype of the values.
     """
 
-    spec: QuantSpec | None
-    column: bool = False
+    codes: Own | None
     dtype: torch.dtype | None = None
+
+    @property
+    def spec(self) -> QuantSpec | None:
+        """How the weight is quantised."""
+        return None if self.codes is None else self.codes.spec
+
+    @property
+    def column(self) -> bool:
+        """Whether wᵀ is quantised."""
+        return self.codes is not None and self.codes.axis == "out"
 
 
 class Sent(NamedTuple):
@@ -51,9 +58,9 @@ class MemberGather:
         """See `nn.gathered.GatheredSource`."""
         return form_of(self, form, call)
 
-    def rounded(self, spec: QuantSpec, call: Call) -> Tensor | None:
+    def rounded(self, codes: Own, call: Call) -> Tensor | None:
         """See `nn.gathered.GatheredSource`."""
-        return rounded_from(self.codes(Payload(spec), call), spec)
+        return rounded_from(self.codes(Payload(codes), call))
 
     def codes(self, part: Payload, call: Call) -> Quantized | None:
         """The quantised weight, if it came in this step."""
@@ -80,16 +87,18 @@ def form_of(source: WeightGather | MemberGather, form: WeightForm, call: Call) -
     """A gathered weight in a form, from its codes or from values that a layer in high precision takes."""
     if form.spec is None:
         return form.finish(Decoded(source.values(form.dtype), None))
-    part = Payload(form.spec, form.operand == DGRAD_W and not form.spec.transposable)
-    found = source.codes(part, call)
-    if found is not None and form.operand == DGRAD_W and not part.column:
-        found = turned(found)
-    return None if found is None else form.finish(found)
-
-
-def rounded_from(found: Quantized | None, spec: QuantSpec) -> Tensor | None:
-    """The values of codes in BF16."""
-    if found is None:
+    codes = form.operand.shared
+    if not isinstance(codes, Own):
         return None
-    values, scale = quantizer(spec, found.codes.device.type).decode(found)
-    return (values if scale is None else values * scale).to(torch.bfloat16)
+    part = Payload(codes)
+    arrived = source.codes(part, call)
+    if arrived is not None and form.of_transpose and not part.column:
+        arrived = turned(arrived)
+    return None if arrived is None else form.finish(arrived)
+
+
+def rounded_from(codes: Quantized | None) -> Tensor | None:
+    """The values of codes in BF16."""
+    if codes is None:
+        return None
+    return quantizer(codes.spec, codes.codes.device.type).decode(codes).rounded()

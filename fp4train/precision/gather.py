@@ -18,7 +18,8 @@ from typing import Final, NamedTuple
 import torch
 
 from fp4train.precision.layer_plan import LayerPlan
-from fp4train.quantize import QuantSpec, packed_bytes, why_not_cut
+from fp4train.quantize import Own, Requantised, why_not_cut
+from fp4train.quantize.source import source_bytes
 
 GATHERS: Final = ("recipe", "bf16", "fp32")
 """Forms of weights between ranks: by the recipe; all in BF16, which rounds masters before they are quantised; all in
@@ -29,17 +30,16 @@ class WireForm(NamedTuple):
     """How the weight of a layer travels.
 
     Args:
-        row: the spec whose codes are sent for fprop; None: values.
-        column: the same for dgrad; turned: whether they are codes of wᵀ, not of w.
-        dtype: of values.
+        forward: the codes that are sent for fprop; None: values.
+        backward: the codes that are sent for dgrad; None: values.
+        dtype: the dtype of values.
         why: why values are sent although the recipe quantises the weight, or float32 although it has fewer bits for it;
             None: they are not, or the configuration asks for it.
         rounds: whether the values are rounded before a layer quantises them, which one rank does not do.
     """
 
-    row: QuantSpec | None = None
-    column: QuantSpec | None = None
-    turned: bool = False
+    forward: Own | None = None
+    backward: Own | None = None
     dtype: torch.dtype = torch.float32
     why: str | None = None
     rounds: bool = False
@@ -47,7 +47,7 @@ class WireForm(NamedTuple):
     @property
     def coded(self) -> bool:
         """Whether codes are sent for any of the two passes."""
-        return self.row is not None or self.column is not None
+        return self.forward is not None or self.backward is not None
 
     def bytes(self, rows: int, columns: int, *, backward: bool, repeats: bool = False) -> float:
         """Bytes of a whole weight [rows, columns] when it is gathered.
@@ -56,10 +56,11 @@ class WireForm(NamedTuple):
             backward: for dgrad, else for fprop.
             repeats: backward also needs what fprop does, to recompute it.
         """
-        row, column = (self.row, False), (self.column, self.turned)
-        sent = {column, row} if backward and repeats else {column if backward else row}
+        sent = {self.backward if backward else self.forward}
+        if backward and repeats:
+            sent.add(self.forward)
         values = float(rows * columns * self.dtype.itemsize)
-        return sum(values if spec is None else packed_bytes(spec, rows, columns) for spec, _ in sent)
+        return sum(values if codes is None else source_bytes(codes, "w", rows, columns) for codes in sent)
 
 
 def effective(gather: str, *, whole: bool, blocks: bool = True) -> str:
@@ -80,13 +81,13 @@ def wire_form(plan: LayerPlan, shards: int, gather: str) -> WireForm:
         return WireForm()
     if plan.layer.block is None:  # the head: it lies in a unit that stays whole between forward and backward
         return WireForm()
-    row, column = plan.fprop.operands.second, plan.dgrad.operands.second
+    operands = plan.sources["fprop", "w"], plan.sources["dgrad", "w"]
     experts = plan.layer.experts
     rows, rest = divmod(experts or plan.layer.out_features, shards)
     if rest:
         what = f"{experts} experts" if experts else f"{plan.layer.out_features} rows"
         return WireForm(why=f"{what} do not divide over {shards} shards")
-    quantised = row is not None or column is not None
+    quantised = any(operand.codes is not None for operand in operands)
     if gather == "bf16":
         return WireForm(dtype=torch.bfloat16, rounds=quantised)
     dtype = plan.table.torch_dtype
@@ -94,17 +95,17 @@ def wire_form(plan: LayerPlan, shards: int, gather: str) -> WireForm:
         return WireForm(dtype=dtype)
     if (why := _why_rounded(plan)) is not None:
         return WireForm(dtype=torch.bfloat16, why=why, rounds=True)
-    again = None if column is None else column.requantises
-    turned = column is not None and again is None and not column.transposable
-    column = again or column
-    if experts and any(spec is not None and spec.delayed is not None for spec in (row, column)):
+    forward, backward = (operand.sent for operand in operands)
+    if experts and any(codes is not None and codes.spec.delayed is not None for codes in (forward, backward)):
         return WireForm(why="the history of each expert's amaxes is that of the whole group")
     if experts and plan.fused:
         return WireForm(why="an expert shares its scale with one of another layer")
-    for spec, columns in ((row, False), (column, turned)):
-        if spec is not None and not experts and (why := why_not_cut(spec, rows, columns=columns)) is not None:
+    for codes in (forward, backward):
+        if codes is None or experts:
+            continue
+        if (why := why_not_cut(codes.spec, rows, columns=codes.axis == "out")) is not None:
             return WireForm(why=why)
-    return WireForm(row=row, column=column, turned=turned, dtype=dtype)
+    return WireForm(forward=forward, backward=backward, dtype=dtype)
 
 
 def _why_rounded(plan: LayerPlan) -> str | None:
@@ -114,12 +115,12 @@ def _why_rounded(plan: LayerPlan) -> str | None:
     # No backend runs a part of a layer as a whole: parts are quantised by fp4train.
     if plan.layer_backend is not None and plan.layer.cut is None and plan.why_values is not None:
         return plan.why_values
-    row, column = plan.fprop.operands.second, plan.dgrad.operands.second
-    if column is not None and column.requantises is not None:
-        column = None  # it is made of the codes of fprop
-    for spec in filter(None, (row, column)):
-        if spec.random:
+    if isinstance(plan.sources["fprop", "w"].source, Requantised):
+        return "the weight is transformed"
+    for gemm in ("fprop", "dgrad"):
+        codes = plan.sources[gemm, "w"].sent
+        if codes is not None and codes.spec.random:
             return "the weight is rounded stochastically"
-        if spec.hadamard is not None or spec.requantises is not None:
+        if codes is not None and codes.spec.hadamard is not None:
             return "the weight is transformed"
     return None

@@ -19,14 +19,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from fp4train.backends import GEMMS, HIGH_PRECISION, LAYER_BACKENDS, Choice, Operands, Table, choose, sums_note
+from fp4train.backends import GEMMS, HIGH_PRECISION, LAYER_BACKENDS, Choice, Operands, Table, choose, sourced, sums_note
 from fp4train.formats import ElementFormat
 from fp4train.hardware import Device
 from fp4train.precision.layers import FUSED_BY, Layer, misaligned
 from fp4train.precision.phases import Stretch
 from fp4train.precision.policy import LayerPolicy
 from fp4train.precision.recipe import Recipe
-from fp4train.quantize import QuantSpec, has_tensor_amax
+from fp4train.quantize import Operand, QuantSpec, has_tensor_amax
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +138,11 @@ class LayerPlan:
     def operands(self) -> dict[str, Operands]:
         """GEMM → the operands that it runs."""
         return {gemm.name: gemm.operands for gemm in self.gemms}
+
+    @cached_property
+    def sources(self) -> dict[tuple[str, str], Operand]:
+        """(GEMM, tensor) → the operand that it runs, with where it comes from."""
+        return sourced(self.operands)
 
     @property
     def table(self) -> Table:

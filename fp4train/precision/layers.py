@@ -15,9 +15,8 @@ from typing import Any
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from fp4train.backends.table import Operands, named
+from fp4train.backends.table import Operands, sourced
 from fp4train.precision.blocks import block_paths, features, is_linear
-from fp4train.quantize import why_not_cut
 
 _TUNED = "base_layer"
 """Name of the layer itself in peft's wrapper of it."""
@@ -32,9 +31,6 @@ CLASS = "class:"
 ELEMENTWISE_BY = "fp4train_elementwise"
 """Attribute of a module of a model: names of its own parameters that are no factors of a matrix product, whatever their
 shape, such as filters of channels and biases of experts. They are not converted, and weight decay spares them."""
-
-_CUT_BLOCKS = {("x", "in"): "fprop", ("dy", "out"): "dgrad", ("w", "in"): "fprop", ("w", "out"): "dgrad"}
-"""(operand, features that are cut) → the GEMM whose blocks of the operand lie along them; without one it is whole."""
 
 _HARMLESS = {
     *("__init__", "reset_parameters", "__repr__", "_get_name", "extra_repr"),  # construction and printing
@@ -264,11 +260,10 @@ def misaligned(layer: Layer, table: Mapping[str, Operands]) -> dict[str, str]:
     if layer.cut is None:
         return found
     extents = layer.segments or (layer.out_features if layer.cut == "out" else layer.in_features,)
-    for gemm, name, spec in named(table):
-        along = _CUT_BLOCKS.get((name, layer.cut))
-        if spec is None or along is None:
+    for (gemm, name), operand in sourced(table).items():
+        if not operand.has(layer.cut):
             continue
-        reasons = ((size, why_not_cut(spec, size, columns=gemm == along)) for size in extents)
+        reasons = ((size, operand.why_not_cut(layer.cut, size)) for size in extents)
         extent, reason = next(((size, why) for size, why in reasons if why is not None), (0, None))
         if reason is not None:
             whole = f"{'a segment of ' if layer.segments else ''}{extent * layer.parts} {layer.cut} features"

@@ -24,6 +24,11 @@ from fp4train.quantize.sharded import quantised_in_runs as quantised_in_runs
 from fp4train.quantize.sharded import requantised as requantised
 from fp4train.quantize.sharded import stacked as stacked
 from fp4train.quantize.sharded import why_not_cut as why_not_cut
+from fp4train.quantize.source import High as High
+from fp4train.quantize.source import Operand as Operand
+from fp4train.quantize.source import Own as Own
+from fp4train.quantize.source import Requantised as Requantised
+from fp4train.quantize.source import ValuesOf as ValuesOf
 from fp4train.quantize.spec import Delayed as Delayed
 from fp4train.quantize.spec import QuantSpec as QuantSpec
 from fp4train.quantize.transform import Hadamard as Hadamard

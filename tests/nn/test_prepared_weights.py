@@ -18,7 +18,7 @@ def test_with_a_step_weights_are_prepared_once_and_anew_in_the_next(monkeypatch:
     real = PreparedWeights._prepare
 
     def prepare(self: PreparedWeights, w: Tensor, form: WeightForm, *others: object) -> object:
-        prepared.append(form.operand == FPROP_W)
+        prepared.append(form.number == FPROP_W)
         return real(self, w, form, *others)  # type: ignore[arg-type]
 
     monkeypatch.setattr(PreparedWeights, "_prepare", prepare)

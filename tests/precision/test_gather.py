@@ -22,19 +22,21 @@ def plan(recipe: Recipe, rows: int = 64, columns: int = 64, block: int | None = 
 
 def test_a_quantised_weight_travels_as_codes_of_both_forms() -> None:
     made = plan(MXFP8())
-    assert wire_form(made, 2, "recipe")[:2] == (made.fprop.operands.second, made.dgrad.operands.second)
+    form = wire_form(made, 2, "recipe")
+    assert (form.forward, form.backward) == (made.sources["fprop", "w"].codes, made.sources["dgrad", "w"].codes)
+    assert form.forward != form.backward, "one spec, along two axes"
     half = plan(NVFP4().with_high_precision("fprop"))
     form = wire_form(half, 2, "recipe")
-    assert form.row is None and form.column is not None and form.dtype == torch.bfloat16
+    assert form.forward is None and form.backward is not None and form.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(("recipe", "bytes_"), [(QuartetII(), 0.5 + 1 / 16), (TetraJetV2(), 0.5 + 1 / 16 + 4 / 128)])
 def test_a_weight_that_dgrad_requantises_travels_as_the_codes_of_fprop(recipe: Recipe, bytes_: float) -> None:
     form = wire_form(plan(recipe, 256, 256), 2, "recipe")
-    assert form.row is not None and form.column == form.row == plan(recipe).fprop.operands.second and not form.turned
+    assert form.forward is not None and form.backward == form.forward == plan(recipe).sources["fprop", "w"].codes
     assert [form.bytes(256, 256, backward=back, repeats=True) / 256**2 for back in (False, True)] == [bytes_, bytes_]
     later = wire_form(plan(recipe.with_high_precision("fprop"), 256, 256), 2, "recipe")
-    assert (later.row, later.column, later.dtype) == (None, form.column, torch.bfloat16)
+    assert (later.forward, later.backward, later.dtype) == (None, form.backward, torch.bfloat16)
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +152,7 @@ def test_a_part_whose_cut_divides_blocks_is_what_a_run_resolves() -> None:
     part = part_of(whole, "in", 8)
     assert part == resolve(part.layer, NVFP4(), None, "emulate", CPU)
     assert part.layer.in_features == 8 and not part.fprop.operands.quantised
-    assert wire_form(part, 2, "recipe").row is None
+    assert wire_form(part, 2, "recipe").forward is None
 
 
 def test_graphs_and_models_without_blocks_take_float32() -> None:

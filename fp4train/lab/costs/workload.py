@@ -137,7 +137,7 @@ class ModelWeight:
         if self.forms:
             codes = 2 / len(self.forms) * sum(packed_bytes(spec, *self.matrix) for spec in self.forms)
             made = codes * self.of_rank(mesh) / self.count
-            gathered = 0.0 if form.row or form.column else self.wire_bytes(mesh)
+            gathered = 0.0 if form.coded else self.wire_bytes(mesh)
             return made + (gathered if mesh.shard > 1 else 0.0)
         came = self.wire_bytes(mesh) if mesh.shard > 1 else 0.0
         if self.plan is None or (mesh.shard > 1 and form.dtype == self.plan.table.torch_dtype):
@@ -147,7 +147,7 @@ class ModelWeight:
     def code_bytes(self, mesh: Mesh) -> float:
         """Bytes of the codes of this rank's shard, which are kept within a step."""
         form = self.wire(mesh)
-        if form.row is None and form.column is None:
+        if not form.coded:
             return 0.0
         whole = sum(packed_bytes(spec, *self.matrix) for spec in self.forms)
         return whole * self.of_rank(mesh) / (self.count * mesh.shard)

@@ -34,14 +34,15 @@ from torch import Tensor
 from fp4train.backends import Backend, Prepared
 from fp4train.nn.call import EAGER, Biases, Call, Counts, Sums, Weights
 from fp4train.nn.executors.gemms import Gemms, GemmsFunction, Gradients, Prepare, Saved
-from fp4train.nn.operands import Operand
+from fp4train.nn.operands import TensorForms
 from fp4train.nn.ranks import Ranks, local
 from fp4train.precision.context import Context, State
 from fp4train.precision.layer_plan import LayerPlan
 from fp4train.precision.recipe import Recipe
 from fp4train.precision.recipes.high import BF16, FP16, FP32
-from fp4train.quantize import Quantized, QuantSpec, amax_extent, quantizer, why_not_cut
+from fp4train.quantize import Operand, Quantized, QuantSpec, Requantised, amax_extent, quantizer, why_not_cut
 from fp4train.quantize.sharded import divided_tensors, joined
+from fp4train.quantize.source import AXES
 from fp4train.shards import Runs
 from fp4train.text import check_choice
 
@@ -50,14 +51,6 @@ if TYPE_CHECKING:
 
 Cut = Literal["in", "out", "experts"]
 AMAXES = ("tp", "data", "local")
-
-_CUT_AXIS: dict[tuple[str, str | None], str] = {
-    ("x", "in"): "columns",
-    ("w", "in"): "columns",
-    ("w", "out"): "rows",
-    ("dy", "out"): "columns",
-}
-"""The axis of x [M, K], w [N, K] or dy [M, N] along which a cut divides it; tokens are rows of x and dy."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -133,24 +126,27 @@ class LayerShard:
         extent = amax_extent(spec)
         if extent is None or (self.amax == "local" and not tokens):
             return ()
-        covers = {"rows": extent == "tensor" or transposed, "columns": extent == "tensor" or not transposed}
+        rows, columns = AXES[tensor]
+        covers: dict[str, bool] = {rows: extent == "tensor" or transposed}
+        covers[columns] = extent == "tensor" or not transposed
         found = []
-        if self.tensor is not None and covers.get("rows" if tokens else _CUT_AXIS.get((tensor, self.cut), "")):
+        if self.tensor is not None and covers.get("tokens" if tokens else str(self.cut)):
             found.append(self.tensor)
-        if self.amax == "data" and self.data is not None and tensor != "w" and covers["rows"]:
+        if self.amax == "data" and self.data is not None and covers.get("tokens"):
             found.append(self.data)
         return tuple(found)
 
     def amax_and_rounding_ranks(
-        self, tensor: str, spec: QuantSpec | None, *, transposed: bool, tokens: bool = False
+        self, operand: Operand, *, tokens: bool = False
     ) -> tuple[tuple[Ranks, ...], tuple[Ranks, ...]]:
-        """`amax_ranks` of `spec`, and those of what `spec.requantises` rounds, along the other axis."""
-        if spec is None:
+        """`amax_ranks` of the codes of an operand, and those of what they requantise, along the other axis."""
+        codes, transposed = operand.codes, operand.transposed
+        if codes is None:
             return (), ()
-        own, before = self.amax_ranks(tensor, spec, transposed=transposed, tokens=tokens), spec.requantises
-        if before is None:
-            return own, ()
-        return own, self.amax_ranks(tensor, before, transposed=not transposed, tokens=tokens)
+        ranks = self.amax_ranks(operand.tensor, codes.spec, transposed=transposed, tokens=tokens)
+        if not isinstance(codes, Requantised):
+            return ranks, ()
+        return ranks, self.amax_ranks(operand.tensor, codes.of.spec, transposed=not transposed, tokens=tokens)
 
 
 class SummedProduct:
@@ -178,17 +174,18 @@ class CutGemms(Gemms):
         assert shard.tensor is not None
         self.ranks, self.cut, self.sequence = shard.tensor, shard.cut, shard.sequence
         self.tokens = shard.tokens
-        self.sent: Operand | None = None
+        self.sent: TensorForms | None = None
         """x ("out") or dy ("in") of this rank's tokens, sent as codes; None: the tensor itself is gathered."""
-        x, dy = (self.x.row.spec, self.x.column.spec), (self.dy.row.spec, self.dy.column.spec)
         if self.cut == "out":
             self.dgrad = SummedProduct(self.dgrad, self.ranks, self.sequence)  # type: ignore[assignment]
-            name, specs, possible = "x", x, x[0] is not None
+            row, column = plan.sources["fprop", "x"], plan.sources["wgrad", "x"]
+            coded = row.spec is not None
         else:
             self.fprop = SummedProduct(self.fprop, self.ranks, self.sequence)  # type: ignore[assignment]
-            name, specs, possible = "dy", dy, None not in dy
-        if self.sequence and possible:
-            self.sent = Operand(name, specs, (True, True), device, shard, tokens=True)
+            row, column = plan.sources["dgrad", "dy"], plan.sources["wgrad", "dy"]
+            coded = row.spec is not None and column.spec is not None
+        if self.sequence and coded:
+            self.sent = TensorForms((row, column), (True, True), device, shard, tokens=True)
         self.route = EAGER  # collectives, and tokens whose number changes
 
     def __call__(

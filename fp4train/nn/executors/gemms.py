@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from fp4train.backends import BACKENDS, Prepared
 from fp4train.nn.call import Biases, Call, Counts, Executor, Route, Sums, Weights, gradient_dtypes
-from fp4train.nn.operands import Operand
+from fp4train.nn.operands import TensorForms
 from fp4train.nn.ranks import local
 from fp4train.nn.scaling import DelayedScaling
 from fp4train.nn.weights import WeightForm
@@ -141,11 +141,14 @@ class Gemms(Executor):
         """Whether wgrad takes x in high precision; backward then needs x itself."""
         self.adds = self.wgrad.adds and adds(dtype, device, sums)
         codes, tiles = (self.fprop.takes_codes, True), (self.fprop.takes_tiles, self.wgrad.takes_tiles)
-        self.x = Operand("x", (fprop.first, wgrad.second), codes, device, shard, tiles=tiles)
+        operands = plan.sources
+        forms_of_x = operands["fprop", "x"], operands["wgrad", "x"]
+        self.x = TensorForms(forms_of_x, codes, device, shard, tiles=tiles)
         codes, tiles = zip(*((each.takes_codes, each.takes_tiles) for each in (self.dgrad, self.wgrad)), strict=True)
-        self.dy = Operand("dy", (dgrad.first, wgrad.first), codes, device, shard, tiles=tiles)
-        self.w_row = WeightForm(fprop.second, self.fprop, dtype, device, column=False, shard=shard, fused=plan.fused)
-        self.w_column = WeightForm(dgrad.second, self.dgrad, dtype, device, column=True, shard=shard, fused=plan.fused)
+        forms_of_dy = operands["dgrad", "dy"], operands["wgrad", "dy"]
+        self.dy = TensorForms(forms_of_dy, codes, device, shard, tiles=tiles)
+        self.w_row = WeightForm(operands["fprop", "w"], self.fprop, dtype, device, shard=shard, fused=plan.fused)
+        self.w_column = WeightForm(operands["dgrad", "w"], self.dgrad, dtype, device, shard=shard, fused=plan.fused)
         self.w_row.pair_with(self.w_column)
         delayed = [spec for spec in (fprop.second, dgrad.second) if spec is not None and spec.delayed is not None]
         self.states = (DelayedScaling.kind,) if delayed or self.x.delayed or self.dy.delayed else ()
@@ -183,7 +186,7 @@ class Gemms(Executor):
         meanwhile.
 
         Args:
-            prepare: what makes both forms of x; None: `Operand.prepare`.
+            prepare: what makes both forms of x; None: `TensorForms.prepare`.
         """
         # Tensor.to takes a microsecond where nothing is to be done.
         x_MK, gradients = x_MK if x_MK.dtype is self.dtype else x_MK.to(self.dtype), call.gradients
@@ -216,7 +219,7 @@ class Gemms(Executor):
 
         Args:
             saved: the second result of `forward`.
-            prepare: what makes both forms of dy; None: `Operand.prepare`.
+            prepare: what makes both forms of dy; None: `TensorForms.prepare`.
             total_NK: to which dw is added, float32, if the executor `adds`; it is not returned then.
         """
         dy, gradients = dy_MN if dy_MN.dtype is self.dtype else dy_MN.to(self.dtype), call.gradients

@@ -21,11 +21,11 @@ from fp4train.backends.table import FORMS
 from fp4train.nn.call import Biases, Call, Counts, Executor, Route, Sums, Weights
 from fp4train.nn.executors.gemms import Gradients, Saved, accumulates, adds, sum_so_far
 from fp4train.nn.gathered import Gathered, values_of
-from fp4train.nn.operands import Operand
+from fp4train.nn.operands import TensorForms
 from fp4train.nn.weights import WeightForm
 from fp4train.precision.context import State
 from fp4train.precision.layer_plan import LayerPlan
-from fp4train.quantize import Decoded, QuantSpec
+from fp4train.quantize import Decoded, High, Operand
 
 if TYPE_CHECKING:
     from fp4train.nn.executors.cut import LayerShard
@@ -46,7 +46,7 @@ class TorchLayer(Executor):
     def __init__(self, plan: LayerPlan, device: str, shard: LayerShard | None = None, *, sums: Sums = None) -> None:
         super().__init__(plan, device, shard, sums=None if plan.table.torch_dtype == torch.float32 else sums)
         self.adds = adds(self.dtype, device, sums)
-        self.w_row = WeightForm(None, BACKENDS["torch"], self.dtype, device, column=False)
+        self.w_row = WeightForm(Operand("w", High("in")), BACKENDS["torch"], self.dtype, device)
         self.route = Route("torch", self.dtype)
 
     def __call__(
@@ -144,12 +144,12 @@ class BackendLayer(Executor):
         self.backend = LAYER_BACKENDS[plan.layer_backend]
 
     @cached_property
-    def x(self) -> Operand:
+    def x(self) -> TensorForms:
         """x as codes that are made elsewhere (`nn/produced.py`): both forms, with scales in tiles."""
         return self._given("x")
 
     @cached_property
-    def dy(self) -> Operand:
+    def dy(self) -> TensorForms:
         """dy as `x`."""
         return self._given("dy")
 
@@ -158,9 +158,9 @@ class BackendLayer(Executor):
         """See `Sources.turned`."""
         return self.backend.sources.turned(self.table)
 
-    def _given(self, tensor: str) -> Operand:
-        specs: Any = tuple(getattr(self.table[gemm], operand) for gemm, operand in FORMS[tensor])
-        return Operand(tensor, specs, (True, True), self.device, self.shard, tiles=(True, True))
+    def _given(self, tensor: str) -> TensorForms:
+        row, column = (self.plan.sources[gemm, tensor] for gemm, _ in FORMS[tensor])
+        return TensorForms((row, column), (True, True), self.device, self.shard, tiles=(True, True))
 
     @classmethod
     def why_no_graph(cls, plan: LayerPlan) -> str | None:
@@ -184,12 +184,12 @@ class BackendLayer(Executor):
     def w(self) -> tuple[WeightForm, WeightForm]:
         """The weight as codes that are made elsewhere: the form of fprop, and that of dgrad."""
 
-        def form(spec: QuantSpec | None, column: bool) -> WeightForm:
-            made = WeightForm(spec, BACKENDS["native"], self.dtype, self.device, column=column)
-            made.strided = True
-            return made
+        def form(gemm: str) -> WeightForm:
+            form = WeightForm(self.plan.sources[gemm, "w"], BACKENDS["native"], self.dtype, self.device)
+            form.strided = True
+            return form
 
-        return form(self.plan.fprop.operands.second, False), form(self.plan.dgrad.operands.second, True)
+        return form("fprop"), form("dgrad")
 
     def _codes(self, layer: PlannedLayer, w_NK: Tensor, now: State) -> Callable[[bool], Prepared] | None:
         """A function that gives the codes of a gathered weight in each pass, as they came for it; None: the backend

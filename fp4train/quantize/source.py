@@ -1,0 +1,181 @@
+"""Where an operand of a GEMM comes from: what is quantised, by which spec, in blocks along which axis.
+
+The three GEMMs of a layer contract three axes, along which their operands are blocked:
+
+    fprop   y  = x·wᵀ     x [M, K],   w [N, K]      along the in features
+    dgrad   dx = dy·w     dy [M, N],  wᵀ [K, N]     along the out features
+    wgrad   dw = dyᵀ·x    dyᵀ [N, M], xᵀ [K, M]     along the tokens
+
+x, w and dy lie in memory with their features last. Codes in blocks along the other axis are those of the transposed
+tensor. What is cached, saved, sent or shared of an operand is known by its source: two operands with one source have
+the same codes, and nothing else does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Final, Literal, TypeAlias
+
+from fp4train.quantize.random import DGRAD_DY, DGRAD_W, FPROP_W, FPROP_X, WGRAD_DY, WGRAD_X
+from fp4train.quantize.sharded import packed_bytes, why_not_cut
+from fp4train.quantize.spec import QuantSpec
+
+Axis: TypeAlias = Literal["in", "out", "tokens"]
+TensorName: TypeAlias = Literal["x", "w", "dy"]
+
+AXES: Final[dict[str, tuple[Axis, Axis]]] = {"x": ("tokens", "in"), "w": ("out", "in"), "dy": ("tokens", "out")}
+"""Tensor → the axes of its rows and of its columns."""
+CONTRACTED: Final[dict[str, Axis]] = {"fprop": "in", "dgrad": "out", "wgrad": "tokens"}
+"""GEMM → the axis that it contracts."""
+_RANDOM_OPERANDS: Final[dict[tuple[str, str], int]] = {
+    ("x", "in"): FPROP_X,
+    ("x", "tokens"): WGRAD_X,
+    ("w", "in"): FPROP_W,
+    ("w", "out"): DGRAD_W,
+    ("dy", "out"): DGRAD_DY,
+    ("dy", "tokens"): WGRAD_DY,
+}
+"""Tensor and axis → the number by which a random key knows the operand."""
+
+
+@dataclass(frozen=True)
+class Own:
+    """The tensor itself, quantised by `spec` in blocks along `axis`."""
+
+    spec: QuantSpec
+    axis: Axis
+
+
+@dataclass(frozen=True)
+class Requantised:
+    """The values of `of`, codes in blocks along the tensor's other axis, quantised by `spec` along `axis`.
+
+    spec: with `requantises`, which is the spec of `of`.
+    """
+
+    spec: QuantSpec
+    axis: Axis
+    of: Own
+
+
+@dataclass(frozen=True)
+class ValuesOf:
+    """The values of codes that another GEMM multiplies, in high precision, for a GEMM that contracts `axis`."""
+
+    codes: Own | Requantised
+    axis: Axis
+
+
+@dataclass(frozen=True)
+class High:
+    """The tensor in high precision, for a GEMM that contracts `axis`."""
+
+    axis: Axis
+
+
+Source: TypeAlias = Own | Requantised | ValuesOf | High
+
+
+@dataclass(frozen=True)
+class Operand:
+    """An operand of a GEMM: the tensor, and where what is multiplied comes from."""
+
+    tensor: str
+    source: Source
+
+    @property
+    def axis(self) -> Axis:
+        """The axis that the GEMM contracts, along which the operand is blocked."""
+        return self.source.axis
+
+    @property
+    def spec(self) -> QuantSpec | None:
+        """How the GEMM's operand is quantised; None: it multiplies values in high precision."""
+        return self.source.spec if isinstance(self.source, Own | Requantised) else None
+
+    @property
+    def codes(self) -> Own | Requantised | None:
+        """The codes that must be made for it; None: none."""
+        if isinstance(self.source, ValuesOf):
+            return self.source.codes
+        return None if isinstance(self.source, High) else self.source
+
+    @property
+    def shared(self) -> Own | Requantised | None:
+        """The codes that serve it and others: of square blocks those of the tensor as it lies, for both its axes; else
+        `codes`."""
+        codes = self.codes
+        if codes is None or not codes.spec.transposable:
+            return codes
+        return own(codes.spec, self.row_wise_axis)
+
+    @property
+    def sent(self) -> Own | None:
+        """The codes that other ranks send for it: of what is requantised those before; None: they send values."""
+        codes = self.shared
+        return codes.of if isinstance(codes, Requantised) else codes
+
+    @property
+    def row_wise_axis(self) -> Axis:
+        """The axis of the tensor's columns, which follow each other in memory."""
+        return AXES[self.tensor][1]
+
+    @property
+    def transposed(self) -> bool:
+        """Whether the GEMM takes the transposed tensor."""
+        return self.axis != self.row_wise_axis
+
+    @property
+    def row_wise(self) -> Operand:
+        """The operand, in high precision or square blocks, of the tensor as it lies: this one is a view of it."""
+        if self.spec is None:
+            return Operand(self.tensor, High(self.row_wise_axis))
+        return Operand(self.tensor, own(self.spec, self.row_wise_axis))
+
+    @property
+    def random_operand(self) -> int:
+        """The number by which a random key knows the operand."""
+        return _RANDOM_OPERANDS[self.tensor, self.axis]
+
+    def has(self, axis: str | None) -> bool:
+        """Whether the tensor has this axis."""
+        return axis in AXES[self.tensor]
+
+    def why_not_cut(self, axis: str, extent: int) -> str | None:
+        """Why parts of `extent` along an axis of the tensor are not whole blocks; None if they are, or have none."""
+        codes = self.codes
+        return None if codes is None else why_not_cut(codes.spec, extent, columns=codes.axis == axis)
+
+    def bytes(self, rows: int, columns: int, itemsize: int) -> float:
+        """Bytes of its codes and scales, of a tensor [rows, columns] with `itemsize` bytes per value in high
+        precision."""
+        codes = self.codes
+        if codes is None:
+            return float(rows * columns * itemsize)
+        return source_bytes(codes, self.tensor, rows, columns)
+
+
+def source_bytes(codes: Own | Requantised, tensor: str, rows: int, columns: int) -> float:
+    """Bytes of the codes and scales of a tensor [rows, columns]."""
+    if codes.axis != AXES[tensor][1]:
+        return packed_bytes(codes.spec, columns, rows)
+    return packed_bytes(codes.spec, rows, columns)
+
+
+@cache
+def own(spec: QuantSpec, axis: Axis) -> Own:
+    """The one `Own` of these: keys that hold it are compared by identity, at once."""
+    return Own(spec, axis)
+
+
+@cache
+def operand(tensor: str, gemm: str, spec: QuantSpec | None) -> Operand:
+    """The operand of `gemm` that a table quantises by `spec`; None: in high precision."""
+    axis = CONTRACTED[gemm]
+    if spec is None:
+        return Operand(tensor, High(axis))
+    if spec.requantises is None:
+        return Operand(tensor, own(spec, axis))
+    rows, columns = AXES[tensor]
+    return Operand(tensor, Requantised(spec, axis, own(spec.requantises, columns if axis == rows else rows)))
