@@ -180,8 +180,12 @@ def load(
             _warn(skipped, path)
         return Checkpoint(step=candidate, tensors=tensors, state=state, path=path, skipped=skipped)
     reasons = "; ".join(f"{path.name}: {reason}" for path, reason in skipped)
-    others = f". Others in the folder: {_list(set(found) - {step})}" if step is not None and len(found) > 1 else ""
-    raise UserError(f"no usable checkpoint in {folder}: {reasons}{others}")
+    if step is None or len(found) == 1:
+        raise UserError(f"no usable checkpoint in {folder}: {reasons}")
+    raise UserError(
+        f"the checkpoint of step {step} in {folder} cannot be used: {reasons}. Others in the folder: "
+        f"{_list(set(found) - {step})}"
+    )
 
 
 def steps(folder: Path) -> list[int]:

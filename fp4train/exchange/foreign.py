@@ -8,13 +8,16 @@ import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from fp4train.checkpoint.model_folder import INDEX, WEIGHTS
+from fp4train.checkpoint.model_folder import CONFIG, INDEX, WEIGHTS
 from fp4train.errors import user_errors
 from fp4train.files import Folder
 from fp4train.text import printable
 
-SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
-"""Tables of which every key counts: an added one changes what a text becomes, or what follows it."""
+SETTINGS = (CONFIG, "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+"""Tables of which every key counts: an added one changes what a text becomes, what is computed, or what follows it, in
+one software or another."""
+UNREAD = ("transformers_version", "use_cache", "_name_or_path")
+"""Keys that may be added to them: transformers writes them itself, and no number depends on them."""
 _MOST = 100
 """So many files are named."""
 _KINDS = (

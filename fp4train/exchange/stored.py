@@ -141,8 +141,12 @@ def open_stored(run: Path, step: int | None = None) -> StoredModel:
     with user_errors(ValueError, before=f"{run}: "):
         family = family_of(config.model)
     folder = run / run_directory.CHECKPOINTS
-    newest = max(checkpoint.steps(folder), default=None)
-    found = checkpoint.load(folder, newest if step is None else step, weights=True)
+    steps = checkpoint.steps(folder)
+    cure = f"; step={steps[-2]} takes the one before" if step is None and len(steps) > 1 else ""
+    if step is None and steps:
+        step = steps[-1]
+    with user_errors(UserError, after=cure):
+        found = checkpoint.load(folder, step, weights=True)
     check_belongs(found, run, mend=False)
     with user_errors(ValueError, before=f"{run}: "):
         described = family.names_of(config.model)

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from fp4train.checkpoint.layout import OF_THE_MODEL, STATE_LIMIT
-from fp4train.checkpoint.model_folder import CONFIG, has_file, open_weights, read_config, read_table
+from fp4train.checkpoint.model_folder import has_file, open_weights, read_config, read_table
 from fp4train.checkpoint.reading import StoredTensors
 from fp4train.checkpoint.tensors import StreamedTensor
 from fp4train.errors import UserError
 from fp4train.exchange.folder import write_json
-from fp4train.exchange.foreign import SETTINGS, foreign_files
+from fp4train.exchange.foreign import SETTINGS, UNREAD, foreign_files
 from fp4train.exchange.formats import LAYOUTS, MODELOPT, configuration, modelopt_configuration
 from fp4train.exchange.huggingface import CARD, DTYPES, SPELLED, write_tables
 from fp4train.exchange.loaded import loaded_differently
@@ -268,7 +268,7 @@ def _tables(
             if not has_file(folder, name):
                 yield f"{name} is missing"
             elif name.endswith(".json"):
-                yield from _of_table(name, read_table(folder, name), read_table(Path(place), name), model)
+                yield from _of_table(name, read_table(folder, name), read_table(Path(place), name))
             else:
                 with Folder.open(folder) as theirs:
                     if theirs.read(name, STATE_LIMIT) != made.read(name, STATE_LIMIT):
@@ -281,7 +281,7 @@ def _loaded(folder: Path, model: StoredModel, tables: list[str]) -> Iterator[str
         yield from loaded_differently(folder, stored_tokenizer(model.config, model.run))
 
 
-def _of_table(name: str, theirs: dict[str, Any], wanted: dict[str, Any], model: StoredModel) -> Iterator[str]:
+def _of_table(name: str, theirs: dict[str, Any], wanted: dict[str, Any]) -> Iterator[str]:
     have, known = _flat(theirs), _flat(wanted)
     for key, value in known.items():
         if have.get(key) != value:
@@ -293,13 +293,8 @@ def _of_table(name: str, theirs: dict[str, Any], wanted: dict[str, Any], model: 
         yield f"{name}: {key} is {more.pop(key)!r}, and the export has none"
     if name in SETTINGS:
         for key, value in more.items():
-            yield f"{name}: {key} is {shortened(repr(value), _SHOWN)}, and the export has none"
-    if name == CONFIG:
-        own = {key: value for key, value in wanted.items() if key not in _QUANTISED}
-        try:
-            model.family.shape_of({**own, **more})
-        except ValueError as error:
-            yield f"{name}: {error}"
+            if key not in UNREAD:
+                yield f"{name}: {key} is {shortened(repr(value), _SHOWN)}, and the export has none"
 
 
 def _flat(table: Mapping[str, Any]) -> dict[str, Any]:

@@ -61,6 +61,10 @@ def test_every_file_that_the_export_did_not_write_is_named(
 @pytest.mark.parametrize(
     ("name", "key", "value"),
     [
+        ("config.json", "sliding_window", 16),
+        ("config.json", "auto_map", {"AutoModelForCausalLM": "somebody--repo.X"}),
+        ("config.json", "torch_dtype", "float16"),
+        ("config.json", "is_decoder", True),
         ("tokenizer_config.json", "chat_template", "{{ messages }}"),
         ("tokenizer_config.json", "add_bos_token", True),
         ("generation_config.json", "temperature", 0.1),

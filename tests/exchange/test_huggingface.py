@@ -146,6 +146,7 @@ def test_damaged_weights_are_refused_and_other_steps_are_named(
     for words in ((), ("step=4",)):
         told = command("export", run, "to=hf", f"out={tmp_path / 'out'}", *words, code=1)
         assert f"weights.safetensors {said}" in told and "Others in the folder: 2" in told
+        assert ("step=2 takes the one before" in told) == (not words) and "no usable" not in told
     assert os.listdir(tmp_path) == ["b"]
     assert "step 2, " in command("export", run, "to=hf", f"out={tmp_path / 'out'}", "step=2")
 

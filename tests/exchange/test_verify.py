@@ -195,7 +195,7 @@ def swap_two_tokens(folder: Path) -> None:
             "tokenizer_config.json: eos_token is 'a' instead of",
         ),
         (set_in("config.json", eos_token_id=1), "config.json: eos_token_id is 1 instead of 256"),
-        (set_in("config.json", logit_scale=2), "config.json: logit_scale=2 is an unknown key of a llama model"),
+        (set_in("config.json", logit_scale=2), "config.json: logit_scale is 2, and the export has none"),
         (claim_sparsity, "config.json: quantization_config.sparsity is 2, and the export has none"),
         (set_in("hf_quant_config.json", quantization=[1]), "hf_quant_config.json: quantization.quant_algo is None"),
     ],

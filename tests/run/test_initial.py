@@ -232,6 +232,7 @@ UP = "model.layers.1.mlp.up_proj.weight"
         ("llama", text("config.json", "{"), "config.json is no JSON"),
         ("llama", text("config.json", "[]"), "config.json is no table"),
         ("llama", table("config.json", model_type="gemma3"), "model_type='gemma3' is not supported; supported are"),
+        ("llama", table("config.json", sliding_window=16), "sliding_window=16 is not supported: .* but vLLM takes it"),
         ("llama", table("config.json", mlp_bias=True), "config.json: mlp_bias=True is not supported: only False is"),
         ("llama", table("config.json", hidden_size=66, head_dim=16), "model.embed_tokens.weight is 320×64 and should"),
         ("llama", table("config.json", num_hidden_layers=3), "lacks model.layers.2.input_layernorm.weight and 8 more"),

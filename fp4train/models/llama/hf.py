@@ -100,6 +100,11 @@ def _check(config: Mapping[str, Any], kind: str) -> None:
     """Raises ValueError where a key or value means something that the model here does not have."""
     check_keys(config, kind, ROTARY_KEYS, _ONE_VALUE, _CLASSES[kind])
     check_attention(config)
+    if kind == "llama" and config.get("sliding_window") is not None:
+        raise ValueError(
+            f"sliding_window={brief(config['sliding_window'])} is not supported: transformers' Llama has no window, "
+            "but vLLM takes it. Take it out of a copy of config.json if the model was trained without one"
+        )
     if kind != "llama" and config.get("layer_types") is None and flag(config, "use_sliding_window"):
         window, first = config.get("sliding_window", 4096), count(config, "max_window_layers", 28)
         if window is not None and first < count(config, "num_hidden_layers"):
