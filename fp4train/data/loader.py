@@ -22,6 +22,7 @@ and an image that falls outside 0 … n-1 is permuted again until it falls insid
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +30,7 @@ import torch
 from torch import Tensor
 
 from fp4train.data.tokens import TokenArray
+from fp4train.errors import DataError
 
 IGNORED = -100
 """A target without a loss, torch's value for one."""
@@ -133,6 +135,13 @@ class Loader:
         return self.rows(step * self.batch_size, self.batch_size)
 
 
+class _Share(NamedTuple):
+    """Fetched rows, and the factor of the loss of the batch that they belong to."""
+
+    rows: Rows
+    loss_factor: float
+
+
 class Feed:
     """The rows of `loader` on `device`, fetched before they are asked for.
 
@@ -144,7 +153,7 @@ class Feed:
     def __init__(self, loader: Loader, device: torch.device) -> None:
         self.loader, self.device = loader, device
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="feed")
-        self._next: tuple[int, int, Future[Rows]] | None = None
+        self._next: tuple[int, int, Future[_Share]] | None = None
         self._waits: tuple[float, int, int] | None = None
 
     def rows(self, first: int, count: int, *, then: int | None = None) -> Rows:
@@ -158,12 +167,34 @@ class Feed:
         """
         ahead, self._next = self._next, None
         self._waits = time.monotonic(), first, count
-        fetched = ahead[2].result() if ahead is not None and ahead[:2] == (first, count) else self._fetch(first, count)
+        ready = ahead is not None and ahead[:2] == (first, count)
+        fetched = (ahead[2].result() if ahead is not None and ready else self._fetch(first, count)).rows
         self._waits = None
         if then is not None:
             self._next = (then, count, self._thread.submit(self._fetch, then, count))
         inputs, targets = (rows.to(self.device, non_blocking=True) for rows in fetched)
         return inputs, targets
+
+    def problem(self, first: int, count: int) -> str | None:
+        """What is wrong with rows that are asked for next; None: they are fetched, and can be had.
+
+        Several ranks ask before they begin a step together, so that none of them is left alone in it.
+        """
+        if self._next is None or self._next[:2] != (first, count):
+            self._next = (first, count, self._thread.submit(self._fetch, first, count))
+        self._waits = time.monotonic(), first, count
+        error = self._next[2].exception()
+        self._waits = None
+        if error is not None and not isinstance(error, DataError):
+            raise error
+        return None if error is None else str(error)
+
+    def loss_factor(self, batch: int) -> float:
+        """`Loader.loss_factor` of a whole batch, which is fetched with its rows."""
+        size = self.loader.batch_size
+        if self._next is not None and self._next[0] // size == batch:
+            return self._next[2].result().loss_factor
+        return self.loader.loss_factor(batch * size, size)
 
     def waiting(self) -> tuple[float, str] | None:
         """The seconds that somebody has waited for rows by now, and for which rows; None: nobody waits."""
@@ -180,6 +211,9 @@ class Feed:
         self._next = None
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _fetch(self, first: int, count: int) -> Rows:
+    def _fetch(self, first: int, count: int) -> _Share:
         rows = self.loader.rows(first, count)
-        return (rows[0].pin_memory(), rows[1].pin_memory()) if self.device.type == "cuda" else rows
+        size = self.loader.batch_size
+        factor = self.loader.loss_factor(first // size * size, size)
+        pinned = self.device.type == "cuda"
+        return _Share((rows[0].pin_memory(), rows[1].pin_memory()) if pinned else rows, factor)

@@ -57,9 +57,11 @@ def _losses(run: Run, recipe: Recipe, starts: Sequence[int]) -> list[float]:
     """
     found = torch.zeros(len(starts), device=run.device)
     own = range(run.world.data_rank, len(starts), run.world.mesh.data)
-    factor = run.val_data.loss_factor(starts[0], len(starts) * run.rows)
-    rows = (microbatch(run, recipe, *run.val_data.rows(starts[number], run.rows)) for number in own)
-    for number, loss in zip(own, losses(run, rows), strict=False):
+    with run.world.together():  # no rank is left alone in a pass by another that cannot read its rows
+        factor = run.val_data.loss_factor(starts[0], len(starts) * run.rows)
+        rows = [run.val_data.rows(starts[number], run.rows) for number in own]
+    passes = (microbatch(run, recipe, *part) for part in rows)
+    for number, loss in zip(own, losses(run, passes), strict=False):
         found[number] = loss * factor
     each: list[float] = run.world.summed(found).tolist()
     return each

@@ -97,18 +97,22 @@ def microbatch_share(run: Run) -> float:
     """The factor of a microbatch's loss in the current step: the loss of the step is the mean over the
     targets of the whole batch that count, wherever they lie."""
     size = run.config.train.batch_size
-    return run.rows / size * run.train_data.loss_factor(run.batch * size, size)
+    return run.rows / size * run.feed.loss_factor(run.batch)
+
+
+def own_rows(run: Run) -> tuple[int, int]:
+    """(The position of the first row of this rank's share of the current step's batch, its rows)."""
+    return run.batch * run.config.train.batch_size + run.world.data_rank * run.share, run.share
 
 
 def step_rows(run: Run) -> Iterator[Rows]:
-    """This rank's share of the current step's batch, in the rows of one microbatch after another, on the device."""
-    size, own = run.config.train.batch_size, run.world.data_rank * run.share
-    begin = run.batch * size
-    for first in range(own, own + run.share, run.rows):
-        then = first + run.rows
-        # After the last row of its share a rank goes on with the first one of the next step's.
-        then = begin + (then if then < own + run.share else own + size)
-        yield run.feed.rows(begin + first, run.rows, then=then)
+    """This rank's share of the current step's batch, in the rows of one microbatch after another, on the device.
+
+    The share of the next step is fetched meanwhile.
+    """
+    first, count = own_rows(run)
+    tokens, targets = run.feed.rows(first, count, then=first + run.config.train.batch_size)
+    yield from zip(torch.split(tokens, run.rows), torch.split(targets, run.rows), strict=True)
 
 
 def microbatches(run: Run, recipe: Recipe, rows: Iterable[Rows]) -> Iterator[Microbatch]:

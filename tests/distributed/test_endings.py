@@ -198,6 +198,35 @@ def told(ended: Any, *, by: int) -> str:
     return str(lines[by][0])
 
 
+OWN_CACHE = "import fp4train.data.source as s\nreal = s.cached_tokens\n"
+OWN_CACHE += "s.cached_tokens = lambda folder, *a, **k: real(f'cache{rank}', *a, **k)\n"
+"""Each rank is a machine with a disk of its own."""
+CACHED = "path = next(__import__('pathlib').Path(f'cache{rank}').glob('*.bin')); "
+DATA_CHANGES = {
+    "cut off": CACHED + "os.truncate(path, 100)",
+    "changed": CACHED + "path.open('r+b').write(bytes(path.stat().st_size))",
+}
+
+
+@pytest.mark.parametrize(("rank", "change"), [pytest.param(0, "cut off", marks=pytest.mark.long), (1, "changed")])
+def test_a_cache_that_changes_on_one_machine_ends_all_ranks_saved(ranks: Ranks, rank: int, change: str) -> None:
+    ended = ranks(2, "run.name=a", "eval.every=0", patch=OWN_CACHE + fails_at_3(rank, DATA_CHANGES[change]))
+    assert f".bin was {change} after the run had opened it" in ended.message
+    steps = [int(folder.name[5:]) for folder in (ranks.folder / "runs/a/checkpoints").glob("step_*")]
+    assert steps in ([3], [4]) and ended.seconds < 60
+    ranks.train(2, "a", "eval.every=0", patch=OWN_CACHE)
+    ranks.same(ranks.reference("train.microbatch=2", "eval.every=0"), "a")
+
+
+@pytest.mark.long
+def test_validation_text_that_one_rank_cannot_read_ends_all_saved(ranks: Ranks) -> None:
+    unreadable = "from fp4train.errors import DataError; "
+    unreadable += "run.val_data.rows = lambda *place: (_ for _ in ()).throw(DataError('the text is gone'))"
+    ended = ranks(2, "run.name=a", patch=fails_at_3(1, unreadable))
+    assert ended.message == "rank 1: the text is gone" and ended.seconds < 60
+    assert [folder.name for folder in (ranks.folder / "runs/a/checkpoints").glob("step_*")] == ["step_00000004"]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_is_killed_is_named_by_another_and_ends_all(ranks: Ranks, rank: int) -> None:

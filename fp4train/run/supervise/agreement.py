@@ -21,9 +21,11 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+from fp4train.errors import DataError
 from fp4train.run.host import peak_memory
 from fp4train.run.record.change import follow_swaps, pick_up_swaps
 from fp4train.run.run import Run
+from fp4train.run.step import own_rows
 from fp4train.run.supervise.divergence import divergence_request, end_or_rewind
 from fp4train.run.supervise.ledger import Ledger, Values
 from fp4train.run.supervise.rescue import refuse, report, save
@@ -119,14 +121,22 @@ def agree(run: Run, watch: Watch, signal: int | None) -> StepAgreement:
 
     Args:
         signal: that this rank received.
+
+    Raises:
+        AgreedError: of several ranks one cannot read its rows of the next step.
     """
     world, memory = run.world, peak_memory(run.device)
     requests = lead_requests(run, watch) if world.lead else {}
     if world.size == 1:
         return StepAgreement(signal=signal, requests=requests, memory={"perf/memory_gb": memory / 1e9})
-    number, asks, most, least = world.largest_numbers(
-        signal or 0, int(bool(requests)), memory * _RANKS + world.place.rank, -memory
+    problem = run.feed.problem(*own_rows(run)) if run.step < run.config.train.steps else None
+    number, asks, most, least, unread = world.largest_numbers(
+        signal or 0, int(bool(requests)), memory * _RANKS + world.place.rank, -memory, int(problem is not None)
     )
+    if unread:
+        with world.together():
+            if problem is not None:
+                raise DataError(problem)
     shown: Values = {
         "perf/memory_gb": most // _RANKS / 1e9,
         "perf/memory_gb_least": -least / 1e9,

@@ -18,6 +18,7 @@ import torch
 from fp4train import checkpoint
 from fp4train.errors import LostError, UserError
 from fp4train.hardware import memory_asked, stored_bytes
+from fp4train.parallel.world import AgreedError
 from fp4train.precision.layer_plan import LayerPlan
 from fp4train.run.record.directory import CHECKPOINTS, REMOVED, SAVED
 from fp4train.run.run import Run
@@ -132,15 +133,17 @@ def save_at_end(run: Run, watch: Watch) -> bool:
 def keep_what_is_whole(run: Run, ledger: Ledger, watch: Watch, error: Exception) -> None:
     """Save what can be saved when something went wrong, and say what is there.
 
-    Of several ranks nothing can be saved: an error of one finds the others in a collective, each with a part.
+    Of several ranks nothing can be saved unless all raise it at one place: an error of one finds the others in a
+    collective, each with a part.
     """
-    if run.world.size > 1:
+    world = run.world
+    if world.size > 1 and not isinstance(error, AgreedError):
         return
     try:
         ledger.settle()  # the step before; it may have failed, and then its beginning is what is whole
     except Exception as second:  # the first error is the one to tell
         _log.error("%s", second)
-    if run.mid_update or (watch.look() is not None and watch.lost):
+    if run.mid_update or world.of_lead(watch.look() is not None and watch.lost):
         _log.error("step %d was interrupted while the weights were updated; they are not saved", run.step)
     else:
         try:
