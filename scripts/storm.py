@@ -27,6 +27,9 @@ One trial, and when it passes:
   reason, within 60 s of processor time and 3 GiB.
 - foreign: a change of a Hugging Face folder (a key, a table, a header, a file), then a verb that reads it. It ends with
   0, or with 1 and a reason, within 10 s of processor time and 3 GiB; no escape is printed, no traceback.
+- texts: a change of an entry of the token cache, of a tokenizer or of a chat template, then a run that reads it. It
+  ends with 0, where a cache gives the losses of an undisturbed run, or with 1 and a reason, within 10 s of processor
+  time and 1 GiB; no escape is printed, no traceback.
 - inputs: a command line with a bad value. It ends with 0, or with 1 and one line.
 
 Trials are forks of a process that has imported everything, or calls in it; those of streams are processes. No pictures
@@ -61,6 +64,7 @@ from storms.inputs import input_trial
 from storms.kills import kill_trial
 from storms.power import power_trial
 from storms.surroundings import memory_trial, stream_trial
+from storms.texts import text_trial
 
 ROOT = Path(__file__).parents[1]
 REPORT = ROOT / "benchmarks/reliability.md"
@@ -77,6 +81,7 @@ STORMS: dict[str, tuple[Callable[[Ground, Path, random.Random, int], Result], in
     "hostile": (hostile_trial, 60, 300),
     "sizes": (size_trial, 18, 90),
     "foreign": (foreign_trial, 60, 300),
+    "texts": (text_trial, 60, 300),
     "inputs": (input_trial, 60, 300),
 }
 """By name: a trial, how many there are usually, and with --all."""

@@ -49,10 +49,10 @@ def stream_trial(ground: Ground, place: Path, draw: random.Random, number: int) 
 
 
 @contextlib.contextmanager
-def small_memory() -> Iterator[None]:
-    """The address space of this process is limited to what it has and `SPARE`, as by `ulimit -v`."""
+def small_memory(spare: int = SPARE) -> Iterator[None]:
+    """The address space of this process is limited to what it has and `spare`, as by `ulimit -v`."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    limit = pages * os.sysconf("SC_PAGESIZE") + SPARE
+    limit = pages * os.sysconf("SC_PAGESIZE") + spare
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     yield
 

@@ -10,7 +10,7 @@ import pytest
 from command_line import PATIENCE
 
 ROOT = Path(__file__).parents[2]
-COUNTS = {"parts": 60, "damages": 150, "hostile": 4, "foreign": 6, "inputs": 2}
+COUNTS = {"parts": 60, "damages": 150, "hostile": 4, "foreign": 6, "texts": 6, "inputs": 2}
 
 
 @pytest.mark.long
@@ -20,7 +20,7 @@ def test_a_small_storm_finds_nothing() -> None:
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=3 * PATIENCE)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     rows = [line.split("|") for line in ended.stdout.splitlines() if line.startswith("| **")]
-    assert len(rows) == 12 and sum(int(row[3]) for row in rows) == sum(COUNTS.values()) + 7
+    assert len(rows) == 13 and sum(int(row[3]) for row in rows) == sum(COUNTS.values()) + 7
 
 
 def test_a_storm_refuses_what_it_does_not_know(
