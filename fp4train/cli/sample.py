@@ -66,10 +66,13 @@ def main(arguments: list[str]) -> int:
 
 
 def _sample(trained: TrainedModel, named: NamedRecipe, prompt: str, sampling: Sampling, as_data: bool) -> int:
+    from fp4train.data.tokens import begin_of_document
     from fp4train.exchange.generation import TextStream, generate
 
     tokenizer = trained.text_tokenizer()
     ids = tokenizer.encode(prompt)
+    if (begin := begin_of_document(tokenizer)) is not None:
+        ids = [begin, *ids]
     stream = TextStream(tokenizer, ids)
     began = time.perf_counter()
     written: list[int] = []

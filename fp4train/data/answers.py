@@ -16,7 +16,8 @@ answer, the marker that begins the next message is what ends it (GLM-4).
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import cached_property
+from itertools import pairwise, takewhile
 
 from fp4train.data.rendering import Message, Renderer
 
@@ -61,7 +62,8 @@ class AnswerFinder:
                 place.
         """
         if all(message["role"] != ANSWERS for message in messages):
-            raise ValueError(f'it has no message of the role "{ANSWERS}" to learn from')
+            roles = ", ".join(sorted({message["role"] for message in messages})) or "none"
+            raise ValueError(f'it has no message of the role "{ANSWERS}" to learn from; its roles: {roles[:100]}')
         name = self.renderer.name
         if self.renderer.generation:
             rendered = self.renderer.render([(messages, False)])[0]
@@ -213,32 +215,88 @@ class _Frames:
                 self.gaps.append(_Gap(number, [literal], []))
         self._prompts: dict[tuple[str, str], str] = {}
         self._endings: dict[str, int] = {}
+        self._endings_alike: dict[str, int] = {}
+        """By what is written with its numbers replaced, for templates that count turns."""
 
     def prompt(self, gap: _Gap) -> str:
         """What the template writes after the message before `gap`, as a prompt for its first answer."""
         written = gap.literals[0]
         before = "" if gap.before < 0 else self._messages[gap.before]["role"]
-        key = before, re.sub(r"\d+", "0", written)
+        key = before, written
         if key not in self._prompts:
             if len(self._prompts) >= _KINDS:
                 return written
-            self._prompts[key] = self._after(self._messages[: gap.answers[0]], gap.before, prompt=True) or written
+            prompt = self._after(self._messages[: gap.answers[0]], gap.before, prompt=True) or written
+            self._prompts[key] = self._first_prompt(prompt, written) if gap.before < 0 else prompt
         return self._prompts[key]
+
+    def _first_prompt(self, prompt: str, written: str) -> str:
+        """The prompt for an answer that no message stands before: a template that writes prompts behind the last
+        message writes none behind nothing, so that it is read off what is written behind a user's.
+
+        Args:
+            prompt: what the template writes as a prompt where there are no messages.
+            written: what it writes before the answer.
+        """
+        header = self._prompted[self.common(self._prompted, self._unprompted) :]
+        place = written.rfind(header) if header else -1
+        return prompt if place < 0 else written[: place + len(header)]
+
+    @cached_property
+    def _opening(self) -> tuple[str, str, str]:
+        """What the template writes before a first message of a user, after it, and after it with a prompt."""
+        user = self._words.put([{"role": "user", "content": "x"}], answers=True)
+        try:
+            texts = self._renderer.render([(user, False), (user, True)])
+        except ValueError:
+            return "", "", ""
+        (plain, _), (with_prompt, _) = (self._words.split(rendered.text) for rendered in texts)
+        if len(plain) != 2 or len(with_prompt) != 2:
+            return "", "", ""
+        return plain[0], plain[1], with_prompt[1]
+
+    @property
+    def _unprompted(self) -> str:
+        return self._opening[1]
+
+    @property
+    def _prompted(self) -> str:
+        return self._opening[2]
 
     def ending(self, number: int, written: str) -> int:
         """How many characters of what is written after answer `number` end it."""
-        key = re.sub(r"\d+", "0", written)
-        if key not in self._endings:
-            if len(self._endings) >= _KINDS:
-                return 0
+        alike = re.sub(r"\d+", "0", written)
+        if written not in self._endings:
+            full = len(self._endings) >= _KINDS
+            if full and (alike in self._endings_alike or len(self._endings_alike) >= _KINDS):
+                return min(self._endings_alike.get(alike, 0), len(written))
             alone = written
             if number < len(self._messages) - 1:
                 alone = self._after(self._messages[: number + 1], number, prompt=False) or ""
             length = self.common(written, alone)
             if not written[:length].strip() and (marker := self._markers.match(written.lstrip())):
                 length = len(written) - len(written.lstrip()) + marker.end()
-            self._endings[key] = length
-        return self._endings[key]
+            elif self._prompted == self._unprompted and (ending := self._before_user(number)):
+                length = min(length, self.common(written, ending))
+            self._endings[written] = self._endings_alike[alike] = length
+        return self._endings[written]
+
+    def _before_user(self, number: int) -> str:
+        """What the template writes between answer `number` and the turn of a user who goes on; empty: it is not known.
+
+        It ends an answer where a template writes the marker of the next turn whether it is asked for or not.
+        """
+        user = self._words.put([*self._messages[: number + 1], {"role": "user", "content": "x"}], answers=True)
+        try:
+            literals, places = self._words.split(self._renderer.render([(user, False)])[0].text)
+        except ValueError:
+            return ""
+        if places[-2:] != [number, number + 1]:
+            return ""
+        between = literals[-2]
+        header = zip(reversed(self._atoms(between)), reversed(self._atoms(self._opening[0])), strict=False)
+        shared = sum(len(ours) for ours, _ in takewhile(lambda pair: pair[0] == pair[1], header))
+        return between[: len(between) - shared]
 
     def _after(self, messages: Sequence[Message], number: int, *, prompt: bool) -> str | None:
         """What the template writes after the last word of message `number`; None: it refuses the messages."""

@@ -24,7 +24,7 @@ from fp4train.data.answers import ANSWERS, AnswerFinder, Conversation
 from fp4train.data.cache import cached_tokens
 from fp4train.data.compressed import unpacked
 from fp4train.data.encoding import LONGEST, Encoded, encoding_key
-from fp4train.data.files import input_files, shown, stamp
+from fp4train.data.files import container_of, input_files, shown, stamp, undecodable_line
 from fp4train.data.packing import Learned, pack
 from fp4train.data.stored import TokenIds
 from fp4train.data.template import MARKERS, find_template
@@ -46,6 +46,8 @@ from fp4train.paths import PathText, is_hub_name
 SUFFIXES = (".jsonl", ".json")
 LINE = 1 << 24
 """Characters of the longest line."""
+_RENDERED = ("tools", "documents", "functions", "system")
+"""Keys of a line, beside the messages, that templates write, or that say what the first message should."""
 _HALF = re.compile("[\ud800-\udfff]")
 
 PARTS = 3
@@ -153,14 +155,30 @@ def _lines(paths: Sequence[Path]) -> Iterator[tuple[Line, str]]:
         try:
             with unpacked(path) as stream, io.TextIOWrapper(stream, encoding="utf-8-sig") as file:
                 number = 0
+                begun = False
                 while line := file.readline(LINE + 1):
                     number += 1
                     if len(line) > LINE:
                         raise DataError(f"{path}, line {number}: it is longer than {LINE >> 20} million characters")
+                    begins = not begun and bool(line.strip())
+                    begun = begun or begins
+                    if begins and (line.strip() == "{" or line.lstrip().startswith("[")):
+                        raise DataError(
+                            f"{path}, line {number}: it is no JSON Lines file, one conversation a line, but a list or "
+                            f"an object over several lines: jq -c '.[]? // .' {path} > talks.jsonl"
+                        )
                     if line.strip():
                         yield (path, number), line
         except UnicodeDecodeError as error:
-            raise DataError(f"{path} is not UTF-8 text ({error.reason}): convert it (iconv -t utf-8)") from error
+            if (kind := container_of(path)) is not None:
+                raise DataError(
+                    f"{path} is {kind}: data=chat reads JSON Lines, one conversation a line. With the package "
+                    f"datasets: datasets.load_dataset(…)['train'].to_json('talks.jsonl')"
+                ) from error
+            raise DataError(
+                f"{path}, line {undecodable_line(path)}: it is not UTF-8 text ({error.reason}): convert the file "
+                "(iconv -t utf-8)"
+            ) from error
 
 
 def _messages(line: str, column: str, special: Sequence[str]) -> list[dict[str, str]]:
@@ -177,12 +195,20 @@ def _messages(line: str, column: str, special: Sequence[str]) -> list[dict[str, 
         raise ValueError(f"it is no JSON object but a {type(found).__name__}")
     if column not in found:
         raise ValueError(f'it has no "{column}"; its keys: {", ".join(map(str, found)) or "none"} (data.column=…)')
+    if unread := [key for key in _RENDERED if found.get(key) and key != column]:
+        raise ValueError(
+            f'it has "{unread[0]}" beside "{column}", which is not supported: only messages are read. Leave it out, or '
+            "write it into a message"
+        )
     messages = found[column]
     if not isinstance(messages, list) or not messages:
         raise ValueError(f'"{column}" holds no list of messages')
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
-            raise ValueError(f"message {number} is no object with a role and a content, both of them text")
+            keys = ", ".join(map(str, message)) if isinstance(message, dict) else type(message).__name__
+            raise ValueError(
+                f"message {number} is no object with a role and a content, both of them text; it has: {keys[:100]}"
+            )
         if more := [key for key, value in message.items() if key not in ("role", "content") and value]:
             raise ValueError(f"message {number} has {more[0]!r}, which is not supported: only role and content are")
         text = message["role"] + message["content"]

@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 from fp4train.errors import DataError, reason
 
@@ -22,20 +22,37 @@ def unpacked(path: Path) -> Iterator[BinaryIO]:
     Raises:
         DataError: it cannot be read, or is cut off or damaged; also where the block reads.
     """
+    unpacking: _CountedLines | None = None
     try:
         with path.open("rb") as file:
             head = file.read(len(ZSTD))
             file.seek(0)
-            if head == ZSTD:
-                with _zstd(path) as stream:
-                    yield stream
-            elif head.startswith(GZIP):
-                with gzip.open(file) as stream:
-                    yield cast(BinaryIO, stream)
+            if head == ZSTD or head.startswith(GZIP):
+                with _zstd(path) if head == ZSTD else cast(BinaryIO, gzip.open(file)) as stream:
+                    unpacking = _CountedLines(stream)
+                    yield cast(BinaryIO, io.BufferedReader(unpacking, 1 << 16))
             else:
                 yield file
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path} cannot be read: {reason(error)}") from error
+        place = "" if unpacking is None else f" (after line {unpacking.lines:,})"
+        raise DataError(f"{path} cannot be read: {reason(error)}{place}") from error
+
+
+class _CountedLines(io.RawIOBase):
+    """A stream that counts the lines that are read of it, for errors."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self.stream = stream
+        self.lines = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self.stream.read(len(buffer))
+        self.lines += data.count(b"\n")
+        buffer[: len(data)] = data
+        return len(data)
 
 
 def _zstd(path: Path) -> BinaryIO:
@@ -43,8 +60,7 @@ def _zstd(path: Path) -> BinaryIO:
         import pyarrow
     except ImportError as error:
         raise DataError(f"{path} is compressed by zstd, which needs pyarrow: pip install pyarrow") from error
-    stream = pyarrow.CompressedInputStream(pyarrow.OSFile(str(path)), "zstd")
-    return cast(BinaryIO, io.BufferedReader(stream, 1 << 16))
+    return cast(BinaryIO, pyarrow.CompressedInputStream(pyarrow.OSFile(str(path)), "zstd"))
 
 
 def plain_name(path: Path) -> str:

@@ -4,6 +4,7 @@ A raw file may begin with any ids. So a short mark is not enough: what has to fo
 """
 
 import pickletools
+import re
 import struct
 import zlib
 from collections.abc import Callable
@@ -66,6 +67,11 @@ def is_text(head: bytes, size: int) -> bool:
     return not any(ord(character) in _CONTROLS for character in text)
 
 
+def is_numbers(head: bytes, size: int) -> bool:
+    """Whether a file begins as numbers in text do: digits, and what divides them in JSON, CSV or lines."""
+    return size >= LEAST_TEXT and re.fullmatch(rb"[\s\[\],;:+.eE-]*\d[\d\s\[\],;:+.eE-]*", head) is not None
+
+
 def _whole_characters(head: bytes, size: int) -> bytes:
     """`head` without a character that is cut at its end."""
     if len(head) == size:
@@ -118,7 +124,10 @@ def _is_tar(head: bytes, tail: bytes, size: int) -> bool:
 
 
 def _is_pickle(head: bytes, tail: bytes, size: int) -> bool:
-    """Protocol 2 and later: a mark, operations that are some, and a stop at the end of the file."""
+    """Protocol 2 and later: a mark, operations that are some, and a stop at the end of the file. Protocol 0 and 1 begin
+    with a list, a table or a class."""
+    if head.startswith((b"(lp", b"(dp", b"]q\0", b"}q\0", b"cnumpy", b"ccopy_reg")) and tail.endswith(b"."):
+        return True
     if head[:1] != b"\x80" or not 2 <= head[1] <= 5 or not tail.endswith(b"."):
         return False
     try:
@@ -128,6 +137,20 @@ def _is_pickle(head: bytes, tail: bytes, size: int) -> bool:
     except ValueError as error:
         return len(head) < size and "exhausted" in str(error)
     return True
+
+
+def _is_records_of_tensorflow(head: bytes, tail: bytes, size: int) -> bool:
+    """A length of 64 bits, and the masked CRC-32C of these eight bytes."""
+    if len(head) < 16 or not 0 < int.from_bytes(head[:8], "little") <= size - 16:
+        return False
+    crc = 0xFFFFFFFF
+    for byte in head[:8]:
+        crc ^= byte
+        for _ in range(8):
+            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
+    crc ^= 0xFFFFFFFF
+    masked = ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+    return int.from_bytes(head[8:12], "little") == masked
 
 
 def _is_arrow_stream(head: bytes, tail: bytes, size: int) -> bool:
@@ -153,6 +176,7 @@ _TESTS: tuple[tuple[Test, str], ...] = (
     (_is_bzip2, "compressed by bzip2"),
     (_is_safetensors, "a safetensors file"),
     (_is_tar, "a tar archive"),
+    (_is_records_of_tensorflow, "a TFRecord file"),
     (_is_pickle, "a pickle"),
     (_is_arrow_stream, "an Arrow stream"),
 )

@@ -73,7 +73,7 @@ class SpanTokenizer(Protocol):
 class Windows:
     """How long documents are divided; all in characters."""
 
-    length: int = 1 << 17
+    length: int = 1 << 18
     overlap: int = 1 << 11
     agree: int = 256
 

@@ -1,14 +1,18 @@
 """The files that a path of the user's means, and the text in them; errors suggest the near miss."""
 
+import codecs
 import glob
 import io
 import os
+import re
+import shlex
 import stat
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from fp4train.data.compressed import plain_name, unpacked
+from fp4train.data.containers import HEAD, TAIL, container
 from fp4train.data.tokens import Piece
 from fp4train.errors import DataError, data_errors, reason
 from fp4train.text import nearest
@@ -17,7 +21,13 @@ PIECE_CHARACTERS = 1 << 16
 
 
 def expanded(path: str, key: str) -> Path:
-    """`path` with ~ and ~somebody written out."""
+    """`path` with ~ and ~somebody written out.
+
+    Raises:
+        DataError: it is empty, as an unset variable of a shell leaves it, or there is no such user.
+    """
+    if not path.strip():
+        raise DataError(f"{key}= is empty: give a path; . is the working directory")
     with data_errors(RuntimeError, before=f"{key}={path} does not exist: "):  # somebody who is not there
         return Path(path).expanduser()
 
@@ -55,7 +65,10 @@ def input_files(paths: str | Sequence[str], suffixes: Sequence[str], key: str) -
     for path in (paths,) if isinstance(paths, str) else paths:
         matches = _matches(path, key)
         if matches is None:
-            found.extend(files_of(existing_path(path, key), suffixes, key))
+            place = existing_path(path, key)
+            files = files_of(place, suffixes, key)
+            _refuse_parts(place, files, key)
+            found.extend(files)
         else:
             found.extend(_of_pattern(path, matches, suffixes, key))
     if not found:
@@ -139,6 +152,52 @@ def files_of(path: Path, suffixes: Sequence[str], key: str) -> list[Path]:
     return filled
 
 
+def _refuse_parts(folder: Path, files: Sequence[Path], key: str) -> None:
+    """Refuse a folder with files for training and for something else by their names, as the hub, llm.c and nanoGPT
+    have them."""
+    if len(files) < 2:
+        return
+    parts = [(file, _part(file.relative_to(folder))) for file in files]
+    train = next((file for file, part in parts if part in _TRAINING), None)
+    other, what = next(((file, part) for file, part in parts if part in _HELD_OUT), (None, None))
+    if train is None or other is None:
+        return
+    meant = {part: _pattern(folder, file, part) for file, part in parts if part is not None}
+    raise DataError(
+        f"{key}={folder} holds files for training and for {_HELD_OUT.get(what or '', '')} "
+        f"({train.relative_to(folder)}, {other.relative_to(folder)}), which would be one text. Name those that are "
+        f"meant: {key}={shlex.quote(meant[_part(train.relative_to(folder)) or ''])}"
+    )
+
+
+def _part(name: Path) -> str | None:
+    """The part of a data set that a file's name, or a folder of it, says; None: it says none."""
+    if Path(plain_name(name)).suffix in _PROGRAMS:
+        return None
+    words = [word for part in (*name.parts[:-1], plain_name(name)) for word in re.split(r"[^a-z]+", part.lower())]
+    return next((word for word in words if word in _TRAINING or word in _HELD_OUT), None)
+
+
+def _pattern(folder: Path, file: Path, part: str) -> str:
+    """What names the files of a part: the folder of that name, or a pattern."""
+    name = file.relative_to(folder)
+    for number, parent in enumerate(name.parts[:-1], start=1):
+        if part in re.split(r"[^a-z]+", parent.lower()):
+            return str(folder.joinpath(*name.parts[:number]))
+    return str(file.parent / f"*{part}*")
+
+
+_TRAINING = ("train", "training")
+_HELD_OUT = {
+    **dict.fromkeys(("val", "valid", "validation", "dev", "eval"), "validation"),
+    **dict.fromkeys(("test", "testing"), "a test"),
+}
+_PROGRAMS = frozenset(
+    {".py", ".pyi", ".ipynb", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".cuh", ".rs", ".go", ".java"}
+)
+"""Suffixes of programs: a train.py trains, and a test.py tests."""
+
+
 def _refuse_folder(error: OSError, key: str) -> None:
     if Path(str(error.filename)).name != "lost+found":
         raise DataError(f"{key}: {error.filename} cannot be read: {error.strerror}") from error
@@ -173,17 +232,50 @@ def stamp(paths: Sequence[Path]) -> list[tuple[str, int, int]]:
 
 def read_pieces(path: Path) -> Iterator[Piece]:
     """The pieces of a UTF-8 text file, plain or compressed. Newlines stay as they are; an empty file has none."""
+    line = 1
     try:
         with unpacked(path) as stream, io.TextIOWrapper(stream, encoding="utf-8-sig", newline="") as file:
             text = file.read(PIECE_CHARACTERS) + file.readline(PIECE_CHARACTERS)
             while text:
                 if "\0" in text:
-                    raise DataError(f"{path} holds NUL characters: binary data, not text. Leave it out of data.path.")
+                    line += text.count("\n", 0, text.index("\0"))
+                    raise DataError(
+                        f"{path}, line {line}: it holds a NUL character: binary data, not text. Leave the file out"
+                    )
+                line += text.count("\n")
                 following = file.read(PIECE_CHARACTERS) + file.readline(PIECE_CHARACTERS)
                 yield Piece(text, ends_document=not following)
                 text = following
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{path} is not UTF-8 text ({error.reason}, byte {error.object[error.start] if error.object else 0:#04x}). "
-            "Convert it (iconv -t utf-8) or leave it out of data.path."
+            f"{path}, line {undecodable_line(path)}: it is not UTF-8 text ({error.reason}, byte "
+            f"{error.object[error.start] if error.object else 0:#04x}). Convert the file (iconv -t utf-8) or leave it "
+            "out"
         ) from error
+
+
+def undecodable_line(path: Path) -> int:
+    """The number of the first line of a file, plain or compressed, that is not UTF-8."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    line = 1
+    with unpacked(path) as stream:
+        while data := stream.read(PIECE_CHARACTERS):
+            try:
+                decoder.decode(data)
+            except UnicodeDecodeError as error:
+                return line + error.object[: error.start].count(b"\n")
+            line += data.count(b"\n")
+    return line
+
+
+def container_of(path: Path) -> str | None:
+    """What kind of container a file is, in words that follow "is"; None: none that is known.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    with data_errors(OSError, before=f"{path} cannot be read: ", message=reason), path.open("rb") as file:
+        head = file.read(HEAD)
+        size = file.seek(0, os.SEEK_END)
+        file.seek(-min(TAIL, size), os.SEEK_END)
+        return container(head, file.read(), size)

@@ -10,7 +10,7 @@ import logging
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +91,7 @@ def local_files(path: str | Sequence[str]) -> list[Path]:
     """The files that hold the records of `data.path`; of a folder that `datasets` saved, those that it lists."""
     named: list[str] = []
     for place in (path,) if isinstance(path, str) else path:
-        named += _saved_files(expanded(place, "data.path")) or [place]
+        named += saved_files(expanded(place, "data.path")) or [place]
     paths = input_files(named, SUFFIXES, "data.path")
     for file in paths:
         if Path(plain_name(file)).suffix not in SUFFIXES and file.suffix.lower() not in ("", ".gz", ".zst"):
@@ -102,7 +102,7 @@ def local_files(path: str | Sequence[str]) -> list[Path]:
     return paths
 
 
-def _saved_files(folder: Path) -> list[str]:
+def saved_files(folder: Path) -> list[str]:
     """The files that `Dataset.save_to_disk` wrote to a folder, in order; none: it did not."""
     parts = folder / "dataset_dict.json"
     if parts.is_file():
@@ -126,6 +126,7 @@ def read_rows(paths: Sequence[Path], column: str, named: str | Sequence[str]) ->
         named: what the user names; a file that is named itself is not passed over.
     """
     explicit = {named} if isinstance(named, str) else set(named)
+    empty = True
     for path in paths:
         rows = read_records(path, column)
         beside = len(paths) > 1 and str(path) not in explicit and Path(plain_name(path)).suffix == ".json"
@@ -141,9 +142,12 @@ def read_rows(paths: Sequence[Path], column: str, named: str | Sequence[str]) ->
         if beside and first.value is not None and not isinstance(first.value, str):
             _log.warning("%s: data.column=%s holds no text. The file is passed over", path, column)
             continue
-        yield from _pieces(path, column, first)
-        for row in rows:
-            yield from _pieces(path, column, row)
+        for row in chain([first], rows):
+            for piece in _pieces(path, column, row):
+                empty = False
+                yield piece
+    if empty:
+        raise DataError(f"data.path={shown(named)}: no record has text in data.column={column}")
 
 
 def _pieces(path: Path, column: str, row: PlacedValue) -> Iterator[Piece]:

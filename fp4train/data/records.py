@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from fp4train.data.compressed import unpacked
-from fp4train.data.containers import HEAD, TAIL, container
+from fp4train.data.files import container_of
 from fp4train.errors import DataError
 from fp4train.text import first_line
 
@@ -71,15 +71,7 @@ def read_records(path: Path, column: str) -> Iterator[PlacedValue]:
 
 
 def _reader(path: Path) -> Callable[[Path, str], Iterator[PlacedValue]]:
-    try:
-        with path.open("rb") as file:
-            head = file.read(HEAD)
-            size = file.seek(0, 2)
-            file.seek(-min(TAIL, size), 2)
-            tail = file.read()
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from error
-    kind = container(head, tail, size)
+    kind = container_of(path)
     if kind is None and (table := {".parquet": _parquet, ".arrow": _arrow}.get(path.suffix.lower())):
         return table  # a damaged one, which says what is wrong with it
     if kind is None or kind in ("compressed by gzip", "compressed by zstd"):
@@ -219,7 +211,7 @@ def _name(value: Any) -> str:
 
 
 def _parquet(path: Path, column: str) -> Iterator[PlacedValue]:
-    with _table_errors(path):
+    with table_errors(path):
         import pyarrow.parquet
 
         file = pyarrow.parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False)
@@ -229,12 +221,12 @@ def _parquet(path: Path, column: str) -> Iterator[PlacedValue]:
         _check_column(path, file.schema_arrow, column)
         for group in range(file.metadata.num_row_groups):
             place = f"row group {group}"
-            count = _rows_at_once(path, file.metadata.row_group(group), column, place)
+            count = rows_at_once(path, file.metadata.row_group(group), column, place)
             batches = file.iter_batches(count, row_groups=[group], columns=[column], use_threads=False)
             yield from _rows(path, batches, place)
 
 
-def _rows_at_once(path: Path, group: Any, column: str, place: str) -> int:
+def rows_at_once(path: Path, group: Any, column: str, place: str) -> int:
     """How many rows of a row group are decoded at once. A dictionary may hold one value for all rows."""
     chunks = [group.column(number) for number in range(group.num_columns)]
     chunk = next(chunk for chunk in chunks if chunk.path_in_schema.split(".")[0] == column)
@@ -249,7 +241,13 @@ def _rows_at_once(path: Path, group: Any, column: str, place: str) -> int:
 
 
 def _arrow(path: Path, column: str) -> Iterator[PlacedValue]:
-    with _table_errors(path):
+    for index, batch in enumerate(arrow_batches(path, lambda schema: _check_column(path, schema, column))):
+        yield from _rows(path, iter([batch]), f"batch {index}")
+
+
+def arrow_batches(path: Path, choose: Callable[[Any], int]) -> Iterator[Any]:
+    """The batches of an Arrow stream or file, each of the column alone whose number `choose` gives of the schema."""
+    with table_errors(path):
         import pyarrow
 
         def opened(**options: Any) -> Any:
@@ -259,30 +257,29 @@ def _arrow(path: Path, column: str) -> Iterator[PlacedValue]:
             open_it = pyarrow.ipc.open_stream if stream else pyarrow.ipc.open_file
             return open_it(file, options=pyarrow.ipc.IpcReadOptions(use_threads=False, **options))
 
-        schema = opened().schema
-        number = _check_column(path, schema, column)
+        number = choose(opened().schema)
         reader = opened(included_fields=[number])
     if hasattr(reader, "num_record_batches"):
         batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
     else:
         batches = iter(reader)
     for index in range(1 << 62):
-        with _table_errors(path, f"batch {index}"):
+        with table_errors(path, f"batch {index}"):
             if (batch := next(batches, None)) is None:
                 return
             batch.validate(full=True)
-        yield from _rows(path, iter([batch]), f"batch {index}")
+        yield batch
 
 
 def _rows(path: Path, batches: Iterator[Any], place: str) -> Iterator[PlacedValue]:
     """The rows of batches of one column."""
     number = 0
     while True:
-        with _table_errors(path, f"{place}, after row {number - 1}" if number else place):
+        with table_errors(path, f"{place}, after row {number - 1}" if number else place):
             if (batch := next(batches, None)) is None:
                 return
         for index in range(len(batch)):
-            with _table_errors(path, f"{place}, row {number}"):
+            with table_errors(path, f"{place}, row {number}"):
                 value = batch.column(0)[index].as_py()
             yield PlacedValue(f"{place}, row {number}", value)
             number += 1
@@ -309,7 +306,7 @@ def _check_column(path: Path, schema: Any, column: str) -> int:
 
 
 @contextmanager
-def _table_errors(path: Path, place: str = "") -> Iterator[None]:
+def table_errors(path: Path, place: str = "") -> Iterator[None]:
     """Errors of pyarrow, which raises several kinds for a damaged file."""
     try:
         yield

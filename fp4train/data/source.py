@@ -1,7 +1,8 @@
 """The protocol of `data=…`, and how the documents of a source become its tokens.
 
 A new source is one file with a class like `Source`, and one YAML in `configs/data`. The packed ids are every document's
-tokens (`encoding.py`), one end-of-document id, the next document.
+tokens (`encoding.py`), one end-of-document id, the next document; before each document the id that begins one, where
+the tokenizer has such an id.
 """
 
 import tempfile
@@ -133,12 +134,18 @@ def token_chunks(pieces: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[Ids]
     """The packed ids of `pieces` in order, some at a time, in the smallest type for the vocabulary."""
     dtype = ids_dtype(tokenizer.vocab_size)
     end = np.array([tokenizer.end_of_document], dtype=dtype)
+    first = tokens.begin_of_document(tokenizer)
+    begin = np.array([] if first is None else [first], dtype=dtype)
     parts: list[Ids] = []
     size = 0
+    begins_document = True
     for ids, ends_document in encode_documents(pieces, tokenizer):
+        if begins_document:
+            parts.append(begin)
         parts.append(ids.astype(dtype))
         if ends_document:
             parts.append(end)
+        begins_document = ends_document
         size += len(ids)
         if size >= CHUNK:
             yield np.concatenate(parts)

@@ -9,11 +9,15 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from fp4train.data.cache import file_digests
 from fp4train.data.files import expanded, input_files, shown
+from fp4train.data.huggingface import saved_files
 from fp4train.data.stored import StoredIds, WatchedFile
 from fp4train.data.token_formats import DTYPES, open_tokens
+from fp4train.data.token_tables import SUFFIXES as TABLES
+from fp4train.data.token_tables import hold_tables, table_ids
 from fp4train.data.tokens import Borders, TokenData, check_val, hold_out, token_data
 from fp4train.errors import DataError
 from fp4train.paths import PathText
@@ -29,6 +33,8 @@ class Tokens:
     Args:
         end_id: the id that ends a document.
         begin_id: the id that begins a document.
+        column: of Parquet and Arrow files, which holds the ids.
+        cache_dir: where the ids of such files are kept.
     """
 
     path: PathText | Sequence[PathText]
@@ -37,7 +43,9 @@ class Tokens:
     dtype: str | None = None
     end_id: int | None = None
     begin_id: int | None = None
+    column: str = "input_ids"
     val: float = 0.01
+    cache_dir: PathText = "~/.cache/fp4train"
 
     def __post_init__(self) -> None:
         check_val(self.val)
@@ -56,7 +64,7 @@ class Tokens:
         borders = Borders(end=self.end_id, begin=self.begin_id)
         description = _described(self.path, ids)
         if self.val_path is None:
-            digests = file_digests(ids.files, run_dir)
+            digest = _digest(ids, run_dir)
             data = hold_out(
                 ids,
                 val=self.val,
@@ -66,7 +74,7 @@ class Tokens:
                 description=description,
                 borders=borders,
             )
-            return replace(data, digest=_joined(digests))
+            return replace(data, digest=digest)
         val = self._open(self.val_path, "data.val_path")
         data = token_data(
             ids,
@@ -78,16 +86,31 @@ class Tokens:
             whole="a file each",
             borders=borders,
         )
-        digests = file_digests([*ids.files, *val.files], run_dir)
-        parts = digests[: len(ids.files)], digests[len(ids.files) :]
-        return replace(data, digest="+".join(map(_joined, parts)))
+        return replace(data, digest=_digest_of_both(ids, val, run_dir))
 
-    def _open(self, paths: str | Sequence[str], key: str) -> StoredIds[WatchedFile]:
-        named = [_file(path, key) for path in ((paths,) if isinstance(paths, str) else paths)]
-        files = input_files(named, SUFFIXES, key)
-        if len(named) == 1 and Path(named[0]).is_dir():
-            _refuse_both_parts(Path(named[0]), files, key)
+    def _open(self, paths: str | Sequence[str], key: str) -> StoredIds[Any]:
+        named = [
+            file
+            for path in ((paths,) if isinstance(paths, str) else paths)
+            for file in saved_files(expanded(path, key)) or [_file(path, key)]
+        ]
+        files = _token_files(named, key)
+        if hold_tables(files, key):
+            if self.dtype is not None:
+                raise DataError(f"data.dtype={self.dtype} is of raw ids, and {files[0]} is a table: leave it out")
+            return table_ids(files, self.column, self.vocab_size, self.cache_dir)
         return StoredIds([open_tokens(file, self.dtype, key) for file in files])
+
+
+def _token_files(named: Sequence[str], key: str) -> list[Path]:
+    """The files that hold ids; of a folder without raw ones, the tables."""
+    try:
+        return input_files(named, SUFFIXES, key)
+    except DataError as error:
+        try:
+            return input_files(named, (*SUFFIXES, *TABLES), key)
+        except DataError:
+            raise error from None
 
 
 def _file(path: str, key: str) -> str:
@@ -100,19 +123,19 @@ def _file(path: str, key: str) -> str:
     return path
 
 
-def _refuse_both_parts(folder: Path, files: Sequence[Path], key: str) -> None:
-    """Refuse a folder with files for training and for validation by their names, as llm.c, nanoGPT and others have."""
-    parts = {part: [file for file in files if part in file.stem.lower()] for part in ("train", "val")}
-    if parts["train"] and parts["val"]:
-        raise DataError(
-            f"{key}={folder} holds files for training and for validation ({parts['train'][0].name}, "
-            f"{parts['val'][0].name}), which would be one text: data.path='{folder}/*train*' "
-            f"data.val_path='{folder}/*val*'"
-        )
-
-
-def _described(paths: str | Sequence[str], ids: StoredIds[WatchedFile]) -> str:
+def _described(paths: str | Sequence[str], ids: StoredIds[Any]) -> str:
     return shown(paths) if len(ids.files) == 1 else f"{shown(paths)}, {len(ids.files)} files"
+
+
+def _digest(ids: StoredIds[Any], run_dir: Path) -> str | None:
+    """One digest of the user's own files; None: they lie in the cache, which checks them."""
+    watched = [file for file in ids.files if isinstance(file, WatchedFile)]
+    return _joined(file_digests(watched, run_dir)) if watched else None
+
+
+def _digest_of_both(ids: StoredIds[Any], val: StoredIds[Any], run_dir: Path) -> str | None:
+    digests = [digest for digest in (_digest(ids, run_dir), _digest(val, run_dir)) if digest is not None]
+    return "+".join(digests) or None
 
 
 def _joined(digests: Sequence[str]) -> str:

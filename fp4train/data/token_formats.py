@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from fp4train.data.containers import HEAD, TAIL, container, is_text
+from fp4train.data.containers import HEAD, TAIL, container, is_numbers, is_text
 from fp4train.data.stored import WatchedFile
 from fp4train.errors import DataError, data_errors, reason
 
@@ -181,6 +181,11 @@ def _refuse_others(path: Path, head: bytes, tail: bytes, size: int, dtype: str |
         raise DataError(
             f"{path} is {kind}, no array of token ids. "
             + ("Unpack it first: its places are read in any order" if unpack else _WRITE_RAW)
+        )
+    if dtype != "uint8" and is_numbers(head, size):
+        raise DataError(
+            f"{path} is text that holds numbers, no array of token ids. Read them (numpy.loadtxt, json.load). "
+            + _WRITE_RAW
         )
     if dtype != "uint8" and is_text(head, size):
         raise DataError(

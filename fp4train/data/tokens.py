@@ -47,6 +47,12 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
+def begin_of_document(tokenizer: object) -> int | None:
+    """The id that a tokenizer puts before each document; None: there is none."""
+    begin: int | None = getattr(tokenizer, "begin_of_document", None)
+    return begin
+
+
 class TokenizerConfig(Protocol):
     """The protocol of `data.tokenizer`."""
 

@@ -35,7 +35,7 @@ from fp4train.config.schema import plain
 from fp4train.data import Loader
 from fp4train.data.encoding import encode_document
 from fp4train.data.files import existing_path, files_of, read_pieces
-from fp4train.data.tokens import Ids, TokenData, Tokenizer, token_bytes
+from fp4train.data.tokens import Ids, TokenData, Tokenizer, begin_of_document, token_bytes
 from fp4train.errors import UserError
 from fp4train.exchange.trained import NamedRecipe, TrainedModel
 from fp4train.run.build import VALIDATION_SEED
@@ -131,14 +131,20 @@ def _document(tokenizer: Tokenizer, file: Path) -> list[int]:
     return ids
 
 
+def before_document(tokenizer: Tokenizer) -> int:
+    """The id that stands before a document: the one that begins it, else the one that ends another."""
+    begin = begin_of_document(tokenizer)
+    return tokenizer.end_of_document if begin is None else begin
+
+
 Scored = tuple[Sequence[int], int]
 """Tokens, and how many of the last of them are scored; the first one never is."""
 
 
 def windows(tokens: Sequence[int], tokenizer: Tokenizer, context: int) -> Iterator[Scored]:
-    """A document in windows of at most `context` inputs: each of its tokens is scored once, the first one after the end
-    of a document; the last window reaches back as far as it can."""
-    whole = [tokenizer.end_of_document, *tokens]
+    """A document in windows of at most `context` inputs: each of its tokens is scored once, the first one after the
+    id that stands before a document; the last window reaches back as far as it can."""
+    whole = [before_document(tokenizer), *tokens]
     for first in range(1, len(whole), context):
         end = min(first + context, len(whole))
         yield whole[max(0, end - context - 1) : end], end - first

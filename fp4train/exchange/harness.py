@@ -18,7 +18,7 @@ from lm_eval.tasks import TaskManager
 from yaml import YAMLError
 
 from fp4train.errors import UserError
-from fp4train.exchange.evaluation import Score, log_likelihoods, windows
+from fp4train.exchange.evaluation import Score, before_document, log_likelihoods, windows
 from fp4train.exchange.generation import Sampling, TextStream, generate
 from fp4train.exchange.trained import NamedRecipe, TrainedModel
 from fp4train.text import near_miss
@@ -39,8 +39,13 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
 
     @property
     def eot_token_id(self) -> int:
-        """The id that ends a document, which stands before a text without context."""
+        """The id that ends a document."""
         return self.text.end_of_document
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The id that stands before a text without context."""
+        return before_document(self.text)
 
     @property
     def tokenizer_name(self) -> str:
@@ -71,7 +76,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         for number, each in enumerate(requests):
             alike.setdefault(json.dumps(each.args[1], sort_keys=True, default=str), []).append(number)
         for numbers in alike.values():
-            ids = {number: self.text.encode(requests[number].args[0]) or [self.eot_token_id] for number in numbers}
+            ids = {number: self.text.encode(requests[number].args[0]) or [self.prefix_token_id] for number in numbers}
             numbers.sort(key=lambda number: len(ids[number]))
             for start in range(0, len(numbers), self.rows):
                 batch = numbers[start : start + self.rows]

@@ -16,6 +16,7 @@ import torch
 
 from fp4train.checkpoint.tensors import StreamedTensor
 from fp4train.data.template import kept_template
+from fp4train.data.tokens import begin_of_document
 from fp4train.exchange.card import measured, model_card
 from fp4train.exchange.folder import SHARD_BYTES, Tell, new_export, silent, write_json, write_weights
 from fp4train.exchange.loaded import CURE, loaded_differently
@@ -121,7 +122,11 @@ def write_tables(folder: Folder, model: StoredModel, config: Mapping[str, Any]) 
     tokenizer = stored_tokenizer(model.config, model.run)
     end = None if tokenizer is None else tokenizer.end_of_document
     generation = kept_generation(model.run)
-    ids = {"bos_token_id": None, "eos_token_id": generation.ends_of_model(end), "pad_token_id": None}
+    ids = {
+        "bos_token_id": begin_of_document(tokenizer),
+        "eos_token_id": generation.ends_of_model(end),
+        "pad_token_id": None,
+    }
     described = model.described()
     write_json(folder, "config.json", {**described, **ids, **config})
     write_json(folder, SETTINGS, generation.settings_of_model(end))

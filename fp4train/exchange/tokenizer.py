@@ -1,7 +1,8 @@
 """The tokenizer of a run as `transformers` reads it: `tokenizer.json` and what names its special tokens.
 
-Training encodes text without special tokens, and ends each document with one. A file that adds others by itself, such
-as a token before each text, loses that rule here: what is served would differ from what was trained.
+Training encodes text without special tokens, ends each document with one, and begins it with one where
+data.tokenizer.begin_of_document names it. The file adds that one to a text, and loses the rule that adds others: what
+is served would differ from what was trained.
 """
 
 import json
@@ -56,31 +57,49 @@ def write_tokenizer(
         most: tokens of the longest sequence.
         template: of conversations.
     """
-    text, notes = _without_additions(tokenizer.to_json())
+    begin: str | None = getattr(tokenizer, "begin", None)
+    text, notes = _with_additions(tokenizer.to_json(), begin)
     folder.write(TOKENIZER, text.encode())
-    special = {"eos_token": tokenizer.end}
+    special = {"eos_token": tokenizer.end} | ({} if begin is None else {"bos_token": begin})
     if template is not None:
         folder.write("chat_template.jinja", template.source.encode())
         named = {name: token for name, token in template.variables.items() if token}
         if (end := named.pop("eos_token", tokenizer.end)) != tokenizer.end:
             how = "was trained with" if template.trained else "is written for"
             notes.append(f"The chat template {how} the eos_token `{end}`; here it is `{tokenizer.end}`.")
-        special |= named
+        special = special | named | special
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", **special, "model_max_length": most}
     write_json(folder, "tokenizer_config.json", settings | {"clean_up_tokenization_spaces": False})
     write_json(folder, "special_tokens_map.json", special)
     return notes
 
 
-def _without_additions(text: str) -> tuple[str, list[str]]:
+def _with_additions(text: str, begin: str | None) -> tuple[str, list[str]]:
+    """The file that adds `begin` to a text and nothing else, and what differs from the run's.
+
+    Args:
+        begin: the token that begins a document; None: there is none.
+    """
     from tokenizers import Tokenizer as File
+    from tokenizers import processors
 
     made = File.from_str(text)
     added, plain = (made.encode("a", add_special_tokens=each).tokens for each in (True, False))
-    if added == plain:
+    trained = plain if begin is None else [begin, *plain]
+    if added == trained:
         return text, []
-    extra = ", ".join(f"`{token}`" for token in added if token not in plain)
-    table = json.loads(text) | {"post_processor": None}
-    return json.dumps(table, ensure_ascii=False), [
-        f"The run's tokenizer.json adds {extra} to a text. Training did not, so that rule is left out here."
-    ]
+    rule = None
+    if begin is not None:
+        pair = f"{begin} $A {begin} $B"
+        number = made.token_to_id(begin)
+        made.post_processor = processors.TemplateProcessing(
+            single=f"{begin} $A", pair=pair, special_tokens=[(begin, number)]
+        )
+        rule = json.loads(made.to_str())["post_processor"]
+    written = json.dumps(json.loads(text) | {"post_processor": rule}, ensure_ascii=False)
+    if extra := [f"`{token}`" for token in added if token not in trained]:
+        return written, [
+            f"The run's tokenizer.json adds {', '.join(extra)} to a text. Training did not, so that rule is left out "
+            "here."
+        ]
+    return written, []

@@ -173,6 +173,16 @@ def load_trained(source: Path, step: int | None = None, paths: Mapping[str, str 
     )
 
 
+def _of_texts(section: Any) -> Tokenizer:
+    """The tokenizer of a folder; a token that its file puts before a text stands before each document."""
+    tokenizer: Tokenizer = section.open()
+    begin = getattr(tokenizer, "token_before_texts", None)
+    if begin is None or begin == getattr(tokenizer, "end", None):
+        return tokenizer
+    found: Tokenizer = replace(section, begin_of_document=begin).open()
+    return found
+
+
 def _of_folder(folder: Path) -> TrainedModel:
     """The model of a Hugging Face folder; its context is the longest that it was made for, up to `CONTEXT`."""
     cfg = compose([quoted("init", str(folder)), "data=text", quoted("data.path", str(folder)), "policy=all"])
@@ -182,7 +192,7 @@ def _of_folder(folder: Path) -> TrainedModel:
     config = to_config(cfg)
     found = load_init(config, checkpoint.ALONE)
     assert found is not None
-    tokenizer: Tokenizer = config.data.tokenizer.open()  # type: ignore[attr-defined]
+    tokenizer = _of_texts(config.data.tokenizer)  # type: ignore[attr-defined]
     device = choose_device(config.device)
     model = build_model(config, tokenizer.vocab_size, device)
     found.load(model)

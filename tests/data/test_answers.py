@@ -103,6 +103,8 @@ ENDS = {
     "Metharme": "<|user|>",
     "gpt-oss": "<|end|>",
     "LLaVA": " ",
+    "a prompt that is always written": "<|/answer|><|end|>",
+    "every message has its number": "\n",
     "marked answers": "<|im_end|>",
 }
 
@@ -113,6 +115,32 @@ def test_an_answer_ends_with_what_ends_it(name: str) -> None:
     found = template.finder(tuple(VARIABLES.values())).find(CONVERSATIONS["two turns"])
     start, end = found.answers[0]
     assert found.text[start:end].endswith("It is four." + ENDS[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [
+        ("a prompt that is always written", "<|answer|>", "<|/answer|><|end|>"),
+        ("every message has its number", "", "\n"),
+        ("ChatML", "", "<|im_end|>\n"),
+    ],
+)
+def test_no_answer_is_learned_with_the_header_of_a_turn(name: str, before: str, after: str) -> None:
+    messages = talk(*(text for n in range(80) for text in (f"{n}+{n}?", f"It is {2 * n}.")))
+    template = ChatTemplate(source=TEMPLATES[name], variables=VARIABLES, now=NOW.isoformat())
+    found = template.finder(tuple(VARIABLES.values())).find(messages)
+    assert [found.text[a:b] for a, b in found.answers] == [f"{before}It is {2 * n}.{after}" for n in range(80)]
+
+
+def test_an_answer_before_any_other_message_is_learned_without_its_header() -> None:
+    """This template writes a prompt behind the last message, and so none where there is no message."""
+    source = """{{- bos_token }}{% for m in messages %}{{- '<|' + m.role + '|>' + m.content }}
+    {%- if m.role == 'assistant' %}{{- eos_token }}{% endif %}
+    {%- if loop.last and add_generation_prompt %}{{- '<|assistant|>' }}{% endif %}
+    {%- endfor %}"""
+    messages = [{"role": "assistant", "content": "Welcome!"}, *talk("hi", "yo")]
+    found = ChatTemplate(source=source, variables=VARIABLES).finder(tuple(VARIABLES.values())).find(messages)
+    assert [found.text[a:b] for a, b in found.answers] == ["Welcome!</s>", "yo</s>"]
 
 
 def test_a_prompt_that_thinks_leaves_an_answer_without_thoughts_whole() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 
 from fp4train.data import Chat, Loader, TokenArray
@@ -201,6 +202,10 @@ def test_a_tokenizer_is_trained_on_the_conversations(tmp_path: Path) -> None:
         ('{"messages": [{"role": "assistant", "content": "x", "tool_calls": [1]}]}', "has 'tool_calls', which is not"),
         ('{"messages": [{"role": "assistant", "content": "x\\ud800"}]}', r"message 1 holds half of a UTF-16 pair"),
         ("[" * 100000, "line 3: "),
+        (json.dumps({"tools": [{"name": "x"}]} | talk("a", "b")), 'it has "tools" beside "messages"'),
+        (json.dumps({"system": "Be brief."} | talk("a", "b")), 'it has "system" beside "messages"'),
+        ('{"messages": [{"from": "human", "value": "x"}]}', "and a content, both of them text; it has: from, value"),
+        ('{"messages": [{"role": "model", "content": "x"}]}', "no message of the role .* its roles: model"),
     ],
 )
 def test_broken_lines_are_refused_with_their_number(tmp_path: Path, line: str, said: str) -> None:
@@ -208,6 +213,21 @@ def test_broken_lines_are_refused_with_their_number(tmp_path: Path, line: str, s
     with pytest.raises(DataError, match=rf"a\.jsonl, line 3: .*{said.removeprefix('line 3: ')}"):
         source(path).build(tmp_path / "run", 128, 0)
     assert not list((tmp_path / "cache").glob("*.bin"))
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_conversations_that_lines_do_not_divide_are_refused_with_the_way_to_divide_them(
+    tmp_path: Path, indent: int | None
+) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(TALKS, indent=indent))
+    with pytest.raises(DataError, match=r"a\.json, line 1: it is no JSON Lines file, .* jq -c"):
+        source(tmp_path / "a.json").build(tmp_path / "run", 128, 0)
+
+
+def test_conversations_in_a_table_are_refused_by_what_it_is(tmp_path: Path) -> None:
+    pyarrow.parquet.write_table(pyarrow.table({"messages": [["é"] * 99]}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a\.parquet is a Parquet file: data=chat reads JSON Lines, .*to_json"):
+        source(tmp_path / "a.parquet").build(tmp_path / "run", 128, 0)
 
 
 @pytest.mark.parametrize(

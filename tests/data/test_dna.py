@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -103,6 +104,16 @@ def test_pieces_are_the_documents_however_a_record_is_cut(texts: list[str], spli
         if piece.ends_document:
             found.append("")
     assert found == [*expected, ""]
+
+
+def test_zstd_and_lists_of_paths_are_read_in_the_order_in_which_they_are_named(tmp_path: Path) -> None:
+    (tmp_path / "b.fa.zst").write_bytes(pyarrow.compress(b">b\nCCCC\n>c\nGGGG\n", "zstd", asbytes=True))
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more/d.fna.zst").write_bytes(pyarrow.compress(b">d\nTTTT\n", "zstd", asbytes=True))
+    fasta(tmp_path, ">a\nAAAA\n")
+    named = [str(tmp_path / "b.fa.zst"), str(tmp_path / "more"), str(tmp_path / "a.f*")]
+    data = Dna(path=named, cache_dir=str(tmp_path / "cache"), val=4).build(tmp_path / "run", 2, 0)
+    assert documents(data) == (["CCCC", "GGGG", "TTTT"], ["AAAA"])
 
 
 def test_gzip_and_several_files_are_read_in_the_order_of_names(tmp_path: Path) -> None:

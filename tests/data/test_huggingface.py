@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from fp4train.data import DataError, HuggingFace, TokenData
@@ -158,3 +160,10 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
 def test_what_only_a_hub_data_set_has_is_refused_for_local_files(key: str) -> None:
     with pytest.raises(ValueError, match=rf"data.{key}=test: local files \(data.path\) have no {key}"):
         HuggingFace(path="x.jsonl", **{key: "test"})
+
+
+def test_a_table_without_rows_says_that_it_has_none(tmp_path: Path) -> None:
+    pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.array([], pyarrow.string())}), tmp_path / "a.parquet")
+    source = HuggingFace(path=str(tmp_path / "a.parquet"), cache_dir=str(tmp_path / "cache"))
+    with pytest.raises(DataError, match=r"a\.parquet: no record has text in data\.column=text"):
+        source.build(tmp_path / "run", 16, 0)

@@ -1,12 +1,15 @@
 """data=text: files and folders, packing, the held-out part, the cache, and everything wrong that a path can be."""
 
+import gzip
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
 import pytest
 
 from fp4train.data import DataError, Text, TokenData
@@ -41,6 +44,41 @@ def test_a_folder_is_read_in_the_order_of_names_each_file_a_document(tmp_path: P
     data = build(folder, tmp_path, val=0.2)
     assert whole(data).split(b"\0") == [b"first" * 20, b"second" * 20, b"third" * 20, b""]
     assert "3 files" in data.description
+
+
+PACKED: dict[str, Callable[[bytes], bytes]] = {
+    "": bytes,
+    ".gz": gzip.compress,
+    ".zst": lambda data: bytes(pyarrow.compress(data, "zstd", asbytes=True)),
+}
+
+
+@pytest.mark.parametrize("suffix", PACKED)
+def test_packed_files_and_lists_of_paths_are_read_in_the_order_in_which_they_are_named(
+    tmp_path: Path, suffix: str
+) -> None:
+    (tmp_path / "more").mkdir()
+    texts = {"b.txt": LINES, "more/c.md": "third\n" * 50, "more/d.txt": "fourth\n" * 50, "a.txt": "last\n" * 50}
+    for name, text in texts.items():
+        (tmp_path / f"{name}{suffix}").write_bytes(PACKED[suffix](text.encode()))
+    named = [str(tmp_path / f"b.txt{suffix}"), str(tmp_path / "more"), str(tmp_path / f"a*{suffix}")]
+    data = Text(path=named, cache_dir=str(tmp_path / "cache")).build(tmp_path / "run", 16, 0)
+    assert whole(data).decode().split("\0") == [*texts.values(), ""]
+    with pytest.raises(DataError, match=r"data\.path names .*b\.txt.* twice"):
+        Text(path=[*named, named[0]]).build(tmp_path / "run", 16, 0)
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_a_packed_file_that_is_cut_off_or_lies_beside_its_text_is_refused(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"a.txt{suffix}"
+    whole_text = "".join(f"{number} {number**2}\n" for number in range(90_000)).encode()
+    path.write_bytes(PACKED[suffix](whole_text)[:-9])
+    with pytest.raises(DataError, match=rf"a\.txt\{suffix} cannot be read: .*\(after line [\d,]+\)"):
+        build(path, tmp_path)
+    path.write_bytes(PACKED[suffix](whole_text))
+    (tmp_path / "a.txt").write_bytes(whole_text)
+    with pytest.raises(DataError, match="have one name: what is held out for validation would be trained on"):
+        build(tmp_path, tmp_path)
 
 
 def test_a_file_of_any_suffix_is_read_when_it_is_named(tmp_path: Path) -> None:
@@ -193,11 +231,17 @@ def test_a_folder_without_text_files_says_what_it_holds(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"caf\xe9 au lait\n" * 100, r"not UTF-8 text .*0xe9"), (b"abc\0def" * 100, "holds NUL characters: binary data")],
+    [
+        (b"caf\xe9 au lait\n" * 100, r"line 1: it is not UTF-8 text .*0xe9"),
+        (b"coffee\n" * 30_000 + b"caf\xe9\n" + b"tea\n" * 9, r"line 30001: it is not UTF-8 text .*0xe9"),
+        (gzip.compress(b"tea\n" * 20_000 + b"caf\xe9\n"), r"line 20001: it is not UTF-8 text .*0xe9"),
+        (b"abc\0def" * 100, "line 1: it holds a NUL character: binary data"),
+        (b"abc\n" * 50_000 + b"\0", "line 50001: it holds a NUL character: binary data"),
+    ],
 )
 def test_binary_and_other_encodings_are_refused_by_name(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "a.txt").write_bytes(content)
-    with pytest.raises(DataError, match=rf"a\.txt .*{message}"):
+    with pytest.raises(DataError, match=rf"a\.txt, {message}"):
         build(tmp_path / "a.txt", tmp_path)
 
 

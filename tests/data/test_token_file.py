@@ -216,7 +216,7 @@ def test_one_shard_that_changes_gives_another_fingerprint_and_an_equal_one_the_s
 
 def test_validation_is_never_trained_on_through_a_folder_or_a_list(tmp_path: Path) -> None:
     shards(tmp_path / "fineweb", ["fineweb_val_000000.bin", *NAMES])
-    with pytest.raises(DataError, match=r"for training and for validation .* data\.val_path='.*/\*val\*'"):
+    with pytest.raises(DataError, match=r"for training and for validation .* data\.path='.*/\*train\*'"):
         build(tmp_path / "fineweb")
     paths = {key: str(tmp_path / f"fineweb/*{part}*") for key, part in (("path", "train"), ("val_path", "val"))}
     data = Tokens(vocab_size=500, **paths).build(tmp_path / "run", 16, 0)

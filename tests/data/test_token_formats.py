@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow
-import pyarrow.parquet
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -82,13 +81,8 @@ def tarred(path: Path) -> None:
         archive.add(__file__, "ids.bin")
 
 
-def arrow(path: Path, *, stream: bool) -> None:
-    table = pyarrow.table({"ids": IDS.astype("uint16")})
-    make = pyarrow.ipc.new_stream if stream else pyarrow.ipc.new_file
-    with make(str(path), table.schema) as writer:
-        writer.write_table(table)
-
-
+TFRECORD = (800).to_bytes(8, "little") + bytes.fromhex("335d19e7")
+"""A length, and its masked CRC-32C."""
 RAW = np.random.default_rng(0).integers(0, 60_000, 20_000).astype("<u2")
 OTHERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "npz": (lambda path: archived(path, np.savez), r"an archive of NumPy arrays \(\.npz\)"),
@@ -110,13 +104,11 @@ OTHERS: dict[str, tuple[Callable[[Path], object], str]] = {
     },
     "pickled array": (lambda path: path.write_bytes(pickle.dumps(RAW)), "a pickle"),
     "a short pickle": (lambda path: path.write_bytes(pickle.dumps([1, 2])), "a pickle"),
-    "pickle 0": (lambda path: path.write_bytes(pickle.dumps(IDS.tolist(), 0)), "text"),
+    "pickle 0": (lambda path: path.write_bytes(pickle.dumps(IDS.tolist(), 0)), "a pickle"),
     "safetensors": (lambda path: save_file({"ids": torch.from_numpy(IDS)}, path), "a safetensors file"),
-    "arrow": (lambda path: arrow(path, stream=False), "an Arrow file"),
-    "arrow stream": (lambda path: arrow(path, stream=True), "an Arrow stream"),
-    "parquet": (lambda path: pyarrow.parquet.write_table(pyarrow.table({"a": IDS}), path), "a Parquet file"),
-    "json": (lambda path: path.write_text(json.dumps(IDS.tolist())), "text"),
-    "csv": (lambda path: path.write_text(" ".join(map(str, IDS))), "text"),
+    "json": (lambda path: path.write_text(json.dumps(IDS.tolist())), "text that holds numbers"),
+    "csv": (lambda path: path.write_text(" ".join(map(str, IDS))), "text that holds numbers"),
+    "TFRecord": (lambda path: path.write_bytes(TFRECORD + RAW.tobytes()), "a TFRecord file"),
     "text": (lambda path: path.write_text("käse und wein\r\n" * 10_000), "text"),
     "utf-16": (lambda path: path.write_text("käse und wein\n" * 1000, encoding="utf-16"), "text"),
     "sqlite": (lambda path: sqlite3.connect(path).execute("create table a (b)").connection.close(), "an SQLite"),

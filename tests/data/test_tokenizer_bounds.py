@@ -50,6 +50,17 @@ CHARSMAP = base64.b64encode(b"\x04\0\0\0" + b"\0\0\0\0" + b"x" * 500 + b"\0").de
             edited(decoder={"type": "Sequence", "decoders": [replace({"String": "a"}, "a" * 100)]}),
             "its decoder may make",
         ),
+        (
+            edited(
+                post_processor={
+                    "type": "TemplateProcessing",
+                    "single": [{"SpecialToken": {"id": "</s>", "type_id": 0}}] * 1000,
+                    "pair": [],
+                    "special_tokens": {"</s>": {"id": "</s>", "ids": [0] * 6000, "tokens": ["</s>"] * 6000}},
+                }
+            ),
+            "its post_processor adds 6,000,000 tokens",
+        ),
         ("[" * 100_000, "is no JSON file"),
         ('{"model":' * 100_000, "is no JSON file"),
         ("[" * (BRACKETS + 1), "lists and tables; up to"),

@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizer_kinds import tokenizer_json
 
 from fp4train.data import DataError, Stdlib, Text
+from fp4train.data.encoding import encoding_key
 from fp4train.data.source import text_data, token_chunks
 from fp4train.data.tokenizers import BytePairs, Bytes, Pretrained
 from fp4train.data.tokens import Piece
@@ -161,6 +163,18 @@ def test_the_token_that_ends_documents_can_be_named_and_must_exist(trained: Path
     assert Pretrained(name=str(trained), end_of_document="a").build(documents, tmp_path / "run").end_of_document < 257
     with pytest.raises(DataError, match=r"has no token <eot> .* data\.tokenizer\.end_of_document.*<\|endoftext\|>"):
         Pretrained(name=str(trained), end_of_document="<eot>").build(documents, tmp_path / "other")
+
+
+def test_a_token_that_begins_documents_makes_another_entry_of_the_cache(tmp_path: Path) -> None:
+    file = tmp_path / "tokenizer.json"
+    file.write_text(tokenizer_json("byte level"))
+    plain = Pretrained(name=str(file), end_of_document="</s>").open()
+    begun = Pretrained(name=str(file), end_of_document="</s>", begin_of_document="<unk>").open()
+    assert begun.begin_of_document == 1 and encoding_key(plain) != encoding_key(begun)
+    with pytest.raises(DataError, match=r"has no token <b> to begin a document with .* special tokens: </s>, <unk>"):
+        Pretrained(name=str(file), end_of_document="</s>", begin_of_document="<b>").open()
+    with pytest.raises(DataError, match="begin_of_document=</s> ends each document already"):
+        Pretrained(name=str(file), end_of_document="</s>", begin_of_document="</s>").open()
 
 
 @pytest.mark.parametrize(

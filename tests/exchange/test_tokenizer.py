@@ -5,11 +5,15 @@ import os
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
+import tokenizers
 from hf_exports import FILES, Command, Train, theirs
 
 from fp4train.config import to_config
+from fp4train.data.source import token_chunks
 from fp4train.data.template import kept_template
+from fp4train.data.tokens import Piece, begin_of_document
 from fp4train.exchange.tokenizer import stored_tokenizer
 from fp4train.run.record import directory as run_directory
 
@@ -47,6 +51,35 @@ def test_transformers_gives_the_token_ids_of_the_run(
     assert kind != "bytes" or hf("é")["input_ids"] == list("é".encode())
     adds = "tokenizer.json adds `<|endoftext|>` to a text. Training did not, so that rule is left out here."
     assert (adds in told) == (kind == "pretrained") == (adds in (tmp_path / "out/README.md").read_text())
+
+
+def test_a_token_that_begins_documents_is_trained_exported_and_scored_alike(
+    train: Train, command: Command, tmp_path: Path
+) -> None:
+    import transformers
+
+    made = tokenizers.Tokenizer.from_file(str(train(*TOKENIZERS["bpe"], "train.steps=2") / "tokenizer.json"))
+    made.add_special_tokens(["<s>"])
+    made.save(str(tmp_path / "file.json"))
+    (tmp_path / "text.txt").write_text("def f(x):\n    return x\n" * 40)
+    named = ("data/tokenizer=pretrained", f"data.tokenizer.name={tmp_path / 'file.json'}")
+    run = train(*named, "data.tokenizer.begin_of_document='<s>'", "train.steps=2")
+    ours = stored_tokenizer(to_config(run_directory.read_config(run)), run)
+    assert ours is not None and begin_of_document(ours) == made.token_to_id("<s>")
+    ids = np.concatenate(list(token_chunks([Piece("one"), Piece("tw", ends_document=False), Piece("o")], ours)))
+    assert ours.decode(ids.tolist()) == "onetwo"
+    begins = ids == begin_of_document(ours)
+    ends = ids == ours.end_of_document
+    assert begins.sum() == ends.sum() == 2 and begins[0] and (begins[1:] == ends[:-1]).all()
+
+    command("export", run, "to=hf", f"out={tmp_path / 'out'}")
+    hf = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert hf("x = 1")["input_ids"] == [begin_of_document(ours), *ours.encode("x = 1")]
+    assert hf.bos_token == "<s>" and theirs(tmp_path / "out").config.bos_token_id == begin_of_document(ours)
+    text = f"text={tmp_path / 'text.txt'}"
+    scores = [command("eval", place, text, "recipe=bf16", "--json") for place in (run, tmp_path / "out")]
+    losses = [json.loads(score)["scores"][0]["values"]["loss"] for score in scores]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 def test_conversations_are_the_text_that_the_run_was_trained_on(train: Train, command: Command, tmp_path: Path) -> None:

@@ -171,6 +171,13 @@ WRITTEN: dict[str, str] = {
 {%- if m.role == 'user' %}<|USER_TOKEN|>{{ m.content }}<|END_OF_TURN_TOKEN|>
 {%- else %}<|CHATBOT_TOKEN|><|START_RESPONSE|>{{ m.content }}<|END_RESPONSE|><|END_OF_TURN_TOKEN|>{% endif %}
 {%- endfor %}{% if add_generation_prompt %}<|CHATBOT_TOKEN|><|START_RESPONSE|>{% endif %}""",
+    "a prompt that is always written": """{{- bos_token }}{% for m in messages %}
+{%- if m.role == 'system' %}{{- '<|turn|><|system|>' + m.content + '<|end|>' }}
+{%- elif m.role == 'user' %}{{- '<|turn|><|user|>' + m.content + '<|end|>' }}
+{%- else %}{{- '<|turn|><|bot|><|answer|>' + m.content + '<|/answer|><|end|>' }}{% endif %}
+{%- endfor %}<|turn|><|bot|>""",
+    "every message has its number": """{% for m in messages %}{{- loop.index }}. {{ m.role }}: {{ m.content + '\\n' }}
+{%- endfor %}{% if add_generation_prompt %}{{- messages | length + 1 }}. assistant: {% endif %}""",
     "Llama 3.2, the day and tools": """{{- bos_token }}
 {%- if not date_string is defined %}
     {%- if strftime_now is defined %}{% set date_string = strftime_now("%d %b %Y") %}

@@ -19,6 +19,8 @@ BRACKETS = 1 << 22
 """Lists and tables that such a file may hold; one with a million merges has a million."""
 GROWTH = 64.0
 """Characters that a normalizer or decoder may make of one."""
+ADDED = 1 << 10
+"""Tokens that a post-processor may add to a text; those in use add up to three."""
 IDS = 1 << 24
 """Token ids: a larger one would ask for an embedding of more than 16 million rows."""
 
@@ -44,7 +46,26 @@ def check_file(text: str, what: str) -> dict[str, Any]:
                 f"{what}: its {part} may make {growth:,.0f} characters of one ({longest[:60]}); up to {GROWTH:.0f} are "
                 "allowed. It is no tokenizer of a model that is in use: take another one"
             )
+    if (added := _added_ids(table.get("post_processor"))) > ADDED:
+        raise DataError(f"{what}: its post_processor adds {added:,} tokens to a text; up to {ADDED:,} are allowed")
     return table
+
+
+def _added_ids(part: Any) -> int:
+    """The ids that a post-processor adds to a text, at most."""
+    if not isinstance(part, Mapping):
+        return 0
+    steps = part.get("processors")
+    if isinstance(steps, list):
+        return sum(map(_added_ids, steps))
+    tokens = part.get("special_tokens")
+    lengths: dict[str, int] = {}
+    for name, token in tokens.items() if isinstance(tokens, Mapping) else ():
+        ids = token.get("ids") if isinstance(token, Mapping) else None
+        lengths[str(name)] = len(ids) if isinstance(ids, list) else 1
+    pieces = [piece for key in ("single", "pair") if isinstance(part.get(key), list) for piece in part[key]]
+    special = [piece["SpecialToken"] for piece in pieces if isinstance(piece, Mapping) and "SpecialToken" in piece]
+    return sum(lengths.get(str(piece.get("id")), 1) for piece in special if isinstance(piece, Mapping))
 
 
 def check_ids(highest: int, what: str) -> None:

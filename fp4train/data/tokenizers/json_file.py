@@ -8,8 +8,9 @@ of the original.
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,9 @@ _SAMPLE = 'def Add(a, b):\n    return a + b  # "Sum"\n'
 class JsonTokenizer:
     """Wraps a `tokenizers.Tokenizer`; text that spells a special token is encoded as the text it is."""
 
-    def __init__(self, text: str, *, end_of_document: str | None, what: str) -> None:
+    def __init__(
+        self, text: str, *, end_of_document: str | None, what: str, begin_of_document: str | None = None
+    ) -> None:
         import tokenizers
 
         self._what, self._text = what, text
@@ -55,9 +58,34 @@ class JsonTokenizer:
                 f"data.tokenizer.end_of_document; its special tokens: {', '.join(special[:8]) or 'none'}"
             )
         self.end, self.end_of_document = end, vocabulary[end]
+        self.begin = begin_of_document
+        self.begin_of_document = None if begin_of_document is None else self._begin_id(begin_of_document, vocabulary)
         check_ids(max(vocabulary.values()), what)
         self.vocab_size = max(vocabulary.values()) + 1
         self.identity = f"{hashlib.sha256(text.encode()).hexdigest()[:20]} {end}"
+        if begin_of_document is not None:
+            self.identity += f" after {begin_of_document}"
+
+    def _begin_id(self, begin: str, vocabulary: Mapping[str, int]) -> int:
+        """The id that begins a document."""
+        if begin == self.end:
+            raise DataError(
+                f"data.tokenizer.begin_of_document={begin} ends each document already: what comes before the next one "
+                "is that token. Leave it out"
+            )
+        if begin not in vocabulary:
+            special = [str(token) for token in self._tokenizer.get_added_tokens_decoder().values()]
+            raise DataError(
+                f"{self._what} has no token {begin} to begin a document with (data.tokenizer.begin_of_document); its "
+                f"special tokens: {', '.join(special[:8]) or 'none'}"
+            )
+        return vocabulary[begin]
+
+    @property
+    def token_before_texts(self) -> str | None:
+        """The token that the file puts before a text, and nothing else; None: it puts none, or more."""
+        added, plain = (self._tokenizer.encode("a", add_special_tokens=adds).tokens for adds in (True, False))
+        return str(added[0]) if added[1:] == plain else None
 
     def to_json(self) -> str:
         """The file that it was made from."""
@@ -143,17 +171,22 @@ def _library_errors(what: str) -> Iterator[None]:
 
 
 def run_tokenizer(
-    run_dir: Path, origin: str, make: Callable[[], tuple[str, str]], end_of_document: str | None
+    run_dir: Path,
+    origin: str,
+    make: Callable[[], tuple[str, str]],
+    end_of_document: str | None,
+    begin_of_document: str | None = None,
 ) -> JsonTokenizer:
     """The run's own tokenizer, or else a new one that is kept with the run.
 
     Args:
         make: gives the text of a new one, and what errors call it.
     """
+    opened = partial(JsonTokenizer, end_of_document=end_of_document, begin_of_document=begin_of_document)
     if (text := kept(run_dir, origin)) is not None:
-        return JsonTokenizer(text, end_of_document=end_of_document, what=str(run_dir / "tokenizer.json"))
+        return opened(text, what=str(run_dir / "tokenizer.json"))
     text, what = make()
-    tokenizer = JsonTokenizer(text, end_of_document=end_of_document, what=what)
+    tokenizer = opened(text, what=what)
     keep(run_dir, origin, text)
     return tokenizer
 

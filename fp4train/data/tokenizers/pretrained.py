@@ -17,17 +17,19 @@ from fp4train.paths import PathOrHubName, is_hub_name
 class Pretrained:
     """`data/tokenizer=pretrained data.tokenizer.name=…`; `end_of_document` is a token of its own, null: a usual one.
 
+    `begin_of_document` is the token that stands before each document, null: none does.
     The chat template beside a file of this machine is kept with the run, too.
     """
 
     name: PathOrHubName
     revision: str | None = None
     end_of_document: str | None = None
+    begin_of_document: str | None = None
 
     def build(self, documents: Documents, run_dir: Path) -> JsonTokenizer:
         origin = self.name if self.revision is None else f"{self.name} {self.revision}"
         new = not (run_dir / "tokenizer.json").exists()  # else nothing is read but the run's own copy
-        found = run_tokenizer(run_dir, origin, self._read, self.end_of_document)
+        found = run_tokenizer(run_dir, origin, self._read, self.end_of_document, self.begin_of_document)
         if new and not is_hub_name(self.name):
             keep_template(Path(self.name), run_dir)
         return found
@@ -39,7 +41,9 @@ class Pretrained:
             DataError: it cannot be had, or is none.
         """
         text, what = self._read()
-        return JsonTokenizer(text, end_of_document=self.end_of_document, what=what)
+        return JsonTokenizer(
+            text, end_of_document=self.end_of_document, begin_of_document=self.begin_of_document, what=what
+        )
 
     def _read(self) -> tuple[str, str]:
         path = self._find()
