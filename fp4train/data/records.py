@@ -245,8 +245,8 @@ def _arrow(path: Path, column: str) -> Iterator[PlacedValue]:
         yield from _rows(path, iter([batch]), f"batch {index}")
 
 
-def arrow_batches(path: Path, choose: Callable[[Any], int]) -> Iterator[Any]:
-    """The batches of an Arrow stream or file, each of the column alone whose number `choose` gives of the schema."""
+def arrow_batches(path: Path, number_in: Callable[[Any], int]) -> Iterator[Any]:
+    """The batches of an Arrow stream or file, each of the column alone whose number `number_in` gives of the schema."""
     with table_errors(path):
         import pyarrow
 
@@ -257,7 +257,7 @@ def arrow_batches(path: Path, choose: Callable[[Any], int]) -> Iterator[Any]:
             open_it = pyarrow.ipc.open_stream if stream else pyarrow.ipc.open_file
             return open_it(file, options=pyarrow.ipc.IpcReadOptions(use_threads=False, **options))
 
-        number = choose(opened().schema)
+        number = number_in(opened().schema)
         reader = opened(included_fields=[number])
     if hasattr(reader, "num_record_batches"):
         batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
