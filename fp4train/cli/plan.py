@@ -49,7 +49,7 @@ from fp4train.run.record.trust import check_paths
 from fp4train.text import columns, tabulate
 
 if TYPE_CHECKING:
-    from fp4train.lab.costs.search import MeshPlan
+    from fp4train.lab.costs.mesh_plan import MeshPlan
 
 _log = logging.getLogger("fp4train")
 
@@ -176,7 +176,7 @@ def _plan(command: Start, *, full: bool, gpus: int | None, auto: bool | None, as
             raise UserError(
                 "a plan for several GPUs needs their name: gpu=H100, H200, B200, GB200, B300, GB300 or A100"
             )
-        from fp4train.lab.costs.search import MeshPlan  # with gpu= alone: a plan of this machine begins without it
+        from fp4train.lab.costs.mesh_plan import MeshPlan  # with gpu= alone: a plan of this machine begins without it
 
         mesh_plan = MeshPlan(config, gpus, auto, model, timeline, gpu, command.named)
         return _search(mesh_plan, words, as_data) if auto else _on_mesh(mesh_plan, full=full, as_data=as_data)
@@ -206,10 +206,10 @@ def _plan(command: Start, *, full: bool, gpus: int | None, auto: bool | None, as
         for sentence in (kernels, *layers, *produced_by(model, plan.stretches, norms, device.type)):
             print(fitted(sentence))
     if gpu is not None:
-        from fp4train.lab.costs.elementwise import made_by
         from fp4train.lab.costs.estimate import estimate
+        from fp4train.lab.costs.mesh_plan import MeshPlan
+        from fp4train.lab.costs.rows import made_by
         from fp4train.lab.costs.screen import render_step, step_costs
-        from fp4train.lab.costs.search import MeshPlan
 
         one = MeshPlan(config, 1, None, model, timeline, gpu, command.named)
         norms = one.produced(plan)

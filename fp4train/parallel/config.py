@@ -50,11 +50,8 @@ class Mesh:
         microbatches: forward passes per step and data rank.
         gather: how weights are gathered: "recipe" as codes and scales, "bf16", or "fp32".
         reduce_bytes: bytes of a gradient element between shards; replicas send float32.
-        codes: activations are gathered over `tensor` as codes, in layers that quantise them.
         joined: layers with a common input gather it once in backward and add their dx before it is scattered, in two
             bytes per element (Megatron-LM). fp4train's layers each do their own, and add in float32.
-        own_units: embedding and head are gathered in BF16 and by themselves, the head behind the blocks (torchtitan,
-            Megatron-LM). fp4train's travel in float32 before the first block.
         hides_tensor: the collectives of tensor parallelism run beside GEMMs (asynchronous tensor parallelism).
     """
 
@@ -69,9 +66,7 @@ class Mesh:
     microbatches: int = 1
     gather: str = "recipe"
     reduce_bytes: int = 4
-    codes: bool = False
     joined: bool = False
-    own_units: bool = False
     hides_tensor: bool = False
 
     def __post_init__(self) -> None:
@@ -225,7 +220,6 @@ class Parallel:
             forward_first=self.pp > 1 and self.pp_schedule == "gpipe",
             gather=self.gather,
             reduce_bytes=4 if self.reduce == "float32" else 2,
-            codes=True,
         )
 
 

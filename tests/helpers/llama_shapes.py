@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import torch
 
 import fp4train as f4
 from fp4train.hardware import Device, Gpu
-from fp4train.lab.costs.workload import Workload, workload
+from fp4train.lab.costs.workload import Execution, Workload, workload
 from fp4train.models.llama import Llama
 from fp4train.models.llama.model import LlamaModel
 from fp4train.precision import Recipe, Timeline
@@ -56,11 +57,14 @@ def measured(
     plan = make_plan(layers, timeline, None, tokens=tokens, device=device, backend=backend)
     return workload(
         model(name),
-        {each: replace(layer, readers=()) for each, layer in plan.stretches[0].layers.items()},
+        {name: replace(layer, readers=()) for name, layer in plan.stretches[0].layers.items()},
         recipe,
         sequences=sequences,
         seq_len=SEQ_LEN,
-        compiled=compiled,
-        recomputed=recomputed,
-        liger=liger,
+        execution=Execution(compiled=compiled, recomputed=recomputed, liger=liger),
     )
+
+
+def executed(load: Workload, **changes: Any) -> Workload:
+    """The same microbatch, executed in another way; see `Execution`."""
+    return replace(load, execution=replace(load.execution, **changes))

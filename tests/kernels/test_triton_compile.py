@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fp4train.kernels import triton as kernels
-from fp4train.lab.costs.roofline import own_bytes
+from fp4train.lab.costs.quantising import own_passes
 from fp4train.optim import rounded
 from fp4train.quantize import Delayed, Hadamard, PairQuantizer, QuantSpec, RandomKey, quantize, triton_launch
 from fp4train.quantize.produced import ADDED, NORM_BACKWARD, STRIP, SUM, SourceTensors, norm_backward, produce
@@ -255,7 +255,7 @@ def test_what_is_quantised_where_it_is_made_moves_hardly_more_bytes_than_the_lea
         assert moved / _x().numel() == pytest.approx(charged, rel=0.01)
         return
     source, *specs = SOURCES[call]
-    charged = sum(map(sum, own_bytes(*specs, _x().numel(), codes=True, source=source))) + SUM * ("sum" in call)
+    charged = sum(map(sum, own_passes(*specs, _x().numel(), codes=True, source=source))) + SUM * ("sum" in call)
     assert charged == pytest.approx(least, rel=1e-4)
     assert moved == pytest.approx(least * _x().numel(), rel=0.02)
 

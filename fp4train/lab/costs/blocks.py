@@ -1,59 +1,70 @@
-"""Memory that a block keeps for backward and bytes that it moves between its GEMMs, measured on the meta device.
+"""What a block reads, writes and keeps for backward, from the shapes of one pass on the meta device.
 
-A block of the real model runs forward and backward once, on tensors without memory. Its linear layers and attention
-products are replaced by stand-ins that keep what the real ones keep and compute nothing:
+A block of the real model runs forward and backward once, on tensors without memory, and each
+operation is counted as it is called: the bytes of its inputs and results, and its arithmetic where it
+is a product (a scan's) or a Fourier transform. What GPUs run as one kernel stands in for itself: it
+reads its inputs and writes its results once, and keeps what the kernel keeps:
 
-    linear layer     x for wgrad: q(xᵀ) as packed codes and scales, or x in high precision
-    attention        q, k, v, the output and a float32 log-sum-exp per row (FlashAttention, arXiv:2205.14135)
+    planned layer        nothing is read or written, which `rows.py` charges; x is kept for wgrad:
+                         q(xᵀ) as packed codes and scales, or in high precision
+    attention            arithmetic alone; keeps q, k, v, the output and a float32 log-sum-exp per row
+                         (FlashAttention, arXiv:2205.14135)
+    RMSNorm              keeps its input, and a float32 factor per row
+    Liger's kernels      where they run (`models/common/liger.py`)
+    norms and gates that quantise their results (`nn/produced.py`): those of forward count as
+                         quantising; here only the sum that a norm is of, and a norm's backward pass
 
-What lies between them is what torch does with the block's own code, or one of the kernels of `elementwise.py`, so a new
-model family needs no formula here. Counted are the bytes of the tensors that autograd keeps, each storage once, and
-those that the operations between the products read and write, and their arithmetic. Weights are not counted:
-`memory.py` counts them.
+So a new model family needs no formula here. Of the tensors that autograd keeps each storage is
+counted once. Weights are not counted: `memory.py` counts them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from fp4train.lab.costs.elementwise import BlockTraffic, KernelStandIns, ProducerStandIn
-from fp4train.lab.costs.estimate import shares_x
+from fp4train.lab.costs.rows import shares_x
+from fp4train.models.common.liger import Liger
 from fp4train.models.common.operators import Fusible
-from fp4train.models.common.stream import readers_between
-from fp4train.nn.produced import Producer
+from fp4train.models.common.stream import StreamNorm, readers_between
 from fp4train.precision.context import Context, use
 from fp4train.precision.layer_plan import LayerPlan
 from fp4train.precision.layers import find_blocks
 from fp4train.precision.recipe import Recipe
 from fp4train.quantize import QuantSpec, packed_bytes
+from fp4train.quantize.produced import ADDED, NORM_BACKWARD, SUM
+from fp4train.run.produced import ProducedNorms
 
 
-@dataclass(frozen=True, kw_only=True)
-class AttentionShape:
-    """Products q·kᵀ and p·v of one block: q is [batch, heads, time, head_dim], k and v have `kv_heads`."""
+@dataclass(kw_only=True)
+class PassWork:
+    """What the operations between the products of one pass take, before any splitting.
 
-    batch: int
-    heads: int
-    kv_heads: int
-    time: int
-    head_dim: int
-    causal: bool
+    Args:
+        operators: bytes that operators read and write, each by itself.
+        kernels: bytes that kernels of several operations read and write.
+        flops: floating-point operations of products and Fourier transforms, in float32.
+        attention: floating-point operations of attention, half of the square if causal.
+        launches: kernels that the host queues.
+    """
 
-    @property
-    def flops(self) -> float:
-        """Forward; half of the square if causal. Backward takes 2.5 times as many, one product being recomputed."""
-        return (2 if self.causal else 4) * self.batch * self.heads * self.time**2 * self.head_dim
+    operators: float = 0.0
+    kernels: float = 0.0
+    flops: float = 0.0
+    attention: float = 0.0
+    launches: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,286 +72,428 @@ class BlockCost:
     """One block and one microbatch, before any splitting.
 
     Args:
+        forward, backward: work of the operations between the products.
         saved: bytes kept for backward.
-        routed: the part of `saved` that every tensor-parallel rank has of all tokens: the input of a router.
-        whole: the part of `saved` that tensor parallelism without sequence parallelism repeats on every rank: tensors
-            of the residual stream and the inputs of column-wise split layers.
-        forward, backward: bytes that the operations between the products read and write, each operation by itself.
-        fused_forward, fused_backward: bytes that kernels of several operations move (norms; those of Liger).
-        forward_flops, backward_flops: of products and Fourier transforms outside of linear layers and attention.
-        attentions: its attention products.
+        routed: part of `saved` that every tensor-parallel rank has of all tokens: the input of a
+            router.
+        whole: part of `saved` that tensor parallelism without sequence parallelism repeats on every
+            rank: tensors of the residual stream and the inputs of column-wise split layers.
         input: bytes of the residual stream: the block's input, or what a pipeline stage sends.
-        operations: kernels that these are, forward and backward.
-        weights: bytes of the copies in the recipe's dtype that layers without a quantised GEMM keep of their weights.
     """
 
+    forward: PassWork
+    backward: PassWork
     saved: float
     routed: float
-    weights: float
     whole: float
-    forward: float
-    backward: float
-    fused_forward: float
-    fused_backward: float
-    forward_flops: float
-    backward_flops: float
-    operations: int
-    attentions: tuple[AttentionShape, ...]
     input: float
+
+
+BACKWARD_OF_ATTENTION: Final = 2.5
+"""Floating-point operations of attention's backward pass over those of its forward pass: five
+products instead of two."""
 
 
 def measure_blocks(
     model: nn.Module,
     plans: Mapping[str, LayerPlan],
     recipe: Recipe,
+    tokens: Tensor,
     *,
-    sequences: int,
-    seq_len: int,
     row_wise: Collection[str] = (),
-    sharing: bool = True,
+    compiled: bool = False,
     liger: bool = False,
-    producers: Mapping[nn.Module, Producer] = MappingProxyType({}),
-    between: Collection[nn.Module] = (),
+    produced: ProducedNorms | None = None,
 ) -> list[BlockCost]:
-    """The cost of every block of `model` (on the meta device), for a microbatch of `sequences` × `seq_len` tokens.
+    """The cost of every block of `model` (on the meta device), for a microbatch.
 
-    Blocks with equal plans and parameters are measured once.
+    Blocks with equal plans and parameters are measured once, and have one object.
 
     Args:
         plans: what each linear layer runs, by name.
+        tokens: token ids of the microbatch, [sequences, seq_len], on the meta device.
         row_wise: layers whose inputs tensor parallelism splits, not their outputs.
-        sharing: layers that read one input share its codes, on Transformer Engine those that the model names; not under
-            train.compile.
+        compiled: whether torch.compile has the blocks: layers do not share what they keep.
         liger: whether Liger's kernels run what they can.
-        producers: of the norms and gates that quantise their results.
-        between: the norms that add up the stream at the end of the block before theirs, as if no stage ended there.
+        produced: norms and gates that quantise their results.
     """
+    norms = produced or ProducedNorms({}, {})
     names = {module: name for name, module in model.named_modules()}
     blocks = find_blocks(model)
-    known: dict[object, BlockCost] = {}
-    found = []
-    inputs = _inputs(model, blocks, recipe, sequences, seq_len)
-    ends = [None, *(norm if norm in between else None for norm in readers_between(blocks)), None]
-    for block, *sums in zip(blocks, ends, ends[1:], strict=False):
-        mine = {names[part]: part for part in block.modules() if names[part] in plans}
-        prefix = names[block]
-        layers_key = tuple((n.removeprefix(prefix), plans[n].products) for n in mine)
-        made = {part: producers[part] for part in block.modules() if part in producers}
-        made_key = tuple((names[part].removeprefix(prefix), each.by_backend) for part, each in made.items())
-        left = tuple(each is None for each in sums)
-        key = (type(block), sum(p.numel() for p in block.parameters()), layers_key, made_key, left)
-        if key not in known:
-            layers = {part: plans[name] for name, part in mine.items()}
-            made |= {norm: producers[norm] for norm in sums if norm is not None}
-            known[key] = _measure(block, inputs[block], layers, row_wise, recipe, sharing, liger, made, sums)
-        found.append(known[key])
-    return found
+    # A norm that adds up the stream at the end of the block before its own.
+    sums = [norm if norm in norms.between else None for norm in readers_between(blocks)]
+    inputs = _block_inputs(model, blocks, recipe, tokens)
+    measured: dict[object, BlockCost] = {}
+    costs = []
+
+    def relative(part: nn.Module) -> str:
+        return str(names[part].removeprefix(names[block]))
+
+    for block, entrance, leaves in zip(blocks, [None, *sums], [*sums, None], strict=False):
+        layers = {part: plans[names[part]] for part in block.modules() if names[part] in plans}
+        producing = [part for part in block.modules() if part in norms.producers]
+        key = (
+            type(block),
+            tuple((name, parameter.shape) for name, parameter in block.named_parameters()),
+            tuple((relative(part), plan.products) for part, plan in layers.items()),
+            tuple((relative(part), norms.producers[part].by_backend) for part in producing),
+            (entrance is None, leaves is None),
+        )
+        if key not in measured:
+            run = _MetaRun(layers, row_wise, compiled)
+            run.kernels_of(block, liger, norms, entrance)
+            measured[key] = run.measure(block, inputs[block], recipe, leaves_sum=leaves is not None)
+        costs.append(measured[key])
+    return costs
 
 
-def _inputs(
-    model: nn.Module, blocks: list[nn.Module], recipe: Recipe, sequences: int, seq_len: int
+def _block_inputs(
+    model: nn.Module, blocks: Sequence[nn.Module], recipe: Recipe, tokens: Tensor
 ) -> dict[nn.Module, tuple[Any, ...]]:
     """Arguments that the model calls each block with, where every block passes its input on."""
-    seen: dict[nn.Module, tuple[Any, ...]] = {}
+    inputs: dict[nn.Module, tuple[Any, ...]] = {}
 
-    def note(block: nn.Module, x: Tensor, *others: Any) -> Tensor:
-        seen[block] = (x, *others)
+    def pass_on(block: nn.Module, x: Tensor, *more: Any) -> Tensor:
+        inputs[block] = (x, *more)
         return x
 
-    with _forwards({block: partial(note, block) for block in blocks}), use(Context(recipe=recipe)), torch.no_grad():
-        model(torch.empty(sequences, seq_len, dtype=torch.int64, device="meta"))
-    return seen
-
-
-@contextmanager
-def _forwards(replaced: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Modules whose forward is another function for a while."""
     with ExitStack() as stack:
-        for module, forward in replaced.items():
-            stack.enter_context(_set([module], "forward", forward))
-        yield
+        for block in blocks:
+            stack.enter_context(_replaced(block, "forward", partial(pass_on, block)))
+        stack.enter_context(use(Context(recipe=recipe)))
+        stack.enter_context(torch.no_grad())
+        model(tokens)
+    return inputs
 
 
 @contextmanager
-def _set(modules: Iterable[nn.Module], name: str, value: object) -> Iterator[None]:
-    """Modules with an attribute of their own for a while."""
-    held = list(modules)
-    for module in held:
-        module.__dict__[name] = value
+def _replaced(module: nn.Module, name: str, value: object) -> Iterator[None]:
+    """A module with another attribute for a while."""
+    module.__dict__[name] = value
     try:
         yield
     finally:
-        for module in held:
-            del module.__dict__[name]
+        del module.__dict__[name]
 
 
-@contextmanager
-def _producing(producers: Mapping[nn.Module, object]) -> Iterator[None]:
-    """Norms and gates with a producer each for a while."""
-    with ExitStack() as stack:
-        for part, each in producers.items():
-            stack.enter_context(_set([part], "producer", each))
-        yield
+class _MetaRun:
+    """One pass of a block each way, counted."""
 
+    def __init__(self, layers: Mapping[nn.Module, LayerPlan], row_wise: Collection[str], compiled: bool) -> None:
+        self.counter = _Counter()
+        self._sharing = not compiled
+        self._layers = layers
+        self._row_wise = row_wise
+        self._given: frozenset[nn.Module] = frozenset()
+        self._replaced: list[tuple[nn.Module, str, object]] = [
+            (layer, "forward", partial(self._layer, layer, plan)) for layer, plan in layers.items()
+        ]
+        self._repeated: set[int] = set()
+        self._last_codes: tuple[int, QuantSpec | None, Tensor] | None = None
 
-def _measure(
-    block: nn.Module,
-    inputs: tuple[Any, ...],
-    layers: Mapping[nn.Module, LayerPlan],
-    row_wise: Collection[str],
-    recipe: Recipe,
-    sharing: bool,
-    liger: bool,
-    producers: Mapping[nn.Module, Producer],
-    sums: Sequence[nn.Module | None],
-) -> BlockCost:
-    """sums: the norms that add up what comes into the block and what it returns; None: torch does."""
-    x = inputs[0].detach().clone().requires_grad_()
-    given = {_storage(each) for each in inputs[1:] if isinstance(each, Tensor)}
-    given |= {_storage(each) for each in block.parameters()}
-    given_codes = {id(layer) for each in producers.values() for layer in each.readers}
-    columnwise = {part: _is_column_wise(plan, row_wise) for part, plan in layers.items()}
-    stand_ins = _StandIns(sharing, columnwise, {part for part in layers if id(part) in given_codes})
-    kept: dict[int, Tensor] = {}
+    def kernels_of(self, block: nn.Module, liger: bool, norms: ProducedNorms, entrance: nn.Module | None) -> None:
+        """Have kernels run norms, gates and rotations of the block.
 
-    def keep(t: Tensor) -> Tensor:
-        if _storage(t) not in given:
-            kept[_storage(t)] = t
-        return t
+        Args:
+            entrance: the norm of the block that also adds up the stream that comes in.
+        """
+        given: list[nn.Module] = []
+        for part in block.modules():
+            producer = norms.producers.get(part)
+            if isinstance(part, Fusible) and (liger or producer is not None):
+                kernels = _Kernels(self.counter, quantise=producer is not None)
+                self._replaced.append((part, "operators", kernels))
+            if producer is None:
+                continue
+            given += producer.readers
+            if isinstance(part, StreamNorm):
+                of_stream = partial(_kernel_sum, self.counter, part is entrance)
+                if producer.by_backend:
+                    of_stream = partial(_torch_sum, self.counter)
+                self._replaced.append((part, "of_stream", of_stream))
+        self._given = frozenset(given)
 
-    traffic = BlockTraffic()
-    forwards = {part: partial(stand_ins.linear, part, plan) for part, plan in layers.items()}
-    kernels = KernelStandIns(traffic)
-    made = {part: ProducerStandIn(kernels, each) for part, each in producers.items()}
-    context = Context(recipe=recipe)
-    context.stream["norm"] = sums[1]
-    if sums[0] is not None:
-        context.stream["sum"] = made[sums[0]].leave(x, x)._replace(h=x)
-    fusible = [part for part in block.modules() if liger and isinstance(part, Fusible)]
-    with (
-        _forwards(forwards),
-        _set(fusible, "operators", kernels),
-        _producing(made),
-        use(context),
-        _FunctionStandIns(stand_ins, kernels),
-    ):
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t), traffic:
-            y = block(x, *inputs[1:])
-        forward, fused, forward_flops = traffic.bytes, traffic.fused, traffic.flops
-        traffic.bytes = traffic.fused = traffic.flops = 0.0
-        with traffic:
-            torch.autograd.backward(y, torch.empty_like(y))
-    block.zero_grad(set_to_none=True)
-    saved = {key: t.untyped_storage().nbytes() for key, t in kept.items()}
-    *rows, width = x.shape
-    residual = ((*rows, 1), (*rows, width))
-    whole = {key for key, t in kept.items() if key in stand_ins.repeated or tuple(t.shape) in residual}
-    matrix = (math.prod(rows), width) if any(plan.layer.experts for plan in layers.values()) else ()
-    routed = {key for key, t in kept.items() if tuple(t.shape) == matrix and t.dtype == torch.float32} - whole
-    return BlockCost(
-        saved=sum(saved.values()),
-        routed=sum(saved[key] for key in routed),
-        weights=sum(
-            plan.layer.weights * plan.table.torch_dtype.itemsize
-            for plan in layers.values()
-            if not plan.quantised and plan.table.torch_dtype != torch.float32
-        ),
-        whole=sum(saved[key] for key in whole),
-        forward=forward,
-        backward=traffic.bytes,
-        fused_forward=fused,
-        fused_backward=traffic.fused,
-        forward_flops=forward_flops,
-        backward_flops=traffic.flops,
-        operations=traffic.operations,
-        attentions=tuple(stand_ins.attentions),
-        input=x.untyped_storage().nbytes(),
-    )
+    def measure(self, block: nn.Module, inputs: tuple[Any, ...], recipe: Recipe, *, leaves_sum: bool) -> BlockCost:
+        """Run the block, whose last sum the next block makes if it `leaves_sum`."""
+        x = inputs[0].detach().clone().requires_grad_()
+        not_kept = {_storage(value) for value in inputs[1:] if isinstance(value, Tensor)}
+        not_kept |= {_storage(parameter) for parameter in block.parameters()}
+        kept: dict[int, Tensor] = {}
 
+        def keep(tensor: Tensor) -> Tensor:
+            if _storage(tensor) not in not_kept:
+                kept[_storage(tensor)] = tensor
+            return tensor
 
-def _is_column_wise(plan: LayerPlan, row_wise: Collection[str]) -> bool:
-    """Whether tensor-parallel ranks all read the layer's input; of experts each reads the rows of its own."""
-    return not plan.layer.experts and plan.layer.name not in row_wise
+        context = Context(recipe=recipe)
+        context.stream["norm"] = _LeavesSum() if leaves_sum else None
+        counter = self.counter
+        with ExitStack() as stack:
+            for part, name, value in self._replaced:
+                stack.enter_context(_replaced(part, name, value))
+            stack.enter_context(use(context))
+            stack.enter_context(_Functions(counter))
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), counter:
+                y = block(x, *inputs[1:])
+            forward = counter.work
+            counter.work = PassWork(attention=BACKWARD_OF_ATTENTION * forward.attention)
+            with counter:
+                torch.autograd.backward(y, torch.empty_like(y))
+        block.zero_grad(set_to_none=True)
+        return self._cost(x, kept, forward, counter.work)
 
+    def _cost(self, x: Tensor, kept: Mapping[int, Tensor], forward: PassWork, backward: PassWork) -> BlockCost:
+        *rows, width = x.shape
+        stream_shapes = ((*rows, 1), (*rows, width))
+        whole = {key for key, tensor in kept.items() if key in self._repeated or tuple(tensor.shape) in stream_shapes}
+        routed: set[int] = set()
+        if any(plan.layer.experts for plan in self._layers.values()):
+            matrix = (math.prod(rows), width)
+            routed = {
+                key for key, tensor in kept.items() if tuple(tensor.shape) == matrix and tensor.dtype == torch.float32
+            } - whole
+        sizes = {key: tensor.untyped_storage().nbytes() for key, tensor in kept.items()}
+        return BlockCost(
+            forward=forward,
+            backward=backward,
+            saved=sum(sizes.values()),
+            routed=sum(sizes[key] for key in routed),
+            whole=sum(sizes[key] for key in whole),
+            input=x.untyped_storage().nbytes(),
+        )
 
-def _storage(t: Tensor) -> int:
-    return int(t.untyped_storage()._cdata)
-
-
-class _StandIns:
-    """The stand-ins of one block, and what they saw."""
-
-    def __init__(self, sharing: bool, columnwise: Mapping[nn.Module, bool], given: Collection[nn.Module]) -> None:
-        """given: layers that are given the codes of x, as others that read it are."""
-        self.sharing, self.columnwise, self.given = sharing, columnwise, given
-        self.attentions: list[AttentionShape] = []
-        self.repeated: set[int] = set()
-        self._last: tuple[int, QuantSpec | None, Tensor] | None = None
-
-    def linear(self, module: nn.Module, plan: LayerPlan, x: Tensor, *counts: object) -> Tensor:
-        """A linear layer, or experts with the `counts` of their rows, which x has in any case."""
+    def _layer(self, layer: nn.Module, plan: LayerPlan, x: Tensor, *counts: object) -> Tensor:
+        """Stand in for a linear layer, or for experts with the `counts` of their rows."""
         specs = [(gemm.operands.second, features) for gemm, features in plan.products if gemm.name == "wgrad"]
-        high = specs == [(None, plan.layer.in_features)]
-        kept = x.to(plan.table.torch_dtype) if high else self._codes(x, specs, plan, module in self.given)
-        if self.columnwise[module]:
-            self.repeated.add(_storage(kept))
-        out: Tensor = _Linear.apply(x, kept, plan.layer.out_features)  # type: ignore[no-untyped-call]
-        return out
+        if specs == [(None, plan.layer.in_features)]:
+            kept = x.to(plan.table.torch_dtype)
+        else:
+            kept = self._codes(x, specs, plan, layer in self._given)
+        if not plan.layer.experts and plan.layer.name not in self._row_wise:
+            self._repeated.add(_storage(kept))
+        y: Tensor = _Layer.apply(x, kept, plan.layer.out_features)  # type: ignore[no-untyped-call]
+        return y
 
     def _codes(self, x: Tensor, specs: list[tuple[QuantSpec | None, int]], plan: LayerPlan, given: bool) -> Tensor:
-        """Codes or values of so many channels of x each, as bytes; layers with one spec for all share them."""
-        shares = given or plan.layer_backend is None or (len(plan.readers) > 1 and shares_x(plan))
-        shares = shares and self.sharing and len(specs) == 1
-        if shares and self._last is not None and self._last[:2] == (_storage(x), specs[0][0]):
-            return self._last[2]
-        tokens, wide = x.shape[:-1].numel(), plan.table.torch_dtype.itemsize
-        size = sum(tokens * k * wide if spec is None else packed_bytes(spec, k, tokens) for spec, k in specs)
+        """Codes or values of so many channels of x each, as bytes; layers with one spec for all share
+        them, those that are given the codes in any case."""
+        whole_layer = plan.layer_backend is not None
+        shares = given or not whole_layer or (len(plan.readers) > 1 and shares_x(plan))
+        shares = shares and self._sharing and len(specs) == 1
+        key = (_storage(x), specs[0][0])
+        if shares and self._last_codes is not None and self._last_codes[:2] == key:
+            return self._last_codes[2]
+        tokens = x.shape[:-1].numel()
+        wide = plan.table.torch_dtype.itemsize
+        size = sum(
+            tokens * channels * wide if spec is None else packed_bytes(spec, channels, tokens)
+            for spec, channels in specs
+        )
         codes = torch.empty(math.ceil(size), dtype=torch.uint8, device="meta")
         if len(specs) == 1:
-            self._last = (_storage(x), specs[0][0], codes)
+            self._last_codes = (*key, codes)
         return codes
 
 
-class _Linear(torch.autograd.Function):
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Adds up the work of operators; views and allocations have none."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.work = PassWork()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.is_view or "empty" in str(func):
+            return out
+        self.work.launches += 1
+        self.work.operators += _bytes(tree_leaves((args, kwargs, out)))
+        self.work.flops += _flops(func.overloadpacket, args, out)
+        return out
+
+
+def _bytes(values: Sequence[Any]) -> float:
+    """Bytes of the tensors among the values; expanded ones have those of their storage."""
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    return sum(min(t.numel() * t.itemsize, t.untyped_storage().nbytes()) for t in tensors)
+
+
+_ATEN = torch.ops.aten
+_PRODUCTS = {_ATEN.mm: 0, _ATEN.bmm: 0, _ATEN.addmm: 1, _ATEN.baddbmm: 1}
+"""Operation → the place of its left factor, whose last dimension is summed over."""
+
+
+def _flops(operation: Any, args: Any, out: Any) -> float:
+    """Floating-point operations of a product, or of a Fourier transform of n real values
+    (2.5·n·log₂n); 0 for others."""
+    place = _PRODUCTS.get(operation)
+    if place is not None:
+        return float(2 * out.numel() * args[place].shape[-1])
+    if operation in (_ATEN._fft_r2c, _ATEN._fft_c2r):
+        real = args[0] if operation is _ATEN._fft_r2c else out
+        length = math.prod(real.shape[axis] for axis in args[1])
+        return float(2.5 * real.numel() * math.log2(max(2, length)))
+    return 0.0
+
+
+class _Layer(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, kept: Tensor, out_features: int) -> Tensor:
         ctx.save_for_backward(kept)
-        ctx.like = x.new_empty(x.shape)
+        ctx.dx = x.new_empty(x.shape)
         return x.new_empty((*x.shape[:-1], out_features))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return torch.empty_like(ctx.like), None, None
+        return torch.empty_like(ctx.dx), None, None
 
 
-class _Attend(torch.autograd.Function):
+class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         batch, heads, time, _ = q.shape
-        out = q.new_empty((batch, time, heads, v.shape[-1])).transpose(1, 2)  # the layout of the kernels
+        # The layout of the kernels: heads of a token lie side by side.
+        out = q.new_empty((batch, time, heads, v.shape[-1])).transpose(1, 2)
         ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32))
         return out
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:
-        return tuple(torch.empty_like(t) for t in ctx.saved_tensors[:3])
+        return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:3])
 
 
-class _FunctionStandIns(TorchFunctionMode):
-    def __init__(self, stand_ins: _StandIns, kernels: KernelStandIns) -> None:
+class _Kernel(torch.autograd.Function):
+    """A kernel each way, with results like the first of its inputs.
+
+    Args:
+        moves: bytes forward and backward; None: those of what it reads and writes.
+        keep: what it keeps for backward, of its inputs and results.
+        results: number of results.
+        gradients: number of gradients that backward writes.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        counter: _Counter,
+        moves: tuple[float, float] | None,
+        keep: Callable[..., tuple[Tensor, ...]],
+        results: int,
+        gradients: int,
+        *inputs: Tensor,
+    ) -> Any:
+        outs = [torch.empty_like(tensor) for tensor in inputs[:results]]
+        kept = keep(inputs, outs)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*kept)
+        ctx.counter = counter
+        ctx.inputs = inputs
+        read = _bytes([*kept, *outs])
+        ctx.moved = read + _bytes(inputs[:gradients]) if moves is None else moves[1]
+        counter.work.kernels += _bytes([*inputs, *outs]) if moves is None else moves[0]
+        counter.work.launches += 1
+        return outs[0] if results == 1 else tuple(outs)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.counter.work.kernels += ctx.moved
+        ctx.counter.work.launches += 1
+        return *(None,) * 5, *(torch.empty_like(tensor) for tensor in ctx.inputs)
+
+
+def _per_row(x: Tensor) -> Tensor:
+    return x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+
+
+def _keep_input(inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return inputs[0], _per_row(inputs[0])
+
+
+def _keep_sum(inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return outs[1], _per_row(outs[1])
+
+
+def _keep_inputs(inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return tuple(inputs)
+
+
+def _keep_nothing(inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return ()
+
+
+class _Kernels(Liger):
+    """Stands in for Liger's kernels, and for those that quantise a gate."""
+
+    def __init__(self, counter: _Counter, *, quantise: bool) -> None:
+        self._counter = counter
+        self._quantise = quantise
+
+    def rms_norm(self, x: Tensor, weight_D: Tensor, eps: float | None) -> Any:
+        return _norm(self._counter, x)
+
+    def add_rms_norm(self, x: Tensor, change: Tensor, weight_D: Tensor, eps: float) -> Any:
+        # Both terms have one gradient.
+        return _Kernel.apply(self._counter, None, _keep_sum, 2, 1, x, change)  # type: ignore[no-untyped-call]
+
+    def silu_product(self, gate: Tensor, up: Tensor) -> Any:
+        moves = (0.0, 0.0) if self._quantise else None
+        return _Kernel.apply(self._counter, moves, _keep_inputs, 1, 2, gate, up)  # type: ignore[no-untyped-call]
+
+    def rotate(self, q_BHTE: Tensor, k_BHTE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Any:
+        return _Kernel.apply(self._counter, None, _keep_nothing, 2, 2, q_BHTE, k_BHTE)  # type: ignore[no-untyped-call]
+
+
+def _norm(counter: _Counter, x: Tensor, moves: tuple[float, float] | None = None) -> Any:
+    return _Kernel.apply(counter, moves, _keep_input, 1, 1, x)  # type: ignore[no-untyped-call]
+
+
+def _torch_sum(counter: _Counter, x: Tensor, change: Tensor | None = None) -> Any:
+    """Stand in for a norm whose backend quantises its result; torch makes the sum and its gradient."""
+    h = x if change is None else x + change
+    return _norm(counter, h, (0.0, _bytes([h, h, h]))), h
+
+
+def _kernel_sum(counter: _Counter, left: bool, x: Tensor, change: Tensor | None = None) -> Any:
+    """Stand in for a norm that quantises its result: the sum and its gradient are in its kernels.
+
+    Args:
+        left: whether the block before has left its sum to the norm.
+    """
+    summed = SUM if left or change is not None else 0
+    moves = (float(summed * x.numel()), (NORM_BACKWARD + ADDED) * x.numel())
+    if change is None:
+        keep = _keep_input
+        return _Kernel.apply(counter, moves, keep, 2, 1, x, torch.empty_like(x))  # type: ignore[no-untyped-call]
+    return _Kernel.apply(counter, moves, _keep_sum, 2, 1, x, change)  # type: ignore[no-untyped-call]
+
+
+class _LeavesSum:
+    """Stands in for the norm of the next block, which makes the last sum of this one."""
+
+    def leave(self, x: Tensor, change: Tensor) -> Any:
+        h = _Kernel.apply(_Counter(), (0.0, 0.0), _keep_nothing, 1, 1, x, change)  # type: ignore[no-untyped-call]
+        return SimpleNamespace(h=h)
+
+
+class _Functions(TorchFunctionMode):
+    """Functions of torch that GPUs run as one kernel."""
+
+    def __init__(self, counter: _Counter) -> None:
         super().__init__()
-        self._found, self._kernels = stand_ins.attentions, kernels
+        self._counter = counter
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        keywords = kwargs or {}
         if func is F.rms_norm:
-            weight = args[2] if len(args) > 2 else (kwargs or {}).get("weight")
-            return self._kernels.rms_norm(args[0], weight)
+            return _norm(self._counter, args[0])
         if func is not F.scaled_dot_product_attention:
-            return func(*args, **(kwargs or {}))
+            return func(*args, **keywords)
         q, k, v = args[:3]
-        batch, heads, time, dim = q.shape
-        causal = bool((kwargs or {}).get("is_causal"))
-        self._found.append(
-            AttentionShape(batch=batch, heads=heads, kv_heads=k.shape[1], time=time, head_dim=dim, causal=causal)
-        )
-        return _Attend.apply(q, k, v)  # type: ignore[no-untyped-call]
+        batch, heads, time, width = q.shape
+        products = 2 if keywords.get("is_causal") else 4
+        self._counter.work.attention += products * batch * heads * time**2 * width
+        return _Attention.apply(q, k, v)  # type: ignore[no-untyped-call]

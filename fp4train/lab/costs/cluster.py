@@ -1,39 +1,43 @@
-"""The cost of training a model on a mesh of GPUs: memory of a rank, collectives by link, seconds of a step, tokens/s.
+"""The cost of training a model on a mesh of GPUs: memory of a rank, collectives by link, seconds of a
+step, tokens/s.
 
 One stage and microbatch take the sum over its blocks of
 
     forward    max(GEMMs + quantising + attention + elementwise + tensor collectives, weight gather)
-    backward   max(the same of backward + what is recomputed,                        weight gather [+ gradient scatter])
+    backward   max(the same of backward + what is recomputed, weight gather [+ gradient scatter])
 
-FSDP copies what it gathers into the weights and gradients into what it scatters, a read and a write of each. The
-gathers and scatters of weights hide behind the block that runs, those of embedding and head behind nothing; the
-collectives of tensor parallelism do not, unless `hides_tensor`. Gradients are reduced in the last microbatch only. A
-step is
+FSDP copies what it gathers into the weights and gradients into what it scatters, a read and a write
+of each. The gathers and scatters of weights hide behind the block that runs, those of embedding and
+head behind nothing; the collectives of tensor parallelism do not hide, unless `hides_tensor`.
+Gradients are reduced in the last microbatch only. A step is
 
-    (m + (p−1)/v) · slowest stage + first gather + last scatter + sends that fill the pipeline + norm + optimizer
+    (m + (p−1)/v) · slowest stage + first gather + last scatter + sends that fill the pipeline
+    + norm + optimizer
 
 and no less than the host takes to queue its kernels; recorded steps have none.
 
-GEMMs and quantising: `estimate.py`. Passes over weights and gradients beside them, the optimizer's among them, over
-embedded rows and over what the head reads: `casts.py`. Parameters of the rest:
+GEMMs and quantising: `rows.py`. Passes over weights and gradients beside them, over embedded rows and
+what the head reads, and the optimizer's: `casts.py`.
 """
 
-import math
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import torch
 
 from fp4train.hardware import Gpu
 from fp4train.lab.costs import casts
-from fp4train.lab.costs.blocks import BlockCost
-from fp4train.lab.costs.estimate import layer_costs
+from fp4train.lab.costs.blocks import PassWork
 from fp4train.lab.costs.host import OPERATION, host_seconds
-from fp4train.lab.costs.links import Collective, Group, Interconnect, Traffic
+from fp4train.lab.costs.links import NOTHING_SENT, Collective, Group, Interconnect, Traffic
 from fp4train.lab.costs.memory import USABLE, entered, rank_memory
-from fp4train.lab.costs.roofline import COPY, needs_amax
-from fp4train.lab.costs.workload import Kind, ModelWeight, Workload
+from fp4train.lab.costs.quantising import needs_amax
+from fp4train.lab.costs.roofline import COPY, sustained
+from fp4train.lab.costs.rows import layer_costs
+from fp4train.lab.costs.weights import ModelWeight
+from fp4train.lab.costs.workload import Kind, Workload
 from fp4train.models.common.liger import MOVED
 from fp4train.models.common.loss import chunk_rows
 from fp4train.parallel.config import Mesh
@@ -41,90 +45,102 @@ from fp4train.precision.gather import wire_form
 from fp4train.precision.layer_plan import LayerPlan, part_of
 from fp4train.quantize import QuantSpec, packed_bytes
 
-ATTENTION: Final = (0.60, 0.50)
-"""Share of the BF16 peak that attention reaches forward and backward: FlashAttention-3 on H100, causal, head dimension
-128, 8 k tokens (arXiv:2407.08608, figures 5 and 6: near 600 and 550 of 989 TFLOP/s). Other GPUs: assumed equal."""
-
-SUSTAINED: Final = 0.82
-"""Rate of products in training over that of a short benchmark: clocks fall under a long load. Transformer Engine's
-benchmark on B300 reaches 0.72 of the BF16 peak where short ones on H200 and B200 reach 0.88 (`roofline.gemm_share`):
-0.72 / 0.88 = 0.82. Rates of B300 and GB300 come from that benchmark and are not lowered again."""
+ATTENTION_FORWARD: Final = 0.60
+ATTENTION_BACKWARD: Final = 0.50
+"""Shares of the BF16 peak that attention reaches: FlashAttention-3 on H100, causal, head dimension
+128, 8 k tokens (arXiv:2407.08608, figures 5 and 6: near 600 and 550 of 989 TFLOP/s). Other GPUs:
+assumed equal."""
 
 FUSED: Final = 0.5
-"""Share of the bytes counted between GEMMs that compiled blocks move, at the speed of a copy: assumed, chains of two
-operations become one."""
+"""Share of the bytes counted between GEMMs that compiled blocks move, at the speed of a copy: assumed,
+chains of two operations become one."""
 
-EAGER: Final = 0.315
-"""Speed of torch's operators between GEMMs over that of a copy, where each is a kernel by itself. Calibrated: the least
-squares of the logarithms of three published eager steps, which ask for 0.27 (torchtitan on H100), 0.36 and 0.34
-(arXiv:2610.00053). It stands for all that other people's eager code takes beyond the bytes counted here: kernels
-slower than a copy, gaps between them, norms and rotations in float32."""
-
-BACKWARD_ATTENTION: Final = 2.5
-"""FLOP of attention's backward over those of its forward: five products instead of two."""
-
+EAGER: Final = 0.37
+"""Speed of torch's operators between GEMMs over that of a copy, where each is a kernel by itself.
+Calibrated: the least squares of the logarithms of three published eager steps (torchtitan on H100,
+and two of arXiv:2610.00053). It stands for all that other people's eager code takes beyond the bytes
+counted here: kernels slower than a copy, gaps between them, norms and rotations in float32."""
 
 GEMM, QUANTISING, ATTENDING, ELEMENTWISE = "GEMMs", "quantising", "attention", "elementwise"
-HEAD, LOSS, CASTS = "GEMMs of the head", "loss", "casts, gradient sums"
-TENSOR, AMAX = "tensor collectives", "amax over tensor ranks"
-"""Names of what the seconds of a block are spent on."""
+HEAD, LOSS, CASTS, COPIES = "GEMMs of the head", "loss", "casts, gradient sums", "copies of FSDP"
+TENSOR, AMAX, AGAIN = "tensor collectives", "amax over tensor ranks", "recomputation"
+"""What the seconds of a block and of its ends are spent on."""
 
-
-FORWARD, BACKWARD, GRADIENTS = "weight gather, forward", "weight gather, backward", "gradient reduction"
+FORWARD, BACKWARD = "weight gather, forward", "weight gather, backward"
+GATHERS, GRADIENTS = "weight gathers", "gradient reduction"
 SENDS, NORMS = "pipeline sends", "norm and amax of weights"
+"""What the seconds between ranks are spent on."""
+
+Seconds = dict[str, float]
+"""Seconds by what they are spent on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """One pass of a block and microbatch on a rank.
+
+    Args:
+        seconds: seconds by what they are spent on, those of `sent` that nothing hides included.
+        sent: what ranks of tensor parallelism send each other: gathers and scatters of the residual stream (TENSOR),
+            and maxima of operands whose scale is that of a tensor on several ranks (AMAX).
+    """
+
+    seconds: Seconds
+    sent: Mapping[str, Traffic]
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds.values())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wire:
-    """The weights of a block: gathered for its forward pass, again for its backward pass, their gradients reduced; and
-    the bytes that FSDP copies."""
+    """The weights of a block between ranks.
 
-    gather: Traffic
-    again: Traffic
-    reduce: Traffic
-    copied: float
-
-
-class _Pass(dict[str, float]):
-    """Seconds of one block and microbatch on a rank, forward or backward, by what they are spent on.
-
-    `collectives`: those of TENSOR and AMAX alone.
+    Args:
+        forward, backward: gathers before the two passes.
+        gradients: reduction of their gradients, once per step.
+        copied: bytes that FSDP copies per step.
     """
 
-    def __init__(self) -> None:
-        super().__init__(dict.fromkeys((GEMM, QUANTISING, ATTENDING, ELEMENTWISE, TENSOR, AMAX), 0.0))
-        self.collectives = {TENSOR: Traffic(), AMAX: Traffic()}
-
-    @property
-    def total(self) -> float:
-        return sum(self.values())
+    forward: Traffic
+    backward: Traffic
+    gradients: Traffic
+    copied: float
 
 
 class ClusterCost:
     """Memory, traffic and seconds of a mesh in one stretch of a run.
 
     Args:
-        workload: one step of it. gpu, links: of the ranks of `mesh`.
+        workload: a microbatch of the run.
+        gpu, links: hardware of the ranks of `mesh`.
     """
 
     def __init__(self, workload: Workload, gpu: Gpu, links: Interconnect, mesh: Mesh) -> None:
-        self.workload, self.gpu, self.links, self.mesh = workload, gpu, links, mesh
-        self.memory, self.not_coded = rank_memory(workload, mesh), workload.not_coded(mesh)
+        self.workload = workload
+        self.gpu = gpu
+        self.links = links
+        self.mesh = mesh
+        self.memory = rank_memory(workload, mesh)
+        self.not_coded = workload.not_coded(mesh)
         self._tokens = workload.tokens // mesh.context
-        self._groups = {kind: Group.along(mesh, kind, links) for kind in ("tensor", "shard", "replicate", "pipeline")}
-        self._bandwidth = gpu.bandwidth * COPY
-        self._rate = SUSTAINED if gpu.capability != (10, 3) else 1.0
+        self._copy = gpu.bandwidth * COPY
         self._blocks = [self._block(kind) for kind in workload.kinds]
-        self._sends = [self._weights(kind.weights) for kind in workload.kinds]
-        parts, collectives = self._slowest_stage()
-        tail, more = self._tail()
-        self.parts: Mapping[str, float] = {name: value for name, value in (parts | tail).items() if value}
-        """Seconds of a step by what they are spent on; they add up to the step."""
+        self._wires = [self._wire(kind.weights) for kind in workload.kinds]
+        stages = [self._stage(*stage) for stage in enumerate(workload.stages(mesh))]
+        parts, collectives = max(stages, key=lambda stage: sum(stage[0].values()))
+        if mesh.pipeline > 1:
+            waits = (mesh.pipeline - 1) / (mesh.virtual * mesh.microbatches)
+            parts["pipeline bubble"] = waits * sum(parts.values())
+        tail, of_tail = self._tail()
+        parts |= tail
         self.host = self._host()
         """Seconds that the host takes to queue a step."""
-        if (waits := self.host - sum(self.parts.values())) > 0:
-            self.parts = {**self.parts, "waiting for the host": waits}
-        self.collectives = (*collectives, *more)
+        parts["waiting for the host"] = max(0.0, self.host - sum(parts.values()))
+        self.parts: Mapping[str, float] = {name: value for name, value in parts.items() if value}
+        """Seconds of a step by what they are spent on; they add up to the step."""
+        self.collectives = (*collectives, *of_tail)
 
     @property
     def seconds(self) -> float:
@@ -155,238 +171,289 @@ class ClusterCost:
     def fits(self) -> bool:
         return self.memory.total <= USABLE * self.gpu.capacity
 
-    # -- one block ----------------------------------------------------------------------------------------------------
+    def _group(self, kind: str) -> Group:
+        return Group.along(self.mesh, kind, self.links)
 
-    def _split(self, plan: LayerPlan) -> LayerPlan:
+    # -- one block ---------------------------------------------------------------------------------
+
+    def _part(self, plan: LayerPlan) -> LayerPlan:
         """The part of a layer that a rank multiplies."""
         name = plan.layer.name
         cut = "in" if name in self.workload.row_wise else "out"
         return part_of(plan, cut, self.mesh.tensor, self.workload.segments.get(name, ()))
 
-    def _layers(self, plans: Sequence[LayerPlan], tokens: int, calls: int = 1) -> tuple[_Pass, _Pass]:
-        """GEMMs and quantising of linear layers, in so many calls of so many tokens."""
-        forward, backward = _Pass(), _Pass()
-        split = {plan.layer.name: self._split(plan) for plan in plans}
-        for mine in split.values():
-            form = wire_form(mine, self.mesh.shard, self.mesh.gather)
-            again = mine.dgrad.operands.second
-            # What is requantised from codes is whole on every rank, and freed after each pass.
-            parts = form.coded and (again is None or again.requantises is None)
-            shared = self.mesh.shard * self.mesh.microbatches if parts else 1
-            passes = 1 / (shared if self.mesh.shard > 1 else self.mesh.microbatches)
-            whole: Any = {"weight_passes": passes}
-            in_bf16 = self.mesh.own_units or (self.mesh.shard > 1 and not form.coded and form.dtype == torch.bfloat16)
-            whole |= {"others": split, "made": self.workload.made, "sharing": not self.workload.compiled}
-            for row in layer_costs(mine, self.gpu, tokens, calls, weight_bytes=2 if in_bf16 else 4, **whole):
-                into = forward if row.gemm_name == "fprop" else backward
-                into[GEMM] += row.gemm / self._rate
-                into[QUANTISING] += row.quantise
+    def _layers(self, plans: Sequence[LayerPlan], tokens: int, calls: int = 1) -> tuple[Seconds, Seconds]:
+        """(Forward, backward) of linear layers in so many calls of so many tokens."""
+        forward: Seconds = {GEMM: 0.0, QUANTISING: 0.0}
+        backward: Seconds = {GEMM: 0.0, QUANTISING: 0.0}
+        parts = {plan.layer.name: self._part(plan) for plan in plans}
+        for part in parts.values():
+            form = wire_form(part, self.mesh.shard, self.mesh.gather)
+            sharded = self.mesh.shard > 1
+            again = part.dgrad.operands.second
+            passes = 1.0
+            if form.coded and (again is None or again.requantises is None):
+                passes = 1 / (self.mesh.shard * self.mesh.microbatches)
+            if not sharded:
+                passes = 1 / self.mesh.microbatches
+            in_bf16 = sharded and not form.coded and form.dtype == torch.bfloat16
+            rows = layer_costs(
+                part,
+                self.gpu,
+                tokens,
+                calls,
+                weight_passes=passes,
+                weight_bytes=2 if in_bf16 else 4,
+                layers=parts,
+                made=self.workload.made,
+                sharing=not self.workload.execution.compiled,
+            )
+            for row in rows:
+                seconds = forward if row.gemm_name == "fprop" else backward
+                seconds[GEMM] += row.gemm / sustained(self.gpu)
+                seconds[QUANTISING] += row.quantise
         return forward, backward
 
-    def _block(self, kind: Kind) -> tuple[_Pass, _Pass]:
-        """(forward, backward) of a block and microbatch."""
-        cost, plans = kind.cost, kind.plans
-        forward, backward = self._layers(plans, self._tokens)
-        cut, peak = self.mesh.tensor * self.mesh.context, self.gpu.peaks["BF16"]
-        flops = sum(a.flops for a in cost.attentions) / cut / self._rate
-        for seconds, products, share, moved, kernels, computed in (
-            (forward, 1.0, ATTENTION[0], cost.forward, cost.fused_forward, cost.forward_flops),
-            (backward, BACKWARD_ATTENTION, ATTENTION[1], cost.backward, cost.fused_backward, cost.backward_flops),
-        ):
-            seconds[ATTENDING] = products * flops / (peak * share)
-            arithmetic = computed / cut / self._rate / self.gpu.peaks["FP32"]
-            moved = FUSED * (moved + kernels) if self.workload.compiled else moved / EAGER + kernels
-            seconds[ELEMENTWISE] = max(moved / cut / self._bandwidth, arithmetic)
-        self._tensor(cost, plans, forward, backward)
-        return forward, backward
+    def _block(self, kind: Kind) -> tuple[Pass, Pass]:
+        """(Forward, backward) of a block and microbatch."""
+        forward, backward = self._layers(kind.plans, self._tokens)
+        forward |= self._between_products(kind.cost.forward, ATTENTION_FORWARD)
+        backward |= self._between_products(kind.cost.backward, ATTENTION_BACKWARD)
+        sent_forward, sent_backward = self._tensor_traffic(kind)
+        return self._pass(forward, sent_forward), self._pass(backward, sent_backward)
 
-    def _tensor(self, cost: BlockCost, plans: Sequence[LayerPlan], forward: _Pass, backward: _Pass) -> None:
-        """Adds the collectives of tensor parallelism.
+    def _pass(self, seconds: Seconds, sent: Mapping[str, Traffic]) -> Pass:
+        exposed = {name: traffic.seconds for name, traffic in sent.items()}
+        if self.mesh.hides_tensor and TENSOR in exposed:
+            exposed[TENSOR] = max(0.0, exposed[TENSOR] - seconds[GEMM])
+        return Pass(seconds=seconds | exposed, sent=sent)
 
-        Forward gathers the inputs of column-wise layers and scatters the sums of row-wise ones; backward gathers their
-        dy, scatters dx, and gathers x again for wgrad, since a rank keeps its tokens only. Without sequence parallelism
-        the sums are all-reduced and nothing else is sent. Of routed experts the input of the router, dy, and both sums
-        are sent, once for all layers; their operands are not quantised before.
-        """
-        mesh, group = self.mesh, self._groups["tensor"]
-        routed = any(p.layer.experts for p in plans)
-        plans = [p for p in plans if not p.layer.experts]
-        rows = [p for p in plans if p.layer.name in self.workload.row_wise]
-        columns = [p for p in plans if p.layer.name not in self.workload.row_wise]
-        if mesh.tensor == 1 or not rows:
-            return
-        whole = cost.input / mesh.context
-        sums = whole if mesh.joined else 2 * whole
-        split = columns[: len(rows)] if mesh.joined else columns
-        if mesh.sequence:
-            gathered = [self._form(whole, p.fprop.operands.first) for p in columns[: len(rows)]]
-            dy = [self._forms(whole, p.dgrad.operands.first, p.wgrad.operands.first) for p in rows]
-            again = [self._form(whole, p.wgrad.operands.second) for p in split]
-            sizes = ([*gathered, *[sums] * len(rows)], [*dy, *again, *[sums] * len(split)])
-            more = [whole, 2 * whole] * routed
+    def _between_products(self, work: PassWork, attention_share: float) -> Seconds:
+        """Attention, and the operations between the products: by their bytes or their arithmetic."""
+        ranks = self.mesh.tensor * self.mesh.context
+        if self.workload.execution.compiled:
+            moved = FUSED * (work.operators + work.kernels)
         else:
-            sizes = ([sums] * 2 * len(rows), [sums] * 2 * len(split))
-            more = [2 * whole] * 2 * routed
-        operands = ([p.fprop.operands.first for p in plans], [p.dgrad.operands.first for p in plans])
-        for seconds, sent, quantised in zip((forward, backward), sizes, operands, strict=True):
-            alone = seconds.collectives[TENSOR] = sum(map(group.gather, [*sent, *more]), Traffic())
-            seconds[TENSOR] = max(0.0, alone.seconds - seconds[GEMM]) if mesh.hides_tensor else alone.seconds
-            # The scale of an operand may need the amax of the whole tensor, over all ranks that share it.
-            amaxes = sum(spec is not None and needs_amax(spec) for spec in quantised)
-            seconds[AMAX] = group.reduce(0.0).seconds * amaxes
-            seconds.collectives[AMAX] = Traffic(amaxes * group.gather(8).sent, seconds[AMAX])
+            moved = work.operators / EAGER + work.kernels
+        rate = sustained(self.gpu) * ranks
+        flops = work.flops / (self.gpu.peaks["FP32"] * rate)
+        return {
+            ATTENDING: work.attention / (self.gpu.peaks["BF16"] * attention_share * rate),
+            ELEMENTWISE: max(moved / ranks / self._copy, flops),
+        }
 
-    def _form(self, whole: float, spec: QuantSpec | None) -> float:
-        """Bytes of an activation of `whole` BF16 bytes when it is gathered, as codes if it is quantised."""
-        if spec is None or not self.mesh.codes:
-            return whole
-        side = 1 << 12
-        return whole / 2 * packed_bytes(spec, side, side) / side**2
+    def _tensor_traffic(self, kind: Kind) -> tuple[dict[str, Traffic], dict[str, Traffic]]:
+        """(Forward, backward) of tensor parallelism in a block and microbatch.
 
-    def _forms(self, whole: float, row: QuantSpec | None, column: QuantSpec | None) -> float:
-        """Bytes of both forms of a tensor; one tensor in high precision serves both."""
-        if row is None or column is None or not self.mesh.codes:
-            return whole
-        return self._form(whole, row) + self._form(whole, column)
-
-    def _weights(self, weights: Sequence[ModelWeight], *, kept: bool = False) -> Wire:
-        """Traffic of gathering weights and of reducing their gradients; `kept`: they stay from forward to backward."""
-        wire = sum(weight.wire_bytes(self.mesh) for weight in weights)
-        repeats = self.workload.recomputed > 0
-        backward = () if kept else weights
-        again = sum(weight.wire_bytes(self.mesh, backward=True, repeats=repeats) for weight in backward)
-        elements = sum(weight.of_rank(self.mesh) for weight in weights)
-        gradient = self.mesh.reduce_bytes * elements
-        shard, replicas = self._groups["shard"], self._groups["replicate"]
-        return Wire(
-            gather=shard.gather(wire),
-            again=shard.gather(again),
-            reduce=shard.gather(gradient) + replicas.reduce(4 * elements / self.mesh.shard),
-            copied=2 * (self.mesh.microbatches * (wire + again) + gradient) if self.mesh.shard > 1 else 0.0,
+        Forward gathers the inputs of column-wise layers and scatters the sums of row-wise ones;
+        backward gathers their dy, scatters dx, and gathers x again for wgrad, since a rank keeps its
+        tokens only. Without sequence parallelism the sums are all-reduced and nothing else is sent.
+        Of routed experts the input of the router, dy, and both sums are sent, once for all layers;
+        their operands are not quantised before.
+        """
+        plans = [plan for plan in kind.plans if not plan.layer.experts]
+        row_wise = [plan for plan in plans if plan.layer.name in self.workload.row_wise]
+        column_wise = [plan for plan in plans if plan.layer.name not in self.workload.row_wise]
+        if self.mesh.tensor == 1 or not row_wise:
+            return {}, {}
+        routed = len(plans) < len(kind.plans)
+        stream = kind.cost.input / self.mesh.context
+        sums = stream if self.mesh.joined else 2 * stream
+        # Layers come in as many groups of one input as there are sums.
+        gathered = column_wise[: len(row_wise)]
+        again = gathered if self.mesh.joined else column_wise
+        forward = [sums] * len(row_wise)
+        backward = [sums] * len(again)
+        if self.mesh.sequence:
+            forward += [_sent(stream, plan.fprop.operands.first) for plan in gathered]
+            backward += [_sent_twice(stream, plan.dgrad.operands.first, plan.wgrad.operands.first) for plan in row_wise]
+            backward += [_sent(stream, plan.wgrad.operands.second) for plan in again]
+        else:
+            forward *= 2
+            backward *= 2
+        if routed:
+            of_experts = [stream, 2 * stream] if self.mesh.sequence else [2 * stream, 2 * stream]
+            forward += of_experts
+            backward += of_experts
+        operands_forward = [plan.fprop.operands.first for plan in plans]
+        operands_backward = [plan.dgrad.operands.first for plan in plans]
+        return (
+            self._tensor_pass(forward, operands_forward),
+            self._tensor_pass(backward, operands_backward),
         )
 
-    # -- the step -----------------------------------------------------------------------------------------------------
+    def _tensor_pass(self, sizes: Iterable[float], operands: Iterable[QuantSpec | None]) -> dict[str, Traffic]:
+        """Gathers of so many bytes each, and the amaxes of operands that ranks share."""
+        group = self._group("tensor")
+        shared = sum(spec is not None and needs_amax(spec) for spec in operands)
+        amaxes = Traffic(shared * group.gather(8).sent, shared * group.reduce(0.0).seconds)
+        return {TENSOR: sum(map(group.gather, sizes), NOTHING_SENT), AMAX: amaxes}
 
-    def _slowest_stage(self) -> tuple[dict[str, float], list[Collective]]:
-        """Seconds of all microbatches with the bubble of the pipeline, and the collectives."""
-        mesh, load = self.mesh, self.workload
-        found = {}
-        for number, counts in enumerate(load.stages(mesh)):
-            outer = load.outer(number, mesh)
-            key = (*sorted(counts.items()), number == mesh.pipeline - 1, *(weight.name for weight in outer))
-            if key not in found:
-                ends = number == 0, number == mesh.pipeline - 1
-                found[key] = self._stage(counts, self._weights(outer, kept=True), *ends)
-        parts, collectives = max(found.values(), key=lambda stage: sum(stage[0].values()))
-        if mesh.pipeline > 1:
-            waits = (mesh.pipeline - 1) / (mesh.virtual * mesh.microbatches)
-            parts["pipeline bubble"] = waits * sum(parts.values())
-        return parts, collectives
+    def _wire(self, weights: Sequence[ModelWeight], *, kept: bool = False) -> Wire:
+        """Traffic of gathering weights and reducing their gradients.
 
-    def _stage(
-        self, counts: Mapping[int, int], outer: Wire, first: bool, last: bool
-    ) -> tuple[dict[str, float], list[Collective]]:
-        """Seconds of all microbatches on one stage by what they are spent on, and its collectives.
-
-        `outer`: of the weights outside the blocks, which are gathered before a forward pass and kept for its backward
-        pass; their gradients are complete when nothing is left to hide behind. `first`, `last`: stages of a pipeline.
+        Args:
+            kept: whether they stay gathered from forward to backward.
         """
-        m = self.mesh.microbatches
-        parts = {**_Pass(), "recomputation": 0.0, CASTS: 0.0, "copies of FSDP": 0.0}
+        mesh = self.mesh
+        repeats = self.workload.execution.recomputed > 0
+        forward = sum(weight.wire_bytes(mesh) for weight in weights)
+        backward = 0.0
+        if not kept:
+            backward = sum(weight.wire_bytes(mesh, backward=True, repeats=repeats) for weight in weights)
+        elements = sum(weight.of_rank(mesh) for weight in weights)
+        gradients = mesh.reduce_bytes * elements
+        copied = 2 * (mesh.microbatches * (forward + backward) + gradients)
+        shards = self._group("shard")
+        return Wire(
+            forward=shards.gather(forward),
+            backward=shards.gather(backward),
+            gradients=shards.gather(gradients) + self._group("replicate").reduce(4 * elements / mesh.shard),
+            copied=copied if mesh.shard > 1 else 0.0,
+        )
+
+    # -- the step ----------------------------------------------------------------------------------
+
+    def _stage(self, number: int, counts: Counter[int]) -> tuple[Seconds, list[Collective]]:
+        """Seconds of all microbatches on one stage, and its collectives.
+
+        Weights outside the blocks are gathered before a forward pass and kept for its backward pass;
+        their gradients are complete when nothing is left to hide behind.
+        """
+        mesh = self.mesh
+        m = mesh.microbatches
+        first = number == 0
+        last = number == mesh.pipeline - 1
+        parts: defaultdict[str, float] = defaultdict(float)
         flows = self._flows()
-        for index, number in counts.items():
-            kind = self.workload.kinds[index]
+        for index, times in counts.items():
             forward, backward = self._blocks[index]
-            wire = self._sends[index]
-            again = self.workload.recomputed * forward.total
+            wire = self._wires[index]
+            for one_way in (forward, backward):
+                for name, value in one_way.seconds.items():
+                    parts[name] += times * m * value
+                for name, traffic in one_way.sent.items():
+                    flows[name].add(times * m, traffic, one_way.seconds[name])
+            again = self.workload.execution.recomputed * forward.total
             behind = backward.total + again
-            hidden = max(0.0, behind - wire.again.seconds)
-            flows[FORWARD].add(number * m, wire.gather, wire.gather.seconds - forward.total)
-            flows[BACKWARD].add(number * m, wire.again, wire.again.seconds - behind)
-            flows[GRADIENTS].add(number, wire.reduce, wire.reduce.seconds - hidden)
-            for seconds in (forward, backward):
-                for name, value in seconds.items():
-                    parts[name] += number * m * value
-                for name, alone in seconds.collectives.items():
-                    flows[name].add(number * m, alone, seconds[name])
-            parts["recomputation"] += number * m * again
-            parts["copies of FSDP"] += number * wire.copied / self._bandwidth
-            cast = sum(casts.of_block(weight, self.workload, self.mesh) for weight in kind.weights)
-            parts[CASTS] += number * cast / self._bandwidth
-        parts[CASTS] += casts.of_ends(self.workload, self.mesh, first=first, last=last) / self._bandwidth
-        parts["copies of FSDP"] += outer.copied / self._bandwidth
-        hidden = math.inf if self.mesh.own_units else 0.0
-        flows[FORWARD].add(m, outer.gather, outer.gather.seconds - hidden)
-        flows[GRADIENTS].add(1, outer.reduce, outer.reduce.seconds - hidden)
+            parts[AGAIN] += times * m * again
+            parts[COPIES] += times * wire.copied / self._copy
+            parts[CASTS] += times * self._cast_bytes(index) / self._copy
+            left = max(0.0, behind - wire.backward.seconds)
+            flows[FORWARD].add(times * m, wire.forward, wire.forward.seconds - forward.total)
+            flows[BACKWARD].add(times * m, wire.backward, wire.backward.seconds - behind)
+            flows[GRADIENTS].add(times, wire.gradients, wire.gradients.seconds - left)
+        outer = self._wire(self.workload.outer(number, mesh), kept=True)
+        flows[FORWARD].add(m, outer.forward, outer.forward.seconds)
+        flows[GRADIENTS].add(1, outer.gradients, outer.gradients.seconds)
+        parts[COPIES] += outer.copied / self._copy
+        parts[CASTS] += casts.of_ends(self.workload, mesh, first=first, last=last) / self._copy
         if first:
-            parts[ELEMENTWISE] += m * self._of_residual(casts.EMBEDDED)
+            parts[ELEMENTWISE] += m * self._residual_seconds(casts.EMBEDDED)
         if last:
-            parts[HEAD], parts[LOSS] = (m * seconds for seconds in self._head())
-            parts[ELEMENTWISE] += m * self._of_residual(casts.LAST_NORM)
-        parts["weight gathers"] = flows[FORWARD].exposed + flows[BACKWARD].exposed
-        parts["gradient reduction"] = flows[GRADIENTS].exposed
-        sizes = {FORWARD: self.mesh.shard, BACKWARD: self.mesh.shard, GRADIENTS: self.mesh.data}
-        return parts, [flow for name, flow in flows.items() if sizes.get(name, self.mesh.tensor) > 1]
+            head, loss = self._head()
+            parts[HEAD] = m * head
+            parts[LOSS] = m * loss
+            parts[ELEMENTWISE] += m * self._residual_seconds(casts.LAST_NORM)
+        parts[GATHERS] = flows[FORWARD].exposed + flows[BACKWARD].exposed
+        parts[GRADIENTS] = flows[GRADIENTS].exposed
+        ranks = {FORWARD: mesh.shard, BACKWARD: mesh.shard, GRADIENTS: mesh.data}
+        return dict(parts), [flow for name, flow in flows.items() if ranks.get(name, mesh.tensor) > 1]
+
+    def _cast_bytes(self, kind: int) -> float:
+        weights = self.workload.kinds[kind].weights
+        execution = self.workload.execution
+        return sum(casts.of_block(weight, execution, self.mesh) for weight in weights)
 
     def _flows(self) -> dict[str, Collective]:
-        """The collectives of a stage, of which nothing is sent yet, in the order in which they are listed."""
-        shard, tensor = self._groups["shard"].link, self._groups["tensor"].link
-        both = "network" if "network" in (shard, self._groups["replicate"].link) else "NVLink"
-        links = {FORWARD: shard, BACKWARD: shard, GRADIENTS: both, TENSOR: tensor, AMAX: tensor}
-        names = {TENSOR: "tensor gathers and scatters"}
-        return {each: Collective(name=names.get(each, each), link=link) for each, link in links.items()}
+        """The collectives of a stage, of which nothing is sent yet, in the order of their list."""
+        shard = self._group("shard").link
+        tensor = self._group("tensor").link
+        data = "network" if "network" in (shard, self._group("replicate").link) else "NVLink"
+        return {
+            FORWARD: Collective(name=FORWARD, link=shard),
+            BACKWARD: Collective(name=BACKWARD, link=shard),
+            GRADIENTS: Collective(name=GRADIENTS, link=data),
+            TENSOR: Collective(name="tensor gathers and scatters", link=tensor),
+            AMAX: Collective(name=AMAX, link=tensor),
+        }
 
     def _host(self) -> float:
-        """Seconds to queue a step: that of the rank with most blocks."""
-        load, m = self.workload, self.mesh.microbatches
-        if load.recorded:
+        """Seconds to queue a step: those of the rank with most blocks."""
+        execution = self.workload.execution
+        if execution.recorded:
             return 0.0
-        share = FUSED if load.compiled else 1.0
-        seconds = []
-        for kind in load.kinds:
-            layers = sum(host_seconds(self._split(plan), self._tokens) for plan in kind.plans)
-            eager = share * OPERATION * kind.cost.operations + layers
-            seconds.append((1 + load.recomputed / 3) * eager)
-        stages = (sum(number * seconds[kind] for kind, number in counts.items()) for counts in load.stages(self.mesh))
-        return m * max(stages, default=0.0)
+        share = FUSED if execution.compiled else 1.0
+        by_kind = []
+        for kind in self.workload.kinds:
+            launches = kind.cost.forward.launches + kind.cost.backward.launches
+            layers = sum(host_seconds(self._part(plan), self._tokens) for plan in kind.plans)
+            eager = share * OPERATION * launches + layers
+            by_kind.append((1 + execution.recomputed / 3) * eager)
+        stages = [
+            sum(number * by_kind[kind] for kind, number in counts.items()) for counts in self.workload.stages(self.mesh)
+        ]
+        return self.mesh.microbatches * max(stages, default=0.0)
 
     def _head(self) -> tuple[float, float]:
-        """Seconds of the layers outside the blocks, and of the loss, one microbatch."""
-        load, tensors, seconds = self.workload, self.mesh.tensor, 0.0
-        # The loss has the head's products, a chunk at a time.
-        most = self._tokens if self.mesh.own_units else min(self._tokens, chunk_rows("cuda", load.vocabulary))
+        """Seconds of (the layers outside the blocks, the loss), one microbatch. The loss multiplies
+        the head for a chunk of the tokens at a time."""
+        load = self.workload
+        chunk = min(self._tokens, chunk_rows("cuda", load.vocabulary))
+        seconds = 0.0
         for plan in load.outside:
-            rows = most if plan.layer.out_features == load.vocabulary and not plan.quantised else self._tokens
-            for tokens, calls in ((rows, self._tokens // rows), (self._tokens % rows, 1)):
-                seconds += sum(each.total for each in self._layers([plan], tokens, calls)) if tokens else 0.0
-        each = MOVED["cross_entropy"][0] if load.liger and tensors == 1 else load.logit_bytes
-        logits = each * self._tokens * load.vocabulary / tensors / self._bandwidth
-        return seconds, logits + self._of_residual(casts.LOSS_OF_HIDDEN)
+            in_loss = plan.layer.out_features == load.vocabulary and not plan.quantised
+            rows = chunk if in_loss else self._tokens
+            calls, rest = divmod(self._tokens, rows)
+            for tokens, number in ((rows, calls), (rest, 1)):
+                if tokens:
+                    for passes in self._layers([plan], tokens, number):
+                        seconds += sum(passes.values())
+        logit_bytes = load.execution.logit_bytes
+        if load.execution.liger and self.mesh.tensor == 1:
+            logit_bytes = MOVED["cross_entropy"][0]
+        logits = self._tokens * load.vocabulary / self.mesh.tensor
+        of_hidden = self._residual_seconds(casts.LOSS_OF_HIDDEN)
+        return seconds, logit_bytes * logits / self._copy + of_hidden
 
-    def _of_residual(self, each: float) -> float:
-        """Seconds of passes outside the blocks that move so many bytes per element of the residual stream."""
-        if self.mesh.own_units:
-            return 0.0
-        return each * entered(self.workload.kinds[0].cost, self.mesh) / 2 / self._bandwidth
+    def _residual_seconds(self, moved: float) -> float:
+        """Seconds of passes that move so many bytes per element of the residual stream, in BF16."""
+        return moved * entered(self.workload.kinds[0].cost, self.mesh) / 2 / self._copy
 
-    def _tail(self) -> tuple[dict[str, float], list[Collective]]:
-        """Seconds of a step outside of its microbatches."""
+    def _tail(self) -> tuple[Seconds, list[Collective]]:
+        """Seconds of a step outside of its microbatches, and their collectives."""
         mesh = self.mesh
-        moved = casts.of_optimizer(self.workload) * self.memory.parameters
-        tail = {"optimizer": moved / self._bandwidth}
-        more: list[Collective] = []
+        moved = casts.of_optimizer(self.workload.execution) * self.memory.parameters
+        tail = {"optimizer": moved / self._copy}
+        collectives = []
         if mesh.data > 1:
-            ends = [self._sends[0].gather, self._sends[0].reduce]
-            ends += [self._weights(self.workload.before).gather] if mesh.own_units else []
-            tail["first gather, last reduction"] = sum(each.seconds for each in ends)
-            group, counted = self._groups["shard"], 4.0 * len(self.workload.order) * len(self.workload.kinds[0].plans)
-            tail[NORMS] = group.reduce(8).seconds + group.reduce(counted).seconds
-            more.append(Collective(name=NORMS, link=group.link))
-            more[-1].add(1, Traffic(group.reduce(8 + counted).sent, tail[NORMS]), tail[NORMS])
+            wire = self._wires[0]
+            tail["first gather, last reduction"] = wire.forward.seconds + wire.gradients.seconds
+            shards = self._group("shard")
+            layers = len(self.workload.order) * len(self.workload.kinds[0].plans)
+            traffic = shards.reduce(8) + shards.reduce(4.0 * layers)
+            tail[NORMS] = traffic.seconds
+            collectives.append(Collective(name=NORMS, link=shards.link))
+            collectives[-1].add(1, traffic, traffic.seconds)
         if mesh.pipeline > 1:
-            group = self._groups["pipeline"]
-            each = group.send(entered(self.workload.kinds[0].cost, mesh))
-            tail[SENDS] = 2 * (mesh.pipeline - 1) * each.seconds
-            more.append(Collective(name=SENDS, link=group.link, exposed=tail[SENDS]))
-            more[-1].add(2 * mesh.microbatches * mesh.virtual, each, 0.0)
-        return tail, more
+            stages = self._group("pipeline")
+            traffic = stages.send(entered(self.workload.kinds[0].cost, mesh))
+            tail[SENDS] = 2 * (mesh.pipeline - 1) * traffic.seconds
+            collectives.append(Collective(name=SENDS, link=stages.link, exposed=tail[SENDS]))
+            collectives[-1].add(2 * mesh.microbatches * mesh.virtual, traffic, 0.0)
+        return tail, collectives
+
+
+def _sent(stream: float, spec: QuantSpec | None) -> float:
+    """Bytes of a tensor of `stream` BF16 bytes when it is gathered, as codes if it is quantised."""
+    if spec is None:
+        return stream
+    side = 1 << 12
+    return stream / 2 * packed_bytes(spec, side, side) / side**2
+
+
+def _sent_twice(stream: float, row: QuantSpec | None, column: QuantSpec | None) -> float:
+    """Bytes of both forms of a tensor; one tensor in high precision serves both."""
+    if row is None or column is None:
+        return stream
+    return _sent(stream, row) + _sent(stream, column)

@@ -1,15 +1,18 @@
-"""How ranks are linked, what they send each other in a step, and the seconds of a collective.
+"""How ranks are linked, and the bytes and seconds of a collective.
 
-A link has two speeds: NVLink inside of a domain, the network between domains. Speeds are bytes/s per GPU and direction.
+A link has two speeds: NVLink inside of a domain, the network between domains. Speeds are bytes/s per
+GPU and direction.
 
-    gather, scatter    (g−1)/g · bytes over NVLink; between n domains (n−1)/n · bytes over the network, shared by the
-                       group's members in one domain, each with its own adapter; the slower of the two
+    gather, scatter    (g−1)/g · bytes over NVLink; between n domains (n−1)/n · bytes over the
+                       network, shared by the group's members in one domain, each with its own
+                       adapter; the slower of the two
     all-reduce         a scatter and a gather
     latency            LATENCY · log2(g), NVLink or network
 
-Sources of the speeds: A100 DGX A100 data sheet (NVLink 3, 200 Gb/s); H100, H200 DGX H100 data sheet (NVLink 4,
-ConnectX-7 400 Gb/s); B200 DGX B200 data sheet (NVLink 5, 400 Gb/s); GB200 NVL72 data sheet (72 GPUs in a domain,
-ConnectX-7 400 Gb/s); B300 and GB300 data sheets (ConnectX-8, 800 Gb/s). Data sheets print both directions together.
+Sources of the speeds: A100 DGX A100 data sheet (NVLink 3, 200 Gb/s); H100, H200 DGX H100 data sheet
+(NVLink 4, ConnectX-7 400 Gb/s); B200 DGX B200 data sheet (NVLink 5, 400 Gb/s); GB200 NVL72 data sheet
+(72 GPUs in a domain, ConnectX-7 400 Gb/s); B300 and GB300 data sheets (ConnectX-8, 800 Gb/s). Data
+sheets print both directions together.
 """
 
 from __future__ import annotations
@@ -23,14 +26,16 @@ from fp4train.hardware import Gpu
 from fp4train.parallel.config import Mesh
 
 NVLINK_SHARE: Final = 0.80
-"""Share of NVLink's speed that large collectives reach: nccl-tests on DGX H100, about 360 of 450 GB/s."""
+"""Share of NVLink's speed that large collectives reach: nccl-tests on DGX H100, about 360 of 450
+GB/s."""
 
 NETWORK_SHARE: Final = 0.85
-"""Share of the network's speed that large collectives reach: assumed, a little below the 0.9 and more of nccl-tests on
-a network without other traffic."""
+"""Share of the network's speed that large collectives reach: assumed, a little below the 0.9 and more
+of nccl-tests on a network without other traffic."""
 
 LATENCY: Final = MappingProxyType({"NVLink": 3e-6, "network": 8e-6})
-"""Seconds per doubling of the group: assumed, near what nccl-tests prints for 8-byte all-reduces (15 to 50 µs)."""
+"""Seconds per doubling of the group: assumed, near what nccl-tests prints for 8-byte all-reduces (15
+to 50 µs)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +43,7 @@ class Interconnect:
     """The links of a cluster.
 
     Args:
-        name: what it is called.
+        name: name of the machine.
         domain: GPUs that NVLink joins.
         nvlink, network: bytes/s per GPU and direction.
     """
@@ -59,14 +64,12 @@ def _links(name: str, domain: int, nvlink: float, network: float) -> Interconnec
     return Interconnect(name=name, domain=domain, nvlink=nvlink * 1e9, network=network * 1e9)
 
 
-_DGX_A100 = _links("DGX A100", 8, 300, 25)
-_DGX_H100 = _links("DGX H100", 8, 450, 50)
 INTERCONNECTS: Final = MappingProxyType(
     {
-        "A100": _DGX_A100,
-        "A100-40GB": _DGX_A100,
-        "H100": _DGX_H100,
-        "H200": _DGX_H100,
+        "A100": _links("DGX A100", 8, 300, 25),
+        "A100-40GB": _links("DGX A100", 8, 300, 25),
+        "H100": _links("DGX H100", 8, 450, 50),
+        "H200": _links("DGX H100", 8, 450, 50),
         "B200": _links("DGX B200", 8, 900, 50),
         "GB200": _links("GB200 NVL72", 72, 900, 50),
         "B300": _links("DGX B300", 8, 900, 100),
@@ -92,12 +95,18 @@ class Traffic:
         return Traffic(self.sent + other.sent, self.seconds + other.seconds)
 
 
+NOTHING_SENT: Final = Traffic()
+
+_ORDER: Final = ("tensor", "context", "shard", "replicate", "pipeline")
+"""Kinds of ranks; neighbours in the first differ by 1."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Group:
     """Ranks of one collective.
 
     Args:
-        size: ranks.
+        size: number of ranks.
         near: those of them in one NVLink domain.
     """
 
@@ -107,40 +116,52 @@ class Group:
 
     @classmethod
     def of(cls, links: Interconnect, size: int, stride: int) -> Group:
-        """`size` ranks whose numbers differ by `stride`, in domains that hold equal parts of the group."""
+        """`size` ranks whose numbers differ by `stride`, in domains that hold equal parts of them."""
         most = max(1, links.domain // stride)
-        return cls(links=links, size=size, near=max(n for n in range(1, size + 1) if size % n == 0 and n <= most))
+        near = max(n for n in range(1, size + 1) if size % n == 0 and n <= most)
+        return cls(links=links, size=size, near=near)
 
     @classmethod
     def along(cls, mesh: Mesh, kind: str, links: Interconnect) -> Group:
-        """The ranks of a mesh of one kind: "tensor", "context", "shard", "replicate" or "pipeline"."""
-        order = ("tensor", "context", "shard", "replicate", "pipeline")
-        return cls.of(links, getattr(mesh, kind), math.prod(getattr(mesh, each) for each in order[: order.index(kind)]))
+        """The ranks of a mesh of one kind: "tensor", "context", "shard", "replicate", "pipeline"."""
+        nearer = _ORDER[: _ORDER.index(kind)]
+        stride = math.prod(getattr(mesh, name) for name in nearer)
+        return cls.of(links, getattr(mesh, kind), stride)
 
     @property
     def link(self) -> str:
         """ "NVLink", or "network" if the group spans domains."""
         return "NVLink" if self.near == self.size else "network"
 
-    def gather(self, whole: float) -> Traffic:
-        """Traffic of gathering, or of reducing and scattering, a tensor of `whole` bytes over the group."""
+    @property
+    def _nvlink(self) -> float:
+        return self.links.nvlink * NVLINK_SHARE
+
+    @property
+    def _network(self) -> float:
+        return self.links.network * NETWORK_SHARE
+
+    def gather(self, size: float) -> Traffic:
+        """Traffic of gathering, or of reducing and scattering, a tensor of `size` bytes."""
         if self.size == 1:
-            return Traffic()
-        domains, sent = self.size // self.near, (self.size - 1) / self.size * whole
-        near = sent / (self.links.nvlink * NVLINK_SHARE)
-        far = (domains - 1) / domains * whole / (self.near * self.links.network * NETWORK_SHARE)
+            return NOTHING_SENT
+        sent = (self.size - 1) / self.size * size
+        within = sent / self._nvlink if self.near > 1 else 0.0
+        domains = self.size // self.near
+        between = (domains - 1) / domains * size / (self.near * self._network)
         latency = LATENCY[self.link] * math.log2(self.size)
-        return Traffic(sent, max(near if self.near > 1 else 0.0, far) + latency)
+        return Traffic(sent, max(within, between) + latency)
 
-    def reduce(self, whole: float) -> Traffic:
-        """An all-reduce."""
-        half = self.gather(whole)
-        return Traffic(2 * half.sent, 2 * half.seconds)
+    def reduce(self, size: float) -> Traffic:
+        """Traffic of an all-reduce of `size` bytes."""
+        return self.gather(size) + self.gather(size)
 
-    def send(self, part: float) -> Traffic:
-        """Traffic of sending `part` bytes to the neighbour farthest away."""
-        speed = self.links.nvlink * NVLINK_SHARE if self.link == "NVLink" else self.links.network * NETWORK_SHARE
-        return Traffic(part, 0.0 if self.size == 1 else part / speed + LATENCY[self.link])
+    def send(self, size: float) -> Traffic:
+        """Traffic of sending `size` bytes to the neighbour farthest away."""
+        if self.size == 1:
+            return Traffic(size)
+        speed = self._nvlink if self.link == "NVLink" else self._network
+        return Traffic(size, size / speed + LATENCY[self.link])
 
 
 @dataclass(kw_only=True)
@@ -150,7 +171,8 @@ class Collective:
     Args:
         link: "NVLink" or "network".
         sent: bytes that the rank sends.
-        seconds: of the collectives alone; `exposed`: those that no computation hides.
+        seconds: seconds of the collectives alone.
+        exposed: seconds that no computation hides.
     """
 
     name: str
@@ -159,8 +181,8 @@ class Collective:
     seconds: float = 0.0
     exposed: float = 0.0
 
-    def add(self, times: float, each: Traffic, exposed: float) -> None:
+    def add(self, times: float, traffic: Traffic, exposed: float) -> None:
         """Add `times` collectives; `exposed`: seconds of each that no computation hides, if above 0."""
-        self.sent += times * each.sent
-        self.seconds += times * each.seconds
+        self.sent += times * traffic.sent
+        self.seconds += times * traffic.seconds
         self.exposed += times * max(0.0, exposed)

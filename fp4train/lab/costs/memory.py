@@ -1,26 +1,34 @@
-"""The memory of one rank: what it holds of weights, moments and gradients, of activations, and while a block runs.
+"""The memory of one rank: weights, moments, gradients, activations, and what a running block needs.
 
     weights           4 bytes per float32 master weight of the rank's shard
     moments           of AdamW: 8 bytes, or 4 with optim.moments=bfloat16
     gradients         4 bytes; while microbatches add up, those of the whole stage, unsharded
-    codes             of weights that stay on the rank: those of its shard, or without shards both forms of every weight
+    codes             of weights that stay on the rank: those of its shard, or without shards both
+                      forms of every weight
     activations       what the blocks keep for backward (`blocks.py`), for the microbatches in flight
-    weights in BF16   of layers without a quantised GEMM, cast once per step to the recipe's dtype; not of weights that
-                      shards gather, which are freed after each use; under torch.compile once per microbatch in flight
-    unsharded weights two blocks' weights as the GEMMs read them (one runs, one arrives), those outside the blocks,
-                      which stay gathered, and the gradients of one block and of those outside
-    logits            of one chunk: 8 bytes per logit; the head in BF16, its float32 gradient, the gradient of its input
+    weights in BF16   of layers without a quantised GEMM, cast once per step to the recipe's dtype; not
+                      of weights that shards gather, which are freed after each use; under
+                      torch.compile once per microbatch in flight
+    unsharded weights two blocks' weights as the GEMMs read them (one runs, one arrives), those
+                      outside the blocks, which stay gathered, and the gradients of one block and of
+                      those outside
+    logits            of one chunk: 8 bytes per logit; the head in BF16, its float32 gradient, the
+                      gradient of its input
     reserve           RESERVE: the CUDA context, NCCL's buffers, workspaces of the GEMMs
 
 The host holds a copy of weights and moments while a checkpoint is written.
 """
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Final
 
+import torch
+
 from fp4train.lab.costs.blocks import BlockCost
-from fp4train.lab.costs.workload import ModelWeight, Workload
+from fp4train.lab.costs.weights import ModelWeight
+from fp4train.lab.costs.workload import Kind, Workload
 from fp4train.models.common.loss import chunk_rows
 from fp4train.parallel.config import Mesh
 
@@ -35,34 +43,31 @@ class RankMemory:
     """Bytes on a rank of a pipeline stage.
 
     Args:
-        stage: the pipeline stage. counts: how many blocks of each kind it has.
+        stage: number of the pipeline stage.
+        counts: number of its blocks of each kind.
     """
 
-    def __init__(self, load: Workload, mesh: Mesh, stage: int, counts: Mapping[int, int]) -> None:
+    def __init__(self, load: Workload, mesh: Mesh, stage: int, counts: Counter[int]) -> None:
         self.stage = stage
         outer = load.outer(stage, mesh)
         kinds = [(load.kinds[kind], number) for kind, number in counts.items()]
-        whole = sum(number * sum(w.of_rank(mesh) for w in kind.weights) for kind, number in kinds)
-        whole += sum(w.of_rank(mesh) for w in outer)
-        local = whole / mesh.shard
-        flights = mesh.in_flight(stage)
-        again = load.recomputed
-        kept = sum(n * ((1 - again) * saved(k.cost, mesh) + again * entered(k.cost, mesh)) for k, n in kinds)
-        rounded = sum(n * k.cost.weights / mesh.tensor for k, n in kinds)
-        # Graphs of torch.compile save the copy that each pass makes.
-        copies = flights * (1 - again) if load.compiled else float(mesh.shard == 1)
-        running = again * max((saved(k.cost, mesh) for k, _ in kinds), default=0.0)
-        self.parameters, self.host = local, load.state_bytes * local
-        """Elements of its shard; bytes in main memory while a checkpoint is written."""
+        unsharded = sum(number * _elements(kind.weights, mesh) for kind, number in kinds)
+        unsharded += _elements(outer, mesh)
+        self.parameters = unsharded / mesh.shard
+        """Elements of its shard."""
+        self.host = load.state_bytes * self.parameters
+        """Bytes in main memory while a checkpoint is written."""
+        adds_up = mesh.microbatches > 1 and mesh.shard > 1
+        last = stage == mesh.pipeline - 1
         self.parts: dict[str, float] = {
-            "weights, float32": 4 * local,
-            "moments": load.moment_bytes * local,
-            "gradients": 4 * (whole if mesh.microbatches > 1 and mesh.shard > 1 else 0.0) + 4 * local,
-            "codes of weights": sum(n * _codes(k.weights, mesh) for k, n in kinds),
-            "activations": flights * kept + running,
-            "weights in BF16": copies * rounded,
-            "unsharded weights": _unsharded([k.weights for k, _ in kinds], outer, mesh),
-            "logits and head": _logits(load, mesh) if stage == mesh.pipeline - 1 else 0.0,
+            "weights, float32": 4 * self.parameters,
+            "moments": load.execution.moment_bytes * self.parameters,
+            "gradients": 4 * self.parameters + (4 * unsharded if adds_up else 0.0),
+            "codes of weights": sum(n * _codes(kind.weights, mesh) for kind, n in kinds),
+            "activations": _activations(load, mesh, stage, kinds),
+            "weights in BF16": _rounded_weights(load, mesh, stage, kinds),
+            "unsharded weights": _gathered([kind.weights for kind, _ in kinds], outer, mesh),
+            "logits and head": _logits(load, mesh) if last else 0.0,
             "reserve": RESERVE,
         }
         """Bytes by what they are for."""
@@ -74,14 +79,16 @@ class RankMemory:
 
 def rank_memory(load: Workload, mesh: Mesh) -> RankMemory:
     """The memory of the rank that holds most, over the stages of a pipeline."""
-    parts = enumerate(load.stages(mesh))
-    return max((RankMemory(load, mesh, number, counts) for number, counts in parts), key=attrgetter("total"))
+    stages = enumerate(load.stages(mesh))
+    ranks = [RankMemory(load, mesh, stage, counts) for stage, counts in stages]
+    return max(ranks, key=attrgetter("total"))
 
 
 def saved(block: BlockCost, mesh: Mesh) -> float:
     """Bytes that a rank keeps of one block and microbatch."""
-    whole = block.whole / (mesh.tensor if mesh.sequence else 1)
-    return (whole + block.routed + (block.saved - block.whole - block.routed) / mesh.tensor) / mesh.context
+    divided = (block.saved - block.whole - block.routed) / mesh.tensor
+    repeated = block.whole / (mesh.tensor if mesh.sequence else 1)
+    return (repeated + block.routed + divided) / mesh.context
 
 
 def entered(block: BlockCost, mesh: Mesh) -> float:
@@ -89,23 +96,54 @@ def entered(block: BlockCost, mesh: Mesh) -> float:
     return block.input / (mesh.tensor if mesh.sequence else 1) / mesh.context
 
 
+def _elements(weights: Sequence[ModelWeight], mesh: Mesh) -> float:
+    return sum(weight.of_rank(mesh) for weight in weights)
+
+
+def _activations(load: Workload, mesh: Mesh, stage: int, kinds: Sequence[tuple[Kind, int]]) -> float:
+    """Bytes for the microbatches in flight; of recomputed blocks the inputs, and one that runs."""
+    again = load.execution.recomputed
+    kept = sum(
+        number * ((1 - again) * saved(kind.cost, mesh) + again * entered(kind.cost, mesh)) for kind, number in kinds
+    )
+    running = max((saved(kind.cost, mesh) for kind, _ in kinds), default=0.0)
+    return mesh.in_flight(stage) * kept + again * running
+
+
+def _rounded_weights(load: Workload, mesh: Mesh, stage: int, kinds: Sequence[tuple[Kind, int]]) -> float:
+    """Bytes of the copies of weights in the recipe's dtype."""
+    copies = float(mesh.shard == 1)
+    if load.execution.compiled:  # graphs save the copy that each pass makes
+        copies = mesh.in_flight(stage) * (1 - load.execution.recomputed)
+    size = sum(
+        number * plan.layer.weights * plan.table.torch_dtype.itemsize
+        for kind, number in kinds
+        for plan in kind.plans
+        if not plan.quantised and plan.table.torch_dtype != torch.float32
+    )
+    return copies * size / mesh.tensor
+
+
 def _codes(weights: Sequence[ModelWeight], mesh: Mesh) -> float:
     if mesh.shard > 1:
-        return sum(w.code_bytes(mesh) for w in weights)
-    return sum(w.resident_bytes(mesh) for w in weights if w.forms)
+        return sum(weight.shard_code_bytes(mesh) for weight in weights)
+    return sum(weight.resident_bytes(mesh) for weight in weights if weight.forms)
 
 
-def _unsharded(kinds: Sequence[Sequence[ModelWeight]], outer: Sequence[ModelWeight], mesh: Mesh) -> float:
+def _gathered(blocks: Sequence[Sequence[ModelWeight]], outer: Sequence[ModelWeight], mesh: Mesh) -> float:
     if mesh.shard == 1:
         return 0.0
-    resident = max((sum(w.resident_bytes(mesh) for w in weights) for weights in kinds), default=0.0)
-    gradients = max((sum(w.of_rank(mesh) for w in weights) for weights in kinds), default=0.0)
-    gradients += sum(w.of_rank(mesh) for w in outer)
-    kept = sum(w.wire_bytes(mesh) for w in outer)
-    return 2 * resident + kept + (4 * gradients if mesh.microbatches == 1 else 0.0)
+    resident = [sum(weight.resident_bytes(mesh) for weight in weights) for weights in blocks]
+    kept = sum(weight.wire_bytes(mesh) for weight in outer)
+    gradients = 0.0
+    if mesh.microbatches == 1:
+        largest = max((_elements(weights, mesh) for weights in blocks), default=0.0)
+        gradients = 4 * (largest + _elements(outer, mesh))
+    return 2 * max(resident, default=0.0) + kept + gradients
 
 
 def _logits(load: Workload, mesh: Mesh) -> float:
-    vocabulary, tokens = load.vocabulary / mesh.tensor, load.tokens / mesh.context
+    vocabulary = load.vocabulary / mesh.tensor
+    tokens = load.tokens / mesh.context
     rows = min(tokens, chunk_rows("cuda", max(1, int(vocabulary))))
     return rows * vocabulary * 8 + vocabulary * load.width * (2 + 4) + tokens * load.width * 2

@@ -1,4 +1,5 @@
-"""Costs as text or JSON: memory, traffic and seconds of a mesh as one screen, a training step on one GPU as a table.
+"""Costs as text or JSON: memory, traffic and seconds of a mesh as one screen, a training step on one
+GPU as a table.
 
 The rows of a step are the parts of `cluster.py` for a plan, beside the same model in BF16:
 
@@ -8,20 +9,22 @@ elementwise                what runs between products: RoPE, SwiGLU, norms, resi
 casts, gradient sums       passes over weights and their gradients beside the products (`casts.py`)
 GEMMs of the head, loss    the layers outside the blocks, and the cross-entropy of their logits
 optimizer                  AdamW, and the norm of the gradients
-waiting for the host       how much longer the host takes to queue the kernels than the GPU to run them
+waiting for the host       how much longer the host takes to queue the kernels than the GPU to run
+                           them
 """
 
 from collections.abc import Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import Any, Final
 
 from fp4train.hardware import Device
 from fp4train.lab.costs.cluster import ClusterCost
 from fp4train.lab.costs.estimate import time_text
 from fp4train.lab.costs.links import NETWORK_SHARE, NVLINK_SHARE
 from fp4train.lab.costs.memory import USABLE
-from fp4train.lab.costs.search import MeshCandidate, MeshPlan
-from fp4train.lab.costs.workload import aligned_shard
+from fp4train.lab.costs.mesh_plan import MeshPlan
+from fp4train.lab.costs.search import MeshCandidate
+from fp4train.lab.costs.weights import aligned_shard
 from fp4train.parallel.config import Mesh
 from fp4train.precision import BF16, Timeline
 from fp4train.precision.layers import find_layers
@@ -30,7 +33,8 @@ from fp4train.run.build import build_plan
 from fp4train.run.produced import ProducedNorms
 from fp4train.text import screen, tabulate
 
-_GIB = 2**30
+_GIB: Final = 2**30
+_SHOWN_PARTS: Final = 9
 
 
 def render_cluster(costs: Sequence[tuple[str, int, ClusterCost]]) -> str:
@@ -40,8 +44,10 @@ def render_cluster(costs: Sequence[tuple[str, int, ClusterCost]]) -> str:
         costs: (title, steps, cost) of every stretch of the run.
     """
     title, _, cost = costs[0]
+    weights = cost.workload.distinct
+    misaligned = any(weight.misaligned(cost.mesh) for weight in weights)
     header = ("", "step", "tokens/s per GPU", "tokens/s", "TFLOP/s per GPU", "MFU (of BF16)")
-    misaligned = any(weight.misaligned(cost.mesh) for weight in cost.workload.distinct)
+    shares = cost.workload.shares(cost.mesh)
     return screen(
         __package__,
         "cluster.txt",
@@ -49,14 +55,14 @@ def render_cluster(costs: Sequence[tuple[str, int, ClusterCost]]) -> str:
         title=title,
         cost=cost,
         reached=f"{NVLINK_SHARE:.0%} and {NETWORK_SHARE:.0%}",
-        stages=", ".join(" and ".join(map(_blocks, held)) for held in cost.workload.shares(cost.mesh)),
+        stages=", ".join(" and ".join(map(_blocks, parts)) for parts in shares),
         beside=_beside(_memory(cost), _step(cost)),
         collectives=_collectives(cost) if cost.collectives else [],
-        aligned=aligned_shard(cost.workload.distinct, cost.mesh) if misaligned else None,
+        aligned=aligned_shard(weights, cost.mesh) if misaligned else None,
         usable=USABLE * cost.gpu.capacity,
-        speeds=tabulate([header, *(_speed(title, each) for title, _, each in costs)]),
+        speeds=tabulate([header, *(_speed(title, cost) for title, _, cost in costs)]),
         steps=sum(steps for _, steps, _ in costs),
-        run=time_text(sum(steps * each.seconds for _, steps, each in costs)),
+        run=time_text(sum(steps * cost.seconds for _, steps, cost in costs)),
     )
 
 
@@ -65,8 +71,14 @@ def _blocks(part: range) -> str:
 
 
 def _speed(title: str, cost: ClusterCost) -> tuple[str, ...]:
-    tokens = [f"{cost.tokens_per_gpu * gpus:,.0f}" for gpus in (1, cost.mesh.gpus)]
-    return title, time_text(cost.seconds), *tokens, f"{cost.flops_per_gpu / 1e12:.0f}", f"{cost.mfu:.0%}"
+    return (
+        title,
+        time_text(cost.seconds),
+        f"{cost.tokens_per_gpu:,.0f}",
+        f"{cost.tokens_per_gpu * cost.mesh.gpus:,.0f}",
+        f"{cost.flops_per_gpu / 1e12:.0f}",
+        f"{cost.mfu:.0%}",
+    )
 
 
 def _gib(number: float) -> str:
@@ -75,27 +87,34 @@ def _gib(number: float) -> str:
 
 def _memory(cost: ClusterCost) -> list[str]:
     stage = f" (stage {cost.memory.stage})" if cost.mesh.pipeline > 1 else ""
-    rows = [(name, _gib(value)) for name, value in cost.memory.parts.items() if value >= 0.05 * _GIB]
-    total = ("together", f"{_gib(cost.memory.total)} of {_gib(cost.gpu.capacity)}")
-    return tabulate([(f"memory of a rank{stage}", "GiB"), *rows, total])
+    parts = cost.memory.parts.items()
+    rows = [(name, _gib(value)) for name, value in parts if value >= 0.05 * _GIB]
+    total = f"{_gib(cost.memory.total)} of {_gib(cost.gpu.capacity)}"
+    return tabulate([(f"memory of a rank{stage}", "GiB"), *rows, ("together", total)])
 
 
 def _step(cost: ClusterCost) -> list[str]:
     ranked = sorted(cost.parts.items(), key=lambda item: -item[1])
-    rows = [(name, time_text(value), f"{value / cost.seconds:.0%}") for name, value in ranked]
-    shown, rest = rows[:9], ranked[9:]
-    if rest:
-        left = sum(value for _, value in rest)
-        shown.append(("the rest", time_text(left), f"{left / cost.seconds:.0%}"))
-    return tabulate([("a step", "time", "share"), *shown, ("together", time_text(cost.seconds), "")])
+    small = sum(value for _, value in ranked[_SHOWN_PARTS:])
+    shown = [*ranked[:_SHOWN_PARTS], *([("the rest", small)] if small else [])]
+    rows = [(name, time_text(value), f"{value / cost.seconds:.0%}") for name, value in shown]
+    total = ("together", time_text(cost.seconds), "")
+    return tabulate([("a step", "time", "share"), *rows, total])
 
 
 def _collectives(cost: ClusterCost) -> list[str]:
+    header = ("collectives of a step, per rank", "link", "GB sent", "time alone", "not hidden")
     rows = [
-        (each.name, each.link, f"{each.sent / 1e9:.3g}", time_text(each.seconds), time_text(each.exposed))
-        for each in cost.collectives
+        (
+            flow.name,
+            flow.link,
+            f"{flow.sent / 1e9:.3g}",
+            time_text(flow.seconds),
+            time_text(flow.exposed),
+        )
+        for flow in cost.collectives
     ]
-    return tabulate([("collectives of a step, per rank", "link", "GB sent", "time alone", "not hidden"), *rows])
+    return tabulate([header, *rows])
 
 
 def _beside(left: Sequence[str], right: Sequence[str]) -> list[str]:
@@ -128,57 +147,59 @@ def cluster_json(title: str, steps: int, cost: ClusterCost) -> dict[str, Any]:
         "memory_bytes_total": cost.memory.total,
         "host_bytes": cost.memory.host,
         "seconds": dict(cost.parts),
-        "collectives": [dict(vars(each)) for each in cost.collectives],
+        "collectives": [dict(vars(flow)) for flow in cost.collectives],
         "not_coded": {why: dict(names) for why, names in cost.not_coded.items()},
     }
 
 
-def render_candidates(found: Sequence[MeshCandidate], best: Sequence[MeshCandidate], command: str) -> str:
-    """The best meshes of a search, the fastest that do not fit, and the command that asks for the best."""
-    gpu = found[0].cost.gpu
-    fitting = sum(each.cost.fits for each in found)
-    usable = _gib(USABLE * gpu.capacity)
-    head = f"{fitting} of {len(found)} meshes fit {found[0].cost.mesh.gpus} {gpu} ({usable} GiB of each usable)"
+def render_candidates(candidates: Sequence[MeshCandidate], shown: Sequence[MeshCandidate], command: str) -> str:
+    """Meshes of a search, and the command that asks for the best.
+
+    Args:
+        candidates: all meshes of the search.
+        shown: the best, and the fastest that do not fit.
+    """
+    cost = candidates[0].cost
+    fitting = sum(candidate.cost.fits for candidate in candidates)
+    usable = _gib(USABLE * cost.gpu.capacity)
+    head = f"{fitting} of {len(candidates)} meshes fit {cost.mesh.gpus} {cost.gpu} ({usable} GiB of each usable)"
     rows = [
         (
-            " ".join(each.overrides()),
-            f"{each.cost.tokens_per_gpu:,.0f}",
-            _gib(each.cost.memory.total),
-            "" if each.cost.fits else f"does not fit: {_largest(each.cost)}",
+            " ".join(candidate.overrides()),
+            f"{candidate.cost.tokens_per_gpu:,.0f}",
+            _gib(candidate.cost.memory.total),
+            "" if candidate.cost.fits else f"does not fit: {_largest(candidate.cost)}",
         )
-        for each in best
+        for candidate in shown
     ]
     table = tabulate([("mesh", "tokens/s per GPU", "GiB", ""), *rows])
-    if not fitting:
-        return "\n".join([head, *table, *_missing(best[0])])
-    return "\n".join([head, *table, f"the cheapest: {command}"])
+    end = [f"the cheapest: {command}"] if fitting else _missing(shown[0].cost)
+    return "\n".join([head, *table, *end])
 
 
-def _missing(least: MeshCandidate) -> list[str]:
+def _missing(cost: ClusterCost) -> list[str]:
     """How much memory the mesh that needs least lacks, and what makes its largest parts smaller."""
-    memory = least.cost.memory
-    lacks = memory.total - USABLE * least.cost.gpu.capacity
-    ranked = sorted(memory.parts.items(), key=lambda item: -item[1])
-    halved = memory.parts["moments"] / 2 if least.cost.workload.moment_bytes > 4 else 0.0
-    smaller = [f"{name} ({_gib(value)} GiB): {_SMALLER[name]}" for name, value in ranked if name in _SMALLER][:2]
-    if halved:
-        enough = "which is enough" if halved >= lacks else "which is not enough"
-        smaller.append(f"optim.moments=bfloat16 saves {_gib(halved)} GiB, {enough}")
-    return [
-        f"the mesh that needs least lacks {_gib(lacks)} GiB of each GPU; what takes most, and what helps:",
-        *smaller,
-    ]
+    parts = cost.memory.parts
+    lacks = cost.memory.total - USABLE * cost.gpu.capacity
+    lines = [f"the mesh that needs least lacks {_gib(lacks)} GiB of each GPU; what takes most, and what helps:"]
+    ranked = sorted((name for name in parts if name in _SMALLER), key=lambda name: -parts[name])
+    lines += [f"{name} ({_gib(parts[name])} GiB): {_SMALLER[name]}" for name in ranked[:2]]
+    if cost.workload.execution.moment_bytes > 4:
+        half = parts["moments"] / 2
+        enough = "which is enough" if half >= lacks else "which is not enough"
+        lines.append(f"optim.moments=bfloat16 saves {_gib(half)} GiB, {enough}")
+    return lines
 
 
-_SMALLER = {
+_SMALLER: Final = {
     "weights, float32": "more GPUs, as parallel.dp_shard or parallel.pp",
     "moments": "more GPUs, as parallel.dp_shard or parallel.pp",
-    "gradients": "one microbatch, whose gradients are reduced block by block: a smaller train.batch_size; or more "
-    "parallel.pp",
+    "gradients": "one microbatch, whose gradients are reduced block by block: a smaller "
+    "train.batch_size; or more parallel.pp",
     "activations": "model.recompute=true, a smaller train.seq_len or train.microbatch",
     "weights in BF16": "parallel.dp_shard above 1, which frees them after use",
-    "unsharded weights": "two blocks and the gradients of one, whatever parallel.dp_shard is: parallel.tp cuts them "
-    "where the model allows it; a GPU with more memory",
+    "unsharded weights": "two blocks and the gradients of one, whatever parallel.dp_shard is: "
+    "parallel.tp cuts them where the model allows it; a GPU with more memory",
     "logits and head": "a smaller vocabulary, or parallel.tp",
 }
 """Part of a rank's memory → what makes it smaller."""
@@ -189,24 +210,33 @@ def _largest(cost: ClusterCost) -> str:
     return f"{name} {_gib(value)} GiB"
 
 
-def step_costs(wanted: MeshPlan, plan: Plan, produced: Sequence[ProducedNorms]) -> list[tuple[str, ClusterCost]]:
-    """(title, cost of a step) on one GPU: of the model in BF16, then of every stretch of `plan`, whose norms and gates
-    quantise what `produced` says."""
-    train, layers = wanted.config.train, find_layers(wanted.model)
+def step_costs(mesh_plan: MeshPlan, plan: Plan, produced: Sequence[ProducedNorms]) -> list[tuple[str, ClusterCost]]:
+    """(Title, cost of a step) on one GPU: of the model in BF16, then of every stretch of `plan`.
+
+    Args:
+        produced: norms and gates that quantise their results in every stretch.
+    """
+    train = mesh_plan.config.train
     sequences = train.batch_size // train.microbatches
-    high = build_plan(wanted.config, layers, Timeline(recipe=BF16(), steps=1), Device.elsewhere(wanted.gpu))
-    loads = wanted.workloads(high, sequences, wanted.produced(high))
-    loads += wanted.workloads(plan, sequences, produced)
-    titles = ["all in BF16", *(title for title, _, _ in loads[1:])]
+    layers = find_layers(mesh_plan.model)
+    timeline = Timeline(recipe=BF16(), steps=1)
+    high = build_plan(mesh_plan.config, layers, timeline, Device.elsewhere(mesh_plan.gpu))
+    ((_, _, in_bf16),) = mesh_plan.workloads(high, sequences, mesh_plan.produced(high))
+    loads = [("all in BF16", in_bf16)]
+    loads += [(title, load) for title, _, load in mesh_plan.workloads(plan, sequences, produced)]
     mesh = Mesh(microbatches=train.microbatches)
-    costs = (ClusterCost(load, wanted.gpu, wanted.links, mesh) for _, _, load in loads)
-    return list(zip(titles, costs, strict=True))
+    return [(title, ClusterCost(load, mesh_plan.gpu, mesh_plan.links, mesh)) for title, load in loads]
 
 
-def render_step(found: Sequence[tuple[str, ClusterCost]], width: int | None = None) -> str:
-    """One column per stretch; a stretch that costs what one before it does is left out. `width`: of a line."""
+def render_step(costs: Sequence[tuple[str, ClusterCost]], width: int | None = None) -> str:
+    """One column per stretch; a stretch that costs what one before it does is left out.
+
+    Args:
+        costs: (title, cost) of every stretch.
+        width: width of a line.
+    """
     distinct: dict[tuple[tuple[str, float], ...], tuple[str, ClusterCost]] = {}
-    for title, cost in found:
+    for title, cost in costs:
         distinct.setdefault(tuple(cost.parts.items()), (title, cost))
     columns = list(distinct.values())
     names = dict.fromkeys(name for _, cost in reversed(columns) for name in cost.parts)

@@ -2,13 +2,13 @@
 operators and kernels move, and by the table."""
 
 import importlib.util
-from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 from host_passes import native_layer, without_kernels
+from llama_shapes import executed
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -17,8 +17,8 @@ from fp4train.hardware import Device, find_gpu
 from fp4train.lab.costs import casts
 from fp4train.lab.costs.cluster import CASTS, ClusterCost
 from fp4train.lab.costs.links import interconnect
-from fp4train.lab.costs.roofline import own_bytes
-from fp4train.lab.costs.workload import Workload, workload
+from fp4train.lab.costs.quantising import own_passes
+from fp4train.lab.costs.workload import Execution, Workload, workload
 from fp4train.models.llama import Llama
 from fp4train.nn.planned import PlannedLayer
 from fp4train.parallel.config import Mesh
@@ -79,7 +79,9 @@ def planned(recipe: Recipe, tied: bool = False, backend: str = "emulate", *, fus
     device = Device.elsewhere(B200)
     options: Any = {"tokens": SEQUENCES * TOKENS, "device": device, "backend": backend}
     plan = make_plan(find_layers(model).values(), Timeline(recipe=recipe, steps=1), None, **options)
-    return workload(model, plan.stretches[0].layers, recipe, sequences=SEQUENCES, seq_len=TOKENS, fused=fused)
+    execution = Execution(fused=fused)
+    layers = plan.stretches[0].layers
+    return workload(model, layers, recipe, sequences=SEQUENCES, seq_len=TOKENS, execution=execution)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +94,7 @@ def test_a_step_on_this_machine_moves_the_bytes_that_an_estimate_has(
 ) -> None:
     """A CPU adds no dw within its product."""
     load, mesh = planned(recipe, tied, fused=False), Mesh(microbatches=microbatches)
-    counted = sum(casts.of_block(weight, load, mesh) for weight in load.kinds[0].weights)
+    counted = sum(casts.of_block(weight, load.execution, mesh) for weight in load.kinds[0].weights)
     assert counted + casts.of_ends(load, mesh, first=True, last=True) == moved(recipe, microbatches, tied)
 
 
@@ -111,7 +113,7 @@ def test_kernels_that_quantise_a_weight_move_the_bytes_that_an_estimate_has(reci
         layer()
         layer()
     table = recipe.table()
-    charged = own_bytes(table["fprop"].second, table["dgrad"].second, size**2, codes=True, weight=4)
+    charged = own_passes(table["fprop"].second, table["dgrad"].second, size**2, codes=True, weight=4)
     assert len(moved) == sum(map(len, charged))
     assert sum(moved) == pytest.approx(size**2 * sum(map(sum, charged)), rel=0.02)
 
@@ -122,9 +124,9 @@ def test_kernels_that_quantise_a_weight_move_the_bytes_that_an_estimate_has(reci
 )
 def test_torchs_kernels_leave_the_sums_to_passes_of_autograd(recipe: Recipe, backend: str, per_weight: int) -> None:
     """Transformer Engine then adds each dw of three microbatches to zeros."""
-    load, mesh = replace(planned(recipe, backend=backend), fused=False), Mesh(microbatches=3)
-    for weight in (each for each in load.kinds[0].weights if each.is_multiplied):
-        assert casts.of_block(weight, load, mesh) == per_weight * weight.count
+    load, mesh = planned(recipe, backend=backend, fused=False), Mesh(microbatches=3)
+    for weight in (each for each in load.kinds[0].weights if each.multiplied_by):
+        assert casts.of_block(weight, load.execution, mesh) == per_weight * weight.count
 
 
 @pytest.mark.parametrize(
@@ -141,19 +143,17 @@ def test_torchs_kernels_leave_the_sums_to_passes_of_autograd(recipe: Recipe, bac
         (NVFP4(), "native", False, Mesh(microbatches=3), 2 * 12),
         (NVFP4().with_high_precision("wgrad"), "native", False, Mesh(microbatches=3), 0),
         (FP8Row(), "native", False, Mesh(replicate=2), 6),
-        (NVFP4(), "te", False, Mesh(shard=2, microbatches=3, own_units=True), 2 * 12),
-        (NVFP4(), "te", False, Mesh(microbatches=3, own_units=True), 0),
     ],
 )
 def test_who_rounds_a_weight_and_who_adds_its_gradients_decides_the_passes(
     recipe: Recipe, backend: str, compiled: bool, mesh: Mesh, per_weight: int
 ) -> None:
     """Torch's products and Transformer Engine add dw in float32 themselves; products of codes write it
-    in float32, but for one scale per row. Software with units of its own for the ends casts none."""
-    load = replace(planned(recipe, backend=backend), compiled=compiled)
-    weights = [weight for weight in load.kinds[0].weights if weight.is_multiplied]
+    in float32, but for one scale per row."""
+    load = executed(planned(recipe, backend=backend), compiled=compiled)
+    weights = [weight for weight in load.kinds[0].weights if weight.multiplied_by]
     for weight in weights:
-        assert casts.of_block(weight, load, mesh) == per_weight * weight.count
+        assert casts.of_block(weight, load.execution, mesh) == per_weight * weight.count
     costs = ClusterCost(load, B200, interconnect(B200), mesh)
     moved = per_weight * sum(weight.count for weight in weights) + casts.of_ends(load, mesh, first=True, last=True)
     assert costs.parts.get(CASTS, 0.0) == pytest.approx(moved / (0.9 * B200.bandwidth))

@@ -8,18 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from fp4train.hardware import GPUS, Device, Gpu, find_gpu
+from fp4train.hardware import GPUS, Device, Gpu, find_gpu, stored_bytes
 from fp4train.lab.costs.estimate import CostEstimate, break_even, estimate
-from fp4train.lab.costs.roofline import (
-    COPY,
-    TRITON_SHARE,
-    gemm_seconds,
-    half_size,
-    move_seconds,
-    own_seconds,
-    quantise_seconds,
-    stored_bytes,
-)
+from fp4train.lab.costs.quantising import own_seconds, te_seconds
+from fp4train.lab.costs.roofline import COPY, gemm_seconds, half_size, move_seconds
+from fp4train.lab.costs.rows import TRITON_SHARE
 from fp4train.precision import (
     BF16,
     FP32,
@@ -70,7 +63,7 @@ def autocast(gpu: str, recipe: Recipe, elements: str, *passes: str) -> float:
     table = recipe.table()
     x, w = (table["fprop"].first, table["wgrad"].second), table["fprop"].second
     quantising = sum(
-        quantise_seconds(find_gpu(gpu), m * k, *x) + quantise_seconds(find_gpu(gpu), n * k, w, None)
+        te_seconds(find_gpu(gpu), m * k, *x) + te_seconds(find_gpu(gpu), n * k, w, None)
         for p in passes
         for m, k, n in SHAPES[p]
     )
@@ -190,16 +183,16 @@ def test_time_to_move_grows_smoothly_past_the_cache() -> None:
 
 def test_two_forms_from_one_read_cost_less_than_two_reads() -> None:
     mx = MXFP8().table()["fprop"].first
-    row = quantise_seconds(B200, 1 << 26, mx, None)
-    assert row < quantise_seconds(B200, 1 << 26, mx, mx) < 2 * row
+    row = te_seconds(B200, 1 << 26, mx, None)
+    assert row < te_seconds(B200, 1 << 26, mx, mx) < 2 * row
     nv, hadamard = NVFP4().table()["fprop"].first, NVFP4().table()["wgrad"].second
-    plain = quantise_seconds(B200, 1 << 26, nv, nv)
-    assert plain < quantise_seconds(B200, 1 << 26, nv, hadamard), "the transform's kernel reads for itself"
+    plain = te_seconds(B200, 1 << 26, nv, nv)
+    assert plain < te_seconds(B200, 1 << 26, nv, hadamard), "the transform's kernel reads for itself"
 
 
 def test_an_amax_from_history_saves_a_pass() -> None:
     current, delayed = FP8Current().table()["fprop"].first, FP8Delayed().table()["fprop"].first
-    saved = quantise_seconds(H200, 1 << 26, current, None) - quantise_seconds(H200, 1 << 26, delayed, None)
+    saved = te_seconds(H200, 1 << 26, current, None) - te_seconds(H200, 1 << 26, delayed, None)
     assert saved == pytest.approx(move_seconds(H200, 2 << 26, COPY))
 
 
@@ -332,7 +325,7 @@ def test_weights_are_quantised_once_a_step_whatever_the_microbatches() -> None:
     whole, cut = price(MXFP8(), "B200", tokens=8192), price(MXFP8(), "B200", tokens=2048, microbatches=4)
     assert cut.bf16 > whole.bf16, "smaller products are less efficient"
     spec = MXFP8().table()["fprop"].second
-    weights = 6 * quantise_seconds(B200, 2048 * 8192, spec, spec, read=4)
+    weights = 6 * te_seconds(B200, 2048 * 8192, spec, spec, read=4)
     activations = price(MXFP8(), "B200", tokens=2048).stretches[0].quantise - weights
     assert cut.stretches[0].quantise == pytest.approx(weights + 4 * activations)
 

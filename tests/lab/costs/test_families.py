@@ -12,11 +12,11 @@ from family_models import parameters
 import fp4train as f4
 from fp4train.hardware import Device, find_gpu
 from fp4train.lab.costs.cluster import ClusterCost
-from fp4train.lab.costs.estimate import layer_costs
 from fp4train.lab.costs.host import EXPERT, HOST, PRODUCT, host_seconds
 from fp4train.lab.costs.links import interconnect
 from fp4train.lab.costs.memory import saved
 from fp4train.lab.costs.roofline import LAUNCH, gemm_seconds
+from fp4train.lab.costs.rows import layer_costs
 from fp4train.lab.costs.workload import Workload, workload
 from fp4train.models.hybrid import Hybrid, ScanShape
 from fp4train.models.hyena import FilterShape, Hyena
@@ -44,13 +44,13 @@ def test_a_long_convolution_costs_its_transforms() -> None:
     filters = FilterShape(groups=8, poles=4)
     found = measured(Hyena(width=WIDTH, pattern="H", heads=2, hidden=48, filters=filters)).kinds[0].cost
     each = 2.5 * WIDTH * 128 * math.log2(128)
-    assert found.forward_flops == pytest.approx((2 * BATCH + 1) * each)
-    assert found.backward_flops == pytest.approx((3 * BATCH + 2) * each)
+    assert found.forward.flops == pytest.approx((2 * BATCH + 1) * each)
+    assert found.backward.flops == pytest.approx((3 * BATCH + 2) * each)
 
 
 def test_short_convolutions_have_bytes_alone() -> None:
     found = measured(Hyena(width=WIDTH, pattern="S", heads=2, hidden=48, filters=FilterShape(groups=8)))
-    assert found.kinds[0].cost.forward_flops == 0 and found.kinds[0].cost.forward > 0
+    assert found.kinds[0].cost.forward.flops == 0 and found.kinds[0].cost.forward.operators > 0
     assert found.flops_per_token == 6 * sum(w.count for w in found.distinct if len(w.shape) > 1)
 
 
@@ -58,8 +58,8 @@ def test_a_scan_costs_its_products_forward_and_twice_backward() -> None:
     scan = ScanShape(heads=2, head_dim=8, state=16, groups=1, chunk=16)
     found = measured(Hybrid(width=WIDTH, pattern="M-", heads=2, kv_heads=2, hidden=48, scan=scan)).kinds[0].cost
     per_token = 2 * (16 * 16 + 2 * 16 * 8 + 2 * 8 * 16 + 2 * 16 * 8)  # C·Bᵀ of a group; within, into, out of the state
-    assert found.forward_flops == pytest.approx(BATCH * TIME * per_token)
-    assert found.backward_flops == pytest.approx(2 * found.forward_flops)
+    assert found.forward.flops == pytest.approx(BATCH * TIME * per_token)
+    assert found.backward.flops == pytest.approx(2 * found.forward.flops)
 
 
 LLAMA = Llama(width=WIDTH, layers=2, heads=4, kv_heads=2, head_dim=16, hidden=48)
@@ -75,10 +75,10 @@ def test_a_block_multiplies_its_weights_and_what_its_own_code_does_besides(shape
     for kind, said in zip(found.order, found.multiplied, strict=True):
         weights, cost = [w for w in found.kinds[kind].weights if len(w.shape) > 1], found.kinds[kind].cost
         routers = sum(w.count for w in weights if "router" in w.name)
-        filtered = cost.forward_flops / (2 * BATCH + 1) if shape is HYENA else 0
-        run = cost.forward_flops + sum(a.flops for a in cost.attentions) - filtered - 2 * found.tokens * routers
+        filtered = cost.forward.flops / (2 * BATCH + 1) if shape is HYENA else 0
+        run = cost.forward.flops + cost.forward.attention - filtered - 2 * found.tokens * routers
         assert said - sum(w.active for w in weights) == pytest.approx(run / (2 * found.tokens), abs=1)
-        assert run > 0 or not cost.attentions
+        assert run > 0 or not cost.forward.attention
 
 
 def test_62_blocks_of_three_kinds_are_shared_out_over_4_ranks_by_their_cost() -> None:
@@ -96,7 +96,7 @@ def test_62_blocks_of_three_kinds_are_shared_out_over_4_ranks_by_their_cost() ->
 def test_a_token_multiplies_the_weights_of_its_experts_and_of_the_router_once() -> None:
     shape = MixtureOfExperts(width=WIDTH, layers=2, heads=2, kv_heads=2, experts=ExpertShape(count=4, top=2, hidden=16))
     found = measured(shape)
-    attention = sum(3 * a.flops for kind in found.order for a in found.kinds[kind].cost.attentions) / found.tokens
+    attention = sum(3 * found.kinds[kind].cost.forward.attention for kind in found.order) / found.tokens
     # Of 4 experts of 3 matrices a token meets 2, in each of 2 layers.
     active = parameters(shape, 64) - 2 * 2 * 3 * WIDTH * 16
     assert shape.tied and found.parameters == parameters(shape, 64) and found.active_parameters == active

@@ -9,17 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+from llama_shapes import executed
 
 from fp4train.backends.te import translate
 from fp4train.config import composition, to_config
 from fp4train.hardware import find_gpu
-from fp4train.lab.costs import search
+from fp4train.lab.costs import mesh_plan
 from fp4train.lab.costs.cluster import ClusterCost
-from fp4train.lab.costs.elementwise import made_by
-from fp4train.lab.costs.estimate import GemmCost, estimate
+from fp4train.lab.costs.estimate import estimate
 from fp4train.lab.costs.links import interconnect
-from fp4train.lab.costs.roofline import own_bytes, own_seconds, quantise_seconds
-from fp4train.lab.costs.search import MeshPlan
+from fp4train.lab.costs.mesh_plan import MeshPlan
+from fp4train.lab.costs.quantising import own_passes, own_seconds, te_seconds
+from fp4train.lab.costs.rows import GemmCost, made_by
 from fp4train.lab.costs.workload import workload
 from fp4train.models.common.liger import MOVED
 from fp4train.parallel.config import Mesh
@@ -61,7 +62,7 @@ def moved(recipe: Recipe, kind: str) -> tuple[float, float]:
     of_dy = kind == "gradients"
     forms = (table["dgrad"].first, table["wgrad"].first) if of_dy else (table["fprop"].first, table["wgrad"].second)
     sources = kind.partition(" ")[0], None
-    made, plain = (sum(map(sum, own_bytes(*forms, large, codes=True, source=source))) for source in sources)
+    made, plain = (sum(map(sum, own_passes(*forms, large, codes=True, source=source))) for source in sources)
     return made + SUM * ("sum" in kind), WRITTEN[kind] + (2 if of_dy else 1) * plain
 
 
@@ -125,7 +126,7 @@ def test_what_is_quantised_where_it_is_made_is_charged_once_from_its_sources(
         return own_seconds(B200, count, *specs, codes=True, source=source)
 
     def written(count: int, specs: Any) -> float:
-        return quantise_seconds(B200, count, *specs) if backend == "te" else own(count, specs, None)
+        return te_seconds(B200, count, *specs) if backend == "te" else own(count, specs, None)
 
     norm = own(TOKENS * WIDTH, x, "norm") - written(TOKENS * WIDTH, x)
     gradients = own(TOKENS * HIDDEN, dy, "gradients") / 2 - written(TOKENS * HIDDEN, dy)
@@ -147,13 +148,17 @@ def test_a_block_writes_neither_the_norms_nor_the_gate() -> None:
     fused, plain = (wanted.workloads(plan, 1, each)[0][2] for each in (wanted.produced(plan), [ProducedNorms({}, {})]))
     (one, last), (other,) = ([kind.cost for kind in each.kinds] for each in (fused, plain))
     elements, gates = TOKENS * WIDTH, TOKENS * HIDDEN
-    assert other.fused_forward - one.fused_forward == (4 + 8 - SUM) * elements + 6 * gates
-    assert other.fused_backward - one.fused_backward == (6 + 8 - 2 * (NORM_BACKWARD + ADDED)) * elements + 10 * gates
+    rows = 2 * 4 * TOKENS  # a float32 factor per row of each norm, which NORM_BACKWARD does not count
+    forward = other.forward.kernels - one.forward.kernels
+    assert forward == (4 + 8 - SUM) * elements + 6 * gates
+    backward = other.backward.kernels - one.backward.kernels - rows
+    assert backward == (6 + 8 - 2 * (NORM_BACKWARD + ADDED)) * elements + 10 * gates
     assert (SUM, NORM_BACKWARD, ADDED) == (4, 6 + 2 * 4 / STRIP, 2)
-    casts = 2 * 6 * WIDTH  # of the norms' weights, and of their gradients
-    assert other.forward - last.forward == casts and last.forward - one.forward == 6 * elements
-    assert last.fused_forward - one.fused_forward == SUM * elements
-    assert other.backward - one.backward == 6 * elements + casts
+    casts = 2 * 6 * WIDTH  # of the norms' weights
+    assert other.forward.operators - last.forward.operators == casts
+    assert last.forward.operators - one.forward.operators == 6 * elements
+    assert last.forward.kernels - one.forward.kernels == SUM * elements
+    assert other.backward.operators - one.backward.operators == 6 * elements
     assert one.saved == other.saved
     costs = [ClusterCost(replace(fused, made=made), B200, interconnect(B200), Mesh()) for made in (fused.made, {})]
     assert costs[0].parts["quantising"] != costs[1].parts["quantising"]
@@ -196,7 +201,7 @@ def test_a_plan_asks_once_per_stretch_what_is_quantised_where_it_is_made(monkeyp
         asked.append(stretch)
         return produced_in(model, stretch, *given, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(search, "produced_in", counted)
+    monkeypatch.setattr(mesh_plan, "produced_in", counted)
     wanted, _ = planned("recipe=nvfp4", "phases=cooldown_bf16", "train.steps=100")
     plan, _ = wanted.costs()
     assert len(plan.stretches) == 2 and asked == list(plan.stretches)
@@ -218,7 +223,7 @@ def test_an_x_that_layers_share_is_quantised_and_kept_once_unless_blocks_are_com
     table = plan.stretches[0].layers["blocks.0.mlp.up"].table
     specs = table["fprop"].first, table["wgrad"].second
     count = TOKENS * WIDTH
-    one = quantise_seconds(B200, count, *specs) if backend == "te" else own_seconds(B200, count, *specs, codes=True)
+    one = te_seconds(B200, count, *specs) if backend == "te" else own_seconds(B200, count, *specs, codes=True)
     assert apart - shared == pytest.approx(2 * (2 + 1) * one)
     whole, alone = (
         workload(
@@ -233,7 +238,7 @@ def test_an_x_that_layers_share_is_quantised_and_kept_once_unless_blocks_are_com
     saved = alone.kinds[0].cost.saved - whole.kinds[0].cost.saved
     assert saved == ((2 + 1) * (count + 4) if backend == "te" else 0), "codes, and a scale in float32"
     costs = [
-        ClusterCost(replace(whole, compiled=each), B200, interconnect(B200), Mesh()).parts["quantising"]
+        ClusterCost(executed(whole, compiled=each), B200, interconnect(B200), Mesh()).parts["quantising"]
         for each in (False, True)
     ]
     assert costs[1] - costs[0] == pytest.approx(apart - shared)

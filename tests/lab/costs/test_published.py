@@ -4,9 +4,10 @@ import math
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from llama_shapes import measured
+from llama_shapes import executed, measured
 
 from fp4train.hardware import Gpu, find_gpu
 from fp4train.lab.costs import cluster
@@ -17,10 +18,10 @@ from fp4train.precision import BF16, MXFP8, NVFP4, FP8Current, Recipe
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "cost-model.md"
 H100 = find_gpu("H100")
-POWER = (500 / 700) ** (1 / 3)
+POWER = (500 / 700) ** (1 / 2)
 GRAND_TETON = replace(H100, bandwidth=2.4e12, peaks={name: POWER * peak for name, peak in H100.peaks.items()})
-"""torchtitan's H100: HBM2e at 2.4 TB/s and a limit of 500 of 700 W; rates follow the cube root of the power."""
-
+"""torchtitan's H100: HBM2e at 2.4 TB/s and a limit of 500 of 700 W. Between the cube root of the power, where the
+voltage falls with the clock, and its first power, where it cannot, the square root is taken for the rates."""
 
 CALIBRATED = cluster.EAGER
 CROSS_ENTROPY = 36
@@ -49,70 +50,49 @@ class Point:
             compiled=self.compiled,
             recomputed=self.recomputed,
         )
-        return ClusterCost(replace(load, logit_bytes=CROSS_ENTROPY), self.gpu, interconnect(self.gpu), self.mesh)
+        load = executed(load, logit_bytes=CROSS_ENTROPY)
+        return ClusterCost(load, self.gpu, interconnect(self.gpu), self.mesh)
 
 
-def titan(model: str, recipe: Recipe, published: float, **mesh: int | bool) -> dict[str, object]:
-    return {
-        "model": model,
-        "gpu": GRAND_TETON,
-        "recipe": recipe,
-        "published": published,
-        "mesh": Mesh(gather="bf16", joined=True, own_units=True, **mesh),  # type: ignore[arg-type]
-    }
+def titan(model: str, recipe: Recipe, published: float, mesh: dict[str, int], **run: Any) -> Point:
+    """torchtitan on H100. Its asynchronous tensor parallelism gains 6 % where all collectives hidden would gain 40 %,
+    so it is taken to hide nothing."""
+    cut = Mesh(gather="bf16", joined=True, **mesh)  # type: ignore[arg-type]
+    return Point(model=model, gpu=GRAND_TETON, recipe=recipe, published=published, mesh=cut, **run)
 
 
-def bridge(model: str, gpu: str, recipe: Recipe, published: float, sequences: int = 1, **mesh: int | bool) -> Point:
-    return Point(
-        model=model,
-        gpu=find_gpu(gpu),
-        recipe=recipe,
-        published=published,
-        sequences=sequences,
-        mesh=Mesh(gather="bf16", joined=True, own_units=True, **mesh),  # type: ignore[arg-type]
-    )
+def bridge(model: str, gpu: str, recipe: Recipe, published: float, sequences: int = 1, **mesh: int) -> Point:
+    """Megatron-Bridge, whose collectives of tensor parallelism run beside the GEMMs."""
+    cut = Mesh(gather="bf16", joined=True, hides_tensor=True, **mesh)  # type: ignore[arg-type]
+    return Point(model=model, gpu=find_gpu(gpu), recipe=recipe, published=published, sequences=sequences, mesh=cut)
 
 
-def fsdp4(recipe: Recipe, published: float) -> Point:
-    mesh = Mesh(shard=4, gather="bf16", own_units=True)
-    return Point(model="8B", gpu=find_gpu("B200"), recipe=recipe, mesh=mesh, published=published, recomputed=0.5)
+def b200(recipe: Recipe, published: float, shards: int, **run: Any) -> Point:
+    mesh = Mesh(shard=shards, gather="bf16")
+    return Point(model="8B", gpu=find_gpu("B200"), recipe=recipe, mesh=mesh, published=published, **run)
 
 
-def eight(recipe: Recipe, published: float, *, fused: bool = False) -> Point:
-    """As `torch.compile` fuses, or each operation by itself."""
-    mesh = Mesh(shard=8, gather="bf16", own_units=True)
-    return Point(model="8B", gpu=find_gpu("B200"), recipe=recipe, mesh=mesh, published=published, compiled=fused)
-
-
-B405 = {"replicate": 8, "pipeline": 8, "virtual": 4, "microbatches": 192, "hides_tensor": True}
+B405 = {"replicate": 8, "pipeline": 8, "virtual": 4, "microbatches": 192}
 B70 = {"replicate": 16, "pipeline": 4, "virtual": 5, "microbatches": 16}
-T405 = {"shard": 8, "tensor": 8, "pipeline": 8, "microbatches": 32, "hides_tensor": True}
+T405 = {"shard": 8, "tensor": 8, "pipeline": 8, "microbatches": 32}
+T70 = {"shard": 32, "tensor": 8}
 T8 = {"sequences": 2, "recomputed": 0.5}
 POINTS = {
-    "torchtitan 8B, 8 H100, BF16": Point(**titan("8B", BF16(), 5762, shard=8), **T8, compiled=False),  # type: ignore[arg-type]
-    "torchtitan 8B, 8 H100, BF16, compiled": Point(**titan("8B", BF16(), 6667, shard=8), **T8),  # type: ignore[arg-type]
-    "torchtitan 8B, 8 H100, FP8, compiled": Point(**titan("8B", FP8Current(), 8532, shard=8), **T8),  # type: ignore[arg-type]
-    "torchtitan 70B, 256 H100, FP8": Point(
-        **titan("70B", FP8Current(), 829, shard=32, tensor=8),
-        sequences=16,
-        recomputed=1.0,  # type: ignore[arg-type]
+    "torchtitan 8B, 8 H100, BF16": titan("8B", BF16(), 5762, {"shard": 8}, **T8, compiled=False),
+    "torchtitan 8B, 8 H100, BF16, compiled": titan("8B", BF16(), 6667, {"shard": 8}, **T8),
+    "torchtitan 8B, 8 H100, FP8, compiled": titan("8B", FP8Current(), 8532, {"shard": 8}, **T8),
+    "torchtitan 70B, 256 H100, FP8": titan("70B", FP8Current(), 829, T70, sequences=16, recomputed=1.0),
+    "torchtitan 70B, 256 H100, FP8, async TP": titan("70B", FP8Current(), 876, T70, sequences=16, recomputed=1.0),
+    "torchtitan 405B, 512 H100, FP8, 1F1B": titan("405B", FP8Current(), 100, T405, recomputed=1.0),
+    "torchtitan 405B, 512 H100, FP8, interleaved": titan(
+        "405B", FP8Current(), 128, {"virtual": 2, **T405}, recomputed=1.0
     ),
-    "torchtitan 70B, 256 H100, FP8, async TP": Point(
-        **titan("70B", FP8Current(), 876, shard=32, tensor=8, hides_tensor=True),
-        sequences=16,
-        recomputed=1.0,  # type: ignore[arg-type]
-    ),
-    "torchtitan 405B, 512 H100, FP8, 1F1B": Point(**titan("405B", FP8Current(), 100, **T405), recomputed=1.0),  # type: ignore[arg-type]
-    "torchtitan 405B, 512 H100, FP8, interleaved": Point(
-        **titan("405B", FP8Current(), 128, virtual=2, **T405),
-        recomputed=1.0,  # type: ignore[arg-type]
-    ),
-    "torchtitan 8B, FSDP 4, Blackwell, NVFP4": fsdp4(NVFP4(), 30040),
-    "torchtitan 8B, FSDP 4, Blackwell, MXFP8": fsdp4(MXFP8(), 28084),
-    "torchtitan 8B, FSDP 4, Blackwell, BF16": fsdp4(BF16(), 21919),
-    "2610.00053, 8B, BF16": eight(BF16(), 18800),
-    "2610.00053, 8B, TE NVFP4": eight(NVFP4(), 27600),
-    "2610.00053, 8B, NVFP4, fused": eight(NVFP4(), 37900, fused=True),
+    "torchtitan 8B, FSDP 4, Blackwell, NVFP4": b200(NVFP4(), 30040, 4, recomputed=0.5),
+    "torchtitan 8B, FSDP 4, Blackwell, MXFP8": b200(MXFP8(), 28084, 4, recomputed=0.5),
+    "torchtitan 8B, FSDP 4, Blackwell, BF16": b200(BF16(), 21919, 4, recomputed=0.5),
+    "2610.00053, 8B, BF16": b200(BF16(), 18800, 8, compiled=False),
+    "2610.00053, 8B, TE NVFP4": b200(NVFP4(), 27600, 8, compiled=False),
+    "2610.00053, 8B, NVFP4, fused": b200(NVFP4(), 37900, 8),
     "Megatron-Bridge 405B, 256 GB300, NVFP4": bridge("405B", "GB300", NVFP4(), 1440, tensor=4, **B405),
     "Megatron-Bridge 405B, 256 GB300, FP8": bridge("405B", "GB300", FP8Current(), 1024, tensor=4, **B405),
     "Megatron-Bridge 405B, 256 GB300, MXFP8": bridge("405B", "GB300", MXFP8(), 960, tensor=2, context=2, **B405),
@@ -123,48 +103,38 @@ POINTS = {
         "405B", "H100", FP8Current(), 328, tensor=8, context=2, **{**B405, "virtual": 8}
     ),
 }
-LIMITS = {
-    "torchtitan 405B, 512 H100, FP8, 1F1B": 0.45,
-    "torchtitan 70B, 256 H100, FP8, async TP": 0.35,
-}
-"""Errors above those of the other points, which the document explains."""
+BOUND = 0.15
+PLAIN_PIPELINE = "torchtitan 405B, 512 H100, FP8, 1F1B"
+"""Published, it lacks more than the bubble beside the interleaved schedule: the document says how much."""
 
 
-def errors(monkeypatch: pytest.MonkeyPatch, name: str, eager: float = CALIBRATED) -> tuple[float, float]:
-    """(Tokens/s per GPU, their error) where torch's operators have that share of the speed of a copy."""
-    monkeypatch.setattr(cluster, "EAGER", eager)
-    model = POINTS[name].cost().tokens_per_gpu
-    return model, model / POINTS[name].published - 1
+@pytest.fixture(scope="module")
+def speeds() -> dict[str, float]:
+    """Tokens/s per GPU of every point, by the model."""
+    return {name: point.cost().tokens_per_gpu for name, point in POINTS.items()}
 
 
-def row(monkeypatch: pytest.MonkeyPatch, name: str) -> str:
-    """The line of the document."""
-    _, before = errors(monkeypatch, name, 1.0)
-    model, after = errors(monkeypatch, name)
-    texts = [f"{100 * error:+.0f}".replace("-", "−") for error in (before, after)]
-    return (
-        f"| {name} | {POINTS[name].mesh} | {POINTS[name].published:.0f} | {model:.0f} | {texts[0]} % | {texts[1]} % |"
-    )
+def test_published_throughput_is_met_within_15_percent(speeds: dict[str, float]) -> None:
+    errors = {name: speed / POINTS[name].published - 1 for name, speed in speeds.items()}
+    print("\n".join(_rows(speeds)))
+    assert {name for name, error in errors.items() if abs(error) > BOUND} == {PLAIN_PIPELINE}
+    assert 0.15 < errors[PLAIN_PIPELINE] < 0.3
 
 
-def documented() -> list[str]:
+def _rows(speeds: dict[str, float]) -> list[str]:
+    """The lines of the document."""
+    lines = []
+    for name, speed in speeds.items():
+        published = POINTS[name].published
+        error = f"{100 * (speed / published - 1):+.0f}".replace("-", "−")
+        lines.append(f"| {name} | {POINTS[name].mesh} | {published:.0f} | {speed:.0f} | {error} % |")
+    return lines
+
+
+def test_the_document_says_what_the_model_computes(speeds: dict[str, float]) -> None:
     section = DOCUMENT.read_text("utf-8").partition("## Throughput beside published points")[2].partition("\n## ")[0]
-    return [line for line in section.splitlines() if re.match(r"\| (torchtitan|Megatron|2610)", line)]
-
-
-@pytest.mark.parametrize("name", POINTS)
-def test_the_document_says_what_the_model_computes(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    assert row(monkeypatch, name) in documented()
-
-
-def test_the_document_has_no_other_points() -> None:
-    assert len(documented()) == len(POINTS)
-
-
-@pytest.mark.parametrize("name", POINTS)
-def test_published_throughput_is_met_as_far_as_the_document_says(name: str) -> None:
-    limit = LIMITS.get(name, 0.30 if "H100" in name else 0.12)
-    assert POINTS[name].cost().tokens_per_gpu == pytest.approx(POINTS[name].published, rel=limit)
+    written = [line for line in section.splitlines() if re.match(r"\| (torchtitan|Megatron|2610)", line)]
+    assert written == _rows(speeds)
 
 
 EAGER = [name for name, point in POINTS.items() if not point.compiled]
@@ -173,18 +143,22 @@ EAGER = [name for name, point in POINTS.items() if not point.compiled]
 def test_the_speed_of_eager_operators_is_the_least_squares_of_the_eager_points(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It touches no other point. Calibrated to any two of them it meets the third within 8 %."""
+    """It touches no other point. Calibrated to any two of them it meets the third within 10 %."""
+
+    def error(name: str, eager: float) -> float:
+        monkeypatch.setattr(cluster, "EAGER", eager)
+        return POINTS[name].cost().tokens_per_gpu / POINTS[name].published - 1
 
     def squares(names: list[str], eager: float) -> float:
-        return sum(math.log1p(errors(monkeypatch, name, eager)[1]) ** 2 for name in names)
+        return sum(math.log1p(error(name, eager)) ** 2 for name in names)
 
     assert len(EAGER) == 3
     nearby = [CALIBRATED, CALIBRATED - 0.01, CALIBRATED + 0.01]
     assert min(nearby, key=lambda eager: squares(EAGER, eager)) == CALIBRATED
     for name in EAGER:
-        others = [each for each in EAGER if each != name]
-        alone = min((each / 100 for each in range(28, 37)), key=lambda eager: squares(others, eager))
-        assert abs(errors(monkeypatch, name, alone)[1]) < 0.08
+        others = [other for other in EAGER if other != name]
+        alone = min((step / 100 for step in range(28, 46)), key=lambda eager: squares(others, eager))
+        assert abs(error(name, alone)) < 0.10
 
 
 @pytest.mark.parametrize(("model", "speed", "printed"), [("405B", 328, 827), ("405B", 1440, 3653), ("70B", 7296, 3253)])

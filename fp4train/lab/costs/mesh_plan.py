@@ -1,0 +1,283 @@
+"""A configuration planned on a mesh: the mesh that it asks for, or the cheapest that fits."""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+from torch import nn
+
+from fp4train.config.schema import Config
+from fp4train.errors import UserError, user_errors
+from fp4train.hardware import Device, Gpu
+from fp4train.lab.costs.cluster import ClusterCost
+from fp4train.lab.costs.links import interconnect
+from fp4train.lab.costs.search import MeshCandidate, batch_problem, candidates, problems
+from fp4train.lab.costs.weights import find_weights, tensor_cut
+from fp4train.lab.costs.workload import Execution, Workload, workload
+from fp4train.nn.executors.cut import LayerShard
+from fp4train.nn.ranks import Ranks
+from fp4train.optim.adamw import moment_bytes
+from fp4train.parallel.config import REST, Mesh, Parallel
+from fp4train.parallel.stages import cut_of, tied_weights
+from fp4train.parallel.tensor import tensor_cut_of
+from fp4train.precision.gather import effective
+from fp4train.precision.layers import find_layers
+from fp4train.precision.phases import Timeline
+from fp4train.precision.plan import Plan
+from fp4train.precision.report import gathers
+from fp4train.run.build import build_plan
+from fp4train.run.checks import check_cut, check_oscillation, divided_blocks
+from fp4train.run.fuse import kernels_of
+from fp4train.run.produced import ProducedNorms, produced_by, produced_in
+
+
+class MeshPlan:
+    """A configuration planned on the mesh of its section `parallel`, or with `auto` on the cheapest.
+
+    Args:
+        gpus: number of GPUs; None: the product of the sizes in that section.
+        named: configuration keys that the command line sets; the batch and its length have defaults
+            for a laptop.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        gpus: int | None,
+        auto: bool | None,
+        model: nn.Module,
+        timeline: Timeline,
+        gpu: Gpu,
+        named: Collection[str],
+    ) -> None:
+        self.config = replace(config, parallel=Parallel()) if auto else config
+        self.gpus = gpus
+        self.model = model
+        self.timeline = timeline
+        self.gpu = gpu
+        self.links = interconnect(gpu)
+        self.kernels = kernels_of(config.train, "cuda", elsewhere=True)
+        """Whether Liger's kernels run what lies between the products, and a sentence that says so."""
+        self.notes: list[str] = []
+        self._batch_named = "train.batch_size" in named
+        if "train.seq_len" not in named:
+            self.notes.append(
+                f"train.seq_len={config.train.seq_len} is the default; large models train at 4096 and more"
+            )
+
+    def mesh(self, microbatches: int = 1) -> Mesh:
+        """The mesh that was asked for; weights are gathered as the run would gather them.
+
+        Raises:
+            UserError: its size is not the number of GPUs.
+        """
+        parallel = self.config.parallel
+        others = parallel.others
+        gpus = self.gpus or others * max(1, parallel.dp_shard)
+        shard = max(1, gpus // others) if parallel.dp_shard == REST else parallel.dp_shard
+        if others * shard != gpus:
+            factors = f"dp_replicate {parallel.dp_replicate} × dp_shard {shard} × tp {parallel.tp} × pp {parallel.pp}"
+            instead = "dp_replicate × tp × pp must divide it, parallel=auto finds a mesh"
+            if gpus % others == 0:
+                fitting = others * max(1, parallel.dp_shard)
+                instead = f"parallel.dp_shard={gpus // others} fills it, or gpus={fitting}"
+            raise UserError(f"gpus={gpus} is not {factors} = {others * shard}: {instead}")
+        whole = self.config.train.whole_weights is not None
+        gather = effective(parallel.gather, whole=whole)
+        return replace(parallel.mesh(gpus), microbatches=microbatches, gather=gather)
+
+    def plan(self, sequences: int, tensors: int, stages: int = 1, data_ranks: int = 1) -> Plan:
+        """The plan of a rank with microbatches of so many sequences, on so many tensor-parallel
+        ranks."""
+        train = replace(self.config.train, batch_size=sequences, microbatch=sequences)
+        parallel = replace(self.config.parallel, tp=tensors)
+        config = replace(self.config, train=train, parallel=parallel)
+        cut = tensor_cut(self.model)
+        parts = {
+            name: layer.part("in" if name in cut.in_ else "out", tensors, cut.segments.get(name, ()))
+            for name, layer in find_layers(self.model).items()
+        }
+        device = Device.elsewhere(self.gpu)
+        return build_plan(config, parts, self.timeline, device, data_ranks, stages=stages)
+
+    def produced(self, plan: Plan, data_ranks: int = 1) -> list[ProducedNorms]:
+        """Norms and gates that quantise their results in every stretch, on so many data ranks."""
+        amax = None
+        if self.config.parallel.amax == "data" and data_ranks > 1:
+            ranks = Ranks(group=None, rank=0, size=data_ranks)
+            amax = LayerShard(amax="data", data=ranks)
+        train = self.config.train
+        return [
+            produced_in(self.model, stretch, train, "cuda", plan.tokens, elsewhere=True, amax=amax)
+            for stretch in plan.stretches
+        ]
+
+    @property
+    def execution(self) -> Execution:
+        """How the run executes the model."""
+        train = self.config.train
+        return Execution(
+            compiled=train.compile,
+            recorded=train.cuda_graph,
+            recomputed=1.0 if getattr(self.config.model, "recompute", False) else 0.0,
+            moment_bytes=moment_bytes(self.config.optim),
+            liger=self.kernels[0],
+            fused=train.kernels != "torch",
+        )
+
+    def workloads(
+        self, plan: Plan, sequences: int, produced: Sequence[ProducedNorms]
+    ) -> list[tuple[str, int, Workload]]:
+        """(Title, steps, workload) of every stretch of the run.
+
+        Args:
+            produced: norms and gates that quantise their results in every stretch.
+        """
+        uncut = find_layers(self.model)
+        loads = []
+        for stretch, norms in zip(plan.stretches, produced, strict=True):
+            load = workload(
+                self.model,
+                {name: replace(plan, layer=uncut[name]) for name, plan in stretch.layers.items()},
+                stretch.recipe,
+                sequences=sequences,
+                seq_len=self.config.train.seq_len,
+                execution=self.execution,
+                produced=norms,
+            )
+            loads.append((stretch.title, stretch.stop - stretch.start, load))
+        return loads
+
+    def costs(self) -> tuple[Plan, list[tuple[str, int, ClusterCost]]]:
+        """The plan, and the cost of every stretch on the mesh that was asked for.
+
+        Raises:
+            UserError: the mesh cannot be; the message says what to do.
+        """
+        mesh = self.mesh()
+        for problem in problems(self.model, find_weights(self.model, {}), mesh):
+            raise UserError(problem)
+        batch, sequences = self._batch(mesh)
+        mesh = self.mesh(batch // mesh.data // sequences)
+        self.check(mesh, batch, sequences)
+        plan = self.plan(sequences, mesh.tensor, stages=mesh.pipeline, data_ranks=mesh.data)
+        check_oscillation(self.config, plan)
+        produced = self.produced(plan, mesh.data)
+        self._note(plan, produced, mesh)
+        return plan, [
+            (title, steps, ClusterCost(load, self.gpu, self.links, mesh))
+            for title, steps, load in self.workloads(plan, sequences, produced)
+        ]
+
+    def _batch(self, mesh: Mesh) -> tuple[int, int]:
+        """(Sequences of a step, sequences of a microbatch) on a mesh.
+
+        Raises:
+            UserError: they do not divide; the message says what to do.
+        """
+        train = self.config.train
+        batch = train.batch_size
+        if not self._batch_named and batch % (mesh.data * mesh.pipeline):
+            batch = mesh.data * mesh.pipeline
+            self.notes.append(
+                f"train.batch_size={train.batch_size}, the default, does not divide over "
+                f"{mesh.data} data ranks: planned with train.batch_size={batch}"
+            )
+        if refused := batch_problem(batch, train.microbatch, mesh):
+            raise UserError(refused)
+        local = batch // mesh.data
+        if train.microbatch is not None:
+            return batch, train.microbatch
+        if mesh.pipeline == 1:
+            return batch, local
+        sequences = max(1, local // (4 * mesh.pipeline))
+        while local % sequences:
+            sequences -= 1
+        self.notes.append(
+            f"train.microbatch is not given: planned with train.microbatch={sequences}, because a "
+            "pipeline needs several microbatches"
+        )
+        return batch, sequences
+
+    def _note(self, plan: Plan, produced: Sequence[ProducedNorms], mesh: Mesh) -> None:
+        """Note how weights are gathered, and which kernels run between the products."""
+        if mesh.shard > 1:
+            layers = [layer for stretch in plan.stretches for layer in stretch.layers.values()]
+            whole = self.config.train.whole_weights
+            gather = self.config.parallel.gather
+            self.notes.append(gathers(layers, mesh.shard, gather, whole=whole))
+        liger, sentence = self.kernels
+        if mesh.tensor > 1 and liger:
+            sentence += " The loss is torch's where ranks share the vocabulary."
+        self.notes += filter(None, [divided_blocks(plan), sentence])
+        self.notes += produced_by(self.model, plan.stretches, produced, "cuda")
+
+    def check(self, mesh: Mesh, batch: int, sequences: int) -> None:
+        """Check that a run with microbatches of so many sequences begins on `mesh`.
+
+        Raises:
+            UserError: it does not.
+        """
+        parallel = replace(self.config.parallel, tp=mesh.tensor, pp=mesh.pipeline)
+        train = replace(self.config.train, batch_size=batch, microbatch=sequences)
+        check_cut(replace(self.config, train=train, parallel=parallel), mesh)
+        with user_errors(TypeError, ValueError):
+            if mesh.tensor > 1:
+                tensor_cut_of(self.model, mesh.tensor)
+            if mesh.pipeline > 1:
+                tied_weights(self.model, cut_of(self.model, parallel))
+
+    def search(self) -> tuple[list[MeshCandidate], int]:
+        """Every mesh, the best first, and the batch they are compared with.
+
+        Raises:
+            UserError: there is none; the message says what to do.
+        """
+        assert self.gpus is not None
+        self.plan(1, 1, stages=2)  # refuses what no mesh can run
+        batch = self.config.train.batch_size
+        if not self._batch_named:
+            batch = self.gpus
+            self.notes.append(f"train.batch_size is not given: meshes are compared with {batch} sequences, one per GPU")
+        like = self.mesh()
+        if like.gather != self.config.parallel.gather:
+            why = self.config.train.whole_weights
+            self.notes.append(f"{why} takes float32 weights: they are not gathered as codes")
+        ranked = candidates(
+            self.model,
+            self._measure(batch),
+            self.gpu,
+            self.links,
+            gpus=self.gpus,
+            batch=batch,
+            like=like,
+            recompute=(False, True) if hasattr(self.config.model, "recompute") else (False,),
+        )
+        if not ranked:
+            raise UserError(
+                f"no mesh of gpus={self.gpus} divides the model's heads and blocks and "
+                f"train.batch_size={batch}: take a batch that is a multiple of the number of GPUs"
+            )
+        return ranked, batch
+
+    def _measure(self, batch: int) -> Callable[[int, Mesh], Workload | None]:
+        """The workload of so many sequences on a mesh; None where the run does not begin."""
+
+        @lru_cache
+        def load(sequences: int, tensors: int, data_ranks: int) -> Workload | None:
+            try:
+                plan = self.plan(sequences, tensors, data_ranks=data_ranks)
+            except UserError:
+                if tensors == 1:
+                    raise
+                return None  # the named backend runs no parts of layers
+            return self.workloads(plan, sequences, self.produced(plan, data_ranks))[0][2]
+
+        def measure(sequences: int, mesh: Mesh) -> Workload | None:
+            try:
+                self.check(mesh, batch, sequences)
+            except UserError:
+                return None
+            return load(sequences, mesh.tensor, min(mesh.data, 2))
+
+        return measure
