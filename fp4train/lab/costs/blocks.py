@@ -21,22 +21,26 @@ counted once. Weights are not counted: `memory.py` counts them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from fp4train.lab.costs.rows import shares_x
-from fp4train.models.common.liger import Liger
+from fp4train.lab.costs.stand_ins import (
+    FunctionStandIns,
+    KernelStandIns,
+    LayerStandIn,
+    NextNorm,
+    PassWork,
+    WorkCounter,
+    norm_by_backend,
+    norm_in_kernels,
+)
 from fp4train.models.common.operators import Fusible
 from fp4train.models.common.stream import StreamNorm, readers_between
 from fp4train.precision.context import Context, use
@@ -44,27 +48,7 @@ from fp4train.precision.layer_plan import LayerPlan
 from fp4train.precision.layers import find_blocks
 from fp4train.precision.recipe import Recipe
 from fp4train.quantize import QuantSpec, packed_bytes
-from fp4train.quantize.produced import ADDED, NORM_BACKWARD, SUM
 from fp4train.run.produced import ProducedNorms
-
-
-@dataclass(kw_only=True)
-class PassWork:
-    """What the operations between the products of one pass take, before any splitting.
-
-    Args:
-        operators: bytes that operators read and write, each by itself.
-        kernels: bytes that kernels of several operations read and write.
-        flops: floating-point operations of products and Fourier transforms, in float32.
-        attention: floating-point operations of attention, half of the square if causal.
-        launches: kernels that the host queues.
-    """
-
-    operators: float = 0.0
-    kernels: float = 0.0
-    flops: float = 0.0
-    attention: float = 0.0
-    launches: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +164,7 @@ class _MetaRun:
     """One pass of a block each way, counted."""
 
     def __init__(self, layers: Mapping[nn.Module, LayerPlan], row_wise: Collection[str], compiled: bool) -> None:
-        self.counter = _Counter()
+        self.counter = WorkCounter()
         self._sharing = not compiled
         self._layers = layers
         self._row_wise = row_wise
@@ -201,15 +185,15 @@ class _MetaRun:
         for part in block.modules():
             producer = norms.producers.get(part)
             if isinstance(part, Fusible) and (liger or producer is not None):
-                kernels = _Kernels(self.counter, quantise=producer is not None)
+                kernels = KernelStandIns(self.counter, quantise=producer is not None)
                 self._replaced.append((part, "operators", kernels))
             if producer is None:
                 continue
             given += producer.readers
             if isinstance(part, StreamNorm):
-                of_stream = partial(_kernel_sum, self.counter, part is entrance)
+                of_stream = partial(norm_in_kernels, self.counter, part is entrance)
                 if producer.by_backend:
-                    of_stream = partial(_torch_sum, self.counter)
+                    of_stream = partial(norm_by_backend, self.counter)
                 self._replaced.append((part, "of_stream", of_stream))
         self._given = frozenset(given)
 
@@ -226,13 +210,13 @@ class _MetaRun:
             return tensor
 
         context = Context(recipe=recipe)
-        context.stream["norm"] = _LeavesSum() if leaves_sum else None
+        context.stream["norm"] = NextNorm() if leaves_sum else None
         counter = self.counter
         with ExitStack() as stack:
             for part, name, value in self._replaced:
                 stack.enter_context(_replaced(part, name, value))
             stack.enter_context(use(context))
-            stack.enter_context(_Functions(counter))
+            stack.enter_context(FunctionStandIns(counter))
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), counter:
                 y = block(x, *inputs[1:])
             forward = counter.work
@@ -271,7 +255,7 @@ class _MetaRun:
             kept = self._codes(x, specs, plan, layer in self._given)
         if not plan.layer.experts and plan.layer.name not in self._row_wise:
             self._repeated.add(_storage(kept))
-        y: Tensor = _Layer.apply(x, kept, plan.layer.out_features)  # type: ignore[no-untyped-call]
+        y: Tensor = LayerStandIn.apply(x, kept, plan.layer.out_features)  # type: ignore[no-untyped-call]
         return y
 
     def _codes(self, x: Tensor, specs: list[tuple[QuantSpec | None, int]], plan: LayerPlan, given: bool) -> Tensor:
@@ -297,203 +281,3 @@ class _MetaRun:
 
 def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
-
-
-class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds up the work of operators; views and allocations have none."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.work = PassWork()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func.is_view or "empty" in str(func):
-            return out
-        self.work.launches += 1
-        self.work.operators += _bytes(tree_leaves((args, kwargs, out)))
-        self.work.flops += _flops(func.overloadpacket, args, out)
-        return out
-
-
-def _bytes(values: Sequence[Any]) -> float:
-    """Bytes of the tensors among the values; expanded ones have those of their storage."""
-    tensors = [value for value in values if isinstance(value, Tensor)]
-    return sum(min(t.numel() * t.itemsize, t.untyped_storage().nbytes()) for t in tensors)
-
-
-_ATEN = torch.ops.aten
-_PRODUCTS = {_ATEN.mm: 0, _ATEN.bmm: 0, _ATEN.addmm: 1, _ATEN.baddbmm: 1}
-"""Operation → the place of its left factor, whose last dimension is summed over."""
-
-
-def _flops(operation: Any, args: Any, out: Any) -> float:
-    """Floating-point operations of a product, or of a Fourier transform of n real values
-    (2.5·n·log₂n); 0 for others."""
-    place = _PRODUCTS.get(operation)
-    if place is not None:
-        return float(2 * out.numel() * args[place].shape[-1])
-    if operation in (_ATEN._fft_r2c, _ATEN._fft_c2r):
-        real = args[0] if operation is _ATEN._fft_r2c else out
-        length = math.prod(real.shape[axis] for axis in args[1])
-        return float(2.5 * real.numel() * math.log2(max(2, length)))
-    return 0.0
-
-
-class _Layer(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, kept: Tensor, out_features: int) -> Tensor:
-        ctx.save_for_backward(kept)
-        ctx.dx = x.new_empty(x.shape)
-        return x.new_empty((*x.shape[:-1], out_features))
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return torch.empty_like(ctx.dx), None, None
-
-
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        batch, heads, time, _ = q.shape
-        # The layout of the kernels: heads of a token lie side by side.
-        out = q.new_empty((batch, time, heads, v.shape[-1])).transpose(1, 2)
-        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32))
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:
-        return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:3])
-
-
-class _Kernel(torch.autograd.Function):
-    """A kernel each way, with results like the first of its inputs.
-
-    Args:
-        moves: bytes forward and backward; None: those of what it reads and writes.
-        keep: what it keeps for backward, of its inputs and results.
-        results: number of results.
-        gradients: number of gradients that backward writes.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        counter: _Counter,
-        moves: tuple[float, float] | None,
-        keep: Callable[..., tuple[Tensor, ...]],
-        results: int,
-        gradients: int,
-        *inputs: Tensor,
-    ) -> Any:
-        outs = [torch.empty_like(tensor) for tensor in inputs[:results]]
-        kept = keep(inputs, outs)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*kept)
-        ctx.counter = counter
-        ctx.inputs = inputs
-        read = _bytes([*kept, *outs])
-        ctx.moved = read + _bytes(inputs[:gradients]) if moves is None else moves[1]
-        counter.work.kernels += _bytes([*inputs, *outs]) if moves is None else moves[0]
-        counter.work.launches += 1
-        return outs[0] if results == 1 else tuple(outs)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.counter.work.kernels += ctx.moved
-        ctx.counter.work.launches += 1
-        return *(None,) * 5, *(torch.empty_like(tensor) for tensor in ctx.inputs)
-
-
-def _per_row(x: Tensor) -> Tensor:
-    return x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
-
-
-def _keep_input(inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    return inputs[0], _per_row(inputs[0])
-
-
-def _keep_sum(inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    return outs[1], _per_row(outs[1])
-
-
-def _keep_inputs(inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    return tuple(inputs)
-
-
-def _keep_nothing(inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    return ()
-
-
-class _Kernels(Liger):
-    """Stands in for Liger's kernels, and for those that quantise a gate."""
-
-    def __init__(self, counter: _Counter, *, quantise: bool) -> None:
-        self._counter = counter
-        self._quantise = quantise
-
-    def rms_norm(self, x: Tensor, weight_D: Tensor, eps: float | None) -> Any:
-        return _norm(self._counter, x)
-
-    def add_rms_norm(self, x: Tensor, change: Tensor, weight_D: Tensor, eps: float) -> Any:
-        # Both terms have one gradient.
-        return _Kernel.apply(self._counter, None, _keep_sum, 2, 1, x, change)  # type: ignore[no-untyped-call]
-
-    def silu_product(self, gate: Tensor, up: Tensor) -> Any:
-        moves = (0.0, 0.0) if self._quantise else None
-        return _Kernel.apply(self._counter, moves, _keep_inputs, 1, 2, gate, up)  # type: ignore[no-untyped-call]
-
-    def rotate(self, q_BHTE: Tensor, k_BHTE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Any:
-        return _Kernel.apply(self._counter, None, _keep_nothing, 2, 2, q_BHTE, k_BHTE)  # type: ignore[no-untyped-call]
-
-
-def _norm(counter: _Counter, x: Tensor, moves: tuple[float, float] | None = None) -> Any:
-    return _Kernel.apply(counter, moves, _keep_input, 1, 1, x)  # type: ignore[no-untyped-call]
-
-
-def _torch_sum(counter: _Counter, x: Tensor, change: Tensor | None = None) -> Any:
-    """Stand in for a norm whose backend quantises its result; torch makes the sum and its gradient."""
-    h = x if change is None else x + change
-    return _norm(counter, h, (0.0, _bytes([h, h, h]))), h
-
-
-def _kernel_sum(counter: _Counter, left: bool, x: Tensor, change: Tensor | None = None) -> Any:
-    """Stand in for a norm that quantises its result: the sum and its gradient are in its kernels.
-
-    Args:
-        left: whether the block before has left its sum to the norm.
-    """
-    summed = SUM if left or change is not None else 0
-    moves = (float(summed * x.numel()), (NORM_BACKWARD + ADDED) * x.numel())
-    if change is None:
-        keep = _keep_input
-        return _Kernel.apply(counter, moves, keep, 2, 1, x, torch.empty_like(x))  # type: ignore[no-untyped-call]
-    return _Kernel.apply(counter, moves, _keep_sum, 2, 1, x, change)  # type: ignore[no-untyped-call]
-
-
-class _LeavesSum:
-    """Stands in for the norm of the next block, which makes the last sum of this one."""
-
-    def leave(self, x: Tensor, change: Tensor) -> Any:
-        h = _Kernel.apply(_Counter(), (0.0, 0.0), _keep_nothing, 1, 1, x, change)  # type: ignore[no-untyped-call]
-        return SimpleNamespace(h=h)
-
-
-class _Functions(TorchFunctionMode):
-    """Functions of torch that GPUs run as one kernel."""
-
-    def __init__(self, counter: _Counter) -> None:
-        super().__init__()
-        self._counter = counter
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        keywords = kwargs or {}
-        if func is F.rms_norm:
-            return _norm(self._counter, args[0])
-        if func is not F.scaled_dot_product_attention:
-            return func(*args, **keywords)
-        q, k, v = args[:3]
-        batch, heads, time, width = q.shape
-        products = 2 if keywords.get("is_causal") else 4
-        self._counter.work.attention += products * batch * heads * time**2 * width
-        return _Attention.apply(q, k, v)  # type: ignore[no-untyped-call]

@@ -21,7 +21,7 @@ what the head reads, and the optimizer's: `casts.py`.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -29,13 +29,13 @@ import torch
 
 from fp4train.hardware import Gpu
 from fp4train.lab.costs import casts
-from fp4train.lab.costs.blocks import PassWork
 from fp4train.lab.costs.host import OPERATION, host_seconds
-from fp4train.lab.costs.links import NOTHING_SENT, Collective, Group, Interconnect, Traffic
+from fp4train.lab.costs.links import Collective, Group, Interconnect, Traffic
 from fp4train.lab.costs.memory import USABLE, entered, rank_memory
-from fp4train.lab.costs.quantising import needs_amax
 from fp4train.lab.costs.roofline import COPY, sustained
 from fp4train.lab.costs.rows import layer_costs
+from fp4train.lab.costs.stand_ins import PassWork
+from fp4train.lab.costs.traffic import AMAX, TENSOR, Wire, tensor_traffic, weight_traffic
 from fp4train.lab.costs.weights import ModelWeight
 from fp4train.lab.costs.workload import Kind, Workload
 from fp4train.models.common.liger import MOVED
@@ -43,7 +43,6 @@ from fp4train.models.common.loss import chunk_rows
 from fp4train.parallel.config import Mesh
 from fp4train.precision.gather import wire_form
 from fp4train.precision.layer_plan import LayerPlan, part_of
-from fp4train.quantize import QuantSpec, packed_bytes
 
 ATTENTION_FORWARD: Final = 0.60
 ATTENTION_BACKWARD: Final = 0.50
@@ -63,7 +62,7 @@ counted here: kernels slower than a copy, gaps between them, norms and rotations
 
 GEMM, QUANTISING, ATTENDING, ELEMENTWISE = "GEMMs", "quantising", "attention", "elementwise"
 HEAD, LOSS, CASTS, COPIES = "GEMMs of the head", "loss", "casts, gradient sums", "copies of FSDP"
-TENSOR, AMAX, AGAIN = "tensor collectives", "amax over tensor ranks", "recomputation"
+AGAIN = "recomputation"
 """What the seconds of a block and of its ends are spent on."""
 
 FORWARD, BACKWARD = "weight gather, forward", "weight gather, backward"
@@ -76,7 +75,7 @@ Seconds = dict[str, float]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pass:
+class BlockPass:
     """One pass of a block and microbatch on a rank.
 
     Args:
@@ -91,22 +90,6 @@ class Pass:
     @property
     def total(self) -> float:
         return sum(self.seconds.values())
-
-
-@dataclass(frozen=True, kw_only=True)
-class Wire:
-    """The weights of a block between ranks.
-
-    Args:
-        forward, backward: gathers before the two passes.
-        gradients: reduction of their gradients, once per step.
-        copied: bytes that FSDP copies per step.
-    """
-
-    forward: Traffic
-    backward: Traffic
-    gradients: Traffic
-    copied: float
 
 
 class ClusterCost:
@@ -171,6 +154,12 @@ class ClusterCost:
     def fits(self) -> bool:
         return self.memory.total <= USABLE * self.gpu.capacity
 
+    def _wire(self, weights: Sequence[ModelWeight], *, kept: bool = False) -> Wire:
+        repeats = self.workload.execution.recomputed > 0
+        shards = self._group("shard")
+        replicas = self._group("replicate")
+        return weight_traffic(weights, self.mesh, shards, replicas, kept=kept, repeats=repeats)
+
     def _group(self, kind: str) -> Group:
         return Group.along(self.mesh, kind, self.links)
 
@@ -214,19 +203,19 @@ class ClusterCost:
                 seconds[QUANTISING] += row.quantise
         return forward, backward
 
-    def _block(self, kind: Kind) -> tuple[Pass, Pass]:
+    def _block(self, kind: Kind) -> tuple[BlockPass, BlockPass]:
         """(Forward, backward) of a block and microbatch."""
         forward, backward = self._layers(kind.plans, self._tokens)
         forward |= self._between_products(kind.cost.forward, ATTENTION_FORWARD)
         backward |= self._between_products(kind.cost.backward, ATTENTION_BACKWARD)
-        sent_forward, sent_backward = self._tensor_traffic(kind)
+        sent_forward, sent_backward = tensor_traffic(kind, self.workload.row_wise, self.mesh, self._group("tensor"))
         return self._pass(forward, sent_forward), self._pass(backward, sent_backward)
 
-    def _pass(self, seconds: Seconds, sent: Mapping[str, Traffic]) -> Pass:
+    def _pass(self, seconds: Seconds, sent: Mapping[str, Traffic]) -> BlockPass:
         exposed = {name: traffic.seconds for name, traffic in sent.items()}
         if self.mesh.hides_tensor and TENSOR in exposed:
             exposed[TENSOR] = max(0.0, exposed[TENSOR] - seconds[GEMM])
-        return Pass(seconds=seconds | exposed, sent=sent)
+        return BlockPass(seconds=seconds | exposed, sent=sent)
 
     def _between_products(self, work: PassWork, attention_share: float) -> Seconds:
         """Attention, and the operations between the products: by their bytes or their arithmetic."""
@@ -241,76 +230,6 @@ class ClusterCost:
             ATTENDING: work.attention / (self.gpu.peaks["BF16"] * attention_share * rate),
             ELEMENTWISE: max(moved / ranks / self._copy, flops),
         }
-
-    def _tensor_traffic(self, kind: Kind) -> tuple[dict[str, Traffic], dict[str, Traffic]]:
-        """(Forward, backward) of tensor parallelism in a block and microbatch.
-
-        Forward gathers the inputs of column-wise layers and scatters the sums of row-wise ones;
-        backward gathers their dy, scatters dx, and gathers x again for wgrad, since a rank keeps its
-        tokens only. Without sequence parallelism the sums are all-reduced and nothing else is sent.
-        Of routed experts the input of the router, dy, and both sums are sent, once for all layers;
-        their operands are not quantised before.
-        """
-        plans = [plan for plan in kind.plans if not plan.layer.experts]
-        row_wise = [plan for plan in plans if plan.layer.name in self.workload.row_wise]
-        column_wise = [plan for plan in plans if plan.layer.name not in self.workload.row_wise]
-        if self.mesh.tensor == 1 or not row_wise:
-            return {}, {}
-        routed = len(plans) < len(kind.plans)
-        stream = kind.cost.input / self.mesh.context
-        sums = stream if self.mesh.joined else 2 * stream
-        # Layers come in as many groups of one input as there are sums.
-        gathered = column_wise[: len(row_wise)]
-        again = gathered if self.mesh.joined else column_wise
-        forward = [sums] * len(row_wise)
-        backward = [sums] * len(again)
-        if self.mesh.sequence:
-            forward += [_sent(stream, plan.fprop.operands.first) for plan in gathered]
-            backward += [_sent_twice(stream, plan.dgrad.operands.first, plan.wgrad.operands.first) for plan in row_wise]
-            backward += [_sent(stream, plan.wgrad.operands.second) for plan in again]
-        else:
-            forward *= 2
-            backward *= 2
-        if routed:
-            of_experts = [stream, 2 * stream] if self.mesh.sequence else [2 * stream, 2 * stream]
-            forward += of_experts
-            backward += of_experts
-        operands_forward = [plan.fprop.operands.first for plan in plans]
-        operands_backward = [plan.dgrad.operands.first for plan in plans]
-        return (
-            self._tensor_pass(forward, operands_forward),
-            self._tensor_pass(backward, operands_backward),
-        )
-
-    def _tensor_pass(self, sizes: Iterable[float], operands: Iterable[QuantSpec | None]) -> dict[str, Traffic]:
-        """Gathers of so many bytes each, and the amaxes of operands that ranks share."""
-        group = self._group("tensor")
-        shared = sum(spec is not None and needs_amax(spec) for spec in operands)
-        amaxes = Traffic(shared * group.gather(8).sent, shared * group.reduce(0.0).seconds)
-        return {TENSOR: sum(map(group.gather, sizes), NOTHING_SENT), AMAX: amaxes}
-
-    def _wire(self, weights: Sequence[ModelWeight], *, kept: bool = False) -> Wire:
-        """Traffic of gathering weights and reducing their gradients.
-
-        Args:
-            kept: whether they stay gathered from forward to backward.
-        """
-        mesh = self.mesh
-        repeats = self.workload.execution.recomputed > 0
-        forward = sum(weight.wire_bytes(mesh) for weight in weights)
-        backward = 0.0
-        if not kept:
-            backward = sum(weight.wire_bytes(mesh, backward=True, repeats=repeats) for weight in weights)
-        elements = sum(weight.of_rank(mesh) for weight in weights)
-        gradients = mesh.reduce_bytes * elements
-        copied = 2 * (mesh.microbatches * (forward + backward) + gradients)
-        shards = self._group("shard")
-        return Wire(
-            forward=shards.gather(forward),
-            backward=shards.gather(backward),
-            gradients=shards.gather(gradients) + self._group("replicate").reduce(4 * elements / mesh.shard),
-            copied=copied if mesh.shard > 1 else 0.0,
-        )
 
     # -- the step ----------------------------------------------------------------------------------
 
@@ -442,18 +361,3 @@ class ClusterCost:
             collectives.append(Collective(name=SENDS, link=stages.link, exposed=tail[SENDS]))
             collectives[-1].add(2 * mesh.microbatches * mesh.virtual, traffic, 0.0)
         return tail, collectives
-
-
-def _sent(stream: float, spec: QuantSpec | None) -> float:
-    """Bytes of a tensor of `stream` BF16 bytes when it is gathered, as codes if it is quantised."""
-    if spec is None:
-        return stream
-    side = 1 << 12
-    return stream / 2 * packed_bytes(spec, side, side) / side**2
-
-
-def _sent_twice(stream: float, row: QuantSpec | None, column: QuantSpec | None) -> float:
-    """Bytes of both forms of a tensor; one tensor in high precision serves both."""
-    if row is None or column is None:
-        return stream
-    return _sent(stream, row) + _sent(stream, column)
