@@ -81,7 +81,7 @@ def test_an_8b_llama_does_not_fit_one_h200_with_moments_in_float32(
     assert run(*words, "train.batch_size=1") == 0
     printed = capsys.readouterr().out
     assert "does not fit" not in printed if said is None else said in printed
-    page = DOCUMENT.partition("Memory is estimated")[2].partition("GPUs: A100")[0]
+    page = DOCUMENT.partition("Memory is estimated")[2].partition("## A mesh of GPUs")[0]
     assert f"{found['memory_bytes_total'] / 2**30:.1f}" in page
 
 
