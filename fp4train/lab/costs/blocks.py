@@ -1,14 +1,15 @@
-"""What a block reads, writes and keeps for backward, from the shapes of one pass on the meta device.
+"""What a block reads, writes and keeps for backward, from the shapes of one pass on the meta
+device.
 
 A block of the real model runs forward and backward once, on tensors without memory, and each
-operation is counted as it is called: the bytes of its inputs and results, and its arithmetic where it
-is a product (a scan's) or a Fourier transform. What GPUs run as one kernel stands in for itself: it
-reads its inputs and writes its results once, and keeps what the kernel keeps:
+operation is counted as it is called: the bytes of its inputs and results, and its arithmetic where
+it is a product (a scan's) or a Fourier transform. What GPUs run as one kernel stands in for itself:
+it reads its inputs and writes its results once, and keeps what the kernel keeps:
 
     planned layer        nothing is read or written, which `rows.py` charges; x is kept for wgrad:
                          q(xᵀ) as packed codes and scales, or in high precision
-    attention            arithmetic alone; keeps q, k, v, the output and a float32 log-sum-exp per row
-                         (FlashAttention, arXiv:2205.14135)
+    attention            arithmetic alone; keeps q, k, v, the output and a float32 log-sum-exp per
+                         row (FlashAttention, arXiv:2205.14135)
     RMSNorm              keeps its input, and a float32 factor per row
     Liger's kernels      where they run (`models/common/liger.py`)
     norms and gates that quantise their results (`nn/produced.py`): those of forward count as
@@ -163,7 +164,12 @@ def _replaced(module: nn.Module, name: str, value: object) -> Iterator[None]:
 class _MetaRun:
     """One pass of a block each way, counted."""
 
-    def __init__(self, layers: Mapping[nn.Module, LayerPlan], row_wise: Collection[str], compiled: bool) -> None:
+    def __init__(
+        self,
+        layers: Mapping[nn.Module, LayerPlan],
+        row_wise: Collection[str],
+        compiled: bool,
+    ) -> None:
         self.counter = WorkCounter()
         self._sharing = not compiled
         self._layers = layers
@@ -175,7 +181,13 @@ class _MetaRun:
         self._repeated: set[int] = set()
         self._last_codes: tuple[int, QuantSpec | None, Tensor] | None = None
 
-    def kernels_of(self, block: nn.Module, liger: bool, norms: ProducedNorms, entrance: nn.Module | None) -> None:
+    def kernels_of(
+        self,
+        block: nn.Module,
+        liger: bool,
+        norms: ProducedNorms,
+        entrance: nn.Module | None,
+    ) -> None:
         """Have kernels run norms, gates and rotations of the block.
 
         Args:
@@ -197,7 +209,14 @@ class _MetaRun:
                 self._replaced.append((part, "of_stream", of_stream))
         self._given = frozenset(given)
 
-    def measure(self, block: nn.Module, inputs: tuple[Any, ...], recipe: Recipe, *, leaves_sum: bool) -> BlockCost:
+    def measure(
+        self,
+        block: nn.Module,
+        inputs: tuple[Any, ...],
+        recipe: Recipe,
+        *,
+        leaves_sum: bool,
+    ) -> BlockCost:
         """Run the block, whose last sum the next block makes if it `leaves_sum`."""
         x = inputs[0].detach().clone().requires_grad_()
         not_kept = {_storage(value) for value in inputs[1:] if isinstance(value, Tensor)}
@@ -226,16 +245,22 @@ class _MetaRun:
         block.zero_grad(set_to_none=True)
         return self._cost(x, kept, forward, counter.work)
 
-    def _cost(self, x: Tensor, kept: Mapping[int, Tensor], forward: PassWork, backward: PassWork) -> BlockCost:
+    def _cost(
+        self,
+        x: Tensor,
+        kept: Mapping[int, Tensor],
+        forward: PassWork,
+        backward: PassWork,
+    ) -> BlockCost:
         *rows, width = x.shape
         stream_shapes = ((*rows, 1), (*rows, width))
-        whole = {key for key, tensor in kept.items() if key in self._repeated or tuple(tensor.shape) in stream_shapes}
+        of_stream = {key for key, tensor in kept.items() if tuple(tensor.shape) in stream_shapes}
+        whole = of_stream | (self._repeated & kept.keys())
         routed: set[int] = set()
         if any(plan.layer.experts for plan in self._layers.values()):
             matrix = (math.prod(rows), width)
-            routed = {
-                key for key, tensor in kept.items() if tuple(tensor.shape) == matrix and tensor.dtype == torch.float32
-            } - whole
+            wide = {key: tensor for key, tensor in kept.items() if tensor.dtype == torch.float32}
+            routed = {key for key, tensor in wide.items() if tuple(tensor.shape) == matrix} - whole
         sizes = {key: tensor.untyped_storage().nbytes() for key, tensor in kept.items()}
         return BlockCost(
             forward=forward,
@@ -248,7 +273,8 @@ class _MetaRun:
 
     def _layer(self, layer: nn.Module, plan: LayerPlan, x: Tensor, *counts: object) -> Tensor:
         """Stand in for a linear layer, or for experts with the `counts` of their rows."""
-        specs = [(gemm.operands.second, features) for gemm, features in plan.products if gemm.name == "wgrad"]
+        wgrads = [(gemm, features) for gemm, features in plan.products if gemm.name == "wgrad"]
+        specs = [(gemm.operands.second, features) for gemm, features in wgrads]
         if specs == [(None, plan.layer.in_features)]:
             kept = x.to(plan.table.torch_dtype)
         else:
@@ -258,9 +284,15 @@ class _MetaRun:
         y: Tensor = LayerStandIn.apply(x, kept, plan.layer.out_features)  # type: ignore[no-untyped-call]
         return y
 
-    def _codes(self, x: Tensor, specs: list[tuple[QuantSpec | None, int]], plan: LayerPlan, given: bool) -> Tensor:
-        """Codes or values of so many channels of x each, as bytes; layers with one spec for all share
-        them, those that are given the codes in any case."""
+    def _codes(
+        self,
+        x: Tensor,
+        specs: list[tuple[QuantSpec | None, int]],
+        plan: LayerPlan,
+        given: bool,
+    ) -> Tensor:
+        """Codes or values of so many channels of x each, as bytes; layers with one spec for all
+        share them, those that are given the codes in any case."""
         whole_layer = plan.layer_backend is not None
         shares = given or not whole_layer or (len(plan.readers) > 1 and shares_x(plan))
         shares = shares and self._sharing and len(specs) == 1

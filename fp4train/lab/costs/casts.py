@@ -1,20 +1,20 @@
-"""Bytes that a step moves between float32 weights, their gradients and the products, on one rank, in
-passes of their own at the speed of a copy.
+"""Bytes that a step moves between float32 weights, their gradients and the products, on one rank,
+in passes of their own at the speed of a copy.
 
 ROUNDED   a weight that no GEMM quantises, to the recipe's dtype: once per step; in each pass of
           compiled blocks, of a weight gathered in float32, and of the only microbatch; the head for
           the loss in every microbatch
-WIDENED   dw of a product in the recipe's dtype, by autograd: in each microbatch where dw is no term of
-          a sum, in compiled blocks, and where a backend writes no float32
-ZEROS     Transformer Engine adds dw to them: once per step, in each microbatch where autograd adds the
-          result; the embedding adds gradients of rows to them in each microbatch
+WIDENED   dw of a product in the recipe's dtype, by autograd: in each microbatch where dw is no term
+          of a sum, in compiled blocks, and where a backend writes no float32
+ZEROS     Transformer Engine adds dw to them: once per step, in each microbatch where autograd adds
+          the result; the embedding adds gradients of rows to them in each microbatch
 ADDED     dw to the gradient: in each microbatch after the first, where its product does not add it;
           gradients of a weight that embedding and head share to each other, in each
 SCALED    the gradient of the head, after the loss: in each microbatch
 
-Products of operands in the recipe's dtype, emulated ones, and Transformer Engine's add dw in float32
-unless that is left to autograd (`Execution.fused`), and so do those between chunks of the loss; these
-bytes overlap with arithmetic and are taken to be hidden.
+Products of operands in the recipe's dtype, emulated ones, and Transformer Engine's add dw in
+float32 unless that is left to autograd (`Execution.fused`), and so do those between chunks of the
+loss; these bytes overlap with arithmetic and are taken to be hidden.
 """
 
 from typing import Final
@@ -35,15 +35,15 @@ SCALED: Final = 4 + 4
 
 OPTIMIZER_BYTES: Final = {8: 36, 4: 24}
 """Bytes moved per parameter and step, by those of the moments: the norm reads the gradient, AdamW
-reads weight, moments and gradient and writes weight and moments; torch's writes the clipped gradient,
-too."""
+reads weight, moments and gradient and writes weight and moments; torch's writes the clipped
+gradient, too."""
 
 CLIPPED: Final = 4
 """Bytes more where a pass before torch's AdamW clips."""
 
 EMBEDDED: Final = 32
-"""Bytes per element of the residual stream that the embedding moves: 8 to look up float32 rows and 6
-to round them, backward 6 to make the gradient float32 and 12 to add it to rows."""
+"""Bytes per element of the residual stream that the embedding moves: 8 to look up float32 rows and
+6 to round them, backward 6 to make the gradient float32 and 12 to add it to rows."""
 
 LAST_NORM: Final = 10
 """Bytes per element of the residual stream of the norm before the head, both ways."""

@@ -1,5 +1,5 @@
-"""The cost of training a model on a mesh of GPUs: memory of a rank, collectives by link, seconds of a
-step, tokens/s.
+"""The cost of training a model on a mesh of GPUs: memory of a rank, collectives by link, seconds of
+a step, tokens/s.
 
 One stage and microbatch take the sum over its blocks of
 
@@ -16,8 +16,8 @@ Gradients are reduced in the last microbatch only. A step is
 
 and no less than the host takes to queue its kernels; recorded steps have none.
 
-GEMMs and quantising: `rows.py`. Passes over weights and gradients beside them, over embedded rows and
-what the head reads, and the optimizer's: `casts.py`.
+GEMMs and quantising: `rows.py`. Passes over weights and gradients beside them, over embedded rows
+and what the head reads, and the optimizer's: `casts.py`.
 """
 
 from collections import Counter, defaultdict
@@ -51,14 +51,15 @@ ATTENTION_BACKWARD: Final = 0.50
 assumed equal."""
 
 FUSED: Final = 0.5
-"""Share of the bytes counted between GEMMs that compiled blocks move, at the speed of a copy: assumed,
-chains of two operations become one."""
+"""Share of the bytes counted between GEMMs that compiled blocks move, at the speed of a copy:
+assumed, chains of two operations become one."""
 
 EAGER: Final = 0.37
 """Speed of torch's operators between GEMMs over that of a copy, where each is a kernel by itself.
 Calibrated: the least squares of the logarithms of three published eager steps (torchtitan on H100,
-and two of arXiv:2610.00053). It stands for all that other people's eager code takes beyond the bytes
-counted here: kernels slower than a copy, gaps between them, norms and rotations in float32."""
+and two of arXiv:2610.00053). It stands for all that other people's eager code takes beyond the
+bytes counted here: kernels slower than a copy, gaps between them, norms and rotations in
+float32."""
 
 GEMM, QUANTISING, ATTENDING, ELEMENTWISE = "GEMMs", "quantising", "attention", "elementwise"
 HEAD, LOSS, CASTS, COPIES = "GEMMs of the head", "loss", "casts, gradient sums", "copies of FSDP"
@@ -80,8 +81,9 @@ class BlockPass:
 
     Args:
         seconds: seconds by what they are spent on, those of `sent` that nothing hides included.
-        sent: what ranks of tensor parallelism send each other: gathers and scatters of the residual stream (TENSOR),
-            and maxima of operands whose scale is that of a tensor on several ranks (AMAX).
+        sent: what ranks of tensor parallelism send each other: gathers and scatters of the residual
+            stream (TENSOR), and maxima of operands whose scale is that of a tensor on several ranks
+            (AMAX).
     """
 
     seconds: Seconds
@@ -171,7 +173,12 @@ class ClusterCost:
         cut = "in" if name in self.workload.row_wise else "out"
         return part_of(plan, cut, self.mesh.tensor, self.workload.segments.get(name, ()))
 
-    def _layers(self, plans: Sequence[LayerPlan], tokens: int, calls: int = 1) -> tuple[Seconds, Seconds]:
+    def _layers(
+        self,
+        plans: Sequence[LayerPlan],
+        tokens: int,
+        calls: int = 1,
+    ) -> tuple[Seconds, Seconds]:
         """(Forward, backward) of linear layers in so many calls of so many tokens."""
         forward: Seconds = {GEMM: 0.0, QUANTISING: 0.0}
         backward: Seconds = {GEMM: 0.0, QUANTISING: 0.0}
@@ -218,7 +225,8 @@ class ClusterCost:
         return BlockPass(seconds=seconds | exposed, sent=sent)
 
     def _between_products(self, work: PassWork, attention_share: float) -> Seconds:
-        """Attention, and the operations between the products: by their bytes or their arithmetic."""
+        """Attention, and the operations between the products: by their bytes or their
+        arithmetic."""
         ranks = self.mesh.tensor * self.mesh.context
         if self.workload.execution.compiled:
             moved = FUSED * (work.operators + work.kernels)
@@ -236,8 +244,8 @@ class ClusterCost:
     def _stage(self, number: int, counts: Counter[int]) -> tuple[Seconds, list[Collective]]:
         """Seconds of all microbatches on one stage, and its collectives.
 
-        Weights outside the blocks are gathered before a forward pass and kept for its backward pass;
-        their gradients are complete when nothing is left to hide behind.
+        Weights outside the blocks are gathered before a forward pass and kept for its backward
+        pass; their gradients are complete when nothing is left to hide behind.
         """
         mesh = self.mesh
         m = mesh.microbatches

@@ -135,8 +135,8 @@ def estimate(
 
 
 def break_even(operands: Operands, gpu: Gpu, *, backend: str = "te") -> int | None:
-    """The smallest n, in steps of 16, from which a product n×n×n with both operands quantised for it
-    alone beats BF16; None if it never does, up to `LARGEST`.
+    """The smallest n, in steps of 16, from which a product n×n×n with both operands quantised for
+    it alone beats BF16; None if it never does, up to `LARGEST`.
 
     In training the two forms of a tensor share reads, which changes this size; the rows of an
     estimate include that.

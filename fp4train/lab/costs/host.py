@@ -7,8 +7,8 @@ from typing import Final
 from fp4train.precision.layer_plan import LayerPlan
 
 OPERATION: Final = 6e-6
-"""Seconds of the host per operation between products that eager torch queues: assumed, of 5 to 10 µs
-from Python."""
+"""Seconds of the host per operation between products that eager torch queues: assumed, of 5 to 10
+µs from Python."""
 
 LAUNCHED: Final = 3e-6
 """Seconds of the host per kernel: a launch of Triton without its JIT, measured on a CPU
@@ -22,12 +22,12 @@ HOST: Final[Mapping[str, float]] = MappingProxyType(
 """Seconds of the host per linear layer, forward and backward, by backend: what Python and torch's
 dispatcher take on a CPU, where kernels only allocate their results, for NVFP4, the slowest recipe
 (scripts/host_time.py, docs/cost-model.md; emulation and reference with their products of 32
-features), and the launches: three products, and four kernels that quantise; in emulation two more of
-each product and one that decodes x."""
+features), and the launches: three products, and four kernels that quantise; in emulation two more
+of each product and one that decodes x."""
 
 EXPERT: Final = 0.6
-"""Share of the host's seconds per linear layer that a further expert of a layer takes: 0.55 to 0.66,
-in emulated NVFP4 and MXFP8 and in BF16 on a CPU (32 experts of 32 features and 32 rows)."""
+"""Share of the host's seconds per linear layer that a further expert of a layer takes: 0.55 to
+0.66, in emulated NVFP4 and MXFP8 and in BF16 on a CPU (32 experts of 32 features and 32 rows)."""
 
 PRODUCT: Final = 0.09
 """Share that one product of an expert takes: 0.08 to 0.09, measured alike."""

@@ -1,7 +1,7 @@
 """How ranks are linked, and the bytes and seconds of a collective.
 
-A link has two speeds: NVLink inside of a domain, the network between domains. Speeds are bytes/s per
-GPU and direction.
+A link has two speeds: NVLink inside of a domain, the network between domains. Speeds are bytes/s
+per GPU and direction.
 
     gather, scatter    (g−1)/g · bytes over NVLink; between n domains (n−1)/n · bytes over the
                        network, shared by the group's members in one domain, each with its own
@@ -10,9 +10,9 @@ GPU and direction.
     latency            LATENCY · log2(g), NVLink or network
 
 Sources of the speeds: A100 DGX A100 data sheet (NVLink 3, 200 Gb/s); H100, H200 DGX H100 data sheet
-(NVLink 4, ConnectX-7 400 Gb/s); B200 DGX B200 data sheet (NVLink 5, 400 Gb/s); GB200 NVL72 data sheet
-(72 GPUs in a domain, ConnectX-7 400 Gb/s); B300 and GB300 data sheets (ConnectX-8, 800 Gb/s). Data
-sheets print both directions together.
+(NVLink 4, ConnectX-7 400 Gb/s); B200 DGX B200 data sheet (NVLink 5, 400 Gb/s); GB200 NVL72 data
+sheet (72 GPUs in a domain, ConnectX-7 400 Gb/s); B300 and GB300 data sheets (ConnectX-8, 800 Gb/s).
+Data sheets print both directions together.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ NVLINK_SHARE: Final = 0.80
 GB/s."""
 
 NETWORK_SHARE: Final = 0.85
-"""Share of the network's speed that large collectives reach: assumed, a little below the 0.9 and more
-of nccl-tests on a network without other traffic."""
+"""Share of the network's speed that large collectives reach: assumed, a little below the 0.9 and
+more of nccl-tests on a network without other traffic."""
 
 LATENCY: Final = MappingProxyType({"NVLink": 3e-6, "network": 8e-6})
-"""Seconds per doubling of the group: assumed, near what nccl-tests prints for 8-byte all-reduces (15
-to 50 µs)."""
+"""Seconds per doubling of the group: assumed, near what nccl-tests prints for 8-byte all-reduces
+(15 to 50 µs)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,14 +116,16 @@ class Group:
 
     @classmethod
     def of(cls, links: Interconnect, size: int, stride: int) -> Group:
-        """`size` ranks whose numbers differ by `stride`, in domains that hold equal parts of them."""
+        """`size` ranks whose numbers differ by `stride`, in domains that hold equal parts of
+        them."""
         most = max(1, links.domain // stride)
         near = max(n for n in range(1, size + 1) if size % n == 0 and n <= most)
         return cls(links=links, size=size, near=near)
 
     @classmethod
     def along(cls, mesh: Mesh, kind: str, links: Interconnect) -> Group:
-        """The ranks of a mesh of one kind: "tensor", "context", "shard", "replicate", "pipeline"."""
+        """The ranks of a mesh of one kind: "tensor", "context", "shard", "replicate",
+        "pipeline"."""
         nearer = _ORDER[: _ORDER.index(kind)]
         stride = math.prod(getattr(mesh, name) for name in nearer)
         return cls.of(links, getattr(mesh, kind), stride)
@@ -182,7 +184,8 @@ class Collective:
     exposed: float = 0.0
 
     def add(self, times: float, traffic: Traffic, exposed: float) -> None:
-        """Add `times` collectives; `exposed`: seconds of each that no computation hides, if above 0."""
+        """Add `times` collectives; `exposed`: seconds of each that no computation hides, if above
+        0."""
         self.sent += times * traffic.sent
         self.seconds += times * traffic.seconds
         self.exposed += times * max(0.0, exposed)

@@ -5,10 +5,10 @@
     gradients         4 bytes; while microbatches add up, those of the whole stage, unsharded
     codes             of weights that stay on the rank: those of its shard, or without shards both
                       forms of every weight
-    activations       what the blocks keep for backward (`blocks.py`), for the microbatches in flight
-    weights in BF16   of layers without a quantised GEMM, cast once per step to the recipe's dtype; not
-                      of weights that shards gather, which are freed after each use; under
-                      torch.compile once per microbatch in flight
+    activations       what the blocks keep for backward (`blocks.py`), of the microbatches in flight
+    weights in BF16   of layers without a quantised GEMM, cast once per step to the recipe's
+                      dtype; not of weights that shards gather, which are freed after each use;
+                      under torch.compile once per microbatch in flight
     unsharded weights two blocks' weights as the GEMMs read them (one runs, one arrives), those
                       outside the blocks, which stay gathered, and the gradients of one block and of
                       those outside
@@ -100,7 +100,12 @@ def _elements(weights: Sequence[ModelWeight], mesh: Mesh) -> float:
     return sum(weight.of_rank(mesh) for weight in weights)
 
 
-def _activations(load: Workload, mesh: Mesh, stage: int, kinds: Sequence[tuple[Kind, int]]) -> float:
+def _activations(
+    load: Workload,
+    mesh: Mesh,
+    stage: int,
+    kinds: Sequence[tuple[Kind, int]],
+) -> float:
     """Bytes for the microbatches in flight; of recomputed blocks the inputs, and one that runs."""
     again = load.execution.recomputed
     kept = sum(
@@ -110,7 +115,12 @@ def _activations(load: Workload, mesh: Mesh, stage: int, kinds: Sequence[tuple[K
     return mesh.in_flight(stage) * kept + again * running
 
 
-def _rounded_weights(load: Workload, mesh: Mesh, stage: int, kinds: Sequence[tuple[Kind, int]]) -> float:
+def _rounded_weights(
+    load: Workload,
+    mesh: Mesh,
+    stage: int,
+    kinds: Sequence[tuple[Kind, int]],
+) -> float:
     """Bytes of the copies of weights in the recipe's dtype."""
     copies = float(mesh.shard == 1)
     if load.execution.compiled:  # graphs save the copy that each pass makes
@@ -130,7 +140,11 @@ def _codes(weights: Sequence[ModelWeight], mesh: Mesh) -> float:
     return sum(weight.resident_bytes(mesh) for weight in weights if weight.forms)
 
 
-def _gathered(blocks: Sequence[Sequence[ModelWeight]], outer: Sequence[ModelWeight], mesh: Mesh) -> float:
+def _gathered(
+    blocks: Sequence[Sequence[ModelWeight]],
+    outer: Sequence[ModelWeight],
+    mesh: Mesh,
+) -> float:
     if mesh.shard == 1:
         return 0.0
     resident = [sum(weight.resident_bytes(mesh) for weight in weights) for weights in blocks]

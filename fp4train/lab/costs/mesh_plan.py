@@ -32,7 +32,8 @@ from fp4train.run.produced import ProducedNorms, produced_by, produced_in
 
 
 class MeshPlan:
-    """A configuration planned on the mesh of its section `parallel`, or with `auto` on the cheapest.
+    """A configuration planned on the mesh of its section `parallel`, or with `auto` on the
+    cheapest.
 
     Args:
         gpus: number of GPUs; None: the product of the sizes in that section.
@@ -57,7 +58,8 @@ class MeshPlan:
         self.gpu = gpu
         self.links = interconnect(gpu)
         self.kernels = kernels_of(config.train, "cuda", elsewhere=True)
-        """Whether Liger's kernels run what lies between the products, and a sentence that says so."""
+        """Whether Liger's kernels run what lies between the products, and a sentence that says
+        so."""
         self.notes: list[str] = []
         self._batch_named = "train.batch_size" in named
         if "train.seq_len" not in named:

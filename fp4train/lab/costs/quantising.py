@@ -1,9 +1,10 @@
-"""The passes over memory that quantise a tensor, by the kernels of Transformer Engine and of fp4train.
+"""The passes over memory that quantise a tensor, by the kernels of Transformer Engine and of
+fp4train.
 
 A tensor is needed in up to two forms: row-wise and column-wise. A pass reads the tensor once and
 measures its amax, or writes one form or both:
 
-    Transformer Engine   one amax pass; one pass for both forms of one family, elements and transform
+    Transformer Engine   one amax pass; one pass for both forms of one family, elements, transform
     fp4train, codes      one amax pass and one pass for both forms where a kernel makes both at once
                          (narrow blocks of x and dy; one scale for the tensor), else one for each
     fp4train, values     emulation multiplies decoded values; of square blocks one form serves both
@@ -42,8 +43,8 @@ def quantise_share(gpu: Gpu) -> float:
     """Share of the bandwidth that Transformer Engine's quantising kernels reach.
 
     From the difference of its GEMM benchmark with and without quantising: on H200 NVL 0.84 (FP8
-    current), on B300 0.50 (MXFP8 and NVFP4, fprop, dgrad and wgrad shapes). Ampere, which has no such
-    formats, uses the value of Hopper.
+    current), on B300 0.50 (MXFP8 and NVFP4, fprop, dgrad and wgrad shapes). Ampere, which has no
+    such formats, uses the value of Hopper.
     """
     return _HOPPER_SHARE if gpu.capability < (10, 0) else _BLACKWELL_SHARE
 
@@ -59,12 +60,18 @@ def code_bytes(spec: QuantSpec, count: int) -> float:
 
 
 def decoded_bytes(spec: QuantSpec) -> int:
-    """Bytes of a decoded element: BF16, or float32 under float32 block scales, whose products are not
-    exact in BF16."""
+    """Bytes of a decoded element: BF16, or float32 under float32 block scales, whose products are
+    not exact in BF16."""
     return 4 if spec.scale == "fp32" and None not in spec.block else 2
 
 
-def te_passes(row: QuantSpec | None, column: QuantSpec | None, count: int, *, read: float = 2) -> Passes:
+def te_passes(
+    row: QuantSpec | None,
+    column: QuantSpec | None,
+    count: int,
+    *,
+    read: float = 2,
+) -> Passes:
     """Passes of Transformer Engine over a tensor of `count` elements of `read` bytes.
 
     NVFP4's Hadamard transform of the column-wise form is a separate kernel with its own read.
@@ -99,8 +106,8 @@ def own_passes(
 
     Args:
         codes: whether codes and scales are written, for native products; else decoded values.
-        source: kind of the `SourceTensors` that are read in the place of the tensor, which has codes
-            of both forms; of "gradients" bytes are per element of each of two tensors.
+        source: kind of the `SourceTensors` that are read in the place of the tensor, which has
+            codes of both forms; of "gradients" bytes are per element of each of two tensors.
         weight: bytes per element that are read of a weight; None: it is x or dy, in BF16.
         kept: whether the column-wise form is written as codes for emulation, too, for backward.
     """
@@ -137,7 +144,14 @@ def _values_serve_both(specs: list[QuantSpec], *, is_weight: bool) -> bool:
     return one_scale and has_pair_kernel(specs[0], specs[1], (False, False))
 
 
-def te_seconds(gpu: Gpu, count: int, row: QuantSpec | None, column: QuantSpec | None, *, read: float = 2) -> float:
+def te_seconds(
+    gpu: Gpu,
+    count: int,
+    row: QuantSpec | None,
+    column: QuantSpec | None,
+    *,
+    read: float = 2,
+) -> float:
     """Time of quantising a tensor by Transformer Engine; None: the form is not needed."""
     return _seconds(gpu, count, te_passes(row, column, count, read=read), quantise_share(gpu))
 
@@ -155,8 +169,8 @@ def own_seconds(
 ) -> float:
     """Time of quantising a tensor by fp4train's kernels; see `own_passes`.
 
-    They are assumed to reach three quarters of the bandwidth of a copy, and no more than Transformer
-    Engine's where they do the same.
+    They are assumed to reach three quarters of the bandwidth of a copy, and no more than
+    Transformer Engine's where they do the same.
     """
     passes = own_passes(row, column, count, codes=codes, source=source, weight=weight, kept=kept)
     share = min(_OWN_SHARE, quantise_share(gpu)) if codes else _OWN_SHARE

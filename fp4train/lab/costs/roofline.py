@@ -1,17 +1,18 @@
 """The time of a product and of a memory pass on a named GPU: a roofline with few parameters.
 
     GEMM, m×n×k      max(2·m·n·k / rate(s), bytes / (bandwidth · COPY)) + LAUNCH,  s = (m·n·k)^(1/3)
-    rate(s)          peak · gemm_share · s / (s + half),  half = EXPOSED · peak · gemm_share / (bandwidth · COPY)
-    a pass           (bytes read + written) / (bandwidth · share) + LAUNCH
+    rate(s)          peak · gemm_share · s / (s + half),  half = EXPOSED · peak · gemm_share /
+    (bandwidth · COPY) a pass           (bytes read + written) / (bandwidth · share) + LAUNCH
 
 `half` is the size at which a GEMM reaches half of its rate. It grows with the rate: loading the
 first tiles, writing the last ones and the partial last wave take a time proportional to the area of
-the matrices in every format, so a faster format needs a larger product to reach its rate. Bytes of a
-pass that fit into the L2 cache move L2_SPEEDUP times faster, since the previous kernel has just
+the matrices in every format, so a faster format needs a larger product to reach its rate. Bytes of
+a pass that fit into the L2 cache move L2_SPEEDUP times faster, since the previous kernel has just
 written them there.
 
-Peaks and bandwidths are published (`hardware.py`); the parameters below are calibrated, each against
-the measurement named with it. `docs/cost-model.md` compares the result with published measurements.
+Peaks and bandwidths are published (`hardware.py`); the parameters below are calibrated, each
+against the measurement named with it. `docs/cost-model.md` compares the result with published
+measurements.
 """
 
 import math
@@ -27,7 +28,8 @@ COPY: Final = 0.90
 
 LAUNCH: Final = 0.7e-6
 """Seconds from the end of one kernel to the start of the next in a queue that is never empty. From
-the sizes at which quantising begins to pay on B200, which depend on it most: near 2048³ for MXFP8 and
+the sizes at which quantising begins to pay on B200, which depend on it most: near 2048³ for MXFP8
+and
 1800³ for NVFP4."""
 
 EXPOSED: Final = 3.0
@@ -50,9 +52,9 @@ def gemm_share(gpu: Gpu, rate: str) -> float:
 
     0.88 (BF16 on H200 at 8192³: 790 of 989 TFLOP/s with the effect of the size; on B200 at 16384³
     near 2000, 4000 and 6000 of 2250, 4500 and 9000 in BF16, MXFP8 and NVFP4), except on Blackwell
-    Ultra. There TE's published benchmark reached 0.72 of the peak in BF16 and 0.71 in MXFP8, and 0.43
-    of the 15 PFLOP/s of NVFP4, which is 0.72 of B200's 9: that benchmark does not show the increase
-    of the FP4 peak by two thirds.
+    Ultra. There TE's published benchmark reached 0.72 of the peak in BF16 and 0.71 in MXFP8, and
+    0.43 of the 15 PFLOP/s of NVFP4, which is 0.72 of B200's 9: that benchmark does not show the
+    increase of the FP4 peak by two thirds.
     """
     if gpu.capability == _BLACKWELL_ULTRA:
         return _GEMM_SHARES_OF_ULTRA.get(rate, _GEMM_SHARE)
@@ -62,8 +64,8 @@ def gemm_share(gpu: Gpu, rate: str) -> float:
 def sustained(gpu: Gpu) -> float:
     """Rate of products in training over that of a short benchmark: clocks fall under a long load.
 
-    Transformer Engine's benchmark on B300 reaches 0.72 of the BF16 peak where short ones on H200 and
-    B200 reach 0.88 (`gemm_share`): 0.72 / 0.88 = 0.82. Rates of B300 and GB300 come from that
+    Transformer Engine's benchmark on B300 reaches 0.72 of the BF16 peak where short ones on H200
+    and B200 reach 0.88 (`gemm_share`): 0.72 / 0.88 = 0.82. Rates of B300 and GB300 come from that
     benchmark and are not lowered again.
     """
     return 1.0 if gpu.capability == _BLACKWELL_ULTRA else _SUSTAINED
@@ -74,7 +76,15 @@ def half_size(gpu: Gpu, rate: str) -> float:
     return EXPOSED * gpu.peaks[rate] * gemm_share(gpu, rate) / (gpu.bandwidth * COPY)
 
 
-def gemm_seconds(gpu: Gpu, elements: str, m: float, n: float, k: float, *, products: int = 1) -> float:
+def gemm_seconds(
+    gpu: Gpu,
+    elements: str,
+    m: float,
+    n: float,
+    k: float,
+    *,
+    products: int = 1,
+) -> float:
     """Time of one product [m, k]·[k, n] of `elements` ("E2M1·E2M1", "BF16"), without quantising.
 
     Args:
@@ -97,6 +107,7 @@ def gemm_seconds(gpu: Gpu, elements: str, m: float, n: float, k: float, *, produ
 
 
 def move_seconds(gpu: Gpu, moved: float, share: float) -> float:
-    """Time of one kernel that reads and writes `moved` bytes and reaches `share` of the bandwidth."""
+    """Time of one kernel that reads and writes `moved` bytes and reaches `share` of the
+    bandwidth."""
     cached = min(moved, gpu.l2)
     return (cached / L2_SPEEDUP + moved - cached) / (gpu.bandwidth * share) + LAUNCH

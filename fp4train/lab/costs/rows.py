@@ -1,14 +1,15 @@
 """The time of each GEMM of a layer: in BF16, as planned, and of quantising its operands.
 
-In a step a layer runs three GEMMs and quantises three tensors, each in the forms that its GEMMs need:
+In a step a layer runs three GEMMs and quantises three tensors, each in the forms that its GEMMs
+need:
 
     x   row-wise for fprop, column-wise for wgrad         once per microbatch
     w   row-wise for fprop, column-wise for dgrad         once per step, from float32
     dy  row-wise for dgrad, column-wise for wgrad         once per microbatch
 
-The time of a tensor is divided equally among its GEMMs, so a row is the full cost of a GEMM. The plan
-decides which GEMMs run on the GPU's low-precision tensor cores; `roofline.py` and `quantising.py`
-compute the seconds.
+The time of a tensor is divided equally among its GEMMs, so a row is the full cost of a GEMM. The
+plan decides which GEMMs run on the GPU's low-precision tensor cores; `roofline.py` and
+`quantising.py` compute the seconds.
 
 A layer's experts are quantised one by one, and multiplied one by one where no call multiplies all.
 """
@@ -47,8 +48,8 @@ rows."""
 
 
 class MadeFrom(NamedTuple):
-    """The kind of `SourceTensors` that x or dy of a layer is quantised from, and the number of layers
-    that take the result."""
+    """The kind of `SourceTensors` that x or dy of a layer is quantised from, and the number of
+    layers that take the result."""
 
     kind: str
     layers: int
@@ -79,8 +80,8 @@ class GemmCost:
         bf16: seconds of the product in BF16.
         gemm: seconds of the product in the recipe.
         quantise: this GEMM's part of quantising its operands; 0 in high precision.
-        emulated: why the GPU's low-precision tensor cores do not run it; None if they do, or nothing
-            is quantised.
+        emulated: why the GPU's low-precision tensor cores do not run it; None if they do, or
+            nothing is quantised.
     """
 
     layer: str
@@ -104,7 +105,8 @@ class GemmCost:
 
     @property
     def loses(self) -> bool:
-        """Whether quantising for the tensor cores costs more than they save; False for emulation."""
+        """Whether quantising for the tensor cores costs more than they save; False for
+        emulation."""
         return self.quantise > 0 and self.emulated is None and self.total > self.bf16
 
 
@@ -144,7 +146,8 @@ def layer_costs(
         microbatches: forward passes per step.
         weight_passes: number of times that a step quantises the whole weight; below 1 if ranks each
             quantise a shard of it.
-        weight_bytes: bytes of an element of the weight that is quantised: float32, or gathered BF16.
+        weight_bytes: bytes of an element of the weight that is quantised: float32, or gathered
+            BF16.
         layers: plans of the layers that may share the x of this one, by name.
         made: operands that norms and gates quantise.
         sharing: whether layers that read one x quantise it once (`shares_x`); not under

@@ -1,5 +1,5 @@
-"""Costs as text or JSON: memory, traffic and seconds of a mesh as one screen, a training step on one
-GPU as a table.
+"""Costs as text or JSON: memory, traffic and seconds of a mesh as one screen, a training step on
+one GPU as a table.
 
 The rows of a step are the parts of `cluster.py` for a plan, beside the same model in BF16:
 
@@ -152,7 +152,11 @@ def cluster_json(title: str, steps: int, cost: ClusterCost) -> dict[str, Any]:
     }
 
 
-def render_candidates(candidates: Sequence[MeshCandidate], shown: Sequence[MeshCandidate], command: str) -> str:
+def render_candidates(
+    candidates: Sequence[MeshCandidate],
+    shown: Sequence[MeshCandidate],
+    command: str,
+) -> str:
     """Meshes of a search, and the command that asks for the best.
 
     Args:
@@ -210,7 +214,11 @@ def _largest(cost: ClusterCost) -> str:
     return f"{name} {_gib(value)} GiB"
 
 
-def step_costs(mesh_plan: MeshPlan, plan: Plan, produced: Sequence[ProducedNorms]) -> list[tuple[str, ClusterCost]]:
+def step_costs(
+    mesh_plan: MeshPlan,
+    plan: Plan,
+    produced: Sequence[ProducedNorms],
+) -> list[tuple[str, ClusterCost]]:
     """(Title, cost of a step) on one GPU: of the model in BF16, then of every stretch of `plan`.
 
     Args:

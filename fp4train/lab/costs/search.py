@@ -1,8 +1,8 @@
 """Every mesh of a number of GPUs, ranked by tokens per second, and what a mesh must divide.
 
-Tried are tensor parallelism inside of an NVLink domain, pipelines, all ways to divide the data ranks
-into shards and replicas, microbatches of 1, 2, 4 and 8 sequences, and recomputation on and off. Where
-a model or a batch cannot be cut as a mesh asks, the problem says what to do.
+Tried are tensor parallelism inside of an NVLink domain, pipelines, all ways to divide the data
+ranks into shards and replicas, microbatches of 1, 2, 4 and 8 sequences, and recomputation on and
+off. Where a model or a batch cannot be cut as a mesh asks, the problem says what to do.
 """
 
 import math
@@ -54,8 +54,8 @@ def candidates(
     like: Mesh,
     recompute: Sequence[bool] = (False, True),
 ) -> list[MeshCandidate]:
-    """Every mesh of `gpus` GPUs that divides a batch of `batch` sequences, fastest first, those that
-    fit before others.
+    """Every mesh of `gpus` GPUs that divides a batch of `batch` sequences, fastest first, those
+    that fit before others.
 
     Args:
         measure: gives the workload of a microbatch of so many sequences on a mesh; None: the run
@@ -144,8 +144,8 @@ def problems(model: nn.Module, weights: list[ModelWeight], mesh: Mesh) -> Iterat
 
 
 def batch_problem(sequences: int, microbatch: int | None, mesh: Mesh) -> str | None:
-    """Why a batch of `sequences` cannot be divided over the data ranks and their microbatches; None if
-    it can."""
+    """Why a batch of `sequences` cannot be divided over the data ranks and their microbatches; None
+    if it can."""
     if sequences % mesh.data:
         low = sequences // mesh.data * mesh.data
         near = [str(size) for size in (low, low + mesh.data) if size]

@@ -1,5 +1,5 @@
-"""What GPUs run as one kernel, on the meta device: functions that read, write and keep what the kernels do, and the
-counter of what operators move."""
+"""What GPUs run as one kernel, on the meta device: functions that read, write and keep what the
+kernels do, and the counter of what operators move."""
 
 from __future__ import annotations
 
@@ -147,6 +147,18 @@ class _Kernel(torch.autograd.Function):
         return *(None,) * 5, *(torch.empty_like(tensor) for tensor in ctx.inputs)
 
 
+def _kernel(
+    counter: WorkCounter,
+    moves: tuple[float, float] | None,
+    keep: Callable[..., tuple[Tensor, ...]],
+    results: int,
+    gradients: int,
+    *inputs: Tensor,
+) -> Any:
+    """The results of a kernel; see `_Kernel`."""
+    return _Kernel.apply(counter, moves, keep, results, gradients, *inputs)  # type: ignore[no-untyped-call]
+
+
 def _per_row(x: Tensor) -> Tensor:
     return x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
 
@@ -179,27 +191,33 @@ class KernelStandIns(Liger):
 
     def add_rms_norm(self, x: Tensor, change: Tensor, weight_D: Tensor, eps: float) -> Any:
         # Both terms have one gradient.
-        return _Kernel.apply(self._counter, None, _keep_sum, 2, 1, x, change)  # type: ignore[no-untyped-call]
+        return _kernel(self._counter, None, _keep_sum, 2, 1, x, change)
 
     def silu_product(self, gate: Tensor, up: Tensor) -> Any:
         moves = (0.0, 0.0) if self._quantise else None
-        return _Kernel.apply(self._counter, moves, _keep_inputs, 1, 2, gate, up)  # type: ignore[no-untyped-call]
+        return _kernel(self._counter, moves, _keep_inputs, 1, 2, gate, up)
 
     def rotate(self, q_BHTE: Tensor, k_BHTE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Any:
-        return _Kernel.apply(self._counter, None, _keep_nothing, 2, 2, q_BHTE, k_BHTE)  # type: ignore[no-untyped-call]
+        return _kernel(self._counter, None, _keep_nothing, 2, 2, q_BHTE, k_BHTE)
 
 
 def _norm(counter: WorkCounter, x: Tensor, moves: tuple[float, float] | None = None) -> Any:
-    return _Kernel.apply(counter, moves, _keep_input, 1, 1, x)  # type: ignore[no-untyped-call]
+    return _kernel(counter, moves, _keep_input, 1, 1, x)
 
 
 def norm_by_backend(counter: WorkCounter, x: Tensor, change: Tensor | None = None) -> Any:
-    """Stand in for a norm whose backend quantises its result; torch makes the sum and its gradient."""
+    """Stand in for a norm whose backend quantises its result; torch makes the sum and its
+    gradient."""
     h = x if change is None else x + change
     return _norm(counter, h, (0.0, _bytes([h, h, h]))), h
 
 
-def norm_in_kernels(counter: WorkCounter, left: bool, x: Tensor, change: Tensor | None = None) -> Any:
+def norm_in_kernels(
+    counter: WorkCounter,
+    left: bool,
+    x: Tensor,
+    change: Tensor | None = None,
+) -> Any:
     """Stand in for a norm that quantises its result: the sum and its gradient are in its kernels.
 
     Args:
@@ -209,15 +227,15 @@ def norm_in_kernels(counter: WorkCounter, left: bool, x: Tensor, change: Tensor 
     moves = (float(summed * x.numel()), (NORM_BACKWARD + ADDED) * x.numel())
     if change is None:
         keep = _keep_input
-        return _Kernel.apply(counter, moves, keep, 2, 1, x, torch.empty_like(x))  # type: ignore[no-untyped-call]
-    return _Kernel.apply(counter, moves, _keep_sum, 2, 1, x, change)  # type: ignore[no-untyped-call]
+        return _kernel(counter, moves, keep, 2, 1, x, torch.empty_like(x))
+    return _kernel(counter, moves, _keep_sum, 2, 1, x, change)
 
 
 class NextNorm:
     """Stands in for the norm of the next block, which makes the last sum of this one."""
 
     def leave(self, x: Tensor, change: Tensor) -> Any:
-        h = _Kernel.apply(WorkCounter(), (0.0, 0.0), _keep_nothing, 1, 1, x, change)  # type: ignore[no-untyped-call]
+        h = _kernel(WorkCounter(), (0.0, 0.0), _keep_nothing, 1, 1, x, change)
         return SimpleNamespace(h=h)
 
 

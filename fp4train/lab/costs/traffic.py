@@ -1,5 +1,5 @@
-"""What ranks of a mesh send each other for one block: its stream between tensor-parallel ranks, its weights and their
-gradients between data ranks."""
+"""What ranks of a mesh send each other for one block: its stream between tensor-parallel ranks, its
+weights and their gradients between data ranks."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -76,7 +76,11 @@ def tensor_traffic(
     )
 
 
-def _tensor_pass(sizes: Iterable[float], operands: Iterable[QuantSpec | None], group: Group) -> dict[str, Traffic]:
+def _tensor_pass(
+    sizes: Iterable[float],
+    operands: Iterable[QuantSpec | None],
+    group: Group,
+) -> dict[str, Traffic]:
     """Gathers of so many bytes each, and the amaxes of operands that ranks share."""
     shared = sum(spec is not None and needs_amax(spec) for spec in operands)
     amaxes = Traffic(shared * group.gather(8).sent, shared * group.reduce(0.0).seconds)

@@ -1,10 +1,11 @@
 """What one rank of a mesh holds and gathers of each weight of a model.
 
-Tensor parallelism splits a layer's outputs (column-wise) or its inputs (row-wise), and the vocabulary
-of embedding and head. FSDP then cuts every weight along its first dimension. Codes of a shard equal
-the shard of the codes only where a shard holds whole blocks of scales: 16 rows for NVFP4, 32 for MX,
-128 for FP8 blocks. Quantised weights whose shards do not are gathered in float32, and the plan names
-them: `precision.gather` decides, for a run and here.
+Tensor parallelism splits a layer's outputs (column-wise) or its inputs (row-wise), and the
+vocabulary of embedding and head. FSDP then cuts every weight along its first dimension. Codes of a
+shard equal the shard of the codes only where a shard holds whole blocks of scales: 16 rows for
+NVFP4, 32 for MX,
+128 for FP8 blocks. Quantised weights whose shards do not are gathered in float32, and the plan
+names them: `precision.gather` decides, for a run and here.
 """
 
 import math
@@ -79,7 +80,8 @@ class ModelWeight:
 
     @property
     def forms(self) -> tuple[QuantSpec, ...]:
-        """The distinct quantised forms: one for square blocks, else a row- and a column-wise one."""
+        """The distinct quantised forms: one for square blocks, else a row- and a column-wise
+        one."""
         if (plan := self.multiplied_by) is None:
             return ()
         row = plan.fprop.operands.second
@@ -103,7 +105,8 @@ class ModelWeight:
         return part_of(plan, ("out", "in")[self.split], mesh.tensor, self.segments)
 
     def wire(self, mesh: Mesh) -> WireForm:
-        """The form in which shards gather it; what lies outside the blocks, and norms, in float32."""
+        """The form in which shards gather it; what lies outside the blocks, and norms, in
+        float32."""
         part = self.part(mesh)
         if part is None or self.block is None or self.block == BEFORE_BLOCKS:
             return WireForm()

@@ -30,8 +30,8 @@ class Execution:
         recomputed: share of the blocks' forward work that backward repeats; 1: only the blocks'
             inputs are kept.
         moment_bytes: bytes of the optimizer's moments per parameter.
-        liger: whether Liger's kernels run the loss and, where they are not compiled, what they can of
-            the blocks.
+        liger: whether Liger's kernels run the loss and, where they are not compiled, what they can
+            of the blocks.
         fused: whether products that can add dw to the gradients do, and the optimizer's pass clips;
             else, as `train.kernels=torch` asks, autograd and a pass before it.
         logit_bytes: bytes moved per logit by a loss in torch's operators.
