@@ -13,12 +13,13 @@ from fp4train.run.determinism import seed_model
 from fp4train.run.evaluate import check_evaluation, evaluate
 from fp4train.run.host import CollectorBetweenSteps
 from fp4train.run.observe import queue_statistics, watching
+from fp4train.run.queued import Numbers, Step, Values
 from fp4train.run.run import Run
 from fp4train.run.step import due, step_rows
 from fp4train.run.supervise.agreement import agree, apply_requests, stop_on_signals
 from fp4train.run.supervise.divergence import DivergedError, follow, verdict
 from fp4train.run.supervise.guard import NonFiniteError
-from fp4train.run.supervise.ledger import Ledger, Numbers, Progress, Step, Values
+from fp4train.run.supervise.ledger import Ledger, Progress
 from fp4train.run.supervise.rescue import keep_what_is_whole, rescue, save, save_at_end
 from fp4train.run.supervise.watch import Alarm, Watch
 

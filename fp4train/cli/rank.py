@@ -36,8 +36,9 @@ from fp4train.config.overrides import Option, read_options
 from fp4train.errors import UserError, user_errors
 from fp4train.lab.analysis.figure import FIGURES, PICTURE, check_out, save, width_of
 from fp4train.lab.studies import figures
+from fp4train.lab.studies.base import RankRequest
 from fp4train.lab.studies.candidates import SECTIONS
-from fp4train.lab.studies.rank import RankRequest, rank
+from fp4train.lab.studies.rank import rank
 from fp4train.lab.studies.ranking import render
 from fp4train.lab.studies.results import RANKING, RankResult, rank_json
 from fp4train.run.host import keep_freed_memory

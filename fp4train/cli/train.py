@@ -51,7 +51,8 @@ from fp4train.run.host import choose_device, keep_freed_memory, libraries
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record import journal
 from fp4train.run.record.trust import check_paths, forget_charts
-from fp4train.run.supervise.divergence import DivergedError, Rewind
+from fp4train.run.supervise.divergence import DivergedError
+from fp4train.run.supervise.loss_history import Rewind
 from fp4train.run.supervise.rescue import explain
 from fp4train.text import tabulate
 from fp4train.track import read_metrics

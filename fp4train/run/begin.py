@@ -24,7 +24,7 @@ from fp4train.run.record import journal
 from fp4train.run.record.journal import Record
 from fp4train.run.record.trust import config_text, lost_records, write_config
 from fp4train.run.run import Run
-from fp4train.run.supervise.divergence import Rewind
+from fp4train.run.supervise.loss_history import Rewind
 from fp4train.sealed import CONFIG_LIMIT
 from fp4train.text import printable
 from fp4train.track import mend

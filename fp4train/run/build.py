@@ -42,13 +42,16 @@ from fp4train.run.fuse import compile_blocks, fuse
 from fp4train.run.graphs import check_plan, recorded
 from fp4train.run.host import choose_device
 from fp4train.run.initial import load_init
+from fp4train.run.observe import hooks
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record.formats import check_formats
 from fp4train.run.record.generation import belongs_to, keep_generation
 from fp4train.run.record.journal import read_journal, read_swaps, recorded_formats
 from fp4train.run.record.trust import check_belongs, identity_of
 from fp4train.run.run import Run
+from fp4train.run.step import EagerSteps
 from fp4train.run.supervise.divergence import take_over
+from fp4train.run.supervise.saving import Saver
 from fp4train.run.teacher import load_teacher
 from fp4train.track import NullTracker
 
@@ -308,7 +311,7 @@ def assemble(config: Config, place: Path, timeline: Timeline, world: World, *, d
         pipeline.copy_tied()
         optimizer.register_step_post_hook(lambda *_: pipeline.copy_tied())
     scaling = config.recipe.loss_scaling
-    return Run(
+    new = Run(
         config=config,
         directory=config.run.dir,
         device=world.device,
@@ -329,6 +332,15 @@ def assemble(config: Config, place: Path, timeline: Timeline, world: World, *, d
         teacher=teacher,
         world=world,
     )
+    return equipped(new)
+
+
+def equipped(run: Run) -> Run:
+    """`run`, new or a copy with other parts, with what writes its checkpoints, queues its steps, and follows them."""
+    run.saver = Saver(run, run.world.ranks)
+    run.runner = EagerSteps(run)
+    run.hooks = hooks(run)
+    return run
 
 
 def _keep_generation(config: Config, folder: Path, place: Path) -> None:

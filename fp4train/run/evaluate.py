@@ -11,10 +11,11 @@ import torch
 
 from fp4train.precision import Recipe
 from fp4train.precision.plan import PlannedStretch
+from fp4train.run.finite import first_non_finite
+from fp4train.run.queued import Values
 from fp4train.run.run import Run
 from fp4train.run.step import losses, microbatch
-from fp4train.run.supervise.guard import NonFiniteError, first_non_finite
-from fp4train.run.supervise.ledger import Values
+from fp4train.run.supervise.guard import NonFiniteError
 
 _log = logging.getLogger(__name__)
 

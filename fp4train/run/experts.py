@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from fp4train.models.common.experts import BALANCE, DROPPED, Z
+from fp4train.run.queued import Numbers, Step, Values
 from fp4train.run.step import due
-from fp4train.run.supervise.ledger import Numbers, Step, Values
 
 if TYPE_CHECKING:
     from fp4train.run.run import Run

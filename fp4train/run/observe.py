@@ -28,10 +28,10 @@ from fp4train.optim.oscillation import Watched, follow, values_of, why_not
 from fp4train.precision import Recipe
 from fp4train.quantize.random import MEASUREMENT, RandomKey
 from fp4train.run.determinism import seed_model
-from fp4train.run.experts import Routed
+from fp4train.run.experts import Routed, even_out
 from fp4train.run.produced import check_asked
-from fp4train.run.step import Queued, microbatch_share, step_rows, train_losses
-from fp4train.run.supervise.ledger import Numbers, Step, Values
+from fp4train.run.queued import Numbers, Queued, Step, Values
+from fp4train.run.step import eagerly, microbatch_share, step_rows, train_losses
 from fp4train.track.statistics import GRADIENT, OPERAND, Statistics
 
 if TYPE_CHECKING:
@@ -43,6 +43,14 @@ THRESHOLD: Final = math.sqrt(3)
 """Least ratio of the gradient's norm to that of its noise."""
 
 
+def hooks(run: Run) -> list[Callable[[Run, Step], None]]:
+    """Functions that are called with each step after it is queued: a check of the first one, and those that the
+    configuration turns on."""
+    routed = isinstance(run.model, Routed)
+    watched = run.config.oscillation.every > 0
+    return [check_layers, *[even_out] * routed, *[reset_oscillating] * watched]
+
+
 @contextmanager
 def watching(run: Run, recipe: Recipe) -> Iterator[WatchedLayers]:
     """A context in which `run.runner` queues the step that `run.step` is at, to be measured: gives the operands of each
@@ -52,7 +60,7 @@ def watching(run: Run, recipe: Recipe) -> Iterator[WatchedLayers]:
     them: there an eager pass before the step is measured.
     """
     compiled = run.config.train.compile
-    with run.eagerly(), watch_operands([(module.layer, module) for module in run.linears]) as watched:
+    with eagerly(run), watch_operands([(module.layer, module) for module in run.linears]) as watched:
         if not compiled:
             yield watched
         else:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fp4train.checkpoint import Checkpoint, StoredTensors, escaped, unflatten
 from fp4train.nn.executors import saved_tensor
 from fp4train.parallel.held import Inventory
-from fp4train.run.supervise.guard import first_non_finite
+from fp4train.run.finite import first_non_finite
 from fp4train.shards import RowOrder, order_of, row_orders
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -30,8 +30,7 @@ from fp4train.precision import GEMMS, Timeline
 from fp4train.precision.layers import Layer, find_blocks, find_layers
 from fp4train.precision.plan import Plan, PlannedStretch, make_plan
 from fp4train.precision.report import gathers
-from fp4train.run.experts import Routed, even_out
-from fp4train.run.observe import check_layers, reset_oscillating
+from fp4train.run.queued import Step, StepRunner
 from fp4train.run.record.inbox import Inbox
 from fp4train.run.record.journal import Journal, SwapEntry
 from fp4train.run.restored import (
@@ -43,10 +42,8 @@ from fp4train.run.restored import (
     restored,
     state_orders,
 )
-from fp4train.run.step import EagerSteps, StepRunner
-from fp4train.run.supervise.divergence import Divergence
-from fp4train.run.supervise.ledger import Step
-from fp4train.run.supervise.saving import Saver
+from fp4train.run.supervise.checkpoints import Checkpoints
+from fp4train.run.supervise.loss_history import Divergence
 from fp4train.run.teacher import Teacher
 from fp4train.shards import RowOrder
 from fp4train.text import first_line
@@ -73,6 +70,10 @@ class Run:
         counters: `step` on the device while a step is recorded (`step_graph.py`); None: the host's.
         called: the layers that were called in the first step; None after it.
         world: the ranks that train it. Only the lead's record, tracker and checkpoints are written.
+
+    Attributes:
+        saver: writes its checkpoints. runner: queues its steps.
+        hooks: functions that are called with each step after it is queued.
     """
 
     config: Config
@@ -102,25 +103,19 @@ class Run:
     counters: torch.Tensor | None = None
     called: dict[object, bool] | None = field(default_factory=dict)
     world: World = field(default_factory=lambda: World(device=torch.device("cpu")))
+    saver: Checkpoints = field(init=False, repr=False, compare=False)
+    runner: StepRunner = field(init=False, repr=False, compare=False)
+    hooks: list[Callable[[Run, Step], None]] = field(default_factory=list, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        self.saver = Saver(self, self.world.ranks)
         self.inbox = Inbox(self.folder)
         self.journal = Journal(self.folder, None)
         """The lead's; empty on other ranks, and before the run begins."""
         self.feed = Feed(self.train_data, self.device)
         self.divergence = Divergence()
-        self.runner: StepRunner = EagerSteps(self)
         self._regions: list[tuple[LayerBackend, list[Table]]] = []
         self._high: tuple[PlannedStretch, PlannedStretch] | None = None
         """A stretch, and what `in_high_precision` gave for it."""
-
-    @cached_property
-    def hooks(self) -> list[Callable[[Run, Step], None]]:
-        """Functions that are called with each step after it is queued: a check of the first one, and those that the
-        configuration turns on."""
-        routed, watched = isinstance(self.model, Routed), self.config.oscillation.every > 0
-        return [check_layers, *[even_out] * routed, *[reset_oscillating] * watched]
 
     @property
     def share(self) -> int:
@@ -184,16 +179,6 @@ class Run:
         for backend, tables in self._regions:
             stack.enter_context(backend.region(tables, self.world.peers))
         return stack
-
-    @contextmanager
-    def eagerly(self) -> Iterator[None]:
-        """A context in which every module runs by itself and no step is recorded, so that hooks see all tensors."""
-        runner, self.runner = self.runner, EagerSteps(self)
-        try:
-            with torch.compiler.set_stance("force_eager") if self.config.train.compile else nullcontext():
-                yield
-        finally:
-            self.runner = runner
 
     @property
     def layers(self) -> Mapping[str, Layer]:

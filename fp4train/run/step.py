@@ -15,8 +15,8 @@ rounding to float32 at the end removes the difference. One rank sums as many do:
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from fp4train.parallel.tensor import copies
 from fp4train.parallel.world import World
 from fp4train.precision import Recipe
 from fp4train.precision.context import Context, use
+from fp4train.run.queued import Queued
 from fp4train.shards import local
 
 if TYPE_CHECKING:
@@ -38,22 +39,6 @@ Scaling = dict[str, dict[str, Tensor]]
 
 _PIECE = 1 << 16
 """Elements of a tensor on a CPU that are cast at once: half a megabyte, which stays in the cache."""
-
-
-class Queued(NamedTuple):
-    """The results of a queued step, on the device."""
-
-    names: list[str]
-    """The parameters that have gradients."""
-    numbers: Tensor
-    """Mean loss, norm of all gradients, norm of each (of this rank's part of it), float32."""
-
-
-class StepRunner(Protocol):
-    """Queues optimizer steps."""
-
-    def step(self, recipe: Recipe, rows: Iterable[Rows]) -> Queued:
-        """Queue the step that `run.step` is at, on its microbatches."""
 
 
 class EagerSteps:
@@ -86,6 +71,18 @@ class EagerSteps:
         step_unless(run.optimizer, run.failed, divisor)
         run.optimizer.zero_grad(set_to_none=True)
         return Queued(list(trained), torch.cat((torch.stack((loss, norm)), norms)))
+
+
+@contextmanager
+def eagerly(run: Run) -> Iterator[None]:
+    """A context in which every module of `run` runs by itself and no step is recorded, so that hooks see all
+    tensors."""
+    runner, run.runner = run.runner, EagerSteps(run)
+    try:
+        with torch.compiler.set_stance("force_eager") if run.config.train.compile else nullcontext():
+            yield
+    finally:
+        run.runner = runner
 
 
 def due(step: int, every: int, steps: int) -> bool:

@@ -33,7 +33,8 @@ from fp4train.precision import Recipe
 from fp4train.precision.layers import find_blocks
 from fp4train.precision.plan import PlannedStretch
 from fp4train.quantize.random import write_step_counters
-from fp4train.run.step import EagerSteps, Queued, Scaling
+from fp4train.run.queued import Queued
+from fp4train.run.step import EagerSteps, Scaling
 from fp4train.text import first_line
 
 if TYPE_CHECKING:

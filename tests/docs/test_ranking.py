@@ -8,8 +8,8 @@ import pytest
 
 from fp4train.cli import main
 from fp4train.cli.rank import OPTIONS
+from fp4train.lab.studies.base import RankRequest
 from fp4train.lab.studies.intervals import quantile
-from fp4train.lab.studies.rank import RankRequest
 from fp4train.lab.studies.sequential import ALPHA, needed, share
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "ranking.md").read_text(encoding="utf-8")

@@ -139,7 +139,8 @@ def test_utilisation_is_logged_without_evaluations_and_checkpoints(cli: Cli, mon
 
         return call
 
-    monkeypatch.setattr("fp4train.run.supervise.ledger.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    for module in ("supervise.ledger", "queued"):
+        monkeypatch.setattr(f"fp4train.run.{module}.time", SimpleNamespace(perf_counter=lambda: clock[0]))
     monkeypatch.setattr(Run, "peak_tokens_per_s", lambda run: 1024.0)
     for name, seconds in (("train_step", 0.5), ("evaluate", 100.0), ("save", 10.0)):
         monkeypatch.setattr(loop, name, taking(seconds, getattr(loop, name)))

@@ -17,7 +17,6 @@ connection closes, and its processes end after the fork that they are at.
 from __future__ import annotations
 
 import logging
-import math
 import multiprocessing
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,58 +24,29 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from omegaconf import OmegaConf
 
-from fp4train.config import Config, plain, plugins, to_config
+from fp4train.config import plain, plugins, to_config
 from fp4train.data import Loader
 from fp4train.errors import UserError, user_errors
 from fp4train.hardware import Device
+from fp4train.lab.studies.base import Base, Branch, ForkSettings, RankRequest
 from fp4train.lab.studies.candidates import RecipeCandidate
-from fp4train.lab.studies.subject import Subject, digest, open_subject
+from fp4train.lab.studies.subject import Subject, open_subject
 from fp4train.optim.schedule import Schedule
-from fp4train.precision import Timeline
 from fp4train.precision.layers import find_layers
-from fp4train.precision.plan import Plan
-from fp4train.run.build import build_plan, build_timeline
+from fp4train.run.build import build_plan, build_timeline, equipped
 from fp4train.run.evaluate import check_evaluation, microbatch_losses
+from fp4train.run.queued import Step, Values
 from fp4train.run.record.directory import read_config
 from fp4train.run.record.trust import check_paths, saved_with
 from fp4train.run.run import Run
 from fp4train.run.supervise.guard import NonFiniteError
-from fp4train.run.supervise.ledger import Ledger, Step, Values
-from fp4train.text import check_choice, check_least
+from fp4train.run.supervise.ledger import Ledger
 from fp4train.train import train_step
-
-if TYPE_CHECKING:
-    from fp4train.lab.studies.rank import Base, RankRequest
-
-SCHEDULES = ("linear", "own")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ForkSettings:
-    """The settings that all forks of a ranking share.
-
-    Args:
-        steps: optimizer steps of a fork.
-        schedule: "linear": from `lr` to zero over the steps; "own": the run's schedule from the checkpoint's step on.
-        lr: learning rate of the first step.
-        batches: validation batches.
-    """
-
-    steps: int
-    schedule: str
-    lr: float
-    batches: int
-
-    def __post_init__(self) -> None:
-        check_choice("schedule", self.schedule, SCHEDULES)
-        check_least(self, "", "steps", "batches")
-        if not 0 < self.lr < math.inf:
-            raise ValueError(f"lr={self.lr} must be a positive number")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,31 +80,6 @@ class ToZero(Schedule):
 
     def factor(self, step: int, steps: int) -> float:
         return self.start * (1 - step / steps)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Branch:
-    """A candidate made ready for a subject: its forks differ in their seeds only."""
-
-    candidate: RecipeCandidate
-    config: Config
-    timeline: Timeline
-    plan: Plan
-
-    @property
-    def signature(self) -> tuple[object, ...]:
-        """The computation, whatever the recipes are called: equal for candidates whose forks are equal."""
-        return tuple(
-            (s.start, s.stop, s.recipe.dtype, name, *each)
-            for s in self.plan.stretches
-            for name, layer in s.layers.items()
-            for each in layer.computation
-        )
-
-    @property
-    def key(self) -> str:
-        """The name of its forks in a record, whatever the candidate is called."""
-        return digest(self.signature)[:16]
 
 
 def open_checkpoint(
@@ -187,7 +132,7 @@ def begin(subject: Subject, branch: Branch, settings: ForkSettings, number: int)
     assert subject.start is not None
     config = replace(branch.config, run=replace(branch.config.run, seed=fork_seed(subject.run.config.run.seed, number)))
     batches = subject.run.train_data
-    run = replace(
+    forked = replace(
         subject.run,
         config=config,
         train_data=Loader(batches.tokens, batch_size=batches.batch_size, seq_len=batches.seq_len, seed=config.run.seed),
@@ -196,6 +141,7 @@ def begin(subject: Subject, branch: Branch, settings: ForkSettings, number: int)
         mid_update=False,
         failed=None,
     )
+    run = equipped(forked)
     run.restore(subject.start)  # read anew: the optimizer takes the moments themselves, and a fork changes them
     scaling = config.recipe.loss_scaling
     if subject.run.config.recipe.loss_scaling is None or scaling is None:

@@ -33,8 +33,9 @@ from fp4train.lab.studies.subject import Subject
 from fp4train.nn.planned import PlannedLayer
 from fp4train.precision.layers import find_blocks
 from fp4train.precision.plan import Plan
-from fp4train.run.step import microbatch_share, microbatches, step_rows
-from fp4train.run.supervise.guard import first_non_finite, first_non_finite_output
+from fp4train.run.finite import first_non_finite
+from fp4train.run.step import eagerly, microbatch_share, microbatches, step_rows
+from fp4train.run.supervise.guard import first_non_finite_output
 
 KEPT_BYTES = 1 << 30
 """References are kept for the next part up to this size; those of one group always are."""
@@ -193,7 +194,7 @@ class GradientMeter:
         model.zero_grad(set_to_none=True)
         torch.manual_seed(batch)  # dropout, if the model has some, drops the same in every part
         total, outputs = 0.0, []
-        with self._outputs() as latest, run.eagerly(), run.region():
+        with self._outputs() as latest, eagerly(run), run.region():
             for rows in microbatches(run, recipe, step_rows(run)):
                 loss = rows.loss(model)
                 outputs += latest[-1:]

@@ -27,6 +27,8 @@ EVERY_LAYER = LayerPolicy(first=0, last=0)
 WHOLE, NOTHING, BASELINE, OF_THE_RUN = "everything", "nothing", "reference", "policy of the run"
 CHOSEN = "chosen policy"
 GEMM, OPERAND, LAYER, CELL = "gemm", "operand", "layer", "cell"
+KINDS = {GEMM: "GEMMs", OPERAND: "operands", LAYER: "layers"}
+"""Kinds of parts of a recipe, in the plural."""
 """Kinds of parts; the name of a part is its kind, "/" and what is quantised, or the words above."""
 
 

@@ -10,11 +10,10 @@ forks that those asked for have, and each new table is counted as a look (`fp4tr
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -22,12 +21,12 @@ from fp4train import checkpoint
 from fp4train.config import plain
 from fp4train.config.schema import Config
 from fp4train.errors import UserError, user_errors
+from fp4train.lab.studies.base import Base, ForkSettings, RankRequest
 from fp4train.lab.studies.candidates import SECTIONS, Axis, candidates, sweep_axes
-from fp4train.lab.studies.forks import Branch, Fork, ForkSettings, Job, Pool, branch, here, open_checkpoint
+from fp4train.lab.studies.forks import Fork, Job, Pool, branch, here, open_checkpoint
 from fp4train.lab.studies.ranking import Entry, Ranking
-from fp4train.lab.studies.record import MEASUREMENTS, Shown, StudyRecord, open_record, study_progress
+from fp4train.lab.studies.record import Shown, StudyRecord, open_record, study_progress
 from fp4train.lab.studies.sequential import Looks
-from fp4train.lab.studies.subject import STUDIES, Subject, digest
 from fp4train.run.checks import learning_rate, nothing_quantised
 from fp4train.run.record import directory as run_directory
 
@@ -35,99 +34,6 @@ _log = logging.getLogger(__name__)
 
 _THREADS = "threads"
 """The record's entry for the number of threads, on which the last bits of a sum depend."""
-
-
-MOST = 10_000
-"""Forks of a candidate, or processes, beyond this are a slip of the hand."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankRequest:
-    """The question that a ranking answers.
-
-    Args:
-        runs, steps_at: the checkpoints: of every run those of these steps; None: the newest.
-        sweep: "recipe=a,b", "policy=…", …: the candidates; the first combination is the reference.
-        forks: for each candidate at each checkpoint.
-        steps, schedule, lr, batches: see `ForkSettings`; None: for `lr` the rate of the checkpoint, for `batches` the
-            run's, for `steps` 24, or with schedule="own" the rest of the run.
-        margin: nats per token; differences below it do not matter.
-        processes: that make forks at the same time.
-        out: the folder of the ranking; None: one in RUN/studies.
-        packages, folders: of the user's own classes and options.
-        paths: full key → path, of what the runs' configurations have elsewhere, or name and this user did not.
-    """
-
-    runs: Sequence[Path]
-    steps_at: Sequence[int | None] = (None,)
-    sweep: Sequence[str]
-    forks: int = 6
-    steps: int | None = None
-    schedule: str = "linear"
-    lr: float | None = None
-    batches: int | None = None
-    margin: float = 0.0005
-    processes: int = 1
-    out: Path | None = None
-    packages: Sequence[str] = ()
-    folders: Sequence[Path] = ()
-    paths: Mapping[str, str | None] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for name in ("forks", "processes"):
-            value = getattr(self, name)
-            if not 1 <= value <= MOST:
-                raise ValueError(f"{name}={value} must be at {'least 1' if value < 1 else f'most {MOST}'}")
-        if not 0 <= self.margin < float("inf"):
-            raise ValueError(f"margin={self.margin} must be a number of nats per token, 0 or more")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Base:
-    """A checkpoint.
-
-    Args:
-        source, step: the run directory, and the step.
-        settings: of its forks.
-        run: identity of the run; copies of a run have the same.
-        trained: the name of the recipe that the run is trained in.
-        tokens: of the validation batches.
-        identity: of its record.
-        branches: the candidates, in the order of the sweep.
-        subject: the open checkpoint; None: it is opened again when forks are made.
-    """
-
-    source: Path
-    step: int
-    settings: ForkSettings
-    run: str
-    trained: str
-    tokens: int
-    identity: Mapping[str, Any] = field(repr=False, default_factory=dict)
-    branches: Sequence[Branch] = field(repr=False, default=())
-    subject: Subject | None = field(repr=False, default=None)
-
-    @property
-    def title(self) -> str:
-        """ "runs/a, step 200"."""
-        return f"{self.source}, step {self.step}"
-
-    @property
-    def mark(self) -> str:
-        """The mark in the name of its folder: forks of another checkpoint, or with other settings, have another one."""
-        subject = {key: self.identity[key] for key in ("run", "step", "weights", "data", "device")}
-        return digest([{**subject, "settings": None}, self.settings])[:8]
-
-    @property
-    def folder(self) -> Path:
-        """The folder of its rankings."""
-        return self.source / STUDIES / f"rank-{self.step}-{self.mark}"
-
-    @property
-    def elsewhere(self) -> int:
-        """The number of other rankings of the run at this step, with other settings."""
-        found = (self.source / STUDIES).glob(f"rank-{self.step}-*/{MEASUREMENTS}")
-        return sum(path.parent != self.folder for path in found)
 
 
 def open_bases(request: RankRequest) -> list[Base]:

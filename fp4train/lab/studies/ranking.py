@@ -9,17 +9,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from fp4train.lab.studies.base import Base
 from fp4train.lab.studies.candidates import FLOOR
 from fp4train.lab.studies.forks import Fork
 from fp4train.lab.studies.intervals import CONFIDENCE, Estimate, estimate, over_units, quantile, spikes
-from fp4train.lab.studies.results import VERDICTS
-from fp4train.lab.studies.sequential import ALPHA, Found, Pair, compare, groups, needed, share
+from fp4train.lab.studies.sequential import ALPHA, VERDICTS, Found, Pair, compare, groups, needed, share
 from fp4train.text import columns, p_value, screen, tabulate
-
-if TYPE_CHECKING:
-    from fp4train.lab.studies.rank import Base
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,8 @@ from fp4train.files import Folder
 from fp4train.lab.analysis.figure import plain
 from fp4train.lab.studies.findings import Finding
 from fp4train.lab.studies.intervals import CONFIDENCE, Estimate
-from fp4train.lab.studies.sequential import ALPHA
+from fp4train.lab.studies.parts import KINDS
+from fp4train.lab.studies.sequential import ALPHA, VERDICTS
 from fp4train.lab.studies.subject import STUDIES
 from fp4train.lab.studies.tradeoff import Point
 from fp4train.sealed import identity, unsealed
@@ -23,9 +24,6 @@ if TYPE_CHECKING:
     from fp4train.lab.studies.summary import SensitivityReport
 
 RANKING, SENSITIVITY = "rank.json", "sensitivity.json"
-KINDS = {"gemm": "GEMMs", "operand": "operands", "layer": "layers"}
-"""Kinds of parts of a recipe, in the plural."""
-VERDICTS = {"different": "told apart", "here": "told apart here", "alike": "alike", "open": "not told apart"}
 MEASURED = ("nmse", "variance", "bias2", "cosine", "loss", "output")
 NEEDED = ("nmse", "cosine", "loss")
 """The estimates of a part, and those among them that every part has."""

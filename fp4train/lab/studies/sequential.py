@@ -46,6 +46,8 @@ from fp4train.lab.studies.intervals import Estimate, estimate, holm, over_units
 from fp4train.lab.studies.record import StudyRecord
 from fp4train.lab.studies.subject import digest
 
+VERDICTS = {"different": "told apart", "here": "told apart here", "alike": "alike", "open": "not told apart"}
+"""Verdicts on a pair (`Pair.verdict`), as tables write them."""
 ALPHA = 0.05
 _FIRST = 0.8
 """The share of the first look."""

@@ -7,8 +7,7 @@ import yaml
 
 from fp4train.lab.studies.findings import Finding, Judgement, Sensitivity
 from fp4train.lab.studies.intervals import CONFIDENCE
-from fp4train.lab.studies.parts import GEMM, LAYER, NOTHING, OF_THE_RUN, OPERAND, WHOLE
-from fp4train.lab.studies.results import KINDS
+from fp4train.lab.studies.parts import GEMM, KINDS, LAYER, NOTHING, OF_THE_RUN, OPERAND, WHOLE
 from fp4train.lab.studies.subject import Subject
 from fp4train.lab.studies.tradeoff import Tradeoff
 from fp4train.precision import LayerPolicy

@@ -23,11 +23,12 @@ from typing import Any
 
 from fp4train.errors import DataError
 from fp4train.run.host import peak_memory
+from fp4train.run.queued import Values
 from fp4train.run.record.change import follow_swaps, pick_up_swaps
 from fp4train.run.run import Run
 from fp4train.run.step import own_rows
 from fp4train.run.supervise.divergence import divergence_request, end_or_rewind
-from fp4train.run.supervise.ledger import Ledger, Values
+from fp4train.run.supervise.ledger import Ledger
 from fp4train.run.supervise.rescue import refuse, report, save
 from fp4train.run.supervise.watch import Watch
 

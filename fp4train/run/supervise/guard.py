@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from fp4train.errors import UserError
 from fp4train.precision import Recipe
-from fp4train.run.step import losses, microbatches, step_rows
-from fp4train.shards import local
+from fp4train.run.finite import first_non_finite
+from fp4train.run.step import eagerly, losses, microbatches, step_rows
 
 if TYPE_CHECKING:
     from fp4train.run.run import Run
@@ -51,27 +51,6 @@ class NonFiniteError(UserError):
         self.of_state = of_state
 
 
-def first_non_finite(tensors: Mapping[str, Tensor]) -> str | None:
-    """The name of the first tensor that holds a NaN or an infinity; None if all are finite. Of a tensor that is cut
-    over ranks this rank's part is looked at.
-
-    Largest magnitudes, which a NaN makes NaN, a few fused kernels and one number brought to the host.
-    """
-    parts = {name: local(t.detach()) for name, t in tensors.items()}
-    floating = {name: t for name, t in parts.items() if t.is_floating_point() and t.numel()}
-    if not floating:
-        return None
-    largest = torch._foreach_norm(list(floating.values()), torch.inf)
-    if bool(torch.stack([each.float() for each in largest]).isfinite().all()):
-        return None
-    return next(name for name, each in zip(floating, largest, strict=True) if not bool(each.isfinite()))
-
-
-def finite_weights(model: nn.Module) -> bool:
-    """Whether a checkpoint of `model` would be worth having."""
-    return first_non_finite(dict(model.named_parameters())) is None
-
-
 def first_non_finite_output(model: nn.Module, losses: Iterable[Tensor], *, cut: bool = False) -> Origin | None:
     """The first module whose output is not finite while `losses`, an iterator over forward passes, is consumed.
 
@@ -106,7 +85,7 @@ def first_non_finite_output(model: nn.Module, losses: Iterable[Tensor], *, cut: 
 def blame(run: Run, recipe: Recipe) -> str:
     """The first tensor that is not finite in the step that `run.step` is at."""
     run.apply(run.plan.at(run.step))
-    with run.eagerly():
+    with eagerly(run):
         passes = losses(run, microbatches(run, recipe, step_rows(run)))
         where = first_non_finite_output(run.model, passes, cut=run.world.size > 1)
     # Ranks that share a sum see what came from another one: the earliest module of the whole model is where it began.

@@ -20,12 +20,14 @@ from fp4train.errors import LostError, UserError
 from fp4train.hardware import memory_asked, stored_bytes
 from fp4train.parallel.world import AgreedError
 from fp4train.precision.layer_plan import LayerPlan
+from fp4train.run.finite import finite_weights
 from fp4train.run.record.directory import CHECKPOINTS, REMOVED, SAVED
 from fp4train.run.run import Run
+from fp4train.run.supervise.checkpoints import Outcome
 from fp4train.run.supervise.divergence import past_non_finite, rise, worthless
-from fp4train.run.supervise.guard import NonFiniteError, finite_weights
+from fp4train.run.supervise.guard import NonFiniteError
 from fp4train.run.supervise.ledger import Ledger
-from fp4train.run.supervise.saving import PAUSES, Outcome
+from fp4train.run.supervise.saving import PAUSES
 from fp4train.run.supervise.watch import Watch
 
 

@@ -28,7 +28,7 @@ import mmap
 import queue
 from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,8 +40,9 @@ from fp4train import checkpoint
 from fp4train.checkpoint.writing import ENDED
 from fp4train.errors import UserError
 from fp4train.files import Folder
+from fp4train.run.finite import first_non_finite
 from fp4train.run.record import directory as run_directory
-from fp4train.run.supervise.guard import first_non_finite
+from fp4train.run.supervise.checkpoints import Outcome
 from fp4train.shards import TensorShard, owned, separate
 from fp4train.track.config import METRICS
 from fp4train.track.metrics import LIMIT as METRICS_LIMIT
@@ -58,27 +59,6 @@ WAIT_SECONDS = 600.0
 """Longest wait for a checkpoint that is being written; then it is left behind."""
 PAUSES = (0.5, 1.0, 2.0)
 """Seconds before the last checkpoint of a run is tried again."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """The outcome of one checkpoint: written, or why not.
-
-    Args:
-        step: optimizer steps done at it.
-        problem: why it could not be written; None if it was, at least to `checkpoint.also`.
-        bad: the tensor that is not finite, in which case nothing was written.
-        removed: the checkpoints of the run are ruined from `step` on, and all are removed.
-    """
-
-    step: int
-    problem: str | None = None
-    bad: str | None = None
-    removed: bool = False
-
-    @property
-    def written(self) -> bool:
-        return self.problem is None and self.bad is None
 
 
 class Saver:

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING
 from fp4train.run.record.directory import HEARTBEAT, LOCK, is_running
 
 if TYPE_CHECKING:
+    from fp4train.run.queued import Step, Values
     from fp4train.run.run import Run
-    from fp4train.run.supervise.ledger import Step, Values
 
 _DUMPING = 2.0
 """Seconds in which the stacks of all threads are written."""

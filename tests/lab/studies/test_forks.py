@@ -12,8 +12,9 @@ from command_line import lines
 import fp4train.lab.studies.forks as forks
 from fp4train.config import plain
 from fp4train.errors import UserError
+from fp4train.lab.studies.base import ForkSettings
 from fp4train.lab.studies.candidates import RecipeCandidate, candidates, sweep_axes
-from fp4train.lab.studies.forks import Fork, ForkSettings, begin, branch, fork, open_checkpoint
+from fp4train.lab.studies.forks import Fork, begin, branch, fork, open_checkpoint
 from fp4train.lab.studies.subject import Subject
 from fp4train.run.record.directory import read_config
 

@@ -9,9 +9,8 @@ from subjects import subject_of
 
 from fp4train.config import to_config
 from fp4train.errors import UserError
-from fp4train.lab.studies.forks import ForkSettings
+from fp4train.lab.studies.base import Base, ForkSettings
 from fp4train.lab.studies.parts import RecipeParts
-from fp4train.lab.studies.rank import Base
 from fp4train.lab.studies.record import open_record
 from fp4train.lab.studies.sensitivity import Effort, identity_of
 from fp4train.lab.studies.subject import described, digest, open_subject

@@ -10,8 +10,8 @@ import pytest
 
 from fp4train.lab.analysis.figure import PICTURE, Draw, save
 from fp4train.lab.studies import figures
-from fp4train.lab.studies.forks import Fork, ForkSettings
-from fp4train.lab.studies.rank import Base
+from fp4train.lab.studies.base import Base, ForkSettings
+from fp4train.lab.studies.forks import Fork
 from fp4train.lab.studies.ranking import Entry, Ranking, render
 from fp4train.lab.studies.results import RankResult, rank_json
 

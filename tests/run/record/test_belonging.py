@@ -22,7 +22,8 @@ from command_line import (
     steps,
 )
 
-from fp4train.run.supervise.saving import Outcome, Saver
+from fp4train.run.supervise.checkpoints import Outcome
+from fp4train.run.supervise.saving import Saver
 from fp4train.sealed import Chain
 
 

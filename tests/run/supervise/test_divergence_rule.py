@@ -11,7 +11,7 @@ import pytest
 
 from fp4train.config.binding import bind
 from fp4train.errors import UserError
-from fp4train.run.supervise.divergence import PERSIST, Divergence
+from fp4train.run.supervise.loss_history import PERSIST, Divergence
 
 DEFAULT: list[float] = json.loads((Path(__file__).parent / "default_losses.json").read_text())
 """The training losses of `fp4train`, 300 steps."""

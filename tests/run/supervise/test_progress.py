@@ -9,14 +9,15 @@ import torch
 from fp4train.parallel.world import World
 from fp4train.precision import NVFP4
 from fp4train.run.build import Run
-from fp4train.run.supervise.ledger import Numbers, Progress, Step
+from fp4train.run.queued import Numbers, Step
+from fp4train.run.supervise.ledger import Progress
 
 MULTIPLIED = 29_696
 
 
 def run_on(device: str) -> Run:
     """A run on `device`, as far as its peak is concerned."""
-    blank = dict.fromkeys(field.name for field in fields(Run))
+    blank = dict.fromkeys(field.name for field in fields(Run) if field.init)
     world = World(device=torch.device(device))
     return Run(**blank | {"multiplied": MULTIPLIED, "device": torch.device(device), "world": world})
 
@@ -25,7 +26,8 @@ def run_on(device: str) -> Run:
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The time that `Progress` sees, in seconds."""
     clock = SimpleNamespace(now=50.0)
-    monkeypatch.setattr("fp4train.run.supervise.ledger.time", SimpleNamespace(perf_counter=lambda: clock.now))
+    for module in ("supervise.ledger", "queued"):
+        monkeypatch.setattr(f"fp4train.run.{module}.time", SimpleNamespace(perf_counter=lambda: clock.now))
     return clock
 
 

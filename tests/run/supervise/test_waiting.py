@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fp4train.train as loop
 from fp4train.backends import emulate
 from fp4train.optim.adamw import AdamW
-from fp4train.run.supervise.ledger import Numbers
+from fp4train.run.queued import Numbers
 
 STEADY = ("phases=none", "schedule=constant", "schedule.warmup=0")
 WAITS = ("_local_scalar_dense", "is_nonzero", "nonzero", "equal", "masked_select", "_unique2")

@@ -1,0 +1,160 @@
+"""What a ranking is asked, and the checkpoints that its forks begin from, each with its candidates made ready."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fp4train.config import Config
+from fp4train.lab.studies.candidates import RecipeCandidate
+from fp4train.lab.studies.record import MEASUREMENTS
+from fp4train.lab.studies.subject import STUDIES, Subject, digest
+from fp4train.precision import Timeline
+from fp4train.precision.plan import Plan
+from fp4train.text import check_choice, check_least
+
+MOST = 10_000
+"""Forks of a candidate, or processes, beyond this are a slip of the hand."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankRequest:
+    """The question that a ranking answers.
+
+    Args:
+        runs, steps_at: the checkpoints: of every run those of these steps; None: the newest.
+        sweep: "recipe=a,b", "policy=…", …: the candidates; the first combination is the reference.
+        forks: for each candidate at each checkpoint.
+        steps, schedule, lr, batches: see `ForkSettings`; None: for `lr` the rate of the checkpoint, for `batches` the
+            run's, for `steps` 24, or with schedule="own" the rest of the run.
+        margin: nats per token; differences below it do not matter.
+        processes: that make forks at the same time.
+        out: the folder of the ranking; None: one in RUN/studies.
+        packages, folders: of the user's own classes and options.
+        paths: full key → path, of what the runs' configurations have elsewhere, or name and this user did not.
+    """
+
+    runs: Sequence[Path]
+    steps_at: Sequence[int | None] = (None,)
+    sweep: Sequence[str]
+    forks: int = 6
+    steps: int | None = None
+    schedule: str = "linear"
+    lr: float | None = None
+    batches: int | None = None
+    margin: float = 0.0005
+    processes: int = 1
+    out: Path | None = None
+    packages: Sequence[str] = ()
+    folders: Sequence[Path] = ()
+    paths: Mapping[str, str | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("forks", "processes"):
+            value = getattr(self, name)
+            if not 1 <= value <= MOST:
+                raise ValueError(f"{name}={value} must be at {'least 1' if value < 1 else f'most {MOST}'}")
+        if not 0 <= self.margin < float("inf"):
+            raise ValueError(f"margin={self.margin} must be a number of nats per token, 0 or more")
+
+
+SCHEDULES = ("linear", "own")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForkSettings:
+    """The settings that all forks of a ranking share.
+
+    Args:
+        steps: optimizer steps of a fork.
+        schedule: "linear": from `lr` to zero over the steps; "own": the run's schedule from the checkpoint's step on.
+        lr: learning rate of the first step.
+        batches: validation batches.
+    """
+
+    steps: int
+    schedule: str
+    lr: float
+    batches: int
+
+    def __post_init__(self) -> None:
+        check_choice("schedule", self.schedule, SCHEDULES)
+        check_least(self, "", "steps", "batches")
+        if not 0 < self.lr < math.inf:
+            raise ValueError(f"lr={self.lr} must be a positive number")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Branch:
+    """A candidate made ready for a subject: its forks differ in their seeds only."""
+
+    candidate: RecipeCandidate
+    config: Config
+    timeline: Timeline
+    plan: Plan
+
+    @property
+    def signature(self) -> tuple[object, ...]:
+        """The computation, whatever the recipes are called: equal for candidates whose forks are equal."""
+        return tuple(
+            (s.start, s.stop, s.recipe.dtype, name, *each)
+            for s in self.plan.stretches
+            for name, layer in s.layers.items()
+            for each in layer.computation
+        )
+
+    @property
+    def key(self) -> str:
+        """The name of its forks in a record, whatever the candidate is called."""
+        return digest(self.signature)[:16]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Base:
+    """A checkpoint.
+
+    Args:
+        source, step: the run directory, and the step.
+        settings: of its forks.
+        run: identity of the run; copies of a run have the same.
+        trained: the name of the recipe that the run is trained in.
+        tokens: of the validation batches.
+        identity: of its record.
+        branches: the candidates, in the order of the sweep.
+        subject: the open checkpoint; None: it is opened again when forks are made.
+    """
+
+    source: Path
+    step: int
+    settings: ForkSettings
+    run: str
+    trained: str
+    tokens: int
+    identity: Mapping[str, Any] = field(repr=False, default_factory=dict)
+    branches: Sequence[Branch] = field(repr=False, default=())
+    subject: Subject | None = field(repr=False, default=None)
+
+    @property
+    def title(self) -> str:
+        """ "runs/a, step 200"."""
+        return f"{self.source}, step {self.step}"
+
+    @property
+    def mark(self) -> str:
+        """The mark in the name of its folder: forks of another checkpoint, or with other settings, have another one."""
+        subject = {key: self.identity[key] for key in ("run", "step", "weights", "data", "device")}
+        return digest([{**subject, "settings": None}, self.settings])[:8]
+
+    @property
+    def folder(self) -> Path:
+        """The folder of its rankings."""
+        return self.source / STUDIES / f"rank-{self.step}-{self.mark}"
+
+    @property
+    def elsewhere(self) -> int:
+        """The number of other rankings of the run at this step, with other settings."""
+        found = (self.source / STUDIES).glob(f"rank-{self.step}-*/{MEASUREMENTS}")
+        return sum(path.parent != self.folder for path in found)

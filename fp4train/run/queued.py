@@ -1,0 +1,110 @@
+"""A step that is queued on the device: who queues it, its results there, and its numbers on their way to the host."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from fp4train.data.loader import Rows
+from fp4train.precision import Recipe
+from fp4train.precision.recipe import SMALLEST_LOSS_SCALE
+
+Values = dict[str, float | str]
+"""The values of a line of metrics, by key."""
+
+
+class Queued(NamedTuple):
+    """The results of a queued step, on the device."""
+
+    names: list[str]
+    """The parameters that have gradients."""
+    numbers: Tensor
+    """Mean loss, norm of all gradients, norm of each (of this rank's part of it), float32."""
+
+
+class StepRunner(Protocol):
+    """Queues optimizer steps."""
+
+    def step(self, recipe: Recipe, rows: Iterable[Rows]) -> Queued:
+        """Queue the step that `run.step` is at, on its microbatches."""
+
+
+class Numbers:
+    """A few numbers on their way from the device to the host.
+
+    Args:
+        tensor: float32 or float64 [N].
+
+    Attributes:
+        at: when they were known, by `time.perf_counter`.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._ready: torch.cuda.Event | None = None
+        self._host = tensor
+        self.at = time.perf_counter()
+        if tensor.is_cuda:
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._ready.record()
+
+    def read(self) -> list[float]:
+        """The numbers; waits for the device."""
+        if self._ready is not None:
+            self._ready.synchronize()
+            self._ready, self.at = None, time.perf_counter()
+        found: list[float] = self._host.tolist()
+        return found
+
+
+@dataclass(kw_only=True)
+class Step:
+    """An optimizer step that is queued.
+
+    Args:
+        index: optimizer steps done before it.
+        recipe: it was computed in.
+        numbers: its mean loss, the norm of all gradients, and that of each (of this rank's part of it).
+        names: the parameters of those norms.
+        values: what else is logged of it.
+        scaling: what delayed scaling had seen before it.
+        loss_scale: its loss was multiplied by.
+        late: called when its numbers are read; each gives what else its line says. That of a measured step logs its
+            statistics.
+    """
+
+    index: int
+    recipe: Recipe
+    numbers: Numbers
+    names: list[str]
+    values: Values
+    scaling: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    loss_scale: float = 1.0
+    late: list[Callable[[], Values]] = field(default_factory=list)
+
+    def read(self) -> tuple[float, float]:
+        """Mean loss and gradient norm; waits for the device."""
+        loss, norm, *_ = self.numbers.read()
+        return loss, norm
+
+    @property
+    def can_be_skipped(self) -> bool:
+        """Whether a smaller loss scale may mend gradients that are not finite."""
+        return self.recipe.loss_scaling is not None and self.loss_scale > SMALLEST_LOSS_SCALE
+
+    def bad_gradient(self) -> str | None:
+        """The parameter nearest to the loss whose gradient is not finite: backward reaches the last layers first."""
+        norms = self.numbers.read()[2:]
+        bad = [name for name, norm in zip(self.names, norms, strict=True) if not math.isfinite(norm)]
+        return bad[-1] if bad else None
+
+
+StepListener = Callable[[Step, float], Values]
+"""Called with every step that was done and its loss; returns what else is logged of it."""

@@ -1,0 +1,63 @@
+"""The checkpoints of a run, as its loop asks for them (`saving.Saver` writes them), and how each turned out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """The outcome of one checkpoint: written, or why not.
+
+    Args:
+        step: optimizer steps done at it.
+        problem: why it could not be written; None if it was, at least to `checkpoint.also`.
+        bad: the tensor that is not finite, in which case nothing was written.
+        removed: the checkpoints of the run are ruined from `step` on, and all are removed.
+    """
+
+    step: int
+    problem: str | None = None
+    bad: str | None = None
+    removed: bool = False
+
+    @property
+    def written(self) -> bool:
+        return self.problem is None and self.bad is None
+
+
+class Checkpoints(Protocol):
+    """The checkpoints of one run, which are written while the next steps run.
+
+    Attributes:
+        saved: newest step that is written; None: none is.
+        good: newest step whose state gave a loss within its past.
+    """
+
+    saved: int | None
+    good: int | None
+
+    def due(self, step: int) -> bool:
+        """Whether a checkpoint that failed should be tried again after `step` steps."""
+
+    def holds(self, step: int) -> bool:
+        """Whether the checkpoint of `step` is written or being written."""
+
+    def begin(self, *, proven: bool = False) -> bool:
+        """Begin the checkpoint of the current step; False if the one before is not done in time."""
+
+    def prove(self, step: int) -> None:
+        """A loss within its past has been computed from the state of `step`."""
+
+    def discard_ruined(self, step: int) -> None:
+        """The states from `step` on are ruined: where no checkpoint is good, theirs are removed."""
+
+    def outcomes(self) -> list[Outcome]:
+        """The outcomes since the last call."""
+
+    def wait(self) -> None:
+        """Wait, within bounds, until nothing is being written."""
+
+    def close(self) -> None:
+        """End the writing."""
