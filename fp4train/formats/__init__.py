@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple, TypeVar
 
 from fp4train.formats.element import BF16 as BF16
+from fp4train.formats.element import E1M2 as E1M2
 from fp4train.formats.element import E2M1 as E2M1
 from fp4train.formats.element import E2M3 as E2M3
 from fp4train.formats.element import E3M2 as E3M2
@@ -17,6 +18,7 @@ from fp4train.formats.element import E4M3 as E4M3
 from fp4train.formats.element import E5M2 as E5M2
 from fp4train.formats.element import FP16 as FP16
 from fp4train.formats.element import FP32 as FP32
+from fp4train.formats.element import INT4 as INT4
 from fp4train.formats.element import WIDE_FORMATS as WIDE_FORMATS
 from fp4train.formats.element import ElementFormat as ElementFormat
 from fp4train.formats.element import decode as decode
@@ -34,7 +36,7 @@ from fp4train.formats.scale import e8m0_decode as e8m0_decode
 from fp4train.formats.scale import e8m0_encode as e8m0_encode
 from fp4train.text import near_miss
 
-ELEMENT_FORMATS: Final[tuple[ElementFormat, ...]] = (E2M1, E2M3, E3M2, E4M3, E5M2)
+ELEMENT_FORMATS: Final[tuple[ElementFormat, ...]] = (E2M1, E1M2, INT4, E2M3, E3M2, E4M3, E5M2)
 """Formats that tensors are quantised to, narrowest first."""
 
 SCALE_FORMATS: Final[tuple[ScaleFormat, ...]] = (E4M3_SCALE, E8M0_SCALE, UE5M3_SCALE, FP32_SCALE, POW2_SCALE)

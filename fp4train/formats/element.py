@@ -122,6 +122,9 @@ class ElementFormat:
 E2M1: Final = ElementFormat(
     name="e2m1", exponent_bits=2, mantissa_bits=1, bias=1, dtype=torch.float4_e2m1fn_x2, rate="FP4"
 )
+E1M2: Final = ElementFormat(name="e1m2", exponent_bits=1, mantissa_bits=2, bias=1)
+INT4: Final = ElementFormat(name="int4", exponent_bits=1, mantissa_bits=2, bias=-1)
+"""The integers from -7 to 7, as sign and magnitude: with one exponent bit the grid is uniform."""
 E2M3: Final = ElementFormat(name="e2m3", exponent_bits=2, mantissa_bits=3, bias=1, rate="FP6")
 E3M2: Final = ElementFormat(name="e3m2", exponent_bits=3, mantissa_bits=2, bias=3, rate="FP6")
 E4M3: Final = ElementFormat(

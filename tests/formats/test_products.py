@@ -17,7 +17,7 @@ from fp4train.formats import (
 from fp4train.hardware import GPUS
 from fp4train.quantize import QuantSpec
 
-PUBLISHED = {"e2m1": 6.0, "e2m3": 7.5, "e3m2": 28.0, "e4m3": 448.0, "e5m2": 57344.0}
+PUBLISHED = {"e2m1": 6.0, "e1m2": 1.75, "int4": 7.0, "e2m3": 7.5, "e3m2": 28.0, "e4m3": 448.0, "e5m2": 57344.0}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
