@@ -290,7 +290,9 @@ class PlannedLayer(nn.Module):
         float32 and not rounded to the recipe's dtype first. Compiled high-precision layers round them.
 
         Args:
-            in_product: whether the products that make them may add them to the sum; else autograd does.
+            in_product: whether the products that make them may add them to the sum; else autograd does. It does so
+                after `scaled_mm` in any case, and for transposed weights, outlier channels, weights with hooks,
+                experts that ranks cut, FP32, and high precision under torch.compile.
         """
         self._sums = ("product" if in_product else "autograd") if sums else None
         self._forget()

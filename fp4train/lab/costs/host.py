@@ -21,7 +21,7 @@ HOST: Final[Mapping[str, float]] = MappingProxyType(
 )
 """Seconds of the host per linear layer, forward and backward, by backend: what Python and torch's
 dispatcher take on a CPU, where kernels only allocate their results, for NVFP4, the slowest recipe
-(scripts/host_time.py, docs/cost-model.md; emulation and reference with their products of 32
+(scripts/host_time.py, benchmarks/cost_model.md; emulation and reference with their products of 32
 features), and the launches: three products, and four kernels that quantise; in emulation two more
 of each product and one that decodes x."""
 

@@ -11,7 +11,7 @@ a pass that fit into the L2 cache move L2_SPEEDUP times faster, since the previo
 written them there.
 
 Peaks and bandwidths are published (`hardware.py`); the parameters below are calibrated, each
-against the measurement named with it. `docs/cost-model.md` compares the result with published
+against the measurement named with it. `benchmarks/cost_model.md` compares the result with published
 measurements.
 """
 

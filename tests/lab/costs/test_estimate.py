@@ -34,7 +34,7 @@ from fp4train.precision.layer_plan import resolve
 from fp4train.precision.layers import Layer
 from fp4train.precision.plan import make_plan
 
-DOCUMENT = Path(__file__).parents[3] / "docs" / "cost-model.md"
+DOCUMENT = Path(__file__).parents[3] / "benchmarks" / "cost_model.md"
 B200, B300, H200, H100, A100 = (find_gpu(name) for name in ("B200", "B300", "H200", "H100", "A100"))
 
 # Transformer Engine's GEMM benchmark: m×k×n of the four linear layers of a block, hidden 4096, 15872 tokens.

@@ -31,7 +31,7 @@ from fp4train.run.build import build_model, build_timeline
 from fp4train.run.produced import ProducedNorms, produced_in
 
 B200 = find_gpu("B200")
-PAGE = Path(__file__).parents[3] / "docs" / "cost-model.md"
+PAGE = Path(__file__).parents[3] / "benchmarks" / "cost_model.md"
 KINDS = {
     "x + y at the end of a block, then RMSNorm, forward": "norm after a sum",
     "x + y within a block, then RMSNorm, forward": "norm of a sum",

@@ -1,4 +1,4 @@
-"""The cost of a mesh beside published throughput: docs/cost-model.md says what the model computes, and its error."""
+"""The cost of a mesh beside published throughput: benchmarks/cost_model.md has the estimates and their errors."""
 
 import math
 import re
@@ -16,7 +16,7 @@ from fp4train.lab.costs.links import interconnect
 from fp4train.parallel.config import Mesh
 from fp4train.precision import BF16, MXFP8, NVFP4, FP8Current, Recipe
 
-DOCUMENT = Path(__file__).parents[3] / "docs" / "cost-model.md"
+DOCUMENT = Path(__file__).parents[3] / "benchmarks" / "cost_model.md"
 H100 = find_gpu("H100")
 POWER = (500 / 700) ** (1 / 2)
 GRAND_TETON = replace(H100, bandwidth=2.4e12, peaks={name: POWER * peak for name, peak in H100.peaks.items()})

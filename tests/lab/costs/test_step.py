@@ -16,7 +16,8 @@ from fp4train.lab.costs.roofline import gemm_seconds, sustained
 from fp4train.parallel.config import Mesh
 from fp4train.precision import NVFP4
 
-DOCUMENT = Path(__file__).parents[3] / "docs" / "cost-model.md"
+ROOT = Path(__file__).parents[3]
+DOCUMENT, COMPARISON = ROOT / "docs" / "cost-model.md", ROOT / "benchmarks" / "cost_model.md"
 
 
 def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -73,15 +74,16 @@ does now, and at 6.5 TB/s, not 7.2."""
 def test_the_parts_of_a_step_are_those_of_an_independent_count_and_of_the_page(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    page, text = printed(capsys, "gpu=B200", "recipe=nvfp4"), DOCUMENT.read_text("utf-8")
-    assert page in text
+    page = printed(capsys, "gpu=B200", "recipe=nvfp4")
+    assert page in DOCUMENT.read_text("utf-8")
+    comparison = COMPARISON.read_text("utf-8")
     monkeypatch.setattr(cluster, "EAGER", 1.0)
     tables = {gpu: printed(capsys, f"gpu={gpu}", recipe, "train.kernels=torch") for gpu, recipe, _ in COLUMNS}
     columns = [milliseconds(tables[gpu], column) for gpu, _, column in COLUMNS]
     for name, counts in COUNTED.items():
         found = [sum(each.get(part, 0.0) for part in name.split(" or ")) for each in columns]
         cells = (f"{count} / {value:.3g}" for count, value in zip(counts, found, strict=True))
-        assert f"| {name} | {' | '.join(cells)} |" in text
+        assert f"| {name} | {' | '.join(cells)} |" in comparison
         for place, (count, value) in enumerate(zip(counts, found, strict=True)):
             more, left = ELSEWHERE.get((name, place), (0.0, 0.2))
             assert value + 1e3 * more == pytest.approx(count, rel=left)
