@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from fp4train.backends import LayerState, named
-from fp4train.precision.context import State, backward_pass, once
+from fp4train.backends import LayerState, Prepared, named
+from fp4train.nn.fused_weights import FusedWeights
+from fp4train.nn.layer_shard import LayerShard
+from fp4train.nn.scaling import DelayedScaling, MemberScaling
+from fp4train.nn.weight_form import WeightForm
+from fp4train.precision.context import Context, State, backward_pass, once
 from fp4train.precision.layer_plan import LayerPlan
+from fp4train.precision.layers import Layer
 from fp4train.quantize import Quantizer, QuantSpec
-
-if TYPE_CHECKING:
-    from fp4train.nn.executors.cut import LayerShard
-    from fp4train.nn.experts import Experts
-    from fp4train.nn.fused_weights import FusedWeights
-    from fp4train.nn.planned import PlannedLayer
-    from fp4train.nn.scaling import DelayedScaling, MemberScaling
-    from fp4train.nn.weights import PreparedWeights
 
 Weights = Sequence[Tensor]
 """[N, K] each."""
@@ -50,6 +47,50 @@ class Route(NamedTuple):
 
 
 EAGER = Route("eager")
+
+
+class PreparedForms(Protocol):
+    """The prepared forms of one weight [N, K] in one step (`nn.weights.PreparedWeights`)."""
+
+    def form(self, w_NK: Tensor, form: WeightForm, call: Call) -> Prepared:
+        """The weight in the given form."""
+
+    def delayed_amax(self, w_NK: Tensor, quantizer: Quantizer, call: Call) -> tuple[Tensor, Tensor | None]:
+        """`DelayedScaling.amax` of the weight."""
+
+
+class CalledLayer(Protocol):
+    """A layer as its executor sees it (`nn.planned.PlannedLayer`).
+
+    Attributes:
+        layer: name, sizes and place in the model.
+        states: what executors carry from step to step, by name.
+        joined: whether the loop joins the states over the ranks.
+        common: data that the states of all layers of a model have in common.
+        keeps_forms: whether prepared forms of the weight are kept within a step.
+    """
+
+    layer: Layer
+    states: dict[str, LayerState]
+    joined: bool
+    common: dict[Any, Any]
+    keeps_forms: bool
+
+    def call_in(self, now: State, executor: Executor, tokens: int) -> Call:
+        """The coming call of `executor` with so many tokens; inside a recomputed region, that of the first pass."""
+
+    def new_call(self, context: Context, executor: Executor, tokens: int, *, training: bool) -> Call:
+        """A call of `executor` with so many tokens; `training`: whether gradients are enabled."""
+
+    def prepared(self, part: Hashable) -> PreparedForms:
+        """The prepared forms of the weight, or of a part of it, in a step."""
+
+
+class CalledGroup(CalledLayer, Protocol):
+    """A group of weights as its executor sees it (`nn.experts.Experts`)."""
+
+    def new_calls(self, executor: Executor, counts: Counts, context: Context, *, training: bool) -> list[Call]:
+        """A call of `executor` for each weight."""
 
 
 class Executor(ABC):
@@ -90,7 +131,7 @@ class Executor(ABC):
 
     @abstractmethod
     def __call__(
-        self, layer: PlannedLayer, x_MK: Tensor, weights: Weights, biases: Biases, now: State, counts: Counts = ()
+        self, layer: CalledLayer, x_MK: Tensor, weights: Weights, biases: Biases, now: State, counts: Counts = ()
     ) -> Tensor:
         """y [M, N] of x [M, K] in the recipe's dtype; gradients through autograd.
 
@@ -109,7 +150,7 @@ class Executor(ABC):
         """w, float32, where the columns that the layer's own recipe multiplied in the last call are `quantised`."""
         return quantised(w_NK)
 
-    def calls_of_group(self, layer: Experts, x_MK: Tensor, now: State, counts: Counts) -> list[Call]:
+    def calls_of_group(self, layer: CalledGroup, x_MK: Tensor, now: State, counts: Counts) -> list[Call]:
         """The coming calls of this executor of one weight, for each of a group; arguments as of a call. Inside a
         recomputed region, those of the first pass."""
         assert now.context is not None
@@ -198,7 +239,7 @@ class Call:
     step: int
     token_offset: int
     layer_key: int
-    weights: PreparedWeights
+    weights: PreparedForms
     scaling: DelayedScaling | MemberScaling | None
     training: bool
     shared: dict[str, Any] | None

@@ -9,6 +9,7 @@ breaks the graph and runs outside it, and one warning is logged.
 import functools
 import logging
 from types import ModuleType
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from torch import Tensor
 from fp4train.nn.call import EAGER
 from fp4train.nn.executors.gemms import without_torchs_autocast
 from fp4train.nn.executors.whole_layer import torch_linear
-from fp4train.nn.linear import Linear
+from fp4train.nn.planned import Handle
 from fp4train.precision.compile_context import UNAVAILABLE
 from fp4train.precision.context import current
 
@@ -36,10 +37,31 @@ def _operator() -> ModuleType | None:
 OPERATOR = _operator()
 """The operator, registered before the first layer is traced."""
 
-untraced = torch.compiler.disable(Linear.forward)  # type: ignore[no-untyped-call]
+
+class TracedLayer(Protocol):
+    """A linear layer as a trace sees it (`nn.linear.Linear`)."""
+
+    handle: Handle
+
+    @property
+    def bias(self) -> Tensor | None: ...
+
+    @property
+    def w_NK(self) -> Tensor: ...
+
+    def matrix(self, input: Tensor) -> tuple[Tensor, torch.dtype | None, tuple[int, ...]]: ...
+
+    def forward(self, input: Tensor) -> Tensor: ...
 
 
-def call(layer: Linear, input: Tensor) -> Tensor:
+def _forward(layer: TracedLayer, input: Tensor) -> Tensor:
+    return layer.forward(input)
+
+
+untraced = torch.compiler.disable(_forward)  # type: ignore[no-untyped-call]
+
+
+def call(layer: TracedLayer, input: Tensor) -> Tensor:
     """`layer.forward(input)` for tracing: recipe, step and seed are read by the operator at run time."""
     route = EAGER if OPERATOR is None else layer.handle.route()
     if route.kind == "eager":

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from fp4train.nn.call import Call, Counts, Executor, TokenCount
-from fp4train.nn.executors.cut import LayerShard
 from fp4train.nn.executors.gemms import without_torchs_autocast
+from fp4train.nn.layer_shard import LayerShard
 from fp4train.nn.planned import PlannedLayer
 from fp4train.nn.ranks import local
 from fp4train.nn.scaling import DelayedScaling, MemberScaling

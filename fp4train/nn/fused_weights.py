@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from fp4train.nn.planned import PlannedLayer
+from fp4train.precision.layers import Layer
+
+
+class WeightOwner(Protocol):
+    """A layer with one weight or several: its name, and this rank's weights [N, K]."""
+
+    layer: Layer
+
+    @property
+    def own_weights(self) -> Sequence[Tensor]: ...
 
 
 class FusedWeights:
@@ -18,18 +26,18 @@ class FusedWeights:
     __slots__ = ("_layers",)
 
     def __init__(self) -> None:
-        self._layers: dict[str, weakref.ref[PlannedLayer]] = {}
+        self._layers: dict[str, weakref.ref[WeightOwner]] = {}
 
     def __reduce__(self) -> tuple[type[FusedWeights], tuple[()]]:
         return FusedWeights, ()
 
-    def add(self, layer: PlannedLayer) -> None:
+    def add(self, layer: WeightOwner) -> None:
         """Let `layer` be the one of its name; nothing if there is one."""
         known = self._layers.get(layer.layer.name)
         if known is None or known() is None:
             self._layers[layer.layer.name] = weakref.ref(layer)
 
-    def layers(self, names: Sequence[str]) -> list[PlannedLayer | None]:
+    def layers(self, names: Sequence[str]) -> list[WeightOwner | None]:
         """The layers of these names; None for one that is not there."""
         return [self._layers.get(name, lambda: None)() for name in names]
 

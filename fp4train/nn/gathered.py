@@ -6,17 +6,15 @@ what was sent. Any other operation on it gathers the float32 master from the sha
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from fp4train.backends import Prepared
 from fp4train.nn.call import Call
+from fp4train.nn.weight_form import WeightForm
 from fp4train.quantize import Own
-
-if TYPE_CHECKING:
-    from fp4train.nn.weights import WeightForm
 
 _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 

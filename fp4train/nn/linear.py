@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp4train.nn.executors.cut import LayerShard
 from fp4train.nn.executors.gemms import without_torchs_autocast
+from fp4train.nn.layer_shard import LayerShard
 from fp4train.nn.planned import PlannedLayer
 from fp4train.precision.layers import Layer
 

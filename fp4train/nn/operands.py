@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from fp4train.backends import Prepared
 from fp4train.nn.call import Call
+from fp4train.nn.layer_shard import LayerShard
 from fp4train.nn.ranks import Ranks, amax_over
 from fp4train.quantize import (
     Decoded,
@@ -28,9 +28,6 @@ from fp4train.quantize import (
     requantised,
 )
 from fp4train.shards import Runs
-
-if TYPE_CHECKING:
-    from fp4train.nn.executors.cut import LayerShard
 
 _OFFSET_SPREAD = 1 << 34
 """Column range for token offsets that are not multiples of 8; no other offset reaches it."""

@@ -23,9 +23,9 @@ from fp4train.backends import CHOICES, LayerState
 from fp4train.hardware import Device
 from fp4train.nn.call import EAGER, Call, Executor, Route, Sums, TokenCount
 from fp4train.nn.executors import by_state, make_executor, make_state, saved_states
-from fp4train.nn.executors.cut import LayerShard
 from fp4train.nn.executors.gemms import torch_autocasts
 from fp4train.nn.fused_weights import FusedWeights
+from fp4train.nn.layer_shard import LayerShard
 from fp4train.nn.scaling import DelayedScaling
 from fp4train.nn.weights import PreparedWeights
 from fp4train.precision.context import Context, GraphInput, State, is_stray_recomputation, once, state

@@ -25,7 +25,7 @@ from fp4train.nn.gathered import Gathered
 from fp4train.nn.planned import PlannedLayer
 from fp4train.nn.ranks import Ranks
 from fp4train.nn.scaling import Position
-from fp4train.nn.weights import WeightForm
+from fp4train.nn.weight_form import WeightForm
 from fp4train.parallel.received import MASTER, MemberGather, Payload, Sent, form_of, rounded_from
 from fp4train.parallel.world import SHARD, World
 from fp4train.precision.context import backward_pass, current

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fp4train.backends import Prepared
 from fp4train.nn.call import Call
-from fp4train.nn.weights import WeightForm
+from fp4train.nn.weight_form import WeightForm
 from fp4train.quantize import Decoded, Own, Quantized, QuantSpec, quantizer
 from fp4train.quantize.quantized import turned
 

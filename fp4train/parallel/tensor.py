@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fp4train.models.common.cut import HoldsParts, TensorCut, TensorParallel, TokenRanks
-from fp4train.nn.executors.cut import Cut, LayerShard
+from fp4train.nn.layer_shard import Cut, LayerShard
 from fp4train.nn.planned import PlannedLayer
 from fp4train.nn.ranks import Ranks, local
 from fp4train.shards import RowOrder
@@ -34,7 +34,7 @@ def cut_tensors(
         model: a converted model whose class says how it is cut (`fp4train_tensor_cut`).
         mesh: mesh with one dimension, `world.mesh["tp"]`.
         sequence: whether the tokens of the residual stream and norms are cut too.
-        amax: "tp", "data" or "local": see `nn.executors.cut.LayerShard`.
+        amax: "tp", "data" or "local": see `nn.layer_shard.LayerShard`.
         data: ranks with the same shards and other tokens; None: there are none.
 
     Raises:

@@ -12,7 +12,7 @@ from fp4train.config.schema import TrainSettings
 from fp4train.models.common.decoder import Decoder
 from fp4train.models.common.stream import readers_between
 from fp4train.nn.executors import make_executor
-from fp4train.nn.executors.cut import LayerShard
+from fp4train.nn.layer_shard import LayerShard
 from fp4train.nn.planned import PlannedLayer
 from fp4train.nn.produced import GateProducer, NormProducer, Producer, why_padded
 from fp4train.precision.plan import PlannedStretch

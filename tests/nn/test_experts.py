@@ -22,7 +22,7 @@ from fp4train.config.composition import compose
 from fp4train.config.overrides import groups
 from fp4train.models.common.cut import TensorCut
 from fp4train.nn import Experts, Linear
-from fp4train.nn.executors import LayerShard
+from fp4train.nn.layer_shard import LayerShard
 from fp4train.parallel.tensor import tensor_cut_of
 from fp4train.precision import BF16, NVFP4, FP8Delayed, Recipe, autocast, recompute
 

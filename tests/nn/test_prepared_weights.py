@@ -8,7 +8,8 @@ import torch
 from linear_layers import gradients, layer, rand, same
 from torch import Tensor, nn
 
-from fp4train.nn.weights import PreparedWeights, WeightForm
+from fp4train.nn.weight_form import WeightForm
+from fp4train.nn.weights import PreparedWeights
 from fp4train.precision import MXFP8, NVFP4, FP8Current, Recipe, autocast
 from fp4train.quantize.random import FPROP_W
 

@@ -15,22 +15,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from torch import Tensor
 
 from fp4train.backends import LAYER_BACKENDS, DataRanks, LayerState, SavedTensor
-from fp4train.nn.call import Executor, Sums
-from fp4train.nn.executors.cut import CutGemms, LayerShard
+from fp4train.nn.call import CalledLayer, Executor, Sums
+from fp4train.nn.executors.cut import CutGemms
 from fp4train.nn.executors.gemms import Gemms
 from fp4train.nn.executors.groups import BackendExperts, GroupGemms
 from fp4train.nn.executors.parts import ChannelParts
 from fp4train.nn.executors.whole_layer import BackendLayer, TorchLayer
+from fp4train.nn.layer_shard import LayerShard
 from fp4train.precision.layer_plan import LayerPlan
-
-if TYPE_CHECKING:
-    from fp4train.nn.planned import PlannedLayer
-
 
 EXECUTORS: Final[Mapping[type[Executor], Callable[[LayerPlan], object]]] = {
     BackendExperts: lambda plan: plan.layer.experts and plan.layer_backend,
@@ -64,7 +61,7 @@ def make_executor(plan: LayerPlan, device: str, shard: LayerShard | None = None,
     return chosen(plan, device, shard, sums=sums)
 
 
-def make_state(layer: PlannedLayer, kind: str) -> LayerState:
+def make_state(layer: CalledLayer, kind: str) -> LayerState:
     """A state of `layer` that has seen nothing."""
     if kind in LAYER_BACKENDS:
         backend = LAYER_BACKENDS[kind]
@@ -105,7 +102,7 @@ def _place(key: str) -> tuple[str, str]:
     return (first, rest) if owner is None else (owner, key)
 
 
-def join_states(layers: Iterable[PlannedLayer], ranks: DataRanks) -> None:
+def join_states(layers: Iterable[CalledLayer], ranks: DataRanks) -> None:
     """Join the layers' states over `ranks` after the last backward of a step: they become those of the whole batch."""
     found: dict[str, list[LayerState]] = {kind: [] for kind in STATES}
     for kind, state in (item for layer in layers for item in layer.states.items()):

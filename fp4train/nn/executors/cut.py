@@ -1,4 +1,4 @@
-"""The GEMMs of a layer that tensor parallelism cuts, and where its shard lies in the whole layer.
+"""The GEMMs of a layer that tensor parallelism cuts.
 
 Tensor parallelism (arXiv:1909.08053) cuts a layer y = x·wᵀ along its out features ("out") or in features ("in"):
 
@@ -11,10 +11,6 @@ With `sequence` (arXiv:2205.05198) the whole activations, x of "out" and y of "i
 they are gathered before a GEMM, and the sum leaves each rank its tokens. Partial sums are added in float32 and rounded
 once, as a single rank rounds its product.
 
-A tensor's amax is the maximum over all ranks that hold a part of it; the index of an element, which selects its random
-bits, counts from the first element of the whole layer. Then the codes of a shard are the shard of the codes. The out
-features of a shard may be several runs of the whole layer's, one in each segment of its weight.
-
 Tokens are gathered as codes: each rank quantises its tokens of x or dy, and codes and scales are sent. A row-wise form
 [M, K] is cut along its rows, a column-wise form [K, M] along its blocked columns. Both equal the forms of the gathered
 tensor in every bit if the tokens of a rank are whole blocks; else the tensor itself is gathered. NVFP4 sends 0.5625 B
@@ -23,130 +19,21 @@ per element and form instead of 2, and keeps only a rank's own tokens of q(xᵀ)
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fp4train.backends import Backend, Prepared
-from fp4train.nn.call import EAGER, Biases, Call, Counts, Sums, Weights
+from fp4train.nn.call import EAGER, Biases, Call, CalledLayer, Counts, Sums, Weights
 from fp4train.nn.executors.gemms import Gemms, GemmsFunction, Gradients, Prepare, Saved
+from fp4train.nn.layer_shard import LayerShard
 from fp4train.nn.operands import TensorForms
 from fp4train.nn.ranks import Ranks, local
-from fp4train.precision.context import Context, State
+from fp4train.precision.context import State
 from fp4train.precision.layer_plan import LayerPlan
-from fp4train.precision.recipe import Recipe
-from fp4train.precision.recipes.high import BF16, FP16, FP32
-from fp4train.quantize import Operand, Quantized, QuantSpec, Requantised, amax_extent, quantizer, why_not_cut
+from fp4train.quantize import Quantized, QuantSpec, quantizer, why_not_cut
 from fp4train.quantize.sharded import divided_tensors, joined
-from fp4train.quantize.source import AXES
-from fp4train.shards import Runs
-from fp4train.text import check_choice
-
-if TYPE_CHECKING:
-    from fp4train.nn.planned import PlannedLayer
-
-Cut = Literal["in", "out", "experts"]
-AMAXES = ("tp", "data", "local")
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class LayerShard:
-    """A layer's shard in the whole layer.
-
-    Args:
-        tensor: ranks that hold the other shards; None: the layer is not cut.
-        cut: "out" or "in", of a group of weights "experts": each rank has some of them whole; None: not cut.
-        sequence: whether tokens of x ("out") or y ("in") are cut over `tensor`; x and dy are then quantised where their
-            tokens are, and codes and scales are sent. Those of experts are all gathered, before they are routed.
-        first: index of this rank's first out feature ("out"), expert ("experts") or in feature (else).
-        runs: of this rank's out features in the whole layer's, (first, number) each; none: they follow `first`.
-        data: ranks that hold the same shard and other tokens; None: there are none.
-        amax: whose values the amax of a tensor covers. "tp": those of the ranks that hold its other shards; "data":
-            also those of `data`; "local": this rank's alone, and the result depends on the cut. The amaxes of delayed
-            scaling are joined over all ranks in any case (`nn.scaling`).
-    """
-
-    tensor: Ranks | None = None
-    cut: Cut | None = None
-    sequence: bool = False
-    first: int = 0
-    runs: Runs = ()
-    data: Ranks | None = None
-    amax: str = "tp"
-
-    def __post_init__(self) -> None:
-        if (self.tensor is None) != (self.cut is None):
-            raise ValueError(f"cut={self.cut!r} with tensor={self.tensor}: a layer that is cut has ranks")
-        check_choice("amax", self.amax, AMAXES)
-
-    @property
-    def parts(self) -> int:
-        """Number of ranks that the layer is cut over."""
-        return 1 if self.tensor is None else self.tensor.size
-
-    @property
-    def default_context(self) -> Callable[[torch.dtype], Context] | None:
-        """The context of the layer outside of any; None: it is nn.Linear there."""
-        return None if self.tensor is None else default_context
-
-    def held(self, w_NK: Tensor) -> Tensor:
-        """This rank's part of a weight."""
-        return w_NK if self.tensor is None else local(w_NK)
-
-    @property
-    def tokens(self) -> int:
-        """Number of ranks that the tokens of a microbatch are cut over."""
-        return self.tensor.size if self.tensor is not None and self.sequence else 1
-
-    def runs_of(self, tensor: str) -> Runs:
-        """The runs of this rank's out features where they are several and rows of w or columns of dy."""
-        return self.runs if tensor in ("w", "dy") and len(self.runs) > 1 else ()
-
-    def starts(self, tensor: str) -> tuple[int, int]:
-        """(row, column) of this rank's first element in the whole w, or in the whole x or dy without its tokens."""
-        if tensor == "w":
-            return (self.first, 0) if self.cut == "out" else (0, self.first)
-        along = self.cut or "in"
-        return (0, self.first) if along == ("in" if tensor == "x" else "out") else (0, 0)
-
-    def amax_ranks(
-        self, tensor: str, spec: QuantSpec, *, transposed: bool = False, tokens: bool = False
-    ) -> tuple[Ranks, ...]:
-        """The ranks over which the amax of x [M, K], w [N, K] or dy [M, N] is taken, in groups.
-
-        Args:
-            transposed: whether the transposed tensor is quantised, so that an amax per row is one per column.
-            tokens: whether the tensor is this rank's tokens, and `tensor` holds the others: they are gathered, so they
-                share an amax even with amax="local".
-        """
-        extent = amax_extent(spec)
-        if extent is None or (self.amax == "local" and not tokens):
-            return ()
-        rows, columns = AXES[tensor]
-        covers: dict[str, bool] = {rows: extent == "tensor" or transposed}
-        covers[columns] = extent == "tensor" or not transposed
-        found = []
-        if self.tensor is not None and covers.get("tokens" if tokens else str(self.cut)):
-            found.append(self.tensor)
-        if self.amax == "data" and self.data is not None and covers.get("tokens"):
-            found.append(self.data)
-        return tuple(found)
-
-    def amax_and_rounding_ranks(
-        self, operand: Operand, *, tokens: bool = False
-    ) -> tuple[tuple[Ranks, ...], tuple[Ranks, ...]]:
-        """`amax_ranks` of the codes of an operand, and those of what they requantise, along the other axis."""
-        codes, transposed = operand.codes, operand.transposed
-        if codes is None:
-            return (), ()
-        ranks = self.amax_ranks(operand.tensor, codes.spec, transposed=transposed, tokens=tokens)
-        if not isinstance(codes, Requantised):
-            return ranks, ()
-        return ranks, self.amax_ranks(operand.tensor, codes.of.spec, transposed=not transposed, tokens=tokens)
 
 
 class SummedProduct:
@@ -189,7 +76,7 @@ class CutGemms(Gemms):
         self.route = EAGER  # collectives, and tokens whose number changes
 
     def __call__(
-        self, layer: PlannedLayer, x_MK: Tensor, weights: Weights, biases: Biases, now: State, counts: Counts = ()
+        self, layer: CalledLayer, x_MK: Tensor, weights: Weights, biases: Biases, now: State, counts: Counts = ()
     ) -> Tensor:
         w_NK, bias_N = local(weights[0]), None if biases[0] is None else local(biases[0])
         if self.device == "meta":
@@ -272,13 +159,6 @@ class CutGemms(Gemms):
         if prepare is not None and dbias_N is not None:  # of this rank's tokens; added in float32 and rounded once
             dbias_N = self.ranks.sum(dy.sum(0, dtype=torch.float32)).to(dbias_N.dtype)
         return dx_MK, dw_NK, dbias_N
-
-
-@functools.cache
-def default_context(dtype: torch.dtype) -> Context:
-    """The context of a cut layer outside of any: its GEMMs in the dtype of the input."""
-    recipes: dict[torch.dtype, Recipe] = {torch.bfloat16: BF16(), torch.float16: FP16()}
-    return Context(recipe=recipes.get(dtype, FP32()))
 
 
 def whole_blocks(spec: QuantSpec | None, tokens: int) -> bool:

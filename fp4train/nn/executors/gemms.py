@@ -16,26 +16,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fp4train.backends import BACKENDS, Prepared
-from fp4train.nn.call import Biases, Call, Counts, Executor, Route, Sums, Weights, gradient_dtypes
+from fp4train.nn.call import Biases, Call, CalledLayer, Counts, Executor, Route, Sums, Weights, gradient_dtypes
+from fp4train.nn.layer_shard import LayerShard
 from fp4train.nn.operands import TensorForms
 from fp4train.nn.ranks import local
 from fp4train.nn.scaling import DelayedScaling
-from fp4train.nn.weights import WeightForm
+from fp4train.nn.weight_form import WeightForm
 from fp4train.precision.context import State
 from fp4train.precision.layer_plan import LayerPlan
 from fp4train.quantize import Decoded, Hadamard, Quantized, Rotation
 from fp4train.shards import is_sharded
-
-if TYPE_CHECKING:
-    from fp4train.nn.executors.cut import LayerShard
-    from fp4train.nn.planned import PlannedLayer
 
 Saved = tuple[Quantized | Tensor | None, ...]
 """Tensors of x that backward needs, one per set of GEMMs: q(xᵀ), x in high precision, or None."""
@@ -169,7 +166,7 @@ class Gemms(Executor):
         return None
 
     def __call__(
-        self, layer: PlannedLayer, x_MK: Tensor, weights: Weights, biases: Biases, now: State, counts: Counts = ()
+        self, layer: CalledLayer, x_MK: Tensor, weights: Weights, biases: Biases, now: State, counts: Counts = ()
     ) -> Tensor:
         call = layer.call_in(now, self, x_MK.shape[0])
         apply = GemmsFunction.apply if torch._C._are_functorch_transforms_active() else _apply

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -23,16 +23,12 @@ from torch.autograd.function import once_differentiable
 
 from fp4train.backends import ExpertKernels
 from fp4train.backends.grouped import Products
-from fp4train.nn.call import Biases, Call, Counts, Executor, Sums, Weights, gradient_dtypes
+from fp4train.nn.call import Biases, Call, CalledGroup, CalledLayer, Counts, Executor, Sums, Weights, gradient_dtypes
 from fp4train.nn.executors.gemms import SAVED, flatten, sum_so_far, unflatten, without_torchs_autocast
 from fp4train.nn.executors.whole_layer import BackendLayer
+from fp4train.nn.layer_shard import LayerShard
 from fp4train.precision.context import State
 from fp4train.precision.layer_plan import LayerPlan
-
-if TYPE_CHECKING:
-    from fp4train.nn.executors.cut import LayerShard
-    from fp4train.nn.experts import Experts
-    from fp4train.nn.planned import PlannedLayer
 
 
 class GroupGemms(Executor):
@@ -59,9 +55,9 @@ class GroupGemms(Executor):
         return self.member.own(x_MK, w_NK)
 
     def __call__(
-        self, layer: PlannedLayer, x_MK: Tensor, weights: Weights, biases: Biases, now: State, counts: Counts = ()
+        self, layer: CalledLayer, x_MK: Tensor, weights: Weights, biases: Biases, now: State, counts: Counts = ()
     ) -> Tensor:
-        calls = self.member.calls_of_group(cast("Experts", layer), x_MK, now, counts)
+        calls = self.member.calls_of_group(cast(CalledGroup, layer), x_MK, now, counts)
         x_MK = x_MK.to(self.dtype)
         y_MN: Tensor = GroupFunction.apply(x_MK, weights[0], biases[0], calls, counts)  # type: ignore[no-untyped-call]
         return y_MN
@@ -73,7 +69,7 @@ class BackendExperts(BackendLayer):
     why_no_graph = GroupGemms.why_no_graph
 
     def __call__(
-        self, layer: PlannedLayer, x_MK: Tensor, weights: Weights, biases: Biases, now: State, counts: Counts = ()
+        self, layer: CalledLayer, x_MK: Tensor, weights: Weights, biases: Biases, now: State, counts: Counts = ()
     ) -> Tensor:
         kernels = cast(ExpertKernels, layer.states[self.states[0]])
         w_ENK, into = self._summed(weights[0])

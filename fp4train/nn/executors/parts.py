@@ -16,27 +16,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fp4train.backends import DataRanks, LayerState
-from fp4train.nn.call import Biases, Call, Counts, Executor, Sums, Weights
-from fp4train.nn.executors.cut import LayerShard
+from fp4train.nn.call import Biases, Call, CalledGroup, CalledLayer, Counts, Executor, Sums, Weights
 from fp4train.nn.executors.gemms import Gemms, GemmsFunction, Gradients, Prepare, Saved
 from fp4train.nn.gathered import values_of
+from fp4train.nn.layer_shard import LayerShard
 from fp4train.nn.scaling import Position
 from fp4train.nn.weights import PreparedWeights
 from fp4train.precision.context import Context, State, once
 from fp4train.precision.layer_plan import LayerPlan
 from fp4train.precision.recipe import OutlierChannels
-
-if TYPE_CHECKING:
-    from fp4train.nn.experts import Experts
-    from fp4train.nn.planned import PlannedLayer
-
 
 _SPREAD = 8
 """Neighbouring columns that share a draw of the random generator: a part begins at a multiple of it."""
@@ -136,7 +131,7 @@ class SplitGemms(Gemms):
         for each in self.of_parts:
             each.y_dtype = torch.float32  # a term of a sum is not rounded
 
-    def call(self, call: Call, channels: Sequence[Tensor], layer: PlannedLayer, *, keep: bool) -> SplitCall:
+    def call(self, call: Call, channels: Sequence[Tensor], layer: CalledLayer, *, keep: bool) -> SplitCall:
         """`call`, whose two parts multiply these channels; `keep`: whether prepared weights are kept for the step."""
         parts = []
         for number, executor in enumerate(self.of_parts):
@@ -221,7 +216,7 @@ class ChannelParts(Executor):
         return w_NK.float().index_copy(1, self.rest, quantised(w_NK.index_select(1, self.rest)))
 
     def __call__(
-        self, layer: PlannedLayer, x_MK: Tensor, weights: Weights, biases: Biases, now: State, counts: Counts = ()
+        self, layer: CalledLayer, x_MK: Tensor, weights: Weights, biases: Biases, now: State, counts: Counts = ()
     ) -> Tensor:
         def new(context: Context, *, training: bool) -> list[Call]:
             return [layer.new_call(context, self.whole, x_MK.shape[0], training=training)]
@@ -230,16 +225,16 @@ class ChannelParts(Executor):
         y_MN: Tensor = GemmsFunction.apply(x_MK, weights[0], biases[0], call)  # type: ignore[no-untyped-call]
         return y_MN
 
-    def calls_of_group(self, layer: Experts, x_MK: Tensor, now: State, counts: Counts) -> list[Call]:
+    def calls_of_group(self, layer: CalledGroup, x_MK: Tensor, now: State, counts: Counts) -> list[Call]:
         return self.calls(layer, x_MK[: sum(counts)], now, partial(layer.new_calls, self.whole, counts))
 
-    def calls(self, layer: PlannedLayer, x_MK: Tensor, now: State, new: Callable[..., list[Call]]) -> list[Call]:
+    def calls(self, layer: CalledLayer, x_MK: Tensor, now: State, new: Callable[..., list[Call]]) -> list[Call]:
         """The coming calls of `layer`, one of each weight, in parts if the outlier channels are chosen; until then x
         enters the norms where that is due. Inside a recomputed region, those of the first pass.
 
         Args:
             x_MK: the rows of all weights, and no others.
-            new: makes the calls of `whole`, at least one, in a context (`PlannedLayer.new_call`).
+            new: makes the calls of `whole`, at least one, in a context (`CalledLayer.new_call`).
         """
         norms, outliers, context = layer.states[ChannelNorms.kind], self.plan.recipe.outliers, now.context
         assert isinstance(norms, ChannelNorms) and outliers is not None and context is not None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,18 +18,15 @@ from torch.autograd.function import once_differentiable
 
 from fp4train.backends import BACKENDS, LAYER_BACKENDS, LayerKernels, Prepared, Readers, add_product, widened
 from fp4train.backends.table import FORMS
-from fp4train.nn.call import Biases, Call, Counts, Executor, Route, Sums, Weights
+from fp4train.nn.call import Biases, Call, CalledLayer, Counts, Executor, Route, Sums, Weights
 from fp4train.nn.executors.gemms import Gradients, Saved, accumulates, adds, sum_so_far
 from fp4train.nn.gathered import Gathered, values_of
+from fp4train.nn.layer_shard import LayerShard
 from fp4train.nn.operands import TensorForms
-from fp4train.nn.weights import WeightForm
+from fp4train.nn.weight_form import WeightForm
 from fp4train.precision.context import State
 from fp4train.precision.layer_plan import LayerPlan
 from fp4train.quantize import Decoded, High, Operand
-
-if TYPE_CHECKING:
-    from fp4train.nn.executors.cut import LayerShard
-    from fp4train.nn.planned import PlannedLayer
 
 
 def torch_linear(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -50,7 +47,7 @@ class TorchLayer(Executor):
         self.route = Route("torch", self.dtype)
 
     def __call__(
-        self, layer: PlannedLayer, x_MK: Tensor, weights: Weights, biases: Biases, now: State, counts: Counts = ()
+        self, layer: CalledLayer, x_MK: Tensor, weights: Weights, biases: Biases, now: State, counts: Counts = ()
     ) -> Tensor:
         (w_NK,), (bias_N,) = weights, biases
         if not self.sums and not isinstance(w_NK, Gathered):
@@ -173,7 +170,7 @@ class BackendLayer(Executor):
         return None
 
     def __call__(
-        self, layer: PlannedLayer, x_MK: Tensor, weights: Weights, biases: Biases, now: State, counts: Counts = ()
+        self, layer: CalledLayer, x_MK: Tensor, weights: Weights, biases: Biases, now: State, counts: Counts = ()
     ) -> Tensor:
         codes = self._codes(layer, weights[0], now)
         w_NK, into = self._summed(weights[0], values=codes is None)
@@ -191,7 +188,7 @@ class BackendLayer(Executor):
 
         return form("fprop"), form("dgrad")
 
-    def _codes(self, layer: PlannedLayer, w_NK: Tensor, now: State) -> Callable[[bool], Prepared] | None:
+    def _codes(self, layer: CalledLayer, w_NK: Tensor, now: State) -> Callable[[bool], Prepared] | None:
         """A function that gives the codes of a gathered weight in each pass, as they came for it; None: the backend
         quantises its values."""
         if not isinstance(w_NK, Gathered) or w_NK.source.rounds or self.plan.why_values is not None:
@@ -200,13 +197,13 @@ class BackendLayer(Executor):
         call = layer.new_call(now.context, self, 0, training=False)
         return lambda column: call.weights.form(w_NK, self.w[column], call)
 
-    def kernels(self, layer: PlannedLayer) -> LayerKernels:
+    def kernels(self, layer: CalledLayer) -> LayerKernels:
         """The backend's kernels of a layer."""
         return cast(LayerKernels, layer.states[self.backend.name])
 
     def multiplied(
         self,
-        layer: PlannedLayer,
+        layer: CalledLayer,
         x_MK: Tensor,
         w_NK: Tensor,
         bias_N: Tensor | None,

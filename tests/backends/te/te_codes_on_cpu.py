@@ -36,7 +36,7 @@ from fp4train.hardware import Device
 from fp4train.nn import convert
 from fp4train.nn.call import Call
 from fp4train.nn.gathered import Gathered
-from fp4train.nn.weights import WeightForm
+from fp4train.nn.weight_form import WeightForm
 from fp4train.parallel.received import Payload, form_of
 from fp4train.precision import MXFP8, NVFP4, FP8Block, FP8Current, Recipe
 from fp4train.precision.context import Context, use

@@ -15,11 +15,12 @@ from fp4train.hardware import Device
 from fp4train.nn import Linear
 from fp4train.nn.call import EAGER
 from fp4train.nn.executors import EXECUTORS, STATES, executor_class, join_states, make_executor, saved_tensor
-from fp4train.nn.executors.cut import CutGemms, LayerShard, default_context
+from fp4train.nn.executors.cut import CutGemms
 from fp4train.nn.executors.gemms import Gemms, torch_autocasts
 from fp4train.nn.executors.groups import BackendExperts, GroupGemms
 from fp4train.nn.executors.parts import ChannelNorms, ChannelParts
 from fp4train.nn.executors.whole_layer import BackendLayer, TorchLayer
+from fp4train.nn.layer_shard import LayerShard, default_context
 from fp4train.nn.scaling import DelayedScaling
 from fp4train.precision import BF16, MXFP8, NVFP4, FP8Delayed, OutlierChannels, Recipe
 from fp4train.precision.layer_plan import LayerPlan, resolve
