@@ -95,7 +95,7 @@ def measure_blocks(
     Blocks with equal plans and parameters are measured once, and have one object.
 
     Args:
-        plans: what each linear layer runs, by name.
+        plans: plan of each linear layer, by name.
         tokens: token ids of the microbatch, [sequences, seq_len], on the meta device.
         row_wise: layers whose inputs tensor parallelism splits, not their outputs.
         compiled: whether torch.compile has the blocks: layers do not share what they keep.
@@ -193,7 +193,7 @@ class _MetaRun:
         Args:
             entrance: the norm of the block that also adds up the stream that comes in.
         """
-        given: list[nn.Module] = []
+        readers: list[nn.Module] = []
         for part in block.modules():
             producer = norms.producers.get(part)
             if isinstance(part, Fusible) and (liger or producer is not None):
@@ -201,13 +201,13 @@ class _MetaRun:
                 self._replaced.append((part, "operators", kernels))
             if producer is None:
                 continue
-            given += producer.readers
+            readers += producer.readers
             if isinstance(part, StreamNorm):
                 of_stream = partial(norm_in_kernels, self.counter, part is entrance)
                 if producer.by_backend:
                     of_stream = partial(norm_by_backend, self.counter)
                 self._replaced.append((part, "of_stream", of_stream))
-        self._given = frozenset(given)
+        self._given = frozenset(readers)
 
     def measure(
         self,
@@ -255,19 +255,19 @@ class _MetaRun:
         *rows, width = x.shape
         stream_shapes = ((*rows, 1), (*rows, width))
         of_stream = {key for key, tensor in kept.items() if tuple(tensor.shape) in stream_shapes}
-        whole = of_stream | (self._repeated & kept.keys())
+        repeated = of_stream | (self._repeated & kept.keys())
         routed: set[int] = set()
         if any(plan.layer.experts for plan in self._layers.values()):
             matrix = (math.prod(rows), width)
             wide = {key: tensor for key, tensor in kept.items() if tensor.dtype == torch.float32}
-            routed = {key for key, tensor in wide.items() if tuple(tensor.shape) == matrix} - whole
+            routed = {key for key, tensor in wide.items() if tuple(tensor.shape) == matrix} - repeated
         sizes = {key: tensor.untyped_storage().nbytes() for key, tensor in kept.items()}
         return BlockCost(
             forward=forward,
             backward=backward,
             saved=sum(sizes.values()),
             routed=sum(sizes[key] for key in routed),
-            whole=sum(sizes[key] for key in whole),
+            whole=sum(sizes[key] for key in repeated),
             input=x.untyped_storage().nbytes(),
         )
 

@@ -249,8 +249,8 @@ class ClusterCost:
         """
         mesh = self.mesh
         m = mesh.microbatches
-        first = number == 0
-        last = number == mesh.pipeline - 1
+        is_first = number == 0
+        is_last = number == mesh.pipeline - 1
         parts: defaultdict[str, float] = defaultdict(float)
         flows = self._flows()
         for index, times in counts.items():
@@ -274,10 +274,10 @@ class ClusterCost:
         flows[FORWARD].add(m, outer.forward, outer.forward.seconds)
         flows[GRADIENTS].add(1, outer.gradients, outer.gradients.seconds)
         parts[COPIES] += outer.copied / self._copy
-        parts[CASTS] += casts.of_ends(self.workload, mesh, first=first, last=last) / self._copy
-        if first:
+        parts[CASTS] += casts.of_ends(self.workload, mesh, first=is_first, last=is_last) / self._copy
+        if is_first:
             parts[ELEMENTWISE] += m * self._residual_seconds(casts.EMBEDDED)
-        if last:
+        if is_last:
             head, loss = self._head()
             parts[HEAD] = m * head
             parts[LOSS] = m * loss
@@ -331,8 +331,8 @@ class ClusterCost:
         for plan in load.outside:
             in_loss = plan.layer.out_features == load.vocabulary and not plan.quantised
             rows = chunk if in_loss else self._tokens
-            calls, rest = divmod(self._tokens, rows)
-            for tokens, number in ((rows, calls), (rest, 1)):
+            calls, remainder = divmod(self._tokens, rows)
+            for tokens, number in ((rows, calls), (remainder, 1)):
                 if tokens:
                     for passes in self._layers([plan], tokens, number):
                         seconds += sum(passes.values())

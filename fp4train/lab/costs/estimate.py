@@ -102,7 +102,7 @@ def estimate(
     Args:
         plan: a plan for `gpu` (`Device.elsewhere(gpu)`), with the tokens of one microbatch.
         microbatches: forward passes per step.
-        made: what norms and gates quantise in each stretch; none: nothing.
+        made: operands that norms and gates quantise in each stretch; none: nothing.
         sharing: whether layers that read one x quantise it once; not under train.compile.
 
     Raises:

@@ -74,18 +74,18 @@ class MeshPlan:
             UserError: its size is not the number of GPUs.
         """
         parallel = self.config.parallel
-        others = parallel.others
-        gpus = self.gpus or others * max(1, parallel.dp_shard)
-        shard = max(1, gpus // others) if parallel.dp_shard == REST else parallel.dp_shard
-        if others * shard != gpus:
+        other_ranks = parallel.others
+        gpus = self.gpus or other_ranks * max(1, parallel.dp_shard)
+        shard = max(1, gpus // other_ranks) if parallel.dp_shard == REST else parallel.dp_shard
+        if other_ranks * shard != gpus:
             factors = f"dp_replicate {parallel.dp_replicate} × dp_shard {shard} × tp {parallel.tp} × pp {parallel.pp}"
             instead = "dp_replicate × tp × pp must divide it, parallel=auto finds a mesh"
-            if gpus % others == 0:
-                fitting = others * max(1, parallel.dp_shard)
-                instead = f"parallel.dp_shard={gpus // others} fills it, or gpus={fitting}"
-            raise UserError(f"gpus={gpus} is not {factors} = {others * shard}: {instead}")
-        whole = self.config.train.whole_weights is not None
-        gather = effective(parallel.gather, whole=whole)
+            if gpus % other_ranks == 0:
+                fitting = other_ranks * max(1, parallel.dp_shard)
+                instead = f"parallel.dp_shard={gpus // other_ranks} fills it, or gpus={fitting}"
+            raise UserError(f"gpus={gpus} is not {factors} = {other_ranks * shard}: {instead}")
+        takes_float32 = self.config.train.whole_weights is not None
+        gather = effective(parallel.gather, whole=takes_float32)
         return replace(parallel.mesh(gpus), microbatches=microbatches, gather=gather)
 
     def plan(self, sequences: int, tensors: int, stages: int = 1, data_ranks: int = 1) -> Plan:
@@ -205,9 +205,9 @@ class MeshPlan:
         """Note how weights are gathered, and which kernels run between the products."""
         if mesh.shard > 1:
             layers = [layer for stretch in plan.stretches for layer in stretch.layers.values()]
-            whole = self.config.train.whole_weights
+            reader = self.config.train.whole_weights
             gather = self.config.parallel.gather
-            self.notes.append(gathers(layers, mesh.shard, gather, whole=whole))
+            self.notes.append(gathers(layers, mesh.shard, gather, whole=reader))
         liger, sentence = self.kernels
         if mesh.tensor > 1 and liger:
             sentence += " The loss is torch's where ranks share the vocabulary."

@@ -62,13 +62,13 @@ NOTHING_MADE: Made = MappingProxyType({})
 
 def made_by(producers: Iterable[Producer]) -> Made:
     """Operands that these norms and gates quantise."""
-    made = {}
+    operands = {}
     for producer in producers:
         for layer in producer.readers:
-            made[layer.layer.name, "x"] = MadeFrom(producer.kind, len(producer.readers))
+            operands[layer.layer.name, "x"] = MadeFrom(producer.kind, len(producer.readers))
         for layer in producer.writers:
-            made[layer.layer.name, "dy"] = MadeFrom("gradients", len(producer.writers))
-    return made
+            operands[layer.layer.name, "dy"] = MadeFrom("gradients", len(producer.writers))
+    return operands
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +155,7 @@ def layer_costs(
     """
     parts = plan.channel_parts
     if len(parts) > 1:
-        whole, outliers = (
+        rows, outlier_rows = (
             layer_costs(
                 part,
                 gpu,
@@ -166,7 +166,7 @@ def layer_costs(
             )
             for part in parts
         )
-        return [*whole, *outliers]
+        return [*rows, *outlier_rows]
     readers = 1
     if sharing and shares_x(plan):
         readers = max(1, sum(name in layers for name in plan.readers))
@@ -275,11 +275,11 @@ def _gemm_cost(
     members = _members(plan, tokens)
     rows, columns, contraction = plan.size(gemm.name, tokens)
     by_token = (rows, columns, contraction / members)  # of wgrad, which sums over tokens
-    one = by_token if gemm.name == "wgrad" else (rows / members, columns, contraction)
+    shape = by_token if gemm.name == "wgrad" else (rows / members, columns, contraction)
     emulated = why_emulated(gemm)
     elements = gemm.elements if emulated is None else _multiplied(gemm.operands)
     in_one_call = members if gemm.grouped or plan.layer_backend is not None else 1
-    seconds = members / in_one_call * gemm_seconds(gpu, elements, *one, products=in_one_call)
+    seconds = members / in_one_call * gemm_seconds(gpu, elements, *shape, products=in_one_call)
     scaling = 0.0
     if emulated is not None:
         scaling = members * _scaling_seconds(gemm.operands, seconds / members)
@@ -288,7 +288,7 @@ def _gemm_cost(
         gemm_name=gemm.name,
         size=(rows, columns, contraction),
         elements=gemm.elements,
-        bf16=microbatches * members * gemm_seconds(gpu, "BF16·BF16", *one),
+        bf16=microbatches * members * gemm_seconds(gpu, "BF16·BF16", *shape),
         gemm=microbatches * seconds,
         quantise=quantise[gemm.name] + microbatches * scaling,
         emulated=emulated,

@@ -113,7 +113,7 @@ class _Kernel(torch.autograd.Function):
 
     Args:
         moves: bytes forward and backward; None: those of what it reads and writes.
-        keep: what it keeps for backward, of its inputs and results.
+        keep: function that says which of its inputs and results it keeps for backward.
         results: number of results.
         gradients: number of gradients that backward writes.
     """

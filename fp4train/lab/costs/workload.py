@@ -62,8 +62,8 @@ class Workload:
     Args:
         kinds: the distinct blocks.
         order: index into `kinds` of every block.
-        multiplied: what every block multiplies per token (`models.common.cut.multiplied`).
-        last_multiplied: what is multiplied besides, as by the head, on a pipeline's last stage.
+        multiplied: multiplications of every block per token (`models.common.cut.multiplied`).
+        last_multiplied: multiplications besides, as of the head, on a pipeline's last stage.
         before, after: weights that stand before and after the blocks.
         outside: plans of linear layers outside the blocks.
         row_wise: layers whose inputs tensor parallelism splits.
@@ -71,7 +71,7 @@ class Workload:
         tokens: tokens of a microbatch, over all ranks that share it.
         vocabulary, width: size of the head; 0 where the model has none.
         tied: whether the head uses the weight of the embedding.
-        made: what norms and gates quantise.
+        made: operands that norms and gates quantise.
         execution: how the run executes it.
     """
 
@@ -166,7 +166,7 @@ def workload(
     """Measure a model on the meta device.
 
     Args:
-        plans: what each linear layer runs in one stretch of a run.
+        plans: plan of each linear layer in one stretch of a run.
         sequences, seq_len: sizes of a microbatch.
         execution: how the run executes the model; None: eagerly, with fp4train's defaults.
         produced: norms and gates that quantise their results.
