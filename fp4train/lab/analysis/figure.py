@@ -49,8 +49,8 @@ VARIABLES: Mapping[str, str] = {
 FIGURES = (".png", ".svg", ".pdf")
 """Endings of the files that a figure is written to."""
 
-HATCHES = ("", "////", "....", "xxxx")
-"""Each shade comes with each of these, so that 24 recipes can be told apart."""
+HATCHES = ("", "////", "----", "xxxx")
+"""Each shade comes with each of these, so that 24 recipes can be told apart; of lines, which are short as SVG."""
 WORDS = 7.5
 """Points of words in a panel."""
 LABEL: Any = {"fontsize": WORDS}
