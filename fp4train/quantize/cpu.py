@@ -36,7 +36,6 @@ PAIR_BYTES: Final = 1 << 25
 """Size of a tensor from which on each tile is read once for both forms. Smaller tensors stay in the cache between two
 reads, which are faster then, because each form works on whole rows or columns."""
 
-_new: Final = tuple.__new__  # makes a named tuple without the call overhead of its __new__
 
 _KNOWN: Final[dict[str, tuple[object, ...]]] = {
     "scale": tuple(cpu.SCALES),
@@ -100,6 +99,15 @@ def make(spec: QuantSpec, machine: cpu.Machine = cpu.HERE) -> CpuQuantizer | Cpu
     return CpuQuantizer(spec, machine) if spec.requantises is None else CpuRequantizer(spec, machine)
 
 
+def _filled(spec: QuantSpec, shape: tuple[int, int], tensors: tuple[Any, ...], as_codes: bool) -> Decoded | Quantized:
+    """The form of `shape` whose tensors a kernel has filled."""
+    if not as_codes:
+        values, factor = tensors
+        return Decoded(values, factor)
+    codes, scales, amax = tensors
+    return Quantized(spec, shape, codes, scales, amax, None)
+
+
 class CpuQuantizer(Quantizer):
     """See `Quantizer`. Each method makes one call of the extension; what that refuses goes to the reference.
 
@@ -157,7 +165,7 @@ class CpuQuantizer(Quantizer):
             made = self.job(x_RC, None if key is None else key.words, amax, True)
             if made is not None and not self.run(made[0], None, False, self.threads(), self.isa):
                 (codes, scales, amax), (rows, cols) = made[1], x_RC.shape
-                return _new(Quantized, (self.spec, (rows, cols), codes, scales, amax, None))
+                return Quantized(self.spec, (rows, cols), codes, scales, amax, None)
         return super().codes(x_RC, key, amax)
 
     def values(self, x_RC: Tensor, key: RandomKey | None = None, amax: Tensor | None = None) -> Decoded:
@@ -166,7 +174,7 @@ class CpuQuantizer(Quantizer):
             made = self.job(x_RC, None if key is None else key.words, amax, False)
             if made is not None and not self.run(made[0], None, False, self.threads(), self.isa):
                 values, factor = made[1]
-                return _new(Decoded, (values, factor))
+                return Decoded(values, factor)
         return super().values(x_RC, key, amax)
 
     def decode(self, quantized: Quantized) -> Decoded:
@@ -201,7 +209,7 @@ class CpuQuantizer(Quantizer):
                 amaxes,
             )
             self._run_decode(job, self.threads(), self.isa)
-            return _new(Decoded, (values, factor))
+            return Decoded(values, factor)
         return super().decode(quantized)
 
     def job(
@@ -327,10 +335,8 @@ class CpuQuantizer(Quantizer):
             one, other = (Quantizer.codes if codes else Quantizer.values for codes in (row_codes, column_codes))
             return one(self, x_MK, row_key, row_amax), other(column, x_MK.T, column_key, column_amax)
         rows, cols = x_MK.shape
-        made = _new(Quantized, (self.spec, (rows, cols), *row[1], None)) if row_codes else _new(Decoded, row[1])
-        if column_codes:
-            return made, _new(Quantized, (column.spec, (cols, rows), *turned[1], None))
-        return made, _new(Decoded, turned[1])
+        by_row = _filled(self.spec, (rows, cols), row[1], row_codes)
+        return by_row, _filled(column.spec, (cols, rows), turned[1], column_codes)
 
 
 class CpuRequantizer(Quantizer):
