@@ -80,3 +80,7 @@ def user_errors(
 
 data_errors = partial(user_errors, raised=DataError)
 """`user_errors` of data and tokenizers."""
+
+
+class OtherRunError(UserError):
+    """A command names the directory of a run of another configuration."""

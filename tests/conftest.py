@@ -47,7 +47,7 @@ def signals_as_in_a_terminal() -> None:
 def wide_terminal() -> Iterator[None]:
     """Tables are folded in a narrow terminal; tests read their rows in a wide one, unless they say otherwise."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("COLUMNS", "300")
+        patch.setenv("COLUMNS", "3000")
         yield
 
 

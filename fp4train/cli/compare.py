@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 
 from fp4train.cli.output import fitted, terminal_width, usage
-from fp4train.config.overrides import Option, names_folder, read_options
+from fp4train.config.overrides import Option, baseline_first, names_folder, read_options
 from fp4train.errors import UserError
 from fp4train.lab.analysis.compare import OUTPUTS, compare
 from fp4train.lab.analysis.figure import check_out, width_of
@@ -38,9 +38,7 @@ def main(arguments: list[str]) -> int:
     if unknown := [word for word in line.words if not names_folder(word)]:
         key = unknown[0].partition("=")[0]
         raise UserError(f"compare has no option {key!r}{near_miss(key, OPTIONS)}: {USAGE}")
-    runs = [Path(word) for word in line.words]
-    if baseline is not None:
-        runs = [baseline, *(run for run in runs if run.resolve() != baseline.resolve())]
+    runs = baseline_first([Path(word) for word in line.words], baseline)
     if line.flags:
         raise UserError(f"compare knows no flag {line.flags[0]}: {USAGE}")
     if len(runs) < 2 and (not runs or out is None):

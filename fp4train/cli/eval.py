@@ -26,7 +26,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from fp4train.cli.output import usage
+from fp4train.cli.output import terminal_width, usage
 from fp4train.cli.trained import STEP, with_model
 from fp4train.config.overrides import Option, count, read_options, truth
 from fp4train.errors import UserError, user_errors
@@ -108,7 +108,9 @@ def _tables(scores: Sequence[Score]) -> str:
         mine = [score for score in scores if score.task == task]
         names = list(dict.fromkeys(name for score in mine for name in score.values if "_stderr" not in name))
         rows = [(score.recipe, *(_cell(score.values, name) for name in names)) for score in mine]
-        tables.append("\n".join(tabulate([(task, *names), *rows], right=range(1, len(names) + 1))))
+        tables.append(
+            "\n".join(tabulate([(task, *names), *rows], right=range(1, len(names) + 1), width=terminal_width()))
+        )
     return "\n\n".join(tables)
 
 

@@ -27,7 +27,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from fp4train.cli.output import usage
+from fp4train.cli.output import fitted, usage
 from fp4train.cli.trained import named_paths
 from fp4train.config import overrides, plugins
 from fp4train.config.overrides import Option, count, read_options
@@ -89,7 +89,8 @@ def main(arguments: list[str]) -> int:
             measures = Measures(calibrate=calibrate, losses=losses is not False, paths=paths)
             made = export_quantised(Path(line.runs[0]), out, to, stretch=stretch, measures=measures, **how)
     for note in made.notes:
-        print(note)
+        print(fitted(note))
     what = "of weights" if to == "hf" else "of codes, scales and weights"
-    print(f"{out}: step {made.step}, {made.parameters:,} parameters, {made.size / 1e6:,.1f} MB {what} in {dtype}")
+    size = f"{made.parameters:,} parameters, {made.size / 1e6:,.1f} MB {what} in {dtype}"
+    print(fitted(f"{out}: step {made.step}, {size}"))
     return 0

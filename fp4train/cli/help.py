@@ -8,12 +8,13 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
 from fp4train.cli.output import fitted, terminal_width
 from fp4train.config import foreign, overrides, plugins
-from fp4train.config.binding import MISSING, KeyField, complete, key_fields
+from fp4train.config.binding import MISSING, KeyField, complete, flattened, key_fields
 from fp4train.config.composition import Composed, composed, sections
 from fp4train.config.descriptions import Descriptions
 from fp4train.config.schema import Config, plain
@@ -23,6 +24,8 @@ from fp4train.text import near_miss, nearest, shortened, wrapped
 _KEY_COLUMNS: Final = 33
 """Room of a key and its value; its description follows."""
 _LONGEST_VALUE: Final = 40
+_NAMES: Final = ("run.name", "run.dir")
+"""Keys that follow from the others."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +122,16 @@ class Topics:
                     return Topics(next(iter(other)), self.groups, self.descriptions).topic(name)
         return None
 
+    def other_keys(self, name: str) -> list[str]:
+        """The keys that the options of the group of a key have, whichever is chosen."""
+        found: dict[str, None] = {}
+        for group in self.groups:
+            section = group.replace("/", ".")
+            if name.startswith(f"{section}.") and group != "experiment":
+                for body in self._sections(group).values():
+                    found |= dict.fromkeys(f"{section}.{key}" for key in flattened(dict(body)) if "_target_" not in key)
+        return list(found)
+
     def _of_group(self, group: str) -> str:
         """The options of a group, and the keys of the chosen one."""
         chosen = self.command.choices.get(group, "")
@@ -135,7 +148,27 @@ class Topics:
         chosen = self.command.choices.get(group, "")
         text = self.descriptions.option(group, chosen)
         lines = [f"{group}={chosen}", *_wrapped(text, "  "), ""]
-        return "\n".join([*lines, *self.listing(group.replace("/", "."))]).rstrip()
+        keys = self.set_by(chosen) if group == "experiment" else self.listing(group.replace("/", "."))
+        return "\n".join([*lines, *keys]).rstrip()
+
+    def set_by(self, experiment: str) -> list[str]:
+        """The groups and keys that an experiment sets, each with value and description."""
+        without = composed([word for word in self.words if not word.startswith("experiment=")])
+        plain_run = next(iter(without))
+        usual = flattened(complete(plain(plain_run.cfg), Config))
+        lines = [
+            f"  {group}={option}"
+            for group, option in self.command.choices.items()
+            if group in self.groups and group != "experiment" and plain_run.choices.get(group) != option
+        ]
+        own = self.descriptions.set_by("experiment", experiment)
+        for key in self.keys:
+            if isinstance(key.value, Mapping) or key.path in _NAMES:
+                continue
+            if key.path in own or usual.get(key.path) != key.value:
+                room = terminal_width() - len(key.path) - 3
+                lines += _entry(f"  {key.path}={_shown(key.value, room)}", self.describe(key))
+        return lines
 
     def listing(self, section: str = "") -> list[str]:
         """The keys of a section, or all keys, each with value and description."""
@@ -190,13 +223,13 @@ def of_verb(verb: str, screen: str, words: Sequence[str], *, keys: bool) -> str:
     asked = [word for word in plain_words if "=" not in word and not _names_run(word)]
     others = [*flags, *(word for word in plain_words if "=" in word)]
     if not asked:
-        lines = fitted(screen).splitlines()
+        lines = fitted(_joined(screen)).splitlines()
         return "\n".join([*lines, "", *topics(others).overview()] if keys else lines)
     known = topics(others) if keys else None
     found = []
     for word in asked:
         option = _option(screen, word)
-        text = fitted(option) if option else None
+        text = fitted(_joined(option)) if option else None
         if text is None and known is not None:
             text = known.topic(word)
         if text is None:
@@ -230,7 +263,17 @@ def of_words(words: Sequence[str], verbs: Iterable[str]) -> str:
 
 def _unknown(word: str, known: Topics, verbs: list[str]) -> UserError:
     """Error about a word of help that is neither a verb nor a key."""
-    names = [key.path for key in known.keys]
+    options = [f"{group}={word}" for group, names in known.groups.items() if word in names]
+    if options:
+        asked = " or ".join(f"fp4train help {option}" for option in options)
+        return UserError(f"{word!r} is an option of a group: {asked}")
+    verb, dot, option = word.partition(".")
+    if dot and verb in verbs and not any(key.path.startswith(f"{verb}.") for key in known.keys):
+        return UserError(f"options of a verb follow it: fp4train help {verb} {option}")
+    holders = _verbs_with(word, verbs)
+    if holders:
+        return UserError(f"{word!r} is an option of {' and '.join(holders)}: fp4train help {holders[0]} {word}")
+    names = list(dict.fromkeys([*(key.path for key in known.keys), *known.other_keys(word)]))
     leaves = [key.name for key in known.keys]
     alike = nearest(word, [*verbs, *known.groups, *names, *leaves])
     if "." not in word and (alike in verbs or alike is None):
@@ -240,6 +283,28 @@ def _unknown(word: str, known: Topics, verbs: list[str]) -> UserError:
     except UserError as error:
         return error
     return UserError(f"unknown key {word!r}{near_miss(word, names)}")
+
+
+def _joined(screen: str) -> str:
+    """A screen with every paragraph, and every description of an option, on one line, to be folded once."""
+    lines: list[str] = []
+    for line in screen.strip("\n").splitlines():
+        text = line.strip()
+        indent = len(line) - len(line.lstrip())
+        before = lines[-1] if lines else ""
+        prose = bool(before) and not indent and "  " not in f"{before}{line}" and not before.startswith("fp4train ")
+        goes_on = indent >= 10 and before.startswith("  ")
+        if text and (prose or goes_on):
+            alone = goes_on and "  " not in before.strip()
+            lines[-1] += f"{'  ' if alone else ' '}{text}"
+        else:
+            lines.append(line)
+    return "\n".join(lines)
+
+
+def _verbs_with(option: str, verbs: Iterable[str]) -> list[str]:
+    """The verbs whose help lists an option."""
+    return [verb for verb in verbs if option in _options(import_module(f"fp4train.cli.{verb}").__doc__ or "")]
 
 
 def _names_run(word: str) -> bool:

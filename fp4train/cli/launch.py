@@ -24,7 +24,10 @@ from fp4train.errors import UserError
 from fp4train.hardware import memory_asked
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record.journal import RecipeChoice
+from fp4train.text import shortened
 
+LONGEST_GROUP = 128
+"""Characters of a group's name that Weights & Biases takes."""
 _SHOW = {"--cfg", "-c", "--info", "-i"}
 
 
@@ -74,6 +77,8 @@ def launch(arguments: list[str], task: Callable[[Start], int]) -> int:
         key = slip.partition("=")[0].replace(".", "_").replace("init_from", "init")
         raise UserError(f"unknown key {slip.partition('=')[0]!r}; did you mean {key!r}?")
     folders = overrides.own_folders(arguments)
+    if not given & _SHOW and (alone := sorted(given & {"--resolve", "--package", "-p"})):
+        raise UserError(f"{alone[0]} belongs to --cfg job, which shows the configuration: --cfg job {alone[0]}")
     if "--hydra-help" in given:
         return _hydra(["--hydra-help"])
     if given & _SHOW:
@@ -82,6 +87,8 @@ def launch(arguments: list[str], task: Callable[[Start], int]) -> int:
     with plugins.using(overrides.plugins(arguments), folders):
         starts, wrong = [], []
         for each in composed(arguments):
+            if each.point and not resumed:
+                _group(each.cfg, arguments)
             if resumed and each.point and not {"run.name", "run.dir"} & set(each.changed):
                 others = [key for key in overrides.swept_keys(arguments) if key != "resume"]
                 if others:
@@ -102,6 +109,14 @@ def launch(arguments: list[str], task: Callable[[Start], int]) -> int:
             if codes[-1] > 128:  # a signal ends the whole sweep
                 break
         return max(codes)
+
+
+def _group(cfg: DictConfig, arguments: list[str]) -> None:
+    """Let the runs of a sweep share a group of the service that tracks them, unless the command names one."""
+    track = cfg.get("track")
+    if isinstance(track, DictConfig) and "group" in track and track.group is None:
+        swept = [str(word.input_line) for word in overrides.parse(arguments) if word.is_sweep_override()]
+        track.group = shortened(" ".join(swept), LONGEST_GROUP)
 
 
 def _show(arguments: list[str]) -> int:

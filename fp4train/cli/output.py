@@ -64,7 +64,7 @@ class _Handler(logging.Handler):
 
         prefix = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
         with suppress(OSError):  # a terminal that was closed is no reason to end a run
-            tqdm.write(prefix + record.getMessage(), file=sys.stderr)
+            tqdm.write(message(prefix + record.getMessage(), sys.stderr), file=sys.stderr)
 
 
 def configure_logging() -> None:
@@ -90,7 +90,7 @@ def explained(task: Callable[[], int]) -> int:
     try:
         return task()
     except UserError as error:
-        print(f"fp4train: {error}", file=sys.stderr)
+        print(message(f"fp4train: {error}", sys.stderr), file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:
         return discard_output()
@@ -107,11 +107,11 @@ def terminal_width() -> int:
 def fitted(text: str) -> str:
     """A text in the terminal's width: a line that is too long goes on below where its last column begins.
 
-    Rules below headers, which are no words, are cut.
+    Rules below headers, which are no words, are cut. A word that is too long, such as a path, stays whole.
     """
     width = terminal_width()
     lines: list[str] = []
-    for line in text.rstrip("\n").splitlines():
+    for line in text.split("\n"):
         if len(line) <= width or set(line) <= {"─", " "}:
             lines.append(line[:width])
             continue
@@ -121,6 +121,11 @@ def fitted(text: str) -> str:
         start, *more = wrapped(line[column:].strip(), width, indent)
         lines += [line[:column] + start[column:], *more]
     return "\n".join(lines)
+
+
+def message(text: str, stream: TextIO) -> str:
+    """A message in the terminal's width, or that of COLUMNS; in a file it stays on its line, to be searched."""
+    return fitted(text) if stream.isatty() or os.environ.get("COLUMNS") else text
 
 
 def usage(screen: str | None) -> str:

@@ -26,6 +26,7 @@ from fp4train.checkpoint import ALONE
 from fp4train.cli.launch import Start, launch
 from fp4train.cli.output import fitted, terminal_width
 from fp4train.config.overrides import Option, read_options, truth
+from fp4train.config.schema import Config
 from fp4train.data.source import planned_vocab_size
 from fp4train.errors import UserError
 from fp4train.hardware import Device, find_gpu
@@ -37,7 +38,7 @@ from fp4train.precision.plan import Plan
 from fp4train.precision.report import render, summarise
 from fp4train.run.begin import find_source, start_step
 from fp4train.run.build import build_model, build_plan, build_timeline, with_swap
-from fp4train.run.checks import check_cut, check_oscillation, plan_warnings, scale_warnings, warn_of_schedule
+from fp4train.run.checks import check_cut, check_oscillation, plan_warnings, scale_warnings, short, warn_of_schedule
 from fp4train.run.fuse import kernels_of, kernels_of_layers, operations_in_c
 from fp4train.run.host import choose_device
 from fp4train.run.initial import load_init
@@ -195,6 +196,7 @@ def _plan(command: Start, *, full: bool, gpus: int | None, auto: bool | None, as
         ran = [s.title for s in past if s.stop <= start]
         print("\n".join([f"past, as {source / run_directory.HISTORY} has it (fp4train plan {source}):", *ran]), "\n")
     width = terminal_width()
+    print(fitted(_whole_run(config)), "")
     print(
         config.recipe.shown(width), render(plan, full=True, width=width) if full else summarise(plan, width), sep="\n\n"
     )
@@ -215,12 +217,31 @@ def _plan(command: Start, *, full: bool, gpus: int | None, auto: bool | None, as
         norms = one.produced(plan)
         made = [made_by(each.producers.values()) for each in norms]
         options: Any = {"microbatches": config.train.microbatches, "made": made, "sharing": not config.train.compile}
-        print("", fitted(estimate(plan, gpu, **options).render()), sep="\n")
+        print("", fitted(estimate(plan, gpu, **options).render(width)), sep="\n")
         said = produced_by(model, plan.stretches, norms, "cuda")
         print("")
         for text in (render_step(step_costs(one, plan, norms), width), one.kernels[1], *said):
             print(fitted(text))
     return 0
+
+
+def _whole_run(config: Config) -> str:
+    """What the run trains on, how long, and at which rates, in words."""
+    train, schedule = config.train, config.schedule
+    warmup = schedule.warmup
+    of_run = f"{warmup:,} steps" if isinstance(warmup, int) else f"{warmup:.3g} of the run"
+    rates = f"learning rate {config.optim.lr:g}, warm-up {of_run}, then {type(schedule).__name__}"
+    data = getattr(config.data, "name", None) or getattr(config.data, "path", None) or ""
+    tokenizer = getattr(config.data, "tokenizer", None)
+    named = f" {getattr(tokenizer, 'name', None) or ''}".rstrip()
+    read = f"{type(config.data).__name__} {data}".rstrip()
+    text = f"{read} in ids of {type(tokenizer).__name__}{named}" if tokenizer is not None else read
+    total = train.steps * train.tokens
+    all_tokens = f"{total / 1e9:,.3g} B" if total >= 1e9 else short(total)
+    size = f"{train.steps:,} steps of {train.batch_size} × {train.seq_len:,} tokens, {all_tokens} in all"
+    every = config.checkpoint.every
+    saved = f"checkpoints every {every:,} steps" if every else "a checkpoint at the end"
+    return f"{size}; {text}; {rates}; {saved}"
 
 
 def _weights(model: nn.Module) -> str:
@@ -265,7 +286,8 @@ def _on_mesh(mesh_plan: "MeshPlan", *, full: bool, as_data: bool) -> int:
         return 0
     width = terminal_width()
     shown = render(plan, full=True, width=width) if full else summarise(plan, width)
-    print(shown, _weights(mesh_plan.model), fitted(render_cluster(costs)), sep="\n\n")
+    print(fitted(_whole_run(mesh_plan.config)), "")
+    print(shown, _weights(mesh_plan.model), fitted(render_cluster(costs, width)), sep="\n\n")
     for note in mesh_plan.notes:
         print(fitted(f"note: {note}"))
     return 0
@@ -290,7 +312,7 @@ def _search(mesh_plan: "MeshPlan", command: list[str], as_data: bool) -> int:
         listed = [{"overrides": c.overrides(), **cluster_json("", 0, c.cost)} for c in (*fitting, *others)]
         print(_json({"notes": mesh_plan.notes, "command": text if fitting else None, "meshes": listed}))
     else:
-        print(fitted(render_candidates(found, [*fitting, *others], text)))
+        print(fitted(render_candidates(found, [*fitting, *others], text, terminal_width())))
         for note in mesh_plan.notes:
             print(fitted(f"note: {note}"))
     return 0 if fitting else 1

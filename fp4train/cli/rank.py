@@ -1,4 +1,4 @@
-"""fp4train rank RUN… recipe=A,B,… [policy=…] [phases=…] [step=…] [steps=24] [forks=6]
+"""fp4train rank RUN… recipe=A,B,… [policy=…] [phases=…] [baseline=A] [step=…] [forks=6]
 
 Which recipe is better, and with what certainty: short forks of a checkpoint on the same batches, their differences with
 intervals and tests (docs/ranking.md). RUN… are run directories: what is found on one checkpoint holds for it alone, on
@@ -6,6 +6,7 @@ several (other seeds, recipes, ages) the spread between them is in the intervals
 
   recipe=A,B  policy=A,B  phases=A,B    and their keys, recipe.KEY=A,B: every combination is a candidate, the first one
                    the reference; the default is recipe=bf16,mxfp8,nvfp4,mxfp4
+  baseline=mxfp8   the candidate that gaps are to, by its name in the table; the default is the first one
   step=100,200     the checkpoints of each run; the default is the newest
   forks=6          seeds of each candidate at each checkpoint
   steps=24         optimizer steps of a fork; the default with schedule=own is the rest of the run
@@ -28,7 +29,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from fp4train.cli.output import usage
+from fp4train.cli.output import fitted, terminal_width, usage
 from fp4train.cli.trained import named_paths
 from fp4train.config import overrides, plugins
 from fp4train.config.binding import bind
@@ -56,7 +57,7 @@ STEP = "step"
 _HINTS = get_type_hints(RankRequest)
 OPTIONS: Mapping[str, Any] = {
     STEP: int | None,
-    **{key: _HINTS[key] for key in ("steps", "forks", "schedule", "lr", "batches", "margin", "processes")},
+    **{key: _HINTS[key] for key in ("steps", "forks", "schedule", "lr", "batches", "margin", "processes", "baseline")},
     "out": str | None,
 }
 PICTURES = {
@@ -79,7 +80,7 @@ def main(arguments: list[str]) -> int:
         except KeyboardInterrupt:
             _log.warning("interrupted: the forks that were made are recorded, the same command goes on")
             raise
-    print(render(ranking) + "\n")
+    print(fitted(render(ranking, terminal_width())) + "\n")
     found = rank_json(ranking)
     for folder, base in zip(folders, ranking.bases, strict=False):
         body = {**found, "identity": {"run": run_directory.identity(base.source)}}

@@ -26,7 +26,7 @@ from typing import Any
 
 from fp4train import files
 from fp4train.cli.launch import Start, launch
-from fp4train.cli.output import usage
+from fp4train.cli.output import fitted, terminal_width, usage
 from fp4train.config.overrides import Option, count, number, read_options, truth
 from fp4train.errors import UserError
 from fp4train.hardware import find_gpu
@@ -133,7 +133,7 @@ def _study(start: Start, *, options: dict[str, Any], fresh: bool, of_run: bool) 
         finally:
             study.end()
     report = SensitivityReport(subject=subject, found=found, trade=trade, judged=judged)
-    print(report.render(_written(report, folder)))
+    print(fitted(report.render(_written(report, folder), terminal_width())))
     return 0
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fp4train import checkpoint
-from fp4train.cli.output import usage
+from fp4train.cli.output import fitted, terminal_width, usage
 from fp4train.config import overrides, plugins
 from fp4train.config.composition import composed
 from fp4train.config.overrides import Option, number, read_options
@@ -92,20 +92,20 @@ def _ask(run: Path, body: dict[str, Any], wait: float, what: str, later: str) ->
     """Ask for `what`; wait for the process that trains, and say what it answered, or `later` where none does."""
     request = ask(run, body)
     if not run_directory.is_running(run):
-        print(f"{run}: {later}")
+        print(fitted(f"{run}: {later}"))
         return 0
     answer = wait_for_answer(run, request, wait)
     if answer is None:
         ended = "" if run_directory.is_running(run) else "the process has ended; "
-        print(
-            f"{run}: {what} is asked for, no answer in {wait:g} s; {ended}it is taken between two steps, or on resume. "
-            f"fp4train swap {run} shows what became of it, cancel={request} takes it back"
+        asked = (
+            f"{run}: {what} is asked for, no answer in {wait:g} s; {ended}it is taken between two steps, or on resume"
         )
+        print(fitted(f"{asked}. fp4train swap {run} shows what became of it, cancel={request} takes it back"))
         return NO_ANSWER
     accepted, text = answer
     if not accepted:
         raise UserError(f"{run} refuses {what}: {text}")
-    print(f"{run}: accepted, {text}")
+    print(fitted(f"{run}: accepted, {text}"))
     return 0
 
 
@@ -129,7 +129,7 @@ def _listed(run: Path) -> str:
         )
     if not rows:
         return lost or f"{run}: no swap is recorded, none is pending"
-    table = "\n".join(tabulate([("step", "recipe", "state", ""), *rows]))
+    table = "\n".join(tabulate([("step", "recipe", "state", ""), *rows], width=terminal_width()))
     return f"{lost}\n{table}".lstrip()
 
 

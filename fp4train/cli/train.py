@@ -20,18 +20,21 @@ import gc
 import logging
 import os
 import signal
+import sys
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fp4train.cli.console import Console, kept_console
 from fp4train.cli.launch import Start, launch
-from fp4train.cli.output import fitted, terminal_width
+from fp4train.cli.output import fitted, message, terminal_width
+from fp4train.cli.sweep import SweepJob, table
 from fp4train.config import overrides, plugins
 from fp4train.config.binding import bind
 from fp4train.config.schema import Config, plain
-from fp4train.errors import LostError, UserError
+from fp4train.errors import LostError, OtherRunError, UserError
 from fp4train.lab.analysis import curves, heatmap
 from fp4train.lab.analysis.history import training_loss
 from fp4train.optim import Optimizer
@@ -48,14 +51,13 @@ from fp4train.run.checks import before_cooldown, learning_rate, rate_jump
 from fp4train.run.determinism import determinism
 from fp4train.run.fuse import kernels_of_layers
 from fp4train.run.host import choose_device, keep_freed_memory, libraries
+from fp4train.run.possible import check_possible
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record import journal
 from fp4train.run.record.trust import check_paths, forget_charts
 from fp4train.run.supervise.divergence import DivergedError
 from fp4train.run.supervise.loss_history import Rewind
 from fp4train.run.supervise.rescue import explain
-from fp4train.text import tabulate
-from fp4train.track import read_metrics
 from fp4train.track.config import METRICS
 from fp4train.track.statistics import STATISTICS
 from fp4train.train import Result, train
@@ -72,38 +74,20 @@ def main(arguments: list[str]) -> int:
     if place.size > 1:
         return _as_rank(arguments, place)
 
-    jobs: list[list[Any]] = []
+    jobs: list[SweepJob] = []
 
     def task(start: Start) -> int:
-        jobs.append([start.point, start.config, "failed"])
+        jobs.append(SweepJob(point=start.point, config=start.config))
         with determinism(start.config.train.deterministic):
             code = _train(start, _world(start.config, place))
-        jobs[-1][2] = "" if code == 0 else f"exit code {code}"
+        jobs[-1].ending = "" if code == 0 else f"exit code {code}"
         return code
 
     try:
         return launch(arguments, task)
     finally:
-        if any(point for point, *_ in jobs):
-            print("", _jobs(jobs), sep="\n")
-
-
-def _jobs(jobs: list[list[Any]]) -> str:
-    """The jobs of a sweep as a table: their overrides, configurations and endings."""
-    rows = []
-    for job, config, ending in jobs:
-        last: dict[str, Any] = {}
-        with suppress(UserError):  # it logged nothing
-            for line in read_metrics(config.run.dir / METRICS):
-                last |= line
-            last["train/loss"] = training_loss(config.run.dir)
-        losses = (f"{last[key]:.4f}" if isinstance(last.get(key), float) else "-" for key in ("train/loss", "val/loss"))
-        rows.append((job, config.recipe.name, *losses, str(config.run.dir), ending))
-    return "\n".join(
-        tabulate(
-            [("job", "recipe", "train loss", "val loss", "directory", ""), *rows], right=(2, 3), width=terminal_width()
-        )
-    )
+        if any(job.point for job in jobs):
+            print("", table(jobs), sep="\n")
 
 
 def _as_rank(arguments: list[str], place: ProcessRank) -> int:
@@ -155,6 +139,14 @@ def _world(config: Config, place: ProcessRank) -> World:
 
 
 def _train(command: Start, world: World) -> int:
+    if not world.lead:
+        return _trained(command, world, None)
+    with kept_console() as console:
+        return _trained(command, world, console)
+
+
+def _trained(command: Start, world: World, console: Console | None) -> int:
+    """Train; the lead keeps what it prints in `console`."""
     keep_freed_memory()
     config, chosen, directory = command.config, command.cfg, command.config.run.dir
     if world.size > 1:
@@ -170,28 +162,34 @@ def _train(command: Start, world: World) -> int:
                 forget_charts(chosen)
         if world.size > 1:
             check_shared(world, directory)
-        found = find_start(config, chosen, world, command.saved)
+        try:
+            found = find_start(config, chosen, world, command.saved)
+        except OtherRunError:
+            check_possible(config)  # what is wrong with the command itself comes first
+            raise
         start = RunStart(config=config, cfg=chosen, checkpoint=found, swap=command.swap)
         if found is not None and found.step >= config.train.steps:
             if world.lead:
-                print(_finished(config, start.source, found.step))
+                print(message(_finished(config, start.source, found.step), sys.stdout))
             return 0
         with world.together():
             before = config if found is None or command.saved is None else _as_it_was(start, command.saved)
         if found is not None and (jump := rate_jump(before, config, found.step)):
             _log.warning("%s; %s", jump, before_cooldown(start.source, before))
         try:
-            result: Result | Rewind = _to_its_end(start, world)
+            result: Result | Rewind = _to_its_end(start, world, console)
             while isinstance(result, Rewind):
                 again = replace(config.run, overwrite=False)
                 config = replace(config, resume=str(directory), resume_step=result.step, run=again)
                 gc.collect()  # what the diverged run held, before as much is built again
                 found = find_start(config, chosen, world)
-                result = _to_its_end(RunStart(config=config, cfg=chosen, checkpoint=found, rewind=result), world)
+                result = _to_its_end(
+                    RunStart(config=config, cfg=chosen, checkpoint=found, rewind=result), world, console
+                )
         finally:
             picture = _draw(directory) if world.lead else ""
     if world.lead:
-        print(_summary(directory, result) + picture)
+        print(message(_summary(directory, result) + picture, sys.stdout))
     return _code(result)
 
 
@@ -220,9 +218,11 @@ def _as_it_was(start: RunStart, resumed: Mapping[str, Any]) -> Config:
     )
 
 
-def _to_its_end(start: RunStart, world: World) -> Result | Rewind:
+def _to_its_end(start: RunStart, world: World, console: Console | None) -> Result | Rewind:
     """Train to the end of the run, or to where it is to go back to a checkpoint because its loss diverged."""
     run, code = build(start, world), 1
+    if console is not None:
+        console.write_to(run.directory)
     try:
         _log.info("%s: %s", run.directory, run.description)
         layers = kernels_of_layers(run.model, run.device.type, deterministic=run.config.train.deterministic)
@@ -279,10 +279,12 @@ def _draw(directory: Path) -> str:
 
 def _summary(directory: Path, result: Result) -> str:
     values = {name: float(result.metrics[key]) for key, name in LOSSES.items() if key in result.metrics}
-    if (smoothed := training_loss(directory)) is not None:
+    window = ""
+    if (found := training_loss(directory)) is not None:
         values.pop("last batch", None)
-        values = {"train loss": smoothed, **values}
-    losses = ", ".join(f"{name} {value:.4f}" for name, value in values.items())
+        values = {"train loss": found.loss, **values}
+        window = f" (mean of the last {found.steps} steps)" if found.steps > 1 else ""
+    losses = ", ".join(f"{name} {value:.4f}{window if name == 'train loss' else ''}" for name, value in values.items())
     ended = "done" if result.saved else "done, but its end is not saved"
     if result.signal is not None:
         name = signal.Signals(result.signal).name

@@ -20,7 +20,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fp4train.cli.output import usage
+from fp4train.cli.output import fitted, terminal_width, usage
 from fp4train.cli.trained import named_paths
 from fp4train.config import overrides, plugins
 from fp4train.config.overrides import Option, read_options
@@ -69,17 +69,20 @@ def _show(found: Verified, losses: dict[str, float], batches: int | None) -> Non
         (each.name, each.module, each.form, "; ".join(each.differences) or f"equal: {', '.join(each.parts)}")
         for each in found.layers
     ]
-    print("\n".join(columns(rows)))
+    print("\n".join(columns(rows, width=terminal_width())))
     for each in found.others:
-        print(each)
+        print(fitted(each))
     for name, loss in losses.items():
-        print(f"loss {loss:.4f}: {name}")
+        print(fitted(f"loss {loss:.4f}: {name}"))
     if batches and not found.equal:
-        print(f"loss={batches}: not measured, since the folder is another model than the run's")
+        print(fitted(f"loss={batches}: not measured, since the folder is another model than the run's"))
     wrong = sum(bool(each.differences) for each in found.layers)
     of = f"{found.run} at step {found.step}" + (f", {found.stretch}" if found.stretch else "")
     if found.equal:
-        print(f"{found.folder} has the numbers of {of}: {len(found.layers)} modules are equal in every bit")
+        print(fitted(f"{found.folder} has the numbers of {of}: {len(found.layers)} modules are equal in every bit"))
     else:
-        more = f" and {len(found.others)} other differences" if found.others else ""
-        print(f"{found.folder} differs from {of}: {wrong} of {len(found.layers)} modules{more}")
+        files = f"{len(found.others)} difference{'s' if len(found.others) > 1 else ''} outside of the modules"
+        modules = f"{wrong} of {len(found.layers)} modules" if wrong else ""
+        where = " and ".join(filter(None, (modules, files if found.others else "")))
+        equal = "" if wrong else f"; all {len(found.layers)} modules are equal"
+        print(fitted(f"{found.folder} differs from {of}: {where}{equal}"))

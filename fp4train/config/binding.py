@@ -16,6 +16,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from fp4train.config.folders import own_options
 from fp4train.config.foreign import suggestion
 from fp4train.config.plugins import own_class
 from fp4train.errors import UserError, user_errors
@@ -345,6 +346,12 @@ def _bind_scalar(node: Any, options: tuple[Any, ...], path: str) -> Any:
     if isinstance(node, str) and Path in options:
         return Path(node)
     shown = "null" if node is None else str(node).lower() if isinstance(node, bool) else repr(node)
+    group = path.replace(".", "/")
+    if group != path and group in own_options():
+        names = ", ".join(own_options()[group])
+        raise UserError(
+            f"{path}={shown}: an option of a group in a group is chosen with a slash, {group}=NAME ({names})"
+        )
     raise UserError(f"{path}={shown} must be {_allowed(options)}")
 
 

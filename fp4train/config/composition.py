@@ -75,6 +75,10 @@ def composed(arguments: list[str]) -> Iterator[Composed]:
         chosen = [o for o in found if o.key_or_group in known or o.key_or_group.startswith("hydra")]
         whole = _composition([str(o.input_line) for o in chosen], folders)
         params = (whole.hydra.sweeper.params or {}) if sweep else {}  # a sweep that an experiment's file asks for
+        if sweep and not swept and not params:
+            raise UserError(
+                "-m trains a run for each value of a key, and no key has several values: -m recipe=bf16,nvfp4"
+            )
         if more := [f"{key}={value}" for key, value in params.items() if key not in axes]:
             yield from composed([*more, *arguments])
             return
@@ -253,6 +257,13 @@ def _name_point(cfg: DictConfig, choices: Mapping[str, str], swept: Iterable[str
 def _check_word(word: Override, known: Mapping[str, list[str]], sweep: bool) -> None:
     """Refuse several values without a sweep, a group taken out, and an option that is not there."""
     key, line = word.key_or_group, word.input_line
+    if key in ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.output_subdir", "hydra.job.name"):
+        ours = "run.name" if key == "hydra.job.name" else "run.dir"
+        raise UserError(
+            f"{line}: the {ours.partition('.')[2].replace('dir', 'directory')} of a run is {ours}={word.value()}"
+        )
+    if word.is_delete() and key in {field.name for field in fields(Config)} and key not in known:
+        raise UserError(f"{line}: a run needs {key}; {key}.KEY=VALUE sets its keys")
     if key.startswith("hydra"):
         if key in ("hydra/launcher", "hydra/sweeper") and not str(word.value()).startswith("basic"):
             raise UserError(f"{line}: Hydra has no such setting (the points of a sweep run here, one after another)")

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from fp4train.config.binding import KeyField
+from fp4train.config.binding import KeyField, flattened
 from fp4train.config.folders import CONFIGS, RECIPES
 from fp4train.config.plugins import own_class
 from fp4train.errors import UserError
@@ -176,6 +176,12 @@ class Descriptions:
             yield from sorted(folder.glob("*/*/*.yaml"))
         yield from sorted(RECIPES.glob("*.yaml"))
         yield CLASSES
+
+    def set_by(self, group: str, name: str) -> set[str]:
+        """The full keys that the file of an option names."""
+        path = self._file(group, name)
+        body: Any = yaml.safe_load(path.read_text(encoding="utf-8")) if path is not None else None
+        return set(flattened(body)) if isinstance(body, dict) else set()
 
     def _file(self, group: str, name: str) -> Path | None:
         """The file of an option; None where it is none of a folder."""

@@ -40,6 +40,8 @@ def suggestion(word: str, have: Collection[str] | None = None) -> str:
 def option_suggestion(group: str, option: str, known: Iterable[str]) -> str:
     """The hint for an option that a group does not have: longer names, another framework's word, or the nearest."""
     known = list(known)
+    if same := [name for name in known if name.lower() == option.lower()]:
+        return f"; did you mean {same[0]!r}?"
     begin = [name for name in known if name.startswith(f"{option.lower()}_")]
     theirs = suggestion(option)
     if len(begin) > 1:

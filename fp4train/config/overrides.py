@@ -105,6 +105,13 @@ def read_options(arguments: list[str], known: Mapping[str, Option]) -> CommandLi
     return CommandLine(flags=flags, options=options, words=others)
 
 
+def baseline_first(runs: Sequence[Path], baseline: Path | None) -> list[Path]:
+    """The runs with the one that gaps are to at the beginning; None: they stay as they are."""
+    if baseline is None:
+        return list(runs)
+    return [baseline, *(run for run in runs if run.resolve() != baseline.resolve())]
+
+
 def truth(text: str) -> bool | None:
     """ "true" or "false"."""
     return {"true": True, "false": False}.get(text.lower())

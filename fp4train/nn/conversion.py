@@ -255,5 +255,5 @@ def _groups(weights: tuple[UnconvertedWeight, ...]) -> dict[tuple[str, str], lis
 
 def _percent(share: float) -> str:
     if 0 < share < 0.01:
-        return "<1 %"
-    return ">99 %" if 0.99 < share < 1 else f"{share:.0%}".replace("%", " %")
+        return "<1%"
+    return ">99%" if 0.99 < share < 1 else f"{share:.0%}"

@@ -66,10 +66,10 @@ def why_not(
         for each in executors:
             name, taker = each.plan.layer.name, _taker(each)
             if taker is None or type(taker) is not type(_taker(executors[0])):
-                return f"{name} is not three products of codes of its own"
+                return f"{name} does not multiply codes in three GEMMs of its own"
             operand: TensorForms = getattr(taker, tensor)
             if operand.row.spec is None or operand.column.spec is None:
-                return f"{tensor} of {name}: a product takes it in high precision"
+                return f"{name} takes {tensor} in high precision in one of its GEMMs"
             if isinstance(taker, BackendLayer):
                 why_not_given = taker.backend.sources.why_not_given(taker.table, here=here)
                 if why_not_given is not None:

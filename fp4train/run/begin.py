@@ -14,7 +14,7 @@ from fp4train import checkpoint
 from fp4train.checkpoint import Checkpoint
 from fp4train.config import Config, plain
 from fp4train.config.binding import unknown_keys
-from fp4train.errors import UserError
+from fp4train.errors import OtherRunError, UserError
 from fp4train.parallel.world import World
 from fp4train.run.bits import differences
 from fp4train.run.host import environment
@@ -180,7 +180,8 @@ def _check_same(saved: Mapping[str, Any], cfg: DictConfig, run: Path, *, resumin
             if resuming
             else "choose another run.name, or run.overwrite=true to start over: run.name=NAME writes to runs/NAME"
         )
-        raise UserError(f"{run} belongs to another configuration ({shown}): {advice}")
+        message = f"{run} belongs to another configuration ({shown}): {advice}"
+        raise UserError(message) if resuming else OtherRunError(message)
     _check_edits(run, saved)
 
 

@@ -38,8 +38,7 @@ def kernels_of(train: TrainSettings, device: str, *, elsewhere: bool = False) ->
     if train.kernels == "torch":
         return False, f"{what} torch's operators: train.kernels=torch asks for them."
     if _in_c(train, device):
-        what = "Norms, gates and rotations run in C kernels that have torch's bits, the loss in torch's operators"
-        return False, f"{what} (train.kernels={train.kernels})."
+        return False, f"The loss runs in torch's operators (train.kernels={train.kernels})."
     if (reason := None if elsewhere else liger.why_not(device)) is None:
         what = "The loss runs" if train.compile else what.removesuffix(" in")
         return True, f"{what} in liger's kernels (train.kernels={train.kernels})."

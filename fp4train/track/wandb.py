@@ -30,6 +30,10 @@ from fp4train.worker import within
 
 _log = logging.getLogger(__name__)
 
+CONSOLE, LOGS = "console.log", "output.log"
+"""RUN/console.log: what the run printed; the file of a run that the service shows as its logs."""
+CONSOLE_LIMIT = 1 << 26
+"""Bytes of it that are sent."""
 FOLDER, RUN_ID = "wandb", "run_id"
 """RUN/wandb/run_id: the run's id in its charts."""
 PROBE_SECONDS = 2.0
@@ -65,6 +69,7 @@ class WandbTracker:
 
         self._timeout = timeout
         self._finished = False
+        self._run_dir = Path(run_dir)
         with files.Folder.open(Path(run_dir), create=True) as run, run.folder(FOLDER, create=True) as folder:
             run_id = _run_id(folder, resumed)
 
@@ -140,11 +145,26 @@ class WandbTracker:
         if self._finished:
             return
         self._finished = True
+        self._send_console()
         try:
             self._run.finish(exit_code=exit_code)
         except TimeoutError:
             rest = "wandb: not everything was uploaded within %g s; send the rest with:\n  wandb sync %s"
             _log.warning(rest, self._timeout, self._local())
+
+    def _send_console(self) -> None:
+        """Let the service have what the run printed, where its users look for it."""
+        try:
+            with files.Folder.open(self._run_dir) as folder:
+                if not folder.has_file(CONSOLE):
+                    return
+                printed = folder.read(CONSOLE, CONSOLE_LIMIT)
+            with files.Folder.open(Path(self._run.dir)) as sent:
+                sent.write(LOGS, printed, sync=False)
+        except OSError as error:
+            _log.warning("wandb: %s is not sent: %s", CONSOLE, error)
+            return
+        self._run.save(str(Path(self._run.dir) / LOGS), base_path=self._run.dir, policy="now")
 
     def _local(self) -> Path:
         return Path(self._run.dir).parent

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,16 @@ def test_comments_are_read_where_they_stand(tmp_path: Path) -> None:
         (["help", "lr"], ["optim.lr"]),
         (["help", "recipe"], ["* nvfp4", "MXFP8: E4M3 with a power of two", "recipe.guard=1.0"]),
         (["help", "recipe=mxfp8"], ["recipe.scale_rounding=rceil"]),
+        (
+            ["help", "experiment=llama_1b_fineweb"],
+            [
+                "data=fineweb_edu_29b",
+                "data/tokenizer=gpt_neox",
+                "train.batch_size=256",
+                "schedule.warmup=5000",
+                "optim.lr",
+            ],
+        ),
         (["help", "optim.momentum"], ["0.95, with optim=muon"]),
         (["help", "policy.recipe_for_kept.fused_scales"], ["one global scale"]),
         (["help", "parallel"], ["parallel.tp=1"]),
@@ -106,6 +117,17 @@ def test_help_says_what_a_word_means(cli: Cli, words: list[str], shown: list[str
         (["help", "plan", "foo"], "plan has no option 'foo'"),
         (["plan", "--help", "ful"], "plan has no option 'ful'; did you mean 'full'?"),
         (["help", "train.stepz"], "unknown key 'train.stepz'; did you mean 'train.steps'?"),
+        (["help", "data.pth"], "did you mean 'data.path'?"),
+        (["help", "nvfp4"], "'nvfp4' is an option of a group: fp4train help recipe=nvfp4"),
+        (["help", "moe_tiny"], "fp4train help model=moe_tiny"),
+        (["help", "at"], "'at' is an option of swap: fp4train help swap at"),
+        (["help", "swap.at"], "options of a verb follow it: fp4train help swap at"),
+        (["recipe=NVFP4"], "there is no such recipe; did you mean 'nvfp4'?"),
+        (["hydra.run.dir=x"], "the directory of a run is run.dir=x"),
+        (["--multirun"], "no key has several values"),
+        (["--resolve"], "--resolve belongs to --cfg job"),
+        (["data.tokenizer=gpt2"], "is chosen with a slash, data/tokenizer=NAME"),
+        (["~train"], "a run needs train"),
         (["help", "recipe=nvpf4"], "there is no such recipe; did you mean 'nvfp4'?"),
         (["help", "zzzzzz"], "unknown verb 'zzzzzz'; fp4train help lists verbs and keys"),
         (["--cfg", "job", "recipe=nvpf4"], "there is no such recipe; did you mean 'nvfp4'?"),
@@ -119,8 +141,9 @@ def test_help_says_what_a_word_means(cli: Cli, words: list[str], shown: list[str
 )
 def test_what_help_does_not_know_is_one_line(cli: Cli, words: list[str], message: str) -> None:
     found = cli(*words)
-    assert found.code == 1 and message in found.message
-    assert len(found.err.strip().splitlines()) == 1 and not re.search("Traceback|Hydra|hydra.cc", found.err)
+    assert found.code == 1 and message in " ".join(found.err.split())
+    assert found.err.count("fp4train: ") == 1 and not re.search("Traceback|Hydra|hydra.cc", found.err)
+    assert max(map(len, found.err.splitlines())) <= 80
 
 
 def test_the_configuration_is_shown_with_keys_that_only_classes_have(cli: Cli) -> None:
@@ -139,3 +162,15 @@ def test_help_lists_a_users_own_option_with_its_comments(cli: Cli, tmp_path: Pat
     )
     shown = cli("help", "--config-dir", "own", "recipe=house").out
     assert "Ours" in shown and "as we like it" in shown and "32×32 blocks" in shown
+
+
+@pytest.mark.parametrize("verb", ["plan", "rank", "export", "sensitivity", "compare"])
+def test_prose_and_descriptions_of_a_verb_are_folded_once(cli: Cli, verb: str) -> None:
+    lines = cli("help", verb).out.splitlines()
+    paragraphs = "\n".join(lines).split("\n\n")
+    for paragraph in paragraphs[:3]:
+        for line, following in pairwise(paragraph.splitlines()):
+            first = following.split()[0]
+            same = len(line) - len(line.lstrip()) == len(following) - len(following.lstrip())
+            if same and "  " not in line.strip() and not line.startswith("fp4train"):
+                assert len(line) + 1 + len(first) > 80, (line, following)

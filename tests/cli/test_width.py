@@ -1,10 +1,16 @@
 """Screens in a terminal of 80 columns: no line is longer, and no word is broken."""
 
+import io
+import re
+import shutil
 from pathlib import Path
 
 import pytest
+from command_line import TINY
 
 from fp4train.cli import main
+from fp4train.cli.main import VERBS
+from fp4train.cli.output import message
 from fp4train.text import columns, tabulate
 
 COMMANDS = (
@@ -13,6 +19,7 @@ COMMANDS = (
     ("plan", "gpu=B200"),
     ("plan", "gpu=H100", "gpus=8", "parallel=auto", "model=llama_1b"),
     ("plan", "experiment=llama_8b_fineweb", "gpu=B200", "parallel.dp_shard=8"),
+    ("plan", "experiment=llama_1b_fineweb", "gpu=B200", "parallel.dp_shard=8"),
     ("doctor",),
     ("formats",),
     ("help", "compare"),
@@ -36,7 +43,7 @@ def test_a_screen_fits_80_columns_and_has_the_words_of_a_wide_one(
     assert narrow and max(map(len, narrow.splitlines())) <= 80
     monkeypatch.setenv("COLUMNS", "400")
     wide = screen(capsys, *words)[0]
-    assert {word for word in narrow.split() if word.isalpha()} <= set(wide.split())
+    assert {word for word in narrow.split() if word.isalpha()} <= set(re.findall(r"\w+", wide))
 
 
 def test_runs_and_their_comparison_fit_80_columns(
@@ -46,6 +53,81 @@ def test_runs_and_their_comparison_fit_80_columns(
     for words in (("plan", str(small_run)), ("compare", str(small_run), str(small_run))):
         lines = [line for line in screen(capsys, *words)[0].splitlines() if str(small_run.parent) not in line]
         assert lines and max(map(len, lines)) <= 80
+
+
+COMMANDS_ON_A_RUN = (
+    ("plan", "RUN"),
+    ("plan", "RUN", "full=true"),
+    ("swap", "RUN"),
+    ("swap", "RUN", "recipe=bf16", "at=3"),
+    ("compare", "RUN", "OTHER"),
+    ("compare", "RUN", "OTHER", "baseline=OTHER", "out=gap.csv"),
+    ("report", "RUN", "OTHER"),
+    ("eval", "RUN", "recipe=bf16,nvfp4", "batches=1", "DATA"),
+    ("sample", "RUN", "prompt=a", "tokens=2"),
+    ("export", "RUN", "to=hf", "out=exported"),
+    ("sensitivity", "RUN", "batches=1", "repeats=1", "DATA"),
+    ("rank", "RUN", "recipe=bf16,mxfp8", "forks=2", "steps=1", "batches=1", "DATA"),
+    ("resume=RUN",),
+    ("resume=RUN", "train.batch_size=3"),
+    ("recipe=nvpf4",),
+    ("plan", "train.stepz=3"),
+    ("compare", "RUN", "nowhere"),
+    ("export", "RUN", "to=nothing"),
+    ("report", "RUN", "stepz=3"),
+)
+"""Commands on a finished run, also such as are refused."""
+
+
+def fits(line: str) -> bool:
+    """Whether a line has at most 80 columns, but for a word that is longer, such as a path."""
+    return len(line) <= 80 or len(line.split()) == 1
+
+
+@pytest.mark.parametrize("words", COMMANDS_ON_A_RUN, ids=" ".join)
+def test_what_commands_on_a_run_print_fits_80_columns(
+    words: tuple[str, ...],
+    small_run: Path,
+    text: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    for name in ("first", "a_second_run_with_a_longer_name-seed=3-lr=0.003"):
+        shutil.copytree(small_run, name)
+    places = {"RUN": "first", "OTHER": "a_second_run_with_a_longer_name-seed=3-lr=0.003", "DATA": f"data.path={text}"}
+    printed = screen(
+        capsys,
+        *(places.get(word, word.replace("=RUN", "=first").replace("=OTHER", f"={places['OTHER']}")) for word in words),
+    )
+    lines = "\n".join(printed).splitlines()
+    assert lines and not [line for line in lines if not fits(line)]
+
+
+def test_what_a_training_run_prints_fits_80_columns(
+    text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    printed = screen(capsys, *TINY, f"data.path={text}", "run.name=a_run_with_a_name", "run.seed=1")
+    lines = "\n".join(printed).replace("\r", "\n").splitlines()
+    assert lines and not [line for line in lines if not fits(line)]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_fits_80_columns(verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert not [line for line in screen(capsys, "help", verb)[0].splitlines() if not fits(line)]
+
+
+def test_a_message_in_a_file_stays_on_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    long = "a word " * 40
+    monkeypatch.delenv("COLUMNS")
+    assert message(long, io.StringIO()) == long
+    monkeypatch.setenv("COLUMNS", "80")
+    assert max(map(len, message(long, io.StringIO()).splitlines())) <= 80
 
 
 def test_cells_fold_between_words_and_numbers_keep_their_column() -> None:

@@ -60,14 +60,14 @@ def test_expert_parameters_are_reported_with_their_share(caplog: pytest.LogCaptu
     assert found.others[0].share == pytest.approx(4 * 32 * 64 / (linears + experts))
     (record,) = caplog.records
     assert record.getMessage() == (
-        "Model: 82 % of the matrix weights are not converted: 6 tensors in blocks.*.experts (3-D expert parameters); "
+        "Model: 82% of the matrix weights are not converted: 6 tensors in blocks.*.experts (3-D expert parameters); "
         "fp4train.conversion(model) lists them"
     )
     assert str(found).splitlines() == [
-        "7 linear layers converted: 18 % of the matrix weights",
+        "7 linear layers converted: 18% of the matrix weights",
         "left alone        tensors  shape    share  why",
         "────────────────  ───────  ───────  ─────  ─────────────────────",
-        "blocks.*.experts  6        4×32×64  82 %   3-D expert parameters",
+        "blocks.*.experts  6        4×32×64  82%    3-D expert parameters",
     ]
 
 
@@ -75,7 +75,7 @@ def test_nothing_is_said_where_everything_is_converted(caplog: pytest.LogCapture
     with caplog.at_level(logging.WARNING):
         model = f4.convert(Llama(layers=2).build(vocab_size=64, seq_len=8))
     assert not caplog.records
-    assert str(report(model)) == "15 linear layers converted: 100 % of the matrix weights"
+    assert str(report(model)) == "15 linear layers converted: 100% of the matrix weights"
 
 
 class Doubling(nn.Linear):
@@ -182,9 +182,9 @@ def test_only_the_largest_places_are_named_in_the_warning() -> None:
 def test_small_shares_are_not_rounded_to_nothing() -> None:
     found = report(f4.convert(nn.Sequential(nn.Linear(512, 512), nn.Conv1d(16, 16, 2))))
     assert found.summary().startswith(
-        "<1 % of the matrix weights are not converted: 1 tensor in the children (convolution)"
+        "<1% of the matrix weights are not converted: 1 tensor in the children (convolution)"
     )
-    assert str(found).startswith("1 linear layer converted: >99 % of the matrix weights")
+    assert str(found).startswith("1 linear layer converted: >99% of the matrix weights")
 
 
 def test_what_is_no_module_cannot_be_reported_on() -> None:

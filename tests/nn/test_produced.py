@@ -223,8 +223,8 @@ def executor(recipe: Recipe, name: str, backend: str = "auto") -> Any:
         ((NVFP4(), MXFP8()), (), "b0 and b1 do not quantise x alike"),
         ((NVFP4(),), (NVFP4(), MXFP8()), "a0 and a1 do not quantise dy alike"),
         ((FP8Delayed(),), (), "x of b0: its amax enters a history of delayed scaling"),
-        ((NVFP4().with_high_precision("wgrad"),), (), "x of b0: a product takes it in high precision"),
-        ((NVFP4(),), (NVFP4().with_high_precision("dgrad"),) * 2, "dy of a0: a product takes it in high precision"),
+        ((NVFP4().with_high_precision("wgrad"),), (), "b0 takes x in high precision in one of its GEMMs"),
+        ((NVFP4(),), (NVFP4().with_high_precision("dgrad"),) * 2, "a0 takes dy in high precision in one of its GEMMs"),
     ],
 )
 def test_who_reads_says_why_it_does_not_take_codes(
@@ -237,7 +237,7 @@ def test_who_reads_says_why_it_does_not_take_codes(
 
 def test_layers_that_emulate_or_run_elsewhere_take_none() -> None:
     assert "takes its values, not its codes" in str(why_not([executor(NVFP4(), "w", "emulate")]))
-    assert "is not three products of codes" in str(why_not([executor(f4.precision.BF16(), "w")]))
+    assert "does not multiply codes in three GEMMs" in str(why_not([executor(f4.precision.BF16(), "w")]))
 
 
 @pytest.mark.parametrize("change", [None, torch.ones(4, 64)])

@@ -55,7 +55,7 @@ def test_a_package_that_cannot_be_imported_leaves_a_run_to_torch(monkeypatch: py
 
 def test_the_plan_says_which_kernels_run_and_why(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     what = "Norms, gates, rotations and the loss run in"
-    in_c = "Norms, gates and rotations run in C kernels that have torch's bits, the loss in torch's operators"
+    in_c = "The loss runs in torch's operators"
     assert in_c in cli("plan").out
     assert f"{what} torch's operators: train.kernels=torch asks for them." in cli("plan", "train.kernels=torch").out
     assert "train.kernels=liger: they are for GPUs" in cli("plan", "train.kernels=liger").message
@@ -142,7 +142,7 @@ def test_the_plan_for_a_gpu_says_by_stretch_which_norms_and_gates_are_quantised_
     each = "(attention_norm, mlp_norm, mlp of blocks 0–3)"
     said = cli("plan", *shape, "policy=all", "phases=cooldown_bf16").out
     assert f"steps 0–79: 12 norms and gates are quantised where they are made {each}" in said
-    assert f"steps 80–99: 12 norms and gates write BF16 {each}: a layer is not three products of codes" in said
+    assert f"steps 80–99: 12 norms and gates write BF16 {each}: a layer does not multiply codes in three GEMMs" in said
 
 
 def test_the_plan_blames_a_product_in_high_precision_before_the_kernels_of_transformer_engine(cli: Cli) -> None:
@@ -151,7 +151,7 @@ def test_the_plan_blames_a_product_in_high_precision_before_the_kernels_of_trans
     for recipe in ("nvfp4", "fp8_current"):
         plan = (*shape, "policy=all", "backend=te", f"recipe={recipe}")
         said = cli("plan", *plan, "phases=cooldown_fprop").out
-        assert f"steps 80–99: {each}: x of a layer: a product takes it in high precision." in said
+        assert f"steps 80–99: {each}: a layer takes x in high precision in one of its GEMMs." in said
     norms = "steps 0–79: 8 norms and gates write BF16 (attention_norm, mlp_norm of blocks 0–3): a layer: "
     assert f"{norms}Transformer Engine's kernel of a norm writes BF16, then quantises (fp8_current)." in said
 

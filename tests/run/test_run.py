@@ -104,7 +104,16 @@ def test_a_run_directory_holds_everything_about_its_run(cli: Cli) -> None:
     assert ended.code == 0
     run = Path("runs/a")
     assert {p.name for p in run.iterdir()} == {
-        *(".lock", "config.yaml", "plan.txt", "metrics.jsonl", "curves.png", "checkpoints", "heartbeat.json"),
+        *(
+            ".lock",
+            "config.yaml",
+            "plan.txt",
+            "metrics.jsonl",
+            "curves.png",
+            "checkpoints",
+            "console.log",
+            "heartbeat.json",
+        ),
         "history.jsonl",
     }
     config = yaml.safe_load((run / "config.yaml").read_text())

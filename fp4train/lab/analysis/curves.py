@@ -279,8 +279,8 @@ def _draw_loss(axes: Axes, history: History) -> None:
     axes.plot(smooth.steps, smooth.values, color=look.TRAIN, linewidth=1.8, label=smoothing(train))
     drawn = [train.values]
     for key, label, colour, line in (
-        ("val/loss", "validation, high precision", look.VALIDATION, "-"),
-        ("val/loss_recipe", "validation, in the recipe", look.IN_RECIPE, "--"),
+        ("val/loss", "validation, high precision", look.INK, "-"),
+        ("val/loss_recipe", "validation, in the recipe", look.QUIET, "--"),
     ):
         series = history.series(key)
         if len(series):
@@ -301,7 +301,7 @@ def _draw_loss(axes: Axes, history: History) -> None:
 
 def smoothing(train: Series) -> str:
     """What the line of training losses is."""
-    return f"training, mean of the last tenth of the steps, at most {train.window}"
+    return f"training, smoothed: the last tenth of the steps, at most {train.window}"
 
 
 def _draw_small(axes: Axes, series: Series, title: str, *, log: bool = False) -> None:

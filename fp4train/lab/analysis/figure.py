@@ -119,6 +119,12 @@ def rendered(draw: Draw, width: float, ending: str) -> bytes:
     return picture.getvalue()
 
 
+def endings_of(text: str) -> tuple[str, ...] | None:
+    """The endings of files that an option names, png,svg; None: one is none of `FIGURES`."""
+    endings = tuple(dict.fromkeys(f".{ending.strip().lower().removeprefix('.')}" for ending in text.split(",")))
+    return endings if set(endings) <= set(FIGURES) else None
+
+
 def width_of(text: str) -> float | None:
     """The inches that an option width= names; None: it is no number that a figure can have."""
     try:

@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -171,12 +171,20 @@ def common_step(histories: list[History]) -> tuple[str, int]:
     raise UserError(f"these runs have no step in common: {ranges}")
 
 
-def training_loss(run: Path) -> float | None:
-    """The training loss of a run: the last smoothed value; None where nothing is logged."""
+class TrainingLoss(NamedTuple):
+    """The training loss of a run: the last smoothed value, and how many steps it is the mean of."""
+
+    loss: float
+    steps: int
+
+
+def training_loss(run: Path) -> TrainingLoss | None:
+    """The training loss of a run; None where nothing is logged."""
     try:
-        return float(read_history(run).loss("train/loss").values[-1])
+        history = read_history(run)
     except UserError:
         return None
+    return TrainingLoss(float(history.loss("train/loss").values[-1]), history.series("train/loss").last_window)
 
 
 def seed_groups(histories: list[History]) -> list[dict[int, int]]:

@@ -4,6 +4,7 @@ run, the sizes from which formats pay, and all of it as text."""
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from operator import attrgetter
 
@@ -80,13 +81,13 @@ class CostEstimate:
         """Whether some GEMM is emulated on the GPU."""
         return any(row.emulated is not None for stretch in self.stretches for row in stretch.rows)
 
-    def render(self) -> str:
-        """The estimate as text: one table per stretch, totals, and GEMMs that do not pay.
+    def render(self, width: int | None = None) -> str:
+        """The estimate as text in lines of `width`: one table per stretch, totals, and GEMMs that do not pay.
 
         Equal blocks are folded into one line ("blocks.0–11.mlp.up"), with the times of one block.
         """
         filters = {"time": time_text}
-        return screen(__package__, "estimate.txt", filters, cost=self, table=_table)
+        return screen(__package__, "estimate.txt", filters, cost=self, table=partial(_table, width=width))
 
 
 def estimate(
@@ -168,8 +169,8 @@ def time_text(seconds: float) -> str:
 _HEADER = ("layer", "GEMM", "size", "elements", "BF16", "in recipe", "quantise", "speed-up", "note")
 
 
-def _table(rows: Iterable[GemmCost]) -> list[str]:
-    return tabulate([_HEADER, *_fold(_merge(rows))])
+def _table(rows: Iterable[GemmCost], width: int | None) -> list[str]:
+    return tabulate([_HEADER, *_fold(_merge(rows))], right=range(4, 8), width=width)
 
 
 def _merge(rows: Iterable[GemmCost]) -> list[GemmCost]:

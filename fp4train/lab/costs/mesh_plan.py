@@ -30,6 +30,9 @@ from fp4train.run.checks import check_cut, check_oscillation, divided_blocks
 from fp4train.run.fuse import kernels_of
 from fp4train.run.produced import ProducedNorms, produced_by, produced_in
 
+SMALL_SEQ_LEN = 512
+"""Tokens of a sequence up to which the default, which no large model trains at, is pointed out."""
+
 
 class MeshPlan:
     """A configuration planned on the mesh of its section `parallel`, or with `auto` on the
@@ -62,7 +65,7 @@ class MeshPlan:
         so."""
         self.notes: list[str] = []
         self._batch_named = "train.batch_size" in named
-        if "train.seq_len" not in named:
+        if "train.seq_len" not in named and config.train.seq_len <= SMALL_SEQ_LEN:
             self.notes.append(
                 f"train.seq_len={config.train.seq_len} is the default; large models train at 4096 and more"
             )

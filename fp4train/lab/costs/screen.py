@@ -37,11 +37,12 @@ _GIB: Final = 2**30
 _SHOWN_PARTS: Final = 9
 
 
-def render_cluster(costs: Sequence[tuple[str, int, ClusterCost]]) -> str:
+def render_cluster(costs: Sequence[tuple[str, int, ClusterCost]], width: int | None = None) -> str:
     """The first stretch in full, then a line for each.
 
     Args:
         costs: (title, steps, cost) of every stretch of the run.
+        width: of a line.
     """
     title, _, cost = costs[0]
     weights = cost.workload.distinct
@@ -56,11 +57,11 @@ def render_cluster(costs: Sequence[tuple[str, int, ClusterCost]]) -> str:
         cost=cost,
         reached=f"{NVLINK_SHARE:.0%} and {NETWORK_SHARE:.0%}",
         stages=", ".join(" and ".join(map(_blocks, parts)) for parts in shares),
-        beside=_beside(_memory(cost), _step(cost)),
-        collectives=_collectives(cost) if cost.collectives else [],
+        beside=_beside(_memory(cost), _step(cost), width),
+        collectives=_collectives(cost, width) if cost.collectives else [],
         aligned=aligned_shard(weights, cost.mesh) if misaligned else None,
         usable=USABLE * cost.gpu.capacity,
-        speeds=tabulate([header, *(_speed(title, cost) for title, _, cost in costs)]),
+        speeds=tabulate([header, *(_speed(title, cost) for title, _, cost in costs)], right=range(1, 6), width=width),
         steps=sum(steps for _, steps, _ in costs),
         run=time_text(sum(steps * cost.seconds for _, steps, cost in costs)),
     )
@@ -102,7 +103,7 @@ def _step(cost: ClusterCost) -> list[str]:
     return tabulate([("a step", "time", "share"), *rows, total])
 
 
-def _collectives(cost: ClusterCost) -> list[str]:
+def _collectives(cost: ClusterCost, width: int | None) -> list[str]:
     header = ("collectives of a step, per rank", "link", "GB sent", "time alone", "not hidden")
     rows = [
         (
@@ -114,12 +115,15 @@ def _collectives(cost: ClusterCost) -> list[str]:
         )
         for flow in cost.collectives
     ]
-    return tabulate([header, *rows])
+    return tabulate([header, *rows], right=(2, 3, 4), width=width)
 
 
-def _beside(left: Sequence[str], right: Sequence[str]) -> list[str]:
-    width = max(map(len, left)) + 4
-    return [f"{a.ljust(width)}{b}".rstrip() for a, b in zip_longest(left, right, fillvalue="")]
+def _beside(left: Sequence[str], right: Sequence[str], width: int | None) -> list[str]:
+    """Two tables beside each other, or below each other where lines have no room for both."""
+    column = max(map(len, left)) + 4
+    if width is not None and column + max(map(len, right)) > width:
+        return [*left, "", *right]
+    return [f"{a.ljust(column)}{b}".rstrip() for a, b in zip_longest(left, right, fillvalue="")]
 
 
 def cluster_json(title: str, steps: int, cost: ClusterCost) -> dict[str, Any]:
@@ -156,10 +160,12 @@ def render_candidates(
     candidates: Sequence[MeshCandidate],
     shown: Sequence[MeshCandidate],
     command: str,
+    width: int | None = None,
 ) -> str:
     """Meshes of a search, and the command that asks for the best.
 
     Args:
+        width: of a line.
         candidates: all meshes of the search.
         shown: the best, and the fastest that do not fit.
     """
@@ -176,7 +182,7 @@ def render_candidates(
         )
         for candidate in shown
     ]
-    table = tabulate([("mesh", "tokens/s per GPU", "GiB", ""), *rows])
+    table = tabulate([("mesh", "tokens/s per GPU", "GiB", ""), *rows], right=(1, 2), width=width)
     end = [f"the cheapest: {command}"] if fitting else _missing(shown[0].cost)
     return "\n".join([head, *table, *end])
 
@@ -255,7 +261,7 @@ def render_step(costs: Sequence[tuple[str, ClusterCost]], width: int | None = No
         ("tokens/s", *(f"{cost.tokens_per_gpu:,.0f}" for _, cost in columns)),
         ("queued by the host in", *(time_text(cost.host) for _, cost in columns)),
     ]
-    return "\n".join(tabulate([head, *rows, *ends], width=width))
+    return "\n".join(tabulate([head, *rows, *ends], right=range(1, len(head)), width=width))
 
 
 def _cell(cost: ClusterCost, name: str) -> str:

@@ -13,6 +13,7 @@ forbids every script and every request, also one that a name might bring in past
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -35,24 +36,92 @@ LONGEST = 2000
 """Characters of a single text that are shown."""
 
 
-def write_report(runs: Sequence[Path], out: Path, gpu: Gpu | None = None) -> list[str]:
-    """Write the report of `runs`, the first of which is the reference; what was left out or is missing.
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Runs that are read, and what is shown of them.
+
+    Args:
+        left_out: sentences about runs and predictions that are missing.
+        predicted: the time of each run on `gpu`.
+    """
+
+    sources: Sequence[RunSource]
+    left_out: Sequence[str]
+    gpu: Gpu | None
+    predicted: Mapping[RunSource, estimate.CostEstimate]
+
+    @property
+    def problems(self) -> list[str]:
+        """Sentences about what is left out or missing."""
+        return [*self.left_out, *(problem for source in self.sources for problem in source.problems)]
+
+    def write(self, out: Path) -> None:
+        """Write the page.
+
+        Raises:
+            UserError: the file cannot be written.
+        """
+        page = render(self.sources, self.left_out, self.gpu, self.predicted)
+        with user_errors(OSError, before=f"{out} cannot be written: ", message=reason):
+            files.write(out, page.encode(), sync=False)
+
+    def write_figures(self, out: Path, endings: Sequence[str], width: float) -> list[Path]:
+        """Write each figure to files beside `out`, named after it; their paths.
+
+        Raises:
+            UserError: a file cannot be written.
+        """
+        written = []
+        for name, draw in self.figures().items() if endings else ():
+            paths = [out.with_name(f"{out.stem}-{name}{ending}") for ending in endings]
+            with user_errors(OSError, before=f"{paths[0]} cannot be written: ", message=reason):
+                figure.save(draw, width, *paths)
+            written += paths
+        return written
+
+    def figures(self) -> dict[str, figure.Draw]:
+        """Name → figure, each with its names and its legend."""
+        grouped = groups.group(self.sources)
+        rows = [
+            replace(row, label=source.name)
+            for row, source in zip(groups.recipe_rows(grouped), self.sources, strict=True)
+        ]
+        losses = groups.losses(grouped, groups.common(grouped))
+        found = {"curves": curves.over_steps(losses, rows, named=True)}
+        for number, (_, ranking) in enumerate(_rankings(self.sources), start=1):
+            found[f"ranking-{number}"] = figures.ranking(ranking, named=True)
+        studies = [study for source in self.sources for study in source.studies.sensitivities]
+        found |= {f"sensitivity-{n}": figures.sensitivity(study) for n, study in enumerate(studies, start=1)}
+        measured = [(source.number, source.errors) for source in self.sources if source.errors is not None]
+        return found | {f"errors-{number}": heatmap.worst_maps(errors) for number, errors in measured}
+
+
+def read_report(runs: Sequence[Path], out: Path, gpu: Gpu | None = None) -> Report:
+    """The report of `runs`, the first of which is the reference, to be written to `out`.
 
     Args:
         gpu: whose time for each run is estimated; None estimates none.
 
     Raises:
-        UserError: no run is given or can be read, or the file cannot be written.
+        UserError: no run is given or can be read, or there is no such folder.
     """
     figure.check_out(out, (".html",))
     if not runs:
         raise UserError("report needs run directories: fp4train report RUN RUN… [out=report.html]")
     sources, left_out = read_sources(runs)
     predicted, unknown = ({}, []) if gpu is None else facts.predict(sources, gpu)
-    page = render(sources, [*left_out, *unknown], gpu, predicted)
-    with user_errors(OSError, before=f"{out} cannot be written: ", message=reason):
-        files.write(out, page.encode(), sync=False)
-    return [*left_out, *unknown, *(problem for source in sources for problem in source.problems)]
+    return Report(sources=sources, left_out=[*left_out, *unknown], gpu=gpu, predicted=predicted)
+
+
+def write_report(runs: Sequence[Path], out: Path, gpu: Gpu | None = None) -> list[str]:
+    """Write the report of `runs`; sentences about what was left out or is missing.
+
+    Raises:
+        UserError: as `read_report`, or the file cannot be written.
+    """
+    report = read_report(runs, out, gpu)
+    report.write(out)
+    return report.problems
 
 
 def render(

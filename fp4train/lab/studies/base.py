@@ -27,6 +27,7 @@ class RankRequest:
     Args:
         runs, steps_at: the checkpoints: of every run those of these steps; None: the newest.
         sweep: "recipe=a,b", "policy=…", …: the candidates; the first combination is the reference.
+        baseline: the name of the candidate that is the reference instead.
         forks: for each candidate at each checkpoint.
         steps, schedule, lr, batches: see `ForkSettings`; None: for `lr` the rate of the checkpoint, for `batches` the
             run's, for `steps` 24, or with schedule="own" the rest of the run.
@@ -47,6 +48,7 @@ class RankRequest:
     batches: int | None = None
     margin: float = 0.0005
     processes: int = 1
+    baseline: str | None = None
     out: Path | None = None
     packages: Sequence[str] = ()
     folders: Sequence[Path] = ()

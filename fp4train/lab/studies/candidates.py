@@ -88,11 +88,15 @@ def sweep_axes(words: Sequence[str], folders: Iterable[Path] = ()) -> list[Axis]
     return sorted(axes, key=lambda axis: axis[0] not in SECTIONS)  # a section is chosen before its keys are set
 
 
-def candidates(axes: Sequence[Axis], saved: Mapping[str, Any]) -> list[RecipeCandidate]:
+def candidates(axes: Sequence[Axis], saved: Mapping[str, Any], baseline: str | None = None) -> list[RecipeCandidate]:
     """The candidates of a sweep, in its order; those of `FLOOR` come last where the sweep lacks them.
 
     Args:
         saved: the run's own sections as plain values, for what the axes do not name.
+        baseline: the name of the candidate that comes first, because gaps are to it; None: as the sweep has them.
+
+    Raises:
+        UserError: `baseline` is the name of no candidate.
     """
     swept = [key for key, values in axes if len(values) > 1]
     found = []
@@ -108,6 +112,12 @@ def candidates(axes: Sequence[Axis], saved: Mapping[str, Any]) -> list[RecipeCan
         RecipeCandidate(name=name, recipe=recipe, policy=saved["policy"], phases={}, asked=False)
         for name, recipe in FLOOR.items()
     ]
+    if baseline is not None:
+        names = [candidate.name for candidate in found]
+        if baseline not in names:
+            known = ", ".join(names)
+            raise UserError(f"baseline={baseline} is no candidate{near_miss(baseline, names)} (candidates: {known})")
+        found.insert(0, found.pop(names.index(baseline)))
     return [*found, *floor]
 
 

@@ -221,9 +221,9 @@ def _meanings(shown: Sequence[CandidateResult], *, floor: bool) -> list[tuple[An
     ]
     plain: Any = {"color": look.INK, "marker": "o", "markersize": 4}
     if gaps:
-        marks.append((Line2D([], [], linewidth=2.7, **plain), "gap, and its own 95 % interval"))
+        marks.append((Line2D([], [], linewidth=2.7, **plain), "gap, and its own 95% interval"))
     if any(candidate.simultaneous is not None for candidate in gaps):
-        marks.append((Line2D([], [], linewidth=0.9, color=look.INK), "95 % interval of all pairs together"))
+        marks.append((Line2D([], [], linewidth=0.9, color=look.INK), "95% interval of all pairs together"))
     if any(candidate.high is not None for candidate in gaps):
         marks.append((Line2D([], [], linewidth=1.6, marker="o", markersize=3.5, color=HIGH), "in high precision"))
     if any(len(candidate.gaps) > 1 for candidate in gaps):

@@ -78,7 +78,7 @@ def _open(request: RankRequest, axes: Sequence[Axis], source: Path, step: int, *
         trained=subject.run.config.recipe.name,
         tokens=batches * train.tokens,
         identity={"study": "rank", **subject.identity, **asdict(settings)},
-        branches=[branch(subject, each, settings) for each in candidates(axes, sections)],
+        branches=[branch(subject, each, settings) for each in candidates(axes, sections, request.baseline)],
         subject=subject if keep else None,
     )
 

@@ -228,8 +228,8 @@ class Ranking:
         return [next(p for p in self.pairs if (p.first, p.second) == each) for each in order]
 
 
-def render(found: Ranking) -> str:
-    """One screen: the table, the order, the floor, and what the words mean (ranking.txt)."""
+def render(found: Ranking, width: int | None = None) -> str:
+    """One screen: the table, the order, the floor, and what the words mean (ranking.txt), in tables of `width`."""
     units = len(set(found.units))
     gaps = [[e.name, *(f"{at.mean:+.5f}" for at in found.by_base(e))] for e in found.ranked if e != found.reference]
     order = [
@@ -241,9 +241,9 @@ def render(found: Ranking) -> str:
         "ranking.txt",
         found=found,
         units=units,
-        table=_table(found),
-        by_base=columns(gaps, right=range(1, len(found.bases) + 1)),
-        neighbours=columns(order, right=(1,)),
+        table=_table(found, width),
+        by_base=columns(gaps, right=range(1, len(found.bases) + 1), width=width),
+        neighbours=columns(order, right=(1,), width=width),
         errors=quantile(CONFIDENCE, max(units - 1, 1)),
         least=-(-needed(found.next_look) // len(found.bases)),
         confidence=f"{CONFIDENCE:.0%}",
@@ -252,7 +252,7 @@ def render(found: Ranking) -> str:
     )
 
 
-def _table(found: Ranking) -> list[str]:
+def _table(found: Ranking, width: int | None) -> list[str]:
     header = ["", "", "in the recipe", "± tokens", "high precision", "t", "p", "verdict", "group"]
     rows = []
     for place, entry in enumerate(found.ranked, start=1):
@@ -267,7 +267,7 @@ def _table(found: Ranking) -> list[str]:
         cells = [_show(gap), sampled, _show(found.gap(entry, "high")), _t(gap), p, verdict, found.groups[entry.name]]
         rows.append([str(place), entry.name, *cells])
     rows += [["–", entry.name, "diverged", *[""] * 6] for entry in found.entries if entry.diverged]
-    return tabulate([header, *rows], right=(0, 2, 3, 4, 5, 6))
+    return tabulate([header, *rows], right=(0, 2, 3, 4, 5, 6), width=width)
 
 
 def _show(found: Estimate) -> str:

@@ -34,8 +34,8 @@ class SensitivityReport:
     trade: Tradeoff
     judged: Judgement | None
 
-    def render(self, files: Sequence[str]) -> str:
-        """The screen (summary.txt); `files` are named in its last line."""
+    def render(self, files: Sequence[str], width: int | None = None) -> str:
+        """The screen (summary.txt), its table in lines of `width`; `files` are named in its last line."""
         found, blocks = self.found, self.found.blocks()
         rows = [_row("nothing (floor)", found.findings[NOTHING]), _row("everything", found.findings[WHOLE])]
         if (own := found.findings.get(OF_THE_RUN)) is not None:
@@ -51,7 +51,7 @@ class SensitivityReport:
             "summary.txt",
             **vars(self),
             files=files,
-            table=tabulate([_HEADER, *rows], right=range(1, len(_HEADER))),
+            table=tabulate([_HEADER, *rows], right=range(1, len(_HEADER)), width=width),
             layers=len(layers),
             total=sum(blocks.values()),
             worst=sorted(blocks.items(), key=lambda each: -each[1]),

@@ -7,6 +7,7 @@
     history.jsonl     the journal: what the run was told and what it ran, by stretch of steps (`journal`)
     swap_requests/    recipe changes that the running process is asked for, and its answers (`inbox`)
     plan.txt  metrics.jsonl  curves.png  checkpoints/  wandb/
+    console.log       what its processes printed (`fp4train.cli.console`)
     statistics.bin    what quantisation did to each operand in the measured steps (`fp4train.track.statistics`)
     studies/          what was measured on its checkpoints, a folder for each study (`fp4train.lab.studies`)
 
@@ -39,6 +40,7 @@ from fp4train.track.config import METRICS
 from fp4train.track.metrics import LIMIT as METRICS_LIMIT
 from fp4train.track.metrics import parse_line, read_metrics
 from fp4train.track.statistics import STATISTICS
+from fp4train.track.wandb import CONSOLE
 
 _log = logging.getLogger(__name__)
 
@@ -216,7 +218,8 @@ def start_over(run: Path) -> None:
         for name in _FOLDERS:
             folder.remove_folder(name)
         drawn = ("curves.png", "statistics.png")
-        for name in (OLD_SWAPS, HISTORY, PLAN, METRICS, STATISTICS, HEARTBEAT, *drawn, DIGESTS, *TOKENIZER, CONFIG):
+        records = (HISTORY, METRICS, STATISTICS, HEARTBEAT, CONSOLE, OLD_SWAPS)
+        for name in (*records, PLAN, *drawn, DIGESTS, *TOKENIZER, CONFIG):
             folder.remove(name)
         folder.sync()
 

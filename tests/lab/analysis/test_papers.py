@@ -62,6 +62,19 @@ def test_the_baseline_is_the_run_that_gaps_are_to(
     assert "width=1 must be a number of inches" in said and "did you mean 'baseline'?" in said
 
 
+def test_a_report_writes_its_figures_to_files_and_takes_a_baseline(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name, level, errors=True) for name, level in (("a", 3.0), ("b", 3.3))]
+    out = tmp_path / "r.html"
+    words = ("report", *map(str, runs), f"baseline={runs[1]}", f"out={out}", "figures=svg,pdf", "width=6.3")
+    assert command(*words) == 0
+    names = {f"r-{name}{ending}" for name in ("curves", "errors-1", "errors-2") for ending in (".svg", ".pdf")}
+    assert {path.name for path in tmp_path.glob("r-*")} == names
+    curves = (tmp_path / "r-curves.svg").read_text("utf-8")
+    assert "gap to b" in curves and 'width="453.6pt"' in curves
+    assert "-9.09%" in out.read_text("utf-8"), "3.0 is 9.09 % below 3.3"
+    assert command(*words[:3], "figures=eps") == 1
+
+
 @pytest.mark.parametrize("count", [1, 6, 45, 60, 99, 100, 700])
 def test_the_training_loss_is_the_mean_that_its_label_names(count: int) -> None:
     values = np.random.default_rng(0).normal(size=count)
@@ -74,7 +87,9 @@ def test_the_training_loss_is_the_mean_that_its_label_names(count: int) -> None:
 
 def test_the_training_loss_is_one_number_in_the_terminal_and_the_table(small_run: Path) -> None:
     table = Comparison([small_run], lambda run: None)
-    assert training_loss(small_run) == table.rows[0].train_loss == read_history(small_run).loss("train/loss").values[-1]
+    found = training_loss(small_run)
+    assert found is not None and found.steps == 1, "of six steps"
+    assert found.loss == table.rows[0].train_loss == read_history(small_run).loss("train/loss").values[-1]
 
 
 def test_recipes_of_the_users_own_differ_only_where_they_differ(small_run: Path, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def test_the_page_has_every_part_and_asks_for_nothing(tmp_path: Path) -> None:
     page = report(tmp_path, a, b)
     for word in ("Results", "Curves", "Ranking", "Sensitivity", "Quantisation errors", "Configuration", "Environment"):
         assert f"{word}" in page.text
-    assert "+1.00 %" in page.text, "3.03 is 1 % above 3.00"
+    assert "+1.00%" in page.text, "3.03 is 1 % above 3.00"
     assert "told apart" in page.text and "+0.00200 ± 0.00020" in page.text
     assert f"Policy: keep {LAYERS[0]}, 50.0%" in page.text and "train.batch_size" in page.text
     assert "E2M1·E2M1 50.0%, BF16·BF16 50.0%" in page.text and "ran to 40" in page.text, "ten steps are planned"

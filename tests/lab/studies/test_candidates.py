@@ -78,3 +78,10 @@ def test_a_key_that_the_class_does_not_have_is_refused_where_it_is_bound(trained
     first, *_ = of(trained, "policy.lats=1,2")
     with pytest.raises(UserError, match=r"unknown key 'policy.lats'; did you mean 'policy.last'"):
         first.applied(config(trained))
+
+
+def test_the_baseline_is_the_candidate_that_comes_first(trained: Path) -> None:
+    axes, saved = sweep_axes(("recipe=bf16,nvfp4,mxfp8",)), plain(read_config(trained))
+    assert [each.name for each in candidates(axes, saved, "mxfp8") if each.asked] == ["mxfp8", "bf16", "nvfp4"]
+    with pytest.raises(UserError, match=r"baseline=mxfp9 is no candidate; did you mean 'mxfp8'\? \(candidates: bf16"):
+        candidates(axes, saved, "mxfp9")

@@ -36,7 +36,7 @@ def test_the_legend_of_a_ranking_names_what_is_drawn_and_nothing_else(tmp_path: 
         shown = {text.get_text() for text in figure.legends[0].get_texts()}
         always = {
             "told apart from the reference",
-            "gap, and its own 95 % interval",
+            "gap, and its own 95% interval",
             "the reference",
             "in high precision",
         }
