@@ -1,6 +1,6 @@
 """`data=chat data.path=FILE.jsonl`: conversations, of which a model learns the answers (supervised fine-tuning).
 
-A line is a JSON object whose `column` holds messages, each with a role and a content:
+A record, in JSON, Parquet or Arrow, has a `column` with messages, each with a role and a content:
 
     {"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]}
 
@@ -9,23 +9,21 @@ what ends each (`answers.py`). Each conversation lies whole in a sequence of tra
 attends to itself alone (`train.document_mask`).
 """
 
-import io
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from fp4train.data.answers import ANSWERS, AnswerFinder, Conversation
 from fp4train.data.cache import cached_tokens
-from fp4train.data.compressed import unpacked
 from fp4train.data.encoding import LONGEST, Encoded, encoding_key
-from fp4train.data.files import container_of, input_files, shown, stamp, undecodable_line
+from fp4train.data.files import input_files, shown, stamp
 from fp4train.data.packing import Learned, pack
+from fp4train.data.records import read_objects
 from fp4train.data.stored import TokenIds
 from fp4train.data.template import MARKERS, find_template
 from fp4train.data.tokenizers import Bytes, Pretrained
@@ -43,18 +41,13 @@ from fp4train.data.tokens import (
 from fp4train.errors import DataError, data_errors
 from fp4train.paths import PathText, is_hub_name
 
-SUFFIXES = (".jsonl", ".json")
-LINE = 1 << 24
-"""Characters of the longest line."""
+SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow")
 _RENDERED = ("tools", "documents", "functions", "system")
 """Keys of a line, beside the messages, that templates write, or that say what the first message should."""
 _HALF = re.compile("[\ud800-\udfff]")
 
 PARTS = 3
 """Arrays of a cached entry: ids, which are scored, and which end a document within a conversation."""
-
-Line = tuple[Path, int]
-"""A file and the number of a line in it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +79,7 @@ class Chat:
         own = self.tokenizer.name if isinstance(self.tokenizer, Pretrained) else None
         place = None if own is None or is_hub_name(own) else own
         template = find_template(self.template, place, run_dir)
-        lines = sum(1 for _ in _lines(paths))
+        lines = sum(1 for _ in _talks(paths, self.column))
         if lines < 2:
             raise DataError(
                 f"data.path={shown(self.path)} holds {lines} conversations: at least 2 are needed, one held out"
@@ -141,56 +134,51 @@ class Chat:
 
     def _conversations(
         self, paths: Sequence[Path], first: int, last: int, special: Sequence[str]
-    ) -> Iterator[tuple[Line, list[dict[str, str]]]]:
-        for number, (at, line) in enumerate(_lines(paths)):
+    ) -> Iterator[tuple[str, list[dict[str, str]]]]:
+        for number, (at, record) in enumerate(_talks(paths, self.column)):
             if first <= number < last:
-                with data_errors(ValueError, RecursionError, before=f"{at[0]}, line {at[1]}: "):
-                    messages = _messages(line, self.column, special)
+                with data_errors(ValueError, RecursionError, before=f"{at}: "):
+                    messages = _messages(record, self.column, special)
                 yield at, messages
 
 
-def _lines(paths: Sequence[Path]) -> Iterator[tuple[Line, str]]:
-    """The lines of the files that are not empty."""
+def _talks(paths: Sequence[Path], column: str) -> Iterator[tuple[str, Any]]:
+    """The place and the value of each record of the files."""
     for path in paths:
-        try:
-            with unpacked(path) as stream, io.TextIOWrapper(stream, encoding="utf-8-sig") as file:
-                number = 0
-                begun = False
-                while line := file.readline(LINE + 1):
-                    number += 1
-                    if len(line) > LINE:
-                        raise DataError(f"{path}, line {number}: it is longer than {LINE >> 20} million characters")
-                    begins = not begun and bool(line.strip())
-                    begun = begun or begins
-                    if begins and (line.strip() == "{" or line.lstrip().startswith("[")):
-                        raise DataError(
-                            f"{path}, line {number}: it is no JSON Lines file, one conversation a line, but a list or "
-                            f"an object over several lines: jq -c '.[]? // .' {path} > talks.jsonl"
-                        )
-                    if line.strip():
-                        yield (path, number), line
-        except UnicodeDecodeError as error:
-            if (kind := container_of(path)) is not None:
-                raise DataError(
-                    f"{path} is {kind}: data=chat reads JSON Lines, one conversation a line. With the package "
-                    f"datasets: datasets.load_dataset(…)['train'].to_json('talks.jsonl')"
-                ) from error
+        for place, value in read_objects(path, column, _check_talks):
+            yield f"{path}, {place}", value
+
+
+def _check_talks(path: Path, schema: Any, column: str) -> int:
+    """The place of a column of messages in a table.
+
+    Raises:
+        DataError: there is none of this name, it holds something else, or columns beside it would be rendered.
+    """
+    import pyarrow.types as types
+
+    if column not in schema.names:
+        known = ", ".join(schema.names[:50])
+        raise DataError(f"data.column={column} is not in {path}. Its columns: {known or 'none'}.")
+    number = int(schema.names.index(column))
+    kind = schema.field(number).type
+    if not (types.is_list(kind) or types.is_large_list(kind)) or not types.is_struct(kind.value_type):
+        raise DataError(f"data.column={column} of {path} holds {kind}, not lists of messages")
+    for name in _RENDERED:
+        if name in schema.names and name != column and not types.is_null(schema.field(name).type):
             raise DataError(
-                f"{path}, line {undecodable_line(path)}: it is not UTF-8 text ({error.reason}): convert the file "
-                "(iconv -t utf-8)"
-            ) from error
+                f"{path} has the column {name} beside {column}, which is not supported: only messages are read. "
+                "Leave it out (remove_columns of datasets), or write it into the messages"
+            )
+    return number
 
 
-def _messages(line: str, column: str, special: Sequence[str]) -> list[dict[str, str]]:
-    """The messages of a line.
+def _messages(found: Any, column: str, special: Sequence[str]) -> list[dict[str, str]]:
+    """The messages of a record.
 
     Raises:
         ValueError: it holds none, or a content spells what separates messages.
     """
-    try:
-        found = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"it is no JSON object ({error})") from error
     if not isinstance(found, dict):
         raise ValueError(f"it is no JSON object but a {type(found).__name__}")
     if column not in found:
@@ -226,12 +214,12 @@ def _encloses(token: str, special: Sequence[str]) -> bool:
     return len(name) > 1 and token in (f"<{name}>", f"</{name}>") and {f"<{name}>", f"</{name}>"} <= set(special)
 
 
-def _conversation(finder: AnswerFinder, messages: Sequence[Mapping[str, str]], at: Line) -> Conversation:
-    with data_errors(ValueError, before=f"{at[0]}, line {at[1]}: "):
+def _conversation(finder: AnswerFinder, messages: Sequence[Mapping[str, str]], at: str) -> Conversation:
+    with data_errors(ValueError, before=f"{at}: "):
         return finder.find(messages)
 
 
-def _learned(tokenizer: Tokenizer, conversation: Conversation, at: Line) -> Learned:
+def _learned(tokenizer: Tokenizer, conversation: Conversation, at: str) -> Learned:
     """The ids of a conversation and which of them are learned: those with a character of an answer."""
     encoded = _encoded(tokenizer, conversation, at)
     learned = np.zeros(len(conversation.text) + 1, dtype=np.int64)
@@ -242,13 +230,11 @@ def _learned(tokenizer: Tokenizer, conversation: Conversation, at: Line) -> Lear
     return Learned(encoded.ids, before[ends] > before[encoded.starts])
 
 
-def _encoded(tokenizer: Tokenizer, conversation: Conversation, at: Line) -> Encoded:
+def _encoded(tokenizer: Tokenizer, conversation: Conversation, at: str) -> Encoded:
     """The ids of the whole text, with the characters that each stands for."""
     text = conversation.text
     if len(text) > LONGEST and not getattr(tokenizer, "concatenates", False):
-        raise DataError(
-            f"{at[0]}, line {at[1]}: the conversation has {len(text):,} characters; up to {LONGEST:,} are encoded"
-        )
+        raise DataError(f"{at}: the conversation has {len(text):,} characters; up to {LONGEST:,} are encoded")
     if (markup := getattr(tokenizer, "encode_markup", None)) is not None:
         encoded: Encoded = markup(text)
         return encoded
@@ -258,7 +244,7 @@ def _encoded(tokenizer: Tokenizer, conversation: Conversation, at: Line) -> Enco
     ids = np.array([token for part in parts for token in part], dtype=np.uint32)
     if not np.array_equal(ids, tokenizer.encode(text)):
         raise DataError(
-            f"{at[0]}, line {at[1]}: {type(tokenizer).__name__} encodes answers differently within the conversation: "
+            f"{at}: {type(tokenizer).__name__} encodes answers differently within the conversation: "
             "it needs a method `encode_markup` (fp4train.data.tokenizers.json_file)"
         )
     starts, ends = (

@@ -37,6 +37,10 @@ LOOKED_AT = 1000
 """Records after which a file whose records all lack the column has none."""
 
 
+CheckedColumn = Callable[[Path, Any, str], int]
+"""The place of a column in the schema of a table, or a DataError where the table has none that fits."""
+
+
 class PlacedValue(NamedTuple):
     """The value of a record in the column, None where it has none.
 
@@ -57,7 +61,7 @@ def read_records(path: Path, column: str) -> Iterator[PlacedValue]:
         DataError: the file holds no records, is damaged, or lacks the column; it says where.
     """
     others: dict[str, None] = {}
-    rows = _reader(path)(path, column)
+    rows = _reader(path, "data=hf")(path, column, _check_column)
     first: list[PlacedValue] = []
     for row in rows:
         first.append(row)
@@ -70,7 +74,31 @@ def read_records(path: Path, column: str) -> Iterator[PlacedValue]:
     yield from chain(first, rows)
 
 
-def _reader(path: Path) -> Callable[[Path, str], Iterator[PlacedValue]]:
+def read_objects(path: Path, column: str, check: CheckedColumn) -> Iterator[tuple[str, Any]]:
+    """The place and the value of each record of a file: whole in JSON, an object with `column` alone of a table.
+
+    Args:
+        check: of the schema of a table.
+
+    Raises:
+        DataError: the file holds no records, or is damaged; it says where.
+    """
+    reader = _reader(path, "data=chat")
+    if reader is _json:
+        with unpacked(path) as stream:
+            for line, value in _values(path, stream):
+                yield f"line {line}", value
+    else:
+        for row in reader(path, column, check):
+            yield row.place, {column: row.value}
+
+
+def _reader(path: Path, source: str) -> Callable[[Path, str, CheckedColumn], Iterator[PlacedValue]]:
+    """What reads a file, by its first bytes.
+
+    Args:
+        source: that asks, for the message of a refusal.
+    """
     kind = container_of(path)
     if kind is None and (table := {".parquet": _parquet, ".arrow": _arrow}.get(path.suffix.lower())):
         return table  # a damaged one, which says what is wrong with it
@@ -81,14 +109,14 @@ def _reader(path: Path) -> Callable[[Path, str], Iterator[PlacedValue]]:
     if kind in ("an Arrow stream", "an Arrow file"):
         return _arrow
     raise DataError(
-        f"{path} is {kind}: data=hf reads Parquet, Arrow and JSON Lines, and JSON Lines also packed by gzip or zstd"
+        f"{path} is {kind}: {source} reads Parquet, Arrow and JSON Lines, and JSON Lines also packed by gzip or zstd"
     )
 
 
 # -- JSON -------------------------------------------------------------------------------------------------------------
 
 
-def _json(path: Path, column: str) -> Iterator[PlacedValue]:
+def _json(path: Path, column: str, check: CheckedColumn) -> Iterator[PlacedValue]:
     with unpacked(path) as stream:
         for line, value in _values(path, stream):
             if not isinstance(value, dict):
@@ -210,7 +238,7 @@ def _name(value: Any) -> str:
 # -- tables -----------------------------------------------------------------------------------------------------------
 
 
-def _parquet(path: Path, column: str) -> Iterator[PlacedValue]:
+def _parquet(path: Path, column: str, check: CheckedColumn) -> Iterator[PlacedValue]:
     with table_errors(path):
         import pyarrow.parquet
 
@@ -218,7 +246,7 @@ def _parquet(path: Path, column: str) -> Iterator[PlacedValue]:
     with file:
         if not file.metadata.num_rows:
             return
-        _check_column(path, file.schema_arrow, column)
+        check(path, file.schema_arrow, column)
         for group in range(file.metadata.num_row_groups):
             place = f"row group {group}"
             count = rows_at_once(path, file.metadata.row_group(group), column, place)
@@ -227,21 +255,24 @@ def _parquet(path: Path, column: str) -> Iterator[PlacedValue]:
 
 
 def rows_at_once(path: Path, group: Any, column: str, place: str) -> int:
-    """How many rows of a row group are decoded at once. A dictionary may hold one value for all rows."""
-    chunks = [group.column(number) for number in range(group.num_columns)]
-    chunk = next(chunk for chunk in chunks if chunk.path_in_schema.split(".")[0] == column)
-    size, packed = chunk.total_uncompressed_size, chunk.total_compressed_size
+    """How many rows of a row group are decoded at once. A dictionary may hold one value for all rows; lists and objects
+    have a chunk for each of their parts."""
+    every_chunk = [group.column(number) for number in range(group.num_columns)]
+    chunks = [chunk for chunk in every_chunk if chunk.path_in_schema.split(".")[0] == column]
+    size = sum(chunk.total_uncompressed_size for chunk in chunks)
+    packed = sum(chunk.total_compressed_size for chunk in chunks)
     if size > UNPACKED and size > TIMES * packed:
         raise DataError(
             f"{path}, {place}: its column {column} unpacks from {packed:,} bytes to {size:,}, which no text does. "
             "Write the file anew with smaller row groups if it is sound"
         )
-    largest = size - packed if chunk.has_dictionary_page else size // max(chunk.num_values, 1)
+    repeated = any(chunk.has_dictionary_page for chunk in chunks)
+    largest = max(size - packed if repeated else 0, size // max(group.num_rows, 1))
     return int(min(BATCH_ROWS, max(1, BATCH_BYTES // max(largest, 1))))
 
 
-def _arrow(path: Path, column: str) -> Iterator[PlacedValue]:
-    for index, batch in enumerate(arrow_batches(path, lambda schema: _check_column(path, schema, column))):
+def _arrow(path: Path, column: str, check: CheckedColumn) -> Iterator[PlacedValue]:
+    for index, batch in enumerate(arrow_batches(path, lambda schema: check(path, schema, column))):
         yield from _rows(path, iter([batch]), f"batch {index}")
 
 

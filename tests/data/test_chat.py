@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -191,7 +192,7 @@ def test_a_tokenizer_is_trained_on_the_conversations(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("{", "it is no JSON object"),
+        ("{", "it is no JSON"),
         ("[1]", "it is no JSON object but a list"),
         ('{"text": "x"}', 'it has no "messages"; its keys: text'),
         ('{"messages": []}', "holds no list of messages"),
@@ -215,18 +216,46 @@ def test_broken_lines_are_refused_with_their_number(tmp_path: Path, line: str, s
     assert not list((tmp_path / "cache").glob("*.bin"))
 
 
-@pytest.mark.parametrize("indent", [None, 1])
-def test_conversations_that_lines_do_not_divide_are_refused_with_the_way_to_divide_them(
-    tmp_path: Path, indent: int | None
-) -> None:
-    (tmp_path / "a.json").write_text(json.dumps(TALKS, indent=indent))
-    with pytest.raises(DataError, match=r"a\.json, line 1: it is no JSON Lines file, .* jq -c"):
-        source(tmp_path / "a.json").build(tmp_path / "run", 128, 0)
+def in_parquet(path: Path) -> None:
+    rows = [dict(record) for record in TALKS]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=3)
 
 
-def test_conversations_in_a_table_are_refused_by_what_it_is(tmp_path: Path) -> None:
-    pyarrow.parquet.write_table(pyarrow.table({"messages": [["é"] * 99]}), tmp_path / "a.parquet")
-    with pytest.raises(DataError, match=r"a\.parquet is a Parquet file: data=chat reads JSON Lines, .*to_json"):
+def in_arrow(path: Path) -> None:
+    table = pyarrow.Table.from_pylist(TALKS)
+    with pyarrow.ipc.new_stream(str(path), table.schema) as writer:
+        writer.write_table(table, max_chunksize=2)
+
+
+FORMS: dict[str, Callable[[Path], object]] = {
+    "a.json": lambda path: path.write_text(json.dumps(TALKS)),
+    "b.json": lambda path: path.write_text(json.dumps(TALKS, indent=1)),
+    "c.jsonl.gz": lambda path: path.write_bytes(gzip.compress("\n".join(map(json.dumps, TALKS)).encode())),
+    "d.parquet": in_parquet,
+    "e.arrow": in_arrow,
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_conversations_are_the_same_in_every_form_of_file(tmp_path: Path, name: str) -> None:
+    FORMS[name](tmp_path / name)
+    data = source(tmp_path / name).build(tmp_path / "run", 128, 0)
+    expected = source(write(tmp_path / "lines.jsonl", TALKS)).build(tmp_path / "run", 128, 0)
+    assert data.fingerprint == expected.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ({"messages": ["a", "b"]}, "data.column=messages of .* holds string, not lists of messages"),
+        ({"text": ["a", "b"]}, "data.column=messages is not in .* Its columns: text"),
+        ({"messages": [[{"role": "user"}]] * 2, "tools": ["x", "y"]}, "has the column tools beside messages"),
+        ({"messages": [[{"role": "user", "content": None}]] * 2}, "row group 0, row 0: message 1 is no object with"),
+    ],
+)
+def test_a_table_without_conversations_is_refused(tmp_path: Path, table: dict[str, Any], said: str) -> None:
+    pyarrow.parquet.write_table(pyarrow.table(table), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=said):
         source(tmp_path / "a.parquet").build(tmp_path / "run", 128, 0)
 
 
