@@ -79,20 +79,40 @@ class AnswerFinder:
             for rendered in self.renderer.render([(messages, False), (words.put(messages, answers=False), False)])
         )
         frames = self._frames_of(messages, words)
+        all_filled = self._frames_without_empty(messages, words) or frames
         gaps, places = words.split(between)
         if places != frames.places:
             raise ValueError(f"{name} arranges messages by what they say, so that its answers have no place")
-        spans = tuple(
-            (start + first, start + last)
-            for start, gap, frame in zip(_starts(text, gaps, places, messages, name), gaps, frames.gaps, strict=True)
-            for first, last in self._answers(gap, frame, frames, messages)
-        )
+        spans: list[Span] = []
+        empty = dict(zip(all_filled.places, all_filled.gaps[1:], strict=True))
+        starts = _starts(text, gaps, places, messages, name)
+        for place, start, gap, frame in zip([-1, *places], starts, gaps, frames.gaps, strict=True):
+            silent = all_filled.gaps[0] if place < 0 else empty.get(place)
+            # answers without text that the template writes as it writes others
+            if silent is not None and not frame.answers and gap == "".join(silent.literals):
+                answers = self._answers(gap, silent, all_filled, messages)
+            else:
+                answers = self._answers(gap, frame, frames, messages)
+            spans += ((start + begin, start + end) for begin, end in answers)
         if not any(start < end for start, end in spans):
             raise ValueError(
                 f"{name} writes nothing for its answers, so that there is nothing to learn: give another one, "
                 "data.template=FILE.jinja"
             )
-        return Conversation(text, spans)
+        return Conversation(text, tuple(spans))
+
+    def _frames_without_empty(self, messages: Sequence[Message], words: "_Words") -> "_Frames | None":
+        """What the template writes where the answers without text say something; None: all do, or it refuses that."""
+        if all(_says_something(message) for message in messages if message["role"] == ANSWERS):
+            return None
+        filled = [
+            {**message, "content": "x"} if message["role"] == ANSWERS and not _says_something(message) else message
+            for message in messages
+        ]
+        try:
+            return self._frames_of(filled, words)
+        except ValueError:
+            return None
 
     def _frames_of(self, messages: Sequence[Message], words: "_Words") -> "_Frames":
         roles = tuple((message["role"], _says_something(message)) for message in messages)

@@ -134,8 +134,8 @@ def token_chunks(pieces: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[Ids]
     """The packed ids of `pieces` in order, some at a time, in the smallest type for the vocabulary."""
     dtype = ids_dtype(tokenizer.vocab_size)
     end = np.array([tokenizer.end_of_document], dtype=dtype)
-    first = tokens.begin_of_document(tokenizer)
-    begin = np.array([] if first is None else [first], dtype=dtype)
+    begin_id = tokens.begin_of_document(tokenizer)
+    begin = np.array([] if begin_id is None else [begin_id], dtype=dtype)
     parts: list[Ids] = []
     size = 0
     begins_document = True

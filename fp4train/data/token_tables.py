@@ -30,9 +30,9 @@ def hold_tables(paths: Sequence[Path], key: str) -> bool:
         DataError: some are, and others are not.
     """
     tables = [path for path in paths if container_of(path) in _KINDS]
-    others = [path for path in paths if path not in tables]
-    if tables and others:
-        raise DataError(f"{key} names {tables[0]}, a table, and {others[0]}, which is none: name files of one kind")
+    raw = [path for path in paths if path not in tables]
+    if tables and raw:
+        raise DataError(f"{key} names {tables[0]}, a table, and {raw[0]}, which is none: name files of one kind")
     return bool(tables)
 
 

@@ -179,8 +179,8 @@ def _of_texts(section: Any) -> Tokenizer:
     begin = getattr(tokenizer, "token_before_texts", None)
     if begin is None or begin == getattr(tokenizer, "end", None):
         return tokenizer
-    found: Tokenizer = replace(section, begin_of_document=begin).open()
-    return found
+    beginning: Tokenizer = replace(section, begin_of_document=begin).open()
+    return beginning
 
 
 def _of_folder(folder: Path) -> TrainedModel:

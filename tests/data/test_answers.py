@@ -161,6 +161,21 @@ def test_answers_that_follow_each_other_and_empty_messages_keep_their_places() -
     assert [found.text[a:b] for a, b in found.answers] == [f"{t}<|im_end|>\n" for t in ("yes", "two", "two and a half")]
 
 
+@pytest.mark.parametrize("name", ["ChatML", "Zephyr", "marked answers"])
+def test_an_answer_without_text_is_learned_by_its_end(name: str) -> None:
+    template = ChatTemplate(source=TEMPLATES[name], variables=VARIABLES)
+    found = template.finder(tuple(VARIABLES.values())).find(talk("hi", "", "more", "yes", "and", ""))
+    ending = ENDS[name]
+    assert [found.text[a:b] for a, b in found.answers] == [ending, f"yes{ending}", ending]
+
+
+def test_an_answer_without_text_that_the_template_leaves_out_has_no_place() -> None:
+    source = TEMPLATES["ChatML"].replace("for m in messages -%}", "for m in messages if m.content -%}")
+    assert source != TEMPLATES["ChatML"]
+    found = ChatTemplate(source=source).finder().find(talk("hi", "", "more", "yes"))
+    assert [found.text[a:b] for a, b in found.answers] == ["yes<|im_end|>\n"]
+
+
 def test_contents_that_repeat_what_the_template_writes_stay_apart() -> None:
     """Places come from the template, not from a search for contents."""
     messages = talk("four", "four", "ASSISTANT: four", "ASSISTANT: four USER: four")
