@@ -67,12 +67,12 @@ class AnswerFinder:
         name = self.renderer.name
         if self.renderer.generation:
             rendered = self.renderer.render([(messages, False)])[0]
-            spans = tuple(span for span in rendered.marks if span[0] < span[1])
-            if not spans:
+            marked = tuple(span for span in rendered.marks if span[0] < span[1])
+            if not marked:
                 raise ValueError(
                     f"{name} marks nothing of it with {{% generation %}}, so that there is nothing to learn"
                 )
-            return Conversation(rendered.text, spans)
+            return Conversation(rendered.text, marked)
         words = _Words(messages, self.renderer.source)
         text, between = (
             rendered.text

@@ -38,6 +38,11 @@ MEMORY = 1 << 29
 """Bytes of address space."""
 CHARACTERS = 1 << 25
 """Characters of a rendered text."""
+AROUND = 1 << 16
+"""Characters that a template may write of its own, beside `TIMES` what the messages say."""
+AROUND_EACH = 1 << 10
+"""Characters that it may write more for each message."""
+TIMES = 8
 HEADER = 8
 """Bytes of the length before each message."""
 
@@ -129,13 +134,17 @@ def render(
     """
     generation.marks = []
     generation.written = 0
+    spoken = sum(len(text) for message in messages for text in message.values())
+    most = min(CHARACTERS, AROUND + AROUND_EACH * len(messages) + TIMES * spoken)
     values = {**variables, "messages": messages, "tools": None, "documents": None, "add_generation_prompt": prompt}
     blocks: list[str] = []
     for block in template.generate(values):
         blocks.append(block)
         generation.written += len(block)
-        if generation.written > CHARACTERS:
-            raise ValueError(f"it writes more than {CHARACTERS:,} characters for one conversation")
+        if generation.written > most:
+            raise ValueError(
+                f"it writes more than {most:,} characters for one conversation, whose messages have {spoken:,}"
+            )
     text = "".join(blocks)
     spans = [(start, start + len(marked)) for start, marked in generation.marks]
     for (start, end), (_, marked) in zip(spans, generation.marks, strict=True):

@@ -115,7 +115,11 @@ COSTLY = {
     "replace": (DOUBLING.replace("ACT", "ns.x | replace('a', 'aaaa')"), "512 MB of memory"),
     "output": (
         "{% for a in range(99999) %}{% for b in range(9999) %}" + "a" * 99 + "{% endfor %}{% endfor %}",
-        "writes more than 33,554,432 characters",
+        r"writes more than [67]\d,\d\d\d characters for one conversation, whose messages have \d+",
+    ),
+    "a long text for each of many conversations": (
+        "{{ ('a' * 99999) | batch(1) | list | tojson }}",
+        r"writes more than [67]\d,\d\d\d characters for one conversation",
     ),
     "recursion": ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "recursion"),
     "import": ("{{ cycler.__init__.__globals__.os.system('id') }}", "unsafe"),

@@ -61,6 +61,7 @@ CHARSMAP = base64.b64encode(b"\x04\0\0\0" + b"\0\0\0\0" + b"x" * 500 + b"\0").de
             ),
             "its post_processor adds 6,000,000 tokens",
         ),
+        (edited(pre_tokenizer={"type": "ByteLevel", "trim_offsets": "x" * 10**6}), r"x….{12}$"),
         ("[" * 100_000, "is no JSON file"),
         ('{"model":' * 100_000, "is no JSON file"),
         ("[" * (BRACKETS + 1), "lists and tables; up to"),

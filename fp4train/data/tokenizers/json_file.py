@@ -21,12 +21,15 @@ from fp4train.data.encoding import Encoded
 from fp4train.data.tokenizers.bounds import LIMIT, check_file, check_ids
 from fp4train.data.tokens import Ids
 from fp4train.errors import DataError, data_errors, reason
+from fp4train.text import shortened
 
 ENDS = (
     *("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|endofdocument|>", "[EOS]", "[SEP]"),
     "<|end|>",  # of exported byte tokens
 )
 
+MESSAGE = 400
+"""Characters of an error of the library that are shown: it quotes what stands in the file."""
 _SAMPLE = 'def Add(a, b):\n    return a + b  # "Sum"\n'
 
 
@@ -167,7 +170,7 @@ def _library_errors(what: str) -> Iterator[None]:
     except (KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as error:
-        raise DataError(f"{what}: {error}") from error
+        raise DataError(f"{what}: {shortened(str(error), MESSAGE)}") from error
 
 
 def run_tokenizer(
