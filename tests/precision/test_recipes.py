@@ -66,7 +66,9 @@ def changes(a: Recipe, b: Recipe) -> dict[tuple[str, str], set[str]]:
         one, other = pick(a.table()), pick(b.table())
         if one != other:
             found[slot] = {
-                f.name for f in dataclasses.fields(QuantSpec) if getattr(one, f.name) != getattr(other, f.name)
+                f.name
+                for f in dataclasses.fields(QuantSpec)
+                if f.init and getattr(one, f.name) != getattr(other, f.name)
             }
     return found
 
