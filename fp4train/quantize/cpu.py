@@ -99,15 +99,6 @@ def make(spec: QuantSpec, machine: cpu.Machine = cpu.HERE) -> CpuQuantizer | Cpu
     return CpuQuantizer(spec, machine) if spec.requantises is None else CpuRequantizer(spec, machine)
 
 
-def _filled(spec: QuantSpec, shape: tuple[int, int], tensors: tuple[Any, ...], as_codes: bool) -> Decoded | Quantized:
-    """The form of `shape` whose tensors a kernel has filled."""
-    if not as_codes:
-        values, factor = tensors
-        return Decoded(values, factor)
-    codes, scales, amax = tensors
-    return Quantized(spec, shape, codes, scales, amax, None)
-
-
 class CpuQuantizer(Quantizer):
     """See `Quantizer`. Each method makes one call of the extension; what that refuses goes to the reference.
 
@@ -335,8 +326,18 @@ class CpuQuantizer(Quantizer):
             one, other = (Quantizer.codes if codes else Quantizer.values for codes in (row_codes, column_codes))
             return one(self, x_MK, row_key, row_amax), other(column, x_MK.T, column_key, column_amax)
         rows, cols = x_MK.shape
-        by_row = _filled(self.spec, (rows, cols), row[1], row_codes)
-        return by_row, _filled(column.spec, (cols, rows), turned[1], column_codes)
+        by_row: Decoded | Quantized
+        if row_codes:
+            codes, scales, amax = row[1]
+            by_row = Quantized(self.spec, (rows, cols), codes, scales, amax, None)
+        else:
+            values, factor = row[1]
+            by_row = Decoded(values, factor)
+        if column_codes:
+            codes, scales, amax = turned[1]
+            return by_row, Quantized(column.spec, (cols, rows), codes, scales, amax, None)
+        values, factor = turned[1]
+        return by_row, Decoded(values, factor)
 
 
 class CpuRequantizer(Quantizer):
