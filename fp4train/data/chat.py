@@ -10,8 +10,9 @@ attends to itself alone (`train.document_mask`).
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,9 +22,10 @@ import numpy as np
 from fp4train.data.answers import ANSWERS, AnswerFinder, Conversation
 from fp4train.data.cache import cached_tokens
 from fp4train.data.encoding import LONGEST, Encoded, encoding_key
-from fp4train.data.files import input_files, shown, stamp
+from fp4train.data.files import shown, stamp
+from fp4train.data.huggingface import record_files
 from fp4train.data.packing import Learned, pack
-from fp4train.data.records import read_objects
+from fp4train.data.records import name_of, read_objects
 from fp4train.data.stored import TokenIds
 from fp4train.data.template import MARKERS, find_template
 from fp4train.data.tokenizers import Bytes, Pretrained
@@ -41,9 +43,9 @@ from fp4train.data.tokens import (
 from fp4train.errors import DataError, data_errors
 from fp4train.paths import PathText, is_hub_name
 
-SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow")
-_RENDERED = ("tools", "documents", "functions", "system")
-"""Keys of a line, beside the messages, that templates write, or that say what the first message should."""
+_RENDERED = ("tools", "documents", "functions", "system", "chat_template_kwargs")
+"""Keys of a record, beside the messages, that templates write, or that say what the first message should."""
+_EMPTY: tuple[Any, ...] = (None, "", [], {})
 _HALF = re.compile("[\ud800-\udfff]")
 
 PARTS = 3
@@ -52,11 +54,11 @@ PARTS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Chat:
-    """Conversations of a JSON Lines file, or of those below a folder.
+    """Conversations of a file of records, or of those below a folder.
 
     Args:
         path: the file or folder.
-        column: the key of a line that holds the messages.
+        column: the key of a record that holds the messages.
         template: a file with a Jinja2 template; None: that of the tokenizer's folder, or ChatML.
         val: the last conversations, held out for validation: a share below 1.
     """
@@ -75,11 +77,12 @@ class Chat:
             raise ValueError(f"data.val={self.val}: conversations are held out by their share, between 0 and 1")
 
     def build(self, run_dir: Path, seq_len: int, seed: int) -> TokenData:
-        paths = input_files(self.path, SUFFIXES, "data.path")
+        paths = record_files(self.path)
         own = self.tokenizer.name if isinstance(self.tokenizer, Pretrained) else None
         place = None if own is None or is_hub_name(own) else own
         template = find_template(self.template, place, run_dir)
-        lines = sum(1 for _ in _talks(paths, self.column))
+        rendered = {*_RENDERED, *template.names} - {self.column, "messages"}
+        lines = sum(1 for _ in _talks(paths, self.column, rendered))
         if lines < 2:
             raise DataError(
                 f"data.path={shown(self.path)} holds {lines} conversations: at least 2 are needed, one held out"
@@ -89,7 +92,7 @@ class Chat:
         finder = template.finder()
 
         def texts() -> Iterator[Piece]:
-            for at, messages in self._conversations(paths, 0, lines, ()):
+            for at, messages in self._conversations(paths, range(lines), rendered, ()):
                 yield Piece(_conversation(finder, messages, at).text)
 
         tokenizer = self.tokenizer.build(texts, run_dir)
@@ -111,7 +114,7 @@ class Chat:
                 markers = MARKERS if MARKERS[0] in template.source else ()
                 special = (*getattr(tokenizer, "special_tokens", ()), *markers)
                 finder = template.finder(special)
-                chosen = self._conversations(paths, first, last, special)
+                chosen = self._conversations(paths, range(first, last), rendered, special)
                 learned = (_learned(tokenizer, _conversation(finder, messages, at), at) for at, messages in chosen)
                 yield from pack(learned, tokenizer.end_of_document, seq_len, dtype)
 
@@ -133,23 +136,23 @@ class Chat:
         )
 
     def _conversations(
-        self, paths: Sequence[Path], first: int, last: int, special: Sequence[str]
+        self, paths: Sequence[Path], numbers: range, rendered: Container[str], special: Sequence[str]
     ) -> Iterator[tuple[str, list[dict[str, str]]]]:
-        for number, (at, record) in enumerate(_talks(paths, self.column)):
-            if first <= number < last:
+        for number, (at, record) in enumerate(_talks(paths, self.column, rendered)):
+            if number in numbers:
                 with data_errors(ValueError, RecursionError, before=f"{at}: "):
-                    messages = _messages(record, self.column, special)
+                    messages = _messages(record, self.column, rendered, special)
                 yield at, messages
 
 
-def _talks(paths: Sequence[Path], column: str) -> Iterator[tuple[str, Any]]:
+def _talks(paths: Sequence[Path], column: str, rendered: Container[str]) -> Iterator[tuple[str, Any]]:
     """The place and the value of each record of the files."""
     for path in paths:
-        for place, value in read_objects(path, column, _check_talks):
+        for place, value in read_objects(path, column, partial(_check_talks, rendered=rendered)):
             yield f"{path}, {place}", value
 
 
-def _check_talks(path: Path, schema: Any, column: str) -> int:
+def _check_talks(path: Path, schema: Any, column: str, rendered: Container[str]) -> int:
     """The place of a column of messages in a table.
 
     Raises:
@@ -157,15 +160,19 @@ def _check_talks(path: Path, schema: Any, column: str) -> int:
     """
     import pyarrow.types as types
 
+    def holds_messages(kind: Any) -> bool:
+        is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+        return bool(is_list and types.is_struct(kind.value_type))
+
     if column not in schema.names:
         known = ", ".join(schema.names[:50])
-        raise DataError(f"data.column={column} is not in {path}. Its columns: {known or 'none'}.")
+        likely = _likely([part.name for part in schema if holds_messages(part.type)])
+        raise DataError(f"data.column={column} is not in {path}. Its columns: {known or 'none'} ({likely})")
     number = int(schema.names.index(column))
-    kind = schema.field(number).type
-    if not (types.is_list(kind) or types.is_large_list(kind)) or not types.is_struct(kind.value_type):
-        raise DataError(f"data.column={column} of {path} holds {kind}, not lists of messages")
-    for name in _RENDERED:
-        if name in schema.names and name != column and not types.is_null(schema.field(name).type):
+    if not holds_messages(schema.field(number).type):
+        raise DataError(f"data.column={column} of {path} holds {schema.field(number).type}, not lists of messages")
+    for name, kind in zip(schema.names, schema.types, strict=True):
+        if name in rendered and not types.is_null(kind):
             raise DataError(
                 f"{path} has the column {name} beside {column}, which is not supported: only messages are read. "
                 "Leave it out (remove_columns of datasets), or write it into the messages"
@@ -173,17 +180,24 @@ def _check_talks(path: Path, schema: Any, column: str) -> int:
     return number
 
 
-def _messages(found: Any, column: str, special: Sequence[str]) -> list[dict[str, str]]:
+def _likely(columns: Sequence[str]) -> str:
+    """Where messages may be: the first column that holds lists of objects."""
+    return f"data.column={columns[0]}" if columns else "none holds messages"
+
+
+def _messages(found: Any, column: str, rendered: Container[str], special: Sequence[str]) -> list[dict[str, str]]:
     """The messages of a record.
 
     Raises:
         ValueError: it holds none, or a content spells what separates messages.
     """
     if not isinstance(found, dict):
-        raise ValueError(f"it is no JSON object but a {type(found).__name__}")
+        raise ValueError(f"it is no JSON object but {name_of(found)}")
     if column not in found:
-        raise ValueError(f'it has no "{column}"; its keys: {", ".join(map(str, found)) or "none"} (data.column=…)')
-    if unread := [key for key in _RENDERED if found.get(key) and key != column]:
+        lists = {key: value for key, value in found.items() if isinstance(value, list)}
+        likely = _likely([key for key, value in lists.items() if value and isinstance(value[0], dict)])
+        raise ValueError(f'it has no "{column}"; its keys: {", ".join(found) or "none"} ({likely})')
+    if unread := [key for key, value in found.items() if key in rendered and value not in _EMPTY]:
         raise ValueError(
             f'it has "{unread[0]}" beside "{column}", which is not supported: only messages are read. Leave it out, or '
             "write it into a message"
@@ -193,9 +207,8 @@ def _messages(found: Any, column: str, special: Sequence[str]) -> list[dict[str,
         raise ValueError(f'"{column}" holds no list of messages')
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
-            keys = ", ".join(map(str, message)) if isinstance(message, dict) else type(message).__name__
             raise ValueError(
-                f"message {number} is no object with a role and a content, both of them text; it has: {keys[:100]}"
+                f"message {number} is no object with a role and a content, both of them text; {_parts_of(message)}"
             )
         if more := [key for key, value in message.items() if key not in ("role", "content") and value]:
             raise ValueError(f"message {number} has {more[0]!r}, which is not supported: only role and content are")
@@ -206,6 +219,17 @@ def _messages(found: Any, column: str, special: Sequence[str]) -> list[dict[str,
         if lone := _HALF.search(text):
             raise ValueError(f"message {number} holds half of a UTF-16 pair, {lone[0]!a}, which is no character")
     return [{"role": message["role"], "content": message["content"]} for message in messages]
+
+
+def _parts_of(message: Any) -> str:
+    """What stands where a message should, and how ShareGPT's keys become those of one."""
+    if not isinstance(message, dict):
+        return f"it is {name_of(message)}"
+    parts = [key if isinstance(value, str) else f"{key} ({name_of(value)})" for key, value in message.items()]
+    there = f"it has: {', '.join(parts)[:100] or 'nothing'}"
+    if {"from", "value"} <= set(message):
+        there += ". Write from as role, human and gpt as user and assistant, and value as content"
+    return there
 
 
 def _encloses(token: str, special: Sequence[str]) -> bool:

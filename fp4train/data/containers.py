@@ -67,6 +67,11 @@ def is_text(head: bytes, size: int) -> bool:
     return not any(ord(character) in _CONTROLS for character in text)
 
 
+def is_binary(head: bytes) -> bool:
+    """Whether bytes hold what controls a terminal, which text in no encoding but UTF-16 does."""
+    return not head.startswith((b"\xff\xfe", b"\xfe\xff")) and any(byte in _CONTROLS for byte in head)
+
+
 def is_numbers(head: bytes, size: int) -> bool:
     """Whether a file begins as numbers in text do: digits, and what divides them in JSON, CSV or lines."""
     return size >= LEAST_TEXT and re.fullmatch(rb"[\s\[\],;:+.eE-]*\d[\d\s\[\],;:+.eE-]*", head) is not None

@@ -88,11 +88,8 @@ class HuggingFace(TextSource):
 
 
 def local_files(path: str | Sequence[str]) -> list[Path]:
-    """The files that hold the records of `data.path`; of a folder that `datasets` saved, those that it lists."""
-    named: list[str] = []
-    for place in (path,) if isinstance(path, str) else path:
-        named += saved_files(expanded(place, "data.path")) or [place]
-    paths = input_files(named, SUFFIXES, "data.path")
+    """The files that hold the records of `data.path` (`record_files`), none with the suffix of something else."""
+    paths = record_files(path)
     for file in paths:
         if Path(plain_name(file)).suffix not in SUFFIXES and file.suffix.lower() not in ("", ".gz", ".zst"):
             raise DataError(
@@ -100,6 +97,15 @@ def local_files(path: str | Sequence[str]) -> list[Path]:
                 "(text is for data=text, token files are for data=tokens)"
             )
     return paths
+
+
+def record_files(path: str | Sequence[str]) -> list[Path]:
+    """The files that `data.path` means, whatever their suffixes; of a folder that `datasets` saved, those that it
+    lists."""
+    named: list[str] = []
+    for place in (path,) if isinstance(path, str) else path:
+        named += saved_files(expanded(place, "data.path")) or [place]
+    return input_files(named, SUFFIXES, "data.path")
 
 
 def saved_files(folder: Path) -> list[str]:

@@ -7,7 +7,7 @@ the kernel ends it beyond that. The program imports the standard library and Jin
 It reads requests from its standard input and writes replies to its standard output, each a length of eight bytes and
 JSON. The first request names the template; the others hold conversations to render:
 
-    {"source": "{% for …", "now": "2026-01-31T12:00:00"}               → {"generation": false}
+    {"source": "{% for …", "now": "2026-01-31T12:00:00"}               → {"generation": false, "names": […]}
     {"renders": [{"messages": […], "prompt": false}], "variables": {…}} → {"texts": ["…"], "marks": [[[5, 9]]]}
 
 or `{"error": "…"}`. The environment is that of transformers (`render_jinja_template`): Jinja's immutable sandbox with
@@ -25,7 +25,7 @@ from contextlib import suppress
 from datetime import datetime
 from typing import Any
 
-from jinja2 import Template, TemplateError, nodes, pass_eval_context
+from jinja2 import Template, TemplateError, meta, nodes, pass_eval_context
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -169,7 +169,8 @@ def serve() -> None:
                 generation = sandbox.extensions[Generation.identifier]
                 assert isinstance(generation, Generation)
                 state = sandbox.from_string(request["source"]), generation
-                reply: dict[str, Any] = {"generation": generation.used}
+                names = meta.find_undeclared_variables(sandbox.parse(request["source"])) - set(sandbox.globals)
+                reply: dict[str, Any] = {"generation": generation.used, "names": sorted(names)}
             else:
                 rendered = [
                     render(*state, item["messages"], item["prompt"], request["variables"])

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from fp4train.data.compressed import unpacked
+from fp4train.data.containers import HEAD, is_binary
 from fp4train.data.files import container_of
 from fp4train.errors import DataError
 from fp4train.text import first_line
@@ -120,7 +121,7 @@ def _json(path: Path, column: str, check: CheckedColumn) -> Iterator[PlacedValue
     with unpacked(path) as stream:
         for line, value in _values(path, stream):
             if not isinstance(value, dict):
-                raise DataError(f"{path}, line {line}: it is no JSON object but {_name(value)}")
+                raise DataError(f"{path}, line {line}: it is no JSON object but {name_of(value)}")
             lacks = () if column in value else tuple(value) or ("none",)
             yield PlacedValue(f"line {line}", value.get(column), lacks)
 
@@ -199,9 +200,10 @@ def _decoded(path: Path, line: int, data: bytes, mark: bytes = b"", decoder: Any
     try:
         text: str = data.removeprefix(mark).decode() if decoder is None else decoder.decode(data, not data)
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"{path}, line {line}: it is not UTF-8 text ({error.reason}). Convert the file (iconv -t utf-8)"
-        ) from error
+        why = f"it is not UTF-8 text ({error.reason}). Convert the file (iconv -t utf-8)"
+        if is_binary(data[:HEAD]):
+            why = "it is binary data. What is read is JSON, Parquet and Arrow"
+        raise DataError(f"{path}, line {line}: {why}") from error
     if len(data) > LONGEST:
         raise _too_long(path, line)
     if len(text) > LARGE and text.count(",") > MOST_PARTS:
@@ -229,7 +231,7 @@ def _json_errors(path: Path, line: int, text: str) -> Iterator[None]:
         raise DataError(f"{path}, line {line}: it cannot be read as JSON: {why}") from error
 
 
-def _name(value: Any) -> str:
+def name_of(value: Any) -> str:
     """What a value in JSON is called."""
     names = {bool: "a truth value", int: "a number", float: "a number", str: "text", list: "a list", dict: "an object"}
     return "null" if value is None else names.get(type(value), type(value).__name__)

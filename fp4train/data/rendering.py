@@ -39,6 +39,7 @@ class Renderer:
         self.source, self.variables, self.now, self.name = source, dict(variables), now, name
         self._process: subprocess.Popen[bytes] | None = None
         self._generation = False
+        self._names: frozenset[str] = frozenset()
 
     @property
     def generation(self) -> bool:
@@ -49,6 +50,16 @@ class Renderer:
         """
         self._start()
         return self._generation
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The variables that the template reads and does not set itself.
+
+        Raises:
+            DataError: it is no template.
+        """
+        self._start()
+        return self._names
 
     def render(self, conversations: Sequence[tuple[Sequence[Message], bool]]) -> list[Rendered]:
         """The texts of conversations, each with whether it ends where an answer would begin.
@@ -81,6 +92,7 @@ class Renderer:
             self._end()
             raise DataError(f"{self.name} is no template: {reply['error']}")
         self._generation = reply["generation"]
+        self._names = frozenset(reply["names"])
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None

@@ -78,6 +78,15 @@ class ChatTemplate:
         return AnswerFinder(self._renderer, special)
 
     @property
+    def names(self) -> frozenset[str]:
+        """The variables that it reads, as `messages` and `tools`.
+
+        Raises:
+            DataError: it is no template.
+        """
+        return self._renderer.names
+
+    @property
     def key(self) -> list[Any]:
         """What texts of this template are known by."""
         timed = [self.now] if "strftime_now" in self.source else []

@@ -206,6 +206,10 @@ def test_a_tokenizer_is_trained_on_the_conversations(tmp_path: Path) -> None:
         (json.dumps({"tools": [{"name": "x"}]} | talk("a", "b")), 'it has "tools" beside "messages"'),
         (json.dumps({"system": "Be brief."} | talk("a", "b")), 'it has "system" beside "messages"'),
         ('{"messages": [{"from": "human", "value": "x"}]}', "and a content, both of them text; it has: from, value"),
+        ('{"messages": [{"from": "human", "value": "x"}]}', "Write from as role, human and gpt as user and assistant"),
+        ('{"messages": [{"role": "user", "content": null}]}', r"it has: role, content \(null\)"),
+        ('{"id": 1, "talks": [{"role": "user", "content": "x"}]}', r"its keys: id, talks \(data\.column=talks\)"),
+        (json.dumps({"chat_template_kwargs": {"a": 1}} | talk("a", "b")), 'it has "chat_template_kwargs" beside'),
         ('{"messages": [{"role": "model", "content": "x"}]}', "no message of the role .* its roles: model"),
     ],
 )
@@ -249,6 +253,7 @@ def test_conversations_are_the_same_in_every_form_of_file(tmp_path: Path, name: 
     [
         ({"messages": ["a", "b"]}, "data.column=messages of .* holds string, not lists of messages"),
         ({"text": ["a", "b"]}, "data.column=messages is not in .* Its columns: text"),
+        ({"id": [1], "talks": [[{"role": "user"}]]}, r"Its columns: id, talks \(data\.column=talks\)"),
         ({"messages": [[{"role": "user"}]] * 2, "tools": ["x", "y"]}, "has the column tools beside messages"),
         ({"messages": [[{"role": "user", "content": None}]] * 2}, "row group 0, row 0: message 1 is no object with"),
     ],
@@ -257,6 +262,41 @@ def test_a_table_without_conversations_is_refused(tmp_path: Path, table: dict[st
     pyarrow.parquet.write_table(pyarrow.table(table), tmp_path / "a.parquet")
     with pytest.raises(DataError, match=said):
         source(tmp_path / "a.parquet").build(tmp_path / "run", 128, 0)
+
+
+@pytest.mark.parametrize("value", [False, "Be brief."])
+def test_what_the_template_reads_beside_messages_is_refused_and_what_it_does_not_read_is_not(
+    tmp_path: Path, value: object
+) -> None:
+    reads = "{% if thinking %}THINK {% endif %}{% set shown = thinking %}"
+    turns = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    (tmp_path / "own.jinja").write_text(f"{reads}{turns}{{% if add_generation_prompt %}}assistant: {{% endif %}}")
+    template = str(tmp_path / "own.jinja")
+    unread = write(tmp_path / "a.jsonl", [record | {"shown": value, "thinking": None} for record in TALKS])
+    source(unread, template=template).build(tmp_path / "run", 128, 0)
+    read = write(tmp_path / "b.jsonl", [*TALKS, TALKS[0] | {"thinking": value}])
+    with pytest.raises(DataError, match=r'b\.jsonl, line 41: it has "thinking" beside "messages"'):
+        source(read, template=template).build(tmp_path / "run", 128, 0)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([TALKS[0] | {"thinking": value}] * 2), tmp_path / "c.parquet")
+    with pytest.raises(DataError, match=r"c\.parquet has the column thinking beside messages"):
+        source(tmp_path / "c.parquet", template=template).build(tmp_path / "run", 128, 0)
+
+
+def test_a_folder_that_datasets_saved_is_read_by_its_list_of_files(tmp_path: Path) -> None:
+    (tmp_path / "saved").mkdir()
+    in_arrow(tmp_path / "saved" / "data-00000-of-00001.arrow")
+    listed = {"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}
+    (tmp_path / "saved" / "state.json").write_text(json.dumps(listed))
+    (tmp_path / "saved" / "dataset_info.json").write_text("{}")
+    data = Chat(path=str(tmp_path / "saved"), cache_dir=str(tmp_path / "cache"), val=0.25)
+    expected = source(write(tmp_path / "lines.jsonl", TALKS)).build(tmp_path / "run", 128, 0)
+    assert data.build(tmp_path / "run", 128, 0).fingerprint == expected.fingerprint
+
+
+def test_binary_data_is_called_so(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.arange(9))
+    with pytest.raises(DataError, match=r"a\.npy, line 1: it is binary data\. What is read is JSON, Parquet and Arrow"):
+        source(tmp_path / "a.npy").build(tmp_path / "run", 128, 0)
 
 
 @pytest.mark.parametrize(
