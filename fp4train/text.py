@@ -194,10 +194,10 @@ def p_value(p: float) -> str:
     return "<.0001" if p < 1e-4 else f"{p:.2g}" if p < 0.1 else f"{p:.2f}"
 
 
-def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The word of `known` most similar to `word`, ignoring case; None if none is similar."""
+def nearest(word: str, known: Iterable[str], alike: float = _ALIKE) -> str | None:
+    """The word of `known` most similar to `word`, ignoring case; None if none is `alike`."""
     by_lower = {each.lower(): each for each in known}
-    found = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=_ALIKE)
+    found = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=alike)
     return by_lower[found[0]] if found else None
 
 

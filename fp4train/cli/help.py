@@ -24,6 +24,8 @@ from fp4train.text import near_miss, nearest, shortened, wrapped
 _KEY_COLUMNS: Final = 33
 """Room of a key and its value; its description follows."""
 _LONGEST_VALUE: Final = 40
+_ALIKE: Final = 0.65
+"""Smallest similarity of a topic that is suggested: one may ask for anything here."""
 _NAMES: Final = ("run.name", "run.dir")
 """Keys that follow from the others."""
 
@@ -275,9 +277,10 @@ def _unknown(word: str, known: Topics, verbs: list[str]) -> UserError:
         return UserError(f"{word!r} is an option of {' and '.join(holders)}: fp4train help {holders[0]} {word}")
     names = list(dict.fromkeys([*(key.path for key in known.keys), *known.other_keys(word)]))
     leaves = [key.name for key in known.keys]
-    alike = nearest(word, [*verbs, *known.groups, *names, *leaves])
+    alike = nearest(word, [*verbs, *known.groups, *names, *leaves], _ALIKE)
     if "." not in word and (alike in verbs or alike is None):
-        return UserError(f"unknown verb {word!r}{near_miss(word, verbs) or '; fp4train help lists verbs and keys'}")
+        hint = f"; did you mean {alike!r}?" if alike else "; fp4train help lists verbs and keys"
+        return UserError(f"unknown verb {word!r}{hint}")
     try:
         foreign.check_keys([word], [*known.groups, *names])
     except UserError as error:

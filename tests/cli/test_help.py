@@ -118,6 +118,8 @@ def test_help_says_what_a_word_means(cli: Cli, words: list[str], shown: list[str
         (["plan", "--help", "ful"], "plan has no option 'ful'; did you mean 'full'?"),
         (["help", "train.stepz"], "unknown key 'train.stepz'; did you mean 'train.steps'?"),
         (["help", "data.pth"], "did you mean 'data.path'?"),
+        (["help", "curves"], "unknown verb 'curves'; fp4train help lists verbs and keys"),
+        (["help", "help"], "unknown verb 'help'; fp4train help lists verbs and keys"),
         (["help", "nvfp4"], "'nvfp4' is an option of a group: fp4train help recipe=nvfp4"),
         (["help", "moe_tiny"], "fp4train help model=moe_tiny"),
         (["help", "at"], "'at' is an option of swap: fp4train help swap at"),
@@ -174,3 +176,13 @@ def test_prose_and_descriptions_of_a_verb_are_folded_once(cli: Cli, verb: str) -
             same = len(line) - len(line.lstrip()) == len(following) - len(following.lstrip())
             if same and "  " not in line.strip() and not line.startswith("fp4train"):
                 assert len(line) + 1 + len(first) > 80, (line, following)
+
+
+def test_help_of_plan_says_what_a_run_takes(cli: Cli, small_run: Path) -> None:
+    lines = cli("help", "plan").out
+    assert "not of RUN" in next(line for line in lines.splitlines() if "--json" in line)
+    for option in ("full=true", "full=false"):
+        assert cli("plan", str(small_run), option).code == 0
+    for option in ("--json", "gpus=2", "gpu=B200"):
+        refused = cli("plan", str(small_run), option)
+        assert refused.code == 1 and "plan RUN shows the run as it is" in " ".join(refused.err.split())
