@@ -34,6 +34,7 @@ from fp4train import files
 from fp4train.data.files import expanded
 from fp4train.data.stored import CheckedFile, IdFile, Ids, StoredIds, WatchedFile, checksums
 from fp4train.errors import DataError, data_errors, reason
+from fp4train.text import shortened
 
 VERSION = 2
 CHUNK = 1 << 22
@@ -44,6 +45,8 @@ KEPT = "token_digests.json"
 LIMIT = 1 << 24
 """Bytes that are read of a file of digests: those of 3 TB of ids."""
 SUFFIXES = (".json", ".bin")
+QUOTED = 300
+"""Characters of a reason that are shown: it quotes what stands in the file."""
 LARGE = 1 << 30
 """Bytes from which on progress is shown."""
 
@@ -123,12 +126,12 @@ def _read(folder: files.Folder, name: str) -> StoredIds[CheckedFile] | None:
     except FileNotFoundError:
         return None
     except _DAMAGE as error:
-        _log.warning("tokenised data in %s is damaged (%s): tokenising again", path, reason(error))
+        _log.warning("tokenised data in %s is damaged (%s): tokenising again", path, shortened(reason(error), QUOTED))
         return None
     except OSError as error:
         if error.errno != errno.EFBIG:
             raise
-        _log.warning("tokenised data in %s is damaged (%s): tokenising again", path, reason(error))
+        _log.warning("tokenised data in %s is damaged (%s): tokenising again", path, shortened(reason(error), QUOTED))
         return None
     return StoredIds([file])
 
