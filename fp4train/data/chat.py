@@ -148,15 +148,15 @@ class Chat:
 def _talks(paths: Sequence[Path], column: str, rendered: Container[str]) -> Iterator[tuple[str, Any]]:
     """The place and the value of each record of the files."""
     for path in paths:
-        for place, value in read_objects(path, column, partial(_check_talks, rendered=rendered)):
+        for place, value in read_objects(path, partial(_talk_columns, column=column, rendered=rendered)):
             yield f"{path}, {place}", value
 
 
-def _check_talks(path: Path, schema: Any, column: str, rendered: Container[str]) -> int:
-    """The place of a column of messages in a table.
+def _talk_columns(path: Path, schema: Any, column: str, rendered: Container[str]) -> list[int]:
+    """The places of the column of messages in a table, and of those that a template would render beside it.
 
     Raises:
-        DataError: there is none of this name, it holds something else, or columns beside it would be rendered.
+        DataError: there is no column of messages of this name.
     """
     import pyarrow.types as types
 
@@ -171,13 +171,7 @@ def _check_talks(path: Path, schema: Any, column: str, rendered: Container[str])
     number = int(schema.names.index(column))
     if not holds_messages(schema.field(number).type):
         raise DataError(f"data.column={column} of {path} holds {schema.field(number).type}, not lists of messages")
-    for name, kind in zip(schema.names, schema.types, strict=True):
-        if name in rendered and not types.is_null(kind):
-            raise DataError(
-                f"{path} has the column {name} beside {column}, which is not supported: only messages are read. "
-                "Leave it out (remove_columns of datasets), or write it into the messages"
-            )
-    return number
+    return [number, *(place for place, name in enumerate(schema.names) if name in rendered)]
 
 
 def _likely(columns: Sequence[str]) -> str:

@@ -11,7 +11,7 @@ Other columns may hold anything, and differ from file to file.
 
 import codecs
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -38,8 +38,10 @@ LOOKED_AT = 1000
 """Records after which a file whose records all lack the column has none."""
 
 
-CheckedColumn = Callable[[Path, Any, str], int]
-"""The place of a column in the schema of a table, or a DataError where the table has none that fits."""
+ReadColumns = Callable[[Path, Any], Sequence[int]]
+"""The places of the columns to read in the schema of a table, or a DataError where the table has none that fit."""
+RowReader = Callable[[Path, ReadColumns], Iterator[tuple[str, dict[str, Any]]]]
+"""Gives the place of each row of a file, and what it has in the columns."""
 
 
 class PlacedValue(NamedTuple):
@@ -62,7 +64,10 @@ def read_records(path: Path, column: str) -> Iterator[PlacedValue]:
         DataError: the file holds no records, is damaged, or lacks the column; it says where.
     """
     others: dict[str, None] = {}
-    rows = _reader(path, "data=hf")(path, column, _check_column)
+    rows = _json(path, column)
+    if (table := _table(path, "data=hf")) is not None:
+        records = table(path, lambda path, schema: [_check_column(path, schema, column)])
+        rows = (PlacedValue(place, record[column]) for place, record in records)
     first: list[PlacedValue] = []
     for row in rows:
         first.append(row)
@@ -75,27 +80,25 @@ def read_records(path: Path, column: str) -> Iterator[PlacedValue]:
     yield from chain(first, rows)
 
 
-def read_objects(path: Path, column: str, check: CheckedColumn) -> Iterator[tuple[str, Any]]:
-    """The place and the value of each record of a file: whole in JSON, an object with `column` alone of a table.
+def read_objects(path: Path, columns: ReadColumns) -> Iterator[tuple[str, Any]]:
+    """The place and the value of each record of a file.
 
     Args:
-        check: of the schema of a table.
+        columns: those that an object has of a table; in JSON it is whole.
 
     Raises:
         DataError: the file holds no records, or is damaged; it says where.
     """
-    reader = _reader(path, "data=chat")
-    if reader is _json:
-        with unpacked(path) as stream:
-            for line, value in _values(path, stream):
-                yield f"line {line}", value
-    else:
-        for row in reader(path, column, check):
-            yield row.place, {column: row.value}
+    if (table := _table(path, "data=chat")) is not None:
+        yield from table(path, columns)
+        return
+    with unpacked(path) as stream:
+        for line, value in _values(path, stream):
+            yield f"line {line}", value
 
 
-def _reader(path: Path, source: str) -> Callable[[Path, str, CheckedColumn], Iterator[PlacedValue]]:
-    """What reads a file, by its first bytes.
+def _table(path: Path, source: str) -> RowReader | None:
+    """What reads a file that is a table, by its first bytes; None: it is JSON.
 
     Args:
         source: that asks, for the message of a refusal.
@@ -104,7 +107,7 @@ def _reader(path: Path, source: str) -> Callable[[Path, str, CheckedColumn], Ite
     if kind is None and (table := {".parquet": _parquet, ".arrow": _arrow}.get(path.suffix.lower())):
         return table  # a damaged one, which says what is wrong with it
     if kind is None or kind in ("compressed by gzip", "compressed by zstd"):
-        return _json
+        return None
     if kind == "a Parquet file":
         return _parquet
     if kind in ("an Arrow stream", "an Arrow file"):
@@ -117,7 +120,7 @@ def _reader(path: Path, source: str) -> Callable[[Path, str, CheckedColumn], Ite
 # -- JSON -------------------------------------------------------------------------------------------------------------
 
 
-def _json(path: Path, column: str, check: CheckedColumn) -> Iterator[PlacedValue]:
+def _json(path: Path, column: str) -> Iterator[PlacedValue]:
     with unpacked(path) as stream:
         for line, value in _values(path, stream):
             if not isinstance(value, dict):
@@ -240,7 +243,7 @@ def name_of(value: Any) -> str:
 # -- tables -----------------------------------------------------------------------------------------------------------
 
 
-def _parquet(path: Path, column: str, check: CheckedColumn) -> Iterator[PlacedValue]:
+def _parquet(path: Path, columns: ReadColumns) -> Iterator[tuple[str, dict[str, Any]]]:
     with table_errors(path):
         import pyarrow.parquet
 
@@ -248,11 +251,12 @@ def _parquet(path: Path, column: str, check: CheckedColumn) -> Iterator[PlacedVa
     with file:
         if not file.metadata.num_rows:
             return
-        check(path, file.schema_arrow, column)
+        schema = file.schema_arrow
+        names = [schema.names[number] for number in columns(path, schema)]
         for group in range(file.metadata.num_row_groups):
             place = f"row group {group}"
-            count = rows_at_once(path, file.metadata.row_group(group), column, place)
-            batches = file.iter_batches(count, row_groups=[group], columns=[column], use_threads=False)
+            count = min(rows_at_once(path, file.metadata.row_group(group), name, place) for name in names)
+            batches = file.iter_batches(count, row_groups=[group], columns=names, use_threads=False)
             yield from _rows(path, batches, place)
 
 
@@ -273,13 +277,13 @@ def rows_at_once(path: Path, group: Any, column: str, place: str) -> int:
     return int(min(BATCH_ROWS, max(1, BATCH_BYTES // max(largest, 1))))
 
 
-def _arrow(path: Path, column: str, check: CheckedColumn) -> Iterator[PlacedValue]:
-    for index, batch in enumerate(arrow_batches(path, lambda schema: check(path, schema, column))):
+def _arrow(path: Path, columns: ReadColumns) -> Iterator[tuple[str, dict[str, Any]]]:
+    for index, batch in enumerate(arrow_batches(path, lambda schema: columns(path, schema))):
         yield from _rows(path, iter([batch]), f"batch {index}")
 
 
-def arrow_batches(path: Path, number_in: Callable[[Any], int]) -> Iterator[Any]:
-    """The batches of an Arrow stream or file, each of the column alone whose number `number_in` gives of the schema."""
+def arrow_batches(path: Path, numbers_in: Callable[[Any], Sequence[int]]) -> Iterator[Any]:
+    """The batches of an Arrow stream or file, of the columns alone whose numbers `numbers_in` gives of the schema."""
     with table_errors(path):
         import pyarrow
 
@@ -290,8 +294,8 @@ def arrow_batches(path: Path, number_in: Callable[[Any], int]) -> Iterator[Any]:
             open_it = pyarrow.ipc.open_stream if stream else pyarrow.ipc.open_file
             return open_it(file, options=pyarrow.ipc.IpcReadOptions(use_threads=False, **options))
 
-        number = number_in(opened().schema)
-        reader = opened(included_fields=[number])
+        numbers = numbers_in(opened().schema)
+        reader = opened(included_fields=list(numbers))
     if hasattr(reader, "num_record_batches"):
         batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
     else:
@@ -304,8 +308,8 @@ def arrow_batches(path: Path, number_in: Callable[[Any], int]) -> Iterator[Any]:
         yield batch
 
 
-def _rows(path: Path, batches: Iterator[Any], place: str) -> Iterator[PlacedValue]:
-    """The rows of batches of one column."""
+def _rows(path: Path, batches: Iterator[Any], place: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The place and the values of each row of batches."""
     number = 0
     while True:
         with table_errors(path, f"{place}, after row {number - 1}" if number else place):
@@ -313,8 +317,8 @@ def _rows(path: Path, batches: Iterator[Any], place: str) -> Iterator[PlacedValu
                 return
         for index in range(len(batch)):
             with table_errors(path, f"{place}, row {number}"):
-                value = batch.column(0)[index].as_py()
-            yield PlacedValue(f"{place}, row {number}", value)
+                values = [column[index].as_py() for column in batch.columns]
+            yield f"{place}, row {number}", dict(zip(batch.schema.names, values, strict=True))
             number += 1
 
 

@@ -88,7 +88,7 @@ def _parquet(path: Path, column: str) -> Iterator[tuple[str, Any]]:
 
 
 def _arrow(path: Path, column: str) -> Iterator[tuple[str, Any]]:
-    for index, batch in enumerate(arrow_batches(path, lambda schema: _check_column(path, schema, column))):
+    for index, batch in enumerate(arrow_batches(path, lambda schema: [_check_column(path, schema, column)])):
         yield f"batch {index}", batch.column(0)
 
 

@@ -221,12 +221,12 @@ def test_broken_lines_are_refused_with_their_number(tmp_path: Path, line: str, s
 
 
 def in_parquet(path: Path) -> None:
-    rows = [dict(record) for record in TALKS]
+    rows = [{"tools": None, "system": ""} | record for record in TALKS]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=3)
 
 
 def in_arrow(path: Path) -> None:
-    table = pyarrow.Table.from_pylist(TALKS)
+    table = pyarrow.Table.from_pylist([{"id": 1, "documents": []} | record for record in TALKS])
     with pyarrow.ipc.new_stream(str(path), table.schema) as writer:
         writer.write_table(table, max_chunksize=2)
 
@@ -254,7 +254,8 @@ def test_conversations_are_the_same_in_every_form_of_file(tmp_path: Path, name: 
         ({"messages": ["a", "b"]}, "data.column=messages of .* holds string, not lists of messages"),
         ({"text": ["a", "b"]}, "data.column=messages is not in .* Its columns: text"),
         ({"id": [1], "talks": [[{"role": "user"}]]}, r"Its columns: id, talks \(data\.column=talks\)"),
-        ({"messages": [[{"role": "user"}]] * 2, "tools": ["x", "y"]}, "has the column tools beside messages"),
+        ({"messages": [[{"role": "user"}]] * 2, "tools": ["", "y"]}, "row group 0, row 0: message 1 is no object with"),
+        ({"messages": [TALKS[0]["messages"]] * 2, "tools": [None, "y"]}, 'row 1: it has "tools" beside "messages"'),
         ({"messages": [[{"role": "user", "content": None}]] * 2}, "row group 0, row 0: message 1 is no object with"),
     ],
 )
@@ -278,7 +279,7 @@ def test_what_the_template_reads_beside_messages_is_refused_and_what_it_does_not
     with pytest.raises(DataError, match=r'b\.jsonl, line 41: it has "thinking" beside "messages"'):
         source(read, template=template).build(tmp_path / "run", 128, 0)
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([TALKS[0] | {"thinking": value}] * 2), tmp_path / "c.parquet")
-    with pytest.raises(DataError, match=r"c\.parquet has the column thinking beside messages"):
+    with pytest.raises(DataError, match=r'c\.parquet, row group 0, row 0: it has "thinking" beside'):
         source(tmp_path / "c.parquet", template=template).build(tmp_path / "run", 128, 0)
 
 
