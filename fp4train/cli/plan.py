@@ -196,7 +196,7 @@ def _plan(command: Start, *, full: bool, gpus: int | None, auto: bool | None, as
         ran = [s.title for s in past if s.stop <= start]
         print("\n".join([f"past, as {source / run_directory.HISTORY} has it (fp4train plan {source}):", *ran]), "\n")
     width = terminal_width()
-    print(fitted(_whole_run(config)), "")
+    print(fitted(_whole_run(config)), end="\n\n")
     print(
         config.recipe.shown(width), render(plan, full=True, width=width) if full else summarise(plan, width), sep="\n\n"
     )
@@ -286,7 +286,7 @@ def _on_mesh(mesh_plan: "MeshPlan", *, full: bool, as_data: bool) -> int:
         return 0
     width = terminal_width()
     shown = render(plan, full=True, width=width) if full else summarise(plan, width)
-    print(fitted(_whole_run(mesh_plan.config)), "")
+    print(fitted(_whole_run(mesh_plan.config)), end="\n\n")
     print(shown, _weights(mesh_plan.model), fitted(render_cluster(costs, width)), sep="\n\n")
     for note in mesh_plan.notes:
         print(fitted(f"note: {note}"))
