@@ -51,7 +51,7 @@ def test_every_recipe_is_tried_and_the_screen_fits(capsys: pytest.CaptureFixture
 
 
 def test_the_pages_table_of_recipes_is_this_one(capsys: pytest.CaptureFixture[str]) -> None:
-    """But for the distances, which depend on the CPU's instructions."""
+    """Some of its rows, in its order; but for the distances, which depend on the CPU's instructions."""
 
     def rows(text: str) -> list[tuple[str, ...]]:
         lines = text.partition("recipes on cpu\n")[2].partition("\n\n")[0].splitlines()
@@ -59,8 +59,10 @@ def test_the_pages_table_of_recipes_is_this_one(capsys: pytest.CaptureFixture[st
         return [(*(c.strip() for c in row[:4]), row[-1].strip()) for row in cells]
 
     page = (RECIPES.parent / "docs" / "doctor.md").read_text("utf-8")
-    assert len(rows(page)) == len(EVERY) + 2
-    assert rows(page) == rows(doctor(capsys)[1])
+    *shown, (*_, left_out) = rows(page)
+    found = rows(doctor(capsys)[1])
+    assert left_out == "…" and len(shown) > 8 and len(found) == len(EVERY) + 2
+    assert shown == [row for row in found if row in shown]
 
 
 def test_scaled_products_that_fail_or_differ_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,7 +113,7 @@ class Comparison:
         """The keys in which configurations differ, with the value of each run; empty where one is not known."""
 
     def render(self, width: int | None = None) -> str:
-        """The table as aligned text, in lines of `width` characters; None: of any."""
+        """The tables as aligned text, in lines of `width` characters (None: of any), and the sentences below them."""
         header = ["run", "recipe", "quantised", "steps", "train loss", "val loss", "best", "gap", "tokens/s"]
         cells = [
             [

@@ -135,8 +135,10 @@ def test_what_is_no_run_is_a_user_error(tmp_path: Path) -> None:
         draw_curves(tmp_path / "nowhere")
     with pytest.raises(UserError, match=r"it has no metrics.jsonl"):
         draw_curves(tmp_path)
-    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "event": "resume"}) + "\n")
     with pytest.raises(UserError, match="no metrics yet"):
+        draw_curves(write_run(tmp_path, [{"step": 1, "event": "resume"}]))
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "train/loss": 2.0}) + "\n")
+    with pytest.raises(UserError, match="is of an older fp4train"):
         draw_curves(tmp_path)
 
 

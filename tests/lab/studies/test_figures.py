@@ -29,7 +29,7 @@ def test_a_map_in_the_picture_and_bars_in_a_page_have_the_layers_and_plain_numbe
 
 def test_the_legend_of_a_ranking_names_what_is_drawn_and_nothing_else(tmp_path: Path) -> None:
     for runs, others in ((("runs/a",), set[str]()), (("runs/a", "runs/b"), {"one checkpoint"})):
-        body = unsealed(write_ranking(write_run(tmp_path / str(len(runs))), runs=runs).read_bytes())[0]
+        body = unsealed(write_ranking(write_run(tmp_path / str(len(runs))), runs=runs).read_bytes())
         for candidate in body["candidates"]:
             candidate["gaps"] = [candidate["gap"]["mean"]] * len(runs) if candidate.get("gap") else []
         figure = ranking(RankResult(body), named=True)(WIDE)

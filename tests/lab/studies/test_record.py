@@ -10,6 +10,7 @@ import pytest
 from fp4train.errors import UserError
 from fp4train.lab.studies import record
 from fp4train.lab.studies.record import MEASUREMENTS, open_record, study_progress
+from fp4train.track import MetricsLog
 
 WHO: dict[str, Any] = {"study": "test", "run": "ab", "weights": "cd"}
 
@@ -78,8 +79,14 @@ def test_the_record_of_another_version_is_refused_with_what_to_do(
 
 
 def test_another_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / MEASUREMENTS).write_text(json.dumps({"step": 1, "train/loss": 2.0}) + "\n")
-    with pytest.raises(UserError, match="line 1"), open_record(tmp_path, WHO, 200):
+    path = tmp_path / MEASUREMENTS
+    log = MetricsLog(path)
+    log.log(1, {"train/loss": 2.0})
+    log.finish()
+    with pytest.raises(UserError, match="line 1: no measurement of a study"), open_record(tmp_path, WHO, 200):
+        pass
+    path.write_text(json.dumps({"step": 1, "train/loss": 2.0}) + "\n")
+    with pytest.raises(UserError, match="is of an older fp4train"), open_record(tmp_path, WHO, 200):
         pass
 
 
