@@ -3,8 +3,8 @@
 A run as a folder that other software loads: configuration, weights, tokenizer and model card (docs/exchange.md).
 
   to=hf            for Hugging Face's transformers, and what reads its folders
-  to=compressed-tensors, to=modelopt
-                   the codes and scales of NVFP4, MXFP8 or FP8 that training used, for vLLM, SGLang and TensorRT-LLM
+  to=compressed-tensors, to=modelopt  the codes and scales of NVFP4, MXFP8 or FP8 that training used, for vLLM, SGLang
+                                      and TensorRT-LLM
   out=FOLDER       a new folder; it is whole, or not there
   step=200         the checkpoint; the default is the newest
   dtype=float32    of the weights: float32 keeps every bit, bf16 rounds to half the size; of codes bf16 is the default,

@@ -5,7 +5,7 @@ intervals and tests (docs/ranking.md). RUN… are run directories: what is found
 several (other seeds, recipes, ages) the spread between them is in the intervals.
 
   recipe=A,B  policy=A,B  phases=A,B    and their keys, recipe.KEY=A,B: every combination is a candidate, the first one
-                   the reference; the default is recipe=bf16,mxfp8,nvfp4,mxfp4
+                                        the reference; the default is recipe=bf16,mxfp8,nvfp4,mxfp4
   baseline=mxfp8   the candidate that gaps are to, by its name in the table; the default is the first one
   step=100,200     the checkpoints of each run; the default is the newest
   forks=6          seeds of each candidate at each checkpoint

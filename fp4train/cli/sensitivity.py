@@ -1,7 +1,7 @@
 """fp4train sensitivity RUN | model=NAME [recipe=NAME] [step=STEP] [batches=8 | budget=5min] [keep=0.15] [out=FOLDER]
 
-Which layers and operands of a model a recipe harms, measured on its gradients; ends in a policy (docs/studies.md).
-RUN is a run directory; model=NAME, with any other keys of a run, is a model as it is initialised.
+Which layers and operands of a model a recipe harms, measured on its gradients; ends in a policy (docs/studies.md). RUN
+is a run directory; model=NAME, with any other keys of a run, is a model as it is initialised.
 
   recipe=NAME      the recipe to study, and recipe.KEY=VALUE; the default is that of the run
   step=200         the checkpoint; 0: the model as it was initialised; the default is the newest

@@ -15,7 +15,7 @@ from hydra.errors import HydraException
 
 from fp4train.config.folders import check_folder, options, own_options, register_file, registered_files
 from fp4train.errors import UserError
-from fp4train.text import whole_number
+from fp4train.text import shortened, whole_number
 
 _FOLDER_FLAGS = ("--config-dir", "-cd")
 KNOWN_FLAGS = (
@@ -162,7 +162,7 @@ def _refused(word: str, error: Exception) -> UserError:
     if odd := re.search(r"token recognition error at: '(.)", why):
         key, _, value = word.partition("=")
         return UserError(f"{word!r}: a value with the character {odd[1]} needs quotes: '{key}=\"{value}\"'")
-    return UserError(f"{word!r}: {why}; write key=value, and quote values with special characters")
+    return UserError(f"{shortened(word, 100)!r}: {why}; write key=value, and quote values with special characters")
 
 
 def dotted(override: Override) -> str:

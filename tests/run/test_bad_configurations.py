@@ -18,7 +18,7 @@ WRONG = {
     "an added key": (["+train.foo=5"], "unknown key 'train.foo'"),
     "an added section": (["+foo=5"], "unknown key 'foo'"),
     "a removed key": (["~eval.every"], "eval.every is missing"),
-    "a removed section": (["~eval"], "eval is missing"),
+    "a removed section": (["~eval"], "~eval: a run needs eval; eval.KEY=VALUE sets its keys"),
     "a key of another recipe": (["recipe=mxfp8", "recipe.hadamard=true"], "unknown key 'recipe.hadamard'"),
     "a word for a number": (["train.steps=abc"], "train.steps='abc' must be a whole number"),
     "a fraction of a step": (["train.steps=1.5"], "train.steps=1.5 must be a whole number"),
@@ -200,5 +200,6 @@ def test_a_run_that_keeps_no_metrics_ends_without_a_false_complaint(cli: Cli) ->
     ],
 )
 def test_numbers_that_nothing_can_hold_are_refused(cli: Cli, arguments: list[str], message: str) -> None:
-    assert message in cli(*arguments).message
+    said = cli(*arguments).message
+    assert message in said and len(said) < 600
     assert not Path("runs").exists()
