@@ -193,7 +193,11 @@ class Feed:
         """`Loader.loss_factor` of a whole batch, which is fetched with its rows."""
         size = self.loader.batch_size
         if self._next is not None and self._next[0] // size == batch:
-            return self._next[2].result().loss_factor
+            first, count, share = self._next
+            self._waits = time.monotonic(), first, count
+            factor = share.result().loss_factor
+            self._waits = None
+            return factor
         return self.loader.loss_factor(batch * size, size)
 
     def waiting(self) -> tuple[float, str] | None:

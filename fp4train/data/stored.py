@@ -95,7 +95,8 @@ class CheckedFile(IdFile):
                 f"{self.path} was changed after the run had opened it: bytes {begin * BLOCK:,} to {end * BLOCK:,} are "
                 "not the text of this run any more. Start the command again: it is tokenised anew"
             )
-        return data[first - begin * BLOCK :][:size]
+        offset = first - begin * BLOCK
+        return data if len(data) == size else bytes(memoryview(data)[offset : offset + size])
 
 
 def checksums(data: bytes | memoryview) -> npt.NDArray[np.uint32]:

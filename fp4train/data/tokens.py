@@ -16,7 +16,10 @@ from fp4train.data.stored import Ids as Ids
 from fp4train.data.stored import TokenIds
 from fp4train.errors import DataError
 
-CHECKED_AT_ONCE = 1 << 24
+CHECKED = 1 << 24
+"""Ids of each part that are checked before a run begins."""
+AT_ONCE = 1 << 20
+"""Ids that are read at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +115,8 @@ class Borders:
 
     def next(self, ids: TokenIds, first: int, end: int) -> int:
         """The first place in ids[first:end] where a document begins, or `first`; reads no more than it needs."""
-        for start in range(first, end, CHECKED_AT_ONCE):
-            part = np.asarray(ids[start : min(start + CHECKED_AT_ONCE, end)])
+        for start in range(first, end, AT_ONCE):
+            part = np.asarray(ids[start : min(start + AT_ONCE, end)])
             begins = part == self.begin
             if self.end is not None:
                 begins = np.concatenate(([False], part == self.end))
@@ -233,7 +236,7 @@ def token_data(
     whole: str,
     borders: Borders = NO_BORDERS,
 ) -> TokenData:
-    """Both parts, checked for the length of a sequence and, up to `CHECKED_AT_ONCE` tokens, for their ids."""
+    """Both parts, checked for the length of a sequence and, up to `CHECKED` tokens, for their ids."""
     for name, part in (("training", train), ("validation", val)):
         if len(part) < seq_len + 1:
             raise DataError(
@@ -242,6 +245,7 @@ def token_data(
             )
     parts = TokenArray(train, vocab_size, "train"), TokenArray(val, vocab_size, "val")
     for tokens in parts:
-        tokens.check(np.asarray(tokens.ids[:CHECKED_AT_ONCE]), f"{tokens.name} tokens ({description})")
+        for start in range(0, min(len(tokens.ids), CHECKED), AT_ONCE):
+            tokens.check(np.asarray(tokens.ids[start : start + AT_ONCE]), f"{tokens.name} tokens ({description})")
     summary = f"{description}: {len(train):,} training and {len(val):,} validation tokens, vocabulary {vocab_size:,}"
     return TokenData(vocab_size, parts[0], parts[1], tokenizer, summary, borders=borders)

@@ -9,6 +9,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from storms.ground import ON, STEPS, TINY, Ground, Result, call, listening, losses
 
 FILES = (
@@ -78,8 +79,9 @@ def read_part(run: Path, kind: str) -> Any:
     say = logging.getLogger("fp4train").warning
     if kind in ("cache.bin", "cache.json"):
         (path,) = {p.with_suffix(".bin") for p in (run / "cache").glob("*.*")}
-        found = cache._read(path)
-        return None if found is None else found.tobytes()
+        with Folder.open(path.parent) as folder:
+            found = cache._read(folder, path.stem)
+        return None if found is None else np.asarray(found).tobytes()
     if kind in ("rank.json", "sensitivity.json"):
         problems: list[str] = []
         studies = read_studies(run, problems)
