@@ -75,7 +75,7 @@ class Linear(PlannedLayer, nn.Linear):
         if executor is None:
             return F.linear(input, self.w_NK, self.bias)
         x_MK, autocast, shape = self.matrix(input)
-        weights, biases = (self.w_NK,), (self.bias,)
+        weights, biases = (self.w_NK,), (self._own("bias"),)
         if autocast is not None:
             with without_torchs_autocast(input.device.type):
                 y_MN = executor(self, x_MK, weights, biases, now)
@@ -87,7 +87,13 @@ class Linear(PlannedLayer, nn.Linear):
     @property
     def w_NK(self) -> Tensor:
         """The weight [out_features, in_features]."""
-        return self.weight
+        w: Tensor = self._own("weight")
+        return w
+
+    def _own(self, name: str) -> Any:
+        """A parameter by its name. `nn.Module.__getattr__` takes a microsecond, since it is asked after an error."""
+        held = self._parameters
+        return held[name] if name in held else getattr(self, name)
 
     @property
     def own_weights(self) -> tuple[Tensor, ...]:

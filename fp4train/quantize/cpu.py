@@ -36,6 +36,7 @@ PAIR_BYTES: Final = 1 << 25
 """Size of a tensor from which on each tile is read once for both forms. Smaller tensors stay in the cache between two
 reads, which are faster then, because each form works on whole rows or columns."""
 
+_new: Final = tuple.__new__  # makes a named tuple without the call overhead of its __new__
 
 _KNOWN: Final[dict[str, tuple[object, ...]]] = {
     "scale": tuple(cpu.SCALES),
@@ -156,7 +157,7 @@ class CpuQuantizer(Quantizer):
             made = self.job(x_RC, None if key is None else key.words, amax, True)
             if made is not None and not self.run(made[0], None, False, self.threads(), self.isa):
                 (codes, scales, amax), (rows, cols) = made[1], x_RC.shape
-                return Quantized(self.spec, (rows, cols), codes, scales, amax, None)
+                return _new(Quantized, (self.spec, (rows, cols), codes, scales, amax, None))
         return super().codes(x_RC, key, amax)
 
     def values(self, x_RC: Tensor, key: RandomKey | None = None, amax: Tensor | None = None) -> Decoded:
@@ -165,7 +166,7 @@ class CpuQuantizer(Quantizer):
             made = self.job(x_RC, None if key is None else key.words, amax, False)
             if made is not None and not self.run(made[0], None, False, self.threads(), self.isa):
                 values, factor = made[1]
-                return Decoded(values, factor)
+                return _new(Decoded, (values, factor))
         return super().values(x_RC, key, amax)
 
     def decode(self, quantized: Quantized) -> Decoded:
@@ -200,7 +201,7 @@ class CpuQuantizer(Quantizer):
                 amaxes,
             )
             self._run_decode(job, self.threads(), self.isa)
-            return Decoded(values, factor)
+            return _new(Decoded, (values, factor))
         return super().decode(quantized)
 
     def job(
@@ -326,18 +327,10 @@ class CpuQuantizer(Quantizer):
             one, other = (Quantizer.codes if codes else Quantizer.values for codes in (row_codes, column_codes))
             return one(self, x_MK, row_key, row_amax), other(column, x_MK.T, column_key, column_amax)
         rows, cols = x_MK.shape
-        by_row: Decoded | Quantized
-        if row_codes:
-            codes, scales, amax = row[1]
-            by_row = Quantized(self.spec, (rows, cols), codes, scales, amax, None)
-        else:
-            values, factor = row[1]
-            by_row = Decoded(values, factor)
+        made = _new(Quantized, (self.spec, (rows, cols), *row[1], None)) if row_codes else _new(Decoded, row[1])
         if column_codes:
-            codes, scales, amax = turned[1]
-            return by_row, Quantized(column.spec, (cols, rows), codes, scales, amax, None)
-        values, factor = turned[1]
-        return by_row, Decoded(values, factor)
+            return made, _new(Quantized, (column.spec, (cols, rows), *turned[1], None))
+        return made, _new(Decoded, turned[1])
 
 
 class CpuRequantizer(Quantizer):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any, Final
 
 import torch
@@ -58,7 +59,7 @@ def flatten(saved: Saved) -> tuple[list[Tensor | None], Heads]:
 def unflatten(tensors: Sequence[Any], heads: Heads) -> Saved:
     """The argument of `flatten`."""
     saved: list[Any] = []
-    for number, head in enumerate(heads):
+    for number, head in enumerate(heads):  # no generator, whose every step is one more call of Python's
         x = tensors[SAVED * number : SAVED * (number + 1)]
         saved.append(x[0] if head is None else Quantized(*head, *x))
     return tuple(saved)
@@ -66,11 +67,13 @@ def unflatten(tensors: Sequence[Any], heads: Heads) -> Saved:
 
 ADDING: Final = frozenset({"cuda"})
 """Types of devices on which a backend that `adds` makes one product of a product and a sum."""
+_has_autocast = cache(torch.amp.is_autocast_available)
+"""Kept for each device type: the answer never changes, since torch raises of a name that is not registered yet."""
 
 
 def torch_autocasts(device: str) -> bool:
     """Whether torch.autocast is on for this device type; "meta" has no autocast."""
-    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return _has_autocast(device) and torch.is_autocast_enabled(device)
 
 
 def without_torchs_autocast(device: str) -> AbstractContextManager[object]:
@@ -252,8 +255,9 @@ class GemmsFunction(torch.autograd.Function):
         return y_MN
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy_MN: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # of a pass whose graph is kept only: the refusal itself takes some microseconds
+            return _once(ctx, dy_MN)
         call: Call = ctx.call
         w_NK, *tensors = ctx.saved_tensors
         saved = unflatten(tensors, ctx.heads)
@@ -263,3 +267,7 @@ class GemmsFunction(torch.autograd.Function):
             return (*call.executor.backward(dy_MN, w_NK, saved, call, **more), None)
         with without_torchs_autocast(dy_MN.device.type):
             return (*call.executor.backward(dy_MN, w_NK, saved, call, **more), None)
+
+
+_once = once_differentiable(GemmsFunction.backward)
+"""The backward pass, without gradients enabled, whose results refuse a second derivative."""
