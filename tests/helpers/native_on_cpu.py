@@ -19,7 +19,7 @@ from triton.runtime.interpreter import InterpreterBuilder
 
 import fp4train.train as loop
 from fp4train.backends import native
-from fp4train.nn import operands, scaling, weights
+from fp4train.nn import operands, scaling, weight_form, weights
 from fp4train.quantize import quantizer, sharded, triton_launch
 
 launched: Counter[str] = Counter()
@@ -42,7 +42,7 @@ def install() -> None:
 
 def quantise_by(kernel: str, *modules: Any) -> None:
     """Layers, or those of their modules that are named, quantise by this kernel, of which all have the same bits."""
-    for module in modules or (operands, scaling, sharded, weights):
+    for module in modules or (operands, scaling, sharded, weight_form, weights):
         module.quantizer = lambda spec, device: quantizer(spec, device, kernel)
 
 

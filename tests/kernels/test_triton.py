@@ -303,7 +303,7 @@ import sys
 import torch
 from recorded_products import Recorder
 from fp4train.backends import native
-from fp4train.nn import convert, operands, scaling, weights
+from fp4train.nn import convert, operands, scaling, weight_form, weights
 from fp4train.precision.context import autocast
 from fp4train.precision.recipes import MXFP8, NVFP4, FP8Current, FP8Delayed
 from fp4train.quantize import quantizer, sharded, triton_launch
@@ -319,7 +319,7 @@ triton_launch.Launch.__call__ = noted
 native.why_not_blocks, native.F.scaled_mm = lambda *_: None, Recorder()
 
 def choose(kernel):
-    for module in (operands, scaling, sharded, weights):
+    for module in (operands, scaling, sharded, weight_form, weights):
         module.quantizer = lambda spec, device: quantizer(spec, device, kernel)
 
 def trained(recipe):

@@ -36,7 +36,7 @@ from fp4train.models.hybrid import Hybrid, ScanShape
 from fp4train.models.hyena import FilterShape, Hyena
 from fp4train.models.llama import Llama
 from fp4train.models.moe import MixtureOfExperts
-from fp4train.nn import weights
+from fp4train.nn import weight_form, weights
 from fp4train.nn.produced import NormProducer
 from fp4train.precision import MXFP8, NVFP4, FP8Current, LayerPolicy
 from fp4train.precision.context import autocast
@@ -73,7 +73,7 @@ class Apart(NormProducer):  # torch adds beside its kernels
 
 def trained(recipe, kernels, hooked=False, keep=None, shape=Llama, **options):
     native_on_cpu.quantise_by("auto" if kernels == "torch" else "triton")
-    native_on_cpu.quantise_by("auto", weights)  # the interpreter takes long, and has x and dy to quantise
+    native_on_cpu.quantise_by("auto", weight_form, weights)  # the interpreter takes long, and has x and dy to quantise
     torch.manual_seed(0)
     small = SMALL | ({"layers": 1} if "pattern" not in options else {}) | options
     model = f4.convert(shape(**small).build(vocab_size=60, seq_len=16), backend="native").train()

@@ -36,7 +36,7 @@ from fp4train.backends.te.given import CUDNN
 from fp4train.config.schema import TrainSettings
 from fp4train.hardware import Device
 from fp4train.models.llama import Llama
-from fp4train.nn import operands, scaling, weights
+from fp4train.nn import operands, scaling, weight_form, weights
 from fp4train.nn.planned import PlannedLayer
 from fp4train.nn.produced import LeftSum, NormProducer
 from fp4train.precision import MXFP8, NVFP4
@@ -134,7 +134,7 @@ def left(self: NormProducer, x: Tensor, change: Tensor) -> LeftSum | None:
 
 
 NormProducer.leave = left  # type: ignore[method-assign]
-for module in (operands, scaling, sharded, weights):
+for module in (operands, scaling, sharded, weight_form, weights):
     module.quantizer = lambda spec, device: quantizer(spec, device, "triton")  # type: ignore[attr-defined]
 TOKENS = torch.randint(60, (2, 32), generator=torch.Generator().manual_seed(1))
 
