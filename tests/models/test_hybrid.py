@@ -1,6 +1,7 @@
 """Hybrids of Mamba-2, attention and MLP blocks: shapes, first weights, documents, a cache, and what they refuse."""
 
 import json
+import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -288,9 +289,9 @@ def test_impossible_scans_are_refused(changes: dict[str, Any], message: str) -> 
 
 @pytest.mark.long
 def test_a_pass_in_emulated_nvfp4_takes_at_most_a_tenth_more_than_in_bf16() -> None:
-    """Forward and backward of 1024 tokens at width 512. CPU time of one thread; other processes can only
-    lengthen it, so the least of each recipe is compared. A CPU without instructions for BF16 quantises with vectors of
-    half the width, for three tenths."""
+    """Forward and backward of 1024 tokens at width 512. CPU time of one thread, in turn: the median ratio, which
+    other processes and the clock change little. A CPU without instructions for BF16 quantises with vectors of half the
+    width, for three tenths."""
     scan = ScanShape(heads=16, head_dim=64, state=64, groups=1, chunk=64)
     shape = Hybrid(width=512, pattern="M-M*-", heads=8, kv_heads=4, hidden=2048, scan=scan)
     made = f4.convert(shape.build(vocab_size=256, seq_len=512))
@@ -309,5 +310,5 @@ def test_a_pass_in_emulated_nvfp4_takes_at_most_a_tenth_more_than_in_bf16() -> N
         pairs = [[seconds(recipe, step) for recipe in recipes] for step in range(12)]
     finally:
         torch.set_num_threads(threads)
-    quantised, plain = map(min, zip(*pairs, strict=True))
-    assert quantised <= (1.3 if widens(torch.empty(0, dtype=torch.bfloat16)) else 1.1) * plain, pairs
+    ratio = statistics.median(quantised / plain for quantised, plain in pairs)
+    assert ratio <= (1.3 if widens(torch.empty(0, dtype=torch.bfloat16)) else 1.1), pairs
