@@ -57,7 +57,8 @@ class Uncomputed(TorchDispatchMode):
         views = any(value.alias_info is not None and not value.alias_info.is_write for value in returns)
         scalars = not all("Tensor" in str(value.type) for value in returns)
         small = max(sizes, default=0) < SMALL and not _makes_much(args, kwargs)
-        if views or scalars or small:
+        by_numbers = torch.Tag.dynamic_output_shape in function.tags  # numbers decide the shape of the result
+        if views or scalars or small or by_numbers:
             return function(*args, **kwargs)
         if any(value.alias_info is not None for value in returns):
             return args[0]
@@ -66,11 +67,7 @@ class Uncomputed(TorchDispatchMode):
         arguments, options = tree_map_only(Tensor, _meta, (args, kwargs))
         if "device" in options:
             options = options | {"device": "meta"}
-        try:
-            results = function(*arguments, **options)
-        except NotImplementedError:  # the shape of the result depends on numbers
-            return function(*args, **kwargs)
-        return tree_map_only(Tensor, _memory, results)
+        return tree_map_only(Tensor, _memory, function(*arguments, **options))
 
 
 def _makes_much(args: Any, kwargs: Any) -> bool:

@@ -322,6 +322,18 @@ def _rows(path: Path, batches: Iterator[Any], place: str) -> Iterator[tuple[str,
             number += 1
 
 
+def column_place(path: Path, schema: Any, column: str) -> int:
+    """The place of a column in a table's schema.
+
+    Raises:
+        DataError: there is none of this name.
+    """
+    if column not in schema.names:
+        known = ", ".join(schema.names[:50])
+        raise DataError(f"data.column={column} is not in {path}. Its columns: {known or 'none'}.")
+    return int(schema.names.index(column))
+
+
 def _check_column(path: Path, schema: Any, column: str) -> int:
     """The place of a column of text.
 
@@ -330,10 +342,7 @@ def _check_column(path: Path, schema: Any, column: str) -> int:
     """
     import pyarrow.types as types
 
-    if column not in schema.names:
-        known = ", ".join(schema.names[:50])
-        raise DataError(f"data.column={column} is not in {path}. Its columns: {known or 'none'}.")
-    number = int(schema.names.index(column))
+    number = column_place(path, schema, column)
     kind = schema.field(number).type
     values = kind.value_type if types.is_dictionary(kind) else kind
     tests = (types.is_string, types.is_large_string, types.is_string_view, types.is_null)

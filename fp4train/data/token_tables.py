@@ -12,7 +12,7 @@ import numpy as np
 
 from fp4train.data.cache import cached_tokens
 from fp4train.data.files import container_of, stamp
-from fp4train.data.records import arrow_batches, rows_at_once, table_errors
+from fp4train.data.records import arrow_batches, column_place, rows_at_once, table_errors
 from fp4train.data.stored import CheckedFile, Ids, StoredIds
 from fp4train.data.tokens import ids_dtype
 from fp4train.errors import DataError
@@ -100,10 +100,7 @@ def _check_column(path: Path, schema: Any, column: str) -> int:
     """
     import pyarrow.types as types
 
-    if column not in schema.names:
-        known = ", ".join(schema.names[:50])
-        raise DataError(f"data.column={column} is not in {path}. Its columns: {known or 'none'}.")
-    number = int(schema.names.index(column))
+    number = column_place(path, schema, column)
     kind = schema.field(number).type
     values = kind
     while types.is_list(values) or types.is_large_list(values) or types.is_fixed_size_list(values):

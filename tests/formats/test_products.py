@@ -34,10 +34,9 @@ def test_wide_formats_are_those_of_torch(fmt: ElementFormat) -> None:
     assert fmt.bits == 8 * fmt.dtype.itemsize
 
 
-@pytest.mark.parametrize("fmt", ELEMENT_FORMATS, ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("fmt", [fmt for fmt in ELEMENT_FORMATS if fmt.dtype], ids=lambda fmt: fmt.name)
 def test_a_dtype_of_torch_stores_the_codes_as_they_are_packed(fmt: ElementFormat) -> None:
-    if fmt.dtype is None:
-        pytest.skip("torch has no dtype of it")
+    assert fmt.dtype is not None
     assert fmt.dtype.itemsize == 1 and fmt.packed == (fmt.bits <= 4)
 
 
