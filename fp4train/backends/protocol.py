@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fp4train.backends.table import Operands, Shape, Table
 from fp4train.hardware import Device
-from fp4train.quantize import Decoded, Quantized, QuantSpec
+from fp4train.quantize import Decoded, Quantized, QuantSpec, RunStep
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -125,7 +125,7 @@ class LayerKernels(LayerState, Protocol):
         bias: Tensor | None,
         table: Table,
         *,
-        position: tuple[int, int] | None = None,
+        step: RunStep | None = None,
         into: Callable[[Any], Tensor] | None = None,
         freed: bool = False,
         readers: Readers | None = None,
@@ -134,7 +134,7 @@ class LayerKernels(LayerState, Protocol):
     ) -> Tensor:
         """y [*, N] of x [*, K] in the table's dtype; gradients through autograd.
 
-        position: (seed, step), within which the weight does not change, so that it is quantised once; None: it may
+        step: of the run, within which the weight does not change, so that it is quantised once; None: it may
         have changed since the last call.
         into: gives, in backward, the float32 [N, K] to which dw is added, of the node of the graph to which autograd
         would give dw; None: dw is returned, in the table's dtype.

@@ -1,4 +1,4 @@
-"""The protocol of executors, and one call of a layer: its position in the run, which keys the random bits; amaxes."""
+"""The protocol of executors, and one call of a layer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fp4train.nn.weight_form import WeightForm
 from fp4train.precision.context import Context, State, backward_pass, once
 from fp4train.precision.layer_plan import LayerPlan
 from fp4train.precision.layers import Layer
-from fp4train.quantize import Quantizer, QuantSpec
+from fp4train.quantize import Position, Quantizer, QuantSpec, RunStep
 
 Weights = Sequence[Tensor]
 """[N, K] each."""
@@ -163,22 +163,22 @@ class TokenCount:
     So calls of one step, over microbatches or of a weight that a model uses twice, draw different random bits.
     """
 
-    __slots__ = ("_calls", "_position", "_tokens")
+    __slots__ = ("_calls", "_step", "_tokens")
 
     def __init__(self) -> None:
-        self._position: tuple[int, int] | None = None
+        self._step: RunStep | None = None
         self._calls = self._tokens = 0
 
-    def offset(self, position: tuple[int, int], tokens: int, name: str) -> int:
-        """Index of the first token of a training call of `tokens` tokens at `position`, (seed, step).
+    def offset(self, step: RunStep, tokens: int, name: str) -> int:
+        """Index of the first token of a training call of `tokens` tokens.
 
         A backward pass that enters a context of its own repeats a call of its forward pass, and is not counted.
 
         Raises:
             RuntimeError: it may repeat any of several calls.
         """
-        if self._position != position:
-            self._position, self._calls, self._tokens = position, 0, 0
+        if self._step != step:
+            self._step, self._calls, self._tokens = step, 0, 0
         if backward_pass() != -1:
             if self._calls > 1:
                 raise RuntimeError(
@@ -218,15 +218,13 @@ class Call:
 
     Args:
         executor: what runs the layer's GEMMs.
-        seed, step: key of the random bits; weights are constant within one (seed, step).
-        token_offset: index of the first token in the global batch of the step.
+        position: the place of its tokens in the run.
         layer_key: the layer's part of the random key.
         weights: the layer's prepared weights; an empty cache if the context has no step.
         scaling: the layer's amax histories; None: no operand has delayed scaling.
         training: whether amaxes enter their histories.
         shared: the context's cache of forms that several layers read; None: this x is no other layer's, or is that of
             a compiled graph, which reuses the memory of its tensors.
-        counters: `step` on the device, where it is read from there (`RandomKey.counters`).
         parameter: the parameter whose shard or part w is, if w is new in each call.
         gradients: what backward computes; set by each forward pass.
         amaxes: the delayed amaxes of this call, by tensor.
@@ -235,16 +233,13 @@ class Call:
     """
 
     executor: Any
-    seed: int
-    step: int
-    token_offset: int
+    position: Position
     layer_key: int
     weights: PreparedForms
     scaling: DelayedScaling | MemberScaling | None
     training: bool
     shared: dict[str, Any] | None
     fused: FusedWeights
-    counters: Tensor | None = None
     parameter: Tensor | None = None
     gradients: GradientDtypes = _NO_GRADIENTS
     amaxes: dict[str, Tensor] | None = None
@@ -259,7 +254,6 @@ class Call:
             self.amaxes = {}
         if name in self.amaxes:
             return self.amaxes[name], None
-        at = (self.seed, self.step)
-        found = self.scaling.amax(name, quantizer, tensor, enter=self.training, position=at, later=later)
+        found = self.scaling.amax(name, quantizer, tensor, enter=self.training, step=self.position.step, later=later)
         self.amaxes[name] = found[0]
         return found

@@ -189,17 +189,17 @@ class Experts(PlannedLayer):
     def new_calls(self, executor: Executor, counts: Sequence[int], context: Context, *, training: bool) -> list[Call]:
         """A call of `executor` for each expert; `training`: whether gradients are enabled."""
         whole = self.new_call(context, executor, 0, training=training)
-        scaling, position = self.states.get(DelayedScaling.kind), (whole.seed, whole.step)
+        scaling, position = self.states.get(DelayedScaling.kind), whole.position
         calls, parameter, members = [], self.weight, self.members
         elsewhere = [each for each in range(self.layer.group) if each not in members]
         for member, (key, count, tokens) in enumerate(zip(self._keys, counts, self._member_tokens, strict=True)):
             place, others = members[member], () if member else elsewhere
-            offset = whole.token_offset
+            token = position.token
             if context.step is not None and context.token_offset is None and training and count:
-                offset = context.token_start + tokens.offset(position, count, f"{self.layer.name}.{place}")
+                token = context.token_start + tokens.offset(position.step, count, f"{self.layer.name}.{place}")
             call = replace(
                 whole,
-                token_offset=offset,
+                position=position._replace(token=token),
                 layer_key=key,
                 weights=PreparedWeights() if context.step is None else self.prepared(member),
                 scaling=MemberScaling(scaling, place, others) if isinstance(scaling, DelayedScaling) else None,

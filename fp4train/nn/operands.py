@@ -104,18 +104,12 @@ class Form:
 
     def key(self, call: Call, tokens: int) -> RandomKey:
         """Key of the random bits of a tensor of so many tokens, which is rounded stochastically."""
-        row, column = call.token_offset + self.rank * tokens, self.feature
-        if self.column:  # tokens are columns, eight neighbours of which share one draw of the generator
-            row, column = column, row if row % 8 == 0 else _OFFSET_SPREAD + row * 8
-        return RandomKey(
-            seed=call.seed,
-            step=call.step,
-            layer=call.layer_key,
-            operand=self.number,
-            row_offset=row,
-            col_offset=column,
-            counters=call.counters,
-        )
+        token = call.position.token + self.rank * tokens
+        if not self.column:
+            return call.position.key(call.layer_key, self.number, token, self.feature)
+        # Tokens are columns, eight neighbours of which share one draw of the generator.
+        column = token if token % 8 == 0 else _OFFSET_SPREAD + token * 8
+        return call.position.key(call.layer_key, self.number, self.feature, column)
 
     def _in_runs(self, x: Tensor, key: RandomKey | None, amax: Tensor | None) -> Prepared:
         """x with the random bits of features that do not follow each other."""

@@ -33,6 +33,7 @@ from fp4train.precision.layer_plan import LayerPlan, resolve
 from fp4train.precision.layers import Layer
 from fp4train.precision.policy import LayerPolicy
 from fp4train.precision.recipe import Recipe
+from fp4train.quantize import Position, RunStep
 from fp4train.text import check_choice
 
 _Key = tuple[Recipe, LayerPolicy | None, Device]
@@ -261,20 +262,21 @@ class PlannedLayer(nn.Module):
 
     def new_call(self, context: Context, executor: Executor, tokens: int, *, training: bool) -> Call:
         """A call of `executor` with so many tokens; `training`: whether gradients are enabled."""
-        step, offset = context.step, context.token_offset
+        token = context.token_offset
+        step = context.run_step
         if step is None:
             # Without a step the layer cannot know when its weights change, so it caches nothing between calls.
             self._calls += training
-            step, weights = self._calls, PreparedWeights()
+            step = RunStep(context.seed, self._calls)
+            weights = PreparedWeights()
         else:
             weights = self._prepared.get(None) or self.prepared(None)
-            if offset is None and training and tokens:
-                counted = self._tokens.offset((context.seed, step), tokens, self.layer.name)
-                offset = context.token_start + counted
-        at = (context.seed, step, offset or 0, self._layer_key)
+            if token is None and training and tokens:
+                token = context.token_start + self._tokens.offset(step, tokens, self.layer.name)
+        position = Position(step, token or 0, context.counters)
         scaling: Any = self.states.get(DelayedScaling.kind)
-        fused, counters = self.fused_weights, context.counters
-        return Call(executor, *at, weights, scaling, training, context.shared, fused, counters, self.stored)
+        place = (executor, position, self._layer_key)
+        return Call(*place, weights, scaling, training, context.shared, self.fused_weights, self.stored)
 
     def prepared(self, part: Hashable) -> PreparedWeights:
         """The prepared forms of the weight, or of a part of it, in a step."""

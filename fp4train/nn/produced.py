@@ -270,7 +270,7 @@ def _call_of(layer: PlannedLayer, executor: Executor, y: Tensor, now: State) -> 
 def _alike(gate: Call, up: Call) -> bool:
     """Whether both calls want all gradients but those of biases, and draw their random bits for the same tokens."""
     wanted = [each.gradients.x and each.gradients.w and not each.gradients.bias for each in (gate, up)]
-    return all(wanted) and (gate.seed, gate.step, gate.token_offset) == (up.seed, up.step, up.token_offset)
+    return all(wanted) and gate.position == up.position
 
 
 class _WithCodes(NamedTuple):

@@ -22,12 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp4train.backends import DataRanks, LayerState
-from fp4train.quantize import Quantizer, QuantSpec
+from fp4train.quantize import Quantizer, QuantSpec, RunStep
 from fp4train.quantize.scaling import delayed_amax, initial_delayed_amax
 from fp4train.quantize.spec import Delayed
 
-Position = tuple[int, int]
-"""Seed and step."""
 StackKind = tuple[Delayed, torch.device]
 Stacks = dict[StackKind, "Stack"]
 """Stacks of a model."""
@@ -45,40 +43,40 @@ class AmaxHistory:
     """The amax history of one tensor, float32 [H], newest first, and the amax used last, 0-d.
 
     Attributes:
-        newest: history[0]; position: the step in which an amax entered last.
-        coming: (position, [history, newest, used]) of a step that began, and in which nothing has entered yet.
+        newest: history[0]; step: that in which an amax entered last.
+        coming: (step, [history, newest, used]) of a step that began, and in which nothing has entered yet.
         given: whether the tensors were handed out, so that they are not written any more.
     """
 
-    def __init__(self, kind: StackKind, stack: Stack, history: Tensor, used: Tensor, position: Position | None) -> None:
+    def __init__(self, kind: StackKind, stack: Stack, history: Tensor, used: Tensor, step: RunStep | None) -> None:
         self.kind, self.stack = kind, stack
-        self.load(history, used, position)
+        self.load(history, used, step)
 
-    def load(self, history: Tensor, used: Tensor, position: Position | None = None) -> None:
+    def load(self, history: Tensor, used: Tensor, step: RunStep | None = None) -> None:
         """Take over these tensors."""
         self.history, self.newest, self.used, self.given = history, history[0], used, True
-        self.position = position
-        self.coming: tuple[Position | None, Sequence[Tensor]] = (None, ())
+        self.step = step
+        self.coming: tuple[RunStep | None, Sequence[Tensor]] = (None, ())
 
-    def enter(self, position: Position | None) -> None:
-        """Let an amax be joined to `newest`, which is 0 before the first one of the step at `position`.
+    def enter(self, step: RunStep | None) -> None:
+        """Let an amax be joined to `newest`, which is 0 before the first one of the step.
 
         The first one of all histories begins the step for those in which an amax entered since they rolled last: it
         takes the amaxes to use, and makes room for the new ones.
         """
-        if position != self.position:
-            if self.coming[0] != position:
+        if step != self.step:
+            if self.coming[0] != step:
                 self.stack[self], rolled = None, []
                 for each in self.stack:
-                    if each is self or (each.coming[0] is None and each.position != position):
+                    if each is self or (each.coming[0] is None and each.step != step):
                         rolled.append(each)
                 history, used = map(torch.stack, zip(*map(attrgetter("history", "used"), rolled), strict=True))
                 used, history = delayed_amax(history, used, self.kind[0]), F.pad(history[:, :-1], (1, 0))
                 for each, *tensors in zip(rolled, history.unbind(), history[:, 0].unbind(), used.unbind(), strict=True):
-                    each.coming = position, tensors
-            self.position, (self.history, self.newest, self.used) = self.coming
+                    each.coming = step, tensors
+            self.step, (self.history, self.newest, self.used) = self.coming
         elif self.given:
-            self.load(self.history.clone(), self.used, position)
+            self.load(self.history.clone(), self.used, step)
         self.coming, self.given = (None, ()), False
 
 
@@ -99,7 +97,7 @@ class DelayedScaling(LayerState):
         self.common: Stacks = {}
 
     def amax(
-        self, name: str, quantizer: Quantizer, tensor: Tensor, *, enter: bool, position: Position, later: bool = False
+        self, name: str, quantizer: Quantizer, tensor: Tensor, *, enter: bool, step: RunStep, later: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """(the amax that scales `tensor`, a 0-d float32; the entry of the history that the caller makes the larger of
         itself and the tensor's own amax, None: nothing is left to be done).
@@ -109,7 +107,7 @@ class DelayedScaling(LayerState):
             quantizer: its quantizer, of a spec with `delayed` set.
             tensor: a matrix, or its amax (0-d).
             enter: whether the tensor's own amax enters the history (in training, not in evaluation).
-            position: the step; the newest entry is that of the step in which an amax entered last.
+            step: of the call; the newest entry is that of the step in which an amax entered last.
             later: whether the caller can do so.
         """
         spec = quantizer.spec
@@ -118,10 +116,10 @@ class DelayedScaling(LayerState):
         if found is None or found.kind != kind:
             found = self._fitting(found, spec, kind)
         if not enter:
-            again = found.position == position
+            again = found.step == step
             return found.used if again else delayed_amax(found.history, found.used, spec.delayed), None
         self._histories[name] = found
-        found.enter(position)
+        found.enter(step)
         alone = self.joined or not (dist.is_available() and dist.is_initialized())
         if later and alone and tensor.numel():
             return found.used, found.newest
@@ -139,8 +137,8 @@ class DelayedScaling(LayerState):
         history = torch.zeros(1) if found is None else found.history[: delayed.history]
         used = torch.tensor(initial_delayed_amax(spec)) if found is None else found.used
         history = F.pad(history, (0, delayed.history - len(history))).to(device)
-        stack, position = self.common.setdefault(kind, Stack()), None if found is None else found.position
-        return AmaxHistory(kind, stack, history, used.to(device), position)
+        stack, last = self.common.setdefault(kind, Stack()), None if found is None else found.step
+        return AmaxHistory(kind, stack, history, used.to(device), last)
 
     def state(self) -> dict[str, Tensor]:
         """The histories and the last amaxes, for a checkpoint; no later step writes into them."""
@@ -167,7 +165,7 @@ class DelayedScaling(LayerState):
         if not found:
             return
         for history in found:
-            history.enter(history.position)
+            history.enter(history.step)
         newest = [history.newest for history in found]
         # What is not a number is infinite from here on: a maximum of NaNs is not the same in every library.
         joined = ranks.largest(torch.stack(newest).nan_to_num(nan=torch.inf, posinf=torch.inf))
@@ -187,10 +185,10 @@ class MemberScaling:
         self._scaling, self._member, self._elsewhere = scaling, member, elsewhere
 
     def amax(
-        self, name: str, quantizer: Quantizer, tensor: Tensor, *, enter: bool, position: Position, later: bool = False
+        self, name: str, quantizer: Quantizer, tensor: Tensor, *, enter: bool, step: RunStep, later: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """See `DelayedScaling.amax`."""
         for other in self._elsewhere if enter else ():
-            self._scaling.amax(f"{name}.{other}", quantizer, tensor.new_empty(0), enter=True, position=position)
+            self._scaling.amax(f"{name}.{other}", quantizer, tensor.new_empty(0), enter=True, step=step)
         name = f"{name}.{self._member}"
-        return self._scaling.amax(name, quantizer, tensor, enter=enter, position=position, later=later)
+        return self._scaling.amax(name, quantizer, tensor, enter=enter, step=step, later=later)

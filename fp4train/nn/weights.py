@@ -32,6 +32,7 @@ from fp4train.quantize import (
     Quantizer,
     RandomKey,
     Requantised,
+    RunStep,
     has_tensor_amax,
     measure_amax,
     quantised_in_runs,
@@ -50,11 +51,11 @@ class PreparedWeights:
             random bits.
     """
 
-    __slots__ = ("__weakref__", "_amax", "_amaxes", "_entered", "_forms", "_keep", "_of", "_position", "_version")
+    __slots__ = ("__weakref__", "_amax", "_amaxes", "_entered", "_forms", "_keep", "_of", "_step", "_version")
 
     def __init__(self, keep: bool = True) -> None:
         self._keep = keep
-        self._position: tuple[int, int] | None = None
+        self._step: RunStep | None = None
         self._of: weakref.ref[Tensor] | None = None
         self._version: tuple[int, ...] = ()
         self._forms: list[tuple[FormKey, Prepared]] = []
@@ -78,7 +79,7 @@ class PreparedWeights:
         if isinstance(w_NK, Gathered):
             return self._of_gathered(w_NK, form, call)
         own = w_NK if call.parameter is None else call.parameter
-        if (call.seed, call.step) != self._position:
+        if call.position.step != self._step:
             self._begin(call)
         fused = call.fused.of(form.fused, call.member) if form.fused and group is None and not rounded else ()
         version: tuple[int, ...] = (0 if own.is_inference() else own._version,)
@@ -129,7 +130,7 @@ class PreparedWeights:
 
     def _begin(self, call: Call) -> None:
         """Forget what belongs to another step than that of `call`."""
-        self._position = (call.seed, call.step)
+        self._step = call.position.step
         self._forms.clear()
         self._amaxes.clear()
         self._amax, self._entered = None, False
@@ -161,15 +162,7 @@ class PreparedWeights:
             return Decoded(w.to(form.dtype), None)
         key = None
         if spec.random:
-            key = RandomKey(
-                seed=call.seed,
-                step=call.step,
-                layer=call.layer_key,
-                operand=form.number,
-                row_offset=form.start[0],
-                col_offset=form.start[1],
-                counters=call.counters,
-            )
+            key = call.position.key(call.layer_key, form.number, *form.start)
         if (form.rounding_ranks or form.runs or group is not None) and spec.requantises is not None and not rounded:
             if group is None:
                 assert isinstance(form.source, Requantised)
@@ -221,12 +214,11 @@ class PreparedWeights:
         Args:
             w_NK: the weight, or its amax (0-d).
         """
-        if (call.seed, call.step) != self._position:
+        if call.position.step != self._step:
             self._begin(call)
         if (enter := call.training and not self._entered) or self._amax is None:
-            assert call.scaling is not None and self._position is not None
-            at = self._position
-            found = call.scaling.amax("w", quantizer, w_NK, enter=enter, position=at, later=later)
+            assert call.scaling is not None
+            found = call.scaling.amax("w", quantizer, w_NK, enter=enter, step=call.position.step, later=later)
             self._amax, self._entered = found[0], self._entered or enter
             return found
         return self._amax, None

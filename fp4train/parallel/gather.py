@@ -24,14 +24,13 @@ from fp4train.nn.call import Call
 from fp4train.nn.gathered import Gathered
 from fp4train.nn.planned import PlannedLayer
 from fp4train.nn.ranks import Ranks
-from fp4train.nn.scaling import Position
 from fp4train.nn.weight_form import WeightForm
 from fp4train.parallel.received import MASTER, MemberGather, Payload, Sent, form_of, rounded_from
 from fp4train.parallel.world import SHARD, World
 from fp4train.precision.context import backward_pass, current
 from fp4train.precision.gather import wire_form
 from fp4train.precision.layer_plan import LayerPlan
-from fp4train.quantize import Own, Quantized, QuantSpec, amax_extent, has_tensor_amax, measure_amax, quantizer
+from fp4train.quantize import Own, Quantized, QuantSpec, RunStep, amax_extent, has_tensor_amax, measure_amax, quantizer
 from fp4train.quantize.sharded import divided_tensors, joined
 from fp4train.quantize.source import own
 
@@ -61,10 +60,10 @@ class WeightGather:
         self.fused: Mapping[str, WeightGather] = {}
         """The gathers of the layers that a recipe may let share a scale with this one, itself included, by name."""
         self._shares: QuantSpec | None = None
-        """The spec of the weight whose scale others share at `position`."""
-        self.position: Position | None = None
+        """The spec of the weight whose scale others share at `step`."""
+        self.step: RunStep | None = None
         self.amaxes: dict[object, Tensor] = {}
-        """Amaxes of the whole weight at `position`, by the extent that they cover: see `AMAX`."""
+        """Amaxes of the whole weight at `step`, by the extent that they cover: see `AMAX`."""
         self.delayed: Tensor | None = None
         self.forward: tuple[Payload, ...] = (MASTER,)
         """Payloads of the next forward pass."""
@@ -73,9 +72,9 @@ class WeightGather:
         self.rounds = mode == "bf16"
         """Whether the values that are sent stand for the master's."""
         self._made: dict[Payload, Sent] = {}
-        self._sent_at: Position | None = None
+        self._sent_at: RunStep | None = None
         self._received: dict[Payload, Sent] = {}
-        self._received_at: Position | None = None
+        self._received_at: RunStep | None = None
         self._layout: list[tuple[int, torch.dtype]] = []
         self._repeats = False
         self._version = -1
@@ -88,12 +87,12 @@ class WeightGather:
 
     # -- before a forward pass ----------------------------------------------------------------------------------------
 
-    def begin(self, plan: LayerPlan | None, position: Position | None, training: bool) -> None:
+    def begin(self, plan: LayerPlan | None, step: RunStep | None, training: bool) -> None:
         """Choose what the coming gathers send.
 
         Args:
             plan: what the layer runs; None: nothing is known, and the master is sent.
-            position: the step; None: unknown, so that nothing may be kept.
+            step: of the run; None: unknown, so that nothing may be kept.
             training: whether a backward pass will follow.
         """
         shard = self.shard
@@ -102,29 +101,27 @@ class WeightGather:
             shard.fsdp_post_all_gather = self.receive  # type: ignore[attr-defined]
             self.parameter._init_extensions()
         version = shard._version
-        if position is None or position != self.position or version != self._version:
+        if step is None or step != self.step or version != self._version:
             self._made.clear()
             self.amaxes.clear()
-        self.position, self._version = position, version
-        forward, backward = self._parts(plan, position)
+        self.step, self._version = step, version
+        forward, backward = self._parts(plan, step)
         self.forward = forward
         if training:
             self.backward = (
                 (*backward, *(part for part in forward if part not in backward)) if self._repeats else backward
             )
 
-    def _parts(
-        self, plan: LayerPlan | None, position: Position | None
-    ) -> tuple[tuple[Payload, ...], tuple[Payload, ...]]:
+    def _parts(self, plan: LayerPlan | None, step: RunStep | None) -> tuple[tuple[Payload, ...], tuple[Payload, ...]]:
         """The payloads of forward and of backward."""
         self._shares = None
         if plan is None:
             return (MASTER,), (MASTER,)
         way = wire_form(plan, self.ranks.size, self.mode)
         self.rounds = way.rounds or self.mode == "bf16"
-        if not self.rounds and position is not None:
+        if not self.rounds and step is not None:
             self._shares = plan.shared_spec
-        if position is None and way.coded:
+        if step is None and way.coded:
             return (MASTER,), (MASTER,)
         values = (Payload(None, dtype=way.dtype),)
         return (
@@ -204,7 +201,7 @@ class WeightGather:
         layout = [(tensor.numel(), tensor.dtype) for tensor in tensors]
         if layout != self._layout:
             self._layout, self.parameter.all_gather_outputs = layout, []
-        self._sent_at = self.position
+        self._sent_at = self.step
         return tensors, sent
 
     def receive(
@@ -280,7 +277,7 @@ class WeightGather:
 
     def _arrived_codes(self, part: Payload, call: Call) -> Sent | None:
         sent = self._received.get(part)
-        if sent is None or self._received_at != (call.seed, call.step) or not _is_here(sent):
+        if sent is None or call.position.step != self._received_at or not _is_here(sent):
             return None
         return sent
 
@@ -290,7 +287,7 @@ class WeightGather:
 
     def fused_amax(self, call: Call) -> Tensor | None:
         """See `nn.gathered.GatheredSource`."""
-        return self.amaxes.get(FUSED) if self.position == (call.seed, call.step) else None
+        return self.amaxes.get(FUSED) if self.step == call.position.step else None
 
     def values(self, dtype: torch.dtype) -> Tensor:
         """See `nn.gathered.GatheredSource`."""
@@ -325,10 +322,10 @@ def begin(gathers: Sequence[WeightGather], largest: Callable[[Tensor], Tensor]) 
     if backward_pass() != -1:  # recomputed: what backward sends was chosen in forward
         return
     context, training = current(), torch.is_grad_enabled()
-    position = None if context is None or context.step is None else (context.seed, context.step)
+    step = None if context is None else context.run_step
     for each in gathers:
         plan = None if context is None else each.layer.executor_in(context, each.shard.device).plan
-        each.begin(plan, position, training)
+        each.begin(plan, step, training)
     found = [(each.amaxes, *missing) for each in gathers for missing in each.missing()]
     if found:
         joined = largest(torch.cat([vector for *_, vector in found]))

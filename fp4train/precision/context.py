@@ -20,13 +20,14 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ContextDecorator
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
 from fp4train.precision.policy import LayerPolicy
 from fp4train.precision.recipe import Recipe
+from fp4train.quantize import RunStep
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -67,6 +68,11 @@ class Context(metaclass=GraphInput):
     auxiliary: float = 0.0
     """The factor, in a pass of training, of losses that parts of the model have of their own, before their gradient
     is taken: the microbatch's share of the batch, times the loss scale. 0: they have none."""
+
+    @cached_property
+    def run_step(self) -> RunStep | None:
+        """The step of the run; None: there is none."""
+        return None if self.step is None else RunStep(self.seed, self.step)
 
     def activation_dtype(self) -> torch.dtype:
         """The dtype in which a model carries its activations."""

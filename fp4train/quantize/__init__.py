@@ -3,6 +3,8 @@
 from fp4train.quantize.layout import nvfp4_quantize as nvfp4_quantize
 from fp4train.quantize.layout import tiled_scales as tiled_scales
 from fp4train.quantize.layout import to_torch as to_torch
+from fp4train.quantize.position import Position as Position
+from fp4train.quantize.position import RunStep as RunStep
 from fp4train.quantize.quantized import Decoded as Decoded
 from fp4train.quantize.quantized import Quantized as Quantized
 from fp4train.quantize.quantizer import PairQuantizer as PairQuantizer

@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp4train as f4
 from fp4train.nn import Linear
-from fp4train.nn.scaling import DelayedScaling, Position
+from fp4train.nn.scaling import DelayedScaling
 from fp4train.precision import NVFP4, FP8Current, FP8Delayed, Recipe, autocast
-from fp4train.quantize import Quantizer, quantizer
+from fp4train.quantize import Quantizer, RunStep, quantizer
 from fp4train.quantize.scaling import delayed_amax, initial_delayed_amax
 
 
@@ -213,21 +213,21 @@ class OneByOne:
 
     def __init__(self) -> None:
         self.held: dict[str, tuple[Tensor, Tensor]] = {}
-        self.entered: dict[str, Position] = {}
+        self.entered: dict[str, RunStep] = {}
 
-    def amax(self, name: str, quantizer: Quantizer, own: Tensor, *, enter: bool, position: Position) -> Tensor:
+    def amax(self, name: str, quantizer: Quantizer, own: Tensor, *, enter: bool, step: RunStep) -> Tensor:
         spec = quantizer.spec
         assert spec.delayed is not None
         begun = torch.zeros(spec.delayed.history), torch.tensor(initial_delayed_amax(spec))
         history, used = self.held.get(name, begun)
         missing = max(0, spec.delayed.history - len(history))
         history = torch.cat((history[: spec.delayed.history], torch.zeros(missing)))
-        again = self.entered.get(name) == position
+        again = self.entered.get(name) == step
         amax = used if again else delayed_amax(history, used, spec.delayed)
         if enter and again:
             self.held[name] = torch.cat((torch.maximum(own, history[0])[None], history[1:])), used
         elif enter:
-            self.held[name], self.entered[name] = (torch.cat((own[None], history[:-1])), amax), position
+            self.held[name], self.entered[name] = (torch.cat((own[None], history[:-1])), amax), step
         return amax
 
     def state(self) -> dict[str, Tensor]:
@@ -272,13 +272,13 @@ def test_histories_that_roll_together_are_those_that_roll_alone_in_any_order_of_
     for each in layers[1:]:
         each.common = layers[0].common
     kind, kept = KINDS[0], [(layer.state(), one.state()) for layer, one in zip(layers, alone, strict=True)]
-    positions = [(0, 0)]
+    steps = [RunStep(0, 0)]
     for _ in range(300):
         number = draw.randrange(4)
         layer, one = layers[number], alone[number]
         event = draw.random()
         if event < 0.2:
-            positions = [(0, positions[0][1] + 1), *positions[: draw.choice([0, 0, 1])]]
+            steps = [RunStep(0, steps[0].number + 1), *steps[: draw.choice([0, 0, 1])]]
         elif event < 0.22:
             kind = draw.choice(KINDS)
         elif event < 0.26:
@@ -297,9 +297,9 @@ def test_histories_that_roll_together_are_those_that_roll_alone_in_any_order_of_
                     largest = torch.maximum(history[0], torch.tensor(others.pop(0)))
                     each.held[name] = torch.cat((largest[None], history[1:])), used
         else:
-            name, position = draw.choice("xwd"), draw.choice(positions)
+            name, step = draw.choice("xwd"), draw.choice(steps)
             tensor = torch.full((2, 16), draw.choice([0.0, 1.0, float("inf")]) + 2.0 ** draw.randrange(-8, 8))
-            given: dict[str, Any] = {"enter": draw.random() < 0.8, "position": position}
+            given: dict[str, Any] = {"enter": draw.random() < 0.8, "step": step}
             found, _ = layer.amax(name, kind, tensor, **given)
             assert torch.equal(found, one.amax(name, kind, tensor[0, 0].clone(), **given))
     for layer, one in [*kept, *((layer.state(), one.state()) for layer, one in zip(layers, alone, strict=True))]:

@@ -31,6 +31,7 @@ from fp4train.backends.te.availability import pytorch_module
 from fp4train.backends.te.given import QuantisedInput
 from fp4train.backends.te.translate import shares_codes, to_te
 from fp4train.backends.te.weights import given_weight
+from fp4train.quantize import RunStep
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -166,17 +167,17 @@ class _Built:
     since: tuple[object, ...] = ()
     """from when."""
 
-    def is_first(self, weight: Tensor, position: tuple[int, int] | None, parts: Sequence[Tensor] = ()) -> bool | None:
+    def is_first(self, weight: Tensor, step: RunStep | None, parts: Sequence[Tensor] = ()) -> bool | None:
         """`is_first_microbatch` of TE's modules: False takes the codes that are kept, or makes them where there are
         none; None quantises and keeps none: also without gradients, where the codes lack their column-wise form.
 
         True is never said: TE would also overwrite the sum of the weight's gradients in that microbatch's backward pass
         (module/linear.py accumulate_wgrad_into_param_main_grad).
         """
-        if not self.keeps or position is None or not torch.is_grad_enabled():
+        if not self.keeps or step is None or not torch.is_grad_enabled():
             self.weight = None
             return None
-        weight, now = (parts[0] if parts else weight), (position, weight._version, *map(_VERSION, parts))
+        weight, now = (parts[0] if parts else weight), (step, weight._version, *map(_VERSION, parts))
         if self.weight is None or self.weight() is not weight or self.since != now:
             self.module._fp8_workspaces.clear()
         self.weight, self.since = weakref.ref(weight), now
@@ -246,7 +247,7 @@ class TEExecutor(LayerState):
         bias: Tensor | None,
         table: Table,
         *,
-        position: tuple[int, int] | None = None,
+        step: RunStep | None = None,
         into: Callable[[Any], Tensor] | None = None,
         freed: bool = False,
         readers: Readers | None = None,
@@ -259,7 +260,7 @@ class TEExecutor(LayerState):
             x: [*, K] on a CUDA device; padded with zeros to a multiple of 32 tokens (128 for FP8 blocks).
             weight: [N, K]; bias: [N] or None.
             table: any that `why_not` has nothing against.
-            position: (seed, step): the weight is quantised once in each, if TE has a recipe for the table.
+            step: of the run: the weight is quantised once in each, if TE has a recipe for the table.
             into: as TE's main_grad, to which its GEMM adds dw; dw is not returned through autograd then.
             freed: TE then saves no codes, and quantises the weight again in backward, as it does under FSDP2 (from 2.16
                 on; older ones save the codes).
@@ -309,7 +310,7 @@ class TEExecutor(LayerState):
                 if shared is not None:
                     x_MK = built.codes_of(x, x_MK, weight, shared)
                 run = module if codes is None else partial(built.with_codes, codes)
-                y_MN: Tensor = run(x_MK, is_first_microbatch=built.is_first(weight, position, parts))
+                y_MN: Tensor = run(x_MK, is_first_microbatch=built.is_first(weight, step, parts))
                 if shared is not None and len(shared.cache["te"].given) == shared.layers:
                     shared.cache.pop("te").close()
         if freed:

@@ -27,11 +27,11 @@ from fp4train.nn.call import Biases, Call, CalledGroup, CalledLayer, Counts, Exe
 from fp4train.nn.executors.gemms import Gemms, GemmsFunction, Gradients, Prepare, Saved
 from fp4train.nn.gathered import values_of
 from fp4train.nn.layer_shard import LayerShard
-from fp4train.nn.scaling import Position
 from fp4train.nn.weights import PreparedWeights
 from fp4train.precision.context import Context, State, once
 from fp4train.precision.layer_plan import LayerPlan
 from fp4train.precision.recipe import OutlierChannels
+from fp4train.quantize import RunStep
 
 _SPREAD = 8
 """Neighbouring columns that share a draw of the random generator: a part begins at a multiple of it."""
@@ -50,24 +50,24 @@ class ChannelNorms(LayerState):
         self._norms: Tensor | None = None
         self._squares: Tensor | None = None
         self._steps = 0
-        self._position: Position | None = None
+        self._step: RunStep | None = None
         self._open = False
         self._order: Tensor | None = None
 
-    def chosen(self, outliers: OutlierChannels, position: Position) -> bool:
-        """Whether calls at `position` (seed and step) multiply outlier channels apart."""
-        return self._steps >= outliers.steps and position != self._position
+    def chosen(self, outliers: OutlierChannels, step: RunStep) -> bool:
+        """Whether calls of a step multiply outlier channels apart."""
+        return self._steps >= outliers.steps and step != self._step
 
-    def record(self, x_MK: Tensor, position: Position) -> None:
-        """The tokens of one call of the step at `position` enter the norms."""
+    def record(self, x_MK: Tensor, step: RunStep) -> None:
+        """The tokens of one call of a step enter the norms."""
         squares = x_MK.detach().float().square().sum(0, dtype=torch.float64)
         if not self.joined and dist.is_available() and dist.is_initialized():
             dist.all_reduce(squares)
-        if position == self._position and self._squares is not None:
+        if step == self._step and self._squares is not None:
             self._squares = self._squares + squares
         else:
             self._norms, self._squares = self._sums(x_MK), squares
-            self._steps, self._position = self._steps + 1, position
+            self._steps, self._step = self._steps + 1, step
         self._open, self._order = True, None
 
     def channels(self, count: int, device: str | torch.device) -> tuple[Tensor, Tensor]:
@@ -92,7 +92,7 @@ class ChannelNorms(LayerState):
         """Restore the result of `state`; no call of the coming step is recorded yet."""
         self._norms, self._squares = state.get("norms"), None
         self._steps = int(state["steps"]) if "steps" in state else 0
-        self._position, self._open, self._order = None, False, None
+        self._step, self._open, self._order = None, False, None
 
     @staticmethod
     def join(each: Sequence[ChannelNorms], ranks: DataRanks) -> None:
@@ -242,10 +242,10 @@ class ChannelParts(Executor):
         if now.replaying is not None:
             return once(layer, make)
         calls = once(layer, make) if now.recording else make()
-        position, self.rest = (calls[0].seed, calls[0].step), None
-        if not norms.chosen(outliers, position):
-            if torch.is_grad_enabled() and position[1] >= outliers.start:
-                norms.record(x_MK, position)
+        step, self.rest = calls[0].position.step, None
+        if not norms.chosen(outliers, step):
+            if torch.is_grad_enabled() and step.number >= outliers.start:
+                norms.record(x_MK, step)
         elif self.split is not None:
             self.rest, _ = channels = norms.channels(self.split.count, self.device)
             calls[:] = [self.split.call(call, channels, layer, keep=context.step is not None) for call in calls]

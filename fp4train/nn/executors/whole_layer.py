@@ -221,13 +221,12 @@ class BackendLayer(Executor):
             parts: the parameters that w is the rows of; none: it is one.
             codes: of the weight, see `LayerKernels`.
         """
-        context, position = now.context, None
-        if context is not None and context.step is not None and layer.keeps_forms:
-            position = (context.seed, context.step)
+        context = now.context
+        step = context.run_step if context is not None and layer.keeps_forms else None
         shares = context is not None and (readers > 1 or self.backend.name in context.shared)
         of_x = Readers(context.shared, readers) if context is not None and shares else None
         freed, kernels = not layer.keeps_forms, cast(LayerKernels, layer.states[self.backend.name])
-        options: Any = {"position": position, "into": into, "freed": freed, "readers": of_x, "parts": parts}
+        options: Any = {"step": step, "into": into, "freed": freed, "readers": of_x, "parts": parts}
         options["codes"] = codes
         return kernels(x_MK, w_NK, bias_N, self.table, **options)
 

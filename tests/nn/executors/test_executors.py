@@ -25,6 +25,7 @@ from fp4train.nn.scaling import DelayedScaling
 from fp4train.precision import BF16, MXFP8, NVFP4, FP8Delayed, OutlierChannels, Recipe
 from fp4train.precision.layer_plan import LayerPlan, resolve
 from fp4train.precision.layers import Layer
+from fp4train.quantize import RunStep
 
 LAYER = Layer(name="up", in_features=64, out_features=64, block=0, blocks=1)
 CUT, EXPERTS = replace(LAYER, cut="out", parts=2), replace(LAYER, experts=4)
@@ -190,7 +191,7 @@ def test_histories_are_joined_before_norms_whatever_the_order_of_the_layers() ->
     x, first, second, ranks = torch.ones(4, 16), layer(), layer(), All()
     norms, scaling = ChannelNorms(), DelayedScaling()
     first.states["outliers"], second.states["scaling"] = norms, scaling
-    norms.record(x, (0, 0))
+    norms.record(x, RunStep(0, 0))
     scaling.load_state({"history.x": torch.ones(4), "used.x": torch.ones(())})
     join_states([first, second], ranks)
     assert ranks.asked == ["largest", "sum"]
