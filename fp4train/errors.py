@@ -1,4 +1,6 @@
-"""Errors that the user can correct: the command line prints them on one line, without a traceback."""
+"""Errors that the user can correct: the command line prints them on one line, without a
+traceback.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,13 +33,16 @@ class OlderForm(UserError):
 
     def __init__(self, path: Path, difference: str) -> None:
         super().__init__(
-            f"{path} is of an older fp4train: it {difference}, which this one does not read. Go on with the commit "
-            f"{LAST_READER}, the last that reads it, or begin a new run (another run.name, or run.overwrite=true)"
+            f"{path} is of an older fp4train: it {difference}, which this one does not read. "
+            "Go on with the commit "
+            f"{LAST_READER}, the last that reads it, or begin a new run (another run.name, or "
+            "run.overwrite=true)"
         )
 
 
 class LostError(UserError):
-    """A GPU, a rank or a connection failed, not the run: the same command may go on from the last checkpoint.
+    """A GPU, a rank or a connection failed, not the run: the same command may go on from the last
+    checkpoint.
 
     Args:
         speaks: whether this rank is the one that says so.

@@ -1,15 +1,20 @@
-"""Files in directories that other people may have prepared: the one module that touches a run directory.
+"""Files in directories that other people may have prepared: the one module that touches a run
+directory.
 
-A run directory may come from a download, a shared disk or another user. So everything in it is reached relative to the
-descriptor of its open directory, and no name in it leads elsewhere:
+A run directory may come from a download, a shared disk or another user. So everything in it is
+reached relative to the descriptor of its open directory, and no name in it leads elsewhere:
 
-- links are not followed, neither to files nor to folders (``O_NOFOLLOW``); the directory itself may be a link, because
+- links are not followed, neither to files nor to folders (``O_NOFOLLOW``); the directory itself may
+  be a link, because
   the user named it;
-- only regular files are opened, checked on the open descriptor: a pipe or a device would block or act;
+- only regular files are opened, checked on the open descriptor: a pipe or a device would block or
+  act;
 - what is read is bounded, and takes no more memory than it has bytes: a huge file costs an error;
-- what is written appears whole under its name or not at all: a new file of an unguessable name, synced, then renamed.
+- what is written appears whole under its name or not at all: a new file of an unguessable name,
+  synced, then renamed.
 
-Every function raises OSError (`NotPlain` where a thing is of the wrong kind), whose message names the path.
+Every function raises OSError (`NotPlain` where a thing is of the wrong kind), whose message names
+the path.
 """
 
 from __future__ import annotations
@@ -40,7 +45,9 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 class NotPlain(OSError):
-    """A link, a pipe, a device, or a folder where a file should be: what a run directory never holds."""
+    """A link, a pipe, a device, or a folder where a file should be: what a run directory never
+    holds.
+    """
 
 
 class Folder:
@@ -57,7 +64,9 @@ class Folder:
 
     @classmethod
     def open(cls, path: Path, *, create: bool = False) -> Folder:
-        """The folder at a path that the user named: the path may lead over links. `create` makes missing ones."""
+        """The folder at a path that the user named: the path may lead over links. `create` makes
+        missing ones.
+        """
         path = Path(path)
         if create:
             _make(path)
@@ -75,7 +84,7 @@ class Folder:
             os.close(self.descriptor)
             self.descriptor = -1
 
-    # -- what is there ----------------------------------------------------------------------------------------------
+    # -- what is there -----------------------------------------------------------------------------
 
     def names(self) -> list[str]:
         """All names in it, sorted."""
@@ -107,11 +116,14 @@ class Folder:
                 os.mkdir(_checked(name), dir_fd=self.descriptor)
                 self.sync()
         try:
-            return Folder(self.path / name, os.open(_checked(name), _FOLDER | os.O_NOFOLLOW, dir_fd=self.descriptor))
+            return Folder(
+                self.path / name,
+                os.open(_checked(name), _FOLDER | os.O_NOFOLLOW, dir_fd=self.descriptor),
+            )
         except OSError as error:
             raise self._explained(name, error, "a folder") from None
 
-    # -- files ------------------------------------------------------------------------------------------------------
+    # -- files -------------------------------------------------------------------------------------
 
     def descriptor_of(self, name: str, flags: int = os.O_RDONLY, *, mode: int = 0o644) -> int:
         """An open descriptor of the regular file `name`."""
@@ -164,7 +176,9 @@ class Folder:
             yield rest
 
     def write(self, name: str, data: Buffer | Iterable[Buffer], *, sync: bool = True) -> None:
-        """Put `data`, or its pieces, under `name`, replacing a file (or a link itself) that is there."""
+        """Put `data`, or its pieces, under `name`, replacing a file (or a link itself) that is
+        there.
+        """
         temporary = f".{name}.{secrets.token_hex(8)}.tmp"
         try:
             descriptor = self.descriptor_of(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
@@ -192,7 +206,9 @@ class Folder:
 
     def rename(self, old: str, new: str) -> None:
         """Give a thing in it another name; a file of that name is replaced."""
-        os.rename(_checked(old), _checked(new), src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
+        os.rename(
+            _checked(old), _checked(new), src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor
+        )
 
     def remove(self, name: str) -> None:
         """Remove a file, link or pipe; a missing one is no error."""
@@ -200,7 +216,9 @@ class Folder:
             os.unlink(_checked(name), dir_fd=self.descriptor)
 
     def remove_folder(self, name: str) -> None:
-        """Remove a folder and all that is in it, links themselves and never where they lead; missing is no error."""
+        """Remove a folder and all that is in it, links themselves and never where they lead;
+        missing is no error.
+        """
         found = self.status(name)
         if found is None:
             return
@@ -215,17 +233,28 @@ class Folder:
         os.rmdir(_checked(name), dir_fd=self.descriptor)
 
     def remove_litter(self) -> None:
-        """Remove temporary files that killed processes left; one that may still be written is younger than that."""
+        """Remove temporary files that killed processes left; one that may still be written is
+        younger than that.
+        """
         for name in self.names():
-            found = self.status(name) if _TEMPORARY.fullmatch(name) else None
-            if found and stat.S_ISREG(found.st_mode) and time.time() - found.st_mtime > _STALE_SECONDS:
+            if _TEMPORARY.fullmatch(name):
+                found = self.status(name)
+            else:
+                found = None
+            if (
+                found
+                and stat.S_ISREG(found.st_mode)
+                and time.time() - found.st_mtime > _STALE_SECONDS
+            ):
                 self.remove(name)
 
-    # -- errors -----------------------------------------------------------------------------------------------------
+    # -- errors ------------------------------------------------------------------------------------
 
     def _bound(self, name: str, size: int, limit: int) -> None:
         if size > limit:
-            raise OSError(errno.EFBIG, f"{size:,} bytes; more than {limit:,} are not read", self._at(name))
+            raise OSError(
+                errno.EFBIG, f"{size:,} bytes; more than {limit:,} are not read", self._at(name)
+            )
 
     def _at(self, name: str) -> str:
         return str(self.path / name)
@@ -240,8 +269,13 @@ class Folder:
         found = self.status(name)
         kinds = ((stat.S_ISLNK, "a link"), (stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a pipe"))
         mode = 0 if found is None else found.st_mode
-        kind = next((text for is_kind, text in kinds if is_kind(mode)), "a file" if stat.S_ISREG(mode) else "a device")
-        return NotPlain(errno.EINVAL, f"it is {kind}, not {wanted}; links are not followed here", self._at(name))
+        kind = next(
+            (text for is_kind, text in kinds if is_kind(mode)),
+            "a file" if stat.S_ISREG(mode) else "a device",
+        )
+        return NotPlain(
+            errno.EINVAL, f"it is {kind}, not {wanted}; links are not followed here", self._at(name)
+        )
 
 
 def _checked(name: str) -> str:
@@ -278,10 +312,11 @@ def parent(path: Path, *, create: bool = False) -> Iterator[tuple[Folder, str]]:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Folder]:
-    """A new folder to fill, which gets the name `path` when the block has ended: whole, or not at all.
+    """A new folder to fill, which gets the name `path` when the block has ended: whole, or not at
+    all.
 
-    It is filled under a hidden name beside `path`. An exception removes it; what a killed process left is removed by
-    the next call for the same `path`.
+    It is filled under a hidden name beside `path`. An exception removes it; what a killed process
+    left is removed by the next call for the same `path`.
 
     Raises:
         FileExistsError: something has the name already.
@@ -309,13 +344,17 @@ def new_folder(path: Path) -> Iterator[Folder]:
 
 def _refuse_existing(folder: Folder, name: str) -> None:
     if folder.status(name) is not None:
-        raise FileExistsError(errno.EEXIST, "something of this name is there already", str(folder.path / name))
+        raise FileExistsError(
+            errno.EEXIST, "something of this name is there already", str(folder.path / name)
+        )
 
 
 def _remove_unfinished(above: Folder, name: str) -> None:
     """Remove what killed processes left of a new folder; one that is being filled is locked."""
     for each in above.names():
-        if re.fullmatch(rf"\.{re.escape(name)}\.[0-9a-f]{{16}}\.tmp", each) and above.has_folder(each):
+        if re.fullmatch(rf"\.{re.escape(name)}\.[0-9a-f]{{16}}\.tmp", each) and above.has_folder(
+            each
+        ):
             with suppress(OSError), above.folder(each) as folder:
                 fcntl.flock(folder.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 above.remove_folder(each)

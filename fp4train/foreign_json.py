@@ -1,8 +1,9 @@
-"""JSON that somebody else wrote, read within bounds: a small file costs neither minutes nor gigabytes.
+"""JSON that somebody else wrote, read within bounds: a small file costs neither minutes nor
+gigabytes.
 
-The length of a text bounds neither the number of its values nor their nesting: `[[],[],…` of 64 MB becomes 2 GB of
-lists, and lists in lists exhaust the interpreter's stack where they are printed. So the marks of a text are counted
-before it is read, and its nesting before the value is used.
+The length of a text bounds neither the number of its values nor their nesting: `[[],[],…` of 64 MB
+becomes 2 GB of lists, and lists in lists exhaust the interpreter's stack where they are printed. So
+the marks of a text are counted before it is read, and its nesting before the value is used.
 """
 
 import json
@@ -19,7 +20,8 @@ def parse(text: bytes, *, values: int = VALUES) -> Any:
     """The value that a JSON text stands for.
 
     Raises:
-        ValueError: it is no JSON, has more than about `values` values, or nests them deeper than `DEPTH`.
+        ValueError: it is no JSON, has more than about `values` values, or nests them deeper than
+            `DEPTH`.
     """
     marks = sum(map(text.count, _MARKS))
     if marks > values:
@@ -42,7 +44,13 @@ def _check_depth(parsed: Any) -> None:
         level = [
             value
             for parent in level
-            for value in (parent.values() if isinstance(parent, dict) else parent if isinstance(parent, list) else ())
+            for value in (
+                parent.values()
+                if isinstance(parent, dict)
+                else parent
+                if isinstance(parent, list)
+                else ()
+            )
             if isinstance(value, dict | list)
         ]
         if not level:

@@ -1,7 +1,8 @@
-"""GPUs: published peak rates and memory, for the cost model and for MFU; the device of a layer; errors of memory.
+"""GPUs: published peak rates and memory, for the cost model and for MFU; the device of a layer;
+errors of memory.
 
-Rates are dense (no 2:4 sparsity; data sheets print twice as much), in FLOP/s of one GPU. The share that kernels
-reach is in `costs/roofline.py`. Sources:
+Rates are dense (no 2:4 sparsity; data sheets print twice as much), in FLOP/s of one GPU. The share
+that kernels reach is in `costs/roofline.py`. Sources:
 
 A100       NVIDIA A100 data sheet (SXM, 80 and 40 GB); L2: Ampere architecture white paper.
 H100       NVIDIA H100 data sheet (SXM, 80 GB); L2: Hopper architecture white paper.
@@ -9,8 +10,9 @@ H200       NVIDIA H200 data sheet (SXM): H100's compute with other memory.
 B200       NVIDIA Blackwell data sheet, "HGX B200", per GPU at 1000 W; L2 as the driver reports it (129,536 KiB).
 GB200      NVIDIA Blackwell data sheet, "GB200 NVL72", per GPU at 1200 W.
 B300       NVIDIA Blackwell Ultra data sheet, "HGX B300". FP4: 15 PFLOP/s dense, as NVIDIA gives for the chip
-           ("Inside NVIDIA Blackwell Ultra", 2025); the data sheets of HGX boards say 13 to 14. FP8 and BF16 did not
-           grow over B200, so FP4 is 3.3 times FP8 here where it is twice FP8 on B200.
+           ("Inside NVIDIA Blackwell Ultra", 2025); the data sheets of HGX boards say 13 to 14. FP8
+           and BF16 did not grow over B200, so FP4 is 3.3 times FP8 here where it is twice FP8 on
+           B200.
 GB300      NVIDIA GB300 NVL72 data sheet, per GPU at 1400 W.
 """
 
@@ -39,8 +41,8 @@ class Gpu:
 
     Args:
         name: name on the command line.
-        peaks: dense FLOP/s by rate: FP4, FP6, FP8, FP16, BF16, TF32, FP32 (FP32 without tensor cores). A missing
-            rate is a format that the GPU does not multiply.
+        peaks: dense FLOP/s by rate: FP4, FP6, FP8, FP16, BF16, TF32, FP32 (FP32 without tensor
+            cores). A missing rate is a format that the GPU does not multiply.
         bandwidth: of the memory, bytes/s (reads and writes together).
         capacity: of the memory, bytes.
         l2: capacity of the level-2 cache, bytes.
@@ -70,7 +72,15 @@ def _gpu(
 ) -> Gpu:
     """A row of the table below. FP16 has BF16's rate, and FP6 has FP8's on Blackwell."""
     fp4, fp8, bf16, tf32, fp32 = peaks
-    rates = {"FP4": fp4, "FP6": fp8 if fp4 else 0, "FP8": fp8, "FP16": bf16, "BF16": bf16, "TF32": tf32, "FP32": fp32}
+    rates = {
+        "FP4": fp4,
+        "FP6": fp8 if fp4 else 0,
+        "FP8": fp8,
+        "FP16": bf16,
+        "BF16": bf16,
+        "TF32": tf32,
+        "FP32": fp32,
+    }
     return Gpu(
         name=name,
         peaks=MappingProxyType({rate: value * 1e12 for rate, value in rates.items() if value}),
@@ -84,7 +94,8 @@ def _gpu(
 
 # fmt: off
 GPUS: Final = (
-    # name, TFLOP/s of (FP4, FP8, BF16, TF32, FP32; 0: none), memory (GB/s, GB), L2 in MB, capability, pattern
+    # name, TFLOP/s of (FP4, FP8, BF16, TF32, FP32; 0: none), memory (GB/s, GB), L2 in MB,
+    # capability, pattern
     _gpu("A100",      (0, 0, 312, 156, 19.5),         (2039, 80),  40,  (8, 0),  r"A100-SXM\d?-80GB"),
     _gpu("A100-40GB", (0, 0, 312, 156, 19.5),         (1555, 40),  40,  (8, 0),  r"A100-SXM\d?-40GB"),
     _gpu("H100",      (0, 1979, 989.5, 494.5, 67),    (3350, 80),  50,  (9, 0),  r"H100 80GB HBM3"),
@@ -101,10 +112,16 @@ def find_gpu(name: str) -> Gpu:
     """The GPU a user means by `name` ("B200", "b200", "NVIDIA H200", "h100-sxm").
 
     Raises:
-        ValueError: there is no such GPU in the table; the message lists the known ones and the nearest name.
+        ValueError: there is no such GPU in the table; the message lists the known ones and the
+            nearest name.
     """
     word = re.sub(r"^nvidia[\s_-]*", "", str(name).strip(), flags=re.IGNORECASE)
-    wanted = re.sub(r"[\s_-]*sxm\d?", "", word, flags=re.IGNORECASE).upper().replace(" ", "-").replace("_", "-")
+    wanted = (
+        re.sub(r"[\s_-]*sxm\d?", "", word, flags=re.IGNORECASE)
+        .upper()
+        .replace(" ", "-")
+        .replace("_", "-")
+    )
     for gpu in GPUS:
         if wanted == gpu.name or (wanted, gpu.name) == ("A100-80GB", "A100"):
             return gpu
@@ -113,15 +130,17 @@ def find_gpu(name: str) -> Gpu:
         return found
     names = [gpu.name for gpu in GPUS]
     raise ValueError(
-        f"gpu={name!r} is not a GPU whose peak rates are known{near_miss(wanted, names)} (known: {', '.join(names)})"
+        f"gpu={name!r} is not a GPU whose peak rates are known{near_miss(wanted, names)} "
+        f"(known: {', '.join(names)})"
     )
 
 
 def detect(device_name: str) -> Gpu | None:
     """The GPU that `torch.cuda.get_device_name()` names, or None.
 
-    PCIe and NVL cards have other clocks and memory than the SXM modules of the same name, and a MIG slice is a part of
-    a GPU. They give None, so that no utilisation is reported against a wrong peak.
+    PCIe and NVL cards have other clocks and memory than the SXM modules of the same name, and a MIG
+    slice is a part of a GPU. They give None, so that no utilisation is reported against a wrong
+    peak.
     """
     word = re.sub(r"^(nvidia|tesla)\s+", "", device_name.strip(), flags=re.IGNORECASE)
     return next((gpu for gpu in GPUS if re.fullmatch(gpu.pattern, word, flags=re.IGNORECASE)), None)
@@ -130,9 +149,12 @@ def detect(device_name: str) -> Gpu | None:
 def peak_flops(gpu: Gpu, rate: str | None) -> float:
     """Dense peak of `gpu` in FLOP/s of products of a rate (`fp4train.formats.product_rate`).
 
-    What the GPU does not multiply (None: no GPU does) is emulated in BF16, whose peak utilisation then refers to.
+    What the GPU does not multiply (None: no GPU does) is emulated in BF16, whose peak utilisation
+    then refers to.
     """
-    return gpu.peaks["BF16"] if rate is None else gpu.peaks.get(rate, gpu.peaks["BF16"])
+    if rate is None:
+        return gpu.peaks["BF16"]
+    return gpu.peaks.get(rate, gpu.peaks["BF16"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +191,8 @@ class Device:
 def _present(device: torch.device) -> Device:
     if device.type != "cuda" or not torch.cuda.is_available():
         return Device(type=device.type)
-    name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+    name = torch.cuda.get_device_name(device)
+    capability = torch.cuda.get_device_capability(device)
     return Device(type="cuda", name=name, capability=capability)
 
 
@@ -197,15 +220,19 @@ def why_no_gpu() -> str:
 
 
 def stored_bytes(bits: int, block: int = 32) -> float:
-    """Bytes of an element of so many bits with its share of a one-byte block scale: of 4 bits in blocks of 16 it is
-    0.5625; of more than 8 bits it has no scale."""
+    """Bytes of an element of so many bits with its share of a one-byte block scale: of 4 bits in
+    blocks of 16 it is 0.5625; of more than 8 bits it has no scale.
+    """
     return bits / 8 + (1 / block if bits <= 8 else 0)
 
 
 def memory_asked(error: BaseException) -> str | None:
     """How much memory was asked for, in torch's words or ours, if that is what `error` is about."""
     text = next(iter(str(error).splitlines()), "")
-    if not isinstance(error, torch.OutOfMemoryError | MemoryError) and "can't allocate memory" not in text:
+    if (
+        not isinstance(error, torch.OutOfMemoryError | MemoryError)
+        and "can't allocate memory" not in text
+    ):
         return None
     if found := re.search(r"you tried to allocate (\d+) bytes", text):
         return f"{int(found[1]) / 2**30:,.1f} GiB were asked for"

@@ -1,12 +1,13 @@
-"""Texts of a configuration that name files, or places elsewhere: fields of type `Path`, or of one of the types here.
+"""Texts of a configuration that name files, or places elsewhere: fields of type `Path`, or of one
+of the types here.
 
     path: PathText                    # a file or folder
     name: PathOrHubName               # or the name of a data set or model on the Hugging Face hub
     entity: DestinationText           # an account or project of a service that gets what the run measures
 
-They are text to everything else. A configuration that somebody else wrote may by itself name no path outside of its
-run, nor where its numbers are sent (`fp4train.run.record.trust`), and it is the type that says what a text is, in the
-classes of plugins, too.
+They are text to everything else. A configuration that somebody else wrote may by itself name no
+path outside of its run, nor where its numbers are sent (`fp4train.run.record.trust`), and it is the
+type that says what a text is, in the classes of plugins, too.
 """
 
 import glob
@@ -18,7 +19,9 @@ from typing import Annotated
 
 @dataclass(frozen=True)
 class NamesPath:
-    """Marks a text that names a file or folder; with `hub` it may be a name on the Hugging Face hub as well."""
+    """Marks a text that names a file or folder; with `hub` it may be a name on the Hugging Face hub
+    as well.
+    """
 
     hub: bool = False
 
@@ -34,17 +37,23 @@ DestinationText = Annotated[str, NamesDestination()]
 
 
 def is_hub_name(text: str) -> bool:
-    """Whether a text is the name of something on the hub, and no path: nothing here has this name."""
+    """Whether a text is the name of something on the hub, and no path: nothing here has this
+    name.
+    """
     if text.startswith((".", "/", "~")) or text.count("/") > 1 or text.endswith(".json"):
         return False
     return not os.path.exists(os.path.expanduser(text))
 
 
 def lies_in(text: str, folder: Path) -> bool:
-    """Whether the path that `text` names is `folder` or lies in it, wherever links lead; a pattern leads anywhere."""
+    """Whether the path that `text` names is `folder` or lies in it, wherever links lead; a pattern
+    leads anywhere.
+    """
     try:
         if glob.has_magic(text) and not os.path.lexists(os.path.expanduser(text)):
             return False
-        return Path(os.path.realpath(os.path.expanduser(text))).is_relative_to(os.path.realpath(folder))
+        return Path(os.path.realpath(os.path.expanduser(text))).is_relative_to(
+            os.path.realpath(folder)
+        )
     except ValueError:  # a zero byte
         return False

@@ -1,20 +1,24 @@
-"""Checksums of what fp4train writes, and how they are checked where it is read: one rule for every record of a run.
+"""Checksums of what fp4train writes, and how they are checked where it is read: one rule for every
+record of a run.
 
-- An object in JSON (a request, a study's result) holds the checksum of the rest of it: `sealed`, `unsealed`.
+- An object in JSON (a request, a study's result) holds the checksum of the rest of it: `sealed`,
+  `unsealed`.
 - A line that is appended to a record holds its own checksum and that of the line before (`Chain`)::
 
       {"step": 120, "train/loss": 2.31, "after": "03b1c9e7", "crc": "5f0e2d1a"}
 
-  so that a digit that was changed is told from a line that is gone, moved or another file's. The first line follows
-  the identity of the run, that of a journal nothing. Metrics, the journal and studies' records are such lines; a block
-  of the statistics says the same of itself in its header.
-- What is appended to a file cannot show that its end is cut off. So each checkpoint holds the length and the checksum
+  so that a digit that was changed is told from a line that is gone, moved or another file's. The
+  first line follows the identity of the run, that of a journal nothing. Metrics, the journal and
+  studies' records are such lines; a block of the statistics says the same of itself in its header.
+- What is appended to a file cannot show that its end is cut off. So each checkpoint holds the
+  length and the checksum
   of every record (`Rolling`), and `unlike` compares them.
 
-A record that is appended to is read as `Scanned` parts (lines, blocks), each whole or damaged; `cut` leaves the whole
-ones that a run goes on from, and `Appended` adds to them.
+A record that is appended to is read as `Scanned` parts (lines, blocks), each whole or damaged;
+`cut` leaves the whole ones that a run goes on from, and `Appended` adds to them.
 
-Checksums find damage. They keep nobody from writing anew who means to: CRC-32 for lines, SHA-256 for the rest.
+Checksums find damage. They keep nobody from writing anew who means to: CRC-32 for lines, SHA-256
+for the rest.
 """
 
 from __future__ import annotations
@@ -44,8 +48,12 @@ _LINKED = len(_AFTER % bytes(8)) + _CRC_BYTES
 CONFIG = "config.yaml"
 CONFIG_LIMIT = 1 << 19
 """Bytes of a configuration that are read, and written: YAML is read at 0.1 MB/s."""
-_HEADER = re.compile(rb"# fp4train run ([0-9a-f]{16}) sha256 ([0-9a-f]{64})(?: signed ([0-9a-f]{64}))?\n")
-"""The first line of a configuration: the run's identity, the checksum of the rest, and its user's signature."""
+_HEADER = re.compile(
+    rb"# fp4train run ([0-9a-f]{16}) sha256 ([0-9a-f]{64})(?: signed ([0-9a-f]{64}))?\n"
+)
+"""The first line of a configuration: the run's identity, the checksum of the rest, and its user's
+signature.
+"""
 
 
 def checksum(body: Mapping[str, Any]) -> str:
@@ -94,7 +102,8 @@ class Chain:
     """Seals the parts of a record, lines or blocks, or checks them, one after another.
 
     Args:
-        first: what the first part follows: the identity of the run; empty: nothing; None: it is not compared.
+        first: what the first part follows: the identity of the run; empty: nothing; None: it is not
+            compared.
     """
 
     def __init__(self, first: str | None = None) -> None:
@@ -127,15 +136,16 @@ class Chain:
         return self.seal(raw[: -_LINKED - 1] + b"}")
 
     def open(self, raw: bytes) -> tuple[dict[str, Any], str]:
-        """The object in the next line, without the chain's keys, and what is wrong with what is before it, in words;
-        empty: nothing. After a `ValueError` what follows is not compared.
+        """The object in the next line, without the chain's keys, and what is wrong with what is
+        before it, in words; empty: nothing. After a `ValueError` what follows is not compared.
 
         Raises:
             NoChecksum: it has none of its own, or none of the line before.
             ValueError, RecursionError: it is no line, or not as it was written.
         """
         raw = raw.removesuffix(b"\n")
-        before, self.last = self.last, None
+        before = self.last
+        self.last = None
         line = json.loads(raw)
         if not isinstance(line, dict):
             raise ValueError("it is no object")
@@ -149,7 +159,9 @@ class Chain:
             raise NoChecksum("it has no checksum of the line before")
         del line["crc"]
         self.last = before
-        return line, "" if self.follow(own, after) else "a line before it is missing, or it is of another file"
+        return line, "" if self.follow(
+            own, after
+        ) else "a line before it is missing, or it is of another file"
 
 
 def _almost_sealed(raw: bytes, end: bytes) -> bool:
@@ -196,10 +208,12 @@ def saved_config(path: Path) -> dict[str, Any]:
     found, body = config_parts(path)
     if found is not None and hashlib.sha256(body).hexdigest() != found[1]:
         raise UserError(
-            f"{path} was changed after the run had written it (its checksum differs): undo that, or remove its first "
+            f"{path} was changed after the run had written it (its checksum differs): undo "
+            "that, or remove its first "
             "line to take the file as it stands"
         )
-    strange, refused = (yaml.YAMLError, RecursionError, ValueError), f"{path} cannot be read as a configuration: "
+    strange = (yaml.YAMLError, RecursionError, ValueError)
+    refused = f"{path} cannot be read as a configuration: "
     with user_errors(*strange, before=refused, message=first_line):
         saved = _PlainLoader(body).get_single_data()
     if not isinstance(saved, dict) or not isinstance(saved.get("run"), dict):
@@ -212,14 +226,20 @@ class _PlainLoader(yaml.SafeLoader):
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("it holds an anchor and an alias; a saved configuration has plain values only")
+            raise yaml.YAMLError(
+                "it holds an anchor and an alias; a saved configuration has plain values only"
+            )
         return super().compose_node(parent, index)
 
 
 def identity(folder: Folder) -> str | None:
-    """Identity of the run in `folder`, by the first line of its configuration; None: none that can be read."""
+    """Identity of the run in `folder`, by the first line of its configuration; None: none that can
+    be read.
+    """
     with suppress(OSError, ValueError):
-        if folder.has_file(CONFIG) and (found := split_config(folder.read(CONFIG, CONFIG_LIMIT))[0]):
+        if folder.has_file(CONFIG) and (
+            found := split_config(folder.read(CONFIG, CONFIG_LIMIT))[0]
+        ):
             return found[0]
     return None
 
@@ -264,7 +284,8 @@ def cut(
     keep: Callable[[Any], bool],
     damaged: str | None = None,
 ) -> tuple[Rolling, list[Scanned]]:
-    """Leave the whole parts of the file `name` that `keep` takes, in one chain; atomically, and only if that differs.
+    """Leave the whole parts of the file `name` that `keep` takes, in one chain; atomically, and
+    only if that differs.
 
     Args:
         scanned: its parts. again: a part as the next one of a new chain.
@@ -273,7 +294,9 @@ def cut(
     Returns:
         Length and checksum of what is left, and the parts with which something was wrong.
     """
-    kept, wrong, same = [], [], True
+    kept = []
+    wrong = []
+    same = True
     if (status := folder.status(name)) is None:
         return Rolling(), []
     for each in scanned:
@@ -316,7 +339,9 @@ class Appended:
         self.close()
 
     def write(self, data: bytes, *, sync: bool = False) -> None:
-        """Add `data`, with `sync` durably, all of it or nothing: a nearly full disk takes a part, and then refuses."""
+        """Add `data`, with `sync` durably, all of it or nothing: a nearly full disk takes a part,
+        and then refuses.
+        """
         try:
             files.write_all(self._descriptor, data)
             if sync:
@@ -335,11 +360,15 @@ class Appended:
 
 
 def unlike(folder: Folder, name: str, mark: object, limit: int) -> str | None:
-    """How the file `name`, of up to `limit` bytes, is not as `mark` remembers its beginning, in words.
+    """How the file `name`, of up to `limit` bytes, is not as `mark` remembers its beginning, in
+    words.
 
     None: it is, or nothing is remembered.
     """
-    size = mark.get("bytes") if isinstance(mark, Mapping) else None
+    if isinstance(mark, Mapping):
+        size = mark.get("bytes")
+    else:
+        size = None
     if not isinstance(mark, Mapping) or type(size) is not int:
         return None
     found = Rolling()
@@ -349,4 +378,6 @@ def unlike(folder: Folder, name: str, mark: object, limit: int) -> str | None:
             break
     if found.size < size:
         return f"is cut off ({found.size} bytes of {size})"
-    return None if found.mark() == {"bytes": size, "sha256": mark.get("sha256")} else "was changed"
+    if found.mark() == {"bytes": size, "sha256": mark.get("sha256")}:
+        return None
+    return "was changed"

@@ -1,10 +1,11 @@
 """A rank's shard of a tensor: a box of it, with the box's place in the whole.
 
-A plain tensor is the case of one box at offset 0. Of a DTensor (torch.distributed.tensor) a rank holds the box that the
-tensor's mesh and placements give it; ranks along a mesh dimension with `Replicate` hold the same one.
+A plain tensor is the case of one box at offset 0. Of a DTensor (torch.distributed.tensor) a rank
+holds the box that the tensor's mesh and placements give it; ranks along a mesh dimension with
+`Replicate` hold the same one.
 
-A weight whose rows are several segments (q, k and v in one) may be cut in each of them: then a DTensor holds the rows
-in another order (`RowOrder`), and what a rank holds is several runs of rows.
+A weight whose rows are several segments (q, k and v in one) may be cut in each of them: then a
+DTensor holds the rows in another order (`RowOrder`), and what a rank holds is several runs of rows.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ Runs = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class RowOrder:
-    """The order of rows in a DTensor whose segments are each cut over ranks: of each rank its part of each segment.
+    """The order of rows in a DTensor whose segments are each cut over ranks: of each rank its part
+    of each segment.
 
     Args:
         segments: rows of each segment; the ranks divide each.
@@ -45,7 +47,8 @@ class RowOrder:
         for rank in range(self.ranks):
             for start, size in zip(starts, self.segments, strict=False):
                 part = size // self.ranks
-                low, high = max(first, at), min(first + count, at + part)
+                low = max(first, at)
+                high = min(first + count, at + part)
                 if low < high:
                     row = start + rank * part + low - at
                     if found and sum(found[-1]) == row:
@@ -64,7 +67,8 @@ class TensorShard:
         shape: of the whole tensor.
         offsets: where the box begins, by dimension.
         tensor: the box itself; its shape is the box's sizes.
-        runs: of rows, where the rows of the box do not follow each other; `offsets` then begin with the first one's.
+        runs: of rows, where the rows of the box do not follow each other; `offsets` then begin with
+            the first one's.
     """
 
     shape: tuple[int, ...]
@@ -75,7 +79,9 @@ class TensorShard:
     def __post_init__(self) -> None:
         if self.runs:
             if sum(count for _, count in self.runs) != self.tensor.shape[0]:
-                raise ValueError(f"{self.runs} are not the rows of a part of shape {list(self.tensor.shape)}")
+                raise ValueError(
+                    f"{self.runs} are not the rows of a part of shape {list(self.tensor.shape)}"
+                )
             for _ in self.boxes():  # each checks itself
                 pass
             return
@@ -85,7 +91,8 @@ class TensorShard:
             for first, size, full in zip(self.offsets, sizes, self.shape, strict=True)
         ):
             raise ValueError(
-                f"a part of shape {list(sizes)} at {list(self.offsets)} does not lie in a tensor of {list(self.shape)}"
+                f"a part of shape {list(sizes)} at {list(self.offsets)} does not lie in a "
+                f"tensor of {list(self.shape)}"
             )
 
     @property
@@ -111,24 +118,34 @@ def shard_of(tensor: Tensor, order: RowOrder | None = None) -> TensorShard:
         order: of the rows of a DTensor; None: that of the tensor.
 
     Raises:
-        TypeError: a DTensor with values that are still to be summed over ranks, or whose box is not known.
+        TypeError: a DTensor with values that are still to be summed over ranks, or whose box is not
+            known.
     """
     if not is_sharded(tensor):
-        return TensorShard(shape=tuple(tensor.shape), offsets=(0,) * tensor.dim(), tensor=tensor.detach())
+        return TensorShard(
+            shape=tuple(tensor.shape), offsets=(0,) * tensor.dim(), tensor=tensor.detach()
+        )
     each: Any = tensor.detach()
     if any(placement.is_partial() for placement in each.placements):
-        raise TypeError(f"{each.placements}: its values are still to be summed over ranks; redistribute it first")
+        raise TypeError(
+            f"{each.placements}: its values are still to be summed over ranks; redistribute "
+            "it first"
+        )
     (chunk,) = each.__create_chunk_list__()
     held = each.to_local()
     if held.numel() == 0:  # torch places an empty box anywhere
         return TensorShard(shape=tuple(each.shape), offsets=(0,) * each.dim(), tensor=held)
     if tuple(held.shape) != tuple(chunk.sizes):
-        raise TypeError(f"a DTensor of {list(each.shape)} over {each.placements}: its parts are no boxes")
+        raise TypeError(
+            f"a DTensor of {list(each.shape)} over {each.placements}: its parts are no boxes"
+        )
     found = TensorShard(shape=tuple(each.shape), offsets=tuple(chunk.offsets), tensor=held)
     if order is None:
         return found
     runs = order.runs(found.offsets[0], held.shape[0])
-    return replace(found, offsets=(runs[0][0], *found.offsets[1:]), runs=runs if len(runs) > 1 else ())
+    return replace(
+        found, offsets=(runs[0][0], *found.offsets[1:]), runs=runs if len(runs) > 1 else ()
+    )
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -153,7 +170,12 @@ def like(tensor: Tensor, held: Tensor) -> Tensor:
 
     each: Any = tensor
     made: Tensor = DTensor.from_local(
-        held, each.device_mesh, each.placements, run_check=False, shape=each.shape, stride=each.stride()
+        held,
+        each.device_mesh,
+        each.placements,
+        run_check=False,
+        shape=each.shape,
+        stride=each.stride(),
     )
     return made
 
@@ -161,23 +183,30 @@ def like(tensor: Tensor, held: Tensor) -> Tensor:
 def owned(
     tensors: Mapping[str, Tensor], *, leads: bool, orders: Mapping[str, RowOrder] | None = None
 ) -> dict[str, TensorShard]:
-    """The shards of `tensors` that this rank writes, so that all ranks together write each element once; no collective.
+    """The shards of `tensors` that this rank writes, so that all ranks together write each element
+    once; no collective.
 
-    A part that several ranks hold is written by one of them, so chosen that they write about as many bytes each.
+    A part that several ranks hold is written by one of them, so chosen that they write about as
+    many bytes each.
 
     Args:
         leads: this rank writes the plain tensors, which all ranks hold alike.
-        orders: of rows, by the name of a DTensor or of what it is in: those with another order than the tensor's.
+        orders: of rows, by the name of a DTensor or of what it is in: those with another order than
+            the tensor's.
 
     Returns:
         The parts by name; names of one tensor (tied weights) have one part.
     """
-    held = {name: shard_of(tensor, order_of(name, tensor, orders or {})) for name, tensor in tensors.items()}
+    held = {
+        name: shard_of(tensor, order_of(name, tensor, orders or {}))
+        for name, tensor in tensors.items()
+    }
     unique, aliases = separate({name: part.tensor for name, part in held.items()})
     mine: dict[str, TensorShard] = {}
     loads: dict[tuple[object, ...], list[int]] = {}
     for name in unique:
-        part, tensor = held[name], tensors[name]
+        part = held[name]
+        tensor = tensors[name]
         if is_sharded(tensor):
             index, count, kind = _replica(tensor)
             load = loads.setdefault(kind, [0] * count)
@@ -199,16 +228,25 @@ def row_orders(model: nn.Module) -> Mapping[str, RowOrder]:
 
 
 def order_of(name: str, tensor: Tensor, orders: Mapping[str, RowOrder]) -> RowOrder | None:
-    """The order of rows of the tensor of a name like `model/weight` or `optimizer/state/3/moment`; None: its own."""
+    """The order of rows of the tensor of a name like `model/weight` or `optimizer/state/3/moment`;
+    None: its own.
+    """
     found = orders.get(name) or orders.get(name.rpartition("/")[0])
-    return found if found is not None and tensor.dim() and tensor.shape[0] == sum(found.segments) else None
+    if found is not None and tensor.dim() and tensor.shape[0] == sum(found.segments):
+        return found
+    return None
 
 
 def _replica(tensor: Any) -> tuple[int, int, tuple[object, ...]]:
-    """(index of this rank among those that hold the same part, their number, a key of their group)."""
+    """(index of this rank among those that hold the same part, their number, a key of their
+    group).
+    """
     mesh = tensor.device_mesh
-    dimensions = tuple(i for i, placement in enumerate(tensor.placements) if placement.is_replicate())
-    index, count = 0, 1
+    dimensions = tuple(
+        i for i, placement in enumerate(tensor.placements) if placement.is_replicate()
+    )
+    index = 0
+    count = 1
     for dimension in dimensions:
         index = index * mesh.size(dimension) + mesh.get_local_rank(dimension)
         count *= mesh.size(dimension)
@@ -216,14 +254,22 @@ def _replica(tensor: Any) -> tuple[int, int, tuple[object, ...]]:
 
 
 def separate(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors without those that are another one (tied weights), and the names of these with what they stand for."""
+    """Tensors without those that are another one (tied weights), and the names of these with what
+    they stand for.
+    """
     stored: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     names: dict[tuple[object, ...], str] = {}
     for name, tensor in tensors.items():
         tensor = tensor.detach()
         if tensor.numel() and tensor.device != torch.device("meta"):
-            place = (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+            place = (
+                tensor.device,
+                tensor.data_ptr(),
+                tensor.dtype,
+                tuple(tensor.shape),
+                tensor.stride(),
+            )
             if names.setdefault(place, name) != name:
                 aliases[name] = names[place]
                 continue

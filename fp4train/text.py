@@ -1,4 +1,6 @@
-"""Text for messages and tables: aligned columns, the nearest known word, a check against allowed values."""
+"""Text for messages and tables: aligned columns, the nearest known word, a check against allowed
+values.
+"""
 
 import difflib
 import json
@@ -15,7 +17,9 @@ _SIGN = re.compile(r"[-_/=.,:;|+()]+")
 
 
 def printable(text: str, *, kept: str = "\n\t") -> str:
-    """`text` with every character that a terminal may act on, but those of `kept`, as JSON escapes it: \\u001b."""
+    """`text` with every character that a terminal may act on, but those of `kept`, as JSON escapes
+    it: \\u001b.
+    """
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in kept else json.dumps(c)[1:-1] for c in text)
@@ -27,32 +31,48 @@ def first_line(error: BaseException) -> str:
 
 
 def columns(
-    rows: Iterable[Sequence[str]], *, right: Container[int] = (), width: int | None = None, indent: str = ""
+    rows: Iterable[Sequence[str]],
+    *,
+    right: Container[int] = (),
+    width: int | None = None,
+    indent: str = "",
 ) -> list[str]:
-    """Rows with equal numbers of cells as lines of aligned columns; columns in `right` are right-aligned.
+    """Rows with equal numbers of cells as lines of aligned columns; columns in `right` are
+    right-aligned.
 
     Args:
-        width: characters of a line; wider tables fold the cells of their widest columns between words. None: any.
+        width: characters of a line; wider tables fold the cells of their widest columns between
+            words. None: any.
         indent: of every line.
     """
     room = None if width is None else width - len(indent)
     rows = _folded(_one_line_each(rows), right, room)
     widths = _widths(rows)
-    gap = "  " if room is None or sum(widths) + 2 * (len(widths) - 1) <= room else " "
+    if room is None or sum(widths) + 2 * (len(widths) - 1) <= room:
+        gap = "  "
+    else:
+        gap = " "
     return [
-        indent + gap.join(_pad(row[i], width, right=i in right) for i, width in enumerate(widths)).rstrip()
+        indent
+        + gap.join(_pad(row[i], width, right=i in right) for i, width in enumerate(widths)).rstrip()
         for row in rows
     ]
 
 
 def tabulate(
-    rows: Iterable[Sequence[str]], *, right: Container[int] = (), width: int | None = None, indent: str = ""
+    rows: Iterable[Sequence[str]],
+    *,
+    right: Container[int] = (),
+    width: int | None = None,
+    indent: str = "",
 ) -> list[str]:
     """`columns` with the first row underlined as the header."""
     return _underlined(_one_line_each(rows), right, width, indent)
 
 
-def _underlined(rows: list[list[str]], right: Container[int], width: int | None, indent: str) -> list[str]:
+def _underlined(
+    rows: list[list[str]], right: Container[int], width: int | None, indent: str
+) -> list[str]:
     """The lines of a table with a rule below its header, which may take several lines."""
     room = None if width is None else width - len(indent)
     folded = _folded(rows, right, room)
@@ -82,7 +102,8 @@ def wrapped(text: str, width: int, indent: str = "") -> list[str]:
 def fold(text: str, room: int) -> list[str]:
     """The whole text in lines of at most `room` characters.
 
-    Lines end between words. A word that is longer is broken behind a sign (-, _, /, =, …), or else anywhere.
+    Lines end between words. A word that is longer is broken behind a sign (-, _, /, =, …), or else
+    anywhere.
     """
     lines: list[str] = []
     for line in wrapped(text, room):
@@ -98,7 +119,9 @@ def fold(text: str, room: int) -> list[str]:
 def _folded(
     rows: list[list[str]], right: Container[int], width: int | None, sizes: Sequence[int] = ()
 ) -> list[list[str]]:
-    """The rows of a table whose cells are folded until it has `width`, or the `sizes` of its columns."""
+    """The rows of a table whose cells are folded until it has `width`, or the `sizes` of its
+    columns.
+    """
     if width is None or not rows:
         return rows
     sizes = list(sizes) or _fitting(rows, right, width)
@@ -113,12 +136,15 @@ def _folded(
 def _fitting(rows: list[list[str]], right: Container[int], width: int) -> list[int]:
     """The sizes of columns that make lines of `width` characters.
 
-    Columns of text give room first, down to their longest words, then to the pieces of long names. Numbers keep theirs.
+    Columns of text give room first, down to their longest words, then to the pieces of long names.
+    Numbers keep theirs.
     """
     sizes = _widths(rows)
     gaps = len(sizes) - 1
     columns_of = list(zip(*rows, strict=True))
-    words = [max(len(word) for cell in cells for word in cell.split() or [""]) for cells in columns_of]
+    words = [
+        max(len(word) for cell in cells for word in cell.split() or [""]) for cells in columns_of
+    ]
     pieces = [words[i] if i in right else min(words[i], _PIECE) for i in range(len(sizes))]
     for least, gap in ((words, 2), (words, 1), (pieces, 1)):
         while sum(sizes) + gap * gaps > width:
@@ -140,12 +166,21 @@ def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
 
 
 def _pad(cell: str, width: int, *, right: bool) -> str:
-    return cell.rjust(width) if right else cell.ljust(width)
+    if right:
+        return cell.rjust(width)
+    return cell.ljust(width)
 
 
-def screen(package: str | None, name: str, filters: Mapping[str, Callable[..., str]] = {}, /, **values: object) -> str:
-    """The text of a template, the file `name` of `package`: lines of Jinja2, in which a name that nobody gives is an
-    error. A list stands for its lines."""
+def screen(
+    package: str | None,
+    name: str,
+    filters: Mapping[str, Callable[..., str]] = {},
+    /,
+    **values: object,
+) -> str:
+    """The text of a template, the file `name` of `package`: lines of Jinja2, in which a name that
+    nobody gives is an error. A list stands for its lines.
+    """
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     found = Environment(
@@ -161,7 +196,9 @@ def screen(package: str | None, name: str, filters: Mapping[str, Callable[..., s
 
 def whole_number(text: str) -> int | None:
     """The number that a text of up to 18 digits is; None if it is none."""
-    return int(text) if re.fullmatch(r"[0-9]{1,18}", text) else None
+    if re.fullmatch(r"[0-9]{1,18}", text):
+        return int(text)
+    return None
 
 
 def ranges(numbers: Iterable[int], *, comma: str = ", ", least: int = 2) -> str:
@@ -172,12 +209,20 @@ def ranges(numbers: Iterable[int], *, comma: str = ", ", least: int = 2) -> str:
             found[-1].append(number)
         else:
             found.append([number])
-    return comma.join(f"{each[0]}–{each[-1]}" if len(each) >= least else comma.join(map(str, each)) for each in found)
+    return comma.join(
+        f"{each[0]}–{each[-1]}" if len(each) >= least else comma.join(map(str, each))
+        for each in found
+    )
 
 
-def first_few(words: Sequence[str], most: int, *, joined: str = ", ", rest: str = " and {} more") -> str:
+def first_few(
+    words: Sequence[str], most: int, *, joined: str = ", ", rest: str = " and {} more"
+) -> str:
     """ "a, b and 3 more": the first words, and how many others there are."""
-    more = rest.format(len(words) - most) if len(words) > most else ""
+    if len(words) > most:
+        more = rest.format(len(words) - most)
+    else:
+        more = ""
     return joined.join(words[:most]) + more
 
 
@@ -186,12 +231,16 @@ def shortened(text: str, room: int) -> str:
     if len(text) <= room:
         return text
     end = min(room // 3, 12)
-    return f"{text[: room - end - 1]}…{text[len(text) - end :]}" if room > 3 else ""
+    if room > 3:
+        return f"{text[: room - end - 1]}…{text[len(text) - end :]}"
+    return ""
 
 
 def p_value(p: float) -> str:
     """ "0.0013", "0.17", "<.0001": as tables show it."""
-    return "<.0001" if p < 1e-4 else f"{p:.2g}" if p < 0.1 else f"{p:.2f}"
+    if p < 1e-4:
+        return "<.0001"
+    return f"{p:.2g}" if p < 0.1 else f"{p:.2f}"
 
 
 def nearest(word: str, known: Iterable[str], alike: float = _ALIKE) -> str | None:
@@ -208,7 +257,8 @@ def near_miss(word: str, known: Iterable[str]) -> str:
 
 
 def check_least(owner: object, section: str, *names: str, least: int = 1, must: str = "") -> None:
-    """Raise ValueError where a number of `owner` is below `least`; it names section, field, value and what it must be.
+    """Raise ValueError where a number of `owner` is below `least`; it names section, field, value
+    and what it must be.
 
     Args:
         names: fields; None is no number, and is left alone.
@@ -220,7 +270,12 @@ def check_least(owner: object, section: str, *names: str, least: int = 1, must: 
 
 
 def check_choice(key: str, value: object, allowed: Collection[object]) -> None:
-    """Raise ValueError unless `value` is one of `allowed`; it names key, value, allowed values and the nearest one."""
+    """Raise ValueError unless `value` is one of `allowed`; it names key, value, allowed values and
+    the nearest one.
+    """
     if value not in allowed:
-        hint = near_miss(value, [each for each in allowed if isinstance(each, str)]) if isinstance(value, str) else ""
+        if isinstance(value, str):
+            hint = near_miss(value, [each for each in allowed if isinstance(each, str)])
+        else:
+            hint = ""
         raise ValueError(f"{key}={value!r} is not one of {', '.join(map(str, allowed))}{hint}")

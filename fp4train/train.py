@@ -1,4 +1,4 @@
-"""The training loop. An optimizer step is `train_step`; what surrounds it is in `train`, in the order it happens."""
+"""The training loop: an optimizer step is `train_step`, what surrounds it is in `train`."""
 
 import logging
 import time
@@ -53,13 +53,22 @@ def train(run: Run) -> Result:
     However it ends, the last state that is whole and finite is saved first.
 
     Raises:
-        UserError: a loss, gradient, weight or moment became NaN or infinite; or the run's directory went away.
-        DivergedError: the loss diverged, and the run is to end, or to go back to a checkpoint. Nothing is saved then.
+        UserError: a loss, gradient, weight or moment became NaN or infinite; or the run's directory
+            went away.
+        DivergedError: the loss diverged, and the run is to end, or to go back to a checkpoint.
+            Nothing is saved then.
         Exception: whatever a step raised.
     """
-    config, steps, began = run.config, run.config.train.steps, time.perf_counter()
-    stretch, saved, world, peak = None, True, run.world, run.peak_tokens_per_s()
-    shown = Progress(run.step, steps, config.train.tokens, peak, ranks=world.size, quietly=not world.lead)
+    config = run.config
+    steps = run.config.train.steps
+    began = time.perf_counter()
+    stretch = None
+    saved = True
+    world = run.world
+    peak = run.peak_tokens_per_s()
+    shown = Progress(
+        run.step, steps, config.train.tokens, peak, ranks=world.size, quietly=not world.lead
+    )
     started = run.step
     try:
         with (
@@ -79,7 +88,8 @@ def train(run: Run) -> Result:
                         break
                     stretch = enter_stretch(run, stretch)
                     step = train_step(run, stretch.recipe)
-                    run.step, run.mid_update = run.step + 1, False
+                    run.step = run.step + 1
+                    run.mid_update = False
                     step.values |= agreed.memory
                     ledger.add(step)
                     evaluating = due(run.step, config.eval.every, steps)
@@ -121,14 +131,20 @@ def train(run: Run) -> Result:
 
 
 def train_step(run: Run, recipe: Recipe) -> Step:
-    """One optimizer step on the batch of `run.step`, queued: the host waits for nothing. It is measured where that is
-    due. One that fails leaves no trace in delayed scales.
+    """One optimizer step on the batch of `run.step`, queued: the host waits for nothing. It is
+    measured where that is due. One that fails leaves no trace in delayed scales.
 
     Where loss or gradients are not finite, the weights stay as they are.
     """
-    config, optim, every = run.config.train, run.config.optim, run.config.eval.errors_every
+    config = run.config.train
+    optim = run.config.optim
+    every = run.config.eval.errors_every
     lr = optim.lr * run.config.schedule.factor(run.step, config.steps)
-    values: Values = {"train/lr": lr, "train/tokens": (run.step + 1) * config.tokens, "precision/recipe": recipe.name}
+    values: Values = {
+        "train/lr": lr,
+        "train/tokens": (run.step + 1) * config.tokens,
+        "precision/recipe": recipe.name,
+    }
     if recipe.loss_scaling is not None:
         values["train/loss_scale"] = run.loss_scale
     for group in run.optimizer.param_groups:
@@ -136,9 +152,16 @@ def train_step(run: Run, recipe: Recipe) -> Step:
     seed_model(run)
     scaling = run.scaling()
     try:
-        with watching(run, recipe) if every and (run.step + 1) % every == 0 else nullcontext() as watched:
+        with (
+            watching(run, recipe)
+            if every and (run.step + 1) % every == 0
+            else nullcontext() as watched
+        ):
             queued = run.runner.step(recipe, step_rows(run))
-        late = [] if watched is None else queue_statistics(run, recipe, watched, queued)
+        if watched is None:
+            late = []
+        else:
+            late = queue_statistics(run, recipe, watched, queued)
     except Exception:
         if not run.mid_update:
             run.load_scaling(scaling)
@@ -160,7 +183,9 @@ def train_step(run: Run, recipe: Recipe) -> Step:
 
 
 def enter_stretch(run: Run, before: PlannedStretch | None) -> PlannedStretch:
-    """The stretch of the coming step. Where one begins, its plan is applied to the model; a change is logged."""
+    """The stretch of the coming step. Where one begins, its plan is applied to the model; a change
+    is logged.
+    """
     stretch = run.plan.at(run.step)
     if stretch is before:
         return stretch
@@ -168,5 +193,7 @@ def enter_stretch(run: Run, before: PlannedStretch | None) -> PlannedStretch:
     if before is None or (stretch.recipe, stretch.reason) != (before.recipe, before.reason):
         if before is not None:  # the plan that was just printed says it for the start
             _log.info("step %d: %s (%s)", run.step, stretch.recipe.name, stretch.reason)
-        run.tracker.log_event(run.step + 1, "recipe", {"recipe": stretch.recipe.name, "reason": stretch.reason})
+        run.tracker.log_event(
+            run.step + 1, "recipe", {"recipe": stretch.recipe.name, "reason": stretch.reason}
+        )
     return stretch

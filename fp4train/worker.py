@@ -1,4 +1,5 @@
-"""A thread that does what may stall (a disk, a service) in the order it is given, so that its caller never has to wait.
+"""A thread that does what may stall (a disk, a service) in the order it is given, so that its
+caller never has to wait.
 
 Whoever gives it something may wait for it, within bounds, and go on without it.
 """
@@ -41,9 +42,12 @@ class Worker:
         capacity: how many calls may wait; None: any number.
     """
 
-    def __init__(self, name: str, failed: Callable[[Exception], None], *, capacity: int | None = None) -> None:
+    def __init__(
+        self, name: str, failed: Callable[[Exception], None], *, capacity: int | None = None
+    ) -> None:
         self.name = name
-        self._failed, self._capacity = failed, capacity
+        self._failed = failed
+        self._capacity = capacity
         self._calls: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
         self._busy = self._leaving = False
@@ -73,7 +77,9 @@ class Worker:
             return self._changed.wait_for(lambda: not self._calls and not self._busy, seconds)
 
     def leave(self, seconds: float = 0.0) -> bool:
-        """Take no more calls and wait for the end of the thread; whether it came. What waits is left undone then."""
+        """Take no more calls and wait for the end of the thread; whether it came. What waits is
+        left undone then.
+        """
         deadline = time.monotonic() + seconds
         done = self.wait(seconds)
         with self._changed:
@@ -93,7 +99,8 @@ class Worker:
                 if not self._calls:
                     self._thread = None
                     return
-                call, self._busy = self._calls.popleft(), True
+                call = self._calls.popleft()
+                self._busy = True
             try:
                 call()
             except Exception as error:

@@ -46,16 +46,21 @@ class Report:
             "at_least": at_least,
             "met": met,
         }
-        place = next((n for n, each in enumerate(self.rows) if each["what"] == what), len(self.rows))
+        place = next(
+            (n for n, each in enumerate(self.rows) if each["what"] == what), len(self.rows)
+        )
         self.rows[place : place + 1] = [row]
         goal = (
-            "" if target is None else f"   target {'≥' if at_least else '≤'} {target:g}   {'met' if met else 'MISSED'}"
+            ""
+            if target is None
+            else f"   target {'≥' if at_least else '≤'} {target:g}   {'met' if met else 'MISSED'}"
         )
         print(f"{what:<84} {value:8.3f} {unit}{goal}", flush=True)
         self.write({})
 
     def go_on(self, machine: dict[str, str]) -> None:
-        """Keep the rows and curves of an earlier measurement at `out`, but for those that are measured again.
+        """Keep the rows and curves of an earlier measurement at `out`, but for those that are
+        measured again.
 
         Raises:
             ValueError: another machine, torch or Python measured them.
@@ -67,9 +72,11 @@ class Report:
         for key, value in machine.items():
             if found.get(key, value) != value:
                 raise ValueError(
-                    f"{path} is of {key} {found[key]}, and this is {value}: measure all parts, or elsewhere"
+                    f"{path} is of {key} {found[key]}, and this is {value}: measure all "
+                    "parts, or elsewhere"
                 )
-        self.rows, self.curves = found["rows"], found["curves"]
+        self.rows = found["rows"]
+        self.curves = found["curves"]
 
     def write(self, machine: dict[str, str]) -> None:
         if self.out is not None:
@@ -77,13 +84,24 @@ class Report:
             self.out.with_suffix(".json").write_text(text + "\n")
 
     def markdown(self, machine: str) -> str:
-        lines = [f"# Benchmarks: {machine}", "", "| what | median | range | target | |", "|---|---|---|---|---|"]
+        lines = [
+            f"# Benchmarks: {machine}",
+            "",
+            "| what | median | range | target | |",
+            "|---|---|---|---|---|",
+        ]
         for row in self.rows:
-            goal = "" if row["target"] is None else f"{'≥' if row['at_least'] else '≤'} {row['target']:g}"
+            goal = (
+                ""
+                if row["target"] is None
+                else f"{'≥' if row['at_least'] else '≤'} {row['target']:g}"
+            )
             state = {None: "", True: "met", False: "missed"}[row["met"]]  # type: ignore[index]
             low, high = min(row["values"]), max(row["values"])  # type: ignore[call-overload]
             span = "" if low == high else f"{low:.3f} – {high:.3f}"
-            lines.append(f"| {row['what']} | {row['value']:.3f} {row['unit']} | {span} | {goal} | {state} |")
+            lines.append(
+                f"| {row['what']} | {row['value']:.3f} {row['unit']} | {span} | {goal} | {state} |"
+            )
         return "\n".join(lines) + "\n"
 
 
@@ -92,14 +110,20 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def in_turn(functions: dict[str, Callable[[], object]], device: torch.device, *, seconds: float) -> dict[str, float]:
-    """Median seconds of each function; they take turns, so that a drift of the machine's speed hits all alike."""
+def in_turn(
+    functions: dict[str, Callable[[], object]], device: torch.device, *, seconds: float
+) -> dict[str, float]:
+    """Median seconds of each function; they take turns, so that a drift of the machine's speed hits
+    all alike.
+    """
     times: dict[str, list[float]] = {name: [] for name in functions}
     for function in functions.values():
         function()
         function()
     began = time.perf_counter()
-    while time.perf_counter() - began < seconds * len(functions) or len(times[next(iter(times))]) < 5:
+    while (
+        time.perf_counter() - began < seconds * len(functions) or len(times[next(iter(times))]) < 5
+    ):
         for name, function in functions.items():
             synchronize(device)
             start = time.perf_counter()
@@ -113,7 +137,10 @@ def machine_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name()
     lines = Path("/proc/cpuinfo").read_text().split("\n") if Path("/proc/cpuinfo").exists() else []
-    found = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in reversed(lines))}
+    found = {
+        key.strip(): value.strip()
+        for key, _, value in (line.partition(":") for line in reversed(lines))
+    }
     name = found.get("model name", platform.machine())
     if "cpu family" in found:  # a virtual machine may call two generations by one name
         name += f" (family {found['cpu family']}, model {found['model']})"
@@ -129,7 +156,13 @@ def draw(report: Report, path: Path) -> None:
     axes = figure.subplots()
     for name, points in report.curves.items():
         style = {"color": "0.5", "linestyle": "--"} if name == "copy" else {}
-        axes.plot([n for n, _ in points], [n / s / 1e9 for n, s in points], marker="o", label=name, **style)
+        axes.plot(
+            [n for n, _ in points],
+            [n / s / 1e9 for n, s in points],
+            marker="o",
+            label=name,
+            **style,
+        )
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xlabel("elements")

@@ -33,10 +33,22 @@ VOCABULARY = 128_256
 
 
 @contextmanager
-def built_run(device: torch.device, overrides: list[str]) -> Iterator[tuple[Run, Callable[[Recipe], None]]]:
-    """A run ready to train, in a directory that is removed afterwards, and one step of it as `fp4train` makes it."""
+def built_run(
+    device: torch.device, overrides: list[str]
+) -> Iterator[tuple[Run, Callable[[Recipe], None]]]:
+    """A run ready to train, in a directory that is removed afterwards, and one step of it as
+    `fp4train` makes it.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        cfg = compose([*overrides, "run.name=benchmark", f"run.dir={folder}", f"device={device.type}", "track=jsonl"])
+        cfg = compose(
+            [
+                *overrides,
+                "run.name=benchmark",
+                f"run.dir={folder}",
+                f"device={device.type}",
+                "track=jsonl",
+            ]
+        )
         assert isinstance(cfg, DictConfig)
         run = build(RunStart(config=to_config(cfg), cfg=cfg))
         plans: dict[Recipe, Plan] = {}
@@ -52,7 +64,9 @@ def built_run(device: torch.device, overrides: list[str]) -> Iterator[tuple[Run,
                 done = train_step(run, plan.stretches[0].recipe)
                 loss, norm = done.read()
                 run.step += 1
-                run.tracker.log(run.step, {"train/loss": loss, "train/grad_norm": norm} | done.values)
+                run.tracker.log(
+                    run.step, {"train/loss": loss, "train/grad_norm": norm} | done.values
+                )
                 collector.after(run.step)
 
             try:
@@ -63,7 +77,9 @@ def built_run(device: torch.device, overrides: list[str]) -> Iterator[tuple[Run,
 
 
 class ExpertLoop(nn.Module):
-    """Experts as torch's own linear layers, called one after another: what a loop of PyTorch alone multiplies."""
+    """Experts as torch's own linear layers, called one after another: what a loop of PyTorch alone
+    multiplies.
+    """
 
     layer_shard = None
 
@@ -71,7 +87,9 @@ class ExpertLoop(nn.Module):
         super().__init__()
         self.experts = group.experts
         sizes = group.in_features, group.out_features
-        self.layers = nn.ModuleList(nn.Linear(*sizes, bias=False, device="meta") for _ in group.own_weights)
+        self.layers = nn.ModuleList(
+            nn.Linear(*sizes, bias=False, device="meta") for _ in group.own_weights
+        )
         for layer, weight in zip(self.layers, group.own_weights, strict=True):
             layer.weight = nn.Parameter(weight.detach().clone())
 
@@ -90,23 +108,33 @@ def with_torchs_experts(model: nn.Module) -> nn.Module:
 
 
 def bare_loop(run: Run, device: torch.device) -> Callable[[], None]:
-    """A step of a PyTorch loop that goes on with the weights and biases of `run`, by a new optimizer, on its next
-    batches; experts are balanced as in the run, by their losses and by their biases after each step."""
-    config, first = run.config, run.step
-    model = config.model.build(vocab_size=planned_vocab_size(config.data), seq_len=config.train.seq_len)
+    """A step of a PyTorch loop that goes on with the weights and biases of `run`, by a new
+    optimizer, on its next batches; experts are balanced as in the run, by their losses and by their
+    biases after each step.
+    """
+    config = run.config
+    first = run.step
+    model = config.model.build(
+        vocab_size=planned_vocab_size(config.data), seq_len=config.train.seq_len
+    )
     model.load_state_dict(run.model.state_dict())
     model = with_torchs_experts(model).to(device)
     optimizer = config.optim.build(model)
     for own, others in zip(optimizer.param_groups, run.optimizer.param_groups, strict=True):
         own["lr"] = others["lr"]
     batches = [run.train_data.batch(first + i) for i in range(8)]
-    steps, none_failed = 0, torch.zeros((), dtype=torch.bool, device=device)
+    steps = 0
+    none_failed = torch.zeros((), dtype=torch.bool, device=device)
 
     def step() -> None:
         nonlocal steps
         inputs, targets = (t.to(device) for t in batches[steps % len(batches)])
-        # The context says that activations are BF16; the layers are torch's own, cast by torch's autocast.
-        with use(Context(recipe=BF16(), auxiliary=1.0)), torch.autocast(device.type, dtype=torch.bfloat16):
+        # The context says that activations are BF16; the layers are torch's own, cast by torch's
+        # autocast.
+        with (
+            use(Context(recipe=BF16(), auxiliary=1.0)),
+            torch.autocast(device.type, dtype=torch.bfloat16),
+        ):
             loss = model(inputs, targets)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -131,16 +159,19 @@ def bench_step(
     quantised_target: float | None = None,
     settling: tuple[int, int] = (0, 0),
 ) -> None:
-    """A training step as `fp4train` makes it, in BF16, NVFP4 and MXFP8, and the same model in a bare PyTorch loop.
+    """A training step as `fp4train` makes it, in BF16, NVFP4 and MXFP8, and the same model in a
+    bare PyTorch loop.
 
     Args:
         target, bare_target: of an NVFP4 step over a BF16 step, and of that over the bare loop's.
         quantised_target: of an NVFP4 step over the bare loop's; None: that is no row.
-        settling: BF16 steps of the run, after which the bare loop begins with its weights, and then steps of that one,
-            before any is measured. Experts need them: a step's time depends on how evenly tokens are routed to them,
-            and the first steps of a new optimizer upset that.
+        settling: BF16 steps of the run, after which the bare loop begins with its weights, and then
+            steps of that one, before any is measured. Experts need them: a step's time depends on
+            how evenly tokens are routed to them, and the first steps of a new optimizer upset that.
     """
-    bf16, nvfp4, mxfp8 = BF16(), NVFP4(), MXFP8()
+    bf16 = BF16()
+    nvfp4 = NVFP4()
+    mxfp8 = MXFP8()
     with built_run(device, overrides) as (run, step):
         for _ in range(settling[0]):
             step(bf16)
@@ -160,7 +191,9 @@ def bench_step(
     over = "over the same model in a bare PyTorch loop"
     report.add(f"{name}: a BF16 step {over}", times["bf16"] / times["bare"], bare_target)
     if quantised_target is not None:
-        report.add(f"{name}: an NVFP4 step {over}", times["nvfp4"] / times["bare"], quantised_target)
+        report.add(
+            f"{name}: an NVFP4 step {over}", times["nvfp4"] / times["bare"], quantised_target
+        )
 
 
 def bench_recipes(report: Report, device: torch.device, overrides: list[str], name: str) -> None:
@@ -175,35 +208,59 @@ def bench_recipes(report: Report, device: torch.device, overrides: list[str], na
         times = in_turn(functions, device, seconds=report.seconds)
     for file, seconds in times.items():
         target = None if file in ("nvfp4", "bf16", "fp16", "fp32") else 1.6
-        report.add(f"{name}: a step in recipe={file} over one in nvfp4", seconds / times["nvfp4"], target)
+        report.add(
+            f"{name}: a step in recipe={file} over one in nvfp4", seconds / times["nvfp4"], target
+        )
 
 
 @contextmanager
 def real_vocabulary(*, seq_len: int, ids: int = VOCABULARY) -> Iterator[list[str]]:
-    """Keys of a configuration: random ids of a vocabulary of `ids`, enough for a batch; the head of a model is a
-    quarter of its step then, and next to nothing with the 257 ids of bytes."""
+    """Keys of a configuration: random ids of a vocabulary of `ids`, enough for a batch; the head of
+    a model is a quarter of its step then, and next to nothing with the 257 ids of bytes.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "ids.bin"
-        tokens = torch.randint(ids, (64 * (seq_len + 1),), generator=torch.Generator().manual_seed(0))
+        tokens = torch.randint(
+            ids, (64 * (seq_len + 1),), generator=torch.Generator().manual_seed(0)
+        )
         path.write_bytes(tokens.int().numpy().tobytes())
-        yield ["data=tokens", f"data.path={path}", f"data.vocab_size={ids}", "data.dtype=int32", "data.val=0.2"]
+        yield [
+            "data=tokens",
+            f"data.path={path}",
+            f"data.vocab_size={ids}",
+            "data.dtype=int32",
+            "data.val=0.2",
+        ]
 
 
 def bench_large_step(report: Report, device: torch.device, overrides: list[str], name: str) -> None:
-    """A model of a size that GPUs are bought for: utilisation, emulated NVFP4 and native FP8, eager and compiled."""
+    """A model of a size that GPUs are bought for: utilisation, emulated NVFP4 and native FP8, eager
+    and compiled.
+    """
     for compiled in (False, True):
         how = f"{name}, {'compiled' if compiled else 'eager'}"
         settings = [*overrides, f"train.compile={str(compiled).lower()}"]
         with built_run(device, [*settings, "backend=emulate"]) as (run, step):
             recipes: dict[str, Recipe] = {"bf16": BF16(), "nvfp4": NVFP4(), "mxfp8": MXFP8()}
-            times = in_turn({k: partial(step, r) for k, r in recipes.items()}, device, seconds=3 * report.seconds)
-            peak, tokens = run.peak_tokens_per_s(), run.config.train.tokens
+            times = in_turn(
+                {k: partial(step, r) for k, r in recipes.items()},
+                device,
+                seconds=3 * report.seconds,
+            )
+            peak = run.peak_tokens_per_s()
+            tokens = run.config.train.tokens
         report.add(f"{how}: a BF16 step", times["bf16"], unit="s")
         if peak is not None:
-            report.add(f"{how}: BF16 MFU", tokens / times["bf16"] / peak, 0.45, at_least=True, unit="")
+            report.add(
+                f"{how}: BF16 MFU", tokens / times["bf16"] / peak, 0.45, at_least=True, unit=""
+            )
         report.add(f"{how}: an NVFP4 step over a BF16 step", times["nvfp4"] / times["bf16"], 1.35)
         report.add(f"{how}: an MXFP8 step over a BF16 step", times["mxfp8"] / times["bf16"])
         with built_run(device, [*settings, "backend=auto"]) as (run, step):
             recipes = {"bf16": BF16(), "fp8": FP8Current()}
-            times = in_turn({k: partial(step, r) for k, r in recipes.items()}, device, seconds=3 * report.seconds)
+            times = in_turn(
+                {k: partial(step, r) for k, r in recipes.items()},
+                device,
+                seconds=3 * report.seconds,
+            )
         report.add(f"{how}: a native FP8 step over a BF16 step", times["fp8"] / times["bf16"], 1.0)

@@ -63,7 +63,8 @@ def step(run: Run) -> None:
 def main(arguments: list[str]) -> int:
     """Measure; print a table."""
     given = dict(a.partition("=")[::2] for a in arguments)
-    count, between = int(given.pop("checkpoints", "3")), int(given.pop("between", "12"))
+    count = int(given.pop("checkpoints", "3"))
+    between = int(given.pop("between", "12"))
     out = given.pop("out", None)
     table: list[str] = []
 
@@ -75,11 +76,17 @@ def main(arguments: list[str]) -> int:
             Path(out).write_text("\n".join(table) + "\n", encoding="utf-8")
 
     keep_freed_memory()
-    with tempfile.TemporaryDirectory(dir=given.pop("folder", None)) as place, run_directory.locked(Path(place) / "run"):
+    with (
+        tempfile.TemporaryDirectory(dir=given.pop("folder", None)) as place,
+        run_directory.locked(Path(place) / "run"),
+    ):
         run = prepare(Path(place), given, between)
         step(run)
         say(f"{run.description}, torch {torch.__version__}, {torch.get_num_threads()} threads\n")
-        say("| checkpoint | written while the loop waits | of that, processor time | cost to the loop | ratio |")
+        say(
+            "| checkpoint | written while the loop waits | of that, processor time | cost to "
+            "the loop | ratio |"
+        )
         say("|---|---|---|---|---|")
         for number in range(1, count + 1):
             while run.step % between:
@@ -90,13 +97,18 @@ def main(arguments: list[str]) -> int:
             for _ in range(between - 1):
                 step(run)
             run.saver.wait()
-            began, processor = time.perf_counter(), time.process_time()
+            began = time.perf_counter()
+            processor = time.process_time()
             run.saver.begin(proven=True)
             run.saver.wait()
-            waited, processor = time.perf_counter() - began, time.process_time() - processor
+            waited = time.perf_counter() - began
+            processor = time.process_time() - processor
             if not all(outcome.written for outcome in run.saver.outcomes()):
                 raise SystemExit("a checkpoint could not be written")
-            say(f"| {number} | {waited:.2f} s | {processor:.2f} s | {begun:.3f} s | {begun / waited:.3f} |")
+            say(
+                f"| {number} | {waited:.2f} s | {processor:.2f} s | {begun:.3f} s | "
+                f"{begun / waited:.3f} |"
+            )
             step(run)
         run.saver.close()
         run.tracker.finish(0)

@@ -23,7 +23,16 @@ from PIL import Image
 from torch import Tensor
 
 from fp4train.formats import E2M1, E4M3, decode, encode, value_table
-from fp4train.lab.analysis.figure import IN_RECIPE, INK, QUIET, TRAIN, VALIDATION, new_figure, save, style
+from fp4train.lab.analysis.figure import (
+    IN_RECIPE,
+    INK,
+    QUIET,
+    TRAIN,
+    VALIDATION,
+    new_figure,
+    save,
+    style,
+)
 from fp4train.measure.metrics import measure
 from fp4train.quantize import Hadamard, QuantSpec, RandomKey, quantize, random_bits
 from fp4train.quantize.rounding import round_to_values
@@ -41,7 +50,11 @@ def draw_all(directory: Path) -> list[Path]:
 
 def pictures() -> dict[str, Callable[[], Figure]]:
     """File names, and what draws them."""
-    return {"e2m1_grid.png": draw_grid, "stochastic_rounding.png": draw_stochastic, "hadamard.png": draw_hadamard}
+    return {
+        "e2m1_grid.png": draw_grid,
+        "stochastic_rounding.png": draw_stochastic,
+        "hadamard.png": draw_hadamard,
+    }
 
 
 def save_small(figure: Figure, path: Path) -> Path:
@@ -69,7 +82,9 @@ def prepare(axes: Axes, title: str, x: str, y: str) -> None:
 
 
 def legend(axes: Axes, place: str) -> None:
-    axes.legend(loc=place, fontsize=7.5, frameon=False, labelcolor=INK, handlelength=1.6, borderaxespad=0.2)
+    axes.legend(
+        loc=place, fontsize=7.5, frameon=False, labelcolor=INK, handlelength=1.6, borderaxespad=0.2
+    )
 
 
 def plain_ticks(axes: Axes, ticks: list[float]) -> None:
@@ -92,7 +107,9 @@ def draw_grid() -> Figure:
 
 
 def _number_line(axes: Axes) -> None:
-    style(axes, "E2M1: sign, two bits of exponent, one of mantissa. Fifteen values, dense near zero")
+    style(
+        axes, "E2M1: sign, two bits of exponent, one of mantissa. Fifteen values, dense near zero"
+    )
     axes.spines[["left", "bottom"]].set_visible(False)
     axes.grid(False)
     axes.axhline(0, color=QUIET, linewidth=1, zorder=1)
@@ -104,12 +121,16 @@ def _number_line(axes: Axes) -> None:
         axes.text(value, 0.5, signed(value), ha="center", va="bottom", fontsize=8.5, color=INK)
         bits = f"{code:04b}" if value else "0000\n1000"
         size = 5.6 if abs(value) < 2 else 7
-        axes.text(value, -0.45, bits, ha="center", va="top", fontsize=size, color=QUIET, linespacing=1.1)
+        axes.text(
+            value, -0.45, bits, ha="center", va="top", fontsize=size, color=QUIET, linespacing=1.1
+        )
     axes.set(xlim=(-6.4, 6.4), ylim=(-1.6, 1.6), yticks=[], xticks=[])
 
 
 def _staircase(axes: Axes) -> None:
-    prepare(axes, "nearest, ties to the even code; above 6 it saturates", "scaled value t", "rounded")
+    prepare(
+        axes, "nearest, ties to the even code; above 6 it saturates", "scaled value t", "rounded"
+    )
     t = torch.linspace(0, 7.5, 6001)
     axes.plot(t, t, color=QUIET, linewidth=0.9, linestyle=(0, (4, 3)), label="t itself")
     edges = [(a + b) / 2 for a, b in pairwise(MAGNITUDES)]
@@ -127,7 +148,12 @@ def _staircase(axes: Axes) -> None:
 
 
 def _relative_error(axes: Axes) -> None:
-    prepare(axes, "what that costs: the error relative to t", "scaled value t (logarithmic)", "|rounded − t| / t")
+    prepare(
+        axes,
+        "what that costs: the error relative to t",
+        "scaled value t (logarithmic)",
+        "|rounded − t| / t",
+    )
     t = torch.logspace(-4, 3, 8001, base=2.0)
     for fmt, colour, name in ((E2M1, TRAIN, "E2M1"), (E4M3, IN_RECIPE, "E4M3, for comparison")):
         error = (decode(encode(t, fmt), fmt) - t).abs() / t
@@ -135,13 +161,17 @@ def _relative_error(axes: Axes) -> None:
     axes.axhline(0.2, color=QUIET, linewidth=0.8, linestyle=(0, (4, 3)))
     axes.text(2**-3.9, 0.21, "20 %", fontsize=7, color=QUIET, va="bottom")
     axes.axvspan(6, 8, color=VALIDATION, alpha=0.12, linewidth=0)
-    axes.text(6.93, 0.55, "saturates", fontsize=7, color=VALIDATION, rotation=90, ha="center", va="center")
+    axes.text(
+        6.93, 0.55, "saturates", fontsize=7, color=VALIDATION, rotation=90, ha="center", va="center"
+    )
     axes.text(0.125, 0.94, "below ¼: zero", fontsize=7.5, color=INK, ha="center", va="top")
     axes.set_xscale("log", base=2)
     axes.set(xlim=(2**-4, 8), ylim=(0, 1.04))
     axes.yaxis.set_major_formatter(FuncFormatter(percent))
     plain_ticks(axes, [1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 6, 8])
-    axes.legend(loc="upper right", bbox_to_anchor=(0.93, 0.98), fontsize=7.5, frameon=False, labelcolor=INK)
+    axes.legend(
+        loc="upper right", bbox_to_anchor=(0.93, 0.98), fontsize=7.5, frameon=False, labelcolor=INK
+    )
 
 
 # --- stochastic rounding ---
@@ -156,15 +186,34 @@ def draw_stochastic() -> Figure:
 
 
 def _mean_of_roundings(axes: Axes, draws: int = 4096) -> None:
-    prepare(axes, f"the mean of {draws} stochastic roundings is the value", "scaled value t", "mean after rounding")
+    prepare(
+        axes,
+        f"the mean of {draws} stochastic roundings is the value",
+        "scaled value t",
+        "mean after rounding",
+    )
     axes.grid(False)
     t = torch.linspace(0, 7, 113)
     bits = random_bits(RandomKey(seed=0, step=0, layer=0, operand=0), draws, len(t))
     rounded = round_to_values(t.expand(draws, -1), E2M1, bits)
-    axes.axvspan(6, 6.375, color=VALIDATION, alpha=0.14, linewidth=0, label="t of a clipped maximum: up to 6 · 17/16")
+    axes.axvspan(
+        6,
+        6.375,
+        color=VALIDATION,
+        alpha=0.14,
+        linewidth=0,
+        label="t of a clipped maximum: up to 6 · 17/16",
+    )
     axes.plot([0, 7], [0, 7], color=QUIET, linewidth=0.9, linestyle=(0, (4, 3)), label="unbiased")
     fine = torch.linspace(0, 7, 7001)
-    axes.plot(fine, decode(encode(fine, E2M1), E2M1), color=INK, linewidth=0.9, alpha=0.55, label="to nearest")
+    axes.plot(
+        fine,
+        decode(encode(fine, E2M1), E2M1),
+        color=INK,
+        linewidth=0.9,
+        alpha=0.55,
+        label="to nearest",
+    )
     axes.plot(t, rounded.mean(0), "o", color=TRAIN, markersize=2.6, label="stochastic")
     axes.set(xlim=(0, 7), ylim=(0, 7))
     plain_ticks(axes, [0, 1, 2, 3, 4, 5, 6, 7])
@@ -172,16 +221,19 @@ def _mean_of_roundings(axes: Axes, draws: int = 4096) -> None:
 
 
 def block_maximum_bias(ideal: Tensor, guard: float, draws: int) -> Tensor:
-    """Mean relative error of a block's stochastically rounded maximum, for block scales that E4M3 has yet to round.
+    """Mean relative error of a block's stochastically rounded maximum, for block scales that E4M3
+    has yet to round.
 
-    One tensor a scale: its first block holds the amax that makes S_enc 1, the others one value ideal * 6 * guard.
+    One tensor a scale: its first block holds the amax that makes S_enc 1, the others one value
+        ideal * 6 * guard.
     """
     spec = QuantSpec(rounding="stochastic", guard=guard)
     largest = E2M1.max * guard
     errors = []
     for step, scale in enumerate(ideal.tolist()):
         x = torch.zeros(draws + 1, 16)
-        x[0, 0], x[1:, 0] = spec.global_bound * largest, scale * largest
+        x[0, 0] = spec.global_bound * largest
+        x[1:, 0] = scale * largest
         y = quantize(x, spec, key=RandomKey(seed=0, step=step, layer=0, operand=0)).dequantize()
         errors.append((y[1:, 0] / x[1:, 0] - 1).mean())
     return torch.stack(errors)
@@ -209,7 +261,14 @@ def _bias_of_block_maximum(axes: Axes, draws: int = 16384) -> None:
         (1.0, VALIDATION, "TE's scale, rounded stochastically"),
         (GUARD, TRAIN, "guarded: range 6 · 16/17"),
     ):
-        axes.plot(at / 64, block_maximum_bias(at, guard, draws), "o", color=colour, markersize=3, label=name)
+        axes.plot(
+            at / 64,
+            block_maximum_bias(at, guard, draws),
+            "o",
+            color=colour,
+            markersize=3,
+            label=name,
+        )
     axes.axhline(0, color=QUIET, linewidth=0.9)
     axes.axhline(-1 / 17, color=QUIET, linewidth=0.8, linestyle=(0, (4, 3)))
     axes.text(1.99, -1 / 17 - 0.001, "−1/17", fontsize=7.5, color=QUIET, ha="right", va="top")
@@ -228,16 +287,32 @@ def draw_hadamard() -> Figure:
     x = torch.randn(1, 16, generator=torch.Generator().manual_seed(5)).bfloat16()
     x[0, 4] = 16.0
     _block(before, x, "a block with an outlier: small values become zero")
-    _block(after, transform(x, Hadamard()), "the same block transformed: none does, and the grid is finer")
+    _block(
+        after,
+        transform(x, Hadamard()),
+        "the same block transformed: none does, and the grid is finer",
+    )
     sizes = torch.logspace(0, 2, 17)
-    results = {hadamard: [_outlier(size.item(), hadamard) for size in sizes] for hadamard in (None, Hadamard())}
+    results = {
+        hadamard: [_outlier(size.item(), hadamard) for size in sizes]
+        for hadamard in (None, Hadamard())
+    }
     for axes, column, title, y in (
         (underflow, 0, "nonzero elements that become zero", "share of all elements"),
         (error, 1, "relative error of the whole tensor: no smaller", "|error| / |x|, 2-norms"),
     ):
         prepare(axes, title, "size of one outlier in 16, others N(0, 1)", y)
-        for hadamard, colour, name in ((None, VALIDATION, "without"), (Hadamard(), TRAIN, "Hadamard 16")):
-            axes.plot(sizes, [r[column] for r in results[hadamard]], color=colour, linewidth=1.8, label=name)
+        for hadamard, colour, name in (
+            (None, VALIDATION, "without"),
+            (Hadamard(), TRAIN, "Hadamard 16"),
+        ):
+            axes.plot(
+                sizes,
+                [r[column] for r in results[hadamard]],
+                color=colour,
+                linewidth=1.8,
+                label=name,
+            )
         axes.set_xscale("log")
         axes.set_xlim(1, 100)
         axes.set_ylim(0)
@@ -259,7 +334,9 @@ def _block(axes: Axes, x: Tensor, title: str) -> None:
     axes.bar(at, x[0].float().numpy(), width=0.62, color=TRAIN, alpha=0.38, zorder=2, label="value")
     lost = y == 0
     axes.plot(at[~lost], y[~lost], "o", color=TRAIN, markersize=4, zorder=3, label="quantised")
-    axes.plot(at[lost], y[lost], "o", color=VALIDATION, markersize=4, zorder=3, label="quantised to zero")
+    axes.plot(
+        at[lost], y[lost], "o", color=VALIDATION, markersize=4, zorder=3, label="quantised to zero"
+    )
     top = 6.9 * step
     axes.set(xlim=(-0.7, 15.7), ylim=(-0.42 * top if x.float().min() > -0.4 * top else -top, top))
     axes.xaxis.set_major_locator(FixedLocator(list(range(0, 16, 3))))
@@ -277,7 +354,15 @@ def _outlier(size: float, hadamard: Hadamard | None) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory", nargs="?", type=Path, default=IMAGES, help="docs/images unless another is named")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "directory",
+        nargs="?",
+        type=Path,
+        default=IMAGES,
+        help="docs/images unless another is named",
+    )
     for path in draw_all(parser.parse_args().directory):
         print(path)

@@ -52,7 +52,8 @@ FEW = (
     "fp8 tensor codes of gradients",
 )
 """Kernels of `--few`: of emulation, of products of codes, and of norms and gates."""
-SIZE, TINY = 16384, 64
+SIZE = 16384
+TINY = 64
 """Rows and columns of the timed tensors, and those of a dry run."""
 LARGEST_PRODUCT = 8192
 """Rows and columns of the multiplied matrices, at most."""
@@ -60,8 +61,10 @@ LARGEST_PRODUCT = 8192
 
 @dataclass(frozen=True, kw_only=True)
 class IntegerCase:
-    """A kind of product of integers. turned: the columns of both operands are contiguous. rows: the first operand has
-    a scale per row. bias: one is added. adds: the product is added to a float32 sum."""
+    """A kind of product of integers. turned: the columns of both operands are contiguous. rows: the
+    first operand has a scale per row. bias: one is added. adds: the product is added to a float32
+    sum.
+    """
 
     dtype: torch.dtype
     turned: bool = False
@@ -92,15 +95,30 @@ class Timing:
 
 
 def timings(x: Tensor) -> list[Timing]:
-    """What a training step calls, on x [tokens, features] BF16. The amax is given, so that each line is one kernel."""
+    """What a training step calls, on x [tokens, features] BF16. The amax is given, so that each
+    line is one kernel.
+    """
     amax = x.abs().amax().float()
     n = x.numel()
     key = KEY.replace(row_offset=0, col_offset=0)
-    plain, codes4, codes8 = 2 * n, n // 2 + n // 16, n + n // 32
-    names = ("nvfp4", "nvfp4 hadamard", "nvfp4 stochastic", "nvfp4 hadamard stochastic", "nvfp4 16x16")
-    nvfp4, had, stochastic, had_stochastic, square = (kernels.TritonQuantizer(SPECS[name]) for name in names)
-    mxfp8, tensor8 = (kernels.TritonQuantizer(SPECS[name]) for name in ("mxfp8 e4m3", "fp8 tensor e4m3"))
-    saved4, saved8 = nvfp4.codes(x, None, amax), mxfp8.codes(x)
+    plain = 2 * n
+    codes4 = n // 2 + n // 16
+    codes8 = n + n // 32
+    names = (
+        "nvfp4",
+        "nvfp4 hadamard",
+        "nvfp4 stochastic",
+        "nvfp4 hadamard stochastic",
+        "nvfp4 16x16",
+    )
+    nvfp4, had, stochastic, had_stochastic, square = (
+        kernels.TritonQuantizer(SPECS[name]) for name in names
+    )
+    mxfp8, tensor8 = (
+        kernels.TritonQuantizer(SPECS[name]) for name in ("mxfp8 e4m3", "fp8 tensor e4m3")
+    )
+    saved4 = nvfp4.codes(x, None, amax)
+    saved8 = mxfp8.codes(x)
 
     random = stochastic, had_stochastic
 
@@ -112,15 +130,20 @@ def timings(x: Tensor) -> list[Timing]:
     ) -> object:
         return row.with_columns(column, x, key, given, key, given, *codes)
 
-    second, third = x.clone(), x.clone()  # of their own memory, which no cache holds after x was read
+    # of their own memory, which no cache holds after x was read
+    second, third = x.clone(), x.clone()
 
-    # The tensors that x is made of, read twice where an amax comes first, and the codes of all results.
-    norm = produced.SourceTensors("norm", (x, x[0].clone(), torch.empty(len(x), device=x.device)), 1e-5)
+    # The tensors that x is made of, read twice where an amax comes first, and the codes of all
+    # results.
+    norm = produced.SourceTensors(
+        "norm", (x, x[0].clone(), torch.empty(len(x), device=x.device)), 1e-5
+    )
     summed = norm._replace(tensors=(torch.empty_like(x), *norm.tensors[1:], x, second))
     gate = produced.SourceTensors("gate", (x, second))
     gradients = produced.SourceTensors("gradients", (x, second, third))
     backward = partial(produced.norm_backward, x, second, *norm.tensors[1:])
-    none, drawn = [(None, None)], [(key, key)] * 2
+    none = [(None, None)]
+    drawn = [(key, key)] * 2
     made = [
         ("nvfp4", (nvfp4, had), none, norm, 2 * plain + 2 * codes4),
         ("nvfp4", (nvfp4, had), none, summed, 4 * plain + 2 * codes4),
@@ -148,9 +171,15 @@ def timings(x: Tensor) -> list[Timing]:
         Timing("nvfp4 hadamard codes, columns", lambda: had.codes(x.T, None, amax), plain + codes4),
         Timing("nvfp4 hadamard values, columns", lambda: had.values(x.T, None, amax), 2 * plain),
         Timing(
-            "nvfp4 hadamard stochastic codes, columns", lambda: had_stochastic.codes(x.T, key, amax), plain + codes4
+            "nvfp4 hadamard stochastic codes, columns",
+            lambda: had_stochastic.codes(x.T, key, amax),
+            plain + codes4,
         ),
-        Timing("nvfp4 hadamard stochastic values, columns", lambda: had_stochastic.values(x.T, key, amax), 2 * plain),
+        Timing(
+            "nvfp4 hadamard stochastic values, columns",
+            lambda: had_stochastic.values(x.T, key, amax),
+            2 * plain,
+        ),
         Timing("nvfp4 16x16 codes", lambda: square.codes(x, None, amax), plain + n // 2 + n // 256),
         Timing("nvfp4 16x16 values", lambda: square.values(x, None, amax), 2 * plain),
         Timing("nvfp4 decode", lambda: nvfp4.decode(saved4), plain + codes4),
@@ -159,8 +188,14 @@ def timings(x: Tensor) -> list[Timing]:
         Timing("mxfp8 codes, columns", lambda: mxfp8.codes(x.T), plain + codes8),
         Timing("mxfp8 decode", lambda: mxfp8.decode(saved8), plain + codes8),
         Timing("nvfp4 codes of both forms", lambda: both(nvfp4, had, amax), plain + 2 * codes4),
-        Timing("nvfp4 stochastic codes of both forms", lambda: both(*random, amax), plain + 2 * codes4),
-        Timing("nvfp4 codes of both forms, and amaxes", lambda: both(nvfp4, had, None), 2 * plain + 2 * codes4),
+        Timing(
+            "nvfp4 stochastic codes of both forms", lambda: both(*random, amax), plain + 2 * codes4
+        ),
+        Timing(
+            "nvfp4 codes of both forms, and amaxes",
+            lambda: both(nvfp4, had, None),
+            2 * plain + 2 * codes4,
+        ),
         Timing(
             "nvfp4 values and codes of both forms, and amaxes",
             lambda: both(nvfp4, had, None, (False, True)),
@@ -172,10 +207,20 @@ def timings(x: Tensor) -> list[Timing]:
             4 * plain,
         ),
         Timing("mxfp8 codes of both forms", lambda: both(mxfp8, mxfp8, None), plain + 2 * codes8),
-        Timing("fp8 tensor codes of both forms", lambda: both(tensor8, tensor8, amax), plain + 2 * n),
-        Timing("fp8 tensor codes of both forms, and amax", lambda: both(tensor8, tensor8, None), 2 * plain + 2 * n),
+        Timing(
+            "fp8 tensor codes of both forms", lambda: both(tensor8, tensor8, amax), plain + 2 * n
+        ),
+        Timing(
+            "fp8 tensor codes of both forms, and amax",
+            lambda: both(tensor8, tensor8, None),
+            2 * plain + 2 * n,
+        ),
         *(
-            Timing(f"{name} codes of {source.kind}{of_sum}", partial(produced.produce, *pair, source, keys), moved)
+            Timing(
+                f"{name} codes of {source.kind}{of_sum}",
+                partial(produced.produce, *pair, source, keys),
+                moved,
+            )
             for name, pair, keys, source, moved in made
             for of_sum in [" of a sum" * (source is summed)]
         ),
@@ -191,7 +236,9 @@ def timings(x: Tensor) -> list[Timing]:
 
 
 def microseconds(call: Callable[[], object], repeats: int = 30) -> float:
-    """Median GPU time of a call, from replays of a CUDA graph of it; in a dry run that of one call."""
+    """Median GPU time of a call, from replays of a CUDA graph of it; in a dry run that of one
+    call.
+    """
     if not torch.cuda.is_available():  # a dry run
         began = time.perf_counter()
         call()
@@ -216,7 +263,10 @@ def microseconds(call: Callable[[], object], repeats: int = 30) -> float:
 def products(x: Tensor) -> Iterator[tuple[str, Callable[[], object]]]:
     """(name, call) of the products x·xᵀ that tensor cores of this GPU multiply."""
     yield "BF16", lambda: x @ x.T
-    yield "BF16 into float32", lambda: matmul(Decoded(x, None), Decoded(x, None), out_dtype=torch.float32)
+    yield (
+        "BF16 into float32",
+        lambda: matmul(Decoded(x, None), Decoded(x, None), out_dtype=torch.float32),
+    )
     scale = torch.full((), 0.01, device=x.device)
     operand = Decoded(x, scale)
     for way in ("cublas", "triton"):
@@ -240,12 +290,17 @@ def multiplied(scaled: ScaledProducts, operand: Decoded) -> Tensor:
 
 
 def check_integers(scaled: ScaledProducts, device: torch.device) -> None:
-    """RuntimeError where a product of integers, whose sums are exact in float32, has other bits than it must."""
+    """RuntimeError where a product of integers, whose sums are exact in float32, has other bits
+    than it must.
+    """
     for sizes in INTEGER_SIZES if device.type == "cuda" else TINY_INTEGER_SIZES:
         for case in INTEGER_CASES:
             product, exact = integer_product(scaled, case, sizes, device)
             if not torch.equal(product.cpu(), exact):
-                differ = f"{int((product.cpu() != exact).sum())} of {exact.numel()} exact products differ"
+                differ = (
+                    f"{int((product.cpu() != exact).sum())} of {exact.numel()} exact products "
+                    "differ"
+                )
                 raise RuntimeError(f"{differ}: {case} of {sizes}")
 
 
@@ -269,14 +324,18 @@ def integer_product(
         first = (1 + torch.arange(rows, dtype=torch.float32)[:, None]) * first
     exact = sums * first * second if case.rows else sums * (first * second)
     if case.turned:
-        a, b = a.T.contiguous().T, b.T.contiguous().T
-    left, right = Decoded(placed(a, device), first.to(device)), Decoded(placed(b, device), second.to(device))
+        a = a.T.contiguous().T
+        b = b.T.contiguous().T
+    left = Decoded(placed(a, device), first.to(device))
+    right = Decoded(placed(b, device), second.to(device))
     if case.adds:
         total = (torch.arange(rows * cols) % 101 - 50.0).to(torch.float32).reshape(rows, cols)
         on_device = total.to(device, copy=True)
         scaled.add(on_device, left, right)
         return on_device, total + exact
-    product = scaled.product(left, right, out_dtype=case.dtype, bias=None if bias is None else bias.to(device))
+    product = scaled.product(
+        left, right, out_dtype=case.dtype, bias=None if bias is None else bias.to(device)
+    )
     return product, (exact if bias is None else exact + bias.float()).to(case.dtype)
 
 
@@ -311,7 +370,13 @@ def kernel_row(timing: Timing, rates: dict[str, float]) -> dict[str, Any]:
     us = microseconds(timing.call)
     rate = timing.bytes / us / 1e3
     share = rate / rates["copy"]
-    return {"us": us, "bytes": timing.bytes, "GB/s": rate, "of copy": share, "below target": share < TARGET}
+    return {
+        "us": us,
+        "bytes": timing.bytes,
+        "GB/s": rate,
+        "of copy": share,
+        "below target": share < TARGET,
+    }
 
 
 def product_row(call: Callable[[], object], side: int) -> dict[str, Any]:
@@ -321,15 +386,23 @@ def product_row(call: Callable[[], object], side: int) -> dict[str, Any]:
         device = operand.values.device
         check_integers(scaled, device)
         reason = scaled.why_triton(device)
-        row = {"library": "cuBLAS"} if reason is None else {"library": "Triton", "why not cuBLAS": reason}
+        row = (
+            {"library": "cuBLAS"}
+            if reason is None
+            else {"library": "Triton", "why not cuBLAS": reason}
+        )
     us = microseconds(call)
     return {"us": us, "TFLOP/s": 2 * side**3 / us / 1e6, **row}
 
 
 def main(words: list[str] | None = None) -> int:
     parser = gpu_runs.options(__doc__, f"matrices of {TINY} rows on a CPU, in Triton's interpreter")
-    parser.add_argument("--few", action="store_true", help="the kernels that take most of a training step")
-    parser.add_argument("--size", type=int, default=SIZE, help="rows and columns of the timed tensors")
+    parser.add_argument(
+        "--few", action="store_true", help="the kernels that take most of a training step"
+    )
+    parser.add_argument(
+        "--size", type=int, default=SIZE, help="rows and columns of the timed tensors"
+    )
     given = parser.parse_args(words)
     if given.dry_run:
         gpu_stand_ins.interpret()
@@ -342,7 +415,8 @@ def main(words: list[str] | None = None) -> int:
             continue
         try:
             row = {"name": name, "ok": True, **measure()}
-        except Exception as error:  # of the compiler or the launch: the other kernels still tell something
+        # of the compiler or the launch: the other kernels still tell something
+        except Exception as error:
             row = {"name": name, "ok": False, "note": gpu_runs.first_line(error)}
         results.add(row)
     return results.code

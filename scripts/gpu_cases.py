@@ -10,7 +10,9 @@ from torch import Tensor
 
 from fp4train.quantize import Delayed, Hadamard, QuantSpec, RandomKey
 
-KEY = RandomKey(seed=(1 << 63) + 12345678901, step=77, layer=0xDEADBEEF, operand=3, row_offset=5, col_offset=16)
+KEY = RandomKey(
+    seed=(1 << 63) + 12345678901, step=77, layer=0xDEADBEEF, operand=3, row_offset=5, col_offset=16
+)
 
 
 def mx(element: str, scale_rounding: str = "rceil", rows: int = 1, **options: Any) -> QuantSpec:
@@ -24,7 +26,9 @@ def mx(element: str, scale_rounding: str = "rceil", rows: int = 1, **options: An
     )
 
 
-def fp8(element: str, block: tuple[int | None, int | None], scale: str = "fp32", **options: Any) -> QuantSpec:
+def fp8(
+    element: str, block: tuple[int | None, int | None], scale: str = "fp32", **options: Any
+) -> QuantSpec:
     return QuantSpec(element=element, block=block, scale=scale, global_scale=None, **options)
 
 
@@ -37,7 +41,9 @@ SPECS: dict[str, QuantSpec] = {
     "nvfp4 16x16 stochastic": QuantSpec(block=(16, 16), rounding="stochastic"),
     "nvfp4 te2.13": QuantSpec(formula="te2.13"),
     "nvfp4 per row": QuantSpec(global_scale="row"),
-    "nvfp4 per row hadamard 8": QuantSpec(global_scale="row", hadamard=Hadamard(size=8, signs="random", seed=5)),
+    "nvfp4 per row hadamard 8": QuantSpec(
+        global_scale="row", hadamard=Hadamard(size=8, signs="random", seed=5)
+    ),
     "nvfp4 guarded": QuantSpec(guard=16 / 17, global_bound=256.0, rounding="stochastic"),
     "mxfp8 e4m3": mx("e4m3"),
     "mxfp8 e4m3 stochastic": mx("e4m3", rounding="stochastic"),
@@ -70,7 +76,8 @@ PAIRS = (
 )
 """Specs of the row-wise and the column-wise form of a tensor, whose codes one kernel makes."""
 
-_MXFP8, _FP8 = ("mxfp8 e4m3", "mxfp8 e4m3"), ("fp8 tensor e4m3", "fp8 tensor e4m3")
+_MXFP8 = ("mxfp8 e4m3", "mxfp8 e4m3")
+_FP8 = ("fp8 tensor e4m3", "fp8 tensor e4m3")
 PRODUCED = {
     "norm": (("nvfp4", "nvfp4 hadamard"), _MXFP8, ("nvfp4", "nvfp4"), _FP8),
     "norm of a sum": (("nvfp4", "nvfp4 hadamard"), _MXFP8, _FP8),
@@ -83,7 +90,9 @@ PRODUCED = {
         _FP8,
     ),
 }
-"""Sources of a tensor that is quantised where it is made (`quantize/produced.py`), and specs of both its forms."""
+"""Sources of a tensor that is quantised where it is made (`quantize/produced.py`), and specs of
+both its forms.
+"""
 
 BACKWARD = {"gradients of norm": False, "gradients of norm, one added": True}
 """Whether the backward pass of a norm adds another gradient to that of its input."""
@@ -91,8 +100,9 @@ BACKWARD = {"gradients of norm": False, "gradients of norm, one added": True}
 
 @dataclass(frozen=True)
 class Case:
-    """One tensor under one spec, or its codes by `spec` and those of its transpose by `column`; of a `source` x is what
-    that is made of: the first tensor, and below it the second. Of `BACKWARD` these are dy and h; nothing is quantised.
+    """One tensor under one spec, or its codes by `spec` and those of its transpose by `column`; of
+    a `source` x is what that is made of: the first tensor, and below it the second. Of `BACKWARD`
+    these are dy and h; nothing is quantised.
     """
 
     name: str
@@ -105,7 +115,9 @@ class Case:
 
 
 def content(kind: str, rows: int, cols: int, seed: int) -> Tensor:
-    """float32 [rows, cols]: normal, wide (40 decades, zeros of both signs, subnormals), nan, inf, huge, tiny, grid."""
+    """float32 [rows, cols]: normal, wide (40 decades, zeros of both signs, subnormals), nan, inf,
+    huge, tiny, grid.
+    """
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, cols, generator=generator)
     if kind == "normal":
@@ -128,13 +140,18 @@ def content(kind: str, rows: int, cols: int, seed: int) -> Tensor:
     return x * {"huge": 1e30, "tiny": 1e-30}.get(kind, 1.0)
 
 
-def cases(*, shapes: list[tuple[int, int]], kinds: list[str], dtypes: list[torch.dtype]) -> Iterator[Case]:
-    """Every spec with every shape, as it is, as a transposed and as a strided view; the kinds and dtypes in turn."""
+def cases(
+    *, shapes: list[tuple[int, int]], kinds: list[str], dtypes: list[torch.dtype]
+) -> Iterator[Case]:
+    """Every spec with every shape, as it is, as a transposed and as a strided view; the kinds and
+    dtypes in turn.
+    """
     count = 0
     for name, spec in SPECS.items():
         for rows, cols in shapes:
             for strides in ("rows", "columns", "both"):
-                kind, dtype = kinds[count % len(kinds)], dtypes[count // len(kinds) % len(dtypes)]
+                kind = kinds[count % len(kinds)]
+                dtype = dtypes[count // len(kinds) % len(dtypes)]
                 count += 1
                 seed = zlib.crc32(f"{name}{rows}{cols}{strides}".encode())
                 if strides == "rows":
@@ -144,15 +161,27 @@ def cases(*, shapes: list[tuple[int, int]], kinds: list[str], dtypes: list[torch
                 else:  # every other column of a wider tensor
                     x = content(kind, rows, 2 * cols, seed).to(dtype)[:, ::2]
                 key = KEY if spec.rounding == "stochastic" else None
-                amax = torch.tensor(3.0) if spec.delayed or (spec.global_scale == "tensor" and count % 4 == 0) else None
-                label = f"{name} | {rows}x{cols} {strides} {kind} {str(dtype).removeprefix('torch.')}"
+                amax = (
+                    torch.tensor(3.0)
+                    if spec.delayed or (spec.global_scale == "tensor" and count % 4 == 0)
+                    else None
+                )
+                label = (
+                    f"{name} | {rows}x{cols} {strides} {kind} {str(dtype).removeprefix('torch.')}"
+                )
                 yield Case(label, x, spec, key, amax)
     for row, column in PAIRS:
         for rows, cols in shapes:
-            kind, dtype = kinds[count % len(kinds)], dtypes[count // len(kinds) % len(dtypes)]
+            kind = kinds[count % len(kinds)]
+            dtype = dtypes[count // len(kinds) % len(dtypes)]
             count += 1
-            x = content(kind, rows, cols, zlib.crc32(f"{row}{column}{rows}{cols}".encode())).to(dtype)
-            label = f"{row}, and {column} of x.T | {rows}x{cols} {kind} {str(dtype).removeprefix('torch.')}"
+            x = content(kind, rows, cols, zlib.crc32(f"{row}{column}{rows}{cols}".encode())).to(
+                dtype
+            )
+            label = (
+                f"{row}, and {column} of x.T | {rows}x{cols} {kind} "
+                f"{str(dtype).removeprefix('torch.')}"
+            )
             amax = torch.tensor(3.0) if SPECS[row].delayed else None
             yield Case(label, x, SPECS[row], KEY, amax, SPECS[column])
     for source, pairs in PRODUCED.items():
@@ -160,10 +189,14 @@ def cases(*, shapes: list[tuple[int, int]], kinds: list[str], dtypes: list[torch
             for rows, cols in shapes:
                 kind = kinds[count % len(kinds)]
                 count += 1
-                x = content(kind, 2 * rows, cols, zlib.crc32(f"{source}{row}{rows}{cols}".encode())).bfloat16()
+                x = content(
+                    kind, 2 * rows, cols, zlib.crc32(f"{source}{row}{rows}{cols}".encode())
+                ).bfloat16()
                 label = f"{row}, and {column} of x.T, of {source} | {rows}x{cols} {kind}"
                 yield Case(label, x, SPECS[row], KEY, None, SPECS[column], source)
     for name in BACKWARD:
         for rows, cols in shapes:
-            x = content("normal", 2 * rows, cols, zlib.crc32(f"{name}{rows}{cols}".encode())).bfloat16()
+            x = content(
+                "normal", 2 * rows, cols, zlib.crc32(f"{name}{rows}{cols}".encode())
+            ).bfloat16()
             yield Case(f"{name} | {rows}x{cols} normal", x, QuantSpec(), None, None, source=name)

@@ -52,15 +52,30 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import gpu_kernels_packed
-from gpu_parts import ASKED_FOR, NINE, PARTS, ROOT, SCRIPTS, WITHOUT_GPU, Step, hours, site_of, steps_of
+from gpu_parts import (
+    ASKED_FOR,
+    NINE,
+    PARTS,
+    ROOT,
+    SCRIPTS,
+    WITHOUT_GPU,
+    Step,
+    hours,
+    site_of,
+    steps_of,
+)
 from gpu_processes import TOO_LONG, Program, run_beside
 
 LEFT_OUT = 3
-"""Exit code of a step that cannot run on this machine, whose last line says why, and of a call that sees no GPU."""
+"""Exit code of a step that cannot run on this machine, whose last line says why, and of a call that
+sees no GPU.
+"""
 EVERY = 10.0
 """Seconds between two archives during a step."""
 ENDING = 10.0
-"""Seconds before the end of a call when its last step is ended: processes end, and results are packed."""
+"""Seconds before the end of a call when its last step is ended: processes end, and results are
+packed.
+"""
 PATIENCE = 60.0
 """Seconds in which torch must have said whether it sees a GPU."""
 
@@ -149,13 +164,20 @@ class Check:
 
     def summary(self) -> str:
         """One line: what failed, what cannot run here, and what is still to be done."""
-        told = {"failed": self.failed, "cannot run here": self.absent, "no time was left, call it again": self.late}
+        told = {
+            "failed": self.failed,
+            "cannot run here": self.absent,
+            "no time was left, call it again": self.late,
+        }
         return (
-            "; ".join(f"{what}: {', '.join(steps)}" for what, steps in told.items() if steps) or "all steps ended well"
+            "; ".join(f"{what}: {', '.join(steps)}" for what, steps in told.items() if steps)
+            or "all steps ended well"
         )
 
     def run(self, steps: list[Step], seconds: float) -> None:
-        """Run steps beside each other, each in a process group that is ended as a whole when the seconds are over."""
+        """Run steps beside each other, each in a process group that is ended as a whole when the
+        seconds are over.
+        """
         possible = []
         for step in steps:
             print(f"== {step.name}: {shlex.join(step.words)}", flush=True)
@@ -168,7 +190,8 @@ class Check:
         logs = [self.log(step) for step in possible]
 
         def ended(place: int, code: int) -> None:
-            step, log = possible[place], logs[place]
+            step = possible[place]
+            log = logs[place]
             print(*log.read_text(errors="replace").splitlines()[-12:], sep="\n")
             if code == TOO_LONG:
                 print(f"{step.name} was ended: its {seconds:.0f} s are over")
@@ -177,9 +200,17 @@ class Check:
             self.note(step, code, time.monotonic() - began)
 
         programs = [
-            Program(words=step.command(), log=log, seconds=seconds) for step, log in zip(possible, logs, strict=True)
+            Program(words=step.command(), log=log, seconds=seconds)
+            for step, log in zip(possible, logs, strict=True)
         ]
-        run_beside(programs, environment=self.environment(), folder=ROOT, every=EVERY, meanwhile=self.pack, ended=ended)
+        run_beside(
+            programs,
+            environment=self.environment(),
+            folder=ROOT,
+            every=EVERY,
+            meanwhile=self.pack,
+            ended=ended,
+        )
 
     def log(self, step: Step) -> Path:
         """The file of what a step prints."""
@@ -202,11 +233,18 @@ class Check:
         return {"TRITON_CACHE_DIR": kernels} | dict(os.environ) | {"PYTHONPATH": path}
 
     def why_no_gpu(self) -> str | None:
-        """Why nothing can run here, in words; None: torch sees a GPU, whose machine is written to NAME-machine.json."""
+        """Why nothing can run here, in words; None: torch sees a GPU, whose machine is written to
+        NAME-machine.json.
+        """
         command = [sys.executable, str(SCRIPTS / "gpu_machine.py")]
         try:
             done = subprocess.run(
-                command, cwd=ROOT, env=self.environment(), capture_output=True, text=True, timeout=PATIENCE
+                command,
+                cwd=ROOT,
+                env=self.environment(),
+                capture_output=True,
+                text=True,
+                timeout=PATIENCE,
             )
         except subprocess.TimeoutExpired:
             return f"torch did not say within {PATIENCE:.0f} s whether there is a GPU"
@@ -233,8 +271,13 @@ class Check:
             with tarfile.open(beside, "w:gz") as file:
                 for path in self.results():
                     name = f"runs/{path.name}" if path.parent.name == "runs" else path.name
-                    file.add(path, name, filter=lambda each: None if "/checkpoints" in each.name else each)
-        except OSError as error:  # a step changed a file that was just read; the next archive has it
+                    file.add(
+                        path,
+                        name,
+                        filter=lambda each: None if "/checkpoints" in each.name else each,
+                    )
+        # a step changed a file that was just read; the next archive has it
+        except OSError as error:
             print(f"== {target} stays as it was: {error}", flush=True)
             return
         beside.replace(target)
@@ -242,7 +285,11 @@ class Check:
     def results(self) -> list[Path]:
         """The files and folders that are packed."""
         paths = [*self.out.parent.glob(f"{self.out.name}*"), *ROOT.glob(f"runs/{self.out.name}-*")]
-        return sorted(path for path in paths if path != site_of(self.out) and path.suffix not in (".tgz", ".part"))
+        return sorted(
+            path
+            for path in paths
+            if path != site_of(self.out) and path.suffix not in (".tgz", ".part")
+        )
 
 
 def dry_step(step: Step) -> int:
@@ -264,7 +311,8 @@ def dry_step(step: Step) -> int:
             runpy.run_path(str(SCRIPTS / first), run_name="__main__")
     except SystemExit as ended:
         return int(ended.code or 0)
-    except Exception:  # a step of a real run is a process, which would end with this traceback and 1 as well
+    # a step of a real run is a process, which would end with this traceback and 1 as well
+    except Exception:
         traceback.print_exc()
         return 1
     return 0
@@ -273,7 +321,8 @@ def dry_step(step: Step) -> int:
 @contextmanager
 def arguments(words: list[str]) -> Iterator[None]:
     """What a program finds in `sys.argv`."""
-    before, sys.argv = sys.argv, words
+    before = sys.argv
+    sys.argv = words
     try:
         yield
     finally:
@@ -292,12 +341,24 @@ def read(words: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
     parser.add_argument(
-        "--te", type=Path, metavar="FOLDER", help="a Transformer Engine to install, with its install.sh"
+        "--te",
+        type=Path,
+        metavar="FOLDER",
+        help="a Transformer Engine to install, with its install.sh",
     )
-    parser.add_argument("--kernels", type=Path, metavar="ARCHIVE", help="kernels that `pack_gpu.py --kernels` compiled")
-    parser.add_argument("--archive", type=Path, default=os.environ.get("OUT"), help="folder of NAME.tgz")
+    parser.add_argument(
+        "--kernels",
+        type=Path,
+        metavar="ARCHIVE",
+        help="kernels that `pack_gpu.py --kernels` compiled",
+    )
+    parser.add_argument(
+        "--archive", type=Path, default=os.environ.get("OUT"), help="folder of NAME.tgz"
+    )
     time_limit = parser.add_mutually_exclusive_group()
-    time_limit.add_argument("--total", type=float, metavar="MINUTES", help="of the whole call; runs `nine` by default")
+    time_limit.add_argument(
+        "--total", type=float, metavar="MINUTES", help="of the whole call; runs `nine` by default"
+    )
     time_limit.add_argument("--minutes", type=float, help="of each part; 8 by default")
     parser.add_argument("--dry-run", action="store_true", help="all of it on a CPU, with stand-ins")
     parser.add_argument("--from", dest="here", type=Path, default=Path(), help=argparse.SUPPRESS)
@@ -328,7 +389,10 @@ def read(words: list[str] | None) -> argparse.Namespace:
     if given.kernels is not None and not given.kernels.is_file():
         parser.error(f"--kernels {given.kernels} is no file")
     if given.kernels is not None and given.dry_run:
-        parser.error("--kernels with --dry-run: a dry run interprets its kernels, and takes none that are compiled")
+        parser.error(
+            "--kernels with --dry-run: a dry run interprets its kernels, and takes none that "
+            "are compiled"
+        )
     return given
 
 
@@ -354,7 +418,8 @@ def main(words: list[str] | None = None) -> int:
         sys.path.insert(0, str(ROOT))
         gpu_stand_ins.interpret()
     else:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends what was started, too
+        # ends what was started, too
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         if set(given.parts) - set(WITHOUT_GPU) and (reason := check.why_no_gpu()) is not None:
             print(f"gpu_check: {reason}; nothing ran. On a CPU: --dry-run", file=sys.stderr)
             return LEFT_OUT

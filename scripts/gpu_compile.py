@@ -39,7 +39,8 @@ class Pointer:
     """An argument that points to memory, as Triton's JIT looks at one."""
 
     def __init__(self, dtype: str, aligned: bool) -> None:
-        self.dtype, self._aligned = f"torch.{dtype}", aligned
+        self.dtype = f"torch.{dtype}"
+        self._aligned = aligned
 
     def data_ptr(self) -> int:
         return 0 if self._aligned else 4
@@ -87,7 +88,9 @@ class Missing(Exception):
 
 
 def kernels_without_torch() -> None:
-    """Let the modules of kernels be imported, which need Triton alone, without their package, which needs torch."""
+    """Let the modules of kernels be imported, which need Triton alone, without their package, which
+    needs torch.
+    """
     for name in ("fp4train", "fp4train.kernels"):
         package = ModuleType(name)
         package.__path__ = [str(ROOT / name.replace(".", "/"))]
@@ -136,8 +139,9 @@ class Cache:
             self.launcher(made)
 
     def launcher(self, made: Any) -> None:
-        """Compile what launches a kernel, where Triton has C code for each. It is kept, and cannot be loaded without
-        a driver."""
+        """Compile what launches a kernel, where Triton has C code for each. It is kept, and cannot
+        be loaded without a driver.
+        """
         if not hasattr(nvidia, "make_launcher"):
             return
         nvidia.CudaLauncher(made.src, made.metadata)
@@ -149,7 +153,9 @@ def driver_utilities() -> None:
 
 
 def empty_libcuda(folder: str) -> None:
-    """A library of libcuda's name, which has nothing: what links to it finds the driver's where it is loaded."""
+    """A library of libcuda's name, which has nothing: what links to it finds the driver's where it
+    is loaded.
+    """
     source = Path(folder, "libcuda.c")
     source.write_text("")
     library = str(Path(folder, "libcuda.so.1"))
@@ -158,12 +164,16 @@ def empty_libcuda(folder: str) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("launches", type=Path)
     parser.add_argument("cache", type=Path)
     parser.add_argument("--sm", type=int, required=True, help="compute capability times ten")
     parser.add_argument("--check", action="store_true", help="compile nothing")
-    parser.add_argument("--from", dest="source", type=Path, metavar="FOLDER", help="a cache that is copied to CACHE")
+    parser.add_argument(
+        "--from", dest="source", type=Path, metavar="FOLDER", help="a cache that is copied to CACHE"
+    )
     given = parser.parse_args()
     if given.source is not None:
         copy(given.source, given.cache)
@@ -184,7 +194,11 @@ def main() -> int:
             driver_utilities()
         for launch in launches:
             cache.take(launch)
-    counts = {"compiled": len(cache.compiled), "found": len(cache.found), "missing": len(cache.missing)}
+    counts = {
+        "compiled": len(cache.compiled),
+        "found": len(cache.found),
+        "missing": len(cache.missing),
+    }
     print(json.dumps({"kernels": sum(counts.values()), **counts}))
     return 1 if cache.missing else 0
 
@@ -195,7 +209,9 @@ def copy(source: Path, cache: Path) -> None:
     for group in cache.glob("*/__grp__*"):
         described = json.loads(group.read_text("utf-8"))
         paths = {name: group.parent.absolute() / name for name in described["child_paths"]}
-        described["child_paths"] = {name: str(path) for name, path in paths.items() if path.exists()}
+        described["child_paths"] = {
+            name: str(path) for name, path in paths.items() if path.exists()
+        }
         group.write_text(json.dumps(described), "utf-8")
 
 

@@ -68,17 +68,25 @@ def passes(experts: Experts, recipe: Recipe, x: Tensor, dy: Tensor, counts: list
 
 
 def compare(
-    name: str, recipe: Recipe, backend: str, size: int, device: str, planned: Callable[[Experts, Recipe], LayerPlan]
+    name: str,
+    recipe: Recipe,
+    backend: str,
+    size: int,
+    device: str,
+    planned: Callable[[Experts, Recipe], LayerPlan],
 ) -> dict[str, Any]:
     """The row of one recipe; `planned` resolves what the layer runs."""
-    emulated, tested = layer("emulate", size, device), layer(backend, size, device)
+    emulated = layer("emulate", size, device)
+    tested = layer(backend, size, device)
     try:
         plan = planned(tested, recipe)
     except ValueError as error:
         return {"name": name, "ok": True, "agrees": None, "note": str(error)}
     tested.apply_plan(plan, recipe, None, tested.weight.device)
     generator = torch.Generator().manual_seed(1)
-    x, dy = (torch.randn(size, size, generator=generator).to(device, torch.bfloat16) for _ in range(2))
+    x, dy = (
+        torch.randn(size, size, generator=generator).to(device, torch.bfloat16) for _ in range(2)
+    )
     counts = [int(share * size) for share in SHARES]
     try:
         ours, theirs = (passes(each, recipe, x, dy, counts) for each in (emulated, tested))
@@ -87,9 +95,15 @@ def compare(
         row: dict[str, Any] = {"name": name, "ok": agrees, "agrees": agrees, "distances": distances}
         row |= {"one call": [gemm.name for gemm in plan.gemms if gemm.grouped]}
         if device == "cuda":
-            cases = {f"{backend}_ms": (tested, recipe), "emulate_ms": (emulated, recipe), "bf16_ms": (emulated, BF16())}
+            cases = {
+                f"{backend}_ms": (tested, recipe),
+                "emulate_ms": (emulated, recipe),
+                "bf16_ms": (emulated, BF16()),
+            }
             for what, (each, own) in cases.items():
-                row[what] = selfcheck.milliseconds(functools.partial(passes, each, own, x, dy, counts))
+                row[what] = selfcheck.milliseconds(
+                    functools.partial(passes, each, own, x, dy, counts)
+                )
     except Exception as error:
         return {"name": name, "ok": False, "agrees": False, "note": selfcheck.first_line(error)}
     return row
@@ -109,7 +123,9 @@ def dry_run(backend: str, results: gpu_runs.Results) -> int:
     if backend == "native":
         stand_in = gpu_stand_ins.grouped_products()
     else:
-        gpu_stand_ins.announce("a second emulated layer runs in the place of Transformer Engine's GroupedLinear")
+        gpu_stand_ins.announce(
+            "a second emulated layer runs in the place of Transformer Engine's GroupedLinear"
+        )
 
     def planned(experts: Experts, recipe: Recipe) -> LayerPlan:
         if backend == "native":
@@ -118,16 +134,29 @@ def dry_run(backend: str, results: gpu_runs.Results) -> int:
 
     with stand_in:
         for name in DRY:
-            results.add(compare(name, RECIPES[name], "emulate" if backend == "te" else backend, 256, "cpu", planned))
+            results.add(
+                compare(
+                    name,
+                    RECIPES[name],
+                    "emulate" if backend == "te" else backend,
+                    256,
+                    "cpu",
+                    planned,
+                )
+            )
     return results.code
 
 
 def main(words: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--backend", choices=("native", "te"), required=True)
     parser.add_argument("--out", type=Path, required=True, help="JSON file of the results")
     parser.add_argument("--size", type=int, default=4096, help="tokens, in and out features")
-    parser.add_argument("--dry-run", action="store_true", help="two recipes on a CPU, with stand-ins")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="two recipes on a CPU, with stand-ins"
+    )
     given = parser.parse_args(words)
     if not torch.cuda.is_available() and not given.dry_run:
         print("gpu_experts needs an NVIDIA GPU; torch sees none.", file=sys.stderr)

@@ -30,7 +30,13 @@ import torch
 
 RECIPES = ("bf16", "nvfp4", "mxfp8", "fp8_current", "fp8_delayed", "fp8_row", "fp8_block")
 SHORT = (
-    *("model=llama_30m", "train.steps=2", "train.batch_size=4", "train.microbatch=2", "train.seq_len=256"),
+    *(
+        "model=llama_30m",
+        "train.steps=2",
+        "train.batch_size=4",
+        "train.microbatch=2",
+        "train.seq_len=256",
+    ),
     *("eval.every=0", "checkpoint.every=0", "phases=none"),
 )
 MODES = {
@@ -40,8 +46,9 @@ MODES = {
     "recompute": ("recipe=nvfp4", "model.recompute=true"),
 }
 PATIENCE = 300.0
-"""Seconds after which a check hangs: on a busy CPU the kernels of a recipe took 85 s to compile, and here several
-processes do so at once."""
+"""Seconds after which a check hangs: on a busy CPU the kernels of a recipe took 85 s to compile,
+and here several processes do so at once.
+"""
 
 
 def checks(dry: bool) -> Iterator[tuple[str, Callable[[], str]]]:
@@ -67,7 +74,9 @@ def kernel(dry: bool) -> str:
 
     rows, cols = (20, 40) if dry else (256, 512)
     x = gpu_cases.content("wide", rows, cols, 1).bfloat16()
-    case = gpu_cases.Case("first", x, gpu_cases.SPECS["nvfp4 hadamard stochastic"], gpu_cases.KEY, None)
+    case = gpu_cases.Case(
+        "first", x, gpu_cases.SPECS["nvfp4 hadamard stochastic"], gpu_cases.KEY, None
+    )
     if found := gpu_kernels.check(case, "cpu" if dry else "cuda"):
         raise ValueError(f"differs from the reference: {found}")
     return f"{rows}x{cols} equal to the bit"
@@ -88,7 +97,9 @@ def scaled(name: str, dry: bool) -> str:
 
 
 def fused(dry: bool) -> str:
-    """A model's norms, gates, rotations and loss in liger's kernels, against torch's operators: loss and gradients."""
+    """A model's norms, gates, rotations and loss in liger's kernels, against torch's operators:
+    loss and gradients.
+    """
     import fp4train as f4
     from fp4train.models.common.liger import use_liger, why_not
     from fp4train.models.llama import Llama
@@ -102,7 +113,12 @@ def fused(dry: bool) -> str:
             return f"left out: {reason}"
         torch.manual_seed(0)
         shape = Llama(
-            width=64 if dry else 1024, layers=2, heads=8, kv_heads=2, hidden=96 if dry else 2816, qk_norm=True
+            width=64 if dry else 1024,
+            layers=2,
+            heads=8,
+            kv_heads=2,
+            hidden=96 if dry else 2816,
+            qk_norm=True,
         )
         vocabulary, tokens = (60, 32) if dry else (32_000, 1024)
         model = f4.convert(shape.build(vocab_size=vocabulary, seq_len=tokens)).to(device)
@@ -115,10 +131,14 @@ def fused(dry: bool) -> str:
             with f4.autocast(BF16(), step=0):
                 loss = model(batch, batch.flip(1))
             loss.backward()
-            found.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+            found.append(
+                [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+            )
     far = [float((b - a).norm() / a.norm()) for a, b in zip(*found, strict=True)]
     if not far[0] < 1e-2 or not max(far) < 0.1:
-        raise ValueError(f"distances from torch's operators: loss {far[0]:.2e}, gradients up to {max(far):.2e}")
+        raise ValueError(
+            f"distances from torch's operators: loss {far[0]:.2e}, gradients up to {max(far):.2e}"
+        )
     return f"distances from torch's operators: loss {far[0]:.1e}, gradients up to {max(far):.1e}"
 
 
@@ -147,8 +167,12 @@ def row(name: str, check: Callable[[], str]) -> dict[str, Any]:
 
 def main(words: list[str] | None = None) -> int:
     parser = gpu_runs.options(__doc__, "on a CPU, with stand-ins, in this process")
-    parser.add_argument("names", nargs="*", metavar="CHECK", help="those of these names; all by default")
-    parser.add_argument("--patience", type=float, default=PATIENCE, help="seconds after which a check hangs")
+    parser.add_argument(
+        "names", nargs="*", metavar="CHECK", help="those of these names; all by default"
+    )
+    parser.add_argument(
+        "--patience", type=float, default=PATIENCE, help="seconds after which a check hangs"
+    )
     given = parser.parse_args(words)
     if not torch.cuda.is_available() and not given.dry_run:
         print("gpu_first: torch sees no GPU")
@@ -167,7 +191,9 @@ def main(words: list[str] | None = None) -> int:
                 results.add(row(name, known[name]))
         return results.code
     with ThreadPoolExecutor(min(len(names) or 1, os.cpu_count() or 1)) as pool:
-        for done in as_completed([pool.submit(gpu_runs.alone, __file__, name, given.patience) for name in names]):
+        for done in as_completed(
+            [pool.submit(gpu_runs.alone, __file__, name, given.patience) for name in names]
+        ):
             results.add(done.result())
     return results.code
 

@@ -26,9 +26,20 @@ import torch
 from fp4train.run.step_graph import WARM_UP
 
 OPTIONS = (
-    *("model=llama_30m", "train.steps=40", "train.batch_size=8", "train.microbatch=4", "train.seq_len=256"),
+    *(
+        "model=llama_30m",
+        "train.steps=40",
+        "train.batch_size=8",
+        "train.microbatch=4",
+        "train.seq_len=256",
+    ),
     *("eval.every=15", "eval.batches=2", "checkpoint.every=0", "phases=none", "track=jsonl"),
-    *("optim.lr=0.0009765625", "schedule=constant", "schedule.warmup=0", "train.deterministic=true"),
+    *(
+        "optim.lr=0.0009765625",
+        "schedule=constant",
+        "schedule.warmup=0",
+        "train.deterministic=true",
+    ),
 )
 CASES: dict[str, tuple[str, ...]] = {
     **{recipe: (f"recipe={recipe}",) for recipe in ("bf16", "mxfp8", "fp8_current", "nvfp4")},
@@ -54,30 +65,49 @@ def train(
 def differing(eager: gpu_runs.Lines, graph: gpu_runs.Lines) -> list[int]:
     """The steps whose numbers differ."""
     keys = ("train/loss", "train/grad_norm", "val/loss", "val/loss_recipe")
-    return [a["step"] for a, b in zip(eager, graph, strict=True) if any(a.get(k) != b.get(k) for k in keys)]
+    return [
+        a["step"]
+        for a, b in zip(eager, graph, strict=True)
+        if any(a.get(k) != b.get(k) for k in keys)
+    ]
 
 
 def compare(folder: Path, name: str, extra: list[str], *, dry: bool = False) -> dict[str, Any]:
     """A row: losses and milliseconds per step of the runs of a case."""
-    runs = {graph: train(folder, name, CASES[name], graph, extra, dry=dry) for graph in ("false", "true")}
+    runs = {
+        graph: train(folder, name, CASES[name], graph, extra, dry=dry)
+        for graph in ("false", "true")
+    }
     failed = {graph: run[-500:] for graph, run in runs.items() if isinstance(run, str)}
     found: dict[str, Any] = {"failed": failed} if failed else {}
     lines = {graph: run for graph, run in runs.items() if not isinstance(run, str)}
     for graph, run in lines.items():
         settled = [line for line in run[WARM_UP + 2 :] if line.get("perf/tokens_per_s")]
         tokens = run[0]["train/tokens"]
-        found[f"{graph} ms"] = statistics.median(1000 * tokens / line["perf/tokens_per_s"] for line in settled)
-    differ = {graph: differing(lines["false"], run) for graph, run in lines.items() if "false" in lines}
+        found[f"{graph} ms"] = statistics.median(
+            1000 * tokens / line["perf/tokens_per_s"] for line in settled
+        )
+    differ = {
+        graph: differing(lines["false"], run) for graph, run in lines.items() if "false" in lines
+    }
     found["first difference at step"] = {graph: min(each) for graph, each in differ.items() if each}
     return {"name": name, "ok": not failed and not found["first difference at step"], **found}
 
 
 def main() -> int:
     """Compare all cases; results are written as they come."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True, help="JSON file of the results")
-    parser.add_argument("options", nargs="*", help="more settings of the runs, such as backend=emulate")
-    parser.add_argument("--dry-run", action="store_true", help="some cases of a tiny model on a CPU, with a recorder")
+    parser.add_argument(
+        "options", nargs="*", help="more settings of the runs, such as backend=emulate"
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="some cases of a tiny model on a CPU, with a recorder",
+    )
     given = parser.parse_args()
     if not torch.cuda.is_available() and not given.dry_run:
         print("gpu_graph: torch sees no GPU, and CUDA graphs record what one does")

@@ -47,7 +47,11 @@ TINY = ((20, 40),)
 
 def on(x: Tensor, device: str) -> Tensor:
     """x on the device with its strides, which `to` keeps only where elements lie without gaps."""
-    return x if device == "cpu" else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device).copy_(x)
+    return (
+        x
+        if device == "cpu"
+        else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device).copy_(x)
+    )
 
 
 def difference(ours: Tensor | None, theirs: Tensor | None) -> str | None:
@@ -64,13 +68,17 @@ def difference(ours: Tensor | None, theirs: Tensor | None) -> str | None:
     if bool(equal.all()):
         return None
     where = (~equal).nonzero()[0].tolist()
-    mine, right = ours[tuple(where)], theirs[tuple(where)]
+    mine = ours[tuple(where)]
+    right = theirs[tuple(where)]
     return f"{int((~equal).sum())} of {equal.numel()} differ, first at {where}: {mine}, not {right}"
 
 
 def check(case: Case, device: str) -> dict[str, str]:
-    """Differences between the kernels and the reference, by what differs; empty if there are none."""
-    x, amax = on(case.x, device), None if case.amax is None else case.amax.to(device)
+    """Differences between the kernels and the reference, by what differs; empty if there are
+    none.
+    """
+    x = on(case.x, device)
+    amax = None if case.amax is None else case.amax.to(device)
     if reason := kernels.why_not(case.spec, x.device.type) or kernels.why_not_tensor(x):
         return {"why_not": reason}
     if case.source in BACKWARD:
@@ -80,7 +88,8 @@ def check(case: Case, device: str) -> dict[str, str]:
     if case.column is not None:
         return check_both(case, x, amax, case.column)
     quantizer = kernels.TritonQuantizer(case.spec)
-    quantized, decoded = quantizer.codes(x, case.key, amax), quantizer.values(x, case.key, amax)
+    quantized = quantizer.codes(x, case.key, amax)
+    decoded = quantizer.values(x, case.key, amax)
     wanted = reference.quantize(case.x, case.spec, key=case.key, amax=case.amax)
     wanted_decoded = reference.quantize_dequantize(case.x, case.spec, key=case.key, amax=case.amax)
     pairs = {
@@ -97,27 +106,40 @@ def check(case: Case, device: str) -> dict[str, str]:
 
 
 def check_both(case: Case, x: Tensor, amax: Tensor | None, column: QuantSpec) -> dict[str, str]:
-    """Differences between the codes of both forms that one kernel makes, its scales in tiles where there are such, and
-    those of the reference. A kernel to which the amax is given measures that of x."""
+    """Differences between the codes of both forms that one kernel makes, its scales in tiles where
+    there are such, and those of the reference. A kernel to which the amax is given measures that of
+    x.
+    """
     row, other = (kernels.TritonQuantizer(spec).in_tiles for spec in (case.spec, column))
     pair = kernels.pair(row, other, codes=(True, True))
     turned = KEY.replace(operand=4, row_offset=16, col_offset=8)
     newest = None if amax is None else torch.zeros_like(amax)
-    made = None if pair is None else pair[0].with_columns(pair[1], x, KEY, amax, turned, amax, True, True, newest)
+    made = (
+        None
+        if pair is None
+        else pair[0].with_columns(pair[1], x, KEY, amax, turned, amax, True, True, newest)
+    )
     if made is None:
         return {"why_not": "no kernel for both forms"}
-    specs, given = ((case.x, case.spec, KEY), (case.x.T, column, turned)), case.amax
+    specs = ((case.x, case.spec, KEY), (case.x.T, column, turned))
+    given = case.amax
     wanted = [reference.quantize(each, spec, key=key, amax=given) for each, spec, key in specs]
     found = differences(made, wanted)
     if case.spec.block[1] is not None and (column.hadamard is not None or x.is_cuda):
         found |= check_values(case, x, amax, column, turned)
-    if newest is not None and (unlike := difference(newest, case.x.abs().amax().float())) is not None:
+    if (
+        newest is not None
+        and (unlike := difference(newest, case.x.abs().amax().float())) is not None
+    ):
         found["amax of x"] = unlike
     return found
 
 
-def check_values(case: Case, x: Tensor, amax: Tensor | None, column: QuantSpec, turned: RandomKey) -> dict[str, str]:
-    """Differences of what emulation takes: of x values, and codes of the other form; of dy values of both forms.
+def check_values(
+    case: Case, x: Tensor, amax: Tensor | None, column: QuantSpec, turned: RandomKey
+) -> dict[str, str]:
+    """Differences of what emulation takes: of x values, and codes of the other form; of dy values
+    of both forms.
 
     A spec that draws random bits is that of dy alone. Others may be those of both, as in MXFP8."""
     row, other = (kernels.TritonQuantizer(spec) for spec in (case.spec, column))
@@ -141,22 +163,36 @@ def check_values(case: Case, x: Tensor, amax: Tensor | None, column: QuantSpec, 
 
 
 def check_produced(case: Case, x: Tensor, name: str) -> dict[str, str]:
-    """Differences between the codes that are made of a source and those of the reference, of the tensor in BF16 that
-    torch computes from it on the CPU; of the sum that a norm is of; and of a norm the relative error of its factors,
-    where it is above 2^-21. Squares whose sum is infinite in float32 give a factor of 0, as in torch."""
+    """Differences between the codes that are made of a source and those of the reference, of the
+    tensor in BF16 that torch computes from it on the CPU; of the sum that a norm is of; and of a
+    norm the relative error of its factors, where it is above 2^-21. Squares whose sum is infinite
+    in float32 give a factor of 0, as in torch.
+    """
     assert case.column is not None
     first, second = x.tensor_split(2)
     weight = torch.linspace(-2, 2, x.shape[1], device=x.device)
     rstd = torch.empty(len(first), device=x.device)
-    norm = (first, weight, rstd) if name != "norm of a sum" else (torch.empty_like(first), weight, rstd, first, second)
+    norm = (
+        (first, weight, rstd)
+        if name != "norm of a sum"
+        else (torch.empty_like(first), weight, rstd, first, second)
+    )
     tensors = {"gate": (first, second), "gradients": (second, first, first.flip(0))}.get(name, norm)
-    source = produced.SourceTensors(name.partition(" ")[0], tensors, 1e-5 if tensors is norm else 0.0)
-    keys = [(KEY.replace(layer=7 + i), KEY.replace(operand=4, layer=7 + i)) for i in range(source.results)]
+    source = produced.SourceTensors(
+        name.partition(" ")[0], tensors, 1e-5 if tensors is norm else 0.0
+    )
+    keys = [
+        (KEY.replace(layer=7 + i), KEY.replace(operand=4, layer=7 + i))
+        for i in range(source.results)
+    ]
     row, column = (kernels.TritonQuantizer(spec).in_tiles for spec in (case.spec, case.column))
     made = produced.produce(row, column, source, keys)
     found: dict[str, str] = {}
     there = source._replace(tensors=tuple(each.cpu() for each in source.tensors))
-    if name == "norm of a sum" and (unlike := difference(norm[0], first.cpu() + second.cpu())) is not None:
+    if (
+        name == "norm of a sum"
+        and (unlike := difference(norm[0], first.cpu() + second.cpu())) is not None
+    ):
         found["sum"] = unlike
     for values, forms, key in zip(there.values(), made, keys, strict=True):
         wanted = (
@@ -173,20 +209,24 @@ def check_produced(case: Case, x: Tensor, name: str) -> dict[str, str]:
 
 
 def check_backward(x: Tensor, *, adds: bool) -> dict[str, str]:
-    """Gradients of a norm, dh with another one added if `adds`, that are further from those of autograd in float64 than
-    their rounding takes them: dweight in float32 by 2^-20 of its largest number, dh in BF16 by 2^-8, the sum by 2^-8
-    of its largest number more, as it is rounded again.
+    """Gradients of a norm, dh with another one added if `adds`, that are further from those of
+    autograd in float64 than their rounding takes them: dweight in float32 by 2^-20 of its largest
+    number, dh in BF16 by 2^-8, the sum by 2^-8 of its largest number more, as it is rounded again.
 
-    With ε = 0.1 dh is more than a difference of rounding errors where the norm is of a single feature, too."""
+    With ε = 0.1 dh is more than a difference of rounding errors where the norm is of a single
+    feature, too.
+    """
     dy, h = x.tensor_split(2)
-    weight, rstd = torch.linspace(-2, 2, x.shape[1], device=x.device), (h.float().square().mean(1) + 0.1).rsqrt()
+    weight = torch.linspace(-2, 2, x.shape[1], device=x.device)
+    rstd = (h.float().square().mean(1) + 0.1).rsqrt()
     added = dy.flip(0) if adds else None
     dh, dweight = produced.norm_backward(dy, h, weight, rstd, added_MK=added)
     exact = h.cpu().double().requires_grad_(), weight.cpu().bfloat16().double().requires_grad_()
     torch.autograd.backward(rms_norm(exact[0], exact[1].shape, exact[1], 0.1), dy.cpu().double())
     wanted, wanted_dweight = (each.grad for each in exact)
     assert wanted is not None and wanted_dweight is not None
-    dh_bound, dweight_bound = 2**-8 * wanted.abs().max(), 2**-20 * wanted_dweight.abs().max()
+    dh_bound = 2**-8 * wanted.abs().max()
+    dweight_bound = 2**-20 * wanted_dweight.abs().max()
     if added is not None:
         wanted = wanted + added.cpu()
         dh_bound += 2**-8 * wanted.abs().max()
@@ -212,8 +252,11 @@ def differences(made: Iterable[object], wanted: Iterable[Quantized]) -> dict[str
 
 
 def check_large() -> str | None:
-    """More than 2^31 elements: rows of the whole against those rows alone. None if equal, else a difference."""
-    rows, cols = (1 << 17) + 8, 1 << 14
+    """More than 2^31 elements: rows of the whole against those rows alone. None if equal, else a
+    difference.
+    """
+    rows = (1 << 17) + 8
+    cols = 1 << 14
     need = rows * cols * 8
     if torch.cuda.mem_get_info()[0] < need:
         return f"left out: needs {need >> 30} GiB of free GPU memory"
@@ -260,7 +303,8 @@ def all_cases(device: str, *, sanitize: bool, full: bool) -> list[Case]:
     kinds = ["wide", "normal", "nan", "grid", "inf", "huge", "tiny"]
     dtypes = [torch.bfloat16, torch.float32]
     if sanitize or device == "cpu":
-        shapes, full = [(20, 40)], True
+        shapes = [(20, 40)]
+        full = True
     else:
         shapes = [(33, 70), (256, 512)]
     if full:
@@ -271,24 +315,30 @@ def all_cases(device: str, *, sanitize: bool, full: bool) -> list[Case]:
 
 
 def exactness(chosen: list[Case], device: str, written: Path | None) -> list[dict[str, Any]]:
-    """One record per case: its name and its differences; each is appended to `written` as it is known."""
+    """One record per case: its name and its differences; each is appended to `written` as it is
+    known.
+    """
     records = []
     for case in chosen:
         try:
             found = check(case, device)
-        except Exception as error:  # of the compiler or the launch: the other cases still tell something
+        # of the compiler or the launch: the other cases still tell something
+        except Exception as error:
             found = {"error": f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"}
         records.append({"case": case.name, "differences": found})
         if found:
             print("DIFFERENT", case.name, found, flush=True)
         if written is not None:
-            with written.open("a") as file:  # one write of less than a page: processes do not mix their lines
+            # one write of less than a page: processes do not mix their lines
+            with written.open("a") as file:
                 file.write(json.dumps(records[-1]) + "\n")
     return records
 
 
 def read_records(path: Path | None, names: set[str]) -> dict[str, dict[str, Any]]:
-    """What was written before of the cases of these names, by name; a line that was cut off does not count."""
+    """What was written before of the cases of these names, by name; a line that was cut off does
+    not count.
+    """
     if path is None or not path.exists():
         return {}
     found = {}
@@ -303,10 +353,13 @@ def read_records(path: Path | None, names: set[str]) -> dict[str, dict[str, Any]
 
 
 def in_processes(count: int, written: Path | None, options: list[str]) -> None:
-    """Run the cases that `written` does not hold in `count` processes of this script; without it they only fill the
-    cache of compiled kernels."""
+    """Run the cases that `written` does not hold in `count` processes of this script; without it
+    they only fill the cache of compiled kernels.
+    """
     command = [sys.executable, __file__, *(["--out", str(written)] if written else []), *options]
-    children = [subprocess.Popen([*command, "--share", f"{index}/{count}"]) for index in range(count)]
+    children = [
+        subprocess.Popen([*command, "--share", f"{index}/{count}"]) for index in range(count)
+    ]
     for child in children:
         child.wait()
 
@@ -314,19 +367,34 @@ def in_processes(count: int, written: Path | None, options: list[str]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, help="JSON file for the results")
-    parser.add_argument("--launched", action="store_true", help="what training runs launch (gpu_launched.py)")
-    parser.add_argument("--sanitize", action="store_true", help="few small cases: for compute-sanitizer")
+    parser.add_argument(
+        "--launched", action="store_true", help="what training runs launch (gpu_launched.py)"
+    )
+    parser.add_argument(
+        "--sanitize", action="store_true", help="few small cases: for compute-sanitizer"
+    )
     parser.add_argument("--full", action="store_true", help="more shapes, and FP16")
-    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="that compile and check at once")
+    parser.add_argument(
+        "--processes", type=int, default=os.cpu_count() or 1, help="that compile and check at once"
+    )
     parser.add_argument("--share", help=argparse.SUPPRESS)
-    parser.add_argument("--dry-run", action="store_true", help="one case in twenty, in Triton's interpreter on a CPU")
-    parser.add_argument("--no-large", action="store_true", help="leave the tensor of more than 2^31 elements out")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="one case in twenty, in Triton's interpreter on a CPU",
+    )
+    parser.add_argument(
+        "--no-large", action="store_true", help="leave the tensor of more than 2^31 elements out"
+    )
     arguments = parser.parse_args()
     if arguments.dry_run:
         gpu_stand_ins.interpret()
     device = "cuda" if torch.cuda.is_available() and not arguments.dry_run else "cpu"
     if reason := kernels.why_not(QuantSpec(), device):
-        print(f"cannot run the Triton kernels here: {reason}. Without a GPU set TRITON_INTERPRET=1", file=sys.stderr)
+        print(
+            f"cannot run the Triton kernels here: {reason}. Without a GPU set TRITON_INTERPRET=1",
+            file=sys.stderr,
+        )
         return 3
     if arguments.launched:
         chosen = launched_cases(TINY) if arguments.dry_run else launched_cases()
@@ -337,7 +405,9 @@ def main() -> int:
     if arguments.share:  # `out` is the file that all of them write to
         index, count = map(int, arguments.share.split("/"))
         done = read_records(arguments.out, {case.name for case in chosen})
-        exactness([case for case in chosen[index::count] if case.name not in done], device, arguments.out)
+        exactness(
+            [case for case in chosen[index::count] if case.name not in done], device, arguments.out
+        )
         return 0
     found = machine()
     print(", ".join(f"{name} {value}" for name, value in found.items()))
@@ -347,7 +417,9 @@ def main() -> int:
         written = arguments.out.with_suffix(".cases.jsonl")
     names = {case.name for case in chosen}
     if device == "cuda" and arguments.processes > 1:
-        options = [f"--{name}" for name in ("full", "sanitize", "launched") if getattr(arguments, name)]
+        options = [
+            f"--{name}" for name in ("full", "sanitize", "launched") if getattr(arguments, name)
+        ]
         in_processes(arguments.processes, written, options)
     done = read_records(written, names)
     for record in exactness([case for case in chosen if case.name not in done], device, written):

@@ -53,14 +53,18 @@ class Compiler:
     def why_not(self) -> str | None:
         """Why it cannot compile what the other machine finds, in words; None: it can."""
         remedy = (
-            f"--compiler names a Python {self.python} with Triton {self.triton}, such as a virtual environment's "
+            f"--compiler names a Python {self.python} with Triton {self.triton}, such as a "
+            "virtual environment's "
             f"after `pip install --no-deps triton=={self.triton}`"
         )
         if shutil.which(self.program) is None:
             return f"{self.program} is not there; {remedy}"
         done = subprocess.run([self.program, "-c", VERSIONS], capture_output=True, text=True)
         if done.returncode:
-            return f"{self.program} does not run: {(done.stderr.strip().splitlines() or ['no message'])[-1]}"
+            return (
+                f"{self.program} does not run: "
+                f"{(done.stderr.strip().splitlines() or ['no message'])[-1]}"
+            )
         python, triton = json.loads(done.stdout.splitlines()[-1])
         if python != self.python:
             return f"{self.program} is Python {python}; {remedy}"
@@ -78,37 +82,56 @@ def record(path: Path, capability: int) -> None:
     words = [str(path), "--sm", str(capability), "--processors", str(PROCESSORS[capability])]
     done = subprocess.run([sys.executable, str(SCRIPTS / "gpu_recorded.py"), *words])
     if done.returncode:
-        raise SystemExit(f"pack_gpu: gpu_recorded.py --sm {capability} ended with {done.returncode}")
+        raise SystemExit(
+            f"pack_gpu: gpu_recorded.py --sm {capability} ended with {done.returncode}"
+        )
 
 
 def pack(folder: Path, capabilities: Sequence[int], compiler: Compiler) -> None:
-    """Compile what is launched for these capabilities into an archive in `folder`, and say how many kernels it has.
+    """Compile what is launched for these capabilities into an archive in `folder`, and say how many
+    kernels it has.
 
     Raises:
         SystemExit: a program failed, which said why.
     """
     with tempfile.TemporaryDirectory() as temporary, tarfile.open(folder / NAME, "w:gz") as archive:
         for capability in capabilities:
-            launches, cache = Path(temporary, f"sm{capability}.json"), Path(temporary, f"sm{capability}")
+            launches = Path(temporary, f"sm{capability}.json")
+            cache = Path(temporary, f"sm{capability}")
             record(launches, capability)
             words = [str(launches), str(cache), "--sm", str(capability)]
             program = [compiler.program, str(SCRIPTS / "gpu_compile.py"), *words]
             done = subprocess.run(program, stdout=subprocess.PIPE, text=True)
             if done.returncode:
-                raise SystemExit(f"pack_gpu: gpu_compile.py --sm {capability} ended with {done.returncode}")
+                raise SystemExit(
+                    f"pack_gpu: gpu_compile.py --sm {capability} ended with {done.returncode}"
+                )
             counts = json.loads(done.stdout.splitlines()[-1])
             archive.add(launches, launches.name)
-            archive.add(cache, cache.name, filter=lambda file: None if file.name.endswith(".source") else file)
-            print(f"{counts['kernels']} kernels for compute capability {capability / 10:.1f}", flush=True)
+            archive.add(
+                cache,
+                cache.name,
+                filter=lambda file: None if file.name.endswith(".source") else file,
+            )
+            print(
+                f"{counts['kernels']} kernels for compute capability {capability / 10:.1f}",
+                flush=True,
+            )
 
 
 def unpack(packed: Path, cache: Path, capability: str) -> str:
-    """Copy the kernels of a capability, such as "9.0", into Triton's cache; returns a line that counts how many of
-    those that are launched this Python and Triton find there, or says why none was copied."""
+    """Copy the kernels of a capability, such as "9.0", into Triton's cache; returns a line that
+    counts how many of those that are launched this Python and Triton find there, or says why none
+    was copied.
+    """
     name = f"sm{capability.replace('.', '')}"
     try:
         with tempfile.TemporaryDirectory() as temporary, tarfile.open(packed) as archive:
-            members = [member for member in archive.getmembers() if member.name.partition("/")[0].startswith(name)]
+            members = [
+                member
+                for member in archive.getmembers()
+                if member.name.partition("/")[0].startswith(name)
+            ]
             if not members:
                 return f"kernels compiled beforehand: none for compute capability {capability}"
             archive.extractall(temporary, members, filter="data")
@@ -124,8 +147,14 @@ def unpack(packed: Path, cache: Path, capability: str) -> str:
             program = [sys.executable, str(SCRIPTS / "gpu_compile.py"), *words]
             done = subprocess.run(program, capture_output=True, text=True, timeout=PATIENCE)
             if done.returncode not in (0, 1) or not done.stdout:
-                return f"kernels compiled beforehand: {(done.stderr.strip().splitlines() or ['no message'])[-1]}"
+                return (
+                    "kernels compiled beforehand: "
+                    f"{(done.stderr.strip().splitlines() or ['no message'])[-1]}"
+                )
             counts = json.loads(done.stdout.splitlines()[-1])
     except (OSError, tarfile.TarError, ValueError, subprocess.TimeoutExpired) as error:
         return f"kernels compiled beforehand: {packed} cannot be used: {error}"
-    return f"kernels compiled beforehand: {counts['found']} found, {counts['missing']} missing, which are compiled here"
+    return (
+        f"kernels compiled beforehand: {counts['found']} found, {counts['missing']} missing, "
+        "which are compiled here"
+    )

@@ -32,7 +32,9 @@ SOURCES = {"x": ("norm", "norm of a sum", "gate"), "dy": ("gradients",)}
 
 
 def launched_cases(shapes: Shapes = SHAPES) -> list[Case]:
-    """The cases, one shape after the other; of recipes that quantise an operand alike the first one's."""
+    """The cases, one shape after the other; of recipes that quantise an operand alike the first
+    one's.
+    """
     cases: dict[object, Case] = {}
     for shape in shapes:
         for name, recipe in RECIPES.items():
@@ -43,7 +45,9 @@ def launched_cases(shapes: Shapes = SHAPES) -> list[Case]:
     return list(cases.values())
 
 
-def recipe_cases(name: str, recipe: Recipe, shape: tuple[int, int]) -> Iterator[tuple[object, Case]]:
+def recipe_cases(
+    name: str, recipe: Recipe, shape: tuple[int, int]
+) -> Iterator[tuple[object, Case]]:
     """(kind of launch, case) of the operands of a recipe."""
     table = recipe.table()
     operands = {
@@ -64,7 +68,9 @@ def recipe_cases(name: str, recipe: Recipe, shape: tuple[int, int]) -> Iterator[
                 yield (row, column, source), of_source(name, row, column, source, shape)
 
 
-def of_one_form(label: str, spec: QuantSpec, strides: str, dtype: torch.dtype, shape: tuple[int, int]) -> Case:
+def of_one_form(
+    label: str, spec: QuantSpec, strides: str, dtype: torch.dtype, shape: tuple[int, int]
+) -> Case:
     """A tensor whose rows, or whose columns, are contiguous."""
     rows, cols = shape
     name = f"{label} | {rows}x{cols} {strides} {str(dtype).removeprefix('torch.')}"
@@ -82,7 +88,9 @@ def of_both_forms(label: str, row: QuantSpec, column: QuantSpec, shape: tuple[in
     return Case(name, x, row, KEY, delayed_amax(row), column)
 
 
-def of_source(recipe: str, row: QuantSpec, column: QuantSpec, source: str, shape: tuple[int, int]) -> Case:
+def of_source(
+    recipe: str, row: QuantSpec, column: QuantSpec, source: str, shape: tuple[int, int]
+) -> Case:
     """A tensor that is quantised where it is made."""
     rows, cols = shape
     name = f"{recipe} of {source} | {rows}x{cols}"

@@ -19,7 +19,9 @@ NEEDED = ("torch", "triton", "numpy", "yaml", "safetensors", "tqdm", "hydra", "o
 
 
 def main(words: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.parse_args(words)
     if absent := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
         print(f"{', '.join(absent)} not installed: scripts/pack_gpu.py packs what a machine lacks")

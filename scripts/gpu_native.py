@@ -24,7 +24,16 @@ from fp4train.backends import choose
 from fp4train.hardware import Device
 from fp4train.nn import Linear
 from fp4train.precision.recipe import Recipe
-from fp4train.precision.recipes import BF16, MXFP8, NVFP4, FP8Block, FP8Current, FP8Delayed, FP8Row, Mixed
+from fp4train.precision.recipes import (
+    BF16,
+    MXFP8,
+    NVFP4,
+    FP8Block,
+    FP8Current,
+    FP8Delayed,
+    FP8Row,
+    Mixed,
+)
 
 RECIPES: dict[str, Recipe] = {
     "fp8 current": FP8Current(),
@@ -45,7 +54,9 @@ DRY = ("mxfp8", "nvfp4", "fp8 blocks")
 """The recipes of a dry run: one of each layout of scales."""
 
 
-def compare(name: str, recipe: Recipe, problem: selfcheck.Problem, *, timed: bool) -> dict[str, Any]:
+def compare(
+    name: str, recipe: Recipe, problem: selfcheck.Problem, *, timed: bool
+) -> dict[str, Any]:
     """One line of the result."""
     try:
         choose(recipe.table(), selfcheck.place(problem), "native", Device.of(problem.w.device))
@@ -54,11 +65,21 @@ def compare(name: str, recipe: Recipe, problem: selfcheck.Problem, *, timed: boo
     emulated, plain = selfcheck.layers(problem, torch.float32)
     native = Linear.from_linear(plain, plain.layer, "native")
     try:
-        ours, theirs = (selfcheck.run_layer(layer, recipe, problem, steps=2) for layer in (emulated, native))
+        ours, theirs = (
+            selfcheck.run_layer(layer, recipe, problem, steps=2) for layer in (emulated, native)
+        )
         distances = [selfcheck.distance(a, b) for a, b in zip(theirs, ours, strict=True)]
-        row: dict[str, Any] = {"name": name, "agrees": max(distances) <= selfcheck.NATIVE, "distances": distances}
+        row: dict[str, Any] = {
+            "name": name,
+            "agrees": max(distances) <= selfcheck.NATIVE,
+            "distances": distances,
+        }
         if timed:
-            cases = {"native_ms": (native, recipe), "emulate_ms": (emulated, recipe), "bf16_ms": (emulated, BF16())}
+            cases = {
+                "native_ms": (native, recipe),
+                "emulate_ms": (emulated, recipe),
+                "bf16_ms": (emulated, BF16()),
+            }
             for what, (layer, each) in cases.items():
                 step = functools.partial(selfcheck.run_layer, layer, each, problem)
                 row[what] = selfcheck.milliseconds(step)
@@ -68,10 +89,16 @@ def compare(name: str, recipe: Recipe, problem: selfcheck.Problem, *, timed: boo
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, help="write the result as JSON")
-    parser.add_argument("--size", type=int, default=4096, help="tokens, in and out features of the layer")
-    parser.add_argument("--dry-run", action="store_true", help="three recipes on a CPU, with recorded products")
+    parser.add_argument(
+        "--size", type=int, default=4096, help="tokens, in and out features of the layer"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="three recipes on a CPU, with recorded products"
+    )
     args = parser.parse_args(arguments)
     if args.dry_run:
         with gpu_stand_ins.scaled_products() as calls:

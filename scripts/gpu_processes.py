@@ -76,7 +76,9 @@ def run_beside(
             time.sleep(POLL)
 
 
-def start(program: Program, log: int, environment: Mapping[str, str], folder: Path) -> subprocess.Popen[bytes]:
+def start(
+    program: Program, log: int, environment: Mapping[str, str], folder: Path
+) -> subprocess.Popen[bytes]:
     """The process of a program, whose output goes to the open file `log`."""
     return subprocess.Popen(
         program.words,

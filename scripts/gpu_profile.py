@@ -60,7 +60,9 @@ NATIVE = {
     "native": ("backend=native",),
     "native, norms and gates in BF16": ("backend=native", "train.kernels=torch"),
 }
-"""Modes of GPUs whose products take NVFP4's codes: with and without norms and gates quantised where they are made."""
+"""Modes of GPUs whose products take NVFP4's codes: with and without norms and gates quantised where
+they are made.
+"""
 EMULATED = {"emulated": ("backend=emulate",)}
 SWAPPED = ("eager", "emulated", "native")
 """Modes that differ in their plan alone, so that one model runs them in turn."""
@@ -73,9 +75,18 @@ NINE = (
     ("bf16", "recorded"),
     ("bf16", "compiled"),
 )
-"""(recipe, mode) of `--nine`, what is worth most first; where products take no codes of NVFP4 without `native`."""
+"""(recipe, mode) of `--nine`, what is worth most first; where products take no codes of NVFP4
+without `native`.
+"""
 MICROBATCHES = (1, 8)
-MODEL = ("model=llama_1b", "train.batch_size=8", "train.seq_len=2048", "phases=none", "policy=all", "eval.every=0")
+MODEL = (
+    "model=llama_1b",
+    "train.batch_size=8",
+    "train.seq_len=2048",
+    "phases=none",
+    "policy=all",
+    "eval.every=0",
+)
 TINY = (
     "train.seq_len=4",
     "model.width=32",
@@ -84,7 +95,8 @@ TINY = (
     "model.kv_heads=1",
     "model.hidden=32",
 )
-SHOWN, MEASURED = 15, 5
+SHOWN = 15
+MEASURED = 5
 KINDS = {
     "attention": r"flash|fmha|sdpa|attention|mem_eff",
     "quantise": r"quantize|amax|cast_transpose|rht|hadamard|decode_blocks",
@@ -97,8 +109,12 @@ KINDS = {
 
 
 def variants() -> list[tuple[str, str, int]]:
-    """The most telling first: a part that ends after eight minutes goes on when it is called again."""
-    found = [(recipe, mode, count) for count in MICROBATCHES for mode in MODES for recipe in RECIPES]
+    """The most telling first: a part that ends after eight minutes goes on when it is called
+    again.
+    """
+    found = [
+        (recipe, mode, count) for count in MICROBATCHES for mode in MODES for recipe in RECIPES
+    ]
     found += [("nvfp4", mode, 1) for mode in (NATIVE if on_blackwell() else ())]
     return found
 
@@ -113,8 +129,11 @@ def on_blackwell() -> bool:
 
 def few_variants() -> list[tuple[str, str, int]]:
     """Those of a dry run: each way with each number of microbatches, in the recipes by turns."""
-    found, known = [], variants()
-    for place, (mode, count) in enumerate((mode, count) for mode in MODES for count in MICROBATCHES):
+    found = []
+    known = variants()
+    for place, (mode, count) in enumerate(
+        (mode, count) for mode in MODES for count in MICROBATCHES
+    ):
         recipe = RECIPES[place % len(RECIPES)]
         found.append((recipe if (recipe, mode, count) in known else "bf16", mode, count))
     return found
@@ -126,7 +145,10 @@ def label(recipe: str, mode: str, count: int) -> str:
 
 def kind_of(name: str) -> str:
     """What a kernel belongs to."""
-    return next((kind for kind, words in KINDS.items() if re.search(words, name, re.IGNORECASE)), "elementwise, copies")
+    return next(
+        (kind for kind, words in KINDS.items() if re.search(words, name, re.IGNORECASE)),
+        "elementwise, copies",
+    )
 
 
 def timed(run: Run) -> tuple[float, float]:
@@ -138,12 +160,15 @@ def timed(run: Run) -> tuple[float, float]:
     synchronize(run.device)
     ended = time.perf_counter() - began
     done.read()
-    run.step, run.mid_update = run.step + 1, False
+    run.step = run.step + 1
+    run.mid_update = False
     return queued, ended
 
 
 def profiled(run: Run) -> dict[str, Any]:
-    """Of one step the time of kernels, by their kind and by their operators, and the operators of attention."""
+    """Of one step the time of kernels, by their kind and by their operators, and the operators of
+    attention.
+    """
     on_gpu = run.device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with profile(activities=activities, record_shapes=True) as found:
@@ -160,7 +185,11 @@ def profiled(run: Run) -> dict[str, Any]:
     for kernel in kernels:
         by_kind[kind_of(kernel.key)] = by_kind.get(kind_of(kernel.key), 0.0) + ms(kernel)
     by_shape = found.key_averages(group_by_input_shape=True)
-    operators = sorted((e for e in by_shape if e.device_type == torch.autograd.DeviceType.CPU), key=ms, reverse=True)
+    operators = sorted(
+        (e for e in by_shape if e.device_type == torch.autograd.DeviceType.CPU),
+        key=ms,
+        reverse=True,
+    )
     return {
         "gpu ms": total,
         "by kind": by_kind,
@@ -168,24 +197,38 @@ def profiled(run: Run) -> dict[str, Any]:
         "kernels": [(e.key, e.count, ms(e), ms(e) / max(total, 1e-9)) for e in kernels[:SHOWN]],
         "operators": [(e.key, str(e.input_shapes), e.count, ms(e)) for e in operators[:SHOWN]],
         "factors ms": sum(map(ms, of_factors(operators, kernels))),
-        "attention": sorted({e.key for e in events if "scaled_dot_product" in e.key or "_sdpa" in e.key}),
+        "attention": sorted(
+            {e.key for e in events if "scaled_dot_product" in e.key or "_sdpa" in e.key}
+        ),
     }
 
 
 def of_factors(operators: list[Any], kernels: list[Any]) -> list[Any]:
-    """The operators that apply a scale, and the kernels that make the factor of a product (`product_factors`)."""
+    """The operators that apply a scale, and the kernels that make the factor of a product
+    (`product_factors`).
+    """
     applied = [e for e in operators if applies_factor(e.key, e.input_shapes)]
     return applied + [e for e in kernels if "product_factors" in e.key]
 
 
 def applies_factor(name: str, shapes: list[list[int]]) -> bool:
     """Whether an operator multiplies a matrix by one number that lies in a tensor."""
-    return name in ("aten::mul", "aten::mul_") and len(shapes) >= 2 and len(shapes[0]) == 2 and shapes[1] == []
+    return (
+        name in ("aten::mul", "aten::mul_")
+        and len(shapes) >= 2
+        and len(shapes[0]) == 2
+        and shapes[1] == []
+    )
 
 
 def key_words(recipe: str, mode: str, count: int) -> list[str]:
     """Keys of a run, without its data."""
-    return [*MODEL, f"recipe={recipe}", f"train.microbatch={8 // count}", *(MODES | NATIVE | EMULATED)[mode]]
+    return [
+        *MODEL,
+        f"recipe={recipe}",
+        f"train.microbatch={8 // count}",
+        *(MODES | NATIVE | EMULATED)[mode],
+    ]
 
 
 @contextmanager
@@ -209,7 +252,8 @@ def measure(run: Run, name: str, *, dry: bool) -> dict[str, Any]:
         torch.cuda.reset_peak_memory_stats()
     pairs = [timed(run) for _ in range(1 if dry else MEASURED)]
     host, step = (statistics.median(each) for each in zip(*pairs, strict=True))
-    peak, tokens = run.peak_tokens_per_s(), run.config.train.tokens
+    peak = run.peak_tokens_per_s()
+    tokens = run.config.train.tokens
     row: dict[str, Any] = {"name": name, "ok": True, "backends": backends(run)}
     row |= {"step ms": 1000 * step, "host ms": 1000 * host, **profiled(run)}
     row |= {"tokens/s": tokens / step, "MFU": None if peak is None else tokens / step / peak}
@@ -232,12 +276,16 @@ def swap(run: Run, recipe: str, mode: str) -> None:
     assert isinstance(cfg, DictConfig)
     config = to_config(cfg)
     timeline = Timeline(recipe=config.recipe, steps=run.config.train.steps)
-    run.plan = build_plan(replace(run.config, backend=config.backend), run.layers, timeline, run.plan.device)
+    run.plan = build_plan(
+        replace(run.config, backend=config.backend), run.layers, timeline, run.plan.device
+    )
     run.apply(run.plan.stretches[0])
 
 
 def nine_rows(variants: list[tuple[str, str, int]], *, dry: bool) -> Iterator[dict[str, Any]]:
-    """The rows of variants, measured in this process until one fails, whose error may have taken the GPU with it."""
+    """The rows of variants, measured in this process until one fails, whose error may have taken
+    the GPU with it.
+    """
     pending = sorted(variants, key=lambda variant: variant[1] not in SWAPPED)
     healthy = True
     for row in swapped_rows([variant for variant in pending if variant[1] in SWAPPED], dry=dry):
@@ -254,7 +302,9 @@ def nine_rows(variants: list[tuple[str, str, int]], *, dry: bool) -> Iterator[di
 
 
 def swapped_rows(variants: list[tuple[str, str, int]], *, dry: bool) -> Iterator[dict[str, Any]]:
-    """The rows of variants that differ in their plan alone, of one model, up to the first that fails."""
+    """The rows of variants that differ in their plan alone, of one model, up to the first that
+    fails.
+    """
     if not variants:
         return
     current = variants[0]
@@ -300,7 +350,9 @@ def main(words: list[str] | None = None) -> int:
         print("gpu_profile: torch sees no GPU")
         return 3
     if given.only:
-        (variant,) = {each for each in (*variants(), *nine_variants()) if label(*each) == given.only}
+        (variant,) = {
+            each for each in (*variants(), *nine_variants()) if label(*each) == given.only
+        }
         print(json.dumps(measure_built(variant, dry=False)))
         return 0
     results = gpu_runs.Results(given.out, gpu_runs.machine())
@@ -311,7 +363,11 @@ def main(words: list[str] | None = None) -> int:
             results.add(row)
         return results.code
     for variant in pending:
-        own = gpu_runs.alone(__file__, label(*variant)) if not given.dry_run else measure_built(variant, dry=True)
+        own = (
+            gpu_runs.alone(__file__, label(*variant))
+            if not given.dry_run
+            else measure_built(variant, dry=True)
+        )
         results.add(own)
     return results.code
 

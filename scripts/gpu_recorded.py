@@ -43,21 +43,28 @@ from fp4train.quantize.quantizer import quantizer
 from fp4train.train import train_step
 
 SMALL = 1 << 16
-"""Elements of tensors that are computed: numbers, scales and counters, which decide what is launched."""
+"""Elements of tensors that are computed: numbers, scales and counters, which decide what is
+launched.
+"""
 
 
 class Uncomputed(TorchDispatchMode):
     """Operators whose results are large give memory that nobody filled."""
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         sizes: list[int] = []
         tree_map_only(Tensor, lambda tensor: sizes.append(tensor.numel()), (args, kwargs))
         returns = function._schema.returns
-        views = any(value.alias_info is not None and not value.alias_info.is_write for value in returns)
+        views = any(
+            value.alias_info is not None and not value.alias_info.is_write for value in returns
+        )
         scalars = not all("Tensor" in str(value.type) for value in returns)
         small = max(sizes, default=0) < SMALL and not _makes_much(args, kwargs)
-        by_numbers = torch.Tag.dynamic_output_shape in function.tags  # numbers decide the shape of the result
+        # numbers decide the shape of the result
+        by_numbers = torch.Tag.dynamic_output_shape in function.tags
         if views or scalars or small or by_numbers:
             return function(*args, **kwargs)
         if any(value.alias_info is not None for value in returns):
@@ -73,7 +80,9 @@ class Uncomputed(TorchDispatchMode):
 def _makes_much(args: Any, kwargs: Any) -> bool:
     """Whether an operator that takes no tensor makes a large one, by a size among its arguments."""
     sizes = [value for value in (*args, *kwargs.values()) if isinstance(value, list | tuple)]
-    numbers = [value for value in sizes if value and all(isinstance(number, int) for number in value)]
+    numbers = [
+        value for value in sizes if value and all(isinstance(number, int) for number in value)
+    ]
     product = 1
     for number in numbers[0] if numbers else ():
         product *= number
@@ -100,7 +109,9 @@ class Launches:
         record = {
             "module": kernel.fn.__module__,
             "kernel": kernel.fn.__name__,
-            "arguments": [described(value) for value in (*launch.seen(pointers), *launch.sizes, *words)],
+            "arguments": [
+                described(value) for value in (*launch.seen(pointers), *launch.sizes, *words)
+            ],
             "constants": {name: constant(value) for name, value in launch.constants.items()},
             "warps": launch.warps,
         }
@@ -129,7 +140,9 @@ def constant(value: Any) -> Any:
 
 @contextmanager
 def as_on_a_gpu(launches: Launches, processors: int) -> Iterator[None]:
-    """Launches are noted; what asks whether Triton runs on a device is told that it does, and products give memory."""
+    """Launches are noted; what asks whether Triton runs on a device is told that it does, and
+    products give memory.
+    """
 
     def product(a: Tensor, b: Tensor, *_: Any, **options: Any) -> Tensor:
         dtype = options.get("out_dtype") or options.get("output_dtype")
@@ -144,12 +157,20 @@ def as_on_a_gpu(launches: Launches, processors: int) -> Iterator[None]:
             (triton, "why_not_here", lambda device: None),
             (triton_launch, "interpreted", lambda: False),
             (triton_launch, "processors", lambda device: processors),
-            (Launch, "__call__", lambda launch, *pointers, words=(): launches.note(launch, *pointers, words=words)),
+            (
+                Launch,
+                "__call__",
+                lambda launch, *pointers, words=(): launches.note(launch, *pointers, words=words),
+            ),
             (native, "why_not_blocks", lambda *_: None),
             (native.F, "scaled_mm", product),
             (torch, "_scaled_mm", product),
             (Emulate, "product", emulated_product),
-            (Emulate, "_in_product", lambda self, total, a, b: scaled.why_not(a, b, total.dtype) is None),
+            (
+                Emulate,
+                "_in_product",
+                lambda self, total, a, b: scaled.why_not(a, b, total.dtype) is None,
+            ),
             (gemms, "ADDING", frozenset({"cpu"})),
             (scaled, "why_not_here", lambda device: None),
             (scaled, "processors", lambda device: processors),
@@ -169,15 +190,24 @@ def forget_plans() -> None:
 
 
 def emulated_product(
-    self: Emulate, a: Decoded | Quantized, b: Decoded | Quantized, *, out_dtype: torch.dtype, bias: Tensor | None = None
+    self: Emulate,
+    a: Decoded | Quantized,
+    b: Decoded | Quantized,
+    *,
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Launch what `Emulate.product` launches on a GPU."""
     x, y = (
-        quantizer(operand.spec, "cpu").decode(operand) if isinstance(operand, Quantized) else operand
+        quantizer(operand.spec, "cpu").decode(operand)
+        if isinstance(operand, Quantized)
+        else operand
         for operand in (a, b)
     )
     if scaled.why_not(x, y, out_dtype) is None:
-        return SCALED.product(x, y, out_dtype=out_dtype, bias=None if bias is None else bias.to(out_dtype))
+        return SCALED.product(
+            x, y, out_dtype=out_dtype, bias=None if bias is None else bias.to(out_dtype)
+        )
     return x.values.new_empty((len(x.values), len(y.values)), dtype=out_dtype)
 
 
@@ -194,7 +224,8 @@ def training_steps(words: list[str]) -> None:
             gpu_profile.enter_stretch(run, None)
             for _ in range(2):
                 train_step(run, run.plan.at(run.step).recipe)
-                run.step, run.mid_update = run.step + 1, False
+                run.step = run.step + 1
+                run.mid_update = False
 
 
 def cases() -> None:
@@ -245,7 +276,10 @@ def sources(capability: int) -> dict[str, Callable[[], None]]:
     found["resume"] = lambda words=words: training_steps(words)  # type: ignore[misc]
     for recipe, mode in gpu_profile.NINE:
         if mode in ("eager", "emulated", "native") and (mode != "native" or capability >= 100):
-            words = [*gpu_profile.key_words(recipe, mode, 1), *(backend(recipe) if mode == "eager" else ())]
+            words = [
+                *gpu_profile.key_words(recipe, mode, 1),
+                *(backend(recipe) if mode == "eager" else ()),
+            ]
             found[f"llama_1b, {recipe}, {mode}"] = lambda words=words: training_steps(words)  # type: ignore[misc]
     return found
 
@@ -262,7 +296,9 @@ def recorded(capability: int, processors: int) -> list[dict[str, Any]]:
 
 
 def main(words: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("out", type=Path)
     parser.add_argument("--sm", type=int, default=90, help="compute capability times ten")
     parser.add_argument("--processors", type=int, default=132)

@@ -13,8 +13,21 @@ from pathlib import Path
 from typing import Any
 
 TINY = (
-    *("device=cpu", "model=llama_tiny", "model.width=32", "model.layers=1", "model.heads=2", "model.kv_heads=1"),
-    *("model.hidden=32", "train.batch_size=2", "train.microbatch=1", "train.seq_len=16", "eval.batches=1"),
+    *(
+        "device=cpu",
+        "model=llama_tiny",
+        "model.width=32",
+        "model.layers=1",
+        "model.heads=2",
+        "model.kv_heads=1",
+    ),
+    *(
+        "model.hidden=32",
+        "train.batch_size=2",
+        "train.microbatch=1",
+        "train.seq_len=16",
+        "eval.batches=1",
+    ),
     *("policy=all", "eval.every=0"),
 )
 """Keys of a dry run's runs; they come last and win, but for the model, if that is tiny."""
@@ -35,8 +48,17 @@ def train(run: Path, words: list[str], *, dry: bool) -> Lines | str:
         if not any(word.startswith("resume=") for word in words):
             text.parent.mkdir(parents=True, exist_ok=True)
             text.write_text("the quick brown fox jumps over the lazy dog in 4 bits " * 400)
-            models = [word for word in words if word.startswith("model=") and word.endswith("_tiny")]
-            words = [*words, *TINY, *models, "data=text", f"data.path={text}", f"data.cache_dir={run.parent / 'cache'}"]
+            models = [
+                word for word in words if word.startswith("model=") and word.endswith("_tiny")
+            ]
+            words = [
+                *words,
+                *TINY,
+                *models,
+                "data=text",
+                f"data.path={text}",
+                f"data.cache_dir={run.parent / 'cache'}",
+            ]
         if said := in_this_process([*words, *where]):
             return said
     else:
@@ -54,7 +76,9 @@ def in_this_process(words: list[str]) -> str | None:
     from fp4train.cli import main
 
     try:
-        with patch("fp4train.lab.analysis.curves.draw_curves", lambda run: Path(run) / "curves.png"):
+        with patch(
+            "fp4train.lab.analysis.curves.draw_curves", lambda run: Path(run) / "curves.png"
+        ):
             main(words)
     except SystemExit as ended:
         return None if not ended.code else f"exit code {ended.code}"
@@ -62,12 +86,15 @@ def in_this_process(words: list[str]) -> str | None:
 
 
 def options(description: str | None, dry: str) -> argparse.ArgumentParser:
-    """The options of a script of checks: `--out FILE`, `--dry-run`, and `--only NAME` of the processes of `alone`.
+    """The options of a script of checks: `--out FILE`, `--dry-run`, and `--only NAME` of the
+    processes of `alone`.
 
     Args:
         dry: what a dry run is.
     """
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, help="JSON file of the results")
     parser.add_argument("--dry-run", action="store_true", help=dry)
     parser.add_argument("--only", help=argparse.SUPPRESS)
@@ -75,7 +102,8 @@ def options(description: str | None, dry: str) -> argparse.ArgumentParser:
 
 
 def alone(script: str, name: str, patience: float | None = None) -> dict[str, Any]:
-    """The row that `script --only name` prints in a process of its own; one that is not `ok` where it prints none.
+    """The row that `script --only name` prints in a process of its own; one that is not `ok` where
+    it prints none.
 
     Args:
         patience: seconds after which the process is ended; None: it is not.
@@ -104,14 +132,19 @@ def steps(run: Path) -> Lines:
 
 def bits(run: Path, step: int) -> str:
     """A checksum of the weights and moments after `step`."""
-    return hashlib.sha256((run / "checkpoints" / f"step_{step:08}" / "tensors.safetensors").read_bytes()).hexdigest()
+    return hashlib.sha256(
+        (run / "checkpoints" / f"step_{step:08}" / "tensors.safetensors").read_bytes()
+    ).hexdigest()
 
 
 class Results:
-    """Rows of a JSON file, written anew after each: what ends a process early leaves what was found before."""
+    """Rows of a JSON file, written anew after each: what ends a process early leaves what was found
+    before.
+    """
 
     def __init__(self, path: Path, machine: dict[str, Any]) -> None:
-        self.path, self.machine = path, machine
+        self.path = path
+        self.machine = machine
         self.rows: list[dict[str, Any]] = []
         if path.exists():  # an earlier call of the same part: what worked then is not done again
             found = json.loads(path.read_text())
@@ -125,7 +158,9 @@ class Results:
         """A row with its name and whether it is `ok`, in the place of one of that name."""
         self.rows = [*(old for old in self.rows if old["name"] != row["name"]), row]
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({"machine": self.machine, "rows": self.rows}, indent=1, ensure_ascii=False)
+        text = json.dumps(
+            {"machine": self.machine, "rows": self.rows}, indent=1, ensure_ascii=False
+        )
         beside = self.path.with_suffix(".part")
         beside.write_text(text + "\n", encoding="utf-8")
         beside.replace(self.path)  # whoever packs results finds the file before or after
@@ -152,7 +187,11 @@ def machine() -> dict[str, Any]:
     if not torch.cuda.is_available():
         return found | {"gpu": None}
     capability = ".".join(map(str, torch.cuda.get_device_capability()))
-    return found | {"gpu": torch.cuda.get_device_name(), "capability": capability, "driver": driver_version()}
+    return found | {
+        "gpu": torch.cuda.get_device_name(),
+        "capability": capability,
+        "driver": driver_version(),
+    }
 
 
 def first_line(error: BaseException) -> str:

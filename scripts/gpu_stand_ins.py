@@ -21,7 +21,9 @@ def announce(text: str) -> None:
 def interpret() -> None:
     """From here on; Triton reads it when it is imported."""
     if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
-        raise RuntimeError("Triton was imported before: its kernels are compiled, and a CPU cannot run them")
+        raise RuntimeError(
+            "Triton was imported before: its kernels are compiled, and a CPU cannot run them"
+        )
     os.environ["TRITON_INTERPRET"] = "1"
     announce("Triton's interpreter executes the kernels on the CPU")
 
@@ -42,19 +44,27 @@ def scaled_products() -> Iterator[list[Any]]:
 
     announce("scaled_mm is checked as torch checks it for CUDA, recorded, and computed in float64")
     recorder = Recorder()
-    with patch.object(native, "why_not_blocks", lambda *_: None), patch.object(native.F, "scaled_mm", recorder):
+    with (
+        patch.object(native, "why_not_blocks", lambda *_: None),
+        patch.object(native.F, "scaled_mm", recorder),
+    ):
         yield recorder.calls
 
 
 @contextmanager
 def grouped_products() -> Iterator[list[Any]]:
-    """torch's scaled products of several experts in one call, and of one; gives the calls of the first."""
+    """torch's scaled products of several experts in one call, and of one; gives the calls of the
+    first.
+    """
     helpers()
     from recorded_products import GroupRecorder
 
     from fp4train.backends import grouped
 
-    announce("scaled_grouped_mm is checked as torch checks it for CUDA, recorded, and computed in float64")
+    announce(
+        "scaled_grouped_mm is checked as torch checks it for CUDA, recorded, and computed in "
+        "float64"
+    )
     recorder = GroupRecorder()
     with scaled_products(), patch.object(grouped.F, "scaled_grouped_mm", recorder):
         yield recorder.calls
@@ -62,7 +72,9 @@ def grouped_products() -> Iterator[list[Any]]:
 
 @contextmanager
 def graphs(*, recorded: bool = True) -> Iterator[list[Any]]:
-    """CUDA graphs of training steps; gives what recorded them. Not `recorded`: the same steps without."""
+    """CUDA graphs of training steps; gives what recorded them. Not `recorded`: the same steps
+    without.
+    """
     helpers()
     import torch
     from recorder_on_cpu import RecorderOnCpu
@@ -75,7 +87,9 @@ def graphs(*, recorded: bool = True) -> Iterator[list[Any]]:
     from fp4train.run.step_graph import RecordedSteps
 
     if recorded:
-        announce("a recorder of torch's operators on the CPU repeats them in the place of a CUDA graph")
+        announce(
+            "a recorder of torch's operators on the CPU repeats them in the place of a CUDA graph"
+        )
     made: list[Any] = []
     assemble = build.assemble
 
@@ -90,7 +104,10 @@ def graphs(*, recorded: bool = True) -> Iterator[list[Any]]:
         return run
 
     # The C kernels are no operators of torch: a recorder of operators would not see them.
-    unseen = [patch.object(each, "why_not", lambda *_: "not seen by the recorder") for each in (cpu, on_cpu)]
+    unseen = [
+        patch.object(each, "why_not", lambda *_: "not seen by the recorder")
+        for each in (cpu, on_cpu)
+    ]
     widened = patch.object(emulate, "WITHOUT_INSTRUCTIONS", frozenset({torch.bfloat16}))
     queued = patch.object(emulate, "_of_tensors", emulate.queued_factors)
     quantizer.cache_clear()
@@ -115,8 +132,9 @@ def compiler() -> Iterator[None]:
 
 @contextmanager
 def instead_of(words: Sequence[str]) -> Iterator[list[str]]:
-    """What stands in for the GPU that the keys of a run ask for: `train.cuda_graph` (false: the kernels of runs that
-    are recorded), `train.compile`, `backend`; gives the keys that a CPU takes."""
+    """What stands in for the GPU that the keys of a run ask for: `train.cuda_graph` (false: the
+    kernels of runs that are recorded), `train.compile`, `backend`; gives the keys that a CPU takes.
+    """
     with ExitStack() as stack:
         for recorded in (False, True):
             if f"train.cuda_graph={str(recorded).lower()}" in words:
@@ -125,8 +143,12 @@ def instead_of(words: Sequence[str]) -> Iterator[list[str]]:
             stack.enter_context(compiler())
         asked = {word for word in words if word in ("backend=te", "backend=native")}
         if asked:
-            announce("emulation multiplies in the place of the backend that a recorded run asks for")
-        yield [word for word in words if not word.startswith("train.cuda_graph=") and word not in asked]
+            announce(
+                "emulation multiplies in the place of the backend that a recorded run asks for"
+            )
+        yield [
+            word for word in words if not word.startswith("train.cuda_graph=") and word not in asked
+        ]
 
 
 @contextmanager
@@ -141,12 +163,16 @@ def liger_kernels() -> Iterator[None]:
 
 
 class _DecodedWeight:
-    """In the place of `TEExecutor`: torch's product with the weight as its codes say, or as they would."""
+    """In the place of `TEExecutor`: torch's product with the weight as its codes say, or as they
+    would.
+    """
 
     def __init__(self, *, name: str) -> None:
         self.name = name
 
-    def __call__(self, x: Any, weight: Any, bias: None, table: Any, *, freed: bool, codes: Any) -> Any:
+    def __call__(
+        self, x: Any, weight: Any, bias: None, table: Any, *, freed: bool, codes: Any
+    ) -> Any:
         from fp4train.quantize import quantize
 
         spec = table["fprop"].second
@@ -166,8 +192,14 @@ def te_layers(script: Any) -> Iterator[None]:
     from fp4train.nn import Linear
     from fp4train.precision import NVFP4
 
-    announce("a second emulated layer, whose random bits differ, runs in the place of Transformer Engine's")
-    announce("emulation multiplies in the place of Transformer Engine's reference modules, norms and gates")
+    announce(
+        "a second emulated layer, whose random bits differ, runs in the place of Transformer "
+        "Engine's"
+    )
+    announce(
+        "emulation multiplies in the place of Transformer Engine's reference modules, norms "
+        "and gates"
+    )
     announce("torch multiplies by decoded codes of a weight in the place of Transformer Engine")
     layers = script.layers
 
@@ -200,7 +232,9 @@ def te_layers(script: Any) -> Iterator[None]:
 
 @contextmanager
 def known_sums() -> Iterator[None]:
-    """Products of codes by what is known of the sums of Hopper (FP8 with one scale) and Blackwell (blocks)."""
+    """Products of codes by what is known of the sums of Hopper (FP8 with one scale) and Blackwell
+    (blocks).
+    """
     import torch
 
     from fp4train.backends.native import Native
@@ -208,7 +242,9 @@ def known_sums() -> Iterator[None]:
 
     announce("the known sums of tensor cores stand in the place of torch's scaled products")
 
-    def product(backend: Native, first: Any, second: Any, *, out_dtype: torch.dtype) -> torch.Tensor:
+    def product(
+        backend: Native, first: Any, second: Any, *, out_dtype: torch.dtype
+    ) -> torch.Tensor:
         blocks = first.spec.block != (None, None)
         capability = (10, 0) if blocks else (9, 0)
         unit = tensor_cores.unit_for(capability, first.spec.format)

@@ -24,22 +24,40 @@ import torch
 
 RECIPES = ("bf16", "nvfp4", "mxfp8", "fp8_current", "fp8_delayed")
 OPTIONS = (
-    *("model=llama_30m", "train.steps=8", "train.batch_size=8", "train.microbatch=4", "train.seq_len=256"),
-    *("phases=none", "eval.every=0", "checkpoint.every=4", "checkpoint.keep=9", "train.deterministic=true"),
+    *(
+        "model=llama_30m",
+        "train.steps=8",
+        "train.batch_size=8",
+        "train.microbatch=4",
+        "train.seq_len=256",
+    ),
+    *(
+        "phases=none",
+        "eval.every=0",
+        "checkpoint.every=4",
+        "checkpoint.keep=9",
+        "train.deterministic=true",
+    ),
 )
 KEYS = ("train/loss", "train/grad_norm")
 
 
 def resumed(folder: Path, recipe: str, straight: gpu_runs.Lines, *, dry: bool) -> dict[str, Any]:
     """The second half of a run again, from its checkpoint."""
-    name, run = f"{recipe}, resume", folder / recipe
+    name = f"{recipe}, resume"
+    run = folder / recipe
     words = [f"resume={run}", "resume_step=4"]
     lines = gpu_runs.train(folder / f"{recipe}-again", words, dry=dry)
     if isinstance(lines, str):
         return {"name": name, "ok": False, "note": lines[-500:]}
     differ = different(straight[4:], lines[-4:])
     equal = gpu_runs.bits(run, 8) == gpu_runs.bits(folder / f"{recipe}-again", 8)
-    return {"name": name, "ok": equal and not differ, "first difference": differ, "weights and moments equal": equal}
+    return {
+        "name": name,
+        "ok": equal and not differ,
+        "first difference": differ,
+        "weights and moments equal": equal,
+    }
 
 
 def recomputed(folder: Path, recipe: str, straight: gpu_runs.Lines, *, dry: bool) -> dict[str, Any]:
@@ -50,7 +68,10 @@ def recomputed(folder: Path, recipe: str, straight: gpu_runs.Lines, *, dry: bool
     if isinstance(lines, str):
         return {"name": name, "ok": False, "note": lines[-500:]}
     differ = different(straight, lines)
-    times = {kind: milliseconds(each) for kind, each in (("straight ms", straight), ("recomputed ms", lines))}
+    times = {
+        kind: milliseconds(each)
+        for kind, each in (("straight ms", straight), ("recomputed ms", lines))
+    }
     return {"name": name, "ok": differ is None, "first difference": differ, **times}
 
 
@@ -59,7 +80,9 @@ def different(straight: gpu_runs.Lines, lines: gpu_runs.Lines) -> int | None:
     if [each["step"] for each in straight] != [each["step"] for each in lines]:
         return -1
     pairs = zip(straight, lines, strict=True)
-    return next((a["step"] for a, b in pairs if any(a.get(key) != b.get(key) for key in KEYS)), None)
+    return next(
+        (a["step"] for a, b in pairs if any(a.get(key) != b.get(key) for key in KEYS)), None
+    )
 
 
 def milliseconds(lines: gpu_runs.Lines) -> float | None:
@@ -69,10 +92,16 @@ def milliseconds(lines: gpu_runs.Lines) -> float | None:
 
 
 def main(words: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True, help="JSON file of the results")
-    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=RECIPES, help="all by default")
-    parser.add_argument("--dry-run", action="store_true", help="one recipe of a tiny model on a CPU")
+    parser.add_argument(
+        "--recipes", nargs="+", choices=RECIPES, default=RECIPES, help="all by default"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="one recipe of a tiny model on a CPU"
+    )
     given = parser.parse_args(words)
     if not torch.cuda.is_available() and not given.dry_run:
         print("gpu_state: torch sees no GPU")
@@ -83,7 +112,9 @@ def main(words: list[str] | None = None) -> int:
         for recipe in given.recipes[-1:] if given.dry_run else given.recipes:
             if results.has(f"{recipe}, resume") and results.has(f"{recipe}, recompute"):
                 continue
-            straight = gpu_runs.train(folder / recipe, [*OPTIONS, f"recipe={recipe}"], dry=given.dry_run)
+            straight = gpu_runs.train(
+                folder / recipe, [*OPTIONS, f"recipe={recipe}"], dry=given.dry_run
+            )
             if isinstance(straight, str):
                 results.add({"name": f"{recipe}, straight", "ok": False, "note": straight[-500:]})
                 continue

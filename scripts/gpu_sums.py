@@ -39,7 +39,8 @@ MX_E5M2 = QuantSpec(element="e5m2", block=(1, 32), scale="e8m0", global_scale=No
 NVFP4 = QuantSpec()
 AMAX = 448 * 6 / 256
 """The amax that NVFP4's global scale is taken from: the scale is a power of two then."""
-SIZE, SAMPLED = 2048, 32
+SIZE = 2048
+SAMPLED = 32
 """Rows and columns of a product, and how many of each are compared."""
 TINY = 16
 """Rows and columns of a dry run, all of which are compared."""
@@ -52,7 +53,8 @@ MOST_SPLITS = 8
 class Case:
     """One product: the specs of its operands [M, K] and [N, K], the accumulator, and K.
 
-    arbitrary: whether scales of tensors are any float32 numbers, so that the order in which they are applied counts.
+    arbitrary: whether scales of tensors are any float32 numbers, so that the order in which they
+        are applied counts.
     """
 
     first: QuantSpec
@@ -116,7 +118,9 @@ def moved(operand: Quantized, device: str) -> Quantized:
 def rows_of(operand: Quantized, rows: Tensor) -> Quantized:
     """Some rows of an operand whose scales are those of the tensor or of blocks of one row."""
     scales = operand.scales if operand.spec.has_outer_scale else operand.scales[rows]
-    return operand._replace(shape=(len(rows), operand.shape[1]), codes=operand.codes[rows], scales=scales)
+    return operand._replace(
+        shape=(len(rows), operand.shape[1]), codes=operand.codes[rows], scales=scales
+    )
 
 
 def compare(case: Case, capability: tuple[int, int], size: int, device: str) -> dict[str, Any]:
@@ -129,7 +133,8 @@ def compare(case: Case, capability: tuple[int, int], size: int, device: str) -> 
     count = min(size, SAMPLED)
     rows = torch.linspace(0, size - 1, count, device=device).long()
     measured = measured[rows][:, rows]
-    first, second = rows_of(first, rows), rows_of(second, rows)
+    first = rows_of(first, rows)
+    second = rows_of(second, rows)
     expected = tensor_cores.product(first, second, unit, fast=case.fast).bfloat16()
     differing = (measured.view(torch.int16) != expected.view(torch.int16)).nonzero()
     row: dict[str, Any] = {"name": case.name, "ok": not len(differing), "differ": len(differing)}
@@ -148,14 +153,17 @@ def compare(case: Case, capability: tuple[int, int], size: int, device: str) -> 
 
 def why_left_out(case: Case) -> str | None:
     """Why this torch does not multiply codes of the case, whatever the GPU; None: it does."""
-    kind, built = native.scheme(case.first), native.cuda_version()
+    kind = native.scheme(case.first)
+    built = native.cuda_version()
     if kind is None or built is None or built >= kind.cuda:
         return None
     needed, have = (".".join(map(str, version)) for version in (kind.cuda, built))
     return f"it needs CUDA {needed}, and this torch is built for {have}"
 
 
-def equal_to(measured: Tensor, first: Quantized, second: Quantized, unit: TensorCore, case: Case) -> list[str]:
+def equal_to(
+    measured: Tensor, first: Quantized, second: Quantized, unit: TensorCore, case: Case
+) -> list[str]:
     """What has the GPU's bits instead of what was expected."""
     others: dict[str, Tensor] = {}
     others["the exact sum, rounded once"] = tensor_cores.exact_product(first, second)
@@ -181,7 +189,10 @@ def main() -> int:
         return 3
     capability = torch.cuda.get_device_capability()
     if tensor_cores.unit_for(capability, E4M3.format) is None:
-        print(f"gpu_sums: how GPUs of compute capability {capability[0]}.{capability[1]} sum is not known here")
+        print(
+            f"gpu_sums: how GPUs of compute capability {capability[0]}.{capability[1]} sum is "
+            "not known here"
+        )
         return 3
     results = gpu_runs.Results(arguments.out, gpu_runs.machine())
     for case in cases(capability):
@@ -193,12 +204,16 @@ def main() -> int:
         try:
             results.add(compare(case, capability, SIZE, "cuda"))
         except RuntimeError as error:
-            results.add({"name": case.name, "ok": False, "note": str(error).strip().splitlines()[0]})
+            results.add(
+                {"name": case.name, "ok": False, "note": str(error).strip().splitlines()[0]}
+            )
     return results.code
 
 
 def dry_run() -> int:
-    """All of a row on a CPU: sums of Hopper and Blackwell stand in the place of torch's products."""
+    """All of a row on a CPU: sums of Hopper and Blackwell stand in the place of torch's
+    products.
+    """
     rows = []
     with gpu_stand_ins.known_sums():
         for capability in ((9, 0), (10, 0)):

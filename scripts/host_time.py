@@ -36,7 +36,8 @@ def measure(recipe: Recipe, tries: int) -> tuple[float, float]:
     from host_passes import least, native_layer, plain_layer, without_kernels
 
     with without_kernels(), autocast(recipe, step=0):
-        layer, plain = native_layer(recipe), plain_layer()
+        layer = native_layer(recipe)
+        plain = plain_layer()
         layer()
         pairs = [(least(layer), least(plain)) for _ in range(tries)]
     ours, theirs = map(min, zip(*pairs, strict=True))
@@ -44,9 +45,11 @@ def measure(recipe: Recipe, tries: int) -> tuple[float, float]:
 
 
 def measure_on_te(tries: int) -> dict[str, tuple[float, float, float]]:
-    """Recipe → (µs of a layer of fp4train on Transformer Engine, of its own layer, of an nn.Linear).
+    """Recipe → (µs of a layer of fp4train on Transformer Engine, of its own layer, of an
+    nn.Linear).
 
-    It is measured in a process of its own, in which Transformer Engine and torch take the CPU for a GPU.
+    It is measured in a process of its own, in which Transformer Engine and torch take the CPU for a
+    GPU.
     """
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
@@ -60,7 +63,9 @@ def measure_on_te(tries: int) -> dict[str, tuple[float, float, float]]:
 
 
 def main(words: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tries", type=int, default=10, help="times that each is measured")
     given = parser.parse_args(words)
     print("on torch's products and Triton")
@@ -71,7 +76,10 @@ def main(words: list[str] | None = None) -> None:
     print("on Transformer Engine")
     if (availability.version() or ()) < OLDEST_TE:
         found = availability.version_text() if availability.version() else "none"
-        print(f"  not measured: {found} is installed, and {'.'.join(map(str, OLDEST_TE))} or newer is needed")
+        print(
+            f"  not measured: {found} is installed, and {'.'.join(map(str, OLDEST_TE))} or "
+            "newer is needed"
+        )
         return
     for name, (ours, theirs, plain) in measure_on_te(given.tries).items():
         above = f"Transformer Engine's own {theirs:.0f}, above it {ours - theirs:.0f}"

@@ -41,16 +41,22 @@ def entropy(train: NDArray[Any], held_out: NDArray[Any], order: int, end: int) -
     for code, count in seen.items():
         contexts[code // size] = contexts.get(code // size, 0.0) + count
     codes, counts = _counts(held_out, letters, order)
-    likely = [(seen.get(code, 0.0) + HALF) / (contexts.get(code // size, 0.0) + size * HALF) for code in codes]
+    likely = [
+        (seen.get(code, 0.0) + HALF) / (contexts.get(code // size, 0.0) + size * HALF)
+        for code in codes
+    ]
     return float(-(np.log(likely) * counts).sum() / np.sum(counts))
 
 
 def _counts(ids: NDArray[Any], letters: NDArray[Any], order: int) -> tuple[list[int], list[float]]:
-    """Each run of `order` + 1 letters as a number, the last letter its last digit, and how often it occurs."""
+    """Each run of `order` + 1 letters as a number, the last letter its last digit, and how often it
+    occurs.
+    """
     digits = np.searchsorted(letters, ids)
     known = (digits < len(letters)) & (letters[np.minimum(digits, len(letters) - 1)] == ids)
     places = len(ids) - order
-    codes, whole = np.zeros(places, dtype=np.int64), np.ones(places, dtype=bool)
+    codes = np.zeros(places, dtype=np.int64)
+    whole = np.ones(places, dtype=bool)
     for back in range(order + 1):
         codes = codes * len(letters) + digits[back : back + places]
         whole &= known[back : back + places]
@@ -67,7 +73,9 @@ def draw(run: Path, entropies: Mapping[int, float], picture: Path) -> None:
         axes = figure.new_figure(width, 4.0).add_subplot()
         figure.style(axes, "nats per base")
         axes.plot(
-            *zip(*((e["step"], e["train/loss"]) for e in lines), strict=True), color=figure.TRAIN, label="training"
+            *zip(*((e["step"], e["train/loss"]) for e in lines), strict=True),
+            color=figure.TRAIN,
+            label="training",
         )
         axes.plot(
             *zip(*((e["step"], e["val/loss"]) for e in tested), strict=True),
@@ -77,7 +85,9 @@ def draw(run: Path, entropies: Mapping[int, float], picture: Path) -> None:
         )
         for order, value in entropies.items():
             axes.axhline(value, color=figure.QUIET, linestyle="--")
-            axes.annotate(f"Markov model, order {order}", (lines[-1]["step"], value), ha="right", va="bottom")
+            axes.annotate(
+                f"Markov model, order {order}", (lines[-1]["step"], value), ha="right", va="bottom"
+            )
         axes.set_ylim(min(e["val/loss"] for e in tested) - 0.01, max(entropies.values()) + 0.02)
         axes.set_xlabel("step")
         axes.legend(loc="upper center")
@@ -99,7 +109,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         data = Dna(path=str(given.fasta), val=given.val, cache_dir=folder).build(Path(folder), 1, 0)
         end = 256 if data.tokenizer is None else data.tokenizer.end_of_document
-        train, held_out = np.array(data.train.ids), np.array(data.val.ids)
+        train = np.array(data.train.ids)
+        held_out = np.array(data.val.ids)
     print(f"{len(train):,} training and {len(held_out):,} held-out tokens")
     entropies = {order: entropy(train, held_out, order, end) for order in given.orders}
     for order, value in entropies.items():

@@ -51,7 +51,9 @@ WHEELS = ("hydra-core", "omegaconf", "antlr4-python3-runtime", "liger-kernel")
 """Packages that a training run imports and a machine with torch and transformers lacks."""
 
 SOURCES = ("antlr4-python3-runtime",)
-"""Packages without a wheel on PyPI. Theirs are built here: they hold Python alone, and fit every machine."""
+"""Packages without a wheel on PyPI. Theirs are built here: they hold Python alone, and fit every
+machine.
+"""
 
 PROCESSORS = ("x86_64", "aarch64")
 
@@ -84,7 +86,9 @@ class Target:
         return next((name for name in PROCESSORS if self.platform.endswith(name)), "")
 
     def satisfies(self, marker: Marker, extras: Collection[str]) -> bool:
-        """Whether a requirement with this marker counts there, of a package that is asked for with those extras."""
+        """Whether a requirement with this marker counts there, of a package that is asked for with
+        those extras.
+        """
         linux = {"sys_platform": "linux", "platform_system": "Linux", "os_name": "posix"}
         python = {"python_version": self.python, "python_full_version": f"{self.python}.0"}
         machine = {"platform_machine": self.processor, "implementation_name": "cpython"}
@@ -96,7 +100,8 @@ class Target:
         newest = re.fullmatch(r"manylinux_2_(\d+)_(\w+)", self.platform)
         if newest is None:
             return [self.platform]
-        minor, processor = int(newest[1]), newest[2]
+        minor = int(newest[1])
+        processor = newest[2]
         older = [f"manylinux_2_{version}_{processor}" for version in range(minor, 4, -1)]
         legacy = [f"manylinux{name}_{processor}" for name in ("2014", "2010", "1")]
         return [*older, *legacy]
@@ -124,7 +129,8 @@ def pip(*words: str) -> None:
 def pack(folder: Path, names: Sequence[str], target: Target) -> None:
     """Fill `folder` with a wheel of each package, and of all that they need and the machine lacks.
 
-    Packages are read one by one, so that no resolver of pip downloads torch only to see what it needs.
+    Packages are read one by one, so that no resolver of pip downloads torch only to see what it
+    needs.
     """
     pinned = pins()
     packed: set[str] = set()
@@ -134,7 +140,9 @@ def pack(folder: Path, names: Sequence[str], target: Target) -> None:
         name = normalised(requirement.name)
         if name not in packed | MACHINE:
             packed.add(name)
-            wheel = fetched(pinned.get(name, f"{requirement.name}{requirement.specifier}"), folder, target)
+            wheel = fetched(
+                pinned.get(name, f"{requirement.name}{requirement.specifier}"), folder, target
+            )
             pending += needs(wheel, requirement.extras, target)
 
 
@@ -155,7 +163,11 @@ def needs(wheel: Path, extras: Collection[str], target: Target) -> list[Requirem
         (metadata,) = (name for name in archive.namelist() if METADATA.fullmatch(name))
         lines = Parser().parsestr(archive.read(metadata).decode()).get_all("Requires-Dist", [])
     requirements = map(Requirement, lines)
-    return [each for each in requirements if each.marker is None or target.satisfies(each.marker, extras)]
+    return [
+        each
+        for each in requirements
+        if each.marker is None or target.satisfies(each.marker, extras)
+    ]
 
 
 def checkout_bytes() -> int:
@@ -167,24 +179,38 @@ def checkout_bytes() -> int:
 
 
 def read(words: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path, help="new or empty")
     parser.add_argument(
         "--with", dest="extras", action="append", default=[], metavar="NAME",
         help="another package of constraints.txt, with what it needs; may be repeated",
     )  # fmt: skip
     parser.add_argument("--python", default="3.12", help="version of Python there")
-    parser.add_argument("--platform", default="manylinux_2_28_x86_64", help="newest tag of wheels that run there")
+    parser.add_argument(
+        "--platform", default="manylinux_2_28_x86_64", help="newest tag of wheels that run there"
+    )
     parser.add_argument("--kernels", action="store_true", help="pack compiled kernels, too")
     parser.add_argument(
         "--sm", type=int, action="append", choices=gpu_kernels_packed.PROCESSORS,
         help="compute capability times ten of the GPU; may be repeated; both by default",
     )  # fmt: skip
-    parser.add_argument("--triton", default="3.6.0", help="version of Triton there; torch 2.11 has 3.6.0")
     parser.add_argument(
-        "--compiler", metavar="PYTHON", help="Python that compiles; by default that of --python in PATH"
+        "--triton", default="3.6.0", help="version of Triton there; torch 2.11 has 3.6.0"
     )
-    parser.add_argument("--limit", type=float, default=60, metavar="MB", help="of the folder and the checkout together")
+    parser.add_argument(
+        "--compiler",
+        metavar="PYTHON",
+        help="Python that compiles; by default that of --python in PATH",
+    )
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=60,
+        metavar="MB",
+        help="of the folder and the checkout together",
+    )
     return parser.parse_args(words)
 
 
@@ -197,14 +223,18 @@ def main(words: list[str] | None = None) -> int:
     extras = [normalised(name) for name in options.extras]
     check_extras(extras)
     program = options.compiler or f"python{options.python}"
-    compiler = gpu_kernels_packed.Compiler(program=program, python=options.python, triton=options.triton)
+    compiler = gpu_kernels_packed.Compiler(
+        program=program, python=options.python, triton=options.triton
+    )
     if options.kernels and (reason := compiler.why_not()) is not None:
         print(f"pack_gpu: --kernels: {reason}", file=sys.stderr)
         return 2
     folder.mkdir(parents=True, exist_ok=True)
     pack(folder, [*WHEELS, *extras], Target(python=options.python, platform=options.platform))
     if options.kernels:
-        gpu_kernels_packed.pack(folder, sorted(set(options.sm or gpu_kernels_packed.PROCESSORS)), compiler)
+        gpu_kernels_packed.pack(
+            folder, sorted(set(options.sm or gpu_kernels_packed.PROCESSORS)), compiler
+        )
     return say_size(folder, options.limit)
 
 
@@ -216,17 +246,22 @@ def check_extras(names: Collection[str]) -> None:
     """
     for name in names:
         if name in MACHINE:
-            raise SystemExit(f"pack_gpu: --with {name}: the machine has it, with torch and transformers")
+            raise SystemExit(
+                f"pack_gpu: --with {name}: the machine has it, with torch and transformers"
+            )
         if name not in pins():
             raise SystemExit(f"pack_gpu: --with {name}: constraints.txt pins no such package")
 
 
 def say_size(folder: Path, limit: float) -> int:
     """Print what travels and how it is installed; returns the exit code."""
-    sizes = {path.name: path.stat().st_size / 1e6 for path in sorted(folder.rglob("*")) if path.is_file()}
+    sizes = {
+        path.name: path.stat().st_size / 1e6 for path in sorted(folder.rglob("*")) if path.is_file()
+    }
     for name, size in sizes.items():
         print(f"{size:8.2f} MB  {name}")
-    packed, checkout = sum(sizes.values()), checkout_bytes() / 1e6
+    packed = sum(sizes.values())
+    checkout = checkout_bytes() / 1e6
     print(f"{packed:8.2f} MB  {folder}, {packed + checkout:.1f} MB with the files of this checkout")
     print(f"there: pip install --no-index --no-deps {folder}/*.whl")
     if packed + checkout > limit:

@@ -39,19 +39,32 @@ from fp4train.run.record.directory import CHECKPOINTS
 from fp4train.text import p_value
 
 CPU_INFO = Path("/proc/cpuinfo")
-CHANNELS, FACTOR = 3, 16.0
-READERS = {"attention_norm": ("attention.wq", "attention.wk", "attention.wv"), "mlp_norm": ("mlp.gate", "mlp.up")}
+CHANNELS = 3
+FACTOR = 16.0
+READERS = {
+    "attention_norm": ("attention.wq", "attention.wk", "attention.wv"),
+    "mlp_norm": ("mlp.gate", "mlp.up"),
+}
 """The norms of a block of Llama, and the linear layers that read each."""
 TRAINING = ("checkpoint.every=100", "checkpoint.keep=5", "track=jsonl")
-FORKS = {"recipe": "bf16,mxfp8,nvfp4,nvfp4_plain,mxfp4", "policy": "all", "steps": "16", "forks": "2"}
-"""Every layer of every block follows the recipe, without phases: what the format does, not what spares it."""
+FORKS = {
+    "recipe": "bf16,mxfp8,nvfp4,nvfp4_plain,mxfp4",
+    "policy": "all",
+    "steps": "16",
+    "forks": "2",
+}
+"""Every layer of every block follows the recipe, without phases: what the format does, not what
+spares it.
+"""
 TRAINED_IN = ("nvfp4", "bf16")
 """The recipes of the base runs, by turns; the rest is the default run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Checkpoints to rank recipes on; `options` are those of the command that differ from `FORKS`."""
+    """Checkpoints to rank recipes on; `options` are those of the command that differ from
+    `FORKS`.
+    """
 
     name: str
     suffix: str = ""
@@ -65,7 +78,8 @@ CASES = (
     Case(
         name="policies",
         step=200,
-        said="the early checkpoints; every layer in the recipe (`all`), or the last 15 % of the blocks in BF16 "
+        said="the early checkpoints; every layer in the recipe (`all`), or the last 15 % of "
+        "the blocks in BF16 "
         "(`last15`, the default), or the first 15 % (`first15`)",
         options=(("recipe", "bf16,nvfp4"), ("policy", "all,last15,first15")),
     ),
@@ -78,7 +92,8 @@ CASES = (
         name="outliers",
         suffix="-outliers",
         step=200,
-        said=f"the early checkpoints with {CHANNELS} outlier channels per norm put in ({FACTOR:g} times as large); "
+        said=f"the early checkpoints with {CHANNELS} outlier channels per norm put in "
+        f"({FACTOR:g} times as large); "
         "the columns that read them are small, so the rate is a tenth",
         options=(("recipe", "bf16,mxfp8,nvfp4,mxfp4"), ("lr", "3e-4")),
     ),
@@ -104,7 +119,10 @@ seen in {steps} steps.
 def machine() -> str:
     """The CPU's name, as far as the system tells."""
     lines = CPU_INFO.read_text().splitlines() if CPU_INFO.exists() else []
-    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
+    return next(
+        (line.partition(": ")[2] for line in lines if line.startswith("model name")),
+        platform.machine(),
+    )
 
 
 def fp4train(*words: str) -> str:
@@ -124,10 +142,15 @@ def english(folder: Path) -> Path:
     return folder
 
 
-def put_outliers_in(source: Path, step: int, target: Path, channels: int = CHANNELS, factor: float = FACTOR) -> None:
-    """A copy of a run with one checkpoint, whose norms and their readers are scaled as the module says."""
+def put_outliers_in(
+    source: Path, step: int, target: Path, channels: int = CHANNELS, factor: float = FACTOR
+) -> None:
+    """A copy of a run with one checkpoint, whose norms and their readers are scaled as the module
+    says.
+    """
     subject = open_checkpoint(source, step)
-    optimizer, draw = subject.run.optimizer, torch.Generator().manual_seed(0)
+    optimizer = subject.run.optimizer
+    draw = torch.Generator().manual_seed(0)
 
     def scale(weight: nn.Parameter, columns: torch.Tensor, by: float) -> None:
         weight.data[..., columns] *= by
@@ -156,22 +179,34 @@ def prepare(case: Case, seed: int, runs: Path) -> Path:
     if case.name == "outliers":
         put_outliers_in(prepare(CASES[0], seed, runs), case.step, run)
         return run
-    data = ("data=text", f"data.path={english(runs / 'english')}", "data.val=0.1") if case.name == "English" else ()
+    data = (
+        ("data=text", f"data.path={english(runs / 'english')}", "data.val=0.1")
+        if case.name == "English"
+        else ()
+    )
     fp4train(f"run.dir={run}", f"run.seed={seed}", f"recipe={recipe}", *TRAINING, *data)
     return run
 
 
 def ranking(case: Case, bases: Sequence[str], options: Mapping[str, str]) -> list[str]:
     """The words of the command."""
-    return ["rank", *bases, f"step={case.step}", *(f"{key}={value}" for key, value in options.items())]
+    return [
+        "rank",
+        *bases,
+        f"step={case.step}",
+        *(f"{key}={value}" for key, value in options.items()),
+    ]
 
 
 def section(case: Case, found: dict[str, Any]) -> str:
     """Markdown of one ranking: a row per candidate, from the best to the worst."""
     entries = {each["name"]: each for each in found["candidates"]}
     pairs = {frozenset((pair["first"], pair["second"])): pair for pair in found["pairs"]}
-    reference, floor = found["reference"], found["floor"]
-    where = [f"{Path(each['run']).name} (trained in {each['trained']})" for each in found["checkpoints"]]
+    reference = found["reference"]
+    floor = found["floor"]
+    where = [
+        f"{Path(each['run']).name} (trained in {each['trained']})" for each in found["checkpoints"]
+    ]
     lines = [
         f"## {case.name}: {case.said}",
         "",
@@ -179,17 +214,20 @@ def section(case: Case, found: dict[str, Any]) -> str:
         + (f"FP32 − BF16: {gap(floor)}. " if floor else "")
         + f"Look {found['look']} at a record of {found['recorded']} candidates.",
         "",
-        "| candidate | gap to BF16 | ± tokens | in high precision | at each checkpoint | p | from BF16 | group |",
+        "| candidate | gap to BF16 | ± tokens | in high precision | at each checkpoint | p | "
+        "from BF16 | group |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name in found["order"]:
-        each, pair = entries[name], pairs.get(frozenset((name, reference)))
+        each = entries[name]
+        pair = pairs.get(frozenset((name, reference)))
         same = "".join(f", {other}" for other in each["same"])
         p, verdict = ("", "–") if pair is None else (p_value(pair["p"]), VERDICTS[pair["verdict"]])
         gaps = " ".join(f"{at:+.4f}" for at in each["gaps"])
         tokens = "–" if each["tokens"] is None else f"{each['tokens']:.5f}"
         lines.append(
-            f"| {name}{same} | {gap(each['gap'])} | {tokens} | {gap(each['gap_high'])} | {gaps} | {p} | {verdict} | "
+            f"| {name}{same} | {gap(each['gap'])} | {tokens} | {gap(each['gap_high'])} | "
+            f"{gaps} | {p} | {verdict} | "
             f"{each['group']} |"
         )
     lines += [
@@ -197,7 +235,9 @@ def section(case: Case, found: dict[str, Any]) -> str:
         for name, each in entries.items()
         if each["diverged"]
     ]
-    spikes = [f"{name} spikes at {place}." for name, each in entries.items() for place in each["spikes"]]
+    spikes = [
+        f"{name} spikes at {place}." for name, each in entries.items() for place in each["spikes"]
+    ]
     others = [
         f"{pair['first']} < {pair['second']} {gap(pair)}, {VERDICTS[pair['verdict']]}"
         for pair in found["pairs"]
@@ -230,7 +270,9 @@ def with_section(text: str, new: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--runs", type=Path, default=Path("runs"))
     parser.add_argument("--out", type=Path, default=Path("benchmarks/recipe_ranking.md"))
     parser.add_argument("--cases", nargs="*", default=[case.name for case in CASES])
@@ -245,7 +287,8 @@ def main() -> None:
         commands.append((case, bases, {**FORKS, **dict(case.options), **given}))
     for case, bases, options in commands:
         for base in bases if int(options["forks"]) < needed(1) else []:
-            fp4train(*ranking(case, [base], options))  # so few take no look, and the first one has all cases
+            # so few take no look, and the first one has all cases
+            fp4train(*ranking(case, [base], options))
     for case, bases, options in commands:
         shown = fp4train(*ranking(case, bases, options))
         print(shown)

@@ -24,11 +24,32 @@ import time
 import traceback
 from pathlib import Path
 
-STEPS, KILLED_AFTER = 12, 5
+STEPS = 12
+KILLED_AFTER = 5
 TINY = (
-    *("model.width=128", "model.layers=2", "model.heads=2", "model.kv_heads=1", "model.hidden=192", "device=cpu"),
-    *("train.batch_size=4", "train.seq_len=32", f"train.steps={STEPS}", "checkpoint.every=2", "policy.last=0.5"),
-    *("eval.batches=1", "eval.every=4", "eval.errors_every=3", "track=jsonl", "data=text", "run.name=a"),
+    *(
+        "model.width=128",
+        "model.layers=2",
+        "model.heads=2",
+        "model.kv_heads=1",
+        "model.hidden=192",
+        "device=cpu",
+    ),
+    *(
+        "train.batch_size=4",
+        "train.seq_len=32",
+        f"train.steps={STEPS}",
+        "checkpoint.every=2",
+        "policy.last=0.5",
+    ),
+    *(
+        "eval.batches=1",
+        "eval.every=4",
+        "eval.errors_every=3",
+        "track=jsonl",
+        "data=text",
+        "run.name=a",
+    ),
 )
 """Rows of 128 and heads of 64 features, which the C kernels of norms, gates and rotations take."""
 PATHS = ("data.path=text.txt", "data.cache_dir=cache")
@@ -59,8 +80,15 @@ def rank(arguments: list[str], number: int, ranks: int, port: int, *, killed: bo
     if child := os.fork():
         return child
     if ranks > 1:
-        place = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-        os.environ.update({k: str(v) for k, v in place.items()}, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        place = {
+            "RANK": number,
+            "LOCAL_RANK": number,
+            "WORLD_SIZE": ranks,
+            "LOCAL_WORLD_SIZE": ranks,
+        }
+        os.environ.update(
+            {k: str(v) for k, v in place.items()}, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+        )
     log = os.open(f"rank{number}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -69,7 +97,9 @@ def rank(arguments: list[str], number: int, ranks: int, port: int, *, killed: bo
         from fp4train.cli import main
 
         if killed:
-            threading.Thread(target=kill_after, args=(Path("runs/a/metrics.jsonl"), KILLED_AFTER), daemon=True).start()
+            threading.Thread(
+                target=kill_after, args=(Path("runs/a/metrics.jsonl"), KILLED_AFTER), daemon=True
+            ).start()
         main(arguments)
     except SystemExit as ended:
         code = ended.code
@@ -115,7 +145,8 @@ def digests(run: Path) -> dict[str, str]:
                 tensor = tensors.get_tensor(name)
                 data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
                 digest = hashlib.sha256(data).hexdigest()
-                part = file.stem.partition("-")[2]  # of the rank; weights may lie apart from moments
+                # of the rank; weights may lie apart from moments
+                part = file.stem.partition("-")[2]
                 found[f"{part} {name}".strip()] = f"{tensor.dtype} {tuple(tensor.shape)} {digest}"
     return found
 
@@ -131,12 +162,17 @@ def measure(recipes: list[str], ranks: list[int]) -> None:
                 Path("text.txt").write_text(text[:200_000])
                 command([*TINY, *PATHS, f"recipe={recipe}"], size, killed=True)
                 command(["resume=runs/a", *PATHS], size)
-                print(json.dumps({"recipe": recipe, "ranks": size, "found": digests(Path("runs/a"))}), flush=True)
+                print(
+                    json.dumps({"recipe": recipe, "ranks": size, "found": digests(Path("runs/a"))}),
+                    flush=True,
+                )
                 os.chdir("/")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("old", type=Path)
     parser.add_argument("new", type=Path)
     parser.add_argument("recipes", nargs="*")
@@ -146,16 +182,28 @@ def main() -> int:
     asked = json.dumps([recipes, given.ranks])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", ASKED: asked}
     old, new = (
-        subprocess.Popen([tree / ".venv/bin/python", __file__], env=environment, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [tree / ".venv/bin/python", __file__],
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         for tree in (given.old, given.new)
     )
     assert old.stdout is not None and new.stdout is not None
     runs = different = 0
-    for before, after in map(lambda pair: map(json.loads, pair), zip(old.stdout, new.stdout, strict=False)):
+    for before, after in map(
+        lambda pair: map(json.loads, pair), zip(old.stdout, new.stdout, strict=False)
+    ):
         keys = before["found"].keys() | after["found"].keys()
         unlike = sorted(key for key in keys if before["found"].get(key) != after["found"].get(key))
-        runs, different = runs + 1, different + bool(unlike)
-        told = f"DIFFERENT: {', '.join(unlike[:4])}" if unlike else f"equal: {len(keys)} steps and tensors"
+        runs = runs + 1
+        different = different + bool(unlike)
+        told = (
+            f"DIFFERENT: {', '.join(unlike[:4])}"
+            if unlike
+            else f"equal: {len(keys)} steps and tensors"
+        )
         print(f"{before['recipe']}, ranks {before['ranks']}: {told}", flush=True)
     failed = max(old.wait(), new.wait())
     print(f"{runs} runs of {len(recipes) * len(given.ranks)}, {different} different")

@@ -38,7 +38,9 @@ def seconds(checkout: Path, command: tuple[str, ...]) -> float:
     """User CPU seconds of a command that finds the package in `checkout`."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     environment = {**os.environ, "PYTHONPATH": str(checkout.resolve())}
-    subprocess.run([sys.executable, *command], env=environment, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [sys.executable, *command], env=environment, check=True, stdout=subprocess.DEVNULL
+    )
     return resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
 
 

@@ -34,7 +34,9 @@ NOISE: Mapping[str, Draw] = {
     "Gaussian": lambda rng, shape: rng.normal(size=shape),
     "lognormal": lambda rng, shape: np.exp(rng.normal(size=shape)),
     "exponential": lambda rng, shape: rng.exponential(size=shape),
-    "one-in-ten spiky": lambda rng, shape: 0.1 * rng.normal(size=shape) + 10 * (rng.random(shape) < 0.1),
+    "one-in-ten spiky": lambda rng, shape: (
+        0.1 * rng.normal(size=shape) + 10 * (rng.random(shape) < 0.1)
+    ),
 }
 Losses = dict[str, list[float]]
 
@@ -61,11 +63,15 @@ def draw(rng: np.random.Generator, noise: str, forks: int, candidates: int) -> L
     return {f"c{i}": each.tolist() for i, each in enumerate(own)}
 
 
-def look(records: Mapping[str, Record], losses: Losses, reference: str, units: Sequence[object] = ()) -> list[Pair]:
+def look(
+    records: Mapping[str, Record], losses: Losses, reference: str, units: Sequence[object] = ()
+) -> list[Pair]:
     """The table that `rank` would show of these losses, and its look in the records."""
     looks = Looks(records, [reference] * len(records))  # type: ignore[arg-type]
     number = looks.number(losses, len(losses[reference]))
-    pairs = compare(losses, reference=looks.reference, look=number, margin=0, units=units, earlier=looks.earlier)
+    pairs = compare(
+        losses, reference=looks.reference, look=number, margin=0, units=units, earlier=looks.earlier
+    )
     if number is not None:
         looks.take(losses, list(losses), pairs)
     return pairs
@@ -77,24 +83,28 @@ def told_apart(pairs: Sequence[Pair], *verdicts: str) -> bool:
 
 def in_pieces(rng: np.random.Generator, noise: str) -> Iterator[list[Pair]]:
     """Candidates are added one by one."""
-    losses, records = draw(rng, noise, 12, 8), {"a": Record()}
+    losses = draw(rng, noise, 12, 8)
+    records = {"a": Record()}
     for count in range(2, 9):
         yield look(records, dict(list(losses.items())[:count]), "c0")
 
 
 def more_forks(rng: np.random.Generator, noise: str) -> Iterator[list[Pair]]:
     """6 forks, then 12, 18, 24."""
-    losses, records = draw(rng, noise, 24, 4), {"a": Record()}
+    losses = draw(rng, noise, 24, 4)
+    records = {"a": Record()}
     for forks in (6, 12, 18, 24):
         yield look(records, {name: each[:forks] for name, each in losses.items()}, "c0")
 
 
 def every_reference(rng: np.random.Generator, noise: str) -> Iterator[list[Pair]]:
     """Each candidate is the reference once; then each two alone."""
-    losses, records = draw(rng, noise, 12, 6), {"a": Record()}
+    losses = draw(rng, noise, 12, 6)
+    records = {"a": Record()}
     for name in losses:
         yield look(records, losses, name)
-    for two in combinations(losses, 2):  # what else the record holds is in the table, whatever is shown
+    # what else the record holds is in the table, whatever is shown
+    for two in combinations(losses, 2):
         yield [p for p in look(records, losses, two[0]) if {p.first, p.second} == set(two)]
 
 
@@ -134,7 +144,10 @@ def errors(trials: int) -> None:
         for forks in (6, 8, 12):
             rng = np.random.default_rng((candidates, forks))
             count = trials if candidates < 20 else max(trials // 2, 100)
-            cells = [rate([told_apart(one_look(rng, n, forks, candidates)) for _ in range(count)]) for n in NOISE]
+            cells = [
+                rate([told_apart(one_look(rng, n, forks, candidates)) for _ in range(count)])
+                for n in NOISE
+            ]
             print(f"| {candidates} | {forks} |", " | ".join(cells), "|", flush=True)
 
 
@@ -142,22 +155,32 @@ def asking(trials: int) -> None:
     print("\n| asked |", " | ".join(NOISE), "|\n|---|" + "---|" * len(NOISE))
     for way in (*WAYS, one_by_one):
         rng = np.random.default_rng(1)
-        cells = [rate([any(told_apart(each) for each in way(rng, noise)) for _ in range(trials)]) for noise in NOISE]
+        cells = [
+            rate([any(told_apart(each) for each in way(rng, noise)) for _ in range(trials)])
+            for noise in NOISE
+        ]
         print(f"| {(way.__doc__ or '').rstrip('.')} |", " | ".join(cells), "|", flush=True)
 
 
 def power(trials: int) -> None:
-    print("\n| candidates | forks | from the reference | from another | t, Bonferroni |\n|---|---|---|---|---|")
+    print(
+        "\n| candidates | forks | from the reference | from another | t, Bonferroni "
+        "|\n|---|---|---|---|---|"
+    )
     for candidates in (3, 5, 10):
         for forks in (6, 8, 12, 18):
-            rng, found = np.random.default_rng((candidates, forks)), []
+            rng = np.random.default_rng((candidates, forks))
+            found = []
             for _ in range(trials):
                 losses = draw(rng, "Gaussian", forks, candidates)
                 worse = f"c{candidates - 1}"
                 losses[worse] = [loss + 2 * math.sqrt(2) for loss in losses[worse]]
                 pairs = look({"a": Record()}, losses, "c0")
                 verdict = {(pair.first, pair.second): pair.verdict == "here" for pair in pairs}
-                t = estimate([b - a for a, b in zip(losses["c0"], losses[worse], strict=True)]).p or 0.0
+                t = (
+                    estimate([b - a for a, b in zip(losses["c0"], losses[worse], strict=True)]).p
+                    or 0.0
+                )
                 found.append((verdict["c0", worse], verdict["c1", worse], t <= ALPHA / len(pairs)))
             print(
                 f"| {candidates} | {forks} |",
@@ -168,9 +191,14 @@ def power(trials: int) -> None:
 
 
 def overstated(trials: int) -> None:
-    print("\n| gap, standard deviations | told apart | mean gap of these | their ± holds |\n|---|---|---|---|")
+    print(
+        "\n| gap, standard deviations | told apart | mean gap of these | their ± holds "
+        "|\n|---|---|---|---|"
+    )
     for gap in (0.5, 1.0, 2.0):
-        rng, gaps, held = np.random.default_rng(0), [], []
+        rng = np.random.default_rng(0)
+        gaps = []
+        held = []
         for _ in range(trials):
             losses = draw(rng, "Gaussian", 6, 2)
             losses["c1"] = [loss + gap * math.sqrt(2) for loss in losses["c1"]]
@@ -179,51 +207,88 @@ def overstated(trials: int) -> None:
                 low, high = pair.difference.interval() or (0.0, 0.0)
                 gaps.append(pair.difference.mean / math.sqrt(2))
                 held.append(low <= gap * math.sqrt(2) <= high)
-        print(f"| {gap} | {len(gaps) / trials:.3f} | {np.mean(gaps):.2f} | {rate(held)} |", flush=True)
+        print(
+            f"| {gap} | {len(gaps) / trials:.3f} | {np.mean(gaps):.2f} | {rate(held)} |", flush=True
+        )
 
 
 def skewed(trials: int) -> None:
     print(
-        "\n| differences with mean zero | forks | t | sign flips | sign flips, as a first look |\n|---|---|---|---|---|"
+        "\n| differences with mean zero | forks | t | sign flips | sign flips, as a first "
+        "look |\n|---|---|---|---|---|"
     )
     kinds: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
         "lognormal, σ = .5": lambda rng, n: np.exp(0.5 * rng.normal(size=n)) - math.exp(0.125),
         "exponential": lambda rng, n: rng.exponential(size=n) - 1,
-        "one fork in ten spikes": lambda rng, n: 0.1 * rng.normal(size=n) + 10 * (rng.random(n) < 0.1) - 1,
+        "one fork in ten spikes": lambda rng, n: (
+            0.1 * rng.normal(size=n) + 10 * (rng.random(n) < 0.1) - 1
+        ),
     }
     for name, kind in kinds.items():
         for forks in (6, 12, 24):
-            rng, found = np.random.default_rng(forks), []
+            rng = np.random.default_rng(forks)
+            found = []
             for _ in range(trials):
                 values = kind(rng, forks)
                 (p,) = corrected(values[:, None], [1.0])
-                found.append(((estimate(values.tolist()).p or 0.0) <= ALPHA, p <= ALPHA, p <= ALPHA * share(1)))
-            print(f"| {name} | {forks} |", " | ".join(rate(each) for each in zip(*found, strict=True)), "|", flush=True)
+                found.append(
+                    (
+                        (estimate(values.tolist()).p or 0.0) <= ALPHA,
+                        p <= ALPHA,
+                        p <= ALPHA * share(1),
+                    )
+                )
+            print(
+                f"| {name} | {forks} |",
+                " | ".join(rate(each) for each in zip(*found, strict=True)),
+                "|",
+                flush=True,
+            )
 
 
 def spread(trials: int) -> None:
     print(
-        "\n| base runs | forks at each | spread between / noise within | ± holds the mean | forks alone hold it | ",
+        "\n| base runs | forks at each | spread between / noise within | ± holds the mean | "
+        "forks alone hold it | ",
         end="",
     )
     print("false, on these | false, beyond | found, 4 of both |\n|---|---|---|---|---|---|---|---|")
     for runs in (2, 3, 4, 6):
         for between in (0.0, 0.5, 2.0):
-            rng, found, forks = np.random.default_rng(runs), [], 4
+            rng = np.random.default_rng(runs)
+            found = []
+            forks = 4
             for _ in range(trials):
                 units = np.repeat(np.arange(runs), forks)
                 effects = between * rng.normal(size=(3, runs))[:, units]
                 noise = rng.normal(size=(3, len(units)))
                 values = noise[1] - noise[0] + effects[1] - effects[0]
                 covered = []
-                for each in (over_units(values.tolist(), units.tolist()), estimate(values.tolist())):
+                for each in (
+                    over_units(values.tolist(), units.tolist()),
+                    estimate(values.tolist()),
+                ):
                     low, high = each.interval() or (0.0, 0.0)
                     covered.append(low <= 0 <= high)
                 losses = {f"c{i}": (noise[i] + effects[i]).tolist() for i in range(3)}
                 pairs = look({"a": Record()}, losses, "c0", units.tolist())
-                moved = {**losses, "c1": [x + 4 * math.sqrt(2 + 2 * between**2) for x in losses["c1"]]}
-                (far,) = (p for p in look({"a": Record()}, moved, "c0", units.tolist()) if p.second + p.first == "c1c0")
-                found.append((*covered, told_apart(pairs), told_apart(pairs, "different"), far.verdict == "different"))
+                moved = {
+                    **losses,
+                    "c1": [x + 4 * math.sqrt(2 + 2 * between**2) for x in losses["c1"]],
+                }
+                (far,) = (
+                    p
+                    for p in look({"a": Record()}, moved, "c0", units.tolist())
+                    if p.second + p.first == "c1c0"
+                )
+                found.append(
+                    (
+                        *covered,
+                        told_apart(pairs),
+                        told_apart(pairs, "different"),
+                        far.verdict == "different",
+                    )
+                )
             cells = " | ".join(rate(each) for each in zip(*found, strict=True))
             print(f"| {runs} | {forks} | {between} | {cells} |", flush=True)
 
@@ -239,11 +304,16 @@ PARTS: Mapping[str, Callable[[int], None]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--trials", type=int, default=1000)
     parser.add_argument("--parts", nargs="*", choices=list(PARTS), default=list(PARTS))
     args = parser.parse_args()
-    print("look 1, 2, 3, … has", ", ".join(f"{share(i):.3f} (from {needed(i)} forks)" for i in range(1, 6)))
+    print(
+        "look 1, 2, 3, … has",
+        ", ".join(f"{share(i):.3f} (from {needed(i)} forks)" for i in range(1, 6)),
+    )
     for part in args.parts:
         PARTS[part](args.trials)
 

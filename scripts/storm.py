@@ -91,7 +91,9 @@ SAID_EVERY = 10.0
 
 def storm(name: str, numbers: list[int], ground: Ground, seed: int, record: Path) -> None:
     """The trials `numbers` of one storm, one after another; each result is a line of `record`."""
-    act, failed, said = STORMS[name][0], 0, time.monotonic()
+    act = STORMS[name][0]
+    failed = 0
+    said = time.monotonic()
     for done, number in enumerate(numbers, start=1):
         place = ground.folder / f"{name}_{number}"
         place.mkdir()
@@ -101,17 +103,25 @@ def storm(name: str, numbers: list[int], ground: Ground, seed: int, record: Path
             result = Result("the trial itself", False, f"{type(error).__name__}: {error}")
         failed += not result.passed
         with record.open("a") as file:
-            file.write(json.dumps([seed, name, number, result.kind, result.passed, result.seen]) + "\n")
+            file.write(
+                json.dumps([seed, name, number, result.kind, result.passed, result.seen]) + "\n"
+            )
         shutil.rmtree(place, ignore_errors=True)
         place.with_name(f"{place.name}.out").unlink(missing_ok=True)
         if not result.passed or done == len(numbers) or time.monotonic() - said > SAID_EVERY:
             said = time.monotonic()
             last = "" if result.passed else f"; {result.kind}: {result.seen}"
-            print(f"{name}: {done} of {len(numbers)}, {failed} failed{last}", file=sys.stderr, flush=True)
+            print(
+                f"{name}: {done} of {len(numbers)}, {failed} failed{last}",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 def recorded(record: Path, seed: int) -> dict[tuple[str, int], tuple[str, bool, str]]:
-    """(storm, number) → (kind, passed, seen) of the trials of `seed` that are done; a torn line is none."""
+    """(storm, number) → (kind, passed, seen) of the trials of `seed` that are done; a torn line is
+    none.
+    """
     found = {}
     for line in record.read_text().splitlines() if record.exists() else []:
         with contextlib.suppress(ValueError):
@@ -137,7 +147,10 @@ def part(counts: dict[str, int], seed: int, record: Path, mine: int, of: int) ->
     torch.set_num_threads(1)
     gc.freeze()  # what is imported is no garbage of a trial
     done = recorded(record, seed)
-    left = {name: [n for n in range(mine, count, of) if (name, n) not in done] for name, count in counts.items()}
+    left = {
+        name: [n for n in range(mine, count, of) if (name, n) not in done]
+        for name, count in counts.items()
+    }
     with tempfile.TemporaryDirectory() as folder:
         ground = prepare(Path(folder)) if any(left.values()) else Ground(Path(folder))
         for name, numbers in left.items():
@@ -147,34 +160,53 @@ def part(counts: dict[str, int], seed: int, record: Path, mine: int, of: int) ->
 def main(arguments: list[str]) -> int:
     """Run the storms in `jobs` processes; print the table."""
     flags = {a for a in arguments if a in ("--all", "--report")}
-    whole, given = "--all" in flags, dict(a.partition("=")[::2] for a in arguments if a not in flags)
+    whole = "--all" in flags
+    given = dict(a.partition("=")[::2] for a in arguments if a not in flags)
     known = (*STORMS, "others", "jobs", "seed", "record", "part")
     if strange := set(given) - set(known):
-        print(f"unknown: {', '.join(sorted(strange))}; known: --all, --report, {', '.join(known)}", file=sys.stderr)
+        print(
+            f"unknown: {', '.join(sorted(strange))}; known: --all, --report, {', '.join(known)}",
+            file=sys.stderr,
+        )
         return 2
-    jobs, seed = int(given.get("jobs", "1")), int(given.get("seed", "0"))
+    jobs = int(given.get("jobs", "1"))
+    seed = int(given.get("seed", "0"))
     counts = {
         name: int(given.get(name, given.get("others", every if whole else usual)))
         for name, (_, usual, every) in STORMS.items()
     }
     with tempfile.TemporaryDirectory() as folder:
-        record = Path(given.get("record", "storm.jsonl" if whole else f"{folder}/storm.jsonl")).absolute()
+        record = Path(
+            given.get("record", "storm.jsonl" if whole else f"{folder}/storm.jsonl")
+        ).absolute()
         if "part" in given:
             part(counts, seed, record, int(given["part"]), jobs)
             return 0
-        words = [*(f"{name}={count}" for name, count in counts.items()), f"seed={seed}", f"record={record}"]
+        words = [
+            *(f"{name}={count}" for name, count in counts.items()),
+            f"seed={seed}",
+            f"record={record}",
+        ]
         state = {"XDG_STATE_HOME": f"{folder}/state", "MPLCONFIGDIR": f"{folder}/matplotlib"}
         environment = {**os.environ, **state, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         parts = [
-            subprocess.Popen([sys.executable, __file__, *words, f"jobs={jobs}", f"part={mine}"], env=environment)
+            subprocess.Popen(
+                [sys.executable, __file__, *words, f"jobs={jobs}", f"part={mine}"], env=environment
+            )
             for mine in range(jobs)
         ]
         ended = [each.wait() for each in parts]
-        rows = {key: row for key, row in recorded(record, seed).items() if key[1] < counts.get(key[0], 0)}
+        rows = {
+            key: row
+            for key, row in recorded(record, seed).items()
+            if key[1] < counts.get(key[0], 0)
+        }
     lines, failures = table(rows)
     print("\n".join([*lines, *failures]))
     if "--report" in flags and not any(ended):
-        write_report(lines, failures, len(rows), " ".join([*sorted(flags - {"--report"}), *words[:-1]]))
+        write_report(
+            lines, failures, len(rows), " ".join([*sorted(flags - {"--report"}), *words[:-1]])
+        )
     return 1 if failures or any(ended) or len(rows) < sum(counts.values()) else 0
 
 
@@ -186,12 +218,18 @@ def table(rows: dict[tuple[str, int], tuple[str, bool, str]]) -> tuple[list[str]
     for name in STORMS:
         kinds = sorted(kind for each, kind in trials if each == name)
         for kind in kinds:
-            count, bad = trials[name, kind], failed[name, kind]
+            count = trials[name, kind]
+            bad = failed[name, kind]
             lines.append(f"| {name} | {kind} | {count} | {count - bad} | {bad} |")
         if kinds:
-            count, bad = sum(trials[name, k] for k in kinds), sum(failed[name, k] for k in kinds)
+            count = sum(trials[name, k] for k in kinds)
+            bad = sum(failed[name, k] for k in kinds)
             lines.append(f"| **{name}** | all | {count} | {count - bad} | {bad} |")
-    failures = [f"{name} {n} ({kind}): {seen}" for (name, n), (kind, ok, seen) in sorted(rows.items()) if not ok]
+    failures = [
+        f"{name} {n} ({kind}): {seen}"
+        for (name, n), (kind, ok, seen) in sorted(rows.items())
+        if not ok
+    ]
     return lines, failures
 
 
@@ -201,8 +239,13 @@ def write_report(lines: list[str], failures: list[str], trials: int, words: str)
 
     rest = REPORT.read_text()
     rest = rest[rest.index("\n## ") :]
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
-    model = next((t for t in Path("/proc/cpuinfo").read_text().splitlines() if t.startswith("model name")), ": a CPU")
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    ).stdout
+    model = next(
+        (t for t in Path("/proc/cpuinfo").read_text().splitlines() if t.startswith("model name")),
+        ": a CPU",
+    )
     head = f"""# Fault tests
 
 `python scripts/storm.py {words}` on commit {commit.strip()}, torch {torch.__version__}, Python
@@ -210,7 +253,9 @@ def write_report(lines: list[str], failures: list[str], trials: int, words: str)
 {len(failures)} failed. Each row counts the trials of one kind; `scripts/storm.py` says what a trial does and when it
 passes.
 """
-    REPORT.write_text("\n".join([head, *lines, "", *(f"- {each}" for each in failures)]).rstrip() + "\n" + rest)
+    REPORT.write_text(
+        "\n".join([head, *lines, "", *(f"- {each}" for each in failures)]).rstrip() + "\n" + rest
+    )
 
 
 if __name__ == "__main__":

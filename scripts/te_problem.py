@@ -9,13 +9,18 @@ from torch import Tensor
 
 from fp4train.precision.layers import Layer
 
-REFERENCE, REFERENCE_BF16, NATIVE, STOCHASTIC = 1e-6, 1e-3, 1e-2, 0.1
+REFERENCE = 1e-6
+REFERENCE_BF16 = 1e-3
+NATIVE = 1e-2
+STOCHASTIC = 0.1
 """Tolerances: relative to the norm; the last one relative between two quantisation errors."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One line of the result: what was compared, the three distances, the tolerance, or why it was skipped."""
+    """One line of the result: what was compared, the three distances, the tolerance, or why it was
+    skipped.
+    """
 
     part: str
     name: str
@@ -63,4 +68,6 @@ def compare(part: str, name: str, ours: Products, theirs: Products, tolerance: f
 
 def place(problem: Problem) -> Layer:
     out_features, in_features = problem.w.shape
-    return Layer(name="selfcheck", in_features=in_features, out_features=out_features, block=0, blocks=1)
+    return Layer(
+        name="selfcheck", in_features=in_features, out_features=out_features, block=0, blocks=1
+    )

@@ -31,7 +31,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from te_problem import NATIVE, REFERENCE, REFERENCE_BF16, STOCHASTIC, Problem, Products, Row, compare, distance, place
+from te_problem import (
+    NATIVE,
+    REFERENCE,
+    REFERENCE_BF16,
+    STOCHASTIC,
+    Problem,
+    Products,
+    Row,
+    compare,
+    distance,
+    place,
+)
 from torch import Tensor, nn
 
 from fp4train.backends import BACKENDS, Prepared
@@ -104,7 +115,9 @@ def te_reference(problem: Problem) -> Products:
         role = QuantizerRole(module_type="linear", tensor_type=kind, name="selfcheck")
         return nvfp4_ref_rht_2d_factory(role).quantize(tensor)
 
-    x, w, dy = quantise(problem.x, "input"), quantise(problem.w, "weight"), quantise(problem.dy, "grad_output")
+    x = quantise(problem.x, "input")
+    w = quantise(problem.w, "weight")
+    dy = quantise(problem.dy, "grad_output")
     fp32 = torch.float32
     y = custom_gemm(w, x, None, fp32, layout="TN", grad=False)[0]
     dx = custom_gemm(w, dy, None, fp32, layout="NN", grad=True)[0]
@@ -113,14 +126,16 @@ def te_reference(problem: Problem) -> Products:
 
 
 def run_layer(layer: Linear, recipe: Recipe, problem: Problem, steps: int = 1) -> Products:
-    """y, dx, dw of the last of `steps` passes; delayed scaling has a history only after the first."""
+    """y, dx, dw of the last of `steps` passes; delayed scaling has a history only after the
+    first.
+    """
     for step in range(steps):
         layer.weight.grad = None
         x = problem.x.detach().requires_grad_()
         with ExitStack() as stack:
             if layer.backend == "te" and any(spec.delayed for spec in recipe.table().specs()):
-                # For delayed recipes only: a region asks TE whether this GPU runs the recipe, and TE's pure-torch
-                # reference runs where its kernels do not.
+                # For delayed recipes only: a region asks TE whether this GPU runs the recipe, and
+                # TE's pure-torch reference runs where its kernels do not.
                 stack.enter_context(te_backend.region(recipe.table()))
             stack.enter_context(autocast(recipe, step=step))
             y = layer(x)
@@ -134,7 +149,9 @@ def layers(problem: Problem, dtype: torch.dtype = torch.bfloat16) -> tuple[Linea
     """fp4train's layer by emulation and on TE, each with the problem's weights in `dtype`."""
 
     def linear() -> nn.Linear:
-        plain = nn.Linear(problem.w.shape[1], problem.w.shape[0], bias=False, device=problem.w.device, dtype=dtype)
+        plain = nn.Linear(
+            problem.w.shape[1], problem.w.shape[0], bias=False, device=problem.w.device, dtype=dtype
+        )
         with torch.no_grad():
             plain.weight.copy_(problem.w)
         return plain
@@ -152,7 +169,9 @@ def run_on_te(layer: Linear, recipe: Recipe) -> None:
     """Let `layer` run `recipe` on TE whatever TE says of this GPU."""
     table = recipe.table()
     gemms = {
-        name: Gemm(name=name, operands=table[name], dtype=recipe.dtype, backend="te", why="self-check")
+        name: Gemm(
+            name=name, operands=table[name], dtype=recipe.dtype, backend="te", why="self-check"
+        )
         for name in table
     }
     plan = LayerPlan(layer=layer.layer, recipe=recipe, **gemms)
@@ -160,7 +179,9 @@ def run_on_te(layer: Linear, recipe: Recipe) -> None:
 
 
 def with_reference(layer: Linear, recipe: Recipe) -> Linear:
-    """`layer` on TE's Linear with TE's pure-torch quantiser and GEMM, which need no FP4 hardware."""
+    """`layer` on TE's Linear with TE's pure-torch quantiser and GEMM, which need no FP4
+    hardware.
+    """
     from transformer_engine.common.recipe import CustomRecipe
     from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import nvfp4_ref_rht_2d_factory
 
@@ -174,7 +195,15 @@ def with_reference(layer: Linear, recipe: Recipe) -> Linear:
 def check_reference(problem: Problem) -> list[Row]:
     """Part 1."""
     recipe = NVFP4(stochastic_rounding=False)
-    rows = [compare("reference", "NVFP4, float32", emulated(recipe, problem), te_reference(problem), REFERENCE)]
+    rows = [
+        compare(
+            "reference",
+            "NVFP4, float32",
+            emulated(recipe, problem),
+            te_reference(problem),
+            REFERENCE,
+        )
+    ]
     ours, theirs = layers(problem)
     on_te = run_layer(with_reference(theirs, recipe), recipe, problem)
     by_emulation = run_layer(ours, recipe, problem)
@@ -185,13 +214,18 @@ def check_native(name: str, recipe: Recipe, problem: Problem) -> Row:
     """Part 2 for one recipe."""
     ours, theirs = layers(problem, torch.float32)  # as training holds them
     steps = 3 if any(spec.delayed for spec in recipe.table().specs()) else 1
-    by_emulation, on_te = run_layer(ours, recipe, problem, steps), run_layer(theirs, recipe, problem, steps)
+    by_emulation = run_layer(ours, recipe, problem, steps)
+    on_te = run_layer(theirs, recipe, problem, steps)
     row = compare("native", name, by_emulation, on_te, NATIVE)
-    stochastic = [any(s and s.rounding == "stochastic" for s in (o.first, o.second)) for o in recipe.table().values()]
+    stochastic = [
+        any(s and s.rounding == "stochastic" for s in (o.first, o.second))
+        for o in recipe.table().values()
+    ]
     if not any(stochastic):
         return row
     exact = run_layer(Linear.from_linear(ours, ours.layer, "emulate"), BF16(), problem)
-    values, agree = [], []
+    values = []
+    agree = []
     for random, a, b, truth in zip(stochastic, on_te, by_emulation, exact, strict=True):
         value = abs(distance(a, truth) / distance(b, truth) - 1) if random else distance(a, b)
         values.append(value)
@@ -199,7 +233,16 @@ def check_native(name: str, recipe: Recipe, problem: Problem) -> Row:
     y, dx, dw = values
     note = "stochastic operands: relative difference of the two errors"
     tolerance = f"{NATIVE:g} or {STOCHASTIC:g}"
-    return Row(part="native", name=name, y=y, dx=dx, dw=dw, tolerance=tolerance, agrees=all(agree), note=note)
+    return Row(
+        part="native",
+        name=name,
+        y=y,
+        dx=dx,
+        dw=dw,
+        tolerance=tolerance,
+        agrees=all(agree),
+        note=note,
+    )
 
 
 def milliseconds(step: Callable[[], object], repeats: int = 10) -> float:
@@ -218,7 +261,9 @@ def milliseconds(step: Callable[[], object], repeats: int = 10) -> float:
 
 
 def measure(problem: Problem, recipes: Mapping[str, Recipe] = RECIPES) -> Iterator[dict[str, Any]]:
-    """Part 6: every recipe that runs on TE here, each as it is measured; what fails has its error for a time."""
+    """Part 6: every recipe that runs on TE here, each as it is measured; what fails has its error
+    for a time.
+    """
     ours, theirs = layers(problem)
 
     def timed(layer: Linear, recipe: Recipe) -> float | str:
@@ -231,7 +276,8 @@ def measure(problem: Problem, recipes: Mapping[str, Recipe] = RECIPES) -> Iterat
     yield {"name": "bf16 (torch)", "te_ms": None, "emulate_ms": None, "bf16_ms": baseline}
     for name, recipe in recipes.items():
         if why_not(recipe, problem) is None:
-            on_te, by_emulation = timed(theirs, recipe), timed(ours, recipe)
+            on_te = timed(theirs, recipe)
+            by_emulation = timed(ours, recipe)
             yield {"name": name, "te_ms": on_te, "emulate_ms": by_emulation, "bf16_ms": baseline}
 
 
@@ -248,7 +294,11 @@ def guarded(part: str, name: str, check: Callable[[], list[Row]]) -> list[Row]:
 
 
 def checked(
-    part: str, check: Callable[[str, Recipe, Problem], Row], name: str, recipe: Recipe, problem: Problem
+    part: str,
+    check: Callable[[str, Recipe, Problem], Row],
+    name: str,
+    recipe: Recipe,
+    problem: Problem,
 ) -> list[Row]:
     """The row of one recipe, or why it is skipped."""
     reason = why_not(recipe, problem)
@@ -264,26 +314,33 @@ def show(rows: list[Row], times: list[dict[str, Any]]) -> None:
         result = {True: "agrees", False: "DIFFERS", None: "skipped"}[row.agrees]
         numbers = " ".join(f"{number(value):>8}" for value in (row.y, row.dx, row.dw))
         print(
-            f"{row.part:10} {row.name:30} {numbers}  {row.tolerance:12} {result}{': ' + row.note if row.note else ''}"
+            f"{row.part:10} {row.name:30} {numbers}  {row.tolerance:12} "
+            f"{result}{': ' + row.note if row.note else ''}"
         )
     if times:
         print(f"\n{'forward and backward':30} {'TE ms':>9} {'emulate':>9} {'BF16':>9}")
         for time in times:
             cells = [time["te_ms"], time["emulate_ms"], time["bf16_ms"]]
-            words = ["-" if c is None else c if isinstance(c, str) else format(c, ".3f") for c in cells]
+            words = [
+                "-" if c is None else c if isinstance(c, str) else format(c, ".3f") for c in cells
+            ]
             print(f"{time['name']:30} " + " ".join(f"{word:>9}" for word in words))
 
 
 def compared(
-    machine: dict[str, Any], recipes: Mapping[str, Recipe], small: Problem, timed: Problem | None, out: Path | None
+    machine: dict[str, Any],
+    recipes: Mapping[str, Recipe],
+    small: Problem,
+    timed: Problem | None,
+    out: Path | None,
 ) -> int:
     """All parts; returns the exit code.
 
     Args:
         machine: of the result.
         small: what is compared; timed: what is measured, or None.
-        out: the result as JSON, written anew after each row: a crash of a kernel, which no exception tells, leaves what
-            was found before.
+        out: the result as JSON, written anew after each row: a crash of a kernel, which no
+            exception tells, leaves what was found before.
     """
     from te_given import ROUNDED, check_given, check_weights
 
@@ -317,16 +374,26 @@ def compared(
         rows.append(Row(part="time", name="all", agrees=False, note=first_line(error)))
     write()
     show(rows, times)
-    broken = [t for t in times if any(isinstance(t[key], str) for key in ("te_ms", "emulate_ms", "bf16_ms"))]
+    broken = [
+        t
+        for t in times
+        if any(isinstance(t[key], str) for key in ("te_ms", "emulate_ms", "bf16_ms"))
+    ]
     return 1 if broken or any(row.agrees is False for row in rows) else 0
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, help="write the result as JSON")
-    parser.add_argument("--size", type=int, default=4096, help="tokens, in and out features of the timed layer")
+    parser.add_argument(
+        "--size", type=int, default=4096, help="tokens, in and out features of the timed layer"
+    )
     parser.add_argument("--no-timing", action="store_true", help="compare only")
-    parser.add_argument("--dry-run", action="store_true", help="all parts in some recipes on a CPU, with stand-ins")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="all parts in some recipes on a CPU, with stand-ins"
+    )
     args = parser.parse_args(arguments)
     if args.dry_run:
         import gpu_stand_ins
@@ -335,7 +402,9 @@ def main(arguments: list[str] | None = None) -> int:
         print("on a GPU:", *said[2:4], sep="\n")
         problem = Problem.draw(64, 96, 64, "cpu")
         with gpu_stand_ins.te_layers(sys.modules[__name__]):
-            return compared({"gpu": None}, {name: RECIPES[name] for name in DRY}, problem, problem, args.out)
+            return compared(
+                {"gpu": None}, {name: RECIPES[name] for name in DRY}, problem, problem, args.out
+            )
     if not torch.cuda.is_available():
         print("te_selfcheck needs an NVIDIA GPU; torch sees none.", file=sys.stderr)
         return 3

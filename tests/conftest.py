@@ -1,8 +1,8 @@
-"""One thread: the tests' tensors are tiny, and threads that wait for each other make them slow on a busy machine. For
-the same reason no example of a property test has a deadline.
+"""One thread: the tests' tensors are tiny, and threads that wait for each other make them slow on a
+busy machine. For the same reason no example of a property test has a deadline.
 
-Tests marked `long` (compilers, the interpreter's full sweep) run in CI and with --long; else they are deselected, and
-the last line says how many.
+Tests marked `long` (compilers, the interpreter's full sweep) run in CI and with --long; else they
+are deselected, and the last line says how many.
 """
 
 import gc
@@ -30,7 +30,9 @@ settings.load_profile("untimed")
 
 @pytest.fixture(autouse=True, scope="session")
 def key_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Runs are signed with a key of the tests' own, which their processes share, and not with the user's."""
+    """Runs are signed with a key of the tests' own, which their processes share, and not with the
+    user's.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         yield
@@ -38,14 +40,18 @@ def key_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 
 @pytest.fixture(autouse=True, scope="session")
 def signals_as_in_a_terminal() -> None:
-    """A shell starts what runs in the background without SIGINT, nohup without SIGHUP; runs respect both."""
+    """A shell starts what runs in the background without SIGINT, nohup without SIGHUP; runs respect
+    both.
+    """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(autouse=True, scope="session")
 def wide_terminal() -> Iterator[None]:
-    """Tables are folded in a narrow terminal; tests read their rows in a wide one, unless they say otherwise."""
+    """Tables are folded in a narrow terminal; tests read their rows in a wide one, unless they say
+    otherwise.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", "3000")
         yield
@@ -70,8 +76,9 @@ def remembered_compositions() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def known_to_be_frozen() -> Iterator[None]:
-    """A run asks whether its process has frozen objects. Python counts them for that, half a million of the tests' or
-    more, in a tenth of the time of a tiny run."""
+    """A run asks whether its process has frozen objects. Python counts them for that, half a
+    million of the tests' or more, in a tenth of the time of a tiny run.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gc, "get_freeze_count", lambda: 1)
         yield
@@ -106,7 +113,22 @@ def fresh_dynamo() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small text with something to learn in it."""
-    words = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "in", "4", "or", "8", "bits")
+    words = (
+        "the",
+        "quick",
+        "brown",
+        "fox",
+        "jumps",
+        "over",
+        "a",
+        "lazy",
+        "dog",
+        "in",
+        "4",
+        "or",
+        "8",
+        "bits",
+    )
     draw = random.Random(0)
     path = tmp_path_factory.mktemp("data") / "text.txt"
     path.write_text(" ".join(draw.choice(words) for _ in range(4000)), encoding="utf-8")
@@ -115,13 +137,20 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def small_run(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run of the default recipe, policy and phases on byte tokens, which tests read and leave as it is."""
+    """A finished run of the default recipe, policy and phases on byte tokens, which tests read and
+    leave as it is.
+    """
     from command_line import TINY
 
     from fp4train.cli import main
 
     run = tmp_path_factory.mktemp("runs") / "small"
-    words = [f"data.path={text}", f"data.cache_dir={text.parent / 'cache'}", f"run.dir={run}", "run.name=small"]
+    words = [
+        f"data.path={text}",
+        f"data.cache_dir={text.parent / 'cache'}",
+        f"run.dir={run}",
+        "run.name=small",
+    ]
     with pytest.raises(SystemExit) as ended:
         main([*TINY, *words])
     assert ended.value.code == 0
@@ -130,7 +159,9 @@ def small_run(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Hugging Face folders of the small models of `hf_folders`: Llama 3 in several shards, Qwen2 in BF16."""
+    """Hugging Face folders of the small models of `hf_folders`: Llama 3 in several shards, Qwen2 in
+    BF16.
+    """
     from hf_folders import MODELS, write_folder
 
     place = tmp_path_factory.mktemp("folders")
@@ -145,7 +176,9 @@ LEFT_OUT = pytest.StashKey[int]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--long", action="store_true", help="run the tests marked `long` as well, as CI does")
+    parser.addoption(
+        "--long", action="store_true", help="run the tests marked `long` as well, as CI does"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -158,7 +191,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Every run, and every test of a compiler, collects garbage: not in what the tests' process holds to its end."""
+    """Every run, and every test of a compiler, collects garbage: not in what the tests' process
+    holds to its end.
+    """
     freeze()
 
 
@@ -176,7 +211,8 @@ def frozen_after_each_module() -> Iterator[None]:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     gc.unfreeze()
-    if hasattr(session.config, "workeroutput"):  # a worker of pytest-xdist, which collects alone and prints nothing
+    # a worker of pytest-xdist, which collects alone and prints nothing
+    if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["left out"] = session.config.stash.get(LEFT_OUT, 0)
 
 
@@ -185,6 +221,10 @@ def pytest_testnodedown(node: Any, error: object) -> None:
     node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left out", 0)
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
     if count := config.stash.get(LEFT_OUT, 0):
-        terminalreporter.write_line(f"{count} long test{'s' * (count != 1)} left out; --long runs them, as CI does")
+        terminalreporter.write_line(
+            f"{count} long test{'s' * (count != 1)} left out; --long runs them, as CI does"
+        )

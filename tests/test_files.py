@@ -41,7 +41,9 @@ def strange(run: Path, kind: str, victim: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["a link", "a pipe", "a folder", "a device"])
-def test_what_is_no_regular_file_is_neither_read_nor_opened(run: Path, victim: Path, kind: str) -> None:
+def test_what_is_no_regular_file_is_neither_read_nor_opened(
+    run: Path, victim: Path, kind: str
+) -> None:
     strange(run, kind, victim)
     with Folder.open(run) as folder:
         with pytest.raises(NotPlain, match=f"it is {kind}, not a file") as raised:
@@ -85,7 +87,9 @@ def test_a_name_stays_in_its_folder(run: Path, name: str) -> None:
         folder.read(name, 100)
 
 
-def test_removing_a_folder_removes_links_and_not_what_they_point_to(run: Path, victim: Path, tmp_path: Path) -> None:
+def test_removing_a_folder_removes_links_and_not_what_they_point_to(
+    run: Path, victim: Path, tmp_path: Path
+) -> None:
     inner = run / "inner" / "deep"
     inner.mkdir(parents=True)
     (inner / "file").write_text("x")
@@ -108,7 +112,9 @@ def test_what_is_read_is_bounded(run: Path) -> None:
             files.read(run / name, limit)
 
 
-def test_a_write_that_fails_leaves_what_was_there_and_no_litter(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_fails_leaves_what_was_there_and_no_litter(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     files.write(run / "a", b"old")
 
     def full(*_: object) -> int:
@@ -136,7 +142,9 @@ def test_nobody_can_guess_a_temporary_name(run: Path, monkeypatch: pytest.Monkey
 
 
 def test_litter_of_a_killed_process_goes_and_what_may_be_in_use_stays(run: Path) -> None:
-    old, young, other = f".a.{'0' * 16}.tmp", f".b.{'1' * 16}.tmp", ".mine.tmp"
+    old = f".a.{'0' * 16}.tmp"
+    young = f".b.{'1' * 16}.tmp"
+    other = ".mine.tmp"
     for name in (old, young, other):
         (run / name).write_text("x")
     for name in (old, other):
@@ -160,7 +168,9 @@ def test_what_is_read_takes_the_memory_that_it_has_bytes_and_not_its_limit(run: 
         "print(runpy.run_path(sys.argv[1])['read'](Path(sys.argv[2]), 1 << 34))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, files.__file__, str(run / "thing")], capture_output=True, text=True
+        [sys.executable, "-c", code, files.__file__, str(run / "thing")],
+        capture_output=True,
+        text=True,
     )
     assert done.stdout == "b'precious'\n", done.stderr
 
@@ -174,7 +184,12 @@ def test_lines_are_read_in_pieces_and_one_that_is_too_long_is_the_last(
     (run / "thing").write_bytes(text)
     with Folder.open(run) as folder:
         assert b"".join(folder.pieces("thing", 100)) == text
-        assert list(folder.lines("thing", 100)) == [b"one\n", b"\n", b"two, which is longer\n", b"torn"]
+        assert list(folder.lines("thing", 100)) == [
+            b"one\n",
+            b"\n",
+            b"two, which is longer\n",
+            b"torn",
+        ]
         with pytest.raises(OSError, match="30 bytes; more than 29 are not read"):
             list(folder.lines("thing", 29))
         (run / "thing").write_bytes(b"one\n" + b"x" * 50 + b"\ntwo\n")

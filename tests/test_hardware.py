@@ -70,12 +70,23 @@ def test_a_gpu_with_other_peaks_is_none_rather_than_its_big_sister(device: str) 
 
 
 def test_a_name_is_one_gpus_only() -> None:
-    for device in ("A100-SXM4-80GB", "A100-SXM4-40GB", "H100 80GB HBM3", "H200", "B200", "GB200", "B300", "GB300"):
+    for device in (
+        "A100-SXM4-80GB",
+        "A100-SXM4-40GB",
+        "H100 80GB HBM3",
+        "H200",
+        "B200",
+        "GB200",
+        "B300",
+        "GB300",
+    ):
         assert sum(bool(re.fullmatch(gpu.pattern, device)) for gpu in GPUS) == 1
 
 
 def test_published_dense_peaks() -> None:
-    b200, b300, h200 = find_gpu("B200"), find_gpu("B300"), find_gpu("H200")
+    b200 = find_gpu("B200")
+    b300 = find_gpu("B300")
+    h200 = find_gpu("H200")
     assert [b200.peaks[r] / 1e12 for r in ("FP4", "FP6", "FP8", "BF16")] == [9000, 4500, 4500, 2250]
     assert b300.peaks["FP4"] / b300.peaks["FP8"] == pytest.approx(15 / 4.5)
     assert h200.peaks["FP8"] == 2 * h200.peaks["BF16"] == 1979e12

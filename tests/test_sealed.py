@@ -10,12 +10,16 @@ from fp4train.files import Folder
 from fp4train.sealed import Appended
 
 
-def test_a_full_disk_leaves_what_was_appended_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_what_was_appended_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with Folder.open(tmp_path) as folder:
         with Appended(folder, "a", 0) as file:
             file.write(b"one\n", sync=True)
         write = os.write
-        monkeypatch.setattr(os, "write", lambda d, data: write(d, data[:2]) if len(data) > 2 else full())
+        monkeypatch.setattr(
+            os, "write", lambda d, data: write(d, data[:2]) if len(data) > 2 else full()
+        )
         with pytest.raises(OSError, match="No space"), Appended(folder, "a", 4) as file:
             file.write(b"two\n", sync=True)
         monkeypatch.undo()
@@ -23,7 +27,9 @@ def test_a_full_disk_leaves_what_was_appended_before(tmp_path: Path, monkeypatch
         os.link(tmp_path / "a", tmp_path / "b")
         with Appended(folder, "a", 4) as file:
             file.write(b"three\n", sync=True)
-        assert (tmp_path / "a").read_bytes() == b"one\nthree\n" and (tmp_path / "b").read_bytes() == b"one\n"
+        assert (tmp_path / "a").read_bytes() == b"one\nthree\n" and (
+            tmp_path / "b"
+        ).read_bytes() == b"one\n"
 
 
 def full() -> int:

@@ -29,25 +29,36 @@ def test_rows_of_different_length_are_a_mistake_of_ours() -> None:
         columns([("a", "b"), ("a",)])
 
 
-@pytest.mark.parametrize(("word", "meant"), [("nvfp5", "nvfp4"), ("NVFP4", "nvfp4"), ("bf61", "BF16"), ("x", None)])
+@pytest.mark.parametrize(
+    ("word", "meant"), [("nvfp5", "nvfp4"), ("NVFP4", "nvfp4"), ("bf61", "BF16"), ("x", None)]
+)
 def test_the_near_miss_is_found_whatever_its_case(word: str, meant: str | None) -> None:
     assert nearest(word, ["nvfp4", "mxfp8", "BF16"]) == meant
 
 
 def test_a_hint_is_said_only_where_there_is_one() -> None:
-    assert near_miss("nvfp5", ["nvfp4"]) == "; did you mean 'nvfp4'?" and near_miss("x", ["nvfp4"]) == ""
+    assert (
+        near_miss("nvfp5", ["nvfp4"]) == "; did you mean 'nvfp4'?"
+        and near_miss("x", ["nvfp4"]) == ""
+    )
 
 
 def test_a_choice_names_key_value_what_is_allowed_and_the_near_miss() -> None:
     check_choice("error", None, (None, "mae", "mse"))
-    with pytest.raises(ValueError, match=r"^error='mae2' is not one of None, mae, mse; did you mean 'mae'\?$"):
+    with pytest.raises(
+        ValueError, match=r"^error='mae2' is not one of None, mae, mse; did you mean 'mae'\?$"
+    ):
         check_choice("error", "mae2", (None, "mae", "mse"))
     with pytest.raises(ValueError, match=r"^size=3 is not one of 1, 2$"):
         check_choice("size", 3, (1, 2))
 
 
 def test_a_cell_stays_in_its_row_and_shows_what_a_terminal_would_act_on() -> None:
-    assert tabulate([("a", "b"), ("x\ny", "\x1b[1m")]) == ["a     b", "────  ─────────", "x\\ny  \\u001b[1m"]
+    assert tabulate([("a", "b"), ("x\ny", "\x1b[1m")]) == [
+        "a     b",
+        "────  ─────────",
+        "x\\ny  \\u001b[1m",
+    ]
 
 
 def test_a_whole_number_is_one_that_any_place_can_hold() -> None:

@@ -1,4 +1,6 @@
-"""A worker's caller never waits longer than it wants, and its thread is there only while there is something to do."""
+"""A worker's caller never waits longer than it wants, and its thread is there only while there is
+something to do.
+"""
 
 import threading
 import time
@@ -20,7 +22,8 @@ def test_calls_are_done_in_order_and_a_failure_stops_none() -> None:
 
 
 def test_what_stalls_is_waited_for_within_bounds_and_left_behind() -> None:
-    go_on, each = threading.Event(), Worker("x", lambda error: None, capacity=2)
+    go_on = threading.Event()
+    each = Worker("x", lambda error: None, capacity=2)
     each.put(lambda: go_on.wait(60) and None)
     began = time.monotonic()
     assert not each.wait(0.05) and not each.leave(0.05)
@@ -29,7 +32,8 @@ def test_what_stalls_is_waited_for_within_bounds_and_left_behind() -> None:
 
 
 def test_a_full_queue_refuses() -> None:
-    go_on, each = threading.Event(), Worker("x", lambda error: None, capacity=2)
+    go_on = threading.Event()
+    each = Worker("x", lambda error: None, capacity=2)
     begun = threading.Event()
     each.put(lambda: begun.set() or (go_on.wait(60) and None))
     begun.wait(60)
@@ -38,7 +42,9 @@ def test_a_full_queue_refuses() -> None:
     assert each.leave(10)
 
 
-def test_an_idle_thread_ends_and_the_next_call_begins_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_thread_ends_and_the_next_call_begins_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(worker, "IDLE_SECONDS", 0.02)
     threads: list[threading.Thread] = []
     each = Worker("x", lambda error: None)

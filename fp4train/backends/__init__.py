@@ -40,7 +40,12 @@ from fp4train.hardware import Device
 from fp4train.text import check_choice
 
 LAYER_BACKENDS: Mapping[str, LayerBackend] = {"te": TRANSFORMER_ENGINE}
-BACKENDS: Mapping[str, Backend] = {"torch": TORCH, "native": NATIVE, "emulate": EMULATE, "reference": REFERENCE}
+BACKENDS: Mapping[str, Backend] = {
+    "torch": TORCH,
+    "native": NATIVE,
+    "emulate": EMULATE,
+    "reference": REFERENCE,
+}
 CHOICES = ("auto", *LAYER_BACKENDS, "native", "emulate", "reference")
 """Allowed values of `backend=`."""
 
@@ -54,11 +59,16 @@ class Choice(NamedTuple):
     """Whether it multiplies all experts in one call."""
 
     def of_experts(self, table: Table, gemm: str, device: Device) -> "Choice":
-        """This choice for a layer of experts, with how they are multiplied where that is not one by one anyway."""
+        """This choice for a layer of experts, with how they are multiplied where that is not one by
+        one anyway.
+        """
         if self.backend != NATIVE.name:
             return self
         reason = grouped.why_not(table, gemm, device)
-        how = "all experts in one product" if reason is None else f"a product per expert: {reason}"
+        if reason is None:
+            how = "all experts in one product"
+        else:
+            how = f"a product per expert: {reason}"
         return Choice(self.backend, f"{self.why}; {how}", grouped=reason is None)
 
 
@@ -74,9 +84,10 @@ def choose(
 ) -> dict[str, Choice]:
     """The backend of each GEMM of `table` in `layer` on `device`.
 
-    "auto" takes Transformer Engine if it can run the whole table; else, per GEMM, native products on a GPU that has
-    them (on a CPU they are slower than emulation), else emulation. A backend given by name runs every quantised GEMM,
-    or ValueError is raised. GEMMs without quantised operands run on torch.
+    "auto" takes Transformer Engine if it can run the whole table; else, per GEMM, native products
+    on a GPU that has them (on a CPU they are slower than emulation), else emulation. A backend
+    given by name runs every quantised GEMM, or ValueError is raised. GEMMs without quantised
+    operands run on torch.
 
     Args:
         cut: whether the layer is a shard; it then needs collectives between its GEMMs.
@@ -84,17 +95,21 @@ def choose(
         emulated: why only emulation and the reference run the recipe; None: others may.
 
     Raises:
-        ValueError: there is no such backend, or the named one cannot run the table; the message says why.
+        ValueError: there is no such backend, or the named one cannot run the table; the message
+            says why.
     """
     check_choice("backend", backend, CHOICES)
     if not table.quantised:
         return dict.fromkeys(GEMMS, Choice("torch", table.name))
 
     def refusal(why_not: str) -> ValueError:
-        choices = choose(table, layer, "auto", device, cut=cut, fused=fused, emulated=emulated).values()
+        choices = choose(
+            table, layer, "auto", device, cut=cut, fused=fused, emulated=emulated
+        ).values()
         instead = sorted({choice.backend for choice in choices} - {"torch"})
         return ValueError(
-            f"backend={backend} cannot run {table.name} in {layer.name} ({layer.in_features}→{layer.out_features}) on "
+            f"backend={backend} cannot run {table.name} in {layer.name} "
+            f"({layer.in_features}→{layer.out_features}) on "
             f"{device}: {why_not}. backend=auto would run it by {' and '.join(instead)}"
         )
 
@@ -102,11 +117,15 @@ def choose(
     for name, whole in LAYER_BACKENDS.items():
         if backend not in ("auto", name):
             continue
-        why_not = _WHOLE if cut else whole.why_not(table, layer, device) or (_OWN if fused else emulated)
+        why_not = (
+            _WHOLE if cut else whole.why_not(table, layer, device) or (_OWN if fused else emulated)
+        )
         if layer.experts and backend == "auto":
             why_not = why_not or _ASKED
         if why_not is None:
-            return dict.fromkeys(GEMMS, Choice(name, f"{backend}: {whole.title} runs this recipe on {device}"))
+            return dict.fromkeys(
+                GEMMS, Choice(name, f"{backend}: {whole.title} runs this recipe on {device}")
+            )
         if backend == name:
             raise refusal(why_not)
         reason = f"auto: {why_not}"
@@ -115,9 +134,17 @@ def choose(
         if not table[gemm].quantised:
             return Choice("torch", table.name)
         if backend == "auto":
-            native = emulated is None and device.type == "cuda" and NATIVE.why_not(table, gemm, layer, device) is None
-            return Choice("native", "auto: the GPU multiplies these codes") if native else Choice("emulate", reason)
-        why_not = BACKENDS[backend].why_not(table, gemm, layer, device) or (emulated if backend == "native" else None)
+            native = (
+                emulated is None
+                and device.type == "cuda"
+                and NATIVE.why_not(table, gemm, layer, device) is None
+            )
+            if native:
+                return Choice("native", "auto: the GPU multiplies these codes")
+            return Choice("emulate", reason)
+        why_not = BACKENDS[backend].why_not(table, gemm, layer, device) or (
+            emulated if backend == "native" else None
+        )
         if why_not is not None:
             raise refusal(f"{gemm}: {why_not}")
         return Choice(backend, reason)
@@ -129,16 +156,25 @@ def choose(
 
 
 def sums_note(operands: Operands, gemm: str, backend: str, device: Device) -> str:
-    """Note on a product that tensor cores sum in their fast accumulator, behind its reason in a plan; "": it is not."""
+    """Note on a product that tensor cores sum in their fast accumulator, behind its reason in a
+    plan; "": it is not.
+    """
     if not operands.sums_fp8 or not (8, 9) <= (device.capability or (0, 0)) < (10, 0):
         return ""
     if backend in LAYER_BACKENDS:
         fast = LAYER_BACKENDS[backend].sums_fast(operands, gemm)
     else:
-        fast = operands.accumulator == "fast" and BACKENDS[backend].summing("fast") is not BACKENDS[backend]
-    return "; summed in 14 bits (fast accumulator)" if fast else ""
+        fast = (
+            operands.accumulator == "fast"
+            and BACKENDS[backend].summing("fast") is not BACKENDS[backend]
+        )
+    if fast:
+        return "; summed in 14 bits (fast accumulator)"
+    return ""
 
 
-_WHOLE = "it runs a layer's three GEMMs together, and tensor parallelism needs collectives between them"
+_WHOLE = (
+    "it runs a layer's three GEMMs together, and tensor parallelism needs collectives between them"
+)
 _ASKED = "TE's GroupedLinear runs experts where backend=te asks for it"
 _OWN = "it takes each weight's own amax, and the recipe's fused scales take that of several weights"

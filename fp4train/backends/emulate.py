@@ -1,25 +1,28 @@
-"""Emulation at BF16 speed: operands are quantised and decoded to BF16, products are exact. Runs everywhere.
+"""Emulation at BF16 speed: operands are quantised and decoded to BF16, products are exact. Runs
+everywhere.
 
 A decoded element without its global scale is exact in BF16, so
 
     y [R, S] = (a.values · b.valuesᵀ) · a.scale · b.scale
 
-with BF16 operands and float32 accumulation has exact products, like the tensor cores that it emulates. Only the order
-of the additions differs. The global scales multiply the float32 product before it is rounded to the output dtype:
-rounding the product to BF16 first would round twice.
+with BF16 operands and float32 accumulation has exact products, like the tensor cores that it
+emulates. Only the order of the additions differs. The global scales multiply the float32 product
+before it is rounded to the output dtype: rounding the product to BF16 first would round twice.
 
-Two scales of whole tensors are one factor on every device, float32(a.scale · b.scale); where that is no normal float32
-number they are applied one after the other. Scales of rows are always applied so, the scale of a first.
+Two scales of whole tensors are one factor on every device, float32(a.scale · b.scale); where that
+is no normal float32 number they are applied one after the other. Scales of rows are always applied
+so, the scale of a first.
 
-Implementation: on a CPU with BF16 instructions, `addmm` with `alpha`, which oneDNN applies to the float32 accumulator;
-on other CPUs, and for operands in float32, a float32 product; on GPUs BF16 tensor cores, the scales applied to their
-float32 sums (`scaled.py`). A bias is rounded to the output dtype, as in TE, and added before the product is rounded.
-Operands without scales (a GEMM in high precision) are multiplied by torch.
+Implementation: on a CPU with BF16 instructions, `addmm` with `alpha`, which oneDNN applies to the
+float32 accumulator; on other CPUs, and for operands in float32, a float32 product; on GPUs BF16
+tensor cores, the scales applied to their float32 sums (`scaled.py`). A bias is rounded to the
+output dtype, as in TE, and added before the product is rounded. Operands without scales (a GEMM in
+high precision) are multiplied by torch.
 
-CPUs without BF16 or FP16 instructions: torch takes 3 to 30 times as long there for a GEMM as in float32, and 9 times
-for the backward pass of attention in FP16. Both formats are exact in float32, so the float32 product has the same exact
-element products and float32 accumulation as the instructions. Its one rounding, to the operands' dtype, overflows to
-infinity as theirs does.
+CPUs without BF16 or FP16 instructions: torch takes 3 to 30 times as long there for a GEMM as in
+float32, and 9 times for the backward pass of attention in FP16. Both formats are exact in float32,
+so the float32 product has the same exact element products and float32 accumulation as the
+instructions. Its one rounding, to the operands' dtype, overflows to infinity as theirs does.
 """
 
 import ctypes
@@ -40,22 +43,31 @@ from fp4train.quantize import Decoded, Quantized, QuantSpec, quantizer
 
 _Float32 = ctypes.c_float
 _SMALLEST_NORMAL = torch.finfo(torch.float32).smallest_normal
-_INSTRUCTIONS = {torch.bfloat16: ("avx512_bf16", "amx_bf16"), torch.float16: ("avx512_fp16", "amx_fp16")}
+_INSTRUCTIONS = {
+    torch.bfloat16: ("avx512_bf16", "amx_bf16"),
+    torch.float16: ("avx512_fp16", "amx_fp16"),
+}
 
-# Both dtypes on CPUs other than x86: only some builds of torch use their instructions. torch.compile needs a constant.
+# Both dtypes on CPUs other than x86: only some builds of torch use their instructions.
+# torch.compile needs a constant.
 WITHOUT_INSTRUCTIONS = frozenset(
-    dtype for dtype, names in _INSTRUCTIONS.items() if not any(torch.cpu.get_capabilities().get(n) for n in names)
+    dtype
+    for dtype, names in _INSTRUCTIONS.items()
+    if not any(torch.cpu.get_capabilities().get(n) for n in names)
 )
 
 _SMALLEST_OF_ONEDNN: Final = 16**3
 """Multiplications of a product that torch still does itself (`use_mkldnn_bf16_matmul`)."""
 
-_UNREAD = {dtype: torch.empty((), dtype=dtype, device="cpu") for dtype in (*_INSTRUCTIONS, torch.float64)}
+_UNREAD = {
+    dtype: torch.empty((), dtype=dtype, device="cpu") for dtype in (*_INSTRUCTIONS, torch.float64)
+}
 """Term of `addmm` that beta=0 leaves out."""
 
 _ONEDNN: Any = None
-"""oneDNN's product x·wᵀ in float32; None: torch's, which is MKL's. MKL uses AVX-512 on Intel's CPUs only; on
-one of AMD's oneDNN takes half of its time."""
+"""oneDNN's product x·wᵀ in float32; None: torch's, which is MKL's. MKL uses AVX-512 on Intel's CPUs
+only; on one of AMD's oneDNN takes half of its time.
+"""
 if torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512":  # type: ignore[no-untyped-call]
     _ONEDNN = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 
@@ -71,7 +83,9 @@ class Emulate:
         """None: every spec can be emulated on every device."""
         return None
 
-    def product(self, a: Prepared, b: Prepared, *, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+    def product(
+        self, a: Prepared, b: Prepared, *, out_dtype: torch.dtype, bias: Tensor | None = None
+    ) -> Tensor:
         # Conditions here, and no calls: a layer's host time is that of its Python calls.
         if isinstance(a, Quantized):
             a = quantizer(a.spec, a.codes.device.type).decode(a)
@@ -96,7 +110,11 @@ class Emulate:
             total_RS += self.product(a, b, out_dtype=total_RS.dtype)
 
     def _in_product(self, total_RS: Tensor, a: Decoded, b: Decoded) -> bool:
-        return total_RS.is_cuda and total_RS.is_contiguous() and scaled.why_not(a, b, total_RS.dtype) is None
+        return (
+            total_RS.is_cuda
+            and total_RS.is_contiguous()
+            and scaled.why_not(a, b, total_RS.dtype) is None
+        )
 
     def summing(self, accumulator: str) -> Backend:
         return self
@@ -111,14 +129,19 @@ class TorchGemm(Emulate):
     name = "torch"
 
     def why_not(self, table: Table, gemm: str, layer: Shape, device: Device) -> str | None:
-        return "quantised operands need a backend that supports their format" if table[gemm].quantised else None
+        if table[gemm].quantised:
+            return "quantised operands need a backend that supports their format"
+        return None
 
-    def product(self, a: Prepared, b: Prepared, *, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+    def product(
+        self, a: Prepared, b: Prepared, *, out_dtype: torch.dtype, bias: Tensor | None = None
+    ) -> Tensor:
         assert not isinstance(a, Quantized) and not isinstance(b, Quantized)
         return matmul(a, b, out_dtype=out_dtype, bias=bias)
 
 
-EMULATE, TORCH = Emulate(), TorchGemm()
+EMULATE = Emulate()
+TORCH = TorchGemm()
 SCALED = scaled.ScaledProducts()
 
 
@@ -128,7 +151,9 @@ def decoded(x: Quantized) -> Decoded:
 
 
 def matmul(a: Decoded, b: Decoded, *, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-    """a [R, C] times bᵀ [C, S], all scales applied, plus `bias` [S], rounded once to `out_dtype`."""
+    """a [R, C] times bᵀ [C, S], all scales applied, plus `bias` [S], rounded once to
+    `out_dtype`.
+    """
     (x_RC, x_scale), (w_SC, w_scale) = a, b
     dtype = x_RC.dtype
     if dtype is not w_SC.dtype:
@@ -139,10 +164,13 @@ def matmul(a: Decoded, b: Decoded, *, out_dtype: torch.dtype, bias: Tensor | Non
     if of_tensors and dtype is out_dtype and dtype is not torch.float32:
         if x_scale is None and w_scale is None:
             return widened(F.linear, x_RC, w_SC, bias)
-        # torch's own loop, which takes the smallest products, scales each number of an x whose columns are contiguous.
+        # torch's own loop, which takes the smallest products, scales each number of an x whose
+        # columns are contiguous.
         sums = x_RC.stride(1) == 1 or x_RC.numel() * len(w_SC) > _SMALLEST_OF_ONEDNN
         if x_RC.is_cpu and dtype not in WITHOUT_INSTRUCTIONS and sums:
-            exact = (1.0 if x_scale is None else float(x_scale)) * (1.0 if w_scale is None else float(w_scale))
+            exact = (1.0 if x_scale is None else float(x_scale)) * (
+                1.0 if w_scale is None else float(w_scale)
+            )
             alpha = _Float32(exact).value
             if not alpha < _SMALLEST_NORMAL and alpha != math.inf:
                 # The accumulator is scaled, so that the result is rounded once.
@@ -164,7 +192,9 @@ def matmul(a: Decoded, b: Decoded, *, out_dtype: torch.dtype, bias: Tensor | Non
     for factor in factors if bias is not None else factors[:-1]:
         product *= factor
     if bias is not None:
-        return torch.add(product, bias.to(torch.float32), out=torch.empty_like(product, dtype=out_dtype))
+        return torch.add(
+            product, bias.to(torch.float32), out=torch.empty_like(product, dtype=out_dtype)
+        )
     if not factors:
         return product.to(out_dtype)
     # The last factor and the rounding take one pass over the product.
@@ -190,8 +220,8 @@ def queued_factors(x_scale: Tensor, w_scale: Tensor) -> list[Tensor]:
 def add_product(total_RS: Tensor, a_RC: Tensor, b_CS: Tensor, *, first: bool = False) -> None:
     """Add a·b to a float32 sum, in place; on GPUs within the product, in float32.
 
-    There it moves the 8 bytes per element of the sum that it must, 4 for the first term; a product of its own that is
-    added moves 16.
+    There it moves the 8 bytes per element of the sum that it must, 4 for the first term; a product
+    of its own that is added moves 16.
 
     Args:
         a_RC, b_CS: of one dtype.
@@ -213,11 +243,13 @@ def widens(x: Tensor) -> bool:
     return x.device.type == "cpu" and x.dtype in WITHOUT_INSTRUCTIONS
 
 
-def widened(product: Callable[..., Tensor], x: Tensor, *others: Tensor | None, **options: Any) -> Tensor:
+def widened(
+    product: Callable[..., Tensor], x: Tensor, *others: Tensor | None, **options: Any
+) -> Tensor:
     """`product(x, *others, **options)`, in float32 if `widens(x)`.
 
-    All tensors have x's dtype and device. The result and, in backward, the gradients have that dtype too, each rounded
-    once; autograd keeps float32 copies of what it needs.
+    All tensors have x's dtype and device. The result and, in backward, the gradients have that
+    dtype too, each rounded once; autograd keeps float32 copies of what it needs.
     """
     if not widens(x):
         return product(x, *others, **options)
@@ -229,16 +261,26 @@ def widened(product: Callable[..., Tensor], x: Tensor, *others: Tensor | None, *
 
 @contextmanager
 def _float32_accumulation() -> Iterator[None]:
-    """Around products on a CUDA device: partial sums stay in float32, as in the tensor cores that are emulated.
+    """Around products on a CUDA device: partial sums stay in float32, as in the tensor cores that
+    are emulated.
 
-    cuBLAS may cut a long contraction into parts and add them up in the output's dtype. torch allows it for BF16 and
-    FP16 by default (`torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction`), and a user may have set it
-    either way.
+    cuBLAS may cut a long contraction into parts and add them up in the output's dtype. torch allows
+    it for BF16 and FP16 by default
+    (`torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction`), and a user may have set
+    it either way.
     """
     settings = torch.backends.cuda.matmul
-    before = settings.allow_bf16_reduced_precision_reduction, settings.allow_fp16_reduced_precision_reduction
-    settings.allow_bf16_reduced_precision_reduction = settings.allow_fp16_reduced_precision_reduction = False
+    before = (
+        settings.allow_bf16_reduced_precision_reduction,
+        settings.allow_fp16_reduced_precision_reduction,
+    )
+    settings.allow_bf16_reduced_precision_reduction = (
+        settings.allow_fp16_reduced_precision_reduction
+    ) = False
     try:
         yield
     finally:
-        settings.allow_bf16_reduced_precision_reduction, settings.allow_fp16_reduced_precision_reduction = before
+        (
+            settings.allow_bf16_reduced_precision_reduction,
+            settings.allow_fp16_reduced_precision_reduction,
+        ) = before

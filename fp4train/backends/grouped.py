@@ -2,8 +2,9 @@
 
     y [M, N]: rows of expert e are A_e · B_eᵀ      A_e [m_e, K] rows of all experts one after the other, B [E, N, K]
 
-What `torch.nn.functional.scaled_grouped_mm` takes of them (aten/src/ATen/native/cuda/GroupedBlas.cpp, and torch's own
-tests, test/test_scaled_matmul_cuda.py, test_mxfp8_scaled_grouped_mm_2d_3d):
+What `torch.nn.functional.scaled_grouped_mm` takes of them
+(aten/src/ATen/native/cuda/GroupedBlas.cpp, and torch's own tests, test/test_scaled_matmul_cuda.py,
+test_mxfp8_scaled_grouped_mm_2d_3d):
 
 | scheme | compute capability | codes | scales of A; of B |
 |---|---|---|---|
@@ -11,12 +12,13 @@ tests, test/test_scaled_matmul_cuda.py, test_mxfp8_scaled_grouped_mm_2d_3d):
 | NVFP4 | 10.0 | E2M1 | E4M3 per 1×16, and a float32 per expert |
 | MXFP8 | 10.0 | E4M3 | E8M0 per 1×32 |
 
-Ends of experts among the rows are int32 [E] on the device. An expert's rows are padded to whole tiles with zero codes:
-to 16, and to 32 under block scales. Scales of blocks are in tiles of 128×4 of each expert, one expert after the other:
-of A as a matrix, of B [E, ·]. One scale of a tensor is that of each of its rows.
+Ends of experts among the rows are int32 [E] on the device. An expert's rows are padded to whole
+tiles with zero codes: to 16, and to 32 under block scales. Scales of blocks are in tiles of 128×4
+of each expert, one expert after the other: of A as a matrix, of B [E, ·]. One scale of a tensor is
+that of each of its rows.
 
-It writes BF16 only. Gradients of weights are summed over microbatches and ranks, in float32, so wgrad is a product of
-`scaled_mm` per expert. So is what the table above does not have.
+It writes BF16 only. Gradients of weights are summed over microbatches and ranks, in float32, so
+wgrad is a product of `scaled_mm` per expert. So is what the table above does not have.
 """
 
 from collections.abc import Sequence
@@ -41,7 +43,9 @@ _SCALE_COLUMNS = 4
 
 
 def why_not(table: Table, gemm: str, device: Device) -> str | None:
-    """Why one call cannot multiply what `native` runs of `gemm` on `device`, expert by expert; None if it can."""
+    """Why one call cannot multiply what `native` runs of `gemm` on `device`, expert by expert; None
+    if it can.
+    """
     first, second = table[gemm].both
     assert first is not None and second is not None
     if gemm == "wgrad":
@@ -49,28 +53,42 @@ def why_not(table: Table, gemm: str, device: Device) -> str | None:
     if table.dtype != "bfloat16":
         return f"scaled_grouped_mm writes BF16, not {table.dtype}"
     if first.format != second.format or first.format not in (E2M1, E4M3):
-        return f"scaled_grouped_mm does not multiply {first.element.upper()} by {second.element.upper()}"
+        return (
+            f"scaled_grouped_mm does not multiply {first.element.upper()} by "
+            f"{second.element.upper()}"
+        )
     kind = scheme(first)
     if kind is not None and kind.scaling not in _TILES:
         return f"scaled_grouped_mm has no {kind.title}"
-    if kind is not None and {_global(first), _global(second)} != {"tensor" if kind.title == "NVFP4" else None}:
-        return "scaled_grouped_mm takes one global scale per expert with E4M3 scales, and none with E8M0"
+    if kind is not None and {_global(first), _global(second)} != {
+        "tensor" if kind.title == "NVFP4" else None
+    }:
+        return (
+            "scaled_grouped_mm takes one global scale per expert with E4M3 scales, and none "
+            "with E8M0"
+        )
     needed = (9, 0) if kind is None else (10, 0)
     if device.capability != needed:
         have = ".".join(map(str, device.capability or ())) or "none"
         title = "FP8" if kind is None else kind.title
-        return f"scaled_grouped_mm of {title} needs compute capability {needed[0]}.0; {device} has {have}"
+        return (
+            f"scaled_grouped_mm of {title} needs compute capability {needed[0]}.0; {device} has "
+            f"{have}"
+        )
     if kind is not None and device.here and "USE_MSLK" not in torch.__config__.show():
         return f"scaled_grouped_mm of {kind.title} needs a torch that is built with MSLK"
     return None
 
 
 def _global(spec: QuantSpec) -> str | None:
-    return spec.global_scale if spec.global_scale in ("tensor", "row", "block") else None
+    if spec.global_scale in ("tensor", "row", "block"):
+        return spec.global_scale
+    return None
 
 
 class Products:
-    """Products of one GEMM of several experts: `product` takes the operands as a backend's does, `made` multiplies all.
+    """Products of one GEMM of several experts: `product` takes the operands as a backend's does,
+    `made` multiplies all.
 
     Args:
         backend: whose `why_not` and the one above have nothing against them.
@@ -80,7 +98,9 @@ class Products:
         self.backend = backend
         self.operands: list[tuple[Quantized, Quantized, Tensor | None]] = []
 
-    def product(self, a: Prepared, b: Prepared, *, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+    def product(
+        self, a: Prepared, b: Prepared, *, out_dtype: torch.dtype, bias: Tensor | None = None
+    ) -> Tensor:
         """Nothing yet: an empty tensor; as `Backend.product` but for that."""
         assert isinstance(a, Quantized) and isinstance(b, Quantized)
         self.operands.append((a, b, bias))
@@ -92,10 +112,15 @@ class Products:
             return []
         firsts, seconds, biases = zip(*self.operands, strict=True)
         products = multiply(firsts, seconds, fast=self.backend.fast)
-        return [y if bias is None else y + bias.to(y.dtype) for y, bias in zip(products, biases, strict=True)]
+        return [
+            y if bias is None else y + bias.to(y.dtype)
+            for y, bias in zip(products, biases, strict=True)
+        ]
 
 
-def multiply(firsts: Sequence[Quantized], seconds: Sequence[Quantized], *, fast: bool = False) -> list[Tensor]:
+def multiply(
+    firsts: Sequence[Quantized], seconds: Sequence[Quantized], *, fast: bool = False
+) -> list[Tensor]:
     """a·bᵀ of each pair, BF16 [m, N]; all b are of one shape.
 
     Args:
@@ -104,7 +129,8 @@ def multiply(firsts: Sequence[Quantized], seconds: Sequence[Quantized], *, fast:
     kind = scheme(firsts[0].spec)
     swizzles = [SwizzleType.NO_SWIZZLE]
     if kind is None:
-        rows, scalings = [padded(a) for a in firsts], [ScalingType.RowWise]
+        rows = [padded(a) for a in firsts]
+        scalings = [ScalingType.RowWise]
         codes = [a.view(torch.float8_e4m3fn) for a, _ in rows]
         scales = [s.expand(a.shape[0], 1)[:, 0] for a, s in rows]
         b_codes = torch.stack([b.codes for b in seconds]).view(torch.float8_e4m3fn)
@@ -115,15 +141,20 @@ def multiply(firsts: Sequence[Quantized], seconds: Sequence[Quantized], *, fast:
         lefts = [to_torch(padded_blocks(a, width, _BLOCK_ROWS)) for a in firsts]
         rights = [to_torch(padded_blocks(b, width)) for b in seconds]
         columns = width // kind.cols
-        codes, b_codes = [a.codes for a in lefts], torch.stack([b.codes.view(torch.uint8) for b in rights])
+        codes = [a.codes for a in lefts]
+        b_codes = torch.stack([b.codes.view(torch.uint8) for b in rights])
         b_codes = b_codes.view(codes[0].dtype)
-        a_scales = [_joined([a.scales for a in lefts]).view(-1, columns + -columns % _SCALE_COLUMNS)]
+        a_scales = [
+            _joined([a.scales for a in lefts]).view(-1, columns + -columns % _SCALE_COLUMNS)
+        ]
         b_scales = [_joined([b.scales for b in rights]).view(len(rights), -1)]
-        scalings, swizzles = [kind.scaling], [SwizzleType.SWIZZLE_32_4_4]
+        scalings = [kind.scaling]
+        swizzles = [SwizzleType.SWIZZLE_32_4_4]
         if kind.scaling == ScalingType.BlockWise1x16:
             for found, operands in ((a_scales, lefts), (b_scales, rights)):
                 found.append(torch.stack([x.factor for x in operands if x.factor is not None]))
-            scalings, swizzles = [*scalings, ScalingType.TensorWise], [*swizzles, SwizzleType.NO_SWIZZLE]
+            scalings = [*scalings, ScalingType.TensorWise]
+            swizzles = [*swizzles, SwizzleType.NO_SWIZZLE]
     ends = list(accumulate(a.shape[0] for a in codes))
     y: Tensor = F.scaled_grouped_mm(  # type: ignore[attr-defined]
         _joined(codes),

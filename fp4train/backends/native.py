@@ -1,7 +1,8 @@
 """Products of the codes themselves on tensor cores, by torch's scaled_mm.
 
-What `torch.nn.functional.scaled_mm` takes of A [M, K] and B [N, K], which it multiplies as A·Bᵀ (torch 2.11,
-aten/src/ATen/native/cuda/ScaledBlas.cpp; layouts of scales: cuBLAS documentation, "Narrow precision data types usage"):
+What `torch.nn.functional.scaled_mm` takes of A [M, K] and B [N, K], which it multiplies as A·Bᵀ
+(torch 2.11, aten/src/ATen/native/cuda/ScaledBlas.cpp; layouts of scales: cuBLAS documentation,
+"Narrow precision data types usage"):
 
 | scheme | runs on | codes | scales of A, likewise of B |
 |---|---|---|---|
@@ -11,13 +12,14 @@ aten/src/ATen/native/cuda/ScaledBlas.cpp; layouts of scales: cuBLAS documentatio
 | FP8 blocks, 1×128 | 9.0 | E4M3 or E5M2 | float32 [M, K/128], rows adjacent in memory |
 | FP8 blocks, 128×128 | 9.0 | E4M3 or E5M2 | float32 [⌈K/128⌉ to a multiple of 4, M/128], K adjacent; one operand only |
 
-A is row-major and B column-major: both are stored with K contiguous, as `Quantized` stores them. Square blocks of NVFP4
-and MXFP8 have the scale of their block repeated for each row. Global scales multiply the float32 accumulator, so the
-result is rounded once, and equals emulation up to the order of accumulation.
+A is row-major and B column-major: both are stored with K contiguous, as `Quantized` stores them.
+Square blocks of NVFP4 and MXFP8 have the scale of their block repeated for each row. Global scales
+multiply the float32 accumulator, so the result is rounded once, and equals emulation up to the
+order of accumulation.
 
-On a CPU torch computes the product slowly, so it is used there only if the backend is given by name. scaled_mm takes
-sizes that are multiples of 16 (32, 128): in_features and out_features must be; tokens are padded with zero codes, whose
-products are zero.
+On a CPU torch computes the product slowly, so it is used there only if the backend is given by
+name. scaled_mm takes sizes that are multiples of 16 (32, 128): in_features and out_features must
+be; tokens are padded with zero codes, whose products are zero.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ FP8: Final = (E4M3, E5M2)
 _WHOLE: Final = ((None, None), (1, None))
 """Blocks of one scale per tensor or row."""
 _MULTIPLE: Final = 16
-"""Rows of A and B are padded to multiples of this; so are the columns of those with one scale per tensor or row."""
+"""Rows of A and B are padded to multiples of this; so are the columns of those with one scale per
+tensor or row.
+"""
 _SQUARE: Final = (128, 128)
 _TILES: Final = [SwizzleType.SWIZZLE_32_4_4]
 _PLAIN: Final = [SwizzleType.NO_SWIZZLE]
@@ -60,9 +64,11 @@ class BlockScheme:
         title: name in messages.
         elements: element formats; cols: width of a block.
         rows: heights of a block; None: any.
-        capabilities: the compute capabilities that multiply it, from the first up to, but without, the second.
+        capabilities: the compute capabilities that multiply it, from the first up to, but without,
+            the second.
         cuda: the first version of CUDA whose cuBLAS does.
-        multiple: of in_features and out_features; tokens are padded to it where they are contracted.
+        multiple: of in_features and out_features; tokens are padded to it where they are
+            contracted.
         dtypes: of the product.
     """
 
@@ -99,7 +105,13 @@ class BlockScheme:
 
 
 SCHEMES: Final = (
-    BlockScheme(title="NVFP4", elements=(E2M1,), scales=("e4m3",), cols=16, scaling=ScalingType.BlockWise1x16),
+    BlockScheme(
+        title="NVFP4",
+        elements=(E2M1,),
+        scales=("e4m3",),
+        cols=16,
+        scaling=ScalingType.BlockWise1x16,
+    ),
     BlockScheme(
         title="MXFP8",
         elements=FP8,
@@ -123,7 +135,9 @@ SCHEMES: Final = (
 
 
 _BY_COLUMNS: Final[dict[int | None, BlockScheme]] = {each.cols: each for each in SCHEMES}
-"""The scheme of operands that `Native.why_not` has nothing against, by the width of their blocks."""
+"""The scheme of operands that `Native.why_not` has nothing against, by the width of their
+blocks.
+"""
 
 
 @functools.cache
@@ -135,7 +149,8 @@ def scheme(spec: QuantSpec) -> BlockScheme | None:
 class Native:
     """torch's scaled_mm.
 
-    fast: whether FP8 with one scale per tensor or row is summed in the fast accumulator, which keeps 14 bits.
+    fast: whether FP8 with one scale per tensor or row is summed in the fast accumulator, which
+        keeps 14 bits.
     """
 
     name = "native"
@@ -155,8 +170,12 @@ class Native:
         for spec in (first, second):
             whole = spec.format in FP8 and spec.block in _WHOLE and spec.scale in ("fp32", "pow2")
             if not whole and scheme(spec) is None:
-                return f"scaled_mm does not take element={spec.element} block={spec.block} scale={spec.scale}"
-        kind, other = scheme(first), scheme(second)
+                return (
+                    f"scaled_mm does not take element={spec.element} block={spec.block} "
+                    f"scale={spec.scale}"
+                )
+        kind = scheme(first)
+        other = scheme(second)
         if (kind or first.block) != (other or second.block):
             return "scaled_mm needs the same kind of scale for both operands"
         if first.format == second.format == E5M2:
@@ -165,8 +184,12 @@ class Native:
             return why_not_blocks(kind, table[gemm], table, layer, device)
         return _why_not_whole(first, table, layer, device)
 
-    def product(self, a: Prepared, b: Prepared, *, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-        """The product, as in `Backend`; operands without elements, which scaled_mm refuses, are emulated."""
+    def product(
+        self, a: Prepared, b: Prepared, *, out_dtype: torch.dtype, bias: Tensor | None = None
+    ) -> Tensor:
+        """The product, as in `Backend`; operands without elements, which scaled_mm refuses, are
+        emulated.
+        """
         assert isinstance(a, Quantized) and isinstance(b, Quantized)
         if 0 in a.shape or 0 in b.shape:
             return EMULATE.product(a, b, out_dtype=out_dtype, bias=bias)
@@ -178,8 +201,10 @@ class Native:
             if "CUBLAS_STATUS" not in str(error):
                 raise
             raise RuntimeError(
-                f"cuBLAS does not multiply [{a.shape[0]}, {a.shape[1]}] by [{b.shape[0]}, {b.shape[1]}]ᵀ of "
-                f"{a.spec.element.upper()}·{b.spec.element.upper()} into {out_dtype} ({first_line(error)}); "
+                f"cuBLAS does not multiply [{a.shape[0]}, {a.shape[1]}] by [{b.shape[0]}, "
+                f"{b.shape[1]}]ᵀ of "
+                f"{a.spec.element.upper()}·{b.spec.element.upper()} into {out_dtype} "
+                f"({first_line(error)}); "
                 "backend=emulate computes the same product"
             ) from error
 
@@ -191,7 +216,8 @@ class Native:
         return spec is None or spec.block != (1, None)  # one scale per row: BF16 only
 
 
-NATIVE, FAST = Native(), Native(fast=True)
+NATIVE = Native()
+FAST = Native(fast=True)
 
 
 def _indivisible(layer: Shape, multiple: int, what: str = "") -> str | None:
@@ -202,7 +228,7 @@ def _indivisible(layer: Shape, multiple: int, what: str = "") -> str | None:
     return None
 
 
-# -- FP8 with one scale per tensor or row -----------------------------------------------------------------------------
+# -- FP8 with one scale per tensor or row ----------------------------------------------------------
 
 
 def _why_not_whole(spec: QuantSpec, table: Table, layer: Shape, device: Device) -> str | None:
@@ -212,7 +238,10 @@ def _why_not_whole(spec: QuantSpec, table: Table, layer: Shape, device: Device) 
     if device.type not in ("cpu", "cuda"):
         return f"scaled_mm is not used on {device}"
     if device.type == "cuda" and (device.capability or (0, 0)) < (8, 9):
-        return f"FP8 needs compute capability 8.9; {device} has {'.'.join(map(str, device.capability or ()))}"
+        return (
+            f"FP8 needs compute capability 8.9; {device} has "
+            f"{'.'.join(map(str, device.capability or ()))}"
+        )
     if spec.block == (1, None):
         if device.type == "cuda" and table.dtype != "bfloat16":
             return f"scaled_mm with one scale per row writes BF16 only, not {table.dtype}"
@@ -223,8 +252,11 @@ def _why_not_whole(spec: QuantSpec, table: Table, layer: Shape, device: Device) 
 
 @functools.cache
 def cpu_multiplies_rows() -> bool:
-    """Whether this torch's scaled_mm takes one scale per row on CPUs; 2.11 takes one per tensor only."""
-    codes, scales = torch.zeros(16, 16, dtype=torch.float8_e4m3fn), torch.ones(16, 1)
+    """Whether this torch's scaled_mm takes one scale per row on CPUs; 2.11 takes one per tensor
+    only.
+    """
+    codes = torch.zeros(16, 16, dtype=torch.float8_e4m3fn)
+    scales = torch.ones(16, 1)
     try:
         torch._scaled_mm(codes, codes.T, scale_a=scales, scale_b=scales.T, out_dtype=torch.float32)
     except RuntimeError:
@@ -232,12 +264,16 @@ def cpu_multiplies_rows() -> bool:
     return True
 
 
-def _product(a: Quantized, b: Quantized, out_dtype: torch.dtype, bias: Tensor | None, *, fast: bool) -> Tensor:
-    rows, columns = a.shape[0], b.shape[0]
+def _product(
+    a: Quantized, b: Quantized, out_dtype: torch.dtype, bias: Tensor | None, *, fast: bool
+) -> Tensor:
+    rows = a.shape[0]
+    columns = b.shape[0]
     a_codes, a_scales = padded(a)
     b_codes, b_scales = padded(b)
     inside = bias is not None and out_dtype != torch.float32 and columns == b_codes.shape[0]
-    a_dtype, b_dtype = a.spec.format.dtype, b.spec.format.dtype
+    a_dtype = a.spec.format.dtype
+    b_dtype = b.spec.format.dtype
     assert a_dtype is not None and b_dtype is not None
     y = torch._scaled_mm(
         a_codes.view(a_dtype),
@@ -248,23 +284,36 @@ def _product(a: Quantized, b: Quantized, out_dtype: torch.dtype, bias: Tensor | 
         out_dtype=out_dtype,
         use_fast_accum=fast,
     )
-    y = y if y.shape == (rows, columns) else y[:rows, :columns]
-    return y if bias is None or inside else y + bias.to(y.dtype)
+    if y.shape == (rows, columns):
+        y = y
+    else:
+        y = y[:rows, :columns]
+    if bias is None or inside:
+        return y
+    return y + bias.to(y.dtype)
 
 
 def padded(x: Quantized) -> tuple[Tensor, Tensor]:
-    """(codes, scales) with rows and columns padded to multiples of 16: zero codes, and scales of 1 for added rows."""
-    rows, columns = -x.codes.shape[0] % _MULTIPLE, -x.codes.shape[1] % _MULTIPLE
+    """(codes, scales) with rows and columns padded to multiples of 16: zero codes, and scales of 1
+    for added rows.
+    """
+    rows = -x.codes.shape[0] % _MULTIPLE
+    columns = -x.codes.shape[1] % _MULTIPLE
     if not rows and not columns:
         return x.codes, x.scales
-    scales = F.pad(x.scales, (0, 0, 0, rows), value=1.0) if x.spec.block[0] == 1 else x.scales
+    if x.spec.block[0] == 1:
+        scales = F.pad(x.scales, (0, 0, 0, rows), value=1.0)
+    else:
+        scales = x.scales
     return F.pad(x.codes, (0, columns, 0, rows)), scales
 
 
-# -- blocks -----------------------------------------------------------------------------------------------------------
+# -- blocks ----------------------------------------------------------------------------------------
 
 
-def why_not_blocks(kind: BlockScheme, operands: Operands, table: Table, layer: Shape, device: Device) -> str | None:
+def why_not_blocks(
+    kind: BlockScheme, operands: Operands, table: Table, layer: Shape, device: Device
+) -> str | None:
     """Why tensor cores cannot multiply operands of one scheme; None if they can."""
     if all(spec is not None and spec.block == _SQUARE for spec in operands.both):
         return "scaled_mm cannot multiply two operands in blocks of 128×128"
@@ -273,12 +322,18 @@ def why_not_blocks(kind: BlockScheme, operands: Operands, table: Table, layer: S
     least, beyond = kind.capabilities
     capability = device.capability or (0, 0)
     if not least <= capability < beyond:
-        needed = f"{least[0]}.x" if beyond == (least[0] + 1, 0) else f"{least[0]}.{least[1]}"
+        if beyond == (least[0] + 1, 0):
+            needed = f"{least[0]}.x"
+        else:
+            needed = f"{least[0]}.{least[1]}"
         have = ".".join(map(str, capability))
         return f"scaled_mm of {kind.title} needs compute capability {needed}; {device} has {have}"
     if device.here and (built := cuda_version()) is not None and built < kind.cuda:
         built_for, needed = (".".join(map(str, version)) for version in (built, kind.cuda))
-        return f"scaled_mm of {kind.title} needs CUDA {needed}; this torch is built for CUDA {built_for}"
+        return (
+            f"scaled_mm of {kind.title} needs CUDA {needed}; this torch is built for CUDA "
+            f"{built_for}"
+        )
     if table.dtype not in kind.dtypes:
         return f"scaled_mm of {kind.title} gives {' and '.join(kind.dtypes)}, not {table.dtype}"
     return _indivisible(layer, kind.multiple, f" of {kind.title}")
@@ -298,12 +353,21 @@ def _product_of_blocks(
     (rows, a_width), (columns, b_width) = a.shape, b.shape
     # scaled_mm takes scales in tiles, and sizes that need no padding.
     tiled = a.scales.dim() == b.scales.dim() == 1
-    if not tiled or rows % _MULTIPLE or columns % _MULTIPLE or a_width % kind.multiple or b_width % kind.multiple:
+    if (
+        not tiled
+        or rows % _MULTIPLE
+        or columns % _MULTIPLE
+        or a_width % kind.multiple
+        or b_width % kind.multiple
+    ):
         width = max(a.element_width, b.element_width)
         width += -width % kind.multiple
-        a, b = to_torch(padded_blocks(a, width)), to_torch(padded_blocks(b, width))
-    first, second = a.factor, b.factor
-    # cuBLAS multiplies the accumulator by one number; one per row is applied to the float32 product.
+        a = to_torch(padded_blocks(a, width))
+        b = to_torch(padded_blocks(b, width))
+    first = a.factor
+    second = b.factor
+    # cuBLAS multiplies the accumulator by one number; one per row is applied to the float32
+    # product.
     inside = (first is None or not first.dim()) and (second is None or not second.dim())
     plain = bias is None and inside
     x_scales, x_scaling, x_swizzle = _scales(a, kind, first if inside else None)
@@ -320,7 +384,10 @@ def _product_of_blocks(
         output_dtype=out_dtype if plain else torch.float32,
         use_fast_accum=False,
     )
-    y = y if y.shape == (rows, columns) else y[:rows, :columns]
+    if y.shape == (rows, columns):
+        y = y
+    else:
+        y = y[:rows, :columns]
     if plain:
         return y
     if not inside:

@@ -5,8 +5,8 @@
     product(a, b)                         a·bᵀ of two such operands
     region(tables, ranks)                 context manager around the passes of a step; no effect for most
 
-A `Backend` executes single GEMMs. A `LayerBackend` has kernels for the three GEMMs of a layer together and creates one
-`LayerKernels` per layer; its `why_not` is about the whole table.
+A `Backend` executes single GEMMs. A `LayerBackend` has kernels for the three GEMMs of a layer
+together and creates one `LayerKernels` per layer; its `why_not` is about the whole table.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ class Backend(Protocol):
 
     name: str
     takes_codes: bool
-    """Whether a quantised operand is prepared as codes and scales (`Quantized`); else as values (`Decoded`)."""
+    """Whether a quantised operand is prepared as codes and scales (`Quantized`); else as values
+    (`Decoded`).
+    """
 
     takes_tiles: bool
     """Whether codes are prepared with block scales in tiles (`Quantized.tiled`)."""
@@ -43,9 +45,13 @@ class Backend(Protocol):
     """Whether `add` is one product on GPUs; else a product and a sum."""
 
     def why_not(self, table: Table, gemm: str, layer: Shape, device: Device) -> str | None:
-        """Why it cannot run `gemm` of `table` in a layer of this shape on `device`; None if it can."""
+        """Why it cannot run `gemm` of `table` in a layer of this shape on `device`; None if it
+        can.
+        """
 
-    def product(self, a: Prepared, b: Prepared, *, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+    def product(
+        self, a: Prepared, b: Prepared, *, out_dtype: torch.dtype, bias: Tensor | None = None
+    ) -> Tensor:
         """a [R, C]·b [S, C]ᵀ + bias [S] → [R, S] in `out_dtype`."""
 
     def add(self, total_RS: Tensor, a: Prepared, b: Prepared) -> None:
@@ -55,7 +61,9 @@ class Backend(Protocol):
         """This backend with the accumulator that `Operands` names; itself where it has one only."""
 
     def writes_float32(self, spec: QuantSpec | None) -> bool:
-        """Whether products of operands with this spec can be written in float32, besides the recipe's dtype."""
+        """Whether products of operands with this spec can be written in float32, besides the
+        recipe's dtype.
+        """
 
 
 class DataRanks(Protocol):
@@ -97,7 +105,8 @@ class LayerState(Protocol):
 
     @staticmethod
     def join(each: Sequence[Any], ranks: DataRanks) -> None:
-        """Join states of this kind over the ranks after the last backward of a step; nothing to do for most.
+        """Join states of this kind over the ranks after the last backward of a step; nothing to do
+        for most.
 
         Args:
             each: of all layers; every rank gives the same ones in the same order.
@@ -106,7 +115,8 @@ class LayerState(Protocol):
 
 
 class Readers(NamedTuple):
-    """The layers that read one x in one forward pass, in turn: queries, keys and values; gate and up.
+    """The layers that read one x in one forward pass, in turn: queries, keys and values; gate and
+    up.
 
     cache: of the pass, for what they share; layers: how many they are.
     """
@@ -134,16 +144,17 @@ class LayerKernels(LayerState, Protocol):
     ) -> Tensor:
         """y [*, N] of x [*, K] in the table's dtype; gradients through autograd.
 
-        step: of the run, within which the weight does not change, so that it is quantised once; None: it may
-        have changed since the last call.
-        into: gives, in backward, the float32 [N, K] to which dw is added, of the node of the graph to which autograd
-        would give dw; None: dw is returned, in the table's dtype.
-        freed: whether the memory of `weight` is freed after the call and filled again before its backward pass, so that
-        nothing as large as it may be kept in between.
-        readers: the layers that read this x; None: only this one.
-        parts: the parameters whose rows `weight` is, by which it is known as the same; none: it is a parameter.
-        codes: gives the weight as it was quantised elsewhere, in forward w [N, K] for fprop (False), in backward
-        wᵀ [K, N] for dgrad (True); `weight` has only its shape and gradient then. None: the kernels quantise it.
+        step: of the run, within which the weight does not change, so that it is quantised once;
+            None: it may
+        have changed since the last call. into: gives, in backward, the float32 [N, K] to which dw
+        is added, of the node of the graph to which autograd would give dw; None: dw is returned, in
+        the table's dtype. freed: whether the memory of `weight` is freed after the call and filled
+        again before its backward pass, so that nothing as large as it may be kept in between.
+        readers: the layers that read this x; None: only this one. parts: the parameters whose rows
+        `weight` is, by which it is known as the same; none: it is a parameter. codes: gives the
+        weight as it was quantised elsewhere, in forward w [N, K] for fprop (False), in backward wᵀ
+        [K, N] for dgrad (True); `weight` has only its shape and gradient then. None: the kernels
+        quantise it.
         """
 
     def release(self) -> None:
@@ -176,9 +187,11 @@ Forms: TypeAlias = tuple[Quantized, Quantized]
 
 
 class Sources(Protocol):
-    """x and dy of a backend's layers that are quantised where they are made: by norms, gates and their gradients.
+    """x and dy of a backend's layers that are quantised where they are made: by norms, gates and
+    their gradients.
 
-    Their codes are made elsewhere and `given`, or a kernel of the backend makes them. Matrices are BF16 and contiguous.
+    Their codes are made elsewhere and `given`, or a kernel of the backend makes them. Matrices are
+    BF16 and contiguous.
 
     tokens: x and dy have a multiple of so many.
     """
@@ -192,33 +205,45 @@ class Sources(Protocol):
         """
 
     def turned(self, table: Table) -> bool:
-        """Whether the column-wise codes that are given lie as x does, [M, K], and not transposed."""
+        """Whether the column-wise codes that are given lie as x does, [M, K], and not
+        transposed.
+        """
 
     def given(self, forms: Forms, shape: Sequence[int]) -> Tensor:
-        """x or dy of this shape from its codes, as the backend's own tensor in BF16; as a gradient it is dy's."""
+        """x or dy of this shape from its codes, as the backend's own tensor in BF16; as a gradient
+        it is dy's.
+        """
 
     def give(self, cache: dict[str, Any], x_MK: Tensor, table: Table, codes: Tensor) -> None:
-        """Let the layers that run `table` and share `cache` take x, the backend's own tensor, where they are called
-        with x [M, K]."""
+        """Let the layers that run `table` and share `cache` take x, the backend's own tensor, where
+        they are called with x [M, K].
+        """
 
     def why_no_norm(self, table: Table, *, here: bool = True) -> str | None:
-        """Why the backend's kernel of RMSNorm does not write the codes of layers that run `table` alone, without
-        writing the result in BF16; None: it does.
+        """Why the backend's kernel of RMSNorm does not write the codes of layers that run `table`
+        alone, without writing the result in BF16; None: it does.
 
         here: see `why_not_given`.
         """
 
-    def norm(self, h_MK: Tensor, weight_K: Tensor, eps: float, table: Table) -> tuple[Tensor, Tensor]:
-        """(x, the RMSNorm of h, as the backend's own tensor; 1/√(mean + ε) of each token, float32)."""
+    def norm(
+        self, h_MK: Tensor, weight_K: Tensor, eps: float, table: Table
+    ) -> tuple[Tensor, Tensor]:
+        """(x, the RMSNorm of h, as the backend's own tensor; 1/√(mean + ε) of each token,
+        float32).
+        """
 
-    def norm_backward(self, dy_MK: Tensor, h_MK: Tensor, weight_K: Tensor, rstd_M: Tensor) -> tuple[Tensor, Tensor]:
+    def norm_backward(
+        self, dy_MK: Tensor, h_MK: Tensor, weight_K: Tensor, rstd_M: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """The gradients of h and of the weight."""
 
 
 class LayerBackend(Protocol):
     """Runs the three GEMMs of a linear layer together.
 
-    name: value of `backend=`, and key in the cache of `Readers` of what it shares; title: name in messages.
+    name: value of `backend=`, and key in the cache of `Readers` of what it shares; title: name in
+        messages.
     sources: x and dy that norms and gates quantise.
     """
 
@@ -236,15 +261,23 @@ class LayerBackend(Protocol):
         """Whether it quantises an x that several layers read once for all."""
 
     def why_values(self, table: Table, layer: Shape, device: Device) -> str | None:
-        """Why its kernels of a layer on `device` that runs `table` take no codes of the weight (`LayerKernels`), so
-        that they must have its values; None: they take them."""
+        """Why its kernels of a layer on `device` that runs `table` take no codes of the weight
+        (`LayerKernels`), so that they must have its values; None: they take them.
+        """
 
     def kernels(self, name: str) -> LayerKernels:
-        """The kernels of the layer of this name; nothing is imported or allocated before the first call."""
+        """The kernels of the layer of this name; nothing is imported or allocated before the first
+        call.
+        """
 
     def expert_kernels(self, name: str) -> ExpertKernels:
-        """The kernels of a layer of experts that has this name, as `kernels` gives those of a linear layer."""
+        """The kernels of a layer of experts that has this name, as `kernels` gives those of a
+        linear layer.
+        """
 
-    def region(self, tables: Iterable[Table], ranks: ProcessGroup | None) -> AbstractContextManager[None]:
-        """Context manager around the passes of a step of a model whose layers run `tables`, and which `ranks` share
-        (None: all); within itself it does nothing."""
+    def region(
+        self, tables: Iterable[Table], ranks: ProcessGroup | None
+    ) -> AbstractContextManager[None]:
+        """Context manager around the passes of a step of a model whose layers run `tables`, and
+        which `ranks` share (None: all); within itself it does nothing.
+        """

@@ -1,9 +1,11 @@
-"""The exact, slow product: block by block along the contraction axis, as Transformer Engine's reference accumulates.
+"""The exact, slow product: block by block along the contraction axis, as Transformer Engine's
+reference accumulates.
 
     y = Σ_k  (a_k · b_kᵀ) · (scale of a's block k) · (scale of b's block k)
 
-with a_k the k-th slice of `block` columns. Element products are exact in float32; for 4-bit codes their sum over a
-block of 16 is exact too. Blocks are added to a float32 accumulator one after another.
+with a_k the k-th slice of `block` columns. Element products are exact in float32; for 4-bit codes
+their sum over a block of 16 is exact too. Blocks are added to a float32 accumulator one after
+another.
 """
 
 import torch
@@ -19,18 +21,27 @@ class Reference:
     """Products of decoded operands, accumulated block by block."""
 
     name = "reference"
-    takes_codes, takes_tiles = True, False
+    takes_codes = True
+    takes_tiles = False
     adds = False
 
     def why_not(self, table: Table, gemm: str, layer: Shape, device: Device) -> str | None:
         """None: the reference supports every spec."""
         return None
 
-    def product(self, a: Prepared, b: Prepared, *, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+    def product(
+        self, a: Prepared, b: Prepared, *, out_dtype: torch.dtype, bias: Tensor | None = None
+    ) -> Tensor:
         first, second = (x.decoded() if isinstance(x, Quantized) else x for x in (a, b))
-        widths = [x.spec.block[1] for x in (a, b) if isinstance(x, Quantized) and x.spec.block[1] is not None]
+        widths = [
+            x.spec.block[1]
+            for x in (a, b)
+            if isinstance(x, Quantized) and x.spec.block[1] is not None
+        ]
         step = min(widths, default=first.values.shape[1]) or 1
-        y = first.values.new_zeros((first.values.shape[0], second.values.shape[0]), dtype=torch.float32)
+        y = first.values.new_zeros(
+            (first.values.shape[0], second.values.shape[0]), dtype=torch.float32
+        )
         for start in range(0, first.values.shape[1], step):
             block = slice(start, start + step)
             y += first.values[:, block].float() @ second.values[:, block].float().T

@@ -1,4 +1,5 @@
-"""Products on GPUs whose scales are applied to the float32 sum before it is rounded, without a pass over the product.
+"""Products on GPUs whose scales are applied to the float32 sum before it is rounded, without a pass
+over the product.
 
     y [R, S] = (a [R, C] · b [S, C]ᵀ) · scale of a · scale of b + bias [S]       rounded once, or
     total   += (a · bᵀ) · scale of a · scale of b                                 in float32
@@ -10,22 +11,26 @@ Two kernels have such products:
 | of whole tensors, no bias | cuBLAS's, whose factor is read from the GPU (`kernels/cublas.py`) | 2; added: 8 |
 | of rows, or with a bias; where cuBLAS's cannot be had | Triton's (`kernels/triton/product.py`) | 2; added: 8 |
 
-A float32 product of torch that is scaled and rounded after it moves 18: 4 written, 8 for the first scale, 6 for the
-second and the rounding; scaled and added to a sum, 32.
+A float32 product of torch that is scaled and rounded after it moves 18: 4 written, 8 for the first
+scale, 6 for the second and the rounding; scaled and added to a sum, 32.
 
-cuBLAS takes one factor. It is the product of both scales but where that is no normal float32 number (both tensors below
-10⁻¹⁶): there cuBLAS's factor is 0, and the programs of Triton's product, which have nothing to do otherwise, do it.
+cuBLAS takes one factor. It is the product of both scales but where that is no normal float32 number
+(both tensors below 10⁻¹⁶): there cuBLAS's factor is 0, and the programs of Triton's product, which
+have nothing to do otherwise, do it.
 
-The host decides nothing by numbers on the GPU, and nothing by a measurement. Which kernel runs depends on
+The host decides nothing by numbers on the GPU, and nothing by a measurement. Which kernel runs
+depends on
 
 - the operands' kinds and strides;
-- whether torch has loaded a cuBLAS whose products of integers are exact (`cublas.check`). A RuntimeError there, which
+- whether torch has loaded a cuBLAS whose products of integers are exact (`cublas.check`). A
+  RuntimeError there, which
   cuBLAS or a GPU without memory may raise, leaves this process Triton's product on that GPU;
-- whether the first product on a GPU lies within the capture of a CUDA graph: cuBLAS cannot be compared there, so
+- whether the first product on a GPU lies within the capture of a CUDA graph: cuBLAS cannot be
+  compared there, so
   Triton's product is recorded, until a product outside of a capture has been compared.
 
-Ranks and resumed runs that have the same libraries and record graphs at the same steps choose alike. Sums have the
-order of the kernel that makes them.
+Ranks and resumed runs that have the same libraries and record graphs at the same steps choose
+alike. Sums have the order of the kernel that makes them.
 
 Added to a sum, cuBLAS may round product and sum together, once less than two operations do.
 """
@@ -61,7 +66,9 @@ _INTERPRETED: Final[Tile] = (32, 32, 32, 4)
 _GROUP: Final = 8
 """Rows of tiles that are taken together."""
 _HOLD_LARGE: Final = ((9, 0), (10, 0), (10, 3))
-"""Compute capabilities whose multiprocessors have shared memory for three stages of the largest tile."""
+"""Compute capabilities whose multiprocessors have shared memory for three stages of the largest
+tile.
+"""
 
 _log = logging.getLogger(__name__)
 
@@ -70,8 +77,10 @@ _log = logging.getLogger(__name__)
 class ProductVariant:
     """Constants that a product is compiled for, as one argument P; plain values, as of `Variant`.
 
-    tile_rows, tile_cols, tile_depth: of a program's tile. group: rows of tiles that are taken together.
-    first, second: the kinds of scales of a and b. bias: whether one is added. adds: whether to out, too.
+    tile_rows, tile_cols, tile_depth: of a program's tile. group: rows of tiles that are taken
+        together.
+    first, second: the kinds of scales of a and b. bias: whether one is added. adds: whether to out,
+        too.
     corrects: whether it is made only where the scales have no product that cuBLAS could take.
     whole: whether no tile reaches beyond the operands.
     hardware: as of `Variant`.
@@ -102,7 +111,9 @@ class ScaledProducts:
         self._cublas: dict[torch.device, cublas.Cublas | None] = {}
         self._refusals: dict[torch.device, str] = {}
 
-    def product(self, a: Decoded, b: Decoded, *, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+    def product(
+        self, a: Decoded, b: Decoded, *, out_dtype: torch.dtype, bias: Tensor | None = None
+    ) -> Tensor:
         """a [R, C] times bᵀ [C, S], of operands for which `why_not` has no reason.
 
         Args:
@@ -111,7 +122,9 @@ class ScaledProducts:
         Raises:
             ValueError: the shapes do not fit.
         """
-        out = torch.empty(a.values.shape[0], b.values.shape[0], dtype=out_dtype, device=a.values.device)
+        out = torch.empty(
+            a.values.shape[0], b.values.shape[0], dtype=out_dtype, device=a.values.device
+        )
         self._multiply(a, b, out, bias, adds=False)
         return out
 
@@ -128,23 +141,35 @@ class ScaledProducts:
         increment_version(total_RS)  # autograd does not see what is written by address
 
     def why_triton(self, device: torch.device) -> str | None:
-        """Why Triton makes every product on this device; None: cuBLAS makes those that it can take."""
+        """Why Triton makes every product on this device; None: cuBLAS makes those that it can
+        take.
+        """
         if self._cublas_on(device) is not None:
             return None
         if self._way == "triton":
             return "cuBLAS is not asked"
         if device.type != "cuda":
             return f"cuBLAS does not run on {device}"
-        return self._refusals.get(device, "a CUDA graph is captured, and cuBLAS was not compared before")
+        return self._refusals.get(
+            device, "a CUDA graph is captured, and cuBLAS was not compared before"
+        )
 
-    def _multiply(self, a: Decoded, b: Decoded, out: Tensor, bias: Tensor | None, *, adds: bool) -> None:
+    def _multiply(
+        self, a: Decoded, b: Decoded, out: Tensor, bias: Tensor | None, *, adds: bool
+    ) -> None:
         kinds = _kind(a.scale), _kind(b.scale)
-        x, y = a.values, b.values
+        x = a.values
+        y = b.values
         if x.shape[1] != y.shape[1]:
-            raise ValueError(f"operands {tuple(x.shape)} and {tuple(y.shape)} differ in their columns")
+            raise ValueError(
+                f"operands {tuple(x.shape)} and {tuple(y.shape)} differ in their columns"
+            )
         if out.shape != (len(x), len(y)):
             shapes = f"operands {tuple(x.shape)} and {tuple(y.shape)}"
-            raise ValueError(f"a sum of shape {tuple(out.shape)} does not fit {shapes}: {(len(x), len(y))} is needed")
+            raise ValueError(
+                f"a sum of shape {tuple(out.shape)} does not fit {shapes}: {(len(x), len(y))} "
+                "is needed"
+            )
         if bias is not None:
             if bias.shape != (len(y),):
                 shapes = f"{tuple(bias.shape)} does not fit operand b {tuple(y.shape)}"
@@ -169,7 +194,9 @@ class ScaledProducts:
         plan(x, y, *scales, out if bias is None else bias, marks, out)
 
     def _cublas_on(self, device: torch.device) -> cublas.Cublas | None:
-        """cuBLAS, if its products of integers are right; compared before the first product of this process there."""
+        """cuBLAS, if its products of integers are right; compared before the first product of this
+        process there.
+        """
         if device.type != "cuda" or self._way == "triton":
             return None
         if device not in self._cublas:
@@ -189,7 +216,8 @@ class ScaledProducts:
 
 def why_not(a: Decoded, b: Decoded, out_dtype: torch.dtype) -> str | None:
     """Why no kernel here multiplies these operands and applies their scales; None: one does."""
-    x, y = a.values, b.values
+    x = a.values
+    y = b.values
     if a.scale is None and b.scale is None:
         return "there are no scales"
     if any(scale is not None and scale.dtype is not torch.float32 for scale in (a.scale, b.scale)):
@@ -232,12 +260,17 @@ def _plan_product(
     corrects: bool,
     device: torch.device,
 ) -> Launch:
-    """The launch for operands of these sizes (R, C, S, strides) and dtypes of operands, result and bias."""
+    """The launch for operands of these sizes (R, C, S, strides) and dtypes of operands, result and
+    bias.
+    """
     from fp4train.kernels.triton.product import scaled_product
 
     rows, depth, cols, *strides = sizes
     steps = [step for step in strides if step != 1]
-    tile = _SMALL if corrects else tile_of((rows, cols, depth), steps, adds, device)
+    if corrects:
+        tile = _SMALL
+    else:
+        tile = tile_of((rows, cols, depth), steps, adds, device)
     tile_rows, tile_cols, tile_depth, warps = tile
     variant = ProductVariant(
         tile_rows=tile_rows,
@@ -257,8 +290,11 @@ def _plan_product(
     return Launch(scaled_product, programs, numbers, {"P": variant}, warps)
 
 
-def tile_of(sizes: tuple[int, int, int], steps: Sequence[int], adds: bool, device: torch.device) -> Tile:
-    """The largest tile that leaves no multiprocessor idle and no register in memory, or the smallest.
+def tile_of(
+    sizes: tuple[int, int, int], steps: Sequence[int], adds: bool, device: torch.device
+) -> Tile:
+    """The largest tile that leaves no multiprocessor idle and no register in memory, or the
+    smallest.
 
     Args:
         sizes: R, S, C.

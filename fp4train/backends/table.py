@@ -1,7 +1,8 @@
-"""The table of a linear layer: how each operand of its three GEMMs is quantised. Recipes define it, backends run it.
+"""The table of a linear layer: how each operand of its three GEMMs is quantised. Recipes define it,
+backends run it.
 
-A linear layer y = x·wᵀ computes three products in training, each with two operands that are blocked along the
-contraction axis:
+A linear layer y = x·wᵀ computes three products in training, each with two operands that are blocked
+along the contraction axis:
 
     fprop   y  = x·wᵀ     x [M, K],   w [N, K]      blocked along K (in features)
     dgrad   dx = dy·w     dy [M, N],  wᵀ [K, N]     blocked along N (out features)
@@ -46,9 +47,10 @@ class Operands:
     Args:
         first: spec of x (fprop) or dy (dgrad, wgrad).
         second: spec of w (fprop, dgrad) or x (wgrad).
-        accumulator: in which tensor cores of compute capability 8.9 and 9.0 sum FP8 codes with one scale per tensor or
-            row: "fast", 14 bits; "exact", whose partial sums of 128 products are added in float32; "auto": what the
-            backend does by itself, Transformer Engine "fast" in fprop, all others "exact". Other products have one.
+        accumulator: in which tensor cores of compute capability 8.9 and 9.0 sum FP8 codes with one
+            scale per tensor or row: "fast", 14 bits; "exact", whose partial sums of 128 products
+            are added in float32; "auto": what the backend does by itself, Transformer Engine "fast"
+            in fprop, all others "exact". Other products have one.
     """
 
     first: QuantSpec | None = None
@@ -59,13 +61,16 @@ class Operands:
         check_choice("accumulator", self.accumulator, ACCUMULATORS)
         if self.accumulator != "auto" and not self.sums_fp8:
             raise ValueError(
-                f"accumulator={self.accumulator!r} is for products of two FP8 operands with one scale per tensor or "
+                f"accumulator={self.accumulator!r} is for products of two FP8 operands with "
+                "one scale per tensor or "
                 "row; others are summed in one way: use accumulator='auto'"
             )
 
     @property
     def sums_fp8(self) -> bool:
-        """Whether both are FP8 with one scale per tensor or row, of which some tensor cores have two kinds of sums."""
+        """Whether both are FP8 with one scale per tensor or row, of which some tensor cores have
+        two kinds of sums.
+        """
         return all(
             spec is not None and spec.format.rate == "FP8" and spec.block[1] is None
             for spec in (self.first, self.second)
@@ -88,7 +93,9 @@ class Operands:
         )
 
     def elements(self, dtype: str) -> str:
-        """The names of their formats, with high precision shown as `dtype`: "E2M1·E2M1", "BF16·BF16"."""
+        """The names of their formats, with high precision shown as `dtype`: "E2M1·E2M1",
+        "BF16·BF16".
+        """
         return "·".join(fmt.name.upper() for fmt in self.formats(dtype))
 
 
@@ -97,7 +104,8 @@ HIGH_PRECISION = Operands()
 
 @dataclass(frozen=True, kw_only=True)
 class Table(Mapping[str, Operands]):
-    """The six operands: GEMM name → `Operands`. Tables are equal if they compute the same; names do not count.
+    """The six operands: GEMM name → `Operands`. Tables are equal if they compute the same; names do
+    not count.
 
     Args:
         dtype: dtype of activations and of unquantised GEMMs: "bfloat16", "float16" or "float32".
@@ -139,7 +147,9 @@ class Table(Mapping[str, Operands]):
 def named(table: Mapping[str, Operands]) -> Iterator[tuple[str, str, QuantSpec | None]]:
     """(GEMM, operand, spec) of each operand of some GEMMs: ("fprop", "x", …)."""
     for gemm, operands in table.items():
-        yield from ((gemm, name, spec) for name, spec in zip(OPERANDS[gemm], operands.both, strict=True))
+        yield from (
+            (gemm, name, spec) for name, spec in zip(OPERANDS[gemm], operands.both, strict=True)
+        )
 
 
 def sourced(table: Mapping[str, Operands]) -> dict[tuple[str, str], Operand]:
@@ -148,8 +158,9 @@ def sourced(table: Mapping[str, Operands]) -> dict[tuple[str, str], Operand]:
 
 
 class Shape(Protocol):
-    """The properties of a layer that backends read: y [*, out_features] = x [*, in_features]·wᵀ, with one weight or, of
-    `experts`, with so many, each for the rows routed to it."""
+    """The properties of a layer that backends read: y [*, out_features] = x [*, in_features]·wᵀ,
+    with one weight or, of `experts`, with so many, each for the rows routed to it.
+    """
 
     @property
     def name(self) -> str: ...
@@ -161,7 +172,9 @@ class Shape(Protocol):
     def experts(self) -> int: ...
 
 
-def describe(spec: QuantSpec | None, dtype: str = "bfloat16", *, along_tokens: bool = False) -> tuple[str, ...]:
+def describe(
+    spec: QuantSpec | None, dtype: str = "bfloat16", *, along_tokens: bool = False
+) -> tuple[str, ...]:
     """(element, block, scale, rounding, Hadamard) of an operand, for tables."""
     if spec is None:
         return (SHORT[dtype], "-", "-", "-", "no")
@@ -169,7 +182,10 @@ def describe(spec: QuantSpec | None, dtype: str = "bfloat16", *, along_tokens: b
     block = "tensor" if rows is None else "row" if columns is None else f"{rows}×{columns}"
     if along_tokens and columns is not None:
         block += " along tokens"
-    scale = spec.scale.upper() if spec.scale != "pow2" else "FP32 2ᵏ"
+    if spec.scale != "pow2":
+        scale = spec.scale.upper()
+    else:
+        scale = "FP32 2ᵏ"
     if spec.scale_rounding:
         scale += f" {spec.scale_rounding}"
     if spec.global_scale:

@@ -1,4 +1,6 @@
-"""Checkpoints: verified folders of safetensors and JSON, written atomically by one rank or many, free of pickle."""
+"""Checkpoints: verified folders of safetensors and JSON, written atomically by one rank or many,
+free of pickle.
+"""
 
 from fp4train.checkpoint.folder import Checkpoint as Checkpoint
 from fp4train.checkpoint.folder import CheckpointError as CheckpointError

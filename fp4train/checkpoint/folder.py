@@ -8,23 +8,26 @@ Layout, one directory a step::
 
 Who wants the weights alone neither reads nor verifies the moments (`load(…, weights=True)`).
 
-Several ranks write two files each, `weights-00003-of-00008.safetensors` and `tensors-00003-of-00008.safetensors`, with
-the parts of the tensors that the rank owns; no rank ever holds more than its parts. The first rank makes the directory,
-and when all have written and synced their files, it writes state.json with every file's size and SHA-256, renames, and
-removes what is too old. All ranks agree after each of these steps: where one of them fails, none counts the checkpoint,
-and each raises the failing rank's reason. Each then reads the parts it wants, whatever the number of ranks was
-(`reading.py`).
+Several ranks write two files each, `weights-00003-of-00008.safetensors` and
+`tensors-00003-of-00008.safetensors`, with the parts of the tensors that the rank owns; no rank ever
+holds more than its parts. The first rank makes the directory, and when all have written and synced
+their files, it writes state.json with every file's size and SHA-256, renames, and removes what is
+too old. All ranks agree after each of these steps: where one of them fails, none counts the
+checkpoint, and each raises the failing rank's reason. Each then reads the parts it wants, whatever
+the number of ranks was (`reading.py`).
 
-Why a directory that is renamed: a rename is atomic, so a checkpoint either exists whole or does not exist. Everything
-is written and fsynced in a hidden directory beside it first; a process killed meanwhile leaves only that, and the next
-`save` removes it. Older checkpoints go after the newer one is complete, never before.
+Why a directory that is renamed: a rename is atomic, so a checkpoint either exists whole or does not
+exist. Everything is written and fsynced in a hidden directory beside it first; a process killed
+meanwhile leaves only that, and the next `save` removes it. Older checkpoints go after the newer one
+is complete, never before.
 
-Why checksums: a file system that lost power, or a copy that stopped half-way, leaves files of the right name. `load`
-verifies all files before anything is read, each rank a part of them, and falls back to the newest checkpoint that is
-whole, saying which it skipped and why.
+Why checksums: a file system that lost power, or a copy that stopped half-way, leaves files of the
+right name. `load` verifies all files before anything is read, each rank a part of them, and falls
+back to the newest checkpoint that is whole, saying which it skipped and why.
 
-Why safetensors and JSON: loading executes nothing and can name no code. Floats survive exactly (shortest round-trip
-decimal); NaN and infinities, which JSON lacks, are written ``{"$float": "nan"}``.
+Why safetensors and JSON: loading executes nothing and can name no code. Floats survive exactly
+(shortest round-trip decimal); NaN and infinities, which JSON lacks, are written ``{"$float":
+"nan"}``.
 
 One process, or one group of ranks, writes to a folder at a time.
 """
@@ -50,11 +53,15 @@ _log = logging.getLogger(__name__)
 
 
 Beside = Callable[[list[int]], Collection[int]]
-"""A choice, of the steps that have a checkpoint, ascending: those that stay beside the newest ones."""
+"""A choice, of the steps that have a checkpoint, ascending: those that stay beside the newest
+ones.
+"""
 
 
 class CheckpointError(UserError):
-    """A checkpoint could not be written (disk full, no permission, ...). The earlier ones are untouched."""
+    """A checkpoint could not be written (disk full, no permission, ...). The earlier ones are
+    untouched.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,10 +70,12 @@ class Checkpoint:
 
     Args:
         step: optimiser steps done when it was written.
-        tensors: name to CPU tensor, whole or by parts, read when asked for; each has memory of its own.
+        tensors: name to CPU tensor, whole or by parts, read when asked for; each has memory of its
+            own.
         state: what was passed to `save` as `state`.
         path: the directory it came from.
-        skipped: newer checkpoints that could not be used, each with the reason; `load` has warned of them.
+        skipped: newer checkpoints that could not be used, each with the reason; `load` has warned
+            of them.
     """
 
     step: int
@@ -89,19 +98,22 @@ def save(
 ) -> Path:
     """Write the checkpoint of `step` into `folder` and keep the newest `keep`.
 
-    Checkpoints of later steps belong to a future that a resume abandoned; they are removed once this one is complete.
-    Of several ranks all call this, with the same arguments but for their tensors.
+    Checkpoints of later steps belong to a future that a resume abandoned; they are removed once
+    this one is complete. Of several ranks all call this, with the same arguments but for their
+    tensors.
 
     Args:
-        folder: RUN/checkpoints, open or as a path; created if missing, never followed if it is a link.
+        folder: RUN/checkpoints, open or as a path; created if missing, never followed if it is a
+            link.
         step: optimiser steps done.
-        tensors: any device, dtype, strides and sharing, DTensors included; each is brought to the CPU. Or the parts
-            that this rank writes (`shards.owned`).
-        state: plain JSON values (see `flatten` for anything nested with tensors, tuples or integer keys); of several
-            ranks the first one's, joined with those of the ranks that lead a stage.
+        tensors: any device, dtype, strides and sharing, DTensors included; each is brought to the
+            CPU. Or the parts that this rank writes (`shards.owned`).
+        state: plain JSON values (see `flatten` for anything nested with tensors, tuples or integer
+            keys); of several ranks the first one's, joined with those of the ranks that lead a
+            stage.
         keep: how many to keep, this one included; at least 1.
-        unproven: nothing has been computed from this state yet, so that it does not count among the `keep`: `prune`
-            removes what is too many once it is known to be good.
+        unproven: nothing has been computed from this state yet, so that it does not count among the
+            `keep`: `prune` removes what is too many once it is known to be good.
         beside: which of the older ones stay beside those.
         ranks: who writes it.
 
@@ -116,7 +128,10 @@ def save(
         raise ValueError(f"step={step}: a checkpoint's step is 0 or more")
     if keep < 1:
         raise ValueError(f"keep={keep}: at least 1 checkpoint must be kept")
-    place = folder.path if isinstance(folder, Folder) else Path(folder)
+    if isinstance(folder, Folder):
+        place = folder.path
+    else:
+        place = Path(folder)
     try:
         Writing(folder, step, ranks).write(tensors, state)
         if ranks.first:
@@ -126,7 +141,8 @@ def save(
         with suppress(UserError):
             there = steps(place)
         raise CheckpointError(
-            f"checkpoint of step {step} not written to {place}: {error}. Earlier checkpoints are untouched: "
+            f"checkpoint of step {step} not written to {place}: {error}. Earlier checkpoints "
+            "are untouched: "
             f"{_list(there)}."
         ) from error
     return place / layout.directory_name(step)
@@ -142,15 +158,17 @@ def load(
 ) -> Checkpoint:
     """The newest whole checkpoint in `folder`, or the one of `step` exactly.
 
-    All files are verified, and no tensor is read yet. Several ranks verify a part of the files each and find the same
-    checkpoint. A warning names every newer one that is skipped.
+    All files are verified, and no tensor is read yet. Several ranks verify a part of the files each
+    and find the same checkpoint. A warning names every newer one that is skipped.
 
     Args:
-        weights: verify and find the tensors of the model alone, whatever has become of the files of the others.
+        weights: verify and find the tensors of the model alone, whatever has become of the files of
+            the others.
         verify: compare the files with their checksums; without it their headers alone are read.
 
     Raises:
-        UserError: nothing usable (every checkpoint is named with its reason), or written by a newer fp4train.
+        UserError: nothing usable (every checkpoint is named with its reason), or written by a newer
+            fp4train.
     """
     folder = Path(folder)
     found = _found_by_the_first(folder, ranks)
@@ -161,7 +179,8 @@ def load(
     skipped: list[tuple[Path, str]] = []
     for candidate in sorted(found, reverse=True) if step is None else [step]:
         path = folder / found[candidate]
-        problem, newer = None, None
+        problem = None
+        newer = None
         try:
             with opened_folder(folder) as opened, opened.folder(path.name) as each:
                 tensors, state = read(each, candidate, ranks if verify else None, weights=weights)
@@ -183,7 +202,8 @@ def load(
     if step is None or len(found) == 1:
         raise UserError(f"no usable checkpoint in {folder}: {reasons}")
     raise UserError(
-        f"the checkpoint of step {step} in {folder} cannot be used: {reasons}. Others in the folder: "
+        f"the checkpoint of step {step} in {folder} cannot be used: {reasons}. Others in the "
+        "folder: "
         f"{_list(set(found) - {step})}"
     )
 
@@ -198,8 +218,8 @@ def steps(folder: Path) -> list[int]:
 
 
 def newest_state(folder: Path) -> dict[str, JSON]:
-    """The state of the newest checkpoint that has one that can be read, with a warning of those that are skipped; empty
-    where there is none. Tensors are not verified.
+    """The state of the newest checkpoint that has one that can be read, with a warning of those
+    that are skipped; empty where there is none. Tensors are not verified.
 
     Raises:
         UserError: the folder cannot be read.
@@ -219,15 +239,20 @@ def newest_state(folder: Path) -> dict[str, JSON]:
 
 
 def _warn(skipped: Iterable[tuple[Path, str]], taken: Path | None) -> None:
-    """Say which checkpoints are passed over, and what is taken in their place: `load` does, so that nobody who takes an
-    older checkpoint does so in silence."""
+    """Say which checkpoints are passed over, and what is taken in their place: `load` does, so that
+    nobody who takes an older checkpoint does so in silence.
+    """
     for path, reason in skipped:
-        instead = "there is no older one that can" if taken is None else f"{taken} is taken in its place"
+        if taken is None:
+            instead = "there is no older one that can"
+        else:
+            instead = f"{taken} is taken in its place"
         _log.warning("checkpoint %s cannot be used (%s); %s", path.name, reason, instead)
 
 
 def prune(folder: Path | Folder, newest: int, keep: int, *, beside: Beside | None = None) -> None:
-    """Remove all checkpoints but the newest `keep` of those up to step `newest`, and what `beside` names of them.
+    """Remove all checkpoints but the newest `keep` of those up to step `newest`, and what `beside`
+    names of them.
 
     What cannot be removed is reported.
     """
@@ -238,15 +263,19 @@ def prune(folder: Path | Folder, newest: int, keep: int, *, beside: Beside | Non
         for step in sorted(set(there) - stay):
             doomed = f"{layout.LEFTOVER}{layout.directory_name(step)}"
             try:
-                opened.rename(there[step], doomed)  # first out of sight: a kill meanwhile leaves no damaged checkpoint
+                # first out of sight: a kill meanwhile leaves no damaged checkpoint
+                opened.rename(there[step], doomed)
                 opened.remove_folder(doomed)
             except OSError as error:
-                _log.warning("old checkpoint %s could not be removed: %s", opened.path / there[step], error)
+                _log.warning(
+                    "old checkpoint %s could not be removed: %s", opened.path / there[step], error
+                )
 
 
 def _found_by_the_first(folder: Path, ranks: CheckpointGroup) -> dict[int, str]:
     """The checkpoints by step; of several ranks the first looks, so that all try the same ones."""
-    found, problem = {}, None
+    found = {}
+    problem = None
     try:
         found = _directories(folder) if ranks.first else {}
     except UserError as error:

@@ -1,4 +1,6 @@
-"""Names and marks of a checkpoint's files, and the group of ranks that write or read it together."""
+"""Names and marks of a checkpoint's files, and the group of ranks that write or read it
+together.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,17 @@ T = TypeVar("T")
 FORMAT = "fp4train.checkpoint"
 VERSION = 2
 """The format version that is written and read."""
-WEIGHTS, TENSORS = "weights", "tensors"
-"""The two kinds of files: of the tensors whose names begin with `OF_THE_MODEL`, and of all others."""
+WEIGHTS = "weights"
+TENSORS = "tensors"
+"""The two kinds of files: of the tensors whose names begin with `OF_THE_MODEL`, and of all
+others.
+"""
 OF_THE_MODEL = "model/"
 STATE = "state.json"
 STATE_LIMIT = 1 << 26
-"""Bytes of a state that are read at most; the largest of fp4train's own have some hundred thousand."""
+"""Bytes of a state that are read at most; the largest of fp4train's own have some hundred
+thousand.
+"""
 
 NAME = re.compile(r"step_(\d{8,18})", re.ASCII)
 LEFTOVER = ".tmp_"  # being written, or being deleted: worthless after a kill
@@ -38,13 +45,18 @@ def opened_folder(folder: Path | Folder, *, create: bool = False) -> Iterator[Fo
     if isinstance(folder, Folder):
         yield folder
     else:
-        with files.parent(folder, create=create) as (above, name), above.folder(name, create=create) as opened:
+        with (
+            files.parent(folder, create=create) as (above, name),
+            above.folder(name, create=create) as opened,
+        ):
             yield opened
 
 
 def file_name(kind: str, rank: int, size: int) -> str:
     """The name of the file of one `kind` that rank number `rank` of `size` writes."""
-    return f"{kind}-{rank:05d}-of-{size:05d}.safetensors" if size > 1 else f"{kind}.safetensors"
+    if size > 1:
+        return f"{kind}-{rank:05d}-of-{size:05d}.safetensors"
+    return f"{kind}.safetensors"
 
 
 def directory_name(step: int) -> str:
@@ -54,13 +66,13 @@ def directory_name(step: int) -> str:
 class CheckpointGroup:
     """The ranks of `group`, in its order; None: this process alone, whose collectives do nothing.
 
-    A checkpoint is written in a thread while the training's own group is at work, and two threads on one group abort
-    it: checkpoints have a group of their own, of CPUs (gloo).
+    A checkpoint is written in a thread while the training's own group is at work, and two threads
+    on one group abort it: checkpoints have a group of their own, of CPUs (gloo).
 
     Args:
         group: `torch.distributed.new_group(backend="gloo")`, called by all ranks.
-        leads: this rank writes what several hold alike and no mesh describes; None: the first rank does. With a
-            pipeline the first rank of each stage does.
+        leads: this rank writes what several hold alike and no mesh describes; None: the first rank
+            does. With a pipeline the first rank of each stage does.
     """
 
     def __init__(self, group: ProcessGroup | None = None, *, leads: bool | None = None) -> None:
@@ -91,11 +103,15 @@ class CheckpointGroup:
     def agree(self, problem: str | None) -> str | None:
         """The first rank's problem, named by rank and machine; None where no rank has one."""
         alone = self.group is None or problem is None
-        named = problem if alone else f"rank {self.rank} on {socket.gethostname()}: {problem}"
+        if alone:
+            named = problem
+        else:
+            named = f"rank {self.rank} on {socket.gethostname()}: {problem}"
         return next((each for each in self.gathered(named) if each is not None), None)
 
     def together(self, task: Callable[[], T]) -> T:
-        """Result of `task`, which all ranks do and wait for; where it fails on one, all raise that rank's reason.
+        """Result of `task`, which all ranks do and wait for; where it fails on one, all raise that
+        rank's reason.
 
         Raises:
             OSError: that.

@@ -1,8 +1,10 @@
-"""A folder of a model as Hugging Face's software writes it, opened for reading: `config.json` and safetensors.
+"""A folder of a model as Hugging Face's software writes it, opened for reading: `config.json` and
+safetensors.
 
-The weights are `model.safetensors`, or the files that `model.safetensors.index.json` names. They are data: nothing in
-the folder is run, no link in it is followed, and no name in it leads outside. A folder says nothing of checksums; files
-that change while they are read are refused, and so are files that are shorter than their headers say.
+The weights are `model.safetensors`, or the files that `model.safetensors.index.json` names. They
+are data: nothing in the folder is run, no link in it is followed, and no name in it leads outside.
+A folder says nothing of checksums; files that change while they are read are refused, and so are
+files that are shorter than their headers say.
 """
 
 import os
@@ -21,12 +23,20 @@ from fp4train.errors import UserError, reason, user_errors
 from fp4train.files import Folder, NotPlain
 from fp4train.text import first_few
 
-CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Allowed dtypes of stored weights; float32 has all values of the others."""
 MOST_TENSORS = 1 << 20
 """Tensors of all files, at most; the largest mixtures on the hub have some 200,000."""
-_PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.pt", "model.pth", "consolidated.00.pth")
+_PICKLED = (
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+    "model.pt",
+    "model.pth",
+    "consolidated.00.pth",
+)
 
 
 def is_model_folder(path: Path) -> bool:
@@ -67,7 +77,10 @@ def has_file(path: Path, name: str) -> bool:
 
 
 def open_weights(
-    path: Path, names: Iterable[str] | None = None, *, spare: Callable[[str], bool] = lambda name: False
+    path: Path,
+    names: Iterable[str] | None = None,
+    *,
+    spare: Callable[[str], bool] = lambda name: False,
 ) -> StoredTensors:
     """The tensors of the folder; each is read when it is asked for, whole or a part.
 
@@ -76,8 +89,8 @@ def open_weights(
         spare: whether another tensor may be there all the same.
 
     Raises:
-        UserError: a file is missing, damaged, pickled, a link, or outside of the folder; with `names` a tensor is
-            missing, is none of them, or is of none of `DTYPES`.
+        UserError: a file is missing, damaged, pickled, a link, or outside of the folder; with
+            `names` a tensor is missing, is none of them, or is of none of `DTYPES`.
     """
     path = Path(os.path.realpath(path))  # the user names the folder, perhaps by a link
     with user_errors(ValueError, before=f"{path}: "), _opened(path) as folder:
@@ -95,8 +108,10 @@ def _files(folder: Folder) -> dict[str, File]:
         have = folder.names()
         if pickled := [name for name in _PICKLED if name in have]:
             raise UserError(
-                f"{folder.path} has its weights in {pickled[0]}, a pickle, which can run code and is not opened. "
-                "Convert it where you trust it: load it in transformers and save_pretrained(…), which writes "
+                f"{folder.path} has its weights in {pickled[0]}, a pickle, which can run code "
+                "and is not opened. "
+                "Convert it where you trust it: load it in transformers and "
+                "save_pretrained(…), which writes "
                 "safetensors"
             )
         raise UserError(f"{folder.path} has no weights: neither {WEIGHTS} nor {INDEX}")
@@ -106,20 +121,33 @@ def _files(folder: Folder) -> dict[str, File]:
         raise UserError(f"{where} has no table weight_map of tensors and files")
     tensors: dict[str, list[str]] = {}
     for tensor, file in places.items():
-        if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
-            raise UserError(f"{where}: {tensor} lies in {file!r}, which is no safetensors file of this folder")
+        if (
+            not isinstance(file, str)
+            or Path(file).name != file
+            or not file.endswith(".safetensors")
+        ):
+            raise UserError(
+                f"{where}: {tensor} lies in {file!r}, which is no safetensors file of this folder"
+            )
         tensors.setdefault(file, []).append(tensor)
     if lost := sorted(name for name in tensors if folder.status(name) is None):
-        raise UserError(f"{folder.path / lost[0]} is missing: {len(lost)} of {len(tensors)} files that the index names")
+        raise UserError(
+            f"{folder.path / lost[0]} is missing: {len(lost)} of {len(tensors)} files that "
+            "the index names"
+        )
     files: dict[str, File] = {}
     count = 0
     for name in sorted(tensors):
         files[name] = _file(folder, name)
         count += len(files[name].boxes)
-        if strange := next((tensor for tensor in tensors[name] if tensor not in files[name].boxes), None):
+        if strange := next(
+            (tensor for tensor in tensors[name] if tensor not in files[name].boxes), None
+        ):
             raise UserError(f"{where}: {strange} lies in {name}, which does not hold it")
         if count > MOST_TENSORS:
-            raise UserError(f"{folder.path} holds more than {MOST_TENSORS:,} tensors: it is not read")
+            raise UserError(
+                f"{folder.path} holds more than {MOST_TENSORS:,} tensors: it is not read"
+            )
     return files
 
 
@@ -130,9 +158,15 @@ def _file(folder: Folder, name: str) -> File:
         return File(status=status, boxes=read_header(file.fileno(), status[2]))
 
 
-def _check_names(path: Path, stored: StoredTensors, known: set[str], spare: Callable[[str], bool]) -> None:
-    lost, strange = sorted(known - set(stored)), sorted(name for name in set(stored) - known if not spare(name))
-    for found, what in ((lost, "lacks"), (strange, f"holds tensors that its {CONFIG} does not describe:")):
+def _check_names(
+    path: Path, stored: StoredTensors, known: set[str], spare: Callable[[str], bool]
+) -> None:
+    lost = sorted(known - set(stored))
+    strange = sorted(name for name in set(stored) - known if not spare(name))
+    for found, what in (
+        (lost, "lacks"),
+        (strange, f"holds tensors that its {CONFIG} does not describe:"),
+    ):
         if found:
             raise UserError(f"{path} {what} {first_few(found, 1)}")
     for name in sorted(known):

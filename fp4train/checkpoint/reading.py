@@ -1,7 +1,9 @@
-"""Reading one checkpoint: every file is verified first, then tensors are read when they are asked for, whole or a box.
+"""Reading one checkpoint: every file is verified first, then tensors are read when they are asked
+for, whole or a box.
 
-Whichever files and parts the tensors were written in, any box of them is put together from the parts that overlap it;
-so a checkpoint of one number of ranks is read on another, and no rank reads or holds more than it wants.
+Whichever files and parts the tensors were written in, any box of them is put together from the
+parts that overlap it; so a checkpoint of one number of ranks is read on another, and no rank reads
+or holds more than it wants.
 """
 
 import json
@@ -45,7 +47,9 @@ class File:
 
 
 def status_of(descriptor: int) -> tuple[int, int, int, int]:
-    """Device, inode, size and time of change: they differ once the file was replaced or written to."""
+    """Device, inode, size and time of change: they differ once the file was replaced or written
+    to.
+    """
     found = os.fstat(descriptor)
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
@@ -62,7 +66,9 @@ class StoredTensors(Mapping[str, Tensor]):
         ValueError: the parts do not make whole tensors, or an alias stands for nothing.
     """
 
-    def __init__(self, folder: Folder, files: Mapping[str, File], aliases: Mapping[str, str]) -> None:
+    def __init__(
+        self, folder: Folder, files: Mapping[str, File], aliases: Mapping[str, str]
+    ) -> None:
         self.path = folder.path
         self._files = files
         self._boxes: dict[str, list[tuple[str, Box]]] = {}
@@ -71,28 +77,44 @@ class StoredTensors(Mapping[str, Tensor]):
                 self._boxes.setdefault(name, []).extend((file, box) for box in boxes)
         for name, held in self._boxes.items():
             _check_whole(name, [box for _, box in held])
-        if lost := next((name for name, target in aliases.items() if target not in self._boxes), None):
+        if lost := next(
+            (name for name, target in aliases.items() if target not in self._boxes), None
+        ):
             raise ValueError(f"{lost} stands for {aliases[lost]}, which is not there")
         self._boxes |= {name: self._boxes[target] for name, target in aliases.items()}
         self._open: OrderedDict[str, int] = OrderedDict()
         weakref.finalize(self, _close, self._open)
 
     def stack(self, name: str, parts: Sequence[Sequence[str]]) -> None:
-        """Let `name` be a tensor [E, N, K]: for each e the matrices [·, K] of the names in `parts`, row after row.
+        """Let `name` be a tensor [E, N, K]: for each e the matrices [·, K] of the names in `parts`,
+        row after row.
 
         Raises:
             ValueError: they are no matrices that make a tensor, or were stored in parts.
         """
         first = self._boxes[parts[0][0]][0][1]
         rows = sum(self.shape(each)[0] for each in parts[0])
-        shape, made = (len(parts), rows, *first.shape[1:]), []
+        shape = (len(parts), rows, *first.shape[1:])
+        made = []
         for index, names in enumerate(parts):
             above = 0
             for each in names:
                 ((file, box), *more) = self._boxes[each]
-                if more or len(box.shape) != 2 or above + box.shape[0] > rows or box.shape[1:] != first.shape[1:]:
-                    raise ValueError(f"{each} of shape {list(box.shape)} is no part of a tensor {list(shape)}")
-                made.append((file, replace(box, shape=shape, offsets=(index, above, 0), sizes=(1, *box.shape))))
+                if (
+                    more
+                    or len(box.shape) != 2
+                    or above + box.shape[0] > rows
+                    or box.shape[1:] != first.shape[1:]
+                ):
+                    raise ValueError(
+                        f"{each} of shape {list(box.shape)} is no part of a tensor {list(shape)}"
+                    )
+                made.append(
+                    (
+                        file,
+                        replace(box, shape=shape, offsets=(index, above, 0), sizes=(1, *box.shape)),
+                    )
+                )
                 above += box.shape[0]
         _check_whole(name, [box for _, box in made])
         self._boxes[name] = made
@@ -131,7 +153,8 @@ class StoredTensors(Mapping[str, Tensor]):
             ValueError: the box is not covered by the parts.
         """
         into = torch.empty(sizes, dtype=self.dtype(name))
-        wanted, found = math.prod(sizes), 0
+        wanted = math.prod(sizes)
+        found = 0
         for file, box in self._boxes[name]:
             if found < wanted and _overlap(box, offsets, sizes):
                 found += read_box(self._descriptor(file), box, into, offsets)
@@ -140,7 +163,9 @@ class StoredTensors(Mapping[str, Tensor]):
         return into
 
     def read_like(self, name: str, tensor: Tensor, order: RowOrder | None = None) -> Tensor:
-        """This rank's part of a tensor that lies as `tensor` does, which has the same shape and order of rows."""
+        """This rank's part of a tensor that lies as `tensor` does, which has the same shape and
+        order of rows.
+        """
         boxes = shard_of(tensor, order).boxes()
         found = [self.read(name, box.offsets, tuple(box.tensor.shape)) for box in boxes]
         return like(tensor, found[0] if len(found) == 1 else torch.cat(found))
@@ -166,18 +191,22 @@ class Unusable(Exception):
 def read(
     folder: Folder, step: int, ranks: CheckpointGroup | None, *, weights: bool = False
 ) -> tuple[StoredTensors, dict[str, JSON]]:
-    """The checkpoint in `folder`, of whose files this rank verifies a part, and without ranks the state alone; nothing
-    here waits for another rank. `weights`: the other tensors are left out, where they lie in files of their own."""
+    """The checkpoint in `folder`, of whose files this rank verifies a part, and without ranks the
+    state alone; nothing here waits for another rank. `weights`: the other tensors are left out,
+    where they lie in files of their own.
+    """
     try:
         body = json.loads(folder.read(STATE, layout.STATE_LIMIT))
         if not isinstance(body, dict) or body.get("format") != layout.FORMAT:
             raise Unusable(f"{STATE} is not one of fp4train's")
-        if body.pop("sha256", None) != checksum_of(body):  # first: a damaged version is damage, not a newer fp4train
+        # first: a damaged version is damage, not a newer fp4train
+        if body.pop("sha256", None) != checksum_of(body):
             raise Unusable(f"{STATE} is damaged (checksum differs)")
         version = body.get("version")
         if isinstance(version, int) and version > VERSION:
             raise UserError(
-                f"{folder.path} has checkpoint format version {version}; this fp4train reads up to {VERSION}. "
+                f"{folder.path} has checkpoint format version {version}; this fp4train reads "
+                f"up to {VERSION}. "
                 "Update fp4train to resume from it."
             )
         if version == 1:
@@ -186,19 +215,27 @@ def read(
             raise Unusable(f"{STATE} has no format version")
         if body["step"] != step:
             raise Unusable(f"{STATE} is of step {body['step']}, not {step}")
-        state, described = from_strict(body["state"]), body["tensors"]
+        state = from_strict(body["state"])
+        described = body["tensors"]
         if not isinstance(state, dict) or not isinstance(described["aliases"], dict):
             raise Unusable(f"{STATE} holds no state")
         aliases = described["aliases"]
         files = described["files"]
-        with_weights = {name: file for name, file in files.items() if name.startswith(layout.WEIGHTS)}
+        with_weights = {
+            name: file for name, file in files.items() if name.startswith(layout.WEIGHTS)
+        }
         if "model" in state and not with_weights:
             raise OlderForm(folder.path, "has weights and moments in one file")
         if weights:
             files = with_weights
-            aliases = {name: aliases[name] for name in aliases if name.startswith(layout.OF_THE_MODEL)}
+            aliases = {
+                name: aliases[name] for name in aliases if name.startswith(layout.OF_THE_MODEL)
+            }
         largest_first = sorted(files, key=lambda name: (-files[name]["bytes"], name))
-        verified = set() if ranks is None else set(largest_first[ranks.rank :: ranks.size])
+        if ranks is None:
+            verified = set()
+        else:
+            verified = set(largest_first[ranks.rank :: ranks.size])
         read = {name: _file(folder, name, files[name], verify=name in verified) for name in files}
         return StoredTensors(folder, read, aliases), state
     except FileNotFoundError as error:
@@ -237,9 +274,11 @@ def _check_whole(name: str, boxes: list[Box]) -> None:
     if len(boxes) == 1:
         return
     if len(first.shape) > _MOST_DIMENSIONS:
-        raise ValueError(f"{name} has {len(first.shape)} dimensions; parts may have {_MOST_DIMENSIONS}")
-    # A box is a sum of orthants at its corners with the signs of the corners. So boxes tile the whole where these sums
-    # are equal, which needs no comparison of each with each.
+        raise ValueError(
+            f"{name} has {len(first.shape)} dimensions; parts may have {_MOST_DIMENSIONS}"
+        )
+    # A box is a sum of orthants at its corners with the signs of the corners. So boxes tile the
+    # whole where these sums are equal, which needs no comparison of each with each.
     corners: Counter[tuple[int, ...]] = Counter()
     whole = ((0,) * len(first.shape), first.shape)
     for sign, (offsets, sizes) in [(-1, whole), *((1, (box.offsets, box.sizes)) for box in boxes)]:
@@ -251,7 +290,10 @@ def _check_whole(name: str, boxes: list[Box]) -> None:
 
 
 def _overlap(box: Box, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
-    return all(o < p + m and p < o + n for o, n, p, m in zip(box.offsets, box.sizes, offsets, sizes, strict=True))
+    return all(
+        o < p + m and p < o + n
+        for o, n, p, m in zip(box.offsets, box.sizes, offsets, sizes, strict=True)
+    )
 
 
 def _close(descriptors: OrderedDict[str, int]) -> None:

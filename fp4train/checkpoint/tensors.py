@@ -1,10 +1,12 @@
-"""Named parts of tensors as a safetensors file, on an open descriptor: written with its checksum, read by boxes.
+"""Named parts of tensors as a safetensors file, on an open descriptor: written with its checksum,
+read by boxes.
 
-The format (github.com/huggingface/safetensors): eight bytes with the length of a JSON header, the header with dtype,
-shape and place of each tensor, then the bytes of the tensors without gaps, largest dtype first so that each is aligned.
-It is written here because the library takes a path, which could lead over a link, and so that the checksum is taken of
-what is written. Where a file holds parts, `__metadata__` says of which tensors: the shape of the whole, the offsets,
-and the runs of rows where they do not follow each other.
+The format (github.com/huggingface/safetensors): eight bytes with the length of a JSON header, the
+header with dtype, shape and place of each tensor, then the bytes of the tensors without gaps,
+largest dtype first so that each is aligned. It is written here because the library takes a path,
+which could lead over a link, and so that the checksum is taken of what is written. Where a file
+holds parts, `__metadata__` says of which tensors: the shape of the whole, the offsets, and the runs
+of rows where they do not follow each other.
 """
 
 import hashlib
@@ -70,8 +72,8 @@ class StreamedTensor:
     """A tensor to write, whose values are made when they are written.
 
     Args:
-        pieces: gives its elements in row-major order, as tensors of `dtype` and any shape; each is made when the one
-            before is written.
+        pieces: gives its elements in row-major order, as tensors of `dtype` and any shape; each is
+            made when the one before is written.
     """
 
     name: str
@@ -105,16 +107,23 @@ def write_parts(descriptor: int, parts: Mapping[str, TensorShard]) -> tuple[int,
 
     def streamed(name: str) -> StreamedTensor:
         tensor = parts[name].tensor.detach()
-        return StreamedTensor(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype, pieces=lambda: [tensor])
+        return StreamedTensor(
+            name=name, shape=tuple(tensor.shape), dtype=tensor.dtype, pieces=lambda: [tensor]
+        )
 
-    size = write_tensors(put, map(streamed, sorted(parts)), {_PARTS: _compact(places)} if places else {})
+    size = write_tensors(
+        put, map(streamed, sorted(parts)), {_PARTS: _compact(places)} if places else {}
+    )
     return size, digest.hexdigest()
 
 
 def write_tensors(
-    put: Callable[[bytes | memoryview], None], tensors: Iterable[StreamedTensor], metadata: Mapping[str, str]
+    put: Callable[[bytes | memoryview], None],
+    tensors: Iterable[StreamedTensor],
+    metadata: Mapping[str, str],
 ) -> int:
-    """Give `put` the bytes of a file of `tensors`, one tensor after the other; returns how many bytes.
+    """Give `put` the bytes of a file of `tensors`, one tensor after the other; returns how many
+    bytes.
 
     Tensors of larger dtypes come first, those of one size in the order given.
 
@@ -130,18 +139,29 @@ def write_tensors(
     end = 0
     for each in order:
         if each.dtype not in _NAMES:
-            raise TypeError(f"{each.name}: a tensor of {each.dtype} cannot be in a file of safetensors")
-        first, end = end, end + each.size
-        header[each.name] = {"dtype": _NAMES[each.dtype], "shape": list(each.shape), "data_offsets": [first, end]}
+            raise TypeError(
+                f"{each.name}: a tensor of {each.dtype} cannot be in a file of safetensors"
+            )
+        first = end
+        end = end + each.size
+        header[each.name] = {
+            "dtype": _NAMES[each.dtype],
+            "shape": list(each.shape),
+            "data_offsets": [first, end],
+        }
     text = _compact(header).encode()
     text += b" " * (-len(text) % 8)
     put(len(text).to_bytes(8, "little") + text)
     for each in order:
         left = each.size
         for piece in each.pieces():
-            held, left = piece.cpu().contiguous(), left - piece.nbytes
+            held = piece.cpu().contiguous()
+            left = left - piece.nbytes
             if held.dtype != each.dtype or left < 0:
-                raise ValueError(f"{each.name}: a piece of {held.dtype} {list(held.shape)} is none of {each.described}")
+                raise ValueError(
+                    f"{each.name}: a piece of {held.dtype} {list(held.shape)} is none of "
+                    f"{each.described}"
+                )
             if held.numel():
                 data = _bytes(held.reshape(-1).view(torch.uint8))
                 for start in range(0, len(data), _CHUNK):
@@ -157,7 +177,8 @@ def checksum(descriptor: int, size: int) -> str:
     Raises:
         ValueError: it is shorter.
     """
-    digest, done = hashlib.sha256(), 0
+    digest = hashlib.sha256()
+    done = 0
     view = memoryview(bytearray(min(size, _CHUNK)))
     while done < size:
         count = os.preadv(descriptor, [view[: size - done]], done)
@@ -171,8 +192,9 @@ def checksum(descriptor: int, size: int) -> str:
 def read_header(descriptor: int, size: int) -> dict[str, tuple[Box, ...]]:
     """The boxes of tensors in a file of `size` bytes, by the name of the tensor.
 
-    The bytes of tensors follow one another without gaps up to the end of the file, as the format's own library demands:
-    a byte that two tensors have, or none, is read by one program and not by another.
+    The bytes of tensors follow one another without gaps up to the end of the file, as the format's
+    own library demands: a byte that two tensors have, or none, is read by one program and not by
+    another.
 
     Raises:
         ValueError: it is no such file; the message says why.
@@ -181,35 +203,45 @@ def read_header(descriptor: int, size: int) -> dict[str, tuple[Box, ...]]:
     if size < 8 or length > size - 8:
         raise ValueError("its header does not fit into it")
     if length > HEADER_LIMIT:
-        raise ValueError(f"its header has {length:,} bytes; more than {HEADER_LIMIT:,} are not read")
+        raise ValueError(
+            f"its header has {length:,} bytes; more than {HEADER_LIMIT:,} are not read"
+        )
     text = os.pread(descriptor, length, 8)
     try:
         header = foreign_json.parse(text)
         places = {}
         if isinstance(header, dict):
-            places = foreign_json.parse((header.pop("__metadata__", None) or {}).get(_PARTS, "{}").encode())
+            places = foreign_json.parse(
+                (header.pop("__metadata__", None) or {}).get(_PARTS, "{}").encode()
+            )
     except (TypeError, AttributeError) as error:
         raise ValueError("its header is no JSON") from error
     except ValueError as error:
         raise ValueError(f"its header is no JSON that is read: {error}") from error
     if not isinstance(header, dict) or not isinstance(places, dict) or not text.startswith(b"{"):
         raise ValueError("its header is no table")
-    boxes = {name: tuple(_boxes(name, entry, places.get(name), 8 + length, size)) for name, entry in header.items()}
+    boxes = {
+        name: tuple(_boxes(name, entry, places.get(name), 8 + length, size))
+        for name, entry in header.items()
+    }
     _check_contiguous(header, size - 8 - length)
     return boxes
 
 
 def read_box(descriptor: int, box: Box, into: Tensor, offsets: tuple[int, ...]) -> int:
-    """Read what `box` has of the part `into` at `offsets` of the same tensor; returns the number of elements read.
+    """Read what `box` has of the part `into` at `offsets` of the same tensor; returns the number of
+    elements read.
 
-    Rows of the first dimension are read whole, some at a time, and what is not wanted of them is dropped.
+    Rows of the first dimension are read whole, some at a time, and what is not wanted of them is
+    dropped.
 
     Raises:
         ValueError: the file is too short.
     """
     first = tuple(max(a, b) for a, b in zip(box.offsets, offsets, strict=True))
     last = tuple(
-        min(a + m, b + n) for a, m, b, n in zip(box.offsets, box.sizes, offsets, into.shape, strict=True)
+        min(a + m, b + n)
+        for a, m, b, n in zip(box.offsets, box.sizes, offsets, into.shape, strict=True)
     )  # exclusive
     if any(a >= b for a, b in zip(first, last, strict=True)):
         return 0
@@ -217,20 +249,27 @@ def read_box(descriptor: int, box: Box, into: Tensor, offsets: tuple[int, ...]) 
         into.copy_(_read(descriptor, box, box.start, ()))
         return 1
     row = math.prod(box.sizes[1:])
-    inner_box = tuple(slice(a - o, b - o) for a, b, o in zip(first[1:], last[1:], box.offsets[1:], strict=True))
-    inner_into = tuple(slice(a - o, b - o) for a, b, o in zip(first[1:], last[1:], offsets[1:], strict=True))
+    inner_box = tuple(
+        slice(a - o, b - o) for a, b, o in zip(first[1:], last[1:], box.offsets[1:], strict=True)
+    )
+    inner_into = tuple(
+        slice(a - o, b - o) for a, b, o in zip(first[1:], last[1:], offsets[1:], strict=True)
+    )
     step = max(1, _CHUNK // (row * box.dtype.itemsize))
     for begin in range(first[0], last[0], step):
         end = min(begin + step, last[0])
         start = box.start + (begin - box.offsets[0]) * row * box.dtype.itemsize
         rows = _read(descriptor, box, start, (end - begin, *box.sizes[1:]))
-        into[(slice(begin - offsets[0], end - offsets[0]), *inner_into)] = rows[(slice(None), *inner_box)]
+        into[(slice(begin - offsets[0], end - offsets[0]), *inner_into)] = rows[
+            (slice(None), *inner_box)
+        ]
     return math.prod(b - a for a, b in zip(first, last, strict=True))
 
 
 def _read(descriptor: int, box: Box, start: int, sizes: tuple[int, ...]) -> Tensor:
     data = torch.empty(math.prod(sizes) * box.dtype.itemsize, dtype=torch.uint8)
-    view, done = _bytes(data), 0
+    view = _bytes(data)
+    done = 0
     while done < len(view):
         count = os.preadv(descriptor, [view[done:]], start + done)
         if not count:
@@ -250,40 +289,64 @@ def _compact(value: object) -> str:
 
 
 def _place(part: TensorShard) -> dict[str, object]:
-    """Entry of a part in `__metadata__`: the whole shape, the offsets, and runs of rows if there are several."""
+    """Entry of a part in `__metadata__`: the whole shape, the offsets, and runs of rows if there
+    are several.
+    """
     place: dict[str, object] = {"shape": list(part.shape), "offsets": list(part.offsets)}
-    return {**place, "runs": [list(run) for run in part.runs]} if part.runs else place
+    if part.runs:
+        return {**place, "runs": [list(run) for run in part.runs]}
+    return place
 
 
 def _boxes(name: str, entry: object, place: object, begin: int, size: int) -> Iterator[Box]:
     """The boxes of a tensor in a file: one, or one for each run of rows."""
-    runs = place.pop("runs", None) if isinstance(place, dict) else None
+    if isinstance(place, dict):
+        runs = place.pop("runs", None)
+    else:
+        runs = None
     if runs is None or not isinstance(place, dict):
         yield _box(name, entry, place, begin, size)
         return
     if not isinstance(runs, list) or not all(
-        isinstance(run, list) and len(run) == 2 and all(type(n) is int and n >= 0 for n in run) for run in runs
+        isinstance(run, list) and len(run) == 2 and all(type(n) is int and n >= 0 for n in run)
+        for run in runs
     ):
         raise ValueError(f"{name}: {runs!r} are no runs of rows")
     part = _box(name, entry, None, begin, size)
     shape, offsets = (_sizes(name, place.get(key)) for key in ("shape", "offsets"))
-    if len(part.sizes) != len(shape) or len(shape) != len(offsets) or sum(n for _, n in runs) != part.sizes[0]:
+    if (
+        len(part.sizes) != len(shape)
+        or len(shape) != len(offsets)
+        or sum(n for _, n in runs) != part.sizes[0]
+    ):
         raise ValueError(f"{name}: {runs!r} are not the rows of a part of {list(part.sizes)}")
-    start, row = part.start, math.prod(part.sizes[1:]) * part.dtype.itemsize
+    start = part.start
+    row = math.prod(part.sizes[1:]) * part.dtype.itemsize
     for first, count in runs:
-        box = replace(part, shape=shape, offsets=(first, *offsets[1:]), sizes=(count, *part.sizes[1:]), start=start)
+        box = replace(
+            part,
+            shape=shape,
+            offsets=(first, *offsets[1:]),
+            sizes=(count, *part.sizes[1:]),
+            start=start,
+        )
         _lies_in(name, box)
         yield box
         start += count * row
 
 
 def _check_contiguous(header: Mapping[str, dict[str, list[int]]], size: int) -> None:
-    """Raises ValueError where the tensors of a header do not fill the `size` bytes after it, one after another."""
+    """Raises ValueError where the tensors of a header do not fill the `size` bytes after it, one
+    after another.
+    """
     bounds = {name: tuple(entry["data_offsets"]) for name, entry in header.items()}
     end = 0
     for name, (begin, after) in sorted(bounds.items(), key=lambda item: item[1]):
         if begin != end:
-            how = "lies over the tensor before it" if begin < end else f"leaves {begin - end:,} bytes before it to none"
+            if begin < end:
+                how = "lies over the tensor before it"
+            else:
+                how = f"leaves {begin - end:,} bytes before it to none"
             raise ValueError(f"{name} {how}")
         end = after
     if end != size:
@@ -301,14 +364,17 @@ def _lies_in(name: str, box: Box) -> None:
         o + n > full for o, n, full in zip(box.offsets, box.sizes, box.shape, strict=True)
     ):
         raise ValueError(
-            f"{name}: a part of {list(box.sizes)} at {list(box.offsets)} does not lie in a tensor of {list(box.shape)}"
+            f"{name}: a part of {list(box.sizes)} at {list(box.offsets)} does not lie in a "
+            f"tensor of {list(box.shape)}"
         )
 
 
 def _box(name: str, entry: object, place: object, begin: int, size: int) -> Box:
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"{name} is not described by dtype, shape and data_offsets")
-    dtype, sizes, bounds = DTYPES.get(str(entry["dtype"])), entry["shape"], entry["data_offsets"]
+    dtype = DTYPES.get(str(entry["dtype"]))
+    sizes = entry["shape"]
+    bounds = entry["data_offsets"]
     if dtype is None:
         raise ValueError(f"{name} has the unknown dtype {entry['dtype']!r}")
     if place is None:
@@ -321,7 +387,9 @@ def _box(name: str, entry: object, place: object, begin: int, size: int) -> Box:
     if len(bounds) != 2 or not bounds[0] <= bounds[1] <= size - begin:
         raise ValueError(f"{name} lies outside of the file")
     if bounds[1] - bounds[0] != math.prod(sizes) * dtype.itemsize:
-        raise ValueError(f"{name}: {bounds[1] - bounds[0]} bytes do not make {dtype} of {list(sizes)}")
+        raise ValueError(
+            f"{name}: {bounds[1] - bounds[0]} bytes do not make {dtype} of {list(sizes)}"
+        )
     box = Box(dtype=dtype, shape=shape, offsets=offsets, sizes=sizes, start=begin + bounds[0])
     _lies_in(name, box)
     return box

@@ -1,8 +1,9 @@
 """Nested state as named tensors plus plain JSON, and back.
 
-A tensor becomes ``{"$tensor": "path/to/it"}``, a tuple ``{"$tuple": [...]}``, a dict with keys that are not plain
-strings ``{"$items": [[key, value], ...]}`` (an optimiser numbers its parameters), a NaN or infinity
-``{"$float": "nan"}``. Only data can be written this way, so reading it back executes nothing.
+A tensor becomes ``{"$tensor": "path/to/it"}``, a tuple ``{"$tuple": [...]}``, a dict with keys that
+are not plain strings ``{"$items": [[key, value], ...]}`` (an optimiser numbers its parameters), a
+NaN or infinity ``{"$float": "nan"}``. Only data can be written this way, so reading it back
+executes nothing.
 """
 
 import json
@@ -28,19 +29,25 @@ def flatten(tree: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, JSON]
 
 def unflatten(tensors: Mapping[str, Tensor], state: Mapping[str, JSON]) -> dict[str, Any]:
     """The tree that `flatten` was given."""
-    kinds: dict[str, Callable[[Any], Any]] = {"$tensor": tensors.__getitem__, "$tuple": tuple, "$items": dict}
+    kinds: dict[str, Callable[[Any], Any]] = {
+        "$tensor": tensors.__getitem__,
+        "$tuple": tuple,
+        "$items": dict,
+    }
     return {key: _replaced(value, kinds) for key, value in state.items()}
 
 
 def merged(first: JSON, other: JSON, path: str = "state") -> JSON:
-    """The union of what two ranks say of one state: each key's value is that of either, or the same of both.
+    """The union of what two ranks say of one state: each key's value is that of either, or the same
+    of both.
 
     Raises:
         ValueError: they differ; the place is named.
     """
     if isinstance(first, dict) and isinstance(other, dict):
         if set(first) == set(other) == {"$items"}:
-            ours, theirs = first["$items"], other["$items"]
+            ours = first["$items"]
+            theirs = other["$items"]
             if isinstance(ours, list) and isinstance(theirs, list):
                 rows = {json.dumps(row[0]): row for row in ours if isinstance(row, list)}
                 for row in theirs:
@@ -49,7 +56,9 @@ def merged(first: JSON, other: JSON, path: str = "state") -> JSON:
                     known = rows.setdefault(json.dumps(key), [key, value])
                     known[1] = merged(known[1], value, f"{path}/{key}")
                 return {"$items": list(rows.values())}
-        both = {key: merged(first[key], other[key], f"{path}/{key}") for key in first if key in other}
+        both = {
+            key: merged(first[key], other[key], f"{path}/{key}") for key in first if key in other
+        }
         return {**first, **other, **both}
     if to_strict(first) != to_strict(other):
         raise ValueError(f"{path} is {first!r} on one rank and {other!r} on another")
@@ -74,7 +83,8 @@ def from_strict(value: Any) -> Any:
 
 def escaped(key: object) -> str:
     """A key as it is in the paths of tensors."""
-    return str(key).replace("~", "~0").replace("/", "~1")  # as in a JSON pointer (RFC 6901): paths stay unambiguous
+    # as in a JSON pointer (RFC 6901): paths stay unambiguous
+    return str(key).replace("~", "~0").replace("/", "~1")
 
 
 def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> JSON:
@@ -95,15 +105,21 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> JSON:
         return {"$tuple": [_encode(item, f"{path}/{i}", tensors) for i, item in enumerate(value)]}
     if isinstance(value, Mapping):
         if all(isinstance(key, str) and not key.startswith("$") for key in value):
-            return {key: _encode(item, f"{path}/{escaped(key)}", tensors) for key, item in value.items()}
+            return {
+                key: _encode(item, f"{path}/{escaped(key)}", tensors) for key, item in value.items()
+            }
         items: list[JSON] = []
         for key, item in value.items():
             if not isinstance(key, bool | int | float | str):
-                raise TypeError(f"{path}: key {key!r} of type {type(key).__name__}; allowed are strings and numbers")
+                raise TypeError(
+                    f"{path}: key {key!r} of type {type(key).__name__}; allowed are strings "
+                    "and numbers"
+                )
             items.append([key, _encode(item, f"{path}/{escaped(key)}", tensors)])
         return {"$items": items}
     raise TypeError(
-        f"{path}: {type(value).__name__} cannot be in a checkpoint; allowed are tensors, None, bool, int, float, str, "
+        f"{path}: {type(value).__name__} cannot be in a checkpoint; allowed are tensors, "
+        "None, bool, int, float, str, "
         "lists, tuples and dicts of these"
     )
 
@@ -116,4 +132,6 @@ def _replaced(value: Any, kinds: Mapping[str, Callable[[Any], Any]]) -> Any:
         return value
     found = {key: _replaced(item, kinds) for key, item in value.items()}
     mark = next(iter(found)) if len(found) == 1 else ""
-    return kinds[mark](found[mark]) if mark in kinds else found
+    if mark in kinds:
+        return kinds[mark](found[mark])
+    return found

@@ -1,4 +1,6 @@
-"""Writing one checkpoint: into a hidden directory, then renamed; by one rank, or by several that agree at each step."""
+"""Writing one checkpoint: into a hidden directory, then renamed; by one rank, or by several that
+agree at each step.
+"""
 
 import errno
 import os
@@ -24,11 +26,15 @@ class Writing:
     """The checkpoint of one step, written by all of `ranks` in the same order of steps."""
 
     def __init__(self, folder: Path | Folder, step: int, ranks: CheckpointGroup) -> None:
-        self.folder, self.step, self.ranks = folder, step, ranks
+        self.folder = folder
+        self.step = step
+        self.ranks = ranks
         self.name = layout.directory_name(step)
         self.temporary = f"{layout.LEFTOVER}{self.name}"
 
-    def write(self, tensors: Mapping[str, Tensor] | Mapping[str, TensorShard], state: Mapping[str, JSON]) -> None:
+    def write(
+        self, tensors: Mapping[str, Tensor] | Mapping[str, TensorShard], state: Mapping[str, JSON]
+    ) -> None:
         """Write it; an exception on one rank is raised on all, and leaves no directory."""
         try:
             begun = self.ranks.gathered(self.ranks.together(self._begin))
@@ -36,7 +42,8 @@ class Writing:
                 raise OSError(f"ranks save different steps: {begun}")
             described = self.ranks.gathered(self.ranks.together(lambda: self._own(tensors, state)))
             self.ranks.together(lambda: self._end(state, described))
-        except BaseException as error:  # a signal turned into an exception too: leave no half-written directory
+        # a signal turned into an exception too: leave no half-written directory
+        except BaseException as error:
             if self.ranks.first:
                 with suppress(OSError), opened_folder(self.folder) as opened:
                     opened.remove_folder(self.temporary)
@@ -56,18 +63,28 @@ class Writing:
         self, tensors: Mapping[str, Tensor] | Mapping[str, TensorShard], state: Mapping[str, JSON]
     ) -> dict[str, Any]:
         """Write this rank's files; what it says of the state where it leads a stage of its own."""
-        stage = {"state": to_strict(dict(state))} if self.ranks.leads and not self.ranks.first else {}
+        if self.ranks.leads and not self.ranks.first:
+            stage = {"state": to_strict(dict(state))}
+        else:
+            stage = {}
         parts = {name: each for name, each in tensors.items() if isinstance(each, TensorShard)}
         whole = {name: each for name, each in tensors.items() if isinstance(each, Tensor)}
         parts |= owned(whole, leads=self.ranks.leads)
         described: dict[str, Any] = {"files": {}, "aliases": {}, **stage}
         of_model = {name for name in parts if name.startswith(layout.OF_THE_MODEL)}
         with opened_folder(self.folder) as opened, self._shared(opened) as new:
-            for kind, names in ((layout.WEIGHTS, of_model), (layout.TENSORS, parts.keys() - of_model)):
-                stored, aliases = separate({name: part.tensor for name, part in parts.items() if name in names})
+            for kind, names in (
+                (layout.WEIGHTS, of_model),
+                (layout.TENSORS, parts.keys() - of_model),
+            ):
+                stored, aliases = separate(
+                    {name: part.tensor for name, part in parts.items() if name in names}
+                )
                 if stored:
                     file = layout.file_name(kind, self.ranks.rank, self.ranks.size)
-                    described["files"][file] = self._file(new, file, {name: parts[name] for name in stored})
+                    described["files"][file] = self._file(
+                        new, file, {name: parts[name] for name in stored}
+                    )
                     described["aliases"] |= aliases
         return described
 
@@ -86,7 +103,8 @@ class Writing:
         except FileNotFoundError:
             raise OSError(
                 errno.ENOENT,
-                "the first rank made this folder, and this rank does not see it: is it on a disk that "
+                "the first rank made this folder, and this rank does not see it: is it on a "
+                "disk that "
                 "all machines share?",
                 str(opened.path / self.temporary),
             ) from None
@@ -115,7 +133,9 @@ class Writing:
 
 
 def _replace(folder: Folder, temporary: str, name: str) -> None:
-    """Rename into place. Where one of the same step exists, it is set aside first and found again after a kill."""
+    """Rename into place. Where one of the same step exists, it is set aside first and found again
+    after a kill.
+    """
     aside = layout.REPLACED + name
     if folder.has_folder(name):
         folder.rename(name, aside)
@@ -131,7 +151,9 @@ def _replace(folder: Folder, temporary: str, name: str) -> None:
 
 
 def _clean(folder: Folder) -> None:
-    """Remove what a killed process left, and put back a checkpoint that was set aside but never replaced."""
+    """Remove what a killed process left, and put back a checkpoint that was set aside but never
+    replaced.
+    """
     for entry in folder.names():
         if entry.startswith(layout.LEFTOVER):
             with suppress(OSError):

@@ -52,14 +52,19 @@ def main(arguments: list[str]) -> int:
 
 
 def quantised_share(run: Path) -> float | None:
-    """The share of the linear layers' multiply-adds, in the steps done, that were quantised; None: not known.
+    """The share of the linear layers' multiply-adds, in the steps done, that were quantised; None:
+    not known.
 
     Raises:
         UserError: the journal is damaged.
     """
-    done, steps, total = steps_done(run), 0, 0.0
+    done = steps_done(run)
+    steps = 0
+    total = 0.0
     for stretch in stretches(read_journal(run)):
         ran = max(0, min(stretch.stop, done) - stretch.start)
-        total += ran * sum(share for name, share in stretch.shares.items() if set(re.findall(r"\w+", name)) - _HIGH)
+        total += ran * sum(
+            share for name, share in stretch.shares.items() if set(re.findall(r"\w+", name)) - _HIGH
+        )
         steps += ran
     return total / steps if steps else None

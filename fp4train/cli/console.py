@@ -29,7 +29,9 @@ class Console:
         """Line without an end, by stream."""
 
     def write_to(self, run: Path) -> None:
-        """Append to RUN/console.log, what was printed before included; a second call changes nothing."""
+        """Append to RUN/console.log, what was printed before included; a second call changes
+        nothing.
+        """
         if self._file is not None:
             return
         try:
@@ -42,10 +44,14 @@ class Console:
             _log.warning("%s is not written: %s", run / CONSOLE, error.strerror or error)
 
     def add(self, stream: int, text: str) -> None:
-        """Take what is written to a stream. Of a line that a bar was drawn on, its last state is kept."""
+        """Take what is written to a stream. Of a line that a bar was drawn on, its last state is
+        kept.
+        """
         with self._lock:
             *lines, begun = (self._begun.get(stream, "") + text).split("\n")
-            self._begun[stream] = begun[-WAITING:].rpartition("\r")[2] if "\r" in begun[:-1] else begun[-WAITING:]
+            self._begun[stream] = (
+                begun[-WAITING:].rpartition("\r")[2] if "\r" in begun[:-1] else begun[-WAITING:]
+            )
             self._append("".join(f"{line.rstrip().rpartition(chr(13))[2]}\n" for line in lines))
 
     def close(self) -> None:
@@ -69,7 +75,8 @@ class _Copied:
     """A stream whose text goes to the console's lines, too."""
 
     def __init__(self, stream: TextIO, console: Console) -> None:
-        self._stream, self._console = stream, console
+        self._stream = stream
+        self._console = console
 
     def write(self, text: str) -> int:
         self._console.add(id(self), text)

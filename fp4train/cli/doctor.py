@@ -30,7 +30,8 @@ def main(arguments: list[str]) -> int:
 
     if wrong := [a for a in arguments if a != "--json"]:
         raise UserError(f"doctor takes --json only, not {' '.join(wrong)}")
-    logging.getLogger("fp4train").setLevel(logging.WARNING)  # the screen says which kernels there are
+    # the screen says which kernels there are
+    logging.getLogger("fp4train").setLevel(logging.WARNING)
     rank, world = ranks.started()
     found = []
     if world > 1:
@@ -38,9 +39,18 @@ def main(arguments: list[str]) -> int:
             found = ranks.collectives(device().type)
         if rank:
             return 1 if any(each.problem for each in found) else 0
-    processes = min(os.cpu_count() or 1, MOST) if device().type == "cuda" and world == 1 else 1
-    report = examine(_recipes(), DEFAULT, Path("runs"), ranks=world, collectives=found, processes=processes)
-    print(json.dumps(report.as_json(), indent=2) if "--json" in arguments else report.render(terminal_width()))
+    if device().type == "cuda" and world == 1:
+        processes = min(os.cpu_count() or 1, MOST)
+    else:
+        processes = 1
+    report = examine(
+        _recipes(), DEFAULT, Path("runs"), ranks=world, collectives=found, processes=processes
+    )
+    print(
+        json.dumps(report.as_json(), indent=2)
+        if "--json" in arguments
+        else report.render(terminal_width())
+    )
     return 1 if report.problems else 0
 
 

@@ -48,7 +48,12 @@ OPTIONS = {
     "record": Option(truth, "record={}: true or false", True),
 }
 COUNTS = ("tokens", "bytes", "documents")
-_OF = {"batches": "held-out text", "limit": "task=…", "shots": "task=…", "rows": "task=… and text=…"}
+_OF = {
+    "batches": "held-out text",
+    "limit": "task=…",
+    "shots": "task=…",
+    "rows": "task=… and text=…",
+}
 """Options, and what they are of."""
 
 
@@ -59,7 +64,13 @@ def main(arguments: list[str]) -> int:
     given = line.options
     if given["task"] is not None and given["text"] is not None:
         raise UserError("task=… and text=… are two evaluations: give one of them")
-    kind = "task=…" if given["task"] is not None else "text=…" if given["text"] is not None else "held-out text"
+    kind = (
+        "task=…"
+        if given["task"] is not None
+        else "text=…"
+        if given["text"] is not None
+        else "held-out text"
+    )
     for key, of in _OF.items():
         if given[key] != OPTIONS[key].default and kind not in of:
             raise UserError(f"{key}=… is of {of}, not of {kind}")
@@ -68,7 +79,8 @@ def main(arguments: list[str]) -> int:
         from fp4train.exchange.evaluation import record
 
         own = [trained.high_precision, *([] if trained.trained_in is None else [trained.own])]
-        began, scores = time.perf_counter(), []
+        began = time.perf_counter()
+        scores = []
         for score in _scores(trained, named or own, given):
             scores.append(score)
         seconds = time.perf_counter() - began
@@ -86,40 +98,60 @@ def main(arguments: list[str]) -> int:
     return with_model("eval", USAGE, line, list(OPTIONS), given["step"], task)
 
 
-def _scores(trained: TrainedModel, recipes: Sequence[NamedRecipe], given: dict[str, Any]) -> Iterator[Score]:
+def _scores(
+    trained: TrainedModel, recipes: Sequence[NamedRecipe], given: dict[str, Any]
+) -> Iterator[Score]:
     from fp4train.exchange.evaluation import held_out, texts
 
     if given["text"] is not None:
         return texts(trained, recipes, given["text"], given["rows"])
     if given["task"] is None:
         return held_out(trained, recipes, given["batches"])
-    with user_errors(ImportError, before="task=… needs lm_eval (", after="): pip install 'fp4train[lm-eval]'"):
+    with user_errors(
+        ImportError, before="task=… needs lm_eval (", after="): pip install 'fp4train[lm-eval]'"
+    ):
         from fp4train.exchange.harness import tasks
     names = [name for name in given["task"].split(",") if name]
     if not names:
         raise UserError("task= names no task")
-    return tasks(trained, recipes, names, rows=given["rows"], limit=given["limit"], shots=given["shots"])
+    return tasks(
+        trained, recipes, names, rows=given["rows"], limit=given["limit"], shots=given["shots"]
+    )
 
 
 def _tables(scores: Sequence[Score]) -> str:
-    """A table per task, with a row per recipe and a column per metric, with its standard error where there is one."""
+    """A table per task, with a row per recipe and a column per metric, with its standard error
+    where there is one.
+    """
     tables = []
     for task in dict.fromkeys(score.task for score in scores):
         mine = [score for score in scores if score.task == task]
-        names = list(dict.fromkeys(name for score in mine for name in score.values if "_stderr" not in name))
+        names = list(
+            dict.fromkeys(name for score in mine for name in score.values if "_stderr" not in name)
+        )
         rows = [(score.recipe, *(_cell(score.values, name) for name in names)) for score in mine]
         tables.append(
-            "\n".join(tabulate([(task, *names), *rows], right=range(1, len(names) + 1), width=terminal_width()))
+            "\n".join(
+                tabulate(
+                    [(task, *names), *rows], right=range(1, len(names) + 1), width=terminal_width()
+                )
+            )
         )
     return "\n\n".join(tables)
 
 
 def _cell(values: Mapping[str, float], name: str) -> str:
-    value, error = values.get(name), values.get(_error_of(name))
+    value = values.get(name)
+    error = values.get(_error_of(name))
     if value is None:
         return ""
-    shown = f"{value:,.0f}" if float(value).is_integer() and name in COUNTS else f"{value:.4f}"
-    return shown if error is None else f"{shown} ± {error:.4f}"
+    if float(value).is_integer() and name in COUNTS:
+        shown = f"{value:,.0f}"
+    else:
+        shown = f"{value:.4f}"
+    if error is None:
+        return shown
+    return f"{shown} ± {error:.4f}"
 
 
 def _error_of(metric: str) -> str:

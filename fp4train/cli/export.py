@@ -44,7 +44,9 @@ _UNITS = {"kB": 10**3, "MB": 10**6, "GB": 10**9}
 
 def _bytes(text: str) -> int | None:
     found = re.fullmatch(r"([1-9][0-9]{0,8})(kB|MB|GB)", text)
-    return int(found[1]) * _UNITS[found[2]] if found else None
+    if found:
+        return int(found[1]) * _UNITS[found[2]]
+    return None
 
 
 OPTIONS = {
@@ -53,7 +55,9 @@ OPTIONS = {
     "step": Option(whole_number, "step={!r} must be the step of a checkpoint"),
     "dtype": Option(),
     "shard": Option(_bytes, "shard={!r} must be a size: 500MB, 5GB", _bytes("5GB")),
-    "stretch": Option(whole_number, "stretch={!r} must be a step of the steps whose codes are written"),
+    "stretch": Option(
+        whole_number, "stretch={!r} must be a step of the steps whose codes are written"
+    ),
     "calibrate": Option(count, "calibrate={!r} must be a number of batches from 1 on"),
     "losses": Option(overrides.truth, "losses={}: losses=false does not measure losses"),
 }
@@ -72,13 +76,22 @@ def main(arguments: list[str]) -> int:
     for key, value, allowed in (("to", to, TARGETS), ("dtype", dtype, tuple(DTYPES))):
         if value not in allowed:
             given = f"{key}={value}" if value else f"{key}= is missing"
-            raise UserError(f"{given}: allowed are {', '.join(allowed)}{near_miss(value or '', allowed)}")
+            raise UserError(
+                f"{given}: allowed are {', '.join(allowed)}{near_miss(value or '', allowed)}"
+            )
     paths = named_paths(overrides.parse(line.overrides), tuple(OPTIONS))
-    if to == "hf" and (named := [key for key, value in zip(_OF_CODES, of_codes, strict=True) if value is not None]):
-        raise UserError(f"{named[0]}= is about codes, and to=hf writes the weights themselves: {USAGE}")
+    if to == "hf" and (
+        named := [key for key, value in zip(_OF_CODES, of_codes, strict=True) if value is not None]
+    ):
+        raise UserError(
+            f"{named[0]}= is about codes, and to=hf writes the weights themselves: {USAGE}"
+        )
     if out is None or not out.name:
         raise UserError(f"export needs the name of a new folder, out=FOLDER: {USAGE}")
-    with plugins.using(overrides.plugins(line.overrides), folders), study_progress("tensor", every=10.0) as shown:
+    with (
+        plugins.using(overrides.plugins(line.overrides), folders),
+        study_progress("tensor", every=10.0) as shown,
+    ):
         how: dict[str, Any] = {"step": step, "dtype": DTYPES[dtype], "shard": shard, "tell": shown}
         if to == "hf":
             made = export_huggingface(Path(line.runs[0]), out, **how)
@@ -87,10 +100,15 @@ def main(arguments: list[str]) -> int:
 
             stretch, calibrate, losses = of_codes
             measures = Measures(calibrate=calibrate, losses=losses is not False, paths=paths)
-            made = export_quantised(Path(line.runs[0]), out, to, stretch=stretch, measures=measures, **how)
+            made = export_quantised(
+                Path(line.runs[0]), out, to, stretch=stretch, measures=measures, **how
+            )
     for note in made.notes:
         print(fitted(note))
-    what = "of weights" if to == "hf" else "of codes, scales and weights"
+    if to == "hf":
+        what = "of weights"
+    else:
+        what = "of codes, scales and weights"
     size = f"{made.parameters:,} parameters, {made.size / 1e6:,.1f} MB {what} in {dtype}"
     print(fitted(f"{out}: step {made.step}, {size}"))
     return 0

@@ -15,7 +15,15 @@ def main(arguments: list[str]) -> int:
         raise UserError(f"formats takes no arguments, not {' '.join(arguments)}")
     header = ("format", "bits", "largest", "smallest normal", "smallest", "binades", "specials")
     rows = [
-        (name, str(bits), f"{largest:.6g}", f"{normal:.3g}", f"{smallest:.3g}", f"{binades:.1f}", specials)
+        (
+            name,
+            str(bits),
+            f"{largest:.6g}",
+            f"{normal:.3g}",
+            f"{smallest:.3g}",
+            f"{binades:.1f}",
+            specials,
+        )
         for name, bits, largest, normal, smallest, binades, specials in formats_table()
     ]
     print("\n".join(tabulate([header, *rows], width=terminal_width())))

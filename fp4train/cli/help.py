@@ -32,7 +32,9 @@ _NAMES: Final = ("run.name", "run.dir")
 
 @dataclass(frozen=True)
 class Topics:
-    """What help can be asked about in the configuration that a command composes: its keys, groups and options."""
+    """What help can be asked about in the configuration that a command composes: its keys, groups
+    and options.
+    """
 
     command: Composed
     groups: Mapping[str, list[str]]
@@ -46,7 +48,9 @@ class Topics:
         return list(key_fields(body, Config))
 
     def place(self, key: KeyField) -> tuple[str, str]:
-        """The group of the section that a key is in, and its chosen option; empty where train.yaml sets it."""
+        """The group of the section that a key is in, and its chosen option; empty where train.yaml
+        sets it.
+        """
         fitting = [g for g in self.groups if f"{key.path}.".startswith(g.replace("/", ".") + ".")]
         group = max(fitting, key=len, default="")
         return group, self.command.choices.get(group, "")
@@ -63,10 +67,14 @@ class Topics:
         group = name.replace(".", "/")
         if group in self.groups:
             foreign.check_option(group, option, self.groups[group] if equals else [option])
-            return self._of_option(group) if equals else self._of_group(group)
+            if equals:
+                return self._of_option(group)
+            return self._of_group(group)
         found = [key for key in self.keys if key.path == name]
         if not found and "." not in name:
-            found = [key for key in self.keys if key.name == name and not isinstance(key.value, Mapping)]
+            found = [
+                key for key in self.keys if key.name == name and not isinstance(key.value, Mapping)
+            ]
         if found:
             return "\n\n".join(self._of_key(key) for key in found)
         return self._elsewhere(name)
@@ -80,7 +88,9 @@ class Topics:
         rows = [("value", f"{_shown(key.value)}{f', with {group}={option}' if group else ''}")]
         rows += [("takes", key.allowed), *self._others(key, group, option)]
         lines = [key.path, *_wrapped(self.describe(key), "  ")]
-        return "\n".join([*lines, "", *(line for name, text in rows for line in _entry(f"  {name}", text, 10))])
+        return "\n".join(
+            [*lines, "", *(line for name, text in rows for line in _entry(f"  {name}", text, 10))]
+        )
 
     def _others(self, key: KeyField, group: str, option: str) -> list[tuple[str, str]]:
         """The values that other options of the group give a key, where they differ."""
@@ -100,7 +110,10 @@ class Topics:
         for (_, option), section in self._sections(group).items():
             node: Any = section
             for part in below:
-                node = node.get(part, KeyError) if isinstance(node, Mapping) else KeyError
+                if isinstance(node, Mapping):
+                    node = node.get(part, KeyError)
+                else:
+                    node = KeyError
             if node is not KeyError:
                 found[option] = node
         return found
@@ -111,7 +124,10 @@ class Topics:
         bodies = sections({group: self.groups[group]}, self.descriptions.folders)
         holder: Any = {}
         for pair, body in bodies.items():
-            holder = complete({group.split("/")[0]: body}, Config) if "/" not in group else {group: body}
+            if "/" not in group:
+                holder = complete({group.split("/")[0]: body}, Config)
+            else:
+                holder = {group: body}
             bodies[pair] = holder.get(group, body)
         return bodies
 
@@ -131,7 +147,9 @@ class Topics:
             section = group.replace("/", ".")
             if name.startswith(f"{section}.") and group != "experiment":
                 for body in self._sections(group).values():
-                    found |= dict.fromkeys(f"{section}.{key}" for key in flattened(dict(body)) if "_target_" not in key)
+                    found |= dict.fromkeys(
+                        f"{section}.{key}" for key in flattened(dict(body)) if "_target_" not in key
+                    )
         return list(found)
 
     def _of_group(self, group: str) -> str:
@@ -150,7 +168,10 @@ class Topics:
         chosen = self.command.choices.get(group, "")
         text = self.descriptions.option(group, chosen)
         lines = [f"{group}={chosen}", *_wrapped(text, "  "), ""]
-        keys = self.set_by(chosen) if group == "experiment" else self.listing(group.replace("/", "."))
+        if group == "experiment":
+            keys = self.set_by(chosen)
+        else:
+            keys = self.listing(group.replace("/", "."))
         return "\n".join([*lines, *keys]).rstrip()
 
     def set_by(self, experiment: str) -> list[str]:
@@ -161,7 +182,9 @@ class Topics:
         lines = [
             f"  {group}={option}"
             for group, option in self.command.choices.items()
-            if group in self.groups and group != "experiment" and plain_run.choices.get(group) != option
+            if group in self.groups
+            and group != "experiment"
+            and plain_run.choices.get(group) != option
         ]
         own = self.descriptions.set_by("experiment", experiment)
         for key in self.keys:
@@ -236,10 +259,14 @@ def of_verb(verb: str, screen: str, words: Sequence[str], *, keys: bool) -> str:
             text = known.topic(word)
         if text is None:
             options = _options(screen)
-            names = [*options, *(key.path for key in known.keys)] if known is not None else options
+            if known is not None:
+                names = [*options, *(key.path for key in known.keys)]
+            else:
+                names = options
             listed = f" ({', '.join(options)})" if options else ""
             raise UserError(
-                f"{verb} has no option {word!r}{near_miss(word, names) or f'; fp4train help {verb} lists them'}{listed}"
+                f"{verb} has no option "
+                f"{word!r}{near_miss(word, names) or f'; fp4train help {verb} lists them'}{listed}"
             )
         found.append(text)
     return "\n\n".join(found)
@@ -254,7 +281,10 @@ def of_words(words: Sequence[str], verbs: Iterable[str]) -> str:
     flags, asked = overrides.flags_and_words(list(words))
     found = []
     for word in asked:
-        chosen = [word] if "=" in word and word.partition("=")[0] in overrides.groups() else []
+        if "=" in word and word.partition("=")[0] in overrides.groups():
+            chosen = [word]
+        else:
+            chosen = []
         known = topics([*flags, *chosen])
         text = known.topic(word if chosen else word.partition("=")[0])
         if text is None:
@@ -274,12 +304,17 @@ def _unknown(word: str, known: Topics, verbs: list[str]) -> UserError:
         return UserError(f"options of a verb follow it: fp4train help {verb} {option}")
     holders = _verbs_with(word, verbs)
     if holders:
-        return UserError(f"{word!r} is an option of {' and '.join(holders)}: fp4train help {holders[0]} {word}")
+        return UserError(
+            f"{word!r} is an option of {' and '.join(holders)}: fp4train help {holders[0]} {word}"
+        )
     names = list(dict.fromkeys([*(key.path for key in known.keys), *known.other_keys(word)]))
     leaves = [key.name for key in known.keys]
     alike = nearest(word, [*verbs, *known.groups, *names, *leaves], _ALIKE)
     if "." not in word and (alike in verbs or alike is None):
-        hint = f"; did you mean {alike!r}?" if alike else "; fp4train help lists verbs and keys"
+        if alike:
+            hint = f"; did you mean {alike!r}?"
+        else:
+            hint = "; fp4train help lists verbs and keys"
         return UserError(f"unknown verb {word!r}{hint}")
     try:
         foreign.check_keys([word], [*known.groups, *names])
@@ -289,13 +324,20 @@ def _unknown(word: str, known: Topics, verbs: list[str]) -> UserError:
 
 
 def _joined(screen: str) -> str:
-    """A screen with every paragraph, and every description of an option, on one line, to be folded once."""
+    """A screen with every paragraph, and every description of an option, on one line, to be folded
+    once.
+    """
     lines: list[str] = []
     for line in screen.strip("\n").splitlines():
         text = line.strip()
         indent = len(line) - len(line.lstrip())
         before = lines[-1] if lines else ""
-        prose = bool(before) and not indent and "  " not in f"{before}{line}" and not before.startswith("fp4train ")
+        prose = (
+            bool(before)
+            and not indent
+            and "  " not in f"{before}{line}"
+            and not before.startswith("fp4train ")
+        )
         goes_on = indent >= 10 and before.startswith("  ")
         if text and (prose or goes_on):
             alone = goes_on and "  " not in before.strip()
@@ -307,7 +349,11 @@ def _joined(screen: str) -> str:
 
 def _verbs_with(option: str, verbs: Iterable[str]) -> list[str]:
     """The verbs whose help lists an option."""
-    return [verb for verb in verbs if option in _options(import_module(f"fp4train.cli.{verb}").__doc__ or "")]
+    return [
+        verb
+        for verb in verbs
+        if option in _options(import_module(f"fp4train.cli.{verb}").__doc__ or "")
+    ]
 
 
 def _names_run(word: str) -> bool:

@@ -52,25 +52,32 @@ class Start:
 
 
 def launch(arguments: list[str], task: Callable[[Start], int]) -> int:
-    """Run `task` on the composed configuration, with -m on each of the sweep's; returns the largest exit code.
+    """Run `task` on the composed configuration, with -m on each of the sweep's; returns the largest
+    exit code.
 
     The configurations of a sweep are all composed and checked before the first job.
 
     Raises:
         UserError: the arguments do not fit the configuration, or a plugin cannot be imported.
     """
-    given = {argument.partition("=")[0] if argument.startswith("-") else argument for argument in arguments}
+    given = {
+        argument.partition("=")[0] if argument.startswith("-") else argument
+        for argument in arguments
+    }
     check_flags(arguments)
     arguments = overrides.with_files(arguments)
     if given & overrides.SWEEP and given & _SHOW:
-        raise UserError("--cfg and --info: Hydra shows one configuration, not a sweep's; leave out -m")
+        raise UserError(
+            "--cfg and --info: Hydra shows one configuration, not a sweep's; leave out -m"
+        )
     resumed = overrides.resumed_run(arguments)
     if resumed == "resume=":
         raise UserError("resume= names no run: resume=RUN")
     if resumed and given & _SHOW:
         run = Path(resumed.removeprefix("resume="))
         raise UserError(
-            f"--cfg and --info show what a command composes: {run / run_directory.CONFIG} is the configuration of the "
+            f"--cfg and --info show what a command composes: {run / run_directory.CONFIG} is "
+            "the configuration of the "
             f"run, fp4train plan {run} what it ran"
         )
     for slip in (a for a in arguments if a.startswith(("resume.", "init."))):
@@ -78,14 +85,17 @@ def launch(arguments: list[str], task: Callable[[Start], int]) -> int:
         raise UserError(f"unknown key {slip.partition('=')[0]!r}; did you mean {key!r}?")
     folders = overrides.own_folders(arguments)
     if not given & _SHOW and (alone := sorted(given & {"--resolve", "--package", "-p"})):
-        raise UserError(f"{alone[0]} belongs to --cfg job, which shows the configuration: --cfg job {alone[0]}")
+        raise UserError(
+            f"{alone[0]} belongs to --cfg job, which shows the configuration: --cfg job {alone[0]}"
+        )
     if "--hydra-help" in given:
         return _hydra(["--hydra-help"])
     if given & _SHOW:
         with plugins.using(overrides.plugins(arguments), folders):
             return _show(arguments)
     with plugins.using(overrides.plugins(arguments), folders):
-        starts, wrong = [], []
+        starts = []
+        wrong = []
         for each in composed(arguments):
             if each.point and not resumed:
                 _group(each.cfg, arguments)
@@ -93,7 +103,8 @@ def launch(arguments: list[str], task: Callable[[Start], int]) -> int:
                 others = [key for key in overrides.swept_keys(arguments) if key != "resume"]
                 if others:
                     raise UserError(
-                        f"a sweep over {others[0]} makes a branch of {resumed} at each point: name them, run.name=…"
+                        f"a sweep over {others[0]} makes a branch of {resumed} at each point: "
+                        "name them, run.name=…"
                     )
             try:
                 starts.append(settings(each))
@@ -102,7 +113,9 @@ def launch(arguments: list[str], task: Callable[[Start], int]) -> int:
                     raise
                 wrong.append(f"{each.point}: {error}")
         if wrong:
-            raise UserError("the sweep is not started: " + "\n  ".join(["", *wrong] if wrong[1:] else wrong))
+            raise UserError(
+                "the sweep is not started: " + "\n  ".join(["", *wrong] if wrong[1:] else wrong)
+            )
         codes = [0]
         for start in starts:
             codes.append(_run(task, start))
@@ -112,10 +125,14 @@ def launch(arguments: list[str], task: Callable[[Start], int]) -> int:
 
 
 def _group(cfg: DictConfig, arguments: list[str]) -> None:
-    """Let the runs of a sweep share a group of the service that tracks them, unless the command names one."""
+    """Let the runs of a sweep share a group of the service that tracks them, unless the command
+    names one.
+    """
     track = cfg.get("track")
     if isinstance(track, DictConfig) and "group" in track and track.group is None:
-        swept = [str(word.input_line) for word in overrides.parse(arguments) if word.is_sweep_override()]
+        swept = [
+            str(word.input_line) for word in overrides.parse(arguments) if word.is_sweep_override()
+        ]
         track.group = shortened(" ".join(swept), LONGEST_GROUP)
 
 
@@ -124,7 +141,9 @@ def _show(arguments: list[str]) -> int:
     (command,) = composed(arguments)  # refuses what does not fit
     flags, words = overrides.flags_and_words(arguments)
     if not {"--cfg", "-c"} & {flag.partition("=")[0] for flag in flags}:
-        return _hydra([*flags, *(word for word in words if word.partition("=")[0] in command.choices)])
+        return _hydra(
+            [*flags, *(word for word in words if word.partition("=")[0] in command.choices)]
+        )
     kind = overrides.flag_value(flags, "--cfg", "-c")
     package = overrides.flag_value(flags, "--package", "-p")
     shown: Any = {"job": command.unresolved, "hydra": command.hydra}.get(kind)
@@ -140,7 +159,9 @@ def _show(arguments: list[str]) -> int:
             raise UserError(f"--package {package}: the configuration has no such section")
         print(f"# @package {package}")
         shown = section
-    print(OmegaConf.to_yaml(shown) if isinstance(shown, (DictConfig, ListConfig)) else shown, end="")
+    print(
+        OmegaConf.to_yaml(shown) if isinstance(shown, (DictConfig, ListConfig)) else shown, end=""
+    )
     return 0
 
 
@@ -152,7 +173,8 @@ def _hydra(arguments: list[str]) -> int:
         """Hydra does not call it."""
 
     register_recipes()
-    saved, sys.argv = sys.argv, ["fp4train", *arguments]  # its parser does not accept flags between overrides
+    # its parser does not accept flags between overrides
+    saved, sys.argv = sys.argv, ["fp4train", *arguments]
     try:
         hydra.main(config_path=str(CONFIGS), config_name="train", version_base="1.3")(job)()
     finally:
@@ -167,7 +189,9 @@ def _run(task: Callable[[Start], int], start: Start) -> int:
     except (RuntimeError, MemoryError) as error:
         if not (asked := memory_asked(error)):
             raise
-        advice = "Try train.microbatch=…, a smaller train.batch_size or model, or model.recompute=true."
+        advice = (
+            "Try train.microbatch=…, a smaller train.batch_size or model, or model.recompute=true."
+        )
         print(f"fp4train: the memory is not enough: {asked}. {advice}", file=sys.stderr)
         return 1
 
@@ -175,14 +199,16 @@ def _run(task: Callable[[Start], int], start: Start) -> int:
 def settings(made: Composed) -> Start:
     """The configuration that a command starts from.
 
-    Without resume=RUN it is the composed configuration, with init=FOLDER with that folder's model and tokenizer. With
-    resume=RUN it is RUN's saved one with the overrides applied; a recipe among them does not change what the run began
-    with, it is a swap. `check_paths` says whether the paths in it may be used.
+    Without resume=RUN it is the composed configuration, with init=FOLDER with that folder's model
+    and tokenizer. With resume=RUN it is RUN's saved one with the overrides applied; a recipe among
+    them does not change what the run began with, it is a swap. `check_paths` says whether the paths
+    in it may be used.
 
     Raises:
         UserError: a value does not fit, or RUN cannot be resumed with these overrides.
     """
-    resolved, changed = made.cfg, made.changed
+    resolved = made.cfg
+    changed = made.changed
     _check_plugins(resolved)
     if not resolved.resume:
         resolved = _with_run(with_folder(resolved, changed), changed)
@@ -198,7 +224,9 @@ def settings(made: Composed) -> Start:
     if "recipe" in changed:
         swap = RecipeChoice(made.choices["recipe"], plain(resolved)["recipe"])
     elif options := [key for key in changed if key.startswith("recipe.")]:
-        raise UserError(f"resume=… {options[0]}=… is a swap: name its recipe, too (recipe=NAME {options[0]}=…)")
+        raise UserError(
+            f"resume=… {options[0]}=… is a swap: name its recipe, too (recipe=NAME {options[0]}=…)"
+        )
     unknown = set(unknown_keys(before, Config))
     with open_dict(saved):
         saved.run.overwrite = False
@@ -206,12 +234,18 @@ def settings(made: Composed) -> Start:
         saved.plugins = list(plugins.named())
         for key in changed:
             if key.split(".")[0] != "recipe":
-                OmegaConf.update(saved, key, OmegaConf.select(resolved, key), merge=False, force_add=True)
+                OmegaConf.update(
+                    saved, key, OmegaConf.select(resolved, key), merge=False, force_add=True
+                )
         # In its own directory, unless a new name asks for a branch of the run.
-        saved.run.dir = resolved.run.dir if {"run.name", "run.dir"} & set(changed) else str(source)
+        if {"run.name", "run.dir"} & set(changed):
+            saved.run.dir = resolved.run.dir
+        else:
+            saved.run.dir = str(source)
     if gone := [key for key in unknown_keys(plain(saved), Config) if key in unknown]:
         raise UserError(
-            f"{source / run_directory.CONFIG} holds {gone[0]}, which is no longer an option: take it out of that file "
+            f"{source / run_directory.CONFIG} holds {gone[0]}, which is no longer an option: "
+            "take it out of that file "
             "to go on without it"
         )
     try:
@@ -224,7 +258,8 @@ def settings(made: Composed) -> Start:
 
 
 def _with_run(cfg: DictConfig, changed: Sequence[str]) -> DictConfig:
-    """`cfg` with the model and the tokenizer of the run that `cfg.init` names, unless the command names its own.
+    """`cfg` with the model and the tokenizer of the run that `cfg.init` names, unless the command
+    names its own.
 
     A tokenizer that lies in a file elsewhere is left to the command to name.
 
@@ -240,8 +275,13 @@ def _with_run(cfg: DictConfig, changed: Sequence[str]) -> DictConfig:
             found.model = saved["model"]
             for key in changed:
                 if key.startswith("model."):
-                    OmegaConf.update(found, key, OmegaConf.select(cfg, key), merge=False, force_add=True)
-        section = saved["data"].get("tokenizer") if isinstance(saved.get("data"), dict) else None
+                    OmegaConf.update(
+                        found, key, OmegaConf.select(cfg, key), merge=False, force_add=True
+                    )
+        if isinstance(saved.get("data"), dict):
+            section = saved["data"].get("tokenizer")
+        else:
+            section = None
         named = any(key == "data.tokenizer" or key.startswith("data.tokenizer.") for key in changed)
         if section and "tokenizer" in found.data and not named and not _names_paths(section):
             found.data.tokenizer = section
@@ -258,6 +298,7 @@ def _check_plugins(cfg: DictConfig) -> None:
     wanted: tuple[str, ...] = bind(plain(cfg).get("plugins", []), tuple[str, ...], "plugins")
     if others := [name for name in wanted if name not in plugins.named()]:
         raise UserError(
-            f"plugins=[{', '.join(others)}] comes from a YAML file, which cannot import packages: add it to the "
+            f"plugins=[{', '.join(others)}] comes from a YAML file, which cannot import "
+            "packages: add it to the "
             "command line"
         )

@@ -43,20 +43,35 @@ from fp4train.text import near_miss
 USAGE = __doc__ or ""
 
 VERBS = (
-    *("train", "plan", "swap", "compare", "sensitivity", "rank", "report", "export", "verify", "sample", "eval"),
+    *(
+        "train",
+        "plan",
+        "swap",
+        "compare",
+        "sensitivity",
+        "rank",
+        "report",
+        "export",
+        "verify",
+        "sample",
+        "eval",
+    ),
     *("formats", "doctor"),
 )
-"""Each is a module of this package, which is imported when it is asked for: its docstring is the help,
-`main` runs it."""
+"""Each is a module of this package, which is imported when it is asked for: its docstring is the
+help, `main` runs it.
+"""
 COMPOSED = ("train", "plan")
 """Verbs whose configuration Hydra composes; their help lists its keys."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run a command. An error that the user can act on is one message on standard error, never a traceback.
+    """Run a command. An error that the user can act on is one message on standard error, never a
+    traceback.
 
-    Exits with 0, 1 for an error that was explained, 75 for a GPU or rank that was lost, or 128 + the
-    signal that ended a run."""
+    Exits with 0, 1 for an error that was explained, 75 for a GPU or rank that was lost, or 128 +
+    the signal that ended a run.
+    """
     open_streams()
     with printable_output():
         sys.exit(_run(argv))
@@ -79,7 +94,9 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _help(verb: str, arguments: list[str], *, named: bool, topics: bool) -> int:
-    """Print the help of a verb, which the command may not have `named`, or of `topics`: keys, groups and options."""
+    """Print the help of a verb, which the command may not have `named`, or of `topics`: keys,
+    groups and options.
+    """
     from fp4train.cli import help as screens
 
     words = [word for word in arguments if word not in ("--help", "-h")]
@@ -88,7 +105,10 @@ def _help(verb: str, arguments: list[str], *, named: bool, topics: bool) -> int:
         return 0
     if not named and words and (unknown := _no_verb(words)):
         raise UserError(unknown)
-    screen = (import_module(f"{__package__}.{verb}").__doc__ or "") if named else USAGE
+    if named:
+        screen = import_module(f"{__package__}.{verb}").__doc__ or ""
+    else:
+        screen = USAGE
     print(screens.of_verb(verb, screen, words, keys=verb in COMPOSED))
     return 0
 
@@ -108,14 +128,22 @@ def _do(verb: str, arguments: list[str], *, named: bool) -> int:
 
 
 def _no_verb(arguments: list[str]) -> str:
-    """Message about a command whose first word is neither a verb nor key=value; empty: it is one of them."""
+    """Message about a command whose first word is neither a verb nor key=value; empty: it is one of
+    them.
+    """
     if not arguments or not re.fullmatch(r"\w[\w-]*", arguments[0]):
         return ""
     word, *following = arguments
     takes_value = word == "resume" or word in overrides.groups()
     if takes_value and following:
-        value = following[1] if following[0] == "=" and following[1:] else following[0].lstrip("=")
+        if following[0] == "=" and following[1:]:
+            value = following[1]
+        else:
+            value = following[0].lstrip("=")
         if value and "=" not in value:
-            spaces = " (key=value is written without spaces)" if "=" in "".join(following[:1]) else ""
+            if "=" in "".join(following[:1]):
+                spaces = " (key=value is written without spaces)"
+            else:
+                spaces = ""
             return f"unknown verb {word!r}; did you mean {word}={value}?{spaces}"
     return f"unknown verb {word!r}{near_miss(word, VERBS) or '; fp4train help lists the verbs'}"

@@ -16,7 +16,8 @@ from fp4train.text import printable, wrapped
 def open_streams() -> None:
     """Lead standard streams that were closed at the start (`2>&-`) to the null device.
 
-    Otherwise Python has None for them, and the next files that are opened get their numbers: what a library prints
+    Otherwise Python has None for them, and the next files that are opened get their numbers: what a
+        library prints
     would land in these.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
@@ -30,9 +31,11 @@ def open_streams() -> None:
 
 
 class _Printable:
-    """A stream to which names out of run directories may be written: what a terminal would act on is escaped.
+    """A stream to which names out of run directories may be written: what a terminal would act on
+    is escaped.
 
-    A carriage return begins and ends what a progress bar writes; elsewhere it would hide what is before it.
+    A carriage return begins and ends what a progress bar writes; elsewhere it would hide what is
+    before it.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -50,7 +53,9 @@ class _Printable:
 
 @contextmanager
 def printable_output() -> Iterator[None]:
-    """Standard output and error escape what a terminal would act on: the one place for all that is printed."""
+    """Standard output and error escape what a terminal would act on: the one place for all that is
+    printed.
+    """
     out, err = (cast(TextIO, _Printable(stream)) for stream in (sys.stdout, sys.stderr))
     with redirect_stdout(out), redirect_stderr(err):
         yield
@@ -62,7 +67,10 @@ class _Handler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         from tqdm import tqdm
 
-        prefix = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
+        if record.levelno == logging.INFO:
+            prefix = ""
+        else:
+            prefix = f"{record.levelname.lower()}: "
         with suppress(OSError):  # a terminal that was closed is no reason to end a run
             tqdm.write(message(prefix + record.getMessage(), sys.stderr), file=sys.stderr)
 
@@ -76,9 +84,11 @@ def configure_logging() -> None:
 
 
 def discard_output() -> int:
-    """The exit code when the reader of standard output has closed it (`fp4train plan | head`), which is no error.
+    """The exit code when the reader of standard output has closed it (`fp4train plan | head`),
+    which is no error.
 
-    What is still buffered goes to the null device, so that Python does not fail on it when it exits.
+    What is still buffered goes to the null device, so that Python does not fail on it when it
+    exits.
     """
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -86,7 +96,9 @@ def discard_output() -> int:
 
 
 def explained(task: Callable[[], int]) -> int:
-    """The exit code of `task`; an error that the user can act on is one message on standard error."""
+    """The exit code of `task`; an error that the user can act on is one message on standard
+    error.
+    """
     try:
         return task()
     except UserError as error:
@@ -100,14 +112,18 @@ def explained(task: Callable[[], int]) -> int:
 
 
 def terminal_width() -> int:
-    """Columns of the terminal that tables and texts are fitted to, at least 60; 80 where there is none."""
+    """Columns of the terminal that tables and texts are fitted to, at least 60; 80 where there is
+    none.
+    """
     return max(60, shutil.get_terminal_size().columns)
 
 
 def fitted(text: str) -> str:
-    """A text in the terminal's width: a line that is too long goes on below where its last column begins.
+    """A text in the terminal's width: a line that is too long goes on below where its last column
+    begins.
 
-    Rules below headers, which are no words, are cut. A word that is too long, such as a path, stays whole.
+    Rules below headers, which are no words, are cut. A word that is too long, such as a path, stays
+    whole.
     """
     width = terminal_width()
     lines: list[str] = []
@@ -116,7 +132,10 @@ def fitted(text: str) -> str:
             lines.append(line[:width])
             continue
         gaps = [gap.end() for gap in re.finditer(r"(?<=\S) {2,}", line)]
-        column = gaps[-1] if gaps and gaps[-1] < width * 2 // 3 else 0
+        if gaps and gaps[-1] < width * 2 // 3:
+            column = gaps[-1]
+        else:
+            column = 0
         indent = " " * (column or len(line) - len(line.lstrip()))
         start, *more = wrapped(line[column:].strip(), width, indent)
         lines += [line[:column] + start[column:], *more]
@@ -124,8 +143,12 @@ def fitted(text: str) -> str:
 
 
 def message(text: str, stream: TextIO) -> str:
-    """A message in the terminal's width, or that of COLUMNS; in a file it stays on its line, to be searched."""
-    return fitted(text) if stream.isatty() or os.environ.get("COLUMNS") else text
+    """A message in the terminal's width, or that of COLUMNS; in a file it stays on its line, to be
+    searched.
+    """
+    if stream.isatty() or os.environ.get("COLUMNS"):
+        return fitted(text)
+    return text
 
 
 def usage(screen: str | None) -> str:

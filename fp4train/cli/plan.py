@@ -38,7 +38,14 @@ from fp4train.precision.plan import Plan
 from fp4train.precision.report import render, summarise
 from fp4train.run.begin import find_source, start_step
 from fp4train.run.build import build_model, build_plan, build_timeline, with_swap
-from fp4train.run.checks import check_cut, check_oscillation, plan_warnings, scale_warnings, short, warn_of_schedule
+from fp4train.run.checks import (
+    check_cut,
+    check_oscillation,
+    plan_warnings,
+    scale_warnings,
+    short,
+    warn_of_schedule,
+)
 from fp4train.run.fuse import kernels_of, kernels_of_layers, operations_in_c
 from fp4train.run.host import choose_device
 from fp4train.run.initial import load_init
@@ -72,7 +79,9 @@ def _gpus(text: str) -> int | None:
 
 
 OPTIONS = {
-    "full": Option(truth, "full={}: full=true lists every layer and GEMM, full=false folds equal ones", False),
+    "full": Option(
+        truth, "full={}: full=true lists every layer and GEMM, full=false folds equal ones", False
+    ),
     "gpus": Option(_gpus, "gpus={} must be a whole number"),
     "parallel": Option(
         lambda text: text.lower() == "auto" or None,
@@ -81,11 +90,14 @@ OPTIONS = {
 }
 
 
-def asks_for_mesh(parallel: Parallel, gpus: int | None, auto: bool | None, named: Collection[str]) -> bool:
+def asks_for_mesh(
+    parallel: Parallel, gpus: int | None, auto: bool | None, named: Collection[str]
+) -> bool:
     """Whether a command, which gives the keys `named`, or its configuration asks for a mesh.
 
     Raises:
-        UserError: the mesh is to be proposed (auto), of no number of GPUs or with sizes that are given.
+        UserError: the mesh is to be proposed (auto), of no number of GPUs or with sizes that are
+            given.
     """
     sizes = [key for key in KEYS if key in named]
     if auto and gpus is None:
@@ -93,11 +105,17 @@ def asks_for_mesh(parallel: Parallel, gpus: int | None, auto: bool | None, named
     if auto and sizes:
         raise UserError(f"{AUTO} chooses the mesh itself: leave {', '.join(sizes)} out")
     names = [key.removeprefix("parallel.") for key in KEYS]
-    return gpus is not None or bool(sizes) or any(getattr(parallel, n) != getattr(Parallel(), n) for n in names)
+    return (
+        gpus is not None
+        or bool(sizes)
+        or any(getattr(parallel, n) != getattr(Parallel(), n) for n in names)
+    )
 
 
 def main(arguments: list[str]) -> int:
-    """Print the plan, folded to a screen or, with full=true, with a row per GEMM; returns the exit code."""
+    """Print the plan, folded to a screen or, with full=true, with a row per GEMM; returns the exit
+    code.
+    """
     line = read_options([a for a in arguments if a != "--json"], OPTIONS)
     full, gpus, auto = (line.options[key] for key in OPTIONS)
     as_data = "--json" in arguments
@@ -106,22 +124,33 @@ def main(arguments: list[str]) -> int:
         if gpus is not None or auto or as_data:
             raise UserError("plan RUN shows the run as it is, without gpus=, parallel.* and --json")
         if rest[1:]:
-            raise UserError(f"plan RUN shows the run as it is; with {rest[1]} write plan resume={rest[0]} {rest[1]}")
+            raise UserError(
+                f"plan RUN shows the run as it is; with {rest[1]} write plan resume={rest[0]} "
+                f"{rest[1]}"
+            )
         print(fitted(_of_run(run_directory.require_run(Path(rest[0])), full=full)))
         return 0
-    return launch(rest, partial(_plan, full=full, gpus=gpus, auto=auto, as_data=as_data, words=rest))
+    return launch(
+        rest, partial(_plan, full=full, gpus=gpus, auto=auto, as_data=as_data, words=rest)
+    )
 
 
 def _of_run(run: Path, *, full: bool) -> str:
-    """Journal of a run as text: its configurations and requests, the stretches that ran, and the plan of the rest."""
+    """Journal of a run as text: its configurations and requests, the stretches that ran, and the
+    plan of the rest.
+    """
     records = journal.read_journal(run)
     if not records:
         raise UserError(
-            f"{run} has no {run_directory.HISTORY}: put it back, or ask what a resume would run by plan resume={run}"
+            f"{run} has no {run_directory.HISTORY}: put it back, or ask what a resume would "
+            f"run by plan resume={run}"
         )
-    done, known = run_directory.steps_done(run), journal.stretches(records)
+    done = run_directory.steps_done(run)
+    known = journal.stretches(records)
     steps = known[-1].stop if known else 0
-    entries = [(f"step {r.step}", r.event, r.time.replace("+00:00", " UTC"), r.describe()) for r in records]
+    entries = [
+        (f"step {r.step}", r.event, r.time.replace("+00:00", " UTC"), r.describe()) for r in records
+    ]
     head = [f"{run}: {done} of {steps} steps are done", "", *columns(entries), ""]
     split = [part for stretch in known for part in _split(stretch, done)]
     if full:
@@ -139,7 +168,8 @@ def _of_run(run: Path, *, full: bool) -> str:
         for s in split
     ]
     table = tabulate(
-        [("steps", "", "recipe", "multiply-adds of linear layers", "backends", "why"), *rows], width=terminal_width()
+        [("steps", "", "recipe", "multiply-adds of linear layers", "backends", "why"), *rows],
+        width=terminal_width(),
     )
     return "\n".join([*head, *table])
 
@@ -154,19 +184,37 @@ def _state(stretch: RecordedStretch, done: int) -> str:
     return "ran" if stretch.stop <= done else "planned"
 
 
-def _plan(command: Start, *, full: bool, gpus: int | None, auto: bool | None, as_data: bool, words: list[str]) -> int:
-    config, chosen, swap = command.config, command.cfg, command.swap
+def _plan(
+    command: Start,
+    *,
+    full: bool,
+    gpus: int | None,
+    auto: bool | None,
+    as_data: bool,
+    words: list[str],
+) -> int:
+    config = command.config
+    chosen = command.cfg
+    swap = command.swap
     check_paths(chosen, command.named)
     gpu = find_gpu(config.gpu) if config.gpu else None
     warn_of_schedule(config)
-    source = find_source(config, chosen, command.saved) if config.resume else None
+    if config.resume:
+        source = find_source(config, chosen, command.saved)
+    else:
+        source = None
     start = 0 if source is None else start_step(config, source)
     timeline = build_timeline(config, source)
     if source is not None and swap is not None:
         timeline = with_swap(timeline, swap.at(start))
-    init = load_init(config, ALONE, verify=False) if source is None else None
+    if source is None:
+        init = load_init(config, ALONE, verify=False)
+    else:
+        init = None
     tokenizer_of = source if init is None else init.run
-    vocab_size = planned_vocab_size(config.data, getattr(config.model, "vocab_size", None), tokenizer_of)
+    vocab_size = planned_vocab_size(
+        config.data, getattr(config.model, "vocab_size", None), tokenizer_of
+    )
     model = build_model(config, vocab_size, torch.device("meta"))
     if init is not None:
         init.check(model)
@@ -175,36 +223,65 @@ def _plan(command: Start, *, full: bool, gpus: int | None, auto: bool | None, as
     if asks_for_mesh(config.parallel, gpus, auto, command.named):
         if gpu is None:
             raise UserError(
-                "a plan for several GPUs needs their name: gpu=H100, H200, B200, GB200, B300, GB300 or A100"
+                "a plan for several GPUs needs their name: gpu=H100, H200, B200, GB200, "
+                "B300, GB300 or A100"
             )
-        from fp4train.lab.costs.mesh_plan import MeshPlan  # with gpu= alone: a plan of this machine begins without it
+        # with gpu= alone: a plan of this machine begins without it
+        from fp4train.lab.costs.mesh_plan import MeshPlan
 
         mesh_plan = MeshPlan(config, gpus, auto, model, timeline, gpu, command.named)
-        return _search(mesh_plan, words, as_data) if auto else _on_mesh(mesh_plan, full=full, as_data=as_data)
-    device = Device.of(choose_device(config.device)) if gpu is None else Device.elsewhere(gpu)
+        if auto:
+            return _search(mesh_plan, words, as_data)
+        return _on_mesh(mesh_plan, full=full, as_data=as_data)
+    if gpu is None:
+        device = Device.of(choose_device(config.device))
+    else:
+        device = Device.elsewhere(gpu)
     plan = build_plan(config, find_layers(model), timeline, device).since(start)
     check_cut(config, Mesh())
     check_oscillation(config, plan)
-    kernels = "" if gpu is not None else kernels_of(config.train, device.type)[1]
+    if gpu is not None:
+        kernels = ""
+    else:
+        kernels = kernels_of(config.train, device.type)[1]
     for warning in plan_warnings(plan):
         _log.warning("%s", warning)
     if as_data:
         print(_json({"recipe": config.recipe.name, **_data(plan, model)}))
         return 0
     if source is not None and start:
-        past = [s for each in journal.stretches(journal.read_journal(source)) for s in _split(each, start)]
+        past = [
+            s
+            for each in journal.stretches(journal.read_journal(source))
+            for s in _split(each, start)
+        ]
         ran = [s.title for s in past if s.stop <= start]
-        print("\n".join([f"past, as {source / run_directory.HISTORY} has it (fp4train plan {source}):", *ran]), "\n")
+        print(
+            "\n".join(
+                [
+                    f"past, as {source / run_directory.HISTORY} has it (fp4train plan {source}):",
+                    *ran,
+                ]
+            ),
+            "\n",
+        )
     width = terminal_width()
     print(fitted(_whole_run(config)), end="\n\n")
     print(
-        config.recipe.shown(width), render(plan, full=True, width=width) if full else summarise(plan, width), sep="\n\n"
+        config.recipe.shown(width),
+        render(plan, full=True, width=width) if full else summarise(plan, width),
+        sep="\n\n",
     )
     print("", _weights(model), "", fitted(_checkpoint(model, moment_bytes(config.optim))), sep="\n")
     if gpu is None:
         layers = kernels_of_layers(model, device.type, deterministic=config.train.deterministic)
-        layers += operations_in_c(model, config.train, device.type, plan.stretches[0].recipe.torch_dtype, plan.tokens)
-        norms = [produced_in(model, each, config.train, device.type, plan.tokens) for each in plan.stretches]
+        layers += operations_in_c(
+            model, config.train, device.type, plan.stretches[0].recipe.torch_dtype, plan.tokens
+        )
+        norms = [
+            produced_in(model, each, config.train, device.type, plan.tokens)
+            for each in plan.stretches
+        ]
         for sentence in (kernels, *layers, *produced_by(model, plan.stretches, norms, device.type)):
             print(fitted(sentence))
     if gpu is not None:
@@ -216,7 +293,11 @@ def _plan(command: Start, *, full: bool, gpus: int | None, auto: bool | None, as
         one = MeshPlan(config, 1, None, model, timeline, gpu, command.named)
         norms = one.produced(plan)
         made = [made_by(each.producers.values()) for each in norms]
-        options: Any = {"microbatches": config.train.microbatches, "made": made, "sharing": not config.train.compile}
+        options: Any = {
+            "microbatches": config.train.microbatches,
+            "made": made,
+            "sharing": not config.train.compile,
+        }
         print("", fitted(estimate(plan, gpu, **options).render(width)), sep="\n")
         said = produced_by(model, plan.stretches, norms, "cuda")
         print("")
@@ -227,20 +308,36 @@ def _plan(command: Start, *, full: bool, gpus: int | None, auto: bool | None, as
 
 def _whole_run(config: Config) -> str:
     """What the run trains on, how long, and at which rates, in words."""
-    train, schedule = config.train, config.schedule
+    train = config.train
+    schedule = config.schedule
     warmup = schedule.warmup
-    of_run = f"{warmup:,} steps" if isinstance(warmup, int) else f"{warmup:.3g} of the run"
+    if isinstance(warmup, int):
+        of_run = f"{warmup:,} steps"
+    else:
+        of_run = f"{warmup:.3g} of the run"
     rates = f"learning rate {config.optim.lr:g}, warm-up {of_run}, then {type(schedule).__name__}"
     data = getattr(config.data, "name", None) or getattr(config.data, "path", None) or ""
     tokenizer = getattr(config.data, "tokenizer", None)
     named = f" {getattr(tokenizer, 'name', None) or ''}".rstrip()
     read = f"{type(config.data).__name__} {data}".rstrip()
-    text = f"{read} in ids of {type(tokenizer).__name__}{named}" if tokenizer is not None else read
+    if tokenizer is not None:
+        text = f"{read} in ids of {type(tokenizer).__name__}{named}"
+    else:
+        text = read
     total = train.steps * train.tokens
-    all_tokens = f"{total / 1e9:,.3g} B" if total >= 1e9 else short(total)
-    size = f"{train.steps:,} steps of {train.batch_size} × {train.seq_len:,} tokens, {all_tokens} in all"
+    if total >= 1e9:
+        all_tokens = f"{total / 1e9:,.3g} B"
+    else:
+        all_tokens = short(total)
+    size = (
+        f"{train.steps:,} steps of {train.batch_size} × {train.seq_len:,} tokens, {all_tokens} "
+        "in all"
+    )
     every = config.checkpoint.every
-    saved = f"checkpoints every {every:,} steps" if every else "a checkpoint at the end"
+    if every:
+        saved = f"checkpoints every {every:,} steps"
+    else:
+        saved = "a checkpoint at the end"
     return f"{size}; {text}; {rates}; {saved}"
 
 
@@ -248,16 +345,27 @@ def _weights(model: nn.Module) -> str:
     """All parameters of the model, and those that a token meets, by what becomes of them."""
     groups = weight_groups(model)
     total = ("together", *(sum(column) for column in list(zip(*groups, strict=True))[1:4]), None)
-    rows = [(kind, *(f"{count:,}" for count in counts), why or "") for kind, *counts, why in (*groups, total)]
+    rows = [
+        (kind, *(f"{count:,}" for count in counts), why or "")
+        for kind, *counts, why in (*groups, total)
+    ]
     header = ("parameters", "tensors", "all", "of a token", "why no recipe touches them")
     return "\n".join(tabulate([header, *rows], right={1, 2, 3}, width=terminal_width()))
 
 
 def _checkpoint(model: nn.Module, moments: int) -> str:
-    """Size of a checkpoint in words: weights, and the moments of the optimizer, `moments` bytes per parameter."""
+    """Size of a checkpoint in words: weights, and the moments of the optimizer, `moments` bytes per
+    parameter.
+    """
     held = sum(p.numel() * (p.element_size() + moments) for p in model.parameters())
-    size = f"{held / 1e9:,.2f} GB" if held >= 1e9 else f"{held / 1e6:,.1f} MB"
-    return f"A checkpoint holds about {size} (weights and two moments); main memory holds a copy while it is written."
+    if held >= 1e9:
+        size = f"{held / 1e9:,.2f} GB"
+    else:
+        size = f"{held / 1e6:,.1f} MB"
+    return (
+        f"A checkpoint holds about {size} (weights and two moments); main memory holds a copy "
+        "while it is written."
+    )
 
 
 def _json(value: object) -> str:
@@ -268,7 +376,11 @@ def _data(plan: Plan, model: nn.Module) -> dict[str, object]:
     """Parameters by group, and one entry per GEMM."""
     own = ("gemm", "size", "elements", "backend", "why")
     rows = [
-        {"steps": [row.start, row.stop], "layer": row.layer.name, **{key: getattr(row, key) for key in own}}
+        {
+            "steps": [row.start, row.stop],
+            "layer": row.layer.name,
+            **{key: getattr(row, key) for key in own},
+        }
         for row in plan.rows
     ]
     return {"weights": [each._asdict() for each in weight_groups(model)], "gemms": rows}
@@ -281,11 +393,18 @@ def _on_mesh(mesh_plan: "MeshPlan", *, full: bool, as_data: bool) -> int:
     plan, costs = mesh_plan.costs()
     if as_data:
         stretches = [cluster_json(*each) for each in costs]
-        head = {"recipe": mesh_plan.config.recipe.name, "notes": mesh_plan.notes, "stretches": stretches}
+        head = {
+            "recipe": mesh_plan.config.recipe.name,
+            "notes": mesh_plan.notes,
+            "stretches": stretches,
+        }
         print(_json({**head, **_data(plan, mesh_plan.model)}))
         return 0
     width = terminal_width()
-    shown = render(plan, full=True, width=width) if full else summarise(plan, width)
+    if full:
+        shown = render(plan, full=True, width=width)
+    else:
+        shown = summarise(plan, width)
     print(fitted(_whole_run(mesh_plan.config)), end="\n\n")
     print(shown, _weights(mesh_plan.model), fitted(render_cluster(costs, width)), sep="\n\n")
     for note in mesh_plan.notes:
@@ -304,13 +423,21 @@ def _search(mesh_plan: "MeshPlan", command: list[str], as_data: bool) -> int:
     if not fitting:
         others = distinct(sorted(found, key=lambda each: each.cost.memory.total), 6)
     kept = [
-        a for a in command if a.partition("=")[0] not in ("train.batch_size", "train.microbatch", "model.recompute")
+        a
+        for a in command
+        if a.partition("=")[0] not in ("train.batch_size", "train.microbatch", "model.recompute")
     ]
     best = (fitting or others)[0]
     text = " ".join(["fp4train plan", *kept, f"train.batch_size={batch}", *best.overrides()])
     if as_data:
-        listed = [{"overrides": c.overrides(), **cluster_json("", 0, c.cost)} for c in (*fitting, *others)]
-        print(_json({"notes": mesh_plan.notes, "command": text if fitting else None, "meshes": listed}))
+        listed = [
+            {"overrides": c.overrides(), **cluster_json("", 0, c.cost)} for c in (*fitting, *others)
+        ]
+        print(
+            _json(
+                {"notes": mesh_plan.notes, "command": text if fitting else None, "meshes": listed}
+            )
+        )
     else:
         print(fitted(render_candidates(found, [*fitting, *others], text, terminal_width())))
         for note in mesh_plan.notes:

@@ -57,7 +57,19 @@ STEP = "step"
 _HINTS = get_type_hints(RankRequest)
 OPTIONS: Mapping[str, Any] = {
     STEP: int | None,
-    **{key: _HINTS[key] for key in ("steps", "forks", "schedule", "lr", "batches", "margin", "processes", "baseline")},
+    **{
+        key: _HINTS[key]
+        for key in (
+            "steps",
+            "forks",
+            "schedule",
+            "lr",
+            "batches",
+            "margin",
+            "processes",
+            "baseline",
+        )
+    },
     "out": str | None,
 }
 PICTURES = {
@@ -69,7 +81,8 @@ PICTURES = {
 def main(arguments: list[str]) -> int:
     """Rank, print the table, and write rank.json and rank.png; returns the exit code."""
     wanted = read_options(arguments, PICTURES)
-    paper, width = wanted.options["picture"], wanted.options["width"]
+    paper = wanted.options["picture"]
+    width = wanted.options["width"]
     if paper is not None:
         check_out(paper, FIGURES)
     request = _request([*wanted.flags, *wanted.words])
@@ -78,7 +91,9 @@ def main(arguments: list[str]) -> int:
         try:
             ranking, folders = rank(request)
         except KeyboardInterrupt:
-            _log.warning("interrupted: the forks that were made are recorded, the same command goes on")
+            _log.warning(
+                "interrupted: the forks that were made are recorded, the same command goes on"
+            )
             raise
     print(fitted(render(ranking, terminal_width())) + "\n")
     found = rank_json(ranking)
@@ -105,7 +120,8 @@ def _request(arguments: list[str]) -> RankRequest:
         raise UserError(f"rank takes the directories of runs: {USAGE}")
     folders = overrides.own_folders(line.flags)
     values: dict[str, Any] = {}
-    others, sweep = [], list[str]()
+    others = []
+    sweep = list[str]()
     for override in overrides.parse(line.overrides):
         key = override.key_or_group
         if key.partition(".")[0] in SECTIONS:
@@ -115,7 +131,10 @@ def _request(arguments: list[str]) -> RankRequest:
                 raise UserError(f"{key}= is given twice")
             swept = override.is_sweep_override()
             if swept and key != STEP:
-                raise UserError(f"{override.input_line}: a ranking has one {key}; it sweeps over {', '.join(SECTIONS)}")
+                raise UserError(
+                    f"{override.input_line}: a ranking has one {key}; it sweeps over "
+                    f"{', '.join(SECTIONS)}"
+                )
             each = override.sweep_iterator() if swept else [override.value()]
             values[key] = [bind(value, OPTIONS[key], key) for value in each]
         else:

@@ -26,7 +26,9 @@ USAGE = usage(__doc__)
 OPTIONS = {
     "baseline": Option(Path),
     "out": Option(Path, default=Path("report.html")),
-    "figures": Option(endings_of, "figures={}: one or several of png, svg and pdf, with commas", ()),
+    "figures": Option(
+        endings_of, "figures={}: one or several of png, svg and pdf, with commas", ()
+    ),
     "width": Option(width_of, "width={} must be a number of inches, from 3 to 30", PICTURE),
     "gpu": Option(),
 }

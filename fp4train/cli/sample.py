@@ -55,17 +55,23 @@ def main(arguments: list[str]) -> int:
     if prompt is None:
         raise UserError(f'sample needs prompt="…": {USAGE}')
     with user_errors(ValueError):
-        sampling = Sampling(**{key: value for key, value in line.options.items() if key not in ("prompt", "step")})
+        sampling = Sampling(
+            **{key: value for key, value in line.options.items() if key not in ("prompt", "step")}
+        )
 
     def task(trained: TrainedModel, named: Sequence[NamedRecipe]) -> int:
         if len(named) > 1:
-            raise UserError(f"sample writes in one recipe, not in {', '.join(each.name for each in named)}")
+            raise UserError(
+                f"sample writes in one recipe, not in {', '.join(each.name for each in named)}"
+            )
         return _sample(trained, named[0] if named else trained.own, prompt, sampling, as_data)
 
     return with_model("sample", USAGE, line, list(OPTIONS), step, task)
 
 
-def _sample(trained: TrainedModel, named: NamedRecipe, prompt: str, sampling: Sampling, as_data: bool) -> int:
+def _sample(
+    trained: TrainedModel, named: NamedRecipe, prompt: str, sampling: Sampling, as_data: bool
+) -> int:
     from fp4train.data.tokens import begin_of_document
     from fp4train.exchange.generation import TextStream, generate
 
@@ -76,7 +82,9 @@ def _sample(trained: TrainedModel, named: NamedRecipe, prompt: str, sampling: Sa
     stream = TextStream(tokenizer, ids)
     began = time.perf_counter()
     written: list[int] = []
-    for (token,) in generate(trained, [ids], sampling, named=named, ends=[tokenizer.end_of_document]):
+    for (token,) in generate(
+        trained, [ids], sampling, named=named, ends=[tokenizer.end_of_document]
+    ):
         if not written and not as_data:
             print(prompt, end="")
         assert token is not None
@@ -84,10 +92,20 @@ def _sample(trained: TrainedModel, named: NamedRecipe, prompt: str, sampling: Sa
         grown = stream.add(token)
         if not as_data:
             print(grown, end="", flush=True)
-    rest, seconds = stream.end(), time.perf_counter() - began
+    rest = stream.end()
+    seconds = time.perf_counter() - began
     if as_data:
-        made = {"ids": written, "ended": written[-1] == tokenizer.end_of_document, "seconds": round(seconds, 3)}
-        about = {"run": str(trained.source), "step": trained.step, "recipe": named.name, "prompt": prompt}
+        made = {
+            "ids": written,
+            "ended": written[-1] == tokenizer.end_of_document,
+            "seconds": round(seconds, 3),
+        }
+        about = {
+            "run": str(trained.source),
+            "step": trained.step,
+            "recipe": named.name,
+            "prompt": prompt,
+        }
         print(json.dumps({**about, **asdict(sampling), "text": stream.text, **made}))
         return 0
     print(rest)

@@ -55,12 +55,15 @@ _DURATION = re.compile(r"(\d+(?:\.\d+)?)(s|min|h)?")
 
 def _seconds(text: str) -> float | None:
     found = _DURATION.fullmatch(text)
-    return float(found[1]) * SECONDS[found[2] or "s"] or None if found else None
+    if found:
+        return float(found[1]) * SECONDS[found[2] or "s"] or None
+    return None
 
 
 OPTIONS = {
     "step": Option(
-        whole_number, "step={!r} must be the step of a checkpoint, or 0 for the model as it was initialised"
+        whole_number,
+        "step={!r} must be the step of a checkpoint, or 0 for the model as it was initialised",
     ),
     "batches": Option(count, "batches={!r} must be a whole number from 1"),
     "repeats": Option(count, "repeats={!r} must be a whole number from 1", 4),
@@ -83,16 +86,25 @@ def main(arguments: list[str]) -> int:
     line = read_options(arguments, OPTIONS)
     if len(line.runs) > 1 or not (line.runs or any(a.startswith("model=") for a in line.overrides)):
         raise UserError(f"sensitivity needs one run directory, or model=…: {USAGE}")
-    run = run_directory.require_run(Path(line.runs[0])) if line.runs else None
+    if line.runs:
+        run = run_directory.require_run(Path(line.runs[0]))
+    else:
+        run = None
     if other := [a for a in line.overrides if a.startswith(("resume=", "resume_step="))]:
-        raise UserError(f"sensitivity RUN names the run; step=… chooses its checkpoint, not {other[0]}")
-    rest, step = [*line.flags, *line.overrides], line.options["step"]
+        raise UserError(
+            f"sensitivity RUN names the run; step=… chooses its checkpoint, not {other[0]}"
+        )
+    rest = [*line.flags, *line.overrides]
+    step = line.options["step"]
     if line.options["budget"] is not None and line.options["batches"] is not None:
         raise UserError("budget=… decides how many batches are measured: leave batches=… out")
     fresh = run is None or step == 0
     if run is None:
         if step:
-            raise UserError(f"step={step} is of a run: give its directory; model=… alone is studied as initialised")
+            raise UserError(
+                f"step={step} is of a run: give its directory; model=… alone is studied as "
+                "initialised"
+            )
         if init := [a for a in rest if a.startswith(("init=", "init_step="))]:
             raise UserError(f"{init[0]}: to study the weights of a run give its directory")
     else:
@@ -101,35 +113,55 @@ def main(arguments: list[str]) -> int:
 
 
 def _study(start: Start, *, options: dict[str, Any], fresh: bool, of_run: bool) -> int:
-    """Study a run (`of_run`) or a model that is named alone; `fresh`: with its weights as they are initialised."""
+    """Study a run (`of_run`) or a model that is named alone; `fresh`: with its weights as they are
+    initialised.
+    """
 
     effort = Effort(
         batches=options["batches"] or 8 if options["budget"] is None else None,
         **{key: options[key] for key in ("repeats", "budget", "cells")},
     )
-    keep, cost = options["keep"], options["cost"]
+    keep = options["keep"]
+    cost = options["cost"]
     keep_freed_memory()
-    config, chosen, swap = start.config, start.cfg, start.swap
+    config = start.config
+    chosen = start.cfg
+    swap = start.swap
     check_paths(chosen, start.named)
     gpu = find_gpu(config.gpu) if config.gpu else None
     if cost is not None and (gpu is None or keep is not None):
-        raise UserError("cost=… is a time relative to BF16 on a GPU: give gpu=B200 with it, and no keep=…")
-    recipe, name = config.recipe, type(config.recipe).__name__.lower() if of_run else config.run.name
+        raise UserError(
+            "cost=… is a time relative to BF16 on a GPU: give gpu=B200 with it, and no keep=…"
+        )
+    recipe = config.recipe
+    if of_run:
+        name = type(config.recipe).__name__.lower()
+    else:
+        name = config.run.name
     if swap is not None:
-        recipe, name = swap.at(0).recipe, swap.name
+        recipe = swap.at(0).recipe
+        name = swap.name
     subject = open_subject(config, chosen, start.saved, fresh=fresh)
     # This and the next refuse what is impossible before a folder is made.
     RecipeParts(subject, recipe, repeats=effort.repeats)
     groups_of(subject, effort)
-    folder = options["out"] or subject.studies / (f"sensitivity-{name}" + (f"-{subject.step}" if of_run else ""))
+    folder = options["out"] or subject.studies / (
+        f"sensitivity-{name}" + (f"-{subject.step}" if of_run else "")
+    )
     progress = study_progress("measurement", every=15.0)
-    with open_record(folder, identity_of(subject, recipe, effort), subject.step) as record, progress as shown:
+    with (
+        open_record(folder, identity_of(subject, recipe, effort), subject.step) as record,
+        progress as shown,
+    ):
         study = Study(subject, recipe, effort, record)
         try:
             found = study.run(shown)
             share = KEEP if keep is None and cost is None else keep
             trade = trade_off(found, keep=share, cost=cost, gpu=gpu)
-            judged = study.judge(trade.policy, shown) if trade.policy.keep else None
+            if trade.policy.keep:
+                judged = study.judge(trade.policy, shown)
+            else:
+                judged = None
         finally:
             study.end()
     report = SensitivityReport(subject=subject, found=found, trade=trade, judged=judged)
@@ -144,7 +176,8 @@ def _written(report: SensitivityReport, folder: Path) -> list[str]:
         UserError: one cannot be written; what is measured is in the record.
     """
 
-    policy, found = report.policy_file(), sensitivity_json(report)
+    policy = report.policy_file()
+    found = sensitivity_json(report)
     try:
         files.write(folder / SENSITIVITY, sealed(found, indent=1))
         if policy is not None:
@@ -156,7 +189,8 @@ def _written(report: SensitivityReport, folder: Path) -> list[str]:
         save(figure, figures.STUDY, folder / "sensitivity.png")
     except OSError as error:
         raise UserError(
-            f"{folder}: the results cannot be written ({error}); what is on record is kept, and the same command goes "
+            f"{folder}: the results cannot be written ({error}); what is on record is kept, "
+            "and the same command goes "
             "on when there is room"
         ) from error
     names = ("sensitivity.json", "sensitivity.png") if policy is None else WRITTEN

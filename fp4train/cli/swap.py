@@ -39,12 +39,17 @@ OPTIONS = {
 def main(arguments: list[str]) -> int:
     """Ask for a swap and report the answer; or list, or cancel. Returns the exit code."""
     line = read_options(arguments, OPTIONS)
-    folders, strange = overrides.own_folders(line.flags), overrides.other_flags(line.flags)
+    folders = overrides.own_folders(line.flags)
+    strange = overrides.other_flags(line.flags)
     if strange:
-        raise UserError(f"swap knows no flag {strange[0]}, only --config-dir FOLDER, where recipes of your own are")
+        raise UserError(
+            f"swap knows no flag {strange[0]}, only --config-dir FOLDER, where recipes of "
+            "your own are"
+        )
     if len(line.runs) != 1:
         raise UserError(
-            f"swap needs one run directory: {USAGE}" + (f", not {' '.join(arguments)}" if arguments else "")
+            f"swap needs one run directory: {USAGE}"
+            + (f", not {' '.join(arguments)}" if arguments else "")
         )
     run = run_directory.require_run(Path(line.runs[0]))
     at, wait, cancel = (line.options[key] for key in OPTIONS)
@@ -80,7 +85,8 @@ def _swap(run: Path, flags: list[str], wanted: list[str], at: int | None, wait: 
     if not run_directory.is_running(run):
         from fp4train.run.build import build_timeline, with_swap
 
-        timeline = build_timeline(to_config(saved), run)  # what the process that resumes the run would refuse
+        # what the process that resumes the run would refuse
+        timeline = build_timeline(to_config(saved), run)
         with_swap(timeline, RecipeChoice(names[0], recipe).at(done if at is None else at))
     more = " train.steps=…" if done >= steps else ""
     when = f"recipe {names[0]} " + ("at the next step" if at is None else f"at step {at}")
@@ -89,18 +95,29 @@ def _swap(run: Path, flags: list[str], wanted: list[str], at: int | None, wait: 
 
 
 def _ask(run: Path, body: dict[str, Any], wait: float, what: str, later: str) -> int:
-    """Ask for `what`; wait for the process that trains, and say what it answered, or `later` where none does."""
+    """Ask for `what`; wait for the process that trains, and say what it answered, or `later` where
+    none does.
+    """
     request = ask(run, body)
     if not run_directory.is_running(run):
         print(fitted(f"{run}: {later}"))
         return 0
     answer = wait_for_answer(run, request, wait)
     if answer is None:
-        ended = "" if run_directory.is_running(run) else "the process has ended; "
+        if run_directory.is_running(run):
+            ended = ""
+        else:
+            ended = "the process has ended; "
         asked = (
-            f"{run}: {what} is asked for, no answer in {wait:g} s; {ended}it is taken between two steps, or on resume"
+            f"{run}: {what} is asked for, no answer in {wait:g} s; {ended}it is taken between "
+            "two steps, or on resume"
         )
-        print(fitted(f"{asked}. fp4train swap {run} shows what became of it, cancel={request} takes it back"))
+        print(
+            fitted(
+                f"{asked}. fp4train swap {run} shows what became of it, cancel={request} "
+                "takes it back"
+            )
+        )
         return NO_ANSWER
     accepted, text = answer
     if not accepted:
@@ -113,18 +130,27 @@ def _listed(run: Path) -> str:
     """The recorded swaps, and the requests that no process has taken."""
     done = run_directory.steps_done(run)
     rows = [
-        (str(swap.step), swap.name, "took effect" if swap.step < done else f"recorded, cancel={swap.step}", "")
+        (
+            str(swap.step),
+            swap.name,
+            "took effect" if swap.step < done else f"recorded, cancel={swap.step}",
+            "",
+        )
         for swap in read_swaps(run)
     ]
     for request, body in pending(run).items():
-        what = f"cancel step {body['cancel']}" if "cancel" in body else str(body.get("name", "not readable"))
+        if "cancel" in body:
+            what = f"cancel step {body['cancel']}"
+        else:
+            what = str(body.get("name", "not readable"))
         what = "results to record" if EVALUATION in body else what
         at = body.get("at")
         rows.append(("next" if at is None else str(at), what, "pending", f"cancel={request}"))
     lost = ""
     if not read_journal(run) and done:
         lost = (
-            f"{run / run_directory.HISTORY} is missing or empty: which swaps took effect in {done} steps is not on "
+            f"{run / run_directory.HISTORY} is missing or empty: which swaps took effect in "
+            f"{done} steps is not on "
             "record. Put it back; a resume takes the swaps from the newest checkpoint"
         )
     if not rows:
@@ -144,7 +170,10 @@ def _cancel(run: Path, what: str, wait: float) -> int:
         if not taken and not recorded:
             print(f"{run}: no swap is pending")
         elif taken:
-            print(f"{run}: {len(taken)} pending request{'s are' if len(taken) > 1 else ' is'} cancelled")
+            print(
+                f"{run}: {len(taken)} pending request{'s are' if len(taken) > 1 else ' is'} "
+                "cancelled"
+            )
         return code
     if what in open_requests and cancel_request(run, what):
         print(f"{run}: request {what} is cancelled")
@@ -160,4 +189,6 @@ def _cancel(run: Path, what: str, wait: float) -> int:
 
 def _forget(run: Path, step: int, wait: float) -> int:
     at = f"the swap at step {step}"
-    return _ask(run, {"cancel": step}, wait, f"to cancel {at}", f"{at} is cancelled when the run is resumed")
+    return _ask(
+        run, {"cancel": step}, wait, f"to cancel {at}", f"{at} is cancelled when the run is resumed"
+    )

@@ -46,7 +46,9 @@ def table(jobs: Sequence[SweepJob]) -> str:
 
 
 def _means(logged: Sequence[tuple[SweepJob, History]]) -> list[str]:
-    """Mean ± standard deviation of the losses of each group of seeds; nothing where no group has two."""
+    """Mean ± standard deviation of the losses of each group of seeds; nothing where no group has
+    two.
+    """
     groups = [list(group.values()) for group in seed_groups([history for _, history in logged])]
     if all(len(members) < 2 for members in groups):
         return []
@@ -64,7 +66,9 @@ def _means(logged: Sequence[tuple[SweepJob, History]]) -> list[str]:
 def _last(history: History) -> tuple[float | None, float | None]:
     """The training loss and the last validation loss of a run; None where it has none."""
     validation = history.series("val/loss").values
-    return float(history.loss("train/loss").values[-1]), float(validation[-1]) if len(validation) else None
+    return float(history.loss("train/loss").values[-1]), float(validation[-1]) if len(
+        validation
+    ) else None
 
 
 def _losses(history: History | None) -> tuple[str, str]:
@@ -80,5 +84,8 @@ def _spread(losses: Sequence[float | None]) -> str:
     known = [loss for loss in losses if loss is not None]
     if len(known) < len(losses):
         return "-"
-    deviation = f" ± {np.std(known, ddof=1):.4f}" if len(known) > 1 else ""
+    if len(known) > 1:
+        deviation = f" ± {np.std(known, ddof=1):.4f}"
+    else:
+        deviation = ""
     return f"{np.mean(known):.4f}{deviation}"

@@ -65,7 +65,9 @@ from fp4train.train import Result, train
 _log = logging.getLogger("fp4train")
 
 LOSSES = {"train/loss": "last batch", "val/loss": "val loss", "val/loss_recipe": "in the recipe"}
-"""Losses in the last metrics of a run, as the summary names them; the training loss is that of curves.png."""
+"""Losses in the last metrics of a run, as the summary names them; the training loss is that of
+curves.png.
+"""
 
 
 def main(arguments: list[str]) -> int:
@@ -122,7 +124,8 @@ def _as_rank(arguments: list[str], place: ProcessRank) -> int:
     try:
         if overrides.SWEEP & set(arguments):
             raise UserError(
-                f"-m trains one run after another, and {place.size} ranks train one together: start each point of the "
+                f"-m trains one run after another, and {place.size} ranks train one together: "
+                "start each point of the "
                 "sweep by itself"
             )
         code = launch(arguments, task)
@@ -134,7 +137,9 @@ def _as_rank(arguments: list[str], place: ProcessRank) -> int:
 
 
 def _world(config: Config, place: ProcessRank) -> World:
-    """The ranks, each with its device; within `determinism`, because cuBLAS is told before a GPU is asked anything."""
+    """The ranks, each with its device; within `determinism`, because cuBLAS is told before a GPU is
+    asked anything.
+    """
     return World.start(place, config.parallel, choose_device(config.device, place))
 
 
@@ -148,7 +153,9 @@ def _train(command: Start, world: World) -> int:
 def _trained(command: Start, world: World, console: Console | None) -> int:
     """Train; the lead keeps what it prints in `console`."""
     keep_freed_memory()
-    config, chosen, directory = command.config, command.cfg, command.config.run.dir
+    config = command.config
+    chosen = command.cfg
+    directory = command.config.run.dir
     if world.size > 1:
         check_same(world, {**journal.flat(plain(chosen)), "the swap": command.swap, **_software()})
     with world.together():
@@ -173,7 +180,10 @@ def _trained(command: Start, world: World, console: Console | None) -> int:
                 print(message(_finished(config, start.source, found.step), sys.stdout))
             return 0
         with world.together():
-            before = config if found is None or command.saved is None else _as_it_was(start, command.saved)
+            if found is None or command.saved is None:
+                before = config
+            else:
+                before = _as_it_was(start, command.saved)
         if found is not None and (jump := rate_jump(before, config, found.step)):
             _log.warning("%s; %s", jump, before_cooldown(start.source, before))
         try:
@@ -184,7 +194,9 @@ def _trained(command: Start, world: World, console: Console | None) -> int:
                 gc.collect()  # what the diverged run held, before as much is built again
                 found = find_start(config, chosen, world)
                 result = _to_its_end(
-                    RunStart(config=config, cfg=chosen, checkpoint=found, rewind=result), world, console
+                    RunStart(config=config, cfg=chosen, checkpoint=found, rewind=result),
+                    world,
+                    console,
                 )
         finally:
             picture = _draw(directory) if world.lead else ""
@@ -204,11 +216,16 @@ def _as_it_was(start: RunStart, resumed: Mapping[str, Any]) -> Config:
     """The configuration that goes on, with the learning rates of the run as it was.
 
     Args:
-        resumed: the saved configuration of `resume`; a branch that has checkpoints goes on with its own.
+        resumed: the saved configuration of `resume`; a branch that has checkpoints goes on with its
+            own.
     """
-    config, source = start.config, start.source
+    config = start.config
+    source = start.source
     same = source.resolve() == Path(str(config.resume)).resolve()
-    saved = resumed if same else plain(run_directory.read_config(source))
+    if same:
+        saved = resumed
+    else:
+        saved = plain(run_directory.read_config(source))
     steps = bind(saved["train"]["steps"], int, "train.steps")
     return replace(
         config,
@@ -219,14 +236,24 @@ def _as_it_was(start: RunStart, resumed: Mapping[str, Any]) -> Config:
 
 
 def _to_its_end(start: RunStart, world: World, console: Console | None) -> Result | Rewind:
-    """Train to the end of the run, or to where it is to go back to a checkpoint because its loss diverged."""
-    run, code = build(start, world), 1
+    """Train to the end of the run, or to where it is to go back to a checkpoint because its loss
+    diverged.
+    """
+    run = build(start, world)
+    code = 1
     if console is not None:
         console.write_to(run.directory)
     try:
         _log.info("%s: %s", run.directory, run.description)
-        layers = kernels_of_layers(run.model, run.device.type, deterministic=run.config.train.deterministic)
-        said = "\n".join([summarise(run.plan, terminal_width()), *(fitted(line) for line in (*run.gathers(), *layers))])
+        layers = kernels_of_layers(
+            run.model, run.device.type, deterministic=run.config.train.deterministic
+        )
+        said = "\n".join(
+            [
+                summarise(run.plan, terminal_width()),
+                *(fitted(line) for line in (*run.gathers(), *layers)),
+            ]
+        )
         _log.info("%s\nevery layer and GEMM: %s\n", said, run.directory / run_directory.PLAN)
         if start.checkpoint is not None:
             _log.info("going on from step %d of %s", run.step, start.source)
@@ -249,11 +276,15 @@ def _to_its_end(start: RunStart, world: World, console: Console | None) -> Resul
 
 
 def _code(result: Result) -> int:
-    return 128 + result.signal if result.signal is not None else 0 if result.saved else 1
+    if result.signal is not None:
+        return 128 + result.signal
+    return 0 if result.saved else 1
 
 
 def _finished(config: Config, run: Path, step: int) -> str:
-    """Ways to go on with a run that has done its steps, and the learning rate that they would begin with."""
+    """Ways to go on with a run that has done its steps, and the learning rate that they would begin
+    with.
+    """
     text = (
         f"{run} is finished: {step} steps are done. resume={run} train.steps=… goes on, "
         "run.name=… starts another run, run.overwrite=true this one again"
@@ -262,33 +293,56 @@ def _finished(config: Config, run: Path, step: int) -> str:
     if cooldown is None or step <= cooldown:
         return text
     last = learning_rate(config, step - 1)
-    text += f". Its cooldown has brought the learning rate down to {last:.3g}; more steps begin near "
+    text += (
+        f". Its cooldown has brought the learning rate down to {last:.3g}; more steps begin near "
+    )
     return f"{text}{config.optim.lr:.3g} again; {before_cooldown(run, config)}"
 
 
 def _draw(directory: Path) -> str:
-    """Draw the curves of a run, and its statistics; a failure to draw them does not change the exit code."""
+    """Draw the curves of a run, and its statistics; a failure to draw them does not change the exit
+    code.
+    """
     if not (directory / METRICS).exists():
         return "; no curves, because track=none keeps no metrics"
     try:
         drawn = f"; {curves.draw_curves(directory)}"
-        return f"{drawn}, {heatmap.draw_statistics(directory)}" if (directory / STATISTICS).exists() else drawn
+        if (directory / STATISTICS).exists():
+            return f"{drawn}, {heatmap.draw_statistics(directory)}"
+        return drawn
     except (UserError, OSError) as error:
         return f"; no curves ({error})"
 
 
 def _summary(directory: Path, result: Result) -> str:
-    values = {name: float(result.metrics[key]) for key, name in LOSSES.items() if key in result.metrics}
+    values = {
+        name: float(result.metrics[key]) for key, name in LOSSES.items() if key in result.metrics
+    }
     window = ""
     if (found := training_loss(directory)) is not None:
         values.pop("last batch", None)
         values = {"train loss": found.loss, **values}
-        window = f" (mean of the last {found.steps} steps)" if found.steps > 1 else ""
-    losses = ", ".join(f"{name} {value:.4f}{window if name == 'train loss' else ''}" for name, value in values.items())
-    ended = "done" if result.saved else "done, but its end is not saved"
+        if found.steps > 1:
+            window = f" (mean of the last {found.steps} steps)"
+        else:
+            window = ""
+    losses = ", ".join(
+        f"{name} {value:.4f}{window if name == 'train loss' else ''}"
+        for name, value in values.items()
+    )
+    if result.saved:
+        ended = "done"
+    else:
+        ended = "done, but its end is not saved"
     if result.signal is not None:
         name = signal.Signals(result.signal).name
-        last = f"resume={directory} goes on" if result.saved else "but its end is not saved"
+        if result.saved:
+            last = f"resume={directory} goes on"
+        else:
+            last = "but its end is not saved"
         ended = f"stopped by {name}, {last}"
-    diverged = "" if result.diverged is None else f"; {result.diverged}"
+    if result.diverged is None:
+        diverged = ""
+    else:
+        diverged = f"; {result.diverged}"
     return f"{directory}: step {result.step}, {ended}; {losses}; {result.seconds:.0f} s{diverged}"

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from fp4train.exchange.trained import NamedRecipe, TrainedModel
 
 Task = Callable[["TrainedModel", Sequence["NamedRecipe"]], int]
-"""Work of a verb on a model and the recipes that are named, of which there may be none; gives the exit code."""
+"""Work of a verb on a model and the recipes that are named, of which there may be none; gives the
+exit code.
+"""
 
 STEP = Option(whole_number, "step={!r} must be the step of a checkpoint")
 CHOSEN = ("recipe", "policy")
@@ -29,17 +31,21 @@ _PATHS = {field.name for field in fields(Config)} - {"plugins", *CHOSEN}
 """Sections of a run's configuration, whose paths may be given."""
 
 
-def with_model(verb: str, usage: str, line: CommandLine, known: Sequence[str], step: int | None, task: Task) -> int:
+def with_model(
+    verb: str, usage: str, line: CommandLine, known: Sequence[str], step: int | None, task: Task
+) -> int:
     """Load the model of the one run that a command names, and do `task`; returns its exit code.
 
     Args:
-        line: the command line, of which the verb has taken its own options (`known`, for suggestions).
+        line: the command line, of which the verb has taken its own options (`known`, for
+            suggestions).
         step: of the checkpoint; None: the newest.
 
     Raises:
         UserError: another number of runs, an unknown key or option, or what `load_trained` refuses.
     """
-    folders, strange = overrides.own_folders(line.flags), overrides.other_flags(line.flags)
+    folders = overrides.own_folders(line.flags)
+    strange = overrides.other_flags(line.flags)
     if strange:
         raise UserError(f"{verb} knows no flag {strange[0]}: {usage}")
     if len(line.runs) != 1:
@@ -47,7 +53,9 @@ def with_model(verb: str, usage: str, line: CommandLine, known: Sequence[str], s
     words = overrides.parse(line.overrides)
     ours = [word.key_or_group.partition(".")[0] in CHOSEN for word in words]
     chosen = [str(word.input_line) for word, own in zip(words, ours, strict=True) if own]
-    paths = named_paths([word for word, own in zip(words, ours, strict=True) if not own], (*CHOSEN, *known))
+    paths = named_paths(
+        [word for word, own in zip(words, ours, strict=True) if not own], (*CHOSEN, *known)
+    )
     with plugins.using(overrides.plugins(line.overrides), folders):
         from fp4train.exchange.trained import load_trained
         from fp4train.lab.studies.candidates import sweep_axes
@@ -61,7 +69,8 @@ def named_paths(words: Iterable[Override], known: Sequence[str]) -> dict[str, st
     """Paths of the run's configuration that a command names, by their full keys.
 
     Args:
-        words: of the command line, without the verb's own options, which are `known`, for suggestions.
+        words: of the command line, without the verb's own options, which are `known`, for
+            suggestions.
 
     Raises:
         UserError: a key is no path, and is not `plugins`.
@@ -73,12 +82,18 @@ def named_paths(words: Iterable[Override], known: Sequence[str]) -> dict[str, st
             paths[key] = path
         elif key != "plugins":
             every = (*known, "plugins")
-            raise UserError(f"unknown key {key!r}{near_miss(key, every)} (known: {', '.join(every)})")
+            raise UserError(
+                f"unknown key {key!r}{near_miss(key, every)} (known: {', '.join(every)})"
+            )
     return paths
 
 
-def _named(trained: TrainedModel, axes: Sequence[tuple[str, list[tuple[str, object]]]]) -> list[NamedRecipe]:
-    """The recipes that a command names with the policies; a policy alone is that of the model's own recipe."""
+def _named(
+    trained: TrainedModel, axes: Sequence[tuple[str, list[tuple[str, object]]]]
+) -> list[NamedRecipe]:
+    """The recipes that a command names with the policies; a policy alone is that of the model's own
+    recipe.
+    """
     from fp4train.config.schema import plain
     from fp4train.exchange.trained import NamedRecipe
     from fp4train.lab.studies.candidates import candidates

@@ -34,7 +34,9 @@ USAGE = usage(__doc__)
 OPTIONS = {
     "against": Option(Path),
     "step": Option(whole_number, "step={!r} must be the step of a checkpoint"),
-    "stretch": Option(whole_number, "stretch={!r} must be a step of the steps whose codes the folder has"),
+    "stretch": Option(
+        whole_number, "stretch={!r} must be a step of the steps whose codes the folder has"
+    ),
     "loss": Option(whole_number, "loss={!r} must be a number of batches"),
 }
 
@@ -66,7 +68,12 @@ def main(arguments: list[str]) -> int:
 
 def _show(found: Verified, losses: dict[str, float], batches: int | None) -> None:
     rows = [
-        (each.name, each.module, each.form, "; ".join(each.differences) or f"equal: {', '.join(each.parts)}")
+        (
+            each.name,
+            each.module,
+            each.form,
+            "; ".join(each.differences) or f"equal: {', '.join(each.parts)}",
+        )
         for each in found.layers
     ]
     print("\n".join(columns(rows, width=terminal_width())))
@@ -75,14 +82,32 @@ def _show(found: Verified, losses: dict[str, float], batches: int | None) -> Non
     for name, loss in losses.items():
         print(fitted(f"loss {loss:.4f}: {name}"))
     if batches and not found.equal:
-        print(fitted(f"loss={batches}: not measured, since the folder is another model than the run's"))
+        print(
+            fitted(
+                f"loss={batches}: not measured, since the folder is another model than the run's"
+            )
+        )
     wrong = sum(bool(each.differences) for each in found.layers)
     of = f"{found.run} at step {found.step}" + (f", {found.stretch}" if found.stretch else "")
     if found.equal:
-        print(fitted(f"{found.folder} has the numbers of {of}: {len(found.layers)} modules are equal in every bit"))
+        print(
+            fitted(
+                f"{found.folder} has the numbers of {of}: {len(found.layers)} modules are "
+                "equal in every bit"
+            )
+        )
     else:
-        files = f"{len(found.others)} difference{'s' if len(found.others) > 1 else ''} outside of the modules"
-        modules = f"{wrong} of {len(found.layers)} modules" if wrong else ""
+        files = (
+            f"{len(found.others)} difference{'s' if len(found.others) > 1 else ''} outside of "
+            "the modules"
+        )
+        if wrong:
+            modules = f"{wrong} of {len(found.layers)} modules"
+        else:
+            modules = ""
         where = " and ".join(filter(None, (modules, files if found.others else "")))
-        equal = "" if wrong else f"; all {len(found.layers)} modules are equal"
+        if wrong:
+            equal = ""
+        else:
+            equal = f"; all {len(found.layers)} modules are equal"
         print(fitted(f"{found.folder} differs from {of}: {where}{equal}"))

@@ -1,4 +1,6 @@
-"""The configuration: its schema, the binding of YAML to typed objects, command-line overrides, plugins."""
+"""The configuration: its schema, the binding of YAML to typed objects, command-line overrides,
+plugins.
+"""
 
 from fp4train.config.folders import CONFIGS as CONFIGS
 from fp4train.config.folders import RECIPES as RECIPES

@@ -1,8 +1,9 @@
 """Plain configuration values → the objects that they describe.
 
-A mapping with `_target_` names a dataclass; one without is bound to the dataclass that the field's type names. Field
-names and types are checked here for all classes, so that every error message has the same parts: the full key, the
-value, what is allowed, and a suggestion. The class itself checks whether the values make sense.
+A mapping with `_target_` names a dataclass; one without is bound to the dataclass that the field's
+type names. Field names and types are checked here for all classes, so that every error message has
+the same parts: the full key, the value, what is allowed, and a suggestion. The class itself checks
+whether the values make sense.
 
 Which classes `_target_` may name is checked in `targets`.
 """
@@ -41,12 +42,13 @@ def bind(node: Any, hint: Any, path: str) -> Any:
 
     Args:
         node: plain values, as YAML gives them.
-        hint: the type that is needed: a dataclass, protocol, scalar, tuple, list, mapping, Literal, or a union of them.
+        hint: the type that is needed: a dataclass, protocol, scalar, tuple, list, mapping, Literal,
+            or a union of them.
         path: the full key of `node`, for error messages.
 
     Raises:
-        UserError: a key is unknown or missing, a value has another type or is refused by its class, or a `_target_` is
-            not a configuration class (see `own_class`).
+        UserError: a key is unknown or missing, a value has another type or is refused by its class,
+            or a `_target_` is not a configuration class (see `own_class`).
     """
     options = _options(hint)
     if isinstance(node, str) and node == MISSING:
@@ -54,7 +56,11 @@ def bind(node: Any, hint: Any, path: str) -> Any:
     if isinstance(node, Mapping):
         return _bind_mapping(node, options, path)
     for option in options:
-        if _is_sequence(option) and isinstance(node, (list, tuple, str)) and type(node) not in options:
+        if (
+            _is_sequence(option)
+            and isinstance(node, (list, tuple, str))
+            and type(node) not in options
+        ):
             return _bind_sequence((node,) if isinstance(node, str) else node, option, path)
     return _bind_scalar(node, options, path)
 
@@ -105,7 +111,9 @@ class KeyField:
     @property
     def allowed(self) -> str:
         """What the key takes, in words; empty for a section."""
-        return "" if isinstance(self.value, Mapping) else _allowed(_options(self.hint))
+        if isinstance(self.value, Mapping):
+            return ""
+        return _allowed(_options(self.hint))
 
 
 def key_fields(node: Any, hint: Any, path: str = "") -> Iterator[KeyField]:
@@ -125,7 +133,11 @@ def key_fields(node: Any, hint: Any, path: str = "") -> Iterator[KeyField]:
 def flattened(node: Any, prefix: str = "") -> dict[str, Any]:
     """Plain values by their full keys: {"train": {"steps": 3}} → {"train.steps": 3}."""
     if isinstance(node, Mapping) and node:
-        return {k: v for key, value in node.items() for k, v in flattened(value, f"{prefix}{key}.").items()}
+        return {
+            k: v
+            for key, value in node.items()
+            for k, v in flattened(value, f"{prefix}{key}.").items()
+        }
     return {prefix.rstrip("."): list(node) if isinstance(node, tuple) else node}
 
 
@@ -143,8 +155,9 @@ def unknown_keys(node: Any, hint: Any, path: str = "") -> Iterator[str]:
 
 
 def path_values(node: Any, hint: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """(full key, value) of every text below `node` that names a file or folder, by the type of its field: `Path`, or
-    one of `fp4train.paths`. A field's default is left out: its class names that."""
+    """(full key, value) of every text below `node` that names a file or folder, by the type of its
+    field: `Path`, or one of `fp4train.paths`. A field's default is left out: its class names that.
+    """
     for key, text, option in _texts(node, hint, path):
         marks = [mark for mark in get_args(option)[1:] if isinstance(mark, NamesPath)]
         if option is Path or any(not (mark.hub and is_hub_name(text)) for mark in marks):
@@ -154,7 +167,10 @@ def path_values(node: Any, hint: Any, path: str = "") -> Iterator[tuple[str, str
 def hub_names(node: Any, hint: Any) -> Iterator[tuple[str, str]]:
     """As `path_values`, of texts that name something on the Hugging Face hub."""
     for key, text, option in _texts(node, hint):
-        if any(isinstance(mark, NamesPath) and mark.hub and is_hub_name(text) for mark in get_args(option)[1:]):
+        if any(
+            isinstance(mark, NamesPath) and mark.hub and is_hub_name(text)
+            for mark in get_args(option)[1:]
+        ):
             yield key, text
 
 
@@ -168,7 +184,12 @@ def destinations(node: Any, hint: Any) -> Iterator[tuple[str, str]]:
 def names_destinations(target: object) -> bool:
     """Whether the configuration class `target` has fields that say where data are sent."""
     hints = _hints(own_class(target, "_target_")).values()
-    marks = (mark for hint in hints for option in _annotated_options(hint) for mark in get_args(option)[1:])
+    marks = (
+        mark
+        for hint in hints
+        for option in _annotated_options(hint)
+        for mark in get_args(option)[1:]
+    )
     return any(isinstance(mark, NamesDestination) for mark in marks)
 
 
@@ -176,7 +197,10 @@ def _texts(node: Any, hint: Any, path: str = "") -> Iterator[tuple[str, str, Any
     """(full key, value, type) of every text below `node`, for each type that its field may have."""
     if isinstance(node, Mapping):
         kind, hints = _described(node, hint)
-        defaults = {} if kind is None else {name: field.default for name, field in _fields(kind).items()}
+        if kind is None:
+            defaults = {}
+        else:
+            defaults = {name: field.default for name, field in _fields(kind).items()}
         for key, value in node.items():
             if str(key) not in defaults or defaults[str(key)] != value:
                 yield from _texts(value, hints(str(key)), f"{path}.{key}" if path else str(key))
@@ -190,15 +214,21 @@ def _texts(node: Any, hint: Any, path: str = "") -> Iterator[tuple[str, str, Any
 
 
 def _options(hint: Any) -> tuple[Any, ...]:
-    return tuple(get_args(o)[0] if get_origin(o) is Annotated else o for o in _annotated_options(hint))
+    return tuple(
+        get_args(o)[0] if get_origin(o) is Annotated else o for o in _annotated_options(hint)
+    )
 
 
 def _annotated_options(hint: Any) -> tuple[Any, ...]:
-    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    if get_origin(hint) in (Union, UnionType):
+        return get_args(hint)
+    return (hint,)
 
 
 def _described(node: Mapping[Any, Any], hint: Any) -> tuple[type | None, Callable[[str], Any]]:
-    """The dataclass, if any, that `node` describes where a `hint` is needed, and the types that its keys need."""
+    """The dataclass, if any, that `node` describes where a `hint` is needed, and the types that its
+    keys need.
+    """
     options = _options(hint)
     kind = next((o for o in options if isinstance(o, type) and dataclasses.is_dataclass(o)), None)
     if "_target_" in node:
@@ -220,7 +250,10 @@ def _is_mapping(hint: Any) -> bool:
 
 def _hints(kind: type) -> dict[str, Any]:
     """The types of a dataclass's fields."""
-    with user_errors(NameError, before=f"{_full_name(kind)}: the type of a field cannot be resolved at run time: "):
+    with user_errors(
+        NameError,
+        before=f"{_full_name(kind)}: the type of a field cannot be resolved at run time: ",
+    ):
         return get_type_hints(kind, include_extras=True)
 
 
@@ -233,7 +266,9 @@ def default_of(field: dataclasses.Field[Any]) -> Any:
     """The default of a field; `dataclasses.MISSING`, which equals nothing, where it has none."""
     if field.default is not dataclasses.MISSING:
         return field.default
-    return field.default_factory() if field.default_factory is not dataclasses.MISSING else dataclasses.MISSING
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return dataclasses.MISSING
 
 
 def _full_name(kind: type) -> str:
@@ -245,7 +280,9 @@ def as_node(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         values = {name: as_node(getattr(value, name)) for name in _fields(type(value))}
         return {"_target_": _full_name(type(value)), **values}
-    return [as_node(item) for item in value] if isinstance(value, tuple) else value
+    if isinstance(value, tuple):
+        return [as_node(item) for item in value]
+    return value
 
 
 def _bind_mapping(node: Mapping[Any, Any], options: tuple[Any, ...], path: str) -> Any:
@@ -254,13 +291,19 @@ def _bind_mapping(node: Mapping[Any, Any], options: tuple[Any, ...], path: str) 
         reasons = [_why_not(found, option) for option in options]
         if all(reasons):
             because = f": {reasons[0]}" if len(reasons) == 1 else ""
-            raise UserError(f"{path}: {found.__name__} cannot stand here; {_allowed(options)} is needed{because}")
+            raise UserError(
+                f"{path}: {found.__name__} cannot stand here; {_allowed(options)} is "
+                f"needed{because}"
+            )
         return _construct(found, {k: v for k, v in node.items() if k != "_target_"}, path)
     for option in options:
         if isinstance(option, type) and dataclasses.is_dataclass(option):
             return _construct(option, node, path)
         if _is_mapping(option):
-            return {str(key): bind(value, get_args(option)[1], f"{path}.{key}") for key, value in node.items()}
+            return {
+                str(key): bind(value, get_args(option)[1], f"{path}.{key}")
+                for key, value in node.items()
+            }
         if option in (dict, Mapping, Any):
             return {str(key): bind(value, Any, f"{path}.{key}") for key, value in node.items()}
     raise UserError(f"{path}={dict(node)!r} must be {_allowed(options)}")
@@ -279,7 +322,10 @@ def _why_not(found: type, option: Any) -> str | None:
             if name not in _fields(found) and not hasattr(found, name):
                 return f"it has no {name}"
         elif not _takes(getattr(found, name, None), member):
-            return f"it has no method {name}({', '.join(list(inspect.signature(member).parameters)[1:])})"
+            return (
+                "it has no method "
+                f"{name}({', '.join(list(inspect.signature(member).parameters)[1:])})"
+            )
     return None
 
 
@@ -287,9 +333,12 @@ def _takes(method: Any, wanted: Callable[..., Any]) -> bool:
     """Whether `method` is one that takes the parameters of `wanted`, and needs no others."""
     if not callable(method):
         return False
-    given, has = inspect.signature(wanted).parameters, inspect.signature(method).parameters
+    given = inspect.signature(wanted).parameters
+    has = inspect.signature(method).parameters
     others = [parameter for name, parameter in has.items() if name not in given]
-    return set(given) <= set(has) and all(p.default is not p.empty or p.kind == p.VAR_KEYWORD for p in others)
+    return set(given) <= set(has) and all(
+        p.default is not p.empty or p.kind == p.VAR_KEYWORD for p in others
+    )
 
 
 def _construct(kind: type, node: Mapping[Any, Any], path: str) -> Any:
@@ -297,14 +346,17 @@ def _construct(kind: type, node: Mapping[Any, Any], path: str) -> Any:
     prefix = f"{path}." if path else ""
     for key in node:
         if key not in fields:
-            word, known = prefix + str(key), [prefix + name for name in fields]
+            word = prefix + str(key)
+            known = [prefix + name for name in fields]
             hint = suggestion(word, known) or near_miss(word, known)
             raise UserError(f"unknown key {word!r}{hint} (known: {', '.join(fields)})")
     for name, field in fields.items():
         if name not in node and default_of(field) is dataclasses.MISSING:
             raise UserError(f"{prefix}{name} is missing")
     hints = _hints(kind)
-    values = {str(key): bind(value, hints[str(key)], prefix + str(key)) for key, value in node.items()}
+    values = {
+        str(key): bind(value, hints[str(key)], prefix + str(key)) for key, value in node.items()
+    }
     try:
         return kind(**values)
     except (TypeError, ValueError) as error:
@@ -320,16 +372,27 @@ def _bind_sequence(node: Sequence[Any], option: Any, path: str) -> tuple[Any, ..
             raise UserError(f"{path}={list(node)!r} must hold {len(kinds)} values")
     else:
         kinds = (kinds[0],) * len(node)
-    found = [bind(item, kind, f"{path}[{i}]") for i, (item, kind) in enumerate(zip(node, kinds, strict=True))]
-    return found if get_origin(option) is list else tuple(found)
+    found = [
+        bind(item, kind, f"{path}[{i}]")
+        for i, (item, kind) in enumerate(zip(node, kinds, strict=True))
+    ]
+    if get_origin(option) is list:
+        return found
+    return tuple(found)
 
 
 def _bind_scalar(node: Any, options: tuple[Any, ...], path: str) -> Any:
     if isinstance(node, float) and not math.isfinite(node):
         raise UserError(f"{path}={node} must be finite")
-    if isinstance(node, (int, float)) and abs(node) >= 2**63 and (isinstance(node, int) or float not in options):
+    if (
+        isinstance(node, (int, float))
+        and abs(node) >= 2**63
+        and (isinstance(node, int) or float not in options)
+    ):
         raise UserError(
-            f"{path}={node:.3g} must lie within ±(2**63 - 1)" if abs(node) < 1e300 else f"{path} is too large"
+            f"{path}={node:.3g} must lie within ±(2**63 - 1)"
+            if abs(node) < 1e300
+            else f"{path} is too large"
         )
     if Any in options or type(node) in options:
         return node
@@ -350,7 +413,8 @@ def _bind_scalar(node: Any, options: tuple[Any, ...], path: str) -> Any:
     if group != path and group in own_options():
         names = ", ".join(own_options()[group])
         raise UserError(
-            f"{path}={shown}: an option of a group in a group is chosen with a slash, {group}=NAME ({names})"
+            f"{path}={shown}: an option of a group in a group is chosen with a slash, "
+            f"{group}=NAME ({names})"
         )
     raise UserError(f"{path}={shown} must be {_allowed(options)}")
 

@@ -1,7 +1,8 @@
 """The composition of a configuration: once for each start.
 
-Hydra composes the files: the options of the groups that the words choose. Single keys are set on the result, so that
-keys that only a section's class has can be set as well, and an unknown one is found beside those that there are.
+Hydra composes the files: the options of the groups that the words choose. Single keys are set on
+the result, so that keys that only a section's class has can be set as well, and an unknown one is
+found beside those that there are.
 """
 
 import re
@@ -37,7 +38,8 @@ class Composed:
 
     Args:
         choices: group → its option, nested groups with a slash ("data/tokenizer").
-        changed: the keys that the command line sets; choosing a group's option sets its whole section.
+        changed: the keys that the command line sets; choosing a group's option sets its whole
+            section.
         point: of a sweep, the overrides that other points do not share.
         unresolved: the configuration with its interpolations; hydra: Hydra's own node.
     """
@@ -51,33 +53,39 @@ class Composed:
 
 
 def composed(arguments: list[str]) -> Iterator[Composed]:
-    """The configuration that the arguments of a command make; with -m that of each point of its sweep, in turn.
+    """The configuration that the arguments of a command make; with -m that of each point of its
+    sweep, in turn.
 
-    Each is one composition of Hydra's. With resume=RUN any key can be set: RUN may have been composed of other groups,
-    and the saved configuration is what its keys are checked against. So are those of the model with init=FOLDER, which
-    brings it.
+    Each is one composition of Hydra's. With resume=RUN any key can be set: RUN may have been
+    composed of other groups, and the saved configuration is what its keys are checked against. So
+    are those of the model with init=FOLDER, which brings it.
 
     Raises:
-        UserError: an unknown group option, key or setting of Hydra's (with a suggestion), several values without -m, or
-            a --config-dir that cannot be used.
+        UserError: an unknown group option, key or setting of Hydra's (with a suggestion), several
+            values without -m, or a --config-dir that cannot be used.
     """
-    sweep, resumed = bool(overrides.SWEEP & set(arguments)), bool(overrides.resumed_run(arguments))
+    sweep = bool(overrides.SWEEP & set(arguments))
+    resumed = bool(overrides.resumed_run(arguments))
     folders = overrides.own_folders(arguments)
     known = overrides.groups(folders)
     words = overrides.parse(arguments)
     for word in words:
         _check_word(word, known, sweep)
-    changed = tuple(overrides.dotted(word) for word in words if not word.key_or_group.startswith("hydra"))
+    changed = tuple(
+        overrides.dotted(word) for word in words if not word.key_or_group.startswith("hydra")
+    )
     axes = {word.get_key_element(): _values(word) for word in words}
     swept = overrides.swept_keys(arguments)
     for lines in product(*axes.values()):
         found = overrides.parse(list(lines)) if sweep else words
         chosen = [o for o in found if o.key_or_group in known or o.key_or_group.startswith("hydra")]
         whole = _composition([str(o.input_line) for o in chosen], folders)
-        params = (whole.hydra.sweeper.params or {}) if sweep else {}  # a sweep that an experiment's file asks for
+        # a sweep that an experiment's file asks for
+        params = (whole.hydra.sweeper.params or {}) if sweep else {}
         if sweep and not swept and not params:
             raise UserError(
-                "-m trains a run for each value of a key, and no key has several values: -m recipe=bf16,nvfp4"
+                "-m trains a run for each value of a key, and no key has several values: -m "
+                "recipe=bf16,nvfp4"
             )
         if more := [f"{key}={value}" for key, value in params.items() if key not in axes]:
             yield from composed([*more, *arguments])
@@ -100,7 +108,9 @@ def composed(arguments: list[str]) -> Iterator[Composed]:
 
 
 def _model_brought(words: Iterable[Override]) -> bool:
-    """Whether init=… brings the model: it names a Hugging Face folder, or a run, and no model=… is chosen."""
+    """Whether init=… brings the model: it names a Hugging Face folder, or a run, and no model=… is
+    chosen.
+    """
     sources = [str(word.value()) for word in words if word.key_or_group == "init"]
     if any(names_folder(source) for source in sources):
         return True
@@ -109,7 +119,8 @@ def _model_brought(words: Iterable[Override]) -> bool:
 
 
 def compose(arguments: list[str], folders: Iterable[Path] = ()) -> DictConfig:
-    """The configuration that Hydra composes of `arguments`, with the groups in `folders` added to fp4train's.
+    """The configuration that Hydra composes of `arguments`, with the groups in `folders` added to
+    fp4train's.
 
     Raises:
         UserError: they do not fit the configuration.
@@ -117,21 +128,27 @@ def compose(arguments: list[str], folders: Iterable[Path] = ()) -> DictConfig:
     return _without_hydra(_composition(arguments, folders))
 
 
-def sections(wanted: Mapping[str, Iterable[str]], folders: Iterable[Path] = ()) -> dict[tuple[str, str], Any]:
-    """(group, option) → its section as plain values, of all options that are wanted; one composition.
+def sections(
+    wanted: Mapping[str, Iterable[str]], folders: Iterable[Path] = ()
+) -> dict[tuple[str, str], Any]:
+    """(group, option) → its section as plain values, of all options that are wanted; one
+    composition.
 
     Raises:
         UserError: Hydra cannot compose one of them.
     """
     pairs = [(group, option) for group, named in wanted.items() for option in named]
     words = [f"+{group}@options.at{index}={option}" for index, (group, option) in enumerate(pairs)]
-    found = plain(compose(words, folders).options) if pairs else {}
+    if pairs:
+        found = plain(compose(words, folders).options)
+    else:
+        found = {}
     return {pair: found[f"at{index}"] for index, pair in enumerate(pairs)}
 
 
 def named(group: str, option: str) -> Any:
-    """The section of one of fp4train's own options as plain values, for programs that may use Hydra themselves: what
-    they composed stays theirs.
+    """The section of one of fp4train's own options as plain values, for programs that may use Hydra
+    themselves: what they composed stays theirs.
 
     Raises:
         UserError: the group has no such option; the message suggests one.
@@ -145,7 +162,9 @@ def named(group: str, option: str) -> Any:
 
 
 def _composition(words: list[str], folders: Iterable[Path]) -> DictConfig:
-    """Configuration that Hydra composes, its own node included, whose interpolations resolve until the next one."""
+    """Configuration that Hydra composes, its own node included, whose interpolations resolve until
+    the next one.
+    """
     GlobalHydra.instance().clear()
     register_recipes()
     found = ",".join(f"'file://{folder.absolute()}'" for folder in folders)
@@ -158,7 +177,9 @@ def _composition(words: list[str], folders: Iterable[Path]) -> DictConfig:
     except (HydraException, OmegaConfBaseException) as error:
         settings = [word for word in words if word.lstrip("+~").startswith("hydra")]
         if settings == words and len(words) == 1:
-            raise UserError(f"{words[0]}: Hydra has no such setting ({overrides.first_lines(error)})") from error
+            raise UserError(
+                f"{words[0]}: Hydra has no such setting ({overrides.first_lines(error)})"
+            ) from error
         for setting in settings:
             _composition([setting], ())  # names the one at fault
         raise UserError(overrides.first_lines(error)) from error
@@ -174,7 +195,8 @@ def _set_keys(whole: DictConfig, words: list[Override], elsewhere: str | None) -
     """Set single keys of a composition: those it has, and those that only its classes have.
 
     Args:
-        elsewhere: what keys begin with that something else is checked against, so that any can be set; None: no key.
+        elsewhere: what keys begin with that something else is checked against, so that any can be
+            set; None: no key.
 
     Raises:
         UserError: a key is unknown, or a value cannot stand there.
@@ -182,10 +204,15 @@ def _set_keys(whole: DictConfig, words: list[Override], elsewhere: str | None) -
     body = {key: value for key, value in plain(whole, resolve=False).items() if key != "hydra"}
     have = list(keys(body))
     given = [word for word in words if word.type == OverrideType.CHANGE]
-    strange = [word for word in given if elsewhere is not None and word.key_or_group.startswith(elsewhere)]
+    strange = [
+        word for word in given if elsewhere is not None and word.key_or_group.startswith(elsewhere)
+    ]
     missing = [word for word in given if word in strange or word.key_or_group not in have]
     try:
-        added = [key for key in keys(complete(body, Config)) if key not in have] if missing else []
+        if missing:
+            added = [key for key in keys(complete(body, Config)) if key not in have]
+        else:
+            added = []
     except UserError:  # a class that is not there is reported where it is bound
         added = []
     for word in missing:
@@ -211,26 +238,35 @@ def _check_options(key: str, choices: Mapping[str, str]) -> None:
     group = max(fitting, key=len, default="experiment")
     if group == "experiment":
         return
-    having, beside = [], set()
+    having = []
+    beside = set()
     for (_, option), section in sections({group: own_options()[group]}).items():
         begin = f"{group}."
         names = {
-            name.removeprefix(begin) for name in keys(complete({group: section}, Config)) if name.startswith(begin)
+            name.removeprefix(begin)
+            for name in keys(complete({group: section}, Config))
+            if name.startswith(begin)
         }
         if key[len(begin) :] in names:
             having.append(f"{group}={option}")
         if option == choices.get(group):
             beside = {name for name in names if "." not in name} - {"_target_"}
     if having:
-        known = f" (known: {', '.join(sorted(beside))})" if beside else ""
+        if beside:
+            known = f" (known: {', '.join(sorted(beside))})"
+        else:
+            known = ""
         raise UserError(
-            f"unknown key {key!r}: {group}={choices.get(group)} has none of that name, {first_few(having, 6)} "
+            f"unknown key {key!r}: {group}={choices.get(group)} has none of that name, "
+            f"{first_few(having, 6)} "
             f"{'has' if len(having) == 1 else 'have'} it{known}"
         )
 
 
 def _whole_numbers(whole: DictConfig, changed: Iterable[str]) -> None:
-    """Make integers of the numbers that keys of whole numbers were given otherwise: train.steps=1e3 is 1000."""
+    """Make integers of the numbers that keys of whole numbers were given otherwise: train.steps=1e3
+    is 1000.
+    """
     given = [key for key in changed if isinstance(_value_at(whole, key), float)]
     if not given:
         return
@@ -241,39 +277,64 @@ def _whole_numbers(whole: DictConfig, changed: Iterable[str]) -> None:
 
 
 def _value_at(whole: DictConfig, key: str) -> Any:
-    """The value of a key; None for an interpolation that leads nowhere, which is refused where it is resolved."""
+    """The value of a key; None for an interpolation that leads nowhere, which is refused where it
+    is resolved.
+    """
     return OmegaConf.select(whole, key, throw_on_resolution_failure=False)
 
 
 def _name_point(cfg: DictConfig, choices: Mapping[str, str], swept: Iterable[str]) -> None:
-    """Append the swept values that a run's name lacks, so that every point of a sweep has its own directory."""
+    """Append the swept values that a run's name lacks, so that every point of a sweep has its own
+    directory.
+    """
     for key in swept:
         name = str(OmegaConf.to_container(cfg.run, resolve=False)["name"])  # type: ignore[index, call-overload]
         if f"choices.{key}}}" not in name and not key.startswith(("run.name", "run.dir")):
-            value = choices[key] if key in choices else OmegaConf.select(cfg, key)
+            if key in choices:
+                value = choices[key]
+            else:
+                value = OmegaConf.select(cfg, key)
             cfg.run.name = f"{name}-{key.rpartition('.')[2]}={str(value).replace('/', '_')}"
 
 
 def _check_word(word: Override, known: Mapping[str, list[str]], sweep: bool) -> None:
     """Refuse several values without a sweep, a group taken out, and an option that is not there."""
-    key, line = word.key_or_group, word.input_line
-    if key in ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.output_subdir", "hydra.job.name"):
+    key = word.key_or_group
+    line = word.input_line
+    if key in (
+        "hydra.run.dir",
+        "hydra.sweep.dir",
+        "hydra.sweep.subdir",
+        "hydra.output_subdir",
+        "hydra.job.name",
+    ):
         ours = "run.name" if key == "hydra.job.name" else "run.dir"
         raise UserError(
-            f"{line}: the {ours.partition('.')[2].replace('dir', 'directory')} of a run is {ours}={word.value()}"
+            f"{line}: the {ours.partition('.')[2].replace('dir', 'directory')} of a run is "
+            f"{ours}={word.value()}"
         )
     if word.is_delete() and key in {field.name for field in fields(Config)} and key not in known:
         raise UserError(f"{line}: a run needs {key}; {key}.KEY=VALUE sets its keys")
     if key.startswith("hydra"):
         if key in ("hydra/launcher", "hydra/sweeper") and not str(word.value()).startswith("basic"):
-            raise UserError(f"{line}: Hydra has no such setting (the points of a sweep run here, one after another)")
+            raise UserError(
+                f"{line}: Hydra has no such setting (the points of a sweep run here, one "
+                "after another)"
+            )
         return
     if word.is_sweep_override() and not sweep:
-        raise UserError(f"{line} holds several values: -m sweeps over them, and a list has brackets, {key}=[…]")
+        raise UserError(
+            f"{line} holds several values: -m sweeps over them, and a list has brackets, {key}=[…]"
+        )
     if key in known:
         if word.is_delete():
-            raise UserError(f"{line}: a run needs a {key.split('/')[-1]}; {key}=NAME chooses another")
-        values = [v.partition("=")[2] for v in _values(word)] if word.is_sweep_override() else [str(word.value())]
+            raise UserError(
+                f"{line}: a run needs a {key.split('/')[-1]}; {key}=NAME chooses another"
+            )
+        if word.is_sweep_override():
+            values = [v.partition("=")[2] for v in _values(word)]
+        else:
+            values = [str(word.value())]
         for value in values:
             foreign.check_option(key, value, known[key])
 
@@ -291,21 +352,38 @@ def check_flags(arguments: list[str]) -> None:
     """Refuse flags that are not fp4train's.
 
     Raises:
-        UserError: an unknown flag, a key written as one, or one of Hydra's that names another configuration.
+        UserError: an unknown flag, a key written as one, or one of Hydra's that names another
+            configuration.
     """
     flags, _ = overrides.flags_and_words(arguments)
-    sections = {field.name for field in fields(Config)} | {group.split("/")[0] for group in overrides.groups()}
+    sections = {field.name for field in fields(Config)} | {
+        group.split("/")[0] for group in overrides.groups()
+    }
     for flag in [a for a in flags if a.startswith("-")]:
         name = flag.partition("=")[0]
         bare = flag.lstrip("-")
         if re.split(r"[.=/]", bare)[0] in sections:
-            raise UserError(f"{flag}: keys are written without dashes, {bare if '=' in bare else f'{bare}=…'}")
+            raise UserError(
+                f"{flag}: keys are written without dashes, {bare if '=' in bare else f'{bare}=…'}"
+            )
         if name in ("--config-path", "-cp", "--config-name", "-cn"):
             raise UserError(
-                f"{name}: fp4train has one configuration; a folder of your own options is --config-dir FOLDER"
+                f"{name}: fp4train has one configuration; a folder of your own options is "
+                "--config-dir FOLDER"
             )
         if name not in overrides.KNOWN_FLAGS:
-            namesakes = [f"{k}=…" for k in keys(plain(compose([]), resolve=False)) if k.rpartition(".")[2] == bare]
-            hint = f"; keys are written without dashes: {' or '.join(namesakes)}" if namesakes else ""
-            hint = hint or foreign.suggestion(bare.partition("=")[0]) or near_miss(name, overrides.KNOWN_FLAGS)
+            namesakes = [
+                f"{k}=…"
+                for k in keys(plain(compose([]), resolve=False))
+                if k.rpartition(".")[2] == bare
+            ]
+            if namesakes:
+                hint = f"; keys are written without dashes: {' or '.join(namesakes)}"
+            else:
+                hint = ""
+            hint = (
+                hint
+                or foreign.suggestion(bare.partition("=")[0])
+                or near_miss(name, overrides.KNOWN_FLAGS)
+            )
             raise UserError(f"unknown flag {name}{hint}; fp4train --help lists keys")

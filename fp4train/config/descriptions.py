@@ -1,8 +1,9 @@
-"""What keys mean: the comments of the YAML files in `configs/` and `recipes/`, read where they stand.
+"""What keys mean: the comments of the YAML files in `configs/` and `recipes/`, read where they
+stand.
 
-The comment of a key stands behind its value, or in lines of their own above the key; what follows behind no value in
-the lines below belongs to it, too. The comment at the top of a file describes the option that the file is. Keys that
-no option sets are in `configs/classes.yaml`, by class.
+The comment of a key stands behind its value, or in lines of their own above the key; what follows
+behind no value in the lines below belongs to it, too. The comment at the top of a file describes
+the option that the file is. Keys that no option sets are in `configs/classes.yaml`, by class.
 """
 
 import re
@@ -31,7 +32,8 @@ class Comments:
     Args:
         header: those at its top.
         keys: full key in the file → its comment; keys in a list's items are those of the list.
-        classes: (class, field) that keys are of → the comment; a section that names no class stands for itself.
+        classes: (class, field) that keys are of → the comment; a section that names no class stands
+            for itself.
     """
 
     header: str
@@ -65,7 +67,9 @@ class _Entry:
     value: yaml.Node
 
     def comment(self, lines: list[str]) -> str:
-        """The comment behind the value, with the lines that go on with it; else the lines above the key."""
+        """The comment behind the value, with the lines that go on with it; else the lines above the
+        key.
+        """
         row = self.name.start_mark.line
         inline = self.value.end_mark.line == row
         begin = (self.value if inline else self.name).end_mark.column
@@ -85,7 +89,9 @@ class _Entry:
                 break
             above.insert(0, line.strip().lstrip("#"))
         at_top = len(above) == row  # it is the header of the file
-        return "" if indent.strip() or at_top else _joined(above)
+        if indent.strip() or at_top:
+            return ""
+        return _joined(above)
 
 
 def _entries(node: yaml.Node | None, prefix: str) -> Iterator[_Entry]:
@@ -126,27 +132,35 @@ class Descriptions:
     def option(self, group: str, name: str) -> str:
         """The description of an option of a group; empty for one that is no file."""
         path = self._file(group, name)
-        return comments(path).header if path is not None else ""
+        if path is not None:
+            return comments(path).header
+        return ""
 
     def group(self, name: str) -> str:
         """The description of a group."""
         parent, _, last = name.rpartition("/")
-        files = sorted((CONFIGS / parent).glob("*.yaml")) if parent else [CONFIGS / "train.yaml"]
+        if parent:
+            files = sorted((CONFIGS / parent).glob("*.yaml"))
+        else:
+            files = [CONFIGS / "train.yaml"]
         texts = (comments(path).keys.get(f"defaults.{last}", "") for path in files)
         return next((text for text in texts if text), "")
 
     def key(self, key: KeyField, group: str, name: str) -> str:
         """The description of a key, or an empty text.
 
-        It is that of the file of the chosen option, of the option that this one begins with, of the class, or of
-        train.yaml.
+        It is that of the file of the chosen option, of the option that this one begins with, of the
+        class, or of train.yaml.
 
         Args:
-            group: the group of the section that the key is in; name: its chosen option. Both are empty for the
-                keys that train.yaml itself sets.
+            group: the group of the section that the key is in; name: its chosen option. Both are
+                empty for the keys that train.yaml itself sets.
         """
         below = key.path.removeprefix(group.replace("/", ".") + ".")
-        path = self._file(group, name) if group else CONFIGS / "train.yaml"
+        if group:
+            path = self._file(group, name)
+        else:
+            path = CONFIGS / "train.yaml"
         while path is not None:
             found = comments(path)
             if text := found.keys.get(below if group else key.path, ""):
@@ -164,7 +178,9 @@ class Descriptions:
         return ""
 
     def _fields(self, kind: str, name: str) -> Iterator[tuple[str, str]]:
-        """(class as a file names it, description) of the fields `name` of all classes with the name `kind`."""
+        """(class as a file names it, description) of the fields `name` of all classes with the name
+        `kind`.
+        """
         for path in self._files():
             for (owner, key), text in comments(path).classes.items():
                 if key == name and owner.rpartition(".")[2] == kind:
@@ -181,17 +197,24 @@ class Descriptions:
         """The full keys that the file of an option names."""
         path = self._file(group, name)
         body: Any = yaml.safe_load(path.read_text(encoding="utf-8")) if path is not None else None
-        return set(flattened(body)) if isinstance(body, dict) else set()
+        if isinstance(body, dict):
+            return set(flattened(body))
+        return set()
 
     def _file(self, group: str, name: str) -> Path | None:
         """The file of an option; None where it is none of a folder."""
         own = RECIPES if group == "recipe" else CONFIGS / group
         places = [own, *(folder / group for folder in self.folders)]
-        return next((place / f"{name}.yaml" for place in places if (place / f"{name}.yaml").is_file()), None)
+        return next(
+            (place / f"{name}.yaml" for place in places if (place / f"{name}.yaml").is_file()), None
+        )
 
     def _base(self, group: str, path: Path) -> Path | None:
         """The option that the file of an option begins with."""
         body: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
-        listed = body.get("defaults", []) if isinstance(body, dict) else []
+        if isinstance(body, dict):
+            listed = body.get("defaults", [])
+        else:
+            listed = []
         names = [item for item in listed if isinstance(item, str) and item != "_self_"]
         return self._file(group, names[0]) if names else None

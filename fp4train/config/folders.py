@@ -1,9 +1,9 @@
 """The folders of fp4train's YAML files, and how the recipes among them enter Hydra.
 
-In a checkout `configs/` and `recipes/` stand beside the package; in an installed package they are inside it (setup.py
-maps them there). `configs/` is Hydra's primary folder. `recipes/` holds the options of the group `recipe` without a
-folder of that name above them, so they are given to Hydra through its ConfigStore. So are single files that a command
-names as an option (policy=FILE.yaml).
+In a checkout `configs/` and `recipes/` stand beside the package; in an installed package they are
+inside it (setup.py maps them there). `configs/` is Hydra's primary folder. `recipes/` holds the
+options of the group `recipe` without a folder of that name above them, so they are given to Hydra
+through its ConfigStore. So are single files that a command names as an option (policy=FILE.yaml).
 """
 
 import hashlib
@@ -26,7 +26,9 @@ _PACKAGE = Path(__file__).parent.parent
 
 def _folder(name: str) -> Path:
     inside = _PACKAGE / name
-    return inside if inside.is_dir() else _PACKAGE.parent / name
+    if inside.is_dir():
+        return inside
+    return _PACKAGE.parent / name
 
 
 CONFIGS = _folder("configs")
@@ -55,11 +57,14 @@ def register_recipes() -> None:
     """Give Hydra the files of `RECIPES` as the options of its group `recipe`."""
     store = ConfigStore.instance().repo.setdefault("recipe", {})
     for path in sorted(RECIPES.glob("*.yaml")):
-        store[path.name] = _Option(path.name, _Unread(path), "recipe", package=None, provider="fp4train")  # type: ignore[arg-type]
+        unread: Any = _Unread(path)
+        store[path.name] = _Option(path.name, unread, "recipe", package=None, provider="fp4train")
 
 
 def options(folder: Path) -> dict[str, list[str]]:
-    """Config group → its options in a folder of configs, nested groups with a slash ("data/tokenizer")."""
+    """Config group → its options in a folder of configs, nested groups with a slash
+    ("data/tokenizer").
+    """
     found: dict[str, list[str]] = {}
     for path in sorted(folder.glob("*/*.yaml")) + sorted(folder.glob("*/*/*.yaml")):
         found.setdefault(path.parent.relative_to(folder).as_posix(), []).append(path.stem)
@@ -72,13 +77,16 @@ def own_options() -> dict[str, list[str]]:
 
 
 _FILE = "file "
-"""Begins the provider of options that are single files, in Hydra's ConfigStore; their path follows."""
+"""Begins the provider of options that are single files, in Hydra's ConfigStore; their path
+follows.
+"""
 
 
 def register_file(group: str, path: Path) -> str:
     """Give Hydra a YAML file as an option of `group`; returns the option's name.
 
-    The name is that of the file, or with a checksum of its path where an option of that name is there already.
+    The name is that of the file, or with a checksum of its path where an option of that name is
+    there already.
 
     Raises:
         UserError: there is no such file, or it is no mapping in YAML.
@@ -88,11 +96,20 @@ def register_file(group: str, path: Path) -> str:
         found = OmegaConf.load(path)
     except FileNotFoundError:
         raise UserError(f"{group}={path}: there is no such file") from None
-    except (OSError, YAMLError, OmegaConfBaseException, UnicodeDecodeError, RecursionError) as error:
+    except (
+        OSError,
+        YAMLError,
+        OmegaConfBaseException,
+        UnicodeDecodeError,
+        RecursionError,
+    ) as error:
         raise UserError(f"{group}={path} cannot be read: {first_line(error)}") from error
     if not isinstance(found, DictConfig):
-        raise UserError(f"{group}={path} must hold keys and values, as the files in {CONFIGS / group} do")
-    provider, name = f"{_FILE}{path.absolute()}", path.stem
+        raise UserError(
+            f"{group}={path} must hold keys and values, as the files in {CONFIGS / group} do"
+        )
+    provider = f"{_FILE}{path.absolute()}"
+    name = path.stem
     taken = {**dict.fromkeys(own_options().get(group, ())), **_registered(group)}
     if taken.get(name, provider) != provider or not name.replace("-", "_").isidentifier():
         name = f"file-{hashlib.sha256(provider.encode()).hexdigest()[:8]}"
@@ -117,30 +134,39 @@ def _registered(group: str) -> dict[str, str]:
 
 
 def check_size(path: Path) -> None:
-    """Raises UserError where a file of options is larger than a configuration is (`fp4train.sealed`)."""
+    """Raises UserError where a file of options is larger than a configuration is
+    (`fp4train.sealed`).
+    """
     if (size := path.stat().st_size) > CONFIG_LIMIT:
-        raise UserError(f"{path}: {size:,} bytes; more than {CONFIG_LIMIT:,} are not read as options")
+        raise UserError(
+            f"{path}: {size:,} bytes; more than {CONFIG_LIMIT:,} are not read as options"
+        )
 
 
 def check_folder(folder: Path) -> None:
     """Check a folder of the user's own configs.
 
     Raises:
-        UserError: it does not exist, or holds an option that fp4train has, too: one of the two would be ignored.
+        UserError: it does not exist, or holds an option that fp4train has, too: one of the two
+            would be ignored.
     """
     if not folder.is_dir():
         raise UserError(f"--config-dir {folder}: there is no such folder")
     own = own_options()
     found = options(folder)
-    if not found.keys() & own.keys() and not any([*folder.glob("*.py"), *folder.glob("*/__init__.py")]):
+    if not found.keys() & own.keys() and not any(
+        [*folder.glob("*.py"), *folder.glob("*/__init__.py")]
+    ):
         raise UserError(
             f"--config-dir {folder}: it holds no options and no plugins: options are files such as "
-            f"{folder / 'recipe' / 'NAME.yaml'}, in folders named {', '.join(sorted(own))}; a plugin is a Python module"
+            f"{folder / 'recipe' / 'NAME.yaml'}, in folders named {', '.join(sorted(own))}; a "
+            "plugin is a Python module"
         )
     for group, names in found.items():
         for name in names:
             check_size(folder / group / f"{name}.yaml")
             if name in own.get(group, ()):
                 raise UserError(
-                    f"{folder / group / name}.yaml: fp4train has a {group}={name} already; give the file another name"
+                    f"{folder / group / name}.yaml: fp4train has a {group}={name} already; "
+                    "give the file another name"
                 )

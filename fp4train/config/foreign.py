@@ -1,4 +1,5 @@
-"""Suggestions for keys and options that do not exist: the nearest one, or what another framework's word is here.
+"""Suggestions for keys and options that do not exist: the nearest one, or what another framework's
+word is here.
 
 The words of other frameworks, and what fp4train calls the same thing, are in foreign.yaml.
 """
@@ -33,12 +34,16 @@ def suggestion(word: str, have: Collection[str] | None = None) -> str:
         if last not in theirs or (have is not None and "." in ours and ours not in have):
             continue
         meant = f"; did you mean {ours!r}?" if ours else ""
-        return f"{meant} ({note})" if meant and note else meant or f": {note}"
+        if meant and note:
+            return f"{meant} ({note})"
+        return meant or f": {note}"
     return ""
 
 
 def option_suggestion(group: str, option: str, known: Iterable[str]) -> str:
-    """The hint for an option that a group does not have: longer names, another framework's word, or the nearest."""
+    """The hint for an option that a group does not have: longer names, another framework's word, or
+    the nearest.
+    """
     known = list(known)
     if same := [name for name in known if name.lower() == option.lower()]:
         return f"; did you mean {same[0]!r}?"
@@ -46,7 +51,9 @@ def option_suggestion(group: str, option: str, known: Iterable[str]) -> str:
     theirs = suggestion(option)
     if len(begin) > 1:
         return f"; did you mean {', '.join(begin[:-1])} or {begin[-1]}?"
-    return theirs if f"{group}=" in theirs else near_miss(option, known)
+    if f"{group}=" in theirs:
+        return theirs
+    return near_miss(option, known)
 
 
 def check_option(group: str, option: str, known: list[str]) -> None:
@@ -68,7 +75,8 @@ def check_keys(wanted: list[str], have: list[str]) -> None:
             continue
         if (reason := why_absent(key.removeprefix("parallel."))) is not None:
             raise UserError(f"unknown key {key!r}: {reason}")
-        # The same name in another section (lr: optim.lr) is a better suggestion than a similar name.
+        # The same name in another section (lr: optim.lr) is a better suggestion than a similar
+        # name.
         others = [k for k in have if not key.startswith(f"{k}.") and not k.endswith("_target_")]
         namesakes = [k for k in others if k.rpartition(".")[2] == key.rpartition(".")[2]]
         section = key.rpartition(".")[0]
@@ -79,6 +87,9 @@ def check_keys(wanted: list[str], have: list[str]) -> None:
         if 1 < len(near) <= 3:
             hint = f"; did you mean {' or '.join(map(repr, near))}?"
         else:
-            hint = f"; did you mean {namesakes[0]!r}?" if len(namesakes) == 1 else ""
+            if len(namesakes) == 1:
+                hint = f"; did you mean {namesakes[0]!r}?"
+            else:
+                hint = ""
             hint = hint or suggestion(key, have) or near_miss(key, namesakes or others)
         raise UserError(f"unknown key {key!r}{hint}{known}")

@@ -1,7 +1,8 @@
-"""`init=FOLDER`: a run that begins with the weights of a Hugging Face folder has that folder's model and tokenizer.
+"""`init=FOLDER`: a run that begins with the weights of a Hugging Face folder has that folder's
+model and tokenizer.
 
-The sections `model` and `data.tokenizer` are made of the folder's `config.json` and `tokenizer.json`, so that the saved
-configuration of the run describes its model without the folder.
+The sections `model` and `data.tokenizer` are made of the folder's `config.json` and
+`tokenizer.json`, so that the saved configuration of the run describes its model without the folder.
 """
 
 import dataclasses
@@ -21,30 +22,39 @@ from fp4train.data.tokenizers import Bytes, Pretrained
 from fp4train.errors import UserError, user_errors
 from fp4train.models.hf import HuggingFaceFamily, family_for
 
-TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+TOKENIZER = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
 def names_folder(init: str | None) -> bool:
     """Whether `init` names a Hugging Face folder, and no run directory."""
-    return init is not None and not (Path(init) / sealed.CONFIG).is_file() and model_folder.is_model_folder(Path(init))
+    return (
+        init is not None
+        and not (Path(init) / sealed.CONFIG).is_file()
+        and model_folder.is_model_folder(Path(init))
+    )
 
 
 def with_folder(cfg: DictConfig, changed: Iterable[str]) -> DictConfig:
-    """`cfg` with the model and the tokenizer of the folder that `cfg.init` names; unchanged where it names none.
+    """`cfg` with the model and the tokenizer of the folder that `cfg.init` names; unchanged where
+    it names none.
 
     Args:
-        changed: the keys that the command line sets. Those of the model that change no weight are kept, and so is a
-            tokenizer that it names.
+        changed: the keys that the command line sets. Those of the model that change no weight are
+            kept, and so is a tokenizer that it names.
 
     Raises:
-        UserError: the folder's model is not supported, the command line contradicts it, or it has no tokenizer.
+        UserError: the folder's model is not supported, the command line contradicts it, or it has
+            no tokenizer.
     """
     if not isinstance(cfg.init, str) or not names_folder(cfg.init):
         return cfg
-    folder, changed = Path(cfg.init), set(changed)
+    folder = Path(cfg.init)
+    changed = set(changed)
     if cfg.init_step is not None:
         raise UserError(
-            f"init_step={cfg.init_step} is the step of a checkpoint, and init={folder} is no run: leave it out"
+            f"init_step={cfg.init_step} is the step of a checkpoint, and init={folder} is no "
+            "run: leave it out"
         )
     found = plain(cfg) | {"model": _model(cfg, folder, changed)}
     if (section := _tokenizer(cfg, folder, changed)) is not None:
@@ -69,21 +79,26 @@ def _model(cfg: DictConfig, folder: Path, changed: set[str]) -> dict[str, Any]:
     """The section `model`."""
     if "model" in changed:
         raise UserError(
-            f"init={folder} brings its model: leave out model=…; single keys that change no weight can be given "
+            f"init={folder} brings its model: leave out model=…; single keys that change no "
+            "weight can be given "
             "(model.recompute=true)"
         )
     family, shape = model_of(folder)
     kind = type(shape)
     package = kind.__module__.rpartition(".")[0] or kind.__module__
-    section = OmegaConf.create({"_target_": f"{package}.{kind.__name__}", **dataclasses.asdict(shape)})
+    section = OmegaConf.create(
+        {"_target_": f"{package}.{kind.__name__}", **dataclasses.asdict(shape)}
+    )
     known = [f"model.{name}" for name in keys(plain(section))]
     for key in sorted(key for key in changed if key.startswith("model.")):
-        name, given = key.removeprefix("model."), OmegaConf.select(cfg, key)
+        name = key.removeprefix("model.")
+        given = OmegaConf.select(cfg, key)
         if not any(f"{name}.".startswith(f"{free}.") for free in family.FREE):
             foreign.check_keys([key], known)
             if given != (own := OmegaConf.select(section, name)):
                 raise UserError(
-                    f"{key}={given} contradicts init={folder}, whose {model_folder.CONFIG} makes it {own}: leave it "
+                    f"{key}={given} contradicts init={folder}, whose {model_folder.CONFIG} "
+                    f"makes it {own}: leave it "
                     f"out (a run may choose {', '.join(f'model.{free}' for free in family.FREE)})"
                 )
         OmegaConf.update(section, name, given, merge=False, force_add=True)
@@ -102,21 +117,35 @@ def _tokenizer(cfg: DictConfig, folder: Path, changed: set[str]) -> dict[str, An
         if not named and getattr(model_of(folder)[0], "BYTES", False):
             return {"_target_": f"{Bytes.__module__}.{Bytes.__name__}"}
         raise UserError(
-            f"{folder} has no {TOKENIZER}: name the tokenizer of its model, data/tokenizer=pretrained "
+            f"{folder} has no {TOKENIZER}: name the tokenizer of its model, "
+            "data/tokenizer=pretrained "
             "data.tokenizer.name=…, or data/tokenizer=bytes where its ids are those of bytes"
         )
-    section = {"_target_": "fp4train.data.tokenizers.Pretrained", **dataclasses.asdict(Pretrained(name=str(folder)))}
-    more = {key: value for key, value in own.items() if key != "name"} if named else {"end_of_document": _end(folder)}
-    if (lost := Pretrained(name=str(folder), end_of_document=more["end_of_document"]).open().lost_text()) is not None:
+    section = {
+        "_target_": "fp4train.data.tokenizers.Pretrained",
+        **dataclasses.asdict(Pretrained(name=str(folder))),
+    }
+    if named:
+        more = {key: value for key, value in own.items() if key != "name"}
+    else:
+        more = {"end_of_document": _end(folder)}
+    if (
+        lost := Pretrained(name=str(folder), end_of_document=more["end_of_document"])
+        .open()
+        .lost_text()
+    ) is not None:
         raise UserError(
-            f"{folder / TOKENIZER} does not give text back that it encodes: a line of Python becomes {lost!r}. Where "
+            f"{folder / TOKENIZER} does not give text back that it encodes: a line of Python "
+            f"becomes {lost!r}. Where "
             f"that is meant, name it: data/tokenizer=pretrained data.tokenizer.name={folder}"
         )
     return section | more
 
 
 def _end(folder: Path) -> str | None:
-    """The token that ends a document, as the tokenizer's configuration names it; None: it names none."""
+    """The token that ends a document, as the tokenizer's configuration names it; None: it names
+    none.
+    """
     if not model_folder.has_file(folder, TOKENIZER_CONFIG):
         return None
     end = model_folder.read_table(folder, TOKENIZER_CONFIG).get("eos_token")

@@ -1,4 +1,6 @@
-"""The words of a command line: key=value in Hydra's grammar, flags, names of runs, and the options of a verb."""
+"""The words of a command line: key=value in Hydra's grammar, flags, names of runs, and the options
+of a verb.
+"""
 
 import os
 import re
@@ -13,7 +15,13 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
-from fp4train.config.folders import check_folder, options, own_options, register_file, registered_files
+from fp4train.config.folders import (
+    check_folder,
+    options,
+    own_options,
+    register_file,
+    registered_files,
+)
 from fp4train.errors import UserError
 from fp4train.text import shortened, whole_number
 
@@ -23,12 +31,25 @@ KNOWN_FLAGS = (
     *("-m", "--multirun", "--cfg", "-c", "--resolve", "--info", "-i", "--package", "-p"),
     *("--help", "-h", "--hydra-help", "--version"),
 )
-_OTHER_FLAGS = ("--config-path", "-cp", "--config-name", "-cn", "--package", "-p", "--cfg", "-c", "--info", "-i")
+_OTHER_FLAGS = (
+    "--config-path",
+    "-cp",
+    "--config-name",
+    "-cn",
+    "--package",
+    "-p",
+    "--cfg",
+    "-c",
+    "--info",
+    "-i",
+)
 SWEEP = frozenset({"-m", "--multirun"})
 
 
 def flags_and_words(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """The arguments of a command line as two lists: flags with their values, and everything else."""
+    """The arguments of a command line as two lists: flags with their values, and everything
+    else.
+    """
     flags: list[str] = []
     words: list[str] = []
     before = ""
@@ -40,11 +61,13 @@ def flags_and_words(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 
 def names_folder(word: str) -> bool:
-    """Whether a word of a command line is a directory's name: it is no key=value, or there is a directory of that name.
+    """Whether a word of a command line is a directory's name: it is no key=value, or there is a
+    directory of that name.
 
     The directories of a sweep have the swept value in their names: runs/a-microbatch=2.
     """
-    return "=" not in word or os.path.isdir(word)  # pathlib raises where a word is too long for a name
+    # pathlib raises where a word is too long for a name
+    return "=" not in word or os.path.isdir(word)
 
 
 @dataclass(frozen=True)
@@ -64,8 +87,9 @@ class Option:
 
 @dataclass(frozen=True, kw_only=True)
 class CommandLine:
-    """The command line of a verb, taken apart: flags with their values, the value of every option of the verb, and the
-    other words."""
+    """The command line of a verb, taken apart: flags with their values, the value of every option
+    of the verb, and the other words.
+    """
 
     flags: list[str]
     options: dict[str, Any]
@@ -90,7 +114,8 @@ def read_options(arguments: list[str], known: Mapping[str, Option]) -> CommandLi
     """
     flags, words = flags_and_words(arguments)
     options = {key: option.default for key, option in known.items()}
-    others, given = [], set()
+    others = []
+    given = set()
     for word in words:
         key, equals, text = word.partition("=")
         if not equals or key not in known:
@@ -125,7 +150,9 @@ def count(text: str) -> int | None:
 def number(text: str) -> float | None:
     """A finite number from 0."""
     with suppress(ValueError):
-        return found if 0 <= (found := float(text)) < float("inf") else None
+        if 0 <= (found := float(text)) < float("inf"):
+            return found
+        return None
     return None
 
 
@@ -144,11 +171,14 @@ def parse(arguments: list[str]) -> list[Override]:
         except (HydraException, ValueError) as error:  # ValueError: a number of thousands of digits
             if not word.startswith("resume="):
                 raise _refused(word, error) from error
-            # The directories of a sweep have "=" in their names, which Hydra's grammar requires to be quoted.
+            # The directories of a sweep have "=" in their names, which Hydra's grammar requires to
+            # be quoted.
             override = parser.parse_override(quoted("resume", word.removeprefix("resume=")))
         if override.package is not None and not override.key_or_group.startswith("hydra"):
             plain_word = word.replace(f"@{override.package}", "", 1)
-            raise UserError(f"{word!r}: a group has one place in the configuration, without @: {plain_word}")
+            raise UserError(
+                f"{word!r}: a group has one place in the configuration, without @: {plain_word}"
+            )
         found.append(override)
     return found
 
@@ -161,8 +191,13 @@ def _refused(word: str, error: Exception) -> UserError:
     why = first_lines(error).partition(" expecting ")[0]
     if odd := re.search(r"token recognition error at: '(.)", why):
         key, _, value = word.partition("=")
-        return UserError(f"{word!r}: a value with the character {odd[1]} needs quotes: '{key}=\"{value}\"'")
-    return UserError(f"{shortened(word, 100)!r}: {why}; write key=value, and quote values with special characters")
+        return UserError(
+            f"{word!r}: a value with the character {odd[1]} needs quotes: '{key}=\"{value}\"'"
+        )
+    return UserError(
+        f"{shortened(word, 100)!r}: {why}; write key=value, and quote values with special "
+        "characters"
+    )
 
 
 def dotted(override: Override) -> str:
@@ -174,11 +209,15 @@ def swept_keys(arguments: list[str]) -> list[str]:
     """The keys that a sweep (-m) gives several values."""
     if not SWEEP & set(arguments):
         return []
-    return list(dict.fromkeys(dotted(each) for each in parse(arguments) if each.is_sweep_override()))
+    return list(
+        dict.fromkeys(dotted(each) for each in parse(arguments) if each.is_sweep_override())
+    )
 
 
 def groups(folders: Iterable[Path] = ()) -> dict[str, list[str]]:
-    """Config group → its options, those of fp4train and of `folders`; nested groups with a slash ("data/tokenizer")."""
+    """Config group → its options, those of fp4train and of `folders`; nested groups with a slash
+    ("data/tokenizer").
+    """
     found = own_options()
     for more in (registered_files(), *(options(folder) for folder in folders)):
         for group, names in more.items():
@@ -187,7 +226,8 @@ def groups(folders: Iterable[Path] = ()) -> dict[str, list[str]]:
 
 
 def with_files(arguments: list[str]) -> list[str]:
-    """The arguments of a command; a YAML file that stands for an option (policy=FILE.yaml) is registered as one.
+    """The arguments of a command; a YAML file that stands for an option (policy=FILE.yaml) is
+    registered as one.
 
     Raises:
         UserError: a file is missing or cannot be read.
@@ -196,7 +236,9 @@ def with_files(arguments: list[str]) -> list[str]:
 
     def option(group: str, value: str) -> str:
         bare = value.strip("'\"")
-        return register_file(group, Path(bare)) if bare.endswith((".yaml", ".yml")) else value
+        if bare.endswith((".yaml", ".yml")):
+            return register_file(group, Path(bare))
+        return value
 
     found = []
     for argument in arguments:
@@ -217,11 +259,17 @@ def plugins(arguments: list[str]) -> list[str]:
     for override in parse(arguments):
         if override.key_or_group == "plugins":
             if override.is_sweep_override():
-                raise UserError(f"{override.input_line}: a list has brackets, plugins=[…]; it cannot be swept over")
+                raise UserError(
+                    f"{override.input_line}: a list has brackets, plugins=[…]; it cannot be "
+                    "swept over"
+                )
             value = None if override.is_delete() else override.value()
             names = value if isinstance(value, list) else [] if value is None else [value]
             if strange := [name for name in names if not isinstance(name, str)]:
-                raise UserError(f"{override.input_line}: {strange[0]} is no package's name; write plugins=[mylab]")
+                raise UserError(
+                    f"{override.input_line}: {strange[0]} is no package's name; write "
+                    "plugins=[mylab]"
+                )
             found = [str(name) for name in names]
     return found
 
@@ -236,7 +284,9 @@ def as_typed(key: str, value: str | Sequence[str]) -> str:
     if not isinstance(value, str):
         items = ",".join(quoted("", item).removeprefix("=") for item in value)
         return shlex.quote(f"{key}=[{items}]")
-    return f"{key}={value}" if re.fullmatch(r"[a-zA-Z0-9_./:-]+", value) else shlex.quote(quoted(key, value))
+    if re.fullmatch(r"[a-zA-Z0-9_./:-]+", value):
+        return f"{key}={value}"
+    return shlex.quote(quoted(key, value))
 
 
 def resumed_run(arguments: Iterable[str]) -> str | None:
@@ -254,7 +304,10 @@ def own_folders(arguments: list[str]) -> list[Path]:
     for index, argument in enumerate(arguments):
         name, equals, value = argument.partition("=")
         if name in _FOLDER_FLAGS:
-            folder = value if equals else next(iter(arguments[index + 1 :]), "")
+            if equals:
+                folder = value
+            else:
+                folder = next(iter(arguments[index + 1 :]), "")
             if not folder:
                 raise UserError(f"{name} needs a folder: {name} FOLDER")
             check_folder(Path(folder))
@@ -281,6 +334,8 @@ def first_lines(error: Exception) -> str:
     """Message of an error of Hydra's or OmegaConf's, without its hints for programmers."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     useful = [
-        line for line in lines if not line.startswith(("full_key:", "object_type=", "reference_type=", "See https"))
+        line
+        for line in lines
+        if not line.startswith(("full_key:", "object_type=", "reference_type=", "See https"))
     ]
     return " ".join(useful[:2]) or type(error).__name__

@@ -1,13 +1,16 @@
-"""Classes that a configuration may name by `_target_`: fp4train's, and those of packages in `plugins=[…]`.
+"""Classes that a configuration may name by `_target_`: fp4train's, and those of packages in
+`plugins=[…]`.
 
-Finding a class imports its module, which runs code. So the command line alone decides whose modules may be imported:
-fp4train's, and those of the plugins it names. What stands in a run directory or a YAML file never adds to them. Of
-these modules dataclasses count, and their defining module is checked and not only their name, because attributes lead
-anywhere: "fp4train.files.os.system". A configuration found in a run directory is therefore data: building a dataclass
-of ours stores values, and foreign code does not run.
+Finding a class imports its module, which runs code. So the command line alone decides whose modules
+may be imported: fp4train's, and those of the plugins it names. What stands in a run directory or a
+YAML file never adds to them. Of these modules dataclasses count, and their defining module is
+checked and not only their name, because attributes lead anywhere: "fp4train.files.os.system". A
+configuration found in a run directory is therefore data: building a dataclass of ours stores
+values, and foreign code does not run.
 
-A plugin is an installed package, or a module or package in a folder given by --config-dir. Such a folder is on Python's
-import path only while the plugins are imported, and last, so that nothing in it can take an installed package's place.
+A plugin is an installed package, or a module or package in a folder given by --config-dir. Such a
+folder is on Python's import path only while the plugins are imported, and last, so that nothing in
+it can take an installed package's place.
 """
 
 import dataclasses
@@ -44,7 +47,8 @@ def using(names: Sequence[str], folders: Iterable[Path] = ()) -> Iterator[None]:
     folders = list(folders)
     for name in names:
         _import_plugin(name, folders)
-    token, token_of_folders = _NAMED.set(tuple(names)), _FOLDERS.set(tuple(folders))
+    token = _NAMED.set(tuple(names))
+    token_of_folders = _FOLDERS.set(tuple(folders))
     try:
         yield
     finally:
@@ -58,13 +62,19 @@ def named() -> tuple[str, ...]:
 
 
 def source_files() -> dict[str, Path]:
-    """The files that the plugins consist of, by names that are the same on every machine: whole packages, also what is
-    not Python in them, and the modules that they imported from the folders of `using`."""
+    """The files that the plugins consist of, by names that are the same on every machine: whole
+    packages, also what is not Python in them, and the modules that they imported from the folders
+    of `using`.
+    """
     files: dict[str, Path] = {}
     for package in dict.fromkeys(name.partition(".")[0] for name in named()):
         for root in map(Path, getattr(sys.modules[package], "__path__", ())):
             paths = (path for path in sorted(root.rglob("*")) if not {*path.parts} & {*_UNREAD})
-            files |= {f"{package}/{path.relative_to(root).as_posix()}": path for path in paths if path.is_file()}
+            files |= {
+                f"{package}/{path.relative_to(root).as_posix()}": path
+                for path in paths
+                if path.is_file()
+            }
     of_packages = {path.resolve() for path in files.values()}
     folders = [folder.resolve() for folder in _FOLDERS.get()]
     for name, module in sorted(sys.modules.items()):
@@ -76,7 +86,9 @@ def source_files() -> dict[str, Path]:
 
 
 def may_define(module: str) -> bool:
-    """Whether configuration classes may come from `module`: it belongs to fp4train or to a named plugin."""
+    """Whether configuration classes may come from `module`: it belongs to fp4train or to a named
+    plugin.
+    """
     return any(module == name or module.startswith(f"{name}.") for name in ("fp4train", *named()))
 
 
@@ -89,14 +101,17 @@ def describe_failure(error: BaseException) -> str:
 
 
 def check_targets(node: Any, path: str = "") -> None:
-    """Raise UserError if a `_target_` in a configuration is not a configuration class (see `own_class`)."""
+    """Raise UserError if a `_target_` in a configuration is not a configuration class (see
+    `own_class`).
+    """
     for where, key, target in walk(node, path):
         if key == "_target_":
             own_class(target, where)
 
 
 def own_class(target: object, where: str) -> type:
-    """The configuration class that `target` names: a dataclass defined in fp4train or in a named plugin.
+    """The configuration class that `target` names: a dataclass defined in fp4train or in a named
+    plugin.
 
     Args:
         target: "module.Class".
@@ -108,7 +123,10 @@ def own_class(target: object, where: str) -> type:
     module, _, name = str(target).rpartition(".")
     package = module.partition(".")[0]
     if not may_define(module):
-        hint = f"; if you trust the package {package}, add plugins=[{package}]" if package.isidentifier() else ""
+        if package.isidentifier():
+            hint = f"; if you trust the package {package}, add plugins=[{package}]"
+        else:
+            hint = ""
         raise UserError(f"{where}={target!r} is no configuration class of fp4train{hint}")
     refused = f"{where}={target!r} is no configuration class of {package}"
     try:
@@ -116,7 +134,9 @@ def own_class(target: object, where: str) -> type:
     except ModuleNotFoundError as error:
         raise UserError(f"{refused}: there is no module {error.name}") from error
     except (Exception, SystemExit) as error:
-        raise UserError(f"{refused}: {module} cannot be imported: {describe_failure(error)}") from error
+        raise UserError(
+            f"{refused}: {module} cannot be imported: {describe_failure(error)}"
+        ) from error
     found = getattr(holder, name, None)
     if found is None:
         classes = [each for each, value in vars(holder).items() if dataclasses.is_dataclass(value)]
@@ -124,14 +144,20 @@ def own_class(target: object, where: str) -> type:
     if not isinstance(found, type) or not may_define(found.__module__):
         raise UserError(refused)
     if "__dataclass_fields__" not in vars(found):
-        raise UserError(f"{refused}: it is no dataclass; decorate it with @dataclass(frozen=True, kw_only=True)")
+        raise UserError(
+            f"{refused}: it is no dataclass; decorate it with @dataclass(frozen=True, kw_only=True)"
+        )
     return found
 
 
 def walk(node: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(full key, key or index, value) of all that is below `node`, plain values whose own key is `path`."""
+    """(full key, key or index, value) of all that is below `node`, plain values whose own key is
+    `path`.
+    """
     named = isinstance(node, Mapping)
-    for key, value in node.items() if named else enumerate(node) if isinstance(node, (list, tuple)) else ():
+    for key, value in (
+        node.items() if named else enumerate(node) if isinstance(node, (list, tuple)) else ()
+    ):
         where = f"{path}[{key}]" if not named else f"{path}.{key}" if path else str(key)
         yield where, key, value
         yield from walk(value, where)
@@ -143,7 +169,8 @@ def _import_plugin(name: str, folders: Sequence[Path]) -> None:
         stem = path.name.removesuffix(".py")
         example = stem if stem.isidentifier() else "mylab"
         raise UserError(
-            f"plugins=[{name}]: a plugin is named as in an import statement, not by a path: plugins=[{example}], with "
+            f"plugins=[{name}]: a plugin is named as in an import statement, not by a path: "
+            f"plugins=[{example}], with "
             f"--config-dir {path.parent if path.parent.name else 'FOLDER'} if that is where it is"
         )
     if name.partition(".")[0] == "fp4train":
@@ -155,10 +182,13 @@ def _import_plugin(name: str, folders: Sequence[Path]) -> None:
             if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
                 looked = "".join(f" and {folder}" for folder in folders)
                 raise UserError(
-                    f"plugins=[{name}]: there is no module {error.name} among the installed packages{looked}: install "
+                    f"plugins=[{name}]: there is no module {error.name} among the installed "
+                    f"packages{looked}: install "
                     "it, or name its folder, --config-dir FOLDER"
                 ) from error
-            raise UserError(f"plugins=[{name}] cannot be imported: {describe_failure(error)}") from error
+            raise UserError(
+                f"plugins=[{name}] cannot be imported: {describe_failure(error)}"
+            ) from error
     if getattr(module, "__file__", None) is None:
         raise UserError(f"plugins=[{name}] holds no code: a package has a file __init__.py")
     _check_place(sys.modules[name.partition(".")[0]], folders)
@@ -168,7 +198,9 @@ def _import_plugin(name: str, folders: Sequence[Path]) -> None:
 def _import_path(folders: Iterable[Path]) -> Iterator[None]:
     """Python's import path with `folders` at its end."""
     importlib.invalidate_caches()
-    added = [place for place in (str(folder.absolute()) for folder in folders) if place not in sys.path]
+    added = [
+        place for place in (str(folder.absolute()) for folder in folders) if place not in sys.path
+    ]
     sys.path.extend(added)
     try:
         yield
@@ -180,8 +212,11 @@ def _import_path(folders: Iterable[Path]) -> Iterator[None]:
 
 def _check_place(module: ModuleType, folders: Iterable[Path]) -> None:
     """Refuse a module in one of `folders` that another of its name hides."""
-    name, found = module.__name__, Path(module.__file__ or "")
+    name = module.__name__
+    found = Path(module.__file__ or "")
     for folder in folders:
         for beside in (folder / f"{name}.py", folder / name / "__init__.py"):
             if beside.is_file() and beside.resolve() != found.resolve():
-                raise UserError(f"plugins=[{name}]: {beside} is hidden by {found}; give it another name")
+                raise UserError(
+                    f"plugins=[{name}]: {beside} is hidden by {found}; give it another name"
+                )

@@ -1,7 +1,8 @@
 """The configuration of a run: YAML in, typed and checked objects out.
 
-`configs/train.yaml` lists all keys. Groups (model, data, recipe, …) name their dataclass by `_target_`, see `binding`.
-`to_config` turns the composed YAML into one `Config`; the code after it works with typed objects only.
+`configs/train.yaml` lists all keys. Groups (model, data, recipe, …) name their dataclass by
+`_target_`, see `binding`. `to_config` turns the composed YAML into one `Config`; the code after it
+works with typed objects only.
 """
 
 from collections.abc import Iterator, Mapping
@@ -29,16 +30,22 @@ from fp4train.text import check_choice, check_least, first_line
 from fp4train.track.config import Tracking
 
 MOST_STEPS = 2**29 - 1
-"""The random bits of stochastic rounding are keyed by the step, in 29 bits (`fp4train.quantize.random`)."""
+"""The random bits of stochastic rounding are keyed by the step, in 29 bits
+(`fp4train.quantize.random`).
+"""
 MOST_THREADS = 1024
-"""Threads of a rank: more than a machine has cores are a slip of the hand, and cost memory before they are refused."""
+"""Threads of a rank: more than a machine has cores are a slip of the hand, and cost memory before
+they are refused.
+"""
 MOST_TOKENS = 2**40
 """Tokens per step; more are a slip of the hand. Positions in the data stay below 2**63."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """Name, directory and seed of a run; `overwrite` starts over in a directory that already holds a run."""
+    """Name, directory and seed of a run; `overwrite` starts over in a directory that already holds
+    a run.
+    """
 
     name: str
     dir: Path
@@ -52,7 +59,8 @@ class RunSettings:
         parts = Path(self.name).parts
         if not parts or ".." in parts or Path(self.name).is_absolute():
             raise ValueError(
-                f"run.name={self.name!r} must name a folder among the runs: without '..', not '.', no '/' at its "
+                f"run.name={self.name!r} must name a folder among the runs: without '..', not "
+                "'.', no '/' at its "
                 "start; for another place give run.dir=…"
             )
         if not 0 <= self.seed < 2**63:
@@ -66,35 +74,41 @@ class TrainSettings:
     Args:
         steps: optimizer steps.
         batch_size: sequences per step.
-        microbatch: sequences per forward pass of a rank; None: all of its share of the batch. The gradient is that of
-            the whole batch.
+        microbatch: sequences per forward pass of a rank; None: all of its share of the batch. The
+            gradient is that of the whole batch.
         seq_len: tokens per sequence.
-        compile: let torch.compile fuse the operations between the GEMMs of each block. Compiling takes a minute or more
-            on a CPU. It saved 7 % of a BF16 step and 4 % of an NVFP4 step of llama_30m (2 cores, 2048 tokens).
-            Fused operations round less often, so losses differ in the last digits from those of a run without it.
-            Layers that share an input (queries, keys and values) quantise it once per layer.
-        step_timeout: seconds after which a step that does not end ends the run, with the stacks of all threads on
-            standard error; evaluations, checkpoints and the compiler's work count as part of their step. 0: never.
-        deterministic: let GPUs repeat a run to the bit, for a bit-exact resume there (`run/determinism.py`); CPUs
-            always do. Attention may be slower.
+        compile: let torch.compile fuse the operations between the GEMMs of each block. Compiling
+            takes a minute or more on a CPU. It saved 7 % of a BF16 step and 4 % of an NVFP4 step of
+            llama_30m (2 cores, 2048 tokens). Fused operations round less often, so losses differ in
+            the last digits from those of a run without it. Layers that share an input (queries,
+            keys and values) quantise it once per layer.
+        step_timeout: seconds after which a step that does not end ends the run, with the stacks of
+            all threads on standard error; evaluations, checkpoints and the compiler's work count as
+            part of their step. 0: never.
+        deterministic: let GPUs repeat a run to the bit, for a bit-exact resume there
+            (`run/determinism.py`); CPUs always do. Attention may be slower.
         cuda_graph: true records a step of each stretch of the plan as a CUDA graph and replays it
-            (`run/step_graph.py`). Small models no longer wait for the host. Refused where a step depends on the host:
-            on a CPU, on several ranks, with train.compile, FP16's loss scale, or TE's delayed scaling.
-        threads: threads that CPUs compute with, of each rank; their number changes the order of sums, and so the last
-            digits (`run/bits.py`). None: as many as torch takes by itself, a thread per core.
-        kernels: what runs norms, gates, rotations and the loss of the head: "torch"; "liger", its kernels for GPUs, an
-            error where they do not run; "auto", liger's where they run (`models/common/liger.py`), and on a CPU C
-            kernels of norms, gates and rotations, with which losses differ in no digit (`models/common/on_cpu.py`).
-            Except with "torch", norms and gates of which all readers multiply codes are quantised where they are made
-            on a GPU (`nn/produced.py`), products add up dw over microbatches, which "torch" leaves to autograd
-            (`Executor.adds`), and AdamW's kernel clips, for which "torch" has a pass of its own (`run/step.py`).
-            Losses differ in the last digits there. With train.compile the compiler has the
-            blocks, and liger's what lies outside of them.
-        document_mask: let tokens attend within their own document alone, where several are packed into a sequence
-            (arXiv:2407.21783, section 3.2). Positions count from the start of the sequence; only distances matter.
-        on_divergence: what to do when the loss is far above its past, besides a warning: "warn" goes on, "stop" ends
-            the run, "rewind" goes back to the last good checkpoint and past the batches since
-            (`run/supervise/divergence.py`).
+            (`run/step_graph.py`). Small models no longer wait for the host. Refused where a step
+            depends on the host: on a CPU, on several ranks, with train.compile, FP16's loss scale,
+            or TE's delayed scaling.
+        threads: threads that CPUs compute with, of each rank; their number changes the order of
+            sums, and so the last digits (`run/bits.py`). None: as many as torch takes by itself, a
+            thread per core.
+        kernels: what runs norms, gates, rotations and the loss of the head: "torch"; "liger", its
+            kernels for GPUs, an error where they do not run; "auto", liger's where they run
+            (`models/common/liger.py`), and on a CPU C kernels of norms, gates and rotations, with
+            which losses differ in no digit (`models/common/on_cpu.py`). Except with "torch", norms
+            and gates of which all readers multiply codes are quantised where they are made on a GPU
+            (`nn/produced.py`), products add up dw over microbatches, which "torch" leaves to
+            autograd (`Executor.adds`), and AdamW's kernel clips, for which "torch" has a pass of
+            its own (`run/step.py`). Losses differ in the last digits there. With train.compile the
+            compiler has the blocks, and liger's what lies outside of them.
+        document_mask: let tokens attend within their own document alone, where several are packed
+            into a sequence (arXiv:2407.21783, section 3.2). Positions count from the start of the
+            sequence; only distances matter.
+        on_divergence: what to do when the loss is far above its past, besides a warning: "warn"
+            goes on, "stop" ends the run, "rewind" goes back to the last good checkpoint and past
+            the batches since (`run/supervise/divergence.py`).
         rewinds: times that a run goes back; the next divergence ends it.
     """
 
@@ -117,23 +131,40 @@ class TrainSettings:
         check_choice("train.on_divergence", self.on_divergence, ("warn", "stop", "rewind"))
         check_least(self, "train.", "rewinds", least=0, must="a number of times, or 0 for none")
         if self.threads is not None and not 1 <= self.threads <= MOST_THREADS:
-            raise ValueError(f"train.threads={self.threads} must lie between 1 and {MOST_THREADS}, or be null")
+            raise ValueError(
+                f"train.threads={self.threads} must lie between 1 and {MOST_THREADS}, or be null"
+            )
         if not 0 <= self.step_timeout <= 1e9:
-            raise ValueError(f"train.step_timeout={self.step_timeout} must be a number of seconds, or 0 for no limit")
+            raise ValueError(
+                f"train.step_timeout={self.step_timeout} must be a number of seconds, or 0 "
+                "for no limit"
+            )
         check_least(self, "train.", "steps", "batch_size", "seq_len")
         if self.steps > MOST_STEPS:
             raise ValueError(f"train.steps={self.steps} must be at most {MOST_STEPS}")
         if self.tokens > MOST_TOKENS:
             made = f"train.batch_size={self.batch_size} × train.seq_len={self.seq_len}"
-            raise ValueError(f"{made} is {self.tokens:.3g} tokens per step, and at most {MOST_TOKENS:.3g} are possible")
+            raise ValueError(
+                f"{made} is {self.tokens:.3g} tokens per step, and at most {MOST_TOKENS:.3g} "
+                "are possible"
+            )
         if self.steps * self.batch_size >= 2**63:
-            raise ValueError(f"train.steps={self.steps} × train.batch_size={self.batch_size} must be below 2**63")
-        if self.microbatch is not None and (self.microbatch < 1 or self.batch_size % self.microbatch):
-            raise ValueError(f"train.microbatch={self.microbatch} does not divide train.batch_size={self.batch_size}")
+            raise ValueError(
+                f"train.steps={self.steps} × train.batch_size={self.batch_size} must be below 2**63"
+            )
+        if self.microbatch is not None and (
+            self.microbatch < 1 or self.batch_size % self.microbatch
+        ):
+            raise ValueError(
+                f"train.microbatch={self.microbatch} does not divide "
+                f"train.batch_size={self.batch_size}"
+            )
 
     @property
     def whole_weights(self) -> str | None:
-        """The option for which blocks take float32 weights, whatever `parallel.gather` says; None: none does."""
+        """The option for which blocks take float32 weights, whatever `parallel.gather` says; None:
+        none does.
+        """
         return "train.compile" if self.compile else None
 
     def rows(self, ranks: int) -> int:
@@ -153,16 +184,21 @@ class TrainSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalSettings:
-    """Evaluate every `every` steps (0: at the end only) on `batches` validation batches; measure the quantisation
-    errors of every layer and operand every `errors_every` steps (0: never)."""
+    """Evaluate every `every` steps (0: at the end only) on `batches` validation batches; measure
+    the quantisation errors of every layer and operand every `errors_every` steps (0: never).
+    """
 
     every: int
     batches: int
     errors_every: int = 0
 
     def __post_init__(self) -> None:
-        check_least(self, "eval.", "every", least=0, must="a number of steps, or 0 for the end only")
-        check_least(self, "eval.", "errors_every", least=0, must="a number of steps, or 0 for never")
+        check_least(
+            self, "eval.", "every", least=0, must="a number of steps, or 0 for the end only"
+        )
+        check_least(
+            self, "eval.", "errors_every", least=0, must="a number of steps, or 0 for never"
+        )
         check_least(self, "eval.", "batches")
 
 
@@ -170,15 +206,17 @@ class EvalSettings:
 class CheckpointSettings:
     """Save every `every` steps (0: at the end only) and keep the newest `keep`.
 
-    A checkpoint is written while the next steps run, from a copy of weights and moments in main memory.
+    A checkpoint is written while the next steps run, from a copy of weights and moments in main
+    memory.
 
     Args:
-        also: a folder that gets a second copy of the run's configuration, metrics and checkpoints, `also`/`run.name`;
-            it can be resumed like the run itself. None: no second copy.
-        keep_before_cooldown: beside the newest, keep the last checkpoint from before the schedule's cooldown, from
-            which a finished run is extended; it costs the disk one checkpoint more.
-        milestones: beside the newest, keep so many older ones at growing distance: with keep=2 and every=100 one that
-            is 200 to 800 steps old, one of 800 to 3,200 steps, … They cost the disk a checkpoint each.
+        also: a folder that gets a second copy of the run's configuration, metrics and checkpoints,
+            `also`/`run.name`; it can be resumed like the run itself. None: no second copy.
+        keep_before_cooldown: beside the newest, keep the last checkpoint from before the schedule's
+            cooldown, from which a finished run is extended; it costs the disk one checkpoint more.
+        milestones: beside the newest, keep so many older ones at growing distance: with keep=2 and
+            every=100 one that is 200 to 800 steps old, one of 800 to 3,200 steps, … They cost the
+            disk a checkpoint each.
     """
 
     every: int
@@ -189,10 +227,15 @@ class CheckpointSettings:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "also", None if self.also is None else Path(self.also))
-        check_least(self, "checkpoint.", "every", least=0, must="a number of steps, or 0 for the end only")
+        check_least(
+            self, "checkpoint.", "every", least=0, must="a number of steps, or 0 for the end only"
+        )
         check_least(self, "checkpoint.", "keep")
         if not 0 <= self.milestones <= 32:
-            raise ValueError(f"checkpoint.milestones={self.milestones} must be a number of checkpoints, at most 32")
+            raise ValueError(
+                f"checkpoint.milestones={self.milestones} must be a number of checkpoints, at "
+                "most 32"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,7 +243,8 @@ class DistillationSettings:
     """How a run learns from its teacher.
 
     Args:
-        temperature: what the logits of both are divided by; higher ones show more of the unlikely tokens.
+        temperature: what the logits of both are divided by; higher ones show more of the unlikely
+            tokens.
         ce: weight of the cross-entropy of the targets, beside the loss against the teacher.
     """
 
@@ -209,7 +253,9 @@ class DistillationSettings:
 
     def __post_init__(self) -> None:
         if not 0 < self.temperature <= 1e3:
-            raise ValueError(f"distillation.temperature={self.temperature} must be above 0 and at most 1000")
+            raise ValueError(
+                f"distillation.temperature={self.temperature} must be above 0 and at most 1000"
+            )
         if not 0 <= self.ce <= 1e6:
             raise ValueError(f"distillation.ce={self.ce} must be a weight, or 0 for none")
 
@@ -225,10 +271,12 @@ class Config:
         resume: the run directory to go on from.
         plugins: packages that the command line named; kept with the run for information.
         resume_step: the kept checkpoint of `resume` to go on from; None: the newest.
-        init: the run directory, or Hugging Face folder, whose weights a new run begins with; data, schedule and step
-            are its own, and of a folder it has model and tokenizer (`config/from_folder.py`).
+        init: the run directory, or Hugging Face folder, whose weights a new run begins with; data,
+            schedule and step are its own, and of a folder it has model and tokenizer
+            (`config/from_folder.py`).
         init_step: the kept checkpoint of `init`; None: the newest.
-        teacher: the run directory or Hugging Face folder of the model whose distribution the run learns.
+        teacher: the run directory or Hugging Face folder of the model whose distribution the run
+            learns.
         teacher_step: the kept checkpoint of `teacher`; None: the newest.
         (the rest: one object for each section of `configs/train.yaml`)
     """
@@ -266,14 +314,17 @@ class Config:
         for name, run in (("resume", self.resume), ("init", self.init), ("teacher", self.teacher)):
             step = getattr(self, f"{name}_step")
             if step is not None and (run is None or step < 0):
-                raise ValueError(f"{name}_step={step} is the step of a checkpoint of {name}=RUN: give both")
+                raise ValueError(
+                    f"{name}_step={step} is the step of a checkpoint of {name}=RUN: give both"
+                )
 
 
 def to_config(cfg: DictConfig) -> Config:
     """The typed configuration of a composed one.
 
     Raises:
-        UserError: a key, a value or a `_target_` that does not fit; the message says which, and what is allowed.
+        UserError: a key, a value or a `_target_` that does not fit; the message says which, and
+            what is allowed.
     """
     config = bind(plain(cfg), Config, "")
     assert isinstance(config, Config)

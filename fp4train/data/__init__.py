@@ -1,4 +1,6 @@
-"""Text or token files → packed token ids → batches. One file per source; `loader.py` serves all of them."""
+"""Text or token files → packed token ids → batches. One file per source; `loader.py` serves all of
+them.
+"""
 
 from fp4train.data.chat import Chat as Chat
 from fp4train.data.dna import Dna as Dna

@@ -1,16 +1,18 @@
 """The place of each answer in the rendering of a whole conversation.
 
-The text that is learned is the one that the template writes for the conversation. A template that marks answers with
-`{% generation %}` says itself what they are. For another one they are found by rendering it with other contents:
+The text that is learned is the one that the template writes for the conversation. A template that
+marks answers with `{% generation %}` says itself what they are. For another one they are found by
+rendering it with other contents:
 
     the conversation   <|user|> 2+2? <|end|> <|assistant|> 4 <|end|> <|user|> …
     contents of users replaced by words, to know what lies between them
     all contents replaced, to know what the template writes around an answer
 
-Between two messages that are no answers, an answer begins where the text departs from what the template writes as a
-prompt for it, and ends with what the template writes after an answer that is the last message. Both are compared in
-whole markers, so that `<|end|><|user|>` and `<|end|><|endoftext|>` share `<|end|>`. Where nothing is written after an
-answer, the marker that begins the next message is what ends it (GLM-4).
+Between two messages that are no answers, an answer begins where the text departs from what the
+template writes as a prompt for it, and ends with what the template writes after an answer that is
+the last message. Both are compared in whole markers, so that `<|end|><|user|>` and
+`<|end|><|endoftext|>` share `<|end|>`. Where nothing is written after an answer, the marker that
+begins the next message is what ends it (GLM-4).
 """
 
 import re
@@ -58,31 +60,38 @@ class AnswerFinder:
         """The text of `messages` and its answers.
 
         Raises:
-            ValueError: there is no answer, the template refuses the messages, or leaves the answers out or without a
-                place.
+            ValueError: there is no answer, the template refuses the messages, or leaves the answers
+                out or without a place.
         """
         if all(message["role"] != ANSWERS for message in messages):
             roles = ", ".join(sorted({message["role"] for message in messages})) or "none"
-            raise ValueError(f'it has no message of the role "{ANSWERS}" to learn from; its roles: {roles[:100]}')
+            raise ValueError(
+                f'it has no message of the role "{ANSWERS}" to learn from; its roles: {roles[:100]}'
+            )
         name = self.renderer.name
         if self.renderer.generation:
             rendered = self.renderer.render([(messages, False)])[0]
             marked = tuple(span for span in rendered.marks if span[0] < span[1])
             if not marked:
                 raise ValueError(
-                    f"{name} marks nothing of it with {{% generation %}}, so that there is nothing to learn"
+                    f"{name} marks nothing of it with {{% generation %}}, so that there is "
+                    "nothing to learn"
                 )
             return Conversation(rendered.text, marked)
         words = _Words(messages, self.renderer.source)
         text, between = (
             rendered.text
-            for rendered in self.renderer.render([(messages, False), (words.put(messages, answers=False), False)])
+            for rendered in self.renderer.render(
+                [(messages, False), (words.put(messages, answers=False), False)]
+            )
         )
         frames = self._frames_of(messages, words)
         all_filled = self._frames_without_empty(messages, words) or frames
         gaps, places = words.split(between)
         if places != frames.places:
-            raise ValueError(f"{name} arranges messages by what they say, so that its answers have no place")
+            raise ValueError(
+                f"{name} arranges messages by what they say, so that its answers have no place"
+            )
         spans: list[Span] = []
         empty = dict(zip(all_filled.places, all_filled.gaps[1:], strict=True))
         starts = _starts(text, gaps, places, messages, name)
@@ -96,17 +105,24 @@ class AnswerFinder:
             spans += ((start + begin, start + end) for begin, end in answers)
         if not any(start < end for start, end in spans):
             raise ValueError(
-                f"{name} writes nothing for its answers, so that there is nothing to learn: give another one, "
+                f"{name} writes nothing for its answers, so that there is nothing to learn: "
+                "give another one, "
                 "data.template=FILE.jinja"
             )
         return Conversation(text, tuple(spans))
 
-    def _frames_without_empty(self, messages: Sequence[Message], words: "_Words") -> "_Frames | None":
-        """What the template writes where the answers without text say something; None: all do, or it refuses that."""
+    def _frames_without_empty(
+        self, messages: Sequence[Message], words: "_Words"
+    ) -> "_Frames | None":
+        """What the template writes where the answers without text say something; None: all do, or
+        it refuses that.
+        """
         if all(_says_something(message) for message in messages if message["role"] == ANSWERS):
             return None
         filled = [
-            {**message, "content": "x"} if message["role"] == ANSWERS and not _says_something(message) else message
+            {**message, "content": "x"}
+            if message["role"] == ANSWERS and not _says_something(message)
+            else message
             for message in messages
         ]
         try:
@@ -122,7 +138,9 @@ class AnswerFinder:
                 self._frames[roles] = frames
         return frames
 
-    def _answers(self, gap: str, frame: "_Gap", frames: "_Frames", messages: Sequence[Message]) -> list[Span]:
+    def _answers(
+        self, gap: str, frame: "_Gap", frames: "_Frames", messages: Sequence[Message]
+    ) -> list[Span]:
         """The answers in what the template writes between two messages that are none."""
         if not frame.answers:
             return []
@@ -130,7 +148,8 @@ class AnswerFinder:
         last = frame.literals[-1]
         if not gap.endswith(last):
             raise ValueError(
-                f"{self.renderer.name} ends an answer by what it says, so that answer {frame.answers[-1] + 1} has no "
+                f"{self.renderer.name} ends an answer by what it says, so that answer "
+                f"{frame.answers[-1] + 1} has no "
                 "place: give another one, data.template=FILE.jinja"
             )
         spans: list[Span] = []
@@ -139,7 +158,9 @@ class AnswerFinder:
             place = gap.find(content, start)
             end = -1 if place < 0 else gap.find(literal, place + len(content))
             if end < 0:
-                raise ValueError(f"{self.renderer.name} rewrites message {number + 1}, which then has no place")
+                raise ValueError(
+                    f"{self.renderer.name} rewrites message {number + 1}, which then has no place"
+                )
             spans.append((start, end + frames.ending(number, literal)))
             start = end + len(literal)
         end = len(gap) - len(last)
@@ -147,7 +168,9 @@ class AnswerFinder:
         return spans
 
 
-def _starts(text: str, gaps: Sequence[str], places: Sequence[int], messages: Sequence[Message], name: str) -> list[int]:
+def _starts(
+    text: str, gaps: Sequence[str], places: Sequence[int], messages: Sequence[Message], name: str
+) -> list[int]:
     """Where in `text` each gap begins: it lies before the content of the message of the same place.
 
     Raises:
@@ -166,7 +189,8 @@ def _starts(text: str, gaps: Sequence[str], places: Sequence[int], messages: Seq
         at = start + len(gap)
     if not fits or at != len(text):
         raise ValueError(
-            f"{name} writes other text around messages that say something else, so that its answers have no place"
+            f"{name} writes other text around messages that say something else, so that its "
+            "answers have no place"
         )
     return starts
 
@@ -182,13 +206,17 @@ class _Words:
     def __init__(self, messages: Sequence[Message], source: str) -> None:
         texts = [source, *(message["content"] for message in messages)]
         stem = next(
-            stem for stem in (f"Zq{number}vx" for number in range(1 << 30)) if not any(stem in text for text in texts)
+            stem
+            for stem in (f"Zq{number}vx" for number in range(1 << 30))
+            if not any(stem in text for text in texts)
         )
         self._stem = stem
         self._word = re.compile(rf"{stem}(\d+)e")
 
     def put(self, messages: Sequence[Message], *, answers: bool) -> list[Message]:
-        """The messages with words in the place of their contents; with `answers` in that of answers, too."""
+        """The messages with words in the place of their contents; with `answers` in that of
+        answers, too.
+        """
         return [
             {**message, "content": f"{self._stem}{number}e"}
             if _says_something(message) and (answers or message["role"] != ANSWERS)
@@ -219,8 +247,11 @@ class _Gap:
 class _Frames:
     """What a template writes around messages of given roles, whatever they say."""
 
-    def __init__(self, renderer: Renderer, messages: Sequence[Message], markers: "re.Pattern[str]") -> None:
-        self._renderer, self._markers = renderer, markers
+    def __init__(
+        self, renderer: Renderer, messages: Sequence[Message], markers: "re.Pattern[str]"
+    ) -> None:
+        self._renderer = renderer
+        self._markers = markers
         self._words = _Words([], renderer.source)
         self._messages = self._words.put(messages, answers=True)
         literals, places = self._words.split(renderer.render([(self._messages, False)])[0].text)
@@ -239,20 +270,28 @@ class _Frames:
         """By what is written with its numbers replaced, for templates that count turns."""
 
     def prompt(self, gap: _Gap) -> str:
-        """What the template writes after the message before `gap`, as a prompt for its first answer."""
+        """What the template writes after the message before `gap`, as a prompt for its first
+        answer.
+        """
         written = gap.literals[0]
-        before = "" if gap.before < 0 else self._messages[gap.before]["role"]
+        if gap.before < 0:
+            before = ""
+        else:
+            before = self._messages[gap.before]["role"]
         key = before, written
         if key not in self._prompts:
             if len(self._prompts) >= _KINDS:
                 return written
-            prompt = self._after(self._messages[: gap.answers[0]], gap.before, prompt=True) or written
+            prompt = (
+                self._after(self._messages[: gap.answers[0]], gap.before, prompt=True) or written
+            )
             self._prompts[key] = self._first_prompt(prompt, written) if gap.before < 0 else prompt
         return self._prompts[key]
 
     def _first_prompt(self, prompt: str, written: str) -> str:
-        """The prompt for an answer that no message stands before: a template that writes prompts behind the last
-        message writes none behind nothing, so that it is read off what is written behind a user's.
+        """The prompt for an answer that no message stands before: a template that writes prompts
+        behind the last message writes none behind nothing, so that it is read off what is written
+        behind a user's.
 
         Args:
             prompt: what the template writes as a prompt where there are no messages.
@@ -264,7 +303,9 @@ class _Frames:
 
     @cached_property
     def _opening(self) -> tuple[str, str, str]:
-        """What the template writes before a first message of a user, after it, and after it with a prompt."""
+        """What the template writes before a first message of a user, after it, and after it with a
+        prompt.
+        """
         user = self._words.put([{"role": "user", "content": "x"}], answers=True)
         try:
             texts = self._renderer.render([(user, False), (user, True)])
@@ -302,11 +343,15 @@ class _Frames:
         return self._endings[written]
 
     def _before_user(self, number: int) -> str:
-        """What the template writes between answer `number` and the turn of a user who goes on; empty: it is not known.
+        """What the template writes between answer `number` and the turn of a user who goes on;
+        empty: it is not known.
 
-        It ends an answer where a template writes the marker of the next turn whether it is asked for or not.
+        It ends an answer where a template writes the marker of the next turn whether it is asked
+        for or not.
         """
-        user = self._words.put([*self._messages[: number + 1], {"role": "user", "content": "x"}], answers=True)
+        user = self._words.put(
+            [*self._messages[: number + 1], {"role": "user", "content": "x"}], answers=True
+        )
         try:
             literals, places = self._words.split(self._renderer.render([(user, False)])[0].text)
         except ValueError:
@@ -314,12 +359,16 @@ class _Frames:
         if places[-2:] != [number, number + 1]:
             return ""
         between = literals[-2]
-        header = zip(reversed(self._atoms(between)), reversed(self._atoms(self._opening[0])), strict=False)
+        header = zip(
+            reversed(self._atoms(between)), reversed(self._atoms(self._opening[0])), strict=False
+        )
         shared = sum(len(ours) for ours, _ in takewhile(lambda pair: pair[0] == pair[1], header))
         return between[: len(between) - shared]
 
     def _after(self, messages: Sequence[Message], number: int, *, prompt: bool) -> str | None:
-        """What the template writes after the last word of message `number`; None: it refuses the messages."""
+        """What the template writes after the last word of message `number`; None: it refuses the
+        messages.
+        """
         try:
             text = self._renderer.render([(messages, prompt)])[0].text
         except ValueError:
@@ -339,8 +388,9 @@ class _Frames:
         return length
 
     def after_prompt(self, text: str, prompt: str) -> int:
-        """Characters of `text` that are the prompt for an answer: as far as both agree, or, where `text` holds all of
-        the prompt but spaces, to the end of it."""
+        """Characters of `text` that are the prompt for an answer: as far as both agree, or, where
+        `text` holds all of the prompt but spaces, to the end of it.
+        """
         length = self.common(text, prompt)
         if length == len(prompt):
             return length

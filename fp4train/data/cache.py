@@ -1,18 +1,22 @@
-"""Token ids on disk: the cache of tokenised data, and the digests by which a run knows that data is what it was.
+"""Token ids on disk: the cache of tokenised data, and the digests by which a run knows that data is
+what it was.
 
-An entry of the cache is two files named by the hash of its key (source, settings and tokenizer): HASH.bin, the packed
-ids, and HASH.json, their count, type and, for each chunk of it, a digest, taken as the ids are written. All of it is
-read once, when the entry is opened, and compared with the digests; from then on each block that a batch reads is
-compared with what it was then (`stored.py`): what a run trains on is what was tokenised, to the bit. Memory holds some
-pieces of text and their ids, whatever the size of the data.
+An entry of the cache is two files named by the hash of its key (source, settings and tokenizer):
+HASH.bin, the packed ids, and HASH.json, their count, type and, for each chunk of it, a digest,
+taken as the ids are written. All of it is read once, when the entry is opened, and compared with
+the digests; from then on each block that a batch reads is compared with what it was then
+(`stored.py`): what a run trains on is what was tokenised, to the bit. Memory holds some pieces of
+text and their ids, whatever the size of the data.
 
-Both files are written under another name and then renamed, the JSON last, so an entry is there whole or not at all, and
-ranks that tokenise the same data at once do no harm. An entry that does not match its JSON is built anew. One that
-belongs to another user is not read, whatever it says: a user's own is made beside it, as HASH-UID.
+Both files are written under another name and then renamed, the JSON last, so an entry is there
+whole or not at all, and ranks that tokenise the same data at once do no harm. An entry that does
+not match its JSON is built anew. One that belongs to another user is not read, whatever it says: a
+user's own is made beside it, as HASH-UID.
 
-A token file that somebody else keeps, and that may be read-only, is read once per run: its digest is kept in the run's
-directory with the size, the time of the last change and the inode of the file, and read anew where one of them differs.
-Reading runs at the speed of the disk, or of SHA-256, 0.3 to 2 GB/s per core.
+A token file that somebody else keeps, and that may be read-only, is read once per run: its digest
+is kept in the run's directory with the size, the time of the last change and the inode of the file,
+and read anew where one of them differs. Reading runs at the speed of the disk, or of SHA-256, 0.3
+to 2 GB/s per core.
 """
 
 import errno
@@ -63,11 +67,14 @@ def cached_tokens(
     dtype: np.dtype[Any],
     max_tokens: int | None = None,
 ) -> StoredIds[CheckedFile]:
-    """The concatenation of `chunks()`, at most `max_tokens` long, from the cache where it is there already."""
+    """The concatenation of `chunks()`, at most `max_tokens` long, from the cache where it is there
+    already.
+    """
     entry = json.dumps({"version": VERSION, "max_tokens": max_tokens, **key}, sort_keys=True)
     name = hashlib.sha256(entry.encode()).hexdigest()[:20]
     place = expanded(cache_dir, "data.cache_dir")
-    refused, remedy = f"tokenised data cannot be kept in {place}: ", ". Choose another data.cache_dir."
+    refused = f"tokenised data cannot be kept in {place}: "
+    remedy = ". Choose another data.cache_dir."
     kept = data_errors(OSError, before=refused, message=reason, after=remedy)
     with kept, files.Folder.open(place, create=True) as folder:
         name = _own_name(folder, name)
@@ -76,13 +83,15 @@ def cached_tokens(
             _write(folder, name, chunks(), dtype, max_tokens)
             ids = _read(folder, name)
     if ids is None:
-        raise DataError(f"tokenised data in {place / name}.bin cannot be read back as it was written{remedy}")
+        raise DataError(
+            f"tokenised data in {place / name}.bin cannot be read back as it was written{remedy}"
+        )
     return ids
 
 
 def _own_name(folder: files.Folder, name: str) -> str:
-    """The name of an entry that belongs to this user: `name`, or where somebody else has that, one with the user's
-    number.
+    """The name of an entry that belongs to this user: `name`, or where somebody else has that, one
+    with the user's number.
 
     Raises:
         OSError: somebody else has that, too.
@@ -93,14 +102,21 @@ def _own_name(folder: files.Folder, name: str) -> str:
     beside = f"{name}-{user}"
     if (other := _other_owner(folder, beside)) is not None:
         raise PermissionError(errno.EPERM, f"{beside} belongs to user {other}, not to you ({user})")
-    text = "tokenised data in %s belongs to user %d, not to you (%d): it is not read; yours is kept beside it as %s"
+    text = (
+        "tokenised data in %s belongs to user %d, not to you (%d): it is not read; yours is "
+        "kept beside it as %s"
+    )
     _log.warning(text, folder.path / name, owner, user, beside)
     return beside
 
 
 def _other_owner(folder: files.Folder, name: str) -> int | None:
-    """The number of another user to whom one of the two files of an entry belongs; None: there is none."""
-    owners = [status.st_uid for suffix in SUFFIXES if (status := folder.status(name + suffix)) is not None]
+    """The number of another user to whom one of the two files of an entry belongs; None: there is
+    none.
+    """
+    owners = [
+        status.st_uid for suffix in SUFFIXES if (status := folder.status(name + suffix)) is not None
+    ]
     return next((owner for owner in owners if owner != os.geteuid()), None)
 
 
@@ -109,7 +125,9 @@ def _read(folder: files.Folder, name: str) -> StoredIds[CheckedFile] | None:
     path = folder.path / f"{name}.bin"
     try:
         info = json.loads(folder.read(f"{name}.json", LIMIT))
-        dtype, tokens, expected = np.dtype(str(info["dtype"])), int(info["tokens"]), info["digests"]
+        dtype = np.dtype(str(info["dtype"]))
+        tokens = int(info["tokens"])
+        expected = info["digests"]
         descriptor = folder.descriptor_of(path.name)
         file = CheckedFile(descriptor, path, dtype, tokens)
         size = os.fstat(descriptor).st_size
@@ -126,31 +144,57 @@ def _read(folder: files.Folder, name: str) -> StoredIds[CheckedFile] | None:
     except FileNotFoundError:
         return None
     except _DAMAGE as error:
-        _log.warning("tokenised data in %s is damaged (%s): tokenising again", path, shortened(reason(error), QUOTED))
+        _log.warning(
+            "tokenised data in %s is damaged (%s): tokenising again",
+            path,
+            shortened(reason(error), QUOTED),
+        )
         return None
     except OSError as error:
         if error.errno != errno.EFBIG:
             raise
-        _log.warning("tokenised data in %s is damaged (%s): tokenising again", path, shortened(reason(error), QUOTED))
+        _log.warning(
+            "tokenised data in %s is damaged (%s): tokenising again",
+            path,
+            shortened(reason(error), QUOTED),
+        )
         return None
     return StoredIds([file])
 
 
-_DAMAGE = (ValueError, KeyError, TypeError, SyntaxError, RecursionError, OverflowError, DataError, files.NotPlain)
+_DAMAGE = (
+    ValueError,
+    KeyError,
+    TypeError,
+    SyntaxError,
+    RecursionError,
+    OverflowError,
+    DataError,
+    files.NotPlain,
+)
 """What a damaged entry raises; SyntaxError: the name of its type is."""
 
 
 def _write(
-    folder: files.Folder, name: str, chunks: Iterator[Ids], dtype: np.dtype[Any], max_tokens: int | None
+    folder: files.Folder,
+    name: str,
+    chunks: Iterator[Ids],
+    dtype: np.dtype[Any],
+    max_tokens: int | None,
 ) -> None:
     digester = Digester()
     tokens = 0
-    bar = tqdm(desc="tokenising", unit="tok", unit_scale=True, total=max_tokens, disable=None, leave=False)
+    bar = tqdm(
+        desc="tokenising", unit="tok", unit_scale=True, total=max_tokens, disable=None, leave=False
+    )
 
     def data() -> Iterator[bytes]:
         nonlocal tokens
         for chunk in chunks:
-            kept = chunk if max_tokens is None else chunk[: max_tokens - tokens]
+            if max_tokens is None:
+                kept = chunk
+            else:
+                kept = chunk[: max_tokens - tokens]
             part = kept.astype(dtype, copy=False).tobytes()
             digester.update(part)
             tokens += len(kept)
@@ -179,7 +223,9 @@ class Digester:
             del self._rest[:CHUNK]
 
     def digests(self) -> list[str]:
-        return [*self._done, _digest(self._rest)] if self._rest else self._done
+        if self._rest:
+            return [*self._done, _digest(self._rest)]
+        return self._done
 
 
 def _digest(chunk: Any) -> str:
@@ -187,14 +233,18 @@ def _digest(chunk: Any) -> str:
 
 
 def digests(file: IdFile) -> list[str]:
-    """SHA-256 of each chunk of a file's ids, shortened to 64 bits: against faults, not against people."""
+    """SHA-256 of each chunk of a file's ids, shortened to 64 bits: against faults, not against
+    people.
+    """
     return [digest for digest, _ in _chunks(file, lambda data: (_digest(data), None))]
 
 
 def _checked(file: IdFile) -> tuple[list[str], npt.NDArray[np.uint32]]:
     """The digests of an entry, and the checksums of its blocks, from the same bytes."""
     both = list(_chunks(IdFile(os.dup(file.descriptor), file.path, file.dtype, file.count), _sums))
-    return [digest for digest, _ in both], np.concatenate([np.empty(0, np.uint32), *(sums for _, sums in both)])
+    return [digest for digest, _ in both], np.concatenate(
+        [np.empty(0, np.uint32), *(sums for _, sums in both)]
+    )
 
 
 def _sums(data: bytes) -> tuple[str, npt.NDArray[np.uint32]]:
@@ -204,7 +254,9 @@ def _sums(data: bytes) -> tuple[str, npt.NDArray[np.uint32]]:
 def _chunks(file: IdFile, sums: Callable[[bytes], Summed]) -> Iterator[Summed]:
     """What `sums` gives of each chunk of a file's ids, in order."""
     quiet = None if file.size >= LARGE else True
-    bar = tqdm(desc="checking", total=file.size, unit="B", unit_scale=True, disable=quiet, leave=False)
+    bar = tqdm(
+        desc="checking", total=file.size, unit="B", unit_scale=True, disable=quiet, leave=False
+    )
 
     def of(start: int) -> Summed:
         return sums(file.raw(start, min(CHUNK, file.size - start)))
@@ -216,7 +268,9 @@ def _chunks(file: IdFile, sums: Callable[[bytes], Summed]) -> Iterator[Summed]:
 
 
 def file_digests(token_files: Sequence[WatchedFile], run_dir: Path) -> list[str]:
-    """The digest of all ids of each token file; from `run_dir` where a file was read for this run before."""
+    """The digest of all ids of each token file; from `run_dir` where a file was read for this run
+    before.
+    """
     try:
         kept = json.loads(files.read(run_dir / KEPT, LIMIT))
         kept = kept if isinstance(kept, dict) else {}
@@ -241,7 +295,9 @@ def _kept_digest(entry: Any, stamp: Mapping[str, int]) -> str | None:
     """The digest that the run keeps of a file; None: of none, or of one that has changed."""
     if not isinstance(entry, dict) or not isinstance(entry.get("sha256"), str):
         return None
-    return str(entry["sha256"]) if {key: entry.get(key) for key in stamp} == stamp else None
+    if {key: entry.get(key) for key in stamp} == stamp:
+        return str(entry["sha256"])
+    return None
 
 
 def _file_digest(file: IdFile) -> str:
@@ -254,5 +310,11 @@ def _timed_digest(file: IdFile) -> str:
     seconds = time.perf_counter() - began
     if file.size >= LARGE:
         speed = file.size / seconds / 1e9
-        _log.info("%s: %.1f GB read and checked in %.0f s (%.1f GB/s)", file.path, file.size / 1e9, seconds, speed)
+        _log.info(
+            "%s: %.1f GB read and checked in %.0f s (%.1f GB/s)",
+            file.path,
+            file.size / 1e9,
+            seconds,
+            speed,
+        )
     return digest

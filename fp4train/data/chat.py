@@ -1,12 +1,13 @@
-"""`data=chat data.path=FILE.jsonl`: conversations, of which a model learns the answers (supervised fine-tuning).
+"""`data=chat data.path=FILE.jsonl`: conversations, of which a model learns the answers (supervised
+fine-tuning).
 
 A record, in JSON, Parquet or Arrow, has a `column` with messages, each with a role and a content:
 
     {"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]}
 
-A chat template makes text of them (`template.py`), which is encoded as one; the loss is that of the answers alone, with
-what ends each (`answers.py`). Each conversation lies whole in a sequence of train.seq_len tokens (`packing.py`), and
-attends to itself alone (`train.document_mask`).
+A chat template makes text of them (`template.py`), which is encoded as one; the loss is that of the
+answers alone, with what ends each (`answers.py`). Each conversation lies whole in a sequence of
+train.seq_len tokens (`packing.py`), and attends to itself alone (`train.document_mask`).
 """
 
 import re
@@ -44,12 +45,16 @@ from fp4train.errors import DataError, data_errors
 from fp4train.paths import PathText, is_hub_name
 
 _RENDERED = ("tools", "documents", "functions", "system", "chat_template_kwargs")
-"""Keys of a record, beside the messages, that templates write, or that say what the first message should."""
+"""Keys of a record, beside the messages, that templates write, or that say what the first message
+should.
+"""
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
 _HALF = re.compile("[\ud800-\udfff]")
 
 PARTS = 3
-"""Arrays of a cached entry: ids, which are scored, and which end a document within a conversation."""
+"""Arrays of a cached entry: ids, which are scored, and which end a document within a
+conversation.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,18 +79,24 @@ class Chat:
     def __post_init__(self) -> None:
         check_tokenizer(self.tokenizer)
         if not 0 < self.val < 1:
-            raise ValueError(f"data.val={self.val}: conversations are held out by their share, between 0 and 1")
+            raise ValueError(
+                f"data.val={self.val}: conversations are held out by their share, between 0 and 1"
+            )
 
     def build(self, run_dir: Path, seq_len: int, seed: int) -> TokenData:
         paths = record_files(self.path)
-        own = self.tokenizer.name if isinstance(self.tokenizer, Pretrained) else None
+        if isinstance(self.tokenizer, Pretrained):
+            own = self.tokenizer.name
+        else:
+            own = None
         place = None if own is None or is_hub_name(own) else own
         template = find_template(self.template, place, run_dir)
         rendered = {*_RENDERED, *template.names} - {self.column, "messages"}
         lines = sum(1 for _ in _talks(paths, self.column, rendered))
         if lines < 2:
             raise DataError(
-                f"data.path={shown(self.path)} holds {lines} conversations: at least 2 are needed, one held out"
+                f"data.path={shown(self.path)} holds {lines} conversations: at least 2 are "
+                "needed, one held out"
             )
         held = min(max(1, round(lines * self.val)), lines - 1)
 
@@ -115,28 +126,46 @@ class Chat:
                 special = (*getattr(tokenizer, "special_tokens", ()), *markers)
                 finder = template.finder(special)
                 chosen = self._conversations(paths, range(first, last), rendered, special)
-                learned = (_learned(tokenizer, _conversation(finder, messages, at), at) for at, messages in chosen)
+                learned = (
+                    _learned(tokenizer, _conversation(finder, messages, at), at)
+                    for at, messages in chosen
+                )
                 yield from pack(learned, tokenizer.end_of_document, seq_len, dtype)
 
             cached = cached_tokens(self.cache_dir, key, packed, dtype=dtype)
             length = len(cached) // PARTS
-            ids, scored, inner = (cached[length * number : length * (number + 1)] for number in range(PARTS))
-            return TokenArray(ids, tokenizer.vocab_size, name, scored=scored, inner_ends=inner), scored
+            ids, scored, inner = (
+                cached[length * number : length * (number + 1)] for number in range(PARTS)
+            )
+            return TokenArray(
+                ids, tokenizer.vocab_size, name, scored=scored, inner_ends=inner
+            ), scored
 
-        (train, answers), (val, held_answers) = part("train", 0, lines - held), part("val", lines - held, lines)
-        size = f"{len(train):,} training and {len(val):,} validation tokens, vocabulary {tokenizer.vocab_size:,}"
+        (train, answers), (val, held_answers) = (
+            part("train", 0, lines - held),
+            part("val", lines - held, lines),
+        )
+        size = (
+            f"{len(train):,} training and {len(val):,} validation tokens, vocabulary "
+            f"{tokenizer.vocab_size:,}"
+        )
         share = int(np.count_nonzero(np.asarray(answers))) / len(train)
         return TokenData(
             tokenizer.vocab_size,
             train,
             val,
             tokenizer,
-            f"{shown(self.path)}, {lines:,} conversations: {size}; {share:.0%} of the training tokens are answers",
+            f"{shown(self.path)}, {lines:,} conversations: {size}; {share:.0%} of the "
+            "training tokens are answers",
             digest=fingerprint(answers) + fingerprint(held_answers),
         )
 
     def _conversations(
-        self, paths: Sequence[Path], numbers: range, rendered: Container[str], special: Sequence[str]
+        self,
+        paths: Sequence[Path],
+        numbers: range,
+        rendered: Container[str],
+        special: Sequence[str],
     ) -> Iterator[tuple[str, list[dict[str, str]]]]:
         for number, (at, record) in enumerate(_talks(paths, self.column, rendered)):
             if number in numbers:
@@ -145,15 +174,20 @@ class Chat:
                 yield at, messages
 
 
-def _talks(paths: Sequence[Path], column: str, rendered: Container[str]) -> Iterator[tuple[str, Any]]:
+def _talks(
+    paths: Sequence[Path], column: str, rendered: Container[str]
+) -> Iterator[tuple[str, Any]]:
     """The place and the value of each record of the files."""
     for path in paths:
-        for place, value in read_objects(path, partial(_talk_columns, column=column, rendered=rendered)):
+        for place, value in read_objects(
+            path, partial(_talk_columns, column=column, rendered=rendered)
+        ):
             yield f"{path}, {place}", value
 
 
 def _talk_columns(path: Path, schema: Any, column: str, rendered: Container[str]) -> list[int]:
-    """The places of the column of messages in a table, and of those that a template would render beside it.
+    """The places of the column of messages in a table, and of those that a template would render
+    beside it.
 
     Raises:
         DataError: there is no column of messages of this name.
@@ -167,19 +201,28 @@ def _talk_columns(path: Path, schema: Any, column: str, rendered: Container[str]
     if column not in schema.names:
         known = ", ".join(schema.names[:50])
         likely = _likely([part.name for part in schema if holds_messages(part.type)])
-        raise DataError(f"data.column={column} is not in {path}. Its columns: {known or 'none'} ({likely})")
+        raise DataError(
+            f"data.column={column} is not in {path}. Its columns: {known or 'none'} ({likely})"
+        )
     number = int(schema.names.index(column))
     if not holds_messages(schema.field(number).type):
-        raise DataError(f"data.column={column} of {path} holds {schema.field(number).type}, not lists of messages")
+        raise DataError(
+            f"data.column={column} of {path} holds {schema.field(number).type}, not lists of "
+            "messages"
+        )
     return [number, *(place for place, name in enumerate(schema.names) if name in rendered)]
 
 
 def _likely(columns: Sequence[str]) -> str:
     """Where messages may be: the first column that holds lists of objects."""
-    return f"data.column={columns[0]}" if columns else "none holds messages"
+    if columns:
+        return f"data.column={columns[0]}"
+    return "none holds messages"
 
 
-def _messages(found: Any, column: str, rendered: Container[str], special: Sequence[str]) -> list[dict[str, str]]:
+def _messages(
+    found: Any, column: str, rendered: Container[str], special: Sequence[str]
+) -> list[dict[str, str]]:
     """The messages of a record.
 
     Raises:
@@ -189,29 +232,46 @@ def _messages(found: Any, column: str, rendered: Container[str], special: Sequen
         raise ValueError(f"it is no JSON object but {name_of(found)}")
     if column not in found:
         lists = {key: value for key, value in found.items() if isinstance(value, list)}
-        likely = _likely([key for key, value in lists.items() if value and isinstance(value[0], dict)])
+        likely = _likely(
+            [key for key, value in lists.items() if value and isinstance(value[0], dict)]
+        )
         raise ValueError(f'it has no "{column}"; its keys: {", ".join(found) or "none"} ({likely})')
     if unread := [key for key, value in found.items() if key in rendered and value not in _EMPTY]:
         raise ValueError(
-            f'it has "{unread[0]}" beside "{column}", which is not supported: only messages are read. Leave it out, or '
+            f'it has "{unread[0]}" beside "{column}", which is not supported: only messages '
+            "are read. Leave it out, or "
             "write it into a message"
         )
     messages = found[column]
     if not isinstance(messages, list) or not messages:
         raise ValueError(f'"{column}" holds no list of messages')
     for number, message in enumerate(messages, start=1):
-        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+        if not isinstance(message, dict) or not all(
+            isinstance(message.get(key), str) for key in ("role", "content")
+        ):
             raise ValueError(
-                f"message {number} is no object with a role and a content, both of them text; {_parts_of(message)}"
+                f"message {number} is no object with a role and a content, both of them text; "
+                f"{_parts_of(message)}"
             )
-        if more := [key for key, value in message.items() if key not in ("role", "content") and value]:
-            raise ValueError(f"message {number} has {more[0]!r}, which is not supported: only role and content are")
+        if more := [
+            key for key, value in message.items() if key not in ("role", "content") and value
+        ]:
+            raise ValueError(
+                f"message {number} has {more[0]!r}, which is not supported: only role and "
+                "content are"
+            )
         text = message["role"] + message["content"]
-        separating = [token for token in special if message["role"] != ANSWERS or not _encloses(token, special)]
+        separating = [
+            token
+            for token in special
+            if message["role"] != ANSWERS or not _encloses(token, special)
+        ]
         if spelt := [token for token in separating if token in text]:
             raise ValueError(f"message {number} spells {spelt[0]}, which separates messages")
         if lone := _HALF.search(text):
-            raise ValueError(f"message {number} holds half of a UTF-16 pair, {lone[0]!a}, which is no character")
+            raise ValueError(
+                f"message {number} holds half of a UTF-16 pair, {lone[0]!a}, which is no character"
+            )
     return [{"role": message["role"], "content": message["content"]} for message in messages]
 
 
@@ -219,7 +279,10 @@ def _parts_of(message: Any) -> str:
     """What stands where a message should, and how ShareGPT's keys become those of one."""
     if not isinstance(message, dict):
         return f"it is {name_of(message)}"
-    parts = [key if isinstance(value, str) else f"{key} ({name_of(value)})" for key, value in message.items()]
+    parts = [
+        key if isinstance(value, str) else f"{key} ({name_of(value)})"
+        for key, value in message.items()
+    ]
     there = f"it has: {', '.join(parts)[:100] or 'nothing'}"
     if {"from", "value"} <= set(message):
         there += ". Write from as role, human and gpt as user and assistant, and value as content"
@@ -227,18 +290,28 @@ def _parts_of(message: Any) -> str:
 
 
 def _encloses(token: str, special: Sequence[str]) -> bool:
-    """Whether a special token is one of a pair that answers write themselves, as `<think>` and `</think>`."""
+    """Whether a special token is one of a pair that answers write themselves, as `<think>` and
+    `</think>`.
+    """
     name = token.strip("</>")
-    return len(name) > 1 and token in (f"<{name}>", f"</{name}>") and {f"<{name}>", f"</{name}>"} <= set(special)
+    return (
+        len(name) > 1
+        and token in (f"<{name}>", f"</{name}>")
+        and {f"<{name}>", f"</{name}>"} <= set(special)
+    )
 
 
-def _conversation(finder: AnswerFinder, messages: Sequence[Mapping[str, str]], at: str) -> Conversation:
+def _conversation(
+    finder: AnswerFinder, messages: Sequence[Mapping[str, str]], at: str
+) -> Conversation:
     with data_errors(ValueError, before=f"{at}: "):
         return finder.find(messages)
 
 
 def _learned(tokenizer: Tokenizer, conversation: Conversation, at: str) -> Learned:
-    """The ids of a conversation and which of them are learned: those with a character of an answer."""
+    """The ids of a conversation and which of them are learned: those with a character of an
+    answer.
+    """
     encoded = _encoded(tokenizer, conversation, at)
     learned = np.zeros(len(conversation.text) + 1, dtype=np.int64)
     for start, end in conversation.answers:
@@ -252,21 +325,27 @@ def _encoded(tokenizer: Tokenizer, conversation: Conversation, at: str) -> Encod
     """The ids of the whole text, with the characters that each stands for."""
     text = conversation.text
     if len(text) > LONGEST and not getattr(tokenizer, "concatenates", False):
-        raise DataError(f"{at}: the conversation has {len(text):,} characters; up to {LONGEST:,} are encoded")
+        raise DataError(
+            f"{at}: the conversation has {len(text):,} characters; up to {LONGEST:,} are encoded"
+        )
     if (markup := getattr(tokenizer, "encode_markup", None)) is not None:
         encoded: Encoded = markup(text)
         return encoded
-    # A tokenizer of somebody else: its ids are told apart only if those of parts are those of the whole.
+    # A tokenizer of somebody else: its ids are told apart only if those of parts are those of the
+    # whole.
     borders = sorted({0, len(text), *(border for span in conversation.answers for border in span)})
     parts = [tokenizer.encode(text[start:end]) for start, end in pairwise(borders)]
     ids = np.array([token for part in parts for token in part], dtype=np.uint32)
     if not np.array_equal(ids, tokenizer.encode(text)):
         raise DataError(
-            f"{at}: {type(tokenizer).__name__} encodes answers differently within the conversation: "
+            f"{at}: {type(tokenizer).__name__} encodes answers differently within the "
+            "conversation: "
             "it needs a method `encode_markup` (fp4train.data.tokenizers.json_file)"
         )
     starts, ends = (
-        np.repeat([span[place] for span in pairwise(borders)], [len(part) for part in parts]).astype(np.int64)
+        np.repeat(
+            [span[place] for span in pairwise(borders)], [len(part) for part in parts]
+        ).astype(np.int64)
         for place in (0, 1)
     )
     return Encoded(ids, starts, ends, np.ones(len(ids), dtype=np.bool_))

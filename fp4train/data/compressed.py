@@ -1,4 +1,6 @@
-"""Files as they are, or unpacked where they begin as gzip or zstd do; what a file is called does not matter."""
+"""Files as they are, or unpacked where they begin as gzip or zstd do; what a file is called does
+not matter.
+"""
 
 import gzip
 import io
@@ -34,7 +36,10 @@ def unpacked(path: Path) -> Iterator[BinaryIO]:
             else:
                 yield file
     except (OSError, EOFError, zlib.error) as error:
-        place = "" if unpacking is None else f" (after line {unpacking.lines:,})"
+        if unpacking is None:
+            place = ""
+        else:
+            place = f" (after line {unpacking.lines:,})"
         raise DataError(f"{path} cannot be read: {reason(error)}{place}") from error
 
 
@@ -59,7 +64,9 @@ def _zstd(path: Path) -> BinaryIO:
     try:
         import pyarrow
     except ImportError as error:
-        raise DataError(f"{path} is compressed by zstd, which needs pyarrow: pip install pyarrow") from error
+        raise DataError(
+            f"{path} is compressed by zstd, which needs pyarrow: pip install pyarrow"
+        ) from error
     return cast(BinaryIO, pyarrow.CompressedInputStream(pyarrow.OSFile(str(path)), "zstd"))
 
 

@@ -1,6 +1,7 @@
 """What a file is that is no raw array of ids, told by its first and last bytes, never by its name.
 
-A raw file may begin with any ids. So a short mark is not enough: what has to follow it must be there, too.
+A raw file may begin with any ids. So a short mark is not enough: what has to follow it must be
+there, too.
 """
 
 import pickletools
@@ -42,7 +43,8 @@ _MARKS = (
 
 
 def container(head: bytes, tail: bytes, size: int) -> str | None:
-    """What kind of container or text a file is, in words that follow "is"; None: perhaps a raw array.
+    """What kind of container or text a file is, in words that follow "is"; None: perhaps a raw
+    array.
 
     Args:
         head: its first `HEAD` bytes.
@@ -61,7 +63,10 @@ def is_text(head: bytes, size: int) -> bool:
         return False
     wide = head.startswith((b"\xff\xfe", b"\xfe\xff"))
     try:
-        text = head[: len(head) // 2 * 2].decode("utf-16") if wide else _whole_characters(head, size).decode()
+        if wide:
+            text = head[: len(head) // 2 * 2].decode("utf-16")
+        else:
+            text = _whole_characters(head, size).decode()
     except UnicodeDecodeError:
         return False
     return not any(ord(character) in _CONTROLS for character in text)
@@ -69,19 +74,29 @@ def is_text(head: bytes, size: int) -> bool:
 
 def is_binary(head: bytes) -> bool:
     """Whether bytes hold what controls a terminal, which text in no encoding but UTF-16 does."""
-    return not head.startswith((b"\xff\xfe", b"\xfe\xff")) and any(byte in _CONTROLS for byte in head)
+    return not head.startswith((b"\xff\xfe", b"\xfe\xff")) and any(
+        byte in _CONTROLS for byte in head
+    )
 
 
 def is_numbers(head: bytes, size: int) -> bool:
-    """Whether a file begins as numbers in text do: digits, and what divides them in JSON, CSV or lines."""
-    return size >= LEAST_TEXT and re.fullmatch(rb"[\s\[\],;:+.eE-]*\d[\d\s\[\],;:+.eE-]*", head) is not None
+    """Whether a file begins as numbers in text do: digits, and what divides them in JSON, CSV or
+    lines.
+    """
+    return (
+        size >= LEAST_TEXT
+        and re.fullmatch(rb"[\s\[\],;:+.eE-]*\d[\d\s\[\],;:+.eE-]*", head) is not None
+    )
 
 
 def _whole_characters(head: bytes, size: int) -> bytes:
     """`head` without a character that is cut at its end."""
     if len(head) == size:
         return head
-    last = max(head.rfind(bytes([lead])) for lead in range(0xC0, 0xF8)) if head[-1] >= 0x80 else -1
+    if head[-1] >= 0x80:
+        last = max(head.rfind(bytes([lead])) for lead in range(0xC0, 0xF8))
+    else:
+        last = -1
     return head[:last] if last >= len(head) - 3 else head
 
 
@@ -95,7 +110,9 @@ def _is_zip(head: bytes, tail: bytes, size: int) -> bool:
 
 
 def _is_arrays(head: bytes, tail: bytes, size: int) -> bool:
-    return _is_zip(head, tail, size) and head[30 : 30 + int.from_bytes(head[26:28], "little")].endswith(b".npy")
+    return _is_zip(head, tail, size) and head[
+        30 : 30 + int.from_bytes(head[26:28], "little")
+    ].endswith(b".npy")
 
 
 def _is_torch(head: bytes, tail: bytes, size: int) -> bool:
@@ -114,7 +131,11 @@ def _is_gzip(head: bytes, tail: bytes, size: int) -> bool:
 
 
 def _is_bzip2(head: bytes, tail: bytes, size: int) -> bool:
-    return head[:3] == b"BZh" and head[3:4] in b"123456789" and head[4:10] in (b"1AY&SY", b"\x17\x72\x45\x38\x50\x90")
+    return (
+        head[:3] == b"BZh"
+        and head[3:4] in b"123456789"
+        and head[4:10] in (b"1AY&SY", b"\x17\x72\x45\x38\x50\x90")
+    )
 
 
 def _is_safetensors(head: bytes, tail: bytes, size: int) -> bool:
@@ -129,9 +150,12 @@ def _is_tar(head: bytes, tail: bytes, size: int) -> bool:
 
 
 def _is_pickle(head: bytes, tail: bytes, size: int) -> bool:
-    """Protocol 2 and later: a mark, operations that are some, and a stop at the end of the file. Protocol 0 and 1 begin
-    with a list, a table or a class."""
-    if head.startswith((b"(lp", b"(dp", b"]q\0", b"}q\0", b"cnumpy", b"ccopy_reg")) and tail.endswith(b"."):
+    """Protocol 2 and later: a mark, operations that are some, and a stop at the end of the file.
+    Protocol 0 and 1 begin with a list, a table or a class.
+    """
+    if head.startswith(
+        (b"(lp", b"(dp", b"]q\0", b"}q\0", b"cnumpy", b"ccopy_reg")
+    ) and tail.endswith(b"."):
         return True
     if head[:1] != b"\x80" or not 2 <= head[1] <= 5 or not tail.endswith(b"."):
         return False
@@ -159,11 +183,18 @@ def _is_records_of_tensorflow(head: bytes, tail: bytes, size: int) -> bool:
 
 
 def _is_arrow_stream(head: bytes, tail: bytes, size: int) -> bool:
-    """A message that is a schema: `continuation, length, root offset, …` and in the root's table type 1 of header."""
+    """A message that is a schema: `continuation, length, root offset, …` and in the root's table
+    type 1 of header.
+    """
     if not head.startswith(b"\xff\xff\xff\xff") or len(head) < 32:
         return False
     length, root = struct.unpack_from("<iI", head, 4)
-    if not 0 < length <= size - 8 or length % 8 or not 4 <= root <= length - 4 or 8 + root + 4 > len(head):
+    if (
+        not 0 < length <= size - 8
+        or length % 8
+        or not 4 <= root <= length - 4
+        or 8 + root + 4 > len(head)
+    ):
         return False
     table = 8 + root
     fields = table - int.from_bytes(head[table : table + 4], "little", signed=True)

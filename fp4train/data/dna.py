@@ -1,8 +1,9 @@
-"""`data=dna data.path=FILE_OR_FOLDER`: DNA or RNA in FASTA files, plain or gzip; a record is a document.
+"""`data=dna data.path=FILE_OR_FOLDER`: DNA or RNA in FASTA files, plain or gzip; a record is a
+document.
 
-The bases are letters of the IUPAC code (Cornish-Bowden 1985); `-` is a gap. Validation never shares a base with
-training: the held-out records, or the last part of all bases, are set apart before reverse complements are made, which
-only training has.
+The bases are letters of the IUPAC code (Cornish-Bowden 1985); `-` is a gap. Validation never shares
+a base with training: the held-out records, or the last part of all bases, are set apart before
+reverse complements are made, which only training has.
 """
 
 import io
@@ -29,7 +30,8 @@ _COMPLEMENT = str.maketrans(BASES + BASES.lower(), PAIRED + PAIRED.lower())
 _COMPLEMENT_OF_RNA = _COMPLEMENT | str.maketrans("Aa", "Uu")
 _NEITHER_BASE_NOR_SPACE = re.compile(rf"[^\s{re.escape(BASES + BASES.lower())}]")
 _UNKNOWN = re.compile("[Nn]+")
-CASES, UNKNOWN_BASES = ("upper", "keep"), ("keep", "split")
+CASES = ("upper", "keep")
+UNKNOWN_BASES = ("keep", "split")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,12 +39,15 @@ class Dna(TextSource):
     """FASTA files.
 
     Args:
-        path: a file, or a folder, whose files with a suffix of FASTA, or `.gz`, are read in the order of their names; a
-            pattern; or several of these.
+        path: a file, or a folder, whose files with a suffix of FASTA, or `.gz`, are read in the
+            order of their names; a pattern; or several of these.
         case: `upper`: lower case, by which assemblies mark repeats, is not kept. `keep`: it is.
-        unknown: `split`: a document ends where bases are unknown (N), and these are left out. `keep`: N is a letter.
-        reverse_complement: whether training also reads the other strand, a document after each document.
-        held_out: names of records (the first word after `>`) that validation has; none: the last `val` of all bases.
+        unknown: `split`: a document ends where bases are unknown (N), and these are left out.
+            `keep`: N is a letter.
+        reverse_complement: whether training also reads the other strand, a document after each
+            document.
+        held_out: names of records (the first word after `>`) that validation has; none: the last
+            `val` of all bases.
         val: held out where `held_out` names no record: a share below 1, or a number of bases.
     """
 
@@ -59,7 +64,8 @@ class Dna(TextSource):
         check_choice("data.unknown", self.unknown, UNKNOWN_BASES)
         if isinstance(self.held_out, str):
             raise ValueError(
-                f"data.held_out={self.held_out}: a list of records is needed, data.held_out=[{self.held_out}]"
+                f"data.held_out={self.held_out}: a list of records is needed, "
+                f"data.held_out=[{self.held_out}]"
             )
 
     def build(self, run_dir: Path, seq_len: int, seed: int) -> TokenData:
@@ -69,16 +75,30 @@ class Dna(TextSource):
         key = {
             "source": "dna",
             "files": stamp(paths),
-            "settings": [self.case, self.unknown, self.reverse_complement, self.val, *self.held_out],
+            "settings": [
+                self.case,
+                self.unknown,
+                self.reverse_complement,
+                self.val,
+                *self.held_out,
+            ],
         }
-        parts: tuple[tuple[str, Documents], ...] = (("train", records.training), ("val", records.validation))
-        train, val = (
-            tokenised(documents, tokenizer, self.cache_dir, {**key, "part": part}) for part, documents in parts
+        parts: tuple[tuple[str, Documents], ...] = (
+            ("train", records.training),
+            ("val", records.validation),
         )
-        held = f"data.held_out=[{','.join(self.held_out)}]" if self.held_out else f"data.val={self.val:g}"
+        train, val = (
+            tokenised(documents, tokenizer, self.cache_dir, {**key, "part": part})
+            for part, documents in parts
+        )
+        if self.held_out:
+            held = f"data.held_out=[{','.join(self.held_out)}]"
+        else:
+            held = f"data.val={self.val:g}"
         if self.unknown == "split" and not len(train):
             raise DataError(
-                f"data.unknown=split leaves nothing of {shown(self.path)} to train on: all bases that {held} does not "
+                f"data.unknown=split leaves nothing of {shown(self.path)} to train on: all "
+                f"bases that {held} does not "
                 "hold out are unknown (N). data.unknown=keep reads N as a letter"
             )
         return token_data(
@@ -100,7 +120,8 @@ class _Records:
     """
 
     def __init__(self, settings: Dna, paths: Sequence[Path]) -> None:
-        self.settings, self.paths = settings, paths
+        self.settings = settings
+        self.paths = paths
 
     def training(self) -> Iterator[Piece]:
         for bases in self._chosen(held_out=False):
@@ -113,7 +134,9 @@ class _Records:
                         other = other_strand("".join(strand))
                         strand.clear()
                         parts = range(0, len(other), PIECE_CHARACTERS)
-                        yield from pieces((other[i : i + PIECE_CHARACTERS] for i in parts), split=False)
+                        yield from pieces(
+                            (other[i : i + PIECE_CHARACTERS] for i in parts), split=False
+                        )
 
     def validation(self) -> Iterator[Piece]:
         for bases in self._chosen(held_out=True):
@@ -127,7 +150,9 @@ class _Records:
 
     @cached_property
     def _training_bases(self) -> list[int]:
-        """How many bases of each record training has; the rest are held out. The files are read for it."""
+        """How many bases of each record training has; the rest are held out. The files are read for
+        it.
+        """
         names: list[str] = []
         counts: list[int] = []
         for name, bases in self._all():
@@ -137,13 +162,16 @@ class _Records:
             for name in held:
                 if name not in names:
                     raise DataError(
-                        f"data.held_out: {shown(self.settings.path)} has no record {name!r}{near_miss(name, names)}"
+                        f"data.held_out: {shown(self.settings.path)} has no record "
+                        f"{name!r}{near_miss(name, names)}"
                     )
             return [0 if name in held else count for name, count in zip(names, counts, strict=True)]
-        total, val = sum(counts), self.settings.val
+        total = sum(counts)
+        val = self.settings.val
         training = total - int(total * val if val < 1 else val)
         return [
-            min(max(training - end + count, 0), count) for end, count in zip(accumulate(counts), counts, strict=True)
+            min(max(training - end + count, 0), count)
+            for end, count in zip(accumulate(counts), counts, strict=True)
         ]
 
     def _all(self) -> Iterator[tuple[str, Iterator[str]]]:
@@ -184,7 +212,8 @@ def pieces(texts: Iterator[str], *, split: bool) -> Iterator[Piece]:
 
 
 def read_records(path: Path, *, upper: bool) -> Iterator[tuple[str, Iterator[str]]]:
-    """Name and bases of each record of a FASTA file; the bases in texts of about `PIECE_CHARACTERS`.
+    """Name and bases of each record of a FASTA file; the bases in texts of about
+    `PIECE_CHARACTERS`.
 
     The bases of a record must be read before the next record is.
 
@@ -201,7 +230,9 @@ def _lines(path: Path) -> Iterator[str]:
         with unpacked(path) as stream, io.TextIOWrapper(stream, encoding="ascii") as file:
             yield from file
     except UnicodeDecodeError as error:
-        raise DataError(f"{path} is no FASTA file: it holds the byte {error.object[error.start]:#04x}") from error
+        raise DataError(
+            f"{path} is no FASTA file: it holds the byte {error.object[error.start]:#04x}"
+        ) from error
 
 
 class _Reader:
@@ -216,7 +247,8 @@ class _Reader:
                 return
             if line.strip() and not line.startswith(";"):
                 raise DataError(
-                    f"{path}, line {number}: a record of FASTA begins with > and its name, not {line[:20]!r}"
+                    f"{path}, line {number}: a record of FASTA begins with > and its name, "
+                    f"not {line[:20]!r}"
                 )
         raise DataError(f"{path} holds no record of FASTA, which begins with > and its name")
 
@@ -233,7 +265,9 @@ class _Reader:
         """The bases up to the next record."""
         assert self.header is not None
         (first, line), self.header = self.header, None
-        found, length, empty = [], 0, True
+        found = []
+        length = 0
+        empty = True
         for number, text in self.lines:
             if text.startswith(">"):
                 self.header = number, text
@@ -242,16 +276,22 @@ class _Reader:
                 continue
             if strange := _NEITHER_BASE_NOR_SPACE.search(text):
                 raise DataError(
-                    f"{self.path}, line {number}: {strange[0]!r} is no base of DNA or RNA (IUPAC: {BASES}). A FASTA "
+                    f"{self.path}, line {number}: {strange[0]!r} is no base of DNA or RNA "
+                    f"(IUPAC: {BASES}). A FASTA "
                     "file of proteins, or of something else, is read by data=text"
                 )
             if bases := "".join(text.split()):
                 found.append(bases.upper() if self.upper else bases)
-                length, empty = length + len(bases), False
+                length = length + len(bases)
+                empty = False
             if length >= PIECE_CHARACTERS:
                 yield "".join(found)
-                found, length = [], 0
+                found = []
+                length = 0
         if empty:
-            raise DataError(f"{self.path}, line {first}: the record {shortened(line[1:].strip(), 60)!r} has no bases")
+            raise DataError(
+                f"{self.path}, line {first}: the record {shortened(line[1:].strip(), 60)!r} "
+                "has no bases"
+            )
         if found:
             yield "".join(found)

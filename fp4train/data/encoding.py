@@ -1,25 +1,28 @@
 """Documents of any length → token ids, equal to those of the whole document, in bounded memory.
 
-Tokenizers look at more than the text they are given: some put ▁ before it, merges and pre-tokens reach over any border.
-So a long document is encoded in windows that overlap,
+Tokenizers look at more than the text they are given: some put ▁ before it, merges and pre-tokens
+reach over any border. So a long document is encoded in windows that overlap,
 
     window k:      |··········|====|
     window k + 1:              |====|··········|====|
 
-and the ids of two windows are joined where both agree: a run of tokens with equal ids at equal characters, `agree`
-characters long, far from the ends of both. In byte pairs one shared token proves the join: a sequence of tokens is that
-of its text if every two neighbours are that of theirs, and each pair of neighbours lies in one of the windows. Between
-pre-tokens, the expressions that find them run from left to right: two that stand at the same place find the same.
-Other models are joined between pre-tokens alone.
+and the ids of two windows are joined where both agree: a run of tokens with equal ids at equal
+characters, `agree` characters long, far from the ends of both. In byte pairs one shared token
+proves the join: a sequence of tokens is that of its text if every two neighbours are that of
+theirs, and each pair of neighbours lies in one of the windows. Between pre-tokens, the expressions
+that find them run from left to right: two that stand at the same place find the same. Other models
+are joined between pre-tokens alone.
 
-The characters of tokens cost two to three times the tokens themselves. So they are asked for at the edges of windows
-alone: an edge is encoded once more with its characters, and its tokens are those of the window as far as both have the
-same ones, counted from the end that both share. Where an edge does not settle it, as in a long run of letters and
-digits, the characters of both windows are asked for.
+The characters of tokens cost two to three times the tokens themselves. So they are asked for at the
+edges of windows alone: an edge is encoded once more with its characters, and its tokens are those
+of the window as far as both have the same ones, counted from the end that both share. Where an edge
+does not settle it, as in a long run of letters and digits, the characters of both windows are asked
+for.
 
-Where windows do not agree (a pre-token is longer than the overlap), they are encoded as one, and so on until the whole
-document is, up to `LONGEST` characters. What stays unseen is a pre-tokenizer whose decision hangs on text further away
-than half an overlap, on both sides of which everything else is equal.
+Where windows do not agree (a pre-token is longer than the overlap), they are encoded as one, and so
+on until the whole document is, up to `LONGEST` characters. What stays unseen is a pre-tokenizer
+whose decision hangs on text further away than half an overlap, on both sides of which everything
+else is equal.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -46,7 +49,9 @@ Offsets = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Encoded:
-    """The ids of a text, the characters [starts, ends) that each stands for, and whether it begins a pre-token."""
+    """The ids of a text, the characters [starts, ends) that each stands for, and whether it begins
+    a pre-token.
+    """
 
     ids: Ids
     starts: Offsets
@@ -55,7 +60,9 @@ class Encoded:
 
     def part(self, tokens: slice) -> "Encoded":
         """Some of the tokens, with the same characters."""
-        return Encoded(self.ids[tokens], self.starts[tokens], self.ends[tokens], self.begins[tokens])
+        return Encoded(
+            self.ids[tokens], self.starts[tokens], self.ends[tokens], self.begins[tokens]
+        )
 
 
 @runtime_checkable
@@ -92,7 +99,9 @@ class Windows:
         yield Window(text[at:], shared, last=True)
 
     def _start(self, text: str, end: int) -> int:
-        """Where the window after the one that ends at `end` begins: where a space follows other text, if possible."""
+        """Where the window after the one that ends at `end` begins: where a space follows other
+        text, if possible.
+        """
         first = end - self.overlap
         for place in range(first, end - self.overlap // 2):
             if text[place].isspace() and not text[place - 1].isspace():
@@ -131,19 +140,31 @@ def encode_documents(
     else:
         texts = (("".join(document), True) for document in _documents(pieces))
         for batch in _batches(texts):
-            yield from zip(tokenizer.encode_batch([text for text, _ in batch]), (True for _ in batch), strict=True)
+            yield from zip(
+                tokenizer.encode_batch([text for text, _ in batch]),
+                (True for _ in batch),
+                strict=True,
+            )
 
 
 def encoding_key(tokenizer: Tokenizer) -> dict[str, Any]:
-    """What the ids of cached text are known by, beside the text: they change where the way of encoding does."""
+    """What the ids of cached text are known by, beside the text: they change where the way of
+    encoding does.
+    """
     key: dict[str, Any] = {"tokenizer": tokenizer.identity}
-    return key if getattr(tokenizer, "concatenates", False) else {**key, "encoding": VERSION}
+    if getattr(tokenizer, "concatenates", False):
+        return key
+    return {**key, "encoding": VERSION}
 
 
-def encode_document(texts: Iterable[Piece], tokenizer: Tokenizer, windows: Windows | None = None) -> Ids:
+def encode_document(
+    texts: Iterable[Piece], tokenizer: Tokenizer, windows: Windows | None = None
+) -> Ids:
     """The ids of the pieces of one document."""
     parts = [ids for ids, _ in encode_documents(texts, tokenizer, windows)]
-    return np.concatenate(parts) if parts else np.empty(0, ids_dtype(tokenizer.vocab_size))
+    if parts:
+        return np.concatenate(parts)
+    return np.empty(0, ids_dtype(tokenizer.vocab_size))
 
 
 def _documents(pieces: Iterable[Piece]) -> Iterator[Iterator[str]]:
@@ -179,7 +200,9 @@ def _batches(texts: Iterable[tuple[str, bool]]) -> Iterator[list[tuple[str, bool
         yield batch
 
 
-def _joined(tokenizer: SpanTokenizer, windows: Windows, stream: Iterator[Window]) -> Iterator[tuple[Ids, bool]]:
+def _joined(
+    tokenizer: SpanTokenizer, windows: Windows, stream: Iterator[Window]
+) -> Iterator[tuple[Ids, bool]]:
     join = _Join(tokenizer, windows)
     waiting: list[Window] = []
     size = 0
@@ -276,21 +299,26 @@ class _Join:
         text = self.text + "".join(part.window.text[part.window.shared :] for part in self.growing)
         if len(text) > LONGEST:
             raise DataError(
-                f"a document holds {len(text):,} characters that the tokenizer joins, beginning with "
+                f"a document holds {len(text):,} characters that the tokenizer joins, "
+                "beginning with "
                 f"{text[:40]!r}: more than {LONGEST:,} are not encoded as one. Divide the document"
             )
         self.ids = self.tokenizer.encode_batch([text])[0]
         if not np.array_equal(ids[: self.given_out], self.ids[: self.given_out]):
             raise DataError(
-                f"a document that begins with {text[:40]!r} is encoded otherwise when it goes on, further back than "
-                f"{self.windows.overlap:,} characters: this tokenizer cannot encode it in parts. Divide the document"
+                f"a document that begins with {text[:40]!r} is encoded otherwise when it goes "
+                "on, further back than "
+                f"{self.windows.overlap:,} characters: this tokenizer cannot encode it in "
+                "parts. Divide the document"
             )
         self.text = text
         self.end = self.growing[-1]
         self.growing = []
 
     def _seam(self, ids: Ids, part: _Part) -> _Seam | None:
-        """Where `part` is joined to the text before it, which has `ids`; None: they do not agree."""
+        """Where `part` is joined to the text before it, which has `ids`; None: they do not
+        agree.
+        """
         shared = part.window.shared
         if (seam := self._seam_of_edges(ids, part)) is not None:
             return seam
@@ -298,7 +326,9 @@ class _Join:
         return self._place(left, right, len(self.text) - shared, shared)
 
     def _seam_of_edges(self, ids: Ids, part: _Part) -> _Seam | None:
-        """As `_seam`, by the tokens at the edges that are those of the texts that have these edges."""
+        """As `_seam`, by the tokens at the edges that are those of the texts that have these
+        edges.
+        """
         tail = self.end.tail
         before = len(tail.ids) - _equal_at_start(tail.ids[::-1], ids[::-1])
         left = tail.part(slice(before, None))
@@ -307,13 +337,16 @@ class _Join:
         seam = self._place(left, right, len(text) - part.window.shared, part.window.shared)
         if seam is None:
             return None
-        # a run of letters and digits may be cut by counting from a beginning that the edge does not hold
+        # a run of letters and digits may be cut by counting from a beginning that the edge does not
+        # hold
         if text[int(left.starts[0]) : int(left.starts[seam.left])].isalnum():
             return None
         return _Seam(len(ids) - len(left.ids) + seam.left, seam.right)
 
     def _place(self, left: Encoded, right: Encoded, first: int, shared: int) -> _Seam | None:
-        """Where the tokens of two texts are joined; the right one begins at character `first` of the left one."""
+        """Where the tokens of two texts are joined; the right one begins at character `first` of
+        the left one.
+        """
         for part in (4, 3, 5, 2, 6):
             anchor = int(np.searchsorted(left.starts, first + shared * part // 8))
             if anchor == len(left.starts):
@@ -329,13 +362,17 @@ class _Join:
         return None
 
     def _cut(self, left: Encoded, low: int, high: int) -> int | None:
-        """The place in the run [low, high) of equal tokens, nearest to its middle, at which no character is divided."""
+        """The place in the run [low, high) of equal tokens, nearest to its middle, at which no
+        character is divided.
+        """
         places = np.arange(low + 1, high)
         clean = left.starts[places] >= left.ends[places - 1]
         if not self.tokenizer.splits_words:
             clean &= left.begins[places]
         places = places[clean]
-        return int(places[np.abs(places - (low + high) // 2).argmin()]) if len(places) else None
+        if len(places):
+            return int(places[np.abs(places - (low + high) // 2).argmin()])
+        return None
 
 
 def _equal_at_start(some: Ids, others: Ids) -> int:
@@ -345,8 +382,11 @@ def _equal_at_start(some: Ids, others: Ids) -> int:
     return int(unlike[0]) if len(unlike) else count
 
 
-def _equal_run(left: Encoded, right: Encoded, anchor: int, other: int, first: int) -> tuple[int, int] | None:
-    """The tokens [low, high) of the left window around `anchor` that equal those of the right one around `other`.
+def _equal_run(
+    left: Encoded, right: Encoded, anchor: int, other: int, first: int
+) -> tuple[int, int] | None:
+    """The tokens [low, high) of the left window around `anchor` that equal those of the right one
+    around `other`.
 
     Args:
         first: the character of the left window at which the right one begins.
@@ -363,5 +403,8 @@ def _equal_run(left: Encoded, right: Encoded, anchor: int, other: int, first: in
     unlike = np.flatnonzero(~equal)
     place = int(np.searchsorted(unlike, behind))
     low = int(unlike[place - 1]) + 1 if place else 0
-    high = int(unlike[place]) if place < len(unlike) else len(equal)
+    if place < len(unlike):
+        high = int(unlike[place])
+    else:
+        high = len(equal)
     return anchor - behind + low, anchor - behind + high

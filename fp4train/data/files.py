@@ -28,7 +28,8 @@ def expanded(path: str, key: str) -> Path:
     """
     if not path.strip():
         raise DataError(f"{key}= is empty: give a path; . is the working directory")
-    with data_errors(RuntimeError, before=f"{key}={path} does not exist: "):  # somebody who is not there
+    # somebody who is not there
+    with data_errors(RuntimeError, before=f"{key}={path} does not exist: "):
         return Path(path).expanduser()
 
 
@@ -50,13 +51,16 @@ def existing_path(path: str, key: str) -> Path:
     alike = {name.removesuffix(suffix): name for name in there if name.endswith(suffix)}
     others = [name for name in there if not name.endswith(suffix)]
     near = alike.get(nearest(wanted.removesuffix(suffix), alike) or "") or nearest(wanted, others)
-    hint = f" Did you mean {parent / near}?" if near else f" {parent} holds no {wanted}."
+    if near:
+        hint = f" Did you mean {parent / near}?"
+    else:
+        hint = f" {parent} holds no {wanted}."
     raise DataError(f"{key}={path} does not exist.{hint}")
 
 
 def input_files(paths: str | Sequence[str], suffixes: Sequence[str], key: str) -> list[Path]:
-    """The files that `paths` mean, in order: each is a file, a folder (`files_of`) or a pattern (*, ?, [), whose
-    matches are sorted; none of them empty.
+    """The files that `paths` mean, in order: each is a file, a folder (`files_of`) or a pattern (*,
+    ?, [), whose matches are sorted; none of them empty.
 
     Raises:
         DataError: one means nothing, or nothing that is data; or two mean the same file.
@@ -77,14 +81,18 @@ def input_files(paths: str | Sequence[str], suffixes: Sequence[str], key: str) -
     for file in found:
         same = seen.setdefault(os.path.realpath(file), file)
         if same is not file:
-            raise DataError(f"{key} names {file} twice: what is held out for validation would be trained on")
+            raise DataError(
+                f"{key} names {file} twice: what is held out for validation would be trained on"
+            )
     _refuse_copies(found, key)
     return found
 
 
 def shown(paths: str | Sequence[str]) -> str:
     """Paths as they are typed: one alone, several as [a,b]."""
-    return paths if isinstance(paths, str) else f"[{','.join(paths)}]"
+    if isinstance(paths, str):
+        return paths
+    return f"[{','.join(paths)}]"
 
 
 def _matches(path: str, key: str) -> list[Path] | None:
@@ -102,7 +110,9 @@ def _matches(path: str, key: str) -> list[Path] | None:
     raise DataError(f"{key}={path} matches nothing; {folder} holds {there or 'nothing'}")
 
 
-def _of_pattern(path: str, matches: Sequence[Path], suffixes: Sequence[str], key: str) -> list[Path]:
+def _of_pattern(
+    path: str, matches: Sequence[Path], suffixes: Sequence[str], key: str
+) -> list[Path]:
     found: list[Path] = []
     for match in matches:
         if match.is_dir() or _size(match, key):
@@ -113,22 +123,26 @@ def _of_pattern(path: str, matches: Sequence[Path], suffixes: Sequence[str], key
 
 
 def _refuse_copies(found: Sequence[Path], key: str) -> None:
-    """Refuse a file beside a compressed one of the same name: one is most likely a copy of the other."""
+    """Refuse a file beside a compressed one of the same name: one is most likely a copy of the
+    other.
+    """
     by_name: dict[Path, Path] = {}
     for file in found:
         other = by_name.setdefault(file.with_name(plain_name(file)), file)
         if other is not file:
             raise DataError(
-                f"{key}: {file} and {other} have one name: what is held out for validation would be trained on. "
+                f"{key}: {file} and {other} have one name: what is held out for validation "
+                "would be trained on. "
                 "Remove one, or name the files that are meant"
             )
 
 
 def files_of(path: Path, suffixes: Sequence[str], key: str) -> list[Path]:
-    """`path` itself if it is a file, or the files below it with one of `suffixes`, sorted; none of them empty.
+    """`path` itself if it is a file, or the files below it with one of `suffixes`, sorted; none of
+    them empty.
 
-    A suffix may be followed by .gz or .zst. Hidden files and folders are passed over, links to folders are not
-    followed.
+    A suffix may be followed by .gz or .zst. Hidden files and folders are passed over, links to
+    folders are not followed.
     """
     if not path.is_dir():
         if not _size(path, key):
@@ -144,17 +158,27 @@ def files_of(path: Path, suffixes: Sequence[str], key: str) -> list[Path]:
             else:
                 others[file.suffix.lower() or "no suffix"] += 1
     if not found:
-        there = ", ".join(f"{count} with {suffix}" for suffix, count in others.most_common(5)) or "no files at all"
-        raise DataError(f"{key}={path} holds no file with one of the suffixes {', '.join(suffixes)}; it holds {there}")
+        there = (
+            ", ".join(f"{count} with {suffix}" for suffix, count in others.most_common(5))
+            or "no files at all"
+        )
+        raise DataError(
+            f"{key}={path} holds no file with one of the suffixes {', '.join(suffixes)}; it "
+            f"holds {there}"
+        )
     filled = sorted(file for file in found if _size(file, key))
     if not filled:
-        raise DataError(f"{key}={path}: every file in it with one of the suffixes {', '.join(suffixes)} is empty")
+        raise DataError(
+            f"{key}={path}: every file in it with one of the suffixes {', '.join(suffixes)} "
+            "is empty"
+        )
     return filled
 
 
 def _refuse_parts(folder: Path, files: Sequence[Path], key: str) -> None:
-    """Refuse a folder with files for training and for something else by their names, as the hub, llm.c and nanoGPT
-    have them."""
+    """Refuse a folder with files for training and for something else by their names, as the hub,
+    llm.c and nanoGPT have them.
+    """
     if len(files) < 2:
         return
     parts = [(file, _part(file.relative_to(folder))) for file in files]
@@ -165,7 +189,8 @@ def _refuse_parts(folder: Path, files: Sequence[Path], key: str) -> None:
     meant = {part: _pattern(folder, file, part) for file, part in parts if part is not None}
     raise DataError(
         f"{key}={folder} holds files for training and for {_HELD_OUT.get(what or '', '')} "
-        f"({train.relative_to(folder)}, {other.relative_to(folder)}), which would be one text. Name those that are "
+        f"({train.relative_to(folder)}, {other.relative_to(folder)}), which would be one "
+        "text. Name those that are "
         f"meant: {key}={shlex.quote(meant[_part(train.relative_to(folder)) or ''])}"
     )
 
@@ -174,7 +199,11 @@ def _part(name: Path) -> str | None:
     """The part of a data set that a file's name, or a folder of it, says; None: it says none."""
     if Path(plain_name(name)).suffix in _PROGRAMS:
         return None
-    words = [word for part in (*name.parts[:-1], plain_name(name)) for word in re.split(r"[^a-z]+", part.lower())]
+    words = [
+        word
+        for part in (*name.parts[:-1], plain_name(name))
+        for word in re.split(r"[^a-z]+", part.lower())
+    ]
     return next((word for word in words if word in _TRAINING or word in _HELD_OUT), None)
 
 
@@ -193,7 +222,21 @@ _HELD_OUT = {
     **dict.fromkeys(("test", "testing"), "a test"),
 }
 _PROGRAMS = frozenset(
-    {".py", ".pyi", ".ipynb", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".cuh", ".rs", ".go", ".java"}
+    {
+        ".py",
+        ".pyi",
+        ".ipynb",
+        ".c",
+        ".h",
+        ".cc",
+        ".cpp",
+        ".hpp",
+        ".cu",
+        ".cuh",
+        ".rs",
+        ".go",
+        ".java",
+    }
 )
 """Suffixes of programs: a train.py trains, and a test.py tests."""
 
@@ -207,12 +250,15 @@ def _size(path: Path, key: str) -> int:
     """The bytes of a regular file.
 
     Raises:
-        DataError: it is something else, which has no end or cannot be read twice, or it is not there.
+        DataError: it is something else, which has no end or cannot be read twice, or it is not
+            there.
     """
     with data_errors(OSError, before=f"{key}={path} cannot be read: ", message=reason):
         status = path.stat()
     if kind := next((name for is_kind, name in _KINDS if is_kind(status.st_mode)), None):
-        raise DataError(f"{key}={path} is {kind}, and data is read more than once: write it to a file first")
+        raise DataError(
+            f"{key}={path} is {kind}, and data is read more than once: write it to a file first"
+        )
     return status.st_size
 
 
@@ -225,22 +271,34 @@ _KINDS = (
 
 
 def stamp(paths: Sequence[Path]) -> list[tuple[str, int, int]]:
-    """Name, size and time of change of each file: what tokenised data is known by without reading the files again."""
-    with data_errors(OSError, message=lambda error: f"{error.filename} cannot be read: {error.strerror}"):
-        return [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
+    """Name, size and time of change of each file: what tokenised data is known by without reading
+    the files again.
+    """
+    with data_errors(
+        OSError, message=lambda error: f"{error.filename} cannot be read: {error.strerror}"
+    ):
+        return [
+            (str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths
+        ]
 
 
 def read_pieces(path: Path) -> Iterator[Piece]:
-    """The pieces of a UTF-8 text file, plain or compressed. Newlines stay as they are; an empty file has none."""
+    """The pieces of a UTF-8 text file, plain or compressed. Newlines stay as they are; an empty
+    file has none.
+    """
     line = 1
     try:
-        with unpacked(path) as stream, io.TextIOWrapper(stream, encoding="utf-8-sig", newline="") as file:
+        with (
+            unpacked(path) as stream,
+            io.TextIOWrapper(stream, encoding="utf-8-sig", newline="") as file,
+        ):
             text = file.read(PIECE_CHARACTERS) + file.readline(PIECE_CHARACTERS)
             while text:
                 if "\0" in text:
                     line += text.count("\n", 0, text.index("\0"))
                     raise DataError(
-                        f"{path}, line {line}: it holds a NUL character: binary data, not text. Leave the file out"
+                        f"{path}, line {line}: it holds a NUL character: binary data, not "
+                        "text. Leave the file out"
                     )
                 line += text.count("\n")
                 following = file.read(PIECE_CHARACTERS) + file.readline(PIECE_CHARACTERS)
@@ -249,7 +307,8 @@ def read_pieces(path: Path) -> Iterator[Piece]:
     except UnicodeDecodeError as error:
         raise DataError(
             f"{path}, line {undecodable_line(path)}: it is not UTF-8 text ({error.reason}, byte "
-            f"{error.object[error.start] if error.object else 0:#04x}). Convert the file (iconv -t utf-8) or leave it "
+            f"{error.object[error.start] if error.object else 0:#04x}). Convert the file "
+            "(iconv -t utf-8) or leave it "
             "out"
         ) from error
 
@@ -274,7 +333,10 @@ def container_of(path: Path) -> str | None:
     Raises:
         DataError: it cannot be read.
     """
-    with data_errors(OSError, before=f"{path} cannot be read: ", message=reason), path.open("rb") as file:
+    with (
+        data_errors(OSError, before=f"{path} cannot be read: ", message=reason),
+        path.open("rb") as file,
+    ):
         head = file.read(HEAD)
         size = file.seek(0, os.SEEK_END)
         file.seek(-min(TAIL, size), os.SEEK_END)

@@ -1,8 +1,10 @@
-"""`data=hf`: a data set of the Hugging Face hub (`data.name=…`), or local files of records (`data.path=…`).
+"""`data=hf`: a data set of the Hugging Face hub (`data.name=…`), or local files of records
+(`data.path=…`).
 
-`datasets` streams the rows of the hub in their stored order; local files are read here (`records.py`). A row's text is
-a document. They are tokenised once into the cache, up to `max_tokens`. The library's own shuffle is not used: its
-buffer cannot be resumed exactly. The loader shuffles.
+`datasets` streams the rows of the hub in their stored order; local files are read here
+(`records.py`). A row's text is a document. They are tokenised once into the cache, up to
+`max_tokens`. The library's own shuffle is not used: its buffer cannot be resumed exactly. The
+loader shuffles.
 """
 
 import json
@@ -51,19 +53,33 @@ class HuggingFace(TextSource):
                 f"data.name={self.name}, data.path={self.path}: exactly one is needed, "
                 "a hub name or a .parquet, .jsonl file or folder"
             )
-        hub = {"config": self.config, "revision": self.revision, "split": None if self.split == "train" else self.split}
-        if self.path is not None and (given := [key for key, value in hub.items() if value is not None]):
+        hub = {
+            "config": self.config,
+            "revision": self.revision,
+            "split": None if self.split == "train" else self.split,
+        }
+        if self.path is not None and (
+            given := [key for key, value in hub.items() if value is not None]
+        ):
             raise ValueError(
-                f"data.{given[0]}={hub[given[0]]}: local files (data.path) have no {given[0]}, a hub data set has "
+                f"data.{given[0]}={hub[given[0]]}: local files (data.path) have no "
+                f"{given[0]}, a hub data set has "
                 "(data.name); give the files of that part as data.path"
             )
         for key, bound in (("max_tokens", self.max_tokens), ("max_documents", self.max_documents)):
             if bound is not None and bound < 1:
-                raise ValueError(f"data.{key}={bound}: allowed are whole numbers from 1, or null for no bound")
+                raise ValueError(
+                    f"data.{key}={bound}: allowed are whole numbers from 1, or null for no bound"
+                )
 
     def build(self, run_dir: Path, seq_len: int, seed: int) -> TokenData:
         if self.path is None:
-            named = {"path": self.name, "name": self.config, "split": self.split, "revision": self.revision}
+            named = {
+                "path": self.name,
+                "name": self.config,
+                "split": self.split,
+                "revision": self.revision,
+            }
             key: list[Any] = ["hub", *named.values()]
             what = " ".join(str(part) for part in (self.name, self.config, self.split) if part)
         else:
@@ -72,7 +88,10 @@ class HuggingFace(TextSource):
             what = shown(self.path)
 
         def documents() -> Iterator[Piece]:
-            rows = read_hub(named, self.column, what) if self.path is None else read_rows(paths, self.column, self.path)
+            if self.path is None:
+                rows = read_hub(named, self.column, what)
+            else:
+                rows = read_rows(paths, self.column, self.path)
             return islice(rows, self.max_documents)
 
         return text_data(
@@ -88,20 +107,28 @@ class HuggingFace(TextSource):
 
 
 def local_files(path: str | Sequence[str]) -> list[Path]:
-    """The files that hold the records of `data.path` (`record_files`), none with the suffix of something else."""
+    """The files that hold the records of `data.path` (`record_files`), none with the suffix of
+    something else.
+    """
     paths = record_files(path)
     for file in paths:
-        if Path(plain_name(file)).suffix not in SUFFIXES and file.suffix.lower() not in ("", ".gz", ".zst"):
+        if Path(plain_name(file)).suffix not in SUFFIXES and file.suffix.lower() not in (
+            "",
+            ".gz",
+            ".zst",
+        ):
             raise DataError(
-                f"data.path={file} holds {file.suffix}: data=hf reads .parquet, .arrow, or .jsonl and .json "
+                f"data.path={file} holds {file.suffix}: data=hf reads .parquet, .arrow, or "
+                ".jsonl and .json "
                 "(text is for data=text, token files are for data=tokens)"
             )
     return paths
 
 
 def record_files(path: str | Sequence[str]) -> list[Path]:
-    """The files that `data.path` means, whatever their suffixes; of a folder that `datasets` saved, those that it
-    lists."""
+    """The files that `data.path` means, whatever their suffixes; of a folder that `datasets` saved,
+    those that it lists.
+    """
     named: list[str] = []
     for place in (path,) if isinstance(path, str) else path:
         named += saved_files(expanded(place, "data.path")) or [place]
@@ -113,7 +140,10 @@ def saved_files(folder: Path) -> list[str]:
     parts = folder / "dataset_dict.json"
     if parts.is_file():
         names = ", ".join(sorted(entry.name for entry in folder.iterdir() if entry.is_dir()))
-        raise DataError(f"data.path={folder} holds a data set in parts: {names}. Name one, data.path={folder}/train")
+        raise DataError(
+            f"data.path={folder} holds a data set in parts: {names}. Name one, "
+            f"data.path={folder}/train"
+        )
     if not (folder / "state.json").is_file() or not (folder / "dataset_info.json").is_file():
         return []
     strange = (OSError, ValueError, KeyError, TypeError, RecursionError)
@@ -123,10 +153,11 @@ def saved_files(folder: Path) -> list[str]:
 
 
 def read_rows(paths: Sequence[Path], column: str, named: str | Sequence[str]) -> Iterator[Piece]:
-    """The text of each record of local files, one document per record; records without text are passed over.
+    """The text of each record of local files, one document per record; records without text are
+    passed over.
 
-    A .json file that lies beside others and whose first record has no text in the column is passed over with a
-    warning: statistics, settings, a description.
+    A .json file that lies beside others and whose first record has no text in the column is passed
+    over with a warning: statistics, settings, a description.
 
     Args:
         named: what the user names; a file that is named itself is not passed over.
@@ -135,7 +166,11 @@ def read_rows(paths: Sequence[Path], column: str, named: str | Sequence[str]) ->
     empty = True
     for path in paths:
         rows = read_records(path, column)
-        beside = len(paths) > 1 and str(path) not in explicit and Path(plain_name(path)).suffix == ".json"
+        beside = (
+            len(paths) > 1
+            and str(path) not in explicit
+            and Path(plain_name(path)).suffix == ".json"
+        )
         try:
             first = next(rows, None)
         except DataError as error:
@@ -159,40 +194,60 @@ def read_rows(paths: Sequence[Path], column: str, named: str | Sequence[str]) ->
 def _pieces(path: Path, column: str, row: PlacedValue) -> Iterator[Piece]:
     text = row.value
     if text is not None and not isinstance(text, str):
-        raise DataError(f"{path}, {row.place}: data.column={column} holds {type(text).__name__}, not text")
+        raise DataError(
+            f"{path}, {row.place}: data.column={column} holds {type(text).__name__}, not text"
+        )
     if text and (half := _HALF.search(text)):
-        raise DataError(f"{path}, {row.place}: it holds half of a UTF-16 pair, {half[0]!a}, which is no character")
+        raise DataError(
+            f"{path}, {row.place}: it holds half of a UTF-16 pair, {half[0]!a}, which is no "
+            "character"
+        )
     if text:
         yield Piece(text)
 
 
 def read_hub(arguments: dict[str, Any], column: str, what: str) -> Iterator[Piece]:
     """The text of each row, one document per row; rows without text are passed over."""
-    with data_errors(ImportError, before="data=hf needs the package datasets (", after="): pip install datasets"):
+    with data_errors(
+        ImportError, before="data=hf needs the package datasets (", after="): pip install datasets"
+    ):
         import datasets
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it logs of a damaged file is raised as well
+    # what it logs of a damaged file is raised as well
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     try:
         of_builder = {key: value for key, value in arguments.items() if key != "split"}
         settings = datasets.load_dataset_builder(**of_builder).config
-        alone = {"columns": [column]} if "columns" in {field.name for field in fields(settings)} else {}
+        if "columns" in {field.name for field in fields(settings)}:
+            alone = {"columns": [column]}
+        else:
+            alone = {}
         rows = iter(datasets.load_dataset(**arguments, **alone, streaming=True))
         for number, row in enumerate(rows):
             if column not in row:
-                raise DataError(f"data.column={column} is not in {what}. Its columns: {', '.join(row)}.")
+                raise DataError(
+                    f"data.column={column} is not in {what}. Its columns: {', '.join(row)}."
+                )
             text = row[column]
             if text is not None and not isinstance(text, str):
-                raise DataError(f"data.column={column} of {what} holds {type(text).__name__} in row {number}, not text")
+                raise DataError(
+                    f"data.column={column} of {what} holds {type(text).__name__} in row "
+                    f"{number}, not text"
+                )
             if text:
                 yield Piece(text)
     except DataError:
         raise
     except ConnectionError as error:
         raise DataError(
-            f"{what} cannot be reached: {_first_line(error)}. Without a network use data=stdlib, data=text, or local "
+            f"{what} cannot be reached: {_first_line(error)}. Without a network use "
+            "data=stdlib, data=text, or local "
             "files with data=hf data.path=FILE.parquet."
         ) from error
-    except Exception as error:  # whatever else the library, or one of its readers, makes of a data set or a file
-        raise DataError(f"{what} cannot be read: {_first_line(error)} ({type(error).__name__})") from error
+    # whatever else the library, or one of its readers, makes of a data set or a file
+    except Exception as error:
+        raise DataError(
+            f"{what} cannot be read: {_first_line(error)} ({type(error).__name__})"
+        ) from error
 
 
 def _first_line(error: Exception) -> str:

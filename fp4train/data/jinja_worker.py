@@ -1,19 +1,24 @@
-"""A process that renders one chat template, whatever it costs within bounds: `python -I jinja_worker.py`.
+"""A process that renders one chat template, whatever it costs within bounds: `python -I
+jinja_worker.py`.
 
-A template comes from a stranger's folder, and Jinja has no bound on loops, on the length of a text or on memory. So it
-is rendered here, in a process that may use `MEMORY` bytes of address space and `SECONDS` of a processor per request;
-the kernel ends it beyond that. The program imports the standard library and Jinja alone, and starts in 0.1 s.
+A template comes from a stranger's folder, and Jinja has no bound on loops, on the length of a text
+or on memory. So it is rendered here, in a process that may use `MEMORY` bytes of address space and
+`SECONDS` of a processor per request; the kernel ends it beyond that. The program imports the
+standard library and Jinja alone, and starts in 0.1 s.
 
-It reads requests from its standard input and writes replies to its standard output, each a length of eight bytes and
-JSON. The first request names the template; the others hold conversations to render:
+It reads requests from its standard input and writes replies to its standard output, each a length
+of eight bytes and JSON. The first request names the template; the others hold conversations to
+render:
 
     {"source": "{% for …", "now": "2026-01-31T12:00:00"}               → {"generation": false, "names": […]}
-    {"renders": [{"messages": […], "prompt": false}], "variables": {…}} → {"texts": ["…"], "marks": [[[5, 9]]]}
+    {"renders": [{"messages": […], "prompt": false}], "variables": {…}} → {"texts": ["…"], "marks":
+    [[[5, 9]]]}
 
-or `{"error": "…"}`. The environment is that of transformers (`render_jinja_template`): Jinja's immutable sandbox with
-`trim_blocks` and `lstrip_blocks`, `break` and `continue`, `{% generation %}`, a `tojson` that does not escape HTML,
-`raise_exception`, `strftime_now`, and a `dict` and a `namespace` without ways to the objects behind them. Marks are the
-characters that `{% generation %}` encloses.
+or `{"error": "…"}`. The environment is that of transformers (`render_jinja_template`): Jinja's
+immutable sandbox with `trim_blocks` and `lstrip_blocks`, `break` and `continue`, `{% generation
+%}`, a `tojson` that does not escape HTML, `raise_exception`, `strftime_now`, and a `dict` and a
+`namespace` without ways to the objects behind them. Marks are the characters that `{% generation
+%}` encloses.
 """
 
 import json
@@ -86,7 +91,8 @@ class PlainNamespace(Namespace):
     """`namespace` of a template, without names that begin with an underscore."""
 
     def __init__(*arguments: Any, **items: Any) -> None:
-        # The object itself comes among the arguments, so that `namespace(self=…)` works, as in Jinja.
+        # The object itself comes among the arguments, so that `namespace(self=…)` works, as in
+        # Jinja.
         attributes = dict(*arguments[1:], **items)
         for name in attributes:
             _check_attribute(name)
@@ -113,11 +119,23 @@ def environment(now: datetime) -> ImmutableSandboxedEnvironment:
         raise TemplateError(str(message))
 
     def tojson(
-        value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: Any = None,
+        separators: Any = None,
+        sort_keys: bool = False,
     ) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+        return json.dumps(
+            value,
+            ensure_ascii=ensure_ascii,
+            indent=indent,
+            separators=separators,
+            sort_keys=sort_keys,
+        )
 
-    sandbox = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+    sandbox = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
     sandbox.filters["tojson"] = tojson
     sandbox.globals |= {"raise_exception": raise_exception, "strftime_now": now.strftime}
     sandbox.globals |= {"dict": Dict(), "namespace": PlainNamespace}
@@ -125,7 +143,11 @@ def environment(now: datetime) -> ImmutableSandboxedEnvironment:
 
 
 def render(
-    template: Template, generation: Generation, messages: list[dict[str, str]], prompt: bool, variables: dict[str, str]
+    template: Template,
+    generation: Generation,
+    messages: list[dict[str, str]],
+    prompt: bool,
+    variables: dict[str, str],
 ) -> tuple[str, list[tuple[int, int]]]:
     """The text of a conversation, and the characters in it that are marked.
 
@@ -136,26 +158,37 @@ def render(
     generation.written = 0
     spoken = sum(len(text) for message in messages for text in message.values())
     most = min(CHARACTERS, AROUND + AROUND_EACH * len(messages) + TIMES * spoken)
-    values = {**variables, "messages": messages, "tools": None, "documents": None, "add_generation_prompt": prompt}
+    values = {
+        **variables,
+        "messages": messages,
+        "tools": None,
+        "documents": None,
+        "add_generation_prompt": prompt,
+    }
     blocks: list[str] = []
     for block in template.generate(values):
         blocks.append(block)
         generation.written += len(block)
         if generation.written > most:
             raise ValueError(
-                f"it writes more than {most:,} characters for one conversation, whose messages have {spoken:,}"
+                f"it writes more than {most:,} characters for one conversation, whose "
+                f"messages have {spoken:,}"
             )
     text = "".join(blocks)
     spans = [(start, start + len(marked)) for start, marked in generation.marks]
     for (start, end), (_, marked) in zip(spans, generation.marks, strict=True):
         if text[start:end] != marked:
-            raise ValueError("{% generation %} marks a text that a macro, a filter or a set block changes or moves")
+            raise ValueError(
+                "{% generation %} marks a text that a macro, a filter or a set block changes "
+                "or moves"
+            )
     return text, spans
 
 
 def serve() -> None:
     """Answer requests until the standard input ends."""
-    with suppress(ValueError, OSError):  # where the system has no such limit, time alone bounds a request
+    # where the system has no such limit, time alone bounds a request
+    with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -169,14 +202,19 @@ def serve() -> None:
                 generation = sandbox.extensions[Generation.identifier]
                 assert isinstance(generation, Generation)
                 state = sandbox.from_string(request["source"]), generation
-                names = meta.find_undeclared_variables(sandbox.parse(request["source"])) - set(sandbox.globals)
+                names = meta.find_undeclared_variables(sandbox.parse(request["source"])) - set(
+                    sandbox.globals
+                )
                 reply: dict[str, Any] = {"generation": generation.used, "names": sorted(names)}
             else:
                 rendered = [
                     render(*state, item["messages"], item["prompt"], request["variables"])
                     for item in request["renders"]
                 ]
-                reply = {"texts": [text for text, _ in rendered], "marks": [marks for _, marks in rendered]}
+                reply = {
+                    "texts": [text for text, _ in rendered],
+                    "marks": [marks for _, marks in rendered],
+                }
             data = json.dumps(reply).encode()
         except MemoryError:
             data = json.dumps({"error": f"it needs more than {MEMORY >> 20} MB of memory"}).encode()

@@ -1,23 +1,26 @@
 """Batches as a pure function of (seed, position): exact resume from the step number alone.
 
-The tokens are packed: sequence k is tokens[k·T : k·T + T + 1], its first T tokens the input and its last T the target,
-so that the sequences of an epoch predict every token once (but for a tail shorter than T). The sequence shown at
-position i of a run is
+The tokens are packed: sequence k is tokens[k·T : k·T + T + 1], its first T tokens the input and its
+last T the target, so that the sequences of an epoch predict every token once (but for a tail
+shorter than T). The sequence shown at position i of a run is
 
     permutation(seed, epoch = i // n)[i % n],  n sequences an epoch
 
-Targets that do not count in the loss are `IGNORED`. An input that is the id that ends a document, and yet ends none
-(`TokenArray.inner_ends`), is its complement, −1 − id: models that attend within documents read it so.
+Targets that do not count in the loss are `IGNORED`. An input that is the id that ends a document,
+and yet ends none (`TokenArray.inner_ends`), is its complement, −1 − id: models that attend within
+documents read it so.
 
-Nothing is kept between calls. A rank or a microbatch fetches its own rows of a batch with `rows(first, count)`.
+Nothing is kept between calls. A rank or a microbatch fetches its own rows of a batch with
+`rows(first, count)`.
 
-The permutation needs no memory either: a balanced Feistel network permutes the even-bit numbers below 4^h, the smallest
-such range that holds n,
+The permutation needs no memory either: a balanced Feistel network permutes the even-bit numbers
+below 4^h, the smallest such range that holds n,
 
     (l, r) → (r, l xor F(r, key_i)),  i = 0 … 5
 
-and an image that falls outside 0 … n-1 is permuted again until it falls inside ("cycle walking", Black and Rogaway
-2002, section 3), which leaves a permutation of 0 … n-1. The range is less than 4 n: fewer than four walks are expected.
+and an image that falls outside 0 … n-1 is permuted again until it falls inside ("cycle walking",
+Black and Rogaway 2002, section 3), which leaves a permutation of 0 … n-1. The range is less than 4
+n: fewer than four walks are expected.
 """
 
 import time
@@ -56,16 +59,20 @@ def _mix(half: npt.NDArray[np.uint64], key: int) -> npt.NDArray[np.uint64]:
     return z ^ (z >> np.uint64(31))
 
 
-def permute(index: npt.NDArray[np.int64], n: int, *, seed: int, epoch: int) -> npt.NDArray[np.int64]:
+def permute(
+    index: npt.NDArray[np.int64], n: int, *, seed: int, epoch: int
+) -> npt.NDArray[np.int64]:
     """The images of `index` (any subset of 0 … n-1) under the permutation of `epoch`."""
     half_bits = max(1, ((n - 1).bit_length() + 1) // 2)
-    shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
+    shift = np.uint64(half_bits)
+    mask = np.uint64((1 << half_bits) - 1)
     state = splitmix64(splitmix64(seed & MASK64) ^ epoch)
     keys = [splitmix64(state + i) for i in range(ROUNDS)]
     image = index.astype(np.uint64)
     outside = np.ones(len(image), dtype=bool)
     while outside.any():
-        left, right = image[outside] >> shift, image[outside] & mask
+        left = image[outside] >> shift
+        right = image[outside] & mask
         for key in keys:
             left, right = right, left ^ (_mix(right, key) & mask)
         image[outside] = (left << shift) | right
@@ -74,13 +81,19 @@ def permute(index: npt.NDArray[np.int64], n: int, *, seed: int, epoch: int) -> n
 
 
 class Loader:
-    """Shuffled batches of packed sequences; no state, so every step can be asked for in any order."""
+    """Shuffled batches of packed sequences; no state, so every step can be asked for in any
+    order.
+    """
 
     def __init__(self, tokens: TokenArray, *, batch_size: int, seq_len: int, seed: int) -> None:
         if batch_size < 1 or seq_len < 1:
-            raise ValueError(f"batch_size={batch_size}, seq_len={seq_len}: allowed are whole numbers from 1")
+            raise ValueError(
+                f"batch_size={batch_size}, seq_len={seq_len}: allowed are whole numbers from 1"
+            )
         if len(tokens) < seq_len + 1:
-            raise ValueError(f"{len(tokens)} {tokens.name} tokens: a sequence needs seq_len+1 = {seq_len + 1}")
+            raise ValueError(
+                f"{len(tokens)} {tokens.name} tokens: a sequence needs seq_len+1 = {seq_len + 1}"
+            )
         self.tokens = tokens
         self.batch_size = batch_size
         self.seq_len = seq_len
@@ -106,27 +119,47 @@ class Loader:
         return indices
 
     def rows(self, first: int, count: int) -> Rows:
-        """Inputs and targets, int64 [count, T] each, of positions first … first+count-1 of the run."""
+        """Inputs and targets, int64 [count, T] each, of positions first … first+count-1 of the
+        run.
+        """
         T = self.seq_len
         rows_BT1 = np.empty((count, T + 1), dtype=np.int64)  # first of all: too many rows end here
-        places = np.add(self.sequence_indices(first, count)[:, None] * T, np.arange(T + 1), out=rows_BT1)
-        silent = None if self.tokens.scored is None else self.tokens.scored.take(places[:, 1:]) == 0
-        inner = None if self.tokens.inner_ends is None else self.tokens.inner_ends.take(places[:, :-1]) != 0
-        # `take` lets other threads run while it waits for a disk, however short a row is; assignments do not.
+        places = np.add(
+            self.sequence_indices(first, count)[:, None] * T, np.arange(T + 1), out=rows_BT1
+        )
+        if self.tokens.scored is None:
+            silent = None
+        else:
+            silent = self.tokens.scored.take(places[:, 1:]) == 0
+        if self.tokens.inner_ends is None:
+            inner = None
+        else:
+            inner = self.tokens.inner_ends.take(places[:, :-1]) != 0
+        # `take` lets other threads run while it waits for a disk, however short a row is;
+        # assignments do not.
         rows_BT1[...] = self.tokens.ids.take(rows_BT1)
-        self.tokens.check(rows_BT1, f"{self.tokens.name} tokens at positions {first} … {first + count - 1} of the run")
+        self.tokens.check(
+            rows_BT1,
+            f"{self.tokens.name} tokens at positions {first} … {first + count - 1} of the run",
+        )
         rows = torch.from_numpy(rows_BT1)
-        tokens, targets = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+        tokens = rows[:, :-1].contiguous()
+        targets = rows[:, 1:].contiguous()
         if inner is not None and inner.any():
             tokens = torch.where(torch.from_numpy(inner), ~tokens, tokens)
-        return tokens, targets if silent is None else targets.masked_fill(torch.from_numpy(silent), IGNORED)
+        return tokens, targets if silent is None else targets.masked_fill(
+            torch.from_numpy(silent), IGNORED
+        )
 
     def loss_factor(self, first: int, count: int) -> float:
-        """Factor from the mean loss over all tokens of `count` sequences, those from position `first` on, to the mean
-        over the targets that count; 1 where all do."""
+        """Factor from the mean loss over all tokens of `count` sequences, those from position
+        `first` on, to the mean over the targets that count; 1 where all do.
+        """
         if self.tokens.scored is None:
             return 1.0
-        places = self.sequence_indices(first, count)[:, None] * self.seq_len + np.arange(1, self.seq_len + 1)
+        places = self.sequence_indices(first, count)[:, None] * self.seq_len + np.arange(
+            1, self.seq_len + 1
+        )
         scored = int(np.count_nonzero(self.tokens.scored.take(places)))
         return count * self.seq_len / scored if scored else 0.0
 
@@ -145,13 +178,14 @@ class _Share(NamedTuple):
 class Feed:
     """The rows of `loader` on `device`, fetched before they are asked for.
 
-    Reading a batch can wait for a disk, and copying it to a GPU waits for the GPU where the memory is pageable. A
-    thread fetches the next rows into page-locked memory while the current ones are trained on; the copy then runs
-    beside the kernels.
+    Reading a batch can wait for a disk, and copying it to a GPU waits for the GPU where the memory
+    is pageable. A thread fetches the next rows into page-locked memory while the current ones are
+    trained on; the copy then runs beside the kernels.
     """
 
     def __init__(self, loader: Loader, device: torch.device) -> None:
-        self.loader, self.device = loader, device
+        self.loader = loader
+        self.device = device
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="feed")
         self._next: tuple[int, int, Future[_Share]] | None = None
         self._waits: tuple[float, int, int] | None = None
@@ -160,15 +194,19 @@ class Feed:
         """Inputs and targets, int64 [count, T] each, of positions first … first+count-1 of the run.
 
         Args:
-            then: the position that is asked for next, with the same count; None: nothing is fetched in advance.
+            then: the position that is asked for next, with the same count; None: nothing is fetched
+                in advance.
 
         Raises:
             UserError: the rows hold ids that the vocabulary lacks.
         """
-        ahead, self._next = self._next, None
+        ahead = self._next
+        self._next = None
         self._waits = time.monotonic(), first, count
         ready = ahead is not None and ahead[:2] == (first, count)
-        fetched = (ahead[2].result() if ahead is not None and ready else self._fetch(first, count)).rows
+        fetched = (
+            ahead[2].result() if ahead is not None and ready else self._fetch(first, count)
+        ).rows
         self._waits = None
         if then is not None:
             self._next = (then, count, self._thread.submit(self._fetch, then, count))
@@ -178,7 +216,8 @@ class Feed:
     def problem(self, first: int, count: int) -> str | None:
         """What is wrong with rows that are asked for next; None: they are fetched, and can be had.
 
-        Several ranks ask before they begin a step together, so that none of them is left alone in it.
+        Several ranks ask before they begin a step together, so that none of them is left alone in
+        it.
         """
         if self._next is None or self._next[:2] != (first, count):
             self._next = (first, count, self._thread.submit(self._fetch, first, count))
@@ -201,7 +240,9 @@ class Feed:
         return self.loader.loss_factor(batch * size, size)
 
     def waiting(self) -> tuple[float, str] | None:
-        """The seconds that somebody has waited for rows by now, and for which rows; None: nobody waits."""
+        """The seconds that somebody has waited for rows by now, and for which rows; None: nobody
+        waits.
+        """
         if (waits := self._waits) is None:
             return None
         since, first, count = waits

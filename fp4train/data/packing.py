@@ -1,10 +1,12 @@
 """Conversations → sequences of equal length.
 
-Each conversation goes, in order, into the fullest of the last `OPEN` sequences that has room, and none is divided. The
-rest of a sequence is filled with ends of documents. One that is longer than a sequence loses its end.
+Each conversation goes, in order, into the fullest of the last `OPEN` sequences that has room, and
+none is divided. The rest of a sequence is filled with ends of documents. One that is longer than a
+sequence loses its end.
 
-The id that ends a document may also end each turn of a conversation (`</s>` of Llama 2, Mistral and Zephyr), whose
-tokens attend to each other: which of these ids end no conversation is written down beside them.
+The id that ends a document may also end each turn of a conversation (`</s>` of Llama 2, Mistral and
+Zephyr), whose tokens attend to each other: which of these ids end no conversation is written down
+beside them.
 """
 
 import logging
@@ -28,16 +30,20 @@ class Learned(NamedTuple):
     scored: npt.NDArray[np.bool_]
 
     def ended(self, end: int) -> "Learned":
-        """The conversation with the id that ends a document behind it, which is learned where its last answer is."""
+        """The conversation with the id that ends a document behind it, which is learned where its
+        last answer is.
+        """
         if len(self.ids) and self.ids[-1] == end:
             return self
         last = bool(len(self.scored)) and bool(self.scored[-1])
         return Learned(np.append(self.ids, end), np.append(self.scored, last))
 
 
-def pack(conversations: Iterable[Learned], end: int, seq_len: int, dtype: np.dtype[Any]) -> Iterator[Ids]:
-    """The packed ids of all sequences, one more as the last target; then for each id whether it is scored; then for
-    each whether it is the end of a document within a conversation.
+def pack(
+    conversations: Iterable[Learned], end: int, seq_len: int, dtype: np.dtype[Any]
+) -> Iterator[Ids]:
+    """The packed ids of all sequences, one more as the last target; then for each id whether it is
+    scored; then for each whether it is the end of a document within a conversation.
 
     Args:
         end: the id that ends a document.
@@ -51,7 +57,8 @@ def pack(conversations: Iterable[Learned], end: int, seq_len: int, dtype: np.dty
     for conversation in conversations:
         ids, scored = conversation.ended(end)
         if len(ids) > seq_len:
-            ids, scored = ids[:seq_len], scored[:seq_len]
+            ids = ids[:seq_len]
+            scored = scored[:seq_len]
             cut += 1
             if not scored.any():
                 dropped += 1
@@ -72,11 +79,14 @@ def pack(conversations: Iterable[Learned], end: int, seq_len: int, dtype: np.dty
             room[number] -= len(ids)
     if cut:
         text = (
-            "%d conversations are longer than train.seq_len=%d and lose their ends; %d with no answer left are dropped"
+            "%d conversations are longer than train.seq_len=%d and lose their ends; %d with no "
+            "answer left are dropped"
         )
         _log.warning(text, cut, seq_len, dropped)
     if not sequences:
-        raise DataError(f"no answer lies within train.seq_len={seq_len} tokens: choose a larger one")
+        raise DataError(
+            f"no answer lies within train.seq_len={seq_len} tokens: choose a larger one"
+        )
     packed = np.full(len(sequences) * seq_len + 1, end, dtype=dtype)
     answers = np.zeros_like(packed)
     inner_ends = np.zeros_like(packed)

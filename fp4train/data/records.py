@@ -27,19 +27,25 @@ LONGEST = 1 << 26
 """Bytes of the longest value in JSON."""
 LARGE = 1 << 24
 MOST_PARTS = 1 << 22
-"""Parts of a value in JSON of more than `LARGE` bytes: one takes three bytes of a file, and up to 88 of memory."""
+"""Parts of a value in JSON of more than `LARGE` bytes: one takes three bytes of a file, and up to
+88 of memory.
+"""
 BATCH_BYTES = 1 << 26
 BATCH_ROWS = 256
 """Rows of Parquet that are decoded at once, fewer where they may be large."""
 UNPACKED = 1 << 28
 TIMES = 100
-"""A column of this many bytes, and this many times those that it takes in the file, is no text: it is refused."""
+"""A column of this many bytes, and this many times those that it takes in the file, is no text: it
+is refused.
+"""
 LOOKED_AT = 1000
 """Records after which a file whose records all lack the column has none."""
 
 
 ReadColumns = Callable[[Path, Any], Sequence[int]]
-"""The places of the columns to read in the schema of a table, or a DataError where the table has none that fit."""
+"""The places of the columns to read in the schema of a table, or a DataError where the table has
+none that fit.
+"""
 RowReader = Callable[[Path, ReadColumns], Iterator[tuple[str, dict[str, Any]]]]
 """Gives the place of each row of a file, and what it has in the columns."""
 
@@ -104,7 +110,9 @@ def _table(path: Path, source: str) -> RowReader | None:
         source: that asks, for the message of a refusal.
     """
     kind = container_of(path)
-    if kind is None and (table := {".parquet": _parquet, ".arrow": _arrow}.get(path.suffix.lower())):
+    if kind is None and (
+        table := {".parquet": _parquet, ".arrow": _arrow}.get(path.suffix.lower())
+    ):
         return table  # a damaged one, which says what is wrong with it
     if kind is None or kind in ("compressed by gzip", "compressed by zstd"):
         return None
@@ -113,11 +121,12 @@ def _table(path: Path, source: str) -> RowReader | None:
     if kind in ("an Arrow stream", "an Arrow file"):
         return _arrow
     raise DataError(
-        f"{path} is {kind}: {source} reads Parquet, Arrow and JSON Lines, and JSON Lines also packed by gzip or zstd"
+        f"{path} is {kind}: {source} reads Parquet, Arrow and JSON Lines, and JSON Lines also "
+        "packed by gzip or zstd"
     )
 
 
-# -- JSON -------------------------------------------------------------------------------------------------------------
+# -- JSON ------------------------------------------------------------------------------------------
 
 
 def _json(path: Path, column: str) -> Iterator[PlacedValue]:
@@ -130,8 +139,9 @@ def _json(path: Path, column: str) -> Iterator[PlacedValue]:
 
 
 def _values(path: Path, stream: BinaryIO) -> Iterator[tuple[int, Any]]:
-    """The line and the value of each record. A file that begins with a list, or with a brace alone, may spread values
-    over lines."""
+    """The line and the value of each record. A file that begins with a list, or with a brace alone,
+    may spread values over lines.
+    """
     line = 0
     begun = False
     while data := stream.readline(LONGEST + 1):
@@ -201,7 +211,9 @@ def _after_space(text: str, at: int, more: str = "") -> int:
 def _decoded(path: Path, line: int, data: bytes, mark: bytes = b"", decoder: Any = None) -> str:
     """The text of some bytes, within bounds."""
     try:
-        text: str = data.removeprefix(mark).decode() if decoder is None else decoder.decode(data, not data)
+        text: str = (
+            data.removeprefix(mark).decode() if decoder is None else decoder.decode(data, not data)
+        )
     except UnicodeDecodeError as error:
         why = f"it is not UTF-8 text ({error.reason}). Convert the file (iconv -t utf-8)"
         if is_binary(data[:HEAD]):
@@ -216,7 +228,8 @@ def _decoded(path: Path, line: int, data: bytes, mark: bytes = b"", decoder: Any
 
 def _too_long(path: Path, line: int) -> DataError:
     return DataError(
-        f"{path}, line {line}: it is longer than {LONGEST >> 20} MB, and a record is read as one. Divide it, or give "
+        f"{path}, line {line}: it is longer than {LONGEST >> 20} MB, and a record is read as "
+        "one. Divide it, or give "
         "its text in a file of its own to data=text"
     )
 
@@ -227,20 +240,37 @@ def _json_errors(path: Path, line: int, text: str) -> Iterator[None]:
     try:
         yield
     except json.JSONDecodeError as error:
-        where = line + text.count("\n", 0, error.pos) if error.lineno > 1 else line
-        raise DataError(f"{path}, line {where}: it is no JSON ({error.msg}, column {error.colno})") from error
+        if error.lineno > 1:
+            where = line + text.count("\n", 0, error.pos)
+        else:
+            where = line
+        raise DataError(
+            f"{path}, line {where}: it is no JSON ({error.msg}, column {error.colno})"
+        ) from error
     except (ValueError, RecursionError) as error:
-        why = "too deeply nested" if isinstance(error, RecursionError) else first_line(error)
+        if isinstance(error, RecursionError):
+            why = "too deeply nested"
+        else:
+            why = first_line(error)
         raise DataError(f"{path}, line {line}: it cannot be read as JSON: {why}") from error
 
 
 def name_of(value: Any) -> str:
     """What a value in JSON is called."""
-    names = {bool: "a truth value", int: "a number", float: "a number", str: "text", list: "a list", dict: "an object"}
-    return "null" if value is None else names.get(type(value), type(value).__name__)
+    names = {
+        bool: "a truth value",
+        int: "a number",
+        float: "a number",
+        str: "text",
+        list: "a list",
+        dict: "an object",
+    }
+    if value is None:
+        return "null"
+    return names.get(type(value), type(value).__name__)
 
 
-# -- tables -----------------------------------------------------------------------------------------------------------
+# -- tables ----------------------------------------------------------------------------------------
 
 
 def _parquet(path: Path, columns: ReadColumns) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -255,21 +285,25 @@ def _parquet(path: Path, columns: ReadColumns) -> Iterator[tuple[str, dict[str, 
         names = [schema.names[number] for number in columns(path, schema)]
         for group in range(file.metadata.num_row_groups):
             place = f"row group {group}"
-            count = min(rows_at_once(path, file.metadata.row_group(group), name, place) for name in names)
+            count = min(
+                rows_at_once(path, file.metadata.row_group(group), name, place) for name in names
+            )
             batches = file.iter_batches(count, row_groups=[group], columns=names, use_threads=False)
             yield from _rows(path, batches, place)
 
 
 def rows_at_once(path: Path, group: Any, column: str, place: str) -> int:
-    """How many rows of a row group are decoded at once. A dictionary may hold one value for all rows; lists and objects
-    have a chunk for each of their parts."""
+    """How many rows of a row group are decoded at once. A dictionary may hold one value for all
+    rows; lists and objects have a chunk for each of their parts.
+    """
     every_chunk = [group.column(number) for number in range(group.num_columns)]
     chunks = [chunk for chunk in every_chunk if chunk.path_in_schema.split(".")[0] == column]
     size = sum(chunk.total_uncompressed_size for chunk in chunks)
     packed = sum(chunk.total_compressed_size for chunk in chunks)
     if size > UNPACKED and size > TIMES * packed:
         raise DataError(
-            f"{path}, {place}: its column {column} unpacks from {packed:,} bytes to {size:,}, which no text does. "
+            f"{path}, {place}: its column {column} unpacks from {packed:,} bytes to {size:,}, "
+            "which no text does. "
             "Write the file anew with smaller row groups if it is sound"
         )
     repeated = any(chunk.has_dictionary_page for chunk in chunks)
@@ -283,7 +317,9 @@ def _arrow(path: Path, columns: ReadColumns) -> Iterator[tuple[str, dict[str, An
 
 
 def arrow_batches(path: Path, numbers_in: Callable[[Any], Sequence[int]]) -> Iterator[Any]:
-    """The batches of an Arrow stream or file, of the columns alone whose numbers `numbers_in` gives of the schema."""
+    """The batches of an Arrow stream or file, of the columns alone whose numbers `numbers_in` gives
+    of the schema.
+    """
     with table_errors(path):
         import pyarrow
 
@@ -291,7 +327,10 @@ def arrow_batches(path: Path, numbers_in: Callable[[Any], Sequence[int]]) -> Ite
             file = pyarrow.OSFile(str(path))
             stream = file.read(6) != b"ARROW1"
             file.seek(0)
-            open_it = pyarrow.ipc.open_stream if stream else pyarrow.ipc.open_file
+            if stream:
+                open_it = pyarrow.ipc.open_stream
+            else:
+                open_it = pyarrow.ipc.open_file
             return open_it(file, options=pyarrow.ipc.IpcReadOptions(use_threads=False, **options))
 
         numbers = numbers_in(opened().schema)
@@ -344,7 +383,10 @@ def _check_column(path: Path, schema: Any, column: str) -> int:
 
     number = column_place(path, schema, column)
     kind = schema.field(number).type
-    values = kind.value_type if types.is_dictionary(kind) else kind
+    if types.is_dictionary(kind):
+        values = kind.value_type
+    else:
+        values = kind
     tests = (types.is_string, types.is_large_string, types.is_string_view, types.is_null)
     if not any(test(values) for test in tests):
         raise DataError(f"data.column={column} of {path} holds {kind}, not text")
@@ -357,7 +399,9 @@ def table_errors(path: Path, place: str = "") -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        raise DataError(f"{path} needs the package pyarrow ({error}): pip install datasets") from error
+        raise DataError(
+            f"{path} needs the package pyarrow ({error}): pip install datasets"
+        ) from error
     except (DataError, MemoryError):
         raise
     except Exception as error:

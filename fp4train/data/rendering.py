@@ -31,7 +31,8 @@ class Renderer:
     """Renders one template.
 
     Args:
-        source: the Jinja2 text. variables: texts that it may name. now: what `strftime_now` writes, in ISO 8601.
+        source: the Jinja2 text. variables: texts that it may name. now: what `strftime_now` writes,
+            in ISO 8601.
         name: what errors call it.
     """
 
@@ -68,7 +69,10 @@ class Renderer:
             ValueError: the template refuses one, or costs too much.
         """
         self._start()
-        renders = [{"messages": [dict(m) for m in messages], "prompt": prompt} for messages, prompt in conversations]
+        renders = [
+            {"messages": [dict(m) for m in messages], "prompt": prompt}
+            for messages, prompt in conversations
+        ]
         reply = self._ask({"renders": renders, "variables": self.variables})
         if "error" in reply:
             raise ValueError(f"{self.name} refuses it: {reply['error']}")
@@ -78,7 +82,9 @@ class Renderer:
     def _start(self) -> None:
         if self._process is not None:
             return
-        with data_errors(OSError, before=f"{self.name}: its process cannot be started: ", message=reason):
+        with data_errors(
+            OSError, before=f"{self.name}: its process cannot be started: ", message=reason
+        ):
             self._process = process = subprocess.Popen(
                 [sys.executable, "-I", str(WORKER)],
                 stdin=subprocess.PIPE,
@@ -95,7 +101,11 @@ class Renderer:
         self._names = frozenset(reply["names"])
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
+        assert (
+            self._process is not None
+            and self._process.stdin is not None
+            and self._process.stdout is not None
+        )
         data = json.dumps(request).encode()
         answer = b""
         with suppress(BrokenPipeError):

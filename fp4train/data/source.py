@@ -1,8 +1,8 @@
 """The protocol of `data=…`, and how the documents of a source become its tokens.
 
-A new source is one file with a class like `Source`, and one YAML in `configs/data`. The packed ids are every document's
-tokens (`encoding.py`), one end-of-document id, the next document; before each document the id that begins one, where
-the tokenizer has such an id.
+A new source is one file with a class like `Source`, and one YAML in `configs/data`. The packed ids
+are every document's tokens (`encoding.py`), one end-of-document id, the next document; before each
+document the id that begins one, where the tokenizer has such an id.
 """
 
 import tempfile
@@ -19,7 +19,15 @@ from fp4train.data.encoding import encode_documents, encoding_key
 from fp4train.data.stored import TokenIds
 from fp4train.data.tokenizers import BytePairs, Bytes, Pretrained
 from fp4train.data.tokenizers.json_file import keeps_tokenizer
-from fp4train.data.tokens import Documents, Ids, Piece, TokenData, Tokenizer, TokenizerConfig, ids_dtype
+from fp4train.data.tokens import (
+    Documents,
+    Ids,
+    Piece,
+    TokenData,
+    Tokenizer,
+    TokenizerConfig,
+    ids_dtype,
+)
 from fp4train.errors import DataError
 from fp4train.paths import is_hub_name
 
@@ -30,8 +38,8 @@ CHUNK = 1 << 16
 class Source(Protocol):
     """The configuration of a source of data.
 
-    `fp4train plan`, which reads no data, takes the size of the vocabulary from a field `vocab_size` or, where there is
-    none, from the field `tokenizer`.
+    `fp4train plan`, which reads no data, takes the size of the vocabulary from a field `vocab_size`
+    or, where there is none, from the field `tokenizer`.
     """
 
     def build(self, run_dir: Path, seq_len: int, seed: int) -> TokenData:
@@ -58,15 +66,19 @@ def planned_vocab_size(source: Source, rows: int | None = None, run: Path | None
     """Token ids of `source`; of a tokenizer that is still to be trained, the most it may have.
 
     Args:
-        rows: of the embedding, where the model says; those stand for the ids of a tokenizer of the hub, which a plan
-            does not download.
+        rows: of the embedding, where the model says; those stand for the ids of a tokenizer of the
+            hub, which a plan does not download.
         run: the run directory whose tokenizer is taken over, if it keeps one.
     """
-    size, tokenizer = getattr(source, "vocab_size", None), getattr(source, "tokenizer", None)
+    size = getattr(source, "vocab_size", None)
+    tokenizer = getattr(source, "tokenizer", None)
     if isinstance(size, int):
         return size
     if tokenizer is None:
-        raise DataError(f"{type(source).__name__} has neither vocab_size nor tokenizer: the vocabulary is unknown")
+        raise DataError(
+            f"{type(source).__name__} has neither vocab_size nor tokenizer: the vocabulary is "
+            "unknown"
+        )
     if run is not None and keeps_tokenizer(run):
         return int(tokenizer.build(lambda: iter(()), run).vocab_size)
     if isinstance(tokenizer, BytePairs):
@@ -117,7 +129,9 @@ def tokenised(
     *,
     max_tokens: int | None = None,
 ) -> TokenIds:
-    """The packed ids of `documents`, from the cache or, without one, made in memory; see `text_data`."""
+    """The packed ids of `documents`, from the cache or, without one, made in memory; see
+    `text_data`.
+    """
     dtype = ids_dtype(tokenizer.vocab_size)
     if cache_dir is None:
         return np.concatenate([np.empty(0, dtype), *token_chunks(documents(), tokenizer)])
@@ -131,7 +145,9 @@ def tokenised(
 
 
 def token_chunks(pieces: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[Ids]:
-    """The packed ids of `pieces` in order, some at a time, in the smallest type for the vocabulary."""
+    """The packed ids of `pieces` in order, some at a time, in the smallest type for the
+    vocabulary.
+    """
     dtype = ids_dtype(tokenizer.vocab_size)
     end = np.array([tokenizer.end_of_document], dtype=dtype)
     begin_id = tokens.begin_of_document(tokenizer)

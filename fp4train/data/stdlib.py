@@ -1,7 +1,9 @@
-"""`data=stdlib`: the sources of the Python standard library, real text that is on every machine already.
+"""`data=stdlib`: the sources of the Python standard library, real text that is on every machine
+already.
 
-About 11 MB without the tests, one document per module. The modules come in the order of a hash of their names: mixed,
-so that the held-out last part is of the same kind as the rest, and the same on every start.
+About 11 MB without the tests, one document per module. The modules come in the order of a hash of
+their names: mixed, so that the held-out last part is of the same kind as the rest, and the same on
+every start.
 """
 
 import os
@@ -15,18 +17,24 @@ from fp4train.data.source import TextSource, text_data
 from fp4train.data.tokens import Piece, TokenData
 from fp4train.errors import DataError
 
-LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
+LEFT_OUT = frozenset(
+    {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stdlib(TextSource):
-    """The running interpreter's own standard library, tokenised in memory at the start of each run."""
+    """The running interpreter's own standard library, tokenised in memory at the start of each
+    run.
+    """
 
     def build(self, run_dir: Path, seq_len: int, seed: int) -> TokenData:
         root = Path(sysconfig.get_path("stdlib"))
         paths = modules(root)
         if not paths:
-            raise DataError(f"data=stdlib finds no .py files in {root}. Use data=text data.path=FILE_OR_FOLDER.")
+            raise DataError(
+                f"data=stdlib finds no .py files in {root}. Use data=text data.path=FILE_OR_FOLDER."
+            )
 
         def documents() -> Iterator[Piece]:
             for path in paths:

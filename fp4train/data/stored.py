@@ -1,7 +1,8 @@
 """Token ids in files, read where they are asked for; memory holds what is asked for alone.
 
-Files are read at a place (`pread`), not mapped: one that is cut off while a run trains is an error with a message,
-where a mapped one ends the process by a signal. What is read is compared with what the file was when it was opened:
+Files are read at a place (`pread`), not mapped: one that is cut off while a run trains is an error
+with a message, where a mapped one ends the process by a signal. What is read is compared with what
+the file was when it was opened:
 
 | file | compared |
 |---|---|
@@ -37,7 +38,9 @@ class IdFile:
         offset: bytes before the first id.
     """
 
-    def __init__(self, descriptor: int, path: Path, dtype: np.dtype[Any], count: int, *, offset: int = 0) -> None:
+    def __init__(
+        self, descriptor: int, path: Path, dtype: np.dtype[Any], count: int, *, offset: int = 0
+    ) -> None:
         self.descriptor = descriptor
         self.path = path
         self.dtype = dtype
@@ -73,7 +76,10 @@ class IdFile:
             except OSError as error:
                 raise DataError(f"{self.path} cannot be read any more: {error.strerror}") from error
             if not part:
-                raise DataError(f"{self.path} was cut off after the run had opened it: {missing:,} bytes are missing")
+                raise DataError(
+                    f"{self.path} was cut off after the run had opened it: {missing:,} bytes "
+                    "are missing"
+                )
             parts.append(part)
             missing -= len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
@@ -92,17 +98,22 @@ class CheckedFile(IdFile):
         data = super().raw(begin * BLOCK, min(end * BLOCK, self.size) - begin * BLOCK)
         if not np.array_equal(checksums(data), self.checksums[begin:end]):
             raise DataError(
-                f"{self.path} was changed after the run had opened it: bytes {begin * BLOCK:,} to {end * BLOCK:,} are "
+                f"{self.path} was changed after the run had opened it: bytes "
+                f"{begin * BLOCK:,} to {end * BLOCK:,} are "
                 "not the text of this run any more. Start the command again: it is tokenised anew"
             )
         offset = first - begin * BLOCK
-        return data if len(data) == size else bytes(memoryview(data)[offset : offset + size])
+        if len(data) == size:
+            return data
+        return bytes(memoryview(data)[offset : offset + size])
 
 
 def checksums(data: bytes | memoryview) -> npt.NDArray[np.uint32]:
     """The CRC-32 of each block of `data`."""
     view = memoryview(data)
-    return np.array([zlib.crc32(view[at : at + BLOCK]) for at in range(0, len(view), BLOCK)], np.uint32)
+    return np.array(
+        [zlib.crc32(view[at : at + BLOCK]) for at in range(0, len(view), BLOCK)], np.uint32
+    )
 
 
 Stamp = tuple[int, int, int]
@@ -112,14 +123,16 @@ Stamp = tuple[int, int, int]
 class WatchedFile(IdFile):
     """A token file of the user's.
 
-    `digest` is that of all its ids, and `anew` computes it: it is compared where the file was touched while a run reads
-    it.
+    `digest` is that of all its ids, and `anew` computes it: it is compared where the file was
+    touched while a run reads it.
     """
 
     digest: str | None = None
     anew: Callable[[IdFile], str] | None = None
 
-    def __init__(self, descriptor: int, path: Path, dtype: np.dtype[Any], count: int, *, offset: int = 0) -> None:
+    def __init__(
+        self, descriptor: int, path: Path, dtype: np.dtype[Any], count: int, *, offset: int = 0
+    ) -> None:
         super().__init__(descriptor, path, dtype, count, offset=offset)
         self.stamp = self._stamp()
 
@@ -133,7 +146,8 @@ class WatchedFile(IdFile):
         if stamp != self.stamp and self.anew is not None:
             if stamp[0] != self.stamp[0] or self.anew(_View(self)) != self.digest:
                 raise DataError(
-                    f"{self.path} was changed after the run had opened it. Put it back as it was and start the command "
+                    f"{self.path} was changed after the run had opened it. Put it back as it "
+                    "was and start the command "
                     "again, or begin a new run with what it holds now"
                 )
             self.stamp = stamp
@@ -144,14 +158,17 @@ class _View(IdFile):
     """The same file without what is compared."""
 
     def __init__(self, file: IdFile) -> None:
-        super().__init__(os.dup(file.descriptor), file.path, file.dtype, file.count, offset=file.offset)
+        super().__init__(
+            os.dup(file.descriptor), file.path, file.dtype, file.count, offset=file.offset
+        )
 
 
 IdFileKind = TypeVar("IdFileKind", bound=IdFile, covariant=True)
 
 
 class StoredIds(Generic[IdFileKind]):
-    """The ids of several files, one after another, or a stretch of them; used like an array that cannot be changed.
+    """The ids of several files, one after another, or a stretch of them; used like an array that
+    cannot be changed.
 
     A slice is another one. `np.asarray` reads all of it, `take` what lies at some places.
     """
@@ -195,7 +212,9 @@ class StoredIds(Generic[IdFileKind]):
         return numbers
 
     def take(self, places: Places) -> Ids:
-        """The ids at `places`, of any shape. A stretch of places that follow each other is read at once."""
+        """The ids at `places`, of any shape. A stretch of places that follow each other is read at
+        once.
+        """
         flat = np.asarray(places, np.int64).ravel()
         found = np.empty(len(flat), self.dtype)
         borders = np.flatnonzero(np.diff(flat) != 1) + 1
@@ -219,7 +238,9 @@ class StoredIds(Generic[IdFileKind]):
             number += 1
         if not parts:
             return np.empty(0, self.dtype)
-        return parts[0] if len(parts) == 1 else np.concatenate(parts).astype(self.dtype, copy=False)
+        if len(parts) == 1:
+            return parts[0]
+        return np.concatenate(parts).astype(self.dtype, copy=False)
 
 
 TokenIds = Ids | StoredIds[IdFile]

@@ -1,9 +1,10 @@
 """The chat template of a run: where it comes from, and the copy that the run keeps.
 
 A template is Jinja2 as the tokenizers of `transformers` have it (`chat_template`), with `messages`,
-`add_generation_prompt` and the tokenizer's special tokens, `bos_token` and the others. It is rendered as transformers
-renders it, in a process that is bounded in time and memory (`rendering.py`, `jinja_worker.py`); `answers.py` finds what
-of the text is learned. A template that writes the day writes that on which the run began.
+`add_generation_prompt` and the tokenizer's special tokens, `bos_token` and the others. It is
+rendered as transformers renders it, in a process that is bounded in time and memory
+(`rendering.py`, `jinja_worker.py`); `answers.py` finds what of the text is learned. A template that
+writes the day writes that on which the run began.
 """
 
 import json
@@ -30,7 +31,15 @@ CHATML = (
 MARKERS = ("<|im_start|>", "<|im_end|>")
 KEPT = "chat_template.json"
 """The copy in a run's directory."""
-TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
 """The special tokens that a template may name."""
 _LIMIT = 1 << 20
 _SETTINGS = 1 << 24
@@ -47,7 +56,8 @@ class ChatTemplate:
         source: the Jinja2 text.
         variables: texts that it may name beside the messages: `bos_token`, `eos_token` and others.
         name: what errors call it.
-        trained: whether the run learns conversations by it; else it came with the tokenizer, and exports hand it on.
+        trained: whether the run learns conversations by it; else it came with the tokenizer, and
+            exports hand it on.
         now: the time that it is told, in ISO 8601.
     """
 
@@ -98,17 +108,25 @@ class ChatTemplate:
         Raises:
             DataError: it cannot be written.
         """
-        table = {"template": self.source, "variables": dict(self.variables), "trained": self.trained, "now": self.now}
-        with data_errors(OSError, before=f"the chat template cannot be kept in {run_dir}: ", message=reason):
+        table = {
+            "template": self.source,
+            "variables": dict(self.variables),
+            "trained": self.trained,
+            "now": self.now,
+        }
+        with data_errors(
+            OSError, before=f"the chat template cannot be kept in {run_dir}: ", message=reason
+        ):
             files.write(run_dir / KEPT, json.dumps(table).encode(), create=True)
 
 
 def find_template(path: str | None, tokenizer: str | None, run_dir: Path) -> ChatTemplate:
-    """The run's own template; else a new one, which is kept with the run. A file comes before one that the run does
-    not learn by.
+    """The run's own template; else a new one, which is kept with the run. A file comes before one
+    that the run does not learn by.
 
     Args:
-        path: a file that the user names; None: that of the tokenizer's folder, or where it has none, `CHATML`.
+        path: a file that the user names; None: that of the tokenizer's folder, or where it has
+            none, `CHATML`.
         tokenizer: the folder or file of a ready-made tokenizer; None: there is none.
 
     Raises:
@@ -122,7 +140,9 @@ def find_template(path: str | None, tokenizer: str | None, run_dir: Path) -> Cha
     elif kept is not None:
         found = replace(kept, trained=True)
     else:
-        found = (None if tokenizer is None else _of_tokenizer(Path(tokenizer))) or ChatTemplate(source=CHATML)
+        found = (None if tokenizer is None else _of_tokenizer(Path(tokenizer))) or ChatTemplate(
+            source=CHATML
+        )
     found.save(run_dir)
     return found
 
@@ -148,11 +168,15 @@ def kept_template(run_dir: Path) -> ChatTemplate | None:
         variables = {str(name): str(text) for name, text in body["variables"].items()}
         trained = body.get("trained", True) is True
         now = datetime.fromisoformat(body.get("now", _BEFORE)).isoformat(timespec="seconds")
-        return ChatTemplate(source=str(body["template"]), variables=variables, trained=trained, now=now)
+        return ChatTemplate(
+            source=str(body["template"]), variables=variables, trained=trained, now=now
+        )
     except FileNotFoundError:
         return None
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise DataError(f"the run's {KEPT} in {run_dir} cannot be read: {error}. Use another run.name.") from error
+        raise DataError(
+            f"the run's {KEPT} in {run_dir} cannot be read: {error}. Use another run.name."
+        ) from error
 
 
 def _of_tokenizer(place: Path) -> ChatTemplate | None:
@@ -166,12 +190,17 @@ def _of_tokenizer(place: Path) -> ChatTemplate | None:
     own = folder / "chat_template.jinja"
     source = _text(own) if own.is_file() else settings.get("chat_template")
     if isinstance(source, list):  # several, by name, as transformers wrote them before
-        named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
+        named = {
+            entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)
+        }
         source = named.get("default")
     if not isinstance(source, str):
         return None
     tokens = {name: settings.get(name) for name in TOKENS}
-    texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
+    texts = {
+        name: token.get("content") if isinstance(token, dict) else token
+        for name, token in tokens.items()
+    }
     variables = {name: text for name, text in texts.items() if isinstance(text, str)}
     return ChatTemplate(source=source, variables=variables, name=f"the chat template of {folder}")
 

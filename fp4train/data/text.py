@@ -1,4 +1,5 @@
-"""`data=text data.path=FILE_OR_FOLDER`: UTF-8 text files, one document per file, in the order of their names.
+"""`data=text data.path=FILE_OR_FOLDER`: UTF-8 text files, one document per file, in the order of
+their names.
 
 Tokenised once into the cache, known there by the files' names, sizes and times of change.
 """
@@ -17,8 +18,9 @@ from fp4train.paths import PathText
 
 @dataclass(frozen=True, kw_only=True)
 class Text(TextSource):
-    """A text file, every file below a folder whose suffix is one of `suffixes`, what a pattern matches, or several of
-    these; plain, gzip or zstd."""
+    """A text file, every file below a folder whose suffix is one of `suffixes`, what a pattern
+    matches, or several of these; plain, gzip or zstd.
+    """
 
     path: PathText | Sequence[PathText]
     suffixes: Sequence[str] = (".txt", ".md")
@@ -28,13 +30,15 @@ class Text(TextSource):
         super().__post_init__()
         if isinstance(self.suffixes, str) or not self.suffixes:
             raise ValueError(
-                f"data.suffixes={self.suffixes!r}: a list is needed, for instance data.suffixes=[.txt,.py]"
+                f"data.suffixes={self.suffixes!r}: a list is needed, for instance "
+                "data.suffixes=[.txt,.py]"
             )
         for path in (self.path,) if isinstance(self.path, str) else self.path:
             suffix = Path(plain_name(Path(path))).suffix
             if suffix in (".jsonl", ".json", ".parquet") and suffix not in self.suffixes:
                 raise ValueError(
-                    f"data.path={path} holds records, whose syntax would be trained on: data=hf data.path={path} "
+                    f"data.path={path} holds records, whose syntax would be trained on: "
+                    f"data=hf data.path={path} "
                     f"data.column=text reads their text (data.suffixes=[{suffix}]: as it is)"
                 )
 

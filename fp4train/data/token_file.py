@@ -1,8 +1,10 @@
-"""`data=tokens data.path=train.bin`: token files that are there already (`token_formats.py`), read as they are.
+"""`data=tokens data.path=train.bin`: token files that are there already (`token_formats.py`), read
+as they are.
 
-Several files, as llm.c and others cut a large text, are one stream in the order in which they are named; those of a
-folder or a pattern in the order of their names. Documents are divided by the id that ends each, as nanoGPT and Megatron
-write it, or by the one that begins each, as llm.c and Llama do.
+Several files, as llm.c and others cut a large text, are one stream in the order in which they are
+named; those of a folder or a pattern in the order of their names. Documents are divided by the id
+that ends each, as nanoGPT and Megatron write it, or by the one that begins each, as llm.c and Llama
+do.
 """
 
 import hashlib
@@ -52,11 +54,15 @@ class Tokens:
         if self.vocab_size < 1:
             raise ValueError(f"data.vocab_size={self.vocab_size}: allowed are whole numbers from 1")
         if self.dtype is not None and self.dtype not in DTYPES:
-            raise ValueError(f"data.dtype={self.dtype}: allowed are {', '.join(DTYPES)}, or null for the format's own")
+            raise ValueError(
+                f"data.dtype={self.dtype}: allowed are {', '.join(DTYPES)}, or null for the "
+                "format's own"
+            )
         for key, number in (("end_id", self.end_id), ("begin_id", self.begin_id)):
             if number is not None and not 0 <= number < self.vocab_size:
                 raise ValueError(
-                    f"data.{key}={number}: allowed are ids of the vocabulary, 0 … {self.vocab_size - 1}, or null"
+                    f"data.{key}={number}: allowed are ids of the vocabulary, 0 … "
+                    f"{self.vocab_size - 1}, or null"
                 )
 
     def build(self, run_dir: Path, seq_len: int, seed: int) -> TokenData:
@@ -97,7 +103,10 @@ class Tokens:
         files = _token_files(named, key)
         if hold_tables(files, key):
             if self.dtype is not None:
-                raise DataError(f"data.dtype={self.dtype} is of raw ids, and {files[0]} is a table: leave it out")
+                raise DataError(
+                    f"data.dtype={self.dtype} is of raw ids, and {files[0]} is a table: leave "
+                    "it out"
+                )
             return table_ids(files, self.column, self.vocab_size, self.cache_dir)
         return StoredIds([open_tokens(file, self.dtype, key) for file in files])
 
@@ -114,7 +123,9 @@ def _token_files(named: Sequence[str], key: str) -> list[Path]:
 
 
 def _file(path: str, key: str) -> str:
-    """The file that holds the ids: Megatron's pair may be named by either file, or by its prefix."""
+    """The file that holds the ids: Megatron's pair may be named by either file, or by its
+    prefix.
+    """
     prefix = expanded(path, key)
     if prefix.suffix == ".idx":
         return str(prefix.with_suffix(".bin"))
@@ -124,20 +135,28 @@ def _file(path: str, key: str) -> str:
 
 
 def _described(paths: str | Sequence[str], ids: StoredIds[Any]) -> str:
-    return shown(paths) if len(ids.files) == 1 else f"{shown(paths)}, {len(ids.files)} files"
+    if len(ids.files) == 1:
+        return shown(paths)
+    return f"{shown(paths)}, {len(ids.files)} files"
 
 
 def _digest(ids: StoredIds[Any], run_dir: Path) -> str | None:
     """One digest of the user's own files; None: they lie in the cache, which checks them."""
     watched = [file for file in ids.files if isinstance(file, WatchedFile)]
-    return _joined(file_digests(watched, run_dir)) if watched else None
+    if watched:
+        return _joined(file_digests(watched, run_dir))
+    return None
 
 
 def _digest_of_both(ids: StoredIds[Any], val: StoredIds[Any], run_dir: Path) -> str | None:
-    digests = [digest for digest in (_digest(ids, run_dir), _digest(val, run_dir)) if digest is not None]
+    digests = [
+        digest for digest in (_digest(ids, run_dir), _digest(val, run_dir)) if digest is not None
+    ]
     return "+".join(digests) or None
 
 
 def _joined(digests: Sequence[str]) -> str:
     """One digest of those of several files."""
-    return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()[:16]
+    if len(digests) == 1:
+        return digests[0]
+    return hashlib.sha256("".join(digests).encode()).hexdigest()[:16]

@@ -5,12 +5,14 @@ r"""What token files say of themselves.
 | NumPy | `\x93NUMPY`, version, a header with type, order and shape, then the ids (NEP 1) |
 | llm.c | 256 int32 (magic 20240520: uint16, 20240801: uint32; version 1; number of tokens; unused), then raw ids |
 | Megatron | PREFIX.bin: raw ids; PREFIX.idx: `MMIDIDX`, 2 zero bytes, uint64 version = 1, uint8 code of the type, \
-uint64 number of sequences n, uint64 number of documents m, int32 lengths [n], int64 offsets [n], int64 documents [m] |
+uint64 number of sequences n, uint64 number of documents m, int32 lengths [n], int64 offsets [n],
+int64 documents [m] |
 | nanoGPT, OLMo, dolma | raw ids, whatever the file is called |
 
-All but NumPy's, which says it itself, are little-endian. Megatron's sequences lie one after another in the .bin file,
-so that the stream is the file itself. A header is believed where the file has the size that follows from it, and
-refused otherwise. What is a container of another kind, or text, is refused by what it is.
+All but NumPy's, which says it itself, are little-endian. Megatron's sequences lie one after another
+in the .bin file, so that the stream is the file itself. A header is believed where the file has the
+size that follows from it, and refused otherwise. What is a container of another kind, or text, is
+refused by what it is.
 """
 
 import os
@@ -33,7 +35,11 @@ MEGATRON_HEADER = struct.Struct("<9sQBQQ")
 MEGATRON_CODES = {1: "uint8", 4: "int32", 5: "int64", 8: "uint16"}
 LLMC_HEADER_BYTES = 256 * 4
 LLMC_MAGICS = {20240520: "uint16", 20240801: "uint32"}
-LLMC_OTHERS = {20240326: "a model", 20240327: "the state of an optimizer", 20240522: "questions of an evaluation"}
+LLMC_OTHERS = {
+    20240326: "a model",
+    20240327: "the state of an optimizer",
+    20240522: "questions of an evaluation",
+}
 LENGTHS_AT_ONCE = 1 << 20
 _WRITE_RAW = "Write its ids as a raw array: numpy.asarray(ids, dtype='uint32').tofile('train.bin')"
 
@@ -69,8 +75,15 @@ def open_tokens(path: Path, dtype: str | None, key: str) -> WatchedFile:
         tail = file.raw(size - min(TAIL, size), min(TAIL, size))
         _refuse_others(path, head, tail, size, dtype)
         layout = IdLayout(None, 0)
-    if layout.dtype is not None and dtype is not None and np.dtype(dtype).itemsize != layout.dtype.itemsize:
-        raise DataError(f"data.dtype={dtype}, but {path} says that it holds {layout.dtype.name}. Leave data.dtype out.")
+    if (
+        layout.dtype is not None
+        and dtype is not None
+        and np.dtype(dtype).itemsize != layout.dtype.itemsize
+    ):
+        raise DataError(
+            f"data.dtype={dtype}, but {path} says that it holds {layout.dtype.name}. Leave "
+            "data.dtype out."
+        )
     file.dtype = layout.dtype or np.dtype(dtype or "uint16").newbyteorder("<")
     file.offset = layout.offset
     ids, remainder = divmod(size - layout.offset, file.dtype.itemsize)
@@ -79,7 +92,8 @@ def open_tokens(path: Path, dtype: str | None, key: str) -> WatchedFile:
         raise DataError(f"{key}={path} is empty: it holds no ids")
     if remainder:
         raise DataError(
-            f"{key}={path} has {size:,} bytes, which is no whole number of {file.dtype.name} tokens: it is cut off, "
+            f"{key}={path} has {size:,} bytes, which is no whole number of {file.dtype.name} "
+            "tokens: it is cut off, "
             f"or another data.dtype is right ({', '.join(DTYPES)})"
         )
     return file
@@ -97,35 +111,50 @@ def _layout(path: Path, head: bytes, size: int) -> IdLayout | None:
     if magic in LLMC_OTHERS:
         raise DataError(f"{path} is a file of llm.c that holds {LLMC_OTHERS[magic]}, no tokens")
     if version != 1:
-        raise DataError(f"{path} is a token file of llm.c of version {version}; supported is version 1")
+        raise DataError(
+            f"{path} is a token file of llm.c of version {version}; supported is version 1"
+        )
     dtype = np.dtype(LLMC_MAGICS[magic]).newbyteorder("<")
     expected = LLMC_HEADER_BYTES + tokens * dtype.itemsize
     if expected != size:
-        raise DataError(f"{path} has {size:,} bytes, but its header counts {tokens:,} tokens ({expected:,} bytes)")
+        raise DataError(
+            f"{path} has {size:,} bytes, but its header counts {tokens:,} tokens "
+            f"({expected:,} bytes)"
+        )
     return IdLayout(dtype, LLMC_HEADER_BYTES)
 
 
 def _numpy_layout(path: Path, size: int) -> IdLayout:
-    """The layout of an array that numpy.save wrote; of several dimensions in the order in which it lies there."""
+    """The layout of an array that numpy.save wrote; of several dimensions in the order in which it
+    lies there.
+    """
     refused = f"{path} is a NumPy array that cannot be read: "
     with warnings.catch_warnings(), data_errors(Exception, before=refused, message=_first_line):
         warnings.simplefilter("ignore")  # about headers of Python 2, which are read
         mapped = np.load(path, mmap_mode="r", allow_pickle=False)
         if not isinstance(mapped, np.memmap):
             raise ValueError("it holds several arrays")
-    dtype, shape, offset = mapped.dtype, mapped.shape, int(mapped.offset)
+    dtype = mapped.dtype
+    shape = mapped.shape
+    offset = int(mapped.offset)
     if dtype.kind not in "iu":
-        raise DataError(f"{path} is a NumPy array of {dtype}, not of token ids, which are whole numbers")
+        raise DataError(
+            f"{path} is a NumPy array of {dtype}, not of token ids, which are whole numbers"
+        )
     if not shape:
         raise DataError(f"{path} is a NumPy array that holds one number, not a row of token ids")
     if not mapped.flags.c_contiguous:
         raise DataError(
-            f"{path} is a NumPy array of shape {shape} that lies column by column (Fortran order), so that its rows "
-            "cannot be read one after another. Write it with numpy.save('train.npy', numpy.ascontiguousarray(ids))"
+            f"{path} is a NumPy array of shape {shape} that lies column by column (Fortran "
+            "order), so that its rows "
+            "cannot be read one after another. Write it with numpy.save('train.npy', "
+            "numpy.ascontiguousarray(ids))"
         )
     expected = offset + mapped.size * dtype.itemsize
     if expected != size:
-        raise DataError(f"{path} has {size:,} bytes, but its header says {expected:,}: {dtype} of shape {shape}")
+        raise DataError(
+            f"{path} has {size:,} bytes, but its header says {expected:,}: {dtype} of shape {shape}"
+        )
     return IdLayout(dtype, offset, int(mapped.size))
 
 
@@ -135,22 +164,28 @@ def _first_line(error: Exception) -> str:
 
 def _megatron_dtype(index: Path, size: int) -> str:
     """The type that a Megatron index gives, checked against the size of the token file."""
-    with data_errors(OSError, before=f"{index} cannot be read: ", message=reason), index.open("rb") as file:
+    with (
+        data_errors(OSError, before=f"{index} cannot be read: ", message=reason),
+        index.open("rb") as file,
+    ):
         head = file.read(MEGATRON_HEADER.size)
         if len(head) < MEGATRON_HEADER.size or not head.startswith(MEGATRON_MAGIC):
             raise DataError(
-                f"{index} is no Megatron index (it does not start with MMIDIDX). Remove it, or write it anew."
+                f"{index} is no Megatron index (it does not start with MMIDIDX). Remove it, "
+                "or write it anew."
             )
         _, version, code, sequences, documents = MEGATRON_HEADER.unpack(head)
         if version != 1 or code not in MEGATRON_CODES:
             raise DataError(
-                f"{index} has version {version} and type code {code}; supported are version 1 and the codes "
+                f"{index} has version {version} and type code {code}; supported are version 1 "
+                "and the codes "
                 + ", ".join(f"{number} ({name})" for number, name in MEGATRON_CODES.items())
             )
         space = os.fstat(file.fileno()).st_size - MEGATRON_HEADER.size
         if 12 * sequences + 8 * documents > space:
             raise DataError(
-                f"{index} counts {sequences:,} sequences and {documents:,} documents, for which its {space:,} bytes "
+                f"{index} counts {sequences:,} sequences and {documents:,} documents, for "
+                f"which its {space:,} bytes "
                 "are too few: it is cut off or belongs to another"
             )
         tokens = 0
@@ -159,12 +194,15 @@ def _megatron_dtype(index: Path, size: int) -> str:
                 file, dtype="<i4", count=min(LENGTHS_AT_ONCE, sequences - first)
             )
             if len(lengths) and lengths.min() < 0:
-                raise DataError(f"{index} has a sequence of {int(lengths.min())} tokens: it is damaged")
+                raise DataError(
+                    f"{index} has a sequence of {int(lengths.min())} tokens: it is damaged"
+                )
             tokens += int(lengths.sum(dtype=np.int64))
     expected = tokens * np.dtype(MEGATRON_CODES[code]).itemsize
     if expected != size:
         raise DataError(
-            f"{index} counts {expected:,} bytes of tokens in {sequences:,} sequences, but its .bin file has {size:,}: "
+            f"{index} counts {expected:,} bytes of tokens in {sequences:,} sequences, but its "
+            f".bin file has {size:,}: "
             "one of the two is cut off or belongs to another"
         )
     return MEGATRON_CODES[code]
@@ -174,7 +212,8 @@ def _refuse_others(path: Path, head: bytes, tail: bytes, size: int, dtype: str |
     """Refuse what is no raw array of ids.
 
     Args:
-        dtype: that the user gives: text is an array of uint8, and every second uint16 of uint32 ids may be 0.
+        dtype: that the user gives: text is an array of uint8, and every second uint16 of uint32 ids
+            may be 0.
     """
     if (kind := container(head, tail, size)) is not None:
         unpack = kind.startswith("compressed")
@@ -184,18 +223,20 @@ def _refuse_others(path: Path, head: bytes, tail: bytes, size: int, dtype: str |
         )
     if dtype != "uint8" and is_numbers(head, size):
         raise DataError(
-            f"{path} is text that holds numbers, no array of token ids. Read them (numpy.loadtxt, json.load). "
-            + _WRITE_RAW
+            f"{path} is text that holds numbers, no array of token ids. Read them "
+            "(numpy.loadtxt, json.load). " + _WRITE_RAW
         )
     if dtype != "uint8" and is_text(head, size):
         raise DataError(
-            f"{path} is text, no array of token ids. data=text data.path={path} reads text, and data.dtype=uint8 "
+            f"{path} is text, no array of token ids. data=text data.path={path} reads text, "
+            "and data.dtype=uint8 "
             "takes each byte as an id"
         )
     halves = np.frombuffer(head[: len(head) // 8 * 8], "<u2").reshape(-1, 4)
     if dtype is None and len(halves) >= 16 and not halves[:, 1::2].any() and halves[:, 0::2].any():
         wide = not halves[:, 2].any()
         raise DataError(
-            f"{path}: every second uint16 is 0, as in an array of {'int64' if wide else 'uint32'}: give its type, "
+            f"{path}: every second uint16 is 0, as in an array of "
+            f"{'int64' if wide else 'uint32'}: give its type, "
             f"data.dtype={'int64' if wide else 'uint32'}, or data.dtype=uint16 if that is right"
         )

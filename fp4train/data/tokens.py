@@ -1,7 +1,9 @@
-"""Text → token ids: what a tokenizer is, and what every source ends as, two arrays of ids that share no token.
+"""Text → token ids: what a tokenizer is, and what every source ends as, two arrays of ids that
+share no token.
 
-`hold_out` takes the last part of the stream for validation. Where a document ends inside the first half of that part,
-the cut moves to that end, so that validation starts with a document that training has not seen the beginning of.
+`hold_out` takes the last part of the stream for validation. Where a document ends inside the first
+half of that part, the cut moves to that end, so that validation starts with a document that
+training has not seen the beginning of.
 """
 
 import zlib
@@ -37,7 +39,9 @@ Documents = Callable[[], Iterator[Piece]]
 
 
 class Tokenizer(Protocol):
-    """Text ↔ ids. `identity` differs for tokenizers that differ: a part of the key of tokenised data."""
+    """Text ↔ ids. `identity` differs for tokenizers that differ: a part of the key of tokenised
+    data.
+    """
 
     @property
     def vocab_size(self) -> int: ...
@@ -64,9 +68,11 @@ class TokenizerConfig(Protocol):
 
 
 def token_bytes(tokenizer: Tokenizer | None, vocab_size: int) -> Ids | None:
-    """Bytes of text that each id stands for, int64 [vocab_size]: 0 for the end of a document and for special tokens.
+    """Bytes of text that each id stands for, int64 [vocab_size]: 0 for the end of a document and
+    for special tokens.
 
-    None: there is no tokenizer. One that says it itself has a method `token_bytes`; of another an id has what its text
+    None: there is no tokenizer. One that says it itself has a method `token_bytes`; of another an
+        id has what its text
     adds to that of the id before it.
     """
     if tokenizer is None:
@@ -79,25 +85,34 @@ def token_bytes(tokenizer: Tokenizer | None, vocab_size: int) -> Ids | None:
         return len(tokenizer.decode(ids).encode())
 
     anchor = tokenizer.encode("a")
-    return np.array([length([*anchor, each]) - length(anchor) for each in range(vocab_size)], dtype=np.int64)
+    return np.array(
+        [length([*anchor, each]) - length(anchor) for each in range(vocab_size)], dtype=np.int64
+    )
 
 
 def check_tokenizer(tokenizer: object) -> None:
-    """Refuse what is no tokenizer's configuration, such as the name that `data.tokenizer=NAME` leaves here."""
+    """Refuse what is no tokenizer's configuration, such as the name that `data.tokenizer=NAME`
+    leaves here.
+    """
     if not hasattr(tokenizer, "build"):
         raise ValueError(
-            f"data.tokenizer={tokenizer!r}: a kind of tokenizer is chosen with a slash, data/tokenizer=bytes, "
+            f"data.tokenizer={tokenizer!r}: a kind of tokenizer is chosen with a slash, "
+            "data/tokenizer=bytes, "
             "data/tokenizer=bpe, or data/tokenizer=pretrained data.tokenizer.name=FILE_OR_HUB_NAME"
         )
 
 
 def ids_dtype(vocab_size: int) -> np.dtype[Any]:
     """The smallest unsigned type that holds every id below `vocab_size`."""
-    return np.dtype(np.uint8 if vocab_size <= 1 << 8 else np.uint16 if vocab_size <= 1 << 16 else np.uint32)
+    return np.dtype(
+        np.uint8 if vocab_size <= 1 << 8 else np.uint16 if vocab_size <= 1 << 16 else np.uint32
+    )
 
 
 def fingerprint(ids: TokenIds) -> str:
-    """A short sum over the length and up to 1024 places: tells other data apart without reading all of it."""
+    """A short sum over the length and up to 1024 places: tells other data apart without reading all
+    of it.
+    """
     places = np.unique(np.linspace(0, max(len(ids) - 64, 0), 1024).astype(np.int64))
     read = ids.take(places[:, None] + np.arange(min(64, len(ids))))
     return f"{zlib.crc32(read.astype('<i8').tobytes(), zlib.crc32(str(len(ids)).encode())):08x}"
@@ -105,7 +120,9 @@ def fingerprint(ids: TokenIds) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Borders:
-    """The ids that divide documents: the one that ends each, the one that begins each; None: there is no such id."""
+    """The ids that divide documents: the one that ends each, the one that begins each; None: there
+    is no such id.
+    """
 
     end: int | None = None
     begin: int | None = None
@@ -114,7 +131,9 @@ class Borders:
         return self.end is not None or self.begin is not None
 
     def next(self, ids: TokenIds, first: int, end: int) -> int:
-        """The first place in ids[first:end] where a document begins, or `first`; reads no more than it needs."""
+        """The first place in ids[first:end] where a document begins, or `first`; reads no more than
+        it needs.
+        """
         for start in range(first, end, AT_ONCE):
             part = np.asarray(ids[start : min(start + AT_ONCE, end)])
             begins = part == self.begin
@@ -129,7 +148,9 @@ NO_BORDERS = Borders()
 
 
 def borders_of(source: object, tokenizer: Tokenizer | None) -> Borders:
-    """The ids that divide documents in what a source gives: those of its keys, or that of its tokenizer."""
+    """The ids that divide documents in what a source gives: those of its keys, or that of its
+    tokenizer.
+    """
     keys = Borders(end=getattr(source, "end_id", None), begin=getattr(source, "begin_id", None))
     return keys or Borders(end=None if tokenizer is None else tokenizer.end_of_document)
 
@@ -138,8 +159,9 @@ def borders_of(source: object, tokenizer: Tokenizer | None) -> Borders:
 class TokenArray:
     """Token ids, in memory or in files; `name` is what an error calls them.
 
-    `scored` says of each id whether it counts in the loss, not 0 or 0; None: all do. `inner_ends` says of each whether
-    it is the id that ends a document and yet ends none, as after a turn of a conversation; None: there is no such id.
+    `scored` says of each id whether it counts in the loss, not 0 or 0; None: all do. `inner_ends`
+    says of each whether it is the id that ends a document and yet ends none, as after a turn of a
+    conversation; None: there is no such id.
     """
 
     ids: TokenIds
@@ -155,11 +177,14 @@ class TokenArray:
         """Refuse ids that the model has no embedding for."""
         if not len(ids):
             return
-        low, high = int(ids.min()), int(ids.max())
+        low = int(ids.min())
+        high = int(ids.max())
         if low < 0 or high >= self.vocab_size:
             raise DataError(
-                f"{what} hold token id {low if low < 0 else high}, but the vocabulary has {self.vocab_size} ids "
-                f"(0 … {self.vocab_size - 1}). Set data.vocab_size to that of the tokenizer that wrote the tokens, or "
+                f"{what} hold token id {low if low < 0 else high}, but the vocabulary has "
+                f"{self.vocab_size} ids "
+                f"(0 … {self.vocab_size - 1}). Set data.vocab_size to that of the tokenizer "
+                "that wrote the tokens, or "
                 "data.dtype to the type they were written in."
             )
 
@@ -168,8 +193,9 @@ class TokenArray:
 class TokenData:
     """Training and validation tokens of a run.
 
-    `tokenizer` is None for token files that came without one; `digest` is of all tokens of files that are not in the
-    cache, which checks its own; `borders` are those of the tokenizer unless they are given.
+    `tokenizer` is None for token files that came without one; `digest` is of all tokens of files
+    that are not in the cache, which checks its own; `borders` are those of the tokenizer unless
+    they are given.
     """
 
     vocab_size: int
@@ -185,15 +211,21 @@ class TokenData:
 
     @property
     def fingerprint(self) -> str:
-        """Differs when the data differs: a run that resumes can tell that its data is no longer the same."""
+        """Differs when the data differs: a run that resumes can tell that its data is no longer the
+        same.
+        """
         sampled = f"{fingerprint(self.train.ids)}-{fingerprint(self.val.ids)}"
-        return sampled if self.digest is None else f"{sampled}-{self.digest}"
+        if self.digest is None:
+            return sampled
+        return f"{sampled}-{self.digest}"
 
 
 def check_val(val: float) -> None:
     """`val` is a share below 1, or a whole number of tokens."""
     if not (0 < val < 1 or (val >= 1 and float(val).is_integer())):
-        raise ValueError(f"data.val={val}: allowed are a share between 0 and 1, or a whole number of tokens")
+        raise ValueError(
+            f"data.val={val}: allowed are a share between 0 and 1, or a whole number of tokens"
+        )
 
 
 def hold_out(
@@ -206,7 +238,9 @@ def hold_out(
     description: str,
     borders: Borders = NO_BORDERS,
 ) -> TokenData:
-    """Cut `ids` into a training part and, at its end, a validation part of `val` (a share, or tokens)."""
+    """Cut `ids` into a training part and, at its end, a validation part of `val` (a share, or
+    tokens).
+    """
     held = int(len(ids) * val) if val < 1 else int(val)
     cut = max(len(ids) - held, 0)
     borders = borders or borders_of(None, tokenizer)
@@ -220,7 +254,8 @@ def hold_out(
         seq_len=seq_len,
         tokenizer=tokenizer,
         description=description,
-        whole=f"of the {len(ids):,} tokens in all, data.val={val:g} holds out the last {len(ids) - cut:,}",
+        whole=f"of the {len(ids):,} tokens in all, data.val={val:g} holds out the last "
+        f"{len(ids) - cut:,}",
         borders=borders,
     )
 
@@ -236,16 +271,26 @@ def token_data(
     whole: str,
     borders: Borders = NO_BORDERS,
 ) -> TokenData:
-    """Both parts, checked for the length of a sequence and, up to `CHECKED` tokens, for their ids."""
+    """Both parts, checked for the length of a sequence and, up to `CHECKED` tokens, for their
+    ids.
+    """
     for name, part in (("training", train), ("validation", val)):
         if len(part) < seq_len + 1:
             raise DataError(
-                f"the {name} text is {len(part):,} tokens long, but a sequence needs train.seq_len+1 = {seq_len + 1:,} "
-                f"({description}; {whole}). Use more text or a smaller train.seq_len, or hold out another part."
+                f"the {name} text is {len(part):,} tokens long, but a sequence needs "
+                f"train.seq_len+1 = {seq_len + 1:,} "
+                f"({description}; {whole}). Use more text or a smaller train.seq_len, or hold "
+                "out another part."
             )
     parts = TokenArray(train, vocab_size, "train"), TokenArray(val, vocab_size, "val")
     for tokens in parts:
         for start in range(0, min(len(tokens.ids), CHECKED), AT_ONCE):
-            tokens.check(np.asarray(tokens.ids[start : start + AT_ONCE]), f"{tokens.name} tokens ({description})")
-    summary = f"{description}: {len(train):,} training and {len(val):,} validation tokens, vocabulary {vocab_size:,}"
+            tokens.check(
+                np.asarray(tokens.ids[start : start + AT_ONCE]),
+                f"{tokens.name} tokens ({description})",
+            )
+    summary = (
+        f"{description}: {len(train):,} training and {len(val):,} validation tokens, vocabulary "
+        f"{vocab_size:,}"
+    )
     return TokenData(vocab_size, parts[0], parts[1], tokenizer, summary, borders=borders)

@@ -1,8 +1,10 @@
-"""Scales of activations for a folder of codes: the largest |x| of each layer's input, from a model that runs.
+"""Scales of activations for a folder of codes: the largest |x| of each layer's input, from a model
+that runs.
 
-Serving software quantises activations under a fixed global scale, from the largest |x| that was seen. Both of the tools
-that write such folders take it over a few batches. A run that measured its operands has it in `statistics.bin`; else
-the model runs a few batches of its training text in the recipe of the stretch.
+Serving software quantises activations under a fixed global scale, from the largest |x| that was
+seen. Both of the tools that write such folders take it over a few batches. A run that measured its
+operands has it in `statistics.bin`; else the model runs a few batches of its training text in the
+recipe of the stretch.
 """
 
 import math
@@ -32,11 +34,14 @@ def calibrated(trained: TrainedModel, named: NamedRecipe, batches: int) -> dict[
     """
     config = trained.config
     text = data_of(trained).train
-    train = Loader(text, batch_size=config.train.batch_size, seq_len=config.train.seq_len, seed=config.run.seed)
+    train = Loader(
+        text, batch_size=config.train.batch_size, seq_len=config.train.seq_len, seed=config.run.seed
+    )
     seen: dict[str, Tensor] = {}
 
     def see(module: PlannedLayer, inputs: tuple[Any, ...]) -> None:
-        name, amax = module.layer.name, inputs[0].detach().abs().amax().float()
+        name = module.layer.name
+        amax = inputs[0].detach().abs().amax().float()
         seen[name] = torch.maximum(seen[name], amax) if name in seen else amax
 
     layers = [each for each in trained.model.modules() if isinstance(each, PlannedLayer)]
@@ -52,10 +57,15 @@ def calibrated(trained: TrainedModel, named: NamedRecipe, batches: int) -> dict[
 
 
 def measured(packed: PackedModel) -> tuple[dict[str, float], int] | None:
-    """(layer → the largest |x| of its input in the last measured steps of the stretch, their number), from the run's
-    `statistics.bin`; None: it has none of every packed layer. Of experts it has those of the busiest one alone."""
-    run, stretch = packed.model.run, packed.stretch
-    if not (run / STATISTICS).is_file() or any(each.layer.experts for each in packed.layers.values()):
+    """(layer → the largest |x| of its input in the last measured steps of the stretch, their
+    number), from the run's `statistics.bin`; None: it has none of every packed layer. Of experts it
+    has those of the busiest one alone.
+    """
+    run = packed.model.run
+    stretch = packed.stretch
+    if not (run / STATISTICS).is_file() or any(
+        each.layer.experts for each in packed.layers.values()
+    ):
         return None
     columns = read_statistics(run).operands
     steps = columns["step"]
@@ -64,14 +74,19 @@ def measured(packed: PackedModel) -> tuple[dict[str, float], int] | None:
     chosen = sorted(set(steps[here].tolist()))[-MEASURED:]
     here &= steps >= (chosen[0] if chosen else 0)
     found: dict[str, float] = {}
-    for name, amax in zip(columns["layer"][here].tolist(), columns["amax"][here].tolist(), strict=True):
+    for name, amax in zip(
+        columns["layer"][here].tolist(), columns["amax"][here].tolist(), strict=True
+    ):
         found[name] = max(found.get(name, 0.0), amax)
     names = {each.layer.name for each in packed.layers.values()}
-    return (found, len(chosen)) if names <= found.keys() else None
+    if names <= found.keys():
+        return (found, len(chosen))
+    return None
 
 
 def joint(packed: PackedModel, amaxes: Mapping[str, float]) -> dict[str, float]:
-    """The amaxes of packed layers, the largest of each group that is served as one; the experts of a layer share one.
+    """The amaxes of packed layers, the largest of each group that is served as one; the experts of
+    a layer share one.
 
     Raises:
         UserError: one is zero or not finite.
@@ -82,6 +97,7 @@ def joint(packed: PackedModel, amaxes: Mapping[str, float]) -> dict[str, float]:
         found[name] = max(amaxes.get(other, 0.0) for other in each.layer.fused or (name,))
         if not 0 < found[name] < math.inf:
             raise UserError(
-                f"the largest |x| of {name} is {found[name]}: no scale of its activations can be made of it"
+                f"the largest |x| of {name} is {found[name]}: no scale of its activations can "
+                "be made of it"
             )
     return found

@@ -1,4 +1,6 @@
-"""The model card of an export: how the model was trained, by steps and by layers, and the losses that it reaches."""
+"""The model card of an export: how the model was trained, by steps and by layers, and the losses
+that it reaches.
+"""
 
 import logging
 import re
@@ -46,10 +48,15 @@ class RecordedResults:
         """A sentence where lines are damaged, whose results are then missing."""
         if not self.damaged:
             return []
-        return [f"{self.damaged:,} lines of {METRICS} are damaged: what they say is not in the model card."]
+        return [
+            f"{self.damaged:,} lines of {METRICS} are damaged: what they say is not in the "
+            "model card."
+        ]
 
 
-def model_card(model: StoredModel, found: RecordedResults, *, made: str, loaded: str, notes: Sequence[str]) -> str:
+def model_card(
+    model: StoredModel, found: RecordedResults, *, made: str, loaded: str, notes: Sequence[str]
+) -> str:
     """The text of the folder's README.md (card.md).
 
     Args:
@@ -58,13 +65,19 @@ def model_card(model: StoredModel, found: RecordedResults, *, made: str, loaded:
         loaded: Python that loads the folder.
         notes: what differs from the run, a sentence each.
     """
-    step, records = model.found.step, read_journal(model.run)
-    ran = [replace(each, stop=min(each.stop, step)) for each in stretches(records) if each.start < step]
+    step = model.found.step
+    records = read_journal(model.run)
+    ran = [
+        replace(each, stop=min(each.stop, step)) for each in stretches(records) if each.start < step
+    ]
     text = screen(
         __package__,
         "card.md",
         {"inline": _inline},
-        tags=["fp4train", *dict.fromkeys(re.sub(r"[^a-z0-9]+", "-", each.recipe.lower()) for each in ran)],
+        tags=[
+            "fp4train",
+            *dict.fromkeys(re.sub(r"[^a-z0-9]+", "-", each.recipe.lower()) for each in ran),
+        ],
         run=model.run.resolve().name,
         kind=type(model.config.model).__name__,
         model=model,
@@ -79,15 +92,21 @@ def model_card(model: StoredModel, found: RecordedResults, *, made: str, loaded:
         ran=ran,
         plan="\n\n".join(each.render(full=False) for each in ran).replace("```", "'''"),
         notes=notes,
-        environment=next((r.values["environment"] for r in reversed(records) if "environment" in r.values), None),
+        environment=next(
+            (r.values["environment"] for r in reversed(records) if "environment" in r.values), None
+        ),
         version=__version__,
     )
     return f"{text}\n"
 
 
 def _results(line: Mapping[str, Any]) -> str:
-    values = {key.removeprefix("eval/"): value for key, value in line.items() if key.startswith("eval/")}
-    return ", ".join(f"{key} {value:.6g}" for key, value in values.items() if isinstance(value, int | float))
+    values = {
+        key.removeprefix("eval/"): value for key, value in line.items() if key.startswith("eval/")
+    }
+    return ", ".join(
+        f"{key} {value:.6g}" for key, value in values.items() if isinstance(value, int | float)
+    )
 
 
 def measured(model: StoredModel) -> RecordedResults:
@@ -97,7 +116,11 @@ def measured(model: StoredModel) -> RecordedResults:
     damaged = 0
     with suppress(FileNotFoundError), Folder.open(model.run) as folder:
         if changed := unlike(folder, METRICS, model.found.state.get("metrics"), LIMIT):
-            _log.warning("%s %s since the checkpoint: the model card may lack losses", model.run / METRICS, changed)
+            _log.warning(
+                "%s %s since the checkpoint: the model card may lack losses",
+                model.run / METRICS,
+                changed,
+            )
         for raw in folder.lines(METRICS, LIMIT):
             if not raw.startswith(b"{") or not raw.endswith((b"}\n", b"}")):
                 damaged += raw.endswith(b"\n")  # else it is the last one, and being written
@@ -113,7 +136,9 @@ def measured(model: StoredModel) -> RecordedResults:
                     evaluated[recipe] = line
             except (ValueError, RecursionError, LookupError, TypeError):
                 damaged += 1
-    return RecordedResults(evaluated=list(evaluated.values()), tasks=list(tasks.values()), damaged=damaged)
+    return RecordedResults(
+        evaluated=list(evaluated.values()), tasks=list(tasks.values()), damaged=damaged
+    )
 
 
 def _inline(text: object) -> str:

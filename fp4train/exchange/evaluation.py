@@ -2,21 +2,26 @@
 
     bits per byte = −Σ log₂ p(token) / bytes of the text
 
-The bytes are those of the text that the tokens stand for, by the tokenizer; the ends of documents cost bits and stand
-for none. It compares models of different tokenizers, as a loss per token does not.
+The bytes are those of the text that the tokens stand for, by the tokenizer; the ends of documents
+cost bits and stand for none. It compares models of different tokenizers, as a loss per token does
+not.
 
-`held_out` measures the run's own validation batches, in the order and arithmetic of its `val/loss`. `texts` measures
-other text: each document by itself, after the id that ends a document, in windows of the context, so that each token is
-predicted once. Sequences of equal length share a batch: padding would enter the scales of a recipe. Probabilities are
-over all ids of the head, padded ones included, as in training and in other software.
+`held_out` measures the run's own validation batches, in the order and arithmetic of its `val/loss`.
+`texts` measures other text: each document by itself, after the id that ends a document, in windows
+of the context, so that each token is predicted once. Sequences of equal length share a batch:
+padding would enter the scales of a recipe. Probabilities are over all ids of the head, padded ones
+included, as in training and in other software.
 
-Results are kept with the run that they are of (`record`): as events in its metrics, and so in its tracker.
+Results are kept with the run that they are of (`record`): as events in its metrics, and so in its
+tracker.
 
-    {"step": 300, "event": "evaluation", "task": "held-out text", "recipe": "NVFP4", "eval/loss": 1.66, …}
+    {"step": 300, "event": "evaluation", "task": "held-out text", "recipe": "NVFP4", "eval/loss":
+    1.66, …}
 
-The step is that of the checkpoint, so that a resume from before it leaves the event out with all else that it undoes.
-Where no process trains in the directory, this one holds its lock and appends to the log. Where one does, the log is
-that one's, and it is asked to log the results between two steps, as it is asked for swaps (`run/record/inbox.py`).
+The step is that of the checkpoint, so that a resume from before it leaves the event out with all
+else that it undoes. Where no process trains in the directory, this one holds its lock and appends
+to the log. Where one does, the log is that one's, and it is asked to log the results between two
+steps, as it is asked for swaps (`run/record/inbox.py`).
 """
 
 import math
@@ -69,14 +74,20 @@ def data_of(trained: TrainedModel) -> TokenData:
         UserError: it is not there, or lies outside of the run and was not named by this user.
     """
     if trained.step is None:
-        raise UserError(f"{trained.source} is no run and has no held-out text: give text=PATH or task=NAME")
+        raise UserError(
+            f"{trained.source} is no run and has no held-out text: give text=PATH or task=NAME"
+        )
     check_paths(trained.cfg, trained.paths)
     with tempfile.TemporaryDirectory() as place:
         run_directory.copy_files(trained.source, Path(place), run_directory.TOKENIZER)
-        return trained.config.data.build(Path(place), trained.config.train.seq_len, trained.config.run.seed)
+        return trained.config.data.build(
+            Path(place), trained.config.train.seq_len, trained.config.run.seed
+        )
 
 
-def held_out(trained: TrainedModel, recipes: Sequence[NamedRecipe], batches: int | None) -> Iterator[Score]:
+def held_out(
+    trained: TrainedModel, recipes: Sequence[NamedRecipe], batches: int | None
+) -> Iterator[Score]:
     """The scores on the run's held-out text.
 
     Args:
@@ -85,28 +96,40 @@ def held_out(trained: TrainedModel, recipes: Sequence[NamedRecipe], batches: int
     Raises:
         UserError: the data is not there, or a loss is not finite.
     """
-    config, settings, data = trained.config, trained.config.train, data_of(trained)
-    loader = Loader(data.val, batch_size=settings.batch_size, seq_len=settings.seq_len, seed=VALIDATION_SEED)
+    config = trained.config
+    settings = trained.config.train
+    data = data_of(trained)
+    loader = Loader(
+        data.val, batch_size=settings.batch_size, seq_len=settings.seq_len, seed=VALIDATION_SEED
+    )
     # A validation text of less than a batch is shown more than once, as in the run's evaluations.
-    count = min(batches or config.eval.batches, max(1, loader.batches_per_epoch)) * settings.batch_size
+    count = (
+        min(batches or config.eval.batches, max(1, loader.batches_per_epoch)) * settings.batch_size
+    )
     rows = settings.rows(1)
     table = token_bytes(data.tokenizer, data.vocab_size)
     factor = loader.loss_factor(0, count)
     for named in recipes:
-        losses, size = [], 0
+        losses = []
+        size = 0
         with trained.masked():
             for first in range(0, count, rows):
                 tokens, targets = loader.rows(first, rows)
                 losses.append(float(trained.forward(named, tokens, targets) * factor))
                 size += _bytes(table, targets[targets >= 0].numpy())
-        loss, tokens_in_all = sum(losses) / len(losses), round(count * settings.seq_len / factor)
+        loss = sum(losses) / len(losses)
+        tokens_in_all = round(count * settings.seq_len / factor)
         _check_finite(loss, trained, named)
         yield Score(
-            task=HELD_OUT, recipe=named.name, values=_values(loss, tokens_in_all, size if table is not None else 0)
+            task=HELD_OUT,
+            recipe=named.name,
+            values=_values(loss, tokens_in_all, size if table is not None else 0),
         )
 
 
-def texts(trained: TrainedModel, recipes: Sequence[NamedRecipe], path: str, rows: int) -> Iterator[Score]:
+def texts(
+    trained: TrainedModel, recipes: Sequence[NamedRecipe], path: str, rows: int
+) -> Iterator[Score]:
     """The scores on a text file, or on all below a folder.
 
     Raises:
@@ -114,8 +137,13 @@ def texts(trained: TrainedModel, recipes: Sequence[NamedRecipe], path: str, rows
     """
     tokenizer = trained.text_tokenizer()
     table = token_bytes(tokenizer, trained.vocab_size)
-    documents = [_document(tokenizer, file) for file in files_of(existing_path(path, "text"), TEXT_SUFFIXES, "text")]
-    ids = [window for document in documents for window in windows(document, tokenizer, trained.context)]
+    documents = [
+        _document(tokenizer, file)
+        for file in files_of(existing_path(path, "text"), TEXT_SUFFIXES, "text")
+    ]
+    ids = [
+        window for document in documents for window in windows(document, tokenizer, trained.context)
+    ]
     tokens = sum(map(len, documents))
     if not tokens:
         raise UserError(f"text={path} holds no text")
@@ -123,7 +151,11 @@ def texts(trained: TrainedModel, recipes: Sequence[NamedRecipe], path: str, rows
     for named in recipes:
         loss = -sum(total for total, _ in log_likelihoods(trained, named, ids, rows)) / tokens
         _check_finite(loss, trained, named)
-        yield Score(task=path, recipe=named.name, values=_values(loss, tokens, size if table is not None else 0))
+        yield Score(
+            task=path,
+            recipe=named.name,
+            values=_values(loss, tokens, size if table is not None else 0),
+        )
 
 
 def _document(tokenizer: Tokenizer, file: Path) -> list[int]:
@@ -132,9 +164,13 @@ def _document(tokenizer: Tokenizer, file: Path) -> list[int]:
 
 
 def before_document(tokenizer: Tokenizer) -> int:
-    """The id that stands before a document: the one that begins it, else the one that ends another."""
+    """The id that stands before a document: the one that begins it, else the one that ends
+    another.
+    """
     begin = begin_of_document(tokenizer)
-    return tokenizer.end_of_document if begin is None else begin
+    if begin is None:
+        return tokenizer.end_of_document
+    return begin
 
 
 Scored = tuple[Sequence[int], int]
@@ -142,8 +178,10 @@ Scored = tuple[Sequence[int], int]
 
 
 def windows(tokens: Sequence[int], tokenizer: Tokenizer, context: int) -> Iterator[Scored]:
-    """A document in windows of at most `context` inputs: each of its tokens is scored once, the first one after the
-    id that stands before a document; the last window reaches back as far as it can."""
+    """A document in windows of at most `context` inputs: each of its tokens is scored once, the
+    first one after the id that stands before a document; the last window reaches back as far as it
+    can.
+    """
     whole = [before_document(tokenizer), *tokens]
     for first in range(1, len(whole), context):
         end = min(first + context, len(whole))
@@ -153,7 +191,8 @@ def windows(tokens: Sequence[int], tokenizer: Tokenizer, context: int) -> Iterat
 def log_likelihoods(
     trained: TrainedModel, named: NamedRecipe, requests: Sequence[Scored], rows: int
 ) -> list[tuple[float, bool]]:
-    """(The sum of log p of its scored tokens in nats, whether each of them is the most likely one) of each request.
+    """(The sum of log p of its scored tokens in nats, whether each of them is the most likely one)
+    of each request.
 
     Args:
         rows: most sequences of a batch; those of a batch have the same length.
@@ -175,7 +214,8 @@ def log_likelihoods(
 
 
 def _scored(logits_TV: Tensor, targets_T: Tensor, scored: int) -> tuple[float, bool]:
-    logits_TV, targets_T = logits_TV[-scored:], targets_T[-scored:]
+    logits_TV = logits_TV[-scored:]
+    targets_T = targets_T[-scored:]
     total = logits_TV.log_softmax(-1).gather(1, targets_T[:, None]).double().sum()
     return float(total), bool((logits_TV.argmax(-1) == targets_T).all())
 
@@ -207,24 +247,39 @@ def record(trained: TrainedModel, scores: Sequence[Score]) -> str:
     source = trained.source
     if not os.access(source, os.W_OK):
         return f"{source} cannot be written: not recorded"
-    entries = [{"task": s.task, "recipe": s.recipe, **{f"eval/{k}": v for k, v in s.values.items()}} for s in scores]
+    entries = [
+        {"task": s.task, "recipe": s.recipe, **{f"eval/{k}": v for k, v in s.values.items()}}
+        for s in scores
+    ]
     if run_directory.is_running(source):
         request = ask(source, {EVALUATION: {"step": trained.step, "scores": entries}})
         answer = wait_for_answer(source, request, WAIT)
         ended = answer is None and not run_directory.is_running(source)
         if answer is None and not (ended and cancel_request(source, request)):
-            return f"{source} is asked to record this: it does so between two steps, or when it is resumed"
+            return (
+                f"{source} is asked to record this: it does so between two steps, or when it is "
+                "resumed"
+            )
         if answer is not None:
             return f"{source}: {answer[1]}"
-    with run_directory.locked(source, "another process uses it: run the command again to record the results"):
+    with run_directory.locked(
+        source, "another process uses it: run the command again to record the results"
+    ):
         path = source / METRICS
-        last = max((int(line["step"]) for line in read_metrics(path)), default=0) if path.exists() else 0
+        if path.exists():
+            last = max((int(line["step"]) for line in read_metrics(path)), default=0)
+        else:
+            last = 0
         # No line is of a later step than this, so that none is dropped.
         end = max(last, trained.config.train.steps)
-        tracker = trained.config.track.build(source, trained.config.run.name, plain(trained.cfg), resume_step=end)
+        tracker = trained.config.track.build(
+            source, trained.config.run.name, plain(trained.cfg), resume_step=end
+        )
         try:
             for entry in entries:
                 tracker.log_event(trained.step, EVALUATION, entry)
         finally:
             tracker.finish()
-    return f"{source} has no metrics (track=none): not recorded" if isinstance(tracker, NullTracker) else str(path)
+    if isinstance(tracker, NullTracker):
+        return f"{source} has no metrics (track=none): not recorded"
+    return str(path)

@@ -1,9 +1,10 @@
-"""A folder of weights as Hugging Face's software reads it, written one tensor at a time, whole or not at all.
+"""A folder of weights as Hugging Face's software reads it, written one tensor at a time, whole or
+not at all.
 
-The files are safetensors: `model.safetensors`, or `model-00001-of-00003.safetensors` … with the index
-`model.safetensors.index.json`, which says in which file each tensor lies. The header of a file comes first and is known
-from names, shapes and dtypes alone; then each tensor is made, written and dropped. So an export takes the memory of a
-piece of one tensor.
+The files are safetensors: `model.safetensors`, or `model-00001-of-00003.safetensors` … with the
+index `model.safetensors.index.json`, which says in which file each tensor lies. The header of a
+file comes first and is known from names, shapes and dtypes alone; then each tensor is made, written
+and dropped. So an export takes the memory of a piece of one tensor.
 """
 
 import itertools
@@ -26,7 +27,9 @@ SHARD_BYTES = 5_000_000_000
 """Largest file of weights, unless one tensor is larger: the default of the Hugging Face hub."""
 
 Tell = Callable[[int, int | None, str], None]
-"""Hears how many tensors are written, of how many (None: it is not known yet), and what comes next."""
+"""Hears how many tensors are written, of how many (None: it is not known yet), and what comes
+next.
+"""
 
 
 def silent(done: int, total: int | None, what: str) -> None:
@@ -35,18 +38,24 @@ def silent(done: int, total: int | None, what: str) -> None:
 
 @contextmanager
 def new_export(out: Path) -> Iterator[Folder]:
-    """The folder `out`, open to be filled; it gets its name when the block has ended (`files.new_folder`).
+    """The folder `out`, open to be filled; it gets its name when the block has ended
+    (`files.new_folder`).
 
     Raises:
-        UserError: something of that name is there already, or the disk does not take it: then nothing is there.
+        UserError: something of that name is there already, or the disk does not take it: then
+            nothing is there.
     """
     try:
         with files.new_folder(out) as folder:
             yield folder
     except FileExistsError as error:
-        raise UserError(f"out={out} is there already, and nothing is written over: name a new folder") from error
+        raise UserError(
+            f"out={out} is there already, and nothing is written over: name a new folder"
+        ) from error
     except OSError as error:
-        raise UserError(f"out={out} is not written: {error}. There is no folder of that name") from error
+        raise UserError(
+            f"out={out} is not written: {error}. There is no folder of that name"
+        ) from error
 
 
 def write_json(folder: Folder, name: str, value: object) -> None:
@@ -55,11 +64,17 @@ def write_json(folder: Folder, name: str, value: object) -> None:
 
 
 def write_weights(
-    folder: Folder, tensors: Iterable[StreamedTensor], *, shard: int = SHARD_BYTES, tell: Tell = silent
+    folder: Folder,
+    tensors: Iterable[StreamedTensor],
+    *,
+    shard: int = SHARD_BYTES,
+    tell: Tell = silent,
 ) -> int:
-    """Write the weights, and where they are several files their index; returns the bytes of all tensors.
+    """Write the weights, and where they are several files their index; returns the bytes of all
+    tensors.
 
-    Tensors keep their order from file to file; in one file larger dtypes come first, as the format wants them aligned.
+    Tensors keep their order from file to file; in one file larger dtypes come first, as the format
+    wants them aligned.
 
     Args:
         shard: bytes of tensors in one file, at most; a tensor that is larger has a file of its own.
@@ -70,7 +85,8 @@ def write_weights(
     """
     shards = list(_shards(tensors, shard))
     total = sum(each.size for group in shards for each in group)
-    count, done = sum(map(len, shards)), itertools.count()
+    count = sum(map(len, shards))
+    done = itertools.count()
 
     def with_progress(each: StreamedTensor) -> StreamedTensor:
         def pieces() -> Iterator[Tensor]:
@@ -87,7 +103,11 @@ def write_weights(
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         _write(folder, name, map(with_progress, group))
         places |= {each.name: name for each in group}
-    write_json(folder, INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))})
+    write_json(
+        folder,
+        INDEX,
+        {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))},
+    )
     return total
 
 
@@ -97,7 +117,8 @@ def _shards(tensors: Iterable[StreamedTensor], most: int) -> Iterator[list[Strea
     for each in tensors:
         if group and held + each.size > most:
             yield group
-            group, held = [], 0
+            group = []
+            held = 0
         group.append(each)
         held += each.size
     yield group

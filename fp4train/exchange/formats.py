@@ -1,4 +1,5 @@
-"""The quantised formats of other software: which operands of fprop they are, and how a folder names and describes them.
+"""The quantised formats of other software: which operands of fprop they are, and how a folder names
+and describes them.
 
 | weights, activations | compressed-tensors | ModelOpt |
 |---|---|---|
@@ -10,10 +11,11 @@
 | FP8 rows, FP8 rows | `float-quantized`, channel | `FP8_PER_CHANNEL_PER_TOKEN` |
 | FP8 128×128, FP8 1×128 | `float-quantized`, block | - |
 
-Both store codes row by row, two E2M1 codes in a byte with the first one in the low nibble, and block scales that are
-not swizzled, one for each row: 16×16 blocks repeat theirs 16 times. compressed-tensors DIVIDES by its global scale,
-2688/amax; ModelOpt MULTIPLIES by amax/2688. (Sources: compressed-tensors 0.20, `quantization/quant_scheme.py` and
-`compressors`; ModelOpt 0.47, `torch/export/quant_utils.py`.)
+Both store codes row by row, two E2M1 codes in a byte with the first one in the low nibble, and
+block scales that are not swizzled, one for each row: 16×16 blocks repeat theirs 16 times.
+compressed-tensors DIVIDES by its global scale, 2688/amax; ModelOpt MULTIPLIES by amax/2688.
+(Sources: compressed-tensors 0.20, `quantization/quant_scheme.py` and `compressors`; ModelOpt 0.47,
+`torch/export/quant_utils.py`.)
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +28,8 @@ from fp4train.quantize import QuantSpec
 from fp4train.quantize.scaling import element_range
 
 HIGH = "high precision"
-COMPRESSED_TENSORS, MODELOPT = "compressed-tensors", "modelopt"
+COMPRESSED_TENSORS = "compressed-tensors"
+MODELOPT = "modelopt"
 LAYOUTS = (COMPRESSED_TENSORS, MODELOPT)
 
 _VERSION = "0.20.0"
@@ -34,7 +37,14 @@ _VERSION = "0.20.0"
 
 
 def _args(bits: int, strategy: str, **more: Any) -> dict[str, Any]:
-    return {"num_bits": bits, "type": "float", "strategy": strategy, "symmetric": True, "dynamic": False, **more}
+    return {
+        "num_bits": bits,
+        "type": "float",
+        "strategy": strategy,
+        "symmetric": True,
+        "dynamic": False,
+        **more,
+    }
 
 
 def _scaled(bits: int, strategy: str, size: int, dtype: str, **more: Any) -> dict[str, Any]:
@@ -54,8 +64,9 @@ class Format:
         compressed: name of the format in compressed-tensors, and the arguments of its two operands.
         modelopt: what ModelOpt's configuration says; None: it has no such format.
         static: whether a scale of the activations is stored.
-        modelopt_experts: whether ModelOpt's folders have it for experts, too: vLLM's `ModelOptFp8MoEMethod` takes one
-            scale per weight, also where `quant_algo` says that rows have their own.
+        modelopt_experts: whether ModelOpt's folders have it for experts, too: vLLM's
+            `ModelOptFp8MoEMethod` takes one scale per weight, also where `quant_algo` says that
+            rows have their own.
         group: in features that share a scale, which the layer must fill; 1: any number.
     """
 
@@ -69,7 +80,9 @@ class Format:
 
     @property
     def name(self) -> str:
-        return self.weight if self.weight == self.x else f"{self.weight} with activations in {self.x}"
+        if self.weight == self.x:
+            return self.weight
+        return f"{self.weight} with activations in {self.x}"
 
     @property
     def block_scaled(self) -> bool:
@@ -81,7 +94,11 @@ FORMATS = (
     Format(
         weight="NVFP4",
         x="NVFP4",
-        compressed=("nvfp4-pack-quantized", _scaled(*_NVFP4), _scaled(*_NVFP4) | {"dynamic": "local"}),
+        compressed=(
+            "nvfp4-pack-quantized",
+            _scaled(*_NVFP4),
+            _scaled(*_NVFP4) | {"dynamic": "local"},
+        ),
         modelopt={"quant_algo": "NVFP4", "group_size": 16},
         static=True,
         group=16,
@@ -138,32 +155,51 @@ def kind_of(spec: QuantSpec | None) -> str:
     """The name by which `FORMATS` knows an operand.
 
     Raises:
-        ValueError: no format of other software has it; the message says why, without the operand's name.
+        ValueError: no format of other software has it; the message says why, without the operand's
+            name.
     """
     if spec is None:
         return HIGH
     if spec.random:
         raise ValueError(f"is rounded by rounding={spec.rounding}: its codes are those of one step")
     if spec.delayed is not None:
-        raise ValueError("takes its scale from a history (delayed scaling), and a folder has that of the tensor")
+        raise ValueError(
+            "takes its scale from a history (delayed scaling), and a folder has that of the tensor"
+        )
     if spec.hadamard is not None or spec.requantises is not None:
         raise ValueError("is transformed before it is quantised")
     if element_range(spec) != spec.format.max:
         raise ValueError(f"leaves a guard of its range free (guard={spec.guard:g})")
     (rows, columns), shared = spec.block, spec.block[0] in (1, spec.block[1])
-    if (spec.format, spec.scale, spec.global_scale, columns) == (E2M1, "e4m3", "tensor", 16) and shared:
+    if (spec.format, spec.scale, spec.global_scale, columns) == (
+        E2M1,
+        "e4m3",
+        "tensor",
+        16,
+    ) and shared:
         return "NVFP4"
     if (spec.scale, columns) == ("e8m0", 32) and spec.format in (E4M3, E2M1) and shared:
         return "MXFP8" if spec.format == E4M3 else "MXFP4"
     if spec.format == E4M3 and spec.scale in ("fp32", "pow2"):
-        found = {(None, None): "FP8", (1, None): "FP8 rows", (128, 128): "FP8 128×128", (1, 128): "FP8 1×128"}
+        found = {
+            (None, None): "FP8",
+            (1, None): "FP8 rows",
+            (128, 128): "FP8 128×128",
+            (1, 128): "FP8 1×128",
+        }
         if (rows, columns) in found:
             return found[rows, columns]
-    scale = f"{spec.scale} scales" + (f" under one per {spec.global_scale}" if spec.global_scale else "")
-    raise ValueError(f"is {spec.element} in blocks {spec.block} with {scale}, which is none of their formats")
+    scale = f"{spec.scale} scales" + (
+        f" under one per {spec.global_scale}" if spec.global_scale else ""
+    )
+    raise ValueError(
+        f"is {spec.element} in blocks {spec.block} with {scale}, which is none of their formats"
+    )
 
 
-def format_of(weight: QuantSpec | None, x: QuantSpec | None, layout: str, *, experts: bool = False) -> Format | None:
+def format_of(
+    weight: QuantSpec | None, x: QuantSpec | None, layout: str, *, experts: bool = False
+) -> Format | None:
     """The format of a layer whose fprop has these operands; None: its weight is in high precision.
 
     Args:
@@ -182,11 +218,15 @@ def format_of(weight: QuantSpec | None, x: QuantSpec | None, layout: str, *, exp
             raise ValueError(f"{what} {error}") from error
     found = next((each for each in FORMATS if [each.weight, each.x] == kinds), None)
     if found is None:
-        raise ValueError(f"weights in {kinds[0]} with activations in {kinds[1]} are none of their formats")
+        raise ValueError(
+            f"weights in {kinds[0]} with activations in {kinds[1]} are none of their formats"
+        )
     if layout == MODELOPT and found.modelopt is None:
         raise ValueError(f"ModelOpt's folders have no {found.name}; to=compressed-tensors has it")
     if layout == MODELOPT and experts and not found.modelopt_experts:
-        raise ValueError(f"ModelOpt's folders have no {found.name} for experts; to=compressed-tensors has it")
+        raise ValueError(
+            f"ModelOpt's folders have no {found.name} for experts; to=compressed-tensors has it"
+        )
     return found
 
 
@@ -197,9 +237,18 @@ def configuration(found: Format, layout: str, kept: Sequence[str]) -> dict[str, 
         kept: names of the linear modules in high precision.
     """
     if layout == MODELOPT:
-        return {"quant_method": "modelopt", **modelopt_configuration(found, kept)["quantization"], "ignore": [*kept]}
+        return {
+            "quant_method": "modelopt",
+            **modelopt_configuration(found, kept)["quantization"],
+            "ignore": [*kept],
+        }
     name, weight, x = found.compressed
-    group = {"targets": ["Linear"], "weights": weight, "input_activations": x, "output_activations": None}
+    group = {
+        "targets": ["Linear"],
+        "weights": weight,
+        "input_activations": x,
+        "output_activations": None,
+    }
     return {
         "quant_method": "compressed-tensors",
         "format": name,
@@ -215,5 +264,12 @@ def configuration(found: Format, layout: str, kept: Sequence[str]) -> dict[str, 
 def modelopt_configuration(found: Format, kept: Sequence[str]) -> dict[str, Any]:
     """`hf_quant_config.json` of ModelOpt's folders."""
     assert found.modelopt is not None
-    algorithm: Mapping[str, Any] = {**found.modelopt, "kv_cache_quant_algo": None, "exclude_modules": [*kept]}
-    return {"producer": {"name": "fp4train", "version": __version__}, "quantization": dict(algorithm)}
+    algorithm: Mapping[str, Any] = {
+        **found.modelopt,
+        "kv_cache_quant_algo": None,
+        "exclude_modules": [*kept],
+    }
+    return {
+        "producer": {"name": "fp4train", "version": __version__},
+        "quantization": dict(algorithm),
+    }

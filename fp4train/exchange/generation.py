@@ -1,11 +1,12 @@
 """Text from a model, token by token, with a cache of the tokens before.
 
-All sequences of a batch stand at the same position: the shortest prompt is run as a whole, and where another one is
-longer, its own tokens are taken instead of sampled ones until it ends. No token is padding, so that every family of
-models can have a cache, and no scale of a recipe covers values that are not there.
+All sequences of a batch stand at the same position: the shortest prompt is run as a whole, and
+where another one is longer, its own tokens are taken instead of sampled ones until it ends. No
+token is padding, so that every family of models can have a cache, and no scale of a recipe covers
+values that are not there.
 
-Each sequence has random numbers of its own, so that what is sampled depends on the seed and its place in the batch, not
-on its neighbours.
+Each sequence has random numbers of its own, so that what is sampled depends on the seed and its
+place in the batch, not on its neighbours.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -31,7 +32,8 @@ class Sampling:
         tokens: most tokens that are generated.
         temperature: what the logits are divided by; 0: the most likely token.
         top_k: only so many of the most likely tokens; None: all.
-        top_p: only the most likely tokens that together have this probability (arXiv:1904.09751); 1: all.
+        top_p: only the most likely tokens that together have this probability (arXiv:1904.09751);
+            1: all.
         seed: of the random numbers.
     """
 
@@ -80,16 +82,20 @@ def generate(
     ends: Collection[int],
     stops: Callable[[int], bool] = lambda row: False,
 ) -> Iterator[list[int | None]]:
-    """The token that each sequence gets, position by position; None where its prompt goes on, or it has ended.
+    """The token that each sequence gets, position by position; None where its prompt goes on, or it
+    has ended.
 
-    A sequence ends after `sampling.tokens` tokens, after a token of `ends`, or where the model's context is full.
+    A sequence ends after `sampling.tokens` tokens, after a token of `ends`, or where the model's
+    context is full.
 
     Args:
         prompts: token ids, at least one each.
-        stops: whether a sequence, by its place in the batch, is to end with the tokens that it has; asked after each.
+        stops: whether a sequence, by its place in the batch, is to end with the tokens that it has;
+            asked after each.
 
     Raises:
-        UserError: a prompt is empty or fills the context, the model has no cache, or a logit is not finite.
+        UserError: a prompt is empty or fills the context, the model has no cache, or a logit is not
+            finite.
     """
     model = trained.model
     if not isinstance(model, Cached):
@@ -99,11 +105,15 @@ def generate(
     begun = min(map(len, prompts))
     longest = min(max(map(len, prompts)) + sampling.tokens, model.seq_len)
     cache = model.fp4train_cache(longest)
-    draws = [torch.Generator().manual_seed((sampling.seed + row) % 2**63) for row in range(len(prompts))]
+    draws = [
+        torch.Generator().manual_seed((sampling.seed + row) % 2**63) for row in range(len(prompts))
+    ]
     given = torch.tensor([prompt[:begun] for prompt in prompts])
     left = [sampling.tokens] * len(prompts)
     for position in range(begun, longest):
-        logits_BV = trained.forward(named, given, cache=cache)[:, -1, : trained.vocab_size].float().cpu()
+        logits_BV = (
+            trained.forward(named, given, cache=cache)[:, -1, : trained.vocab_size].float().cpu()
+        )
         found: list[int | None] = [None] * len(prompts)
         following = [0] * len(prompts)
         for row, prompt in enumerate(prompts):
@@ -128,7 +138,8 @@ def check_prompt(prompt: Sequence[int], context: int) -> None:
         raise UserError("the prompt is empty: it needs one token at least")
     if len(prompt) >= context:
         raise UserError(
-            f"the prompt has {len(prompt):,} tokens, and with one more it exceeds the model's context of {context:,} "
+            f"the prompt has {len(prompt):,} tokens, and with one more it exceeds the model's "
+            f"context of {context:,} "
             "(train.seq_len): shorten it"
         )
 
@@ -136,15 +147,17 @@ def check_prompt(prompt: Sequence[int], context: int) -> None:
 def check_logits(logits: Tensor, trained: TrainedModel, named: NamedRecipe) -> None:
     """Raises UserError where one is not finite."""
     if not bool(logits.isfinite().all()):
-        raise UserError(f"the model of {trained.title} gives logits that are not finite in {named.name}")
+        raise UserError(
+            f"the model of {trained.title} gives logits that are not finite in {named.name}"
+        )
 
 
 class TextStream:
     """The text of tokens that come one by one; characters that are not complete yet are held back.
 
     Args:
-        prompt: the tokens before them. Where a tokenizer decodes the first token of a text without its space, theirs is
-            kept. Without a prompt the text is that of the tokens alone.
+        prompt: the tokens before them. Where a tokenizer decodes the first token of a text without
+            its space, theirs is kept. Without a prompt the text is that of the tokens alone.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
@@ -158,11 +171,15 @@ class TextStream:
         """The text that was added."""
         self._ids.append(token)
         decoded = self.tokenizer.decode(self._ids)
-        return "" if decoded.endswith("\ufffd") else self._grown(decoded)
+        if decoded.endswith("\ufffd"):
+            return ""
+        return self._grown(decoded)
 
     def end(self) -> str:
         """The text that was held back."""
-        return self._grown(self.tokenizer.decode(self._ids)) if self._ids else ""
+        if self._ids:
+            return self._grown(self.tokenizer.decode(self._ids))
+        return ""
 
     def _grown(self, decoded: str) -> str:
         new = decoded[len(self._shown) :]

@@ -1,8 +1,8 @@
 """Tasks of EleutherAI's lm-evaluation-harness (`lm_eval`) on a trained model, in any recipe.
 
-`HarnessModel` answers the three kinds of requests as `lm_eval.models.huggingface.HFLM` does: a context that is too long
-loses its beginning, a text that is too long is scored in windows, generation stops at the task's words. Importing this
-module imports lm_eval.
+`HarnessModel` answers the three kinds of requests as `lm_eval.models.huggingface.HFLM` does: a
+context that is too long loses its beginning, a text that is too long is scored in windows,
+generation stops at the task's words. Importing this module imports lm_eval.
 """
 
 import json
@@ -34,7 +34,9 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
 
     def __init__(self, trained: TrainedModel, named: NamedRecipe, rows: int) -> None:
         super().__init__()
-        self.trained, self.named, self.rows = trained, named, rows
+        self.trained = trained
+        self.named = named
+        self.rows = rows
         self.text = trained.text_tokenizer()
 
     @property
@@ -51,36 +53,57 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
     def tokenizer_name(self) -> str:
         return self.text.identity
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **more: Any) -> list[int]:
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **more: Any
+    ) -> list[int]:
         return self.text.encode(string)
 
-    def _loglikelihood_tokens(self, requests: Sequence[Any], **more: Any) -> list[tuple[float, bool]]:
+    def _loglikelihood_tokens(
+        self, requests: Sequence[Any], **more: Any
+    ) -> list[tuple[float, bool]]:
         most = self.trained.context
         for (_, continuation), _, ids in requests:
             if len(ids) > most:
                 raise UserError(
-                    f"the answer {continuation[:40]!r}… has {len(ids):,} tokens, more than the model's context of "
+                    f"the answer {continuation[:40]!r}… has {len(ids):,} tokens, more than "
+                    "the model's context of "
                     f"{most:,} (train.seq_len)"
                 )
         scored = [([*context, *ids][-most - 1 :], len(ids)) for _, context, ids in requests]
         return log_likelihoods(self.trained, self.named, scored, self.rows)
 
-    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        parts = [list(windows(self.text.encode(each.args[0]), self.text, self.trained.context)) for each in requests]
-        totals = iter(log_likelihoods(self.trained, self.named, [one for each in parts for one in each], self.rows))
+    def loglikelihood_rolling(
+        self, requests: Sequence[Any], disable_tqdm: bool = False
+    ) -> list[float]:
+        parts = [
+            list(windows(self.text.encode(each.args[0]), self.text, self.trained.context))
+            for each in requests
+        ]
+        totals = iter(
+            log_likelihoods(
+                self.trained, self.named, [one for each in parts for one in each], self.rows
+            )
+        )
         return [sum(next(totals)[0] for _ in each) for each in parts]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         found: dict[int, str] = {}
         alike: dict[str, list[int]] = {}
         for number, each in enumerate(requests):
-            alike.setdefault(json.dumps(each.args[1], sort_keys=True, default=str), []).append(number)
+            alike.setdefault(json.dumps(each.args[1], sort_keys=True, default=str), []).append(
+                number
+            )
         for numbers in alike.values():
-            ids = {number: self.text.encode(requests[number].args[0]) or [self.prefix_token_id] for number in numbers}
+            ids = {
+                number: self.text.encode(requests[number].args[0]) or [self.prefix_token_id]
+                for number in numbers
+            }
             numbers.sort(key=lambda number: len(ids[number]))
             for start in range(0, len(numbers), self.rows):
                 batch = numbers[start : start + self.rows]
-                made = self._generated([ids[number] for number in batch], requests[batch[0]].args[1])
+                made = self._generated(
+                    [ids[number] for number in batch], requests[batch[0]].args[1]
+                )
                 found |= dict(zip(batch, made, strict=True))
         return [found[number] for number in range(len(requests))]
 
@@ -97,8 +120,10 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         room = self.trained.context - sampling.tokens
         if room < 1:
             raise UserError(
-                f"the task generates up to {sampling.tokens:,} tokens, which leave no room for a prompt in the model's "
-                f"context of {self.trained.context:,} (train.seq_len): give it max_gen_toks in generation_kwargs"
+                f"the task generates up to {sampling.tokens:,} tokens, which leave no room "
+                "for a prompt in the model's "
+                f"context of {self.trained.context:,} (train.seq_len): give it max_gen_toks "
+                "in generation_kwargs"
             )
         streams = [TextStream(self.text) for _ in prompts]
         rows = generate(
@@ -115,7 +140,10 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
                     stream.add(token)
         for stream in streams:
             stream.end()
-        return [min((stream.text.split(word)[0] for word in until), key=len, default=stream.text) for stream in streams]
+        return [
+            min((stream.text.split(word)[0] for word in until), key=len, default=stream.text)
+            for stream in streams
+        ]
 
 
 def tasks(
@@ -131,7 +159,8 @@ def tasks(
 
     Args:
         names: of tasks, groups or tags, or paths of YAML files, each with a task.
-        limit: only so many documents of each task. shots: examples before each question; None: the task's own number.
+        limit: only so many documents of each task. shots: examples before each question; None: the
+            task's own number.
 
     Raises:
         UserError: there is no such task, or its data cannot be had.
@@ -143,7 +172,9 @@ def tasks(
     manager = TaskManager(include_defaults=len(files) < len(names))
     for name in names:
         if name not in files and name not in manager.all_tasks:
-            raise UserError(f"task={name}: lm_eval has no such task{near_miss(name, manager.all_tasks)}")
+            raise UserError(
+                f"task={name}: lm_eval has no such task{near_miss(name, manager.all_tasks)}"
+            )
     for named in recipes:
         model = HarnessModel(trained, named, rows)
         try:
@@ -166,4 +197,8 @@ def tasks(
                 if isinstance(value, float | int) and math.isfinite(value)
             }
             size = found.get("n-samples", {}).get(task, {}).get("effective")
-            yield Score(task=task, recipe=named.name, values={**kept, **({} if size is None else {"documents": size})})
+            yield Score(
+                task=task,
+                recipe=named.name,
+                values={**kept, **({} if size is None else {"documents": size})},
+            )

@@ -3,8 +3,8 @@
     config.json  generation_config.json  model.safetensors (or shards and their index)
     tokenizer.json  tokenizer_config.json  special_tokens_map.json  README.md, the model card
 
-Float32, the default, keeps every bit of the weights; BF16 halves the folder and rounds each weight to nearest, ties to
-even. Rows that pad the vocabulary stay: no token has their ids.
+Float32, the default, keeps every bit of the weights; BF16 halves the folder and rounds each weight
+to nearest, ties to even. Rows that pad the vocabulary stay: no token has their ids.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +18,14 @@ from fp4train.checkpoint.tensors import StreamedTensor
 from fp4train.data.template import kept_template
 from fp4train.data.tokens import begin_of_document
 from fp4train.exchange.card import measured, model_card
-from fp4train.exchange.folder import SHARD_BYTES, Tell, new_export, silent, write_json, write_weights
+from fp4train.exchange.folder import (
+    SHARD_BYTES,
+    Tell,
+    new_export,
+    silent,
+    write_json,
+    write_weights,
+)
 from fp4train.exchange.loaded import CURE, loaded_differently
 from fp4train.exchange.stored import StoredModel, open_stored
 from fp4train.exchange.tokenizer import stored_tokenizer, write_tokenizer
@@ -36,7 +43,9 @@ tokenizer = AutoTokenizer.from_pretrained("FOLDER")"""
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
-    """An export: `size` is the bytes of all weights, `notes` are differences from the run, a sentence each."""
+    """An export: `size` is the bytes of all weights, `notes` are differences from the run, a
+    sentence each.
+    """
 
     step: int
     parameters: int
@@ -62,20 +71,24 @@ def export_huggingface(
         tell: hears how far it is.
 
     Raises:
-        UserError: there is no run or no such checkpoint, or its weights are damaged; the model has no form in
-            `transformers`; `out` is there already, or the disk does not take it.
+        UserError: there is no run or no such checkpoint, or its weights are damaged; the model has
+            no form in `transformers`; `out` is there already, or the disk does not take it.
     """
     with new_export(out) as folder:
         tell(0, None, "verifying the checkpoint")
         model = open_stored(run, step)
         exact = all(model.dtype(name) == dtype for name in model.names)
-        how = "every bit kept" if exact else "rounded to nearest, ties to even, from the float32 weights of training"
+        if exact:
+            how = "every bit kept"
+        else:
+            how = "rounded to nearest, ties to even, from the float32 weights of training"
         return write_model(
             folder,
             model,
             (model.streamed(name, dtype) for name in model.names),
             config={"dtype": SPELLED[dtype]},
-            made=f"Written by `fp4train export RUN to=hf`; the weights are in {SPELLED[dtype]}, {how}.",
+            made="Written by `fp4train export RUN to=hf`; the weights are in "
+            f"{SPELLED[dtype]}, {how}.",
             loaded=getattr(model.family, "LOADED", _LOADED),
             shard=shard,
             tell=tell,
@@ -113,14 +126,17 @@ def write_model(
 
 
 def write_tables(folder: Folder, model: StoredModel, config: Mapping[str, Any]) -> list[str]:
-    """Write `config.json`, `generation_config.json` and the tokenizer; returns what differs from the run, a sentence
-    each.
+    """Write `config.json`, `generation_config.json` and the tokenizer; returns what differs from
+    the run, a sentence each.
 
     Args:
         config: what its `config.json` says beside the model's shape and tokens.
     """
     tokenizer = stored_tokenizer(model.config, model.run)
-    end = None if tokenizer is None else tokenizer.end_of_document
+    if tokenizer is None:
+        end = None
+    else:
+        end = tokenizer.end_of_document
     generation = kept_generation(model.run)
     ids = {
         "bos_token_id": begin_of_document(tokenizer),
@@ -132,8 +148,12 @@ def write_tables(folder: Folder, model: StoredModel, config: Mapping[str, Any]) 
     write_json(folder, SETTINGS, generation.settings_of_model(end))
     if tokenizer is None:
         return ["The run was trained on token ids: the folder has no tokenizer."]
-    most = described.get("max_position_embeddings", model.config.train.seq_len)  # of a recurrence there is none
+    # of a recurrence there is none
+    most = described.get("max_position_embeddings", model.config.train.seq_len)
     notes = write_tokenizer(folder, tokenizer, most=most, template=kept_template(model.run))
     if (spare := model.vocab_size - tokenizer.vocab_size) > 0:
-        notes.append(f"The last {spare} of {model.vocab_size} rows of the vocabulary pad it: no token has them.")
+        notes.append(
+            f"The last {spare} of {model.vocab_size} rows of the vocabulary pad it: no token "
+            "has them."
+        )
     return notes

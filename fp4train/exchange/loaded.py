@@ -1,8 +1,10 @@
-"""Whether other software encodes text as the run did: the folder's tokenizer as `transformers` loads it.
+"""Whether other software encodes text as the run did: the folder's tokenizer as `transformers`
+loads it.
 
-`AutoTokenizer` takes the class of some `model_type`s (Qwen2 of version 5.23 among them) whatever `tokenizer_class`
-says, and that class has a normalizer and a pre-tokenizer of its own. vLLM and SGLang load tokenizers through it. No
-setting of a folder avoids that, so a probe text is encoded both ways.
+`AutoTokenizer` takes the class of some `model_type`s (Qwen2 of version 5.23 among them) whatever
+`tokenizer_class` says, and that class has a normalizer and a pre-tokenizer of its own. vLLM and
+SGLang load tokenizers through it. No setting of a folder avoids that, so a probe text is encoded
+both ways.
 """
 
 import importlib
@@ -23,11 +25,14 @@ PROBES = (
     " leading and trailing  ",
     "",
 )
-"""Code, numbers, contractions, white space, letters that normalisations change, scripts without spaces."""
+"""Code, numbers, contractions, white space, letters that normalisations change, scripts without
+spaces.
+"""
 
 
 def loaded_differently(folder: Path, tokenizer: Tokenizer | None) -> Iterator[str]:
-    """A sentence where `AutoTokenizer` of the installed transformers encodes a probe in other ids than `tokenizer`.
+    """A sentence where `AutoTokenizer` of the installed transformers encodes a probe in other ids
+    than `tokenizer`.
 
     Nothing where transformers is not installed.
     """
@@ -46,20 +51,29 @@ def loaded_differently(folder: Path, tokenizer: Tokenizer | None) -> Iterator[st
     for text, theirs in zip(PROBES, ids, strict=True):
         if theirs != (ours := list(tokenizer.encode(text))):
             what = f"{version} makes a {type(loaded).__name__} of the tokenizer"
-            differ = f"in {len(theirs)} ids where training had {len(ours)}{_first_other(ours, theirs)}"
+            differ = (
+                f"in {len(theirs)} ids where training had {len(ours)}{_first_other(ours, theirs)}"
+            )
             yield f"{what}, which encodes {shortened(repr(text), 50)} {differ}"
             return
 
 
 def _first_other(ours: list[int], theirs: list[int]) -> str:
     """Where two lists of ids part."""
-    place = next((n for n, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), None)
-    return "" if place is None else f", from number {place} on"
+    place = next(
+        (n for n, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), None
+    )
+    if place is None:
+        return ""
+    return f", from number {place} on"
 
 
 CURE = (
-    "`transformers.PreTrainedTokenizerFast.from_pretrained(FOLDER)` gives the ids of training. For vLLM and SGLang "
-    "copy tokenizer.json, tokenizer_config.json and special_tokens_map.json into a folder of their own, whose "
-    'config.json is {"model_type": "llama"}, and name that folder as the tokenizer (`--tokenizer`, `--tokenizer-path`)'
+    "`transformers.PreTrainedTokenizerFast.from_pretrained(FOLDER)` gives the ids of "
+    "training. For vLLM and SGLang "
+    "copy tokenizer.json, tokenizer_config.json and special_tokens_map.json into a folder of "
+    "their own, whose "
+    'config.json is {"model_type": "llama"}, and name that folder as the tokenizer '
+    "(`--tokenizer`, `--tokenizer-path`)"
 )
 """What serves such a folder with the ids of training."""

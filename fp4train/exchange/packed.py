@@ -1,15 +1,18 @@
-"""The weights of a run as codes and scales: what each layer becomes by the plan of a stretch, tensor by tensor.
+"""The weights of a run as codes and scales: what each layer becomes by the plan of a stretch,
+tensor by tensor.
 
-The codes are those of `quantize(w, spec)` with the spec that the stretch's plan has for fprop's weight, and w the
-stored float32 weight. They are made some rows at a time: the codes of some rows, with the amax of the whole weight, are
-these rows of the codes. What stays in high precision, such as routers, is listed as such in the folder.
+The codes are those of `quantize(w, spec)` with the spec that the stretch's plan has for fprop's
+weight, and w the stored float32 weight. They are made some rows at a time: the codes of some rows,
+with the amax of the whole weight, are these rows of the codes. What stays in high precision, such
+as routers, is listed as such in the folder.
 
-Serving software multiplies some layers as one (`fp4train_fused` of the model) and takes one global scale for them. So
-they share one here. A run with `recipe.fused_scales` has trained them so; of another one they are quantised again, with
-the largest amax of the group.
+Serving software multiplies some layers as one (`fp4train_fused` of the model) and takes one global
+scale for them. So they share one here. A run with `recipe.fused_scales` has trained them so; of
+another one they are quantised again, with the largest amax of the group.
 
-Of a mixture's experts each matrix is packed under its own name. An expert trains its gate and up as one weight with one
-amax, so they share its scale in every run, and their codes are rows of its codes.
+Of a mixture's experts each matrix is packed under its own name. An expert trains its gate and up as
+one weight with one amax, so they share its scale in every run, and their codes are rows of its
+codes.
 """
 
 import math
@@ -68,18 +71,21 @@ class PackedLayer:
     @property
     def shares(self) -> bool:
         """Whether its scale is of a larger weight than its own."""
-        return self.amax is not None and self.own is not None and not torch.equal(self.amax, self.own)
+        return (
+            self.amax is not None and self.own is not None and not torch.equal(self.amax, self.own)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackedModel:
-    """Plan of an export as codes: for every weight of a run, the format of its codes, or that it keeps its dtype.
+    """Plan of an export as codes: for every weight of a run, the format of its codes, or that it
+    keeps its dtype.
 
     Args:
         stretch: whose plan it is.
         layers: the matrices that are packed, by the name of their part of the checkpoint.
-        kept: names of all other modules with a matrix, whose weights stay in high precision: in the folder, and in
-            software that renames them as it loads (`_renamed`).
+        kept: names of all other modules with a matrix, whose weights stay in high precision: in the
+            folder, and in software that renames them as it loads (`_renamed`).
         trained_fused: whether the stretch trained fused layers with one scale.
     """
 
@@ -94,20 +100,27 @@ class PackedModel:
     @property
     def requantised(self) -> list[PackedLayer]:
         """The layers whose codes are others than training had."""
-        return [] if self.trained_fused else [each for each in self.layers.values() if each.shares]
+        if self.trained_fused:
+            return []
+        return [each for each in self.layers.values() if each.shares]
 
     @property
     def divided(self) -> list[tuple[str, ...]]:
-        """Names of layers that serving software multiplies as one, by group, where some are packed and others not:
-        fused ones, and the products of one layer of experts."""
+        """Names of layers that serving software multiplies as one, by group, where some are packed
+        and others not: fused ones, and the products of one layer of experts.
+        """
         names = {each.layer.name for each in self.layers.values()}
         experts = [name for name, plan in self.stretch.layers.items() if plan.layer.experts]
 
         def group(layer: Layer) -> tuple[str, ...]:
             inside = f"{layer.name.rpartition('.')[0]}."
-            return tuple(n for n in experts if n.startswith(inside)) if layer.experts else layer.fused
+            if layer.experts:
+                return tuple(n for n in experts if n.startswith(inside))
+            return layer.fused
 
-        return sorted({each for p in self.layers.values() if not names.issuperset(each := group(p.layer))})
+        return sorted(
+            {each for p in self.layers.values() if not names.issuperset(each := group(p.layer))}
+        )
 
     @property
     def bytes_per_weight(self) -> float:
@@ -120,7 +133,8 @@ class PackedModel:
         """All tensors of the folder.
 
         Args:
-            x_amax: the largest |x| of each packed layer, by the layer's name; needed where the format stores it.
+            x_amax: the largest |x| of each packed layer, by the layer's name; needed where the
+                format stores it.
             dtype: of what is in high precision.
         """
         for name in self.model.names:
@@ -133,7 +147,8 @@ class PackedModel:
     def tensors_of(self, packed: PackedLayer, x_amax: float | None) -> Iterator[StreamedTensor]:
         """Codes and scales of one layer; without `x_amax` not those of its activations."""
         (n, k), spec = self.model.shape(packed.stored), packed.spec
-        compressed, kind = self.layout == COMPRESSED_TENSORS, packed.format.weight
+        compressed = self.layout == COMPRESSED_TENSORS
+        kind = packed.format.weight
         four = spec.format.bits == 4
         codes: tuple[str, tuple[int, ...], torch.dtype] = ("weight", (n, k), FP8)
         if four:
@@ -141,17 +156,25 @@ class PackedModel:
         yield self._tensor(packed, *codes, partial(self._pieces, packed, partial(_codes, k)))
         one = (1,) if compressed else ()
         if kind == "FP8":
-            yield self._tensor(packed, "weight_scale", one, torch.float32, partial(self._scale, packed, one))
+            yield self._tensor(
+                packed, "weight_scale", one, torch.float32, partial(self._scale, packed, one)
+            )
         else:
             shape: tuple[int, ...] = (n, k // packed.format.group)
             dtype = FP8 if kind == "NVFP4" else torch.uint8
             if not packed.format.block_scaled:
-                shape, dtype = ((n, 1) if compressed else (n,), torch.float32)
+                shape = (n, 1) if compressed else (n,)
+                dtype = torch.float32
                 if spec.block[0] not in (1, None):
                     shape = (-(-n // 128), -(-k // 128))
-            yield self._tensor(packed, "weight_scale", shape, dtype, partial(self._pieces, packed, _scales))
+            yield self._tensor(
+                packed, "weight_scale", shape, dtype, partial(self._pieces, packed, _scales)
+            )
         if kind == "NVFP4":
-            name = "weight_global_scale" if compressed else "weight_scale_2"
+            if compressed:
+                name = "weight_global_scale"
+            else:
+                name = "weight_scale_2"
             yield self._tensor(packed, name, one, torch.float32, partial(self._global, packed, one))
         if packed.format.static and x_amax is not None:
             largest = element_range(spec) * (448.0 if four else 1.0)
@@ -165,7 +188,9 @@ class PackedModel:
     def _tensor(
         packed: PackedLayer, name: str, shape: tuple[int, ...], dtype: torch.dtype, pieces: Stream
     ) -> StreamedTensor:
-        return StreamedTensor(name=f"{packed.module}.{name}", shape=shape, dtype=dtype, pieces=pieces)
+        return StreamedTensor(
+            name=f"{packed.module}.{name}", shape=shape, dtype=dtype, pieces=pieces
+        )
 
     def _pieces(self, packed: PackedLayer, part: Callable[[Quantized], Tensor]) -> Iterator[Tensor]:
         for w_RK in rows_of(self.model, packed.stored):
@@ -186,7 +211,9 @@ class PackedModel:
 
 
 def _codes(columns: int, q: Quantized) -> Tensor:
-    return q.codes.contiguous() if q.spec.format.packed else q.codes[:, :columns].contiguous().view(FP8)
+    if q.spec.format.packed:
+        return q.codes.contiguous()
+    return q.codes[:, :columns].contiguous().view(FP8)
 
 
 def _scales(q: Quantized) -> Tensor:
@@ -195,7 +222,9 @@ def _scales(q: Quantized) -> Tensor:
         return q.scales
     rows = q.spec.block[0] or 1
     scales = q.scales.repeat_interleave(rows, 0)[: q.shape[0]].contiguous()
-    return scales.view(FP8) if q.spec.scale == "e4m3" else scales
+    if q.spec.scale == "e4m3":
+        return scales.view(FP8)
+    return scales
 
 
 def rows_of(model: StoredModel, stored: str) -> Iterator[Tensor]:
@@ -206,18 +235,19 @@ def rows_of(model: StoredModel, stored: str) -> Iterator[Tensor]:
         yield model.rows(stored, first, min(step, rows - first))
 
 
-# -- what is packed ----------------------------------------------------------------------------------------------------
+# -- what is packed --------------------------------------------------------------------------------
 
 
 def pack(model: StoredModel, layout: str, at: int | None) -> PackedModel:
     """Plan of the export of `model` into a folder of `layout`; nothing is written yet.
 
     Args:
-        at: a step of the stretch whose codes are packed; None: of the last one in which fprop quantised weights.
+        at: a step of the stretch whose codes are packed; None: of the last one in which fprop
+            quantised weights.
 
     Raises:
-        UserError: there is no such stretch, or no format for its layers; a weight is not finite, or its blocks are not
-            full.
+        UserError: there is no such stretch, or no format for its layers; a weight is not finite, or
+            its blocks are not full.
     """
     stretch = _stretch(model, at)
     packed: dict[str, PackedLayer] = {}
@@ -232,8 +262,10 @@ def pack(model: StoredModel, layout: str, at: int | None) -> PackedModel:
         if (elements := ran.get(name, operands.elements(plan.fprop.dtype))) != plan.fprop.elements:
             if operands.second is None or elements != HIGH_PRECISION.elements(plan.fprop.dtype):
                 raise UserError(
-                    f"{model.run}: {name} ran fprop in {elements} in {stretch.title}, by the run's journal, and "
-                    f"this version plans {plan.fprop.elements}: export with the version that trained it"
+                    f"{model.run}: {name} ran fprop in {elements} in {stretch.title}, by the "
+                    "run's journal, and "
+                    f"this version plans {plan.fprop.elements}: export with the version that "
+                    "trained it"
                 )
             operands = HIGH_PRECISION  # tensor parallelism cut through its blocks
         experts = plan.layer.experts > 0
@@ -242,9 +274,12 @@ def pack(model: StoredModel, layout: str, at: int | None) -> PackedModel:
         if found is None or operands.second is None:
             kept += [] if parts else ["lm_head"]
             continue
-        if why := _why_not(plan.layer, operands.second, found, [model.shape(each)[0] for each in parts]):
+        if why := _why_not(
+            plan.layer, operands.second, found, [model.shape(each)[0] for each in parts]
+        ):
             raise UserError(
-                f"to={layout}: {name} has {why}: a run that keeps it in high precision (policy.keep) can be exported "
+                f"to={layout}: {name} has {why}: a run that keeps it in high precision "
+                "(policy.keep) can be exported "
                 "so, and to=hf always"
             )
         for each in parts:
@@ -263,10 +298,13 @@ def pack(model: StoredModel, layout: str, at: int | None) -> PackedModel:
     ]
     formats = {each.format.name: each.format for each in packed.values()}
     if len(formats) != 1:
-        counts = {name: sum(each.format.name == name for each in packed.values()) for name in formats}
+        counts = {
+            name: sum(each.format.name == name for each in packed.values()) for name in formats
+        }
         listed = ", ".join(f"{count} layers in {name}" for name, count in counts.items())
         raise UserError(
-            f"to={layout}: a folder has one format, and {stretch.title} quantises {listed}: take a policy whose kept "
+            f"to={layout}: a folder has one format, and {stretch.title} quantises {listed}: "
+            "take a policy whose kept "
             "layers are in high precision"
         )
     return PackedModel(
@@ -275,34 +313,51 @@ def pack(model: StoredModel, layout: str, at: int | None) -> PackedModel:
         stretch=stretch,
         format=next(iter(formats.values())),
         layers=_with_amaxes(model, packed),
-        kept=sorted({*kept, *map(_renamed, kept), *(_kept_experts(kept, packed) if layout == MODELOPT else ())}),
+        kept=sorted(
+            {
+                *kept,
+                *map(_renamed, kept),
+                *(_kept_experts(kept, packed) if layout == MODELOPT else ()),
+            }
+        ),
         trained_fused=stretch.recipe.fused_scales,
     )
 
 
 def _why_not(layer: Layer, spec: QuantSpec, found: Format, rows: list[int]) -> str | None:
-    """Part of a layer's matrices, with so many rows each, that does not fit `found`, in words; None: all fit."""
+    """Part of a layer's matrices, with so many rows each, that does not fit `found`, in words;
+    None: all fit.
+    """
     if layer.in_features % found.group:
         return (
-            f"{layer.in_features} in features, which the groups of {found.group} that share a scale in {found.name} "
+            f"{layer.in_features} in features, which the groups of {found.group} that share a "
+            f"scale in {found.name} "
             "must fill"
         )
     block = spec.block[0] or 1
-    if layer.name in layer.fused[:-1] and spec.scale_format.dtype.itemsize > 1 and layer.out_features % block:
+    if (
+        layer.name in layer.fused[:-1]
+        and spec.scale_format.dtype.itemsize > 1
+        and layer.out_features % block
+    ):
         return (
-            f"{layer.out_features} rows, which blocks of {block} rows must fill: vLLM and SGLang multiply "
+            f"{layer.out_features} rows, which blocks of {block} rows must fill: vLLM and "
+            "SGLang multiply "
             f"{', '.join(layer.fused)} as one, and refuse the folder"
         )
     if layer.experts and len(rows) > layer.experts and rows[0] % block:
         return (
-            f"experts whose gate and up have {rows[0]} rows each, and blocks of {block} rows, some of which hold both"
+            f"experts whose gate and up have {rows[0]} rows each, and blocks of {block} rows, "
+            "some of which hold both"
         )
     return None
 
 
 def _kept_experts(kept: Iterable[str], packed: Mapping[str, PackedLayer]) -> Iterator[str]:
-    """The modules `….experts` none of whose matrices is packed: SGLang and TensorRT-LLM decide by these names, as
-    ModelOpt's own list has them, and would look for the codes of each matrix otherwise."""
+    """The modules `….experts` none of whose matrices is packed: SGLang and TensorRT-LLM decide by
+    these names, as ModelOpt's own list has them, and would look for the codes of each matrix
+    otherwise.
+    """
 
     def above(modules: Iterable[str]) -> set[str]:
         found = (module.rpartition(".experts.") for module in modules)
@@ -314,12 +369,15 @@ def _kept_experts(kept: Iterable[str], packed: Mapping[str, PackedLayer]) -> Ite
 
 
 def _renamed(module: str) -> str:
-    """The name of a module in other software: it calls the part of a model below its head `model`, and vLLM looks for
-    the experts of Mixtral by the names that other models give them."""
+    """The name of a module in other software: it calls the part of a model below its head `model`,
+    and vLLM looks for the experts of Mixtral by the names that other models give them.
+    """
     first, dot, rest = module.partition(".")
     found = f"model.{rest}" if dot else first
     above, dot, last = found.rpartition(".")
-    return f"{above}.{_OF_EXPERTS.get(last, last)}" if ".experts." in found else found
+    if ".experts." in found:
+        return f"{above}.{_OF_EXPERTS.get(last, last)}"
+    return found
 
 
 def planned(model: StoredModel) -> Plan:
@@ -328,30 +386,46 @@ def planned(model: StoredModel) -> Plan:
     layers = find_layers(build_model(config, rows, torch.device("meta"))).values()
     timeline = build_timeline(config, model.run)
     with user_errors(ValueError, before=f"{model.run}: "):
-        return make_plan(layers, timeline, config.policy, tokens=config.train.tokens, device=Device.of("cpu"))
+        return make_plan(
+            layers, timeline, config.policy, tokens=config.train.tokens, device=Device.of("cpu")
+        )
 
 
 def _stretch(model: StoredModel, at: int | None) -> PlannedStretch:
-    plan, done = planned(model), max(model.found.step, 1)
+    plan = planned(model)
+    done = max(model.found.step, 1)
     ran = [replace(each, stop=min(each.stop, done)) for each in plan.stretches if each.start < done]
-    quantised = [each for each in ran if any(p.fprop.operands.second is not None for p in each.layers.values())]
+    quantised = [
+        each
+        for each in ran
+        if any(p.fprop.operands.second is not None for p in each.layers.values())
+    ]
     listed = "; ".join(each.title for each in quantised)
     if not quantised:
         raise UserError(
-            f"{model.run} quantised no weight of fprop in its {done} steps ({ran[-1].recipe.name}): there are no codes "
+            f"{model.run} quantised no weight of fprop in its {done} steps "
+            f"({ran[-1].recipe.name}): there are no codes "
             "that training used. to=hf writes the weights themselves"
         )
     if at is None:
         return quantised[-1]
     found = next((each for each in quantised if each.start <= at < each.stop), None)
     if found is None:
-        raise UserError(f"stretch={at}: fprop quantised weights in: {listed}; name a step of one of them")
+        raise UserError(
+            f"stretch={at}: fprop quantised weights in: {listed}; name a step of one of them"
+        )
     return found
 
 
 def _recorded(model: StoredModel, stretch: PlannedStretch) -> dict[str, str]:
-    """Layer → elements of fprop, as the run's journal has them for `stretch`; empty for runs without one."""
-    found = [each for each in stretches(read_journal(model.run)) if each.start <= stretch.start < each.stop]
+    """Layer → elements of fprop, as the run's journal has them for `stretch`; empty for runs
+    without one.
+    """
+    found = [
+        each
+        for each in stretches(read_journal(model.run))
+        if each.start <= stretch.start < each.stop
+    ]
     rows = found[0].rows if found else ()
     return {layer: elements for layer, gemm, _, elements, *_ in rows if gemm == "fprop"}
 
@@ -360,7 +434,9 @@ def _with_amaxes(model: StoredModel, packed: Mapping[str, PackedLayer]) -> dict[
     """The layers with the amaxes of their weights, the largest of each group."""
     own: dict[tuple[str, int | None], Tensor] = {}
     for stored, each in packed.items():
-        amax = torch.stack([measure_amax(w_RK, each.spec).amax() for w_RK in rows_of(model, stored)]).amax()
+        amax = torch.stack(
+            [measure_amax(w_RK, each.spec).amax() for w_RK in rows_of(model, stored)]
+        ).amax()
         if not bool(amax.isfinite()):
             raise UserError(f"{model.found.path}: the weight of {each.layer.name} is not finite")
         if has_tensor_amax(each.spec):
@@ -371,6 +447,8 @@ def _with_amaxes(model: StoredModel, packed: Mapping[str, PackedLayer]) -> dict[
         names = each.layer.fused or (each.layer.name,)
         group = [own[name, each.expert] for name in names if (name, each.expert) in own]
         if group:
-            each = replace(each, own=own[each.layer.name, each.expert], amax=torch.stack(group).amax())
+            each = replace(
+                each, own=own[each.layer.name, each.expert], amax=torch.stack(group).amax()
+            )
         found[stored] = each
     return found

@@ -1,7 +1,8 @@
-"""`fp4train export RUN to=compressed-tensors|modelopt`: a run as a folder of codes that serving software multiplies.
+"""`fp4train export RUN to=compressed-tensors|modelopt`: a run as a folder of codes that serving
+software multiplies.
 
-    config.json with quantization_config; for ModelOpt also hf_quant_config.json
-    model.safetensors (or shards and their index): codes, scales, and in high precision what the plan keeps so
+    config.json with quantization_config; for ModelOpt also hf_quant_config.json model.safetensors
+    (or shards and their index): codes, scales, and in high precision what the plan keeps so
     tokenizer and model card as of to=hf; fp4train.json, which says of which steps the codes are
 
 vLLM, SGLang and TensorRT-LLM read such folders, transformers those of compressed-tensors.
@@ -41,11 +42,14 @@ print(LLM("FOLDER", quantization="modelopt").generate("def add("))""",
 
 @dataclass(frozen=True, kw_only=True)
 class Measures:
-    """Measurements of an export, for which the model runs: scales of activations, validation losses.
+    """Measurements of an export, for which the model runs: scales of activations, validation
+    losses.
 
     Args:
-        calibrate: batches over which the activations' scales are taken; None: those that the run measured, or 4.
-        losses: whether the validation losses are measured: in high precision, in the recipe, and as served.
+        calibrate: batches over which the activations' scales are taken; None: those that the run
+            measured, or 4.
+        losses: whether the validation losses are measured: in high precision, in the recipe, and as
+            served.
         paths: full key → path of the run's data, as the command line gives it.
     """
 
@@ -71,20 +75,24 @@ def export_quantised(
     Args:
         layout: "compressed-tensors" or "modelopt".
         step: of a checkpoint; None: the newest whose weights are whole.
-        stretch: a step of the stretch whose codes are packed; None: of the last one in which fprop quantised weights.
+        stretch: a step of the stretch whose codes are packed; None: of the last one in which fprop
+            quantised weights.
         dtype: of what is in high precision.
 
     Raises:
-        UserError: there is no run, checkpoint or stretch; the layout has no format for what the stretch quantised, or
-            the model none in `transformers`; the data for calibration is not there; `out` is there already, or the disk
-            does not take it.
+        UserError: there is no run, checkpoint or stretch; the layout has no format for what the
+            stretch quantised, or the model none in `transformers`; the data for calibration is not
+            there; `out` is there already, or the disk does not take it.
     """
     with new_export(out) as folder:
         tell(0, None, "verifying the checkpoint")
         model = open_stored(run, step)
         if hasattr(model.family, "LOADED"):
             kind = type(model.config.model).__name__
-            raise UserError(f"to={layout}: no serving software reads the codes of a {kind}; to=hf writes its weights")
+            raise UserError(
+                f"to={layout}: no serving software reads the codes of a {kind}; to=hf writes "
+                "its weights"
+            )
         packed = pack(model, layout, stretch)
         tell(0, None, "measuring losses and activations")
         x_amax, notes, found = _measured(packed, measures)
@@ -93,15 +101,23 @@ def export_quantised(
         if layout == MODELOPT:
             write_json(folder, "hf_quant_config.json", modelopt_configuration(packed.format, kept))
         own = packed.stretch
-        record = {"step": packed.model.found.step, "stretch": [own.start, own.stop], "recipe": own.recipe.name}
-        write_json(folder, RECORD, {**record, "requantised": len(packed.requantised), "losses": found})
+        record = {
+            "step": packed.model.found.step,
+            "stretch": [own.start, own.stop],
+            "recipe": own.recipe.name,
+        }
+        write_json(
+            folder, RECORD, {**record, "requantised": len(packed.requantised), "losses": found}
+        )
         return write_model(
             folder,
             packed.model,
             packed.streamed(x_amax, dtype),
             config={**config, "dtype": SPELLED[dtype]},
-            made=f"Written by `fp4train export RUN to={layout}`: the weights of {len(packed.layers)} linear layers as "
-            f"{packed.format.name}, {packed.bytes_per_weight:.4f} bytes each; the rest in {SPELLED[dtype]}.",
+            made=f"Written by `fp4train export RUN to={layout}`: the weights of "
+            f"{len(packed.layers)} linear layers as "
+            f"{packed.format.name}, {packed.bytes_per_weight:.4f} bytes each; the rest in "
+            f"{SPELLED[dtype]}.",
             loaded=_LOADED[layout],
             notes=[*notes, *not_served(packed.format, layout)],
             shard=shard,
@@ -109,19 +125,36 @@ def export_quantised(
         )
 
 
-def _measured(packed: PackedModel, measures: Measures) -> tuple[dict[str, float], list[str], dict[str, float]]:
-    """(The largest |x| of each packed layer; what is to be said, a sentence each; losses by what they are of)."""
-    model, stretch = packed.model, packed.stretch
-    known = activations.measured(packed) if packed.format.static and measures.calibrate is None else None
-    scales, x_amax = "", {} if known is None else activations.joint(packed, known[0])
+def _measured(
+    packed: PackedModel, measures: Measures
+) -> tuple[dict[str, float], list[str], dict[str, float]]:
+    """(The largest |x| of each packed layer; what is to be said, a sentence each; losses by what
+    they are of).
+    """
+    model = packed.model
+    stretch = packed.stretch
+    if packed.format.static and measures.calibrate is None:
+        known = activations.measured(packed)
+    else:
+        known = None
+    scales = ""
+    if known is None:
+        x_amax = {}
+    else:
+        x_amax = activations.joint(packed, known[0])
     if known is not None:
         scales = f"the last {known[1]} measured steps of training"
     losses: dict[str, float] = {}
     if measures.losses or (packed.format.static and known is None):
         trained = load_trained(model.run, model.found.step, measures.paths)
-        own = NamedRecipe(name=stretch.recipe.name, recipe=stretch.recipe, policy=trained.config.policy)
+        own = NamedRecipe(
+            name=stretch.recipe.name, recipe=stretch.recipe, policy=trained.config.policy
+        )
         if packed.format.static and known is None:
-            batches = CALIBRATION if measures.calibrate is None else measures.calibrate
+            if measures.calibrate is None:
+                batches = CALIBRATION
+            else:
+                batches = measures.calibrate
             x_amax = activations.joint(packed, activations.calibrated(trained, own, batches))
             scales = f"{batches} batches of training text"
         if measures.losses:
@@ -130,6 +163,15 @@ def _measured(packed: PackedModel, measures: Measures) -> tuple[dict[str, float]
                 served = replace(stretch.recipe, fused_scales=True)
                 recipes |= {served.name: replace(own, name=served.name, recipe=served)}
             scores = held_out(trained, list(recipes.values()), None)
-            losses = {name: score.values["loss"] for name, score in zip(recipes, scores, strict=True)}
-    notes = screen(__package__, "notes.txt", packed=packed, divided=packed.divided, scales=scales, losses=losses)
+            losses = {
+                name: score.values["loss"] for name, score in zip(recipes, scores, strict=True)
+            }
+    notes = screen(
+        __package__,
+        "notes.txt",
+        packed=packed,
+        divided=packed.divided,
+        scales=scales,
+        losses=losses,
+    )
     return x_amax, notes.splitlines(), losses

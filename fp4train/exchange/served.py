@@ -28,29 +28,43 @@ def one_line(error: Exception) -> str:
     return shortened(f"{type(error).__name__}: {' '.join(printable(str(error)).split())}", _REASON)
 
 
-def served_losses(found: Verified, batches: int, paths: Mapping[str, str | None] | None = None) -> dict[str, float]:
+def served_losses(
+    found: Verified, batches: int, paths: Mapping[str, str | None] | None = None
+) -> dict[str, float]:
     """Nats per token on so many batches of the run's held-out text, by what computed them.
 
     Raises:
-        UserError: transformers, or what it needs for the folder, is not installed, or does not read the layout; or the
-            data is not there.
+        UserError: transformers, or what it needs for the folder, is not installed, or does not read
+            the layout; or the data is not there.
     """
     if found.layout == MODELOPT:
         raise UserError(
-            f"loss={batches}: transformers does not run folders of ModelOpt; export to=compressed-tensors has the same "
+            f"loss={batches}: transformers does not run folders of ModelOpt; export "
+            "to=compressed-tensors has the same "
             "codes, and vLLM runs both"
         )
     if found.layout != "hf" and any(".experts." in each.module for each in found.layers):
-        raise UserError(f"loss={batches}: transformers does not load the codes of experts; vLLM runs the folder")
+        raise UserError(
+            f"loss={batches}: transformers does not load the codes of experts; vLLM runs the folder"
+        )
     trained = load_trained(found.run, found.step, paths)
-    loss, tokens = transformers_loss(found.folder, trained, batches, compressed=found.layout == COMPRESSED_TENSORS)
+    loss, tokens = transformers_loss(
+        found.folder, trained, batches, compressed=found.layout == COMPRESSED_TENSORS
+    )
     recipes = [trained.high_precision] + ([trained.own] if trained.trained_in is not None else [])
-    own = {f"the run in {score.recipe}": score.values["loss"] for score in held_out(trained, recipes, batches)}
+    own = {
+        f"the run in {score.recipe}": score.values["loss"]
+        for score in held_out(trained, recipes, batches)
+    }
     return {f"the folder in transformers, {tokens:,} tokens": loss, **own}
 
 
-def transformers_loss(folder: Path, trained: TrainedModel, batches: int, *, compressed: bool) -> tuple[float, int]:
-    """(The mean loss, the tokens that it is of); codes are multiplied in BF16, as compressed-tensors emulates them."""
+def transformers_loss(
+    folder: Path, trained: TrainedModel, batches: int, *, compressed: bool
+) -> tuple[float, int]:
+    """(The mean loss, the tokens that it is of); codes are multiplied in BF16, as
+    compressed-tensors emulates them.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what it and its parts deprecate
         try:
@@ -58,14 +72,20 @@ def transformers_loss(folder: Path, trained: TrainedModel, batches: int, *, comp
             if compressed:
                 importlib.import_module("compressed_tensors")
         except ImportError as error:
-            raise UserError(f"loss= needs {error.name}: pip install transformers compressed-tensors") from error
-        with user_errors(Exception, before=f"loss=: transformers does not load {folder}: ", message=one_line):
+            raise UserError(
+                f"loss= needs {error.name}: pip install transformers compressed-tensors"
+            ) from error
+        with user_errors(
+            Exception, before=f"loss=: transformers does not load {folder}: ", message=one_line
+        ):
             model: Any = transformers.AutoModelForCausalLM.from_pretrained(
                 folder, dtype=torch.bfloat16 if compressed else torch.float32
             ).eval()
         settings = trained.config.train
         text = replace(data_of(trained).val, inner_ends=None)  # these models read ids alone
-        loader = Loader(text, batch_size=settings.batch_size, seq_len=settings.seq_len, seed=VALIDATION_SEED)
+        loader = Loader(
+            text, batch_size=settings.batch_size, seq_len=settings.seq_len, seed=VALIDATION_SEED
+        )
         count = min(batches, max(1, loader.batches_per_epoch))
         total = 0.0
         for tokens, targets in map(loader.batch, range(count)):

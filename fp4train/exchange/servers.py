@@ -1,7 +1,8 @@
 """Which servers have which formats: read in their own code, of the versions that are named.
 
-They choose by the configuration of a folder: vLLM in `compressed_tensors.py` (`_get_scheme_from_parts`) and
-`modelopt.py` (`QUANT_ALGOS`), SGLang in files of the same names and in `configs/model_config.py`.
+They choose by the configuration of a folder: vLLM in `compressed_tensors.py`
+(`_get_scheme_from_parts`) and `modelopt.py` (`QUANT_ALGOS`), SGLang in files of the same names and
+in `configs/model_config.py`.
 """
 
 from dataclasses import dataclass, field
@@ -35,10 +36,11 @@ SERVERS = (
 )
 """The servers of the table.
 
-TensorRT-LLM is not in it: its wheels are not at the public registry. Of its source these were read, which are of no
-one release: `_torch/model_config.py` (008e0af8), `models/quant_config_utils.py` (21156a7a) and
-`_torch/modules/linear.py` (00bbf71e). By them and by its documentation of 1.4.0rc4 it reads ModelOpt's NVFP4, FP8 per
-tensor and FP8 per row; its documentation of 1.3.0rc20 lists Glm4MoeForCausalLM.
+TensorRT-LLM is not in it: its wheels are not at the public registry. Of its source these were read,
+which are of no one release: `_torch/model_config.py` (008e0af8), `models/quant_config_utils.py`
+(21156a7a) and `_torch/modules/linear.py` (00bbf71e). By them and by its documentation of 1.4.0rc4
+it reads ModelOpt's NVFP4, FP8 per tensor and FP8 per row; its documentation of 1.3.0rc20 lists
+Glm4MoeForCausalLM.
 """
 
 

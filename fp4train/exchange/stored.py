@@ -1,4 +1,6 @@
-"""The model of a run as it is stored: its configuration and the tensors of a checkpoint; no model is built."""
+"""The model of a run as it is stored: its configuration and the tensors of a checkpoint; no model
+is built.
+"""
 
 import math
 from collections.abc import Iterator
@@ -22,7 +24,9 @@ from fp4train.run.record.trust import check_belongs
 from fp4train.text import first_few
 
 PIECE_BYTES = 1 << 22
-"""Bytes of a tensor that are held at a time. Larger pieces leave gaps in the heap: 1 GB for codes of 1 G weights."""
+"""Bytes of a tensor that are held at a time. Larger pieces leave gaps in the heap: 1 GB for codes
+of 1 G weights.
+"""
 EMBEDDING = f"{OF_THE_MODEL}embed.weight"
 
 
@@ -50,7 +54,8 @@ class Part:
 class StoredModel:
     """The weights of a run at one of its checkpoints.
 
-    A weight of experts is a part per matrix of an expert, any other tensor is one part under its own name.
+    A weight of experts is a part per matrix of an expert, any other tensor is one part under its
+    own name.
 
     Args:
         run: its directory.
@@ -71,7 +76,11 @@ class StoredModel:
     def parameters(self) -> int:
         """Parameters of the model; tied ones once."""
         copies = self.family.copies_of(self.config.model)
-        return sum(math.prod(self.shape(name)) for name, theirs in self.names.items() if theirs not in copies)
+        return sum(
+            math.prod(self.shape(name))
+            for name, theirs in self.names.items()
+            if theirs not in copies
+        )
 
     @property
     def vocab_size(self) -> int:
@@ -86,14 +95,18 @@ class StoredModel:
         """
         with user_errors(ValueError):
             seq_len = self.config.train.seq_len
-            return self.family.config_of(self.config.model, vocab_size=self.vocab_size, seq_len=seq_len)
+            return self.family.config_of(
+                self.config.model, vocab_size=self.vocab_size, seq_len=seq_len
+            )
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a part."""
         return self.parts[name].shape
 
     def parts_of(self, tensor: str) -> list[str]:
-        """The parts of a tensor of the checkpoint; none of a tied one, which is stored under another name."""
+        """The parts of a tensor of the checkpoint; none of a tied one, which is stored under
+        another name.
+        """
         return [part for part in self.names if self.parts[part].tensor == tensor]
 
     def module_of(self, name: str) -> str:
@@ -108,17 +121,24 @@ class StoredModel:
         """Some rows of a part."""
         part = self.parts[name]
         if part.first is None:
-            return self.found.tensors.read(name, (first, *(0 for _ in part.shape[1:])), (count, *part.shape[1:]))
+            return self.found.tensors.read(
+                name, (first, *(0 for _ in part.shape[1:])), (count, *part.shape[1:])
+            )
         expert, above = part.first
-        return self.found.tensors.read(part.tensor, (expert, above + first, 0), (1, count, part.shape[1]))[0]
+        return self.found.tensors.read(
+            part.tensor, (expert, above + first, 0), (1, count, part.shape[1])
+        )[0]
 
     def streamed(self, name: str, dtype: torch.dtype) -> StreamedTensor:
-        """A part under its name in `transformers`, in another dtype, some rows at a time; in its own where other
-        software keeps it so (`EXACT` of the family)."""
+        """A part under its name in `transformers`, in another dtype, some rows at a time; in its
+        own where other software keeps it so (`EXACT` of the family).
+        """
         if self.names[name].endswith(getattr(self.family, "EXACT", ())):
             dtype = self.dtype(name)
         pieces = partial(self._pieces, name, dtype)
-        return StreamedTensor(name=self.names[name], shape=self.shape(name), dtype=dtype, pieces=pieces)
+        return StreamedTensor(
+            name=self.names[name], shape=self.shape(name), dtype=dtype, pieces=pieces
+        )
 
     def _pieces(self, name: str, dtype: torch.dtype) -> Iterator[Tensor]:
         if not self.shape(name):
@@ -131,18 +151,22 @@ class StoredModel:
 
 
 def open_stored(run: Path, step: int | None = None) -> StoredModel:
-    """The model of a run at the checkpoint of `step`; None: the newest, and no older one in its place.
+    """The model of a run at the checkpoint of `step`; None: the newest, and no older one in its
+    place.
 
     Raises:
-        UserError: there is no run or no such checkpoint, or its weights are damaged; or the model has no form in
-            `transformers`.
+        UserError: there is no run or no such checkpoint, or its weights are damaged; or the model
+            has no form in `transformers`.
     """
     config = to_config(run_directory.read_config(run_directory.require_run(run)))
     with user_errors(ValueError, before=f"{run}: "):
         family = family_of(config.model)
     folder = run / run_directory.CHECKPOINTS
     steps = checkpoint.steps(folder)
-    cure = f"; step={steps[-2]} takes the one before" if step is None and len(steps) > 1 else ""
+    if step is None and len(steps) > 1:
+        cure = f"; step={steps[-2]} takes the one before"
+    else:
+        cure = ""
     if step is None and steps:
         step = steps[-1]
     with user_errors(UserError, after=cure):
@@ -150,10 +174,15 @@ def open_stored(run: Path, step: int | None = None) -> StoredModel:
     check_belongs(found, run, mend=False)
     with user_errors(ValueError, before=f"{run}: "):
         described = family.names_of(config.model)
-    known = {f"{OF_THE_MODEL}{checkpoint.escaped(own)}": theirs for own, theirs in described.items()}
+    known = {
+        f"{OF_THE_MODEL}{checkpoint.escaped(own)}": theirs for own, theirs in described.items()
+    }
     stored = {name for name in found.tensors if name.startswith(OF_THE_MODEL)}
     if strange := sorted(known.keys() ^ stored):
-        what = "lacks" if strange[0] in known else "holds, beside the weights of its model,"
+        if strange[0] in known:
+            what = "lacks"
+        else:
+            what = "holds, beside the weights of its model,"
         raise UserError(f"{found.path} {what} {first_few(strange, 1).removeprefix(OF_THE_MODEL)}")
     parts: dict[str, Part] = {}
     names: dict[str, str] = {}
@@ -161,7 +190,8 @@ def open_stored(run: Path, step: int | None = None) -> StoredModel:
     for name, theirs in known.items():
         for key, part, other in _parts(name, theirs, found.tensors.shape(name)):
             if other not in seen:
-                parts[key], names[key] = part, other
+                parts[key] = part
+                names[key] = other
                 seen.add(other)
     return StoredModel(run=run, config=config, found=found, family=family, parts=parts, names=names)
 

@@ -1,8 +1,9 @@
-"""The tokenizer of a run as `transformers` reads it: `tokenizer.json` and what names its special tokens.
+"""The tokenizer of a run as `transformers` reads it: `tokenizer.json` and what names its special
+tokens.
 
-Training encodes text without special tokens, ends each document with one, and begins it with one where
-data.tokenizer.begin_of_document names it. The file adds that one to a text, and loses the rule that adds others: what
-is served would differ from what was trained.
+Training encodes text without special tokens, ends each document with one, and begins it with one
+where data.tokenizer.begin_of_document names it. The file adds that one to a text, and loses the
+rule that adds others: what is served would differ from what was trained.
 """
 
 import json
@@ -33,19 +34,26 @@ class FileTokenizer(Tokenizer, Protocol):
 
 
 def stored_tokenizer(config: Config, run: Path) -> FileTokenizer | None:
-    """The tokenizer that a run was trained with, as it keeps it; None: its data are token ids, or it has no such file.
+    """The tokenizer that a run was trained with, as it keeps it; None: its data are token ids, or
+    it has no such file.
 
     Raises:
         UserError: the run has lost its tokenizer.
     """
 
     def refuse(lost: str) -> None:
-        """Refuse a tokenizer without the run's copy: it would be trained anew, or read elsewhere."""
+        """Refuse a tokenizer without the run's copy: it would be trained anew, or read
+        elsewhere.
+        """
         if isinstance(getattr(config.data, "tokenizer", None), BytePairs | Pretrained):
-            raise UserError(f"{run} has lost its {lost}: put it back; another tokenizer may have other ids")
+            raise UserError(
+                f"{run} has lost its {lost}: put it back; another tokenizer may have other ids"
+            )
 
     found = own_tokenizer(config, run, refuse)
-    return cast(FileTokenizer, found) if hasattr(found, "to_json") and hasattr(found, "end") else None
+    if hasattr(found, "to_json") and hasattr(found, "end"):
+        return cast(FileTokenizer, found)
+    return None
 
 
 def write_tokenizer(
@@ -65,8 +73,13 @@ def write_tokenizer(
         folder.write("chat_template.jinja", template.source.encode())
         named = {name: token for name, token in template.variables.items() if token}
         if (end := named.pop("eos_token", tokenizer.end)) != tokenizer.end:
-            how = "was trained with" if template.trained else "is written for"
-            notes.append(f"The chat template {how} the eos_token `{end}`; here it is `{tokenizer.end}`.")
+            if template.trained:
+                how = "was trained with"
+            else:
+                how = "is written for"
+            notes.append(
+                f"The chat template {how} the eos_token `{end}`; here it is `{tokenizer.end}`."
+            )
         special = special | named | special
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", **special, "model_max_length": most}
     write_json(folder, "tokenizer_config.json", settings | {"clean_up_tokenization_spaces": False})
@@ -99,7 +112,8 @@ def _with_additions(text: str, begin: str | None) -> tuple[str, list[str]]:
     written = json.dumps(json.loads(text) | {"post_processor": rule}, ensure_ascii=False)
     if extra := [f"`{token}`" for token in added if token not in trained]:
         return written, [
-            f"The run's tokenizer.json adds {', '.join(extra)} to a text. Training did not, so that rule is left out "
+            f"The run's tokenizer.json adds {', '.join(extra)} to a text. Training did not, "
+            "so that rule is left out "
             "here."
         ]
     return written, []

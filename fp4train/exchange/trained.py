@@ -1,8 +1,9 @@
-"""A trained model, out of a run directory, for use without the rest of its run: no optimizer, no data, nothing written;
-or out of a Hugging Face folder, with the folder's tokenizer.
+"""A trained model, out of a run directory, for use without the rest of its run: no optimizer, no
+data, nothing written; or out of a Hugging Face folder, with the folder's tokenizer.
 
-The recipe of a run's model is, unless another is named, that of the last steps whose forward pass was quantised: a run
-may end with a cooldown in high precision, and what it was trained for is the recipe before.
+The recipe of a run's model is, unless another is named, that of the last steps whose forward pass
+was quantised: a run may end with a cooldown in high precision, and what it was trained for is the
+recipe before.
 """
 
 from collections.abc import Iterator, Mapping
@@ -55,8 +56,10 @@ class TrainedModel:
         step: optimizer steps done; None: it is of a folder.
         model: in evaluation mode.
         tokenizer: None for token files that came without one.
-        vocab_size: ids that the tokenizer has; the model's head may have more, which stand for nothing.
-        trained_in: the recipe of the last steps whose forward pass was quantised; None: there are none.
+        vocab_size: ids that the tokenizer has; the model's head may have more, which stand for
+            nothing.
+        trained_in: the recipe of the last steps whose forward pass was quantised; None: there are
+            none.
         cfg: the run's configuration as it was saved, with the paths that the command line gives.
     """
 
@@ -73,30 +76,44 @@ class TrainedModel:
 
     @property
     def high_precision(self) -> NamedRecipe:
-        """The run's own dtype without quantisation, in which its validation losses are measured too."""
+        """The run's own dtype without quantisation, in which its validation losses are measured
+        too.
+        """
         recipe = self.config.recipe
-        recipe = recipe.with_high_precision(*GEMMS) if recipe.quantised else recipe
-        return NamedRecipe(name=f"high precision ({recipe.dtype})", recipe=recipe, policy=self.config.policy)
+        if recipe.quantised:
+            recipe = recipe.with_high_precision(*GEMMS)
+        return NamedRecipe(
+            name=f"high precision ({recipe.dtype})", recipe=recipe, policy=self.config.policy
+        )
 
     @property
     def own(self) -> NamedRecipe:
-        """The recipe that the model was trained for; one whose forward pass was never quantised has high precision."""
+        """The recipe that the model was trained for; one whose forward pass was never quantised has
+        high precision.
+        """
         if self.trained_in is None:
             return self.high_precision
-        return NamedRecipe(name=self.trained_in.name, recipe=self.trained_in, policy=self.config.policy)
+        return NamedRecipe(
+            name=self.trained_in.name, recipe=self.trained_in, policy=self.config.policy
+        )
 
     def forward(self, named: NamedRecipe, *args: Tensor, **more: Any) -> Tensor:
         """The model's forward pass in a recipe, without gradients."""
         seed = self.config.run.seed
-        with torch.no_grad(), autocast(named.recipe, policy=named.policy, seed=seed, step=self.step):
+        with (
+            torch.no_grad(),
+            autocast(named.recipe, policy=named.policy, seed=seed, step=self.step),
+        ):
             found: Tensor = self.model(*(each.to(self.device) for each in args), **more)
         return found
 
     @contextmanager
     def masked(self) -> Iterator[None]:
-        """Within it the model attends as it was trained to, within documents, and counts the targets that count there.
+        """Within it the model attends as it was trained to, within documents, and counts the
+        targets that count there.
 
-        Elsewhere it attends to all that it is given, as the model of its export does: the id that ends a document is
+        Elsewhere it attends to all that it is given, as the model of its export does: the id that
+            ends a document is
         then seen by the text after it.
         """
         model: Any = self.model
@@ -105,14 +122,17 @@ class TrainedModel:
             yield
         finally:
             if hasattr(model, "documents"):
-                model.documents, model.masked = None, False
+                model.documents = None
+                model.masked = False
             if hasattr(model, "begins"):
                 model.begins = None
 
     @property
     def title(self) -> str:
         """The origin of the model: the run and its step, or the folder."""
-        return str(self.source) if self.step is None else f"{self.source} at step {self.step}"
+        if self.step is None:
+            return str(self.source)
+        return f"{self.source} at step {self.step}"
 
     @property
     def context(self) -> int:
@@ -126,33 +146,48 @@ class TrainedModel:
             UserError: there is none.
         """
         if self.tokenizer is None:
-            raise UserError(f"{self.source} was trained on token files without a tokenizer: text cannot be encoded")
+            raise UserError(
+                f"{self.source} was trained on token files without a tokenizer: text cannot "
+                "be encoded"
+            )
         return self.tokenizer
 
 
-def load_trained(source: Path, step: int | None = None, paths: Mapping[str, str | None] | None = None) -> TrainedModel:
+def load_trained(
+    source: Path, step: int | None = None, paths: Mapping[str, str | None] | None = None
+) -> TrainedModel:
     """The model of a run, or of a Hugging Face folder.
 
     Args:
         step: of a checkpoint; None: the newest.
-        paths: full key → path, which the command line gives; the rest are those of the run's configuration.
+        paths: full key → path, which the command line gives; the rest are those of the run's
+            configuration.
 
     Raises:
-        UserError: there is no run or no such checkpoint, or it does not fit the configuration, or is not finite.
+        UserError: there is no run or no such checkpoint, or it does not fit the configuration, or
+            is not finite.
     """
     if names_folder(str(source)):
         if step is not None or paths:
-            raise UserError(f"{source} is a Hugging Face folder and no run: leave out step= and keys of a run")
+            raise UserError(
+                f"{source} is a Hugging Face folder and no run: leave out step= and keys of a run"
+            )
         return _of_folder(source)
-    cfg, paths = saved_with(run_directory.read_config(source), source, step, paths or {}), paths or {}
+    cfg = saved_with(run_directory.read_config(source), source, step, paths or {})
+    paths = paths or {}
     config = to_config(cfg)
     kernels = config.train.kernels.replace("liger", "auto")  # where they do not run, too
-    config = replace(config, train=replace(config.train, compile=False, cuda_graph=False, kernels=kernels))
+    config = replace(
+        config, train=replace(config.train, compile=False, cuda_graph=False, kernels=kernels)
+    )
     found = checkpoint.load(source / run_directory.CHECKPOINTS, step, weights=True)
     check_belongs(found, source, mend=False)
     tokenizer = own_tokenizer(config, source, lambda lost: check_paths(cfg, paths or {}))
     device = choose_device(config.device)
-    vocab_size = planned_vocab_size(config.data) if tokenizer is None else tokenizer.vocab_size
+    if tokenizer is None:
+        vocab_size = planned_vocab_size(config.data)
+    else:
+        vocab_size = tokenizer.vocab_size
     model = build_model(config, vocab_size, device)
     strange = (LookupError, TypeError, ValueError, OSError, RuntimeError, AttributeError)
     with user_errors(*strange, before=f"{found.path} does not fit the model of {source}: "):
@@ -174,7 +209,9 @@ def load_trained(source: Path, step: int | None = None, paths: Mapping[str, str 
 
 
 def _of_texts(section: Any) -> Tokenizer:
-    """The tokenizer of a folder; a token that its file puts before a text stands before each document."""
+    """The tokenizer of a folder; a token that its file puts before a text stands before each
+    document.
+    """
     tokenizer: Tokenizer = section.open()
     begin = getattr(tokenizer, "token_before_texts", None)
     if begin is None or begin == getattr(tokenizer, "end", None):
@@ -184,11 +221,18 @@ def _of_texts(section: Any) -> Tokenizer:
 
 
 def _of_folder(folder: Path) -> TrainedModel:
-    """The model of a Hugging Face folder; its context is the longest that it was made for, up to `CONTEXT`."""
-    cfg = compose([quoted("init", str(folder)), "data=text", quoted("data.path", str(folder)), "policy=all"])
+    """The model of a Hugging Face folder; its context is the longest that it was made for, up to
+    `CONTEXT`.
+    """
+    cfg = compose(
+        [quoted("init", str(folder)), "data=text", quoted("data.path", str(folder)), "policy=all"]
+    )
     cfg = with_folder(cfg, ())
     positions = cfg.model.get("max_positions")
-    cfg.train.seq_len = CONTEXT if positions is None else min(int(positions), CONTEXT)
+    if positions is None:
+        cfg.train.seq_len = CONTEXT
+    else:
+        cfg.train.seq_len = min(int(positions), CONTEXT)
     config = to_config(cfg)
     found = load_init(config, checkpoint.ALONE)
     assert found is not None
@@ -211,6 +255,8 @@ def _of_folder(folder: Path) -> TrainedModel:
 
 
 def trained_recipe(timeline: Timeline, step: int) -> Recipe | None:
-    """The recipe of the last of the first `step` steps whose forward pass was quantised; None: there is none."""
+    """The recipe of the last of the first `step` steps whose forward pass was quantised; None:
+    there is none.
+    """
     ran = [each.recipe for each in timeline.stretches() if each.start < max(step, 1)]
     return next((recipe for recipe in reversed(ran) if recipe.table()["fprop"].quantised), None)

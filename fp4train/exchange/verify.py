@@ -1,9 +1,10 @@
-"""`fp4train verify FOLDER against=RUN`: whether an export has the numbers of the run, tensor by tensor.
+"""`fp4train verify FOLDER against=RUN`: whether an export has the numbers of the run, tensor by
+tensor.
 
-What the folder should hold is made again from the run's checkpoint, by the plan of the stretch that the folder names,
-and compared in every bit: codes, block scales, global scales, what is in high precision; names, shapes, dtypes;
-configuration and tokenizer. The scales of activations are no numbers of training. They must be finite, above 0, and
-one for layers that are fused.
+What the folder should hold is made again from the run's checkpoint, by the plan of the stretch that
+the folder names, and compared in every bit: codes, block scales, global scales, what is in high
+precision; names, shapes, dtypes; configuration and tokenizer. The scales of activations are no
+numbers of training. They must be finite, above 0, and one for layers that are fused.
 """
 
 import tempfile
@@ -37,7 +38,9 @@ _NAMED = 3
 _SHOWN = 160
 """Characters of a value in a difference: lists of experts have thousands of names."""
 _QUANTISED = ("quantization_config", "quantization")
-"""Keys of tables that say how weights are quantised, in `config.json` and in `hf_quant_config.json`."""
+"""Keys of tables that say how weights are quantised, in `config.json` and in
+`hf_quant_config.json`.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,20 +79,38 @@ class Verified:
 
     def as_json(self) -> dict[str, Any]:
         """The verification as plain values."""
-        own = {"folder": str(self.folder), "run": str(self.run), "step": self.step, "to": self.layout}
-        layers = [{**vars(each), "parts": [*each.parts], "differences": [*each.differences]} for each in self.layers]
-        return {**own, "stretch": self.stretch, "equal": self.equal, "differences": self.others, "layers": layers}
+        own = {
+            "folder": str(self.folder),
+            "run": str(self.run),
+            "step": self.step,
+            "to": self.layout,
+        }
+        layers = [
+            {**vars(each), "parts": [*each.parts], "differences": [*each.differences]}
+            for each in self.layers
+        ]
+        return {
+            **own,
+            "stretch": self.stretch,
+            "equal": self.equal,
+            "differences": self.others,
+            "layers": layers,
+        }
 
 
-def verify(folder: Path, run: Path, *, step: int | None = None, stretch: int | None = None) -> Verified:
+def verify(
+    folder: Path, run: Path, *, step: int | None = None, stretch: int | None = None
+) -> Verified:
     """Compare a folder that `fp4train export` wrote with a run.
 
     Args:
         step: of the checkpoint; None: the one that the folder names, or the newest.
-        stretch: a step of the stretch of the codes; None: as the folder says, or as the export chooses.
+        stretch: a step of the stretch of the codes; None: as the folder says, or as the export
+            chooses.
 
     Raises:
-        UserError: the folder is no model, or damaged so that its tensors cannot be read; or the run cannot be exported.
+        UserError: the folder is no model, or damaged so that its tensors cannot be read; or the run
+            cannot be exported.
     """
     config = read_config(folder)
     layout = layout_of(folder, config)
@@ -102,8 +123,13 @@ def verify(folder: Path, run: Path, *, step: int | None = None, stretch: int | N
     model = open_stored(run, step)
     dtype = next((each for each, name in SPELLED.items() if config.get("dtype") == name), None)
     if dtype is None:
-        raise UserError(f"{folder}: dtype={config.get('dtype')!r} in config.json is none of {', '.join(DTYPES)}")
-    packed = None if layout == "hf" else pack(model, layout, stretch)
+        raise UserError(
+            f"{folder}: dtype={config.get('dtype')!r} in config.json is none of {', '.join(DTYPES)}"
+        )
+    if layout == "hf":
+        packed = None
+    else:
+        packed = pack(model, layout, stretch)
     tables = [*_tables(folder, found, model, packed, dtype)]
     return Verified(
         folder=folder,
@@ -125,7 +151,10 @@ def layout_of(folder: Path, config: Mapping[str, Any]) -> str:
     quantised = config.get("quantization_config")
     if quantised is None:
         return "hf"
-    method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+    if isinstance(quantised, dict):
+        method = quantised.get("quant_method")
+    else:
+        method = quantised
     if method not in LAYOUTS:
         raise UserError(
             f"{folder}: quant_method={method!r} is none that fp4train writes ({', '.join(LAYOUTS)})"
@@ -135,7 +164,11 @@ def layout_of(folder: Path, config: Mapping[str, Any]) -> str:
 
 
 def _whole(found: object, given: int | None) -> int | None:
-    return given if given is not None else found if type(found) is int and found >= 0 else None
+    if given is not None:
+        return given
+    if type(found) is int and found >= 0:
+        return found
+    return None
 
 
 def _layers(
@@ -143,7 +176,10 @@ def _layers(
 ) -> Iterator[VerifiedLayer]:
     beside = {} if packed is None else _beside(packed)
     for stored in model.names:
-        layer = None if packed is None else packed.layers.get(stored)
+        if packed is None:
+            layer = None
+        else:
+            layer = packed.layers.get(stored)
         expected = [*_expected(stored, model, packed, dtype)]
         differences = [each for tensor in expected for each in _differences(found, tensor)]
         parts = [tensor.name.rpartition(".")[2] for tensor in expected]
@@ -171,12 +207,15 @@ def _expected(
 
 
 def _differences(found: StoredTensors, expected: StreamedTensor) -> Iterator[str]:
-    """Differences of one tensor from the expected one: presence, shape, dtype, or the first unequal row."""
+    """Differences of one tensor from the expected one: presence, shape, dtype, or the first unequal
+    row.
+    """
     part = expected.name.rpartition(".")[2]
     if expected.name not in found:
         yield f"{part} is missing"
         return
-    shape, dtype = found.shape(expected.name), found.dtype(expected.name)
+    shape = found.shape(expected.name)
+    dtype = found.dtype(expected.name)
     if (shape, dtype) != (expected.shape, expected.dtype):
         yield f"{part} is {dtype} {list(shape)} instead of {expected.described}"
         return
@@ -184,14 +223,17 @@ def _differences(found: StoredTensors, expected: StreamedTensor) -> Iterator[str
         (wanted,) = expected.pieces()
         yield from _of_one(part, found[expected.name].reshape(()), wanted.reshape(()))
         return
-    count, first, row = 0, -1, 0
+    count = 0
+    first = -1
+    row = 0
     for piece in expected.pieces():
         rows = piece.shape[0]
         box = found.read(expected.name, (row, *(0 for _ in shape[1:])), (rows, *shape[1:]))
         unequal = _bits(box) != _bits(piece)
         if first < 0 and bool(unequal.any()):
             first = row + int(unequal.reshape(rows, -1).any(1).int().argmax())
-        count, row = count + int(unequal.sum()), row + rows
+        count = count + int(unequal.sum())
+        row = row + rows
     if count:
         yield f"{count:,} of {box.numel() // rows * row:,} values of {part} differ, from row {first} on"
 
@@ -216,20 +258,28 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _beside(packed: PackedModel) -> dict[str, str]:
-    """Packed matrix → the module of the next one of those that share a scale of activations: of fused layers, or of a
-    layer's experts; its own where there is no other."""
+    """Packed matrix → the module of the next one of those that share a scale of activations: of
+    fused layers, or of a layer's experts; its own where there is no other.
+    """
     groups: dict[tuple[str, ...], list[PackedLayer]] = {}
     for each in packed.layers.values():
         groups.setdefault(each.layer.fused or (each.layer.name,), []).append(each)
-    return {each.stored: group[n - 1].module for group in groups.values() for n, each in enumerate(group)}
+    return {
+        each.stored: group[n - 1].module
+        for group in groups.values()
+        for n, each in enumerate(group)
+    }
 
 
 def _of_activations(
     found: StoredTensors, packed: PackedModel, layer: PackedLayer, beside: str
 ) -> tuple[str, list[str]]:
     """(The name of the scale of a layer's activations, what is wrong with it)."""
-    part = next(each.name for each in packed.tensors_of(layer, 1.0) if ".input_" in each.name).rpartition(".")[2]
-    name, other = f"{layer.module}.{part}", f"{beside}.{part}"
+    part = next(
+        each.name for each in packed.tensors_of(layer, 1.0) if ".input_" in each.name
+    ).rpartition(".")[2]
+    name = f"{layer.module}.{part}"
+    other = f"{beside}.{part}"
     if name not in found:
         return part, [f"{part} is missing"]
     value = found[name]
@@ -240,18 +290,30 @@ def _of_activations(
     return part, []
 
 
-def _names(found: StoredTensors, model: StoredModel, packed: PackedModel | None, dtype: torch.dtype) -> Iterator[str]:
+def _names(
+    found: StoredTensors, model: StoredModel, packed: PackedModel | None, dtype: torch.dtype
+) -> Iterator[str]:
     """Tensors of the folder that the run has not."""
-    known = {tensor.name for stored in model.names for tensor in _expected(stored, model, packed, dtype)}
+    known = {
+        tensor.name for stored in model.names for tensor in _expected(stored, model, packed, dtype)
+    }
     if packed is not None:
-        known |= {tensor.name for layer in packed.layers.values() for tensor in packed.tensors_of(layer, 1.0)}
+        known |= {
+            tensor.name
+            for layer in packed.layers.values()
+            for tensor in packed.tensors_of(layer, 1.0)
+        }
     strange = sorted(name for name in found if name not in known)
     if strange:
         yield f"the run has no {first_few(strange, _NAMED)}"
 
 
 def _tables(
-    folder: Path, found: StoredTensors, model: StoredModel, packed: PackedModel | None, dtype: torch.dtype
+    folder: Path,
+    found: StoredTensors,
+    model: StoredModel,
+    packed: PackedModel | None,
+    dtype: torch.dtype,
 ) -> Iterator[str]:
     """Differences of configuration, tokenizer and files from those that an export writes."""
     config: dict[str, Any] = {"dtype": SPELLED[dtype]}
@@ -263,7 +325,9 @@ def _tables(
             table = modelopt_configuration(packed.format, packed.kept)
             write_json(made, "hf_quant_config.json", {_QUANTISED[1]: table[_QUANTISED[1]]})
         written = made.names()
-        yield from foreign_files(folder, {*written, *found.files, CARD, *(() if packed is None else (RECORD,))})
+        yield from foreign_files(
+            folder, {*written, *found.files, CARD, *(() if packed is None else (RECORD,))}
+        )
         for name in sorted(written):
             if not has_file(folder, name):
                 yield f"{name} is missing"
@@ -282,12 +346,15 @@ def _loaded(folder: Path, model: StoredModel, tables: list[str]) -> Iterator[str
 
 
 def _of_table(name: str, theirs: dict[str, Any], wanted: dict[str, Any]) -> Iterator[str]:
-    have, known = _flat(theirs), _flat(wanted)
+    have = _flat(theirs)
+    known = _flat(wanted)
     for key, value in known.items():
         if have.get(key) != value:
             large = name == TOKENIZER
             one, other = (shortened(repr(each), _SHOWN) for each in (have.get(key), value))
-            yield f"{name}: {key} is " + ("not that of the run" if large else f"{one} instead of {other}")
+            yield f"{name}: {key} is " + (
+                "not that of the run" if large else f"{one} instead of {other}"
+            )
     more = {key: value for key, value in have.items() if key not in known and value is not None}
     for key in sorted(key for key in more if key.startswith(_QUANTISED)):
         yield f"{name}: {key} is {more.pop(key)!r}, and the export has none"

@@ -1,8 +1,9 @@
-"""Number formats: codes <-> values, packing, the formats by name, and the rows that `fp4train formats` prints.
+"""Number formats: codes <-> values, packing, the formats by name, and the rows that `fp4train
+formats` prints.
 
-Independent of blocks and scaling. A new format is a constant of its own, in `element` or `scale`, and an entry here:
-all else that depends on a format asks the format. Kernels hold sets of the formats that they know; the reference takes
-any.
+Independent of blocks and scaling. A new format is a constant of its own, in `element` or `scale`,
+and an entry here: all else that depends on a format asks the format. Kernels hold sets of the
+formats that they know; the reference takes any.
 """
 
 import math
@@ -39,7 +40,13 @@ from fp4train.text import near_miss
 ELEMENT_FORMATS: Final[tuple[ElementFormat, ...]] = (E2M1, E1M2, INT4, E2M3, E3M2, E4M3, E5M2)
 """Formats that tensors are quantised to, narrowest first."""
 
-SCALE_FORMATS: Final[tuple[ScaleFormat, ...]] = (E4M3_SCALE, E8M0_SCALE, UE5M3_SCALE, FP32_SCALE, POW2_SCALE)
+SCALE_FORMATS: Final[tuple[ScaleFormat, ...]] = (
+    E4M3_SCALE,
+    E8M0_SCALE,
+    UE5M3_SCALE,
+    FP32_SCALE,
+    POW2_SCALE,
+)
 """Scale formats."""
 
 
@@ -65,13 +72,16 @@ def formats_of(elements: str) -> tuple[ElementFormat, ...]:
     formats = {fmt.name.upper(): fmt for fmt in (*ELEMENT_FORMATS, *WIDE_FORMATS)}
     words = elements.upper().split("·")
     if len(words) > 2 or not all(word in formats for word in words):
-        raise ValueError(f"elements={elements!r} must be one or two of {', '.join(formats)}, joined by '·'")
+        raise ValueError(
+            f"elements={elements!r} must be one or two of {', '.join(formats)}, joined by '·'"
+        )
     return tuple(formats[word] for word in words)
 
 
 def product_rate(*operands: ElementFormat) -> str | None:
-    """The rate of tensor cores that multiplies such operands: that of the widest, to which others are cast; None: no
-    tensor core does."""
+    """The rate of tensor cores that multiplies such operands: that of the widest, to which others
+    are cast; None: no tensor core does.
+    """
     return max(operands, key=lambda fmt: fmt.bits).rate
 
 
@@ -80,12 +90,15 @@ def _named(name: str, formats: Sequence[_Format], kind: str) -> _Format:
         if fmt.name == name:
             return fmt
     known = [fmt.name for fmt in formats]
-    raise ValueError(f"{kind} format {name!r} is unknown{near_miss(str(name), known)} (known: {', '.join(known)})")
+    raise ValueError(
+        f"{kind} format {name!r} is unknown{near_miss(str(name), known)} (known: "
+        f"{', '.join(known)})"
+    )
 
 
 class FormatRow(NamedTuple):
-    """One format: its width, its largest, smallest normal and smallest positive value, log2 of its range, and which
-    special values it has.
+    """One format: its width, its largest, smallest normal and smallest positive value, log2 of its
+    range, and which special values it has.
     """
 
     name: str
@@ -98,7 +111,9 @@ class FormatRow(NamedTuple):
 
 
 def formats_table() -> list[FormatRow]:
-    """All formats: elements, narrowest first; the other scale formats; FP16, BF16, FP32 for reference."""
+    """All formats: elements, narrowest first; the other scale formats; FP16, BF16, FP32 for
+    reference.
+    """
     names = {fmt.name for fmt in (*ELEMENT_FORMATS, *WIDE_FORMATS)}
     return [
         *map(_of_element, ELEMENT_FORMATS),
@@ -109,10 +124,21 @@ def formats_table() -> list[FormatRow]:
 
 def _of_element(fmt: ElementFormat) -> FormatRow:
     specials = "inf, NaN" if fmt.has_inf else "NaN" if fmt.has_nan else "none"
-    return FormatRow(fmt.name, fmt.bits, fmt.max, fmt.smallest_normal, fmt.smallest_subnormal, fmt.binades, specials)
+    return FormatRow(
+        fmt.name,
+        fmt.bits,
+        fmt.max,
+        fmt.smallest_normal,
+        fmt.smallest_subnormal,
+        fmt.binades,
+        specials,
+    )
 
 
 def _of_scale(fmt: ScaleFormat) -> FormatRow:
-    specials = "NaN; no sign" if fmt.mantissa_bits else "NaN; no sign, no zero"
+    if fmt.mantissa_bits:
+        specials = "NaN; no sign"
+    else:
+        specials = "NaN; no sign, no zero"
     binades = math.log2(fmt.max) - math.log2(fmt.smallest)
     return FormatRow(fmt.name, 8, fmt.max, fmt.smallest_normal, fmt.smallest, binades, specials)

@@ -1,18 +1,21 @@
-"""Element formats: the values of codes of 4, 6 or 8 bits, the grid that they lie on, and how codes are packed.
+"""Element formats: the values of codes of 4, 6 or 8 bits, the grid that they lie on, and how codes
+are packed.
 
-A code is sign | exponent (e bits) | mantissa (m bits). With bias b and stored exponent E the magnitude is (1 + M/2^m) *
-2^(E-b) for E > 0 and (M/2^m) * 2^(1-b) for E = 0: within one binade, and over all subnormals, the grid is uniform with
-quantum q = 2^(max(exponent, 1-b) - m). The position u = a/q of a magnitude a is exact in float32, since q is a power of
-two. Rounding, to nearest or stochastic, is the step from u to an integer k <= 2^(m+1), which gives back the value k*q
-and the code k + ((max(exponent, 1-b) - (1-b)) << m); at k = 2^(m+1) the code carries into the exponent.
+A code is sign | exponent (e bits) | mantissa (m bits). With bias b and stored exponent E the
+magnitude is (1 + M/2^m) * 2^(E-b) for E > 0 and (M/2^m) * 2^(1-b) for E = 0: within one binade, and
+over all subnormals, the grid is uniform with quantum q = 2^(max(exponent, 1-b) - m). The position u
+= a/q of a magnitude a is exact in float32, since q is a power of two. Rounding, to nearest or
+stochastic, is the step from u to an integer k <= 2^(m+1), which gives back the value k*q and the
+code k + ((max(exponent, 1-b) - (1-b)) << m); at k = 2^(m+1) the code carries into the exponent.
 
-Packing of sub-byte codes. FP4: two codes per byte, the first in the low nibble (the order of TE, cuBLAS and torch's
-`float4_e2m1fn_x2`). FP6: four codes in three bytes, little-endian bit order: code i fills bits 6i..6i+5 of the 24.
-Unpacked FP6 is one code per byte.
+Packing of sub-byte codes. FP4: two codes per byte, the first in the low nibble (the order of TE,
+cuBLAS and torch's `float4_e2m1fn_x2`). FP6: four codes in three bytes, little-endian bit order:
+code i fills bits 6i..6i+5 of the 24. Unpacked FP6 is one code per byte.
 
-Sources: OCP Microscaling Formats (MX) v1.0, sections 5.3.1-5.3.3 (E4M3, E5M2, E3M2, E2M3, E2M1); OCP 8-bit floating
-    point v1.0 for infinities and NaN: E4M3 has no infinity and one NaN magnitude (0x7f), E5M2 is IEEE-like, FP6 and FP4
-    have neither.
+Sources: OCP Microscaling Formats (MX) v1.0, sections 5.3.1-5.3.3 (E4M3, E5M2, E3M2, E2M3, E2M1);
+OCP 8-bit floating
+    point v1.0 for infinities and NaN: E4M3 has no infinity and one NaN magnitude (0x7f), E5M2 is
+    IEEE-like, FP6 and FP4 have neither.
 """
 
 import math
@@ -34,8 +37,10 @@ class ElementFormat:
         bias: what the stored exponent is above the exponent.
         has_inf: whether the largest exponent is kept for infinities and NaN, as IEEE has it.
         has_nan: whether the code of all ones is NaN.
-        dtype: torch's dtype of stored codes, two of a packed format in one element of it; None: torch has none.
-        rate: the class of tensor-core products, a key of `Gpu.peaks`; None: no tensor core multiplies the format.
+        dtype: torch's dtype of stored codes, two of a packed format in one element of it; None:
+            torch has none.
+        rate: the class of tensor-core products, a key of `Gpu.peaks`; None: no tensor core
+            multiplies the format.
     """
 
     name: str
@@ -54,12 +59,16 @@ class ElementFormat:
 
     @property
     def packed(self) -> bool:
-        """Whether two codes are stored in a byte, the first in the low nibble; else a byte holds one code."""
+        """Whether two codes are stored in a byte, the first in the low nibble; else a byte holds
+        one code.
+        """
         return self.bits <= 4
 
     @property
     def float8(self) -> torch.dtype | None:
-        """torch's dtype whose casts are this format's, to nearest; None: torch casts to no such format."""
+        """torch's dtype whose casts are this format's, to nearest; None: torch casts to no such
+        format.
+        """
         return self.dtype if self.bits == 8 else None
 
     @cached_property
@@ -94,7 +103,9 @@ class ElementFormat:
 
     @property
     def nan_code(self) -> int:
-        """The code of NaN: all bits but the sign. In a format without NaN it is the largest value."""
+        """The code of NaN: all bits but the sign. In a format without NaN it is the largest
+        value.
+        """
         return (1 << (self.bits - 1)) - 1
 
     @property
@@ -105,14 +116,18 @@ class ElementFormat:
     @property
     def last_number_code(self) -> int:
         """The largest code, without sign, that is no NaN."""
-        return self.infinity_code if self.has_inf else self.nan_code - self.has_nan
+        if self.has_inf:
+            return self.infinity_code
+        return self.nan_code - self.has_nan
 
     @property
     def sign_bit(self) -> int:
         return 1 << (self.bits - 1)
 
     def magnitude_of(self, code: int) -> float:
-        """The value of a code without sign, by the formula above; of the codes of infinity and NaN, too."""
+        """The value of a code without sign, by the formula above; of the codes of infinity and NaN,
+        too.
+        """
         exponent = code >> self.mantissa_bits
         mantissa = code & ((1 << self.mantissa_bits) - 1)
         significand = mantissa + (1 << self.mantissa_bits if exponent else 0)
@@ -128,7 +143,13 @@ INT4: Final = ElementFormat(name="int4", exponent_bits=1, mantissa_bits=2, bias=
 E2M3: Final = ElementFormat(name="e2m3", exponent_bits=2, mantissa_bits=3, bias=1, rate="FP6")
 E3M2: Final = ElementFormat(name="e3m2", exponent_bits=3, mantissa_bits=2, bias=3, rate="FP6")
 E4M3: Final = ElementFormat(
-    name="e4m3", exponent_bits=4, mantissa_bits=3, bias=7, has_nan=True, dtype=torch.float8_e4m3fn, rate="FP8"
+    name="e4m3",
+    exponent_bits=4,
+    mantissa_bits=3,
+    bias=7,
+    has_nan=True,
+    dtype=torch.float8_e4m3fn,
+    rate="FP8",
 )
 E5M2: Final = ElementFormat(
     name="e5m2",
@@ -165,7 +186,8 @@ WIDE_FORMATS: Final = (FP16, BF16, FP32)
 
 
 def grid_position(magnitude: Tensor, fmt: ElementFormat) -> tuple[Tensor, Tensor]:
-    """Position u = a/q (float32) and float32-biased exponent max(e, emin)+127 (int32) of magnitudes 0 <= a <= max.
+    """Position u = a/q (float32) and float32-biased exponent max(e, emin)+127 (int32) of magnitudes
+    0 <= a <= max.
 
     The positions are a fresh tensor that the caller may overwrite. NaN stays NaN in u.
     """
@@ -185,27 +207,39 @@ def grid_value(position: Tensor, exponent: Tensor, fmt: ElementFormat) -> Tensor
 
 
 def magnitude(code: Tensor, fmt: ElementFormat) -> Tensor:
-    """Float32 value of codes without sign (int32): (1 + M/2^m) * 2^(E-b), and M/2^m * 2^(1-b) for E = 0. Exact."""
-    exponent, mantissa = code >> fmt.mantissa_bits, code & ((1 << fmt.mantissa_bits) - 1)
-    normal = (((exponent + (127 - fmt.bias)) << 23) | (mantissa << (23 - fmt.mantissa_bits))).view(torch.float32)
+    """Float32 value of codes without sign (int32): (1 + M/2^m) * 2^(E-b), and M/2^m * 2^(1-b) for E
+    = 0. Exact.
+    """
+    exponent = code >> fmt.mantissa_bits
+    mantissa = code & ((1 << fmt.mantissa_bits) - 1)
+    normal = (((exponent + (127 - fmt.bias)) << 23) | (mantissa << (23 - fmt.mantissa_bits))).view(
+        torch.float32
+    )
     return torch.where(exponent > 0, normal, mantissa.to(torch.float32) * fmt.smallest_subnormal)
 
 
 def encode(x: Tensor, fmt: ElementFormat, *, saturate: bool = True) -> Tensor:
-    """Codes of x, rounded to nearest, ties to even. Any shape and floating dtype -> uint8 of the same shape, one code
-    per byte.
+    """Codes of x, rounded to nearest, ties to even. Any shape and floating dtype -> uint8 of the
+    same shape, one code per byte.
 
-    NaN becomes `fmt.nan_code` (without its sign); if the format has no NaN, that is the largest value, as in PTX
-    `cvt`. Above the largest value: `saturate=True` clamps infinities too; `saturate=False` gives infinity (E5M2) or NaN
-    (E4M3), and is refused for FP6 and FP4, whose standard has saturation only.
+    NaN becomes `fmt.nan_code` (without its sign); if the format has no NaN, that is the largest
+    value, as in PTX `cvt`. Above the largest value: `saturate=True` clamps infinities too;
+    `saturate=False` gives infinity (E5M2) or NaN (E4M3), and is refused for FP6 and FP4, whose
+    standard has saturation only.
     """
     if not saturate and not fmt.has_nan:
-        raise ValueError(f"saturate=False: {fmt.name} has neither infinity nor NaN to overflow to; use saturate=True")
+        raise ValueError(
+            f"saturate=False: {fmt.name} has neither infinity nor NaN to overflow to; use "
+            "saturate=True"
+        )
     x = x.to(torch.float32)
-    # Past the largest value the next grid point is max + quantum; a tie goes to the even code, which E4M3 has at max
-    # and E5M2 at max + quantum.
+    # Past the largest value the next grid point is max + quantum; a tie goes to the even code,
+    # which E4M3 has at max and E5M2 at max + quantum.
     quantum = math.ldexp(1.0, fmt.max_exponent - fmt.mantissa_bits)
-    overflow = x.abs() >= fmt.max + quantum / 2 if fmt.has_inf else x.abs() > fmt.max + quantum / 2
+    if fmt.has_inf:
+        overflow = x.abs() >= fmt.max + quantum / 2
+    else:
+        overflow = x.abs() > fmt.max + quantum / 2
     position, exponent = grid_position(torch.fmin(x.abs(), x.new_full((), fmt.max)), fmt)
     codes = grid_code(position.round_(), exponent, fmt)
     if not saturate:
@@ -230,8 +264,8 @@ def value_table(fmt: ElementFormat) -> list[float]:
 
 
 def decode(codes: Tensor, fmt: ElementFormat, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Values of uint8 codes (one per byte; for FP6 and FP4 the upper bits must be zero), same shape, exact in BF16 and
-    float32.
+    """Values of uint8 codes (one per byte; for FP6 and FP4 the upper bits must be zero), same
+    shape, exact in BF16 and float32.
     """
     if fmt.float8 is not None:
         return codes.contiguous().view(fmt.float8).to(dtype)
@@ -243,7 +277,10 @@ def decode(codes: Tensor, fmt: ElementFormat, dtype: torch.dtype = torch.float32
 def pack_fp4(codes: Tensor) -> Tensor:
     """uint8 codes 0..15 [..., C] -> bytes [..., C/2]. C must be even."""
     if codes.shape[-1] % 2:
-        raise ValueError(f"codes: {codes.shape[-1]} columns cannot be packed two per byte; the last axis must be even")
+        raise ValueError(
+            f"codes: {codes.shape[-1]} columns cannot be packed two per byte; the last axis "
+            "must be even"
+        )
     return codes[..., 0::2] | (codes[..., 1::2] << 4)
 
 
@@ -255,7 +292,10 @@ def unpack_fp4(packed: Tensor) -> Tensor:
 def pack_fp6(codes: Tensor) -> Tensor:
     """uint8 codes 0..63 [..., C] -> bytes [..., 3C/4]. C must be a multiple of 4."""
     if codes.shape[-1] % 4:
-        raise ValueError(f"codes: {codes.shape[-1]} columns cannot be packed; the last axis must be a multiple of 4")
+        raise ValueError(
+            f"codes: {codes.shape[-1]} columns cannot be packed; the last axis must be a "
+            "multiple of 4"
+        )
     a, b, c, d = (codes[..., i::4] for i in range(4))
     return torch.stack((a | (b << 6), (b >> 2) | (c << 4), (c >> 4) | (d << 2)), dim=-1).flatten(-2)
 
@@ -263,7 +303,10 @@ def pack_fp6(codes: Tensor) -> Tensor:
 def unpack_fp6(packed: Tensor) -> Tensor:
     """Bytes [..., 3C/4] -> uint8 codes 0..63 [..., C]."""
     if packed.shape[-1] % 3:
-        raise ValueError(f"packed: {packed.shape[-1]} bytes are no whole groups; the last axis must be a multiple of 3")
+        raise ValueError(
+            f"packed: {packed.shape[-1]} bytes are no whole groups; the last axis must be a "
+            "multiple of 3"
+        )
     x, y, z = (packed[..., i::3] for i in range(3))
     codes = (x & 63, (x >> 6) | ((y & 15) << 2), (y >> 4) | ((z & 3) << 4), z >> 2)
     return torch.stack(codes, dim=-1).flatten(-2)

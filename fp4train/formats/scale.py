@@ -1,15 +1,17 @@
 """Scale formats: how scales are stored.
 
-E4M3 (NVFP4) is the non-negative half of the element format. E8M0 (OCP MX v1.0, section 5.4.1) is an exponent: byte b
-means 2^(b-127), 255 is NaN; no zero, no sign; 2^-127 is a float32 subnormal, 2^127 its largest power of two. FP32 and
-POW2 are float32 numbers: the scale that multiplies x is rounded, and its inverse is stored. `fp4train.formats`
-lists all formats; `quantize/scaling.py` computes scales from an amax.
+E4M3 (NVFP4) is the non-negative half of the element format. E8M0 (OCP MX v1.0, section 5.4.1) is an
+exponent: byte b means 2^(b-127), 255 is NaN; no zero, no sign; 2^-127 is a float32 subnormal, 2^127
+its largest power of two. FP32 and POW2 are float32 numbers: the scale that multiplies x is rounded,
+and its inverse is stored. `fp4train.formats` lists all formats; `quantize/scaling.py` computes
+scales from an amax.
 
-UE5M3 has 5 exponent and 3 mantissa bits: the sign bit of E4M3 becomes range. It was proposed for FP4 block scales in
-"Is Finer Better? The Limits of Microscaling Formats in Large Language Models" (Fasoli et al., arXiv 2601.19026): with
-33 binades of normal numbers it needs no global scale, hence no amax of the tensor, and it keeps the precision of E4M3.
-Bias 15; as in E4M3 there is no infinity and one NaN, the code of all ones, so the largest value is 1.75 * 2^16 = 114688
-and the smallest 2^-17. Rounding is to nearest, ties to even.
+UE5M3 has 5 exponent and 3 mantissa bits: the sign bit of E4M3 becomes range. It was proposed for
+FP4 block scales in "Is Finer Better? The Limits of Microscaling Formats in Large Language Models"
+(Fasoli et al., arXiv 2601.19026): with 33 binades of normal numbers it needs no global scale, hence
+no amax of the tensor, and it keeps the precision of E4M3. Bias 15; as in E4M3 there is no infinity
+and one NaN, the code of all ones, so the largest value is 1.75 * 2^16 = 114688 and the smallest
+2^-17. Rounding is to nearest, ties to even.
 """
 
 import math
@@ -34,11 +36,12 @@ class ScaleFormat:
     dtype: storage dtype: uint8 (one byte per scale) or float32.
     mantissa_bits: explicit bits; 0 for powers of two.
     smallest, smallest_normal, max: positive finite values.
-    needs_global: whether its range is too small for a whole tensor, so that it needs a global scale.
-    roundings: values of `QuantSpec.scale_rounding` that round to a power of two, the default first; empty if there is
-        only one way.
-    encode: float32 values >= 0 -> stored scales of the same shape; NaN stays NaN. The rounding direction depends on
-        the format: see its function.
+    needs_global: whether its range is too small for a whole tensor, so that it needs a global
+        scale.
+    roundings: values of `QuantSpec.scale_rounding` that round to a power of two, the default first;
+        empty if there is only one way.
+    encode: float32 values >= 0 -> stored scales of the same shape; NaN stays NaN. The rounding
+        direction depends on the format: see its function.
     decode: stored scales -> float32 values, exact.
     """
 
@@ -55,8 +58,9 @@ class ScaleFormat:
 
     @property
     def is_byte(self) -> bool:
-        """Whether a scale is one byte, applied to the decoded element. A float32 scale of a row or tensor is applied to
-        the product."""
+        """Whether a scale is one byte, applied to the decoded element. A float32 scale of a row or
+        tensor is applied to the product.
+        """
         return self.dtype == torch.uint8
 
     def exact_in_bf16(self, element: ElementFormat) -> bool:
@@ -69,7 +73,9 @@ class ScaleFormat:
 
 
 def e4m3_encode(x: Tensor) -> Tensor:
-    """Bytes of the nearest E4M3 value, ties to even, saturating at 448; NaN gives 0x7f. x float32 and >= 0."""
+    """Bytes of the nearest E4M3 value, ties to even, saturating at 448; NaN gives 0x7f. x float32
+    and >= 0.
+    """
     return x.clamp(max=448.0).to(torch.float8_e4m3fn).view(torch.uint8) & 0x7F
 
 
@@ -79,10 +85,11 @@ def e4m3_decode(codes: Tensor) -> Tensor:
 
 
 def e8m0_encode(x: Tensor) -> Tensor:
-    """Bytes of the smallest power of two >= x (round up, as PTX `cvt.rp.satfinite.ue8m0x2.f32`), x float32 and >= 0.
+    """Bytes of the smallest power of two >= x (round up, as PTX `cvt.rp.satfinite.ue8m0x2.f32`), x
+    float32 and >= 0.
 
-    0 and everything up to 2^-127 give 0; above 2^127 saturates at 254; NaN and infinity give 255 (they are never
-    hidden).
+    0 and everything up to 2^-127 give 0; above 2^127 saturates at 254; NaN and infinity give 255
+    (they are never hidden).
     """
     bits = x.contiguous().view(torch.int32)
     exponent = (bits >> 23) & 0xFF
@@ -105,7 +112,9 @@ UE5M3: Final = ElementFormat(name="ue5m3", exponent_bits=5, mantissa_bits=3, bia
 
 
 def ue5m3_encode(x: Tensor) -> Tensor:
-    """Bytes of the nearest UE5M3 value, ties to even, saturating at 114688; NaN gives 255. x float32 and >= 0."""
+    """Bytes of the nearest UE5M3 value, ties to even, saturating at 114688; NaN gives 255. x
+    float32 and >= 0.
+    """
     return encode(x, UE5M3)
 
 
@@ -120,7 +129,9 @@ def _unchanged(x: Tensor) -> Tensor:
 
 
 def pow2_encode(x: Tensor) -> Tensor:
-    """The largest power of two <= x (mantissa bits cleared), x float32 and >= 0; subnormals become 0."""
+    """The largest power of two <= x (mantissa bits cleared), x float32 and >= 0; subnormals become
+    0.
+    """
     return torch.where(x.isnan(), x, (x.view(torch.int32) & 0x7F800000).view(torch.float32))
 
 

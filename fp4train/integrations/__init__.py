@@ -1,4 +1,5 @@
-"""Recipes in training loops of other people: transformers' Trainer, Accelerate, Lightning, or a plain loop.
+"""Recipes in training loops of other people: transformers' Trainer, Accelerate, Lightning, or a
+plain loop.
 
     model = fp4train.convert(model)
     trainer = Trainer(model=model, …, callbacks=[TrainerPrecision("nvfp4", phases=…)])
@@ -10,10 +11,11 @@
 | `LightningPrecision` | a callback of Lightning's Trainer |
 | `Precision` | any other loop |
 
-A framework is imported when its class is asked for. Importing this package makes `import peft` and transformers'
-Trainer work beside a Transformer Engine without kernels (the wheel alone, which this project uses for its recipe
-classes): they import it wherever it is installed, and it raises. With its own build switch set for the time of the
-import its pure-Python part loads, and later imports find it loaded.
+A framework is imported when its class is asked for. Importing this package makes `import peft` and
+transformers' Trainer work beside a Transformer Engine without kernels (the wheel alone, which this
+project uses for its recipe classes): they import it wherever it is installed, and it raises. With
+its own build switch set for the time of the import its pure-Python part loads, and later imports
+find it loaded.
 """
 
 import contextlib
@@ -39,7 +41,8 @@ _PLACES: Final = {
 """Class → its module here, and the package that it needs."""
 
 if version() is not None:
-    with contextlib.suppress(ValueError):  # too old, or broken in another way: who imports it sees its own error
+    # too old, or broken in another way: who imports it sees its own error
+    with contextlib.suppress(ValueError):
         recipe_module()
 
 

@@ -13,7 +13,8 @@ from fp4train.integrations.loop import Precision
 
 
 class AcceleratePrecision(Precision):
-    """Runs a model in a recipe; made behind `accelerator.prepare`, it needs no call of its own in the loop.
+    """Runs a model in a recipe; made behind `accelerator.prepare`, it needs no call of its own in
+    the loop.
 
         model, optimizer, loader = accelerator.prepare(fp4train.convert(model), optimizer, loader)
         precision = AcceleratePrecision(accelerator, model, optimizer, "nvfp4", steps=1000)
@@ -41,12 +42,17 @@ class AcceleratePrecision(Precision):
         **options: Any,
     ) -> None:
         super().__init__(*arguments, **options)
-        optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+        if isinstance(optimizer, Sequence):
+            optimizers = list(optimizer)
+        else:
+            optimizers = [optimizer]
         for each in optimizers:
             if not isinstance(each, AcceleratedOptimizer):
                 raise UserError(
-                    f"{type(each).__name__} is not prepared, so its steps cannot be told from those that gradient "
-                    "accumulation leaves out: pass what accelerator.prepare(model, optimizer, …) returned"
+                    f"{type(each).__name__} is not prepared, so its steps cannot be told from "
+                    "those that gradient "
+                    "accumulation leaves out: pass what accelerator.prepare(model, "
+                    "optimizer, …) returned"
                 )
         sums = accelerator.gradient_accumulation_steps * accelerator.num_processes > 1
         self.attach(accelerator.unwrap_model(model), steps=steps, sums=sums)
@@ -54,8 +60,12 @@ class AcceleratePrecision(Precision):
             vars(each)["step"] = self._counting(each, each.step)
         accelerator.register_for_checkpointing(self)
 
-    def _counting(self, optimizer: AcceleratedOptimizer, step: Callable[..., Any]) -> Callable[..., Any]:
-        """`step`, which counts where gradients are complete; a step that a loss scale skips counts too."""
+    def _counting(
+        self, optimizer: AcceleratedOptimizer, step: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        """`step`, which counts where gradients are complete; a step that a loss scale skips counts
+        too.
+        """
 
         @functools.wraps(step)
         def counted(*arguments: Any, **options: Any) -> Any:

@@ -14,8 +14,9 @@ class LightningPrecision(Callback):
         module.model = fp4train.convert(module.model)
         trainer = Trainer(…, callbacks=[LightningPrecision("nvfp4")])
 
-    A training step is no forward pass of its module, so each part of it that holds converted layers enters the recipe.
-    Lightning's checkpoints hold its state. The sanity check before training runs outside of the recipe.
+    A training step is no forward pass of its module, so each part of it that holds converted layers
+    enters the recipe. Lightning's checkpoints hold its state. The sanity check before training runs
+    outside of the recipe.
 
     Attributes:
         precision: the core, with the plan once training has begun.
@@ -37,8 +38,11 @@ class LightningPrecision(Callback):
         for optimizer in trainer.optimizers:
             self.precision.count(optimizer)
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self.precision.step = trainer.global_step  # a loss scale may have skipped a step, which Lightning counts
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        # a loss scale may have skipped a step, which Lightning counts
+        self.precision.step = trainer.global_step
 
     def state_dict(self) -> dict[str, Any]:
         return self.precision.state_dict()

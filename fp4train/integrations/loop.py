@@ -1,12 +1,14 @@
 """Recipe, policy and phases of a model that another loop trains.
 
-`Precision` knows no framework. It applies the plan of the coming stretch to a converted model and runs the model's
-forward passes in it: a hook before each enters the context, a hook behind it leaves. Hooks change neither `forward` nor
-its signature, and copies and pickles of the model stay copies of it. Backward runs outside, as with `autocast`.
+`Precision` knows no framework. It applies the plan of the coming stretch to a converted model and
+runs the model's forward passes in it: a hook before each enters the context, a hook behind it
+leaves. Hooks change neither `forward` nor its signature, and copies and pickles of the model stay
+copies of it. Backward runs outside, as with `autocast`.
 
-The step keys the random bits together with the layer and the token's index in the step, so a run that is resumed at
-a step draws the same bits. Layers count the tokens of a step's microbatches; each rank counts in a range of its own.
-A loop says where it is: `step` is the number of optimizer steps that are done.
+The step keys the random bits together with the layer and the token's index in the step, so a run
+that is resumed at a step draws the same bits. Layers count the tokens of a step's microbatches;
+each rank counts in a range of its own. A loop says where it is: `step` is the number of optimizer
+steps that are done.
 """
 
 from __future__ import annotations
@@ -46,15 +48,17 @@ class Precision:
 
     Args:
         recipe: the name of one, as in `recipe=` ("nvfp4"), an object, or its configuration.
-        policy: which layers keep high precision: a name as in `policy=`, an object, its configuration, or None (each
-            layer follows the recipe).
-        phases: recipe changes over the run: a name as in `phases=`, a list of `Phase`, or its configuration.
-        cooldown: first step of the learning rate's cooldown, or a share of the run, for phases that start there.
+        policy: which layers keep high precision: a name as in `policy=`, an object, its
+            configuration, or None (each layer follows the recipe).
+        phases: recipe changes over the run: a name as in `phases=`, a list of `Phase`, or its
+            configuration.
+        cooldown: first step of the learning rate's cooldown, or a share of the run, for phases that
+            start there.
         seed: seed of the random bits of stochastic rounding.
-        evaluates: whether passes in eval mode run in the recipe too, as in fp4train's own loop; False: outside of it,
-            like the model without fp4train.
-        unconverted: largest share of the model's matrix weights that may lie outside of fp4train's layers; a model with
-            more (experts in 3-D parameters) is refused.
+        evaluates: whether passes in eval mode run in the recipe too, as in fp4train's own loop;
+            False: outside of it, like the model without fp4train.
+        unconverted: largest share of the model's matrix weights that may lie outside of fp4train's
+            layers; a model with more (experts in 3-D parameters) is refused.
 
     Attributes:
         step: optimizer steps done.
@@ -77,11 +81,21 @@ class Precision:
         unconverted: float = 0.5,
     ) -> None:
         self.recipe: Recipe = _made("recipe", recipe, Recipe)
-        self.policy: LayerPolicy | None = None if policy is None else _made("policy", policy, LayerPolicy)
+        self.policy: LayerPolicy | None = (
+            None if policy is None else _made("policy", policy, LayerPolicy)
+        )
         self.phases = _phases(phases)
-        if cooldown is not None and not 0 <= cooldown <= (1 if isinstance(cooldown, float) else _MOST_STEPS):
-            raise UserError(f"cooldown={cooldown!r} must be a step (integer ≥ 0) or a share of the run (0.0 to 1.0)")
-        self.cooldown, self.seed, self.evaluates, self.unconverted = cooldown, seed, evaluates, unconverted
+        if cooldown is not None and not 0 <= cooldown <= (
+            1 if isinstance(cooldown, float) else _MOST_STEPS
+        ):
+            raise UserError(
+                f"cooldown={cooldown!r} must be a step (integer ≥ 0) or a share of the run "
+                "(0.0 to 1.0)"
+            )
+        self.cooldown = cooldown
+        self.seed = seed
+        self.evaluates = evaluates
+        self.unconverted = unconverted
         self.step = 0
         self.plan: Plan | None = None
         self._layers: list[PlannedLayer] = []
@@ -97,7 +111,9 @@ class Precision:
         return self
 
     def __str__(self) -> str:
-        return f"{self.recipe.name} by fp4train" if self.plan is None else str(self.plan)
+        if self.plan is None:
+            return f"{self.recipe.name} by fp4train"
+        return str(self.plan)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -105,39 +121,50 @@ class Precision:
         names = ("recipe", "policy", "phases", "cooldown", "seed", "evaluates", "unconverted")
         return {name: as_node(getattr(self, name)) for name in names}
 
-    # -- the model ----------------------------------------------------------------------------------------------------
+    # -- the model ---------------------------------------------------------------------------------
 
     def check(self, model: nn.Module) -> list[PlannedLayer]:
         """The converted layers of `model`.
 
         Raises:
-            UserError: it is not converted, has other weights for the most part, or its weights are cut over ranks.
+            UserError: it is not converted, has other weights for the most part, or its weights are
+                cut over ranks.
         """
         layers = [module for module in model.modules() if isinstance(module, PlannedLayer)]
         what = type(model).__name__
         if not layers:
             raise UserError(
-                f"{what} has no layer of fp4train, so recipe {self.recipe.name} would change nothing: call "
+                f"{what} has no layer of fp4train, so recipe {self.recipe.name} would change "
+                "nothing: call "
                 "model = fp4train.convert(model) before the loop is made"
             )
         found = report(model)
         if 1 - found.share > self.unconverted:
             raise UserError(
-                f"{what}: {found.summary()}. Recipe {self.recipe.name} would reach {found.share:.0%} of them; to train "
+                f"{what}: {found.summary()}. Recipe {self.recipe.name} would reach "
+                f"{found.share:.0%} of them; to train "
                 f"so all the same give unconverted={min(1.0, 1.01 - found.share):.2f}"
             )
         for layer in layers:
             if isinstance(layer.weight, DTensor) or layer.weight.numel() != layer.layer.weights:
                 raise UserError(
-                    f"layer {layer.layer.name}: its weight is cut over ranks (FSDP, ZeRO-3, tensor parallelism). In "
-                    "other loops fp4train runs whole weights: use DDP, or fp4train's own loop (parallel.dp_shard)"
+                    f"layer {layer.layer.name}: its weight is cut over ranks (FSDP, ZeRO-3, "
+                    "tensor parallelism). In "
+                    "other loops fp4train runs whole weights: use DDP, or fp4train's own "
+                    "loop (parallel.dp_shard)"
                 )
         return layers
 
     def attach(
-        self, model: nn.Module, *, steps: int | None, sums: bool = False, entrances: Iterable[nn.Module] | None = None
+        self,
+        model: nn.Module,
+        *,
+        steps: int | None,
+        sums: bool = False,
+        entrances: Iterable[nn.Module] | None = None,
     ) -> None:
-        """Run the forward passes of `model` in the recipe from now on, in the place of what was attached before.
+        """Run the forward passes of `model` in the recipe from now on, in the place of what was
+        attached before.
 
         Args:
             model: converted, on its device, and not wrapped (`accelerator.unwrap_model`).
@@ -150,15 +177,23 @@ class Precision:
         """
         layers = self.check(model)
         self.detach()
-        for name, layer in find_layers(model).items():  # wrappers (peft) have changed names since `convert`
+        # wrappers (peft) have changed names since `convert`
+        for name, layer in find_layers(model).items():
             module = model.get_submodule(name)
             if isinstance(module, PlannedLayer):
                 module.rename(layer, module.backend)
                 module.sum_gradients(sums)
         self.plan = self._planned(model, steps)
-        self._layers, self._stretch, self._called = layers, None, {}
-        self._recomputed = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
-        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        self._layers = layers
+        self._stretch = None
+        self._called = {}
+        self._recomputed = [
+            module for module in model.modules() if hasattr(module, "gradient_checkpointing")
+        ]
+        if dist.is_initialized():
+            ranks = dist.get_world_size()
+        else:
+            ranks = 1
         self._start = (dist.get_rank() if ranks > 1 else 0) * (_TOKENS // ranks // 8 * 8)
         for module in [model] if entrances is None else entrances:
             for hook in list(module._forward_pre_hooks.values()):
@@ -171,7 +206,9 @@ class Precision:
         self._restore()
 
     def detach(self) -> None:
-        """Run the model as without this object, in high precision; training alone does not end it."""
+        """Run the model as without this object, in high precision; training alone does not end
+        it.
+        """
         self._called = None
         for handle in self._handles:
             handle.remove()
@@ -179,38 +216,51 @@ class Precision:
 
     def _planned(self, model: nn.Module, steps: int | None) -> Plan:
         if steps is None:
-            if any(isinstance(share, float) for share in (self.cooldown, *(phase.start for phase in self.phases))):
+            if any(
+                isinstance(share, float)
+                for share in (self.cooldown, *(phase.start for phase in self.phases))
+            ):
                 raise UserError(
-                    "a phase starts after a share of the run, and this loop does not know its number of steps: give "
+                    "a phase starts after a share of the run, and this loop does not know "
+                    "its number of steps: give "
                     "the phase a step, or the loop its steps (max_steps)"
                 )
             steps = _MOST_STEPS
-        cooldown = round(self.cooldown * steps) if isinstance(self.cooldown, float) else self.cooldown
+        cooldown = (
+            round(self.cooldown * steps) if isinstance(self.cooldown, float) else self.cooldown
+        )
         if cooldown is None and any(phase.start == "cooldown" for phase in self.phases):
             raise UserError(
-                "a phase starts at the cooldown, and this loop does not say where that is: give cooldown=, a step or "
+                "a phase starts at the cooldown, and this loop does not say where that is: "
+                "give cooldown=, a step or "
                 "a share of the run (0.8)"
             )
         layers = find_layers(model)
-        backends = {name: str(getattr(model.get_submodule(name), "backend", "auto")) for name in layers}
+        backends = {
+            name: str(getattr(model.get_submodule(name), "backend", "auto")) for name in layers
+        }
         devices = {Device.of(layer.weight.device) for layer in self.check(model)}
         if len(devices) > 1:
             raise UserError(
-                f"layers lie on {', '.join(sorted(map(str, devices)))}: put the model on devices of one kind"
+                f"layers lie on {', '.join(sorted(map(str, devices)))}: put the model on "
+                "devices of one kind"
             )
         with user_errors(ValueError):
             ordered = sorted(self.phases, key=lambda phase: phase.step(steps, cooldown) or 0)
             timeline = Timeline(recipe=self.recipe, steps=steps, cooldown=cooldown, phases=ordered)
             (device,) = devices
-            return make_plan(layers.values(), timeline, self.policy, tokens=1, device=device, backend=backends)
+            return make_plan(
+                layers.values(), timeline, self.policy, tokens=1, device=device, backend=backends
+            )
 
-    # -- a forward pass -----------------------------------------------------------------------------------------------
+    # -- a forward pass ----------------------------------------------------------------------------
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _enter(self, module: nn.Module, arguments: object) -> None:
         now = state()
         if now.context is not None or is_stray_recomputation(now):
-            enter(now.context)  # an autocast of the caller's, an entrance inside of another, or an error of the layers
+            # an autocast of the caller's, an entrance inside of another, or an error of the layers
+            enter(now.context)
         elif module.training or self.evaluates:
             enter(self._context())
         else:
@@ -224,12 +274,19 @@ class Precision:
         leave()
 
     def _context(self) -> Context:
-        """The context of a pass. A copy of the model has no applied plan: its layers resolve the same one."""
+        """The context of a pass. A copy of the model has no applied plan: its layers resolve the
+        same one.
+        """
         assert self.plan is not None
         stretch = self.plan.at(self.step)
         if stretch is not self._stretch:
             for layer in self._layers:
-                layer.apply_plan(stretch.layers[layer.layer.name], stretch.recipe, self.policy, layer.weight.device)
+                layer.apply_plan(
+                    stretch.layers[layer.layer.name],
+                    stretch.recipe,
+                    self.policy,
+                    layer.weight.device,
+                )
             _log.info("step %d: %s (%s)", self.step, stretch.recipe.name, stretch.reason)
             self._stretch = stretch
         return Context(
@@ -241,19 +298,24 @@ class Precision:
             met=self._called,
         )
 
-    # -- the loop -----------------------------------------------------------------------------------------------------
+    # -- the loop ----------------------------------------------------------------------------------
 
     def check_called(self) -> None:
-        """Check behind the first optimizer step, before the gradients are cleared, that the planned layers were called
-        (`fp4train.nn.called`).
+        """Check behind the first optimizer step, before the gradients are cleared, that the planned
+        layers were called (`fp4train.nn.called`).
 
         Raises:
-            UserError: a planned layer was not called in the model's forward pass, and its weight has a gradient.
+            UserError: a planned layer was not called in the model's forward pass, and its weight
+                has a gradient.
         """
         if self._called is None or self.plan is None:
             return
-        called, self._called = {each.layer.name for each in self._called if isinstance(each, PlannedLayer)}, None
-        elsewhere = ", or it was called outside of the forward pass of the model that fp4train was attached to"
+        called = {each.layer.name for each in self._called if isinstance(each, PlannedLayer)}
+        self._called = None
+        elsewhere = (
+            ", or it was called outside of the forward pass of the model that fp4train was "
+            "attached to"
+        )
         trained = lambda layer: layer.weight.grad is not None  # noqa: E731
         check_called(self.plan, self._layers, called, trained, elsewhere=elsewhere)
 
@@ -269,7 +331,11 @@ class Precision:
     def state_dict(self) -> dict[str, Any]:
         """State for a resume: the step, the states of layers (amax histories), the settings."""
         layers = {layer.layer.name: layer.scaling_state() for layer in self._layers}
-        return {"step": self.step, "layers": {k: v for k, v in layers.items() if v}, "settings": self.settings}
+        return {
+            "step": self.step,
+            "layers": {k: v for k, v in layers.items() if v},
+            "settings": self.settings,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` gave; before `attach`, that takes the layers' part over.
@@ -284,12 +350,15 @@ class Precision:
     def _restore(self) -> None:
         if self._saved is None:
             return
-        saved, self._saved = self._saved, None
-        self.step, tensors = int(saved["step"]), saved["layers"]
+        saved = self._saved
+        self._saved = None
+        self.step = int(saved["step"])
+        tensors = saved["layers"]
         known = {layer.layer.name for layer in self._layers}
         if strange := sorted(tensors.keys() - known):
             raise UserError(
-                f"the checkpoint has scales of layer {strange[0]}, which this model does not have: resume with the "
+                f"the checkpoint has scales of layer {strange[0]}, which this model does not "
+                "have: resume with the "
                 "model that it was written with, adapters included"
             )
         for layer in self._layers:
@@ -308,29 +377,43 @@ def _made(group: str, given: Any, kind: type) -> Any:
     if isinstance(given, type) and issubclass(given, kind):
         raise TypeError(f"{group}={given.__name__}: give an object, {given.__name__}()")
     if not isinstance(given, (str, Mapping)):
-        raise TypeError(f"{group}={given!r} must be a name, such as those of `fp4train {group}=`, or a {kind.__name__}")
+        raise TypeError(
+            f"{group}={given!r} must be a name, such as those of `fp4train {group}=`, or a "
+            f"{kind.__name__}"
+        )
     return bind(named(group, given) if isinstance(given, str) else given, kind, group)
 
 
 def _phases(given: Any) -> tuple[Phase, ...]:
-    found = named("phases", given) if isinstance(given, str) else given
+    if isinstance(given, str):
+        found = named("phases", given)
+    else:
+        found = given
     if not isinstance(found, Iterable):
-        raise TypeError(f"phases={given!r} must be a name, such as cooldown_fprop, or a list of Phase objects")
+        raise TypeError(
+            f"phases={given!r} must be a name, such as cooldown_fprop, or a list of Phase objects"
+        )
     each = found.values() if isinstance(found, Mapping) else found
     return tuple(_made("phases", phase, Phase) for phase in each)
 
 
 def _recompute_exactly(module: nn.Module) -> None:
-    """Give a module of transformers whose checkpointing is switched on the contexts in which recomputation repeats the
-    first pass in every bit. They cannot be among the kwargs of the switch: a Trainer writes those as JSON."""
+    """Give a module of transformers whose checkpointing is switched on the contexts in which
+    recomputation repeats the first pass in every bit. They cannot be among the kwargs of the
+    switch: a Trainer writes those as JSON.
+    """
     function = vars(module).get("_gradient_checkpointing_func")
     if isinstance(function, functools.partial) and "context_fn" not in function.keywords:
         exact = {**function.keywords, "use_reentrant": False, "context_fn": recompute_contexts}
-        vars(module)["_gradient_checkpointing_func"] = functools.partial(function.func, *function.args, **exact)
+        vars(module)["_gradient_checkpointing_func"] = functools.partial(
+            function.func, *function.args, **exact
+        )
 
 
 def entrances_of(model: nn.Module) -> Iterator[nn.Module]:
-    """`model` and the parts of it that its own code calls: for a module whose training step is no forward pass."""
+    """`model` and the parts of it that its own code calls: for a module whose training step is no
+    forward pass.
+    """
     yield model
     for child in model.children():
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
@@ -341,4 +424,8 @@ def entrances_of(model: nn.Module) -> Iterator[nn.Module]:
 
 def on_cpu(state: Mapping[str, Any]) -> dict[str, Tensor]:
     """The tensors of a `state_dict`'s layers under flat names, on the CPU."""
-    return {f"{name}/{key}": t.detach().cpu() for name, each in state["layers"].items() for key, t in each.items()}
+    return {
+        f"{name}/{key}": t.detach().cpu()
+        for name, each in state["layers"].items()
+        for key, t in each.items()
+    }

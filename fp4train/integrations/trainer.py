@@ -1,7 +1,8 @@
 """`TrainerPrecision`: recipe, policy and phases in transformers' Trainer.
 
-The Trainer's own checkpoints hold all that a resume needs: its `trainer_state.json` has what the layers carry from step
-to step as a safetensors file in base64, because the Trainer tells no callback the folder that it resumes from.
+The Trainer's own checkpoints hold all that a resume needs: its `trainer_state.json` has what the
+layers carry from step to step as a safetensors file in base64, because the Trainer tells no
+callback the folder that it resumes from.
 """
 
 import base64
@@ -19,8 +20,8 @@ from fp4train.integrations.loop import Precision, on_cpu
 class TrainerPrecision(TrainerCallback, ExportableState):
     """Runs the model of a Trainer in a recipe; the arguments are those of `Precision`.
 
-        model = fp4train.convert(model)
-        trainer = Trainer(model=model, args=args, train_dataset=data, callbacks=[TrainerPrecision("nvfp4")])
+        model = fp4train.convert(model) trainer = Trainer(model=model, args=args,
+        train_dataset=data, callbacks=[TrainerPrecision("nvfp4")])
 
     Attributes:
         precision: the core, with the plan once training has begun.
@@ -33,7 +34,9 @@ class TrainerPrecision(TrainerCallback, ExportableState):
         if model is not None:  # with model_init there is none yet
             self.precision.check(model)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: Any = None, **_: Any
+    ) -> None:
         sums = args.gradient_accumulation_steps * args.world_size > 1
         self.precision.attach(model, steps=state.max_steps, sums=sums)
         if state.global_step:
@@ -47,18 +50,23 @@ class TrainerPrecision(TrainerCallback, ExportableState):
         self.precision.check_called()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.precision.step = state.global_step  # weights have changed: what is evaluated now is of the next step
+        # weights have changed: what is evaluated now is of the next step
+        self.precision.step = state.global_step
 
-    # -- trainer_state.json -------------------------------------------------------------------------------------------
+    # -- trainer_state.json ------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         """Entry of this callback in `trainer_state.json`."""
         found = self.precision.state_dict()
-        tensors = base64.b64encode(save(on_cpu(found))).decode() if found["layers"] else ""
+        if found["layers"]:
+            tensors = base64.b64encode(save(on_cpu(found))).decode()
+        else:
+            tensors = ""
         return {"args": found["settings"], "attributes": {"tensors": tensors}}
 
     def _load(self, saved: Any) -> None:
-        """Take over what `state` gave, read again; None: the checkpoint is of a run without fp4train.
+        """Take over what `state` gave, read again; None: the checkpoint is of a run without
+        fp4train.
 
         Raises:
             UserError: it is damaged, or of several callbacks of this class.
@@ -67,11 +75,19 @@ class TrainerPrecision(TrainerCallback, ExportableState):
             return
         layers: dict[str, dict[str, Any]] = {}
         try:
-            found, settings = saved["attributes"]["tensors"], saved["args"]
-            for name, tensor in load(base64.b64decode(found, validate=True)).items() if found else ():
+            found = saved["attributes"]["tensors"]
+            settings = saved["args"]
+            for name, tensor in (
+                load(base64.b64decode(found, validate=True)).items() if found else ()
+            ):
                 layer, _, key = name.rpartition("/")
                 layers.setdefault(layer, {})[key] = tensor
         except (LookupError, TypeError, ValueError, SafetensorError) as error:
-            what = "is that of several" if isinstance(saved, list) else "is damaged"
-            raise UserError(f"trainer_state.json: the state of {type(self).__name__} {what} ({error})") from error
+            if isinstance(saved, list):
+                what = "is that of several"
+            else:
+                what = "is damaged"
+            raise UserError(
+                f"trainer_state.json: the state of {type(self).__name__} {what} ({error})"
+            ) from error
         self.precision.load_state_dict({"step": 0, "layers": layers, "settings": settings})

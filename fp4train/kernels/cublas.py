@@ -1,11 +1,13 @@
-"""Products of cuBLAS whose factor lies on the GPU: the factor multiplies the float32 sum, which is rounded once.
+"""Products of cuBLAS whose factor lies on the GPU: the factor multiplies the float32 sum, which is
+rounded once.
 
     y [R, S] = f · (a [R, C] · b [S, C]ᵀ) + g · y
 
-torch's products take a factor from the host only, and the scales of quantised operands are on the GPU, where a host
-that waits for them would stall. cuBLAS reads f and g from the GPU in its pointer mode "device". The library is the one
-that torch has loaded, the handle the one of `torch.cuda.current_blas_handle()`, with torch's stream and workspace: a
-CUDA graph records the product like torch's.
+torch's products take a factor from the host only, and the scales of quantised operands are on the
+GPU, where a host that waits for them would stall. cuBLAS reads f and g from the GPU in its pointer
+mode "device". The library is the one that torch has loaded, the handle the one of
+`torch.cuda.current_blas_handle()`, with torch's stream and workspace: a CUDA graph records the
+product like torch's.
 
 Before it is used on a GPU, `check` compares small products of integers with exact ones.
 
@@ -22,15 +24,19 @@ from torch import Tensor
 
 _TYPES: Final = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}
 """cudaDataType."""
-_PLAIN, _TRANSPOSED = 0, 1
+_PLAIN = 0
+_TRANSPOSED = 1
 """cublasOperation_t."""
 _OPPOSITE: Final = {_PLAIN: _TRANSPOSED, _TRANSPOSED: _PLAIN}
 """The operation that reads the transpose."""
-_HOST, _DEVICE = 0, 1
+_HOST = 0
+_DEVICE = 1
 """cublasPointerMode_t."""
-_DEFAULT_MATH, _FLOAT32_PARTS = 0, 16
+_DEFAULT_MATH = 0
+_FLOAT32_PARTS = 16
 """cublasMath_t: torch's; partial sums of a long contraction in float32."""
-_COMPUTE_32F, _DEFAULT_ALGORITHM = 68, -1
+_COMPUTE_32F = 68
+_DEFAULT_ALGORITHM = -1
 _LARGEST: Final = 2**31 - 1
 
 Layout = tuple[int, int]
@@ -50,11 +56,23 @@ class Cublas:
         self._set_pointers = library.cublasSetPointerMode_v2
         self._set_math = library.cublasSetMathMode
         self._multiply = library.cublasGemmEx
-        number, address = ctypes.c_int, ctypes.c_void_p
+        number = ctypes.c_int
+        address = ctypes.c_void_p
         for setter in (self._set_pointers, self._set_math):
-            setter.argtypes, setter.restype = [address, number], number
+            setter.argtypes = [address, number]
+            setter.restype = number
         matrix = [address, number, number]
-        self._multiply.argtypes = [address, *[number] * 5, address, *matrix, *matrix, address, *matrix, number, number]
+        self._multiply.argtypes = [
+            address,
+            *[number] * 5,
+            address,
+            *matrix,
+            *matrix,
+            address,
+            *matrix,
+            number,
+            number,
+        ]
         self._multiply.restype = number
 
     def multiply(self, a_RC: Tensor, b_SC: Tensor, factors: Tensor, out_RS: Tensor) -> None:
@@ -74,11 +92,13 @@ class Cublas:
             with torch.cuda.device(out_RS.device):
                 return self.multiply(a_RC, b_SC, factors, out_RS)
         (rows, depth), cols = a_RC.shape, b_SC.shape[0]
-        dtype, out_dtype = _TYPES[a_RC.dtype], _TYPES[out_RS.dtype]
+        dtype = _TYPES[a_RC.dtype]
+        out_dtype = _TYPES[out_RS.dtype]
         # Row by row y is yᵀ column by column: [S, R], the product of b [S, C] and aᵀ [C, R].
         b_operation, b_leading = _layout(b_SC)
         a_operation, a_leading = _layout(a_RC)
-        handle, address = self._handle(), factors.data_ptr()
+        handle = self._handle()
+        address = factors.data_ptr()
         try:  # an interrupt between two calls leaves torch its modes, too
             _check(self._set_pointers(handle, _DEVICE), "cublasSetPointerMode")
             _check(self._set_math(handle, _FLOAT32_PARTS), "cublasSetMathMode")
@@ -103,14 +123,18 @@ class Cublas:
                 _COMPUTE_32F,
                 _DEFAULT_ALGORITHM,
             )
-            _check(status, f"cublasGemmEx of [{rows}, {depth}] and [{cols}, {depth}] in {a_RC.dtype}")
+            _check(
+                status, f"cublasGemmEx of [{rows}, {depth}] and [{cols}, {depth}] in {a_RC.dtype}"
+            )
         finally:
             self._set_pointers(handle, _HOST)
             self._set_math(handle, _DEFAULT_MATH)
 
 
 def takes(x: Tensor) -> bool:
-    """Whether cuBLAS reads the matrix x as it lies: its rows or its columns are contiguous and do not overlap."""
+    """Whether cuBLAS reads the matrix x as it lies: its rows or its columns are contiguous and do
+    not overlap.
+    """
     rows, cols = x.shape
     row_stride, col_stride = x.stride()
     if col_stride == 1:
@@ -121,7 +145,9 @@ def takes(x: Tensor) -> bool:
 
 
 def _layout(x: Tensor) -> Layout:
-    """Of a matrix that `takes`: column by column it is its transpose where its rows are contiguous."""
+    """Of a matrix that `takes`: column by column it is its transpose where its rows are
+    contiguous.
+    """
     rows, cols = x.shape
     if x.stride(1) == 1:
         return _PLAIN, max(x.stride(0), cols)
@@ -149,21 +175,28 @@ def load() -> Cublas:
 
 
 def check(cublas: Cublas, device: torch.device) -> None:
-    """Compare products of integers, whose sums are exact in float32 and not in BF16, with what they must be.
+    """Compare products of integers, whose sums are exact in float32 and not in BF16, with what they
+    must be.
 
     Raises:
         RuntimeError: one is another, or cuBLAS refuses it.
     """
-    rows, cols, depth = 24, 40, 72
+    rows = 24
+    cols = 40
+    depth = 72
     places = torch.arange(depth, device=device)
     a = ((torch.arange(rows, device=device)[:, None] * 37 + places * 53) % 201 - 100).bfloat16()
     b = ((torch.arange(cols, device=device)[:, None] * 7 + places) % 11 - 5).bfloat16()
     exact = (a.float()[:, None] * b.float()).sum(2)
     for first, second in ((a, b), (a.T.contiguous().T, b), (a, b.T.contiguous().T)):
         written = torch.full((rows, cols), torch.nan, dtype=torch.bfloat16, device=device)
-        cublas.multiply(first, second, torch.tensor([0.3, 0.0], dtype=torch.float32, device=device), written)
+        cublas.multiply(
+            first, second, torch.tensor([0.3, 0.0], dtype=torch.float32, device=device), written
+        )
         added = torch.ones(rows, cols, dtype=torch.float32, device=device)
-        cublas.multiply(first, second, torch.tensor([0.25, 1.0], dtype=torch.float32, device=device), added)
+        cublas.multiply(
+            first, second, torch.tensor([0.25, 1.0], dtype=torch.float32, device=device), added
+        )
         for product, right in ((written, (exact * 0.3).bfloat16()), (added, 1.0 + exact * 0.25)):
             if not torch.equal(product, right):
                 raise RuntimeError(f"cuBLAS gave a wrong product of integers in {product.dtype}")

@@ -1,1 +1,3 @@
-"""The laboratory: what measures, compares and explains runs and machines. Only the command line imports it."""
+"""The laboratory: what measures, compares and explains runs and machines. Only the command line
+imports it.
+"""

@@ -1,1 +1,3 @@
-"""Quantisation errors: metrics of a tensor, and statistics of a running model; how tensor cores sum products."""
+"""Quantisation errors: metrics of a tensor, and statistics of a running model; how tensor cores sum
+products.
+"""

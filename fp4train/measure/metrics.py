@@ -1,9 +1,10 @@
 """Error metrics of a quantised tensor.
 
-With x the tensor and y its dequantised values, both in the domain of the codes (after a Hadamard transform): relative
-error |y-x| / |x| (2-norms); SQNR = 10 log10(|x|^2 / |y-x|^2) in dB; underflow: the share of x's nonzero elements whose
-y is zero; saturation: the share of elements clipped because they exceed the range of their block; kurtosis E[(x-m)^4] /
-Var^2 (3 for a normal distribution; outliers raise it); amax.
+With x the tensor and y its dequantised values, both in the domain of the codes (after a Hadamard
+transform): relative error |y-x| / |x| (2-norms); SQNR = 10 log10(|x|^2 / |y-x|^2) in dB; underflow:
+the share of x's nonzero elements whose y is zero; saturation: the share of elements clipped because
+they exceed the range of their block; kurtosis E[(x-m)^4] / Var^2 (3 for a normal distribution;
+outliers raise it); amax.
 """
 
 import math
@@ -34,17 +35,28 @@ class ErrorMetrics:
         return zip((field.name for field in fields(self)), astuple(self), strict=True)
 
 
-def measure(x_RC: Tensor, spec: QuantSpec, *, key: RandomKey | None = None, amax: Tensor | None = None) -> ErrorMetrics:
+def measure(
+    x_RC: Tensor, spec: QuantSpec, *, key: RandomKey | None = None, amax: Tensor | None = None
+) -> ErrorMetrics:
     """Quantise x [R, C] by `spec` and measure the error. Synchronises with the device once."""
     return error_metrics(x_RC, quantize(x_RC, spec, key=key, amax=amax), key=key)
 
 
 def error_metrics(x_RC: Tensor, q: Quantized, *, key: RandomKey | None = None) -> ErrorMetrics:
-    """Metrics of `q`, the x_RC quantised with `key`. NaN or infinity in x gives NaN; an empty x gives zeros."""
+    """Metrics of `q`, the x_RC quantised with `key`. NaN or infinity in x gives NaN; an empty x
+    gives zeros.
+    """
     x = x_RC.detach()
     x = (x if q.spec.hadamard is None else transform(x, q.spec.hadamard, key)).to(torch.float32)
     if x.numel() == 0:
-        return ErrorMetrics(relative_error=0.0, sqnr_db=math.inf, underflow=0.0, saturation=0.0, kurtosis=0.0, amax=0.0)
+        return ErrorMetrics(
+            relative_error=0.0,
+            sqnr_db=math.inf,
+            underflow=0.0,
+            saturation=0.0,
+            kurtosis=0.0,
+            amax=0.0,
+        )
     y = q.dequantize()
     clipped = (x.abs() > largest_values(q)).sum()
     nonzero = (x != 0).sum()
@@ -52,10 +64,14 @@ def error_metrics(x_RC: Tensor, q: Quantized, *, key: RandomKey | None = None) -
     # Divide by amax first: squares and fourth powers of 1e30 or 1e-30 exceed the range of float32.
     amax = x.abs().amax()
     unit = torch.where(amax > 0, amax, 1.0)
-    x, y = x / unit, y / unit
-    signal, noise = x.square().mean(), (y - x).square().mean()
+    x = x / unit
+    y = y / unit
+    signal = x.square().mean()
+    noise = (y - x).square().mean()
     centred = x - x.mean()
-    moments = torch.stack((signal, noise, centred.square().mean(), centred.square().square().mean(), amax))
+    moments = torch.stack(
+        (signal, noise, centred.square().mean(), centred.square().square().mean(), amax)
+    )
     counts = torch.stack((clipped, nonzero, lost)).tolist()
     power, error, variance, fourth, largest = moments.tolist()
     ratio = error / power if power else 0.0
@@ -70,7 +86,9 @@ def error_metrics(x_RC: Tensor, q: Quantized, *, key: RandomKey | None = None) -
 
 
 def largest_values(q: Quantized) -> Tensor:
-    """The largest magnitude that the block of each element can represent: max * block scale * global scale, [R, C]."""
+    """The largest magnitude that the block of each element can represent: max * block scale *
+    global scale, [R, C].
+    """
     spec = q.spec
     values = torch.full(q.element_codes.shape, spec.format.max, device=q.codes.device)
     values = apply_block_scales(values, q.block_scales(), spec)

@@ -1,18 +1,20 @@
-"""Statistics of every operand of every layer in a step that trains: sampled in hooks, computed without waiting.
+"""Statistics of every operand of every layer in a step that trains: sampled in hooks, computed
+without waiting.
 
-While `watch` is active, hooks keep a sample of x [M, K] and dy [M, N] of each linear layer's first call and of its
-weight [N, K]: `GROUPS` groups of 128 rows, evenly spaced, and the amax of the whole. 128 rows hold whole blocks of
-every recipe. From the samples come the six operands, each quantised with the layer's spec and the whole amax. (With a
-Hadamard transform, or a scale for each row, the amax is that of the sample.) The cost does not grow with the batch.
+While `watch` is active, hooks keep a sample of x [M, K] and dy [M, N] of each linear layer's first
+call and of its weight [N, K]: `GROUPS` groups of 128 rows, evenly spaced, and the amax of the
+whole. 128 rows hold whole blocks of every recipe. From the samples come the six operands, each
+quantised with the layer's spec and the whole amax. (With a Hadamard transform, or a scale for each
+row, the amax is that of the sample.) The cost does not grow with the batch.
 
-Of a group of weights (experts) they are those of the weight with the most rows of that call, and the noise is that of
-its gradient as a part of the group's.
+Of a group of weights (experts) they are those of the weight with the most rows of that call, and
+the noise is that of its gradient as a part of the group's.
 
 x and w are the columns that the layer's own recipe multiplied (`Executor.own`).
 
-The noise of a weight gradient is that of its own product, as in "FP4 All the Way" (arXiv 2505.19115):
-‖q(dyᵀ)·q(xᵀ)ᵀ - dyᵀ·x‖ of the sampled tokens; its square grows with the number of tokens. What the forward pass and the
-dgrads of later layers add to dy is not in it.
+The noise of a weight gradient is that of its own product, as in "FP4 All the Way" (arXiv
+2505.19115): ‖q(dyᵀ)·q(xᵀ)ᵀ - dyᵀ·x‖ of the sampled tokens; its square grows with the number of
+tokens. What the forward pass and the dgrads of later layers add to dy is not in it.
 """
 
 from __future__ import annotations
@@ -44,8 +46,10 @@ RAW: Final = (
     *("amax", "signal", "error", "variance", "fourth", "clipped", "nonzero", "lost", "elements"),
     *("scales", "smallest_scale", "largest_scale"),
 )
-"""The measurements of an operand: its amax; means of x², (y-x)², (x-x̄)², (x-x̄)⁴ for x over its amax; counts of
-elements clipped, not zero, and lost to zero, and of all; block scales: codes in use, smallest above zero, largest."""
+"""The measurements of an operand: its amax; means of x², (y-x)², (x-x̄)², (x-x̄)⁴ for x over its
+amax; counts of elements clipped, not zero, and lost to zero, and of all; block scales: codes in
+use, smallest above zero, largest.
+"""
 
 
 @dataclass
@@ -97,7 +101,9 @@ class WatchedLayers:
                     continue
                 codes = tensor, operand.source if spec.random else operand.shared
                 if codes not in measured:
-                    statistics, values = _statistics(samples[tensor], spec, key, transposed=operand.transposed)
+                    statistics, values = _statistics(
+                        samples[tensor], spec, key, transposed=operand.transposed
+                    )
                     measured[codes] = statistics, values, operand.transposed
                 statistics, values, transposed = measured[codes]
                 rows.append(statistics)
@@ -107,15 +113,31 @@ class WatchedLayers:
                     decoded.append(values if alike else Decoded(values.values.T, values.scale))
             noises.append(_noise(seen.dy.rows, seen.x.rows, decoded, *table["wgrad"].both))
             layers.append(name)
-        tokens = max((seen.x.rows.shape[0] for seen in self.seen.values() if seen.x is not None), default=0)
-        values_ = torch.stack(rows) if rows else torch.zeros(0, len(RAW), dtype=torch.float64)
-        noise = torch.stack(noises) if noises else torch.zeros(0, dtype=torch.float64)
+        tokens = max(
+            (seen.x.rows.shape[0] for seen in self.seen.values() if seen.x is not None), default=0
+        )
+        if rows:
+            values_ = torch.stack(rows)
+        else:
+            values_ = torch.zeros(0, len(RAW), dtype=torch.float64)
+        if noises:
+            noise = torch.stack(noises)
+        else:
+            noise = torch.zeros(0, dtype=torch.float64)
         return Measured(layers=layers, at=at, values=values_, noise=noise, tokens=tokens)
 
     def _fused(self, own: Sample, plan: LayerPlan) -> Sample:
-        """A weight's sample with the amax that its scale is made of: the largest of the weights that share one."""
-        others = [found.w.amax for name in plan.fused if (found := self.seen.get(name)) and found.w is not None]
-        return replace(own, amax=torch.stack(others).amax()) if others else own
+        """A weight's sample with the amax that its scale is made of: the largest of the weights
+        that share one.
+        """
+        others = [
+            found.w.amax
+            for name in plan.fused
+            if (found := self.seen.get(name)) and found.w is not None
+        ]
+        if others:
+            return replace(own, amax=torch.stack(others).amax())
+        return own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +148,8 @@ class Measured:
         layers: names of the layers that have a quantised operand.
         at: (index of the layer, index in `NAMES`) of each row of `values`.
         values: float64 [rows, len(RAW)].
-        noise: norm of the error of each layer's weight gradient on the sampled tokens, float64 [layers].
+        noise: norm of the error of each layer's weight gradient on the sampled tokens, float64
+            [layers].
         tokens: sampled.
     """
 
@@ -138,7 +161,9 @@ class Measured:
 
 
 def sample(tensor: Tensor) -> Sample:
-    """`GROUPS` groups of 128 rows of [R, C], evenly spaced; all of it if it has no more. It is copied."""
+    """`GROUPS` groups of 128 rows of [R, C], evenly spaced; all of it if it has no more. It is
+    copied.
+    """
     tensor = tensor.detach()
     amax = torch.maximum(tensor.amax(), -tensor.amin()).float()
     rows = tensor.shape[0]
@@ -148,7 +173,9 @@ def sample(tensor: Tensor) -> Sample:
     return Sample(torch.cat([tensor[i * stride : i * stride + GROUP] for i in range(GROUPS)]), amax)
 
 
-def _statistics(of: Sample, spec: QuantSpec, key: RandomKey, *, transposed: bool) -> tuple[Tensor, Decoded]:
+def _statistics(
+    of: Sample, spec: QuantSpec, key: RandomKey, *, transposed: bool
+) -> tuple[Tensor, Decoded]:
     """(`RAW` as float64, the decoded values) of a sample, or of its transpose."""
     x_RC = of.rows.T if transposed else of.rows
     whole = spec.hadamard is None and spec.requantises is None
@@ -159,7 +186,8 @@ def _statistics(of: Sample, spec: QuantSpec, key: RandomKey, *, transposed: bool
     x = (x_RC if spec.hadamard is None else transform(x_RC, spec.hadamard, key)).float()
     y = _values(decoded)
     magnitude = x.abs()
-    clipped, nonzero = (magnitude > largest_values(q)).sum(), magnitude.count_nonzero()
+    clipped = (magnitude > largest_values(q)).sum()
+    nonzero = magnitude.count_nonzero()
     lost = nonzero - torch.logical_and(x, y).sum()
     unit = 1.0 / torch.where(of.amax > 0, of.amax, 1.0)
     x = x * unit
@@ -167,19 +195,39 @@ def _statistics(of: Sample, spec: QuantSpec, key: RandomKey, *, transposed: bool
     signal = x.square().mean()
     centred = x.sub_(x.mean()).square_()
     scales = q.block_scales()
-    stored, at_most = q.scales.flatten(), scales.amax()
-    codes = stored.bincount(minlength=256).count_nonzero() if stored.dtype == torch.uint8 else at_most * 0
+    stored = q.scales.flatten()
+    at_most = scales.amax()
+    if stored.dtype == torch.uint8:
+        codes = stored.bincount(minlength=256).count_nonzero()
+    else:
+        codes = at_most * 0
     at_least = torch.where(scales > 0, scales, torch.inf).amin()
-    found = [of.amax, signal, error, centred.mean(), centred.square_().mean(), clipped, nonzero, lost]
+    found = [
+        of.amax,
+        signal,
+        error,
+        centred.mean(),
+        centred.square_().mean(),
+        clipped,
+        nonzero,
+        lost,
+    ]
     found += [torch.full_like(signal, x.numel()), codes, at_least, at_most]
     return torch.stack([each.double() for each in found]), decoded
 
 
 def _noise(
-    dy_TN: Tensor, x_TK: Tensor, decoded: list[Decoded], first: QuantSpec | None, second: QuantSpec | None
+    dy_TN: Tensor,
+    x_TK: Tensor,
+    decoded: list[Decoded],
+    first: QuantSpec | None,
+    second: QuantSpec | None,
 ) -> Tensor:
-    """Norm of the error of dyᵀ·x on the sampled tokens, float64 0-d; zero where neither operand is quantised."""
-    dy, x = dy_TN.float().T, x_TK.float()
+    """Norm of the error of dyᵀ·x on the sampled tokens, float64 0-d; zero where neither operand is
+    quantised.
+    """
+    dy = dy_TN.float().T
+    x = x_TK.float()
     if not decoded:
         return torch.zeros((), dtype=torch.float64, device=dy.device)
     operands = [_values(each) for each in decoded]
@@ -190,12 +238,16 @@ def _noise(
 
 
 def _values(decoded: Decoded) -> Tensor:
-    return decoded.values.float() if decoded.scale is None else decoded.values.float() * decoded.scale
+    if decoded.scale is None:
+        return decoded.values.float()
+    return decoded.values.float() * decoded.scale
 
 
 @contextmanager
 def watch(layers: Iterable[tuple[Layer, PlannedLayer]]) -> Iterator[WatchedLayers]:
-    """Sample the tensors of `layers`: of the first forward pass of each, and of its backward pass."""
+    """Sample the tensors of `layers`: of the first forward pass of each, and of its backward
+    pass.
+    """
     watched = WatchedLayers()
 
     def enter(seen: Seen, module: PlannedLayer, args: tuple[Any, ...], output: Tensor) -> None:
@@ -203,7 +255,8 @@ def watch(layers: Iterable[tuple[Layer, PlannedLayer]]) -> Iterator[WatchedLayer
             return
         if seen.x is None:
             x_MK, w_NK, seen.rows = module.observed(*args)
-            # Before the optimizer, and while it is whole: sharded weights are gathered for the layer's call only.
+            # Before the optimizer, and while it is whole: sharded weights are gathered for the
+            # layer's call only.
             seen.w = sample(w_NK)
             if not len(x_MK[seen.rows]):
                 return

@@ -1,13 +1,16 @@
 """Products of quantised operands as the tensor cores of a GPU sum them, to the bit.
 
-Emulated products are exact up to the rounding of float32 sums. A tensor core aligns the products of a block, and the
-sum so far, at the largest exponent E among them, cuts each off below 2^(E - fraction), and adds the rest exactly:
+Emulated products are exact up to the rounding of float32 sums. A tensor core aligns the products of
+a block, and the sum so far, at the largest exponent E among them, cuts each off below 2^(E -
+fraction), and adds the rest exactly:
 
-    sum <- cut( sum over the block of trunc(a·b · 2^(fraction-E)) + trunc(sum · 2^(fraction-E)) ) · 2^(E-fraction)
+    sum <- cut( sum over the block of trunc(a·b · 2^(fraction-E)) + trunc(sum · 2^(fraction-E)) ) ·
+    2^(E-fraction)
 
-`cut` keeps so many bits below the leading one, toward zero. The exponent of a product is the sum of the exponents of
-its factors, scales included; a subnormal factor has the exponent of its format's smallest normal number; products that
-are zero have none. `chain` products of a row go through one such chain; chains are added in float32.
+`cut` keeps so many bits below the leading one, toward zero. The exponent of a product is the sum of
+the exponents of its factors, scales included; a subnormal factor has the exponent of its format's
+smallest normal number; products that are zero have none. `chain` products of a row go through one
+such chain; chains are added in float32.
 
     unit             block  fraction  kept   E, at least
     Hopper, FP8         32        13    13          -132
@@ -15,11 +18,13 @@ are zero have none. `chain` products of a row go through one such chain; chains 
     Blackwell, FP8      32        25    23          -126    also MXFP8
     Blackwell, FP4      64        35    23          -126    sums of 16 products are exact, and aligned by their scales
 
-On Hopper and Ada the fast accumulator is one chain over all of K; the other one (`use_fast_accum=False`) begins a chain
-every 128 products. A GPU that splits K over several blocks of threads adds their chains in an order of its own.
+On Hopper and Ada the fast accumulator is one chain over all of K; the other one
+(`use_fast_accum=False`) begins a chain every 128 products. A GPU that splits K over several blocks
+of threads adds their chains in an order of its own.
 
-Sources: Khattak and Mikaitis, "Accurate Models of NVIDIA Tensor Cores", arXiv 2512.07004, and the package mmaemu, which
-was compared with an H100, for Hopper and Ada; Microsoft's MMA-Sim, arXiv 2511.10909, for Blackwell.
+Sources: Khattak and Mikaitis, "Accurate Models of NVIDIA Tensor Cores", arXiv 2512.07004, and the
+package mmaemu, which was compared with an H100, for Hopper and Ada; Microsoft's MMA-Sim, arXiv
+2511.10909, for Blackwell.
 """
 
 from __future__ import annotations
@@ -83,8 +88,12 @@ _FP8: Final = frozenset({E4M3, E5M2})
 HOPPER_FP8: Final = TensorCore(
     name="Hopper, FP8", elements=_FP8, block=32, fraction=13, kept=13, least=-132, restart=128
 )
-ADA_FP8: Final = TensorCore(name="Ada, FP8", elements=_FP8, block=16, fraction=13, kept=13, least=-132, restart=128)
-BLACKWELL_FP8: Final = TensorCore(name="Blackwell, FP8", elements=_FP8, block=32, fraction=25, kept=23, least=-126)
+ADA_FP8: Final = TensorCore(
+    name="Ada, FP8", elements=_FP8, block=16, fraction=13, kept=13, least=-132, restart=128
+)
+BLACKWELL_FP8: Final = TensorCore(
+    name="Blackwell, FP8", elements=_FP8, block=32, fraction=25, kept=23, least=-126
+)
 BLACKWELL_FP4: Final = TensorCore(
     name="Blackwell, FP4",
     elements=frozenset({E2M1}),
@@ -99,26 +108,35 @@ UNITS: Final = {(8, 9): (ADA_FP8,), (9, 0): (HOPPER_FP8,), (10, 0): (BLACKWELL_F
 
 
 def unit_for(capability: tuple[int, int], element: ElementFormat) -> TensorCore | None:
-    """The unit of a GPU that multiplies codes of this element format; None: how it sums is not known here."""
+    """The unit of a GPU that multiplies codes of this element format; None: how it sums is not
+    known here.
+    """
     units = UNITS.get(capability, ())
     return next((unit for unit in units if element in unit.elements), None)
 
 
-def product(a: Quantized, b: Quantized, unit: TensorCore, *, fast: bool = False, splits: int = 1) -> Tensor:
+def product(
+    a: Quantized, b: Quantized, unit: TensorCore, *, fast: bool = False, splits: int = 1
+) -> Tensor:
     """a·bᵀ as the unit sums it, float32 [M, N], with the factors of whole tensors applied.
 
     Args:
-        a, b: operands [M, K] and [N, K], with finite codes; block scales, or one scale of the tensor.
+        a, b: operands [M, K] and [N, K], with finite codes; block scales, or one scale of the
+            tensor.
         fast: whether Hopper's and Ada's sums are one chain over K.
-        splits: parts of K that have chains of their own, each of whole runs of 128, added in their order.
+        splits: parts of K that have chains of their own, each of whole runs of 128, added in their
+            order.
 
     Raises:
         ValueError: the unit does not multiply these codes.
     """
     for operand in (a, b):
         if operand.spec.format not in unit.elements:
-            raise ValueError(f"{unit.name}: the unit does not multiply {operand.spec.element.upper()}")
-    first, second = _factor(a), _factor(b)
+            raise ValueError(
+                f"{unit.name}: the unit does not multiply {operand.spec.element.upper()}"
+            )
+    first = _factor(a)
+    second = _factor(b)
     total_MN = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float32, device=a.codes.device)
     for start, stop in _parts(first.values_RK.shape[1], splits):
         total_MN = total_MN + _sum_of(first, second, start, stop, unit, fast)
@@ -129,7 +147,8 @@ def product(a: Quantized, b: Quantized, unit: TensorCore, *, fast: bool = False,
 
 def exact_product(a: Quantized, b: Quantized) -> Tensor:
     """a·bᵀ summed in float64 and rounded once, float32 [M, N]; arguments as of `product`."""
-    first, second = _factor(a), _factor(b)
+    first = _factor(a)
+    second = _factor(b)
     scale = first.scale.double() * second.scale.double()
     return (first.values_RK @ second.values_RK.T * scale).float()
 
@@ -155,7 +174,9 @@ def _factor(operand: Quantized) -> _Factor:
     element_exponents_RK = _exponents(elements_RK).clamp_min(spec.format.min_exponent)
     if spec.has_outer_scale:
         no_exponents_RK = torch.zeros_like(element_exponents_RK)
-        return _Factor(elements_RK, element_exponents_RK, no_exponents_RK, operand.scales.reshape(()))
+        return _Factor(
+            elements_RK, element_exponents_RK, no_exponents_RK, operand.scales.reshape(())
+        )
     scales = operand.block_scales().double()
     height, width = spec.block
     scales_RK = scales.repeat_interleave(height or 1, dim=0)[: elements_RK.shape[0]]
@@ -180,10 +201,16 @@ def _parts(width: int, splits: int) -> Iterator[tuple[int, int]]:
     yield from ((start, min(start + part, width)) for start in range(0, width, part))
 
 
-def _sum_of(first: _Factor, second: _Factor, start: int, stop: int, unit: TensorCore, fast: bool) -> Tensor:
+def _sum_of(
+    first: _Factor, second: _Factor, start: int, stop: int, unit: TensorCore, fast: bool
+) -> Tensor:
     """The sum over the columns [start, stop), float32 [M, N]."""
-    chain = stop - start if fast or unit.restart is None else unit.restart
-    rows, columns = first.values_RK.shape[0], second.values_RK.shape[0]
+    if fast or unit.restart is None:
+        chain = stop - start
+    else:
+        chain = unit.restart
+    rows = first.values_RK.shape[0]
+    columns = second.values_RK.shape[0]
     sum_MN = torch.zeros(rows, columns, device=first.values_RK.device)
     for begin in range(start, stop, chain):
         total_MN = torch.zeros(rows, columns, dtype=torch.float64, device=first.values_RK.device)
@@ -195,7 +222,9 @@ def _sum_of(first: _Factor, second: _Factor, start: int, stop: int, unit: Tensor
     return sum_MN
 
 
-def _terms(first: _Factor, second: _Factor, block: slice, unit: TensorCore) -> tuple[Tensor, Tensor]:
+def _terms(
+    first: _Factor, second: _Factor, block: slice, unit: TensorCore
+) -> tuple[Tensor, Tensor]:
     """(terms of a block, float64 [M, N, T], their exponents)."""
     terms_MNT = first.values_RK[:, None, block] * second.values_RK[None, :, block]
     if unit.exact == 1:

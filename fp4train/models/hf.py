@@ -1,8 +1,9 @@
-"""Families of models that also exist as Hugging Face's `transformers` classes: names of parameters, configurations.
+"""Families of models that also exist as Hugging Face's `transformers` classes: names of parameters,
+configurations.
 
-A family declares it in the `hf.py` of its folder, a module with what `HuggingFaceFamily` lists; it is found there, in
-this package and in a plugin alike. Nothing in it needs the package transformers: a `config.json` is a table of plain
-values.
+A family declares it in the `hf.py` of its folder, a module with what `HuggingFaceFamily` lists; it
+is found there, in this package and in a plugin alike. Nothing in it needs the package transformers:
+a `config.json` is a table of plain values.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,11 +16,13 @@ from fp4train.models.common.hf import Stored, brief
 
 
 class HuggingFaceFamily(Protocol):
-    """Protocol of the modules `models/FAMILY/hf.py`: a family's configuration and weights in Hugging Face's form.
+    """Protocol of the modules `models/FAMILY/hf.py`: a family's configuration and weights in
+    Hugging Face's form.
 
-    A family whose folders other software loads than `transformers` also has `LOADED`, Python that does it with a folder
-    called FOLDER. One with tensors that stay in float32 where others become BF16 has `EXACT`, the ends of their names.
-    One whose published models read bytes has `BYTES = True`: a folder without a tokenizer then has that of bytes.
+    A family whose folders other software loads than `transformers` also has `LOADED`, Python that
+    does it with a folder called FOLDER. One with tensors that stay in float32 where others become
+    BF16 has `EXACT`, the ends of their names. One whose published models read bytes has `BYTES =
+    True`: a folder without a tokenizer then has that of bytes.
     """
 
     @property
@@ -32,14 +35,17 @@ class HuggingFaceFamily(Protocol):
 
     @property
     def FREE(self) -> tuple[str, ...]:
-        """The fields of `ARCHITECTURE` on which no weight depends, of its parts with a dot: a run that begins with a
-        folder may choose them."""
+        """The fields of `ARCHITECTURE` on which no weight depends, of its parts with a dot: a run
+        that begins with a folder may choose them.
+        """
 
     def shape_of(self, config: Mapping[str, Any]) -> Any:
-        """The `model=…` that a `config.json` describes: an `ARCHITECTURE` with `vocab_size` rows of its embedding.
+        """The `model=…` that a `config.json` describes: an `ARCHITECTURE` with `vocab_size` rows of
+        its embedding.
 
         Raises:
-            ValueError: a key or value that the family's model does not have; the message names both.
+            ValueError: a key or value that the family's model does not have; the message names
+                both.
         """
 
     def config_of(self, shape: Any, *, vocab_size: int, seq_len: int) -> dict[str, Any]:
@@ -54,19 +60,24 @@ class HuggingFaceFamily(Protocol):
         """
 
     def names_of(self, shape: Any) -> Mapping[str, Stored]:
-        """Names of the model's state dict → Hugging Face's, of the weights of experts those of their matrices. Tied
-        weights, which are stored once, share one."""
+        """Names of the model's state dict → Hugging Face's, of the weights of experts those of
+        their matrices. Tied weights, which are stored once, share one.
+        """
 
     def computed(self, name: str) -> bool:
-        """Whether a stored tensor may be there for which there is no name, since the model computes its values."""
+        """Whether a stored tensor may be there for which there is no name, since the model computes
+        its values.
+        """
 
     def copies_of(self, shape: Any) -> dict[str, str]:
-        """Tensors that a folder may store although they are tied → the name of the weight that each must equal."""
+        """Tensors that a folder may store although they are tied → the name of the weight that each
+        must equal.
+        """
 
 
 def families(package: str = "fp4train.models") -> tuple[HuggingFaceFamily, ...]:
-    """The families in the folders of a package: its modules `hf.py` with an `ARCHITECTURE`. Most runs have no folder of
-    Hugging Face and import none of them.
+    """The families in the folders of a package: its modules `hf.py` with an `ARCHITECTURE`. Most
+    runs have no folder of Hugging Face and import none of them.
 
     Raises:
         ValueError: one cannot be imported.
@@ -78,7 +89,9 @@ def families(package: str = "fp4train.models") -> tuple[HuggingFaceFamily, ...]:
             try:
                 found.append(import_module(name))
             except Exception as error:
-                raise ValueError(f"{name} cannot be imported: {type(error).__name__}: {error}") from error
+                raise ValueError(
+                    f"{name} cannot be imported: {type(error).__name__}: {error}"
+                ) from error
     return tuple(each for each in found if hasattr(each, "ARCHITECTURE"))
 
 

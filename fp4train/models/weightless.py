@@ -16,7 +16,9 @@ class _Undrawn(TorchFunctionMode):
     """Weights on the meta device have no values, and torch would load its compiler to draw them."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return (kwargs or {})["tensor"] if func is nn.init.normal_ else func(*args, **(kwargs or {}))
+        if func is nn.init.normal_:
+            return (kwargs or {})["tensor"]
+        return func(*args, **(kwargs or {}))
 
 
 def build_weightless(shape: Architecture, *, vocab_size: int, seq_len: int) -> nn.Module:

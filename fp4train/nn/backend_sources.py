@@ -1,4 +1,5 @@
-"""Norms in a backend's own kernels, which write the codes that its layers read: see `nn/produced.py`.
+"""Norms in a backend's own kernels, which write the codes that its layers read: see
+`nn/produced.py`.
 
 The backend's gates take gate and up as one matrix, and give one gradient. Here these are outputs of
 two layers, so gates run in the project's own kernels.
@@ -20,7 +21,9 @@ from fp4train.precision.context import State
 
 def backend_of(executor: Executor) -> BackendLayer | None:
     """The executor if it is a layer of a backend, else None."""
-    return executor if isinstance(executor, BackendLayer) else None
+    if isinstance(executor, BackendLayer):
+        return executor
+    return None
 
 
 def why_not(readers: Sequence[Executor], *, here: bool = True) -> str | None:
@@ -75,7 +78,9 @@ def _place(layer: BackendLayer, codes: Tensor, now: State, like: Tensor) -> Tens
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, h: Tensor, weight_K: Tensor, eps: float, layer: BackendLayer, now: State) -> Tensor:
+    def forward(
+        ctx: Any, h: Tensor, weight_K: Tensor, eps: float, layer: BackendLayer, now: State
+    ) -> Tensor:
         ctx.sources = layer.backend.sources
         x, rstd_M = ctx.sources.norm(matrix(h), weight_K.detach(), eps, layer.table)
         ctx.save_for_backward(h, weight_K, rstd_M)

@@ -30,16 +30,20 @@ Counts = Sequence[int]
 
 
 Sums = Literal["product", "autograd"] | None
-"""Adder of dw where it is a term of a sum, over microbatches or ranks: the product that makes it, where that can,
-or autograd after it; None: it is the whole gradient."""
+"""Adder of dw where it is a term of a sum, over microbatches or ranks: the product that makes it,
+where that can, or autograd after it; None: it is the whole gradient.
+"""
 
 
 class Route(NamedTuple):
-    """How an executor is called in a compiled graph: the properties of a layer that the graph depends on."""
+    """How an executor is called in a compiled graph: the properties of a layer that the graph
+    depends on.
+    """
 
     kind: Literal["plain", "torch", "operator", "eager"]
-    """`plain`: nn.Linear, outside a context; `torch`: torch's GEMM, where nothing is quantised; `operator`: the custom
-    operator; `eager`: outside the graph."""
+    """`plain`: nn.Linear, outside a context; `torch`: torch's GEMM, where nothing is quantised;
+    `operator`: the custom operator; `eager`: outside the graph.
+    """
     dtype: torch.dtype | None = None
     """Dtype of the recipe."""
     keeps_x: bool = False
@@ -55,7 +59,9 @@ class PreparedForms(Protocol):
     def form(self, w_NK: Tensor, form: WeightForm, call: Call) -> Prepared:
         """The weight in the given form."""
 
-    def delayed_amax(self, w_NK: Tensor, quantizer: Quantizer, call: Call) -> tuple[Tensor, Tensor | None]:
+    def delayed_amax(
+        self, w_NK: Tensor, quantizer: Quantizer, call: Call
+    ) -> tuple[Tensor, Tensor | None]:
         """`DelayedScaling.amax` of the weight."""
 
 
@@ -77,9 +83,13 @@ class CalledLayer(Protocol):
     keeps_forms: bool
 
     def call_in(self, now: State, executor: Executor, tokens: int) -> Call:
-        """The coming call of `executor` with so many tokens; inside a recomputed region, that of the first pass."""
+        """The coming call of `executor` with so many tokens; inside a recomputed region, that of
+        the first pass.
+        """
 
-    def new_call(self, context: Context, executor: Executor, tokens: int, *, training: bool) -> Call:
+    def new_call(
+        self, context: Context, executor: Executor, tokens: int, *, training: bool
+    ) -> Call:
         """A call of `executor` with so many tokens; `training`: whether gradients are enabled."""
 
     def prepared(self, part: Hashable) -> PreparedForms:
@@ -89,7 +99,9 @@ class CalledLayer(Protocol):
 class CalledGroup(CalledLayer, Protocol):
     """A group of weights as its executor sees it (`nn.experts.Experts`)."""
 
-    def new_calls(self, executor: Executor, counts: Counts, context: Context, *, training: bool) -> list[Call]:
+    def new_calls(
+        self, executor: Executor, counts: Counts, context: Context, *, training: bool
+    ) -> list[Call]:
         """A call of `executor` for each weight."""
 
 
@@ -103,8 +115,10 @@ class Executor(ABC):
         sums: what adds dw up, which is then not rounded to the recipe's dtype; None: it is no sum.
 
     Attributes:
-        adds: whether wgrad is a product that adds dw to the sum of the weight's gradients (`sum_so_far`).
-        kinds: kinds of states of its own that an executor of this class may need; those of a backend are the backend's.
+        adds: whether wgrad is a product that adds dw to the sum of the weight's gradients
+            (`sum_so_far`).
+        kinds: kinds of states of its own that an executor of this class may need; those of a
+            backend are the backend's.
         route: how it is called under torch.compile.
         states: names of the layer's states that it needs.
     """
@@ -114,24 +128,41 @@ class Executor(ABC):
     states: tuple[str, ...] = ()
     adds = False
 
-    def __init__(self, plan: LayerPlan, device: str, shard: LayerShard | None = None, *, sums: Sums = None) -> None:
-        self.plan, self.device, self.shard, self.sums = plan, device, shard, sums
+    def __init__(
+        self, plan: LayerPlan, device: str, shard: LayerShard | None = None, *, sums: Sums = None
+    ) -> None:
+        self.plan = plan
+        self.device = device
+        self.shard = shard
+        self.sums = sums
         self.dtype = plan.table.torch_dtype
 
     @classmethod
     def why_no_graph(cls, plan: LayerPlan) -> str | None:
-        """Why a layer of `plan` depends on the host, so that no CUDA graph can record it; None: one can."""
+        """Why a layer of `plan` depends on the host, so that no CUDA graph can record it; None: one
+        can.
+        """
         return None
 
     @staticmethod
     def quantised(plan: LayerPlan) -> Iterator[tuple[str, QuantSpec]]:
         """(words for its place in the run, spec) of each operand of `plan` that is quantised."""
         place = f"recipe {plan.recipe.name}, {plan.layer.name}, operand"
-        return ((f"{place} {name} of {gemm}", spec) for gemm, name, spec in named(plan.operands) if spec is not None)
+        return (
+            (f"{place} {name} of {gemm}", spec)
+            for gemm, name, spec in named(plan.operands)
+            if spec is not None
+        )
 
     @abstractmethod
     def __call__(
-        self, layer: CalledLayer, x_MK: Tensor, weights: Weights, biases: Biases, now: State, counts: Counts = ()
+        self,
+        layer: CalledLayer,
+        x_MK: Tensor,
+        weights: Weights,
+        biases: Biases,
+        now: State,
+        counts: Counts = (),
     ) -> Tensor:
         """y [M, N] of x [M, K] in the recipe's dtype; gradients through autograd.
 
@@ -147,20 +178,30 @@ class Executor(ABC):
         return x_MK, w_NK
 
     def values(self, w_NK: Tensor, quantised: Callable[[Tensor], Tensor]) -> Tensor:
-        """w, float32, where the columns that the layer's own recipe multiplied in the last call are `quantised`."""
+        """w, float32, where the columns that the layer's own recipe multiplied in the last call are
+        `quantised`.
+        """
         return quantised(w_NK)
 
-    def calls_of_group(self, layer: CalledGroup, x_MK: Tensor, now: State, counts: Counts) -> list[Call]:
-        """The coming calls of this executor of one weight, for each of a group; arguments as of a call. Inside a
-        recomputed region, those of the first pass."""
+    def calls_of_group(
+        self, layer: CalledGroup, x_MK: Tensor, now: State, counts: Counts
+    ) -> list[Call]:
+        """The coming calls of this executor of one weight, for each of a group; arguments as of a
+        call. Inside a recomputed region, those of the first pass.
+        """
         assert now.context is not None
-        return once(layer, partial(layer.new_calls, self, counts, now.context, training=torch.is_grad_enabled()))
+        return once(
+            layer,
+            partial(layer.new_calls, self, counts, now.context, training=torch.is_grad_enabled()),
+        )
 
 
 class TokenCount:
-    """The tokens that a layer was given within a step: the offset of a call whose context has no `token_offset`.
+    """The tokens that a layer was given within a step: the offset of a call whose context has no
+    `token_offset`.
 
-    So calls of one step, over microbatches or of a weight that a model uses twice, draw different random bits.
+    So calls of one step, over microbatches or of a weight that a model uses twice, draw different
+    random bits.
     """
 
     __slots__ = ("_calls", "_step", "_tokens")
@@ -172,23 +213,30 @@ class TokenCount:
     def offset(self, step: RunStep, tokens: int, name: str) -> int:
         """Index of the first token of a training call of `tokens` tokens.
 
-        A backward pass that enters a context of its own repeats a call of its forward pass, and is not counted.
+        A backward pass that enters a context of its own repeats a call of its forward pass, and is
+        not counted.
 
         Raises:
             RuntimeError: it may repeat any of several calls.
         """
         if self._step != step:
-            self._step, self._calls, self._tokens = step, 0, 0
+            self._step = step
+            self._calls = 0
+            self._tokens = 0
         if backward_pass() != -1:
             if self._calls > 1:
                 raise RuntimeError(
-                    f"layer {name} is called in backward by a context of its own, after {self._calls} calls in this "
-                    "step: which of them it repeats, and with which random bits, is not known. Give autocast a "
-                    "token_offset, or recompute with fp4train.precision.recompute or recompute_contexts."
+                    f"layer {name} is called in backward by a context of its own, after "
+                    f"{self._calls} calls in this "
+                    "step: which of them it repeats, and with which random bits, is not "
+                    "known. Give autocast a "
+                    "token_offset, or recompute with fp4train.precision.recompute or "
+                    "recompute_contexts."
                 )
             return 0
         offset = self._tokens
-        self._calls, self._tokens = self._calls + 1, offset + tokens
+        self._calls = self._calls + 1
+        self._tokens = offset + tokens
         return offset
 
 
@@ -200,7 +248,9 @@ class GradientDtypes(NamedTuple):
     bias: torch.dtype | None = None
 
 
-def gradient_dtypes(x: Tensor, w: Tensor, bias: Tensor | None, wanted: Sequence[bool]) -> GradientDtypes:
+def gradient_dtypes(
+    x: Tensor, w: Tensor, bias: Tensor | None, wanted: Sequence[bool]
+) -> GradientDtypes:
     """The gradient dtypes of those of x, w and bias that are `wanted`."""
     return GradientDtypes(
         x.dtype if wanted[0] else None,
@@ -223,8 +273,8 @@ class Call:
         weights: the layer's prepared weights; an empty cache if the context has no step.
         scaling: the layer's amax histories; None: no operand has delayed scaling.
         training: whether amaxes enter their histories.
-        shared: the context's cache of forms that several layers read; None: this x is no other layer's, or is that of
-            a compiled graph, which reuses the memory of its tensors.
+        shared: the context's cache of forms that several layers read; None: this x is no other
+            layer's, or is that of a compiled graph, which reuses the memory of its tensors.
         parameter: the parameter whose shard or part w is, if w is new in each call.
         gradients: what backward computes; set by each forward pass.
         amaxes: the delayed amaxes of this call, by tensor.
@@ -254,6 +304,8 @@ class Call:
             self.amaxes = {}
         if name in self.amaxes:
             return self.amaxes[name], None
-        found = self.scaling.amax(name, quantizer, tensor, enter=self.training, step=self.position.step, later=later)
+        found = self.scaling.amax(
+            name, quantizer, tensor, enter=self.training, step=self.position.step, later=later
+        )
         self.amaxes[name] = found[0]
         return found

@@ -1,8 +1,9 @@
 """A guard for the first step of a loop: each layer that the plan quantises must be called in it.
 
-A plan says what a layer's own product runs in. Some models multiply a layer's weight in other code: a fused kernel that
-takes `out_proj.weight` (Mamba), a router, a head that is used by its weight. That product runs in high precision,
-whatever the plan says. Its mark is a weight that has a gradient while its layer was not called.
+A plan says what a layer's own product runs in. Some models multiply a layer's weight in other code:
+a fused kernel that takes `out_proj.weight` (Mamba), a router, a head that is used by its weight.
+That product runs in high precision, whatever the plan says. Its mark is a weight that has a
+gradient while its layer was not called.
 """
 
 import logging
@@ -27,8 +28,9 @@ def check_called(
     *,
     elsewhere: str = "",
 ) -> None:
-    """Look at a model after the backward passes of its first step. Layers that were neither called nor trained are
-    logged as one warning: experts that got no token, layers that are skipped, frozen ones that other code multiplies.
+    """Look at a model after the backward passes of its first step. Layers that were neither called
+    nor trained are logged as one warning: experts that got no token, layers that are skipped,
+    frozen ones that other code multiplies.
 
     Args:
         plan: of the run; a layer is planned if a GEMM of it is quantised in any stretch.
@@ -48,24 +50,33 @@ def check_called(
         if each.quantised
     }
     multiplied = {layer.weight for layer in layers if layer.layer.name in called}
-    missed = [each for each in layers if each.layer.name in quantised and each.layer.name not in called]
-    missed = [each for each in missed if each.weight not in multiplied]  # another layer that was called shares it
+    missed = [
+        each for each in layers if each.layer.name in quantised and each.layer.name not in called
+    ]
+    # another layer that was called shares it
+    missed = [each for each in missed if each.weight not in multiplied]
     if bypassed := [each.layer.name for each in missed if trained(each)]:
         raise UserError(
-            f"{first_few(bypassed, _NAMED)}: planned in {quantised[bypassed[0]]} and not called in the first step, but "
-            "the weight has a gradient. Other code multiplies it in high precision (a fused kernel, a router)"
-            f"{elsewhere}. Call the layer instead, or plan it in high precision: policy.keep=[{_suffix(bypassed[0])}]"
+            f"{first_few(bypassed, _NAMED)}: planned in {quantised[bypassed[0]]} and not "
+            "called in the first step, but "
+            "the weight has a gradient. Other code multiplies it in high precision (a fused "
+            "kernel, a router)"
+            f"{elsewhere}. Call the layer instead, or plan it in high precision: "
+            f"policy.keep=[{_suffix(bypassed[0])}]"
         )
     if missed:
         _log.warning(
-            "planned and neither called nor trained in the first step: %s. Experts without a token and skipped layers "
+            "planned and neither called nor trained in the first step: %s. Experts without a "
+            "token and skipped layers "
             "are harmless; a frozen weight that other code multiplies runs in high precision",
             first_few([each.layer.name for each in missed], _NAMED),
         )
 
 
 def _suffix(name: str) -> str:
-    """The part of a layer's name behind the number of its block, which a policy matches in every block."""
+    """The part of a layer's name behind the number of its block, which a policy matches in every
+    block.
+    """
     parts = name.split(".")
     last = max((at for at, part in enumerate(parts) if part.isdigit()), default=-1)
     return ".".join(parts[last + 1 :]) or name

@@ -1,9 +1,11 @@
-"""Linear layers in torch.compile: one operator per call, no graph break. Imported only during tracing.
+"""Linear layers in torch.compile: one operator per call, no graph break. Imported only during
+tracing.
 
-A graph depends on a layer only through its `Route`. The route is determined when the graph is traced, and a guard
-checks it before each run of the graph. A change of recipe that keeps the routes, such as NVFP4 to MXFP8, does not
-recompile. The operators need private parts of torch (2.13 and newer). With a torch version that lacks them, each layer
-breaks the graph and runs outside it, and one warning is logged.
+A graph depends on a layer only through its `Route`. The route is determined when the graph is
+traced, and a guard checks it before each run of the graph. A change of recipe that keeps the
+routes, such as NVFP4 to MXFP8, does not recompile. The operators need private parts of torch (2.13
+and newer). With a torch version that lacks them, each layer breaks the graph and runs outside it,
+and one warning is logged.
 """
 
 import functools
@@ -27,7 +29,9 @@ _log = logging.getLogger(__name__)
 @functools.cache
 def _operator() -> ModuleType | None:
     if UNAVAILABLE is not None:
-        _log.warning("torch.compile: fp4train's linear layers run outside of the graphs: %s", UNAVAILABLE)
+        _log.warning(
+            "torch.compile: fp4train's linear layers run outside of the graphs: %s", UNAVAILABLE
+        )
         return None
     from fp4train.nn import compile_operator
 
@@ -62,7 +66,9 @@ untraced = torch.compiler.disable(_forward)  # type: ignore[no-untyped-call]
 
 
 def call(layer: TracedLayer, input: Tensor) -> Tensor:
-    """`layer.forward(input)` for tracing: recipe, step and seed are read by the operator at run time."""
+    """`layer.forward(input)` for tracing: recipe, step and seed are read by the operator at run
+    time.
+    """
     route = EAGER if OPERATOR is None else layer.handle.route()
     if route.kind == "eager":
         result: Tensor = untraced(layer, input)
@@ -75,9 +81,12 @@ def call(layer: TracedLayer, input: Tensor) -> Tensor:
         if route.kind == "torch":
             y_MN = torch_linear(x_MK, layer.w_NK, layer.bias, route.dtype)
         else:
-            context, training = current(), torch.is_grad_enabled()
+            context = current()
+            training = torch.is_grad_enabled()
             assert context is not None and OPERATOR is not None
             tensors = (x_MK.to(route.dtype), layer.w_NK, layer.bias)
             wanted = [training and t is not None and t.requires_grad for t in tensors]
-            y_MN, _ = OPERATOR.linear(*tensors, layer.handle, context, training, wanted, route.keeps_x)
+            y_MN, _ = OPERATOR.linear(
+                *tensors, layer.handle, context, training, wanted, route.keeps_x
+            )
     return y_MN.to(autocast or input.dtype).view(shape)

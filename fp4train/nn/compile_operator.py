@@ -1,16 +1,19 @@
 """One operator per call of a linear layer in compiled graphs. Imported only by `compile`.
 
-A graph must not depend on what changes during a run: recipe, step, seed. The operator therefore takes the layer and the
-autocast context as opaque objects and reads them when it runs. It returns a third opaque object, `SavedCall`, with the
-data for backward: codes and scales, whose shapes depend on the recipe.
+A graph must not depend on what changes during a run: recipe, step, seed. The operator therefore
+takes the layer and the autocast context as opaque objects and reads them when it runs. It returns a
+third opaque object, `SavedCall`, with the data for backward: codes and scales, whose shapes depend
+on the recipe.
 
-An operator must not keep tensors of a graph, because the compiler reuses their memory. Three rules follow: layers that
-read the same input do not share its quantised forms; only a weight that is the layer's own parameter is cached for the
-step; if wgrad needs x in high precision, the graph saves x. The compiler treats the operator as a pure function of its
-arguments: it merges equal calls of one layer, and removes a call whose result is unused.
+An operator must not keep tensors of a graph, because the compiler reuses their memory. Three rules
+follow: layers that read the same input do not share its quantised forms; only a weight that is the
+layer's own parameter is cached for the step; if wgrad needs x in high precision, the graph saves x.
+The compiler treats the operator as a pure function of its arguments: it merges equal calls of one
+layer, and removes a call whose result is unused.
 
-Where activations are recomputed around a graph (`precision.recompute`), its first pass keeps no codes: the repetition
-gives them to the object that the first pass returned, with which backward runs.
+Where activations are recomputed around a graph (`precision.recompute`), its first pass keeps no
+codes: the repetition gives them to the object that the first pass returned, with which backward
+runs.
 """
 
 import weakref
@@ -78,27 +81,40 @@ def linear(
     call = _call(layer.layer, calls, w_NK, context, x_MK, training)
     call.gradients = gradient_dtypes(x_MK, w_NK, bias_N, wanted)
     y_MN, (x,) = call.executor.forward(x_MK, w_NK, bias_N, call)
-    saved, stray = SavedCall(call, None, calls), is_stray_recomputation(state())
+    saved = SavedCall(call, None, calls)
+    stray = is_stray_recomputation(state())
     kept = saved if stray else once(layer, partial(weakref.ref, saved))()
     if kept is not None and isinstance(x, Quantized) and (stray or not state().recording):
         kept.x = x
     return y_MN, saved
 
 
-def _call(layer: PlannedLayer, calls: list[Call], w_NK: Tensor, context: Context, x_MK: Tensor, training: bool) -> Call:
-    """A new call; in a graph that recomputes activations in its backward, the call of the forward pass."""
+def _call(
+    layer: PlannedLayer,
+    calls: list[Call],
+    w_NK: Tensor,
+    context: Context,
+    x_MK: Tensor,
+    training: bool,
+) -> Call:
+    """A new call; in a graph that recomputes activations in its backward, the call of the forward
+    pass.
+    """
     if is_stray_recomputation(state()):
         if len(calls) != 1:
             raise RuntimeError(
-                f"{layer.layer.name} was called {len(calls)} times in the forward pass that a graph recomputes, "
-                "and the recomputed call cannot be identified. Compile the blocks inside the recomputed regions."
+                f"{layer.layer.name} was called {len(calls)} times in the forward pass that a "
+                "graph recomputes, "
+                "and the recomputed call cannot be identified. Compile the blocks inside the "
+                "recomputed regions."
             )
         return calls[0]
     executor = layer.executor_in(context, x_MK.device)
     call = once(layer, lambda: layer.new_call(context, executor, x_MK.shape[0], training=training))
     call.shared = None
     own = layer._parameters.get("weight")
-    if own is None or not own.is_set_to(w_NK):  # not the parameter itself: the compiler may overwrite it
+    # not the parameter itself: the compiler may overwrite it
+    if own is None or not own.is_set_to(w_NK):
         call.weights = PreparedWeights()
     if training:
         calls.append(call)
@@ -112,7 +128,12 @@ def _(x_MK: Tensor, w_NK: Tensor, *_: object) -> tuple[Tensor, SavedCall]:
 
 @torch.library.custom_op("fp4train::linear_backward", mutates_args=(), tags=_TAGS)
 def linear_backward(
-    dy_MN: Tensor, x_MK: Tensor | None, w_NK: Tensor, bias_N: Tensor | None, saved: SavedCall, wanted: Sequence[bool]
+    dy_MN: Tensor,
+    x_MK: Tensor | None,
+    w_NK: Tensor,
+    bias_N: Tensor | None,
+    saved: SavedCall,
+    wanted: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dx, dw, dbias), empty if not wanted; `x_MK` is given if wgrad takes x in high precision."""
     call = saved.call
@@ -128,11 +149,22 @@ def linear_backward(
 
 @linear_backward.register_fake
 def _(
-    dy_MN: Tensor, x_MK: Tensor | None, w_NK: Tensor, bias_N: Tensor | None, saved: SavedCall, wanted: Sequence[bool]
+    dy_MN: Tensor,
+    x_MK: Tensor | None,
+    w_NK: Tensor,
+    bias_N: Tensor | None,
+    saved: SavedCall,
+    wanted: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     dx = dy_MN.new_empty((dy_MN.shape[0], w_NK.shape[1]) if wanted[0] else 0)
-    dw = w_NK.new_empty(w_NK.shape) if wanted[1] else dy_MN.new_empty(0)
-    dbias = bias_N.new_empty(bias_N.shape) if bias_N is not None and wanted[2] else dy_MN.new_empty(0)
+    if wanted[1]:
+        dw = w_NK.new_empty(w_NK.shape)
+    else:
+        dw = dy_MN.new_empty(0)
+    if bias_N is not None and wanted[2]:
+        dbias = bias_N.new_empty(bias_N.shape)
+    else:
+        dbias = dy_MN.new_empty(0)
     return dx, dw, dbias
 
 
@@ -144,7 +176,9 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, SavedCall]) 
 
 def _backward(ctx: Any, dy_MN: Tensor, _: object) -> tuple[Tensor | None, ...]:
     gradients = linear_backward(dy_MN, *ctx.saved_tensors, ctx.saved, ctx.wanted)
-    wanted = (gradient if want else None for gradient, want in zip(gradients, ctx.wanted, strict=True))
+    wanted = (
+        gradient if want else None for gradient, want in zip(gradients, ctx.wanted, strict=True)
+    )
     return (*wanted, None, None, None, None, None)
 
 

@@ -1,4 +1,6 @@
-"""Every parameter of a model by its kind, and the matrix weights that fp4train does not multiply."""
+"""Every parameter of a model by its kind, and the matrix weights that fp4train does not
+multiply.
+"""
 
 import re
 from collections.abc import Iterator
@@ -21,7 +23,10 @@ _ADDED = "added to products"
 _BY_CHANNEL = "of each channel or head by itself, no matrix product"
 """Why a parameter that is no factor of a matrix product stays in high precision."""
 
-_CONVOLUTIONS = (*(nn.Conv1d, nn.Conv2d, nn.Conv3d), *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d))
+_CONVOLUTIONS = (
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +37,8 @@ class UnconvertedWeight:
         name: name of the parameter in the model; for a shared one, the first name.
         module: path of the module that holds it.
         shape: shape of the parameter.
-        share: share of the model's matrix weights, between 0 and 1; 0 if it is counted elsewhere (tied weights).
+        share: share of the model's matrix weights, between 0 and 1; 0 if it is counted elsewhere
+            (tied weights).
         why: why fp4train does not multiply it.
     """
 
@@ -45,15 +51,15 @@ class UnconvertedWeight:
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """The matrix weights of a converted model: the weights of linear layers, and all other parameters with two or more
-    dimensions that are not embeddings, norms or biases.
+    """The matrix weights of a converted model: the weights of linear layers, and all other
+    parameters with two or more dimensions that are not embeddings, norms or biases.
 
     Args:
         layers: the layers that run on fp4train.
         left: weights of linear layers that are not converted.
         others: matrix weights outside linear layers: experts in one 3-D parameter, convolutions, ….
-        meant: those that stay in high precision on purpose: of routers, by their class's name, and of modules that say
-            why in their attribute `fp4train_high_precision`.
+        meant: those that stay in high precision on purpose: of routers, by their class's name, and
+            of modules that say why in their attribute `fp4train_high_precision`.
     """
 
     layers: tuple[Layer, ...]
@@ -67,34 +73,52 @@ class Conversion:
         return 1 - sum(weight.share for weight in (*self.left, *self.others, *self.meant))
 
     def summary(self) -> str:
-        """One line about the weights that are not converted, but for those that are meant not to be; empty if there are
-        none."""
+        """One line about the weights that are not converted, but for those that are meant not to
+        be; empty if there are none.
+        """
         groups = _groups((*self.left, *self.others))
         if not groups:
             return ""
         places = [
-            f"{len(group)} tensor{'s' * (len(group) != 1)} in {place} ({why})" for (place, why), group in groups.items()
+            f"{len(group)} tensor{'s' * (len(group) != 1)} in {place} ({why})"
+            for (place, why), group in groups.items()
         ]
-        more = [f"{len(places) - _PLACES} more"] if len(places) > _PLACES else []
+        if len(places) > _PLACES:
+            more = [f"{len(places) - _PLACES} more"]
+        else:
+            more = []
         return (
-            f"{_percent(sum(w.share for w in (*self.left, *self.others)))} of the matrix weights are not converted: "
+            f"{_percent(sum(w.share for w in (*self.left, *self.others)))} of the matrix "
+            "weights are not converted: "
             f"{', '.join(places[:_PLACES] + more)}; fp4train.conversion(model) lists them"
         )
 
     def __str__(self) -> str:
         rows = [
-            (place, str(len(group)), "×".join(map(str, group[0].shape)), _percent(sum(w.share for w in group)), why)
+            (
+                place,
+                str(len(group)),
+                "×".join(map(str, group[0].shape)),
+                _percent(sum(w.share for w in group)),
+                why,
+            )
             for (place, why), group in _groups((*self.left, *self.others, *self.meant)).items()
         ]
         count = len(self.layers)
-        head = f"{count} linear layer{'s' * (count != 1)} converted: {_percent(self.share)} of the matrix weights"
+        head = (
+            f"{count} linear layer{'s' * (count != 1)} converted: {_percent(self.share)} of the "
+            "matrix weights"
+        )
         return "\n".join(
-            [head, *tabulate([("left alone", "tensors", "shape", "share", "why"), *rows])] if rows else [head]
+            [head, *tabulate([("left alone", "tensors", "shape", "share", "why"), *rows])]
+            if rows
+            else [head]
         )
 
 
 def report(model: nn.Module, layers: dict[str, Layer] | None = None) -> Conversion:
-    """The matrix weights of `model` that are converted, those that are not, and why; the model is not changed.
+    """The matrix weights of `model` that are converted, those that are not, and why; the model is
+    not changed.
 
     Args:
         layers: its linear layers, if `find_layers` has found them already.
@@ -104,8 +128,11 @@ def report(model: nn.Module, layers: dict[str, Layer] | None = None) -> Conversi
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"conversion takes a model (torch.nn.Module), not {type(model).__name__}")
-    layers, modules = layers or find_layers(model), dict(model.named_modules())
-    ours = {name: layer for name, layer in layers.items() if isinstance(modules[name], PlannedLayer)}
+    layers = layers or find_layers(model)
+    modules = dict(model.named_modules())
+    ours = {
+        name: layer for name, layer in layers.items() if isinstance(modules[name], PlannedLayer)
+    }
     covered = {p for name in ours for p in _parameters(modules[name]) if not is_lazy(p)}
     found = list(_matrices(model, layers, covered))
     sizes = {p: p.numel() for p in covered if p.dim() >= 2} | {p: p.numel() for p, *_ in found}
@@ -115,12 +142,23 @@ def report(model: nn.Module, layers: dict[str, Layer] | None = None) -> Conversi
     meant: list[UnconvertedWeight] = []
     for parameter, name, why, is_linear in found:
         # Counted once: at its first place in the list, or in the converted layer that shares it.
-        size = 0 if parameter in covered else sizes.pop(parameter, 0)
+        if parameter in covered:
+            size = 0
+        else:
+            size = sizes.pop(parameter, 0)
         weight = UnconvertedWeight(
-            name=name, module=name.rpartition(".")[0], shape=tuple(parameter.shape), share=size / total, why=why
+            name=name,
+            module=name.rpartition(".")[0],
+            shape=tuple(parameter.shape),
+            share=size / total,
+            why=why,
         )
-        (left if is_linear else meant if why == _meant(modules[weight.module]) else others).append(weight)
-    return Conversion(layers=tuple(ours.values()), left=tuple(left), others=tuple(others), meant=tuple(meant))
+        (left if is_linear else meant if why == _meant(modules[weight.module]) else others).append(
+            weight
+        )
+    return Conversion(
+        layers=tuple(ours.values()), left=tuple(left), others=tuple(others), meant=tuple(meant)
+    )
 
 
 class WeightGroup(NamedTuple):
@@ -141,30 +179,50 @@ class WeightGroup(NamedTuple):
 
 
 def weight_groups(model: nn.Module) -> list[WeightGroup]:
-    """Every parameter of a model that is converted: those of planned layers, then the others; the largest group first.
+    """Every parameter of a model that is converted: those of planned layers, then the others; the
+    largest group first.
 
     Raises:
         TypeError, ValueError: as `find_layers`.
     """
-    modules, spared = dict(model.named_modules()), _spared(model)
-    held = {each: layer for name, layer in find_layers(model).items() for each in _parameters(modules[name])}
+    modules = dict(model.named_modules())
+    spared = _spared(model)
+    held = {
+        each: layer
+        for name, layer in find_layers(model).items()
+        for each in _parameters(modules[name])
+    }
     groups: dict[tuple[str, str | None], tuple[int, int, int]] = {}
     for name, parameter in model.named_parameters():
         path, _, key = name.rpartition(".")
-        module, layer, size = modules[path], held.get(parameter), parameter.numel()
+        module = modules[path]
+        layer = held.get(parameter)
+        size = parameter.numel()
         why: str | None = None
         if layer is None:
             kind = f"{type(module).__name__}.{key}"
-            why = _LOOKED_UP if isinstance(module, nn.Embedding) else _BY_CHANNEL
+            if isinstance(module, nn.Embedding):
+                why = _LOOKED_UP
+            else:
+                why = _BY_CHANNEL
             if parameter not in spared and _is_matrix(key, parameter):
                 why = _why_other(path, module, parameter)
         else:
             kind = "experts" if layer.experts else "linear layers"
-            outside = layer.name if path == layer.name else f"{layer.name}, tied to {path}"
-            kind += " of the blocks" if layer.block is not None else f" outside the blocks: {outside}"
+            if path == layer.name:
+                outside = layer.name
+            else:
+                outside = f"{layer.name}, tied to {path}"
+            kind += (
+                " of the blocks" if layer.block is not None else f" outside the blocks: {outside}"
+            )
             if size != layer.weights:
-                kind, why = f"biases, {kind}", _ADDED
-        active = size * layer.per_token // layer.experts if layer is not None and layer.experts else size
+                kind = f"biases, {kind}"
+                why = _ADDED
+        if layer is not None and layer.experts:
+            active = size * layer.per_token // layer.experts
+        else:
+            active = size
         tensors, parameters, met = groups.get((kind, why), (0, 0, 0))
         groups[kind, why] = tensors + 1, parameters + size, met + active
     found = [WeightGroup(kind, *counts, why) for (kind, why), counts in groups.items()]
@@ -179,16 +237,21 @@ def _parameters(layer: nn.Module) -> set[nn.Parameter]:
 
 def _meant(module: nn.Module) -> str | None:
     """Why a module keeps its own matrices in high precision; None: it does not say."""
-    router = "router: chooses in high precision" if "router" in type(module).__name__.lower() else None
+    if "router" in type(module).__name__.lower():
+        router = "router: chooses in high precision"
+    else:
+        router = None
     return getattr(module, "fp4train_high_precision", router)
 
 
 def _matrices(
     model: nn.Module, layers: dict[str, Layer], covered: set[nn.Parameter]
 ) -> Iterator[tuple[nn.Parameter, str, str, bool]]:
-    """(parameter, name, reason, whether a linear layer holds it) of each matrix that fp4train does not multiply.
+    """(parameter, name, reason, whether a linear layer holds it) of each matrix that fp4train does
+    not multiply.
 
-    A weight shared with a converted layer is listed only if an unconverted linear layer holds it too.
+    A weight shared with a converted layer is listed only if an unconverted linear layer holds it
+    too.
     """
     covered = covered | _spared(model)
     for path, module in model.named_modules():
@@ -208,12 +271,15 @@ def _matrices(
 
 def _spared(model: nn.Module) -> set[nn.Parameter]:
     """The parameters that are no factors of a matrix product, by what holds them."""
-    return {p for m in model.modules() if _has_no_matrix(m) for p in m.parameters(recurse=False)} | elementwise(model)
+    return {
+        p for m in model.modules() if _has_no_matrix(m) for p in m.parameters(recurse=False)
+    } | elementwise(model)
 
 
 def _has_no_matrix(module: nn.Module) -> bool:
-    """Whether this is an embedding or a norm, by class or class name, or a convolution of each channel by itself: not a
-    factor of a matrix product."""
+    """Whether this is an embedding or a norm, by class or class name, or a convolution of each
+    channel by itself: not a factor of a matrix product.
+    """
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         return True
     if isinstance(module, _CONVOLUTIONS) and module.groups == module.in_channels:
@@ -239,12 +305,18 @@ def _why_other(path: str, module: nn.Module, parameter: Tensor) -> str:
     if parameter.dim() >= 3:
         if reason := why_outside(module):
             return reason
-        return "3-D expert parameters" if "expert" in f"{path}.{kind}".lower() else f"{parameter.dim()}-D in {kind}"
+        if "expert" in f"{path}.{kind}".lower():
+            return "3-D expert parameters"
+        return f"{parameter.dim()}-D in {kind}"
     return f"{kind} is not an nn.Linear"
 
 
-def _groups(weights: tuple[UnconvertedWeight, ...]) -> dict[tuple[str, str], list[UnconvertedWeight]]:
-    """Weights grouped by module path, with numbers replaced by *, and reason; the largest share first."""
+def _groups(
+    weights: tuple[UnconvertedWeight, ...],
+) -> dict[tuple[str, str], list[UnconvertedWeight]]:
+    """Weights grouped by module path, with numbers replaced by *, and reason; the largest share
+    first.
+    """
     groups: dict[tuple[str, str], list[UnconvertedWeight]] = {}
     for weight in weights:
         place = re.sub(r"(?<![^.])\d+(?![^.])", "*", weight.module) or "the model itself"

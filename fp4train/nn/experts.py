@@ -1,10 +1,12 @@
-"""A group of weights, each for the rows that are routed to it: the linear layers of a mixture's experts, as one layer.
+"""A group of weights, each for the rows that are routed to it: the linear layers of a mixture's
+experts, as one layer.
 
     y [M, N]: rows of expert e are x [count of e, K]·w[e]ᵀ, experts one after the other
 
-Each expert is a linear layer of its own in every bit: it has an amax, blocks and a random key of its own. Expert 3 of
-the layer "mlp.up" draws the bits of a linear layer with the name "mlp.up.3"; the index of a token is its place among
-the rows of its expert. The group is one layer to everything else: to the plan, the policy, sharding and checkpoints.
+Each expert is a linear layer of its own in every bit: it has an amax, blocks and a random key of
+its own. Expert 3 of the layer "mlp.up" draws the bits of a linear layer with the name "mlp.up.3";
+the index of a token is its place among the rows of its expert. The group is one layer to everything
+else: to the plan, the policy, sharding and checkpoints.
 """
 
 import zlib
@@ -29,12 +31,13 @@ from fp4train.precision.layers import Layer
 
 
 class Experts(PlannedLayer):
-    """`experts` linear layers with one weight [experts, out_features, in_features], in the recipe of the surrounding
-    `autocast`; outside of one they multiply in the input's dtype.
+    """`experts` linear layers with one weight [experts, out_features, in_features], in the recipe
+    of the surrounding `autocast`; outside of one they multiply in the input's dtype.
 
     Args:
         bias: whether each expert has a bias; parameter `bias` [experts, out_features].
-        per_token: how many of the experts a token is routed to, for costs and for the sizes in a plan.
+        per_token: how many of the experts a token is routed to, for costs and for the sizes in a
+            plan.
         layer, backend: as for `nn.Linear`.
 
     Raises:
@@ -59,19 +62,26 @@ class Experts(PlannedLayer):
         super().__init__()
         if min(experts, in_features, out_features) < 1 or not 1 <= per_token <= experts:
             raise ValueError(
-                f"experts={experts}, in_features={in_features}, out_features={out_features} must be at least 1, and "
+                f"experts={experts}, in_features={in_features}, out_features={out_features} "
+                "must be at least 1, and "
                 f"per_token={per_token} between 1 and experts"
             )
-        alone = Layer(name="experts", in_features=in_features, out_features=out_features, block=0, blocks=1)
+        alone = Layer(
+            name="experts", in_features=in_features, out_features=out_features, block=0, blocks=1
+        )
         self._begin(replace(layer or alone, experts=experts, per_token=per_token), backend)
-        self.weight = nn.Parameter(torch.empty(experts, out_features, in_features, device=device, dtype=dtype))
+        self.weight = nn.Parameter(
+            torch.empty(experts, out_features, in_features, device=device, dtype=dtype)
+        )
         self.register_parameter("bias", None)
         if bias:
             self.bias = nn.Parameter(torch.empty(experts, out_features, device=device, dtype=dtype))
         self.reset_parameters()
 
     def _begin(self, layer: Layer, backend: str) -> None:
-        self.experts, self.in_features, self.out_features = layer.experts, layer.in_features, layer.out_features
+        self.experts = layer.experts
+        self.in_features = layer.in_features
+        self.out_features = layer.out_features
         self._member_tokens = [TokenCount() for _ in range(layer.experts)]
         super()._begin(layer, backend)
 
@@ -83,9 +93,13 @@ class Experts(PlannedLayer):
 
     @property
     def w_ENK(self) -> Tensor:
-        """The weights [experts, out_features, in_features] that this rank has; a view where they are stored
-        transposed."""
-        w = self.weight if self.layer_shard is None else local(self.weight)
+        """The weights [experts, out_features, in_features] that this rank has; a view where they
+        are stored transposed.
+        """
+        if self.layer_shard is None:
+            w = self.weight
+        else:
+            w = local(self.weight)
         return w.mT if self.transposed else w
 
     @property
@@ -103,7 +117,10 @@ class Experts(PlannedLayer):
     @property
     def members(self) -> range:
         """The places of this rank's experts in the whole group."""
-        first = 0 if self.layer_shard is None else self.layer_shard.first
+        if self.layer_shard is None:
+            first = 0
+        else:
+            first = self.layer_shard.first
         return range(first, first + self.experts)
 
     def observed(self, x: Tensor, *counts: Any) -> tuple[Tensor, Tensor, slice]:
@@ -115,31 +132,36 @@ class Experts(PlannedLayer):
     def shard(self, own: LayerShard) -> None:
         if own.amax == "data":
             raise ValueError(
-                f"{self.layer.name} has {self.experts} experts, and an expert has tokens on some ranks only: an amax "
-                "over the tokens of all ranks (parallel.amax=data) would wait for the others; use parallel.amax=tp"
+                f"{self.layer.name} has {self.experts} experts, and an expert has tokens on "
+                "some ranks only: an amax "
+                "over the tokens of all ranks (parallel.amax=data) would wait for the "
+                "others; use parallel.amax=tp"
             )
         assert own.tensor is not None and own.cut == "experts"
-        self.layer_shard, self.joined = own, True  # a call cannot join: other ranks have other experts
+        # a call cannot join: other ranks have other experts
+        self.layer_shard, self.joined = own, True
         self.experts = self.w_ENK.shape[0]
         self._member_tokens = [TokenCount() for _ in self.members]
         layer = replace(self.layer, experts=self.experts, cut=own.cut, parts=own.tensor.size)
         self.rename(layer, self.backend)
 
-    # -- the call -----------------------------------------------------------------------------------------------------
+    # -- the call ----------------------------------------------------------------------------------
 
     def forward(self, input: Tensor, counts: Tensor | Sequence[int]) -> Tensor:
         """y [M, out_features] of input [M, in_features] whose rows are sorted by expert.
 
         Args:
-            counts: rows of each expert, an integer tensor [experts] or a sequence; some may be 0. Rows after their sum
-                are not read: their output and gradient are zero. A tensor on a device is read by the host.
+            counts: rows of each expert, an integer tensor [experts] or a sequence; some may be 0.
+                Rows after their sum are not read: their output and gradient are zero. A tensor on a
+                device is read by the host.
 
         Raises:
             ValueError: the input is no matrix with in_features columns, or `counts` do not fit it.
             TypeError: the input is not of a floating dtype.
         """
         if torch.compiler.is_dynamo_compiling():
-            from fp4train.precision.compile_context import call  # the host reads the counts: no graph has the layer
+            # the host reads the counts: no graph has the layer
+            from fp4train.precision.compile_context import call
 
             return cast(Tensor, call(Experts.forward, self, input, counts))
         executor, now = self.executor_now(input.device, input.dtype)
@@ -152,10 +174,14 @@ class Experts(PlannedLayer):
         return y_MN.to(autocast or input.dtype)
 
     def _counts(self, input: Tensor, counts: Tensor | Sequence[int]) -> list[int]:
-        """The rows of each expert, checked; on the meta device, where there are none to read, all are the first's."""
+        """The rows of each expert, checked; on the meta device, where there are none to read, all
+        are the first's.
+        """
         name = self.layer.name
         if input.dim() != 2:
-            raise ValueError(f"{name}: input {tuple(input.shape)} must be a matrix of rows sorted by expert")
+            raise ValueError(
+                f"{name}: input {tuple(input.shape)} must be a matrix of rows sorted by expert"
+            )
         if len(counts) != self.experts:
             raise ValueError(f"{name}: {len(counts)} counts for {self.experts} experts")
         if isinstance(counts, Tensor):
@@ -167,14 +193,17 @@ class Experts(PlannedLayer):
         rows = list(counts)
         if min(rows) < 0 or sum(rows) > input.shape[0]:
             raise ValueError(
-                f"{name}: counts of rows must be at least 0 and give at most the {input.shape[0]} rows of the input; "
+                f"{name}: counts of rows must be at least 0 and give at most the "
+                f"{input.shape[0]} rows of the input; "
                 f"they are {min(rows)} at least and {sum(rows)} together"
             )
         return rows
 
     @property
     def _biases(self) -> Tensor | None:
-        return self.bias if self.bias is None or self.layer_shard is None else local(self.bias)
+        if self.bias is None or self.layer_shard is None:
+            return self.bias
+        return local(self.bias)
 
     def _outside(self, x_MK: Tensor, rows: list[int]) -> Tensor:
         """y outside of a context, in torch's own products."""
@@ -186,23 +215,35 @@ class Experts(PlannedLayer):
         tail = x_MK.shape[0] - used
         return F.pad(y_MN, (0, 0, 0, tail)) if tail else y_MN
 
-    def new_calls(self, executor: Executor, counts: Sequence[int], context: Context, *, training: bool) -> list[Call]:
+    def new_calls(
+        self, executor: Executor, counts: Sequence[int], context: Context, *, training: bool
+    ) -> list[Call]:
         """A call of `executor` for each expert; `training`: whether gradients are enabled."""
         whole = self.new_call(context, executor, 0, training=training)
-        scaling, position = self.states.get(DelayedScaling.kind), whole.position
-        calls, parameter, members = [], self.weight, self.members
+        scaling = self.states.get(DelayedScaling.kind)
+        position = whole.position
+        calls = []
+        parameter = self.weight
+        members = self.members
         elsewhere = [each for each in range(self.layer.group) if each not in members]
-        for member, (key, count, tokens) in enumerate(zip(self._keys, counts, self._member_tokens, strict=True)):
-            place, others = members[member], () if member else elsewhere
+        for member, (key, count, tokens) in enumerate(
+            zip(self._keys, counts, self._member_tokens, strict=True)
+        ):
+            place = members[member]
+            others = () if member else elsewhere
             token = position.token
             if context.step is not None and context.token_offset is None and training and count:
-                token = context.token_start + tokens.offset(position.step, count, f"{self.layer.name}.{place}")
+                token = context.token_start + tokens.offset(
+                    position.step, count, f"{self.layer.name}.{place}"
+                )
             call = replace(
                 whole,
                 position=position._replace(token=token),
                 layer_key=key,
                 weights=PreparedWeights() if context.step is None else self.prepared(member),
-                scaling=MemberScaling(scaling, place, others) if isinstance(scaling, DelayedScaling) else None,
+                scaling=MemberScaling(scaling, place, others)
+                if isinstance(scaling, DelayedScaling)
+                else None,
                 shared=context.shared.setdefault(f"member {member}", {}),
                 parameter=parameter,
                 member=member,
@@ -211,10 +252,16 @@ class Experts(PlannedLayer):
         return calls
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_member_tokens": [TokenCount() for _ in range(self.experts)]}
+        return {
+            **super().__getstate__(),
+            "_member_tokens": [TokenCount() for _ in range(self.experts)],
+        }
 
     def extra_repr(self) -> str:
-        sizes = f"experts={self.experts}, in_features={self.in_features}, out_features={self.out_features}"
+        sizes = (
+            f"experts={self.experts}, in_features={self.in_features}, "
+            f"out_features={self.out_features}"
+        )
         return f"{sizes}, bias={self.bias is not None}, backend={self.backend}"
 
 
@@ -234,8 +281,8 @@ def by_expert(
         weights_MK: of a token's experts.
         key: int64 [M·K], those experts; what is not below `experts` counts for none.
         function: y of rows of x, sorted by expert, and of the rows that each expert has.
-        shard: of the experts that this rank has, `experts` of them: the sum is over these, the gradient of x over those
-            of all ranks. None: it has them all.
+        shard: of the experts that this rank has, `experts` of them: the sum is over these, the
+            gradient of x over those of all ranks. None: it has them all.
         whole_MD: with a shard, x of the tokens of all ranks, of which it is this rank's share.
     """
     if shard is not None:
@@ -243,10 +290,14 @@ def by_expert(
         key = key.masked_fill((key < 0) | (key >= experts), experts)
     counts_E = key.new_zeros(experts + 1).scatter_add_(0, key, torch.ones_like(key))[:experts]
     order = key.argsort(stable=True)
-    counts = counts_E if counts_E.is_meta else counts_E.tolist()  # the host waits once, for all products
+    # the host waits once, for all products
+    counts = counts_E if counts_E.is_meta else counts_E.tolist()
     if not counts_E.is_meta:
         order = order[: sum(counts)]
-    whole_MD = x_MD.detach() if whole_MD is None else whole_MD.detach()
+    if whole_MD is None:
+        whole_MD = x_MD.detach()
+    else:
+        whole_MD = whole_MD.detach()
     rows: Tensor = _Dispatch.apply(x_MD, whole_MD, order, weights_MK.shape[1], shard)  # type: ignore[no-untyped-call]
     out: Tensor = _Combine.apply(function(rows, counts), weights_MK, order)  # type: ignore[no-untyped-call]
     return out
@@ -254,19 +305,27 @@ def by_expert(
 
 def _placed(x: Tensor, order: Tensor, count: int) -> Tensor:
     """`count` rows, of which those of `order` are x, and the others zero."""
-    whole = x.new_empty(count, *x.shape[1:]) if len(order) == count else x.new_zeros(count, *x.shape[1:])
+    if len(order) == count:
+        whole = x.new_empty(count, *x.shape[1:])
+    else:
+        whole = x.new_zeros(count, *x.shape[1:])
     return whole.index_copy_(0, order, x)
 
 
 class _Dispatch(torch.autograd.Function):
-    """The row of the token of each assignment in `order`, of which a token has `top`. Backward adds those of a token in
-    their order, in float32, which indexing by torch would leave to chance on a GPU, and those of other ranks' experts.
+    """The row of the token of each assignment in `order`, of which a token has `top`. Backward adds
+    those of a token in their order, in float32, which indexing by torch would leave to chance on a
+    GPU, and those of other ranks' experts.
     """
 
     @staticmethod
-    def forward(ctx: Any, x_MD: Tensor, whole_MD: Tensor, order: Tensor, top: int, shard: LayerShard | None) -> Tensor:
+    def forward(
+        ctx: Any, x_MD: Tensor, whole_MD: Tensor, order: Tensor, top: int, shard: LayerShard | None
+    ) -> Tensor:
         ctx.save_for_backward(order)
-        ctx.tokens, ctx.top, ctx.shard = len(whole_MD), top, shard
+        ctx.tokens = len(whole_MD)
+        ctx.top = top
+        ctx.shard = shard
         return whole_MD.index_select(0, order // top)
 
     @staticmethod
@@ -281,7 +340,9 @@ class _Dispatch(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """Σ of weight·y over the assignments of each token, y [A, N] being those of `order`; only these rows are kept."""
+    """Σ of weight·y over the assignments of each token, y [A, N] being those of `order`; only these
+    rows are kept.
+    """
 
     @staticmethod
     def forward(ctx: Any, y_AN: Tensor, weights_MK: Tensor, order: Tensor) -> Tensor:

@@ -21,7 +21,9 @@ class WeightOwner(Protocol):
 
 
 class FusedWeights:
-    """The weights of layers that are one in serving (`Layer.fused`). Layers are held weakly; copies find each other."""
+    """The weights of layers that are one in serving (`Layer.fused`). Layers are held weakly; copies
+    find each other.
+    """
 
     __slots__ = ("_layers",)
 
@@ -42,7 +44,8 @@ class FusedWeights:
         return [self._layers.get(name, lambda: None)() for name in names]
 
     def of(self, names: Sequence[str], member: int = 0) -> list[Tensor]:
-        """This rank's weights [N, K] of the layers of these names; of groups those at the place `member`.
+        """This rank's weights [N, K] of the layers of these names; of groups those at the place
+        `member`.
 
         Raises:
             RuntimeError: a layer is not there.
@@ -50,7 +53,8 @@ class FusedWeights:
         found = self.layers(names)
         if missing := [name for name, layer in zip(names, found, strict=True) if layer is None]:
             raise RuntimeError(
-                f"{', '.join(names)} share one scale (recipe.fused_scales), and {', '.join(missing)} is not in this "
+                f"{', '.join(names)} share one scale (recipe.fused_scales), and "
+                f"{', '.join(missing)} is not in this "
                 "model: copy the module that holds all of them, or take recipe.fused_scales=false"
             )
         return [layer.own_weights[member] for layer in found if layer is not None]

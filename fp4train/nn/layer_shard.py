@@ -1,8 +1,9 @@
 """Where the shard of a layer that lies on several ranks lies in the whole layer.
 
-A tensor's amax is the maximum over all ranks that hold a part of it; the index of an element, which selects its random
-bits, counts from the first element of the whole layer. Then the codes of a shard are the shard of the codes. The out
-features of a shard may be several runs of the whole layer's, one in each segment of its weight.
+A tensor's amax is the maximum over all ranks that hold a part of it; the index of an element, which
+selects its random bits, counts from the first element of the whole layer. Then the codes of a shard
+are the shard of the codes. The out features of a shard may be several runs of the whole layer's,
+one in each segment of its weight.
 """
 
 from __future__ import annotations
@@ -34,15 +35,20 @@ class LayerShard:
 
     Args:
         tensor: ranks that hold the other shards; None: the layer is not cut.
-        cut: "out" or "in", of a group of weights "experts": each rank has some of them whole; None: not cut.
-        sequence: whether tokens of x ("out") or y ("in") are cut over `tensor`; x and dy are then quantised where their
-            tokens are, and codes and scales are sent. Those of experts are all gathered, before they are routed.
-        first: index of this rank's first out feature ("out"), expert ("experts") or in feature (else).
-        runs: of this rank's out features in the whole layer's, (first, number) each; none: they follow `first`.
+        cut: "out" or "in", of a group of weights "experts": each rank has some of them whole; None:
+            not cut.
+        sequence: whether tokens of x ("out") or y ("in") are cut over `tensor`; x and dy are then
+            quantised where their tokens are, and codes and scales are sent. Those of experts are
+            all gathered, before they are routed.
+        first: index of this rank's first out feature ("out"), expert ("experts") or in feature
+            (else).
+        runs: of this rank's out features in the whole layer's, (first, number) each; none: they
+            follow `first`.
         data: ranks that hold the same shard and other tokens; None: there are none.
-        amax: whose values the amax of a tensor covers. "tp": those of the ranks that hold its other shards; "data":
-            also those of `data`; "local": this rank's alone, and the result depends on the cut. The amaxes of delayed
-            scaling are joined over all ranks in any case (`nn.scaling`).
+        amax: whose values the amax of a tensor covers. "tp": those of the ranks that hold its other
+            shards; "data": also those of `data`; "local": this rank's alone, and the result depends
+            on the cut. The amaxes of delayed scaling are joined over all ranks in any case
+            (`nn.scaling`).
     """
 
     tensor: Ranks | None = None
@@ -55,7 +61,9 @@ class LayerShard:
 
     def __post_init__(self) -> None:
         if (self.tensor is None) != (self.cut is None):
-            raise ValueError(f"cut={self.cut!r} with tensor={self.tensor}: a layer that is cut has ranks")
+            raise ValueError(
+                f"cut={self.cut!r} with tensor={self.tensor}: a layer that is cut has ranks"
+            )
         check_choice("amax", self.amax, AMAXES)
 
     @property
@@ -75,18 +83,30 @@ class LayerShard:
     @property
     def tokens(self) -> int:
         """Number of ranks that the tokens of a microbatch are cut over."""
-        return self.tensor.size if self.tensor is not None and self.sequence else 1
+        if self.tensor is not None and self.sequence:
+            return self.tensor.size
+        return 1
 
     def runs_of(self, tensor: str) -> Runs:
-        """The runs of this rank's out features where they are several and rows of w or columns of dy."""
-        return self.runs if tensor in ("w", "dy") and len(self.runs) > 1 else ()
+        """The runs of this rank's out features where they are several and rows of w or columns of
+        dy.
+        """
+        if tensor in ("w", "dy") and len(self.runs) > 1:
+            return self.runs
+        return ()
 
     def starts(self, tensor: str) -> tuple[int, int]:
-        """(row, column) of this rank's first element in the whole w, or in the whole x or dy without its tokens."""
+        """(row, column) of this rank's first element in the whole w, or in the whole x or dy
+        without its tokens.
+        """
         if tensor == "w":
-            return (self.first, 0) if self.cut == "out" else (0, self.first)
+            if self.cut == "out":
+                return (self.first, 0)
+            return (0, self.first)
         along = self.cut or "in"
-        return (0, self.first) if along == ("in" if tensor == "x" else "out") else (0, 0)
+        if along == ("in" if tensor == "x" else "out"):
+            return (0, self.first)
+        return (0, 0)
 
     def amax_ranks(
         self, tensor: str, spec: QuantSpec, *, transposed: bool = False, tokens: bool = False
@@ -94,9 +114,10 @@ class LayerShard:
         """The ranks over which the amax of x [M, K], w [N, K] or dy [M, N] is taken, in groups.
 
         Args:
-            transposed: whether the transposed tensor is quantised, so that an amax per row is one per column.
-            tokens: whether the tensor is this rank's tokens, and `tensor` holds the others: they are gathered, so they
-                share an amax even with amax="local".
+            transposed: whether the transposed tensor is quantised, so that an amax per row is one
+                per column.
+            tokens: whether the tensor is this rank's tokens, and `tensor` holds the others: they
+                are gathered, so they share an amax even with amax="local".
         """
         extent = amax_extent(spec)
         if extent is None or (self.amax == "local" and not tokens):
@@ -114,14 +135,19 @@ class LayerShard:
     def amax_and_rounding_ranks(
         self, operand: Operand, *, tokens: bool = False
     ) -> tuple[tuple[Ranks, ...], tuple[Ranks, ...]]:
-        """`amax_ranks` of the codes of an operand, and those of what they requantise, along the other axis."""
-        codes, transposed = operand.codes, operand.transposed
+        """`amax_ranks` of the codes of an operand, and those of what they requantise, along the
+        other axis.
+        """
+        codes = operand.codes
+        transposed = operand.transposed
         if codes is None:
             return (), ()
         ranks = self.amax_ranks(operand.tensor, codes.spec, transposed=transposed, tokens=tokens)
         if not isinstance(codes, Requantised):
             return ranks, ()
-        return ranks, self.amax_ranks(operand.tensor, codes.of.spec, transposed=not transposed, tokens=tokens)
+        return ranks, self.amax_ranks(
+            operand.tensor, codes.of.spec, transposed=not transposed, tokens=tokens
+        )
 
 
 @functools.cache

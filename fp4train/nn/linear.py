@@ -1,6 +1,8 @@
-"""A linear layer whose three GEMMs follow a recipe: on Transformer Engine's kernels, torch's scaled_mm, or emulated.
+"""A linear layer whose three GEMMs follow a recipe: on Transformer Engine's kernels, torch's
+scaled_mm, or emulated.
 
-What it shares with groups of weights is in `planned.py`, the support for torch.compile in `compile.py`.
+What it shares with groups of weights is in `planned.py`, the support for torch.compile in
+`compile.py`.
 """
 
 from __future__ import annotations
@@ -19,16 +21,20 @@ from fp4train.precision.layers import Layer
 
 
 class Linear(PlannedLayer, nn.Linear):
-    """`nn.Linear` that runs in the recipe of the surrounding `autocast`, and as `nn.Linear` outside it.
+    """`nn.Linear` that runs in the recipe of the surrounding `autocast`, and as `nn.Linear` outside
+    it.
 
-    Parameters and state dict are those of `nn.Linear`. Inputs are [..., in_features]. The output has the
-    input's dtype, or that of torch.autocast if it is on; the GEMMs run in the recipe's dtype.
+    Parameters and state dict are those of `nn.Linear`. Inputs are [..., in_features]. The output
+    has the input's dtype, or that of torch.autocast if it is on; the GEMMs run in the recipe's
+    dtype.
 
     Args:
-        layer: name and position in the model, set by `convert`; they key the random bits and the policy.
-        backend: "te" (Transformer Engine), "native" (torch's scaled_mm), "emulate", "reference" (exact, slow), or
-            "auto": TE if it can run the recipe, else native products if the GPU has them, else emulation. A named
-            backend that cannot run a recipe raises ValueError when the recipe is resolved.
+        layer: name and position in the model, set by `convert`; they key the random bits and the
+            policy.
+        backend: "te" (Transformer Engine), "native" (torch's scaled_mm), "emulate", "reference"
+            (exact, slow), or "auto": TE if it can run the recipe, else native products if the GPU
+            has them, else emulation. A named backend that cannot run a recipe raises ValueError
+            when the recipe is resolved.
     """
 
     def __init__(
@@ -43,15 +49,22 @@ class Linear(PlannedLayer, nn.Linear):
         backend: str = "auto",
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
-        alone = Layer(name="linear", in_features=in_features, out_features=out_features, block=0, blocks=1)
+        alone = Layer(
+            name="linear", in_features=in_features, out_features=out_features, block=0, blocks=1
+        )
         self._begin(layer or alone, backend)
 
     @classmethod
     def from_linear(cls, linear: nn.Module, layer: Layer, backend: str) -> Linear:
-        """A replacement for `linear` with its parameters, hooks, training flag and other attributes."""
+        """A replacement for `linear` with its parameters, hooks, training flag and other
+        attributes.
+        """
         new = cls.__new__(cls)
-        new.__dict__.update({k: v.copy() if isinstance(v, dict) else v for k, v in linear.__dict__.items()})
-        new.in_features, new.out_features = layer.in_features, layer.out_features
+        new.__dict__.update(
+            {k: v.copy() if isinstance(v, dict) else v for k, v in linear.__dict__.items()}
+        )
+        new.in_features = layer.in_features
+        new.out_features = layer.out_features
         new._begin(layer, backend)
         return new
 
@@ -59,7 +72,8 @@ class Linear(PlannedLayer, nn.Linear):
         return *self.own(x.reshape(-1, x.shape[-1]), self.w_NK), slice(None)
 
     def shard(self, own: LayerShard) -> None:
-        self.layer_shard, self.default_context = own, own.default_context
+        self.layer_shard = own
+        self.default_context = own.default_context
         self.out_features, self.in_features = self.own_weights[0].shape
         layer = replace(self.layer, in_features=self.in_features, out_features=self.out_features)
         segments = tuple(count for _, count in own.runs_of("w"))
@@ -75,14 +89,20 @@ class Linear(PlannedLayer, nn.Linear):
         if executor is None:
             return F.linear(input, self.w_NK, self.bias)
         x_MK, autocast, shape = self.matrix(input)
-        weights, biases = (self.w_NK,), (self._own("bias"),)
+        weights = (self.w_NK,)
+        biases = (self._own("bias"),)
         if autocast is not None:
             with without_torchs_autocast(input.device.type):
                 y_MN = executor(self, x_MK, weights, biases, now)
         else:
             y_MN = executor(self, x_MK, weights, biases, now)
-        y_MN = y_MN if y_MN.dtype is (autocast or input.dtype) else y_MN.to(autocast or input.dtype)
-        return y_MN.view(shape) if input.dim() != 2 and y_MN.shape[0] == x_MK.shape[0] else y_MN
+        if y_MN.dtype is (autocast or input.dtype):
+            y_MN = y_MN
+        else:
+            y_MN = y_MN.to(autocast or input.dtype)
+        if input.dim() != 2 and y_MN.shape[0] == x_MK.shape[0]:
+            return y_MN.view(shape)
+        return y_MN
 
     @property
     def w_NK(self) -> Tensor:
@@ -91,9 +111,13 @@ class Linear(PlannedLayer, nn.Linear):
         return w
 
     def _own(self, name: str) -> Any:
-        """A parameter by its name. `nn.Module.__getattr__` takes a microsecond, since it is asked after an error."""
+        """A parameter by its name. `nn.Module.__getattr__` takes a microsecond, since it is asked
+        after an error.
+        """
         held = self._parameters
-        return held[name] if name in held else getattr(self, name)
+        if name in held:
+            return held[name]
+        return getattr(self, name)
 
     @property
     def own_weights(self) -> tuple[Tensor, ...]:

@@ -1,7 +1,8 @@
 """The forms of x and dy that the GEMMs multiply: row-wise, and column-wise, quantised along tokens.
 
-Where other ranks hold the rest of the tensor, its amaxes are taken over them: of what is quantised and, for a spec that
-requantises, of what is rounded before. Random bits are keyed by the position in the whole tensor.
+Where other ranks hold the rest of the tensor, its amaxes are taken over them: of what is quantised
+and, for a spec that requantises, of what is rounded before. Random bits are keyed by the position
+in the whole tensor.
 """
 
 from __future__ import annotations
@@ -38,15 +39,38 @@ class Form:
 
     Args:
         operand: the operand of a GEMM that the form is.
-        codes: prepare codes, to save them or for a backend that multiplies codes; else decoded values.
+        codes: prepare codes, to save them or for a backend that multiplies codes; else decoded
+            values.
         tiles: prepare block scales of codes in tiles, where a kernel does.
         shard: where the tensor lies in the whole layer's; None: it is whole.
-        tokens: whether the tensor is this rank's tokens only, of those that the ranks of `shard` share.
+        tokens: whether the tensor is this rank's tokens only, of those that the ranks of `shard`
+            share.
     """
 
     __slots__ = (
-        *("amax_ranks", "codes", "column", "delayed", "feature", "kernel_only", "make", "number", "pure"),
-        *("plain", "quantizer", "rank", "rounding_ranks", "runs", "source", "spec", "stochastic", "tensor", "tiles"),
+        *(
+            "amax_ranks",
+            "codes",
+            "column",
+            "delayed",
+            "feature",
+            "kernel_only",
+            "make",
+            "number",
+            "pure",
+        ),
+        *(
+            "plain",
+            "quantizer",
+            "rank",
+            "rounding_ranks",
+            "runs",
+            "source",
+            "spec",
+            "stochastic",
+            "tensor",
+            "tiles",
+        ),
     )
 
     def __init__(
@@ -60,9 +84,13 @@ class Form:
         tokens: bool,
     ) -> None:
         spec = operand.spec
-        self.tensor, self.source, self.spec = operand.tensor, operand.source, spec
-        self.codes, self.tiles = codes, tiles
-        self.column, self.number = operand.transposed, operand.random_operand
+        self.tensor = operand.tensor
+        self.source = operand.source
+        self.spec = spec
+        self.codes = codes
+        self.tiles = tiles
+        self.column = operand.transposed
+        self.number = operand.random_operand
         self.stochastic = spec is not None and spec.random
         self.delayed = spec is not None and spec.delayed is not None
         self.pure = not self.stochastic and not self.delayed
@@ -72,19 +100,34 @@ class Form:
         self.rounding_ranks: tuple[Ranks, ...] = ()
         """Ranks over which the amax is taken of what the spec requantises."""
         self.runs: Runs = ()
-        """Runs of the features within the whole layer's, where random bits depend on them and there are several."""
+        """Runs of the features within the whole layer's, where random bits depend on them and there
+        are several.
+        """
         if shard is not None:
-            self.runs = shard.runs_of(self.tensor) if self.stochastic else ()
+            if self.stochastic:
+                self.runs = shard.runs_of(self.tensor)
+            else:
+                self.runs = ()
             self.feature = shard.starts(self.tensor)[1]
-            self.rank = shard.tensor.rank if tokens and shard.tensor is not None else 0
-            self.amax_ranks, self.rounding_ranks = shard.amax_and_rounding_ranks(operand, tokens=tokens)
+            if tokens and shard.tensor is not None:
+                self.rank = shard.tensor.rank
+            else:
+                self.rank = 0
+            self.amax_ranks, self.rounding_ranks = shard.amax_and_rounding_ranks(
+                operand, tokens=tokens
+            )
         self.kernel_only = self.pure and not self.amax_ranks and not self.rounding_ranks
         """Whether it takes neither random bits nor an amax."""
         if spec is not None:
-            chosen = quantizer(replace(spec, requantises=None) if self.rounding_ranks else spec, device)
+            chosen = quantizer(
+                replace(spec, requantises=None) if self.rounding_ranks else spec, device
+            )
             self.quantizer = chosen.in_tiles if tiles else chosen
             self.make: Callable[..., Prepared]
-            self.make = self.quantizer.codes if codes else self.quantizer.values
+            if codes:
+                self.make = self.quantizer.codes
+            else:
+                self.make = self.quantizer.values
             self.plain = replace(spec, requantises=None)
             if self.runs:
                 self.make = self._in_runs
@@ -97,9 +140,14 @@ class Form:
             return Decoded(x_MK, None)
         if self.kernel_only:
             return self.make(x_MK)
-        key = self.key(call, x_MK.shape[1 if self.column else 0]) if self.stochastic else None
+        if self.stochastic:
+            key = self.key(call, x_MK.shape[1 if self.column else 0])
+        else:
+            key = None
         if (self.rounding_ranks or self.runs) and self.spec.requantises is not None:
-            x_MK = requantised(x_MK, self.spec, amax_over(self.rounding_ranks, x_MK.T, self.spec.requantises))
+            x_MK = requantised(
+                x_MK, self.spec, amax_over(self.rounding_ranks, x_MK.T, self.spec.requantises)
+            )
         return self.make(x_MK, key, self.amax(x_MK, call, key))
 
     def key(self, call: Call, tokens: int) -> RandomKey:
@@ -108,17 +156,24 @@ class Form:
         if not self.column:
             return call.position.key(call.layer_key, self.number, token, self.feature)
         # Tokens are columns, eight neighbours of which share one draw of the generator.
-        column = token if token % 8 == 0 else _OFFSET_SPREAD + token * 8
+        if token % 8 == 0:
+            column = token
+        else:
+            column = _OFFSET_SPREAD + token * 8
         return call.position.key(call.layer_key, self.number, self.feature, column)
 
     def _in_runs(self, x: Tensor, key: RandomKey | None, amax: Tensor | None) -> Prepared:
         """x with the random bits of features that do not follow each other."""
         assert key is not None
         found = quantised_in_runs(x, self.plain, key, self.runs, amax, columns=not self.column)
-        return found if self.codes else quantizer(self.plain, x.device.type).decode(found)
+        if self.codes:
+            return found
+        return quantizer(self.plain, x.device.type).decode(found)
 
     def amax(self, x: Tensor, call: Call, key: RandomKey | None) -> Tensor | None:
-        """The amax if it is not that of x: delayed, or the maximum over the ranks that hold the rest of x."""
+        """The amax if it is not that of x: delayed, or the maximum over the ranks that hold the
+        rest of x.
+        """
         if self.delayed and self.spec is not None:
             return call.amax(self.tensor, self.quantizer, x)[0]
         if not self.amax_ranks or self.spec is None:
@@ -130,10 +185,21 @@ class TensorForms:
     """Both forms of x or dy, in one call if the kernels support that.
 
     Args:
-        operands, codes, tiles: one for the row-wise and one for the column-wise form, as for `Form`; so the rest.
+        operands, codes, tiles: one for the row-wise and one for the column-wise form, as for
+            `Form`; so the rest.
     """
 
-    __slots__ = ("column", "delayed", "joined", "own_amax", "pair", "pure", "requantise", "row", "wants")
+    __slots__ = (
+        "column",
+        "delayed",
+        "joined",
+        "own_amax",
+        "pair",
+        "pure",
+        "requantise",
+        "row",
+        "wants",
+    )
 
     def __init__(
         self,
@@ -146,7 +212,8 @@ class TensorForms:
         tokens: bool = False,
     ) -> None:
         self.row, self.column = row, column = tuple(
-            Form(*form, device, shard=shard, tokens=tokens) for form in zip(operands, codes, tiles, strict=True)
+            Form(*form, device, shard=shard, tokens=tokens)
+            for form in zip(operands, codes, tiles, strict=True)
         )
         self.pure = row.pure and column.pure
         kinds = [(form.source, form.codes, form.tiles, form.amax_ranks) for form in (row, column)]
@@ -155,14 +222,21 @@ class TensorForms:
         self.delayed = row.delayed or column.delayed
         self.own_amax = not (self.delayed or row.amax_ranks or column.amax_ranks)
         """Whether the amaxes are those of the tensor itself."""
-        self.joined = row.amax_ranks if row.amax_ranks == column.amax_ranks else ()
+        if row.amax_ranks == column.amax_ranks:
+            self.joined = row.amax_ranks
+        else:
+            self.joined = ()
         """The ranks over which the amaxes of both forms are taken, in one all-reduce."""
         self.pair = None
         self.requantise: Callable[..., Prepared] | None = None
-        """Quantiser of the values of the row-wise form, where the column-wise form requantises these."""
+        """Quantiser of the values of the row-wise form, where the column-wise form requantises
+        these.
+        """
         separate = row.rounding_ranks or column.rounding_ranks or row.runs or column.runs
         if row.spec is not None and column.spec is not None and not separate:
-            self.pair = PairQuantizer(row.quantizer, column.quantizer, row_codes=codes[0], column_codes=codes[1])
+            self.pair = PairQuantizer(
+                row.quantizer, column.quantizer, row_codes=codes[0], column_codes=codes[1]
+            )
             if column.spec.requantises == row.spec and device == "cpu" and not codes[0]:
                 rest = quantizer(column.plain, device)
                 self.requantise = rest.codes if codes[1] else rest.values
@@ -172,8 +246,14 @@ class TensorForms:
     ) -> tuple[Prepared | None, Prepared | None]:
         """(row-wise form, column-wise form) of x [M, K]; None for what is not asked for."""
         if row and column and self.pair is not None:
-            row_key = self.row.key(call, x_MK.shape[0]) if self.row.stochastic else None
-            column_key = self.column.key(call, x_MK.shape[0]) if self.column.stochastic else None
+            if self.row.stochastic:
+                row_key = self.row.key(call, x_MK.shape[0])
+            else:
+                row_key = None
+            if self.column.stochastic:
+                column_key = self.column.key(call, x_MK.shape[0])
+            else:
+                column_key = None
             row_amax = column_amax = newest = None
             if self.row.delayed and self.column.delayed:  # one history has the amax of both
                 joins = self.pair.joins
@@ -186,9 +266,13 @@ class TensorForms:
             rounded = self.row.make(x_MK, row_key, row_amax)
             assert isinstance(rounded, Decoded)
             return rounded, self.requantise(rounded.rounded().T, column_key, column_amax)
-        return self.row.prepare(x_MK, call) if row else None, self.column.prepare(x_MK, call) if column else None
+        return self.row.prepare(x_MK, call) if row else None, self.column.prepare(
+            x_MK, call
+        ) if column else None
 
-    def _amaxes(self, x_MK: Tensor, call: Call, *keys: RandomKey | None) -> tuple[Tensor | None, Tensor | None]:
+    def _amaxes(
+        self, x_MK: Tensor, call: Call, *keys: RandomKey | None
+    ) -> tuple[Tensor | None, Tensor | None]:
         """The amaxes of both forms, whose keys are given, if they are not those of x."""
         if not self.joined:
             return self.row.amax(x_MK, call, keys[0]), self.column.amax(x_MK.T, call, keys[1])

@@ -1,9 +1,11 @@
-"""A planned layer: what every layer with GEMMs of its own shares, whether it has one weight or a group of them.
+"""A planned layer: what every layer with GEMMs of its own shares, whether it has one weight or a
+group of them.
 
-A planned layer has a name and a place in the model (`Layer`), holds the executor that its plan became
-(`nn.executors`), made where a plan is applied or where a context of `autocast` is met for the first time, and the
-states that executors carry from step to step. A call is context → executor → result. Everything outside of `nn` reads
-layers through this class: the plan, sharding, checkpoints, statistics.
+A planned layer has a name and a place in the model (`Layer`), holds the executor that its plan
+became (`nn.executors`), made where a plan is applied or where a context of `autocast` is met for
+the first time, and the states that executors carry from step to step. A call is context → executor
+→ result. Everything outside of `nn` reads layers through this class: the plan, sharding,
+checkpoints, statistics.
 """
 
 from __future__ import annotations
@@ -28,7 +30,14 @@ from fp4train.nn.fused_weights import FusedWeights
 from fp4train.nn.layer_shard import LayerShard
 from fp4train.nn.scaling import DelayedScaling
 from fp4train.nn.weights import PreparedWeights
-from fp4train.precision.context import Context, GraphInput, State, is_stray_recomputation, once, state
+from fp4train.precision.context import (
+    Context,
+    GraphInput,
+    State,
+    is_stray_recomputation,
+    once,
+    state,
+)
 from fp4train.precision.layer_plan import LayerPlan, resolve
 from fp4train.precision.layers import Layer
 from fp4train.precision.policy import LayerPolicy
@@ -44,7 +53,9 @@ class StrayRecomputation(RuntimeError):
 
 
 class Handle(metaclass=GraphInput):
-    """A layer as an opaque input of compiled graphs; it holds a weak reference to the layer that owns it."""
+    """A layer as an opaque input of compiled graphs; it holds a weak reference to the layer that
+    owns it.
+    """
 
     def __init__(self, layer: PlannedLayer) -> None:
         self._layer = weakref.ref(layer)
@@ -69,7 +80,9 @@ class Handle(metaclass=GraphInput):
             executor, _ = self.layer.executor_now(own.device, own.dtype)
         except (ValueError, StrayRecomputation):  # the call raises it
             return EAGER
-        return Route("plain") if executor is None else executor.route
+        if executor is None:
+            return Route("plain")
+        return executor.route
 
 
 class PlannedLayer(nn.Module):
@@ -103,16 +116,23 @@ class PlannedLayer(nn.Module):
         self.states: dict[str, LayerState] = {}
         """States that executors carry from step to step, by name; see `nn.executors`."""
         self.joined = False
-        """Whether the loop joins the states over the ranks (`join_states`); else each call does so by itself."""
+        """Whether the loop joins the states over the ranks (`join_states`); else each call does so
+        by itself.
+        """
         self.layer_shard: LayerShard | None = None
         """The layer's place among the ranks, set by `shard`; None: alone on this one."""
         self.default_context: Callable[[torch.dtype], Context] | None = None
-        """The context outside of any, by the dtype of the input; None: the layer is nn.Linear there."""
+        """The context outside of any, by the dtype of the input; None: the layer is nn.Linear
+        there.
+        """
         self.fused_weights = FusedWeights()
-        """The layers that read one input with this one: whose weights share a global scale with its own under
-        `recipe.fused_scales`. Set by `convert`."""
+        """The layers that read one input with this one: whose weights share a global scale with its
+        own under `recipe.fused_scales`. Set by `convert`.
+        """
         self.common: dict[Any, Any] = {}
-        """Data that the states of all of the model's layers have in common (`LayerState.common`), set by `convert`."""
+        """Data that the states of all of the model's layers have in common (`LayerState.common`),
+        set by `convert`.
+        """
         self.keeps_forms = True
         self._sums: Sums = None
         self._was_in_context = False
@@ -121,30 +141,36 @@ class PlannedLayer(nn.Module):
 
     @abstractmethod
     def observed(self, x: Tensor, *counts: Any) -> tuple[Tensor, Tensor, slice]:
-        """(`own` of x [M, K] and w [N, K], the rows of x that w multiplies) of one call, for statistics: of a group
-        those of the weight with the most rows."""
+        """(`own` of x [M, K] and w [N, K], the rows of x that w multiplies) of one call, for
+        statistics: of a group those of the weight with the most rows.
+        """
 
     def own(self, x_MK: Tensor, w_NK: Tensor) -> tuple[Tensor, Tensor]:
         """See `Executor.own`; of the executor that ran last."""
-        return (x_MK, w_NK) if self._held[3] is None else self._held[3].own(x_MK, w_NK)
+        if self._held[3] is None:
+            return (x_MK, w_NK)
+        return self._held[3].own(x_MK, w_NK)
 
     @abstractmethod
     def shard(self, own: LayerShard) -> None:
-        """Make this layer the shard `own` of the whole one; its parameters must be that shard, as DTensors if it is
-        cut.
+        """Make this layer the shard `own` of the whole one; its parameters must be that shard, as
+        DTensors if it is cut.
 
         Raises:
             ValueError: the layer cannot be cut, or cannot share its amaxes, so.
         """
 
     def rename(self, layer: Layer, backend: str) -> None:
-        """Set the layer's name, position in the model and backend; the states are kept, a plan that was applied not."""
+        """Set the layer's name, position in the model and backend; the states are kept, a plan that
+        was applied not.
+        """
         check_choice("backend", backend, CHOICES)
-        self.layer, self.backend = layer, backend
+        self.layer = layer
+        self.backend = backend
         self._layer_key = zlib.crc32(layer.name.encode())
         self._forget()
 
-    # -- what the layer runs ------------------------------------------------------------------------------------------
+    # -- what the layer runs -----------------------------------------------------------------------
 
     def _forget(self) -> None:
         """Forget all executors and prepared weights."""
@@ -153,17 +179,26 @@ class PlannedLayer(nn.Module):
         self._executors: dict[_Key, Executor] = {}
         self._prepared: dict[Hashable, PreparedWeights] = {}
 
-    def apply_plan(self, plan: LayerPlan, recipe: Recipe, policy: LayerPolicy | None, device: torch.device) -> None:
-        """Run `plan` in contexts with this `recipe` and `policy` on `device`, without resolving it again."""
+    def apply_plan(
+        self, plan: LayerPlan, recipe: Recipe, policy: LayerPolicy | None, device: torch.device
+    ) -> None:
+        """Run `plan` in contexts with this `recipe` and `policy` on `device`, without resolving it
+        again.
+        """
         self._applied = key = (recipe, policy, Device.of(device))
         known = self._executors.get(key)
         if known is None or known.plan != plan:
-            self._executors[key] = make_executor(plan, device.type, self.layer_shard, sums=self._sums)
+            self._executors[key] = make_executor(
+                plan, device.type, self.layer_shard, sums=self._sums
+            )
         self._hold(key, device)
 
-    def executor_now(self, device: torch.device, dtype: torch.dtype) -> tuple[Executor | None, State]:
-        """The executor of a call with an input of this device and dtype, and the state of this thread with the context
-        of the call; None: there is no context, and none that the layer has by default. Evaluated once per call.
+    def executor_now(
+        self, device: torch.device, dtype: torch.dtype
+    ) -> tuple[Executor | None, State]:
+        """The executor of a call with an input of this device and dtype, and the state of this
+        thread with the context of the call; None: there is no context, and none that the layer has
+        by default. Evaluated once per call.
 
         Raises:
             ValueError, RuntimeError: see `executor_in`.
@@ -173,8 +208,10 @@ class PlannedLayer(nn.Module):
         if is_stray_recomputation(now):
             if self._was_in_context or now.context is not None:
                 raise StrayRecomputation(
-                    f"layer {self.layer.name} is recomputed in backward without the autocast context of its forward "
-                    "pass. Use fp4train.precision.recompute, or torch.utils.checkpoint.checkpoint(…, "
+                    f"layer {self.layer.name} is recomputed in backward without the autocast "
+                    "context of its forward "
+                    "pass. Use fp4train.precision.recompute, or "
+                    "torch.utils.checkpoint.checkpoint(…, "
                     "use_reentrant=False, context_fn=fp4train.precision.recompute_contexts)."
                 )
         elif self._was_in_context is (now.context is None):
@@ -187,7 +224,8 @@ class PlannedLayer(nn.Module):
         return self.executor_in(now.context, device), now
 
     def executor_in(self, context: Context, device: torch.device) -> Executor:
-        """Executor of the layer in `context` on `device`: that of the applied plan, or one resolved on first use.
+        """Executor of the layer in `context` on `device`: that of the applied plan, or one resolved
+        on first use.
 
         Raises:
             ValueError: the recipe cannot run here; see `precision.layer_plan.resolve`.
@@ -198,15 +236,22 @@ class PlannedLayer(nn.Module):
         if strange or executor is None or (context.applied and not applied):
             key = (context.recipe, context.policy, Device.of(device))
             if context.applied and key != self._applied:
-                held = "none" if self._applied is None else f"that of {self._applied[0].name}"
+                if self._applied is None:
+                    held = "none"
+                else:
+                    held = f"that of {self._applied[0].name}"
                 raise RuntimeError(
-                    f"layer {self.layer.name} is called in {context.recipe.name} on {key[2]}, and the plan that was "
-                    f"applied to it is {held}: apply the plan of the coming stretch to the model first (Run.apply), "
+                    f"layer {self.layer.name} is called in {context.recipe.name} on {key[2]}, "
+                    "and the plan that was "
+                    f"applied to it is {held}: apply the plan of the coming stretch to the "
+                    "model first (Run.apply), "
                     "or enter the recipe by autocast, which resolves it"
                 )
             if key not in self._executors:
                 plan = resolve(self.layer, context.recipe, context.policy, self.backend, key[2])
-                self._executors[key] = make_executor(plan, device.type, self.layer_shard, sums=self._sums)
+                self._executors[key] = make_executor(
+                    plan, device.type, self.layer_shard, sums=self._sums
+                )
             executor = self._hold((context.recipe, context.policy, key[2]), device)
         if context.met is not None:
             context.met[self] = executor.plan.quantised
@@ -225,15 +270,17 @@ class PlannedLayer(nn.Module):
             self.states[kind] = make_state(self, kind)
         return self.states[kind]
 
-    # -- the call -----------------------------------------------------------------------------------------------------
+    # -- the call ----------------------------------------------------------------------------------
 
     def values(self, w_NK: Tensor, quantised: Callable[[Tensor], Tensor]) -> Tensor:
         """See `Executor.values`; of the executor that ran last."""
-        return quantised(w_NK) if self._held[3] is None else self._held[3].values(w_NK, quantised)
+        if self._held[3] is None:
+            return quantised(w_NK)
+        return self._held[3].values(w_NK, quantised)
 
     def matrix(self, input: Tensor) -> tuple[Tensor, torch.dtype | None, tuple[int, ...]]:
-        """(x [M, K] of an input, the dtype of torch.autocast, in which the output is then, or None: it is off, the
-        shape of the output).
+        """(x [M, K] of an input, the dtype of torch.autocast, in which the output is then, or None:
+        it is off, the shape of the output).
 
         Raises:
             ValueError: the last dimension is not in_features.
@@ -242,17 +289,29 @@ class PlannedLayer(nn.Module):
         shape = input.shape
         if not shape or shape[-1] != self.in_features:
             name = self.layer.name or "linear layer"
-            raise ValueError(f"{name}: input {tuple(shape)} does not end in in_features={self.in_features}")
+            raise ValueError(
+                f"{name}: input {tuple(shape)} does not end in in_features={self.in_features}"
+            )
         if not input.is_floating_point():
             name = self.layer.name or "linear layer"
-            raise TypeError(f"{name}: input has dtype {input.dtype}; a linear layer takes floating numbers")
+            raise TypeError(
+                f"{name}: input has dtype {input.dtype}; a linear layer takes floating numbers"
+            )
         device = input.device.type
-        autocast = torch.get_autocast_dtype(device) if torch_autocasts(device) else None
-        x_MK = input if len(shape) == 2 else input.reshape(shape[:-1].numel(), self.in_features)
+        if torch_autocasts(device):
+            autocast = torch.get_autocast_dtype(device)
+        else:
+            autocast = None
+        if len(shape) == 2:
+            x_MK = input
+        else:
+            x_MK = input.reshape(shape[:-1].numel(), self.in_features)
         return x_MK, autocast, (*shape[:-1], self.out_features)
 
     def call_in(self, now: State, executor: Executor, tokens: int) -> Call:
-        """The coming call of `executor` with so many tokens; inside a recomputed region, that of the first pass."""
+        """The coming call of `executor` with so many tokens; inside a recomputed region, that of
+        the first pass.
+        """
         context = now.context
         assert context is not None
         training = torch.is_grad_enabled()
@@ -260,12 +319,15 @@ class PlannedLayer(nn.Module):
             return self.new_call(context, executor, tokens, training=training)
         return once(self, partial(self.new_call, context, executor, tokens, training=training))
 
-    def new_call(self, context: Context, executor: Executor, tokens: int, *, training: bool) -> Call:
+    def new_call(
+        self, context: Context, executor: Executor, tokens: int, *, training: bool
+    ) -> Call:
         """A call of `executor` with so many tokens; `training`: whether gradients are enabled."""
         token = context.token_offset
         step = context.run_step
         if step is None:
-            # Without a step the layer cannot know when its weights change, so it caches nothing between calls.
+            # Without a step the layer cannot know when its weights change, so it caches nothing
+            # between calls.
             self._calls += training
             step = RunStep(context.seed, self._calls)
             weights = PreparedWeights()
@@ -276,34 +338,48 @@ class PlannedLayer(nn.Module):
         position = Position(step, token or 0, context.counters)
         scaling: Any = self.states.get(DelayedScaling.kind)
         place = (executor, position, self._layer_key)
-        return Call(*place, weights, scaling, training, context.shared, self.fused_weights, self.stored)
+        return Call(
+            *place, weights, scaling, training, context.shared, self.fused_weights, self.stored
+        )
 
     def prepared(self, part: Hashable) -> PreparedWeights:
         """The prepared forms of the weight, or of a part of it, in a step."""
         return self._prepared.setdefault(part, PreparedWeights(self.keeps_forms))
 
     def keep_forms(self, keep: bool) -> None:
-        """Whether prepared forms of the weight are kept within a step: not where the weight itself is freed."""
+        """Whether prepared forms of the weight are kept within a step: not where the weight itself
+        is freed.
+        """
         self.keeps_forms = keep
         self._prepared.clear()
 
     def sum_gradients(self, sums: bool, *, in_product: bool = True) -> None:
-        """Whether the weight's gradients of several calls (microbatches, ranks) are summed: each is then computed in
-        float32 and not rounded to the recipe's dtype first. Compiled high-precision layers round them.
+        """Whether the weight's gradients of several calls (microbatches, ranks) are summed: each is
+        then computed in float32 and not rounded to the recipe's dtype first. Compiled
+        high-precision layers round them.
 
         Args:
-            in_product: whether the products that make them may add them to the sum; else autograd does. It does so
-                after `scaled_mm` in any case, and for transposed weights, outlier channels, weights with hooks,
-                experts that ranks cut, FP32, and high precision under torch.compile.
+            in_product: whether the products that make them may add them to the sum; else autograd
+                does. It does so after `scaled_mm` in any case, and for transposed weights, outlier
+                channels, weights with hooks, experts that ranks cut, FP32, and high precision under
+                torch.compile.
         """
-        self._sums = ("product" if in_product else "autograd") if sums else None
+        if sums:
+            self._sums = "product" if in_product else "autograd"
+        else:
+            self._sums = None
         self._forget()
 
-    # -- copies, checkpoints ------------------------------------------------------------------------------------------
+    # -- copies, checkpoints -----------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {name: value for name, value in self.__dict__.items() if name != "handle"}
-        fresh: dict[str, Any] = {"_held": (None,) * 5, "_executors": {}, "_applied": None, "_prepared": {}}
+        fresh: dict[str, Any] = {
+            "_held": (None,) * 5,
+            "_executors": {},
+            "_applied": None,
+            "_prepared": {},
+        }
         return {**kept, **fresh, "_tokens": TokenCount()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -312,22 +388,30 @@ class PlannedLayer(nn.Module):
         self.fused_weights.add(self)
 
     def scaling_state(self) -> dict[str, Tensor]:
-        """The tensors of the layer's states (amax histories of delayed scaling, …), saved in a checkpoint beside the
-        state dict (`nn.executors.saved_states`)."""
+        """The tensors of the layer's states (amax histories of delayed scaling, …), saved in a
+        checkpoint beside the state dict (`nn.executors.saved_states`).
+        """
         return saved_states(self.states)
 
     def load_scaling_state(self, state: dict[str, Tensor]) -> None:
         """Restore the result of `scaling_state`; the next call prepares the weight anew."""
-        self._prepared.clear()  # a prepared weight knows whether its amax has entered the history in this step
+        # a prepared weight knows whether its amax has entered the history in this step
+        self._prepared.clear()
         found = by_state(state)
         for kind in {**self.states, **found}:
             self._state(kind).load_state(found.get(kind, {}))
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Whether hooks, its own or those of all modules, may read what the module is called with, or its gradients. FSDP's
-    do not: they gather weights, and wait for gradients."""
-    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    """Whether hooks, its own or those of all modules, may read what the module is called with, or
+    its gradients. FSDP's do not: they gather weights, and wait for gradients.
+    """
+    hooks = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
     everywhere: bool = _has_any_global_hook()  # type: ignore[no-untyped-call]
     return everywhere or any(not _is_of_fsdp(hook) for each in hooks for hook in each.values())
 

@@ -1,23 +1,25 @@
-"""Norms and gates whose results are quantised where they are made: layers that read one get its codes, and the result
-in BF16 is neither written nor read (`quantize/produced.py`).
+"""Norms and gates whose results are quantised where they are made: layers that read one get its
+codes, and the result in BF16 is neither written nor read (`quantize/produced.py`).
 
     h ─ RMSNorm ─ x ─ layers       x's codes from h, weight and the 1/√(mean + ε) of each token; h may be the sum of a
                                    residual stream and its change, and goes on as the stream
     gate, up ─ silu·⊙ ─ h ─ down   h's codes from gate and up; in backward the codes of both their gradients from dh,
                                    gate and up, for the two layers that made these
 
-The graph of autograd is that of the model, but that the residual stream goes through the norm: its sum is made in the
-kernel that normalises, and the gradients of both its readers are added in that of the norm's backward pass. In the
-place of x stands a *carrier*: one NaN, expanded to the shape of x, so that whatever would read it by mistake shows. The
-layers find the codes where those of a tensor that several layers read lie, in the context's cache. Gradients of three
-GEMMs of one's own are carriers, too, whose codes come with the executor that the call has in its backward pass. A layer
-whose GEMMs a backend runs together (Transformer Engine) gets the codes as the backend's own tensor, also as its
-gradient; where a kernel of the backend writes codes alone, it makes them (`backend_sources.py`), and the sum and that
-of its gradients are torch's.
+The graph of autograd is that of the model, but that the residual stream goes through the norm: its
+sum is made in the kernel that normalises, and the gradients of both its readers are added in that
+of the norm's backward pass. In the place of x stands a *carrier*: one NaN, expanded to the shape of
+x, so that whatever would read it by mistake shows. The layers find the codes where those of a
+tensor that several layers read lie, in the context's cache. Gradients of three GEMMs of one's own
+are carriers, too, whose codes come with the executor that the call has in its backward pass. A
+layer whose GEMMs a backend runs together (Transformer Engine) gets the codes as the backend's own
+tensor, also as its gradient; where a kernel of the backend writes codes alone, it makes them
+(`backend_sources.py`), and the sum and that of its gradients are torch's.
 
-Whether it can be done is asked in each call, of the executors that the layers hold then (`why_not`), and of the call
-itself: no gradients, torch.compile, torch.autocast, hooks that watch a layer, and anomaly detection leave norms and
-gates to the model, with the same numbers but for the last digits of 1/√(mean + ε).
+Whether it can be done is asked in each call, of the executors that the layers hold then
+(`why_not`), and of the call itself: no gradients, torch.compile, torch.autocast, hooks that watch a
+layer, and anomaly detection leave norms and gates to the model, with the same numbers but for the
+last digits of 1/√(mean + ε).
 """
 
 from __future__ import annotations
@@ -51,10 +53,14 @@ Taker = Gemms | BackendLayer
 
 
 def why_not(
-    readers: Sequence[Executor], writers: Sequence[Executor] = (), kind: str = "norm", *, here: bool = True
+    readers: Sequence[Executor],
+    writers: Sequence[Executor] = (),
+    kind: str = "norm",
+    *,
+    here: bool = True,
 ) -> str | None:
-    """Why the executors `readers` of one x do not take it from a source of this kind, or the `writers` of gate and up
-    their gradients; None: they do.
+    """Why the executors `readers` of one x do not take it from a source of this kind, or the
+    `writers` of gate and up their gradients; None: they do.
 
     Args:
         here: with what is installed on this machine; else where Triton and the newest backends are.
@@ -64,7 +70,8 @@ def why_not(
         return None
     for executors, tensor in ((readers, "x"), (writers, "dy")):
         for each in executors:
-            name, taker = each.plan.layer.name, _taker(each)
+            name = each.plan.layer.name
+            taker = _taker(each)
             if taker is None or type(taker) is not type(_taker(executors[0])):
                 return f"{name} does not multiply codes in three GEMMs of its own"
             operand: TensorForms = getattr(taker, tensor)
@@ -73,7 +80,9 @@ def why_not(
             if isinstance(taker, BackendLayer):
                 why_not_given = taker.backend.sources.why_not_given(taker.table, here=here)
                 if why_not_given is not None:
-                    return why_no_kernel if kind == "norm" else why_not_given
+                    if kind == "norm":
+                        return why_no_kernel
+                    return why_not_given
             if (reason := _why_no_source(operand, here)) is not None:
                 return f"{tensor} of {name}: {reason}"
             if taker.dtype is not torch.bfloat16:
@@ -84,9 +93,13 @@ def why_not(
 
 
 def _why_not_by_backend(readers: Sequence[Executor], kind: str, *, here: bool) -> str | None:
-    """Why a backend's own kernel does not make the x of the readers; None: it does. Backends have kernels of norms."""
+    """Why a backend's own kernel does not make the x of the readers; None: it does. Backends have
+    kernels of norms.
+    """
     if kind != "norm":
-        return f"a backend has no kernel of a {kind} that reads and writes the tensors of two layers"
+        return (
+            f"a backend has no kernel of a {kind} that reads and writes the tensors of two layers"
+        )
     return backend_sources.why_not(readers, here=here)
 
 
@@ -94,17 +107,23 @@ def why_padded(executors: Sequence[Executor], tokens: int) -> str | None:
     """Why passes of so many tokens take no codes that are made elsewhere; None: they do."""
     for layer in map(backend_sources.backend_of, executors):
         if layer is not None and tokens % layer.backend.sources.tokens:
-            return f"{layer.backend.title} pads {tokens} tokens to a multiple of {layer.backend.sources.tokens}"
+            return (
+                f"{layer.backend.title} pads {tokens} tokens to a multiple of "
+                f"{layer.backend.sources.tokens}"
+            )
     return None
 
 
 def _taker(executor: Executor) -> Taker | None:
     """The executor if it takes the codes of x and dy, else None."""
-    return executor if isinstance(executor, Taker) and type(executor) in (Gemms, BackendLayer) else None
+    if isinstance(executor, Taker) and type(executor) in (Gemms, BackendLayer):
+        return executor
+    return None
 
 
 def _why_no_source(operand: TensorForms, here: bool) -> str | None:
-    row, column = operand.row, operand.column
+    row = operand.row
+    column = operand.column
     if operand.delayed:
         return "its amax enters a history of delayed scaling"
     if operand.requantise is not None:
@@ -113,16 +132,26 @@ def _why_no_source(operand: TensorForms, here: bool) -> str | None:
         return "it is a part of a tensor that other ranks or layers share"
     if row.tensor == "x" and not operand.pure:
         return "it is rounded by random bits, which each layer draws for itself"
-    return produced.why_not(row.quantizer, column.quantizer, codes=row.codes and column.codes, here=here)
+    return produced.why_not(
+        row.quantizer, column.quantizer, codes=row.codes and column.codes, here=here
+    )
 
 
-def _produce(taker: Taker, tensor: str, source: SourceTensors, calls: Sequence[Call | None]) -> list[FormPair]:
+def _produce(
+    taker: Taker, tensor: str, source: SourceTensors, calls: Sequence[Call | None]
+) -> list[FormPair]:
     """Both forms of each result of the source, with the random bits of its call."""
     operand: TensorForms = getattr(taker, tensor)
     turned = isinstance(taker, BackendLayer) and taker.turned
-    tokens, forms = source.tensors[0].shape[0], (operand.row, operand.column)
-    keys = [tuple(form.key(call, tokens) if call and form.stochastic else None for form in forms) for call in calls]
-    return list(produced.produce(operand.row.quantizer, operand.column.quantizer, source, keys, turned))
+    tokens = source.tensors[0].shape[0]
+    forms = (operand.row, operand.column)
+    keys = [
+        tuple(form.key(call, tokens) if call and form.stochastic else None for form in forms)
+        for call in calls
+    ]
+    return list(
+        produced.produce(operand.row.quantizer, operand.column.quantizer, source, keys, turned)
+    )
 
 
 class Producer:
@@ -130,12 +159,16 @@ class Producer:
 
     Args:
         readers: layers that read it, and alone do.
-        writers: layers whose outputs it is made of, if their gradients are to be quantised here, too.
+        writers: layers whose outputs it is made of, if their gradients are to be quantised here,
+            too.
         kind: of the source (`SourceTensors`).
     """
 
     def __init__(
-        self, readers: Sequence[PlannedLayer], writers: Sequence[PlannedLayer] = (), kind: str = "norm"
+        self,
+        readers: Sequence[PlannedLayer],
+        writers: Sequence[PlannedLayer] = (),
+        kind: str = "norm",
     ) -> None:
         self.readers, self.writers, self.kind = tuple(readers), tuple(writers), kind
         self._seen: tuple[Executor | None, ...] = ()
@@ -148,16 +181,19 @@ class Producer:
         return self.__dict__ | {"_seen": (), "_runs": False}
 
     def resolve(self, executors: Sequence[Executor], *, here: bool = True) -> str | None:
-        """Why it does not quantise its result for layers with these executors, those of the readers first (`why_not`);
-        else decide whether a backend's own kernels do."""
-        readers, writers = executors[: len(self.readers)], executors[len(self.readers) :]
+        """Why it does not quantise its result for layers with these executors, those of the readers
+        first (`why_not`); else decide whether a backend's own kernels do.
+        """
+        readers = executors[: len(self.readers)]
+        writers = executors[len(self.readers) :]
         if (reason := why_not(readers, writers, self.kind, here=here)) is None:
             self.by_backend = _why_not_by_backend(readers, self.kind, here=here) is None
         return reason
 
     def ready(self, x: Tensor) -> tuple[list[Executor], State] | None:
-        """(the executors of readers and writers, the state of this thread) where codes can be made from tensors like
-        x."""
+        """(the executors of readers and writers, the state of this thread) where codes can be made
+        from tensors like x.
+        """
         self.asked = True
         if (
             torch.compiler.is_compiling()
@@ -180,7 +216,9 @@ class Producer:
             self._seen = executors
         if not self._runs:
             return None
-        return (made, found[0][1]) if why_padded(made, x.numel() // x.shape[-1]) is None else None
+        if why_padded(made, x.numel() // x.shape[-1]) is None:
+            return (made, found[0][1])
+        return None
 
 
 class LeftSum(NamedTuple):
@@ -197,7 +235,9 @@ class LeftSum(NamedTuple):
     found: tuple[list[Executor], State]
 
     def write(self) -> None:
-        """Write h by torch, which gives it no other version: recomputed blocks may have saved it for backward."""
+        """Write h by torch, which gives it no other version: recomputed blocks may have saved it
+        for backward.
+        """
         torch.add(self.x, self.change, out=self.h.data)
 
 
@@ -205,10 +245,15 @@ class NormProducer(Producer):
     """RMSNorm, or one of the kind "root"."""
 
     def __call__(
-        self, x: Tensor, weight: Tensor, eps: float, change: Tensor | None = None, left: LeftSum | None = None
+        self,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        change: Tensor | None = None,
+        left: LeftSum | None = None,
     ) -> TensorPair | None:
-        """(A carrier of the norm of h = x + change, or of h = x, and h, for who reads the residual stream after the
-        norm); None: it cannot be made here.
+        """(A carrier of the norm of h = x + change, or of h = x, and h, for who reads the residual
+        stream after the norm); None: it cannot be made here.
 
         Args:
             left: x is this sum, which the kernel writes.
@@ -221,18 +266,24 @@ class NormProducer(Producer):
             h = x if change is None else x + change
             return backend_sources.norm(h, weight, eps, takers[0], now), h
         given = None if left is None else (left.x, left.change)
-        made: TensorPair = _Norm.apply(x, change, weight, eps, self.kind, _taker(takers[0]), now, given)  # type: ignore[no-untyped-call]
+        made: TensorPair = _Norm.apply(
+            x, change, weight, eps, self.kind, _taker(takers[0]), now, given
+        )  # type: ignore[no-untyped-call]
         return made
 
     def leave(self, x: Tensor, change: Tensor) -> LeftSum | None:
-        """x + change, which nothing reads before this norm is made of it; None: the kernel would not write it."""
+        """x + change, which nothing reads before this norm is made of it; None: the kernel would
+        not write it.
+        """
         if not _adds(x, change) or (found := self.ready(x)) is None or self.by_backend:
             return None
         return LeftSum(self, unwritten_sum(x, change), x.detach(), change.detach(), found)
 
 
 class GateProducer(Producer):
-    """silu(gate) ⊙ up, whose readers are one layer, and whose writers are those of gate and of up."""
+    """silu(gate) ⊙ up, whose readers are one layer, and whose writers are those of gate and of
+    up.
+    """
 
     def __call__(self, gate: Tensor, up: Tensor) -> Tensor | None:
         """A carrier of silu(gate) ⊙ up; None: it cannot be made here."""
@@ -253,11 +304,15 @@ def _adds(x: Tensor, change: Tensor) -> bool:
 
 
 def _call_of(layer: PlannedLayer, executor: Executor, y: Tensor, now: State) -> Call | None:
-    """The call of the layer whose output y is, as it is or as a view. Of a backend's layer, which has none of its own,
-    one that says where its random bits begin."""
+    """The call of the layer whose output y is, as it is or as a view. Of a backend's layer, which
+    has none of its own, one that says where its random bits begin.
+    """
     if isinstance(executor, BackendLayer):
         call = layer.call_in(now, executor, y.numel() // y.shape[-1])
-        bias = layer.bias if isinstance(layer.bias, Tensor) else None
+        if isinstance(layer.bias, Tensor):
+            bias = layer.bias
+        else:
+            bias = None
         call.gradients = gradient_dtypes(y, layer.weight, bias, (y.requires_grad, True, True))
         return call
     node: Any = y.grad_fn
@@ -268,8 +323,12 @@ def _call_of(layer: PlannedLayer, executor: Executor, y: Tensor, now: State) -> 
 
 
 def _alike(gate: Call, up: Call) -> bool:
-    """Whether both calls want all gradients but those of biases, and draw their random bits for the same tokens."""
-    wanted = [each.gradients.x and each.gradients.w and not each.gradients.bias for each in (gate, up)]
+    """Whether both calls want all gradients but those of biases, and draw their random bits for the
+    same tokens.
+    """
+    wanted = [
+        each.gradients.x and each.gradients.w and not each.gradients.bias for each in (gate, up)
+    ]
     return all(wanted) and gate.position == up.position
 
 
@@ -303,7 +362,9 @@ def _provide(source: SourceTensors, executor: Taker, now: State, like: Tensor) -
     x_MK = carrier.reshape(-1, like.shape[-1])
     if isinstance(executor, BackendLayer):
         sources = executor.backend.sources
-        sources.give(now.context.shared, x_MK, executor.table, sources.given(cast(Forms, forms), x_MK.shape))
+        sources.give(
+            now.context.shared, x_MK, executor.table, sources.given(cast(Forms, forms), x_MK.shape)
+        )
         return carrier
     now.context.shared["input"] = (executor.x.wants[True], x_MK._version, x_MK, forms)
     return carrier
@@ -353,21 +414,28 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor | None, added: Tensor | None) -> tuple[Tensor | None, ...]:
-        dh, dweight = added, None
+        dh = added
+        dweight = None
         if dy is not None:
             h, weight_K, rstd_M = ctx.saved_tensors
             added_MK = None if added is None else matrix(added)
-            dh, dweight = ctx.backward_of(matrix(dy), matrix(h), weight_K.detach(), rstd_M, added_MK=added_MK)
-            dh, dweight = dh.view(h.shape), dweight.to(weight_K.dtype)
+            dh, dweight = ctx.backward_of(
+                matrix(dy), matrix(h), weight_K.detach(), rstd_M, added_MK=added_MK
+            )
+            dh = dh.view(h.shape)
+            dweight = dweight.to(weight_K.dtype)
         return dh, dh if ctx.needs_input_grad[1] else None, dweight, None, None, None, None, None
 
 
 class _Gate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, calls: tuple[Call, Call], executor: Taker, now: State) -> Tensor:
+    def forward(
+        ctx: Any, gate: Tensor, up: Tensor, calls: tuple[Call, Call], executor: Taker, now: State
+    ) -> Tensor:
         carrier = _provide(SourceTensors("gate", (matrix(gate), matrix(up))), executor, now, gate)
         ctx.save_for_backward(gate, up)
-        ctx.calls, ctx.executors = calls, [call.executor for call in calls]
+        ctx.calls = calls
+        ctx.executors = [call.executor for call in calls]
         return carrier
 
     @staticmethod
@@ -377,7 +445,12 @@ class _Gate(torch.autograd.Function):
         source = SourceTensors("gradients", tuple(map(matrix, (dh, gate, up))))
         made = _produce(ctx.executors[0], "dy", source, ctx.calls)
         if isinstance(first := ctx.executors[0], BackendLayer):
-            return *(first.backend.sources.given(cast(Forms, each), gate.shape) for each in made), None, None, None
+            return (
+                *(first.backend.sources.given(cast(Forms, each), gate.shape) for each in made),
+                None,
+                None,
+                None,
+            )
         carriers = [carrier_of(gate) for _ in made]
         for call, *given in zip(ctx.calls, ctx.executors, carriers, made, strict=True):
             call.executor = _WithCodes(given[0], given[1].reshape(-1, gate.shape[-1]), given[2])

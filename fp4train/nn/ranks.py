@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Ranks:
-    """The ranks that hold the parts of something, and this rank's index among them. Every method but `part` is a
-    collective: all ranks call the same ones in the same order. Tensors on the meta device get shapes only.
+    """The ranks that hold the parts of something, and this rank's index among them. Every method
+    but `part` is a collective: all ranks call the same ones in the same order. Tensors on the meta
+    device get shapes only.
 
     torch 2.13 has new names for two of its collectives and warns of the old ones.
     """
@@ -73,13 +74,19 @@ class Ranks:
     def _divides(self, rows: int) -> None:
         if rows % self.size:
             raise ValueError(
-                f"{rows} tokens of a microbatch cannot be cut over {self.size} tensor-parallel ranks: take a batch "
-                f"and sequence length whose product is a multiple of {self.size}, or parallel.sp=false"
+                f"{rows} tokens of a microbatch cannot be cut over {self.size} "
+                "tensor-parallel ranks: take a batch "
+                f"and sequence length whose product is a multiple of {self.size}, or "
+                "parallel.sp=false"
             )
 
 
-def amax_over(amax_ranks: tuple[Ranks, ...], x_RC: Tensor, spec: QuantSpec, key: RandomKey | None = None) -> Tensor:
-    """The amax of a tensor of which this rank holds x: `measure_amax`, and its maximum over the groups of ranks."""
+def amax_over(
+    amax_ranks: tuple[Ranks, ...], x_RC: Tensor, spec: QuantSpec, key: RandomKey | None = None
+) -> Tensor:
+    """The amax of a tensor of which this rank holds x: `measure_amax`, and its maximum over the
+    groups of ranks.
+    """
     amax = measure_amax(x_RC, spec, key)
     for ranks in amax_ranks:
         amax = ranks.largest(amax)
@@ -95,7 +102,9 @@ def local(parameter: Tensor) -> Tensor:
 
 
 class _Whole(Function):
-    """The rows of all ranks in forward; in backward this rank's rows of a gradient that all ranks have whole."""
+    """The rows of all ranks in forward; in backward this rank's rows of a gradient that all ranks
+    have whole.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
@@ -109,11 +118,15 @@ class _Whole(Function):
 
 
 class _Sum(Function):
-    """The sum over the ranks, whole or this rank's rows of it; backward gives each rank the gradient of all rows."""
+    """The sum over the ranks, whole or this rank's rows of it; backward gives each rank the
+    gradient of all rows.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks, rows: bool, dtype: torch.dtype) -> Tensor:
-        ctx.ranks, ctx.rows, ctx.dtype = ranks, rows, x.dtype
+        ctx.ranks = ranks
+        ctx.rows = rows
+        ctx.dtype = x.dtype
         return (ranks.sum_rows(x) if rows else ranks.sum(x.clone())).to(dtype)
 
     @staticmethod
@@ -123,7 +136,9 @@ class _Sum(Function):
 
 
 class _SummedGradient(Function):
-    """A parameter that all ranks have whole, each using it for its own tokens: the gradient is their sum."""
+    """A parameter that all ranks have whole, each using it for its own tokens: the gradient is
+    their sum.
+    """
 
     @staticmethod
     def forward(ctx: Any, w: Tensor, ranks: Ranks) -> Tensor:
@@ -137,7 +152,9 @@ class _SummedGradient(Function):
 
 
 def all_rows(x_MD: Tensor, ranks: Ranks) -> Tensor:
-    """The rows of all ranks; differentiable, for a consumer that computes the same on every rank."""
+    """The rows of all ranks; differentiable, for a consumer that computes the same on every
+    rank.
+    """
     result: Tensor = _Whole.apply(x_MD, ranks)  # type: ignore[no-untyped-call]
     return result
 

@@ -1,13 +1,16 @@
-"""Amax histories of a model's tensors, for FP8 with delayed scaling (arXiv:2209.05433; TE's DelayedScaling).
+"""Amax histories of a model's tensors, for FP8 with delayed scaling (arXiv:2209.05433; TE's
+DelayedScaling).
 
-A delayed scale comes from the amax of earlier steps. The first call of a layer in a step takes the amax to use from the
-history; all calls of that step use it. The tensor's own amax enters the history once per step: the maximum over the
-calls of the step (microbatches) and, with data parallelism, over the ranks. So a step's scales do not depend on how its
-batch is split. If the history gives 0 or a non-finite value, the amax used last is used again.
+A delayed scale comes from the amax of earlier steps. The first call of a layer in a step takes the
+amax to use from the history; all calls of that step use it. The tensor's own amax enters the
+history once per step: the maximum over the calls of the step (microbatches) and, with data
+parallelism, over the ranks. So a step's scales do not depend on how its batch is split. If the
+history gives 0 or a non-finite value, the amax used last is used again.
 
-The histories of a model roll together (`Stack`): the first amax that enters in a step takes the amaxes to use of all of
-them and makes room for the new ones, in the kernels of one. A call of a layer then reads one number, and its kernel
-writes one. A history in which nothing enters stays as it was; it rolls alone when something does again.
+The histories of a model roll together (`Stack`): the first amax that enters in a step takes the
+amaxes to use of all of them and makes room for the new ones, in the kernels of one. A call of a
+layer then reads one number, and its kernel writes one. A history in which nothing enters stays as
+it was; it rolls alone when something does again.
 """
 
 from __future__ import annotations
@@ -32,7 +35,9 @@ Stacks = dict[StackKind, "Stack"]
 
 
 class Stack(dict["AmaxHistory", None]):
-    """The histories of a model that roll together: those of one length and algorithm on one device."""
+    """The histories of a model that roll together: those of one length and algorithm on one
+    device.
+    """
 
     def __reduce__(self) -> tuple[type[Stack], tuple[()]]:
         """Copies are empty: a copied history enters when it rolls."""
@@ -44,52 +49,70 @@ class AmaxHistory:
 
     Attributes:
         newest: history[0]; step: that in which an amax entered last.
-        coming: (step, [history, newest, used]) of a step that began, and in which nothing has entered yet.
+        coming: (step, [history, newest, used]) of a step that began, and in which nothing has
+            entered yet.
         given: whether the tensors were handed out, so that they are not written any more.
     """
 
-    def __init__(self, kind: StackKind, stack: Stack, history: Tensor, used: Tensor, step: RunStep | None) -> None:
-        self.kind, self.stack = kind, stack
+    def __init__(
+        self, kind: StackKind, stack: Stack, history: Tensor, used: Tensor, step: RunStep | None
+    ) -> None:
+        self.kind = kind
+        self.stack = stack
         self.load(history, used, step)
 
     def load(self, history: Tensor, used: Tensor, step: RunStep | None = None) -> None:
         """Take over these tensors."""
-        self.history, self.newest, self.used, self.given = history, history[0], used, True
+        self.history = history
+        self.newest = history[0]
+        self.used = used
+        self.given = True
         self.step = step
         self.coming: tuple[RunStep | None, Sequence[Tensor]] = (None, ())
 
     def enter(self, step: RunStep | None) -> None:
         """Let an amax be joined to `newest`, which is 0 before the first one of the step.
 
-        The first one of all histories begins the step for those in which an amax entered since they rolled last: it
+        The first one of all histories begins the step for those in which an amax entered since they
+            rolled last: it
         takes the amaxes to use, and makes room for the new ones.
         """
         if step != self.step:
             if self.coming[0] != step:
-                self.stack[self], rolled = None, []
+                self.stack[self] = None
+                rolled = []
                 for each in self.stack:
                     if each is self or (each.coming[0] is None and each.step != step):
                         rolled.append(each)
-                history, used = map(torch.stack, zip(*map(attrgetter("history", "used"), rolled), strict=True))
-                used, history = delayed_amax(history, used, self.kind[0]), F.pad(history[:, :-1], (1, 0))
-                for each, *tensors in zip(rolled, history.unbind(), history[:, 0].unbind(), used.unbind(), strict=True):
+                history, used = map(
+                    torch.stack, zip(*map(attrgetter("history", "used"), rolled), strict=True)
+                )
+                used = delayed_amax(history, used, self.kind[0])
+                history = F.pad(history[:, :-1], (1, 0))
+                for each, *tensors in zip(
+                    rolled, history.unbind(), history[:, 0].unbind(), used.unbind(), strict=True
+                ):
                     each.coming = step, tensors
             self.step, (self.history, self.newest, self.used) = self.coming
         elif self.given:
             self.load(self.history.clone(), self.used, step)
-        self.coming, self.given = (None, ()), False
+        self.coming = (None, ())
+        self.given = False
 
 
 class DelayedScaling(LayerState):
-    """Tensor name ("x", "w", "dy") → amax history, float32 [history], newest first, and the amax used last.
+    """Tensor name ("x", "w", "dy") → amax history, float32 [history], newest first, and the amax
+    used last.
 
-    A call that joins by itself takes the maximum over the default process group, for loops that are not fp4train's: one
-    all-reduce of four bytes per call and tensor. All ranks of the group must run the same layers in the same order, as
-    in data parallelism. A rank that skips a layer, or evaluates while others train, makes the others hang. Ranks with
-    other layers (pipeline stages) must not be in that group.
+    A call that joins by itself takes the maximum over the default process group, for loops that are
+    not fp4train's: one all-reduce of four bytes per call and tensor. All ranks of the group must
+    run the same layers in the same order, as in data parallelism. A rank that skips a layer, or
+    evaluates while others train, makes the others hang. Ranks with other layers (pipeline stages)
+    must not be in that group.
     """
 
-    kind, prefixed = "scaling", False
+    kind = "scaling"
+    prefixed = False
     tensors: ClassVar = {"history": (torch.float32, 1, False), "used": (torch.float32, 0, False)}
 
     def __init__(self) -> None:
@@ -97,34 +120,51 @@ class DelayedScaling(LayerState):
         self.common: Stacks = {}
 
     def amax(
-        self, name: str, quantizer: Quantizer, tensor: Tensor, *, enter: bool, step: RunStep, later: bool = False
+        self,
+        name: str,
+        quantizer: Quantizer,
+        tensor: Tensor,
+        *,
+        enter: bool,
+        step: RunStep,
+        later: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """(the amax that scales `tensor`, a 0-d float32; the entry of the history that the caller makes the larger of
-        itself and the tensor's own amax, None: nothing is left to be done).
+        """(the amax that scales `tensor`, a 0-d float32; the entry of the history that the caller
+        makes the larger of itself and the tensor's own amax, None: nothing is left to be done).
 
         Args:
             name: "x", "w" or "dy".
             quantizer: its quantizer, of a spec with `delayed` set.
             tensor: a matrix, or its amax (0-d).
-            enter: whether the tensor's own amax enters the history (in training, not in evaluation).
+            enter: whether the tensor's own amax enters the history (in training, not in
+                evaluation).
             step: of the call; the newest entry is that of the step in which an amax entered last.
             later: whether the caller can do so.
         """
         spec = quantizer.spec
         assert spec.delayed is not None
-        found, kind = self._histories.get(name), (spec.delayed, tensor.device)
+        found = self._histories.get(name)
+        kind = (spec.delayed, tensor.device)
         if found is None or found.kind != kind:
             found = self._fitting(found, spec, kind)
         if not enter:
             again = found.step == step
-            return found.used if again else delayed_amax(found.history, found.used, spec.delayed), None
+            return found.used if again else delayed_amax(
+                found.history, found.used, spec.delayed
+            ), None
         self._histories[name] = found
         found.enter(step)
         alone = self.joined or not (dist.is_available() and dist.is_initialized())
         if later and alone and tensor.numel():
             return found.used, found.newest
-        own = tensor.detach() if tensor.numel() else tensor.new_zeros(())
-        own = quantizer.amax(own, into=found.newest if alone else None) if own.ndim else own.abs().float()
+        if tensor.numel():
+            own = tensor.detach()
+        else:
+            own = tensor.new_zeros(())
+        if own.ndim:
+            own = quantizer.amax(own, into=found.newest if alone else None)
+        else:
+            own = own.abs().float()
         if not alone:
             dist.all_reduce(own, op=dist.ReduceOp.MAX)
         if own is not found.newest:
@@ -134,10 +174,17 @@ class DelayedScaling(LayerState):
     def _fitting(self, found: AmaxHistory | None, spec: QuantSpec, kind: StackKind) -> AmaxHistory:
         """A new history of this kind, with the newest entries of `found`; missing ones are 0."""
         delayed, device = kind
-        history = torch.zeros(1) if found is None else found.history[: delayed.history]
-        used = torch.tensor(initial_delayed_amax(spec)) if found is None else found.used
+        if found is None:
+            history = torch.zeros(1)
+        else:
+            history = found.history[: delayed.history]
+        if found is None:
+            used = torch.tensor(initial_delayed_amax(spec))
+        else:
+            used = found.used
         history = F.pad(history, (0, delayed.history - len(history))).to(device)
-        stack, last = self.common.setdefault(kind, Stack()), None if found is None else found.step
+        stack = self.common.setdefault(kind, Stack())
+        last = None if found is None else found.step
         return AmaxHistory(kind, stack, history, used.to(device), last)
 
     def state(self) -> dict[str, Tensor]:
@@ -149,46 +196,67 @@ class DelayedScaling(LayerState):
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Restore the result of `state`; no amax of the coming step has entered yet."""
-        known, self._histories = self._histories, {}
+        known = self._histories
+        self._histories = {}
         for name in [key.removeprefix("history.") for key in state if key.startswith("history.")]:
-            history, used, found = state[f"history.{name}"], state[f"used.{name}"], known.get(name)
+            history = state[f"history.{name}"]
+            used = state[f"used.{name}"]
+            found = known.get(name)
             kind = Delayed(history=len(history)), history.device  # until a spec says more
-            if found is None or (found.kind[0].history, found.kind[1]) != (len(history), history.device):
+            if found is None or (found.kind[0].history, found.kind[1]) != (
+                len(history),
+                history.device,
+            ):
                 found = AmaxHistory(kind, Stack(), history, used, None)
             found.load(history, used)
             self._histories[name] = found
 
     @staticmethod
     def join(each: Sequence[DelayedScaling], ranks: DataRanks) -> None:
-        """Make the newest entries of all histories their maximum over the ranks, in one collective."""
+        """Make the newest entries of all histories their maximum over the ranks, in one
+        collective.
+        """
         found = [history for scaling in each for _, history in sorted(scaling._histories.items())]
         if not found:
             return
         for history in found:
             history.enter(history.step)
         newest = [history.newest for history in found]
-        # What is not a number is infinite from here on: a maximum of NaNs is not the same in every library.
+        # What is not a number is infinite from here on: a maximum of NaNs is not the same in every
+        # library.
         joined = ranks.largest(torch.stack(newest).nan_to_num(nan=torch.inf, posinf=torch.inf))
         torch._foreach_copy_(newest, joined.unbind())
 
 
 class MemberScaling:
-    """The part of a group's amax histories that one of its weights has: its tensors are "x.3", "w.3", "dy.3".
+    """The part of a group's amax histories that one of its weights has: its tensors are "x.3",
+    "w.3", "dy.3".
 
     Args:
         member: the weight's place in the whole group.
-        elsewhere: places of weights that other ranks have. An amax of 0 enters their histories with this weight's, so
-            that all ranks have the same histories once they are joined.
+        elsewhere: places of weights that other ranks have. An amax of 0 enters their histories with
+            this weight's, so that all ranks have the same histories once they are joined.
     """
 
     def __init__(self, scaling: DelayedScaling, member: int, elsewhere: Sequence[int] = ()) -> None:
-        self._scaling, self._member, self._elsewhere = scaling, member, elsewhere
+        self._scaling = scaling
+        self._member = member
+        self._elsewhere = elsewhere
 
     def amax(
-        self, name: str, quantizer: Quantizer, tensor: Tensor, *, enter: bool, step: RunStep, later: bool = False
+        self,
+        name: str,
+        quantizer: Quantizer,
+        tensor: Tensor,
+        *,
+        enter: bool,
+        step: RunStep,
+        later: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """See `DelayedScaling.amax`."""
         for other in self._elsewhere if enter else ():
-            self._scaling.amax(f"{name}.{other}", quantizer, tensor.new_empty(0), enter=True, step=step)
+            self._scaling.amax(
+                f"{name}.{other}", quantizer, tensor.new_empty(0), enter=True, step=step
+            )
         name = f"{name}.{self._member}"
         return self._scaling.amax(name, quantizer, tensor, enter=enter, step=step, later=later)

@@ -1,14 +1,16 @@
-"""Experts of transformers' mixtures as planned layers: Mixtral, Qwen3-MoE, gpt-oss and what else uses its interface.
+"""Experts of transformers' mixtures as planned layers: Mixtral, Qwen3-MoE, gpt-oss and what else
+uses its interface.
 
-transformers (5 and later) keeps the experts of a block as 3-D parameters of one module, `gate_up_proj` (`up_proj` where
-there is no gate) and `down_proj`, [E, out, in] or transposed, with biases or without. Its decorator
-`use_experts_implementation` looks up the function that multiplies them in `ALL_EXPERTS_FUNCTIONS`, by the name that the
-module's configuration has, and notes on the module how they are laid out
-(https://huggingface.co/docs/transformers/experts_interface). `convert` enters a function of that kind here, and adds a
-planned layer per parameter to the module: `experts.gate_up`, `experts.down`.
+transformers (5 and later) keeps the experts of a block as 3-D parameters of one module,
+`gate_up_proj` (`up_proj` where there is no gate) and `down_proj`, [E, out, in] or transposed, with
+biases or without. Its decorator `use_experts_implementation` looks up the function that multiplies
+them in `ALL_EXPERTS_FUNCTIONS`, by the name that the module's configuration has, and notes on the
+module how they are laid out (https://huggingface.co/docs/transformers/experts_interface). `convert`
+enters a function of that kind here, and adds a planned layer per parameter to the module:
+`experts.gate_up`, `experts.down`.
 
-The planned layers have no parameters of their own: they read those of the module. So parameters, names, state dict and
-saved folders stay as they were. The activation is the module's own.
+The planned layers have no parameters of their own: they read those of the module. So parameters,
+names, state dict and saved folders stay as they were. The activation is the module's own.
 """
 
 import copy
@@ -34,8 +36,8 @@ class HeldExperts(Experts):
 
     Args:
         owner: that module.
-        key: name of the parameter there, [E, out, in], or [E, in, out] if the owner `is_transposed`; its biases, if the
-            owner has some, are those of f"{key}_bias".
+        key: name of the parameter there, [E, out, in], or [E, in, out] if the owner
+            `is_transposed`; its biases, if the owner has some, are those of f"{key}_bias".
     """
 
     _owner: Any
@@ -44,13 +46,19 @@ class HeldExperts(Experts):
         nn.Module.__init__(self)
         self._key, self.transposed = key, bool(owner.is_transposed)
         self.read_from(owner)
-        experts, out_features, in_features = (self.weight.mT if self.transposed else self.weight).shape
-        alone = Layer(name=key, in_features=in_features, out_features=out_features, block=0, blocks=1)
+        experts, out_features, in_features = (
+            self.weight.mT if self.transposed else self.weight
+        ).shape
+        alone = Layer(
+            name=key, in_features=in_features, out_features=out_features, block=0, blocks=1
+        )
         per_token = getattr(owner.config, "num_experts_per_tok", None) or 1
         self._begin(replace(alone, experts=experts, per_token=per_token), "auto")
 
     def read_from(self, owner: nn.Module) -> None:
-        """Take weights and biases of `owner`: the holder, or the replica of it that a device has."""
+        """Take weights and biases of `owner`: the holder, or the replica of it that a device
+        has.
+        """
         self.__dict__["_owner"] = owner  # no submodule: the owner holds this layer
 
     @property
@@ -64,39 +72,56 @@ class HeldExperts(Experts):
 
 
 def hold_experts(model: nn.Module) -> None:
-    """Let planned layers multiply the experts of transformers in `model` that do not have them yet."""
+    """Let planned layers multiply the experts of transformers in `model` that do not have them
+    yet.
+    """
     for owner in list(_owners(model)):
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
         ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
         for key in _keys(owner):
             owner.add_module(key.removesuffix("_proj"), HeldExperts(owner, key))
-        # A configuration of its own: models that are not converted may share the one that it was made with.
+        # A configuration of its own: models that are not converted may share the one that it was
+        # made with.
         owner.config = copy.copy(owner.config)
         owner.config._experts_implementation_internal = IMPLEMENTATION  # type: ignore[union-attr]
 
 
 def _owners(model: nn.Module) -> Iterator[nn.Module]:
-    """Modules of the interface, known by what its decorator notes on them, and of a forward that asks it."""
+    """Modules of the interface, known by what its decorator notes on them, and of a forward that
+    asks it.
+    """
     for module in model.modules():
         calls = _asks(module) and "forward" not in vars(module)
-        if _notes_layout(module) and calls and not _is_cut(module) and not any(map(_is_held, module.children())):
+        if (
+            _notes_layout(module)
+            and calls
+            and not _is_cut(module)
+            and not any(map(_is_held, module.children()))
+        ):
             yield module
 
 
 def why_outside(module: nn.Module) -> str | None:
-    """The reason why experts of transformers that use its interface have no planned layers; None: it is another one."""
+    """The reason why experts of transformers that use its interface have no planned layers; None:
+    it is another one.
+    """
     if not _asks(module) or not type(module).__module__.startswith("transformers."):
         return None
     if _is_cut(module):
         return "3-D expert parameters, cut by transformers' expert parallelism"
     if not _notes_layout(module):
-        return "3-D expert parameters whose layout this release of transformers does not note: newer ones of 5 do"
+        return (
+            "3-D expert parameters whose layout this release of transformers does not note: "
+            "newer ones of 5 do"
+        )
     return None
 
 
 def _notes_layout(module: nn.Module) -> bool:
-    return {"config", "has_gate", "has_bias", "is_transposed", "is_concatenated"} <= vars(module).keys()
+    return {"config", "has_gate", "has_bias", "is_transposed", "is_concatenated"} <= vars(
+        module
+    ).keys()
 
 
 def _asks(module: nn.Module) -> bool:
@@ -109,14 +134,20 @@ def _is_cut(module: nn.Module) -> bool:
 
 
 def _keys(owner: nn.Module) -> list[str]:
-    return [key for key in _KEYS if isinstance(each := getattr(owner, key, None), Tensor) and each.dim() == 3]
+    return [
+        key
+        for key in _KEYS
+        if isinstance(each := getattr(owner, key, None), Tensor) and each.dim() == 3
+    ]
 
 
 def _is_held(module: nn.Module) -> bool:
     return isinstance(module, HeldExperts)
 
 
-def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def experts_forward(
+    self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
     """Σ of each token's experts, weighted, in transformers' interface.
 
     Args:
@@ -124,7 +155,8 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
         top_k_index, top_k_weights: [tokens, top], each token's experts and their weights.
     """
     if torch.compiler.is_dynamo_compiling():
-        from fp4train.precision.compile_context import call  # the host reads the counts: no graph has the experts
+        # the host reads the counts: no graph has the experts
+        from fp4train.precision.compile_context import call
 
         compiled: Tensor = call(_routed, self, hidden_states, top_k_index, top_k_weights)
         return compiled
@@ -138,7 +170,10 @@ def _routed(owner: Any, x_MD: Tensor, chosen_MK: Tensor, weights_MK: Tensor) -> 
         for layer in (first, last):
             layer.read_from(owner)
         hidden = first(rows, counts)
-        hidden = owner._apply_gate(hidden) if owner.has_gate else owner.act_fn(hidden)
+        if owner.has_gate:
+            hidden = owner._apply_gate(hidden)
+        else:
+            hidden = owner.act_fn(hidden)
         y: Tensor = last(hidden, counts)
         return owner.post_expert_norm(y) if getattr(owner, "has_post_expert_norm", False) else y
 

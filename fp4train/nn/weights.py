@@ -1,13 +1,14 @@
 """Weights prepared once per optimizer step, not once per microbatch or GEMM.
 
-The prepared form of a weight is a function of the weight, of the spec and, under stochastic rounding, of seed and step.
-It is cached while the seed and step of the autocast context stay the same. torch's version counter alone is not enough:
-the fused optimizers change weights without incrementing it. For square blocks the column-wise form is the transpose of
-the row-wise form, a view.
+The prepared form of a weight is a function of the weight, of the spec and, under stochastic
+rounding, of seed and step. It is cached while the seed and step of the autocast context stay the
+same. torch's version counter alone is not enough: the fused optimizers change weights without
+incrementing it. For square blocks the column-wise form is the transpose of the row-wise form, a
+view.
 
-The cache belongs to one weight, to which it holds a weak reference, and is cleared with it. No address is compared.
-Where a weight is gathered for the time of a call only (`nn.gathered`), no form is kept: those of all layers would be a
-whole model on every rank.
+The cache belongs to one weight, to which it holds a weak reference, and is cleared with it. No
+address is compared. Where a weight is gathered for the time of a call only (`nn.gathered`), no form
+is kept: those of all layers would be a whole model on every rank.
 """
 
 from __future__ import annotations
@@ -47,11 +48,21 @@ class PreparedWeights:
     """The prepared forms of one weight [N, K] in one step.
 
     Args:
-        keep: whether forms are kept for later calls of the step; else each call makes its own, from the same amax and
-            random bits.
+        keep: whether forms are kept for later calls of the step; else each call makes its own, from
+            the same amax and random bits.
     """
 
-    __slots__ = ("__weakref__", "_amax", "_amaxes", "_entered", "_forms", "_keep", "_of", "_step", "_version")
+    __slots__ = (
+        "__weakref__",
+        "_amax",
+        "_amaxes",
+        "_entered",
+        "_forms",
+        "_keep",
+        "_of",
+        "_step",
+        "_version",
+    )
 
     def __init__(self, keep: bool = True) -> None:
         self._keep = keep
@@ -68,12 +79,18 @@ class PreparedWeights:
         return PreparedWeights, (self._keep,)
 
     def form(
-        self, w_NK: Tensor, form: WeightForm, call: Call, group: Tensor | None = None, rounded: bool = False
+        self,
+        w_NK: Tensor,
+        form: WeightForm,
+        call: Call,
+        group: Tensor | None = None,
+        rounded: bool = False,
     ) -> Prepared:
         """The weight in the given form, cached within a step.
 
         Args:
-            group: the amax that fused weights share; None: it is measured here where `form.fused` names them.
+            group: the amax that fused weights share; None: it is measured here where `form.fused`
+                names them.
             rounded: whether w is what `form.spec.requantises` gave.
         """
         if isinstance(w_NK, Gathered):
@@ -81,7 +98,11 @@ class PreparedWeights:
         own = w_NK if call.parameter is None else call.parameter
         if call.position.step != self._step:
             self._begin(call)
-        fused = call.fused.of(form.fused, call.member) if form.fused and group is None and not rounded else ()
+        fused = (
+            call.fused.of(form.fused, call.member)
+            if form.fused and group is None and not rounded
+            else ()
+        )
         version: tuple[int, ...] = (0 if own.is_inference() else own._version,)
         for weight in fused:
             version += (0 if weight.is_inference() else weight._version,)
@@ -93,7 +114,8 @@ class PreparedWeights:
                 self._amaxes.clear()
                 self._amax = None
             forms = self._forms
-            self._of, self._version = weakref.ref(own, lambda _: forms.clear()), version
+            self._of = weakref.ref(own, lambda _: forms.clear())
+            self._version = version
         if fused:
             group = self._group_amax(fused, form)
         prepared = None
@@ -101,7 +123,10 @@ class PreparedWeights:
             if key == form.key:
                 prepared = found
                 break
-        both = form.both if prepared is None and self._keep and call.gradients.x is not None else None
+        if prepared is None and self._keep and call.gradients.x is not None:
+            both = form.both
+        else:
+            both = None
         amax = newest = None
         if form.spec is not None and form.spec.delayed is not None:
             amax = self._amax
@@ -114,10 +139,14 @@ class PreparedWeights:
                 prepared = to_torch(prepared)
             if self._keep:
                 self._forms.append((form.key, prepared))
-        return form.finish(prepared) if form.transposed else prepared
+        if form.transposed:
+            return form.finish(prepared)
+        return prepared
 
     def _of_gathered(self, w_NK: Gathered, form: WeightForm, call: Call) -> Prepared:
-        """A form of a gathered weight: from the codes that came, or as `form` makes it of the values that came."""
+        """A form of a gathered weight: from the codes that came, or as `form` makes it of the
+        values that came.
+        """
         source = w_NK.source
         if (sent := source.form(form, call)) is not None:
             return sent
@@ -125,7 +154,10 @@ class PreparedWeights:
         if isinstance(form.source, Requantised) and form.of_transpose:
             rounded = source.rounded(form.source.of, call)
         group = source.fused_amax(call) if form.fused else None
-        values = source.values(w_NK.dtype) if rounded is None else rounded
+        if rounded is None:
+            values = source.values(w_NK.dtype)
+        else:
+            values = rounded
         return self.form(values, form, call, group, rounded is not None)
 
     def _begin(self, call: Call) -> None:
@@ -133,7 +165,8 @@ class PreparedWeights:
         self._step = call.position.step
         self._forms.clear()
         self._amaxes.clear()
-        self._amax, self._entered = None, False
+        self._amax = None
+        self._entered = False
 
     def _prepare(
         self,
@@ -157,26 +190,37 @@ class PreparedWeights:
             if made == form.turned_from and isinstance(found, Quantized):
                 return turned(found)
             if made == form.rounded_from and isinstance(found, Decoded):
-                w, rounded = found.rounded().T, True
-        if spec is None:  # high precision uses the recipe's dtype; otherwise the master weight is quantised
+                w = found.rounded().T
+                rounded = True
+        # high precision uses the recipe's dtype; otherwise the master weight is quantised
+        if spec is None:
             return Decoded(w.to(form.dtype), None)
         key = None
         if spec.random:
             key = call.position.key(call.layer_key, form.number, *form.start)
-        if (form.rounding_ranks or form.runs or group is not None) and spec.requantises is not None and not rounded:
+        if (
+            (form.rounding_ranks or form.runs or group is not None)
+            and spec.requantises is not None
+            and not rounded
+        ):
             if group is None:
                 assert isinstance(form.source, Requantised)
                 group = self._amax_over_ranks(w.T, form.source.of, form.rounding_ranks)
-            w, rounded, group = requantised(w, spec, group), True, None
+            w = requantised(w, spec, group)
+            rounded = True
+            group = None
         if group is not None and not rounded:
             amax = group
         elif form.amax_ranks:
             assert isinstance(form.source, Own | Requantised)
             amax = self._amax_over_ranks(w, form.source, form.amax_ranks, key)
         if form.runs and key is not None:
-            plain, columns = replace(spec, requantises=None), form.of_transpose
+            plain = replace(spec, requantises=None)
+            columns = form.of_transpose
             found = quantised_in_runs(w, plain, key, form.runs, amax, columns=columns)
-            return found if form.decode is None else quantizer(plain, w.device.type).decode(found)
+            if form.decode is None:
+                return found
+            return quantizer(plain, w.device.type).decode(found)
         if both is not None:
             prepared, other = both(w, None, amax, None, amax, newest)
             assert form.both_key is not None
@@ -185,21 +229,31 @@ class PreparedWeights:
         return (form.requantise if rounded else form.make)(w, key, amax)
 
     def _amax_over_ranks(
-        self, w: Tensor, codes: Own | Requantised, amax_ranks: tuple[Ranks, ...], key: RandomKey | None = None
+        self,
+        w: Tensor,
+        codes: Own | Requantised,
+        amax_ranks: tuple[Ranks, ...],
+        key: RandomKey | None = None,
     ) -> Tensor:
-        """The amax of the whole weight: one collective per step, whichever forms are made and made again."""
+        """The amax of the whole weight: one collective per step, whichever forms are made and made
+        again.
+        """
         kind = "tensor" if has_tensor_amax(codes.spec) else codes
         if kind not in self._amaxes:
             self._amaxes[kind] = amax_over(amax_ranks, w, codes.spec, key)
         return self._amaxes[kind]
 
     def _group_amax(self, weights: Sequence[Tensor], form: WeightForm) -> Tensor:
-        """The largest amax of fused weights, whichever of their specs it is for: all take it of the tensor as it is."""
+        """The largest amax of fused weights, whichever of their specs it is for: all take it of the
+        tensor as it is.
+        """
         if "fused" not in self._amaxes:
             assert form.spec is not None
-            spec, ranks = form.spec, form.amax_ranks
+            spec = form.spec
+            ranks = form.amax_ranks
             if spec.requantises is not None:
-                spec, ranks = spec.requantises, form.rounding_ranks
+                spec = spec.requantises
+                ranks = form.rounding_ranks
             amax = torch.stack([measure_amax(each, spec) for each in weights]).amax()
             for each in ranks:
                 amax = each.largest(amax)
@@ -209,7 +263,8 @@ class PreparedWeights:
     def delayed_amax(
         self, w_NK: Tensor, quantizer: Quantizer, call: Call, *, later: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """`DelayedScaling.amax` of the weight; its own enters the history once per step, at its first call in training.
+        """`DelayedScaling.amax` of the weight; its own enters the history once per step, at its
+        first call in training.
 
         Args:
             w_NK: the weight, or its amax (0-d).
@@ -218,7 +273,10 @@ class PreparedWeights:
             self._begin(call)
         if (enter := call.training and not self._entered) or self._amax is None:
             assert call.scaling is not None
-            found = call.scaling.amax("w", quantizer, w_NK, enter=enter, step=call.position.step, later=later)
-            self._amax, self._entered = found[0], self._entered or enter
+            found = call.scaling.amax(
+                "w", quantizer, w_NK, enter=enter, step=call.position.step, later=later
+            )
+            self._amax = found[0]
+            self._entered = self._entered or enter
             return found
         return self._amax, None

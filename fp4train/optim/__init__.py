@@ -1,4 +1,5 @@
-"""Optimizers and learning-rate schedules: the protocol of `optim=…`, and what fp4train's optimizers share.
+"""Optimizers and learning-rate schedules: the protocol of `optim=…`, and what fp4train's optimizers
+share.
 
 A new optimizer is one dataclass like AdamW, and one YAML in the group `optim`.
 """
@@ -16,29 +17,35 @@ from fp4train.precision.layers import elementwise
 class Optimizer(Protocol):
     """The constants of an optimizer.
 
-    One that multiplies whole matrices may have an attribute `needs_whole`, why it does not train shards of them.
+    One that multiplies whole matrices may have an attribute `needs_whole`, why it does not train
+    shards of them.
     """
 
     @property
     def lr(self) -> float:
-        """Peak learning rate; every step sets it, times the schedule's factor, in all parameter groups."""
+        """Peak learning rate; every step sets it, times the schedule's factor, in all parameter
+        groups.
+        """
 
     @property
     def clip(self) -> float | None:
         """Largest global gradient norm; None does not clip."""
 
     def build(self, model: nn.Module) -> torch.optim.Optimizer:
-        """The optimizer over `model`'s trainable parameters; its `state_dict` is saved with every checkpoint."""
+        """The optimizer over `model`'s trainable parameters; its `state_dict` is saved with every
+        checkpoint.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Constants:
-    """The constants of every optimizer; subclasses say in `over` which of torch's optimizers they are.
+    """The constants of every optimizer; subclasses say in `over` which of torch's optimizers they
+    are.
 
     Args:
         lr: peak learning rate; the schedule multiplies it.
-        weight_decay: for parameters with two or more dimensions; norms, biases and filters (`fp4train_elementwise` of
-            a module) have none.
+        weight_decay: for parameters with two or more dimensions; norms, biases and filters
+            (`fp4train_elementwise` of a module) have none.
         clip: largest global gradient norm; None does not clip.
     """
 
@@ -62,17 +69,28 @@ class Constants:
         """
         return self.over(trainable(model), elementwise(model))
 
-    def over(self, parameters: Mapping[str, nn.Parameter], spared: Collection[nn.Parameter]) -> torch.optim.Optimizer:
-        """The optimizer over some parameters, by name, of which those `spared` have no decay, whatever their shape."""
+    def over(
+        self, parameters: Mapping[str, nn.Parameter], spared: Collection[nn.Parameter]
+    ) -> torch.optim.Optimizer:
+        """The optimizer over some parameters, by name, of which those `spared` have no decay,
+        whatever their shape.
+        """
         raise TypeError(f"{type(self).__name__} has no method over")
 
-    def groups(self, parameters: Iterable[nn.Parameter], spared: Collection[nn.Parameter] = ()) -> list[dict[str, Any]]:
-        """Groups of parameters with and without decay; fused kernels take those of one mesh of ranks at a time."""
-        parameters, groups = list(parameters), []
+    def groups(
+        self, parameters: Iterable[nn.Parameter], spared: Collection[nn.Parameter] = ()
+    ) -> list[dict[str, Any]]:
+        """Groups of parameters with and without decay; fused kernels take those of one mesh of
+        ranks at a time.
+        """
+        parameters = list(parameters)
+        groups = []
         for mesh in dict.fromkeys(getattr(p, "device_mesh", None) for p in parameters):
             here = [p for p in parameters if getattr(p, "device_mesh", None) == mesh]
             free = {p for p in here if p.dim() < 2 or p in spared}
-            groups.append({"params": [p for p in here if p not in free], "weight_decay": self.weight_decay})
+            groups.append(
+                {"params": [p for p in here if p not in free], "weight_decay": self.weight_decay}
+            )
             groups.append({"params": [p for p in here if p in free], "weight_decay": 0.0})
         return [group for group in groups if group["params"]]
 
@@ -85,18 +103,24 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     """
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not parameters:
-        raise ValueError(f"{type(model).__name__} has no parameter that requires a gradient: nothing to optimise")
+        raise ValueError(
+            f"{type(model).__name__} has no parameter that requires a gradient: nothing to optimise"
+        )
     return parameters
 
 
-def keep_bounds(optimizer: torch.optim.Optimizer, model: nn.Module, bounds: Mapping[str, float]) -> None:
+def keep_bounds(
+    optimizer: torch.optim.Optimizer, model: nn.Module, bounds: Mapping[str, float]
+) -> None:
     """Keep every value at or below the bound of its parameter after each step of the optimizer.
 
     Args:
         model: with the parameters, whole or shards.
         bounds: name of a parameter → its largest value; other names are of other ranks.
     """
-    held = [(parameter, bounds[name]) for name, parameter in model.named_parameters() if name in bounds]
+    held = [
+        (parameter, bounds[name]) for name, parameter in model.named_parameters() if name in bounds
+    ]
 
     @torch.no_grad()
     def keep(*_: object) -> None:

@@ -1,4 +1,6 @@
-"""AdamW (arXiv:1711.05101) with decay on matrices only; torch's fused kernel if the device has one."""
+"""AdamW (arXiv:1711.05101) with decay on matrices only; torch's fused kernel if the device has
+one.
+"""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -23,7 +25,8 @@ class AdamW(Constants):
     Args:
         betas: decay rates of the two moments.
         eps: added to the root of the second moment.
-        moments: dtype in which both are kept: "float32", or "bfloat16", rounded stochastically (`optim/rounded.py`).
+        moments: dtype in which both are kept: "float32", or "bfloat16", rounded stochastically
+            (`optim/rounded.py`).
     """
 
     betas: tuple[float, float] = (0.9, 0.95)
@@ -39,9 +42,12 @@ class AdamW(Constants):
             raise ValueError(f"optim.eps={self.eps} must be > 0")
         check_choice("optim.moments", self.moments, MOMENT_BYTES)
 
-    def over(self, parameters: Mapping[str, nn.Parameter], spared: Collection[nn.Parameter]) -> torch.optim.AdamW:
+    def over(
+        self, parameters: Mapping[str, nn.Parameter], spared: Collection[nn.Parameter]
+    ) -> torch.optim.AdamW:
         """AdamW over some parameters, by name: torch's, or that of moments in BF16."""
-        fused, groups = has_fused(parameters), self.groups(parameters.values(), spared)
+        fused = has_fused(parameters)
+        groups = self.groups(parameters.values(), spared)
         if self.moments == "float32":
             kind = _ShardedAdamW if any(map(is_sharded, parameters.values())) else torch.optim.AdamW
             return kind(groups, lr=self.lr, betas=self.betas, eps=self.eps, fused=fused)
@@ -50,7 +56,9 @@ class AdamW(Constants):
 
 
 class _ShardedAdamW(torch.optim.AdamW):
-    """torch's AdamW, whose kernel takes what this rank holds: a DTensor costs a dispatch of its own in every list."""
+    """torch's AdamW, whose kernel takes what this rank holds: a DTensor costs a dispatch of its own
+    in every list.
+    """
 
     def _init_group(self, group: dict[str, Any], *lists: Any) -> bool:
         found: bool = super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
@@ -60,5 +68,7 @@ class _ShardedAdamW(torch.optim.AdamW):
 
 
 def moment_bytes(optim: object) -> int:
-    """Bytes per parameter of an optimizer's moments; those of AdamW for others, which keep no more."""
+    """Bytes per parameter of an optimizer's moments; those of AdamW for others, which keep no
+    more.
+    """
     return MOMENT_BYTES[getattr(optim, "moments", "float32")]

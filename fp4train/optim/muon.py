@@ -1,7 +1,9 @@
-"""Muon (Jordan 2024; arXiv:2502.16982): torch's, for the matrices of the blocks, and AdamW for everything else.
+"""Muon (Jordan 2024; arXiv:2502.16982): torch's, for the matrices of the blocks, and AdamW for
+everything else.
 
-A matrix moves along its momentum with all singular values brought near one. The step is scaled by 0.2·√(larger side):
-its size is that of AdamW's (arXiv:2502.16982, section 2.2), and one learning rate serves both.
+A matrix moves along its momentum with all singular values brought near one. The step is scaled by
+0.2·√(larger side): its size is that of AdamW's (arXiv:2502.16982, section 2.2), and one learning
+rate serves both.
 """
 
 from collections.abc import Callable
@@ -19,7 +21,8 @@ from fp4train.precision.layers import elementwise, find_layers
 
 @dataclass(frozen=True, kw_only=True)
 class Muon(AdamW):
-    """The constants of Muon, beside those of `AdamW`, which serve embeddings, head, norms and biases.
+    """The constants of Muon, beside those of `AdamW`, which serve embeddings, head, norms and
+    biases.
 
     Args:
         momentum: decay rate of the mean of gradients.
@@ -28,7 +31,8 @@ class Muon(AdamW):
     """
 
     needs_whole: ClassVar[str] = (
-        "optim=muon multiplies whole matrices, and these are cut over ranks: take parallel.dp_replicate, or optim=adamw"
+        "optim=muon multiplies whole matrices, and these are cut over ranks: take "
+        "parallel.dp_replicate, or optim=adamw"
     )
 
     momentum: float = 0.95
@@ -46,7 +50,8 @@ class Muon(AdamW):
         """The optimizer over `model`'s trainable parameters.
 
         Raises:
-            ValueError: the model has no trainable parameter, no matrix in its blocks, or matrices cut over ranks.
+            ValueError: the model has no trainable parameter, no matrix in its blocks, or matrices
+                cut over ranks.
         """
         inside = [name for name, layer in find_layers(model).items() if layer.block is not None]
         weights = {id(model.get_submodule(name).weight) for name in inside}
@@ -54,7 +59,8 @@ class Muon(AdamW):
         matrices = [p for p in parameters.values() if id(p) in weights and p.dim() == 2]
         if not matrices:
             raise ValueError(
-                f"optim=muon needs linear layers in the blocks of {type(model).__name__}; take optim=adamw"
+                f"optim=muon needs linear layers in the blocks of {type(model).__name__}; "
+                "take optim=adamw"
             )
         if any(_is_cut(p) for p in matrices):
             raise ValueError(self.needs_whole)
@@ -68,12 +74,17 @@ class Muon(AdamW):
             ns_steps=self.iterations,
             adjust_lr_fn="match_rms_adamw",
         )
-        return Joined(muon, self.over(rest, elementwise(model))) if rest else muon
+        if rest:
+            return Joined(muon, self.over(rest, elementwise(model)))
+        return muon
 
 
 def _is_cut(parameter: Any) -> bool:
     placements = getattr(parameter, "placements", ())
-    return any(each.is_shard() and parameter.device_mesh.size(axis) > 1 for axis, each in enumerate(placements))
+    return any(
+        each.is_shard() and parameter.device_mesh.size(axis) > 1
+        for axis, each in enumerate(placements)
+    )
 
 
 class Joined(torch.optim.Optimizer):

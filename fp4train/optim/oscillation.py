@@ -1,14 +1,17 @@
-"""OsciReset of TetraJet-v2 (arXiv:2510.27527): weights that jump between two quantised values are put on one of them.
+"""OsciReset of TetraJet-v2 (arXiv:2510.27527): weights that jump between two quantised values are
+put on one of them.
 
-Late in training a weight moves little, but near a threshold of its grid its quantised value still jumps by a whole
-step. For each weight w with quantised value Q(w), over the watched steps t,
+Late in training a weight moves little, but near a threshold of its grid its quantised value still
+jumps by a whole step. For each weight w with quantised value Q(w), over the watched steps t,
 
     ratio = Σ |Q(w_t) − Q(w_{t−1})| / Σ |w_t − w_{t−1}|
 
-is about 1 where the value follows the weight, and large where it oscillates. At the end of the watch every weight with
-ratio ≥ `ratio` becomes Q(w), the middle of its bin, from where it takes many steps to reach a threshold again.
+is about 1 where the value follows the weight, and large where it oscillates. At the end of the
+watch every weight with ratio ≥ `ratio` becomes Q(w), the middle of its bin, from where it takes
+many steps to reach a threshold again.
 
-What is watched is state of the optimizer, float32 of the weight's shape, and so part of every checkpoint:
+What is watched is state of the optimizer, float32 of the weight's shape, and so part of every
+checkpoint:
 
     oscillation_seen    the weight after the step before
     oscillation_moved   Σ |w_t − w_{t−1}|
@@ -24,7 +27,9 @@ from torch import Tensor, nn
 from fp4train.quantize import QuantSpec, quantizer
 from fp4train.text import check_least
 
-SEEN, MOVED, JUMPED = "oscillation_seen", "oscillation_moved", "oscillation_jumped"
+SEEN = "oscillation_seen"
+MOVED = "oscillation_moved"
+JUMPED = "oscillation_jumped"
 
 Watched = tuple[nn.Parameter, Callable[[Tensor], Tensor]]
 """A weight, and what gives Q(w) of it (`values_of`)."""
@@ -32,7 +37,8 @@ Watched = tuple[nn.Parameter, Callable[[Tensor], Tensor]]
 
 @dataclass(frozen=True, kw_only=True)
 class OscillationReset:
-    """The times at which weights are watched and reset; the defaults of all but `every` are those of the authors' runs.
+    """The times at which weights are watched and reset; the defaults of all but `every` are those
+    of the authors' runs.
 
     Args:
         every: a watch begins after every so many optimizer steps; 0: never.
@@ -47,17 +53,25 @@ class OscillationReset:
     start: int = 0
 
     def __post_init__(self) -> None:
-        check_least(self, "oscillation.", "every", least=0, must="a number of steps, or 0 for never")
+        check_least(
+            self, "oscillation.", "every", least=0, must="a number of steps, or 0 for never"
+        )
         check_least(self, "oscillation.", "watch")
         if self.every and self.watch >= self.every:
-            raise ValueError(f"oscillation.watch={self.watch} must be below oscillation.every={self.every}")
+            raise ValueError(
+                f"oscillation.watch={self.watch} must be below oscillation.every={self.every}"
+            )
         if not self.ratio > 1:
-            raise ValueError(f"oscillation.ratio={self.ratio} must be > 1: a value that follows its weight has 1")
+            raise ValueError(
+                f"oscillation.ratio={self.ratio} must be > 1: a value that follows its weight has 1"
+            )
         check_least(self, "oscillation.", "start", least=0, must="≥ 0")
 
 
 def why_not(spec: QuantSpec) -> str | None:
-    """Why the values of a weight have no fixed thresholds at which it could oscillate; None if they have."""
+    """Why the values of a weight have no fixed thresholds at which it could oscillate; None if they
+    have.
+    """
     if spec.random:
         return f"rounding={spec.rounding!r} draws its thresholds"
     if spec.delayed is not None:
@@ -71,7 +85,9 @@ def values_of(weight: Tensor, spec: QuantSpec) -> Tensor:
     """Q(w) as the forward pass multiplies it, float32 [N, K]."""
     decoded = quantizer(spec, weight.device.type).values(weight)
     values = decoded.values.float()
-    return values if decoded.scale is None else values * decoded.scale
+    if decoded.scale is None:
+        return values
+    return values * decoded.scale
 
 
 @torch.no_grad()
@@ -102,12 +118,17 @@ def follow(
     ending = since == settings.watch
     if ending and bool(failed):
         return None
-    count, total = torch.zeros((), device=failed.device), 0
+    count = torch.zeros((), device=failed.device)
+    total = 0
     for weight, quantised in watched:
         state = optimizer.state[weight]
         now = weight.detach()
         if since == 0:
-            state[SEEN], state[MOVED], state[JUMPED] = now.clone(), torch.zeros_like(now), torch.zeros_like(now)
+            state[SEEN], state[MOVED], state[JUMPED] = (
+                now.clone(),
+                torch.zeros_like(now),
+                torch.zeros_like(now),
+            )
             continue
         if SEEN not in state:  # the watch began in another recipe
             continue
@@ -119,7 +140,8 @@ def follow(
             # 0 ≥ 0 is no oscillation: a weight that did not move, though its block's scale may have
             reset = (state[JUMPED] >= settings.ratio * state[MOVED]) & (state[MOVED] > 0)
             weight.copy_(torch.where(reset, value, now))
-            count, total = count + reset.sum(), total + reset.numel()
+            count = count + reset.sum()
+            total = total + reset.numel()
     if not ending:
         return None
     for state in optimizer.state.values():

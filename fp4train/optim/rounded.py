@@ -1,24 +1,27 @@
-"""AdamW with moments in BF16: 4 bytes per parameter instead of 8. A step rounds them stochastically.
+"""AdamW with moments in BF16: 4 bytes per parameter instead of 8. A step rounds them
+stochastically.
 
     g ← g / d                                d: what clipping divides all gradients by, 1 for none
     m ← β₁m + (1−β₁)g       v ← β₂v + (1−β₂)g²
     w ← w·(1−lr·decay) − lr/(1−β₁ᵗ) · m / (√v/√(1−β₂ᵗ) + eps)
     m, v ← BF16
 
-all in float32 and in one pass over the weights: 20 bytes per parameter are moved (w, m and v read and written, g read),
-of 20 that must be. The step of w uses the moments before they are rounded.
+all in float32 and in one pass over the weights: 20 bytes per parameter are moved (w, m and v read
+and written, g read), of 20 that must be. The step of w uses the moments before they are rounded.
 
-Rounded to nearest, a moment that changes by less than 2⁻⁹ of itself would stand still. BF16 is the upper half of
-float32: with 16 random bits r,
+Rounded to nearest, a moment that changes by less than 2⁻⁹ of itself would stand still. BF16 is the
+upper half of float32: with 16 random bits r,
 
     BF16(x) = upper half of (bits of x + r)
 
-rounds x up with the probability that its lower half has of 2¹⁶. The mean over r is x itself, exactly.
+rounds x up with the probability that its lower half has of 2¹⁶. The mean over r is x itself,
+exactly.
 
-The bits are those of `quantize.random`, keyed by the parameter's name, its count of steps and the element: a step
-repeats after a resume, and however the weights are cut over ranks, but for those that tensor parallelism cuts in
-segments, whose rows count as their DTensor holds them. Runs with different seeds share the bits. The C kernel
-(`kernels/cpu/csrc/adamw.c`) and the Triton kernel (`kernels/triton/adamw.py`) equal `update` here in every bit.
+The bits are those of `quantize.random`, keyed by the parameter's name, its count of steps and the
+element: a step repeats after a resume, and however the weights are cut over ranks, but for those
+that tensor parallelism cuts in segments, whose rows count as their DTensor holds them. Runs with
+different seeds share the bits. The C kernel (`kernels/cpu/csrc/adamw.c`) and the Triton kernel
+(`kernels/triton/adamw.py`) equal `update` here in every bit.
 """
 
 from __future__ import annotations
@@ -44,8 +47,9 @@ from fp4train.shards import TensorShard, is_sharded, local, shard_of
 _log = logging.getLogger(__name__)
 
 TILE: Final = 64
-"""Eights of columns of a program of the Triton kernel: one per thread of two warps. Of four warps Triton 3.6 spills
-registers."""
+"""Eights of columns of a program of the Triton kernel: one per thread of two warps. Of four warps
+Triton 3.6 spills registers.
+"""
 
 MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 """The names of the two moments in the state, which are those of torch's AdamW."""
@@ -63,7 +67,9 @@ class Decays:
 
 
 class Slab(NamedTuple):
-    """Rows of this rank's box of a parameter that follow each other in the whole one, seen as a matrix."""
+    """Rows of this rank's box of a parameter that follow each other in the whole one, seen as a
+    matrix.
+    """
 
     rows: slice
     """Rows of the box, seen as [elements / last dimension, last dimension]."""
@@ -84,10 +90,11 @@ class StepNumbers(NamedTuple):
 
 
 class RoundedAdamW(torch.optim.AdamW):
-    """AdamW with moments in BF16. Its state has the names of torch's; moments in float32 are rounded when loaded.
+    """AdamW with moments in BF16. Its state has the names of torch's; moments in float32 are
+    rounded when loaded.
 
-    As torch's fused optimizers it reads `found_inf` (a float32 [], where not 0 nothing changes) and `grad_scale`
-    (a float32 [], by which it divides gradients).
+    As torch's fused optimizers it reads `found_inf` (a float32 [], where not 0 nothing changes) and
+    `grad_scale` (a float32 [], by which it divides gradients).
 
     Args:
         groups: of parameters. names: of the parameters, which key their random bits.
@@ -114,7 +121,9 @@ class RoundedAdamW(torch.optim.AdamW):
         self._step_supports_amp_scaling = True
         for parameter, name in names.items():
             if parameter.dtype != torch.float32:
-                raise ValueError(f"optim.moments=bfloat16 needs float32 weights, and {name} is {parameter.dtype}")
+                raise ValueError(
+                    f"optim.moments=bfloat16 needs float32 weights, and {name} is {parameter.dtype}"
+                )
         self._names = dict(names)
         self._slabs: dict[nn.Parameter, tuple[list[Slab], Callable[[Tensor], Tensor]]] = {}
 
@@ -133,10 +142,15 @@ class RoundedAdamW(torch.optim.AdamW):
             if not parameters:
                 continue
             steps = [self._state(p)["step"] for p in parameters]
-            failed = torch.zeros_like(steps[0]) if found_inf is None else found_inf
+            if found_inf is None:
+                failed = torch.zeros_like(steps[0])
+            else:
+                failed = found_inf
             numbers = numbers_of(torch.stack(steps) + 1, group, divisor, failed)
             beta1, beta2 = group["betas"]
-            decays = Decays(beta1=beta1, rest1=1 - beta1, beta2=beta2, rest2=1 - beta2, eps=group["eps"])
+            decays = Decays(
+                beta1=beta1, rest1=1 - beta1, beta2=beta2, rest2=1 - beta2, eps=group["eps"]
+            )
             kernel = kernel_for(failed.device.type, on_host=not isinstance(group["lr"], Tensor))
             for index, parameter in enumerate(parameters):
                 for tensors, keys in self._parts(parameter, numbers.counters[index]):
@@ -147,17 +161,30 @@ class RoundedAdamW(torch.optim.AdamW):
         state: dict[str, Any] = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            state.update({name: torch.zeros_like(parameter, dtype=torch.bfloat16) for name in MOMENTS})
+            state.update(
+                {name: torch.zeros_like(parameter, dtype=torch.bfloat16) for name in MOMENTS}
+            )
         return state
 
-    def _parts(self, parameter: nn.Parameter, counters: Tensor) -> Iterator[tuple[SlabTensors, Keys]]:
-        """Work of each call of the kernel: the tensors of a slab, and the keys of its random bits."""
+    def _parts(
+        self, parameter: nn.Parameter, counters: Tensor
+    ) -> Iterator[tuple[SlabTensors, Keys]]:
+        """Work of each call of the kernel: the tensors of a slab, and the keys of its random
+        bits.
+        """
         assert parameter.grad is not None
-        state, name = self.state[parameter], self._names[parameter]
+        state = self.state[parameter]
+        name = self._names[parameter]
         if parameter not in self._slabs:
-            self._slabs[parameter] = slabs(shard_of(parameter)), local if is_sharded(parameter) else Tensor.detach
+            self._slabs[parameter] = (
+                slabs(shard_of(parameter)),
+                local if is_sharded(parameter) else Tensor.detach,
+            )
         parts, held = self._slabs[parameter]
-        whole = [as_matrix(held(each)) for each in (parameter, parameter.grad, *(state[m] for m in MOMENTS))]
+        whole = [
+            as_matrix(held(each))
+            for each in (parameter, parameter.grad, *(state[m] for m in MOMENTS))
+        ]
         for slab in parts:
             own = (each[slab.rows] for each in whole)
             first, second = (
@@ -185,7 +212,9 @@ class SlabTensors(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """Keys of the random bits of both moments, with the step in `counters`; a slab begins `skip` columns after them."""
+    """Keys of the random bits of both moments, with the step in `counters`; a slab begins `skip`
+    columns after them.
+    """
 
     first: RandomKey
     second: RandomKey
@@ -196,14 +225,17 @@ Kernel = Callable[[SlabTensors, Keys, StepNumbers, int, Decays], None]
 """Updates one slab in place; the number is the parameter's row in `StepNumbers`."""
 
 
-def update(tensors: SlabTensors, keys: Keys, numbers: StepNumbers, index: int, decays: Decays) -> None:
+def update(
+    tensors: SlabTensors, keys: Keys, numbers: StepNumbers, index: int, decays: Decays
+) -> None:
     """The readable reference of one slab: the formulas above, in torch."""
     keep, size, correction, divisor = numbers.values[index].unbind()
     weight, gradient, first, second = tensors
     g = gradient / divisor
     m = first.float() * decays.beta1 + g * decays.rest1
     v = second.float() * decays.beta2 + (g * g) * decays.rest2
-    root = v.double().sqrt().float()  # rounded once, which the vector library behind torch's float32 root does not do
+    # rounded once, which the vector library behind torch's float32 root does not do
+    root = v.double().sqrt().float()
     moved = weight * keep - size * (m / (root / correction + decays.eps))
     for old, new in (
         (weight, moved),
@@ -214,16 +246,23 @@ def update(tensors: SlabTensors, keys: Keys, numbers: StepNumbers, index: int, d
 
 
 def rounded(x: Tensor, bits: Tensor) -> Tensor:
-    """Finite float32 → BF16, up with the probability that `bits` (int32, 0…65535, of x's shape) give it."""
+    """Finite float32 → BF16, up with the probability that `bits` (int32, 0…65535, of x's shape)
+    give it.
+    """
     upper = (x.view(torch.int32) + bits) & -65536
     return upper.view(torch.float32).bfloat16()
 
 
 def slabs(box: TensorShard) -> list[Slab]:
-    """`box` in parts whose rows follow each other in the whole tensor: one, unless a middle dimension is cut."""
+    """`box` in parts whose rows follow each other in the whole tensor: one, unless a middle
+    dimension is cut.
+    """
     if len(box.shape) < 2:
-        return [Slab(slice(0, 1), 0, *(box.offsets or (0,)))] if box.tensor.numel() else []
-    held, column = tuple(box.tensor.shape), box.offsets[-1]
+        if box.tensor.numel():
+            return [Slab(slice(0, 1), 0, *(box.offsets or (0,)))]
+        return []
+    held = tuple(box.tensor.shape)
+    column = box.offsets[-1]
     cut = next((d for d in reversed(range(1, len(held) - 1)) if held[d] != box.shape[d]), 0)
     height = math.prod(held[cut:-1])
     found = []
@@ -238,26 +277,41 @@ def slabs(box: TensorShard) -> list[Slab]:
 
 def as_matrix(tensor: Tensor) -> Tensor:
     """A tensor as [elements / last dimension, last dimension]; a vector is one row."""
-    return tensor.contiguous().view(-1, tensor.shape[-1] if tensor.dim() > 1 else max(tensor.numel(), 1))
+    return tensor.contiguous().view(
+        -1, tensor.shape[-1] if tensor.dim() > 1 else max(tensor.numel(), 1)
+    )
 
 
-def numbers_of(steps: Tensor, group: Mapping[str, Any], divisor: Tensor | None, failed: Tensor) -> StepNumbers:
+def numbers_of(
+    steps: Tensor, group: Mapping[str, Any], divisor: Tensor | None, failed: Tensor
+) -> StepNumbers:
     """The numbers of the parameters of a group, which have done `steps` steps after this one."""
     (beta1, beta2), lr, exact = group["betas"], group["lr"], steps.double()
     size = lr / (1 - beta1**exact)
     keep = torch.ones_like(exact) - torch.ones_like(exact) * lr * group["weight_decay"]
-    divided = torch.ones_like(steps) if divisor is None else divisor.expand_as(steps)
-    values = torch.stack((keep.float(), size.float(), (1 - beta2**exact).sqrt().float(), divided), dim=1)
+    if divisor is None:
+        divided = torch.ones_like(steps)
+    else:
+        divided = divisor.expand_as(steps)
+    values = torch.stack(
+        (keep.float(), size.float(), (1 - beta2**exact).sqrt().float(), divided), dim=1
+    )
     lanes = torch.arange(LANES, dtype=torch.int64, device=steps.device)
-    return StepNumbers(values, (steps.to(torch.int64)[:, None] * LANES + lanes).to(torch.int32), failed)
+    return StepNumbers(
+        values, (steps.to(torch.int64)[:, None] * LANES + lanes).to(torch.int32), failed
+    )
 
 
 def _bits(key: RandomKey, skip: int, like: Tensor) -> Tensor:
     return random_bits(key, like.shape[0], like.shape[1] + skip, like.device)[:, skip:]
 
 
-def by_c(tensors: SlabTensors, keys: Keys, numbers: StepNumbers, index: int, decays: Decays) -> None:
-    """`update` by the C extension. Reads the numbers on the host, and does nothing where the step failed."""
+def by_c(
+    tensors: SlabTensors, keys: Keys, numbers: StepNumbers, index: int, decays: Decays
+) -> None:
+    """`update` by the C extension. Reads the numbers on the host, and does nothing where the step
+    failed.
+    """
     if numbers.failed.item():
         return
     key, (rows, cols) = keys.first, tensors.weight.shape
@@ -274,7 +328,9 @@ class AdamWVariant(Decays):
     hardware: bool
 
 
-def by_triton(tensors: SlabTensors, keys: Keys, numbers: StepNumbers, index: int, decays: Decays) -> None:
+def by_triton(
+    tensors: SlabTensors, keys: Keys, numbers: StepNumbers, index: int, decays: Decays
+) -> None:
     """`update` by the Triton kernel: nothing waits for the GPU."""
     from fp4train.kernels.triton.adamw import adamw
 
@@ -309,7 +365,11 @@ def _has_c() -> bool:
 
 
 def kernel_for(device_type: str, *, on_host: bool) -> Kernel:
-    """The fastest kernel there is for a device; `on_host`: one that reads numbers on the host may be taken."""
+    """The fastest kernel there is for a device; `on_host`: one that reads numbers on the host may
+    be taken.
+    """
     if device_type == "cuda" and _has_triton():
         return by_triton
-    return by_c if device_type == "cpu" and on_host and _has_c() else update
+    if device_type == "cpu" and on_host and _has_c():
+        return by_c
+    return update

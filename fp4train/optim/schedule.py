@@ -24,9 +24,12 @@ def _steps(name: str, value: int | float, steps: int) -> int:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or not value >= 0 or (isinstance(value, float) and value > 1):
         raise ValueError(
-            f"schedule.{name}={value!r} must be a number of steps (integer) or a share between 0.0 and 1.0"
+            f"schedule.{name}={value!r} must be a number of steps (integer) or a share "
+            "between 0.0 and 1.0"
         )
-    return min(value, steps) if isinstance(value, int) else round(value * steps)
+    if isinstance(value, int):
+        return min(value, steps)
+    return round(value * steps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +57,10 @@ class Schedule:
         """Sentences about the parts of the schedule for which a run of `steps` is too short."""
         warmup = _steps("warmup", self.warmup, steps)
         if warmup and warmup >= steps:
-            return [f"schedule.warmup={self.warmup} takes all {steps} steps: the peak rate holds for none after it"]
+            return [
+                f"schedule.warmup={self.warmup} takes all {steps} steps: the peak rate holds "
+                "for none after it"
+            ]
         return []
 
     def after_warmup(self, step: int, warmup: int, steps: int) -> float:
@@ -100,17 +106,23 @@ class WSD(Schedule):
         check_choice("schedule.decay", self.decay, _DECAYS)
 
     def cooldown_start(self, steps: int) -> int:
-        warmup, cooldown = _steps("warmup", self.warmup, steps), _steps("cooldown", self.cooldown, steps)
+        warmup = _steps("warmup", self.warmup, steps)
+        cooldown = _steps("cooldown", self.cooldown, steps)
         return max(steps - cooldown, warmup)
 
     def problems(self, steps: int) -> list[str]:
-        warmup, cooldown = _steps("warmup", self.warmup, steps), _steps("cooldown", self.cooldown, steps)
+        warmup = _steps("warmup", self.warmup, steps)
+        cooldown = _steps("cooldown", self.cooldown, steps)
         found = super().problems(steps)
         if cooldown and steps > 1 and cooldown >= steps:
-            found.append(f"schedule.cooldown={self.cooldown} takes all {steps} steps: no step is at the peak rate")
+            found.append(
+                f"schedule.cooldown={self.cooldown} takes all {steps} steps: no step is at "
+                "the peak rate"
+            )
         elif warmup < steps < warmup + cooldown:
             found.append(
-                f"schedule.warmup={self.warmup} and schedule.cooldown={self.cooldown} overlap in {steps} steps: the "
+                f"schedule.warmup={self.warmup} and schedule.cooldown={self.cooldown} overlap "
+                f"in {steps} steps: the "
                 f"cooldown begins at step {warmup}, where the warm-up ends"
             )
         return found

@@ -30,7 +30,12 @@ class SGD(Constants):
         if self.nesterov and not self.momentum:
             raise ValueError("optim.nesterov=true needs optim.momentum above 0")
 
-    def over(self, parameters: Mapping[str, nn.Parameter], spared: Collection[nn.Parameter]) -> torch.optim.SGD:
+    def over(
+        self, parameters: Mapping[str, nn.Parameter], spared: Collection[nn.Parameter]
+    ) -> torch.optim.SGD:
         """torch's SGD over some parameters, by name."""
-        groups, fused = self.groups(parameters.values(), spared), has_fused(parameters)
-        return torch.optim.SGD(groups, lr=self.lr, momentum=self.momentum, nesterov=self.nesterov, fused=fused)
+        groups = self.groups(parameters.values(), spared)
+        fused = has_fused(parameters)
+        return torch.optim.SGD(
+            groups, lr=self.lr, momentum=self.momentum, nesterov=self.nesterov, fused=fused
+        )

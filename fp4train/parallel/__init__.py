@@ -1,1 +1,3 @@
-"""One run on several ranks: the mesh, what is agreed between ranks, and how a model is cut over them."""
+"""One run on several ranks: the mesh, what is agreed between ranks, and how a model is cut over
+them.
+"""

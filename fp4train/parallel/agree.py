@@ -22,7 +22,15 @@ _SEEN_SECONDS = 20.0
 _ABSENT = "not there"
 _LARGE = 2**26
 """Bytes; larger files are compared by their sizes."""
-_KERNEL_CHOICES = ("NVTE_", "NVIDIA_TF32_OVERRIDE", "ATEN_CPU_CAPABILITY", "DNNL_", "ONEDNN_", "MKL_", "TRITON_F32_")
+_KERNEL_CHOICES = (
+    "NVTE_",
+    "NVIDIA_TF32_OVERRIDE",
+    "ATEN_CPU_CAPABILITY",
+    "DNNL_",
+    "ONEDNN_",
+    "MKL_",
+    "TRITON_F32_",
+)
 """Beginnings of environment variables that change what a rank computes in the same code."""
 
 
@@ -38,7 +46,8 @@ def check_same(world: World, what: Mapping[str, Any]) -> None:
         return
     odd = next(rank for rank, each in enumerate(found) if each != found[0])
     all_values = world.gathered({key: str(value) for key, value in what.items()})
-    first, other = all_values[0], all_values[odd]
+    first = all_values[0]
+    other = all_values[odd]
     key = next((k for k in {**first, **other} if first.get(k) != other.get(k)), "something")
     raise AgreedError(
         f"the ranks do not run the same thing: {key} is {first.get(key, _ABSENT)} on rank 0 and "
@@ -48,13 +57,17 @@ def check_same(world: World, what: Mapping[str, Any]) -> None:
 
 
 def source_values(files_by_name: Mapping[str, Path]) -> dict[str, str]:
-    """Each file's checksum by its name, for `check_same`: a file that another rank lacks differs, too."""
+    """Each file's checksum by its name, for `check_same`: a file that another rank lacks differs,
+    too.
+    """
     return {f"the source {name}": _checksum(path) for name, path in files_by_name.items()}
 
 
 def own_files() -> dict[str, Path]:
-    """The files of fp4train that decide what it computes: its Python sources and its compiled extension. Two check-outs
-    may have one version, and an extension may be older than the sources beside it."""
+    """The files of fp4train that decide what it computes: its Python sources and its compiled
+    extension. Two check-outs may have one version, and an extension may be older than the sources
+    beside it.
+    """
     root = Path(fp4train.__file__).parent
     endings = (".py", *EXTENSION_SUFFIXES)
     paths = [path for path in root.rglob("*") if path.name.endswith(endings)]
@@ -63,11 +76,17 @@ def own_files() -> dict[str, Path]:
 
 def outside_settings() -> dict[str, str]:
     """The environment variables by which libraries choose other kernels, for `check_same`."""
-    return {f"the variable {name}": value for name, value in os.environ.items() if name.startswith(_KERNEL_CHOICES)}
+    return {
+        f"the variable {name}": value
+        for name, value in os.environ.items()
+        if name.startswith(_KERNEL_CHOICES)
+    }
 
 
 def _checksum(path: Path) -> str:
-    """The first digits of the file's SHA-256; of a large one, which is data, its size; "unreadable" else."""
+    """The first digits of the file's SHA-256; of a large one, which is data, its size; "unreadable"
+    else.
+    """
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -92,7 +111,8 @@ def check_shared(world: World, directory: Path) -> None:
         with world.together():
             if not world.lead and not _sees(directory / NONCE, nonce):
                 raise UserError(
-                    f"{directory} is not the directory that rank 0 trains in: it must lie on a file system that all "
+                    f"{directory} is not the directory that rank 0 trains in: it must lie on "
+                    "a file system that all "
                     "machines share; choose another run.dir"
                 )
     finally:

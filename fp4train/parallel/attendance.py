@@ -1,8 +1,10 @@
-"""Which rank the others wait for: each gives a sign in the store every few seconds, and one watches the signs.
+"""Which rank the others wait for: each gives a sign in the store every few seconds, and one watches
+the signs.
 
-A rank that is stopped (a debugger, SIGSTOP, a machine that swaps or is cut off) ends nothing by itself: the others wait
-in a collective, up to `parallel.timeout`. Rank 0 says meanwhile who gives no sign, and rank 1 says so of rank 0. A rank
-whose threads live and whose step hangs gives its signs: `train.step_timeout` finds it.
+A rank that is stopped (a debugger, SIGSTOP, a machine that swaps or is cut off) ends nothing by
+itself: the others wait in a collective, up to `parallel.timeout`. Rank 0 says meanwhile who gives
+no sign, and rank 1 says so of rank 0. A rank whose threads live and whose step hangs gives its
+signs: `train.step_timeout` finds it.
 """
 
 import logging
@@ -27,13 +29,19 @@ class Attendance:
 
     Args:
         rank: this one. size: how many there are.
-        store: a connection of its own, for one that waits answers nothing else; every rank has given its first sign.
+        store: a connection of its own, for one that waits answers nothing else; every rank has
+            given its first sign.
         named: ranks in words, with their machines.
         timeout: seconds that a collective waits.
     """
 
-    def __init__(self, rank: int, size: int, store: Any, named: Callable[[list[int]], str], timeout: float) -> None:
-        self.rank, self.store, self.named, self.timeout = rank, store, named, timeout
+    def __init__(
+        self, rank: int, size: int, store: Any, named: Callable[[list[int]], str], timeout: float
+    ) -> None:
+        self.rank = rank
+        self.store = store
+        self.named = named
+        self.timeout = timeout
         self.watched = range(1, size) if rank == 0 else range(1) if rank == 1 else range(0)
         self._signs: dict[int, bytes] = {}
         self._heard_at = dict.fromkeys(self.watched, time.monotonic())
@@ -57,7 +65,11 @@ class Attendance:
             count += 1
             try:
                 self.sign(self.store, self.rank, count)
-                self._hear(self.store.multi_get([f"sign/{rank}" for rank in self.watched]) if self.watched else [])
+                self._hear(
+                    self.store.multi_get([f"sign/{rank}" for rank in self.watched])
+                    if self.watched
+                    else []
+                )
             except DistStoreError:  # late
                 pass
             except RuntimeError:  # the store is gone, and the job ends
@@ -90,7 +102,8 @@ class Attendance:
         if fresh := [rank for rank in silent if rank not in self._silent_since]:
             self._silent_since |= {rank: self._heard_at[rank] for rank in fresh}
             self._tell(
-                "%s: no sign for %.0f s (stopped, or its machine cannot be reached); the others wait for it, up to "
+                "%s: no sign for %.0f s (stopped, or its machine cannot be reached); the "
+                "others wait for it, up to "
                 "parallel.timeout=%g s",
                 self.named(fresh),
                 now - min(self._heard_at[rank] for rank in fresh),

@@ -1,4 +1,6 @@
-"""How a run is cut over its ranks: section `parallel` of the configuration, and the mesh that it makes of them."""
+"""How a run is cut over its ranks: section `parallel` of the configuration, and the mesh that it
+makes of them.
+"""
 
 from dataclasses import dataclass
 
@@ -18,41 +20,53 @@ _SPLIT = ("zb", "zbv", "zero_bubble", "interleaved_zb", "dualpipe", "dualpipev",
 
 
 _ABSENT = {
-    "cp": "context parallelism cuts the attention of a sequence over ranks, which torch does on GPUs alone, so that no "
-    "test here could show that the loss does not depend on it; for long sequences take parallel.tp with parallel.sp, "
+    "cp": "context parallelism cuts the attention of a sequence over ranks, which torch does "
+    "on GPUs alone, so that no "
+    "test here could show that the loss does not depend on it; for long sequences take "
+    "parallel.tp with parallel.sp, "
     "which cuts tokens between the matrices, and model.recompute=true",
-    "ep": "expert parallelism sends tokens to ranks that hold some of the experts, and here each data rank multiplies "
-    "its own tokens with all experts; parallel.tp gives each rank some experts with all of their tokens, and "
+    "ep": "expert parallelism sends tokens to ranks that hold some of the experts, and here "
+    "each data rank multiplies "
+    "its own tokens with all experts; parallel.tp gives each rank some experts with all of "
+    "their tokens, and "
     "parallel.dp_shard cuts the experts' weights over ranks, and sends them as codes",
-    "norm": "the gradient norm is summed in float64 on any number of ranks, and there is nothing to choose",
+    "norm": "the gradient norm is summed in float64 on any number of ranks, and there is "
+    "nothing to choose",
 }
 
 
 def why_absent(name: str) -> str | None:
-    """Why section `parallel` has no key of this name, and what to take instead; None: it is not known for anything."""
+    """Why section `parallel` has no key of this name, and what to take instead; None: it is not
+    known for anything.
+    """
     return _ABSENT.get(name)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """The ranks of a run by their use, and how they communicate: the run, its plan, and the cost model have this one.
+    """The ranks of a run by their use, and how they communicate: the run, its plan, and the cost
+    model have this one.
 
-    Ranks are numbered with tensor parallelism innermost, then context, data shards, data replicas, and pipeline stages
-    outermost, so that those that send each other most are nearest.
+    Ranks are numbered with tensor parallelism innermost, then context, data shards, data replicas,
+    and pipeline stages outermost, so that those that send each other most are nearest.
 
     Args:
         replicate: data replicas, between which gradients are all-reduced (HSDP).
         shard: ranks that share the weights, gradients and moments of one replica (FSDP).
-        tensor: ranks that share each layer; `sequence`: norms and the residual stream are split over them, too.
+        tensor: ranks that share each layer; `sequence`: norms and the residual stream are split
+            over them, too.
         context: ranks that share each sequence.
         pipeline: stages; `virtual`: parts of the model per stage (interleaved schedules).
-        forward_first: stages run all forward passes of a step before the backward ones (GPipe), not as few as they can.
+        forward_first: stages run all forward passes of a step before the backward ones (GPipe), not
+            as few as they can.
         microbatches: forward passes per step and data rank.
         gather: how weights are gathered: "recipe" as codes and scales, "bf16", or "fp32".
         reduce_bytes: bytes of a gradient element between shards; replicas send float32.
-        joined: layers with a common input gather it once in backward and add their dx before it is scattered, in two
-            bytes per element (Megatron-LM). fp4train's layers each do their own, and add in float32.
-        hides_tensor: the collectives of tensor parallelism run beside GEMMs (asynchronous tensor parallelism).
+        joined: layers with a common input gather it once in backward and add their dx before it is
+            scattered, in two bytes per element (Megatron-LM). fp4train's layers each do their own,
+            and add in float32.
+        hides_tensor: the collectives of tensor parallelism run beside GEMMs (asynchronous tensor
+            parallelism).
     """
 
     replicate: int = 1
@@ -70,10 +84,22 @@ class Mesh:
     hides_tensor: bool = False
 
     def __post_init__(self) -> None:
-        check_least(self, "", "replicate", "shard", "tensor", "context", "pipeline", "virtual", "microbatches")
+        check_least(
+            self,
+            "",
+            "replicate",
+            "shard",
+            "tensor",
+            "context",
+            "pipeline",
+            "virtual",
+            "microbatches",
+        )
         check_choice("gather", self.gather, GATHERS)
         if self.virtual > 1 and self.pipeline == 1:
-            raise ValueError(f"virtual={self.virtual} parts per stage need a pipeline of at least 2 stages")
+            raise ValueError(
+                f"virtual={self.virtual} parts per stage need a pipeline of at least 2 stages"
+            )
 
     @property
     def gpus(self) -> int:
@@ -91,19 +117,26 @@ class Mesh:
         return waits / (self.virtual * self.microbatches + waits)
 
     def in_flight(self, stage: int) -> float:
-        """Microbatches whose activations a stage holds at once, as a share of its part of the model.
+        """Microbatches whose activations a stage holds at once, as a share of its part of the
+        model.
 
-        GPipe: all. 1F1B: p − stage; interleaved: p · (1 + (p−1)/(p·v)) on the first stage (arXiv:2205.05198), taken for
+        GPipe: all. 1F1B: p − stage; interleaved: p · (1 + (p−1)/(p·v)) on the first stage
+            (arXiv:2205.05198), taken for
         each one; at most all of them.
         """
-        p, v = self.pipeline, self.virtual
+        p = self.pipeline
+        v = self.virtual
         most = p - stage if v == 1 else p * (1 + (p - 1) / (p * v))
-        return self.microbatches if self.forward_first else min(self.microbatches, most)
+        if self.forward_first:
+            return self.microbatches
+        return min(self.microbatches, most)
 
     def __str__(self) -> str:
         names = {"replicate": "replicas", "shard": "shards", "pipeline": "stages"}
         order = ("replicate", "shard", "tensor", "context", "pipeline")
-        found = [f"{getattr(self, key)} {names.get(key, key)}" for key in order if getattr(self, key) > 1]
+        found = [
+            f"{getattr(self, key)} {names.get(key, key)}" for key in order if getattr(self, key) > 1
+        ]
         return " × ".join(found) or "1 rank"
 
     def overrides(self) -> list[str]:
@@ -118,27 +151,34 @@ class Parallel:
     """The sizes of the mesh, and what ranks send each other. A resume may change all of it.
 
     Args:
-        dp_replicate: groups of ranks that each hold the whole model; gradients are summed over them (HSDP).
-        dp_shard: ranks that share the weights, gradients and moments of one model (FSDP); -1: all ranks that
-            dp_replicate leaves.
-        pp: ranks that each hold some of the blocks (pipeline); microbatches pass from one to the next.
-            The bits are those of one stage; but a model's own random numbers (dropout) differ.
-        pp_schedule: order of forward and backward passes. "1f1b": a backward pass as soon as there is one, so that a
-            rank holds the activations of at most pp microbatches (arXiv:1806.03377). "gpipe": all forward passes, then
-            all backward ones (arXiv:1811.06965). "interleaved": 1f1b with `pp_chunks` stages per rank, which divides
+        dp_replicate: groups of ranks that each hold the whole model; gradients are summed over them
+            (HSDP).
+        dp_shard: ranks that share the weights, gradients and moments of one model (FSDP); -1: all
+            ranks that dp_replicate leaves.
+        pp: ranks that each hold some of the blocks (pipeline); microbatches pass from one to the
+            next. The bits are those of one stage; but a model's own random numbers (dropout)
+            differ.
+        pp_schedule: order of forward and backward passes. "1f1b": a backward pass as soon as there
+            is one, so that a rank holds the activations of at most pp microbatches
+            (arXiv:1806.03377). "gpipe": all forward passes, then all backward ones
+            (arXiv:1811.06965). "interleaved": 1f1b with `pp_chunks` stages per rank, which divides
             the idle time by as much (arXiv:2104.04473).
         pp_chunks: stages per rank under "interleaved".
-        tp: ranks that share every block's matrices (tensor parallelism, arXiv:1909.08053); best within one machine.
-        sp: with tp, whether tokens between the matrices are shared as well (sequence parallelism, arXiv:2205.05198).
-        amax: whose values the largest magnitude of a tensor covers. "tp": those of the ranks that share it, so that
-            codes do not depend on tp; "data": also those of the data ranks, so that they do not depend on how a batch
-            is cut; "local": this rank's alone.
-        gather: what ranks of dp_shard send each other of the weights of the blocks' layers. "recipe": codes and scales
-            where the layer's recipe quantises the weight, else values in the recipe's dtype, in every bit as on one
-            rank; BF16, which changes digits, where a weight has no such codes, as with Transformer Engine: the plan of
-            a mesh says where, and why. "bf16": values in BF16, rounded before they are quantised. "fp32": the masters.
-        reduce: what ranks of dp_shard send each other of gradients, which are summed in float32 in any case. "bf16":
-            each rank's is rounded to BF16, for half the bytes and other digits; replicas send float32.
+        tp: ranks that share every block's matrices (tensor parallelism, arXiv:1909.08053); best
+            within one machine.
+        sp: with tp, whether tokens between the matrices are shared as well (sequence parallelism,
+            arXiv:2205.05198).
+        amax: whose values the largest magnitude of a tensor covers. "tp": those of the ranks that
+            share it, so that codes do not depend on tp; "data": also those of the data ranks, so
+            that they do not depend on how a batch is cut; "local": this rank's alone.
+        gather: what ranks of dp_shard send each other of the weights of the blocks' layers.
+            "recipe": codes and scales where the layer's recipe quantises the weight, else values in
+            the recipe's dtype, in every bit as on one rank; BF16, which changes digits, where a
+            weight has no such codes, as with Transformer Engine: the plan of a mesh says where, and
+            why. "bf16": values in BF16, rounded before they are quantised. "fp32": the masters.
+        reduce: what ranks of dp_shard send each other of gradients, which are summed in float32 in
+            any case. "bf16": each rank's is rounded to BF16, for half the bytes and other digits;
+            replicas send float32.
         timeout: seconds that a rank waits for the others in a collective; then the run ends.
     """
 
@@ -157,31 +197,45 @@ class Parallel:
     def __post_init__(self) -> None:
         check_least(self, "parallel.", "dp_replicate", "pp", "tp")
         if self.dp_shard < 1 and self.dp_shard != REST:
-            raise ValueError(f"parallel.dp_shard={self.dp_shard} must be at least 1, or -1 for all ranks that are left")
+            raise ValueError(
+                f"parallel.dp_shard={self.dp_shard} must be at least 1, or -1 for all ranks "
+                "that are left"
+            )
         for name in ("dp_replicate", "dp_shard", "pp", "pp_chunks", "tp"):
             if getattr(self, name) > MOST_RANKS:
                 raise ValueError(f"parallel.{name}={getattr(self, name)} is more than {MOST_RANKS}")
         if self.pp_schedule in _SPLIT:
             raise ValueError(
-                f"parallel.pp_schedule={self.pp_schedule} runs the gradients of inputs and weights at different times, "
-                "which would run the GEMMs of every backward pass twice (a layer's backward makes both); allowed are "
+                f"parallel.pp_schedule={self.pp_schedule} runs the gradients of inputs and "
+                "weights at different times, "
+                "which would run the GEMMs of every backward pass twice (a layer's backward "
+                "makes both); allowed are "
                 f"{', '.join(SCHEDULES)}"
             )
         if self.pp_schedule not in SCHEDULES:
-            raise ValueError(f"parallel.pp_schedule={self.pp_schedule!r} must be one of {', '.join(SCHEDULES)}")
+            raise ValueError(
+                f"parallel.pp_schedule={self.pp_schedule!r} must be one of {', '.join(SCHEDULES)}"
+            )
         if self.pp_chunks < 2:
-            raise ValueError(f"parallel.pp_chunks={self.pp_chunks} must be at least 2; parallel.pp_schedule=1f1b has 1")
+            raise ValueError(
+                f"parallel.pp_chunks={self.pp_chunks} must be at least 2; "
+                "parallel.pp_schedule=1f1b has 1"
+            )
         if self.amax not in ("tp", "data", "local"):
             raise ValueError(f"parallel.amax={self.amax!r} must be tp, data or local")
         check_choice("parallel.gather", self.gather, GATHERS)
         check_choice("parallel.reduce", self.reduce, REDUCES)
         if not 1 <= self.timeout <= 1e6:
-            raise ValueError(f"parallel.timeout={self.timeout} must lie between 1 and 1000000 seconds")
+            raise ValueError(
+                f"parallel.timeout={self.timeout} must lie between 1 and 1000000 seconds"
+            )
 
     @property
     def chunks(self) -> int:
         """Stages per rank."""
-        return self.pp_chunks if self.pp > 1 and self.pp_schedule == "interleaved" else 1
+        if self.pp > 1 and self.pp_schedule == "interleaved":
+            return self.pp_chunks
+        return 1
 
     @property
     def others(self) -> int:
@@ -194,19 +248,24 @@ class Parallel:
         Raises:
             ValueError: the sizes do not go into each other.
         """
-        shards, others = self.dp_shard, self.others
+        shards = self.dp_shard
+        others = self.others
         if shards == REST:
             shards, rest = divmod(ranks, others)
             if rest or not shards:
                 given = [("dp_replicate", self.dp_replicate), ("pp", self.pp), ("tp", self.tp)]
                 said = " × ".join(f"parallel.{name}={size}" for name, size in given if size > 1)
                 raise ValueError(
-                    f"{said} does not divide the {_count(ranks)} of this run" + (_START if ranks == 1 else "")
+                    f"{said} does not divide the {_count(ranks)} of this run"
+                    + (_START if ranks == 1 else "")
                 )
         if others * shards != ranks:
-            stages = "".join(f"parallel.{k}={n} × " for k, n in (("pp", self.pp), ("tp", self.tp)) if n > 1)
+            stages = "".join(
+                f"parallel.{k}={n} × " for k, n in (("pp", self.pp), ("tp", self.tp)) if n > 1
+            )
             raise ValueError(
-                f"{stages}parallel.dp_replicate={self.dp_replicate} × parallel.dp_shard={self.dp_shard} is "
+                f"{stages}parallel.dp_replicate={self.dp_replicate} × "
+                f"parallel.dp_shard={self.dp_shard} is "
                 f"{_count(others * shards)}, and this run has {ranks}"
                 + (_START if ranks == 1 else ": parallel.dp_shard=-1 takes all that are left")
             )

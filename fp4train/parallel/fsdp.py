@@ -1,16 +1,19 @@
-"""Cut a converted model over the data ranks: FSDP2, or HSDP where several groups of ranks hold a model each.
+"""Cut a converted model over the data ranks: FSDP2, or HSDP where several groups of ranks hold a
+model each.
 
-Every block, and what is outside of the blocks, is one unit. Its float32 masters lie in parts on the ranks of
-`dp_shard`, are gathered for its forward and again for its backward pass, and freed after each. Gradients are summed,
-not averaged: the loss of a rank counts by its share of the whole batch, as that of a microbatch does, so that two ranks
-give the bits of two microbatches.
+Every block, and what is outside of the blocks, is one unit. Its float32 masters lie in parts on the
+ranks of `dp_shard`, are gathered for its forward and again for its backward pass, and freed after
+each. Gradients are summed, not averaged: the loss of a rank counts by its share of the whole batch,
+as that of a microbatch does, so that two ranks give the bits of two microbatches.
 
-Weights of the blocks' layers are gathered as `precision.gather` says: as codes, scales and amax where their recipe and
-backend allow, all others as values. What lies outside of the blocks is gathered in float32.
+Weights of the blocks' layers are gathered as `precision.gather` says: as codes, scales and amax
+where their recipe and backend allow, all others as values. What lies outside of the blocks is
+gathered in float32.
 
-Gradients may be reduced in BF16: what is sent is rounded once, and summed in float32. A reduce-scatter in BF16 would
-round each partial sum. Instead each rank sends each other one that rank's part of its own gradient, as many bytes as a
-reduce-scatter, and adds what it got in float32 in the order of ranks. Microbatches are summed in float32 before.
+Gradients may be reduced in BF16: what is sent is rounded once, and summed in float32. A
+reduce-scatter in BF16 would round each partial sum. Instead each rank sends each other one that
+rank's part of its own gradient, as many bytes as a reduce-scatter, and adds what it got in float32
+in the order of ranks. Microbatches are summed in float32 before.
 """
 
 from __future__ import annotations
@@ -37,12 +40,16 @@ if TYPE_CHECKING:
 
 
 def share_tensors(model: nn.Module, world: World, parallel: Parallel) -> None:
-    """Cut the matrices of a converted model over the tensor-parallel ranks, and tell its layers whose amaxes they take.
+    """Cut the matrices of a converted model over the tensor-parallel ranks, and tell its layers
+    whose amaxes they take.
 
     Raises:
         UserError: the model's class does not say how it is cut, or a size is not divisible.
     """
-    data = Ranks(group=world.data, rank=world.data_rank, size=world.mesh.data) if world.mesh.data > 1 else None
+    if world.mesh.data > 1:
+        data = Ranks(group=world.data, rank=world.data_rank, size=world.mesh.data)
+    else:
+        data = None
     if world.tensor is None:
         with user_errors(ValueError):
             set_data_ranks(model, amax=parallel.amax, data=data)
@@ -51,8 +58,11 @@ def share_tensors(model: nn.Module, world: World, parallel: Parallel) -> None:
         cut_tensors(model, world.tensor, sequence=parallel.sp, amax=parallel.amax, data=data)
 
 
-def distribute(model: nn.Module, world: World, gather: str = "fp32", reduce: str = "float32") -> None:
-    """Cut `model`, which has fp4train's layers and whole weights, the same on each of several ranks. In place.
+def distribute(
+    model: nn.Module, world: World, gather: str = "fp32", reduce: str = "float32"
+) -> None:
+    """Cut `model`, which has fp4train's layers and whole weights, the same on each of several
+    ranks. In place.
 
     Args:
         gather: what ranks send each other of weights, one of `precision.gather.GATHERS`.
@@ -84,7 +94,9 @@ def distribute(model: nn.Module, world: World, gather: str = "fp32", reduce: str
 
 
 def synchronise(model: nn.Module, last: bool) -> None:
-    """Set, before a microbatch, whether its gradients are summed over the ranks, with those of the ones before it."""
+    """Set, before a microbatch, whether its gradients are summed over the ranks, with those of the
+    ones before it.
+    """
     if hasattr(model, "set_requires_gradient_sync"):  # FSDP has made it one of its modules
         unit = cast("FSDPModule", model)
         unit.set_requires_gradient_sync(last)
@@ -92,7 +104,9 @@ def synchronise(model: nn.Module, last: bool) -> None:
 
 
 def join_scales(model: nn.Module, world: World) -> None:
-    """Join the layers' states over the ranks after the last backward of a step: they become the whole batch's."""
+    """Join the layers' states over the ranks after the last backward of a step: they become the
+    whole batch's.
+    """
     if world.data_mesh is not None:
         join_states(_layers(model), world)
 
@@ -115,11 +129,18 @@ class RoundedReduceScatter:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
     ) -> None:
         """Sum the parts of `input_tensor` that are this rank's into `output_tensor`."""
         assert op == dist.ReduceOp.SUM
         rounded = input_tensor.to(torch.bfloat16)
         received = torch.empty_like(rounded)
         dist.all_to_all_single(received, rounded, group=group)
-        torch.sum(received.view(group.size(), -1), dim=0, dtype=output_tensor.dtype, out=output_tensor)
+        torch.sum(
+            received.view(group.size(), -1), dim=0, dtype=output_tensor.dtype, out=output_tensor
+        )

@@ -1,16 +1,19 @@
-"""FSDP's all-gather of weights as codes and scales, quantised from the shards of the float32 master.
+"""FSDP's all-gather of weights as codes and scales, quantised from the shards of the float32
+master.
 
-Before the first forward pass of a step the amaxes of all weights are joined in one all-reduce (`begin`), over
-the shards and over the tensor-parallel ranks that hold the rest of the weights. Each rank then quantises its rows
-with the amax of the whole weight, and FSDP gathers codes and scales: for forward what fprop multiplies, for backward
-what dgrad does. The codes of the shards together are the codes of the whole weight, so training equals that of one rank
-in every bit. What is sent of a weight `precision.gather.wire_form` says.
+Before the first forward pass of a step the amaxes of all weights are joined in one all-reduce
+(`begin`), over the shards and over the tensor-parallel ranks that hold the rest of the weights.
+Each rank then quantises its rows with the amax of the whole weight, and FSDP gathers codes and
+scales: for forward what fprop multiplies, for backward what dgrad does. The codes of the shards
+together are the codes of the whole weight, so training equals that of one rank in every bit. What
+is sent of a weight `precision.gather.wire_form` says.
 
-The column-wise form of a weight, blocked along its rows, is quantised from the transposed shard, and sent transposed
-back: every part that is sent has the shards along its first dimension.
+The column-wise form of a weight, blocked along its rows, is quantised from the transposed shard,
+and sent transposed back: every part that is sent has the shards along its first dimension.
 
-FSDP2 asks a shard for what it sends (`fsdp_pre_all_gather`) and hands over what arrived (`fsdp_post_all_gather`). The
-two methods are set on the plain tensor that is the shard: optimizer, norm and checkpoints see no tensor subclass.
+FSDP2 asks a shard for what it sends (`fsdp_pre_all_gather`) and hands over what arrived
+(`fsdp_post_all_gather`). The two methods are set on the plain tensor that is the shard: optimizer,
+norm and checkpoints see no tensor subclass.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,18 +33,29 @@ from fp4train.parallel.world import SHARD, World
 from fp4train.precision.context import backward_pass, current
 from fp4train.precision.gather import wire_form
 from fp4train.precision.layer_plan import LayerPlan
-from fp4train.quantize import Own, Quantized, QuantSpec, RunStep, amax_extent, has_tensor_amax, measure_amax, quantizer
+from fp4train.quantize import (
+    Own,
+    Quantized,
+    QuantSpec,
+    RunStep,
+    amax_extent,
+    has_tensor_amax,
+    measure_amax,
+    quantizer,
+)
 from fp4train.quantize.sharded import divided_tensors, joined
 from fp4train.quantize.source import own
 
-AMAX, FUSED = "amax", "fused"
-"""Keys of the amax of a whole weight, and of the largest of the weights that share a scale with it; those of each row
-or column have the part of the weight as key."""
+AMAX = "amax"
+FUSED = "fused"
+"""Keys of the amax of a whole weight, and of the largest of the weights that share a scale with it;
+those of each row or column have the part of the weight as key.
+"""
 
 
 class WeightGather:
-    """The gathers of one weight [N, K] whose rows are cut over `ranks`, or of a group [E, N, K] of which each has whole
-    weights, so that they are quantised there as one rank quantises them.
+    """The gathers of one weight [N, K] whose rows are cut over `ranks`, or of a group [E, N, K] of
+    which each has whole weights, so that they are quantised there as one rank quantises them.
 
     Under tensor parallelism the weight is this rank's part of the layer's.
 
@@ -52,13 +66,21 @@ class WeightGather:
     """
 
     def __init__(self, layer: PlannedLayer, parameter: Any, ranks: Ranks, mode: str) -> None:
-        self.layer, self.parameter, self.ranks, self.mode = layer, parameter, ranks, mode
+        self.layer = layer
+        self.parameter = parameter
+        self.ranks = ranks
+        self.mode = mode
         self.shape: torch.Size = parameter._orig_size
         place = layer.layer_shard
-        self.cut = None if place is None or place.amax == "local" else place.cut
+        if place is None or place.amax == "local":
+            self.cut = None
+        else:
+            self.cut = place.cut
         """The features along which ranks that share the amaxes of the weight cut it."""
         self.fused: Mapping[str, WeightGather] = {}
-        """The gathers of the layers that a recipe may let share a scale with this one, itself included, by name."""
+        """The gathers of the layers that a recipe may let share a scale with this one, itself
+        included, by name.
+        """
         self._shares: QuantSpec | None = None
         """The spec of the weight whose scale others share at `step`."""
         self.step: RunStep | None = None
@@ -85,7 +107,7 @@ class WeightGather:
         shard: Tensor = self.parameter._sharded_local_tensor
         return shard
 
-    # -- before a forward pass ----------------------------------------------------------------------------------------
+    # -- before a forward pass ---------------------------------------------------------------------
 
     def begin(self, plan: LayerPlan | None, step: RunStep | None, training: bool) -> None:
         """Choose what the coming gathers send.
@@ -96,7 +118,8 @@ class WeightGather:
             training: whether a backward pass will follow.
         """
         shard = self.shard
-        if not hasattr(shard, "fsdp_pre_all_gather"):  # at first, or where another tensor became the shard
+        # at first, or where another tensor became the shard
+        if not hasattr(shard, "fsdp_pre_all_gather"):
             shard.fsdp_pre_all_gather = self.send  # type: ignore[attr-defined]
             shard.fsdp_post_all_gather = self.receive  # type: ignore[attr-defined]
             self.parameter._init_extensions()
@@ -104,15 +127,19 @@ class WeightGather:
         if step is None or step != self.step or version != self._version:
             self._made.clear()
             self.amaxes.clear()
-        self.step, self._version = step, version
+        self.step = step
+        self._version = version
         forward, backward = self._parts(plan, step)
         self.forward = forward
         if training:
-            self.backward = (
-                (*backward, *(part for part in forward if part not in backward)) if self._repeats else backward
-            )
+            if self._repeats:
+                self.backward = (*backward, *(part for part in forward if part not in backward))
+            else:
+                self.backward = backward
 
-    def _parts(self, plan: LayerPlan | None, step: RunStep | None) -> tuple[tuple[Payload, ...], tuple[Payload, ...]]:
+    def _parts(
+        self, plan: LayerPlan | None, step: RunStep | None
+    ) -> tuple[tuple[Payload, ...], tuple[Payload, ...]]:
         """The payloads of forward and of backward."""
         self._shares = None
         if plan is None:
@@ -130,8 +157,9 @@ class WeightGather:
         )
 
     def missing(self) -> Iterator[tuple[object, int, Tensor]]:
-        """The keys of the amaxes that are needed of the whole weight and not yet known; those of this rank's shard
-        among zeros, at their place in those of the whole, which is the number."""
+        """The keys of the amaxes that are needed of the whole weight and not yet known; those of
+        this rank's shard among zeros, at their place in those of the whole, which is the number.
+        """
         needed = {self._key(part): part for part in (*self.forward, *self.backward)}
         if self._shares is not None:
             needed = {key: part for key, part in needed.items() if key != FUSED} | {
@@ -147,15 +175,21 @@ class WeightGather:
                 yield key, start, vector
 
     def _key(self, part: Payload) -> object:
-        """The key of the amaxes that a part needs of what other ranks hold; None if it needs none."""
+        """The key of the amaxes that a part needs of what other ranks hold; None if it needs
+        none.
+        """
         spec = part.spec
         if spec is None or self.shard.dim() == 3:  # a rank has whole weights of a group
             return None
         if spec.delayed is not None or amax_extent(spec) == "tensor":
-            return FUSED if self._shares is not None and has_tensor_amax(spec) else AMAX
+            if self._shares is not None and has_tensor_amax(spec):
+                return FUSED
+            return AMAX
         if amax_extent(spec) != "row":
             return None
-        return part if part.column or self.cut == "in" else None
+        if part.column or self.cut == "in":
+            return part
+        return None
 
     def _slot(self, part: Payload, count: int) -> tuple[int, int]:
         """(start of this rank's `count` amaxes in those of the whole weight, their number)."""
@@ -174,51 +208,81 @@ class WeightGather:
         names = self.layer.layer.fused
         if missing := [name for name in names if name not in self.fused]:
             raise ValueError(
-                f"recipe.fused_scales: {', '.join(names)} share one scale, and {', '.join(missing)} is gathered "
-                f"otherwise: its rows do not divide over {self.ranks.size} shards; use parallel.gather=fp32"
+                f"recipe.fused_scales: {', '.join(names)} share one scale, and "
+                f"{', '.join(missing)} is gathered "
+                f"otherwise: its rows do not divide over {self.ranks.size} shards; use "
+                "parallel.gather=fp32"
             )
         self.amaxes[FUSED] = torch.stack([self.fused[name].amaxes[AMAX] for name in names]).amax()
 
     def enter(self, training: bool) -> None:
         """Take the delayed amax of the step; the weight's own enters its history."""
-        spec = next((part.spec for part in (*self.forward, *self.backward) if part.spec and part.spec.delayed), None)
+        spec = next(
+            (
+                part.spec
+                for part in (*self.forward, *self.backward)
+                if part.spec and part.spec.delayed
+            ),
+            None,
+        )
         context = current()
         if spec is None or context is None:
             return
         executor = self.layer.executor_in(context, self.shard.device)
         call = self.layer.new_call(context, executor, 0, training=training)
-        self.delayed, _ = call.weights.delayed_amax(self.amaxes[AMAX], quantizer(spec, self.shard.device.type), call)
+        self.delayed, _ = call.weights.delayed_amax(
+            self.amaxes[AMAX], quantizer(spec, self.shard.device.type), call
+        )
 
-    # -- FSDP's gather ------------------------------------------------------------------------------------------------
+    # -- FSDP's gather -----------------------------------------------------------------------------
 
     def send(
-        self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
+        self,
+        mesh: Any,
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
+        module: nn.Module,
+        mp_policy: Any,
     ) -> tuple[tuple[Tensor, ...], dict[Payload, Sent]]:
         """The tensors that this rank sends, and its payloads with their tensors."""
-        wanted = self.forward if backward_pass() == -1 else self.backward
+        if backward_pass() == -1:
+            wanted = self.forward
+        else:
+            wanted = self.backward
         sent = {part: self._make(part) for part in (self._known(each) for each in wanted)}
         tensors = tuple(tensor for each in sent.values() for tensor in each.tensors)
         layout = [(tensor.numel(), tensor.dtype) for tensor in tensors]
         if layout != self._layout:
-            self._layout, self.parameter.all_gather_outputs = layout, []
+            self._layout = layout
+            self.parameter.all_gather_outputs = []
         self._sent_at = self.step
         return tensors, sent
 
     def receive(
-        self, arrived: tuple[Tensor, ...], sent: dict[Payload, Sent], dtype: torch.dtype, *, out: Tensor | None = None
+        self,
+        arrived: tuple[Tensor, ...],
+        sent: dict[Payload, Sent],
+        dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """Take the tensors of all ranks."""
         rest = iter(arrived)
         self._received = {
-            part: each._replace(tensors=tuple(next(rest) for _ in each.tensors)) for part, each in sent.items()
+            part: each._replace(tensors=tuple(next(rest) for _ in each.tensors))
+            for part, each in sent.items()
         }
         self._received_at = self._sent_at
-        return None if out is not None else (Gathered(self, self.shape, arrived[0].device), ())
+        if out is not None:
+            return None
+        return (Gathered(self, self.shape, arrived[0].device), ())
 
     def _known(self, part: Payload) -> Payload:
         """`part`, or the master if the amax of another step would be needed."""
         key = self._key(part)
-        return part if key is None or key in self.amaxes else MASTER
+        if key is None or key in self.amaxes:
+            return part
+        return MASTER
 
     def _make(self, part: Payload) -> Sent:
         if part.spec is None:
@@ -226,7 +290,13 @@ class WeightGather:
             return Sent((self.shard.to(part.dtype),))
         if (made := self._made.get(part)) is None:
             key = self._key(part)
-            amax = self.delayed if part.spec.delayed is not None else None if key is None else self.amaxes[key]
+            amax = (
+                self.delayed
+                if part.spec.delayed is not None
+                else None
+                if key is None
+                else self.amaxes[key]
+            )
             if self.shard.dim() == 3:
                 made = self._made[part] = self._make_group(part.spec, column=part.column)
                 return made
@@ -235,11 +305,14 @@ class WeightGather:
             if part.spec.has_outer_scale:  # the scales have all that the amax says
                 shard = shard._replace(amax=None)
             tensors = divided_tensors(shard, columns=part.column)
-            made = self._made[part] = Sent(tensors, shard._replace(codes=tensors[0]))  # holds its codes once
+            # holds its codes once
+            made = self._made[part] = Sent(tensors, shard._replace(codes=tensors[0]))
         return made
 
     def _make_group(self, spec: QuantSpec, *, column: bool) -> Sent:
-        """This rank's weights of a group, which are whole: their codes, scales and amaxes, one after the other."""
+        """This rank's weights of a group, which are whole: their codes, scales and amaxes, one
+        after the other.
+        """
         make = quantizer(spec, self.shard.device.type).codes
         each = [make(w_NK.T if column else w_NK, None, None) for w_NK in self.shard]
         if spec.has_outer_scale:
@@ -249,7 +322,7 @@ class WeightGather:
         tensors = tuple(torch.stack(parts) for parts in zip(*columns, strict=True))
         return Sent(tensors, each[0]._replace(codes=tensors[0][0], scales=tensors[1][0]))
 
-    # -- what the layer takes -----------------------------------------------------------------------------------------
+    # -- what the layer takes ----------------------------------------------------------------------
 
     def form(self, form: WeightForm, call: Call) -> Prepared | None:
         """See `nn.gathered.GatheredSource`."""
@@ -287,7 +360,9 @@ class WeightGather:
 
     def fused_amax(self, call: Call) -> Tensor | None:
         """See `nn.gathered.GatheredSource`."""
-        return self.amaxes.get(FUSED) if self.step == call.position.step else None
+        if self.step == call.position.step:
+            return self.amaxes.get(FUSED)
+        return None
 
     def values(self, dtype: torch.dtype) -> Tensor:
         """See `nn.gathered.GatheredSource`."""
@@ -308,9 +383,13 @@ class WeightGather:
         return self.ranks.gather_rows(self.shard.detach())
 
     def _arrived(self, *dtypes: torch.dtype) -> Tensor | None:
-        """The weight's values in the first of `dtypes` in which they were received, and not freed since."""
+        """The weight's values in the first of `dtypes` in which they were received, and not freed
+        since.
+        """
         found = (self._received.get(Payload(None, dtype=dtype)) for dtype in dtypes)
-        return next((sent.tensors[0] for sent in found if sent is not None and _is_here(sent)), None)
+        return next(
+            (sent.tensors[0] for sent in found if sent is not None and _is_here(sent)), None
+        )
 
 
 def _is_here(sent: Sent) -> bool:
@@ -318,13 +397,19 @@ def _is_here(sent: Sent) -> bool:
 
 
 def begin(gathers: Sequence[WeightGather], largest: Callable[[Tensor], Tensor]) -> None:
-    """Reduce all amaxes that are not known yet, in one all-reduce, before a forward pass in the current context."""
+    """Reduce all amaxes that are not known yet, in one all-reduce, before a forward pass in the
+    current context.
+    """
     if backward_pass() != -1:  # recomputed: what backward sends was chosen in forward
         return
-    context, training = current(), torch.is_grad_enabled()
+    context = current()
+    training = torch.is_grad_enabled()
     step = None if context is None else context.run_step
     for each in gathers:
-        plan = None if context is None else each.layer.executor_in(context, each.shard.device).plan
+        if context is None:
+            plan = None
+        else:
+            plan = each.layer.executor_in(context, each.shard.device).plan
         each.begin(plan, step, training)
     found = [(each.amaxes, *missing) for each in gathers for missing in each.missing()]
     if found:
@@ -362,7 +447,8 @@ def gather_weights(model: nn.Module, blocks: Iterable[nn.Module], world: World, 
     for each in gathers:
         each.fused = by_name
     alone = world.mesh.tensor == 1 or any(
-        each.layer.layer_shard is not None and each.layer.layer_shard.amax == "local" for each in gathers
+        each.layer.layer_shard is not None and each.layer.layer_shard.amax == "local"
+        for each in gathers
     )
 
     largest = ranks.largest if alone else world.largest

@@ -1,13 +1,14 @@
 """How the ranks of a run begin and end together: which rank this process is, and where they meet.
 
-torchrun sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. A task of `srun` has
-SLURM_PROCID, SLURM_LOCALID and SLURM_STEP_NUM_TASKS (or SLURM_NTASKS); the first host of its node list leads, and its
-port follows from the job's number. torchrun's variables win: `srun torchrun …` sets both.
+torchrun sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. A task of
+`srun` has SLURM_PROCID, SLURM_LOCALID and SLURM_STEP_NUM_TASKS (or SLURM_NTASKS); the first host of
+its node list leads, and its port follows from the job's number. torchrun's variables win: `srun
+torchrun …` sets both.
 
-The ranks meet at a store, kept by torchrun's agent or by rank 0. Each says that it is there, and the others wait for
-it, for a time: one that does not come is named. A rank that fails leaves its word and its exit code. A thread of every
-other rank hears it and ends that rank with the same code, whatever it waits for. Ranks that lose others without a word
-count who is left, and name who is not.
+The ranks meet at a store, kept by torchrun's agent or by rank 0. Each says that it is there, and
+the others wait for it, for a time: one that does not come is named. A rank that fails leaves its
+word and its exit code. A thread of every other rank hears it and ends that rank with the same code,
+whatever it waits for. Ranks that lose others without a word count who is left, and name who is not.
 """
 
 from __future__ import annotations
@@ -30,8 +31,14 @@ from fp4train.errors import LostError, UserError
 from fp4train.parallel.attendance import Attendance
 from fp4train.worker import within
 
-_OTHERS = {"OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpiexec", "PMIX_RANK": "mpirun", "MPI_LOCALNRANKS": "mpirun"}
-_FIRST_PORT, _PORTS = 20_000, 10_000
+_OTHERS = {
+    "OMPI_COMM_WORLD_SIZE": "mpirun",
+    "PMI_SIZE": "mpiexec",
+    "PMIX_RANK": "mpirun",
+    "MPI_LOCALNRANKS": "mpirun",
+}
+_FIRST_PORT = 20_000
+_PORTS = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,16 +68,22 @@ def find_place(environment: Mapping[str, str]) -> ProcessRank:
     """The place that a launcher gave this process; a world of one where none did.
 
     Raises:
-        UserError: the variables contradict each other, one is missing, or the launcher is not one that is read.
+        UserError: the variables contradict each other, one is missing, or the launcher is not one
+            that is read.
     """
     if "RANK" in environment or "WORLD_SIZE" in environment:
         return _of_torchrun(environment)
     if "SLURM_STEP_ID" in environment and "SLURM_PROCID" in environment:
         return _of_slurm(environment)
     for name, launcher in _OTHERS.items():
-        if name in environment and environment.get(name) != "1" and "SLURM_JOB_ID" not in environment:
+        if (
+            name in environment
+            and environment.get(name) != "1"
+            and "SLURM_JOB_ID" not in environment
+        ):
             raise UserError(
-                f"{launcher} started this process ({name}={environment[name]}), and fp4train does not read its "
+                f"{launcher} started this process ({name}={environment[name]}), and fp4train "
+                "does not read its "
                 "variables: each process would train the whole batch. Use torchrun or srun"
             )
     return ProcessRank()
@@ -86,7 +99,9 @@ def _of_torchrun(environment: Mapping[str, str]) -> ProcessRank:
         return ProcessRank(attempt=attempt)
     address = environment.get("MASTER_ADDR")
     if not address:
-        raise UserError(f"WORLD_SIZE={size}, but MASTER_ADDR is not set: start the ranks with torchrun or srun")
+        raise UserError(
+            f"WORLD_SIZE={size}, but MASTER_ADDR is not set: start the ranks with torchrun or srun"
+        )
     return ProcessRank(
         rank=rank,
         size=size,
@@ -99,7 +114,10 @@ def _of_torchrun(environment: Mapping[str, str]) -> ProcessRank:
 
 
 def _of_slurm(environment: Mapping[str, str]) -> ProcessRank:
-    tasks = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
+    if "SLURM_STEP_NUM_TASKS" in environment:
+        tasks = "SLURM_STEP_NUM_TASKS"
+    else:
+        tasks = "SLURM_NTASKS"
     size = _number(environment, tasks, least=1)
     rank = _number(environment, "SLURM_PROCID", below=size)
     if size == 1:
@@ -107,11 +125,15 @@ def _of_slurm(environment: Mapping[str, str]) -> ProcessRank:
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_NODELIST", "")
     address = environment.get("MASTER_ADDR") or first_host(nodes)
     if not address:
-        raise UserError(f"{tasks}={size}, but neither MASTER_ADDR nor SLURM_NODELIST says which host leads")
+        raise UserError(
+            f"{tasks}={size}, but neither MASTER_ADDR nor SLURM_NODELIST says which host leads"
+        )
     job = _number(environment, "SLURM_JOB_ID", default=0)
-    # SLURM_TASKS_PER_NODE has forms like 4(x2),3: the count of this machine is not needed but for messages.
+    # SLURM_TASKS_PER_NODE has forms like 4(x2),3: the count of this machine is not needed but for
+    # messages.
     local_size = re.match(
-        r"\d+", environment.get("SLURM_STEP_TASKS_PER_NODE", environment.get("SLURM_TASKS_PER_NODE", ""))
+        r"\d+",
+        environment.get("SLURM_STEP_TASKS_PER_NODE", environment.get("SLURM_TASKS_PER_NODE", "")),
     )
     local_rank = _number(environment, "SLURM_LOCALID", default=0)
     return ProcessRank(
@@ -120,7 +142,9 @@ def _of_slurm(environment: Mapping[str, str]) -> ProcessRank:
         local_rank=local_rank,
         local_size=max(local_rank + 1, int(local_size[0]) if local_size else 1),
         address=address,
-        port=_number(environment, "MASTER_PORT", least=1, below=65_536, default=_FIRST_PORT + job % _PORTS),
+        port=_number(
+            environment, "MASTER_PORT", least=1, below=65_536, default=_FIRST_PORT + job % _PORTS
+        ),
         attempt=_number(environment, "SLURM_RESTART_COUNT", default=0),
     )
 
@@ -128,7 +152,9 @@ def _of_slurm(environment: Mapping[str, str]) -> ProcessRank:
 def first_host(nodes: str) -> str:
     """The first host of a Slurm node list: "gpu[07-12,20],login" → "gpu07"; "" of an empty one."""
     head = re.match(r"([^,\[\s]*)(?:\[(\w+)[^\]]*\]([^,\[]*))?", nodes.strip())
-    return "" if head is None else head[1] + (head[2] or "") + (head[3] or "")
+    if head is None:
+        return ""
+    return head[1] + (head[2] or "") + (head[3] or "")
 
 
 def _number(
@@ -143,10 +169,19 @@ def _number(
     if text is None:
         if default is not None:
             return default
-        raise UserError(f"{name} is not set, though other variables of a launcher are: use torchrun or srun")
-    if not re.fullmatch(r"\d{1,18}", text) or int(text) < least or (below is not None and int(text) >= below):
+        raise UserError(
+            f"{name} is not set, though other variables of a launcher are: use torchrun or srun"
+        )
+    if (
+        not re.fullmatch(r"\d{1,18}", text)
+        or int(text) < least
+        or (below is not None and int(text) >= below)
+    ):
         upto = "" if below is None else f" below {below}"
-        raise UserError(f"{name}={text!r} must be a whole number from {least}{upto}: what started this process set it")
+        raise UserError(
+            f"{name}={text!r} must be a whole number from {least}{upto}: what started this "
+            "process set it"
+        )
     return int(text)
 
 
@@ -171,7 +206,9 @@ class Meeting:
     """
 
     def __init__(self, place: ProcessRank, store: Any, listening: Any, *, keeps: bool) -> None:
-        self.place, self.store, self.keeps = place, store, keeps
+        self.place = place
+        self.store = store
+        self.keeps = keeps
         self.hosts: list[str] = []
         """Host names of the ranks, once they have met."""
         self.first_word: str | None = None
@@ -190,11 +227,14 @@ class Meeting:
         Raises:
             LostError: a rank does not come within `PATIENCE`, or `timeout`.
         """
-        # torchrun's agent keeps the store itself; elsewhere rank 0 does. An attempt does not read the keys of the one
-        # before.
+        # torchrun's agent keeps the store itself; elsewhere rank 0 does. An attempt does not read
+        # the keys of the one before.
         keeps = place.lead and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        patience, where, address = min(timeout, PATIENCE), f"{place.address}:{place.port}", str(place.address)
-        bound, everyone = timedelta(seconds=patience), [f"here/{rank}" for rank in range(place.size)]
+        patience = min(timeout, PATIENCE)
+        where = f"{place.address}:{place.port}"
+        address = str(place.address)
+        bound = timedelta(seconds=patience)
+        everyone = [f"here/{rank}" for rank in range(place.size)]
         try:
             stores = [
                 PrefixStore(
@@ -204,7 +244,10 @@ class Meeting:
                 for own in (keeps, False, False)
             ]
         except RuntimeError as error:
-            text = f"rank {place.rank} of {place.size} does not reach rank 0 at {where} within {patience:g} s: {error}"
+            text = (
+                f"rank {place.rank} of {place.size} does not reach rank 0 at {where} within "
+                f"{patience:g} s: {error}"
+            )
             speaks = place.rank == 1 or place.local_rank == 0
             raise LostError(text.splitlines()[0], speaks=speaks) from error
         *own_stores, signs = stores
@@ -216,16 +259,23 @@ class Meeting:
             found.hosts = [host.decode() for host in found.store.multi_get(everyone)]
         except RuntimeError as error:
             absent = found._named(within(GRACE, lambda: found._without("here"), [0]))
-            text = f"{absent} did not come to {where} within {patience:g} s: not started, or ended before the ranks met"
+            text = (
+                f"{absent} did not come to {where} within {patience:g} s: not started, or ended "
+                "before the ranks met"
+            )
             raise LostError(text, speaks=found.announce(LostError.exit_code, text)) from error
         found.store.set_timeout(timedelta(seconds=timeout))
         Attendance(place.rank, place.size, signs, found._named, timeout).start()
         return found
 
     def announce(self, code: int, word: str) -> bool:
-        """Leave why this rank ends for the others; whether it is the first to do so, whose word is to be printed."""
+        """Leave why this rank ends for the others; whether it is the first to do so, whose word is
+        to be printed.
+        """
         self._own = f"{code} {word}"
-        first = within(GRACE, lambda: str(self.store.compare_set(_WORD, "", self._own).decode()), None)
+        first = within(
+            GRACE, lambda: str(self.store.compare_set(_WORD, "", self._own).decode()), None
+        )
         if first is None:  # the store is gone, and rank 0 with it: one rank per machine speaks
             self._listener.join(GRACE)
             return self.first_word is None and (self.place.rank == 1 or self.place.local_rank == 0)
@@ -235,18 +285,26 @@ class Meeting:
     @property
     def code(self) -> int:
         """The exit code of the first word; 0: none was heard."""
-        return 0 if self.first_word is None else int(self.first_word.partition(" ")[0])
+        if self.first_word is None:
+            return 0
+        return int(self.first_word.partition(" ")[0])
 
     def lost(self) -> str | None:
-        """The names of the ranks that are not there any more, "" if all are; None: one of them gave a word."""
+        """The names of the ranks that are not there any more, "" if all are; None: one of them gave
+        a word.
+        """
         if self.first_word is not None:
             return None
         keeper: list[int] | None = [0]  # a store that does not answer is that of rank 0
         silent = within(2 * GRACE, self._silent, keeper)
-        return None if silent is None or self.first_word is not None else self._named(silent)
+        if silent is None or self.first_word is not None:
+            return None
+        return self._named(silent)
 
     def leave(self, code: int) -> NoReturn:
-        """End this process; if the store ends with it, when the others have heard a word, or have ended."""
+        """End this process; if the store ends with it, when the others have heard a word, or have
+        ended.
+        """
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):
                 stream.flush()
@@ -270,8 +328,13 @@ class Meeting:
         """ "rank 3 on gpu07", "ranks 1, 2, 3, 4 and 12 others"."""
         if len(ranks) == 1:
             return f"rank {ranks[0]}" + (f" on {self.hosts[ranks[0]]}" if self.hosts else "")
-        others = f" and {len(ranks) - 4} others" if len(ranks) > 4 else ""
-        return f"ranks {', '.join(map(str, ranks[:4]))}{others}" if ranks else ""
+        if len(ranks) > 4:
+            others = f" and {len(ranks) - 4} others"
+        else:
+            others = ""
+        if ranks:
+            return f"ranks {', '.join(map(str, ranks[:4]))}{others}"
+        return ""
 
     def _listen(self, listening: Any) -> None:
         with suppress(RuntimeError):  # of a store that is gone

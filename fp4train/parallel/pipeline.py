@@ -1,18 +1,21 @@
-"""The microbatches of a step or an evaluation through the model: one after another, or over the stages of a pipeline.
+"""The microbatches of a step or an evaluation through the model: one after another, or over the
+stages of a pipeline.
 
-The stages are torch's (`torch.distributed.pipelining`), with two additions. Each microbatch runs in a context of its
-own: the place of its tokens in the batch keys the random bits, and its layers share what they quantise. What stages
-send each other has the shape and dtype that this file says: torch would find them by a forward pass on meta tensors,
-outside of that context, in another dtype. A tensor-parallel rank sends the tokens that it holds to the rank with the
-same ones on the next stage.
+The stages are torch's (`torch.distributed.pipelining`), with two additions. Each microbatch runs in
+a context of its own: the place of its tokens in the batch keys the random bits, and its layers
+share what they quantise. What stages send each other has the shape and dtype that this file says:
+torch would find them by a forward pass on meta tensors, outside of that context, in another dtype.
+A tensor-parallel rank sends the tokens that it holds to the rank with the same ones on the next
+stage.
 
-A pipeline gives the bits of one stage: gradients are summed in the order of microbatches, and a block's input and its
-gradient are sent in the dtype in which they would have been kept.
+A pipeline gives the bits of one stage: gradients are summed in the order of microbatches, and a
+block's input and its gradient are sent in the dtype in which they would have been kept.
 
-A weight may lie on two stages: the embedding on the first and, tied to it, the head on the last. The first stage owns
-it: it alone has a gradient, moments and a place in the checkpoint. Per microbatch the last stage sends it the gradient
-of its copy, so that the sum is the one of a single stage in every bit; after an optimizer step it sends the new weight
-back. Both cost V·D·4 bytes, per microbatch and per step; tensor-parallel ranks each send their part.
+A weight may lie on two stages: the embedding on the first and, tied to it, the head on the last.
+The first stage owns it: it alone has a gradient, moments and a place in the checkpoint. Per
+microbatch the last stage sends it the gradient of its copy, so that the sum is the one of a single
+stage in every bit; after an optimizer step it sends the new weight back. Both cost V·D·4 bytes, per
+microbatch and per step; tensor-parallel ranks each send their part.
 """
 
 from __future__ import annotations
@@ -37,7 +40,9 @@ from fp4train.shards import like, local
 
 _FULL = ("stage_output", "output_grads", "input_values")
 AT_A_TIME = 4
-"""Microbatches per stage of an evaluation: a stage keeps a place for the input of each, and idles for a fifth."""
+"""Microbatches per stage of an evaluation: a stage keeps a place for the input of each, and idles
+for a fifth.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +91,13 @@ class Pipeline:
         parallel: Parallel,
         world: World,
     ) -> None:
-        self.stages, self.model, self.cut, self.inventory, self.tied = stages, model, cut, inventory, tied
-        self.parallel, self.world = parallel, world
+        self.stages = stages
+        self.model = model
+        self.cut = cut
+        self.inventory = inventory
+        self.tied = tied
+        self.parallel = parallel
+        self.world = world
         self.tensor: TokenRanks | None = getattr(model, "tensor", None)
         self.count = world.mesh.pipeline * len(stages)
         self._microbatches: list[Microbatch] = []
@@ -96,32 +106,40 @@ class Pipeline:
         self._schedules: dict[tuple[object, ...], tuple[Any, list[Any]]] = {}
 
     def train(self, microbatches: list[Microbatch], weight: float) -> list[Tensor]:
-        """Forward and backward passes of all microbatches, each loss times `weight`; the losses, on the last stage."""
+        """Forward and backward passes of all microbatches, each loss times `weight`; the losses, on
+        the last stage.
+        """
         self._weight = weight
         self._run(microbatches, training=True)
         if self.tied is not None:
             self.tied.settle()
-        found, self._losses = self._losses, []
+        found = self._losses
+        self._losses = []
         return found
 
     def evaluate(self, microbatches: Iterable[Microbatch]) -> Iterator[Tensor]:
-        """Forward passes alone; the losses, on the last stage. As many at a time as stages may hold the inputs of."""
+        """Forward passes alone; the losses, on the last stage. As many at a time as stages may hold
+        the inputs of.
+        """
         rest = iter(microbatches)
         while group := list(islice(rest, AT_A_TIME * self.count)):
             with torch.no_grad():
                 self._run(group, training=False)
-            found, self._losses = self._losses, []
+            found = self._losses
+            self._losses = []
             yield from found
 
     def copy_tied(self) -> None:
-        """Make the last stage's copy of a tied weight equal to the first stage's, which has changed."""
+        """Make the last stage's copy of a tied weight equal to the first stage's, which has
+        changed.
+        """
         if self.tied is None or self.world.stage not in (0, self.world.mesh.pipeline - 1):
             return
         owner = self.world.stage == 0
         ((copy, own),) = self.inventory.tied.items()
         self.tied.copy(self.model.get_parameter(own if owner else copy), owner=owner)
 
-    # -- torch's schedules --------------------------------------------------------------------------------------------
+    # -- torch's schedules -------------------------------------------------------------------------
 
     def _run(self, microbatches: list[Microbatch], *, training: bool) -> None:
         self._microbatches = microbatches
@@ -138,14 +156,24 @@ class Pipeline:
             inputs = (torch.cat([each.tokens_BT for each in microbatches]),)
         if self.count - 1 in self.stages:
             named["targets_BT"] = torch.cat([each.targets_BT for each in microbatches])
-        # torch's `target` goes to the function of the loss, which the last stage has computed already.
-        schedule.step(*inputs, target=torch.arange(len(microbatches)), return_outputs=False, **named)
+        # torch's `target` goes to the function of the loss, which the last stage has computed
+        # already.
+        schedule.step(
+            *inputs, target=torch.arange(len(microbatches)), return_outputs=False, **named
+        )
         for each in stages:
             each.clear_runtime_states()
         self._microbatches = []
 
-    def _schedule(self, count: int, shape: torch.Size, dtype: torch.dtype, training: bool) -> tuple[Any, list[Any]]:
-        from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleLoopedBFS
+    def _schedule(
+        self, count: int, shape: torch.Size, dtype: torch.dtype, training: bool
+    ) -> tuple[Any, list[Any]]:
+        from torch.distributed.pipelining import (
+            Schedule1F1B,
+            ScheduleGPipe,
+            ScheduleInterleaved1F1B,
+            ScheduleLoopedBFS,
+        )
 
         stages = [self._stage(index, shape, dtype, training) for index in self.stages]
         loss = self._weighted if training else None
@@ -171,13 +199,22 @@ class Pipeline:
             """A stage that runs each microbatch in its context."""
 
             def forward_one_chunk(
-                self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = True
+                self,
+                fwd_chunk_id: int,
+                args: Any,
+                kwargs: Any = None,
+                save_forward_output: bool = True,
             ) -> Any:
                 # Targets are for the last of a rank's stages only.
-                named = {**(kwargs if self.is_last else {}), **({} if self.is_first else {"time": shape[1]})}
+                named = {
+                    **(kwargs if self.is_last else {}),
+                    **({} if self.is_first else {"time": shape[1]}),
+                }
                 try:
                     with pipeline._microbatches[fwd_chunk_id].context():
-                        output = super().forward_one_chunk(fwd_chunk_id, args, named, save_forward_output)
+                        output = super().forward_one_chunk(
+                            fwd_chunk_id, args, named, save_forward_output
+                        )
                 except RuntimeError as error:  # torch wraps what was raised
                     raise error.__cause__ or error from None
                 if self.is_last:
@@ -188,14 +225,19 @@ class Pipeline:
                 self, backward_type: Any, bwd_kwargs: Any, last_backward: bool = False
             ) -> Any:
                 if not isinstance(self.submod, FSDPModule):
-                    return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
-                # torch's keeps all weights of the stage gathered from the first backward pass to the last. Gradients
-                # are summed over the ranks when all passes have run.
+                    return super().backward_maybe_with_nosync(
+                        backward_type, bwd_kwargs, last_backward
+                    )
+                # torch's keeps all weights of the stage gathered from the first backward pass to
+                # the last. Gradients are summed over the ranks when all passes have run.
                 synchronise(self.submod, last=False)
                 return stage_backward(**{key: bwd_kwargs[key] for key in _FULL}), None
 
         sizes = (*shape, self.cut.width)
-        held = sizes if self.tensor is None else self.tensor.stream(*sizes)
+        if self.tensor is None:
+            held = sizes
+        else:
+            held = self.tensor.stream(*sizes)
         stream = torch.empty(held, dtype=dtype, device="meta", requires_grad=training)
         loss = torch.empty((), device="meta", requires_grad=training)
         return ContextStage(
@@ -203,7 +245,9 @@ class Pipeline:
             index,
             self.count,
             self.world.device,
-            input_args=torch.empty(shape, dtype=torch.int64, device="meta") if index == 0 else stream,
+            input_args=torch.empty(shape, dtype=torch.int64, device="meta")
+            if index == 0
+            else stream,
             output_args=loss if index == self.count - 1 else stream,
             group=self.world.pipeline,
         )
@@ -212,8 +256,8 @@ class Pipeline:
 def _let_blocks_gather(schedule: Any) -> None:
     """Let each block of interleaved stages gather its weights in every pass, as without stages.
 
-    torch gathers those of a whole stage before its first pass, when this step's codes do not exist yet
-    (`gather.begin`), and keeps them until its last one.
+    torch gathers those of a whole stage before its first pass, when this step's codes do not exist
+    yet (`gather.begin`), and keeps them until its last one.
     """
     from torch.distributed.pipelining.schedules import RESHARD, UNSHARD
 
@@ -239,7 +283,8 @@ class TiedWeight:
         own = (world.data_rank, 0 if world.tensor is None else world.tensor.get_local_rank())
         at = {place: rank for rank, place in enumerate(world.gathered((world.stage, *own)))}
         self.group: dist.ProcessGroup | None = None
-        # A group of its own: between two ranks of one group messages are matched by their order alone.
+        # A group of its own: between two ranks of one group messages are matched by their order
+        # alone.
         for place in product(range(world.mesh.data), range(world.mesh.tensor)):
             pair = [at[0, *place], at[world.mesh.pipeline - 1, *place]]
             group = dist.new_group(pair, timeout=timedelta(seconds=timeout))
@@ -248,7 +293,9 @@ class TiedWeight:
         self._sent: list[tuple[Tensor, dist.Work]] = []
 
     def send(self, gradient: Tensor) -> None:
-        """Give the gradient of the copy in one microbatch to the first stage, in the order of backward passes."""
+        """Give the gradient of the copy in one microbatch to the first stage, in the order of
+        backward passes.
+        """
         gradient = local(gradient).contiguous()
         work = dist.isend(gradient, group=self.group, group_dst=0)
         assert work is not None
@@ -268,7 +315,9 @@ class TiedWeight:
 
     @torch.no_grad()
     def copy(self, weight: Tensor, *, owner: bool) -> None:
-        """Make the copy on the last stage equal to the `weight` of the first; each rank its part."""
+        """Make the copy on the last stage equal to the `weight` of the first; each rank its
+        part.
+        """
         if owner:
             dist.send(local(weight).detach(), group=self.group, group_dst=1)
         else:

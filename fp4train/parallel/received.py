@@ -1,4 +1,6 @@
-"""Payloads of gathered weights: the codes or values that ranks send each other, and the forms that layers take."""
+"""Payloads of gathered weights: the codes or values that ranks send each other, and the forms that
+layers take.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ class Payload(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """The tensors that one rank sends of a payload, and the quantised shard of which they are; None: of values."""
+    """The tensors that one rank sends of a payload, and the quantised shard of which they are;
+    None: of values.
+    """
 
     tensors: tuple[Tensor, ...]
     shard: Quantized | None = None
@@ -52,7 +56,9 @@ class MemberGather:
     """One weight [N, K] of a gathered group, as a `nn.gathered.GatheredSource`."""
 
     def __init__(self, group: WeightGather, index: int) -> None:
-        self._group, self._index, self.rounds = group, index, group.rounds
+        self._group = group
+        self._index = index
+        self.rounds = group.rounds
 
     def form(self, form: WeightForm, call: Call) -> Prepared | None:
         """See `nn.gathered.GatheredSource`."""
@@ -80,11 +86,15 @@ class MemberGather:
 
     def member(self, index: int) -> NoReturn:
         """A weight has none."""
-        raise TypeError(f"weight {self._index} of {self._group.layer.layer.name} is a matrix, without members")
+        raise TypeError(
+            f"weight {self._index} of {self._group.layer.layer.name} is a matrix, without members"
+        )
 
 
 def form_of(source: WeightGather | MemberGather, form: WeightForm, call: Call) -> Prepared | None:
-    """A gathered weight in a form, from its codes or from values that a layer in high precision takes."""
+    """A gathered weight in a form, from its codes or from values that a layer in high precision
+    takes.
+    """
     if form.spec is None:
         return form.finish(Decoded(source.values(form.dtype), None))
     codes = form.operand.shared
@@ -94,7 +104,9 @@ def form_of(source: WeightGather | MemberGather, form: WeightForm, call: Call) -
     arrived = source.codes(part, call)
     if arrived is not None and form.of_transpose and not part.column:
         arrived = turned(arrived)
-    return None if arrived is None else form.finish(arrived)
+    if arrived is None:
+        return None
+    return form.finish(arrived)
 
 
 def rounded_from(codes: Quantized | None) -> Tensor | None:

@@ -1,8 +1,8 @@
 """Cut a converted model into the stages of a pipeline.
 
-Blocks are shared out by what they multiply per token, the head included: see `share_blocks`. Names stay those
-of the whole model: layers have been given theirs, with their positions, by `convert`, and a stage's list of blocks has
-the whole list's keys.
+Blocks are shared out by what they multiply per token, the head included: see `share_blocks`. Names
+stay those of the whole model: layers have been given theirs, with their positions, by `convert`,
+and a stage's list of blocks has the whole list's keys.
 """
 
 import copy
@@ -22,30 +22,47 @@ def cut_of(model: nn.Module, parallel: Parallel) -> StageCut:
     """How `model` says that it is cut into stages.
 
     Raises:
-        ValueError: it does not say so, leaves weights out, or has fewer blocks than there are stages.
+        ValueError: it does not say so, leaves weights out, or has fewer blocks than there are
+            stages.
     """
     kind = type(model).__name__
     if not hasattr(model, "fp4train_stages") or not hasattr(model, "stage"):
         raise ValueError(
-            f"parallel.pp={parallel.pp}: {kind} does not say how it is cut into stages. Give it a method "
-            "fp4train_stages and an attribute stage (models/llama is an example), or use parallel.pp=1"
+            f"parallel.pp={parallel.pp}: {kind} does not say how it is cut into stages. Give "
+            "it a method "
+            "fp4train_stages and an attribute stage (models/llama is an example), or use "
+            "parallel.pp=1"
         )
     cut = cast(Pipelined, model).fp4train_stages()
     named = (cut.blocks, *cut.first, *cut.last)
     if strange := [name for name in named if name not in dict(model.named_children())]:
-        raise ValueError(f"{kind}.fp4train_stages names {strange[0]!r}, which is not a module directly in the model")
-    if left := [name for name, _ in model.named_parameters() if name.partition(".")[0] not in named]:
         raise ValueError(
-            f"{kind}.fp4train_stages leaves out {left[0]}: each weight must be in a block, or on the first or "
+            f"{kind}.fp4train_stages names {strange[0]!r}, which is not a module directly in "
+            "the model"
+        )
+    if left := [
+        name for name, _ in model.named_parameters() if name.partition(".")[0] not in named
+    ]:
+        raise ValueError(
+            f"{kind}.fp4train_stages leaves out {left[0]}: each weight must be in a block, or "
+            "on the first or "
             "the last stage"
         )
-    blocks, stages = len(_blocks(model, cut)), parallel.pp * parallel.chunks
+    blocks = len(_blocks(model, cut))
+    stages = parallel.pp * parallel.chunks
     if blocks < stages:
-        each = f" × parallel.pp_chunks={parallel.chunks}" if parallel.chunks > 1 else ""
+        if parallel.chunks > 1:
+            each = f" × parallel.pp_chunks={parallel.chunks}"
+        else:
+            each = ""
         most = blocks // parallel.chunks
-        instead = f"parallel.pp may be at most {most}" if most > 1 else "use parallel.pp=1"
+        if most > 1:
+            instead = f"parallel.pp may be at most {most}"
+        else:
+            instead = "use parallel.pp=1"
         raise ValueError(
-            f"{blocks} block{'s' * (blocks != 1)} cannot be divided over parallel.pp={parallel.pp}{each} stages, which "
+            f"{blocks} block{'s' * (blocks != 1)} cannot be divided over "
+            f"parallel.pp={parallel.pp}{each} stages, which "
             f"need one each; {instead}"
         )
     return cut
@@ -61,21 +78,32 @@ def check_microbatches(count: int, parallel: Parallel) -> None:
     if count < pp:
         idle = (pp - 1) / (parallel.chunks * count + pp - 1)
         raise ValueError(
-            f"{count} microbatch{'es' * (count != 1)} per rank cannot fill parallel.pp={pp} stages (idle for "
-            f"{idle:.0%} of a step): choose a smaller train.microbatch, a larger train.batch_size or a smaller "
-            f"parallel.pp, so that train.batch_size is at least {pp} × train.microbatch × data ranks"
+            f"{count} microbatch{'es' * (count != 1)} per rank cannot fill parallel.pp={pp} "
+            "stages (idle for "
+            f"{idle:.0%} of a step): choose a smaller train.microbatch, a larger "
+            "train.batch_size or a smaller "
+            f"parallel.pp, so that train.batch_size is at least {pp} × train.microbatch × "
+            "data ranks"
         )
     if parallel.pp_schedule == "interleaved" and count % (count // pp):
         raise ValueError(
-            f"parallel.pp_schedule=interleaved does not take {count} microbatches per rank: make them a multiple of "
-            f"parallel.pp={pp} by train.batch_size or train.microbatch, or use parallel.pp_schedule=1f1b"
+            f"parallel.pp_schedule=interleaved does not take {count} microbatches per rank: "
+            "make them a multiple of "
+            f"parallel.pp={pp} by train.batch_size or train.microbatch, or use "
+            "parallel.pp_schedule=1f1b"
         )
 
 
 def cut_stages(
-    model: nn.Module, cut: StageCut, inventory: Inventory, parallel: Parallel, world: World, time: int
+    model: nn.Module,
+    cut: StageCut,
+    inventory: Inventory,
+    parallel: Parallel,
+    world: World,
+    time: int,
 ) -> Pipeline:
-    """This rank's stages of `model`, which shares its modules with them; what it does not hold is freed with `model`.
+    """This rank's stages of `model`, which shares its modules with them; what it does not hold is
+    freed with `model`.
 
     Args:
         model: a converted model with whole weights, the same on every rank, or on the meta device.
@@ -85,12 +113,20 @@ def cut_stages(
     count = parallel.pp * parallel.chunks
     blocks = _blocks(model, cut)
     shares = share_blocks(*multiplied(model, [*blocks.values()], time), count)
-    tied = TiedWeight(world, parallel.timeout) if inventory.tied else None
+    if inventory.tied:
+        tied = TiedWeight(world, parallel.timeout)
+    else:
+        tied = None
 
     def part(indices: Iterable[int]) -> nn.Module:
         held = list(indices)
-        first, last = 0 in held, count - 1 in held
-        names = {name for index in held for name in list(blocks)[shares[index].start : shares[index].stop]}
+        first = 0 in held
+        last = count - 1 in held
+        names = {
+            name
+            for index in held
+            for name in list(blocks)[shares[index].start : shares[index].stop]
+        }
         made = _copy(model)
         for name in (() if first else cut.first) + (() if last else cut.last):
             del made._modules[name]
@@ -103,14 +139,21 @@ def cut_stages(
     own = range(world.stage, count, parallel.pp)
     if tied is not None and world.stage == parallel.pp - 1:
         for name in inventory.tied:
-            # A copy of its own, which no optimizer sees: it gets the first stage's values after each step.
+            # A copy of its own, which no optimizer sees: it gets the first stage's values after
+            # each step.
             parent, _, leaf = name.rpartition(".")
             weight = model.get_parameter(name).detach().clone()
             setattr(model.get_submodule(parent), leaf, nn.Parameter(weight, requires_grad=False))
     stages = {index: part([index]) for index in own}
     together = stages[own[0]] if len(own) == 1 else part(own)
     return Pipeline(
-        stages=stages, model=together, cut=cut, inventory=inventory, tied=tied, parallel=parallel, world=world
+        stages=stages,
+        model=together,
+        cut=cut,
+        inventory=inventory,
+        tied=tied,
+        parallel=parallel,
+        world=world,
     )
 
 
@@ -118,19 +161,26 @@ def tied_weights(model: nn.Module, cut: StageCut) -> dict[str, str]:
     """Names of the last stage's weights that the first stage has, too → their names there.
 
     Raises:
-        ValueError: more than one is shared, or blocks share some: those would lie on several stages.
+        ValueError: more than one is shared, or blocks share some: those would lie on several
+            stages.
     """
 
     def held(paths: tuple[str, ...]) -> dict[int, str]:
-        return {id(p): f"{path}.{name}" for path in paths for name, p in model.get_submodule(path).named_parameters()}
+        return {
+            id(p): f"{path}.{name}"
+            for path in paths
+            for name, p in model.get_submodule(path).named_parameters()
+        }
 
-    first, last = held(cut.first), held(cut.last)
+    first = held(cut.first)
+    last = held(cut.last)
     tied = {last[key]: first[key] for key in last if key in first}
     everywhere = [id(p) for block in _blocks(model, cut).values() for p in block.parameters()]
     shared = len(set(everywhere)) < len(everywhere) or set(everywhere) & (set(first) | set(last))
     if shared or len(tied) > 1:
         raise ValueError(
-            f"parallel.pp: {type(model).__name__} shares weights between blocks, or more than one between its first "
+            f"parallel.pp: {type(model).__name__} shares weights between blocks, or more than "
+            "one between its first "
             "and last stage; a pipeline can share one, of embedding and head. Use parallel.pp=1"
         )
     return tied
@@ -141,9 +191,11 @@ def _blocks(model: nn.Module, cut: StageCut) -> dict[str, nn.Module]:
 
 
 def _copy(module: nn.Module) -> nn.Module:
-    """The module anew, with submodules, parameters and hooks of its own; the buffers are one for all.
+    """The module anew, with submodules, parameters and hooks of its own; the buffers are one for
+    all.
 
-    FSDP's hooks are those of one stage: in another they would gather that stage's weights, in an order of its own.
+    FSDP's hooks are those of one stage: in another they would gather that stage's weights, in an
+    order of its own.
     """
     made = copy.copy(module)
     for name, value in vars(module).items():

@@ -1,10 +1,12 @@
 """Tensor and sequence parallelism: a converted model is cut over the ranks of one mesh dimension.
 
-Each parameter becomes a DTensor of that mesh, cut or whole as its family's `parallel.py` says, so that FSDP2 shards it
-further and a checkpoint knows its place. A weight of several segments is cut in each of them: its DTensor holds the
-rows rank by rank (`shards.RowOrder`). The layers compute on local shards; `nn.executors.cut` has the collectives.
+Each parameter becomes a DTensor of that mesh, cut or whole as its family's `parallel.py` says, so
+that FSDP2 shards it further and a checkpoint knows its place. A weight of several segments is cut
+in each of them: its DTensor holds the rows rank by rank (`shards.RowOrder`). The layers compute on
+local shards; `nn.executors.cut` has the collectives.
 
-Order: `convert`, `cut_tensors`, compile, `fully_shard`, optimizer. All ranks must hold equal parameters before.
+Order: `convert`, `cut_tensors`, compile, `fully_shard`, optimizer. All ranks must hold equal
+parameters before.
 """
 
 import math
@@ -26,7 +28,12 @@ _COUNTED = {None: "rows", "out": "out_features", "in": "in_features", "experts":
 
 
 def cut_tensors(
-    model: nn.Module, mesh: DeviceMesh, *, sequence: bool = True, amax: str = "tp", data: Ranks | None = None
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    sequence: bool = True,
+    amax: str = "tp",
+    data: Ranks | None = None,
 ) -> nn.Module:
     """Cut `model` over the ranks of `mesh`, in place, and return it.
 
@@ -39,10 +46,12 @@ def cut_tensors(
 
     Raises:
         TypeError: the model's class does not say how it is cut.
-        ValueError: a size is not divisible by the number of ranks; the message says which and what to choose.
+        ValueError: a size is not divisible by the number of ranks; the message says which and what
+            to choose.
     """
     ranks = Ranks.of(mesh)
-    parallel, cut = cast(TensorParallel, model), tensor_cut_of(model, ranks.size)
+    parallel = cast(TensorParallel, model)
+    cut = tensor_cut_of(model, ranks.size)
     _check(model, cut, ranks.size)
     own: dict[nn.Parameter, nn.Parameter] = {}
     orders: dict[str, RowOrder] = {}
@@ -50,7 +59,9 @@ def cut_tensors(
         segments = cut.segments.get(name, ())
         order = RowOrder(segments, ranks.size) if segments else None
         if order is not None:
-            orders |= {f"{name}.{each}": order for each, _ in module.named_parameters(recurse=False)}
+            orders |= {
+                f"{name}.{each}": order for each, _ in module.named_parameters(recurse=False)
+            }
         _distribute(module, mesh, axis, own, order=order)
         if along is not None:
             layer = cast(PlannedLayer, module)
@@ -58,7 +69,13 @@ def cut_tensors(
             runs = () if order is None else order.runs(ranks.rank * part, part)
             layer.shard(
                 LayerShard(
-                    tensor=ranks, cut=along, sequence=sequence, first=ranks.rank * part, runs=runs, data=data, amax=amax
+                    tensor=ranks,
+                    cut=along,
+                    sequence=sequence,
+                    first=ranks.rank * part,
+                    runs=runs,
+                    data=data,
+                    amax=amax,
                 )
             )
     for name in cut.rows:
@@ -91,7 +108,8 @@ def tensor_cut_of(model: nn.Module, size: int) -> TensorCut:
     """
     if not hasattr(model, "fp4train_tensor_cut"):
         raise TypeError(
-            f"parallel.tp={size}: {type(model).__name__} does not say how tensor parallelism cuts it. Give it a method "
+            f"parallel.tp={size}: {type(model).__name__} does not say how tensor parallelism "
+            "cuts it. Give it a method "
             "fp4train_tensor_cut (models/llama/parallel.py is an example), or use parallel.tp=1"
         )
     cut = cast(TensorParallel, model).fp4train_tensor_cut()
@@ -99,43 +117,65 @@ def tensor_cut_of(model: nn.Module, size: int) -> TensorCut:
         if isinstance(module, PlannedLayer) and bool(module.layer.experts) != (name in cut.experts):
             has = "has" if module.layer.experts else "has no"
             raise TypeError(
-                f"parallel.tp={size}: {name} {has} experts, and fp4train_tensor_cut of {type(model).__name__} says "
+                f"parallel.tp={size}: {name} {has} experts, and fp4train_tensor_cut of "
+                f"{type(model).__name__} says "
                 "otherwise: it must name each group of experts in `experts`, and nothing else"
             )
     return cut
 
 
 def set_data_ranks(model: nn.Module, *, amax: str, data: Ranks | None) -> None:
-    """Let layers that are not cut take their amaxes over the ranks with other tokens, if `amax` is "data"."""
+    """Let layers that are not cut take their amaxes over the ranks with other tokens, if `amax` is
+    "data".
+    """
     for module in model.modules():
-        if isinstance(module, PlannedLayer) and module.layer_shard is None and amax == "data" and data is not None:
+        if (
+            isinstance(module, PlannedLayer)
+            and module.layer_shard is None
+            and amax == "data"
+            and data is not None
+        ):
             module.shard(LayerShard(amax=amax, data=data))
 
 
 def _check(model: nn.Module, cut: TensorCut, size: int) -> None:
-    counts = [(key, getattr(model.get_submodule(name), attribute)) for name, attribute, key in cut.counts]
+    counts = [
+        (key, getattr(model.get_submodule(name), attribute)) for name, attribute, key in cut.counts
+    ]
     common = math.gcd(*(count for _, count in counts))
     for key, count in counts:
         if count % size:
             allowed = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
             raise ValueError(
-                f"{key}={count} cannot be divided over parallel.tp={size} ranks; parallel.tp allowed: {allowed}"
+                f"{key}={count} cannot be divided over parallel.tp={size} ranks; parallel.tp "
+                f"allowed: {allowed}"
             )
     for module, axis, along, name in _sliced(model, cut):
         if along is not None and not isinstance(module, PlannedLayer):
-            raise TypeError(f"{name} is a {type(module).__name__}: convert the model before it is cut")
-        weight, what = module.get_parameter("weight"), _COUNTED[along]
+            raise TypeError(
+                f"{name} is a {type(module).__name__}: convert the model before it is cut"
+            )
+        weight = module.get_parameter("weight")
+        what = _COUNTED[along]
         _check_rows(name, weight.shape[axis], cut.segments.get(name, ()), what, size)
     for name in cut.rows:
-        _check_rows(name, model.get_parameter(name).shape[0], cut.segments.get(name, ()), "rows", size)
+        _check_rows(
+            name, model.get_parameter(name).shape[0], cut.segments.get(name, ()), "rows", size
+        )
 
 
 def _check_rows(name: str, count: int, segments: tuple[int, ...], what: str, size: int) -> None:
     if segments and sum(segments) != count:
-        raise ValueError(f"{name}: segments of {', '.join(map(str, segments))} rows do not make its {count} {what}")
+        raise ValueError(
+            f"{name}: segments of {', '.join(map(str, segments))} rows do not make its "
+            f"{count} {what}"
+        )
     for place, each in enumerate(segments or (count,), 1):
         if each % size:
-            of = f"segment {place} of {len(segments)} has {each} {what}, which" if segments else f"{each} {what}"
+            if segments:
+                of = f"segment {place} of {len(segments)} has {each} {what}, which"
+            else:
+                of = f"{each} {what}"
             raise ValueError(
                 f"{name}: {of} cannot be divided over parallel.tp={size} ranks; choose a "
                 f"multiple of {size}, or another parallel.tp"
@@ -143,10 +183,21 @@ def _check_rows(name: str, count: int, segments: tuple[int, ...], what: str, siz
 
 
 def _sliced(model: nn.Module, cut: TensorCut) -> Iterator[tuple[nn.Module, int, Cut | None, str]]:
-    """Each module whose weight is cut, the dimension of the cut, the features along which a layer is cut, its name."""
+    """Each module whose weight is cut, the dimension of the cut, the features along which a layer
+    is cut, its name.
+    """
     slices: tuple[tuple[tuple[str, ...], int, Cut | None], ...]
-    slices = ((cut.out, 0, "out"), (cut.in_, 1, "in"), (cut.experts, 0, "experts"), (cut.vocabulary, 0, None))
-    return ((model.get_submodule(name), axis, along, name) for names, axis, along in slices for name in names)
+    slices = (
+        (cut.out, 0, "out"),
+        (cut.in_, 1, "in"),
+        (cut.experts, 0, "experts"),
+        (cut.vocabulary, 0, None),
+    )
+    return (
+        (model.get_submodule(name), axis, along, name)
+        for names, axis, along in slices
+        for name in names
+    )
 
 
 def _distribute(
@@ -158,7 +209,8 @@ def _distribute(
     order: RowOrder | None = None,
     only: str | None = None,
 ) -> None:
-    """Make the module's parameters DTensors: cut along `axis` (a bias with the rows), or whole on every rank.
+    """Make the module's parameters DTensors: cut along `axis` (a bias with the rows), or whole on
+    every rank.
 
     Args:
         order: in which the rows are cut; None: one after another.
@@ -195,4 +247,6 @@ def copies(parameter: Tensor) -> int:
         return 1
     mesh = parameter.device_mesh
     axis = (mesh.mesh_dim_names or ()).index("tp")
-    return mesh.size(axis) if isinstance(parameter.placements[axis], Replicate) else 1
+    if isinstance(parameter.placements[axis], Replicate):
+        return mesh.size(axis)
+    return 1

@@ -1,10 +1,11 @@
-"""The ranks of a run: who leads, the mesh, and the few collectives that the rest of the package uses.
+"""The ranks of a run: who leads, the mesh, and the few collectives that the rest of the package
+uses.
 
-A world of one is the same object, whose collectives return what they were given: no caller asks how many ranks there
-are.
+A world of one is the same object, whose collectives return what they were given: no caller asks how
+many ranks there are.
 
-Two kinds of messages. Tensors of the model travel over the device's own backend. Decisions (numbers, texts) travel
-over gloo between the CPUs, so that they never wait for a device.
+Two kinds of messages. Tensors of the model travel over the device's own backend. Decisions
+(numbers, texts) travel over gloo between the CPUs, so that they never wait for a device.
 """
 
 from __future__ import annotations
@@ -31,14 +32,27 @@ from fp4train.text import first_line
 
 T = TypeVar("T")
 
-STAGES, REPLICATE, SHARD, TENSOR = "pp", "dp_replicate", "dp_shard", "tp"
+STAGES = "pp"
+REPLICATE = "dp_replicate"
+SHARD = "dp_shard"
+TENSOR = "tp"
 """Names of the mesh's dimensions."""
-_BROKEN = ("gloo", "NCCL", "Connection closed by peer", "Connection reset", "Broken pipe", "Timed out", "timed out")
+_BROKEN = (
+    "gloo",
+    "NCCL",
+    "Connection closed by peer",
+    "Connection reset",
+    "Broken pipe",
+    "Timed out",
+    "timed out",
+)
 """Texts in messages of a collective that another rank has left."""
 
 
 class AgreedError(UserError):
-    """An error that every rank raises at the same place: the lead tells it, and all can part in peace."""
+    """An error that every rank raises at the same place: the lead tells it, and all can part in
+    peace.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -49,16 +63,18 @@ class World:
         place: which of them this process is.
         device: of its tensors.
         mesh: how many ranks have which use.
-        data_mesh: of the ranks that hold the same part of the model; its dimensions are `REPLICATE` and `SHARD`. None
-            in a world of one.
+        data_mesh: of the ranks that hold the same part of the model; its dimensions are `REPLICATE`
+            and `SHARD`. None in a world of one.
         data: group of the ranks of `data_mesh`, which have other parts of a batch; None: all ranks.
         tensor: the ranks that share every block's matrices; None: there are none.
         peers: group of the ranks that hold the same stages, or parts of them; None: all ranks.
-        pipeline: group of the ranks that hold the stages of one model, in their order; None without a pipeline.
+        pipeline: group of the ranks that hold the stages of one model, in their order; None without
+            a pipeline.
         control: the group of all ranks for decisions.
         meeting: where a rank leaves its last word; None in a world of one.
         timeout: seconds that a collective waits for a rank.
-        ranks: all of them, for checkpoints: over a group of their own, because a thread writes them.
+        ranks: all of them, for checkpoints: over a group of their own, because a thread writes
+            them.
     """
 
     place: ProcessRank = field(default_factory=ProcessRank)
@@ -98,14 +114,25 @@ class World:
                 device_id=device if cuda else None,
             )
             sizes = (mesh.pipeline, mesh.replicate, mesh.shard, mesh.tensor)
-            grid = init_device_mesh(device.type, sizes, mesh_dim_names=(STAGES, REPLICATE, SHARD, TENSOR))
-            pipeline = grid.get_group(STAGES) if mesh.pipeline > 1 else None
+            grid = init_device_mesh(
+                device.type, sizes, mesh_dim_names=(STAGES, REPLICATE, SHARD, TENSOR)
+            )
+            if mesh.pipeline > 1:
+                pipeline = grid.get_group(STAGES)
+            else:
+                pipeline = None
             tensor = grid[TENSOR] if mesh.tensor > 1 else None
-            data = None if pipeline is None and tensor is None else _group_along(grid, (REPLICATE, SHARD), timeout)
+            if pipeline is None and tensor is None:
+                data = None
+            else:
+                data = _group_along(grid, (REPLICATE, SHARD), timeout)
             peers = None if pipeline is None else data
             if pipeline is not None and tensor is not None:
                 peers = _group_along(grid, (REPLICATE, SHARD, TENSOR), timeout)
-            control = dist.new_group(backend="gloo", timeout=timeout) if cuda else dist.group.WORLD
+            if cuda:
+                control = dist.new_group(backend="gloo", timeout=timeout)
+            else:
+                control = dist.group.WORLD
             # Of the ranks that hold the same stages the first one writes what all of them hold.
             leads = place.rank % (mesh.data * mesh.tensor) == 0
             ranks = CheckpointGroup(dist.new_group(backend="gloo", timeout=timeout), leads=leads)
@@ -130,7 +157,7 @@ class World:
             ranks=ranks,
         )
 
-    # -- who ----------------------------------------------------------------------------------------------------------
+    # -- who ---------------------------------------------------------------------------------------
 
     @property
     def size(self) -> int:
@@ -146,27 +173,35 @@ class World:
         """Index of this rank's part of a batch."""
         if self.data_mesh is None:
             return 0
-        return self.data_mesh.get_local_rank(REPLICATE) * self.mesh.shard + self.data_mesh.get_local_rank(SHARD)
+        return self.data_mesh.get_local_rank(
+            REPLICATE
+        ) * self.mesh.shard + self.data_mesh.get_local_rank(SHARD)
 
     @property
     def stage(self) -> int:
         """Index of this rank among those that the blocks of one model are cut over."""
-        return 0 if self.pipeline is None else self.pipeline.rank()
+        if self.pipeline is None:
+            return 0
+        return self.pipeline.rank()
 
     def __str__(self) -> str:
         mesh = self.mesh
         if self.size == 1:
             return "1 rank"
-        cut = f"{mesh.shard} shards" + (f" × {mesh.replicate} replicas" if mesh.replicate > 1 else "")
+        cut = f"{mesh.shard} shards" + (
+            f" × {mesh.replicate} replicas" if mesh.replicate > 1 else ""
+        )
         for ranks, what in ((mesh.tensor, "tensor-parallel"), (mesh.pipeline, "stages")):
             if ranks > 1:
                 cut = f"{ranks} {what}" + (f" × {cut}" if mesh.data > 1 else "")
         return f"{self.size} ranks ({cut})"
 
-    # -- tensors ------------------------------------------------------------------------------------------------------
+    # -- tensors -----------------------------------------------------------------------------------
 
     def summed(self, tensor: Tensor) -> Tensor:
-        """The sum over all data ranks of what the last stage found, in place; other stages give zeros."""
+        """The sum over all data ranks of what the last stage found, in place; other stages give
+        zeros.
+        """
         self.summed_over_data(tensor)
         if self.mesh.pipeline > 1:
             dist.all_reduce(tensor, group=self.pipeline)
@@ -194,12 +229,14 @@ class World:
         return tensor
 
     def largest(self, tensor: Tensor) -> Tensor:
-        """The maximum over all ranks that hold the same layers, or parts of them, element by element, in place."""
+        """The maximum over all ranks that hold the same layers, or parts of them, element by
+        element, in place.
+        """
         if self.mesh.data * self.mesh.tensor > 1:
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.peers)
         return tensor
 
-    # -- decisions ----------------------------------------------------------------------------------------------------
+    # -- decisions ---------------------------------------------------------------------------------
 
     def largest_numbers(self, *numbers: int) -> tuple[int, ...]:
         """The largest value that any rank gave, for each number."""
@@ -231,8 +268,12 @@ class World:
         return next((each for each in self.gathered(value) if each is not None), None)
 
     def least(self, value: T | None, key: Callable[[T], Any]) -> T | None:
-        """The value with the least `key` among those of all ranks (plain data); None where no rank has one."""
-        return min((each for each in self.gathered(value) if each is not None), key=key, default=None)
+        """The value with the least `key` among those of all ranks (plain data); None where no rank
+        has one.
+        """
+        return min(
+            (each for each in self.gathered(value) if each is not None), key=key, default=None
+        )
 
     def wait(self) -> None:
         """Wait until every rank is here."""
@@ -254,16 +295,22 @@ class World:
         try:
             yield
         except UserError as error:
-            problem, own = str(error), error
+            problem = str(error)
+            own = error
         except OSError as error:
-            problem, own = f"{error.filename or 'a file'}: {error.strerror or error}", error
-        found = [(rank, text) for rank, text in enumerate(self.gathered(problem)) if text is not None]
+            problem = f"{error.filename or 'a file'}: {error.strerror or error}"
+            own = error
+        found = [
+            (rank, text) for rank, text in enumerate(self.gathered(problem)) if text is not None
+        ]
         if found:
             rank, text = found[0]
             raise AgreedError(text if rank == 0 else f"rank {rank}: {text}") from own
 
     def in_turns(self, make: Callable[[], T]) -> T:
-        """`make()` on the lead, then on one rank of each other machine, then on the rest: the first fill the caches."""
+        """`make()` on the lead, then on one rank of each other machine, then on the rest: the first
+        fill the caches.
+        """
         mine = 0 if self.lead else 1 if self.place.local_rank == 0 else 2
         for turn in range(3):
             with self.together():
@@ -273,28 +320,41 @@ class World:
                 break
         return made
 
-    # -- the end ------------------------------------------------------------------------------------------------------
+    # -- the end -----------------------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> NoReturn:
-        """End this rank at once, and so the job: the others may be in a collective that this one will never join.
+        """End this rank at once, and so the job: the others may be in a collective that this one
+        will never join.
 
-        The first rank that fails says so. What others then see, a collective that breaks, follows from it and is not
-        told, unless no rank gave a word: then one was killed, or hangs.
+        The first rank that fails says so. What others then see, a collective that breaks, follows
+        from it and is not told, unless no rank gave a word: then one was killed, or hangs.
         """
         assert self.meeting is not None
         who = f"rank {self.place.rank} on {socket.gethostname()}"
         said = (str(error).strip().splitlines() or [""])[0]
-        code = error.exit_code if isinstance(error, UserError) else 1
+        if isinstance(error, UserError):
+            code = error.exit_code
+        else:
+            code = 1
         unexpected = not isinstance(error, UserError)
-        word = f"{who} ended: {type(error).__name__}: {said}" if unexpected else f"{who} ended: {said}"
+        if unexpected:
+            word = f"{who} ended: {type(error).__name__}: {said}"
+        else:
+            word = f"{who} ended: {said}"
         if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _BROKEN):
-            lost, unexpected, code = self.meeting.lost(), False, LostError.exit_code
+            lost = self.meeting.lost()
+            unexpected = False
+            code = LostError.exit_code
             if lost is None:
                 self.meeting.leave(self.meeting.code)
             late = (
-                f"did not answer within parallel.timeout={self.timeout:g} s (it hangs? train.step_timeout shows where)"
+                f"did not answer within parallel.timeout={self.timeout:g} s (it hangs? "
+                "train.step_timeout shows where)"
             )
-            why = late if "imed out" in str(error) else "ended without a word (killed, or out of memory?)"
+            if "imed out" in str(error):
+                why = late
+            else:
+                why = "ended without a word (killed, or out of memory?)"
             word = f"{who} lost {f'{lost}, which {why}' if lost else 'its connection'}: {said}"
         if self.meeting.announce(code, word):
             if unexpected:
@@ -303,9 +363,11 @@ class World:
         self.meeting.leave(self.meeting.code or code)
 
     def end(self, code: int) -> int:
-        """Part from the other ranks; returns `code` in a world of one, ends the process with it elsewhere.
+        """Part from the other ranks; returns `code` in a world of one, ends the process with it
+        elsewhere.
 
-        gloo's threads may abort a process that ends by itself ("terminate called without an active exception").
+        gloo's threads may abort a process that ends by itself ("terminate called without an active
+        exception").
         """
         if self.size > 1:
             with suppress(Exception):
@@ -317,11 +379,19 @@ class World:
         return code
 
 
-def _group_along(mesh: DeviceMesh, dimensions: tuple[str, ...], timeout: timedelta) -> dist.ProcessGroup:
-    """The ranks that differ from this one along `dimensions` of the mesh alone; every rank must ask for it."""
+def _group_along(
+    mesh: DeviceMesh, dimensions: tuple[str, ...], timeout: timedelta
+) -> dist.ProcessGroup:
+    """The ranks that differ from this one along `dimensions` of the mesh alone; every rank must ask
+    for it.
+    """
     names = mesh.mesh_dim_names or ()
     along = [names.index(name) for name in dimensions]
     others = [axis for axis in range(len(names)) if axis not in along]
-    table = mesh.mesh.permute(*others, *along).flatten(len(others)).flatten(0, len(others) - 1).tolist()
+    table = (
+        mesh.mesh.permute(*others, *along).flatten(len(others)).flatten(0, len(others) - 1).tolist()
+    )
     groups: list[dist.ProcessGroup] = [dist.new_group(ranks, timeout=timeout) for ranks in table]
-    return next(group for group, ranks in zip(groups, table, strict=True) if dist.get_rank() in ranks)
+    return next(
+        group for group, ranks in zip(groups, table, strict=True) if dist.get_rank() in ranks
+    )

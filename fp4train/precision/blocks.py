@@ -1,19 +1,25 @@
-"""Find the blocks of a model: the repeated parts that a policy counts ("the last 15 % of the blocks").
+"""Find the blocks of a model: the repeated parts that a policy counts ("the last 15 % of the
+blocks").
 
-Blocks are found by structure, as the entries of the outermost stacks of a model, in order of definition. A stack is
-- an `nn.ModuleList`: each entry that holds a linear layer is a block, whatever its class (Mamba/attention hybrids). A
+Blocks are found by structure, as the entries of the outermost stacks of a model, in order of
+definition. A stack is
+- an `nn.ModuleList`: each entry that holds a linear layer is a block, whatever its class
+  (Mamba/attention hybrids). A
   list of bare linear layers (several heads) counts only if the model has no other stack;
-- an `nn.Sequential` with two or more entries of one class, not counting bare linear layers: these entries and those
+- an `nn.Sequential` with two or more entries of one class, not counting bare linear layers: these
+  entries and those
   between them;
-- an `nn.ModuleDict` with two or more entries of one class, or with keys that all end in a number: its entries;
-- two or more attributes of one class (`self.block1`, `self.block2`), if the model has no other stack, and if they are
+- an `nn.ModuleDict` with two or more entries of one class, or with keys that all end in a number:
+  its entries;
+- two or more attributes of one class (`self.block1`, `self.block2`), if the model has no other
+  stack, and if they are
   numbered or hold more than 3/4 of the linear weights.
-Everything inside a block belongs to it, mixture-of-experts layers included. An entry without a number that holds a
-stack of its own, other than experts, is not a block: its stack is used instead. In {"encoder": …, "decoder": …} the
-blocks are those of the encoder and of the decoder.
+Everything inside a block belongs to it, mixture-of-experts layers included. An entry without a
+number that holds a stack of its own, other than experts, is not a block: its stack is used instead.
+In {"encoder": …, "decoder": …} the blocks are those of the encoder and of the decoder.
 
-A model with other blocks names them itself: its attribute, property or method `fp4train_blocks` returns their module
-paths, or the modules, in order.
+A model with other blocks names them itself: its attribute, property or method `fp4train_blocks`
+returns their module paths, or the modules, in order.
 """
 
 import inspect
@@ -31,7 +37,11 @@ NAMED_BY = "fp4train_blocks"
 def is_linear(module: nn.Module) -> bool:
     """Whether this is an nn.Linear, a subclass, a `Conv1D`, or a module marked as a linear layer
     (`is_fp4train_layer`)."""
-    return isinstance(module, nn.Linear) or getattr(module, "is_fp4train_layer", False) or is_conv1d(module)
+    return (
+        isinstance(module, nn.Linear)
+        or getattr(module, "is_fp4train_layer", False)
+        or is_conv1d(module)
+    )
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -50,9 +60,11 @@ def features(linear: nn.Module) -> tuple[int, int]:
 
 
 def block_paths(model: nn.Module) -> list[str]:
-    """Module paths of the blocks that hold linear layers, in order; empty if the model has no repeated part.
+    """Module paths of the blocks that hold linear layers, in order; empty if the model has no
+    repeated part.
 
-    A block whose linear layers all belong to earlier blocks (one module in several places) is not counted again.
+    A block whose linear layers all belong to earlier blocks (one module in several places) is not
+    counted again.
 
     Raises:
         TypeError, ValueError: `fp4train_blocks` of the model is invalid.
@@ -76,11 +88,16 @@ def _linears(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _named(model: nn.Module) -> Iterator[str]:
-    """Paths from `fp4train_blocks` of the model, or of the outermost modules inside it that define it."""
+    """Paths from `fp4train_blocks` of the model, or of the outermost modules inside it that define
+    it.
+    """
     answered: list[str] = []
     for path, module in model.named_modules():
-        # Looked up statically: a wrapper such as torch.compile's forwards attribute access, but has other paths.
-        if inspect.getattr_static(module, NAMED_BY, None) is None or any(_inside(path, outer) for outer in answered):
+        # Looked up statically: a wrapper such as torch.compile's forwards attribute access, but has
+        # other paths.
+        if inspect.getattr_static(module, NAMED_BY, None) is None or any(
+            _inside(path, outer) for outer in answered
+        ):
             continue
         answered.append(path)
         yield from (_join(path, block) for block in _answer(module))
@@ -90,10 +107,12 @@ def _answer(module: nn.Module) -> list[str]:
     """Paths inside `module` that its `fp4train_blocks` names, checked."""
     attribute = f"{type(module).__name__}.{NAMED_BY}"
     answer = getattr(module, NAMED_BY)
-    answer = answer() if callable(answer) and not isinstance(answer, nn.Module) else answer
+    if callable(answer) and not isinstance(answer, nn.Module):
+        answer = answer()
     if isinstance(answer, str) or not isinstance(answer, Iterable):
         raise TypeError(
-            f"{attribute} gives {type(answer).__name__}; it must give the block paths (or modules) in order"
+            f"{attribute} gives {type(answer).__name__}; it must give the block paths (or "
+            "modules) in order"
         )
     names: dict[nn.Module, str] = {}
     places = dict(module.named_modules(remove_duplicate=False))
@@ -104,15 +123,22 @@ def _answer(module: nn.Module) -> list[str]:
         if isinstance(block, str):
             known = places.get(block)
             some = ", ".join(sorted(list(places)[1:], key=lambda name: name.count("."))[:8])
-            wrong = f"names {block!r}, which is not a module of {type(module).__name__}; it has {some}, …"
-        elif isinstance(block, nn.Module):
-            known, kind = block if block in names else None, type(block).__name__
             wrong = (
-                f"gives a {kind} that is not part of {type(module).__name__}. If it has been replaced, give its path"
+                f"names {block!r}, which is not a module of {type(module).__name__}; it has "
+                f"{some}, …"
+            )
+        elif isinstance(block, nn.Module):
+            known = block if block in names else None
+            kind = type(block).__name__
+            wrong = (
+                f"gives a {kind} that is not part of {type(module).__name__}. If it has been "
+                "replaced, give its path"
             )
             wrong += " instead"
         else:
-            raise TypeError(f"{attribute} gives {block!r} as a block; a block is a path or a module")
+            raise TypeError(
+                f"{attribute} gives {block!r} as a block; a block is a path or a module"
+            )
         if known is None:
             raise ValueError(f"{attribute} {wrong}")
         paths.append(names[known])
@@ -122,7 +148,10 @@ def _answer(module: nn.Module) -> list[str]:
                 raise ValueError(f"{attribute} names blocks that overlap: {other!r} and {path!r}")
     held = [path for path in paths if any(_linears(module.get_submodule(path)))]
     if not held:
-        raise ValueError(f"{attribute} names no block that holds a linear layer: {', '.join(paths) or 'it is empty'}")
+        raise ValueError(
+            f"{attribute} names no block that holds a linear layer: "
+            f"{', '.join(paths) or 'it is empty'}"
+        )
     return held
 
 
@@ -155,9 +184,13 @@ class _Block:
 
 def _by_structure(model: nn.Module) -> list[str]:
     blocks = list(_stacks(model, "", attributes=False))
-    # Attributes of one class are weaker evidence than a list: they count only if every list is inside one of them.
+    # Attributes of one class are weaker evidence than a list: they count only if every list is
+    # inside one of them.
     wider = list(_stacks(model, "", attributes=True))
-    if all(any(_inside(block.path, outer.path) and block.path != outer.path for outer in wider) for block in blocks):
+    if all(
+        any(_inside(block.path, outer.path) and block.path != outer.path for outer in wider)
+        for block in blocks
+    ):
         blocks = wider
     return [b.path for b in blocks if not b.of_bare_linears] or [b.path for b in blocks]
 
@@ -178,7 +211,9 @@ def _parts(module: nn.Module, path: str) -> list[_Part]:
     # A container may hold a module twice; a child with two attribute names counts once.
     children = module._modules.items() if _is_container(module) else module.named_children()
     return [
-        _Part(name, _join(path, name), child) for name, child in children if child is not None and any(_linears(child))
+        _Part(name, _join(path, name), child)
+        for name, child in children
+        if child is not None and any(_linears(child))
     ]
 
 
@@ -190,20 +225,33 @@ def _entries(module: nn.Module, parts: list[_Part], *, attributes: bool) -> list
     classes = Counter(type(part.module) for part in parts)
     repeated = [part for part in parts if classes[type(part.module)] >= 2]
     if isinstance(module, nn.Sequential):
-        return parts[parts.index(repeated[0]) : parts.index(repeated[-1]) + 1] if repeated else []
+        if repeated:
+            return parts[parts.index(repeated[0]) : parts.index(repeated[-1]) + 1]
+        return []
     if isinstance(module, nn.ModuleDict):
-        return parts if len(parts) >= 2 and all(part.numbered for part in parts) else repeated
-    return _repeated_attributes(module, repeated) if attributes else []
+        if len(parts) >= 2 and all(part.numbered for part in parts):
+            return parts
+        return repeated
+    if attributes:
+        return _repeated_attributes(module, repeated)
+    return []
 
 
 def _repeated_attributes(module: nn.Module, repeated: list[_Part]) -> list[_Part]:
     numbered = [part for part in repeated if part.numbered]
     if len(numbered) >= 2:
         return numbered
-    # Two attention modules of one layer also share a class. Without numbers, most weights must be in the blocks.
-    repeated = [part for part in repeated if type(part.module) not in (nn.Sequential, nn.ModuleList, nn.ModuleDict)]
+    # Two attention modules of one layer also share a class. Without numbers, most weights must be
+    # in the blocks.
+    repeated = [
+        part
+        for part in repeated
+        if type(part.module) not in (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+    ]
     inside = {linear for part in repeated for linear in _linears(part.module)}
-    return repeated if _weights(inside) > 0.75 * _weights(_linears(module)) else []
+    if _weights(inside) > 0.75 * _weights(_linears(module)):
+        return repeated
+    return []
 
 
 def _weights(linears: Iterable[nn.Module]) -> int:
@@ -211,7 +259,9 @@ def _weights(linears: Iterable[nn.Module]) -> int:
 
 
 def _is_opened(stack: nn.Module, part: _Part) -> bool:
-    """Whether an entry of a stack is not a block, because it is or holds a stack of blocks itself."""
+    """Whether an entry of a stack is not a block, because it is or holds a stack of blocks
+    itself.
+    """
     if isinstance(stack, nn.ModuleList) or (part.numbered and _is_container(stack)):
         return False
     if isinstance(part.module, nn.ModuleList):
@@ -227,7 +277,9 @@ def _is_container(module: nn.Module) -> bool:
 
 
 def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path and name else path or name
+    if path and name:
+        return f"{path}.{name}"
+    return path or name
 
 
 def _inside(path: str, outer: str) -> bool:

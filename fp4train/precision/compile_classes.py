@@ -1,5 +1,5 @@
-"""Classes whose objects compiled graphs take as inputs: torch's private interface, by the names of torch 2.14 and newer
-or by those of 2.13 and older. Imported only while torch.compile traces.
+"""Classes whose objects compiled graphs take as inputs: torch's private interface, by the names of
+torch 2.14 and newer or by those of 2.13 and older. Imported only while torch.compile traces.
 
 | torch 2.14 | torch 2.13 |
 |---|---|
@@ -24,11 +24,14 @@ Metaclass: type = (
 """The metaclass of all such classes."""
 
 
-def register(cls: type, *, guard: Callable[[Any], list[Any]] | None = None, constant: tuple[str, ...] = ()) -> None:
+def register(
+    cls: type, *, guard: Callable[[Any], list[Any]] | None = None, constant: tuple[str, ...] = ()
+) -> None:
     """Let operators take and return objects of `cls`, a class of `Metaclass`, as inputs of a graph.
 
     Args:
-        guard: the values of an object that a graph depends on; where they change, the graph is traced again.
+        guard: the values of an object that a graph depends on; where they change, the graph is
+            traced again.
         constant: methods whose results tracing takes as constants.
     """
     members = dict.fromkeys(constant, _registry.MemberType.USE_REAL)

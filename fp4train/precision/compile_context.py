@@ -1,10 +1,12 @@
-"""The context as torch.compile sees it: an opaque object that a graph takes as an input. Imported only while it traces.
+"""The context as torch.compile sees it: an opaque object that a graph takes as an input. Imported
+only while it traces.
 
-A graph reads the context that is current when it runs, and holds for every context of the same `activation_dtype`. The
-graph's backward has that input too, so that what it recomputes needs nothing else.
+A graph reads the context that is current when it runs, and holds for every context of the same
+`activation_dtype`. The graph's backward has that input too, so that what it recomputes needs
+nothing else.
 
-The tracer follows an import that fails and gives up there, even inside of `try`; a module that is imported whole says
-by a value what this torch lacks.
+The tracer follows an import that fails and gives up there, even inside of `try`; a module that is
+imported whole says by a value what this torch lacks.
 """
 
 from collections.abc import Callable
@@ -16,12 +18,16 @@ from fp4train.precision.context import Context, recompute_eagerly
 
 
 def _make_opaque() -> str | None:
-    """Register contexts as opaque objects, if layers' operators can return such objects too; else why they cannot."""
+    """Register contexts as opaque objects, if layers' operators can return such objects too; else
+    why they cannot.
+    """
     try:
         from fp4train.precision.compile_classes import Metaclass, register
 
         class Probe(metaclass=Metaclass):  # type: ignore[metaclass]
-            """An opaque class that an operator returns, which torch before 2.13 refuses with a ValueError."""
+            """An opaque class that an operator returns, which torch before 2.13 refuses with a
+            ValueError.
+            """
 
         def returns_opaque(x):  # type: ignore[no-untyped-def]  # its annotations, which are no text, follow
             return x, Probe()
@@ -30,9 +36,15 @@ def _make_opaque() -> str | None:
         register(Probe)
         torch.library.infer_schema(returns_opaque, mutates_args=())
         Context.__class__ = Metaclass  # type: ignore[method-assign]
-        register(Context, guard=lambda context: [context.activation_dtype()], constant=("activation_dtype",))
+        register(
+            Context,
+            guard=lambda context: [context.activation_dtype()],
+            constant=("activation_dtype",),
+        )
     except Exception as error:  # whatever a version of torch answers to what it does not know
-        return f"torch {torch.__version__} has no operators on opaque objects ({type(error).__name__})"
+        return (
+            f"torch {torch.__version__} has no operators on opaque objects ({type(error).__name__})"
+        )
     return None
 
 

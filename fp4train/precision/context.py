@@ -1,16 +1,18 @@
-"""The autocast context: the recipe that linear layers run in, and the position that keys the random bits.
+"""The autocast context: the recipe that linear layers run in, and the position that keys the random
+bits.
 
     with autocast(NVFP4(), policy=LayerPolicy(last=0.15)):
         loss = model(tokens)
     loss.backward()
 
-As with Transformer Engine's autocast, an inner context overrides an outer one. Backward runs outside the context, in
-the precision of its forward. The state is one thread-local variable; there is no other global state.
+As with Transformer Engine's autocast, an inner context overrides an outer one. Backward runs
+outside the context, in the precision of its forward. The state is one thread-local variable; there
+is no other global state.
 
-Activation recomputation runs a forward pass inside backward, after the context of the first pass has ended.
-`recompute`, or `torch.utils.checkpoint` with `context_fn=recompute_contexts`, restores that context and what each layer
-took from it in the first pass (its call number, its delayed scales). A layer that is recomputed without its context
-raises an error.
+Activation recomputation runs a forward pass inside backward, after the context of the first pass
+has ended. `recompute`, or `torch.utils.checkpoint` with `context_fn=recompute_contexts`, restores
+that context and what each layer took from it in the first pass (its call number, its delayed
+scales). A layer that is recomputed without its context raises an error.
 """
 
 from __future__ import annotations
@@ -36,8 +38,9 @@ _log = logging.getLogger(__name__)
 class GraphInput(type):
     """Metaclass of objects that compiled graphs take as inputs.
 
-    torch.compile accepts such objects only if their class has a private metaclass of torch. `compile_context` replaces
-    this metaclass with torch's when a graph is traced. A process that compiles nothing uses no private part of torch.
+    torch.compile accepts such objects only if their class has a private metaclass of torch.
+    `compile_context` replaces this metaclass with torch's when a graph is traced. A process that
+    compiles nothing uses no private part of torch.
     """
 
 
@@ -54,33 +57,43 @@ class Context(metaclass=GraphInput):
     """Index of this rank's first token in a step, where layers count their tokens."""
     counters: torch.Tensor | None = field(default=None, repr=False)
     shared: dict[str, Any] = field(default_factory=dict, repr=False)
-    """Cache for layers that read the same input in one forward pass, and in it one for each expert; `forget` clears
-    them."""
+    """Cache for layers that read the same input in one forward pass, and in it one for each expert;
+    `forget` clears them.
+    """
     stream: dict[str, Any] = field(default_factory=dict, repr=False)
-    """The norm that reads the residual stream after the block that runs, and the sum that a block has left to it
-    (`models/common/stream.py`)."""
+    """The norm that reads the residual stream after the block that runs, and the sum that a block
+    has left to it (`models/common/stream.py`).
+    """
     compiled_calls: dict[object, list[Any]] = field(default_factory=dict, repr=False)
     """Calls made from compiled graphs, by layer, for graphs that recompute activations."""
     met: dict[object, bool] | None = field(default=None, repr=False)
     """Layer that was called → whether it quantises; None: the layers are not watched."""
     applied: bool = False
-    """Whether the layers run a plan that was applied to them: another recipe or policy than the plan's is an error."""
+    """Whether the layers run a plan that was applied to them: another recipe or policy than the
+    plan's is an error.
+    """
     auxiliary: float = 0.0
-    """The factor, in a pass of training, of losses that parts of the model have of their own, before their gradient
-    is taken: the microbatch's share of the batch, times the loss scale. 0: they have none."""
+    """The factor, in a pass of training, of losses that parts of the model have of their own,
+    before their gradient is taken: the microbatch's share of the batch, times the loss scale. 0:
+    they have none.
+    """
 
     @cached_property
     def run_step(self) -> RunStep | None:
         """The step of the run; None: there is none."""
-        return None if self.step is None else RunStep(self.seed, self.step)
+        if self.step is None:
+            return None
+        return RunStep(self.seed, self.step)
 
     def activation_dtype(self) -> torch.dtype:
         """The dtype in which a model carries its activations."""
         return self.recipe.torch_dtype
 
     def forget(self) -> None:
-        """Clear what layers share. Calls hold the experts' caches until the backward pass, and a cache holds tensors of
-        later layers: one that is not cleared keeps the graph of the whole pass, which no garbage collector sees."""
+        """Clear what layers share. Calls hold the experts' caches until the backward pass, and a
+        cache holds tensors of later layers: one that is not cleared keeps the graph of the whole
+        pass, which no garbage collector sees.
+        """
         for each in self.shared.values():
             if isinstance(each, dict):
                 each.clear()
@@ -92,7 +105,9 @@ class Context(metaclass=GraphInput):
 
 
 class State(NamedTuple):
-    """The state of one thread: the context, where it was entered, and the recomputed regions around it."""
+    """The state of one thread: the context, where it was entered, and the recomputed regions around
+    it.
+    """
 
     context: Context | None = None
     backward: int = -1
@@ -110,7 +125,8 @@ _THREAD = threading.local()
 def state() -> State:
     """The state of this thread."""
     if torch.compiler.is_dynamo_compiling():
-        # Contexts become graph inputs before the tracer meets the first one, if this torch supports that.
+        # Contexts become graph inputs before the tracer meets the first one, if this torch supports
+        # that.
         from fp4train.precision import compile_context  # noqa: F401
     found: State = getattr(_THREAD, "state", _OUTSIDE)
     return found
@@ -126,31 +142,42 @@ backward_pass: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def is_stray_recomputation(now: State) -> bool:
-    """Whether a backward pass is running and the current state (a context or none) was set outside it."""
+    """Whether a backward pass is running and the current state (a context or none) was set outside
+    it.
+    """
     return backward_pass() not in (-1, now.backward)
 
 
 def once(owner: object, make: Callable[[], T]) -> T:
-    """`make()`; inside a recomputed region, the value that the same call of `owner` made in the first pass."""
+    """`make()`; inside a recomputed region, the value that the same call of `owner` made in the
+    first pass.
+    """
     now = state()
-    made = make() if now.replaying is None else cast(T, next(now.replaying[owner]))
+    if now.replaying is None:
+        made = make()
+    else:
+        made = cast(T, next(now.replaying[owner]))
     for record in now.recording:
         record.setdefault(owner, []).append(made)
     return made
 
 
 class _Region(ContextDecorator):
-    """A region of this thread in the state `entered(the state around it)`. A class, since `autocast` is entered in each
-    forward pass, and a generator of contextlib takes several times as long.
+    """A region of this thread in the state `entered(the state around it)`. A class, since
+    `autocast` is entered in each forward pass, and a generator of contextlib takes several times as
+    long.
 
     Args:
         watched: whether its end is that of a region of `autocast` (`_watched`).
     """
 
     def __init__(self, entered: Callable[[State], State], *, watched: bool = False) -> None:
-        self._entered, self._watched = entered, watched
+        self._entered = entered
+        self._watched = watched
         self._open: dict[int, list[tuple[State, State]]] = {}
-        """Threads that are in it, which threads that share it (those of a decorated function) do not leave in turn."""
+        """Threads that are in it, which threads that share it (those of a decorated function) do
+        not leave in turn.
+        """
 
     def __enter__(self) -> None:
         if torch.compiler.is_dynamo_compiling():
@@ -172,10 +199,16 @@ class _Region(ContextDecorator):
         outer, entered = self._open[thread].pop()
         if not self._open[thread]:
             del self._open[thread]
-        _THREAD.state, context = outer, entered.context
+        _THREAD.state = outer
+        context = entered.context
         if context is not None:
             context.forget()
-            if self._watched and context.met is not None and outer.context is None and error is None:
+            if (
+                self._watched
+                and context.met is not None
+                and outer.context is None
+                and error is None
+            ):
                 _judge(context, context.met)
 
 
@@ -204,10 +237,16 @@ def leave() -> None:
 
 
 def _watched(context: Context, outer: State) -> State:
-    """`_within`; the layers of a thread's first outermost region of a recipe and policy note whether they quantise."""
+    """`_within`; the layers of a thread's first outermost region of a recipe and policy note
+    whether they quantise.
+    """
     met = None if outer.context is None else outer.context.met
     judged = _THREAD.__dict__.setdefault("judged", set())
-    if outer.context is None and (context.recipe, context.policy) not in judged and context.recipe.quantised:
+    if (
+        outer.context is None
+        and (context.recipe, context.policy) not in judged
+        and context.recipe.quantised
+    ):
         met = {}
     return _within(context if met is None else replace(context, met=met), outer)
 
@@ -217,7 +256,10 @@ def _judge(context: Context, met: dict[object, bool]) -> None:
     _THREAD.judged.add((context.recipe, context.policy))
     if any(met.values()):
         return
-    why = "no fp4train layer ran in it; fp4train.convert(model) makes them, fp4train.conversion(model) lists the others"
+    why = (
+        "no fp4train layer ran in it; fp4train.convert(model) makes them, "
+        "fp4train.conversion(model) lists the others"
+    )
     if met:
         kept = f"the policy keeps every layer that ran ({len(met)}) in high precision"
         why = f"{kept}; LayerPolicy(last=0) keeps fewer"
@@ -236,31 +278,37 @@ def autocast(
 ) -> AbstractContextManager[None]:
     """Run the fp4train linear layers called inside in `recipe`.
 
-    One warning is logged when the first region of a recipe and policy ends and no layer in it was quantised.
+    One warning is logged when the first region of a recipe and policy ends and no layer in it was
+    quantised.
 
     Args:
         recipe: precision of the three GEMMs.
         policy: which layers keep high precision; None quantises every layer.
         enabled: False runs plain linear layers, also inside an outer context.
         seed: seed of the random bits of stochastic rounding.
-        step: optimizer step. It keys the random bits, together with the layer and the element's index, so a resumed
-            run draws the same bits. Weights must not change within a step: each is quantised once per step, for any
-            number of microbatches. None: layers count their calls and cache nothing.
-        token_offset: index of the first token in the global batch of the step. It makes the random bits independent of
-            how the batch is split into microbatches and over ranks, if it is a multiple of 8. Other offsets draw
-            different bits for wgrad, equally random. None: a layer counts its tokens within a step, so microbatches
-            under the same `step` draw different bits, as with their offsets. Calls without gradients draw the bits of
-            the first tokens and are not counted. 0 in each call repeats the bits; ranks with data of their own need
-            offsets of their own.
-        counters: `step` on the device, for a pass that is recorded as a CUDA graph and replayed with other steps
-            (`quantize.random.write_step_counters`). Regions that are recomputed must draw nothing from torch's
-            generator then (dropout), whose state no graph can read.
+        step: optimizer step. It keys the random bits, together with the layer and the element's
+            index, so a resumed run draws the same bits. Weights must not change within a step: each
+            is quantised once per step, for any number of microbatches. None: layers count their
+            calls and cache nothing.
+        token_offset: index of the first token in the global batch of the step. It makes the random
+            bits independent of how the batch is split into microbatches and over ranks, if it is a
+            multiple of 8. Other offsets draw different bits for wgrad, equally random. None: a
+            layer counts its tokens within a step, so microbatches under the same `step` draw
+            different bits, as with their offsets. Calls without gradients draw the bits of the
+            first tokens and are not counted. 0 in each call repeats the bits; ranks with data of
+            their own need offsets of their own.
+        counters: `step` on the device, for a pass that is recorded as a CUDA graph and replayed
+            with other steps (`quantize.random.write_step_counters`). Regions that are recomputed
+            must draw nothing from torch's generator then (dropout), whose state no graph can read.
 
     Raises:
         TypeError: `recipe` is not a Recipe object, or `policy` is not a LayerPolicy object.
     """
     if not isinstance(recipe, Recipe):
-        hint = f"{recipe.__name__}()" if isinstance(recipe, type) else "a recipe object such as NVFP4()"
+        if isinstance(recipe, type):
+            hint = f"{recipe.__name__}()"
+        else:
+            hint = "a recipe object such as NVFP4()"
         raise TypeError(f"autocast needs {hint}, not {recipe!r}")
     if policy is not None and not isinstance(policy, LayerPolicy):
         raise TypeError(f"autocast's policy is a LayerPolicy object or None, not {policy!r}")
@@ -285,28 +333,41 @@ def _region(
 
 
 def activation_dtype(default: torch.dtype) -> torch.dtype:
-    """The dtype in which a model carries its activations: that of the current recipe, or `default` outside autocast."""
+    """The dtype in which a model carries its activations: that of the current recipe, or `default`
+    outside autocast.
+    """
     context = current()
-    return default if context is None else context.activation_dtype()
+    if context is None:
+        return default
+    return context.activation_dtype()
 
 
 def auxiliary() -> float:
-    """The factor of a loss that a part of a model has of its own in the current pass; 0: it is no pass of training."""
+    """The factor of a loss that a part of a model has of its own in the current pass; 0: it is no
+    pass of training.
+    """
     context = current()
     return 0.0 if context is None else context.auxiliary
 
 
 def recompute_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """The contexts of a region's first pass and of its recomputation: `context_fn` of `torch.utils.checkpoint`.
+    """The contexts of a region's first pass and of its recomputation: `context_fn` of
+    `torch.utils.checkpoint`.
 
-    Hugging Face: `model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": recompute_contexts})`.
+    Hugging Face: `model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn":
+        recompute_contexts})`.
     """
     outer = state()
     record: dict[object, list[object]] = {}
 
     def again(_: State) -> State:
-        # `recording` starts empty: the outer regions have ended, or are being recomputed around this one.
-        return outer._replace(backward=backward_pass(), recording=(), replaying={k: iter(v) for k, v in record.items()})
+        # `recording` starts empty: the outer regions have ended, or are being recomputed around
+        # this one.
+        return outer._replace(
+            backward=backward_pass(),
+            recording=(),
+            replaying={k: iter(v) for k, v in record.items()},
+        )
 
     return _Region(lambda _: outer._replace(recording=(*outer.recording, record))), _Region(again)
 
@@ -314,9 +375,9 @@ def recompute_contexts() -> tuple[AbstractContextManager[None], AbstractContextM
 def recompute(function: Callable[..., torch.Tensor], *args: object) -> torch.Tensor:
     """`function(*args)`, saving only `args` for backward, which recomputes the activations.
 
-    This is `torch.utils.checkpoint` with the context of the forward pass restored. The recomputed activations equal the
-    first ones in every bit, stochastic rounding and dropout included. Under torch.compile the region is a separate
-    graph.
+    This is `torch.utils.checkpoint` with the context of the forward pass restored. The recomputed
+    activations equal the first ones in every bit, stochastic rounding and dropout included. Under
+    torch.compile the region is a separate graph.
     """
     if torch.compiler.is_dynamo_compiling():
         from fp4train.precision import compile_context
@@ -329,13 +390,18 @@ def recompute(function: Callable[..., torch.Tensor], *args: object) -> torch.Ten
 def recompute_eagerly(function: Callable[..., torch.Tensor], *args: object) -> torch.Tensor:
     """`recompute` outside torch.compile.
 
-    With `counters` the state of torch's generator, which the host would read, is left alone: see `autocast`.
+    With `counters` the state of torch's generator, which the host would read, is left alone: see
+    `autocast`.
     """
     from torch.utils.checkpoint import checkpoint
 
     context = current()
     kept = context is None or context.counters is None
-    options: dict[str, Any] = {"use_reentrant": False, "context_fn": recompute_contexts, "preserve_rng_state": kept}
+    options: dict[str, Any] = {
+        "use_reentrant": False,
+        "context_fn": recompute_contexts,
+        "preserve_rng_state": kept,
+    }
     result = checkpoint(function, *args, **options)
     assert isinstance(result, torch.Tensor)
     return result

@@ -1,14 +1,17 @@
-"""Form in which a weight is sent when FSDP gathers it from the shards of the float32 master, with the reason.
+"""Form in which a weight is sent when FSDP gathers it from the shards of the float32 master, with
+the reason.
 
-Codes of a shard are the shard of the codes if it consists of whole blocks of scales, so a quantised weight can be sent
-as codes and scales: 0.504 bytes per weight in NVFP4, where float32 takes four. A weight that dgrad requantises from
-what fprop multiplied (Quartet II, TetraJet-v2) is sent as the codes of fprop for both; each rank requantises the whole.
-The weight of a layer that multiplies in high precision is rounded to its recipe's dtype by each rank before it is sent,
-which changes nothing: rounding is elementwise.
+Codes of a shard are the shard of the codes if it consists of whole blocks of scales, so a quantised
+weight can be sent as codes and scales: 0.504 bytes per weight in NVFP4, where float32 takes four. A
+weight that dgrad requantises from what fprop multiplied (Quartet II, TetraJet-v2) is sent as the
+codes of fprop for both; each rank requantises the whole. The weight of a layer that multiplies in
+high precision is rounded to its recipe's dtype by each rank before it is sent, which changes
+nothing: rounding is elementwise.
 
-Of other weights BF16 is sent, and quantised whole by every rank. One rank quantises the float32 master, and a value
-that was rounded twice can fall on another code: the losses differ, and the plan says so. Float32 is sent where shards
-are not whole blocks of scales, where another mesh or `parallel.gather=bf16` is cheaper and the bits are one rank's.
+Of other weights BF16 is sent, and quantised whole by every rank. One rank quantises the float32
+master, and a value that was rounded twice can fall on another code: the losses differ, and the plan
+says so. Float32 is sent where shards are not whole blocks of scales, where another mesh or
+`parallel.gather=bf16` is cheaper and the bits are one rank's.
 
 `wire_form` alone decides: the run, its plan.txt and `fp4train plan` ask it.
 """
@@ -22,8 +25,9 @@ from fp4train.quantize import Own, Requantised, why_not_cut
 from fp4train.quantize.source import source_bytes
 
 GATHERS: Final = ("recipe", "bf16", "fp32")
-"""Forms of weights between ranks: by the recipe; all in BF16, which rounds masters before they are quantised; all in
-float32."""
+"""Forms of weights between ranks: by the recipe; all in BF16, which rounds masters before they are
+quantised; all in float32.
+"""
 
 
 class WireForm(NamedTuple):
@@ -33,9 +37,10 @@ class WireForm(NamedTuple):
         forward: the codes that are sent for fprop; None: values.
         backward: the codes that are sent for dgrad; None: values.
         dtype: the dtype of values.
-        why: why values are sent although the recipe quantises the weight, or float32 although it has fewer bits for it;
-            None: they are not, or the configuration asks for it.
-        rounds: whether the values are rounded before a layer quantises them, which one rank does not do.
+        why: why values are sent although the recipe quantises the weight, or float32 although it
+            has fewer bits for it; None: they are not, or the configuration asks for it.
+        rounds: whether the values are rounded before a layer quantises them, which one rank does
+            not do.
     """
 
     forward: Own | None = None
@@ -60,12 +65,16 @@ class WireForm(NamedTuple):
         if backward and repeats:
             sent.add(self.forward)
         values = float(rows * columns * self.dtype.itemsize)
-        return sum(values if codes is None else source_bytes(codes, "w", rows, columns) for codes in sent)
+        return sum(
+            values if codes is None else source_bytes(codes, "w", rows, columns) for codes in sent
+        )
 
 
 def effective(gather: str, *, whole: bool, blocks: bool = True) -> str:
-    """One of `GATHERS`, the effective one where `gather` is configured: graphs, of torch.compile and of CUDA, take
-    float32 weights (`whole`), and so does a model without blocks, which is gathered once and stays whole."""
+    """One of `GATHERS`, the effective one where `gather` is configured: graphs, of torch.compile
+    and of CUDA, take float32 weights (`whole`), and so does a model without blocks, which is
+    gathered once and stays whole.
+    """
     return gather if blocks and not whole else "fp32"
 
 
@@ -79,13 +88,17 @@ def wire_form(plan: LayerPlan, shards: int, gather: str) -> WireForm:
     """
     if gather == "fp32":
         return WireForm()
-    if plan.layer.block is None:  # the head: it lies in a unit that stays whole between forward and backward
+    # the head: it lies in a unit that stays whole between forward and backward
+    if plan.layer.block is None:
         return WireForm()
     operands = plan.sources["fprop", "w"], plan.sources["dgrad", "w"]
     experts = plan.layer.experts
     rows, rest = divmod(experts or plan.layer.out_features, shards)
     if rest:
-        what = f"{experts} experts" if experts else f"{plan.layer.out_features} rows"
+        if experts:
+            what = f"{experts} experts"
+        else:
+            what = f"{plan.layer.out_features} rows"
         return WireForm(why=f"{what} do not divide over {shards} shards")
     quantised = any(operand.codes is not None for operand in operands)
     if gather == "bf16":
@@ -96,7 +109,9 @@ def wire_form(plan: LayerPlan, shards: int, gather: str) -> WireForm:
     if (why := _why_rounded(plan)) is not None:
         return WireForm(dtype=torch.bfloat16, why=why, rounds=True)
     forward, backward = (operand.sent for operand in operands)
-    if experts and any(codes is not None and codes.spec.delayed is not None for codes in (forward, backward)):
+    if experts and any(
+        codes is not None and codes.spec.delayed is not None for codes in (forward, backward)
+    ):
         return WireForm(why="the history of each expert's amaxes is that of the whole group")
     if experts and plan.fused:
         return WireForm(why="an expert shares its scale with one of another layer")

@@ -1,15 +1,18 @@
 """The plan of one layer: operands, backend and reason of each of its three GEMMs.
 
-Only `resolve` decides it, for plans of runs as for `autocast` in other training loops; all else reads a `LayerPlan`.
+Only `resolve` decides it, for plans of runs as for `autocast` in other training loops; all else
+reads a `LayerPlan`.
 
-Weights may share one global scale, so that what serving software fuses needs no other codes than training had. Serving
-software multiplies queries, keys and values by one weight, gate and up by another, and takes ONE global scale for each.
-Weights that were quantised with scales of their own must be quantised again for it: with the largest amax of the group
-3 % of NVFP4's codes change. Under `recipe.fused_scales` training quantises them so from the start:
+Weights may share one global scale, so that what serving software fuses needs no other codes than
+training had. Serving software multiplies queries, keys and values by one weight, gate and up by
+another, and takes ONE global scale for each. Weights that were quantised with scales of their own
+must be quantised again for it: with the largest amax of the group 3 % of NVFP4's codes change.
+Under `recipe.fused_scales` training quantises them so from the start:
 
     amax = max over the group of max |w|        S_enc = 448·6 / amax for each of its weights
 
-A model says which layers form a group (`fp4train_fused`); the policy must keep all of a group or none (`check_fused`).
+A model says which layers form a group (`fp4train_fused`); the policy must keep all of a group or
+none (`check_fused`).
 """
 
 from __future__ import annotations
@@ -19,7 +22,17 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from fp4train.backends import GEMMS, HIGH_PRECISION, LAYER_BACKENDS, Choice, Operands, Table, choose, sourced, sums_note
+from fp4train.backends import (
+    GEMMS,
+    HIGH_PRECISION,
+    LAYER_BACKENDS,
+    Choice,
+    Operands,
+    Table,
+    choose,
+    sourced,
+    sums_note,
+)
 from fp4train.formats import ElementFormat
 from fp4train.hardware import Device
 from fp4train.precision.layers import FUSED_BY, Layer, misaligned
@@ -37,9 +50,11 @@ class Gemm:
         name: "fprop", "dgrad" or "wgrad".
         operands: the quant specs of its two operands.
         dtype: dtype of operands in high precision, and of the result.
-        backend: a name of `fp4train.backends`: "te", "native", "emulate", "reference", or "torch" in high precision.
+        backend: a name of `fp4train.backends`: "te", "native", "emulate", "reference", or "torch"
+            in high precision.
         why: the reason, as shown in tables.
-        divided: whether it is in high precision because tensor parallelism cuts through blocks of an operand.
+        divided: whether it is in high precision because tensor parallelism cuts through blocks of
+            an operand.
         grouped: whether it multiplies all experts of the layer in one call.
     """
 
@@ -70,10 +85,12 @@ class LayerPlan:
         layer: its place in the model.
         recipe: the layer's recipe; a policy may replace the run's recipe by another.
         fprop, dgrad, wgrad: its GEMMs.
-        outliers: what its outlier channels run, as a layer of so many in features, apart from the GEMMs above.
-        readers: the layers that quantise the same x alike, this one included, as the model says (`fp4train_fused`).
-        why_values: why a backend that runs the three GEMMs together must have the weight's values; None: it takes codes
-            that were made elsewhere, or each GEMM has its own backend.
+        outliers: what its outlier channels run, as a layer of so many in features, apart from the
+            GEMMs above.
+        readers: the layers that quantise the same x alike, this one included, as the model says
+            (`fp4train_fused`).
+        why_values: why a backend that runs the three GEMMs together must have the weight's values;
+            None: it takes codes that were made elsewhere, or each GEMM has its own backend.
     """
 
     layer: Layer
@@ -87,29 +104,42 @@ class LayerPlan:
 
     @property
     def why_no_codes(self) -> str | None:
-        """Why the weight is not quantised as a whole: its recipe has outlier channels, chosen or not yet; or None."""
-        return None if self.recipe.outliers is None else "its outlier channels are quantised apart"
+        """Why the weight is not quantised as a whole: its recipe has outlier channels, chosen or
+        not yet; or None.
+        """
+        if self.recipe.outliers is None:
+            return None
+        return "its outlier channels are quantised apart"
 
     @property
     def fused(self) -> tuple[str, ...]:
-        """The layers whose weights share a global scale with this one's, itself included; none: it has its own."""
-        return self.layer.fused if self.recipe.fused_scales else ()
+        """The layers whose weights share a global scale with this one's, itself included; none: it
+        has its own.
+        """
+        if self.recipe.fused_scales:
+            return self.layer.fused
+        return ()
 
     @property
     def shared_spec(self) -> QuantSpec | None:
-        """The first spec of the weight whose global scale the group shares: what fprop multiplies, or what dgrad does
-        or rounds before; None: none is shared."""
+        """The first spec of the weight whose global scale the group shares: what fprop multiplies,
+        or what dgrad does or rounds before; None: none is shared.
+        """
         specs = (self.fprop.operands.second, self.dgrad.operands.second) if self.fused else ()
         found = (spec.requantises or spec for spec in specs if spec is not None)
         return next((spec for spec in found if has_tensor_amax(spec)), None)
 
     @property
     def channel_parts(self) -> tuple[LayerPlan, ...]:
-        """The parts of the in features that are multiplied apart, as layers of their own: the outlier channels last."""
+        """The parts of the in features that are multiplied apart, as layers of their own: the
+        outlier channels last.
+        """
         if self.outliers is None:
             return (self,)
         others = self.layer.in_features - self.outliers.layer.in_features
-        return replace(self, layer=replace(self.layer, in_features=others), outliers=None), self.outliers
+        return replace(
+            self, layer=replace(self.layer, in_features=others), outliers=None
+        ), self.outliers
 
     @property
     def gemms(self) -> tuple[Gemm, Gemm, Gemm]:
@@ -118,14 +148,24 @@ class LayerPlan:
     @property
     def products(self) -> tuple[tuple[Gemm, int], ...]:
         """All GEMMs that the layer runs, each with the number of in features that it multiplies."""
-        return tuple((gemm, each.layer.in_features) for each in self.channel_parts for gemm in each.gemms)
+        return tuple(
+            (gemm, each.layer.in_features) for each in self.channel_parts for gemm in each.gemms
+        )
 
     @property
     def computation(self) -> tuple[tuple[object, ...], ...]:
-        """The properties of `products` that their results depend on, equal for layers that compute the same."""
+        """The properties of `products` that their results depend on, equal for layers that compute
+        the same.
+        """
         own = self.recipe.outliers
         return tuple(
-            (gemm.name, gemm.operands, gemm.dtype, gemm.backend, *((own, features) if own is not None else ()))
+            (
+                gemm.name,
+                gemm.operands,
+                gemm.dtype,
+                gemm.backend,
+                *((own, features) if own is not None else ()),
+            )
             for gemm, features in self.products
         )
 
@@ -152,7 +192,9 @@ class LayerPlan:
     @property
     def layer_backend(self) -> str | None:
         """The backend that runs the three GEMMs together, or None if each GEMM has its own."""
-        return self.fprop.backend if self.fprop.backend in LAYER_BACKENDS else None
+        if self.fprop.backend in LAYER_BACKENDS:
+            return self.fprop.backend
+        return None
 
     @cached_property
     def quantised(self) -> bool:
@@ -160,9 +202,11 @@ class LayerPlan:
         return any(gemm.operands.quantised for gemm in self.gemms)
 
     def size(self, gemm: str, tokens: int, k: int | None = None) -> tuple[int, int, int]:
-        """(rows, columns, contraction) of a product of `k` in features (None: all) over `tokens` tokens; of experts
-        those of all together."""
-        n, k = self.layer.out_features, self.layer.in_features if k is None else k
+        """(rows, columns, contraction) of a product of `k` in features (None: all) over `tokens`
+        tokens; of experts those of all together.
+        """
+        n = self.layer.out_features
+        k = self.layer.in_features if k is None else k
         tokens = self.layer.rows(tokens)
         return {"fprop": (tokens, n, k), "dgrad": (tokens, k, n), "wgrad": (n, k, tokens)}[gemm]
 
@@ -171,8 +215,12 @@ class LayerPlan:
         return self.split_channels() if stretch.split else self
 
     def split_channels(self) -> LayerPlan:
-        """This plan where the outlier channels of its recipe are chosen; the same if the layer has none."""
-        outliers, recipe, whole = self.recipe.outliers, self.recipe.of_outliers(), self.layer.in_features
+        """This plan where the outlier channels of its recipe are chosen; the same if the layer has
+        none.
+        """
+        outliers = self.recipe.outliers
+        recipe = self.recipe.of_outliers()
+        whole = self.layer.in_features
         if outliers is None or recipe is None or not self.quantised:
             return self
         gemms: dict[str, Any]
@@ -182,82 +230,140 @@ class LayerPlan:
             gemms = {gemm.name: replace(gemm, why=f"{gemm.why}; {why}") for gemm in self.gemms}
             return replace(self, **gemms)
         backend = next(gemm.backend for gemm in self.gemms if gemm.operands.quantised)
-        gemms = {"why": f"outlier channels: {count} of {whole}, {recipe.name}", "dtype": recipe.dtype}
         gemms = {
-            name: Gemm(name=name, operands=each, backend=backend if each.quantised else "torch", **gemms)
+            "why": f"outlier channels: {count} of {whole}, {recipe.name}",
+            "dtype": recipe.dtype,
+        }
+        gemms = {
+            name: Gemm(
+                name=name, operands=each, backend=backend if each.quantised else "torch", **gemms
+            )
             for name, each in recipe.table().items()
         }
-        return replace(self, outliers=LayerPlan(layer=replace(self.layer, in_features=count), recipe=recipe, **gemms))
+        return replace(
+            self,
+            outliers=LayerPlan(
+                layer=replace(self.layer, in_features=count), recipe=recipe, **gemms
+            ),
+        )
 
 
 def resolve(
-    layer: Layer, recipe: Recipe, policy: LayerPolicy | None, backend: str, device: Device, *, reason: str | None = None
+    layer: Layer,
+    recipe: Recipe,
+    policy: LayerPolicy | None,
+    backend: str,
+    device: Device,
+    *,
+    reason: str | None = None,
 ) -> LayerPlan:
     """The plan of `layer` while `recipe` is in force.
 
-    A GEMM of a shard whose cut divides the blocks of an operand stays in high precision (`misaligned`).
+    A GEMM of a shard whose cut divides the blocks of an operand stays in high precision
+    (`misaligned`).
 
     Args:
         policy: which layers follow the recipe; None: every one.
         backend: "auto", or the name of a backend.
         device: device of the layer's input.
-        reason: why `recipe` is in force, if known; shown for GEMMs that a phase leaves in high precision.
+        reason: why `recipe` is in force, if known; shown for GEMMs that a phase leaves in high
+            precision.
 
     Raises:
-        ValueError: a pattern of the policy matches no layer, or the named backend or a layer cannot run the recipe.
+        ValueError: a pattern of the policy matches no layer, or the named backend or a layer cannot
+            run the recipe.
     """
     if policy is not None and layer.names:
         policy.check(layer.names)
-    own = recipe if policy is None else policy.recipe_for(layer, recipe)
+    if policy is None:
+        own = recipe
+    else:
+        own = policy.recipe_for(layer, recipe)
     own.check_layer(layer)
-    alike = layer.fused if policy is None else policy.readers(layer, recipe)
+    if policy is None:
+        alike = layer.fused
+    else:
+        alike = policy.readers(layer, recipe)
     divided = misaligned(layer, own.table())
-    own = own.with_high_precision(*divided) if divided else own
+    if divided:
+        own = own.with_high_precision(*divided)
     table = own.table()
     if (unconverted := layer.unconverted) is not None:
         own = own.with_high_precision(*GEMMS)
-        table, choices = own.table(), dict.fromkeys(GEMMS, Choice("torch", unconverted))
+        table = own.table()
+        choices = dict.fromkeys(GEMMS, Choice("torch", unconverted))
     else:
-        cut, fused = layer.cut in ("in", "out"), bool(own.fused_scales and layer.fused)
-        choices = choose(table, layer, backend, device, cut=cut, fused=fused, emulated=own.why_emulated)
+        cut = layer.cut in ("in", "out")
+        fused = bool(own.fused_scales and layer.fused)
+        choices = choose(
+            table, layer, backend, device, cut=cut, fused=fused, emulated=own.why_emulated
+        )
     gemms: dict[str, Any] = {}
     for name, (chosen, why, grouped) in choices.items():
-        operands = table[name] if unconverted is None else HIGH_PRECISION
-        kept = policy.why(layer, name) if policy is not None and recipe.quantised else None
+        if unconverted is None:
+            operands = table[name]
+        else:
+            operands = HIGH_PRECISION
+        if policy is not None and recipe.quantised:
+            kept = policy.why(layer, name)
+        else:
+            kept = None
         if unconverted is None and not operands.quantised and recipe.quantised:
-            why = divided.get(name) or kept or (reason if reason and name in recipe.high_precision else own.name)
+            why = (
+                divided.get(name)
+                or kept
+                or (reason if reason and name in recipe.high_precision else own.name)
+            )
         elif kept and unconverted is None:
             why = f"{kept}; {why}"
         why += fused_note(layer, own, name) + input_note(alike, own, name, chosen, device)
         why += sums_note(operands, name, chosen, device)
         marks = {"divided": name in divided, "grouped": grouped}
-        gemms[name] = Gemm(name=name, operands=operands, dtype=own.dtype, backend=chosen, why=why, **marks)
+        gemms[name] = Gemm(
+            name=name, operands=operands, dtype=own.dtype, backend=chosen, why=why, **marks
+        )
     whole = LAYER_BACKENDS.get(choices["fprop"].backend)
-    why_values = None if whole is None else whole.why_values(table, layer, device)
+    if whole is None:
+        why_values = None
+    else:
+        why_values = whole.why_values(table, layer, device)
     return LayerPlan(layer=layer, recipe=own, readers=alike, why_values=why_values, **gemms)
 
 
 def fused_note(layer: Layer, recipe: Recipe, gemm: str) -> str:
-    """Note on a GEMM whose weight has the scale of its group, behind its reason in a plan; "": it has not."""
-    w = None if gemm == "wgrad" else recipe.table()[gemm].second
+    """Note on a GEMM whose weight has the scale of its group, behind its reason in a plan; "": it
+    has not.
+    """
+    if gemm == "wgrad":
+        w = None
+    else:
+        w = recipe.table()[gemm].second
     if not (recipe.fused_scales and layer.fused) or w is None or not has_tensor_amax(w):
         return ""
     return f"; {', '.join(name.rpartition('.')[2] for name in layer.fused)} share a scale"
 
 
-def input_note(readers: Sequence[str], recipe: Recipe, gemm: str, backend: str, device: Device) -> str:
-    """Note on a GEMM whose x a backend quantises once for all layers that read it, behind its reason in a plan; "": it
-    does not, or no other layer reads x. (Backends of single GEMMs share every x whose bits do not depend on the layer.)
+def input_note(
+    readers: Sequence[str], recipe: Recipe, gemm: str, backend: str, device: Device
+) -> str:
+    """Note on a GEMM whose x a backend quantises once for all layers that read it, behind its
+    reason in a plan; "": it does not, or no other layer reads x. (Backends of single GEMMs share
+    every x whose bits do not depend on the layer.)
     """
     whole = LAYER_BACKENDS.get(backend)
-    if whole is None or gemm == "dgrad" or len(readers) < 2 or not whole.shares_input(recipe.table(), device):
+    if (
+        whole is None
+        or gemm == "dgrad"
+        or len(readers) < 2
+        or not whole.shares_input(recipe.table(), device)
+    ):
         return ""
     return f"; {', '.join(name.rpartition('.')[2] for name in readers)} share one quantised x"
 
 
 def part_of(plan: LayerPlan, cut: str, parts: int, segments: tuple[int, ...] = ()) -> LayerPlan:
-    """Plan of one of `parts` tensor-parallel ranks for its part of a layer: GEMMs whose blocks the cut divides stay in
-    high precision. Backends are those of the whole layer.
+    """Plan of one of `parts` tensor-parallel ranks for its part of a layer: GEMMs whose blocks the
+    cut divides stay in high precision. Backends are those of the whole layer.
 
     Args:
         cut, parts, segments: as of `Layer.part`.
@@ -267,37 +373,50 @@ def part_of(plan: LayerPlan, cut: str, parts: int, segments: tuple[int, ...] = (
     layer = plan.layer.part(cut, parts, segments)
     divided = misaligned(layer, plan.operands)
     kept = {
-        name: replace(getattr(plan, name), operands=HIGH_PRECISION, backend="torch", why=why, divided=True)
+        name: replace(
+            getattr(plan, name), operands=HIGH_PRECISION, backend="torch", why=why, divided=True
+        )
         for name, why in divided.items()
     }
-    recipe = plan.recipe.with_high_precision(*divided) if divided else plan.recipe
+    if divided:
+        recipe = plan.recipe.with_high_precision(*divided)
+    else:
+        recipe = plan.recipe
     return replace(plan, layer=layer, recipe=recipe, **kept)
 
 
 def check_stages(layers: Iterable[LayerPlan], *, stages: int) -> None:
-    """Raises ValueError where a recipe has outlier channels that layers cannot multiply apart, over so many stages of a
-    pipeline; where tensor parallelism cuts a layer `resolve` does."""
-    having = [(each.recipe.outliers, each) for each in layers if each.recipe.outliers and each.quantised]
+    """Raises ValueError where a recipe has outlier channels that layers cannot multiply apart, over
+    so many stages of a pipeline; where tensor parallelism cuts a layer `resolve` does.
+    """
+    having = [
+        (each.recipe.outliers, each) for each in layers if each.recipe.outliers and each.quantised
+    ]
     if not having:
         return
-    outliers, name = having[0][0], having[0][1].recipe.name
+    outliers = having[0][0]
+    name = having[0][1].recipe.name
     if stages > 1:
         raise ValueError(
-            f"recipe {name}: outlier channels are chosen among all input channels of a layer, over the tokens of "
+            f"recipe {name}: outlier channels are chosen among all input channels of a layer, "
+            "over the tokens of "
             "the whole batch, which data ranks share and parallel.tp and parallel.pp do not; use "
             "parallel.dp_shard or parallel.dp_replicate, or recipe.outliers=null"
         )
     if not any(channels.count(each.layer.in_features) for channels, each in having):
         widest = max(each.layer.in_features for _, each in having)
         raise ValueError(
-            f"recipe {name}: outliers.share={outliers.share} in multiples of outliers.multiple={outliers.multiple} "
-            f"leaves no other channel of any layer (the widest has {widest} input channels); take a smaller "
+            f"recipe {name}: outliers.share={outliers.share} in multiples of "
+            f"outliers.multiple={outliers.multiple} "
+            f"leaves no other channel of any layer (the widest has {widest} input channels); "
+            "take a smaller "
             "multiple or share, or recipe.outliers=null"
         )
 
 
 def check_fused(recipe: Recipe, found: Mapping[str, LayerPlan]) -> None:
-    """Raises ValueError where fused scales of `recipe` have no layers, or policy or mesh divide a group.
+    """Raises ValueError where fused scales of `recipe` have no layers, or policy or mesh divide a
+    group.
 
     Args:
         found: the plans of all layers, by name.
@@ -306,15 +425,21 @@ def check_fused(recipe: Recipe, found: Mapping[str, LayerPlan]) -> None:
         return
     if not any(each.layer.fused for each in found.values()):
         raise ValueError(
-            f"recipe {recipe.name}: no part of the model says which layers share a scale: set {FUSED_BY} of the "
+            f"recipe {recipe.name}: no part of the model says which layers share a scale: set "
+            f"{FUSED_BY} of the "
             "modules that hold them, or recipe.fused_scales=false"
         )
     for name, each in found.items():
         for other in (found[name] for name in each.fused if name in found):
             if other.fprop.operands.second != each.fprop.operands.second:
-                kept = each if each.fprop.operands.second is None else other
+                if each.fprop.operands.second is None:
+                    kept = each
+                else:
+                    kept = other
                 raise ValueError(
-                    f"recipe {recipe.name}: {name} and {other.layer.name} share one scale, and fprop quantises their "
-                    f"weights differently ({kept.layer.name}: {kept.fprop.why}): keep all or none of "
+                    f"recipe {recipe.name}: {name} and {other.layer.name} share one scale, "
+                    "and fprop quantises their "
+                    f"weights differently ({kept.layer.name}: {kept.fprop.why}): keep all or "
+                    "none of "
                     f"{', '.join(each.fused)} in high precision, or take recipe.fused_scales=false"
                 )

@@ -1,8 +1,8 @@
 """The linear layers of a model and their positions in its blocks.
 
-A policy counts blocks ("the last 15 % of the blocks"); `blocks.py` finds them. Linear layers outside the blocks (the
-head, input projections) always stay in high precision. In a model without blocks each linear layer counts as a block,
-and none is outside.
+A policy counts blocks ("the last 15 % of the blocks"); `blocks.py` finds them. Linear layers
+outside the blocks (the head, input projections) always stay in high precision. In a model without
+blocks each linear layer counts as a block, and none is outside.
 """
 
 from __future__ import annotations
@@ -22,21 +22,41 @@ _TUNED = "base_layer"
 """Name of the layer itself in peft's wrapper of it."""
 
 FUSED_BY = "fp4train_fused"
-"""Attribute of a module of a model: groups of names of linear layers inside it, which serving software multiplies as
-one: `(("wq", "wk", "wv"),)`. Under `recipe.fused_scales` the weights of a group share one global scale."""
+"""Attribute of a module of a model: groups of names of linear layers inside it, which serving
+software multiplies as one: `(("wq", "wk", "wv"),)`. Under `recipe.fused_scales` the weights of a
+group share one global scale.
+"""
 
 CLASS = "class:"
 """Beginning of a policy's patterns that are about the class of a layer, not about its name."""
 
 ELEMENTWISE_BY = "fp4train_elementwise"
-"""Attribute of a module of a model: names of its own parameters that are no factors of a matrix product, whatever their
-shape, such as filters of channels and biases of experts. They are not converted, and weight decay spares them."""
+"""Attribute of a module of a model: names of its own parameters that are no factors of a matrix
+product, whatever their shape, such as filters of channels and biases of experts. They are not
+converted, and weight decay spares them.
+"""
 
 _HARMLESS = {
-    *("__init__", "reset_parameters", "__repr__", "_get_name", "extra_repr"),  # construction and printing
-    *("_save_to_state_dict", "_load_from_state_dict", "get_extra_state", "set_extra_state", "_version"),
-    *("__module__", "__doc__", "__dict__", "__weakref__", "__constants__", "__annotations__", "__annotate_func__"),
-    *("__annotations_cache__", "__static_attributes__", "__firstlineno__"),  # made by every class statement
+    # construction and printing
+    *("__init__", "reset_parameters", "__repr__", "_get_name", "extra_repr"),
+    *(
+        "_save_to_state_dict",
+        "_load_from_state_dict",
+        "get_extra_state",
+        "set_extra_state",
+        "_version",
+    ),
+    *(
+        "__module__",
+        "__doc__",
+        "__dict__",
+        "__weakref__",
+        "__constants__",
+        "__annotations__",
+        "__annotate_func__",
+    ),
+    # made by every class statement
+    *("__annotations_cache__", "__static_attributes__", "__firstlineno__"),
 }
 """Names that a subclass of nn.Linear may redefine without changing what it computes."""
 
@@ -49,17 +69,22 @@ class Layer:
         name: its module path in the model.
         block: index of the block it belongs to, or None outside the blocks.
         blocks: number of blocks in the model.
-        classes: its class and those of the modules inside its block that hold it: "class:Linear", "class:Attention".
-        names: names of all linear layers of the model, and their classes; a policy checks its patterns against them.
-        unconverted: why `convert` does not replace it; None if it can be converted or is an fp4train layer.
-        cut: the features along which tensor parallelism divides it, "in" or "out", or "experts", of which a rank has
-            some; None: it is whole. in_features, out_features and experts are those of the shard.
+        classes: its class and those of the modules inside its block that hold it: "class:Linear",
+            "class:Attention".
+        names: names of all linear layers of the model, and their classes; a policy checks its
+            patterns against them.
+        unconverted: why `convert` does not replace it; None if it can be converted or is an
+            fp4train layer.
+        cut: the features along which tensor parallelism divides it, "in" or "out", or "experts", of
+            which a rank has some; None: it is whole. in_features, out_features and experts are
+            those of the shard.
         parts: number of its shards.
         segments: out features of the shard in each of the weight's segments; none: they are one.
-        experts: number of its weights, each of these sizes and for the tokens that are routed to it; 0: it has one
-            weight, for all tokens.
+        experts: number of its weights, each of these sizes and for the tokens that are routed to
+            it; 0: it has one weight, for all tokens.
         per_token: to how many of the experts a token is routed.
-        fused: names of the layers, this one included, that serving software multiplies with it as one; none: no other.
+        fused: names of the layers, this one included, that serving software multiplies with it as
+            one; none: no other.
     """
 
     name: str
@@ -88,8 +113,12 @@ class Layer:
         return self.experts * self.parts
 
     def rows(self, tokens: int) -> int:
-        """Rows of x for so many tokens: of experts those of all together, of a rank's experts an even share."""
-        return math.ceil(tokens * self.per_token / self.parts) if self.experts else tokens
+        """Rows of x for so many tokens: of experts those of all together, of a rank's experts an
+        even share.
+        """
+        if self.experts:
+            return math.ceil(tokens * self.per_token / self.parts)
+        return tokens
 
     @property
     def active(self) -> int:
@@ -99,21 +128,30 @@ class Layer:
     @property
     def label(self) -> str:
         """The layer's name, and the number of its experts if it has some."""
-        return f"{self.name} ({self.experts} experts)" if self.experts else self.name
+        if self.experts:
+            return f"{self.name} ({self.experts} experts)"
+        return self.name
 
     def part(self, cut: str, parts: int, segments: tuple[int, ...] = ()) -> Layer:
-        """One of `parts` shards that divide the features `cut`, "in" or "out", or the experts of a group.
+        """One of `parts` shards that divide the features `cut`, "in" or "out", or the experts of a
+        group.
 
         Args:
-            segments: out features of each segment of the weight, each of which is divided; none: they are one.
+            segments: out features of each segment of the weight, each of which is divided; none:
+                they are one.
         """
         if parts == 1:
             return self
         if self.experts:
-            return replace(self, cut="experts", parts=parts, experts=math.ceil(self.experts / parts))
+            return replace(
+                self, cut="experts", parts=parts, experts=math.ceil(self.experts / parts)
+            )
         key = f"{cut}_features"
         sizes = {key: math.ceil(getattr(self, key) / parts)}
-        shares = tuple(math.ceil(size / parts) for size in segments) if cut == "out" else ()
+        if cut == "out":
+            shares = tuple(math.ceil(size / parts) for size in segments)
+        else:
+            shares = ()
         return replace(self, cut=cut, parts=parts, segments=shares, **sizes)
 
 
@@ -123,12 +161,15 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def find_layers(model: nn.Module) -> dict[str, Layer]:
-    """Every linear layer of `model` by name, in the order of definition; a shared layer has its first name.
+    """Every linear layer of `model` by name, in the order of definition; a shared layer has its
+    first name.
 
     Raises:
-        TypeError, ValueError: `fp4train_blocks` of the model, or `fp4train_fused` of a part of it, is invalid.
+        TypeError, ValueError: `fp4train_blocks` of the model, or `fp4train_fused` of a part of it,
+            is invalid.
     """
-    paths, modules = block_paths(model), dict(model.named_modules())
+    paths = block_paths(model)
+    modules = dict(model.named_modules())
     block_of: dict[nn.Module, int] = {}
     for index, path in enumerate(paths):
         for part in model.get_submodule(path).modules():
@@ -138,7 +179,8 @@ def find_layers(model: nn.Module) -> dict[str, Layer]:
     classes = {name: _classes(modules, name, paths) for name in names}
     known = (*names, *dict.fromkeys(each for name in names for each in classes[name]))
     tuned = {path.removesuffix(f".{_TUNED}") for path in modules if path.endswith(f".{_TUNED}")}
-    bypassed, fused = bypassed_linears(modules.values()), _fused(modules, names)
+    bypassed = bypassed_linears(modules.values())
+    fused = _fused(modules, names)
     return {
         name: Layer(
             name=name,
@@ -159,12 +201,17 @@ def find_layers(model: nn.Module) -> dict[str, Layer]:
 def _cut_and_experts(module: nn.Module) -> dict[str, Any]:
     """The fields of a `Layer` that a planned layer alone knows: its cut, and its experts."""
     known = ("cut", "parts", "segments", "experts", "per_token")
-    return {key: getattr(module.layer, key) for key in known} if getattr(module, "is_fp4train_layer", False) else {}
+    if getattr(module, "is_fp4train_layer", False):
+        return {key: getattr(module.layer, key) for key in known}
+    return {}
 
 
-def _classes(modules: Mapping[str, nn.Module], name: str, blocks: Collection[str]) -> tuple[str, ...]:
+def _classes(
+    modules: Mapping[str, nn.Module], name: str, blocks: Collection[str]
+) -> tuple[str, ...]:
     """The classes of a layer and of the modules that hold it, up to its block."""
-    parts, found = name.split(".") if name else [], []
+    parts = name.split(".") if name else []
+    found = []
     for length in range(len(parts), 0, -1):
         path = ".".join(parts[:length])
         if path in blocks and length < len(parts):
@@ -174,22 +221,35 @@ def _classes(modules: Mapping[str, nn.Module], name: str, blocks: Collection[str
 
 
 def elementwise(model: nn.Module) -> set[nn.Parameter]:
-    """The parameters of `model` that its modules name as no factors of a matrix product (`fp4train_elementwise`)."""
-    return {getattr(each, name) for each in model.modules() for name in getattr(each, ELEMENTWISE_BY, ())} - {None}
+    """The parameters of `model` that its modules name as no factors of a matrix product
+    (`fp4train_elementwise`).
+    """
+    return {
+        getattr(each, name)
+        for each in model.modules()
+        for name in getattr(each, ELEMENTWISE_BY, ())
+    } - {None}
 
 
 def _fused(modules: Mapping[str, nn.Module], names: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
-    """Layer → the layers that serving software multiplies with it as one, as the parts of a model say."""
+    """Layer → the layers that serving software multiplies with it as one, as the parts of a model
+    say.
+    """
     found: dict[str, tuple[str, ...]] = {}
     for path, module in modules.items():
         for group in getattr(module, FUSED_BY, ()):
             where = f"{FUSED_BY} of {path or type(module).__name__}"
             if isinstance(group, str):
-                raise ValueError(f"{where} holds {group!r}: it must hold tuples of names of linear layers")
+                raise ValueError(
+                    f"{where} holds {group!r}: it must hold tuples of names of linear layers"
+                )
             members = tuple(f"{path}.{name}" if path else name for name in group)
             for name in members:
                 if name not in names or name in found:
-                    what = "no linear layer" if name not in names else f"in two groups, {found[name]} and {members}"
+                    if name not in names:
+                        what = "no linear layer"
+                    else:
+                        what = f"in two groups, {found[name]} and {members}"
                     raise ValueError(f"{where}: {name} is {what}")
                 found[name] = members
     return found
@@ -198,17 +258,21 @@ def _fused(modules: Mapping[str, nn.Module], names: tuple[str, ...]) -> dict[str
 def bypassed_linears(modules: Iterable[nn.Module]) -> dict[nn.Module, str]:
     """Linear layers whose weights another module multiplies without calling them, and why."""
     return {
-        module.out_proj: f"nn.{nn.MultiheadAttention.__name__} multiplies its weights itself; use separate projections"
+        module.out_proj: f"nn.{nn.MultiheadAttention.__name__} multiplies its weights itself; "
+        "use separate projections"
         for module in modules
         if isinstance(module, nn.MultiheadAttention)
     }
 
 
 def _adapter(name: str, tuned: Collection[str]) -> str | None:
-    """The component of a layer's name that makes it an adapter of a layer beside it; None: it is none.
+    """The component of a layer's name that makes it an adapter of a layer beside it; None: it is
+    none.
 
-    An adapter is known by its name and never by its rank: it is small, is trained with a few thousand tokens, and is
-    merged into the weight later. peft's wrapper of a layer holds the layer as `base_layer` and its adapters beside it.
+    An adapter is known by its name and never by its rank: it is small, is trained with a few
+        thousand tokens, and is
+    merged into the weight later. peft's wrapper of a layer holds the layer as `base_layer` and its
+    adapters beside it.
 
     Args:
         tuned: paths of the modules that hold a `base_layer`.
@@ -217,7 +281,9 @@ def _adapter(name: str, tuned: Collection[str]) -> str | None:
     if lora := next((part for part in parts if part.lower().startswith("lora")), None):
         return lora
     inner = next((n for n in range(len(parts) - 1, 0, -1) if ".".join(parts[:n]) in tuned), None)
-    return None if inner is None or parts[inner] == _TUNED else parts[inner]
+    if inner is None or parts[inner] == _TUNED:
+        return None
+    return parts[inner]
 
 
 def _why_unconverted(name: str, module: nn.Module, tuned: Collection[str]) -> str | None:
@@ -227,13 +293,21 @@ def _why_unconverted(name: str, module: nn.Module, tuned: Collection[str]) -> st
     kind = type(module).__name__
     if is_uninitialised(module):
         return f"{kind} has no weights before its first batch: run one, then convert"
-    changed = _changed(type(module)) if isinstance(module, nn.Linear) else None
+    if isinstance(module, nn.Linear):
+        changed = _changed(type(module))
+    else:
+        changed = None
     if changed:
         return f"{kind} is a subclass of nn.Linear with a {changed} of its own"
     if "forward" in vars(module):
-        return "its forward is replaced on the instance: convert the model before it is wrapped or dispatched"
+        return (
+            "its forward is replaced on the instance: convert the model before it is wrapped "
+            "or dispatched"
+        )
     adapter = _adapter(name, tuned)
-    return None if adapter is None else f"adapter ({adapter}): kept in high precision by its name"
+    if adapter is None:
+        return None
+    return f"adapter ({adapter}): kept in high precision by its name"
 
 
 def is_uninitialised(linear: nn.Module) -> bool:
@@ -243,7 +317,9 @@ def is_uninitialised(linear: nn.Module) -> bool:
 
 
 def _changed(kind: type) -> str | None:
-    """A name that a subclass of nn.Linear defines, and its own forward may depend on; None: there is none."""
+    """A name that a subclass of nn.Linear defines, and its own forward may depend on; None: there
+    is none.
+    """
     own = [name for base in kind.__mro__ if base not in nn.Linear.__mro__ for name in vars(base)]
     if computed := {"weight", "bias"} & set(own):  # by a parametrisation
         return max(computed)
@@ -251,10 +327,11 @@ def _changed(kind: type) -> str | None:
 
 
 def misaligned(layer: Layer, table: Mapping[str, Operands]) -> dict[str, str]:
-    """GEMM → why the cut of `layer` divides blocks of one of its operands; empty for a layer that is whole.
+    """GEMM → why the cut of `layer` divides blocks of one of its operands; empty for a layer that
+    is whole.
 
-    A shard quantised on its own blocks would round differently from the whole layer, and the loss would depend on the
-    number of ranks. Such a GEMM stays in high precision, and the plan names it.
+    A shard quantised on its own blocks would round differently from the whole layer, and the loss
+    would depend on the number of ranks. Such a GEMM stays in high precision, and the plan names it.
     """
     found: dict[str, str] = {}
     if layer.cut is None:
@@ -266,6 +343,9 @@ def misaligned(layer: Layer, table: Mapping[str, Operands]) -> dict[str, str]:
         reasons = ((size, operand.why_not_cut(layer.cut, size)) for size in extents)
         extent, reason = next(((size, why) for size, why in reasons if why is not None), (0, None))
         if reason is not None:
-            whole = f"{'a segment of ' if layer.segments else ''}{extent * layer.parts} {layer.cut} features"
+            whole = (
+                f"{'a segment of ' if layer.segments else ''}{extent * layer.parts} {layer.cut} "
+                "features"
+            )
             found.setdefault(gemm, f"{whole} over {layer.parts} ranks: {reason} ({name})")
     return found

@@ -1,9 +1,10 @@
-"""Recipe changes over a run: phases, which are configured, and swaps, which are requested during the run.
+"""Recipe changes over a run: phases, which are configured, and swaps, which are requested during
+the run.
 
-Low-precision training leaves a loss gap. A return to high precision late in training closes most of it: with only the
-forward GEMM in BF16 during the cooldown, the paper's gap fell from 1.5 % to 0.5 %, for 6 % of the compute
-(arXiv:2509.25149, appendix D). A phase changes the recipe, or single GEMMs of it, from a given step on. A swap replaces
-the recipe that the phases modify.
+Low-precision training leaves a loss gap. A return to high precision late in training closes most of
+it: with only the forward GEMM in BF16 during the cooldown, the paper's gap fell from 1.5 % to 0.5
+%, for 6 % of the compute (arXiv:2509.25149, appendix D). A phase changes the recipe, or single
+GEMMs of it, from a given step on. A swap replaces the recipe that the phases modify.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from fp4train.backends.table import GEMMS
 from fp4train.precision.recipe import Recipe
 from fp4train.precision.recipes import Mixed
 
-MOST_PHASES, MOST_SWAPS = 256, 1000
+MOST_PHASES = 256
+MOST_SWAPS = 1000
 """Most stretches of a run: each is planned for every layer."""
 
 
@@ -27,8 +29,9 @@ class Phase:
         start: a step (integer), a share of the run (float in [0, 1]), or "cooldown": the first
             step of the schedule's cooldown.
         recipe: the recipe from then on.
-        gemms: only these GEMMs change to `recipe`; the others stay as they are. None: all three. With a recipe that
-            quantises nothing, these GEMMs run in high precision, in the dtype of the run.
+        gemms: only these GEMMs change to `recipe`; the others stay as they are. None: all three.
+            With a recipe that quantises nothing, these GEMMs run in high precision, in the dtype of
+            the run.
     """
 
     start: int | float | str
@@ -40,22 +43,36 @@ class Phase:
             raise TypeError(f"recipe={self.recipe!r} must be a recipe, for instance BF16()")
         if isinstance(self.start, str):
             if self.start != "cooldown":
-                raise ValueError(f"start={self.start!r} must be a step, a share of the run, or 'cooldown'")
-        elif isinstance(self.start, bool) or self.start < 0 or (isinstance(self.start, float) and self.start > 1):
-            raise ValueError(f"start={self.start!r} must be a step ≥ 0, a share between 0.0 and 1.0, or 'cooldown'")
+                raise ValueError(
+                    f"start={self.start!r} must be a step, a share of the run, or 'cooldown'"
+                )
+        elif (
+            isinstance(self.start, bool)
+            or self.start < 0
+            or (isinstance(self.start, float) and self.start > 1)
+        ):
+            raise ValueError(
+                f"start={self.start!r} must be a step ≥ 0, a share between 0.0 and 1.0, or "
+                "'cooldown'"
+            )
         if self.gemms is not None:
             wrong = [g for g in self.gemms if g not in GEMMS]
             if wrong or not self.gemms:
                 raise ValueError(
-                    f"gemms={list(self.gemms)!r}: name some of {', '.join(GEMMS)}, or leave it out for all"
+                    f"gemms={list(self.gemms)!r}: name some of {', '.join(GEMMS)}, or leave "
+                    "it out for all"
                 )
             object.__setattr__(self, "gemms", tuple(g for g in GEMMS if g in self.gemms))
 
     def step(self, steps: int, cooldown: int | None) -> int | None:
-        """The first step of this phase in a run of `steps` steps; None if the schedule lacks the cooldown it needs."""
+        """The first step of this phase in a run of `steps` steps; None if the schedule lacks the
+        cooldown it needs.
+        """
         if isinstance(self.start, str):
             return cooldown
-        return self.start if isinstance(self.start, int) else round(self.start * steps)
+        if isinstance(self.start, int):
+            return self.start
+        return round(self.start * steps)
 
     def apply(self, recipe: Recipe) -> Recipe:
         """The recipe after this phase, applied to the previous `recipe`."""
@@ -65,9 +82,13 @@ class Phase:
 
 
 def in_gemms(gemms: Sequence[str], recipe: Recipe, other: Recipe) -> Recipe:
-    """`recipe`, with `gemms` in `other` instead; if that quantises nothing, they run in the dtype of `recipe`."""
+    """`recipe`, with `gemms` in `other` instead; if that quantises nothing, they run in the dtype
+    of `recipe`.
+    """
     if not other.quantised:
-        return recipe.with_high_precision(*gemms) if recipe.quantised else recipe
+        if recipe.quantised:
+            return recipe.with_high_precision(*gemms)
+        return recipe
     fprop, dgrad, wgrad = (other if gemm in gemms else _part(recipe, gemm) for gemm in GEMMS)
     kept = tuple(gemm for gemm in recipe.high_precision if gemm not in gemms)
     return Mixed(fprop=fprop, dgrad=dgrad, wgrad=wgrad, dtype=recipe.dtype, high_precision=kept)
@@ -76,12 +97,16 @@ def in_gemms(gemms: Sequence[str], recipe: Recipe, other: Recipe) -> Recipe:
 def _part(recipe: Recipe, gemm: str) -> Recipe:
     """The recipe of one GEMM, without the exceptions in `high_precision`."""
     part: Recipe = getattr(recipe, gemm) if isinstance(recipe, Mixed) else recipe
-    return replace(part, high_precision=()) if part is recipe else part
+    if part is recipe:
+        return replace(part, high_precision=())
+    return part
 
 
 @dataclass(frozen=True, kw_only=True)
 class Swap:
-    """Replace the run's recipe by `recipe` from `step` on; `name` is the requested name ("mxfp8")."""
+    """Replace the run's recipe by `recipe` from `step` on; `name` is the requested name
+    ("mxfp8").
+    """
 
     step: int
     recipe: Recipe
@@ -103,14 +128,23 @@ class Stretch:
 
     @property
     def note(self) -> str:
-        """Words on what the recipe does in these steps, behind the reason in a plan; "": the same in all steps."""
-        words = {True: "; outlier channels are multiplied apart", False: "; outlier channels not chosen yet"}
-        return words[self.split] if self.split is not None else ""
+        """Words on what the recipe does in these steps, behind the reason in a plan; "": the same
+        in all steps.
+        """
+        words = {
+            True: "; outlier channels are multiplied apart",
+            False: "; outlier channels not chosen yet",
+        }
+        if self.split is not None:
+            return words[self.split]
+        return ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """Recipe, phases and swaps of a run of `steps` steps; `cooldown` is the first step of the schedule's cooldown."""
+    """Recipe, phases and swaps of a run of `steps` steps; `cooldown` is the first step of the
+    schedule's cooldown.
+    """
 
     recipe: Recipe
     steps: int
@@ -121,20 +155,26 @@ class Timeline:
     def __post_init__(self) -> None:
         if len(self.phases) > MOST_PHASES or len(self.swaps) > MOST_SWAPS:
             raise ValueError(
-                f"{len(self.phases)} phases and {len(self.swaps)} swaps: a run has at most {MOST_PHASES} and "
+                f"{len(self.phases)} phases and {len(self.swaps)} swaps: a run has at most "
+                f"{MOST_PHASES} and "
                 f"{MOST_SWAPS}; leave some out"
             )
         if any(swap.step < 0 for swap in self.swaps):
             raise ValueError(f"swaps at steps {[s.step for s in self.swaps]}: steps count from 0")
         object.__setattr__(self, "swaps", tuple(sorted(self.swaps, key=lambda swap: swap.step)))
-        starts = [s for s in (p.step(self.steps, self.cooldown) for p in self.phases) if s is not None]
+        starts = [
+            s for s in (p.step(self.steps, self.cooldown) for p in self.phases) if s is not None
+        ]
         if starts != sorted(starts):
             raise ValueError(f"phases start at steps {starts}: put them in order")
-        changes = [p.recipe for p in self.phases if p.gemms is None] + [s.recipe for s in self.swaps]
+        changes = [p.recipe for p in self.phases if p.gemms is None] + [
+            s.recipe for s in self.swaps
+        ]
         dtypes = {self.recipe.dtype, *(recipe.dtype for recipe in changes)}
         if "float16" in dtypes and len(dtypes) > 1:
             raise ValueError(
-                "a float16 run has a loss scale and stays float16: phases and swaps cannot change its dtype"
+                "a float16 run has a loss scale and stays float16: phases and swaps cannot "
+                "change its dtype"
             )
         self.stretches()  # refuses now a phase that cannot be combined with the recipe before it
 
@@ -143,24 +183,41 @@ class Timeline:
         return self._at(step)[0]
 
     def _at(self, step: int) -> tuple[Recipe, str]:
-        recipe, reason, swapped = self.recipe, "recipe", -1
+        recipe = self.recipe
+        reason = "recipe"
+        swapped = -1
         for swap in self.swaps:
             if swap.step <= step:
-                recipe, reason, swapped = swap.recipe, f"swap at step {swap.step}", swap.step
+                recipe = swap.recipe
+                reason = f"swap at step {swap.step}"
+                swapped = swap.step
         for phase in self.phases:
             start = phase.step(self.steps, self.cooldown)
-            # A swap after a phase of the whole recipe replaces that phase; phases of single GEMMs modify any recipe.
-            if start is not None and start <= step and not (phase.gemms is None and start <= swapped):
-                what = "+".join(phase.gemms) if phase.gemms else "all GEMMs"
+            # A swap after a phase of the whole recipe replaces that phase; phases of single GEMMs
+            # modify any recipe.
+            if (
+                start is not None
+                and start <= step
+                and not (phase.gemms is None and start <= swapped)
+            ):
+                if phase.gemms:
+                    what = "+".join(phase.gemms)
+                else:
+                    what = "all GEMMs"
                 changed = phase.apply(recipe)
                 if changed != recipe:
-                    recipe, reason = changed, f"phase {phase.start}: {what} in {phase.recipe.name}"
+                    recipe = changed
+                    reason = f"phase {phase.start}: {what} in {phase.recipe.name}"
         return recipe, reason
 
     def stretches(self) -> list[Stretch]:
-        """The run, split where its recipe changes, and where the channels are chosen that it multiplies apart."""
+        """The run, split where its recipe changes, and where the channels are chosen that it
+        multiplies apart.
+        """
         starts = {0, *(s.step for s in self.swaps)}
-        starts |= {s for s in (p.step(self.steps, self.cooldown) for p in self.phases) if s is not None}
+        starts |= {
+            s for s in (p.step(self.steps, self.cooldown) for p in self.phases) if s is not None
+        }
         cuts = sorted(s for s in starts if s < max(self.steps, 1))
         found: list[Stretch] = []
         for start, stop in zip(cuts, [*cuts[1:], self.steps], strict=True):
@@ -172,13 +229,17 @@ class Timeline:
         return list(_split(found))
 
     def with_swap(self, swap: Swap) -> Timeline:
-        """This timeline with one more swap; a later request for the same step replaces the earlier one."""
+        """This timeline with one more swap; a later request for the same step replaces the earlier
+        one.
+        """
         others = [s for s in self.swaps if s.step != swap.step]
         return replace(self, swaps=(*others, swap))
 
 
 def _split(stretches: Sequence[Stretch]) -> Iterator[Stretch]:
-    """`stretches`, cut where the channels that their recipes multiply apart are chosen, as layers do."""
+    """`stretches`, cut where the channels that their recipes multiply apart are chosen, as layers
+    do.
+    """
     recorded = 0
     for each in stretches:
         outliers = each.recipe.outliers

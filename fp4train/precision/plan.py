@@ -1,7 +1,9 @@
-"""The plan: recipe × policy × phases × backends resolved for a real model, once, before anything is trained.
+"""The plan: recipe × policy × phases × backends resolved for a real model, once, before anything is
+trained.
 
-A plan holds the `LayerPlan` of every layer (`precision.layer_plan.resolve`) for every stretch of a run as data. The
-trainer applies them to the model at the start of each stretch; tables and cost estimates read them.
+A plan holds the `LayerPlan` of every layer (`precision.layer_plan.resolve`) for every stretch of a
+run as data. The trainer applies them to the model at the start of each stretch; tables and cost
+estimates read them.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from fp4train.precision.recipe import Recipe
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedStretch(Stretch):
-    """Steps [start, stop) of a run in which `recipe` is in force, the reason, and the plan of each layer by name."""
+    """Steps [start, stop) of a run in which `recipe` is in force, the reason, and the plan of each
+    layer by name.
+    """
 
     layers: Mapping[str, LayerPlan] = field(repr=False)
 
@@ -33,12 +37,18 @@ class PlannedStretch(Stretch):
 
     def tables(self, backend: str) -> list[Table]:
         """The distinct tables that `backend` runs layer by layer."""
-        return list(dict.fromkeys(each.table for each in self.layers.values() if each.layer_backend == backend))
+        return list(
+            dict.fromkeys(
+                each.table for each in self.layers.values() if each.layer_backend == backend
+            )
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One GEMM of one layer in one stretch: a row of a table. `size` is (rows, columns, contraction)."""
+    """One GEMM of one layer in one stretch: a row of a table. `size` is (rows, columns,
+    contraction).
+    """
 
     start: int
     stop: int
@@ -104,10 +114,14 @@ class Plan:
 
     def check_ranks(self, *, stages: int) -> None:
         """`check_stages` of every layer in every stretch."""
-        check_stages((each for stretch in self.stretches for each in stretch.layers.values()), stages=stages)
+        check_stages(
+            (each for stretch in self.stretches for each in stretch.layers.values()), stages=stages
+        )
 
     def shares(self, start: int) -> dict[str, float]:
-        """Share of the linear layers' multiply-adds by elements, in the stretch that starts at step `start`."""
+        """Share of the linear layers' multiply-adds by elements, in the stretch that starts at step
+        `start`.
+        """
         from fp4train.precision.report import shares
 
         return shares((row.elements, row.macs) for row in self.rows if row.start == start)
@@ -116,7 +130,9 @@ class Plan:
         """One line per group of equal layers; with `full` a row per layer and GEMM."""
         from fp4train.precision.report import render, summarise
 
-        return render(self, full=True) if full else summarise(self)
+        if full:
+            return render(self, full=True)
+        return summarise(self)
 
     def __str__(self) -> str:
         return self.render()
@@ -141,7 +157,8 @@ def make_plan(
         backend: one for all layers, or one per layer name.
 
     Raises:
-        ValueError: a pattern of the policy matches no layer, or a named backend cannot run a recipe.
+        ValueError: a pattern of the policy matches no layer, or a named backend cannot run a
+            recipe.
     """
     layers = list(layers)
     if policy is not None:
@@ -150,7 +167,10 @@ def make_plan(
     for stretch in timeline.stretches():
         found = {}
         for layer in layers:
-            wanted = backend if isinstance(backend, str) else backend[layer.name]
+            if isinstance(backend, str):
+                wanted = backend
+            else:
+                wanted = backend[layer.name]
             each = resolve(layer, stretch.recipe, policy, wanted, device, reason=stretch.reason)
             found[layer.name] = each.within(stretch)
         check_fused(stretch.recipe, found)
@@ -182,7 +202,8 @@ def plan(
         device: device of the layers; None: that of the model's first parameter.
 
     Raises:
-        ValueError: the model has no linear layer, a pattern matches none, or a named backend cannot run a recipe.
+        ValueError: the model has no linear layer, a pattern matches none, or a named backend cannot
+            run a recipe.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"plan takes a model (torch.nn.Module), not {type(model).__name__}")
@@ -190,7 +211,14 @@ def plan(
     if not layers:
         raise ValueError(f"{type(model).__name__} has no linear layer: there is nothing to plan")
     place = next(model.parameters()).device if device is None else device
-    device = place if isinstance(place, Device) else Device.of(place)
-    backends = {name: str(getattr(model.get_submodule(name), "backend", backend)) for name in layers}
+    if isinstance(place, Device):
+        device = place
+    else:
+        device = Device.of(place)
+    backends = {
+        name: str(getattr(model.get_submodule(name), "backend", backend)) for name in layers
+    }
     timeline = Timeline(recipe=recipe, steps=steps, phases=phases)
-    return make_plan(layers.values(), timeline, policy, tokens=tokens, device=device, backend=backends)
+    return make_plan(
+        layers.values(), timeline, policy, tokens=tokens, device=device, backend=backends
+    )

@@ -1,8 +1,9 @@
 """A recipe: how each operand of the three GEMMs of a linear layer is quantised.
 
-A recipe defines a table of six operands (`fp4train.backends.table`): a `QuantSpec` for each, or None for high
-precision. Everything else in the project reads that table; no code tests for a recipe's class. A research recipe is
-therefore another table (`Custom`), and "forward in BF16 for the cooldown" is `recipe.with_high_precision("fprop")`.
+A recipe defines a table of six operands (`fp4train.backends.table`): a `QuantSpec` for each, or
+None for high precision. Everything else in the project reads that table; no code tests for a
+recipe's class. A research recipe is therefore another table (`Custom`), and "forward in BF16 for
+the cooldown" is `recipe.with_high_precision("fprop")`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fp4train.backends.table import DTYPES, GEMMS, HIGH_PRECISION, OPERANDS, SHORT, Operands, Table, describe, named
+from fp4train.backends.table import (
+    DTYPES,
+    GEMMS,
+    HIGH_PRECISION,
+    OPERANDS,
+    SHORT,
+    Operands,
+    Table,
+    describe,
+    named,
+)
 from fp4train.quantize import QuantSpec, has_tensor_amax
 from fp4train.text import check_choice, check_least, tabulate
 
@@ -22,7 +33,9 @@ if TYPE_CHECKING:
     from fp4train.precision.layers import Layer
 
 
-def by_tensor(x: QuantSpec | None, w: QuantSpec | None, dy: QuantSpec | None) -> dict[str, Operands]:
+def by_tensor(
+    x: QuantSpec | None, w: QuantSpec | None, dy: QuantSpec | None
+) -> dict[str, Operands]:
     """The operands of a recipe that quantises x, w and dy the same way in every GEMM."""
     return {
         "fprop": Operands(first=x, second=w),
@@ -31,17 +44,27 @@ def by_tensor(x: QuantSpec | None, w: QuantSpec | None, dy: QuantSpec | None) ->
     }
 
 
-_KINDS: dict[str, tuple[type, ...]] = {"bool": (bool,), "str": (str,), "int": (int,), "float": (int, float)}
+_KINDS: dict[str, tuple[type, ...]] = {
+    "bool": (bool,),
+    "str": (str,),
+    "int": (int,),
+    "float": (int, float),
+}
 _WORDS = {"bool": "True or False", "str": "text", "int": "a whole number", "float": "a number"}
 
 
 def check_kinds(recipe: object, prefix: str = "") -> None:
-    """TypeError for a switch, word or number of a recipe that is none; it names the field, the value and what it is."""
+    """TypeError for a switch, word or number of a recipe that is none; it names the field, the
+    value and what it is.
+    """
     for field in dataclasses.fields(recipe):  # type: ignore[arg-type]
-        annotation, value = getattr(field.type, "__name__", field.type), getattr(recipe, field.name)
+        annotation = getattr(field.type, "__name__", field.type)
+        value = getattr(recipe, field.name)
         if annotation not in _KINDS:
             continue
-        if not isinstance(value, _KINDS[annotation]) or (isinstance(value, bool) and annotation != "bool"):
+        if not isinstance(value, _KINDS[annotation]) or (
+            isinstance(value, bool) and annotation != "bool"
+        ):
             raise TypeError(f"{prefix}{field.name}={value!r} must be {_WORDS[annotation]}")
 
 
@@ -50,12 +73,14 @@ class Recipe:
     """Base of all recipes; subclasses define their six operands in `operands`.
 
     Args:
-        high_precision: GEMMs (of "fprop", "dgrad", "wgrad") that run unquantised, as exceptions from the recipe.
+        high_precision: GEMMs (of "fprop", "dgrad", "wgrad") that run unquantised, as exceptions
+            from the recipe.
         dtype: dtype of activations and of unquantised GEMMs: "bfloat16", "float16" or "float32".
         outliers: input channels that are multiplied apart, in other operands; None: there are none.
-        fused_scales: whether the weights of layers that serving software multiplies as one (queries, keys and values;
-            gate and up: `fp4train_fused` of the model) share one global scale, from the largest |w| of all. Such
-            software takes one scale for them, so the codes that training used can be served as they are.
+        fused_scales: whether the weights of layers that serving software multiplies as one
+            (queries, keys and values; gate and up: `fp4train_fused` of the model) share one global
+            scale, from the largest |w| of all. Such software takes one scale for them, so the codes
+            that training used can be served as they are.
     """
 
     high_precision: tuple[str, ...] = ()
@@ -70,16 +95,22 @@ class Recipe:
             object.__setattr__(self, "high_precision", (self.high_precision,))
         unknown = [g for g in self.high_precision if g not in GEMMS]
         if unknown:
-            raise ValueError(f"high_precision={unknown[0]!r} is not a GEMM; allowed: {', '.join(GEMMS)}")
+            raise ValueError(
+                f"high_precision={unknown[0]!r} is not a GEMM; allowed: {', '.join(GEMMS)}"
+            )
         # In canonical order, recipes that mean the same compare equal, also if YAML gave a list.
-        object.__setattr__(self, "high_precision", tuple(g for g in GEMMS if g in self.high_precision))
+        object.__setattr__(
+            self, "high_precision", tuple(g for g in GEMMS if g in self.high_precision)
+        )
         operands = self.operands()
         for gemm, pair in operands.items():
             transforms = [spec and spec.hadamard for spec in pair.both]
             if transforms[0] != transforms[1]:
                 raise ValueError(
-                    f"{gemm}: hadamard={transforms[0]} of {OPERANDS[gemm][0]} differs from hadamard={transforms[1]} of "
-                    f"{OPERANDS[gemm][1]}; the transform cancels only if both operands have the same one"
+                    f"{gemm}: hadamard={transforms[0]} of {OPERANDS[gemm][0]} differs from "
+                    f"hadamard={transforms[1]} of "
+                    f"{OPERANDS[gemm][1]}; the transform cancels only if both operands have "
+                    "the same one"
                 )
         self._check_outliers(operands)
         self._check_fused(operands["fprop"].second)
@@ -93,12 +124,20 @@ class Recipe:
         if not isinstance(outliers, OutlierChannels) or not isinstance(outliers.recipe, Recipe):
             raise TypeError(f"outliers={outliers!r} must be OutlierChannels with a recipe, or None")
         if outliers.recipe.outliers is not None:
-            raise ValueError("outliers.recipe: outlier channels have no outlier channels of their own")
+            raise ValueError(
+                "outliers.recipe: outlier channels have no outlier channels of their own"
+            )
         if not any(pair.quantised for pair in operands.values()):
-            raise ValueError(f"outliers: {type(self).__name__} quantises nothing, so no channel needs to be kept apart")
+            raise ValueError(
+                f"outliers: {type(self).__name__} quantises nothing, so no channel needs to "
+                "be kept apart"
+            )
         pairs = [*operands.values(), *outliers.recipe.operands().values()]
         if any(spec is not None and spec.delayed for pair in pairs for spec in pair.both):
-            raise ValueError("outliers: delayed scaling has one history per tensor, not one per part of its channels")
+            raise ValueError(
+                "outliers: delayed scaling has one history per tensor, not one per part of "
+                "its channels"
+            )
 
     def _check_fused(self, w: QuantSpec | None) -> None:
         if not self.fused_scales:
@@ -114,39 +153,48 @@ class Recipe:
             why = "quantises the outlier channels of each weight apart"
         if why is not None:
             raise ValueError(
-                f"fused_scales=True: {type(self).__name__} {why}, so there is none that several weights could share: "
+                f"fused_scales=True: {type(self).__name__} {why}, so there is none that "
+                "several weights could share: "
                 "use recipe.fused_scales=false"
             )
 
     def of_outliers(self) -> Recipe | None:
-        """The recipe of the outlier channels: GEMMs in high precision are so in both parts. None: there are none."""
+        """The recipe of the outlier channels: GEMMs in high precision are so in both parts. None:
+        there are none.
+        """
         if self.outliers is None:
             return None
         part = self.outliers.recipe
-        return dataclasses.replace(part, dtype=self.dtype, high_precision=(*part.high_precision, *self.high_precision))
+        return dataclasses.replace(
+            part, dtype=self.dtype, high_precision=(*part.high_precision, *self.high_precision)
+        )
 
     def check_part(self, gemm: str) -> None:
         """Raises ValueError where it cannot be the recipe of one GEMM only."""
         if self.outliers is not None:
             raise ValueError(
-                f"{gemm}={self.name} has outlier channels, which belong to the three GEMMs of a layer together: "
+                f"{gemm}={self.name} has outlier channels, which belong to the three GEMMs of "
+                "a layer together: "
                 "give them to Mixed(outliers=…), or take a part without them (outliers=None)"
             )
 
     def check_layer(self, layer: Layer) -> None:
-        """Raises ValueError where no outlier channels can be chosen of `layer`: among the channels of a part of it."""
+        """Raises ValueError where no outlier channels can be chosen of `layer`: among the channels
+        of a part of it.
+        """
         if self.outliers is not None and self.quantised and layer.cut is not None:
             raise ValueError(
-                f"{self.name} has outlier channels, which are chosen among all input channels of a layer, and "
+                f"{self.name} has outlier channels, which are chosen among all input channels "
+                "of a layer, and "
                 f"parallel.tp cuts {layer.name}: use parallel.tp=1, or recipe.outliers=null"
             )
 
     @property
     def why_emulated(self) -> str | None:
         """Why only emulation and the reference run it; None: other backends may."""
-        return (
-            None if self.outliers is None else "outlier channels are multiplied apart, which emulate and reference do"
-        )
+        if self.outliers is None:
+            return None
+        return "outlier channels are multiplied apart, which emulate and reference do"
 
     def operands(self) -> dict[str, Operands]:
         """The six operands before `high_precision` is applied."""
@@ -168,59 +216,89 @@ class Recipe:
     @property
     def loss_scaling(self) -> LossScaling | None:
         """How the loss is scaled before backward; None for dtypes whose range needs no scaling."""
-        return LossScaling() if self.dtype == "float16" else None
+        if self.dtype == "float16":
+            return LossScaling()
+        return None
 
     @property
     def name(self) -> str:
-        """Short name for legends: the class, the options that differ from their defaults, the exceptions."""
+        """Short name for legends: the class, the options that differ from their defaults, the
+        exceptions.
+        """
         changed = []
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
-            default = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+            if f.default_factory is dataclasses.MISSING:
+                default = f.default
+            else:
+                default = f.default_factory()
             if f.name not in ("high_precision", "fused_scales") and value != default:
-                changed.append(f"{f.name}={value:g}" if isinstance(value, float) else f"{f.name}={value}")
-        return type(self).__name__ + (f"({', '.join(changed)})" if changed else "") + self._exceptions()
+                changed.append(
+                    f"{f.name}={value:g}" if isinstance(value, float) else f"{f.name}={value}"
+                )
+        return (
+            type(self).__name__
+            + (f"({', '.join(changed)})" if changed else "")
+            + self._exceptions()
+        )
 
     def _exceptions(self) -> str:
         """The last part of the name: scales that weights share, the GEMMs in high precision."""
         fused = " with fused scales" if self.fused_scales else ""
-        kept = f"{'+'.join(self.high_precision)} in {SHORT[self.dtype]}" if self.high_precision else ""
+        if self.high_precision:
+            kept = f"{'+'.join(self.high_precision)} in {SHORT[self.dtype]}"
+        else:
+            kept = ""
         return fused + (f"{' and' if fused else ' with'} {kept}" if kept else "")
 
     def with_high_precision(self, *gemms: str) -> Recipe:
-        """This recipe with `gemms` unquantised: `NVFP4().with_high_precision("fprop")` is the paper's cooldown."""
+        """This recipe with `gemms` unquantised: `NVFP4().with_high_precision("fprop")` is the
+        paper's cooldown.
+        """
         return dataclasses.replace(self, high_precision=(*self.high_precision, *gemms))
 
     def __str__(self) -> str:
         return self.shown()
 
     def shown(self, width: int | None = None) -> str:
-        """The table of the six operands, one line per operand, in lines of `width` characters; None: of any."""
-        rows: list[tuple[str, ...]] = [("GEMM", "operand", "element", "block", "scale", "rounding", "Hadamard")]
+        """The table of the six operands, one line per operand, in lines of `width` characters;
+        None: of any.
+        """
+        rows: list[tuple[str, ...]] = [
+            ("GEMM", "operand", "element", "block", "scale", "rounding", "Hadamard")
+        ]
         for gemm, name, spec in named(self.table()):
             rows.append((gemm, name, *describe(spec, self.dtype, along_tokens=gemm == "wgrad")))
         lines = [self.name, *tabulate(rows, width=width)]
-        apart = self.of_outliers() if self.outliers is not None else None
+        if self.outliers is not None:
+            apart = self.of_outliers()
+        else:
+            apart = None
         if self.outliers is not None and apart is not None:
-            first, last = self.outliers.start, self.outliers.start + self.outliers.steps - 1
+            first = self.outliers.start
+            last = self.outliers.start + self.outliers.steps - 1
             lines += [
-                f"outlier channels, {self.outliers.share:.0%} of the input channels, chosen in steps {first}–{last}:",
+                f"outlier channels, {self.outliers.share:.0%} of the input channels, chosen "
+                f"in steps {first}–{last}:",
                 apart.shown(width),
             ]
         return "\n".join(lines)
 
 
 SMALLEST_LOSS_SCALE = 2.0**-24
-"""Lower limit of the scale: gradients that are not finite here will not become finite at a smaller one."""
+"""Lower limit of the scale: gradients that are not finite here will not become finite at a smaller
+one.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossScaling:
-    """Dynamic loss scaling (Micikevicius et al. 2018, section 3.2), for formats whose gradients underflow.
+    """Dynamic loss scaling (Micikevicius et al. 2018, section 3.2), for formats whose gradients
+    underflow.
 
-    The loss is multiplied by the scale before backward and gradients are divided by it. A step whose gradients are
-    not finite is skipped and the scale multiplied by `backoff`; after `interval` good steps it is multiplied by
-    `growth`.
+    The loss is multiplied by the scale before backward and gradients are divided by it. A step
+    whose gradients are not finite is skipped and the scale multiplied by `backoff`; after
+    `interval` good steps it is multiplied by `growth`.
     """
 
     initial: float = 65536.0
@@ -233,7 +311,9 @@ class LossScaling:
         if not finite:
             return max(scale * self.backoff, SMALLEST_LOSS_SCALE), 0
         good_steps += 1
-        return (scale * self.growth, 0) if good_steps == self.interval else (scale, good_steps)
+        if good_steps == self.interval:
+            return (scale * self.growth, 0)
+        return (scale, good_steps)
 
     def __post_init__(self) -> None:
         if not self.initial > 0:
@@ -249,25 +329,30 @@ class LossScaling:
 class OutlierChannels:
     """Input channels of a layer that are multiplied apart, in operands of their own.
 
-    A few channels of x are much larger than the others in nearly every token. In blocks of 16 they take the range from
-    their neighbours. They are multiplied apart (OutControl of TetraJet-v2, arXiv:2510.27527):
+    A few channels of x are much larger than the others in nearly every token. In blocks of 16 they
+    take the range from their neighbours. They are multiplied apart (OutControl of TetraJet-v2,
+    arXiv:2510.27527):
 
         y = x[:, rest]·w[:, rest]ᵀ + x[:, top]·w[:, top]ᵀ        both parts with operands of their own
 
-    and so in backward: dx and dw are made for each part, dbias once. Which channels are "top" is measured in the run:
-    the norm of each channel over the tokens of a step is summed over `steps` steps, and those with the largest sums are
-    taken. Until then, and in layers too narrow for it, all channels are multiplied together.
+    and so in backward: dx and dw are made for each part, dbias once. Which channels are "top" is
+        measured in the run:
+    the norm of each channel over the tokens of a step is summed over `steps` steps, and those with
+    the largest sums are taken. Until then, and in layers too narrow for it, all channels are
+    multiplied together.
 
-    The authors' code sums the norms of single forward calls; here the norm is that of all tokens of the step, so that
-    it does not depend on how a batch is cut into microbatches and over ranks.
+    The authors' code sums the norms of single forward calls; here the norm is that of all tokens of
+    the step, so that it does not depend on how a batch is cut into microbatches and over ranks.
 
     Args:
-        recipe: their operands; its dtype and its GEMMs in high precision are those of the recipe that they belong to.
-        share: of a layer's input channels, between 0 and 1; the number is rounded up to whole multiples.
+        recipe: their operands; its dtype and its GEMMs in high precision are those of the recipe
+            that they belong to.
+        share: of a layer's input channels, between 0 and 1; the number is rounded up to whole
+            multiples.
         start: optimizer steps before the first one that is recorded.
         steps: recorded steps; the channels are chosen after the last one.
-        multiple: what the number of channels is a multiple of. 32 is a block of MX; the authors' kernels need 128, and
-            their simulations round to 1.
+        multiple: what the number of channels is a multiple of. 32 is a block of MX; the authors'
+            kernels need 128, and their simulations round to 1.
     """
 
     recipe: Recipe
@@ -279,7 +364,10 @@ class OutlierChannels:
     def __post_init__(self) -> None:
         check_kinds(self, "outliers.")
         if not 0 < self.share < 1:
-            raise ValueError(f"outliers.share={self.share} must lie between 0 and 1: it is a share of the channels")
+            raise ValueError(
+                f"outliers.share={self.share} must lie between 0 and 1: it is a share of the "
+                "channels"
+            )
         check_least(self, "outliers.", "start", least=0)
         check_least(self, "outliers.", "steps", "multiple")
 
@@ -290,8 +378,9 @@ class OutlierChannels:
         return count if count < in_features else 0
 
     def split_from(self, start: int, stop: int, recorded: int) -> tuple[int, int]:
-        """(the first of the steps [start, stop) that multiplies them apart, which may be after the last one; the steps
-        recorded then), where `recorded` steps were recorded before."""
+        """(the first of the steps [start, stop) that multiplies them apart, which may be after the
+        last one; the steps recorded then), where `recorded` steps were recorded before.
+        """
         missing = self.steps - recorded
         if missing <= 0:
             return start, recorded

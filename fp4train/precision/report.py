@@ -34,34 +34,49 @@ def table(plan: Plan) -> tuple[list[str], list[list[str]]]:
 
 def cells(row: Row) -> tuple[str, ...]:
     """A row of the table."""
-    steps, size = f"{row.start}–{row.stop - 1}", "×".join(map(str, row.size))
+    steps = f"{row.start}–{row.stop - 1}"
+    size = "×".join(map(str, row.size))
     return (steps, row.layer.label, row.gemm, size, row.elements, row.backend, row.why)
 
 
 def render(plan: Plan, *, full: bool = False, width: int | None = None) -> str:
-    """The plan as a table per stretch; unless `full`, equal rows of neighbouring blocks are folded into one."""
+    """The plan as a table per stretch; unless `full`, equal rows of neighbouring blocks are folded
+    into one.
+    """
     parts = []
     for stretch in plan.stretches:
         rows = [cells(row)[1:] for row in plan.rows if row.start == stretch.start]
-        parts.append(section(stretch.title, rows, plan.shares(stretch.start), full=full, width=width))
+        parts.append(
+            section(stretch.title, rows, plan.shares(stretch.start), full=full, width=width)
+        )
     return "\n\n".join(parts)
 
 
 def gathers(
-    layers: Iterable[LayerPlan], shards: int, gather: str, *, whole: str | None = None, blocks: bool = True
+    layers: Iterable[LayerPlan],
+    shards: int,
+    gather: str,
+    *,
+    whole: str | None = None,
+    blocks: bool = True,
 ) -> str:
-    """A sentence: in which form ranks send each other the weights of the blocks, in how many bytes per weight, and why.
+    """A sentence: in which form ranks send each other the weights of the blocks, in how many bytes
+    per weight, and why.
 
     Args:
         layers: the plans of this rank's parts of the layers, in every stretch of a run.
         shards: ranks that share a weight.
         gather: one of `precision.gather.GATHERS`.
-        whole: the option for which blocks take plain weights; None: none. blocks: whether there are any.
+        whole: the option for which blocks take plain weights; None: none. blocks: whether there are
+            any.
     """
     sent = effective(gather, whole=whole is not None, blocks=blocks)
     start = f"weights of the blocks are gathered from {shards} shards"
     if sent == "fp32":
-        asked = "parallel.gather=fp32 asks for it" if sent == gather else ""
+        if sent == gather:
+            asked = "parallel.gather=fp32 asks for it"
+        else:
+            asked = ""
         reason = asked or (f"{whole} takes plain weights" if whole else "the model has no blocks")
         return f"{start} in float32 (4 B per weight), because {reason}"
     found: dict[str, list[tuple[LayerPlan, WireForm]]] = {}
@@ -85,7 +100,9 @@ def _sent(form: WireForm, gather: str) -> str:
         why = form.why or f"parallel.gather={gather} asks for it"
         equal = "one rank quantises float32, so digits differ (parallel.gather=fp32 has its bits)"
         return f"in {name} ({{}} B per weight), because {why}; {equal}"
-    return f"in {name} ({{}} B per weight), " + (f"because {form.why}" if form.why else "in which they are multiplied")
+    return f"in {name} ({{}} B per weight), " + (
+        f"because {form.why}" if form.why else "in which they are multiplied"
+    )
 
 
 def _bytes(group: list[tuple[LayerPlan, WireForm]]) -> str:
@@ -93,7 +110,9 @@ def _bytes(group: list[tuple[LayerPlan, WireForm]]) -> str:
     each = {
         f"{form.bytes(rows, columns, backward=backward) / (rows * columns):.3g}"
         for plan, form in group
-        for rows, columns in [(max(1, plan.layer.experts) * plan.layer.out_features, plan.layer.in_features)]
+        for rows, columns in [
+            (max(1, plan.layer.experts) * plan.layer.out_features, plan.layer.in_features)
+        ]
         for backward in (False, True)
     }
     return " or ".join(sorted(each))
@@ -109,9 +128,16 @@ def shares(macs: Iterable[tuple[str, int]]) -> dict[str, float]:
 
 
 def section(
-    title: str, rows: list[tuple[str, ...]], shares: Mapping[str, float], *, full: bool, width: int | None = None
+    title: str,
+    rows: list[tuple[str, ...]],
+    shares: Mapping[str, float],
+    *,
+    full: bool,
+    width: int | None = None,
 ) -> str:
-    """One stretch: its title, the rows of `cells` without their steps, and the shares of the multiply-adds."""
+    """One stretch: its title, the rows of `cells` without their steps, and the shares of the
+    multiply-adds.
+    """
     shown, notes = _footnotes(rows if full else _fold(rows), width)
     lines = [*tabulate([COLUMNS[1:], *shown], width=width), *notes]
     listed = ", ".join(f"{name} {share:.1%}" for name, share in shares.items())
@@ -135,7 +161,8 @@ def _fold(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
 
 
 def summarise(plan: Plan, width: int | None = None) -> str:
-    """The title of every stretch, and one line per group of equal layers with its share of the multiply-adds.
+    """The title of every stretch, and one line per group of equal layers with its share of the
+    multiply-adds.
 
     Args:
         width: characters of a line, for which reasons become footnotes; None: any.
@@ -152,7 +179,8 @@ def summarise(plan: Plan, width: int | None = None) -> str:
             found.append((where, gemms, group[0].elements, share, group[0].backend, group[0].why))
     shown, notes = _footnotes(found, width, indent=2)
     table = columns(shown, indent="  ", width=width)
-    if len(table) > len(shown):  # names that are too long take several lines: a table for each stretch
+    # names that are too long take several lines: a table for each stretch
+    if len(table) > len(shown):
         bounds = [*titles, len(shown)]
         tables = [columns(shown[a:b], indent="  ", width=width) for a, b in pairwise(bounds)]
         table, titles = _joined(tables, list(titles.values()))
@@ -177,7 +205,9 @@ def _joined(tables: list[list[str]], titles: list[str]) -> tuple[list[str], dict
 def _footnotes(
     rows: list[tuple[str, ...]], width: int | None, *, indent: int = 0
 ) -> tuple[list[tuple[str, ...]], list[str]]:
-    """Rows whose last cells, the reasons, are marks, and the reasons below them, where lines exceed `width`."""
+    """Rows whose last cells, the reasons, are marks, and the reasons below them, where lines exceed
+    `width`.
+    """
     longest = max(map(len, columns(rows)), default=0) + indent
     if width is None or longest <= width:
         return rows, []
@@ -197,13 +227,16 @@ def _alike(rows: Iterable[Row]) -> list[tuple[str, list[Row]]]:
         by_layer.setdefault((row.layer.name, row.elements, row.backend, row.why), []).append(row)
     groups: dict[tuple[object, ...], list[Row]] = {}
     for (_, *others), found in by_layer.items():
-        gemms, outside = " ".join(row.gemm for row in found), found[0].layer.block is None
+        gemms = " ".join(row.gemm for row in found)
+        outside = found[0].layer.block is None
         groups.setdefault((gemms, outside, *others), []).extend(found)
     return [(str(key[0]), found) for key, found in groups.items()]
 
 
 def _where(layers: Iterable[Layer], among: Iterable[Layer]) -> str:
-    """The position of layers: "blocks 0–4", "mlp.down of blocks 0–4", or their names outside the blocks."""
+    """The position of layers: "blocks 0–4", "mlp.down of blocks 0–4", or their names outside the
+    blocks.
+    """
     layers = list(dict.fromkeys(layers))
     numbers = {layer.block for layer in layers if layer.block is not None}
     if not numbers:
@@ -212,7 +245,9 @@ def _where(layers: Iterable[Layer], among: Iterable[Layer]) -> str:
     kinds = list(dict.fromkeys(_kind(layer) for layer in layers))
     if kinds == list(dict.fromkeys(_kind(layer) for layer in among if layer.block is not None)):
         return text
-    return f"{', '.join(kinds)} of {text}" if len(kinds) <= _NAMED else f"{len(kinds)} layers each of {text}"
+    if len(kinds) <= _NAMED:
+        return f"{', '.join(kinds)} of {text}"
+    return f"{len(kinds)} layers each of {text}"
 
 
 def _kind(layer: Layer) -> str:

@@ -1,4 +1,6 @@
-"""Quantisation of 2-D operands: specs, scales, rounding, transforms, layouts, and the choice of the kernel."""
+"""Quantisation of 2-D operands: specs, scales, rounding, transforms, layouts, and the choice of the
+kernel.
+"""
 
 from fp4train.quantize.layout import nvfp4_quantize as nvfp4_quantize
 from fp4train.quantize.layout import tiled_scales as tiled_scales

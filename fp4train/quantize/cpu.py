@@ -1,8 +1,9 @@
 """Quantisation by the C kernels: the same bits as `reference`, near the speed of memory.
 
-The kernels work on finite numbers. They report a tensor with a NaN or an infinity, and the reference then quantises it:
-this is rare, and the rules for such values exist only there. Transposed views are read in place; a tensor with other
-strides that a kernel cannot use is copied first. A spec with `requantises` is two quantizers one after the other.
+The kernels work on finite numbers. They report a tensor with a NaN or an infinity, and the
+reference then quantises it: this is rare, and the rules for such values exist only there.
+Transposed views are read in place; a tensor with other strides that a kernel cannot use is copied
+first. A spec with `requantises` is two quantizers one after the other.
 """
 
 from __future__ import annotations
@@ -30,11 +31,14 @@ _new_bfloat16: Final = torch.empty(0, dtype=torch.bfloat16, device="cpu").new_em
 _new_uint8: Final = torch.empty(0, dtype=torch.uint8, device="cpu").new_empty
 _number: Final = torch.empty((), dtype=torch.float32, device="cpu")
 _empty_like: Final = torch.empty_like
-"""The fastest way to allocate a tensor: two thirds of the time of `torch.empty` with a shape and a dtype."""
+"""The fastest way to allocate a tensor: two thirds of the time of `torch.empty` with a shape and a
+dtype.
+"""
 
 PAIR_BYTES: Final = 1 << 25
-"""Size of a tensor from which on each tile is read once for both forms. Smaller tensors stay in the cache between two
-reads, which are faster then, because each form works on whole rows or columns."""
+"""Size of a tensor from which on each tile is read once for both forms. Smaller tensors stay in the
+cache between two reads, which are faster then, because each form works on whole rows or columns.
+"""
 
 _new: Final = tuple.__new__  # makes a named tuple without the call overhead of its __new__
 
@@ -56,7 +60,10 @@ def why_not(spec: QuantSpec, device_type: str) -> str | None:
     if device_type != "cpu":
         return f"x is on {device_type}, the C kernels run on CPUs"
     if spec.format not in cpu.ELEMENTS:
-        return f"element={spec.element!r} has no C kernel (known: {', '.join(fmt.name for fmt in cpu.ELEMENTS)})"
+        return (
+            f"element={spec.element!r} has no C kernel (known: "
+            f"{', '.join(fmt.name for fmt in cpu.ELEMENTS)})"
+        )
     for field, known in _KNOWN.items():
         if (value := getattr(spec, field)) not in known:
             return f"{field}={value!r} has no C kernel (known: {', '.join(map(str, known))})"
@@ -64,14 +71,24 @@ def why_not(spec: QuantSpec, device_type: str) -> str | None:
     if cols is None and spec.scale not in ("fp32", "pow2"):
         return f"scale={spec.scale!r} with block={spec.block!r} has no C kernel"
     if cols is not None and cols not in cpu.ROW_BLOCKS:
-        return f"block={spec.block!r}: kernels have blocks of {', '.join(map(str, cpu.ROW_BLOCKS))} columns"
+        return (
+            f"block={spec.block!r}: kernels have blocks of "
+            f"{', '.join(map(str, cpu.ROW_BLOCKS))} columns"
+        )
     if spec.hadamard is not None and (reason := _why_not_transform(spec.hadamard)):
         return reason
     if spec.hadamard is not None and (spec.block[0] != 1 or cols not in cpu.COLUMN_BLOCKS):
         return f"hadamard with block={spec.block!r}: the kernel has (1, 16) and (1, 32)"
-    if spec.four_over_six is not None and (spec.block[0] not in (1, 16) or cols not in cpu.COLUMN_BLOCKS):
-        return f"four_over_six with block={spec.block!r}: the kernel has 1 or 16 rows, and 16 or 32 columns"
-    return None if spec.requantises is None else _why_not_first(spec, spec.requantises, device_type)
+    if spec.four_over_six is not None and (
+        spec.block[0] not in (1, 16) or cols not in cpu.COLUMN_BLOCKS
+    ):
+        return (
+            f"four_over_six with block={spec.block!r}: the kernel has 1 or 16 rows, and 16 or "
+            "32 columns"
+        )
+    if spec.requantises is None:
+        return None
+    return _why_not_first(spec, spec.requantises, device_type)
 
 
 def _why_not_transform(transform: Hadamard | Rotation) -> str | None:
@@ -79,57 +96,88 @@ def _why_not_transform(transform: Hadamard | Rotation) -> str | None:
     if not isinstance(transform, Hadamard):
         return f"hadamard={transform!r} has no C kernel"
     if transform.size not in cpu.HADAMARD_SIZES:
-        return f"hadamard.size={transform.size}: the kernels transform {', '.join(map(str, cpu.HADAMARD_SIZES))}"
+        return (
+            f"hadamard.size={transform.size}: the kernels transform "
+            f"{', '.join(map(str, cpu.HADAMARD_SIZES))}"
+        )
     if transform.signs == "random" and transform.size > cpu.REPEATED_SIGNS:
-        return f"hadamard.signs='random' with size={transform.size}: the kernels take {cpu.REPEATED_SIGNS} such signs"
+        return (
+            f"hadamard.signs='random' with size={transform.size}: the kernels take "
+            f"{cpu.REPEATED_SIGNS} such signs"
+        )
     return None
 
 
 def _why_not_first(spec: QuantSpec, first: QuantSpec, device_type: str) -> str | None:
-    """Why the kernels cannot round x by `first`, which `spec` requantises, before they quantise it, or None."""
+    """Why the kernels cannot round x by `first`, which `spec` requantises, before they quantise it,
+    or None.
+    """
     if first.hadamard is not None:
-        return f"requantises with hadamard={first.hadamard!r} has no C kernel: none undoes the transform"
+        return (
+            f"requantises with hadamard={first.hadamard!r} has no C kernel: none undoes the "
+            "transform"
+        )
     if not spec.scale_format.is_byte:
-        return f"requantises with scale={spec.scale!r} has no C kernel: an infinite scale depends on the dtype of x"
+        return (
+            f"requantises with scale={spec.scale!r} has no C kernel: an infinite scale depends "
+            "on the dtype of x"
+        )
     reason = why_not(first, device_type)
-    return None if reason is None else f"requantises: {reason}"
+    if reason is None:
+        return None
+    return f"requantises: {reason}"
 
 
 def make(spec: QuantSpec, machine: cpu.Machine = cpu.HERE) -> CpuQuantizer | CpuRequantizer:
     """The quantizer of a spec for which `why_not` gives None."""
-    return CpuQuantizer(spec, machine) if spec.requantises is None else CpuRequantizer(spec, machine)
+    if spec.requantises is None:
+        return CpuQuantizer(spec, machine)
+    return CpuRequantizer(spec, machine)
 
 
 class CpuQuantizer(Quantizer):
-    """See `Quantizer`. Each method makes one call of the extension; what that refuses goes to the reference.
+    """See `Quantizer`. Each method makes one call of the extension; what that refuses goes to the
+    reference.
 
     `to_bf16`: the kernels round values to BF16 where that is not exact.
     """
 
     kernel = "cpu"
 
-    def __init__(self, spec: QuantSpec, machine: cpu.Machine = cpu.HERE, *, to_bf16: bool = False) -> None:
+    def __init__(
+        self, spec: QuantSpec, machine: cpu.Machine = cpu.HERE, *, to_bf16: bool = False
+    ) -> None:
         super().__init__(spec)
-        extension, threads = cpu.loaded(), machine.threads
-        self.run, self._run_decode = extension.quantize, extension.decode
+        extension = cpu.loaded()
+        threads = machine.threads
+        self.run = extension.quantize
+        self._run_decode = extension.decode
         self.isa = cpu.INSTRUCTION_SETS.index(machine.instruction_set or cpu.instruction_sets()[-1])
         self.threads = torch.get_num_threads if threads is None else lambda: threads
         whole = None if None not in spec.block else "tensor" if spec.block[0] is None else "row"
-        extent, float32 = spec.global_scale or whole, not (to_bf16 or spec.exact_in_bf16)
+        extent = spec.global_scale or whole
+        float32 = not (to_bf16 or spec.exact_in_bf16)
         block: tuple[int, int] = (1, 16) if whole else spec.block  # type: ignore[assignment]
         self._block_rows, self._block_cols = block
-        self._whole, self._measures = whole is not None, spec.delayed is None
-        self._row_amax, self._tensor_amax, self._outer = extent == "row", extent == "tensor", extent == "block"
+        self._whole = whole is not None
+        self._measures = spec.delayed is None
+        self._row_amax = extent == "row"
+        self._tensor_amax = extent == "tensor"
+        self._outer = extent == "block"
         self._amax = self._row_amax or self._tensor_amax
         self._packed = spec.format.packed
         self._width = 1 if spec.hadamard is None else spec.hadamard.size
-        signs, drawn = 0, spec.hadamard is not None and spec.hadamard.signs == "step"
+        signs = 0
+        drawn = spec.hadamard is not None and spec.hadamard.signs == "step"
         if spec.hadamard is not None and not drawn:
             repeated = hadamard_signs(spec.hadamard)[: cpu.REPEATED_SIGNS] * 2
             signs = sum(1 << i for i, sign in enumerate(repeated[: cpu.REPEATED_SIGNS]) if sign < 0)
         self._no_random = None if spec.random or drawn else cpu.NO_RANDOM
         self._new_values = _new_float32 if float32 else _new_bfloat16
-        self._new_scales = _new_uint8 if spec.scale_format.is_byte else _new_float32
+        if spec.scale_format.is_byte:
+            self._new_scales = _new_uint8
+        else:
+            self._new_scales = _new_float32
         self.reads_columns = block[0] == 1 and block[1] in cpu.COLUMN_BLOCKS
         """Whether a kernel supports the strided axis of x.T: only for narrow blocks of one row."""
         self.scheme = cpu.SCHEME.pack(
@@ -151,7 +199,9 @@ class CpuQuantizer(Quantizer):
             cpu.STREAM_BYTES,
         )
 
-    def codes(self, x_RC: Tensor, key: RandomKey | None = None, amax: Tensor | None = None) -> Quantized:
+    def codes(
+        self, x_RC: Tensor, key: RandomKey | None = None, amax: Tensor | None = None
+    ) -> Quantized:
         """Codes and scales of x."""
         if type(x_RC) in PLAIN and x_RC.is_cpu and not x_RC.is_neg():
             made = self.job(x_RC, None if key is None else key.words, amax, True)
@@ -160,7 +210,9 @@ class CpuQuantizer(Quantizer):
                 return _new(Quantized, (self.spec, (rows, cols), codes, scales, amax, None))
         return super().codes(x_RC, key, amax)
 
-    def values(self, x_RC: Tensor, key: RandomKey | None = None, amax: Tensor | None = None) -> Decoded:
+    def values(
+        self, x_RC: Tensor, key: RandomKey | None = None, amax: Tensor | None = None
+    ) -> Decoded:
         """`codes(...).decoded()` to the bit, without the codes."""
         if type(x_RC) in PLAIN and x_RC.is_cpu and not x_RC.is_neg():
             made = self.job(x_RC, None if key is None else key.words, amax, False)
@@ -174,18 +226,27 @@ class CpuQuantizer(Quantizer):
         spec, (rows, cols), codes, scales, amax, _ = quantized
         if spec is not self.spec:
             self._check_spec(quantized)
-        contiguous = codes.is_contiguous() and scales.is_contiguous() and (amax is None or amax.is_contiguous())
+        contiguous = (
+            codes.is_contiguous()
+            and scales.is_contiguous()
+            and (amax is None or amax.is_contiguous())
+        )
         if rows and cols and codes.is_cpu and contiguous:
             wide = -(-cols // self._width) * self._width
             values = self._new_values(codes.shape[0], wide)
-            factor, address, factor_address, amaxes = None, 0, 0, 0
+            factor = None
+            address = 0
+            factor_address = 0
+            amaxes = 0
             if self._whole:
                 factor = scales if self._row_amax else scales.view(())
             elif self._outer and amax is not None:
                 address = amax.data_ptr()
             elif amax is not None:
                 factor = _empty_like(amax)
-                address, factor_address, amaxes = amax.data_ptr(), factor.data_ptr(), amax.numel()
+                address = amax.data_ptr()
+                factor_address = factor.data_ptr()
+                amaxes = amax.numel()
             job = _pack_decode(
                 self.scheme,
                 codes.data_ptr(),
@@ -205,22 +266,32 @@ class CpuQuantizer(Quantizer):
         return super().decode(quantized)
 
     def job(
-        self, x: Tensor, random: bytes | None, amax: Tensor | None, as_codes: bool, *, turned: bool = False
+        self,
+        x: Tensor,
+        random: bytes | None,
+        amax: Tensor | None,
+        as_codes: bool,
+        *,
+        turned: bool = False,
     ) -> tuple[bytes, tuple[Any, ...], tuple[Tensor | None, ...]] | None:
-        """A job, the tensors that it fills, and x and amax as they are read, which must stay alive until it is done.
+        """A job, the tensors that it fills, and x and amax as they are read, which must stay alive
+        until it is done.
 
-        The tensors are, as values: BF16 or float32 [R, C], with a transform C rounded up to whole groups, since it
-        fills the padding; and their factor (float32, 0-d or [R, 1]) or None. As codes: uint8 [R, Cp] or, packed, [R,
-        Cp/2]; the scales, uint8 or float32, one per block, row or tensor; and the amax (float32, 0-d, [R, 1], or one
-        per outer block) or None.
+        The tensors are, as values: BF16 or float32 [R, C], with a transform C rounded up to whole
+            groups, since it
+        fills the padding; and their factor (float32, 0-d or [R, 1]) or None. As codes: uint8 [R,
+        Cp] or, packed, [R, Cp/2]; the scales, uint8 or float32, one per block, row or tensor; and
+        the amax (float32, 0-d, [R, 1], or one per outer block) or None.
 
         Args:
             x: [R, C]; where `turned`, [C, R], and the job is for x.T.
 
-        None for calls that the extension does not support: not two dimensions, another dtype, no elements, no random
+        None for calls that the extension does not support: not two dimensions, another dtype, no
+            elements, no random
         words where some are drawn, an amax of the wrong size, or none where it must be given.
         """
-        shape, dtype = x.shape, cpu.INPUTS.get(x.dtype)
+        shape = x.shape
+        dtype = cpu.INPUTS.get(x.dtype)
         if len(shape) != 2 or dtype is None:
             return None
         random = random or self._no_random
@@ -235,7 +306,9 @@ class CpuQuantizer(Quantizer):
             down, across = cols, 1  # a single column counts as contiguous whatever its strides are
         measures = self._amax and amax is None
         if amax is not None:
-            fits = self._tensor_amax and not amax.dim() and amax.is_cpu and amax.dtype is torch.float32
+            fits = (
+                self._tensor_amax and not amax.dim() and amax.is_cpu and amax.dtype is torch.float32
+            )
             amax = amax.detach() if fits else self._given(amax, rows)
             if amax is None:
                 return None
@@ -247,7 +320,10 @@ class CpuQuantizer(Quantizer):
         made: tuple[Tensor | None, ...]
         if as_codes:
             if measures:
-                amax = _new_float32(rows, 1) if self._row_amax else _empty_like(_number)
+                if self._row_amax:
+                    amax = _new_float32(rows, 1)
+                else:
+                    amax = _empty_like(_number)
             elif self._outer:
                 amax = _new_float32(rows, -(-cols // cpu.OUTER_COLUMNS))
             if self._whole:
@@ -258,13 +334,18 @@ class CpuQuantizer(Quantizer):
                 coded = blocks * self._block_cols
                 scales = self._new_scales(-(-rows // self._block_rows), blocks)
             codes = _new_uint8(rows, coded // 2 if self._packed else coded)
-            codes_address, scale_address = codes.data_ptr(), scales.data_ptr()
+            codes_address = codes.data_ptr()
+            scale_address = scales.data_ptr()
             made = codes, scales, amax
         else:
-            values, factor = self._new_values(rows, wide), None
+            values = self._new_values(rows, wide)
+            factor = None
             values_address = values.data_ptr()
             if self._amax:
-                factor = _new_float32(rows, 1) if self._row_amax else _empty_like(_number)
+                if self._row_amax:
+                    factor = _new_float32(rows, 1)
+                else:
+                    factor = _empty_like(_number)
                 if self._whole:
                     scale_address = factor.data_ptr()
                 else:
@@ -296,7 +377,9 @@ class CpuQuantizer(Quantizer):
         return amax.reshape((-1, 1) if self._row_amax else ()).contiguous()
 
     def _reads_with(self, column: CpuQuantizer) -> bool:
-        """Whether the kernels make this form of a tile of x and `column`'s form of x.T from one read."""
+        """Whether the kernels make this form of a tile of x and `column`'s form of x.T from one
+        read.
+        """
         rows = self.spec.block[0] or 1
         alone = self.spec.hadamard is not None or self.spec.four_over_six is not None
         return not alone and column.reads_columns and cpu.PAIR_ROWS % rows == 0
@@ -313,9 +396,16 @@ class CpuQuantizer(Quantizer):
         column_codes: bool,
         newest: None = None,
     ) -> tuple[Decoded | Quantized, Decoded | Quantized] | None:
-        """This form of x and `column`'s form of x.T in one call, from one read of x where it is large; None if x or the
-        arguments do not allow it."""
-        if type(x_MK) not in PLAIN or not x_MK.is_cpu or x_MK.is_neg() or x_MK.ndim != 2 or x_MK.stride(1) != 1:
+        """This form of x and `column`'s form of x.T in one call, from one read of x where it is
+        large; None if x or the arguments do not allow it.
+        """
+        if (
+            type(x_MK) not in PLAIN
+            or not x_MK.is_cpu
+            or x_MK.is_neg()
+            or x_MK.ndim != 2
+            or x_MK.stride(1) != 1
+        ):
             return None
         row = self.job(x_MK, None if row_key is None else row_key.words, row_amax, row_codes)
         words = None if column_key is None else column_key.words
@@ -324,17 +414,28 @@ class CpuQuantizer(Quantizer):
             return None
         at_once = x_MK.nbytes >= PAIR_BYTES and self._reads_with(column)
         if self.run(row[0], turned[0], at_once, self.threads(), self.isa):  # x is not finite
-            one, other = (Quantizer.codes if codes else Quantizer.values for codes in (row_codes, column_codes))
-            return one(self, x_MK, row_key, row_amax), other(column, x_MK.T, column_key, column_amax)
+            one, other = (
+                Quantizer.codes if codes else Quantizer.values
+                for codes in (row_codes, column_codes)
+            )
+            return one(self, x_MK, row_key, row_amax), other(
+                column, x_MK.T, column_key, column_amax
+            )
         rows, cols = x_MK.shape
-        made = _new(Quantized, (self.spec, (rows, cols), *row[1], None)) if row_codes else _new(Decoded, row[1])
+        made = (
+            _new(Quantized, (self.spec, (rows, cols), *row[1], None))
+            if row_codes
+            else _new(Decoded, row[1])
+        )
         if column_codes:
             return made, _new(Quantized, (column.spec, (cols, rows), *turned[1], None))
         return made, _new(Decoded, turned[1])
 
 
 class CpuRequantizer(Quantizer):
-    """Quantises in two steps: rounds x by `spec.requantises`, along its other axis, then quantises by the rest."""
+    """Quantises in two steps: rounds x by `spec.requantises`, along its other axis, then quantises
+    by the rest.
+    """
 
     kernel = "cpu"
 
@@ -344,12 +445,18 @@ class CpuRequantizer(Quantizer):
         self._first = CpuQuantizer(spec.requantises, machine, to_bf16=True)
         self._last = CpuQuantizer(replace(spec, requantises=None), machine)
 
-    def codes(self, x_RC: Tensor, key: RandomKey | None = None, amax: Tensor | None = None) -> Quantized:
+    def codes(
+        self, x_RC: Tensor, key: RandomKey | None = None, amax: Tensor | None = None
+    ) -> Quantized:
         """Codes and scales of x."""
         x_RC = check_input(x_RC, self.spec, key, amax)
-        return self._last.codes(self._first.values(x_RC.T).rounded().T, key, amax)._replace(spec=self.spec)
+        return self._last.codes(self._first.values(x_RC.T).rounded().T, key, amax)._replace(
+            spec=self.spec
+        )
 
-    def values(self, x_RC: Tensor, key: RandomKey | None = None, amax: Tensor | None = None) -> Decoded:
+    def values(
+        self, x_RC: Tensor, key: RandomKey | None = None, amax: Tensor | None = None
+    ) -> Decoded:
         """`codes(...).decoded()` to the bit, without the codes."""
         x_RC = check_input(x_RC, self.spec, key, amax)
         return self._last.values(self._first.values(x_RC.T).rounded().T, key, amax)
@@ -360,8 +467,12 @@ class CpuRequantizer(Quantizer):
         return self._last.decode(quantized._replace(spec=self._last.spec))
 
 
-def pair(row: Quantizer, column: Quantizer, *, codes: tuple[bool, bool]) -> tuple[CpuQuantizer, CpuQuantizer] | None:
-    """Both quantizers as CPU ones if one call makes both forms of a tensor, as codes or not; else None."""
+def pair(
+    row: Quantizer, column: Quantizer, *, codes: tuple[bool, bool]
+) -> tuple[CpuQuantizer, CpuQuantizer] | None:
+    """Both quantizers as CPU ones if one call makes both forms of a tensor, as codes or not; else
+    None.
+    """
     if isinstance(row, CpuQuantizer) and isinstance(column, CpuQuantizer):
         return row, column
     return None

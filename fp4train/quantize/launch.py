@@ -15,12 +15,13 @@ from fp4train.quantize.triton_compile import compile_once
 class Launch:
     """One kernel, all but its pointers and random words.
 
-    dtypes: those in which the kernel reads and writes its pointers, where they are not those of the tensors; single
-        bytes are uint8.
-    groups: numbers of successive pointers that the kernel takes as one argument, a tuple of more than one; what is left
-        comes as it is.
-    compiled: the launcher of what Triton compiled, by what it specialises a kernel for beyond the plan: classes of the
-        words, alignment of the pointers. Later launches call it (2 µs of the host) and not the JIT (7 to 11 µs).
+    dtypes: those in which the kernel reads and writes its pointers, where they are not those of the
+        tensors; single bytes are uint8.
+    groups: numbers of successive pointers that the kernel takes as one argument, a tuple of more
+        than one; what is left comes as it is.
+    compiled: the launcher of what Triton compiled, by what it specialises a kernel for beyond the
+        plan: classes of the words, alignment of the pointers. Later launches call it (2 µs of the
+        host) and not the JIT (7 to 11 µs).
     """
 
     kernel: Callable[..., Any]
@@ -35,7 +36,8 @@ class Launch:
     def __call__(self, *pointers: Tensor, words: tuple[int | Tensor, ...] = ()) -> Any:
         """Launch the kernel, without contraction: a * b + c must round twice, as it does in torch.
 
-        The first pointer's GPU becomes the current one, which costs some microseconds where it is not.
+        The first pointer's GPU becomes the current one, which costs some microseconds where it is
+        not.
         """
         if pointers[0].is_cuda and pointers[0].get_device() != torch.cuda.current_device():
             with torch.cuda.device(pointers[0].device):
@@ -53,9 +55,14 @@ class Launch:
             self.compiled[key] = made[self.programs, 1, 1]
 
     def seen(self, pointers: Sequence[Tensor]) -> Sequence[Any]:
-        """The pointers' arguments in the dtypes that the kernel is compiled for; a compiled one takes addresses."""
+        """The pointers' arguments in the dtypes that the kernel is compiled for; a compiled one
+        takes addresses.
+        """
         return self.grouped(
-            [x.view(self.dtypes.get(i, torch.uint8 if x.itemsize == 1 else x.dtype)) for i, x in enumerate(pointers)]
+            [
+                x.view(self.dtypes.get(i, torch.uint8 if x.itemsize == 1 else x.dtype))
+                for i, x in enumerate(pointers)
+            ]
         )
 
     def grouped(self, pointers: Sequence[Tensor]) -> Sequence[Any]:

@@ -21,7 +21,8 @@ class Position(NamedTuple):
 
     step: the step of the run.
     token: index of the first token in the global batch of the step.
-    counters: the number of the step on the device, where a recorded step reads it from there (`RandomKey.counters`).
+    counters: the number of the step on the device, where a recorded step reads it from there
+        (`RandomKey.counters`).
     """
 
     step: RunStep
@@ -29,7 +30,9 @@ class Position(NamedTuple):
     counters: Tensor | None = None
 
     def key(self, layer: int, operand: int, row: int = 0, column: int = 0) -> RandomKey:
-        """The key of a tensor whose first element lies at (row, column) of the operand of a layer."""
+        """The key of a tensor whose first element lies at (row, column) of the operand of a
+        layer.
+        """
         return RandomKey(
             seed=self.step.seed,
             step=self.step.number,

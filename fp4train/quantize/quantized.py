@@ -1,5 +1,5 @@
-"""Results of quantisation: `Quantized`, codes and scales as hardware stores them, and `Decoded`, the values that
-emulation multiplies.
+"""Results of quantisation: `Quantized`, codes and scales as hardware stores them, and `Decoded`,
+the values that emulation multiplies.
 """
 
 from typing import NamedTuple
@@ -17,8 +17,8 @@ from fp4train.quantize.transform import undo_transform
 class Decoded(NamedTuple):
     """One operand of an emulated GEMM: the tensor is `values * scale`.
 
-    values: [R, C]; with a Hadamard transform C is rounded up to its size, since the transform fills the padding. BF16
-        if that is exact (`QuantSpec.exact_in_bf16`), otherwise float32.
+    values: [R, C]; with a Hadamard transform C is rounded up to its size, since the transform fills
+        the padding. BF16 if that is exact (`QuantSpec.exact_in_bf16`), otherwise float32.
     scale: the float32 factor to apply to the product, 0-d or [R, 1]; None for 1.
     """
 
@@ -33,13 +33,13 @@ class Decoded(NamedTuple):
 class Quantized(NamedTuple):
     """Codes and scales of a [R, C] tensor.
 
-    codes: uint8 [R, Cp], one code per byte; of a packed format two per byte [R, Cp/2]. Cp is C padded with zeros to
-        whole blocks (and Hadamard groups).
-    scales: uint8 bytes or float32 (the factor that decodes), by `spec.scale_format.dtype`, [ceil(R/br), Cp/bc]; [R, 1]
-        for rows, [1, 1] for the tensor. For `scaled_mm` flat, in tiles of 128x4, one per row and block, and
-        codes and scales in torch's dtypes (layout.py).
-    amax: float32 global amax, after the Hadamard transform: 0-d, [R, 1] for row-wise global scales, or [R, ceil(C/128)]
-        for those of outer blocks; None if all scales are per block.
+    codes: uint8 [R, Cp], one code per byte; of a packed format two per byte [R, Cp/2]. Cp is C
+        padded with zeros to whole blocks (and Hadamard groups).
+    scales: uint8 bytes or float32 (the factor that decodes), by `spec.scale_format.dtype`,
+        [ceil(R/br), Cp/bc]; [R, 1] for rows, [1, 1] for the tensor. For `scaled_mm` flat, in tiles
+        of 128x4, one per row and block, and codes and scales in torch's dtypes (layout.py).
+    amax: float32 global amax, after the Hadamard transform: 0-d, [R, 1] for row-wise global scales,
+        or [R, ceil(C/128)] for those of outer blocks; None if all scales are per block.
     factor: S_dec, where a kernel wrote it beside the codes; None: it follows from the amax.
     """
 
@@ -53,8 +53,13 @@ class Quantized(NamedTuple):
     @property
     def element_codes(self) -> Tensor:
         """uint8 [R, Cp], one code per byte for every format."""
-        codes = self.codes.view(torch.uint8) if self.tiled else self.codes
-        return unpack_fp4(codes) if self.spec.format.packed else codes
+        if self.tiled:
+            codes = self.codes.view(torch.uint8)
+        else:
+            codes = self.codes
+        if self.spec.format.packed:
+            return unpack_fp4(codes)
+        return codes
 
     @property
     def element_width(self) -> int:
@@ -68,50 +73,73 @@ class Quantized(NamedTuple):
 
     def contiguous(self) -> "Quantized":
         """Itself, with its tensors' rows one after the other in memory, as kernels read them."""
-        amax = None if self.amax is None else self.amax.contiguous()
-        return self._replace(codes=self.codes.contiguous(), scales=self.scales.contiguous(), amax=amax)
+        if self.amax is None:
+            amax = None
+        else:
+            amax = self.amax.contiguous()
+        return self._replace(
+            codes=self.codes.contiguous(), scales=self.scales.contiguous(), amax=amax
+        )
 
     def block_scales(self) -> Tensor:
-        """The block scales as float32 factors, row after row, without the scale of the tensor or row."""
+        """The block scales as float32 factors, row after row, without the scale of the tensor or
+        row.
+        """
         scales, (height, cols) = self.scales, self.spec.block
         if self.tiled:
-            scales = unswizzle_scales(scales.view(torch.uint8), self.shape[0], self.element_width // (cols or 1))[
-                :: height or 1
-            ]
+            scales = unswizzle_scales(
+                scales.view(torch.uint8), self.shape[0], self.element_width // (cols or 1)
+            )[:: height or 1]
         scales = self.spec.scale_format.decode(scales)
         if self.spec.global_scale == "block" and self.amax is not None:
-            scales = scales * spread_outer(global_scales(self.amax, self.spec)[1], scales.shape[1], self.spec)
+            scales = scales * spread_outer(
+                global_scales(self.amax, self.spec)[1], scales.shape[1], self.spec
+            )
         return scales
 
     def global_decode(self) -> Tensor | None:
         """S_dec, float32 0-d or [R, 1]; None without a scale of the tensor or row."""
         if self.spec.global_scale not in ("tensor", "row") or self.amax is None:
             return None
-        return global_scales(self.amax, self.spec)[1] if self.factor is None else self.factor
+        if self.factor is None:
+            return global_scales(self.amax, self.spec)[1]
+        return self.factor
 
     def decoded(self) -> Decoded:
         """The operand of an emulated GEMM; equal to `quantize_dequantize` in every bit."""
         spec = self.spec
         values = decode(self.element_codes, spec.format)
         if spec.has_outer_scale:
-            scale = self.scales.reshape(()) if spec.block[0] is None else self.scales
+            if spec.block[0] is None:
+                scale = self.scales.reshape(())
+            else:
+                scale = self.scales
             return finish_operand(values, scale, spec, self.shape)
         return finish_operand(
-            apply_block_scales(values, self.block_scales(), spec), self.global_decode(), spec, self.shape
+            apply_block_scales(values, self.block_scales(), spec),
+            self.global_decode(),
+            spec,
+            self.shape,
         )
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """values * scale, [R, C]; in the transformed domain (and C rounded up to its size) if the spec has a Hadamard
-        transform.
+        """values * scale, [R, C]; in the transformed domain (and C rounded up to its size) if the
+        spec has a Hadamard transform.
         """
-        spec, shape = self.spec, self.shape
-        values = apply_block_scales(decode(self.element_codes, spec.format), self.block_scales(), spec)
+        spec = self.spec
+        shape = self.shape
+        values = apply_block_scales(
+            decode(self.element_codes, spec.format), self.block_scales(), spec
+        )
         if (scale := self.global_decode()) is not None:
             values = values * scale
         return values[:, : operand_width(spec, shape[1])].to(dtype)
 
-    def restore(self, dtype: torch.dtype = torch.float32, *, key: RandomKey | None = None) -> Tensor:
-        """`dequantize` brought back to the domain of the input, [R, C]: the Hadamard transform is undone in float32.
+    def restore(
+        self, dtype: torch.dtype = torch.float32, *, key: RandomKey | None = None
+    ) -> Tensor:
+        """`dequantize` brought back to the domain of the input, [R, C]: the Hadamard transform is
+        undone in float32.
 
         key: that of quantising, where the transform's signs were drawn from it.
         """
@@ -124,10 +152,16 @@ class Quantized(NamedTuple):
 def turned(q: Quantized) -> Quantized:
     """The quantised transpose, of a spec that is `transposable`."""
     rows, columns = q.shape
-    codes = q.element_codes if q.element_width == columns else q.element_codes[:, :columns]
+    if q.element_width == columns:
+        codes = q.element_codes
+    else:
+        codes = q.element_codes[:, :columns]
     codes = codes.T.contiguous()
     packed = pack_fp4(codes) if q.spec.format.packed else codes
-    scales = q.scales if q.scales.numel() == 1 else q.scales.T.contiguous()
+    if q.scales.numel() == 1:
+        scales = q.scales
+    else:
+        scales = q.scales.T.contiguous()
     return Quantized(q.spec, (columns, rows), packed, scales, q.amax, q.factor)
 
 
@@ -148,8 +182,11 @@ def apply_block_scales(values: Tensor, scales: Tensor, spec: QuantSpec) -> Tenso
     return (values.reshape(rows, groups, cols // groups) * scales.unsqueeze(-1)).reshape(rows, cols)
 
 
-def finish_operand(values: Tensor, scale: Tensor | None, spec: QuantSpec, shape: tuple[int, int]) -> Decoded:
+def finish_operand(
+    values: Tensor, scale: Tensor | None, spec: QuantSpec, shape: tuple[int, int]
+) -> Decoded:
     """Remove the padding and store in BF16 if that is exact."""
     values = values[: shape[0], : operand_width(spec, shape[1])]
-    values = values.to(torch.bfloat16) if spec.exact_in_bf16 else values
+    if spec.exact_in_bf16:
+        values = values.to(torch.bfloat16)
     return Decoded(values.contiguous(), scale)

@@ -1,8 +1,8 @@
 """Quantizers: `quantize` for one spec on one device type, with the kernel chosen once.
 
-`quantizer(spec, device_type)` gives the fastest implementation that supports the whole spec: the C kernels on a CPU,
-Triton on a GPU, else the readable reference, with the reason. All are bit-identical. The methods handle what depends on
-the call: empty tensors, NaN, strides.
+`quantizer(spec, device_type)` gives the fastest implementation that supports the whole spec: the C
+kernels on a CPU, Triton on a GPU, else the readable reference, with the reason. All are
+bit-identical. The methods handle what depends on the call: empty tensors, NaN, strides.
 """
 
 import importlib
@@ -32,15 +32,17 @@ _log = logging.getLogger(__name__)
 
 
 class Quantizer:
-    """The readable reference; kernels derive from it and fall back to it for calls that they do not support.
+    """The readable reference; kernels derive from it and fall back to it for calls that they do not
+    support.
 
     spec: how to quantise.
     kernel: "cpu", "triton" or "reference".
     why: why the reference is used instead of a kernel; None otherwise.
 
-    x_RC is [R, C], float32, BF16 or FP16, any strides; blocks run along C. key: selects the random bits of stochastic
-    rounding. amax: the global (tensor or row) amax if it is not that of x. Other shapes, dtypes and arguments raise
-    ValueError; a tensor without memory of its own raises TypeError.
+    x_RC is [R, C], float32, BF16 or FP16, any strides; blocks run along C. key: selects the random
+    bits of stochastic rounding. amax: the global (tensor or row) amax if it is not that of x. Other
+    shapes, dtypes and arguments raise ValueError; a tensor without memory of its own raises
+    TypeError.
     """
 
     kernel = "reference"
@@ -49,27 +51,42 @@ class Quantizer:
         self.spec = spec
         self.why = why
 
-    def codes(self, x_RC: Tensor, key: RandomKey | None = None, amax: Tensor | None = None) -> Quantized:
+    def codes(
+        self, x_RC: Tensor, key: RandomKey | None = None, amax: Tensor | None = None
+    ) -> Quantized:
         """Codes and scales of x."""
         x_RC = check_input(x_RC, self.spec, key, amax)
         return reference.quantize(x_RC, self.spec, key=key, amax=amax)
 
-    def values(self, x_RC: Tensor, key: RandomKey | None = None, amax: Tensor | None = None) -> Decoded:
-        """Equals `codes(...).decoded()` in every bit, in one pass: the operand that emulation multiplies."""
+    def values(
+        self, x_RC: Tensor, key: RandomKey | None = None, amax: Tensor | None = None
+    ) -> Decoded:
+        """Equals `codes(...).decoded()` in every bit, in one pass: the operand that emulation
+        multiplies.
+        """
         x_RC = check_input(x_RC, self.spec, key, amax)
         return reference.quantize_dequantize(x_RC, self.spec, key=key, amax=amax)
 
     def decode(self, quantized: Quantized) -> Decoded:
-        """Equals `quantized.decoded()` in every bit: backward decodes the codes that forward saved."""
+        """Equals `quantized.decoded()` in every bit: backward decodes the codes that forward
+        saved.
+        """
         self._check_spec(quantized)
         return quantized.decoded()
 
     def amax(
-        self, x_RC: Tensor, key: RandomKey | None = None, *, per_row: bool = False, into: Tensor | None = None
+        self,
+        x_RC: Tensor,
+        key: RandomKey | None = None,
+        *,
+        per_row: bool = False,
+        into: Tensor | None = None,
     ) -> Tensor:
-        """The largest magnitude of x after the Hadamard transform: float32 0-d, or [R, 1]; NaN if x holds one.
+        """The largest magnitude of x after the Hadamard transform: float32 0-d, or [R, 1]; NaN if x
+        holds one.
 
-        x has elements. key: draws the signs of a transform that has those of a step. into: an amax, 0-d float32, which
+        x has elements. key: draws the signs of a transform that has those of a step. into: an amax,
+        0-d float32, which
             a kernel may make the larger of the two and return.
         """
         if self.spec.hadamard is not None:
@@ -78,7 +95,9 @@ class Quantizer:
 
     @property
     def in_tiles(self) -> "Quantizer":
-        """This quantizer with block scales of codes in the tiles of `Quantized.tiled`; itself where no kernel does."""
+        """This quantizer with block scales of codes in the tiles of `Quantized.tiled`; itself where
+        no kernel does.
+        """
         return self
 
     def _check_spec(self, quantized: Quantized) -> None:
@@ -91,8 +110,8 @@ def quantizer(spec: QuantSpec, device_type: str, kernel: str = "auto") -> Quanti
     """The quantizer of `spec` for tensors on `device_type` (cpu, cuda, …).
 
     Args:
-        kernel: "auto" takes the fastest that supports the spec; if that is the reference, `why` has the reason. A named
-            kernel that does not support the spec raises ValueError.
+        kernel: "auto" takes the fastest that supports the spec; if that is the reference, `why` has
+            the reason. A named kernel that does not support the spec raises ValueError.
     """
     if not isinstance(spec, QuantSpec):
         raise TypeError(f"spec={spec!r} must be a QuantSpec")
@@ -107,7 +126,9 @@ def quantizer(spec: QuantSpec, device_type: str, kernel: str = "auto") -> Quanti
         made: Quantizer = module.make(spec)
         return made
     if kernel != "auto":
-        raise ValueError(f"kernel={kernel!r} cannot quantise this: {reason}. Use kernel='auto' or 'reference'")
+        raise ValueError(
+            f"kernel={kernel!r} cannot quantise this: {reason}. Use kernel='auto' or 'reference'"
+        )
     _say(chosen, reason)
     return Quantizer(spec, reason)
 
@@ -119,16 +140,21 @@ def _say(kernel: str, reason: str) -> None:
 
 
 def quantize(
-    x_RC: Tensor, spec: QuantSpec, *, key: RandomKey | None = None, amax: Tensor | None = None, kernel: str = "auto"
+    x_RC: Tensor,
+    spec: QuantSpec,
+    *,
+    key: RandomKey | None = None,
+    amax: Tensor | None = None,
+    kernel: str = "auto",
 ) -> Quantized:
     """Codes and scales of x.
 
-    x_RC: [R, C], float32, BF16 or FP16, any strides. Other shapes and dtypes raise ValueError; tensors without memory
-        of their own (DTensor, FakeTensor, meta) raise TypeError. Blocks run along C, so `quantize(x.T, spec)` is the
-        column-wise form.
+    x_RC: [R, C], float32, BF16 or FP16, any strides. Other shapes and dtypes raise ValueError;
+        tensors without memory of their own (DTensor, FakeTensor, meta) raise TypeError. Blocks run
+        along C, so `quantize(x.T, spec)` is the column-wise form.
     key: selects the random bits of stochastic rounding.
-    amax: the global (tensor or row) amax after the Hadamard transform, if it is not that of x: reduced over ranks, or
-        from the history of delayed scaling.
+    amax: the global (tensor or row) amax after the Hadamard transform, if it is not that of x:
+        reduced over ranks, or from the history of delayed scaling.
     kernel: auto, reference, cpu, triton.
 
     NaN or infinity in x makes every value that shares a scale with it NaN.
@@ -137,21 +163,32 @@ def quantize(
 
 
 def quantize_dequantize(
-    x_RC: Tensor, spec: QuantSpec, *, key: RandomKey | None = None, amax: Tensor | None = None, kernel: str = "auto"
+    x_RC: Tensor,
+    spec: QuantSpec,
+    *,
+    key: RandomKey | None = None,
+    amax: Tensor | None = None,
+    kernel: str = "auto",
 ) -> Decoded:
-    """Equals `quantize(...).decoded()` in every bit, in one pass: the operand that emulation multiplies."""
+    """Equals `quantize(...).decoded()` in every bit, in one pass: the operand that emulation
+    multiplies.
+    """
     return quantizer(spec, x_RC.device.type, kernel).values(x_RC, key, amax)
 
 
 def cast_to_representable(x: Tensor, spec: QuantSpec) -> Tensor:
     """x rounded to nearest onto what `spec` represents; same shape and dtype, in the domain of x.
 
-    Leading dimensions are rows. Quantising the result again gives the same values to the precision of x's dtype (with a
-    Hadamard transform: to that of its BF16 rounding), so a product of such tensors shows no quantisation error. With
-    delayed scaling the tensor's own amax is used.
+    Leading dimensions are rows. Quantising the result again gives the same values to the precision
+    of x's dtype (with a Hadamard transform: to that of its BF16 rounding), so a product of such
+    tensors shows no quantisation error. With delayed scaling the tensor's own amax is used.
     """
-    if spec.rounding == "eden" or (isinstance(spec.hadamard, Hadamard) and spec.hadamard.signs == "step"):
-        raise ValueError(f"{spec}: its transform is drawn anew in each step, so no values stay representable")
+    if spec.rounding == "eden" or (
+        isinstance(spec.hadamard, Hadamard) and spec.hadamard.signs == "step"
+    ):
+        raise ValueError(
+            f"{spec}: its transform is drawn anew in each step, so no values stay representable"
+        )
     spec = replace(spec, rounding="nearest", delayed=None, requantises=None)
     cols = x.shape[-1] if x.ndim else 1
     x_RC = x.detach().reshape(math.prod(x.shape[:-1]), cols)
@@ -161,14 +198,19 @@ def cast_to_representable(x: Tensor, spec: QuantSpec) -> Tensor:
 class PairQuantizer:
     """Both forms of one tensor: x [M, K] row-wise, and x.T [K, M], the column-wise form.
 
-    On a CPU one call makes both, on a GPU one kernel codes or values of both forms of narrow blocks, or of one scale
-    that both share (kernels/triton/both.py); else each form is made by itself. The results are the same.
+    On a CPU one call makes both, on a GPU one kernel codes or values of both forms of narrow
+    blocks, or of one scale that both share (kernels/triton/both.py); else each form is made by
+    itself. The results are the same.
     """
 
-    def __init__(self, row: Quantizer, column: Quantizer, *, row_codes: bool, column_codes: bool) -> None:
+    def __init__(
+        self, row: Quantizer, column: Quantizer, *, row_codes: bool, column_codes: bool
+    ) -> None:
         """row_codes, column_codes: whether that form is prepared as codes, else as values."""
-        self.row, self.column = row, column
-        self._row_codes, self._column_codes = row_codes, column_codes
+        self.row = row
+        self.column = column
+        self._row_codes = row_codes
+        self._column_codes = column_codes
         self._row = row.codes if row_codes else row.values
         self._column = column.codes if column_codes else column.values
         self._pair: tuple[Any, Any] | None = None
@@ -191,26 +233,47 @@ class PairQuantizer:
     ) -> tuple[Decoded | Quantized, Decoded | Quantized]:
         """(row-wise form, column-wise form).
 
-        newest: where `joins`: an amax, 0-d float32, which becomes the larger of itself and that of x.
+        newest: where `joins`: an amax, 0-d float32, which becomes the larger of itself and that of
+            x.
         """
         if self._pair is not None:
             row, column = self._pair
             both: tuple[Decoded | Quantized, Decoded | Quantized] | None = row.with_columns(
-                column, x_MK, row_key, row_amax, column_key, column_amax, self._row_codes, self._column_codes, newest
+                column,
+                x_MK,
+                row_key,
+                row_amax,
+                column_key,
+                column_amax,
+                self._row_codes,
+                self._column_codes,
+                newest,
             )
             if both is not None:
                 return both
         return self._row(x_MK, row_key, row_amax), self._column(x_MK.T, column_key, column_amax)
 
 
-def check_input(x_RC: Tensor, spec: QuantSpec, key: RandomKey | None, amax: Tensor | None) -> Tensor:
-    """x as a detached plain tensor. TypeError and ValueError for inputs that no implementation supports."""
+def check_input(
+    x_RC: Tensor, spec: QuantSpec, key: RandomKey | None, amax: Tensor | None
+) -> Tensor:
+    """x as a detached plain tensor. TypeError and ValueError for inputs that no implementation
+    supports.
+    """
     x_RC = own_memory(x_RC)
     if x_RC.ndim != 2:
-        fix = "x.reshape(-1, x.shape[-1])" if x_RC.ndim > 2 else "x.reshape(1, -1)"
-        raise ValueError(f"x has {x_RC.ndim} dimensions {tuple(x_RC.shape)}: quantize takes [rows, cols]; use {fix}")
+        if x_RC.ndim > 2:
+            fix = "x.reshape(-1, x.shape[-1])"
+        else:
+            fix = "x.reshape(1, -1)"
+        raise ValueError(
+            f"x has {x_RC.ndim} dimensions {tuple(x_RC.shape)}: quantize takes [rows, cols]; "
+            f"use {fix}"
+        )
     if x_RC.dtype not in DTYPES:
-        raise ValueError(f"x.dtype={x_RC.dtype}: quantize takes float32, bfloat16 and float16; use x.float()")
+        raise ValueError(
+            f"x.dtype={x_RC.dtype}: quantize takes float32, bfloat16 and float16; use x.float()"
+        )
     check_arguments(spec, key, amax, x_RC.shape[0])
     return x_RC
 
@@ -219,45 +282,66 @@ def check_arguments(spec: QuantSpec, key: RandomKey | None, amax: Tensor | None,
     """ValueError for arguments that do not fit the spec of a tensor of so many rows."""
     if spec.random and key is None:
         raise ValueError(
-            f"key=None: rounding={spec.rounding!r} takes its bits from a RandomKey(seed=, step=, layer=, operand=)"
+            f"key=None: rounding={spec.rounding!r} takes its bits from a RandomKey(seed=, "
+            "step=, layer=, operand=)"
         )
     if amax is not None:
-        needed = rows if spec.global_scale == "row" or spec.block == (1, None) else 1
+        if spec.global_scale == "row" or spec.block == (1, None):
+            needed = rows
+        else:
+            needed = 1
         if spec.global_scale in (None, "block") and not spec.has_outer_scale:
             raise ValueError(
-                f"amax: block={spec.block!r} with scale={spec.scale!r} has no global scale to take it; use None"
+                f"amax: block={spec.block!r} with scale={spec.scale!r} has no global scale to "
+                "take it; use None"
             )
         if amax.numel() != needed:
-            raise ValueError(f"amax has {amax.numel()} values: this spec takes {needed} for x of {rows} rows")
+            raise ValueError(
+                f"amax has {amax.numel()} values: this spec takes {needed} for x of {rows} rows"
+            )
     elif spec.delayed is not None:
-        raise ValueError("amax=None: delayed scaling needs an amax from its history; see scaling.delayed_amax")
+        raise ValueError(
+            "amax=None: delayed scaling needs an amax from its history; see scaling.delayed_amax"
+        )
 
 
 def own_memory(x: Tensor) -> Tensor:
-    """x as a detached plain tensor. TypeError if it has no memory of its own; the message says what to pass instead."""
+    """x as a detached plain tensor. TypeError if it has no memory of its own; the message says what
+    to pass instead.
+    """
     kind = type(x)
-    if not x.is_meta and (kind in PLAIN or kind.__torch_dispatch__ is Tensor.__torch_dispatch__ or _address(x)):
+    if not x.is_meta and (
+        kind in PLAIN or kind.__torch_dispatch__ is Tensor.__torch_dispatch__ or _address(x)
+    ):
         if x.requires_grad or kind is not Tensor:
-            x = x.detach() if kind in PLAIN else x.detach().as_subclass(Tensor)
+            if kind in PLAIN:
+                x = x.detach()
+            else:
+                x = x.detach().as_subclass(Tensor)
         return x.resolve_neg() if x.is_neg() else x
     if hasattr(x, "to_local"):
         raise TypeError(
-            f"x is a {kind.__name__}, which holds a local shard only: pass x.to_local(), the shard's position as "
+            f"x is a {kind.__name__}, which holds a local shard only: pass x.to_local(), the "
+            "shard's position as "
             "row_offset and col_offset of its RandomKey, and as amax the maximum over all ranks"
         )
     if kind.__name__ == "FakeTensor":
         raise TypeError(
-            "x is a FakeTensor, which has a shape and no values: quantise real tensors; inside torch.compile use "
-            "fp4train.nn.Linear, whose operator is not traced; call torch.export outside of fp4train.autocast, where "
+            "x is a FakeTensor, which has a shape and no values: quantise real tensors; "
+            "inside torch.compile use "
+            "fp4train.nn.Linear, whose operator is not traced; call torch.export outside of "
+            "fp4train.autocast, where "
             "the layers are plain matrix products"
         )
     if x.is_meta:
         raise TypeError(
-            "x is on the meta device, where tensors have no values: pass a tensor of a real device (for a model: "
+            "x is on the meta device, where tensors have no values: pass a tensor of a real "
+            "device (for a model: "
             'model.to_empty(device="cpu"), then its weights)'
         )
     raise TypeError(
-        f"x is a {kind.__name__}, a tensor subclass without memory of its own: pass the plain tensor that it wraps"
+        f"x is a {kind.__name__}, a tensor subclass without memory of its own: pass the plain "
+        "tensor that it wraps"
     )
 
 

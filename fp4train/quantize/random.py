@@ -1,9 +1,10 @@
 """Random bits for stochastic rounding: a pure function of the element, not of time or place.
 
-Philox4x32-10 (Salmon, Moraes, Dror, Shaw: Parallel Random Numbers: As Easy as 1, 2, 3, SC 2011) maps a 64-bit key and a
-128-bit counter to 128 random bits. Key = run seed; counter = (column // 8, row, step*8 + operand, layer), so eight
-neighbours in a row share one call and take 16 bits each. The same element gets the same bits on every device, under
-activation recomputation, after a resume, and for every sharding (the offsets give the position of a shard).
+Philox4x32-10 (Salmon, Moraes, Dror, Shaw: Parallel Random Numbers: As Easy as 1, 2, 3, SC 2011)
+maps a 64-bit key and a 128-bit counter to 128 random bits. Key = run seed; counter = (column // 8,
+row, step*8 + operand, layer), so eight neighbours in a row share one call and take 16 bits each.
+The same element gets the same bits on every device, under activation recomputation, after a resume,
+and for every sharding (the offsets give the position of a shard).
 """
 
 from struct import Struct
@@ -13,15 +14,18 @@ from typing import Any, Final, NamedTuple, NoReturn, Self
 import torch
 from torch import Tensor
 
-MULTIPLIER_0, MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
-WEYL_0, WEYL_1 = 0x9E3779B9, 0xBB67AE85
+MULTIPLIER_0 = 0xD2511F53
+MULTIPLIER_1 = 0xCD9E8D57
+WEYL_0 = 0x9E3779B9
+WEYL_1 = 0xBB67AE85
 ROUNDS = 10
 MASK = 0xFFFFFFFF
 LANES = 8  # elements served by one Philox call
 
 FPROP_X, FPROP_W, DGRAD_DY, DGRAD_W, WGRAD_DY, WGRAD_X, MEASUREMENT, INITIAL = range(8)
-"""Values of `RandomKey.operand`: the six operands of a table, and measurements and the initial values of weights, which
-must not share their bits."""
+"""Values of `RandomKey.operand`: the six operands of a table, and measurements and the initial
+values of weights, which must not share their bits.
+"""
 
 _LIMITS = {
     "seed": 1 << 64,
@@ -49,15 +53,16 @@ def _number(name: str) -> Any:
 
 
 class RandomKey(_Words):
-    """Selects random bits: the run's seed, the step, the layer (crc32 of its name) and the operand (0..7) of its GEMMs.
+    """Selects random bits: the run's seed, the step, the layer (crc32 of its name) and the operand
+    (0..7) of its GEMMs.
 
-    `row_offset` and `col_offset` (a multiple of 8) are the global position of element [0, 0] of the blocked 2-D tensor.
-    `words` is the key and the constant part of the counter as kernels take them: seed, row_offset, col_offset / 8,
-    step * 8 + operand, layer.
+    `row_offset` and `col_offset` (a multiple of 8) are the global position of element [0, 0] of the
+    blocked 2-D tensor. `words` is the key and the constant part of the counter as kernels take
+    them: seed, row_offset, col_offset / 8, step * 8 + operand, layer.
 
-    `counters`: int32 [8] on the device, `step` * 8 + operand of each operand as `write_step_counters` writes it. A step
-    that is recorded as a CUDA graph reads it instead of `step`, which a replay would repeat. None: the host's numbers.
-    Keys compare by their words.
+    `counters`: int32 [8] on the device, `step` * 8 + operand of each operand as
+    `write_step_counters` writes it. A step that is recorded as a CUDA graph reads it instead of
+    `step`, which a replay would repeat. None: the host's numbers. Keys compare by their words.
 
     Raises:
         ValueError: a number is out of range, or `counters` has another dtype; the message names it.
@@ -117,7 +122,9 @@ class RandomKey(_Words):
         return hash(self.words)
 
     def __repr__(self) -> str:
-        return f"RandomKey({', '.join(f'{name}={value}' for name, value in self._numbers().items())})"
+        return (
+            f"RandomKey({', '.join(f'{name}={value}' for name, value in self._numbers().items())})"
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _new, (type(self), (self.words, self.counters))
@@ -128,14 +135,17 @@ def _refuse(*numbers: int) -> NoReturn:
     for (name, limit), value in zip(_LIMITS.items(), numbers, strict=True):
         if not isinstance(value, int) or not 0 <= value < limit:
             raise ValueError(f"{name}={value!r}: RandomKey allows integers 0 <= {name} < {limit}")
-    raise ValueError(f"col_offset={numbers[-1]}: must be a multiple of {LANES}, the elements of one Philox call")
+    raise ValueError(
+        f"col_offset={numbers[-1]}: must be a multiple of {LANES}, the elements of one Philox call"
+    )
 
 
 _NO_WORDS: Final = (0,) * 9
 
 
 def random_words(key: RandomKey | None) -> tuple[int | Tensor, ...]:
-    """Key and counter words as int32 bit patterns, so that their size never changes a kernel's signature.
+    """Key and counter words as int32 bit patterns, so that their size never changes a kernel's
+    signature.
 
     The word of the step is a pointer where a CUDA graph is recorded: another signature.
     """
@@ -143,13 +153,19 @@ def random_words(key: RandomKey | None) -> tuple[int | Tensor, ...]:
         return _NO_WORDS[:6]
     words, counters = key
     seed, seed_high, row, col_group, counter2, layer = _signed_words(words)
-    step = counter2 if counters is None else counters[counter2 % LANES]
+    if counters is None:
+        step = counter2
+    else:
+        step = counters[counter2 % LANES]
     return seed, seed_high, step, layer, col_group, row
 
 
-def words_of_both(row: RandomKey | None, column: RandomKey | None) -> tuple[int | Tensor, ...] | None:
-    """Key and counter words of both forms of a tensor, as `quantize_both` takes them; None: their seeds or layers are
-    not the same."""
+def words_of_both(
+    row: RandomKey | None, column: RandomKey | None
+) -> tuple[int | Tensor, ...] | None:
+    """Key and counter words of both forms of a tensor, as `quantize_both` takes them; None: their
+    seeds or layers are not the same.
+    """
     if (first := row or column) is None:
         return _NO_WORDS
     seed, high, step, layer, group, start = random_words(first)
@@ -164,27 +180,29 @@ def words_of_both(row: RandomKey | None, column: RandomKey | None) -> tuple[int 
 def write_step_counters(counters: Tensor, step: int) -> None:
     """Write step * 8 + operand for the operands 0…7 into `counters`, int32 [8], as bit patterns."""
     operands = torch.arange(LANES, dtype=torch.int64, device=counters.device)
-    counters.copy_((operands + step * LANES).to(torch.int32))  # both in kernels: nothing is copied from the host
+    # both in kernels: nothing is copied from the host
+    counters.copy_((operands + step * LANES).to(torch.int32))
 
 
 def philox4x32(
     counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Ten rounds of Philox4x32. Counter words are int64 tensors holding 0..2^32-1 that broadcast; so are the
-    results.
+    """Ten rounds of Philox4x32. Counter words are int64 tensors holding 0..2^32-1 that broadcast;
+    so are the results.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(ROUNDS):
-        # int64 wraps modulo 2^64, so the low and the (masked) high word equal those of the unsigned product.
-        p0, p1 = c0 * MULTIPLIER_0, c2 * MULTIPLIER_1
-        c0, c1, c2, c3 = (
-            ((p1 >> 32) & MASK) ^ c1 ^ k0,
-            p1 & MASK,
-            ((p0 >> 32) & MASK) ^ c3 ^ k1,
-            p0 & MASK,
-        )
-        k0, k1 = (k0 + WEYL_0) & MASK, (k1 + WEYL_1) & MASK
+        # int64 wraps modulo 2^64, so the low and the (masked) high word equal those of the unsigned
+        # product.
+        p0 = c0 * MULTIPLIER_0
+        p1 = c2 * MULTIPLIER_1
+        c0 = ((p1 >> 32) & MASK) ^ c1 ^ k0
+        c1 = p1 & MASK
+        c2 = ((p0 >> 32) & MASK) ^ c3 ^ k1
+        c3 = p0 & MASK
+        k0 = (k0 + WEYL_0) & MASK
+        k1 = (k1 + WEYL_1) & MASK
     return c0, c1, c2, c3
 
 
@@ -197,7 +215,8 @@ def random_bits(key: RandomKey, rows: int, cols: int, device: torch.device | str
     seed, first_row, first_group, step_operand, layer_key = _words(key.words)
     column = torch.arange(groups, dtype=torch.int64, device=device)[None, :] + first_group
     row = torch.arange(rows, dtype=torch.int64, device=device)[:, None] + first_row
-    column, row = column & MASK, row & MASK
+    column = column & MASK
+    row = row & MASK
     if key.counters is None:
         step = torch.full_like(column, step_operand)
     else:

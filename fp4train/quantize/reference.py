@@ -1,7 +1,8 @@
 """The readable quantiser in plain torch: the oracle that every kernel must match in every bit.
 
 quantize(x): x -> [Hadamard] -> block amax -> scales -> t = x * encode scale -> codes.
-quantize_dequantize(x): the same up to t, then values on the grid times the block scale, never materialising codes.
+quantize_dequantize(x): the same up to t, then values on the grid times the block scale, never
+materialising codes.
 
 Layout: [R, C], any strides, seen as [R/br, br, C/bc, bc] after zero padding.
 """
@@ -23,26 +24,28 @@ from fp4train.quantize.transform import Hadamard, pad_columns, transform
 
 @dataclass(frozen=True)
 class Scaled:
-    """A scaled tensor before rounding: t [Rb, br, Cb, bc] float32, and its scales, stored and as float32 factors [Rb,
-    Cb].
+    """A scaled tensor before rounding: t [Rb, br, Cb, bc] float32, and its scales, stored and as
+    float32 factors [Rb, Cb].
     """
 
     t: Tensor
     stored: Tensor
     decode: Tensor
     amax: Tensor | None
-    outer: Tensor | None  # the factor applied to the product: S_dec, or the scale_inv of a tensor or row
+    # the factor applied to the product: S_dec, or the scale_inv of a tensor or row
+    outer: Tensor | None
 
 
 def to_blocks(x_RC: Tensor, spec: QuantSpec) -> Tensor:
-    """[R, C] -> [Rb, br, Cb, bc], zero-padded to whole blocks; an extent of None becomes one block of at least one row
-    or column.
+    """[R, C] -> [Rb, br, Cb, bc], zero-padded to whole blocks; an extent of None becomes one block
+    of at least one row or column.
     """
     rows, cols = x_RC.shape
     br, bc = (extent or max(size, 1) for extent, size in zip(spec.block, (rows, cols), strict=True))
     if spec.block[1] is None and spec.format.packed:
         bc += bc % 2  # two codes per byte
-    x_RC = pad_columns(x_RC, bc) if spec.block[1] or cols % bc else x_RC
+    if spec.block[1] or cols % bc:
+        x_RC = pad_columns(x_RC, bc)
     if missing := (-rows % br if rows or spec.block[0] else br):
         x_RC = F.pad(x_RC, (0, 0, 0, missing))
     if spec.block[1] is None and cols == 0:
@@ -51,7 +54,9 @@ def to_blocks(x_RC: Tensor, spec: QuantSpec) -> Tensor:
     return x_RC.reshape(rows // br, br, cols // bc, bc)
 
 
-def scale_tensor(x_RC: Tensor, spec: QuantSpec, amax: Tensor | None, key: RandomKey | None) -> Scaled:
+def scale_tensor(
+    x_RC: Tensor, spec: QuantSpec, amax: Tensor | None, key: RandomKey | None
+) -> Scaled:
     """Everything before the elements are rounded."""
     dtype = x_RC.dtype
     if spec.requantises is not None:
@@ -74,13 +79,18 @@ def scale_tensor(x_RC: Tensor, spec: QuantSpec, amax: Tensor | None, key: Random
         decode = fmt.decode(stored)
         t = (x_blocks * _spread(scaling.encode_factor(decode))).add_(0.0)  # as below
         return Scaled(t, stored, decode, None, None)
-    used = amax_b if amax is None else amax.to(torch.float32).reshape(-1, 1).expand_as(amax_b)
+    if amax is None:
+        used = amax_b
+    else:
+        used = amax.to(torch.float32).reshape(-1, 1).expand_as(amax_b)
     margin = spec.delayed.margin if spec.delayed else 0
-    if amax is not None and not spec.format.has_nan:  # no code can say NaN: the scale does, for all that share it
+    # no code can say NaN: the scale does, for all that share it
+    if amax is not None and not spec.format.has_nan:
         used = torch.where(amax_b.isfinite(), used, torch.nan)
     scale, scale_inv = scaling.scales_float(used, spec.format, fmt, dtype, margin=margin)
     t = x_blocks * _spread(scale)
-    if amax is not None:  # a given amax may be smaller than max|x|: saturate larger values, but keep infinities
+    # a given amax may be smaller than max|x|: saturate larger values, but keep infinities
+    if amax is not None:
         t = torch.where(x_blocks.isfinite(), t, torch.nan)
     if not spec.has_outer_scale:
         return Scaled(t, scale_inv, scale_inv, None, None)
@@ -93,18 +103,27 @@ def _scale_two_level(
     x_blocks: Tensor, amax_b: Tensor, spec: QuantSpec, amax: Tensor | None, key: RandomKey | None
 ) -> Scaled:
     if amax is not None:
-        amax = (
-            amax.to(torch.float32).reshape(-1, 1) if spec.global_scale == "row" else amax.to(torch.float32).reshape(())
-        )
+        if spec.global_scale == "row":
+            amax = amax.to(torch.float32).reshape(-1, 1)
+        else:
+            amax = amax.to(torch.float32).reshape(())
     elif spec.global_scale == "block":
         amax = scaling.outer_amax(amax_b, spec)
     elif spec.global_scale == "row":
-        amax = amax_b.amax(dim=1, keepdim=True) if amax_b.shape[1] else amax_b.new_zeros(amax_b.shape[0], 1)
+        if amax_b.shape[1]:
+            amax = amax_b.amax(dim=1, keepdim=True)
+        else:
+            amax = amax_b.new_zeros(amax_b.shape[0], 1)
     else:
-        amax = amax_b.amax() if amax_b.numel() else amax_b.new_zeros(())
+        if amax_b.numel():
+            amax = amax_b.amax()
+        else:
+            amax = amax_b.new_zeros(())
     encode, decode = scaling.global_scales(amax, spec)
     if spec.global_scale == "block":
-        encode, decode = (scaling.spread_outer(each, amax_b.shape[1], spec) for each in (encode, decode))
+        encode, decode = (
+            scaling.spread_outer(each, amax_b.shape[1], spec) for each in (encode, decode)
+        )
     if spec.four_over_six is not None:
         stored = scaling.choose_scales(x_blocks, amax_b, amax, encode, decode, spec)
     else:
@@ -128,20 +147,28 @@ def _spread(per_block: Tensor) -> Tensor:
 
 
 def _bits(t: Tensor, spec: QuantSpec, key: RandomKey | None) -> Tensor | None:
-    return _random_bits(t, spec, key) if spec.rounding == "stochastic" else None
+    if spec.rounding == "stochastic":
+        return _random_bits(t, spec, key)
+    return None
 
 
 def _random_bits(t: Tensor, spec: QuantSpec, key: RandomKey | None) -> Tensor:
     if key is None:
         raise ValueError(
-            f"key=None: rounding={spec.rounding!r} takes its bits from a RandomKey(seed=, step=, layer=, operand=)"
+            f"key=None: rounding={spec.rounding!r} takes its bits from a RandomKey(seed=, "
+            "step=, layer=, operand=)"
         )
-    rows, cols = t.shape[0] * t.shape[1], t.shape[2] * t.shape[3]
+    rows = t.shape[0] * t.shape[1]
+    cols = t.shape[2] * t.shape[3]
     return random_bits(key, rows, cols, t.device).reshape(t.shape)
 
 
-def quantize(x_RC: Tensor, spec: QuantSpec, *, key: RandomKey | None = None, amax: Tensor | None = None) -> Quantized:
-    """Codes and scales of x [R, C] (BF16, FP16 or float32; any strides). See `fp4train.quantize.quantize`."""
+def quantize(
+    x_RC: Tensor, spec: QuantSpec, *, key: RandomKey | None = None, amax: Tensor | None = None
+) -> Quantized:
+    """Codes and scales of x [R, C] (BF16, FP16 or float32; any strides). See
+    `fp4train.quantize.quantize`.
+    """
     scaled = scale_tensor(x_RC, spec, amax, key)
     rows, cols = x_RC.shape
     t = scaled.t

@@ -1,8 +1,10 @@
-"""Orthogonal transforms other than Hadamard's, for comparison: the discrete cosine transform and a random rotation.
+"""Orthogonal transforms other than Hadamard's, for comparison: the discrete cosine transform and a
+random rotation.
 
-Both spread an outlier as a Hadamard transform does, and both cancel in a product. They cost n multiplications per
-element, the butterfly log2(n) additions; the comparison shows whether that cost pays. Numerics as for Hadamard: x
-rounded to BF16, the product with the float32 matrix, rounded to BF16.
+Both spread an outlier as a Hadamard transform does, and both cancel in a product. They cost n
+multiplications per element, the butterfly log2(n) additions; the comparison shows whether that cost
+pays. Numerics as for Hadamard: x rounded to BF16, the product with the float32 matrix, rounded to
+BF16.
 """
 
 import math
@@ -18,8 +20,8 @@ KINDS: Final = ("dct", "orthogonal")
 
 @dataclass(frozen=True, kw_only=True)
 class Rotation:
-    """Transform of groups of `size` neighbours by an orthogonal matrix. `kind`: dct, or orthogonal (random, from
-    `seed`).
+    """Transform of groups of `size` neighbours by an orthogonal matrix. `kind`: dct, or orthogonal
+    (random, from `seed`).
     """
 
     kind: str = "dct"

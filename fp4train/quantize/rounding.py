@@ -1,32 +1,38 @@
-"""Round scaled float32 values to the element grid: to nearest (ties to even), stochastically, or by MS-EDEN.
+"""Round scaled float32 values to the element grid: to nearest (ties to even), stochastically, or by
+MS-EDEN.
 
-The first two work on the position u = |t|/quantum (see `formats.element`), an exact float32. Nearest: k =
-round_half_even(u). Stochastic, with 16 random bits r: k = floor(u) + [(r + 1/2) / 2^16 < u - floor(u)]. With the half,
-a value on the grid stays there for every r, and the probability of rounding up equals the fraction to within 2^-17: no
-bias, as long as |t| <= max. Larger |t| saturates, and that clipping is a bias: see `QuantSpec.guard`.
+The first two work on the position u = |t|/quantum (see `formats.element`), an exact float32.
+Nearest: k = round_half_even(u). Stochastic, with 16 random bits r: k = floor(u) + [(r + 1/2) / 2^16
+< u - floor(u)]. With the half, a value on the grid stays there for every r, and the probability of
+rounding up equals the fraction to within 2^-17: no bias, as long as |t| <= max. Larger |t|
+saturates, and that clipping is a bias: see `QuantSpec.guard`.
 
-MS-EDEN (Quartet II, arXiv 2601.22813): unbiased NVFP4 with the randomness in the block scales, not in the elements.
+MS-EDEN (Quartet II, arXiv 2601.22813): unbiased NVFP4 with the randomness in the block scales, not
+in the elements.
 
 x is rotated by a random Hadamard transform in groups of n and rounded to nearest, q. Per group
 
     S = <x, x> / <x, q>
 
-is the factor (EDEN's, arXiv 2108.08842) for which the part of S*q along x is x itself. The rest of S*q is orthogonal to
-x and averages to zero over rotations. (Exactly so for uniformly random rotations. Random signs leave a bias: 3e-6 of
-the energy of a Gaussian group; 1e-5 with one element of 30 standard deviations, 7e-5 with two; 1.4e-3 with one of 100;
-measured over 3000 draws.) S multiplies the block scales of its group, and the products are rounded stochastically to
-E4M3, which keeps their expectation.
+is the factor (EDEN's, arXiv 2108.08842) for which the part of S*q along x is x itself. The rest of
+S*q is orthogonal to x and averages to zero over rotations. (Exactly so for uniformly random
+rotations. Random signs leave a bias: 3e-6 of the energy of a Gaussian group; 1e-5 with one element
+of 30 standard deviations, 7e-5 with two; 1.4e-3 with one of 100; measured over 3000 draws.) S
+multiplies the block scales of its group, and the products are rounded stochastically to E4M3, which
+keeps their expectation.
 
-Elements rounded to nearest have half the squared error of stochastically rounded ones: 9.8e-3 instead of 18.8e-3 on
-N(0, 1), as in the authors' notebook. The paper's 9.4e-3 is not reached with any constants that we tried. Elements
-alone, with block scales that are not rounded, leave 8.7e-3; rounding the scales stochastically adds 1.0e-3. The sum is
-smallest, 9.7e-3, at `backward_range` = 1; the bound and the weights in S change it by less than 0.05e-3. Scales that
-are rounded to nearest leave 9.1e-3, but shrink x by 0.4 %. A block scale needs room to grow by S, hence
+Elements rounded to nearest have half the squared error of stochastically rounded ones: 9.8e-3
+instead of 18.8e-3 on N(0, 1), as in the authors' notebook. The paper's 9.4e-3 is not reached with
+any constants that we tried. Elements alone, with block scales that are not rounded, leave 8.7e-3;
+rounding the scales stochastically adds 1.0e-3. The sum is smallest, 9.7e-3, at `backward_range` =
+1; the bound and the weights in S change it by less than 0.05e-3. Scales that are rounded to nearest
+leave 9.1e-3, but shrink x by 0.4 %. A block scale needs room to grow by S, hence
 `global_bound=256`.
 
-Sums add the elements of a block, then the blocks of a group, in sequence, as the kernels do. They run over the values
-themselves; the authors' kernels sum elements divided by their block scales, which gives large blocks of a group less
-weight. A block whose scale rounds to zero uncorrected (below 2^-19 of the amax) becomes zero, which is a bias.
+Sums add the elements of a block, then the blocks of a group, in sequence, as the kernels do. They
+run over the values themselves; the authors' kernels sum elements divided by their block scales,
+which gives large blocks of a group less weight. A block whose scale rounds to zero uncorrected
+(below 2^-19 of the amax) becomes zero, which is a bias.
 """
 
 import torch
@@ -37,8 +43,8 @@ from fp4train.formats.element import grid_code, grid_position, grid_value
 
 
 def round_position(position: Tensor, bits: Tensor | None) -> Tensor:
-    """Integer positions from real ones; bits (int32, 0..65535, same shape) select stochastic rounding. May
-    overwrite.
+    """Integer positions from real ones; bits (int32, 0..65535, same shape) select stochastic
+    rounding. May overwrite.
     """
     if bits is None:
         return position.round_()
@@ -48,7 +54,9 @@ def round_position(position: Tensor, bits: Tensor | None) -> Tensor:
 
 
 def round_to_values(t: Tensor, fmt: ElementFormat, bits: Tensor | None = None) -> Tensor:
-    """Values on the grid of fmt (float32), saturating; the sign of zero is kept and NaN stays NaN."""
+    """Values on the grid of fmt (float32), saturating; the sign of zero is kept and NaN stays
+    NaN.
+    """
     if bits is None and fmt.float8 is not None:
         return t.clamp(-fmt.max, fmt.max).to(fmt.float8).to(torch.float32)
     position, exponent = grid_position(t.abs().clamp_(max=fmt.max), fmt)
@@ -56,8 +64,8 @@ def round_to_values(t: Tensor, fmt: ElementFormat, bits: Tensor | None = None) -
 
 
 def round_to_codes(t: Tensor, fmt: ElementFormat, bits: Tensor | None = None) -> Tensor:
-    """uint8 codes (one per byte), saturating. NaN gives `fmt.nan_code`: NaN in E4M3 and E5M2, else the largest value,
-    whose scale is then NaN.
+    """uint8 codes (one per byte), saturating. NaN gives `fmt.nan_code`: NaN in E4M3 and E5M2, else
+    the largest value, whose scale is then NaN.
     """
     if bits is None and fmt.float8 is not None:
         codes = t.clamp(-fmt.max, fmt.max).to(fmt.float8).view(torch.uint8)
@@ -68,10 +76,13 @@ def round_to_codes(t: Tensor, fmt: ElementFormat, bits: Tensor | None = None) ->
     return torch.where(t.isnan(), fmt.nan_code, codes).to(torch.uint8)
 
 
-def corrected_scales(t: Tensor, scale: Tensor, fmt: ElementFormat, size: int, bits: Tensor) -> Tensor:
+def corrected_scales(
+    t: Tensor, scale: Tensor, fmt: ElementFormat, size: int, bits: Tensor
+) -> Tensor:
     """Bytes of the corrected block scales [R, Cb], stochastically rounded E4M3.
 
-    t: the scaled elements [R, 1, Cb, bc], float32. scale: their block scales, decoded [R, Cb]. size: of a group, a
+    t: the scaled elements [R, 1, Cb, bc], float32. scale: their block scales, decoded [R, Cb].
+        size: of a group, a
     multiple of bc. bits: random bits 0..65535 per block, int32 [R, Cb].
     """
     q = round_to_values(t, fmt)
@@ -83,7 +94,8 @@ def corrected_scales(t: Tensor, scale: Tensor, fmt: ElementFormat, size: int, bi
         per_block = _in_sequence(per_element[:, 0]) * weight
         return _in_sequence(per_block.reshape(rows, blocks // per_group, per_group))
 
-    energy, overlap = by_group(t * t), by_group(t * q)
+    energy = by_group(t * t)
+    overlap = by_group(t * q)
     factor = torch.where(overlap == 0, 1.0, energy / overlap).repeat_interleave(per_group, dim=1)
     return round_to_codes(scale * factor, E4M3, bits)
 

@@ -1,13 +1,15 @@
-"""Scales from amax: NVFP4's two levels, MX's E8M0, FP8's float32. All arithmetic is float32, in the order written here.
+"""Scales from amax: NVFP4's two levels, MX's E8M0, FP8's float32. All arithmetic is float32, in the
+order written here.
 
-A non-finite amax makes every scale that depends on it NaN, in every format: NaN and infinity are never hidden.
+A non-finite amax makes every scale that depends on it NaN, in every format: NaN and infinity are
+never hidden.
 
 Four over six (arXiv 2512.02010): each block is scaled to 6 and to 4, and the smaller error wins.
 
-E2M1 has no value between 4 and 6, so a block with large values there rounds badly. Scaled to 4 (its scale times 1.5)
-the block loses range and gains a finer grid at the top. Arithmetic and order follow TE, whose warp reduction adds the
-16 errors of a row in sequence and the 16 rows of a 16x16 block as a tree; ties keep 6. The base scale is (amax_b / 6) *
-S_enc under either formula.
+E2M1 has no value between 4 and 6, so a block with large values there rounds badly. Scaled to 4 (its
+scale times 1.5) the block loses range and gains a finer grid at the top. Arithmetic and order
+follow TE, whose warp reduction adds the 16 errors of a row in sequence and the 16 rows of a 16x16
+block as a tree; ties keep 6. The base scale is (amax_b / 6) * S_enc under either formula.
 """
 
 import torch
@@ -20,7 +22,8 @@ from fp4train.quantize.spec import OUTER_COLUMNS, Delayed, QuantSpec
 from fp4train.quantize.transform import pad_columns
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
-TILE_ROWS, TILE_COLS = 128, 4
+TILE_ROWS = 128
+TILE_COLS = 4
 
 
 def nan_if_not_finite(amax: Tensor) -> Tensor:
@@ -33,7 +36,9 @@ def element_range(spec: QuantSpec) -> float:
 
 
 def global_scales(amax: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
-    """(S_enc, S_dec) of NVFP4: S_enc = bound*6/amax, 1 where amax = 0, capped at FLT_MAX; S_dec = 1/S_enc."""
+    """(S_enc, S_dec) of NVFP4: S_enc = bound*6/amax, 1 where amax = 0, capped at FLT_MAX; S_dec =
+    1/S_enc.
+    """
     bound = amax.new_full((), spec.global_bound * element_range(spec))
     encode = (bound / amax).clamp_(max=FLOAT32_MAX)
     encode = torch.where(amax == 0, 1.0, encode)
@@ -60,7 +65,9 @@ def outer_blocks(spec: QuantSpec) -> int:
 
 
 def block_scales_two_level(amax_b: Tensor, encode: Tensor, spec: QuantSpec) -> Tensor:
-    """Bytes of block scales under a global scale: amax_b * (S_enc * (1/6)), or TE <= 2.13's (amax_b / 6) * S_enc."""
+    """Bytes of block scales under a global scale: amax_b * (S_enc * (1/6)), or TE <= 2.13's (amax_b
+    / 6) * S_enc.
+    """
     largest = amax_b.new_full((), element_range(spec))
     amax_b = nan_if_not_finite(amax_b)
     if spec.formula == "te2.13":
@@ -69,29 +76,41 @@ def block_scales_two_level(amax_b: Tensor, encode: Tensor, spec: QuantSpec) -> T
 
 
 def encode_factor(decode: Tensor) -> Tensor:
-    """The factor that scales x to the element grid, from the decode factor: min(1 / decode, FLT_MAX)."""
+    """The factor that scales x to the element grid, from the decode factor: min(1 / decode,
+    FLT_MAX).
+    """
     return decode.reciprocal().clamp_(max=FLOAT32_MAX)
 
 
 def choose_scales(
     x_blocks: Tensor, amax_b: Tensor, amax: Tensor, encode: Tensor, decode: Tensor, spec: QuantSpec
 ) -> Tensor:
-    """Bytes [Rb, Cb] of the better scale per block. x_blocks is float32 [Rb, br, Cb, bc], amax 0-d or [R, 1]."""
+    """Bytes [Rb, Cb] of the better scale per block. x_blocks is float32 [Rb, br, Cb, bc], amax 0-d
+    or [R, 1].
+    """
     base = (nan_if_not_finite(amax_b) / spec.format.max) * encode
-    six, four = spec.scale_format.encode(base), spec.scale_format.encode(base * 1.5)
+    six = spec.scale_format.encode(base)
+    four = spec.scale_format.encode(base * 1.5)
     error_six = block_error(x_blocks, six, amax, decode, spec)
     error_four = block_error(x_blocks, four, amax, decode, spec)
     return torch.where(error_four < error_six, four, six)
 
 
-def block_error(x_blocks: Tensor, scale_bytes: Tensor, amax: Tensor, decode: Tensor, spec: QuantSpec) -> Tensor:
-    """Sum of |error| or error^2 per block [Rb, Cb], decoded as ((e2m1 * scale) * amax) / (6 * bound)."""
+def block_error(
+    x_blocks: Tensor, scale_bytes: Tensor, amax: Tensor, decode: Tensor, spec: QuantSpec
+) -> Tensor:
+    """Sum of |error| or error^2 per block [Rb, Cb], decoded as ((e2m1 * scale) * amax) / (6 *
+    bound).
+    """
     scales = spec.scale_format.decode(scale_bytes)
     factor = encode_factor(scales * decode)[:, None, :, None]
     values = round_to_values(x_blocks * factor, spec.format)
     values.mul_(scales[:, None, :, None]).mul_(amax.reshape(-1, 1, 1, 1))
     difference = values.div_(spec.format.max * spec.global_bound).sub_(x_blocks)
-    errors = difference.square_() if spec.four_over_six == "mse" else difference.abs_()
+    if spec.four_over_six == "mse":
+        errors = difference.square_()
+    else:
+        errors = difference.abs_()
     total = errors[..., 0].clone()
     for column in range(1, errors.shape[-1]):
         total.add_(errors[..., column])
@@ -108,8 +127,8 @@ def block_scales(amax_b: Tensor, spec: QuantSpec) -> Tensor:
 def block_scales_e8m0(amax_b: Tensor, fmt: ElementFormat, mode: str) -> Tensor:
     """E8M0 bytes of the block scales.
 
-    rceil: 2^ceil(log2(amax / max)), never clips (cuBLAS, TE). floor: 2^(floor(log2 amax) - emax) (OCP MX v1.0, section
-        6.3);
+    rceil: 2^ceil(log2(amax / max)), never clips (cuBLAS, TE). floor: 2^(floor(log2 amax) - emax)
+        (OCP MX v1.0, section 6.3);
     ceil: the exponent rounded up; even: amax first rounded to the element's mantissa.
     """
     if mode == "rceil":
@@ -125,8 +144,8 @@ def block_scales_e8m0(amax_b: Tensor, fmt: ElementFormat, mode: str) -> Tensor:
 
 
 def encode_scales_e8m0(scale_bytes: Tensor, mode: str) -> Tensor:
-    """2^(127 - byte). Byte 0 (a block below 2^-127 * max, or of zeros) takes 1 with rceil (TE) and 2^126 otherwise
-    (torchao).
+    """2^(127 - byte). Byte 0 (a block below 2^-127 * max, or of zeros) takes 1 with rceil (TE) and
+    2^126 otherwise (torchao).
     """
     factor = e8m0_decode((254 - scale_bytes.to(torch.int32)).clamp_(min=0))
     factor = torch.where(scale_bytes == 0, 1.0 if mode == "rceil" else 2.0**126, factor)
@@ -134,9 +153,15 @@ def encode_scales_e8m0(scale_bytes: Tensor, mode: str) -> Tensor:
 
 
 def scales_float(
-    amax: Tensor, fmt: ElementFormat, scale_format: ScaleFormat, dtype: torch.dtype, *, margin: int = 0
+    amax: Tensor,
+    fmt: ElementFormat,
+    scale_format: ScaleFormat,
+    dtype: torch.dtype,
+    *,
+    margin: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """(scale, scale_inv) of FP8: scale = (max / amax) / 2^margin, rounded to its format, 1 where amax = 0.
+    """(scale, scale_inv) of FP8: scale = (max / amax) / 2^margin, rounded to its format, 1 where
+    amax = 0.
 
     An infinite quotient (amax < 1e-36) becomes the largest value of x's dtype, as in TE.
     """
@@ -149,11 +174,16 @@ def scales_float(
 
 
 def delayed_amax(history: Tensor, previous: Tensor, delayed: Delayed) -> Tensor:
-    """The amaxes that delayed scaling uses now, from those of earlier steps (float32 [..., history], newest first).
+    """The amaxes that delayed scaling uses now, from those of earlier steps (float32 [...,
+    history], newest first).
 
-    Where that is 0 or not finite, `previous` (float32 [...]) is used, as TE keeps its previous scale.
+    Where that is 0 or not finite, `previous` (float32 [...]) is used, as TE keeps its previous
+    scale.
     """
-    amax = history.amax(-1) if delayed.algorithm == "max" else history[..., 0]
+    if delayed.algorithm == "max":
+        amax = history.amax(-1)
+    else:
+        amax = history[..., 0]
     return torch.where((amax > 0) & amax.isfinite(), amax, previous)
 
 
@@ -164,17 +194,26 @@ def initial_delayed_amax(spec: QuantSpec) -> float:
 
 
 def swizzle_scales(scales_RC: Tensor) -> Tensor:
-    """[R, C] -> flat [ceil(R/128)*ceil(C/4)*512] in the 128x4 layout, zero-padded. Any dtype, one element per scale."""
+    """[R, C] -> flat [ceil(R/128)*ceil(C/4)*512] in the 128x4 layout, zero-padded. Any dtype, one
+    element per scale.
+    """
     rows, cols = scales_RC.shape
-    below, beside = -rows % TILE_ROWS, -cols % TILE_COLS
-    padded = F.pad(scales_RC, (0, beside, 0, below)) if below or beside else scales_RC
-    tiles = padded.reshape(padded.shape[0] // TILE_ROWS, 4, 32, padded.shape[1] // TILE_COLS, TILE_COLS)
+    below = -rows % TILE_ROWS
+    beside = -cols % TILE_COLS
+    if below or beside:
+        padded = F.pad(scales_RC, (0, beside, 0, below))
+    else:
+        padded = scales_RC
+    tiles = padded.reshape(
+        padded.shape[0] // TILE_ROWS, 4, 32, padded.shape[1] // TILE_COLS, TILE_COLS
+    )
     return tiles.permute(0, 3, 2, 1, 4).reshape(-1)
 
 
 def unswizzle_scales(flat: Tensor, rows: int, cols: int) -> Tensor:
     """The inverse of `swizzle_scales` for scales [rows, cols]."""
-    row_tiles, col_tiles = -(-rows // TILE_ROWS), -(-cols // TILE_COLS)
+    row_tiles = -(-rows // TILE_ROWS)
+    col_tiles = -(-cols // TILE_COLS)
     if flat.numel() != row_tiles * col_tiles * TILE_ROWS * TILE_COLS:
         wanted = row_tiles * col_tiles * TILE_ROWS * TILE_COLS
         raise ValueError(f"flat has {flat.numel()} scales: [{rows}, {cols}] swizzled has {wanted}")

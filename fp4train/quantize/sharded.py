@@ -1,9 +1,9 @@
 """Quantising a shard: the codes of a shard are the shard of the codes.
 
-Two things of an operand belong to the whole tensor: its global amax and the index of each element, which selects the
-random bits. A shard takes both as arguments (`amax`, and the offsets of its `RandomKey`). All else is local to a block,
-so the codes and scales of a shard equal those of the whole tensor if the shard consists of whole blocks, and of whole
-groups of the Hadamard transform.
+Two things of an operand belong to the whole tensor: its global amax and the index of each element,
+which selects the random bits. A shard takes both as arguments (`amax`, and the offsets of its
+`RandomKey`). All else is local to a block, so the codes and scales of a shard equal those of the
+whole tensor if the shard consists of whole blocks, and of whole groups of the Hadamard transform.
 """
 
 import math
@@ -22,7 +22,9 @@ from fp4train.shards import Runs
 
 
 def amax_extent(spec: QuantSpec) -> str | None:
-    """The extent of one global amax: "tensor", "row", or None if all scales are per block or come from a history."""
+    """The extent of one global amax: "tensor", "row", or None if all scales are per block or come
+    from a history.
+    """
     if spec.delayed is not None:
         return None
     if spec.global_scale in ("tensor", "row"):
@@ -33,28 +35,36 @@ def amax_extent(spec: QuantSpec) -> str | None:
 
 
 def has_tensor_amax(spec: QuantSpec) -> bool:
-    """Whether it has one global amax, that of the tensor as it is: not transformed, rounded before, or of a history."""
+    """Whether it has one global amax, that of the tensor as it is: not transformed, rounded before,
+    or of a history.
+    """
     return amax_extent(spec) == "tensor" and spec.hadamard is None and spec.requantises is None
 
 
 def measure_amax(x_RC: Tensor, spec: QuantSpec, key: RandomKey | None = None) -> Tensor:
-    """The global amax of x as `quantize` measures it, after the Hadamard transform: float32, 0-d or [R, 1].
+    """The global amax of x as `quantize` measures it, after the Hadamard transform: float32, 0-d or
+    [R, 1].
 
-    `spec.requantises` is not applied: x is what it gave. key: draws the signs of a transform that has those of a step.
-    A NaN or an infinity gives infinity, so that a maximum over ranks keeps it; every scale that depends on it is NaN.
+    `spec.requantises` is not applied: x is what it gave. key: draws the signs of a transform that
+    has those of a step. A NaN or an infinity gives infinity, so that a maximum over ranks keeps it;
+    every scale that depends on it is NaN.
     """
     rows = amax_extent(spec) == "row"
     x_RC = x_RC.detach()
     if x_RC.numel() == 0:
         return x_RC.new_zeros((x_RC.shape[0], 1) if rows else (), dtype=torch.float32)
-    measures = quantizer(spec if spec.requantises is None else replace(spec, requantises=None), x_RC.device.type)
+    measures = quantizer(
+        spec if spec.requantises is None else replace(spec, requantises=None), x_RC.device.type
+    )
     return measures.amax(x_RC, key, per_row=rows).nan_to_num_(nan=torch.inf, posinf=torch.inf)
 
 
 def requantised(x_RC: Tensor, spec: QuantSpec, amax: Tensor) -> Tensor:
-    """The shard x as `spec.requantises` rounds it, BF16 [R, C], where `amax` is that of the whole tensor.
+    """The shard x as `spec.requantises` rounds it, BF16 [R, C], where `amax` is that of the whole
+    tensor.
 
-    By the rest of the spec, `replace(spec, requantises=None)`, it is quantised as `spec` quantises x.
+    By the rest of the spec, `replace(spec, requantises=None)`, it is quantised as `spec` quantises
+    x.
     """
     assert spec.requantises is not None
     codes = quantizer(spec.requantises, x_RC.device.type).codes(x_RC.T, None, amax)
@@ -62,7 +72,9 @@ def requantised(x_RC: Tensor, spec: QuantSpec, amax: Tensor) -> Tensor:
 
 
 def why_not_cut(spec: QuantSpec, extent: int, *, columns: bool) -> str | None:
-    """Why shards of `extent` rows or columns are not whole blocks of the operand; None if they are."""
+    """Why shards of `extent` rows or columns are not whole blocks of the operand; None if they
+    are.
+    """
     if spec.requantises is not None:
         reason = why_not_cut(spec.requantises, extent, columns=not columns)
         if reason is not None:
@@ -80,12 +92,17 @@ def why_not_cut(spec: QuantSpec, extent: int, *, columns: bool) -> str | None:
 
 
 def divided_tensors(shard: Quantized, *, columns: bool) -> tuple[Tensor, ...]:
-    """The tensors of which each of the shards, of rows or of columns of a matrix, has its own part; their first axis is
-    the one that is cut."""
+    """The tensors of which each of the shards, of rows or of columns of a matrix, has its own part;
+    their first axis is the one that is cut.
+    """
     parts = [shard.codes]
     if shard.spec.block[1 if columns else 0] is not None:
         parts.append(shard.scales)
-    if shard.amax is not None and shard.amax.ndim == 2 and (shard.spec.global_scale == "block" or not columns):
+    if (
+        shard.amax is not None
+        and shard.amax.ndim == 2
+        and (shard.spec.global_scale == "block" or not columns)
+    ):
         parts.append(shard.amax)
     return tuple((each.T if columns else each).contiguous() for each in parts)
 
@@ -99,7 +116,8 @@ def quantised_in_runs(
     *,
     columns: bool,
 ) -> Quantized:
-    """x [R, C] quantised run by run along rows or columns, each with the random bits of its own place.
+    """x [R, C] quantised run by run along rows or columns, each with the random bits of its own
+    place.
 
     Args:
         key: of the first element but for its row or column, which is a run's first.
@@ -109,28 +127,50 @@ def quantised_in_runs(
     """
     if amax is None and amax_extent(spec) is not None:
         amax = measure_amax(x_RC, spec, key)
-    make, found, start = quantizer(spec, x_RC.device.type).codes, [], 0
+    make = quantizer(spec, x_RC.device.type).codes
+    found = []
+    start = 0
     for first, size in runs:
-        at = key.replace(col_offset=first) if columns else key.replace(row_offset=first)
-        own = amax if amax is None or amax.ndim < 2 or columns else amax[start : start + size]
+        if columns:
+            at = key.replace(col_offset=first)
+        else:
+            at = key.replace(row_offset=first)
+        if amax is None or amax.ndim < 2 or columns:
+            own = amax
+        else:
+            own = amax[start : start + size]
         found.append(make(x_RC.narrow(1 if columns else 0, start, size), at, own))
         start += size
     return stacked(found, columns=columns)
 
 
 def stacked(parts: Sequence[Quantized], *, columns: bool) -> Quantized:
-    """The matrix of these parts of its rows or columns, whole blocks each; scales are not in tiles."""
-    first, axis = parts[0], int(columns)
+    """The matrix of these parts of its rows or columns, whole blocks each; scales are not in
+    tiles.
+    """
+    first = parts[0]
+    axis = int(columns)
     extent = sum(each.shape[axis] for each in parts)
-    shape = (first.shape[0], extent) if columns else (extent, first.shape[1])
+    if columns:
+        shape = (first.shape[0], extent)
+    else:
+        shape = (extent, first.shape[1])
     scaled = first.spec.block[axis] is not None
-    per_row = first.amax is not None and first.amax.ndim == 2 and (first.spec.global_scale == "block" or not columns)
+    per_row = (
+        first.amax is not None
+        and first.amax.ndim == 2
+        and (first.spec.global_scale == "block" or not columns)
+    )
 
     def whole(name: str, divided: bool) -> Any:
         own = [getattr(each, name) for each in parts]
-        return own[0] if own[0] is None or not divided else torch.cat(own, dim=axis)
+        if own[0] is None or not divided:
+            return own[0]
+        return torch.cat(own, dim=axis)
 
-    codes, scales, amax = whole("codes", True), whole("scales", scaled), whole("amax", per_row)
+    codes = whole("codes", True)
+    scales = whole("scales", scaled)
+    amax = whole("amax", per_row)
     return Quantized(first.spec, shape, codes, scales, amax, whole("factor", per_row))
 
 
@@ -143,19 +183,28 @@ def joined(shard: Quantized, tensors: Sequence[Tensor], extent: int, *, columns:
         extent: rows or columns of the whole.
 
     Returns:
-        With `columns` its tensors are transposed views of those that were joined (`Quantized.contiguous`).
+        With `columns` its tensors are transposed views of those that were joined
+        (`Quantized.contiguous`).
     """
     (rows, cols), found = shard.shape, [each.T if columns else each for each in tensors]
     codes = found.pop(0)
-    scales = shard.scales if shard.spec.block[1 if columns else 0] is None else found.pop(0)
+    if shard.spec.block[1 if columns else 0] is None:
+        scales = shard.scales
+    else:
+        scales = found.pop(0)
     shape = (rows, extent) if columns else (extent, cols)
     return Quantized(shard.spec, shape, codes, scales, found.pop(0) if found else shard.amax)
 
 
 def packed_bytes(spec: QuantSpec, rows: int, columns: int) -> float:
-    """Bytes of a quantised matrix [rows, columns]: codes (two of a packed format per byte, else one), one scale per
-    block, and those of outer blocks."""
-    tall, wide = spec.block[0] or rows, spec.block[1] or columns
+    """Bytes of a quantised matrix [rows, columns]: codes (two of a packed format per byte, else
+    one), one scale per block, and those of outer blocks.
+    """
+    tall = spec.block[0] or rows
+    wide = spec.block[1] or columns
     scales = math.ceil(rows / tall) * math.ceil(columns / wide) * spec.scale_format.dtype.itemsize
-    outer = 4 * rows * math.ceil(columns / OUTER_COLUMNS) if spec.global_scale == "block" else 0
+    if spec.global_scale == "block":
+        outer = 4 * rows * math.ceil(columns / OUTER_COLUMNS)
+    else:
+        outer = 0
     return rows * columns * (0.5 if spec.format.packed else 1) + scales + outer

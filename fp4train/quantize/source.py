@@ -1,4 +1,5 @@
-"""Where an operand of a GEMM comes from: what is quantised, by which spec, in blocks along which axis.
+"""Where an operand of a GEMM comes from: what is quantised, by which spec, in blocks along which
+axis.
 
 The three GEMMs of a layer contract three axes, along which their operands are blocked:
 
@@ -6,9 +7,9 @@ The three GEMMs of a layer contract three axes, along which their operands are b
     dgrad   dx = dy·w     dy [M, N],  wᵀ [K, N]     along the out features
     wgrad   dw = dyᵀ·x    dyᵀ [N, M], xᵀ [K, M]     along the tokens
 
-x, w and dy lie in memory with their features last. Codes in blocks along the other axis are those of the transposed
-tensor. What is cached, saved, sent or shared of an operand is known by its source: two operands with one source have
-the same codes, and nothing else does.
+x, w and dy lie in memory with their features last. Codes in blocks along the other axis are those
+of the transposed tensor. What is cached, saved, sent or shared of an operand is known by its
+source: two operands with one source have the same codes, and nothing else does.
 """
 
 from __future__ import annotations
@@ -24,7 +25,11 @@ from fp4train.quantize.spec import QuantSpec
 Axis: TypeAlias = Literal["in", "out", "tokens"]
 TensorName: TypeAlias = Literal["x", "w", "dy"]
 
-AXES: Final[dict[str, tuple[Axis, Axis]]] = {"x": ("tokens", "in"), "w": ("out", "in"), "dy": ("tokens", "out")}
+AXES: Final[dict[str, tuple[Axis, Axis]]] = {
+    "x": ("tokens", "in"),
+    "w": ("out", "in"),
+    "dy": ("tokens", "out"),
+}
 """Tensor → the axes of its rows and of its columns."""
 CONTRACTED: Final[dict[str, Axis]] = {"fprop": "in", "dgrad": "out", "wgrad": "tokens"}
 """GEMM → the axis that it contracts."""
@@ -49,7 +54,8 @@ class Own:
 
 @dataclass(frozen=True)
 class Requantised:
-    """The values of `of`, codes in blocks along the tensor's other axis, quantised by `spec` along `axis`.
+    """The values of `of`, codes in blocks along the tensor's other axis, quantised by `spec` along
+    `axis`.
 
     spec: with `requantises`, which is the spec of `of`.
     """
@@ -61,7 +67,9 @@ class Requantised:
 
 @dataclass(frozen=True)
 class ValuesOf:
-    """The values of codes that another GEMM multiplies, in high precision, for a GEMM that contracts `axis`."""
+    """The values of codes that another GEMM multiplies, in high precision, for a GEMM that
+    contracts `axis`.
+    """
 
     codes: Own | Requantised
     axis: Axis
@@ -92,19 +100,24 @@ class Operand:
     @property
     def spec(self) -> QuantSpec | None:
         """How the GEMM's operand is quantised; None: it multiplies values in high precision."""
-        return self.source.spec if isinstance(self.source, Own | Requantised) else None
+        if isinstance(self.source, Own | Requantised):
+            return self.source.spec
+        return None
 
     @property
     def codes(self) -> Own | Requantised | None:
         """The codes that must be made for it; None: none."""
         if isinstance(self.source, ValuesOf):
             return self.source.codes
-        return None if isinstance(self.source, High) else self.source
+        if isinstance(self.source, High):
+            return None
+        return self.source
 
     @property
     def shared(self) -> Own | Requantised | None:
-        """The codes that serve it and others: of square blocks those of the tensor as it lies, for both its axes; else
-        `codes`."""
+        """The codes that serve it and others: of square blocks those of the tensor as it lies, for
+        both its axes; else `codes`.
+        """
         codes = self.codes
         if codes is None or not codes.spec.transposable:
             return codes
@@ -112,9 +125,13 @@ class Operand:
 
     @property
     def sent(self) -> Own | None:
-        """The codes that other ranks send for it: of what is requantised those before; None: they send values."""
+        """The codes that other ranks send for it: of what is requantised those before; None: they
+        send values.
+        """
         codes = self.shared
-        return codes.of if isinstance(codes, Requantised) else codes
+        if isinstance(codes, Requantised):
+            return codes.of
+        return codes
 
     @property
     def row_wise_axis(self) -> Axis:
@@ -128,7 +145,9 @@ class Operand:
 
     @property
     def row_wise(self) -> Operand:
-        """The operand, in high precision or square blocks, of the tensor as it lies: this one is a view of it."""
+        """The operand, in high precision or square blocks, of the tensor as it lies: this one is a
+        view of it.
+        """
         if self.spec is None:
             return Operand(self.tensor, High(self.row_wise_axis))
         return Operand(self.tensor, own(self.spec, self.row_wise_axis))
@@ -143,13 +162,18 @@ class Operand:
         return axis in AXES[self.tensor]
 
     def why_not_cut(self, axis: str, extent: int) -> str | None:
-        """Why parts of `extent` along an axis of the tensor are not whole blocks; None if they are, or have none."""
+        """Why parts of `extent` along an axis of the tensor are not whole blocks; None if they are,
+        or have none.
+        """
         codes = self.codes
-        return None if codes is None else why_not_cut(codes.spec, extent, columns=codes.axis == axis)
+        if codes is None:
+            return None
+        return why_not_cut(codes.spec, extent, columns=codes.axis == axis)
 
     def bytes(self, rows: int, columns: int, itemsize: int) -> float:
-        """Bytes of its codes and scales, of a tensor [rows, columns] with `itemsize` bytes per value in high
-        precision."""
+        """Bytes of its codes and scales, of a tensor [rows, columns] with `itemsize` bytes per
+        value in high precision.
+        """
         codes = self.codes
         if codes is None:
             return float(rows * columns * itemsize)
@@ -178,4 +202,6 @@ def operand(tensor: str, gemm: str, spec: QuantSpec | None) -> Operand:
     if spec.requantises is None:
         return Operand(tensor, own(spec, axis))
     rows, columns = AXES[tensor]
-    return Operand(tensor, Requantised(spec, axis, own(spec.requantises, columns if axis == rows else rows)))
+    return Operand(
+        tensor, Requantised(spec, axis, own(spec.requantises, columns if axis == rows else rows))
+    )

@@ -1,4 +1,5 @@
-"""QuantSpec: how ONE operand is quantised. Specs select all behaviour; no later function takes a flag.
+"""QuantSpec: how ONE operand is quantised. Specs select all behaviour; no later function takes a
+flag.
 
 Scheme                     element  block       scale  global_scale
 NVFP4 1x16 / 16x16         e2m1     (1, 16)     e4m3   tensor (or row)
@@ -8,7 +9,8 @@ FP8 current, per row       e4m3     (None,None) fp32   None       ((1, None) per
 FP8 blocks                 e4m3     (1, 128)    fp32   None       (or pow2; (128, 128) for weights)
 FP4 without a global scale e2m1     (1, 16)     ue5m3  None
 
-Blocks run along the last axis of a 2-D tensor [R, C]; the column-wise form is the transposed tensor quantised row-wise.
+Blocks run along the last axis of a 2-D tensor [R, C]; the column-wise form is the transposed tensor
+quantised row-wise.
 """
 
 from __future__ import annotations
@@ -19,7 +21,14 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Final
 
-from fp4train.formats import E2M1, SCALE_FORMATS, ElementFormat, ScaleFormat, get_format, get_scale_format
+from fp4train.formats import (
+    E2M1,
+    SCALE_FORMATS,
+    ElementFormat,
+    ScaleFormat,
+    get_format,
+    get_scale_format,
+)
 from fp4train.formats.scale import E4M3_SCALE
 from fp4train.quantize.rotation import Rotation
 from fp4train.quantize.transform import Hadamard
@@ -50,36 +59,48 @@ class Delayed:
 
     def __post_init__(self) -> None:
         if not isinstance(self.history, int) or not 1 <= self.history <= LONGEST_HISTORY:
-            raise ValueError(f"history={self.history!r}: delayed scaling allows integers from 1 to {LONGEST_HISTORY:,}")
+            raise ValueError(
+                f"history={self.history!r}: delayed scaling allows integers from 1 to "
+                f"{LONGEST_HISTORY:,}"
+            )
         check_choice("algorithm", self.algorithm, DELAYED_ALGORITHMS)
         if not isinstance(self.margin, int) or not -64 <= self.margin <= 64:
-            raise ValueError(f"margin={self.margin!r}: delayed scaling allows integers from -64 to 64")
+            raise ValueError(
+                f"margin={self.margin!r}: delayed scaling allows integers from -64 to 64"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class QuantSpec:
     """How one operand is quantised.
 
-    element: the name of an element format (`fp4train formats` lists them). The spec holds the format itself, so that
-        specs of formats that share a name differ.
-    block: (rows, cols) that share a scale; None is the whole extent: (1, None) per row, (None, None) per tensor.
+    element: the name of an element format (`fp4train formats` lists them). The spec holds the
+        format itself, so that specs of formats that share a name differ.
+    block: (rows, cols) that share a scale; None is the whole extent: (1, None) per row, (None,
+        None) per tensor.
     scale: e4m3 (needs a global scale), e8m0, ue5m3, fp32, pow2 (a float32 power of two).
-    scale_rounding: how the E8M0 exponent is rounded; None for other scales. rceil (the default) never clips.
-    global_scale: the second, float32 level above E4M3 block scales: one per tensor, one per row, or one per 128 columns
-        of a row ("block": the double-block scales of TetraJet-v2, arXiv 2510.27527), which multiplies the elements.
+    scale_rounding: how the E8M0 exponent is rounded; None for other scales. rceil (the default)
+        never clips.
+    global_scale: the second, float32 level above E4M3 block scales: one per tensor, one per row, or
+        one per 128 columns of a row ("block": the double-block scales of TetraJet-v2, arXiv
+        2510.27527), which multiplies the elements.
     global_bound: the largest E4M3 block scale in use. 256 leaves room for four-over-six.
-    formula: te2.14 amax_b*(S_enc*(1/6)) or te2.13 (amax_b/6)*S_enc, with the block scale then rounded to E4M3.
-    rounding: nearest; stochastic; or eden: elements to nearest after a random Hadamard transform, with corrected block
-        scales rounded stochastically (see `rounding.py`). The last two need a RandomKey when quantising.
-    hadamard: transform along the blocked axis before the amax; a Rotation can replace it, for comparison.
-    four_over_six: scale each block to 6 and to 4 and keep the smaller error, mae or mse (arXiv 2512.02010). Its
-        block scale is (amax_b / 6) * S_enc under either formula, as in TE.
-    guard: the part of the element range that is used, as a share of the largest value. E4M3 rounds a normal block
-        scale down by at most 16/17, so 16/17 keeps |t| <= max and makes stochastic rounding unbiased (Quartet II, arXiv
-        2601.22813); scales below 2^-6 can still clip. 1 is TE. With rounding="eden", which corrects what clips, up to
-        17/16.
-    requantises: x is first rounded along its other axis: x.T is quantised by this spec and its values are taken in
-        BF16, so that backward uses the rounded tensor that the forward pass multiplied.
+    formula: te2.14 amax_b*(S_enc*(1/6)) or te2.13 (amax_b/6)*S_enc, with the block scale then
+        rounded to E4M3.
+    rounding: nearest; stochastic; or eden: elements to nearest after a random Hadamard transform,
+        with corrected block scales rounded stochastically (see `rounding.py`). The last two need a
+        RandomKey when quantising.
+    hadamard: transform along the blocked axis before the amax; a Rotation can replace it, for
+        comparison.
+    four_over_six: scale each block to 6 and to 4 and keep the smaller error, mae or mse (arXiv
+        2512.02010). Its block scale is (amax_b / 6) * S_enc under either formula, as in TE.
+    guard: the part of the element range that is used, as a share of the largest value. E4M3 rounds
+        a normal block scale down by at most 16/17, so 16/17 keeps |t| <= max and makes stochastic
+        rounding unbiased (Quartet II, arXiv 2601.22813); scales below 2^-6 can still clip. 1 is TE.
+        With rounding="eden", which corrects what clips, up to 17/16.
+    requantises: x is first rounded along its other axis: x.T is quantised by this spec and its
+        values are taken in BF16, so that backward uses the rounded tensor that the forward pass
+        multiplied.
     delayed: take the amax of a tensor-scaled FP8 operand from its history.
     """
 
@@ -114,7 +135,9 @@ class QuantSpec:
             check_choice("scale_rounding", self.scale_rounding, roundings)
         elif self.scale_rounding is not None:
             having = _scales(lambda fmt: bool(fmt.roundings))
-            raise ValueError(f"scale_rounding={self.scale_rounding!r}: only {having} has one; use None")
+            raise ValueError(
+                f"scale_rounding={self.scale_rounding!r}: only {having} has one; use None"
+            )
         self._check_scale()
         self._check_options()
         self._check_eden()
@@ -123,20 +146,28 @@ class QuantSpec:
         if len(self.block) != 2:
             raise ValueError(f"block={self.block!r}: allowed is a pair (rows, cols)")
         for extent in self.block:
-            if extent is not None and (not isinstance(extent, int) or isinstance(extent, bool) or extent < 1):
+            if extent is not None and (
+                not isinstance(extent, int) or isinstance(extent, bool) or extent < 1
+            ):
                 raise ValueError(
-                    f"block={self.block!r}: rows and cols must be integers >= 1, or None for the whole extent"
+                    f"block={self.block!r}: rows and cols must be integers >= 1, or None for "
+                    "the whole extent"
                 )
         rows, cols = self.block
         if rows is None and cols is not None:
             raise ValueError(
-                f"block={self.block!r}: blocks run along the last axis; (None, None) is the whole tensor, "
+                f"block={self.block!r}: blocks run along the last axis; (None, None) is the "
+                "whole tensor, "
                 "for one scale per column, transpose the tensor and use block=(1, None)"
             )
         if cols is None and rows not in (1, None):
-            raise ValueError(f"block={self.block!r}: whole rows are (1, None), the whole tensor is (None, None)")
+            raise ValueError(
+                f"block={self.block!r}: whole rows are (1, None), the whole tensor is (None, None)"
+            )
         if cols is not None and self.format.packed and cols % 2:
-            raise ValueError(f"block={self.block!r}: {self.element} packs two codes per byte; cols must be even")
+            raise ValueError(
+                f"block={self.block!r}: {self.element} packs two codes per byte; cols must be even"
+            )
 
     def _check_scale(self) -> None:
         fmt = self.scale_format
@@ -144,42 +175,59 @@ class QuantSpec:
             if self.global_scale is None:
                 binades = round(math.log2(fmt.max / fmt.smallest))
                 raise ValueError(
-                    f"global_scale=None: scale={fmt.name!r} covers {binades} binades only and needs 'tensor', "
+                    f"global_scale=None: scale={fmt.name!r} covers {binades} binades only and "
+                    "needs 'tensor', "
                     "'row' or 'block'"
                 )
         elif self.global_scale is not None:
             raise ValueError(
-                f"global_scale={self.global_scale!r}: scale={self.scale!r} spans the whole range; use None"
+                f"global_scale={self.global_scale!r}: scale={self.scale!r} spans the whole "
+                "range; use None"
             )
         elif self.global_bound != 448.0:
             having = _scales(lambda fmt: fmt.needs_global)
-            raise ValueError(f"global_bound={self.global_bound!r}: only {having} has one; leave 448")
+            raise ValueError(
+                f"global_bound={self.global_bound!r}: only {having} has one; leave 448"
+            )
         if fmt.is_byte and fmt.mantissa_bits and None in self.block:
             raise ValueError(
-                f"block={self.block!r}: scale={fmt.name!r} is a block scale; use integers, or scale='fp32'"
+                f"block={self.block!r}: scale={fmt.name!r} is a block scale; use integers, or "
+                "scale='fp32'"
             )
         if self.global_scale in ("row", "block") and self.block[0] != 1:
             raise ValueError(
-                f"global_scale={self.global_scale!r}: block={self.block!r} spans rows of different scale; "
+                f"global_scale={self.global_scale!r}: block={self.block!r} spans rows of "
+                "different scale; "
                 "use block=(1, ...)"
             )
-        if self.global_scale == "block" and self.block[1] is not None and OUTER_COLUMNS % self.block[1]:
+        if (
+            self.global_scale == "block"
+            and self.block[1] is not None
+            and OUTER_COLUMNS % self.block[1]
+        ):
             raise ValueError(
-                f"global_scale='block': block={self.block!r} does not divide an outer block of {OUTER_COLUMNS} columns"
+                f"global_scale='block': block={self.block!r} does not divide an outer block "
+                f"of {OUTER_COLUMNS} columns"
             )
 
     def _check_options(self) -> None:
         if self.four_over_six is not None:
             if not self.scale_format.needs_global or self.format != E2M1:
                 having = _scales(lambda fmt: fmt.needs_global)
-                raise ValueError(f"four_over_six={self.four_over_six!r}: needs element='e2m1' and {having}")
+                raise ValueError(
+                    f"four_over_six={self.four_over_six!r}: needs element='e2m1' and {having}"
+                )
             if self.rounding != "nearest":
                 raise ValueError(
-                    f"four_over_six={self.four_over_six!r}: choosing by error biases rounding={self.rounding!r}; "
+                    f"four_over_six={self.four_over_six!r}: choosing by error biases "
+                    f"rounding={self.rounding!r}; "
                     "use 'nearest'"
                 )
             if self.global_scale == "block":
-                raise ValueError("four_over_six: its error is that under one scale per tensor or row, not per block")
+                raise ValueError(
+                    "four_over_six: its error is that under one scale per tensor or row, not "
+                    "per block"
+                )
             if self.guard != 1.0:
                 raise ValueError(f"guard={self.guard!r}: four_over_six sets its own range; use 1.0")
         largest = 17 / 16 if self.rounding == "eden" else 1.0
@@ -187,7 +235,8 @@ class QuantSpec:
             raise ValueError(f"guard={self.guard!r}: allowed are numbers above 0.5 up to {largest}")
         if self.guard != 1.0 and not _rounds_down(self.scale_format):
             raise ValueError(
-                f"guard={self.guard!r}: only {_scales(_rounds_down)} rounds scales down far enough to need it; use 1.0"
+                f"guard={self.guard!r}: only {_scales(_rounds_down)} rounds scales down far "
+                "enough to need it; use 1.0"
             )
         if self.delayed is not None and (self.block != (None, None) or self.scale_format.is_byte):
             having = _scales(lambda fmt: not fmt.is_byte)
@@ -198,22 +247,33 @@ class QuantSpec:
         if self.rounding == "eden":
             taken = self.format == E2M1 and self.scale_format == E4M3_SCALE
             if not taken or self.block[0] != 1 or self.block[1] is None:
-                raise ValueError("rounding='eden': needs element='e2m1', scale='e4m3' and block=(1, cols)")
+                raise ValueError(
+                    "rounding='eden': needs element='e2m1', scale='e4m3' and block=(1, cols)"
+                )
             if self.global_scale == "block":
-                raise ValueError("rounding='eden': its correction is for one scale per tensor or row, not per block")
+                raise ValueError(
+                    "rounding='eden': its correction is for one scale per tensor or row, not "
+                    "per block"
+                )
             if not isinstance(transform, Hadamard) or transform.size % self.block[1]:
                 raise ValueError(
-                    f"rounding='eden': hadamard={transform} must be a Hadamard whose size is a multiple of the block"
+                    f"rounding='eden': hadamard={transform} must be a Hadamard whose size is "
+                    "a multiple of the block"
                 )
         if isinstance(transform, Hadamard) and transform.signs == "step" and not self.random:
             raise ValueError(
-                "hadamard.signs='step': rounding='nearest' has no RandomKey to draw signs from; use signs='random'"
+                "hadamard.signs='step': rounding='nearest' has no RandomKey to draw signs "
+                "from; use signs='random'"
             )
         if self.requantises is not None:
             if not isinstance(self.requantises, QuantSpec):
-                raise ValueError(f"requantises={self.requantises!r}: allowed is a QuantSpec, or None")
+                raise ValueError(
+                    f"requantises={self.requantises!r}: allowed is a QuantSpec, or None"
+                )
             if self.requantises.random or self.requantises.delayed or self.requantises.requantises:
-                raise ValueError("requantises: allowed is rounding='nearest' without delayed scaling, once")
+                raise ValueError(
+                    "requantises: allowed is rounding='nearest' without delayed scaling, once"
+                )
 
     def __hash__(self) -> int:
         return self._hash
@@ -233,13 +293,19 @@ class QuantSpec:
 
     @property
     def has_outer_scale(self) -> bool:
-        """Whether a scale of whole rows or of the tensor is applied to the product instead of the elements."""
+        """Whether a scale of whole rows or of the tensor is applied to the product instead of the
+        elements.
+        """
         return None in self.block and not self.scale_format.is_byte
 
     @property
     def exact_in_bf16(self) -> bool:
-        """Whether decoded elements, without the scale that is applied to the product, are exact in BF16."""
-        return self.has_outer_scale or (self.global_scale != "block" and self.scale_format.exact_in_bf16(self.format))
+        """Whether decoded elements, without the scale that is applied to the product, are exact in
+        BF16.
+        """
+        return self.has_outer_scale or (
+            self.global_scale != "block" and self.scale_format.exact_in_bf16(self.format)
+        )
 
     @cached_property
     def random(self) -> bool:

@@ -1,11 +1,13 @@
-"""Transforms of groups of n neighbours, mainly the Hadamard transform: they spread an outlier over its group before the
-blocks are scaled.
+"""Transforms of groups of n neighbours, mainly the Hadamard transform: they spread an outlier over
+its group before the blocks are scaled.
 
-y = (x * d) H_n / sqrt(n), H_n the Sylvester matrix, d a vector of signs. It is orthogonal, so with the same d on both
-operands of a product the transforms cancel: (x D H/sqrt n)(w D H/sqrt n)^T = x w^T. NVFP4 pretraining (arXiv
-2509.25149, section 4.2) applies it to both operands of wgrad only, with n = 16 and one fixed random d.
+y = (x * d) H_n / sqrt(n), H_n the Sylvester matrix, d a vector of signs. It is orthogonal, so with
+the same d on both operands of a product the transforms cancel: (x D H/sqrt n)(w D H/sqrt n)^T = x
+w^T. NVFP4 pretraining (arXiv 2509.25149, section 4.2) applies it to both operands of wgrad only,
+with n = 16 and one fixed random d.
 
-Numerics: x is rounded to BF16 first; the butterfly runs in float32 in the order of strides 1, 2, 4, ... ((a, b) ->
+Numerics: x is rounded to BF16 first; the butterfly runs in float32 in the order of strides 1, 2, 4,
+... ((a, b) ->
     (a+b, a-b)); the product with float32(1/sqrt n) is rounded to BF16.
 """
 
@@ -29,8 +31,9 @@ FIXED_SIGNS: Final = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
 @dataclass(frozen=True, kw_only=True)
 class Hadamard:
-    """Transform of groups of `size` neighbours. `signs`: fixed (TE's vector), none, random (drawn from `seed`), or step
-    (drawn anew for each layer and step, the same for both operands of a product).
+    """Transform of groups of `size` neighbours. `signs`: fixed (TE's vector), none, random (drawn
+    from `seed`), or step (drawn anew for each layer and step, the same for both operands of a
+    product).
     """
 
     size: int = 16
@@ -39,28 +42,43 @@ class Hadamard:
 
     def __post_init__(self) -> None:
         if self.size not in SIZES:
-            raise ValueError(f"size={self.size!r}: a Hadamard transform allows {', '.join(map(str, SIZES))}")
+            raise ValueError(
+                f"size={self.size!r}: a Hadamard transform allows {', '.join(map(str, SIZES))}"
+            )
         if self.signs not in SIGN_CHOICES:
-            raise ValueError(f"signs={self.signs!r}: a Hadamard transform allows {', '.join(SIGN_CHOICES)}")
+            raise ValueError(
+                f"signs={self.signs!r}: a Hadamard transform allows {', '.join(SIGN_CHOICES)}"
+            )
         if not isinstance(self.seed, int) or not 0 <= self.seed < 1 << 64:
-            raise ValueError(f"seed={self.seed!r}: a Hadamard transform allows integers 0 <= seed < 2**64")
+            raise ValueError(
+                f"seed={self.seed!r}: a Hadamard transform allows integers 0 <= seed < 2**64"
+            )
         if self.seed and self.signs != "random":
             raise ValueError(
-                f"seed={self.seed}: only signs='random' draws from a seed; with signs={self.signs!r} use 0"
+                f"seed={self.seed}: only signs='random' draws from a seed; with "
+                f"signs={self.signs!r} use 0"
             )
 
 
 def drawn(spec: Hadamard | Rotation, key: RandomKey | None) -> Hadamard | Rotation:
-    """The transform with its signs known: signs="step" becomes signs="random" with a seed from the key's seed, step and
-    layer, whatever its operand and position. ValueError where that has no key.
+    """The transform with its signs known: signs="step" becomes signs="random" with a seed from the
+    key's seed, step and layer, whatever its operand and position. ValueError where that has no key.
     """
     if not isinstance(spec, Hadamard) or spec.signs != "step":
         return spec
     if key is None:
-        raise ValueError("key=None: hadamard.signs='step' draws signs from a RandomKey(seed=, step=, layer=, operand=)")
+        raise ValueError(
+            "key=None: hadamard.signs='step' draws signs from a RandomKey(seed=, step=, "
+            "layer=, operand=)"
+        )
     # the last row and column, which no element reaches
-    counter = [torch.tensor([word], dtype=torch.int64) for word in (MASK, MASK, key.step * 8 & MASK, key.layer)]
-    words = philox4x32((counter[0], counter[1], counter[2], counter[3]), (key.seed & MASK, key.seed >> 32))
+    counter = [
+        torch.tensor([word], dtype=torch.int64)
+        for word in (MASK, MASK, key.step * 8 & MASK, key.layer)
+    ]
+    words = philox4x32(
+        (counter[0], counter[1], counter[2], counter[3]), (key.seed & MASK, key.seed >> 32)
+    )
     return Hadamard(size=spec.size, signs="random", seed=int(words[0]) << 32 | int(words[1]))
 
 
@@ -70,7 +88,9 @@ def hadamard_signs(spec: Hadamard | Rotation) -> list[int]:
     Random ones are the low bits of the first Philox words with counter (i, 0, 0, 0) and key = seed.
     """
     if isinstance(spec, Rotation):
-        raise ValueError(f"{spec} is not a Hadamard transform and has no signs; use transform(x, spec)")
+        raise ValueError(
+            f"{spec} is not a Hadamard transform and has no signs; use transform(x, spec)"
+        )
     if spec.signs == "step":
         raise ValueError(f"{spec}: signs='step' are those of a RandomKey; see `drawn`")
     if spec.signs == "none":
@@ -97,20 +117,25 @@ def pad_columns(x_RC: Tensor, multiple: int) -> Tensor:
 
 
 def butterfly(y: Tensor) -> Tensor:
-    """Unscaled Sylvester-Hadamard product of the last axis (a power of two), as a butterfly of strides 1, 2, 4, ..."""
+    """Unscaled Sylvester-Hadamard product of the last axis (a power of two), as a butterfly of
+    strides 1, 2, 4, ...
+    """
     size = y.shape[-1]
     shape = y.shape
     stride = 1
     while stride < size:
         pairs = y.reshape(*shape[:-1], size // (2 * stride), 2, stride)
-        a, b = pairs[..., 0, :], pairs[..., 1, :]
+        a = pairs[..., 0, :]
+        b = pairs[..., 1, :]
         y = torch.stack((a + b, a - b), dim=-2)
         stride *= 2
     return y.reshape(shape)
 
 
 def apply_hadamard(x_RC: Tensor, spec: Hadamard) -> Tensor:
-    """Transform along the last axis of [R, C], zero-padded to a multiple of `size` -> BF16 [R, C']."""
+    """Transform along the last axis of [R, C], zero-padded to a multiple of `size` -> BF16 [R,
+    C'].
+    """
     x_RC = pad_columns(x_RC.to(torch.bfloat16), spec.size)
     rows, cols = x_RC.shape
     signs = _signs_on(x_RC.device, spec)
@@ -127,7 +152,9 @@ def undo_hadamard(y_RC: Tensor, spec: Hadamard) -> Tensor:
 
 
 def transform(x_RC: Tensor, spec: Hadamard | Rotation, key: RandomKey | None = None) -> Tensor:
-    """x in the transformed domain: BF16 [R, C'], C zero-padded to a multiple of `size`. key: see `drawn`."""
+    """x in the transformed domain: BF16 [R, C'], C zero-padded to a multiple of `size`. key: see
+    `drawn`.
+    """
     spec = drawn(spec, key)
     if isinstance(spec, Hadamard):
         return apply_hadamard(x_RC, spec)
@@ -138,7 +165,9 @@ def transform(x_RC: Tensor, spec: Hadamard | Rotation, key: RandomKey | None = N
 def undo_transform(y_RC: Tensor, spec: Hadamard | Rotation, key: RandomKey | None = None) -> Tensor:
     """The inverse of `transform`, in float32; the padding stays."""
     spec = drawn(spec, key)
-    return undo_hadamard(y_RC, spec) if isinstance(spec, Hadamard) else _rotate(y_RC, rotation_matrix(spec).T)
+    if isinstance(spec, Hadamard):
+        return undo_hadamard(y_RC, spec)
+    return _rotate(y_RC, rotation_matrix(spec).T)
 
 
 def _rotate(x_RC: Tensor, matrix: Tensor) -> Tensor:

@@ -35,7 +35,9 @@ from fp4train.quantize.transform import Hadamard
 ROW_BLOCKS: Final = (16, 32, 64, 128)
 LARGEST_EXTENT: Final = 2**31 - 2**12
 MOST_KINDS: Final = 512
-"""Kinds of tensors that one spec remembers; a run has some dozens, unless its shapes change from step to step."""
+"""Kinds of tensors that one spec remembers; a run has some dozens, unless its shapes change from
+step to step.
+"""
 
 _UNKNOWN: Final = object()
 """The plan of a kind of tensor that is met for the first time."""
@@ -51,7 +53,9 @@ _KNOWN: Final[dict[str, tuple[object, ...]]] = {
     "global_scale": (None, "tensor", "row"),
     "four_over_six": (None,),
 }
-"""Field of a spec, besides the element → its values that the kernels know; any other has no kernel."""
+"""Field of a spec, besides the element → its values that the kernels know; any other has no
+kernel.
+"""
 
 
 def why_not(spec: QuantSpec, device_type: str) -> str | None:
@@ -67,16 +71,21 @@ def why_not_here(device_type: str) -> str | None:
         return f"x is on {device_type}, Triton kernels run on CUDA devices"
     if device_type == "cuda" and torch.version.hip is not None:
         return "the Triton kernels are for NVIDIA GPUs"
-    if triton_launch.interpreted() and (reason := why_not_interpreted(version("triton"), version("numpy"))):
+    if triton_launch.interpreted() and (
+        reason := why_not_interpreted(version("triton"), version("numpy"))
+    ):
         return reason
     return None
 
 
 def why_not_interpreted(triton: str, numpy: str) -> str | None:
-    """Why these versions cannot interpret the kernels; None if they can. Compiled kernels do not depend on numpy."""
+    """Why these versions cannot interpret the kernels; None if they can. Compiled kernels do not
+    depend on numpy.
+    """
     if _numbers(triton) < (3, 7) and _numbers(numpy) >= (2, 4):
         return (
-            f"the interpreter of Triton {triton} fails with numpy {numpy}: pip install 'triton>=3.9' or 'numpy<2.4' "
+            f"the interpreter of Triton {triton} fails with numpy {numpy}: pip install "
+            "'triton>=3.9' or 'numpy<2.4' "
             "(kernels on a GPU are compiled and need neither)"
         )
     return None
@@ -110,7 +119,10 @@ def why_not_spec(spec: QuantSpec) -> str | None:
     by_columns = rows == 1 and cols in triton_launch.COLUMN_BLOCKS
     if spec.hadamard is not None and (not by_columns or spec.hadamard.size > cols):
         size = spec.hadamard.size
-        return f"hadamard size {size} with block={spec.block!r}: the kernels take sizes up to a 1x16 or 1x32 block"
+        return (
+            f"hadamard size {size} with block={spec.block!r}: the kernels take sizes up to a "
+            "1x16 or 1x32 block"
+        )
     return None
 
 
@@ -139,18 +151,24 @@ def pair(
     """
     if not isinstance(row, TritonQuantizer) or not isinstance(column, TritonQuantizer):
         return None
-    return (row, column) if has_pair_kernel(row.spec, column.spec, codes) else None
+    if has_pair_kernel(row.spec, column.spec, codes):
+        return (row, column)
+    return None
 
 
-def has_pair_kernel(row: QuantSpec, column: QuantSpec, codes: tuple[bool, bool] = (True, True)) -> bool:
-    """Whether one kernel makes x by `row` and x.T by `column`, as `codes` or values; each has a kernel of its own.
+def has_pair_kernel(
+    row: QuantSpec, column: QuantSpec, codes: tuple[bool, bool] = (True, True)
+) -> bool:
+    """Whether one kernel makes x by `row` and x.T by `column`, as `codes` or values; each has a
+    kernel of its own.
 
     Values of one scale for the tensor are those of x.T, too.
     """
     if row.block == (None, None):
         alike = row == column and not row.random
         return alike and (all(codes) or (not any(codes) and row.delayed is None))
-    widths, scales = (row.block[1], column.block[1]), (row.global_scale, column.global_scale)
+    widths = (row.block[1], column.block[1])
+    scales = (row.global_scale, column.global_scale)
     if row.block[0] != 1 or column.block[0] != 1 or row.hadamard is not None or "row" in scales:
         return False
     return all(width in triton_launch.COLUMN_BLOCKS for width in widths)
@@ -162,7 +180,8 @@ def make(spec: QuantSpec) -> TritonQuantizer:
 
 
 class TritonQuantizer(Quantizer):
-    """See `Quantizer`. What the kernels cannot read, an empty tensor above all, is left to the reference.
+    """See `Quantizer`. What the kernels cannot read, an empty tensor above all, is left to the
+    reference.
 
     tiled: whether the scales of codes are written as `in_tiles` says.
     """
@@ -173,45 +192,78 @@ class TritonQuantizer(Quantizer):
         super().__init__(spec)
         self._tiled = tiled
         self._whole = spec.block[1] is None
-        self._row_amax = spec.block[0] == 1 if self._whole else spec.global_scale == "row"
+        if self._whole:
+            self._row_amax = spec.block[0] == 1
+        else:
+            self._row_amax = spec.global_scale == "row"
         self._plans: dict[tuple[object, ...], Any] = {}
 
     @cached_property
     def in_tiles(self) -> TritonQuantizer:
-        tiled = why_no_layout(self.spec) is None and self.spec.scale in TILED_DTYPES and self.spec.block[0] == 1
-        return TritonQuantizer(self.spec, tiled=True) if tiled else self
+        tiled = (
+            why_no_layout(self.spec) is None
+            and self.spec.scale in TILED_DTYPES
+            and self.spec.block[0] == 1
+        )
+        if tiled:
+            return TritonQuantizer(self.spec, tiled=True)
+        return self
 
-    def codes(self, x_RC: Tensor, key: RandomKey | None = None, amax: Tensor | None = None) -> Quantized:
+    def codes(
+        self, x_RC: Tensor, key: RandomKey | None = None, amax: Tensor | None = None
+    ) -> Quantized:
         """Codes and scales of x."""
         x_RC = check_input(x_RC, self.spec, key, amax)
         if (made := self._quantize(x_RC, key, amax, values=False)) is None:
             return super().codes(x_RC, key, amax)
         codes, scales, amax, factor = made
         return Quantized(
-            self.spec, (x_RC.shape[0], x_RC.shape[1]), codes, scales, amax, None if self._whole else factor
+            self.spec,
+            (x_RC.shape[0], x_RC.shape[1]),
+            codes,
+            scales,
+            amax,
+            None if self._whole else factor,
         )
 
-    def values(self, x_RC: Tensor, key: RandomKey | None = None, amax: Tensor | None = None) -> Decoded:
+    def values(
+        self, x_RC: Tensor, key: RandomKey | None = None, amax: Tensor | None = None
+    ) -> Decoded:
         """`codes(...).decoded()` to the bit, fused: 2 bytes per element read, 2 written (BF16)."""
         x_RC = check_input(x_RC, self.spec, key, amax)
         made = self._quantize(x_RC, key, amax, values=True)
-        return super().values(x_RC, key, amax) if made is None else Decoded(made[0], made[3])
+        if made is None:
+            return super().values(x_RC, key, amax)
+        return Decoded(made[0], made[3])
 
     def decode(self, quantized: Quantized) -> Decoded:
-        """`quantized.decoded()` to the bit: in one kernel for (1, N) and (N, N) blocks, else by torch."""
+        """`quantized.decoded()` to the bit: in one kernel for (1, N) and (N, N) blocks, else by
+        torch.
+        """
         spec = self.spec
         if quantized.spec is not spec:
             self._check_spec(quantized)
         if self._whole or quantized.tiled or 0 in quantized.shape:
             return quantized.decoded()
-        codes = quantized.codes.view(torch.int32) if spec.format.packed else quantized.codes
-        width, dtype = operand_width(spec, quantized.shape[1]), triton_launch.values_dtype(spec)
+        if spec.format.packed:
+            codes = quantized.codes.view(torch.int32)
+        else:
+            codes = quantized.codes
+        width = operand_width(spec, quantized.shape[1])
+        dtype = triton_launch.values_dtype(spec)
         out = torch.empty(codes.shape[0], width, dtype=dtype, device=codes.device)
-        self._planned(triton_launch.plan_decode, codes, quantized.scales.shape[1], width)(codes, quantized.scales, out)
+        self._planned(triton_launch.plan_decode, codes, quantized.scales.shape[1], width)(
+            codes, quantized.scales, out
+        )
         return Decoded(out, quantized.global_decode())
 
     def amax(
-        self, x_RC: Tensor, key: RandomKey | None = None, *, per_row: bool = False, into: Tensor | None = None
+        self,
+        x_RC: Tensor,
+        key: RandomKey | None = None,
+        *,
+        per_row: bool = False,
+        into: Tensor | None = None,
     ) -> Tensor:
         """See `Quantizer.amax`: one kernel, which reads x once."""
         x_RC = own_memory(x_RC)
@@ -238,10 +290,11 @@ class TritonQuantizer(Quantizer):
         column_codes: bool,
         newest: Tensor | None = None,
     ) -> tuple[Decoded | Quantized, Decoded | Quantized] | None:
-        """x in this form and x.T in `column`'s, as codes or values, from one read (two if an amax must be measured);
-        None if x or the arguments do not allow it.
+        """x in this form and x.T in `column`'s, as codes or values, from one read (two if an amax
+        must be measured); None if x or the arguments do not allow it.
 
-        newest: an amax, 0-d float32, to which that of x is joined; only with one scale, whose amax is `row_amax`.
+        newest: an amax, 0-d float32, to which that of x is joined; only with one scale, whose amax
+            is `row_amax`.
         """
         x_MK = check_input(x_MK, self.spec, row_key, row_amax)
         if self._whole and not row_codes:
@@ -251,7 +304,8 @@ class TritonQuantizer(Quantizer):
             return self._with_transpose(x_MK, row_amax, newest)
         rows, columns = x_MK.shape
         check_arguments(column.spec, column_key, column_amax, columns)
-        words, tiled = words_of_both(row_key, column_key), (self._tiled, column._tiled)
+        words = words_of_both(row_key, column_key)
+        tiled = (self._tiled, column._tiled)
         codes = row_codes, column_codes
         plan: triton_launch.BothPlan | None
         plan = self._planned(triton_launch.plan_both, x_MK, column.spec, tiled, None, False, codes)
@@ -264,11 +318,17 @@ class TritonQuantizer(Quantizer):
         if column_needs and column_amax is not None:
             given.append(column_amax)
         # The kernel reads one amax where no transform lies between the forms.
-        if given and (len(given) < row_needs + column_needs or (plan.amax is None and len(given) > 1)):
+        if given and (
+            len(given) < row_needs + column_needs or (plan.amax is None and len(given) > 1)
+        ):
             return None
-        amaxes = self._both_amaxes(x_MK, plan, given) if row_needs or column_needs else None
+        if row_needs or column_needs:
+            amaxes = self._both_amaxes(x_MK, plan, given)
+        else:
+            amaxes = None
         first, second, third, fourth = plan.results
-        row, turned = first(), third()
+        row = first()
+        turned = third()
         row_scales = second() if row_codes else row
         turned_scales = fourth() if column_codes else turned
         made = row, row_scales, turned, turned_scales
@@ -283,7 +343,9 @@ class TritonQuantizer(Quantizer):
             by_row = _new(Quantized, (self.spec, (rows, columns), row, row_scales, own, factor))
         if not column_codes:
             return by_row, _new(Decoded, (turned.T, other_factor))
-        return by_row, _new(Quantized, (column.spec, (columns, rows), turned, turned_scales, other, other_factor))
+        return by_row, _new(
+            Quantized, (column.spec, (columns, rows), turned, turned_scales, other, other_factor)
+        )
 
     def _with_transpose(
         self, x_MK: Tensor, amax: Tensor | None, newest: Tensor | None
@@ -302,15 +364,24 @@ class TritonQuantizer(Quantizer):
         elif amax.dim() or amax.dtype != torch.float32:
             amax = amax.to(torch.float32).reshape(())
         row, column, scale = made = [make() for make in plan.results]
-        plan.launch(x_MK.contiguous() if plan.contiguous else x_MK, amax, *made, scale if newest is None else newest)
+        plan.launch(
+            x_MK.contiguous() if plan.contiguous else x_MK,
+            amax,
+            *made,
+            scale if newest is None else newest,
+        )
         rows, columns = x_MK.shape
         return (
             Quantized(self.spec, (rows, columns), row, scale, amax),
             Quantized(self.spec, (columns, rows), column, scale, amax),
         )
 
-    def _both_amaxes(self, x_MK: Tensor, plan: triton_launch.BothPlan, given: list[Tensor]) -> Tensor:
-        """The amaxes of both forms, or twice the one of x, and room for S_dec of both: float32 [4]."""
+    def _both_amaxes(
+        self, x_MK: Tensor, plan: triton_launch.BothPlan, given: list[Tensor]
+    ) -> Tensor:
+        """The amaxes of both forms, or twice the one of x, and room for S_dec of both: float32
+        [4].
+        """
         out = torch.zeros(4, dtype=torch.float32, device=x_MK.device)
         if given:
             out[:2] = torch.stack([amax.reshape(()) for amax in (given[0], given[-1])])
@@ -323,11 +394,14 @@ class TritonQuantizer(Quantizer):
     def _quantize(
         self, x_RC: Tensor, key: RandomKey | None, amax: Tensor | None, *, values: bool
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None] | None:
-        """(codes or values, stored scales, amax, the scale that is applied to the product); None: left to the
-        reference, as is a given amax of a format without NaN, in which the scale has to say that x is not finite."""
+        """(codes or values, stored scales, amax, the scale that is applied to the product); None:
+        left to the reference, as is a given amax of a format without NaN, in which the scale has to
+        say that x is not finite.
+        """
         if self._whole and amax is not None and not self.spec.format.has_nan:
             return None
-        given, tiled = self._whole and amax is not None, self._tiled and not values
+        given = self._whole and amax is not None
+        tiled = self._tiled and not values
         plan: triton_launch.QuantizePlan | None
         plan = self._planned(triton_launch.plan_quantize, x_RC, values, given, tiled)
         if plan is None:
@@ -345,21 +419,35 @@ class TritonQuantizer(Quantizer):
             out = out.T
         outer = scales if self._whole else None if amax is None else torch.empty_like(amax)
         unused = scales  # where a kernel reads no amax or writes no S_dec
-        pointers = (x_RC, unused if amax is None else amax, out, scales, unused if outer is None else outer)
+        pointers = (
+            x_RC,
+            unused if amax is None else amax,
+            out,
+            scales,
+            unused if outer is None else outer,
+        )
         plan.launch(*pointers, words=random_words(key))
         return out, scales, amax, outer
 
     def _planned(self, plan: Callable[..., Any], x: Tensor, *arguments: object) -> Any:
-        """The result of `plan` for the spec, x and the arguments, made once per kind of x; None: no kernel reads it."""
+        """The result of `plan` for the spec, x and the arguments, made once per kind of x; None: no
+        kernel reads it.
+        """
         kind = (plan, x.dtype, x.shape, x.stride(), x.device, *arguments)
         found = self._plans.get(kind, _UNKNOWN)
         if found is _UNKNOWN:
             if len(self._plans) >= MOST_KINDS:
                 self._plans.clear()
-            found = self._plans[kind] = plan(self.spec, x, *arguments) if why_not_tensor(x) is None else None
+            found = self._plans[kind] = (
+                plan(self.spec, x, *arguments) if why_not_tensor(x) is None else None
+            )
         return found
 
 
 def _refuse(name: str, number: Tensor) -> NoReturn:
-    """Raise the error of a tensor that a compiled kernel would take for one float32, whatever it is."""
-    raise ValueError(f"{name}: a 0-d float32 tensor is needed, not {number.dtype} {tuple(number.shape)}")
+    """Raise the error of a tensor that a compiled kernel would take for one float32, whatever it
+    is.
+    """
+    raise ValueError(
+        f"{name}: a 0-d float32 tensor is needed, not {number.dtype} {tuple(number.shape)}"
+    )

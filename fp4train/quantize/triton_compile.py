@@ -1,4 +1,6 @@
-"""Triton kernels are compiled by one process of a machine; the others find them in Triton's cache on its disk."""
+"""Triton kernels are compiled by one process of a machine; the others find them in Triton's cache
+on its disk.
+"""
 
 import fcntl
 import hashlib
@@ -12,7 +14,9 @@ from pathlib import Path
 from typing import Any, Final
 
 PATIENCE: Final = 120.0
-"""Seconds that a process waits for another that compiles the same kernel, before it compiles it as well."""
+"""Seconds that a process waits for another that compiles the same kernel, before it compiles it as
+well.
+"""
 FIRST_PAUSE: Final = 0.001
 LONGEST_PAUSE: Final = 0.05
 """Seconds between two looks at a lock: what is only read from the disk is free soon."""
@@ -20,12 +24,15 @@ LONGEST_PAUSE: Final = 0.05
 _log = logging.getLogger(__name__)
 
 
-def compile_once(kernel: Callable[..., Any], arguments: Sequence[Any], options: dict[str, Any]) -> None:
+def compile_once(
+    kernel: Callable[..., Any], arguments: Sequence[Any], options: dict[str, Any]
+) -> None:
     """Compile a kernel, or read it from the disk, before its first launch with such arguments.
 
-    Processes that need it at the same time wait for the one that compiles it. Nothing is loaded or launched under the
-    lock, so that no process holds it that waits for a GPU, and by it for the collective of another process. The system
-    gives back the lock of a process that dies. In Triton's interpreter nothing happens.
+    Processes that need it at the same time wait for the one that compiles it. Nothing is loaded or
+    launched under the lock, so that no process holds it that waits for a GPU, and by it for the
+    collective of another process. The system gives back the lock of a process that dies. In
+    Triton's interpreter nothing happens.
 
     Args:
         arguments: those of the launch that are not named.
@@ -54,8 +61,9 @@ def compile_once(kernel: Callable[..., Any], arguments: Sequence[Any], options: 
 
 
 def _name(kernel: Any, arguments: Sequence[Any], options: dict[str, Any]) -> str:
-    """A name that launches share where Triton compiles one kernel for them. Numbers are left out, which it looks at
-    less closely: kernels that share a name are compiled one after the other."""
+    """A name that launches share where Triton compiles one kernel for them. Numbers are left out,
+    which it looks at less closely: kernels that share a name are compiled one after the other.
+    """
     types = [_type(argument) for argument in arguments]
     text = f"{kernel.fn.__module__}.{kernel.fn.__qualname__} {types} {sorted(options.items())}"
     return hashlib.sha256(text.encode()).hexdigest()[:32]
@@ -69,8 +77,9 @@ def _type(argument: Any) -> str:
 
 @contextmanager
 def locked(path: Path, patience: float = PATIENCE) -> Iterator[None]:
-    """Hold the lock of a file, which is made with its folder; without the lock where it is held for longer than
-    `patience` seconds, and where files cannot be made or locked."""
+    """Hold the lock of a file, which is made with its folder; without the lock where it is held for
+    longer than `patience` seconds, and where files cannot be made or locked.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
@@ -98,7 +107,11 @@ def _wait_for(descriptor: int, path: Path, patience: float) -> None:
             return
         except BlockingIOError:
             if time.monotonic() >= ends:
-                _log.info("another process holds %s for %.0f s; the kernel is compiled here, too", path, patience)
+                _log.info(
+                    "another process holds %s for %.0f s; the kernel is compiled here, too",
+                    path,
+                    patience,
+                )
                 return
         except OSError as error:
             _log.debug("kernels are compiled without a lock: %s", error)
@@ -109,5 +122,7 @@ def _wait_for(descriptor: int, path: Path, patience: float) -> None:
 
 @cache
 def _say_that_kernels_are_compiled(folder: Path) -> None:
-    """Say it at the end of the first kernel that a process compiles; before, Triton does not tell."""
+    """Say it at the end of the first kernel that a process compiles; before, Triton does not
+    tell.
+    """
     _log.info("compiling GPU kernels for this machine; later starts find them in %s", folder)

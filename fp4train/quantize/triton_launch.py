@@ -1,8 +1,9 @@
 """Launches of the Triton kernels: variants, tiles, sizes, and the memory of results.
 
-All that a launch needs besides pointers and random words is a function of the spec, and of dtype, shape, strides and
-device of x: a plan, which is worked out once per such kind of tensor. The global amax (one read of x before the
-quantising one) and everything derived from it stay on the device: nothing here waits for the GPU.
+All that a launch needs besides pointers and random words is a function of the spec, and of dtype,
+shape, strides and device of x: a plan, which is worked out once per such kind of tensor. The global
+amax (one read of x before the quantising one) and everything derived from it stay on the device:
+nothing here waits for the GPU.
 """
 
 import math
@@ -26,7 +27,12 @@ from fp4train.quantize.triton_variant import Variant
 
 COLUMN_BLOCKS: Final = (16, 32)
 TILE: Final = 4096  # elements per program: 32 per thread
-SCALE_DTYPES: Final = {"e4m3": torch.uint8, "e8m0": torch.uint8, "fp32": torch.float32, "pow2": torch.float32}
+SCALE_DTYPES: Final = {
+    "e4m3": torch.uint8,
+    "e8m0": torch.uint8,
+    "fp32": torch.float32,
+    "pow2": torch.float32,
+}
 ELEMENTS: Final = (E2M1, E2M3, E3M2, E4M3, E5M2)
 
 
@@ -65,10 +71,14 @@ class BothPlan(NamedTuple):
     """Whether each form needs an amax."""
     launch: Launch
     results: list[Room]
-    """Codes or values, and scales of the row-wise form, and of the column-wise one; those of values are not written."""
+    """Codes or values, and scales of the row-wise form, and of the column-wise one; those of values
+    are not written.
+    """
 
 
-def plan_quantize(spec: QuantSpec, x_RC: Tensor, values: bool, given: bool, tiled: bool) -> QuantizePlan:
+def plan_quantize(
+    spec: QuantSpec, x_RC: Tensor, values: bool, given: bool, tiled: bool
+) -> QuantizePlan:
     """given: whether the amax of a float32 scale came from elsewhere. tiled: see `Variant`."""
     from fp4train.kernels.triton.quantize import quantize
 
@@ -87,9 +97,13 @@ def plan_quantize(spec: QuantSpec, x_RC: Tensor, values: bool, given: bool, tile
         blocks = "whole" if block is None else "rows16" if packed and n == 16 else "rows"
         tile_rows, tile_blocks = tile(groups, TILE // n)
     else:
-        blocks, tile_rows, tile_blocks = "squares", n, max(1, TILE // (n * n))
+        blocks = "squares"
+        tile_rows = n
+        tile_blocks = max(1, TILE // (n * n))
         warps = 4 if n <= 64 else 8
-    transposed, words, per_word = False, torch.uint8, 1
+    transposed = False
+    words = torch.uint8
+    per_word = 1
     scales: tuple[int, ...] = (_cdiv(n_rows, height or 1), groups)
     if block is None:
         scales = (n_rows if height == 1 else 1, 1)
@@ -97,34 +111,49 @@ def plan_quantize(spec: QuantSpec, x_RC: Tensor, values: bool, given: bool, tile
         # a transposed view keeps its layout: the GEMM takes either
         transposed = by_columns and strides[0] == 1
         width = operand_width(spec, n_cols)
-        shape, stored = ((width, n_rows), (1, n_rows)) if transposed else ((n_rows, width), (width, 1))
+        shape, stored = (
+            ((width, n_rows), (1, n_rows)) if transposed else ((n_rows, width), (width, 1))
+        )
         if (height, block) == (None, None):
             scales = ()
     else:
         shape = (n_rows, n_cols if block is None else groups * n // 2 if packed else groups * n)
-        wide = by_columns or (packed and spec.block == (1, 16))  # kernels that store 64 bits at a time
-        words, per_word = (torch.int64, 8) if wide else (torch.int32, 4) if packed else (torch.uint8, 1)
+        # kernels that store 64 bits at a time
+        wide = by_columns or (packed and spec.block == (1, 16))
+        words, per_word = (
+            (torch.int64, 8) if wide else (torch.int32, 4) if packed else (torch.uint8, 1)
+        )
         stored = (shape[1] // per_word, 1)
     output = "values" if values else "packed" if packed else "codes"
     its = {"blocks": blocks, "output": output, "given": given, "tiled": tiled}
     made = _quantizing(spec, x_RC.dtype, (tile_rows, tile_blocks), **its)
-    tiles, strips = _cdiv(groups, tile_blocks), _cdiv(n_rows, tile_rows)
+    tiles = _cdiv(groups, tile_blocks)
+    strips = _cdiv(n_rows, tile_rows)
     sizes = (n_rows, n_cols, groups, strips if by_columns else tiles, *strides, *stored)
-    launch = Launch(quantize, tiles * strips, sizes, {"V": made}, warps, {} if values else {2: words})
+    launch = Launch(
+        quantize, tiles * strips, sizes, {"V": made}, warps, {} if values else {2: words}
+    )
     rooms = _rooms(spec, shape, scales, x_RC, tiled)
     if values:
         rooms[0] = partial(torch.empty, shape, dtype=values_dtype(spec), device=x_RC.device)
     return QuantizePlan(launch, contiguous, transposed, rooms)
 
 
-def _rooms(spec: QuantSpec, codes: tuple[int, int], scales: tuple[int, ...], x: Tensor, tiled: bool) -> list[Room]:
-    """Room for codes and scales of these shapes; tiles are filled up with zeros, and have torch's dtypes."""
+def _rooms(
+    spec: QuantSpec, codes: tuple[int, int], scales: tuple[int, ...], x: Tensor, tiled: bool
+) -> list[Room]:
+    """Room for codes and scales of these shapes; tiles are filled up with zeros, and have torch's
+    dtypes.
+    """
     empty = partial(torch.empty, dtype=torch.uint8, device=x.device)
     if not tiled:  # numbers take torch less time than a tuple of them
         return [partial(empty, *codes), partial(empty, scales, dtype=SCALE_DTYPES[spec.scale])]
-    dtype, size = TILED_DTYPES[spec.scale], _cdiv(scales[0], 128) * _cdiv(scales[1], 4) * 512
+    dtype = TILED_DTYPES[spec.scale]
+    size = _cdiv(scales[0], 128) * _cdiv(scales[1], 4) * 512
     whole = scales[0] % 128 == scales[1] % 4 == 0
-    of_scales = partial(empty, size, dtype=dtype) if whole else lambda: empty(size).zero_().view(dtype)
+    of_scales = (
+        partial(empty, size, dtype=dtype) if whole else lambda: empty(size).zero_().view(dtype)
+    )
     return [partial(empty, *codes, dtype=spec.format.dtype), of_scales]
 
 
@@ -137,25 +166,32 @@ def plan_both(
     turned: bool = False,
     codes: tuple[bool, bool] = (True, True),
 ) -> BothPlan | None:
-    """Specs as `triton.pair` takes them; None: the rows of x are not contiguous. tiled, turned: see `Variant`; turned
-    for codes of a byte. place: features, and blocks of tokens, of a program, if not those of `column_tile`. codes:
-    whether each form is made as codes, else as values."""
+    """Specs as `triton.pair` takes them; None: the rows of x are not contiguous. tiled, turned: see
+    `Variant`; turned for codes of a byte. place: features, and blocks of tokens, of a program, if
+    not those of `column_tile`. codes: whether each form is made as codes, else as values.
+    """
     from fp4train.kernels.triton.both import amax_both, quantize_both
 
     if x_MK.stride(1) != 1:
         return None
     tokens, features = x_MK.shape
-    n, m = row.block[1] or LANES, column.block[1] or LANES
+    n = row.block[1] or LANES
+    m = column.block[1] or LANES
     tile_rows, tile_blocks = place = place or column_tile(m, column)
     programs = _cdiv(features, tile_rows) * _cdiv(tokens, tile_blocks * m)
     groups = _cdiv(features, n), _cdiv(tokens, m)
     packed = [spec.format.packed for spec in (row, column)]
-    blocks = "rows16" if packed[0] and n == 16 and codes[0] else "rows"
+    if packed[0] and n == 16 and codes[0]:
+        blocks = "rows16"
+    else:
+        blocks = "rows"
     its: list[dict[str, Any]] = []
     for pack, tile, coded in zip(packed, tiled, codes, strict=True):
         output = "packed" if pack else "codes"
         its.append({"output": output, "tiled": tile} if coded else {"output": "values"})
-    by_rows = _quantizing(row, x_MK.dtype, (tile_blocks * m, tile_rows // n), blocks=blocks, **its[0])
+    by_rows = _quantizing(
+        row, x_MK.dtype, (tile_blocks * m, tile_rows // n), blocks=blocks, **its[0]
+    )
     by_columns = _quantizing(column, x_MK.dtype, place, blocks="columns", turned=turned, **its[1])
     warps = tile_rows * tile_blocks * m // 1024
     words = torch.int64 if blocks == "rows16" else torch.int32 if packed[0] else torch.uint8
@@ -163,36 +199,55 @@ def plan_both(
     if codes[1]:
         dtypes[4] = torch.uint8 if turned else torch.int64
     launch = Launch(
-        quantize_both, programs, (tokens, features, x_MK.stride(0)), {"R": by_rows, "C": by_columns}, warps, dtypes
+        quantize_both,
+        programs,
+        (tokens, features, x_MK.stride(0)),
+        {"R": by_rows, "C": by_columns},
+        warps,
+        dtypes,
     )
     needs = row.global_scale is not None, column.global_scale is not None
     measure = None
     if needs[1] and column.hadamard is not None:
         sizes = (features, tokens, _cdiv(features, tile_rows), 1, x_MK.stride(0))
-        measure = Launch(amax_both, programs, sizes, {"V": amax_variant(column, place)}, dtypes={1: torch.int32})
-    rooms = _rooms(row, (tokens, groups[0] * n // (1 + packed[0])), (tokens, groups[0]), x_MK, tiled[0])
-    stored = (tokens, features) if turned else (features, groups[1] * m // (1 + packed[1]))
+        measure = Launch(
+            amax_both, programs, sizes, {"V": amax_variant(column, place)}, dtypes={1: torch.int32}
+        )
+    rooms = _rooms(
+        row, (tokens, groups[0] * n // (1 + packed[0])), (tokens, groups[0]), x_MK, tiled[0]
+    )
+    if turned:
+        stored = (tokens, features)
+    else:
+        stored = (features, groups[1] * m // (1 + packed[1]))
     rooms += _rooms(column, stored, (features, groups[1]), x_MK, tiled[1])
     if not codes[0]:
-        rooms[0] = partial(torch.empty, tokens, features, dtype=values_dtype(row), device=x_MK.device)
+        rooms[0] = partial(
+            torch.empty, tokens, features, dtype=values_dtype(row), device=x_MK.device
+        )
     if not codes[1]:  # as x lies
         width = operand_width(column, tokens)
-        rooms[2] = partial(torch.empty, width, features, dtype=values_dtype(column), device=x_MK.device)
+        rooms[2] = partial(
+            torch.empty, width, features, dtype=values_dtype(column), device=x_MK.device
+        )
     return BothPlan(measure, needs, launch, rooms)
 
 
 def plan_turned(
     spec: QuantSpec, x_MK: Tensor, given: bool, enters: bool, place: tuple[int, int] = (64, 16)
 ) -> QuantizePlan:
-    """Codes by one float32 scale, and their transpose. given, enters: see `Variant`. place: tokens, and groups of eight
-    features, of a program."""
+    """Codes by one float32 scale, and their transpose. given, enters: see `Variant`. place: tokens,
+    and groups of eight features, of a program.
+    """
     from fp4train.kernels.triton.both import quantize_turned
 
     tokens, features = x_MK.shape
     contiguous = _is_strided(x_MK)
     tile_rows, tile_blocks = place
     programs = _cdiv(tokens, tile_rows) * _cdiv(features, LANES * tile_blocks)
-    made = _quantizing(spec, x_MK.dtype, place, blocks="whole", output="codes", given=given, enters=enters)
+    made = _quantizing(
+        spec, x_MK.dtype, place, blocks="whole", output="codes", given=given, enters=enters
+    )
     sizes = (tokens, features, features if contiguous else x_MK.stride(0))
     launch = Launch(quantize_turned, programs, sizes, {"V": made}, 8, {5: torch.int32})
     rooms = _rooms(spec, (tokens, features), (1, 1), x_MK, False)
@@ -219,19 +274,24 @@ def plan_amax(spec: QuantSpec, x_RC: Tensor, per_row: bool) -> AmaxPlan:
 
     rows, cols = x_RC.shape
     shape = (rows, 1) if per_row else ()
-    result, bits = partial(torch.zeros, shape, dtype=torch.float32, device=x_RC.device), {1: torch.int32}
+    result = partial(torch.zeros, shape, dtype=torch.float32, device=x_RC.device)
+    bits = {1: torch.int32}
     if spec.hadamard is not None:
         n = spec.block[1] or 16
         tile_rows, tile_blocks = place = column_tile(n, spec)
         made = _variant(n, place, **_hadamard(spec), outer="row" if per_row else "tensor")
         tiles = _cdiv(rows, tile_rows)
         programs = tiles * _cdiv(_cdiv(cols, n), tile_blocks)
-        launch = Launch(amax_columns, programs, (rows, cols, tiles, *x_RC.stride()), {"V": made}, dtypes=bits)
+        launch = Launch(
+            amax_columns, programs, (rows, cols, tiles, *x_RC.stride()), {"V": made}, dtypes=bits
+        )
         return AmaxPlan(launch, False, False, result)
     if per_row:
         tile_rows, tile_cols = (4, 1024) if x_RC.stride(1) == 1 else (64, 64)
         constants = {"ROWS": tile_rows, "COLS": tile_cols}
-        launch = Launch(amax_rows, _cdiv(rows, tile_rows), (rows, cols, *x_RC.stride()), constants, dtypes=bits)
+        launch = Launch(
+            amax_rows, _cdiv(rows, tile_rows), (rows, cols, *x_RC.stride()), constants, dtypes=bits
+        )
         return AmaxPlan(launch, False, False, result)
     turned = x_RC.stride(0) == 1 and rows > 1
     if turned:
@@ -240,7 +300,8 @@ def plan_amax(spec: QuantSpec, x_RC: Tensor, per_row: bool) -> AmaxPlan:
     rows, cols = x_RC.shape
     tile_cols = min(1024, max(64, 1 << (cols - 1).bit_length()))
     tile_rows = 8192 // tile_cols
-    tiles, strips = _cdiv(cols, tile_cols), _cdiv(rows, tile_rows)
+    tiles = _cdiv(cols, tile_cols)
+    strips = _cdiv(rows, tile_rows)
     steps = max(1, tiles * strips // (32 * processors(x_RC.device)))
     sizes = (rows, cols, cols if contiguous else x_RC.stride(0), tiles, steps)
     constants = {"ROWS": tile_rows, "COLS": tile_cols}
@@ -254,17 +315,26 @@ def _variant(n: int, place: tuple[int, int], **its: Any) -> Variant:
 
 
 def amax_variant(column: QuantSpec, place: tuple[int, int]) -> Variant:
-    """The variant of the kernel that measures the amaxes of both forms, of column-wise blocks by `column`."""
+    """The variant of the kernel that measures the amaxes of both forms, of column-wise blocks by
+    `column`.
+    """
     return _variant(column.block[1] or LANES, place, **_hadamard(column))
 
 
 def _quantizing(spec: QuantSpec, dtype: torch.dtype, place: tuple[int, int], **its: Any) -> Variant:
     """A variant that quantises x of `dtype`."""
-    return _variant(spec.block[1] or LANES, place, **(_elements(spec) | _hadamard(spec) | _scales(spec, dtype)), **its)
+    return _variant(
+        spec.block[1] or LANES,
+        place,
+        **(_elements(spec) | _hadamard(spec) | _scales(spec, dtype)),
+        **its,
+    )
 
 
 def values_dtype(spec: QuantSpec) -> torch.dtype:
-    return torch.bfloat16 if spec.exact_in_bf16 else torch.float32
+    if spec.exact_in_bf16:
+        return torch.bfloat16
+    return torch.float32
 
 
 def _elements(spec: QuantSpec) -> dict[str, Any]:
@@ -283,7 +353,9 @@ def _elements(spec: QuantSpec) -> dict[str, Any]:
 
 
 def _scales(spec: QuantSpec, dtype: torch.dtype) -> dict[str, Any]:
-    """The fields of a variant that describe scales of x of `dtype`; in float32 arithmetic, as in `quantize.scaling`."""
+    """The fields of a variant that describe scales of x of `dtype`; in float32 arithmetic, as in
+    `quantize.scaling`.
+    """
     bound = torch.tensor(spec.global_bound * spec.format.max * spec.guard, dtype=torch.float32)
     largest = torch.tensor(spec.format.max * spec.guard, dtype=torch.float32)
     outer = spec.global_scale or "none"
@@ -311,11 +383,17 @@ def _hadamard(spec: QuantSpec) -> dict[str, Any]:
     if spec.hadamard is None:
         return {}
     negative = sum(1 << i for i, sign in enumerate(hadamard_signs(spec.hadamard)) if sign < 0)
-    return {"size": spec.hadamard.size, "negative": negative, "factor": 1.0 / math.sqrt(spec.hadamard.size)}
+    return {
+        "size": spec.hadamard.size,
+        "negative": negative,
+        "factor": 1.0 / math.sqrt(spec.hadamard.size),
+    }
 
 
 def tile(groups: int, blocks: int) -> tuple[int, int]:
-    """(rows, blocks per row) of a program of `blocks` blocks (a power of two), with few places beyond a row's end."""
+    """(rows, blocks per row) of a program of `blocks` blocks (a power of two), with few places
+    beyond a row's end.
+    """
     divisor = groups & -groups
     across = max(divisor, min(8, 1 << (groups - 1).bit_length()))
     across = min(across, blocks)
@@ -323,13 +401,18 @@ def tile(groups: int, blocks: int) -> tuple[int, int]:
 
 
 def column_tile(n: int, spec: QuantSpec) -> tuple[int, int]:
-    """(rows, blocks per row) of a program of the columns kernels: 32 bytes of codes per row; four or two rows per
-    thread, two where the random words need the registers."""
-    return (128, 4) if n == 16 and spec.rounding == "nearest" else (64, 4)
+    """(rows, blocks per row) of a program of the columns kernels: 32 bytes of codes per row; four
+    or two rows per thread, two where the random words need the registers.
+    """
+    if n == 16 and spec.rounding == "nearest":
+        return (128, 4)
+    return (64, 4)
 
 
 def interpreted() -> bool:
-    """Whether Triton's CPU interpreter is on (TRITON_INTERPRET, read by Triton, which is not imported without need)."""
+    """Whether Triton's CPU interpreter is on (TRITON_INTERPRET, read by Triton, which is not
+    imported without need).
+    """
     if "triton" not in sys.modules and "TRITON_INTERPRET" not in os.environ:
         return False
     import triton
@@ -349,4 +432,6 @@ def _cdiv(a: int, b: int) -> int:
 @cache
 def processors(device: torch.device) -> int:
     """Multiprocessors of a GPU."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    return 4

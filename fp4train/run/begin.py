@@ -1,5 +1,6 @@
-"""The start of a run, or its going on: from which checkpoint, whether its directory is of the same configuration, and
-what is written: configuration, journal, metrics, plan. The lead writes it."""
+"""The start of a run, or its going on: from which checkpoint, whether its directory is of the same
+configuration, and what is written: configuration, journal, metrics, plan. The lead writes it.
+"""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -59,7 +60,9 @@ class RunStart:
     @property
     def source(self) -> Path:
         """The directory of the run that it goes on with; its own at step 0."""
-        return self.config.run.dir if self.checkpoint is None else self.checkpoint.path.parent.parent
+        if self.checkpoint is None:
+            return self.config.run.dir
+        return self.checkpoint.path.parent.parent
 
     @property
     def branching(self) -> bool:
@@ -67,13 +70,14 @@ class RunStart:
         return self.source.resolve() != self.config.run.dir.resolve()
 
 
-# -- from where -------------------------------------------------------------------------------------------------------
+# -- from where ------------------------------------------------------------------------------------
 
 
 def find_start(
     config: Config, cfg: DictConfig, world: World, known: Mapping[str, Any] | None = None
 ) -> Checkpoint | None:
-    """The checkpoint to go on from, the lead's choice on every rank; None starts at step 0. Nothing is changed yet.
+    """The checkpoint to go on from, the lead's choice on every rank; None starts at step 0. Nothing
+    is changed yet.
 
     Args:
         known: as of `find_source`.
@@ -82,8 +86,14 @@ def find_start(
         UserError: as `find_source`, or no checkpoint is usable.
     """
     with world.together():
-        source = find_source(config, cfg, known) if world.lead else None
-        chosen = None if source is None else (source, _chosen_step(config, source))
+        if world.lead:
+            source = find_source(config, cfg, known)
+        else:
+            source = None
+        if source is None:
+            chosen = None
+        else:
+            chosen = (source, _chosen_step(config, source))
     if (chosen := world.of_lead(chosen)) is None:
         return None
     with world.together():
@@ -96,47 +106,70 @@ def start_step(config: Config, source: Path) -> int:
     Raises:
         UserError: `resume_step` names no checkpoint.
     """
-    have, wanted = checkpoint.steps(source / run_directory.CHECKPOINTS), _chosen_step(config, source)
+    have = checkpoint.steps(source / run_directory.CHECKPOINTS)
+    wanted = _chosen_step(config, source)
     if wanted is not None and wanted not in have:
-        raise UserError(f"resume_step={wanted}: {source} has no such checkpoint; it has {', '.join(map(str, have))}")
+        raise UserError(
+            f"resume_step={wanted}: {source} has no such checkpoint; it has "
+            f"{', '.join(map(str, have))}"
+        )
     return have[-1] if wanted is None else wanted
 
 
 def _chosen_step(config: Config, source: Path) -> int | None:
-    """`resume_step`, where it is about `source`: a branch that has checkpoints of its own goes on from its newest."""
-    return config.resume_step if config.resume and Path(config.resume).resolve() == source.resolve() else None
+    """`resume_step`, where it is about `source`: a branch that has checkpoints of its own goes on
+    from its newest.
+    """
+    if config.resume and Path(config.resume).resolve() == source.resolve():
+        return config.resume_step
+    return None
 
 
-def find_source(config: Config, cfg: DictConfig, known: Mapping[str, Any] | None = None) -> Path | None:
-    """The run directory whose checkpoints the run goes on from; None where it starts at step 0. Only looks.
+def find_source(
+    config: Config, cfg: DictConfig, known: Mapping[str, Any] | None = None
+) -> Path | None:
+    """The run directory whose checkpoints the run goes on from; None where it starts at step 0.
+    Only looks.
 
     Args:
-        known: the saved configuration of `config.resume`, where the command has read it; None: it is read here.
+        known: the saved configuration of `config.resume`, where the command has read it; None: it
+            is read here.
 
     Raises:
-        UserError: the run directory, or the run to resume, belongs to another configuration; or it has no checkpoint.
+        UserError: the run directory, or the run to resume, belongs to another configuration; or it
+            has no checkpoint.
     """
     directory = config.run.dir
     source = Path(config.resume) if config.resume else directory
     branching = source.resolve() != directory.resolve()
     if config.run.overwrite and config.resume and not branching:
-        raise UserError(f"resume={source} and run.overwrite=true contradict each other: leave one of them out")
-    held = (directory / run_directory.CONFIG).is_file()
-    if not held and (strange := [name for name in run_directory.PARTS if (directory / name).exists()]):
         raise UserError(
-            f"{directory} holds {strange[0]} but no {run_directory.CONFIG}: choose another run.name or run.dir"
+            f"resume={source} and run.overwrite=true contradict each other: leave one of them out"
+        )
+    held = (directory / run_directory.CONFIG).is_file()
+    if not held and (
+        strange := [name for name in run_directory.PARTS if (directory / name).exists()]
+    ):
+        raise UserError(
+            f"{directory} holds {strange[0]} but no {run_directory.CONFIG}: choose another "
+            "run.name or run.dir"
         )
     if config.run.overwrite and not branching:
         return None
     if held and not config.run.overwrite:
         saved = _saved(directory, None if branching else known)
         if branching and Path(str(saved.get("resume"))).resolve() != source.resolve():
-            raise UserError(f"{directory} holds a run already: choose another run.name for the branch of {source}")
+            raise UserError(
+                f"{directory} holds a run already: choose another run.name for the branch of "
+                f"{source}"
+            )
         _check_same(saved, cfg, directory, resuming=bool(config.resume))
         if checkpoint.steps(directory / run_directory.CHECKPOINTS):
             return directory
         if not config.resume and saved.get("resume"):
-            raise UserError(f"{directory} is a branch that has no checkpoint yet: add resume={saved['resume']}")
+            raise UserError(
+                f"{directory} is a branch that has no checkpoint yet: add resume={saved['resume']}"
+            )
     if config.resume is None:
         return None
     check_source(source, cfg, known)
@@ -146,11 +179,14 @@ def find_source(config: Config, cfg: DictConfig, known: Mapping[str, Any] | None
 
 
 def _saved(run: Path, known: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    return plain(run_directory.read_config(run)) if known is None else known
+    if known is None:
+        return plain(run_directory.read_config(run))
+    return known
 
 
 def check_source(source: Path, cfg: DictConfig, known: Mapping[str, Any] | None = None) -> None:
-    """Refuse a configuration that is not one of the run in `source` with changes that a resume allows.
+    """Refuse a configuration that is not one of the run in `source` with changes that a resume
+    allows.
 
     Args:
         known: the saved configuration of `source`; None: it is read here.
@@ -162,15 +198,19 @@ def check_source(source: Path, cfg: DictConfig, known: Mapping[str, Any] | None 
 
 
 def _check_same(saved: Mapping[str, Any], cfg: DictConfig, run: Path, *, resuming: bool) -> None:
-    """Refuse where `cfg` differs from the configuration of `run` by more than may change, or that was edited.
+    """Refuse where `cfg` differs from the configuration of `run` by more than may change, or that
+    was edited.
 
-    A missing key counts as its class's default: options that are newer than a saved run did not change it.
+    A missing key counts as its class's default: options that are newer than a saved run did not
+    change it.
     """
     allowed = run_directory.RESUMED if resuming else run_directory.CONTINUED
     gone = set(unknown_keys(saved, Config))
     changed = [
         f"{key}: {was} → {'no longer an option' if key in gone else now}"
-        for key, (was, now) in journal.changes(journal.flat(saved), journal.flat(plain(cfg))).items()
+        for key, (was, now) in journal.changes(
+            journal.flat(saved), journal.flat(plain(cfg))
+        ).items()
         if not key.startswith(allowed)
     ]
     if changed:
@@ -178,7 +218,8 @@ def _check_same(saved: Mapping[str, Any], cfg: DictConfig, run: Path, *, resumin
         advice = (
             "this would be another run"
             if resuming
-            else "choose another run.name, or run.overwrite=true to start over: run.name=NAME writes to runs/NAME"
+            else "choose another run.name, or run.overwrite=true to start over: "
+            "run.name=NAME writes to runs/NAME"
         )
         message = f"{run} belongs to another configuration ({shown}): {advice}"
         raise UserError(message) if resuming else OtherRunError(message)
@@ -186,22 +227,32 @@ def _check_same(saved: Mapping[str, Any], cfg: DictConfig, run: Path, *, resumin
 
 
 def _check_edits(run: Path, saved: Mapping[str, Any]) -> None:
-    """Refuse a config.yaml that somebody edited where that would make it another run; report other edits."""
+    """Refuse a config.yaml that somebody edited where that would make it another run; report other
+    edits.
+    """
     recorded = journal.configuration(journal.read_journal(run))
     if recorded is None:
         if run_directory.identity(run) is not None:
             missing = run / run_directory.HISTORY
-            _log.warning("%s is missing or empty: what ran before is not on record, and edits are not noticed", missing)
+            _log.warning(
+                "%s is missing or empty: what ran before is not on record, and edits are not "
+                "noticed",
+                missing,
+            )
         return
     edits = journal.changes(recorded, journal.flat(saved))
     path = run / run_directory.CONFIG
     for key, (old, new) in edits.items():
         if not key.startswith(run_directory.RESUMED):
-            raise UserError(f"{path} was edited: {key} is {new}, the run was trained with {old}; put it back")
-        _log.warning("%s was edited: %s: %s → %s; this is taken over and recorded", path, key, old, new)
+            raise UserError(
+                f"{path} was edited: {key} is {new}, the run was trained with {old}; put it back"
+            )
+        _log.warning(
+            "%s was edited: %s: %s → %s; this is taken over and recorded", path, key, old, new
+        )
 
 
-# -- what is written --------------------------------------------------------------------------------------------------
+# -- what is written -------------------------------------------------------------------------------
 
 
 def begin(run: Run, begun: RunStart, init: InitialWeights | None) -> None:
@@ -210,7 +261,11 @@ def begin(run: Run, begun: RunStart, init: InitialWeights | None) -> None:
     Args:
         init: the weights that it begins with.
     """
-    directory, source, start, swap, rewind = run.directory, begun.source, begun.checkpoint, begun.swap, begun.rewind
+    directory = run.directory
+    source = begun.source
+    start = begun.checkpoint
+    swap = begun.swap
+    rewind = begun.rewind
     records = journal.read_journal(source)
     swapped = journal.swaps(records)
     write_config(directory, begun.cfg, begun.text, run.identity)
@@ -218,20 +273,31 @@ def begin(run: Run, begun: RunStart, init: InitialWeights | None) -> None:
     if begun.branching:
         unrecorded = run.folder.status(run_directory.HISTORY) is None
         run_directory.copy_files(
-            source, directory, (METRICS, STATISTICS, *((run_directory.HISTORY,) if unrecorded else ()))
+            source,
+            directory,
+            (METRICS, STATISTICS, *((run_directory.HISTORY,) if unrecorded else ())),
         )
     run.journal = journal.Journal.read(run.folder, run.identity)
     for at in run.journal.set_swaps(swapped, run.step):
-        _log.warning("%s: the swap at step %d is not on record: taken over", source / run_directory.HISTORY, at)
+        _log.warning(
+            "%s: the swap at step %d is not on record: taken over",
+            source / run_directory.HISTORY,
+            at,
+        )
     record = _start_record(begun, init, records)
     if start is not None:
         for at in (each["step"] for each in swapped if each["step"] > start.step):
-            _log.warning("the swap at step %d, asked for earlier, stays; fp4train swap %s lists swaps", at, directory)
+            _log.warning(
+                "the swap at step %d, asked for earlier, stays; fp4train swap %s lists swaps",
+                at,
+                directory,
+            )
         if swap is not None:
             record |= {"name": swap.name, "at": start.step, "recipe": swap.recipe}
     if rewind is not None:
         record |= {"event": "rewind", **rewind.record}
-    found, lost = list[str](), list[str]()
+    found = list[str]()
+    lost = list[str]()
     if start is None:
         run.folder.remove(METRICS)
         run.folder.remove(STATISTICS)
@@ -247,7 +313,10 @@ def begin(run: Run, begun: RunStart, init: InitialWeights | None) -> None:
     run.journal.write()
     run.swaps = journal.swaps(run.journal.records)
     run.tracker = run.config.track.build(
-        directory, run.config.run.name, plain(begun.cfg), resume_step=None if start is None else start.step
+        directory,
+        run.config.run.name,
+        plain(begun.cfg),
+        resume_step=None if start is None else start.step,
     )
     if start is not None:
         for what in (*(f"{directory / METRICS}: {each}" for each in found), *lost):
@@ -256,7 +325,9 @@ def begin(run: Run, begun: RunStart, init: InitialWeights | None) -> None:
             run.tracker.log_event(start.step + 1, "metrics mended", {"found": [*found, *lost]})
         changed = {key: f"{old} → {new}" for key, (old, new) in record.get("changed", {}).items()}
         run.tracker.log_event(
-            start.step + 1, "resume", {"from": start.path.name, **({"changed": changed} if changed else {})}
+            start.step + 1,
+            "resume",
+            {"from": start.path.name, **({"changed": changed} if changed else {})},
         )
         if rewind is not None:
             run.tracker.log_event(start.step + 1, "rewind", rewind.record)
@@ -267,13 +338,26 @@ def begin(run: Run, begun: RunStart, init: InitialWeights | None) -> None:
 
 
 def _say_other_bits(records: Sequence[Record], now: Mapping[str, Any], *, on_cpu: bool) -> None:
-    """Warn where what ran last had threads, a processor or libraries with which sums have another order."""
-    ran_on = [environment for record in records if isinstance(environment := record.values.get("environment"), dict)]
+    """Warn where what ran last had threads, a processor or libraries with which sums have another
+    order.
+    """
+    ran_on = [
+        environment
+        for record in records
+        if isinstance(environment := record.values.get("environment"), dict)
+    ]
     if not ran_on or not (changed := differences(ran_on[-1], now, on_cpu=on_cpu)):
         return
     threads = ran_on[-1].get("threads")
-    cure = f"; train.threads={threads} keeps the threads" if any(c.startswith("threads ") for c in changed) else ""
-    _log.warning("the run goes on, and not in the same bits as without a stop: %s%s", ", ".join(changed), cure)
+    if any(c.startswith("threads ") for c in changed):
+        cure = f"; train.threads={threads} keeps the threads"
+    else:
+        cure = ""
+    _log.warning(
+        "the run goes on, and not in the same bits as without a stop: %s%s",
+        ", ".join(changed),
+        cure,
+    )
 
 
 def abandon_later(run: Run, *, even_if_none: bool = False) -> None:
@@ -287,11 +371,15 @@ def abandon_later(run: Run, *, even_if_none: bool = False) -> None:
     Raises:
         UserError: it could not be written.
     """
-    newest = run.world.of_lead(checkpoint.steps(run.directory / run_directory.CHECKPOINTS)[-1] if run.world.lead else 0)
+    newest = run.world.of_lead(
+        checkpoint.steps(run.directory / run_directory.CHECKPOINTS)[-1] if run.world.lead else 0
+    )
     if not even_if_none:
         if newest <= run.step:
             return
-        _log.warning("steps %d–%d are abandoned; run.name=… would have kept them", run.step, newest - 1)
+        _log.warning(
+            "steps %d–%d are abandoned; run.name=… would have kept them", run.step, newest - 1
+        )
     begun = run.saver.begin(proven=True)
     with run.world.together():
         if not run.world.lead:
@@ -299,17 +387,31 @@ def abandon_later(run: Run, *, even_if_none: bool = False) -> None:
         run.saver.wait()
         outcomes = run.saver.outcomes()
         if not begun or not outcomes or not outcomes[-1].written:
-            why = next((o.problem or f"{o.bad} is not finite" for o in reversed(outcomes)), "it is not written in time")
+            why = next(
+                (o.problem or f"{o.bad} is not finite" for o in reversed(outcomes)),
+                "it is not written in time",
+            )
             run.saver.close()
             raise UserError(f"resume_step={run.step}: the later steps cannot be abandoned: {why}")
 
 
-def _start_record(begun: RunStart, init: InitialWeights | None, records: Sequence[Record]) -> dict[str, Any]:
-    """Record of this start for the journal: event, step, origin, changes since `records`, which are logged."""
-    cfg, start = plain(begun.cfg), begun.checkpoint
+def _start_record(
+    begun: RunStart, init: InitialWeights | None, records: Sequence[Record]
+) -> dict[str, Any]:
+    """Record of this start for the journal: event, step, origin, changes since `records`, which are
+    logged.
+    """
+    cfg = plain(begun.cfg)
+    start = begun.checkpoint
     if start is None:
-        record: dict[str, Any] = {"event": "start" if init is None else "init", "step": 0, "config": cfg}
-        return record if init is None else record | {"from": str(init.path)}
+        record: dict[str, Any] = {
+            "event": "start" if init is None else "init",
+            "step": 0,
+            "config": cfg,
+        }
+        if init is None:
+            return record
+        return record | {"from": str(init.path)}
     record = {"event": "resume", "step": start.step, "from": start.path.name}
     if begun.branching:
         record |= {"event": "branch", "from": str(start.path)}

@@ -1,9 +1,10 @@
-"""What the bits of a run depend on besides its configuration: threads, the kind of processor, versions of libraries.
+"""What the bits of a run depend on besides its configuration: threads, the kind of processor,
+versions of libraries.
 
-torch's products on CPUs divide their sums over the threads, and take other kernels on other instruction sets; sums of
-floats depend on their order. All results are equally exact, and training amplifies the differences: runs with one and
-with two threads differ after some steps as runs with two seeds do. So a run goes on in every bit only where these are
-the same.
+torch's products on CPUs divide their sums over the threads, and take other kernels on other
+instruction sets; sums of floats depend on their order. All results are equally exact, and training
+amplifies the differences: runs with one and with two threads differ after some steps as runs with
+two seeds do. So a run goes on in every bit only where these are the same.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,13 +17,22 @@ _INSTRUCTIONS = ("avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "avx10_2"
 """Capabilities beside the vector width that choose the kernels of products."""
 _ON_CPUS = ("threads", "cpu", "instructions")
 """Keys of a run's environment (`host.environment`) that its bits on a CPU depend on."""
-_LIBRARIES = ("torch", "numpy", "transformer_engine", "triton", "liger-kernel", "mamba-ssm", "causal-conv1d")
+_LIBRARIES = (
+    "torch",
+    "numpy",
+    "transformer_engine",
+    "triton",
+    "liger-kernel",
+    "mamba-ssm",
+    "causal-conv1d",
+)
 
 
 @contextmanager
 def computing_threads(count: int | None) -> Iterator[None]:
-    """Inside, torch computes with `count` threads on CPUs, as fp4train's own kernels do; None: with as many as it does
-    anyway."""
+    """Inside, torch computes with `count` threads on CPUs, as fp4train's own kernels do; None: with
+    as many as it does anyway.
+    """
     before = torch.get_num_threads()
     if count is not None:
         torch.set_num_threads(count)
@@ -34,22 +44,27 @@ def computing_threads(count: int | None) -> Iterator[None]:
 
 
 def instructions() -> str:
-    """The instruction set for which torch chooses its kernels on this CPU, such as "AVX512 avx512_bf16 amx_bf16"."""
+    """The instruction set for which torch chooses its kernels on this CPU, such as "AVX512
+    avx512_bf16 amx_bf16".
+    """
     width: str = torch.backends.cpu.get_cpu_capability()
     capabilities = torch.cpu.get_capabilities()
     return " ".join((width, *(name for name in _INSTRUCTIONS if capabilities.get(name))))
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], *, on_cpu: bool) -> list[str]:
-    """What of two environments of one run makes its bits others, such as "threads 2 → 1". What one of the two does not
-    say counts as equal.
+    """What of two environments of one run makes its bits others, such as "threads 2 → 1". What one
+    of the two does not say counts as equal.
 
     Args:
         on_cpu: the run computes on a CPU; on a GPU its threads and the host's CPU change nothing.
     """
     keys = ("device", *_ON_CPUS) if on_cpu else ("device",)
     pairs = [(key, before.get(key), now.get(key)) for key in keys]
-    old, new = before.get("versions"), now.get("versions")
+    old = before.get("versions")
+    new = now.get("versions")
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         pairs += [(name, old.get(name), new.get(name)) for name in _LIBRARIES]
-    return [f"{name} {a} → {b}" for name, a, b in pairs if a is not None and b is not None and a != b]
+    return [
+        f"{name} {a} → {b}" for name, a, b in pairs if a is not None and b is not None and a != b
+    ]

@@ -1,4 +1,6 @@
-"""Building of a run from its configuration: data, model, plan, optimizer, checkpoint, tracker, run directory."""
+"""Building of a run from its configuration: data, model, plan, optimizer, checkpoint, tracker, run
+directory.
+"""
 
 import logging
 import secrets
@@ -70,11 +72,13 @@ def build_model(config: Config, vocab_size: int, device: torch.device) -> nn.Mod
     with torch.random.fork_rng(devices=[]):
         whole = None
         if not meta:
-            with suppress(RuntimeError):  # it reads values of tensors while it is built: its size is not known before
+            # it reads values of tensors while it is built: its size is not known before
+            with suppress(RuntimeError):
                 whole = checks.check_memory(_built(config, vocab_size, "meta"))
         torch.manual_seed(config.run.seed)
         with _logging_progress("building the model", whole):
-            # Drawn on the CPU whatever the device, so that a seed gives the same weights everywhere.
+            # Drawn on the CPU whatever the device, so that a seed gives the same weights
+            # everywhere.
             model = _built(config, vocab_size, "meta" if meta else "cpu")
     with _logging_progress("converting its linear layers", whole):
         model = convert(model.to(device), backend=config.backend)
@@ -92,7 +96,8 @@ def _built(config: Config, vocab_size: int, device: str) -> nn.Module:
 
 @contextmanager
 def _logging_progress(doing: str, whole: int | None) -> Iterator[None]:
-    """Log every few seconds how many parameters were registered since this began, and how long the rest will take.
+    """Log every few seconds how many parameters were registered since this began, and how long the
+    rest will take.
 
     Args:
         doing: "building the model".
@@ -126,7 +131,9 @@ def build_timeline(config: Config, directory: Path | None = None) -> Timeline:
 
     for name, phase in config.phases.items():
         if phase.step(steps, cooldown) is None:
-            _log.warning("phase %s never starts: %s has no cooldown", name, type(config.schedule).__name__)
+            _log.warning(
+                "phase %s never starts: %s has no cooldown", name, type(config.schedule).__name__
+            )
 
     def order(phase: Any) -> int:
         step = phase.step(steps, cooldown)
@@ -159,8 +166,9 @@ def build_plan(
         stages: of a pipeline.
 
     Raises:
-        UserError: a pattern of the policy matches no layer, `backend` cannot run a recipe on `device` or over so many
-            stages, or steps are to be recorded and a recipe depends on the host.
+        UserError: a pattern of the policy matches no layer, `backend` cannot run a recipe on
+            `device` or over so many stages, or steps are to be recorded and a recipe depends on the
+            host.
     """
     tokens = config.train.rows(data_ranks) * config.train.seq_len
     with user_errors(ValueError):
@@ -179,9 +187,11 @@ def build_plan(
 
 
 def build(begun: RunStart, world: World | None = None) -> Run:
-    """Everything that `train` needs. The run directory must be locked by the caller, of several ranks by the lead.
+    """Everything that `train` needs. The run directory must be locked by the caller, of several
+    ranks by the lead.
 
-    What it may hold is replaced only after data, model and plan turned out to be possible, on every rank.
+    What it may hold is replaced only after data, model and plan turned out to be possible, on every
+    rank.
 
     Args:
         world: the ranks; None: this process alone.
@@ -189,8 +199,12 @@ def build(begun: RunStart, world: World | None = None) -> Run:
     Raises:
         UserError: something that the user can mend; the message says what.
     """
-    config, start, source, branching = begun.config, begun.checkpoint, begun.source, begun.branching
-    directory, world = config.run.dir, world or World(device=choose_device(config.device))
+    config = begun.config
+    start = begun.checkpoint
+    source = begun.source
+    branching = begun.branching
+    directory = config.run.dir
+    world = world or World(device=choose_device(config.device))
     with world.together():  # all that is only read
         checks.check_cut(config, world.mesh)
         _ = begun.text  # refused where it is too long to be read again
@@ -204,16 +218,25 @@ def build(begun: RunStart, world: World | None = None) -> Run:
                 begun = replace(begun, swap=None)  # the same command again: that swap is on record
             else:
                 timeline = with_swap(timeline, wanted)
-        init = load_init(config, world.ranks) if start is None else None
+        if start is None:
+            init = load_init(config, world.ranks)
+        else:
+            init = None
         checks.warn_of_schedule(config)
         overwriting = config.run.overwrite and (start is None or branching)
-        identity = None if overwriting else run_directory.identity(directory)
+        if overwriting:
+            identity = None
+        else:
+            identity = run_directory.identity(directory)
         if start is None and not overwriting:
             run_directory.check_restart(directory)
         elif start is not None and not branching:
             identity = identity or identity_of(start)
     origin = source if init is None else init.run
-    place = directory / run_directory.ASIDE if overwriting or init is not None else directory
+    if overwriting or init is not None:
+        place = directory / run_directory.ASIDE
+    else:
+        place = directory
     with ExitStack() as stack:
         with world.together():
             if world.lead:
@@ -240,8 +263,13 @@ def build(begun: RunStart, world: World | None = None) -> Run:
                 run_directory.start_over(directory)
             if world.lead and place != directory:
                 run_directory.copy_files(place, directory, run_directory.TOKENIZER)
-    scale = checks.scale_warnings(config, run.model) if start is None and run.pipeline is None else []
-    for warning in filter(None, (*scale, *checks.plan_warnings(run.plan), checks.divided_blocks(run.plan))):
+    if start is None and run.pipeline is None:
+        scale = checks.scale_warnings(config, run.model)
+    else:
+        scale = []
+    for warning in filter(
+        None, (*scale, *checks.plan_warnings(run.plan), checks.divided_blocks(run.plan))
+    ):
         _log.warning("%s", warning)
     with world.together():
         if world.lead:
@@ -256,7 +284,9 @@ def build(begun: RunStart, world: World | None = None) -> Run:
     return run
 
 
-def assemble(config: Config, place: Path, timeline: Timeline, world: World, *, drawn: bool = True) -> Run:
+def assemble(
+    config: Config, place: Path, timeline: Timeline, world: World, *, drawn: bool = True
+) -> Run:
     """A run at step 0 that no file knows of yet but its tokenizer's, in `place`.
 
     Args:
@@ -265,7 +295,8 @@ def assemble(config: Config, place: Path, timeline: Timeline, world: World, *, d
     Raises:
         UserError: data, model or plan are not possible.
     """
-    # The lead tokenises what no cache holds; then one rank of each other machine, whose cache may be its own.
+    # The lead tokenises what no cache holds; then one rank of each other machine, whose cache may
+    # be its own.
     data = world.in_turns(lambda: config.data.build(place, config.train.seq_len, config.run.seed))
     fingerprint = data.fingerprint
     if world.size > 1:
@@ -280,20 +311,34 @@ def assemble(config: Config, place: Path, timeline: Timeline, world: World, *, d
         layers = find_layers(model)
         by_block, besides = multiplied(model, find_blocks(model), config.train.seq_len)
         mesh = world.mesh
-        plan = build_plan(config, layers, timeline, Device.of(world.device), mesh.data, stages=mesh.pipeline)
+        plan = build_plan(
+            config, layers, timeline, Device.of(world.device), mesh.data, stages=mesh.pipeline
+        )
         checks.check_oscillation(config, plan)
-        cut = None if world.mesh.pipeline == 1 else inspect(model, config, layers)
+        if world.mesh.pipeline == 1:
+            cut = None
+        else:
+            cut = inspect(model, config, layers)
         loaders = {
-            name: Loader(tokens, batch_size=config.train.batch_size, seq_len=config.train.seq_len, seed=seed)
-            # The validation sequences are the same for every seed, so that the losses of seeds compare.
-            for name, tokens, seed in (("train", data.train, config.run.seed), ("val", data.val, VALIDATION_SEED))
+            name: Loader(
+                tokens, batch_size=config.train.batch_size, seq_len=config.train.seq_len, seed=seed
+            )
+            # The validation sequences are the same for every seed, so that the losses of seeds
+            # compare.
+            for name, tokens, seed in (
+                ("train", data.train, config.run.seed),
+                ("val", data.val, VALIDATION_SEED),
+            )
         }
     for each in model.modules():
         if isinstance(each, PlannedLayer):
             sums = config.train.rows(mesh.data) < config.train.batch_size
             each.sum_gradients(sums, in_product=config.train.kernels != "torch")
     whole = model
-    pipeline = None if cut is None else cut_stages(model, *cut, config.parallel, world, config.train.seq_len)
+    if cut is None:
+        pipeline = None
+    else:
+        pipeline = cut_stages(model, *cut, config.parallel, world, config.train.seq_len)
     if pipeline is not None:
         model = pipeline.model
     if world.size > 1:
@@ -302,7 +347,10 @@ def assemble(config: Config, place: Path, timeline: Timeline, world: World, *, d
             distribute(part, world, gather, config.parallel.reduce)
     if deferred:
         with world.together(), user_errors(ValueError, before="the weights cannot be drawn: "):
-            draw = getattr(config.model, "draw", "torch") if drawn else None
+            if drawn:
+                draw = getattr(config.model, "draw", "torch")
+            else:
+                draw = None
             materialise(model, world.device, seed=config.run.seed, draw=draw, whole=whole)
     with user_errors(ValueError):
         optimizer = config.optim.build(model)
@@ -336,7 +384,9 @@ def assemble(config: Config, place: Path, timeline: Timeline, world: World, *, d
 
 
 def equipped(run: Run) -> Run:
-    """`run`, new or a copy with other parts, with what writes its checkpoints, queues its steps, and follows them."""
+    """`run`, new or a copy with other parts, with what writes its checkpoints, queues its steps,
+    and follows them.
+    """
     run.saver = Saver(run, run.world.ranks)
     run.runner = EagerSteps(run)
     run.hooks = hooks(run)
@@ -349,7 +399,9 @@ def _keep_generation(config: Config, folder: Path, place: Path) -> None:
         keep_generation(folder, place)
 
 
-def inspect(model: nn.Module, config: Config, layers: Mapping[str, Layer]) -> tuple[StageCut, Inventory]:
+def inspect(
+    model: nn.Module, config: Config, layers: Mapping[str, Layer]
+) -> tuple[StageCut, Inventory]:
     """How a model is cut into stages, and what it holds before that.
 
     Raises:
@@ -360,12 +412,15 @@ def inspect(model: nn.Module, config: Config, layers: Mapping[str, Layer]) -> tu
         return cut, Inventory.of(model, config.optim.build(model), layers, tied_weights(model, cut))
 
 
-def _built_or_deferred(config: Config, vocab_size: int, world: World, drawn: bool) -> tuple[nn.Module, bool]:
+def _built_or_deferred(
+    config: Config, vocab_size: int, world: World, drawn: bool
+) -> tuple[nn.Module, bool]:
     """The model before it is cut over the ranks, and whether it gets memory and weights after that.
 
-    On several ranks a model is cut first and drawn then, so that none ever holds all of it; one that cannot be drawn in
-    parts is drawn whole. One whose weights are not `drawn` gets its memory then, too. What counters draw has the same
-    bits on every device, and is drawn on the GPU where there is one.
+    On several ranks a model is cut first and drawn then, so that none ever holds all of it; one
+    that cannot be drawn in parts is drawn whole. One whose weights are not `drawn` gets its memory
+    then, too. What counters draw has the same bits on every device, and is drawn on the GPU where
+    there is one.
     """
     on_a_gpu = world.device.type == "cuda" and getattr(config.model, "draw", "torch") == "counter"
     if world.size > 1 or not drawn or on_a_gpu:

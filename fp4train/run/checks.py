@@ -1,5 +1,6 @@
-"""Checks of a configuration and its plan before a run begins: errors where it is impossible, and warnings about valid
-but probably unintended settings."""
+"""Checks of a configuration and its plan before a run begins: errors where it is impossible, and
+warnings about valid but probably unintended settings.
+"""
 
 import logging
 import os
@@ -37,18 +38,22 @@ def check_memory(model: nn.Module) -> int:
     Raises:
         UserError: its weights are larger than the main memory of this machine.
     """
-    count, memory = sum(int(each.numel()) for each in model.parameters()), _main_memory()
+    count = sum(int(each.numel()) for each in model.parameters())
+    memory = _main_memory()
     if count * BYTES > memory:
         raise UserError(
-            f"{type(model).__name__} has {short(count)} parameters, which are drawn in main memory: "
-            f"{short(count * BYTES)}B of float32, and this machine has {short(memory)}B. Choose a smaller model, or "
+            f"{type(model).__name__} has {short(count)} parameters, which are drawn in main "
+            "memory: "
+            f"{short(count * BYTES)}B of float32, and this machine has {short(memory)}B. "
+            "Choose a smaller model, or "
             "share it between several ranks, each of which draws its part alone (docs/scale.md)"
         )
     return count
 
 
 def set_masks(model: Any, config: Config, borders: Borders) -> None:
-    """Let `model` attend within documents, and leave out targets that do not count, where this is asked for.
+    """Let `model` attend within documents, and leave out targets that do not count, where this is
+    asked for.
 
     Args:
         borders: the ids that divide documents.
@@ -59,18 +64,26 @@ def set_masks(model: Any, config: Config, borders: Borders) -> None:
     answers = getattr(config.data, "answers_only", False)
     if not config.train.document_mask and not answers:
         return
-    what = "data=chat" if answers else "train.document_mask=true"
+    if answers:
+        what = "data=chat"
+    else:
+        what = "train.document_mask=true"
     if not hasattr(model, "documents") or not hasattr(model, "masked"):
         raise UserError(
-            f"{what}: {type(model).__name__} has no `documents` and `masked` (fp4train.models.common.decoder)"
+            f"{what}: {type(model).__name__} has no `documents` and `masked` "
+            "(fp4train.models.common.decoder)"
         )
     if not borders:
         raise UserError(
-            f"{what}: token files without a tokenizer do not say which id ends a document: give data.end_id=…, or "
+            f"{what}: token files without a tokenizer do not say which id ends a document: "
+            "give data.end_id=…, or "
             "data.begin_id=… where an id begins each"
         )
     if borders.begin is not None and not hasattr(model, "begins"):
-        raise UserError(f"data.begin_id: {type(model).__name__} has no `begins` (fp4train.models.common.decoder)")
+        raise UserError(
+            f"data.begin_id: {type(model).__name__} has no `begins` "
+            "(fp4train.models.common.decoder)"
+        )
     model.documents = borders.end
     model.masked = answers
     if borders.begin is not None:
@@ -78,34 +91,49 @@ def set_masks(model: Any, config: Config, borders: Borders) -> None:
 
 
 def check_cut(config: Config, mesh: Mesh) -> None:
-    """Raises UserError where a batch cannot be cut into equal microbatches on equal ranks, enough for a pipeline, or
-    where something needs whole what the ranks share."""
-    batch, ranks, rows = config.train.batch_size, mesh.data, config.train.microbatch
+    """Raises UserError where a batch cannot be cut into equal microbatches on equal ranks, enough
+    for a pipeline, or where something needs whole what the ranks share.
+    """
+    batch = config.train.batch_size
+    ranks = mesh.data
+    rows = config.train.microbatch
     if batch % (ranks * (rows or 1)):
-        each = "" if rows is None else f" × train.microbatch={rows}"
+        if rows is None:
+            each = ""
+        else:
+            each = f" × train.microbatch={rows}"
         raise UserError(
-            f"train.batch_size={batch} is not divisible by {ranks} data ranks{each}: every rank must have the same "
+            f"train.batch_size={batch} is not divisible by {ranks} data ranks{each}: every "
+            "rank must have the same "
             "number of sequences and microbatches"
         )
     sequences = config.train.rows(ranks)
     if config.parallel.sp and sequences * config.train.seq_len % mesh.tensor:
         raise UserError(
-            f"the {sequences * config.train.seq_len} tokens of a microbatch cannot be shared by parallel.tp="
-            f"{mesh.tensor} ranks: choose another train.microbatch or train.seq_len, or parallel.sp=false"
+            f"the {sequences * config.train.seq_len} tokens of a microbatch cannot be shared "
+            "by parallel.tp="
+            f"{mesh.tensor} ranks: choose another train.microbatch or train.seq_len, or "
+            "parallel.sp=false"
         )
-    if (config.train.document_mask or getattr(config.data, "answers_only", False)) and mesh.pipeline > 1:
+    if (
+        config.train.document_mask or getattr(config.data, "answers_only", False)
+    ) and mesh.pipeline > 1:
         raise UserError(
-            "train.document_mask and data=chat: later stages of a pipeline see no tokens, so they know no documents: "
+            "train.document_mask and data=chat: later stages of a pipeline see no tokens, so "
+            "they know no documents: "
             f"parallel.pp={mesh.pipeline} is not possible with it"
         )
     if config.eval.errors_every and mesh.tensor > 1:
         raise UserError(
-            f"eval.errors_every={config.eval.errors_every} measures whole operands, and parallel.tp={mesh.tensor} "
-            "leaves none on any rank: eval.errors_every=0, or measure a checkpoint on one rank (fp4train sensitivity)"
+            f"eval.errors_every={config.eval.errors_every} measures whole operands, and "
+            f"parallel.tp={mesh.tensor} "
+            "leaves none on any rank: eval.errors_every=0, or measure a checkpoint on one "
+            "rank (fp4train sensitivity)"
         )
     if config.oscillation.every and mesh.shard * mesh.tensor * mesh.pipeline > 1:
         raise UserError(
-            f"oscillation.every={config.oscillation.every}: weights are watched whole, and this run cuts them over "
+            f"oscillation.every={config.oscillation.every}: weights are watched whole, and "
+            "this run cuts them over "
             "ranks; use parallel.dp_shard=1 with dp_replicate, or leave it out"
         )
     if (reason := getattr(config.optim, "needs_whole", None)) and mesh.shard * mesh.tensor > 1:
@@ -124,7 +152,9 @@ def check_oscillation(config: Config, plan: Plan) -> None:
     reasons = {why_not(spec) for spec in specs if spec is not None}
     if reasons and None not in reasons:  # a run in high precision may have it: it is one of a sweep
         why = "; ".join(sorted(filter(None, reasons)))
-        raise UserError(f"oscillation.every={settings.every} would reset nothing: {why}; leave it out")
+        raise UserError(
+            f"oscillation.every={settings.every} would reset nothing: {why}; leave it out"
+        )
 
 
 def learning_rate(config: Config, step: int) -> float:
@@ -133,15 +163,19 @@ def learning_rate(config: Config, step: int) -> float:
 
 
 def rate_jump(before: Config, after: Config, step: int) -> str | None:
-    """Jump of the learning rate where a run whose cooldown had begun goes on at `step`, in words; None: it falls on."""
+    """Jump of the learning rate where a run whose cooldown had begun goes on at `step`, in words;
+    None: it falls on.
+    """
     cooldown = before.schedule.cooldown_start(before.train.steps)
     if cooldown is None or step <= cooldown:
         return None
-    old, new = learning_rate(before, step - 1), learning_rate(after, step)
+    old = learning_rate(before, step - 1)
+    new = learning_rate(after, step)
     if new <= 1.05 * old:
         return None
     return (
-        f"the learning rate goes up from {old:.3g} (step {step - 1}, in the cooldown that began at step {cooldown}) to "
+        f"the learning rate goes up from {old:.3g} (step {step - 1}, in the cooldown that "
+        f"began at step {cooldown}) to "
         f"{new:.3g} (step {step})"
     )
 
@@ -153,7 +187,10 @@ def before_cooldown(run: Path, config: Config) -> str:
         return ""
     kept = [step for step in checkpoint.steps(run / run_directory.CHECKPOINTS) if step <= cooldown]
     if not kept:
-        return "no checkpoint from before the cooldown is kept (checkpoint.every, checkpoint.keep_before_cooldown)"
+        return (
+            "no checkpoint from before the cooldown is kept (checkpoint.every, "
+            "checkpoint.keep_before_cooldown)"
+        )
     return f"from before the cooldown: resume={run} resume_step={kept[-1]} train.steps=… run.name=…"
 
 
@@ -165,13 +202,17 @@ def scale_warnings(config: Config, model: nn.Module) -> list[str]:
     found = []
     if parameters > LARGE and tokens < parameters and config.init is None:
         found.append(
-            f"{short(parameters)} parameters learn {short(tokens)} tokens, {tokens / parameters:.2g} for each, and "
+            f"{short(parameters)} parameters learn {short(tokens)} tokens, "
+            f"{tokens / parameters:.2g} for each, and "
             f"about 20 are usual (train.steps, train.batch_size, train.seq_len){presets}"
         )
-    reads_bytes = isinstance(getattr(config.data, "tokenizer", None), Bytes) and not isinstance(config.data, Dna)
+    reads_bytes = isinstance(getattr(config.data, "tokenizer", None), Bytes) and not isinstance(
+        config.data, Dna
+    )
     if parameters > READS_BYTES and reads_bytes:
         found.append(
-            f"a model of {short(parameters)} parameters reads bytes: data/tokenizer=gpt_neox, bpe or pretrained gives "
+            f"a model of {short(parameters)} parameters reads bytes: data/tokenizer=gpt_neox, "
+            "bpe or pretrained gives "
             f"it words{presets}"
         )
     return found
@@ -183,40 +224,54 @@ def plan_warnings(plan: Plan) -> list[str]:
 
 
 def nothing_quantised(plan: Plan) -> str | None:
-    """The warning of a run one of whose recipes quantises while its plan does not; None: all is well."""
-    recipes = list(dict.fromkeys(stretch.recipe.name for stretch in plan.stretches if stretch.recipe.quantised))
+    """The warning of a run one of whose recipes quantises while its plan does not; None: all is
+    well.
+    """
+    recipes = list(
+        dict.fromkeys(stretch.recipe.name for stretch in plan.stretches if stretch.recipe.quantised)
+    )
     if not recipes or plan.quantised:
         return None
     return (
-        f"nothing is quantised: no layer follows the recipe {recipes[0]}, all of them are kept in high precision "
+        f"nothing is quantised: no layer follows the recipe {recipes[0]}, all of them are "
+        "kept in high precision "
         "(policy.first, policy.last, policy.keep; the plan gives the reason of each layer)"
     )
 
 
 def never_chosen(plan: Plan) -> str | None:
-    """The warning of a run that ends before the outlier channels of a recipe are chosen; None: all is well."""
+    """The warning of a run that ends before the outlier channels of a recipe are chosen; None: all
+    is well.
+    """
     having = [stretch for stretch in plan.stretches if stretch.split is not None]
     if not having or any(part.outliers for stretch in having for part in stretch.layers.values()):
         return None
-    outliers, last = having[-1].recipe.outliers, having[-1].stop
+    outliers = having[-1].recipe.outliers
+    last = having[-1].stop
     assert outliers is not None
     return (
-        f"outlier channels are never chosen: {outliers.steps} steps are recorded from step {outliers.start} on, and "
-        f"{having[-1].recipe.name} ends after step {last - 1}; all channels are multiplied together (outliers.start, "
+        f"outlier channels are never chosen: {outliers.steps} steps are recorded from step "
+        f"{outliers.start} on, and "
+        f"{having[-1].recipe.name} ends after step {last - 1}; all channels are multiplied "
+        "together (outliers.start, "
         "outliers.steps)"
     )
 
 
 def divided_blocks(plan: Plan) -> str | None:
-    """The warning of a run whose tensor-parallel ranks quantise less than one rank would; None: all is well."""
+    """The warning of a run whose tensor-parallel ranks quantise less than one rank would; None: all
+    is well.
+    """
     layers = {name: part for stretch in plan.stretches for name, part in stretch.layers.items()}
     cut = [(name, gemm) for name, part in layers.items() for gemm in part.gemms if gemm.divided]
     if not cut:
         return None
     name, gemm = cut[0]
     return (
-        f"parallel.tp keeps GEMMs of {len({name for name, _ in cut})} of {len(layers)} layers in high precision that "
-        f"one rank quantises, and the loss is not that of one rank ({name} {gemm.name}: {gemm.why}); the plan names "
+        f"parallel.tp keeps GEMMs of {len({name for name, _ in cut})} of {len(layers)} layers "
+        "in high precision that "
+        f"one rank quantises, and the loss is not that of one rank ({name} {gemm.name}: "
+        f"{gemm.why}); the plan names "
         "them: take fewer tensor-parallel ranks, or a wider model"
     )
 
@@ -230,7 +285,12 @@ def warn_of_schedule(config: Config) -> None:
     for name, phase in config.phases.items():
         start = phase.step(steps, cooldown)
         if start is not None and start >= steps:
-            _log.warning("phase %s never starts: its first step would be %d of a run of %d", name, start, steps)
+            _log.warning(
+                "phase %s never starts: its first step would be %d of a run of %d",
+                name,
+                start,
+                steps,
+            )
 
 
 def _main_memory() -> int:
@@ -244,4 +304,6 @@ def short(number: float) -> str:
         if number < 999.5 or prefix == "P":
             break
         number /= 1000
-    return f"{number:,.3g} {prefix}".rstrip() if number < 999.5 else f"{number:,.0f} {prefix}"
+    if number < 999.5:
+        return f"{number:,.3g} {prefix}".rstrip()
+    return f"{number:,.0f} {prefix}"

@@ -1,12 +1,14 @@
-"""A run that repeats its bits: the seeds of a model's own random numbers, and `train.deterministic=true`.
+"""A run that repeats its bits: the seeds of a model's own random numbers, and
+`train.deterministic=true`.
 
-Operands that are rounded stochastically draw by counter (`quantize/random.py`). Only a model's own operations, as
-dropout, read torch's generator, which every step seeds anew.
+Operands that are rounded stochastically draw by counter (`quantize/random.py`). Only a model's own
+operations, as dropout, read torch's generator, which every step seeds anew.
 
-On a CPU runs repeat to the bit anyway. On a GPU three things do not by default: torch's operations that add by atomics,
-the backward pass of flash attention, and cuBLAS, which may share one workspace between streams. What is set here is
-what PyTorch's notes on reproducibility and torchtitan (distributed/utils.py) set. fp4train's own kernels need nothing:
-their only atomic is an integer maximum.
+On a CPU runs repeat to the bit anyway. On a GPU three things do not by default: torch's operations
+that add by atomics, the backward pass of flash attention, and cuBLAS, which may share one workspace
+between streams. What is set here is what PyTorch's notes on reproducibility and torchtitan
+(distributed/utils.py) set. fp4train's own kernels need nothing: their only atomic is an integer
+maximum.
 """
 
 from __future__ import annotations
@@ -33,21 +35,24 @@ WORKSPACES = (":4096:8", ":16:8")
 
 
 def seed_model(run: Run) -> None:
-    """Seed a model's own random numbers (dropout): they depend on the step and the rank's part of batch and model
-    alone, so that a resumed run draws the same ones."""
+    """Seed a model's own random numbers (dropout): they depend on the step and the rank's part of
+    batch and model alone, so that a resumed run draws the same ones.
+    """
     place = run.world.data_rank * RANK_SPREAD + run.world.stage * STAGE_SPREAD
     torch.manual_seed((run.config.run.seed * 1_000_003 + run.step + place) % 2**63)
 
 
 @contextmanager
 def determinism(wanted: bool) -> Iterator[None]:
-    """Inside, a run repeats to the bit on the same GPU, torch and number of ranks; afterwards all is as before.
+    """Inside, a run repeats to the bit on the same GPU, torch and number of ranks; afterwards all
+    is as before.
 
-    Attention takes the flash kernel, whose backward has a deterministic mode, or torch's plain one. An operation that
-    has no deterministic form raises torch's error, which names it.
+    Attention takes the flash kernel, whose backward has a deterministic mode, or torch's plain one.
+    An operation that has no deterministic form raises torch's error, which names it.
 
     Raises:
-        UserError: cuBLAS runs already, or is told to use workspaces with which it does not repeat itself.
+        UserError: cuBLAS runs already, or is told to use workspaces with which it does not repeat
+            itself.
     """
     if not wanted:
         yield
@@ -58,24 +63,37 @@ def determinism(wanted: bool) -> Iterator[None]:
     cuda: Any = torch.backends.cuda
     memory: Any = torch.utils.deterministic
     matmul = cuda.matmul
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    fills, benchmarks = memory.fill_uninitialized_memory, torch.backends.cudnn.benchmark
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    fills = memory.fill_uninitialized_memory
+    benchmarks = torch.backends.cudnn.benchmark
     attention = cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled()
-    reduced = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction
+    reduced = (
+        matmul.allow_bf16_reduced_precision_reduction,
+        matmul.allow_fp16_reduced_precision_reduction,
+    )
     torch.use_deterministic_algorithms(True)
     memory.fill_uninitialized_memory = False
     torch.backends.cudnn.benchmark = False
     cuda.enable_mem_efficient_sdp(False)
     cuda.enable_cudnn_sdp(False)
-    matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = False
+    matmul.allow_bf16_reduced_precision_reduction = (
+        matmul.allow_fp16_reduced_precision_reduction
+    ) = False
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        memory.fill_uninitialized_memory, torch.backends.cudnn.benchmark = fills, benchmarks
+        memory.fill_uninitialized_memory = fills
+        torch.backends.cudnn.benchmark = benchmarks
         cuda.enable_mem_efficient_sdp(attention[0])
         cuda.enable_cudnn_sdp(attention[1])
-        matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction = reduced
+        (
+            matmul.allow_bf16_reduced_precision_reduction,
+            matmul.allow_fp16_reduced_precision_reduction,
+        ) = reduced
 
 
 def _set_workspace() -> None:
@@ -85,7 +103,8 @@ def _set_workspace() -> None:
         os.environ[CUBLAS] = WORKSPACES[0]
     elif given is None:
         raise UserError(
-            f"train.deterministic=true: the GPU is in use already; start the process with {CUBLAS}={WORKSPACES[0]}"
+            "train.deterministic=true: the GPU is in use already; start the process with "
+            f"{CUBLAS}={WORKSPACES[0]}"
         )
     elif given not in WORKSPACES:
         raise UserError(

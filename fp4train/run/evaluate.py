@@ -1,6 +1,7 @@
 """Validation: the same sequences in high precision and in the recipe, each computed by one rank.
 
-Both are applied plans: that of the stretch, and that of its GEMMs in high precision, which the run resolves once.
+Both are applied plans: that of the stretch, and that of its GEMMs in high precision, which the run
+resolves once.
 """
 
 import logging
@@ -28,11 +29,13 @@ def evaluate(run: Run, stretch: PlannedStretch) -> Values:
 
 
 def microbatch_losses(run: Run, stretch: PlannedStretch) -> tuple[list[float], list[float]]:
-    """The loss of each microbatch of the validation batches, in high precision, and in the recipe of `stretch`, whose
-    plan the layers have afterwards."""
+    """The loss of each microbatch of the validation batches, in high precision, and in the recipe
+    of `stretch`, whose plan the layers have afterwards.
+    """
     batches = min(run.config.eval.batches, max(1, run.val_data.batches_per_epoch))
     starts = range(0, batches * run.config.train.batch_size, run.rows)
-    high, found = run.in_high_precision(stretch), []
+    high = run.in_high_precision(stretch)
+    found = []
     run.model.eval()
     with torch.no_grad():
         for each in (stretch,) if high is stretch else (high, stretch):
@@ -44,7 +47,10 @@ def microbatch_losses(run: Run, stretch: PlannedStretch) -> tuple[list[float], l
 
 def check_evaluation(run: Run, values: Mapping[str, float | str], recipe: str) -> None:
     """Raises NonFiniteError where a validation loss is not finite."""
-    for key, what in (("val/loss", "the validation loss"), ("val/loss_recipe", "the validation loss in the recipe")):
+    for key, what in (
+        ("val/loss", "the validation loss"),
+        ("val/loss_recipe", "the validation loss in the recipe"),
+    ):
         if not math.isfinite(value := float(values[key])):
             named = {f"weight {name}": p for name, p in run.model.named_parameters()}
             where = run.world.first(first_non_finite(named)) or "no weight: the evaluation itself"
@@ -58,7 +64,8 @@ def _losses(run: Run, recipe: Recipe, starts: Sequence[int]) -> list[float]:
     """
     found = torch.zeros(len(starts), device=run.device)
     own = range(run.world.data_rank, len(starts), run.world.mesh.data)
-    with run.world.together():  # no rank is left alone in a pass by another that cannot read its rows
+    # no rank is left alone in a pass by another that cannot read its rows
+    with run.world.together():
         factor = run.val_data.loss_factor(starts[0], len(starts) * run.rows)
         rows = [run.val_data.rows(starts[number], run.rows) for number in own]
     passes = (microbatch(run, recipe, *part) for part in rows)

@@ -1,7 +1,8 @@
-"""The load of experts over the ranks: after each step biases of routers follow it, and a run logs how even it is.
+"""The load of experts over the ranks: after each step biases of routers follow it, and a run logs
+how even it is.
 
-Loads are numbers of assignments, summed in float64: they are exact, so a bias moves alike on every rank, and alike for
-any number of ranks and microbatches.
+Loads are numbers of assignments, summed in float64: they are exact, so a bias moves alike on every
+rank, and alike for any number of ranks and microbatches.
 """
 
 from __future__ import annotations
@@ -24,12 +25,15 @@ class Routed(Protocol):
     """A model with routers, or a part of one: every part says so, whether it has routers or not."""
 
     def fp4train_routed(self) -> Tensor:
-        """A row per block of the whole model: assignments to each of its E experts, how many of them were dropped, the
-        sum over sequences of its loss of balance, and that of its z-loss; float64 [blocks, E + 3], since the last call.
+        """A row per block of the whole model: assignments to each of its E experts, how many of
+        them were dropped, the sum over sequences of its loss of balance, and that of its z-loss;
+        float64 [blocks, E + 3], since the last call.
         """
 
     def fp4train_even_out(self, loads_LE: Tensor, failed: Tensor) -> None:
-        """Move what balances the experts, given the load of the whole batch; not where bool [] `failed` is True."""
+        """Move what balances the experts, given the load of the whole batch; not where bool []
+        `failed` is True.
+        """
 
 
 def even_out(run: Run, step: Step) -> None:
@@ -60,7 +64,8 @@ def even_out(run: Run, step: Step) -> None:
         train = run.config.train
         if due(step.index + 1, run.config.eval.every, train.steps):
             listed = {
-                f"blocks.{row}": [round(x, 4) for x in each.tolist()] for row, each in zip(rows, loads, strict=True)
+                f"blocks.{row}": [round(x, 4) for x in each.tolist()]
+                for row, each in zip(rows, loads, strict=True)
             }
             run.tracker.log_event(step.index + 1, "expert load", listed)
         mean = found[:, count:].mean(0).float()

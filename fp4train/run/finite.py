@@ -11,10 +11,11 @@ from fp4train.shards import local
 
 
 def first_non_finite(tensors: Mapping[str, Tensor]) -> str | None:
-    """The name of the first tensor that holds a NaN or an infinity; None if all are finite. Of a tensor that is cut
-    over ranks this rank's part is looked at.
+    """The name of the first tensor that holds a NaN or an infinity; None if all are finite. Of a
+    tensor that is cut over ranks this rank's part is looked at.
 
-    Largest magnitudes, which a NaN makes NaN, a few fused kernels and one number brought to the host.
+    Largest magnitudes, which a NaN makes NaN, a few fused kernels and one number brought to the
+    host.
     """
     parts = {name: local(t.detach()) for name, t in tensors.items()}
     floating = {name: t for name, t in parts.items() if t.is_floating_point() and t.numel()}
@@ -23,7 +24,9 @@ def first_non_finite(tensors: Mapping[str, Tensor]) -> str | None:
     largest = torch._foreach_norm(list(floating.values()), torch.inf)
     if bool(torch.stack([each.float() for each in largest]).isfinite().all()):
         return None
-    return next(name for name, each in zip(floating, largest, strict=True) if not bool(each.isfinite()))
+    return next(
+        name for name, each in zip(floating, largest, strict=True) if not bool(each.isfinite())
+    )
 
 
 def finite_weights(model: nn.Module) -> bool:

@@ -1,5 +1,7 @@
-"""Kernels of what lies between the products of a model: torch's operators, Liger's, C kernels, or torch.compile's for
-blocks; and norms and gates whose results are quantised where they are made (`run/produced.py`)."""
+"""Kernels of what lies between the products of a model: torch's operators, Liger's, C kernels, or
+torch.compile's for blocks; and norms and gates whose results are quantised where they are made
+(`run/produced.py`).
+"""
 
 import importlib
 import logging
@@ -21,12 +23,14 @@ from fp4train.run.produced import producers_of, why_not_produced
 _log = logging.getLogger(__name__)
 
 COMPILED_VARIANTS = 64
-"""Graphs that blocks may need: training and evaluation, layers kept in high precision, operands that phases change."""
+"""Graphs that blocks may need: training and evaluation, layers kept in high precision, operands
+that phases change.
+"""
 
 
 def kernels_of(train: TrainSettings, device: str, *, elsewhere: bool = False) -> tuple[bool, str]:
-    """(Whether what lies between the products runs in Liger's kernels on devices of this type; a sentence that says
-    which kernels run it, and why.)
+    """(Whether what lies between the products runs in Liger's kernels on devices of this type; a
+    sentence that says which kernels run it, and why.)
 
     Args:
         elsewhere: on a machine that is not this one, which is taken to have the package.
@@ -40,21 +44,37 @@ def kernels_of(train: TrainSettings, device: str, *, elsewhere: bool = False) ->
     if _in_c(train, device):
         return False, f"The loss runs in torch's operators (train.kernels={train.kernels})."
     if (reason := None if elsewhere else liger.why_not(device)) is None:
-        what = "The loss runs" if train.compile else what.removesuffix(" in")
+        if train.compile:
+            what = "The loss runs"
+        else:
+            what = what.removesuffix(" in")
         return True, f"{what} in liger's kernels (train.kernels={train.kernels})."
     if train.kernels == "liger":
-        raise UserError(f"train.kernels=liger: {reason}; train.kernels=torch needs no other package")
-    return False, f"{what} torch's operators, not in liger's kernels: {reason} (train.kernels=auto)."
+        raise UserError(
+            f"train.kernels=liger: {reason}; train.kernels=torch needs no other package"
+        )
+    return (
+        False,
+        f"{what} torch's operators, not in liger's kernels: {reason} (train.kernels=auto).",
+    )
 
 
 def _in_c(train: TrainSettings, device: str) -> bool:
     """Whether C kernels make what they can; of compiled blocks the compiler does."""
-    return device == "cpu" and train.kernels == "auto" and not train.compile and cpu.unavailable() is None
+    return (
+        device == "cpu"
+        and train.kernels == "auto"
+        and not train.compile
+        and cpu.unavailable() is None
+    )
 
 
-def operations_in_c(model: nn.Module, train: TrainSettings, device: str, dtype: torch.dtype, tokens: int) -> list[str]:
-    """Sentences on the norms, gates and rotations that C kernels make in a pass of so many tokens, with activations of
-    `dtype`, and why they do not make others."""
+def operations_in_c(
+    model: nn.Module, train: TrainSettings, device: str, dtype: torch.dtype, tokens: int
+) -> list[str]:
+    """Sentences on the norms, gates and rotations that C kernels make in a pass of so many tokens,
+    with activations of `dtype`, and why they do not make others.
+    """
     if not _in_c(train, device):
         return []
     parts = (part for part in model.modules() if isinstance(part, Fusible))
@@ -62,29 +82,40 @@ def operations_in_c(model: nn.Module, train: TrainSettings, device: str, dtype: 
 
     def why_not(kind: str, width: int) -> str | None:
         if kind == "gate" and not on_cpu.whole_vectors(tokens * width):
-            return f"{tokens} tokens of {width} features do not fill the vectors of {torch.get_num_threads()} threads"
+            return (
+                f"{tokens} tokens of {width} features do not fill the vectors of "
+                f"{torch.get_num_threads()} threads"
+            )
         return on_cpu.why_not(kind, width, dtype)
 
     reasons = Counter(why_not(kind, width) for kind, width in operations)
     return [
         f"{count} norms, gates and rotations run in "
-        + ("C kernels, in the bits of torch's operators." if reason is None else f"torch's operators: {reason}.")
+        + (
+            "C kernels, in the bits of torch's operators."
+            if reason is None
+            else f"torch's operators: {reason}."
+        )
         for reason, count in reasons.items()
     ]
 
 
 def kernels_of_layers(model: nn.Module, device: str, *, deterministic: bool) -> list[str]:
-    """Sentences of a model's layers on the software that computes them on devices of this type, each once.
+    """Sentences of a model's layers on the software that computes them on devices of this type,
+    each once.
 
-    A layer that can take kernels of other software says so by `fp4train_kernels(device, deterministic)`.
+    A layer that can take kernels of other software says so by `fp4train_kernels(device,
+    deterministic)`.
     """
     asked = (getattr(module, "fp4train_kernels", None) for module in model.modules())
     return list(dict.fromkeys(says(device, deterministic) for says in asked if says))
 
 
 def fuse(model: nn.Module, train: TrainSettings, device: str) -> None:
-    """Liger's kernels, or C kernels, where `train.kernels` asks for them and they run; of compiled blocks the compiler
-    fuses. Norms and gates get what quantises their results, where the plan of a stretch allows it."""
+    """Liger's kernels, or C kernels, where `train.kernels` asks for them and they run; of compiled
+    blocks the compiler fuses. Norms and gates get what quantises their results, where the plan of a
+    stretch allows it.
+    """
     used, said = kernels_of(train, device)
     if _in_c(train, device):
         use(model, on_cpu.CpuOperators())
@@ -99,7 +130,9 @@ def fuse(model: nn.Module, train: TrainSettings, device: str) -> None:
 
 
 def compile_blocks(model: nn.Module, train: TrainSettings, device: torch.device) -> None:
-    """Let torch.compile have the blocks if it is to, each by itself: those that are alike share a graph."""
+    """Let torch.compile have the blocks if it is to, each by itself: those that are alike share a
+    graph.
+    """
     if not train.compile:
         return
     if device.type == "cpu":

@@ -1,7 +1,7 @@
 """`train.cuda_graph`: what records the steps of a run, and the reasons why some cannot be recorded.
 
-A CUDA graph repeats what the device was given. So a step is recorded only if nothing of what it gives the device
-depends on numbers that the host reads or counts.
+A CUDA graph repeats what the device was given. So a step is recorded only if nothing of what it
+gives the device depends on numbers that the host reads or counts.
 """
 
 from fp4train.errors import UserError
@@ -27,15 +27,21 @@ def check_graph(run: Run) -> None:
     Raises:
         UserError: it is not; the message says why, and what to do instead.
     """
-    config, optimizer = run.config, run.optimizer
+    config = run.config
+    optimizer = run.optimizer
     reason = None
     if run.device.type != "cuda":
         reason = f"it records the work of a GPU, and the run is on device={run.device.type}"
     elif run.world.size > 1:
         ranks = run.world.size
-        reason = f"steps of {ranks} ranks are not recorded: their collectives wait for each other on the host"
+        reason = (
+            f"steps of {ranks} ranks are not recorded: their collectives wait for each other on "
+            "the host"
+        )
     elif run.teacher is not None:
-        reason = "a teacher runs beside the model in every microbatch, and its passes are not recorded"
+        reason = (
+            "a teacher runs beside the model in every microbatch, and its passes are not recorded"
+        )
     elif run.train_data.tokens.scored is not None:
         reason = "the loss is divided by the answers of each batch, which the host counts"
     elif config.train.compile:
@@ -43,7 +49,10 @@ def check_graph(run: Run) -> None:
     elif not getattr(optimizer, "_step_supports_amp_scaling", False) or not all(
         group.get("fused") and "capturable" in group for group in optimizer.param_groups
     ):
-        reason = f"{type(config.optim).__name__} decides on the host; torch's fused optimizers (optim=adamw) do not"
+        reason = (
+            f"{type(config.optim).__name__} decides on the host; torch's fused optimizers "
+            "(optim=adamw) do not"
+        )
     if reason is not None:
         raise UserError(f"train.cuda_graph=true: {reason}. Or use train.cuda_graph=false")
 
@@ -65,6 +74,9 @@ def check_plan(plan: Plan) -> None:
 def why_not(stretch: PlannedStretch) -> str | None:
     """Why a step of `stretch` depends on the host; None if it can be recorded."""
     if stretch.recipe.loss_scaling is not None:
-        return f"recipe {stretch.recipe.name}: the host sets its loss scale from the gradients of the step before"
+        return (
+            f"recipe {stretch.recipe.name}: the host sets its loss scale from the gradients of "
+            "the step before"
+        )
     reasons = (executor_class(plan).why_no_graph(plan) for plan in stretch.layers.values())
     return next(filter(None, reasons), None)

@@ -1,14 +1,14 @@
-"""The device of a run, and its host process: Python's garbage collector, glibc's allocator, its memory, and the record
-of its machine.
+"""The device of a run, and its host process: Python's garbage collector, glibc's allocator, its
+memory, and the record of its machine.
 
-Collector. By default Python's cyclic collector runs whenever some hundreds of objects more were created than freed.
-Quantised layers create many small objects that live until backward, and the collections they cause took 5 % of an NVFP4
-step of the default run on a 2-core CPU. A training step leaves no tensor in a cycle, so nothing is lost by collecting
-between steps only.
+Collector. By default Python's cyclic collector runs whenever some hundreds of objects more were
+created than freed. Quantised layers create many small objects that live until backward, and the
+collections they cause took 5 % of an NVFP4 step of the default run on a 2-core CPU. A training step
+leaves no tensor in a cycle, so nothing is lost by collecting between steps only.
 
-Allocator. glibc returns large blocks to the system when they are freed, and the system zeroes the pages it hands out
-again: a fresh 32 MB tensor costs 14 ms of page faults, where writing it takes 2 ms. A training step frees and requests
-the same sizes over and over, so the process keeps them.
+Allocator. glibc returns large blocks to the system when they are freed, and the system zeroes the
+pages it hands out again: a fresh 32 MB tensor costs 14 ms of page faults, where writing it takes 2
+ms. A training step frees and requests the same sizes over and over, so the process keeps them.
 """
 
 from __future__ import annotations
@@ -41,13 +41,16 @@ STEPS: int = 10
 
 
 def choose_device(name: str, place: ProcessRank | None = None) -> torch.device:
-    """ "auto" is a GPU where there is one; of several ranks on a machine each takes the GPU of its number.
+    """ "auto" is a GPU where there is one; of several ranks on a machine each takes the GPU of its
+    number.
 
-    A GPU becomes the current one of the process: NCCL and FSDP2 take that. Where "auto" takes the CPU although a GPU's
+    A GPU becomes the current one of the process: NCCL and FSDP2 take that. Where "auto" takes the
+        CPU although a GPU's
     driver is here, a warning says why.
 
     Raises:
-        UserError: there is no such device, it is taken by another rank, or it is too old: it has no BF16 products.
+        UserError: there is no such device, it is taken by another rank, or it is too old: it has no
+            BF16 products.
     """
     if name == "auto" and not torch.cuda.is_available() and driver_version() is not None:
         _log.warning("the run uses the CPU: %s", why_no_gpu())
@@ -57,17 +60,23 @@ def choose_device(name: str, place: ProcessRank | None = None) -> torch.device:
     except RuntimeError as error:
         raise UserError(f"device={name!r} is not one of auto, cpu, cuda") from error
     if device.type not in ("cpu", "cuda"):
-        raise UserError(f"device={name!r} is not one of auto, cpu, cuda: fp4train has no kernels for {device.type}")
+        raise UserError(
+            f"device={name!r} is not one of auto, cpu, cuda: fp4train has no kernels for "
+            f"{device.type}"
+        )
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError(f"device={name}: torch sees no GPU here; use device=cpu")
     if device.type == "cpu":
         return device
     if place is not None and place.size > 1:
         if device.index is not None:
-            raise UserError(f"device={name}: several ranks cannot share one GPU; device=cuda gives each its own")
+            raise UserError(
+                f"device={name}: several ranks cannot share one GPU; device=cuda gives each its own"
+            )
         if place.local_rank >= (there := torch.cuda.device_count()):
             raise UserError(
-                f"{place.local_size} ranks on a machine with {there} GPUs: start one per GPU, or device=cpu"
+                f"{place.local_size} ranks on a machine with {there} GPUs: start one per GPU, "
+                "or device=cpu"
             )
         device = torch.device("cuda", place.local_rank)
     if device.index is not None:
@@ -76,14 +85,16 @@ def choose_device(name: str, place: ProcessRank | None = None) -> torch.device:
     if capability < OLDEST_GPU:
         have, least = (".".join(map(str, c)) for c in (capability, OLDEST_GPU))
         raise UserError(
-            f"device={name}: {torch.cuda.get_device_name(device)} has compute capability {have} and no BF16 products, "
+            f"device={name}: {torch.cuda.get_device_name(device)} has compute capability "
+            f"{have} and no BF16 products, "
             f"which need {least}; use device=cpu"
         )
     return device
 
 
 class CollectorBetweenSteps:
-    """A context in which the collector runs only when `after` calls it; on exit its former state is restored.
+    """A context in which the collector runs only when `after` calls it; on exit its former state is
+    restored.
 
     A process that has frozen its objects before keeps them so.
     """
@@ -110,11 +121,15 @@ class CollectorBetweenSteps:
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most bytes that tensors on the GPU `device` have held, or this process on a CPU; waits for nothing."""
+    """The most bytes that tensors on the GPU `device` have held, or this process on a CPU; waits
+    for nothing.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return used if sys.platform == "darwin" else used * 1024
+    if sys.platform == "darwin":
+        return used
+    return used * 1024
 
 
 # Parameters of mallopt (malloc.h) and their values.
@@ -128,7 +143,8 @@ _SETTINGS = (
 def keep_freed_memory() -> bool:
     """Make the C library keep freed memory; False where it is not glibc, and nothing changes.
 
-    The setting holds for the whole process until it ends, so only programs call this, never `import fp4train`.
+    The setting holds for the whole process until it ends, so only programs call this, never `import
+    fp4train`.
     """
     if not sys.platform.startswith("linux"):
         return False
@@ -149,7 +165,8 @@ def environment(device: torch.device, fingerprint: str, ranks: int) -> dict[str,
     """Plain JSON values.
 
     Args:
-        device: what this rank computes on. fingerprint: of the tokens; runs with equal ones have equal data.
+        device: what this rank computes on. fingerprint: of the tokens; runs with equal ones have
+            equal data.
         ranks: how many processes train together.
     """
     versions = {"fp4train": __version__, "python": platform.python_version(), **libraries()}
@@ -188,7 +205,13 @@ def package_version(package: str) -> str | None:
 def cpu_name() -> str:
     """The processor's model as the system names it, or else its architecture."""
     try:
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
+        found = re.search(
+            r"^model name\s*:\s*(.+)$",
+            Path("/proc/cpuinfo").read_text(encoding="utf-8"),
+            re.MULTILINE,
+        )
     except OSError:
         found = None
-    return found[1].strip() if found else platform.processor() or platform.machine()
+    if found:
+        return found[1].strip()
+    return platform.processor() or platform.machine()

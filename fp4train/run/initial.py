@@ -1,4 +1,6 @@
-"""The weights that a new run begins with: those of another run's checkpoint, or of a Hugging Face folder (`init`)."""
+"""The weights that a new run begins with: those of another run's checkpoint, or of a Hugging Face
+folder (`init`).
+"""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
@@ -42,7 +44,8 @@ class InitialWeights(Protocol):
         """The run directory that they come from; None: they come from a folder."""
 
     def check(self, model: nn.Module) -> None:
-        """Compare names, shapes and dtypes with those of a whole model, of which nothing is changed.
+        """Compare names, shapes and dtypes with those of a whole model, of which nothing is
+        changed.
 
         Raises:
             UserError: a weight is missing, has no place, or has another shape or dtype.
@@ -59,14 +62,17 @@ class InitialWeights(Protocol):
         """
 
 
-def load_init(config: Config, ranks: CheckpointGroup, *, verify: bool = True) -> InitialWeights | None:
+def load_init(
+    config: Config, ranks: CheckpointGroup, *, verify: bool = True
+) -> InitialWeights | None:
     """The weights that a new run begins with, opened and not read; None: it draws its own.
 
     Args:
         verify: compare the checkpoint with its checksums, which reads all of it.
 
     Raises:
-        UserError: `init` is neither a run directory with a usable checkpoint, nor a folder with the model's weights.
+        UserError: `init` is neither a run directory with a usable checkpoint, nor a folder with the
+            model's weights.
     """
     if config.init is None:
         return None
@@ -75,23 +81,35 @@ def load_init(config: Config, ranks: CheckpointGroup, *, verify: bool = True) ->
         return open_folder(source, config.model)
     if not (source / run_directory.CONFIG).is_file() and not source.is_dir():
         raise UserError(f"init={source}: there is no such folder{_advice(source)}")
-    with user_errors(UserError, before="init: ", after="; a Hugging Face folder would have a config.json"):
+    with user_errors(
+        UserError, before="init: ", after="; a Hugging Face folder would have a config.json"
+    ):
         run = run_directory.require_run(source)
-    return RunWeights(load(run / run_directory.CHECKPOINTS, config.init_step, ranks=ranks, verify=verify))
+    return RunWeights(
+        load(run / run_directory.CHECKPOINTS, config.init_step, ranks=ranks, verify=verify)
+    )
 
 
 def _advice(source: Path) -> str:
-    """What to do about a folder that is not there: the folder beside it with a similar name, or the hub's command."""
-    beside = [str(path) for path in source.parent.iterdir() if path.is_dir()] if source.parent.is_dir() else []
+    """What to do about a folder that is not there: the folder beside it with a similar name, or the
+    hub's command.
+    """
+    if source.parent.is_dir():
+        beside = [str(path) for path in source.parent.iterdir() if path.is_dir()]
+    else:
+        beside = []
     if alike := near_miss(str(source), beside):
         return alike
     sentence = ". It is a run directory or a Hugging Face folder on this machine"
     if is_hub_name(str(source)) and not source.parent.is_dir():
-        return f"{sentence}; a model of the hub is downloaded first: hf download {source} --local-dir FOLDER"
+        return (
+            f"{sentence}; a model of the hub is downloaded first: hf download {source} "
+            "--local-dir FOLDER"
+        )
     return sentence
 
 
-# -- of a Hugging Face folder -----------------------------------------------------------------------------------------
+# -- of a Hugging Face folder ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +120,8 @@ class FolderWeights:
         path: of the folder.
         tensors: in its files.
         names: for each name of the model's state dict the name in `tensors`.
-        copies: for each tensor that is there although it is tied to another one, the name of that one.
+        copies: for each tensor that is there although it is tied to another one, the name of that
+            one.
     """
 
     path: Path
@@ -115,7 +134,9 @@ class FolderWeights:
         """No run directory: it is a folder's."""
 
     def check(self, model: nn.Module) -> None:
-        """Compare the shapes; the names and dtypes are those of a model since the folder was opened."""
+        """Compare the shapes; the names and dtypes are those of a model since the folder was
+        opened.
+        """
         stored = {name: self.tensors.shape(self.names[name]) for name in model.state_dict()}
         wrong = [
             f"{self.names[name]} is {_shape(stored[name])} and should be {_shape(tensor.shape)}"
@@ -123,11 +144,15 @@ class FolderWeights:
             if stored[name] != tuple(tensor.shape)
         ]
         if wrong:
-            raise UserError(f"{self.path}: the weights do not have the shapes of config.json: {_listed(wrong)}")
+            raise UserError(
+                f"{self.path}: the weights do not have the shapes of config.json: {_listed(wrong)}"
+            )
 
     @torch.no_grad()
     def load(self, model: nn.Module, inventory: Inventory | None = None) -> None:
-        """Fill the weights one after another, each rank its part, in the dtypes that they have here."""
+        """Fill the weights one after another, each rank its part, in the dtypes that they have
+        here.
+        """
         self.check(model)
         for copy, original in self.copies.items():
             if not _equal(self.tensors, copy, original):
@@ -151,14 +176,23 @@ def open_folder(folder: Path, shape: Architecture) -> FolderWeights:
     with user_errors(ValueError, before=f"init={folder}: "):
         family = family_of(shape)
     copies = family.copies_of(shape)
-    # A folder that software reads which ties no weights has a copy, any other has the tied weight alone.
+    # A folder that software reads which ties no weights has a copy, any other has the tied weight
+    # alone.
     described = {
-        own: copies.get(name, name) if isinstance(name, str) else name for own, name in family.names_of(shape).items()
+        own: copies.get(name, name) if isinstance(name, str) else name
+        for own, name in family.names_of(shape).items()
     }
-    listed = [matrix for name in described.values() for matrix in ([name] if isinstance(name, str) else chain(*name))]
-    tensors = open_weights(folder, listed, spare=lambda name: name in copies or family.computed(name))
+    listed = [
+        matrix
+        for name in described.values()
+        for matrix in ([name] if isinstance(name, str) else chain(*name))
+    ]
+    tensors = open_weights(
+        folder, listed, spare=lambda name: name in copies or family.computed(name)
+    )
     names = {
-        own: name if isinstance(name, str) else f"{name[0][0]} to {name[-1][-1]}" for own, name in described.items()
+        own: name if isinstance(name, str) else f"{name[0][0]} to {name[-1][-1]}"
+        for own, name in described.items()
     }
     with user_errors(ValueError, before=f"{folder}: "):
         for own, name in described.items():
@@ -166,7 +200,8 @@ def open_folder(folder: Path, shape: Architecture) -> FolderWeights:
                 tensors.stack(names[own], name)
     stored_copies = {copy: original for copy, original in copies.items() if copy in tensors}
     weights = FolderWeights(path=folder, tensors=tensors, names=names, copies=stored_copies)
-    # Before any memory is taken for the model: a configuration of one line can ask for more than the machine has.
+    # Before any memory is taken for the model: a configuration of one line can ask for more than
+    # the machine has.
     with suppress(RuntimeError), user_errors(ValueError, before=f"{folder}: "):
         weights.check(build_weightless(shape, vocab_size=1, seq_len=1))
     for copy, original in stored_copies.items():
@@ -178,7 +213,8 @@ def open_folder(folder: Path, shape: Architecture) -> FolderWeights:
 
 def _not_tied(folder: Path, copy: str, original: str) -> UserError:
     return UserError(
-        f"{folder}: {copy} and {original} differ, and tie_word_embeddings in config.json says that they are "
+        f"{folder}: {copy} and {original} differ, and tie_word_embeddings in config.json says "
+        "that they are "
         "one: correct what is wrong in a copy of the folder"
     )
 
@@ -189,10 +225,13 @@ def _equal(stored: StoredTensors, a: str, b: str) -> bool:
     if (shape, stored.dtype(a)) != (stored.shape(b), stored.dtype(b)) or len(shape) != 2:
         return False
     parts = ((at, min(_ROWS, shape[0] - at)) for at in range(0, shape[0], _ROWS))
-    return all(torch.equal(*(stored.read(name, (at, 0), (rows, shape[1])) for name in (a, b))) for at, rows in parts)
+    return all(
+        torch.equal(*(stored.read(name, (at, 0), (rows, shape[1])) for name in (a, b)))
+        for at, rows in parts
+    )
 
 
-# -- of a run's checkpoint --------------------------------------------------------------------------------------------
+# -- of a run's checkpoint -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -216,28 +255,37 @@ class RunWeights:
         tensors = self.checkpoint.tensors
         with self._strange():
             headers = {
-                name: torch.empty(tensors.shape(name), dtype=tensors.dtype(name), device="meta") for name in tensors
+                name: torch.empty(tensors.shape(name), dtype=tensors.dtype(name), device="meta")
+                for name in tensors
             }
-            self._check(model, unflatten(headers, {"model": self.checkpoint.state["model"]})["model"])
+            self._check(
+                model, unflatten(headers, {"model": self.checkpoint.state["model"]})["model"]
+            )
 
     def load(self, model: nn.Module, inventory: Inventory | None = None) -> None:
         """Read each tensor in this rank's part alone, and take them over when all of them fit."""
         with self._strange():
             saved = restored(self.checkpoint, model, inventory=inventory)["model"]
         self._check(model, saved)
-        with user_errors(ValueError, before=f"init: the weights of {self.path} do not fit this model: "):
+        with user_errors(
+            ValueError, before=f"init: the weights of {self.path} do not fit this model: "
+        ):
             check_finite(model, saved)
         model.load_state_dict(saved)
 
     def _strange(self) -> AbstractContextManager[None]:
-        """What reading a checkpoint that somebody else wrote may raise, as an error of the user's."""
+        """What reading a checkpoint that somebody else wrote may raise, as an error of the
+        user's.
+        """
         errors = (LookupError, TypeError, ValueError, OSError, RuntimeError, AttributeError)
         return user_errors(*errors, before=f"init: {self.path} holds no weights: ")
 
     def _check(self, model: nn.Module, saved: Any) -> None:
         """Raises UserError where names, shapes or dtypes of `saved` are not those of the model."""
         with self._strange():
-            if not isinstance(saved, dict) or not all(isinstance(tensor, Tensor) for tensor in saved.values()):
+            if not isinstance(saved, dict) or not all(
+                isinstance(tensor, Tensor) for tensor in saved.values()
+            ):
                 raise TypeError("they are no tensors by name")
         own = model.state_dict()
         problems = [
@@ -249,10 +297,13 @@ class RunWeights:
         problems += [f"{name} has no place here" for name in saved if name not in own]
         if problems:
             raise UserError(
-                f"init: the weights of {self.path} do not fit this model: {_listed(problems)}. Give the "
+                f"init: the weights of {self.path} do not fit this model: "
+                f"{_listed(problems)}. Give the "
                 "model and the tokenizer that the run had (model=…, data/tokenizer=…)"
             )
-        with user_errors(ValueError, before=f"init: the weights of {self.path} do not fit this model: "):
+        with user_errors(
+            ValueError, before=f"init: the weights of {self.path} do not fit this model: "
+        ):
             check_layout(model, saved)
 
 

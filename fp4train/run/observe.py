@@ -1,9 +1,9 @@
-"""Observations of a run's steps: layers that the first step calls, statistics of operands in measured steps, and
-weights that oscillate.
+"""Observations of a run's steps: layers that the first step calls, statistics of operands in
+measured steps, and weights that oscillate.
 
-"FP4 All the Way" (arXiv 2505.19115) finds that quantised training becomes less effective once the norm of the gradient
-falls below √3 times the norm of its quantisation noise. Both are in the statistics by layer; a run says so the first
-time that it happens.
+"FP4 All the Way" (arXiv 2505.19115) finds that quantised training becomes less effective once the
+norm of the gradient falls below √3 times the norm of its quantisation noise. Both are in the
+statistics by layer; a run says so the first time that it happens.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ THRESHOLD: Final = math.sqrt(3)
 
 
 def hooks(run: Run) -> list[Callable[[Run, Step], None]]:
-    """Functions that are called with each step after it is queued: a check of the first one, and those that the
-    configuration turns on."""
+    """Functions that are called with each step after it is queued: a check of the first one, and
+    those that the configuration turns on.
+    """
     routed = isinstance(run.model, Routed)
     watched = run.config.oscillation.every > 0
     return [check_layers, *[even_out] * routed, *[reset_oscillating] * watched]
@@ -53,19 +54,24 @@ def hooks(run: Run) -> list[Callable[[Run, Step], None]]:
 
 @contextmanager
 def watching(run: Run, recipe: Recipe) -> Iterator[WatchedLayers]:
-    """A context in which `run.runner` queues the step that `run.step` is at, to be measured: gives the operands of each
-    layer that were seen in it.
+    """A context in which `run.runner` queues the step that `run.step` is at, to be measured: gives
+    the operands of each layer that were seen in it.
 
-    Hooks sample the tensors of the step itself, whose numbers they do not change. In compiled blocks no hook would see
-    them: there an eager pass before the step is measured.
+    Hooks sample the tensors of the step itself, whose numbers they do not change. In compiled
+    blocks no hook would see them: there an eager pass before the step is measured.
     """
     compiled = run.config.train.compile
-    with eagerly(run), watch_operands([(module.layer, module) for module in run.linears]) as watched:
+    with (
+        eagerly(run),
+        watch_operands([(module.layer, module) for module in run.linears]) as watched,
+    ):
         if not compiled:
             yield watched
         else:
             scaling = run.scaling()
-            for _ in train_losses(run, recipe, step_rows(run), run.loss_scale * microbatch_share(run)):
+            for _ in train_losses(
+                run, recipe, step_rows(run), run.loss_scale * microbatch_share(run)
+            ):
                 pass
     if compiled:
         run.optimizer.zero_grad(set_to_none=True)
@@ -76,34 +82,48 @@ def watching(run: Run, recipe: Recipe) -> Iterator[WatchedLayers]:
         yield watched
 
 
-def queue_statistics(run: Run, recipe: Recipe, watched: WatchedLayers, queued: Queued) -> list[Callable[[], Values]]:
-    """Queue the statistics of a step behind it; on the lead what logs them, once its numbers are known, and gives what
-    a line of metrics says of them."""
+def queue_statistics(
+    run: Run, recipe: Recipe, watched: WatchedLayers, queued: Queued
+) -> list[Callable[[], Values]]:
+    """Queue the statistics of a step behind it; on the lead what logs them, once its numbers are
+    known, and gives what a line of metrics says of them.
+    """
     norms = run.world.summed_over_shards(queued.numbers[2:].double().square()).sqrt()
     if not run.world.lead:
         return []
     key = RandomKey(seed=run.config.run.seed, step=run.step, layer=0, operand=MEASUREMENT)
     found = watched.measure(run.plan.at(run.step).layers, key)
-    by_name, absent = dict(zip(queued.names, norms, strict=True)), norms.new_full((), math.nan)
-    gradients = torch.stack([by_name.get(f"{name}.weight", absent) for name in found.layers] or [norms[:0]])
+    by_name = dict(zip(queued.names, norms, strict=True))
+    absent = norms.new_full((), math.nan)
+    gradients = torch.stack(
+        [by_name.get(f"{name}.weight", absent) for name in found.layers] or [norms[:0]]
+    )
     pending = Numbers(torch.cat((found.values.flatten(), found.noise, gradients.flatten())))
     scale = math.sqrt(run.config.train.tokens / max(found.tokens, 1)) / run.loss_scale
-    step, name = run.step + 1, recipe.name
-    return [lambda: log_statistics(run, statistics_of(found, pending, scale, step=step, recipe=name))]
+    step = run.step + 1
+    name = recipe.name
+    return [
+        lambda: log_statistics(run, statistics_of(found, pending, scale, step=step, recipe=name))
+    ]
 
 
-def statistics_of(measured: Measured, pending: Numbers, scale: float, *, step: int, recipe: str) -> Statistics:
+def statistics_of(
+    measured: Measured, pending: Numbers, scale: float, *, step: int, recipe: str
+) -> Statistics:
     """The statistics of a measured step; waits for the device.
 
     Args:
-        measured: where the numbers belong; pending: its values and noises, and the gradient norm of each layer.
+        measured: where the numbers belong; pending: its values and noises, and the gradient norm of
+            each layer.
         scale: from the noise of the sampled tokens to that of the step's gradient.
         step: optimizer steps done with it; recipe: its name.
     """
     numbers = np.array(pending.read())
-    count, layers = len(measured.at), len(measured.layers)
+    count = len(measured.at)
+    layers = len(measured.layers)
     raw = dict(zip(RAW, numbers[: count * len(RAW)].reshape(count, len(RAW)).T, strict=True))
-    operands, gradients = np.zeros(count, OPERAND), np.zeros(layers, GRADIENT)
+    operands = np.zeros(count, OPERAND)
+    gradients = np.zeros(layers, GRADIENT)
     if count:
         operands["layer"], operands["operand"] = np.array(measured.at).T
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -111,20 +131,31 @@ def statistics_of(measured: Measured, pending: Numbers, scale: float, *, step: i
         operands["sqnr_db"] = 10 * np.log10(raw["signal"] / raw["error"])
         operands["underflow"] = np.where(raw["nonzero"] > 0, raw["lost"] / raw["nonzero"], 0)
         operands["saturation"] = raw["clipped"] / raw["elements"]
-        operands["kurtosis"] = np.where(raw["variance"] > 0, raw["fourth"] / raw["variance"] ** 2, 0)
+        operands["kurtosis"] = np.where(
+            raw["variance"] > 0, raw["fourth"] / raw["variance"] ** 2, 0
+        )
         operands["scale_codes"] = raw["scales"] / 256
-        operands["scale_min"], operands["scale_max"] = np.log2(raw["smallest_scale"]), np.log2(raw["largest_scale"])
+        operands["scale_min"], operands["scale_max"] = (
+            np.log2(raw["smallest_scale"]),
+            np.log2(raw["largest_scale"]),
+        )
     gradients["layer"] = np.arange(layers)
     gradients["noise"] = numbers[count * len(RAW) :][:layers] * scale
     gradients["gradient"] = numbers[count * len(RAW) + layers :]
     return Statistics(
-        step=step, recipe=recipe, layers=tuple(measured.layers), names=NAMES, operands=operands, gradients=gradients
+        step=step,
+        recipe=recipe,
+        layers=tuple(measured.layers),
+        names=NAMES,
+        operands=operands,
+        gradients=gradients,
     )
 
 
 def summary(statistics: Statistics) -> Values:
     """The keys of a line of metrics; none where nothing is quantised."""
-    rows, layers = statistics.operands, statistics.gradients
+    rows = statistics.operands
+    layers = statistics.gradients
     if not len(rows):
         return {}
     worst = rows[int(np.argmin(np.nan_to_num(rows["sqnr_db"], nan=-np.inf)))]
@@ -132,7 +163,10 @@ def summary(statistics: Statistics) -> Values:
         "error/sqnr_db": float(np.median(rows["sqnr_db"])),
         "error/sqnr_db_worst": float(worst["sqnr_db"]),
         "error/worst": f"{statistics.layers[worst['layer']]} {statistics.names[worst['operand']]}",
-        **{f"error/{name}": float(rows[name].max()) for name in ("underflow", "saturation", "kurtosis")},
+        **{
+            f"error/{name}": float(rows[name].max())
+            for name in ("underflow", "saturation", "kurtosis")
+        },
     }
     noisy = layers[layers["noise"] > 0]
     if len(noisy):
@@ -143,7 +177,9 @@ def summary(statistics: Statistics) -> Values:
 
 
 def log_statistics(run: Run, statistics: Statistics) -> Values:
-    """Hand them to the tracker, say it once if the gradient is lost in noise; what a line of metrics says of them."""
+    """Hand them to the tracker, say it once if the gradient is lost in noise; what a line of
+    metrics says of them.
+    """
     values = summary(statistics)
     if not values:
         return values
@@ -152,7 +188,8 @@ def log_statistics(run: Run, statistics: Statistics) -> Values:
     if not run.weak_gradient and isinstance(ratio, float) and ratio < THRESHOLD:
         run.weak_gradient = True
         _log.warning(
-            "step %d: the gradient's norm is %.2f times its quantisation noise, less than √3: quantised training "
+            "step %d: the gradient's norm is %.2f times its quantisation noise, less than "
+            "√3: quantised training "
             "becomes less effective (arXiv 2505.19115); consider a cooldown in higher precision",
             statistics.step,
             ratio,
@@ -166,15 +203,16 @@ def _norm(each: NDArray[Any]) -> float:
 
 
 def check_layers(run: Run, step: Step) -> None:
-    """Check after the first step that each layer that the plan quantises was called in it (`nn.called`), and
-    each norm and gate that may quantise its result asked to.
+    """Check after the first step that each layer that the plan quantises was called in it
+    (`nn.called`), and each norm and gate that may quantise its result asked to.
 
     Raises:
         UserError: other code multiplies the weight of a planned layer; on every rank.
     """
     if run.called is None:
         return
-    called, run.called = {module.layer.name for module in run.called if isinstance(module, PlannedLayer)}, None
+    called = {module.layer.name for module in run.called if isinstance(module, PlannedLayer)}
+    run.called = None
     trained = {id(p) for name, p in run.model.named_parameters() if name in frozenset(step.names)}
     with run.world.together():
         check_called(run.plan, run.linears, called, lambda layer: id(layer.weight) in trained)
@@ -182,27 +220,38 @@ def check_layers(run: Run, step: Step) -> None:
 
 
 def reset_oscillating(run: Run, step: Step) -> None:
-    """Watch the weights after an optimizer step, and reset those that oscillate where that is due."""
+    """Watch the weights after an optimizer step, and reset those that oscillate where that is
+    due.
+    """
     assert run.failed is not None
-    share = follow(run.config.oscillation, run.optimizer, watched(run, step.names), step.index + 1, run.failed)
+    share = follow(
+        run.config.oscillation, run.optimizer, watched(run, step.names), step.index + 1, run.failed
+    )
     if share is not None:
         step.values["train/oscillating"] = share
 
 
 def watched(run: Run, trained: Iterable[str]) -> Iterator[Watched]:
-    """The weights among `trained` that the current stretch quantises for fprop with fixed thresholds. Weights stored as
-    [in_features, out_features] (`Conv1D`) and those of experts are left alone.
+    """The weights among `trained` that the current stretch quantises for fprop with fixed
+    thresholds. Weights stored as [in_features, out_features] (`Conv1D`) and those of experts are
+    left alone.
 
     Args:
-        trained: the parameters that had gradients. The others have no state of the optimizer yet, and AdamW makes its
-            moments only where a parameter's state is empty.
+        trained: the parameters that had gradients. The others have no state of the optimizer yet,
+            and AdamW makes its moments only where a parameter's state is empty.
     """
-    layers, parameters = run.plan.at(run.step).layers, dict(run.model.named_parameters())
+    layers = run.plan.at(run.step).layers
+    parameters = dict(run.model.named_parameters())
     stepped = {id(parameters[name]) for name in trained}
     for module in run.linears:
         spec = layers[module.layer.name].fprop.operands.second
         if module.layer.experts:
             continue
-        if spec is not None and why_not(spec) is None and id(module.weight) in stepped and not module.transposed:
+        if (
+            spec is not None
+            and why_not(spec) is None
+            and id(module.weight) in stepped
+            and not module.transposed
+        ):
             assert isinstance(module.weight, nn.Parameter)
             yield module.weight, partial(module.values, quantised=partial(values_of, spec=spec))

@@ -1,4 +1,6 @@
-"""Whether a configuration can run at all, as far as that is seen without its data, weights and run directory."""
+"""Whether a configuration can run at all, as far as that is seen without its data, weights and run
+directory.
+"""
 
 import tempfile
 from pathlib import Path
@@ -21,24 +23,31 @@ def check_possible(config: Config) -> None:
     """Refuse a configuration that no directory would make possible.
 
     Raises:
-        UserError: a path of the data is missing, or the model, the batch, the mesh or the plan cannot be as asked for.
+        UserError: a path of the data is missing, or the model, the batch, the mesh or the plan
+            cannot be as asked for.
     """
     check_cut(config, Mesh())
     _check_data(config)
     init = load_init(config, ALONE, verify=False)
     tokenizer_of = None if init is None else init.run
-    vocab_size = planned_vocab_size(config.data, getattr(config.model, "vocab_size", None), tokenizer_of)
+    vocab_size = planned_vocab_size(
+        config.data, getattr(config.model, "vocab_size", None), tokenizer_of
+    )
     model = build_model(config, vocab_size, torch.device("meta"))
     if init is not None:
         init.check(model)
     device = Device.of(choose_device(config.device))
-    check_oscillation(config, build_plan(config, find_layers(model), build_timeline(config), device))
+    check_oscillation(
+        config, build_plan(config, find_layers(model), build_timeline(config), device)
+    )
 
 
 def _check_data(config: Config) -> None:
     """Let the data say why it cannot be read, where a path of it leads nowhere."""
     named = [getattr(config.data, key, None) for key in ("path", "val_path")]
-    paths = [path for value in named if value for path in ([value] if isinstance(value, str) else value)]
+    paths = [
+        path for value in named if value for path in ([value] if isinstance(value, str) else value)
+    ]
     if any(not Path(path).exists() and not set(str(path)) & set("*?[") for path in paths):
         with tempfile.TemporaryDirectory() as folder:
             config.data.build(Path(folder), config.train.seq_len, config.run.seed)

@@ -1,5 +1,6 @@
-"""Norms and gates of a run that quantise their results where they are made (`nn/produced.py`), by stretch, and why
-others do not."""
+"""Norms and gates of a run that quantise their results where they are made (`nn/produced.py`), by
+stretch, and why others do not.
+"""
 
 import logging
 import re
@@ -30,11 +31,16 @@ _BLOCK = re.compile(r"\bblocks\.(\d+)\.(.+)")
 
 
 def producers_of(model: nn.Module) -> Iterator[tuple[nn.Module, Producer | str]]:
-    """Each norm and gate of `model` that may quantise its result, as `fp4train_produced` of a part of it names them,
-    with its producer, or why none is possible."""
+    """Each norm and gate of `model` that may quantise its result, as `fp4train_produced` of a part
+    of it names them, with its producer, or why none is possible.
+    """
     for part in model.modules():
         for owner, readers, writers in getattr(part, "fp4train_produced", tuple)():
-            others = [type(each).__name__ for each in (*readers, *writers) if not isinstance(each, PlannedLayer)]
+            others = [
+                type(each).__name__
+                for each in (*readers, *writers)
+                if not isinstance(each, PlannedLayer)
+            ]
             if not hasattr(owner, "producer"):
                 yield owner, f"{type(owner).__name__} asks no producer"
             elif others:
@@ -49,7 +55,9 @@ def producers_of(model: nn.Module) -> Iterator[tuple[nn.Module, Producer | str]]
 
 
 def why_not_produced(train: TrainSettings, device: str, *, elsewhere: bool = False) -> str | None:
-    """Why no norm or gate of a run quantises its result, whatever its plan; None: its plan decides."""
+    """Why no norm or gate of a run quantises its result, whatever its plan; None: its plan
+    decides.
+    """
     if train.kernels == "torch":
         return "train.kernels=torch asks for torch's operators"
     if train.compile:
@@ -60,12 +68,18 @@ def why_not_produced(train: TrainSettings, device: str, *, elsewhere: bool = Fal
 
 
 def check_asked(model: nn.Module) -> None:
-    """Look at a model after its first step: norms and gates that it did not ask their producer for are logged as one
-    warning."""
-    producers = ((name, getattr(module, "producer", None)) for name, module in model.named_modules())
-    if silent := [name for name, each in producers if isinstance(each, Producer) and not each.asked]:
+    """Look at a model after its first step: norms and gates that it did not ask their producer for
+    are logged as one warning.
+    """
+    producers = (
+        (name, getattr(module, "producer", None)) for name, module in model.named_modules()
+    )
+    if silent := [
+        name for name, each in producers if isinstance(each, Producer) and not each.asked
+    ]:
         _log.warning(
-            "%s: named by fp4train_produced, and no producer was asked in the first step. They write BF16, whatever "
+            "%s: named by fp4train_produced, and no producer was asked in the first step. "
+            "They write BF16, whatever "
             "the plan says: the `forward` of their class asks none",
             first_few(silent, _NAMED),
         )
@@ -74,7 +88,8 @@ def check_asked(model: nn.Module) -> None:
 class ProducedNorms(NamedTuple):
     """Norms and gates of a model in one stretch of a run.
 
-    producers: by module, of those that quantise their results; writing: why others write BF16, by name.
+    producers: by module, of those that quantise their results; writing: why others write BF16, by
+        name.
     between: norms that add up the stream at the end of the block before theirs.
     """
 
@@ -93,11 +108,14 @@ def produced_in(
     elsewhere: bool = False,
     amax: LayerShard | None = None,
 ) -> ProducedNorms:
-    """Norms and gates that quantise their results in a stretch, in passes of so many tokens, and why others do not.
+    """Norms and gates that quantise their results in a stretch, in passes of so many tokens, and
+    why others do not.
 
     Args:
-        elsewhere: on a GPU of another machine, which is taken to have Triton and the newest backends.
-        amax: what layers that are not cut know of the ranks that share an amax; None: there are none.
+        elsewhere: on a GPU of another machine, which is taken to have Triton and the newest
+            backends.
+        amax: what layers that are not cut know of the ranks that share an amax; None: there are
+            none.
     """
     found = ProducedNorms({}, {})
     names = {module: name for name, module in model.named_modules()}
@@ -105,11 +123,17 @@ def produced_in(
     for owner, producer in producers_of(model):
         reason = whole or (producer if isinstance(producer, str) else None)
         if reason is None and isinstance(producer, Producer):
-            plans = [stretch.layers[one.layer.name] for one in (*producer.readers, *producer.writers)]
-            reason = next((f"{plan.layer.name} is cut over ranks" for plan in plans if plan.layer.cut), None)
+            plans = [
+                stretch.layers[one.layer.name] for one in (*producer.readers, *producer.writers)
+            ]
+            reason = next(
+                (f"{plan.layer.name} is cut over ranks" for plan in plans if plan.layer.cut), None
+            )
             if reason is None:
                 executors = [make_executor(plan, device, amax) for plan in plans]
-                reason = producer.resolve(executors, here=not elsewhere) or why_padded(executors, tokens)
+                reason = producer.resolve(executors, here=not elsewhere) or why_padded(
+                    executors, tokens
+                )
             if reason is None:
                 found.producers[owner] = producer
         if reason is not None:
@@ -120,13 +144,17 @@ def produced_in(
 
 
 def produced_by(
-    model: nn.Module, stretches: Sequence[PlannedStretch], norms: Sequence[ProducedNorms], device: str
+    model: nn.Module,
+    stretches: Sequence[PlannedStretch],
+    norms: Sequence[ProducedNorms],
+    device: str,
 ) -> list[str]:
-    """Sentences on the norms and gates that quantise their results, and why others do not; none of a CPU, whose layers
-    multiply values.
+    """Sentences on the norms and gates that quantise their results, and why others do not; none of
+    a CPU, whose layers multiply values.
 
     Args:
-        norms: what becomes of them in each stretch; the steps of a stretch are said where stretches differ.
+        norms: what becomes of them in each stretch; the steps of a stretch are said where stretches
+            differ.
     """
     if device == "cpu" and not triton_launch.interpreted():
         return []
@@ -136,13 +164,29 @@ def produced_by(
         why: dict[str, list[str]] = {}
         for name, reason in found.writing.items():
             why.setdefault(reason, []).append(name)
-        lines = [f"{len(group)} norms and gates write BF16 ({_places(group)}): {r}." for r, group in why.items()]
+        lines = [
+            f"{len(group)} norms and gates write BF16 ({_places(group)}): {r}."
+            for r, group in why.items()
+        ]
         if here := [names[owner] for owner in found.producers]:
-            done = f"{len(here)} norms and gates are quantised where they are made ({_places(here)})"
-            own = [not each.by_backend for each in found.producers.values() if isinstance(each, NormProducer)]
+            done = (
+                f"{len(here)} norms and gates are quantised where they are made ({_places(here)})"
+            )
+            own = [
+                not each.by_backend
+                for each in found.producers.values()
+                if isinstance(each, NormProducer)
+            ]
             which = "these" if all(own) else sum(own)
-            adds = f"; {which} norms also add what a layer returns to the residual stream" if any(own) else ""
-            adds += f", {len(found.between)} of them the last sum of the block before" if found.between else ""
+            if any(own):
+                adds = f"; {which} norms also add what a layer returns to the residual stream"
+            else:
+                adds = ""
+            adds += (
+                f", {len(found.between)} of them the last sum of the block before"
+                if found.between
+                else ""
+            )
             lines.insert(0, f"{done}, and not written in BF16{adds}.")
         said[stretch.title.partition(":")[0]] = lines
     if len({tuple(lines) for lines in said.values()}) == 1:
@@ -162,5 +206,7 @@ def _places(names: Sequence[str]) -> str:
     alike: dict[str, list[int]] = {}
     for number, mine in kinds.items():
         alike.setdefault(", ".join(mine), []).append(number)
-    found = [f"{mine} of block{'s' * (len(where) > 1)} {ranges(where)}" for mine, where in alike.items()]
+    found = [
+        f"{mine} of block{'s' * (len(where) > 1)} {ranges(where)}" for mine, where in alike.items()
+    ]
     return "; ".join(found + others)

@@ -1,4 +1,6 @@
-"""A step that is queued on the device: who queues it, its results there, and its numbers on their way to the host."""
+"""A step that is queued on the device: who queues it, its results there, and its numbers on their
+way to the host.
+"""
 
 from __future__ import annotations
 
@@ -71,13 +73,14 @@ class Step:
     Args:
         index: optimizer steps done before it.
         recipe: it was computed in.
-        numbers: its mean loss, the norm of all gradients, and that of each (of this rank's part of it).
+        numbers: its mean loss, the norm of all gradients, and that of each (of this rank's part of
+            it).
         names: the parameters of those norms.
         values: what else is logged of it.
         scaling: what delayed scaling had seen before it.
         loss_scale: its loss was multiplied by.
-        late: called when its numbers are read; each gives what else its line says. That of a measured step logs its
-            statistics.
+        late: called when its numbers are read; each gives what else its line says. That of a
+            measured step logs its statistics.
     """
 
     index: int
@@ -100,9 +103,13 @@ class Step:
         return self.recipe.loss_scaling is not None and self.loss_scale > SMALLEST_LOSS_SCALE
 
     def bad_gradient(self) -> str | None:
-        """The parameter nearest to the loss whose gradient is not finite: backward reaches the last layers first."""
+        """The parameter nearest to the loss whose gradient is not finite: backward reaches the last
+        layers first.
+        """
         norms = self.numbers.read()[2:]
-        bad = [name for name, norm in zip(self.names, norms, strict=True) if not math.isfinite(norm)]
+        bad = [
+            name for name, norm in zip(self.names, norms, strict=True) if not math.isfinite(norm)
+        ]
         return bad[-1] if bad else None
 
 

@@ -1,9 +1,11 @@
-"""The state of a checkpoint for a run: read as the run holds its own, asked whether it fits, and taken over.
+"""The state of a checkpoint for a run: read as the run holds its own, asked whether it fits, and
+taken over.
 
-Every tensor is read in this rank's part alone. Whether it fits (its name, shape, dtype, and that it is finite) is asked
-before anything is taken over: a moment of another shape would make torch's fused optimizers read memory that is not
-theirs, and one of another dtype would be taken in silence. Shapes are those of whole tensors; of values a rank looks at
-those that it holds, without a collective.
+Every tensor is read in this rank's part alone. Whether it fits (its name, shape, dtype, and that it
+is finite) is asked before anything is taken over: a moment of another shape would make torch's
+fused optimizers read memory that is not theirs, and one of another dtype would be taken in silence.
+Shapes are those of whole tensors; of values a rank looks at those that it holds, without a
+collective.
 """
 
 import math
@@ -26,41 +28,60 @@ def restored(
     optimizer: torch.optim.Optimizer | None = None,
     inventory: Inventory | None = None,
 ) -> dict[str, Any]:
-    """State of a run as `Run.state` gave it, or without `optimizer` its weights alone; the checks say whether it fits.
+    """State of a run as `Run.state` gave it, or without `optimizer` its weights alone; the checks
+    say whether it fits.
 
-    A weight takes the placement of the model's parameter of the same name and shape, and so does a moment of its shape;
-    all other tensors are whole.
+    A weight takes the placement of the model's parameter of the same name and shape, and so does a
+    moment of its shape; all other tensors are whole.
 
     Args:
-        inventory: of the whole model, where `model` holds some stages of it; only what is theirs is read.
+        inventory: of the whole model, where `model` holds some stages of it; only what is theirs is
+            read.
 
     Raises:
-        LookupError, TypeError, ValueError, OSError: it is not the state of a run, or its files changed.
+        LookupError, TypeError, ValueError, OSError: it is not the state of a run, or its files
+            changed.
     """
     layout: dict[str, Tensor] = {
-        f"model/{escaped(name)}": tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)
+        f"model/{escaped(name)}": tensor
+        for name, tensor in model.state_dict().items()
+        if isinstance(tensor, Tensor)
     }
-    elsewhere = set() if inventory is None else {f"model/{escaped(n)}" for n in inventory.away(model)}
+    if inventory is None:
+        elsewhere = set()
+    else:
+        elsewhere = {f"model/{escaped(n)}" for n in inventory.away(model)}
     if optimizer is None:
         placed = _Placed(found.tensors, layout, {}, elsewhere, state_orders(model))
         state = unflatten(placed, {"model": found.state["model"]})
-        return state if inventory is None else {"model": inventory.own_weights(state["model"], model)}
-    numbers = [number for group in optimizer.state_dict()["param_groups"] for number in group["params"]]
+        if inventory is None:
+            return state
+        return {"model": inventory.own_weights(state["model"], model)}
+    numbers = [
+        number for group in optimizer.state_dict()["param_groups"] for number in group["params"]
+    ]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if inventory is not None:
         of_whole = inventory.numbers_of(model, optimizer)
         numbers = [of_whole[number] for number in numbers]
-        elsewhere |= {f"optimizer/state/{n}" for n in set(inventory.numbers.values()) - set(numbers)}
+        elsewhere |= {
+            f"optimizer/state/{n}" for n in set(inventory.numbers.values()) - set(numbers)
+        }
     moments = {f"optimizer/state/{escaped(n)}": p for n, p in zip(numbers, parameters, strict=True)}
     orders = state_orders(model, optimizer, inventory)
     state = unflatten(_Placed(found.tensors, layout, moments, elsewhere, orders), found.state)
-    return state if inventory is None else inventory.own(state, model, optimizer)
+    if inventory is None:
+        return state
+    return inventory.own(state, model, optimizer)
 
 
 def state_orders(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, inventory: Inventory | None = None
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    inventory: Inventory | None = None,
 ) -> dict[str, RowOrder]:
-    """The orders of rows (`shards.order_of`) in what `Run.state` gives: of weights, and of all moments of a parameter.
+    """The orders of rows (`shards.order_of`) in what `Run.state` gives: of weights, and of all
+    moments of a parameter.
 
     Args:
         inventory: as for `restored`.
@@ -69,10 +90,17 @@ def state_orders(
     orders = {f"model/{escaped(name)}": order for name, order in by_name.items()}
     if optimizer is None or not by_name:
         return orders
-    of_parameter = {id(parameter): by_name.get(name) for name, parameter in model.named_parameters()}
-    numbers = [number for group in optimizer.state_dict()["param_groups"] for number in group["params"]]
+    of_parameter = {
+        id(parameter): by_name.get(name) for name, parameter in model.named_parameters()
+    }
+    numbers = [
+        number for group in optimizer.state_dict()["param_groups"] for number in group["params"]
+    ]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    of_whole = {} if inventory is None else inventory.numbers_of(model, optimizer)
+    if inventory is None:
+        of_whole = {}
+    else:
+        of_whole = inventory.numbers_of(model, optimizer)
     for number, parameter in zip(numbers, parameters, strict=True):
         if (order := of_parameter.get(id(parameter))) is not None:
             orders[f"optimizer/state/{escaped(of_whole.get(number, number))}"] = order
@@ -80,8 +108,9 @@ def state_orders(
 
 
 class _Placed(Mapping[str, Tensor]):
-    """Stored tensors, each as the one of its name in `layout` lies, or as the parameter in `moments` that has it; those
-    that are held `elsewhere` are empty."""
+    """Stored tensors, each as the one of its name in `layout` lies, or as the parameter in
+    `moments` that has it; those that are held `elsewhere` are empty.
+    """
 
     def __init__(
         self,
@@ -91,11 +120,15 @@ class _Placed(Mapping[str, Tensor]):
         elsewhere: Collection[str],
         orders: Mapping[str, RowOrder],
     ) -> None:
-        self.stored, self.layout, self.moments, self.elsewhere = stored, layout, moments, elsewhere
+        self.stored = stored
+        self.layout = layout
+        self.moments = moments
+        self.elsewhere = elsewhere
         self.orders = orders
 
     def __getitem__(self, name: str) -> Tensor:
-        own, above = self.layout.get(name), name.rpartition("/")[0]
+        own = self.layout.get(name)
+        above = name.rpartition("/")[0]
         if name in self.elsewhere or above in self.elsewhere:
             return torch.empty(0)
         if own is None:
@@ -111,7 +144,7 @@ class _Placed(Mapping[str, Tensor]):
         return len(self.stored)
 
 
-# -- whether it fits ---------------------------------------------------------------------------------------------------
+# -- whether it fits -------------------------------------------------------------------------------
 
 
 def check_model(model: nn.Module, saved: Any) -> None:
@@ -121,13 +154,18 @@ def check_model(model: nn.Module, saved: Any) -> None:
 
 
 def check_layout(model: nn.Module, saved: Any) -> None:
-    """Raises ValueError, which names the first tensor that the model lacks, or has in another shape or dtype."""
+    """Raises ValueError, which names the first tensor that the model lacks, or has in another shape
+    or dtype.
+    """
     wanted = {k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)}
     if not isinstance(saved, dict):
         raise ValueError("it holds no weights")
     if strange := sorted(set(saved) ^ set(wanted)):
         have = "it has" if strange[0] in saved else "it lacks"
-        raise ValueError(f"{have} {strange[0]}" + (f", and {len(strange) - 1} more differ" if len(strange) > 1 else ""))
+        raise ValueError(
+            f"{have} {strange[0]}"
+            + (f", and {len(strange) - 1} more differ" if len(strange) > 1 else "")
+        )
     for name, tensor in wanted.items():
         _check(name, saved[name], tensor.shape, tensor.dtype)
 
@@ -135,27 +173,38 @@ def check_layout(model: nn.Module, saved: Any) -> None:
 def check_finite(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
     """Raises ValueError, which names the first parameter of the model that is not finite."""
     parameters = {name for name, _ in model.named_parameters()}
-    if bad := first_non_finite({name: tensor for name, tensor in saved.items() if name in parameters}):
+    if bad := first_non_finite(
+        {name: tensor for name, tensor in saved.items() if name in parameters}
+    ):
         raise ValueError(f"{bad} is not finite")
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, saved: Any) -> None:
     """Raises ValueError, which names the first parameter and moment that does not fit."""
     own = optimizer.state_dict()
-    if not isinstance(saved, dict) or set(saved) != {"state", "param_groups"} or not isinstance(saved["state"], dict):
+    if (
+        not isinstance(saved, dict)
+        or set(saved) != {"state", "param_groups"}
+        or not isinstance(saved["state"], dict)
+    ):
         raise ValueError("it holds no state of an optimizer")
     groups = saved["param_groups"]
     if not isinstance(groups, list) or not all(
         isinstance(g, dict) and isinstance(g.get("params"), list) for g in groups
     ):
         raise ValueError("its optimizer has no groups of parameters")
-    if (theirs := [g["params"] for g in groups]) != (ours := [g["params"] for g in own["param_groups"]]):
+    if (theirs := [g["params"] for g in groups]) != (
+        ours := [g["params"] for g in own["param_groups"]]
+    ):
         there, here = ([len(numbers) for numbers in numbered] for numbered in (theirs, ours))
         if sum(there) == sum(here):
             raise ValueError(
-                f"its optimizer has groups of {_counts(there)} parameters and this one of {_counts(here)}: the code "
-                "that wrote it chose otherwise which have weight decay (filters of Mamba-2's convolutions had, and "
-                "have none now). Go on with that code, or begin a new run with the weights: init=RUN"
+                f"its optimizer has groups of {_counts(there)} parameters and this one of "
+                f"{_counts(here)}: the code "
+                "that wrote it chose otherwise which have weight decay (filters of Mamba-2's "
+                "convolutions had, and "
+                "have none now). Go on with that code, or begin a new run with the weights: "
+                "init=RUN"
             )
         raise ValueError("its optimizer has other groups of parameters")
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -176,7 +225,9 @@ def check_optimizer(optimizer: torch.optim.Optimizer, saved: Any) -> None:
                     name == "step" or tensor.dtype != torch.bfloat16
                 ):
                     raise ValueError(f"{what} has dtype {tensor.dtype}, not {parameter.dtype}")
-            elif any(group.get("fused") for group in optimizer.param_groups) and tensor.numel() != 1:
+            elif (
+                any(group.get("fused") for group in optimizer.param_groups) and tensor.numel() != 1
+            ):
                 _check(what, tensor, parameter.shape, None)
         if bad := first_non_finite(tensors):
             raise ValueError(f"{bad} of parameter {number} is not finite")
@@ -195,14 +246,20 @@ def check_scaling(own: Mapping[str, Mapping[str, Tensor]], saved: Any) -> None:
             if (known := saved_tensor(name)) is not None:
                 dtype, dimensions, finite = known
                 if tensor.dtype != dtype or tensor.dim() != dimensions:
-                    raise ValueError(f"{name} of {layer} is {tensor.dtype} of shape {list(tensor.shape)}")
+                    raise ValueError(
+                        f"{name} of {layer} is {tensor.dtype} of shape {list(tensor.shape)}"
+                    )
                 if finite and not tensor.isfinite().all():
                     raise ValueError(f"{name} of {layer} is not finite")
 
 
 def checked_scale(value: Any) -> float:
     """A loss scale. Raises ValueError where it is none."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value > 0):
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not (math.isfinite(value) and value > 0)
+    ):
         raise ValueError(f"its loss scale is {value!r}")
     return float(value)
 

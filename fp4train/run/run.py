@@ -57,12 +57,14 @@ class Run:
     Args:
         model: of a pipeline, the part of it that this rank holds.
         folder: the run's directory, open: whatever happens to its path, the files go there.
-        multiplied: forward multiplications per token of the whole model (`models.common.cut.multiplied`).
+        multiplied: forward multiplications per token of the whole model
+            (`models.common.cut.multiplied`).
         identity: the random number that the run's parts carry.
         swaps: those that the journal has.
         mid_update: the weights are being updated; an exception now leaves them between two steps.
-        failed: bool [] on the device: a step whose numbers are not read yet was not finite and changed no weight; the
-            ones after it change none either. None: all that were read were good.
+        failed: bool [] on the device: a step whose numbers are not read yet was not finite and
+            changed no weight; the ones after it change none either. None: all that were read were
+            good.
         weak_gradient: it was said that the gradient is lost in quantisation noise.
         saved_config: config.yaml as it was written.
         pipeline: the stages of the model; None: it is whole.
@@ -105,7 +107,9 @@ class Run:
     world: World = field(default_factory=lambda: World(device=torch.device("cpu")))
     saver: Checkpoints = field(init=False, repr=False, compare=False)
     runner: StepRunner = field(init=False, repr=False, compare=False)
-    hooks: list[Callable[[Run, Step], None]] = field(default_factory=list, repr=False, compare=False)
+    hooks: list[Callable[[Run, Step], None]] = field(
+        default_factory=list, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         self.inbox = Inbox(self.folder)
@@ -129,52 +133,88 @@ class Run:
 
     @property
     def batch(self) -> int:
-        """The place in the data of the batch of the current step: that of the step, and what was skipped before."""
+        """The place in the data of the batch of the current step: that of the step, and what was
+        skipped before.
+        """
         return self.step + self.divergence.skipped(self.step)
 
     @property
     def description(self) -> str:
         """Model, batch and device in a line."""
         cut = self.pipeline
-        count = sum(p.numel() for p in self.model.parameters()) if cut is None else cut.inventory.parameters
-        size = f"{count / 1e9:.3g} B" if count >= 1e9 else f"{count / 1e6:.3g} M"
-        device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else str(self.device)
+        if cut is None:
+            count = sum(p.numel() for p in self.model.parameters())
+        else:
+            count = cut.inventory.parameters
+        if count >= 1e9:
+            size = f"{count / 1e9:.3g} B"
+        else:
+            size = f"{count / 1e6:.3g} M"
+        if self.device.type == "cuda":
+            device = torch.cuda.get_device_name(self.device)
+        else:
+            device = str(self.device)
         return (
-            f"{type(self.config.model).__name__}, {size} parameters; {self.config.train.steps:,} steps of "
-            f"{self.config.train.tokens:,} tokens; {device}" + (f"; {self.world}" if self.world.size > 1 else "")
+            f"{type(self.config.model).__name__}, {size} parameters; "
+            f"{self.config.train.steps:,} steps of "
+            f"{self.config.train.tokens:,} tokens; {device}"
+            + (f"; {self.world}" if self.world.size > 1 else "")
         )
 
     def gathers(self) -> list[str]:
-        """Forms in which ranks send each other weights, in words; empty where no rank shares them."""
-        shards, config = self.world.mesh.shard, self.config
+        """Forms in which ranks send each other weights, in words; empty where no rank shares
+        them.
+        """
+        shards = self.world.mesh.shard
+        config = self.config
         if shards == 1:
             return []
         blocks = find_blocks(self.model) != [self.model]
         layers = (layer for stretch in self.plan.stretches for layer in stretch.layers.values())
-        return [gathers(layers, shards, config.parallel.gather, whole=config.train.whole_weights, blocks=blocks)]
+        return [
+            gathers(
+                layers,
+                shards,
+                config.parallel.gather,
+                whole=config.train.whole_weights,
+                blocks=blocks,
+            )
+        ]
 
     def apply(self, stretch: PlannedStretch) -> None:
         """Give every layer what the plan says that it runs in `stretch`."""
         for module in self.linears:
-            module.apply_plan(stretch.layers[module.layer.name], stretch.recipe, self.config.policy, self.device)
+            module.apply_plan(
+                stretch.layers[module.layer.name], stretch.recipe, self.config.policy, self.device
+            )
         tables = ((backend, stretch.tables(name)) for name, backend in LAYER_BACKENDS.items())
         self._regions = [(backend, each) for backend, each in tables if each]
 
     def in_high_precision(self, stretch: PlannedStretch) -> PlannedStretch:
-        """`stretch` with all GEMMs in high precision, resolved when it is first asked for; itself if nothing of its
-        recipe is quantised."""
+        """`stretch` with all GEMMs in high precision, resolved when it is first asked for; itself
+        if nothing of its recipe is quantised.
+        """
         if not stretch.recipe.quantised:
             return stretch
         if self._high is None or self._high[0] is not stretch:
-            timeline = Timeline(recipe=stretch.recipe.with_high_precision(*GEMMS), steps=stretch.stop)
+            timeline = Timeline(
+                recipe=stretch.recipe.with_high_precision(*GEMMS), steps=stretch.stop
+            )
             layers = [each.layer for each in stretch.layers.values()]
-            plan = make_plan(layers, timeline, self.config.policy, tokens=self.plan.tokens, device=self.plan.device)
+            plan = make_plan(
+                layers,
+                timeline,
+                self.config.policy,
+                tokens=self.plan.tokens,
+                device=self.plan.device,
+            )
             self._high = stretch, plan.stretches[0]
         return self._high[1]
 
     def region(self) -> AbstractContextManager[object]:
-        """Context that the backends of the applied stretch need around the passes of a step, or one of an evaluation;
-        within itself it does nothing."""
+        """Context that the backends of the applied stretch need around the passes of a step, or one
+        of an evaluation; within itself it does nothing.
+        """
         stack = ExitStack()
         for backend, tables in self._regions:
             stack.enter_context(backend.region(tables, self.world.peers))
@@ -183,12 +223,21 @@ class Run:
     @property
     def layers(self) -> Mapping[str, Layer]:
         """The linear layers of the whole model, by name."""
-        return find_layers(self.model) if self.pipeline is None else self.pipeline.inventory.layers
+        if self.pipeline is None:
+            return find_layers(self.model)
+        return self.pipeline.inventory.layers
 
     def place_of(self, module: str) -> int:
-        """The place of a module in the forward pass of the whole model; of another name, after all of them."""
-        order = modules_in_order(self.model) if self.pipeline is None else self.pipeline.inventory.modules
-        return order.index(module) if module in order else len(order)
+        """The place of a module in the forward pass of the whole model; of another name, after all
+        of them.
+        """
+        if self.pipeline is None:
+            order = modules_in_order(self.model)
+        else:
+            order = self.pipeline.inventory.modules
+        if module in order:
+            return order.index(module)
+        return len(order)
 
     @cached_property
     def linears(self) -> list[PlannedLayer]:
@@ -196,13 +245,20 @@ class Run:
         return [m for m in self.model.modules() if isinstance(m, PlannedLayer)]
 
     def peak_tokens_per_s(self) -> float | None:
-        """Tokens per second if the GPU did nothing but this model's products at its BF16 peak; None if unknown.
+        """Tokens per second if the GPU did nothing but this model's products at its BF16 peak; None
+        if unknown.
 
-        The denominator of the model FLOP/s utilisation (arXiv:2204.02311), with BF16's peak for every recipe, so that
-        recipes compare; 6 FLOP per token and forward multiplication, as a plan counts them; recomputation not counted.
+        The denominator of the model FLOP/s utilisation (arXiv:2204.02311), with BF16's peak for
+        every recipe, so that recipes compare; 6 FLOP per token and forward multiplication, as a
+        plan counts them; recomputation not counted.
         """
-        gpu = detect(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
-        return None if gpu is None else peak_flops(gpu, BF16.rate) / (6 * self.multiplied)
+        if self.device.type == "cuda":
+            gpu = detect(torch.cuda.get_device_name(self.device))
+        else:
+            gpu = None
+        if gpu is None:
+            return None
+        return peak_flops(gpu, BF16.rate) / (6 * self.multiplied)
 
     def scaling(self) -> dict[str, dict[str, torch.Tensor]]:
         """States of delayed scaling, by layer; empty dicts without it."""
@@ -214,12 +270,15 @@ class Run:
             module.load_scaling_state(state.get(module.layer.name, {}))
 
     def state(self) -> dict[str, Any]:
-        """Everything that the future of the run depends on, and what it was trained with; of a pipeline the share of
-        this rank's stages."""
-        weights, moments = self.model.state_dict(), self.optimizer.state_dict()
+        """Everything that the future of the run depends on, and what it was trained with; of a
+        pipeline the share of this rank's stages.
+        """
+        weights = self.model.state_dict()
+        moments = self.optimizer.state_dict()
         if self.pipeline is not None:
             inventory = self.pipeline.inventory
-            weights, moments = inventory.weights(weights), inventory.moments(self.model, self.optimizer)
+            weights = inventory.weights(weights)
+            moments = inventory.moments(self.model, self.optimizer)
         held = {"model": weights, "optimizer": moments, "scaling": self.scaling()}
         if self.world.stage:
             return held
@@ -237,47 +296,74 @@ class Run:
 
     def row_orders(self) -> dict[str, RowOrder]:
         """The orders of rows in `state`, where tensor parallelism cuts weights in segments."""
-        return state_orders(self.model, self.optimizer, None if self.pipeline is None else self.pipeline.inventory)
+        return state_orders(
+            self.model, self.optimizer, None if self.pipeline is None else self.pipeline.inventory
+        )
 
     def restore(self, found: checkpoint.Checkpoint) -> None:
         """Go on from a checkpoint.
 
         Raises:
-            UserError: a tensor of it does not fit or is not finite, or it was trained on other data or by another
-                teacher.
+            UserError: a tensor of it does not fit or is not finite, or it was trained on other data
+                or by another teacher.
         """
         try:
-            inventory = None if self.pipeline is None else self.pipeline.inventory
+            if self.pipeline is None:
+                inventory = None
+            else:
+                inventory = self.pipeline.inventory
             state = restored(found, self.model, self.optimizer, inventory)
             check_model(self.model, state["model"])
             check_optimizer(self.optimizer, state["optimizer"])
             check_scaling(self.scaling(), state["scaling"])
-            loss_scale, good_steps = checked_scale(state["loss_scale"]), checked_count(state["good_steps"])
+            loss_scale = checked_scale(state["loss_scale"])
+            good_steps = checked_count(state["good_steps"])
             self.model.load_state_dict(state["model"])
-            # Its constants are the configuration's, which a resume may change; its moments are the checkpoint's.
-            constants = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
+            # Its constants are the configuration's, which a resume may change; its moments are the
+            # checkpoint's.
+            constants = [
+                {k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups
+            ]
             self.optimizer.load_state_dict(state["optimizer"])
             for group, values in zip(self.optimizer.param_groups, constants, strict=True):
                 group |= values
             self.load_scaling(state["scaling"])
             self.divergence = bind(state["divergence"], Divergence, "divergence")
-            self.step, self.loss_scale, self.good_steps = found.step, loss_scale, good_steps
+            self.step = found.step
+            self.loss_scale = loss_scale
+            self.good_steps = good_steps
             data = state["data"]
-        except (LookupError, TypeError, ValueError, OSError, RuntimeError, AttributeError, RecursionError) as error:
+        except (
+            LookupError,
+            TypeError,
+            ValueError,
+            OSError,
+            RuntimeError,
+            AttributeError,
+            RecursionError,
+        ) as error:
             said = first_line(error) + (" is missing" if isinstance(error, LookupError) else "")
             raise UserError(f"{found.path} does not fit this model: {said}") from error
         if data != self.fingerprint:
             raise UserError(
-                f"{found.path} was trained on other data (fingerprint {data}, now {self.fingerprint}): "
+                f"{found.path} was trained on other data (fingerprint {data}, now "
+                f"{self.fingerprint}): "
                 "give the run the data that it began with"
             )
-        if self.teacher is not None and state.get("teacher", self.teacher.fingerprint) != self.teacher.fingerprint:
+        if (
+            self.teacher is not None
+            and state.get("teacher", self.teacher.fingerprint) != self.teacher.fingerprint
+        ):
             raise UserError(
-                f"{found.path} was trained with a teacher of other weights than teacher={self.config.teacher} has: "
-                "name the weights that the run began with (teacher=FOLDER, or of a run teacher_step=STEP)"
+                f"{found.path} was trained with a teacher of other weights than "
+                f"teacher={self.config.teacher} has: "
+                "name the weights that the run began with (teacher=FOLDER, or of a run "
+                "teacher_step=STEP)"
             )
 
 
 def _checksum(config: bytes | None) -> str | None:
     """The checksum in the first line of a saved configuration."""
-    return None if config is None else hashlib.sha256(config.partition(b"\n")[2]).hexdigest()
+    if config is None:
+        return None
+    return hashlib.sha256(config.partition(b"\n")[2]).hexdigest()

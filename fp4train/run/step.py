@@ -1,15 +1,17 @@
 """An optimizer step on the device: its rows, the passes of its microbatches, and the update.
 
-A step is queued as a whole, and the host waits for nothing. Two runners queue it: `EagerSteps` here, kernel by kernel,
-and `RecordedSteps` (`step_graph.py`), which replays what it recorded of these.
+A step is queued as a whole, and the host waits for nothing. Two runners queue it: `EagerSteps`
+here, kernel by kernel, and `RecordedSteps` (`step_graph.py`), which replays what it recorded of
+these.
 
 The gradient norm is that over all ranks,
 
     norm = sqrt(Σ_p Σ_i g_pi²)
 
-Each rank sums the squares of the parts it holds. Summed in float32 the result would depend on how the gradients are
-cut, in the last bits, and training amplifies them: two runs of 4-bit training part within a few steps. In float64 the
-rounding to float32 at the end removes the difference. One rank sums as many do: two ranks are two microbatches.
+Each rank sums the squares of the parts it holds. Summed in float32 the result would depend on how
+the gradients are cut, in the last bits, and training amplifies them: two runs of 4-bit training
+part within a few steps. In float64 the rounding to float32 at the end removes the difference. One
+rank sums as many do: two ranks are two microbatches.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ Scaling = dict[str, dict[str, Tensor]]
 """States of delayed scaling, by layer."""
 
 _PIECE = 1 << 16
-"""Elements of a tensor on a CPU that are cast at once: half a megabyte, which stays in the cache."""
+"""Elements of a tensor on a CPU that are cast at once: half a megabyte, which stays in the
+cache.
+"""
 
 
 class EagerSteps:
@@ -48,25 +52,41 @@ class EagerSteps:
         self.run = run
 
     def step(self, recipe: Recipe, rows: Iterable[Rows]) -> Queued:
-        """Forward, backward and optimizer. Where loss or gradients are not finite, the weights stay as they are.
+        """Forward, backward and optimizer. Where loss or gradients are not finite, the weights stay
+        as they are.
 
-        What is queued depends on the step only through device memory and `run.step`, as `step_graph.py` says.
+        What is queued depends on the step only through device memory and `run.step`, as
+        `step_graph.py` says.
         """
-        run, clip_at, divided = self.run, self.run.config.optim.clip, self.run.world.size > 1
-        loss, share = torch.zeros((), device=run.device), microbatch_share(run)
+        run = self.run
+        clip_at = self.run.config.optim.clip
+        divided = self.run.world.size > 1
+        loss = torch.zeros((), device=run.device)
+        share = microbatch_share(run)
         for each in train_losses(run, recipe, rows, run.loss_scale * share):
             loss += each * share
         loss = run.world.summed(loss)
         trained = {name: p for name, p in run.model.named_parameters() if p.grad is not None}
-        gradients = [local(p.grad) if divided else p.grad for p in trained.values() if p.grad is not None]
+        gradients = [
+            local(p.grad) if divided else p.grad for p in trained.values() if p.grad is not None
+        ]
         if run.loss_scale != 1.0:
             torch._foreach_mul_(gradients, 1 / run.loss_scale)
-        alike = None if run.world.tensor is None else [copies(p) for p in trained.values()]
+        if run.world.tensor is None:
+            alike = None
+        else:
+            alike = [copies(p) for p in trained.values()]
         norm, norms = gradient_norms(gradients, run.world, alike)
         failed = ~(loss.isfinite() & norm.isfinite())
-        run.failed = failed if run.failed is None else failed | run.failed
+        if run.failed is None:
+            run.failed = failed
+        else:
+            run.failed = failed | run.failed
         fused = run.config.train.kernels != "torch"
-        divisor = None if clip_at is None else clip(run.optimizer, gradients, clip_at, norm, fused=fused)
+        if clip_at is None:
+            divisor = None
+        else:
+            divisor = clip(run.optimizer, gradients, clip_at, norm, fused=fused)
         run.mid_update = True
         step_unless(run.optimizer, run.failed, divisor)
         run.optimizer.zero_grad(set_to_none=True)
@@ -75,35 +95,45 @@ class EagerSteps:
 
 @contextmanager
 def eagerly(run: Run) -> Iterator[None]:
-    """A context in which every module of `run` runs by itself and no step is recorded, so that hooks see all
-    tensors."""
-    runner, run.runner = run.runner, EagerSteps(run)
+    """A context in which every module of `run` runs by itself and no step is recorded, so that
+    hooks see all tensors.
+    """
+    runner = run.runner
+    run.runner = EagerSteps(run)
     try:
-        with torch.compiler.set_stance("force_eager") if run.config.train.compile else nullcontext():
+        with (
+            torch.compiler.set_stance("force_eager") if run.config.train.compile else nullcontext()
+        ):
             yield
     finally:
         run.runner = runner
 
 
 def due(step: int, every: int, steps: int) -> bool:
-    """Whether something done every `every` steps (0: never) and at the end is due after `step` steps."""
+    """Whether something done every `every` steps (0: never) and at the end is due after `step`
+    steps.
+    """
     return step == steps or (every > 0 and step % every == 0)
 
 
 def microbatch_share(run: Run) -> float:
-    """The factor of a microbatch's loss in the current step: the loss of the step is the mean over the
-    targets of the whole batch that count, wherever they lie."""
+    """The factor of a microbatch's loss in the current step: the loss of the step is the mean over
+    the targets of the whole batch that count, wherever they lie.
+    """
     size = run.config.train.batch_size
     return run.rows / size * run.feed.loss_factor(run.batch)
 
 
 def own_rows(run: Run) -> tuple[int, int]:
-    """(The position of the first row of this rank's share of the current step's batch, its rows)."""
+    """(The position of the first row of this rank's share of the current step's batch, its
+    rows).
+    """
     return run.batch * run.config.train.batch_size + run.world.data_rank * run.share, run.share
 
 
 def step_rows(run: Run) -> Iterator[Rows]:
-    """This rank's share of the current step's batch, in the rows of one microbatch after another, on the device.
+    """This rank's share of the current step's batch, in the rows of one microbatch after another,
+    on the device.
 
     The share of the next step is fetched meanwhile.
     """
@@ -119,7 +149,9 @@ def microbatches(run: Run, recipe: Recipe, rows: Iterable[Rows]) -> Iterator[Mic
     for first, each in zip(range(own, own + run.share, run.rows), rows, strict=True):
         last = first + run.rows == own + run.share
         offset = first * run.config.train.seq_len
-        yield microbatch(run, recipe, *each, token_offset=offset, last=last, met=run.called, auxiliary=share)
+        yield microbatch(
+            run, recipe, *each, token_offset=offset, last=last, met=run.called, auxiliary=share
+        )
 
 
 def microbatch(
@@ -137,7 +169,8 @@ def microbatch(
 
     Args:
         met: where layers note that they were called (`Context.met`).
-        auxiliary: in a pass of training, what losses beside the returned one count (`Context.auxiliary`).
+        auxiliary: in a pass of training, what losses beside the returned one count
+            (`Context.auxiliary`).
     """
 
     @contextmanager
@@ -166,7 +199,8 @@ def microbatch(
 
 
 def train_losses(run: Run, recipe: Recipe, rows: Iterable[Rows], weight: float) -> Iterator[Tensor]:
-    """The mean loss of each microbatch of `rows`, whose backward pass has run on the loss times `weight`.
+    """The mean loss of each microbatch of `rows`, whose backward pass has run on the loss times
+    `weight`.
 
     Of a pipeline the ranks of the last stage get them, the others nothing.
     """
@@ -178,7 +212,10 @@ def train_losses(run: Run, recipe: Recipe, rows: Iterable[Rows], weight: float) 
             for each in microbatches(run, recipe, rows):
                 if divided:
                     synchronise(run.model, last=each.last)
-                taught = {} if run.teacher is None else {"teacher": run.teacher(each.tokens_BT)}
+                if run.teacher is None:
+                    taught = {}
+                else:
+                    taught = {"teacher": run.teacher(each.tokens_BT)}
                 with each.context():
                     loss: Tensor = run.model(each.tokens_BT, each.targets_BT, **taught)
                 (loss * weight).backward()  # type: ignore[no-untyped-call]
@@ -188,9 +225,11 @@ def train_losses(run: Run, recipe: Recipe, rows: Iterable[Rows], weight: float) 
 
 
 def losses(run: Run, each: Iterable[Microbatch]) -> Iterator[Tensor]:
-    """The mean loss of each microbatch, without gradients; of a pipeline the last stage's ranks get them.
+    """The mean loss of each microbatch, without gradients; of a pipeline the last stage's ranks get
+    them.
 
-    Between two of them gradients are as the caller has them: who stops early leaves nothing switched off.
+    Between two of them gradients are as the caller has them: who stops early leaves nothing
+        switched off.
     """
     if run.pipeline is not None:
         yield from run.pipeline.evaluate(each)
@@ -204,7 +243,8 @@ def losses(run: Run, each: Iterable[Microbatch]) -> Iterator[Tensor]:
 def gradient_norms(
     gradients: Sequence[Tensor], world: World, copies: Sequence[int] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(The norm of all gradients, a 0-d float32, the norm of each of this rank's parts, float32 [N]).
+    """(The norm of all gradients, a 0-d float32, the norm of each of this rank's parts, float32
+    [N]).
 
     They are NaN or infinite if a gradient is.
 
@@ -213,7 +253,10 @@ def gradient_norms(
         copies: of each, on how many tensor-parallel ranks the same part lies; None: on one.
     """
     squares = _squares(gradients)
-    once = squares if copies is None else squares / torch.tensor(copies, device=squares.device)
+    if copies is None:
+        once = squares
+    else:
+        once = squares / torch.tensor(copies, device=squares.device)
     return world.summed_over_parts(once.sum()).sqrt().float(), squares.sqrt().float()
 
 
@@ -224,12 +267,19 @@ def _squares(gradients: Sequence[Tensor]) -> Tensor:
     """
     if gradients[0].is_cuda:
         return torch.stack(torch._foreach_norm(list(gradients), 2, dtype=torch.float64)).square()
-    pieces = (map(Tensor.double, torch.split(gradient.reshape(-1), _PIECE)) for gradient in gradients)
+    pieces = (
+        map(Tensor.double, torch.split(gradient.reshape(-1), _PIECE)) for gradient in gradients
+    )
     return torch.stack([torch.stack([exact.dot(exact) for exact in each]).sum() for each in pieces])
 
 
 def clip(
-    optimizer: torch.optim.Optimizer, gradients: Sequence[Tensor], most: float, norm: Tensor, *, fused: bool = True
+    optimizer: torch.optim.Optimizer,
+    gradients: Sequence[Tensor],
+    most: float,
+    norm: Tensor,
+    *,
+    fused: bool = True,
 ) -> Tensor | None:
     """Scale this rank's parts of the gradients, of norm `norm`, so that it is at most `most`.
 
@@ -237,16 +287,20 @@ def clip(
         fused: whether torch's fused kernels divide; `train.kernels=torch` has a pass of its own.
 
     Returns:
-        What `optimizer` has to divide them by, a float32 [], where its kernel can. None: they are scaled in place.
+        What `optimizer` has to divide them by, a float32 [], where its kernel can. None: they are
+        scaled in place.
 
-    A pass of its own reads and writes each gradient, 8 bytes. torch's fused kernels for GPUs divide in their own pass
-    and write the quotient, 4 bytes more; on CPUs the pass of its own stays, whose products have other bits than
-    quotients. `RoundedAdamW` divides everywhere and writes no gradient.
+    A pass of its own reads and writes each gradient, 8 bytes. torch's fused kernels for GPUs divide
+    in their own pass and write the quotient, 4 bytes more; on CPUs the pass of its own stays, whose
+    products have other bits than quotients. `RoundedAdamW` divides everywhere and writes no
+    gradient.
 
-    Norm, clipping and AdamW move per weight, with float32 moments, 4 + 4 + 28 = 36 bytes of 32 that must be (1.125), on
-    CPUs 4 + 8 + 28 = 40 (1.25); with BF16 moments 4 + 20 = 24 of 24.
+    Norm, clipping and AdamW move per weight, with float32 moments, 4 + 4 + 28 = 36 bytes of 32 that
+    must be (1.125), on CPUs 4 + 8 + 28 = 40 (1.25); with BF16 moments 4 + 20 = 24 of 24.
     """
-    in_kernel = fused and getattr(optimizer, "_step_supports_amp_scaling", False) and gradients[0].is_cuda
+    in_kernel = (
+        fused and getattr(optimizer, "_step_supports_amp_scaling", False) and gradients[0].is_cuda
+    )
     if in_kernel or getattr(optimizer, "scales_gradients", False):
         return torch.clamp((norm + 1e-6) / most, min=1.0)
     factor = torch.clamp(most / (norm + 1e-6), max=1.0)
@@ -254,11 +308,14 @@ def clip(
     return None
 
 
-def step_unless(optimizer: torch.optim.Optimizer, failed: Tensor, divisor: Tensor | None = None) -> None:
-    """`optimizer.step()` where `failed` is False; where it is True, weights, moments and step counts stay as they are.
+def step_unless(
+    optimizer: torch.optim.Optimizer, failed: Tensor, divisor: Tensor | None = None
+) -> None:
+    """`optimizer.step()` where `failed` is False; where it is True, weights, moments and step
+    counts stay as they are.
 
-    torch's fused optimizers take the flag into their kernel, as they do for `torch.amp.GradScaler`. For others the host
-    waits until the flag is known.
+    torch's fused optimizers take the flag into their kernel, as they do for `torch.amp.GradScaler`.
+    For others the host waits until the flag is known.
 
     Args:
         optimizer: whose gradients are ready.

@@ -1,10 +1,11 @@
 """`train.cuda_graph=true`: an optimizer step is recorded once as a CUDA graph and then replayed.
 
-A small model's step is thousands of kernels that take the host longer to queue than the GPU to run. A graph queues all
-of them at once: forward and backward of every microbatch, the gradients' norm, its test, and the optimizer.
+A small model's step is thousands of kernels that take the host longer to queue than the GPU to run.
+A graph queues all of them at once: forward and backward of every microbatch, the gradients' norm,
+its test, and the optimizer.
 
-A replay repeats the same kernels on the same addresses with the same host numbers. What changes from step to step must
-therefore lie in device memory, and is written there before each replay:
+A replay repeats the same kernels on the same addresses with the same host numbers. What changes
+from step to step must therefore lie in device memory, and is written there before each replay:
 
     tokens and targets     copied into the buffers that the recorded step reads
     learning rate          float32, read by torch's fused AdamW
@@ -13,9 +14,10 @@ therefore lie in device memory, and is written there before each replay:
     an earlier failure     the flag that holds the optimizer back
     delayed scaling        histories at fixed addresses, into which the recorded step writes the new ones
 
-`graphs.why_not` gives the reason where a step depends on the host in another way. Where the plan changes (a phase, a
-swap), the graph is dropped, and recorded again after `WARM_UP` steps: these compile kernels and fill caches. Measured
-steps, evaluations and checkpoints run outside of the graph, on the same weights and moments.
+`graphs.why_not` gives the reason where a step depends on the host in another way. Where the plan
+changes (a phase, a swap), the graph is dropped, and recorded again after `WARM_UP` steps: these
+compile kernels and fill caches. Measured steps, evaluations and checkpoints run outside of the
+graph, on the same weights and moments.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ class Recorder(Protocol):
         """Run `work` as it will be recorded, without recording it."""
 
     def record(self, work: Callable[[], T]) -> T:
-        """Record `work` without running it; the tensors that it returns get their values from each replay."""
+        """Record `work` without running it; the tensors that it returns get their values from each
+        replay.
+        """
 
     def replay(self) -> None:
         """Queue what was recorded."""
@@ -68,7 +72,9 @@ class CudaRecorder:
         self._graph = torch.cuda.CUDAGraph()
 
     def warm_up(self, work: Callable[[], T]) -> T:
-        """Run `work` on the stream that records, so that what autograd remembers of streams is the same."""
+        """Run `work` on the stream that records, so that what autograd remembers of streams is the
+        same.
+        """
         here = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(here)
         with torch.cuda.stream(self._stream):
@@ -77,7 +83,8 @@ class CudaRecorder:
         return made
 
     def record(self, work: Callable[[], T]) -> T:
-        # "thread_local": other threads page-lock rows and copy checkpoints meanwhile, which "global" takes for errors.
+        # "thread_local": other threads page-lock rows and copy checkpoints meanwhile, which
+        # "global" takes for errors.
         with torch.cuda.graph(self._graph, None, self._stream, "thread_local"):
             return work()
 
@@ -100,10 +107,13 @@ class RecordedSteps:
     """Queues the steps of `run`: eagerly at first, then as replays of a recorded one.
 
     Args:
-        recorder: makes the recorder of a stretch; another than `CudaRecorder` emulates one in tests.
+        recorder: makes the recorder of a stretch; another than `CudaRecorder` emulates one in
+            tests.
     """
 
-    def __init__(self, run: Run, recorder: Callable[[torch.device], Recorder] = CudaRecorder) -> None:
+    def __init__(
+        self, run: Run, recorder: Callable[[torch.device], Recorder] = CudaRecorder
+    ) -> None:
         self.run, self._eager, self._make = run, EagerSteps(run), recorder
         self._of: PlannedStretch | None = None
         self._recorder: Recorder | None = None
@@ -131,15 +141,23 @@ class RecordedSteps:
         return self._replay(self._recorded, batch)
 
     def drop(self) -> None:
-        """Forget what is recorded and free its memory; the next steps warm up for another recording."""
+        """Forget what is recorded and free its memory; the next steps warm up for another
+        recording.
+        """
         self._recorded = self._recorder = None
         self._warm = 0
 
     def _begin(self) -> Recorder:
-        """The recorder of the stretch that `run.step` is in; what belongs to the step is written to the device."""
+        """The recorder of the stretch that `run.step` is in; what belongs to the step is written to
+        the device.
+        """
         stretch = self.run.plan.at(self.run.step)
-        previous, self._of = self._of, stretch
-        if previous is not None and (previous.recipe, previous.layers) != (stretch.recipe, stretch.layers):
+        previous = self._of
+        self._of = stretch
+        if previous is not None and (previous.recipe, previous.layers) != (
+            stretch.recipe,
+            stretch.layers,
+        ):
             self.drop()
         if self._recorder is None:
             self._recorder = self._make(self.run.device)
@@ -147,12 +165,15 @@ class RecordedSteps:
         return self._recorder
 
     def _refused(self, error: Exception) -> Exception:
-        """The exception where recording raised `error`: nothing has run, and nothing stays recorded."""
+        """The exception where recording raised `error`: nothing has run, and nothing stays
+        recorded.
+        """
         self.drop()
         if isinstance(error, torch.OutOfMemoryError):
             return error
         return UserError(
-            f"train.cuda_graph=true: step {self.run.step} cannot be recorded: {first_line(error).rstrip('.')}. "
+            f"train.cuda_graph=true: step {self.run.step} cannot be recorded: "
+            f"{first_line(error).rstrip('.')}. "
             "Go on with train.cuda_graph=false"
         )
 
@@ -160,7 +181,8 @@ class RecordedSteps:
         run = self.run
         inputs = [(tokens.clone(), targets.clone()) for tokens, targets in batch]
         failed_before = torch.zeros((), dtype=torch.bool, device=run.device)
-        failed, scaling = run.failed, _copy_of(run.scaling())
+        failed = run.failed
+        scaling = _copy_of(run.scaling())
 
         def step() -> tuple[Queued, Tensor]:
             run.failed = failed_before
@@ -169,7 +191,8 @@ class RecordedSteps:
             _write(run.scaling(), scaling)
             return queued, run.failed
 
-        # This drops prepared weights, too: an evaluation may have made this step's, which the graph must make itself.
+        # This drops prepared weights, too: an evaluation may have made this step's, which the graph
+        # must make itself.
         run.load_scaling(scaling)
         try:
             with self._on_the_device():
@@ -183,7 +206,9 @@ class RecordedSteps:
 
     @contextmanager
     def _on_the_device(self) -> Iterator[None]:
-        """Context in which step and learning rate are read from device memory, and not from the host."""
+        """Context in which step and learning rate are read from device memory, and not from the
+        host.
+        """
         groups = self.run.optimizer.param_groups
         before = [{"lr": group["lr"], "capturable": group["capturable"]} for group in groups]
         for group in groups:
@@ -217,39 +242,54 @@ class RecordedSteps:
 
 def _copy_of(scaling: Scaling) -> Scaling:
     """Copies in memory of their own."""
-    return {layer: {name: each.clone() for name, each in state.items()} for layer, state in scaling.items()}
+    return {
+        layer: {name: each.clone() for name, each in state.items()}
+        for layer, state in scaling.items()
+    }
 
 
 def _write(source: Scaling, target: Scaling) -> None:
-    if found := [(target[layer][name], each) for layer, state in source.items() for name, each in state.items()]:
+    if found := [
+        (target[layer][name], each)
+        for layer, state in source.items()
+        for name, each in state.items()
+    ]:
         torch._foreach_copy_([here for here, _ in found], [each for _, each in found])
 
 
 @contextmanager
 def nothing_drawn(run: Run) -> Iterator[None]:
-    """Around a step that runs before one is recorded: of a model that recomputes activations, whether its blocks draw
-    from torch's generator in their forward passes (dropout). Recomputation would have to read the generator's state on
-    the host to draw the same again, so that it leaves the state alone in such steps (`precision.recompute`).
+    """Around a step that runs before one is recorded: of a model that recomputes activations,
+    whether its blocks draw from torch's generator in their forward passes (dropout). Recomputation
+    would have to read the generator's state on the host to draw the same again, so that it leaves
+    the state alone in such steps (`precision.recompute`).
 
-    Kernels of Transformer Engine that round gradients draw from it in backward alone, which nothing repeats.
+    Kernels of Transformer Engine that round gradients draw from it in backward alone, which nothing
+    repeats.
 
     Raises:
         UserError: one does, before anything has changed.
     """
-    state = torch.cuda.get_rng_state if run.device.type == "cuda" else lambda _: torch.get_rng_state()
+    state = (
+        torch.cuda.get_rng_state if run.device.type == "cuda" else lambda _: torch.get_rng_state()
+    )
     before: dict[nn.Module, Tensor] = {}
 
     def check(block: nn.Module, *_: Any) -> None:
         if not torch.equal(before.pop(block), state(run.device)):
             raise UserError(
-                "train.cuda_graph=true with model.recompute=true: the model draws random numbers in forward "
-                "(dropout, or x that Transformer Engine rounds stochastically), whose generator the host would read in "
+                "train.cuda_graph=true with model.recompute=true: the model draws random "
+                "numbers in forward "
+                "(dropout, or x that Transformer Engine rounds stochastically), whose "
+                "generator the host would read in "
                 "every recomputed block; choose smaller microbatches instead of recomputation"
             )
 
     with ExitStack() as stack:
         for block in find_blocks(run.model) if recomputing(run.model) else ():
-            begun = block.register_forward_pre_hook(lambda each, _: before.update({each: state(run.device)}))
+            begun = block.register_forward_pre_hook(
+                lambda each, _: before.update({each: state(run.device)})
+            )
             stack.enter_context(begun)
             stack.enter_context(block.register_forward_hook(check))
         yield

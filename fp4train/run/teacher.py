@@ -1,8 +1,10 @@
-"""`teacher=RUN|FOLDER`: a model in high precision, whose distribution a run learns instead of the targets alone.
+"""`teacher=RUN|FOLDER`: a model in high precision, whose distribution a run learns instead of the
+targets alone.
 
 Quantisation-aware distillation trains a quantised student against the model that it was before
-(`models/common/distillation.py`): it moves less far from that model than training on the targets does. The teacher has
-weights in the dtype of the run's activations, is whole on every rank, and gets no gradients.
+(`models/common/distillation.py`): it moves less far from that model than training on the targets
+does. The teacher has weights in the dtype of the run's activations, is whole on every rank, and
+gets no gradients.
 """
 
 import inspect
@@ -29,17 +31,22 @@ from fp4train.run.record.trust import check_paths, own_tokenizer, saved_with
 
 
 class Teacher:
-    """A model that answers with its hidden states; called with tokens [B, T], on the device of the run."""
+    """A model that answers with its hidden states; called with tokens [B, T], on the device of the
+    run.
+    """
 
     def __init__(self, model: Decoder, config: Config) -> None:
-        self.model, self.settings = model, config.distillation
+        self.model = model
+        self.settings = config.distillation
         self.fingerprint = _fingerprint(model)
 
     @torch.no_grad()
     def __call__(self, tokens_BT: Tensor) -> TeacherStates:
         with use(None):
             h_MD = self.model(tokens_BT)
-        return TeacherStates(h_MD, self.model.head.weight, self.settings.temperature, self.settings.ce)
+        return TeacherStates(
+            h_MD, self.model.head.weight, self.settings.temperature, self.settings.ce
+        )
 
 
 def _fingerprint(model: nn.Module) -> str:
@@ -52,29 +59,43 @@ def _fingerprint(model: nn.Module) -> str:
     return f"{total:08x}"
 
 
-def load_teacher(config: Config, data: TokenData, student: nn.Module, world: World) -> Teacher | None:
+def load_teacher(
+    config: Config, data: TokenData, student: nn.Module, world: World
+) -> Teacher | None:
     """The teacher of a run; None: it has none.
 
     Raises:
-        UserError: there is no such model, it does not fit the student or its tokens, or the run cannot have a teacher.
+        UserError: there is no such model, it does not fit the student or its tokens, or the run
+            cannot have a teacher.
     """
     if config.teacher is None:
         return None
-    mesh, what = world.mesh, f"teacher={config.teacher}"
+    mesh = world.mesh
+    what = f"teacher={config.teacher}"
     if mesh.tensor * mesh.pipeline > 1:
         raise UserError(
-            f"{what}: the loss needs the whole vocabulary and all blocks on a rank, and the run has parallel.tp="
-            f"{mesh.tensor} and parallel.pp={mesh.pipeline}; use data parallelism (parallel.dp_shard) alone"
+            f"{what}: the loss needs the whole vocabulary and all blocks on a rank, and the "
+            "run has parallel.tp="
+            f"{mesh.tensor} and parallel.pp={mesh.pipeline}; use data parallelism "
+            "(parallel.dp_shard) alone"
         )
     if "teacher" not in inspect.signature(student.forward).parameters:
         raise UserError(f"{what}: {type(student).__name__} does not take a teacher (Decoder.leave)")
     model = _build(config, data, world)
     if not isinstance(model, Decoder) or not isinstance(student, Decoder):
-        raise UserError(f"{what}: {type(model).__name__} has no hidden states to learn from (Decoder)")
-    rows, own = model.head.weight.shape[0], student.head.out_features
+        raise UserError(
+            f"{what}: {type(model).__name__} has no hidden states to learn from (Decoder)"
+        )
+    rows = model.head.weight.shape[0]
+    own = student.head.out_features
     if rows != own:
-        raise UserError(f"{what} has {rows:,} ids and the student {own:,}: both need the same vocabulary")
-    dtype = torch.float32 if config.recipe.dtype == "float32" else torch.bfloat16
+        raise UserError(
+            f"{what} has {rows:,} ids and the student {own:,}: both need the same vocabulary"
+        )
+    if config.recipe.dtype == "float32":
+        dtype = torch.float32
+    else:
+        dtype = torch.bfloat16
     model = model.to(world.device, dtype).eval().requires_grad_(False)
     set_masks(model, config, data.borders)
     model.hidden = True
@@ -106,7 +127,16 @@ def _shape(config: Config, data: TokenData) -> Architecture:
         return shape
     cfg = saved_with(run_directory.read_config(source), source, None, {})
     theirs = to_config(cfg)
-    tokenizer = None if data.tokenizer is None else own_tokenizer(theirs, source, lambda lost: check_paths(cfg, ()))
-    if tokenizer is not None and data.tokenizer is not None and tokenizer.identity != data.tokenizer.identity:
-        raise UserError("its tokenizer is another than the run's, so that their tokens are not the same")
+    if data.tokenizer is None:
+        tokenizer = None
+    else:
+        tokenizer = own_tokenizer(theirs, source, lambda lost: check_paths(cfg, ()))
+    if (
+        tokenizer is not None
+        and data.tokenizer is not None
+        and tokenizer.identity != data.tokenizer.identity
+    ):
+        raise UserError(
+            "its tokenizer is another than the run's, so that their tokens are not the same"
+        )
     return theirs.model

@@ -1,4 +1,6 @@
-"""Records of a run's numbers: RUN/metrics.jsonl always, Weights & Biases or TensorBoard beside it."""
+"""Records of a run's numbers: RUN/metrics.jsonl always, Weights & Biases or TensorBoard beside
+it.
+"""
 
 from fp4train.track.config import JsonlTracking as JsonlTracking
 from fp4train.track.config import NoTracking as NoTracking

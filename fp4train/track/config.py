@@ -1,6 +1,7 @@
 """The Hydra group `track`: each entry builds the tracker of a run.
 
-Every entry but `NoTracking` writes RUN/metrics.jsonl; that file is what resume, curves and compare read.
+Every entry but `NoTracking` writes RUN/metrics.jsonl; that file is what resume, curves and compare
+read.
 """
 
 import logging
@@ -31,14 +32,20 @@ class Tracking(Protocol):
     """The protocol of `track=…`."""
 
     def build(
-        self, run_dir: Path, run_name: str, config: Mapping[str, Any], *, resume_step: int | None = None
+        self,
+        run_dir: Path,
+        run_name: str,
+        config: Mapping[str, Any],
+        *,
+        resume_step: int | None = None,
     ) -> Tracker:
         """The tracker of a run.
 
         Args:
             run_dir, run_name: where the run's files are, and how it is called.
             config: the whole configuration, as plain values.
-            resume_step: steps done at the checkpoint that the run goes on from; None: it starts at step 0.
+            resume_step: steps done at the checkpoint that the run goes on from; None: it starts at
+                step 0.
         """
 
 
@@ -47,7 +54,12 @@ class JsonlTracking:
     """RUN/metrics.jsonl only."""
 
     def build(
-        self, run_dir: Path, run_name: str, config: Mapping[str, Any], *, resume_step: int | None = None
+        self,
+        run_dir: Path,
+        run_name: str,
+        config: Mapping[str, Any],
+        *,
+        resume_step: int | None = None,
     ) -> Tracker:
         """Lines after `resume_step` are dropped.
 
@@ -57,11 +69,19 @@ class JsonlTracking:
         try:
             service = self._service(run_dir, run_name, config, resume_step)
         except Exception as error:
-            _log.warning("%s is switched off: %s", type(self).__name__.removesuffix("Tracking").lower(), error)
+            _log.warning(
+                "%s is switched off: %s",
+                type(self).__name__.removesuffix("Tracking").lower(),
+                error,
+            )
             return metrics
-        return metrics if service is None else Trackers(metrics, service)
+        if service is None:
+            return metrics
+        return Trackers(metrics, service)
 
-    def _service(self, run_dir: Path, run_name: str, config: Mapping[str, Any], step: int | None) -> Tracker | None:
+    def _service(
+        self, run_dir: Path, run_name: str, config: Mapping[str, Any], step: int | None
+    ) -> Tracker | None:
         """The tracker beside the metrics log; None: there is none."""
         return None
 
@@ -89,9 +109,17 @@ class WandbTracking(JsonlTracking):
         if not self.timeout > 0:
             raise ValueError(f"track.timeout={self.timeout}: must be more than 0 seconds")
 
-    def _service(self, run_dir: Path, run_name: str, config: Mapping[str, Any], step: int | None) -> Tracker:
-        settings: dict[str, Any] = {name: getattr(self, name) for name in ("project", "entity", "group", "tags")}
-        settings |= {"offline": self.mode == "offline", "timeout": self.timeout, "resumed": step is not None}
+    def _service(
+        self, run_dir: Path, run_name: str, config: Mapping[str, Any], step: int | None
+    ) -> Tracker:
+        settings: dict[str, Any] = {
+            name: getattr(self, name) for name in ("project", "entity", "group", "tags")
+        }
+        settings |= {
+            "offline": self.mode == "offline",
+            "timeout": self.timeout,
+            "resumed": step is not None,
+        }
         return QueuedTracker(
             lambda: WandbTracker(run_dir, run_name, config, **settings),
             WandbTracker.__name__,
@@ -105,7 +133,9 @@ class WandbTracking(JsonlTracking):
 class TensorBoardTracking(JsonlTracking):
     """RUN/metrics.jsonl, and an event file of TensorBoard in RUN/tensorboard beside it."""
 
-    def _service(self, run_dir: Path, run_name: str, config: Mapping[str, Any], step: int | None) -> Tracker:
+    def _service(
+        self, run_dir: Path, run_name: str, config: Mapping[str, Any], step: int | None
+    ) -> Tracker:
         return QueuedTracker(
             lambda: TensorBoardTracker(run_dir, config, resume_step=step),
             TensorBoardTracker.__name__,
@@ -119,6 +149,11 @@ class NoTracking:
     """Nothing at all, for benchmarks: such a run has no curves and cannot be compared."""
 
     def build(
-        self, run_dir: Path, run_name: str, config: Mapping[str, Any], *, resume_step: int | None = None
+        self,
+        run_dir: Path,
+        run_name: str,
+        config: Mapping[str, Any],
+        *,
+        resume_step: int | None = None,
     ) -> Tracker:
         return NullTracker()

@@ -1,24 +1,31 @@
-"""RUN/metrics.jsonl: one JSON object per line, each line handed to the operating system as it is logged.
+"""RUN/metrics.jsonl: one JSON object per line, each line handed to the operating system as it is
+logged.
 
-This file is the truth about a run: a kill loses at most the line being written. Two kinds of lines::
+This file is the truth about a run: a kill loses at most the line being written. Two kinds of
+lines::
 
-    {"step": 120, "train/loss": 2.31, "precision/recipe": "nvfp4", "after": "03b1c9e7", "crc": "5f0e2d1a"}
-    {"step": 120, "event": "swap", "recipe": "bf16", "after": "5f0e2d1a", "crc": "81d2c3aa"}
+    {"step": 120, "train/loss": 2.31, "precision/recipe": "nvfp4", "after": "03b1c9e7", "crc":
+    "5f0e2d1a"} {"step": 120, "event": "swap", "recipe": "bf16", "after": "5f0e2d1a", "crc":
+    "81d2c3aa"}
 
-"crc" is the CRC-32 of the line without it, and "after" that of the line before (`fp4train.sealed`): `read_metrics`
-names a line in which a digit is not as it was written, and one before which lines are gone. The first line follows the
-run's identity.
+"crc" is the CRC-32 of the line without it, and "after" that of the line before (`fp4train.sealed`):
+`read_metrics` names a line in which a digit is not as it was written, and one before which lines
+are gone. The first line follows the run's identity.
 
-A thread writes, because a disk may stall. The caller waits for each line up to `WAIT_SECONDS`; where that is not enough
-it says so once and goes on, the lines wait in memory, and nobody waits again until they are written.
+A thread writes, because a disk may stall. The caller waits for each line up to `WAIT_SECONDS`;
+where that is not enough it says so once and goes on, the lines wait in memory, and nobody waits
+again until they are written.
 
-NaN and infinities do not exist in JSON and would break strict readers (jq, browsers, pandas). They are written as null
-and named beside it, ``{"train/loss": null, "nonfinite": {"train/loss": "nan"}}``; `read_metrics` puts them back.
+NaN and infinities do not exist in JSON and would break strict readers (jq, browsers, pandas). They
+are written as null and named beside it, ``{"train/loss": null, "nonfinite": {"train/loss":
+"nan"}}``; `read_metrics` puts them back.
 
-A checkpoint remembers how long the file was and its checksum up to there (`MetricsLog.mark`), so that a resumed run can
-say that lines are missing or were changed; `mend` leaves out what is damaged and keeps the file as it was found beside.
+A checkpoint remembers how long the file was and its checksum up to there (`MetricsLog.mark`), so
+that a resumed run can say that lines are missing or were changed; `mend` leaves out what is damaged
+and keeps the file as it was found beside.
 
-Numbers are written in their shortest exact form, so that two runs with equal losses have equal values.
+Numbers are written in their shortest exact form, so that two runs with equal losses have equal
+values.
 """
 
 import json
@@ -54,8 +61,9 @@ class MetricsLog:
 
     Args:
         path: the file; its folder is created. A last line torn by a kill is removed.
-        resume_step: the steps done at the checkpoint that the run goes on from. Lines of later steps, which will be
-            written again, are dropped (atomically: the file is replaced as a whole).
+        resume_step: the steps done at the checkpoint that the run goes on from. Lines of later
+            steps, which will be written again, are dropped (atomically: the file is replaced as a
+            whole).
 
     Raises:
         UserError: the file is not a metrics log, or cannot be written.
@@ -79,7 +87,9 @@ class MetricsLog:
         self._statistics = StatisticsLog(self.path.parent / STATISTICS, resume_step=resume_step)
 
     def mark(self) -> dict[str, Any]:
-        """The marks of what is logged by now, for `mend`: its bytes and their SHA-256, and those of the statistics."""
+        """The marks of what is logged by now, for `mend`: its bytes and their SHA-256, and those of
+        the statistics.
+        """
         return self._all.mark() | {"statistics": self._statistics.mark}
 
     def sync(self) -> None:
@@ -94,9 +104,11 @@ class MetricsLog:
         self._statistics.sync()
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Append one line. Values: None, bool, int, float, str, or anything with `.item()` (a scalar tensor).
+        """Append one line. Values: None, bool, int, float, str, or anything with `.item()` (a
+        scalar tensor).
 
-        Never raises for the disk: where it is full, that is reported once and the lines wait for the next call.
+        Never raises for the disk: where it is full, that is reported once and the lines wait for
+            the next call.
         """
         self._append({"step": step}, values)
 
@@ -119,7 +131,9 @@ class MetricsLog:
         self._open = False
         self._worker.put(self._close)
         if not self._worker.leave(END_SECONDS) or self._waiting:
-            _log.error("%s: %d lines are lost, they could not be written", self.path, len(self._waiting))
+            _log.error(
+                "%s: %d lines are lost, they could not be written", self.path, len(self._waiting)
+            )
 
     def _append(self, head: dict[str, Any], values: Mapping[str, Any]) -> None:
         if reserved := [key for key in RESERVED if key in values]:
@@ -135,12 +149,18 @@ class MetricsLog:
         self._worker.put(self._flush)
         if not self._behind and not self._worker.wait(WAIT_SECONDS):
             self._behind = True
-            _log.error("%s is not written after %g s: steps go on, lines wait for the disk", self.path, WAIT_SECONDS)
+            _log.error(
+                "%s is not written after %g s: steps go on, lines wait for the disk",
+                self.path,
+                WAIT_SECONDS,
+            )
 
-    # -- the thread's ---------------------------------------------------------------------------------------------
+    # -- the thread's ------------------------------------------------------------------------------
 
     def _flush(self) -> None:
-        """Write what waits. Where the disk is full, keep it for the next time: the run matters more than its log."""
+        """Write what waits. Where the disk is full, keep it for the next time: the run matters more
+        than its log.
+        """
         failing = self._full
         try:
             while self._waiting:
@@ -149,7 +169,9 @@ class MetricsLog:
         except OSError as error:
             self._full = True
             if not failing:
-                _log.error("%s cannot be written (%s); lines are kept until it can", self.path, error)
+                _log.error(
+                    "%s cannot be written (%s); lines are kept until it can", self.path, error
+                )
         else:
             self._full = False
             if failing:
@@ -174,8 +196,8 @@ def read_metrics(path: Path, remedy: str = REMEDY) -> list[dict[str, Any]]:
         remedy: what to do about a damaged line, as the error says it.
 
     Raises:
-        UserError: the file is missing, or a line is damaged or does not follow the one before; of the last one only a
-            warning is given.
+        UserError: the file is missing, or a line is damaged or does not follow the one before; of
+            the last one only a warning is given.
     """
     path = Path(path)
     refused = user_errors(OSError, before=f"{path} cannot be read: ", message=reason)
@@ -201,10 +223,11 @@ def check_form(path: Path) -> None:
 
 
 def mend(path: Path, resume_step: int, mark: Mapping[str, Any] | None) -> list[str]:
-    """Leave the whole lines of a log, and say what is not as the checkpoint of `resume_step` saw it.
+    """Leave the whole lines of a log, and say what is not as the checkpoint of `resume_step` saw
+    it.
 
-    Lines that are damaged, but for a torn last one, are left out, and what remains is chained anew; the file as it was
-    found is kept as NAME.damaged.
+    Lines that are damaged, but for a torn last one, are left out, and what remains is chained anew;
+    the file as it was found is kept as NAME.damaged.
 
     Args:
         path: the log; it may be missing.
@@ -223,11 +246,18 @@ def mend(path: Path, resume_step: int, mark: Mapping[str, Any] | None) -> list[s
         steps.update([line["step"]] if "event" not in line else ())
         return True
 
-    with user_errors(OSError, before=f"{path} cannot be read: "), files.parent(path) as (folder, name):
+    with (
+        user_errors(OSError, before=f"{path} cannot be read: "),
+        files.parent(path) as (folder, name),
+    ):
         changed = unlike(folder, name, mark, LIMIT)
-        # The lines may be those of the run that this one is a branch of: the first one may follow any.
-        known, anew = _scan(folder, name, Chain()), Chain(identity(folder) or "")
-        _, wrong = cut(folder, name, known, lambda each: anew.again(each.raw), keep, f"{name}.damaged")
+        # The lines may be those of the run that this one is a branch of: the first one may follow
+        # any.
+        known = _scan(folder, name, Chain())
+        anew = Chain(identity(folder) or "")
+        _, wrong = cut(
+            folder, name, known, lambda each: anew.again(each.raw), keep, f"{name}.damaged"
+        )
     found = [
         f"line {each.number} was damaged and is left out"
         if each.value is None
@@ -242,7 +272,9 @@ def mend(path: Path, resume_step: int, mark: Mapping[str, Any] | None) -> list[s
 
 
 def _missing(steps: Set[int], last: int) -> tuple[int, int, int] | None:
-    """The first and the last of the steps 1 to `last` that are not in `steps`, and how many those are."""
+    """The first and the last of the steps 1 to `last` that are not in `steps`, and how many those
+    are.
+    """
     count = last - sum(1 <= step <= last for step in steps)
     if not count:
         return None
@@ -270,7 +302,9 @@ def _scan(folder: Folder, name: str, chain: Chain) -> Iterator[Scanned]:
             line, why = _parsed(raw, chain)
         except (ValueError, RecursionError) as error:
             if isinstance(error, NoChecksum) and number == 1:
-                raise OlderForm(folder.path / name, "has lines without the checksums of today") from error
+                raise OlderForm(
+                    folder.path / name, "has lines without the checksums of today"
+                ) from error
             damaged = Scanned(number, raw, None, str(error) or type(error).__name__)
             continue
         yield Scanned(number, raw, line, why)
@@ -287,7 +321,10 @@ def _whole(folder: Folder, name: str, remedy: str) -> Iterator[Scanned]:
     """
     for each in _scan(folder, name, Chain(identity(folder))):
         if each.why:
-            why = f"not a line of metrics ({each.why})" if each.value is None else each.why
+            if each.value is None:
+                why = f"not a line of metrics ({each.why})"
+            else:
+                why = each.why
             raise UserError(f"{folder.path / name}, line {each.number}: {why}; {remedy}")
         yield each
 
@@ -306,7 +343,9 @@ def _parsed(raw: bytes, chain: Chain) -> tuple[dict[str, Any], str]:
     if not isinstance(line.get("step"), int):
         raise ValueError("no step in it")
     nonfinite = line.pop("nonfinite", {})
-    if not isinstance(nonfinite, dict) or not all(isinstance(text, str) for text in nonfinite.values()):
+    if not isinstance(nonfinite, dict) or not all(
+        isinstance(text, str) for text in nonfinite.values()
+    ):
         raise ValueError("nonfinite names no numbers")
     for key, text in nonfinite.items():
         line[key] = float(text)
@@ -317,10 +356,13 @@ def _dump(line: Mapping[str, Any]) -> bytes:
     plain: dict[str, Any] = {}
     nonfinite: dict[str, str] = {}
     for key, value in line.items():
-        if not isinstance(value, bool | int | float | str | list | dict | None) and hasattr(value, "item"):
+        if not isinstance(value, bool | int | float | str | list | dict | None) and hasattr(
+            value, "item"
+        ):
             value = value.item()
         if isinstance(value, float) and not math.isfinite(value):
-            nonfinite[key], value = str(float(value)), None
+            nonfinite[key] = str(float(value))
+            value = None
         plain[key] = value
     if nonfinite:
         plain["nonfinite"] = nonfinite

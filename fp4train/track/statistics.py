@@ -1,4 +1,5 @@
-"""RUN/statistics.bin: what quantisation does to every operand of every layer, one block for each measured step.
+"""RUN/statistics.bin: what quantisation does to every operand of every layer, one block for each
+measured step.
 
 A block is complete in itself::
 
@@ -10,9 +11,10 @@ A block is complete in itself::
     table 1   a row for each quantised operand: `OPERAND`
     table 2   a row for each layer with one: `GRADIENT`
 
-The file is only appended to; a kill loses at most the block being written. Checkpoints remember how long it was and its
-checksum (`fp4train.sealed`). A resumed run drops the blocks of later steps and damaged ones. `read_statistics` gives
-columns; it needs nothing but this file, also while the run goes on.
+The file is only appended to; a kill loses at most the block being written. Checkpoints remember how
+long it was and its checksum (`fp4train.sealed`). A resumed run drops the blocks of later steps and
+damaged ones. `read_statistics` gives columns; it needs nothing but this file, also while the run
+goes on.
 """
 
 import errno
@@ -47,17 +49,23 @@ OPERAND: Final = np.dtype(
         *((name, "<f4") for name in ("scale_codes", "scale_min", "scale_max")),
     ]
 )
-"""A quantised operand. layer, operand: indices of names. amax of the tensor. sqnr_db: 10 log10(|x|²/|y-x|²). underflow:
-share of nonzero elements that became zero. saturation: share of elements beyond the range of their block. kurtosis: 3
-for a normal distribution. Block scales: share of the 256 codes in use (0 for float32 scales), and log2 of the smallest
-above zero and of the largest."""
+"""A quantised operand. layer, operand: indices of names. amax of the tensor. sqnr_db: 10
+log10(|x|²/|y-x|²). underflow: share of nonzero elements that became zero. saturation: share of
+elements beyond the range of their block. kurtosis: 3 for a normal distribution. Block scales: share
+of the 256 codes in use (0 for float32 scales), and log2 of the smallest above zero and of the
+largest.
+"""
 GRADIENT: Final = np.dtype([("layer", "<u2"), ("gradient", "<f4"), ("noise", "<f4")])
-"""A layer's weight gradient: its norm, and that of the error its own quantised product adds (0: not quantised)."""
+"""A layer's weight gradient: its norm, and that of the error its own quantised product adds (0: not
+quantised).
+"""
 
 _MAGIC: Final = b"f4s1"
 _HEAD: Final = struct.Struct("<4sIIII")
 _FREE: Final = 1 << 24
-"""Bytes that are checked for the next block after damage, at most, besides four times those of the file."""
+"""Bytes that are checked for the next block after damage, at most, besides four times those of the
+file.
+"""
 _TRY: Final = 1 << 12
 """Bytes that a try counts beside those that it checks."""
 
@@ -71,7 +79,8 @@ class Statistics:
         recipe: name of the recipe that held.
         layers, names: what the tables' indices stand for: layers, operands ("fprop.x").
         operands: rows of `OPERAND`. gradients: rows of `GRADIENT`.
-        after: checksum of the block before, as the block that was read says it; None: it says none, or was not read.
+        after: checksum of the block before, as the block that was read says it; None: it says none,
+            or was not read.
     """
 
     step: int
@@ -85,7 +94,12 @@ class Statistics:
     def to_bytes(self, after: str) -> bytes:
         """The block; `after`: checksum of the one before."""
         columns = [[list(column) for column in dtype.descr] for dtype in (OPERAND, GRADIENT)]
-        head = {"step": self.step, "recipe": self.recipe, "layers": self.layers, "names": self.names}
+        head = {
+            "step": self.step,
+            "recipe": self.recipe,
+            "layers": self.layers,
+            "names": self.names,
+        }
         parts = (
             json.dumps({**head, "columns": columns, "after": after}).encode(),
             self.operands.astype(OPERAND).tobytes(),
@@ -97,11 +111,12 @@ class Statistics:
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:
-    """The statistics of a run, a row for each measured step and operand or layer, in the order of steps.
+    """The statistics of a run, a row for each measured step and operand or layer, in the order of
+    steps.
 
     Args:
-        operands: arrays of equal length: step (int64), recipe, layer, operand (str), and the columns of `OPERAND` from
-            amax on (float32).
+        operands: arrays of equal length: step (int64), recipe, layer, operand (str), and the
+            columns of `OPERAND` from amax on (float32).
         gradients: step, recipe, layer, gradient, noise.
     """
 
@@ -114,7 +129,8 @@ class StatisticsLog:
 
     Args:
         path: the file.
-        resume_step: the steps done at the checkpoint that the run goes on from; later blocks are dropped.
+        resume_step: the steps done at the checkpoint that the run goes on from; later blocks are
+            dropped.
 
     Raises:
         UserError: the file is there and cannot be read or written.
@@ -137,7 +153,10 @@ class StatisticsLog:
         refused = user_errors(OSError, before=f"{self.path} cannot be written: ", after=remedy)
         with refused, files.parent(self.path, create=True) as (folder, name):
             self._chain = Chain(identity(folder) or "")
-            data = b"" if folder.status(name) is None else folder.read(name, LIMIT)
+            if folder.status(name) is None:
+                data = b""
+            else:
+                data = folder.read(name, LIMIT)
             self._all, wrong = cut(folder, name, _blocks(self.path, data, Chain()), again, keep)
         for each in wrong:
             _log.warning("%s: %s", self.path, each.why)
@@ -145,7 +164,9 @@ class StatisticsLog:
         """Mark of what is written, for the next checkpoint."""
 
     def log(self, statistics: Statistics) -> None:
-        """Append a block. A disk that does not take it is reported once, and the block is left out."""
+        """Append a block. A disk that does not take it is reported once, and the block is left
+        out.
+        """
         data = statistics.to_bytes(self._chain.after)
         try:
             if self._all.size + len(data) > LIMIT:
@@ -159,7 +180,9 @@ class StatisticsLog:
             self._failing = False
         except OSError as error:
             if not self._failing:
-                _log.error("%s cannot be written (%s); steps are left out until it can", self.path, error)
+                _log.error(
+                    "%s cannot be written (%s); steps are left out until it can", self.path, error
+                )
             self._failing = True
 
     def sync(self) -> None:
@@ -198,9 +221,12 @@ def read_statistics(run: Path, say: Callable[[str], object] = _log.warning) -> C
     path = Path(run) / STATISTICS
     try:
         with files.parent(path) as (folder, name):
-            data, own = folder.read(name, LIMIT), identity(folder)
+            data = folder.read(name, LIMIT)
+            own = identity(folder)
     except FileNotFoundError as error:
-        raise UserError(f"{path} is missing: a run writes it with eval.errors_every=STEPS") from error
+        raise UserError(
+            f"{path} is missing: a run writes it with eval.errors_every=STEPS"
+        ) from error
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
     blocks: list[Statistics] = []
@@ -209,40 +235,54 @@ def read_statistics(run: Path, say: Callable[[str], object] = _log.warning) -> C
             say(f"{path}: {each.why}")
         blocks += [] if each.value is None else [each.value]
     rows = sum(len(each.operands) + len(each.gradients) for each in blocks)
-    longest = max((len(name) for each in blocks for name in (each.recipe, *each.layers, *each.names)), default=0)
+    longest = max(
+        (len(name) for each in blocks for name in (each.recipe, *each.layers, *each.names)),
+        default=0,
+    )
     if 4 * rows * longest > LIMIT:
-        raise UserError(f"{path} cannot be read: {rows:,} rows with names of up to {longest:,} letters")
+        raise UserError(
+            f"{path} cannot be read: {rows:,} rows with names of up to {longest:,} letters"
+        )
     return Columns(
         operands=_columns([(each, each.operands) for each in blocks], OPERAND),
         gradients=_columns([(each, each.gradients) for each in blocks], GRADIENT),
     )
 
 
-def _columns(tables: list[tuple[Statistics, NDArray[Any]]], dtype: np.dtype[Any]) -> dict[str, NDArray[Any]]:
+def _columns(
+    tables: list[tuple[Statistics, NDArray[Any]]], dtype: np.dtype[Any]
+) -> dict[str, NDArray[Any]]:
     def join(parts: list[NDArray[Any]], kind: Any) -> NDArray[Any]:
-        return np.concatenate(parts) if parts else np.empty(0, kind)
+        if parts:
+            return np.concatenate(parts)
+        return np.empty(0, kind)
 
     found = {
         "step": join([np.full(len(rows), each.step, np.int64) for each, rows in tables], np.int64),
         "recipe": join([np.full(len(rows), each.recipe) for each, rows in tables], np.str_),
-        "layer": join([np.array(each.layers, np.str_)[rows["layer"]] for each, rows in tables], np.str_),
+        "layer": join(
+            [np.array(each.layers, np.str_)[rows["layer"]] for each, rows in tables], np.str_
+        ),
     }
     for name in dtype.names or ():
         if name == "operand":
-            found[name] = join([np.array(each.names, np.str_)[rows[name]] for each, rows in tables], np.str_)
+            found[name] = join(
+                [np.array(each.names, np.str_)[rows[name]] for each, rows in tables], np.str_
+            )
         elif name != "layer":
             found[name] = join([rows[name] for _, rows in tables], np.float32)
     return found
 
 
 def _blocks(path: Path, data: bytes, chain: Chain) -> Iterator[Scanned]:
-    """The blocks of the file `path`. What is damaged is skipped up to the next one; a torn end is left out. Linear in
-    the file.
+    """The blocks of the file `path`. What is damaged is skipped up to the next one; a torn end is
+    left out. Linear in the file.
 
     Raises:
         OlderForm: a block does not say which one it follows.
     """
-    at, left = 0, _FREE + 4 * len(data)
+    at = 0
+    left = _FREE + 4 * len(data)
     while 0 <= at < len(data):
         raw = data[at : at + _claimed(data, at)]
         if (block := _block(raw)) is not None:
@@ -253,13 +293,18 @@ def _blocks(path: Path, data: bytes, chain: Chain) -> Iterator[Scanned]:
             at += len(raw)
             continue
         following = data.find(_MAGIC, at + 1)
-        while following >= 0 and left > 0 and _block(data[following : following + _claimed(data, following)]) is None:
+        while (
+            following >= 0
+            and left > 0
+            and _block(data[following : following + _claimed(data, following)]) is None
+        ):
             left -= _claimed(data, following) + _TRY
             following = data.find(_MAGIC, following + 1)
         if following >= 0:
             following = following if left > 0 else len(data)
             yield Scanned(0, b"", None, f"{following - at} bytes at {at} are damaged and left out")
-        at, chain.last = following, None
+        at = following
+        chain.last = None
 
 
 def _checksum(block: bytes) -> int:
@@ -280,14 +325,16 @@ def _block(raw: bytes) -> Statistics | None:
     if not raw or zlib.crc32(memoryview(raw)[_HEAD.size :]) != _checksum(raw):
         return None
     _, first, second, *_ = _HEAD.unpack_from(raw)
-    begin, middle = _HEAD.size + first, _HEAD.size + first + second
+    begin = _HEAD.size + first
+    middle = _HEAD.size + first + second
     try:
         head = json.loads(raw[_HEAD.size : begin])
         dtypes = [np.dtype([(name, kind) for name, kind in columns]) for columns in head["columns"]]
         for dtype, known in zip(dtypes, (OPERAND, GRADIENT), strict=True):
             if any(dtype[name].kind != known[name].kind for name in known.names or ()):
                 return None
-        operands, gradients = np.frombuffer(raw[begin:middle], dtypes[0]), np.frombuffer(raw[middle:], dtypes[1])
+        operands = np.frombuffer(raw[begin:middle], dtypes[0])
+        gradients = np.frombuffer(raw[middle:], dtypes[1])
         parsed = Statistics(
             step=np.int64(head["step"]).item(),
             recipe=str(head["recipe"]),

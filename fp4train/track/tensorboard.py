@@ -1,7 +1,8 @@
-"""TensorBoard: the numbers of metrics.jsonl as scalars, events and tables as text, statistics as histograms.
+"""TensorBoard: the numbers of metrics.jsonl as scalars, events and tables as text, statistics as
+histograms.
 
-Files are in RUN/tensorboard: `tensorboard --logdir runs` shows all runs. After a resume TensorBoard hides the points
-that the run has left behind.
+Files are in RUN/tensorboard: `tensorboard --logdir runs` shows all runs. After a resume TensorBoard
+hides the points that the run has left behind.
 """
 
 from collections.abc import Mapping
@@ -22,10 +23,13 @@ class TensorBoardTracker:
     Args:
         run_dir: events are written to RUN/tensorboard.
         config: the resolved configuration, shown as text.
-        resume_step: steps done at the checkpoint that the run goes on from; None: it starts at step 0.
+        resume_step: steps done at the checkpoint that the run goes on from; None: it starts at step
+            0.
     """
 
-    def __init__(self, run_dir: Path, config: Mapping[str, Any], *, resume_step: int | None = None) -> None:
+    def __init__(
+        self, run_dir: Path, config: Mapping[str, Any], *, resume_step: int | None = None
+    ) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ModuleNotFoundError as error:
@@ -34,7 +38,11 @@ class TensorBoardTracker:
             run.folder(FOLDER, create=True).close()  # a folder of the run, and no link out of it
         purge = None if resume_step is None else resume_step + 1
         self._writer: Any = SummaryWriter(str(Path(run_dir) / FOLDER), purge_step=purge)
-        self._text("config", "\n".join(f"    {key}: {value}" for key, value in config.items()), resume_step or 0)
+        self._text(
+            "config",
+            "\n".join(f"    {key}: {value}" for key, value in config.items()),
+            resume_step or 0,
+        )
 
     def _text(self, name: str, text: str, step: int) -> None:
         self._writer.add_text(name, text, step)
@@ -46,7 +54,11 @@ class TensorBoardTracker:
                 self._writer.add_scalar(name, float(value), step)
 
     def log_event(self, step: int, event: str, values: Mapping[str, Any] | None = None) -> None:
-        self._text("event", ", ".join([event, *(f"{name} {value}" for name, value in (values or {}).items())]), step)
+        self._text(
+            "event",
+            ", ".join([event, *(f"{name} {value}" for name, value in (values or {}).items())]),
+            step,
+        )
 
     def log_table(self, name: str, columns: list[str], rows: list[list[Any]]) -> None:
         lines = [columns, ["---"] * len(columns), *rows]

@@ -1,9 +1,10 @@
-"""The tracker that the training loop logs to. Services beside the metrics are kept away from it: none stalls or ends
-a run.
+"""The tracker that the training loop logs to. Services beside the metrics are kept away from it:
+none stalls or ends a run.
 
-`Trackers` leaves a service out that fails. `QueuedTracker` calls one in a thread of its own: every wait of the caller
-is bounded, a full queue drops lines (the metrics log has them all), and a service that does not answer at the start or
-at the end is left behind. Its processes are then ended, because they would keep the interpreter from exiting.
+`Trackers` leaves a service out that fails. `QueuedTracker` calls one in a thread of its own: every
+wait of the caller is bounded, a full queue drops lines (the metrics log has them all), and a
+service that does not answer at the start or at the end is left behind. Its processes are then
+ended, because they would keep the interpreter from exiting.
 """
 
 import logging
@@ -84,7 +85,8 @@ class NullTracker(Relay):
 class Trackers(Relay):
     """One tracker that matters and others beside it.
 
-    What the first raises reaches the caller. One of the others that raises is reported once and left out from then on.
+    What the first raises reaches the caller. One of the others that raises is reported once and
+    left out from then on.
     """
 
     def __init__(self, first: Tracker, *others: Tracker) -> None:
@@ -117,8 +119,10 @@ class QueuedTracker(Relay):
     Args:
         start: makes the tracker; called in the thread.
         name: what messages call it.
-        start_seconds: how long to wait for `start`; finish_seconds: for what is left in the queue at the end.
-        abandon: called where the tracker does not answer; frees what would block the end of the process.
+        start_seconds: how long to wait for `start`; finish_seconds: for what is left in the queue
+            at the end.
+        abandon: called where the tracker does not answer; frees what would block the end of the
+            process.
 
     Raises:
         TimeoutError: `start` did not return in time.
@@ -136,9 +140,12 @@ class QueuedTracker(Relay):
     ) -> None:
         self.name = name
         self.inner: Tracker | None = None
-        self._start, self._finish_seconds, self._abandon = start, finish_seconds, abandon
+        self._start = start
+        self._finish_seconds = finish_seconds
+        self._abandon = abandon
         self._raised: list[Exception] = []
-        self._dropped, self._over = 0, False
+        self._dropped = 0
+        self._over = False
         self._worker = Worker(name, self._failed, capacity=CAPACITY)
         self._worker.put(self._begin)
         in_time = self._worker.wait(start_seconds)
@@ -172,16 +179,21 @@ class QueuedTracker(Relay):
 
         if not self._over and not self._worker.put(act):
             if not self._dropped:
-                _log.warning("%s does not keep up: lines are left out there, the metrics log has them", self.name)
+                _log.warning(
+                    "%s does not keep up: lines are left out there, the metrics log has them",
+                    self.name,
+                )
             self._dropped += 1
 
-    # -- the thread's ---------------------------------------------------------------------------------------------
+    # -- the thread's ------------------------------------------------------------------------------
 
     def _begin(self) -> None:
         self.inner = self._start()
 
     def _failed(self, error: Exception) -> None:
-        """Keep an error of a service's client that has not begun; switch off one that has, at its first error."""
+        """Keep an error of a service's client that has not begun; switch off one that has, at its
+        first error.
+        """
         if self.inner is None:
             self._raised.append(error)
         elif not self._over:
@@ -198,7 +210,9 @@ def _switch_off(tracker: Tracker, name: str, error: Exception) -> None:
 
 
 def mark(tracker: Tracker) -> dict[str, int | str] | None:
-    """Bytes and checksum of a tracker's file, which a checkpoint remembers; None where it has no file."""
+    """Bytes and checksum of a tracker's file, which a checkpoint remembers; None where it has no
+    file.
+    """
     found: dict[str, int | str] | None = tracker.mark() if hasattr(tracker, "mark") else None
     return found
 

@@ -1,10 +1,12 @@
 """Weights & Biases: the keys of metrics.jsonl, the config, and the plan as a table.
 
-Online where the user is logged in and the server answers, otherwise offline into RUN/wandb, to be sent later with
-``wandb sync``. Every wait is bounded: an unreachable server costs seconds at the start and at the end, never the run.
+Online where the user is logged in and the server answers, otherwise offline into RUN/wandb, to be
+sent later with ``wandb sync``. Every wait is bounded: an unreachable server costs seconds at the
+start and at the end, never the run.
 
-wandb's own step counter cannot go back, as ours does after a resume; so ``step`` is logged as a value and declared the
-x axis of every chart. The id of the run is kept in RUN/wandb/run_id, by which a resumed run continues the same charts.
+wandb's own step counter cannot go back, as ours does after a resume; so ``step`` is logged as a
+value and declared the x axis of every chart. The id of the run is kept in RUN/wandb/run_id, by
+which a resumed run continues the same charts.
 """
 
 import http.client
@@ -30,11 +32,13 @@ from fp4train.worker import within
 
 _log = logging.getLogger(__name__)
 
-CONSOLE, LOGS = "console.log", "output.log"
+CONSOLE = "console.log"
+LOGS = "output.log"
 """RUN/console.log: what the run printed; the file of a run that the service shows as its logs."""
 CONSOLE_LIMIT = 1 << 26
 """Bytes of it that are sent."""
-FOLDER, RUN_ID = "wandb", "run_id"
+FOLDER = "wandb"
+RUN_ID = "run_id"
 """RUN/wandb/run_id: the run's id in its charts."""
 PROBE_SECONDS = 2.0
 ASKED_FOR = "asked for"
@@ -70,7 +74,10 @@ class WandbTracker:
         self._timeout = timeout
         self._finished = False
         self._run_dir = Path(run_dir)
-        with files.Folder.open(Path(run_dir), create=True) as run, run.folder(FOLDER, create=True) as folder:
+        with (
+            files.Folder.open(Path(run_dir), create=True) as run,
+            run.folder(FOLDER, create=True) as folder,
+        ):
             run_id = _run_id(folder, resumed)
 
         def start(mode: Literal["online", "offline"]) -> Any:
@@ -106,7 +113,11 @@ class WandbTracker:
                 why_offline = str(error).partition("\n")[0] or type(error).__name__
                 with suppress(ConnectionError):  # a service that has died needs no end
                     wandb.teardown()  # it keeps the id of the run that failed to start
-                with suppress(OSError), files.Folder.open(Path(run_dir)) as run, run.folder(FOLDER) as folder:
+                with (
+                    suppress(OSError),
+                    files.Folder.open(Path(run_dir)) as run,
+                    run.folder(FOLDER) as folder,
+                ):
                     for failed in folder.names():
                         if failed.startswith("run-") and failed.endswith(f"-{run_id}"):
                             folder.remove_folder(failed)
@@ -114,7 +125,9 @@ class WandbTracker:
             self._run = start("offline")
             expected = why_offline in (ASKED_FOR, NOT_LOGGED_IN)
             later = "wandb is offline (%s); send the run later with:\n  wandb sync %s"
-            _log.log(logging.INFO if expected else logging.WARNING, later, why_offline, self._local())
+            _log.log(
+                logging.INFO if expected else logging.WARNING, later, why_offline, self._local()
+            )
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
@@ -129,13 +142,22 @@ class WandbTracker:
         self._run.log({name: wandb.Table(columns=[*columns], data=rows, allow_mixed_types=True)})
 
     def log_statistics(self, statistics: Statistics) -> None:
-        """Histograms over layers and operands, and the ten worst operands; the metrics have the summary."""
+        """Histograms over layers and operands, and the ten worst operands; the metrics have the
+        summary.
+        """
         import wandb
 
-        rows, shown = statistics.operands, (*SPREAD, "amax")
-        drawn = {f"histogram/{name}": wandb.Histogram(values) for name, values in spreads(statistics)}
+        rows = statistics.operands
+        shown = (*SPREAD, "amax")
+        drawn = {
+            f"histogram/{name}": wandb.Histogram(values) for name, values in spreads(statistics)
+        }
         data = [
-            [statistics.layers[row["layer"]], statistics.names[row["operand"]], *(float(row[name]) for name in shown)]
+            [
+                statistics.layers[row["layer"]],
+                statistics.names[row["operand"]],
+                *(float(row[name]) for name in shown),
+            ]
             for row in rows[np.argsort(rows["sqnr_db"])][:10]
         ]
         worst = wandb.Table(columns=["layer", "operand", *shown], data=data)
@@ -149,7 +171,10 @@ class WandbTracker:
         try:
             self._run.finish(exit_code=exit_code)
         except TimeoutError:
-            rest = "wandb: not everything was uploaded within %g s; send the rest with:\n  wandb sync %s"
+            rest = (
+                "wandb: not everything was uploaded within %g s; send the rest with:\n  wandb "
+                "sync %s"
+            )
             _log.warning(rest, self._timeout, self._local())
 
     def _send_console(self) -> None:
@@ -180,10 +205,15 @@ def _why_offline(settings: Any, offline: bool) -> str | None:
 
 
 def logged_in(settings: Any) -> bool:
-    """A key in wandb's settings (its environment variables included) or in the netrc that `wandb login` writes."""
+    """A key in wandb's settings (its environment variables included) or in the netrc that `wandb
+    login` writes.
+    """
     if settings.api_key or settings.identity_token_file:
         return True
-    files = [os.environ["NETRC"]] if os.environ.get("NETRC") else ["~/.netrc", "~/_netrc"]
+    if os.environ.get("NETRC"):
+        files = [os.environ["NETRC"]]
+    else:
+        files = ["~/.netrc", "~/_netrc"]
     for file in files:
         try:
             entries = netrc.netrc(Path(file).expanduser())
@@ -195,7 +225,9 @@ def logged_in(settings: Any) -> bool:
 
 
 def _why_unreachable(url: str) -> str | None:
-    """Any HTTP answer counts. In a thread of its own, because looking up a name cannot be given a time limit."""
+    """Any HTTP answer counts. In a thread of its own, because looking up a name cannot be given a
+    time limit.
+    """
 
     def ask() -> str | None:
         try:
@@ -223,11 +255,14 @@ def _run_id(folder: files.Folder, resumed: bool) -> str:
 
 
 def end_service() -> None:
-    """Kill the processes that wandb started in this one: a stopped one would be waited for at exit, without end."""
+    """Kill the processes that wandb started in this one: a stopped one would be waited for at exit,
+    without end.
+    """
     setup = sys.modules.get("wandb.sdk.wandb_setup")
     singleton = getattr(setup, "_singleton", None)
     process: Any = singleton
-    for name in ("_connection", "_proc", "_process"):  # of wandb 0.31; where they are called otherwise, none is found
+    # of wandb 0.31; where they are called otherwise, none is found
+    for name in ("_connection", "_proc", "_process"):
         process = getattr(process, name, None)
     if process is not None and hasattr(process, "kill"):
         process.kill()

@@ -13,21 +13,38 @@ import numpy as np
 from storms.ground import ON, STEPS, TINY, Ground, Result, call, listening, losses
 
 FILES = (
-    *("config.yaml", "metrics.jsonl", "history.jsonl", "statistics.bin", "plan.txt", "heartbeat.json"),
-    *("checkpoints/*/state.json", "checkpoints/*/tensors.safetensors", "checkpoints/*/weights.safetensors"),
+    *(
+        "config.yaml",
+        "metrics.jsonl",
+        "history.jsonl",
+        "statistics.bin",
+        "plan.txt",
+        "heartbeat.json",
+    ),
+    *(
+        "checkpoints/*/state.json",
+        "checkpoints/*/tensors.safetensors",
+        "checkpoints/*/weights.safetensors",
+    ),
     *("cache/*.bin", "cache/*.json"),
 )
-RANK, SENSITIVITY = "studies/rank/rank.json", "studies/sensitivity/sensitivity.json"
+RANK = "studies/rank/rank.json"
+SENSITIVITY = "studies/sensitivity/sensitivity.json"
 READ = {
     **{name: name for name in ("config.yaml", "metrics.jsonl", "history.jsonl", "statistics.bin")},
-    **{name: f"checkpoints/*/{name}" for name in ("state.json", "tensors.safetensors", "weights.safetensors")},
+    **{
+        name: f"checkpoints/*/{name}"
+        for name in ("state.json", "tensors.safetensors", "weights.safetensors")
+    },
     **{"cache.bin": "cache/*.bin", "cache.json": "cache/*.json"},
     **{"rank.json": RANK, "sensitivity.json": SENSITIVITY},
     "measurements.jsonl": "studies/rank/measurements.jsonl",
 }
 """The records that are checked, by what the table calls them."""
 MEASURED_AGAIN = ("measurements.jsonl", "metrics.jsonl")
-"""Records whose lines after the last checkpoint may be lost by a kill: a run, or a study, writes them again."""
+"""Records whose lines after the last checkpoint may be lost by a kill: a run, or a study, writes
+them again.
+"""
 
 
 def damage(path: Path, draw: random.Random, others: Path | None = None) -> str:
@@ -35,9 +52,21 @@ def damage(path: Path, draw: random.Random, others: Path | None = None) -> str:
     data = bytearray(path.read_bytes())
     lines = data.splitlines(keepends=True)
     how = draw.choice(
-        ("flip", "flip", "flip", "cut", "zeros", "gone", "line gone", "lines swapped", "line twice", "other")
+        (
+            "flip",
+            "flip",
+            "flip",
+            "cut",
+            "zeros",
+            "gone",
+            "line gone",
+            "lines swapped",
+            "line twice",
+            "other",
+        )
     )
-    at, line = draw.randrange(max(1, len(data))), draw.randrange(max(1, len(lines)))
+    at = draw.randrange(max(1, len(data)))
+    line = draw.randrange(max(1, len(lines)))
     if how == "gone":
         path.unlink()
         return how
@@ -62,7 +91,9 @@ def damage(path: Path, draw: random.Random, others: Path | None = None) -> str:
 
 
 def read_part(run: Path, kind: str) -> Any:
-    """What fp4train reads from the record `kind` of `run`: when it goes on, or when it reports about the run."""
+    """What fp4train reads from the record `kind` of `run`: when it goes on, or when it reports
+    about the run.
+    """
 
     from fp4train import checkpoint
     from fp4train.config.schema import plain
@@ -88,7 +119,9 @@ def read_part(run: Path, kind: str) -> Any:
         for problem in problems:
             say(problem)
         # Their contents: a line that stands twice in an object may change nothing of it.
-        return [each.body for each in studies.rankings], [vars(each) for each in studies.sensitivities]
+        return [each.body for each in studies.rankings], [
+            vars(each) for each in studies.sensitivities
+        ]
     if kind == "measurements.jsonl":
         study = json.loads((run / READ[kind]).with_suffix(".known").read_text())
         record = StudyRecord(run / READ[kind], study["identity"], study["step"])
@@ -107,12 +140,19 @@ def read_part(run: Path, kind: str) -> Any:
         if kind == "history.jsonl":
             return records
         columns = read_statistics(run)
-        return [{k: v.tolist() for k, v in each.items()} for each in (columns.operands, columns.gradients)]
+        return [
+            {k: v.tolist() for k, v in each.items()}
+            for each in (columns.operands, columns.gradients)
+        ]
     if kind == "metrics.jsonl":
         for text in mend(run / kind, start.step, start.state.get("metrics")):  # type: ignore[arg-type]
             say(text)
         return read_metrics(run / kind)
-    return start.step, start.state, {name: (t.dtype, t.shape, t.numpy().tobytes()) for name, t in start.tensors.items()}
+    return (
+        start.step,
+        start.state,
+        {name: (t.dtype, t.shape, t.numpy().tobytes()) for name, t in start.tensors.items()},
+    )
 
 
 def studied(ground: Ground, name: str) -> Path:
@@ -122,7 +162,15 @@ def studied(ground: Ground, name: str) -> Path:
     for command in (
         (*TINY, "run.name=a", "train.steps=2", "data.cache_dir=runs/a/cache"),
         ("resume=runs/a", "recipe=mxfp8", "train.steps=4"),
-        ("rank", "runs/a", "recipe=bf16,mxfp8", "steps=1", "forks=2", "batches=1", "out=runs/a/studies/rank"),
+        (
+            "rank",
+            "runs/a",
+            "recipe=bf16,mxfp8",
+            "steps=1",
+            "forks=2",
+            "batches=1",
+            "out=runs/a/studies/rank",
+        ),
         ("sensitivity", "runs/a", "recipe=mxfp8", "batches=2", "out=runs/a/studies/sensitivity"),
     ):
         code, out = call(place, *command)
@@ -134,17 +182,25 @@ def studied(ground: Ground, name: str) -> Path:
 
 
 def _harmless(kind: str, found: Any, known: Any, marked: int) -> bool:
-    return found == known or (kind in MEASURED_AGAIN and found == known[: len(found)] and len(found) >= marked)
+    return found == known or (
+        kind in MEASURED_AGAIN and found == known[: len(found)] and len(found) >= marked
+    )
 
 
 def damage_trial(ground: Ground, place: Path, draw: random.Random, number: int) -> Result:
-    """In this process: the files are read as a resume or a report reads them, which takes milliseconds."""
+    """In this process: the files are read as a resume or a report reads them, which takes
+    milliseconds.
+    """
     from fp4train import checkpoint
     from fp4train.errors import UserError
 
-    run, other = (ground.once(name, lambda name=name: studied(ground, name)) for name in ("read", "other"))  # type: ignore[misc]
+    run, other = (
+        ground.once(name, lambda name=name: studied(ground, name)) for name in ("read", "other")
+    )  # type: ignore[misc]
     os.chdir(run.parents[1])
-    known: dict[str, Any] = ground.once("known", lambda: {kind: read_part(run, kind) for kind in READ})
+    known: dict[str, Any] = ground.once(
+        "known", lambda: {kind: read_part(run, kind) for kind in READ}
+    )
     kind = draw.choice(tuple(READ))
     path = max(run.glob(READ[kind]))
     there = other / path.relative_to(run)
@@ -182,9 +238,14 @@ def resume_trial(ground: Ground, place: Path, draw: random.Random, number: int) 
     how = damage(path, draw)
     same = path.exists() and path.read_bytes() == good
     code, out = call(place, *ON)
-    found, whole = losses(place / "runs/a"), ground.undisturbed("resume").result["losses"]
+    found = losses(place / "runs/a")
+    whole = ground.undisturbed("resume").result["losses"]
     refused = code == 1 and out.count("fp4train: ") == 1 and "Traceback" not in out
-    equal = {step: value for step, value in whole.items() if step in found} == found and STEPS in found
+    equal = {
+        step: value for step, value in whole.items() if step in found
+    } == found and STEPS in found
     told = set(found) == set(whole) or "left out" in out or "missing" in out
     passed = refused or (code == 0 and equal and told)
-    return Result(kind, passed, "" if passed or same else f"{how} of {path.name}: exit {code}: {out[-400:]}")
+    return Result(
+        kind, passed, "" if passed or same else f"{how} of {path.name}: exit {code}: {out[-400:]}"
+    )

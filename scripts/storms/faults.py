@@ -14,25 +14,45 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from storms.ground import EXPORTS, SCENARIOS, TRAINING, Ground, Result, call, explained, goes_on, listening
+from storms.ground import (
+    EXPORTS,
+    SCENARIOS,
+    TRAINING,
+    Ground,
+    Result,
+    call,
+    explained,
+    goes_on,
+    listening,
+)
 
 KINDS = ("write", "fsync", "rename", "open")
 ERRORS = (errno.ENOSPC, errno.EIO)
 
 
 class Faults:
-    """While entered, the call `number` (from 1) of `kind` fails with `error`; `lasting`: all later ones, too.
+    """While entered, the call `number` (from 1) of `kind` fails with `error`; `lasting`: all later
+    ones, too.
 
-    Calls of open count where they are about files below the working directory. `counts` says how many there were.
+    Calls of open count where they are about files below the working directory. `counts` says how
+    many there were.
     """
 
-    def __init__(self, kind: str = "", number: int = 0, error: int = errno.EIO, *, lasting: bool = False) -> None:
-        self.kind, self.number, self.error, self.lasting = kind, number, error, lasting
+    def __init__(
+        self, kind: str = "", number: int = 0, error: int = errno.EIO, *, lasting: bool = False
+    ) -> None:
+        self.kind = kind
+        self.number = number
+        self.error = error
+        self.lasting = lasting
         self.counts: Counter[str] = Counter()
 
     def __enter__(self) -> Faults:
         self._here = os.getcwd()
-        self._before = [(os, name, getattr(os, name)) for name in ("write", "fsync", "rename", "replace", "open")]
+        self._before = [
+            (os, name, getattr(os, name))
+            for name in ("write", "fsync", "rename", "replace", "open")
+        ]
         self._before += [(io, "open", io.open), (builtins, "open", builtins.open)]
         kinds = {"replace": "rename"}
         for module, name, function in self._before:
@@ -49,14 +69,18 @@ class Faults:
                 return function(*args, **options)
             self.counts[kind] += 1
             count = self.counts[kind]
-            if kind == self.kind and (count == self.number or (self.lasting and count > self.number > 0)):
+            if kind == self.kind and (
+                count == self.number or (self.lasting and count > self.number > 0)
+            ):
                 raise OSError(self.error, os.strerror(self.error))
             return function(*args, **options)
 
         return call
 
     def _ours(self, path: Any) -> bool:
-        return isinstance(path, str | os.PathLike) and os.path.join(self._here, os.fspath(path)).startswith(self._here)
+        return isinstance(path, str | os.PathLike) and os.path.join(
+            self._here, os.fspath(path)
+        ).startswith(self._here)
 
 
 @contextlib.contextmanager
@@ -69,26 +93,35 @@ def counted(into: Path) -> Iterator[None]:
 
 def fault_trial(ground: Ground, place: Path, draw: random.Random, number: int) -> Result:
     """A whole command with a fault, then the same one without."""
-    name, kind = draw.choice((*TRAINING, *EXPORTS)), draw.choice(KINDS)
+    name = draw.choice((*TRAINING, *EXPORTS))
+    kind = draw.choice(KINDS)
 
     def count() -> dict[str, int]:
-        there, into = ground.copy(ground.folder / f"counted_{name}"), ground.folder / f"{name}.counts"
+        there = ground.copy(ground.folder / f"counted_{name}")
+        into = ground.folder / f"{name}.counts"
         call(there, *SCENARIOS[name].command, around=lambda: counted(into))
         return marshal.loads(into.read_bytes())
 
     calls = ground.once(("calls", name), count)[kind]
-    at, error, lasting = draw.randint(1, calls), draw.choice(ERRORS), draw.random() < 0.3
+    at = draw.randint(1, calls)
+    error = draw.choice(ERRORS)
+    lasting = draw.random() < 0.3
     ground.copy(place)
-    code, out = call(place, *SCENARIOS[name].command, around=lambda: Faults(kind, at, error, lasting=lasting))
+    code, out = call(
+        place, *SCENARIOS[name].command, around=lambda: Faults(kind, at, error, lasting=lasting)
+    )
     seen = "" if explained(code, out) else f"exit {code}: {out[-400:]}"
-    # A full disk costs measurements, which is said. A swap holds from the checkpoint that can be read.
+    # A full disk costs measurements, which is said. A swap holds from the checkpoint that can be
+    # read.
     earlier = name == "swap" and "cannot be used" in out
-    seen = seen or goes_on(ground, name, place, but=("statistics", "losses") if earlier else ("statistics",))
+    seen = seen or goes_on(
+        ground, name, place, but=("statistics", "losses") if earlier else ("statistics",)
+    )
     what = f"{name}, {kind} {at} of {calls}: {errno.errorcode[error]}{' from there on' * lasting}"
     return Result(kind, not seen, seen and f"{what}: {seen}")
 
 
-# -- parts of a command, thousands of times faster ------------------------------------------------------------------
+# -- parts of a command, thousands of times faster -------------------------------------------------
 
 
 def _checkpoint(place: Path, faulty: Callable[[], Any]) -> str:
@@ -97,7 +130,10 @@ def _checkpoint(place: Path, faulty: Callable[[], Any]) -> str:
     from fp4train import checkpoint
 
     folder = place / "checkpoints"
-    tensors = [{"model/x": torch.full((5, 3), float(n)), "optimizer/y": torch.arange(n + 2)} for n in range(4)]
+    tensors = [
+        {"model/x": torch.full((5, 3), float(n)), "optimizer/y": torch.arange(n + 2)}
+        for n in range(4)
+    ]
     checkpoint.save(folder, 1, tensors[1], {"n": 1}, keep=2)
     said = ""
     try:
@@ -107,7 +143,12 @@ def _checkpoint(place: Path, faulty: Callable[[], Any]) -> str:
         said = str(error)
     found = checkpoint.load(folder)
     whole = all(torch.equal(found.tensors[k], v) for k, v in tensors[found.step].items())
-    if not whole or found.state != {"n": found.step} or (not said and found.step != 2) or found.skipped:
+    if (
+        not whole
+        or found.state != {"n": found.step}
+        or (not said and found.step != 2)
+        or found.skipped
+    ):
         return f"step {found.step}, whole {whole}, skipped {found.skipped}, said {said!r}"
     checkpoint.save(folder, 3, tensors[3], {"n": 3}, keep=2)
     return "" if checkpoint.load(folder).step == 3 else "no checkpoint after that one"
@@ -116,7 +157,8 @@ def _checkpoint(place: Path, faulty: Callable[[], Any]) -> str:
 def _write(place: Path, faulty: Callable[[], Any]) -> str:
     from fp4train import files
 
-    path, raised = place / "file", False
+    path = place / "file"
+    raised = False
     files.write(path, b"old")
     try:
         with faulty():
@@ -125,7 +167,11 @@ def _write(place: Path, faulty: Callable[[], Any]) -> str:
         raised = True
     found = path.read_bytes()
     left = [p.name for p in place.iterdir() if p != path]
-    return "" if found in ((b"old", b"newer") if raised else (b"newer",)) and not left else f"{found!r}, beside {left}"
+    return (
+        ""
+        if found in ((b"old", b"newer") if raised else (b"newer",)) and not left
+        else f"{found!r}, beside {left}"
+    )
 
 
 def _append(place: Path, faulty: Callable[[], Any]) -> str:
@@ -159,7 +205,11 @@ def _metrics(place: Path, faulty: Callable[[], Any]) -> str:
         return ""
     found = [line["x"] for line in read_metrics(place / "metrics.jsonl")]
     wanted = [step / 3 for step in range(4)]
-    return "" if found == wanted or (said.lines and found == wanted[: len(found)]) else f"{found}, said {said.lines}"
+    return (
+        ""
+        if found == wanted or (said.lines and found == wanted[: len(found)])
+        else f"{found}, said {said.lines}"
+    )
 
 
 def _folder(place: Path, faulty: Callable[[], Any]) -> str:
@@ -172,12 +222,26 @@ def _folder(place: Path, faulty: Callable[[], Any]) -> str:
                 folder.write(name, name.encode())
     except OSError:
         raised = True
-    found = {str(path.relative_to(place)): path.read_text() for path in place.rglob("*") if path.is_file()}
+    found = {
+        str(path.relative_to(place)): path.read_text()
+        for path in place.rglob("*")
+        if path.is_file()
+    }
     wanted = {} if raised else {"out/one": "one", "out/two": "two"}
-    return "" if found == wanted and (place / "out").exists() != raised else f"raised {raised}: {found}"
+    return (
+        ""
+        if found == wanted and (place / "out").exists() != raised
+        else f"raised {raised}: {found}"
+    )
 
 
-PARTS = {"checkpoint": _checkpoint, "write": _write, "folder": _folder, "append": _append, "metrics": _metrics}
+PARTS = {
+    "checkpoint": _checkpoint,
+    "write": _write,
+    "folder": _folder,
+    "append": _append,
+    "metrics": _metrics,
+}
 
 
 def part_trial(ground: Ground, place: Path, draw: random.Random, number: int) -> Result:
@@ -185,7 +249,8 @@ def part_trial(ground: Ground, place: Path, draw: random.Random, number: int) ->
     name = draw.choice(tuple(PARTS))
 
     def count() -> Counter[str]:
-        there, faults = ground.folder / f"part_{name}", Faults()
+        there = ground.folder / f"part_{name}"
+        faults = Faults()
         there.mkdir()
         os.chdir(there)
         PARTS[name](there, lambda: faults)
@@ -195,11 +260,14 @@ def part_trial(ground: Ground, place: Path, draw: random.Random, number: int) ->
     calls = ground.once(("part", name), count)
     os.chdir(place)
     kind = draw.choice([kind for kind in KINDS if calls[kind]])
-    at, error = draw.randint(1, calls[kind]), draw.choice(ERRORS)
+    at = draw.randint(1, calls[kind])
+    error = draw.choice(ERRORS)
     try:
         seen = PARTS[name](place, lambda: Faults(kind, at, error))
     except Exception as raised:
         seen = f"{type(raised).__name__}: {raised}"
     finally:
         os.chdir(ground.folder)
-    return Result(name, not seen, seen and f"{kind} {at} of {calls[kind]}: {errno.errorcode[error]}: {seen}")
+    return Result(
+        name, not seen, seen and f"{kind} {at} of {calls[kind]}: {errno.errorcode[error]}: {seen}"
+    )

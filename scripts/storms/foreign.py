@@ -16,7 +16,9 @@ from storms.ground import TINY, Ground, Result, begin, end_measured, explained
 from storms.surroundings import small_memory
 
 SECONDS = 10.0
-"""Processor time that a command may take with such a folder; with a sound one it takes one or two."""
+"""Processor time that a command may take with such a folder; with a sound one it takes one or
+two.
+"""
 Change = Callable[[Path, random.Random], str]
 """Changes a folder; returns in a few words how."""
 VALUES: tuple[Any, ...] = (
@@ -24,8 +26,20 @@ VALUES: tuple[Any, ...] = (
     *([], [1], [[1]], {}, {"a": []}, [None] * 1000, None),
 )
 STRAY = (
-    *("adapter_config.json", "adapter_model.safetensors", "pytorch_model.bin", "model.safetensors.index.json"),
-    *("modeling_own.py", "vocab.json", "added_tokens.json", "generation_config.json", "params.json", "notes.txt"),
+    *(
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "pytorch_model.bin",
+        "model.safetensors.index.json",
+    ),
+    *(
+        "modeling_own.py",
+        "vocab.json",
+        "added_tokens.json",
+        "generation_config.json",
+        "params.json",
+        "notes.txt",
+    ),
 )
 COMMANDS = (
     ("sample", "hf", "prompt=the", "tokens=2"),
@@ -38,12 +52,12 @@ COMMANDS = (
 
 def _key(folder: Path, draw: random.Random) -> str:
     """A key of a table has another value, or is a new one."""
-    path = folder / draw.choice(("config.json", "config.json", "tokenizer_config.json", "generation_config.json"))
-    table = json.loads(path.read_text())
-    key, value = (
-        draw.choice([*table, "rope_theta", "layer_types", "quantization_config", "auto_map"]),
-        draw.choice(VALUES),
+    path = folder / draw.choice(
+        ("config.json", "config.json", "tokenizer_config.json", "generation_config.json")
     )
+    table = json.loads(path.read_text())
+    key = draw.choice([*table, "rope_theta", "layer_types", "quantization_config", "auto_map"])
+    value = draw.choice(VALUES)
     path.write_text(json.dumps(table | {key: value}))
     return f"{path.name}: {key}={str(value)[:40]}"
 
@@ -52,9 +66,21 @@ def _model(folder: Path, draw: random.Random) -> str:
     """The configuration says that it is another family's."""
     path = folder / "config.json"
     kind = draw.choice(
-        ("qwen2", "qwen3", "mixtral", "qwen3_moe", "glm4_moe", "dots1", "nemotron_h", "mamba2", "gemma3")
+        (
+            "qwen2",
+            "qwen3",
+            "mixtral",
+            "qwen3_moe",
+            "glm4_moe",
+            "dots1",
+            "nemotron_h",
+            "mamba2",
+            "gemma3",
+        )
     )
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": kind, "architectures": None}))
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"model_type": kind, "architectures": None})
+    )
     return kind
 
 
@@ -62,7 +88,9 @@ def _table(folder: Path, draw: random.Random) -> str:
     """A table costs much, or is none."""
     path = folder / draw.choice(("config.json", "tokenizer_config.json", "generation_config.json"))
     path.write_bytes(
-        draw.choice((b"[" * 10**6, b"[" + b"[]," * 4_000_000 + b"1]", b'{"a":' * 500, b"\xff\xfe", b"null"))
+        draw.choice(
+            (b"[" * 10**6, b"[" + b"[]," * 4_000_000 + b"1]", b'{"a":' * 500, b"\xff\xfe", b"null")
+        )
     )
     return path.name
 
@@ -72,19 +100,27 @@ def _header(folder: Path, draw: random.Random) -> str:
     path = folder / "model.safetensors"
     data = path.read_bytes()
     size = int.from_bytes(data[:8], "little")
-    header, body = json.loads(data[8 : 8 + size]), data[8 + size :]
+    header = json.loads(data[8 : 8 + size])
+    body = data[8 + size :]
     name = draw.choice([key for key in header if key != "__metadata__"])
     how = draw.choice(("place", "shape", "dtype", "name", "more", "less", "many"))
     if how == "place":
-        header[name]["data_offsets"] = [0, header[name]["data_offsets"][1] - header[name]["data_offsets"][0]]
+        header[name]["data_offsets"] = [
+            0,
+            header[name]["data_offsets"][1] - header[name]["data_offsets"][0],
+        ]
     elif how == "shape":
-        header[name]["shape"] = draw.choice(([2**62], [-1], [0], [1] * 1000, header[name]["shape"][::-1]))
+        header[name]["shape"] = draw.choice(
+            ([2**62], [-1], [0], [1] * 1000, header[name]["shape"][::-1])
+        )
     elif how == "dtype":
         header[name]["dtype"] = draw.choice(("I8", "F64", "C64", "F4", 3))
     elif how == "name":
         header[draw.choice(("../x", "a" * 10**6, "", "\x1b[2J"))] = header.pop(name)
     elif how == "many":
-        header |= {f"t{n}": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for n in range(400_000)}
+        header |= {
+            f"t{n}": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for n in range(400_000)
+        }
     text = json.dumps(header).encode()
     body = body + b"\0" * 64 if how == "more" else body[:-4] if how == "less" else body
     path.write_bytes(len(text).to_bytes(8, "little") + text + body)
@@ -127,4 +163,8 @@ def foreign_trial(ground: Ground, place: Path, draw: random.Random, number: int)
     code, out, seconds = end_measured(begin(place, *command, around=small_memory), place, 120.0)
     told = explained(code, out) or (code == 1 and "differs from" in out and "Traceback" not in out)
     passed = told and seconds < SECONDS and len(out) < 20_000 and "\x1b[2J" not in out
-    return Result(kind, passed, "" if passed else f"{how}, {command[0]}: exit {code}, {seconds:.0f} s: {out[-400:]}")
+    return Result(
+        kind,
+        passed,
+        "" if passed else f"{how}, {command[0]}: exit {code}, {seconds:.0f} s: {out[-400:]}",
+    )

@@ -22,10 +22,30 @@ from typing import Any
 PATIENCE = 600.0
 """Seconds after which a command hangs, on a machine in use."""
 STEPS = 8
-SHAPE = ("model.width=32", "model.layers=2", "model.heads=2", "model.kv_heads=1", "model.hidden=64", "data=text")
+SHAPE = (
+    "model.width=32",
+    "model.layers=2",
+    "model.heads=2",
+    "model.kv_heads=1",
+    "model.hidden=64",
+    "data=text",
+)
 TINY = (
-    *(*SHAPE, "train.batch_size=4", "train.seq_len=32", "eval.batches=1", "eval.every=0", "track=jsonl"),
-    *("phases=none", "schedule=constant", "schedule.warmup=0", "checkpoint.every=2", f"train.steps={STEPS}"),
+    *(
+        *SHAPE,
+        "train.batch_size=4",
+        "train.seq_len=32",
+        "eval.batches=1",
+        "eval.every=0",
+        "track=jsonl",
+    ),
+    *(
+        "phases=none",
+        "schedule=constant",
+        "schedule.warmup=0",
+        "checkpoint.every=2",
+        f"train.steps={STEPS}",
+    ),
     *("eval.errors_every=2", "data.path=../text.txt", "data.cache_dir=cache"),
 )
 ON = ("resume=runs/a", f"train.steps={STEPS}")
@@ -67,7 +87,9 @@ def measured(run: Path) -> list[list[float]] | None:
 def result_of(study: Path, name: str) -> Any:
     """The JSON that a study ends with, and what it measured."""
     record = study / "measurements.jsonl"
-    lines = [json.loads(line) for line in record.read_text().splitlines()] if record.is_file() else []
+    lines = (
+        [json.loads(line) for line in record.read_text().splitlines()] if record.is_file() else []
+    )
     values = {line["key"]: line["values"] for line in lines if "key" in line}
     for each in values.values():
         each.pop("seconds", None)
@@ -78,7 +100,8 @@ def result_of(study: Path, name: str) -> Any:
 class Scenario:
     """A command in a copy of the base run, and what counts of what it leaves: `result(place)`.
 
-    `out`: a folder that it makes and never writes over; where it is there, the command has done its work.
+    `out`: a folder that it makes and never writes over; where it is there, the command has done its
+    work.
     """
 
     command: tuple[str, ...]
@@ -87,7 +110,10 @@ class Scenario:
 
 
 def _run(name: str) -> Callable[[Path], Any]:
-    return lambda place: {"losses": losses(place / "runs" / name), "statistics": measured(place / "runs" / name)}
+    return lambda place: {
+        "losses": losses(place / "runs" / name),
+        "statistics": measured(place / "runs" / name),
+    }
 
 
 def folder_of(place: Path) -> Any:
@@ -95,7 +121,10 @@ def folder_of(place: Path) -> Any:
     out = place / "out"
     files = sorted(out.iterdir()) if out.is_dir() else []
     hidden = sorted(path.name for path in place.iterdir() if path.name.startswith("."))
-    return {"files": {each.name: hashlib.sha256(each.read_bytes()).hexdigest() for each in files}, "hidden": hidden}
+    return {
+        "files": {each.name: hashlib.sha256(each.read_bytes()).hexdigest() for each in files},
+        "hidden": hidden,
+    }
 
 
 SCENARIOS = {
@@ -107,7 +136,11 @@ SCENARIOS = {
     "folder": Scenario((*TINY, "init=hf", "run.name=c"), _run("c")),
     "overwrite": Scenario((*TINY, "run.name=a", "run.overwrite=true"), _run("a")),
     "export": Scenario(("export", "runs/a", "to=hf", "out=out"), folder_of, out="out"),
-    "pack": Scenario(("export", "runs/a", "to=modelopt", "stretch=0", "calibrate=1", "out=out"), folder_of, out="out"),
+    "pack": Scenario(
+        ("export", "runs/a", "to=modelopt", "stretch=0", "calibrate=1", "out=out"),
+        folder_of,
+        out="out",
+    ),
     "rank": Scenario(
         ("rank", "runs/a", "recipe=bf16,mxfp8", "steps=2", "forks=2", "batches=1", "out=study"),
         lambda place: result_of(place / "study", "rank.json"),
@@ -127,7 +160,8 @@ class Undisturbed:
     """What a scenario gives when nothing happens to it.
 
     Attributes:
-        result: of the scenario. seconds: that it takes. kept: what the context around it has kept (`keep`).
+        result: of the scenario. seconds: that it takes. kept: what the context around it has kept
+            (`keep`).
     """
 
     result: Any
@@ -137,8 +171,9 @@ class Undisturbed:
 
 @dataclass
 class Ground:
-    """A folder with text.txt and base/, where runs/a stopped at step 4 after a swap and hf/ is an export of it; what
-    trials learn once."""
+    """A folder with text.txt and base/, where runs/a stopped at step 4 after a swap and hf/ is an
+    export of it; what trials learn once.
+    """
 
     folder: Path
     known: dict[Any, Any] = field(default_factory=dict)
@@ -158,7 +193,8 @@ class Ground:
         """What scenario `name` gives."""
 
         def make() -> Undisturbed:
-            place, began = self.copy(self.folder / f"whole_{name}"), time.monotonic()
+            place = self.copy(self.folder / f"whole_{name}")
+            began = time.monotonic()
             code, out = call(place, *SCENARIOS[name].command)
             if code:
                 raise SystemExit(f"{name} failed undisturbed: {out}")
@@ -168,9 +204,13 @@ class Ground:
 
 
 def prepare(folder: Path) -> Ground:
-    """A text, its tokens, and a run stopped at step 4 by its length, with a swap; an export of it."""
+    """A text, its tokens, and a run stopped at step 4 by its length, with a swap; an export of
+    it.
+    """
     draw = random.Random(0)
-    (folder / "text.txt").write_text(" ".join(draw.choice(("the", "quick", "fox", "4", "bits")) for _ in range(4000)))
+    (folder / "text.txt").write_text(
+        " ".join(draw.choice(("the", "quick", "fox", "4", "bits")) for _ in range(4000))
+    )
     base = folder / "base"
     base.mkdir()
     for arguments in (
@@ -184,8 +224,11 @@ def prepare(folder: Path) -> Ground:
     return Ground(folder)
 
 
-def begin(place: Path, *arguments: str, around: Callable[[], AbstractContextManager[Any]] = nullcontext) -> int:
-    """Run a command in a fork of this process, its output in a file beside `place`; returns the process.
+def begin(
+    place: Path, *arguments: str, around: Callable[[], AbstractContextManager[Any]] = nullcontext
+) -> int:
+    """Run a command in a fork of this process, its output in a file beside `place`; returns the
+    process.
 
     `around()` is entered around it.
     """
@@ -199,7 +242,10 @@ def begin(place: Path, *arguments: str, around: Callable[[], AbstractContextMana
         os.dup2(out, 2)
         os.close(out)
         os.chdir(place)
-        sys.stdout, sys.stderr = io.TextIOWrapper(os.fdopen(1, "wb")), io.TextIOWrapper(os.fdopen(2, "wb", 0))
+        sys.stdout, sys.stderr = (
+            io.TextIOWrapper(os.fdopen(1, "wb")),
+            io.TextIOWrapper(os.fdopen(2, "wb", 0)),
+        )
         sys.stderr.reconfigure(write_through=True)  # type: ignore[union-attr]
         with around():
             code = run_main(arguments)
@@ -210,7 +256,9 @@ def begin(place: Path, *arguments: str, around: Callable[[], AbstractContextMana
 
 
 def run_main(arguments: tuple[str, ...]) -> int:
-    """The exit code of a command in this process; what it lets through is printed as Python would."""
+    """The exit code of a command in this process; what it lets through is printed as Python
+    would.
+    """
     import fp4train.lab.analysis.curves
     from fp4train.cli import main
 
@@ -236,7 +284,8 @@ def end(pid: int, place: Path, seconds: float = PATIENCE) -> tuple[int, str]:
 
 def end_measured(pid: int, place: Path, seconds: float = PATIENCE) -> tuple[int, str, float]:
     """The same, and the processor time that it took, s."""
-    deadline, pause = time.monotonic() + seconds, 0.001
+    deadline = time.monotonic() + seconds
+    pause = 0.001
     while True:
         done, status, usage = os.wait4(pid, os.WNOHANG)
         if done:
@@ -266,20 +315,28 @@ def _output(place: Path) -> Path:
 
 def explained(code: int, out: str) -> bool:
     """Whether a command ended with 0, or with 1 and its reason in a line."""
-    return "Traceback" not in out and (code == 0 or (code == 1 and ("fp4train: " in out or "error: " in out)))
+    return "Traceback" not in out and (
+        code == 0 or (code == 1 and ("fp4train: " in out or "error: " in out))
+    )
 
 
 def goes_on(ground: Ground, name: str, place: Path, but: tuple[str, ...] = ()) -> str:
-    """Whether the scenario's command, given again, ends as it does undisturbed; otherwise what was seen.
+    """Whether the scenario's command, given again, ends as it does undisturbed; otherwise what was
+    seen.
 
     `but`: parts of the result that may be lost.
     """
     scenario = SCENARIOS[name]
     done = scenario.out and (place / scenario.out).exists()
     code, out = (0, "") if done else call(place, *scenario.command)
-    found, whole = scenario.result(place), ground.undisturbed(name).result
+    found = scenario.result(place)
+    whole = ground.undisturbed(name).result
     other = [key for key in whole if found[key] != whole[key] and key not in but]
-    return "" if code == 0 and not other else f"again: exit {code}, other {', '.join(other)}: {out[-400:]}"
+    return (
+        ""
+        if code == 0 and not other
+        else f"again: exit {code}, other {', '.join(other)}: {out[-400:]}"
+    )
 
 
 class Messages(logging.Handler):
@@ -296,7 +353,8 @@ class Messages(logging.Handler):
 @contextlib.contextmanager
 def listening() -> Any:
     """Collect what fp4train logs instead of printing it."""
-    logger, messages = logging.getLogger("fp4train"), Messages()
+    logger = logging.getLogger("fp4train")
+    messages = Messages()
     logger.handlers, before = [messages], logger.handlers
     try:
         yield messages

@@ -17,9 +17,19 @@ from storms.surroundings import small_memory
 
 NAMES = (
     *(".lock", "metrics.jsonl", "config.yaml", "plan.txt", "curves.png", "heartbeat.json"),
-    *("history.jsonl", "metrics.jsonl.damaged", "statistics.bin", "studies", "studies/x", "studies/x/rank.json"),
+    *(
+        "history.jsonl",
+        "metrics.jsonl.damaged",
+        "statistics.bin",
+        "studies",
+        "studies/x",
+        "studies/x/rank.json",
+    ),
     *("checkpoints", "swap_requests", "swap_requests/1.json", "checkpoints/step_00000004"),
-    *(f"checkpoints/step_00000004/{name}" for name in ("state.json", "tensors.safetensors", "weights.safetensors")),
+    *(
+        f"checkpoints/step_00000004/{name}"
+        for name in ("state.json", "tensors.safetensors", "weights.safetensors")
+    ),
     *("wandb", ".new"),
     *(".metrics.jsonl.tmp", ".curves.png.tmp", ".config.yaml.1"),
 )
@@ -51,14 +61,17 @@ def held(folder: Path) -> dict[str, bytes]:
 
 def thing_trial(ground: Ground, place: Path, draw: random.Random, number: int) -> Result:
     """A link, a pipe, a folder or a huge file among a run's files."""
-    run, outside = ground.copy(place) / "runs/a", outside_of(place)
+    run = ground.copy(place) / "runs/a"
+    outside = outside_of(place)
     name = draw.choice(NAMES)
     thing = run / name
     thing.parent.mkdir(parents=True, exist_ok=True)
     if thing.is_dir():
         shutil.rmtree(thing)
     thing.unlink(missing_ok=True)
-    kind = draw.choice(("link to a file", "link to a folder", "dangling link", "pipe", "folder", "huge"))
+    kind = draw.choice(
+        ("link to a file", "link to a folder", "dangling link", "pipe", "folder", "huge")
+    )
     if kind == "link to a file":
         thing.symlink_to(outside / "file")
     elif kind == "link to a folder":
@@ -72,7 +85,8 @@ def thing_trial(ground: Ground, place: Path, draw: random.Random, number: int) -
     else:
         with thing.open("wb") as file:
             file.truncate(1 << 36)
-    before, act = held(outside), draw.choice(ACTS)
+    before = held(outside)
+    act = draw.choice(ACTS)
     code, out = call(place, *act)
     passed = held(outside) == before and explained(code, out)
     seen = f"{name}, {act[0]}: exit {code}, outside {held(outside) == before}: {out[-400:]}"
@@ -80,7 +94,9 @@ def thing_trial(ground: Ground, place: Path, draw: random.Random, number: int) -
 
 
 def resealed(run: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change a run's configuration as an attacker would: with its identity and a checksum that fits."""
+    """Change a run's configuration as an attacker would: with its identity and a checksum that
+    fits.
+    """
     path = run / "config.yaml"
     head, _, body = path.read_text().partition("\n")
     values = yaml.safe_load(body)
@@ -91,27 +107,46 @@ def resealed(run: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 
 PATHS = (
-    *(("data.path", "outside/secret"), ("data.path", "../{place}/outside/secret"), ("data.path", "/etc/hostname")),
+    *(
+        ("data.path", "outside/secret"),
+        ("data.path", "../{place}/outside/secret"),
+        ("data.path", "/etc/hostname"),
+    ),
     *(
         ("data.cache_dir", "outside/cache"),
         ("data.cache_dir", "../{place}/outside"),
         ("data.val_path", "outside/secret"),
     ),
-    *(("checkpoint.also", "outside"), ("checkpoint.also", "../{place}/outside"), ("run.dir", "outside/run")),
-    *(("init", "outside"), ("resume", "outside"), ("plugins", ["outside.evil"]), ("data.tokenizer", "outside/secret")),
+    *(
+        ("checkpoint.also", "outside"),
+        ("checkpoint.also", "../{place}/outside"),
+        ("run.dir", "outside/run"),
+    ),
+    *(
+        ("init", "outside"),
+        ("resume", "outside"),
+        ("plugins", ["outside.evil"]),
+        ("data.tokenizer", "outside/secret"),
+    ),
 )
 READERS = (
     *(ON, (*ON, "run.name=b"), (*ON, "checkpoint.keep=1")),
     ("rank", "runs/a", "recipe=bf16,mxfp8", "steps=1", "forks=1", "batches=1"),
     ("sensitivity", "runs/a", "recipe=mxfp8", "batches=1"),
-    *(("report", "runs/a"), ("compare", "runs/a", "runs/a"), ("plan", "runs/a"), ("swap", "runs/a", "recipe=bf16")),
+    *(
+        ("report", "runs/a"),
+        ("compare", "runs/a", "runs/a"),
+        ("plan", "runs/a"),
+        ("swap", "runs/a", "recipe=bf16"),
+    ),
     ("export", "runs/a", "to=hf", "out=out"),
 )
 
 
 def path_trial(ground: Ground, place: Path, draw: random.Random, number: int) -> Result:
     """A resealed configuration names a path outside of the run."""
-    run, outside = ground.copy(place) / "runs/a", outside_of(place)
+    run = ground.copy(place) / "runs/a"
+    outside = outside_of(place)
     (key, value), act = draw.choice(PATHS), draw.choice(READERS)
     name = draw.choice(("a", ".kube", "../../outside/x"))
 
@@ -123,19 +158,29 @@ def path_trial(ground: Ground, place: Path, draw: random.Random, number: int) ->
         )
 
     resealed(run, change)
-    # The paths that are right are named, as the user of somebody else's run would, so that the others are what counts.
+    # The paths that are right are named, as the user of somebody else's run would, so that the
+    # others are what counts.
     right = {"data.path": "../text.txt", "data.cache_dir": "runs/a/cache"}
-    named = [f"{k}={v}" for k, v in right.items() if k != key] if act[0].startswith(("resume", "rank", "sens")) else []
+    named = (
+        [f"{k}={v}" for k, v in right.items() if k != key]
+        if act[0].startswith(("resume", "rank", "sens"))
+        else []
+    )
     before = held(outside)
     code, out = call(place, *act, *named)
     leaked = [
-        p for p in place.rglob("*") if p.is_file() and outside not in p.parents and SECRET.encode() in p.read_bytes()
+        p
+        for p in place.rglob("*")
+        if p.is_file() and outside not in p.parents and SECRET.encode() in p.read_bytes()
     ]
     # Tokens of bytes are the text in another width.
     wide = b"".join(bytes((each, 0)) for each in SECRET.encode())
     leaked += [p for p in place.rglob("*.bin") if wide in p.read_bytes()]
     passed = held(outside) == before and not leaked and explained(code, out)
-    seen = f"{key}={value}, {act[0]}: exit {code}, outside {held(outside) == before}, leaked {leaked}: {out[-400:]}"
+    seen = (
+        f"{key}={value}, {act[0]}: exit {code}, outside {held(outside) == before}, leaked "
+        f"{leaked}: {out[-400:]}"
+    )
     return Result(key, passed, "" if passed else seen)
 
 
@@ -144,26 +189,43 @@ ESCAPES = ("\x1b[31mred", "\x1b]0;title\x07", "a\x9b2Jb", "x\rcovered", "\x1b[2J
 
 def escape_trial(ground: Ground, place: Path, draw: random.Random, number: int) -> Result:
     """Names of a run, a recipe or a swap that hold terminal escapes; none reaches the terminal."""
-    run, text = ground.copy(place) / "runs/a", draw.choice(ESCAPES)
+    run = ground.copy(place) / "runs/a"
+    text = draw.choice(ESCAPES)
     kind = draw.choice(("run.name", "metrics", "history", "recipe"))
     if kind in ("run.name", "recipe"):
 
         def change(values: dict[str, Any]) -> None:
-            values["run" if kind == "run.name" else "model"]["name" if kind == "run.name" else text] = text
+            values["run" if kind == "run.name" else "model"][
+                "name" if kind == "run.name" else text
+            ] = text
 
         resealed(run, change)
     else:
-        rewritten(run / f"{kind}.jsonl", lambda line: line.replace("mxfp8", text).replace("MXFP8", text))
-    act = draw.choice((*ACTS, ("swap", "runs/a"), ("rank", "runs/a", "steps=1", "forks=1", "batches=1")))
+        rewritten(
+            run / f"{kind}.jsonl", lambda line: line.replace("mxfp8", text).replace("MXFP8", text)
+        )
+    act = draw.choice(
+        (*ACTS, ("swap", "runs/a"), ("rank", "runs/a", "steps=1", "forks=1", "batches=1"))
+    )
     code, out = call(place, *act)
-    raw = [c for c in out.replace("\r\n", "\n") if (ord(c) < 32 and c not in "\n\t\r") or 0x7F <= ord(c) < 0xA0]
+    raw = [
+        c
+        for c in out.replace("\r\n", "\n")
+        if (ord(c) < 32 and c not in "\n\t\r") or 0x7F <= ord(c) < 0xA0
+    ]
     raw += [text] if text in out else []
     passed = explained(code, out) and not raw
-    return Result(kind, passed, "" if passed else f"{text!r}, {act[0]}: exit {code}, raw {raw}: {out[-400:]!r}")
+    return Result(
+        kind,
+        passed,
+        "" if passed else f"{text!r}, {act[0]}: exit {code}, raw {raw}: {out[-400:]!r}",
+    )
 
 
 def rewritten(path: Path, change: Callable[[str], str]) -> None:
-    """Change the texts in the lines of a record, with checksums that fit: damage would hide them."""
+    """Change the texts in the lines of a record, with checksums that fit: damage would hide
+    them.
+    """
     from fp4train.sealed import Chain, config_parts
 
     def changed(value: Any) -> Any:
@@ -182,10 +244,12 @@ def rewritten(path: Path, change: Callable[[str], str]) -> None:
 def hostile_trial(ground: Ground, place: Path, draw: random.Random, number: int) -> Result:
     trial = draw.choice((thing_trial, path_trial, yaml_trial, escape_trial))
     result = trial(ground, place, draw, number)
-    return Result(f"{trial.__name__.removesuffix('_trial')}: {result.kind}", result.passed, result.seen)
+    return Result(
+        f"{trial.__name__.removesuffix('_trial')}: {result.kind}", result.passed, result.seen
+    )
 
 
-# -- texts and sizes that take long, or all memory -----------------------------------------------------------------
+# -- texts and sizes that take long, or all memory -------------------------------------------------
 
 YAML: dict[str, Callable[[str], str]] = {
     "deep lists": lambda body: "run: " + "[" * 100_000,
@@ -205,21 +269,27 @@ YAML: dict[str, Callable[[str], str]] = {
 
 def yaml_trial(ground: Ground, place: Path, draw: random.Random, number: int) -> Result:
     """A configuration whose YAML is made to hurt, with a checksum that fits."""
-    run, outside = ground.copy(place) / "runs/a", outside_of(place)
+    run = ground.copy(place) / "runs/a"
+    outside = outside_of(place)
     kind = draw.choice(tuple(YAML))
     head, _, body = (run / "config.yaml").read_text().partition("\n")
     body = YAML[kind](body)
     checksum = hashlib.sha256(body.encode()).hexdigest()
     (run / "config.yaml").write_text(f"# fp4train run {head.split()[3]} sha256 {checksum}\n{body}")
-    before, act = held(outside), draw.choice(ACTS)
+    before = held(outside)
+    act = draw.choice(ACTS)
     return _bounded(kind, place, act, lambda: held(outside) == before)
 
 
-def _bounded(kind: str, place: Path, act: tuple[str, ...], untouched: Callable[[], bool] = lambda: True) -> Result:
+def _bounded(
+    kind: str, place: Path, act: tuple[str, ...], untouched: Callable[[], bool] = lambda: True
+) -> Result:
     """A command within bounds of memory and processor time."""
     code, out, seconds = end_measured(begin(place, *act, around=small_memory), place)
     passed = explained(code, out) and untouched() and seconds < SECONDS
-    return Result(kind, passed, "" if passed else f"{act[0]}: exit {code}, {seconds:.0f} s: {out[-400:]}")
+    return Result(
+        kind, passed, "" if passed else f"{act[0]}: exit {code}, {seconds:.0f} s: {out[-400:]}"
+    )
 
 
 SECONDS = 60.0
@@ -309,7 +379,13 @@ SIZES: dict[str, Callable[[Path], None]] = {
     "20,000 checkpoints": _named("checkpoints", "step_{:08d}", 20_000),
     "20,000 studies": _named("studies", "s{}", 20_000),
 }
-SIZED = (("report", "runs/a"), ("compare", "runs/a", "runs/a"), ON, ("plan", "runs/a"), ("swap", "runs/a"))
+SIZED = (
+    ("report", "runs/a"),
+    ("compare", "runs/a", "runs/a"),
+    ON,
+    ("plan", "runs/a"),
+    ("swap", "runs/a"),
+)
 
 
 def size_trial(ground: Ground, place: Path, draw: random.Random, number: int) -> Result:

@@ -9,12 +9,50 @@ from pathlib import Path
 from storms.ground import TINY, Ground, Result, call, explained
 
 KEYS = (
-    *("train.steps", "train.batch_size", "train.seq_len", "train.step_timeout", "train.microbatch", "run.seed"),
-    *("run.name", "eval.every", "eval.batches", "checkpoint.every", "checkpoint.keep", "optim.lr", "optim.betas"),
-    *("schedule.warmup", "policy.last", "model.width", "model.heads", "recipe", "backend", "device", "data.path"),
+    *(
+        "train.steps",
+        "train.batch_size",
+        "train.seq_len",
+        "train.step_timeout",
+        "train.microbatch",
+        "run.seed",
+    ),
+    *(
+        "run.name",
+        "eval.every",
+        "eval.batches",
+        "checkpoint.every",
+        "checkpoint.keep",
+        "optim.lr",
+        "optim.betas",
+    ),
+    *(
+        "schedule.warmup",
+        "policy.last",
+        "model.width",
+        "model.heads",
+        "recipe",
+        "backend",
+        "device",
+        "data.path",
+    ),
 )
 VALUES = (
-    *("-1", "nan", "abc", "[]", "{a: 1}", "1.5", "''", "[1,2,3]", "1e400", "-inf", "${nowhere}", "true", "../.."),
+    *(
+        "-1",
+        "nan",
+        "abc",
+        "[]",
+        "{a: 1}",
+        "1.5",
+        "''",
+        "[1,2,3]",
+        "1e400",
+        "-inf",
+        "${nowhere}",
+        "true",
+        "../..",
+    ),
     *("1e18", "1000000000000000000", "1e38"),
 )
 ENDLESS = {("train.steps", "1e18"), ("train.steps", "1000000000000000000"), ("train.steps", "1e38")}

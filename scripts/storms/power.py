@@ -20,8 +20,10 @@ Entries = dict[str, tuple[int, bool]]
 class PowerCut:
     """Records, while it is entered, what any thread makes durable in the folders below `root`.
 
-    The model is the least that POSIX promises: a file holds what it held when it was last synced, nothing if it never
-    was, and a folder has the names that it had when *it* was last synced. What `root` holds at the start is durable.
+    The model is the least that POSIX promises: a file holds what it held when it was last synced,
+        nothing if it never
+    was, and a folder has the names that it had when *it* was last synced. What `root` holds at the
+    start is durable.
 
     `os.fsync` only records then, which is also faster.
     """
@@ -30,12 +32,15 @@ class PowerCut:
         self.root = root
         self.synced: list[tuple[int, bytes | Entries]] = []
         """(inode, what it held), one after another."""
-        self._held: dict[int, int] = {}  # open descriptors, so that no inode's number is given to another one
+        # open descriptors, so that no inode's number is given to another one
+        self._held: dict[int, int] = {}
         self._inode = os.stat(root).st_ino
         self._fsync = os.fsync
         for folder, _, names in os.walk(root):
             for name in (".", *names):
-                descriptor = os.open(os.path.join(folder, name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+                descriptor = os.open(
+                    os.path.join(folder, name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+                )
                 self._record(descriptor)
                 os.close(descriptor)
         self.start = len(self.synced)
@@ -55,7 +60,9 @@ class PowerCut:
 
     @property
     def moments(self) -> range:
-        """Numbers of calls of fsync after which the power may fail; between two of them nothing more is durable."""
+        """Numbers of calls of fsync after which the power may fail; between two of them nothing
+        more is durable.
+        """
         return range(self.start, len(self.synced) + 1)
 
     def rebuild(self, place: Path, moment: int | None = None) -> Path:
@@ -101,17 +108,21 @@ def recorded(root: Path, into: Path) -> Iterator[None]:
 def replayed(root: Path, into: Path) -> PowerCut:
     """What `recorded` has left."""
     power = PowerCut.__new__(PowerCut)
-    power.root, power._held = root, {}
+    power.root = root
+    power._held = {}
     power.synced, power.start, power._inode = marshal.loads(into.read_bytes())
     return power
 
 
 def power_trial(ground: Ground, place: Path, draw: random.Random, number: int) -> Result:
-    """A recorded command is cut off at a random call of fsync, or after its end; then the same command again."""
+    """A recorded command is cut off at a random call of fsync, or after its end; then the same
+    command again.
+    """
     name = draw.choice(tuple(SCENARIOS))
 
     def record() -> PowerCut:
-        there, into = ground.copy(ground.folder / f"power_{name}"), ground.folder / f"{name}.power"
+        there = ground.copy(ground.folder / f"power_{name}")
+        into = ground.folder / f"{name}.power"
         code, out = call(there, *SCENARIOS[name].command, around=lambda: recorded(there, into))
         if code:
             raise SystemExit(f"{name} failed when it was recorded: {out}")
@@ -123,8 +134,14 @@ def power_trial(ground: Ground, place: Path, draw: random.Random, number: int) -
     power.rebuild(place, moment)
     seen = ""
     if moment == power.moments[-1]:
-        saved = name not in TRAINING or bool(list(place.glob(f"runs/*/checkpoints/step_{STEPS:08d}")))
+        saved = name not in TRAINING or bool(
+            list(place.glob(f"runs/*/checkpoints/step_{STEPS:08d}"))
+        )
         if not saved or SCENARIOS[name].result(place) != ground.undisturbed(name).result:
             seen = "what had ended is lost"
     seen = seen or goes_on(ground, name, place)
-    return Result(name, not seen, seen and f"after fsync {moment - power.start} of {len(power.moments) - 1}: {seen}")
+    return Result(
+        name,
+        not seen,
+        seen and f"after fsync {moment - power.start} of {len(power.moments) - 1}: {seen}",
+    )

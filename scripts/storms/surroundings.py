@@ -16,17 +16,36 @@ from storms.ground import EXPORTS, ON, SCENARIOS, SHAPE, Ground, Result, call, l
 STREAMS = ("<&-", ">&-", "2>&-", "<&- >&-", "<&- 2>&-", ">&- 2>&-", "<&- >&- 2>&-")
 STREAMED = (
     *((SCENARIOS[name].command, 0) for name in ("resume", "start", "swap")),
-    *((("plan", "runs/a"), 0), (("formats",), 0), (("compare", "runs/a", "runs/a"), 0), (("report", "runs/a"), 0)),
+    *(
+        (("plan", "runs/a"), 0),
+        (("formats",), 0),
+        (("compare", "runs/a", "runs/a"), 0),
+        (("report", "runs/a"), 0),
+    ),
     *((SCENARIOS[name].command, 0) for name in EXPORTS),
-    *((("resume=runs/nowhere",), 1), (("train.steps=no",), 1), (("swap", "runs/a", "recipe=nowhere"), 1)),
+    *(
+        (("resume=runs/nowhere",), 1),
+        (("train.steps=no",), 1),
+        (("swap", "runs/a", "recipe=nowhere"), 1),
+    ),
 )
 """Commands, and the exit codes that they have."""
 SPARE = 3 << 30
 """Bytes of address space above what torch takes."""
 SMALL = (
     *(scenario.command for scenario in SCENARIOS.values()),
-    *(("plan", "runs/a"), ("formats",), ("compare", "runs/a", "runs/a"), ("report", "runs/a"), ("swap", "runs/a")),
-    *(("doctor", "--json"), ("swap", "runs/a", "recipe=bf16"), ("plan", *SHAPE, "data.path=../text.txt")),
+    *(
+        ("plan", "runs/a"),
+        ("formats",),
+        ("compare", "runs/a", "runs/a"),
+        ("report", "runs/a"),
+        ("swap", "runs/a"),
+    ),
+    *(
+        ("doctor", "--json"),
+        ("swap", "runs/a", "recipe=bf16"),
+        ("plan", *SHAPE, "data.path=../text.txt"),
+    ),
 )
 
 
@@ -44,13 +63,17 @@ def stream_trial(ground: Ground, place: Path, draw: random.Random, number: int) 
     if command is ON and losses(place / "runs/a") != ground.undisturbed("resume").result["losses"]:
         seen = seen or "other losses"
     return Result(
-        streams, not seen, seen and f"{' '.join(command)}: {seen}: {ended.stdout[-200:]}{ended.stderr[-300:]}"
+        streams,
+        not seen,
+        seen and f"{' '.join(command)}: {seen}: {ended.stdout[-200:]}{ended.stderr[-300:]}",
     )
 
 
 @contextlib.contextmanager
 def small_memory(spare: int = SPARE) -> Iterator[None]:
-    """The address space of this process is limited to what it has and `spare`, as by `ulimit -v`."""
+    """The address space of this process is limited to what it has and `spare`, as by `ulimit
+    -v`.
+    """
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * os.sysconf("SC_PAGESIZE") + spare
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -64,4 +87,6 @@ def memory_trial(ground: Ground, place: Path, draw: random.Random, number: int) 
     verb = command[0] if "=" not in command[0] else "train"
     code, out = call(place, *command, around=small_memory)
     passed = code == 0 and "Traceback" not in out
-    return Result(verb, passed, "" if passed else f"{' '.join(command[:3])}: exit {code}: {out[-400:]}")
+    return Result(
+        verb, passed, "" if passed else f"{' '.join(command[:3])}: exit {code}: {out[-400:]}"
+    )

@@ -21,11 +21,26 @@ SECONDS = 10.0
 MEMORY = 1 << 30
 """Bytes of address space that it may take beside what this process has."""
 VALUES: tuple[Any, ...] = (
-    *(2**62, 10**400, -1, 0, 1.5, float("nan"), True, "4", "x" * 10**6, "\x1b[2J", "(a+)+$", "(?", "\\p{L}{9999}"),
+    *(
+        2**62,
+        10**400,
+        -1,
+        0,
+        1.5,
+        float("nan"),
+        True,
+        "4",
+        "x" * 10**6,
+        "\x1b[2J",
+        "(a+)+$",
+        "(?",
+        "\\p{L}{9999}",
+    ),
     *([], [1], [[1]], {}, {"a": []}, [None] * 1000, None),
 )
 TEMPLATES = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' "
+    "}}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}",
     "{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}"
     "{% else %}{% generation %}{{ m.content + '</s>' }}{% endgeneration %}{% endif %}{% endfor %}",
@@ -64,7 +79,11 @@ COSTLY = (
         "{{ messages | map('upper') | list }}",
         "{" * 5000,
     ),
-    *("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", "{% if true %}" * 3000, "{{ '{:9999999999}'.format(1) }}"),
+    *(
+        "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}",
+        "{% if true %}" * 3000,
+        "{{ '{:9999999999}'.format(1) }}",
+    ),
 )
 Prepare = Callable[[Path, random.Random], tuple[str, tuple[str, ...]]]
 """Changes something in a copy of the base run; returns how, and the command that reads it."""
@@ -73,7 +92,9 @@ Prepare = Callable[[Path, random.Random], tuple[str, tuple[str, ...]]]
 def _damaged(path: Path, draw: random.Random) -> str:
     """Bytes are changed, inserted or gone, or the file is another thing."""
     data = path.read_bytes()
-    how = draw.choice(("flip", "flip", "cut", "more", "zeros", "twice", "pipe", "link", "folder", "sparse"))
+    how = draw.choice(
+        ("flip", "flip", "cut", "more", "zeros", "twice", "pipe", "link", "folder", "sparse")
+    )
     place = draw.randrange(len(data))
     if how == "flip":
         changed = bytearray(data)
@@ -117,8 +138,12 @@ def _hostile(table: Any, draw: random.Random) -> str:
 
 
 def _cache(place: Path, draw: random.Random) -> tuple[str, tuple[str, ...]]:
-    """The entry that a run has made; a run that reads it is as one that tokenises anew, or refuses."""
-    entries = sorted(path for path in (place / "runs/a/cache").iterdir() if path.suffix in (".bin", ".json"))
+    """The entry that a run has made; a run that reads it is as one that tokenises anew, or
+    refuses.
+    """
+    entries = sorted(
+        path for path in (place / "runs/a/cache").iterdir() if path.suffix in (".bin", ".json")
+    )
     path = draw.choice(entries)
     if path.suffix == ".json" and draw.random() < 0.6:
         table = json.loads(path.read_text())
@@ -144,7 +169,9 @@ def _tokenizer_json() -> dict[str, Any]:
     sound.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Replace("\u00a0", " ")])
     sound.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     sound.decoder = decoders.ByteLevel()
-    sound.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    sound.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
     sound.add_special_tokens(["</s>", "<s>"])
     table: dict[str, Any] = json.loads(sound.to_str())
     return table
@@ -173,10 +200,16 @@ def _template(place: Path, draw: random.Random) -> tuple[str, tuple[str, ...]]:
         how = part[:60]
     else:
         size = draw.choice((1, 2, 5, 20))
-        source = source[:at] + draw.choice(("", "{%", "}}", "-", "|", "\0", "\u202e", "%}")) + source[at + size :]
+        source = (
+            source[:at]
+            + draw.choice(("", "{%", "}}", "-", "|", "\0", "\u202e", "%}"))
+            + source[at + size :]
+        )
         how = f"{size} characters at {at}"
     (place / "own.jinja").write_text(source)
-    turns = [{"role": role, "content": text} for role, text in (("user", "2+2?"), ("assistant", "4")) * 2]
+    turns = [
+        {"role": role, "content": text} for role, text in (("user", "2+2?"), ("assistant", "4")) * 2
+    ]
     (place / "chat.jsonl").write_text(f"{json.dumps({'messages': turns})}\n" * 200)
     named = ("data=chat", "data.path=chat.jsonl", "data.template=own.jinja", "train.seq_len=128")
     words = [word for word in TINY if not word.startswith(("data", "train.seq_len"))]
@@ -192,10 +225,18 @@ def text_trial(ground: Ground, place: Path, draw: random.Random, number: int) ->
     ground.copy(place)
     kind = tuple(CLASSES)[number % len(CLASSES)]
     how, command = CLASSES[kind](place, draw)
-    code, out, seconds = end_measured(begin(place, *command, around=partial(small_memory, MEMORY)), place, 120.0)
+    code, out, seconds = end_measured(
+        begin(place, *command, around=partial(small_memory, MEMORY)), place, 120.0
+    )
     seen = "" if explained(code, out) else "unexplained"
     if seconds >= SECONDS or len(out) > 20_000 or "\x1b[2J" in out:
         seen = "too long, or an escape"
-    if kind == "caches" and code == 0 and losses(place / "runs/c") != ground.undisturbed("start").result["losses"]:
+    if (
+        kind == "caches"
+        and code == 0
+        and losses(place / "runs/c") != ground.undisturbed("start").result["losses"]
+    ):
         seen = seen or "other losses"
-    return Result(kind, not seen, seen and f"{how}: {seen}: exit {code}, {seconds:.0f} s: {out[-400:]}")
+    return Result(
+        kind, not seen, seen and f"{how}: {seen}: exit {code}, {seconds:.0f} s: {out[-400:]}"
+    )

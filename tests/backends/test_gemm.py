@@ -1,4 +1,6 @@
-"""Products of operands: exact for representable numbers, rounded once, and on the requested backend."""
+"""Products of operands: exact for representable numbers, rounded once, and on the requested
+backend.
+"""
 
 from typing import Any
 from unittest.mock import Mock
@@ -20,12 +22,18 @@ from fp4train.quantize import Decoded, QuantSpec, quantize
 FP8 = FP8Current().table()["fprop"].first
 E5M2 = QuantSpec(element="e5m2", block=(None, None), scale="fp32", global_scale=None)
 ROW = FP8Row().table()["fprop"].first
-rows_on_cpu = pytest.mark.skipif(not native.cpu_multiplies_rows(), reason="this torch multiplies no rows on CPUs")
+rows_on_cpu = pytest.mark.skipif(
+    not native.cpu_multiplies_rows(), reason="this torch multiplies no rows on CPUs"
+)
 
 
 def integers(rows: int, cols: int, seed: int) -> torch.Tensor:
-    """Small integers: their products and sums are exact in float32, so rounding is all that can differ."""
-    return torch.randint(-6, 7, (rows, cols), generator=torch.Generator().manual_seed(seed)).bfloat16()
+    """Small integers: their products and sums are exact in float32, so rounding is all that can
+    differ.
+    """
+    return torch.randint(
+        -6, 7, (rows, cols), generator=torch.Generator().manual_seed(seed)
+    ).bfloat16()
 
 
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -34,10 +42,13 @@ def integers(rows: int, cols: int, seed: int) -> torch.Tensor:
 def test_scales_and_bias_meet_the_product_before_its_only_rounding(
     scales: str, bias: bool, out_dtype: torch.dtype
 ) -> None:
-    a, b = integers(7, 33, 0), integers(9, 33, 1)
+    a = integers(7, 33, 0)
+    b = integers(9, 33, 1)
     generator = torch.Generator().manual_seed(2)
-    one, other = torch.tensor(0.1234567), torch.tensor(3.7654321e-3)
-    rows, columns = torch.rand(7, 1, generator=generator), torch.rand(9, 1, generator=generator)
+    one = torch.tensor(0.1234567)
+    other = torch.tensor(3.7654321e-3)
+    rows = torch.rand(7, 1, generator=generator)
+    columns = torch.rand(9, 1, generator=generator)
     first, second = {
         "none": (None, None),
         "one": (one, None),
@@ -49,12 +60,20 @@ def test_scales_and_bias_meet_the_product_before_its_only_rounding(
     found = matmul(Decoded(a, first), Decoded(b, second), out_dtype=out_dtype, bias=added)
     exact = a.double() @ b.double().T
     exact = exact if first is None else exact * first.double()
-    exact = exact if second is None else exact * (second.double().T if second.dim() else second.double())
+    exact = (
+        exact
+        if second is None
+        else exact * (second.double().T if second.dim() else second.double())
+    )
     exact = exact if added is None else exact + added.to(out_dtype).double()
     unit = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12, torch.float32: 2.0**-23}[out_dtype]
     assert found.dtype == out_dtype
     # Half a unit for the rounding, and a few units of float32 for the scales.
-    assert bool(((found.double() - exact).abs() <= 2 * unit * exact.abs() + 2.0**-21 * exact.abs().max()).all())
+    assert bool(
+        (
+            (found.double() - exact).abs() <= 2 * unit * exact.abs() + 2.0**-21 * exact.abs().max()
+        ).all()
+    )
     if out_dtype == torch.bfloat16 and scales in ("none", "one", "both"):
         alpha = torch.tensor(1.0) if first is None else first if second is None else first * second
         once = (a.double() @ b.double().T).float() * alpha
@@ -63,15 +82,18 @@ def test_scales_and_bias_meet_the_product_before_its_only_rounding(
 
 
 def test_scales_whose_product_leaves_float32_are_applied_in_turn() -> None:
-    a, b = integers(4, 16, 0), integers(4, 16, 1)
-    tiny, large = torch.tensor(2.0**-100), torch.tensor(2.0**-60)
+    a = integers(4, 16, 0)
+    b = integers(4, 16, 1)
+    tiny = torch.tensor(2.0**-100)
+    large = torch.tensor(2.0**-60)
     found = matmul(Decoded(a, tiny), Decoded(b * 2.0**80, large), out_dtype=torch.bfloat16)
     assert torch.equal(found.double(), ((a.double() @ b.double().T) * 2.0**-80).bfloat16().double())
     assert found.any()
 
 
 def test_a_nan_scale_makes_everything_nan() -> None:
-    a, b = Decoded(integers(4, 16, 0), torch.tensor(float("nan"))), Decoded(integers(4, 16, 1), torch.tensor(1.0))
+    a = Decoded(integers(4, 16, 0), torch.tensor(float("nan")))
+    b = Decoded(integers(4, 16, 1), torch.tensor(1.0))
     for out_dtype in (torch.bfloat16, torch.float32):
         assert matmul(a, b, out_dtype=out_dtype).isnan().all()
 
@@ -83,21 +105,28 @@ def test_scaled_rows_are_multiplied_in_float32_whatever_their_layout(
 ) -> None:
     if library == "torch":
         monkeypatch.setattr(emulate, "_ONEDNN", None)
-    a, b = integers(7, 34, 0), integers(9, 34, 1)
+    a = integers(7, 34, 0)
+    b = integers(9, 34, 1)
     if layout == "columns":
-        a, b = a.T.contiguous().T, b.T.contiguous().T
+        a = a.T.contiguous().T
+        b = b.T.contiguous().T
     elif layout == "every second column":
-        a, b = a[:, ::2], b[:, ::2]
-    rows, columns = torch.arange(1.0, 8.0)[:, None], torch.arange(1.0, 10.0)[:, None]
+        a = a[:, ::2]
+        b = b[:, ::2]
+    rows = torch.arange(1.0, 8.0)[:, None]
+    columns = torch.arange(1.0, 10.0)[:, None]
     for other in (b, b.float()):
         found = matmul(Decoded(a, rows), Decoded(other, columns), out_dtype=torch.float32)
         assert torch.equal(found, (a.float() @ b.float().T) * rows * columns.T)
 
 
-def test_only_float32_products_leave_torch_for_the_library_that_uses_avx512(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_float32_products_leave_torch_for_the_library_that_uses_avx512(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     called = Mock(side_effect=lambda a, b, *_: a @ b.T)
     monkeypatch.setattr(emulate, "_ONEDNN", called)
-    a, b = integers(4, 16, 0), integers(4, 16, 1)
+    a = integers(4, 16, 0)
+    b = integers(4, 16, 1)
     matmul(Decoded(a, torch.ones(4, 1)), Decoded(b, torch.tensor(1.0)), out_dtype=torch.bfloat16)
     assert called.call_count == 1
     matmul(Decoded(a, torch.tensor(1.0)), Decoded(b, torch.tensor(1.0)), out_dtype=torch.bfloat16)
@@ -107,24 +136,36 @@ def test_only_float32_products_leave_torch_for_the_library_that_uses_avx512(monk
 @pytest.mark.parametrize("rows", [0, 3])
 @pytest.mark.parametrize("cols", [0, 16])
 def test_empty_operands_multiply(rows: int, cols: int) -> None:
-    for name, specs in {"native": [FP8], "emulate": [None, QuantSpec(), FP8], "reference": [None, QuantSpec()]}.items():
+    for name, specs in {
+        "native": [FP8],
+        "emulate": [None, QuantSpec(), FP8],
+        "reference": [None, QuantSpec()],
+    }.items():
         backend = BACKENDS[name]
         for spec in specs:
             a, b = (prepared(backend, torch.ones(r, cols), spec) for r in (rows, 5))
             found = backend.product(a, b, out_dtype=torch.bfloat16)
             assert found.shape == (rows, 5)
-            assert torch.equal(found, torch.full((rows, 5), float(cols)).bfloat16()), (backend, spec)
+            assert torch.equal(found, torch.full((rows, 5), float(cols)).bfloat16()), (
+                backend,
+                spec,
+            )
 
 
 @pytest.mark.parametrize(
-    "spec", [QuantSpec(), QuantSpec(block=(16, 16)), MXFP8().table()["fprop"].first, FP8, ROW], ids=str
+    "spec",
+    [QuantSpec(), QuantSpec(block=(16, 16)), MXFP8().table()["fprop"].first, FP8, ROW],
+    ids=str,
 )
 def test_codes_and_decoded_operands_give_the_same_product(spec: QuantSpec) -> None:
     """Backward keeps x as codes and decodes them for the product."""
     generator = torch.Generator().manual_seed(0)
-    x, w = torch.randn(20, 40, generator=generator), torch.randn(24, 40, generator=generator)
+    x = torch.randn(20, 40, generator=generator)
+    w = torch.randn(24, 40, generator=generator)
     emulate = BACKENDS["emulate"]
-    decoded = emulate.product(prepared(emulate, x, spec), prepared(emulate, w, spec), out_dtype=torch.bfloat16)
+    decoded = emulate.product(
+        prepared(emulate, x, spec), prepared(emulate, w, spec), out_dtype=torch.bfloat16
+    )
     stored = emulate.product(quantize(x, spec), quantize(w, spec), out_dtype=torch.bfloat16)
     assert torch.equal(decoded, stored)
 
@@ -151,8 +192,16 @@ def test_native_sums_in_the_accumulator_that_the_recipe_names_for_fprop(
 @pytest.mark.parametrize(
     ("gpu", "backend", "accumulator", "fast"),
     [
-        *[("H100", "te", "auto", True), ("H100", "te", "exact", False), ("H100", "native", "auto", False)],
-        *[("H100", "native", "fast", True), ("H100", "emulate", "fast", False), ("B200", "te", "auto", False)],
+        *[
+            ("H100", "te", "auto", True),
+            ("H100", "te", "exact", False),
+            ("H100", "native", "auto", False),
+        ],
+        *[
+            ("H100", "native", "fast", True),
+            ("H100", "emulate", "fast", False),
+            ("B200", "te", "auto", False),
+        ],
     ],
 )
 def test_the_plan_says_which_products_are_summed_in_14_bits(
@@ -168,7 +217,10 @@ def test_an_accumulator_of_products_that_have_one_kind_of_sums_is_refused() -> N
         Operands(first=QuantSpec(), second=QuantSpec(), accumulator="fast")
     with pytest.raises(ValueError, match="accumulator"):
         FP8Current(accumulator="slow")
-    assert FP8Current(accumulator="fast").with_high_precision("fprop").table()["fprop"].accumulator == "auto"
+    assert (
+        FP8Current(accumulator="fast").with_high_precision("fprop").table()["fprop"].accumulator
+        == "auto"
+    )
 
 
 CPU = Device(type="cpu")
@@ -185,12 +237,22 @@ def test_emulated_products_on_cuda_are_reduced_in_float32_whatever_the_user_has_
 ) -> None:
     """torch lets cuBLAS add parts of a long contraction in BF16; tensor cores do not."""
     settings = torch.backends.cuda.matmul
-    before = settings.allow_bf16_reduced_precision_reduction, settings.allow_fp16_reduced_precision_reduction
-    settings.allow_bf16_reduced_precision_reduction = settings.allow_fp16_reduced_precision_reduction = allowed
+    before = (
+        settings.allow_bf16_reduced_precision_reduction,
+        settings.allow_fp16_reduced_precision_reduction,
+    )
+    settings.allow_bf16_reduced_precision_reduction = (
+        settings.allow_fp16_reduced_precision_reduction
+    ) = allowed
     seen: list[tuple[bool, bool]] = []
 
     def product(a: Decoded, b: Decoded, **options: object) -> torch.Tensor:
-        seen.append((settings.allow_bf16_reduced_precision_reduction, settings.allow_fp16_reduced_precision_reduction))
+        seen.append(
+            (
+                settings.allow_bf16_reduced_precision_reduction,
+                settings.allow_fp16_reduced_precision_reduction,
+            )
+        )
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr("fp4train.backends.emulate.matmul", product)
@@ -198,9 +260,16 @@ def test_emulated_products_on_cuda_are_reduced_in_float32_whatever_the_user_has_
     on_cuda = Mock(spec=torch.Tensor, device=torch.device("cuda"))
     for operand in (on_cuda, values):
         with pytest.raises(RuntimeError, match="out of memory"):
-            BACKENDS["emulate"].product(Decoded(operand, None), Decoded(operand, None), out_dtype=torch.bfloat16)
-        assert settings.allow_bf16_reduced_precision_reduction is allowed, "the user's own products keep the setting"
-    settings.allow_bf16_reduced_precision_reduction, settings.allow_fp16_reduced_precision_reduction = before
+            BACKENDS["emulate"].product(
+                Decoded(operand, None), Decoded(operand, None), out_dtype=torch.bfloat16
+            )
+        assert settings.allow_bf16_reduced_precision_reduction is allowed, (
+            "the user's own products keep the setting"
+        )
+    (
+        settings.allow_bf16_reduced_precision_reduction,
+        settings.allow_fp16_reduced_precision_reduction,
+    ) = before
     assert seen == [(False, False), (allowed, allowed)]
 
 
@@ -214,7 +283,9 @@ def test_auto_emulates_on_a_cpu_where_scaled_mm_is_slow() -> None:
 
 def test_high_precision_is_torchs_whatever_the_backend() -> None:
     for backend in ("auto", "native", "emulate", "reference", "te"):
-        assert {c.backend for c in choose(table(None, None), LAYER, backend, CPU).values()} == {"torch"}
+        assert {c.backend for c in choose(table(None, None), LAYER, backend, CPU).values()} == {
+            "torch"
+        }
     assert choose(table(FP8, FP8), LAYER, "native", CPU)["dgrad"].backend == "torch"
 
 
@@ -246,13 +317,17 @@ def test_sizes_that_scaled_mm_does_not_take_are_refused_by_name() -> None:
 
 
 def test_an_unknown_backend_is_named_with_what_is_allowed() -> None:
-    with pytest.raises(ValueError, match="backend='cuda' is not one of auto, te, native, emulate, reference"):
+    with pytest.raises(
+        ValueError, match="backend='cuda' is not one of auto, te, native, emulate, reference"
+    ):
         choose(table(None, None), LAYER, "cuda", CPU)
 
 
 def test_a_gpu_elsewhere_is_judged_by_its_capability() -> None:
-    fp8, row = FP8Current().table(), FP8Row().table()
-    hopper, ampere = Device.elsewhere(find_gpu("H100")), Device.elsewhere(find_gpu("A100"))
+    fp8 = FP8Current().table()
+    row = FP8Row().table()
+    hopper = Device.elsewhere(find_gpu("H100"))
+    ampere = Device.elsewhere(find_gpu("A100"))
     assert choose(fp8, LAYER, "auto", hopper)["fprop"].backend == "te"
     assert choose(row, LAYER, "auto", hopper)["fprop"].backend == "native"
     for recipe in (fp8, row):
@@ -270,33 +345,53 @@ def test_a_torch_whose_cpu_products_take_one_scale_per_tensor_is_refused_for_row
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(native, "cpu_multiplies_rows", lambda: False)
-    with pytest.raises(ValueError, match=r"torch .* has no scaled_mm with one scale per row on CPUs"):
+    with pytest.raises(
+        ValueError, match=r"torch .* has no scaled_mm with one scale per row on CPUs"
+    ):
         choose(FP8Row().table(), LAYER, "native", Device(type="cpu"))
-    assert choose(FP8Current().table(), LAYER, "native", Device(type="cpu"))["fprop"].backend == "native"
+    assert (
+        choose(FP8Current().table(), LAYER, "native", Device(type="cpu"))["fprop"].backend
+        == "native"
+    )
 
 
 @pytest.mark.parametrize("spec", [FP8, pytest.param(ROW, marks=rows_on_cpu)], ids=["tensor", "row"])
 @pytest.mark.parametrize("tokens", [1, 7, 16, 33])
-def test_tokens_are_padded_for_scaled_mm_which_changes_no_product(spec: QuantSpec, tokens: int) -> None:
+def test_tokens_are_padded_for_scaled_mm_which_changes_no_product(
+    spec: QuantSpec, tokens: int
+) -> None:
     generator = torch.Generator().manual_seed(0)
-    x, w = torch.randn(tokens, 32, generator=generator), torch.randn(48, 32, generator=generator)
-    scaled, exact = BACKENDS["native"], BACKENDS["reference"]
+    x = torch.randn(tokens, 32, generator=generator)
+    w = torch.randn(48, 32, generator=generator)
+    scaled = BACKENDS["native"]
+    exact = BACKENDS["reference"]
     for a, b in ((x, w), (w @ x.T, x.T.contiguous())):  # tokens as rows, and as the contraction
-        a, b = (a, b) if a.shape[1] == b.shape[1] else (a, torch.randn(16, a.shape[1], generator=generator))
-        found = scaled.product(prepared(scaled, a, spec), prepared(scaled, b, spec), out_dtype=torch.float32)
-        wanted = exact.product(prepared(exact, a, spec), prepared(exact, b, spec), out_dtype=torch.float32)
+        a, b = (
+            (a, b)
+            if a.shape[1] == b.shape[1]
+            else (a, torch.randn(16, a.shape[1], generator=generator))
+        )
+        found = scaled.product(
+            prepared(scaled, a, spec), prepared(scaled, b, spec), out_dtype=torch.float32
+        )
+        wanted = exact.product(
+            prepared(exact, a, spec), prepared(exact, b, spec), out_dtype=torch.float32
+        )
         assert found.shape == wanted.shape
         assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
 
 
-@pytest.mark.parametrize(("first", "second"), [(FP8, FP8), (E5M2, FP8), pytest.param(ROW, ROW, marks=rows_on_cpu)])
+@pytest.mark.parametrize(
+    ("first", "second"), [(FP8, FP8), (E5M2, FP8), pytest.param(ROW, ROW, marks=rows_on_cpu)]
+)
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("bias", [False, True])
 def test_scaled_mm_multiplies_the_codes(
     first: QuantSpec, second: QuantSpec, out_dtype: torch.dtype, bias: bool
 ) -> None:
     generator = torch.Generator().manual_seed(0)
-    x, w = torch.randn(32, 48, generator=generator), torch.randn(16, 48, generator=generator)
+    x = torch.randn(32, 48, generator=generator)
+    w = torch.randn(16, 48, generator=generator)
     added = torch.randn(16, generator=generator) if bias else None
     results = {}
     for name in ("native", "emulate", "reference"):
@@ -314,7 +409,9 @@ def test_scaled_mm_multiplies_the_codes(
 @pytest.mark.parametrize("size", [16, 512])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_normal_numbers_down_to_the_smallest_are_multiplied(size: int, dtype: torch.dtype) -> None:
-    """BF16 instructions of CPUs take what is smaller for zero, other products do not: either is what the docs say."""
+    """BF16 instructions of CPUs take what is smaller for zero, other products do not: either is
+    what the docs say.
+    """
     for exponent in (-126, -127, -133):
         value = 2.0**exponent
         x = torch.full((size, size), value, dtype=torch.bfloat16)

@@ -1,4 +1,6 @@
-"""Block-scaled products of tensor cores: on CPUs, what scaled_mm is given is checked, recorded and multiplied."""
+"""Block-scaled products of tensor cores: on CPUs, what scaled_mm is given is checked, recorded and
+multiplied.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,15 @@ from fp4train.precision.recipes import MXFP4, FP8Row
 from fp4train.quantize import QuantSpec, quantize
 
 LAYER = Layer(name="blocks.0.up", in_features=256, out_features=384, block=0, blocks=1)
-B200, H100 = Device.elsewhere(find_gpu("B200")), Device.elsewhere(find_gpu("H100"))
-FP4, E4M3, E5M2 = torch.float4_e2m1fn_x2, torch.float8_e4m3fn, torch.float8_e5m2
+B200 = Device.elsewhere(find_gpu("B200"))
+H100 = Device.elsewhere(find_gpu("H100"))
+FP4 = torch.float4_e2m1fn_x2
+E4M3 = torch.float8_e4m3fn
+E5M2 = torch.float8_e5m2
 NV = (ScalingType.BlockWise1x16, ScalingType.TensorWise)
-MX, LONG, SQUARE = (ScalingType.BlockWise1x32,), (ScalingType.BlockWise1x128,), (ScalingType.BlockWise128x128,)
+MX = (ScalingType.BlockWise1x32,)
+LONG = (ScalingType.BlockWise1x128,)
+SQUARE = (ScalingType.BlockWise128x128,)
 
 
 @pytest.fixture
@@ -45,7 +52,9 @@ def close(found: Tensor, wanted: Tensor, rounded_to: torch.dtype | None = None) 
     unit = {torch.float32: 0.0, torch.bfloat16: 2.0**-7}[rounded_to or found.dtype]
     difference = (found.double() - wanted.double()).abs()
     row = wanted.double().abs().amax(1, keepdim=True)
-    return found.dtype == wanted.dtype and bool((difference <= unit * wanted.double().abs() + 2.0**-17 * row).all())
+    return found.dtype == wanted.dtype and bool(
+        (difference <= unit * wanted.double().abs() + 2.0**-17 * row).all()
+    )
 
 
 def run(recipe: Recipe, backend: str, tokens: int, *, bias: bool = False) -> list[Tensor]:
@@ -88,9 +97,15 @@ def test_the_three_gemms_of_a_layer_are_what_tensor_cores_take_and_multiply_to_t
     monkeypatch.setattr(native, "why_not_blocks", lambda *arguments: None)
     found = run(recipe, "native", tokens)
     assert all(close(a, b, torch.bfloat16) for a, b in zip(found, wanted, strict=True))
-    rows, contracted = tokens + -tokens % 16, tokens + -tokens % multiple
-    k, n = LAYER.in_features, LAYER.out_features
-    assert [call.extents for call in recorder.calls] == [(rows, n, k), (rows, k, n), (n, k, contracted)]
+    rows = tokens + -tokens % 16
+    contracted = tokens + -tokens % multiple
+    k = LAYER.in_features
+    n = LAYER.out_features
+    assert [call.extents for call in recorder.calls] == [
+        (rows, n, k),
+        (rows, k, n),
+        (n, k, contracted),
+    ]
     assert [call.dtypes for call in recorder.calls] == dtypes
     assert [call.scalings for call in recorder.calls] == scalings
     assert {call.out_dtype for call in recorder.calls} == {torch.bfloat16}
@@ -98,21 +113,33 @@ def test_the_three_gemms_of_a_layer_are_what_tensor_cores_take_and_multiply_to_t
 
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("recipe", [NVFP4(), MXFP8(), FP8Block()], ids=lambda r: r.table().name)
-def test_a_bias_is_added_before_the_only_rounding(recorder: Recorder, recipe: Recipe, out_dtype: torch.dtype) -> None:
+def test_a_bias_is_added_before_the_only_rounding(
+    recorder: Recorder, recipe: Recipe, out_dtype: torch.dtype
+) -> None:
     operands = recipe.table()["fprop"]
     assert operands.first is not None and operands.second is not None
-    x, w, bias = normal(40, 256, seed=0), normal(128, 256, seed=1), torch.randn(128)
-    a, b = quantize(x, operands.first), quantize(w, operands.second)
-    found, wanted = (BACKENDS[name].product(a, b, out_dtype=out_dtype, bias=bias) for name in ("native", "reference"))
+    x = normal(40, 256, seed=0)
+    w = normal(128, 256, seed=1)
+    bias = torch.randn(128)
+    a = quantize(x, operands.first)
+    b = quantize(w, operands.second)
+    found, wanted = (
+        BACKENDS[name].product(a, b, out_dtype=out_dtype, bias=bias)
+        for name in ("native", "reference")
+    )
     assert close(found, wanted)
     assert recorder.calls[0].out_dtype == torch.float32
 
 
 def test_global_scales_of_rows_multiply_the_float32_product(recorder: Recorder) -> None:
     spec = QuantSpec(global_scale="row")
-    a, b = quantize(normal(20, 64, seed=0), spec), quantize(normal(48, 64, seed=1), QuantSpec())
+    a = quantize(normal(20, 64, seed=0), spec)
+    b = quantize(normal(48, 64, seed=1), QuantSpec())
     for first, second in ((a, b), (b, a), (a, a)):
-        found, wanted = (BACKENDS[n].product(first, second, out_dtype=torch.bfloat16) for n in ("native", "reference"))
+        found, wanted = (
+            BACKENDS[n].product(first, second, out_dtype=torch.bfloat16)
+            for n in ("native", "reference")
+        )
         assert close(found, wanted)
     assert {call.out_dtype for call in recorder.calls} == {torch.float32}
     assert {call.scalings for call in recorder.calls} == {((ScalingType.BlockWise1x16,),) * 2}
@@ -120,18 +147,26 @@ def test_global_scales_of_rows_multiply_the_float32_product(recorder: Recorder) 
 
 @pytest.mark.parametrize("first", ["e4m3", "e5m2"])
 def test_mx_codes_of_either_fp8_format_are_passed_as_such(recorder: Recorder, first: str) -> None:
-    specs = [QuantSpec(element=e, block=(1, 32), scale="e8m0", global_scale=None) for e in (first, "e4m3")]
+    specs = [
+        QuantSpec(element=e, block=(1, 32), scale="e8m0", global_scale=None)
+        for e in (first, "e4m3")
+    ]
     a, b = (quantize(normal(32, 96, seed=i), spec) for i, spec in enumerate(specs))
-    found, wanted = (BACKENDS[name].product(a, b, out_dtype=torch.float32) for name in ("native", "reference"))
+    found, wanted = (
+        BACKENDS[name].product(a, b, out_dtype=torch.float32) for name in ("native", "reference")
+    )
     assert close(found, wanted)
     assert recorder.calls[0].dtypes == ({"e4m3": E4M3, "e5m2": E5M2}[first], E4M3)
 
 
-@pytest.mark.parametrize("spec", [QuantSpec(), MXFP8().table()["fprop"].first], ids=["nvfp4", "mxfp8"])
+@pytest.mark.parametrize(
+    "spec", [QuantSpec(), MXFP8().table()["fprop"].first], ids=["nvfp4", "mxfp8"]
+)
 def test_a_nan_in_reaches_the_product(recorder: Recorder, spec: QuantSpec) -> None:
     x = normal(32, 64, seed=0)
     x[3, 5] = torch.nan
-    a, b = quantize(x, spec), quantize(normal(32, 64, seed=1), spec)
+    a = quantize(x, spec)
+    b = quantize(normal(32, 64, seed=1), spec)
     found = BACKENDS["native"].product(a, b, out_dtype=torch.bfloat16)
     assert found[3].isnan().all()
 
@@ -140,7 +175,11 @@ def test_a_nan_in_reaches_the_product(recorder: Recorder, spec: QuantSpec) -> No
     ("recipe", "device", "reason"),
     [
         (NVFP4(), H100, r"scaled_mm of NVFP4 needs compute capability 10\.x; H100 has 9\.0"),
-        (NVFP4(), Device(type="cuda", name="RTX", capability=(12, 0), here=False), r"10\.x; RTX has 12\.0"),
+        (
+            NVFP4(),
+            Device(type="cuda", name="RTX", capability=(12, 0), here=False),
+            r"10\.x; RTX has 12\.0",
+        ),
         (NVFP4(), Device(type="cpu"), "multiplies NVFP4 on NVIDIA GPUs only, not on cpu"),
         (MXFP8(), H100, r"scaled_mm of MXFP8 needs compute capability 10\.x; H100 has 9\.0"),
         (FP8Block(), B200, r"FP8 in blocks needs compute capability 9\.0; B200 has 10\.0"),
@@ -157,14 +196,20 @@ def test_a_gpu_without_these_tensor_cores_is_refused_by_its_capability(
 
 def test_what_scaled_mm_does_not_combine_is_refused() -> None:
     square = FP8Block().table()["fprop"].second
-    nvfp4, mxfp8 = QuantSpec(), MXFP8().table()["fprop"].first
+    nvfp4 = QuantSpec()
+    mxfp8 = MXFP8().table()["fprop"].first
     for first, second, device, reason in (
         (square, square, H100, "two operands in blocks of 128×128"),
         (nvfp4, mxfp8, B200, "the same kind of scale"),
         (nvfp4, None, B200, "both operands quantised"),
     ):
         with pytest.raises(ValueError, match=reason):
-            choose(Table(fprop=Operands(first=first, second=second), name="mine"), LAYER, "native", device)
+            choose(
+                Table(fprop=Operands(first=first, second=second), name="mine"),
+                LAYER,
+                "native",
+                device,
+            )
     with pytest.raises(ValueError, match="gives bfloat16 and float32, not float16"):
         choose(replace(NVFP4().table(), dtype="float16"), LAYER, "native", B200)
     odd = replace(LAYER, in_features=272)
@@ -175,12 +220,18 @@ def test_what_scaled_mm_does_not_combine_is_refused() -> None:
 def test_a_torch_for_an_older_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "12.6")
     here = Device(type="cuda", name="B200", capability=(10, 0))
-    with pytest.raises(ValueError, match=r"NVFP4 needs CUDA 12\.8; this torch is built for CUDA 12\.6"):
+    with pytest.raises(
+        ValueError, match=r"NVFP4 needs CUDA 12\.8; this torch is built for CUDA 12\.6"
+    ):
         choose(NVFP4().table(), LAYER, "native", here)
-    assert choose(NVFP4().table(), LAYER, "native", B200)["fprop"].backend == "native", "another machine, another torch"
+    assert choose(NVFP4().table(), LAYER, "native", B200)["fprop"].backend == "native", (
+        "another machine, another torch"
+    )
 
 
-def test_auto_multiplies_the_codes_where_transformer_engine_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_multiplies_the_codes_where_transformer_engine_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     for recipe, name, capability in (
         (NVFP4(), "B200", (10, 0)),
@@ -188,16 +239,26 @@ def test_auto_multiplies_the_codes_where_transformer_engine_is_missing(monkeypat
         (FP8Block(), "H100", (9, 0)),
     ):
         here = Device(type="cuda", name=name, capability=capability)
-        assert {c.backend for c in choose(recipe.table(), LAYER, "auto", here).values()} == {"native"}, recipe
+        assert {c.backend for c in choose(recipe.table(), LAYER, "auto", here).values()} == {
+            "native"
+        }, recipe
 
 
-def test_what_cublas_refuses_names_the_product_and_what_computes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cublas_refuses_names_the_product_and_what_computes_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def refuse(*arguments: object, **options: object) -> Tensor:
-        raise RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasLtMatmulAlgoGetHeuristic`")
+        raise RuntimeError(
+            "CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasLtMatmulAlgoGetHeuristic`"
+        )
 
     monkeypatch.setattr(native.F, "scaled_mm", refuse)
-    a, b = quantize(normal(32, 64, seed=0), QuantSpec()), quantize(normal(48, 64, seed=1), QuantSpec())
-    with pytest.raises(RuntimeError, match=r"\[32, 64\] by \[48, 64\]ᵀ of E2M1·E2M1 .*NOT_SUPPORTED.* backend=emulate"):
+    a = quantize(normal(32, 64, seed=0), QuantSpec())
+    b = quantize(normal(48, 64, seed=1), QuantSpec())
+    with pytest.raises(
+        RuntimeError,
+        match=r"\[32, 64\] by \[48, 64\]ᵀ of E2M1·E2M1 .*NOT_SUPPORTED.* backend=emulate",
+    ):
         BACKENDS["native"].product(a, b, out_dtype=torch.bfloat16)
 
 

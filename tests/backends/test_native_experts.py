@@ -1,5 +1,6 @@
-"""Experts on tensor cores: what one scaled_grouped_mm is given is checked, recorded and multiplied on a CPU; what it
-does not take is a product per expert, and the plan says why."""
+"""Experts on tensor cores: what one scaled_grouped_mm is given is checked, recorded and multiplied
+on a CPU; what it does not take is a product per expert, and the plan says why.
+"""
 
 from dataclasses import replace
 
@@ -16,18 +17,22 @@ from fp4train.precision import BF16, MXFP8, NVFP4, FP8Block, FP8Current, FP8Row,
 from fp4train.precision.layer_plan import LayerPlan, resolve
 from fp4train.quantize import quantize, to_torch
 
-B200, H100 = Device.elsewhere(find_gpu("B200")), Device.elsewhere(find_gpu("H100"))
-FP4, E4M3 = torch.float4_e2m1fn_x2, torch.float8_e4m3fn
-COUNTS, K, N = [5, 0, 48, 33], 128, 160
-NV, MX, ROWS = (
-    (ScalingType.BlockWise1x16, ScalingType.TensorWise),
-    (ScalingType.BlockWise1x32,),
-    (ScalingType.RowWise,),
-)
+B200 = Device.elsewhere(find_gpu("B200"))
+H100 = Device.elsewhere(find_gpu("H100"))
+FP4 = torch.float4_e2m1fn_x2
+E4M3 = torch.float8_e4m3fn
+COUNTS = [5, 0, 48, 33]
+K = 128
+N = 160
+NV = (ScalingType.BlockWise1x16, ScalingType.TensorWise)
+MX = (ScalingType.BlockWise1x32,)
+ROWS = (ScalingType.RowWise,)
 
 
 def layer() -> Experts:
-    """Four experts with weights of different magnitude, so that no two scales can change places unseen."""
+    """Four experts with weights of different magnitude, so that no two scales can change places
+    unseen.
+    """
     torch.manual_seed(0)
     made = Experts(len(COUNTS), K, N, bias=True)
     with torch.no_grad():
@@ -41,10 +46,13 @@ def planned(recipe: Recipe, backend: str, device: Device) -> LayerPlan:
 
 def run(recipe: Recipe, plan: LayerPlan) -> list[Tensor]:
     """y, dx, dw and dbias of the experts as `plan` says, on this CPU."""
-    experts, generator = layer(), torch.Generator().manual_seed(1)
+    experts = layer()
+    generator = torch.Generator().manual_seed(1)
     experts.apply_plan(plan, recipe, None, torch.device("cpu"))
     rows = sum(COUNTS) + 3
-    x = torch.randn(rows, K, generator=generator) * torch.exp2(torch.randint(-4, 5, (rows, 1), generator=generator))
+    x = torch.randn(rows, K, generator=generator) * torch.exp2(
+        torch.randint(-4, 5, (rows, 1), generator=generator)
+    )
     x = x.bfloat16().requires_grad_()
     with autocast(recipe, seed=3, step=5):
         y = experts(x, COUNTS)
@@ -73,13 +81,17 @@ def test_fprop_and_dgrad_of_all_experts_are_one_call_each_that_multiplies_to_the
     rows: tuple[int, ...],
 ) -> None:
     if isinstance(recipe, FP8Row) and torch.__version__ < (2, 13):
-        pytest.skip("scaled_mm takes no scale per row on CPUs there, as wgrad of each expert has it")
-    recorder, single = GroupRecorder(), Recorder()
+        pytest.skip(
+            "scaled_mm takes no scale per row on CPUs there, as wgrad of each expert has it"
+        )
+    recorder = GroupRecorder()
+    single = Recorder()
     monkeypatch.setattr(grouped.F, "scaled_grouped_mm", recorder)
     monkeypatch.setattr(native.F, "scaled_mm", single)
     plan = planned(recipe, "native", device)
     assert [gemm.grouped for gemm in plan.gemms] == [True, True, False]
-    found, wanted = run(recipe, plan), run(recipe, planned(recipe, "reference", device))
+    found = run(recipe, plan)
+    wanted = run(recipe, planned(recipe, "reference", device))
     for own, reference in zip(found, wanted, strict=True):
         assert own.dtype == reference.dtype
         row = reference.double().abs().amax(-1, keepdim=True)
@@ -88,8 +100,13 @@ def test_fprop_and_dgrad_of_all_experts_are_one_call_each_that_multiplies_to_the
     assert not found[0][sum(COUNTS) :].any() and not found[2][1].any()
     packed = 2 if dtype == FP4 else 1
     assert [call.extents for call in recorder.calls] == [(N, K // packed), (K, N // packed)]
-    assert all(call.rows == rows for call in recorder.calls), "an expert without tokens is not multiplied"
-    assert all(call.dtypes == (dtype, dtype) and call.scalings == (scaling, scaling) for call in recorder.calls)
+    assert all(call.rows == rows for call in recorder.calls), (
+        "an expert without tokens is not multiplied"
+    )
+    assert all(
+        call.dtypes == (dtype, dtype) and call.scalings == (scaling, scaling)
+        for call in recorder.calls
+    )
     if scaling != ROWS:
         assert [call.extents[:2] for call in single.calls] == [(N, K)] * 3
 
@@ -98,15 +115,42 @@ def test_fprop_and_dgrad_of_all_experts_are_one_call_each_that_multiplies_to_the
     ("recipe", "device", "gemm", "said"),
     [
         (NVFP4(), B200, "fprop", "; all experts in one product"),
-        (NVFP4(), B200, "wgrad", "a product per expert: scaled_grouped_mm writes BF16, and gradients of weights are"),
-        (replace(MXFP8(), dtype="float16"), B200, "fprop", "scaled_grouped_mm writes BF16, not float16"),
-        (MXFP8(element="hybrid"), B200, "dgrad", "scaled_grouped_mm does not multiply E5M2 by E4M3"),
+        (
+            NVFP4(),
+            B200,
+            "wgrad",
+            "a product per expert: scaled_grouped_mm writes BF16, and gradients of weights are",
+        ),
+        (
+            replace(MXFP8(), dtype="float16"),
+            B200,
+            "fprop",
+            "scaled_grouped_mm writes BF16, not float16",
+        ),
+        (
+            MXFP8(element="hybrid"),
+            B200,
+            "dgrad",
+            "scaled_grouped_mm does not multiply E5M2 by E4M3",
+        ),
         (FP8Block(), H100, "fprop", "scaled_grouped_mm has no FP8 in blocks"),
-        (FP8Row(), B200, "dgrad", "scaled_grouped_mm of FP8 needs compute capability 9.0; B200 has 10.0"),
-        (NVFP4(), replace(B200, capability=(10, 3)), "fprop", "of NVFP4 needs compute capability 10.0; B200 has 10.3"),
+        (
+            FP8Row(),
+            B200,
+            "dgrad",
+            "scaled_grouped_mm of FP8 needs compute capability 9.0; B200 has 10.0",
+        ),
+        (
+            NVFP4(),
+            replace(B200, capability=(10, 3)),
+            "fprop",
+            "of NVFP4 needs compute capability 10.0; B200 has 10.3",
+        ),
     ],
 )
-def test_the_plan_says_how_experts_are_multiplied_and_why(recipe: Recipe, device: Device, gemm: str, said: str) -> None:
+def test_the_plan_says_how_experts_are_multiplied_and_why(
+    recipe: Recipe, device: Device, gemm: str, said: str
+) -> None:
     wide = replace(layer().layer, in_features=256, out_features=256)
     why = getattr(resolve(wide, recipe, None, "native", device), gemm).why
     assert said in why, why
@@ -117,9 +161,15 @@ def test_row_scaled_activations_are_multiplied_expert_by_expert() -> None:
     assert not plan.fprop.grouped and "takes one global scale per expert" in plan.fprop.why
 
 
-def test_a_torch_without_the_kernels_is_named_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    table, here = MXFP8().table(), replace(B200, here=True)
-    for built, said in (("USE_CUDA=1", "needs a torch that is built with MSLK"), ("USE_MSLK=1", None)):
+def test_a_torch_without_the_kernels_is_named_where_it_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    table = MXFP8().table()
+    here = replace(B200, here=True)
+    for built, said in (
+        ("USE_CUDA=1", "needs a torch that is built with MSLK"),
+        ("USE_MSLK=1", None),
+    ):
         monkeypatch.setattr(torch.__config__, "show", lambda built=built: built)
         assert said == (reason := grouped.why_not(table, "fprop", here)) or said in str(reason)
 
@@ -140,10 +190,19 @@ def test_operands_whose_scales_lie_in_tiles_are_padded_and_multiplied_as_others(
     x, w = recipe.table()["fprop"].both
     assert x is not None and w is not None
     generator = torch.Generator().manual_seed(2)
-    rows = [quantize(torch.randn(count, 80, generator=generator).bfloat16(), x) for count in (7, 48, 130)]
+    rows = [
+        quantize(torch.randn(count, 80, generator=generator).bfloat16(), x)
+        for count in (7, 48, 130)
+    ]
     weights = [quantize(torch.randn(64, 80, generator=generator), w) for _ in rows]
-    tiled, tiled_weights = [to_torch(each) for each in rows], [to_torch(each) for each in weights]
-    assert all(map(torch.equal, grouped.multiply(rows, weights), grouped.multiply(tiled, tiled_weights)))
+    tiled = [to_torch(each) for each in rows]
+    tiled_weights = [to_torch(each) for each in weights]
+    assert all(
+        map(torch.equal, grouped.multiply(rows, weights), grouped.multiply(tiled, tiled_weights))
+    )
     for a, b, in_tiles, weight in zip(rows, weights, tiled, tiled_weights, strict=True):
-        found = [native.NATIVE.product(*pair, out_dtype=torch.bfloat16) for pair in ((a, b), (in_tiles, weight))]
+        found = [
+            native.NATIVE.product(*pair, out_dtype=torch.bfloat16)
+            for pair in ((a, b), (in_tiles, weight))
+        ]
         assert torch.equal(*found) and found[0].any()

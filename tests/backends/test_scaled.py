@@ -1,4 +1,6 @@
-"""Scaled products of GPUs beside those of a CPU: in Triton's interpreter, and with a cuBLAS of a CPU's memory."""
+"""Scaled products of GPUs beside those of a CPU: in Triton's interpreter, and with a cuBLAS of a
+CPU's memory.
+"""
 
 import importlib.util
 from contextlib import nullcontext
@@ -14,7 +16,8 @@ from fp4train.quantize import Decoded, triton
 from fp4train.quantize.launch import Launch
 
 needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="triton is not installed (Linux only: pip install triton)"
+    importlib.util.find_spec("triton") is None,
+    reason="triton is not installed (Linux only: pip install triton)",
 )
 
 SCALES = """
@@ -39,8 +42,9 @@ pairs += [(subnormal, None), (subnormal, huge)]
 @pytest.mark.long
 @needs_triton
 def test_a_triton_product_has_the_bits_of_a_cpus_in_the_interpreter() -> None:
-    """Odd sizes and whole tiles, both layouts of both operands, scales of tensors and of rows whose product is normal
-    or not, a bias, both dtypes of the result, and sums."""
+    """Odd sizes and whole tiles, both layouts of both operands, scales of tensors and of rows whose
+    product is normal or not, a bias, both dtypes of the result, and sums.
+    """
     code = (
         SCALES
         + """
@@ -72,9 +76,12 @@ print(count)
 
 @pytest.mark.long
 @needs_triton
-def test_a_product_of_cublas_has_the_bits_of_a_cpus_and_triton_does_what_one_factor_cannot() -> None:
-    """The launches: cuBLAS's two factors, its product, and programs of Triton that have something to do only where the
-    scales have no normal product. Rows and biases are Triton's alone."""
+def test_a_product_of_cublas_has_the_bits_of_a_cpus_and_triton_does_what_one_factor_cannot() -> (
+    None
+):
+    """The launches: cuBLAS's two factors, its product, and programs of Triton that have something
+    to do only where the scales have no normal product. Rows and biases are Triton's alone.
+    """
     code = (
         SCALES
         + """
@@ -117,12 +124,16 @@ def test_two_scales_are_one_factor_with_and_without_a_cpus_instructions(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sums of all integers below 4096, of which some round otherwise after two factors."""
-    number, generator = torch.arange(4096), torch.Generator().manual_seed(0)
-    a, b = torch.stack([number // 64, number % 64], 1).bfloat16(), torch.tensor([[64.0, 1.0]] * 3).bfloat16()
-    exact, differ = a.float() @ b.float().T, 0
+    number = torch.arange(4096)
+    generator = torch.Generator().manual_seed(0)
+    a = torch.stack([number // 64, number % 64], 1).bfloat16()
+    b = torch.tensor([[64.0, 1.0]] * 3).bfloat16()
+    exact = a.float() @ b.float().T
+    differ = 0
     for _ in range(100):
         first, second = torch.rand(2, generator=generator).unbind()
-        left, right = Decoded(a, first), Decoded(b, second)
+        left = Decoded(a, first)
+        right = Decoded(b, second)
         bits = (exact * (first * second)).to(dtype)
         for without in (frozenset(), frozenset({torch.bfloat16})):
             monkeypatch.setattr(emulate, "WITHOUT_INSTRUCTIONS", without)
@@ -132,7 +143,9 @@ def test_two_scales_are_one_factor_with_and_without_a_cpus_instructions(
 
 
 @needs_triton
-def test_sums_with_infinite_products_are_those_of_a_cpu_where_scales_have_no_normal_product() -> None:
+def test_sums_with_infinite_products_are_those_of_a_cpu_where_scales_have_no_normal_product() -> (
+    None
+):
     """Finite, infinite and NaN numbers are added to, once and again."""
     code = (
         SCALES
@@ -178,7 +191,8 @@ print("equal")
 
 
 def test_why_triton_makes_the_products_of_a_gpu_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu, capturing = torch.device("cuda", 0), [True]
+    gpu = torch.device("cuda", 0)
+    capturing = [True]
     refused = Mock(side_effect=RuntimeError("torch has not loaded libcublas.so.99"))
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
@@ -195,15 +209,25 @@ def test_why_triton_makes_the_products_of_a_gpu_is_said(monkeypatch: pytest.Monk
 
 
 def test_shapes_that_do_not_fit_are_refused_by_name() -> None:
-    products, scale = scaled.ScaledProducts(), torch.tensor(1.0)
-    left, right, short = (Decoded(torch.ones(*shape).bfloat16(), scale) for shape in ((4, 16), (6, 16), (6, 8)))
-    with pytest.raises(ValueError, match=r"operands \(4, 16\) and \(6, 8\) differ in their columns"):
+    products = scaled.ScaledProducts()
+    scale = torch.tensor(1.0)
+    left, right, short = (
+        Decoded(torch.ones(*shape).bfloat16(), scale) for shape in ((4, 16), (6, 16), (6, 8))
+    )
+    with pytest.raises(
+        ValueError, match=r"operands \(4, 16\) and \(6, 8\) differ in their columns"
+    ):
         products.product(left, short, out_dtype=torch.bfloat16)
     for bias in (torch.ones(5), torch.ones(4), torch.ones(6, 1), torch.tensor(1.0)):
-        with pytest.raises(ValueError, match=r"a bias of shape \(.*\) does not fit operand b \(6, 16\)"):
+        with pytest.raises(
+            ValueError, match=r"a bias of shape \(.*\) does not fit operand b \(6, 16\)"
+        ):
             products.product(left, right, out_dtype=torch.bfloat16, bias=bias.bfloat16())
     for total in (torch.ones(6, 4), torch.ones(4, 5), torch.ones(24)):
-        with pytest.raises(ValueError, match=r"shape \(.*\) does not fit operands \(4, 16\) and \(6, 16\): \(4, 6\)"):
+        with pytest.raises(
+            ValueError,
+            match=r"shape \(.*\) does not fit operands \(4, 16\) and \(6, 16\): \(4, 6\)",
+        ):
             products.add(total, left, right)
     for total in (torch.ones(6, 4).T, torch.ones(4, 6).bfloat16()):
         with pytest.raises(ValueError, match="contiguous float32, not to"):
@@ -211,9 +235,14 @@ def test_shapes_that_do_not_fit_are_refused_by_name() -> None:
 
 
 def test_what_no_kernel_multiplies_is_said() -> None:
-    x, scale = torch.ones(4, 4), torch.tensor(1.0)
-    bf16, wide = Decoded(x.bfloat16(), scale), Decoded(x, scale)
-    assert scaled.why_not(wide, bf16, torch.bfloat16) == "the operands are torch.float32 and torch.bfloat16"
+    x = torch.ones(4, 4)
+    scale = torch.tensor(1.0)
+    bf16 = Decoded(x.bfloat16(), scale)
+    wide = Decoded(x, scale)
+    assert (
+        scaled.why_not(wide, bf16, torch.bfloat16)
+        == "the operands are torch.float32 and torch.bfloat16"
+    )
     assert scaled.why_not(bf16, bf16, torch.float16) == "the result is torch.float16"
     for odd in (torch.ones(1, 1), torch.ones(4, 2)[:, :1], torch.ones(4, 1).double()):
         assert "a scale is" in str(scaled.why_not(Decoded(x.bfloat16(), odd), bf16, torch.bfloat16))
@@ -247,12 +276,17 @@ def test_a_tile_leaves_no_multiprocessor_idle_where_it_can(
 def test_emulation_on_a_gpu_applies_scales_and_adds_dw_in_the_product(
     library: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On tensors without data that are on a GPU: which kernels a layer's products are, and what torch multiplies. A sum
-    is written by address, so its version says to autograd that it was."""
+    """On tensors without data that are on a GPU: which kernels a layer's products are, and what
+    torch multiplies. A sum is written by address, so its version says to autograd that it was.
+    """
     launched: list[str] = []
     cublas = Mock(multiply=lambda *arguments: launched.append("cublas"))
-    monkeypatch.setattr(Launch, "__call__", lambda self, *_, **__: launched.append(self.kernel.fn.__name__))
-    monkeypatch.setattr(scaled.ScaledProducts, "_cublas_on", lambda self, device: cublas if library else None)
+    monkeypatch.setattr(
+        Launch, "__call__", lambda self, *_, **__: launched.append(self.kernel.fn.__name__)
+    )
+    monkeypatch.setattr(
+        scaled.ScaledProducts, "_cublas_on", lambda self, device: cublas if library else None
+    )
     monkeypatch.setattr(scaled, "processors", lambda device: 132)
     monkeypatch.setattr(triton, "_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
@@ -261,19 +295,27 @@ def test_emulation_on_a_gpu_applies_scales_and_adds_dw_in_the_product(
     with FakeTensorMode():
         a, b = (torch.empty(rows, 64, device="cuda", dtype=torch.bfloat16) for rows in (48, 32))
         scale = torch.empty((), device="cuda")
-        left, right = Decoded(a, scale), Decoded(b, scale)
+        left = Decoded(a, scale)
+        right = Decoded(b, scale)
         y = emulate.EMULATE.product(left, right, out_dtype=torch.bfloat16)
         total = torch.empty(48, 32, device="cuda")
         emulate.EMULATE.add(total, left, right)
         assert total._version == 1
         assert y.shape == (48, 32) and y.dtype == torch.bfloat16 and y.is_cuda
-        by_one_factor = ["product_factors", "cublas", "scaled_product"] if library else ["scaled_product"]
+        by_one_factor = (
+            ["product_factors", "cublas", "scaled_product"] if library else ["scaled_product"]
+        )
         assert launched == by_one_factor * 2
         launched.clear()
-        bias, rows = torch.empty(32, device="cuda"), torch.empty(48, 1, device="cuda")
+        bias = torch.empty(32, device="cuda")
+        rows = torch.empty(48, 1, device="cuda")
         emulate.EMULATE.product(left, right, out_dtype=torch.bfloat16, bias=bias)
         emulate.EMULATE.product(Decoded(a, rows), right, out_dtype=torch.bfloat16)
         assert launched == ["scaled_product"] * 2
-        plain = emulate.EMULATE.product(Decoded(a, None), Decoded(b, None), out_dtype=torch.bfloat16)
-        assert launched == ["scaled_product"] * 2 and plain.shape == (48, 32), "torch multiplies without scales"
+        plain = emulate.EMULATE.product(
+            Decoded(a, None), Decoded(b, None), out_dtype=torch.bfloat16
+        )
+        assert launched == ["scaled_product"] * 2 and plain.shape == (48, 32), (
+            "torch multiplies without scales"
+        )
     scaled._plan_product.cache_clear()

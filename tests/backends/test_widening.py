@@ -1,4 +1,6 @@
-"""On a CPU without BF16 or FP16 instructions, products run in float32 and are rounded once; elsewhere torch's own."""
+"""On a CPU without BF16 or FP16 instructions, products run in float32 and are rounded once;
+elsewhere torch's own.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -43,7 +45,10 @@ PRODUCTS: dict[str, tuple[Callable[..., Tensor], list[Tensor | None]]] = {
     "linear": (F.linear, [rand(7, 33), rand(9, 33, seed=1), None]),
     "linear with bias": (F.linear, [rand(7, 33), rand(9, 33, seed=1), rand(9, seed=2)]),
     "mm": (torch.mm, [rand(7, 33), rand(33, 9, seed=1)]),
-    "attention": (attention, [rand(2, 4, 12, 8), rand(2, 2, 12, 8, seed=1), rand(2, 2, 12, 8, seed=2)]),
+    "attention": (
+        attention,
+        [rand(2, 4, 12, 8), rand(2, 2, 12, 8, seed=1), rand(2, 2, 12, 8, seed=2)],
+    ),
 }
 
 
@@ -54,7 +59,8 @@ def test_product_and_gradients_are_float32s_rounded_once(name: str, dtype: torch
     product, values = PRODUCTS[name]
     halves = [None if v is None else v.to(dtype).requires_grad_() for v in values]
     floats = [None if h is None else h.detach().float().requires_grad_() for h in halves]
-    found, expected = widened(product, *halves), product(*floats)
+    found = widened(product, *halves)
+    expected = product(*floats)
     assert found.dtype == dtype
     assert torch.equal(found, expected.to(dtype))
     dy = rand(*found.shape, seed=9).to(dtype)
@@ -67,11 +73,15 @@ def test_product_and_gradients_are_float32s_rounded_once(name: str, dtype: torch
 
 @pytest.mark.usefixtures("bare_cpu")
 def test_float16_overflows_to_infinity_forward_and_backward() -> None:
-    """Loss scaling depends on overflow: 64 · 40² and 64 · 2000 · 40 exceed 65504, but not the range of float32."""
+    """Loss scaling depends on overflow: 64 · 40² and 64 · 2000 · 40 exceed 65504, but not the range
+    of float32.
+    """
     x, w = (torch.full((2, 64), 40.0).half().requires_grad_() for _ in range(2))
     y = widened(F.linear, x, w)
     assert y.dtype == torch.float16 and y.isposinf().all()
-    dx, dw = torch.autograd.grad(y, (x, w), torch.tensor([[-2000.0], [-2000.0]]).half().expand(2, 2))
+    dx, dw = torch.autograd.grad(
+        y, (x, w), torch.tensor([[-2000.0], [-2000.0]]).half().expand(2, 2)
+    )
     assert dx.dtype == dw.dtype == torch.float16
     assert dx.isneginf().all() and dw.isneginf().all()
 
@@ -79,7 +89,9 @@ def test_float16_overflows_to_infinity_forward_and_backward() -> None:
 @each_half
 @pytest.mark.usefixtures("able_cpu")
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_a_cpu_with_the_instructions_gets_the_operands_as_they_are(name: str, dtype: torch.dtype) -> None:
+def test_a_cpu_with_the_instructions_gets_the_operands_as_they_are(
+    name: str, dtype: torch.dtype
+) -> None:
     product, values = PRODUCTS[name]
     halves = [None if v is None else v.to(dtype) for v in values]
     seen: list[Tensor | None] = []
@@ -94,7 +106,9 @@ def test_a_cpu_with_the_instructions_gets_the_operands_as_they_are(name: str, dt
 
 
 @pytest.mark.usefixtures("bare_cpu")
-@pytest.mark.parametrize("x", [rand(4, 8), rand(4, 8).double(), torch.empty(4, 8, dtype=torch.float16, device="meta")])
+@pytest.mark.parametrize(
+    "x", [rand(4, 8), rand(4, 8).double(), torch.empty(4, 8, dtype=torch.float16, device="meta")]
+)
 def test_wide_operands_and_other_devices_are_left_alone(x: Tensor) -> None:
     seen: list[Tensor] = []
     widened(lambda a, b: seen.extend((a, b)) or F.linear(a, b), x, x)
@@ -105,7 +119,9 @@ def test_wide_operands_and_other_devices_are_left_alone(x: Tensor) -> None:
 @each_half
 @pytest.mark.parametrize("scale", [None, torch.tensor(0.37)])
 def test_the_emulated_product_is_float32s_too(dtype: torch.dtype, scale: Tensor | None) -> None:
-    a, b, bias = rand(7, 33).to(dtype), rand(9, 33, seed=1).to(dtype), rand(9, seed=2).to(dtype)
+    a = rand(7, 33).to(dtype)
+    b = rand(9, 33, seed=1).to(dtype)
+    bias = rand(9, seed=2).to(dtype)
     exact = a.double() @ b.double().T * (1.0 if scale is None else scale.double()) + bias.double()
     found = matmul(Decoded(a, scale), Decoded(b, None), out_dtype=dtype, bias=bias).double()
     unit = torch.finfo(dtype).eps / 2
@@ -170,6 +186,7 @@ def test_a_model_without_the_instructions_stays_near_float32(recipe: Recipe) -> 
 @pytest.mark.usefixtures("bare_cpu")
 def test_torch_compile_traces_it_without_a_break() -> None:
     torch._dynamo.reset()
-    x, w = rand(4, 8).half(), rand(3, 8, seed=1).half()
+    x = rand(4, 8).half()
+    w = rand(3, 8, seed=1).half()
     compiled = torch.compile(lambda a, b: widened(F.linear, a, b), backend="eager", fullgraph=True)
     assert torch.equal(compiled(x, w), widened(F.linear, x, w))

@@ -1,4 +1,6 @@
-"""Checkpoints survive what happens to disks and processes: kills, truncation, flipped bits, a full disk."""
+"""Checkpoints survive what happens to disks and processes: kills, truncation, flipped bits, a full
+disk.
+"""
 
 import errno
 import json
@@ -33,8 +35,12 @@ def zeros(path: Path) -> None:
 
 
 @pytest.mark.parametrize("file", ["tensors.safetensors", "state.json"])
-@pytest.mark.parametrize("damage", [truncate, flip, empty, zeros, Path.unlink], ids=lambda f: f.__name__)
-def test_damage_falls_back_to_the_previous_and_says_so(tmp_path: Path, file: str, damage: object) -> None:
+@pytest.mark.parametrize(
+    "damage", [truncate, flip, empty, zeros, Path.unlink], ids=lambda f: f.__name__
+)
+def test_damage_falls_back_to_the_previous_and_says_so(
+    tmp_path: Path, file: str, damage: object
+) -> None:
     save_steps(tmp_path, 10, 20)
     damage(tmp_path / "step_00000020" / file)  # type: ignore[operator]
     found = load(tmp_path)
@@ -57,7 +63,9 @@ def test_nothing_usable_names_every_checkpoint_and_reason(tmp_path: Path) -> Non
     save_steps(tmp_path, 10, 20)
     truncate(tmp_path / "step_00000010" / "tensors.safetensors")
     (tmp_path / "step_00000020" / "state.json").unlink()
-    with pytest.raises(UserError, match=r"step_00000020: state.json is missing; step_00000010: .* bytes instead of"):
+    with pytest.raises(
+        UserError, match=r"step_00000020: state.json is missing; step_00000010: .* bytes instead of"
+    ):
         load(tmp_path)
 
 
@@ -104,7 +112,9 @@ def no_space(*_: object, **__: object) -> None:
 
 
 @pytest.mark.parametrize("where", ["tensors", "state", "fsync", "rename"])
-def test_a_full_disk_leaves_the_last_good_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+def test_a_full_disk_leaves_the_last_good_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
     save_steps(tmp_path, 10, keep=1)
     with monkeypatch.context() as patch:
         if where == "tensors":
@@ -128,7 +138,9 @@ def test_a_full_disk_leaves_the_last_good_one(tmp_path: Path, monkeypatch: pytes
     assert steps(tmp_path) == [20]
 
 
-def test_a_full_disk_while_replacing_puts_the_old_one_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_while_replacing_puts_the_old_one_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save_steps(tmp_path, 10)
     rename = os.rename
 
@@ -181,12 +193,18 @@ def killed(folder: Path, moment: str) -> None:
         elif moment == "half":
             patch.setattr(checkpoint.writing, "write_parts", half)
         elif moment == "pruning":
-            patch.setattr(Folder, "remove_folder", lambda self, name: die() if "step_00000010" in name else None)
+            patch.setattr(
+                Folder,
+                "remove_folder",
+                lambda self, name: die() if "step_00000010" in name else None,
+            )
         save(folder, 20, {"w": torch.ones(1000)}, {}, keep=1)
 
 
 @pytest.mark.parametrize(("moment", "left"), [("half", 10), ("written", 10), ("pruning", 20)])
-def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path, moment: str, left: int) -> None:
+def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(
+    tmp_path: Path, moment: str, left: int
+) -> None:
     assert forked(lambda: killed(tmp_path, moment)) == -signal.SIGKILL
     assert load(tmp_path).step == left
     assert any(name.startswith(".tmp_") for name in os.listdir(tmp_path))
@@ -202,7 +220,9 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     folder.mkdir()
     if (
         not mount
-        or subprocess.run([mount, "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True).returncode
+        or subprocess.run(
+            [mount, "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True
+        ).returncode
     ):
         pytest.skip("mounting a small file system is not allowed here")
     yield folder

@@ -1,4 +1,6 @@
-"""What is saved comes back to the bit, whole or in parts; what others crafted is refused, and the newest are kept."""
+"""What is saved comes back to the bit, whole or in parts; what others crafted is refused, and the
+newest are kept.
+"""
 
 import hashlib
 import json
@@ -58,7 +60,11 @@ def test_tied_weights_are_stored_once_and_views_come_apart(tmp_path: Path) -> No
     back = load(tmp_path).tensors
     assert torch.equal(back["head"], w) and torch.equal(back["embed"], w)
     assert torch.equal(back["row"], w[3]) and torch.equal(back["transposed"], w.T)
-    assert set(back) == {"embed", "head", "row", "transposed"} and len(back) == 4 and "nothing" not in back
+    assert (
+        set(back) == {"embed", "head", "row", "transposed"}
+        and len(back) == 4
+        and "nothing" not in back
+    )
 
 
 BOTH = {
@@ -93,8 +99,13 @@ def test_a_checkpoint_with_weights_and_moments_in_one_file_is_refused(
 ) -> None:
     save(tmp_path, 1, BOTH, {"model": {}}, keep=1)
     in_one_file(save(tmp_path, 2, BOTH, {"model": {}}, keep=2), version)
-    said = "of an older fp4train: it has (checkpoint format version 1|weights and moments in one file), which this one"
-    with pytest.raises(UserError, match=f"step_00000002 is {said} does not read. Go on with the commit"):
+    said = (
+        "of an older fp4train: it has (checkpoint format version 1|weights and moments in one "
+        "file), which this one"
+    )
+    with pytest.raises(
+        UserError, match=f"step_00000002 is {said} does not read. Go on with the commit"
+    ):
         load(tmp_path, weights=weights)
 
 
@@ -116,9 +127,17 @@ def test_an_optimiser_with_numbered_parameters_and_tuples_survives_the_tree(tmp_
     assert back["python"] == (3, (1, 2, 3), None)
     assert back["optimizer"]["param_groups"] == tree["optimizer"]["param_groups"]
     assert set(back["optimizer"]["state"]) == {0, 1}
-    assert torch.equal(back["optimizer"]["state"][0]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"])
-    assert torch.equal(back["a/b"]["c"], torch.ones(1)) and torch.equal(back["a"]["b/c"], torch.zeros(1))
-    assert back["a"]["lr"] == 0.1 + 0.2 and math.isnan(back["a"]["nan"]) and back["a"]["inf"] == [-math.inf]
+    assert torch.equal(
+        back["optimizer"]["state"][0]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"]
+    )
+    assert torch.equal(back["a/b"]["c"], torch.ones(1)) and torch.equal(
+        back["a"]["b/c"], torch.zeros(1)
+    )
+    assert (
+        back["a"]["lr"] == 0.1 + 0.2
+        and math.isnan(back["a"]["nan"])
+        and back["a"]["inf"] == [-math.inf]
+    )
     assert back["a"]["$x"] == 1
     optimizer.load_state_dict(back["optimizer"])
 
@@ -141,10 +160,17 @@ def test_files_are_strict_json_and_hold_no_pickle(tmp_path: Path) -> None:
 
 def test_other_programs_read_the_tensors(tmp_path: Path) -> None:
     """The library of the format, which did not write the file."""
-    tensors = {"a": torch.randn(3, 5).bfloat16(), "b": torch.arange(7), "c": torch.randn(()), "d": torch.empty(0, 2)}
+    tensors = {
+        "a": torch.randn(3, 5).bfloat16(),
+        "b": torch.arange(7),
+        "c": torch.randn(()),
+        "d": torch.empty(0, 2),
+    }
     path = save(tmp_path, 1, tensors, {}, keep=1)
     back = safetensors.torch.load_file(path / "tensors.safetensors")
-    assert set(back) == set(tensors) and all(torch.equal(back[name], tensors[name]) for name in tensors)
+    assert set(back) == set(tensors) and all(
+        torch.equal(back[name], tensors[name]) for name in tensors
+    )
 
 
 def test_files_of_the_format_written_by_its_library_are_read(tmp_path: Path) -> None:
@@ -152,8 +178,14 @@ def test_files_of_the_format_written_by_its_library_are_read(tmp_path: Path) -> 
     path = save(tmp_path, 1, ONE, {}, keep=1)
     file = path / "tensors.safetensors"
     safetensors.torch.save_file({"w": torch.ones(3), "b": torch.zeros(2, dtype=torch.uint8)}, file)
-    described = {"bytes": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
-    reseal(path / "state.json", lambda body: body.update(tensors={"files": {file.name: described}, "aliases": {}}))
+    described = {
+        "bytes": file.stat().st_size,
+        "sha256": hashlib.sha256(file.read_bytes()).hexdigest(),
+    }
+    reseal(
+        path / "state.json",
+        lambda body: body.update(tensors={"files": {file.name: described}, "aliases": {}}),
+    )
     assert torch.equal(load(tmp_path).tensors["w"], torch.ones(3))
 
 
@@ -179,9 +211,18 @@ def test_a_crafted_tensor_file_is_unusable_and_nothing_worse(tmp_path: Path, hea
     if (not header.startswith(b"\xff") and len(header) < 10) or header.startswith(b"{"):
         header = len(header).to_bytes(8, "little") + header
     file.write_bytes(header + bytes(4))
-    described = {"bytes": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
-    reseal(path / "state.json", lambda body: body.update(tensors={"files": {file.name: described}, "aliases": {}}))
-    with pytest.raises(UserError, match=r"no usable checkpoint in .*: step_00000001: tensors\.safetensors is damaged"):
+    described = {
+        "bytes": file.stat().st_size,
+        "sha256": hashlib.sha256(file.read_bytes()).hexdigest(),
+    }
+    reseal(
+        path / "state.json",
+        lambda body: body.update(tensors={"files": {file.name: described}, "aliases": {}}),
+    )
+    with pytest.raises(
+        UserError,
+        match=r"no usable checkpoint in .*: step_00000001: tensors\.safetensors is damaged",
+    ):
         load(tmp_path)
 
 
@@ -226,7 +267,9 @@ def test_links_among_checkpoints_are_neither_followed_nor_removed_through(tmp_pa
     save(own, 30, ONE, {}, keep=1)
     assert steps(own) == [30] and steps(other) == [1, 2, 3]
     (own / "step_00000030" / "tensors.safetensors").unlink()
-    (own / "step_00000030" / "tensors.safetensors").symlink_to(other / "step_00000001" / "tensors.safetensors")
+    (own / "step_00000030" / "tensors.safetensors").symlink_to(
+        other / "step_00000001" / "tensors.safetensors"
+    )
     with pytest.raises(UserError, match="it is a link, not a file"):
         load(own)
 
@@ -264,10 +307,18 @@ def test_keeping_nothing_is_refused(tmp_path: Path, keep: int) -> None:
         save(tmp_path, 1, ONE, {}, keep=keep)
 
 
-def boxes(*places: tuple[tuple[int, ...], tuple[int, ...]], shape: tuple[int, ...] = (4, 2)) -> dict[str, File]:
+def boxes(
+    *places: tuple[tuple[int, ...], tuple[int, ...]], shape: tuple[int, ...] = (4, 2)
+) -> dict[str, File]:
     """A file for each (offsets, sizes) of a tensor w."""
-    made = (Box(dtype=torch.float32, shape=shape, offsets=at, sizes=sizes, start=0) for at, sizes in places)
-    return {str(number): File(status=(0, 0, 0, 0), boxes={"w": [box]}) for number, box in enumerate(made)}
+    made = (
+        Box(dtype=torch.float32, shape=shape, offsets=at, sizes=sizes, start=0)
+        for at, sizes in places
+    )
+    return {
+        str(number): File(status=(0, 0, 0, 0), boxes={"w": [box]})
+        for number, box in enumerate(made)
+    }
 
 
 def test_parts_of_a_tensor_tile_it(tmp_path: Path) -> None:
@@ -284,15 +335,21 @@ def test_parts_of_a_tensor_tile_it(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="the parts of w overlap and leave gaps"):
             StoredTensors(folder, boxes(*places), {})
     with pytest.raises(ValueError, match="w has 40 dimensions; parts may have 8"):
-        StoredTensors(folder, boxes(*[((0,) * 40, (1,) * 39 + (2,))] * 2, shape=(1,) * 39 + (4,)), {})
+        StoredTensors(
+            folder, boxes(*[((0,) * 40, (1,) * 39 + (2,))] * 2, shape=(1,) * 39 + (4,)), {}
+        )
     folder.close()
 
 
 @pytest.mark.parametrize("name", DTYPES)
-def test_any_box_of_a_stored_tensor_is_read_alone(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_box_of_a_stored_tensor_is_read_alone(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of every dtype, against slices of the whole, with reads of a few rows at a time."""
     dtype = DTYPES[name]
-    raw = torch.randint(0, 2, (5, 4, 6 * dtype.itemsize), generator=torch.Generator().manual_seed(0))
+    raw = torch.randint(
+        0, 2, (5, 4, 6 * dtype.itemsize), generator=torch.Generator().manual_seed(0)
+    )
     whole = raw.to(torch.uint8).view(dtype)
     save(tmp_path, 1, {"t": whole, "row": whole[0, 0]}, {}, keep=1)
     monkeypatch.setattr(checkpoint.tensors, "_CHUNK", 2 * whole[0].nbytes)
@@ -303,9 +360,13 @@ def test_any_box_of_a_stored_tensor_is_read_alone(tmp_path: Path, name: str, mon
         ((2, 1, 3), (3, 2, 2)),
         ((4, 3, 5), (1, 1, 1)),
     ):
-        expected = whole[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))].contiguous()
+        expected = whole[
+            tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
+        ].contiguous()
         found = stored.read("t", offsets, sizes)
-        assert found.dtype == dtype and torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+        assert found.dtype == dtype and torch.equal(
+            found.view(torch.uint8), expected.view(torch.uint8)
+        )
     assert stored.read("t", (5, 0, 0), (0, 4, 6)).numel() == 0
     with pytest.raises(ValueError, match="1 of 2 elements"):
         stored.read("row", (5,), (2,))
@@ -314,14 +375,20 @@ def test_any_box_of_a_stored_tensor_is_read_alone(tmp_path: Path, name: str, mon
 def test_what_two_stages_say_of_one_state_is_joined() -> None:
     one, other = (
         flatten(
-            {"model": {name: torch.ones(1)}, "optimizer": {"state": {n: {"lr": math.inf}}, "groups": [{"p": [0, 1]}]}}
+            {
+                "model": {name: torch.ones(1)},
+                "optimizer": {"state": {n: {"lr": math.inf}}, "groups": [{"p": [0, 1]}]},
+            }
         )
         for n, name in enumerate(("a", "b"))
     )
     joined = merged(one[1], other[1])
     assert isinstance(joined, dict)
     back = unflatten(one[0] | other[0], joined)
-    assert set(back["model"]) == {"a", "b"} and back["optimizer"]["state"] == {0: {"lr": math.inf}, 1: {"lr": math.inf}}
+    assert set(back["model"]) == {"a", "b"} and back["optimizer"]["state"] == {
+        0: {"lr": math.inf},
+        1: {"lr": math.inf},
+    }
     assert merged(joined, joined) == joined and back["optimizer"]["groups"] == [{"p": [0, 1]}]
     with pytest.raises(ValueError, match=r"state/run/step is 1 on one rank and 2 on another"):
         merged({"run": {"step": 1}}, {"run": {"step": 2}})

@@ -1,4 +1,6 @@
-"""Folders that somebody else wrote: what the format's own library refuses is refused, and small files cost little."""
+"""Folders that somebody else wrote: what the format's own library refuses is refused, and small
+files cost little.
+"""
 
 import json
 import os
@@ -40,7 +42,8 @@ def read(path: Path) -> list[str]:
 
 @given(
     bounds=st.lists(
-        st.tuples(st.integers(0, 12), st.integers(0, 6)).map(lambda pair: (pair[0], sum(pair))), max_size=4
+        st.tuples(st.integers(0, 12), st.integers(0, 6)).map(lambda pair: (pair[0], sum(pair))),
+        max_size=4,
     ),
     moved=st.booleans(),
     more=st.integers(0, 3),
@@ -48,10 +51,14 @@ def read(path: Path) -> list[str]:
 def test_a_file_is_read_where_the_library_of_its_format_reads_it(
     tmp_path_factory: pytest.TempPathFactory, bounds: list[tuple[int, int]], moved: bool, more: int
 ) -> None:
-    """Overlaps, gaps, bytes after the last tensor, in any order; `moved` lays the tensors one after another."""
+    """Overlaps, gaps, bytes after the last tensor, in any order; `moved` lays the tensors one after
+    another.
+    """
     if not moved:
         ends = [sum(end - begin for begin, end in bounds[: n + 1]) for n in range(len(bounds))]
-        bounds = [(last - (end - begin), last) for last, (begin, end) in zip(ends, bounds, strict=True)]
+        bounds = [
+            (last - (end - begin), last) for last, (begin, end) in zip(ends, bounds, strict=True)
+        ]
     header = {f"t{number}": entry(*each) for number, each in enumerate(bounds)}
     size = max((end for _, end in bounds), default=0) + more
     path = written(tmp_path_factory.mktemp("file") / "model.safetensors", header, size)
@@ -59,7 +66,9 @@ def test_a_file_is_read_where_the_library_of_its_format_reads_it(
         with safe_open(path, "pt") as file:
             theirs = sorted(file.keys())
     except SafetensorError:
-        with pytest.raises(ValueError, match=r"lies over|leaves .* bytes|after the last tensor|outside of the file"):
+        with pytest.raises(
+            ValueError, match=r"lies over|leaves .* bytes|after the last tensor|outside of the file"
+        ):
             read(path)
     else:
         assert read(path) == theirs
@@ -67,11 +76,15 @@ def test_a_file_is_read_where_the_library_of_its_format_reads_it(
 
 MANY = 1_600_000
 COSTLY: dict[str, Any] = {
-    "a header of 1.6 million names": lambda: b"{" + b",".join(b'"%d":{"dtype":"U8"}' % n for n in range(MANY)) + b"}",
+    "a header of 1.6 million names": lambda: (
+        b"{" + b",".join(b'"%d":{"dtype":"U8"}' % n for n in range(MANY)) + b"}"
+    ),
     "a header of 1.6 million small values": lambda: b'{"a":[' + b"0," * MANY + b"0]}",
     "a header of empty lists": lambda: b'{"a":[' + b"[]," * (5 * MANY) + b"0]}",
     "a header of nested lists": lambda: b'{"a":' + b"[" * MANY + b"]" * MANY + b"}",
-    "a header of lists in lists": lambda: b'{"a":{"dtype":"U8","shape":' + b"[" * 300 + b"]" * 300 + b"}}",
+    "a header of lists in lists": lambda: (
+        b'{"a":{"dtype":"U8","shape":' + b"[" * 300 + b"]" * 300 + b"}}"
+    ),
     "a header with white space before it": lambda: b"  {}",
 }
 
@@ -80,7 +93,9 @@ COSTLY: dict[str, Any] = {
 def test_a_header_that_costs_much_is_refused_at_once(tmp_path: Path, kind: str) -> None:
     written(tmp_path / "model.safetensors", COSTLY[kind](), 0)
     began = time.process_time()
-    with pytest.raises(UserError, match=r"model\.safetensors is no whole safetensors file: ") as refused:
+    with pytest.raises(
+        UserError, match=r"model\.safetensors is no whole safetensors file: "
+    ) as refused:
         open_weights(tmp_path)
     assert time.process_time() - began < SECONDS
     assert len(str(refused.value)) < 500

@@ -1,4 +1,6 @@
-"""`fp4train doctor` as people run it: its screen, its JSON, its exit code on machines that lack something."""
+"""`fp4train doctor` as people run it: its screen, its JSON, its exit code on machines that lack
+something.
+"""
 
 import json
 import os
@@ -35,15 +37,21 @@ def doctor(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, st
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two recipes, where what is tested is the machine."""
-    monkeypatch.setattr("fp4train.cli.doctor._recipes", lambda: {"nvfp4": NVFP4(), "fp8_current": FP8Current()})
+    monkeypatch.setattr(
+        "fp4train.cli.doctor._recipes", lambda: {"nvfp4": NVFP4(), "fp8_current": FP8Current()}
+    )
 
 
-def test_every_recipe_is_tried_and_the_screen_fits(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_every_recipe_is_tried_and_the_screen_fits(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     code, screen, _ = doctor(capsys)
     assert code == 0, screen
     lines = screen.splitlines()
     for name in EVERY:
-        (row,) = [line for line in lines if line.split() and line.split()[0] == name and "  " in line]
+        (row,) = [
+            line for line in lines if line.split() and line.split()[0] == name and "  " in line
+        ]
         assert "FAILED" not in row and "DIFFERENT" not in row
     assert max(map(len, lines)) <= 120 and len(lines) <= 60
     assert lines[-1] == "The default run will work: recipe=nvfp4 on cpu, emulated."
@@ -51,7 +59,9 @@ def test_every_recipe_is_tried_and_the_screen_fits(capsys: pytest.CaptureFixture
 
 
 def test_the_pages_table_of_recipes_is_this_one(capsys: pytest.CaptureFixture[str]) -> None:
-    """Some of its rows, in its order; but for the distances, which depend on the CPU's instructions."""
+    """Some of its rows, in its order; but for the distances, which depend on the CPU's
+    instructions.
+    """
 
     def rows(text: str) -> list[tuple[str, ...]]:
         lines = text.partition("recipes on cpu\n")[2].partition("\n\n")[0].splitlines()
@@ -72,15 +82,25 @@ def test_scaled_products_that_fail_or_differ_are_noted(monkeypatch: pytest.Monke
         raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")
 
     assert recipes.check("fp8_current", FP8Current(), Device(type="cpu")).scaled is not None
-    monkeypatch.setattr(BACKENDS["native"], "product", lambda a, b, **o: torch.zeros(a.shape[0], b.shape[0]))
+    monkeypatch.setattr(
+        BACKENDS["native"], "product", lambda a, b, **o: torch.zeros(a.shape[0], b.shape[0])
+    )
     found = recipes.check("fp8_current", FP8Current(), Device(type="cpu"))
-    assert found.problem is None and found.scaled_problem is not None and "from the reference" in found.scaled_problem
+    assert (
+        found.problem is None
+        and found.scaled_problem is not None
+        and "from the reference" in found.scaled_problem
+    )
     monkeypatch.setattr(BACKENDS["native"], "product", refused)
     found = recipes.check("fp8_current", FP8Current(), Device(type="cpu"))
     assert found.problem is None
     assert found.scaled_problem == "backend=native: RuntimeError: CUBLAS_STATUS_NOT_SUPPORTED"
     nvfp4 = recipes.check("nvfp4", NVFP4(), Device(type="cpu"))
-    assert nvfp4.scaled is None and nvfp4.scaled_why is not None and "NVIDIA GPUs only" in nvfp4.scaled_why
+    assert (
+        nvfp4.scaled is None
+        and nvfp4.scaled_why is not None
+        and "NVIDIA GPUs only" in nvfp4.scaled_why
+    )
 
 
 @pytest.mark.usefixtures("few")
@@ -88,7 +108,14 @@ def test_json_holds_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = doctor(capsys, "--json")
     found: dict[str, Any] = json.loads(out)
     assert code == 0 and found["works"] and found["problems"] == []
-    assert {part["name"] for part in found["machine"]} >= {"GPU", "torch", "CPU", "disk", "wandb", "threads"}
+    assert {part["name"] for part in found["machine"]} >= {
+        "GPU",
+        "torch",
+        "CPU",
+        "disk",
+        "wandb",
+        "threads",
+    }
     nvfp4, fp8 = found["recipes"]
     assert nvfp4["runs"] == "emulated" and nvfp4["codes"] and nvfp4["native_on"] == ["B200"]
     assert fp8["native_on"] == ["H100", "B200"] and fp8["distance"] <= recipes.CLOSE
@@ -99,8 +126,12 @@ def test_what_the_default_run_needs_and_lacks_is_said_and_the_code_is_1(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     installed = machine.package_version
-    monkeypatch.setattr(machine, "package_version", lambda name: None if name == "wandb" else installed(name))
-    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1 << 20}))
+    monkeypatch.setattr(
+        machine, "package_version", lambda name: None if name == "wandb" else installed(name)
+    )
+    monkeypatch.setattr(
+        machine.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1 << 20})
+    )
     code, screen, _ = doctor(capsys)
     assert code == 1
     assert "packages: pip install wandb, or track=jsonl" in screen
@@ -123,7 +154,11 @@ def test_a_kernel_that_quantises_otherwise_is_found_and_matters_where_the_defaul
             return super().codes(-x_RC, key, amax)
 
     def chosen(spec: QuantSpec, device_type: str, kernel: str = "auto") -> Quantizer:
-        return Wrong(spec) if spec == wrong and kernel == "auto" else quantizer(spec, device_type, kernel)
+        return (
+            Wrong(spec)
+            if spec == wrong and kernel == "auto"
+            else quantizer(spec, device_type, kernel)
+        )
 
     monkeypatch.setattr(recipes, "quantizer", chosen)
     found, screen, _ = doctor(capsys)
@@ -133,7 +168,9 @@ def test_a_kernel_that_quantises_otherwise_is_found_and_matters_where_the_defaul
     assert f"recipe={name}: C quantise" in screen.replace("\n    ", " ")
 
 
-def test_a_backend_that_fails_is_a_problem_with_its_message(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_that_fails_is_a_problem_with_its_message(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def fail(*args: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB\nmore")
 
@@ -151,14 +188,21 @@ def test_products_far_from_the_reference_are_a_problem(monkeypatch: pytest.Monke
         return (y, dx, -dw) if backend == "auto" else (y, dx, dw)
 
     monkeypatch.setattr(recipes, "_run", wrong)
-    assert recipes.check("nvfp4", NVFP4(), Device(type="cpu")).problem == "y, dx or dw lie 2.0e+00 from the reference"
+    assert (
+        recipes.check("nvfp4", NVFP4(), Device(type="cpu")).problem
+        == "y, dx or dw lie 2.0e+00 from the reference"
+    )
 
 
 @pytest.mark.parametrize(
     ("cuda", "raised", "words"),
     [
         (None, None, "this torch is built for CPUs"),
-        ("13.0", RuntimeError("The NVIDIA driver on your system is too old (found version 12020)."), "is too old"),
+        (
+            "13.0",
+            RuntimeError("The NVIDIA driver on your system is too old (found version 12020)."),
+            "is too old",
+        ),
         ("13.0", None, "CUDA_VISIBLE_DEVICES"),
     ],
 )
@@ -178,11 +222,17 @@ def test_a_driver_without_a_gpu_for_torch_is_explained(
     assert words in str(part.note)
 
 
-@pytest.mark.parametrize(("capability", "works"), [((7, 0), False), ((7, 5), False), ((8, 0), True), ((12, 0), True)])
+@pytest.mark.parametrize(
+    ("capability", "works"), [((7, 0), False), ((7, 5), False), ((8, 0), True), ((12, 0), True)]
+)
 def test_a_gpu_without_bf16_is_too_old(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], works: bool
 ) -> None:
-    found = type("Properties", (), {"name": "a GPU", "major": capability[0], "minor": capability[1], "total_memory": 1})
+    found = type(
+        "Properties",
+        (),
+        {"name": "a GPU", "major": capability[0], "minor": capability[1], "total_memory": 1},
+    )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: found)
@@ -202,7 +252,8 @@ def test_other_words_than_json_are_refused(capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.long
 def test_recipes_tried_in_several_processes_are_the_same_and_a_crash_is_a_problem() -> None:
     """As on a GPU, where each compiles kernels."""
-    here, few = Device.of("cpu"), {"nvfp4": NVFP4(), "fp8_current": FP8Current()}
+    here = Device.of("cpu")
+    few = {"nvfp4": NVFP4(), "fp8_current": FP8Current()}
     assert recipes.check_all(few, here, processes=2) == recipes.check_all(few, here)
     (found,) = recipes.check_all({"crash": Crash()}, here, processes=2)  # type: ignore[dict-item]
     assert found.problem == "a process that tried recipes crashed"

@@ -32,12 +32,21 @@ def evaluate(run: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> Eval:
     return call
 
 
-def test_held_out_text_in_high_precision_and_in_the_recipe_of_the_run(evaluate: Eval, run: Path) -> None:
+def test_held_out_text_in_high_precision_and_in_the_recipe_of_the_run(
+    evaluate: Eval, run: Path
+) -> None:
     found = evaluate()
     assert found.code == 0
-    rows = [line.split() for line in found.out.splitlines() if line.startswith(("held-out", "high precision", "NVFP4"))]
+    rows = [
+        line.split()
+        for line in found.out.splitlines()
+        if line.startswith(("held-out", "high precision", "NVFP4"))
+    ]
     assert rows[0] == ["held-out", "text", "loss", "tokens", "bytes", "bits_per_byte"]
-    assert [row[0] for row in rows[1:]] == ["high", "NVFP4"] and f"recorded in {run / 'metrics.jsonl'}" in found.out
+    assert [row[0] for row in rows[1:]] == [
+        "high",
+        "NVFP4",
+    ] and f"recorded in {run / 'metrics.jsonl'}" in found.out
     assert [each["recipe"] for each in evaluations(run)] == ["high precision (bfloat16)", "NVFP4"]
 
 
@@ -73,12 +82,16 @@ def test_text_is_read_from_a_file(evaluate: Eval, tmp_path: Path) -> None:
         (["data.cache=gone"], "data.cache is no path in the configuration of"),
     ],
 )
-def test_what_cannot_be_done_is_refused(evaluate: Eval, run: Path, arguments: list[str], said: str) -> None:
+def test_what_cannot_be_done_is_refused(
+    evaluate: Eval, run: Path, arguments: list[str], said: str
+) -> None:
     found = evaluate(*arguments)
     assert found.code == 1 and said in found.message and not evaluations(run)
 
 
-def test_without_lm_eval_the_extra_is_named(evaluate: Eval, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_lm_eval_the_extra_is_named(
+    evaluate: Eval, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delitem(sys.modules, "fp4train.exchange.harness", raising=False)
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     assert "pip install 'fp4train[lm-eval]'" in evaluate("task=hellaswag").message
@@ -89,7 +102,8 @@ def test_a_folder_of_hugging_face_is_measured_on_text_and_has_none_of_its_own(
 ) -> None:
     from fp4train.exchange.huggingface import export_huggingface
 
-    folder, text = tmp_path / "folder", tmp_path / "some.txt"
+    folder = tmp_path / "folder"
+    text = tmp_path / "some.txt"
     export_huggingface(run, folder)
     text.write_text("the quick brown fox", encoding="utf-8")
     mine = json.loads(evaluate(f"text={text}", "recipe=fp32", "--json").out)["scores"]
@@ -99,5 +113,8 @@ def test_a_folder_of_hugging_face_is_measured_on_text_and_has_none_of_its_own(
             main(["eval", str(folder), *words])
         assert ended.value.code == code
     shown = capsys.readouterr()
-    assert json.loads(shown.out)["scores"] == mine and "has no held-out text: give text=PATH" in shown.err
+    assert (
+        json.loads(shown.out)["scores"] == mine
+        and "has no held-out text: give text=PATH" in shown.err
+    )
     assert sorted(folder.iterdir()) == before

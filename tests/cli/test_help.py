@@ -1,4 +1,6 @@
-"""What keys, groups and options mean, as the command line shows it; no question ends in Hydra's own text."""
+"""What keys, groups and options mean, as the command line shows it; no question ends in Hydra's own
+text.
+"""
 
 import re
 from collections.abc import Callable
@@ -70,16 +72,23 @@ def test_comments_are_read_where_they_stand(tmp_path: Path) -> None:
     )
     found = comments(path)
     assert found.header == "the file in two lines"
-    assert found.keys == {"a": "of a", "b": "of b", "b._target_": "of d", "b.d": "of d", "c": "of c, above"} | {
-        "e": "of e, and more"
-    }
+    assert found.keys == {
+        "a": "of a",
+        "b": "of b",
+        "b._target_": "of d",
+        "b.d": "of d",
+        "c": "of c, above",
+    } | {"e": "of e, and more"}
     assert found.classes["m.K", "d"] == "of d"
 
 
 @pytest.mark.parametrize(
     ("words", "shown"),
     [
-        (["help", "train.batch_size"], ["train.batch_size", "sequences per step", "16", "a whole number"]),
+        (
+            ["help", "train.batch_size"],
+            ["train.batch_size", "sequences per step", "16", "a whole number"],
+        ),
         (["help", "optim.lr"], ["0.003, with optim=adamw", "0.1 with optim=sgd"]),
         (["help", "lr"], ["optim.lr"]),
         (["help", "recipe"], ["* nvfp4", "MXFP8: E4M3 with a power of two", "recipe.guard=1.0"]),
@@ -133,18 +142,26 @@ def test_help_says_what_a_word_means(cli: Cli, words: list[str], shown: list[str
         (["help", "recipe=nvpf4"], "there is no such recipe; did you mean 'nvfp4'?"),
         (["help", "zzzzzz"], "unknown verb 'zzzzzz'; fp4train help lists verbs and keys"),
         (["--cfg", "job", "recipe=nvpf4"], "there is no such recipe; did you mean 'nvfp4'?"),
-        (["--cfg", "job", "train.stepz=3"], "unknown key 'train.stepz'; did you mean 'train.steps'?"),
+        (
+            ["--cfg", "job", "train.stepz=3"],
+            "unknown key 'train.stepz'; did you mean 'train.steps'?",
+        ),
         (["--cfg", "job", "foo"], "'foo' is no key=value"),
         (["--cfg", "jobb"], "it is one of job, hydra and all"),
         (["--info", "defaults", "recipe=nvpf4"], "did you mean 'nvfp4'?"),
         (["trian"], "unknown verb 'trian'; did you mean 'train'?"),
-        (["train", "recipe", "=", "nvfp4"], "did you mean recipe=nvfp4? (key=value is written without spaces)"),
+        (
+            ["train", "recipe", "=", "nvfp4"],
+            "did you mean recipe=nvfp4? (key=value is written without spaces)",
+        ),
     ],
 )
 def test_what_help_does_not_know_is_one_line(cli: Cli, words: list[str], message: str) -> None:
     found = cli(*words)
     assert found.code == 1 and message in " ".join(found.err.split())
-    assert found.err.count("fp4train: ") == 1 and not re.search("Traceback|Hydra|hydra.cc", found.err)
+    assert found.err.count("fp4train: ") == 1 and not re.search(
+        "Traceback|Hydra|hydra.cc", found.err
+    )
     assert max(map(len, found.err.splitlines())) <= 80
 
 
@@ -154,7 +171,9 @@ def test_the_configuration_is_shown_with_keys_that_only_classes_have(cli: Cli) -
     assert "hydra" not in shown
     resolved = yaml.safe_load(cli("--cfg", "job", "--resolve").out)
     assert resolved["run"]["name"] == "llama_tiny-nvfp4"
-    assert cli("--cfg", "job", "--package", "schedule").out.startswith("# @package schedule\n_target_:")
+    assert cli("--cfg", "job", "--package", "schedule").out.startswith(
+        "# @package schedule\n_target_:"
+    )
 
 
 def test_help_lists_a_users_own_option_with_its_comments(cli: Cli, tmp_path: Path) -> None:
@@ -185,4 +204,6 @@ def test_help_of_plan_says_what_a_run_takes(cli: Cli, small_run: Path) -> None:
         assert cli("plan", str(small_run), option).code == 0
     for option in ("--json", "gpus=2", "gpu=B200"):
         refused = cli("plan", str(small_run), option)
-        assert refused.code == 1 and "plan RUN shows the run as it is" in " ".join(refused.err.split())
+        assert refused.code == 1 and "plan RUN shows the run as it is" in " ".join(
+            refused.err.split()
+        )

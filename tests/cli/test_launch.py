@@ -1,4 +1,6 @@
-"""Messages about keys and folders that are nearly right, and what a command takes from the run that it begins with."""
+"""Messages about keys and folders that are nearly right, and what a command takes from the run that
+it begins with.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +15,9 @@ Call = Callable[..., Outcome]
 
 
 @pytest.fixture
-def call(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call:
+def call(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Call:
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments: str) -> Outcome:
@@ -34,16 +38,26 @@ def call(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest
             ["recipe=mxfp8", "recipe.hadamard=true"],
             "recipe=mxfp8 has none of that name, recipe=bf16_forward_",
         ),
-        (["optim.momentum=1"], "optim=adamw has none of that name, optim=muon, optim=sgd have it (known: betas, clip"),
-        (["data.tokenizer.vocab_size=4"], "data/tokenizer=bytes has none of that name, data/tokenizer=bpe has it"),
+        (
+            ["optim.momentum=1"],
+            "optim=adamw has none of that name, optim=muon, optim=sgd have it (known: betas, clip",
+        ),
+        (
+            ["data.tokenizer.vocab_size=4"],
+            "data/tokenizer=bytes has none of that name, data/tokenizer=bpe has it",
+        ),
         (["recipe.hadamrd=true"], "did you mean 'recipe.hadamard'?"),
     ],
 )
-def test_a_key_of_another_option_is_told_whose_it_is(call: Call, words: list[str], message: str) -> None:
+def test_a_key_of_another_option_is_told_whose_it_is(
+    call: Call, words: list[str], message: str
+) -> None:
     assert message in call("plan", *words).message
 
 
-def test_a_folder_that_is_not_there_is_looked_for_beside_it(call: Call, text: Path, small_run: Path) -> None:
+def test_a_folder_that_is_not_there_is_looked_for_beside_it(
+    call: Call, text: Path, small_run: Path
+) -> None:
     wrong = str(small_run.parent / "smal")
     message = call(*TINY, f"data.path={text}", f"init={wrong}").message
     assert message == f"init={wrong}: there is no such folder; did you mean {str(small_run)!r}?"
@@ -51,19 +65,25 @@ def test_a_folder_that_is_not_there_is_looked_for_beside_it(call: Call, text: Pa
     assert "hf download" not in call(*TINY, f"data.path={text}", "init=runs/nothere").message
 
 
-def test_a_run_that_begins_with_another_has_its_model_and_tokenizer(call: Call, text: Path, small_run: Path) -> None:
+def test_a_run_that_begins_with_another_has_its_model_and_tokenizer(
+    call: Call, text: Path, small_run: Path
+) -> None:
     other = [word for word in TINY if not word.startswith(("model.", "train.steps"))]
     paths = [f"data.path={text}", f"data.cache_dir={text.parent / 'cache'}"]
     assert call(*other, *paths, "train.steps=1", f"init={small_run}", "run.name=next").code == 0
     saved = yaml.safe_load(Path("runs/next/config.yaml").read_text("utf-8"))
     before = yaml.safe_load((small_run / "config.yaml").read_text("utf-8"))
     assert saved["model"] == before["model"] and saved["model"]["width"] == 32
-    message = call(*other, *paths, f"init={small_run}", "model=llama_tiny", "run.name=third").message
+    message = call(
+        *other, *paths, f"init={small_run}", "model=llama_tiny", "run.name=third"
+    ).message
     assert "do not fit this model" in message
 
 
 def test_a_whole_number_that_is_written_otherwise_is_shown_as_one(call: Call) -> None:
-    shown = yaml.safe_load(call("--cfg", "job", "train.steps=1e3", "optim.lr=1e-3", "run.seed=2.0").out)
+    shown = yaml.safe_load(
+        call("--cfg", "job", "train.steps=1e3", "optim.lr=1e-3", "run.seed=2.0").out
+    )
     assert repr(shown["train"]["steps"]) == "1000" and repr(shown["run"]["seed"]) == "2"
     assert shown["optim"]["lr"] == 0.001
     assert "train.steps=1.5 must be a whole number" in call("plan", "train.steps=1.5").message

@@ -71,21 +71,29 @@ FURTHER = {
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_help_of_a_verb_lists_its_own_options(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_a_verb_lists_its_own_options(
+    verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     shown = help_of(verb)
     module = sys.modules[f"fp4train.cli.{verb}"]
-    own, options = (module.__doc__ or "").strip(), getattr(module, "OPTIONS", {})
-    assert shown.startswith(own) and own.startswith(f"fp4train {'[train]' if verb == 'train' else verb}")
+    own = (module.__doc__ or "").strip()
+    options = getattr(module, "OPTIONS", {})
+    assert shown.startswith(own) and own.startswith(
+        f"fp4train {'[train]' if verb == 'train' else verb}"
+    )
     assert max(map(len, own.splitlines())) <= 120
     body = own.partition("\n\n")[2]
     assert all(
-        re.search(rf"(^  (.*  )?|[ ,]){key}(=|  )", body, re.MULTILINE) for key in (*options, *FURTHER.get(verb, ()))
+        re.search(rf"(^  (.*  )?|[ ,]){key}(=|  )", body, re.MULTILINE)
+        for key in (*options, *FURTHER.get(verb, ()))
     )
     assert not run("help", verb)
     assert capsys.readouterr().out == shown
 
 
-def test_help_alone_is_the_usage_and_of_no_verb_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_alone_is_the_usage_and_of_no_verb_an_error(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert not run("help")
     assert capsys.readouterr().out.startswith(USAGE)
     assert run("help", "pln") == 1
@@ -97,7 +105,10 @@ def test_help_alone_is_the_usage_and_of_no_verb_an_error(capsys: pytest.CaptureF
     [
         (["comapre", "runs/a", "runs/b"], "unknown verb 'comapre'; did you mean 'compare'?"),
         (["re-port", "runs/a"], "unknown verb 're-port'; did you mean 'report'?"),
-        (["recipe=nvfp4", "extra"], "'extra' is no key=value; a verb stands first: fp4train help lists them"),
+        (
+            ["recipe=nvfp4", "extra"],
+            "'extra' is no key=value; a verb stands first: fp4train help lists them",
+        ),
     ],
 )
 def test_a_word_that_is_no_key_and_no_verb_is_told_so(
@@ -114,7 +125,9 @@ def test_help_of_a_composed_verb_lists_groups_and_keys(verb: list[str]) -> None:
     assert re.search(r"^  recipe  .*\n( {18}.*\n)* {18}.*nvfp4_plain", shown, re.MULTILINE)
 
 
-def test_the_configuration_is_shown_with_an_own_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_configuration_is_shown_with_an_own_folder(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     (tmp_path / "recipe").mkdir()
     (tmp_path / "recipe" / "house.yaml").write_text("defaults: [mxfp8, _self_]\nelement: hybrid\n")
     assert not run("--config-dir", str(tmp_path), "recipe=house", "--cfg", "job")
@@ -124,7 +137,9 @@ def test_the_configuration_is_shown_with_an_own_folder(capsys: pytest.CaptureFix
 def test_formats_lists_the_formats(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("formats") == 0
     shown = capsys.readouterr().out
-    assert shown.startswith("format") and all(name in shown for name in ("e2m1", "e4m3", "e5m2", "e3m2", "e2m3"))
+    assert shown.startswith("format") and all(
+        name in shown for name in ("e2m1", "e4m3", "e5m2", "e3m2", "e2m3")
+    )
 
 
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,7 +150,9 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_error_is_one_message_and_code_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("compare") == 1
     shown = capsys.readouterr()
-    assert shown.out == "" and shown.err.startswith("fp4train: compare needs two or more run directories")
+    assert shown.out == "" and shown.err.startswith(
+        "fp4train: compare needs two or more run directories"
+    )
 
 
 @pytest.mark.parametrize("stream", ["out", "err", "log", "message", "bar"])
@@ -160,10 +177,14 @@ def test_nothing_that_is_printed_acts_on_the_terminal(
     run("formats")
     shown = "".join(capsys.readouterr())
     assert "a\\u001b]0;owned\\u0007b\\u009b2Jc\\rd\\u202ee\\u007f é✓\tend" in shown
-    assert all(c.isprintable() or c in "\n\t\r" for c in shown) and ("\r" in shown) == (stream == "bar")
+    assert all(c.isprintable() or c in "\n\t\r" for c in shown) and ("\r" in shown) == (
+        stream == "bar"
+    )
 
 
-def test_an_interrupt_before_the_loop_ends_with_128_and_its_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_before_the_loop_ends_with_128_and_its_signal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def interrupted(arguments: list[str]) -> int:
         raise KeyboardInterrupt
 

@@ -1,4 +1,6 @@
-"""`fp4train plan` of a mesh: the commands of docs/cost-model.md, the keys, JSON, and what is refused."""
+"""`fp4train plan` of a mesh: the commands of docs/cost-model.md, the keys, JSON, and what is
+refused.
+"""
 
 import json
 import re
@@ -15,7 +17,9 @@ from fp4train.models.llama.model import LlamaModel
 from fp4train.parallel.config import SCHEDULES, Mesh, Parallel
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "cost-model.md").read_text(encoding="utf-8")
-COMMANDS = re.findall(r"^```bash\nfp4train (.*?)\n```(?:\n```text\n(.*?)\n```)?", DOCUMENT, re.DOTALL | re.MULTILINE)
+COMMANDS = re.findall(
+    r"^```bash\nfp4train (.*?)\n```(?:\n```text\n(.*?)\n```)?", DOCUMENT, re.DOTALL | re.MULTILINE
+)
 SMALL = ("plan", "model=llama_125m", "gpu=H100", "recipe=fp8_current", "train.seq_len=2048")
 
 
@@ -26,7 +30,9 @@ def run(*arguments: str) -> int | str | None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("command", "shown"), COMMANDS, ids=[c.split("model=")[1].split()[0] for c, _ in COMMANDS])
+@pytest.mark.parametrize(
+    ("command", "shown"), COMMANDS, ids=[c.split("model=")[1].split()[0] for c, _ in COMMANDS]
+)
 def test_commands_of_the_document_print_what_it_shows(
     command: str, shown: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -37,23 +43,40 @@ def test_commands_of_the_document_print_what_it_shows(
 
 
 def test_the_document_shows_a_step_a_mesh_and_a_search() -> None:
-    assert ["parallel.tp=8" in c or "parallel=auto" in c for c, _ in COMMANDS] == [False, True, True]
+    assert ["parallel.tp=8" in c or "parallel=auto" in c for c, _ in COMMANDS] == [
+        False,
+        True,
+        True,
+    ]
     assert COMMANDS[0][1] and COMMANDS[1][1]
 
 
-def test_a_mesh_is_planned_for_defaults_of_a_laptop_with_a_note(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("plan", "model=llama_125m", "gpu=GB200", "parallel.dp_shard=128", "parallel.tp=4") == 0
+def test_a_mesh_is_planned_for_defaults_of_a_laptop_with_a_note(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert (
+        run("plan", "model=llama_125m", "gpu=GB200", "parallel.dp_shard=128", "parallel.tp=4") == 0
+    )
     printed = capsys.readouterr().out
     assert "512 GB200: 128 shards × 4 tensor" in printed
     assert "train.batch_size=16, the default, does not divide over 128 data ranks" in printed
     assert "train.seq_len=256 is the default" in printed
 
 
-def test_a_mesh_whose_shards_divide_blocks_is_planned_with_a_note(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mesh_whose_shards_divide_blocks_is_planned_with_a_note(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     mesh = ("plan", "model.kv_heads=2", "gpu=H100", "parallel.tp=2")
     assert run(*mesh, "recipe=quartet_ii") == 0 and run(*mesh, "recipe=nvfp4") == 0
-    (said,) = [line for line in capsys.readouterr().out.splitlines() if "in high precision that one rank" in line]
-    assert said.startswith("note: parallel.tp keeps GEMMs of 25 of 43 layers") and "Hadamard groups of 128" in said
+    (said,) = [
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if "in high precision that one rank" in line
+    ]
+    assert (
+        said.startswith("note: parallel.tp keeps GEMMs of 25 of 43 layers")
+        and "Hadamard groups of 128" in said
+    )
 
 
 @pytest.mark.parametrize(
@@ -67,10 +90,20 @@ def test_a_mesh_whose_shards_divide_blocks_is_planned_with_a_note(capsys: pytest
 def test_an_8b_llama_does_not_fit_one_h200_with_moments_in_float32(
     keys: tuple[str, ...], codes: float, said: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Weights, gradients and two moments are 16 bytes for each of 8.03 B parameters, 128.5 GB; both forms of the
-    blocks' 6.98 B weights are 2 bytes each in FP8, and 1.01 in NVFP4."""
+    """Weights, gradients and two moments are 16 bytes for each of 8.03 B parameters, 128.5 GB; both
+    forms of the blocks' 6.98 B weights are 2 bytes each in FP8, and 1.01 in NVFP4.
+    """
     sizes = ("data=tokens", "data.path=tokens.bin", "data.vocab_size=128256", "train.seq_len=2048")
-    words = ("plan", "model=llama_8b", "gpu=H200", "gpus=1", *keys, "policy=all", "phases=none", *sizes)
+    words = (
+        "plan",
+        "model=llama_8b",
+        "gpu=H200",
+        "gpus=1",
+        *keys,
+        "policy=all",
+        "phases=none",
+        *sizes,
+    )
     assert run(*words, "train.batch_size=1", "--json") == 0
     (found,) = json.loads(capsys.readouterr().out)["stretches"]
     memory = found["memory_bytes"]
@@ -94,7 +127,10 @@ def test_the_rest_of_the_gpus_are_shards(capsys: pytest.CaptureFixture[str]) -> 
     assert cost["tokens_per_step"] == 64 * 2048
     assert sum(cost["seconds"].values()) == pytest.approx(cost["step_seconds"])
     assert sum(cost["memory_bytes"].values()) == pytest.approx(cost["memory_bytes_total"])
-    assert {each["name"] for each in cost["collectives"]} >= {"weight gather, forward", "gradient reduction"}
+    assert {each["name"] for each in cost["collectives"]} >= {
+        "weight gather, forward",
+        "gradient reduction",
+    }
     assert found["gemms"]
 
 
@@ -106,7 +142,9 @@ def test_a_plan_without_a_mesh_has_json_too(capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.long
-def test_the_command_that_a_search_prints_plans_the_same_mesh(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_that_a_search_prints_plans_the_same_mesh(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert run(*SMALL, "gpus=16", "parallel=auto", "train.batch_size=64", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     words = shlex.split(found["command"])
@@ -119,7 +157,15 @@ def test_the_command_that_a_search_prints_plans_the_same_mesh(capsys: pytest.Cap
 
 
 INTERLEAVED = ("parallel.pp=2", "parallel.pp_schedule=interleaved")
-B200 = ("plan", "model=llama_30m", "gpu=B200", "recipe=mxfp8", "policy=all", "phases=none", "train.seq_len=2048")
+B200 = (
+    "plan",
+    "model=llama_30m",
+    "gpu=B200",
+    "recipe=mxfp8",
+    "policy=all",
+    "phases=none",
+    "train.seq_len=2048",
+)
 
 
 def test_parts_of_layers_are_priced_as_what_runs_them(capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,19 +179,36 @@ def test_parts_of_layers_are_priced_as_what_runs_them(capsys: pytest.CaptureFixt
         seconds[backend] = found["stretches"][0]["seconds"]["quantising"]
     assert seconds["auto"] != seconds["emulate"]
     assert run(*B200, "parallel.tp=2", "backend=te") == 1
-    assert "tensor parallelism needs collectives between them. backend=auto would" in capsys.readouterr().err
+    assert (
+        "tensor parallelism needs collectives between them. backend=auto would"
+        in capsys.readouterr().err
+    )
 
 
-def test_a_search_leaves_out_what_the_named_backend_cannot_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_search_leaves_out_what_the_named_backend_cannot_run(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     tensors = {}
     for backend in ("te", "native"):
-        assert run(*B200, "gpus=2", "parallel=auto", f"backend={backend}", "train.batch_size=8", "--json") == 0
+        assert (
+            run(
+                *B200,
+                "gpus=2",
+                "parallel=auto",
+                f"backend={backend}",
+                "train.batch_size=8",
+                "--json",
+            )
+            == 0
+        )
         meshes = json.loads(capsys.readouterr().out)["meshes"]
         tensors[backend] = {each["mesh"]["tensor"] for each in meshes}
     assert tensors == {"te": {1}, "native": {1, 2}}
 
 
-def test_a_search_tries_tensor_parallel_ranks_for_experts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_search_tries_tensor_parallel_ranks_for_experts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     moe = ("model=moe_tiny", "model.kv_heads=2", "train.batch_size=8")
     assert run("plan", *moe, "gpu=H100", "gpus=2", "parallel=auto", "--json") == 0
     meshes = json.loads(capsys.readouterr().out)["meshes"]
@@ -159,7 +222,8 @@ def test_a_search_tries_tensor_parallel_ranks_for_experts(capsys: pytest.Capture
         (("parallel.tp=2", "optim=muon"), "optim=muon multiplies whole matrices"),
         (
             ("parallel.tp=2", "model=moe_tiny", "model.kv_heads=2", "model.experts.count=15"),
-            "parallel.tp=2 does not divide 15, the split dimension of blocks.1.mlp.gate_up.weight: parallel.tp may be",
+            "parallel.tp=2 does not divide 15, the split dimension of "
+            "blocks.1.mlp.gate_up.weight: parallel.tp may be",
         ),
         (
             ("parallel.tp=2", "model=hyena_tiny", "model.filters.groups=1"),
@@ -181,12 +245,19 @@ def test_a_search_tries_tensor_parallel_ranks_for_experts(capsys: pytest.Capture
             "parallel.tp=2 does not divide model.heads=15: parallel.tp may be 1",
         ),
         (("parallel.tp=2", "eval.errors_every=5"), "eval.errors_every=5 measures whole operands"),
-        (("parallel.dp_shard=2", "oscillation.every=10", "oscillation.watch=5"), "weights are watched whole"),
+        (
+            ("parallel.dp_shard=2", "oscillation.every=10", "oscillation.watch=5"),
+            "weights are watched whole",
+        ),
         (
             (*INTERLEAVED, "model.layers=3"),
-            "3 blocks cannot be divided over parallel.pp=2 × parallel.pp_chunks=2 stages, which need one each; use",
+            "3 blocks cannot be divided over parallel.pp=2 × parallel.pp_chunks=2 stages, "
+            "which need one each; use",
         ),
-        (("parallel.pp=2", "train.batch_size=4", "train.microbatch=4"), "1 microbatch per rank cannot fill"),
+        (
+            ("parallel.pp=2", "train.batch_size=4", "train.microbatch=4"),
+            "1 microbatch per rank cannot fill",
+        ),
         (
             (*INTERLEAVED, "model.layers=4", "train.batch_size=7", "train.microbatch=1"),
             "interleaved does not take 7 microbatches",
@@ -204,7 +275,9 @@ def test_what_a_run_refuses_is_not_priced(
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("key", "method"), [("tp", "fp4train_tensor_cut"), ("pp", "fp4train_stages")])
+@pytest.mark.parametrize(
+    ("key", "method"), [("tp", "fp4train_tensor_cut"), ("pp", "fp4train_stages")]
+)
 def test_a_model_that_does_not_say_how_it_is_cut_is_not_priced_in_parts(
     key: str, method: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,23 +289,41 @@ def test_a_model_that_does_not_say_how_it_is_cut_is_not_priced_in_parts(
 def test_a_search_leaves_out_what_a_run_refuses(capsys: pytest.CaptureFixture[str]) -> None:
     shards = {}
     for optim in ("adamw", "muon"):
-        assert run(*B200, "gpus=2", "parallel=auto", "train.batch_size=8", "--json", f"optim={optim}") == 0
+        assert (
+            run(*B200, "gpus=2", "parallel=auto", "train.batch_size=8", "--json", f"optim={optim}")
+            == 0
+        )
         found = json.loads(capsys.readouterr().out)["meshes"]
         shards[optim] = {each["mesh"]["shard"] * each["mesh"]["tensor"] for each in found}
     assert shards == {"adamw": {1, 2}, "muon": {1}}
 
 
-def test_the_microbatches_of_a_pipeline_that_a_plan_chooses_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_microbatches_of_a_pipeline_that_a_plan_chooses_are_said(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert run("plan", "gpu=H100", "parallel.pp=2", "train.batch_size=16") == 0
-    assert "note: train.microbatch is not given: planned with train.microbatch=2" in capsys.readouterr().out
+    assert (
+        "note: train.microbatch is not given: planned with train.microbatch=2"
+        in capsys.readouterr().out
+    )
 
 
 def test_the_blocks_of_each_stage_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    twelve = ("plan", "model=hybrid_12b", "gpu=B200", "train.batch_size=16", "train.microbatch=1", "train.seq_len=8192")
+    twelve = (
+        "plan",
+        "model=hybrid_12b",
+        "gpu=B200",
+        "train.batch_size=16",
+        "train.microbatch=1",
+        "train.seq_len=8192",
+    )
     data = ("data=tokens", "data.path=none.bin", "data.vocab_size=131072")
     for cut, said in {
         ("parallel.pp=4",): "blocks of stages 0 to 3: 0–16, 17–32, 33–49, 50–61\n",
-        ("parallel.pp=2", "parallel.pp_schedule=interleaved"): "0 to 1: 0–16 and 33–49, 17–32 and 50–61\n",
+        (
+            "parallel.pp=2",
+            "parallel.pp_schedule=interleaved",
+        ): "0 to 1: 0–16 and 33–49, 17–32 and 50–61\n",
     }.items():
         assert run(*twelve, *data, *cut) == 0
         assert said in capsys.readouterr().out
@@ -245,14 +336,20 @@ def test_the_blocks_of_each_stage_are_named(capsys: pytest.CaptureFixture[str]) 
     [
         ("bf16", "in BF16 (2 B per weight), in which they are multiplied"),
         ("mxfp8", "as codes and scales (1.03 B per weight), which keep the bits of one rank"),
-        ("fp8_delayed", "in BF16 (2 B per weight), because Transformer Engine enters the amax of the weight into its"),
+        (
+            "fp8_delayed",
+            "in BF16 (2 B per weight), because Transformer Engine enters the amax of the "
+            "weight into its",
+        ),
         ("mxfp4", "as codes and scales (0.531 B per weight), which keep the bits of one rank"),
     ],
 )
 def test_a_sentence_says_what_is_sent_and_the_table_how_much(
     recipe: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(*B200, f"recipe={recipe}", "parallel.dp_shard=2", "--json", "train.batch_size=4") == 0
+    assert (
+        run(*B200, f"recipe={recipe}", "parallel.dp_shard=2", "--json", "train.batch_size=4") == 0
+    )
     found = json.loads(capsys.readouterr().out)
     assert [note for note in found["notes"] if said in note]
     (cost,) = found["stretches"]
@@ -271,15 +368,27 @@ def test_a_model_that_fits_no_mesh_ends_with_1_and_says_what_takes_the_memory(
     printed = capsys.readouterr().out
     assert "0 of " in printed and "does not fit: " in printed and "more GPUs" in printed
     least = min(map(float, re.findall(r" (\d+\.\d) +does not fit", printed)))
-    said = (r"\((\S+) GiB of each usable", r"lacks (\S+) GiB", r"moments \((\S+) GiB\)", r"bfloat16 saves (\S+) GiB")
+    said = (
+        r"\((\S+) GiB of each usable",
+        r"lacks (\S+) GiB",
+        r"moments \((\S+) GiB\)",
+        r"bfloat16 saves (\S+) GiB",
+    )
     usable, lacks, moments, saved = (float(re.findall(each, printed)[0]) for each in said)
     assert lacks == pytest.approx(least - usable, abs=0.11)
     assert saved == pytest.approx(moments / 2, abs=0.11) and "which is not enough" in printed
 
 
 @pytest.mark.long
-def test_a_mixture_of_671b_fits_1024_gpus_in_shards_of_whole_experts(capsys: pytest.CaptureFixture[str]) -> None:
-    mesh = ("parallel.dp_shard=256", "parallel.dp_replicate=4", "train.batch_size=1024", "model.recompute=true")
+def test_a_mixture_of_671b_fits_1024_gpus_in_shards_of_whole_experts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    mesh = (
+        "parallel.dp_shard=256",
+        "parallel.dp_replicate=4",
+        "train.batch_size=1024",
+        "model.recompute=true",
+    )
     assert run("plan", "model=moe_671b", "gpu=B200", "train.seq_len=4096", *mesh, "--json") == 0
     (first, *_) = json.loads(capsys.readouterr().out)["stretches"]
     assert first["fits"] and first["gpus"] == 1024
@@ -289,25 +398,49 @@ def test_a_mixture_of_671b_fits_1024_gpus_in_shards_of_whole_experts(capsys: pyt
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["gpus=100", "parallel.tp=8"], "gpus=100 is not dp_replicate 1 × dp_shard 12 × tp 8 × pp 1 = 96"),
-        (["gpus=64", "parallel.dp_shard=4", "parallel.tp=8"], "parallel.dp_shard=8 fills it, or gpus=32"),
-        (["parallel.tp=5"], "parallel.tp=5 does not divide model.heads=12: parallel.tp may be 1, 2, 4"),
+        (
+            ["gpus=100", "parallel.tp=8"],
+            "gpus=100 is not dp_replicate 1 × dp_shard 12 × tp 8 × pp 1 = 96",
+        ),
+        (
+            ["gpus=64", "parallel.dp_shard=4", "parallel.tp=8"],
+            "parallel.dp_shard=8 fills it, or gpus=32",
+        ),
+        (
+            ["parallel.tp=5"],
+            "parallel.tp=5 does not divide model.heads=12: parallel.tp may be 1, 2, 4",
+        ),
         (
             ["parallel.pp=13"],
             "over parallel.pp=13 stages, which need one each; parallel.pp may be at most 12",
         ),
         (["parallel.dp_shard=8", "train.batch_size=12"], "train.batch_size=8 or 16 does"),
-        (["parallel.dp_shard=8", "train.batch_size=16", "train.microbatch=16"], "train.microbatch may be 1, 2"),
+        (
+            ["parallel.dp_shard=8", "train.batch_size=16", "train.microbatch=16"],
+            "train.microbatch may be 1, 2",
+        ),
         (["parallel=auto"], "parallel=auto needs the number of GPUs: gpus=N"),
-        (["parallel=auto", "gpus=8", "parallel.tp=2"], "chooses the mesh itself: leave parallel.tp out"),
+        (
+            ["parallel=auto", "gpus=8", "parallel.tp=2"],
+            "chooses the mesh itself: leave parallel.tp out",
+        ),
         (["parallel=8"], "parallel takes auto, or sizes by key"),
         (["parallel.tpp=8"], "unknown key 'parallel.tpp'; did you mean 'parallel.tp'?"),
         (["parallel.tp=two"], "parallel.tp='two' must be a whole number"),
         (["parallel.sp=2"], "parallel.sp=2 must be true or false"),
         (["parallel.gather=fp8"], "parallel.gather='fp8' is not one of recipe, bf16, fp32"),
-        (["parallel.pp_schedule=zb"], "parallel.pp_schedule=zb runs the gradients of inputs and weights at different"),
-        (["parallel.pp_schedule=2f2b"], "parallel.pp_schedule='2f2b' must be one of 1f1b, gpipe, interleaved"),
-        (["gpus=8", "parallel.tp=16"], "dp_replicate × tp × pp must divide it, parallel=auto finds a mesh"),
+        (
+            ["parallel.pp_schedule=zb"],
+            "parallel.pp_schedule=zb runs the gradients of inputs and weights at different",
+        ),
+        (
+            ["parallel.pp_schedule=2f2b"],
+            "parallel.pp_schedule='2f2b' must be one of 1f1b, gpipe, interleaved",
+        ),
+        (
+            ["gpus=8", "parallel.tp=16"],
+            "dp_replicate × tp × pp must divide it, parallel=auto finds a mesh",
+        ),
         (["parallel.dp_shard=-2"], "parallel.dp_shard=-2 must be at least 1, or -1 for all"),
         (["gpus=many"], "gpus=many must be a whole number"),
         (["gpus=0"], "gpus=0 must be at least 1"),
@@ -329,13 +462,21 @@ def test_what_is_said_of_gpus_is_told_from_the_keys_of_the_section() -> None:
     sizes = ["parallel.dp_replicate=2", "parallel.sp=false", "model=llama_8b"]
     found = read_options([*sizes, "gpus=64"], OPTIONS)
     assert found.options == {"full": False, "gpus": 64, "parallel": None} and found.words == sizes
-    assert read_options(["gpus=64", "parallel=AUTO"], OPTIONS).options == {"full": False, "gpus": 64, "parallel": True}
+    assert read_options(["gpus=64", "parallel=AUTO"], OPTIONS).options == {
+        "full": False,
+        "gpus": 64,
+        "parallel": True,
+    }
 
 
 def test_a_command_or_its_configuration_asks_for_a_mesh() -> None:
-    assert not asks_for_mesh(Parallel(timeout=9, amax="data"), None, None, ["model", "parallel.timeout"])
+    assert not asks_for_mesh(
+        Parallel(timeout=9, amax="data"), None, None, ["model", "parallel.timeout"]
+    )
     assert asks_for_mesh(Parallel(dp_shard=8), None, None, [])
-    assert asks_for_mesh(Parallel(), None, None, ["parallel.dp_shard"]) and asks_for_mesh(Parallel(), 8, None, [])
+    assert asks_for_mesh(Parallel(), None, None, ["parallel.dp_shard"]) and asks_for_mesh(
+        Parallel(), 8, None, []
+    )
 
 
 def test_the_mesh_of_the_section_is_that_of_a_run_and_of_its_plan() -> None:

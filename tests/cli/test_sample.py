@@ -44,7 +44,8 @@ def test_nothing_is_written_into_the_run(sample, small_run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "name"), [("recipe=bf16", "bf16"), ("recipe=mxfp8", "mxfp8"), ("policy=all", "NVFP4")]
+    ("recipe", "name"),
+    [("recipe=bf16", "bf16"), ("recipe=mxfp8", "mxfp8"), ("policy=all", "NVFP4")],
 )
 def test_any_recipe_and_policy_writes(sample, recipe: str, name: str) -> None:
     assert json.loads(sample("prompt=the", "tokens=2", recipe, "--json").out)["recipe"] == name
@@ -55,8 +56,14 @@ def test_any_recipe_and_policy_writes(sample, recipe: str, name: str) -> None:
     [
         ([], 'sample needs prompt="…"'),
         (["prompt="], "the prompt is empty"),
-        (["prompt=" + "x" * 40], "the prompt has 40 tokens, and with one more it exceeds the model's context of 32"),
-        (["prompt=a", "recipe=nvfp5"], "recipe=nvfp5: there is no such recipe; did you mean 'nvfp4'?"),
+        (
+            ["prompt=" + "x" * 40],
+            "the prompt has 40 tokens, and with one more it exceeds the model's context of 32",
+        ),
+        (
+            ["prompt=a", "recipe=nvfp5"],
+            "recipe=nvfp5: there is no such recipe; did you mean 'nvfp4'?",
+        ),
         (["prompt=a", "recipe=bf16,mxfp8"], "sample writes in one recipe, not in bf16, mxfp8"),
         (["prompt=a", "recpie=bf16"], "unknown key 'recpie'; did you mean 'recipe'?"),
         (["prompt=a", "step=5"], "has no checkpoint of step 5"),
@@ -71,7 +78,10 @@ def test_what_cannot_be_done_is_refused(sample, arguments: list[str], said: str)
 
 
 def test_a_run_that_is_not_there_is_named(sample, small_run: Path) -> None:
-    assert f"{small_run.parent} holds {small_run.name}" in sample("prompt=a", run=small_run.with_name("gone")).message
+    assert (
+        f"{small_run.parent} holds {small_run.name}"
+        in sample("prompt=a", run=small_run.with_name("gone")).message
+    )
 
 
 def test_weights_that_are_not_finite_are_refused(sample, small_run: Path, tmp_path: Path) -> None:

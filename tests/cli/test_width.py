@@ -35,7 +35,10 @@ def screen(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[str, str]:
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 def test_a_screen_fits_80_columns_and_has_the_words_of_a_wide_one(
-    words: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    words: tuple[str, ...],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
@@ -51,7 +54,11 @@ def test_runs_and_their_comparison_fit_80_columns(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     for words in (("plan", str(small_run)), ("compare", str(small_run), str(small_run))):
-        lines = [line for line in screen(capsys, *words)[0].splitlines() if str(small_run.parent) not in line]
+        lines = [
+            line
+            for line in screen(capsys, *words)[0].splitlines()
+            if str(small_run.parent) not in line
+        ]
         assert lines and max(map(len, lines)) <= 80
 
 
@@ -97,10 +104,19 @@ def test_what_commands_on_a_run_print_fits_80_columns(
     monkeypatch.setenv("COLUMNS", "80")
     for name in ("first", "a_second_run_with_a_longer_name-seed=3-lr=0.003"):
         shutil.copytree(small_run, name)
-    places = {"RUN": "first", "OTHER": "a_second_run_with_a_longer_name-seed=3-lr=0.003", "DATA": f"data.path={text}"}
+    places = {
+        "RUN": "first",
+        "OTHER": "a_second_run_with_a_longer_name-seed=3-lr=0.003",
+        "DATA": f"data.path={text}",
+    }
     printed = screen(
         capsys,
-        *(places.get(word, word.replace("=RUN", "=first").replace("=OTHER", f"={places['OTHER']}")) for word in words),
+        *(
+            places.get(
+                word, word.replace("=RUN", "=first").replace("=OTHER", f"={places['OTHER']}")
+            )
+            for word in words
+        ),
     )
     lines = "\n".join(printed).splitlines()
     assert lines and not [line for line in lines if not fits(line)]
@@ -117,7 +133,9 @@ def test_what_a_training_run_prints_fits_80_columns(
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_help_fits_80_columns(verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_fits_80_columns(
+    verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     assert not [line for line in screen(capsys, "help", verb)[0].splitlines() if not fits(line)]
 

@@ -28,16 +28,23 @@ def test_files_of_one_name_and_of_an_options_name_are_kept_apart(tmp_path: Path)
     for index, name in enumerate(("a", "b")):
         (tmp_path / name).mkdir()
         for stem in ("same", "last15"):
-            (tmp_path / name / f"{stem}.yaml").write_text(POLICY.replace("last: 0", f"last: {index + 3}"))
+            (tmp_path / name / f"{stem}.yaml").write_text(
+                POLICY.replace("last: 0", f"last: {index + 3}")
+            )
     for stem in ("same", "last15"):
-        assert [composed(f"policy={tmp_path / name / stem}.yaml").last for name in ("a", "b", "a")] == [3, 4, 3]
+        assert [
+            composed(f"policy={tmp_path / name / stem}.yaml").last for name in ("a", "b", "a")
+        ] == [3, 4, 3]
     assert composed("policy=last15").last == 0.15
 
 
 def test_a_sweep_takes_files_and_names_together(tmp_path: Path) -> None:
     path = tmp_path / "swept.yaml"
     path.write_text(POLICY)
-    assert overrides.with_files([f"policy={path},last15", "train.steps=3"]) == ["policy=swept,last15", "train.steps=3"]
+    assert overrides.with_files([f"policy={path},last15", "train.steps=3"]) == [
+        "policy=swept,last15",
+        "train.steps=3",
+    ]
     (tmp_path / "b").mkdir()
     (tmp_path / "b/swept.yaml").write_text(POLICY)
     (both,) = overrides.with_files([f"policy={path},{tmp_path / 'b/swept.yaml'}"])
@@ -58,7 +65,9 @@ def test_a_sweep_takes_files_and_names_together(tmp_path: Path) -> None:
         (POLICY.replace("fprop", "forward"), "'forward' is no GEMM"),
     ],
 )
-def test_a_file_that_is_no_option_is_one_message(tmp_path: Path, content: str | None, message: str) -> None:
+def test_a_file_that_is_no_option_is_one_message(
+    tmp_path: Path, content: str | None, message: str
+) -> None:
     path = tmp_path / "bad.yaml"
     if content is not None:
         path.write_text(content)

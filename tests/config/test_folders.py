@@ -20,7 +20,9 @@ def test_the_tree_has_no_links() -> None:
     """A link becomes a text file in a zip, and where the file system has none."""
     if not (ROOT / ".git").exists():
         pytest.skip("not a clone")
-    listed = subprocess.run(["git", "ls-files", "-s"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(
+        ["git", "ls-files", "-s"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     assert "100644" in listed
     assert [line for line in listed.splitlines() if line.startswith("120000")] == []
 
@@ -47,10 +49,14 @@ def test_a_folder_of_the_users_adds_groups_and_options_and_builds_on_ours(tmp_pa
     assert found["train"]["steps"] == 7
 
 
-def test_a_folder_with_neither_options_nor_plugins_is_refused_with_what_is_expected(tmp_path: Path) -> None:
+def test_a_folder_with_neither_options_nor_plugins_is_refused_with_what_is_expected(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "sysctl.d").mkdir()
     (tmp_path / "sysctl.d/10.yaml").write_text("{}")
-    with pytest.raises(UserError, match=r"no options and no plugins: .*recipe/NAME.yaml, in folders named data"):
+    with pytest.raises(
+        UserError, match=r"no options and no plugins: .*recipe/NAME.yaml, in folders named data"
+    ):
         list(composition.composed(["--config-dir", str(tmp_path), "train.steps=2"]))
     (tmp_path / "mylab.py").touch()
     list(composition.composed(["--config-dir", str(tmp_path), "train.steps=2"]))
@@ -62,7 +68,8 @@ def test_an_option_of_our_name_is_refused_and_not_ignored(tmp_path: Path, option
     (tmp_path / f"{option}.yaml").write_text("{}")
     group, _, name = option.rpartition("/")
     with pytest.raises(
-        UserError, match=rf"{option}.yaml: fp4train has a {group}={name} already; give the file another"
+        UserError,
+        match=rf"{option}.yaml: fp4train has a {group}={name} already; give the file another",
     ):
         list(composition.composed(["--config-dir", str(tmp_path), "train.steps=2"]))
 

@@ -7,13 +7,16 @@ from fp4train.config.schema import keys, plain
 
 
 def test_every_suggestion_is_a_key_a_group_or_an_option() -> None:
-    have, groups = set(keys(plain(composition.compose([]), resolve=False))), overrides.groups()
+    have = set(keys(plain(composition.compose([]), resolve=False)))
+    groups = overrides.groups()
     for ours, theirs, _ in foreign.words():
         key, equals, options = ours.partition("=")
         assert key in have or key in groups or not ours or key == "data.path", ours
         if equals:
             assert set(options.replace(" or ", ", ").split(", ")) <= set(groups[key]), ours
-        assert not set(theirs) & {name.rpartition(".")[2] for name in have}, "a key of our own comes first"
+        assert not set(theirs) & {name.rpartition(".")[2] for name in have}, (
+            "a key of our own comes first"
+        )
     words = [word for _, theirs, _ in foreign.words() for word in theirs]
     assert len(words) == len(set(words))
 

@@ -1,4 +1,6 @@
-"""A verb's own options: told from flags, directories and the keys of a run; each at most once, and checked."""
+"""A verb's own options: told from flags, directories and the keys of a run; each at most once, and
+checked.
+"""
 
 from pathlib import Path
 
@@ -16,13 +18,19 @@ def test_a_command_line_is_taken_apart(tmp_path: Path, monkeypatch: pytest.Monke
     words = ["runs/a", "b=2", "--config-dir", "mine", "forks=3", "recipe=nvfp4", "~schedule"]
     found = read_options(words, KNOWN)
     assert (found.runs, found.flags) == (["runs/a", "b=2"], ["--config-dir", "mine"])
-    assert found.options == {"forks": 3, "out": None} and found.overrides == ["recipe=nvfp4", "~schedule"]
+    assert found.options == {"forks": 3, "out": None} and found.overrides == [
+        "recipe=nvfp4",
+        "~schedule",
+    ]
     assert read_options(["out=a"], KNOWN).options == {"forks": 6, "out": Path("a")}
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [(["forks=0"], "forks='0' must be a whole number from 1"), (["out=a", "out=b"], "out=… is given twice")],
+    [
+        (["forks=0"], "forks='0' must be a whole number from 1"),
+        (["out=a", "out=b"], "out=… is given twice"),
+    ],
 )
 def test_a_wrong_option_is_refused(words: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
@@ -32,4 +40,10 @@ def test_a_wrong_option_is_refused(words: list[str], message: str) -> None:
 def test_the_kinds_of_values() -> None:
     assert [truth("TRUE"), truth("false"), truth("1")] == [True, False, None]
     assert [count("12"), count("0"), count("x")] == [12, None, None]
-    assert [number("0"), number("1e-3"), number("-1"), number("inf"), number("nan")] == [0.0, 1e-3, None, None, None]
+    assert [number("0"), number("1e-3"), number("-1"), number("inf"), number("nan")] == [
+        0.0,
+        1e-3,
+        None,
+        None,
+        None,
+    ]

@@ -53,18 +53,29 @@ def lab(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("lab")
 def test_every_field_of_a_plugins_class_that_is_a_path_is_found() -> None:
-    data = {"_target_": "lab.Corpus", "root": "/r", "title": "/no/path", "more": ["m", "n"], "index": "default.idx"}
+    data = {
+        "_target_": "lab.Corpus",
+        "root": "/r",
+        "title": "/no/path",
+        "more": ["m", "n"],
+        "index": "default.idx",
+    }
     data |= {"parts": {"one": {"file": "f"}}, "pair": [3, "p"]}
     found = list(path_values({"data": data}, Config))
     assert found == [
         ("data.root", "/r"),
         *(("data.more", "m"), ("data.more", "n"), ("data.parts.one.file", "f"), ("data.pair", "p")),
     ]
-    assert list(path_values({"data": {**data, "index": "other.idx"}}, Config))[3] == ("data.index", "other.idx")
+    assert list(path_values({"data": {**data, "index": "other.idx"}}, Config))[3] == (
+        "data.index",
+        "other.idx",
+    )
 
 
 def test_a_path_is_text_to_the_class_that_has_it() -> None:
-    made = bind({"_target_": "fp4train.data.huggingface.HuggingFace", "path": "/x"}, HuggingFace, "data")
+    made = bind(
+        {"_target_": "fp4train.data.huggingface.HuggingFace", "path": "/x"}, HuggingFace, "data"
+    )
     assert made.path == "/x" and type(made.path) is str
 
 
@@ -73,7 +84,9 @@ def test_a_name_on_the_hub_is_no_path_where_nothing_here_has_it(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert all(map(is_hub_name, ("gpt2", "openai-community/gpt2")))
-    assert not any(map(is_hub_name, ("~/gpt2", "/a", "./a", "../a", "a/b/c", "tokenizer.json", "s3://a/b")))
+    assert not any(
+        map(is_hub_name, ("~/gpt2", "/a", "./a", "../a", "a/b/c", "tokenizer.json", "s3://a/b"))
+    )
     (tmp_path / "gpt2").mkdir()
     assert not is_hub_name("gpt2")
     data = {"_target_": "fp4train.data.huggingface.HuggingFace", "name": "gpt2"}
@@ -85,11 +98,15 @@ def test_links_and_dots_do_not_bring_a_path_into_a_folder(tmp_path: Path) -> Non
     (run / "data").mkdir(parents=True)
     (run / "out").symlink_to("/etc")
     assert lies_in(str(run), run) and lies_in(f"{run}/data/x", run)
-    assert not any(lies_in(f"{run}/{each}", run) for each in ("../x", "out/x", "data/../../x", "a\0b"))
+    assert not any(
+        lies_in(f"{run}/{each}", run) for each in ("../x", "out/x", "data/../../x", "a\0b")
+    )
     assert not lies_in(f"{run}2", run)
 
 
-@pytest.mark.parametrize("value", ["/a/b-1.txt", "~/x", "/with space/$(rm)", "it's", "a=b,c", "[x", "/é"])
+@pytest.mark.parametrize(
+    "value", ["/a/b-1.txt", "~/x", "/with space/$(rm)", "it's", "a=b,c", "[x", "/é"]
+)
 def test_what_is_to_be_typed_reads_back_as_it_was(value: str) -> None:
     import shlex
 
@@ -101,15 +118,23 @@ def test_every_field_of_our_own_that_is_called_a_path_is_of_a_type_that_says_so(
     """A field `path: str` would be followed wherever somebody else's configuration leads."""
     from fp4train import data, models, optim, track
 
-    called, found = re.compile(r"(.*_)?(path|dir|file|folder)s?"), set()
+    called = re.compile(r"(.*_)?(path|dir|file|folder)s?")
+    found = set()
     modules = [
         importlib.import_module(each.name)
         for package in (data, models, optim, track)
         for each in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
     ]
-    for kind in {v for m in [*modules, schema] for v in vars(m).values() if isinstance(v, type) and is_dataclass(v)}:
+    for kind in {
+        v
+        for m in [*modules, schema]
+        for v in vars(m).values()
+        if isinstance(v, type) and is_dataclass(v)
+    }:
         hints = get_type_hints(kind, include_extras=True)
         for name in (each.name for each in fields(kind) if called.fullmatch(each.name)):
-            assert "Path" in repr(hints[name]), f"{kind.__name__}.{name} must be of type Path or PathText"
+            assert "Path" in repr(hints[name]), (
+                f"{kind.__name__}.{name} must be of type Path or PathText"
+            )
             found.add(f"{kind.__name__}.{name}")
     assert found >= {"Text.path", "Tokens.val_path", "HuggingFace.cache_dir", "RunSettings.dir"}

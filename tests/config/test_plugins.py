@@ -1,4 +1,6 @@
-"""Classes of other packages: only those that the caller names are imported, and each mistake has one message."""
+"""Classes of other packages: only those that the caller names are imported, and each mistake has
+one message.
+"""
 
 import sys
 from collections.abc import Iterator
@@ -46,7 +48,8 @@ class Undecorated(NVFP4):
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:
     """What a test imports is not there for the next one."""
-    before, path = set(sys.modules), list(sys.path)
+    before = set(sys.modules)
+    path = list(sys.path)
     yield
     assert sys.path == path, "the import path is as before"
     for name in set(sys.modules) - before:
@@ -85,7 +88,8 @@ def test_outside_of_the_context_a_plugin_is_foreign_even_if_it_is_imported(mine:
         assert own_class("lab1.Model", "model._target_").__name__ == "Model"
     assert "lab1" in sys.modules
     assert said("lab1.Model") == (
-        "model._target_='lab1.Model' is no configuration class of fp4train; if you trust the package lab1, "
+        "model._target_='lab1.Model' is no configuration class of fp4train; if you trust the "
+        "package lab1, "
         "add plugins=[lab1]"
     )
 
@@ -97,7 +101,9 @@ def test_naming_a_submodule_allows_no_other(mine: Path) -> None:
         assert "lab2.broken" not in sys.modules
 
 
-def test_nothing_is_imported_to_refuse_a_target(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_imported_to_refuse_a_target(
+    mine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (mine / "evil.py").write_text("raise SystemExit('imported')")
     monkeypatch.syspath_prepend(str(mine))
     for target in ("evil.Model", "fp4train_evil.Model", "evil", ".evil.Model", "", 3):
@@ -111,11 +117,17 @@ def test_nothing_is_imported_to_refuse_a_target(mine: Path, monkeypatch: pytest.
     ("target", "message"),
     [
         ("lab1.Modle", "lab1 has no Modle; did you mean 'Model'?"),
-        ("lab1.Plain", "it is no dataclass; decorate it with @dataclass(frozen=True, kw_only=True)"),
+        (
+            "lab1.Plain",
+            "it is no dataclass; decorate it with @dataclass(frozen=True, kw_only=True)",
+        ),
         ("lab1.Undecorated", "it is no dataclass"),
         ("lab1.dataclass", "is no configuration class of lab1"),
         ("lab1.deeper.Model", "there is no module lab1.deeper"),
-        ("lab2.broken.Model", "lab2.broken cannot be imported: ZeroDivisionError: division by zero ("),
+        (
+            "lab2.broken.Model",
+            "lab2.broken cannot be imported: ZeroDivisionError: division by zero (",
+        ),
         ("fp4train.precision.NVFP5", "fp4train.precision has no NVFP5; did you mean 'NVFP4'?"),
         ("fp4train.models.Architecture", "it is no dataclass"),
         ("fp4train.models.lama.Llama", "there is no module fp4train.models.lama"),
@@ -131,7 +143,11 @@ def test_what_is_no_configuration_class_is_refused(mine: Path, target: str, mess
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("nolab", None, "plugins=[nolab]: there is no module nolab among the installed packages and "),
+        (
+            "nolab",
+            None,
+            "plugins=[nolab]: there is no module nolab among the installed packages and ",
+        ),
         ("nolab.models", None, "there is no module nolab among"),
         ("lab1.models", None, "there is no module lab1.models"),
         ("mine/lab1.py", None, "not by a path: plugins=[lab1], with --config-dir mine"),
@@ -140,13 +156,23 @@ def test_what_is_no_configuration_class_is_refused(mine: Path, target: str, mess
         ("..", None, "not by a path"),
         ("fp4train.models", None, "fp4train's own classes need not be named"),
         ("sub", None, "plugins=[sub] holds no code: a package has a file __init__.py"),
-        ("lab3", "def f(:\n", "plugins=[lab3] cannot be imported: SyntaxError: invalid syntax (lab3.py, line 1)"),
-        ("lab3", "import nothing_like_this", "cannot be imported: ModuleNotFoundError: No module named 'nothing_like"),
+        (
+            "lab3",
+            "def f(:\n",
+            "plugins=[lab3] cannot be imported: SyntaxError: invalid syntax (lab3.py, line 1)",
+        ),
+        (
+            "lab3",
+            "import nothing_like_this",
+            "cannot be imported: ModuleNotFoundError: No module named 'nothing_like",
+        ),
         ("lab3", "x = 1\nraise RuntimeError('no')", "RuntimeError: no ("),
         ("lab3", "import sys\nsys.exit(3)", "SystemExit: 3 ("),
     ],
 )
-def test_what_cannot_be_imported_is_one_message(mine: Path, name: str, content: str | None, message: str) -> None:
+def test_what_cannot_be_imported_is_one_message(
+    mine: Path, name: str, content: str | None, message: str
+) -> None:
     (mine / "sub").mkdir()
     if content is not None:
         (mine / "lab3.py").write_text(content)
@@ -168,7 +194,10 @@ def test_a_folder_of_configs_cannot_replace_an_installed_package(mine: Path) -> 
     (mine / "colorsys.py").write_text("raise SystemExit('imported')")
     sys.modules.pop("colorsys", None)
     for name in ("yaml", "colorsys"):
-        with pytest.raises(UserError, match=r"is hidden by .*give it another name"), plugins.using([name], [mine]):
+        with (
+            pytest.raises(UserError, match=r"is hidden by .*give it another name"),
+            plugins.using([name], [mine]),
+        ):
             pass
 
 
@@ -176,11 +205,16 @@ def test_a_class_without_what_its_place_needs_is_told_what(mine: Path) -> None:
     with plugins.using(["lab1"], [mine]):
         with pytest.raises(UserError) as error:
             bind({"_target_": "lab1.Descent"}, Optimizer, "optim")
-        assert str(error.value) == "optim: Descent cannot stand here; an Optimizer is needed: it has no clip"
+        assert (
+            str(error.value)
+            == "optim: Descent cannot stand here; an Optimizer is needed: it has no clip"
+        )
         with pytest.raises(UserError) as error:
             bind({"_target_": "lab1.Descent"}, Architecture, "model")
         assert str(error.value).endswith("it has no method build(vocab_size, seq_len)")
-        with pytest.raises(UserError, match="cannot be resolved at run time: name 'Widht' is not defined"):
+        with pytest.raises(
+            UserError, match="cannot be resolved at run time: name 'Widht' is not defined"
+        ):
             bind({"_target_": "lab1.Unresolved", "width": 3}, Any, "model")
 
 
@@ -188,7 +222,10 @@ def test_ours_serve_the_protocols() -> None:
     assert bind({"_target_": "fp4train.optim.adamw.AdamW"}, Optimizer, "optim") == AdamW()
     for kind in (JsonlTracking, WandbTracking, NoTracking):
         assert bind({"_target_": f"fp4train.track.{kind.__name__}"}, Tracking, "track") == kind()
-    with pytest.raises(UserError, match="track: AdamW cannot stand here; a Tracking is needed: it has no method build"):
+    with pytest.raises(
+        UserError,
+        match="track: AdamW cannot stand here; a Tracking is needed: it has no method build",
+    ):
         bind({"_target_": "fp4train.optim.adamw.AdamW"}, Tracking, "track")
 
 
@@ -234,8 +271,12 @@ def test_fields_may_be_lists_mappings_and_literals() -> None:
         assert str(error.value) == message
 
 
-def test_a_plugins_files_are_its_whole_package_and_what_it_imports_beside_it(tmp_path: Path) -> None:
-    """Ranks compare these: a table of values beside the code decides a run as much as the code does."""
+def test_a_plugins_files_are_its_whole_package_and_what_it_imports_beside_it(
+    tmp_path: Path,
+) -> None:
+    """Ranks compare these: a table of values beside the code decides a run as much as the code
+    does.
+    """
     package = tmp_path / "ownlab5"
     (package / "tables" / "__pycache__").mkdir(parents=True)
     (package / "__init__.py").write_text("import beside5\n")

@@ -1,4 +1,6 @@
-"""Conversations are learned as transformers renders them, and of them the answers alone, each with what ends it."""
+"""Conversations are learned as transformers renders them, and of them the answers alone, each with
+what ends it.
+"""
 
 import json
 from datetime import datetime
@@ -19,7 +21,10 @@ Messages = list[dict[str, str]]
 
 
 def talk(*contents: str, system: str = "") -> Messages:
-    turns = [{"role": ("user", "assistant")[n % 2], "content": content} for n, content in enumerate(contents)]
+    turns = [
+        {"role": ("user", "assistant")[n % 2], "content": content}
+        for n, content in enumerate(contents)
+    ]
     return [{"role": "system", "content": system}, *turns] if system else turns
 
 
@@ -27,7 +32,9 @@ CONVERSATIONS: dict[str, Messages] = {
     "one turn": talk("What is 2+2?", "It is four."),
     "a system prompt": talk("What is 2+2?", "It is four.", system="Be brief."),
     "two turns": talk("What is 2+2?", "It is four.", "And 3+3?", "Six,\n of course."),
-    "four turns": talk(*(text for n in range(4) for text in (f"{n}+{n}?", f"It is {2 * n}.")), system="Be brief."),
+    "four turns": talk(
+        *(text for n in range(4) for text in (f"{n}+{n}?", f"It is {2 * n}.")), system="Be brief."
+    ),
     "thoughts": talk(
         "What is 2+2?",
         "<think>\nTwo and two.\n</think>\n\nIt is four.",
@@ -35,7 +42,10 @@ CONVERSATIONS: dict[str, Messages] = {
         "<think>\nThree and three.\n</think>\n\nSix.",
     ),
     "spaces and signs": talk(
-        "  Write code: \n", "\n    def f(x):\n        return x  # <b> 'q' & é 漢字 😀 \n", "thx ", " ok "
+        "  Write code: \n",
+        "\n    def f(x):\n        return x  # <b> 'q' & é 漢字 😀 \n",
+        "thx ",
+        " ok ",
     ),
 }
 NOW = datetime(2026, 1, 2, 3, 4, 5)
@@ -129,17 +139,25 @@ def test_no_answer_is_learned_with_the_header_of_a_turn(name: str, before: str, 
     messages = talk(*(text for n in range(80) for text in (f"{n}+{n}?", f"It is {2 * n}.")))
     template = ChatTemplate(source=TEMPLATES[name], variables=VARIABLES, now=NOW.isoformat())
     found = template.finder(tuple(VARIABLES.values())).find(messages)
-    assert [found.text[a:b] for a, b in found.answers] == [f"{before}It is {2 * n}.{after}" for n in range(80)]
+    assert [found.text[a:b] for a, b in found.answers] == [
+        f"{before}It is {2 * n}.{after}" for n in range(80)
+    ]
 
 
 def test_an_answer_before_any_other_message_is_learned_without_its_header() -> None:
-    """This template writes a prompt behind the last message, and so none where there is no message."""
+    """This template writes a prompt behind the last message, and so none where there is no
+    message.
+    """
     source = """{{- bos_token }}{% for m in messages %}{{- '<|' + m.role + '|>' + m.content }}
     {%- if m.role == 'assistant' %}{{- eos_token }}{% endif %}
     {%- if loop.last and add_generation_prompt %}{{- '<|assistant|>' }}{% endif %}
     {%- endfor %}"""
     messages = [{"role": "assistant", "content": "Welcome!"}, *talk("hi", "yo")]
-    found = ChatTemplate(source=source, variables=VARIABLES).finder(tuple(VARIABLES.values())).find(messages)
+    found = (
+        ChatTemplate(source=source, variables=VARIABLES)
+        .finder(tuple(VARIABLES.values()))
+        .find(messages)
+    )
     assert [found.text[a:b] for a, b in found.answers] == ["Welcome!</s>", "yo</s>"]
 
 
@@ -158,19 +176,25 @@ def test_answers_that_follow_each_other_and_empty_messages_keep_their_places() -
     ]
     template = ChatTemplate(source=TEMPLATES["ChatML"])
     found = template.finder().find(messages)
-    assert [found.text[a:b] for a, b in found.answers] == [f"{t}<|im_end|>\n" for t in ("yes", "two", "two and a half")]
+    assert [found.text[a:b] for a, b in found.answers] == [
+        f"{t}<|im_end|>\n" for t in ("yes", "two", "two and a half")
+    ]
 
 
 @pytest.mark.parametrize("name", ["ChatML", "Zephyr", "marked answers"])
 def test_an_answer_without_text_is_learned_by_its_end(name: str) -> None:
     template = ChatTemplate(source=TEMPLATES[name], variables=VARIABLES)
-    found = template.finder(tuple(VARIABLES.values())).find(talk("hi", "", "more", "yes", "and", ""))
+    found = template.finder(tuple(VARIABLES.values())).find(
+        talk("hi", "", "more", "yes", "and", "")
+    )
     ending = ENDS[name]
     assert [found.text[a:b] for a, b in found.answers] == [ending, f"yes{ending}", ending]
 
 
 def test_an_answer_without_text_that_the_template_leaves_out_has_no_place() -> None:
-    source = TEMPLATES["ChatML"].replace("for m in messages -%}", "for m in messages if m.content -%}")
+    source = TEMPLATES["ChatML"].replace(
+        "for m in messages -%}", "for m in messages if m.content -%}"
+    )
     assert source != TEMPLATES["ChatML"]
     found = ChatTemplate(source=source).finder().find(talk("hi", "", "more", "yes"))
     assert [found.text[a:b] for a, b in found.answers] == ["yes<|im_end|>\n"]
@@ -187,8 +211,14 @@ def test_contents_that_repeat_what_the_template_writes_stay_apart() -> None:
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
-        ("{% for m in messages %}{{ m.content | reverse }}{% endfor %}", "has no place|around messages"),
-        ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", "writes nothing for its answers"),
+        (
+            "{% for m in messages %}{{ m.content | reverse }}{% endfor %}",
+            "has no place|around messages",
+        ),
+        (
+            "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}",
+            "writes nothing for its answers",
+        ),
         (
             "{% for m in messages | sort(attribute='content') %}[{{ m.content }}]{% endfor %}",
             "around messages",
@@ -209,27 +239,47 @@ def test_what_cannot_be_learned_is_refused_with_the_reason(source: str, reason: 
 
 
 def test_a_conversation_of_six_thousand_messages_takes_seconds() -> None:
-    """Each answer's place needs no rendering of all before it: at one rendering each it would take many minutes."""
+    """Each answer's place needs no rendering of all before it: at one rendering each it would take
+    many minutes.
+    """
     messages = talk(*(f"message {n}" for n in range(6000)))
     for name in ("Qwen 3", "ChatGLM, numbered turns"):
         found = ChatTemplate(source=TEMPLATES[name], variables=VARIABLES).finder().find(messages)
         assert len(found.answers) == 3000
 
 
-MARKERS = ("<|im_start|>", "<|im_end|>", "<|user|>", "<|assistant|>", "<|end|>", "<s>", "<think>", "[INST]", "[/INST]")
+MARKERS = (
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|end|>",
+    "<s>",
+    "<think>",
+    "[INST]",
+    "[/INST]",
+)
 
 
 def chat_tokenizer(kind: str) -> Tokenizer:
     made = Tokenizer.from_str(tokenizer_json(kind))
-    made.add_special_tokens([AddedToken(text, special=True) for text in MARKERS if text != "<think>"])
+    made.add_special_tokens(
+        [AddedToken(text, special=True) for text in MARKERS if text != "<think>"]
+    )
     made.add_tokens([AddedToken("<think>", special=False)])
     return made
 
 
-@pytest.mark.parametrize("kind", ["byte level, Llama 3", "prepend", "first", "always", "never", "Gemma"])
-@pytest.mark.parametrize("name", ["ChatML", "Llama 2", "Mistral 3", "Zephyr", "Phi-3, end at the end", "Qwen 3"])
+@pytest.mark.parametrize(
+    "kind", ["byte level, Llama 3", "prepend", "first", "always", "never", "Gemma"]
+)
+@pytest.mark.parametrize(
+    "name", ["ChatML", "Llama 2", "Mistral 3", "Zephyr", "Phi-3, end at the end", "Qwen 3"]
+)
 def test_ids_are_those_of_the_whole_text(tmp_path: Path, name: str, kind: str) -> None:
-    """As transformers encodes what it renders; learned are the ids with a character of an answer."""
+    """As transformers encodes what it renders; learned are the ids with a character of an
+    answer.
+    """
     from transformers import PreTrainedTokenizerFast
 
     folder = tmp_path / "tokenizer"
@@ -238,8 +288,14 @@ def test_ids_are_those_of_the_whole_text(tmp_path: Path, name: str, kind: str) -
     made.save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(TEMPLATES[name])
     (folder / "tokenizer_config.json").write_text(json.dumps(VARIABLES))
-    chosen = [messages for messages in CONVERSATIONS.values() if theirs(TEMPLATES[name], messages) is not None]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in chosen * 2))
+    chosen = [
+        messages
+        for messages in CONVERSATIONS.values()
+        if theirs(TEMPLATES[name], messages) is not None
+    ]
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps({"messages": messages}) + "\n" for messages in chosen * 2)
+    )
     source = Chat(
         path=str(tmp_path / "a.jsonl"),
         tokenizer=Pretrained(name=str(folder), end_of_document="</s>"),
@@ -247,7 +303,9 @@ def test_ids_are_those_of_the_whole_text(tmp_path: Path, name: str, kind: str) -
         val=0.5,
     )
     data = source.build(tmp_path / "run", 1024, 0)
-    library = PreTrainedTokenizerFast(tokenizer_object=made, chat_template=TEMPLATES[name], **VARIABLES)
+    library = PreTrainedTokenizerFast(
+        tokenizer_object=made, chat_template=TEMPLATES[name], **VARIABLES
+    )
     template = ChatTemplate(source=TEMPLATES[name], variables=VARIABLES)
     for tokens in (data.train, data.val):
         assert tokens.scored is not None

@@ -20,7 +20,9 @@ LINES = "".join(f"line {number} of the text, and what it says\n" for number in r
 def build(folder: Path) -> TokenData:
     (folder / "a.txt").write_text(LINES)
     os.utime(folder / "a.txt", ns=(1, 1))
-    return Text(path=str(folder / "a.txt"), cache_dir=str(folder / "cache")).build(folder / "run", 64, 0)
+    return Text(path=str(folder / "a.txt"), cache_dir=str(folder / "cache")).build(
+        folder / "run", 64, 0
+    )
 
 
 def entry(folder: Path, suffix: str = ".bin") -> Path:
@@ -40,8 +42,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @settings(max_examples=30)
 @given(place=st.integers(0, len(LINES) - 1))
-def test_a_row_that_is_read_is_the_text_that_was_tokenised_or_an_error(folder: Path, place: int) -> None:
-    """One id is changed in place while the data is open: no row of its block is given, and all others are."""
+def test_a_row_that_is_read_is_the_text_that_was_tokenised_or_an_error(
+    folder: Path, place: int
+) -> None:
+    """One id is changed in place while the data is open: no row of its block is given, and all
+    others are.
+    """
     data = build(folder)
     size = len(data.train)
     loader = Loader(data.train, batch_size=1, seq_len=64, seed=0)
@@ -56,7 +62,9 @@ def test_a_row_that_is_read_is_the_text_that_was_tokenised_or_an_error(folder: P
         first = int(loader.sequence_indices(position, 1)[0]) * 64
         touched = 2 * first // BLOCK <= block <= (2 * (first + 65) - 1) // BLOCK
         if touched:
-            with pytest.raises(DataError, match=r"\.bin was changed after the run had opened it: bytes [\d,]+ to"):
+            with pytest.raises(
+                DataError, match=r"\.bin was changed after the run had opened it: bytes [\d,]+ to"
+            ):
                 loader.rows(position, 1)
         else:
             assert np.array_equal(loader.rows(position, 1)[0][0], good[position])
@@ -65,10 +73,14 @@ def test_a_row_that_is_read_is_the_text_that_was_tokenised_or_an_error(folder: P
 
 
 @pytest.mark.parametrize("left", [0, 1, BLOCK - 1, BLOCK, 100_000])
-def test_a_cache_that_is_cut_off_while_it_is_read_is_an_error_and_no_signal(tmp_path: Path, left: int) -> None:
+def test_a_cache_that_is_cut_off_while_it_is_read_is_an_error_and_no_signal(
+    tmp_path: Path, left: int
+) -> None:
     data = build(tmp_path)
     os.truncate(entry(tmp_path), left)
-    with pytest.raises(DataError, match=r"\.bin was cut off after the run had opened it: [\d,]+ bytes are missing"):
+    with pytest.raises(
+        DataError, match=r"\.bin was cut off after the run had opened it: [\d,]+ bytes are missing"
+    ):
         read_all(data)
 
 
@@ -97,11 +109,17 @@ HOSTILE: dict[str, Callable[[Path], object]] = {
     "sparse": sparse,
     "deeply nested": lambda path: path.write_text("[" * 1_000_000),
     "a link": lambda path: path.symlink_to("/dev/zero"),
-    "huge numbers": lambda path: path.write_text('{"dtype": "<u2", "tokens": 1e300, "digests": []}'),
-    "more ids than there are": lambda path: path.write_text('{"dtype": "<u2", "tokens": 99, "digests": []}'),
+    "huge numbers": lambda path: path.write_text(
+        '{"dtype": "<u2", "tokens": 1e300, "digests": []}'
+    ),
+    "more ids than there are": lambda path: path.write_text(
+        '{"dtype": "<u2", "tokens": 99, "digests": []}'
+    ),
     "objects": lambda path: path.write_text('{"dtype": "O", "tokens": 9, "digests": ["a"]}'),
     "no width": lambda path: path.write_text('{"dtype": "V0", "tokens": 9, "digests": ["a"]}'),
-    "a long type": lambda path: path.write_text('{"dtype": "%s", "tokens": 9, "digests": []}' % ("x" * 10**6)),
+    "a long type": lambda path: path.write_text(
+        '{"dtype": "%s", "tokens": 9, "digests": []}' % ("x" * 10**6)
+    ),
     "no digests": lambda path: path.write_text('{"dtype": "<u2", "tokens": 312000, "digests": 7}'),
 }
 
@@ -116,7 +134,11 @@ def test_what_no_run_has_written_is_tokenised_anew_at_once(
     path.unlink()
     HOSTILE[kind](path)
     assert np.array_equal(read_all(build(tmp_path)), good)
-    assert "is damaged" in caplog.text and "tokenising again" in caplog.text and len(caplog.text) < 2000
+    assert (
+        "is damaged" in caplog.text
+        and "tokenising again" in caplog.text
+        and len(caplog.text) < 2000
+    )
     assert path.is_file() and not path.is_symlink()
 
 
@@ -134,7 +156,10 @@ def test_an_entry_of_another_user_is_not_read_and_ones_own_is_made_beside_it(
     os.chown(path, 12345, -1)
     with caplog.at_level(logging.WARNING):
         assert np.array_equal(read_all(build(tmp_path)), good)
-    assert f"belongs to user 12345, not to you ({os.geteuid()}): it is not read; yours is kept beside it" in caplog.text
+    assert (
+        f"belongs to user 12345, not to you ({os.geteuid()}): it is not read; yours is kept "
+        "beside it" in caplog.text
+    )
     assert theirs.read_bytes() == ids.tobytes()
     assert (tmp_path / "cache" / f"{path.stem}-{os.geteuid()}{suffix}").is_file()
     assert np.array_equal(read_all(build(tmp_path)), good), "from the entry beside it"
@@ -145,12 +170,20 @@ def test_an_entry_that_is_not_ones_own_after_it_was_written_is_refused(
 ) -> None:
     """Whoever can replace files of the cache between two looks at them."""
     monkeypatch.setattr(os, "geteuid", lambda: 54321)
-    with pytest.raises(DataError, match=r"cannot be read back as it was written\. Choose another data\.cache_dir"):
+    with pytest.raises(
+        DataError, match=r"cannot be read back as it was written\. Choose another data\.cache_dir"
+    ):
         build(tmp_path)
 
 
 def test_the_digests_of_an_entry_are_those_of_its_chunks(tmp_path: Path) -> None:
-    """An entry of an earlier version is read: its digests are of chunks of 4 MB, whatever blocks are compared later."""
+    """An entry of an earlier version is read: its digests are of chunks of 4 MB, whatever blocks
+    are compared later.
+    """
     build(tmp_path)
     info = json.loads(entry(tmp_path, ".json").read_text())
-    assert info["tokens"] == len(LINES) + 1 and len(info["digests"]) == 1 and len(info["digests"][0]) == 16
+    assert (
+        info["tokens"] == len(LINES) + 1
+        and len(info["digests"]) == 1
+        and len(info["digests"][0]) == 16
+    )

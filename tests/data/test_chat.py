@@ -1,4 +1,6 @@
-"""`data=chat`: tokens, answers and sequences of conversations, batches, lines that are refused by their number."""
+"""`data=chat`: tokens, answers and sequences of conversations, batches, lines that are refused by
+their number.
+"""
 
 import gzip
 import json
@@ -19,18 +21,26 @@ END = 256
 
 
 def talk(question: str, answer: str) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+    return {
+        "messages": [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": answer},
+        ]
+    }
 
 
 def write(path: Path, lines: list[Any]) -> Path:
     path.write_text(
-        "".join(f"{each if isinstance(each, str) else json.dumps(each)}\n" for each in lines), encoding="utf-8"
+        "".join(f"{each if isinstance(each, str) else json.dumps(each)}\n" for each in lines),
+        encoding="utf-8",
     )
     return path
 
 
 def source(path: Path, **changes: Any) -> Chat:
-    return Chat(**{"path": str(path), "cache_dir": str(path.parent / "cache"), "val": 0.25, **changes})
+    return Chat(
+        **{"path": str(path), "cache_dir": str(path.parent / "cache"), "val": 0.25, **changes}
+    )
 
 
 TALKS = [talk(f"what is {n}?", f"it is {n}" + "!" * (n % 5)) for n in range(40)]
@@ -38,15 +48,19 @@ TALKS = [talk(f"what is {n}?", f"it is {n}" + "!" * (n % 5)) for n in range(40)]
 
 def documents(tokens: TokenArray) -> list[tuple[str, str]]:
     """The text of each conversation, and what of it is answers; padding is left out."""
-    found, ids, scored = [], tokens.ids.tolist(), tokens.scored
+    found = []
+    ids = tokens.ids.tolist()
+    scored = tokens.scored
     assert scored is not None
     start = 0
     for place, token in enumerate(ids):
         if token == END:
-            whole, answers = (
-                ids[start : place + 1],
-                [i for i, s in zip(ids[start : place + 1], scored[start : place + 1], strict=True) if s],
-            )
+            whole = ids[start : place + 1]
+            answers = [
+                i
+                for i, s in zip(ids[start : place + 1], scored[start : place + 1], strict=True)
+                if s
+            ]
             if len(whole) > 1:
                 found.append((Bytes().decode(whole), Bytes().decode(answers)))
             start = place + 1
@@ -55,11 +69,13 @@ def documents(tokens: TokenArray) -> list[tuple[str, str]]:
 
 def test_every_conversation_is_there_once_and_its_answer_is_learned(tmp_path: Path) -> None:
     data = source(write(tmp_path / "a.jsonl", TALKS)).build(tmp_path / "run", 128, 0)
-    train, val = documents(data.train), documents(data.val)
+    train = documents(data.train)
+    val = documents(data.val)
     assert len(train) == 30 and len(val) == 10
     expected = {(f"what is {n}?", f"it is {n}" + "!" * (n % 5)) for n in range(40)}
     for text, answers in [*train, *val]:
-        question, answer = text.split("user\n")[1].split("<|im_end|>")[0], answers.removesuffix("<|im_end|>\n")
+        question = text.split("user\n")[1].split("<|im_end|>")[0]
+        answer = answers.removesuffix("<|im_end|>\n")
         expected.remove((question, answer))
     assert not expected
 
@@ -70,7 +86,8 @@ def test_no_conversation_lies_in_two_sequences(tmp_path: Path) -> None:
         assert (len(tokens) - 1) % 128 == 0
         assert set(tokens.ids.tolist()[127:-1:128]) == {END}
     lengths = [len(text.encode()) + 1 for text, _ in documents(data.train)]
-    assert (len(data.train) - 1) // 128 <= -(-sum(lengths) // 128) * 1.5  # most of a sequence is filled
+    # most of a sequence is filled
+    assert (len(data.train) - 1) // 128 <= -(-sum(lengths) // 128) * 1.5
 
 
 def test_targets_that_are_no_answers_are_ignored_and_weighed_out(tmp_path: Path) -> None:
@@ -86,14 +103,19 @@ def test_targets_that_are_no_answers_are_ignored_and_weighed_out(tmp_path: Path)
 
 
 def test_data_without_answers_counts_all_targets() -> None:
-    loader = Loader(TokenArray(np.arange(100, dtype=np.uint8), 256, "train"), batch_size=2, seq_len=8, seed=0)
+    loader = Loader(
+        TokenArray(np.arange(100, dtype=np.uint8), 256, "train"), batch_size=2, seq_len=8, seed=0
+    )
     assert loader.loss_factor(0, 2) == 1.0 and bool((loader.rows(0, 2)[1] >= 0).all())
 
 
 def test_the_cache_gives_the_same_tokens(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", TALKS)
     first, second = (source(path).build(tmp_path / "run", 128, 0) for _ in range(2))
-    assert first.fingerprint == second.fingerprint and len(list((tmp_path / "cache").glob("*.bin"))) == 2
+    assert (
+        first.fingerprint == second.fingerprint
+        and len(list((tmp_path / "cache").glob("*.bin"))) == 2
+    )
     assert np.array_equal(first.train.ids, second.train.ids)
     other = source(path).build(tmp_path / "run", 256, 0)
     assert other.fingerprint != first.fingerprint
@@ -107,25 +129,38 @@ def test_what_is_learned_is_part_of_the_fingerprint(tmp_path: Path) -> None:
     found = []
     for name, prompt in (("a", "'assistant'"), ("b", "'assi'")):
         (tmp_path / f"{name}.jinja").write_text(swapped.replace("%s", prompt))
-        found.append(source(path, template=str(tmp_path / f"{name}.jinja")).build(tmp_path / name, 128, 0))
-    assert np.array_equal(found[0].train.ids, found[1].train.ids) and found[0].fingerprint != found[1].fingerprint
+        found.append(
+            source(path, template=str(tmp_path / f"{name}.jinja")).build(tmp_path / name, 128, 0)
+        )
+    assert (
+        np.array_equal(found[0].train.ids, found[1].train.ids)
+        and found[0].fingerprint != found[1].fingerprint
+    )
 
 
-def test_long_conversations_lose_their_ends_and_this_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_long_conversations_lose_their_ends_and_this_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = write(tmp_path / "a.jsonl", [talk("hi", "x" * 300), talk("y" * 300, "no"), *TALKS])
     data = source(path).build(tmp_path / "run", 128, 0)
-    assert "2 conversations are longer than train.seq_len=128 and lose their ends; 1 with no answer left" in caplog.text
+    assert (
+        "2 conversations are longer than train.seq_len=128 and lose their ends; 1 with no "
+        "answer left" in caplog.text
+    )
     assert "x" * 60 in Bytes().decode(data.train.ids.tolist())
 
 
 def test_special_tokens_of_a_tokenizer_are_tokens_in_the_template_alone(tmp_path: Path) -> None:
     trained = _tokenizer(tmp_path)
     settings = Pretrained(name=str(tmp_path / "tok"), end_of_document="<|endoftext|>")
-    data = source(write(tmp_path / "a.jsonl", TALKS), tokenizer=settings).build(tmp_path / "run", 128, 0)
+    data = source(write(tmp_path / "a.jsonl", TALKS), tokenizer=settings).build(
+        tmp_path / "run", 128, 0
+    )
     marker = trained.token_to_id("<|im_end|>")
     scored = data.train.scored
     assert scored is not None and int((np.asarray(data.train.ids) == marker).sum()) == 60
-    assert int(((np.asarray(data.train.ids) == marker) & (np.asarray(scored) != 0)).sum()) == 30  # of each answer
+    # of each answer
+    assert int(((np.asarray(data.train.ids) == marker) & (np.asarray(scored) != 0)).sum()) == 30
 
 
 def _tokenizer(folder: Path) -> Any:
@@ -133,7 +168,10 @@ def _tokenizer(folder: Path) -> Any:
 
     letters = {c: n for n, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     made = Tokenizer(models.BPE(vocab=letters, merges=[]))
-    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    made.pre_tokenizer, made.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     made.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
     (folder / "tok").mkdir()
     made.save(str(folder / "tok" / "tokenizer.json"))
@@ -158,7 +196,9 @@ def test_turns_that_end_with_the_end_of_a_document_attend_to_each_other(tmp_path
     """The inputs say which of these ids end no conversation; targets are the ids themselves."""
     end = _tokenizer(tmp_path).token_to_id("<|im_end|>")
     settings = Pretrained(name=str(tmp_path / "tok"), end_of_document="<|im_end|>")
-    data = source(write(tmp_path / "a.jsonl", TALKS), tokenizer=settings).build(tmp_path / "run", 128, 0)
+    data = source(write(tmp_path / "a.jsonl", TALKS), tokenizer=settings).build(
+        tmp_path / "run", 128, 0
+    )
     assert data.train.inner_ends is not None
     inner = np.asarray(data.train.inner_ends)
     assert int(np.count_nonzero(inner)) == 60  # of 30 conversations: a line break follows each
@@ -177,8 +217,14 @@ def test_conversations_of_several_files_packed_or_not_are_those_of_one(tmp_path:
     packed = second.with_name("b.jsonl.gz")
     packed.write_bytes(gzip.compress(second.read_bytes()))
     second.unlink()
-    for path in (str(tmp_path / "parts"), [str(first), str(packed)], str(tmp_path / "parts/*.jsonl*")):
-        data = Chat(path=path, cache_dir=str(tmp_path / "cache"), val=0.25).build(tmp_path / "run", 128, 0)
+    for path in (
+        str(tmp_path / "parts"),
+        [str(first), str(packed)],
+        str(tmp_path / "parts/*.jsonl*"),
+    ):
+        data = Chat(path=path, cache_dir=str(tmp_path / "cache"), val=0.25).build(
+            tmp_path / "run", 128, 0
+        )
         assert np.array_equal(np.asarray(data.train.ids), np.asarray(whole.train.ids))
 
 
@@ -197,20 +243,47 @@ def test_a_tokenizer_is_trained_on_the_conversations(tmp_path: Path) -> None:
         ('{"text": "x"}', 'it has no "messages"; its keys: text'),
         ('{"messages": []}', "holds no list of messages"),
         ('{"messages": [{"role": "user"}]}', "message 1 is no object with a role and a content"),
-        ('{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "message 1 is no object"),
+        (
+            '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}',
+            "message 1 is no object",
+        ),
         ('{"messages": [{"role": "user", "content": "x"}]}', "no message of the role"),
         (json.dumps(talk("a<|im_end|>b", "c")), r"message 1 spells <\|im_end\|>"),
-        ('{"messages": [{"role": "assistant", "content": "x", "tool_calls": [1]}]}', "has 'tool_calls', which is not"),
-        ('{"messages": [{"role": "assistant", "content": "x\\ud800"}]}', r"message 1 holds half of a UTF-16 pair"),
+        (
+            '{"messages": [{"role": "assistant", "content": "x", "tool_calls": [1]}]}',
+            "has 'tool_calls', which is not",
+        ),
+        (
+            '{"messages": [{"role": "assistant", "content": "x\\ud800"}]}',
+            r"message 1 holds half of a UTF-16 pair",
+        ),
         ("[" * 100000, "line 3: "),
-        (json.dumps({"tools": [{"name": "x"}]} | talk("a", "b")), 'it has "tools" beside "messages"'),
+        (
+            json.dumps({"tools": [{"name": "x"}]} | talk("a", "b")),
+            'it has "tools" beside "messages"',
+        ),
         (json.dumps({"system": "Be brief."} | talk("a", "b")), 'it has "system" beside "messages"'),
-        ('{"messages": [{"from": "human", "value": "x"}]}', "and a content, both of them text; it has: from, value"),
-        ('{"messages": [{"from": "human", "value": "x"}]}', "Write from as role, human and gpt as user and assistant"),
+        (
+            '{"messages": [{"from": "human", "value": "x"}]}',
+            "and a content, both of them text; it has: from, value",
+        ),
+        (
+            '{"messages": [{"from": "human", "value": "x"}]}',
+            "Write from as role, human and gpt as user and assistant",
+        ),
         ('{"messages": [{"role": "user", "content": null}]}', r"it has: role, content \(null\)"),
-        ('{"id": 1, "talks": [{"role": "user", "content": "x"}]}', r"its keys: id, talks \(data\.column=talks\)"),
-        (json.dumps({"chat_template_kwargs": {"a": 1}} | talk("a", "b")), 'it has "chat_template_kwargs" beside'),
-        ('{"messages": [{"role": "model", "content": "x"}]}', "no message of the role .* its roles: model"),
+        (
+            '{"id": 1, "talks": [{"role": "user", "content": "x"}]}',
+            r"its keys: id, talks \(data\.column=talks\)",
+        ),
+        (
+            json.dumps({"chat_template_kwargs": {"a": 1}} | talk("a", "b")),
+            'it has "chat_template_kwargs" beside',
+        ),
+        (
+            '{"messages": [{"role": "model", "content": "x"}]}',
+            "no message of the role .* its roles: model",
+        ),
     ],
 )
 def test_broken_lines_are_refused_with_their_number(tmp_path: Path, line: str, said: str) -> None:
@@ -234,7 +307,9 @@ def in_arrow(path: Path) -> None:
 FORMS: dict[str, Callable[[Path], object]] = {
     "a.json": lambda path: path.write_text(json.dumps(TALKS)),
     "b.json": lambda path: path.write_text(json.dumps(TALKS, indent=1)),
-    "c.jsonl.gz": lambda path: path.write_bytes(gzip.compress("\n".join(map(json.dumps, TALKS)).encode())),
+    "c.jsonl.gz": lambda path: path.write_bytes(
+        gzip.compress("\n".join(map(json.dumps, TALKS)).encode())
+    ),
     "d.parquet": in_parquet,
     "e.arrow": in_arrow,
 }
@@ -251,15 +326,32 @@ def test_conversations_are_the_same_in_every_form_of_file(tmp_path: Path, name: 
 @pytest.mark.parametrize(
     ("table", "said"),
     [
-        ({"messages": ["a", "b"]}, "data.column=messages of .* holds string, not lists of messages"),
+        (
+            {"messages": ["a", "b"]},
+            "data.column=messages of .* holds string, not lists of messages",
+        ),
         ({"text": ["a", "b"]}, "data.column=messages is not in .* Its columns: text"),
-        ({"id": [1], "talks": [[{"role": "user"}]]}, r"Its columns: id, talks \(data\.column=talks\)"),
-        ({"messages": [[{"role": "user"}]] * 2, "tools": ["", "y"]}, "row group 0, row 0: message 1 is no object with"),
-        ({"messages": [TALKS[0]["messages"]] * 2, "tools": [None, "y"]}, 'row 1: it has "tools" beside "messages"'),
-        ({"messages": [[{"role": "user", "content": None}]] * 2}, "row group 0, row 0: message 1 is no object with"),
+        (
+            {"id": [1], "talks": [[{"role": "user"}]]},
+            r"Its columns: id, talks \(data\.column=talks\)",
+        ),
+        (
+            {"messages": [[{"role": "user"}]] * 2, "tools": ["", "y"]},
+            "row group 0, row 0: message 1 is no object with",
+        ),
+        (
+            {"messages": [TALKS[0]["messages"]] * 2, "tools": [None, "y"]},
+            'row 1: it has "tools" beside "messages"',
+        ),
+        (
+            {"messages": [[{"role": "user", "content": None}]] * 2},
+            "row group 0, row 0: message 1 is no object with",
+        ),
     ],
 )
-def test_a_table_without_conversations_is_refused(tmp_path: Path, table: dict[str, Any], said: str) -> None:
+def test_a_table_without_conversations_is_refused(
+    tmp_path: Path, table: dict[str, Any], said: str
+) -> None:
     pyarrow.parquet.write_table(pyarrow.table(table), tmp_path / "a.parquet")
     with pytest.raises(DataError, match=said):
         source(tmp_path / "a.parquet").build(tmp_path / "run", 128, 0)
@@ -271,15 +363,23 @@ def test_what_the_template_reads_beside_messages_is_refused_and_what_it_does_not
 ) -> None:
     reads = "{% if thinking %}THINK {% endif %}{% set shown = thinking %}"
     turns = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    (tmp_path / "own.jinja").write_text(f"{reads}{turns}{{% if add_generation_prompt %}}assistant: {{% endif %}}")
+    (tmp_path / "own.jinja").write_text(
+        f"{reads}{turns}{{% if add_generation_prompt %}}assistant: {{% endif %}}"
+    )
     template = str(tmp_path / "own.jinja")
-    unread = write(tmp_path / "a.jsonl", [record | {"shown": value, "thinking": None} for record in TALKS])
+    unread = write(
+        tmp_path / "a.jsonl", [record | {"shown": value, "thinking": None} for record in TALKS]
+    )
     source(unread, template=template).build(tmp_path / "run", 128, 0)
     read = write(tmp_path / "b.jsonl", [*TALKS, TALKS[0] | {"thinking": value}])
     with pytest.raises(DataError, match=r'b\.jsonl, line 41: it has "thinking" beside "messages"'):
         source(read, template=template).build(tmp_path / "run", 128, 0)
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([TALKS[0] | {"thinking": value}] * 2), tmp_path / "c.parquet")
-    with pytest.raises(DataError, match=r'c\.parquet, row group 0, row 0: it has "thinking" beside'):
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist([TALKS[0] | {"thinking": value}] * 2), tmp_path / "c.parquet"
+    )
+    with pytest.raises(
+        DataError, match=r'c\.parquet, row group 0, row 0: it has "thinking" beside'
+    ):
         source(tmp_path / "c.parquet", template=template).build(tmp_path / "run", 128, 0)
 
 
@@ -296,12 +396,16 @@ def test_a_folder_that_datasets_saved_is_read_by_its_list_of_files(tmp_path: Pat
 
 def test_binary_data_is_called_so(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.arange(9))
-    with pytest.raises(DataError, match=r"a\.npy, line 1: it is binary data\. What is read is JSON, Parquet and Arrow"):
+    with pytest.raises(
+        DataError,
+        match=r"a\.npy, line 1: it is binary data\. What is read is JSON, Parquet and Arrow",
+    ):
         source(tmp_path / "a.npy").build(tmp_path / "run", 128, 0)
 
 
 @pytest.mark.parametrize(
-    ("lines", "said"), [([TALKS[0]], "holds 1 conversations"), ([talk("x" * 200, "y")] * 4, "no answer lies within")]
+    ("lines", "said"),
+    [([TALKS[0]], "holds 1 conversations"), ([talk("x" * 200, "y")] * 4, "no answer lies within")],
 )
 def test_too_little_is_refused(tmp_path: Path, lines: list[Any], said: str) -> None:
     with pytest.raises(DataError, match=said):
@@ -309,12 +413,18 @@ def test_too_little_is_refused(tmp_path: Path, lines: list[Any], said: str) -> N
 
 
 @pytest.mark.parametrize(
-    "template", ["", "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"], ids=["empty", "prompts"]
+    "template",
+    ["", "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"],
+    ids=["empty", "prompts"],
 )
-def test_a_template_that_leaves_the_answers_out_is_refused_with_the_line(tmp_path: Path, template: str) -> None:
+def test_a_template_that_leaves_the_answers_out_is_refused_with_the_line(
+    tmp_path: Path, template: str
+) -> None:
     (tmp_path / "own.jinja").write_text(template)
     path = write(tmp_path / "a.jsonl", TALKS)
-    with pytest.raises(DataError, match=r"a\.jsonl, line 1: .*own\.jinja writes nothing for its answers"):
+    with pytest.raises(
+        DataError, match=r"a\.jsonl, line 1: .*own\.jinja writes nothing for its answers"
+    ):
         source(path, template=str(tmp_path / "own.jinja")).build(tmp_path / "run", 128, 0)
 
 

@@ -1,4 +1,6 @@
-"""Every file of configs/data composes with every tokenizer, binds to its dataclass, and holds its defaults."""
+"""Every file of configs/data composes with every tokenizer, binds to its dataclass, and holds its
+defaults.
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -38,7 +40,10 @@ def bind(overrides: Sequence[str]) -> Any:
 
 def test_every_file_is_tested_here() -> None:
     assert {path.stem for path in CONFIGS.glob("*.yaml")} == {*SOURCES, *PARTS}
-    assert {path.stem for path in (CONFIGS / "tokenizer").glob("*.yaml")} == {*TOKENIZERS, *OF_THE_HUB}
+    assert {path.stem for path in (CONFIGS / "tokenizer").glob("*.yaml")} == {
+        *TOKENIZERS,
+        *OF_THE_HUB,
+    }
 
 
 @pytest.mark.parametrize("source", PARTS)
@@ -62,7 +67,9 @@ def test_a_source_binds_with_the_defaults_of_its_dataclass(source: str) -> None:
     for field in dataclasses.fields(bound):
         if field.default is not dataclasses.MISSING and field.name not in given:
             value = getattr(bound, field.name)
-            assert (tuple(value) if field.name == "suffixes" else value) == field.default, field.name
+            assert (tuple(value) if field.name == "suffixes" else value) == field.default, (
+                field.name
+            )
 
 
 @pytest.mark.parametrize("tokenizer", TOKENIZERS)

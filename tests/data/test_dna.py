@@ -21,7 +21,9 @@ TWO = ">one the first\nACGT\nacgtn\n\n>two\r\nGGGGCCCCAAAATTTT\r\n"
 
 
 def build(path: Path, tmp_path: Path, *, seq_len: int = 2, **settings: Any) -> TokenData:
-    return Dna(path=str(path), cache_dir=str(tmp_path / "cache"), **settings).build(tmp_path / "run", seq_len, 0)
+    return Dna(path=str(path), cache_dir=str(tmp_path / "cache"), **settings).build(
+        tmp_path / "run", seq_len, 0
+    )
 
 
 def fasta(tmp_path: Path, text: str, name: str = "a.fa") -> Path:
@@ -53,14 +55,21 @@ def test_lower_case_can_be_kept(tmp_path: Path) -> None:
 
 def test_unknown_bases_can_end_a_document(tmp_path: Path) -> None:
     path = fasta(tmp_path, ">a\nNNACGT\nNNN\nnGGA\nNCCNN\n>b\nAAAA\n")
-    assert documents(build(path, tmp_path, val=4, unknown="split")) == (["ACGT", "GGA", "CC"], ["AAAA"])
+    assert documents(build(path, tmp_path, val=4, unknown="split")) == (
+        ["ACGT", "GGA", "CC"],
+        ["AAAA"],
+    )
 
 
-@pytest.mark.parametrize(("text", "settings"), [(">a\nNNNN\n", {}), (">a\nNN\n>b\nACGT\n", {"held_out": ["b"]})])
+@pytest.mark.parametrize(
+    ("text", "settings"), [(">a\nNNNN\n", {}), (">a\nNN\n>b\nACGT\n", {"held_out": ["b"]})]
+)
 def test_a_file_of_unknown_bases_alone_is_refused_by_the_key_that_leaves_them_out(
     tmp_path: Path, text: str, settings: dict[str, Any]
 ) -> None:
-    with pytest.raises(DataError, match=r"data.unknown=split leaves nothing of .*a.fa to train on: .* are unknown"):
+    with pytest.raises(
+        DataError, match=r"data.unknown=split leaves nothing of .*a.fa to train on: .* are unknown"
+    ):
         build(fasta(tmp_path, text), tmp_path, unknown="split", **settings)
 
 
@@ -74,7 +83,9 @@ def test_held_out_records_are_all_that_validation_has(tmp_path: Path) -> None:
         Dna(path="a", held_out="chr2")
 
 
-def test_the_other_strand_is_read_by_training_alone_and_holds_no_base_of_validation(tmp_path: Path) -> None:
+def test_the_other_strand_is_read_by_training_alone_and_holds_no_base_of_validation(
+    tmp_path: Path,
+) -> None:
     path = fasta(tmp_path, ">a\nAACCGGRT\n>b\nACGTTTTGGGG\n")
     train, val = documents(build(path, tmp_path, val=4, reverse_complement=True))
     assert train == ["AACCGGRT", "AYCCGGTT", "ACGTTTT", "AAAACGT"]
@@ -106,8 +117,12 @@ def test_pieces_are_the_documents_however_a_record_is_cut(texts: list[str], spli
     assert found == [*expected, ""]
 
 
-def test_zstd_and_lists_of_paths_are_read_in_the_order_in_which_they_are_named(tmp_path: Path) -> None:
-    (tmp_path / "b.fa.zst").write_bytes(pyarrow.compress(b">b\nCCCC\n>c\nGGGG\n", "zstd", asbytes=True))
+def test_zstd_and_lists_of_paths_are_read_in_the_order_in_which_they_are_named(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "b.fa.zst").write_bytes(
+        pyarrow.compress(b">b\nCCCC\n>c\nGGGG\n", "zstd", asbytes=True)
+    )
     (tmp_path / "more").mkdir()
     (tmp_path / "more/d.fna.zst").write_bytes(pyarrow.compress(b">d\nTTTT\n", "zstd", asbytes=True))
     fasta(tmp_path, ">a\nAAAA\n")
@@ -134,7 +149,9 @@ def test_a_long_record_in_one_line_or_many_is_the_same_document(tmp_path: Path) 
     assert found[0] == found[1]
     (strand, other), (held,) = found[0]
     assert strand + held == bases and len(held) == len(bases) // 4
-    assert len(other) == len(strand) and other[:20] == strand[-20:][::-1].translate(str.maketrans("ACGT", "TGCA"))
+    assert len(other) == len(strand) and other[:20] == strand[-20:][::-1].translate(
+        str.maketrans("ACGT", "TGCA")
+    )
 
 
 @pytest.mark.parametrize(
@@ -182,7 +199,9 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - size)
 
 @pytest.mark.long
 def test_memory_does_not_grow_with_a_record(tmp_path: Path) -> None:
-    """48 MB of bases in one record; the mapped tokens, which are read once to be checked, count too."""
+    """48 MB of bases in one record; the mapped tokens, which are read once to be checked, count
+    too.
+    """
     line = b"ACGTTGCA" * 10 + b"\n"
     (tmp_path / "a.fa").write_bytes(b">a\n" + line * 600_000)
     ran = subprocess.run(

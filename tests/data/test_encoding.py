@@ -1,4 +1,6 @@
-"""The ids of documents of any length are those of the whole document, for every kind of tokenizer and every border."""
+"""The ids of documents of any length are those of the whole document, for every kind of tokenizer
+and every border.
+"""
 
 import inspect
 import json
@@ -28,7 +30,22 @@ from fp4train.errors import DataError
 SMALL = Windows(length=200, overlap=100, agree=24)
 PARTS = [
     *"abXY019.,;:'\"()<>-_=\té漢字。\u0301\u200d😀",
-    *(" ", "  ", "    ", "\n", "\n\n", "\r\n", "'ll", "return", "<think>", "</s>", "<unk>", "▁", "ﬁ", "123456"),
+    *(
+        " ",
+        "  ",
+        "    ",
+        "\n",
+        "\n\n",
+        "\r\n",
+        "'ll",
+        "return",
+        "<think>",
+        "</s>",
+        "<unk>",
+        "▁",
+        "ﬁ",
+        "123456",
+    ),
     *("def ", "self.", "the ", "import", "    return text\n"),
 ]
 
@@ -36,19 +53,25 @@ PARTS = [
 def pieces(text: str, borders: list[int]) -> list[Piece]:
     places = [0, *sorted(place % (len(text) + 1) for place in borders), len(text)]
     parts = [text[start:stop] for start, stop in pairwise(places)]
-    return [Piece(part, ends_document=number == len(parts) - 1) for number, part in enumerate(parts)]
+    return [
+        Piece(part, ends_document=number == len(parts) - 1) for number, part in enumerate(parts)
+    ]
 
 
 texts = st.one_of(
     st.lists(st.sampled_from(PARTS), min_size=1, max_size=700).map("".join),
-    st.tuples(st.integers(0, len(TEXT) // 2), st.integers(1, 2500)).map(lambda at: TEXT[at[0] : at[0] + at[1]]),
+    st.tuples(st.integers(0, len(TEXT) // 2), st.integers(1, 2500)).map(
+        lambda at: TEXT[at[0] : at[0] + at[1]]
+    ),
 )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=15, deadline=None)
 @given(text=texts, borders=st.lists(st.integers(0, 5000), max_size=4))
-def test_a_document_in_windows_has_the_ids_of_the_whole(kind: str, text: str, borders: list[int]) -> None:
+def test_a_document_in_windows_has_the_ids_of_the_whole(
+    kind: str, text: str, borders: list[int]
+) -> None:
     ids = encode_document(pieces(text, borders), tokenizer(kind), SMALL)
     assert ids.tolist() == tokenizer(kind).encode(text)
 
@@ -80,12 +103,23 @@ def test_long_runs_have_the_ids_of_the_whole(kind: str, run: str) -> None:
     assert ids.tolist() == tokenizer(kind).encode(RUNS[run])
 
 
-COUNTED = ["byte level", "byte level, Llama 3", "prepend", "first", "always", "Gemma", "Unigram", "WordPiece"]
+COUNTED = [
+    "byte level",
+    "byte level, Llama 3",
+    "prepend",
+    "first",
+    "always",
+    "Gemma",
+    "Unigram",
+    "WordPiece",
+]
 
 
 @pytest.mark.parametrize("kind", COUNTED)
 def test_a_document_of_a_megabyte_costs_what_its_text_costs(kind: str) -> None:
-    """Characters are counted: those of tokens cost about three times the tokens, and are asked for at edges alone."""
+    """Characters are counted: those of tokens cost about three times the tokens, and are asked for
+    at edges alone.
+    """
 
     class Counting:
         splits_words = tokenizer(kind).splits_words
@@ -108,7 +142,9 @@ def test_a_document_of_a_megabyte_costs_what_its_text_costs(kind: str) -> None:
 
 
 def test_digits_whose_groups_no_token_shows_have_the_ids_of_the_whole() -> None:
-    """Groups of three are counted from the beginning of a number, and all that an edge shows are single digits."""
+    """Groups of three are counted from the beginning of a number, and all that an edge shows are
+    single digits.
+    """
     kind = _only_tokens_of("1", "789")
     windows = Windows(length=600, overlap=200, agree=24)
     for length in range(1500, 1506):
@@ -117,11 +153,20 @@ def test_digits_whose_groups_no_token_shows_have_the_ids_of_the_whole() -> None:
 
 
 def _only_tokens_of(*groups: str) -> JsonTokenizer:
-    """Byte pairs that know single digits, and groups of three digits where all three are in one pre-token."""
+    """Byte pairs that know single digits, and groups of three digits where all three are in one
+    pre-token.
+    """
     digits = sorted({*"".join(groups), " "})
-    merges = [pair for group in groups if len(group) == 3 for pair in ((group[0], group[1]), (group[:2], group[2]))]
+    merges = [
+        pair
+        for group in groups
+        if len(group) == 3
+        for pair in ((group[0], group[1]), (group[:2], group[2]))
+    ]
     vocabulary = [*digits, *("".join(pair) for pair in merges), "</s>"]
-    made = tokenizers.Tokenizer(models.BPE(vocab={token: n for n, token in enumerate(vocabulary)}, merges=merges))
+    made = tokenizers.Tokenizer(
+        models.BPE(vocab={token: n for n, token in enumerate(vocabulary)}, merges=merges)
+    )
     made.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"\d{1,3}|\s+"), "isolated")
     return JsonTokenizer(made.to_str(), end_of_document="</s>", what="digits")
 
@@ -130,9 +175,9 @@ def test_digits_that_are_counted_from_the_right_have_the_ids_of_the_whole() -> N
     """The end of a number decides how it begins."""
     text = "and " * 40 + "1234567890" * 45 + " and" * 40
     kind = tokenizer("byte level, digits from the right")
-    assert encode_document([Piece(text)], kind, Windows(length=200, overlap=100, agree=24)).tolist() == kind.encode(
-        text
-    )
+    assert encode_document(
+        [Piece(text)], kind, Windows(length=200, overlap=100, agree=24)
+    ).tolist() == kind.encode(text)
 
 
 def test_documents_keep_their_order_among_long_ones() -> None:
@@ -144,7 +189,9 @@ def test_documents_keep_their_order_among_long_ones() -> None:
         if ends:
             found.append([])
     assert not found.pop()
-    assert [np.concatenate(parts).tolist() for parts in found] == [tokenizer("prepend").encode(d) for d in documents]
+    assert [np.concatenate(parts).tolist() for parts in found] == [
+        tokenizer("prepend").encode(d) for d in documents
+    ]
 
 
 def test_a_tokenizer_of_somebody_else_gets_whole_documents() -> None:
@@ -159,13 +206,18 @@ def test_a_tokenizer_of_somebody_else_gets_whole_documents() -> None:
 
 def test_text_that_cannot_be_encoded_in_parts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoding_module, "LONGEST", 1000)
-    with pytest.raises(DataError, match=r"holds 1,\d\d\d characters that the tokenizer joins.*Divide the document"):
+    with pytest.raises(
+        DataError, match=r"holds 1,\d\d\d characters that the tokenizer joins.*Divide the document"
+    ):
         encode_document([Piece("ab" * 2000)], tokenizer("WordPiece"), SMALL)
 
 
 def test_ids_cached_in_another_way_are_not_taken(tmp_path: Path) -> None:
     """Bytes have the same ids in both ways, and keep their key."""
-    assert encoding_key(Bytes()) == {"tokenizer": "bytes"} and encoding_key(tokenizer("first"))["encoding"] == 2
+    assert (
+        encoding_key(Bytes()) == {"tokenizer": "bytes"}
+        and encoding_key(tokenizer("first"))["encoding"] == 2
+    )
 
 
 def test_a_long_file_is_learned_as_the_tokenizer_writes_it(tmp_path: Path) -> None:

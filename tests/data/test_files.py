@@ -7,7 +7,11 @@ import pytest
 from fp4train.data.files import input_files
 from fp4train.errors import DataError
 
-HUB = ["train-00000-of-00002.parquet", "train-00001-of-00002.parquet", "validation-00000-of-00001.parquet"]
+HUB = [
+    "train-00000-of-00002.parquet",
+    "train-00001-of-00002.parquet",
+    "validation-00000-of-00001.parquet",
+]
 
 
 def folder_of(place: Path, names: list[str]) -> str:
@@ -34,10 +38,14 @@ def test_a_folder_with_parts_for_training_and_for_tests_is_refused(
     """Validation would be trained on."""
     place = folder_of(tmp_path / "hub", names)
     suffixes = (".parquet", ".jsonl", ".txt", ".bin")
-    with pytest.raises(DataError, match=r"holds files for training and for (validation|a test) .* one text") as refused:
+    with pytest.raises(
+        DataError, match=r"holds files for training and for (validation|a test) .* one text"
+    ) as refused:
         input_files(place, suffixes, "data.path")
     pattern = meant.format(place)
-    assert str(refused.value).endswith(f"data.path='{pattern}'" if "*" in pattern else f"data.path={pattern}")
+    assert str(refused.value).endswith(
+        f"data.path='{pattern}'" if "*" in pattern else f"data.path={pattern}"
+    )
     chosen = input_files(pattern, suffixes, "data.path")
     assert chosen and all("train" in str(file.relative_to(place)) for file in chosen)
 

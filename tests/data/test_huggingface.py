@@ -28,13 +28,17 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.fixture
 def jsonl(tmp_path: Path) -> Path:
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(ROWS)))
+    path.write_text(
+        "".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(ROWS))
+    )
     return path
 
 
 def build(path: Path, *, seq_len: int = 16, **settings: Any) -> TokenData:
     root = path.parent
-    source = HuggingFace(**{"path": str(path), "cache_dir": str(root / "cache"), "val": 0.1} | settings)
+    source = HuggingFace(
+        **{"path": str(path), "cache_dir": str(root / "cache"), "val": 0.1} | settings
+    )
     return source.build(root / "run", seq_len, 0)
 
 
@@ -59,7 +63,9 @@ def test_parquet_is_read_from_the_column_that_is_named(tmp_path: Path) -> None:
 def test_a_folder_of_files_is_read_in_the_order_of_names(tmp_path: Path) -> None:
     (tmp_path / "rows").mkdir()
     for name, part in (("b", ROWS[50:]), ("a", ROWS[:50])):
-        (tmp_path / f"rows/{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in part))
+        (tmp_path / f"rows/{name}.jsonl").write_text(
+            "".join(json.dumps({"text": text}) + "\n" for text in part)
+        )
     assert texts(build(tmp_path / "rows")) == [*ROWS, ""]
 
 
@@ -83,15 +89,21 @@ def test_other_settings_have_another_cache_entry(jsonl: Path) -> None:
 
 
 def test_a_wrong_column_lists_those_there_are(jsonl: Path) -> None:
-    with pytest.raises(DataError, match=r"data\.column=body is not in .*rows\.jsonl. Its columns: id, text\."):
+    with pytest.raises(
+        DataError, match=r"data\.column=body is not in .*rows\.jsonl. Its columns: id, text\."
+    ):
         build(jsonl, column="body")
-    with pytest.raises(DataError, match=r"rows\.jsonl, line 1: data\.column=id holds int, not text"):
+    with pytest.raises(
+        DataError, match=r"rows\.jsonl, line 1: data\.column=id holds int, not text"
+    ):
         build(jsonl, column="id")
 
 
 def test_broken_files_are_one_message(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n{"text": brok')
-    with pytest.raises(DataError, match=r"a\.jsonl, line 2: it is no JSON \(Expecting value, column 10\)"):
+    with pytest.raises(
+        DataError, match=r"a\.jsonl, line 2: it is no JSON \(Expecting value, column 10\)"
+    ):
         build(tmp_path / "a.jsonl")
     (tmp_path / "a.parquet").write_bytes(b"no parquet")
     with pytest.raises(DataError, match=r"a\.parquet cannot be read"):
@@ -114,11 +126,15 @@ def test_too_few_rows_are_refused(jsonl: Path) -> None:
 
 def test_a_hub_name_without_a_network_says_what_else_there_is(tmp_path: Path) -> None:
     source = HuggingFace(name="somebody/nothing", config="small", cache_dir=str(tmp_path / "cache"))
-    with pytest.raises(DataError, match=r"somebody/nothing small train cannot be reached: .* use data=stdlib"):
+    with pytest.raises(
+        DataError, match=r"somebody/nothing small train cannot be reached: .* use data=stdlib"
+    ):
         source.build(tmp_path / "run", 16, 0)
 
 
-def test_without_the_packages_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_packages_it_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import pyarrow
     import pyarrow.parquet
 
@@ -132,13 +148,17 @@ def test_without_the_packages_it_says_what_to_install(tmp_path: Path, monkeypatc
 
 
 def test_of_a_data_set_of_the_hub_the_column_alone_is_read(tmp_path: Path) -> None:
-    """As `datasets` reads it: a folder stands for the hub. A column that cannot be cast is not looked at."""
+    """As `datasets` reads it: a folder stands for the hub. A column that cannot be cast is not
+    looked at.
+    """
     import pyarrow
     import pyarrow.parquet
 
     (tmp_path / "set").mkdir()
     for name, part, ids in (("a", ROWS[:50], list(range(50))), ("b", ROWS[50:], list("x" * 50))):
-        pyarrow.parquet.write_table(pyarrow.table({"text": part, "id": ids}), tmp_path / f"set/{name}.parquet")
+        pyarrow.parquet.write_table(
+            pyarrow.table({"text": part, "id": ids}), tmp_path / f"set/{name}.parquet"
+        )
     (tmp_path / "lines").mkdir()
     rows = "".join(json.dumps({"text": text}) + "\n" for text in ROWS)
     (tmp_path / "lines/a.jsonl").write_text(rows)
@@ -158,12 +178,16 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
 
 @pytest.mark.parametrize("key", ["split", "config", "revision"])
 def test_what_only_a_hub_data_set_has_is_refused_for_local_files(key: str) -> None:
-    with pytest.raises(ValueError, match=rf"data.{key}=test: local files \(data.path\) have no {key}"):
+    with pytest.raises(
+        ValueError, match=rf"data.{key}=test: local files \(data.path\) have no {key}"
+    ):
         HuggingFace(path="x.jsonl", **{key: "test"})
 
 
 def test_a_table_without_rows_says_that_it_has_none(tmp_path: Path) -> None:
-    pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.array([], pyarrow.string())}), tmp_path / "a.parquet")
+    pyarrow.parquet.write_table(
+        pyarrow.table({"text": pyarrow.array([], pyarrow.string())}), tmp_path / "a.parquet"
+    )
     source = HuggingFace(path=str(tmp_path / "a.parquet"), cache_dir=str(tmp_path / "cache"))
     with pytest.raises(DataError, match=r"a\.parquet: no record has text in data\.column=text"):
         source.build(tmp_path / "run", 16, 0)

@@ -1,4 +1,6 @@
-"""Batches are a pure function of (seed, position), fetched in advance or not; the shuffle is a permutation."""
+"""Batches are a pure function of (seed, position), fetched in advance or not; the shuffle is a
+permutation.
+"""
 
 import threading
 
@@ -64,7 +66,9 @@ def test_ranks_and_microbatches_split_the_batch_that_one_process_sees() -> None:
 
 
 def test_differing_seeds_differ() -> None:
-    first, second = (Loader(counting(5000), batch_size=8, seq_len=16, seed=seed).batch(0)[0] for seed in (0, 1))
+    first, second = (
+        Loader(counting(5000), batch_size=8, seq_len=16, seed=seed).batch(0)[0] for seed in (0, 1)
+    )
     assert not torch.equal(first, second)
 
 
@@ -102,7 +106,9 @@ def test_an_index_goes_to_the_same_place_whoever_asks() -> None:
 
 def test_seeds_and_epochs_give_other_orders() -> None:
     orders = {
-        tuple(permute(np.arange(64), 64, seed=seed, epoch=epoch).tolist()) for seed in range(8) for epoch in range(8)
+        tuple(permute(np.arange(64), 64, seed=seed, epoch=epoch).tolist())
+        for seed in range(8)
+        for epoch in range(8)
     }
     assert len(orders) == 64
 
@@ -137,15 +143,26 @@ def loader(vocab_size: int = 1000) -> Loader:
 
 
 def test_rows_are_the_loaders_in_any_order() -> None:
-    feed, plain = Feed(loader(), CPU), loader()
-    for first, count, then in ((0, 4, 4), (4, 4, 8), (2, 4, 6), (6, 2, None), (6, 4, 10), (10, 4, None)):
-        for got, wanted in zip(feed.rows(first, count, then=then), plain.rows(first, count), strict=True):
+    feed = Feed(loader(), CPU)
+    plain = loader()
+    for first, count, then in (
+        (0, 4, 4),
+        (4, 4, 8),
+        (2, 4, 6),
+        (6, 2, None),
+        (6, 4, 10),
+        (10, 4, None),
+    ):
+        for got, wanted in zip(
+            feed.rows(first, count, then=then), plain.rows(first, count), strict=True
+        ):
             assert torch.equal(got, wanted)
     feed.close()
 
 
 def test_the_next_rows_are_read_by_another_thread_and_once() -> None:
-    source, calls = loader(), []
+    source = loader()
+    calls = []
     original = source.rows
 
     def rows(first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -186,8 +203,12 @@ def test_no_thread_is_left() -> None:
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("feed")]
 
 
-def test_rows_for_a_gpu_are_page_locked_and_copied_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From pageable memory a copy waits for the host; the calls are recorded where there is no GPU."""
+def test_rows_for_a_gpu_are_page_locked_and_copied_without_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """From pageable memory a copy waits for the host; the calls are recorded where there is no
+    GPU.
+    """
     calls: list[str] = []
 
     def pin(rows: torch.Tensor) -> torch.Tensor:

@@ -24,21 +24,28 @@ TALK = [
 
 
 def theirs(source: str, marks: bool = False) -> Any:
-    texts, spans = render_jinja_template([TALK], chat_template=source, return_assistant_tokens_mask=marks, **VARIABLES)
+    texts, spans = render_jinja_template(
+        [TALK], chat_template=source, return_assistant_tokens_mask=marks, **VARIABLES
+    )
     return (texts[0], spans[0]) if marks else texts[0]
 
 
-STYLES = [style for style in product(("", "-", "+"), repeat=4) if "" in style[:2] and "" in style[2:]]
+STYLES = [
+    style for style in product(("", "-", "+"), repeat=4) if "" in style[:2] and "" in style[2:]
+]
 
 
 @pytest.mark.parametrize("style", STYLES, ids=["|".join(style) for style in STYLES])
-def test_generation_controls_white_space_as_in_transformers(style: tuple[str, str, str, str]) -> None:
+def test_generation_controls_white_space_as_in_transformers(
+    style: tuple[str, str, str, str],
+) -> None:
     """A newline or spaces on each side of both tags."""
     before, after, before_end, after_end = style
     source = (
         "{% for m in messages %}\n"
         "  {% if m.role == 'assistant' %}\nA: \n"
-        f"  {{%{before} generation {after}%}}\n  {{{{ m.content }}}}\n  {{%{before_end} endgeneration {after_end}%}}\n"
+        f"  {{%{before} generation {after}%}}\n  {{{{ m.content }}}}\n  {{%{before_end} "
+        f"endgeneration {after_end}%}}\n"
         "  {% else %}\nU: {{ m.content }}\n  {% endif %}\n{% endfor %}"
     )
     text, spans = theirs(source, marks=True)
@@ -51,18 +58,25 @@ def test_generation_controls_white_space_as_in_transformers(style: tuple[str, st
     "source",
     [
         "{{ messages | tojson }}",
-        "{{ messages | tojson(indent=2) }}{{ {'b': 1, 'a': \"<'&>\"} | tojson(sort_keys=True, ensure_ascii=True) }}",
+        "{{ messages | tojson(indent=2) }}{{ {'b': 1, 'a': \"<'&>\"} | "
+        "tojson(sort_keys=True, ensure_ascii=True) }}",
         "{{ messages | tojson(separators=(',', ':')) }}",
         "{% for m in messages %}{% if loop.index0 == 1 %}{% continue %}{% endif %}{{ m.content }}"
         "{% if loop.index0 == 2 %}{% break %}{% endif %}{% endfor %}",
-        "{{ tools is none }} {{ documents is none }} {{ tools is defined }} {{ pad_token is defined }} {{ bos_token }}",
+        "{{ tools is none }} {{ documents is none }} {{ tools is defined }} {{ pad_token is "
+        "defined }} {{ bos_token }}",
         "{% set d = dict(a=1, b='<') %}{{ d.a }}{{ d['b'] }}{{ dict.fromkeys(['x'], 2) }}",
-        "{% set ns = namespace(n=0, self=1) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
-        "{{ messages[0].content | e }}{{ '<b>' }}{{ messages[0]['content'].upper() }}{{ messages[-1].missing }}",
-        "  {% for m in messages %}\n    {% if true %}\n  x{{ m.role }}  \n    {% endif %}\n{% endfor %}\n\n",
+        "{% set ns = namespace(n=0, self=1) %}{% for m in messages %}{% set ns.n = ns.n + 1 "
+        "%}{% endfor %}{{ ns.n }}",
+        "{{ messages[0].content | e }}{{ '<b>' }}{{ messages[0]['content'].upper() }}{{ "
+        "messages[-1].missing }}",
+        "  {% for m in messages %}\n    {% if true %}\n  x{{ m.role }}  \n    {% endif "
+        "%}\n{% endfor %}\n\n",
         "  {%+ if true %} a {% endif +%}\n b {#- c -#}  \n {% raw %}{{ x }}{% endraw %}",
-        "{{ 'a\nb' | indent(2, true) }}{{ [1, 2] | join('-') }}{{ 'x' ~ 1 }}{{ '%s' | format('y') }}",
-        "{% macro say(m) %}[{{ m.role }}]{% endmacro %}{% for m in messages %}{{ say(m) }}{% endfor %}",
+        "{{ 'a\nb' | indent(2, true) }}{{ [1, 2] | join('-') }}{{ 'x' ~ 1 }}{{ '%s' | "
+        "format('y') }}",
+        "{% macro say(m) %}[{{ m.role }}]{% endmacro %}{% for m in messages %}{{ say(m) }}{% "
+        "endfor %}",
     ],
 )
 def test_templates_write_what_they_write_in_transformers(source: str) -> None:
@@ -99,12 +113,19 @@ def test_any_template_is_rendered_or_refused_as_in_transformers(source: str) -> 
 
 def test_the_day_is_that_on_which_the_run_began() -> None:
     now = datetime(2026, 3, 4).isoformat()
-    assert ChatTemplate(source="{{ strftime_now('%d %b %Y') }}", now=now).render(TALK) == "04 Mar 2026"
-    timed, plain = (ChatTemplate(source=source, now=now) for source in ("{{ strftime_now('%d') }}", "x"))
+    assert (
+        ChatTemplate(source="{{ strftime_now('%d %b %Y') }}", now=now).render(TALK) == "04 Mar 2026"
+    )
+    timed, plain = (
+        ChatTemplate(source=source, now=now) for source in ("{{ strftime_now('%d') }}", "x")
+    )
     assert now in timed.key and now not in plain.key
 
 
-DOUBLING = "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ACT %}{% endfor %}{{ ns.x }}"
+DOUBLING = (
+    "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ACT %}{% endfor "
+    "%}{{ ns.x }}"
+)
 COSTLY = {
     "product": ("{{ 'a' * 10**10 }}", "512 MB of memory"),
     "ljust": ("{{ 'a'.ljust(10**9) }}", "512 MB of memory"),
@@ -114,7 +135,9 @@ COSTLY = {
     "concatenation": (DOUBLING.replace("ACT", "ns.x ~ ns.x"), "512 MB of memory"),
     "replace": (DOUBLING.replace("ACT", "ns.x | replace('a', 'aaaa')"), "512 MB of memory"),
     "output": (
-        "{% for a in range(99999) %}{% for b in range(9999) %}" + "a" * 99 + "{% endfor %}{% endfor %}",
+        "{% for a in range(99999) %}{% for b in range(9999) %}"
+        + "a" * 99
+        + "{% endfor %}{% endfor %}",
         r"writes more than [67]\d,\d\d\d characters for one conversation, whose messages have \d+",
     ),
     "a long text for each of many conversations": (
@@ -137,7 +160,10 @@ COSTLY = {
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.long) if name in ("lorem ipsum", "numbers") else name for name in COSTLY],
+    [
+        pytest.param(name, marks=pytest.mark.long) if name in ("lorem ipsum", "numbers") else name
+        for name in COSTLY
+    ],
 )
 def test_what_costs_too_much_is_refused(name: str) -> None:
     source, reason = COSTLY[name]
@@ -148,14 +174,18 @@ def test_what_costs_too_much_is_refused(name: str) -> None:
     assert time.process_time() - began < 1  # it is another process that works
 
 
-@pytest.mark.parametrize("source", ["{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "{% if 1 %}" * 3000, "{% for %}"])
+@pytest.mark.parametrize(
+    "source", ["{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "{% if 1 %}" * 3000, "{% for %}"]
+)
 def test_nested_and_broken_templates_are_no_templates(source: str) -> None:
     with pytest.raises(DataError, match="is no template: "):
         ChatTemplate(source=source).render(TALK)
 
 
 def test_a_template_that_was_ended_is_started_again() -> None:
-    template = ChatTemplate(source="{{ 'a' * (10 ** 10 if messages | length == 1 else 1) }}{{ messages[0].content }}")
+    template = ChatTemplate(
+        source="{{ 'a' * (10 ** 10 if messages | length == 1 else 1) }}{{ messages[0].content }}"
+    )
     with pytest.raises(ValueError, match="memory"):
         template.render(TALK[:1])
     process = template._renderer._process

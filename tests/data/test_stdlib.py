@@ -27,13 +27,23 @@ def test_validation_starts_with_a_new_document(tmp_path: Path) -> None:
 
 
 def test_tests_and_installed_packages_are_left_out(tmp_path: Path) -> None:
-    for name in ("a.py", "test/b.py", "pkg/c.py", "pkg/tests/d.py", "site-packages/e.py", "__pycache__/f.py", "g.txt"):
+    for name in (
+        "a.py",
+        "test/b.py",
+        "pkg/c.py",
+        "pkg/tests/d.py",
+        "site-packages/e.py",
+        "__pycache__/f.py",
+        "g.txt",
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("x = 1\n")
     assert {path.name for path in modules(tmp_path)} == {"a.py", "c.py"}
 
 
-def test_an_interpreter_without_sources_says_what_to_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interpreter_without_sources_says_what_to_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
     with pytest.raises(DataError, match=r"data=text data\.path="):
         Stdlib().build(tmp_path, 256, 0)

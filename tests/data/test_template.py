@@ -1,4 +1,6 @@
-"""Chat templates: which parts are answers, templates of tokenizers' folders, the sandbox, the copy in the run."""
+"""Chat templates: which parts are answers, templates of tokenizers' folders, the sandbox, the copy
+in the run.
+"""
 
 import json
 from pathlib import Path
@@ -24,11 +26,14 @@ def learned(template: ChatTemplate, messages: list[dict[str, str]]) -> list[str]
 
 def test_answers_end_with_what_ends_them() -> None:
     assert learned(ChatTemplate(source=CHATML), TALK) == ["4<|im_end|>\n", "7<|im_end|>\n"]
-    assert ChatTemplate(source=CHATML).finder().find(TALK).text == ChatTemplate(source=CHATML).render(TALK)
+    assert ChatTemplate(source=CHATML).finder().find(TALK).text == ChatTemplate(
+        source=CHATML
+    ).render(TALK)
 
 
 LLAMA = (
-    "{{- bos_token }}{%- for m in messages %}{{- '<|h|>' + m['role'] + '<|/h|>' + m['content'] | trim "
+    "{{- bos_token }}{%- for m in messages %}{{- '<|h|>' + m['role'] + '<|/h|>' + "
+    "m['content'] | trim "
     "+ '<|eot|>' }}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|h|>assistant<|/h|>' }}{%- endif %}"
 )
@@ -46,7 +51,10 @@ def test_templates_as_tokenizers_have_them() -> None:
     ("source", "said"),
     [
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-        ("{{ messages.__class__.__mro__ }}{{ messages[0].__init__.__globals__['x'] }}", "refuses it"),
+        (
+            "{{ messages.__class__.__mro__ }}{{ messages[0].__init__.__globals__['x'] }}",
+            "refuses it",
+        ),
         ("{% for i in range(10 ** 9) %}{% endfor %}", "refuses it"),
         ("{{ messages.append(1) }}", "refuses it"),
         ("{{ messages | length }}", "writes nothing for its answers"),
@@ -69,7 +77,8 @@ def test_text_that_is_no_template_is_refused() -> None:
 
 
 def test_the_template_is_that_of_the_tokenizers_folder_and_is_kept(tmp_path: Path) -> None:
-    folder, run = tmp_path / "model", tmp_path / "run"
+    folder = tmp_path / "model"
+    run = tmp_path / "run"
     folder.mkdir()
     settings = {"chat_template": LLAMA, "bos_token": {"content": "<|b|>"}, "eos_token": None}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -84,7 +93,11 @@ def test_the_template_is_that_of_the_tokenizers_folder_and_is_kept(tmp_path: Pat
 
 def test_of_several_templates_the_default_is_taken(tmp_path: Path) -> None:
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
-    settings = {"chat_template": named, "pad_token": "<pad>", "added_tokens_decoder": {"x" * 2_000_000: {}}}
+    settings = {
+        "chat_template": named,
+        "pad_token": "<pad>",
+        "added_tokens_decoder": {"x" * 2_000_000: {}},
+    }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     found = find_template(None, str(tmp_path), tmp_path / "run")
     assert (found.source, found.variables) == ("plain", {"pad_token": "<pad>"})
@@ -128,7 +141,9 @@ def test_a_file_of_the_user_comes_first_and_without_one_it_is_chatml(tmp_path: P
     assert find_template(None, str(tmp_path), tmp_path / "c").source == CHATML
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"template": "x"}', '{"template": "x", "variables": 1}'])
+@pytest.mark.parametrize(
+    "content", ["{", "[]", '{"template": "x"}', '{"template": "x", "variables": 1}']
+)
 def test_a_damaged_copy_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "chat_template.json").write_text(content)
     with pytest.raises(DataError, match=r"chat_template\.json .* cannot be read"):

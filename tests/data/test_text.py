@@ -1,4 +1,6 @@
-"""data=text: files and folders, packing, the held-out part, the cache, and everything wrong that a path can be."""
+"""data=text: files and folders, packing, the held-out part, the cache, and everything wrong that a
+path can be.
+"""
 
 import gzip
 import os
@@ -19,7 +21,9 @@ LINES = "".join(f"line {i} of the text\n" for i in range(200))
 
 
 def build(path: Path | str, tmp_path: Path, *, seq_len: int = 16, **settings: Any) -> TokenData:
-    return Text(path=str(path), cache_dir=str(tmp_path / "cache"), **settings).build(tmp_path / "run", seq_len, 0)
+    return Text(path=str(path), cache_dir=str(tmp_path / "cache"), **settings).build(
+        tmp_path / "run", seq_len, 0
+    )
 
 
 def whole(data: TokenData) -> bytes:
@@ -58,10 +62,19 @@ def test_packed_files_and_lists_of_paths_are_read_in_the_order_in_which_they_are
     tmp_path: Path, suffix: str
 ) -> None:
     (tmp_path / "more").mkdir()
-    texts = {"b.txt": LINES, "more/c.md": "third\n" * 50, "more/d.txt": "fourth\n" * 50, "a.txt": "last\n" * 50}
+    texts = {
+        "b.txt": LINES,
+        "more/c.md": "third\n" * 50,
+        "more/d.txt": "fourth\n" * 50,
+        "a.txt": "last\n" * 50,
+    }
     for name, text in texts.items():
         (tmp_path / f"{name}{suffix}").write_bytes(PACKED[suffix](text.encode()))
-    named = [str(tmp_path / f"b.txt{suffix}"), str(tmp_path / "more"), str(tmp_path / f"a*{suffix}")]
+    named = [
+        str(tmp_path / f"b.txt{suffix}"),
+        str(tmp_path / "more"),
+        str(tmp_path / f"a*{suffix}"),
+    ]
     data = Text(path=named, cache_dir=str(tmp_path / "cache")).build(tmp_path / "run", 16, 0)
     assert whole(data).decode().split("\0") == [*texts.values(), ""]
     with pytest.raises(DataError, match=r"data\.path names .*b\.txt.* twice"):
@@ -69,15 +82,21 @@ def test_packed_files_and_lists_of_paths_are_read_in_the_order_in_which_they_are
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
-def test_a_packed_file_that_is_cut_off_or_lies_beside_its_text_is_refused(tmp_path: Path, suffix: str) -> None:
+def test_a_packed_file_that_is_cut_off_or_lies_beside_its_text_is_refused(
+    tmp_path: Path, suffix: str
+) -> None:
     path = tmp_path / f"a.txt{suffix}"
     whole_text = "".join(f"{number} {number**2}\n" for number in range(90_000)).encode()
     path.write_bytes(PACKED[suffix](whole_text)[:-9])
-    with pytest.raises(DataError, match=rf"a\.txt\{suffix} cannot be read: .*\(after line [\d,]+\)"):
+    with pytest.raises(
+        DataError, match=rf"a\.txt\{suffix} cannot be read: .*\(after line [\d,]+\)"
+    ):
         build(path, tmp_path)
     path.write_bytes(PACKED[suffix](whole_text))
     (tmp_path / "a.txt").write_bytes(whole_text)
-    with pytest.raises(DataError, match="have one name: what is held out for validation would be trained on"):
+    with pytest.raises(
+        DataError, match="have one name: what is held out for validation would be trained on"
+    ):
         build(tmp_path, tmp_path)
 
 
@@ -113,10 +132,14 @@ def test_training_and_validation_share_no_token(tmp_path: Path) -> None:
     assert bytes(np.asarray(data.val.ids[:-1], np.uint8)) == LINES.encode()[total - 300 :]
 
 
-def test_tokenised_once_and_read_from_the_cache_from_then_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokenised_once_and_read_from_the_cache_from_then_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "a.txt").write_text(LINES)
     first = build(tmp_path / "a.txt", tmp_path)
-    monkeypatch.setattr("fp4train.data.source.token_chunks", lambda *_: pytest.fail("tokenised again"))
+    monkeypatch.setattr(
+        "fp4train.data.source.token_chunks", lambda *_: pytest.fail("tokenised again")
+    )
     second = build(tmp_path / "a.txt", tmp_path)
     assert first.fingerprint == second.fingerprint
 
@@ -135,7 +158,8 @@ def test_every_flipped_byte_of_the_cache_is_noticed(
 ) -> None:
     monkeypatch.setattr("fp4train.data.cache.CHUNK", 1000)
     monkeypatch.setattr("fp4train.data.stored.BLOCK", 500)
-    (tmp_path / "a.txt").write_text(LINES * 20)  # longer than the places that a fingerprint looks at
+    # longer than the places that a fingerprint looks at
+    (tmp_path / "a.txt").write_text(LINES * 20)
     before = whole(build(tmp_path / "a.txt", tmp_path))
     (tokens,) = (tmp_path / "cache").glob("*.bin")
     good = tokens.read_bytes()
@@ -148,8 +172,12 @@ def test_every_flipped_byte_of_the_cache_is_noticed(
         assert "1 of" in caplog.text and "chunks are not as they were written" in caplog.text
 
 
-@pytest.mark.parametrize("damage", ["truncated", "overwritten", "json cut off", "json of another shape", "bin lost"])
-def test_a_damaged_cache_is_built_anew(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "damage", ["truncated", "overwritten", "json cut off", "json of another shape", "bin lost"]
+)
+def test_a_damaged_cache_is_built_anew(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "a.txt").write_text(LINES)
     before = whole(build(tmp_path / "a.txt", tmp_path))
     (tokens,) = (tmp_path / "cache").glob("*.bin")
@@ -169,7 +197,9 @@ def test_a_damaged_cache_is_built_anew(tmp_path: Path, damage: str, caplog: pyte
     assert damage == "bin lost" or "damaged" in caplog.text
 
 
-def test_an_interrupted_tokenisation_leaves_no_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_tokenisation_leaves_no_entry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "a.txt").write_text(LINES)
 
     def interrupted(*_: Any) -> Any:
@@ -187,7 +217,9 @@ def test_an_interrupted_tokenisation_leaves_no_entry(tmp_path: Path, monkeypatch
 def test_a_cache_that_cannot_be_written_says_which_key_to_change(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(LINES)
     (tmp_path / "cache").write_text("a file where the folder should be")
-    with pytest.raises(DataError, match=r"cannot be kept in .*cache: .*Choose another data\.cache_dir"):
+    with pytest.raises(
+        DataError, match=r"cannot be kept in .*cache: .*Choose another data\.cache_dir"
+    ):
         build(tmp_path / "a.txt", tmp_path)
 
 
@@ -201,7 +233,8 @@ def test_a_missing_path_suggests_the_near_miss(tmp_path: Path) -> None:
     for near in ("genom.fa", "genome.fasta", "genome"):
         with pytest.raises(DataError, match=r"Did you mean .*/genome.fa\?"):
             build(tmp_path / near, tmp_path)
-    with pytest.raises(DataError, match=r"holds no nothere\.fa"):  # a suffix alone makes no name alike
+    # a suffix alone makes no name alike
+    with pytest.raises(DataError, match=r"holds no nothere\.fa"):
         build(tmp_path / "nothere.fa", tmp_path)
     with pytest.raises(DataError, match="holds no qqq"):
         build(tmp_path / "qqq", tmp_path)
@@ -225,7 +258,9 @@ def test_a_folder_without_text_files_says_what_it_holds(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     for name in ("a.py", "b.py", "README"):
         (tmp_path / "folder" / name).write_text("x")
-    with pytest.raises(DataError, match=r"suffixes \.txt, \.md; it holds 2 with \.py, 1 with no suffix"):
+    with pytest.raises(
+        DataError, match=r"suffixes \.txt, \.md; it holds 2 with \.py, 1 with no suffix"
+    ):
         build(tmp_path / "folder", tmp_path)
 
 
@@ -233,13 +268,21 @@ def test_a_folder_without_text_files_says_what_it_holds(tmp_path: Path) -> None:
     ("content", "message"),
     [
         (b"caf\xe9 au lait\n" * 100, r"line 1: it is not UTF-8 text .*0xe9"),
-        (b"coffee\n" * 30_000 + b"caf\xe9\n" + b"tea\n" * 9, r"line 30001: it is not UTF-8 text .*0xe9"),
-        (gzip.compress(b"tea\n" * 20_000 + b"caf\xe9\n"), r"line 20001: it is not UTF-8 text .*0xe9"),
+        (
+            b"coffee\n" * 30_000 + b"caf\xe9\n" + b"tea\n" * 9,
+            r"line 30001: it is not UTF-8 text .*0xe9",
+        ),
+        (
+            gzip.compress(b"tea\n" * 20_000 + b"caf\xe9\n"),
+            r"line 20001: it is not UTF-8 text .*0xe9",
+        ),
         (b"abc\0def" * 100, "line 1: it holds a NUL character: binary data"),
         (b"abc\n" * 50_000 + b"\0", "line 50001: it holds a NUL character: binary data"),
     ],
 )
-def test_binary_and_other_encodings_are_refused_by_name(tmp_path: Path, content: bytes, message: str) -> None:
+def test_binary_and_other_encodings_are_refused_by_name(
+    tmp_path: Path, content: bytes, message: str
+) -> None:
     (tmp_path / "a.txt").write_bytes(content)
     with pytest.raises(DataError, match=rf"a\.txt, {message}"):
         build(tmp_path / "a.txt", tmp_path)
@@ -247,9 +290,13 @@ def test_binary_and_other_encodings_are_refused_by_name(tmp_path: Path, content:
 
 def test_text_shorter_than_a_sequence_is_refused_for_either_part(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("x" * 99)
-    with pytest.raises(DataError, match=r"training text is 9[0-9] tokens long, but .* train.seq_len\+1 = 129"):
+    with pytest.raises(
+        DataError, match=r"training text is 9[0-9] tokens long, but .* train.seq_len\+1 = 129"
+    ):
         build(tmp_path / "a.txt", tmp_path, seq_len=128)
-    with pytest.raises(DataError, match=r"validation text is 5 tokens long.*data\.val=0\.05 holds out the last 5"):
+    with pytest.raises(
+        DataError, match=r"validation text is 5 tokens long.*data\.val=0\.05 holds out the last 5"
+    ):
         build(tmp_path / "a.txt", tmp_path, seq_len=16)
     with pytest.raises(DataError, match="training text is 0 tokens long"):
         build(tmp_path / "a.txt", tmp_path, seq_len=16, val=1000)
@@ -265,7 +312,11 @@ def test_a_damaged_name_of_a_type_in_the_cache_is_damage(tmp_path: Path) -> None
     first = build(tmp_path / "a.txt", tmp_path)
     (info,) = (path for path in tmp_path.rglob("*.json") if '"digests"' in path.read_text())
     before = info.read_text()
-    info.write_text(before.replace('"dtype": "|u1"', '"dtype": ",u1"').replace('"dtype": "<u2"', '"dtype": ",u2"'))
+    info.write_text(
+        before.replace('"dtype": "|u1"', '"dtype": ",u1"').replace(
+            '"dtype": "<u2"', '"dtype": ",u2"'
+        )
+    )
     assert info.read_text() != before
     assert build(tmp_path / "a.txt", tmp_path).fingerprint == first.fingerprint
 
@@ -293,13 +344,22 @@ print(torch.equal(one, torch.cat(two)))
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RLIMIT_DATA counts what is allocated on Linux alone")
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux"),
+    reason="RLIMIT_DATA counts what is allocated on Linux alone",
+)
 def test_data_larger_than_memory_is_tokenised_and_read(tmp_path: Path) -> None:
-    """With half of the size of the text, a quarter of that of its ids, to allocate; on any number of ranks."""
+    """With half of the size of the text, a quarter of that of its ids, to allocate; on any number
+    of ranks.
+    """
     size = 160 << 20
     command = [sys.executable, "-W", "error", "-c", LARGE, str(tmp_path), str(size)]
     done = subprocess.run(
-        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False
+        command,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     tokens, same = done.stdout.split()

@@ -19,10 +19,14 @@ IDS = np.arange(1000) % 500
 
 def build(path: Path, *, vocab_size: int = 500, **settings: Any) -> TokenData:
     settings = {"val": 0.1} | settings
-    return Tokens(path=str(path), vocab_size=vocab_size, **settings).build(path.parent / "run", 16, 0)
+    return Tokens(path=str(path), vocab_size=vocab_size, **settings).build(
+        path.parent / "run", 16, 0
+    )
 
 
-def write_megatron(prefix: Path, dtype: str = "int32", code: int = 4, lengths: tuple[int, ...] = (600, 400)) -> None:
+def write_megatron(
+    prefix: Path, dtype: str = "int32", code: int = 4, lengths: tuple[int, ...] = (600, 400)
+) -> None:
     prefix.with_suffix(".bin").write_bytes(IDS.astype(dtype).tobytes())
     itemsize = np.dtype(dtype).itemsize
     index = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, code, len(lengths), len(lengths) + 1)
@@ -42,7 +46,12 @@ def test_nanogpt_files_are_read_where_they_are_asked_for_and_cut_in_two(tmp_path
     IDS.astype("<u2").tofile(tmp_path / "train.bin")
     data = build(tmp_path / "train.bin", val=0.1)
     assert isinstance(data.train.ids, StoredIds)
-    assert (len(data.train), len(data.val), data.vocab_size, data.tokenizer) == (900, 100, 500, None)
+    assert (len(data.train), len(data.val), data.vocab_size, data.tokenizer) == (
+        900,
+        100,
+        500,
+        None,
+    )
     assert np.array_equal(np.concatenate([data.train.ids, data.val.ids]), IDS)
 
 
@@ -55,7 +64,9 @@ def test_a_validation_file_of_its_own_is_used_whole(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("named", ["corpus.bin", "corpus.idx", "corpus"])
 @pytest.mark.parametrize(("dtype", "code"), [("int32", 4), ("uint16", 8), ("int64", 5)])
-def test_megatron_files_bring_their_own_type(tmp_path: Path, named: str, dtype: str, code: int) -> None:
+def test_megatron_files_bring_their_own_type(
+    tmp_path: Path, named: str, dtype: str, code: int
+) -> None:
     write_megatron(tmp_path / "corpus", dtype, code)
     data = build(tmp_path / named)
     assert data.train.ids.dtype == np.dtype(dtype)
@@ -80,7 +91,9 @@ def test_empty_files_missing_files_and_folders_are_refused(tmp_path: Path) -> No
         build(tmp_path / "train.bin")
     with pytest.raises(DataError, match=r"Did you mean .*train\.bin\?"):
         build(tmp_path / "trains.bin")
-    with pytest.raises(DataError, match=r"every file in it with one of the suffixes \.bin, \.npy is empty"):
+    with pytest.raises(
+        DataError, match=r"every file in it with one of the suffixes \.bin, \.npy is empty"
+    ):
         build(tmp_path)
     with pytest.raises(DataError, match=r"data\.val_path=.* does not exist"):
         IDS.astype("<u2").tofile(tmp_path / "train.bin")
@@ -89,7 +102,9 @@ def test_empty_files_missing_files_and_folders_are_refused(tmp_path: Path) -> No
 
 def test_ids_beyond_the_vocabulary_are_refused_before_training(tmp_path: Path) -> None:
     IDS.astype("<u2").tofile(tmp_path / "train.bin")
-    with pytest.raises(DataError, match=r"token id 499, but the vocabulary has 400 ids .* Set data\.vocab_size"):
+    with pytest.raises(
+        DataError, match=r"token id 499, but the vocabulary has 400 ids .* Set data\.vocab_size"
+    ):
         build(tmp_path / "train.bin", vocab_size=400)
     (IDS - 1).astype("<i4").tofile(tmp_path / "train.bin")
     with pytest.raises(DataError, match="token id -1"):
@@ -136,7 +151,9 @@ def test_settings_out_of_range_are_refused() -> None:
         Tokens(path="x", vocab_size=0)
 
 
-def test_a_file_that_cannot_be_opened_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_cannot_be_opened_is_one_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     IDS.astype("<u2").tofile(tmp_path / "train.bin")
 
     def refuse(*_: Any, **__: Any) -> None:
@@ -148,7 +165,8 @@ def test_a_file_that_cannot_be_opened_is_one_message(tmp_path: Path, monkeypatch
 
 
 def test_one_changed_token_anywhere_gives_another_fingerprint(tmp_path: Path) -> None:
-    path, ids = tmp_path / "train.bin", np.arange(200_000, dtype=np.uint16) % 500
+    path = tmp_path / "train.bin"
+    ids = np.arange(200_000, dtype=np.uint16) % 500
     ids.tofile(path)
     first = build(path).fingerprint
     assert build(path).fingerprint == first
@@ -159,7 +177,9 @@ def test_one_changed_token_anywhere_gives_another_fingerprint(tmp_path: Path) ->
         assert build(path).fingerprint != first, f"token {place}"
 
 
-def test_a_file_that_has_not_changed_is_read_once_per_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_has_not_changed_is_read_once_per_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "train.bin"
     (np.arange(2000, dtype=np.uint16) % 500).tofile(path)
     first = build(path).fingerprint
@@ -189,10 +209,16 @@ def everything(data: TokenData) -> np.ndarray:
 NAMES = ["fineweb_train_000001.bin", "fineweb_train_000002.bin", "fineweb_train_000010.bin"]
 
 
-def test_shards_of_a_folder_a_pattern_or_a_list_are_one_stream_in_sorted_order(tmp_path: Path) -> None:
+def test_shards_of_a_folder_a_pattern_or_a_list_are_one_stream_in_sorted_order(
+    tmp_path: Path,
+) -> None:
     paths = shards(tmp_path / "fineweb", NAMES)
     (tmp_path / "fineweb/README.md").write_text("Shards of FineWeb.")
-    for path in (str(tmp_path / "fineweb"), str(tmp_path / "fineweb/*train*.bin"), [str(path) for path in paths]):
+    for path in (
+        str(tmp_path / "fineweb"),
+        str(tmp_path / "fineweb/*train*.bin"),
+        [str(path) for path in paths],
+    ):
         data = Tokens(path=path, vocab_size=500, val=0.1).build(tmp_path / "run", 16, 0)
         assert np.array_equal(everything(data), IDS)
         assert "3 files" in data.description
@@ -203,7 +229,9 @@ def test_shards_of_a_folder_a_pattern_or_a_list_are_one_stream_in_sorted_order(t
         assert np.array_equal(rows[1].numpy(), IDS[starts[:, None] + np.arange(1, 17)])
 
 
-def test_one_shard_that_changes_gives_another_fingerprint_and_an_equal_one_the_same(tmp_path: Path) -> None:
+def test_one_shard_that_changes_gives_another_fingerprint_and_an_equal_one_the_same(
+    tmp_path: Path,
+) -> None:
     paths = shards(tmp_path / "fineweb", NAMES)
     first = build(tmp_path / "fineweb").fingerprint
     shutil.copytree(tmp_path / "fineweb", tmp_path / "moved")
@@ -216,9 +244,14 @@ def test_one_shard_that_changes_gives_another_fingerprint_and_an_equal_one_the_s
 
 def test_validation_is_never_trained_on_through_a_folder_or_a_list(tmp_path: Path) -> None:
     shards(tmp_path / "fineweb", ["fineweb_val_000000.bin", *NAMES])
-    with pytest.raises(DataError, match=r"for training and for validation .* data\.path='.*/\*train\*'"):
+    with pytest.raises(
+        DataError, match=r"for training and for validation .* data\.path='.*/\*train\*'"
+    ):
         build(tmp_path / "fineweb")
-    paths = {key: str(tmp_path / f"fineweb/*{part}*") for key, part in (("path", "train"), ("val_path", "val"))}
+    paths = {
+        key: str(tmp_path / f"fineweb/*{part}*")
+        for key, part in (("path", "train"), ("val_path", "val"))
+    }
     data = Tokens(vocab_size=500, **paths).build(tmp_path / "run", 16, 0)
     assert len(data.val) == 250 and len(data.train) == 750
     twice = [str(tmp_path / "fineweb" / NAMES[0]), str(tmp_path / "fineweb/*train*")]
@@ -228,7 +261,9 @@ def test_validation_is_never_trained_on_through_a_folder_or_a_list(tmp_path: Pat
 
 def test_a_pattern_without_a_match_says_what_is_there(tmp_path: Path) -> None:
     shards(tmp_path / "fineweb", NAMES)
-    with pytest.raises(DataError, match=r"fineweb/\*valid\* matches nothing; .*/fineweb holds fineweb_train_000001"):
+    with pytest.raises(
+        DataError, match=r"fineweb/\*valid\* matches nothing; .*/fineweb holds fineweb_train_000001"
+    ):
         build(tmp_path / "fineweb/*valid*")
     with pytest.raises(DataError, match=r"matches nothing$"):
         build(tmp_path / "*/nothing/*.bin")
@@ -236,7 +271,9 @@ def test_a_pattern_without_a_match_says_what_is_there(tmp_path: Path) -> None:
         Tokens(path=[], vocab_size=500).build(tmp_path / "run", 16, 0)
 
 
-@pytest.mark.parametrize(("sequences", "documents"), [(2**62, 1), (2**63, 2**63), (400, 2**62), (2**40, 0)])
+@pytest.mark.parametrize(
+    ("sequences", "documents"), [(2**62, 1), (2**63, 2**63), (400, 2**62), (2**40, 0)]
+)
 def test_an_index_that_counts_more_than_it_holds_is_refused_at_once(
     tmp_path: Path, sequences: int, documents: int
 ) -> None:
@@ -244,7 +281,9 @@ def test_an_index_that_counts_more_than_it_holds_is_refused_at_once(
     index = tmp_path / "corpus.idx"
     head = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 4, sequences, documents)
     index.write_bytes(head + index.read_bytes()[len(head) :])
-    with pytest.raises(DataError, match=rf"corpus\.idx counts {sequences:,} sequences .* cut off or belongs"):
+    with pytest.raises(
+        DataError, match=rf"corpus\.idx counts {sequences:,} sequences .* cut off or belongs"
+    ):
         build(tmp_path / "corpus")
 
 
@@ -264,13 +303,15 @@ def test_what_is_no_file_is_refused_as_what_it_is(tmp_path: Path) -> None:
         (tmp_path / "socket.bin", "a socket"),
         ("/dev/zero", "a device"),
     ):
-        with pytest.raises(DataError, match=rf"data\.path={path} is {kind}, and data is read more than once"):
+        with pytest.raises(
+            DataError, match=rf"data\.path={path} is {kind}, and data is read more than once"
+        ):
             Tokens(path=str(path), vocab_size=9).build(tmp_path / "run", 16, 0)
     with pytest.raises(DataError, match=r"pipe\.bin is a pipe"):
         build(tmp_path)
 
 
-# -- documents --------------------------------------------------------------------------------------------------------
+# -- documents -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("key", "offset"), [("end_id", 1), ("begin_id", 0)])
@@ -283,7 +324,9 @@ def test_validation_begins_with_a_document(tmp_path: Path, key: str, offset: int
 
 
 def test_an_id_that_the_vocabulary_lacks_divides_nothing() -> None:
-    with pytest.raises(ValueError, match=r"data\.end_id=500: allowed are ids of the vocabulary, 0 … 499"):
+    with pytest.raises(
+        ValueError, match=r"data\.end_id=500: allowed are ids of the vocabulary, 0 … 499"
+    ):
         Tokens(path="x", vocab_size=500, end_id=500)
     with pytest.raises(ValueError, match=r"data\.begin_id=-1"):
         Tokens(path="x", vocab_size=500, begin_id=-1)

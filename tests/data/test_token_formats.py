@@ -1,4 +1,6 @@
-"""What token files say of themselves: NumPy's headers, and containers and text that are no array of ids."""
+"""What token files say of themselves: NumPy's headers, and containers and text that are no array of
+ids.
+"""
 
 import bz2
 import gzip
@@ -29,19 +31,25 @@ IDS = np.arange(1000) % 500
 
 def build(path: Path, *, vocab_size: int = 500, **settings: Any) -> TokenData:
     settings = {"val": 0.1} | settings
-    return Tokens(path=str(path), vocab_size=vocab_size, **settings).build(path.parent / "run", 16, 0)
+    return Tokens(path=str(path), vocab_size=vocab_size, **settings).build(
+        path.parent / "run", 16, 0
+    )
 
 
 def everything(data: TokenData) -> np.ndarray:
     return np.concatenate([data.train.ids, data.val.ids])
 
 
-INTEGERS = st.sampled_from(["<u1", "<i1", "<u2", ">u2", "<i2", "<u4", ">u4", "<i4", "<u8", "<i8", ">i8"])
+INTEGERS = st.sampled_from(
+    ["<u1", "<i1", "<u2", ">u2", "<i2", "<u4", ">u4", "<i4", "<u8", "<i8", ">i8"]
+)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 @given(
-    dtype=INTEGERS, rows=st.sampled_from([(120,), (1, 120), (5, 24), (2, 3, 20)]), version=st.sampled_from([1, 2, 3])
+    dtype=INTEGERS,
+    rows=st.sampled_from([(120,), (1, 120), (5, 24), (2, 3, 20)]),
+    version=st.sampled_from([1, 2, 3]),
 )
 def test_an_array_of_numpy_is_read_as_its_header_says(
     tmp_path: Path, dtype: str, rows: tuple[int, ...], version: int
@@ -51,7 +59,9 @@ def test_an_array_of_numpy_is_read_as_its_header_says(
         with (tmp_path / name).open("wb") as file, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             np.lib.format.write_array(file, ids, version=(version, 0))
-        data = Tokens(path=str(tmp_path / name), vocab_size=127, val=40).build(tmp_path / "run", 16, 0)
+        data = Tokens(path=str(tmp_path / name), vocab_size=127, val=40).build(
+            tmp_path / "run", 16, 0
+        )
         assert np.array_equal(everything(data), ids.ravel())
 
 
@@ -86,57 +96,87 @@ TFRECORD = (800).to_bytes(8, "little") + bytes.fromhex("335d19e7")
 RAW = np.random.default_rng(0).integers(0, 60_000, 20_000).astype("<u2")
 OTHERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "npz": (lambda path: archived(path, np.savez), r"an archive of NumPy arrays \(\.npz\)"),
-    "npz, compressed": (lambda path: archived(path, np.savez_compressed), r"an archive of NumPy arrays"),
+    "npz, compressed": (
+        lambda path: archived(path, np.savez_compressed),
+        r"an archive of NumPy arrays",
+    ),
     "zip": (zipped, "a zip archive"),
     "tar": (tarred, "a tar archive"),
     "gzip": (lambda path: path.write_bytes(gzip.compress(RAW.tobytes())), "compressed by gzip"),
     "bzip2": (lambda path: path.write_bytes(bz2.compress(RAW.tobytes())), "compressed by bzip2"),
     "xz": (lambda path: path.write_bytes(lzma.compress(RAW.tobytes())), "compressed by xz"),
-    "zstd": (lambda path: path.write_bytes(pyarrow.compress(RAW.tobytes(), "zstd", asbytes=True)), "by zstd"),
+    "zstd": (
+        lambda path: path.write_bytes(pyarrow.compress(RAW.tobytes(), "zstd", asbytes=True)),
+        "by zstd",
+    ),
     "torch": (lambda path: torch.save(torch.from_numpy(IDS), path), r"a file of torch\.save"),
     "torch, old": (
         lambda path: torch.save(torch.from_numpy(IDS), path, _use_new_zipfile_serialization=False),
         "a file of torch.save",
     ),
     **{
-        f"pickle {protocol}": (lambda path, p=protocol: path.write_bytes(pickle.dumps(IDS.tolist(), p)), "a pickle")
+        f"pickle {protocol}": (
+            lambda path, p=protocol: path.write_bytes(pickle.dumps(IDS.tolist(), p)),
+            "a pickle",
+        )
         for protocol in (2, 3, 4, 5)
     },
     "pickled array": (lambda path: path.write_bytes(pickle.dumps(RAW)), "a pickle"),
     "a short pickle": (lambda path: path.write_bytes(pickle.dumps([1, 2])), "a pickle"),
     "pickle 0": (lambda path: path.write_bytes(pickle.dumps(IDS.tolist(), 0)), "a pickle"),
-    "safetensors": (lambda path: save_file({"ids": torch.from_numpy(IDS)}, path), "a safetensors file"),
+    "safetensors": (
+        lambda path: save_file({"ids": torch.from_numpy(IDS)}, path),
+        "a safetensors file",
+    ),
     "json": (lambda path: path.write_text(json.dumps(IDS.tolist())), "text that holds numbers"),
     "csv": (lambda path: path.write_text(" ".join(map(str, IDS))), "text that holds numbers"),
     "TFRecord": (lambda path: path.write_bytes(TFRECORD + RAW.tobytes()), "a TFRecord file"),
     "text": (lambda path: path.write_text("käse und wein\r\n" * 10_000), "text"),
     "utf-16": (lambda path: path.write_text("käse und wein\n" * 1000, encoding="utf-16"), "text"),
-    "sqlite": (lambda path: sqlite3.connect(path).execute("create table a (b)").connection.close(), "an SQLite"),
+    "sqlite": (
+        lambda path: sqlite3.connect(path).execute("create table a (b)").connection.close(),
+        "an SQLite",
+    ),
     "index": (lambda path: path.write_bytes(b"MMIDIDX\0\0" + bytes(99)), "a Megatron index"),
 }
 
 
 @pytest.mark.parametrize("kind", OTHERS)
 @pytest.mark.parametrize("name", ["x.npy", "x.bin"])
-def test_other_containers_and_text_are_refused_by_what_they_are(tmp_path: Path, kind: str, name: str) -> None:
+def test_other_containers_and_text_are_refused_by_what_they_are(
+    tmp_path: Path, kind: str, name: str
+) -> None:
     write, words = OTHERS[kind]
     write(tmp_path / name)
     with pytest.raises(
         DataError, match=rf"{name} is {words if words != 'by zstd' else 'compressed by zstd'}"
     ) as refused:
         build(tmp_path / name, vocab_size=65536, val=20)
-    assert any(cure in str(refused.value) for cure in ("tofile", "Unpack it first", "data=text", "a Megatron index"))
+    assert any(
+        cure in str(refused.value)
+        for cure in ("tofile", "Unpack it first", "data=text", "a Megatron index")
+    )
 
 
 @settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     mark=st.sampled_from(
-        [b"\x1f\x8b\x08", b"\x80\x04\x95", b"\x80\x02", b"BZh9", b"\xff\xff\xff\xff", b"PK\x03\x04", b""]
+        [
+            b"\x1f\x8b\x08",
+            b"\x80\x04\x95",
+            b"\x80\x02",
+            b"BZh9",
+            b"\xff\xff\xff\xff",
+            b"PK\x03\x04",
+            b"",
+        ]
     ),
     seed=st.integers(0, 2**32 - 1),
     size=st.integers(60, 4000),
 )
-def test_raw_ids_that_begin_as_a_container_does_are_ids(tmp_path: Path, mark: bytes, seed: int, size: int) -> None:
+def test_raw_ids_that_begin_as_a_container_does_are_ids(
+    tmp_path: Path, mark: bytes, seed: int, size: int
+) -> None:
     """Three or four bytes are one pair of ids: what follows them has to be right, too."""
     ids = np.random.default_rng(seed).integers(2000, 50_000, size).astype("<u2")
     content = mark + ids.tobytes()[len(mark) :]
@@ -148,9 +188,18 @@ def test_raw_ids_that_begin_as_a_container_does_are_ids(tmp_path: Path, mark: by
 BAD_ARRAYS: dict[str, tuple[Callable[[Path], object], str]] = {
     "floats": (lambda path: np.save(path, IDS.astype("f4")), "of float32, not of token ids"),
     "truth values": (lambda path: np.save(path, IDS > 3), "of bool, not of token ids"),
-    "fields": (lambda path: np.save(path, np.zeros(99, [("a", "u2"), ("b", "u2")])), "not of token ids"),
-    "objects": (lambda path: np.save(path, np.array([1, "a"] * 99, object)), "cannot be read: .*objects in dtype"),
-    "columns": (lambda path: np.save(path, np.asfortranarray(IDS.reshape(10, 100))), "lies column by column"),
+    "fields": (
+        lambda path: np.save(path, np.zeros(99, [("a", "u2"), ("b", "u2")])),
+        "not of token ids",
+    ),
+    "objects": (
+        lambda path: np.save(path, np.array([1, "a"] * 99, object)),
+        "cannot be read: .*objects in dtype",
+    ),
+    "columns": (
+        lambda path: np.save(path, np.asfortranarray(IDS.reshape(10, 100))),
+        "lies column by column",
+    ),
     "a number": (lambda path: np.save(path, np.array(7)), "holds one number"),
     "nothing": (lambda path: np.save(path, IDS[:0]), "is empty"),
     "cut off": (lambda path: (np.save(path, IDS), os.truncate(path, 999)), "cannot be read"),
@@ -159,7 +208,9 @@ BAD_ARRAYS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a huge shape": (
         lambda path: path.write_bytes(
             b"\x93NUMPY\x01\x00\x76\x00"
-            + b"{'descr': '<u2', 'fortran_order': False, 'shape': (4611686018427387904,)}".ljust(117)
+            + b"{'descr': '<u2', 'fortran_order': False, 'shape': (4611686018427387904,)}".ljust(
+                117
+            )
             + b"\n"
             + bytes(200)
         ),
@@ -173,7 +224,9 @@ BAD_ARRAYS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("kind", BAD_ARRAYS)
-def test_an_array_that_holds_no_row_of_ids_is_refused_by_its_header(tmp_path: Path, kind: str) -> None:
+def test_an_array_that_holds_no_row_of_ids_is_refused_by_its_header(
+    tmp_path: Path, kind: str
+) -> None:
     write, words = BAD_ARRAYS[kind]
     write(tmp_path / "x.npy")
     with pytest.raises(DataError, match=rf"x\.npy .*{words}"):
@@ -183,9 +236,14 @@ def test_an_array_that_holds_no_row_of_ids_is_refused_by_its_header(tmp_path: Pa
 @pytest.mark.parametrize(("dtype", "named"), [("<u4", "uint32"), ("<i8", "int64")])
 def test_wider_ids_are_not_taken_for_uint16_unasked(tmp_path: Path, dtype: str, named: str) -> None:
     (1 + IDS).astype(dtype).tofile(tmp_path / "train.bin")
-    with pytest.raises(DataError, match=rf"every second uint16 is 0, as in an array of {named}: .*data\.dtype={named}"):
+    with pytest.raises(
+        DataError,
+        match=rf"every second uint16 is 0, as in an array of {named}: .*data\.dtype={named}",
+    ):
         build(tmp_path / "train.bin", vocab_size=501)
-    assert np.array_equal(everything(build(tmp_path / "train.bin", vocab_size=501, dtype=named)), IDS + 1)
+    assert np.array_equal(
+        everything(build(tmp_path / "train.bin", vocab_size=501, dtype=named)), IDS + 1
+    )
     assert len(everything(build(tmp_path / "train.bin", vocab_size=501, dtype="uint16"))) > len(IDS)
 
 

@@ -43,7 +43,11 @@ def stream(path: Path, content: pyarrow.Table) -> None:
         writer.write_table(content, max_chunksize=2)
 
 
-WRITERS: dict[str, Callable[[Path, pyarrow.Table], None]] = {"x.parquet": parquet, "x.arrow": arrow, "x.bin": stream}
+WRITERS: dict[str, Callable[[Path, pyarrow.Table], None]] = {
+    "x.parquet": parquet,
+    "x.arrow": arrow,
+    "x.bin": stream,
+}
 
 
 def build(path: Path | list[Path], **settings: Any) -> TokenData:
@@ -70,7 +74,9 @@ def test_a_column_of_ids_is_read_row_after_row(tmp_path: Path, name: str, kind: 
 def test_a_folder_of_save_to_disk_and_a_folder_of_shards_are_read(tmp_path: Path) -> None:
     import datasets
 
-    datasets.Dataset.from_dict({"input_ids": EVEN, "n": list(range(60))}).save_to_disk(tmp_path / "saved", num_shards=2)
+    datasets.Dataset.from_dict({"input_ids": EVEN, "n": list(range(60))}).save_to_disk(
+        tmp_path / "saved", num_shards=2
+    )
     assert np.array_equal(everything(build(tmp_path / "saved")), IDS)
     (tmp_path / "shards").mkdir()
     for number, rows in enumerate((ROWS[:3], ROWS[3:])):
@@ -89,17 +95,37 @@ def altered(rows: list[Any]) -> Callable[[Path], None]:
 
 
 BAD: dict[str, tuple[Callable[[Path], object], dict[str, Any], str]] = {
-    "too large": (altered([*ROWS, [500]]), {}, r"row group 2: data.column=input_ids holds the id 500, but the vocab"),
-    "negative": (altered([[-100], *ROWS]), {}, r"row group 0: data.column=input_ids holds the id -100"),
-    "null": (altered([[1, None], *ROWS]), {}, r"row group 0: data.column=input_ids holds 1 ids that are null"),
-    "no column": (altered(ROWS), {"column": "ids"}, r"data.column=ids is not in .* Its columns: meta, input_ids"),
+    "too large": (
+        altered([*ROWS, [500]]),
+        {},
+        r"row group 2: data.column=input_ids holds the id 500, but the vocab",
+    ),
+    "negative": (
+        altered([[-100], *ROWS]),
+        {},
+        r"row group 0: data.column=input_ids holds the id -100",
+    ),
+    "null": (
+        altered([[1, None], *ROWS]),
+        {},
+        r"row group 0: data.column=input_ids holds 1 ids that are null",
+    ),
+    "no column": (
+        altered(ROWS),
+        {"column": "ids"},
+        r"data.column=ids is not in .* Its columns: meta, input_ids",
+    ),
     "text": (
         lambda path: parquet(path, table(["a"] * 9, pyarrow.string(), "text")),
         {"column": "text"},
         "holds string, not token ids: data=hf data.path=.* reads text",
     ),
     "a type": (altered(ROWS), {"dtype": "uint16"}, "data.dtype=uint16 is of raw ids"),
-    "cut off": (lambda path: path.write_bytes(b"PAR1" + bytes(500)), {}, "x.parquet cannot be read"),
+    "cut off": (
+        lambda path: path.write_bytes(b"PAR1" + bytes(500)),
+        {},
+        "x.parquet cannot be read",
+    ),
 }
 
 
@@ -114,5 +140,7 @@ def test_a_table_that_holds_no_ids_is_refused(tmp_path: Path, kind: str) -> None
 def test_a_table_beside_raw_ids_is_refused(tmp_path: Path) -> None:
     parquet(tmp_path / "x.parquet", table(ROWS, pyarrow.list_(pyarrow.int32())))
     IDS.astype("<u2").tofile(tmp_path / "x.bin")
-    with pytest.raises(DataError, match=r"x\.parquet, a table, and .*x\.bin, which is none: name files of one kind"):
+    with pytest.raises(
+        DataError, match=r"x\.parquet, a table, and .*x\.bin, which is none: name files of one kind"
+    ):
         build([tmp_path / "x.bin", tmp_path / "x.parquet"])

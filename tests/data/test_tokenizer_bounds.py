@@ -35,13 +35,23 @@ CHARSMAP = base64.b64encode(b"\x04\0\0\0" + b"\0\0\0\0" + b"x" * 500 + b"\0").de
             edited(normalizer=sequence(*[replace({"String": "a"}, "aaaaaaaa")] * 9)),
             "its normalizer may make 134,217,728",
         ),
-        (edited(normalizer=replace({"Regex": ""}, "x" * 200)), "its normalizer may make 201 characters of one"),
-        (edited(normalizer={"type": "Prepend", "prepend": "x" * 100}), "its normalizer may make 100 characters"),
-        (edited(normalizer={"type": "Precompiled", "precompiled_charsmap": CHARSMAP}), "its normalizer may make 500"),
+        (
+            edited(normalizer=replace({"Regex": ""}, "x" * 200)),
+            "its normalizer may make 201 characters of one",
+        ),
+        (
+            edited(normalizer={"type": "Prepend", "prepend": "x" * 100}),
+            "its normalizer may make 100 characters",
+        ),
+        (
+            edited(normalizer={"type": "Precompiled", "precompiled_charsmap": CHARSMAP}),
+            "its normalizer may make 500",
+        ),
         (
             edited(
                 normalizer=sequence(
-                    sequence(replace({"String": " "}, "_" * 30)), sequence(replace({"String": "_"}, "__" * 30))
+                    sequence(replace({"String": " "}, "_" * 30)),
+                    sequence(replace({"String": "_"}, "__" * 30)),
                 )
             ),
             "its normalizer may make 1,800",
@@ -56,7 +66,9 @@ CHARSMAP = base64.b64encode(b"\x04\0\0\0" + b"\0\0\0\0" + b"x" * 500 + b"\0").de
                     "type": "TemplateProcessing",
                     "single": [{"SpecialToken": {"id": "</s>", "type_id": 0}}] * 1000,
                     "pair": [],
-                    "special_tokens": {"</s>": {"id": "</s>", "ids": [0] * 6000, "tokens": ["</s>"] * 6000}},
+                    "special_tokens": {
+                        "</s>": {"id": "</s>", "ids": [0] * 6000, "tokens": ["</s>"] * 6000}
+                    },
                 }
             ),
             "its post_processor adds 6,000,000 tokens",
@@ -80,7 +92,9 @@ def test_a_file_that_would_cost_too_much_is_refused(tmp_path: Path, text: str, s
 def test_a_sparse_file_is_not_read(tmp_path: Path) -> None:
     with (tmp_path / "tokenizer.json").open("wb") as file:
         file.truncate(6 << 30)
-    with pytest.raises(DataError, match=r"tokenizer\.json cannot be read: 6,442,450,944 bytes; more than"):
+    with pytest.raises(
+        DataError, match=r"tokenizer\.json cannot be read: 6,442,450,944 bytes; more than"
+    ):
         Pretrained(name=str(tmp_path)).open()
 
 

@@ -70,12 +70,16 @@ def test_byte_pairs_are_trained_on_the_data_and_come_back_as_they_were(tmp_path:
 def test_byte_pairs_are_the_same_every_time(tmp_path: Path) -> None:
     for run in ("a", "b"):
         BytePairs(vocab_size=400).build(documents, tmp_path / run)
-    assert (tmp_path / "a/tokenizer.json").read_bytes() == (tmp_path / "b/tokenizer.json").read_bytes()
+    assert (tmp_path / "a/tokenizer.json").read_bytes() == (
+        tmp_path / "b/tokenizer.json"
+    ).read_bytes()
 
 
 def test_only_the_sample_is_learned_from(tmp_path: Path) -> None:
     tokenizer = BytePairs(vocab_size=1000, sample=len(TEXT)).build(documents, tmp_path)
-    assert len(tokenizer.encode("the quick brown fox")) < len(tokenizer.encode("THE QUICK BROWN FOX"))
+    assert len(tokenizer.encode("the quick brown fox")) < len(
+        tokenizer.encode("THE QUICK BROWN FOX")
+    )
 
 
 def test_text_that_spells_a_special_token_is_only_text(trained: Path, tmp_path: Path) -> None:
@@ -88,18 +92,26 @@ def test_a_resumed_run_uses_its_own_tokenizer_and_trains_none(tmp_path: Path) ->
     first = BytePairs(vocab_size=300).build(documents, tmp_path)
     second = BytePairs(vocab_size=300).build(nothing, tmp_path)
     assert first.identity == second.identity
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["tokenizer.json", "tokenizer_origin.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "tokenizer.json",
+        "tokenizer_origin.json",
+    ]
 
 
 def test_a_resumed_run_needs_the_original_no_more(trained: Path, tmp_path: Path) -> None:
     first = Pretrained(name=str(trained)).build(documents, tmp_path / "run")
     trained.unlink()
-    assert Pretrained(name=str(trained)).build(documents, tmp_path / "run").identity == first.identity
+    assert (
+        Pretrained(name=str(trained)).build(documents, tmp_path / "run").identity == first.identity
+    )
 
 
-def test_a_run_that_has_its_copy_reads_nothing_where_the_tokenizer_came_from(trained: Path, tmp_path: Path) -> None:
+def test_a_run_that_has_its_copy_reads_nothing_where_the_tokenizer_came_from(
+    trained: Path, tmp_path: Path
+) -> None:
     """A template that lies there now is neither read nor written into the run."""
-    run, settings = tmp_path / "run", Pretrained(name=str(trained))
+    run = tmp_path / "run"
+    settings = Pretrained(name=str(trained))
     settings.build(documents, run)
     before = {path.name: path.read_bytes() for path in run.iterdir()}
     (trained.parent / "chat_template.jinja").write_text("theirs")
@@ -109,7 +121,10 @@ def test_a_run_that_has_its_copy_reads_nothing_where_the_tokenizer_came_from(tra
 
 def test_a_run_with_another_tokenizer_is_not_taken_over(tmp_path: Path) -> None:
     BytePairs(vocab_size=300).build(documents, tmp_path)
-    with pytest.raises(DataError, match=r"holds the tokenizer bpe of 300 ids .* not bpe of 301 .* another run\.name"):
+    with pytest.raises(
+        DataError,
+        match=r"holds the tokenizer bpe of 300 ids .* not bpe of 301 .* another run\.name",
+    ):
         BytePairs(vocab_size=301).build(documents, tmp_path)
 
 
@@ -118,8 +133,11 @@ def test_a_damaged_copy_in_the_run_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0", ')
     with pytest.raises(DataError, match=r"tokenizer in .* is damaged \(its checksum differs\)"):
         BytePairs(vocab_size=300).build(documents, tmp_path)
-    (tmp_path / "tokenizer_origin.json").write_text('{"origin": "bpe of 300 ids from 20000000 characters"}')
-    with pytest.raises(DataError, match=r"tokenizer\.json is no tokenizer file"):  # from before there were checksums
+    (tmp_path / "tokenizer_origin.json").write_text(
+        '{"origin": "bpe of 300 ids from 20000000 characters"}'
+    )
+    # from before there were checksums
+    with pytest.raises(DataError, match=r"tokenizer\.json is no tokenizer file"):
         BytePairs(vocab_size=300).build(documents, tmp_path)
     (tmp_path / "tokenizer_origin.json").write_text("[]")
     with pytest.raises(DataError, match=r"tokenizer in .* cannot be read"):
@@ -136,12 +154,17 @@ def test_training_on_nothing_is_refused(tmp_path: Path) -> None:
 def test_a_whole_data_set_in_byte_pairs(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(TEXT * 10)
     source = Text(
-        path=str(tmp_path / "a.txt"), tokenizer=BytePairs(vocab_size=300), cache_dir=str(tmp_path / "c"), val=0.1
+        path=str(tmp_path / "a.txt"),
+        tokenizer=BytePairs(vocab_size=300),
+        cache_dir=str(tmp_path / "c"),
+        val=0.1,
     )
     data = source.build(tmp_path / "run", 16, 0)
     assert data.train.ids.dtype == np.uint16
     assert data.tokenizer is not None
-    assert data.tokenizer.decode(np.concatenate([data.train.ids, data.val.ids]).tolist()) == TEXT * 10
+    assert (
+        data.tokenizer.decode(np.concatenate([data.train.ids, data.val.ids]).tolist()) == TEXT * 10
+    )
 
 
 def test_a_folder_with_a_tokenizer_is_as_good_as_the_file(trained: Path, tmp_path: Path) -> None:
@@ -153,15 +176,28 @@ def edited(trained: Path, **changes: Any) -> str:
     return str(trained)
 
 
-def test_truncation_and_padding_set_in_the_file_do_not_cut_documents(trained: Path, tmp_path: Path) -> None:
+def test_truncation_and_padding_set_in_the_file_do_not_cut_documents(
+    trained: Path, tmp_path: Path
+) -> None:
     truncation = {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0}
-    tokenizer = Pretrained(name=edited(trained, truncation=truncation)).build(documents, tmp_path / "run")
+    tokenizer = Pretrained(name=edited(trained, truncation=truncation)).build(
+        documents, tmp_path / "run"
+    )
     assert len(tokenizer.encode_batch([TEXT])[0]) > 100
 
 
-def test_the_token_that_ends_documents_can_be_named_and_must_exist(trained: Path, tmp_path: Path) -> None:
-    assert Pretrained(name=str(trained), end_of_document="a").build(documents, tmp_path / "run").end_of_document < 257
-    with pytest.raises(DataError, match=r"has no token <eot> .* data\.tokenizer\.end_of_document.*<\|endoftext\|>"):
+def test_the_token_that_ends_documents_can_be_named_and_must_exist(
+    trained: Path, tmp_path: Path
+) -> None:
+    assert (
+        Pretrained(name=str(trained), end_of_document="a")
+        .build(documents, tmp_path / "run")
+        .end_of_document
+        < 257
+    )
+    with pytest.raises(
+        DataError, match=r"has no token <eot> .* data\.tokenizer\.end_of_document.*<\|endoftext\|>"
+    ):
         Pretrained(name=str(trained), end_of_document="<eot>").build(documents, tmp_path / "other")
 
 
@@ -171,7 +207,9 @@ def test_a_token_that_begins_documents_makes_another_entry_of_the_cache(tmp_path
     plain = Pretrained(name=str(file), end_of_document="</s>").open()
     begun = Pretrained(name=str(file), end_of_document="</s>", begin_of_document="<unk>").open()
     assert begun.begin_of_document == 1 and encoding_key(plain) != encoding_key(begun)
-    with pytest.raises(DataError, match=r"has no token <b> to begin a document with .* special tokens: </s>, <unk>"):
+    with pytest.raises(
+        DataError, match=r"has no token <b> to begin a document with .* special tokens: </s>, <unk>"
+    ):
         Pretrained(name=str(file), end_of_document="</s>", begin_of_document="<b>").open()
     with pytest.raises(DataError, match="begin_of_document=</s> ends each document already"):
         Pretrained(name=str(file), end_of_document="</s>", begin_of_document="</s>").open()
@@ -185,7 +223,9 @@ def test_a_token_that_begins_documents_makes_another_entry_of_the_cache(tmp_path
         (b'{"some": "thing"}', "is no tokenizer file of the `tokenizers` library"),
     ],
 )
-def test_a_corrupt_tokenizer_file_is_one_message(tmp_path: Path, content: bytes, message: str) -> None:
+def test_a_corrupt_tokenizer_file_is_one_message(
+    tmp_path: Path, content: bytes, message: str
+) -> None:
     (tmp_path / "tok.json").write_bytes(content)
     with pytest.raises(DataError, match=message):
         Pretrained(name=str(tmp_path / "tok.json")).build(documents, tmp_path / "run")
@@ -201,10 +241,15 @@ def test_a_charsmap_that_panics_the_library_is_one_message(
     trained: Path, tmp_path: Path, charsmap: bytes, message: str
 ) -> None:
     body = json.loads(trained.read_text())
-    body["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(charsmap).decode()}
+    body["normalizer"] = {
+        "type": "Precompiled",
+        "precompiled_charsmap": base64.b64encode(charsmap).decode(),
+    }
     (tmp_path / "tok.json").write_text(json.dumps(body))
     with pytest.raises(DataError, match=rf"tok\.json.* {message}"):
-        Pretrained(name=str(tmp_path / "tok.json")).build(documents, tmp_path / "run").encode_batch(["text"])
+        Pretrained(name=str(tmp_path / "tok.json")).build(documents, tmp_path / "run").encode_batch(
+            ["text"]
+        )
 
 
 def test_a_missing_tokenizer_file_suggests_the_near_miss(trained: Path, tmp_path: Path) -> None:
@@ -215,10 +260,15 @@ def test_a_missing_tokenizer_file_suggests_the_near_miss(trained: Path, tmp_path
         Pretrained(name=str(tmp_path / "empty")).build(documents, tmp_path)
 
 
-def test_a_hub_name_without_a_network_says_what_else_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_name_without_a_network_says_what_else_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "no_token"))
-    with pytest.raises(DataError, match=r"somebody/nothing: .* cannot be reached. Give the path .* data/tokenizer=bpe"):
+    with pytest.raises(
+        DataError,
+        match=r"somebody/nothing: .* cannot be reached. Give the path .* data/tokenizer=bpe",
+    ):
         Pretrained(name="somebody/nothing").build(documents, tmp_path)
     with pytest.raises(DataError, match="neither a file nor a hub name"):
         Pretrained(name="not a name!").build(documents, tmp_path)

@@ -24,7 +24,14 @@ from fp4train import checkpoint
 PATIENCE = 240.0
 TINY = (
     *("model.width=32", "model.layers=2", "model.heads=2", "model.kv_heads=1", "model.hidden=64"),
-    *("train.steps=5", "train.batch_size=4", "train.seq_len=32", "eval.batches=1", "eval.every=2", "data=text"),
+    *(
+        "train.steps=5",
+        "train.batch_size=4",
+        "train.seq_len=32",
+        "eval.batches=1",
+        "eval.every=2",
+        "data=text",
+    ),
     *("track=jsonl", "optim.clip=0.5", "checkpoint.every=0"),
 )
 
@@ -41,7 +48,10 @@ class Ended:
     @property
     def message(self) -> str:
         """The one message of a job that failed, which rank 0 alone gives."""
-        told = [[line for line in text.splitlines() if line.startswith("fp4train: ")] for text in self.err]
+        told = [
+            [line for line in text.splitlines() if line.startswith("fp4train: ")]
+            for text in self.err
+        ]
         assert all("Traceback" not in text for text in self.err), self.err
         assert len(told[0]) == 1 and not any(told[1:]), told
         assert all(self.codes), self.codes
@@ -60,7 +70,8 @@ class Job:
         codes = json.loads(self.ranks.answer())
         alarm.cancel()
         texts = [
-            [(self.ranks.folder / f"rank{n}.{kind}").read_text() for n in range(len(codes))] for kind in ("out", "err")
+            [(self.ranks.folder / f"rank{n}.{kind}").read_text() for n in range(len(codes))]
+            for kind in ("out", "err")
         ]
         return Ended(codes, texts[0], texts[1], time.monotonic() - self.began)
 
@@ -70,10 +81,14 @@ class Job:
 
 
 class Ranks:
-    """`ranks(2, "key=value", …)` trains a tiny run on two ranks to its end; `ranks.start(…)` does not wait."""
+    """`ranks(2, "key=value", …)` trains a tiny run on two ranks to its end; `ranks.start(…)` does
+    not wait.
+    """
 
     def __init__(self, server: "subprocess.Popen[str]", text: Path, folder: Path) -> None:
-        self.server, self.text, self.folder = server, text, folder
+        self.server = server
+        self.text = text
+        self.folder = folder
 
     def tiny(self, *arguments: str) -> list[str]:
         given = {each.partition("=")[0] for each in arguments}
@@ -88,21 +103,33 @@ class Ranks:
     def ask(self, count: int, **job: Any) -> Job:
         wanted = {"arguments": [], "environment": {}, "patch": "", "program": "", **job}
         assert self.server.stdin is not None
-        self.server.stdin.write(json.dumps({"ranks": count, "folder": str(self.folder), **wanted}) + "\n")
+        self.server.stdin.write(
+            json.dumps({"ranks": count, "folder": str(self.folder), **wanted}) + "\n"
+        )
         self.server.stdin.flush()
         return Job(self, json.loads(self.answer()))
 
     def start(self, count: int, *arguments: str, patch: str = "", **environment: str) -> Job:
-        """`{rank}` in an argument or variable is the rank; `patch` is code that each rank runs first."""
-        return self.ask(count, arguments=self.tiny(*arguments), patch=patch, environment=environment)
+        """`{rank}` in an argument or variable is the rank; `patch` is code that each rank runs
+        first.
+        """
+        return self.ask(
+            count, arguments=self.tiny(*arguments), patch=patch, environment=environment
+        )
 
     def program(
         self, program: str, count: int, *arguments: str, ends: tuple[int, ...] | None = None
     ) -> list[list[Any]]:
-        """What each of `count` gloo ranks reported that ran `program`; `ends`: their exit codes where not all are 0."""
+        """What each of `count` gloo ranks reported that ran `program`; `ends`: their exit codes
+        where not all are 0.
+        """
         ended = self.ask(count, program=program, arguments=arguments).wait()
-        assert tuple(ended.codes) == (ends or (0,) * count), "\n".join(text[-2000:] for text in ended.err)
-        lines = [[line for line in out.splitlines() if line.startswith("RESULT ")] for out in ended.out]
+        assert tuple(ended.codes) == (ends or (0,) * count), "\n".join(
+            text[-2000:] for text in ended.err
+        )
+        lines = [
+            [line for line in out.splitlines() if line.startswith("RESULT ")] for out in ended.out
+        ]
         return [[json.loads(line.removeprefix("RESULT ")) for line in each] for each in lines]
 
     def __call__(self, count: int, *arguments: str, patch: str = "", **environment: str) -> Ended:
@@ -115,7 +142,9 @@ class Ranks:
         assert "in the first step" not in ended.err
 
     def reference(self, *arguments: str, patch: str = "") -> Path:
-        """The run of one rank with these arguments, which is trained once for all tests that compare with it."""
+        """The run of one rank with these arguments, which is trained once for all tests that
+        compare with it.
+        """
         name = hashlib.sha256("\n".join((*arguments, patch)).encode()).hexdigest()[:16]
         shared = Ranks(self.server, self.text, self.text.parent)
         run = shared.folder / "runs" / name
@@ -124,21 +153,32 @@ class Ranks:
             (run / "whole").touch()
         return run
 
-    # -- what a run left ----------------------------------------------------------------------------------------------
+    # -- what a run left ---------------------------------------------------------------------------
 
     def run(self, name: str | Path) -> Path:
         return self.folder / "runs" / name
 
     def losses(self, name: str | Path) -> list[dict[str, Any]]:
-        """Every logged number of every step but for speeds and for statistics, which are those of the lead's layers."""
-        lines = [json.loads(line) for line in (self.run(name) / "metrics.jsonl").read_text().splitlines()]
+        """Every logged number of every step but for speeds and for statistics, which are those of
+        the lead's layers.
+        """
+        lines = [
+            json.loads(line) for line in (self.run(name) / "metrics.jsonl").read_text().splitlines()
+        ]
         kept = ("step", "train/", "val/", "precision/", "experts/")
-        return [{k: v for k, v in line.items() if k.startswith(kept)} for line in lines if "train/loss" in line]
+        return [
+            {k: v for k, v in line.items() if k.startswith(kept)}
+            for line in lines
+            if "train/loss" in line
+        ]
 
     def state(self, name: str | Path) -> dict[str, bytes]:
         """The newest checkpoint: the bytes of every tensor."""
         tensors = checkpoint.load(self.run(name) / "checkpoints").tensors
-        return {key: tensor.reshape(-1).view(torch.uint8).numpy().tobytes() for key, tensor in tensors.items()}
+        return {
+            key: tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+            for key, tensor in tensors.items()
+        }
 
     def same(self, one: str | Path, other: str | Path) -> None:
         """Assert that two runs are equal in every bit: losses, norms, weights, moments, scales."""
@@ -154,10 +194,13 @@ class Ranks:
 
 @pytest.fixture(scope="session")
 def serving() -> Callable[..., AbstractContextManager["subprocess.Popen[str]"]]:
-    """`serving(*modules, NAME=value)` starts ranks that begin with these modules of tests/backends/te besides their
-    own, in an environment with these variables."""
+    """`serving(*modules, NAME=value)` starts ranks that begin with these modules of
+    tests/backends/te besides their own, in an environment with these variables.
+    """
     tests = Path(__file__).parents[1]
-    path = os.pathsep.join(filter(None, (str(tests / "backends" / "te"), os.environ.get("PYTHONPATH"))))
+    path = os.pathsep.join(
+        filter(None, (str(tests / "backends" / "te"), os.environ.get("PYTHONPATH")))
+    )
     inherited = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 
     @contextmanager
@@ -165,7 +208,12 @@ def serving() -> Callable[..., AbstractContextManager["subprocess.Popen[str]"]]:
         environment = inherited | variables
         command = [sys.executable, str(tests / "helpers" / "rank_server.py"), *modules]
         with subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=Path.cwd()
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+            cwd=Path.cwd(),
         ) as process:
             assert process.stdout is not None and process.stdin is not None
             assert process.stdout.readline() == "ready\n"
@@ -186,10 +234,8 @@ def server(
 @pytest.fixture(scope="session")
 def rank_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small text with something to learn in it."""
-    words, draw = (
-        ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "4", "8", "bits"),
-        random.Random(0),
-    )
+    words = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "4", "8", "bits")
+    draw = random.Random(0)
     path = tmp_path_factory.mktemp("data") / "text.txt"
     path.write_text(" ".join(draw.choice(words) for _ in range(4000)), encoding="utf-8")
     return path

@@ -22,17 +22,28 @@ def train_step(run, recipe):
 loop.train_step = train_step
 """
 OPTIONS = (
-    *("recipe=nvfp4", "train.steps=16", "checkpoint.every=5", "checkpoint.keep=1", "eval.every=0", "phases=none"),
+    *(
+        "recipe=nvfp4",
+        "train.steps=16",
+        "checkpoint.every=5",
+        "checkpoint.keep=1",
+        "eval.every=0",
+        "phases=none",
+    ),
     *("schedule=constant", "schedule.warmup=0", "model.layers=4", "train.on_divergence=rewind"),
 )
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("cut", "microbatch"), [("dp_shard", 2), ("pp", 1)])
-def test_two_ranks_go_back_after_the_same_step_as_one(ranks: Ranks, cut: str, microbatch: int) -> None:
+def test_two_ranks_go_back_after_the_same_step_as_one(
+    ranks: Ranks, cut: str, microbatch: int
+) -> None:
     options = (*OPTIONS, f"train.microbatch={microbatch}")
     ranks.train(2, "two", *options, f"parallel.{cut}=2", patch=POISON)
-    records = [json.loads(line) for line in (ranks.run("two") / "history.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line) for line in (ranks.run("two") / "history.jsonl").read_text().splitlines()
+    ]
     assert [(r["step"], r["skipped"]) for r in records if r["event"] == "rewind"] == [(5, [5, 12])]
     assert [line["step"] for line in ranks.losses("two")] == list(range(1, 17))
     ranks.train(1, "one", *options, patch=POISON)

@@ -1,4 +1,6 @@
-"""All ranks end together: what cannot begin is told once, by rank 0; what ends a run is agreed, and leaves it whole."""
+"""All ranks end together: what cannot begin is told once, by rank 0; what ends a run is agreed, and
+leaves it whole.
+"""
 
 import os
 import random
@@ -21,17 +23,26 @@ Ranks = Any
         (["parallel.dp_shard=3"], "parallel.dp_shard=3 is 3 ranks, and this run has 2"),
         (["parallel.dp_replicate=3"], "parallel.dp_replicate=3 does not divide the 2 ranks"),
         (["train.batch_size=3"], "train.batch_size=3 is not divisible by 2 data ranks"),
-        (["train.microbatch=4"], "train.batch_size=4 is not divisible by 2 data ranks × train.microbatch=4"),
-        (["run.seed={rank}"], "the ranks do not run the same thing: run.seed is 0 on rank 0 and 1 on rank 1"),
+        (
+            ["train.microbatch=4"],
+            "train.batch_size=4 is not divisible by 2 data ranks × train.microbatch=4",
+        ),
+        (
+            ["run.seed={rank}"],
+            "the ranks do not run the same thing: run.seed is 0 on rank 0 and 1 on rank 1",
+        ),
         (["run.dir=runs/a{rank}"], "run.dir is runs/a0 on rank 0 and runs/a1 on rank 1"),
         (
             ["parallel.cp=2"],
-            "unknown key 'parallel.cp': context parallelism cuts the attention of a sequence over ranks",
+            "unknown key 'parallel.cp': context parallelism cuts the attention of a sequence "
+            "over ranks",
         ),
         (
             ["parallel.ep=2"],
-            "unknown key 'parallel.ep': expert parallelism sends tokens to ranks that hold some of the experts, and "
-            "here each data rank multiplies its own tokens with all experts; parallel.tp gives each rank some experts",
+            "unknown key 'parallel.ep': expert parallelism sends tokens to ranks that hold "
+            "some of the experts, and "
+            "here each data rank multiplies its own tokens with all experts; parallel.tp "
+            "gives each rank some experts",
         ),
         (["-m", "recipe=bf16,nvfp4"], "2 ranks train one together"),
     ],
@@ -52,13 +63,20 @@ class Halved(Constant):
 
 
 def test_another_version_of_a_plugin_on_a_rank_is_refused(ranks: Ranks) -> None:
-    """The rank's learning rate would be half of the others': each trains on, and no number shows it."""
+    """The rank's learning rate would be half of the others': each trains on, and no number shows
+    it.
+    """
     for rank in range(2):
         package = ranks.folder / f"side{rank}" / "mylab"
         package.mkdir(parents=True)
         (package / "__init__.py").touch()
         (package / "schedules.py").write_text(SCHEDULE.format(factor=1 / (rank + 1)))
-    options = ("plugins=[mylab]", "schedule=constant", "schedule._target_=mylab.schedules.Halved", "phases=none")
+    options = (
+        "plugins=[mylab]",
+        "schedule=constant",
+        "schedule._target_=mylab.schedules.Halved",
+        "phases=none",
+    )
     patch = "import sys\nsys.path.append(f'side{rank}')"
     refused = ranks(2, "run.name=a", *options, patch=patch).message
     assert "the source mylab/schedules.py is SHA-256 " in refused and "on rank 1" in refused
@@ -70,20 +88,26 @@ def test_another_version_of_a_plugin_on_a_rank_is_refused(ranks: Ranks) -> None:
     [
         (
             "import fp4train.run.host as h\nreal = h.package_version\n"
-            "h.package_version = lambda name: f'{real(name)}.{rank}' if name == 'triton' else real(name)",
+            "h.package_version = lambda name: f'{real(name)}.{rank}' if name == 'triton' "
+            "else real(name)",
             "the version of triton is ",
         ),
         (
             "import fp4train.parallel.agree as a\nreal = a.own_files\n"
-            "a.own_files = lambda: {k: v for k, v in real().items() if rank == 0 or '_cpu' not in k}",
+            "a.own_files = lambda: {k: v for k, v in real().items() if rank == 0 or '_cpu' "
+            "not in k}",
             "_cpu.",
         ),
     ],
     ids=["a library", "no compiled extension"],
 )
-def test_another_library_or_extension_on_a_rank_is_refused(ranks: Ranks, patch: str, said: str) -> None:
+def test_another_library_or_extension_on_a_rank_is_refused(
+    ranks: Ranks, patch: str, said: str
+) -> None:
     refused = ranks(2, "run.name=a", patch=patch).message
-    assert said in refused and "on rank 0 and " in refused and "the same code and libraries" in refused
+    assert (
+        said in refused and "on rank 0 and " in refused and "the same code and libraries" in refused
+    )
 
 
 @pytest.mark.long
@@ -96,7 +120,10 @@ def test_other_code_or_data_on_a_rank_is_refused(ranks: Ranks) -> None:
     other.write_text(ranks.text.read_text().replace("fox", "cat"))
     patch = "import os\nimport fp4train.data.text as t\n"
     patch += "original = t.Text.build\n"
-    patch += "def build(self, run_dir, seq_len, seed):\n    object.__setattr__(self, 'path', f'data{rank}')\n"
+    patch += (
+        "def build(self, run_dir, seq_len, seed):\n    object.__setattr__(self, 'path', "
+        "f'data{rank}')\n"
+    )
     patch += "    return original(self, run_dir, seq_len, seed)\n"
     patch += "t.Text.build = build"
     said = ranks(2, "run.name=b", patch=patch).message
@@ -112,12 +139,23 @@ def test_a_run_directory_that_is_not_shared_is_refused(ranks: Ranks) -> None:
 
 
 def test_two_jobs_in_one_directory(ranks: Ranks) -> None:
-    patch = "import fcntl, os\nos.makedirs('runs/a', exist_ok=True)\nf = open('runs/a/.lock', 'w')\n"
+    patch = (
+        "import fcntl, os\nos.makedirs('runs/a', exist_ok=True)\nf = open('runs/a/.lock', 'w')\n"
+    )
     patch += "if not rank:\n    import subprocess, sys\n"
-    patch += "    p = subprocess.Popen([sys.executable, '-c', 'import fcntl, time; f = open(\"runs/a/.lock\");"
-    patch += " fcntl.flock(f, fcntl.LOCK_EX); print(1, flush=True); time.sleep(20)'], stdout=subprocess.PIPE)\n"
+    patch += (
+        "    p = subprocess.Popen([sys.executable, '-c', 'import fcntl, time; f = "
+        'open("runs/a/.lock");'
+    )
+    patch += (
+        " fcntl.flock(f, fcntl.LOCK_EX); print(1, flush=True); time.sleep(20)'], "
+        "stdout=subprocess.PIPE)\n"
+    )
     patch += "    p.stdout.readline()\n    import atexit\n"
-    assert "runs/a is in use: another process trains in it" in ranks(2, "run.name=a", patch=patch).message
+    assert (
+        "runs/a is in use: another process trains in it"
+        in ranks(2, "run.name=a", patch=patch).message
+    )
 
 
 @pytest.mark.parametrize(
@@ -125,12 +163,17 @@ def test_two_jobs_in_one_directory(ranks: Ranks) -> None:
     [
         ({"WORLD_SIZE": "2"}, "RANK is not set"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK='2' must be a whole number from 0 below 2"),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR is not set: start the ranks with torchrun or srun"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2"},
+            "MASTER_ADDR is not set: start the ranks with torchrun or srun",
+        ),
         ({"OMPI_COMM_WORLD_SIZE": "4"}, "each process would train the whole batch"),
         ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, "which host leads"),
     ],
 )
-def test_a_launcher_that_says_too_little_is_refused(ranks: Ranks, environment: dict[str, str], said: str) -> None:
+def test_a_launcher_that_says_too_little_is_refused(
+    ranks: Ranks, environment: dict[str, str], said: str
+) -> None:
     assert said in ranks(1, "run.name=a", **environment).message
 
 
@@ -140,7 +183,10 @@ def test_one_rank_that_is_to_be_two_is_refused(ranks: Ranks) -> None:
 
 
 SLOW = "import time, fp4train.train as loop\noriginal = loop.train_step\n"
-SLOW += "def step(run, recipe):\n    time.sleep(0.05)\n    return original(run, recipe)\nloop.train_step = step"
+SLOW += (
+    "def step(run, recipe):\n    time.sleep(0.05)\n    return original(run, "
+    "recipe)\nloop.train_step = step"
+)
 
 
 def training(ranks: Ranks, run: str) -> bool:
@@ -150,7 +196,9 @@ def training(ranks: Ranks, run: str) -> bool:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("number", "rank"), [(signal.SIGTERM, 0), (signal.SIGUSR1, 1)])
-def test_a_signal_to_one_rank_ends_all_after_the_same_step(ranks: Ranks, number: int, rank: int) -> None:
+def test_a_signal_to_one_rank_ends_all_after_the_same_step(
+    ranks: Ranks, number: int, rank: int
+) -> None:
     options = (
         "train.steps=900",
         "phases=none",
@@ -165,7 +213,9 @@ def test_a_signal_to_one_rank_ends_all_after_the_same_step(ranks: Ranks, number:
     ended = job.wait()
     assert ended.codes == [128 + number] * 2, ended.err
     done = len(ranks.losses("a"))
-    assert [p.name for p in (ranks.folder / "runs/a/checkpoints").glob("step_*")] == [f"step_{done:08d}"]
+    assert [p.name for p in (ranks.folder / "runs/a/checkpoints").glob("step_*")] == [
+        f"step_{done:08d}"
+    ]
     assert f"step {done}, stopped by" in ended.out[0] and not ended.out[1]
     assert ranks(2, "resume=runs/a", f"train.steps={done + 2}").codes == [0, 0]
     whole = ranks.reference("train.microbatch=2", f"train.steps={done + 2}", *options[1:])
@@ -181,8 +231,15 @@ def fails_at_3(rank: int, what: str) -> str:
 @pytest.mark.long
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_error_on_one_rank_ends_all_in_seconds_with_its_name(ranks: Ranks, rank: int) -> None:
-    ended = ranks(2, "run.name=a", "checkpoint.every=2", patch=fails_at_3(rank, "raise ValueError('a bad disk')"))
-    lines = [line for text in ended.err for line in text.splitlines() if line.startswith("fp4train: ")]
+    ended = ranks(
+        2,
+        "run.name=a",
+        "checkpoint.every=2",
+        patch=fails_at_3(rank, "raise ValueError('a bad disk')"),
+    )
+    lines = [
+        line for text in ended.err for line in text.splitlines() if line.startswith("fp4train: ")
+    ]
     assert len(lines) == 1 and lines[0].startswith(f"fp4train: rank {rank} on ")
     assert lines[0].endswith("ended: ValueError: a bad disk")
     assert ended.codes == [1, 1] and ended.seconds < 60
@@ -192,8 +249,12 @@ def test_an_error_on_one_rank_ends_all_in_seconds_with_its_name(ranks: Ranks, ra
 
 def told(ended: Any, *, by: int) -> str:
     """The one message of a job, and that no other rank gave one."""
-    lines = [[line for line in text.splitlines() if line.startswith("fp4train: ")] for text in ended.err]
-    assert [len(each) for each in lines] == [int(rank == by) for rank in range(len(lines))], ended.err
+    lines = [
+        [line for line in text.splitlines() if line.startswith("fp4train: ")] for text in ended.err
+    ]
+    assert [len(each) for each in lines] == [int(rank == by) for rank in range(len(lines))], (
+        ended.err
+    )
     assert "Traceback" not in ended.err[by]
     return str(lines[by][0])
 
@@ -208,11 +269,19 @@ DATA_CHANGES = {
 }
 
 
-@pytest.mark.parametrize(("rank", "change"), [pytest.param(0, "cut off", marks=pytest.mark.long), (1, "changed")])
-def test_a_cache_that_changes_on_one_machine_ends_all_ranks_saved(ranks: Ranks, rank: int, change: str) -> None:
-    ended = ranks(2, "run.name=a", "eval.every=0", patch=OWN_CACHE + fails_at_3(rank, DATA_CHANGES[change]))
+@pytest.mark.parametrize(
+    ("rank", "change"), [pytest.param(0, "cut off", marks=pytest.mark.long), (1, "changed")]
+)
+def test_a_cache_that_changes_on_one_machine_ends_all_ranks_saved(
+    ranks: Ranks, rank: int, change: str
+) -> None:
+    ended = ranks(
+        2, "run.name=a", "eval.every=0", patch=OWN_CACHE + fails_at_3(rank, DATA_CHANGES[change])
+    )
     assert f".bin was {change} after the run had opened it" in ended.message
-    steps = [int(folder.name[5:]) for folder in (ranks.folder / "runs/a/checkpoints").glob("step_*")]
+    steps = [
+        int(folder.name[5:]) for folder in (ranks.folder / "runs/a/checkpoints").glob("step_*")
+    ]
     assert steps in ([3], [4]) and ended.seconds < 60
     ranks.train(2, "a", "eval.every=0", patch=OWN_CACHE)
     ranks.same(ranks.reference("train.microbatch=2", "eval.every=0"), "a")
@@ -221,20 +290,31 @@ def test_a_cache_that_changes_on_one_machine_ends_all_ranks_saved(ranks: Ranks, 
 @pytest.mark.long
 def test_validation_text_that_one_rank_cannot_read_ends_all_saved(ranks: Ranks) -> None:
     unreadable = "from fp4train.errors import DataError; "
-    unreadable += "run.val_data.rows = lambda *place: (_ for _ in ()).throw(DataError('the text is gone'))"
+    unreadable += (
+        "run.val_data.rows = lambda *place: (_ for _ in ()).throw(DataError('the text is gone'))"
+    )
     ended = ranks(2, "run.name=a", patch=fails_at_3(1, unreadable))
     assert ended.message == "rank 1: the text is gone" and ended.seconds < 60
-    assert [folder.name for folder in (ranks.folder / "runs/a/checkpoints").glob("step_*")] == ["step_00000004"]
+    assert [folder.name for folder in (ranks.folder / "runs/a/checkpoints").glob("step_*")] == [
+        "step_00000004"
+    ]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_is_killed_is_named_by_another_and_ends_all(ranks: Ranks, rank: int) -> None:
-    """Rank 0 keeps the store through which ranks tell each other: without torchrun it is gone, too."""
-    ended = ranks(2, "run.name=a", "checkpoint.every=2", patch=fails_at_3(rank, "os.kill(os.getpid(), 9)"))
+    """Rank 0 keeps the store through which ranks tell each other: without torchrun it is gone,
+    too.
+    """
+    ended = ranks(
+        2, "run.name=a", "checkpoint.every=2", patch=fails_at_3(rank, "os.kill(os.getpid(), 9)")
+    )
     assert ended.codes == ([75, -9] if rank else [-9, 75])
     said = told(ended, by=1 - rank)
-    assert f"lost rank {rank}" in said and ", which ended without a word (killed, or out of memory?)" in said
+    assert (
+        f"lost rank {rank}" in said
+        and ", which ended without a word (killed, or out of memory?)" in said
+    )
     ranks.train(2, "a", "checkpoint.every=2")
     ranks.same(ranks.reference("train.microbatch=2"), "a")
 
@@ -244,20 +324,36 @@ def test_a_rank_that_is_killed_is_named_by_another_and_ends_all(ranks: Ranks, ra
 def test_a_rank_that_hangs_is_named_by_one_of_those_that_waited(ranks: Ranks, rank: int) -> None:
     options = ("run.name=a", "parallel.timeout=4", "parallel.dp_replicate=3", "train.batch_size=3")
     job = ranks.start(3, *options, patch=fails_at_3(rank, "time.sleep(30); os._exit(0)"))
-    said = [line for text in job.wait().err for line in text.splitlines() if line.startswith("fp4train: ")]
+    said = [
+        line
+        for text in job.wait().err
+        for line in text.splitlines()
+        if line.startswith("fp4train: ")
+    ]
     assert len(said) == 1, said
-    assert f" lost rank {rank} on " in said[0] and ", which did not answer within parallel.timeout=4 s" in said[0]
+    assert (
+        f" lost rank {rank} on " in said[0]
+        and ", which did not answer within parallel.timeout=4 s" in said[0]
+    )
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_a_rank_that_is_stopped_is_named_while_the_others_wait(ranks: Ranks, rank: int) -> None:
-    """Rank 0 keeps the store: where it is stopped, nothing in there answers. Who goes on costs nothing."""
-    quick = "import fp4train.parallel.attendance as a\na.BEAT_SECONDS, a.SILENT_SECONDS = 0.2, 1.5\n"
+    """Rank 0 keeps the store: where it is stopped, nothing in there answers. Who goes on costs
+    nothing.
+    """
+    quick = (
+        "import fp4train.parallel.attendance as a\na.BEAT_SECONDS, a.SILENT_SECONDS = 0.2, 1.5\n"
+    )
     stops = fails_at_3(rank, "os.kill(os.getpid(), 19)")
     job = ranks.start(2, "run.name=a", patch=quick + stops)
     told = ranks.folder / f"rank{1 - rank}.err"
     named = f"rank {rank} on "
-    ranks.until(lambda: told.exists() and f"{named}" in told.read_text() and "no sign for" in told.read_text())
+    ranks.until(
+        lambda: (
+            told.exists() and f"{named}" in told.read_text() and "no sign for" in told.read_text()
+        )
+    )
     os.kill(job.processes[rank], signal.SIGCONT)
     ended = job.wait()
     assert ended.codes == [0, 0], ended.err
@@ -268,10 +364,15 @@ def test_a_rank_that_is_stopped_is_named_while_the_others_wait(ranks: Ranks, ran
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_a_rank_that_does_not_come_is_named_after_a_bounded_time(ranks: Ranks, rank: int) -> None:
-    patch = f"import os\nimport fp4train.parallel.launch as m\nm.PATIENCE = 2.0\nif rank == {rank}:\n    os._exit(9)"
+    patch = (
+        "import os\nimport fp4train.parallel.launch as m\nm.PATIENCE = 2.0\nif rank == "
+        f"{rank}:\n    os._exit(9)"
+    )
     ended = ranks(2, "run.name=a", patch=patch)
     assert ended.codes == ([75, 9] if rank else [9, 75]) and ended.seconds < 60
-    assert ("rank 1 did not come to" if rank else "rank 1 of 2 does not reach rank 0 at") in told(ended, by=1 - rank)
+    assert ("rank 1 did not come to" if rank else "rank 1 of 2 does not reach rank 0 at") in told(
+        ended, by=1 - rank
+    )
     assert "within 2 s" in told(ended, by=1 - rank)
 
 
@@ -286,8 +387,11 @@ def test_a_rank_killed_at_any_moment_costs_no_bit(ranks: Ranks, seed: int) -> No
     draw = random.Random(seed)
     long = ("train.steps=30", "eval.every=10", "phases=none")
     job = ranks.start(2, "run.name=killed", "checkpoint.every=3", *long)
-    metrics, step = ranks.folder / "runs/killed/metrics.jsonl", draw.randrange(30)
-    ranks.until(lambda: not step or (metrics.exists() and metrics.read_text().count("train/loss") >= step))
+    metrics = ranks.folder / "runs/killed/metrics.jsonl"
+    step = draw.randrange(30)
+    ranks.until(
+        lambda: not step or (metrics.exists() and metrics.read_text().count("train/loss") >= step)
+    )
     time.sleep(draw.uniform(0, 0.2 if step else 1.0))
     with suppress(ProcessLookupError):  # the run was faster than the draw
         os.kill(job.processes[draw.randrange(2)], signal.SIGKILL)
@@ -305,10 +409,14 @@ def test_a_rank_that_hangs_is_found_with_its_stack(ranks: Ranks) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_loss_that_is_not_finite_on_one_rank_stops_all_and_saves(ranks: Ranks, rank: int) -> None:
-    poison = "next(iter(run.model.parameters())); run.model.blocks[1].mlp.down.register_forward_hook("
+    poison = (
+        "next(iter(run.model.parameters())); run.model.blocks[1].mlp.down.register_forward_hook("
+    )
     poison += "lambda m, a, y: y * float('nan'))"
     said = ranks(2, "run.name=a", patch=fails_at_3(rank, poison)).message
-    assert said.startswith("step 3: loss is nan in NVFP4; first non-finite: output of blocks.1.mlp.down")
+    assert said.startswith(
+        "step 3: loss is nan in NVFP4; first non-finite: output of blocks.1.mlp.down"
+    )
     assert "A checkpoint from before this step is saved" in said
     ranks.train(2, "a")
     ranks.same(ranks.reference("train.microbatch=2"), "a")
@@ -317,7 +425,9 @@ def test_a_loss_that_is_not_finite_on_one_rank_stops_all_and_saves(ranks: Ranks,
 def test_a_swap_comes_after_the_same_step_on_all_ranks(ranks: Ranks) -> None:
     ranks.train(2, "asked", "phases=none", patch=ASKS_FOR_MXFP8)
     ranks.train(1, "one", "phases=none", "train.microbatch=2", patch=ASKS_FOR_MXFP8)
-    assert [line["precision/recipe"] for line in ranks.losses("asked")] == ["NVFP4"] * 3 + ["MXFP8"] * 2
+    assert [line["precision/recipe"] for line in ranks.losses("asked")] == ["NVFP4"] * 3 + [
+        "MXFP8"
+    ] * 2
     ranks.same("one", "asked")
     assert recorded(Path(ranks.folder, "runs/asked")) == [(3, "mxfp8")]
 
@@ -326,7 +436,9 @@ def test_the_lead_decides_whether_this_user_wrote_a_configuration(ranks: Ranks) 
     """Each machine may have a key of its own, or none."""
     ranks.train(2, "a", "train.steps=1", XDG_STATE_HOME=str(ranks.folder / "state{rank}"))
     named = (f"data.path={ranks.text}", f"data.cache_dir={ranks.text.parent / 'cache'}")
-    said = ranks(2, "resume=runs/a", "train.steps=2", XDG_STATE_HOME=str(ranks.folder / "other{rank}")).message
+    said = ranks(
+        2, "resume=runs/a", "train.steps=2", XDG_STATE_HOME=str(ranks.folder / "other{rank}")
+    ).message
     assert "names paths outside of the run" in said and all(each in said for each in named)
     for options, state in ((), "state{rank}"), (named, "other{rank}"):
         steps = f"train.steps={2 + len(options)}"

@@ -10,7 +10,9 @@ RECIPES = ("bf16", "nvfp4", "mxfp8", "fp8_current", "fp8_delayed")
 Ranks = Any
 
 
-@pytest.mark.parametrize("recipe", [pytest.param(r, marks=() if r == "nvfp4" else pytest.mark.long) for r in RECIPES])
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(r, marks=() if r == "nvfp4" else pytest.mark.long) for r in RECIPES]
+)
 def test_two_ranks_are_two_microbatches(ranks: Ranks, recipe: str) -> None:
     options = (f"recipe={recipe}", "policy=all")
     ranks.train(2, "two", *options)
@@ -19,7 +21,9 @@ def test_two_ranks_are_two_microbatches(ranks: Ranks, recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", ["nvfp4", pytest.param("mxfp8", marks=pytest.mark.long)])
 def test_two_ranks_recompute_what_two_microbatches_do(ranks: Ranks, recipe: str) -> None:
-    """Of weights that are gathered as codes (MXFP8), and with one scale as values (NVFP4); blocks are recomputed."""
+    """Of weights that are gathered as codes (MXFP8), and with one scale as values (NVFP4); blocks
+    are recomputed.
+    """
     fused = ("recipe.fused_scales=true",) if recipe == "nvfp4" else ()
     options = (f"recipe={recipe}", "policy=all", "model.recompute=true", *fused)
     ranks.train(2, "two", *options)
@@ -33,7 +37,9 @@ def test_two_ranks_round_moments_of_bf16_as_two_microbatches_do(ranks: Ranks) ->
     ranks.same(ranks.reference("train.microbatch=2", *options), "two")
 
 
-def test_with_the_defaults_two_ranks_are_two_microbatches_while_gradients_are_clipped(ranks: Ranks) -> None:
+def test_with_the_defaults_two_ranks_are_two_microbatches_while_gradients_are_clipped(
+    ranks: Ranks,
+) -> None:
     """Every key but the sizes has its default; one rank sums the gradient norm as two do."""
     ranks.train(2, "two", "optim.clip=1.0", "train.steps=8")
     reference = ranks.reference("train.microbatch=2", "optim.clip=1.0", "train.steps=8")
@@ -42,16 +48,26 @@ def test_with_the_defaults_two_ranks_are_two_microbatches_while_gradients_are_cl
 
 
 def test_the_lead_logs_the_ranks_speed_and_memory(ranks: Ranks) -> None:
-    greedy = "import torch\nheld = torch.ones(100_000_000) if rank else None\nimport builtins\nbuiltins.held = held"
+    greedy = (
+        "import torch\nheld = torch.ones(100_000_000) if rank else None\nimport "
+        "builtins\nbuiltins.held = held"
+    )
     ranks.train(2, "two", "train.steps=2", "recipe=bf16", patch=greedy)
-    lines = [json.loads(line) for line in (ranks.run("two") / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (ranks.run("two") / "metrics.jsonl").read_text().splitlines()
+    ]
     last = [line for line in lines if "train/loss" in line][-1]
-    assert last["perf/memory_rank"] == 1 and last["perf/memory_gb"] - last["perf/memory_gb_least"] > 0.3
+    assert (
+        last["perf/memory_rank"] == 1
+        and last["perf/memory_gb"] - last["perf/memory_gb_least"] > 0.3
+    )
     assert last["perf/tokens_per_s_per_rank"] == last["perf/tokens_per_s"] / 2
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("cut", ["parallel.dp_shard=4", "parallel.dp_replicate=2", "parallel.dp_replicate=4"])
+@pytest.mark.parametrize(
+    "cut", ["parallel.dp_shard=4", "parallel.dp_replicate=2", "parallel.dp_replicate=4"]
+)
 def test_four_ranks_are_four_microbatches_but_for_the_order_of_sums(ranks: Ranks, cut: str) -> None:
     reference = ranks.reference("train.microbatch=1", "recipe=fp8_delayed")
     ranks.train(4, "four", cut, "recipe=fp8_delayed")
@@ -69,7 +85,12 @@ def test_replicas_are_two_microbatches_as_shards_are(ranks: Ranks) -> None:
 @pytest.mark.long
 def test_the_same_mesh_gives_the_same_bits_and_goes_on_in_them(ranks: Ranks) -> None:
     """With recomputed blocks, accumulated microbatches and measured steps."""
-    options = ("recipe=fp8_delayed", "model.recompute=true", "train.microbatch=1", "eval.errors_every=2")
+    options = (
+        "recipe=fp8_delayed",
+        "model.recompute=true",
+        "train.microbatch=1",
+        "eval.errors_every=2",
+    )
     ranks.train(2, "whole", *options)
     ranks.train(2, "parts", *options, "checkpoint.every=3", patch=DIES_AT_4)
     ranks.train(2, "parts", *options, "checkpoint.every=3")
@@ -78,7 +99,11 @@ def test_the_same_mesh_gives_the_same_bits_and_goes_on_in_them(ranks: Ranks) -> 
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [(2, 1), pytest.param(1, 2, marks=pytest.mark.long), pytest.param(2, 4, marks=pytest.mark.long)],
+    [
+        (2, 1),
+        pytest.param(1, 2, marks=pytest.mark.long),
+        pytest.param(2, 4, marks=pytest.mark.long),
+    ],
 )
 def test_a_run_goes_on_with_another_number_of_ranks(ranks: Ranks, before: int, after: int) -> None:
     def rows(count: int) -> str:

@@ -16,13 +16,18 @@ Ranks = Any
 NVFP4 = ("recipe=nvfp4", "policy=all")
 CUTS = {
     "shards": ((), ("train.microbatch=2",)),
-    "stages": (("parallel.pp=2", "train.microbatch=1", "model.layers=4"), ("train.microbatch=1", "model.layers=4")),
+    "stages": (
+        ("parallel.pp=2", "train.microbatch=1", "model.layers=4"),
+        ("train.microbatch=1", "model.layers=4"),
+    ),
 }
 
 
 def files(folder: Path) -> dict[str, bytes]:
     """What it holds but for the model card, which names the run and the number of its ranks."""
-    return {name: (folder / name).read_bytes() for name in os.listdir(folder) if name != "README.md"}
+    return {
+        name: (folder / name).read_bytes() for name in os.listdir(folder) if name != "README.md"
+    }
 
 
 @pytest.mark.parametrize("cut", CUTS)
@@ -43,10 +48,15 @@ def test_two_ranks_export_what_one_rank_does(ranks: Ranks, tmp_path: Path, cut: 
         (4, ("parallel.tp=2", "parallel.dp_shard=2", "model.kv_heads=2", "model.tied=false")),
     ],
 )
-def test_parts_of_matrices_are_put_together(ranks: Ranks, tmp_path: Path, count: int, options: tuple[str, ...]) -> None:
-    """Tensor parallelism sums in another order, so the same weights are stored as one rank would."""
+def test_parts_of_matrices_are_put_together(
+    ranks: Ranks, tmp_path: Path, count: int, options: tuple[str, ...]
+) -> None:
+    """Tensor parallelism sums in another order, so the same weights are stored as one rank
+    would.
+    """
     ranks.train(count, "parts", *NVFP4, *options)
-    run, whole = ranks.run("parts"), ranks.run("whole")
+    run = ranks.run("parts")
+    whole = ranks.run("whole")
     shutil.copytree(run, whole)
     found = checkpoint.load(whole / "checkpoints")
     checkpoint.save(whole / "checkpoints", found.step, dict(found.tensors), found.state, keep=1)

@@ -1,5 +1,6 @@
-"""Families other than Llama: their runs are the same on one rank and over two, cut in every way, and go on in every
-bit."""
+"""Families other than Llama: their runs are the same on one rank and over two, cut in every way,
+and go on in every bit.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -15,34 +16,85 @@ pytestmark = pytest.mark.long
 Ranks = Any
 Cut = tuple[str, ...]
 HYBRID = (
-    *("model=hybrid_tiny", "model.width=32", "model.pattern=M-M*", "model.hidden=64", "model.scan.heads=4"),
+    *(
+        "model=hybrid_tiny",
+        "model.width=32",
+        "model.pattern=M-M*",
+        "model.hidden=64",
+        "model.scan.heads=4",
+    ),
     *("model.scan.head_dim=16", "model.scan.state=16", "model.scan.chunk=16", "train.microbatch=2"),
 )
 MOE = (
-    *("model=moe_tiny", "model.width=32", "model.layers=3", "model.hidden=64", "model.experts.count=4"),
-    *("model.experts.hidden=32", "model.balance.loss=0.01", "model.balance.speed=0.01", "train.microbatch=2"),
+    *(
+        "model=moe_tiny",
+        "model.width=32",
+        "model.layers=3",
+        "model.hidden=64",
+        "model.experts.count=4",
+    ),
+    *(
+        "model.experts.hidden=32",
+        "model.balance.loss=0.01",
+        "model.balance.speed=0.01",
+        "train.microbatch=2",
+    ),
 )
 CUT_HYBRID = (
     *HYBRID,
-    *("model.pattern=M*-", "model.kv_heads=2", "model.scan.heads=32", "model.scan.head_dim=4", "model.scan.groups=2"),
+    *(
+        "model.pattern=M*-",
+        "model.kv_heads=2",
+        "model.scan.heads=32",
+        "model.scan.head_dim=4",
+        "model.scan.groups=2",
+    ),
     *("policy=all", "schedule.warmup=0"),
 )
 """Each segment of `in_proj` is whole blocks on two ranks."""
-# Half of each filter is a multiple of 16 values: torch's fused AdamW rounds what does not fill a vector otherwise.
+# Half of each filter is a multiple of 16 values: torch's fused AdamW rounds what does not fill a
+# vector otherwise.
 HYENA = (
-    *("model=hyena_tiny", "model.width=32", "model.pattern=SDH*", "model.hidden=64", "model.filters.groups=32"),
+    *(
+        "model=hyena_tiny",
+        "model.width=32",
+        "model.pattern=SDH*",
+        "model.hidden=64",
+        "model.filters.groups=32",
+    ),
     *("model.filters.poles=4", "model.vocab_size=320", "train.microbatch=2"),
 )
 FAMILIES = {"hybrid": HYBRID, "hyena": HYENA, "moe": MOE}
-CUT_MOE = (*MOE, "model.dense=1", "model.kv_heads=2", "model.experts.shared=1", "policy=all", "schedule.warmup=0")
-CUT: dict[str, Cut] = {"hybrid": CUT_HYBRID, "hyena": (*HYENA, "policy=all", "schedule.warmup=0"), "moe": CUT_MOE}
+CUT_MOE = (
+    *MOE,
+    "model.dense=1",
+    "model.kv_heads=2",
+    "model.experts.shared=1",
+    "policy=all",
+    "schedule.warmup=0",
+)
+CUT: dict[str, Cut] = {
+    "hybrid": CUT_HYBRID,
+    "hyena": (*HYENA, "policy=all", "schedule.warmup=0"),
+    "moe": CUT_MOE,
+}
 SAME = [
-    pytest.param("nvfp4", ("parallel.pp=2", "parallel.pp_schedule=gpipe", "model.recompute=true"), id="gpipe"),
-    pytest.param("nvfp4", ("parallel.gather=fp32", "parallel.reduce=float32"), id="float32 on the wire"),
+    pytest.param(
+        "nvfp4", ("parallel.pp=2", "parallel.pp_schedule=gpipe", "model.recompute=true"), id="gpipe"
+    ),
+    pytest.param(
+        "nvfp4", ("parallel.gather=fp32", "parallel.reduce=float32"), id="float32 on the wire"
+    ),
     pytest.param("bf16", ("parallel.gather=bf16",), id="BF16 on the wire"),
-    pytest.param("fp8_current", ("parallel.pp=2", "parallel.pp_schedule=interleaved"), id="interleaved in FP8"),
+    pytest.param(
+        "fp8_current",
+        ("parallel.pp=2", "parallel.pp_schedule=interleaved"),
+        id="interleaved in FP8",
+    ),
 ]
-"""What the tests of Llama promise in every bit, and the test of families beside it does not train."""
+"""What the tests of Llama promise in every bit, and the test of families beside it does not
+train.
+"""
 
 
 def four(family: str) -> Cut:
@@ -63,8 +115,12 @@ def test_shards_and_stages_are_one_rank(ranks: Ranks, family: str, recipe: str) 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_outlier_channels_are_those_of_one_rank_on_shards_and_refused_elsewhere(ranks: Ranks, family: str) -> None:
-    """Experts too: a rank has tokens for some of them, and all ranks choose by the tokens of all."""
+def test_outlier_channels_are_those_of_one_rank_on_shards_and_refused_elsewhere(
+    ranks: Ranks, family: str
+) -> None:
+    """Experts too: a rank has tokens for some of them, and all ranks choose by the tokens of
+    all.
+    """
     own = ("recipe=tetrajet_v2_outliers", "policy=all", "recipe.outliers.multiple=8")
     own = (*own, "recipe.outliers.start=0", "recipe.outliers.steps=2")
     options = (*FAMILIES[family], *own)
@@ -76,7 +132,9 @@ def test_outlier_channels_are_those_of_one_rank_on_shards_and_refused_elsewhere(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_replicas_are_one_rank_and_replicas_of_shards_but_for_the_order_of_sums(ranks: Ranks, family: str) -> None:
+def test_replicas_are_one_rank_and_replicas_of_shards_but_for_the_order_of_sums(
+    ranks: Ranks, family: str
+) -> None:
     options = (*FAMILIES[family], "recipe=nvfp4", "policy=all", "schedule.warmup=0")
     reference = ranks.reference(*options)
     ranks.train(2, "replicas", *options, "parallel.dp_replicate=2")
@@ -97,30 +155,45 @@ def test_a_run_goes_on_in_every_bit(ranks: Ranks, family: str) -> None:
 
 
 def close(ranks: Ranks, one: Any, other: str, first: float, later: float) -> None:
-    """Losses and norms of the first step, within 1e-6 and `first`, and of later ones; the first step's loads of experts
-    and losses of balance."""
+    """Losses and norms of the first step, within 1e-6 and `first`, and of later ones; the first
+    step's loads of experts and losses of balance.
+    """
     for number, (a, b) in enumerate(zip(ranks.losses(one), ranks.losses(other), strict=True)):
-        assert b["train/loss"] == pytest.approx(a["train/loss"], rel=later if number else 1e-6), number
-        assert b["train/grad_norm"] == pytest.approx(a["train/grad_norm"], rel=later if number else first), number
+        assert b["train/loss"] == pytest.approx(a["train/loss"], rel=later if number else 1e-6), (
+            number
+        )
+        assert b["train/grad_norm"] == pytest.approx(
+            a["train/grad_norm"], rel=later if number else first
+        ), number
         routed = [{key: each[key] for key in each if key.startswith("experts/")} for each in (a, b)]
         assert number or routed[1] == pytest.approx(routed[0], rel=1e-5)
 
 
 @pytest.mark.parametrize("family", CUT)
-def test_tensor_parallel_ranks_give_the_first_step_of_one_rank_in_nvfp4(ranks: Ranks, family: str) -> None:
-    """The codes are equal, random bits included; a few BF16 roundings of sums in another order spread from there."""
+def test_tensor_parallel_ranks_give_the_first_step_of_one_rank_in_nvfp4(
+    ranks: Ranks, family: str
+) -> None:
+    """The codes are equal, random bits included; a few BF16 roundings of sums in another order
+    spread from there.
+    """
     options = (*CUT[family], "recipe=nvfp4", "train.steps=3")
     ranks.train(2, "two", *options, "parallel.tp=2")
     close(ranks, ranks.reference(*options), "two", 2e-4, 2e-2)
 
 
 @pytest.mark.parametrize("family", CUT)
-def test_a_run_goes_over_tensor_parallel_ranks_shards_and_one_rank(ranks: Ranks, family: str) -> None:
+def test_a_run_goes_over_tensor_parallel_ranks_shards_and_one_rank(
+    ranks: Ranks, family: str
+) -> None:
     """FP32, so that what is compared is the state that travels and not the roundings of 4 bits."""
     options = (*CUT[family], "recipe=fp32", "schedule=constant", "phases=none")
     ranks.train(2, "parts", *options, "train.steps=2", "parallel.tp=2", "parallel.sp=false")
     both = ("parallel.tp=2", "parallel.dp_shard=2", "parallel.sp=true")
-    for count, steps, mesh in ((4, 4, both), (1, 6, ("parallel.tp=1", "parallel.dp_shard=1")), (2, 8, both[:1])):
+    for count, steps, mesh in (
+        (4, 4, both),
+        (1, 6, ("parallel.tp=1", "parallel.dp_shard=1")),
+        (2, 8, both[:1]),
+    ):
         ended = ranks(count, "resume=runs/parts", f"train.steps={steps}", *mesh)
         assert ended.codes == [0] * count, ended.err
     close(ranks, ranks.reference(*options, "train.steps=8"), "parts", 1e-6, 1e-5)
@@ -147,15 +220,26 @@ def test_tensor_parallel_experts_go_on_in_every_bit(ranks: Ranks, recipe: str) -
 
 
 def test_shards_of_tensor_parallel_experts_are_sent_as_codes(ranks: Ranks) -> None:
-    """The bits are those of float32; three experts on a rank, which two shards do not divide, are sent so."""
+    """The bits are those of float32; three experts on a rank, which two shards do not divide, are
+    sent so.
+    """
     for count in (4, 6):
-        options = (*CUT["moe"], f"model.experts.count={count}", "recipe=nvfp4", "train.microbatch=1", "train.steps=3")
+        options = (
+            *CUT["moe"],
+            f"model.experts.count={count}",
+            "recipe=nvfp4",
+            "train.microbatch=1",
+            "train.steps=3",
+        )
         for name in ("fp32", "recipe"):
             both = ("parallel.tp=2", "parallel.dp_shard=2", f"parallel.gather={name}")
             ranks.train(4, f"{name}{count}", *options, *both)
         ranks.same(f"fp32{count}", f"recipe{count}")
     why = "3 experts do not divide over 2 shards"
-    assert [why in (ranks.run(f"recipe{count}") / "plan.txt").read_text() for count in (4, 6)] == [False, True]
+    assert [why in (ranks.run(f"recipe{count}") / "plan.txt").read_text() for count in (4, 6)] == [
+        False,
+        True,
+    ]
 
 
 def test_tensor_parallel_experts_are_exported_and_read_again(ranks: Ranks, tmp_path: Path) -> None:
@@ -163,50 +247,74 @@ def test_tensor_parallel_experts_are_exported_and_read_again(ranks: Ranks, tmp_p
     ranks.train(2, "two", *CUT["moe"], "recipe=nvfp4", "train.steps=2", "parallel.tp=2")
     export_huggingface(ranks.run("two"), tmp_path / "dots")
     shape = tuple(key for key in CUT["moe"] if key.startswith("model.") and "balance" not in key)
-    options = (*shape, f"init={tmp_path / 'dots'}", "recipe=fp32", "schedule.warmup=0", "train.steps=2")
+    options = (
+        *shape,
+        f"init={tmp_path / 'dots'}",
+        "recipe=fp32",
+        "schedule.warmup=0",
+        "train.steps=2",
+    )
     ranks.train(2, "again", *options, "parallel.tp=2")
     close(ranks, ranks.reference(*options), "again", 1e-6, 1e-5)
 
 
 @pytest.mark.parametrize("family", CUT)
 @pytest.mark.parametrize(("recipe", "cut"), SAME)
-def test_every_other_way_to_cut_a_run_is_one_rank(ranks: Ranks, family: str, recipe: str, cut: Cut) -> None:
+def test_every_other_way_to_cut_a_run_is_one_rank(
+    ranks: Ranks, family: str, recipe: str, cut: Cut
+) -> None:
     ranks.train(2, "two", *four(family), f"recipe={recipe}", *cut)
     ranks.same(ranks.reference(*four(family), f"recipe={recipe}"), "two")
 
 
 @pytest.mark.parametrize("family", CUT)
-def test_weights_and_gradients_in_bf16_change_digits_as_those_of_one_family_do(ranks: Ranks, family: str) -> None:
+def test_weights_and_gradients_in_bf16_change_digits_as_those_of_one_family_do(
+    ranks: Ranks, family: str
+) -> None:
     """A weight is rounded before it is quantised; a gradient once, after the first loss."""
     options = (*four(family), "recipe=nvfp4")
     one = ranks.losses(ranks.reference(*options))
     for key in ("gather", "reduce"):
         ranks.train(2, key, *options, f"parallel.{key}=bf16")
-    weights, gradients = ranks.losses("gather"), ranks.losses("reduce")
+    weights = ranks.losses("gather")
+    gradients = ranks.losses("reduce")
     assert 0 < apart(one, weights, "train/loss") < 5e-3
     assert apart(one, gradients, "train/loss") == 0 != apart(one, gradients, "train/grad_norm")
     assert apart(one[1:], gradients[1:], "train/loss") < 1e-3
 
 
 @pytest.mark.parametrize("family", CUT)
-def test_an_amax_of_each_tensor_parallel_rank_alone_changes_the_first_step(ranks: Ranks, family: str) -> None:
+def test_an_amax_of_each_tensor_parallel_rank_alone_changes_the_first_step(
+    ranks: Ranks, family: str
+) -> None:
     options = (*four(family), "recipe=nvfp4")
     ranks.train(2, "local", *options, "parallel.tp=2", "parallel.amax=local")
-    one, local = ranks.losses(ranks.reference(*options)), ranks.losses("local")
-    assert 1e-5 < apart(one, local, "train/loss") < 5e-3 and apart(one, local, "train/grad_norm") > 1e-3
+    one = ranks.losses(ranks.reference(*options))
+    local = ranks.losses("local")
+    assert (
+        1e-5 < apart(one, local, "train/loss") < 5e-3
+        and apart(one, local, "train/grad_norm") > 1e-3
+    )
 
 
 @pytest.mark.parametrize("family", CUT)
-def test_an_amax_of_all_data_ranks_is_that_of_the_whole_batch_on_one_rank(ranks: Ranks, family: str) -> None:
+def test_an_amax_of_all_data_ranks_is_that_of_the_whole_batch_on_one_rank(
+    ranks: Ranks, family: str
+) -> None:
     """Experts refuse it: one may have tokens on a single rank."""
-    options = (*(each for each in four(family) if not each.startswith("train.microbatch")), "recipe=nvfp4")
+    options = (
+        *(each for each in four(family) if not each.startswith("train.microbatch")),
+        "recipe=nvfp4",
+    )
     if family == "moe":
         assert (
-            "an expert has tokens on some ranks only" in ranks(2, "run.name=a", *options, "parallel.amax=data").message
+            "an expert has tokens on some ranks only"
+            in ranks(2, "run.name=a", *options, "parallel.amax=data").message
         )
         return
     ranks.train(2, "data", *options, "parallel.amax=data")
-    one, data = ranks.losses(ranks.reference(*options)), ranks.losses("data")
+    one = ranks.losses(ranks.reference(*options))
+    data = ranks.losses("data")
     assert apart(one, data, "train/loss") <= 1e-6 and apart(one, data, "train/grad_norm") <= 1e-4
 
 
@@ -218,19 +326,32 @@ def apart(one: list[dict[str, Any]], other: list[dict[str, Any]], key: str) -> f
 
 def test_groups_that_the_ranks_do_not_divide_are_refused(ranks: Ranks) -> None:
     said = ranks(2, "run.name=a", *HYBRID, "model.kv_heads=2", "parallel.tp=2").message
-    assert "model.scan.groups=1 cannot be divided over parallel.tp=2 ranks; parallel.tp allowed: 1" in said
+    assert (
+        "model.scan.groups=1 cannot be divided over parallel.tp=2 ranks; parallel.tp allowed: 1"
+        in said
+    )
     said = ranks(2, "run.name=b", *HYENA, "model.filters.groups=1", "parallel.tp=2").message
     assert "blocks.0.mixer.taps: 1 rows cannot be divided over parallel.tp=2 ranks" in said
     fewer = ("model.experts.count=1", "model.experts.top=1")
     said = ranks(2, "run.name=c", *CUT_MOE, *fewer, "parallel.tp=2").message
-    assert "blocks.1.mlp.gate_up: 1 experts cannot be divided over parallel.tp=2 ranks; choose a multiple of 2" in said
+    assert (
+        "blocks.1.mlp.gate_up: 1 experts cannot be divided over parallel.tp=2 ranks; choose "
+        "a multiple of 2" in said
+    )
 
 
 def test_a_family_of_a_plugin_is_cut_in_every_way(ranks: Ranks) -> None:
     """That of docs/plugins.md: one package and one YAML, which no file of fp4train names."""
     folder = write_shown(ranks.folder)
     own = ("--config-dir", str(folder), "plugins=[shifted]")
-    options = (*own, "model=shifted_tiny", "model.width=32", "model.hidden=64", "policy=all", "train.microbatch=2")
+    options = (
+        *own,
+        "model=shifted_tiny",
+        "model.width=32",
+        "model.hidden=64",
+        "policy=all",
+        "train.microbatch=2",
+    )
     options = (*options, "train.steps=3", "schedule.warmup=0")
     reference = ranks.reference(*options, "recipe=nvfp4")
     for key in ("dp_shard", "dp_replicate", "pp"):

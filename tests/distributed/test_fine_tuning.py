@@ -1,4 +1,6 @@
-"""Fine-tuning on several ranks: the loss of the answers and of a teacher does not depend on how the work is cut."""
+"""Fine-tuning on several ranks: the loss of the answers and of a teacher does not depend on how the
+work is cut.
+"""
 
 import json
 from pathlib import Path
@@ -13,23 +15,38 @@ Ranks = Any
 
 @pytest.fixture
 def chat(tmp_path: Path) -> tuple[str, ...]:
-    """Conversations whose answers are of very different lengths, so that ranks have unlike numbers of targets."""
+    """Conversations whose answers are of very different lengths, so that ranks have unlike numbers
+    of targets.
+    """
     lines = []
     for number in range(60):
         messages = [("user", f"{number}?"), ("assistant", "y" * (1 + number * 17 % 53))]
-        lines.append({"messages": [{"role": role, "content": content} for role, content in messages]})
+        lines.append(
+            {"messages": [{"role": role, "content": content} for role, content in messages]}
+        )
     path = tmp_path / "talks.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    return ("data=chat", f"data.path={path}", "data.val=0.2", "train.seq_len=256", "train.steps=3", "policy=all")
+    return (
+        "data=chat",
+        f"data.path={path}",
+        "data.val=0.2",
+        "train.seq_len=256",
+        "train.steps=3",
+        "policy=all",
+    )
 
 
-def test_answers_count_alike_on_two_ranks_and_in_two_microbatches(ranks: Ranks, chat: tuple[str, ...]) -> None:
+def test_answers_count_alike_on_two_ranks_and_in_two_microbatches(
+    ranks: Ranks, chat: tuple[str, ...]
+) -> None:
     ranks.train(1, "one", *chat, "train.microbatch=2")
     ranks.train(2, "two", *chat)
     ranks.same("one", "two")
 
 
-def test_a_vocabulary_that_is_cut_leaves_out_the_same_targets(ranks: Ranks, chat: tuple[str, ...]) -> None:
+def test_a_vocabulary_that_is_cut_leaves_out_the_same_targets(
+    ranks: Ranks, chat: tuple[str, ...]
+) -> None:
     heads = ("model.kv_heads=2", "recipe=fp32", "optim.clip=null")
     ranks.train(1, "one", *chat, *heads)
     ranks.train(2, "cut", *chat, *heads, "parallel.tp=2", "parallel.sp=false")

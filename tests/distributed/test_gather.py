@@ -29,8 +29,12 @@ SHORT = ("train.steps=4", "phases=none")
     ("recipe", "hidden"),
     [("nvfp4", 128), ("nvfp4", 80), ("quartet_ii", 128)],
 )
-def test_two_ranks_take_the_joint_scale_of_fused_weights_as_one_does(ranks: Ranks, recipe: str, hidden: int) -> None:
-    """From shards that are whole blocks, and from those that are not (40 rows), of which the masters are sent."""
+def test_two_ranks_take_the_joint_scale_of_fused_weights_as_one_does(
+    ranks: Ranks, recipe: str, hidden: int
+) -> None:
+    """From shards that are whole blocks, and from those that are not (40 rows), of which the
+    masters are sent.
+    """
     options = (*WIDE, f"recipe={recipe}", "recipe.fused_scales=true", f"model.hidden={hidden}")
     ranks.train(1, "one", "train.microbatch=2", *options)
     ranks.train(2, "two", *options)
@@ -60,7 +64,11 @@ def test_two_ranks_that_send_codes_are_two_microbatches(ranks: Ranks, recipe: st
 
 def test_the_amaxes_of_all_weights_are_joined_once_per_step(ranks: Ranks) -> None:
     ranks.train(2, "two", *WIDE, "recipe=nvfp4", "train.microbatch=1", patch=COUNT)
-    joined = [found["bytes"] for found in sent(ranks, step=3) if found["maximum"] and found["dtype"] == "torch.float32"]
+    joined = [
+        found["bytes"]
+        for found in sent(ranks, step=3)
+        if found["maximum"] and found["dtype"] == "torch.float32"
+    ]
     assert joined == [4 * 14]  # of 14 weights, for two microbatches, forward and backward
 
 
@@ -78,8 +86,12 @@ def test_the_amaxes_of_all_weights_are_joined_once_per_step(ranks: Ranks) -> Non
         ("tetrajet_v2", ("train.microbatch=1", "phases=cooldown_fprop")),
     ],
 )
-def test_codes_give_the_bits_of_float32(ranks: Ranks, recipe: str, options: tuple[str, ...]) -> None:
-    """Recomputed blocks, microbatches, measured steps, a change of recipe, and two forms of a weight."""
+def test_codes_give_the_bits_of_float32(
+    ranks: Ranks, recipe: str, options: tuple[str, ...]
+) -> None:
+    """Recomputed blocks, microbatches, measured steps, a change of recipe, and two forms of a
+    weight.
+    """
     options = (*WIDE, f"recipe={recipe}", *options)
     ranks.train(2, "float32", *options, "parallel.gather=fp32")
     ranks.train(2, "codes", *options, patch=COUNT)
@@ -102,18 +114,26 @@ def test_codes_give_the_bits_of_float32(ranks: Ranks, recipe: str, options: tupl
         ("tetrajet_v2", ("model.width=256", "model.hidden=256")),
     ],
 )
-def test_tensor_parallel_ranks_send_codes_of_their_parts(ranks: Ranks, recipe: str, options: tuple[str, ...]) -> None:
-    """The bits are those of float32: amaxes are joined over shards and tensor-parallel ranks, in one collective."""
+def test_tensor_parallel_ranks_send_codes_of_their_parts(
+    ranks: Ranks, recipe: str, options: tuple[str, ...]
+) -> None:
+    """The bits are those of float32: amaxes are joined over shards and tensor-parallel ranks, in
+    one collective.
+    """
     both = (*WIDE, *SHORT, "model.width=128", f"recipe={recipe}", "parallel.tp=2", *options)
     ranks.train(4, "float32", *both, "parallel.gather=fp32")
     ranks.train(4, "codes", *both, patch=COUNT)
     ranks.same("float32", "codes")
-    assert plan(ranks, "codes")[0].startswith("weights of the blocks are gathered from 2 shards as codes and scales (")
+    assert plan(ranks, "codes")[0].startswith(
+        "weights of the blocks are gathered from 2 shards as codes and scales ("
+    )
     if recipe == "nvfp4":
         gathers = [each for each in sent(ranks, step=3) if "gather" in each["collective"]]
-        blocks = [each["bytes"] for each in gathers if each["dtype"] == "torch.uint8"]  # and tokens of x and dy
+        # and tokens of x and dy
+        blocks = [each["bytes"] for each in gathers if each["dtype"] == "torch.uint8"]
         weights = 4 * 128 * 128 + 3 * 128 * 128
-        assert blocks.count(BYTES[recipe] * weights / 4 + 2 * 128 * 4 / 2) == 4  # two blocks, forward and backward
+        # two blocks, forward and backward
+        assert blocks.count(BYTES[recipe] * weights / 4 + 2 * 128 * 4 / 2) == 4
         joined = [each["bytes"] for each in sent(ranks, step=3) if each["maximum"]]
         assert joined.count(4 * 14) == 1
 
@@ -127,14 +147,23 @@ def test_tensor_parallel_ranks_send_codes_of_their_parts(ranks: Ranks, recipe: s
     ],
 )
 def test_stages_gather_codes_for_every_pass(ranks: Ranks, recipe: str, schedule: str) -> None:
-    """Two microbatches on two blocks per rank; what is gathered is never that of the step before."""
-    stages = ("model.layers=4", "train.microbatch=1", "parallel.pp=2", f"parallel.pp_schedule={schedule}")
+    """Two microbatches on two blocks per rank; what is gathered is never that of the step
+    before.
+    """
+    stages = (
+        "model.layers=4",
+        "train.microbatch=1",
+        "parallel.pp=2",
+        f"parallel.pp_schedule={schedule}",
+    )
     options = (*WIDE, *SHORT, f"recipe={recipe}", *stages)
     ranks.train(4, "float32", *options, "parallel.gather=fp32")
     ranks.train(4, "codes", *options, patch=COUNT)
     ranks.same("float32", "codes")
     gathers = [each for each in sent(ranks, step=3) if "gather" in each["collective"]]
-    blocks = [(each["bytes"], each["backward"]) for each in gathers if each["dtype"] == "torch.uint8"]
+    blocks = [
+        (each["bytes"], each["backward"]) for each in gathers if each["dtype"] == "torch.uint8"
+    ]
     bytes_ = BYTES[recipe] * WEIGHTS / 2 + 2 * 64 * 4 / 2
     assert sorted(blocks) == [(bytes_, False)] * 4 + [(bytes_, True)] * 4
 
@@ -154,8 +183,10 @@ def test_misaligned_weights_are_sent_in_float32_and_the_plan_names_them(ranks: R
     ranks.same("one", "two")
     assert not plan(ranks, "one")
     assert plan(ranks, "two") == [
-        "weights of the blocks are gathered from 2 shards: 5 layers each of blocks 0–1 as codes and scales "
-        "(1.03 or 2 B per weight), which keep the bits of one rank; attention.wk, attention.wv of blocks 0–1 in "
+        "weights of the blocks are gathered from 2 shards: 5 layers each of blocks 0–1 as "
+        "codes and scales "
+        "(1.03 or 2 B per weight), which keep the bits of one rank; attention.wk, "
+        "attention.wv of blocks 0–1 in "
         "float32 (4 B per weight), because a shard of 16 is not whole blocks of 32"
     ]
 
@@ -172,17 +203,30 @@ def test_a_bf16_gather_rounds_before_it_quantises(ranks: Ranks) -> None:
             "weights of the blocks are gathered from 2 shards in BF16 (2 B per weight)"
         )
     ranks.same("bf16_float32", "bf16_bf16")
-    first, rounded = (ranks.losses(f"nvfp4_{gather}")[0]["train/loss"] for gather in ("float32", "bf16"))
+    first, rounded = (
+        ranks.losses(f"nvfp4_{gather}")[0]["train/loss"] for gather in ("float32", "bf16")
+    )
     assert rounded != first and rounded == pytest.approx(first, rel=5e-3)
 
 
-@pytest.mark.parametrize(("cut", "microbatches"), [((), 2), (("parallel.tp=2",), 4)], ids=["shards", "tensor"])
+@pytest.mark.parametrize(
+    ("cut", "microbatches"), [((), 2), (("parallel.tp=2",), 4)], ids=["shards", "tensor"]
+)
 def test_dw_of_microbatches_is_added_within_its_product_to_what_ranks_hold(
     ranks: Ranks, cut: tuple[str, ...], microbatches: int
 ) -> None:
-    """FSDP sums the gradients of whole weights, whose BF16 values were gathered, until the last microbatch. Of each of
-    two steps all but the first one add those of 14 layers, in recomputed blocks: the bits are those of autograd."""
-    options = (*WIDE, *cut, "train.steps=2", "recipe=bf16", "train.microbatch=1", "model.recompute=true")
+    """FSDP sums the gradients of whole weights, whose BF16 values were gathered, until the last
+    microbatch. Of each of two steps all but the first one add those of 14 layers, in recomputed
+    blocks: the bits are those of autograd.
+    """
+    options = (
+        *WIDE,
+        *cut,
+        "train.steps=2",
+        "recipe=bf16",
+        "train.microbatch=1",
+        "model.recompute=true",
+    )
     ranks.train(2, "product", *options, patch=ADDING)
     assert json.loads((ranks.folder / "added.json").read_text()) == 2 * 14 * (microbatches - 1)
     ranks.train(2, "autograd", *options, "train.kernels=torch", patch=ADDING)
@@ -197,10 +241,15 @@ def test_gradients_in_bf16_are_half_the_bytes_and_other_digits(ranks: Ranks) -> 
     ranks.train(2, "float32", *options)
     ranks.train(2, "bf16", *options, "parallel.reduce=bf16", patch=COUNT)
     gradients = [each for each in sent(ranks, step=3) if each["collective"] == "all_to_all_single"]
-    assert [each["dtype"] for each in gradients] == ["torch.bfloat16"] * 3  # two blocks and what is outside, once
+    # two blocks and what is outside, once
+    assert [each["dtype"] for each in gradients] == ["torch.bfloat16"] * 3
     assert [each["bytes"] for each in gradients][:2] == [2 * (WEIGHTS + 2 * 64)] * 2
-    a, b = ranks.losses("float32"), ranks.losses("bf16")
-    assert a[0]["train/loss"] == b[0]["train/loss"] and a[0]["train/grad_norm"] != b[0]["train/grad_norm"]
+    a = ranks.losses("float32")
+    b = ranks.losses("bf16")
+    assert (
+        a[0]["train/loss"] == b[0]["train/loss"]
+        and a[0]["train/grad_norm"] != b[0]["train/grad_norm"]
+    )
     assert b[1]["train/loss"] == pytest.approx(a[1]["train/loss"], rel=1e-3)
 
 

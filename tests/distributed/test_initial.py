@@ -1,4 +1,6 @@
-"""Several ranks that begin with a Hugging Face folder: they compute as one, and each reads its part alone."""
+"""Several ranks that begin with a Hugging Face folder: they compute as one, and each reads its part
+alone.
+"""
 
 import json
 from pathlib import Path
@@ -33,7 +35,9 @@ def same(ranks: Ranks, one: Path, other: str) -> None:
     pairs = list(zip(ranks.losses(one), ranks.losses(other), strict=True))
     assert len(pairs) == 3
     for number, (a, b) in enumerate(pairs):
-        assert b["train/loss"] == pytest.approx(a["train/loss"], rel=1e-6 if number == 0 else 1e-5), number
+        assert b["train/loss"] == pytest.approx(
+            a["train/loss"], rel=1e-6 if number == 0 else 1e-5
+        ), number
         assert b["train/grad_norm"] == pytest.approx(a["train/grad_norm"], rel=1e-5), number
 
 
@@ -57,8 +61,16 @@ def test_two_ranks_that_begin_with_a_folder_train_as_one(
     ranks: Ranks, folders: dict[str, Path], name: str, mesh: str
 ) -> None:
     begin = (*FP32, f"init={folders[name]}")
-    ranks.train(2, "two", *begin, *mesh.split(), patch=GRAPHS if mesh.startswith("parallel.tp") else "")
-    same(ranks, ranks.reference(*begin, *(each for each in mesh.split() if each.startswith("train.microbatch"))), "two")
+    ranks.train(
+        2, "two", *begin, *mesh.split(), patch=GRAPHS if mesh.startswith("parallel.tp") else ""
+    )
+    same(
+        ranks,
+        ranks.reference(
+            *begin, *(each for each in mesh.split() if each.startswith("train.microbatch"))
+        ),
+        "two",
+    )
 
 
 def test_tensor_parallel_stages_that_begin_with_a_folder_train_as_one_rank(
@@ -69,9 +81,15 @@ def test_tensor_parallel_stages_that_begin_with_a_folder_train_as_one_rank(
     same(ranks, ranks.reference(*begin), "four")
 
 
-@pytest.mark.parametrize("mesh", ["parallel.tp=2", "parallel.dp_shard=2", "parallel.pp=2 train.microbatch=1"])
-def test_a_rank_reads_its_part_of_the_folder_alone(ranks: Ranks, folders: dict[str, Path], mesh: str) -> None:
-    """Norms and what other layers leave whole are read by each rank; all of it is little more than half."""
+@pytest.mark.parametrize(
+    "mesh", ["parallel.tp=2", "parallel.dp_shard=2", "parallel.pp=2 train.microbatch=1"]
+)
+def test_a_rank_reads_its_part_of_the_folder_alone(
+    ranks: Ranks, folders: dict[str, Path], mesh: str
+) -> None:
+    """Norms and what other layers leave whole are read by each rank; all of it is little more than
+    half.
+    """
     folder = folders["qwen3"]
     ranks.train(2, "two", *FP32, f"init={folder}", *mesh.split(), patch=PATCH)
     whole = (folder / "model.safetensors").stat().st_size / 4
@@ -95,18 +113,30 @@ def test_a_damaged_folder_ends_all_ranks_with_one_message(
     folder = Path(shutil.copytree(folders["llama"], tmp_path / "broken"))
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "hidden_size": 66, "head_dim": 16}))
-    message = ranks(2, "run.name=a", *FP32[1:5], f"init={folder}", "model.width=66", "parallel.dp_shard=2").message
+    message = ranks(
+        2, "run.name=a", *FP32[1:5], f"init={folder}", "model.width=66", "parallel.dp_shard=2"
+    ).message
     assert "model.embed_tokens.weight is 320×64 and should be 320×66" in message
 
 
-def test_weights_go_from_two_ranks_to_a_folder_and_back_to_two_in_every_bit(ranks: Ranks, tmp_path: Path) -> None:
-    """Cut by tensor parallelism and by FSDP; the shape has biases, and a folder of several files."""
+def test_weights_go_from_two_ranks_to_a_folder_and_back_to_two_in_every_bit(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """Cut by tensor parallelism and by FSDP; the shape has biases, and a folder of several
+    files.
+    """
     shape = ("model.kv_heads=2", "model.qkv_bias=true", "model.tied=false")
     ranks.train(2, "one", *shape, "parallel.tp=2", "train.steps=2", "schedule.warmup=0")
     folder = tmp_path / "hf"
     export_huggingface(ranks.run("one"), folder, shard=20_000)
     assert len(list(folder.glob("model-*.safetensors"))) > 2
-    still = ("optim.lr=1e-30", "train.steps=1", "schedule=constant", "schedule.warmup=0", "phases=none")
+    still = (
+        "optim.lr=1e-30",
+        "train.steps=1",
+        "schedule=constant",
+        "schedule.warmup=0",
+        "phases=none",
+    )
     ranks.train(2, "two", *shape, f"init={folder}", *still, "parallel.dp_shard=2")
 
     def weights(name: str) -> dict[str, bytes]:

@@ -1,4 +1,6 @@
-"""Outlier channels are those of the whole batch, on any number of data ranks; cuts of a layer are refused."""
+"""Outlier channels are those of the whole batch, on any number of data ranks; cuts of a layer are
+refused.
+"""
 
 from typing import Any
 

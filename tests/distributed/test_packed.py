@@ -31,21 +31,37 @@ MOE = (
     ],
     ids=["apart", "fused", "experts"],
 )
-def test_two_ranks_export_the_codes_of_one(ranks: Ranks, tmp_path: Path, options: tuple[str, ...]) -> None:
+def test_two_ranks_export_the_codes_of_one(
+    ranks: Ranks, tmp_path: Path, options: tuple[str, ...]
+) -> None:
     ranks.train(1, "one", "train.microbatch=2", *options)
     ranks.train(2, "two", *options)
     for layout in ("modelopt", "compressed-tensors"):
         for name in ("one", "two"):
-            export_quantised(ranks.run(name), tmp_path / layout / name, layout, measures=Measures(losses=False))
+            export_quantised(
+                ranks.run(name), tmp_path / layout / name, layout, measures=Measures(losses=False)
+            )
             assert verify(tmp_path / layout / name, ranks.run("one")).equal
         for file in ("model.safetensors", "config.json", "fp4train.json"):
             one, two = (tmp_path / layout / name / file for name in ("one", "two"))
             assert one.read_bytes() == two.read_bytes(), file
 
 
-def test_what_tensor_parallelism_kept_in_high_precision_has_no_codes(ranks: Ranks, tmp_path: Path) -> None:
-    """Two ranks cut 48 features in halves, which are not whole blocks: the journal says so, and the folder too."""
-    ranks.train(2, "cut", "model.kv_heads=2", "model.hidden=48", "train.steps=3", "parallel.tp=2", "policy=all")
+def test_what_tensor_parallelism_kept_in_high_precision_has_no_codes(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """Two ranks cut 48 features in halves, which are not whole blocks: the journal says so, and the
+    folder too.
+    """
+    ranks.train(
+        2,
+        "cut",
+        "model.kv_heads=2",
+        "model.hidden=48",
+        "train.steps=3",
+        "parallel.tp=2",
+        "policy=all",
+    )
     export_quantised(ranks.run("cut"), tmp_path / "a", "modelopt", measures=Measures(losses=False))
     found = load_file(tmp_path / "a" / "model.safetensors")
     assert "model.layers.0.self_attn.o_proj.weight_scale_2" in found

@@ -46,13 +46,26 @@ def test_every_rank_counts_the_multiplications_of_the_whole_model(ranks: Ranks, 
         (2, ("parallel.pp=2", "model.layers=3", "model.vocab_multiple=2048")),
         (2, ("parallel.pp=2", "parallel.pp_schedule=interleaved", "model.layers=7")),
     ],
-    ids=["gpipe", "interleaved", "four stages", "four stages, tied", "unequal stages", "unequal, interleaved"],
+    ids=[
+        "gpipe",
+        "interleaved",
+        "four stages",
+        "four stages, tied",
+        "unequal stages",
+        "unequal, interleaved",
+    ],
 )
-def test_schedules_and_four_stages_are_one_stage(ranks: Ranks, count: int, options: tuple[str, ...]) -> None:
-    """With the default policy, which counts blocks of the whole model, recomputed blocks and measured errors."""
+def test_schedules_and_four_stages_are_one_stage(
+    ranks: Ranks, count: int, options: tuple[str, ...]
+) -> None:
+    """With the default policy, which counts blocks of the whole model, recomputed blocks and
+    measured errors.
+    """
     both = (*SMALL, "recipe=nvfp4", "model.recompute=true", "eval.errors_every=2")
     ranks.train(count, "several", *both, *options)
-    reference = ranks.reference(*both, *(each for each in options if not each.startswith("parallel")))
+    reference = ranks.reference(
+        *both, *(each for each in options if not each.startswith("parallel"))
+    )
     ranks.same(reference, "several")
 
 
@@ -79,9 +92,13 @@ def test_stages_on_data_ranks_are_data_ranks(ranks: Ranks, recipe: str, options:
         ("fp8_delayed", (), ("parallel.pp=2",)),
     ],
 )
-def test_a_run_goes_on_with_any_number_of_stages(ranks: Ranks, recipe: str, before: Cut, after: Cut) -> None:
+def test_a_run_goes_on_with_any_number_of_stages(
+    ranks: Ranks, recipe: str, before: Cut, after: Cut
+) -> None:
     options = (*SMALL, f"recipe={recipe}")
-    ranks.train(2 if before else 1, "moved", *options, *before, "checkpoint.every=3", patch=DIES_AT_4)
+    ranks.train(
+        2 if before else 1, "moved", *options, *before, "checkpoint.every=3", patch=DIES_AT_4
+    )
     ended = ranks(2 if after else 1, "resume=runs/moved", *(after or ("parallel.pp=1",)))
     assert not any(ended.codes), ended.err
     ranks.same(ranks.reference(*options), "moved")
@@ -94,7 +111,9 @@ def test_a_run_goes_on_where_its_blocks_are_divided_otherwise(ranks: Ranks) -> N
         "import fp4train.parallel.stages as stages\n"
         "stages.share_blocks = lambda costs, last, parts: [range(1), range(1, len(costs))]\n"
     )
-    ranks.train(2, "moved", *options, "parallel.pp=2", "checkpoint.every=3", patch=one_and_three + DIES_AT_4)
+    ranks.train(
+        2, "moved", *options, "parallel.pp=2", "checkpoint.every=3", patch=one_and_three + DIES_AT_4
+    )
     ended = ranks(2, "resume=runs/moved")
     assert not any(ended.codes), ended.err
     ranks.same(ranks.reference(*options), "moved")
@@ -111,14 +130,18 @@ def test_a_swap_is_resolved_for_the_layers_of_all_stages(ranks: Ranks) -> None:
     options = (*SMALL, "phases=none")
     ranks.train(2, "asked", *options, "parallel.pp=2", patch=ASKS_FOR_MXFP8)
     ranks.train(1, "one", *options, patch=ASKS_FOR_MXFP8)
-    assert [line["precision/recipe"] for line in ranks.losses("asked")] == ["NVFP4"] * 3 + ["MXFP8"] * 2
+    assert [line["precision/recipe"] for line in ranks.losses("asked")] == ["NVFP4"] * 3 + [
+        "MXFP8"
+    ] * 2
     ranks.same("one", "asked")
     plans = [(ranks.folder / "runs" / run / "plan.txt").read_text() for run in ("asked", "one")]
     assert plans[0] == plans[1]
 
 
 @pytest.mark.parametrize(("stage", "block"), [(0, 1), (1, 3)])
-def test_a_loss_that_is_not_finite_names_the_layer_of_its_stage(ranks: Ranks, stage: int, block: int) -> None:
+def test_a_loss_that_is_not_finite_names_the_layer_of_its_stage(
+    ranks: Ranks, stage: int, block: int
+) -> None:
     poison = f"""
 import fp4train.train as loop
 original = loop.train_step
@@ -130,7 +153,9 @@ def step(run, recipe):
 loop.train_step = step
 """
     said = ranks(2, "run.name=a", *SMALL, "parallel.pp=2", patch=poison).message
-    assert said.startswith(f"step 3: loss is nan in NVFP4; first non-finite: output of blocks.{block}.mlp.down")
+    assert said.startswith(
+        f"step 3: loss is nan in NVFP4; first non-finite: output of blocks.{block}.mlp.down"
+    )
     assert "A checkpoint from before this step is saved" in said
 
 
@@ -162,7 +187,9 @@ def forward(self, *args):
 RotaryBlock.forward = forward
 """
     ended = ranks(2, "run.name=a", *SMALL, "parallel.pp=2", patch=fails)
-    told = [line for text in ended.err for line in text.splitlines() if line.startswith("fp4train: ")]
+    told = [
+        line for text in ended.err for line in text.splitlines() if line.startswith("fp4train: ")
+    ]
     assert len(told) == 1 and told[0].endswith("ended: ValueError: a bad block"), ended.err
 
 
@@ -177,20 +204,47 @@ NO_STAGES = "from fp4train.models.common.decoder import Decoder\ndel Decoder.fp4
 @pytest.mark.parametrize(
     ("count", "arguments", "patch", "said"),
     [
-        (2, ("parallel.pp=2", "model.layers=1"), "", "1 block cannot be divided over parallel.pp=2 stages, which need"),
+        (
+            2,
+            ("parallel.pp=2", "model.layers=1"),
+            "",
+            "1 block cannot be divided over parallel.pp=2 stages, which need",
+        ),
         (
             *(2, ("parallel.pp=2", "parallel.pp_schedule=interleaved", "model.layers=2"), ""),
-            "2 blocks cannot be divided over parallel.pp=2 × parallel.pp_chunks=2 stages, which need one each; use",
+            "2 blocks cannot be divided over parallel.pp=2 × parallel.pp_chunks=2 stages, "
+            "which need one each; use",
         ),
-        (2, ("parallel.pp=2", "train.microbatch=null"), "", "1 microbatch per rank cannot fill parallel.pp=2 stages"),
+        (
+            2,
+            ("parallel.pp=2", "train.microbatch=null"),
+            "",
+            "1 microbatch per rank cannot fill parallel.pp=2 stages",
+        ),
         (
             *(2, ("parallel.pp=2", "parallel.pp_schedule=interleaved", "train.batch_size=5"), ""),
-            "interleaved does not take 5 microbatches per rank: make them a multiple of parallel.pp=2",
+            "interleaved does not take 5 microbatches per rank: make them a multiple of "
+            "parallel.pp=2",
         ),
         (2, ("parallel.pp=3",), "", "parallel.pp=3 does not divide the 2 ranks of this run"),
-        (1, ("parallel.pp=2",), "", "parallel.pp=2 does not divide the 1 rank of this run: start it under torchrun"),
-        (2, ("parallel.pp=2", "parallel.pp_schedule=zbv"), "", "would run the GEMMs of every backward pass twice"),
-        (2, ("parallel.pp=2", "parallel.pp_schedule=2f2b"), "", "must be one of 1f1b, gpipe, interleaved"),
+        (
+            1,
+            ("parallel.pp=2",),
+            "",
+            "parallel.pp=2 does not divide the 1 rank of this run: start it under torchrun",
+        ),
+        (
+            2,
+            ("parallel.pp=2", "parallel.pp_schedule=zbv"),
+            "",
+            "would run the GEMMs of every backward pass twice",
+        ),
+        (
+            2,
+            ("parallel.pp=2", "parallel.pp_schedule=2f2b"),
+            "",
+            "must be one of 1f1b, gpipe, interleaved",
+        ),
         (2, ("parallel.pp=2",), LEAVES_OUT, "LlamaModel.fp4train_stages leaves out norm.weight"),
         (2, ("parallel.pp=2",), NO_STAGES, "LlamaModel does not say how it is cut into stages"),
     ],

@@ -1,5 +1,7 @@
-"""Runs whose norms and gates are quantised where they are made, in Triton's interpreter: on shards, whose weights are
-gathered as codes or as float32, and in recorded steps and blocks (native_on_cpu.py, recorder_on_cpu.py)."""
+"""Runs whose norms and gates are quantised where they are made, in Triton's interpreter: on shards,
+whose weights are gathered as codes or as float32, and in recorded steps and blocks
+(native_on_cpu.py, recorder_on_cpu.py).
+"""
 
 import json
 from collections.abc import Callable, Iterator
@@ -17,12 +19,21 @@ Ranks = Any
 
 SMALL = (
     *("model.width=64", "model.layers=2", "model.heads=2", "model.kv_heads=2", "model.hidden=64"),
-    *("train.steps=2", "train.seq_len=16", "eval.every=0", "policy=all", "phases=none", "backend=native"),
+    *(
+        "train.steps=2",
+        "train.seq_len=16",
+        "eval.every=0",
+        "policy=all",
+        "phases=none",
+        "backend=native",
+    ),
 )
 """Shards of two ranks are whole blocks of 32 rows."""
 
 EXACT = ("train.steps=5", "optim.lr=0.0078125", "schedule=constant", "schedule.warmup=0")
-"""Three steps warm up, one is recorded; learning rates are float32 numbers, as a recorded step reads them."""
+"""Three steps warm up, one is recorded; learning rates are float32 numbers, as a recorded step
+reads them.
+"""
 
 PATCH = """
 import sys
@@ -49,10 +60,16 @@ def patch(recorded: bool | str = False) -> str:
 
 
 def produced(ranks: Ranks, count: int = 1) -> list[tuple[int, int]]:
-    """How often each rank launched a kernel that quantises what is made, and how many blocks left their sums to the
-    next one, in its last run."""
-    told = [json.loads((ranks.folder / f"launched{rank}.json").read_text()) for rank in range(count)]
-    return [(each.get("quantize_produced", 0) + each.get("turned_produced", 0), each.get("left", 0)) for each in told]
+    """How often each rank launched a kernel that quantises what is made, and how many blocks left
+    their sums to the next one, in its last run.
+    """
+    told = [
+        json.loads((ranks.folder / f"launched{rank}.json").read_text()) for rank in range(count)
+    ]
+    return [
+        (each.get("quantize_produced", 0) + each.get("turned_produced", 0), each.get("left", 0))
+        for each in told
+    ]
 
 
 @pytest.fixture(scope="session")
@@ -70,9 +87,13 @@ def server(serving: Callable[..., AbstractContextManager[Any]]) -> Iterator[Any]
         ("mxfp8", ("parallel.gather=fp32", "model.recompute=true")),
     ],
 )
-def test_two_ranks_are_two_microbatches_of_one(ranks: Ranks, recipe: str, options: tuple[str, ...]) -> None:
-    """A block launches it for two norms, a gate and its gradients, where it is recomputed also for three again. The
-    first of two leaves its last sum to the other, in the forward pass alone: FSDP's hooks read no values."""
+def test_two_ranks_are_two_microbatches_of_one(
+    ranks: Ranks, recipe: str, options: tuple[str, ...]
+) -> None:
+    """A block launches it for two norms, a gate and its gradients, where it is recomputed also for
+    three again. The first of two leaves its last sum to the other, in the forward pass alone:
+    FSDP's hooks read no values.
+    """
     each = 2 * 2 * (7 if "model.recompute=true" in options else 4)  # two steps of two blocks
     own = [option for option in options if not option.startswith("parallel.")]
     ranks.train(1, "one", "train.microbatch=2", *SMALL, *own, f"recipe={recipe}", patch=patch())
@@ -83,9 +104,17 @@ def test_two_ranks_are_two_microbatches_of_one(ranks: Ranks, recipe: str, option
 
 
 def test_two_stages_are_one_whose_last_sum_is_torchs(ranks: Ranks) -> None:
-    """Of two microbatches of one step. Of three blocks two leave their last sums to the next one; that at the end of
-    the first stage, of two, does not."""
-    options = (*SMALL, "model.layers=3", "train.steps=1", "train.batch_size=2", "train.microbatch=1", "recipe=mxfp8")
+    """Of two microbatches of one step. Of three blocks two leave their last sums to the next one;
+    that at the end of the first stage, of two, does not.
+    """
+    options = (
+        *SMALL,
+        "model.layers=3",
+        "train.steps=1",
+        "train.batch_size=2",
+        "train.microbatch=1",
+        "recipe=mxfp8",
+    )
     ranks.train(1, "one", *options, patch=patch())
     assert produced(ranks) == [(2 * 3 * 4, 2 * 2)]
     ranks.train(2, "two", "parallel.pp=2", *options, patch=patch())

@@ -1,4 +1,6 @@
-"""scripts/slurm.sbatch with an `srun` and a `scontrol` of our own: two nodes with two tasks each on this machine."""
+"""scripts/slurm.sbatch with an `srun` and a `scontrol` of our own: two nodes with two tasks each on
+this machine.
+"""
 
 import os
 import re
@@ -53,7 +55,9 @@ while len(ended) < len(tasks):
     time.sleep(0.05)
 sys.exit(max(ended.values()))
 '''
-SCONTROL = '#!/bin/sh\nif [ "$1" = show ]; then echo 127.0.0.1; else echo "$@" >> scontrol.log; fi\n'
+SCONTROL = (
+    '#!/bin/sh\nif [ "$1" = show ]; then echo 127.0.0.1; else echo "$@" >> scontrol.log; fi\n'
+)
 
 
 def header(name: str) -> str:
@@ -68,19 +72,31 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def sbatch(tmp_path: Path) -> Start:
-    """Runs the script's body as a job of `nodes` with 2 tasks each; `restarts`: how often it was requeued."""
+    """Runs the script's body as a job of `nodes` with 2 tasks each; `restarts`: how often it was
+    requeued.
+    """
     programs = tmp_path / "bin"
     programs.mkdir()
     squeue = f"#!/bin/sh\ncat {tmp_path}/left\n"
     (tmp_path / "left").write_text("12:04:59\n")
-    for name, source in (("srun", SRUN.format(python=sys.executable)), ("scontrol", SCONTROL), ("squeue", squeue)):
+    for name, source in (
+        ("srun", SRUN.format(python=sys.executable)),
+        ("scontrol", SCONTROL),
+        ("squeue", squeue),
+    ):
         (programs / name).write_text(source)
         (programs / name).chmod(0o755)
     job = str(os.getpid() % 9_000)
 
-    def start(*arguments: str, nodes: int = 2, restarts: int = 0, **variables: str) -> "subprocess.Popen[str]":
+    def start(
+        *arguments: str, nodes: int = 2, restarts: int = 0, **variables: str
+    ) -> "subprocess.Popen[str]":
         environment = {
-            **{name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "MASTER_"))},
+            **{
+                name: value
+                for name, value in os.environ.items()
+                if not name.startswith(("SLURM_", "MASTER_"))
+            },
             "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
             "PYTHON": sys.executable,
             "PYTHONPATH": str(ROOT),
@@ -97,7 +113,12 @@ def sbatch(tmp_path: Path) -> Start:
         }
         command = ["bash", str(SCRIPT), *arguments]
         return subprocess.Popen(
-            command, cwd="/", env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            command,
+            cwd="/",
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
         )
 
     return start
@@ -118,9 +139,15 @@ def test_a_job_of_two_nodes_saves_before_its_limit_and_comes_back_to_the_same_bi
     """As those of four ranks of one machine."""
     given = ("train.steps=30", "eval.every=0", "policy.last=0")
     options = ranks.tiny("device=cpu", *given)
-    job, run = sbatch(*options, "run.name=slurm"), tmp_path / "runs/slurm"
+    job = sbatch(*options, "run.name=slurm")
+    run = tmp_path / "runs/slurm"
     metrics = run / "metrics.jsonl"
-    wait_for(lambda: job.poll() is not None or (metrics.exists() and metrics.read_text().count("train/loss") > 2))
+    wait_for(
+        lambda: (
+            job.poll() is not None
+            or (metrics.exists() and metrics.read_text().count("train/loss") > 2)
+        )
+    )
     number = getattr(signal, f"SIG{header('signal').partition('@')[0]}")
     for task in (tmp_path / "tasks").read_text().split():
         os.kill(int(task), number)
@@ -140,9 +167,13 @@ def test_a_job_of_two_nodes_saves_before_its_limit_and_comes_back_to_the_same_bi
 def test_a_rank_that_is_killed_ends_the_job_and_does_not_requeue_it(
     ranks: Ranks, sbatch: Start, tmp_path: Path
 ) -> None:
-    job = sbatch(*ranks.tiny("device=cpu", "run.name=a", "train.steps=2000", "eval.every=0"), nodes=1)
+    job = sbatch(
+        *ranks.tiny("device=cpu", "run.name=a", "train.steps=2000", "eval.every=0"), nodes=1
+    )
     metrics = tmp_path / "runs/a/metrics.jsonl"
-    wait_for(lambda: job.poll() is not None or (metrics.exists() and "train/loss" in metrics.read_text()))
+    wait_for(
+        lambda: job.poll() is not None or (metrics.exists() and "train/loss" in metrics.read_text())
+    )
     began = time.monotonic()
     os.kill(int((tmp_path / "tasks").read_text().split()[1]), signal.SIGKILL)
     code, said = ended(job)
@@ -169,24 +200,39 @@ def test_the_script_asks_for_what_its_body_needs() -> None:
 def test_what_failed_around_a_run_is_requeued_and_an_error_of_the_run_is_not(
     sbatch: Start, tmp_path: Path, code: int, restarts: int, requeued: bool
 ) -> None:
-    """The ranks are not started: `srun` ends with their code. At once after a start at most ten times."""
+    """The ranks are not started: `srun` ends with their code. At once after a start at most ten
+    times.
+    """
     (tmp_path / "bin/srun").write_text(f"#!/bin/sh\nexit {code}\n")
     found, said = ended(sbatch("model=llama_8b", restarts=restarts))
-    assert found == (0 if requeued else code) and (tmp_path / "scontrol.log").exists() == requeued, said
+    assert (
+        found == (0 if requeued else code) and (tmp_path / "scontrol.log").exists() == requeued
+    ), said
 
 
-@pytest.mark.parametrize(("left", "requeued"), [("4:58", True), ("0:12", True), ("1:04:58", False), ("2-0:0:1", False)])
-def test_torchruns_job_is_requeued_at_the_limit_alone(sbatch: Start, tmp_path: Path, left: str, requeued: bool) -> None:
+@pytest.mark.parametrize(
+    ("left", "requeued"), [("4:58", True), ("0:12", True), ("1:04:58", False), ("2-0:0:1", False)]
+)
+def test_torchruns_job_is_requeued_at_the_limit_alone(
+    sbatch: Start, tmp_path: Path, left: str, requeued: bool
+) -> None:
     """torchrun ends with 1 after a signal as after an error."""
-    (tmp_path / "bin/srun").write_text('#!/bin/sh\necho $TORCH_ELASTIC_SHUTDOWN_TIMEOUT "$@" > srun.log\nexit 1\n')
+    (tmp_path / "bin/srun").write_text(
+        '#!/bin/sh\necho $TORCH_ELASTIC_SHUTDOWN_TIMEOUT "$@" > srun.log\nexit 1\n'
+    )
     (tmp_path / "left").write_text(f"{left}\n")
     found, said = ended(sbatch("model=llama_8b", RESTARTS="3"))
-    assert found == (0 if requeued else 1) and (tmp_path / "scontrol.log").exists() == requeued, said
+    assert found == (0 if requeued else 1) and (tmp_path / "scontrol.log").exists() == requeued, (
+        said
+    )
     seconds, *words = (tmp_path / "srun.log").read_text().split()
     assert int(seconds) < int(header("signal").partition("@")[2]), "ranks save before the limit"
     read = get_args_parser().parse_args(words[words.index("torch.distributed.run") + 1 :])
     assert "--ntasks=2" in words and read.max_restarts == 3 and "SIGUSR1" in read.signals_to_handle
-    assert read.module and [read.training_script, *read.training_script_args] == ["fp4train", "model=llama_8b"]
+    assert read.module and [read.training_script, *read.training_script_args] == [
+        "fp4train",
+        "model=llama_8b",
+    ]
 
 
 @pytest.mark.long

@@ -1,4 +1,6 @@
-"""Checkpoints of several ranks: any number of ranks reads them, and whatever is damaged or fails, one is whole."""
+"""Checkpoints of several ranks: any number of ranks reads them, and whatever is damaged or fails,
+one is whole.
+"""
 
 import json
 import os
@@ -23,7 +25,9 @@ KILLED = "; import os; os._exit(0)"
 """The others can end no collective."""
 
 
-def told(ranks: Ranks, task: str, folder: Path, size: int, *, ends: tuple[int, ...] | None = None) -> list[Any]:
+def told(
+    ranks: Ranks, task: str, folder: Path, size: int, *, ends: tuple[int, ...] | None = None
+) -> list[Any]:
     """What `task` gave on each rank of `size`; `ends`: their exit codes where not all are 0."""
     given = ranks.program(PROGRAM + KILLED * (ends is not None), size, task, str(folder), ends=ends)
     return [each[0] if each else None for each in given]
@@ -31,7 +35,10 @@ def told(ranks: Ranks, task: str, folder: Path, size: int, *, ends: tuple[int, .
 
 def test_the_documentation_names_the_files_that_two_ranks_write() -> None:
     named = re.findall(r"(?:weights|tensors)-\S+\.safetensors", SCALE.read_text(encoding="utf-8"))
-    assert named == [file_name(kind, rank, 2) for kind in ("weights", "tensors") for rank in (0, 1)] and LAST in named
+    assert (
+        named == [file_name(kind, rank, 2) for kind in ("weights", "tensors") for rank in (0, 1)]
+        and LAST in named
+    )
 
 
 @pytest.fixture(scope="module")
@@ -45,12 +52,20 @@ def saved(make_ranks: Callable[[], Ranks]) -> Path:
 
 def test_one_process_reads_what_two_ranks_wrote(saved: Path) -> None:
     found, whole = (checkpoint.load(saved / name) for name in ("parts", "whole"))
-    assert found.step == whole.step == 2 and found.state == whole.state and set(found.tensors) == set(whole.tensors)
+    assert (
+        found.step == whole.step == 2
+        and found.state == whole.state
+        and set(found.tensors) == set(whole.tensors)
+    )
     for name, tensor in whole.tensors.items():
-        assert found.tensors.dtype(name) == tensor.dtype and torch.equal(found.tensors[name], tensor), name
+        assert found.tensors.dtype(name) == tensor.dtype and torch.equal(
+            found.tensors[name], tensor
+        ), name
     assert found.tensors["optimizer/state/0/step"].shape == (), "a number is not lost"
     body = json.loads((found.path / "state.json").read_text())
-    assert body["tensors"]["aliases"] == {"model/head.weight": "model/embed.weight"}, "tied weights are stored once"
+    assert body["tensors"]["aliases"] == {"model/head.weight": "model/embed.weight"}, (
+        "tied weights are stored once"
+    )
 
 
 def missing(path: Path) -> None:
@@ -103,7 +118,9 @@ def test_a_damaged_shard_is_named_and_the_checkpoint_before_is_taken(
         checkpoint.load(tmp_path / "parts", 2)
 
 
-def test_a_file_that_is_changed_after_it_was_verified_is_not_read(saved: Path, tmp_path: Path) -> None:
+def test_a_file_that_is_changed_after_it_was_verified_is_not_read(
+    saved: Path, tmp_path: Path
+) -> None:
     shutil.copytree(saved / "parts", tmp_path / "parts")
     found = checkpoint.load(tmp_path / "parts")
     flipped(found.path)
@@ -127,7 +144,9 @@ def test_several_ranks_agree_on_the_checkpoint_whoever_sees_the_damage(
 
 @pytest.mark.long
 @pytest.mark.parametrize("size", [2, 4])
-def test_other_numbers_of_ranks_go_on_from_it_with_equal_bits(ranks: Ranks, saved: Path, size: int) -> None:
+def test_other_numbers_of_ranks_go_on_from_it_with_equal_bits(
+    ranks: Ranks, saved: Path, size: int
+) -> None:
     for each in told(ranks, "load", saved, size):
         assert each["different"] == [] and each["step"] == 2
 
@@ -136,7 +155,11 @@ def test_other_numbers_of_ranks_go_on_from_it_with_equal_bits(ranks: Ranks, save
 def test_four_ranks_write_and_fewer_go_on(ranks: Ranks, tmp_path: Path) -> None:
     """Among them hybrid and two-dimensional shards, each element of which one rank writes."""
     wrote = told(ranks, "save", tmp_path, 4)
-    total = sum(t.nbytes for n, t in checkpoint.load(tmp_path / "whole").tensors.items() if n != "model/head.weight")
+    total = sum(
+        t.nbytes
+        for n, t in checkpoint.load(tmp_path / "whole").tensors.items()
+        if n != "model/head.weight"
+    )
     assert sum(each["bytes"] for each in wrote) == total
     for size in (2, 1):
         for each in told(ranks, "load", tmp_path, size):
@@ -145,16 +168,22 @@ def test_four_ranks_write_and_fewer_go_on(ranks: Ranks, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_disk_that_is_full_for_one_rank_costs_that_checkpoint_alone(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_disk_that_is_full_for_one_rank_costs_that_checkpoint_alone(
+    ranks: Ranks, tmp_path: Path
+) -> None:
     first, second = told(ranks, "fail", tmp_path / "checkpoints", 2)
     assert first == second, "all ranks know the reason"
     assert first[0] == ["step_00000001"] and first[2] == ["step_00000001", "step_00000003"]
     assert "rank 1 on " in first[1] and "No space left on device" in first[1]
-    assert torch.equal(checkpoint.load(tmp_path / "checkpoints").tensors["w"], torch.arange(10.0) + 3)
+    assert torch.equal(
+        checkpoint.load(tmp_path / "checkpoints").tensors["w"], torch.arange(10.0) + 3
+    )
 
 
 @pytest.mark.long
-def test_a_rank_that_is_killed_in_its_write_leaves_the_checkpoint_before(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_rank_that_is_killed_in_its_write_leaves_the_checkpoint_before(
+    ranks: Ranks, tmp_path: Path
+) -> None:
     folder = tmp_path / "checkpoints"
     left, _ = told(ranks, "kill", folder, 2, ends=(0, -9))
     assert "a rank has ended, or does not answer" in left
@@ -162,7 +191,9 @@ def test_a_rank_that_is_killed_in_its_write_leaves_the_checkpoint_before(ranks: 
 
 
 @pytest.mark.long
-def test_checkpoints_are_written_while_ranks_train_and_all_hear_how_it_went(ranks: Ranks, tmp_path: Path) -> None:
+def test_checkpoints_are_written_while_ranks_train_and_all_hear_how_it_went(
+    ranks: Ranks, tmp_path: Path
+) -> None:
     first, second = told(ranks, "async", tmp_path, 2)
     assert first == second, "every rank has the same outcome"
     assert [step for step, *_ in first] == [1, 2, 3, 4]
@@ -170,7 +201,9 @@ def test_checkpoints_are_written_while_ranks_train_and_all_hear_how_it_went(rank
     assert "rank 1 on " in first[1][1] and "No space left on device" in first[1][1]
     assert "rank 1 on " in first[2][2] and "optimizer/state/2/exp_avg" in first[2][2]
     assert checkpoint.steps(tmp_path / "run" / "checkpoints") == [1, 4]
-    assert checkpoint.load(tmp_path / "also" / "a" / "checkpoints").step == 1, "the second place has one, too"
+    assert checkpoint.load(tmp_path / "also" / "a" / "checkpoints").step == 1, (
+        "the second place has one, too"
+    )
 
 
 @pytest.mark.long
@@ -181,7 +214,9 @@ def test_ranks_that_do_not_share_a_disk_are_told(ranks: Ranks, tmp_path: Path) -
 
 
 def test_a_part_lies_inside_of_its_tensor() -> None:
-    with pytest.raises(ValueError, match=r"a part of shape \[2\] at \[3\] does not lie in a tensor of \[4\]"):
+    with pytest.raises(
+        ValueError, match=r"a part of shape \[2\] at \[3\] does not lie in a tensor of \[4\]"
+    ):
         shards.TensorShard(shape=(4,), offsets=(3,), tensor=torch.zeros(2))
 
 
@@ -193,12 +228,18 @@ def test_stages_of_a_pipeline_make_one_checkpoint(ranks: Ranks, tmp_path: Path) 
     found = checkpoint.load(tmp_path / "c")
     back = checkpoint.unflatten(found.tensors, found.state)
     assert found.step == 1 and torch.equal(back["model"]["block1"], torch.arange(4.0) + 1)
-    assert float(back["optimizer"]["state"][0]["step"]) == float(back["optimizer"]["state"][1]["step"]) == 7.0
+    assert (
+        float(back["optimizer"]["state"][0]["step"])
+        == float(back["optimizer"]["state"][1]["step"])
+        == 7.0
+    )
 
 
 @pytest.mark.long
 def test_every_way_to_cut_a_model_draws_the_same_weights(ranks: Ranks, tmp_path: Path) -> None:
-    """FSDP, HSDP, and FSDP with tensor parallel, on 1, 2 and 4 ranks; the weights are never whole on a rank."""
+    """FSDP, HSDP, and FSDP with tensor parallel, on 1, 2 and 4 ranks; the weights are never whole
+    on a rank.
+    """
     (alone,) = told(ranks, "born", tmp_path, 1)
     for size in (2, 4):
         for each in told(ranks, "born", tmp_path, size):

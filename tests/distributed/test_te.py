@@ -1,4 +1,6 @@
-"""Transformer Engine's real Python on several ranks, with the extension of tests/backends/te/te_codes_on_cpu.py."""
+"""Transformer Engine's real Python on several ranks, with the extension of
+tests/backends/te/te_codes_on_cpu.py.
+"""
 
 import json
 import subprocess
@@ -41,8 +43,9 @@ def train_step(run, recipe, first=loop.train_step):
     return made
 loop.train_step = train_step
 """
-"""Every rank writes how many quantised weights of the blocks are alive before each backward pass, and those that
-Transformer Engine quantised in the last step."""
+"""Every rank writes how many quantised weights of the blocks are alive before each backward pass,
+and those that Transformer Engine quantised in the last step.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -77,21 +80,32 @@ ON = (*WIDE, "backend=te", "phases=none", "train.steps=3", "train.seq_len=80")
 """No x or dy has the shape of a weight."""
 
 
-@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8", "fp8_current", "nvfp4_forward_mxfp8_backward"])
-def test_two_ranks_that_send_codes_to_te_are_two_microbatches_and_keep_none(ranks: Ranks, recipe: str) -> None:
-    """A weight costs the bytes of its codes per gather, as on other backends, counted in the collectives themselves;
-    Transformer Engine quantises none of it."""
+@pytest.mark.parametrize(
+    "recipe", ["nvfp4", "mxfp8", "fp8_current", "nvfp4_forward_mxfp8_backward"]
+)
+def test_two_ranks_that_send_codes_to_te_are_two_microbatches_and_keep_none(
+    ranks: Ranks, recipe: str
+) -> None:
+    """A weight costs the bytes of its codes per gather, as on other backends, counted in the
+    collectives themselves; Transformer Engine quantises none of it.
+    """
     options = (*ON, f"recipe={recipe}")
     ranks.train(1, "one", "train.microbatch=2", *options, patch=ON_TE)
-    assert min(kept(ranks)) >= 14 and quantised(ranks) >= 14, "those of a step are kept where the weights are whole"
+    assert min(kept(ranks)) >= 14 and quantised(ranks) >= 14, (
+        "those of a step are kept where the weights are whole"
+    )
     ranks.train(2, "two", *options, patch=ON_TE + COUNT)
     assert kept(ranks) == [0] * 3 and quantised(ranks) == 0
     ranks.same("one", "two")
     assert gathered(ranks, step=2) == two_blocks(*FORMS.get(recipe, (recipe, recipe)))
-    assert plan(ranks, "two")[0].startswith("weights of the blocks are gathered from 2 shards as codes and scales (")
+    assert plan(ranks, "two")[0].startswith(
+        "weights of the blocks are gathered from 2 shards as codes and scales ("
+    )
 
 
-def test_the_cooldown_of_two_ranks_on_te_sends_values_for_fprop_and_codes_for_dgrad(ranks: Ranks) -> None:
+def test_the_cooldown_of_two_ranks_on_te_sends_values_for_fprop_and_codes_for_dgrad(
+    ranks: Ranks,
+) -> None:
     """And has the bits of one, with the amaxes of a step joined once."""
     options = (*ON, "recipe=nvfp4", "phases=cooldown_fprop", "train.steps=6")
     ranks.train(1, "one", "train.microbatch=2", *options, patch=ON_TE)
@@ -113,7 +127,9 @@ def test_shards_that_cut_blocks_of_scales_are_sent_to_te_in_float32(ranks: Ranks
 
 
 def test_stages_of_a_pipeline_send_codes_to_te_for_every_pass(ranks: Ranks) -> None:
-    """Two microbatches on two blocks per rank: the backward pass of one follows the forward pass of the other."""
+    """Two microbatches on two blocks per rank: the backward pass of one follows the forward pass of
+    the other.
+    """
     options = (*ON, "recipe=nvfp4", "model.layers=4", "train.microbatch=1", "parallel.pp=2")
     ranks.train(4, "float32", *options, "parallel.gather=fp32", patch=ON_TE)
     ranks.train(4, "codes", *options, patch=ON_TE + COUNT)
@@ -130,27 +146,49 @@ def test_te_keeps_no_codes_of_weights_that_come_in_bf16(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("gather", ["recipe", "bf16", "fp32"])
-def test_microbatches_of_shards_and_recomputed_blocks_have_the_same_bits(ranks: Ranks, gather: str) -> None:
+def test_microbatches_of_shards_and_recomputed_blocks_have_the_same_bits(
+    ranks: Ranks, gather: str
+) -> None:
     options = (*ON, "recipe=mxfp8", "train.batch_size=8", f"parallel.gather={gather}")
     ranks.train(2, "kept", "train.microbatch=2", *options, patch=ON_TE)
     ranks.train(2, "again", "train.microbatch=2", "model.recompute=true", *options, patch=ON_TE)
     ranks.same("kept", "again")
 
 
-def test_delayed_scaling_runs_on_the_stages_of_a_pipeline_with_the_scales_of_one(ranks: Ranks) -> None:
-    """Each joins its amaxes among its own ranks: over all of them, in the middle of a step, it would wait for ever."""
-    options = ("backend=te", "recipe=fp8_delayed", "policy=all", "phases=none", "train.steps=3", "train.microbatch=1")
+def test_delayed_scaling_runs_on_the_stages_of_a_pipeline_with_the_scales_of_one(
+    ranks: Ranks,
+) -> None:
+    """Each joins its amaxes among its own ranks: over all of them, in the middle of a step, it
+    would wait for ever.
+    """
+    options = (
+        "backend=te",
+        "recipe=fp8_delayed",
+        "policy=all",
+        "phases=none",
+        "train.steps=3",
+        "train.microbatch=1",
+    )
     ranks.train(1, "one", *options, patch=ON_TE)
     ranks.train(2, "two", "parallel.pp=2", *options, patch=ON_TE)
     ranks.same("one", "two")
 
 
 @pytest.mark.skipif(
-    (availability.version() or ()) < (2, 20), reason="needs the transformer_engine wheel, 2.20 or newer"
+    (availability.version() or ()) < (2, 20),
+    reason="needs the transformer_engine wheel, 2.20 or newer",
 )
 def test_experts_on_shards_are_those_of_one_rank(ranks: Ranks) -> None:
-    """On TE's GroupedLinear, whose weights are gathered for each pass; dw is summed in float32 either way."""
-    mixture = ("model=moe_tiny", "model.width=32", "model.layers=2", "model.hidden=64", "model.experts.count=4")
+    """On TE's GroupedLinear, whose weights are gathered for each pass; dw is summed in float32
+    either way.
+    """
+    mixture = (
+        "model=moe_tiny",
+        "model.width=32",
+        "model.layers=2",
+        "model.hidden=64",
+        "model.experts.count=4",
+    )
     mixture = (
         *mixture,
         "model.heads=2",

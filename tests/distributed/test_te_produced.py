@@ -30,7 +30,14 @@ def train_step(run, recipe):
 loop.train_step = train_step
 """
 """Every rank writes the kernels of the last step that made codes."""
-SMALL = ("model.width=64", "model.layers=2", "model.heads=4", "model.kv_heads=2", "model.hidden=96", "backend=te")
+SMALL = (
+    "model.width=64",
+    "model.layers=2",
+    "model.heads=4",
+    "model.kv_heads=2",
+    "model.hidden=96",
+    "backend=te",
+)
 STEPS = ("policy=all", "phases=none", "train.steps=2", "train.seq_len=32", "train.batch_size=4")
 
 
@@ -45,7 +52,9 @@ def launched(ranks: Ranks, name: str) -> int:
 
 
 def test_two_ranks_whose_norms_and_gates_are_quantised_are_two_microbatches(ranks: Ranks) -> None:
-    """Four norms, two gates and their gradients in each pass, with the random bits of the tokens' place."""
+    """Four norms, two gates and their gradients in each pass, with the random bits of the tokens'
+    place.
+    """
     options = (*SMALL, *STEPS, "recipe=nvfp4")
     ranks.train(1, "one", "train.microbatch=2", *options, patch=COUNTED)
     assert launched(ranks, "quantize_produced") == 2 * 8

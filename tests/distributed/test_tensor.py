@@ -1,4 +1,6 @@
-"""Tensor and sequence parallelism on gloo ranks: losses and norms do not depend on how the layers are cut."""
+"""Tensor and sequence parallelism on gloo ranks: losses and norms do not depend on how the layers
+are cut.
+"""
 
 import json
 from typing import Any
@@ -10,8 +12,10 @@ import torch
 Ranks = Any
 
 RARE = 5e-4
-"""Sums of another order round to other neighbours now and then: BF16 numbers in backward, codes of float32 numbers in
-forward too. How often depends on the CPU. Amaxes of single ranks differ by more, see below."""
+"""Sums of another order round to other neighbours now and then: BF16 numbers in backward, codes of
+float32 numbers in forward too. How often depends on the CPU. Amaxes of single ranks differ by more,
+see below.
+"""
 PROGRAM = """
 import json
 
@@ -69,7 +73,11 @@ def trained(
 ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """(on several ranks, on one) for each recipe, with and without cut tokens (`tokens`)."""
     given = {"amax": "tp", "codes": True, **options}
-    cases = [{"recipe": recipe, "sequence": sequence, **given} for recipe in recipes for sequence in tokens]
+    cases = [
+        {"recipe": recipe, "sequence": sequence, **given}
+        for recipe in recipes
+        for sequence in tokens
+    ]
     found = ranks.program(PROGRAM, world, json.dumps(cases), str(data))[0]
     assert len(found) == len(cases)
     torch.set_num_threads(1)
@@ -94,7 +102,16 @@ def test_in_float32_losses_norms_and_logits_are_those_of_one_rank(ranks: Ranks, 
 @pytest.mark.long
 @pytest.mark.parametrize("world", [2, 4])
 def test_in_every_recipe_the_first_loss_is_that_of_one_rank(ranks: Ranks, world: int) -> None:
-    recipes = ["bf16", "nvfp4", "nvfp4_fused", "mxfp8", "fp8_current", "fp8_row", "fp8_delayed", "mxfp8_fp32"]
+    recipes = [
+        "bf16",
+        "nvfp4",
+        "nvfp4_fused",
+        "mxfp8",
+        "fp8_current",
+        "fp8_row",
+        "fp8_delayed",
+        "mxfp8_fp32",
+    ]
     recipes = recipes if world == 2 else ["nvfp4", "fp8_delayed", "mxfp8_fp32"]
     for ours, one in trained(ranks, world, recipes):
         losses = RARE if ours["recipe"].endswith("fp32") else 1e-6
@@ -102,8 +119,12 @@ def test_in_every_recipe_the_first_loss_is_that_of_one_rank(ranks: Ranks, world:
         assert llama_steps.difference(ours, one, "norms", 0) <= RARE, ours
 
 
-def test_what_is_requantised_and_turned_by_signs_of_the_step_is_that_of_one_rank(ranks: Ranks) -> None:
-    """Amaxes over the ranks of both roundings; shards of whole groups of the recipes' transforms and outer scales."""
+def test_what_is_requantised_and_turned_by_signs_of_the_step_is_that_of_one_rank(
+    ranks: Ranks,
+) -> None:
+    """Amaxes over the ranks of both roundings; shards of whole groups of the recipes' transforms
+    and outer scales.
+    """
     model = {"width": 256, "hidden": 512, "layers": 1}
     for ours, one in trained(ranks, 2, ["quartet_ii", "tetrajet_v2"], model=model):
         assert llama_steps.difference(ours, one, "losses", 0) <= 1e-6, ours
@@ -152,7 +173,9 @@ def test_fsdp_over_two_and_tensors_over_two(ranks: Ranks) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("world", [2, 4])
-def test_with_the_amax_of_all_data_ranks_they_equal_the_whole_batch_on_one_rank(ranks: Ranks, world: int) -> None:
+def test_with_the_amax_of_all_data_ranks_they_equal_the_whole_batch_on_one_rank(
+    ranks: Ranks, world: int
+) -> None:
     for ours, one in trained(ranks, world, ["nvfp4"], data=2, amax="data"):
         assert llama_steps.difference(ours, one, "losses", 0) <= 1e-6, ours
         assert llama_steps.difference(ours, one, "norms", 0) <= 1e-4, ours
@@ -161,7 +184,9 @@ def test_with_the_amax_of_all_data_ranks_they_equal_the_whole_batch_on_one_rank(
 @pytest.mark.long
 def test_compiled_blocks_are_as_close_to_eager_ones_as_on_one_rank(ranks: Ranks) -> None:
     """Compiled blocks keep float32 between fused operations, which changes roundings."""
-    for ours, one in trained(ranks, 2, ["nvfp4"], tokens=(True,), compile=True, model={"layers": 1}):
+    for ours, one in trained(
+        ranks, 2, ["nvfp4"], tokens=(True,), compile=True, model={"layers": 1}
+    ):
         assert llama_steps.difference(ours, one, "losses", 0) <= 1e-3, ours
 
 

@@ -1,5 +1,6 @@
-"""Experts that tensor-parallel ranks share are, in every bit, those of one rank; of what is around them see
-`test_families.py`."""
+"""Experts that tensor-parallel ranks share are, in every bit, those of one rank; of what is around
+them see `test_families.py`.
+"""
 
 import json
 from typing import Any
@@ -110,13 +111,20 @@ CASES = [
 
 
 def test_experts_over_two_ranks_are_those_of_one_in_every_bit(ranks: Ranks) -> None:
-    """Outputs, all gradients with those of the losses of balance, loads, and histories of amaxes; with and without cut
-    tokens; where a rank has no tokens, and where one expert has them all."""
+    """Outputs, all gradients with those of the losses of balance, loads, and histories of amaxes;
+    with and without cut tokens; where a rank has no tokens, and where one expert has them all.
+    """
     for rank, reported in enumerate(ranks.program(PROGRAM, 2, json.dumps(CASES))):
         assert len(reported) == 2 * len(CASES)
         for each in reported:
             assert each["differ"] == [] and each["loads"], each
-            assert each["joined"] and bool(each["histories"]) == (each["recipe"] == "fp8_delayed"), each
+            assert each["joined"] and bool(each["histories"]) == (
+                each["recipe"] == "fp8_delayed"
+            ), each
             assert each["held"] == [0.5, 0.5] and each["first"] == [2 * rank] * 2, each
-        assert any(each["seen"][:4] == [0, 0, 0, 4 * 2 * 24] for each in reported), "all to one expert"
-        assert all(each["seen"][4] > 0 for each in reported if each["bias"] is None), "some are dropped"
+        assert any(each["seen"][:4] == [0, 0, 0, 4 * 2 * 24] for each in reported), (
+            "all to one expert"
+        )
+        assert all(each["seen"][4] > 0 for each in reported if each["bias"] is None), (
+            "some are dropped"
+        )

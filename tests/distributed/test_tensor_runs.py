@@ -1,4 +1,6 @@
-"""Tensor parallelism from the command line: the losses of one rank, resumes on other meshes, refusals."""
+"""Tensor parallelism from the command line: the losses of one rank, resumes on other meshes,
+refusals.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -16,12 +18,18 @@ def close(ranks: Ranks, one: Path, other: str, first: float, later: float) -> No
     pairs = list(zip(ranks.losses(one), ranks.losses(other), strict=True))
     assert len(pairs) >= 5
     for number, (a, b) in enumerate(pairs):
-        assert b["train/loss"] == pytest.approx(a["train/loss"], rel=1e-6 if number == 0 else later), number
-        assert b["train/grad_norm"] == pytest.approx(a["train/grad_norm"], rel=first if number == 0 else later), number
+        assert b["train/loss"] == pytest.approx(
+            a["train/loss"], rel=1e-6 if number == 0 else later
+        ), number
+        assert b["train/grad_norm"] == pytest.approx(
+            a["train/grad_norm"], rel=first if number == 0 else later
+        ), number
 
 
 @pytest.mark.parametrize("sequence", ["true", "false"])
-def test_two_tensor_parallel_ranks_give_the_losses_of_one_in_fp32(ranks: Ranks, sequence: str) -> None:
+def test_two_tensor_parallel_ranks_give_the_losses_of_one_in_fp32(
+    ranks: Ranks, sequence: str
+) -> None:
     ranks.train(2, "two", "recipe=fp32", *BASE, "parallel.tp=2", f"parallel.sp={sequence}")
     close(ranks, ranks.reference("recipe=fp32", *BASE), "two", 1e-6, 1e-5)
 
@@ -46,10 +54,15 @@ def test_a_run_goes_on_with_and_without_tensor_parallel_ranks_and_shards(ranks: 
     [
         (("parallel.tp=2",), "model.kv_heads=1 cannot be divided over parallel.tp=2"),
         (("parallel.tp=2", "model.kv_heads=2", "eval.errors_every=2"), "measures whole operands"),
-        (("parallel.tp=2", "model.kv_heads=2", "train.microbatch=1", "train.seq_len=31"), "parallel.sp=false"),
+        (
+            ("parallel.tp=2", "model.kv_heads=2", "train.microbatch=1", "train.seq_len=31"),
+            "parallel.sp=false",
+        ),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line(ranks: Ranks, options: tuple[str, ...], said: str) -> None:
+def test_what_cannot_be_is_refused_in_one_line(
+    ranks: Ranks, options: tuple[str, ...], said: str
+) -> None:
     ended = ranks(2, "run.name=a", *options)
     assert set(ended.codes) == {1}
     assert said in ended.err[0] and "Traceback" not in ended.err[0]

@@ -29,9 +29,18 @@ main(sys.argv[1:])
 
 def torchrun(ranks: Ranks, *arguments: str) -> "subprocess.Popen[str]":
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
     return subprocess.Popen(
-        command, cwd=ranks.folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        command,
+        cwd=ranks.folder,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
 
 

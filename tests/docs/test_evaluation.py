@@ -18,7 +18,10 @@ COMMANDS = [
 ]
 
 
-FILES = {name: body for name, body in re.findall(r"^```yaml\n# (\S+)\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)}
+FILES = {
+    name: body
+    for name, body in re.findall(r"^```yaml\n# (\S+)\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)
+}
 
 
 @pytest.fixture
@@ -28,12 +31,15 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_run: Path) -> N
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     for name, body in FILES.items():
         Path(name).write_text(body, encoding="utf-8")
-    Path("quotes.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in ("to be", "or not")))
+    Path("quotes.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in ("to be", "or not"))
+    )
     Path("README.md").write_text("the quick brown fox", encoding="utf-8")
     shutil.copytree(small_run, "runs/a")
 
 
-@pytest.mark.filterwarnings("ignore")  # of lm_eval and datasets, as they are imported and read files
+# of lm_eval and datasets, as they are imported and read files
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("words", COMMANDS, ids=shlex.join)
 def test_every_command_works(words: list[str], files: None) -> None:
     with pytest.raises(SystemExit) as ended:

@@ -1,4 +1,6 @@
-"""docs/exchange.md, and the way to transformers that the README shows: its commands and its Python run, in order."""
+"""docs/exchange.md, and the way to transformers that the README shows: its commands and its Python
+run, in order.
+"""
 
 import os
 import re
@@ -17,12 +19,15 @@ from fp4train.models.hf import families
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "exchange.md").read_text(encoding="utf-8")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-TITLE, PACKED = "From fp4train to transformers", "From fp4train to packed NVFP4"
+TITLE = "From fp4train to transformers"
+PACKED = "From fp4train to packed NVFP4"
 BACK = "From a Hugging Face folder to fp4train"
 
 
 def test_the_table_of_files_names_every_class_of_transformers_that_an_export_writes() -> None:
-    sources = (path.read_text(encoding="utf-8") for path in (ROOT / "fp4train" / "models").rglob("*.py"))
+    sources = (
+        path.read_text(encoding="utf-8") for path in (ROOT / "fp4train" / "models").rglob("*.py")
+    )
     classes = {name for each in sources for name in re.findall(r'"(\w+ForCausalLM)"', each)}
     classes.remove("Dots1ForCausalLM")  # read, and written by no export
     (row,) = re.findall(r"^\| `config.json` \| .*$", PAGE, re.MULTILINE)
@@ -35,13 +40,21 @@ def blocks(text: str, language: str) -> list[str]:
 
 def way(text: str, title: str = TITLE) -> list[list[str]]:
     section = text.partition(f"# {title}\n")[2].partition("\n## ")[0]
-    return [shlex.split(line, comments=True) for block in blocks(section, "bash") for line in block.splitlines()]
+    return [
+        shlex.split(line, comments=True)
+        for block in blocks(section, "bash")
+        for line in block.splitlines()
+    ]
 
 
 def called(words: list[str], text: Path) -> None:
-    """A command of fp4train, training with a smaller model; or of Python, in a process of its own."""
+    """A command of fp4train, training with a smaller model; or of Python, in a process of its
+    own.
+    """
     if words[0] == "python":
-        subprocess.run([sys.executable, *words[1:]], check=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+        subprocess.run(
+            [sys.executable, *words[1:]], check=True, env={**os.environ, "HF_HUB_OFFLINE": "1"}
+        )
         return
     assert words[0] == "fp4train"
     tiny = (
@@ -51,7 +64,13 @@ def called(words: list[str], text: Path) -> None:
     )
     verb = [words[1]] if words[1] == "plan" else []
     with pytest.raises(SystemExit) as ended:
-        main([*verb, *tiny, *(word for word in words[1 + len(verb) :] if not word.startswith("step="))])
+        main(
+            [
+                *verb,
+                *tiny,
+                *(word for word in words[1 + len(verb) :] if not word.startswith("step=")),
+            ]
+        )
     assert ended.value.code == 0
 
 
@@ -60,7 +79,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_the_commands_and_the_python_of_the_page_run(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_commands_and_the_python_of_the_page_run(
+    text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for words in way(PAGE):
         called(words, text)
     exec(compile(blocks(PAGE, "python")[0], "exchange.md", "exec"), {})
@@ -81,7 +102,11 @@ def test_the_table_of_what_is_read_has_every_model_type() -> None:
 @pytest.mark.long
 def test_the_three_commands_of_the_readme_lead_to_transformers(text: Path) -> None:
     commands = way(README)
-    assert len(commands) == 3 and [words[0] for words in commands] == ["fp4train", "fp4train", "python"]
+    assert len(commands) == 3 and [words[0] for words in commands] == [
+        "fp4train",
+        "fp4train",
+        "python",
+    ]
     for words in commands:
         called(words, text)
 

@@ -23,7 +23,9 @@ CAPABILITIES = ((8, 0), (8, 9), (9, 0), (10, 0))
 def rows(header: str) -> list[list[str]]:
     """The cells of the table whose header begins so, without its header."""
     table = PAGE.partition(f"\n| {header}")[2].partition("\n\n")[0]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+    return [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]
+    ]
 
 
 def recipe_of(name: str) -> Recipe:
@@ -42,11 +44,16 @@ def test_the_parts_of_the_check_are_those_of_the_script() -> None:
     assert {name.strip("`"): text for name, text in rows("part of `gpu_check.sh`")} == PARTS
 
 
-def test_the_page_lists_the_steps_of_the_first_visit_in_order_and_when_each_has_ended_at_the_latest() -> None:
-    ends, seconds = {}, 0.0
+def test_the_page_lists_the_steps_of_the_first_visit_in_order_and_when_each_has_ended_at_the_latest() -> (
+    None
+):
+    ends = {}
+    seconds = 0.0
     for step in nine_steps(Path("my_gpu")):
         seconds += step.limit or 0
-        files = {Path(each.words[each.words.index("--out") + 1]).name for each in (step, *step.beside)}
+        files = {
+            Path(each.words[each.words.index("--out") + 1]).name for each in (step, *step.beside)
+        }
         ends[int(seconds)] = files
     listed = {
         int(re.split("–", row[0])[-1]): set(re.findall(r"`(my_gpu-\w+\.json)`", row[2]))
@@ -62,7 +69,9 @@ def test_the_page_says_which_gpu_multiplies_what(names: str, cells: list[str]) -
         table = recipe_of(name).table()
         for capability, cell in zip(CAPABILITIES, cells, strict=True):
             device = Device(type="cuda", name="GPU", capability=capability, here=False)
-            chosen = {choice.backend for choice in backends.choose(table, LAYER, "auto", device).values()}
+            chosen = {
+                choice.backend for choice in backends.choose(table, LAYER, "auto", device).values()
+            }
             native = {backend for backend in ("te", "native") if runs(table, backend, device)}
             said = {"emulated": {"emulate"}, "torch": {"torch"}}.get(cell, set(cell.split(", ")))
             assert said == (native if table.quantised and native else chosen), (name, capability)

@@ -1,4 +1,6 @@
-"""docs/guide.md: every command in it is run, in order, its Python runs, and its glossary has the keys that runs log."""
+"""docs/guide.md: every command in it is run, in order, its Python runs, and its glossary has the
+keys that runs log.
+"""
 
 import json
 import re
@@ -65,11 +67,17 @@ def test_every_command_of_the_guide_works(
     told = shown["fp4train plan runs/longer"]
     assert "branch" in told and "train.steps: 90 → 100; policy.last: 0.15 → 0.5" in told
     assert "resume_step=40" in shown["fp4train resume=runs/long"]
-    assert "mean over seeds" in next(text for command, text in shown.items() if command.count("seed=") == 4)
-    assert json.loads(Path("gap.json").read_text())["runs"] and Path("gap.csv").read_text().startswith("run,")
+    assert "mean over seeds" in next(
+        text for command, text in shown.items() if command.count("seed=") == 4
+    )
+    assert json.loads(Path("gap.json").read_text())["runs"] and Path(
+        "gap.csv"
+    ).read_text().startswith("run,")
 
 
-@pytest.mark.parametrize("code", [code for code in blocks("python") if not code.startswith("# mine/")])
+@pytest.mark.parametrize(
+    "code", [code for code in blocks("python") if not code.startswith("# mine/")]
+)
 def test_python_of_the_guide_runs(code: str) -> None:
     exec(compile(code, "guide.md", "exec"), {})
 
@@ -81,14 +89,24 @@ def test_the_glossary_has_every_key_that_a_run_logs_and_no_other(
     options += ["oscillation.every=2", "oscillation.watch=1"]
     seen: set[str] = set()
     for recipe in ("nvfp4", "fp16"):
-        arguments = [*SMALL, *options, f"recipe={recipe}", "phases=none", f"run.dir={tmp_path / recipe}"]
+        arguments = [
+            *SMALL,
+            *options,
+            f"recipe={recipe}",
+            "phases=none",
+            f"run.dir={tmp_path / recipe}",
+        ]
         with pytest.raises(SystemExit) as ended:
             main(arguments)
         assert ended.value.code == 0
         for line in (tmp_path / recipe / "metrics.jsonl").read_text().splitlines():
             values = json.loads(line)
-            seen |= set() if "event" in values else set(values) - {"step", "nonfinite", "after", "crc"}
-    documented = {key for cell in table("Metric keys") for key in re.findall(r"`([^`]+)`", cell) if "/" in key}
+            seen |= (
+                set() if "event" in values else set(values) - {"step", "nonfinite", "after", "crc"}
+            )
+    documented = {
+        key for cell in table("Metric keys") for key in re.findall(r"`([^`]+)`", cell) if "/" in key
+    }
     several = {"perf/tokens_per_s_per_rank", "perf/memory_gb_least", "perf/memory_rank"}
     """tests/distributed looks for these."""
     assert seen == documented - several - {"perf/mfu"}, "perf/mfu needs a GPU whose peak is known"
@@ -102,7 +120,9 @@ def test_the_glossary_has_every_event_that_the_code_logs() -> None:
         logged |= set(re.findall(r'log_event\([^"{]*?"([\w -]+)"', text)) | set(
             re.findall(r'event, .*= "([\w ]+)"', text)
         )
-    documented = set(re.findall(r"`([^`]+)`", " ".join(key for key in table("Metric keys") if "/" not in key)))
+    documented = set(
+        re.findall(r"`([^`]+)`", " ".join(key for key in table("Metric keys") if "/" not in key))
+    )
     assert {"resume", "rewind", "swap"} <= logged <= documented
 
 

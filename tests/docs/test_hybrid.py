@@ -11,7 +11,9 @@ from fp4train.models.hybrid import Hybrid, ScanShape
 
 
 @pytest.mark.long
-def test_every_command_works_in_the_order_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_command_works_in_the_order_of_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     np.zeros(1000, dtype="<u2").tofile("tokens.bin")
     check_commands("hybrid.md", 6)
@@ -19,5 +21,7 @@ def test_every_command_works_in_the_order_of_the_page(tmp_path: Path, monkeypatc
 
 def test_the_page_names_every_key_that_is_the_family_s_own() -> None:
     own = set(Hybrid.__annotations__) - {"scan", "draw"}
-    keys = {f"model.{name}" for name in own} | {f"model.scan.{each.name}" for each in fields(ScanShape)}
+    keys = {f"model.{name}" for name in own} | {
+        f"model.scan.{each.name}" for each in fields(ScanShape)
+    }
     assert listed_keys("hybrid.md") == keys

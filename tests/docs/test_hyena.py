@@ -11,7 +11,9 @@ from fp4train.models.hyena import FilterShape, Hyena
 
 
 @pytest.mark.long
-def test_every_command_works_in_the_order_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_command_works_in_the_order_of_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("genome.fa").write_text(">a\n" + "ACGTTGCA" * 400 + "\n")
     write_evo2(Path("evo2"))
@@ -20,5 +22,7 @@ def test_every_command_works_in_the_order_of_the_page(tmp_path: Path, monkeypatc
 
 def test_the_page_names_every_key_that_is_the_family_s_own() -> None:
     own = set(Hyena.__annotations__) - {"filters", "draw"}
-    keys = {f"model.{name}" for name in own} | {f"model.filters.{each.name}" for each in fields(FilterShape)}
+    keys = {f"model.{name}" for name in own} | {
+        f"model.filters.{each.name}" for each in fields(FilterShape)
+    }
     assert listed_keys("hyena.md") == keys

@@ -9,11 +9,14 @@ import small_transformers  # noqa: F401  # imports the frameworks without their 
 
 from fp4train.integrations import Precision
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "integrations.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "integrations.md").read_text(
+    encoding="utf-8"
+)
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*gradient_checkpointing.*:FutureWarning",  # peft asks for the old name
-    "ignore:.*pin_memory.*:UserWarning",  # the Trainer's loader asks for it on a machine without a GPU
+    # the Trainer's loader asks for it on a machine without a GPU
+    "ignore:.*pin_memory.*:UserWarning",
     "ignore:.*does not have many workers:UserWarning",  # the rows are made in no time
     "ignore:.*LeafSpec:FutureWarning",  # Lightning's use of a name that torch deprecates
 )
@@ -35,4 +38,6 @@ def test_all_python_of_the_page_runs(
 
 def test_the_table_has_all_arguments() -> None:
     table = PAGE.partition("\n| argument |")[2].partition("\n\n")[0]
-    assert set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == set(inspect.signature(Precision).parameters)
+    assert set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == set(
+        inspect.signature(Precision).parameters
+    )

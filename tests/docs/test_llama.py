@@ -1,5 +1,6 @@
-"""docs/llama.md: its commands run, on a smaller model, its keys are those of the shapes, and its sizes those of the
-files."""
+"""docs/llama.md: its commands run, on a smaller model, its keys are those of the shapes, and its
+sizes those of the files.
+"""
 
 import re
 from dataclasses import fields
@@ -28,7 +29,9 @@ def keys_of(kind: type) -> set[str]:
 
 
 @pytest.mark.long
-def test_every_command_works_in_the_order_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_command_works_in_the_order_of_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     np.zeros(1000, dtype="<u2").tofile("tokens.bin")
     check_commands("llama.md", 7)
@@ -38,7 +41,9 @@ def test_the_page_names_every_key_and_which_families_have_it() -> None:
     assert listed_keys("llama.md") == keys_of(Llama)
     rows = re.findall(r"^\| (`model\..*?) \| ([^|]+) \|", PAGE, re.MULTILINE)
     of = {
-        families: {key for names, each in rows if each == families for key in re.findall(r"`(.*?)`", names)}
+        families: {
+            key for names, each in rows if each == families for key in re.findall(r"`(.*?)`", names)
+        }
         for _, families in rows
     }
     assert of["all"] == keys_of(DecoderShape)
@@ -49,13 +54,19 @@ def test_the_page_names_every_key_and_which_families_have_it() -> None:
 def test_pages_of_families_lead_to_their_other_keys() -> None:
     own = {"moe.md": MixtureOfExperts, "hybrid.md": Hybrid, "hyena.md": Hyena}
     for page, kind in own.items():
-        listed = {key.rpartition(".")[0] if key.count(".") > 1 else key for key in listed_keys(page)}
+        listed = {
+            key.rpartition(".")[0] if key.count(".") > 1 else key for key in listed_keys(page)
+        }
         assert keys_of(kind) <= listed | listed_keys("llama.md"), page
-        assert "The others are [those of a Llama](llama.md#keys)" in (DOCS / page).read_text(encoding="utf-8")
+        assert "The others are [those of a Llama](llama.md#keys)" in (DOCS / page).read_text(
+            encoding="utf-8"
+        )
 
 
 def test_the_sizes_are_those_of_the_files() -> None:
-    rows = re.findall(r"^\| `(llama_\w+)` \| ([\d.]+) ([MB]) \| (\d+) \| (\d+) \| ([\d,]+)", PAGE, re.MULTILINE)
+    rows = re.findall(
+        r"^\| `(llama_\w+)` \| ([\d.]+) ([MB]) \| (\d+) \| (\d+) \| ([\d,]+)", PAGE, re.MULTILINE
+    )
     folder = Path(__file__).parents[2] / "configs" / "model"
     assert {name for name, *_ in rows} == {path.stem for path in folder.glob("llama_*.yaml")}
     for name, count, unit, layers, width, vocabulary in rows:
@@ -69,6 +80,7 @@ def test_the_sizes_are_those_of_the_files() -> None:
 def test_what_is_promised_of_ranks_has_their_number_and_its_condition(page: str) -> None:
     text = " ".join((DOCS / page).read_text(encoding="utf-8").split())
     promised = (
-        "on two shards (`parallel.dp_shard=2`) and on two stages (`parallel.pp=2`) is the same in every bit, under"
+        "on two shards (`parallel.dp_shard=2`) and on two stages (`parallel.pp=2`) is the same "
+        "in every bit, under"
     )
     assert f"{promised} the condition that [scale.md](scale.md#what-is-equal) states" in text

@@ -1,4 +1,6 @@
-"""docs/moe.md: its commands run, on a smaller model, and its keys exist; so do the policies that are ranked."""
+"""docs/moe.md: its commands run, on a smaller model, and its keys exist; so do the policies that
+are ranked.
+"""
 
 import json
 import re
@@ -15,7 +17,9 @@ from fp4train.models.moe import Balance, ExpertShape
 
 
 @pytest.mark.long
-def test_every_command_works_in_the_order_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_command_works_in_the_order_of_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     np.zeros(1000, dtype="<u2").tofile("tokens.bin")
     check_commands("moe.md", 7)
@@ -31,7 +35,9 @@ def test_the_policies_that_are_ranked_keep_the_layers_that_the_table_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    page = (Path(__file__).parents[2] / "benchmarks" / "moe_policies.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "benchmarks" / "moe_policies.md").read_text(
+        encoding="utf-8"
+    )
     for line in re.findall(r"^printf .*$", page, re.MULTILINE):
         (_, _, *lines, _, name) = shlex.split(line)
         Path(name).write_text("\n".join(lines))
@@ -40,11 +46,27 @@ def test_the_policies_that_are_ranked_keep_the_layers_that_the_table_names(
     quantised: dict[str, set[str]] = {}
     for policy in policies.split(","):
         with pytest.raises(SystemExit) as ended:
-            main(["plan", model, "recipe=nvfp4", "phases=none", f"policy={policy}", "policy.last=0", "--json"])
+            main(
+                [
+                    "plan",
+                    model,
+                    "recipe=nvfp4",
+                    "phases=none",
+                    f"policy={policy}",
+                    "policy.last=0",
+                    "--json",
+                ]
+            )
         assert ended.value.code == 0
         rows = json.loads(capsys.readouterr().out)["gemms"]
-        found = (each["layer"].removeprefix("blocks.1.") for each in rows if each["elements"] == "E2M1·E2M1")
-        quantised[policy] = {layer.rpartition(".")[0] for layer in found if not layer.startswith("blocks.")}
+        found = (
+            each["layer"].removeprefix("blocks.1.")
+            for each in rows
+            if each["elements"] == "E2M1·E2M1"
+        )
+        quantised[policy] = {
+            layer.rpartition(".")[0] for layer in found if not layer.startswith("blocks.")
+        }
     assert quantised == {
         "all": {"attention", "mlp", "mlp.shared"},
         "mxfp8_attention": {"mlp", "mlp.shared"},

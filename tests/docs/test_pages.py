@@ -1,4 +1,6 @@
-"""The pages of docs: links lead somewhere and names exist; pages without a test of their own: commands and tables."""
+"""The pages of docs: links lead somewhere and names exist; pages without a test of their own:
+commands and tables.
+"""
 
 import importlib
 import json
@@ -59,7 +61,9 @@ def test_links_lead_to_files_and_titles(page: str) -> None:
         assert path.exists(), target
         if anchor:
             titles = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
-            assert anchor in {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}, target
+            assert anchor in {
+                re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles
+            }, target
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -73,7 +77,9 @@ def test_dotted_names_of_the_package_exist(page: str) -> None:
 
 
 def test_the_index_lists_every_page() -> None:
-    assert set(re.findall(r"^\| \[([\w-]+\.md)\]", text("README.md"), re.MULTILINE)) == set(PAGES) - {"README.md"}
+    assert set(re.findall(r"^\| \[([\w-]+\.md)\]", text("README.md"), re.MULTILINE)) == set(
+        PAGES
+    ) - {"README.md"}
 
 
 @pytest.mark.parametrize("page", ["configuration.md", "data.md"])
@@ -88,7 +94,8 @@ def test_commands_name_existing_options_and_keys(page: str) -> None:
 
 
 def test_configuration_names_every_option_of_a_group_and_every_field_of_a_policy() -> None:
-    options, page = own_options(), text("configuration.md")
+    options = own_options()
+    page = text("configuration.md")
     for group in ("model", "policy", "phases", "data", "optim", "schedule", "track"):
         row = re.search(rf"^\| `{group}=` \|.*$", page, re.MULTILINE)
         assert row and set(options[group]) <= set(re.findall(r"[\w]+", row[0])), group
@@ -101,7 +108,9 @@ def test_configuration_names_every_option_of_a_group_and_every_field_of_a_policy
 
 def test_data_names_every_key_of_a_source_and_every_source() -> None:
     keys = {name.removeprefix("data.") for name in first_cells("data.md", "key")}
-    sources = {f.name for source in (Chat, Dna, HuggingFace, Stdlib, Text, Tokens) for f in fields(source)}
+    sources = {
+        f.name for source in (Chat, Dna, HuggingFace, Stdlib, Text, Tokens) for f in fields(source)
+    }
     assert keys == sources - {"tokenizer"}
     assert {name.split()[0] for name in first_cells("data.md", "`data=`")} - {"hf"} >= {
         "stdlib",
@@ -110,7 +119,9 @@ def test_data_names_every_key_of_a_source_and_every_source() -> None:
         "chat",
         "dna",
     }
-    assert {f"data.tokenizer.{f.name}" for f in fields(BytePairs)} <= set(re.findall(r"`([\w.]+)`", text("data.md")))
+    assert {f"data.tokenizer.{f.name}" for f in fields(BytePairs)} <= set(
+        re.findall(r"`([\w.]+)`", text("data.md"))
+    )
 
 
 def test_the_columns_of_doctor_are_explained() -> None:
@@ -119,7 +130,9 @@ def test_the_columns_of_doctor_are_explained() -> None:
 
 @pytest.fixture
 def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with the folder `mine/` that plugins.md shows; "continued" adds to a file."""
+    """A working directory with the folder `mine/` that plugins.md shows; "continued" adds to a
+    file.
+    """
     write_shown(tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -131,14 +144,24 @@ def test_the_recipe_in_yaml_is_one(mine: Path) -> None:
 
 
 def test_the_table_of_a_family_names_all_that_those_of_fp4train_say_of_themselves() -> None:
-    sources = (path.read_text(encoding="utf-8") for path in (ROOT / "fp4train" / "models").rglob("*.py"))
-    said = {name for each in sources for name in re.findall(r"^ +(?:def )?(fp4train_\w+)(?: =|\()", each, re.MULTILINE)}
+    sources = (
+        path.read_text(encoding="utf-8") for path in (ROOT / "fp4train" / "models").rglob("*.py")
+    )
+    said = {
+        name
+        for each in sources
+        for name in re.findall(r"^ +(?:def )?(fp4train_\w+)(?: =|\()", each, re.MULTILINE)
+    }
     assert len(said) > 9
-    assert said - {"fp4train_stages"} <= set(re.findall(r"`(fp4train_\w+)", text("plugins.md"))), "Decoder has stages"
+    assert said - {"fp4train_stages"} <= set(re.findall(r"`(fp4train_\w+)", text("plugins.md"))), (
+        "Decoder has stages"
+    )
 
 
 def test_own_classes_train_and_resume(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every option that plugins.md shows, by the commands that it shows; the class is imported by each anew."""
+    """Every option that plugins.md shows, by the commands that it shows; the class is imported by
+    each anew.
+    """
     shown = sorted(str(path.relative_to(mine / "mine")) for path in (mine / "mine").rglob("*.*"))
     assert shown == [
         "data/counting.yaml",

@@ -1,4 +1,6 @@
-"""docs/ranking.md: its commands run, its table has every key of `fp4train rank`, its shares are those of the code."""
+"""docs/ranking.md: its commands run, its table has every key of `fp4train rank`, its shares are
+those of the code.
+"""
 
 import re
 import shlex
@@ -30,7 +32,8 @@ def test_every_command_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.chdir(tmp_path)
     assert len(commands()) > 4
     for words in commands():
-        few = [v for k, v in FEW.items() if not (k == "steps" and "schedule=own" in words)]  # else no cooldown is in it
+        # else no cooldown is in it
+        few = [v for k, v in FEW.items() if not (k == "steps" and "schedule=own" in words)]
         short = [word for word in words if word.partition("=")[0] not in FEW]
         with pytest.raises(SystemExit) as ended:
             main([*short, *(few if words[0] == "rank" else SMALL)])
@@ -47,12 +50,18 @@ def test_the_table_has_every_key_and_its_default() -> None:
 
 def test_the_shares_of_the_looks_are_those_of_the_code() -> None:
     words = " ".join(TEXT.split())
-    shown = re.search(r"Look 1 has ([.\d]+) of the 5 %, look i has [^:]*: ([.\d, ]+), …; the sum is 1", words)
+    shown = re.search(
+        r"Look 1 has ([.\d]+) of the 5 %, look i has [^:]*: ([.\d, ]+), …; the sum is 1", words
+    )
     assert shown is not None
     assert float(shown[1]) == share(1)
-    assert [float(each) for each in shown[2].split(", ")] == [round(share(i), 3) for i in range(2, 5)]
+    assert [float(each) for each in shown[2].split(", ")] == [
+        round(share(i), 3) for i in range(2, 5)
+    ]
     first = re.search(r"A look needs ([\d, ]+), … forks", words)
-    assert first is not None and [int(each) for each in first[1].split(", ")] == [needed(i) for i in range(1, 5)]
+    assert first is not None and [int(each) for each in first[1].split(", ")] == [
+        needed(i) for i in range(1, 5)
+    ]
 
 
 def test_the_table_of_base_runs_is_that_of_the_code() -> None:

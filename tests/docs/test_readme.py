@@ -1,4 +1,6 @@
-"""The README is correct and short: its Python runs, its commands are valid, its links lead somewhere."""
+"""The README is correct and short: its Python runs, its commands are valid, its links lead
+somewhere.
+"""
 
 import re
 import shlex
@@ -30,13 +32,16 @@ def test_python_in_the_readme_runs(code: str) -> None:
 
 
 def commands() -> list[list[str]]:
-    lines = [line.partition("#")[0].strip() for block in blocks("bash") for line in block.splitlines()]
+    lines = [
+        line.partition("#")[0].strip() for block in blocks("bash") for line in block.splitlines()
+    ]
     return [shlex.split(line) for line in lines if line.startswith("fp4train")]
 
 
 @pytest.mark.parametrize("command", commands(), ids=" ".join)
 def test_commands_in_the_readme_name_existing_verbs_and_keys(command: list[str]) -> None:
-    words, own = command[1:], ["resume", "at"]
+    words = command[1:]
+    own = ["resume", "at"]
     if words and "=" not in words[0] and not words[0].startswith("-"):
         verb = words.pop(0)
         assert verb in {*VERBS, "help"}
@@ -44,7 +49,11 @@ def test_commands_in_the_readme_name_existing_verbs_and_keys(command: list[str])
         if verb != "help":
             own += getattr(import_module(f"fp4train.cli.{verb}"), "OPTIONS", {})
     flags, words = overrides.flags_and_words(words)
-    list(composition.composed([*flags, *(word for word in words if "=" in word and word.partition("=")[0] not in own)]))
+    list(
+        composition.composed(
+            [*flags, *(word for word in words if "=" in word and word.partition("=")[0] not in own)]
+        )
+    )
 
 
 def test_links_and_pictures_of_the_readme_exist() -> None:

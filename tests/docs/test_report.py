@@ -34,9 +34,13 @@ def test_every_command_works_and_the_report_has_the_sections(
         assert ended.value.code == 0, f"{shlex.join(words)}: {capsys.readouterr().err}"
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     named = re.findall(r"^\| ([A-Z][^|]+) \|", TEXT, re.MULTILINE)
-    assert re.findall(r"<h2>([^<]+)</h2>", page) == [title for each in named for title in each.split(", ")]
+    assert re.findall(r"<h2>([^<]+)</h2>", page) == [
+        title for each in named for title in each.split(", ")
+    ]
     assert 'class="warnings"' not in page, "nothing of a whole run is missing"
-    assert "Predicted time of the linear layers on B200" in (tmp_path / "a.html").read_text(encoding="utf-8")
+    assert "Predicted time of the linear layers on B200" in (tmp_path / "a.html").read_text(
+        encoding="utf-8"
+    )
     assert page.count("<svg") > 8 and (tmp_path / "a.html").is_file()
 
 

@@ -1,4 +1,6 @@
-"""docs/scale.md: commands of one machine are run, those of a cluster parsed; its keys are those of the section."""
+"""docs/scale.md: commands of one machine are run, those of a cluster parsed; its keys are those of
+the section.
+"""
 
 import os
 import re
@@ -51,11 +53,15 @@ def test_every_command_is_of_a_program_that_is_checked_here() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("words", [each for each in commands("torchrun") if runs_here(each)], ids=" ".join)
+@pytest.mark.parametrize(
+    "words", [each for each in commands("torchrun") if runs_here(each)], ids=" ".join
+)
 def test_commands_of_one_machine_work(words: list[str], tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", *words[1:], *TINY]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert "step 2, done" in done.stdout
 
@@ -66,13 +72,21 @@ def test_torchrun_and_fp4train_read_their_commands(words: list[str]) -> None:
 
 
 def test_the_plan_of_a_mesh_is_made_and_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    plans = [words for words in commands("fp4train") if "plan" in words and "parallel." in " ".join(words)]
+    plans = [
+        words
+        for words in commands("fp4train")
+        if "plan" in words and "parallel." in " ".join(words)
+    ]
     assert len(plans) == 2, "of docs/scale.md and of the README"
     for words in plans:
         with pytest.raises(SystemExit) as ended:
             main(words[1:])
         said = capsys.readouterr()
-        assert ended.value.code == 0 and "tokens/s per GPU" in said.out and "does not fit" not in said.out, said
+        assert (
+            ended.value.code == 0
+            and "tokens/s per GPU" in said.out
+            and "does not fit" not in said.out
+        ), said
 
 
 def test_sbatch_is_given_options_that_it_has() -> None:
@@ -91,7 +105,8 @@ def test_it_says_which_network_ranks_take_and_what_launchers_start_again() -> No
     assert [set(each.split(" | ")) for each in codes] == [{"138"}, {"75", "134", "142"}]
     told = TEXT.partition("## Endings\n")[2].partition("\n## ")[0]
     assert (
-        all(f"{code} " in told or f"{code}," in told for code in (75, 134, 138, 142, 143)) and LostError.exit_code == 75
+        all(f"{code} " in told or f"{code}," in told for code in (75, 134, 138, 142, 143))
+        and LostError.exit_code == 75
     )
 
 
@@ -103,7 +118,9 @@ def test_kubectl_is_given_a_jobset() -> None:
 
 def test_the_table_of_the_mesh_has_every_key() -> None:
     section = TEXT.partition("## The mesh\n")[2].partition("\n## ")[0]
-    assert set(re.findall(r"^\| `parallel\.(\w+)` \|", section, re.MULTILINE)) == {f.name for f in fields(Parallel)}
+    assert set(re.findall(r"^\| `parallel\.(\w+)` \|", section, re.MULTILINE)) == {
+        f.name for f in fields(Parallel)
+    }
 
 
 def test_the_files_of_a_checkpoint_have_the_names_of_the_code() -> None:

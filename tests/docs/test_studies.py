@@ -33,7 +33,9 @@ def test_every_command_works(
 
 def test_the_options_are_those_of_the_command() -> None:
     section = TEXT.partition("### Options\n")[2].partition("\n### ")[0]
-    listed = set(re.findall(r"`(\w+)=", "".join(re.findall(r"^\| (.*?) \|", section, re.MULTILINE))))
+    listed = set(
+        re.findall(r"`(\w+)=", "".join(re.findall(r"^\| (.*?) \|", section, re.MULTILINE)))
+    )
     assert listed == {*sensitivity.OPTIONS, "step", "recipe", "gpu"}
 
 

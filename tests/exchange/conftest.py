@@ -1,4 +1,6 @@
-"""Whole runs, and other people's software, imported once: it warns as it is imported, and warnings are errors here."""
+"""Whole runs, and other people's software, imported once: it warns as it is imported, and warnings
+are errors here.
+"""
 
 import warnings
 from collections.abc import Callable
@@ -13,7 +15,9 @@ from fp4train.cli import main
 
 
 @pytest.fixture
-def cli(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
+def cli(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Cli:
     """The command line in an empty working directory."""
     monkeypatch.chdir(tmp_path)
     return Cli(text, tmp_path, capsys)
@@ -21,7 +25,9 @@ def cli(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 @pytest.fixture(scope="session")
 def lm_eval() -> ModuleType:
-    """lm_eval with what its tasks import: `datasets` and `evaluate` use names that later versions will not have."""
+    """lm_eval with what its tasks import: `datasets` and `evaluate` use names that later versions
+    will not have.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import lm_eval.evaluator
@@ -34,7 +40,9 @@ def lm_eval() -> ModuleType:
 
 @pytest.fixture(scope="session")
 def train(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """`train("key=value", …)`: a finished tiny run, trained once for all tests that name the same keys."""
+    """`train("key=value", …)`: a finished tiny run, trained once for all tests that name the same
+    keys.
+    """
     made: dict[tuple[str, ...], Path] = {}
 
     def trained(*words: str) -> Path:
@@ -44,7 +52,11 @@ def train(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[...,
             base = [word for word in TINY if word.partition("=")[0] not in given]
             if "model" in given:  # the sizes are those of a Llama
                 base = [word for word in base if not word.startswith("model.")]
-            data = [] if "data" in given else [f"data.path={text}", f"data.cache_dir={text.parent / 'cache'}"]
+            data = (
+                []
+                if "data" in given
+                else [f"data.path={text}", f"data.cache_dir={text.parent / 'cache'}"]
+            )
             with pytest.raises(SystemExit) as ended:
                 main([*base, *data, f"run.dir={run}", "run.name=a", *words])
             assert ended.value.code == 0
@@ -56,7 +68,9 @@ def train(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[...,
 
 @pytest.fixture
 def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """`command("export", …)`: what the command printed; `code` is the exit code that it must have."""
+    """`command("export", …)`: what the command printed; `code` is the exit code that it must
+    have.
+    """
 
     def called(*words: object, code: int = 0) -> str:
         capsys.readouterr()
@@ -72,9 +86,11 @@ def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 
 @pytest.fixture(scope="session")
 def served() -> Callable[..., Any]:
-    """`served(folder, **options)`: a folder of codes as transformers and compressed-tensors load it.
+    """`served(folder, **options)`: a folder of codes as transformers and compressed-tensors load
+    it.
 
-    They warn as they are imported and as they load: of Enum subclasses, of a configuration that is given twice.
+    They warn as they are imported and as they load: of Enum subclasses, of a configuration that is
+        given twice.
     """
 
     def load(folder: Path, *, dequantize: bool) -> Any:
@@ -84,15 +100,23 @@ def served() -> Callable[..., Any]:
             warnings.simplefilter("ignore")
             import transformers
 
-            more = {"quantization_config": transformers.CompressedTensorsConfig(dequantize=True)} if dequantize else {}
-            return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **more).eval()
+            more = (
+                {"quantization_config": transformers.CompressedTensorsConfig(dequantize=True)}
+                if dequantize
+                else {}
+            )
+            return transformers.AutoModelForCausalLM.from_pretrained(
+                folder, dtype=torch.bfloat16, **more
+            ).eval()
 
     return load
 
 
 @pytest.fixture(scope="session")
 def modelopt() -> ModuleType:
-    """ModelOpt's own tensors of codes; it warns as it is imported, of versions and of what it deprecates."""
+    """ModelOpt's own tensors of codes; it warns as it is imported, of versions and of what it
+    deprecates.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import modelopt.torch.quantization.qtensor

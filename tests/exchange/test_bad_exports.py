@@ -16,16 +16,34 @@ WRONG = {
     "no run": (("nowhere", "to=hf", "out=o"), "nowhere is not a run directory"),
     "two runs": (("{run}", "{run}", "to=hf", "out=o"), "export needs one run directory"),
     "no target": (("{run}", "out=o"), "to= is missing: allowed are hf"),
-    "another target": (("{run}", "to=hff", "out=o"), "compressed-tensors, modelopt; did you mean 'hf'?"),
+    "another target": (
+        ("{run}", "to=hff", "out=o"),
+        "compressed-tensors, modelopt; did you mean 'hf'?",
+    ),
     "no out": (("{run}", "to=hf"), "export needs the name of a new folder, out=FOLDER"),
-    "the folder itself": (("{run}", "to=hf", "out=."), "export needs the name of a new folder, out=FOLDER"),
-    "a word like an option": (("{run}", "to=hf", "outt=o"), "unknown key 'outt'; did you mean 'out'?"),
+    "the folder itself": (
+        ("{run}", "to=hf", "out=."),
+        "export needs the name of a new folder, out=FOLDER",
+    ),
+    "a word like an option": (
+        ("{run}", "to=hf", "outt=o"),
+        "unknown key 'outt'; did you mean 'out'?",
+    ),
     "a dtype": (("{run}", "to=hf", "out=o", "dtype=fp8"), "dtype=fp8: allowed are float32, bf16"),
-    "a step": (("{run}", "to=hf", "out=o", "step=five"), "step='five' must be the step of a checkpoint"),
-    "a step without checkpoint": (("{run}", "to=hf", "out=o", "step=5"), "has no checkpoint of step 5; it has 6"),
+    "a step": (
+        ("{run}", "to=hf", "out=o", "step=five"),
+        "step='five' must be the step of a checkpoint",
+    ),
+    "a step without checkpoint": (
+        ("{run}", "to=hf", "out=o", "step=5"),
+        "has no checkpoint of step 5; it has 6",
+    ),
     "a size": (("{run}", "to=hf", "out=o", "shard=5"), "shard='5' must be a size: 500MB, 5GB"),
     "a flag": (("{run}", "to=hf", "out=o", "--force"), "export knows no flag --force"),
-    "an existing folder": (("{run}", "to=hf", "out={run}"), "is there already, and nothing is written over"),
+    "an existing folder": (
+        ("{run}", "to=hf", "out={run}"),
+        "is there already, and nothing is written over",
+    ),
     "a plugin that is not there": (("{run}", "to=hf", "out=o", "plugins=[nowhere]"), "nowhere"),
 }
 
@@ -49,7 +67,9 @@ def test_a_model_without_a_form_in_transformers_is_refused(
     assert "Llama has no form in transformers" in said and os.listdir(tmp_path) == []
 
 
-def test_a_shape_that_transformers_lacks_is_refused(train: Train, command: Command, tmp_path: Path) -> None:
+def test_a_shape_that_transformers_lacks_is_refused(
+    train: Train, command: Command, tmp_path: Path
+) -> None:
     run = train("train.steps=1", "model.qk_norm=true", "model.qkv_bias=true")
     said = command("export", run, "to=hf", f"out={tmp_path / 'out'}", code=1)
     assert "has no form in transformers" in said and os.listdir(tmp_path) == []
@@ -65,7 +85,10 @@ def test_a_full_disk_ends_the_export_with_nothing_there(
     with monkeypatch.context() as patch:
         patch.setattr("fp4train.exchange.folder.write_all", full)
         said = command("export", small_run, "to=hf", f"out={tmp_path / 'out'}", code=1)
-    assert "out is not written: [Errno 28] No space left on device. There is no folder of that name" in said
+    assert (
+        "out is not written: [Errno 28] No space left on device. There is no folder of that name"
+        in said
+    )
     assert os.listdir(tmp_path) == []
 
 

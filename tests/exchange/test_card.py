@@ -1,4 +1,6 @@
-"""Model cards of exported runs: recipes by stretch, losses, results of tasks, and what is not known."""
+"""Model cards of exported runs: recipes by stretch, losses, results of tasks, and what is not
+known.
+"""
 
 import os
 import re
@@ -17,13 +19,23 @@ def test_the_model_card_says_how_the_model_was_trained(
     command("export", small_run, "to=hf", f"out={tmp_path / 'out'}")
     card = (tmp_path / "out/README.md").read_text()
     last = last_evaluation(small_run)
-    numbers = " | ".join(f"{last[key]:.4f}" for key in ("val/loss", "val/loss_recipe", "train/loss"))
+    numbers = " | ".join(
+        f"{last[key]:.4f}" for key in ("val/loss", "val/loss_recipe", "train/loss")
+    )
     assert f"| 6 | NVFP4 with fprop in BF16 | {numbers} |" in card
-    first, second = [line for line in card.splitlines() if line.startswith("| 0–") or line.startswith("| 5–")]
+    first, second = [
+        line for line in card.splitlines() if line.startswith("| 0–") or line.startswith("| 5–")
+    ]
     assert "NVFP4" in first and "E2M1·E2M1" in first and "fprop" in second and "cooldown" in second
     assert "blocks.0.attention.wq" in card and "policy.last=0.15" in card
-    assert "fp4train 0." in card and "torch 2." in card and "The last 63 of 320 rows of the vocabulary" in card
-    assert not any(word in card for word in (str(small_run.parent), "data.path")), "no path of this machine"
+    assert (
+        "fp4train 0." in card
+        and "torch 2." in card
+        and "The last 63 of 320 rows of the vocabulary" in card
+    )
+    assert not any(word in card for word in (str(small_run.parent), "data.path")), (
+        "no path of this machine"
+    )
     import yaml
 
     head = yaml.safe_load(card.split("---\n")[1])
@@ -35,12 +47,16 @@ def test_a_run_that_ends_in_high_precision_has_the_losses_of_its_last_quantised_
 ) -> None:
     export_huggingface(train("eval.every=2"), tmp_path / "out")
     card = (tmp_path / "out/README.md").read_text()
-    before, after = re.findall(r"^\| (\d) \| (NVFP4.*?) \| ([\d.]+) \| ([\d.]+) \|", card, re.MULTILINE)
+    before, after = re.findall(
+        r"^\| (\d) \| (NVFP4.*?) \| ([\d.]+) \| ([\d.]+) \|", card, re.MULTILINE
+    )
     assert before[:2] == ("4", "NVFP4") and before[2] != before[3]
     assert after[:2] == ("6", "NVFP4 with fprop in BF16") and after[2] == after[3]
 
 
-def test_results_of_tasks_are_in_the_card(small_run: Path, command: Command, tmp_path: Path) -> None:
+def test_results_of_tasks_are_in_the_card(
+    small_run: Path, command: Command, tmp_path: Path
+) -> None:
     run = Path(shutil.copytree(small_run, tmp_path / "b"))
     command("eval", run, "recipe=bf16,nvfp4")
     command("export", run, "to=hf", f"out={tmp_path / 'out'}")
@@ -50,13 +66,18 @@ def test_results_of_tasks_are_in_the_card(small_run: Path, command: Command, tmp
     assert "bf16" in held_out[0].lower() and "nvfp4" in held_out[1].lower()
 
 
-def test_a_run_without_evaluations_or_records_says_so_in_its_card(small_run: Path, tmp_path: Path) -> None:
+def test_a_run_without_evaluations_or_records_says_so_in_its_card(
+    small_run: Path, tmp_path: Path
+) -> None:
     run = Path(shutil.copytree(small_run, tmp_path / "b"))
     (run / "metrics.jsonl").unlink()
     (run / "history.jsonl").unlink()
     export_huggingface(run, tmp_path / "out")
     card = (tmp_path / "out/README.md").read_text()
-    assert "The run has no evaluation up to step 6." in card and card.count("has no record of what ran") == 2
+    assert (
+        "The run has no evaluation up to step 6." in card
+        and card.count("has no record of what ran") == 2
+    )
 
 
 def test_a_name_of_a_run_is_text_in_its_card(small_run: Path, tmp_path: Path) -> None:
@@ -68,7 +89,9 @@ def test_a_name_of_a_run_is_text_in_its_card(small_run: Path, tmp_path: Path) ->
 def test_damaged_metrics_are_said_and_are_no_run_without_evaluation(
     small_run: Path, command: Command, tmp_path: Path
 ) -> None:
-    """Lines whose checksum is wrong, and lines that are none; a line that is being written is not damaged."""
+    """Lines whose checksum is wrong, and lines that are none; a line that is being written is not
+    damaged.
+    """
     run = Path(shutil.copytree(small_run, tmp_path / "a"))
     lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     spoiled = [line.replace(b'"val/loss":', b'"val/loss" :') for line in lines]
@@ -87,8 +110,13 @@ def test_metrics_that_are_cut_off_are_said_where_the_card_has_no_losses(
     run = Path(shutil.copytree(small_run, tmp_path / "b"))
     os.truncate(run / "metrics.jsonl", left)
     export_huggingface(run, tmp_path / "cut")
-    (said,) = [record.getMessage() for record in caplog.records if "model card" in record.getMessage()]
-    assert said.startswith(f"{run / 'metrics.jsonl'} is cut off ({left} bytes of ") and "since the checkpoint" in said
+    (said,) = [
+        record.getMessage() for record in caplog.records if "model card" in record.getMessage()
+    ]
+    assert (
+        said.startswith(f"{run / 'metrics.jsonl'} is cut off ({left} bytes of ")
+        and "since the checkpoint" in said
+    )
     caplog.clear()
     export_huggingface(small_run, tmp_path / "whole")
     assert not [record for record in caplog.records if "model card" in record.getMessage()]

@@ -1,4 +1,6 @@
-"""Loss and bits per byte: the run's own validation loss, bytes by the tokenizer, windows, batches by length."""
+"""Loss and bits per byte: the run's own validation loss, bytes by the tokenizer, windows, batches
+by length.
+"""
 
 import math
 from pathlib import Path
@@ -24,21 +26,35 @@ def trained(small_run: Path) -> TrainedModel:
     return load_trained(small_run)
 
 
-def test_held_out_text_gives_the_validation_loss_of_the_run_to_the_bit(trained: TrainedModel, small_run: Path) -> None:
+def test_held_out_text_gives_the_validation_loss_of_the_run_to_the_bit(
+    trained: TrainedModel, small_run: Path
+) -> None:
     logged = [line for line in lines(small_run) if "val/loss" in line][-1]
-    last = NamedRecipe(name="last", recipe=NVFP4().with_high_precision("fprop"), policy=trained.config.policy)
+    last = NamedRecipe(
+        name="last", recipe=NVFP4().with_high_precision("fprop"), policy=trained.config.policy
+    )
     high, own = held_out(trained, [trained.high_precision, last], None)
-    assert (high.values["loss"], own.values["loss"]) == (logged["val/loss"], logged["val/loss_recipe"])
-    assert high.values["bits_per_byte"] == pytest.approx(high.values["loss"] / math.log(2), rel=1e-12)
+    assert (high.values["loss"], own.values["loss"]) == (
+        logged["val/loss"],
+        logged["val/loss_recipe"],
+    )
+    assert high.values["bits_per_byte"] == pytest.approx(
+        high.values["loss"] / math.log(2), rel=1e-12
+    )
     assert high.values["bytes"] == high.values["tokens"] == 4 * 32
 
 
 def test_a_quantised_forward_pass_has_another_loss(trained: TrainedModel) -> None:
-    high, quantised = (score.values["loss"] for score in held_out(trained, [trained.high_precision, QUANTISED], None))
+    high, quantised = (
+        score.values["loss"]
+        for score in held_out(trained, [trained.high_precision, QUANTISED], None)
+    )
     assert high != quantised and abs(high - quantised) < 0.1
 
 
-def test_the_recipe_of_a_run_is_that_of_its_last_quantised_forward_pass(trained: TrainedModel) -> None:
+def test_the_recipe_of_a_run_is_that_of_its_last_quantised_forward_pass(
+    trained: TrainedModel,
+) -> None:
     """The run ends in a cooldown with the forward pass in BF16."""
     assert trained.step == 6 and trained.own.name == "NVFP4"
 
@@ -48,12 +64,19 @@ def test_log_likelihoods_are_sums_over_the_logits(trained: TrainedModel) -> None
     tokens = list(b"the quick brown fox")
     logits = trained.forward(HIGH, torch.tensor([tokens[:-1]]))[0].double().log_softmax(-1)
     each = [float(logits[place, token]) for place, token in enumerate(tokens[1:])]
-    (all_of_them, _), (three, _) = log_likelihoods(trained, HIGH, [(tokens, 18), (tokens, 3)], rows=4)
-    assert all_of_them == pytest.approx(sum(each), abs=1e-4) and three == pytest.approx(sum(each[-3:]), abs=1e-4)
+    (all_of_them, _), (three, _) = log_likelihoods(
+        trained, HIGH, [(tokens, 18), (tokens, 3)], rows=4
+    )
+    assert all_of_them == pytest.approx(sum(each), abs=1e-4) and three == pytest.approx(
+        sum(each[-3:]), abs=1e-4
+    )
 
 
 def test_batches_of_equal_length_answer_as_each_request_alone(trained: TrainedModel) -> None:
-    requests = [(list(text), 3) for text in (b"a lazy dog", b"over a fox", b"the dog", b"in 4", b"or 8 bit", b"lazy")]
+    requests = [
+        (list(text), 3)
+        for text in (b"a lazy dog", b"over a fox", b"the dog", b"in 4", b"or 8 bit", b"lazy")
+    ]
     alone = [log_likelihoods(trained, HIGH, [each], rows=1)[0] for each in requests]
     for rows in (2, 16):
         for found, one in zip(log_likelihoods(trained, HIGH, requests, rows), alone, strict=True):
@@ -74,18 +97,26 @@ def test_windows_score_each_token_once_with_all_the_context_there_is(length: int
     text = list(range(length))
     scored = [token for tokens, count in windows(text, Bytes(), 8) for token in tokens[-count:]]
     assert scored == text
-    assert all(len(tokens) <= 9 and count < len(tokens) for tokens, count in windows(text, Bytes(), 8))
+    assert all(
+        len(tokens) <= 9 and count < len(tokens) for tokens, count in windows(text, Bytes(), 8)
+    )
     assert next(windows(text, Bytes(), 8))[0][0] == Bytes().end_of_document
 
 
 def test_windows_are_those_of_the_harness(lm_eval: Any) -> None:
-    text, utils = list(range(29)), lm_eval.utils
+    text = list(range(29))
+    utils = lm_eval.utils
     theirs = map(utils.make_disjoint_window, utils.get_rolling_token_windows(text, 256, 8, 1))
-    assert [([*context, *ids], len(ids)) for context, ids in theirs] == list(windows(text, Bytes(), 8))
+    assert [([*context, *ids], len(ids)) for context, ids in theirs] == list(
+        windows(text, Bytes(), 8)
+    )
 
 
 def test_texts_are_scored_file_by_file(trained: TrainedModel, tmp_path: Path) -> None:
-    for name, text in (("a.txt", "the quick brown fox jumps over a lazy dog in 4 bits\n"), ("b.md", "é")):
+    for name, text in (
+        ("a.txt", "the quick brown fox jumps over a lazy dog in 4 bits\n"),
+        ("b.md", "é"),
+    ):
         (tmp_path / name).write_text(text, encoding="utf-8")
     both, first, second = (
         next(texts(trained, [HIGH], str(place), 4)).values
@@ -96,8 +127,12 @@ def test_texts_are_scored_file_by_file(trained: TrainedModel, tmp_path: Path) ->
     assert both["loss"] * 54 == pytest.approx(total, abs=1e-4)
 
 
-@pytest.mark.parametrize(("content", "said"), [("", "is empty"), ("\ufeff", "holds no text"), ("a\0b", "NUL")])
-def test_files_without_text_are_refused(trained: TrainedModel, tmp_path: Path, content: str, said: str) -> None:
+@pytest.mark.parametrize(
+    ("content", "said"), [("", "is empty"), ("\ufeff", "holds no text"), ("a\0b", "NUL")]
+)
+def test_files_without_text_are_refused(
+    trained: TrainedModel, tmp_path: Path, content: str, said: str
+) -> None:
     (tmp_path / "a.txt").write_text(content, encoding="utf-8")
     with pytest.raises(UserError, match=said):
         next(texts(trained, [HIGH], str(tmp_path / "a.txt"), 4))
@@ -117,7 +152,11 @@ def test_a_trained_tokenizer_counts_the_bytes_of_its_tokens(tmp_path: Path) -> N
 
 def test_bytes_count_themselves_and_token_files_count_nothing() -> None:
     table = token_bytes(Bytes(), 257)
-    assert table is not None and table[Bytes().encode(WORDS)].sum() == len(WORDS.encode()) and table[256] == 0
+    assert (
+        table is not None
+        and table[Bytes().encode(WORDS)].sum() == len(WORDS.encode())
+        and table[256] == 0
+    )
     assert token_bytes(None, 300) is None
 
 

@@ -1,4 +1,6 @@
-"""The way of a model from another's folder to a served one: fine-tuned on conversations in NVFP4, distilled, packed."""
+"""The way of a model from another's folder to a served one: fine-tuned on conversations in NVFP4,
+distilled, packed.
+"""
 
 import json
 from pathlib import Path
@@ -10,7 +12,14 @@ from fp4train.exchange.evaluation import log_likelihoods
 from fp4train.exchange.trained import load_trained
 
 QUANTISED = ("recipe=nvfp4", "policy=all", "phases=none")
-FACTS = {"the sky": "blue", "grass": "green", "coal": "black", "snow": "white", "blood": "red", "the sun": "yellow"}
+FACTS = {
+    "the sky": "blue",
+    "grass": "green",
+    "coal": "black",
+    "snow": "white",
+    "blood": "red",
+    "the sun": "yellow",
+}
 
 
 def talk(number: int) -> dict[str, list[dict[str, str]]]:
@@ -27,12 +36,31 @@ def loss(run: str) -> float:
 
 @pytest.mark.long
 def test_fine_tuning_distillation_and_packed_export(cli: Cli, tmp_path: Path) -> None:
-    shape = ("model.width=64", "model.layers=3", "train.seq_len=128", "train.batch_size=8", "optim.lr=3e-3")
+    shape = (
+        "model.width=64",
+        "model.layers=3",
+        "train.seq_len=128",
+        "train.batch_size=8",
+        "optim.lr=3e-3",
+    )
     assert cli("run.name=base", *shape, *QUANTISED, "train.steps=60").code == 0
     assert cli.raw("export", "runs/base", "to=hf", "out=base").code == 0
-    Path("talks.jsonl").write_text("".join(json.dumps(talk(number)) + "\n" for number in range(400)))
-    data = ("data=chat", "data.path=talks.jsonl", f"data.cache_dir={tmp_path / 'cache'}", "track=jsonl")
-    tuning = ("train.seq_len=128", "train.batch_size=8", "eval.batches=2", "train.steps=250", "optim.lr=5e-3")
+    Path("talks.jsonl").write_text(
+        "".join(json.dumps(talk(number)) + "\n" for number in range(400))
+    )
+    data = (
+        "data=chat",
+        "data.path=talks.jsonl",
+        f"data.cache_dir={tmp_path / 'cache'}",
+        "track=jsonl",
+    )
+    tuning = (
+        "train.seq_len=128",
+        "train.batch_size=8",
+        "eval.batches=2",
+        "train.steps=250",
+        "optim.lr=5e-3",
+    )
 
     assert cli.raw("init=base", "run.name=tuned", *data, *tuning, *QUANTISED).code == 0
     assert loss("runs/tuned") < 0.1, "it has learned the answers"
@@ -40,10 +68,18 @@ def test_fine_tuning_distillation_and_packed_export(cli: Cli, tmp_path: Path) ->
     assert sum(answers) >= 5, answers
 
     assert cli.raw("export", "runs/tuned", "to=hf", "out=tuned").code == 0
-    taught = ("init=tuned", "teacher=tuned", "run.name=distilled", "optim.lr=3e-4", "train.steps=40")
+    taught = (
+        "init=tuned",
+        "teacher=tuned",
+        "run.name=distilled",
+        "optim.lr=3e-4",
+        "train.steps=40",
+    )
     given = [word for word in tuning if not word.startswith(("train.steps", "optim"))]
     assert cli.raw(*taught, *data, *given, *QUANTISED).code == 0
-    assert loss("runs/distilled") < loss("runs/tuned") + 0.05 and sum(colours("runs/distilled")) >= 5
+    assert (
+        loss("runs/distilled") < loss("runs/tuned") + 0.05 and sum(colours("runs/distilled")) >= 5
+    )
 
     assert cli.raw("export", "runs/distilled", "to=compressed-tensors", "out=packed").code == 0
     verified = cli.raw("verify", "packed", "against=runs/distilled")
@@ -53,7 +89,8 @@ def test_fine_tuning_distillation_and_packed_export(cli: Cli, tmp_path: Path) ->
 def colours(run: str) -> list[bool]:
     """Of each fact, whether the model finds its colour the most likely of all colours."""
     trained = load_trained(Path(run))
-    tokenizer, found = trained.text_tokenizer(), []
+    tokenizer = trained.text_tokenizer()
+    found = []
     for thing, colour in FACTS.items():
         prompt = f"<|im_start|>user\nwhat colour has {thing}?<|im_end|>\n<|im_start|>assistant\n"
         asked = [tokenizer.encode(f"{prompt}{each}<|im_end|>") for each in FACTS.values()]

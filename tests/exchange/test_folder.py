@@ -1,4 +1,6 @@
-"""A folder of weights is streamed, whole or not there at all, and read by the library of the format."""
+"""A folder of weights is streamed, whole or not there at all, and read by the library of the
+format.
+"""
 
 import errno
 import json
@@ -19,17 +21,29 @@ from fp4train.checkpoint.tensors import StreamedTensor
 from fp4train.errors import UserError
 from fp4train.exchange.folder import new_export, write_weights
 
-KINDS = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.uint8, torch.int64)
+KINDS = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float8_e4m3fn,
+    torch.uint8,
+    torch.int64,
+)
 
 
 def made(rows: int = 5) -> dict[str, Tensor]:
     """Odd sizes of every dtype, smallest first, so that what is not reordered is not aligned."""
-    return {f"t{n}": torch.arange(rows * 3).reshape(rows, 3).to(dtype) for n, dtype in enumerate(reversed(KINDS))}
+    return {
+        f"t{n}": torch.arange(rows * 3).reshape(rows, 3).to(dtype)
+        for n, dtype in enumerate(reversed(KINDS))
+    }
 
 
 def streamed(tensors: dict[str, Tensor], pieces: int = 2) -> list[StreamedTensor]:
     return [
-        StreamedTensor(name=name, shape=tuple(t.shape), dtype=t.dtype, pieces=lambda t=t: t.split(pieces))  # type: ignore[misc]
+        StreamedTensor(
+            name=name, shape=tuple(t.shape), dtype=t.dtype, pieces=lambda t=t: t.split(pieces)
+        )  # type: ignore[misc]
         for name, t in tensors.items()
     ]
 
@@ -47,7 +61,9 @@ def test_one_file_is_what_the_library_of_the_format_reads(tmp_path: Path) -> Non
     assert set(back) == set(tensors) and all(same(back[name], tensors[name]) for name in tensors)
     with safe_open(tmp_path / "out" / WEIGHTS, "pt") as file:
         assert file.metadata() == {"format": "pt"}
-        assert all(file.get_tensor(name).data_ptr() % t.dtype.itemsize == 0 for name, t in tensors.items())
+        assert all(
+            file.get_tensor(name).data_ptr() % t.dtype.itemsize == 0 for name, t in tensors.items()
+        )
 
 
 def test_shards_hold_what_fits_and_the_index_says_where(tmp_path: Path) -> None:
@@ -59,14 +75,17 @@ def test_shards_hold_what_fits_and_the_index_says_where(tmp_path: Path) -> None:
     assert index["metadata"] == {"total_size": 560}
     names = [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
     assert sorted(os.listdir(tmp_path / "out")) == [*names, INDEX]
-    assert index["weight_map"] == dict(w0=names[0], w1=names[0], w2=names[1], w3=names[1], large=names[2])
+    assert index["weight_map"] == dict(
+        w0=names[0], w1=names[0], w2=names[1], w3=names[1], large=names[2]
+    )
     for name, tensor in tensors.items():
         assert torch.equal(load_file(tmp_path / "out" / index["weight_map"][name])[name], tensor)
     assert heard == [(n, 5, name) for n, name in enumerate(tensors)]
 
 
 def test_each_piece_is_made_when_the_one_before_is_written(tmp_path: Path) -> None:
-    held, most = 0, 0
+    held = 0
+    most = 0
 
     def pieces() -> Iterator[Tensor]:
         nonlocal held, most
@@ -76,7 +95,10 @@ def test_each_piece_is_made_when_the_one_before_is_written(tmp_path: Path) -> No
             yield torch.ones(4)
             held -= 1
 
-    each = [StreamedTensor(name=str(n), shape=(3, 4), dtype=torch.float32, pieces=pieces) for n in range(3)]
+    each = [
+        StreamedTensor(name=str(n), shape=(3, 4), dtype=torch.float32, pieces=pieces)
+        for n in range(3)
+    ]
     with new_export(tmp_path / "out") as folder:
         write_weights(folder, each)
     assert (held, most) == (0, 1)
@@ -90,7 +112,9 @@ def test_each_piece_is_made_when_the_one_before_is_written(tmp_path: Path) -> No
         ([torch.ones(8).bfloat16()], "w: a piece of torch.bfloat16 [8] is none of"),
     ],
 )
-def test_pieces_that_do_not_make_their_tensor_leave_nothing(tmp_path: Path, pieces: list[Tensor], message: str) -> None:
+def test_pieces_that_do_not_make_their_tensor_leave_nothing(
+    tmp_path: Path, pieces: list[Tensor], message: str
+) -> None:
     wrong = StreamedTensor(name="w", shape=(8,), dtype=torch.float32, pieces=lambda: pieces)
     with pytest.raises(ValueError) as raised, new_export(tmp_path / "out") as folder:
         write_weights(folder, [wrong])
@@ -108,13 +132,20 @@ def test_what_is_there_is_never_written_over(tmp_path: Path, kind: str) -> None:
         out.mkdir()
         if kind == "folder":
             (out / "mine").write_text("mine")
-    with pytest.raises(UserError, match="out is there already, and nothing is written over"), new_export(out):
+    with (
+        pytest.raises(UserError, match="out is there already, and nothing is written over"),
+        new_export(out),
+    ):
         pytest.fail("nothing is begun")
-    assert os.listdir(tmp_path) == ["out"] and (kind != "folder" or (out / "mine").read_text() == "mine")
+    assert os.listdir(tmp_path) == ["out"] and (
+        kind != "folder" or (out / "mine").read_text() == "mine"
+    )
 
 
 @pytest.mark.parametrize("where", ["write", "fsync", "rename"])
-def test_a_full_disk_leaves_nothing_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+def test_a_full_disk_leaves_nothing_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
     def no_space(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -124,14 +155,18 @@ def test_a_full_disk_leaves_nothing_and_says_so(tmp_path: Path, monkeypatch: pyt
 
     with monkeypatch.context() as patch:
         patch.setattr(os, where, no_space)
-        with pytest.raises(UserError, match=r"out is not written: .*No space left on device.*There is no folder"):
+        with pytest.raises(
+            UserError, match=r"out is not written: .*No space left on device.*There is no folder"
+        ):
             export()
     assert os.listdir(tmp_path) == []
     export()
     assert os.listdir(tmp_path) == ["out"]
 
 
-def test_a_kill_leaves_no_folder_of_that_name_and_the_next_export_removes_what_it_left(tmp_path: Path) -> None:
+def test_a_kill_leaves_no_folder_of_that_name_and_the_next_export_removes_what_it_left(
+    tmp_path: Path,
+) -> None:
     def killed() -> None:
         with new_export(tmp_path / "out") as folder:
             write_weights(folder, streamed(made()))

@@ -1,4 +1,6 @@
-"""What a folder holds beside what its export wrote, and what other software makes of its tokenizer, is said."""
+"""What a folder holds beside what its export wrote, and what other software makes of its tokenizer,
+is said.
+"""
 
 import json
 import shutil
@@ -33,7 +35,8 @@ ADDED = {
 @pytest.fixture(scope="module")
 def exported(train: Train, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A folder of weights, and its run."""
-    run, folder = train("train.steps=2"), tmp_path_factory.mktemp("exports") / "hf"
+    run = train("train.steps=2")
+    folder = tmp_path_factory.mktemp("exports") / "hf"
     export_huggingface(run, folder)
     return folder, run
 
@@ -85,9 +88,17 @@ def test_a_tokenizer_that_autotokenizer_changes_is_said_at_export_and_not_verifi
     train: Train, tmp_path: Path
 ) -> None:
     """Qwen2's class has a pre-tokenizer of its own; Llama's and Qwen3's folders keep theirs."""
-    run = train("train.steps=2", "model.qkv_bias=true", "data/tokenizer=bpe", "data.tokenizer.vocab_size=300")
+    run = train(
+        "train.steps=2",
+        "model.qkv_bias=true",
+        "data/tokenizer=bpe",
+        "data.tokenizer.vocab_size=300",
+    )
     notes = export_huggingface(run, tmp_path / "qwen2").notes
-    assert any("makes a Qwen2Tokenizer of the tokenizer" in note and "--tokenizer" in note for note in notes)
+    assert any(
+        "makes a Qwen2Tokenizer of the tokenizer" in note and "--tokenizer" in note
+        for note in notes
+    )
     (difference,) = verify(tmp_path / "qwen2", run).others
     assert "ids where training had" in difference
     cure(tmp_path / "qwen2", tmp_path / "tokenizer")
@@ -125,10 +136,19 @@ def test_text_is_scored_after_the_end_of_a_document_also_by_a_run_with_a_mask(
     trained = load_trained(run)
     ours = HarnessModel(trained, trained.high_precision, rows=4)
     theirs = HFLM(
-        pretrained=str(tmp_path / "hf"), dtype="float32", max_length=trained.context, batch_size=1, device="cpu"
+        pretrained=str(tmp_path / "hf"),
+        dtype="float32",
+        max_length=trained.context,
+        batch_size=1,
+        device="cpu",
     )
-    requests = [instance(lm_eval, *pair) for pair in (("", " hello"), ("", "fox"), ("the quick", " brown fox"))]
-    for our, their in zip(ours.loglikelihood(requests), theirs.loglikelihood(requests), strict=True):
+    requests = [
+        instance(lm_eval, *pair)
+        for pair in (("", " hello"), ("", "fox"), ("the quick", " brown fox"))
+    ]
+    for our, their in zip(
+        ours.loglikelihood(requests), theirs.loglikelihood(requests), strict=True
+    ):
         assert our[0] == pytest.approx(their[0], abs=1e-3)
     with trained.masked():
         hidden = ours.loglikelihood(requests[:1])[0][0]
@@ -148,8 +168,16 @@ def test_end_ids_and_settings_of_a_folder_come_back(
     exported: tuple[Path, Path], train: Train, tmp_path: Path, data: str
 ) -> None:
     folder = Path(shutil.copytree(exported[0], tmp_path / "chat"))
-    settings = {"eos_token_id": [7, 9], "temperature": 0.6, "top_p": 0.9, "do_sample": True, "pad_token_id": 3}
-    (folder / "generation_config.json").write_text(json.dumps(settings | {"transformers_version": "5.0"}))
+    settings = {
+        "eos_token_id": [7, 9],
+        "temperature": 0.6,
+        "top_p": 0.9,
+        "do_sample": True,
+        "pad_token_id": 3,
+    }
+    (folder / "generation_config.json").write_text(
+        json.dumps(settings | {"transformers_version": "5.0"})
+    )
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": [7, 8]}))
     words = ("data/tokenizer=bytes",) if data == "another tokenizer" else ()

@@ -1,4 +1,6 @@
-"""Generation: greedy tokens of the uncached forward pass, batches, seeds, the choice of tokens, text in pieces."""
+"""Generation: greedy tokens of the uncached forward pass, batches, seeds, the choice of tokens,
+text in pieces.
+"""
 
 from pathlib import Path
 
@@ -23,9 +25,17 @@ def trained(small_run: Path) -> TrainedModel:
 
 
 def written(
-    trained: TrainedModel, prompts: list[bytes], sampling: Sampling = GREEDY, named: NamedRecipe = HIGH
+    trained: TrainedModel,
+    prompts: list[bytes],
+    sampling: Sampling = GREEDY,
+    named: NamedRecipe = HIGH,
 ) -> list:
-    rows = list(zip(*generate(trained, [*map(list, prompts)], sampling, named=named, ends=[256]), strict=True))
+    rows = list(
+        zip(
+            *generate(trained, [*map(list, prompts)], sampling, named=named, ends=[256]),
+            strict=True,
+        )
+    )
     return [[token for token in row if token is not None] for row in rows]
 
 
@@ -44,7 +54,9 @@ def test_a_batch_writes_what_each_prompt_does_alone(trained: TrainedModel) -> No
 
 
 def test_a_seed_writes_the_same_text_and_another_seed_another(trained: TrainedModel) -> None:
-    first, again, other = (written(trained, [b"a "], Sampling(tokens=16, seed=s)) for s in (3, 3, 4))
+    first, again, other = (
+        written(trained, [b"a "], Sampling(tokens=16, seed=s)) for s in (3, 3, 4)
+    )
     assert first == again != other
 
 
@@ -54,10 +66,16 @@ def test_the_first_sequence_draws_the_same_numbers_in_a_batch(trained: TrainedMo
 
 
 def test_quantised_generation_is_that_of_quantised_logits(trained: TrainedModel) -> None:
-    """The prompt is one call with and without a cache, so its next token is the same in a quantised recipe too."""
-    logits = trained.forward(QUANTISED, torch.tensor([list(b"the quick ")]))[0, -1, : trained.vocab_size]
+    """The prompt is one call with and without a cache, so its next token is the same in a quantised
+    recipe too.
+    """
+    logits = trained.forward(QUANTISED, torch.tensor([list(b"the quick ")]))[
+        0, -1, : trained.vocab_size
+    ]
     assert written(trained, [b"the quick "], named=QUANTISED)[0][0] == int(logits.argmax())
-    assert not torch.equal(logits, trained.forward(HIGH, torch.tensor([list(b"the quick ")]))[0, -1, : len(logits)])
+    assert not torch.equal(
+        logits, trained.forward(HIGH, torch.tensor([list(b"the quick ")]))[0, -1, : len(logits)]
+    )
 
 
 def test_generation_ends_where_the_context_is_full(trained: TrainedModel) -> None:
@@ -73,14 +91,22 @@ def test_generation_ends_with_a_token_that_ends(trained: TrainedModel) -> None:
 
 def test_a_sequence_that_stops_leaves_its_neighbours(trained: TrainedModel) -> None:
     prompts = [list(b"the "), list(b"over ")]
-    rows = list(zip(*generate(trained, prompts, GREEDY, named=HIGH, ends=[], stops=lambda row: row == 0), strict=True))
+    rows = list(
+        zip(
+            *generate(trained, prompts, GREEDY, named=HIGH, ends=[], stops=lambda row: row == 0),
+            strict=True,
+        )
+    )
     assert [sum(token is not None for token in row) for row in rows] == [1, 12]
 
 
 @pytest.mark.parametrize(
-    ("prompt", "said"), [(b"", "the prompt is empty"), (b"x" * 32, "exceeds the model's context of 32")]
+    ("prompt", "said"),
+    [(b"", "the prompt is empty"), (b"x" * 32, "exceeds the model's context of 32")],
 )
-def test_prompts_that_cannot_be_run_are_refused(trained: TrainedModel, prompt: bytes, said: str) -> None:
+def test_prompts_that_cannot_be_run_are_refused(
+    trained: TrainedModel, prompt: bytes, said: str
+) -> None:
     with pytest.raises(UserError, match=said):
         written(trained, [b"the ", prompt])
 
@@ -111,7 +137,14 @@ def test_tokens_are_chosen_with_their_probabilities() -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"tokens": 0}, {"temperature": -1.0}, {"temperature": float("nan")}, {"top_k": 0}, {"top_p": 0.0}, {"seed": -1}],
+    [
+        {"tokens": 0},
+        {"temperature": -1.0},
+        {"temperature": float("nan")},
+        {"top_k": 0},
+        {"top_p": 0.0},
+        {"seed": -1},
+    ],
 )
 def test_settings_out_of_their_range_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
@@ -142,9 +175,14 @@ def test_a_folder_of_hugging_face_writes_what_the_run_does(small_run: Path, tmp_
     from fp4train.exchange.huggingface import export_huggingface
 
     export_huggingface(small_run, tmp_path / "folder")
-    folder, run = load_trained(tmp_path / "folder"), load_trained(small_run)
+    folder = load_trained(tmp_path / "folder")
+    run = load_trained(small_run)
     for named in (HIGH, QUANTISED):
-        assert written(folder, [b"the quick "], named=named) == written(run, [b"the quick "], named=named)
-    assert folder.title == str(tmp_path / "folder") and folder.own.name == "high precision (bfloat16)"
+        assert written(folder, [b"the quick "], named=named) == written(
+            run, [b"the quick "], named=named
+        )
+    assert (
+        folder.title == str(tmp_path / "folder") and folder.own.name == "high precision (bfloat16)"
+    )
     with pytest.raises(UserError, match="is a Hugging Face folder and no run: leave out step="):
         load_trained(tmp_path / "folder", step=3)

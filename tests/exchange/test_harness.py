@@ -1,4 +1,6 @@
-"""lm_eval on a trained model: its own Hugging Face class gives the same answers; tasks from local files."""
+"""lm_eval on a trained model: its own Hugging Face class gives the same answers; tasks from local
+files.
+"""
 
 import json
 from pathlib import Path
@@ -38,25 +40,37 @@ def theirs(trained: TrainedModel, lm_eval: ModuleType) -> Any:
     from tokenizers.pre_tokenizers import ByteLevel
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    family, shape = family_of(trained.config.model), trained.config.model
-    config = LlamaConfig(**family.config_of(shape, vocab_size=trained.model.vocab_size, seq_len=trained.context))
-    names, state = family.names_of(shape), trained.model.state_dict()
+    family = family_of(trained.config.model)
+    shape = trained.config.model
+    config = LlamaConfig(
+        **family.config_of(shape, vocab_size=trained.model.vocab_size, seq_len=trained.context)
+    )
+    names = family.names_of(shape)
+    state = trained.model.state_dict()
     model = LlamaForCausalLM(config).float().eval()
-    model.load_state_dict({names[name]: state[name] for name in names if name in state}, strict=False)
+    model.load_state_dict(
+        {names[name]: state[name] for name in names if name in state}, strict=False
+    )
     spelt = sorted(ByteLevel.alphabet(), key=lambda c: _byte(c))
     vocabulary = {character: number for number, character in enumerate(spelt)} | {"<|end|>": 256}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|end|>"])
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|end|>")
-    return HFLM(pretrained=model, tokenizer=fast, max_length=trained.context, batch_size=1, device="cpu")
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|end|>"
+    )
+    return HFLM(
+        pretrained=model, tokenizer=fast, max_length=trained.context, batch_size=1, device="cpu"
+    )
 
 
 def _byte(character: str) -> int:
     from tokenizers import decoders
 
-    found = [b for b in range(256) if decoders.ByteLevel().decode([character]).encode() == bytes([b])]
+    found = [
+        b for b in range(256) if decoders.ByteLevel().decode([character]).encode() == bytes([b])
+    ]
     return found[0] if found else 256
 
 
@@ -78,16 +92,21 @@ PAIRS = [
 
 def test_log_likelihoods_are_those_of_the_harness_on_transformers(ours: Any, theirs: Any) -> None:
     requests = [asked("loglikelihood", *pair) for pair in PAIRS]
-    mine, other = ours.loglikelihood(requests, disable_tqdm=True), theirs.loglikelihood(requests, disable_tqdm=True)
+    mine = ours.loglikelihood(requests, disable_tqdm=True)
+    other = theirs.loglikelihood(requests, disable_tqdm=True)
     assert [greedy for _, greedy in mine] == [greedy for _, greedy in other]
     torch.testing.assert_close(
         *(torch.tensor([total for total, _ in each]) for each in (mine, other)), rtol=0, atol=1e-4
     )
 
 
-def test_rolling_log_likelihoods_are_those_of_the_harness_on_transformers(ours: Any, theirs: Any) -> None:
+def test_rolling_log_likelihoods_are_those_of_the_harness_on_transformers(
+    ours: Any, theirs: Any
+) -> None:
     requests = [asked("loglikelihood_rolling", text) for text in (LONG, "fox", LONG * 2)]
-    mine, other = (model.loglikelihood_rolling(requests, disable_tqdm=True) for model in (ours, theirs))
+    mine, other = (
+        model.loglikelihood_rolling(requests, disable_tqdm=True) for model in (ours, theirs)
+    )
     torch.testing.assert_close(torch.tensor(mine), torch.tensor(other), rtol=0, atol=2e-4)
 
 
@@ -98,22 +117,30 @@ def test_generated_texts_are_those_of_the_harness_on_transformers(ours: Any, the
 
 
 def test_generation_ends_before_the_word_that_stops_it(ours: Any) -> None:
-    (whole,) = ours.generate_until([asked("generate_until", "the ", {"until": [], "max_gen_toks": 10})])
+    (whole,) = ours.generate_until(
+        [asked("generate_until", "the ", {"until": [], "max_gen_toks": 10})]
+    )
     word = whole[4:6]
-    (found,) = ours.generate_until([asked("generate_until", "the ", {"until": [word], "max_gen_toks": 10})])
+    (found,) = ours.generate_until(
+        [asked("generate_until", "the ", {"until": [word], "max_gen_toks": 10})]
+    )
     assert found == whole[: whole.index(word)]
 
 
 def test_requests_that_do_not_fit_are_refused(ours: Any) -> None:
     with pytest.raises(UserError, match=r"has 33 tokens, more than the model's context of 32"):
         ours.loglikelihood([asked("loglikelihood", "a", "x" * 33)], disable_tqdm=True)
-    with pytest.raises(UserError, match=r"generates up to 256 tokens, which leave no room for a prompt"):
+    with pytest.raises(
+        UserError, match=r"generates up to 256 tokens, which leave no room for a prompt"
+    ):
         ours.generate_until([asked("generate_until", "a", {"until": ["\n"]})])
 
 
 @pytest.fixture
 def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lm_eval: ModuleType) -> list[str]:
-    """Two tasks whose documents lie beside them: what a text costs, and which answer follows a question."""
+    """Two tasks whose documents lie beside them: what a text costs, and which answer follows a
+    question.
+    """
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     write_tasks(tmp_path)
@@ -123,18 +150,26 @@ def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lm_eval: ModuleType) 
 def write_tasks(folder: Path) -> None:
     documents = {
         "rolling": [{"text": LONG}, {"text": "a lazy dog"}],
-        "choice": [{"q": f"the {each}", "a": [" fox", " 7é"], "gold": 0} for each in ("quick", "brown", "lazy")],
+        "choice": [
+            {"q": f"the {each}", "a": [" fox", " 7é"], "gold": 0}
+            for each in ("quick", "brown", "lazy")
+        ],
     }
     says = {
-        "rolling": "output_type: loglikelihood_rolling\ndoc_to_text: ''\ndoc_to_target: '{{text}}'\n"
+        "rolling": "output_type: loglikelihood_rolling\ndoc_to_text: ''\ndoc_to_target: "
+        "'{{text}}'\n"
         "metric_list:\n  - metric: bits_per_byte\n",
-        "choice": "output_type: multiple_choice\ndoc_to_text: '{{q}}'\ndoc_to_choice: '{{a}}'\ndoc_to_target: gold\n"
+        "choice": "output_type: multiple_choice\ndoc_to_text: '{{q}}'\ndoc_to_choice: "
+        "'{{a}}'\ndoc_to_target: gold\n"
         "target_delimiter: ''\nmetric_list:\n  - metric: acc\n",
     }
     for name, each in documents.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(document) + "\n" for document in each))
+        (folder / f"{name}.jsonl").write_text(
+            "".join(json.dumps(document) + "\n" for document in each)
+        )
         data = (
-            f"dataset_path: json\ndataset_kwargs:\n  data_files:\n    test: {folder}/{name}.jsonl\ntest_split: test\n"
+            "dataset_path: json\ndataset_kwargs:\n  data_files:\n    test: "
+            f"{folder}/{name}.jsonl\ntest_split: test\n"
         )
         (folder / f"{name}.yaml").write_text(f"task: {name}\n{data}{says[name]}")
 
@@ -145,10 +180,19 @@ def test_tasks_from_local_files_in_two_recipes(trained: TrainedModel, local: lis
     from fp4train.exchange.harness import tasks
 
     found = {(s.task, s.recipe): s.values for s in tasks(trained, [HIGH, QUANTISED], local, rows=4)}
-    assert set(found) == {(task, named.name) for task in ("rolling", "choice") for named in (HIGH, QUANTISED)}
+    assert set(found) == {
+        (task, named.name) for task in ("rolling", "choice") for named in (HIGH, QUANTISED)
+    }
     texts = (LONG, "a lazy dog")
-    parts = [each for t in texts for each in windows(list(t.encode()), trained.text_tokenizer(), trained.context)]
-    bits = -sum(total for total, _ in log_likelihoods(trained, HIGH, parts, 4)) / torch.tensor(2.0).log().item()
+    parts = [
+        each
+        for t in texts
+        for each in windows(list(t.encode()), trained.text_tokenizer(), trained.context)
+    ]
+    bits = (
+        -sum(total for total, _ in log_likelihoods(trained, HIGH, parts, 4))
+        / torch.tensor(2.0).log().item()
+    )
     size = sum(len(text.encode()) for text in texts)
     assert found["rolling", "fp32"]["bits_per_byte"] == pytest.approx(bits / size, rel=1e-5)
     assert found["rolling", "nvfp4"]["bits_per_byte"] != found["rolling", "fp32"]["bits_per_byte"]
@@ -157,10 +201,14 @@ def test_tasks_from_local_files_in_two_recipes(trained: TrainedModel, local: lis
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
-def test_tasks_that_are_not_there_are_refused(trained: TrainedModel, local: list[str], tmp_path: Path) -> None:
+def test_tasks_that_are_not_there_are_refused(
+    trained: TrainedModel, local: list[str], tmp_path: Path
+) -> None:
     from fp4train.exchange.harness import tasks
 
-    with pytest.raises(UserError, match=r"task=hellaswagg: lm_eval has no such task; did you mean 'hellaswag'\?"):
+    with pytest.raises(
+        UserError, match=r"task=hellaswagg: lm_eval has no such task; did you mean 'hellaswag'\?"
+    ):
         next(tasks(trained, [HIGH], ["hellaswagg"], rows=4))
     with pytest.raises(UserError, match=r"gone\.yaml does not exist"):
         next(tasks(trained, [HIGH], [str(tmp_path / "gone.yaml")], rows=4))

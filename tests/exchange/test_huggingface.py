@@ -1,4 +1,6 @@
-"""A run as a folder of Hugging Face: `transformers` loads it, its weights and its loss are those of the run."""
+"""A run as a folder of Hugging Face: `transformers` loads it, its weights and its loss are those of
+the run.
+"""
 
 import json
 import os
@@ -30,7 +32,8 @@ def evaluated(run: Path) -> tuple[Tensor, Tensor]:
     """The tokens and targets of the run's last evaluation."""
     config = to_config(run_directory.read_config(run))
     data = config.data.build(run, config.train.seq_len, config.run.seed)
-    size, length = config.train.batch_size, config.train.seq_len
+    size = config.train.batch_size
+    length = config.train.seq_len
     return Loader(data.val, batch_size=size, seq_len=length, seed=0).batch(0)
 
 
@@ -47,7 +50,10 @@ SHAPES = {
         "model.qk_norm=true",
         "model.rope_base=500000",
         "+model.rope_scaling._target_=fp4train.models.common.layers.RopeScaling",
-        *(f"+model.rope_scaling.{each}" for each in ("factor=4", "low_freq_factor=1", "high_freq_factor=4")),
+        *(
+            f"+model.rope_scaling.{each}"
+            for each in ("factor=4", "low_freq_factor=1", "high_freq_factor=4")
+        ),
         "+model.rope_scaling.original_length=16",
     ),
 }
@@ -58,12 +64,15 @@ def test_transformers_gives_the_loss_of_the_runs_evaluation(
     train: Train, command: Command, tmp_path: Path, shape: str
 ) -> None:
     """In float32 both ways, so that what is compared is the model, and not how each side rounds."""
-    run, out = train("recipe=fp32", "train.steps=3", *SHAPES[shape]), tmp_path / "out"
+    run = train("recipe=fp32", "train.steps=3", *SHAPES[shape])
+    out = tmp_path / "out"
     told = command("export", run, "to=hf", f"out={out}")
     assert f"{out}: step 3, " in told and "weights in float32" in told
     assert set(os.listdir(out)) == FILES | TOKENIZER
     model = theirs(out)
-    assert loss_of(model, *evaluated(run)) == pytest.approx(last_evaluation(run)["val/loss"], abs=1e-5)
+    assert loss_of(model, *evaluated(run)) == pytest.approx(
+        last_evaluation(run)["val/loss"], abs=1e-5
+    )
     assert model.config.vocab_size == 320 and model.dtype == torch.float32
     assert (model.config.bos_token_id, model.config.eos_token_id) == (None, 256)
     stored = open_stored(run)
@@ -78,20 +87,30 @@ def test_the_default_recipe_is_exported_with_its_float32_weights(
 ) -> None:
     command("export", small_run, "to=hf", f"out={tmp_path / 'out'}")
     x, y = evaluated(small_run)
-    config, found = to_config(run_directory.read_config(small_run)), checkpoint.load(small_run / "checkpoints")
+    config = to_config(run_directory.read_config(small_run))
+    found = checkpoint.load(small_run / "checkpoints")
     ours = config.model.build(vocab_size=257, seq_len=32)
-    ours.load_state_dict({n.removeprefix("model/"): found.tensors[n] for n in found.tensors if n.startswith("model/")})
+    ours.load_state_dict(
+        {
+            n.removeprefix("model/"): found.tensors[n]
+            for n in found.tensors
+            if n.startswith("model/")
+        }
+    )
     with torch.no_grad():
         expected = ours(x, y).item()
     loss = loss_of(theirs(tmp_path / "out"), x, y)
     assert loss == pytest.approx(expected, abs=1e-5)
-    assert loss == pytest.approx(last_evaluation(small_run)["val/loss"], abs=2e-2), "which was computed in BF16"
+    assert loss == pytest.approx(last_evaluation(small_run)["val/loss"], abs=2e-2), (
+        "which was computed in BF16"
+    )
 
 
 def test_bf16_is_the_nearest_of_each_weight_and_shards_have_an_index(
     small_run: Path, command: Command, tmp_path: Path
 ) -> None:
-    whole, out = tmp_path / "whole", tmp_path / "deep/er/out"
+    whole = tmp_path / "whole"
+    out = tmp_path / "deep/er/out"
     command("export", small_run, "to=hf", f"out={whole}")
     told = command("export", small_run, "to=hf", f"out={out}", "dtype=bf16", "shard=20kB", "step=6")
     assert "0.1 MB of weights in bf16" in told
@@ -99,9 +118,14 @@ def test_bf16_is_the_nearest_of_each_weight_and_shards_have_an_index(
     assert len(set(index["weight_map"].values())) > 2
     expected = load_file(whole / WEIGHTS)
     held = {name: load_file(out / file)[name] for name, file in index["weight_map"].items()}
-    assert set(held) == set(expected) and all(torch.equal(held[n], t.bfloat16()) for n, t in expected.items())
+    assert set(held) == set(expected) and all(
+        torch.equal(held[n], t.bfloat16()) for n, t in expected.items()
+    )
     assert theirs(out).dtype == torch.bfloat16
-    assert "rounded to nearest, ties to even, from the float32 weights" in (out / "README.md").read_text()
+    assert (
+        "rounded to nearest, ties to even, from the float32 weights"
+        in (out / "README.md").read_text()
+    )
 
 
 def test_neither_transformers_nor_a_model_is_needed(
@@ -124,7 +148,9 @@ def test_moments_are_neither_read_nor_missed(small_run: Path, tmp_path: Path) ->
 
 def same_files(one: Path, other: Path) -> bool:
     names = sorted(os.listdir(one))
-    return names == sorted(os.listdir(other)) and all((one / n).read_bytes() == (other / n).read_bytes() for n in names)
+    return names == sorted(os.listdir(other)) and all(
+        (one / n).read_bytes() == (other / n).read_bytes() for n in names
+    )
 
 
 def missing(path: Path) -> None:
@@ -137,7 +163,9 @@ def flipped(path: Path) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize(("damage", "said"), [(missing, "is missing"), (flipped, "is damaged (checksum differs)")])
+@pytest.mark.parametrize(
+    ("damage", "said"), [(missing, "is missing"), (flipped, "is damaged (checksum differs)")]
+)
 def test_damaged_weights_are_refused_and_other_steps_are_named(
     train: Train, command: Command, tmp_path: Path, damage: Callable[[Path], None], said: str
 ) -> None:
@@ -151,10 +179,14 @@ def test_damaged_weights_are_refused_and_other_steps_are_named(
     assert "step 2, " in command("export", run, "to=hf", f"out={tmp_path / 'out'}", "step=2")
 
 
-def test_weights_that_are_not_the_models_are_named(small_run: Path, command: Command, tmp_path: Path) -> None:
+def test_weights_that_are_not_the_models_are_named(
+    small_run: Path, command: Command, tmp_path: Path
+) -> None:
     run = Path(shutil.copytree(small_run, tmp_path / "b"))
     found = checkpoint.load(run / "checkpoints")
-    tensors = {name: tensor for name, tensor in found.tensors.items() if name != "model/norm.weight"}
+    tensors = {
+        name: tensor for name, tensor in found.tensors.items() if name != "model/norm.weight"
+    }
     checkpoint.save(run / "checkpoints", 6, tensors, found.state, keep=1)
     said = command("export", run, "to=hf", f"out={tmp_path / 'out'}", code=1)
     assert "step_00000006 lacks norm.weight" in said and os.listdir(tmp_path) == ["b"]

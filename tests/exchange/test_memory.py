@@ -21,8 +21,22 @@ from fp4train.run.record import directory as run_directory
 
 RUN = ("train.steps=2", "phases=none")
 LLAMA = ("width=1024", "layers=2", "heads=8", "kv_heads=8", "hidden=8192")
-EXPERTS = ("width=512", "layers=2", "dense=0", "heads=8", "kv_heads=8", "experts.count=16", "experts.hidden=1024")
-MOE = ("model=moe_tiny", "model.width=32", "model.layers=2", "model.dense=0", "model.experts.hidden=32")
+EXPERTS = (
+    "width=512",
+    "layers=2",
+    "dense=0",
+    "heads=8",
+    "kv_heads=8",
+    "experts.count=16",
+    "experts.hidden=1024",
+)
+MOE = (
+    "model=moe_tiny",
+    "model.width=32",
+    "model.layers=2",
+    "model.dense=0",
+    "model.experts.hidden=32",
+)
 
 
 def large(run: Path, into: Path, shape: tuple[str, ...]) -> Path:
@@ -67,13 +81,16 @@ def held(act: Callable[[], object]) -> None:
 def test_an_export_takes_the_memory_of_a_piece_of_a_tensor(
     train: Train, tmp_path: Path, words: tuple[str, ...], shape: tuple[str, ...], layout: str
 ) -> None:
-    """Of 200 MB of weights not 64 MB are held, nor where the codes are verified: in a process of its own, whose peak
-    says nothing of other tests."""
-    run, out = large(train(*words), tmp_path / "b", shape), tmp_path / "out"
+    """Of 200 MB of weights not 64 MB are held, nor where the codes are verified: in a process of
+    its own, whose peak says nothing of other tests.
+    """
+    run = large(train(*words), tmp_path / "b", shape)
+    out = tmp_path / "out"
     (weights,) = (run / "checkpoints").glob("*/weights.safetensors")
     assert weights.stat().st_size > 200e6
 
-    export_huggingface(train(*words), tmp_path / "small")  # which imports transformers for its tokenizer
+    # which imports transformers for its tokenizer
+    export_huggingface(train(*words), tmp_path / "small")
 
     def measured() -> None:
         if layout == "hf":

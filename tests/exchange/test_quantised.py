@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from hf_exports import FP8_BLOCKS, Command, Train
+from hf_exports import FP8_BLOCKS, SHORT, Command, Train, amaxes, module_of, weights
 from safetensors.torch import load_file
-from torch import Tensor
 
-from fp4train import checkpoint
 from fp4train.config import to_config
 from fp4train.exchange import quantised
 from fp4train.exchange.evaluation import held_out
@@ -20,7 +18,7 @@ from fp4train.exchange.packed import pack
 from fp4train.exchange.quantised import export_quantised
 from fp4train.exchange.served import transformers_loss
 from fp4train.exchange.stored import open_stored
-from fp4train.exchange.trained import NamedRecipe, load_trained
+from fp4train.exchange.trained import load_trained
 from fp4train.exchange.verify import verify
 from fp4train.models.llama.hf import names_of
 from fp4train.precision import NVFP4
@@ -28,9 +26,6 @@ from fp4train.quantize import has_tensor_amax, quantize
 from fp4train.run.record import directory as run_directory
 
 Served = Callable[..., Any]
-
-FUSED = (("attention.wq", "attention.wk", "attention.wv"), ("mlp.gate", "mlp.up"))
-SHORT = ("train.steps=4",)
 WORDS = {
     "mxfp4": ("recipe=mxfp4", "recipe.hadamard=false"),
     "nvfp4 weights alone": (
@@ -41,29 +36,7 @@ WORDS = {
 """The words of recipes whose name is not enough."""
 
 
-def weights(run: Path) -> dict[str, Tensor]:
-    """Layer → its weight, of the newest checkpoint."""
-    found = checkpoint.load(run / run_directory.CHECKPOINTS).tensors
-    return {
-        name.removeprefix("model/").removesuffix(".weight"): found[name] for name in found if name.startswith("model/")
-    }
-
-
-def amaxes(found: dict[str, Tensor], block: int = 0) -> dict[str, Tensor]:
-    """Layer of a block → the amax that serving software has for it."""
-    made = {}
-    for group in (*FUSED, ("attention.wo",), ("mlp.down",)):
-        largest = torch.stack([found[f"blocks.{block}.{name}"].abs().amax() for name in group]).amax()
-        made |= {f"blocks.{block}.{name}": largest for name in group}
-    return made
-
-
-def module_of(run: Path, layer: str) -> str:
-    config = to_config(run_directory.read_config(run))
-    return names_of(config.model)[f"{layer}.weight"].removesuffix(".weight")
-
-
-# -- compressed-tensors ----------------------------------------------------------------------------------------------
+# -- compressed-tensors ----------------------------------------------------------------------------
 
 
 @pytest.mark.long
@@ -71,7 +44,10 @@ def module_of(run: Path, layer: str) -> str:
     "recipe",
     [
         *("nvfp4", "nvfp4_1d_weights", "nvfp4 weights alone", "mxfp8", "fp8_current"),
-        *(pytest.param(name, marks=pytest.mark.long) for name in ("nvfp4_four_over_six", "mxfp4", "fp8_row")),
+        *(
+            pytest.param(name, marks=pytest.mark.long)
+            for name in ("nvfp4_four_over_six", "mxfp4", "fp8_row")
+        ),
     ],
 )
 def test_compressed_tensors_dequantises_every_weight_to_our_bits(
@@ -79,11 +55,17 @@ def test_compressed_tensors_dequantises_every_weight_to_our_bits(
 ) -> None:
     run = train(*SHORT, *WORDS.get(recipe, (f"recipe={recipe}",)))
     made = export_quantised(run, tmp_path / "a", "compressed-tensors")
-    model, own, joint = served(tmp_path / "a", dequantize=True), weights(run), amaxes(weights(run))
+    model = served(tmp_path / "a", dequantize=True)
+    own = weights(run)
+    joint = amaxes(weights(run))
     spec = to_config(run_directory.read_config(run)).recipe.table()["fprop"].second
     assert spec is not None and len(joint) == 7
     for layer, amax in joint.items():
-        wanted = quantize(own[layer], spec, amax=amax if has_tensor_amax(spec) else None).dequantize().bfloat16()
+        wanted = (
+            quantize(own[layer], spec, amax=amax if has_tensor_amax(spec) else None)
+            .dequantize()
+            .bfloat16()
+        )
         theirs = model.get_submodule(module_of(run, layer)).weight
         assert torch.equal(wanted, theirs.to(torch.bfloat16)), layer
         assert not torch.equal(wanted, own[layer].bfloat16())
@@ -93,53 +75,89 @@ def test_compressed_tensors_dequantises_every_weight_to_our_bits(
     assert any("validation loss" in note.lower() for note in made.notes)
 
 
-@pytest.mark.parametrize("words", [("model.qkv_bias=true", "model.tied=false"), ("model.qk_norm=true",)])
+@pytest.mark.parametrize(
+    "words", [("model.qkv_bias=true", "model.tied=false"), ("model.qk_norm=true",)]
+)
 def test_biases_norms_of_heads_and_a_head_of_its_own_stay_in_high_precision(
     train: Train, served: Served, tmp_path: Path, words: tuple[str, ...]
 ) -> None:
     run = train("train.steps=2", *words)
-    export_quantised(run, tmp_path / "a", "compressed-tensors", measures=quantised.Measures(losses=False))
+    export_quantised(
+        run, tmp_path / "a", "compressed-tensors", measures=quantised.Measures(losses=False)
+    )
     result = verify(tmp_path / "a", run)
     assert not any(layer.differences for layer in result.layers)
     assert all("makes a Qwen2Tokenizer" in difference for difference in result.others)
-    model, own, joint = served(tmp_path / "a", dequantize=True), weights(run), amaxes(weights(run))
+    model = served(tmp_path / "a", dequantize=True)
+    own = weights(run)
+    joint = amaxes(weights(run))
     theirs = dict(model.named_parameters())
     for name, module in names_of(to_config(run_directory.read_config(run)).model).items():
         layer = name.removesuffix(".weight")
         wanted = own[layer].bfloat16()
         if layer in joint:
-            wanted = quantize(own[layer], NVFP4().table()["fprop"].second, amax=joint[layer]).dequantize().bfloat16()
+            wanted = (
+                quantize(own[layer], NVFP4().table()["fprop"].second, amax=joint[layer])
+                .dequantize()
+                .bfloat16()
+            )
         assert torch.equal(wanted, theirs[module].to(torch.bfloat16)), name
 
 
 def test_what_a_hybrid_keeps_is_loaded_by_the_names_that_transformers_gives_it(
     train: Train, served: Served, tmp_path: Path
 ) -> None:
-    """Its folder says `backbone.`; a layer that is not known as kept would be loaded without its weight."""
-    sizes = ("model=hybrid_tiny", "model.width=64", "model.hidden=64", "model.scan.heads=2", "train.batch_size=2")
+    """Its folder says `backbone.`; a layer that is not known as kept would be loaded without its
+    weight.
+    """
+    sizes = (
+        "model=hybrid_tiny",
+        "model.width=64",
+        "model.hidden=64",
+        "model.scan.heads=2",
+        "train.batch_size=2",
+    )
     run = train("train.steps=2", *sizes)
-    export_quantised(run, tmp_path / "a", "compressed-tensors", measures=quantised.Measures(losses=False))
+    export_quantised(
+        run, tmp_path / "a", "compressed-tensors", measures=quantised.Measures(losses=False)
+    )
     assert verify(tmp_path / "a", run).equal
-    model, own = served(tmp_path / "a", dequantize=False), weights(run)
+    model = served(tmp_path / "a", dequantize=False)
+    own = weights(run)
     theirs = dict(model.named_parameters())["model.layers.6.mixer.up_proj.weight"]
     assert torch.equal(theirs, own["blocks.6.mixer.up"].bfloat16())
 
 
-def test_fp8_blocks_are_those_of_serving_software(train: Train, served: Served, tmp_path: Path) -> None:
-    """128×128, the last ones not full where that is the last of the layers that are multiplied as one."""
+def test_fp8_blocks_are_those_of_serving_software(
+    train: Train, served: Served, tmp_path: Path
+) -> None:
+    """128×128, the last ones not full where that is the last of the layers that are multiplied as
+    one.
+    """
     run = train("train.steps=2", "recipe=fp8_block", *FP8_BLOCKS)
     export_quantised(run, tmp_path / "a", "compressed-tensors")
-    model, own = served(tmp_path / "a", dequantize=True), weights(run)
+    model = served(tmp_path / "a", dequantize=True)
+    own = weights(run)
     spec = to_config(run_directory.read_config(run)).recipe.table()["fprop"].second
     for layer in amaxes(own):
         wanted = quantize(own[layer], spec).dequantize().bfloat16()
-        assert torch.equal(wanted, model.get_submodule(module_of(run, layer)).weight.to(torch.bfloat16)), layer
+        assert torch.equal(
+            wanted, model.get_submodule(module_of(run, layer)).weight.to(torch.bfloat16)
+        ), layer
 
 
 @pytest.mark.long
 def test_w4a4_in_transformers_has_the_loss_of_the_recipe(train: Train, tmp_path: Path) -> None:
-    """Over 16 k tokens; a weight takes at most 0.57 bytes, and activations are quantised by their software."""
-    words = ("model.width=128", "model.hidden=384", "model.layers=3", "train.batch_size=16", "train.seq_len=128")
+    """Over 16 k tokens; a weight takes at most 0.57 bytes, and activations are quantised by their
+    software.
+    """
+    words = (
+        "model.width=128",
+        "model.hidden=384",
+        "model.layers=3",
+        "train.batch_size=16",
+        "train.seq_len=128",
+    )
     run = train(*words, "data=stdlib", "train.steps=60", "recipe.fused_scales=true", "phases=none")
     export_quantised(run, tmp_path / "a", "compressed-tensors")
     packed = pack(open_stored(run), "compressed-tensors", None)
@@ -151,32 +169,45 @@ def test_w4a4_in_transformers_has_the_loss_of_the_recipe(train: Train, tmp_path:
     assert theirs == pytest.approx(score.values["loss"], abs=2e-3)
 
 
-# -- ModelOpt --------------------------------------------------------------------------------------------------------
+# -- ModelOpt --------------------------------------------------------------------------------------
 
 
 @pytest.mark.long
-def test_modelopts_own_quantiser_gives_the_same_bytes(train: Train, modelopt: ModuleType, tmp_path: Path) -> None:
+def test_modelopts_own_quantiser_gives_the_same_bytes(
+    train: Train, modelopt: ModuleType, tmp_path: Path
+) -> None:
     """Codes, block scales, and weight_scale_2 to the last bit."""
     run = train(*SHORT, "recipe=nvfp4_1d_weights")
     export_quantised(run, tmp_path / "a", "modelopt")
-    found, own = load_file(tmp_path / "a" / "model.safetensors"), weights(run)
+    found = load_file(tmp_path / "a" / "model.safetensors")
+    own = weights(run)
     for layer, amax in amaxes(own).items():
-        module, theirs = module_of(run, layer), modelopt.NVFP4QTensor
+        module = module_of(run, layer)
+        theirs = modelopt.NVFP4QTensor
         double = theirs.get_weights_scaling_factor_2(torch.full((1, 16), float(amax)))
         codes, scales, _ = theirs.quantize(own[layer].clone(), 16, None, double)
         assert torch.equal(found[f"{module}.weight"], codes._quantized_data), layer
-        assert torch.equal(found[f"{module}.weight_scale"].view(torch.uint8), scales.view(torch.uint8)), layer
+        assert torch.equal(
+            found[f"{module}.weight_scale"].view(torch.uint8), scales.view(torch.uint8)
+        ), layer
         assert torch.equal(found[f"{module}.weight_scale_2"], double.reshape(())), layer
 
 
-def test_modelopt_reads_our_square_blocks(train: Train, modelopt: ModuleType, tmp_path: Path) -> None:
+def test_modelopt_reads_our_square_blocks(
+    train: Train, modelopt: ModuleType, tmp_path: Path
+) -> None:
     run = train(*SHORT, "recipe=nvfp4")
     export_quantised(run, tmp_path / "a", "modelopt")
-    found, own = load_file(tmp_path / "a" / "model.safetensors"), weights(run)
+    found = load_file(tmp_path / "a" / "model.safetensors")
+    own = weights(run)
     for layer, amax in amaxes(own).items():
-        module, wanted = module_of(run, layer), quantize(own[layer], NVFP4().table()["fprop"].second, amax=amax)
+        module = module_of(run, layer)
+        wanted = quantize(own[layer], NVFP4().table()["fprop"].second, amax=amax)
         codes = modelopt.NVFP4QTensor(own[layer].shape, torch.float32, found[f"{module}.weight"])
-        scales = {"scale": found[f"{module}.weight_scale"], "double_scale": found[f"{module}.weight_scale_2"]}
+        scales = {
+            "scale": found[f"{module}.weight_scale"],
+            "double_scale": found[f"{module}.weight_scale_2"],
+        }
         back = codes.dequantize(dtype=torch.float32, **scales, block_sizes={-1: 16})
         assert torch.equal(back.bfloat16(), wanted.dequantize().bfloat16()), layer
 
@@ -184,26 +215,38 @@ def test_modelopt_reads_our_square_blocks(train: Train, modelopt: ModuleType, tm
 def test_modelopts_mxfp8_is_ours(train: Train, modelopt: ModuleType, tmp_path: Path) -> None:
     run = train(*SHORT, "recipe=mxfp8")
     export_quantised(run, tmp_path / "a", "modelopt")
-    found, own = load_file(tmp_path / "a" / "model.safetensors"), weights(run)
+    found = load_file(tmp_path / "a" / "model.safetensors")
+    own = weights(run)
     for layer in amaxes(own):
-        module, (codes, scales) = module_of(run, layer), modelopt.MXFP8QTensor.quantize(own[layer].clone())
+        module, (codes, scales) = (
+            module_of(run, layer),
+            modelopt.MXFP8QTensor.quantize(own[layer].clone()),
+        )
         assert torch.equal(found[f"{module}.weight"].float(), codes._quantized_data.float()), layer
         assert torch.equal(found[f"{module}.weight_scale"], scales), layer
 
 
 @pytest.mark.parametrize("recipe", ["fp8_current", "fp8_row"])
-def test_modelopt_decodes_our_fp8(train: Train, modelopt: ModuleType, tmp_path: Path, recipe: str) -> None:
+def test_modelopt_decodes_our_fp8(
+    train: Train, modelopt: ModuleType, tmp_path: Path, recipe: str
+) -> None:
     """One scale per tensor, 0-d, or one per row, [N]."""
     run = train(*SHORT, f"recipe={recipe}")
     export_quantised(run, tmp_path / "a", "modelopt", measures=quantised.Measures(losses=False))
-    found, own = load_file(tmp_path / "a" / "model.safetensors"), weights(run)
+    found = load_file(tmp_path / "a" / "model.safetensors")
+    own = weights(run)
     spec = to_config(run_directory.read_config(run)).recipe.table()["fprop"].second
     for layer, amax in amaxes(own).items():
         module = module_of(run, layer)
-        codes, scale = found[f"{module}.weight"], found[f"{module}.weight_scale"]
+        codes = found[f"{module}.weight"]
+        scale = found[f"{module}.weight_scale"]
         assert scale.shape == (() if recipe == "fp8_current" else codes.shape[:1])
-        theirs = modelopt.FP8QTensor(codes.shape, torch.float32, codes).dequantize(scale=scale.reshape(-1, 1))
-        wanted = quantize(own[layer], spec, amax=amax if recipe == "fp8_current" else None).dequantize()
+        theirs = modelopt.FP8QTensor(codes.shape, torch.float32, codes).dequantize(
+            scale=scale.reshape(-1, 1)
+        )
+        wanted = quantize(
+            own[layer], spec, amax=amax if recipe == "fp8_current" else None
+        ).dequantize()
         assert torch.equal(theirs, wanted), layer
         assert (f"{module}.input_scale" in found) == (recipe == "fp8_current")
 
@@ -220,137 +263,57 @@ def test_codes_in_several_files_are_those_of_one(train: Train, tmp_path: Path) -
     assert all(torch.equal(whole[name], tensor) for part in parts for name, tensor in part.items())
 
 
-def test_both_configurations_of_modelopt_name_the_format_and_what_is_kept(train: Train, tmp_path: Path) -> None:
+def test_both_configurations_of_modelopt_name_the_format_and_what_is_kept(
+    train: Train, tmp_path: Path
+) -> None:
     run = train(*SHORT, "recipe=nvfp4")
     export_quantised(run, tmp_path / "a", "modelopt", measures=quantised.Measures(losses=False))
     inner = json.loads((tmp_path / "a" / "config.json").read_text())["quantization_config"]
     outer = json.loads((tmp_path / "a" / "hf_quant_config.json").read_text())["quantization"]
-    assert (inner["quant_method"], inner["quant_algo"], inner["group_size"]) == ("modelopt", "NVFP4", 16)
+    assert (inner["quant_method"], inner["quant_algo"], inner["group_size"]) == (
+        "modelopt",
+        "NVFP4",
+        16,
+    )
     assert outer["quant_algo"] == "NVFP4" and outer["exclude_modules"] == inner["ignore"]
     kept = {f"model.layers.1.self_attn.{each}_proj" for each in "qkvo"}
     kept |= {f"model.layers.1.mlp.{each}_proj" for each in ("gate", "up", "down")}
     assert {*inner["ignore"]} == kept | {"lm_head"}
 
 
-# -- which codes -----------------------------------------------------------------------------------------------------
-
-
-def test_a_run_that_ends_in_bf16_is_packed_by_its_last_quantised_stretch(train: Train, command: Command) -> None:
-    """Both losses are said. Fused layers that were trained apart are quantised again, which is said with its cost."""
-    run = train("recipe=nvfp4")
-    shown = command("export", run, "to=compressed-tensors", f"out={run.parent / 'packed'}")
-    assert "The codes are those of steps 0–4: NVFP4 (recipe), made of the weights at step 6." in shown
-    own = weights(run)
-    smaller = sum(bool(own[layer].abs().amax() < amax) for layer, amax in amaxes(own).items())
-    assert smaller > 0 and f"{smaller} of 7 weights are quantised again" in shown
-    (line,) = (each for each in shown.splitlines() if each.startswith("Validation loss"))
-    assert " in high precision" in line and " in NVFP4, " in line and " in NVFP4 with fused scales" in line
-    card = (run.parent / "packed" / "README.md").read_text()
-    assert line in card and "quantised again" in card
-
-
-def test_the_stretch_of_an_earlier_checkpoint_ends_there(train: Train, command: Command) -> None:
-    run = train("recipe=nvfp4", "phases=none", "checkpoint.every=2")
-    out = run.parent / "earlier"
-    shown = command("export", run, "to=compressed-tensors", f"out={out}", "step=4", "losses=false")
-    assert "The codes are those of steps 0–3: NVFP4 (recipe), made of the weights at step 4." in shown
-    assert verify(out, run).equal
-
-
-def test_with_fused_scales_nothing_is_quantised_again(train: Train, tmp_path: Path) -> None:
-    run = train(*SHORT, "recipe.fused_scales=true", "phases=none")
-    made = export_quantised(run, tmp_path / "a", "compressed-tensors")
-    assert any(note.startswith("No weight was quantised again: all 7") for note in made.notes)
-    found = load_file(tmp_path / "a" / "model.safetensors")
-    for group in FUSED:
-        modules = [module_of(run, f"blocks.0.{name}") for name in group]
-        for scale in ("weight_global_scale", "input_global_scale"):
-            assert len({float(found[f"{module}.{scale}"]) for module in modules}) == 1
-
-
-def test_the_loss_that_is_named_for_served_codes_is_that_of_the_codes(train: Train, tmp_path: Path) -> None:
-    """Weights that are set to the served values give it without fused scales."""
-    run = train("recipe=nvfp4")
-    export_quantised(run, tmp_path / "a", "compressed-tensors")
-    losses = json.loads((tmp_path / "a" / "fp4train.json").read_text())["losses"]
-    trained, own = load_trained(run), weights(run)
-    spec = NVFP4().table()["fprop"].second
-    for layer, amax in amaxes(own).items():
-        served = quantize(own[layer], spec, amax=amax).dequantize()
-        trained.model.get_submodule(layer).weight.data.copy_(served)
-    weight_only = NVFP4(fused_scales=True)
-    named = NamedRecipe(name="served", recipe=weight_only, policy=trained.config.policy)
-    (score,) = held_out(trained, [named], None)
-    assert losses["NVFP4 with fused scales"] == pytest.approx(score.values["loss"], abs=2e-5)
-    assert losses["NVFP4 with fused scales"] != losses["NVFP4"]
-
-
-def test_a_plan_that_divides_what_serving_software_fuses_is_said(train: Train, tmp_path: Path) -> None:
-    run = train(*SHORT, "policy.keep=[attention.wv]")
-    made = export_quantised(run, tmp_path / "a", "modelopt", measures=quantised.Measures(losses=False))
-    (note,) = (each for each in made.notes if "may refuse the folder" in each)
-    assert "some of blocks.0.attention.wq, blocks.0.attention.wk, blocks.0.attention.wv in" in note
-    assert verify(tmp_path / "a", run).equal
-
-
-def test_another_stretch_can_be_named(train: Train, tmp_path: Path) -> None:
-    run = train(
-        "recipe=nvfp4",
-        "+phases.late={_target_: fp4train.precision.Phase, start: 2, recipe: {_target_: fp4train.precision.MXFP8}}",
-        "phases=none",
-    )
-    measures = quantised.Measures(losses=False)
-    for stretch, name in ((0, "NVFP4"), (3, "MXFP8"), (None, "MXFP8")):
-        export_quantised(run, tmp_path / str(stretch), "modelopt", stretch=stretch, measures=measures)
-        config = json.loads((tmp_path / str(stretch) / "hf_quant_config.json").read_text())
-        assert config["quantization"]["quant_algo"] == name
-
-
-def test_the_scales_of_activations_are_those_that_the_run_measured(
-    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Then no model is built."""
-    run = train("recipe=nvfp4", "eval.errors_every=2")
-    monkeypatch.setattr(quantised, "load_trained", lambda *_: pytest.fail("a model was built"))
-    made = export_quantised(run, tmp_path / "a", "modelopt", measures=quantised.Measures(losses=False))
-    assert any("last 2 measured steps" in note for note in made.notes)
-    from fp4train.track.statistics import read_statistics
-
-    columns = read_statistics(run).operands
-    here = (columns["operand"] == "fprop.x") & (columns["layer"] == "blocks.0.mlp.down") & (columns["step"] <= 4)
-    found = load_file(tmp_path / "a" / "model.safetensors")["model.layers.0.mlp.down_proj.input_scale"]
-    assert torch.equal(found, torch.tensor(float(columns["amax"][here].max())) / 2688)
-
-
-def test_calibration_sees_the_largest_activation(train: Train, tmp_path: Path) -> None:
-    run = train("recipe=nvfp4")
-    sizes = []
-    for batches in (1, 8):
-        measures = quantised.Measures(losses=False, calibrate=batches)
-        export_quantised(run, tmp_path / str(batches), "compressed-tensors", measures=measures)
-        found = load_file(tmp_path / str(batches) / "model.safetensors")
-        sizes.append([2688 / float(value) for name, value in found.items() if name.endswith("input_global_scale")])
-    assert len(sizes[0]) == 7
-    assert all(one <= all_of_them for one, all_of_them in zip(*sizes, strict=True)) and sizes[0] != sizes[1]
-
-
-# -- what cannot be --------------------------------------------------------------------------------------------------
+# -- what cannot be --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("words", "to", "said"),
     [
-        (("recipe=bf16",), "modelopt", r"quantised no weight of fprop in its \d steps \(BF16\).*to=hf"),
+        (
+            ("recipe=bf16",),
+            "modelopt",
+            r"quantised no weight of fprop in its \d steps \(BF16\).*to=hf",
+        ),
         (("recipe=fp8_delayed",), "modelopt", "the weight takes its scale from a history"),
-        (("recipe=tetrajet_v2",), "compressed-tensors", "the weight is e2m1 in blocks .* under one per block"),
+        (
+            ("recipe=tetrajet_v2",),
+            "compressed-tensors",
+            "the weight is e2m1 in blocks .* under one per block",
+        ),
         (
             ("recipe=tetrajet_v2_outliers", "recipe.outliers.multiple=8"),
             "modelopt",
             "outlier channels are quantised apart",
         ),
-        (("recipe=fp8_block",), "modelopt", "ModelOpt's folders have no FP8 128×128.*; to=compressed-tensors has it"),
+        (
+            ("recipe=fp8_block",),
+            "modelopt",
+            "ModelOpt's folders have no FP8 128×128.*; to=compressed-tensors has it",
+        ),
         (("recipe=mxfp4", "recipe.hadamard=false"), "modelopt", "ModelOpt's folders have no MXFP4"),
-        (("recipe=nvfp4", "model.width=40"), "modelopt", "40 in features, which the groups of 16 .* must fill"),
+        (
+            ("recipe=nvfp4", "model.width=40"),
+            "modelopt",
+            "40 in features, which the groups of 16 .* must fill",
+        ),
     ],
 )
 def test_what_no_format_has_is_refused_by_name(
@@ -367,10 +330,16 @@ def test_what_no_format_has_is_refused_by_name(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("to=modelopt", "stretch=5"), "stretch=5: fprop quantised weights in: steps 0–4: NVFP4 (recipe); name a step"),
+        (
+            ("to=modelopt", "stretch=5"),
+            "stretch=5: fprop quantised weights in: steps 0–4: NVFP4 (recipe); name a step",
+        ),
         (("to=modelopt", "stretch=x"), "stretch='x' must be a step"),
         (("to=modelopt", "calibrate=0"), "calibrate='0' must be a number of batches"),
-        (("to=hf", "stretch=1"), "stretch= is about codes, and to=hf writes the weights themselves"),
+        (
+            ("to=hf", "stretch=1"),
+            "stretch= is about codes, and to=hf writes the weights themselves",
+        ),
         (("to=modelop",), "allowed are hf, compressed-tensors, modelopt"),
         (("to=modelopt", "strech=1"), "unknown key 'strech'"),
     ],
@@ -382,7 +351,9 @@ def test_a_wrong_word_is_named(
     assert said in shown and not (tmp_path / "a").exists()
 
 
-def test_a_folder_that_is_there_is_not_written_over(train: Train, command: Command, tmp_path: Path) -> None:
+def test_a_folder_that_is_there_is_not_written_over(
+    train: Train, command: Command, tmp_path: Path
+) -> None:
     (tmp_path / "a").mkdir()
     shown = command("export", train("recipe=nvfp4"), "to=modelopt", f"out={tmp_path / 'a'}", code=1)
     assert "is there already" in shown and not [*(tmp_path / "a").iterdir()]

@@ -1,4 +1,6 @@
-"""Results are kept with their run: events in one chain, also of a run that trains; a resume goes on with them."""
+"""Results are kept with their run: events in one chain, also of a run that trains; a resume goes on
+with them.
+"""
 
 import shutil
 from pathlib import Path
@@ -14,7 +16,8 @@ from fp4train.run.record.inbox import ask, pending, wait_for_answer
 from fp4train.track import read_metrics
 
 SCORES = [
-    Score(task=HELD_OUT, recipe=name, values={"loss": loss, "tokens": 128}) for name, loss in (("a", 1.5), ("b", 2.0))
+    Score(task=HELD_OUT, recipe=name, values={"loss": loss, "tokens": 128})
+    for name, loss in (("a", 1.5), ("b", 2.0))
 ]
 
 
@@ -37,7 +40,9 @@ def test_results_are_events_of_the_runs_metrics(run: Path) -> None:
 def test_nothing_else_of_the_run_changes(run: Path) -> None:
     before = everything(run)
     record(load_trained(run), SCORES)
-    assert [path.name for path, data in everything(run).items() if before.get(path) != data] == ["metrics.jsonl"]
+    assert [path.name for path, data in everything(run).items() if before.get(path) != data] == [
+        "metrics.jsonl"
+    ]
 
 
 def test_a_run_goes_on_after_an_evaluation_as_without(cli: Cli, small_run: Path) -> None:
@@ -67,13 +72,19 @@ def test_a_run_that_trains_records_the_results_itself(cli: Cli, tmp_path: Path) 
 
 
 def ask_for_nonsense(run: Path) -> bool:
-    """A request that would write what no reader of metrics expects is refused, and the run goes on."""
-    answer = wait_for_answer(run, ask(run, {"evaluation": {"step": 1, "scores": [{"crc": "0"}]}}), 30)
+    """A request that would write what no reader of metrics expects is refused, and the run goes
+    on.
+    """
+    answer = wait_for_answer(
+        run, ask(run, {"evaluation": {"step": 1, "scores": [{"crc": "0"}]}}), 30
+    )
     assert answer is not None and "no results of an evaluation" in answer[1]
     return answer[0]
 
 
-def test_a_directory_in_use_that_does_not_answer_keeps_the_request(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_in_use_that_does_not_answer_keeps_the_request(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("fp4train.exchange.evaluation.WAIT", 0.1)
     trained = load_trained(run)
     with locked(run):

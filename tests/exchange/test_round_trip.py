@@ -1,4 +1,6 @@
-"""From a run to a Hugging Face folder and back into a run: every weight in every bit, and the same folder again."""
+"""From a run to a Hugging Face folder and back into a run: every weight in every bit, and the same
+folder again.
+"""
 
 import json
 import shutil
@@ -13,7 +15,14 @@ from torch import Tensor
 
 from fp4train import checkpoint
 
-STILL = ("optim.lr=1e-30", "train.steps=1", "schedule=constant", "schedule.warmup=0", "phases=none", "recipe=fp32")
+STILL = (
+    "optim.lr=1e-30",
+    "train.steps=1",
+    "schedule=constant",
+    "schedule.warmup=0",
+    "phases=none",
+    "recipe=fp32",
+)
 """A rate so small that no weight changes."""
 SCALED = "model.rope_scaling={factor:4,low_freq_factor:1,high_freq_factor:4,original_length:16}"
 
@@ -38,8 +47,12 @@ def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     ],
     ids=["tied", "untied, own head width", "biases", "norms of heads, scaled rotations"],
 )
-def test_a_run_comes_back_in_every_bit(train: Train, command: Command, tmp_path: Path, shape: tuple[str, ...]) -> None:
-    run, folder, again = train(*shape), tmp_path / "hf", tmp_path / "again"
+def test_a_run_comes_back_in_every_bit(
+    train: Train, command: Command, tmp_path: Path, shape: tuple[str, ...]
+) -> None:
+    run = train(*shape)
+    folder = tmp_path / "hf"
+    again = tmp_path / "again"
     command("export", run, "to=hf", f"out={folder}")
     back = train(*shape, f"init={folder}", *STILL)
     assert equal(weights(back), weights(run))
@@ -52,7 +65,9 @@ def test_a_run_comes_back_in_every_bit(train: Train, command: Command, tmp_path:
 def test_a_folder_of_transformers_comes_back_in_every_bit(
     train: Train, command: Command, tmp_path: Path, folders: dict[str, Path]
 ) -> None:
-    """With the token ids of its tokenizer, which the folder keeps, and its chat template, though no run had chat."""
+    """With the token ids of its tokenizer, which the folder keeps, and its chat template, though no
+    run had chat.
+    """
     import transformers
 
     shape = ("model.width=64", "model.heads=4", "model.kv_heads=2", "model.hidden=96")
@@ -64,9 +79,12 @@ def test_a_folder_of_transformers_comes_back_in_every_bit(
         run = train(*shape, f"init={theirs}", *STILL)
         command("export", run, "to=hf", f"out={tmp_path / name}")
         load = transformers.AutoModelForCausalLM.from_pretrained
-        one, other = load(theirs), load(tmp_path / name)
+        one = load(theirs)
+        other = load(tmp_path / name)
         assert type(one) is type(other) and equal(one.state_dict(), other.state_dict())
-        texts = [transformers.AutoTokenizer.from_pretrained(each) for each in (theirs, tmp_path / name)]
+        texts = [
+            transformers.AutoTokenizer.from_pretrained(each) for each in (theirs, tmp_path / name)
+        ]
         said: list[Any] = [each("def é漢🙂 add(\r\n")["input_ids"] for each in texts]
         assert said[0] == said[1]
         talk = [{"role": "user", "content": "2+2?"}]

@@ -1,4 +1,6 @@
-"""`fp4train verify` finds whatever of an export is not what the run has, and nothing where all is."""
+"""`fp4train verify` finds whatever of an export is not what the run has, and nothing where all
+is.
+"""
 
 import json
 import shutil
@@ -22,8 +24,12 @@ DOWN = "model.layers.0.mlp.down_proj"
 
 
 @pytest.fixture(scope="module")
-def exported(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
-    """`exported("modelopt")`: (a folder of that layout, which tests copy before they change it; its run)."""
+def exported(
+    train: Train, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], tuple[Path, Path]]:
+    """`exported("modelopt")`: (a folder of that layout, which tests copy before they change it; its
+    run).
+    """
     made: dict[str, Path] = {}
 
     def folder(layout: str) -> tuple[Path, Path]:
@@ -72,7 +78,8 @@ def invert_the_global_scale(tensors: dict[str, Tensor]) -> None:
 
 def swap_two_layers(tensors: dict[str, Tensor]) -> None:
     for part in ("weight", "weight_scale", "weight_scale_2", "input_scale"):
-        one, other = f"{UP}.{part}", f"model.layers.0.mlp.gate_proj.{part}"
+        one = f"{UP}.{part}"
+        other = f"model.layers.0.mlp.gate_proj.{part}"
         tensors[one], tensors[other] = tensors[other], tensors[one]
 
 
@@ -109,24 +116,40 @@ def spoil_an_input_scale(tensors: dict[str, Tensor]) -> None:
     ("change", "module", "said"),
     [
         (flip_a_code, UP, "1 of 1,024 values of weight differ, from row 5 on"),
-        (invert_the_global_scale, UP, "which is its reciprocal: one layout divides by it, the other multiplies"),
+        (
+            invert_the_global_scale,
+            UP,
+            "which is its reciprocal: one layout divides by it, the other multiplies",
+        ),
         (swap_two_layers, UP, "values of weight differ, from row 0 on"),
         (drop_a_tensor, UP, "weight_scale is missing"),
         (add_an_ulp, UP, "1 ulp apart"),
         (change_a_block_scale, DOWN, "1 of 128 values of weight_scale differ, from row 31 on"),
-        (change_an_embedding, "model.embed_tokens", "1 of 10,240 values of weight differ, from row 300 on"),
+        (
+            change_an_embedding,
+            "model.embed_tokens",
+            "1 of 10,240 values of weight differ, from row 300 on",
+        ),
         (halve_a_weight, DOWN, "weight is torch.uint8 [16, 32] instead of torch.uint8 [32, 32]"),
         (part_an_input_scale, UP, "input_scale differs from that of model.layers.0.mlp.gate_proj"),
         (spoil_an_input_scale, DOWN, "input_scale is 0.0: it must be a finite number above 0"),
     ],
 )
 def test_a_damaged_folder_is_found_where_it_is_damaged(
-    exported: Callable[[str], tuple[Path, Path]], tmp_path: Path, change: Change, module: str, said: str
+    exported: Callable[[str], tuple[Path, Path]],
+    tmp_path: Path,
+    change: Change,
+    module: str,
+    said: str,
 ) -> None:
     folder, run = exported("modelopt")
     result = verify(changed(folder, tmp_path / "a", change), run)
     assert not result.equal and not result.others
-    both = {module, "model.layers.0.mlp.gate_proj"} if change in (swap_two_layers, part_an_input_scale) else {module}
+    both = (
+        {module, "model.layers.0.mlp.gate_proj"}
+        if change in (swap_two_layers, part_an_input_scale)
+        else {module}
+    )
     assert set(found(result)) == both and said in "; ".join(found(result)[module])
 
 
@@ -152,14 +175,16 @@ def test_a_tensor_that_the_run_has_not_and_other_tables_are_named(
     folder, run = exported("modelopt")
     more = changed(folder, tmp_path / "a", lambda tensors: tensors.update(more=torch.zeros(3)))
     config = json.loads((more / "config.json").read_text())
-    config["num_hidden_layers"], config["quantization_config"]["ignore"] = 3, []
+    config["num_hidden_layers"] = 3
+    config["quantization_config"]["ignore"] = []
     (more / "config.json").write_text(json.dumps(config))
     (more / "hf_quant_config.json").unlink()
     others = verify(more, run).others
     assert others[0] == "the run has no more"
     assert "config.json: num_hidden_layers is 3 instead of 2" in others
     assert any(
-        each.startswith("config.json: quantization_config.ignore is [] instead of ['lm_head'") for each in others
+        each.startswith("config.json: quantization_config.ignore is [] instead of ['lm_head'")
+        for each in others
     )
     assert "hf_quant_config.json is missing" in others and len(others) == 4
 
@@ -195,13 +220,22 @@ def swap_two_tokens(folder: Path) -> None:
             "tokenizer_config.json: eos_token is 'a' instead of",
         ),
         (set_in("config.json", eos_token_id=1), "config.json: eos_token_id is 1 instead of 256"),
-        (set_in("config.json", logit_scale=2), "config.json: logit_scale is 2, and the export has none"),
+        (
+            set_in("config.json", logit_scale=2),
+            "config.json: logit_scale is 2, and the export has none",
+        ),
         (claim_sparsity, "config.json: quantization_config.sparsity is 2, and the export has none"),
-        (set_in("hf_quant_config.json", quantization=[1]), "hf_quant_config.json: quantization.quant_algo is None"),
+        (
+            set_in("hf_quant_config.json", quantization=[1]),
+            "hf_quant_config.json: quantization.quant_algo is None",
+        ),
     ],
 )
 def test_another_tokenizer_or_key_that_changes_what_is_computed_is_named(
-    exported: Callable[[str], tuple[Path, Path]], tmp_path: Path, change: Callable[[Path], object], said: str
+    exported: Callable[[str], tuple[Path, Path]],
+    tmp_path: Path,
+    change: Callable[[Path], object],
+    said: str,
 ) -> None:
     folder, run = exported("modelopt")
     shutil.copytree(folder, tmp_path / "a")
@@ -228,12 +262,16 @@ def test_the_codes_of_another_run_are_none_of_this_one(
     assert len(found(result)) >= 15
 
 
-def test_a_folder_of_weights_is_verified_too(train: Train, command: Command, tmp_path: Path) -> None:
+def test_a_folder_of_weights_is_verified_too(
+    train: Train, command: Command, tmp_path: Path
+) -> None:
     run = train("recipe=nvfp4")
     for dtype in ("float32", "bf16"):
         command("export", run, "to=hf", f"out={tmp_path / dtype}", f"dtype={dtype}")
         assert verify(tmp_path / dtype, run).equal
-    damaged = changed(tmp_path / "float32", tmp_path / "a", lambda tensors: tensors[f"{UP}.weight"][0].neg_())
+    damaged = changed(
+        tmp_path / "float32", tmp_path / "a", lambda tensors: tensors[f"{UP}.weight"][0].neg_()
+    )
     assert set(found(verify(damaged, run))) == {UP}
 
 
@@ -295,7 +333,12 @@ def test_a_folder_that_cannot_be_read_is_one_message(
     ],
 )
 def test_a_wrong_word_is_named(
-    exported: Callable[[str], tuple[Path, Path]], command: Command, words: tuple[str, ...], said: str
+    exported: Callable[[str], tuple[Path, Path]],
+    command: Command,
+    words: tuple[str, ...],
+    said: str,
 ) -> None:
     folder, run = exported("modelopt")
-    assert said in command("verify", folder, *(word.replace("RUN", str(run)) for word in words), code=1)
+    assert said in command(
+        "verify", folder, *(word.replace("RUN", str(run)) for word in words), code=1
+    )

@@ -1,4 +1,6 @@
-"""Codes <-> values, against ml_dtypes and, of uniform grids, numpy: every code, every boundary, random values."""
+"""Codes <-> values, against ml_dtypes and, of uniform grids, numpy: every code, every boundary,
+random values.
+"""
 
 import math
 
@@ -45,7 +47,9 @@ def test_every_code_decodes_as_the_oracle_says(fmt: ElementFormat) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         values = decode(torch.from_numpy(codes), fmt, dtype).float().numpy()
         np.testing.assert_array_equal(values, expected)
-        np.testing.assert_array_equal(np.signbit(values)[~np.isnan(values)], np.signbit(expected)[~np.isnan(values)])
+        np.testing.assert_array_equal(
+            np.signbit(values)[~np.isnan(values)], np.signbit(expected)[~np.isnan(values)]
+        )
     np.testing.assert_array_equal(np.array(value_table(fmt), dtype=np.float32), expected)
 
 
@@ -62,16 +66,25 @@ def test_every_tie_and_its_neighbours_round_to_even(fmt: ElementFormat) -> None:
     grid = np.unique([v for v in value_table(fmt) if math.isfinite(v)]).astype(np.float32)
     ties = ((grid[1:].astype(np.float64) + grid[:-1]) / 2).astype(np.float32)
     around = np.concatenate(
-        [ties, np.nextafter(ties, np.float32(np.inf)), np.nextafter(ties, np.float32(-np.inf)), grid]
+        [
+            ties,
+            np.nextafter(ties, np.float32(np.inf)),
+            np.nextafter(ties, np.float32(-np.inf)),
+            grid,
+        ]
     )
-    np.testing.assert_array_equal(encode(torch.from_numpy(around), fmt).numpy(), oracle_codes(around, fmt))
+    np.testing.assert_array_equal(
+        encode(torch.from_numpy(around), fmt).numpy(), oracle_codes(around, fmt)
+    )
 
 
 @formats
 @settings(max_examples=150)
 @given(data=st.data())
 def test_any_float32_encodes_as_the_oracle_says(fmt: ElementFormat, data: st.DataObject) -> None:
-    values = st.one_of(st.floats(width=32, allow_nan=False), st.floats(-2 * fmt.max, 2 * fmt.max, width=32))
+    values = st.one_of(
+        st.floats(width=32, allow_nan=False), st.floats(-2 * fmt.max, 2 * fmt.max, width=32)
+    )
     x = np.array(data.draw(st.lists(values, min_size=1, max_size=64)), dtype=np.float32)
     np.testing.assert_array_equal(encode(torch.from_numpy(x), fmt).numpy(), oracle_codes(x, fmt))
 
@@ -86,13 +99,17 @@ def test_every_bfloat16_encodes_as_the_oracle_says(fmt: ElementFormat) -> None:
 @pytest.mark.parametrize("name", ["e4m3", "e5m2"])
 def test_without_saturation_overflow_is_nan_or_infinity_as_the_standard_says(name: str) -> None:
     fmt = get_format(name)
-    x = np.array([448, 464, 464.1, 57344, 61439, 61440, 1e9, np.inf, -np.inf, -1e9, 1.0], dtype=np.float32)
+    x = np.array(
+        [448, 464, 464.1, 57344, 61439, 61440, 1e9, np.inf, -np.inf, -1e9, 1.0], dtype=np.float32
+    )
     ours = decode(encode(torch.from_numpy(x), fmt, saturate=False), fmt).numpy()
     np.testing.assert_array_equal(ours, x.astype(ORACLES[name]).astype(np.float32))
 
 
 @formats
-def test_nan_is_nan_where_the_format_has_one_and_the_largest_value_elsewhere(fmt: ElementFormat) -> None:
+def test_nan_is_nan_where_the_format_has_one_and_the_largest_value_elsewhere(
+    fmt: ElementFormat,
+) -> None:
     value = decode(encode(torch.tensor([math.nan, -math.nan]), fmt), fmt)
     assert value.isnan().all() if fmt.has_nan else (value == fmt.max).all()
 
@@ -110,6 +127,8 @@ def test_an_unknown_format_names_the_near_miss() -> None:
 
 def test_encode_keeps_the_shape_and_takes_strided_and_empty_tensors() -> None:
     x = torch.randn(6, 8, 4)
-    assert torch.equal(encode(x.transpose(0, 2), get_format("e2m1")), encode(x, get_format("e2m1")).transpose(0, 2))
+    assert torch.equal(
+        encode(x.transpose(0, 2), get_format("e2m1")), encode(x, get_format("e2m1")).transpose(0, 2)
+    )
     assert encode(torch.empty(0, 3), get_format("e4m3")).shape == (0, 3)
     assert encode(torch.tensor(1.0), get_format("e4m3")).shape == ()

@@ -31,7 +31,9 @@ def test_fp4_pairs_pack_with_the_first_in_the_low_nibble() -> None:
 
 
 def test_fp6_packs_four_codes_in_three_bytes() -> None:
-    codes = torch.randint(0, 64, (7, 64), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    codes = torch.randint(
+        0, 64, (7, 64), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
     packed = pack_fp6(codes)
     assert packed.shape == (7, 48)
     assert torch.equal(unpack_fp6(packed), codes)
@@ -48,16 +50,21 @@ def test_packing_refuses_columns_that_fill_no_byte(function, columns: int) -> No
 def test_every_e8m0_byte_decodes_as_in_ml_dtypes_and_encodes_back() -> None:
     codes = np.arange(256, dtype=np.uint8)
     values = e8m0_decode(torch.from_numpy(codes))
-    np.testing.assert_array_equal(values.numpy(), codes.view(ml_dtypes.float8_e8m0fnu).astype(np.float32))
+    np.testing.assert_array_equal(
+        values.numpy(), codes.view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
+    )
     assert torch.equal(e8m0_encode(values), torch.from_numpy(codes))
 
 
 def test_e8m0_rounds_up_exactly_even_next_to_powers_of_two_where_log2_fails() -> None:
     powers = e8m0_decode(torch.arange(1, 254, dtype=torch.uint8))
-    above, below = powers.nextafter(torch.tensor(torch.inf)), powers.nextafter(torch.tensor(0.0))
+    above = powers.nextafter(torch.tensor(torch.inf))
+    below = powers.nextafter(torch.tensor(0.0))
     assert torch.equal(e8m0_encode(above), torch.arange(2, 255, dtype=torch.uint8))
     assert torch.equal(e8m0_encode(below), torch.arange(1, 254, dtype=torch.uint8))
-    special = torch.tensor([0.0, 2.0**-149, 2.0**-127, torch.finfo(torch.float32).max, math.inf, math.nan])
+    special = torch.tensor(
+        [0.0, 2.0**-149, 2.0**-127, torch.finfo(torch.float32).max, math.inf, math.nan]
+    )
     assert e8m0_encode(special).tolist() == [0, 0, 0, 254, 255, 255]
 
 
@@ -65,7 +72,13 @@ def test_e4m3_scales_are_the_elements_with_saturation_and_nan() -> None:
     codes = torch.arange(128, dtype=torch.uint8)
     assert torch.equal(e4m3_encode(e4m3_decode(codes)), codes)
     assert torch.equal(e4m3_decode(codes[:-1]), decode(codes[:-1], E4M3))
-    assert e4m3_encode(torch.tensor([449.0, 1e30, math.inf, math.nan, -math.nan])).tolist() == [126, 126, 126, 127, 127]
+    assert e4m3_encode(torch.tensor([449.0, 1e30, math.inf, math.nan, -math.nan])).tolist() == [
+        126,
+        126,
+        126,
+        127,
+        127,
+    ]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""What formats say of themselves: their largest values, how codes are stored, what multiplies them."""
+"""What formats say of themselves: their largest values, how codes are stored, what multiplies
+them.
+"""
 
 import math
 
@@ -17,13 +19,25 @@ from fp4train.formats import (
 from fp4train.hardware import GPUS
 from fp4train.quantize import QuantSpec
 
-PUBLISHED = {"e2m1": 6.0, "e1m2": 1.75, "int4": 7.0, "e2m3": 7.5, "e3m2": 28.0, "e4m3": 448.0, "e5m2": 57344.0}
+PUBLISHED = {
+    "e2m1": 6.0,
+    "e1m2": 1.75,
+    "int4": 7.0,
+    "e2m3": 7.5,
+    "e3m2": 28.0,
+    "e4m3": 448.0,
+    "e5m2": 57344.0,
+}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_largest_value_follows_from_the_fields(name: str) -> None:
     fmt = get_format(name)
-    assert fmt.max == PUBLISHED[name] == max(value for value in value_table(fmt) if math.isfinite(value))
+    assert (
+        fmt.max
+        == PUBLISHED[name]
+        == max(value for value in value_table(fmt) if math.isfinite(value))
+    )
 
 
 @pytest.mark.parametrize("fmt", WIDE_FORMATS, ids=lambda fmt: fmt.name)
@@ -34,7 +48,9 @@ def test_wide_formats_are_those_of_torch(fmt: ElementFormat) -> None:
     assert fmt.bits == 8 * fmt.dtype.itemsize
 
 
-@pytest.mark.parametrize("fmt", [fmt for fmt in ELEMENT_FORMATS if fmt.dtype], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize(
+    "fmt", [fmt for fmt in ELEMENT_FORMATS if fmt.dtype], ids=lambda fmt: fmt.name
+)
 def test_a_dtype_of_torch_stores_the_codes_as_they_are_packed(fmt: ElementFormat) -> None:
     assert fmt.dtype is not None
     assert fmt.dtype.itemsize == 1 and fmt.packed == (fmt.bits <= 4)

@@ -1,4 +1,6 @@
-"""Properties of every scale format: encode and decode are inverse, nearest or one-sided, monotone, and keep NaN."""
+"""Properties of every scale format: encode and decode are inverse, nearest or one-sided, monotone,
+and keep NaN.
+"""
 
 import math
 
@@ -7,10 +9,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp4train.formats import E2M1, E4M3, ELEMENT_FORMATS, SCALE_FORMATS, ScaleFormat, get_scale_format, value_table
+from fp4train.formats import (
+    E2M1,
+    E4M3,
+    ELEMENT_FORMATS,
+    SCALE_FORMATS,
+    ScaleFormat,
+    get_scale_format,
+    value_table,
+)
 
 formats = pytest.mark.parametrize("fmt", SCALE_FORMATS, ids=lambda fmt: fmt.name)
-byte_formats = pytest.mark.parametrize("fmt", [f for f in SCALE_FORMATS if f.is_byte], ids=lambda fmt: fmt.name)
+byte_formats = pytest.mark.parametrize(
+    "fmt", [f for f in SCALE_FORMATS if f.is_byte], ids=lambda fmt: fmt.name
+)
 
 
 def values_of(fmt: ScaleFormat) -> torch.Tensor:
@@ -30,7 +42,9 @@ def test_every_byte_decodes_to_a_value_that_encodes_back(fmt: ScaleFormat) -> No
 
 
 def test_ue5m3_has_the_published_values() -> None:
-    """Bias 15, a NaN but no infinity: 1.75 * 2^16 at the top; the positive half of E5M2 with a third mantissa bit."""
+    """Bias 15, a NaN but no infinity: 1.75 * 2^16 at the top; the positive half of E5M2 with a
+    third mantissa bit.
+    """
     fmt = get_scale_format("ue5m3")
     codes = torch.tensor([0, 1, 7, 8, 15 * 8, 15 * 8 + 1, 253, 254], dtype=torch.uint8)
     expected = [0.0, 2.0**-17, 7 * 2.0**-17, 2.0**-14, 1.0, 1.125, 106496.0, 114688.0]
@@ -51,7 +65,11 @@ def test_ue5m3_rounds_to_nearest_and_ties_to_even(x: float) -> None:
 
 
 def test_ue5m3_saturates() -> None:
-    assert get_scale_format("ue5m3").encode(torch.tensor([114689.0, 1e30, math.inf])).tolist() == [254, 254, 254]
+    assert get_scale_format("ue5m3").encode(torch.tensor([114689.0, 1e30, math.inf])).tolist() == [
+        254,
+        254,
+        254,
+    ]
 
 
 def test_float_scales_are_stored_as_they_are_or_rounded_down_to_a_power_of_two() -> None:
@@ -59,7 +77,9 @@ def test_float_scales_are_stored_as_they_are_or_rounded_down_to_a_power_of_two()
     fp32, pow2 = (get_scale_format(name) for name in ("fp32", "pow2"))
     torch.testing.assert_close(fp32.decode(fp32.encode(x)), x, rtol=0, atol=0, equal_nan=True)
     expected = torch.tensor([0.0, 0.5, 1.0, 2.0, 2.0**127, math.nan])
-    torch.testing.assert_close(pow2.decode(pow2.encode(x)), expected, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(
+        pow2.decode(pow2.encode(x)), expected, rtol=0, atol=0, equal_nan=True
+    )
 
 
 @formats
@@ -79,12 +99,15 @@ def test_exact_in_bf16_says_what_multiplying_every_pair_shows(fmt: ScaleFormat, 
 
 
 def test_formats_used_in_training_are_exact_in_bf16() -> None:
-    assert get_scale_format("e4m3").exact_in_bf16(E2M1) and get_scale_format("e4m3").exact_in_bf16(E4M3)
+    assert get_scale_format("e4m3").exact_in_bf16(E2M1) and get_scale_format("e4m3").exact_in_bf16(
+        E4M3
+    )
     assert not get_scale_format("fp32").exact_in_bf16(E2M1)
 
 
 def test_an_unknown_scale_format_names_the_near_miss() -> None:
     with pytest.raises(
-        ValueError, match=r"scale format 'ue5m2' is unknown; did you mean 'ue5m3'\? \(known: e4m3, e8m0"
+        ValueError,
+        match=r"scale format 'ue5m2' is unknown; did you mean 'ue5m3'\? \(known: e4m3, e8m0",
     ):
         get_scale_format("ue5m2")

@@ -1,9 +1,11 @@
-"""Makes tensor_cores.json: sums of Blackwell's tensor cores by Microsoft's MMA-Sim (arXiv 2511.10909, MIT licence).
+"""Makes tensor_cores.json: sums of Blackwell's tensor cores by Microsoft's MMA-Sim (arXiv
+2511.10909, MIT licence).
 
     python tests/golden/tensor_cores.py MMA_SIM_CHECKOUT
 
-Row i of the first operand times row i of the second, codes drawn at random: MXFP8 in blocks of 32, and NVFP4 in blocks
-of 16, of which four are summed at once. The vectors were made with commit c785138.
+Row i of the first operand times row i of the second, codes drawn at random: MXFP8 in blocks of 32,
+and NVFP4 in blocks of 16, of which four are summed at once. The vectors were made with commit
+c785138.
 """
 
 import json
@@ -14,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ROWS, WIDTH = 8, 256
+ROWS = 8
+WIDTH = 256
 FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
@@ -29,7 +32,8 @@ def codes_of(element: str, generator: torch.Generator) -> Tensor:
 
 def mxfp8(arithmetic: Any, first: str, second: str, generator: torch.Generator) -> dict[str, Any]:
     """A case of MXFP8: codes, scales, and the bits of the sums."""
-    a, b = codes_of(first, generator), codes_of(second, generator)
+    a = codes_of(first, generator)
+    b = codes_of(second, generator)
     shape = (ROWS, WIDTH // 32)
     scales = [torch.randint(120, 135, shape, generator=generator, dtype=torch.uint8) for _ in "ab"]
     sums = []
@@ -38,7 +42,8 @@ def mxfp8(arithmetic: Any, first: str, second: str, generator: torch.Generator) 
         for block in range(WIDTH // 32):
             place = slice(32 * block, 32 * block + 32)
             factors = [scale[row, block].view(torch.float8_e8m0fnu).float() for scale in scales]
-            x, y = a[row, place].view(FLOAT8[first]), b[row, place].view(FLOAT8[second])
+            x = a[row, place].view(FLOAT8[first])
+            y = b[row, place].view(FLOAT8[second])
             total = arithmetic.nv_fused_dot_add(x, y, total, 25, "f32", *factors)
         sums.append(total)
     return case(first, second, a, b, scales, sums)
@@ -46,7 +51,8 @@ def mxfp8(arithmetic: Any, first: str, second: str, generator: torch.Generator) 
 
 def nvfp4(arithmetic: Any, generator: torch.Generator) -> dict[str, Any]:
     """A case of NVFP4."""
-    a, b = codes_of("e2m1", generator), codes_of("e2m1", generator)
+    a = codes_of("e2m1", generator)
+    b = codes_of("e2m1", generator)
     shape = (ROWS, WIDTH // 16)
     scales = [torch.randint(1, 127, shape, generator=generator, dtype=torch.uint8) for _ in "ab"]
     table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -55,15 +61,19 @@ def nvfp4(arithmetic: Any, generator: torch.Generator) -> dict[str, Any]:
     for row in range(ROWS):
         total = torch.tensor(0.0)
         for block in range(WIDTH // 64):
-            place, blocks = slice(64 * block, 64 * block + 64), slice(4 * block, 4 * block + 4)
-            x, y = signed[a[row, place].long()], signed[b[row, place].long()]
+            place = slice(64 * block, 64 * block + 64)
+            blocks = slice(4 * block, 4 * block + 4)
+            x = signed[a[row, place].long()]
+            y = signed[b[row, place].long()]
             factors = [scale[row, blocks].view(torch.float8_e4m3fn) for scale in scales]
             total = arithmetic.nv_fused_dot_add_with_block_scale(x, y, total, *factors, 35)
         sums.append(total)
     return case("e2m1", "e2m1", a, b, scales, sums)
 
 
-def case(first: str, second: str, a: Tensor, b: Tensor, scales: list[Tensor], sums: list[Tensor]) -> dict[str, Any]:
+def case(
+    first: str, second: str, a: Tensor, b: Tensor, scales: list[Tensor], sums: list[Tensor]
+) -> dict[str, Any]:
     """What is kept of a case; codes and scales as hexadecimal digits."""
     tensors = {"a": a, "b": b, "a_scales": scales[0], "b_scales": scales[1]}
     texts = {name: bytes(tensor.flatten().tolist()).hex() for name, tensor in tensors.items()}
@@ -76,6 +86,9 @@ if __name__ == "__main__":
     from mmasim.simulator import arithmetic
 
     generator = torch.Generator().manual_seed(0)
-    cases = [mxfp8(arithmetic, "e4m3", "e4m3", generator), mxfp8(arithmetic, "e5m2", "e4m3", generator)]
+    cases = [
+        mxfp8(arithmetic, "e4m3", "e4m3", generator),
+        mxfp8(arithmetic, "e5m2", "e4m3", generator),
+    ]
     cases.append(nvfp4(arithmetic, generator))
     Path(__file__).with_suffix(".json").write_text(json.dumps(cases, indent=1) + "\n")

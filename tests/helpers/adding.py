@@ -1,4 +1,6 @@
-"""A CPU whose products add dw to a float32 sum, as those of a GPU do, with the bits of a product that autograd adds."""
+"""A CPU whose products add dw to a float32 sum, as those of a GPU do, with the bits of a product
+that autograd adds.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ added: list[tuple[int, ...]] = []
 
 def add_product(total_RS: Tensor, a_RC: Tensor, b_CS: Tensor) -> None:
     added.append(tuple(total_RS.shape))
-    total_RS += BACKENDS["torch"].product(Decoded(a_RC, None), Decoded(b_CS.T, None), out_dtype=torch.float32)
+    total_RS += BACKENDS["torch"].product(
+        Decoded(a_RC, None), Decoded(b_CS.T, None), out_dtype=torch.float32
+    )
 
 
 def add(self: emulate.Emulate, total_RS: Tensor, a: Prepared, b: Prepared) -> None:

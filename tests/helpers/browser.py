@@ -1,4 +1,6 @@
-"""Headless Chromium, spoken to over a pipe by the DevTools protocol: no driver, no port, no package."""
+"""Headless Chromium, spoken to over a pipe by the DevTools protocol: no driver, no port, no
+package.
+"""
 
 from __future__ import annotations
 
@@ -28,16 +30,22 @@ class Page:
     """One page of a browser.
 
     Attributes:
-        requests: what was asked for beyond the file itself. complaints: errors of the console, of scripts, of policies.
+        requests: what was asked for beyond the file itself. complaints: errors of the console, of
+            scripts, of policies.
     """
 
     def __init__(self, to: int, out: int) -> None:
-        self._to, self._out, self._rest, self._last = to, out, b"", 0
+        self._to = to
+        self._out = out
+        self._rest = b""
+        self._last = 0
         self._session: str | None = None
         self.requests: list[str] = []
         self.complaints: list[str] = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)[
+            "sessionId"
+        ]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
 
@@ -73,7 +81,11 @@ class Page:
             self.requests.append(values["request"]["url"])
         elif event == "Runtime.exceptionThrown":
             self.complaints.append(str(values["exceptionDetails"].get("text")))
-        elif event == "Runtime.consoleAPICalled" and values["type"] in ("error", "warning", "assert"):
+        elif event == "Runtime.consoleAPICalled" and values["type"] in (
+            "error",
+            "warning",
+            "assert",
+        ):
             self.complaints.append(str(values["args"]))
         elif event == "Log.entryAdded" and values["entry"]["level"] in ("error", "warning"):
             self.complaints.append(values["entry"]["text"])
@@ -81,7 +93,11 @@ class Page:
     def open(self, path: Path, *, width: int, height: int = 900, dark: bool = False) -> None:
         """Load a file at a width, as a phone does below 500."""
         self.call(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 500
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=width < 500,
         )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
@@ -105,7 +121,11 @@ class Page:
     def pdf(self) -> bytes:
         """The page as it is printed on A4."""
         printed = self.call(
-            "Page.printToPDF", printBackground=True, paperWidth=8.27, paperHeight=11.69, preferCSSPageSize=True
+            "Page.printToPDF",
+            printBackground=True,
+            paperWidth=8.27,
+            paperHeight=11.69,
+            preferCSSPageSize=True,
         )
         return base64.b64decode(printed["data"])
 
@@ -119,14 +139,25 @@ def page() -> Iterator[Page]:
     to_us, from_browser = os.pipe()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home:
         command = [
-            *(program, "--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-dev-shm-usage"),
+            *(
+                program,
+                "--headless=new",
+                "--no-sandbox",
+                "--disable-gpu",
+                "--no-first-run",
+                "--disable-dev-shm-usage",
+            ),
             *(
                 "--disable-background-networking",
                 "--disable-component-update",
                 "--disable-extensions",
                 "--no-proxy-server",
             ),
-            *("--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={home}", "--remote-debugging-pipe"),
+            *(
+                "--host-resolver-rules=MAP * ~NOTFOUND",
+                f"--user-data-dir={home}",
+                "--remote-debugging-pipe",
+            ),
         ]
 
         def place() -> None:  # the protocol is spoken on descriptors 3 and 4

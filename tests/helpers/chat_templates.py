@@ -1,13 +1,26 @@
 """Chat templates in the formats of public models, written for these tests.
 
-`FORMATS` differ in what stands around a message alone; `WRITTEN` have logic of their own, as the models' templates do.
+`FORMATS` differ in what stands around a message alone; `WRITTEN` have logic of their own, as the
+models' templates do.
 """
 
 FORMATS: dict[str, tuple[str, ...]] = {
     # name: before the first message, before and after a user's, before and after an answer
     "ChatML": ("", "<|im_start|>user\n", "<|im_end|>\n", "<|im_start|>assistant\n", "<|im_end|>\n"),
-    "ChatML, bos": ("{bos}", "<|im_start|>user\n", "<|im_end|>\n", "<|im_start|>assistant\n", "<|im_end|>\n"),
-    "Phi-4": ("", "<|im_start|>user<|im_sep|>", "<|im_end|>", "<|im_start|>assistant<|im_sep|>", "<|im_end|>"),
+    "ChatML, bos": (
+        "{bos}",
+        "<|im_start|>user\n",
+        "<|im_end|>\n",
+        "<|im_start|>assistant\n",
+        "<|im_end|>\n",
+    ),
+    "Phi-4": (
+        "",
+        "<|im_start|>user<|im_sep|>",
+        "<|im_end|>",
+        "<|im_start|>assistant<|im_sep|>",
+        "<|im_end|>",
+    ),
     "Phi-3.5": ("", "<|user|>\n", "<|end|>\n", "<|assistant|>\n", "<|end|>\n"),
     "Zephyr": ("", "<|user|>\n", "{eos}\n", "<|assistant|>\n", "{eos}\n"),
     "TinyLlama": ("", "<|user|>\n", "{eos}\n", "<|assistant|>\n", "{eos}\n"),
@@ -18,7 +31,13 @@ FORMATS: dict[str, tuple[str, ...]] = {
         *("", "<|start_of_role|>user<|end_of_role|>", "{eos}\n"),
         *("<|start_of_role|>assistant<|end_of_role|>", "{eos}\n"),
     ),
-    "Gemma": ("{bos}", "<start_of_turn>user\n", "<end_of_turn>\n", "<start_of_turn>model\n", "<end_of_turn>\n"),
+    "Gemma": (
+        "{bos}",
+        "<start_of_turn>user\n",
+        "<end_of_turn>\n",
+        "<start_of_turn>model\n",
+        "<end_of_turn>\n",
+    ),
     "Gemma 4": ("{bos}", "<|turn>user\n", "<turn|>\n", "<|turn>model\n", "<turn|>\n"),
     "Llama 3": (
         *("{bos}", "<|start_header_id|>user<|end_header_id|>\n\n", "<|eot_id|>"),
@@ -37,7 +56,10 @@ FORMATS: dict[str, tuple[str, ...]] = {
     ),
     "Command A": (
         *("{bos}", "<|START_OF_TURN_TOKEN|><|USER_TOKEN|>", "<|END_OF_TURN_TOKEN|>"),
-        *("<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|><|START_RESPONSE|>", "<|END_RESPONSE|><|END_OF_TURN_TOKEN|>"),
+        *(
+            "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|><|START_RESPONSE|>",
+            "<|END_RESPONSE|><|END_OF_TURN_TOKEN|>",
+        ),
     ),
     "EXAONE 3": ("", "[|user|]", "\n", "[|assistant|]", "[|endofturn|]\n"),
     "DeepSeek V2": ("{bos}", "User: ", "\n\n", "Assistant: ", "{eos}"),
@@ -48,12 +70,24 @@ FORMATS: dict[str, tuple[str, ...]] = {
     "Solar": ("", "### User:\n", "\n\n", "### Assistant:\n", "\n\n"),
     "AmberChat": ("", "###Human: ", "\n", "###Assistant: ", "\n"),
     "Falcon": ("", "User: ", "\n\n", "Falcon: ", "\n\n"),
-    "OpenChat": ("{bos}", "GPT4 Correct User: ", "<|end_of_turn|>", "GPT4 Correct Assistant: ", "<|end_of_turn|>"),
+    "OpenChat": (
+        "{bos}",
+        "GPT4 Correct User: ",
+        "<|end_of_turn|>",
+        "GPT4 Correct Assistant: ",
+        "<|end_of_turn|>",
+    ),
     "Jamba": ("{bos}", "<|user|> ", "<|eom|>", "<|assistant|> ", "<|eom|>"),
     "Metharme": ("", "<|user|>", "", "<|model|>", ""),
     "ChatQA": ("{bos}", "User: ", "\n\n", "Assistant: ", "\n\n"),
     "Saiga": ("", "{bos}user\n", "{eos}\n", "{bos}bot\n", "{eos}\n"),
-    "InternLM 2": ("{bos}", "<|im_start|>user\n", "<|im_end|>\n", "<|im_start|>assistant\n", "<|im_end|>\n"),
+    "InternLM 2": (
+        "{bos}",
+        "<|im_start|>user\n",
+        "<|im_end|>\n",
+        "<|im_start|>assistant\n",
+        "<|im_end|>\n",
+    ),
     "Yi": ("", "<|im_start|>user\n", "<|im_end|>\n", "<|im_start|>assistant\n", "<|im_end|>\n"),
     "Baichuan": ("", "<reserved_106>", "", "<reserved_107>", "{eos}"),
     "RWKV": ("", "User: ", "\n\n", "Assistant: ", "\n\n"),

@@ -29,19 +29,32 @@ StopAt = Callable[[int], None]
 Before = Callable[[int, Callable[[Any], Any]], None]
 
 PATIENCE = 180.0
-"""Seconds after which a process hangs; it starts, and draws its curves, in a tenth of them even on a machine in use."""
+"""Seconds after which a process hangs; it starts, and draws its curves, in a tenth of them even on
+a machine in use.
+"""
 
 TINY = (
     *("model.width=32", "model.layers=2", "model.heads=2", "model.kv_heads=1", "model.hidden=64"),
-    *("train.steps=6", "train.batch_size=4", "train.seq_len=32", "eval.batches=1", "data=text", "track=jsonl"),
+    *(
+        "train.steps=6",
+        "train.batch_size=4",
+        "train.seq_len=32",
+        "eval.batches=1",
+        "data=text",
+        "track=jsonl",
+    ),
 )
 STEADY = ("phases=none", "schedule=constant", "schedule.warmup=0")
 
 
 def besides(base: Iterable[str], given: Container[str]) -> list[str]:
-    """The arguments of `base` whose keys are not given; sizes of a model only of the model that they belong to."""
+    """The arguments of `base` whose keys are not given; sizes of a model only of the model that
+    they belong to.
+    """
     own = "model" in given
-    return [a for a in base if a.partition("=")[0] not in given and not (own and a.startswith("model."))]
+    return [
+        a for a in base if a.partition("=")[0] not in given and not (own and a.startswith("model."))
+    ]
 
 
 @dataclass(frozen=True)
@@ -73,7 +86,9 @@ class Cli:
 
     @property
     def paths(self) -> tuple[str, str]:
-        """What a tiny run names outside of itself, to be named again where a test has rewritten its configuration."""
+        """What a tiny run names outside of itself, to be named again where a test has rewritten its
+        configuration.
+        """
         return f"data.path={self.text}", f"data.cache_dir={self.text.parent / 'cache'}"
 
     def tiny(self, *arguments: str) -> list[str]:
@@ -103,11 +118,14 @@ class Cli:
         return self.raw(*self.tiny(*arguments))
 
     def trained(self, *arguments: str) -> Path:
-        """A finished run, which is trained once for all tests that begin with these arguments, and copied to here.
+        """A finished run, which is trained once for all tests that begin with these arguments, and
+        copied to here.
 
         For tests of what comes after it: one that has patched something trains a run of its own.
         """
-        name = next(word.removeprefix("run.name=") for word in arguments if word.startswith("run.name="))
+        name = next(
+            word.removeprefix("run.name=") for word in arguments if word.startswith("run.name=")
+        )
         run = Path("runs", name)
         if kept := self.finished.get(arguments):
             shutil.copytree(kept, run)
@@ -148,7 +166,11 @@ def losses(run: Path | str) -> dict[int, tuple[Any, ...]]:
         "val/loss_recipe",
     )
     keys = (*names, "precision/recipe")
-    return {line["step"]: tuple(line.get(k) for k in keys) for line in lines(run) if "train/loss" in line}
+    return {
+        line["step"]: tuple(line.get(k) for k in keys)
+        for line in lines(run)
+        if "train/loss" in line
+    }
 
 
 def events(run: Path | str, name: str) -> list[dict[str, Any]]:
@@ -157,7 +179,9 @@ def events(run: Path | str, name: str) -> list[dict[str, Any]]:
 
 
 def evaluations(run: Path | str) -> list[dict[str, Any]]:
-    """The results of evaluations that a run keeps: step, task, recipe and values, without what chains the lines."""
+    """The results of evaluations that a run keeps: step, task, recipe and values, without what
+    chains the lines.
+    """
     kept = ("event", "after", "crc")
     return [{k: v for k, v in line.items() if k not in kept} for line in events(run, "evaluation")]
 
@@ -193,19 +217,26 @@ def everything(folder: Path) -> dict[Path, bytes]:
     return {p: p.read_bytes() for p in folder.rglob("*") if p.is_file() and not p.is_symlink()}
 
 
-def reseal(path: Path, tensors: Callable[[dict[str, Any]], None], state: Callable[[dict[str, Any]], None]) -> None:
+def reseal(
+    path: Path, tensors: Callable[[dict[str, Any]], None], state: Callable[[dict[str, Any]], None]
+) -> None:
     """Change a checkpoint as an attacker would: with checksums that fit."""
     body = json.loads((path / "state.json").read_text())
     files = {file: safetensors.torch.load_file(path / file) for file in body["tensors"]["files"]}
     held = {name: tensor for each in files.values() for name, tensor in each.items()}
     tensors(held)
     state(body["state"])
-    described = {file: _written(path / file, {name: held[name] for name in each}) for file, each in files.items()}
+    described = {
+        file: _written(path / file, {name: held[name] for name in each})
+        for file, each in files.items()
+    }
     _write_state(path, body, {"files": described, "aliases": body["tensors"]["aliases"]})
 
 
 def in_one_file(path: Path, version: int) -> None:
-    """Give a checkpoint weights and moments in one file, as older versions did: `version` 1 on one rank, 2 on more."""
+    """Give a checkpoint weights and moments in one file, as older versions did: `version` 1 on one
+    rank, 2 on more.
+    """
     body = json.loads((path / "state.json").read_text())
     held: dict[str, Any] = {}
     for file in body["tensors"]["files"]:
@@ -214,13 +245,17 @@ def in_one_file(path: Path, version: int) -> None:
     described = _written(path / "tensors.safetensors", held)
     if version == 2:
         described = {"files": {"tensors.safetensors": described}}
-    _write_state(path, {**body, "version": version}, {**described, "aliases": body["tensors"]["aliases"]})
+    _write_state(
+        path, {**body, "version": version}, {**described, "aliases": body["tensors"]["aliases"]}
+    )
 
 
 def _written(path: Path, held: dict[str, Any]) -> dict[str, Any]:
     path.unlink(missing_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT)
-    size, checksum = write_parts(descriptor, {name: shard_of(tensor) for name, tensor in held.items()})
+    size, checksum = write_parts(
+        descriptor, {name: shard_of(tensor) for name, tensor in held.items()}
+    )
     os.close(descriptor)
     return {"bytes": size, "sha256": checksum}
 
@@ -232,7 +267,9 @@ def _write_state(path: Path, body: dict[str, Any], tensors: dict[str, Any]) -> N
 
 
 def reseal_config(run: Path | str, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change a run's configuration as an attacker would: with the run's identity and a checksum that fits."""
+    """Change a run's configuration as an attacker would: with the run's identity and a checksum
+    that fits.
+    """
     path = Path(run, "config.yaml")
     head, _, body = path.read_text().partition("\n")
     values = yaml.safe_load(body)

@@ -58,8 +58,11 @@ def launches_of(call: Callable[[], object]) -> list[Noted]:
 
 
 def compile_launch(noted: Noted, capability: int) -> Any:
-    """The compiled kernel (`.asm["ptx"]`, `.asm["cubin"]`), specialised as a launch with these arguments would be."""
-    kernel, launch = noted.launch.kernel, noted.launch
+    """The compiled kernel (`.asm["ptx"]`, `.asm["cubin"]`), specialised as a launch with these
+    arguments would be.
+    """
+    kernel = noted.launch.kernel
+    launch = noted.launch
     signature: dict[str, Any] = {}
     constants = dict(launch.constants)
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
@@ -87,8 +90,12 @@ def compile_launch(noted: Noted, capability: int) -> Any:
 
 
 def resources(cubin: bytes, folder: Path) -> dict[str, int]:
-    """What a kernel takes of a multiprocessor, by name: REG registers a thread; spilled ones lie in its STACK."""
+    """What a kernel takes of a multiprocessor, by name: REG registers a thread; spilled ones lie in
+    its STACK.
+    """
     path = folder / "kernel.cubin"
     path.write_bytes(cubin)
-    found = subprocess.run([CUOBJDUMP, "-res-usage", str(path)], capture_output=True, text=True, check=True).stdout
+    found = subprocess.run(
+        [CUOBJDUMP, "-res-usage", str(path)], capture_output=True, text=True, check=True
+    ).stdout
     return {name: int(count) for name, count in re.findall(r"\b([A-Z]+):(\d+)", found)}

@@ -18,8 +18,12 @@ import fp4train as f4
 from fp4train.models.llama import Llama
 from fp4train.precision import BF16, LayerPolicy, Recipe, autocast, compile_context
 
-needs_graphs = pytest.mark.skipif(compile_context.UNAVAILABLE is not None, reason=str(compile_context.UNAVAILABLE))
-"""Layers are part of graphs; test_uncompiled_layers.py has what holds on a torch where they are not."""
+needs_graphs = pytest.mark.skipif(
+    compile_context.UNAVAILABLE is not None, reason=str(compile_context.UNAVAILABLE)
+)
+"""Layers are part of graphs; test_uncompiled_layers.py has what holds on a torch where they are
+not.
+"""
 COMPILER = [
     pytest.mark.usefixtures("fresh_dynamo"),
     # All are the compiler's own.
@@ -41,10 +45,12 @@ def graphs() -> int:
 
 @contextmanager
 def traced_blocks() -> Iterator[list[bool]]:
-    """`train.compile` of recorded blocks without a C++ compiler: they are traced, and their graphs run operator by
-    operator, which `RecorderOnCpu` sees, as it would not see inductor's kernels. Gives of each call of a graph of a
-    forward pass whether it is recorded."""
-    backend, calls = torch._dynamo.lookup_backend("aot_eager"), list[bool]()
+    """`train.compile` of recorded blocks without a C++ compiler: they are traced, and their graphs
+    run operator by operator, which `RecorderOnCpu` sees, as it would not see inductor's kernels.
+    Gives of each call of a graph of a forward pass whether it is recorded.
+    """
+    backend = torch._dynamo.lookup_backend("aot_eager")
+    calls = list[bool]()
 
     def noted(graph: Any, inputs: Any) -> Any:
         compiled = backend(graph, inputs)
@@ -75,7 +81,9 @@ def step(
 ) -> tuple[Tensor, ...]:
     """Output and gradients of one step; `recipe` None: outside of autocast."""
     model.zero_grad()
-    with autocast(recipe or BF16(), step=at, token_offset=0, seed=5, policy=policy, enabled=recipe is not None):
+    with autocast(
+        recipe or BF16(), step=at, token_offset=0, seed=5, policy=policy, enabled=recipe is not None
+    ):
         y = module(*inputs)
     y.square().sum().backward()
     return (y.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None))

@@ -1,4 +1,6 @@
-"""What Hydra composed of the package's own files, remembered: it takes as long as the steps of a tiny run."""
+"""What Hydra composed of the package's own files, remembered: it takes as long as the steps of a
+tiny run.
+"""
 
 import pickle
 from collections.abc import Callable
@@ -6,7 +8,9 @@ from typing import Any
 
 
 def remembering(compose: Callable[..., Any]) -> Callable[..., Any]:
-    """Hydra's `compose`, which composes the same words once; with other folders in its search path, each time."""
+    """Hydra's `compose`, which composes the same words once; with other folders in its search path,
+    each time.
+    """
     kept: dict[tuple[str, ...], bytes] = {}
 
     def remembered(name: str, overrides: list[str], **options: Any) -> Any:

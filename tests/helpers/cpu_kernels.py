@@ -14,7 +14,8 @@ from fp4train.kernels.cpu import Machine
 from fp4train.quantize import Decoded, Hadamard, Quantized, QuantSpec, RandomKey, cpu, reference
 
 if (missing := kernels.unavailable()) is not None:
-    pytest.skip(missing, allow_module_level=True)  # tests/house/test_skips.py fails if this must not be skipped
+    # tests/house/test_skips.py fails if this must not be skipped
+    pytest.skip(missing, allow_module_level=True)
 
 KEY = RandomKey(seed=0x123456789ABCDEF, step=7, layer=99, operand=3, row_offset=5, col_offset=24)
 NVFP4 = QuantSpec()
@@ -29,7 +30,9 @@ BLOCKWISE = (OUTER, replace(OUTER, hadamard=Hadamard()), UE5M3, replace(UE5M3, h
 TURNED = replace(OUTER, rounding="stochastic", hadamard=STEP)
 AGAIN = replace(TURNED, requantises=OUTER)
 CHOSEN = QuantSpec(four_over_six="mse", global_bound=256)
-EDEN = QuantSpec(rounding="eden", global_bound=256, guard=1.01, hadamard=Hadamard(size=128, signs="step"))
+EDEN = QuantSpec(
+    rounding="eden", global_bound=256, guard=1.01, hadamard=Hadamard(size=128, signs="step")
+)
 GROUPS = (CHOSEN, replace(CHOSEN, block=(16, 16)), EDEN, replace(EDEN, requantises=CHOSEN))
 """With scales that are chosen or corrected by what the elements become."""
 
@@ -60,11 +63,14 @@ def assert_same_values(ours: Decoded, theirs: Decoded) -> None:
     assert same_bits(ours.values, theirs.values)
 
 
-def assert_equals_reference(x: Tensor, spec: QuantSpec, *machines: Machine, amax: Tensor | None = None) -> None:
+def assert_equals_reference(
+    x: Tensor, spec: QuantSpec, *machines: Machine, amax: Tensor | None = None
+) -> None:
     """The kernels of every machine; the reference, which takes most of the time, computes once."""
     assert cpu.why_not(spec, "cpu") is None
     expected = reference.quantize(x, spec, key=KEY, amax=amax)
-    values, decoded = reference.quantize_dequantize(x, spec, key=KEY, amax=amax), expected.decoded()
+    values = reference.quantize_dequantize(x, spec, key=KEY, amax=amax)
+    decoded = expected.decoded()
     for machine in machines:
         quantizer = cpu.make(spec, machine)
         assert_same_codes(quantizer.codes(x, KEY, amax), expected)
@@ -94,9 +100,12 @@ def draw_values(kind: str, rows: int, cols: int, seed: int) -> Tensor:
             return x.sign() * 10.0 ** torch.randint(30, 38, (rows, cols), generator=generator)
         case "zeros":
             return (
-                x * (torch.rand(rows, 1, generator=generator) < 0.5) * (torch.rand(1, cols, generator=generator) < 0.5)
+                x
+                * (torch.rand(rows, 1, generator=generator) < 0.5)
+                * (torch.rand(1, cols, generator=generator) < 0.5)
             )
-        case "ties":  # halves and quarters of the E2M1 grid: ties to even, and thresholds of stochastic rounding
+        # halves and quarters of the E2M1 grid: ties to even, and thresholds of stochastic rounding
+        case "ties":
             return torch.randint(-24, 25, (rows, cols), generator=generator) / 4.0
         case "negative zeros":
             return torch.where(x > 0.5, x, -0.0)

@@ -1,8 +1,9 @@
-"""cuBLAS on the memory of a CPU: C functions of its names, argument lists and meanings, made of Python's.
+"""cuBLAS on the memory of a CPU: C functions of its names, argument lists and meanings, made of
+Python's.
 
-`cublasGemmEx` reads its matrices column by column from addresses, with their leading dimensions, as cuBLAS's
-documentation has them, so that a wrong order, operation or leading dimension gives wrong numbers. Sums are exact in
-float64, and so are those of integers in float32.
+`cublasGemmEx` reads its matrices column by column from addresses, with their leading dimensions, as
+cuBLAS's documentation has them, so that a wrong order, operation or leading dimension gives wrong
+numbers. Sums are exact in float64, and so are those of integers in float32.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ HANDLE = 4711
 DTYPES = {0: torch.float32, 2: torch.float16, 14: torch.bfloat16}
 SET = ctypes.CFUNCTYPE(c_int, c_void_p, c_int)
 MATRIX = (c_void_p, c_int, c_int)
-GEMM_EX = ctypes.CFUNCTYPE(c_int, c_void_p, *[c_int] * 5, c_void_p, *MATRIX, *MATRIX, c_void_p, *MATRIX, c_int, c_int)
+GEMM_EX = ctypes.CFUNCTYPE(
+    c_int, c_void_p, *[c_int] * 5, c_void_p, *MATRIX, *MATRIX, c_void_p, *MATRIX, c_int, c_int
+)
 
 
 def columns(address: int, rows: int, cols: int, leading: int, dtype: torch.dtype) -> Tensor:
@@ -56,10 +59,29 @@ class CublasOnCpu:
 
         return set_mode
 
-    def _multiply(self, handle: int, a_op: int, b_op: int, m: int, n: int, k: int, *rest: Any) -> int:
+    def _multiply(
+        self, handle: int, a_op: int, b_op: int, m: int, n: int, k: int, *rest: Any
+    ) -> int:
         alpha, *rest = rest
-        a, a_dtype, a_leading, b, b_dtype, b_leading, beta, c, c_dtype, c_leading, compute, algorithm = rest
-        right = handle == HANDLE and self.modes == {"pointers": 1, "math": 16} and (compute, algorithm) == (68, -1)
+        (
+            a,
+            a_dtype,
+            a_leading,
+            b,
+            b_dtype,
+            b_leading,
+            beta,
+            c,
+            c_dtype,
+            c_leading,
+            compute,
+            algorithm,
+        ) = rest
+        right = (
+            handle == HANDLE
+            and self.modes == {"pointers": 1, "math": 16}
+            and (compute, algorithm) == (68, -1)
+        )
         if self.status or not right:
             return self.status or 7
         first = columns(a, *((k, m) if a_op else (m, k)), a_leading, DTYPES[a_dtype])

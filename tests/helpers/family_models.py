@@ -1,4 +1,6 @@
-"""Checks of the model of any family: tokens in pieces, documents told apart, weights drawn later, recomputed blocks."""
+"""Checks of the model of any family: tokens in pieces, documents told apart, weights drawn later,
+recomputed blocks.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,14 +15,16 @@ from fp4train.precision import FP32, NVFP4, autocast
 
 
 class FamilyChecks:
-    """Tests of every family, inherited by a class of its own file: `model` builds one of 60 ids, `tokens` makes its
-    input, 3 rows of 40 tokens of which documents of one row are told apart.
+    """Tests of every family, inherited by a class of its own file: `model` builds one of 60 ids,
+    `tokens` makes its input, 3 rows of 40 tokens of which documents of one row are told apart.
     """
 
     model: Callable[..., Any]
     tokens: Callable[..., Tensor]
 
-    @pytest.mark.parametrize("sizes", [[40], [1] * 40, [10, 1, 17, 12]], ids=["whole", "each", "mixed"])
+    @pytest.mark.parametrize(
+        "sizes", [[40], [1] * 40, [10, 1, 17, 12]], ids=["whole", "each", "mixed"]
+    )
     def test_tokens_in_pieces_have_the_logits_of_the_whole(self, sizes: list[int]) -> None:
         check_pieces(type(self).model(), type(self).tokens(), sizes)
 
@@ -43,7 +47,9 @@ def check_pieces(built: Any, x: Tensor, sizes: list[int]) -> None:
 
 @torch.no_grad()
 def check_documents(built: Any, x: Tensor) -> None:
-    """Documents of 8, 1, 21 and 10 tokens that are told apart have the logits of each by itself; id 59 ends one."""
+    """Documents of 8, 1, 21 and 10 tokens that are told apart have the logits of each by itself; id
+    59 ends one.
+    """
     x = x.clamp(max=58)
     x[0, [7, 8, 29]] = 59
     with autocast(FP32()):
@@ -57,11 +63,15 @@ def check_documents(built: Any, x: Tensor) -> None:
 def parameters(shape: Architecture, vocab_size: int) -> int:
     """Parameters of the model that a shape is."""
     with torch.device("meta"):
-        return sum(each.numel() for each in shape.build(vocab_size=vocab_size, seq_len=64).parameters())
+        return sum(
+            each.numel() for each in shape.build(vocab_size=vocab_size, seq_len=64).parameters()
+        )
 
 
 def check_drawn(shape: Architecture, built: Any, length: int) -> None:
-    """A model of `shape` that is made without memory and then drawn has the weights of `built`; 60 ids, seed 0."""
+    """A model of `shape` that is made without memory and then drawn has the weights of `built`; 60
+    ids, seed 0.
+    """
     with torch.device("meta"):
         born = shape.build(vocab_size=60, seq_len=length)
     materialise(born, torch.device("cpu"), seed=0, draw="counter")

@@ -24,4 +24,8 @@ def check_commands(page: str, count: int) -> None:
 def listed_keys(page: str) -> set[str]:
     """The keys `model.…` of the section Keys."""
     text = (DOCS / page).read_text(encoding="utf-8")
-    return set(re.findall(r"`(model\.[\w.]+)`", re.split(r"^## ", text.partition("## Keys\n")[2], flags=re.M)[0]))
+    return set(
+        re.findall(
+            r"`(model\.[\w.]+)`", re.split(r"^## ", text.partition("## Keys\n")[2], flags=re.M)[0]
+        )
+    )

@@ -1,4 +1,6 @@
-"""Programs in a fork of the tests' process: it has imported everything, where a new interpreter takes seconds to."""
+"""Programs in a fork of the tests' process: it has imported everything, where a new interpreter
+takes seconds to.
+"""
 
 import os
 import sys
@@ -9,9 +11,12 @@ from typing import NoReturn
 
 
 def forked(program: Callable[[], object]) -> int:
-    """Run `program` in a fork; its exit code, or the negative number of the signal that ended it."""
+    """Run `program` in a fork; its exit code, or the negative number of the signal that ended
+    it.
+    """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads; torch has none that wait here
+        # of forks beside threads; torch has none that wait here
+        warnings.simplefilter("ignore", DeprecationWarning)
         process = os.fork()
     if not process:
         _run(program)

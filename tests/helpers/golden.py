@@ -23,8 +23,12 @@ def _folder() -> Path:
 FOLDER = _folder()
 
 
-def load_golden(name: str, folder: Path = FOLDER) -> tuple[dict[str, Tensor], dict[str, list[dict]]]:
-    """(tensors, the lists of the metadata: `cases`, and `gemms` where the file has them) of a golden file."""
+def load_golden(
+    name: str, folder: Path = FOLDER
+) -> tuple[dict[str, Tensor], dict[str, list[dict]]]:
+    """(tensors, the lists of the metadata: `cases`, and `gemms` where the file has them) of a
+    golden file.
+    """
     with safe_open(folder / f"{name}.safetensors", "pt") as file:
         names = list(file.keys())
         lists = {key: json.loads(value) for key, value in file.metadata().items()}

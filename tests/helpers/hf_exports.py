@@ -4,14 +4,28 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from command_line import lines
+from torch import Tensor
 
+from fp4train import checkpoint
 from fp4train.checkpoint.model_folder import WEIGHTS
+from fp4train.config import to_config
+from fp4train.models.llama.hf import names_of
+from fp4train.run.record import directory as run_directory
 
 Train = Callable[..., Path]
 Command = Callable[..., str]
-FP8_BLOCKS = ("model.width=160", "model.hidden=256", "model.layers=2", "model.head_dim=128", "model.kv_heads=1")
-"""Sizes whose blocks of 128 rows are full in all but the last of the layers that servers multiply as one."""
+FP8_BLOCKS = (
+    "model.width=160",
+    "model.hidden=256",
+    "model.layers=2",
+    "model.head_dim=128",
+    "model.kv_heads=1",
+)
+"""Sizes whose blocks of 128 rows are full in all but the last of the layers that servers multiply
+as one.
+"""
 FILES = {"README.md", "config.json", "generation_config.json", WEIGHTS}
 
 
@@ -25,3 +39,34 @@ def theirs(folder: Path) -> Any:
     import transformers
 
     return transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+FUSED = (("attention.wq", "attention.wk", "attention.wv"), ("mlp.gate", "mlp.up"))
+SHORT = ("train.steps=4",)
+"""A run of four steps."""
+
+
+def weights(run: Path) -> dict[str, Tensor]:
+    """Layer → its weight, of the newest checkpoint."""
+    found = checkpoint.load(run / run_directory.CHECKPOINTS).tensors
+    return {
+        name.removeprefix("model/").removesuffix(".weight"): found[name]
+        for name in found
+        if name.startswith("model/")
+    }
+
+
+def amaxes(found: dict[str, Tensor], block: int = 0) -> dict[str, Tensor]:
+    """Layer of a block → the amax that serving software has for it."""
+    made = {}
+    for group in (*FUSED, ("attention.wo",), ("mlp.down",)):
+        largest = torch.stack(
+            [found[f"blocks.{block}.{name}"].abs().amax() for name in group]
+        ).amax()
+        made |= {f"blocks.{block}.{name}": largest for name in group}
+    return made
+
+
+def module_of(run: Path, layer: str) -> str:
+    config = to_config(run_directory.read_config(run))
+    return names_of(config.model)[f"{layer}.weight"].removesuffix(".weight")

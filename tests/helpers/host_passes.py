@@ -1,8 +1,9 @@
-"""The host's time for a layer, forward and backward, where kernels take none: Triton's launches and torch's scaled
-products are replaced by what allocates their results.
+"""The host's time for a layer, forward and backward, where kernels take none: Triton's launches and
+torch's scaled products are replaced by what allocates their results.
 
-The stand-ins have the signatures of `Launch.__call__` (quantize/triton_launch.py), `torch._scaled_mm` and
-`torch.nn.functional.scaled_mm` (torch/nn/functional.py), and give the dtypes that these give.
+The stand-ins have the signatures of `Launch.__call__` (quantize/triton_launch.py),
+`torch._scaled_mm` and `torch.nn.functional.scaled_mm` (torch/nn/functional.py), and give the dtypes
+that these give.
 """
 
 import time
@@ -47,7 +48,9 @@ def without_kernels() -> Iterator[None]:
 
 
 def passes(layer: nn.Module, size: int, dtype: torch.dtype) -> Callable[[], None]:
-    """Forward and backward of a layer, of two inputs in turn: the forms of one are shared within a context."""
+    """Forward and backward of a layer, of two inputs in turn: the forms of one are shared within a
+    context.
+    """
     inputs = cycle(torch.ones(size, size, dtype=dtype, requires_grad=True) for _ in range(2))
     dy = torch.ones(size, size, dtype=dtype)
 
@@ -65,8 +68,9 @@ def plain_layer() -> Callable[[], None]:
 
 
 def native_layer(recipe: Recipe) -> Callable[[], None]:
-    """A layer that fills whole tiles of scales, or which has so few codes that torch's operators on them take no
-    time."""
+    """A layer that fills whole tiles of scales, or which has so few codes that torch's operators on
+    them take no time.
+    """
     size = 32 if isinstance(recipe, FP8Current | FP8Delayed) else 128
     return passes(Linear(size, size, bias=False, backend="native"), size, torch.bfloat16)
 

@@ -1,8 +1,8 @@
-"""Programs whose Triton kernels are interpreted on the CPU, each in a process of its own: Triton decides when a kernel
-is defined whether it is interpreted.
+"""Programs whose Triton kernels are interpreted on the CPU, each in a process of its own: Triton
+decides when a kernel is defined whether it is interpreted.
 
-The interpreter takes a quarter of its time here: what it does again for each call of a function within a kernel, and
-for each tensor of a shape and type that it has seen, is done once.
+The interpreter takes a quarter of its time here: what it does again for each call of a function
+within a kernel, and for each tensor of a shape and type that it has seen, is done once.
 """
 
 import os
@@ -17,44 +17,67 @@ from typing import Any
 HELPERS = Path(__file__).parent
 
 
-def interpreted(*command: str, timeout: float = 300, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Python with the arguments `command`, `-c` and code or a file first, and the tests' helpers and scripts to import.
+def interpreted(
+    *command: str, timeout: float = 300, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Python with the arguments `command`, `-c` and code or a file first, and the tests' helpers
+    and scripts to import.
 
     variables: of its environment, besides.
     """
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | variables
+    environment = (
+        os.environ
+        | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        | variables
+    )
     folders = (HELPERS, HELPERS.parents[1] / "scripts", os.environ.get("PYTHONPATH", ""))
     environment["PYTHONPATH"] = os.pathsep.join(str(each) for each in folders if str(each))
-    command = (sys.executable, "-W", "ignore", __file__, *command)  # numpy warns of divisions by zero
+    # numpy warns of divisions by zero
+    command = (sys.executable, "-W", "ignore", __file__, *command)
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
 
 
 def hasten(checks_overflow: bool = True) -> None:
-    """From here on, in this process. checks_overflow: sums and products of integers are compared with those in 64 bits,
-    for a quarter of the time."""
+    """From here on, in this process. checks_overflow: sums and products of integers are compared
+    with those in 64 bits, for a quarter of the time.
+    """
     from triton.runtime import interpreter
 
-    of_any, of_scalar = interpreter._get_np_dtype, cache(interpreter._get_np_dtype)
-    interpreter._get_np_dtype = lambda dtype: (of_any if dtype.scalar.is_ptr() else of_scalar)(dtype.scalar)
+    of_any = interpreter._get_np_dtype
+    of_scalar = cache(interpreter._get_np_dtype)
+    interpreter._get_np_dtype = lambda dtype: (of_any if dtype.scalar.is_ptr() else of_scalar)(
+        dtype.scalar
+    )
     interpreter._patch_lang = patched_once(interpreter._patch_lang)
-    object.__setattr__(interpreter.interpreter_builder.options, "sanitize_overflow", checks_overflow)
+    object.__setattr__(
+        interpreter.interpreter_builder.options, "sanitize_overflow", checks_overflow
+    )
     keep_types()
     pass_what_is_of_the_type()
 
 
 def pass_what_is_of_the_type() -> None:
-    """Two tensors of one element type are operands as they are, and what is no constexpr is not searched for some."""
+    """Two tensors of one element type are operands as they are, and what is no constexpr is not
+    searched for some.
+    """
     from triton.language import core, semantic
 
-    of_types, of_operands = core.dtype.__eq__, semantic.TritonSemantic.binary_op_type_checking_impl
-    itself = {"fp32", *core.dtype.SINT_TYPES, *core.dtype.UINT_TYPES}  # is what two of it are promoted to
-    unwrap, plain = core._unwrap_if_constexpr, {core.tensor, core.dtype, core.block_type, int, float, bool, str}
+    of_types = core.dtype.__eq__
+    of_operands = semantic.TritonSemantic.binary_op_type_checking_impl
+    # is what two of it are promoted to
+    itself = {"fp32", *core.dtype.SINT_TYPES, *core.dtype.UINT_TYPES}
+    unwrap = core._unwrap_if_constexpr
+    plain = {core.tensor, core.dtype, core.block_type, int, float, bool, str}
 
     def same_type(self: Any, other: Any) -> bool:
         return self is other or of_types(self, other)
 
     def operands(self: Any, lhs: Any, rhs: Any, *given: Any, **named: Any) -> Any:
-        if type(lhs) is type(rhs) is core.tensor and lhs.dtype is rhs.dtype and lhs.dtype.name in itself:
+        if (
+            type(lhs) is type(rhs) is core.tensor
+            and lhs.dtype is rhs.dtype
+            and lhs.dtype.name in itself
+        ):
             return self.broadcast_impl_value(lhs, rhs)
         return of_operands(self, lhs, rhs, *given, **named)
 
@@ -64,13 +87,15 @@ def pass_what_is_of_the_type() -> None:
 
 
 def keep_types() -> None:
-    """One type for all blocks of a shape and element, one shape for all types of it, and no broadcast to the shape that
-    both operands have."""
+    """One type for all blocks of a shape and element, one shape for all types of it, and no
+    broadcast to the shape that both operands have.
+    """
     from triton.language import core, semantic
 
     types: dict[tuple[object, ...], Any] = {}
     shapes: dict[tuple[int, ...], Any] = {}
-    describe, fill = core.block_type.__init__, core.tensor.__init__
+    describe = core.block_type.__init__
+    fill = core.tensor.__init__
     broadcast = semantic.TritonSemantic.broadcast_impl_value
 
     def kept(cls: Any, element_ty: Any, shape: Any) -> Any:
@@ -89,21 +114,24 @@ def keep_types() -> None:
             fill(self, handle, type)
             type.of_tensors = self.numel, self.shape, self.dtype
             return
-        self.handle, self.type = handle, type
+        self.handle = handle
+        self.type = type
         self.numel, self.shape, self.dtype = of_tensors
 
     def broadcast_others(self: Any, lhs: Any, rhs: Any) -> Any:
         alike = lhs.type.is_block() and rhs.type.is_block() and lhs.type.shape is rhs.type.shape
         return (lhs, rhs) if alike else broadcast(self, lhs, rhs)
 
-    core.block_type.__new__, core.block_type.__init__ = kept, describe_once
+    core.block_type.__new__ = kept
+    core.block_type.__init__ = describe_once
     core.tensor.__init__ = fill_from
     semantic.TritonSemantic.broadcast_impl_value = broadcast_others
 
 
 def patched_once(patch: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """`_patch_lang`, which puts the interpreter's functions into the modules of Triton's language that a function sees,
-    until the launch ends; not again for what the launch has patched."""
+    """`_patch_lang`, which puts the interpreter's functions into the modules of Triton's language
+    that a function sees, until the launch ends; not again for what the launch has patched.
+    """
     launches: list[set[str]] = []
 
     def patch_for(function: Any) -> Any:
@@ -132,7 +160,9 @@ def modules(function: Any) -> frozenset[str]:
     from triton import language
 
     known = (language, language.core)
-    return frozenset(each.__name__ for each in function.__globals__.values() if any(each is one for one in known))
+    return frozenset(
+        each.__name__ for each in function.__globals__.values() if any(each is one for one in known)
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Which kernels launches run, without a GPU: Triton's own key of a kernel, and a JIT that compiles nothing.
+"""Which kernels launches run, without a GPU: Triton's own key of a kernel, and a JIT that compiles
+nothing.
 
-A key is what Triton decides by whether a kernel is compiled again: the types of the arguments, what it specialises
-them for (multiples of 16, ones, alignment), constants and options.
+A key is what Triton decides by whether a kernel is compiled again: the types of the arguments, what
+it specialises them for (multiples of 16, ones, alignment), constants and options.
 """
 
 import sys
@@ -37,7 +38,9 @@ class Compiled:
     """Stands in for Triton's CompiledKernel: notes its launches."""
 
     def __init__(self, kernel: JITFunction[Any], key: str, ran: list[Ran]) -> None:
-        self.kernel, self.key, self.ran = kernel, key, ran
+        self.kernel = kernel
+        self.key = key
+        self.ran = ran
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*arguments: object) -> None:
@@ -61,14 +64,19 @@ def key_of(kernel: JITFunction[Any], *arguments: object, **options: object) -> s
 
 @contextmanager
 def without_compiler() -> Iterator[list[Ran]]:
-    """CPU tensors pass for CUDA ones, and kernels are launched into a list; a launch of another kernel than the JIT
-    would launch with its arguments is an AssertionError."""
+    """CPU tensors pass for CUDA ones, and kernels are launched into a list; a launch of another
+    kernel than the JIT would launch with its arguments is an AssertionError.
+    """
     ran: list[Ran] = []
     launch = Launch.__call__
 
-    def run(self: JITFunction[Any], *arguments: Any, grid: tuple[int, ...], warmup: bool, **options: Any) -> Any:
+    def run(
+        self: JITFunction[Any], *arguments: Any, grid: tuple[int, ...], warmup: bool, **options: Any
+    ) -> Any:
         compiled = Compiled(self, key_of(self, *arguments, **options), ran)
-        compiled[(*grid, 1, 1)](*arguments, *[options[p.name] for p in self.params if p.name in options])
+        compiled[(*grid, 1, 1)](
+            *arguments, *[options[p.name] for p in self.params if p.name in options]
+        )
         return compiled
 
     def checked(self: Launch, *pointers: torch.Tensor, words: tuple[Any, ...] = ()) -> None:
@@ -78,11 +86,15 @@ def without_compiler() -> Iterator[list[Ran]]:
             refused = error
             with mock.patch.object(JITFunction, "run", side_effect=refused):
                 launch(self, *pointers, words=words)
-            raise AssertionError(f"{self.kernel} was launched with what it is not compiled for") from refused
+            raise AssertionError(
+                f"{self.kernel} was launched with what it is not compiled for"
+            ) from refused
         launch(self, *pointers, words=words)
         options = {"num_warps": self.warps, "enable_fp_fusion": False}
         wanted = key_of(self.kernel, *seen, *self.sizes, *words, **self.constants, **options)  # type: ignore[arg-type]
-        assert ran[-1].key == wanted, f"{ran[-1].kernel}: compiled for {ran[-1].key}, launched with {wanted}"
+        assert ran[-1].key == wanted, (
+            f"{ran[-1].kernel}: compiled for {ran[-1].key}, launched with {wanted}"
+        )
 
     with (
         mock.patch.object(JITFunction, "run", run),

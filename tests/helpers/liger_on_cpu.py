@@ -1,10 +1,12 @@
-"""The part of liger-kernel 0.8.5 that fp4train calls, on torch's operators: what each call reads, writes and returns.
+"""The part of liger-kernel 0.8.5 that fp4train calls, on torch's operators: what each call reads,
+writes and returns.
 
 It overwrites what the real one overwrites, which is what a caller can get wrong:
     ops/rms_norm.py LigerRMSNormFunction    in_place=True: dx lies in the memory of dy; "gemma": all in float32
     ops/fused_add_rms_norm.py LigerFusedAddRMSNormFunction   one gradient, in one tensor, is that of both terms
     ops/swiglu.py swiglu_backward           the gradients lie in the memory of gate and up, which backward saved
-    ops/rope.py rope_forward, rope_backward q and k, dq and dk in their own memory, if transposed they are contiguous
+    ops/rope.py rope_forward, rope_backward q and k, dq and dk in their own memory, if transposed
+    they are contiguous
     ops/cross_entropy.py liger_cross_entropy_kernel   logits in their own memory; of an ignored target 0, and no loss
 """
 
@@ -30,19 +32,30 @@ def noted(name: str, x: Tensor) -> None:
 
 class LigerRMSNormFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, eps: float, offset: float, mode: str, in_place: bool, rows: Any) -> Any:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        w: Tensor,
+        eps: float,
+        offset: float,
+        mode: str,
+        in_place: bool,
+        rows: Any,
+    ) -> Any:
         assert mode == "gemma", "the other modes round before the product"
         noted("norm", x)
         rstd = (x.float().square().mean(-1, keepdim=True) + eps).rsqrt()
         ctx.save_for_backward(x, w, rstd)
-        ctx.in_place, ctx.offset = in_place, offset
+        ctx.in_place = in_place
+        ctx.offset = offset
         return (x.float() * rstd * (offset + w.float())).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, w, rstd = ctx.saved_tensors
         noted("norm backward", dy)
-        m, n = dy.float() * (ctx.offset + w.float()), x.float() * rstd
+        m = dy.float() * (ctx.offset + w.float())
+        n = x.float() * rstd
         dx = (rstd * (m - n * (m * n).mean(-1, keepdim=True))).to(x.dtype)
         dw = (dy.float() * n).flatten(0, -2).sum(0).to(w.dtype)
         return (dy.copy_(dx) if ctx.in_place else dx), dw, None, None, None, None, None
@@ -50,7 +63,16 @@ class LigerRMSNormFunction(torch.autograd.Function):
 
 class LigerFusedAddRMSNormFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, r: Tensor, w: Tensor, eps: float, offset: float, mode: str, in_place: bool) -> Any:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        r: Tensor,
+        w: Tensor,
+        eps: float,
+        offset: float,
+        mode: str,
+        in_place: bool,
+    ) -> Any:
         assert mode == "gemma" and x.shape == r.shape and x.dtype == r.dtype and not in_place
         noted("sum and norm", x)
         total = x + r
@@ -63,7 +85,8 @@ class LigerFusedAddRMSNormFunction(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor, d_total: Tensor) -> Any:
         total, w, rstd = ctx.saved_tensors
         noted("sum and norm backward", dy)
-        m, n = dy.float() * (ctx.offset + w.float()), total.float() * rstd
+        m = dy.float() * (ctx.offset + w.float())
+        n = total.float() * rstd
         dx = (rstd * (m - n * (m * n).mean(-1, keepdim=True)) + d_total.float()).to(total.dtype)
         dw = (dy.float() * n).flatten(0, -2).sum(0).to(w.dtype)
         return dx, dx, dw, None, None, None, None
@@ -71,7 +94,9 @@ class LigerFusedAddRMSNormFunction(torch.autograd.Function):
 
 class LigerSiLUMulFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, gate_multiplier: float, down_multiplier: float) -> Tensor:
+    def forward(
+        ctx: Any, a: Tensor, b: Tensor, gate_multiplier: float, down_multiplier: float
+    ) -> Tensor:
         assert gate_multiplier == down_multiplier == 1
         noted("product", a)
         ctx.save_for_backward(a, b)
@@ -81,13 +106,17 @@ class LigerSiLUMulFunction(torch.autograd.Function):
     def backward(ctx: Any, dc: Tensor) -> Any:
         a, b = ctx.saved_tensors
         noted("product backward", dc)
-        x, s = a.detach().float(), a.detach().float().sigmoid()
-        da, db = dc.float() * (x * s * (1 - s) + s) * b.detach().float(), dc.float() * x * s
+        x = a.detach().float()
+        s = a.detach().float().sigmoid()
+        da = dc.float() * (x * s * (1 - s) + s) * b.detach().float()
+        db = dc.float() * x * s
         return a.detach().copy_(da), b.detach().copy_(db), None, None
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """In the memory of x [B, heads, T, E] if its transpose is contiguous, else in that of a copy."""
+    """In the memory of x [B, heads, T, E] if its transpose is contiguous, else in that of a
+    copy.
+    """
     own = x.detach().transpose(1, 2).contiguous().transpose(1, 2)
     first, second = own.clone().chunk(2, -1)
     return own.copy_(torch.cat((first, second), -1) * cos + torch.cat((-second, first), -1) * sin)
@@ -95,7 +124,16 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 class LigerRopeFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, ids: Any, unsqueeze: int, width: Any) -> Any:
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        ids: Any,
+        unsqueeze: int,
+        width: Any,
+    ) -> Any:
         assert ids is None and unsqueeze == 1 and width is None
         noted("rotation", q)
         ctx.save_for_backward(cos, sin)
@@ -145,13 +183,26 @@ class Kernel:
             num_warps: int,
         ) -> None:
             noted("loss", X_ptr)
-            assert grid == (len(X_ptr),) and X_stride == n_cols == X_ptr.shape[1] and Y_stride == loss_stride == 1
-            assert reduction == "sum" and loss_ptr.dtype == torch.float32 and min(n_cols, 32768) <= BLOCK_SIZE
+            assert (
+                grid == (len(X_ptr),)
+                and X_stride == n_cols == X_ptr.shape[1]
+                and Y_stride == loss_stride == 1
+            )
+            assert (
+                reduction == "sum"
+                and loss_ptr.dtype == torch.float32
+                and min(n_cols, 32768) <= BLOCK_SIZE
+            )
             assert not (
-                RETURN_Z_LOSS or RETURN_TOKEN_ACCURACY or RETURN_PREDICTED_TOKENS or HAS_WEIGHT or HAS_SOFTCAPPING
+                RETURN_Z_LOSS
+                or RETURN_TOKEN_ACCURACY
+                or RETURN_PREDICTED_TOKENS
+                or HAS_WEIGHT
+                or HAS_SOFTCAPPING
             )
             assert lse_square_scale == label_smoothing == 0
-            y, here = Y_ptr.long(), Y_ptr != ignore_index
+            y = Y_ptr.long()
+            here = Y_ptr != ignore_index
             log_p = X_ptr.float().log_softmax(-1)
             at = y.where(here, 0)[:, None]
             loss_ptr.copy_((-log_p.gather(1, at)[:, 0]).where(here, loss_ptr))
@@ -165,8 +216,15 @@ class Kernel:
 
 def modules() -> dict[str, ModuleType]:
     """What `sys.modules` holds where liger-kernel is installed; no call is made yet."""
-    package, ops, loss = (ModuleType(f"liger_kernel{name}") for name in ("", ".ops", ".ops.cross_entropy"))
-    for each in (LigerRMSNormFunction, LigerFusedAddRMSNormFunction, LigerSiLUMulFunction, LigerRopeFunction):
+    package, ops, loss = (
+        ModuleType(f"liger_kernel{name}") for name in ("", ".ops", ".ops.cross_entropy")
+    )
+    for each in (
+        LigerRMSNormFunction,
+        LigerFusedAddRMSNormFunction,
+        LigerSiLUMulFunction,
+        LigerRopeFunction,
+    ):
         setattr(ops, each.__name__, each)
     vars(loss)["liger_cross_entropy_kernel"] = Kernel()
     calls.clear()

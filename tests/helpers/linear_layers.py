@@ -21,7 +21,9 @@ def layer(k: int = 32, n: int = 48, *, bias: bool = True, backend: str = "auto")
     return Linear(k, n, bias, backend=backend)
 
 
-def gradients(module: nn.Module, x: Tensor, recipe: Recipe, *, step: int | None = 0) -> tuple[Tensor, ...]:
+def gradients(
+    module: nn.Module, x: Tensor, recipe: Recipe, *, step: int | None = 0
+) -> tuple[Tensor, ...]:
     """y, dx and the parameters' gradients."""
     module.zero_grad()
     x = x.detach().clone().requires_grad_()
@@ -29,7 +31,11 @@ def gradients(module: nn.Module, x: Tensor, recipe: Recipe, *, step: int | None 
         y = module(x)
     (y * rand(*y.shape, seed=9).to(y.dtype)).sum().backward()
     assert x.grad is not None
-    return (y.detach(), x.grad, *(p.grad.clone() for p in module.parameters() if p.grad is not None))
+    return (
+        y.detach(),
+        x.grad,
+        *(p.grad.clone() for p in module.parameters() if p.grad is not None),
+    )
 
 
 def same(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> bool:

@@ -21,10 +21,23 @@ SHAPES = {
     "8B": Llama(width=4096, layers=32, heads=32, kv_heads=8, hidden=14336, tied=False),
     "70B": Llama(width=8192, layers=80, heads=64, kv_heads=8, hidden=28672, tied=False),
     "405B": Llama(width=16384, layers=126, heads=128, kv_heads=8, hidden=53248, tied=False),
-    "Qwen2 7B": Llama(width=3584, layers=28, heads=28, kv_heads=4, hidden=18944, tied=False, qkv_bias=True),
-    "Qwen3 4B": Llama(width=2560, layers=36, heads=32, kv_heads=8, head_dim=128, hidden=9728, tied=True, qk_norm=True),
+    "Qwen2 7B": Llama(
+        width=3584, layers=28, heads=28, kv_heads=4, hidden=18944, tied=False, qkv_bias=True
+    ),
+    "Qwen3 4B": Llama(
+        width=2560,
+        layers=36,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        hidden=9728,
+        tied=True,
+        qk_norm=True,
+    ),
 }
-"""Llama 3 (arXiv:2407.21783, table 3); Qwen2 (arXiv:2407.10671, table 1), Qwen3 (arXiv:2505.09388, table 1)."""
+"""Llama 3 (arXiv:2407.21783, table 3); Qwen2 (arXiv:2407.10671, table 1), Qwen3 (arXiv:2505.09388,
+table 1).
+"""
 
 SEQ_LEN = 8192
 
@@ -49,11 +62,13 @@ def measured(
     backend: str = "auto",
     liger: bool = False,
 ) -> Workload:
-    """The workload of a model whose blocks all follow `recipe`, and whose layers each quantise x for themselves, as in
-    software without groups of layers."""
+    """The workload of a model whose blocks all follow `recipe`, and whose layers each quantise x
+    for themselves, as in software without groups of layers.
+    """
     layers = find_layers(model(name)).values()
     timeline = Timeline(recipe=recipe, steps=1)
-    tokens, device = sequences * SEQ_LEN, Device.elsewhere(gpu)
+    tokens = sequences * SEQ_LEN
+    device = Device.elsewhere(gpu)
     plan = make_plan(layers, timeline, None, tokens=tokens, device=device, backend=backend)
     return workload(
         model(name),

@@ -1,4 +1,6 @@
-"""A few training steps of a tiny Llama, on one rank or cut over several: losses, gradient norms, weights."""
+"""A few training steps of a tiny Llama, on one rank or cut over several: losses, gradient norms,
+weights.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,18 @@ from torch import Tensor, nn
 import fp4train as f4
 from fp4train.models.llama import Llama
 from fp4train.optim.adamw import AdamW
-from fp4train.precision import BF16, FP32, MXFP8, NVFP4, FP8Block, FP8Current, FP8Delayed, FP8Row, LayerPolicy, Recipe
+from fp4train.precision import (
+    BF16,
+    FP32,
+    MXFP8,
+    NVFP4,
+    FP8Block,
+    FP8Current,
+    FP8Delayed,
+    FP8Row,
+    LayerPolicy,
+    Recipe,
+)
 from fp4train.precision.recipes.quartet import QuartetII
 from fp4train.precision.recipes.tetrajet import TetraJetV2
 
@@ -51,7 +64,9 @@ def whole(tensor: Tensor) -> Tensor:
 
 def gradient_norm(model: nn.Module) -> float:
     """In float64, so that the order of the sum does not show."""
-    squares = [whole(p.grad).double().square().sum() for p in model.parameters() if p.grad is not None]
+    squares = [
+        whole(p.grad).double().square().sum() for p in model.parameters() if p.grad is not None
+    ]
     return float(torch.stack(squares).sum().sqrt())
 
 
@@ -73,7 +88,8 @@ def train(
         share, total: a rank's share of the loss, and the sum over ranks.
     """
     optimizer = AdamW(lr=1e-3).build(model)
-    losses, norms = [], []
+    losses = []
+    norms = []
     for step in range(steps):
         tokens, targets = batch(step, 4)
         rows = slice(first, first + sequences)
@@ -89,5 +105,6 @@ def train(
 
 def difference(ours: dict[str, Any], theirs: dict[str, Any], what: str, step: int) -> float:
     """Relative difference of a loss or norm."""
-    a, b = float(ours[what][step]), float(theirs[what][step])
+    a = float(ours[what][step])
+    b = float(theirs[what][step])
     return abs(a - b) / abs(b)

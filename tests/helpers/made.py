@@ -64,14 +64,19 @@ def write_run(
     return run
 
 
-def write_history(run: Path, config: dict[str, Any], steps: int, recipe: str, **planned: Any) -> None:
+def write_history(
+    run: Path, config: dict[str, Any], steps: int, recipe: str, **planned: Any
+) -> None:
     """A history of one start; `planned` replaces values of its one stretch."""
     stretch = {
         "start": 0,
         "stop": steps + 10,
         "recipe": recipe,
         "reason": "recipe",
-        "kinds": [[[512, 64, 32], "E2M1·E2M1", "emulate", "auto"], [[512, 64, 32], "BF16·BF16", "torch", "kept"]],
+        "kinds": [
+            [[512, 64, 32], "E2M1·E2M1", "emulate", "auto"],
+            [[512, 64, 32], "BF16·BF16", "torch", "kept"],
+        ],
         "layers": {LAYERS[0]: [0, 0, 0], LAYERS[1]: [1, 1, 1]},
         **planned,
     }
@@ -80,23 +85,39 @@ def write_history(run: Path, config: dict[str, Any], steps: int, recipe: str, **
         "step": 0,
         "time": "2026-01-01T00:00:00+00:00",
         "config": config,
-        "environment": {"host": "here", "data": config["data"]["path"], "versions": {"torch": "2.13.0"}},
+        "environment": {
+            "host": "here",
+            "data": config["data"]["path"],
+            "versions": {"torch": "2.13.0"},
+        },
         "stretches": [stretch],
     }
     (run / "history.jsonl").write_bytes(chained([line]))
 
 
-def write_statistics(run: Path, steps: Sequence[int], layers: Sequence[str] = LAYERS, **values: float) -> None:
-    """Two operands per layer. sqnr_db: 20 dB for the first, 1 dB less per layer and operand, less at later steps."""
+def write_statistics(
+    run: Path, steps: Sequence[int], layers: Sequence[str] = LAYERS, **values: float
+) -> None:
+    """Two operands per layer. sqnr_db: 20 dB for the first, 1 dB less per layer and operand, less
+    at later steps.
+    """
     log = StatisticsLog(run / STATISTICS)
     for step in steps:
-        operands, gradients = np.zeros(2 * len(layers), OPERAND), np.zeros(len(layers), GRADIENT)
-        operands["layer"], operands["operand"] = np.repeat(np.arange(len(layers)), 2), np.tile([0, 1], len(layers))
+        operands = np.zeros(2 * len(layers), OPERAND)
+        gradients = np.zeros(len(layers), GRADIENT)
+        operands["layer"], operands["operand"] = (
+            np.repeat(np.arange(len(layers)), 2),
+            np.tile([0, 1], len(layers)),
+        )
         operands["sqnr_db"] = 20 - np.arange(2 * len(layers)) - step / 10
-        operands["underflow"], operands["kurtosis"], operands["amax"] = 0.02, 4.0, 1.5
+        operands["underflow"] = 0.02
+        operands["kurtosis"] = 4.0
+        operands["amax"] = 1.5
         for key, value in values.items():
             operands[key] = value
-        gradients["layer"], gradients["gradient"], gradients["noise"] = np.arange(len(layers)), 6.0, 2.0
+        gradients["layer"] = np.arange(len(layers))
+        gradients["gradient"] = 6.0
+        gradients["noise"] = 2.0
         log.log(
             Statistics(
                 step=step,
@@ -113,13 +134,17 @@ def write_statistics(run: Path, steps: Sequence[int], layers: Sequence[str] = LA
 def write_ranking(
     run: Path, name: str = "mxfp8", runs: Sequence[str] = ("runs/a",), spikes: Sequence[str] = ()
 ) -> Path:
-    """A ranking in the form of rank.json, of bf16 and one other candidate, at a checkpoint of each of `runs`."""
+    """A ranking in the form of rank.json, of bf16 and one other candidate, at a checkpoint of each
+    of `runs`.
+    """
     error = 0.0002 / quantile(0.95, len(runs) - 1 if len(runs) > 1 else 5)
     gap = {"mean": 0.002, "error": error, "low": 0.0018, "high": 0.0022, "t": 20.0}
     forks: list[Any] = []
     shared = {"asked": True, "same": [], "diverged": [], "spikes": [], "forks": forks}
     found = {
-        "checkpoints": [{"run": a, "step": 30, "trained": "NVFP4", "settings": SETTINGS} for a in runs],
+        "checkpoints": [
+            {"run": a, "step": 30, "trained": "NVFP4", "settings": SETTINGS} for a in runs
+        ],
         "reference": "bf16",
         "forks": 6,
         "units": len(runs),
@@ -127,11 +152,25 @@ def write_ranking(
         "floor": {**gap, "mean": 0.0, "error": 1.5 * error, "low": -0.0003, "high": 0.0003},
         "candidates": [
             {"name": "bf16", "group": "a", **shared, "gap": gap, "gap_high": gap},
-            {"name": name, "group": "b", **shared, "gap": gap, "gap_high": gap, "spikes": list(spikes)},
+            {
+                "name": name,
+                "group": "b",
+                **shared,
+                "gap": gap,
+                "gap_high": gap,
+                "spikes": list(spikes),
+            },
         ],
         "order": ["bf16", name],
         "pairs": [
-            {"first": "bf16", "second": name, **gap, "p": 0.001, "together": [0.001, 0.003], "verdict": "different"}
+            {
+                "first": "bf16",
+                "second": name,
+                **gap,
+                "p": 0.001,
+                "together": [0.001, 0.003],
+                "verdict": "different",
+            }
         ],
     }
     return _study(run, "rank-30-ab", "rank.json", found)
@@ -141,9 +180,21 @@ def write_sensitivity(run: Path, layer: str = "blocks.0.mlp.up") -> Path:
     """A sensitivity in the form of sensitivity.json."""
 
     def part(kind: str, mean: float) -> dict[str, Any]:
-        nmse = {"mean": mean, "error": 0.01, "count": 8, "freedom": 7, "interval": [mean - 0.02, mean + 0.02]}
+        nmse = {
+            "mean": mean,
+            "error": 0.01,
+            "count": 8,
+            "freedom": 7,
+            "interval": [mean - 0.02, mean + 0.02],
+        }
         other = {key: None for key in ("variance", "bias2", "output")}
-        return {"kind": kind, "nmse": nmse, **other, "cosine": nmse, "loss": {**nmse, "mean": 0.001}}
+        return {
+            "kind": kind,
+            "nmse": nmse,
+            **other,
+            "cosine": nmse,
+            "loss": {**nmse, "mean": 0.001},
+        }
 
     found = {
         "run": str(run),
@@ -158,7 +209,10 @@ def write_sensitivity(run: Path, layer: str = "blocks.0.mlp.up") -> Path:
             "layer/blocks.1.mlp.up": part("layer", 0.01),
             "operand/fprop.x": part("operand", 0.09),
         },
-        "pareto": [{"macs": 0.0, "nmse": 0.1, "time": None}, {"macs": 0.5, "nmse": 0.02, "time": None}],
+        "pareto": [
+            {"macs": 0.0, "nmse": 0.1, "time": None},
+            {"macs": 0.5, "nmse": 0.02, "time": None},
+        ],
         "policy": {
             "macs": 0.5,
             "nmse": 0.02,

@@ -1,7 +1,9 @@
-"""A process that computes as one with a GPU: Triton's interpreter quantises, and `scaled_mm` is recorded and computed
-(recorded_products.py). TRITON_INTERPRET must be set before Triton is imported.
+"""A process that computes as one with a GPU: Triton's interpreter quantises, and `scaled_mm` is
+recorded and computed (recorded_products.py). TRITON_INTERPRET must be set before Triton is
+imported.
 
-Both are operators of torch here, which `recorder_on_cpu` sees and repeats as a CUDA graph does kernels.
+Both are operators of torch here, which `recorder_on_cpu` sees and repeats as a CUDA graph does
+kernels.
 """
 
 import json
@@ -29,7 +31,9 @@ LIBRARY = torch.library.Library("fp4train_tests", "DEF")
 WORK: list[Callable[..., Any]] = []
 """What the operators do, of each call."""
 WRITES: dict[tuple[str, str], tuple[int, ...]] = {}
-"""The places of the pointers that a kernel writes to, by its name, constants and groups of pointers."""
+"""The places of the pointers that a kernel writes to, by its name, constants and groups of
+pointers.
+"""
 
 
 def install() -> None:
@@ -41,7 +45,9 @@ def install() -> None:
 
 
 def quantise_by(kernel: str, *modules: Any) -> None:
-    """Layers, or those of their modules that are named, quantise by this kernel, of which all have the same bits."""
+    """Layers, or those of their modules that are named, quantise by this kernel, of which all have
+    the same bits.
+    """
     for module in modules or (operands, scaling, sharded, weight_form, weights):
         module.quantizer = lambda spec, device: quantizer(spec, device, kernel)
 
@@ -73,21 +79,29 @@ def launched_as_operator(launch: Callable[..., Any]) -> Callable[..., Any]:
         on_device = [at for at, word in enumerate(words) if isinstance(word, Tensor)]
 
         def work(into: list[Tensor], read: list[Tensor]) -> None:
-            left, other, own = iter(into), iter(read), list(words)
+            left = iter(into)
+            other = iter(read)
+            own = list(words)
             given = [next(left if at in written else other) for at in range(len(pointers))]
             for at in on_device:
                 own[at] = next(other)
             launch(self, *given, words=tuple(own))
 
         WORK.append(work)
-        read = [each for at, each in enumerate(pointers) if at not in written] + [words[at] for at in on_device]
+        read = [each for at, each in enumerate(pointers) if at not in written] + [
+            words[at] for at in on_device
+        ]
         torch.ops.fp4train_tests.launch([pointers[at] for at in written], read, len(WORK) - 1)
 
     return call
 
 
-def written_by(launch: Callable[..., Any], self: Any, pointers: tuple[Tensor, ...], words: Any) -> tuple[int, ...]:
-    """The places of the pointers to which the kernel writes: a first launch, on copies, says where it does."""
+def written_by(
+    launch: Callable[..., Any], self: Any, pointers: tuple[Tensor, ...], words: Any
+) -> tuple[int, ...]:
+    """The places of the pointers to which the kernel writes: a first launch, on copies, says where
+    it does.
+    """
     key = self.kernel.fn.__name__, repr((self.constants, self.groups))
     if key in WRITES:
         return WRITES[key]
@@ -111,7 +125,9 @@ def written_by(launch: Callable[..., Any], self: Any, pointers: tuple[Tensor, ..
             patch.object(InterpreterBuilder, "create_atomic_rmw", join),
         ):
             launch(self, *copies, words=words)
-    ranges = [(each.data_ptr(), each.data_ptr() + each.untyped_storage().nbytes()) for each in copies]
+    ranges = [
+        (each.data_ptr(), each.data_ptr() + each.untyped_storage().nbytes()) for each in copies
+    ]
     WRITES[key] = tuple(
         place
         for place, (begin, end) in enumerate(ranges)
@@ -129,7 +145,9 @@ def copied(x: Tensor) -> Tensor:
 def multiplied_as_operator(multiply: Recorder) -> Callable[..., Tensor]:
     """`scaled_mm`, whose codes and scales an operator is given."""
 
-    def call(a: Tensor, b: Tensor, scale_a: Any, scaling_a: Any, scale_b: Any, *rest: Any, **options: Any) -> Tensor:
+    def call(
+        a: Tensor, b: Tensor, scale_a: Any, scaling_a: Any, scale_b: Any, *rest: Any, **options: Any
+    ) -> Tensor:
         scales = len(scale_a)
 
         def work(read: list[Tensor]) -> Tensor:

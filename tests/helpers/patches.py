@@ -25,5 +25,9 @@ loop.train_step = train_step
 """
 """The lead asks in its second step for a swap to MXFP8 at step 3."""
 
-GRAPHS = "import functools, torch; torch.compile = functools.partial(torch.compile, backend='aot_eager')"
-"""With train.compile=true blocks are traced as ever, and their graphs run kernel by kernel: inductor takes long."""
+GRAPHS = (
+    "import functools, torch; torch.compile = functools.partial(torch.compile, backend='aot_eager')"
+)
+"""With train.compile=true blocks are traced as ever, and their graphs run kernel by kernel:
+inductor takes long.
+"""

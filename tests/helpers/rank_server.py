@@ -1,10 +1,10 @@
-"""Starts ranks in processes that are forked from this one: it has imported all that a rank imports, and composed the
-job's configuration, so that a rank begins in a fraction of a second.
+"""Starts ranks in processes that are forked from this one: it has imported all that a rank imports,
+and composed the job's configuration, so that a rank begins in a fraction of a second.
 
-A line on standard input asks for a job: {"ranks", "arguments", "folder", "environment", "patch", "program"}. A rank
-runs the command line with the arguments, after the code `patch`; or, if there is a `program`, that code as one of so
-many gloo ranks. The answers are the processes' ids, and when all have ended their exit codes. What rank N printed is in
-FOLDER/rankN.err and rankN.out.
+A line on standard input asks for a job: {"ranks", "arguments", "folder", "environment", "patch",
+"program"}. A rank runs the command line with the arguments, after the code `patch`; or, if there is
+a `program`, that code as one of so many gloo ranks. The answers are the processes' ids, and when
+all have ended their exit codes. What rank N printed is in FOLDER/rankN.err and rankN.out.
 """
 
 import gc
@@ -54,19 +54,30 @@ def rank(number: int, job: dict[str, Any], port: int) -> None:
     """Be a rank; never returns."""
     os.chdir(job["folder"])
     for descriptor, name in ((1, "out"), (2, "err")):
-        os.dup2(os.open(f"rank{number}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), descriptor)
+        os.dup2(
+            os.open(f"rank{number}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644),
+            descriptor,
+        )
     size = str(job["ranks"])
-    place = {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    place = {
+        "RANK": str(number),
+        "LOCAL_RANK": str(number),
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size,
+    }
     if job["ranks"] > 1:
         os.environ.update(place, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    os.environ.update({name: value.replace("{rank}", str(number)) for name, value in job["environment"].items()})
+    os.environ.update(
+        {name: value.replace("{rank}", str(number)) for name, value in job["environment"].items()}
+    )
     code = 70
     try:
         if job["program"]:
             run_program(number, job, port)
             code = 0
         else:
-            names = {"rank": number}  # kept while the rank runs: a context that the patch entered ends with its name
+            # kept while the rank runs: a context that the patch entered ends with its name
+            names = {"rank": number}
             exec(job["patch"], names)
             command_line([each.replace("{rank}", str(number)) for each in job["arguments"]])
     except SystemExit as ended:
@@ -100,16 +111,21 @@ def main() -> None:
         try:
             importlib.import_module(module)
         except ModuleNotFoundError:
-            if not module.startswith("torch."):  # torch has some from a version on, and does without before
+            # torch has some from a version on, and does without before
+            if not module.startswith("torch."):
                 raise
     composition.hydra_compose = remembering(composition.hydra_compose)
     gc.freeze()  # a rank's collector does not look at, and so does not copy, what all of them share
-    gc.get_freeze_count = lambda: 1  # whether there are any is all that a run asks; a count takes long
+    # whether there are any is all that a run asks; a count takes long
+    gc.get_freeze_count = lambda: 1
     print("ready", flush=True)
     for line in sys.stdin:
-        job, port, processes = json.loads(line), free_port(), []
+        job = json.loads(line)
+        port = free_port()
+        processes = []
         if "train.compile=true" in job["arguments"]:
-            importlib.import_module("torch._inductor.compile_fx")  # in a second, and not in one of each rank
+            # in a second, and not in one of each rank
+            importlib.import_module("torch._inductor.compile_fx")
         with suppress(UserError):  # each rank raises it itself; a program has arguments of its own
             list(composition.composed([] if job["program"] else job["arguments"]))
         for number in range(job["ranks"]):

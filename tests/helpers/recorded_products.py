@@ -1,9 +1,9 @@
-"""`torch.nn.functional.scaled_mm` and `scaled_grouped_mm` as a CPU can run them: every call is checked as a GPU checks
-it, recorded and computed.
+"""`torch.nn.functional.scaled_mm` and `scaled_grouped_mm` as a CPU can run them: every call is
+checked as a GPU checks it, recorded and computed.
 
-The checks are torch's own for CUDA: its registration for shapes without memory, which takes the scales' sizes, strides,
-dtypes and swizzles. The product is computed in float64 from nothing but what the call was given, so that a wrong
-layout gives wrong numbers.
+The checks are torch's own for CUDA: its registration for shapes without memory, which takes the
+scales' sizes, strides, dtypes and swizzles. The product is computed in float64 from nothing but
+what the call was given, so that a wrong layout gives wrong numbers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ class Recorded:
 
 
 def values(data: Tensor, scales: list[Tensor], scaling: list[ScalingType]) -> Tensor:
-    """The operand [rows, K] that codes and scales stand for, in float64 (scaled_mm's rows are those of A and of Bᵀ)."""
+    """The operand [rows, K] that codes and scales stand for, in float64 (scaled_mm's rows are those
+    of A and of Bᵀ).
+    """
     codes = data.view(torch.uint8)
     codes = unpack_fp4(codes) if data.dtype == torch.float4_e2m1fn_x2 else codes
     rows, width = codes.shape
@@ -77,17 +79,23 @@ class Recorder:
     ) -> Tensor:
         assert not use_fast_accum
         check(a, b, scale_a, scaling_a, scale_b, scaling_b, output_dtype, swizzle_a, swizzle_b)
-        x, w = values(a, scale_a, scaling_a), values(b.T, scale_b, scaling_b)
+        x = values(a, scale_a, scaling_a)
+        w = values(b.T, scale_b, scaling_b)
         self.calls.append(
             Recorded(
-                (a.dtype, b.dtype), (len(x), len(w), x.shape[1]), (tuple(scaling_a), tuple(scaling_b)), output_dtype
+                (a.dtype, b.dtype),
+                (len(x), len(w), x.shape[1]),
+                (tuple(scaling_a), tuple(scaling_b)),
+                output_dtype,
             )
         )
         return (x @ w.T).to(output_dtype)
 
 
 def check(a: Tensor, b: Tensor, *arguments: Any) -> None:
-    """torch's checks of a call on CUDA, and what cuBLAS needs beyond them: 16 bytes in every contiguous extent."""
+    """torch's checks of a call on CUDA, and what cuBLAS needs beyond them: 16 bytes in every
+    contiguous extent.
+    """
     scale_a, scaling_a, scale_b, scaling_b, out_dtype, swizzle_a, swizzle_b = arguments
     with patch("torch._meta_registrations.device_hint", lambda tensor: "cuda"):
         _check_scaled_mm_sizes_v2(
@@ -118,7 +126,9 @@ def check(a: Tensor, b: Tensor, *arguments: Any) -> None:
 
 @dataclass(frozen=True)
 class RecordedGroup:
-    """One call for a group: dtypes of A and B, rows of each member of A, [N, K] of B, scaling of both."""
+    """One call for a group: dtypes of A and B, rows of each member of A, [N, K] of B, scaling of
+    both.
+    """
 
     dtypes: tuple[torch.dtype, torch.dtype]
     rows: tuple[int, ...]
@@ -127,12 +137,14 @@ class RecordedGroup:
 
 
 class GroupRecorder:
-    """Stands in for `scaled_grouped_mm` of A [M, K] and B [E, N, K]; `calls` has what it was asked for.
+    """Stands in for `scaled_grouped_mm` of A [M, K] and B [E, N, K]; `calls` has what it was asked
+    for.
 
-    Its checks are those of `_scaled_grouped_mm_cuda_v2`, `_check_scales_fp8_rowwise` and `_check_scales_blocked` in
-    aten/src/ATen/native/cuda/GroupedBlas.cpp, and torch's registration for shapes without memory, for the formats that
-    it knows. Where the scales of a member begin is what torch's test_mxfp8_scaled_grouped_mm_2d_3d lays out: tiles of
-    each member by themselves, one member after the other; it takes members of multiples of 32 rows.
+    Its checks are those of `_scaled_grouped_mm_cuda_v2`, `_check_scales_fp8_rowwise` and
+    `_check_scales_blocked` in aten/src/ATen/native/cuda/GroupedBlas.cpp, and torch's registration
+    for shapes without memory, for the formats that it knows. Where the scales of a member begin is
+    what torch's test_mxfp8_scaled_grouped_mm_2d_3d lays out: tiles of each member by themselves,
+    one member after the other; it takes members of multiples of 32 rows.
     """
 
     def __init__(self) -> None:
@@ -153,32 +165,52 @@ class GroupRecorder:
         output_dtype: torch.dtype,
         use_fast_accum: bool,
     ) -> Tensor:
-        data, groups, scales_of = b.transpose(-2, -1), b.shape[0], list(zip(*scale_b, strict=True))
+        data = b.transpose(-2, -1)
+        groups = b.shape[0]
+        scales_of = list(zip(*scale_b, strict=True))
         assert a.is_contiguous() and data.is_contiguous() and scaling_a == scaling_b
-        assert a.shape[1] == data.shape[2] and a.shape[1] % 16 == data.shape[1] % 16 == data.shape[2] % 16 == 0
+        assert (
+            a.shape[1] == data.shape[2]
+            and a.shape[1] % 16 == data.shape[1] % 16 == data.shape[2] % 16 == 0
+        )
         assert offs.dim() == 1 and offs.dtype == torch.int32 and len(offs) == groups
         assert output_dtype == torch.bfloat16 and not use_fast_accum
         assert all(each.data_ptr() % 16 == 0 for each in (a, data, *scale_a[:1], *scale_b[:1]))
         if a.dtype == torch.float8_e4m3fn:
             _meta_grouped_mm_common(a, b, scale_a[0], scale_b[0], offs=offs, out_dtype=output_dtype)
         ends = offs.tolist()
-        starts, found, seen = [0, *ends[:-1]], [], 0
+        starts = [0, *ends[:-1]]
+        found = []
+        seen = 0
         for number, (start, end) in enumerate(zip(starts, ends, strict=True)):
             if scaling_a == [ScalingType.RowWise]:
                 assert swizzle_a == swizzle_b == [SwizzleType.NO_SWIZZLE]
                 assert scale_a[0].shape == (a.shape[0],) and scale_b[0].shape == data.shape[:2]
-                x = decode(a[start:end].view(torch.uint8), get_format("e4m3")).double() * scale_a[0][start:end, None]
-                w = decode(data[number].view(torch.uint8), get_format("e4m3")).double() * scale_b[0][number][:, None]
+                x = (
+                    decode(a[start:end].view(torch.uint8), get_format("e4m3")).double()
+                    * scale_a[0][start:end, None]
+                )
+                w = (
+                    decode(data[number].view(torch.uint8), get_format("e4m3")).double()
+                    * scale_b[0][number][:, None]
+                )
             else:
                 block = BLOCKS[scaling_a[0]][1]
                 columns = a.shape[1] * (2 if a.dtype == torch.float4_e2m1fn_x2 else 1) // block
                 columns += -columns % 4
-                height, size = end - start, (end - start + -(end - start) % 128) * columns
-                assert height % 32 == 0 and swizzle_a[0] == swizzle_b[0] == SwizzleType.SWIZZLE_32_4_4
+                height = end - start
+                size = (end - start + -(end - start) % 128) * columns
+                assert (
+                    height % 32 == 0 and swizzle_a[0] == swizzle_b[0] == SwizzleType.SWIZZLE_32_4_4
+                )
                 assert scale_a[0].dim() == 2 and scale_a[0].shape[0] >= a.shape[0]
-                assert scale_b[0].shape == (groups, (data.shape[1] + -data.shape[1] % 128) * columns)
+                assert scale_b[0].shape == (
+                    groups,
+                    (data.shape[1] + -data.shape[1] % 128) * columns,
+                )
                 assert all(
-                    each.shape == (groups,) and each.dtype == torch.float32 for each in scale_a[1:] + scale_b[1:]
+                    each.shape == (groups,) and each.dtype == torch.float32
+                    for each in scale_a[1:] + scale_b[1:]
                 )
                 own = scale_a[0].view(torch.uint8).flatten()[seen : seen + size]
                 x = values(a[start:end], [own, *(each[number] for each in scale_a[1:])], scaling_a)
@@ -188,5 +220,7 @@ class GroupRecorder:
         assert seen in (0, scale_a[0].numel())
         rows = tuple(end - start for start, end in zip(starts, ends, strict=True))
         extents = data.shape[1], data.shape[2]
-        self.calls.append(RecordedGroup((a.dtype, b.dtype), rows, extents, (tuple(scaling_a), tuple(scaling_b))))
+        self.calls.append(
+            RecordedGroup((a.dtype, b.dtype), rows, extents, (tuple(scaling_a), tuple(scaling_b)))
+        )
         return torch.cat(found)

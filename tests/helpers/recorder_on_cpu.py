@@ -1,14 +1,20 @@
-"""A CUDA graph on a CPU: every operator of a step is recorded with the tensors and numbers it was given, and repeated.
+"""A CUDA graph on a CPU: every operator of a step is recorded with the tensors and numbers it was
+given, and repeated.
 
 What a CUDA graph does and this does, too:
 
-- Recording changes nothing: what the step wrote is put back, and so is the generator of random numbers.
-- A replay repeats each operator on the same memory with the same host numbers. A number of the host that changes from
+- Recording changes nothing: what the step wrote is put back, and so is the generator of random
+  numbers.
+- A replay repeats each operator on the same memory with the same host numbers. A number of the host
+  that changes from
   step to step is therefore the one of the recorded step in every replay, and the losses show it.
-- Memory of the graph holds nothing between replays: it is filled with NaN before each, so that reading what no
-  operator wrote shows, too. Memory that no operator of the graph writes is an input, which is filled before a replay.
+- Memory of the graph holds nothing between replays: it is filled with NaN before each, so that
+  reading what no
+  operator wrote shows, too. Memory that no operator of the graph writes is an input, which is
+  filled before a replay.
 - Reading a number on the host, and tensors made from host numbers, fail while a step is recorded.
-- Collectives are repeated, on all ranks in the same order, as those of NCCL are that a stream captured.
+- Collectives are repeated, on all ranks in the same order, as those of NCCL are that a stream
+  captured.
 """
 
 from __future__ import annotations
@@ -58,13 +64,17 @@ class _Recording(TorchDispatchMode):
         kwargs = kwargs or {}
         with self:  # of an operator that is made of others these are recorded
             if func.namespace == "fp4train":
-                return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
+                return func.redispatch(
+                    torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs
+                )
             own = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CPU")
             if not own and (made := func.decompose(*args, **kwargs)) is not NotImplemented:
                 return made
         name = func.overloadpacket.__name__
         if name in REFUSED:
-            raise RuntimeError(f"operation not permitted when stream is capturing: {name}: {REFUSED[name]}")
+            raise RuntimeError(
+                f"operation not permitted when stream is capturing: {name}: {REFUSED[name]}"
+            )
         for written in _written(func, args, kwargs):
             storage = written.untyped_storage()
             self.written.add(storage.data_ptr())
@@ -73,7 +83,9 @@ class _Recording(TorchDispatchMode):
                 self.before[storage.data_ptr()] = (whole, whole.clone())
         found = _run(func, args, kwargs)
         results = [each for each in tree_leaves(found) if isinstance(each, Tensor)]
-        aliases = _is_collective(func) or any(each.alias_info is not None for each in func._schema.returns)
+        aliases = _is_collective(func) or any(
+            each.alias_info is not None for each in func._schema.returns
+        )
         fresh = [] if aliases else results
         for each in fresh:
             self.made[each.untyped_storage().data_ptr()] = each.detach()
@@ -86,7 +98,9 @@ class _Recording(TorchDispatchMode):
 
 
 def _is_collective(func: Any) -> bool:
-    """Of torch's process groups: it writes its first argument, which its schema does not say, and returns it."""
+    """Of torch's process groups: it writes its first argument, which its schema does not say, and
+    returns it.
+    """
     return bool(func.namespace == "c10d")
 
 
@@ -146,7 +160,9 @@ class RecorderOnCpu:
                     into.copy_(value)
 
     def another(self) -> RecorderOnCpu:
-        """Its memory is its own: nothing that is freed is used again, as it is in a pool of CUDA graphs."""
+        """Its memory is its own: nothing that is freed is used again, as it is in a pool of CUDA
+        graphs.
+        """
         self.others.append(RecorderOnCpu(torch.device("cpu")))
         return self.others[-1]
 

@@ -1,5 +1,6 @@
-"""The commands and files that pages of `docs/` show: a block of code whose first line names a file, as
-`# mine/model/own.yaml`, is that file."""
+"""The commands and files that pages of `docs/` show: a block of code whose first line names a file,
+as `# mine/model/own.yaml`, is that file.
+"""
 
 import re
 import shlex
@@ -21,9 +22,13 @@ def commands(page: str) -> list[list[str]]:
 
 
 def write_shown(folder: Path, page: str = "plugins.md") -> Path:
-    """Write the folder `mine/` that a page shows into `folder`; a file that is shown again is continued."""
+    """Write the folder `mine/` that a page shows into `folder`; a file that is shown again is
+    continued.
+    """
     for block in [*blocks(page, "python"), *blocks(page, "yaml")]:
-        for path, content in re.findall(r"^# (mine/[\w/.]+).*\n((?:(?!# mine/).*\n)*)", block, re.MULTILINE):
+        for path, content in re.findall(
+            r"^# (mine/[\w/.]+).*\n((?:(?!# mine/).*\n)*)", block, re.MULTILINE
+        ):
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             with (folder / path).open("a") as file:
                 file.write(content)

@@ -1,4 +1,6 @@
-"""A small random Llama of transformers, its batches, and the same training in a loop without any framework."""
+"""A small random Llama of transformers, its batches, and the same training in a loop without any
+framework.
+"""
 
 import warnings
 from collections.abc import Iterator
@@ -9,19 +11,24 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import fp4train as f4
-import fp4train.integrations  # transformers' Trainer and peft import a Transformer Engine without kernels
+
+# transformers' Trainer and peft import a Transformer Engine without kernels
+import fp4train.integrations
 from fp4train.precision import BF16, LayerPolicy, Phase, Timeline
 from fp4train.precision.recipe import Recipe
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # deprecations inside of these packages, and the missing kernels of TE and torchao
+    # deprecations inside of these packages, and the missing kernels of TE and torchao
+    warnings.simplefilter("ignore")
     import accelerate  # noqa: F401
     import lightning.pytorch  # noqa: F401
     import peft  # noqa: F401
     import transformers
     from transformers import Trainer, TrainingArguments  # noqa: F401
 
-STEPS, COOLDOWN, BATCH = 6, 4, 4
+STEPS = 6
+COOLDOWN = 4
+BATCH = 4
 POLICY = LayerPolicy(last=1)
 PHASES = [Phase(start="cooldown", recipe=BF16(), gemms=("fprop",))]
 SIZES: dict[str, Any] = {
@@ -65,16 +72,21 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=3e-3)
 
 
-def reference(recipe: Recipe, *, accumulate: int = 1, within: str = "") -> tuple[nn.Module, list[float]]:
+def reference(
+    recipe: Recipe, *, accumulate: int = 1, within: str = ""
+) -> tuple[nn.Module, list[float]]:
     """The model after `STEPS` steps of a plain loop under `autocast`, and its losses.
 
     Args:
-        within: what a module that holds the model calls it: a part of the layers' names, and so of the random bits.
+        within: what a module that holds the model calls it: a part of the layers' names, and so of
+            the random bits.
     """
     model = llama()
     if within:
         f4.convert(nn.ModuleDict({within: model}))
-    optimizer, losses, batches = adamw(model), [], iter(loader())
+    optimizer = adamw(model)
+    losses = []
+    batches = iter(loader())
     timeline = Timeline(recipe=recipe, steps=STEPS, cooldown=COOLDOWN, phases=PHASES)
     for layer in layers(model):
         layer.sum_gradients(accumulate > 1)
@@ -95,5 +107,7 @@ def layers(model: nn.Module) -> Iterator[f4.nn.Linear]:
 
 def same(one: nn.Module, other: nn.Module) -> bool:
     """Whether all parameters are equal in every bit."""
-    pairs: list[tuple[Tensor, Tensor]] = list(zip(one.parameters(), other.parameters(), strict=True))
+    pairs: list[tuple[Tensor, Tensor]] = list(
+        zip(one.parameters(), other.parameters(), strict=True)
+    )
     return all(torch.equal(a, b) for a, b in pairs)

@@ -1,4 +1,6 @@
-"""One step of `optim.rounded` on boxes of a tensor. As a program: the Triton kernel against the reference."""
+"""One step of `optim.rounded` on boxes of a tensor. As a program: the Triton kernel against the
+reference.
+"""
 
 from collections.abc import Sequence
 
@@ -28,14 +30,25 @@ BOXES = [
     ((5, 6, 40), (1, 2, 3), (3, 3, 21)),
     ((3, 1100), (1, 5), (2, 1090)),
 ]
-"""(shape, offsets, sizes) of boxes: whole, of a vector, of three dimensions, wider than what a kernel takes at once."""
+"""(shape, offsets, sizes) of boxes: whole, of a vector, of three dimensions, wider than what a
+kernel takes at once.
+"""
 
 
-def stepped(kernel: Kernel, shape: Sequence[int], offsets: Sequence[int], held: Sequence[int]) -> list[Tensor]:
-    """Weights, gradients and moments of the box after one step of values that depend on the whole alone."""
+def stepped(
+    kernel: Kernel, shape: Sequence[int], offsets: Sequence[int], held: Sequence[int]
+) -> list[Tensor]:
+    """Weights, gradients and moments of the box after one step of values that depend on the whole
+    alone.
+    """
     generator = torch.Generator().manual_seed(0)
     normal = [torch.randn(*shape, generator=generator) for _ in range(4)]
-    whole = (normal[0], normal[1] * 1e-2, normal[2].bfloat16() * 0.01, (normal[3].square() * 1e-4).bfloat16())
+    whole = (
+        normal[0],
+        normal[1] * 1e-2,
+        normal[2].bfloat16() * 0.01,
+        (normal[3].square() * 1e-4).bfloat16(),
+    )
     place = tuple(slice(o, o + h) for o, h in zip(offsets, held, strict=True))
     box = [each[place].contiguous() for each in whole]
     group = {"betas": (0.9, 0.95), "lr": 3e-3, "weight_decay": 0.1}

@@ -75,7 +75,12 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
 
 def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     scales = {"blocks.0": {"history.x": torch.tensor([1.0, 2.0])}}
-    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scaling": scales, "loss_scale": 1.0}
+    return {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "scaling": scales,
+        "loss_scale": 1.0,
+    }
 
 
 def full(tensor: Tensor) -> Tensor:
@@ -122,7 +127,9 @@ def task_save(folder: Path, ranks: CheckpointGroup) -> Any:
     parts = shards.owned(tensors, leads=ranks.leads)
     return {
         "losses": losses,
-        "bytes": sum(part.tensor.nbytes for name, part in parts.items() if name != "model/head.weight"),
+        "bytes": sum(
+            part.tensor.nbytes for name, part in parts.items() if name != "model/head.weight"
+        ),
     }
 
 
@@ -133,7 +140,9 @@ def task_load(folder: Path, ranks: CheckpointGroup) -> Any:
     assert found.state == whole.state
     assert set(found.tensors) == set(whole.tensors)
     different = [
-        n for n, t in whole.tensors.items() if found.tensors.dtype(n) != t.dtype or not same(found.tensors[n], t)
+        n
+        for n, t in whole.tensors.items()
+        if found.tensors.dtype(n) != t.dtype or not same(found.tensors[n], t)
     ]
     model, optimizer = built(seed=9, mesh=init_device_mesh("cpu", (ranks.size,)))
     back = restored(found, model, optimizer)
@@ -144,7 +153,9 @@ def task_load(folder: Path, ranks: CheckpointGroup) -> Any:
     model.load_state_dict(back["model"])
     optimizer.load_state_dict(back["optimizer"])
     again, _ = checkpoint.flatten(state(model, optimizer))
-    different += [name for name, tensor in again.items() if not same(full(tensor), whole.tensors[name])]
+    different += [
+        name for name, tensor in again.items() if not same(full(tensor), whole.tensors[name])
+    ]
     if ranks.size > 1:
         for name, tensor in others(ranks.size).items():
             read = found.tensors.read_like(name, tensor)
@@ -194,7 +205,9 @@ def task_fail(folder: Path, ranks: CheckpointGroup) -> Any:
         if step == 2 and ranks.rank == ranks.size - 1:
             failing("full")
         try:
-            values = distribute_tensor(torch.arange(10.0) + step, init_device_mesh("cpu", (ranks.size,)), [Shard(0)])
+            values = distribute_tensor(
+                torch.arange(10.0) + step, init_device_mesh("cpu", (ranks.size,)), [Shard(0)]
+            )
             checkpoint.save(folder, step, {"w": values}, {}, keep=5, ranks=ranks)
             told.append(sorted(os.listdir(folder)))
         except checkpoint.CheckpointError as error:
@@ -206,7 +219,9 @@ def task_fail(folder: Path, ranks: CheckpointGroup) -> Any:
 
 def task_kill(folder: Path, ranks: CheckpointGroup) -> Any:
     """The last rank is killed in its write of step 2."""
-    values = distribute_tensor(torch.arange(10.0), init_device_mesh("cpu", (ranks.size,)), [Shard(0)])
+    values = distribute_tensor(
+        torch.arange(10.0), init_device_mesh("cpu", (ranks.size,)), [Shard(0)]
+    )
     checkpoint.save(folder, 1, {"w": values}, {}, keep=5, ranks=ranks)
     if ranks.rank == ranks.size - 1:
         failing("killed")
@@ -221,7 +236,9 @@ def task_apart(folder: Path, ranks: CheckpointGroup) -> Any:
     """Ranks whose disks are not shared."""
     own = folder / str(ranks.rank)
     own.mkdir()
-    values = distribute_tensor(torch.arange(10.0), init_device_mesh("cpu", (ranks.size,)), [Shard(0)])
+    values = distribute_tensor(
+        torch.arange(10.0), init_device_mesh("cpu", (ranks.size,)), [Shard(0)]
+    )
     with Folder.open(own) as opened, opened.folder("checkpoints", create=True) as place:
         try:
             checkpoint.save(place, 1, {"w": values}, {}, keep=1, ranks=ranks)
@@ -231,13 +248,20 @@ def task_apart(folder: Path, ranks: CheckpointGroup) -> Any:
 
 
 def task_stages(folder: Path, ranks: CheckpointGroup) -> Any:
-    """Two stages of a pipeline: each rank leads one and has weights, and a step count, that the other lacks."""
+    """Two stages of a pipeline: each rank leads one and has weights, and a step count, that the
+    other lacks.
+    """
     stage = CheckpointGroup(ranks.group, leads=True)
     n = ranks.rank
-    tree = {"model": {f"block{n}": torch.arange(4.0) + n}, "optimizer": {"state": {n: {"step": torch.tensor(7.0)}}}}
+    tree = {
+        "model": {f"block{n}": torch.arange(4.0) + n},
+        "optimizer": {"state": {n: {"step": torch.tensor(7.0)}}},
+    }
     checkpoint.save(folder, 1, *checkpoint.flatten(tree), keep=1, ranks=stage)
     try:
-        checkpoint.save(folder, 2, *checkpoint.flatten({**tree, "loss_scale": float(n)}), keep=1, ranks=stage)
+        checkpoint.save(
+            folder, 2, *checkpoint.flatten({**tree, "loss_scale": float(n)}), keep=1, ranks=stage
+        )
     except checkpoint.CheckpointError as error:
         told = str(error)
     try:
@@ -248,7 +272,9 @@ def task_stages(folder: Path, ranks: CheckpointGroup) -> Any:
 
 
 def task_async(folder: Path, ranks: CheckpointGroup) -> Any:
-    """Checkpoints are written while training goes on, with collectives of its own; one fails, one is not finite."""
+    """Checkpoints are written while training goes on, with collectives of its own; one fails, one
+    is not finite.
+    """
     from fp4train.checkpoint import tensors
     from fp4train.run.supervise.saving import Saver
 
@@ -270,7 +296,11 @@ def task_async(folder: Path, ranks: CheckpointGroup) -> Any:
     run.state = lambda: state(model, optimizer)
     run.row_orders = dict
     settings = CheckpointSettings(every=0, keep=10, also=folder / "also")
-    parts = {"run": SimpleNamespace(name="a"), "train": SimpleNamespace(steps=9), "schedule": Constant()}
+    parts = {
+        "run": SimpleNamespace(name="a"),
+        "train": SimpleNamespace(steps=9),
+        "schedule": Constant(),
+    }
     run.config = SimpleNamespace(checkpoint=settings, **parts)
     saver, told, held = Saver(run, ranks), [], None  # type: ignore[arg-type]
     original = tensors.write_all
@@ -283,7 +313,10 @@ def task_async(folder: Path, ranks: CheckpointGroup) -> Any:
         if step == 3 and last:
             held = shards.local(optimizer.state_dict()["state"][2]["exp_avg"])
             held[0] = torch.nan
-        tree = {name: full(tensor).clone() for name, tensor in checkpoint.flatten(state(model, optimizer))[0].items()}
+        tree = {
+            name: full(tensor).clone()
+            for name, tensor in checkpoint.flatten(state(model, optimizer))[0].items()
+        }
         assert saver.begin(proven=True)
         if step < 3:
             train(model, optimizer)  # the copies are made: what is written is the state before
@@ -300,8 +333,12 @@ def task_async(folder: Path, ranks: CheckpointGroup) -> Any:
 
 
 def task_born(folder: Path, ranks: CheckpointGroup) -> Any:
-    """Checksums of the weights that ranks drew as shards, by how they are drawn and cut; and the first loss."""
-    grid = init_device_mesh("cpu", (ranks.size // 2 or 1, min(2, ranks.size)), mesh_dim_names=("dp", "tp"))
+    """Checksums of the weights that ranks drew as shards, by how they are drawn and cut; and the
+    first loss.
+    """
+    grid = init_device_mesh(
+        "cpu", (ranks.size // 2 or 1, min(2, ranks.size)), mesh_dim_names=("dp", "tp")
+    )
     meshes = {"sharded": init_device_mesh("cpu", (ranks.size,)), "hybrid": grid, "both": grid["dp"]}
     told: dict[str, Any] = {}
     for draw in ("torch", "counter"):
@@ -311,7 +348,11 @@ def task_born(folder: Path, ranks: CheckpointGroup) -> Any:
                 model = convert(shape.build(vocab_size=60, seq_len=16))
             if cut == "both":
                 for block in model.blocks:
-                    plan = {"mlp.gate": ColwiseParallel(), "mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel()}
+                    plan = {
+                        "mlp.gate": ColwiseParallel(),
+                        "mlp.up": ColwiseParallel(),
+                        "mlp.down": RowwiseParallel(),
+                    }
                     parallelize_module(block, grid["tp"], plan)
             for block in model.blocks:
                 fully_shard(block, mesh=meshes[cut])

@@ -18,7 +18,9 @@ from fp4train.precision.phases import Timeline
 from fp4train.precision.plan import make_plan
 
 CPU = torch.device("cpu")
-K, SIZES, TOKENS = 256, (256, 128, 128), 128
+K = 256
+SIZES = (256, 128, 128)
+TOKENS = 128
 
 
 class Readers(nn.Module):
@@ -55,7 +57,9 @@ def made(
             each.copy_(values(*each.shape, seed=seed))
     layers = find_layers(model)
     options: dict[str, Any] = {"tokens": TOKENS, "device": Device(type="cpu"), "backend": backend}
-    stretch = make_plan(layers.values(), Timeline(recipe=recipe, steps=9), None, **options).stretches[0]
+    stretch = make_plan(
+        layers.values(), Timeline(recipe=recipe, steps=9), None, **options
+    ).stretches[0]
     for module in model.modules():
         if isinstance(module, PlannedLayer):
             module.sum_gradients(sums, in_product=in_product)

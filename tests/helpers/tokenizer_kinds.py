@@ -7,13 +7,23 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
 
 from fp4train.data.tokenizers.json_file import JsonTokenizer
 
 TEXT = inspect.getsource(textwrap) * 2
 LLAMA_3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| "
+    r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
 )
 DIGITS_FROM_THE_RIGHT = r"\d{1,3}(?=(?:\d{3})*\b)|[^\d\s]+|\s+(?!\S)|\s+"
@@ -22,7 +32,9 @@ DIGITS_FROM_THE_RIGHT = r"\d{1,3}(?=(?:\d{3})*\b)|[^\d\s]+|\s+(?!\S)|\s+"
 def _byte_level(pre_tokenizer: Any = None, **added: dict[str, Any]) -> Tokenizer:
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre_tokenizer is None)
     parts = [byte_level] if pre_tokenizer is None else [pre_tokenizer, byte_level]
-    return _bpe(pre_tokenizer=pre_tokenizers.Sequence(parts), decoder=decoders.ByteLevel(), added=added)
+    return _bpe(
+        pre_tokenizer=pre_tokenizers.Sequence(parts), decoder=decoders.ByteLevel(), added=added
+    )
 
 
 def _bpe(
@@ -33,7 +45,9 @@ def _bpe(
     byte_fallback: bool = False,
     added: dict[str, dict[str, Any]] | None = None,
 ) -> Tokenizer:
-    made = Tokenizer(models.BPE(byte_fallback=byte_fallback, fuse_unk=byte_fallback, unk_token="<unk>"))
+    made = Tokenizer(
+        models.BPE(byte_fallback=byte_fallback, fuse_unk=byte_fallback, unk_token="<unk>")
+    )
     if normalizer is not None:
         made.normalizer = normalizer
     if pre_tokenizer is not None:
@@ -49,7 +63,9 @@ def _bpe(
     )
     made.train_from_iterator(TEXT.splitlines(keepends=True), trainer)
     table = json.loads(made.to_str())
-    table["added_tokens"] = [token for token in table["added_tokens"] if token["content"] not in fallback]
+    table["added_tokens"] = [
+        token for token in table["added_tokens"] if token["content"] not in fallback
+    ]
     made = Tokenizer.from_str(json.dumps(table))
     made.add_tokens([AddedToken(text, special=False, **how) for text, how in (added or {}).items()])
     return made
@@ -64,13 +80,25 @@ def _sentencepiece(scheme: str | None, *, split: bool, **added: dict[str, Any]) 
         return _bpe(normalizer=prepend, decoder=decoder, byte_fallback=True, added=added)
     metaspace = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=split)
     strip = [] if scheme == "never" else [decoders.Strip(" ", 1, 0)]
-    return _bpe(pre_tokenizer=metaspace, decoder=decoders.Sequence([*steps, *strip]), byte_fallback=True, added=added)
+    return _bpe(
+        pre_tokenizer=metaspace,
+        decoder=decoders.Sequence([*steps, *strip]),
+        byte_fallback=True,
+        added=added,
+    )
 
 
 def _gemma() -> Tokenizer:
-    decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
     split = pre_tokenizers.Split(" ", "merged_with_previous")
-    return _bpe(normalizer=normalizers.Replace(" ", "▁"), pre_tokenizer=split, decoder=decoder, byte_fallback=True)
+    return _bpe(
+        normalizer=normalizers.Replace(" ", "▁"),
+        pre_tokenizer=split,
+        decoder=decoder,
+        byte_fallback=True,
+    )
 
 
 def _unigram(*, split: bool) -> Tokenizer:
@@ -86,8 +114,13 @@ def _unigram(*, split: bool) -> Tokenizer:
 
 def _word_piece() -> Tokenizer:
     made = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    made.normalizer, made.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
-    trainer = trainers.WordPieceTrainer(vocab_size=600, special_tokens=["[UNK]", "</s>"], show_progress=False)
+    made.normalizer, made.pre_tokenizer = (
+        normalizers.BertNormalizer(),
+        pre_tokenizers.BertPreTokenizer(),
+    )
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=600, special_tokens=["[UNK]", "</s>"], show_progress=False
+    )
     made.train_from_iterator(TEXT.splitlines(keepends=True), trainer)
     return made
 
@@ -98,7 +131,10 @@ def _clip() -> Tokenizer:
     made.normalizer = normalizers.Sequence([normalizers.NFC(), spaces, normalizers.Lowercase()])
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     trainer = trainers.BpeTrainer(
-        vocab_size=500, special_tokens=["<unk>", "</s>"], end_of_word_suffix="</w>", show_progress=False
+        vocab_size=500,
+        special_tokens=["<unk>", "</s>"],
+        end_of_word_suffix="</w>",
+        show_progress=False,
     )
     made.train_from_iterator(TEXT.splitlines(keepends=True), trainer)
     return made
@@ -137,7 +173,8 @@ KINDS: dict[str, Callable[[], Tokenizer]] = {
 KEEPS = [
     name
     for name in KINDS
-    if name.split(",")[0] in ("byte level", "prepend", "first", "always", "never", "Gemma") and "added" not in name
+    if name.split(",")[0] in ("byte level", "prepend", "first", "always", "never", "Gemma")
+    and "added" not in name
 ]
 """Those that keep a text as it is; spaces beside an added token may belong to it."""
 

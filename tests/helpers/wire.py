@@ -1,4 +1,6 @@
-"""What ranks of a small model send each other of its weights: counted in the collectives, and said in the plan."""
+"""What ranks of a small model send each other of its weights: counted in the collectives, and said
+in the plan.
+"""
 
 import json
 from typing import Any
@@ -42,7 +44,10 @@ loop.train_step = train_step
 def sent(ranks: Ranks, *, step: int) -> list[dict[str, Any]]:
     """What rank 1 sent in a step."""
     names = ("collective", "bytes", "dtype", "maximum", "backward", "step")
-    found = [dict(zip(names, each, strict=True)) for each in json.loads((ranks.folder / "sent1.json").read_text())]
+    found = [
+        dict(zip(names, each, strict=True))
+        for each in json.loads((ranks.folder / "sent1.json").read_text())
+    ]
     return [each for each in found if each["step"] == step]
 
 
@@ -51,10 +56,18 @@ WEIGHTS = 4 * 64 * 64 + 3 * 64 * 128
 
 
 BYTES = {
-    **{"nvfp4": 0.5 + 1 / 256, "nvfp4_four_over_six": 0.5 + 1 / 256, "mxfp4": 0.5 + 1 / 32, "mxfp8": 1 + 1 / 32},
+    **{
+        "nvfp4": 0.5 + 1 / 256,
+        "nvfp4_four_over_six": 0.5 + 1 / 256,
+        "mxfp4": 0.5 + 1 / 32,
+        "mxfp8": 1 + 1 / 32,
+    },
     **{"fp8_current": 1, "fp8_delayed": 1, "bf16": 2, "mxfp6": 1 + 1 / 32},
     # A float32 scale for each of 576 rows, which are no longer than an outer block.
-    **{"quartet_ii": 0.5 + 1 / 16, "tetrajet_v2": 0.5 + 1 / 16 + 4 * 576 / (4 * 64 * 64 + 3 * 64 * 128)},
+    **{
+        "quartet_ii": 0.5 + 1 / 16,
+        "tetrajet_v2": 0.5 + 1 / 16 + 4 * 576 / (4 * 64 * 64 + 3 * 64 * 128),
+    },
 }
 """Per weight and gather."""
 
@@ -63,5 +76,7 @@ def plan(ranks: Ranks, name: str) -> list[str]:
     """What plan.txt says about the gather."""
     text = (ranks.folder / "runs" / name / "plan.txt").read_text(encoding="utf-8")
     lines = text.splitlines()
-    start = next((n for n, line in enumerate(lines) if line.startswith("weights of the blocks")), len(lines))
+    start = next(
+        (n for n, line in enumerate(lines) if line.startswith("weights of the blocks")), len(lines)
+    )
     return lines[start:]

@@ -8,16 +8,19 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 STAGES = {
-    "fp4train": "transformer_engine triton torchao wandb datasets tokenizers matplotlib hydra omegaconf",
+    "fp4train": "transformer_engine triton torchao wandb datasets tokenizers matplotlib "
+    "hydra omegaconf",
     "fp4train.data": "datasets tokenizers pyarrow hydra omegaconf",
     "fp4train.quantize.triton": "triton",
     "fp4train.backends.te": "transformer_engine",
     "fp4train.lab.analysis.compare": "matplotlib",
     "fp4train.lab.analysis.curves": "matplotlib",
-    "fp4train.run.build": "matplotlib wandb datasets transformer_engine triton tokenizers transformers",
+    "fp4train.run.build": "matplotlib wandb datasets transformer_engine triton tokenizers "
+    "transformers",
     "fp4train.train": "matplotlib wandb datasets transformer_engine triton tokenizers transformers",
     "fp4train.cli": "matplotlib wandb datasets transformer_engine triton tokenizers transformers",
-    "fp4train.cli.export": "matplotlib wandb datasets transformer_engine triton tokenizers transformers",
+    "fp4train.cli.export": "matplotlib wandb datasets transformer_engine triton tokenizers "
+    "transformers",
     "fp4train.integrations.loop": "transformers accelerate lightning peft",
 }
 """Modules in the order in which one process imports them, and what is not loaded by then."""
@@ -37,4 +40,6 @@ def test_importing_a_module_loads_nothing_that_a_user_may_lack_or_not_want() -> 
     run = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     for module, loaded in json.loads(run.stdout).items():
         unwanted = set(STAGES[module].split()) & set(loaded)
-        assert not unwanted, f"import {module} loads {', '.join(sorted(unwanted))}: import it where it is used"
+        assert not unwanted, (
+            f"import {module} loads {', '.join(sorted(unwanted))}: import it where it is used"
+        )

@@ -16,12 +16,18 @@ RECIPES = {"nvfp4": NVFP4(), "fp8_delayed": FP8Delayed()}
 @pytest.fixture(scope="session")
 def plain() -> Any:
     """`reference` of a recipe's name, trained once."""
-    return cache(lambda recipe, accumulate=1, **options: reference(RECIPES[recipe], accumulate=accumulate, **options))
+    return cache(
+        lambda recipe, accumulate=1, **options: reference(
+            RECIPES[recipe], accumulate=accumulate, **options
+        )
+    )
 
 
 @pytest.fixture(autouse=True)
 def accelerate_forgets() -> Iterator[None]:
-    """Accelerate shares its state among all loops of a process: that of a test is not the next one's."""
+    """Accelerate shares its state among all loops of a process: that of a test is not the next
+    one's.
+    """
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()

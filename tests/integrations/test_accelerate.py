@@ -1,4 +1,6 @@
-"""A loop with Accelerate and a recipe: the plain loop's bits, resumes across a phase, and mistakes."""
+"""A loop with Accelerate and a recipe: the plain loop's bits, resumes across a phase, and
+mistakes.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,9 @@ from fp4train.integrations import AcceleratePrecision
 def train(
     recipe: str, accumulate: int = 1, *, save: Path | None = None, load: Path | None = None
 ) -> tuple[nn.Module, list[float]]:
-    """The model after `STEPS` steps and the losses; half-way `save` is written, or the loop goes on from `load`."""
+    """The model after `STEPS` steps and the losses; half-way `save` is written, or the loop goes on
+    from `load`.
+    """
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
     model = llama()
     model, optimizer, batches = accelerator.prepare(model, adamw(model), loader())
@@ -41,7 +45,9 @@ def train(
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("recipe", ["nvfp4", "fp8_delayed"])
-def test_it_trains_and_resumes_as_a_plain_loop_does(plain: Any, recipe: str, accumulate: int, tmp_path: Path) -> None:
+def test_it_trains_and_resumes_as_a_plain_loop_does(
+    plain: Any, recipe: str, accumulate: int, tmp_path: Path
+) -> None:
     expected, wanted = plain(recipe, accumulate)
     model, losses = train(recipe, accumulate, save=tmp_path / "half")
     assert losses == wanted and same(model, expected)
@@ -51,12 +57,15 @@ def test_it_trains_and_resumes_as_a_plain_loop_does(plain: Any, recipe: str, acc
 
 def test_an_optimizer_that_is_not_prepared_is_refused() -> None:
     model = llama()
-    with pytest.raises(UserError, match=r"pass what accelerator\.prepare\(model, optimizer, …\) returned"):
+    with pytest.raises(
+        UserError, match=r"pass what accelerator\.prepare\(model, optimizer, …\) returned"
+    ):
         AcceleratePrecision(Accelerator(cpu=True), model, adamw(model), steps=STEPS)
 
 
 def test_a_model_that_is_not_converted_is_refused() -> None:
-    accelerator, model = Accelerator(cpu=True), llama(convert=False)
+    accelerator = Accelerator(cpu=True)
+    model = llama(convert=False)
     model, optimizer = accelerator.prepare(model, adamw(model))
     with pytest.raises(UserError, match=r"call model = fp4train\.convert\(model\)"):
         AcceleratePrecision(accelerator, model, optimizer, steps=STEPS)

@@ -1,4 +1,6 @@
-"""Lightning's Trainer with a recipe: the plain loop's bits, resumes across a phase, and mistakes."""
+"""Lightning's Trainer with a recipe: the plain loop's bits, resumes across a phase, and
+mistakes.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,10 +59,14 @@ class Module(L.LightningModule):
         return adamw(self.model)
 
 
-def train(recipe: str, accumulate: int, folder: Path, *, resume: Path | None = None, module: Any = None) -> Module:
+def train(
+    recipe: str, accumulate: int, folder: Path, *, resume: Path | None = None, module: Any = None
+) -> Module:
     """A module after `STEPS` steps, with a checkpoint half-way."""
     module = Module(llama()) if module is None else module
-    checkpoints = ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=STEPS // 2, save_top_k=-1)
+    checkpoints = ModelCheckpoint(
+        dirpath=folder, filename="{step}", every_n_train_steps=STEPS // 2, save_top_k=-1
+    )
     precision = LightningPrecision(recipe, policy=POLICY, phases=PHASES, cooldown=COOLDOWN)
     trainer = L.Trainer(
         max_steps=STEPS,
@@ -77,7 +83,9 @@ def train(recipe: str, accumulate: int, folder: Path, *, resume: Path | None = N
 
 
 @pytest.mark.parametrize(("recipe", "accumulate"), [("nvfp4", 1), ("nvfp4", 2), ("fp8_delayed", 2)])
-def test_it_trains_and_resumes_as_a_plain_loop_does(plain: Any, recipe: str, accumulate: int, tmp_path: Path) -> None:
+def test_it_trains_and_resumes_as_a_plain_loop_does(
+    plain: Any, recipe: str, accumulate: int, tmp_path: Path
+) -> None:
     expected, wanted = plain(recipe, accumulate, within="model")
     module = train(recipe, accumulate, tmp_path)
     assert module.losses == wanted and same(module.model, expected)

@@ -1,4 +1,6 @@
-"""The core that the callbacks share, in a plain loop: bits, recomputation, evaluation, and what is refused."""
+"""The core that the callbacks share, in a plain loop: bits, recomputation, evaluation, and what is
+refused.
+"""
 
 import copy
 import pickle
@@ -8,7 +10,18 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from small_transformers import COOLDOWN, PHASES, POLICY, SIZES, STEPS, adamw, layers, llama, loader, same
+from small_transformers import (
+    COOLDOWN,
+    PHASES,
+    POLICY,
+    SIZES,
+    STEPS,
+    adamw,
+    layers,
+    llama,
+    loader,
+    same,
+)
 from torch import nn
 
 import fp4train as f4
@@ -19,13 +32,19 @@ from fp4train.precision.context import current
 
 
 def precision(**options: Any) -> Precision:
-    return Precision(**{"recipe": "nvfp4", "policy": POLICY, "phases": PHASES, "cooldown": COOLDOWN, **options})
+    return Precision(
+        **{"recipe": "nvfp4", "policy": POLICY, "phases": PHASES, "cooldown": COOLDOWN, **options}
+    )
 
 
-def trained(own: Precision, model: nn.Module, *, start: int = 0, stop: int = STEPS, accumulate: int = 1) -> list[float]:
+def trained(
+    own: Precision, model: nn.Module, *, start: int = 0, stop: int = STEPS, accumulate: int = 1
+) -> list[float]:
     """The losses of steps [start, stop)."""
     own.attach(model, steps=STEPS, sums=accumulate > 1)
-    optimizer, losses, batches = adamw(model), [], list(loader())
+    optimizer = adamw(model)
+    losses = []
+    batches = list(loader())
     own.count(optimizer)
     for step in range(start, stop):
         for each in batches[step * accumulate :][:accumulate]:
@@ -39,7 +58,9 @@ def trained(own: Precision, model: nn.Module, *, start: int = 0, stop: int = STE
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("recipe", ["nvfp4", "fp8_delayed"])
-def test_a_plain_loop_equals_autocast_in_every_bit(plain: Any, recipe: str, accumulate: int) -> None:
+def test_a_plain_loop_equals_autocast_in_every_bit(
+    plain: Any, recipe: str, accumulate: int
+) -> None:
     model = llama()
     losses = trained(precision(recipe=recipe), model, accumulate=accumulate)
     expected, wanted = plain(recipe, accumulate)
@@ -48,7 +69,8 @@ def test_a_plain_loop_equals_autocast_in_every_bit(plain: Any, recipe: str, accu
 
 
 def test_a_state_restores_step_and_scales() -> None:
-    model, own = llama(), precision(recipe="fp8_delayed")
+    model = llama()
+    own = precision(recipe="fp8_delayed")
     trained(own, model, stop=3)
     state = pickle.loads(pickle.dumps(own.state_dict()))
     assert state["step"] == 3 and state["layers"]
@@ -57,12 +79,18 @@ def test_a_state_restores_step_and_scales() -> None:
     other.attach(llama(), steps=STEPS)
     assert other.step == 3
     again = other.state_dict()["layers"]
-    assert all(torch.equal(t, again[name][key]) for name, each in state["layers"].items() for key, t in each.items())
+    assert all(
+        torch.equal(t, again[name][key])
+        for name, each in state["layers"].items()
+        for key, t in each.items()
+    )
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4", "fp8_delayed"])
 def test_their_own_checkpointing_switch_changes_no_bit(plain: Any, recipe: str) -> None:
-    """Without kwargs; with two microbatches, whose recomputation must repeat the first pass of each."""
+    """Without kwargs; with two microbatches, whose recomputation must repeat the first pass of
+    each.
+    """
     model = llama()
     model.activation_checkpointing_enable()  # type: ignore[operator]
     losses = trained(precision(recipe=recipe), model, accumulate=2)
@@ -74,14 +102,18 @@ def test_recomputation_that_is_not_theirs_is_an_error_that_names_the_fix() -> No
     model = llama()
     block = model.model.layers[0]  # type: ignore[union-attr, index]
     inner = block.forward
-    block.forward = lambda x, **more: torch.utils.checkpoint.checkpoint(inner, x, use_reentrant=False, **more)
+    block.forward = lambda x, **more: torch.utils.checkpoint.checkpoint(
+        inner, x, use_reentrant=False, **more
+    )
     with pytest.raises(RuntimeError, match=r"context_fn=fp4train\.precision\.recompute_contexts"):
         trained(precision(), model)
 
 
 @pytest.mark.parametrize("evaluates", [True, False])
 def test_evaluation_runs_in_the_recipe_or_as_without_fp4train(evaluates: bool) -> None:
-    own, model, batch = precision(evaluates=evaluates), llama(), next(iter(loader()))
+    own = precision(evaluates=evaluates)
+    model = llama()
+    batch = next(iter(loader()))
     own.attach(model, steps=STEPS)
     with torch.no_grad():
         found = model.eval()(**batch).loss
@@ -91,8 +123,12 @@ def test_evaluation_runs_in_the_recipe_or_as_without_fp4train(evaluates: bool) -
     assert low != high and found == (low if evaluates else high)
 
 
-def test_an_autocast_of_the_caller_is_obeyed_and_an_error_in_forward_leaves_no_recipe_behind() -> None:
-    own, model, batch = precision(), llama(), next(iter(loader()))
+def test_an_autocast_of_the_caller_is_obeyed_and_an_error_in_forward_leaves_no_recipe_behind() -> (
+    None
+):
+    own = precision()
+    model = llama()
+    batch = next(iter(loader()))
     own.attach(model, steps=STEPS)
     with f4.autocast(BF16()):
         found = model(**batch).loss
@@ -105,7 +141,9 @@ def test_an_autocast_of_the_caller_is_obeyed_and_an_error_in_forward_leaves_no_r
 
 
 def test_copies_and_pickles_of_the_model_run_in_its_precision_and_are_copies() -> None:
-    own, model, batch = precision(), llama(), next(iter(loader()))
+    own = precision()
+    model = llama()
+    batch = next(iter(loader()))
     own.attach(model, steps=STEPS)
     average = copy.deepcopy(model)
     with torch.no_grad():
@@ -122,7 +160,9 @@ def llama_in_recipe(batch: Any) -> torch.Tensor:
 
 def test_names_objects_and_configurations_mean_the_same() -> None:
     by_name = Precision("mxfp8", policy="last15", phases="cooldown_fprop", cooldown=0.5)
-    made = Precision(MXFP8(), phases=[Phase(start="cooldown", recipe=BF16(), gemms=["fprop"])], cooldown=0.5)
+    made = Precision(
+        MXFP8(), phases=[Phase(start="cooldown", recipe=BF16(), gemms=["fprop"])], cooldown=0.5
+    )
     again = Precision(**by_name.settings)
     assert by_name.settings == made.settings == again.settings
 
@@ -147,12 +187,16 @@ def test_changed_settings_are_said_when_a_state_is_loaded(caplog: pytest.LogCapt
     other = precision(recipe="mxfp8")
     other.load_state_dict(own.state_dict())
     other.attach(llama(), steps=STEPS)
-    assert "another recipe than the checkpoint" in caplog.text and "another phases" not in caplog.text
+    assert (
+        "another recipe than the checkpoint" in caplog.text and "another phases" not in caplog.text
+    )
 
 
 def test_a_second_precision_takes_the_place_of_the_first_and_detach_ends_it() -> None:
-    model, batch = llama(), next(iter(loader()))
-    first, second = precision(), precision(recipe="mxfp8")
+    model = llama()
+    batch = next(iter(loader()))
+    first = precision()
+    second = precision(recipe="mxfp8")
     for own in (first, second):
         own.attach(model, steps=STEPS)
     with f4.autocast(MXFP8(), policy=POLICY, step=0):
@@ -166,7 +210,9 @@ def test_a_second_precision_takes_the_place_of_the_first_and_detach_ends_it() ->
 class Fused(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([nn.ModuleDict({"a": nn.Linear(32, 32), "out": nn.Linear(32, 32)}) for _ in "ab"])
+        self.blocks = nn.ModuleList(
+            [nn.ModuleDict({"a": nn.Linear(32, 32), "out": nn.Linear(32, 32)}) for _ in "ab"]
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -175,21 +221,36 @@ class Fused(nn.Module):
 
 
 def test_the_guard_names_a_layer_whose_weight_other_code_multiplies() -> None:
-    own, model = precision(policy=None), f4.convert(Fused())
+    own = precision(policy=None)
+    model = f4.convert(Fused())
     own.attach(model, steps=STEPS)
     optimizer = adamw(model)
     own.count(optimizer)
     model(torch.randn(16, 32)).sum().backward()
-    with pytest.raises(UserError, match=r"blocks\.0\.out, blocks\.1\.out: planned in NVFP4 .* policy\.keep=\[out\]"):
+    with pytest.raises(
+        UserError, match=r"blocks\.0\.out, blocks\.1\.out: planned in NVFP4 .* policy\.keep=\[out\]"
+    ):
         optimizer.step()
 
 
-MAMBA = {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2, "chunk_size": 32, "hidden_size": 64}
+MAMBA = {
+    "num_heads": 8,
+    "head_dim": 16,
+    "state_size": 16,
+    "n_groups": 2,
+    "chunk_size": 32,
+    "hidden_size": 64,
+}
 FAMILIES = {
     "Qwen3ForCausalLM": SIZES,
     "GPT2LMHeadModel": {"vocab_size": 128, "n_embd": 64, "n_layer": 2, "n_head": 4},
     "Mamba2ForCausalLM": {**MAMBA, "vocab_size": 128, "num_hidden_layers": 2, "use_cache": False},
-    "Qwen3MoeForCausalLM": {**SIZES, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96},
+    "Qwen3MoeForCausalLM": {
+        **SIZES,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 96,
+    },
     "GptOssForCausalLM": {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
 
@@ -210,12 +271,15 @@ def test_the_guard_has_nothing_to_say_of_families_that_call_their_layers(
 
 
 def test_the_guard_names_layers_that_are_called_past_the_model() -> None:
-    own, model = precision(policy=None), llama()
+    own = precision(policy=None)
+    model = llama()
     own.attach(model, steps=STEPS)
     optimizer = adamw(model)
     own.count(optimizer)
     model.model(input_ids=torch.ones(1, 32, dtype=torch.long))[0].sum().backward()  # type: ignore[operator]
-    with pytest.raises(UserError, match="or it was called outside of the forward pass of the model"):
+    with pytest.raises(
+        UserError, match="or it was called outside of the forward pass of the model"
+    ):
         optimizer.step()
 
 
@@ -224,12 +288,15 @@ def test_ranks_draw_from_token_ranges_of_their_own(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr("torch.distributed.is_initialized", lambda: ranks > 1)
         monkeypatch.setattr("torch.distributed.get_rank", lambda: rank)
         monkeypatch.setattr("torch.distributed.get_world_size", lambda: ranks)
-        own, model = precision(), llama()
+        own = precision()
+        model = llama()
         own.attach(model, steps=STEPS)
         model(**next(iter(loader()))).loss.backward()
         return [layer.weight.grad for layer in layers(model) if layer.weight.grad is not None]
 
-    alone, first, last = loss_of(0, 1), loss_of(0, 2048), loss_of(2047, 2048)
+    alone = loss_of(0, 1)
+    first = loss_of(0, 2048)
+    last = loss_of(2047, 2048)
     assert all(torch.equal(a, b) for a, b in zip(alone, first, strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(first, last, strict=True))
 
@@ -249,7 +316,11 @@ def test_mistakes_are_named_with_their_fix() -> None:
         Precision(NVFP4)  # type: ignore[arg-type]
     for own, model, said in [
         (Precision(), llama(convert=False), r"call model = fp4train\.convert\(model\) before"),
-        (Precision(policy={"keep": ["q_prj"]}), llama(), r"policy\.keep='q_prj' matches no linear layer"),
+        (
+            Precision(policy={"keep": ["q_prj"]}),
+            llama(),
+            r"policy\.keep='q_prj' matches no linear layer",
+        ),
         (Precision(phases="cooldown_fprop"), llama(), "give cooldown="),
     ]:
         with pytest.raises(UserError, match=said):
@@ -258,13 +329,17 @@ def test_mistakes_are_named_with_their_fix() -> None:
         Precision(phases="cooldown_fprop", cooldown=0.5).attach(llama(), steps=None)
 
 
-def test_experts_in_3d_parameters_without_transformers_interface_are_refused_with_their_share() -> None:
+def test_experts_in_3d_parameters_without_transformers_interface_are_refused_with_their_share() -> (
+    None
+):
     torch.manual_seed(0)
     model = Fused()
     model.experts = nn.Module()
     model.experts.gate_up_proj = nn.Parameter(torch.zeros(8, 64, 32))
     f4.convert(model)
-    with pytest.raises(UserError, match=r"% of the matrix weights are not converted: .*3-D expert parameters"):
+    with pytest.raises(
+        UserError, match=r"% of the matrix weights are not converted: .*3-D expert parameters"
+    ):
         Precision().attach(model, steps=STEPS)
     Precision(unconverted=0.9).attach(model, steps=STEPS)
 
@@ -287,4 +362,6 @@ def test_converting_after_the_optimizer_is_made_keeps_its_parameters() -> None:
     before = [p.clone() for p in model.parameters()]
     model(**next(iter(loader()))).loss.backward()
     optimizer.step()
-    assert own.step == 1 and not all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert own.step == 1 and not all(
+        torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)
+    )

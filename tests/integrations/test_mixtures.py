@@ -1,5 +1,6 @@
-"""Experts of transformers' mixtures as planned layers: the same function, names and folders, and a loop of linear
-layers in every bit."""
+"""Experts of transformers' mixtures as planned layers: the same function, names and folders, and a
+loop of linear layers in every bit.
+"""
 
 import copy
 from pathlib import Path
@@ -24,16 +25,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3Moe": {"num_experts": 4, "moe_intermediate_size": 48},
     "GptOss": {"num_local_experts": 4, "swiglu_limit": 0.25},
 }
-"""By class of transformers: what its configuration has besides `SIZES`. gpt-oss keeps its weights transposed, has
-biases, and cuts its activation off at the limit."""
-EXPERTS, TOP, WIDTH = 4, 2, int(SIZES["hidden_size"])
+"""By class of transformers: what its configuration has besides `SIZES`. gpt-oss keeps its weights
+transposed, has biases, and cuts its activation off at the limit.
+"""
+EXPERTS = 4
+TOP = 2
+WIDTH = int(SIZES["hidden_size"])
 
 
 def mixture(family: str) -> Any:
     """A mixture of two blocks with random weights and biases, not converted."""
     own = {**SIZES, **FAMILIES[family], "num_experts_per_tok": TOP}
     torch.manual_seed(0)
-    model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**own))
+    model = getattr(transformers, f"{family}ForCausalLM")(
+        getattr(transformers, f"{family}Config")(**own)
+    )
     for parameter in model.parameters():
         parameter.data.add_(torch.randn_like(parameter) * 0.1)
     return model
@@ -54,27 +60,35 @@ def results(model: Any) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
-def test_outputs_and_gradients_in_high_precision_are_those_of_transformers(family: str, implementation: str) -> None:
+def test_outputs_and_gradients_in_high_precision_are_those_of_transformers(
+    family: str, implementation: str
+) -> None:
     theirs = mixture(family)
     ours = f4.convert(copy.deepcopy(theirs))
     theirs.set_experts_implementation(implementation)
-    expected, found = results(theirs), [results(ours)]
+    expected = results(theirs)
+    found = [results(ours)]
     with autocast(FP32(), step=0):
         found.append(results(ours))
     for each in found:
         for own, wanted in zip(each, expected, strict=True):
             assert (own - wanted).norm() <= 1e-5 * wanted.norm()
-    assert all(expected[1:][number].any() for number, name in enumerate(dict(theirs.named_parameters())))
+    assert all(
+        expected[1:][number].any() for number, name in enumerate(dict(theirs.named_parameters()))
+    )
 
 
 class Loop(nn.Module):
-    """The oracle: a linear layer for each expert, with the names that the experts' random keys document."""
+    """The oracle: a linear layer for each expert, with the names that the experts' random keys
+    document.
+    """
 
     def __init__(self, owner: Any) -> None:
         super().__init__()
         self.of = (owner,)
         for name in ("gate_up", "down"):
-            weights, biases = getattr(owner, f"{name}_proj"), getattr(owner, f"{name}_proj_bias", None)
+            weights = getattr(owner, f"{name}_proj")
+            biases = getattr(owner, f"{name}_proj_bias", None)
             made = nn.ModuleList()
             for expert, weight in enumerate(weights.mT if owner.is_transposed else weights):
                 made.append(nn.Linear(*weight.T.shape, bias=biases is not None))
@@ -104,23 +118,29 @@ class Loop(nn.Module):
 
 @pytest.mark.parametrize("recipe", [NVFP4(), MXFP8()], ids=lambda recipe: recipe.name)
 def test_experts_equal_a_loop_of_linears_in_every_bit(family: str, recipe: Recipe) -> None:
-    """With two microbatches in each of two steps, one expert that all tokens go to, and one without tokens."""
+    """With two microbatches in each of two steps, one expert that all tokens go to, and one without
+    tokens.
+    """
     owner = mixture(family).model.layers[0].mlp.experts
     loop = Loop(owner)
     models = [f4.convert(nn.ModuleDict({"experts": each})) for each in (owner, loop)]
     generator = torch.Generator().manual_seed(1)
-    chosen = torch.stack((torch.zeros(70).long(), torch.randint(1, EXPERTS - 1, (70,), generator=generator)), 1)
+    chosen = torch.stack(
+        (torch.zeros(70).long(), torch.randint(1, EXPERTS - 1, (70,), generator=generator)), 1
+    )
     weights = torch.rand(70, TOP, generator=generator)
     found: list[list[Tensor]] = []
     for model in models:
-        own, generator = [], generator.manual_seed(2)
+        own = []
+        generator = generator.manual_seed(2)
         for step in range(2):
             model.zero_grad()
             for _ in range(2):
                 x = torch.randn(70, WIDTH, generator=generator, requires_grad=True)
                 with autocast(recipe, seed=3, step=step):
                     y = model["experts"](x, chosen, weights)  # type: ignore[index]
-                    if model is models[1]:  # a layer that is not called has no gradient, where experts have zeros
+                    # a layer that is not called has no gradient, where experts have zeros
+                    if model is models[1]:
                         y = y + 0 * sum(p.sum() for p in model.parameters())
                 y.square().sum().backward()
                 assert x.grad is not None
@@ -136,20 +156,35 @@ def test_the_plan_lists_all_weights_but_routers_and_names_stay(family: str) -> N
     theirs = mixture(family)
     ours = f4.convert(copy.deepcopy(theirs))
     assert list(ours.state_dict()) == list(theirs.state_dict())
-    assert [name for name, _ in ours.named_parameters()] == [name for name, _ in theirs.named_parameters()]
-    planned = {layer.layer.name: layer.layer.weights for layer in f4.plan(ours, NVFP4()).stretches[0].layers.values()}
+    assert [name for name, _ in ours.named_parameters()] == [
+        name for name, _ in theirs.named_parameters()
+    ]
+    planned = {
+        layer.layer.name: layer.layer.weights
+        for layer in f4.plan(ours, NVFP4()).stretches[0].layers.values()
+    }
     matrices = {
         name: each.numel()
         for name, each in ours.named_parameters()
-        if each.dim() > 1 and "embed" not in name and not name.endswith(("bias", "gate.weight", "router.weight"))
+        if each.dim() > 1
+        and "embed" not in name
+        and not name.endswith(("bias", "gate.weight", "router.weight"))
     }
     assert sum(planned.values()) == sum(matrices.values()) and len(planned) == len(matrices)
-    assert planned["model.layers.1.mlp.experts.gate_up"] == matrices["model.layers.1.mlp.experts.gate_up_proj"]
+    assert (
+        planned["model.layers.1.mlp.experts.gate_up"]
+        == matrices["model.layers.1.mlp.experts.gate_up_proj"]
+    )
     found = f4.conversion(ours)
     assert not found.left + found.others and found.summary() == ""
     assert {each.why for each in found.meant} == {"router: chooses in high precision"}
     layer = find_layers(ours)["model.layers.0.mlp.experts.down"]
-    assert (layer.experts, layer.per_token, layer.block, layer.out_features) == (EXPERTS, TOP, 0, WIDTH)
+    assert (layer.experts, layer.per_token, layer.block, layer.out_features) == (
+        EXPERTS,
+        TOP,
+        0,
+        WIDTH,
+    )
 
 
 @pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
@@ -157,12 +192,21 @@ def test_a_trainer_trains_them_and_its_folder_has_the_same_names(
     family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = f4.convert(mixture(family))
-    options: dict[str, Any] = {"max_steps": 2, "report_to": [], "use_cpu": True, "disable_tqdm": True}
+    options: dict[str, Any] = {
+        "max_steps": 2,
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+    }
     args = TrainingArguments(str(tmp_path / "run"), save_strategy="no", logging_steps=1, **options)
-    trainer = Trainer(model, args, train_dataset=Rows(), callbacks=[TrainerPrecision("nvfp4", policy="all")])
+    trainer = Trainer(
+        model, args, train_dataset=Rows(), callbacks=[TrainerPrecision("nvfp4", policy="all")]
+    )
     trainer.train()
     moved = {
-        name for name, each in mixture(family).named_parameters() if not torch.equal(each, model.get_parameter(name))
+        name
+        for name, each in mixture(family).named_parameters()
+        if not torch.equal(each, model.get_parameter(name))
     }
     assert {name for name, _ in model.named_parameters() if "experts" in name} <= moved
     assert "in the first step" not in caplog.text
@@ -174,7 +218,9 @@ def test_a_trainer_trains_them_and_its_folder_has_the_same_names(
         with safe_open(tmp_path / str(number) / "model.safetensors", "pt") as file:
             names.append(sorted(file.keys()))
     assert names[0] == names[1]
-    assert (tmp_path / "0" / "config.json").read_text() == (tmp_path / "1" / "config.json").read_text()
+    assert (tmp_path / "0" / "config.json").read_text() == (
+        tmp_path / "1" / "config.json"
+    ).read_text()
     read = type(model).from_pretrained(tmp_path / "0").state_dict()  # type: ignore[attr-defined]
     assert all(torch.equal(each, read[name]) for name, each in model.state_dict().items())
 
@@ -187,7 +233,9 @@ def test_the_guard_names_experts_that_another_implementation_multiplies() -> Non
     own.count(optimizer)
     model.model.layers[0].mlp.experts.config._experts_implementation = "eager"  # type: ignore[union-attr, index]
     model(**next(iter(loader()))).loss.backward()
-    with pytest.raises(UserError, match=r"experts\.gate_up, .*experts\.down: planned in NVFP4 and not called"):
+    with pytest.raises(
+        UserError, match=r"experts\.gate_up, .*experts\.down: planned in NVFP4 and not called"
+    ):
         optimizer.step()
 
 
@@ -196,27 +244,37 @@ def test_releases_whose_modules_do_not_say_whether_they_are_cut_are_converted_to
     for each in model.modules():
         vars(each).pop("_is_expert_parallel", None)
     f4.convert(model)
-    assert sum(isinstance(each, Experts) for each in model.modules()) == 4 and results(model)[0].any()
+    assert (
+        sum(isinstance(each, Experts) for each in model.modules()) == 4 and results(model)[0].any()
+    )
 
 
-def test_neither_copies_nor_models_of_the_same_configuration_share_a_converted_models_experts() -> None:
+def test_neither_copies_nor_models_of_the_same_configuration_share_a_converted_models_experts() -> (
+    None
+):
     first = mixture("Mixtral")
     other = type(first)(first.config)
     f4.convert(first)
-    twin, before = copy.deepcopy(first), [each.clone() for each in results(first)]
+    twin = copy.deepcopy(first)
+    before = [each.clone() for each in results(first)]
     for parameter in first.parameters():
         parameter.data.zero_()
     assert all(torch.equal(*each) for each in zip(results(twin), before, strict=True))
-    assert not any(isinstance(each, Experts) for each in other.modules()) and results(other)[0].any()
+    assert (
+        not any(isinstance(each, Experts) for each in other.modules()) and results(other)[0].any()
+    )
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # dynamo looks at it
+# dynamo looks at it
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_a_compiled_block_of_experts_equals_the_eager_one_in_every_bit() -> None:
     found = []
     for backend in (None, "eager"):
         block = f4.convert(mixture("GptOss")).model.layers[0].mlp  # type: ignore[union-attr, index]
         called = block if backend is None else torch.compile(block, backend=backend)
-        x = torch.randn(1, 33, WIDTH, generator=torch.Generator().manual_seed(0), requires_grad=True)
+        x = torch.randn(
+            1, 33, WIDTH, generator=torch.Generator().manual_seed(0), requires_grad=True
+        )
         with autocast(NVFP4(), step=0):
             y = called(x)[0]
         y.square().sum().backward()
@@ -224,7 +282,8 @@ def test_a_compiled_block_of_experts_equals_the_eager_one_in_every_bit() -> None
     assert all(torch.equal(*each) for each in zip(*found, strict=True))
 
 
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft asks for it
+# peft asks for it
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 def test_adapters_of_peft_on_the_parameters_of_experts_are_trained() -> None:
     model = f4.convert(mixture("Mixtral"))
     torch.manual_seed(1)
@@ -242,8 +301,14 @@ def test_adapters_of_peft_on_the_parameters_of_experts_are_trained() -> None:
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        (lambda experts: delattr(experts, "is_transposed"), "whose layout this release of transformers does not note"),
-        (lambda experts: setattr(experts, "_is_expert_parallel", True), "cut by transformers' expert parallelism"),
+        (
+            lambda experts: delattr(experts, "is_transposed"),
+            "whose layout this release of transformers does not note",
+        ),
+        (
+            lambda experts: setattr(experts, "_is_expert_parallel", True),
+            "cut by transformers' expert parallelism",
+        ),
     ],
     ids=["first releases of 5", "expert parallelism"],
 )

@@ -1,5 +1,6 @@
-"""peft in either order: adapters stay in high precision by name, and both orders train the same bits; `import peft`
-beside a Transformer Engine without kernels."""
+"""peft in either order: adapters stay in high precision by name, and both orders train the same
+bits; `import peft` beside a Transformer Engine without kernels.
+"""
 
 import subprocess
 import sys
@@ -14,7 +15,8 @@ import fp4train as f4
 from fp4train.integrations import Precision
 from fp4train.precision import NVFP4
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft asks for it
+# peft asks for it
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 
 WHY = "kept in high precision by its name"
 
@@ -24,7 +26,10 @@ def adapted(*, converted_first: bool, **options: Any) -> nn.Module:
     base = llama(convert=converted_first)
     torch.manual_seed(1)
     model: nn.Module = peft.get_peft_model(
-        base, peft.LoraConfig(r=16, target_modules=["q_proj", "v_proj"], init_lora_weights=False, **options)
+        base,
+        peft.LoraConfig(
+            r=16, target_modules=["q_proj", "v_proj"], init_lora_weights=False, **options
+        ),
     )
     return model if converted_first else f4.convert(model)
 
@@ -46,20 +51,29 @@ def trained(model: nn.Module) -> nn.Module:
 def test_the_plan_lists_adapters_in_high_precision_with_the_reason(converted_first: bool) -> None:
     rows = list(f4.plan(adapted(converted_first=converted_first), NVFP4()).rows)
     found = {row.layer.name: row for row in rows if "lora_" in row.layer.name}
-    assert len(found) == 8 and all(WHY in row.why and row.elements == "BF16·BF16" for row in found.values())
-    bases = [row for row in rows if row.layer.name.endswith("q_proj.base_layer") and row.gemm == "fprop"]
+    assert len(found) == 8 and all(
+        WHY in row.why and row.elements == "BF16·BF16" for row in found.values()
+    )
+    bases = [
+        row for row in rows if row.layer.name.endswith("q_proj.base_layer") and row.gemm == "fprop"
+    ]
     assert len(bases) == 2 and all(row.elements == "E2M1·E2M1" for row in bases)
 
 
 def test_both_orders_convert_the_same_layers_and_train_the_same_bits() -> None:
     one, other = (trained(adapted(converted_first=first)) for first in (True, False))
-    assert [layer.layer.name for layer in layers(one)] == [layer.layer.name for layer in layers(other)]
+    assert [layer.layer.name for layer in layers(one)] == [
+        layer.layer.name for layer in layers(other)
+    ]
     assert same(one, other) and not same(one, adapted(converted_first=True))
 
 
 def test_adapters_are_called_in_high_precision_beside_a_quantised_layer() -> None:
-    """The adapters' part of the output has no quantisation error: with the base's weight at zero nothing is rounded."""
-    model, batch = adapted(converted_first=True), next(iter(loader()))
+    """The adapters' part of the output has no quantisation error: with the base's weight at zero
+    nothing is rounded.
+    """
+    model = adapted(converted_first=True)
+    batch = next(iter(loader()))
     for layer in layers(model):
         nn.init.zeros_(layer.weight)
     with torch.no_grad():

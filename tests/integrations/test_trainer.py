@@ -1,4 +1,6 @@
-"""transformers' Trainer with a recipe: the plain loop's bits, resumes across a phase, and mistakes."""
+"""transformers' Trainer with a recipe: the plain loop's bits, resumes across a phase, and
+mistakes.
+"""
 
 import json
 import re
@@ -31,11 +33,14 @@ from fp4train.integrations import TrainerPrecision
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*gradient_checkpointing.*:FutureWarning",  # the name that all guides use
-    "ignore:.*pin_memory.*:UserWarning",  # the Trainer's loader asks for it on a machine without a GPU
+    # the Trainer's loader asks for it on a machine without a GPU
+    "ignore:.*pin_memory.*:UserWarning",
 )
 
 
-def train(folder: Path, recipe: str = "nvfp4", *, resume: str | None = None, **options: Any) -> Trainer:
+def train(
+    folder: Path, recipe: str = "nvfp4", *, resume: str | None = None, **options: Any
+) -> Trainer:
     """A Trainer after `STEPS` steps."""
     model = llama()
     args = TrainingArguments(
@@ -73,7 +78,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     def run(recipe: str) -> Trainer:
         if recipe not in made:
-            made[recipe] = train(tmp_path_factory.mktemp(recipe), recipe, gradient_accumulation_steps=2)
+            made[recipe] = train(
+                tmp_path_factory.mktemp(recipe), recipe, gradient_accumulation_steps=2
+            )
         return made[recipe]
 
     return run
@@ -96,7 +103,9 @@ def test_a_run_that_is_resumed_before_a_phase_equals_the_whole_one_in_every_bit(
     assert same(resumed.model, whole(recipe).model) and losses(resumed) == losses(whole(recipe))
 
 
-def test_a_trainer_that_restores_its_callbacks_makes_the_same_one_again(whole: Any, tmp_path: Path) -> None:
+def test_a_trainer_that_restores_its_callbacks_makes_the_same_one_again(
+    whole: Any, tmp_path: Path
+) -> None:
     resumed = train(
         tmp_path,
         "fp8_delayed",
@@ -107,14 +116,24 @@ def test_a_trainer_that_restores_its_callbacks_makes_the_same_one_again(whole: A
     assert same(resumed.model, whole("fp8_delayed").model)
 
 
-def test_their_switch_for_checkpointing_changes_no_bit_and_stays_json(whole: Any, tmp_path: Path) -> None:
-    again = train(tmp_path, gradient_accumulation_steps=2, gradient_checkpointing=True, save_strategy="no")
+def test_their_switch_for_checkpointing_changes_no_bit_and_stays_json(
+    whole: Any, tmp_path: Path
+) -> None:
+    again = train(
+        tmp_path, gradient_accumulation_steps=2, gradient_checkpointing=True, save_strategy="no"
+    )
     assert same(again.model, whole("nvfp4").model)
     json.loads(again.args.to_json_string())
 
 
 def test_evaluation_between_steps_changes_no_bit_of_training(whole: Any, tmp_path: Path) -> None:
-    again = train(tmp_path, gradient_accumulation_steps=2, eval_strategy="steps", eval_steps=1, save_strategy="no")
+    again = train(
+        tmp_path,
+        gradient_accumulation_steps=2,
+        eval_strategy="steps",
+        eval_steps=1,
+        save_strategy="no",
+    )
     assert same(again.model, whole("nvfp4").model)
     found = [line["eval_loss"] for line in again.state.log_history if "eval_loss" in line]
     assert len(found) == STEPS and found[-1] < found[0]
@@ -126,15 +145,21 @@ def test_a_model_that_is_not_converted_is_refused_when_the_trainer_is_made(tmp_p
         Trainer(llama(convert=False), args, train_dataset=Rows(), callbacks=[TrainerPrecision()])
 
 
-@pytest.mark.parametrize("damage", [lambda text: text[:-9], lambda text: "?" + text, lambda text: 3])
+@pytest.mark.parametrize(
+    "damage", [lambda text: text[:-9], lambda text: "?" + text, lambda text: 3]
+)
 def test_a_damaged_state_is_refused(whole: Any, tmp_path: Path, damage: Any) -> None:
-    checkpoint = shutil.copytree(f"{whole('fp8_delayed').args.output_dir}/checkpoint-3", tmp_path / "checkpoint-3")
+    checkpoint = shutil.copytree(
+        f"{whole('fp8_delayed').args.output_dir}/checkpoint-3", tmp_path / "checkpoint-3"
+    )
     path = checkpoint / "trainer_state.json"
     state = json.loads(path.read_text())
     attributes = state["stateful_callbacks"]["TrainerPrecision"]["attributes"]
     attributes["tensors"] = damage(attributes["tensors"])
     path.write_text(json.dumps(state))
-    with pytest.raises(UserError, match=r"trainer_state\.json: the state of TrainerPrecision is damaged"):
+    with pytest.raises(
+        UserError, match=r"trainer_state\.json: the state of TrainerPrecision is damaged"
+    ):
         train(tmp_path, "fp8_delayed", resume=str(checkpoint))
 
 
@@ -143,7 +168,9 @@ def test_a_missing_framework_is_named_with_the_extra(monkeypatch: pytest.MonkeyP
         raise ModuleNotFoundError("No module named 'lightning'", name="lightning")
 
     monkeypatch.setattr("importlib.import_module", missing)
-    with pytest.raises(UserError, match=re.escape("needs lightning: pip install 'fp4train[integrations]'")):
+    with pytest.raises(
+        UserError, match=re.escape("needs lightning: pip install 'fp4train[integrations]'")
+    ):
         integrations.__getattr__("LightningPrecision")
 
 
@@ -181,6 +208,15 @@ def test_two_ranks_stay_equal_and_resume_in_every_bit(tmp_path: Path) -> None:
     here = Path(__file__).parent
     words = {"helpers": str(here.parent / "helpers"), "tests": str(here), "folder": str(tmp_path)}
     (tmp_path / "ranks.py").write_text(RANKS.format(**words))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run([*command, str(tmp_path / "ranks.py")], capture_output=True, text=True, timeout=300)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
+    done = subprocess.run(
+        [*command, str(tmp_path / "ranks.py")], capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr

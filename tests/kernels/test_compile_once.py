@@ -1,4 +1,6 @@
-"""The ranks of a machine compile each kernel once, and a rank that dies or hangs keeps nobody waiting for ever."""
+"""The ranks of a machine compile each kernel once, and a rank that dies or hangs keeps nobody
+waiting for ever.
+"""
 
 import os
 import subprocess
@@ -74,10 +76,14 @@ def start(cache: Path, ranks: int) -> subprocess.Popen[str]:
     environment = {**os.environ, "TRITON_CACHE_DIR": str(cache)}
     environment.pop("TRITON_INTERPRET", None)
     words = [sys.executable, "-c", RANK, str(ranks)]
-    return subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
 
 
-def test_processes_that_start_together_compile_each_kernel_once_and_one_says_so(tmp_path: Path) -> None:
+def test_processes_that_start_together_compile_each_kernel_once_and_one_says_so(
+    tmp_path: Path,
+) -> None:
     cache = tmp_path / "cache"
     cache.mkdir()
     processes = [start(cache, ranks=2) for _ in range(2)]
@@ -100,9 +106,13 @@ time.sleep(60)
 """
 
 
-def test_a_process_that_hangs_is_waited_for_within_a_bound_and_one_that_dies_not_at_all(tmp_path: Path) -> None:
+def test_a_process_that_hangs_is_waited_for_within_a_bound_and_one_that_dies_not_at_all(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "kernel.lock"
-    with subprocess.Popen([sys.executable, "-c", HOLDER, str(path)], stdout=subprocess.PIPE, text=True) as holder:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(path)], stdout=subprocess.PIPE, text=True
+    ) as holder:
         try:
             assert holder.stdout is not None and holder.stdout.readline() == "held\n"
             began = time.monotonic()

@@ -15,15 +15,23 @@ from fp4train.quantize import Delayed, Hadamard, QuantSpec
 from fp4train.quantize.cpu import CpuQuantizer
 
 if (missing := cpu.unavailable()) is not None:
-    pytest.skip(missing, allow_module_level=True)  # tests/house/test_skips.py fails if this must not be skipped
+    # tests/house/test_skips.py fails if this must not be skipped
+    pytest.skip(missing, allow_module_level=True)
 
 NVFP4 = QuantSpec()
 SIGNED = Hadamard()
-JOB_BYTES, DECODE_BYTES = 184, 160
-MACHINES = [Machine(instruction_set=name, threads=threads) for name in cpu.instruction_sets() for threads in (1, 2, 3)]
+JOB_BYTES = 184
+DECODE_BYTES = 160
+MACHINES = [
+    Machine(instruction_set=name, threads=threads)
+    for name in cpu.instruction_sets()
+    for threads in (1, 2, 3)
+]
 
 
-def codes(x: Tensor, spec: QuantSpec, machine: Machine, amax: Tensor | None = None) -> tuple[Tensor | None, ...] | None:
+def codes(
+    x: Tensor, spec: QuantSpec, machine: Machine, amax: Tensor | None = None
+) -> tuple[Tensor | None, ...] | None:
     """(codes, scales, amax), or None where x is not finite."""
     kernels = CpuQuantizer(spec, machine)
     made = kernels.job(x, None, amax, True)
@@ -46,7 +54,8 @@ def values(
 def test_amax_of_the_tensor_and_of_rows(dtype: torch.dtype, machine: Machine) -> None:
     x = torch.randn(150, 530).to(dtype)
     for y in (x, x.T, x[::2, ::3]):
-        tensor, rows = codes(y, NVFP4, machine), codes(y, replace(NVFP4, global_scale="row"), machine)
+        tensor = codes(y, NVFP4, machine)
+        rows = codes(y, replace(NVFP4, global_scale="row"), machine)
         assert tensor is not None and torch.equal(tensor[2], y.abs().amax().float())
         assert rows is not None and torch.equal(rows[2], y.abs().amax(1, keepdim=True).float())
 
@@ -60,10 +69,14 @@ def test_what_is_not_finite_is_reported(machine: Machine) -> None:
             for y in (x, x.T):
                 assert codes(y, NVFP4, machine) is None
                 assert values(y, NVFP4, machine) is None
-            assert codes(x.T, replace(NVFP4, hadamard=SIGNED), machine) is None, "from the amax after the transform"
+            assert codes(x.T, replace(NVFP4, hadamard=SIGNED), machine) is None, (
+                "from the amax after the transform"
+            )
     for bad in (float("inf"), float("nan")):
         whole = QuantSpec(element="e4m3", scale="fp32", block=(None, None), global_scale=None)
-        assert values(torch.ones(4, 16), whole, machine, torch.tensor(bad)) is None, "an amax from elsewhere"
+        assert values(torch.ones(4, 16), whole, machine, torch.tensor(bad)) is None, (
+            "an amax from elsewhere"
+        )
 
 
 @pytest.mark.parametrize("machine", MACHINES, ids=str)
@@ -82,8 +95,12 @@ def test_what_the_extension_does_not_take_is_refused_before_it_is_called() -> No
     refused = [torch.ones(16), torch.ones(2, 16).double(), torch.ones(0, 16), torch.ones(16, 0)]
     for as_codes in (True, False):
         assert all(kernels.job(x, None, None, as_codes) is None for x in refused)
-        assert kernels.job(torch.ones(2, 16), None, torch.ones(2), as_codes) is None, "an amax of another size"
-        delayed = QuantSpec(element="e4m3", scale="fp32", block=(None, None), global_scale=None, delayed=Delayed())
+        assert kernels.job(torch.ones(2, 16), None, torch.ones(2), as_codes) is None, (
+            "an amax of another size"
+        )
+        delayed = QuantSpec(
+            element="e4m3", scale="fp32", block=(None, None), global_scale=None, delayed=Delayed()
+        )
         for spec in (replace(NVFP4, rounding="stochastic"), delayed):
             assert CpuQuantizer(spec).job(torch.ones(2, 16), None, None, as_codes) is None
 
@@ -110,7 +127,9 @@ def test_plain_c_is_always_there() -> None:
 
 
 def test_threads_are_those_of_torch() -> None:
-    """On Linux torch loads an OpenMP runtime, and the kernels must not start another thread pool."""
+    """On Linux torch loads an OpenMP runtime, and the kernels must not start another thread
+    pool.
+    """
     if sys.platform != "linux":
         pytest.skip("torch's runtime has other names elsewhere")
     assert cpu.thread_pool() == "openmp"
@@ -129,12 +148,14 @@ def test_threads_of_their_own_where_no_openmp_is_loaded() -> None:
         "job = bytes.fromhex(sys.argv[2])\n"
         "import struct\n"
         "address = lambda a: a.buffer_info()[0]\n"
-        "job += struct.pack('=6Q4q2i', address(x), 0, address(codes), address(scales), address(out), 0,"
+        "job += struct.pack('=6Q4q2i', address(x), 0, address(codes), address(scales), "
+        "address(out), 0,"
         " 300, 1000, 1000, 1, 1, 1)\n"
         "assert not module.quantize(job, None, False, 4, 0)\n"
         "print(module.thread_pool(), out[0])\n"
     )
-    path, head = cpu.loaded().__file__, CpuQuantizer(NVFP4).scheme + cpu.NO_RANDOM
+    path = cpu.loaded().__file__
+    head = CpuQuantizer(NVFP4).scheme + cpu.NO_RANDOM
     command = [sys.executable, "-c", script, str(path), head.hex()]
     run = subprocess.run(command, capture_output=True, text=True, check=True)
     assert run.stdout.split() == ["pthreads", "299999.0"]
@@ -153,17 +174,24 @@ def test_offsets_beyond_two_to_the_31_elements() -> None:
     for machine in MACHINES[:: len(MACHINES) // 3]:
         for result in (codes, values):
             for far_form, near_form in ((view, near), (view.T, near.T)):
-                expected, actual = result(near_form, NVFP4, machine), result(far_form, NVFP4, machine)
+                expected = result(near_form, NVFP4, machine)
+                actual = result(far_form, NVFP4, machine)
                 assert expected is not None and actual is not None
                 assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 def test_an_extension_of_other_sources_is_refused_and_says_to_rebuild() -> None:
     layout = cpu.LAYOUT, JOB_BYTES, DECODE_BYTES, cpu.FUSED.size
-    for built in ({}, {"layout": (cpu.LAYOUT + 1, *layout[1:]), "version": cpu.VERSION}, {"layout": layout}):
+    for built in (
+        {},
+        {"layout": (cpu.LAYOUT + 1, *layout[1:]), "version": cpu.VERSION},
+        {"layout": layout},
+    ):
         stale = ModuleType("_cpu")
         vars(stale).update(built)
-        assert "built from other sources" in str(cpu._stale(stale)) and "rebuild it" in str(cpu._stale(stale))
+        assert "built from other sources" in str(cpu._stale(stale)) and "rebuild it" in str(
+            cpu._stale(stale)
+        )
 
 
 def test_the_extension_refuses_structs_that_are_not_its_own() -> None:

@@ -13,7 +13,9 @@ CPU = torch.device("cpu")
 
 
 def integers(rows: int, cols: int, seed: int) -> torch.Tensor:
-    return torch.randint(-6, 7, (rows, cols), generator=torch.Generator().manual_seed(seed)).bfloat16()
+    return torch.randint(
+        -6, 7, (rows, cols), generator=torch.Generator().manual_seed(seed)
+    ).bfloat16()
 
 
 def test_the_check_of_products_passes_and_leaves_the_modes_of_torch() -> None:
@@ -30,11 +32,16 @@ def test_every_layout_that_is_taken_is_multiplied(
     dtype: torch.dtype, shape: tuple[int, int, int], layouts: tuple[int, int]
 ) -> None:
     rows, cols, depth = shape
-    views = (lambda x: x, lambda x: x.T.contiguous().T, lambda x: torch.cat([x, x], 1)[:, : x.shape[1]])
+    views = (
+        lambda x: x,
+        lambda x: x.T.contiguous().T,
+        lambda x: torch.cat([x, x], 1)[:, : x.shape[1]],
+    )
     a = views[layouts[0]](integers(rows, depth, 0).to(dtype))
     b = views[layouts[1]](integers(cols, depth, 1).to(dtype))
     assert cublas.takes(a) and cublas.takes(b)
-    out, total = torch.full((rows, cols), torch.nan, dtype=dtype), torch.ones(rows, cols)
+    out = torch.full((rows, cols), torch.nan, dtype=dtype)
+    total = torch.ones(rows, cols)
     library = cublas.Cublas(CublasOnCpu().library, lambda: HANDLE)
     library.multiply(a, b, torch.tensor([0.3, 0.0]), out)
     library.multiply(a, b, torch.tensor([0.5, 1.0]), total)
@@ -52,7 +59,9 @@ def test_matrices_that_cublas_cannot_read_are_not_taken() -> None:
 
 
 @pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
-def test_the_check_of_products_does_not_depend_on_torchs_default_dtype(default: torch.dtype) -> None:
+def test_the_check_of_products_does_not_depend_on_torchs_default_dtype(
+    default: torch.dtype,
+) -> None:
     stand_in = CublasOnCpu()
     before = torch.get_default_dtype()
     torch.set_default_dtype(default)
@@ -121,7 +130,10 @@ def test_a_status_that_is_no_success_is_an_error_and_the_modes_are_those_of_torc
     stand_in = CublasOnCpu()
     stand_in.status = 15
     library = cublas.Cublas(stand_in.library, lambda: HANDLE)
-    with pytest.raises(RuntimeError, match=r"status 15 .* in cublasGemmEx of \[4, 8\] and \[6, 8\] in torch.bfloat16"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"status 15 .* in cublasGemmEx of \[4, 8\] and \[6, 8\] in torch.bfloat16",
+    ):
         library.multiply(integers(4, 8, 0), integers(6, 8, 1), torch.ones(2), torch.empty(4, 6))
     assert stand_in.modes == {"pointers": 0, "math": 0}
 
@@ -131,7 +143,9 @@ def test_a_library_that_sums_in_the_dtype_of_the_result_is_not_used() -> None:
     library = cublas.Cublas(stand_in.library, lambda: HANDLE)
     multiply = library.multiply
 
-    def rounded_before(a: torch.Tensor, b: torch.Tensor, factors: torch.Tensor, out: torch.Tensor) -> None:
+    def rounded_before(
+        a: torch.Tensor, b: torch.Tensor, factors: torch.Tensor, out: torch.Tensor
+    ) -> None:
         product = torch.empty_like(out, dtype=torch.bfloat16)
         multiply(a, b, torch.tensor([1.0, 0.0]), product)
         out.copy_(product * factors[0] + (out.nan_to_num() * factors[1]))
@@ -141,7 +155,9 @@ def test_a_library_that_sums_in_the_dtype_of_the_result_is_not_used() -> None:
         cublas.check(library, CPU)
 
 
-def test_where_torch_has_not_loaded_the_library_its_name_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_torch_has_not_loaded_the_library_its_name_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.version, "cuda", "99.1")
     monkeypatch.setattr(torch.cuda, "current_blas_handle", lambda: HANDLE)
     with pytest.raises(RuntimeError, match=r"torch has not loaded libcublas\.so\.99"):

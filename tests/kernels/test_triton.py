@@ -1,4 +1,6 @@
-"""Triton kernels against the reference in Triton's CPU interpreter, and how the backend chooses and refuses."""
+"""Triton kernels against the reference in Triton's CPU interpreter, and how the backend chooses and
+refuses.
+"""
 
 import importlib.util
 import json
@@ -17,15 +19,17 @@ from fp4train.quantize.random import random_words
 SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu_kernels.py"
 
 needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="triton is not installed (Linux only: pip install triton)"
+    importlib.util.find_spec("triton") is None,
+    reason="triton is not installed (Linux only: pip install triton)",
 )
 
 
 @pytest.mark.long
 @needs_triton
 def test_every_kernel_equals_the_reference_to_the_bit_in_the_interpreter(tmp_path: Path) -> None:
-    """All its specs, row-wise, transposed and strided, with NaN, infinities, subnormals and 1e+-30; but for the
-    gradients of a norm, which equal autograd's within their rounding."""
+    """All its specs, row-wise, transposed and strided, with NaN, infinities, subnormals and 1e+-30;
+    but for the gradients of a norm, which equal autograd's within their rounding.
+    """
     out = tmp_path / "result.json"
     run = interpreted(str(SCRIPT), "--out", str(out))
     assert out.exists(), run.stdout + run.stderr
@@ -38,7 +42,9 @@ def test_every_kernel_equals_the_reference_to_the_bit_in_the_interpreter(tmp_pat
 @pytest.mark.long
 @needs_triton
 def test_kernels_read_the_step_of_a_recorded_graph_from_memory_in_the_interpreter() -> None:
-    """One launch, of a key whose own step is another; each kernel that draws random bits, its codes and its values."""
+    """One launch, of a key whose own step is another; each kernel that draws random bits, its codes
+    and its values.
+    """
     code = """
 import torch
 from fp4train.quantize import Hadamard, QuantSpec, RandomKey, quantizer
@@ -67,7 +73,9 @@ print("equal")
 
 
 @needs_triton
-def test_the_interpreter_of_triton_3_6_is_refused_beside_numpy_2_4(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_interpreter_of_triton_3_6_is_refused_beside_numpy_2_4(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It fails in the midst of a kernel there; compiled kernels are not concerned."""
     assert backend.why_not_interpreted("3.6.0", "2.3.5") is None
     assert backend.why_not_interpreted("3.9.0+git1", "2.4.6") is None
@@ -95,8 +103,14 @@ def test_a_cpu_tensor_is_refused_with_the_reason() -> None:
         (QuantSpec(block=(4, 16)), "1xN"),
         (QuantSpec(hadamard=Hadamard(size=32)), "hadamard size 32"),
         (QuantSpec(block=(16, 16), hadamard=Hadamard()), "hadamard"),
-        (QuantSpec(element="e2m1", block=(None, None), scale="fp32", global_scale=None), "no Triton kernel"),
-        (QuantSpec(element="e4m3", block=(1, None), scale="e8m0", global_scale=None), "no Triton kernel"),
+        (
+            QuantSpec(element="e2m1", block=(None, None), scale="fp32", global_scale=None),
+            "no Triton kernel",
+        ),
+        (
+            QuantSpec(element="e4m3", block=(1, None), scale="e8m0", global_scale=None),
+            "no Triton kernel",
+        ),
         (QuantSpec(scale="ue5m3", global_scale=None), "scale='ue5m3' has no Triton kernel"),
     ],
 )
@@ -113,7 +127,12 @@ def test_tiles_are_whole_and_waste_little_beyond_a_row(groups: int) -> None:
 
 def test_key_words_fit_int32_so_that_no_step_or_seed_recompiles_a_kernel() -> None:
     key = RandomKey(
-        seed=2**64 - 1, step=2**29 - 1, layer=2**32 - 1, operand=7, row_offset=2**32 - 1, col_offset=2**35 - 8
+        seed=2**64 - 1,
+        step=2**29 - 1,
+        layer=2**32 - 1,
+        operand=7,
+        row_offset=2**32 - 1,
+        col_offset=2**35 - 8,
     )
     assert random_words(key) == (-1, -1, -1, -1, -1, -1)
     assert random_words(None) == (0,) * 6
@@ -135,12 +154,15 @@ def test_key_words_fit_int32_so_that_no_step_or_seed_recompiles_a_kernel() -> No
 def test_a_quantisation_costs_little_python_before_tritons_launcher(
     monkeypatch: pytest.MonkeyPatch, spec: QuantSpec, values: bool
 ) -> None:
-    """Functions of Python that are entered, which does not depend on the machine: 16 take 5 to 10 µs."""
+    """Functions of Python that are entered, which does not depend on the machine: 16 take 5 to 10
+    µs.
+    """
     monkeypatch.setattr(triton_launch.Launch, "__call__", lambda *args, **options: None)
     monkeypatch.setattr(triton_launch, "interpreted", lambda: False)
     quantizer = backend.TritonQuantizer(spec)
     run = quantizer.values if values else quantizer.codes
-    x, key = torch.zeros(64, 64, dtype=torch.bfloat16), RandomKey(seed=1, step=2, layer=3, operand=0)
+    x = torch.zeros(64, 64, dtype=torch.bfloat16)
+    key = RandomKey(seed=1, step=2, layer=3, operand=0)
     run(x, key if spec.rounding == "stochastic" else None)
     entered: list[str] = []
 
@@ -157,8 +179,12 @@ def test_a_quantisation_costs_little_python_before_tritons_launcher(
 
 
 @needs_triton
-def test_what_a_launch_needs_is_worked_out_once_per_kind_of_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else each quantisation of a step costs tens of microseconds of Python, while the GPU waits."""
+def test_what_a_launch_needs_is_worked_out_once_per_kind_of_tensor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else each quantisation of a step costs tens of microseconds of Python, while the GPU
+    waits.
+    """
     made: list[str] = []
     quantizer = backend.TritonQuantizer(QuantSpec(rounding="stochastic"))
     monkeypatch.setattr(triton_launch.Launch, "__call__", lambda *args, **options: None)
@@ -179,16 +205,22 @@ def test_what_a_launch_needs_is_worked_out_once_per_kind_of_tensor(monkeypatch: 
     for other in (x.float(), x[:32], torch.zeros(48, 64, dtype=torch.bfloat16).T):
         made.clear()
         quantizer.codes(other, key)
-        assert made == ["plan_quantize", "plan_amax"], "other dtypes, shapes and strides are other launches"
+        assert made == ["plan_quantize", "plan_amax"], (
+            "other dtypes, shapes and strides are other launches"
+        )
     made.clear()
     quantizer.values(x, key, torch.ones(()))
-    assert made == ["plan_quantize"], "values are another launch than codes; a given amax is not measured"
+    assert made == ["plan_quantize"], (
+        "values are another launch than codes; a given amax is not measured"
+    )
 
 
 @pytest.mark.long
 @needs_triton
 def test_codes_of_both_forms_take_one_kernel_beside_that_of_the_amaxes_in_the_interpreter() -> None:
-    """For layers whose GEMMs multiply codes, also where ranks give the amaxes; NaN and odd sizes included."""
+    """For layers whose GEMMs multiply codes, also where ranks give the amaxes; NaN and odd sizes
+    included.
+    """
     code = """
 import torch
 from fp4train.precision import MXFP8, NVFP4
@@ -249,7 +281,9 @@ for name, row, column, amaxes, x in (
 @pytest.mark.long
 @needs_triton
 def test_codes_by_one_scale_and_their_transpose_equal_the_reference_in_the_interpreter() -> None:
-    """Odd sizes, strides, dtypes, what is not finite; an amax from elsewhere, and one that becomes the larger one."""
+    """Odd sizes, strides, dtypes, what is not finite; an amax from elsewhere, and one that becomes
+    the larger one.
+    """
     code = """
 import itertools, torch
 from gpu_cases import content
@@ -276,7 +310,9 @@ print(count + 1)
 
 @needs_triton
 def test_fp8_per_tensor_and_row_are_decoded_after_the_triton_kernels_in_the_interpreter() -> None:
-    """Backward decodes what forward kept: A100s emulate FP8, and there is no decoding kernel for these specs."""
+    """Backward decodes what forward kept: A100s emulate FP8, and there is no decoding kernel for
+    these specs.
+    """
     code = """
 import torch
 from fp4train.quantize import QuantSpec, quantizer
@@ -360,8 +396,9 @@ print(json.dumps(told))
 
 @pytest.fixture(scope="module")
 def trained() -> Any:
-    """What is launched for a step of a layer by recipe, whether its outputs and gradients have the reference's bits,
-    and what is launched for an amax that ranks share."""
+    """What is launched for a step of a layer by recipe, whether its outputs and gradients have the
+    reference's bits, and what is launched for an amax that ranks share.
+    """
     run = interpreted("-c", TRAINED)
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout)
@@ -370,8 +407,12 @@ def trained() -> Any:
 @pytest.mark.long
 @needs_triton
 @pytest.mark.parametrize("recipe", ["FP8Current", "FP8Delayed"])
-def test_codes_with_one_scale_are_measured_and_made_once_for_both_forms(trained: Any, recipe: str) -> None:
-    """Of x, w and dy. With delayed scaling the kernel that quantises writes the amax into the history."""
+def test_codes_with_one_scale_are_measured_and_made_once_for_both_forms(
+    trained: Any, recipe: str
+) -> None:
+    """Of x, w and dy. With delayed scaling the kernel that quantises writes the amax into the
+    history.
+    """
     amaxes = [] if recipe == "FP8Delayed" else ["amax_tensor"] * 3
     assert trained[recipe] == [[*amaxes, *["quantize_turned"] * 3], True, True]
 
@@ -381,11 +422,15 @@ def test_codes_with_one_scale_are_measured_and_made_once_for_both_forms(trained:
 def test_layers_whose_kernels_write_scales_in_tiles_have_the_bits_of_the_reference(
     trained: Any, recipe: str, launches: int
 ) -> None:
-    """Tokens fill no block and no tile. One kernel per tensor, and one for its amaxes; two for each form of w."""
+    """Tokens fill no block and no tile. One kernel per tensor, and one for its amaxes; two for each
+    form of w.
+    """
     kernels, _, equal = trained[recipe]
     assert equal and len(kernels) == launches, kernels
 
 
 @needs_triton
-def test_an_amax_that_ranks_share_is_one_kernel_also_after_the_hadamard_transform(trained: Any) -> None:
+def test_an_amax_that_ranks_share_is_one_kernel_also_after_the_hadamard_transform(
+    trained: Any,
+) -> None:
     assert trained["transformed"] == ["amax_columns"] * 2

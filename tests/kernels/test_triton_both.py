@@ -1,4 +1,6 @@
-"""Values of both forms of a tensor by one kernel: the bits of the reference, the launches, and the bytes."""
+"""Values of both forms of a tensor by one kernel: the bits of the reference, the launches, and the
+bytes.
+"""
 
 import importlib.util
 from functools import partial
@@ -14,7 +16,8 @@ from fp4train.quantize import PairQuantizer, QuantSpec, RandomKey
 from fp4train.quantize.triton import TritonQuantizer
 
 needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="triton is not installed (Linux only: pip install triton)"
+    importlib.util.find_spec("triton") is None,
+    reason="triton is not installed (Linux only: pip install triton)",
 )
 
 CODE = """
@@ -69,10 +72,13 @@ for name, codes, x, amaxes in cases:
 
 @pytest.mark.long
 @needs_triton
-def test_values_of_both_forms_take_one_kernel_and_have_the_bits_of_the_reference_in_the_interpreter() -> None:
+def test_values_of_both_forms_take_one_kernel_and_have_the_bits_of_the_reference_in_the_interpreter() -> (
+    None
+):
     """With codes of the other form, too; odd sizes, what is not finite, amaxes of other ranks."""
     run = interpreted("-c", CODE)
-    one, two = "amax_both: quantize_both", "quantize_both"
+    one = "amax_both: quantize_both"
+    two = "quantize_both"
     assert run.stdout.splitlines() == [
         *[f"x of nvfp4: {one}"] * 3,
         f"dy of nvfp4: {two}",
@@ -85,7 +91,8 @@ def test_values_of_both_forms_take_one_kernel_and_have_the_bits_of_the_reference
 def operands(tensor: str, name: str) -> tuple[QuantSpec | None, QuantSpec | None]:
     """Specs of both forms of x or dy in a recipe."""
     table = {"nvfp4": NVFP4, "mxfp8": MXFP8}[name]().table()
-    of_x, of_dy = (table["fprop"].first, table["wgrad"].second), (table["dgrad"].first, table["wgrad"].first)
+    of_x = (table["fprop"].first, table["wgrad"].second)
+    of_dy = (table["dgrad"].first, table["wgrad"].first)
     return of_x if tensor == "x" else of_dy
 
 
@@ -111,17 +118,22 @@ def make(forms: str, codes: tuple[bool, bool]) -> object:
 def test_both_forms_of_an_emulated_operand_move_hardly_more_bytes_than_the_least(
     forms: str, codes: tuple[bool, bool], least: float
 ) -> None:
-    """Bytes per element: x once for its amaxes and once for its forms, and these; a launch moves each tensor once."""
+    """Bytes per element: x once for its amaxes and once for its forms, and these; a launch moves
+    each tensor once.
+    """
     from compile_triton import launches_of
 
-    count, moved = 256 * 1024, 0
+    count = 256 * 1024
+    moved = 0
     for launch in launches_of(partial(make, forms, codes)):
         tensors = [argument for argument in launch.arguments if isinstance(argument, torch.Tensor)]
         moved += sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
     assert least * count <= moved <= 1.01 * least * count
     tensor, _, name = forms.split()
     charged = own_passes(*operands(tensor, name), count, codes=False, kept=tensor == "x")
-    assert sum(map(sum, charged)) == pytest.approx(least, rel=1e-4), "the cost model charges as much"
+    assert sum(map(sum, charged)) == pytest.approx(least, rel=1e-4), (
+        "the cost model charges as much"
+    )
 
 
 @pytest.mark.long
@@ -138,5 +150,7 @@ def test_values_of_both_forms_compile_for_hopper_without_spills(
     used = resources(compiled.asm["cubin"], tmp_path)
     assert launch.launch.kernel.__name__ == "quantize_both"
     assert used["STACK"] == used["LOCAL"] == 0, used
-    assert used["REG"] * 32 * launch.launch.warps <= 1 << 15, "two programs lie on a multiprocessor at least"
+    assert used["REG"] * 32 * launch.launch.warps <= 1 << 15, (
+        "two programs lie on a multiprocessor at least"
+    )
     assert ".ftz" not in compiled.asm["ptx"]

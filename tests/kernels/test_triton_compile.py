@@ -1,4 +1,6 @@
-"""The kernels compiled for GPUs that are not there: what exactness and speed rest on is still in the machine code."""
+"""The kernels compiled for GPUs that are not there: what exactness and speed rest on is still in
+the machine code.
+"""
 
 import ast
 import inspect
@@ -16,16 +18,36 @@ import torch
 from fp4train.kernels import triton as kernels
 from fp4train.lab.costs.quantising import own_passes
 from fp4train.optim import rounded
-from fp4train.quantize import Delayed, Hadamard, PairQuantizer, QuantSpec, RandomKey, quantize, triton_launch
-from fp4train.quantize.produced import ADDED, NORM_BACKWARD, STRIP, SUM, SourceTensors, norm_backward, produce
+from fp4train.quantize import (
+    Delayed,
+    Hadamard,
+    PairQuantizer,
+    QuantSpec,
+    RandomKey,
+    quantize,
+    triton_launch,
+)
+from fp4train.quantize.produced import (
+    ADDED,
+    NORM_BACKWARD,
+    STRIP,
+    SUM,
+    SourceTensors,
+    norm_backward,
+    produce,
+)
 from fp4train.quantize.triton import TritonQuantizer
 
-triton = pytest.importorskip("triton", reason="triton is not installed (Linux only: pip install triton)")
+triton = pytest.importorskip(
+    "triton", reason="triton is not installed (Linux only: pip install triton)"
+)
 
 from compile_triton import compile_launch, launches_of, resources  # noqa: E402
 
 if triton.knobs.runtime.interpret:
-    pytest.skip("TRITON_INTERPRET is set: kernels are interpreted, not compiled", allow_module_level=True)
+    pytest.skip(
+        "TRITON_INTERPRET is set: kernels are interpreted, not compiled", allow_module_level=True
+    )
 
 KEY = RandomKey(seed=1, step=7, layer=5, operand=3)
 RECORDED = RandomKey(seed=1, step=7, layer=5, operand=3, counters=torch.zeros(8, dtype=torch.int32))
@@ -43,7 +65,9 @@ def _x(dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def both(row: QuantSpec, column: QuantSpec, dtype: torch.dtype = torch.bfloat16) -> object:
-    """Codes of both forms; under delayed scaling the amax is known, and that of x enters a history."""
+    """Codes of both forms; under delayed scaling the amax is known, and that of x enters a
+    history.
+    """
     quantizers = TritonQuantizer(row).in_tiles, TritonQuantizer(column).in_tiles
     amax, *newest = torch.ones(2).unbind() if row.delayed else (None,)
     make = PairQuantizer(*quantizers, row_codes=True, column_codes=True)
@@ -52,16 +76,24 @@ def both(row: QuantSpec, column: QuantSpec, dtype: torch.dtype = torch.bfloat16)
 
 def step_adamw() -> object:
     """One step of AdamW with moments in BF16 on a whole matrix."""
-    weight, gradient, first, second = (_x(each) for each in (torch.float32,) * 2 + (torch.bfloat16,) * 2)
+    weight, gradient, first, second = (
+        _x(each) for each in (torch.float32,) * 2 + (torch.bfloat16,) * 2
+    )
     group = {"betas": (0.9, 0.95), "lr": 1e-3, "weight_decay": 0.1}
     numbers = rounded.numbers_of(torch.ones(1), group, None, torch.zeros(()))
     keys = rounded.Keys(RECORDED, RECORDED, 0)
     decays = rounded.Decays(beta1=0.9, rest1=0.1, beta2=0.95, rest2=0.05, eps=1e-8)
-    return rounded.by_triton(rounded.SlabTensors(weight, gradient, first, second), keys, numbers, 0, decays)
+    return rounded.by_triton(
+        rounded.SlabTensors(weight, gradient, first, second), keys, numbers, 0, decays
+    )
 
 
-def of(kind: str, row: QuantSpec, column: QuantSpec, turned: bool = False, sums: bool = False) -> object:
-    """Codes of both forms of what is made from a source; turned: as Transformer Engine takes them; sums: of a sum."""
+def of(
+    kind: str, row: QuantSpec, column: QuantSpec, turned: bool = False, sums: bool = False
+) -> object:
+    """Codes of both forms of what is made from a source; turned: as Transformer Engine takes them;
+    sums: of a sum.
+    """
     norm = (_x(), torch.zeros(1024), torch.zeros(256), *((_x(), _x()) if sums else ()))
     tensors = {"gate": (_x(), _x()), "gradients": (_x(), _x(), _x())}.get(kind, norm)
     quantizers = TritonQuantizer(row).in_tiles, TritonQuantizer(column).in_tiles
@@ -72,7 +104,9 @@ def of(kind: str, row: QuantSpec, column: QuantSpec, turned: bool = False, sums:
 CALLS: dict[str, Callable[[], object]] = {
     "nvfp4 codes": lambda: TritonQuantizer(NVFP4).codes(_x()),
     "nvfp4 stochastic values": lambda: TritonQuantizer(STOCHASTIC).values(_x(), KEY),
-    "nvfp4 stochastic values, of a recorded step": lambda: TritonQuantizer(STOCHASTIC).values(_x(), RECORDED),
+    "nvfp4 stochastic values, of a recorded step": lambda: TritonQuantizer(STOCHASTIC).values(
+        _x(), RECORDED
+    ),
     "wgrad codes": lambda: TritonQuantizer(WGRAD).codes(_x().T, KEY),
     "wgrad values of float32": lambda: TritonQuantizer(WGRAD).values(_x(torch.float32).T, KEY),
     "weights": lambda: TritonQuantizer(SQUARE).codes(_x()),
@@ -92,22 +126,32 @@ CALLS: dict[str, Callable[[], object]] = {
     "norm: mxfp8 codes of both forms": lambda: of("norm", MXFP8, MXFP8),
     "gate: nvfp4 codes of both forms": lambda: of("gate", NVFP4, QuantSpec(hadamard=Hadamard())),
     "gate: mxfp8 codes of both forms": lambda: of("gate", MXFP8, MXFP8),
-    "gradients of gate and up: nvfp4 codes of both forms": lambda: of("gradients", STOCHASTIC, WGRAD),
+    "gradients of gate and up: nvfp4 codes of both forms": lambda: of(
+        "gradients", STOCHASTIC, WGRAD
+    ),
     "gradients of gate and up: mxfp8 codes of both forms": lambda: of("gradients", MXFP8, MXFP8),
     "norm: mxfp8 codes of both forms, as x lies": lambda: of("norm", MXFP8, MXFP8, True),
     "gate: mxfp8 codes of both forms, as x lies": lambda: of("gate", MXFP8, MXFP8, True),
-    "gradients of gate and up: mxfp8 codes of both forms, as x lies": lambda: of("gradients", MXFP8, MXFP8, True),
+    "gradients of gate and up: mxfp8 codes of both forms, as x lies": lambda: of(
+        "gradients", MXFP8, MXFP8, True
+    ),
     "norm, backward": lambda: norm_backward(_x(), _x(), torch.zeros(1024), torch.zeros(256)),
     "root: mxfp8 codes of both forms": lambda: of("root", MXFP8, MXFP8),
     "norm: fp8 codes of both forms": lambda: of("norm", FP8, FP8),
     "gate: fp8 codes of both forms": lambda: of("gate", FP8, FP8),
     "gradients of gate and up: fp8 codes of both forms": lambda: of("gradients", FP8, FP8),
     "root, backward": lambda: norm_backward(_x(), _x(), torch.zeros(1024), torch.zeros(256), 1e-6),
-    "norm of a sum: nvfp4 codes of both forms": lambda: of("norm", NVFP4, QuantSpec(hadamard=Hadamard()), sums=True),
+    "norm of a sum: nvfp4 codes of both forms": lambda: of(
+        "norm", NVFP4, QuantSpec(hadamard=Hadamard()), sums=True
+    ),
     "norm of a sum: mxfp8 codes of both forms": lambda: of("norm", MXFP8, MXFP8, sums=True),
-    "norm of a sum: mxfp8 codes of both forms, as x lies": lambda: of("norm", MXFP8, MXFP8, True, sums=True),
+    "norm of a sum: mxfp8 codes of both forms, as x lies": lambda: of(
+        "norm", MXFP8, MXFP8, True, sums=True
+    ),
     "norm of a sum: fp8 codes of both forms": lambda: of("norm", FP8, FP8, sums=True),
-    "norm of a stream, backward": lambda: norm_backward(_x(), _x(), torch.zeros(1024), torch.zeros(256), added_MK=_x()),
+    "norm of a stream, backward": lambda: norm_backward(
+        _x(), _x(), torch.zeros(1024), torch.zeros(256), added_MK=_x()
+    ),
 }
 
 WITHIN_OTHERS = {
@@ -115,10 +159,14 @@ WITHIN_OTHERS = {
     "gate: mxfp8 codes of both forms, as x lies",
     "norm of a sum: mxfp8 codes of both forms",
 }
-"""What compiles no function that others do not: what is made from a source is computed as in "norm" and "gate", its
-sum is that of "norm of a sum … as x lies", and stored as x lies are codes of gradients, which take most registers."""
+"""What compiles no function that others do not: what is made from a source is computed as in "norm"
+and "gate", its sum is that of "norm of a sum … as x lies", and stored as x lies are codes of
+gradients, which take most registers.
+"""
 OF_CODES = {"nvfp4": 100, "mxfp8": 100, "fp8": 90}
-"""The GPU whose tensor cores multiply the codes; others are compiled for the oldest that is supported."""
+"""The GPU whose tensor cores multiply the codes; others are compiled for the oldest that is
+supported.
+"""
 COMPILED = [
     (name, next((sm for codes, sm in OF_CODES.items() if re.search(rf"\b{codes}\b", name)), 80))
     for name in CALLS
@@ -138,46 +186,87 @@ def test_compiles_without_spills_and_keeps_subnormals_and_ieee_division(
 ) -> None:
     for launch in launches_of(CALLS[name]):
         compiled = compile_launch(launch, capability)
-        kernel, found = launch.launch.kernel.__name__, resources(compiled.asm["cubin"], tmp_path)
-        record_property(f"{kernel}, SM {capability}", f"{found['REG']} registers, {found['STACK']} bytes spilled")
+        kernel = launch.launch.kernel.__name__
+        found = resources(compiled.asm["cubin"], tmp_path)
+        record_property(
+            f"{kernel}, SM {capability}",
+            f"{found['REG']} registers, {found['STACK']} bytes spilled",
+        )
         assert found["STACK"] == found["LOCAL"] == 0, f"{kernel} spills registers: {found}"
-        assert found["REG"] * 32 * launch.launch.warps <= 1 << 15, "two programs lie on a multiprocessor at least"
+        assert found["REG"] * 32 * launch.launch.warps <= 1 << 15, (
+            "two programs lie on a multiprocessor at least"
+        )
         ptx = compiled.asm["ptx"]
         assert ".ftz" not in ptx, "a flushed subnormal would change codes"
-        assert not re.search(r"div\.(full|approx)|(rcp|sqrt)\.approx", ptx), "approximations would change scales"
+        assert not re.search(r"div\.(full|approx)|(rcp|sqrt)\.approx", ptx), (
+            "approximations would change scales"
+        )
         assert "cvt.rn.satfinite" not in ptx, "SM 8.0 has no FP8 or FP4 cast"
 
 
 def functions() -> dict[str, Any]:
     """Kernels and their functions, by their names."""
     folder = Path(kernels.__file__).parent
-    modules = [import_module(f"{kernels.__name__}.{path.stem}") for path in sorted(folder.glob("[!_]*.py"))]
-    return {name: each for module in modules for name, each in vars(module).items() if hasattr(each, "arg_names")}
+    modules = [
+        import_module(f"{kernels.__name__}.{path.stem}") for path in sorted(folder.glob("[!_]*.py"))
+    ]
+    return {
+        name: each
+        for module in modules
+        for name, each in vars(module).items()
+        if hasattr(each, "arg_names")
+    }
 
 
 def test_kernels_and_their_functions_have_few_parameters() -> None:
-    """What a launch passes is looked at by Triton in Python, one parameter after the other. A tuple of pointers counts
-    as one parameter here, though Triton looks at each pointer in it."""
+    """What a launch passes is looked at by Triton in Python, one parameter after the other. A tuple
+    of pointers counts as one parameter here, though Triton looks at each pointer in it.
+    """
     found = {name: len(each.arg_names) for name, each in functions().items()}
-    wanted = {"quantize", "quantize_both", "quantize_turned", "quantize_produced", "turned_produced", "decode_blocks"}
-    wanted |= {"amax_tensor", "amax_rows", "amax_columns", "amax_both", "amax_produced", "norm_backward"}
+    wanted = {
+        "quantize",
+        "quantize_both",
+        "quantize_turned",
+        "quantize_produced",
+        "turned_produced",
+        "decode_blocks",
+    }
+    wanted |= {
+        "amax_tensor",
+        "amax_rows",
+        "amax_columns",
+        "amax_both",
+        "amax_produced",
+        "norm_backward",
+    }
     assert wanted <= found.keys()
     assert max(found.values()) <= 20, found
 
 
 def test_functions_pass_each_other_what_triton_3_6_makes_constants_of() -> None:
-    """Its `call_JitFunction` (compiler/code_generator.py) wraps neither a text that is a parameter's default nor a
-    field of a variant within a tuple, and fails with "no attribute 'type'"."""
+    """Its `call_JitFunction` (compiler/code_generator.py) wraps neither a text that is a
+    parameter's default nor a field of a variant within a tuple, and fails with "no attribute
+    'type'".
+    """
     for name, each in functions().items():
-        assert not any(isinstance(p.default, str) for p in inspect.signature(each.fn).parameters.values()), name
+        assert not any(
+            isinstance(p.default, str) for p in inspect.signature(each.fn).parameters.values()
+        ), name
         for call in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(each.fn)))):
             if isinstance(call, ast.Call) and isinstance(call.func, ast.Name | ast.Attribute):
                 root, *rest = ast.unparse(call.func).split(".")
                 called = each.fn.__globals__.get(root)
                 called = getattr(called, rest[0], None) if len(rest) == 1 else called
                 if hasattr(called, "arg_names"):
-                    parts = [part for given in call.args if isinstance(given, ast.Tuple) for part in given.elts]
-                    assert not any(isinstance(part, ast.Attribute) for part in parts), ast.unparse(call)
+                    parts = [
+                        part
+                        for given in call.args
+                        if isinstance(given, ast.Tuple)
+                        for part in given.elts
+                    ]
+                    assert not any(isinstance(part, ast.Attribute) for part in parts), ast.unparse(
+                        call
+                    )
 
 
 @pytest.mark.parametrize(
@@ -196,9 +285,9 @@ def test_codes_of_both_forms_move_hardly_more_bytes_than_the_least(
 ) -> None:
     """Bytes per element: x once for its amaxes, once for its codes, and the codes.
 
-    The sizes of a launch's tensors are added, as if it moved each once. `quantize_both` reads each tile twice, the
-    second time from the cache that the first has filled: what of it leaves the cache is not counted. `quantize_turned`
-    reads and writes once.
+    The sizes of a launch's tensors are added, as if it moved each once. `quantize_both` reads each
+    tile twice, the second time from the cache that the first has filled: what of it leaves the
+    cache is not counted. `quantize_turned` reads and writes once.
     """
     arguments = [each for launch in launches_of(lambda: both(*specs)) for each in launch.arguments]
     moved = sum(each.nbytes for each in arguments if isinstance(each, torch.Tensor))
@@ -241,11 +330,15 @@ SOURCES: dict[str, tuple[str, QuantSpec, QuantSpec]] = {
         ("norm of a stream, backward", 8),
     ],
 )
-def test_what_is_quantised_where_it_is_made_moves_hardly_more_bytes_than_the_least(call: str, least: float) -> None:
-    """Bytes per element of the result, or of one of two: its sources once for amaxes and once for codes, and the codes;
-    of a sum its terms, the sum, and the sum again where an amax comes first. A launch moves each tensor once: the strip
-    of tokens of a norm, and a tile that two programs read, are cached. The cost model charges as much; of a norm's
-    gradients also the sum over the programs, which is torch's."""
+def test_what_is_quantised_where_it_is_made_moves_hardly_more_bytes_than_the_least(
+    call: str, least: float
+) -> None:
+    """Bytes per element of the result, or of one of two: its sources once for amaxes and once for
+    codes, and the codes; of a sum its terms, the sum, and the sum again where an amax comes first.
+    A launch moves each tensor once: the strip of tokens of a norm, and a tile that two programs
+    read, are cached. The cost model charges as much; of a norm's gradients also the sum over the
+    programs, which is torch's.
+    """
     passed = [each for launch in launches_of(CALLS[call]) for each in launch.arguments]
     tensors = [part for each in passed for part in (each if isinstance(each, tuple) else (each,))]
     moved = sum(each.nbytes for each in tensors if isinstance(each, torch.Tensor))
@@ -255,7 +348,9 @@ def test_what_is_quantised_where_it_is_made_moves_hardly_more_bytes_than_the_lea
         assert moved / _x().numel() == pytest.approx(charged, rel=0.01)
         return
     source, *specs = SOURCES[call]
-    charged = sum(map(sum, own_passes(*specs, _x().numel(), codes=True, source=source))) + SUM * ("sum" in call)
+    charged = sum(map(sum, own_passes(*specs, _x().numel(), codes=True, source=source))) + SUM * (
+        "sum" in call
+    )
     assert charged == pytest.approx(least, rel=1e-4)
     assert moved == pytest.approx(least * _x().numel(), rel=0.02)
 
@@ -272,8 +367,12 @@ def test_what_is_quantised_where_it_is_made_moves_hardly_more_bytes_than_the_lea
         ("mxfp8 codes decoded", 1 + 1 / 32 + 2),
     ],
 )
-def test_a_kernel_of_one_form_moves_hardly_more_bytes_than_the_least(call: str, least: float) -> None:
-    """Bytes per element: x once for its amax where there is one of the tensor, once for its codes, and the result."""
+def test_a_kernel_of_one_form_moves_hardly_more_bytes_than_the_least(
+    call: str, least: float
+) -> None:
+    """Bytes per element: x once for its amax where there is one of the tensor, once for its codes,
+    and the result.
+    """
     arguments = [each for launch in launches_of(CALLS[call]) for each in launch.arguments]
     moved = sum(each.nbytes for each in arguments if isinstance(each, torch.Tensor))
     assert 0 < moved <= 1.15 * least * _x().numel()
@@ -289,8 +388,9 @@ def test_a_step_of_adamw_moves_20_bytes_per_weight() -> None:
 
 
 def test_a_thread_of_adamw_reads_16_bytes_at_a_time_and_draws_for_eight_weights_at_once() -> None:
-    """Ten rounds of the generator for each moment, of two products of 64 bits each; only the weights, of which eight
-    are 32 bytes, may be exchanged before they are written."""
+    """Ten rounds of the generator for each moment, of two products of 64 bits each; only the
+    weights, of which eight are 32 bytes, may be exchanged before they are written.
+    """
     (launch,) = launches_of(step_adamw)
     ptx = compile_launch(launch, 90).asm["ptx"]
     assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) == 2 + 2 + 1 + 1
@@ -307,8 +407,9 @@ def test_contiguous_input_is_read_16_bytes_at_a_time() -> None:
 
 
 def test_a_product_and_a_sum_are_not_contracted() -> None:
-    """t = x * enc + 0.0 must round twice; the fmas left are those of rounding.py, for 32 elements and 4 scales (2 with
-    Triton 3.6)."""
+    """t = x * enc + 0.0 must round twice; the fmas left are those of rounding.py, for 32 elements
+    and 4 scales (2 with Triton 3.6).
+    """
     (launch,) = launches_of(lambda: TritonQuantizer(NVFP4).values(_x(), amax=torch.ones(())))
     ptx = compile_launch(launch, 90).asm["ptx"]
     assert len(re.findall(r"\badd(\.rn)?\.f32", ptx)) >= 32
@@ -317,29 +418,40 @@ def test_a_product_and_a_sum_are_not_contracted() -> None:
 
 @pytest.mark.long
 def test_random_words_are_drawn_where_they_are_used() -> None:
-    """A layout conversion would send every word through shared memory: 4 KB are for turning the codes over, no more."""
+    """A layout conversion would send every word through shared memory: 4 KB are for turning the
+    codes over, no more.
+    """
     _, launch = launches_of(lambda: TritonQuantizer(WGRAD).codes(_x().T, KEY))
     compiled = compile_launch(launch, 90)
     assert len(re.findall(r"\bbar\.sync", compiled.asm["ptx"])) <= 6
 
 
 class Jit:
-    """Stands in for Triton's JITFunction (`run` gives the compiled kernel) and CompiledKernel (triton/runtime/jit.py,
-    triton/compiler/compiler.py: `kernel[grid](*arguments)`, constants among them)."""
+    """Stands in for Triton's JITFunction (`run` gives the compiled kernel) and CompiledKernel
+    (triton/runtime/jit.py, triton/compiler/compiler.py: `kernel[grid](*arguments)`, constants among
+    them).
+    """
 
     def __init__(self) -> None:
         self.ran: list[tuple[object, ...]] = []
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         compiled = {(6, 1, 1): lambda *arguments: self.ran.append(("compiled", *arguments))}
-        return lambda *arguments, **options: self.ran.append(("jit", *arguments, options["V"])) or compiled
+        return lambda *arguments, **options: (
+            self.ran.append(("jit", *arguments, options["V"])) or compiled
+        )
 
 
-def test_a_compiled_kernel_is_launched_without_asking_the_jit_again_unless_it_would_be_another_kernel() -> None:
-    """Triton specialises by classes of arguments and by whether pointers are multiples of 16 bytes."""
+def test_a_compiled_kernel_is_launched_without_asking_the_jit_again_unless_it_would_be_another_kernel() -> (
+    None
+):
+    """Triton specialises by classes of arguments and by whether pointers are multiples of 16
+    bytes.
+    """
     jit = Jit()
     launch = triton_launch.Launch(jit, 6, (3, 4), {"V": "variant"}, dtypes={0: torch.int32})  # type: ignore[arg-type]
-    x, step = torch.zeros(9), torch.zeros(1)
+    x = torch.zeros(9)
+    step = torch.zeros(1)
     for pointer, words, by in (
         (x, (1, 2), "jit"),
         (x[4:], (5, 6), "compiled"),

@@ -1,8 +1,9 @@
-"""The kernel that a launch runs is the one that Triton would compile for its arguments, whatever was launched before:
-plans and compiled kernels are kept by all that decides them.
+"""The kernel that a launch runs is the one that Triton would compile for its arguments, whatever
+was launched before: plans and compiled kernels are kept by all that decides them.
 
-Each case is called with arguments that differ in one respect (dtype, alignment, strides, shape, an argument that is
-not given), first each with nothing kept, then one after the other with everything kept.
+Each case is called with arguments that differ in one respect (dtype, alignment, strides, shape, an
+argument that is not given), first each with nothing kept, then one after the other with everything
+kept.
 """
 
 import ast
@@ -28,12 +29,16 @@ from fp4train.quantize import Decoded, Delayed, QuantSpec, RandomKey, quantize
 from fp4train.quantize.produced import SourceTensors, norm_backward, produce
 from fp4train.quantize.triton import TritonQuantizer
 
-triton = pytest.importorskip("triton", reason="triton is not installed (Linux only: pip install triton)")
+triton = pytest.importorskip(
+    "triton", reason="triton is not installed (Linux only: pip install triton)"
+)
 
 from launch_keys import Ran, forget_plans, without_compiler  # noqa: E402
 
 if triton.knobs.runtime.interpret:
-    pytest.skip("TRITON_INTERPRET is set: kernels are interpreted, not compiled", allow_module_level=True)
+    pytest.skip(
+        "TRITON_INTERPRET is set: kernels are interpreted, not compiled", allow_module_level=True
+    )
 
 FP8 = QuantSpec(element="e4m3", block=(None, None), scale="fp32", global_scale=None)
 PER_ROW = replace(FP8, block=(1, None))
@@ -47,7 +52,9 @@ def bf16(*shape: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """A call that launches kernels: the objects that keep plans, its tensors, and what it calls with both."""
+    """A call that launches kernels: the objects that keep plans, its tensors, and what it calls
+    with both.
+    """
 
     new: Callable[[], Any]
     tensors: dict[str, Tensor]
@@ -57,8 +64,17 @@ class Case:
 def one_form(spec: QuantSpec, method: str, **tensors: Tensor) -> Case:
     """Codes or values by a spec; `counters` enters the key of the random bits."""
 
-    def call(quantizer: TritonQuantizer, x: Tensor, amax: Tensor | None = None, counters: Tensor | None = None) -> Any:
-        key = RandomKey(seed=1, step=2, layer=3, operand=0, counters=counters) if spec.random else None
+    def call(
+        quantizer: TritonQuantizer,
+        x: Tensor,
+        amax: Tensor | None = None,
+        counters: Tensor | None = None,
+    ) -> Any:
+        key = (
+            RandomKey(seed=1, step=2, layer=3, operand=0, counters=counters)
+            if spec.random
+            else None
+        )
         return getattr(quantizer, method)(x, key, amax)
 
     return Case(lambda: TritonQuantizer(spec), tensors or {"x": bf16(64, 96)}, call)
@@ -86,11 +102,21 @@ def pair(row: QuantSpec, column: QuantSpec) -> Callable[[], Pair]:
     return lambda: (TritonQuantizer(row).in_tiles, TritonQuantizer(column).in_tiles)
 
 
-def both(row: QuantSpec, column: QuantSpec, codes: tuple[bool, bool] = (True, True), **tensors: Tensor) -> Case:
+def both(
+    row: QuantSpec, column: QuantSpec, codes: tuple[bool, bool] = (True, True), **tensors: Tensor
+) -> Case:
     def call(
-        made: Pair, x: Tensor, amax: Tensor | None = None, newest: Tensor | None = None, counters: Tensor | None = None
+        made: Pair,
+        x: Tensor,
+        amax: Tensor | None = None,
+        newest: Tensor | None = None,
+        counters: Tensor | None = None,
     ) -> object:
-        keys = [KEY if counters is None else RandomKey(seed=1, step=2, layer=3, operand=0, counters=counters)] * 2
+        keys = [
+            KEY
+            if counters is None
+            else RandomKey(seed=1, step=2, layer=3, operand=0, counters=counters)
+        ] * 2
         keys = [key if spec.random else None for key, spec in zip(keys, (row, column), strict=True)]  # type: ignore[misc]
         own, other = made
         return own.with_columns(other, x, keys[0], amax, keys[1], amax, *codes, newest)
@@ -98,7 +124,9 @@ def both(row: QuantSpec, column: QuantSpec, codes: tuple[bool, bool] = (True, Tr
     return Case(pair(row, column), {"x": bf16(64, 96), **tensors}, call)
 
 
-def source(kind: str, row: QuantSpec, column: QuantSpec, turned: bool = False, **tensors: Tensor) -> Case:
+def source(
+    kind: str, row: QuantSpec, column: QuantSpec, turned: bool = False, **tensors: Tensor
+) -> Case:
     eps = 1e-5 if kind in ("norm", "root") else 0.0
 
     def call(made: Pair, **tensors: Tensor) -> object:
@@ -111,7 +139,10 @@ def source(kind: str, row: QuantSpec, column: QuantSpec, turned: bool = False, *
 
 def adamw() -> Case:
     def call(_: None, weight: Tensor, found_inf: Tensor, counters: Tensor) -> None:
-        moments = torch.zeros_like(weight, dtype=torch.bfloat16), torch.zeros_like(weight, dtype=torch.bfloat16)
+        moments = (
+            torch.zeros_like(weight, dtype=torch.bfloat16),
+            torch.zeros_like(weight, dtype=torch.bfloat16),
+        )
         group = {"betas": (0.9, 0.95), "lr": 1e-3, "weight_decay": 0.1}
         numbers = rounded.numbers_of(torch.ones(1), group, None, found_inf)
         key = RandomKey(seed=1, step=2, layer=3, operand=0, counters=counters)
@@ -119,31 +150,49 @@ def adamw() -> Case:
         tensors = rounded.SlabTensors(weight, torch.zeros_like(weight), *moments)
         rounded.by_triton(tensors, rounded.Keys(key, key, 0), numbers, 0, decays)
 
-    return Case(lambda: None, {"weight": torch.zeros(64, 96), "found_inf": ONE, "counters": COUNTERS}, call)
+    return Case(
+        lambda: None, {"weight": torch.zeros(64, 96), "found_inf": ONE, "counters": COUNTERS}, call
+    )
 
 
 def backward(outside: float) -> Case:
-    tensors = {"dy": bf16(64, 96), "h": bf16(64, 96), "weight": torch.zeros(96), "rstd": torch.zeros(64)}
+    tensors = {
+        "dy": bf16(64, 96),
+        "h": bf16(64, 96),
+        "weight": torch.zeros(96),
+        "rstd": torch.zeros(64),
+    }
 
-    def call(_: None, dy: Tensor, h: Tensor, weight: Tensor, rstd: Tensor, added: Tensor | None = None) -> object:
+    def call(
+        _: None, dy: Tensor, h: Tensor, weight: Tensor, rstd: Tensor, added: Tensor | None = None
+    ) -> object:
         return norm_backward(dy, h, weight, rstd, outside, added)
 
     return Case(lambda: None, tensors | {"added": bf16(64, 96)}, call)
 
 
 def product(adds: bool, library: bool, **tensors: Tensor) -> Case:
-    """A product whose scales are applied in it; library: what it leaves to do after a product of cuBLAS."""
+    """A product whose scales are applied in it; library: what it leaves to do after a product of
+    cuBLAS.
+    """
 
     class Products(scaled.ScaledProducts):
         def _cublas_on(self, device: torch.device) -> Any:
             return SimpleNamespace(multiply=lambda *_: None) if library else None
 
     def call(
-        products: Products, x: Tensor, y: Tensor, first: Tensor | None = None, second: Tensor | None = None
+        products: Products,
+        x: Tensor,
+        y: Tensor,
+        first: Tensor | None = None,
+        second: Tensor | None = None,
     ) -> None:
-        a, b = Decoded(x, first), Decoded(y, second)
+        a = Decoded(x, first)
+        b = Decoded(y, second)
         with patch.object(scaled, "why_not_here", lambda device: None):
-            if reason := scaled.why_not(a, b, torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32):
+            if reason := scaled.why_not(
+                a, b, torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
+            ):
                 raise ValueError(reason)
         with patch.object(scaled.cublas, "takes", lambda tensor: True):
             if adds:
@@ -154,7 +203,8 @@ def product(adds: bool, library: bool, **tensors: Tensor) -> Case:
     return Case(Products, {"x": bf16(64, 96), "y": bf16(64, 96), "first": ONE, **tensors}, call)
 
 
-ONE, COUNTERS = torch.zeros(()), torch.zeros(8, dtype=torch.int32)
+ONE = torch.zeros(())
+COUNTERS = torch.zeros(8, dtype=torch.int32)
 NORM = {"h": bf16(64, 96), "weight": torch.zeros(96), "rstd": torch.zeros(64)}
 SUM = NORM | {"x": bf16(64, 96), "change": bf16(64, 96)}
 GATE = {"gate": bf16(64, 96), "up": bf16(64, 96)}
@@ -166,10 +216,14 @@ DELAYED = replace(FP8, delayed=Delayed())
 
 CASES: dict[str, Case] = {
     "nvfp4 codes": one_form(QuantSpec(), "codes", x=bf16(64, 96), amax=ONE),
-    "nvfp4 values, stochastic": one_form(QuantSpec(rounding="stochastic"), "values", x=bf16(64, 96), counters=COUNTERS),
+    "nvfp4 values, stochastic": one_form(
+        QuantSpec(rounding="stochastic"), "values", x=bf16(64, 96), counters=COUNTERS
+    ),
     "wgrad codes": one_form(DY["nvfp4"][1], "codes", x=bf16(64, 96), amax=ONE, counters=COUNTERS),
     "weights": one_form(QuantSpec(block=(16, 16)), "codes"),
-    "a global scale per row": one_form(QuantSpec(global_scale="row"), "codes", x=bf16(64, 96), amax=torch.zeros(64)),
+    "a global scale per row": one_form(
+        QuantSpec(global_scale="row"), "codes", x=bf16(64, 96), amax=torch.zeros(64)
+    ),
     "mxfp8 values": one_form(X["mxfp8"][0], "values"),
     "fp8 codes": one_form(FP8, "codes", x=bf16(64, 96), amax=ONE),
     "fp8 codes per row": one_form(PER_ROW, "codes"),
@@ -190,7 +244,9 @@ CASES: dict[str, Case] = {
     **{f"root, {name}": source("root", *specs, **NORM) for name, specs in X.items()},
     **{f"norm of a sum, {name}": source("norm", *specs, **SUM) for name, specs in X.items()},
     **{f"gate, {name}": source("gate", *specs, **GATE) for name, specs in X.items()},
-    **{f"gradients, {name}": source("gradients", *specs, **GRADIENTS) for name, specs in DY.items()},
+    **{
+        f"gradients, {name}": source("gradients", *specs, **GRADIENTS) for name, specs in DY.items()
+    },
     "norm, backward": backward(0.0),
     "root, backward": backward(1e-6),
     "a step of adamw": adamw(),
@@ -203,7 +259,9 @@ CASES: dict[str, Case] = {
 
 
 def variants(tensors: dict[str, Tensor]) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """The tensors, and the same with one of them, or all matrices, in another dtype, place, layout or shape."""
+    """The tensors, and the same with one of them, or all matrices, in another dtype, place, layout
+    or shape.
+    """
     yield "as they are", tensors
     for name, tensor in tensors.items():
         for dtype in (torch.int64,) if tensor.dtype == torch.int32 else DTYPES:
@@ -214,7 +272,10 @@ def variants(tensors: dict[str, Tensor]) -> Iterator[tuple[str, dict[str, Tensor
         without = {other: value for other, value in tensors.items() if other != name}
         yield f"without {name}", without
     for what, change in LAYOUTS.items():
-        yield f"all {what}", {name: change(tensor) if tensor.dim() else tensor for name, tensor in tensors.items()}
+        yield (
+            f"all {what}",
+            {name: change(tensor) if tensor.dim() else tensor for name, tensor in tensors.items()},
+        )
 
 
 def later(tensor: Tensor, shift: int) -> Tensor:
@@ -222,7 +283,9 @@ def later(tensor: Tensor, shift: int) -> Tensor:
 
 
 def sized(*shape: int) -> Callable[[Tensor], Tensor]:
-    """A tensor of as many dimensions; vectors have the columns, but for those of a row's number of them."""
+    """A tensor of as many dimensions; vectors have the columns, but for those of a row's number of
+    them.
+    """
     rows, cols = shape
 
     def change(tensor: Tensor) -> Tensor:
@@ -238,9 +301,13 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "of one column": sized(64, 1),
     "of other columns": sized(64, 103),
     "of wider rows": lambda x: torch.zeros(64, 112, dtype=x.dtype)[:, :96] if x.dim() == 2 else x,
-    "of rows of an odd width": lambda x: torch.zeros(64, 113, dtype=x.dtype)[:, :96] if x.dim() == 2 else x,
+    "of rows of an odd width": lambda x: (
+        torch.zeros(64, 113, dtype=x.dtype)[:, :96] if x.dim() == 2 else x
+    ),
     "transposed": lambda x: torch.zeros(96, 64, dtype=x.dtype).T if x.dim() == 2 else x,
-    "of every second column": lambda x: torch.zeros(64, 192, dtype=x.dtype)[:, ::2] if x.dim() == 2 else x,
+    "of every second column": lambda x: (
+        torch.zeros(64, 192, dtype=x.dtype)[:, ::2] if x.dim() == 2 else x
+    ),
 }
 
 
@@ -279,8 +346,12 @@ def test_what_was_launched_before_changes_no_launch(name: str) -> None:
 def launched() -> dict[str, Any]:
     """The kernels that are launched: no function of a kernel's module calls them."""
     folder = Path(kernels.__file__).parent
-    modules = [import_module(f"{kernels.__name__}.{path.stem}") for path in sorted(folder.glob("[!_]*.py"))]
-    functions = {name: f for module in modules for name, f in vars(module).items() if hasattr(f, "arg_names")}
+    modules = [
+        import_module(f"{kernels.__name__}.{path.stem}") for path in sorted(folder.glob("[!_]*.py"))
+    ]
+    functions = {
+        name: f for module in modules for name, f in vars(module).items() if hasattr(f, "arg_names")
+    }
     called = set()
     for function in functions.values():
         for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function.fn)))):
@@ -308,7 +379,9 @@ NUMBERS = [
 
 @pytest.mark.parametrize(("name", "number"), NUMBERS)
 def test_no_kernel_is_compiled_twice_for_where_one_number_lies(name: str, number: str) -> None:
-    """An amax of a history, an amax that is filled, a counter of the step: views of 4 bytes at any place."""
+    """An amax of a history, an amax that is filled, a counter of the step: views of 4 bytes at any
+    place.
+    """
     case = CASES[name]
     shifted = case.tensors | {number: later(case.tensors[number], 1)}
     with without_compiler() as ran:

@@ -1,4 +1,6 @@
-"""Products compiled for GPUs that are not there: registers, shared memory, and the instructions of tensor cores."""
+"""Products compiled for GPUs that are not there: registers, shared memory, and the instructions of
+tensor cores.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,12 +13,16 @@ import torch
 from fp4train.backends import scaled
 from fp4train.quantize import Decoded
 
-triton = pytest.importorskip("triton", reason="triton is not installed (Linux only: pip install triton)")
+triton = pytest.importorskip(
+    "triton", reason="triton is not installed (Linux only: pip install triton)"
+)
 
 from compile_triton import compile_launch, launches_of, resources  # noqa: E402
 
 if triton.knobs.runtime.interpret:
-    pytest.skip("TRITON_INTERPRET is set: kernels are interpreted, not compiled", allow_module_level=True)
+    pytest.skip(
+        "TRITON_INTERPRET is set: kernels are interpreted, not compiled", allow_module_level=True
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -25,13 +31,22 @@ def _fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def scaled_product(
-    sizes: tuple[int, int, int], *, rows: bool = False, adds: bool = False, bias: bool = False, cublas: bool = False
+    sizes: tuple[int, int, int],
+    *,
+    rows: bool = False,
+    adds: bool = False,
+    bias: bool = False,
+    cublas: bool = False,
 ) -> list[Any]:
-    """The launches of a product [R, S] of depth C: its scales those of rows, or of tensors; beside one of cuBLAS."""
+    """The launches of a product [R, S] of depth C: its scales those of rows, or of tensors; beside
+    one of cuBLAS.
+    """
     (R, S, C), products = sizes, scaled.ScaledProducts()
-    a, b = torch.zeros(C, R).bfloat16().T if adds else torch.zeros(R, C).bfloat16(), torch.zeros(S, C).bfloat16()
+    a = torch.zeros(C, R).bfloat16().T if adds else torch.zeros(R, C).bfloat16()
+    b = torch.zeros(S, C).bfloat16()
     first, second = (torch.ones(R, 1), torch.ones(S, 1)) if rows else torch.ones(2).unbind()
-    left, right = Decoded(a, first), Decoded(b, second)
+    left = Decoded(a, first)
+    right = Decoded(b, second)
 
     def call() -> None:
         scaled._plan_product.cache_clear()
@@ -68,8 +83,12 @@ def test_products_compile_without_spills_for_tensor_cores_and_fit_their_shared_m
     sizes, options, capability = PRODUCTS[name]
     for launch in scaled_product(sizes, **options):
         compiled = compile_launch(launch, capability)
-        kernel, found = launch.launch.kernel.__name__, resources(compiled.asm["cubin"], tmp_path)
-        record_property(f"{kernel}, SM {capability}", f"{found['REG']} registers, {compiled.metadata.shared} bytes")
+        kernel = launch.launch.kernel.__name__
+        found = resources(compiled.asm["cubin"], tmp_path)
+        record_property(
+            f"{kernel}, SM {capability}",
+            f"{found['REG']} registers, {compiled.metadata.shared} bytes",
+        )
         assert found["STACK"] == found["LOCAL"] == 0, f"{kernel} spills registers: {found}"
         ptx = compiled.asm["ptx"]
         assert ".ftz" not in ptx, "a flushed subnormal would change products"
@@ -77,4 +96,6 @@ def test_products_compile_without_spills_for_tensor_cores_and_fit_their_shared_m
         if kernel == "scaled_product":
             tensor_core = {80: "mma.sync", 90: "wgmma", 100: "tcgen05.mma"}[capability]
             assert tensor_core in ptx
-            assert ("cp.async" in ptx) == ("odd" not in name), "operands are copied past the registers"
+            assert ("cp.async" in ptx) == ("odd" not in name), (
+                "operands are copied past the registers"
+            )

@@ -12,7 +12,13 @@ from torch import Tensor
 
 from fp4train.formats import E2M1, E4M3, pack_fp4
 from fp4train.measure import tensor_cores
-from fp4train.measure.tensor_cores import ADA_FP8, BLACKWELL_FP4, BLACKWELL_FP8, HOPPER_FP8, TensorCore
+from fp4train.measure.tensor_cores import (
+    ADA_FP8,
+    BLACKWELL_FP4,
+    BLACKWELL_FP8,
+    HOPPER_FP8,
+    TensorCore,
+)
 from fp4train.quantize import Quantized, QuantSpec, quantizer
 
 VECTORS = json.loads((Path(__file__).parents[1] / "golden" / "tensor_cores.json").read_text())
@@ -25,7 +31,9 @@ def one_scale(codes: Tensor, element: str, scale: float = 1.0) -> Quantized:
     return Quantized(spec, tuple(codes.shape), codes, torch.full((1, 1), scale), None)  # type: ignore[arg-type]
 
 
-def finite_codes(kind: str, element: str, rows: int, columns: int, generator: torch.Generator) -> Tensor:
+def finite_codes(
+    kind: str, element: str, rows: int, columns: int, generator: torch.Generator
+) -> Tensor:
     """Codes of all exponents, near zero, or of sums that cancel."""
     if kind == "all exponents":
         codes = torch.randint(0, 256, (rows, columns), generator=generator, dtype=torch.uint8)
@@ -45,9 +53,15 @@ def same_bits(first: Tensor, second: Tensor) -> bool:
 
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("fast", [True, False])
-@pytest.mark.parametrize("elements", [("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "e5m2"), ("e5m2", "e5m2")])
-def test_fp8_sums_of_hopper_and_ada_are_those_of_mmaemu(preset: str, fast: bool, elements: tuple[str, str]) -> None:
-    """Over K that end within a block and within a chain; mmaemu 0.1.0 was compared with an H100 and an RTX 4060."""
+@pytest.mark.parametrize(
+    "elements", [("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "e5m2"), ("e5m2", "e5m2")]
+)
+def test_fp8_sums_of_hopper_and_ada_are_those_of_mmaemu(
+    preset: str, fast: bool, elements: tuple[str, str]
+) -> None:
+    """Over K that end within a block and within a chain; mmaemu 0.1.0 was compared with an H100 and
+    an RTX 4060.
+    """
     generator = torch.Generator().manual_seed(0)
     for kind in ("all exponents", "subnormal", "cancelling"):
         for rows, columns, depth in ((5, 7, 48), (3, 9, 272), (2, 5, 1024)):
@@ -59,7 +73,9 @@ def test_fp8_sums_of_hopper_and_ada_are_those_of_mmaemu(preset: str, fast: bool,
                 summed: Tensor = chain_gemm(x, y, **options, preset=preset)
                 return summed
 
-            theirs = execute_plan(make_plan(depth, fast=fast, preset=preset), a, b, **options, chain_fn=chain)
+            theirs = execute_plan(
+                make_plan(depth, fast=fast, preset=preset), a, b, **options, chain_fn=chain
+            )
             operands = one_scale(a, elements[0]), one_scale(b, elements[1])
             assert same_bits(tensor_cores.product(*operands, PRESETS[preset], fast=fast), theirs)
 
@@ -71,8 +87,12 @@ def test_sums_over_parts_of_k_are_those_of_mmaemu(fast: bool, splits: int) -> No
     a, b = (finite_codes("cancelling", "e4m3", 4, 1040, generator) for _ in "ab")
     options: dict[str, Any] = {"fmt_a": "e4m3", "fmt_b": "e4m3"}
     plan = make_plan(1040, fast=fast, S=splits, scheme="contiguous", preset="hopper")
-    theirs = execute_plan(plan, a, b, **options, chain_fn=lambda x, y: chain_gemm(x, y, **options, preset="hopper"))
-    ours = tensor_cores.product(one_scale(a, "e4m3"), one_scale(b, "e4m3"), HOPPER_FP8, fast=fast, splits=splits)
+    theirs = execute_plan(
+        plan, a, b, **options, chain_fn=lambda x, y: chain_gemm(x, y, **options, preset="hopper")
+    )
+    ours = tensor_cores.product(
+        one_scale(a, "e4m3"), one_scale(b, "e4m3"), HOPPER_FP8, fast=fast, splits=splits
+    )
     assert same_bits(ours, theirs)
 
 
@@ -86,7 +106,8 @@ def test_block_scaled_sums_of_blackwell_are_those_of_mma_sim(vector: dict[str, A
             for key in (name, f"{name}_scales")
         )
         if element == "e2m1":
-            spec, packed = QuantSpec(), pack_fp4(codes)
+            spec = QuantSpec()
+            packed = pack_fp4(codes)
         else:
             spec = QuantSpec(element=element, block=(1, 32), scale="e8m0", global_scale=None)
             packed = codes
@@ -97,7 +118,9 @@ def test_block_scaled_sums_of_blackwell_are_those_of_mma_sim(vector: dict[str, A
 
 
 def test_products_of_nvfp4_equal_the_exact_ones_in_bf16_and_fast_ones_of_hopper_do_not() -> None:
-    """So a check on a Blackwell GPU may ask for equal bits of emulated products, and one on Hopper may not."""
+    """So a check on a Blackwell GPU may ask for equal bits of emulated products, and one on Hopper
+    may not.
+    """
     generator = torch.Generator().manual_seed(2)
     common = 0.5 * torch.randn(4096, generator=generator)
     x, w = ((common + torch.randn(24, 4096, generator=generator)).bfloat16() for _ in "xw")
@@ -114,7 +137,9 @@ def test_products_of_nvfp4_equal_the_exact_ones_in_bf16_and_fast_ones_of_hopper_
 
 def test_scales_of_tensors_multiply_the_sum_in_float32() -> None:
     codes = torch.tensor([[0x38, 0x3C]], dtype=torch.uint8)  # 1 and 1.5
-    scaled = tensor_cores.product(one_scale(codes, "e4m3", 0.1), one_scale(codes, "e4m3", 3.0), HOPPER_FP8)
+    scaled = tensor_cores.product(
+        one_scale(codes, "e4m3", 0.1), one_scale(codes, "e4m3", 3.0), HOPPER_FP8
+    )
     assert scaled.item() == torch.tensor(3.25) * (torch.tensor(0.1) * torch.tensor(3.0))
 
 
@@ -122,4 +147,6 @@ def test_a_unit_refuses_codes_that_it_does_not_multiply() -> None:
     codes = quantizer(QuantSpec(), "cpu").codes(torch.ones(16, 64))
     with pytest.raises(ValueError, match="Hopper, FP8: the unit does not multiply E2M1"):
         tensor_cores.product(codes, codes, HOPPER_FP8)
-    assert tensor_cores.unit_for((9, 0), E2M1) is None and tensor_cores.unit_for((12, 0), E4M3) is None
+    assert (
+        tensor_cores.unit_for((9, 0), E2M1) is None and tensor_cores.unit_for((12, 0), E4M3) is None
+    )

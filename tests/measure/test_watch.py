@@ -1,4 +1,6 @@
-"""Statistics of a step: what is sampled is what the layers multiply, and the estimates are those of the whole."""
+"""Statistics of a step: what is sampled is what the layers multiply, and the estimates are those of
+the whole.
+"""
 
 import math
 from collections.abc import Callable
@@ -11,7 +13,17 @@ import fp4train as f4
 from fp4train.measure.metrics import measure
 from fp4train.measure.statistics import NAMES, RAW, Measured, sample, watch
 from fp4train.nn import Linear
-from fp4train.precision import BF16, MXFP8, NVFP4, FP8Current, FP8Delayed, FP8Row, LayerPolicy, QuartetII, Recipe
+from fp4train.precision import (
+    BF16,
+    MXFP8,
+    NVFP4,
+    FP8Current,
+    FP8Delayed,
+    FP8Row,
+    LayerPolicy,
+    QuartetII,
+    Recipe,
+)
 from fp4train.quantize import RandomKey, quantize
 
 KEY = RandomKey(seed=0, step=0, layer=0, operand=6)
@@ -33,24 +45,33 @@ def watched(
 
 
 @pytest.mark.parametrize("recipe", [NVFP4(), MXFP8(), FP8Current(), FP8Row()], ids=lambda r: r.name)
-def test_a_small_tensor_is_measured_whole_by_the_formulas_of_the_readable_metrics(recipe: Recipe) -> None:
+def test_a_small_tensor_is_measured_whole_by_the_formulas_of_the_readable_metrics(
+    recipe: Recipe,
+) -> None:
     torch.manual_seed(0)
     model = f4.convert(nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 32)))
     x = torch.randn(64, 32)
     found = watched(model, x, recipe)
-    assert found.layers == ["0", "2"] and [NAMES[number] for layer, number in found.at if layer == 0] == list(NAMES)
+    assert found.layers == ["0", "2"] and [
+        NAMES[number] for layer, number in found.at if layer == 0
+    ] == list(NAMES)
     raw = dict(zip(RAW, found.values[found.at.index((0, 0))].tolist(), strict=True))
     spec = recipe.table()["fprop"].first
     assert spec is not None
     expected = measure(x, spec)
     assert raw["amax"] == expected.amax and raw["elements"] == x.numel()
-    assert 10 * math.log10(raw["signal"] / raw["error"]) == pytest.approx(expected.sqnr_db, abs=1e-3)
+    assert 10 * math.log10(raw["signal"] / raw["error"]) == pytest.approx(
+        expected.sqnr_db, abs=1e-3
+    )
     assert raw["lost"] / raw["nonzero"] == pytest.approx(expected.underflow)
     assert raw["clipped"] / raw["elements"] == pytest.approx(expected.saturation)
     assert raw["fourth"] / raw["variance"] ** 2 == pytest.approx(expected.kurtosis, rel=1e-5)
     q = quantize(x, spec)
     assert raw["scales"] == (q.scales.unique().numel() if q.scales.dtype == torch.uint8 else 0)
-    assert (raw["smallest_scale"], raw["largest_scale"]) == (q.block_scales().min(), q.block_scales().max())
+    assert (raw["smallest_scale"], raw["largest_scale"]) == (
+        q.block_scales().min(),
+        q.block_scales().max(),
+    )
 
 
 def test_a_sample_is_of_whole_groups_across_the_tensor_with_the_amax_of_all() -> None:
@@ -64,9 +85,11 @@ def test_a_sample_is_of_whole_groups_across_the_tensor_with_the_amax_of_all() ->
 def test_the_noise_of_a_gradient_is_that_of_all_tokens_scaled_from_a_sample() -> None:
     """Of one layer: ‖dw in the recipe - dw in BF16‖, with dy the same in both."""
     torch.manual_seed(1)
-    x, target = torch.randn(4096, 64), torch.randn(4096, 48)
+    x = torch.randn(4096, 64)
+    target = torch.randn(4096, 48)
     recipe = NVFP4().with_high_precision("fprop", "dgrad")
-    gradients, noises = [], []
+    gradients = []
+    noises = []
     for each in (recipe, BF16()):
         model = f4.convert(nn.Sequential(nn.Linear(64, 48, bias=False)))
         found = watched(model, x, each, loss=lambda y: (y * target).sum())
@@ -84,7 +107,9 @@ def test_layers_in_high_precision_are_not_measured_and_hooks_are_gone_afterwards
     assert all(not m._forward_hooks for m in model.modules())
 
 
-@pytest.mark.parametrize("recipe", [FP8Delayed(), QuartetII(), NVFP4(row_scaled_activation=True)], ids=lambda r: r.name)
+@pytest.mark.parametrize(
+    "recipe", [FP8Delayed(), QuartetII(), NVFP4(row_scaled_activation=True)], ids=lambda r: r.name
+)
 def test_specs_that_take_an_amax_a_key_or_a_scale_for_each_row_are_measured(recipe: Recipe) -> None:
     torch.manual_seed(2)
     model = f4.convert(nn.Sequential(nn.Linear(128, 128)))

@@ -1,4 +1,6 @@
-"""Any value of any key of a `config.json`: a model that can be built, or one line, in bounded time and memory."""
+"""Any value of any key of a `config.json`: a model that can be built, or one line, in bounded time
+and memory.
+"""
 
 import json
 import resource
@@ -16,11 +18,33 @@ VALUES: tuple[Any, ...] = (
     *(2**62, 10**9, 10**400, -1, 0, 1.5, 1e308, float("nan"), float("inf")),
     *(True, "4", "x" * 10**6, [], [1], [[1]], {}, {"a": []}, [None] * 1000),
 )
-SECONDS, BYTES = 10.0, 10**9
+SECONDS = 10.0
+BYTES = 10**9
 MORE = {
-    *("head_dim", "rope_theta", "rope_scaling", "rope_parameters", "layer_types", "sliding_window", "mlp_only_layers"),
-    *("model_type", "architectures", "auto_map", "quantization_config", "first_k_dense_replace", "norm_topk_prob"),
-    *("hybrid_override_pattern", "layers_block_type", "time_step_limit", "tie_word_embeddings", "rms_norm_eps"),
+    *(
+        "head_dim",
+        "rope_theta",
+        "rope_scaling",
+        "rope_parameters",
+        "layer_types",
+        "sliding_window",
+        "mlp_only_layers",
+    ),
+    *(
+        "model_type",
+        "architectures",
+        "auto_map",
+        "quantization_config",
+        "first_k_dense_replace",
+        "norm_topk_prob",
+    ),
+    *(
+        "hybrid_override_pattern",
+        "layers_block_type",
+        "time_step_limit",
+        "tie_word_embeddings",
+        "rms_norm_eps",
+    ),
 }
 
 
@@ -49,19 +73,42 @@ def test_each_value_of_each_key_is_a_model_or_one_line(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [
-        ("llama", {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}}, "rope_theta=10000.0 and rope_param"),
         (
             "llama",
-            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}, "rope_parameters": {"rope_type": "default"}},
+            {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}},
+            "rope_theta=10000.0 and rope_param",
+        ),
+        (
+            "llama",
+            {
+                "rope_scaling": {"rope_type": "llama3", "factor": 8.0},
+                "rope_parameters": {"rope_type": "default"},
+            },
             "rope_scaling=.* and rope_parameters=.* contradict each other",
         ),
-        ("qwen3_moe", {"num_local_experts": 8}, "num_experts=6 and num_local_experts=8 contradict each other"),
+        (
+            "qwen3_moe",
+            {"num_local_experts": 8},
+            "num_experts=6 and num_local_experts=8 contradict each other",
+        ),
         ("dots1", {"num_experts": 8}, "n_routed_experts=6 and num_experts=8 contradict each other"),
-        ("glm4_moe", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported: only 1 is"),
+        (
+            "glm4_moe",
+            {"partial_rotary_factor": 0.5},
+            "partial_rotary_factor=0.5 is not supported: only 1 is",
+        ),
         ("glm4_moe", {"n_group": 2}, "n_group=2 is not supported"),
         ("glm4_moe", {"sliding_window": 64}, "sliding_window=64 is no key of GLM-4-MoE"),
-        ("qwen3_moe", {"mlp_only_layers": [[0]]}, "mlp_only_layers=.* only the first blocks may have no experts"),
-        ("mixtral", {"num_hidden_layers": 1000, "num_local_experts": 8000}, "are more than 262,144 experts"),
+        (
+            "qwen3_moe",
+            {"mlp_only_layers": [[0]]},
+            "mlp_only_layers=.* only the first blocks may have no experts",
+        ),
+        (
+            "mixtral",
+            {"num_hidden_layers": 1000, "num_local_experts": 8000},
+            "are more than 262,144 experts",
+        ),
     ],
 )
 def test_keys_that_contradict_each_other_are_refused_and_both_named(

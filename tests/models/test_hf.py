@@ -1,4 +1,6 @@
-"""Models of Hugging Face's `transformers` and ours: the same function, configuration both ways, refusals by key."""
+"""Models of Hugging Face's `transformers` and ours: the same function, configuration both ways,
+refusals by key.
+"""
 
 import json
 from collections.abc import Iterator
@@ -35,7 +37,9 @@ def ours_of(theirs: Any, time: int = 256) -> nn.Module:
 
 
 def tokens(time: int = 256) -> Tensor:
-    return torch.randint(0, SMALL["vocab_size"], (2, time), generator=torch.Generator().manual_seed(0))
+    return torch.randint(
+        0, SMALL["vocab_size"], (2, time), generator=torch.Generator().manual_seed(0)
+    )
 
 
 def relative(a: Tensor, b: Tensor) -> float:
@@ -85,10 +89,19 @@ def test_a_configuration_comes_back_as_it_was(pair: tuple[Any, nn.Module]) -> No
 
 
 def test_older_configurations_name_the_rotation_apart() -> None:
-    scaling = {key: value for key, value in SCALED.items() if key not in ("rope_theta", "rope_type")}
-    older = {**SMALL, "model_type": "llama", "rope_theta": 5e5, "rope_scaling": {"type": "llama3", **scaling}}
+    scaling = {
+        key: value for key, value in SCALED.items() if key not in ("rope_theta", "rope_type")
+    }
+    older = {
+        **SMALL,
+        "model_type": "llama",
+        "rope_theta": 5e5,
+        "rope_scaling": {"type": "llama3", **scaling},
+    }
     newer = {**SMALL, "model_type": "llama", "rope_parameters": SCALED}
-    expected = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_length=32)
+    expected = RopeScaling(
+        factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_length=32
+    )
     for config in (older, newer):
         shape = family_for(config).shape_of(config)
         assert (shape.rope_base, shape.rope_scaling) == (5e5, expected)
@@ -109,7 +122,13 @@ def test_what_a_configuration_leaves_out_is_as_in_transformers() -> None:
 
 
 COMMON = {
-    **{"attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu", "initializer_range": 0.02},
+    **{
+        "attention_dropout": 0.0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "hidden_act": "silu",
+        "initializer_range": 0.02,
+    },
     **{"torch_dtype": "bfloat16", "transformers_version": "4.45.0.dev0", "use_cache": True},
 }
 WINDOWS = {"use_sliding_window": False, "sliding_window": 32768}
@@ -174,24 +193,30 @@ def test_published_configurations_are_read(name: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gemma3"}, "model_type='gemma3' is not supported; supported are .*llama, qwen2, qwen3"),
+        ({"model_type": "gemma3"}, "model_type='gemma3' is not supported; supported are "
+                                   ".*llama, qwen2, qwen3"),
         ({"model_type": ["llama"]}, r"model_type=\['llama'\] is not supported"),
         ({"architectures": ["LlamaModel"]}, r"architectures=\['LlamaModel'\] is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported: only 'silu' is"),
         ({"mlp_bias": True}, "mlp_bias=True is not supported: only False is"),
         ({"attention_bias": True}, "attention_bias=True is not supported"),
-        ({"attention_dropout": 0.1}, "attention_dropout=0.1 is not supported: there is no dropout here"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters.rope_type='yarn' is not supported"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.rope_type='linear' is not supported"),
+        ({"attention_dropout": 0.1}, "attention_dropout=0.1 is not supported: there is no "
+                                     "dropout here"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters.rope_type='yarn' is "
+                                                     "not supported"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.rope_type='linear' "
+                                                              "is not supported"),
         ({"rope_parameters": {"rope_type": "default", "factor": 2.0}}, "rope_parameters.factor=2.0 is not supported"),
         ({"rope_parameters": {**SCALED, "factor": "8"}}, "factor='8' must be a number"),
         ({"rope_parameters": {**SCALED, "low_freq_factor": 4.0}}, "low_freq_factor=4.0 must be above 0 and below"),
         ({"rope_parameters": {"rope_type": "llama3"}}, "rope_parameters.factor is missing"),
         ({"rope_parameters": 3}, "rope_parameters=3 must be a table"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config=.* start from the folder that they"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config=.* start "
+                                                           "from the folder that they"),
         ({"quantization_config": {"ignore": ["lm_head"] * 500}}, r"^.{0,170}….{0,130}$"),
-        ({"auto_map": {"AutoModel": "modeling.Mine"}}, "auto_map=.* code in the folder is not run, and `architectures"),
+        ({"auto_map": {"AutoModel": "modeling.Mine"}}, "auto_map=.* code in the folder is "
+                                                       "not run, and `architectures"),
         ({"auto_map": {"AutoModel": "modeling.Mine"}, "architectures": ["Mine"]}, r"architectures=\['Mine'\] is not"),
         ({"logit_scale": 2.0}, "logit_scale=2.0 is an unknown key of a llama model"),
         ({"hidden_size": None}, "hidden_size is missing"),
@@ -199,12 +224,15 @@ def test_published_configurations_are_read(name: str) -> None:
         ({"num_hidden_layers": True}, "num_hidden_layers=True must be a whole number"),
         ({"vocab_size": "320"}, "vocab_size='320' must be a whole number"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings='yes' must be true or false"),
-        ({"layer_types": ["sliding_attention"] * 2}, "layer_types=.*'sliding_attention'.* is not supported"),
+        ({"layer_types": ["sliding_attention"] * 2}, "layer_types=.*'sliding_attention'.* is "
+                                                     "not supported"),
         ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 1}, "use_sliding_window=True"),
         ({"model_type": "qwen3", "attention_bias": True}, "attention_bias=True is not supported"),
     ],
 )  # fmt: skip
-def test_what_the_model_here_lacks_is_refused_by_key_and_value(changes: dict[str, Any], message: str) -> None:
+def test_what_the_model_here_lacks_is_refused_by_key_and_value(
+    changes: dict[str, Any], message: str
+) -> None:
     config = {"model_type": "llama", **SMALL, **changes}
     with pytest.raises(ValueError, match=message):
         family_for(config).shape_of(config)
@@ -218,13 +246,21 @@ def test_python_files_of_a_folder_are_left_alone_where_it_names_a_class_of_trans
 
 
 def test_windows_that_no_layer_has_are_no_windows() -> None:
-    config = {"model_type": "qwen2", **SMALL, "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2}
+    config = {
+        "model_type": "qwen2",
+        **SMALL,
+        "use_sliding_window": True,
+        "sliding_window": 64,
+        "max_window_layers": 2,
+    }
     assert family_for(config).shape_of(config).qkv_bias
 
 
 def test_a_model_that_transformers_lacks_is_refused() -> None:
     shape = Llama(qkv_bias=True, qk_norm=True)
-    with pytest.raises(ValueError, match=r"qkv_bias=true with model.qk_norm=true has no form in transformers"):
+    with pytest.raises(
+        ValueError, match=r"qkv_bias=true with model.qk_norm=true has no form in transformers"
+    ):
         family_of(shape).config_of(shape, vocab_size=320, seq_len=64)
 
 
@@ -233,5 +269,8 @@ class Other(Llama):
 
 
 def test_a_family_without_a_form_is_named() -> None:
-    with pytest.raises(ValueError, match="Other has no form in transformers; these have one: Hybrid, Hyena, Llama, "):
+    with pytest.raises(
+        ValueError,
+        match="Other has no form in transformers; these have one: Hybrid, Hyena, Llama, ",
+    ):
         family_of(Other())

@@ -1,4 +1,6 @@
-"""Hybrids of Mamba-2, attention and MLP blocks: shapes, first weights, documents, a cache, and what they refuse."""
+"""Hybrids of Mamba-2, attention and MLP blocks: shapes, first weights, documents, a cache, and what
+they refuse.
+"""
 
 import json
 import statistics
@@ -20,22 +22,58 @@ from fp4train.models.hybrid import Hybrid, HybridModel, ScanShape
 from fp4train.precision import BF16, NVFP4, Recipe
 
 SCAN = ScanShape(heads=4, head_dim=8, state=16, groups=2, chunk=16)
-SMALL: dict[str, Any] = {"width": 32, "pattern": "M-*M", "heads": 4, "kv_heads": 2, "hidden": 48, "scan": SCAN}
+SMALL: dict[str, Any] = {
+    "width": 32,
+    "pattern": "M-*M",
+    "heads": 4,
+    "kv_heads": 2,
+    "hidden": 48,
+    "scan": SCAN,
+}
 LONG = 40
 THEIRS: dict[str, Any] = {
-    **{"vocab_size": 320, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},
-    **{"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2, "chunk_size": 32},
+    **{
+        "vocab_size": 320,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+    },
+    **{
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 16,
+        "n_groups": 2,
+        "chunk_size": 32,
+    },
     **{"intermediate_size": 96, "max_position_embeddings": 512, "time_step_min": 0.2},
     "layers_block_type": ["linear_attention", "mlp", "linear_attention", "full_attention"],
 }
 """Some of its time steps are below the least one."""
 MAMBA2: dict[str, Any] = {
-    **{"vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 2, "num_heads": 8, "head_dim": 16, "state_size": 16},
-    **{"n_groups": 2, "chunk_size": 32, "tie_word_embeddings": True, "time_step_limit": [0.2, float("inf")]},
+    **{
+        "vocab_size": 320,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_heads": 8,
+        "head_dim": 16,
+        "state_size": 16,
+    },
+    **{
+        "n_groups": 2,
+        "chunk_size": 32,
+        "tie_word_embeddings": True,
+        "time_step_limit": [0.2, float("inf")],
+    },
 }
 
 UNREAD: dict[str, dict[str, Any]] = {
-    "nemotron_h": {"rope_theta": 5e4, "partial_rotary_factor": 0.5, "norm_eps": 1e-5, "num_query_groups": 2},
+    "nemotron_h": {
+        "rope_theta": 5e4,
+        "partial_rotary_factor": 0.5,
+        "norm_eps": 1e-5,
+        "num_query_groups": 2,
+    },
     "mamba2": {"norm_before_gate": True, "time_step_init_scheme": "random", "time_step_scale": 1.0},
 }
 """Keys of published configurations from which transformers computes nothing."""
@@ -43,20 +81,64 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
     "nvidia/Nemotron-H-8B-Base-8K": (
         8_100_852_736,
         {
-            **{"model_type": "nemotron_h", "architectures": ["NemotronHForCausalLM"], "vocab_size": 131072},
+            **{
+                "model_type": "nemotron_h",
+                "architectures": ["NemotronHForCausalLM"],
+                "vocab_size": 131072,
+            },
             "auto_map": {
                 "AutoConfig": "configuration_nemotron_h.NemotronHConfig",
                 "AutoModelForCausalLM": "modeling_nemotron_h.NemotronHForCausalLM",
             },
-            **{"attention_bias": False, "attention_dropout": 0.0, "attention_head_dim": 128, "hidden_dropout": 0.0},
-            **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "chunk_size": 128, "conv_kernel": 4},
-            **{"expand": 2, "hidden_size": 4096, "num_hidden_layers": 52, "intermediate_size": 21504},
+            **{
+                "attention_bias": False,
+                "attention_dropout": 0.0,
+                "attention_head_dim": 128,
+                "hidden_dropout": 0.0,
+            },
+            **{
+                "bos_token_id": 1,
+                "eos_token_id": 2,
+                "pad_token_id": 0,
+                "chunk_size": 128,
+                "conv_kernel": 4,
+            },
+            **{
+                "expand": 2,
+                "hidden_size": 4096,
+                "num_hidden_layers": 52,
+                "intermediate_size": 21504,
+            },
             "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
-            **{"initializer_range": 0.02, "layer_norm_epsilon": 1e-5, "rms_norm_eps": 1e-5, "n_groups": 8},
-            **{"mamba_head_dim": 64, "mamba_hidden_act": "silu", "mamba_num_heads": 128, "mamba_proj_bias": False},
-            **{"max_position_embeddings": 8192, "mlp_bias": False, "mlp_hidden_act": "relu2", "ssm_state_size": 128},
-            **{"num_attention_heads": 32, "num_key_value_heads": 8, "num_logits_to_keep": 1, "use_bias": False},
-            **{"rescale_prenorm_residual": True, "residual_in_fp32": False, "tie_word_embeddings": False},
+            **{
+                "initializer_range": 0.02,
+                "layer_norm_epsilon": 1e-5,
+                "rms_norm_eps": 1e-5,
+                "n_groups": 8,
+            },
+            **{
+                "mamba_head_dim": 64,
+                "mamba_hidden_act": "silu",
+                "mamba_num_heads": 128,
+                "mamba_proj_bias": False,
+            },
+            **{
+                "max_position_embeddings": 8192,
+                "mlp_bias": False,
+                "mlp_hidden_act": "relu2",
+                "ssm_state_size": 128,
+            },
+            **{
+                "num_attention_heads": 32,
+                "num_key_value_heads": 8,
+                "num_logits_to_keep": 1,
+                "use_bias": False,
+            },
+            **{
+                "rescale_prenorm_residual": True,
+                "residual_in_fp32": False,
+                "tie_word_embeddings": False,
+            },
             **{"torch_dtype": "bfloat16", "transformers_version": "4.48.0.dev0", "use_cache": True},
             **{"use_conv_bias": True, "use_mamba_kernels": True},
         },
@@ -64,15 +146,60 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
     "mistralai/Mamba-Codestral-7B-v0.1": (
         7_285_403_648,
         {
-            **{"model_type": "mamba2", "architectures": ["Mamba2ForCausalLM"], "_name_or_path": "codestral-hf-good"},
-            **{"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, "chunk_size": 256, "conv_kernel": 4},
-            **{"expand": 2, "head_dim": 64, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.1},
-            **{"intermediate_size": 8192, "layer_norm_epsilon": 1e-5, "n_groups": 8, "norm_before_gate": True},
-            **{"num_heads": 128, "num_hidden_layers": 64, "rescale_prenorm_residual": False, "residual_in_fp32": True},
-            **{"rms_norm": True, "state_size": 128, "tie_word_embeddings": False, "time_step_floor": 0.0001},
-            **{"time_step_init_scheme": "random", "time_step_limit": [0.0, float("inf")], "time_step_max": 0.1},
-            **{"time_step_min": 0.001, "time_step_rank": 256, "time_step_scale": 1.0, "torch_dtype": "bfloat16"},
-            **{"transformers_version": "4.44.0.dev0", "use_bias": False, "use_cache": True, "use_conv_bias": True},
+            **{
+                "model_type": "mamba2",
+                "architectures": ["Mamba2ForCausalLM"],
+                "_name_or_path": "codestral-hf-good",
+            },
+            **{
+                "bos_token_id": 0,
+                "eos_token_id": 0,
+                "pad_token_id": 0,
+                "chunk_size": 256,
+                "conv_kernel": 4,
+            },
+            **{
+                "expand": 2,
+                "head_dim": 64,
+                "hidden_act": "silu",
+                "hidden_size": 4096,
+                "initializer_range": 0.1,
+            },
+            **{
+                "intermediate_size": 8192,
+                "layer_norm_epsilon": 1e-5,
+                "n_groups": 8,
+                "norm_before_gate": True,
+            },
+            **{
+                "num_heads": 128,
+                "num_hidden_layers": 64,
+                "rescale_prenorm_residual": False,
+                "residual_in_fp32": True,
+            },
+            **{
+                "rms_norm": True,
+                "state_size": 128,
+                "tie_word_embeddings": False,
+                "time_step_floor": 0.0001,
+            },
+            **{
+                "time_step_init_scheme": "random",
+                "time_step_limit": [0.0, float("inf")],
+                "time_step_max": 0.1,
+            },
+            **{
+                "time_step_min": 0.001,
+                "time_step_rank": 256,
+                "time_step_scale": 1.0,
+                "torch_dtype": "bfloat16",
+            },
+            **{
+                "transformers_version": "4.44.0.dev0",
+                "use_bias": False,
+                "use_cache": True,
+                "use_conv_bias": True,
+            },
             "vocab_size": 32768,
         },
     ),
@@ -115,7 +242,8 @@ def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Any, nn.Module]]:
 def published(named: dict[str, Any]) -> dict[str, Any]:
     """By the names under which transformers saves the weights."""
     return {
-        f"backbone.{name.removeprefix('model.')}" if "model." in name else name: each for name, each in named.items()
+        f"backbone.{name.removeprefix('model.')}" if "model." in name else name: each
+        for name, each in named.items()
     }
 
 
@@ -153,7 +281,10 @@ def test_a_configuration_comes_back_as_it_was(pair: tuple[Any, nn.Module], tmp_p
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"layers_block_type": ["linear_attention", "moe"]}, "layers_block_type has 'moe'; supported are linear_att"),
+        (
+            {"layers_block_type": ["linear_attention", "moe"]},
+            "layers_block_type has 'moe'; supported are linear_att",
+        ),
         (
             {"hybrid_override_pattern": "M-M-"},
             "layers_block_type='M-M*' and hybrid_override_pattern='M-M-' contradict each other",
@@ -172,13 +303,20 @@ def test_a_configuration_comes_back_as_it_was(pair: tuple[Any, nn.Module], tmp_p
         ({"tie_word_embeddings": True}, "tie_word_embeddings=True is not supported"),
         ({"sliding_window": 128}, "sliding_window=128 is not supported"),
         ({"logit_scale": 2.0}, "logit_scale=2.0 is an unknown key of a nemotron_h model"),
-        ({"rms_norm_eps": 1e-6}, "rms_norm_eps=1e-06 is not layer_norm_epsilon=None, which the model has"),
+        (
+            {"rms_norm_eps": 1e-6},
+            "rms_norm_eps=1e-06 is not layer_norm_epsilon=None, which the model has",
+        ),
         ({"mamba_num_groups": 4}, "mamba_num_groups=4 is not n_groups=2, which the model has"),
     ],
 )
-def test_what_the_model_here_lacks_is_refused_by_key_and_value(changes: dict[str, Any], message: str) -> None:
+def test_what_the_model_here_lacks_is_refused_by_key_and_value(
+    changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message.replace("*", r"\*")):
-        family_for({"model_type": "nemotron_h"}).shape_of({"model_type": "nemotron_h", **THEIRS, **changes})
+        family_for({"model_type": "nemotron_h"}).shape_of(
+            {"model_type": "nemotron_h", **THEIRS, **changes}
+        )
 
 
 @pytest.mark.parametrize(
@@ -186,13 +324,21 @@ def test_what_the_model_here_lacks_is_refused_by_key_and_value(changes: dict[str
     [
         ({"rms_norm": False}, "rms_norm=False is not supported"),
         ({"use_bias": True}, "use_bias=True is not supported"),
-        ({"time_step_limit": (0.0, 0.1)}, r"time_step_limit=\(0.0, 0.1\) is not supported: it must be a smallest"),
+        (
+            {"time_step_limit": (0.0, 0.1)},
+            r"time_step_limit=\(0.0, 0.1\) is not supported: it must be a smallest",
+        ),
         ({"expand": 3}, "hidden_size=64 × expand=3 is not num_heads=8 × head_dim=16"),
-        ({"layer_types": ["linear_attention", "mlp"]}, "layer_types=.* every layer is 'linear_attention'"),
+        (
+            {"layer_types": ["linear_attention", "mlp"]},
+            "layer_types=.* every layer is 'linear_attention'",
+        ),
         ({"attn_layer_idx": [1]}, r"attn_layer_idx=\[1\] is an unknown key of a mamba2 model"),
     ],
 )
-def test_what_mamba_2_lacks_here_is_refused_by_key_and_value(changes: dict[str, Any], message: str) -> None:
+def test_what_mamba_2_lacks_here_is_refused_by_key_and_value(
+    changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         family_for({"model_type": "mamba2"}).shape_of({"model_type": "mamba2", **MAMBA2, **changes})
 
@@ -204,13 +350,21 @@ def test_published_configurations_are_read(name: str) -> None:
     shape = family.shape_of(config)
     assert parameters(shape, 1) == count
     with torch.device("meta"):
-        assert family.names_of(shape).keys() == shape.build(vocab_size=1, seq_len=8).state_dict().keys()
+        assert (
+            family.names_of(shape).keys()
+            == shape.build(vocab_size=1, seq_len=8).state_dict().keys()
+        )
 
 
 def test_a_published_hybrid_with_experts_is_refused_for_them() -> None:
     """nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16."""
     config = PUBLISHED["nvidia/Nemotron-H-8B-Base-8K"][1] | {
-        **{"hidden_size": 2688, "intermediate_size": 1856, "mamba_num_heads": 64, "num_key_value_heads": 2},
+        **{
+            "hidden_size": 2688,
+            "intermediate_size": 1856,
+            "mamba_num_heads": 64,
+            "num_key_value_heads": 2,
+        },
         **{
             "head_dim": 128,
             "norm_eps": 1e-5,
@@ -218,9 +372,23 @@ def test_a_published_hybrid_with_experts_is_refused_for_them() -> None:
             "partial_rotary_factor": 1.0,
             "sliding_window": None,
         },
-        **{"n_routed_experts": 128, "n_shared_experts": 1, "num_experts_per_tok": 6, "moe_intermediate_size": 1856},
-        **{"moe_shared_expert_intermediate_size": 3712, "n_group": 1, "topk_group": 1, "norm_topk_prob": True},
-        **{"routed_scaling_factor": 2.5, "mamba_ssm_cache_dtype": "float32", "max_position_embeddings": 262144},
+        **{
+            "n_routed_experts": 128,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 6,
+            "moe_intermediate_size": 1856,
+        },
+        **{
+            "moe_shared_expert_intermediate_size": 3712,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": True,
+        },
+        **{
+            "routed_scaling_factor": 2.5,
+            "mamba_ssm_cache_dtype": "float32",
+            "max_position_embeddings": 262144,
+        },
         "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
     }
     with pytest.raises(ValueError, match="letter 2 is 'E'"):
@@ -234,7 +402,9 @@ def test_a_tied_head_has_no_form_in_transformers() -> None:
 
 
 def test_the_published_12b_has_its_parameters_and_blocks() -> None:
-    """arXiv:2508.14444, table 1: 62 layers, of which 6 of attention, 28 of MLP and 28 of Mamba-2."""
+    """arXiv:2508.14444, table 1: 62 layers, of which 6 of attention, 28 of MLP and 28 of
+    Mamba-2.
+    """
     shape = Hybrid(
         width=5120, pattern="M-M-M-M*-" * 6 + "M-M-M-M-", heads=40, kv_heads=8, head_dim=128, hidden=20480, tied=False,
         scan=ScanShape(heads=128, head_dim=80, state=128, groups=8),
@@ -244,7 +414,8 @@ def test_the_published_12b_has_its_parameters_and_blocks() -> None:
 
 
 class TestTheHybrid(FamilyChecks):
-    model, tokens = staticmethod(model), staticmethod(tokens)
+    model = staticmethod(model)
+    tokens = staticmethod(tokens)
 
 
 def test_first_weights_are_those_of_mamba_2_and_of_every_way_to_draw_them() -> None:
@@ -260,7 +431,11 @@ def test_first_weights_are_those_of_mamba_2_and_of_every_way_to_draw_them() -> N
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"pattern": "MX"}, r"model.pattern=MX: letter 2 is 'X'; known are M \(Mamba-2\), \* \(attention\), - \(MLP\)"),
+        (
+            {"pattern": "MX"},
+            r"model.pattern=MX: letter 2 is 'X'; known are M \(Mamba-2\), \* \(attention\), - "
+            r"\(MLP\)",
+        ),
         ({"pattern": ""}, "model.pattern has 0 blocks"),
         ({"hidden": 0}, "model.hidden=0 must be at least 1"),
         ({"heads": 3}, "model.width=32 is not divisible by model.heads=3"),
@@ -278,7 +453,10 @@ def test_impossible_shapes_are_refused(changes: dict[str, Any], message: str) ->
         ({"groups": 3}, "model.scan.heads=4 is not divisible by model.scan.groups=3"),
         ({"kernel": 1}, "model.scan.kernel=1 must be at least 2"),
         ({"chunk": 0}, "model.scan.chunk=0 must be at least 1"),
-        ({"chunk": 5000}, "model.scan.chunk=5000 must be at most 4096: memory grows with its square"),
+        (
+            {"chunk": 5000},
+            "model.scan.chunk=5000 must be at most 4096: memory grows with its square",
+        ),
         ({"least_step": -1.0}, "model.scan.least_step=-1.0 must be finite and not negative"),
     ],
 )
@@ -289,9 +467,10 @@ def test_impossible_scans_are_refused(changes: dict[str, Any], message: str) -> 
 
 @pytest.mark.long
 def test_a_pass_in_emulated_nvfp4_takes_at_most_a_tenth_more_than_in_bf16() -> None:
-    """Forward and backward of 1024 tokens at width 512. CPU time of one thread, in turn: the median ratio, which
-    other processes and the clock change little. A CPU without instructions for BF16 quantises with vectors of half the
-    width, for three tenths."""
+    """Forward and backward of 1024 tokens at width 512. CPU time of one thread, in turn: the median
+    ratio, which other processes and the clock change little. A CPU without instructions for BF16
+    quantises with vectors of half the width, for three tenths.
+    """
     scan = ScanShape(heads=16, head_dim=64, state=64, groups=1, chunk=64)
     shape = Hybrid(width=512, pattern="M-M*-", heads=8, kv_heads=4, hidden=2048, scan=scan)
     made = f4.convert(shape.build(vocab_size=256, seq_len=512))
@@ -304,7 +483,8 @@ def test_a_pass_in_emulated_nvfp4_takes_at_most_a_tenth_more_than_in_bf16() -> N
         loss.backward()
         return time.thread_time() - start
 
-    threads, recipes = torch.get_num_threads(), (NVFP4(), BF16())
+    threads = torch.get_num_threads()
+    recipes = (NVFP4(), BF16())
     torch.set_num_threads(1)
     try:
         pairs = [[seconds(recipe, step) for recipe in recipes] for step in range(12)]

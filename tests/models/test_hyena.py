@@ -1,4 +1,6 @@
-"""StripedHyena 2: equal to its authors' software, first weights, documents, a cache, and what it refuses."""
+"""StripedHyena 2: equal to its authors' software, first weights, documents, a cache, and what it
+refuses.
+"""
 
 import json
 from dataclasses import replace
@@ -21,7 +23,13 @@ from fp4train.optim.adamw import AdamW
 from fp4train.precision import FP32, autocast
 
 FILTERS = FilterShape(short=5, medium=12, groups=8, poles=4)
-SMALL: dict[str, Any] = {"width": 32, "pattern": "SDH*S", "heads": 2, "hidden": 48, "filters": FILTERS}
+SMALL: dict[str, Any] = {
+    "width": 32,
+    "pattern": "SDH*S",
+    "heads": 2,
+    "hidden": 48,
+    "filters": FILTERS,
+}
 LONG = 40
 Golden = tuple[dict[str, Tensor], dict[str, Any]]
 
@@ -39,24 +47,35 @@ def tokens(batch: int = 3, time: int = LONG) -> Tensor:
 
 @pytest.fixture(scope="module")
 def golden() -> Golden:
-    """(Weights, gradients, tokens and logits of vortex by name; its configuration with our `model_type`)."""
+    """(Weights, gradients, tokens and logits of vortex by name; its configuration with our
+    `model_type`).
+    """
     with safe_open(REDUCED / "hyena.safetensors", "pt") as file:
         config = json.loads(file.metadata()["config"])
         names = list(file.keys())
-        return {name: file.get_tensor(name) for name in names}, {"model_type": "stripedhyena2", **config}
+        return {name: file.get_tensor(name) for name in names}, {
+            "model_type": "stripedhyena2",
+            **config,
+        }
 
 
 def test_logits_and_gradients_equal_those_of_vortex(golden: Golden) -> None:
     found, config = golden
     family = family_for(config)
     shape = family.shape_of(config)
-    ours, names = shape.build(vocab_size=64, seq_len=256), family.names_of(shape)
+    ours = shape.build(vocab_size=64, seq_len=256)
+    names = family.names_of(shape)
     ours.load_state_dict({own: found[f"weight.{name}"] for own, name in names.items()})
-    x, expected = found["tokens"], found["logits"]
+    x = found["tokens"]
+    expected = found["logits"]
     with torch.no_grad():
         assert (ours(x) - expected).abs().max() / expected.abs().max() < 1e-6
     ours(x[:, :-1], x[:, 1:]).backward()
-    gradients = {name.removeprefix("gradient."): each for name, each in found.items() if name.startswith("gradient.")}
+    gradients = {
+        name.removeprefix("gradient."): each
+        for name, each in found.items()
+        if name.startswith("gradient.")
+    }
     assert {names[name] for name, _ in ours.named_parameters()} == gradients.keys()
     for name, parameter in ours.named_parameters():
         expected = gradients[names[name]]
@@ -87,17 +106,38 @@ def test_a_configuration_comes_back_as_it_was(golden: Golden) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hcs_layer_idxs": [0]}, "block 4 is in none of hcs_layer_idxs, hcm_layer_idxs, hcl_layer_idxs, attn_layer_i"),
-        ({"hcs_layer_idxs": [0, 3, 4]}, "attn_layer_idxs names block 3, which is also in hcs_layer_idxs"),
-        ({"hcs_layer_idxs": [0, 4, 5]}, "hcs_layer_idxs names block 5, which is not below num_layers=5"),
+        (
+            {"hcs_layer_idxs": [0]},
+            "block 4 is in none of hcs_layer_idxs, hcm_layer_idxs, hcl_layer_idxs, attn_layer_i",
+        ),
+        (
+            {"hcs_layer_idxs": [0, 3, 4]},
+            "attn_layer_idxs names block 3, which is also in hcs_layer_idxs",
+        ),
+        (
+            {"hcs_layer_idxs": [0, 4, 5]},
+            "hcs_layer_idxs names block 5, which is not below num_layers=5",
+        ),
         ({"hcs_layer_idxs": "04"}, "hcs_layer_idxs='04' must be a list"),
-        ({"hcs_filter_length": 128}, "hcs_filter_length=128 is not supported: Evo 2's software has fewer than 128"),
-        ({"hcm_filter_length": 64}, "hcm_filter_length=64 is not supported: Evo 2's software has at least 128 taps"),
+        (
+            {"hcs_filter_length": 128},
+            "hcs_filter_length=128 is not supported: Evo 2's software has fewer than 128",
+        ),
+        (
+            {"hcm_filter_length": 64},
+            "hcm_filter_length=64 is not supported: Evo 2's software has at least 128 taps",
+        ),
         ({"hcm_filter_groups": 8}, "hcs_filter_groups=4 and hcm_filter_groups=8 must be equal"),
-        ({"hcl_filter_groups": 4}, "hcl_filter_groups=4 is not supported: long filters are one per channel, 16"),
+        (
+            {"hcl_filter_groups": 4},
+            "hcl_filter_groups=4 is not supported: long filters are one per channel, 16",
+        ),
         ({"mlp_activation": "silu"}, "mlp_activation='silu' is not supported: only 'gelu' is"),
         ({"column_split": False}, "column_split=False is not supported"),
-        ({"use_interpolated_rotary_pos_emb": True}, "use_interpolated_rotary_pos_emb=True is not supported"),
+        (
+            {"use_interpolated_rotary_pos_emb": True},
+            "use_interpolated_rotary_pos_emb=True is not supported",
+        ),
         ({"rope_theta": 1e4}, "rope_theta=10000.0 is an unknown key of a stripedhyena2 model"),
     ],
 )
@@ -111,7 +151,10 @@ def test_what_the_model_here_lacks_is_refused_by_key_and_value(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"filters": replace(FILTERS, medium=64)}, "model.filters.medium=64 is not supported: Evo 2's software has at"),
+        (
+            {"filters": replace(FILTERS, medium=64)},
+            "model.filters.medium=64 is not supported: Evo 2's software has at",
+        ),
         ({"filters": replace(FILTERS, short=200)}, "model.filters.short=200 is not supported"),
         ({"head_dim": 8}, "model.head_dim=8 has no form in Evo 2's software"),
     ],
@@ -135,21 +178,66 @@ def test_evo2_1b_has_its_blocks_and_parameters() -> None:
 def test_the_published_configuration_of_evo2_1b_is_that_of_its_preset() -> None:
     """ArcInstitute/evo2, evo2-1b-8k.yml, with our `model_type`."""
     published = {
-        **{"model_type": "stripedhyena2", "model_name": "shc-evo2-1b-8k-2T-v2", "vocab_size": 512, "num_layers": 25},
-        **{"hidden_size": 1920, "num_filters": 1920, "num_attention_heads": 15, "inner_mlp_size": 5120},
-        **{"hcl_layer_idxs": [2, 6, 9, 13, 16, 20, 23], "hcm_layer_idxs": [1, 5, 8, 12, 15, 19, 22]},
+        **{
+            "model_type": "stripedhyena2",
+            "model_name": "shc-evo2-1b-8k-2T-v2",
+            "vocab_size": 512,
+            "num_layers": 25,
+        },
+        **{
+            "hidden_size": 1920,
+            "num_filters": 1920,
+            "num_attention_heads": 15,
+            "inner_mlp_size": 5120,
+        },
+        **{
+            "hcl_layer_idxs": [2, 6, 9, 13, 16, 20, 23],
+            "hcm_layer_idxs": [1, 5, 8, 12, 15, 19, 22],
+        },
         **{"hcs_layer_idxs": [0, 4, 7, 11, 14, 18, 21], "attn_layer_idxs": [3, 10, 17, 24]},
-        **{"hcl_filter_groups": 1920, "hcm_filter_groups": 128, "hcs_filter_groups": 128, "hcm_filter_length": 128},
-        **{"hcs_filter_length": 7, "short_filter_length": 3, "short_filter_bias": False, "state_size": 16},
-        **{"eps": 1e-6, "rotary_emb_base": 10000, "inner_size_multiple_of": 128, "proj_groups": 1, "final_norm": True},
-        **{"column_split_hyena": False, "column_split": True, "interleave": True, "evo2_style_activations": True},
+        **{
+            "hcl_filter_groups": 1920,
+            "hcm_filter_groups": 128,
+            "hcs_filter_groups": 128,
+            "hcm_filter_length": 128,
+        },
+        **{
+            "hcs_filter_length": 7,
+            "short_filter_length": 3,
+            "short_filter_bias": False,
+            "state_size": 16,
+        },
+        **{
+            "eps": 1e-6,
+            "rotary_emb_base": 10000,
+            "inner_size_multiple_of": 128,
+            "proj_groups": 1,
+            "final_norm": True,
+        },
+        **{
+            "column_split_hyena": False,
+            "column_split": True,
+            "interleave": True,
+            "evo2_style_activations": True,
+        },
         **{"use_fp8_input_projections": True, "model_parallel_size": 1, "pipe_parallel_size": 1},
-        **{"tie_embeddings": True, "mha_out_proj_bias": True, "hyena_out_proj_bias": True, "qkv_proj_bias": False},
-        **{"hyena_flip_x1x2": False, "max_seqlen": 8192, "max_batch_size": 1, "prefill_style": "fft"},
+        **{
+            "tie_embeddings": True,
+            "mha_out_proj_bias": True,
+            "hyena_out_proj_bias": True,
+            "qkv_proj_bias": False,
+        },
+        **{
+            "hyena_flip_x1x2": False,
+            "max_seqlen": 8192,
+            "max_batch_size": 1,
+            "prefill_style": "fft",
+        },
         **{"tokenizer_type": "CharLevelTokenizer", "mlp_activation": "gelu"},
         **{"use_interpolated_rotary_pos_emb": False, "rotary_emb_scaling_factor": 1},
     }
-    family, preset = family_for(published), to_config(compose(["model=evo2_1b", "run.name=a"])).model
+    family = family_for(published)
+    preset = to_config(compose(["model=evo2_1b", "run.name=a"])).model
     assert family.shape_of(published) == replace(preset, recompute=False, max_positions=8192)
     written = family.config_of(preset, vocab_size=512, seq_len=8192)
     other = {key for key in published.keys() & written.keys() if published[key] != written[key]}
@@ -157,7 +245,8 @@ def test_the_published_configuration_of_evo2_1b_is_that_of_its_preset() -> None:
 
 
 class TestTheHyena(FamilyChecks):
-    model, tokens = staticmethod(model), staticmethod(tokens)
+    model = staticmethod(model)
+    tokens = staticmethod(tokens)
 
 
 def test_first_weights_are_the_same_by_every_way_to_draw_them() -> None:
@@ -172,7 +261,11 @@ def test_filters_are_no_matrices_and_do_not_decay() -> None:
     assert f4.conversion(built).share == 1
     groups = AdamW(weight_decay=0.2).build(built).param_groups
     decays = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
-    free = {name.rpartition(".")[2] for name, p in built.named_parameters() if decays[id(p)] == 0 and p.dim() > 1}
+    free = {
+        name.rpartition(".")[2]
+        for name, p in built.named_parameters()
+        if decays[id(p)] == 0 and p.dim() > 1
+    }
     assert free == {"featuriser", "taps", "log_poles", "residues"}
 
 
@@ -194,15 +287,22 @@ def test_no_step_makes_an_exponential_grow() -> None:
     [
         (
             {"pattern": "SX"},
-            r"model.pattern=SX: letter 2 is 'X'; known are S \(short convolution\), D \(medium convolut",
+            r"model.pattern=SX: letter 2 is 'X'; known are S \(short convolution\), D "
+            r"\(medium convolut",
         ),
         ({"pattern": ""}, "model.pattern has 0 blocks"),
         ({"hidden": 0}, "model.hidden=0 must be at least 1"),
         ({"kv_heads": 1}, "model.kv_heads=1 must be model.heads=2"),
-        ({"heads": 32, "kv_heads": 32}, "heads of 1 elements: rotary embedding needs an even number"),
+        (
+            {"heads": 32, "kv_heads": 32},
+            "heads of 1 elements: rotary embedding needs an even number",
+        ),
         ({"gelu": "some"}, "model.gelu='?some'? "),
         ({"rope_base": 0.0}, "model.rope_base=0.0 must be finite and above 0"),
-        ({"filters": FilterShape(groups=5)}, "model.width=32 is not divisible by model.filters.groups=5"),
+        (
+            {"filters": FilterShape(groups=5)},
+            "model.width=32 is not divisible by model.filters.groups=5",
+        ),
     ],
 )
 def test_impossible_shapes_are_refused(changes: dict[str, Any], message: str) -> None:
@@ -222,4 +322,6 @@ def test_gelu_is_on_the_gates_that_the_shape_names() -> None:
         blocks = model(gelu=gelu).blocks
         x = torch.randn(1, 1, 32, generator=torch.Generator().manual_seed(0))
         with autocast(FP32()):
-            assert [not torch.allclose(block.mlp(x), block.mlp(-x)) for block in (blocks[0], blocks[1])] == places
+            assert [
+                not torch.allclose(block.mlp(x), block.mlp(-x)) for block in (blocks[0], blocks[1])
+            ] == places

@@ -1,4 +1,6 @@
-"""Llama: causal, rotary positions against a direct formula, grouped queries, published sizes and initialisation."""
+"""Llama: causal, rotary positions against a direct formula, grouped queries, published sizes and
+initialisation.
+"""
 
 import math
 from typing import Any
@@ -31,7 +33,8 @@ def tokens(batch: int = 2, time: int = 12) -> Tensor:
 
 
 def test_a_later_token_changes_no_earlier_logits() -> None:
-    model, x = small(), tokens()
+    model = small()
+    x = tokens()
     base = model(x)
     for position in (3, 11):
         changed = x.clone()
@@ -42,7 +45,8 @@ def test_a_later_token_changes_no_earlier_logits() -> None:
 
 
 def test_an_earlier_token_changes_all_later_logits() -> None:
-    model, x = small(), tokens()
+    model = small()
+    x = tokens()
     changed = x.clone()
     changed[:, 0] = (changed[:, 0] + 1) % 60
     difference = (model(changed) - model(x)).abs().amax(dim=(0, 2))
@@ -50,13 +54,18 @@ def test_an_earlier_token_changes_all_later_logits() -> None:
 
 
 def test_a_sequence_does_not_see_its_neighbours_in_the_batch() -> None:
-    model, x = small(), tokens(3)
+    model = small()
+    x = tokens(3)
     torch.testing.assert_close(model(x)[1:2], model(x[1:2]), rtol=1e-5, atol=1e-6)
 
 
 def test_rotation_is_that_of_complex_numbers() -> None:
-    """Pair (i, i + half) of position t is rotated by t·base^(−2i/E), the half-split layout of Llama's checkpoints."""
-    time, width, base = 7, 8, 100.0
+    """Pair (i, i + half) of position t is rotated by t·base^(−2i/E), the half-split layout of
+    Llama's checkpoints.
+    """
+    time = 7
+    width = 8
+    base = 100.0
     x = torch.randn(1, 2, time, width, generator=torch.Generator().manual_seed(0))
     angles = rope_angles(time, width, base)
     found = rotate(x, angles.cos(), angles.sin())
@@ -74,7 +83,10 @@ def test_scores_depend_on_the_distance_alone() -> None:
     angles = rope_angles(32, 8, 10000.0)
 
     def score(i: int, j: int) -> float:
-        return float(rotate(q, angles[i].cos(), angles[i].sin()) @ rotate(k, angles[j].cos(), angles[j].sin()))
+        return float(
+            rotate(q, angles[i].cos(), angles[i].sin())
+            @ rotate(k, angles[j].cos(), angles[j].sin())
+        )
 
     assert score(5, 2) == pytest.approx(score(30, 27), abs=1e-4)
     assert score(5, 2) != pytest.approx(score(5, 4), abs=1e-4)
@@ -91,11 +103,14 @@ def test_grouped_queries_equal_repeated_key_and_value_heads() -> None:
             getattr(full, name).weight.copy_(heads[[0, 0, 1, 1]].reshape(32, 32))
     angles = rope_angles(6, 8, 10000.0)
     x = torch.randn(2, 6, 32)
-    torch.testing.assert_close(grouped(x, angles.cos(), angles.sin()), full(x, angles.cos(), angles.sin()))
+    torch.testing.assert_close(
+        grouped(x, angles.cos(), angles.sin()), full(x, angles.cos(), angles.sin())
+    )
 
 
 def test_the_head_is_tied_to_the_embedding_or_its_own() -> None:
-    tied, untied = small(), small(tied=False)
+    tied = small()
+    untied = small(tied=False)
     assert tied.head.weight is tied.embed.weight
     assert untied.head.weight is not untied.embed.weight
     extra = sum(p.numel() for p in untied.parameters()) - sum(p.numel() for p in tied.parameters())
@@ -106,7 +121,9 @@ def test_the_head_is_tied_to_the_embedding_or_its_own() -> None:
 
 
 def test_weights_start_as_in_gpt2_scaled_for_depth() -> None:
-    model = Llama(width=64, layers=8, heads=4, kv_heads=4, hidden=256, tied=False).build(vocab_size=512, seq_len=8)
+    model = Llama(width=64, layers=8, heads=4, kv_heads=4, hidden=256, tied=False).build(
+        vocab_size=512, seq_len=8
+    )
     for name, parameter in model.state_dict().items():
         if parameter.dim() == 1:
             assert bool((parameter == 1).all()), "norms begin as the identity"
@@ -119,17 +136,23 @@ def test_weights_start_as_in_gpt2_scaled_for_depth() -> None:
 
 
 def test_a_wide_model_starts_smaller() -> None:
-    model = Llama(width=4096, layers=1, heads=32, kv_heads=8, hidden=64).build(vocab_size=64, seq_len=2)
+    model = Llama(width=4096, layers=1, heads=32, kv_heads=8, hidden=64).build(
+        vocab_size=64, seq_len=2
+    )
     assert float(model.embed.weight.detach().std()) == pytest.approx(4096**-0.5, rel=0.05)
 
 
 def test_the_same_seed_gives_the_same_weights() -> None:
-    assert all(torch.equal(a, b) for a, b in zip(small().parameters(), small().parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(small().parameters(), small().parameters(), strict=True)
+    )
 
 
 def test_the_vocabulary_is_padded_so_that_the_heads_gemm_is_aligned() -> None:
     assert small().embed.weight.shape[0] == 64
-    assert Llama(**SMALL, vocab_multiple=1).build(vocab_size=60, seq_len=4).embed.weight.shape[0] == 60
+    assert (
+        Llama(**SMALL, vocab_multiple=1).build(vocab_size=60, seq_len=4).embed.weight.shape[0] == 60
+    )
 
 
 def test_more_tokens_than_the_model_was_made_for_are_refused() -> None:
@@ -138,7 +161,9 @@ def test_more_tokens_than_the_model_was_made_for_are_refused() -> None:
 
 
 def test_the_loss_is_the_mean_over_all_tokens() -> None:
-    model, x, y = small(), tokens(), tokens().roll(1)
+    model = small()
+    x = tokens()
+    y = tokens().roll(1)
     expected = nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
     torch.testing.assert_close(model(x, y), expected)
 
@@ -203,9 +228,9 @@ def test_the_named_sizes_have_the_parameters_they_are_named_after(size: str) -> 
         model = shape.build(vocab_size=VOCABULARY.get(size, 128256), seq_len=8)
     count = sum(p.numel() for p in model.parameters())
     assert count == pytest.approx(SIZES[size], rel=0.2 if size == "30m" else 0.1)
-    assert {shape.width, shape.mlp_width, shape.width * shape.kv_heads // shape.heads} <= set(range(0, 1 << 20, 32)), (
-        "every GEMM fits the blocks of MXFP8"
-    )
+    assert {shape.width, shape.mlp_width, shape.width * shape.kv_heads // shape.heads} <= set(
+        range(0, 1 << 20, 32)
+    ), "every GEMM fits the blocks of MXFP8"
 
 
 def test_it_is_an_architecture() -> None:
@@ -221,11 +246,17 @@ def test_the_default_hidden_width_is_8_3_of_the_width_in_multiples_of_32() -> No
 @pytest.mark.parametrize(
     ("shape", "vocab", "message"),
     [
-        ({"vocab_size": 59}, 60, "the tokenizer has 60 ids, and model.vocab_size=59 rows are fewer"),
+        (
+            {"vocab_size": 59},
+            60,
+            "the tokenizer has 60 ids, and model.vocab_size=59 rows are fewer",
+        ),
         ({"max_positions": 15}, 59, "train.seq_len=16 exceeds model.max_positions=15"),
     ],
 )
-def test_what_the_model_is_not_made_for_is_refused(shape: dict[str, Any], vocab: int, message: str) -> None:
+def test_what_the_model_is_not_made_for_is_refused(
+    shape: dict[str, Any], vocab: int, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         Llama(**SMALL, **shape).build(vocab_size=vocab, seq_len=16)
 
@@ -245,7 +276,9 @@ def test_an_option_out_of_range_is_refused(shape: dict[str, Any], message: str) 
 
 
 def test_the_rows_of_the_vocabulary_can_be_chosen() -> None:
-    """More than the tokenizer has ids, and no multiple of anything: as the weights of others have them."""
+    """More than the tokenizer has ids, and no multiple of anything: as the weights of others have
+    them.
+    """
     shape = Llama(**SMALL, vocab_size=77)
     model = shape.build(vocab_size=60, seq_len=16)
     assert model.embed.weight.shape[0] == 77

@@ -1,4 +1,6 @@
-"""Mixtures of experts: the same function as transformers' models, routing at its limits, and what balances the load."""
+"""Mixtures of experts: the same function as transformers' models, routing at its limits, and what
+balances the load.
+"""
 
 import gc
 import json
@@ -23,31 +25,63 @@ from fp4train.precision.context import Context, use
 from fp4train.run.initial import open_folder
 
 THEIRS: dict[str, Any] = {
-    **{"vocab_size": 128, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48, "head_dim": 16},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2, "max_position_embeddings": 128},
+    **{
+        "vocab_size": 128,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "intermediate_size": 48,
+        "head_dim": 16,
+    },
+    **{
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 128,
+    },
 }
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {"num_local_experts": 4}),
-    "qwen3_moe": ("Qwen3Moe", {"num_experts": 6, "moe_intermediate_size": 16, "norm_topk_prob": True}),
-    "dense first": ("Qwen3Moe", {"num_experts": 4, "moe_intermediate_size": 32, "mlp_only_layers": [0]}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {"num_experts": 6, "moe_intermediate_size": 16, "norm_topk_prob": True},
+    ),
+    "dense first": (
+        "Qwen3Moe",
+        {"num_experts": 4, "moe_intermediate_size": 32, "mlp_only_layers": [0]},
+    ),
     "glm4_moe": (
         "Glm4Moe",
         {
-            **{"n_routed_experts": 6, "n_shared_experts": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1},
+            **{
+                "n_routed_experts": 6,
+                "n_shared_experts": 2,
+                "moe_intermediate_size": 16,
+                "first_k_dense_replace": 1,
+            },
             **{"routed_scaling_factor": 2.5, "partial_rotary_factor": 1.0, "use_qk_norm": True},
         },
     ),
     "glm4_moe, tied, without norms of heads": (
         "Glm4Moe",
         {
-            **{"n_routed_experts": 4, "moe_intermediate_size": 16, "first_k_dense_replace": 0, "norm_topk_prob": False},
+            **{
+                "n_routed_experts": 4,
+                "moe_intermediate_size": 16,
+                "first_k_dense_replace": 0,
+                "norm_topk_prob": False,
+            },
             **{"partial_rotary_factor": 1.0, "tie_word_embeddings": True},
         },
     ),
     "dots1": (
         "Dots1",
         {
-            **{"n_routed_experts": 6, "n_shared_experts": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1},
+            **{
+                "n_routed_experts": 6,
+                "n_shared_experts": 2,
+                "moe_intermediate_size": 16,
+                "first_k_dense_replace": 1,
+            },
             **{"norm_topk_prob": True, "routed_scaling_factor": 2.5},
         },
     ),
@@ -57,7 +91,9 @@ WIDTH = 16
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, nn.Module]]:
+def pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Any, nn.Module]]:
     """A model of transformers, and ours with the weights of its folder."""
     import transformers
 
@@ -65,9 +101,14 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     folder = tmp_path_factory.mktemp("theirs")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        theirs = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**THEIRS, **own))
+        theirs = getattr(transformers, f"{kind}ForCausalLM")(
+            getattr(transformers, f"{kind}Config")(**THEIRS, **own)
+        )
         with torch.no_grad():
-            for each in (*theirs.parameters(), *(b for n, b in theirs.named_buffers() if n.endswith("_bias"))):
+            for each in (
+                *theirs.parameters(),
+                *(b for n, b in theirs.named_buffers() if n.endswith("_bias")),
+            ):
                 each.add_(torch.randn_like(each) * 0.1)
     theirs.eval().save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
@@ -86,7 +127,9 @@ def test_logits_and_gradients_equal_those_of_transformers(pair: tuple[Any, nn.Mo
     assert expected.abs().max() > 1
     F.cross_entropy(theirs(input_ids=x[:, :-1]).logits.flatten(0, 1), x[:, 1:].flatten()).backward()
     ours(x[:, :-1], x[:, 1:]).backward()
-    grads = {name.replace("block_sparse_moe", "mlp"): p.grad for name, p in theirs.named_parameters()}
+    grads = {
+        name.replace("block_sparse_moe", "mlp"): p.grad for name, p in theirs.named_parameters()
+    }
     for name, theirs_at in loaded_names(ours.shape).items():
         own = ours.get_parameter(name).grad
         assert own is not None
@@ -116,7 +159,13 @@ def test_a_configuration_comes_back_as_it_was(pair: tuple[Any, nn.Module]) -> No
     read = transformers.AutoConfig.for_model(**written)
     if written["model_type"] == theirs.config.model_type:  # dots.llm1 comes back as GLM-4-MoE
         assert read.to_dict().keys() >= theirs.config.to_dict().keys() - {"max_window_layers"}
-    for key in ("num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "head_dim", "intermediate_size"):
+    for key in (
+        "num_experts_per_tok",
+        "moe_intermediate_size",
+        "norm_topk_prob",
+        "head_dim",
+        "intermediate_size",
+    ):
         assert getattr(read, key, None) == getattr(theirs.config, key, None)
 
 
@@ -129,7 +178,9 @@ class TestTheMixture(FamilyChecks):
     def model(**changes: Any) -> MixtureModel:
         torch.manual_seed(0)
         experts = ExpertShape(count=4, top=2, hidden=16, shared=1)
-        shape = MixtureOfExperts(width=32, layers=3, heads=4, kv_heads=2, dense=1, experts=experts, **changes)
+        shape = MixtureOfExperts(
+            width=32, layers=3, heads=4, kv_heads=2, dense=1, experts=experts, **changes
+        )
         converted = f4.convert(shape.build(vocab_size=60, seq_len=40))
         assert isinstance(converted, MixtureModel)
         return converted.eval()
@@ -139,7 +190,7 @@ class TestTheMixture(FamilyChecks):
         return tokens(batch, time) % 60
 
 
-# -- routing -----------------------------------------------------------------------------------------------------------
+# -- routing ---------------------------------------------------------------------------------------
 
 
 def layer(count: int = 4, top: int = 2, **balance: Any) -> ExpertLayer:
@@ -154,7 +205,9 @@ def layer(count: int = 4, top: int = 2, **balance: Any) -> ExpertLayer:
 
 
 def one_by_one(made: ExpertLayer, x_BTD: Tensor, taken: Tensor | None = None) -> Tensor:
-    """What the layer computes, token after token; `taken` [tokens, experts]: which experts take them."""
+    """What the layer computes, token after token; `taken` [tokens, experts]: which experts take
+    them.
+    """
     out = []
     for number, x in enumerate(x_BTD.flatten(0, 1)):
         scores = (made.router.weight @ x).softmax(-1)
@@ -163,7 +216,11 @@ def one_by_one(made: ExpertLayer, x_BTD: Tensor, taken: Tensor | None = None) ->
         for expert in chosen.tolist():
             if taken is None or taken[number, expert]:
                 gate, up = (made.gate_up.weight[expert] @ x).chunk(2)
-                y += scores[expert] / scores[chosen].sum() * (made.down.weight[expert] @ (F.silu(gate) * up))
+                y += (
+                    scores[expert]
+                    / scores[chosen].sum()
+                    * (made.down.weight[expert] @ (F.silu(gate) * up))
+                )
         out.append(y)
     return torch.stack(out).view_as(x_BTD)
 
@@ -173,24 +230,33 @@ def training(share: float = 1.0, **settings: Any) -> Any:
     return use(Context(recipe=settings.pop("recipe", BF16()), auxiliary=share, **settings))
 
 
-@pytest.mark.parametrize("bias", [[0.0] * 4, [0.0, -9.0, 0.0, 0.0], [9.0, 0.0, 0.0, 0.0], [9.0, 8.0, 0.0, 0.0]])
+@pytest.mark.parametrize(
+    "bias", [[0.0] * 4, [0.0, -9.0, 0.0, 0.0], [9.0, 0.0, 0.0, 0.0], [9.0, 8.0, 0.0, 0.0]]
+)
 def test_each_token_gets_the_experts_that_it_chooses(bias: list[float]) -> None:
-    """With an expert that no token goes to, and with one or two that all tokens go to; gradients too."""
-    made, x = layer(), torch.randn(2, 5, WIDTH, requires_grad=True)
+    """With an expert that no token goes to, and with one or two that all tokens go to; gradients
+    too.
+    """
+    made = layer()
+    x = torch.randn(2, 5, WIDTH, requires_grad=True)
     assert made.router.bias is not None
     made.router.bias.copy_(torch.tensor(bias))
-    y, expected = made(x), one_by_one(made, x)
+    y = made(x)
+    expected = one_by_one(made, x)
     torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-6)
     inputs = [x, *made.parameters()]
     for ours, theirs in zip(
-        torch.autograd.grad(y.square().sum(), inputs), torch.autograd.grad(expected.square().sum(), inputs), strict=True
+        torch.autograd.grad(y.square().sum(), inputs),
+        torch.autograd.grad(expected.square().sum(), inputs),
+        strict=True,
     ):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("chosen", [[9.0, 8.0, 0.0, 0.0], [9.0, -9.0, 8.0, -9.0]])
 def test_experts_without_tokens_have_gradients_of_zero_in_nvfp4(chosen: list[float]) -> None:
-    made, x = layer(), torch.randn(2, 32, WIDTH).bfloat16().requires_grad_()
+    made = layer()
+    x = torch.randn(2, 32, WIDTH).bfloat16().requires_grad_()
     assert made.router.bias is not None
     made.router.bias.copy_(torch.tensor(chosen))
     with training(recipe=NVFP4(), step=0, token_offset=0):
@@ -203,7 +269,8 @@ def test_experts_without_tokens_have_gradients_of_zero_in_nvfp4(chosen: list[flo
 
 def test_an_expert_takes_the_first_tokens_of_a_sequence_up_to_its_capacity() -> None:
     """Each sequence by itself, however they are batched; nothing is dropped outside of training."""
-    made, x = layer(top=1, capacity=0.5), torch.randn(3, 16, WIDTH)
+    made = layer(top=1, capacity=0.5)
+    x = torch.randn(3, 16, WIDTH)
     scores = F.linear(x, made.router.weight).softmax(-1)
     place = F.one_hot(scores.argmax(-1), 4).cumsum(1)
     taken = (place <= 2).flatten(0, 1)  # 0.5 · 16 / 4
@@ -219,23 +286,29 @@ def test_an_expert_takes_the_first_tokens_of_a_sequence_up_to_its_capacity() -> 
         torch.testing.assert_close(made(x), one_by_one(made, x), rtol=1e-5, atol=1e-6)
 
 
-# -- balance -----------------------------------------------------------------------------------------------------------
+# -- balance ---------------------------------------------------------------------------------------
 
 
 def test_the_loss_of_balance_is_that_of_each_sequence() -> None:
-    """E·Σ f·P with shares and mean probabilities of a sequence, meaned over sequences, and the mean of logsumexp²."""
-    made, x = layer(loss=0.3, z_loss=0.01), torch.randn(3, 8, WIDTH)
+    """E·Σ f·P with shares and mean probabilities of a sequence, meaned over sequences, and the mean
+    of logsumexp².
+    """
+    made = layer(loss=0.3, z_loss=0.01)
+    x = torch.randn(3, 8, WIDTH)
     logits = F.linear(x, made.router.weight)
     p = logits.softmax(-1)
     f = F.one_hot(p.topk(2).indices, 4).sum(2).float().mean(1) / 2
-    uneven, z = 4 * (f * p.mean(1)).sum(1), logits.logsumexp(-1).square()
+    uneven = 4 * (f * p.mean(1)).sum(1)
+    z = logits.logsumexp(-1).square()
     expected = torch.autograd.grad(0.3 * uneven.mean() + 0.01 * z.mean(), made.router.weight)[0]
     with training(0.25):
         weights = made.router(x)[1]
     found = torch.autograd.grad(weights, made.router.weight, torch.zeros_like(weights))[0]
     torch.testing.assert_close(found, 0.25 * expected, rtol=1e-5, atol=1e-7)
     seen = made.router.seen()
-    torch.testing.assert_close(seen[5:], torch.stack((uneven.sum(), z.mean(1).sum())).double(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        seen[5:], torch.stack((uneven.sum(), z.mean(1).sum())).double(), rtol=1e-5, atol=0
+    )
     assert torch.equal(seen[:4], f.sum(0).double() * 16) and not made.router.seen().any()
 
 
@@ -262,26 +335,35 @@ def gradients(model: nn.Module, parts: int = 1) -> dict[str, Tensor]:
 def test_neither_microbatches_nor_recomputation_change_gradients_and_loads() -> None:
     """In a model whose losses of balance are large; what is recomputed is seen once."""
     balance = Balance(loss=0.1, z_loss=0.01, capacity=1.0)
-    model, lazy = small(balance=balance), small(balance=balance, recompute=True)
-    whole, seen = gradients(model), model.fp4train_routed()
+    model = small(balance=balance)
+    lazy = small(balance=balance, recompute=True)
+    whole = gradients(model)
+    seen = model.fp4train_routed()
     assert seen[:, :4].sum() == 2 * 4 * 32 * 2 and seen[:, 4].all()
     for other, parts in ((model, 4), (lazy, 1)):
-        found, loads = gradients(other, parts), other.fp4train_routed()
+        found = gradients(other, parts)
+        loads = other.fp4train_routed()
         assert torch.equal(loads[:, :5], seen[:, :5])
         torch.testing.assert_close(loads, seen, rtol=1e-6, atol=0)
         for name, grad in whole.items():
             torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=1e-7)
-    assert any(not torch.equal(grad, gradients(small(balance=Balance(loss=0)))[name]) for name, grad in whole.items())
+    assert any(
+        not torch.equal(grad, gradients(small(balance=Balance(loss=0)))[name])
+        for name, grad in whole.items()
+    )
 
 
 def test_the_graph_of_a_step_is_freed_with_its_loss() -> None:
-    """Experts of a block share a cache with those of later ones, whose tensors hold the graph that holds the cache."""
+    """Experts of a block share a cache with those of later ones, whose tensors hold the graph that
+    holds the cache.
+    """
 
     def calls() -> int:
         gc.collect()
         return sum(type(each) is Call for each in gc.get_objects())
 
-    model, before = small(), calls()
+    model = small()
+    before = calls()
     x = torch.arange(66).view(2, 33) % 60
     with training(recipe=NVFP4()):
         loss = model(x[:, :-1], x[:, 1:])
@@ -291,9 +373,13 @@ def test_the_graph_of_a_step_is_freed_with_its_loss() -> None:
 
 
 def test_a_bias_evens_the_load_out_and_stays_after_a_step_that_failed() -> None:
-    """arXiv:2408.15664 on tokens that lean to some experts: the largest load comes near the mean."""
-    made, generator = layer(count=8, speed=0.01), torch.Generator().manual_seed(0)
-    router, good = made.router, torch.tensor(False)
+    """arXiv:2408.15664 on tokens that lean to some experts: the largest load comes near the
+    mean.
+    """
+    made = layer(count=8, speed=0.01)
+    generator = torch.Generator().manual_seed(0)
+    router = made.router
+    good = torch.tensor(False)
     router.weight.data[0] *= 4
     loads = []
     for _ in range(200):
@@ -323,7 +409,12 @@ def test_a_bias_evens_the_load_out_and_stays_after_a_step_that_failed() -> None:
 def test_a_shape_that_cannot_be_is_refused(changes: dict[str, Any], said: str) -> None:
     parts = {"experts": ExpertShape, "balance": Balance}
     with pytest.raises(ValueError, match=said.replace(".", r"\.")):
-        MixtureOfExperts(**{key: parts[key](**value) if key in parts else value for key, value in changes.items()})
+        MixtureOfExperts(
+            **{
+                key: parts[key](**value) if key in parts else value
+                for key, value in changes.items()
+            }
+        )
 
 
 PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
@@ -365,10 +456,18 @@ def test_published_configurations_are_read(name: str) -> None:
 
 
 def test_the_published_sizes() -> None:
-    """Qwen3-30B-A3B has 30.5 B parameters, 3.3 B of them active; that of DeepSeek-V3's size 671 B and 38 B."""
-    for name, vocabulary, sizes in (("30b_a3b", 151936, (30.5, 3.35)), ("671b", 129280, (671.3, 37.8))):
+    """Qwen3-30B-A3B has 30.5 B parameters, 3.3 B of them active; that of DeepSeek-V3's size 671 B
+    and 38 B.
+    """
+    for name, vocabulary, sizes in (
+        ("30b_a3b", 151936, (30.5, 3.35)),
+        ("671b", 129280, (671.3, 37.8)),
+    ):
         shape = to_config(composition.compose([f"model=moe_{name}", "run.name=x"])).model
         with torch.device("meta"):
             groups = weight_groups(f4.convert(shape.build(vocab_size=vocabulary, seq_len=64)))
-        found = [sum(each.parameters for each in groups) / 1e9, sum(each.active for each in groups) / 1e9]
+        found = [
+            sum(each.parameters for each in groups) / 1e9,
+            sum(each.active for each in groups) / 1e9,
+        ]
         assert found == pytest.approx(sizes, rel=0.002)

@@ -1,5 +1,7 @@
-"""dw in high precision is added to the gradient within its product (on GPUs; emulated here by `adding`): in
-recomputed layers too, with the bits of autograd's sums, and never by passes that leave gradients as they are."""
+"""dw in high precision is added to the gradient within its product (on GPUs; emulated here by
+`adding`): in recomputed layers too, with the bits of autograd's sums, and never by passes that
+leave gradients as they are.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -38,7 +40,9 @@ def results(
         torch.autograd.backward([y for y, _ in used], [dy for _, dy in used])
     assert x.grad is not None
     found = {"x": x.grad} | {f"y{i}": y.detach() for i, y in enumerate(ys)}
-    return found | {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    return found | {
+        name: each.grad for name, each in model.named_parameters() if each.grad is not None
+    }
 
 
 def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> set[str]:
@@ -50,8 +54,11 @@ def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> set[str]:
 def test_recomputed_layers_add_dw_within_their_gemms_too_and_all_ways_have_the_same_bits(
     monkeypatch: pytest.MonkeyPatch, recipe: Recipe
 ) -> None:
-    """Recomputation saves no weights: what backward gets in their place has no gradient to add to."""
-    added, found = adding.begin(monkeypatch.setattr), []
+    """Recomputation saves no weights: what backward gets in their place has no gradient to add
+    to.
+    """
+    added = adding.begin(monkeypatch.setattr)
+    found = []
     for again, in_product in ((False, False), (False, True), (True, True)):
         model = made(recipe, sums=True, in_product=in_product)
 
@@ -62,7 +69,10 @@ def test_recomputed_layers_add_dw_within_their_gemms_too_and_all_ways_have_the_s
             return (recompute(joined, x) if again else joined(x),)
 
         found.append(results(model, recipe, calls=calls, microbatches=3))
-        assert sorted(added) == sorted([(size, K) for size in SIZES] * 2 * in_product), (again, in_product)
+        assert sorted(added) == sorted([(size, K) for size in SIZES] * 2 * in_product), (
+            again,
+            in_product,
+        )
         added.clear()
     assert not differing(found[0], found[1]) and not differing(found[0], found[2])
 
@@ -71,8 +81,11 @@ def test_recomputed_layers_add_dw_within_their_gemms_too_and_all_ways_have_the_s
 def test_passes_that_leave_gradients_as_they_are_add_nothing_to_them(
     monkeypatch: pytest.MonkeyPatch, recipe: Recipe
 ) -> None:
-    """`torch.autograd.grad` of weights that have gradients, of x alone, and backward with `inputs`."""
-    added, model = adding.begin(monkeypatch.setattr), made(recipe, sums=True)
+    """`torch.autograd.grad` of weights that have gradients, of x alone, and backward with
+    `inputs`.
+    """
+    added = adding.begin(monkeypatch.setattr)
+    model = made(recipe, sums=True)
     once = {name: each.clone() for name, each in results(model, recipe).items()}
     names = ("wq.weight", "wk.weight", "wv.weight")
     weights = [model.get_parameter(name) for name in names]
@@ -83,9 +96,13 @@ def test_passes_that_leave_gradients_as_they_are_add_nothing_to_them(
         with use(within(recipe)):
             return model(x)
 
-    assert all(map(torch.equal, torch.autograd.grad(ys(), weights, dys), (once[name] for name in names)))
+    assert all(
+        map(torch.equal, torch.autograd.grad(ys(), weights, dys), (once[name] for name in names))
+    )
     assert torch.equal(torch.autograd.grad(ys(), x, dys)[0], once["x"][0])
     torch.autograd.backward(ys(), dys, inputs=[x, weights[1]])
     assert added == ([(SIZES[1], K)])
     for name, each in zip(names, weights, strict=True):
-        assert each.grad is not None and torch.equal(each.grad, once[name] * (2 if name == names[1] else 1))
+        assert each.grad is not None and torch.equal(
+            each.grad, once[name] * (2 if name == names[1] else 1)
+        )

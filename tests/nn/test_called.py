@@ -1,4 +1,6 @@
-"""The guard of the first step: planned layers that nobody calls are named; those that may rest are no error."""
+"""The guard of the first step: planned layers that nobody calls are named; those that may rest are
+no error.
+"""
 
 import logging
 
@@ -37,11 +39,15 @@ def checked(model: nn.Module, policy: LayerPolicy | None = None) -> None:
             block(torch.randn(16, 32)).sum().backward()
     layers = [module for module in model.modules() if isinstance(module, Linear)]
     called = {layer.layer.name for layer in met if isinstance(layer, Linear)}
-    check_called(f4.plan(model, NVFP4(), policy), layers, called, lambda layer: layer.weight.grad is not None)
+    check_called(
+        f4.plan(model, NVFP4(), policy), layers, called, lambda layer: layer.weight.grad is not None
+    )
 
 
 def test_a_weight_that_other_code_multiplies_is_an_error_that_names_layer_and_fix() -> None:
-    with pytest.raises(UserError, match=r"1\.out_proj: planned in NVFP4 .* policy\.keep=\[out_proj\]"):
+    with pytest.raises(
+        UserError, match=r"1\.out_proj: planned in NVFP4 .* policy\.keep=\[out_proj\]"
+    ):
         checked(nn.ModuleList([Mixer(False), Mixer(True)]))
 
 

@@ -1,4 +1,6 @@
-"""Calls of a layer within one step: each draws random bits of its own, and what repeats a call repeats its bits."""
+"""Calls of a layer within one step: each draws random bits of its own, and what repeats a call
+repeats its bits.
+"""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -32,7 +34,9 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def accumulate(found: nn.Module, offsets: list[int | None], call: Callable[..., Tensor] | None = None) -> list[Tensor]:
+def accumulate(
+    found: nn.Module, offsets: list[int | None], call: Callable[..., Tensor] | None = None
+) -> list[Tensor]:
     for offset in offsets:
         with autocast(NVFP4(), step=3, token_offset=offset):
             loss = (call or found)(X).square().mean()
@@ -76,8 +80,11 @@ def test_a_weight_used_twice_in_a_forward_pass_draws_twice() -> None:
     assert not torch.equal(one, other)
 
 
-def test_evaluation_between_microbatches_shifts_no_bits_and_draws_the_same_wherever_it_stands() -> None:
-    found, seen = model(), []
+def test_evaluation_between_microbatches_shifts_no_bits_and_draws_the_same_wherever_it_stands() -> (
+    None
+):
+    found = model()
+    seen = []
 
     def evaluated(x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -90,12 +97,17 @@ def test_evaluation_between_microbatches_shifts_no_bits_and_draws_the_same_where
 
 def regions() -> Iterator[tuple[str, Callable[..., Tensor]]]:
     yield "ours", lambda part, x: recompute(part, x)
-    yield "torchs", lambda part, x: checkpoint(part, x, use_reentrant=False, context_fn=recompute_contexts)
+    yield (
+        "torchs",
+        lambda part, x: checkpoint(part, x, use_reentrant=False, context_fn=recompute_contexts),
+    )
     yield "nested", lambda part, x: recompute(lambda t: recompute(part, t), x)
 
 
 @pytest.mark.parametrize("region", [r for _, r in regions()], ids=[n for n, _ in regions()])
-def test_recomputed_microbatches_repeat_the_bits_of_their_own_forward_pass(region: Callable[..., Tensor]) -> None:
+def test_recomputed_microbatches_repeat_the_bits_of_their_own_forward_pass(
+    region: Callable[..., Tensor],
+) -> None:
     found = model()
 
     def called(x: Tensor) -> Tensor:
@@ -117,7 +129,9 @@ def test_recomputed_microbatches_repeat_the_bits_of_their_own_forward_pass(regio
     assert same(pipelined(called, found), pipelined(plain, plain))
 
 
-def test_a_backward_pass_with_a_context_of_its_own_repeats_the_only_call_and_is_refused_after_several() -> None:
+def test_a_backward_pass_with_a_context_of_its_own_repeats_the_only_call_and_is_refused_after_several() -> (
+    None
+):
     found = model()
 
     def inside(x: Tensor) -> Tensor:
@@ -125,11 +139,15 @@ def test_a_backward_pass_with_a_context_of_its_own_repeats_the_only_call_and_is_
             return found(x)  # type: ignore[no-any-return]
 
     def step() -> list[Tensor]:
-        checkpoint(inside, X.clone().requires_grad_(), use_reentrant=False).square().mean().backward()
+        checkpoint(
+            inside, X.clone().requires_grad_(), use_reentrant=False
+        ).square().mean().backward()
         return gradients(found)
 
     assert same(step(), accumulate(model(), [None]))
-    with pytest.raises(RuntimeError, match=r"0 is called in backward .* after 2 calls in this step.*token_offset"):
+    with pytest.raises(
+        RuntimeError, match=r"0 is called in backward .* after 2 calls in this step.*token_offset"
+    ):
         step()
 
 

@@ -1,4 +1,6 @@
-"""torch.compile around fp4train's layers: whole graphs, the bits of eager mode, no stale graph is reused."""
+"""torch.compile around fp4train's layers: whole graphs, the bits of eager mode, no stale graph is
+reused.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +13,28 @@ from linear_layers import own_channels
 from torch import Tensor, nn
 
 import fp4train as f4
-from fp4train.precision import BF16, FP16, MXFP8, NVFP4, FP8Delayed, LayerPolicy, OutlierChannels, Recipe, autocast
+from fp4train.precision import (
+    BF16,
+    FP16,
+    MXFP8,
+    NVFP4,
+    FP8Delayed,
+    LayerPolicy,
+    OutlierChannels,
+    Recipe,
+    autocast,
+)
 from fp4train.precision.context import activation_dtype
 
 pytestmark = MARKS
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.long)])
-def test_a_whole_model_is_one_graph_with_the_bits_of_eager_mode_in_every_recipe(backend: str) -> None:
-    model, data = llama(), tokens()
+def test_a_whole_model_is_one_graph_with_the_bits_of_eager_mode_in_every_recipe(
+    backend: str,
+) -> None:
+    model = llama()
+    data = tokens()
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     recipes = (None, NVFP4(), MXFP8(), BF16(), NVFP4().with_high_precision("wgrad"), None)
     for at, recipe in enumerate(recipes):
@@ -29,7 +44,8 @@ def test_a_whole_model_is_one_graph_with_the_bits_of_eager_mode_in_every_recipe(
 
 
 def test_a_change_of_recipe_step_or_seed_compiles_nothing_as_long_as_the_routes_stay() -> None:
-    model, data = llama(), tokens()
+    model = llama()
+    data = tokens()
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     step(compiled, model, NVFP4(), *data, policy=POLICY)
     assert graphs() == 1
@@ -37,11 +53,14 @@ def test_a_change_of_recipe_step_or_seed_compiles_nothing_as_long_as_the_routes_
         step(compiled, model, recipe, *data, at=at, policy=POLICY)
     assert graphs() == 1
     step(compiled, model, BF16(), *data, policy=POLICY)
-    assert graphs() == 2, "layers that quantise nothing are torch's own again, for the compiler to fuse"
+    assert graphs() == 2, (
+        "layers that quantise nothing are torch's own again, for the compiler to fuse"
+    )
 
 
 def test_blocks_that_are_alike_share_a_graph() -> None:
-    model, data = llama(), tokens()
+    model = llama()
+    data = tokens()
     for block in model.blocks:  # type: ignore[union-attr]
         block.compile(backend="eager")
     for at in range(2):
@@ -65,8 +84,11 @@ def test_calls_without_a_step_count_as_in_eager_mode(recipe: Recipe) -> None:
     assert all(same(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_autocast_entered_inside_of_the_compiled_function_breaks_the_graph_and_not_the_numbers() -> None:
-    model, x = f4.convert(pair()), torch.randn(8, 16)
+def test_autocast_entered_inside_of_the_compiled_function_breaks_the_graph_and_not_the_numbers() -> (
+    None
+):
+    model = f4.convert(pair())
+    x = torch.randn(8, 16)
 
     def inside(x: Tensor) -> Tensor:
         with autocast(NVFP4(), step=3, token_offset=0, seed=5):
@@ -80,7 +102,8 @@ def test_autocast_entered_inside_of_the_compiled_function_breaks_the_graph_and_n
 
 
 def test_torchs_autocast_decides_the_output_dtype_as_in_eager_mode() -> None:
-    model, x = f4.convert(pair()), torch.randn(8, 16)
+    model = f4.convert(pair())
+    x = torch.randn(8, 16)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
 
     def run(module: nn.Module) -> tuple[Tensor, ...]:
@@ -105,7 +128,8 @@ def test_other_batch_sizes_and_frozen_parameters_keep_their_bits() -> None:
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_torchs_autocast_does_not_reach_into_the_gemms(backend: str) -> None:
-    model, x = f4.convert(pair()), torch.randn(8, 16)
+    model = f4.convert(pair())
+    x = torch.randn(8, 16)
     compiled = torch.compile(model, backend=backend, fullgraph=True)
 
     def run(module: nn.Module) -> tuple[Tensor, ...]:
@@ -119,10 +143,14 @@ def test_torchs_autocast_does_not_reach_into_the_gemms(backend: str) -> None:
 
 
 def test_a_function_that_only_asks_for_the_activation_dtype_gets_the_current_one() -> None:
-    compiled = torch.compile(lambda x: x.to(activation_dtype(torch.float32)) + 1, backend="eager", fullgraph=True)
+    compiled = torch.compile(
+        lambda x: x.to(activation_dtype(torch.float32)) + 1, backend="eager", fullgraph=True
+    )
     for recipe in (None, BF16(), FP16(), BF16(), None):
         with autocast(recipe or BF16(), enabled=recipe is not None):
-            assert compiled(torch.ones(3)).dtype == (torch.float32 if recipe is None else recipe.torch_dtype)
+            assert compiled(torch.ones(3)).dtype == (
+                torch.float32 if recipe is None else recipe.torch_dtype
+            )
 
 
 def test_a_policy_that_matches_nothing_says_so_in_compiled_code_too() -> None:
@@ -135,7 +163,8 @@ def test_a_policy_that_matches_nothing_says_so_in_compiled_code_too() -> None:
 
 
 def test_settings_changed_after_compiling_are_seen() -> None:
-    model, x = f4.convert(pair()), torch.randn(32, 16)
+    model = f4.convert(pair())
+    x = torch.randn(32, 16)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     step(compiled, model, NVFP4(), x)
     f4.convert(model, backend="reference")
@@ -148,13 +177,16 @@ def test_layers_that_record_or_split_outlier_channels_run_outside_with_the_same_
     other = copy.deepcopy(eager)
     compiled = torch.compile(other, backend="aot_eager")
     for at in range(4):
-        x, found = torch.randn(64, 96, generator=torch.Generator().manual_seed(at)), []
+        x = torch.randn(64, 96, generator=torch.Generator().manual_seed(at))
+        found = []
         for module, model in ((eager, eager), (compiled, other)):
             model.zero_grad()
             with autocast(recipe, step=at):
                 y = module(x)
             y.sum().backward()
-            found.append([y.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
+            found.append(
+                [y.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+            )
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)), at
         layers = [m for model in (eager, other) for m in model if isinstance(m, f4.nn.Linear)]
         assert [len(own_channels(m)) < m.in_features for m in layers] == [at >= 2] * 4, at

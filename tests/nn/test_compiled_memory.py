@@ -1,4 +1,6 @@
-"""Memory of compiled graphs: what the compiler overwrites changes nothing, codes and layers are freed."""
+"""Memory of compiled graphs: what the compiler overwrites changes nothing, codes and layers are
+freed.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ pytestmark = MARKS
 
 
 class Sine(nn.Module):
-    """Its backward needs its input, not its output, so the compiler may reuse the memory of the output."""
+    """Its backward needs its input, not its output, so the compiler may reuse the memory of the
+    output.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         return x.sin()
@@ -32,11 +36,16 @@ class Sine(nn.Module):
 @pytest.mark.long
 @needs_inductor
 def test_inductors_reuse_of_buffers_changes_nothing_that_a_layer_saved() -> None:
-    """The compiler overwrites tensors that were passed to layers; wgrad in BF16 needs the old values."""
+    """The compiler overwrites tensors that were passed to layers; wgrad in BF16 needs the old
+    values.
+    """
     model = f4.convert(nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), Sine()) for _ in range(4))))
-    recipe, x = NVFP4().with_high_precision("wgrad"), torch.randn(64, 32)
+    recipe = NVFP4().with_high_precision("wgrad")
+    x = torch.randn(64, 32)
     compiled = torch.compile(model, fullgraph=True)
-    for ours, expected in zip(step(compiled, model, recipe, x), step(model, model, recipe, x), strict=True):
+    for ours, expected in zip(
+        step(compiled, model, recipe, x), step(model, model, recipe, x), strict=True
+    ):
         torch.testing.assert_close(ours, expected, rtol=0.1, atol=0.1 * float(expected.abs().max()))
 
 
@@ -74,8 +83,12 @@ class Reweighted(nn.Module):
 @needs_inductor
 @pytest.mark.parametrize("kind", [Gated, Reweighted])
 @torch.no_grad()
-def test_nothing_is_remembered_of_a_tensor_that_the_compiler_may_write_into(kind: type[nn.Module]) -> None:
-    """Shared inputs and prepared weights are not reused by address and version, which the compiler does not change."""
+def test_nothing_is_remembered_of_a_tensor_that_the_compiler_may_write_into(
+    kind: type[nn.Module],
+) -> None:
+    """Shared inputs and prepared weights are not reused by address and version, which the compiler
+    does not change.
+    """
     model = f4.convert(kind())
     x = torch.randn(64, 32 if kind is Gated else 64)
     compiled = torch.compile(model, fullgraph=True)
@@ -86,11 +99,13 @@ def test_nothing_is_remembered_of_a_tensor_that_the_compiler_may_write_into(kind
 
 
 def test_codes_are_freed_by_backward_and_contexts_with_their_calls() -> None:
-    model, x = f4.convert(pair()), torch.randn(64, 16)
+    model = f4.convert(pair())
+    x = torch.randn(64, 16)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     with autocast(NVFP4()), torch.no_grad():
         compiled(x)
-    step(compiled, model, NVFP4(), x)  # both graphs exist now and refer to the contexts they were traced in
+    # both graphs exist now and refer to the contexts they were traced in
+    step(compiled, model, NVFP4(), x)
     gc.collect()
     gc.disable()
     before = len(codes_alive())  # those that other tests hold
@@ -102,7 +117,9 @@ def test_codes_are_freed_by_backward_and_contexts_with_their_calls() -> None:
                 compiled(x)
         assert len(codes_alive()) == before + 2
         loss.backward()
-        assert len(codes_alive()) == before, "although the loss, and with it the graph, is still there"
+        assert len(codes_alive()) == before, (
+            "although the loss, and with it the graph, is still there"
+        )
         del loss
         assert seen() is None
     finally:
@@ -110,9 +127,11 @@ def test_codes_are_freed_by_backward_and_contexts_with_their_calls() -> None:
 
 
 def test_a_recomputed_graph_keeps_no_codes_of_its_first_pass() -> None:
-    model, x = f4.convert(pair()), torch.randn(64, 16, requires_grad=True)
+    model = f4.convert(pair())
+    x = torch.randn(64, 16, requires_grad=True)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    before, gradients = len(codes_alive()), []
+    before = len(codes_alive())
+    gradients = []
     for run in (compiled, partial(recompute, compiled)):
         with autocast(NVFP4(), step=0, token_offset=0):
             y = run(x)
@@ -127,7 +146,8 @@ def codes_alive() -> list[Quantized]:
 
 
 def test_backward_twice_through_a_retained_graph_gives_the_same_twice() -> None:
-    model, x = f4.convert(pair()), torch.randn(8, 16)
+    model = f4.convert(pair())
+    x = torch.randn(8, 16)
     with autocast(NVFP4(), step=0):
         loss = torch.compile(model, backend="aot_eager", fullgraph=True)(x).sum()
     loss.backward(retain_graph=True)
@@ -141,7 +161,9 @@ def test_backward_twice_through_a_retained_graph_gives_the_same_twice() -> None:
 @needs_inductor
 def test_the_compilers_cache_keys_hold_no_weights() -> None:
     """A parametrized layer refuses to be pickled; a large one would take gigabytes."""
-    model = nn.Sequential(torch.nn.utils.parametrizations.weight_norm(nn.Linear(16, 16)), nn.Linear(16, 16))
+    model = nn.Sequential(
+        torch.nn.utils.parametrizations.weight_norm(nn.Linear(16, 16)), nn.Linear(16, 16)
+    )
     f4.convert(model)
     torch.nn.utils.parametrizations.weight_norm(model[1])
     with autocast(NVFP4(), step=0):
@@ -154,7 +176,9 @@ def test_copies_and_pickles_of_a_layer_have_handles_of_their_own() -> None:
     stored = io.BytesIO()
     torch.save(model, stored)
     stored.seek(0)
-    parametrized = copy.deepcopy(torch.nn.utils.parametrizations.weight_norm(copy.deepcopy(model)[0]))
+    parametrized = copy.deepcopy(
+        torch.nn.utils.parametrizations.weight_norm(copy.deepcopy(model)[0])
+    )
     for layer in (
         copy.copy(model[0]),
         copy.deepcopy(model)[0],

@@ -1,4 +1,6 @@
-"""`Conv1D` of Hugging Face's GPT-2, y = x·w + b with w [in, out], runs as nn.Linear with the transposed weight does."""
+"""`Conv1D` of Hugging Face's GPT-2, y = x·w + b with w [in, out], runs as nn.Linear with the
+transposed weight does.
+"""
 
 import copy
 import io
@@ -18,12 +20,15 @@ class Conv1D(nn.Module):
 
     def __init__(self, nf: int, nx: int) -> None:
         super().__init__()
-        self.nf, self.nx = nf, nx
+        self.nf = nf
+        self.nx = nx
         self.weight = nn.Parameter(torch.randn(nx, nf) * 0.02)
         self.bias = nn.Parameter(torch.randn(nf) * 0.02)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(*x.shape[:-1], self.nf)
+        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(
+            *x.shape[:-1], self.nf
+        )
 
 
 Conv1D.__module__ = "transformers.pytorch_utils"
@@ -33,7 +38,8 @@ class Block(nn.Module):
     def __init__(self, width: int, linear: bool) -> None:
         super().__init__()
         self.up, self.down = (
-            nn.Linear(a, b) if linear else Conv1D(b, a) for a, b in ((width, 3 * width), (3 * width, width))
+            nn.Linear(a, b) if linear else Conv1D(b, a)
+            for a, b in ((width, 3 * width), (3 * width, width))
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -43,7 +49,9 @@ class Block(nn.Module):
 def pair() -> tuple[nn.Sequential, nn.Sequential]:
     """A model of Conv1D and the same one of nn.Linear."""
     torch.manual_seed(0)
-    ours, plain = (nn.Sequential(*(Block(32, linear) for _ in range(3))) for linear in (False, True))
+    ours, plain = (
+        nn.Sequential(*(Block(32, linear) for _ in range(3))) for linear in (False, True)
+    )
     with torch.no_grad():
         for name, parameter in plain.named_parameters():
             other = ours.get_parameter(name)
@@ -51,7 +59,9 @@ def pair() -> tuple[nn.Sequential, nn.Sequential]:
     return ours, plain
 
 
-def step(model: nn.Module, recipe: Recipe, at: int, policy: LayerPolicy | None = None) -> list[Tensor]:
+def step(
+    model: nn.Module, recipe: Recipe, at: int, policy: LayerPolicy | None = None
+) -> list[Tensor]:
     model.zero_grad()
     x = torch.randn(4, 8, 32, generator=torch.Generator().manual_seed(at)).requires_grad_()
     with autocast(recipe, policy=policy, step=at):
@@ -69,8 +79,10 @@ def same(conv: list[Tensor], linear: list[Tensor]) -> bool:
 
 def test_conversion_shares_the_weights_and_keeps_the_names_and_shapes_of_the_state_dict() -> None:
     model, _ = pair()
-    x, before = torch.randn(4, 8, 32), {name: p for name, p in model.named_parameters()}
-    expected, shapes = model(x), {name: p.shape for name, p in model.state_dict().items()}
+    x = torch.randn(4, 8, 32)
+    before = {name: p for name, p in model.named_parameters()}
+    expected = model(x)
+    shapes = {name: p.shape for name, p in model.state_dict().items()}
     f4.convert(model)
     assert f4.conversion(model).share == 1 and len(f4.conversion(model).layers) == 6
     assert all(model.get_parameter(name) is p for name, p in before.items())
@@ -78,19 +90,34 @@ def test_conversion_shares_the_weights_and_keeps_the_names_and_shapes_of_the_sta
     layer = model[0].up
     assert isinstance(layer, Linear) and isinstance(layer, Conv1D)
     assert (layer.in_features, layer.out_features) == (32, 96)
-    assert [layer.layer.block for layer in model.modules() if isinstance(layer, Linear)] == [0, 0, 1, 1, 2, 2]
+    assert [layer.layer.block for layer in model.modules() if isinstance(layer, Linear)] == [
+        0,
+        0,
+        1,
+        1,
+        2,
+        2,
+    ]
     torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
     "recipe",
-    [NVFP4(), MXFP8(), BF16(), NVFP4(outliers=OutlierChannels(recipe=MXFP8(), start=0, steps=1, multiple=8))],
+    [
+        NVFP4(),
+        MXFP8(),
+        BF16(),
+        NVFP4(outliers=OutlierChannels(recipe=MXFP8(), start=0, steps=1, multiple=8)),
+    ],
     ids=["nvfp4", "mxfp8", "bf16", "outliers"],
 )
 def test_every_bit_is_that_of_a_linear_layer(recipe: Recipe) -> None:
     ours, plain = map(f4.convert, pair())
     for at in range(2):
-        assert same(step(ours, recipe, at, LayerPolicy(last=1)), step(plain, recipe, at, LayerPolicy(last=1)))
+        assert same(
+            step(ours, recipe, at, LayerPolicy(last=1)),
+            step(plain, recipe, at, LayerPolicy(last=1)),
+        )
 
 
 def test_the_codes_of_a_weight_are_made_once_in_a_step() -> None:

@@ -27,7 +27,11 @@ class Experts(nn.Module):
 class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.q, self.o, self.norm = nn.Linear(width, width), nn.Linear(width, width), nn.LayerNorm(width)
+        self.q, self.o, self.norm = (
+            nn.Linear(width, width),
+            nn.Linear(width, width),
+            nn.LayerNorm(width),
+        )
         self.experts = Experts(width)
 
 
@@ -50,17 +54,22 @@ def test_expert_parameters_are_reported_with_their_share(caplog: pytest.LogCaptu
     with caplog.at_level(logging.WARNING):
         f4.convert(model)
     found = report(model)
-    assert [layer.name for layer in found.layers] == [*(f"blocks.{i}.{k}" for i in range(3) for k in "qo"), "head"]
+    assert [layer.name for layer in found.layers] == [
+        *(f"blocks.{i}.{k}" for i in range(3) for k in "qo"),
+        "head",
+    ]
     assert [weight.name for weight in found.others] == [
         f"blocks.{i}.experts.{key}" for i in range(3) for key in ("gate_up_proj", "down_proj")
     ], "biases, embeddings and norms are no matrices"
-    experts, linears = elements(model, "_proj"), elements(model, "q.weight", "o.weight", "embed.weight")
+    experts = elements(model, "_proj")
+    linears = elements(model, "q.weight", "o.weight", "embed.weight")
     assert found.share == pytest.approx(linears / (linears + experts))
     assert (found.others[0].module, found.others[0].shape) == ("blocks.0.experts", (4, 32, 64))
     assert found.others[0].share == pytest.approx(4 * 32 * 64 / (linears + experts))
     (record,) = caplog.records
     assert record.getMessage() == (
-        "Model: 82% of the matrix weights are not converted: 6 tensors in blocks.*.experts (3-D expert parameters); "
+        "Model: 82% of the matrix weights are not converted: 6 tensors in blocks.*.experts "
+        "(3-D expert parameters); "
         "fp4train.conversion(model) lists them"
     )
     assert str(found).splitlines() == [
@@ -116,7 +125,9 @@ def test_every_kind_of_matrix_has_its_reason() -> None:
     }
     shares = [weight.share for weight in (*found.left, *found.others)]
     assert found.share + sum(shares) == pytest.approx(1)
-    assert found.share == pytest.approx(32 * 32 / sum(p.numel() for n, p in model.named_parameters() if matrix(n, p)))
+    assert found.share == pytest.approx(
+        32 * 32 / sum(p.numel() for n, p in model.named_parameters() if matrix(n, p))
+    )
 
 
 def matrix(name: str, parameter: Tensor) -> bool:
@@ -125,7 +136,9 @@ def matrix(name: str, parameter: Tensor) -> bool:
 
 @pytest.mark.parametrize("rank", [8, 16])
 def test_adapters_stay_by_name_whatever_their_rank(rank: int) -> None:
-    adapter = nn.ModuleDict({"lora_A": nn.Linear(64, rank, bias=False), "lora_B": nn.Linear(rank, 64, bias=False)})
+    adapter = nn.ModuleDict(
+        {"lora_A": nn.Linear(64, rank, bias=False), "lora_B": nn.Linear(rank, 64, bias=False)}
+    )
     found = report(f4.convert(nn.ModuleDict({"base_layer": nn.Linear(64, 64), "adapter": adapter})))
     assert [layer.name for layer in found.layers] == ["base_layer"]
     why = "adapter (lora_{}): kept in high precision by its name"
@@ -135,7 +148,9 @@ def test_adapters_stay_by_name_whatever_their_rank(rank: int) -> None:
 
 def test_every_layer_beside_a_base_layer_is_an_adapter() -> None:
     """peft's other methods name their layers as they like (lily_A, peanut_encoders)."""
-    wrapper = nn.ModuleDict({"base_layer": nn.Linear(64, 64), "lily_A": nn.ModuleList([nn.Linear(64, 32)])})
+    wrapper = nn.ModuleDict(
+        {"base_layer": nn.Linear(64, 64), "lily_A": nn.ModuleList([nn.Linear(64, 32)])}
+    )
     found = report(f4.convert(nn.ModuleDict({"plain": nn.Linear(64, 64), "wrapped": wrapper})))
     assert [layer.name for layer in found.layers] == ["plain", "wrapped.base_layer"]
     assert [(w.name, w.why) for w in found.left] == [
@@ -144,7 +159,14 @@ def test_every_layer_beside_a_base_layer_is_an_adapter() -> None:
 
 
 def test_a_tied_weight_counts_once() -> None:
-    model = nn.ModuleDict({"a": nn.Linear(32, 32), "b": Doubling(32, 32), "c": Doubling(32, 32), "d": Doubling(32, 32)})
+    model = nn.ModuleDict(
+        {
+            "a": nn.Linear(32, 32),
+            "b": Doubling(32, 32),
+            "c": Doubling(32, 32),
+            "d": Doubling(32, 32),
+        }
+    )
     model["b"].weight = model["a"].weight
     model["d"].weight = model["c"].weight
     found = report(f4.convert(model))
@@ -169,13 +191,17 @@ def test_the_report_is_of_the_model_as_it_is_now() -> None:
 
 
 def test_only_the_largest_places_are_named_in_the_warning() -> None:
-    model = nn.Sequential(nn.Linear(32, 32), *(nn.Sequential(nn.Bilinear(8, 8, 2 + i)) for i in range(3)))
+    model = nn.Sequential(
+        nn.Linear(32, 32), *(nn.Sequential(nn.Bilinear(8, 8, 2 + i)) for i in range(3))
+    )
     for i, place in enumerate("abc"):
         model.add_module(place, nn.Bilinear(4, 4, 10 - i))
     summary = report(f4.convert(model)).summary()
     assert summary.count("Bilinear") == 4 and "1 more" not in summary
     model.add_module("d", nn.Bilinear(2, 2, 2))
-    assert "3 tensors in the children (3-D in Bilinear)" in summary, "the largest share comes first, numbers left open"
+    assert "3 tensors in the children (3-D in Bilinear)" in summary, (
+        "the largest share comes first, numbers left open"
+    )
     assert "1 more; fp4train.conversion(model) lists them" in report(model).summary()
 
 

@@ -21,7 +21,9 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.query(x), self.key(x), self.value(x)
+        q = self.query(x)
+        k = self.key(x)
+        v = self.value(x)
         y: torch.Tensor = self.out(nn.functional.scaled_dot_product_attention(q, k, v))
         return y
 
@@ -30,7 +32,9 @@ class LayerOfUser(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.attention, self.norm = Attention(width), nn.LayerNorm(width)
-        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.norm(x))
@@ -39,7 +43,9 @@ class LayerOfUser(nn.Module):
 
 
 class UsersModel(nn.Module):
-    """Structured as in transformers: a backbone, a head tied to the embedding, `layers` in a ModuleList."""
+    """Structured as in transformers: a backbone, a head tied to the embedding, `layers` in a
+    ModuleList.
+    """
 
     def __init__(self, width: int = 32, vocabulary: int = 48) -> None:
         super().__init__()
@@ -66,7 +72,8 @@ TOKENS = torch.arange(32).reshape(2, 16)
 
 def test_a_users_model_trains_with_its_own_optimizer_and_tied_weights() -> None:
     model = UsersModel()
-    names, keys = [n for n, _ in model.named_parameters()], list(model.state_dict())
+    names = [n for n, _ in model.named_parameters()]
+    keys = list(model.state_dict())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     assert f4.convert(model) is model
     assert [n for n, _ in model.named_parameters()] == names
@@ -84,7 +91,8 @@ def test_a_users_model_trains_with_its_own_optimizer_and_tied_weights() -> None:
 
 
 def test_outside_of_autocast_nothing_changes() -> None:
-    plain, converted = UsersModel(), f4.convert(UsersModel())
+    plain = UsersModel()
+    converted = f4.convert(UsersModel())
     assert torch.equal(plain(TOKENS), converted(TOKENS))
     plain.load_state_dict(converted.state_dict())
 
@@ -95,14 +103,17 @@ def test_layers_know_their_names_and_places() -> None:
     assert (layer.name, layer.block, layer.blocks) == ("model.layers.2.mlp.0", 2, 3)
     assert model.lm_head.layer.block is None
     assert all(m.backend == "emulate" for m in model.modules() if isinstance(m, Linear))
-    assert len({m._layer_key for m in model.modules() if isinstance(m, Linear)}) == 19, "each draws its own bits"
+    assert len({m._layer_key for m in model.modules() if isinstance(m, Linear)}) == 19, (
+        "each draws its own bits"
+    )
 
 
 def test_converting_twice_keeps_modules_and_what_they_learnt() -> None:
     model = f4.convert(nn.Sequential(nn.Linear(16, 16)))
     with autocast(FP8Delayed(history=2)):
         model(torch.ones(2, 16))
-    state, first = model[0].scaling_state(), model[0]
+    state = model[0].scaling_state()
+    first = model[0]
     wrapped = f4.convert(nn.ModuleList([model]), backend="reference")
     assert wrapped[0][0] is first
     assert (first.layer.name, first.backend) == ("0.0", "reference")
@@ -152,13 +163,17 @@ def test_a_subclass_with_a_forward_of_its_own_is_left_alone() -> None:
     f4.convert(model)
     assert type(model[0]) is Doubling
     assert isinstance(model[1], Linear)
-    assert not isinstance(model[2].out_proj, Linear), "attention multiplies its weight without calling it"
+    assert not isinstance(model[2].out_proj, Linear), (
+        "attention multiplies its weight without calling it"
+    )
     with autocast(NVFP4()):
         model[0](torch.ones(1, 16))
 
 
 class Tagged(nn.Linear):
-    """A user's layer that adds an attribute, a method and its own initialisation, but computes what nn.Linear does."""
+    """A user's layer that adds an attribute, a method and its own initialisation, but computes what
+    nn.Linear does.
+    """
 
     def __init__(self, in_features: int, out_features: int, tag: str) -> None:
         super().__init__(in_features, out_features)
@@ -174,7 +189,8 @@ class Tagged(nn.Linear):
 
 def test_a_subclass_that_computes_the_same_is_converted_and_stays_of_its_class() -> None:
     plain = nn.Sequential(Tagged(32, 32, "a"), nn.Linear(32, 32))
-    weight, keys = plain[0].weight, list(plain.state_dict())
+    weight = plain[0].weight
+    keys = list(plain.state_dict())
     model = f4.convert(plain)
     assert isinstance(model[0], Tagged) and isinstance(model[0], Linear)
     assert type(model[0]).__name__ == "Tagged"
@@ -182,15 +198,21 @@ def test_a_subclass_that_computes_the_same_is_converted_and_stays_of_its_class()
     assert model[0].shout() == "A"
     assert list(model.state_dict()) == keys
     x = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(model[0](x), nn.functional.linear(x, weight, model[0].bias)), "outside of autocast"
+    assert torch.equal(model[0](x), nn.functional.linear(x, weight, model[0].bias)), (
+        "outside of autocast"
+    )
     with autocast(NVFP4(), step=0):
         quantised = model[0](x)
     assert not torch.equal(quantised, x), "the identity, but for the rounding of its input"
     assert f4.convert(model)[0] is model[0], "converting again keeps it"
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), "torch.save"])
-def test_a_converted_subclass_is_copied_and_pickled(copied: Callable[[nn.Module], nn.Module] | str) -> None:
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), "torch.save"]
+)
+def test_a_converted_subclass_is_copied_and_pickled(
+    copied: Callable[[nn.Module], nn.Module] | str,
+) -> None:
     model = f4.convert(nn.Sequential(Tagged(32, 32, "a")))
     if copied == "torch.save":
         buffer = io.BytesIO()
@@ -212,7 +234,10 @@ def test_a_subclass_that_uses_fp4trains_names_is_refused() -> None:
     class Placed(nn.Linear):
         layer = 3
 
-    with pytest.raises(TypeError, match=r"1 \(Placed\) has layer, which fp4train's layer needs for itself: rename it"):
+    with pytest.raises(
+        TypeError,
+        match=r"1 \(Placed\) has layer, which fp4train's layer needs for itself: rename it",
+    ):
         f4.convert(nn.Sequential(nn.Linear(16, 16), Placed(16, 16)))
 
 
@@ -221,12 +246,16 @@ def test_an_encoder_layer_of_torch_uses_its_converted_layers_in_eval_mode() -> N
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True)
     model = nn.TransformerEncoder(layer, 2).eval()
-    x, padding = torch.randn(2, 8, 32), torch.arange(8).expand(2, 8) >= torch.tensor([[8], [5]])
+    x = torch.randn(2, 8, 32)
+    padding = torch.arange(8).expand(2, 8) >= torch.tensor([[8], [5]])
     with torch.no_grad():
-        plain, masked = model(x), model(x, src_key_padding_mask=padding)
+        plain = model(x)
+        masked = model(x, src_key_padding_mask=padding)
         f4.convert(model)
         torch.testing.assert_close(model(x), plain)
-        torch.testing.assert_close(model(x, src_key_padding_mask=padding)[~padding], masked[~padding])
+        torch.testing.assert_close(
+            model(x, src_key_padding_mask=padding)[~padding], masked[~padding]
+        )
         with autocast(NVFP4(), policy=LayerPolicy(last=0), step=0):
             low = model(x)
             low_masked = model(x, src_key_padding_mask=padding)
@@ -249,13 +278,18 @@ def test_a_model_without_linear_layers_is_an_error() -> None:
 
 
 def test_a_model_whose_linear_layers_are_all_left_alone_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"no nn\.Linear that can be converted \(0\.out_proj: nn\.MultiheadA"):
+    with pytest.raises(
+        ValueError, match=r"no nn\.Linear that can be converted \(0\.out_proj: nn\.MultiheadA"
+    ):
         f4.convert(nn.Sequential(nn.MultiheadAttention(16, 2)))
 
 
 @pytest.mark.parametrize("model", [None, "model", UsersModel])
 def test_what_is_no_module_is_refused_by_type(model: object) -> None:
-    with pytest.raises(TypeError, match=r"convert takes a model \(torch\.nn\.Module\) and changes it in place, not "):
+    with pytest.raises(
+        TypeError,
+        match=r"convert takes a model \(torch\.nn\.Module\) and changes it in place, not ",
+    ):
         f4.convert(model)  # type: ignore[arg-type]
 
 
@@ -277,8 +311,12 @@ def test_conversion_draws_no_random_numbers() -> None:
 
 
 def test_torch_export_outside_of_autocast_gives_plain_matrix_products_and_inside_says_so() -> None:
-    model, x = f4.convert(nn.Sequential(nn.Linear(64, 64, bias=False))), torch.randn(32, 64)
+    model = f4.convert(nn.Sequential(nn.Linear(64, 64, bias=False)))
+    x = torch.randn(32, 64)
     exported = torch.export.export(model, (x,)).module()
     assert torch.equal(exported(x), model(x))
-    with autocast(NVFP4()), pytest.raises(TypeError, match=r"call torch.export outside of fp4train.autocast"):
+    with (
+        autocast(NVFP4()),
+        pytest.raises(TypeError, match=r"call torch.export outside of fp4train.autocast"),
+    ):
         torch.export.export(model, (x,))

@@ -1,4 +1,6 @@
-"""What one call of a layer costs besides arithmetic: Python calls, files, hops to the kernel, kept tensors."""
+"""What one call of a layer costs besides arithmetic: Python calls, files, hops to the kernel, kept
+tensors.
+"""
 
 import sys
 import threading
@@ -17,18 +19,31 @@ import fp4train as f4
 from fp4train.config import RECIPES
 from fp4train.kernels import cpu
 from fp4train.nn import Linear
-from fp4train.precision import BF16, MXFP8, NVFP4, FP8Current, FP8Delayed, QuartetII, Recipe, TetraJetV2
+from fp4train.precision import (
+    BF16,
+    MXFP8,
+    NVFP4,
+    FP8Current,
+    FP8Delayed,
+    QuartetII,
+    Recipe,
+    TetraJetV2,
+)
 
 PACKAGE = Path(f4.__file__).parent
 
 
 def _is_kernel(function: Any) -> bool:
-    """Whether it is of the C extension, or torch's product, which is all that high precision runs."""
+    """Whether it is of the C extension, or torch's product, which is all that high precision
+    runs.
+    """
     return "_cpu" in str(getattr(function, "__module__", "")) or function is F.linear
 
 
 class Trace:
-    """Calls of the package's own functions during forward and backward of a layer, and the way to its first kernel."""
+    """Calls of the package's own functions during forward and backward of a layer, and the way to
+    its first kernel.
+    """
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
@@ -36,12 +51,16 @@ class Trace:
 
     def watch(self, frame: FrameType, event: str, argument: Any) -> None:
         if event == "call" and Path(frame.f_code.co_filename).is_relative_to(PACKAGE):
-            self.calls[f"{Path(frame.f_code.co_filename).relative_to(PACKAGE)}:{frame.f_code.co_qualname}"] += 1
+            self.calls[
+                f"{Path(frame.f_code.co_filename).relative_to(PACKAGE)}:{frame.f_code.co_qualname}"
+            ] += 1
         if event == "c_call" and not self.to_kernel and _is_kernel(argument):
             at: FrameType | None = frame
             while at is not None:
                 if Path(at.f_code.co_filename).is_relative_to(PACKAGE):
-                    self.to_kernel.insert(0, f"{Path(at.f_code.co_filename).relative_to(PACKAGE)}:{at.f_code.co_name}")
+                    self.to_kernel.insert(
+                        0, f"{Path(at.f_code.co_filename).relative_to(PACKAGE)}:{at.f_code.co_name}"
+                    )
                 at = at.f_back
 
     @property
@@ -78,7 +97,8 @@ MOST = 66
 """Python calls of forward and backward together."""
 
 
-needs_kernels = pytest.mark.skipif(  # tests/house/test_skips.py fails in CI, and where they could be built
+# tests/house/test_skips.py fails in CI, and where they could be built
+needs_kernels = pytest.mark.skipif(
     cpu.unavailable() is not None, reason=f"counts calls of the C kernels: {cpu.unavailable()}"
 )
 
@@ -92,7 +112,9 @@ def recipes() -> dict[str, Recipe]:
 
 
 def traced_alone(recipe: Recipe) -> Trace:
-    return traced(Linear(128, 128, bias=False), recipe, torch.randn(128, 128).bfloat16().requires_grad_())
+    return traced(
+        Linear(128, 128, bias=False), recipe, torch.randn(128, 128).bfloat16().requires_grad_()
+    )
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias, rows in batches"])
@@ -114,7 +136,9 @@ def test_a_layer_in_two_parts_makes_the_calls_of_two_layers(recipes: dict[str, R
 
 
 @needs_kernels
-@pytest.mark.parametrize("recipe", [NVFP4(two_d_weights=False), QuartetII(), TetraJetV2()], ids=lambda r: r.name)
+@pytest.mark.parametrize(
+    "recipe", [NVFP4(two_d_weights=False), QuartetII(), TetraJetV2()], ids=lambda r: r.name
+)
 def test_what_backward_requantises_is_quantised_once_in_forward(recipe: Recipe) -> None:
     """One job for each of the six operands, whether or not backward takes what forward rounded."""
     assert traced_alone(recipe).calls["quantize/cpu.py:CpuQuantizer.job"] == 6
@@ -129,7 +153,9 @@ def test_a_layer_with_native_products_makes_few_python_calls_too() -> None:
 
 @needs_kernels
 @pytest.mark.parametrize("name", NAMES)
-def test_a_layers_forward_reaches_the_kernel_in_six_hops(name: str, recipes: dict[str, Recipe]) -> None:
+def test_a_layers_forward_reaches_the_kernel_in_six_hops(
+    name: str, recipes: dict[str, Recipe]
+) -> None:
     trace = traced_alone(recipes[name])
     start = trace.to_kernel.index("nn/linear.py:forward")
     hops = trace.to_kernel[start + 1 :]
@@ -140,7 +166,9 @@ DIVIDING = ("nn/ranks.py", "nn/executors/cut.py", "shards.py", "parallel/")
 """Files that an undivided model has no use for, or the beginnings of their names."""
 
 
-@pytest.mark.parametrize("recipe", [NVFP4(), MXFP8(), FP8Delayed(), BF16()], ids=lambda v: str(v)[:6])
+@pytest.mark.parametrize(
+    "recipe", [NVFP4(), MXFP8(), FP8Delayed(), BF16()], ids=lambda v: str(v)[:6]
+)
 def test_an_undivided_layer_makes_no_call_into_what_divides_layers(recipe: Recipe) -> None:
     trace = traced(Linear(128, 128), recipe, torch.randn(128, 128).bfloat16().requires_grad_())
     assert trace.files and not [name for name in trace.files if name.startswith(DIVIDING)]

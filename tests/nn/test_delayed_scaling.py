@@ -1,7 +1,9 @@
-"""Delayed scaling: the scale of a step comes from the steps before it, as in Transformer Engine's DelayedScaling.
+"""Delayed scaling: the scale of a step comes from the steps before it, as in Transformer Engine's
+DelayedScaling.
 
-TE: a forward pass quantises with the scale at hand and notes its amax; when it ends, the new scale is made from the
-maximum over the history (or its newest entry); amax 0 or not finite leaves the scale as it was; it begins with 1.
+TE: a forward pass quantises with the scale at hand and notes its amax; when it ends, the new scale
+is made from the maximum over the history (or its newest entry); amax 0 or not finite leaves the
+scale as it was; it begins with 1.
 """
 
 import copy
@@ -26,7 +28,9 @@ class TheirScaling:
     """TE's recipe for one tensor, from its documentation: the scale of the next pass."""
 
     def __init__(self, recipe: FP8Delayed, largest: float) -> None:
-        self.recipe, self.largest, self.scale = recipe, largest, 1.0
+        self.recipe = recipe
+        self.largest = largest
+        self.scale = 1.0
         self.history: list[float] = [0.0] * recipe.history  # the newest first
 
     def step(self, amax: float) -> float:
@@ -44,7 +48,9 @@ def layer(k: int = 16, n: int = 16) -> Linear:
     return Linear(k, n, bias=False)
 
 
-def call(module: Linear, recipe: Recipe, x: Tensor, dy: Tensor, step: int | None) -> tuple[Tensor, Tensor, Tensor]:
+def call(
+    module: Linear, recipe: Recipe, x: Tensor, dy: Tensor, step: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
     module.zero_grad()
     leaf = x.clone().requires_grad_()
     with autocast(recipe, step=step):
@@ -76,11 +82,15 @@ def test_scales_follow_te_step_by_step(recipe: FP8Delayed, step_given: bool) -> 
     theirs = {"x": TheirScaling(recipe, 448.0), "w": TheirScaling(recipe, 448.0)}
     theirs["dy"] = TheirScaling(recipe, torch.finfo(e5m2).max)
     generator = torch.Generator().manual_seed(3)
-    for step, (size, grad_size) in enumerate([(1, 1), (8, 1e-3), (0.5, 0), (0.25, 2e-3), (0, 1e-4), (3, 5), (1, 1)]):
+    for step, (size, grad_size) in enumerate(
+        [(1, 1), (8, 1e-3), (0.5, 0), (0.25, 2e-3), (0, 1e-4), (3, 5), (1, 1)]
+    ):
         x = (torch.randn(8, 16, generator=generator) * size).bfloat16()
         dy = (torch.randn(8, 16, generator=generator) * grad_size).bfloat16()
         w = module.weight.detach()
-        scales = {n: theirs[n].step(float(t.abs().max())) for n, t in (("x", x), ("w", w), ("dy", dy))}
+        scales = {
+            n: theirs[n].step(float(t.abs().max())) for n, t in (("x", x), ("w", w), ("dy", dy))
+        }
         q_x = quantised(x, scales["x"], torch.float8_e4m3fn)
         q_w = quantised(w, scales["w"], torch.float8_e4m3fn)
         q_dy = quantised(dy, scales["dy"], e5m2)
@@ -96,7 +106,9 @@ def test_each_tensor_has_a_history_and_both_its_forms_share_a_scale() -> None:
     module = layer()
     call(module, FP8Delayed(history=5), torch.ones(8, 16), torch.ones(8, 16) * 2, 0)
     state = module.scaling_state()
-    assert set(state) == {f"{kind}.{name}" for kind in ("history", "used") for name in ("x", "w", "dy")}
+    assert set(state) == {
+        f"{kind}.{name}" for kind in ("history", "used") for name in ("x", "w", "dy")
+    }
     assert state["history.x"].tolist() == [1, 0, 0, 0, 0], (
         "one entry for the row-wise and the column-wise form together"
     )
@@ -105,8 +117,11 @@ def test_each_tensor_has_a_history_and_both_its_forms_share_a_scale() -> None:
 
 
 def test_evaluation_reads_and_does_not_write() -> None:
-    """The next training step still writes its amax: the run must not depend on how often it was evaluated."""
-    recipe, histories = FP8Delayed(history=5), []
+    """The next training step still writes its amax: the run must not depend on how often it was
+    evaluated.
+    """
+    recipe = FP8Delayed(history=5)
+    histories = []
     for evaluate in (False, True):
         module = layer()
         for step in range(3):
@@ -124,7 +139,8 @@ def test_evaluation_reads_and_does_not_write() -> None:
 
 def test_the_microbatches_of_a_step_share_one_entry_and_one_scale() -> None:
     """So that a step does not depend on how its batch is split over microbatches or ranks."""
-    module, recipe = layer(), FP8Delayed(history=4)
+    module = layer()
+    recipe = FP8Delayed(history=4)
     scales = []
     for step in range(2):
         for offset in range(4):
@@ -141,13 +157,17 @@ def test_the_microbatches_of_a_step_share_one_entry_and_one_scale() -> None:
 
 def test_the_state_makes_another_layer_go_on_the_same_way() -> None:
     recipe = FP8Delayed(history=3)
-    one, other = layer(), layer()
+    one = layer()
+    other = layer()
     for step in range(4):
         call(one, recipe, torch.ones(8, 16) * (step + 1), torch.ones(8, 16), step)
     other.load_scaling_state({k: v.clone() for k, v in one.scaling_state().items()})
     for step in range(4, 8):
-        x, dy = torch.ones(8, 16) / step, torch.ones(8, 16) * step
-        for a, b in zip(call(one, recipe, x, dy, step), call(other, recipe, x, dy, step), strict=True):
+        x = torch.ones(8, 16) / step
+        dy = torch.ones(8, 16) * step
+        for a, b in zip(
+            call(one, recipe, x, dy, step), call(other, recipe, x, dy, step), strict=True
+        ):
             assert torch.equal(a, b)
     copied = copy.deepcopy(one)
     assert all(torch.equal(v, copied.scaling_state()[k]) for k, v in one.scaling_state().items())
@@ -171,7 +191,8 @@ def test_other_recipes_leave_no_state() -> None:
 
 
 def test_a_non_finite_amax_leaves_the_scale_as_it_was() -> None:
-    module, recipe = layer(), FP8Delayed(history=1)
+    module = layer()
+    recipe = FP8Delayed(history=1)
     call(module, recipe, torch.ones(8, 16), torch.ones(8, 16), 0)
     for step in (1, 2):
         x = torch.ones(8, 16)
@@ -184,7 +205,8 @@ def test_a_non_finite_amax_leaves_the_scale_as_it_was() -> None:
 
 
 def test_an_empty_batch_is_a_step_of_nothing() -> None:
-    module, recipe = layer(), FP8Delayed(history=2)
+    module = layer()
+    recipe = FP8Delayed(history=2)
     call(module, recipe, torch.empty(0, 16), torch.empty(0, 16), 0)
     assert module.scaling_state()["history.x"].tolist() == [0, 0]
 
@@ -198,8 +220,11 @@ def test_weights_shared_by_two_layers_have_a_history_in_each() -> None:
 
 
 def test_a_weights_amax_enters_once_per_step_however_often_the_weight_is_gathered() -> None:
-    """As under FSDP2, whose parameters are other tensors after each gather: ranks must make the same all-reduces."""
-    module, recipe = layer(), FP8Delayed(history=4)
+    """As under FSDP2, whose parameters are other tensors after each gather: ranks must make the
+    same all-reduces.
+    """
+    module = layer()
+    recipe = FP8Delayed(history=4)
     for step in (0, 1):
         for _ in range(3):
             module.weight = nn.Parameter(module.weight.detach().clone())
@@ -209,13 +234,17 @@ def test_a_weights_amax_enters_once_per_step_however_often_the_weight_is_gathere
 
 
 class OneByOne:
-    """The histories of a layer, each by itself: what those of a model must be however they are rolled."""
+    """The histories of a layer, each by itself: what those of a model must be however they are
+    rolled.
+    """
 
     def __init__(self) -> None:
         self.held: dict[str, tuple[Tensor, Tensor]] = {}
         self.entered: dict[str, RunStep] = {}
 
-    def amax(self, name: str, quantizer: Quantizer, own: Tensor, *, enter: bool, step: RunStep) -> Tensor:
+    def amax(
+        self, name: str, quantizer: Quantizer, own: Tensor, *, enter: bool, step: RunStep
+    ) -> Tensor:
         spec = quantizer.spec
         assert spec.delayed is not None
         begun = torch.zeros(spec.delayed.history), torch.tensor(initial_delayed_amax(spec))
@@ -227,7 +256,8 @@ class OneByOne:
         if enter and again:
             self.held[name] = torch.cat((torch.maximum(own, history[0])[None], history[1:])), used
         elif enter:
-            self.held[name], self.entered[name] = (torch.cat((own[None], history[:-1])), amax), step
+            self.held[name] = (torch.cat((own[None], history[:-1])), amax)
+            self.entered[name] = step
         return amax
 
     def state(self) -> dict[str, Tensor]:
@@ -238,7 +268,8 @@ class OneByOne:
 
     def load_state(self, state: dict[str, Tensor]) -> None:
         names = [key.partition(".")[2] for key in state if key.startswith("history.")]
-        self.held, self.entered = {n: (state[f"history.{n}"], state[f"used.{n}"]) for n in names}, {}
+        self.held = {n: (state[f"history.{n}"], state[f"used.{n}"]) for n in names}
+        self.entered = {}
 
 
 class Largest:
@@ -260,22 +291,33 @@ def quantizer_of(recipe: FP8Delayed) -> Quantizer:
     return quantizer(spec, "cpu")
 
 
-KINDS = [quantizer_of(FP8Delayed(history=3)), quantizer_of(FP8Delayed(history=3, algorithm="most_recent"))]
+KINDS = [
+    quantizer_of(FP8Delayed(history=3)),
+    quantizer_of(FP8Delayed(history=3, algorithm="most_recent")),
+]
 KINDS += [quantizer_of(FP8Delayed(history=h)) for h in (1, 5)]
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_histories_that_roll_together_are_those_that_roll_alone_in_any_order_of_calls(seed: int) -> None:
-    """Layers that are skipped, steps that take turns, other lengths, evaluations, copies, checkpoints within a step and
-    joins over ranks among them; a state that was handed out stays as it was."""
-    draw, layers, alone = random.Random(seed), [DelayedScaling() for _ in range(4)], [OneByOne() for _ in range(4)]
+def test_histories_that_roll_together_are_those_that_roll_alone_in_any_order_of_calls(
+    seed: int,
+) -> None:
+    """Layers that are skipped, steps that take turns, other lengths, evaluations, copies,
+    checkpoints within a step and joins over ranks among them; a state that was handed out stays as
+    it was.
+    """
+    draw = random.Random(seed)
+    layers = [DelayedScaling() for _ in range(4)]
+    alone = [OneByOne() for _ in range(4)]
     for each in layers[1:]:
         each.common = layers[0].common
-    kind, kept = KINDS[0], [(layer.state(), one.state()) for layer, one in zip(layers, alone, strict=True)]
+    kind = KINDS[0]
+    kept = [(layer.state(), one.state()) for layer, one in zip(layers, alone, strict=True)]
     steps = [RunStep(0, 0)]
     for _ in range(300):
         number = draw.randrange(4)
-        layer, one = layers[number], alone[number]
+        layer = layers[number]
+        one = alone[number]
         event = draw.random()
         if event < 0.2:
             steps = [RunStep(0, steps[0].number + 1), *steps[: draw.choice([0, 0, 1])]]
@@ -297,13 +339,21 @@ def test_histories_that_roll_together_are_those_that_roll_alone_in_any_order_of_
                     largest = torch.maximum(history[0], torch.tensor(others.pop(0)))
                     each.held[name] = torch.cat((largest[None], history[1:])), used
         else:
-            name, step = draw.choice("xwd"), draw.choice(steps)
-            tensor = torch.full((2, 16), draw.choice([0.0, 1.0, float("inf")]) + 2.0 ** draw.randrange(-8, 8))
+            name = draw.choice("xwd")
+            step = draw.choice(steps)
+            tensor = torch.full(
+                (2, 16), draw.choice([0.0, 1.0, float("inf")]) + 2.0 ** draw.randrange(-8, 8)
+            )
             given: dict[str, Any] = {"enter": draw.random() < 0.8, "step": step}
             found, _ = layer.amax(name, kind, tensor, **given)
             assert torch.equal(found, one.amax(name, kind, tensor[0, 0].clone(), **given))
-    for layer, one in [*kept, *((layer.state(), one.state()) for layer, one in zip(layers, alone, strict=True))]:
-        assert layer.keys() == one.keys() and all(torch.equal(layer[name], one[name]) for name in one)
+    for layer, one in [
+        *kept,
+        *((layer.state(), one.state()) for layer, one in zip(layers, alone, strict=True)),
+    ]:
+        assert layer.keys() == one.keys() and all(
+            torch.equal(layer[name], one[name]) for name in one
+        )
 
 
 class Operators(TorchDispatchMode):

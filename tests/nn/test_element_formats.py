@@ -19,7 +19,9 @@ def test_a_layer_multiplies_the_values_of_the_format_and_learns(fmt: ElementForm
     recipe = Custom(label=fmt.name, dtype="float32", **by_tensor(spec, spec, spec))
     with autocast(recipe, step=0):
         y_MN = layer(x_MK)
-    expected = quantize(x_MK, spec).dequantize() @ quantize(layer.weight.detach(), spec).dequantize().T
+    expected = (
+        quantize(x_MK, spec).dequantize() @ quantize(layer.weight.detach(), spec).dequantize().T
+    )
     torch.testing.assert_close(y_MN, expected)
     target = torch.zeros(32, 32)
     loss = torch.nn.functional.mse_loss(y_MN, target)

@@ -1,4 +1,6 @@
-"""Groups of weights against their oracle, a loop of linear layers: equal in every bit, in every recipe."""
+"""Groups of weights against their oracle, a loop of linear layers: equal in every bit, in every
+recipe.
+"""
 
 import copy
 import re
@@ -26,7 +28,9 @@ from fp4train.nn.layer_shard import LayerShard
 from fp4train.parallel.tensor import tensor_cut_of
 from fp4train.precision import BF16, NVFP4, FP8Delayed, Recipe, autocast, recompute
 
-EXPERTS, K, N = 4, 48, 40
+EXPERTS = 4
+K = 48
+N = 40
 COUNTS = [5, 0, 17, 33]
 ROWS = sum(COUNTS) + 6
 
@@ -34,7 +38,9 @@ ROWS = sum(COUNTS) + 6
 @cache
 def recipe_of(name: str) -> Recipe:
     """A recipe by its name; outlier channels are chosen in the first step, a few of the K."""
-    recipe = bind(OmegaConf.to_container(compose([f"recipe={name}"]).recipe, resolve=True), Recipe, "recipe")
+    recipe = bind(
+        OmegaConf.to_container(compose([f"recipe={name}"]).recipe, resolve=True), Recipe, "recipe"
+    )
     assert isinstance(recipe, Recipe)
     if recipe.outliers is None:
         return recipe
@@ -42,11 +48,15 @@ def recipe_of(name: str) -> Recipe:
 
 
 class Loop(nn.Module):
-    """The oracle: a linear layer for each expert, with the names that the experts' random keys document."""
+    """The oracle: a linear layer for each expert, with the names that the experts' random keys
+    document.
+    """
 
     def __init__(self, experts: Experts) -> None:
         super().__init__()
-        self.up = nn.ModuleList(nn.Linear(K, N, bias=experts.bias is not None) for _ in range(EXPERTS))
+        self.up = nn.ModuleList(
+            nn.Linear(K, N, bias=experts.bias is not None) for _ in range(EXPERTS)
+        )
         for number, linear in enumerate(self.up):
             linear.weight.data.copy_(experts.weight[number])
             if experts.bias is not None:
@@ -106,9 +116,16 @@ def two_steps(
 
 @pytest.mark.parametrize(
     ("name", "sums"),
-    [*((name, True) for name in groups()["recipe"]), ("bf16", False), ("nvfp4", False), ("fp16", False)],
+    [
+        *((name, True) for name in groups()["recipe"]),
+        ("bf16", False),
+        ("nvfp4", False),
+        ("fp16", False),
+    ],
 )
-def test_experts_equal_a_loop_of_linears_in_every_bit_in_every_recipe(name: str, sums: bool) -> None:
+def test_experts_equal_a_loop_of_linears_in_every_bit_in_every_recipe(
+    name: str, sums: bool
+) -> None:
     experts, loop = pair(bias=True)
     for layer in (experts, *loop.up):
         layer.sum_gradients(sums)  # type: ignore[operator, union-attr]
@@ -120,12 +137,17 @@ def test_experts_equal_a_loop_of_linears_in_every_bit_in_every_recipe(name: str,
     assert all(torch.equal(*each) for each in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("recipe", [BF16(), NVFP4().with_high_precision("wgrad")], ids=["all", "wgrad"])
+@pytest.mark.parametrize(
+    "recipe", [BF16(), NVFP4().with_high_precision("wgrad")], ids=["all", "wgrad"]
+)
 def test_dw_of_an_expert_is_added_to_its_gradient_within_its_product(
     monkeypatch: pytest.MonkeyPatch, recipe: Recipe
 ) -> None:
-    """From the second microbatch of each step on, as on a GPU; experts without tokens have no product."""
-    added, found = adding.begin(monkeypatch.setattr), []
+    """From the second microbatch of each step on, as on a GPU; experts without tokens have no
+    product.
+    """
+    added = adding.begin(monkeypatch.setattr)
+    found = []
     for in_product in (False, True):
         experts, _ = pair(bias=True)
         experts.sum_gradients(True, in_product=in_product)
@@ -136,11 +158,17 @@ def test_dw_of_an_expert_is_added_to_its_gradient_within_its_product(
     with autocast(recipe, seed=3, step=1):
         y = experts(x_with_a_tail(), COUNTS)
     (given,) = torch.autograd.grad(y.float().square().sum(), experts.weight)
-    assert torch.equal(experts.weight.grad, before) and given.any() and len(added) == 2 * sum(map(bool, COUNTS))
+    assert (
+        torch.equal(experts.weight.grad, before)
+        and given.any()
+        and len(added) == 2 * sum(map(bool, COUNTS))
+    )
 
 
 @pytest.mark.parametrize(
-    "counts", [[0, 0, 0, 0], [0, 55, 0, 0], torch.tensor([1, 2, 3, 4])], ids=["none", "one", "tensor"]
+    "counts",
+    [[0, 0, 0, 0], [0, 55, 0, 0], torch.tensor([1, 2, 3, 4])],
+    ids=["none", "one", "tensor"],
 )
 def test_counts_of_any_kind_leave_the_tail_out(counts: Sequence[int]) -> None:
     experts, loop = pair()
@@ -174,7 +202,8 @@ def test_recomputed_experts_draw_the_bits_of_the_first_pass() -> None:
 def test_a_copy_and_a_checkpoint_of_amax_histories_go_on_alike() -> None:
     experts, _ = pair()
     two_steps(experts, FP8Delayed())
-    twin, other = copy.deepcopy(experts), pair()[0]
+    twin = copy.deepcopy(experts)
+    other = pair()[0]
     other.load_scaling_state(experts.scaling_state())
     results = [two_steps(each, FP8Delayed()) for each in (experts, twin, other)]
     for found in results[1:]:
@@ -193,7 +222,9 @@ def test_a_copy_and_a_checkpoint_of_amax_histories_go_on_alike() -> None:
         (torch.zeros(8, K + 1), [1, 1, 1, 1], f"does not end in in_features={K}"),
     ],
 )
-def test_rows_and_counts_that_do_not_fit_are_refused(input: Tensor, counts: Sequence[int], said: str) -> None:
+def test_rows_and_counts_that_do_not_fit_are_refused(
+    input: Tensor, counts: Sequence[int], said: str
+) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
         pair()[0](input, counts)
 
@@ -205,15 +236,23 @@ def test_sizes_that_make_no_group_are_refused() -> None:
 
 def test_outlier_channels_of_experts_are_those_of_a_layer_with_the_rows_of_all() -> None:
     """Rows after those of the experts count for nothing, an expert without rows neither."""
-    experts, alone = pair()[0], f4.convert(nn.Linear(K, N))
+    experts = pair()[0]
+    alone = f4.convert(nn.Linear(K, N))
     assert isinstance(alone, Linear)
     recipe = recipe_of("tetrajet_v2_outliers")
     two_steps(experts, recipe)
     for _ in range(2):
         with autocast(recipe, seed=3, step=0):
             alone(x_with_a_tail()[: sum(COUNTS)])
-    assert experts.scaling_state().keys() == alone.scaling_state().keys() == {"outliers.norms", "outliers.steps"}
-    assert all(torch.equal(each, alone.scaling_state()[name]) for name, each in experts.scaling_state().items())
+    assert (
+        experts.scaling_state().keys()
+        == alone.scaling_state().keys()
+        == {"outliers.norms", "outliers.steps"}
+    )
+    assert all(
+        torch.equal(each, alone.scaling_state()[name])
+        for name, each in experts.scaling_state().items()
+    )
 
 
 def test_recomputed_experts_choose_outlier_channels_once_and_repeat_the_bits() -> None:
@@ -226,15 +265,22 @@ def test_recomputed_experts_choose_outlier_channels_once_and_repeat_the_bits() -
             return recompute(self.inner, x_MK, counts)
 
     recipe = recipe_of("tetrajet_v2_outliers")
-    plain, again = pair()[0], pair()[0]
-    found, expected = two_steps(Again(again), recipe), two_steps(plain, recipe)
+    plain = pair()[0]
+    again = pair()[0]
+    found = two_steps(Again(again), recipe)
+    expected = two_steps(plain, recipe)
     assert all(torch.equal(*each) for each in zip(found, expected, strict=True))
-    assert all(torch.equal(each, plain.scaling_state()[name]) for name, each in again.scaling_state().items())
+    assert all(
+        torch.equal(each, plain.scaling_state()[name])
+        for name, each in again.scaling_state().items()
+    )
 
 
 def test_an_amax_over_the_tokens_of_all_ranks_is_refused_by_name() -> None:
     """An expert may have tokens on one rank alone, which would wait for the others."""
-    with pytest.raises(ValueError, match=r"up has 4 experts, .* \(parallel\.amax=data\) .* use parallel\.amax=tp"):
+    with pytest.raises(
+        ValueError, match=r"up has 4 experts, .* \(parallel\.amax=data\) .* use parallel\.amax=tp"
+    ):
         pair()[0].shard(LayerShard(amax="data"))
 
 
@@ -242,18 +288,27 @@ def test_a_cut_that_does_not_say_which_ranks_have_which_experts_is_refused() -> 
     model: Any = nn.ModuleDict({"up": pair()[0]})
     for cut in (TensorCut(out=(), in_=()), TensorCut(out=("up",), in_=())):
         model.fp4train_tensor_cut = lambda cut=cut: cut
-        with pytest.raises(TypeError, match=r"up has experts, and fp4train_tensor_cut of ModuleDict says otherwise"):
+        with pytest.raises(
+            TypeError, match=r"up has experts, and fp4train_tensor_cut of ModuleDict says otherwise"
+        ):
             tensor_cut_of(model, 2)
 
 
 @pytest.mark.long
-def test_a_step_of_emulated_experts_takes_at_most_half_again_that_of_a_loop_of_torchs_linear_layers() -> None:
-    """In BF16, with float32 weights as they are trained: 4 experts of 1024 features, 1024 rows each. A CPU without
-    instructions for BF16 runs the loop in float32, which is several times as fast there. CPU time of one thread; other
-    processes can only lengthen it, so the least of each side is compared."""
-    size, counts, recipe = 1024, [1024] * 4, NVFP4()
+def test_a_step_of_emulated_experts_takes_at_most_half_again_that_of_a_loop_of_torchs_linear_layers() -> (
+    None
+):
+    """In BF16, with float32 weights as they are trained: 4 experts of 1024 features, 1024 rows
+    each. A CPU without instructions for BF16 runs the loop in float32, which is several times as
+    fast there. CPU time of one thread; other processes can only lengthen it, so the least of each
+    side is compared.
+    """
+    size = 1024
+    counts = [1024] * 4
+    recipe = NVFP4()
     torch.manual_seed(0)
-    up, down = Experts(4, size, size), Experts(4, size, size)
+    up = Experts(4, size, size)
+    down = Experts(4, size, size)
     loops = [[nn.Linear(size, size, bias=False) for _ in counts] for _ in range(2)]
     x = torch.randn(sum(counts), size).bfloat16()
     plain = torch.float32 if widens(x) else torch.bfloat16
@@ -266,10 +321,13 @@ def test_a_step_of_emulated_experts_takes_at_most_half_again_that_of_a_loop_of_t
         return time.thread_time() - start
 
     def loop() -> float:
-        start, y = time.thread_time(), x.to(plain)
+        start = time.thread_time()
+        y = x.to(plain)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=plain == torch.bfloat16):
             for layers in loops:
-                y = torch.cat([layer(part) for layer, part in zip(layers, y.split(counts), strict=True)])
+                y = torch.cat(
+                    [layer(part) for layer, part in zip(layers, y.split(counts), strict=True)]
+                )
         y.backward(x.to(plain))
         return time.thread_time() - start
 

@@ -76,8 +76,10 @@ def scaled_pair(model: Any, recipe: Recipe) -> list[Tensor]:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_weights_are_quantised_with_the_amax_of_the_group(name: str) -> None:
-    own, joint = RECIPES[name](), RECIPES[name](fused_scales=True)
-    model, x = pair(), torch.linspace(-2, 2, 32 * 64).view(32, 64).sin()
+    own = RECIPES[name]()
+    joint = RECIPES[name](fused_scales=True)
+    model = pair()
+    x = torch.linspace(-2, 2, 32 * 64).view(32, 64).sin()
     with f4.autocast(joint, step=0, token_offset=0):
         found = [model.gate(x), model.up(x)]
     assert same(found, scaled_pair(model, own))
@@ -88,7 +90,8 @@ def test_the_weights_are_quantised_with_the_amax_of_the_group(name: str) -> None
 
 def test_dgrad_multiplies_what_fprop_multiplied() -> None:
     """dx of an identity dy is the dequantised weight."""
-    recipe, model = NVFP4(fused_scales=True, **DETERMINISTIC), pair()
+    recipe = NVFP4(fused_scales=True, **DETERMINISTIC)
+    model = pair()
     spec = recipe.table()["fprop"].second
     w = model.gate.weight.detach()
     wanted = quantize(w, spec, amax=model.up.weight.detach().abs().max()).dequantize()
@@ -97,13 +100,16 @@ def test_dgrad_multiplies_what_fprop_multiplied() -> None:
         y = model.gate(x)
     y.backward(torch.eye(64, 48))
     assert x.grad is not None
-    assert torch.equal(x.grad[:48], wanted.bfloat16().float()) and torch.equal(y.detach(), wanted.T.bfloat16().float())
+    assert torch.equal(x.grad[:48], wanted.bfloat16().float()) and torch.equal(
+        y.detach(), wanted.T.bfloat16().float()
+    )
 
 
 @pytest.mark.parametrize("step", [0, None])
 def test_a_changed_partner_changes_the_scale(step: int | None) -> None:
     """Within a step too, and without one, where nothing is kept."""
-    recipe, model = NVFP4(fused_scales=True, **DETERMINISTIC), pair()
+    recipe = NVFP4(fused_scales=True, **DETERMINISTIC)
+    model = pair()
     before = result(model, recipe, step)
     with torch.no_grad():
         model.up.weight.mul_(1.37)
@@ -120,8 +126,10 @@ def test_a_changed_partner_changes_the_scale(step: int | None) -> None:
 
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_a_copy_of_the_model_has_groups_of_its_own(how: Any) -> None:
-    recipe, model = NVFP4(fused_scales=True), pair()
-    wanted, other = result(model, recipe), how(model)
+    recipe = NVFP4(fused_scales=True)
+    model = pair()
+    wanted = result(model, recipe)
+    other = how(model)
     with torch.no_grad():
         model.up.weight.mul_(100)
     assert same(result(other, recipe), wanted)
@@ -134,7 +142,9 @@ def test_a_layer_that_is_copied_without_its_partner_says_so() -> None:
     with f4.autocast(NVFP4()):
         layer(torch.ones(16, 64))
     with (
-        pytest.raises(RuntimeError, match=r"gate, up share one scale .*, and up is not in this model"),
+        pytest.raises(
+            RuntimeError, match=r"gate, up share one scale .*, and up is not in this model"
+        ),
         f4.autocast(NVFP4(fused_scales=True)),
     ):
         layer(torch.ones(16, 64))
@@ -146,7 +156,8 @@ def test_microbatches_of_a_step_measure_the_weights_once(monkeypatch: pytest.Mon
     measured = []
     real = weights.measure_amax
     monkeypatch.setattr(weights, "measure_amax", lambda *args: measured.append(1) or real(*args))
-    model, recipe = pair(), NVFP4(fused_scales=True)
+    model = pair()
+    recipe = NVFP4(fused_scales=True)
     for _ in range(3):
         result(model, recipe, step=7)
     assert len(measured) == 4  # each of two layers reads both weights
@@ -154,7 +165,8 @@ def test_microbatches_of_a_step_measure_the_weights_once(monkeypatch: pytest.Mon
 
 @needs_graphs
 def test_compiled_layers_share_the_scale_too() -> None:
-    recipe, model = NVFP4(fused_scales=True), pair()
+    recipe = NVFP4(fused_scales=True)
+    model = pair()
     wanted = result(model, recipe)
     compiled = pair()
     compiled.compile(backend="aot_eager")

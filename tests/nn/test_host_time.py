@@ -1,6 +1,7 @@
-"""The host's time for a layer, forward and backward, where kernels take none (`host_passes`). It is compared with that
-of a small nn.Linear on the same thread, in turn, the least of many measurements of both: a busy machine changes little,
-and a layer that takes 1.5 times as long is never taken for one that does not.
+"""The host's time for a layer, forward and backward, where kernels take none (`host_passes`). It is
+compared with that of a small nn.Linear on the same thread, in turn, the least of many measurements
+of both: a busy machine changes little, and a layer that takes 1.5 times as long is never taken for
+one that does not.
 """
 
 import importlib.util
@@ -20,12 +21,17 @@ from fp4train.precision import MXFP8, NVFP4, FP8Current, FP8Delayed, Recipe, aut
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 
 MOST = {FP8Current(): 4.25, FP8Delayed(): 4.25, MXFP8(): 3.9, NVFP4(): 4.75}
-"""Times that of an nn.Linear [8, 8]: a quarter more than the 3.4, 3.4, 3.1 and 3.8 that were measured."""
+"""Times that of an nn.Linear [8, 8]: a quarter more than the 3.4, 3.4, 3.1 and 3.8 that were
+measured.
+"""
 OPERATORS = {FP8Current(): 22, FP8Delayed(): 19, MXFP8(): 16, NVFP4(): 20}
-"""Operators of torch that a call and its backward pass may run: each takes the host a microsecond."""
+"""Operators of torch that a call and its backward pass may run: each takes the host a
+microsecond.
+"""
 CALLS = {FP8Current(): 62, FP8Delayed(): 66, MXFP8(): 59, NVFP4(): 68}
-"""Functions of fp4train that they may call, of which one or two compare operand sources, and a position keys random
-bits: each takes the host a fifth of a microsecond and more."""
+"""Functions of fp4train that they may call, of which one or two compare operand sources, and a
+position keys random bits: each takes the host a fifth of a microsecond and more.
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -35,8 +41,12 @@ def kernels_take_no_time() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("recipe", "most"), MOST.items(), ids=[recipe.name for recipe in MOST])
-def test_a_layer_on_native_products_and_triton_takes_little_of_the_host(recipe: Recipe, most: float) -> None:
-    plain, layer, seconds = plain_layer(), native_layer(recipe), list[tuple[float, float]]()
+def test_a_layer_on_native_products_and_triton_takes_little_of_the_host(
+    recipe: Recipe, most: float
+) -> None:
+    plain = plain_layer()
+    layer = native_layer(recipe)
+    seconds = list[tuple[float, float]]()
     with autocast(recipe, step=0):
         layer()
         layer()
@@ -55,15 +65,23 @@ class Operators(TorchDispatchMode):
         super().__init__()
         self.ran: Counter[str] = Counter()
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if function is not torch.ops.aten.detach.default:
             self.ran[str(function)] += 1
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("recipe", "most"), OPERATORS.items(), ids=[recipe.name for recipe in OPERATORS])
-def test_a_layer_on_native_products_and_triton_runs_few_operators(recipe: Recipe, most: int) -> None:
-    """Scales are in tiles where they are written, weights once per step: no product lays out what it multiplies."""
+@pytest.mark.parametrize(
+    ("recipe", "most"), OPERATORS.items(), ids=[recipe.name for recipe in OPERATORS]
+)
+def test_a_layer_on_native_products_and_triton_runs_few_operators(
+    recipe: Recipe, most: int
+) -> None:
+    """Scales are in tiles where they are written, weights once per step: no product lays out what
+    it multiplies.
+    """
     layer = native_layer(recipe)
     with autocast(recipe, step=0):
         layer()
@@ -74,9 +92,12 @@ def test_a_layer_on_native_products_and_triton_runs_few_operators(recipe: Recipe
 
 
 @pytest.mark.parametrize(("recipe", "most"), CALLS.items(), ids=[recipe.name for recipe in CALLS])
-def test_a_layer_on_native_products_and_triton_calls_few_functions(recipe: Recipe, most: int) -> None:
+def test_a_layer_on_native_products_and_triton_calls_few_functions(
+    recipe: Recipe, most: int
+) -> None:
     """Of this package, in Python; a busy machine changes nothing."""
-    layer, called = native_layer(recipe), Counter[str]()
+    layer = native_layer(recipe)
+    called = Counter[str]()
 
     def note(frame: FrameType, event: str, _: object) -> None:
         if event == "call" and frame.f_globals.get("__name__", "").startswith("fp4train."):

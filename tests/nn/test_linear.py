@@ -1,4 +1,6 @@
-"""Inputs, outputs and gradients of the linear layer: every shape, stride, dtype and use that a model may make of it."""
+"""Inputs, outputs and gradients of the linear layer: every shape, stride, dtype and use that a
+model may make of it.
+"""
 
 import copy
 from collections.abc import Callable
@@ -15,7 +17,8 @@ from fp4train.precision import FP16, FP32, NVFP4, Recipe, autocast
 @each_recipe
 @pytest.mark.parametrize("shape", [(32,), (6, 32), (2, 3, 32), (1, 2, 3, 32)])
 def test_leading_dimensions_are_those_of_the_input(recipe: Recipe, shape: tuple[int, ...]) -> None:
-    module, x = layer(), rand(6, 32)[: torch.Size(shape[:-1]).numel()].reshape(shape)
+    module = layer()
+    x = rand(6, 32)[: torch.Size(shape[:-1]).numel()].reshape(shape)
     y, dx, dw, db = gradients(module, x, recipe)
     assert y.shape == (*shape[:-1], 48)
     assert dx.shape == shape
@@ -55,18 +58,24 @@ def test_without_bias_there_is_no_bias(recipe: Recipe) -> None:
 
 @each_recipe
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_no_grad_and_inference_mode_give_the_same_output(recipe: Recipe, mode: Callable[[], object]) -> None:
-    module, x = layer(), rand(4, 32)
+def test_no_grad_and_inference_mode_give_the_same_output(
+    recipe: Recipe, mode: Callable[[], object]
+) -> None:
+    module = layer()
+    x = rand(4, 32)
     with mode(), autocast(recipe, step=0):  # type: ignore[attr-defined]
         y = module(x)
     assert not y.requires_grad
-    assert torch.equal(y, gradients(module, x, recipe)[0]), "and what was prepared there serves training afterwards"
+    assert torch.equal(y, gradients(module, x, recipe)[0]), (
+        "and what was prepared there serves training afterwards"
+    )
 
 
 @each_recipe
 @pytest.mark.parametrize("frozen", ["weight", "bias", "input"])
 def test_what_is_frozen_gets_no_gradient_and_changes_no_other(recipe: Recipe, frozen: str) -> None:
-    module, x = layer(), rand(16, 32)
+    module = layer()
+    x = rand(16, 32)
     _, dx, dw, db = gradients(module, x, recipe)
     module.zero_grad()
     if frozen != "input":
@@ -82,7 +91,8 @@ def test_what_is_frozen_gets_no_gradient_and_changes_no_other(recipe: Recipe, fr
 
 @each_recipe
 def test_gradients_accumulate_over_microbatches(recipe: Recipe) -> None:
-    module, parts = layer(), (rand(16, 32), rand(16, 32, seed=1))
+    module = layer()
+    parts = (rand(16, 32), rand(16, 32, seed=1))
     single = [gradients(module, part, recipe)[2:] for part in parts]
     module.zero_grad()
     for part in parts:
@@ -105,13 +115,16 @@ def test_gradients_accumulate_over_microbatches(recipe: Recipe) -> None:
     ids=["transposed", "strided", "batch transposed", "expanded", "sliced"],
 )
 def test_strides_do_not_matter(recipe: Recipe, view: Callable[[], Tensor]) -> None:
-    module, x = layer(), view()
+    module = layer()
+    x = view()
     with autocast(recipe, step=0):
-        y, contiguous = module(x), module(x.contiguous())
+        y = module(x)
+        contiguous = module(x.contiguous())
     assert torch.equal(y, contiguous)
     leaf = x.detach().clone().requires_grad_()
     found = []
-    for y_like in (lambda y: y.sum(), lambda y: (y * torch.ones_like(y)).sum()):  # an expanded dy, and a dense one
+    # an expanded dy, and a dense one
+    for y_like in (lambda y: y.sum(), lambda y: (y * torch.ones_like(y)).sum()):
         module.zero_grad()
         leaf.grad = None
         with autocast(recipe, step=0):
@@ -132,23 +145,29 @@ def test_output_and_gradient_have_the_inputs_dtype(recipe: Recipe, dtype: torch.
 
 @each_recipe
 def test_under_torchs_autocast_the_output_has_its_dtype(recipe: Recipe) -> None:
-    module, x = layer(), rand(8, 32)
+    module = layer()
+    x = rand(8, 32)
     with torch.autocast("cpu", torch.bfloat16), autocast(recipe, step=0):
         y = module(x)
     assert y.dtype == torch.bfloat16
     with autocast(recipe, step=0):
-        assert torch.equal(y, module(x).bfloat16()), "torch.autocast casts none of the operands once more"
+        assert torch.equal(y, module(x).bfloat16()), (
+            "torch.autocast casts none of the operands once more"
+        )
 
 
 QUANTISED = [recipe for recipe in RECIPES if recipe.quantised]
 
 
-@pytest.mark.parametrize("recipe", [*QUANTISED, NVFP4(row_scaled_activation=True)], ids=lambda r: r.name)
+@pytest.mark.parametrize(
+    "recipe", [*QUANTISED, NVFP4(row_scaled_activation=True)], ids=lambda r: r.name
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_backward_inside_of_torchs_autocast_is_not_cast(recipe: Recipe, dtype: torch.dtype) -> None:
     found = []
     for enabled in (False, True):
-        module, x = layer(), rand(8, 32).requires_grad_()
+        module = layer()
+        x = rand(8, 32).requires_grad_()
         with autocast(recipe, step=0):
             y = module(x)
         with torch.autocast("cpu", dtype, enabled=enabled):
@@ -175,13 +194,19 @@ def test_an_input_that_is_no_floating_number_is_refused_as_by_nn_linear(dtype: t
     x = torch.ones(4, 32).to(dtype)
     with pytest.raises(RuntimeError):
         nn.Linear(32, 16)(x)
-    with autocast(NVFP4()), pytest.raises(TypeError, match=rf"input has dtype {dtype}; a linear layer takes floating"):
+    with (
+        autocast(NVFP4()),
+        pytest.raises(TypeError, match=rf"input has dtype {dtype}; a linear layer takes floating"),
+    ):
         module(x)
 
 
 def test_a_wrong_last_dimension_names_the_layer() -> None:
     for shape in ((4, 31), (), (32, 4)):
-        with autocast(NVFP4()), pytest.raises(ValueError, match=r"linear: input \(.*\) does not end in in_features=32"):
+        with (
+            autocast(NVFP4()),
+            pytest.raises(ValueError, match=r"linear: input \(.*\) does not end in in_features=32"),
+        ):
             layer()(torch.zeros(shape))
 
 
@@ -195,7 +220,8 @@ def test_one_layer_may_run_twice_in_a_forward_pass(recipe: Recipe) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.shared(self.shared(x))
 
-    module, x = Twice(), rand(8, 32)
+    module = Twice()
+    x = rand(8, 32)
     _, dx, dw, db = gradients(module, x, recipe)
     exact = gradients(module, x, FP32())
     for a, b in zip((dx, dw, db), exact[1:], strict=True):
@@ -215,7 +241,8 @@ def test_tied_weights_are_prepared_for_each_layer_and_share_a_gradient() -> None
 
 
 def test_fp16_gradients_overflow_to_infinity_and_do_not_wrap() -> None:
-    module, x = layer(bias=False), rand(8, 32).half().requires_grad_()
+    module = layer(bias=False)
+    x = rand(8, 32).half().requires_grad_()
     with autocast(FP16(), step=0):
         y = module(x)
     y.backward(torch.full_like(y, 6e4))
@@ -224,7 +251,8 @@ def test_fp16_gradients_overflow_to_infinity_and_do_not_wrap() -> None:
 
 
 def test_a_second_derivative_is_refused() -> None:
-    module, x = layer(), rand(6, 32).requires_grad_()
+    module = layer()
+    x = rand(6, 32).requires_grad_()
     with autocast(NVFP4()):
         y = module(x)
     (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)

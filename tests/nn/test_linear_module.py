@@ -1,4 +1,6 @@
-"""The linear layer as a module: state dict, copies, devices, inference mode, torch.compile, backends."""
+"""The linear layer as a module: state dict, copies, devices, inference mode, torch.compile,
+backends.
+"""
 
 import copy
 import io
@@ -21,7 +23,8 @@ def test_a_model_made_in_inference_mode_runs() -> None:
 
 
 def test_the_state_dict_is_that_of_nn_linear() -> None:
-    module, plain = layer(), nn.Linear(32, 48)
+    module = layer()
+    plain = nn.Linear(32, 48)
     with autocast(NVFP4(), step=0):
         module(rand(4, 32))
     assert list(module.state_dict()) == list(plain.state_dict())
@@ -30,7 +33,8 @@ def test_the_state_dict_is_that_of_nn_linear() -> None:
 
 
 def test_copies_and_pickles_are_independent_and_leave_the_cache_behind() -> None:
-    module, x = layer(), rand(8, 32)
+    module = layer()
+    x = rand(8, 32)
     base = gradients(module, x, NVFP4())
     module.zero_grad()
     small = io.BytesIO()
@@ -51,7 +55,9 @@ def test_copies_and_pickles_are_independent_and_leave_the_cache_behind() -> None
 
 def test_it_shows_its_backend() -> None:
     assert "backend=reference" in repr(layer(backend="reference"))
-    with pytest.raises(ValueError, match="backend='cuda' is not one of auto, te, native, emulate, reference"):
+    with pytest.raises(
+        ValueError, match="backend='cuda' is not one of auto, te, native, emulate, reference"
+    ):
         layer(backend="cuda")
 
 
@@ -73,13 +79,15 @@ def test_a_layer_on_the_meta_device_can_be_materialised() -> None:
     assert same(gradients(other, rand(8, 32), NVFP4()), gradients(layer(), rand(8, 32), NVFP4()))
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's own
+# dynamo's own
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_torch_compile_leaves_the_numbers_alone_in_every_context(backend: str) -> None:
     """A graph compiled outside a context must not be reused inside one, or vice versa."""
     torch._dynamo.reset()
     model = f4.convert(nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)))
-    compiled, x = torch.compile(model, backend=backend), rand(8, 16)
+    compiled = torch.compile(model, backend=backend)
+    x = rand(8, 16)
 
     def run(module: nn.Module, recipe: Recipe | None) -> tuple[Tensor, ...]:
         model.zero_grad()
@@ -97,7 +105,9 @@ def test_backend_te_without_a_gpu_is_refused_with_what_would_run() -> None:
     module = layer(backend="te")
     with (
         autocast(NVFP4(), step=0),
-        pytest.raises(ValueError, match=r"needs an NVIDIA GPU, not cpu\. backend=auto would run it by emulate"),
+        pytest.raises(
+            ValueError, match=r"needs an NVIDIA GPU, not cpu\. backend=auto would run it by emulate"
+        ),
     ):
         module(rand(4, 32))
     with autocast(BF16(), step=0):

@@ -35,8 +35,12 @@ from fp4train.precision.layers import Layer
 from fp4train.quantize import QuantSpec, RandomKey, quantize
 from fp4train.quantize.random import random_bits
 
-rows_on_cpu = pytest.mark.skipif(not cpu_multiplies_rows(), reason="this torch multiplies no rows on CPUs")
-SEED, STEP, NAME = 11, 5, "blocks.0.mlp.up"
+rows_on_cpu = pytest.mark.skipif(
+    not cpu_multiplies_rows(), reason="this torch multiplies no rows on CPUs"
+)
+SEED = 11
+STEP = 5
+NAME = "blocks.0.mlp.up"
 STOCHASTIC_WEIGHTS = Custom(
     label="stochastic weights",
     fprop=Operands(first=QuantSpec(), second=QuantSpec(rounding="stochastic")),
@@ -75,9 +79,14 @@ RECIPES = [
     STOCHASTIC_WEIGHTS,
     QuartetII(),
     TetraJetV2(),
-    Custom(label="nearest, again", fprop=Operands(first=MX, second=MX), wgrad=Operands(first=MX, second=MX_AGAIN)),
+    Custom(
+        label="nearest, again",
+        fprop=Operands(first=MX, second=MX),
+        wgrad=Operands(first=MX, second=MX_AGAIN),
+    ),
 ]
-SHAPES = {"fills blocks": (32, 48, 64), "fills no block": (5, 7, 9), "one token": (1, 16, 3)}  # tokens, in, out
+# tokens, in, out
+SHAPES = {"fills blocks": (32, 48, 64), "fills no block": (5, 7, 9), "one token": (1, 16, 3)}
 
 
 def make(
@@ -118,7 +127,8 @@ def by_hand(layer: Linear, x: Tensor, dy: Tensor, recipe: Recipe) -> tuple[Tenso
         values = operand_.values.double()
         return values if operand_.scale is None else values * operand_.scale.double()
 
-    table, w = recipe.table(), layer.weight.detach()
+    table = recipe.table()
+    w = layer.weight.detach()
     y = q(x, table["fprop"].first, 0) @ q(w, table["fprop"].second, 1).T
     square = table["dgrad"].second is None or table["dgrad"].second.transposable
     w_t = q(w, table["dgrad"].second, 1).T if square else q(w.T, table["dgrad"].second, 3)
@@ -134,7 +144,9 @@ def relative(a: Tensor, b: Tensor) -> float:
 
 
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 1e-6}
-"""Half a unit in the last place of the output dtype, relative; float32: the order of a few dozen additions."""
+"""Half a unit in the last place of the output dtype, relative; float32: the order of a few dozen
+additions.
+"""
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -144,11 +156,19 @@ def test_forward_and_backward_are_three_products_of_quantised_operands(
     recipe: Recipe, backend: str, shape: tuple[int, int, int]
 ) -> None:
     layer, x, dy = make(recipe, backend, shape)
-    found, expected = run(layer, x, dy, recipe), by_hand(layer, x, dy, recipe)
+    found = run(layer, x, dy, recipe)
+    expected = by_hand(layer, x, dy, recipe)
     for name, a, b in zip(("y", "dx", "dw", "db"), found, expected, strict=True):
-        # One rounding of the exact result: elementwise, with room for the order of additions in sums that cancel.
-        room = ROUNDING[recipe.torch_dtype] * b.abs() + 1e-5 * b.abs().max() * (recipe.torch_dtype != torch.float32)
-        room = room if recipe.torch_dtype != torch.float32 else torch.full_like(b, 2e-6 * float(b.abs().max()))
+        # One rounding of the exact result: elementwise, with room for the order of additions in
+        # sums that cancel.
+        room = ROUNDING[recipe.torch_dtype] * b.abs() + 1e-5 * b.abs().max() * (
+            recipe.torch_dtype != torch.float32
+        )
+        room = (
+            room
+            if recipe.torch_dtype != torch.float32
+            else torch.full_like(b, 2e-6 * float(b.abs().max()))
+        )
         tiny = 2.0**-25 if recipe.torch_dtype == torch.float16 else 0.0  # float16's subnormals
         assert a.shape == b.shape
         assert bool(((a.double() - b).abs() <= room + tiny).all()), (name, relative(a, b))
@@ -163,8 +183,13 @@ def test_scaled_mm_equals_emulation_up_to_the_last_bit(recipe: Recipe) -> None:
     shape = SHAPES["fills blocks"]
     found = [run(*make(recipe, backend, shape), recipe) for backend in ("native", "emulate")]
     for native, emulated in zip(*found, strict=True):
-        # Both round a float32 sum of exact products once; near a tie the order of addition may change one bit.
-        assert bool(((native - emulated).abs() <= 2**-8 * emulated.abs() + 1e-6 * emulated.abs().max()).all())
+        # Both round a float32 sum of exact products once; near a tie the order of addition may
+        # change one bit.
+        assert bool(
+            (
+                (native - emulated).abs() <= 2**-8 * emulated.abs() + 1e-6 * emulated.abs().max()
+            ).all()
+        )
         assert relative(native, emulated) < 1e-3
 
 
@@ -177,7 +202,9 @@ def test_sizes_that_scaled_mm_does_not_take_are_refused() -> None:
 @pytest.mark.parametrize("recipe", [NVFP4(), MXFP8(), FP8Current()], ids=lambda r: r.name)
 @pytest.mark.parametrize("magnitude", [1e-30, 1e-12, 1e12, 1e30])
 def test_the_scale_of_the_input_does_not_matter(recipe: Recipe, magnitude: float) -> None:
-    """Global scales far from one are applied one after the other, since their product may leave the float32 range."""
+    """Global scales far from one are applied one after the other, since their product may leave the
+    float32 range.
+    """
     layer, x, dy = make(recipe, "emulate", SHAPES["fills blocks"], bias=False)
     factor = 2.0 ** round(torch.tensor(magnitude).log2().item())
     expected = run(layer, x.float(), dy.float(), recipe)[0].double()
@@ -186,14 +213,20 @@ def test_the_scale_of_the_input_does_not_matter(recipe: Recipe, magnitude: float
 
 
 def test_bias_is_added_before_the_product_is_rounded() -> None:
-    """Rounding twice would lose this half unit: 1 + 2⁻⁸ + 2⁻¹⁰ rounds up, but (1 + 2⁻⁸) rounds down to 1 first."""
+    """Rounding twice would lose this half unit: 1 + 2⁻⁸ + 2⁻¹⁰ rounds up, but (1 + 2⁻⁸) rounds down
+    to 1 first.
+    """
     layer = Linear(2, 1)
     with torch.no_grad():
         layer.weight.copy_(torch.tensor([[1.0, 2.0**-8]]))
         layer.bias.copy_(torch.tensor([2.0**-10]))
     for recipe in (
         BF16(),
-        Custom(fprop=Operands(first=QuantSpec(element="e4m3", block=(1, 32), scale="e8m0", global_scale=None))),
+        Custom(
+            fprop=Operands(
+                first=QuantSpec(element="e4m3", block=(1, 32), scale="e8m0", global_scale=None)
+            )
+        ),
     ):
         for backend in ("emulate", "reference"):
             layer.backend = backend
@@ -235,18 +268,28 @@ def test_a_non_finite_weight_reaches_the_output() -> None:
 
 
 def test_stochastic_rounding_of_gradients_is_unbiased_with_the_guard() -> None:
-    """The mean over 400 seeds is within 5 standard errors of the exact dx and dw; nearest rounding's error is not."""
-    tokens, k, n, draws = 32, 16, 16, 400
+    """The mean over 400 seeds is within 5 standard errors of the exact dx and dw; nearest
+    rounding's error is not.
+    """
+    tokens = 32
+    k = 16
+    n = 16
+    draws = 400
     recipe = NVFP4(guard=16 / 17, hadamard=False, two_d_weights=False)
     exact = Custom(
-        dgrad=Operands(second=recipe.table()["dgrad"].second), wgrad=Operands(second=recipe.table()["wgrad"].second)
+        dgrad=Operands(second=recipe.table()["dgrad"].second),
+        wgrad=Operands(second=recipe.table()["wgrad"].second),
     )
     layer, x, dy = make(recipe, "emulate", (tokens, k, n), bias=False)
     target = [t.double() for t in by_hand(layer, x, dy, exact)[1:3]]
     samples: list[list[Tensor]] = [[], []]
     for seed in range(draws):
         leaf = x.clone().requires_grad_()
-        with autocast(NVFP4(guard=16 / 17, hadamard=False, two_d_weights=False, dtype="float32"), seed=seed, step=0):
+        with autocast(
+            NVFP4(guard=16 / 17, hadamard=False, two_d_weights=False, dtype="float32"),
+            seed=seed,
+            step=0,
+        ):
             y = layer(leaf.float())
         layer.zero_grad()
         y.backward(dy.float())
@@ -256,7 +299,9 @@ def test_stochastic_rounding_of_gradients_is_unbiased_with_the_guard() -> None:
         samples[1].append(layer.weight.grad.double())
     for found, goal in zip(samples, target, strict=True):
         stack = torch.stack(found)
-        error = (stack.mean(0) - goal) / (stack.std(0) / draws**0.5 + 2**-9 * goal.abs() / draws**0.5 + 1e-12)
+        error = (stack.mean(0) - goal) / (
+            stack.std(0) / draws**0.5 + 2**-9 * goal.abs() / draws**0.5 + 1e-12
+        )
         assert float(error.abs().max()) < 5.5
         assert abs(float(error.mean())) < 0.35, "no common direction"
 
@@ -275,7 +320,9 @@ def test_random_bits_do_not_depend_on_how_the_batch_is_cut() -> None:
     def bits(offset: int, tokens: int) -> tuple[Tensor, Tensor]:
         context = Context(recipe=NVFP4(), seed=3, step=9, token_offset=offset)
         dy, call = gradient_operand(layer, context)
-        return random_bits(dy.row.key(call, tokens), tokens, 64), random_bits(dy.column.key(call, tokens), 64, tokens)
+        return random_bits(dy.row.key(call, tokens), tokens, 64), random_bits(
+            dy.column.key(call, tokens), 64, tokens
+        )
 
     whole = bits(0, 32)
     for offset, tokens in ((0, 16), (16, 16), (8, 8), (24, 8)):
@@ -285,7 +332,9 @@ def test_random_bits_do_not_depend_on_how_the_batch_is_cut() -> None:
 
 
 def test_microbatches_of_odd_sizes_never_share_random_bits() -> None:
-    """Sequences of 7 tokens: no two of 64 microbatches may draw the same column bits, or their errors would add up."""
+    """Sequences of 7 tokens: no two of 64 microbatches may draw the same column bits, or their
+    errors would add up.
+    """
     layer, *_ = make(NVFP4(), "emulate", SHAPES["fills blocks"])
     groups: list[int] = []
     for index in range(64):
@@ -306,4 +355,6 @@ def test_every_operand_layer_step_and_seed_has_bits_of_its_own() -> None:
     layer.rename(Layer(name="other", in_features=48, out_features=64, block=0, blocks=1), "emulate")
     assert not torch.equal(run(layer, x, dy, STOCHASTIC_WEIGHTS)[0], base[0])
     layer.rename(Layer(name=NAME, in_features=48, out_features=64, block=0, blocks=1), "emulate")
-    assert all(torch.equal(a, b) for a, b in zip(run(layer, x, dy, STOCHASTIC_WEIGHTS), base, strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(run(layer, x, dy, STOCHASTIC_WEIGHTS), base, strict=True)
+    )

@@ -1,4 +1,6 @@
-"""Prepared weights and codes: how often they are made, for how long a layer keeps them, and what backward keeps."""
+"""Prepared weights and codes: how often they are made, for how long a layer keeps them, and what
+backward keeps.
+"""
 
 import copy
 import weakref
@@ -14,7 +16,9 @@ from fp4train.precision import MXFP8, NVFP4, FP8Current, Recipe, autocast
 from fp4train.quantize.random import FPROP_W
 
 
-def test_with_a_step_weights_are_prepared_once_and_anew_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_a_step_weights_are_prepared_once_and_anew_in_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     prepared: list[bool] = []
     real = PreparedWeights._prepare
 
@@ -33,9 +37,12 @@ def test_with_a_step_weights_are_prepared_once_and_anew_in_the_next(monkeypatch:
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_the_optimizers_step_reaches_the_next_forward(fused: bool) -> None:
-    """A fused optimizer changes weights without incrementing torch's version counter: only the step shows it."""
+    """A fused optimizer changes weights without incrementing torch's version counter: only the step
+    shows it.
+    """
     for steps in ((0, 1), (None, None)):
-        module, x = layer(), rand(8, 32)
+        module = layer()
+        x = rand(8, 32)
         optimizer = torch.optim.SGD(module.parameters(), lr=1.0) if not fused else None
         optimizer = optimizer or torch.optim.AdamW(module.parameters(), lr=1.0, fused=True)
         before = gradients(module, x, NVFP4(), step=steps[0])[0]
@@ -49,7 +56,9 @@ def test_the_optimizers_step_reaches_the_next_forward(fused: bool) -> None:
 
 
 def test_a_replaced_or_loaded_weight_is_noticed_within_a_step() -> None:
-    module, other, x = layer(), layer(), rand(8, 32)
+    module = layer()
+    other = layer()
+    x = rand(8, 32)
     with torch.no_grad():
         other.weight.mul_(-3)
     with autocast(NVFP4(), step=0):
@@ -62,8 +71,12 @@ def test_a_replaced_or_loaded_weight_is_noticed_within_a_step() -> None:
             assert torch.equal(module(x), copy.deepcopy(module)(x))
 
 
-def test_a_weight_that_is_gathered_again_within_a_step_is_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FSDP2 frees a weight's memory after the layer and fills other memory with the same values before backward."""
+def test_a_weight_that_is_gathered_again_within_a_step_is_prepared_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """FSDP2 frees a weight's memory after the layer and fills other memory with the same values
+    before backward.
+    """
     prepared: list[int] = []
     real = PreparedWeights._prepare
     monkeypatch.setattr(
@@ -71,7 +84,8 @@ def test_a_weight_that_is_gathered_again_within_a_step_is_prepared_once(monkeypa
         "_prepare",
         lambda *a: (prepared.append(1), real(*a))[1],  # type: ignore[func-returns-value]
     )
-    module, x = layer(bias=False), rand(8, 32)
+    module = layer(bias=False)
+    x = rand(8, 32)
     values = module.weight.detach().clone()
     with autocast(NVFP4(), step=0):
         first = module(x)
@@ -96,10 +110,13 @@ def test_what_was_prepared_is_dropped_with_the_weight() -> None:
 
 
 def test_without_a_step_nothing_is_kept_and_bits_change_from_call_to_call() -> None:
-    module, x = layer(bias=False), rand(32, 32)
+    module = layer(bias=False)
+    x = rand(32, 32)
     first, second = (gradients(module, x, NVFP4(), step=None)[1] for _ in range(2))
     assert not torch.equal(first, second), "stochastic rounding draws anew"
-    assert torch.equal(*(gradients(module, x, NVFP4(stochastic_rounding=False), step=None)[1] for _ in range(2)))
+    assert torch.equal(
+        *(gradients(module, x, NVFP4(stochastic_rounding=False), step=None)[1] for _ in range(2))
+    )
     with torch.no_grad(), autocast(NVFP4()):
         module(x)
     assert module._calls == 4, "evaluation does not advance the count"
@@ -111,7 +128,8 @@ def test_without_a_step_nothing_is_kept_and_bits_change_from_call_to_call() -> N
     ids=lambda r: str(r)[:6],
 )
 def test_backward_keeps_packed_codes(recipe: Recipe, per_element: float) -> None:
-    module, x = layer(64, 48), rand(128, 64).bfloat16().requires_grad_()
+    module = layer(64, 48)
+    x = rand(128, 64).bfloat16().requires_grad_()
     kept: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:
@@ -125,7 +143,8 @@ def test_backward_keeps_packed_codes(recipe: Recipe, per_element: float) -> None
 
 
 def test_a_second_derivative_is_refused_instead_of_being_wrong() -> None:
-    module, x = layer(), rand(4, 32).requires_grad_()
+    module = layer()
+    x = rand(4, 32).requires_grad_()
     with autocast(NVFP4(), step=0):
         y = module(x)
     (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
@@ -134,7 +153,8 @@ def test_a_second_derivative_is_refused_instead_of_being_wrong() -> None:
 
 
 def test_backward_twice_through_a_kept_graph_gives_the_same() -> None:
-    module, x = layer(), rand(8, 32).requires_grad_()
+    module = layer()
+    x = rand(8, 32).requires_grad_()
     with autocast(NVFP4()):
         y = module(x)
     found = [torch.autograd.grad(y.sum(), (x, module.weight), retain_graph=True) for _ in range(2)]

@@ -1,5 +1,7 @@
-"""Norms and gates that are quantised where they are made, in a model: against the same model without, in Triton's
-interpreter, with recorded products in the place of scaled_mm; and where they are left to the model."""
+"""Norms and gates that are quantised where they are made, in a model: against the same model
+without, in Triton's interpreter, with recorded products in the place of scaled_mm; and where they
+are left to the model.
+"""
 
 import json
 from typing import Any
@@ -138,8 +140,9 @@ print(json.dumps(told))
 
 @pytest.fixture(scope="module")
 def trained() -> Any:
-    """Of each case the launches of two microbatches, of families other than Llama of one; which tensors are not those
-    of the model without, by how much; and calls of Liger's kernels."""
+    """Of each case the launches of two microbatches, of families other than Llama of one; which
+    tensors are not those of the model without, by how much; and calls of Liger's kernels.
+    """
     run = interpreted("-c", PROGRAM, timeout=1500)
     assert run.returncode == 0, run.stdout + run.stderr
     return json.loads(run.stdout)
@@ -163,10 +166,12 @@ def trained() -> Any:
 def test_a_model_has_the_gradients_of_one_that_writes_norms_and_gates(
     trained: Any, case: str, launches: list[int]
 ) -> None:
-    """In every bit: the sum of squares rounds alike at this width. The weights' gradients of norms are not rounded to
-    BF16 here, whose half ulp is 2^-9, and those of h, which reach the embedding, may have another last digit. A
-    microbatch takes two norms, a gate and its gradients of a block of Llama; three norms of a hybrid; four of a hyena;
-    of a mixture, whose experts' norm is the router's, too, three norms and two gates with their gradients."""
+    """In every bit: the sum of squares rounds alike at this width. The weights' gradients of norms
+    are not rounded to BF16 here, whose half ulp is 2^-9, and those of h, which reach the embedding,
+    may have another last digit. A microbatch takes two norms, a gate and its gradients of a block
+    of Llama; three norms of a hybrid; four of a hyena; of a mixture, whose experts' norm is the
+    router's, too, three norms and two gates with their gradients.
+    """
     *counts, apart, _ = trained[case][:5]
     assert counts == launches
     assert apart.pop("embed.weight", 0.0) < 2**-12
@@ -177,15 +182,22 @@ def test_a_model_has_the_gradients_of_one_that_writes_norms_and_gates(
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("case", "sums", "apart"),
-    [("recomputed", 7, 2 + 1 + 2 + 4), ("hybrid", 3, 2 + 3), ("hyena", 11, 1 + 2 + 4), ("mixture", 12, 1 + 1 + 3)],
+    [
+        ("recomputed", 7, 2 + 1 + 2 + 4),
+        ("hybrid", 3, 2 + 3),
+        ("hyena", 11, 1 + 2 + 4),
+        ("mixture", 12, 1 + 1 + 3),
+    ],
 )
 def test_sums_in_the_kernels_of_norms_have_the_bits_of_torchs_beside_them(
     trained: Any, case: str, sums: int, apart: int
 ) -> None:
-    """The program compares loss and gradients. Torch is left with the sum at the end of the last block, the gradients
-    of layers that read one norm, and what experts add. Beside the kernels it has, of a microbatch, the sums at the ends
-    of blocks and those within them, these twice where blocks are recomputed, and the gradients of the stream, which
-    each norm reads. Of the mixture a sum within a block is not counted, whose norm the router reads."""
+    """The program compares loss and gradients. Torch is left with the sum at the end of the last
+    block, the gradients of layers that read one norm, and what experts add. Beside the kernels it
+    has, of a microbatch, the sums at the ends of blocks and those within them, these twice where
+    blocks are recomputed, and the gradients of the stream, which each norm reads. Of the mixture a
+    sum within a block is not counted, whose norm the router reads.
+    """
     microbatches = 2 if case == "recomputed" else 1
     assert trained[case][5] == [microbatches * sums, microbatches * (sums + apart)]
 
@@ -198,18 +210,25 @@ def test_norms_that_a_model_calls_as_modules_are_quantised_too(trained: Any) -> 
 
 @pytest.mark.long
 def test_liger_has_the_sums_whose_norms_not_all_readers_take_quantised(trained: Any) -> None:
-    """In the first of two blocks `up` stays in high precision: a microbatch takes three norms, a gate and its
-    gradients, and of Liger's kernels a sum with its norm, and a gate. The model beside it has Liger's in the first
-    block."""
+    """In the first of two blocks `up` stays in high precision: a microbatch takes three norms, a
+    gate and its gradients, and of Liger's kernels a sum with its norm, and a gate. The model beside
+    it has Liger's in the first block.
+    """
     *counts, apart, of_liger = trained["liger"]
     assert counts == [0, 10, 6] and of_liger == {"sum and norm": 2, "product": 2}
-    norms = ("blocks.0.attention_norm.weight", "blocks.1.attention_norm.weight", "blocks.1.mlp_norm.weight")
+    norms = (
+        "blocks.0.attention_norm.weight",
+        "blocks.1.attention_norm.weight",
+        "blocks.1.mlp_norm.weight",
+    )
     assert set(apart) == set(norms) and all(error < 2**-8 for error in apart.values()), apart
 
 
 def executor(recipe: Recipe, name: str, backend: str = "auto") -> Any:
     layer = Layer(name=name, in_features=128, out_features=128, block=0, blocks=1)
-    return make_executor(resolve(layer, recipe, None, backend, Device.elsewhere(find_gpu("B200"))), "cuda")
+    return make_executor(
+        resolve(layer, recipe, None, backend, Device.elsewhere(find_gpu("B200"))), "cuda"
+    )
 
 
 @pytest.mark.parametrize(
@@ -219,31 +238,49 @@ def executor(recipe: Recipe, name: str, backend: str = "auto") -> Any:
         ((NVFP4(),), (NVFP4(), NVFP4()), None),
         ((MXFP8(),), (MXFP8(), MXFP8()), None),
         ((FP8Current(),), (FP8Current(), FP8Current()), None),
-        ((FP8Row(),), (), "x of b0: no kernel makes both forms of E4M3 in blocks of (1, None) at once"),
+        (
+            (FP8Row(),),
+            (),
+            "x of b0: no kernel makes both forms of E4M3 in blocks of (1, None) at once",
+        ),
         ((NVFP4(), MXFP8()), (), "b0 and b1 do not quantise x alike"),
         ((NVFP4(),), (NVFP4(), MXFP8()), "a0 and a1 do not quantise dy alike"),
         ((FP8Delayed(),), (), "x of b0: its amax enters a history of delayed scaling"),
-        ((NVFP4().with_high_precision("wgrad"),), (), "b0 takes x in high precision in one of its GEMMs"),
-        ((NVFP4(),), (NVFP4().with_high_precision("dgrad"),) * 2, "a0 takes dy in high precision in one of its GEMMs"),
+        (
+            (NVFP4().with_high_precision("wgrad"),),
+            (),
+            "b0 takes x in high precision in one of its GEMMs",
+        ),
+        (
+            (NVFP4(),),
+            (NVFP4().with_high_precision("dgrad"),) * 2,
+            "a0 takes dy in high precision in one of its GEMMs",
+        ),
     ],
 )
 def test_who_reads_says_why_it_does_not_take_codes(
     readers: tuple[Recipe, ...], writers: tuple[Recipe, ...], reason: str | None
 ) -> None:
     groups = {"b": readers, "a": writers}
-    made = [[executor(each, f"{name}{i}", "native") for i, each in enumerate(group)] for name, group in groups.items()]
+    made = [
+        [executor(each, f"{name}{i}", "native") for i, each in enumerate(group)]
+        for name, group in groups.items()
+    ]
     assert why_not(*made) == reason
 
 
 def test_layers_that_emulate_or_run_elsewhere_take_none() -> None:
     assert "takes its values, not its codes" in str(why_not([executor(NVFP4(), "w", "emulate")]))
-    assert "does not multiply codes in three GEMMs" in str(why_not([executor(f4.precision.BF16(), "w")]))
+    assert "does not multiply codes in three GEMMs" in str(
+        why_not([executor(f4.precision.BF16(), "w")])
+    )
 
 
 @pytest.mark.parametrize("change", [None, torch.ones(4, 64)])
 def test_a_norm_that_hooks_watch_runs_as_a_module(change: torch.Tensor | None) -> None:
     """Neither its producer nor a kernel that adds, too, is asked."""
-    norm, seen = RMSNorm(64, eps=1e-5), list[torch.Tensor]()
+    norm = RMSNorm(64, eps=1e-5)
+    seen = list[torch.Tensor]()
     norm.producer = norm.operators = Mock(spec=Liger, side_effect=AssertionError)
     norm.operators.rms_norm = OF_TORCH.rms_norm
     norm.register_forward_hook(lambda module, given, y: seen.append(y))
@@ -253,7 +290,9 @@ def test_a_norm_that_hooks_watch_runs_as_a_module(change: torch.Tensor | None) -
 
 
 def test_a_norm_that_is_called_as_a_module_asks_its_producer() -> None:
-    norm, x, carrier = RMSNorm(64, eps=1e-5), torch.randn(4, 64), torch.full((4, 64), torch.nan)
+    norm = RMSNorm(64, eps=1e-5)
+    x = torch.randn(4, 64)
+    carrier = torch.full((4, 64), torch.nan)
     norm.producer = Mock(return_value=(carrier, x))
     assert norm(x) is carrier and norm.of_stream(x) == (carrier, x)
     norm.producer = Mock(return_value=None)

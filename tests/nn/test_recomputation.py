@@ -37,7 +37,9 @@ X = torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(0))
 
 def blocks() -> nn.Module:
     torch.manual_seed(0)
-    model = nn.ModuleList(nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32)) for _ in range(2))
+    model = nn.ModuleList(
+        nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32)) for _ in range(2)
+    )
     return f4.convert(model)
 
 
@@ -61,12 +63,16 @@ def nested(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def train(region: Region, recipe: Recipe, step: int | None, passes: int = 3) -> Iterator[Tensor]:
-    """Gradients and scaling state of three passes; the last two forwards precede their backwards, as in a pipeline."""
+    """Gradients and scaling state of three passes; the last two forwards precede their backwards,
+    as in a pipeline.
+    """
     model = blocks()
 
     def forward(number: int) -> Tensor:
         x = (X * (number + 1)).requires_grad_()
-        with autocast(recipe, step=None if step is None else step + number, token_offset=32 * number):
+        with autocast(
+            recipe, step=None if step is None else step + number, token_offset=32 * number
+        ):
             for block in model:  # type: ignore[attr-defined]
                 x = x + region(block, x)
         return x.square().mean()
@@ -87,7 +93,8 @@ def train(region: Region, recipe: Recipe, step: int | None, passes: int = 3) -> 
 def test_gradients_and_histories_are_those_without_recomputation(
     recipe: Recipe, step: int | None, region: Region
 ) -> None:
-    expected, found = list(train(plainly, recipe, step)), list(train(region, recipe, step))
+    expected = list(train(plainly, recipe, step))
+    found = list(train(region, recipe, step))
     assert len(found) == len(expected)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
@@ -120,7 +127,10 @@ def test_torchs_own_checkpoint_raises_instead_of_computing_something_else(
         y = torch_checkpoint(model[0], X.clone().requires_grad_(), use_reentrant=reentrant)  # type: ignore[index]
     with (
         autocast(backward_in or BF16(), enabled=backward_in is not None),
-        pytest.raises(RuntimeError, match=r"0\.0 is recomputed in backward without .*context_fn=.*recompute_contexts"),
+        pytest.raises(
+            RuntimeError,
+            match=r"0\.0 is recomputed in backward without .*context_fn=.*recompute_contexts",
+        ),
     ):
         y.sum().backward()
 
@@ -130,7 +140,9 @@ def test_experts_that_are_recomputed_in_another_context_raise_as_linear_layers_d
     x = torch.randn(8, 16, requires_grad=True)
     with autocast(NVFP4(), step=0):
         y = torch_checkpoint(lambda rows: experts(rows, [5, 3]), x, use_reentrant=False)
-    with pytest.raises(RuntimeError, match="experts is recomputed in backward without the autocast context"):
+    with pytest.raises(
+        RuntimeError, match="experts is recomputed in backward without the autocast context"
+    ):
         y.sum().backward()
 
 
@@ -145,7 +157,9 @@ def test_a_model_that_never_met_a_context_is_recomputed_as_ever(reentrant: bool)
 
 
 def test_a_context_entered_in_a_custom_backward_holds_there() -> None:
-    """Reversible layers run their forward pass in backward themselves, in the context that they enter."""
+    """Reversible layers run their forward pass in backward themselves, in the context that they
+    enter.
+    """
     model = blocks()
 
     class Reversible(torch.autograd.Function):
@@ -190,7 +204,8 @@ def test_llama_with_recompute_has_the_gradients_of_llama_without(step: int | Non
 def test_recomputation_keeps_fewer_bytes() -> None:
     sizes = []
     for region in (plainly, ours):
-        model, kept = blocks(), 0
+        model = blocks()
+        kept = 0
 
         def pack(tensor: Tensor) -> Tensor:
             nonlocal kept

@@ -1,4 +1,6 @@
-"""Layers that read the same tensor quantise it once, and keep one copy of its codes for backward."""
+"""Layers that read the same tensor quantise it once, and keep one copy of its codes for
+backward.
+"""
 
 import pytest
 import torch
@@ -30,7 +32,9 @@ def pair() -> Pair:
 
 
 def kept_bytes(model: Pair, x: Tensor, recipe: Recipe) -> int:
-    """Bytes of the distinct tensors that the two layers keep, besides weights and the factors of the product."""
+    """Bytes of the distinct tensors that the two layers keep, besides weights and the factors of
+    the product.
+    """
     kept: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -43,7 +47,9 @@ def kept_bytes(model: Pair, x: Tensor, recipe: Recipe) -> int:
     return sum(kept.values())
 
 
-@pytest.mark.parametrize(("recipe", "bits"), [(NVFP4(), 4.5), (MXFP8(), 8.25)], ids=["NVFP4", "MXFP8"])
+@pytest.mark.parametrize(
+    ("recipe", "bits"), [(NVFP4(), 4.5), (MXFP8(), 8.25)], ids=["NVFP4", "MXFP8"]
+)
 def test_two_layers_keep_one_copy_of_their_input(recipe: Recipe, bits: float) -> None:
     x = torch.randn(128, 64, dtype=torch.bfloat16, requires_grad=True)
     assert kept_bytes(pair(), x, recipe) == bits / 8 * x.numel()
@@ -53,7 +59,8 @@ def test_two_layers_keep_one_copy_of_their_input(recipe: Recipe, bits: float) ->
 def test_sharing_changes_no_bit(recipe: Recipe) -> None:
     found = []
     for together in (True, False):
-        model, x = pair(), torch.linspace(-2, 2, 32 * 64).view(32, 64).requires_grad_()
+        model = pair()
+        x = torch.linspace(-2, 2, 32 * 64).view(32, 64).requires_grad_()
         with f4.autocast(recipe, step=0):
             gate = model.gate(x)
             if not together:
@@ -66,7 +73,8 @@ def test_sharing_changes_no_bit(recipe: Recipe) -> None:
 
 
 def test_a_tensor_that_changed_in_place_is_quantised_again() -> None:
-    layer, x = pair().gate, torch.randn(32, 64)
+    layer = pair().gate
+    x = torch.randn(32, 64)
     assert isinstance(layer, Linear)
     with torch.no_grad(), f4.autocast(NVFP4(), step=0):
         before = layer(x)

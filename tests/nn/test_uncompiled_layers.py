@@ -1,6 +1,8 @@
-"""torch.compile on a torch that cannot take layers into its graphs: they run outside, with the same bits.
+"""torch.compile on a torch that cannot take layers into its graphs: they run outside, with the same
+bits.
 
-Torch 2.11, which GPU images carry, is one; scripts/test_torch.sh runs the tests there. Elsewhere the lack is pretended.
+Torch 2.11, which GPU images carry, is one; scripts/test_torch.sh runs the tests there. Elsewhere
+the lack is pretended.
 """
 
 import logging
@@ -44,18 +46,25 @@ def step(module: nn.Module, model: nn.Module, recipe: Recipe, at: int) -> list[T
 @pytest.mark.long
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_layers_outside_of_the_graphs_have_the_bits_of_eager_mode(backend: str, recompute: bool) -> None:
+def test_layers_outside_of_the_graphs_have_the_bits_of_eager_mode(
+    backend: str, recompute: bool
+) -> None:
     shape = Llama(layers=3, width=32, heads=2, kv_heads=1, recompute=recompute)
     model = f4.convert(shape.build(vocab_size=64, seq_len=16))
     compiled = torch.compile(model, backend=backend)
     for at, recipe in enumerate((NVFP4(), MXFP8(), BF16(), NVFP4().with_high_precision("wgrad"))):
-        ours, eager = step(compiled, model, recipe, at), step(model, model, recipe, at)
+        ours = step(compiled, model, recipe, at)
+        eager = step(model, model, recipe, at)
         assert len(ours) == len(eager)
         assert all(torch.equal(a, b) for a, b in zip(ours, eager, strict=True)), recipe
 
 
-def test_one_warning_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(compiled_layers, "UNAVAILABLE", "torch 2.11 has no operators on opaque objects")
+def test_one_warning_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(
+        compiled_layers, "UNAVAILABLE", "torch 2.11 has no operators on opaque objects"
+    )
     compiled_layers._operator.cache_clear()
     with caplog.at_level(logging.WARNING):
         assert compiled_layers._operator() is compiled_layers._operator() is None

@@ -45,7 +45,12 @@ def test_a_tied_weight_is_updated_once() -> None:
 def test_the_constants_reach_torch() -> None:
     optimizer = AdamW(lr=0.5, betas=(0.8, 0.9), eps=1e-4).build(llama())
     for group in optimizer.param_groups:
-        assert (group["lr"], group["betas"], group["eps"], group["fused"]) == (0.5, (0.8, 0.9), 1e-4, True)
+        assert (group["lr"], group["betas"], group["eps"], group["fused"]) == (
+            0.5,
+            (0.8, 0.9),
+            1e-4,
+            True,
+        )
     assert AdamW(betas=[0.8, 0.9]) == AdamW(betas=(0.8, 0.9)), "YAML knows lists only"  # type: ignore[arg-type]
 
 
@@ -79,8 +84,12 @@ def factors(schedule: Schedule, steps: int = 100) -> list[float]:
     return [schedule.factor(step, steps) for step in range(steps)]
 
 
-@pytest.mark.parametrize("schedule", [Constant(), Cosine(floor=0.1), WSD(), WSD(decay="linear"), WSD(decay="cosine")])
-def test_warm_up_is_a_straight_line_that_begins_above_zero_and_ends_at_the_peak(schedule: Schedule) -> None:
+@pytest.mark.parametrize(
+    "schedule", [Constant(), Cosine(floor=0.1), WSD(), WSD(decay="linear"), WSD(decay="cosine")]
+)
+def test_warm_up_is_a_straight_line_that_begins_above_zero_and_ends_at_the_peak(
+    schedule: Schedule,
+) -> None:
     found = factors(schedule)
     assert found[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert max(found) == 1.0
@@ -89,7 +98,8 @@ def test_warm_up_is_a_straight_line_that_begins_above_zero_and_ends_at_the_peak(
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 7])
 @pytest.mark.parametrize(
-    "schedule", [Constant(), Cosine(), WSD(), WSD(warmup=0.5, cooldown=0.9), WSD(warmup=0, cooldown=0)]
+    "schedule",
+    [Constant(), Cosine(), WSD(), WSD(warmup=0.5, cooldown=0.9), WSD(warmup=0, cooldown=0)],
 )
 def test_the_shortest_runs_have_a_learning_rate(schedule: Schedule, steps: int) -> None:
     assert all(0 < f <= 1 for f in factors(schedule, steps))
@@ -104,20 +114,26 @@ def test_cosine_is_half_way_in_the_middle_and_ends_near_the_floor() -> None:
     assert schedule.factor(0, 100) == 1.0
     assert schedule.factor(50, 100) == pytest.approx(0.55)
     assert schedule.factor(99, 100) == pytest.approx(0.1, abs=1e-3)
-    assert sum(factors(schedule, 1000)) / 1000 == pytest.approx(0.55, abs=1e-3), "the mean of half a cosine"
+    assert sum(factors(schedule, 1000)) / 1000 == pytest.approx(0.55, abs=1e-3), (
+        "the mean of half a cosine"
+    )
 
 
 @pytest.mark.parametrize(
-    ("decay", "mean", "half"), [("linear", 1 / 2, 0.5), ("cosine", 1 / 2, 0.5), ("1-sqrt", 1 / 3, 1 - math.sqrt(0.5))]
+    ("decay", "mean", "half"),
+    [("linear", 1 / 2, 0.5), ("cosine", 1 / 2, 0.5), ("1-sqrt", 1 / 3, 1 - math.sqrt(0.5))],
 )
 @pytest.mark.parametrize("floor", [0.0, 0.1])
 def test_wsd_is_stable_until_the_cooldown_whose_shape_has_the_integral_it_should(
     decay: str, mean: float, half: float, floor: float
 ) -> None:
-    schedule, steps = WSD(warmup=0, cooldown=0.5, decay=decay, floor=floor), 4000
+    schedule = WSD(warmup=0, cooldown=0.5, decay=decay, floor=floor)
+    steps = 4000
     found = factors(schedule, steps)
     assert set(found[: steps // 2]) == {1.0}
-    assert sum(found[steps // 2 :]) / (steps // 2) == pytest.approx(floor + (1 - floor) * mean, abs=2e-3)
+    assert sum(found[steps // 2 :]) / (steps // 2) == pytest.approx(
+        floor + (1 - floor) * mean, abs=2e-3
+    )
     assert found[3 * steps // 4 - 1] == pytest.approx(floor + (1 - floor) * half, abs=2e-3)
     assert all(a > b for a, b in zip(found[steps // 2 :], found[steps // 2 + 1 :], strict=False))
     assert found[-1] == pytest.approx(floor, abs=2e-3)
@@ -126,7 +142,9 @@ def test_wsd_is_stable_until_the_cooldown_whose_shape_has_the_integral_it_should
 def test_shares_and_steps_mean_the_same() -> None:
     assert factors(WSD(warmup=0.1, cooldown=0.3)) == factors(WSD(warmup=10, cooldown=30))
     assert WSD(cooldown=1.0).cooldown_start(100) == 5, "after the warm-up at the earliest"
-    assert factors(WSD(warmup=1000)) == factors(WSD(warmup=1.0)), "a warm-up longer than the run fills it"
+    assert factors(WSD(warmup=1000)) == factors(WSD(warmup=1.0)), (
+        "a warm-up longer than the run fills it"
+    )
 
 
 def test_the_cooldown_starts_where_phases_are_told_it_does() -> None:
@@ -164,9 +182,15 @@ def test_muon_takes_the_matrices_of_the_blocks_and_adamw_the_rest() -> None:
     optimizer = Muon(weight_decay=0.2).build(model)
     names = {id(p): name for name, p in model.named_parameters()}
     of_muon = {names[id(p)] for g in optimizer.param_groups if "ns_steps" in g for p in g["params"]}
-    assert of_muon == {n for n, p in model.named_parameters() if n.startswith("blocks.") and p.dim() == 2}
-    assert {names[id(p)] for g in optimizer.param_groups for p in g["params"]} == set(names.values())
-    assert [g["weight_decay"] for g in optimizer.param_groups] == [0.2, 0.2, 0.0], "muon, embedding, norms"
+    assert of_muon == {
+        n for n, p in model.named_parameters() if n.startswith("blocks.") and p.dim() == 2
+    }
+    assert {names[id(p)] for g in optimizer.param_groups for p in g["params"]} == set(
+        names.values()
+    )
+    assert [g["weight_decay"] for g in optimizer.param_groups] == [0.2, 0.2, 0.0], (
+        "muon, embedding, norms"
+    )
 
 
 def test_muons_step_is_orthogonal_and_of_the_size_of_adamws() -> None:
@@ -181,7 +205,9 @@ def test_muons_step_is_orthogonal_and_of_the_size_of_adamws() -> None:
 
 
 def test_the_parts_of_muon_keep_one_state_and_the_rate_of_the_schedule_after_a_restore() -> None:
-    def trained(state: dict[str, object] | None, steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def trained(
+        state: dict[str, object] | None, steps: int
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Embedding(8, 16), nn.Linear(16, 16), nn.Linear(16, 16))
         optimizer = Muon().build(model)
@@ -200,14 +226,19 @@ def test_the_parts_of_muon_keep_one_state_and_the_rate_of_the_schedule_after_a_r
     kept = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
     whole, _ = trained(None, 4)
     resumed, again = trained(kept, 2)
-    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True)
+    )
     assert len(again.state_dict()["state"]) == len(list(model.parameters()))
 
 
 def test_sgd_decays_matrices_only_and_its_constants_reach_torch() -> None:
     groups = SGD(lr=0.5, momentum=0.8, nesterov=True, weight_decay=0.1).build(llama()).param_groups
     assert [g["weight_decay"] for g in groups] == [0.1, 0.0]
-    assert all((g["lr"], g["momentum"], g["nesterov"], g["fused"]) == (0.5, 0.8, True, True) for g in groups)
+    assert all(
+        (g["lr"], g["momentum"], g["nesterov"], g["fused"]) == (0.5, 0.8, True, True)
+        for g in groups
+    )
 
 
 @pytest.mark.parametrize(
@@ -229,23 +260,35 @@ def test_constants_of_the_others_that_make_no_sense(
 
 
 def test_muon_without_matrices_in_blocks_says_what_to_take() -> None:
-    with pytest.raises(ValueError, match="optim=muon needs linear layers in the blocks of Embedding; take optim=adamw"):
+    with pytest.raises(
+        ValueError,
+        match="optim=muon needs linear layers in the blocks of Embedding; take optim=adamw",
+    ):
         Muon().build(nn.Embedding(4, 4))
 
 
 @pytest.mark.parametrize("size", range(16, 200, 16))
-def test_adamw_updates_two_parts_of_a_multiple_of_16_elements_as_it_does_the_whole(size: int) -> None:
-    """On a CPU its kernel rounds otherwise what does not fill a vector: docs/scale.md says when shards are one rank."""
+def test_adamw_updates_two_parts_of_a_multiple_of_16_elements_as_it_does_the_whole(
+    size: int,
+) -> None:
+    """On a CPU its kernel rounds otherwise what does not fill a vector: docs/scale.md says when
+    shards are one rank.
+    """
     whole = torch.randn(2 * size, generator=torch.Generator().manual_seed(size))
     ends = []
     for parts in ([whole], [whole[:size], whole[size:]]):
         own = [torch.nn.Parameter(part.clone()) for part in parts]
         optimizer = torch.optim.AdamW(own, lr=1e-3, weight_decay=0.1, fused=True)
         for step in range(5):
-            gradients = torch.randn(2 * size, generator=torch.Generator().manual_seed(step)).split(own[0].numel())
+            gradients = torch.randn(2 * size, generator=torch.Generator().manual_seed(step)).split(
+                own[0].numel()
+            )
             for parameter, gradient in zip(own, gradients, strict=True):
                 parameter.grad = gradient.clone()
             optimizer.step()
-        held = [(p.detach(), optimizer.state[p]["exp_avg"], optimizer.state[p]["exp_avg_sq"]) for p in own]
+        held = [
+            (p.detach(), optimizer.state[p]["exp_avg"], optimizer.state[p]["exp_avg_sq"])
+            for p in own
+        ]
         ends.append(torch.cat([torch.stack(each) for each in held], 1))
     assert torch.equal(*ends)

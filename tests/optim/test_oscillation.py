@@ -10,7 +10,15 @@ from torch import nn
 
 import fp4train as f4
 from fp4train.nn import Experts
-from fp4train.optim.oscillation import JUMPED, MOVED, SEEN, OscillationReset, follow, values_of, why_not
+from fp4train.optim.oscillation import (
+    JUMPED,
+    MOVED,
+    SEEN,
+    OscillationReset,
+    follow,
+    values_of,
+    why_not,
+)
 from fp4train.precision import NVFP4, TetraJetV2
 from fp4train.quantize import Hadamard, QuantSpec, quantize
 from fp4train.run.observe import watched
@@ -22,10 +30,13 @@ GOOD = torch.tensor(False)
 
 
 def walk(steps: int) -> list[torch.Tensor]:
-    """A weight [4, 256] over steps: most entries drift or rest; some hop across a threshold of their grid by little."""
+    """A weight [4, 256] over steps: most entries drift or rest; some hop across a threshold of
+    their grid by little.
+    """
     generator = torch.Generator().manual_seed(0)
     first = torch.randn(4, 256, generator=generator)
-    first[:, ::16] = 6.0  # the amax of every block: it rests, and with it all thresholds, 0.25, 0.75, 1.25, …
+    # the amax of every block: it rests, and with it all thresholds, 0.25, 0.75, 1.25, …
+    first[:, ::16] = 6.0
     drift = torch.randn(4, 256, generator=generator).mul_(0.02)
     drift[:, ::16] = 0.0
     found = []
@@ -47,7 +58,8 @@ def test_it_equals_the_algorithm_written_down_independently() -> None:
         own.data.copy_(weights[done])
         share = follow(SETTINGS, optimizer, [(own, QUANTISED)], done, GOOD)
         assert (share is None) == (done < 16)
-    path_w, path_q = np.zeros((4, 256), np.float32), np.zeros((4, 256), np.float32)
+    path_w = np.zeros((4, 256), np.float32)
+    path_q = np.zeros((4, 256), np.float32)
     q = [quantize(w, SPEC).dequantize().numpy() for w in weights]
     w = [each.numpy() for each in weights]
     for t in range(11, 17):
@@ -58,7 +70,11 @@ def test_it_equals_the_algorithm_written_down_independently() -> None:
     wanted = np.where(ratio >= 8, q[16], w[16])
     assert np.array_equal(own.detach().numpy(), wanted)
     assert share == pytest.approx((ratio >= 8).mean())
-    assert (ratio >= 8)[:, 3::16].all() and (ratio >= 8)[:, 5::16].all() and not (ratio >= 8)[:, 7::16].any()
+    assert (
+        (ratio >= 8)[:, 3::16].all()
+        and (ratio >= 8)[:, 5::16].all()
+        and not (ratio >= 8)[:, 7::16].any()
+    )
     assert not optimizer.state[own], "what was watched is not kept until the next watch"
 
 
@@ -75,7 +91,9 @@ def test_between_watches_and_before_the_first_nothing_is_kept(done: int) -> None
     optimizer = torch.optim.SGD([own], lr=0.1)
     before = own.detach().clone()
     assert follow(SETTINGS, optimizer, [(own, QUANTISED)], done, GOOD) is None
-    assert follow(OscillationReset(), optimizer, [(own, QUANTISED)], 10, GOOD) is None, "off is the default"
+    assert follow(OscillationReset(), optimizer, [(own, QUANTISED)], 10, GOOD) is None, (
+        "off is the default"
+    )
     assert not optimizer.state and torch.equal(own, before)
 
 
@@ -91,11 +109,18 @@ def test_a_failed_step_resets_nothing_and_keeps_what_was_watched() -> None:
 
 
 def test_a_weight_without_a_gradient_is_not_watched() -> None:
-    """AdamW makes its moments where a parameter's state is empty: entries of ours before that would stop it."""
+    """AdamW makes its moments where a parameter's state is empty: entries of ours before that would
+    stop it.
+    """
     model = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)})
     layers = {name: Namespace(fprop=Namespace(operands=Namespace(second=SPEC))) for name in model}
     linears = [
-        Namespace(layer=Namespace(name=name, experts=0), weight=each.weight, values=values_of, transposed=False)
+        Namespace(
+            layer=Namespace(name=name, experts=0),
+            weight=each.weight,
+            values=values_of,
+            transposed=False,
+        )
         for name, each in model.items()
     ]
     plan = Namespace(at=lambda step: Namespace(layers=layers))

@@ -1,4 +1,6 @@
-"""AdamW with moments in BF16: torch's but for the rounding, whose mean is the value; its kernels equal to the bit."""
+"""AdamW with moments in BF16: torch's but for the rounding, whose mean is the value; its kernels
+equal to the bit.
+"""
 
 import importlib.util
 import math
@@ -41,8 +43,10 @@ def give_gradients(*modules: nn.Module, seed: int = 0) -> None:
 
 
 def test_a_step_is_that_of_torch_from_the_same_moments() -> None:
-    own, other = model(), model()
-    mine, torchs = optimizer_of(own), AdamW().build(other)
+    own = model()
+    other = model()
+    mine = optimizer_of(own)
+    torchs = AdamW().build(other)
     for step in range(4):
         give_gradients(own, other, seed=step)
         if step:
@@ -55,8 +59,11 @@ def test_a_step_is_that_of_torch_from_the_same_moments() -> None:
         for a, b in zip(own.parameters(), other.parameters(), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
             for name in MOMENTS:
-                found, exact = mine.state[a][name].float(), torchs.state[b][name]
-                assert ((found - exact).abs() <= 2.0**-7 * exact.abs()).all(), "one of the two neighbours"
+                found = mine.state[a][name].float()
+                exact = torchs.state[b][name]
+                assert ((found - exact).abs() <= 2.0**-7 * exact.abs()).all(), (
+                    "one of the two neighbours"
+                )
     assert {float(state["step"]) for state in mine.state.values()} == {4.0}
 
 
@@ -69,14 +76,17 @@ def test_over_all_random_bits_the_mean_of_a_rounded_value_is_the_value() -> None
 
 
 def test_the_random_bits_of_a_step_are_unbiased_within_five_standard_errors() -> None:
-    """One gradient for all 65,536 weights: of both moments the mean over the weights is the exact one."""
+    """One gradient for all 65,536 weights: of both moments the mean over the weights is the exact
+    one.
+    """
     module = nn.Linear(256, 256, bias=False)
     optimizer = optimizer_of(module)
     module.weight.grad = torch.full((256, 256), 0.0123)
     optimizer.step()
     for name, exact in zip(MOMENTS, (0.0123 * 0.1, 0.0123**2 * 0.05), strict=True):
         found = optimizer.state[module.weight][name].double()
-        low, high = found.min(), found.max()
+        low = found.min()
+        high = found.max()
         assert low < exact < high
         share = (exact - low) / (high - low)
         assert abs(found.mean() - exact) < 5 * (high - low) * (share * (1 - share)).sqrt() / 256
@@ -107,29 +117,43 @@ def test_a_shard_is_updated_as_its_part_of_the_whole(shape: Any, offsets: Any, h
 
 
 @pytest.mark.parametrize(("shape", "offsets", "held"), BOXES)
-def test_the_c_kernel_equals_the_reference_in_every_bit(shape: Any, offsets: Any, held: Any) -> None:
+def test_the_c_kernel_equals_the_reference_in_every_bit(
+    shape: Any, offsets: Any, held: Any
+) -> None:
     if cpu.unavailable():
-        pytest.skip(str(cpu.unavailable()))  # tests/house/test_skips.py fails where it could be built
-    for mine, reference in zip(stepped(by_c, shape, offsets, held), stepped(update, shape, offsets, held), strict=True):
+        # tests/house/test_skips.py fails where it could be built
+        pytest.skip(str(cpu.unavailable()))
+    for mine, reference in zip(
+        stepped(by_c, shape, offsets, held), stepped(update, shape, offsets, held), strict=True
+    ):
         assert torch.equal(mine, reference)
 
 
 @pytest.mark.long
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed (Linux only)")
+@pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed (Linux only)"
+)
 def test_the_triton_kernel_equals_the_reference_in_the_interpreter() -> None:
-    """In a process of its own: Triton decides when a kernel is defined whether it is interpreted."""
+    """In a process of its own: Triton decides when a kernel is defined whether it is
+    interpreted.
+    """
     run = interpreted(str(Path(__file__).parents[1] / "helpers" / "steps_of_slabs.py"))
     assert run.stdout.split() == ["True"] * len(BOXES), run.stdout + run.stderr
 
 
 def test_a_step_that_failed_changes_nothing_and_gradients_are_divided() -> None:
-    module, other = model(), model()
-    optimizer, plain = optimizer_of(module), optimizer_of(other)
+    module = model()
+    other = model()
+    optimizer = optimizer_of(module)
+    plain = optimizer_of(other)
     give_gradients(module, other)
     before = [p.detach().clone() for p in module.parameters()]
     step_unless(optimizer, torch.tensor(True))
     assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
-    assert all(float(state["step"]) == 0 and not state["exp_avg"].any() for state in optimizer.state.values())
+    assert all(
+        float(state["step"]) == 0 and not state["exp_avg"].any()
+        for state in optimizer.state.values()
+    )
     gradients = [p.grad for p in module.parameters() if p.grad is not None]
     norm = torch.tensor(4.0)
     step_unless(optimizer, torch.tensor(False), clip(optimizer, gradients, 1.0, norm))
@@ -137,12 +161,16 @@ def test_a_step_that_failed_changes_nothing_and_gradients_are_divided() -> None:
         assert parameter.grad is not None
         parameter.grad /= norm + 1e-6
     plain.step()
-    assert all(torch.equal(a, b) for a, b in zip(module.parameters(), other.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(module.parameters(), other.parameters(), strict=True)
+    )
     assert not any(hasattr(optimizer, name) for name in ("found_inf", "grad_scale"))
 
 
 def test_on_a_gpu_torchs_fused_kernel_divides_what_a_pass_of_its_own_clips_on_a_cpu() -> None:
-    """`aten::_fused_adamw_` divides by `grad_scale` on both: its CPU kernel stands in for that of a GPU."""
+    """`aten::_fused_adamw_` divides by `grad_scale` on both: its CPU kernel stands in for that of a
+    GPU.
+    """
     modules = model(), model()
     give_gradients(*modules)
     optimizers = [AdamW().build(m) for m in modules]
@@ -159,9 +187,14 @@ def test_on_a_gpu_torchs_fused_kernel_divides_what_a_pass_of_its_own_clips_on_a_
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
 
 
-def test_torchs_kernels_clip_in_a_pass_of_their_own_on_a_gpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    optimizer, scaled = AdamW().build(model()), list[float]()
-    monkeypatch.setattr(torch, "_foreach_mul_", lambda gradients, factor: scaled.append(float(factor)))
+def test_torchs_kernels_clip_in_a_pass_of_their_own_on_a_gpu_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    optimizer = AdamW().build(model())
+    scaled = list[float]()
+    monkeypatch.setattr(
+        torch, "_foreach_mul_", lambda gradients, factor: scaled.append(float(factor))
+    )
     on_gpu: Any = [SimpleNamespace(is_cuda=True)]
     assert clip(optimizer, on_gpu, 2.0, torch.tensor(4.0), fused=False) is None
     assert scaled == [pytest.approx(0.5)]
@@ -183,12 +216,17 @@ def trained() -> Iterator[tuple[nn.Module, RoundedAdamW]]:
     yield module, optimizer
 
 
-def test_moments_are_loaded_in_the_bits_in_which_they_were_saved(trained: tuple[nn.Module, RoundedAdamW]) -> None:
+def test_moments_are_loaded_in_the_bits_in_which_they_were_saved(
+    trained: tuple[nn.Module, RoundedAdamW],
+) -> None:
     other = optimizer_of(model())
     other.load_state_dict(trained[1].state_dict())
     for mine, saved in zip(other.state.values(), trained[1].state.values(), strict=True):
         assert float(mine["step"]) == float(saved["step"]) == 1
-        assert all(mine[name].dtype == torch.bfloat16 and torch.equal(mine[name], saved[name]) for name in MOMENTS)
+        assert all(
+            mine[name].dtype == torch.bfloat16 and torch.equal(mine[name], saved[name])
+            for name in MOMENTS
+        )
 
 
 def test_moments_of_float32_are_rounded_when_loaded_and_those_of_bf16_go_on_in_float32(
@@ -212,7 +250,10 @@ def test_weights_in_bf16_are_refused_by_name() -> None:
 
 def test_a_box_that_cuts_a_middle_dimension_is_a_slab_per_outer_index() -> None:
     box = TensorShard(shape=(4, 6, 8), offsets=(1, 2, 0), tensor=torch.zeros(2, 3, 8))
-    assert [(s.rows.start, s.rows.stop, s.row, s.column) for s in slabs(box)] == [(0, 3, 8, 0), (3, 6, 14, 0)]
+    assert [(s.rows.start, s.rows.stop, s.row, s.column) for s in slabs(box)] == [
+        (0, 3, 8, 0),
+        (3, 6, 14, 0),
+    ]
     assert slabs(TensorShard(shape=(4, 6), offsets=(4, 0), tensor=torch.zeros(0, 6))) == []
 
 

@@ -1,9 +1,11 @@
-"""The three products of a linear layer against Transformer Engine's PyTorch reference (golden `gemms`).
+"""The three products of a linear layer against Transformer Engine's PyTorch reference (golden
+`gemms`).
 
-The reference multiplies block by block and adds the blocks up in float32; backend=reference does the same, and
-backend=emulate adds in the order of the machine's GEMM. Measured, both differ from the golden float32 products by at
-most 1.4e-7 of the norm (bound here: 1e-6). A layer's BF16 output is the same number rounded once: 1.7e-3 of the norm,
-each element within half a unit in the last place (bound: 2e-3).
+The reference multiplies block by block and adds the blocks up in float32; backend=reference does
+the same, and backend=emulate adds in the order of the machine's GEMM. Measured, both differ from
+the golden float32 products by at most 1.4e-7 of the norm (bound here: 1e-6). A layer's BF16 output
+is the same number rounded once: 1.7e-3 of the norm, each element within half a unit in the last
+place (bound: 2e-3).
 """
 
 import pytest
@@ -32,7 +34,8 @@ def tensors(case: str) -> tuple[torch.Tensor, ...]:
 @pytest.mark.parametrize("case", GEMMS)
 def test_float32_products_equal_the_reference(case: str, backend: str) -> None:
     x, w, dy, y, dx, dw = tensors(case)
-    gemm, table = BACKENDS[backend], RECIPE.table()
+    gemm = BACKENDS[backend]
+    table = RECIPE.table()
     operands = {
         "y": (x, table["fprop"].first, w, table["fprop"].second, y),
         "dx": (dy, table["dgrad"].first, w.T, table["dgrad"].second, dx),
@@ -40,7 +43,9 @@ def test_float32_products_equal_the_reference(case: str, backend: str) -> None:
     }
     for name, (first, first_spec, second, second_spec, golden) in operands.items():
         found = gemm.product(
-            prepared(gemm, first, first_spec), prepared(gemm, second, second_spec), out_dtype=torch.float32
+            prepared(gemm, first, first_spec),
+            prepared(gemm, second, second_spec),
+            out_dtype=torch.float32,
         )
         assert relative(found, golden) <= 1e-6, name
 
@@ -56,10 +61,16 @@ def test_a_layer_rounds_the_reference_once(case: str, backend: str) -> None:
     with autocast(RECIPE):
         found = layer(x)
     found.backward(dy)
-    for name, a, golden in (("y", found.detach(), y), ("dx", x.grad, dx), ("dw", layer.weight.grad, dw)):
+    for name, a, golden in (
+        ("y", found.detach(), y),
+        ("dx", x.grad, dx),
+        ("dw", layer.weight.grad, dw),
+    ):
         assert a is not None and a.dtype == torch.bfloat16
         error = (a.double() - golden.double()).abs()
-        assert bool((error <= 2.0**-8 * golden.double().abs() + 1e-6 * golden.double().abs().max()).all()), name
+        assert bool(
+            (error <= 2.0**-8 * golden.double().abs() + 1e-6 * golden.double().abs().max()).all()
+        ), name
         assert relative(a, golden) < 2e-3, name
 
 

@@ -11,7 +11,9 @@ from fp4train.parallel.gather import Payload, Sent, WeightGather
 
 
 def test_a_weight_that_came_rounded_is_whole_without_another_gather() -> None:
-    """As a backend that runs whole layers takes it; its group is None, so a collective would fail."""
+    """As a backend that runs whole layers takes it; its group is None, so a collective would
+    fail.
+    """
     layer = Linear(8, 4)
     record = SimpleNamespace(_orig_size=layer.weight.shape)
     gather = WeightGather(layer, record, None, "bf16")  # type: ignore[arg-type]

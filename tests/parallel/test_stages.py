@@ -1,4 +1,6 @@
-"""A model's blocks are divided over the stages of a pipeline by what they multiply, in a run as in its plan."""
+"""A model's blocks are divided over the stages of a pipeline by what they multiply, in a run as in
+its plan.
+"""
 
 from collections import Counter
 from functools import partial
@@ -29,9 +31,19 @@ from fp4train.precision.plan import make_plan
 
 FAMILIES = {
     "llama": Llama(width=32, layers=9, heads=2, kv_heads=2, hidden=48),
-    "moe": MixtureOfExperts(width=32, layers=9, heads=2, kv_heads=2, dense=3, experts=ExpertShape(count=4, top=2)),
-    "hybrid": Hybrid(width=32, pattern="M-M-M*-M*", heads=2, hidden=48, scan=ScanShape(heads=2, head_dim=8, chunk=16)),
-    "hyena": Hyena(width=32, pattern="SDH*SDH*H", heads=2, hidden=48, filters=FilterShape(groups=8)),
+    "moe": MixtureOfExperts(
+        width=32, layers=9, heads=2, kv_heads=2, dense=3, experts=ExpertShape(count=4, top=2)
+    ),
+    "hybrid": Hybrid(
+        width=32,
+        pattern="M-M-M*-M*",
+        heads=2,
+        hidden=48,
+        scan=ScanShape(heads=2, head_dim=8, chunk=16),
+    ),
+    "hyena": Hyena(
+        width=32, pattern="SDH*SDH*H", heads=2, hidden=48, filters=FilterShape(groups=8)
+    ),
 }
 NO_STATE = Inventory(state=frozenset(), groups=(), layers={}, modules=())
 
@@ -48,7 +60,9 @@ def run_of(model: nn.Module, parallel: Parallel, time: int) -> list[list[int]]:
         group: Any = SimpleNamespace(rank=partial(int, rank))
         world = World(device=torch.device("meta"), mesh=parallel.mesh(parallel.pp), pipeline=group)
         pipeline = cut_stages(model, cut_of(model, parallel), NO_STATE, parallel, world, time)
-        found.append([int(name) for name, _ in pipeline.model.get_submodule("blocks").named_children()])
+        found.append(
+            [int(name) for name, _ in pipeline.model.get_submodule("blocks").named_children()]
+        )
     return found
 
 
@@ -56,7 +70,8 @@ def run_of(model: nn.Module, parallel: Parallel, time: int) -> list[list[int]]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_run_and_its_plan_divide_blocks_equally(family: str, time: int) -> None:
     model = built(FAMILIES[family], time)
-    layers, device = find_layers(model).values(), Device.elsewhere(find_gpu("H100"))
+    layers = find_layers(model).values()
+    device = Device.elsewhere(find_gpu("H100"))
     plan = make_plan(layers, Timeline(recipe=BF16(), steps=1), None, tokens=time, device=device)
     load = workload(model, plan.at(0).layers, BF16(), sequences=1, seq_len=time)
     shapes = [Parallel(pp=pp) for pp in (2, 3, 4)]
@@ -70,7 +85,10 @@ def test_a_run_and_its_plan_divide_blocks_equally(family: str, time: int) -> Non
 def test_attention_weighs_more_in_longer_sequences() -> None:
     """The blocks of the second half attend, those of the first do not."""
     shape = Hybrid(width=32, pattern="----****", heads=2, hidden=64)
-    lengths = {time: list(map(len, run_of(built(shape, time), Parallel(pp=2), time))) for time in (16, 4096)}
+    lengths = {
+        time: list(map(len, run_of(built(shape, time), Parallel(pp=2), time)))
+        for time in (16, 4096)
+    }
     assert lengths == {16: [4, 4], 4096: [6, 2]}
 
 
@@ -86,7 +104,9 @@ def test_attention_weighs_more_in_longer_sequences() -> None:
 def test_published_numbers_of_blocks_that_ranks_do_not_divide_are_shared_by_cost(
     name: str, vocabulary: int, blocks: list[int]
 ) -> None:
-    """The head weighs as much as several blocks of the hybrid, and about as much as one of the largest Llama."""
+    """The head weighs as much as several blocks of the hybrid, and about as much as one of the
+    largest Llama.
+    """
     shape = to_config(compose([f"model={name}", "run.name=a"])).model
     with torch.device("meta"):
         model = f4.convert(shape.build(vocab_size=vocabulary, seq_len=4096))

@@ -1,4 +1,6 @@
-"""torch.compile of functions that enter `autocast`, by the interface that the installed torch has for contexts."""
+"""torch.compile of functions that enter `autocast`, by the interface that the installed torch has
+for contexts.
+"""
 
 import importlib.util
 import subprocess
@@ -67,8 +69,12 @@ print("equal")
 """
 
 
-def test_functions_that_enter_autocast_have_the_bits_of_eager_mode_and_use_nothing_deprecated() -> None:
-    """One after the other in a process, as the first one makes contexts inputs of graphs for those after it."""
+def test_functions_that_enter_autocast_have_the_bits_of_eager_mode_and_use_nothing_deprecated() -> (
+    None
+):
+    """One after the other in a process, as the first one makes contexts inputs of graphs for those
+    after it.
+    """
     command = [sys.executable, "-W", "ignore", "-c", REGIONS]
     run = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert run.stdout.strip() == "equal", run.stdout + run.stderr
@@ -94,13 +100,16 @@ def test_classes_are_registered_by_the_names_that_torch_has(
 ) -> None:
     """The newer names where both are there: the older ones are deprecated then."""
     registered: list[Any] = []
-    base, registry = ModuleType(module), ModuleType("torch._library.opaque_object")
+    base = ModuleType(module)
+    registry = ModuleType("torch._library.opaque_object")
     setattr(base, metaclass, type("Metaclass", (type,), {}))
     setattr(registry, register, lambda cls, **options: registered.append((cls, options)))
     registry.MemberType = MemberType  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module, base)
     monkeypatch.setitem(sys.modules, registry.__name__, registry)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name == module else None)
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: object() if name == module else None
+    )
     path = Path(fp4train.precision.__file__).parent / "compile_classes.py"
     spec = importlib.util.spec_from_file_location("compile_classes", path)
     assert spec is not None and spec.loader is not None

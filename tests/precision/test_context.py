@@ -30,7 +30,9 @@ def test_outside_of_a_context_the_layer_is_torchs(layer: Linear) -> None:
 
 
 def test_an_inner_context_overrides_and_the_outer_one_returns(layer: Linear) -> None:
-    nvfp4, mxfp8, plain = run(layer, NVFP4()), run(layer, MXFP8()), layer(X)
+    nvfp4 = run(layer, NVFP4())
+    mxfp8 = run(layer, MXFP8())
+    plain = layer(X)
     assert not torch.equal(nvfp4, mxfp8)
     with autocast(NVFP4(), step=0):
         assert torch.equal(layer(X), nvfp4)
@@ -49,7 +51,9 @@ def test_a_context_ends_when_an_error_passes_through(layer: Linear) -> None:
     assert current() is None
 
 
-def test_backward_runs_in_the_precision_of_its_forward_whatever_is_active_then(layer: Linear) -> None:
+def test_backward_runs_in_the_precision_of_its_forward_whatever_is_active_then(
+    layer: Linear,
+) -> None:
     def gradients(before: object, during: object) -> list[torch.Tensor]:
         x = X.clone().requires_grad_()
         y = run(layer, before)
@@ -67,7 +71,9 @@ def test_backward_runs_in_the_precision_of_its_forward_whatever_is_active_then(l
     for recipe in (NVFP4(), MXFP8(), BF16()):
         expected = gradients(recipe, None)
         for other in (MXFP8(), FP32(), NVFP4(hadamard=False)):
-            assert all(torch.equal(a, b) for a, b in zip(gradients(recipe, other), expected, strict=True))
+            assert all(
+                torch.equal(a, b) for a, b in zip(gradients(recipe, other), expected, strict=True)
+            )
 
 
 def test_another_thread_has_a_context_of_its_own(layer: Linear) -> None:
@@ -95,9 +101,13 @@ def test_it_decorates_functions_too(layer: Linear) -> None:
     assert torch.equal(decorated(X), run(layer, NVFP4())), "and more than once"
 
 
-def test_threads_in_a_decorated_function_return_to_their_own_contexts_in_whatever_turn_they_leave() -> None:
+def test_threads_in_a_decorated_function_return_to_their_own_contexts_in_whatever_turn_they_leave() -> (
+    None
+):
     seen: dict[str, object] = {}
-    first_entered, second_entered, first_left = threading.Event(), threading.Event(), threading.Event()
+    first_entered = threading.Event()
+    second_entered = threading.Event()
+    first_left = threading.Event()
 
     @autocast(NVFP4())  # type: ignore[operator]
     def decorated(entered: threading.Event, leaves: threading.Event) -> None:
@@ -146,7 +156,11 @@ def test_models_carry_their_activations_in_the_recipes_dtype() -> None:
             assert activation_dtype(torch.float64) == torch.float32
     model = convert(Llama(width=16, layers=1, heads=2, kv_heads=1).build(vocab_size=8, seq_len=4))
     tokens = torch.zeros(1, 4, dtype=torch.int64)
-    for recipe, dtype in ((None, torch.float32), (BF16(), torch.bfloat16), (NVFP4(dtype="float16"), torch.float16)):
+    for recipe, dtype in (
+        (None, torch.float32),
+        (BF16(), torch.bfloat16),
+        (NVFP4(dtype="float16"), torch.float16),
+    ):
         if recipe is None:
             assert model(tokens).dtype == dtype
             continue
@@ -155,7 +169,11 @@ def test_models_carry_their_activations_in_the_recipes_dtype() -> None:
 
 
 def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
-    found = [record.getMessage() for record in caplog.records if record.name == "fp4train.precision.context"]
+    found = [
+        record.getMessage()
+        for record in caplog.records
+        if record.name == "fp4train.precision.context"
+    ]
     caplog.clear()
     return found
 
@@ -173,7 +191,8 @@ def test_a_region_in_which_no_layer_is_quantised_is_warned_of_once(
         with autocast(NVFP4(), policy=LayerPolicy(last=2), step=step):
             block(X)
     assert messages(caplog) == [
-        "autocast(NVFP4): nothing is quantised: the policy keeps every layer that ran (2) in high precision; "
+        "autocast(NVFP4): nothing is quantised: the policy keeps every layer that ran (2) in "
+        "high precision; "
         "LayerPolicy(last=0) keeps fewer"
     ]
     with autocast(NVFP4(), policy=LayerPolicy(last=0), step=2):

@@ -1,4 +1,6 @@
-"""Experts in the plan, in policies by class and in costs: all weights count, a share of them multiplies a token."""
+"""Experts in the plan, in policies by class and in costs: all weights count, a share of them
+multiplies a token.
+"""
 
 import pytest
 import torch
@@ -12,13 +14,26 @@ from fp4train.lab.costs.weights import find_weights
 from fp4train.measure.statistics import watch
 from fp4train.models.common.cut import multiplications
 from fp4train.nn import Experts
-from fp4train.precision import BF16, MXFP8, NVFP4, FP8Delayed, LayerPolicy, LayerRecipe, Recipe, TetraJetV2, autocast
+from fp4train.precision import (
+    BF16,
+    MXFP8,
+    NVFP4,
+    FP8Delayed,
+    LayerPolicy,
+    LayerRecipe,
+    Recipe,
+    TetraJetV2,
+    autocast,
+)
 from fp4train.precision.gather import wire_form
 from fp4train.precision.layer_plan import LayerPlan, resolve
 from fp4train.precision.layers import find_layers
 from fp4train.quantize import RandomKey
 
-WIDTH, HIDDEN, EXPERTS, TOP = 32, 64, 4, 2
+WIDTH = 32
+HIDDEN = 64
+EXPERTS = 4
+TOP = 2
 CPU = Device(type="cpu")
 
 
@@ -74,8 +89,12 @@ def test_a_policy_gives_attention_another_recipe_than_experts_by_class() -> None
     found = {name: resolve(layer, NVFP4(), policy, "auto", CPU) for name, layer in layers.items()}
     assert found["blocks.0.mlp.down"].fprop.elements == "E2M1·E2M1"
     wq = found["blocks.0.attention.wq"]
-    assert wq.fprop.elements == "E4M3·E4M3" and wq.fprop.why.startswith("policy.recipes=class:Att*; ")
-    cooldown = resolve(layers["blocks.0.attention.wq"], NVFP4().with_high_precision("fprop"), policy, "auto", CPU)
+    assert wq.fprop.elements == "E4M3·E4M3" and wq.fprop.why.startswith(
+        "policy.recipes=class:Att*; "
+    )
+    cooldown = resolve(
+        layers["blocks.0.attention.wq"], NVFP4().with_high_precision("fprop"), policy, "auto", CPU
+    )
     assert [gemm.operands.quantised for gemm in cooldown.gemms] == [False, True, True]
     assert policy.recipe_for(layers["blocks.0.attention.wq"], BF16()) == BF16()
 
@@ -91,18 +110,27 @@ def test_a_class_is_kept_whole_or_by_gemm() -> None:
 def test_recipes_by_class_are_written_in_yaml() -> None:
     node = OmegaConf.to_container(
         OmegaConf.create(
-            "{recipes: [{layers: ['class:Experts'], recipe: {_target_: fp4train.precision.MXFP8}}], last: 0}"
+            "{recipes: [{layers: ['class:Experts'], recipe: {_target_: "
+            "fp4train.precision.MXFP8}}], last: 0}"
         )
     )
     policy = bind({"_target_": "fp4train.precision.LayerPolicy", **node}, LayerPolicy, "policy")  # type: ignore[dict-item]
-    assert policy.recipes == (LayerRecipe(layers=("class:Experts",), recipe=MXFP8()),) and hash(policy)
+    assert policy.recipes == (LayerRecipe(layers=("class:Experts",), recipe=MXFP8()),) and hash(
+        policy
+    )
 
 
 @pytest.mark.parametrize(
     ("policy", "said"),
     [
-        (LayerPolicy(keep=["class:Expert"]), r"'class:Expert' matches no linear layer; the model has: class:Linear"),
-        (LayerPolicy(recipes=[LayerRecipe(layers=["gate"], recipe=MXFP8())]), r"policy\.recipes='gate' matches no"),
+        (
+            LayerPolicy(keep=["class:Expert"]),
+            r"'class:Expert' matches no linear layer; the model has: class:Linear",
+        ),
+        (
+            LayerPolicy(recipes=[LayerRecipe(layers=["gate"], recipe=MXFP8())]),
+            r"policy\.recipes='gate' matches no",
+        ),
     ],
 )
 def test_a_pattern_that_no_layer_has_is_an_error(policy: LayerPolicy, said: str) -> None:
@@ -123,11 +151,14 @@ def test_a_token_meets_its_share_of_the_experts() -> None:
     model = converted()
     plan = f4.plan(model, NVFP4(), LayerPolicy(last=0))
     found = {each.name: each for each in find_weights(model, plan.stretches[0].layers)}
-    up, bias = found["blocks.0.mlp.up.weight"], found["blocks.0.mlp.down.bias"]
+    up = found["blocks.0.mlp.up.weight"]
+    bias = found["blocks.0.mlp.down.bias"]
     assert up.active == up.count / 2 == TOP * WIDTH * HIDDEN
     assert up.matrix == (EXPERTS * HIDDEN, WIDTH) and up.forms and not bias.forms
     dense = 2 * WIDTH * WIDTH
-    assert multiplications(model.get_submodule("blocks.0"), 64) == dense + TOP * (2 * WIDTH * HIDDEN + WIDTH)
+    assert multiplications(model.get_submodule("blocks.0"), 64) == dense + TOP * (
+        2 * WIDTH * HIDDEN + WIDTH
+    )
 
 
 @pytest.mark.parametrize(
@@ -139,7 +170,9 @@ def test_a_token_meets_its_share_of_the_experts() -> None:
         (FP8Delayed(), 2, False, "history of each expert's amaxes"),
     ],
 )
-def test_shards_of_whole_experts_are_sent_as_codes(recipe: Recipe, shards: int, coded: bool, why: str | None) -> None:
+def test_shards_of_whole_experts_are_sent_as_codes(
+    recipe: Recipe, shards: int, coded: bool, why: str | None
+) -> None:
     form = wire_form(experts_in(recipe), shards, "recipe")
     assert form.coded == coded and (why or "") in (form.why or "") and not form.rounds
 

@@ -9,7 +9,16 @@ import fp4train as f4
 from fp4train.backends import LAYER_BACKENDS
 from fp4train.hardware import Device, find_gpu
 from fp4train.models.llama import Llama
-from fp4train.precision import BF16, MXFP8, NVFP4, FP8Current, FP8Delayed, LayerPolicy, Mixed, Recipe
+from fp4train.precision import (
+    BF16,
+    MXFP8,
+    NVFP4,
+    FP8Current,
+    FP8Delayed,
+    LayerPolicy,
+    Mixed,
+    Recipe,
+)
 from fp4train.precision.layer_plan import LayerPlan, fused_note, resolve
 from fp4train.precision.layers import find_layers
 from fp4train.precision.plan import plan
@@ -17,18 +26,24 @@ from fp4train.precision.recipe import OutlierChannels
 
 
 def llama() -> nn.Module:
-    return Llama(width=32, layers=2, heads=2, kv_heads=1, hidden=64).build(vocab_size=64, seq_len=16)
+    return Llama(width=32, layers=2, heads=2, kv_heads=1, hidden=64).build(
+        vocab_size=64, seq_len=16
+    )
 
 
 def test_llama_says_which_layers_serving_software_multiplies_as_one() -> None:
     found = find_layers(llama())
-    assert found["blocks.1.attention.wk"].fused == tuple(f"blocks.1.attention.w{each}" for each in "qkv")
+    assert found["blocks.1.attention.wk"].fused == tuple(
+        f"blocks.1.attention.w{each}" for each in "qkv"
+    )
     assert found["blocks.0.mlp.up"].fused == ("blocks.0.mlp.gate", "blocks.0.mlp.up")
     assert found["blocks.0.mlp.down"].fused == found["blocks.0.attention.wo"].fused == ()
 
 
 def test_the_plan_names_the_gemms_whose_weights_share_a_scale() -> None:
-    shown = {(row.layer.name, row.gemm): row.why for row in plan(llama(), NVFP4(fused_scales=True)).rows}
+    shown = {
+        (row.layer.name, row.gemm): row.why for row in plan(llama(), NVFP4(fused_scales=True)).rows
+    }
     sharing = {key for key, why in shown.items() if "share a scale" in why}
     assert sharing == {
         (f"blocks.{block}.{layer}", gemm)
@@ -43,7 +58,8 @@ def test_the_plan_names_the_layers_that_quantise_one_x_and_not_those_that_a_poli
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(type(LAYER_BACKENDS["te"]), "shares_input", lambda *_: True)
-    layers, hopper = find_layers(llama()), Device.elsewhere(find_gpu("H100"))
+    layers = find_layers(llama())
+    hopper = Device.elsewhere(find_gpu("H100"))
 
     def resolved(policy: LayerPolicy | None, name: str) -> LayerPlan:
         return resolve(layers[f"blocks.0.{name}"], FP8Current(), policy, "auto", hopper)
@@ -55,7 +71,9 @@ def test_the_plan_names_the_layers_that_quantise_one_x_and_not_those_that_a_poli
     assert "; wq, wv share one quantised x" in divided.fprop.why
     assert divided.readers == ("blocks.0.attention.wq", "blocks.0.attention.wv")
     assert "quantised x" not in resolved(policy, "attention.wk").fprop.why
-    assert "quantised x" not in resolved(policy, "mlp.gate").fprop.why, "up keeps x in high precision for wgrad"
+    assert "quantised x" not in resolved(policy, "mlp.gate").fprop.why, (
+        "up keeps x in high precision for wgrad"
+    )
 
 
 @pytest.mark.parametrize("recipe", [NVFP4(), MXFP8()], ids=lambda recipe: recipe.name)
@@ -67,12 +85,15 @@ def test_by_default_no_layer_shares_a_scale(recipe: Recipe) -> None:
 
 def test_transformer_engine_is_refused_by_name_and_passed_over_by_auto() -> None:
     """It takes the amax of each weight itself."""
-    hopper, recipe = Device.elsewhere(find_gpu("H100")), FP8Current(fused_scales=True)
+    hopper = Device.elsewhere(find_gpu("H100"))
+    recipe = FP8Current(fused_scales=True)
     layers = find_layers(llama())
     layer = layers["blocks.0.mlp.up"]
     assert resolve(layers["blocks.0.mlp.down"], recipe, None, "auto", hopper).layer_backend == "te"
     assert resolve(layer, recipe, None, "auto", hopper).fprop.backend == "native"
-    with pytest.raises(ValueError, match=r"backend=te cannot run .*fused scales take that of several weights"):
+    with pytest.raises(
+        ValueError, match=r"backend=te cannot run .*fused scales take that of several weights"
+    ):
         resolve(layer, recipe, None, "te", hopper)
 
 
@@ -81,7 +102,9 @@ def test_transformer_engine_is_refused_by_name_and_passed_over_by_auto() -> None
     [("attention.wv", "policy.keep=attention.wv"), ("gate:fprop", "policy.keep=gate:fprop")],
 )
 def test_a_policy_that_divides_a_group_is_refused(keep: str, why: str) -> None:
-    with pytest.raises(ValueError, match=rf"share one scale, and fprop quantises .*{why}.*fused_scales=false"):
+    with pytest.raises(
+        ValueError, match=rf"share one scale, and fprop quantises .*{why}.*fused_scales=false"
+    ):
         plan(llama(), NVFP4(fused_scales=True), LayerPolicy(last=0, keep=[keep]))
 
 
@@ -93,7 +116,10 @@ def test_a_policy_may_keep_whole_groups() -> None:
 
 def test_a_model_that_names_no_groups_is_refused() -> None:
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
-    with pytest.raises(ValueError, match=r"no part of the model says which layers share a scale: set fp4train_fused"):
+    with pytest.raises(
+        ValueError,
+        match=r"no part of the model says which layers share a scale: set fp4train_fused",
+    ):
         plan(model, NVFP4(fused_scales=True))
     model.fp4train_fused = (("0", "1"),)
     assert plan(model, NVFP4(fused_scales=True)).stretches[0].layers["1"].fused == ("0", "1")
@@ -121,7 +147,9 @@ def test_groups_that_are_none_are_refused(groups: Any, message: str) -> None:
         (lambda: BF16(fused_scales=True), "BF16 quantises no weight in fprop"),
         (lambda: FP8Delayed(fused_scales=True), "a history of its own"),
         (
-            lambda: NVFP4(fused_scales=True, hadamard=False, outliers=OutlierChannels(recipe=MXFP8())),
+            lambda: NVFP4(
+                fused_scales=True, hadamard=False, outliers=OutlierChannels(recipe=MXFP8())
+            ),
             "quantises the outlier channels of each weight apart",
         ),
     ],
@@ -136,7 +164,12 @@ def test_the_recipe_is_named_by_it_and_keeps_it_in_its_variants() -> None:
     assert recipe.name == "NVFP4 with fused scales"
     assert recipe.with_high_precision("fprop").name == "NVFP4 with fused scales and fprop in BF16"
     mixed = Mixed(fprop=recipe, dgrad=MXFP8(), wgrad=MXFP8())
-    assert mixed.fused_scales and mixed == Mixed(fprop=NVFP4(), dgrad=MXFP8(), wgrad=MXFP8(), fused_scales=True)
+    assert mixed.fused_scales and mixed == Mixed(
+        fprop=NVFP4(), dgrad=MXFP8(), wgrad=MXFP8(), fused_scales=True
+    )
     kept = LayerPolicy(last=0, keep=["gate:dgrad", "up:dgrad"], recipe_for_kept=MXFP8())
     layers = plan(llama(), recipe, kept).stretches[0].layers
-    assert layers["blocks.0.mlp.up"].fused and layers["blocks.0.mlp.up"].dgrad.operands.second.scale == "e8m0"
+    assert (
+        layers["blocks.0.mlp.up"].fused
+        and layers["blocks.0.mlp.up"].dgrad.operands.second.scale == "e8m0"
+    )

@@ -1,4 +1,6 @@
-"""The blocks of a model, for the common containers of stacked layers; which layers stay unconverted."""
+"""The blocks of a model, for the common containers of stacked layers; which layers stay
+unconverted.
+"""
 
 from __future__ import annotations
 
@@ -51,9 +53,13 @@ class Mamba(nn.Module):
 CONTAINERS: dict[str, Callable[[list[nn.Module]], nn.Module]] = {
     "ModuleList": nn.ModuleList,
     "Sequential": lambda parts: nn.Sequential(*parts),
-    "named Sequential": lambda parts: nn.Sequential(OrderedDict((f"layer_{i}", p) for i, p in enumerate(parts))),
+    "named Sequential": lambda parts: nn.Sequential(
+        OrderedDict((f"layer_{i}", p) for i, p in enumerate(parts))
+    ),
     "ModuleDict": lambda parts: nn.ModuleDict({str(i): p for i, p in enumerate(parts)}),
-    "ModuleDict of words": lambda parts: nn.ModuleDict({"abcdefghijkl"[i]: p for i, p in enumerate(parts)}),
+    "ModuleDict of words": lambda parts: nn.ModuleDict(
+        {"abcdefghijkl"[i]: p for i, p in enumerate(parts)}
+    ),
 }
 
 
@@ -96,7 +102,9 @@ def heads(model: nn.Module) -> list[str]:
 
 @st.composite
 def stacks(draw: st.DrawFn) -> tuple[nn.Module, list[nn.Module]]:
-    """(container, its blocks): of one class or with experts inside; of several classes if the container allows it."""
+    """(container, its blocks): of one class or with experts inside; of several classes if the
+    container allows it.
+    """
     container = draw(st.sampled_from(sorted(CONTAINERS)))
     experts = draw(st.sampled_from(sorted(CONTAINERS)))
     kinds: list[Callable[[], nn.Module]] = [Dense, Mamba, lambda: Moe(experts)]
@@ -111,17 +119,28 @@ def stacks(draw: st.DrawFn) -> tuple[nn.Module, list[nn.Module]]:
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "itself": lambda stack: stack,
     "with input and head": lambda stack: Attributes(inputs=linear(), blocks=stack, head=linear()),
-    "in a ModuleDict": lambda stack: nn.ModuleDict({"embed": nn.Embedding(4, WIDTH), "h": stack, "head": linear()}),
+    "in a ModuleDict": lambda stack: nn.ModuleDict(
+        {"embed": nn.Embedding(4, WIDTH), "h": stack, "head": linear()}
+    ),
     "as in transformers": lambda stack: Attributes(
-        model=Attributes(embed_tokens=nn.Embedding(4, WIDTH), layers=stack, norm=nn.LayerNorm(WIDTH)), lm_head=linear()
+        model=Attributes(
+            embed_tokens=nn.Embedding(4, WIDTH), layers=stack, norm=nn.LayerNorm(WIDTH)
+        ),
+        lm_head=linear(),
     ),
     "with MLPs around": lambda stack: Attributes(
-        inputs=nn.Sequential(linear(), nn.GELU(), linear()), blocks=stack, head=nn.Sequential(linear(), linear())
+        inputs=nn.Sequential(linear(), nn.GELU(), linear()),
+        blocks=stack,
+        head=nn.Sequential(linear(), linear()),
     ),
     "in a Sequential": lambda stack: nn.Sequential(linear(), stack, nn.LayerNorm(WIDTH), linear()),
     "wrapped twice": lambda stack: Attributes(module=Attributes(module=Attributes(blocks=stack))),
-    "beside two attentions": lambda stack: Attributes(blocks=stack, pool1=Attention(), pool2=Attention()),
-    "beside several heads": lambda stack: Attributes(heads=nn.ModuleList([linear(), linear()]), blocks=stack),
+    "beside two attentions": lambda stack: Attributes(
+        blocks=stack, pool1=Attention(), pool2=Attention()
+    ),
+    "beside several heads": lambda stack: Attributes(
+        heads=nn.ModuleList([linear(), linear()]), blocks=stack
+    ),
 }
 
 
@@ -145,52 +164,88 @@ def test_all_stacks_count_in_the_order_of_definition(
     first: tuple[nn.Module, list[nn.Module]], second: tuple[nn.Module, list[nn.Module]]
 ) -> None:
     for model in (
-        Attributes(encoder=Attributes(layers=first[0]), decoder=Attributes(layers=second[0]), head=linear()),
+        Attributes(
+            encoder=Attributes(layers=first[0]), decoder=Attributes(layers=second[0]), head=linear()
+        ),
         Attributes(encoder=first[0], decoder=Attributes(norm=nn.LayerNorm(4), layers=second[0])),
-        nn.ModuleDict({"encoder": Attributes(layers=first[0]), "decoder": Attributes(layers=second[0])}),
+        nn.ModuleDict(
+            {"encoder": Attributes(layers=first[0]), "decoder": Attributes(layers=second[0])}
+        ),
     ):
-        assert [id(block) for block in find_blocks(model)] == [id(block) for block in first[1] + second[1]]
+        assert [id(block) for block in find_blocks(model)] == [
+            id(block) for block in first[1] + second[1]
+        ]
 
 
 def test_a_list_with_one_entry_is_a_stack_of_one() -> None:
-    assert heads(Attributes(inputs=linear(), blocks=nn.ModuleList([Dense()]), head=linear())) == ["blocks.0"]
+    assert heads(Attributes(inputs=linear(), blocks=nn.ModuleList([Dense()]), head=linear())) == [
+        "blocks.0"
+    ]
 
 
 def test_attributes_of_one_class_are_blocks_where_nothing_else_is() -> None:
-    assert heads(Attributes(inputs=linear(), block1=Dense(), block2=Dense(), head=linear())) == ["block1", "block2"]
+    assert heads(Attributes(inputs=linear(), block1=Dense(), block2=Dense(), head=linear())) == [
+        "block1",
+        "block2",
+    ]
     assert heads(Attributes(early=Dense(), late=Dense(), head=linear())) == ["early", "late"]
     moe = Attributes(block1=Moe("ModuleList"), block2=Moe("Sequential"), head=linear())
     assert heads(moe) == ["block1", "block2"], "experts belong to the block"
-    stages = Attributes(layer1=nn.Sequential(Dense(), Dense()), layer2=nn.Sequential(Dense(), Dense()))
+    stages = Attributes(
+        layer1=nn.Sequential(Dense(), Dense()), layer2=nn.Sequential(Dense(), Dense())
+    )
     assert heads(stages) == ["layer1.0", "layer1.1", "layer2.0", "layer2.1"]
 
 
 def test_two_attentions_of_one_layer_are_not_its_blocks() -> None:
-    layer = Attributes(self_attention=Mamba(), cross_attention=Mamba(), gate=linear(), up=linear(), down=linear())
-    assert [x.block for x in find_layers(layer).values()] == list(range(7)), "a block for each linear layer"
+    layer = Attributes(
+        self_attention=Mamba(), cross_attention=Mamba(), gate=linear(), up=linear(), down=linear()
+    )
+    assert [x.block for x in find_layers(layer).values()] == list(range(7)), (
+        "a block for each linear layer"
+    )
     decoder = find_layers(nn.TransformerDecoderLayer(WIDTH, 2))
     assert decoder["linear1"].block is not None
 
 
 def test_in_a_sequential_what_stands_before_and_after_the_repeated_part_is_outside() -> None:
-    model = nn.Sequential(Mlp(), Dense(), Mamba(), linear(), Dense(), nn.Sequential(linear(), nn.GELU()))
+    model = nn.Sequential(
+        Mlp(), Dense(), Mamba(), linear(), Dense(), nn.Sequential(linear(), nn.GELU())
+    )
     assert heads(model) == ["1", "2", "4"]
     assert layout(model)[-1] == ["0.up", "0.down", "3", "5.0"]
 
 
 def test_a_model_without_repeated_parts_has_a_block_for_each_layer() -> None:
-    for model in (nn.Sequential(linear(), nn.GELU(), linear()), Attributes(a=linear(), mlp=Mlp()), Attention()):
-        assert [x.block for x in find_layers(model).values()] == list(range(len(find_layers(model))))
+    for model in (
+        nn.Sequential(linear(), nn.GELU(), linear()),
+        Attributes(a=linear(), mlp=Mlp()),
+        Attention(),
+    ):
+        assert [x.block for x in find_layers(model).values()] == list(
+            range(len(find_layers(model)))
+        )
         assert find_blocks(model) == [model]
 
 
 def test_lists_of_bare_linear_layers_are_blocks_where_there_are_no_others() -> None:
-    assert heads(Attributes(layers=nn.ModuleList([linear(), linear()]), head=linear())) == ["layers.0", "layers.1"]
+    assert heads(Attributes(layers=nn.ModuleList([linear(), linear()]), head=linear())) == [
+        "layers.0",
+        "layers.1",
+    ]
 
 
 def test_the_layers_of_the_default_model_are_its_blocks_in_order() -> None:
     model = Llama(layers=3).build(vocab_size=64, seq_len=8)
-    parts = ("attention.wq", "attention.wk", "attention.wv", "attention.wo", "mlp.gate", "mlp.up", "mlp.down")
+    parts = (
+        "attention.wq",
+        "attention.wk",
+        "attention.wv",
+        "attention.wo",
+        "mlp.gate",
+        "mlp.up",
+        "mlp.down",
+    )
     names = [f"blocks.{i}.{part}" for i in range(3) for part in parts]
     assert layout(model) == [names[:7], names[7:14], names[14:], ["head"]]
     assert all(layer.unconverted is None for layer in find_layers(model).values())
@@ -236,7 +291,9 @@ class Named(nn.Module):
 
 def test_a_model_names_its_blocks_by_method_property_or_attribute() -> None:
     assert heads(Named()) == ["b", "a.inner"]
-    assert heads(Attributes(inner=Named(), head=linear())) == ["inner.b", "inner.a.inner"], "paths are its own"
+    assert heads(Attributes(inner=Named(), head=linear())) == ["inner.b", "inner.a.inner"], (
+        "paths are its own"
+    )
 
     class ByProperty(Named):
         @property
@@ -253,7 +310,11 @@ def test_a_model_names_its_blocks_by_method_property_or_attribute() -> None:
 @pytest.mark.parametrize(
     ("answer", "error", "message"),
     [
-        (["a", "c"], ValueError, r"Named.fp4train_blocks names 'c', which is not a module of Named; it has a, b, head"),
+        (
+            ["a", "c"],
+            ValueError,
+            r"Named.fp4train_blocks names 'c', which is not a module of Named; it has a, b, head",
+        ),
         (["a", "b", "a.inner"], ValueError, r"overlap: 'a' and 'a.inner'"),
         (["b", "b"], ValueError, r"overlap: 'b' and 'b'"),
         ([Dense()], ValueError, r"gives a Dense that is not part of Named"),
@@ -264,7 +325,9 @@ def test_a_model_names_its_blocks_by_method_property_or_attribute() -> None:
         (["norm"], ValueError, r"names no block that holds a linear layer: norm"),
     ],
 )
-def test_a_wrong_answer_is_refused_by_name(answer: object, error: type[Exception], message: str) -> None:
+def test_a_wrong_answer_is_refused_by_name(
+    answer: object, error: type[Exception], message: str
+) -> None:
     model = Named()
     model.answer = answer
     with pytest.raises(error, match=message):
@@ -281,7 +344,9 @@ def test_what_convert_leaves_alone_says_why() -> None:
 
     wrapped = linear()
     wrapped.forward = lambda x: x  # type: ignore[method-assign]
-    adapter = Attributes(base_layer=linear(), lora_A=nn.ModuleDict({"default": nn.Linear(WIDTH, 8)}))
+    adapter = Attributes(
+        base_layer=linear(), lora_A=nn.ModuleDict({"default": nn.Linear(WIDTH, 8)})
+    )
     parametrised = nn.utils.parametrizations.orthogonal(linear())
     model = Attributes(
         plain=linear(),
@@ -299,10 +364,12 @@ def test_what_convert_leaves_alone_says_why() -> None:
         "plain": None,
         "doubling": "Doubling is a subclass of nn.Linear with a forward of its own",
         "lazy": "LazyLinear has no weights before its first batch: run one, then convert",
-        "wrapped": "its forward is replaced on the instance: convert the model before it is wrapped or dispatched",
+        "wrapped": "its forward is replaced on the instance: convert the model before it is "
+        "wrapped or dispatched",
         "adapter.base_layer": None,
         "adapter.lora_A.default": "adapter (lora_A): kept in high precision by its name",
-        "attention.out_proj": "nn.MultiheadAttention multiplies its weights itself; use separate projections",
+        "attention.out_proj": "nn.MultiheadAttention multiplies its weights itself; use "
+        "separate projections",
         "parametrised": "ParametrizedLinear is a subclass of nn.Linear with a weight of its own",
         "thin": None,
         "ours": None,

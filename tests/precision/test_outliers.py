@@ -1,4 +1,6 @@
-"""Outlier channels as a property of recipes: what is refused, what the plan says of them, and from which step on."""
+"""Outlier channels as a property of recipes: what is refused, what the plan says of them, and from
+which step on.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -47,38 +49,84 @@ def channels(**values: Any) -> OutlierChannels:
 
 
 WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
-    "all channels": (lambda: channels(share=1.0), ValueError, "outliers.share=1.0 must lie between 0 and 1"),
-    "no channel": (lambda: channels(share=0), ValueError, "outliers.share=0 must lie between 0 and 1"),
-    "a word for a share": (lambda: channels(share="10 %"), TypeError, "outliers.share='10 %' must be a number"),
-    "no recorded step": (lambda: channels(steps=0), ValueError, "outliers.steps=0 must be at least 1"),
-    "half a step": (lambda: channels(start=0.5), TypeError, "outliers.start=0.5 must be a whole number"),
-    "a share for the channels": (lambda: NVFP4(outliers=0.1), TypeError, "must be OutlierChannels with a recipe"),  # type: ignore[arg-type]
+    "all channels": (
+        lambda: channels(share=1.0),
+        ValueError,
+        "outliers.share=1.0 must lie between 0 and 1",
+    ),
+    "no channel": (
+        lambda: channels(share=0),
+        ValueError,
+        "outliers.share=0 must lie between 0 and 1",
+    ),
+    "a word for a share": (
+        lambda: channels(share="10 %"),
+        TypeError,
+        "outliers.share='10 %' must be a number",
+    ),
+    "no recorded step": (
+        lambda: channels(steps=0),
+        ValueError,
+        "outliers.steps=0 must be at least 1",
+    ),
+    "half a step": (
+        lambda: channels(start=0.5),
+        TypeError,
+        "outliers.start=0.5 must be a whole number",
+    ),
+    "a share for the channels": (
+        lambda: NVFP4(outliers=0.1),
+        TypeError,
+        "must be OutlierChannels with a recipe",
+    ),  # type: ignore[arg-type]
     "a name for their recipe": (
         lambda: NVFP4(outliers=channels(recipe="mxfp8")),
         TypeError,
         "must be OutlierChannels with a recipe",
     ),
-    "outliers of outliers": (lambda: NVFP4(outliers=channels(recipe=RECIPE)), ValueError, "no outlier channels of"),
+    "outliers of outliers": (
+        lambda: NVFP4(outliers=channels(recipe=RECIPE)),
+        ValueError,
+        "no outlier channels of",
+    ),
     "nothing quantised": (lambda: BF16(outliers=channels()), ValueError, "BF16 quantises nothing"),
-    "delayed scaling": (lambda: FP8Delayed(outliers=channels()), ValueError, "delayed scaling has one history"),
+    "delayed scaling": (
+        lambda: FP8Delayed(outliers=channels()),
+        ValueError,
+        "delayed scaling has one history",
+    ),
     "delayed scaling of the outliers": (
         lambda: NVFP4(outliers=channels(recipe=FP8Delayed())),
         ValueError,
         "delayed scaling has one history",
     ),
-    "a part of one GEMM": (lambda: Mixed(fprop=RECIPE), ValueError, "outlier channels, which belong to the three"),
+    "a part of one GEMM": (
+        lambda: Mixed(fprop=RECIPE),
+        ValueError,
+        "outlier channels, which belong to the three",
+    ),
 }
 
 
 @pytest.mark.parametrize(("make", "error", "message"), WRONG.values(), ids=WRONG.keys())
-def test_what_cannot_be_is_refused_by_name(make: Callable[[], object], error: type[Exception], message: str) -> None:
+def test_what_cannot_be_is_refused_by_name(
+    make: Callable[[], object], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         make()
 
 
 @pytest.mark.parametrize(
     ("features", "multiple", "count"),
-    [(320, 32, 32), (321, 32, 64), (128, 32, 32), (128, 128, 0), (32, 32, 0), (1024, 128, 128), (70, 1, 7)],
+    [
+        (320, 32, 32),
+        (321, 32, 64),
+        (128, 32, 32),
+        (128, 128, 0),
+        (32, 32, 0),
+        (1024, 128, 128),
+        (70, 1, 7),
+    ],
 )
 def test_the_share_is_rounded_up_to_multiples_and_leaves_other_channels(
     features: int, multiple: int, count: int
@@ -88,7 +136,9 @@ def test_the_share_is_rounded_up_to_multiples_and_leaves_other_channels(
 
 def test_gemms_in_high_precision_are_so_in_both_parts() -> None:
     recipe = RECIPE.with_high_precision("fprop").of_outliers()
-    assert recipe is not None and not recipe.table().fprop.quantised and recipe.table().wgrad.quantised
+    assert (
+        recipe is not None and not recipe.table().fprop.quantised and recipe.table().wgrad.quantised
+    )
     half = NVFP4(dtype="float32", outliers=channels()).of_outliers()
     assert half is not None and half.dtype == "float32"
     assert NVFP4().of_outliers() is None
@@ -106,11 +156,17 @@ def stretches(recipe: Recipe, steps: int, *swaps: Swap) -> list[tuple[int, int, 
 
 
 def test_the_timeline_counts_recorded_steps_through_swaps() -> None:
-    away, back = Swap(step=12, recipe=BF16(), name="bf16"), Swap(step=40, recipe=RECIPE, name="nvfp4")
+    away = Swap(step=12, recipe=BF16(), name="bf16")
+    back = Swap(step=40, recipe=RECIPE, name="nvfp4")
     assert stretches(RECIPE, 100) == [(0, 15, False), (15, 100, True)]
     assert stretches(RECIPE, 12) == [(0, 12, False)]
     assert stretches(NVFP4(), 100) == [(0, 100, None)]
-    assert stretches(RECIPE, 100, away, back) == [(0, 12, False), (12, 40, None), (40, 43, False), (43, 100, True)]
+    assert stretches(RECIPE, 100, away, back) == [
+        (0, 12, False),
+        (12, 40, None),
+        (40, 43, False),
+        (43, 100, True),
+    ]
     late = Swap(step=50, recipe=RECIPE, name="nvfp4")
     assert stretches(BF16(), 100, late) == [(0, 50, None), (50, 55, False), (55, 100, True)]
     gone = Swap(step=20, recipe=BF16(), name="bf16")
@@ -139,10 +195,17 @@ def test_the_plan_says_what_is_multiplied_apart_from_which_step_on() -> None:
     ]
     by_start = {start: sum(r.macs for r in small().rows if r.start == start) for start in (0, 15)}
     assert by_start[0] == by_start[15], "the multiply-adds are the same, in other formats"
-    assert small().shares(0) == {"E2M1·E2M1": 1.0} and small().shares(15)["E4M3·E4M3"] == pytest.approx(32 / 352)
+    assert small().shares(0) == {"E2M1·E2M1": 1.0} and small().shares(15)[
+        "E4M3·E4M3"
+    ] == pytest.approx(32 / 352)
     shown = str(small())
-    assert "outlier channels: 32 of 320, MXFP8" in shown and "multiples of 32 leave no other" in shown
-    assert "outlier channels not chosen yet" in shown and "outlier channels are multiplied apart)" in shown
+    assert (
+        "outlier channels: 32 of 320, MXFP8" in shown and "multiples of 32 leave no other" in shown
+    )
+    assert (
+        "outlier channels not chosen yet" in shown
+        and "outlier channels are multiplied apart)" in shown
+    )
 
 
 def test_the_record_of_a_run_keeps_both_parts(tmp_path: Path) -> None:
@@ -159,7 +222,9 @@ def test_the_record_of_a_run_keeps_both_parts(tmp_path: Path) -> None:
 def test_backends_that_multiply_whole_layers_are_refused_with_the_reason(backend: str) -> None:
     gpu = Device.elsewhere(find_gpu("B200"))
     assert {g.backend for g in resolve(LAYER, NVFP4(), None, "auto", gpu).gemms} != {"emulate"}
-    with pytest.raises(ValueError, match="outlier channels are multiplied apart, which emulate and reference do"):
+    with pytest.raises(
+        ValueError, match="outlier channels are multiplied apart, which emulate and reference do"
+    ):
         resolve(LAYER, RECIPE, None, backend, gpu)
     found = resolve(LAYER, RECIPE, None, "auto", gpu)
     assert {g.backend for g in found.gemms} == {"emulate"} and "multiplied apart" in found.fprop.why
@@ -167,28 +232,41 @@ def test_backends_that_multiply_whole_layers_are_refused_with_the_reason(backend
 
 def test_the_cost_is_that_of_both_parts() -> None:
     gpu = find_gpu("B200")
-    rows = layer_costs(resolve(LAYER, RECIPE, None, "auto", Device.elsewhere(gpu)).split_channels(), gpu, 4096, 1)
+    rows = layer_costs(
+        resolve(LAYER, RECIPE, None, "auto", Device.elsewhere(gpu)).split_channels(), gpu, 4096, 1
+    )
     assert [row.size[2] for row in rows if row.gemm_name == "fprop"] == [288, 32]
     assert all(row.emulated for row in rows)
 
 
 def test_shards_send_the_weight_in_bf16_and_say_why() -> None:
     form = wire_form(resolve(LAYER, RECIPE, None, "auto", CPU), 2, "recipe")
-    assert form.dtype == torch.bfloat16 and form.rounds and form.why == "its outlier channels are quantised apart"
+    assert (
+        form.dtype == torch.bfloat16
+        and form.rounds
+        and form.why == "its outlier channels are quantised apart"
+    )
     assert wire_form(resolve(LAYER, NVFP4(), None, "auto", CPU), 2, "recipe").why is None
 
 
 def test_layers_that_are_cut_and_recorded_steps_are_refused() -> None:
-    cut = Layer(name="blocks.0.up", in_features=320, out_features=64, block=0, blocks=1, cut="in", parts=2)
+    cut = Layer(
+        name="blocks.0.up", in_features=320, out_features=64, block=0, blocks=1, cut="in", parts=2
+    )
     with pytest.raises(ValueError, match=r"parallel.tp cuts blocks.0.up: use parallel.tp=1"):
         resolve(cut, RECIPE, None, "auto", CPU)
-    with pytest.raises(ValueError, match=r"cuda_graph=true cannot record.*the host counts the steps"):
+    with pytest.raises(
+        ValueError, match=r"cuda_graph=true cannot record.*the host counts the steps"
+    ):
         check_plan(small())
     with pytest.raises(ValueError, match=r"parallel.pp"):
         small().check_ranks(stages=2)
     small().check_ranks(stages=1)
     narrow = plan(nn.Sequential(nn.Linear(32, 64)), RECIPE, steps=100)
-    with pytest.raises(ValueError, match=r"leaves no other channel of any layer \(the widest has 32 input channels\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"leaves no other channel of any layer \(the widest has 32 input channels\)",
+    ):
         narrow.check_ranks(stages=1)
 
 
@@ -200,7 +278,11 @@ def test_a_run_that_ends_before_the_choice_is_told() -> None:
 
 def test_a_layer_that_a_policy_keeps_has_none() -> None:
     policy = LayerPolicy(last=0, keep=["0"])
-    kept = plan(nn.Sequential(nn.Linear(320, 64), nn.Linear(320, 64)), RECIPE, policy, steps=100).stretches[-1].layers
+    kept = (
+        plan(nn.Sequential(nn.Linear(320, 64), nn.Linear(320, 64)), RECIPE, policy, steps=100)
+        .stretches[-1]
+        .layers
+    )
     assert [each.outliers is None for each in kept.values()] == [True, False]
 
 
@@ -209,7 +291,10 @@ def test_layers_do_what_the_plan_says_at_every_step() -> None:
     timeline = Timeline(
         recipe=RECIPE,
         steps=40,
-        swaps=(Swap(step=12, recipe=BF16(), name="bf16"), Swap(step=20, recipe=RECIPE, name="nvfp4")),
+        swaps=(
+            Swap(step=12, recipe=BF16(), name="bf16"),
+            Swap(step=20, recipe=RECIPE, name="nvfp4"),
+        ),
     )
     resolved = f4.precision.plan.make_plan(
         f4.precision.layers.find_layers(model).values(), timeline, None, tokens=32, device=CPU
@@ -220,14 +305,21 @@ def test_layers_do_what_the_plan_says_at_every_step() -> None:
             with f4.autocast(timeline.recipe_at(step), step=step):
                 module(torch.randn(32, module.in_features)).sum().backward()
             expected = resolved.at(step).layers[module.layer.name].outliers is not None
-            ran = timeline.recipe_at(step).quantised and len(own_channels(module)) < module.in_features
+            ran = (
+                timeline.recipe_at(step).quantised
+                and len(own_channels(module)) < module.in_features
+            )
             assert ran == expected, (step, module.layer.name)
 
 
 def test_a_table_of_ones_own_can_have_outlier_channels() -> None:
     table = NVFP4().table()
     own = Custom(
-        label="own", fprop=table.fprop, dgrad=table.dgrad, wgrad=table.wgrad, outliers=channels(start=0, steps=1)
+        label="own",
+        fprop=table.fprop,
+        dgrad=table.dgrad,
+        wgrad=table.wgrad,
+        outliers=channels(start=0, steps=1),
     )
     layer = f4.convert(nn.Linear(96, 32))
     for step in range(2):

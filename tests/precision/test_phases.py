@@ -17,10 +17,17 @@ def spans(timeline: Timeline) -> list[tuple[int, int, str]]:
 
 def test_more_phases_and_swaps_than_a_plan_can_hold_are_refused_at_once() -> None:
     many = [Phase(start=step, recipe=BF16()) for step in range(1, 20_001)]
-    with pytest.raises(ValueError, match=r"20000 phases and 0 swaps: a run has at most 256 and 1000; leave some out"):
+    with pytest.raises(
+        ValueError,
+        match=r"20000 phases and 0 swaps: a run has at most 256 and 1000; leave some out",
+    ):
         Timeline(recipe=NVFP4(), steps=10**6, phases=many)
     with pytest.raises(ValueError, match="0 phases and 1001 swaps"):
-        Timeline(recipe=NVFP4(), steps=10**6, swaps=[Swap(step=s, recipe=BF16(), name="") for s in range(1001)])
+        Timeline(
+            recipe=NVFP4(),
+            steps=10**6,
+            swaps=[Swap(step=s, recipe=BF16(), name="") for s in range(1001)],
+        )
 
 
 def test_a_run_without_phases_is_one_stretch() -> None:
@@ -36,11 +43,14 @@ def test_the_cooldown_phase_starts_where_the_schedules_cooldown_does() -> None:
 
 
 def test_without_a_cooldown_in_the_schedule_the_phase_never_starts() -> None:
-    assert spans(Timeline(recipe=NVFP4(), steps=100, cooldown=None, phases=[COOLDOWN])) == [(0, 100, "NVFP4")]
+    assert spans(Timeline(recipe=NVFP4(), steps=100, cooldown=None, phases=[COOLDOWN])) == [
+        (0, 100, "NVFP4")
+    ]
 
 
 @pytest.mark.parametrize(
-    ("start", "step"), [(0, 0), (30, 30), (0.25, 25), (0.0, 0), (1.0, None), (100, None), (500, None)]
+    ("start", "step"),
+    [(0, 0), (30, 30), (0.25, 25), (0.0, 0), (1.0, None), (100, None), (500, None)],
 )
 def test_a_start_is_a_step_or_a_share_of_the_run(start: float, step: int | None) -> None:
     timeline = Timeline(recipe=NVFP4(), steps=100, phases=[Phase(start=start, recipe=MXFP8())])
@@ -49,7 +59,8 @@ def test_a_start_is_a_step_or_a_share_of_the_run(start: float, step: int | None)
 
 
 def test_phases_follow_one_another_and_must_be_in_order() -> None:
-    first, second = Phase(start=10, recipe=MXFP8()), Phase(start=0.5, recipe=BF16())
+    first = Phase(start=10, recipe=MXFP8())
+    second = Phase(start=0.5, recipe=BF16())
     assert spans(Timeline(recipe=NVFP4(), steps=100, phases=[first, second])) == [
         (0, 10, "NVFP4"),
         (10, 50, "MXFP8"),
@@ -62,11 +73,15 @@ def test_phases_follow_one_another_and_must_be_in_order() -> None:
 def test_a_stretch_in_which_nothing_changes_is_part_of_the_one_before() -> None:
     same = Phase(start=10, recipe=NVFP4())
     assert spans(Timeline(recipe=NVFP4(), steps=100, phases=[same])) == [(0, 100, "NVFP4")]
-    assert spans(Timeline(recipe=BF16(), steps=100, cooldown=80, phases=[COOLDOWN])) == [(0, 100, "BF16")]
+    assert spans(Timeline(recipe=BF16(), steps=100, cooldown=80, phases=[COOLDOWN])) == [
+        (0, 100, "BF16")
+    ]
 
 
 def test_a_swap_replaces_the_recipe_from_its_step() -> None:
-    timeline = Timeline(recipe=NVFP4(), steps=100).with_swap(Swap(step=40, recipe=MXFP8(), name="mxfp8"))
+    timeline = Timeline(recipe=NVFP4(), steps=100).with_swap(
+        Swap(step=40, recipe=MXFP8(), name="mxfp8")
+    )
     assert spans(timeline) == [(0, 40, "NVFP4"), (40, 100, "MXFP8")]
     assert timeline.stretches()[1].reason == "swap at step 40"
     again = timeline.with_swap(Swap(step=40, recipe=BF16(), name="bf16"))
@@ -110,7 +125,10 @@ def test_single_gemms_can_change_to_a_quantised_recipe() -> None:
     )
     mixed = Mixed(fprop=NVFP4(), dgrad=MXFP8(), wgrad=MXFP8(), high_precision=("fprop",))
     assert timeline.recipe_at(20) == mixed
-    assert timeline.recipe_at(20).name == "Mixed(fprop=NVFP4, dgrad=MXFP8, wgrad=MXFP8) with fprop in BF16"
+    assert (
+        timeline.recipe_at(20).name
+        == "Mixed(fprop=NVFP4, dgrad=MXFP8, wgrad=MXFP8) with fprop in BF16"
+    )
     assert timeline.recipe_at(30).table() == MXFP8().table()
 
 
@@ -127,12 +145,21 @@ def test_a_float16_run_cannot_leave_its_dtype() -> None:
         Timeline(recipe=FP16(), steps=100, cooldown=80, phases=[COOLDOWN_ALL])
     with pytest.raises(ValueError, match="float16 run has a loss scale"):
         Timeline(recipe=BF16(), steps=100).with_swap(Swap(step=3, recipe=FP16(), name="fp16"))
-    assert Timeline(recipe=BF16(), steps=9).with_swap(Swap(step=3, recipe=FP32(), name="fp32")).recipe_at(3) == FP32()
+    assert (
+        Timeline(recipe=BF16(), steps=9)
+        .with_swap(Swap(step=3, recipe=FP32(), name="fp32"))
+        .recipe_at(3)
+        == FP32()
+    )
 
 
 def test_gemms_of_another_dtype_are_refused_before_the_run_and_not_at_their_step() -> None:
     with pytest.raises(ValueError, match="dtype"):
-        Timeline(recipe=NVFP4(), steps=100, phases=[Phase(start=50, recipe=MXFP8(dtype="float32"), gemms=["fprop"])])
+        Timeline(
+            recipe=NVFP4(),
+            steps=100,
+            phases=[Phase(start=50, recipe=MXFP8(dtype="float32"), gemms=["fprop"])],
+        )
 
 
 @pytest.mark.parametrize(
@@ -144,7 +171,10 @@ def test_gemms_of_another_dtype_are_refused_before_the_run_and_not_at_their_step
         (lambda: Phase(start=True, recipe=BF16()), "start=True"),
         (lambda: Phase(start=1, recipe=BF16(), gemms=["forward"]), "gemms=.'forward'.*fprop"),
         (lambda: Phase(start=1, recipe=BF16(), gemms=[]), "gemms="),
-        (lambda: Timeline(recipe=BF16(), steps=9, swaps=[Swap(step=-1, recipe=BF16(), name="")]), "steps count from 0"),
+        (
+            lambda: Timeline(recipe=BF16(), steps=9, swaps=[Swap(step=-1, recipe=BF16(), name="")]),
+            "steps count from 0",
+        ),
     ],
 )
 def test_a_bad_value_is_named(make, message: str) -> None:
@@ -153,10 +183,14 @@ def test_a_bad_value_is_named(make, message: str) -> None:
 
 
 def test_stretches_cover_every_step_once() -> None:
-    timeline = Timeline(recipe=NVFP4(), steps=30, cooldown=20, phases=[Phase(start=7, recipe=MXFP8()), COOLDOWN])
+    timeline = Timeline(
+        recipe=NVFP4(), steps=30, cooldown=20, phases=[Phase(start=7, recipe=MXFP8()), COOLDOWN]
+    )
     for swap in (Swap(step=3, recipe=BF16(), name=""), Swap(step=25, recipe=NVFP4(), name="")):
         timeline = timeline.with_swap(swap)
     stretches = timeline.stretches()
     assert [step for s in stretches for step in range(s.start, s.stop)] == list(range(30))
-    assert all(timeline.recipe_at(step) == s.recipe for s in stretches for step in range(s.start, s.stop))
+    assert all(
+        timeline.recipe_at(step) == s.recipe for s in stretches for step in range(s.start, s.stop)
+    )
     assert all(a.recipe != b.recipe for a, b in pairwise(stretches))

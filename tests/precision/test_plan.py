@@ -32,20 +32,31 @@ from fp4train.precision.layers import find_layers
 from fp4train.precision.plan import Plan, make_plan
 from fp4train.precision.report import cells, render, table
 
-BATCH, TIME = 2, 8
+BATCH = 2
+TIME = 8
 CPU = Device(type="cpu")
 
 
 def model_of(backend: str) -> torch.nn.Module:
     torch.manual_seed(0)
     return convert(
-        Llama(width=32, layers=4, heads=2, kv_heads=1, hidden=48).build(vocab_size=60, seq_len=TIME), backend=backend
+        Llama(width=32, layers=4, heads=2, kv_heads=1, hidden=48).build(
+            vocab_size=60, seq_len=TIME
+        ),
+        backend=backend,
     )
 
 
 def plan_of(model: torch.nn.Module, timeline: Timeline, policy: LayerPolicy | None) -> Plan:
     backends = {name: model.get_submodule(name).backend for name in find_layers(model)}
-    return make_plan(find_layers(model).values(), timeline, policy, tokens=BATCH * TIME, device=CPU, backend=backends)
+    return make_plan(
+        find_layers(model).values(),
+        timeline,
+        policy,
+        tokens=BATCH * TIME,
+        device=CPU,
+        backend=backends,
+    )
 
 
 class Observer:
@@ -55,7 +66,9 @@ class Observer:
         self.seen: dict[str, list[tuple[tuple[int, ...], str]]] = {}
         self.layer = ""
         for name, backend in BACKENDS.items():
-            monkeypatch.setattr(backend, "product", self.watching(name, backend.product), raising=False)
+            monkeypatch.setattr(
+                backend, "product", self.watching(name, backend.product), raising=False
+            )
 
     def watching(self, name: str, product: Any) -> Any:
         def watched(a: Any, b: Any, **options: Any) -> torch.Tensor:
@@ -67,7 +80,11 @@ class Observer:
         return watched
 
 
-POLICIES = [None, LayerPolicy(), LayerPolicy(first=1, last=1, keep=["mlp.down"], recipe_for_kept=MXFP8())]
+POLICIES = [
+    None,
+    LayerPolicy(),
+    LayerPolicy(first=1, last=1, keep=["mlp.down"], recipe_for_kept=MXFP8()),
+]
 RECIPES = [
     NVFP4(),
     NVFP4().with_high_precision("fprop"),
@@ -84,7 +101,11 @@ def test_every_row_is_a_product_that_runs(
     recipe: Recipe, policy: LayerPolicy | None, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     observer = Observer(monkeypatch)
-    layers = {"blocks.0.mlp.down": (48, 32), "blocks.3.attention.wq": (32, 32), "blocks.3.mlp.up": (32, 48)}
+    layers = {
+        "blocks.0.mlp.down": (48, 32),
+        "blocks.3.attention.wq": (32, 32),
+        "blocks.3.mlp.up": (32, 48),
+    }
     model = model_of(backend)
     plan = plan_of(model, Timeline(recipe=recipe, steps=1), policy)
     for name, (k, n) in layers.items():
@@ -99,14 +120,18 @@ def test_every_row_is_a_product_that_runs(
         assert [row.gemm for row in planned] == list(GEMMS)
         rows = [(row.size, row.backend) for row in planned]
         runs = recipe if policy is None else policy.recipe_for(layer.layer, recipe)
-        assert [row.elements for row in planned] == [o.elements("bfloat16") for o in runs.table().values()]
+        assert [row.elements for row in planned] == [
+            o.elements("bfloat16") for o in runs.table().values()
+        ]
         if runs.quantised:
             assert rows == observer.seen[name]
         else:  # torch's layer runs, without a backend of fp4train
             assert name not in observer.seen and {row[1] for row in rows} == {"torch"}
 
 
-def test_native_products_are_native_and_what_the_policy_keeps_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_native_products_are_native_and_what_the_policy_keeps_is_torchs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     test_every_row_is_a_product_that_runs(FP8Current(), LayerPolicy(), "native", monkeypatch)
 
 
@@ -153,25 +178,44 @@ def unfold(rows: list[list[str]]) -> list[tuple[str, ...]]:
         match = re.search(r"(?<![^.])(\d+)–(\d+)(?![^.])", name)
         numbers = range(int(match[1]), int(match[2]) + 1) if match else [None]
         for number in numbers:
-            found.append((name if number is None else f"{name[: match.start()]}{number}{name[match.end() :]}", *others))  # type: ignore[union-attr]
+            found.append(
+                (
+                    name
+                    if number is None
+                    else f"{name[: match.start()]}{number}{name[match.end() :]}",
+                    *others,
+                )
+            )  # type: ignore[union-attr]
     return found
 
 
 @pytest.mark.parametrize(
     "policy",
-    [None, LayerPolicy(), LayerPolicy(first=1, last=0), LayerPolicy(last=0, keep=["blocks.1", "wk"])],
+    [
+        None,
+        LayerPolicy(),
+        LayerPolicy(first=1, last=0),
+        LayerPolicy(last=0, keep=["blocks.1", "wk"]),
+    ],
     ids=["all", "last", "first", "keep"],
 )
 def test_folding_loses_nothing(policy: LayerPolicy | None) -> None:
     torch.manual_seed(0)
-    model = convert(Llama(width=16, layers=11, heads=2, kv_heads=1, hidden=16).build(vocab_size=8, seq_len=TIME))
+    model = convert(
+        Llama(width=16, layers=11, heads=2, kv_heads=1, hidden=16).build(vocab_size=8, seq_len=TIME)
+    )
     plan = plan_of(model, Timeline(recipe=NVFP4(), steps=2), policy)
 
     def body(text: str) -> list[list[str]]:
         return [re.split(r" {2,}", line) for line in text.splitlines()[3:-1]]
 
-    folded, full = body(render(plan)), body(render(plan, full=True))
-    assert sorted(unfold(folded)) == sorted(map(tuple, full)) == sorted(cells(r)[1:] for r in plan.rows)
+    folded = body(render(plan))
+    full = body(render(plan, full=True))
+    assert (
+        sorted(unfold(folded))
+        == sorted(map(tuple, full))
+        == sorted(cells(r)[1:] for r in plan.rows)
+    )
     assert len(folded) < len(full) / 2
 
 
@@ -199,7 +243,9 @@ def test_high_precision_is_called_by_the_runs_dtype() -> None:
 def test_a_layer_alone_is_resolved_by_the_same_function() -> None:
     layer = Linear(32, 32).layer
     assert resolve(layer, FP8Current(), None, "native", CPU).fprop.why == "backend=native"
-    with pytest.raises(ValueError, match=r"GPUs only, not on cpu\. backend=auto would run it by emulate"):
+    with pytest.raises(
+        ValueError, match=r"GPUs only, not on cpu\. backend=auto would run it by emulate"
+    ):
         resolve(layer, NVFP4(), None, "native", CPU)
 
 
@@ -209,28 +255,47 @@ def test_the_plan_of_anyones_model_is_the_one_that_runs_after_conversion() -> No
     before = f4.plan(plain, NVFP4(), LayerPolicy(last=1), tokens=16)
     after = f4.plan(convert(plain), NVFP4(), LayerPolicy(last=1), tokens=16)
     assert list(before.rows) == list(after.rows)
-    assert [line.split("  ")[1] for line in str(after).splitlines()[1:]] == ["blocks 0–2", "block 3", "head"]
+    assert [line.split("  ")[1] for line in str(after).splitlines()[1:]] == [
+        "blocks 0–2",
+        "block 3",
+        "head",
+    ]
     assert len(after.render(full=True).splitlines()) == 4 + len(list(after.rows))
     with pytest.raises(ValueError, match="has no linear layer"):
         f4.plan(torch.nn.ReLU(), NVFP4())
 
 
-def test_applied_plans_are_what_layers_run_and_nothing_is_resolved_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, recipe, policy = model_of("auto"), NVFP4(), LayerPolicy(last=1)
+def test_applied_plans_are_what_layers_run_and_nothing_is_resolved_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = model_of("auto")
+    recipe = NVFP4()
+    policy = LayerPolicy(last=1)
     stretch = f4.plan(model, recipe, policy).at(0)
     for module in model.modules():
         if isinstance(module, Linear):
-            module.apply_plan(stretch.layers[module.layer.name], recipe, policy, torch.device("cpu"))
-    monkeypatch.setattr("fp4train.nn.planned.resolve", lambda *_, **__: pytest.fail("resolved again"))
+            module.apply_plan(
+                stretch.layers[module.layer.name], recipe, policy, torch.device("cpu")
+            )
+    monkeypatch.setattr(
+        "fp4train.nn.planned.resolve", lambda *_, **__: pytest.fail("resolved again")
+    )
     tokens = torch.zeros(1, TIME, dtype=torch.int64)
     with autocast(recipe, policy=policy, step=0):
         assert model(tokens, tokens).isfinite()
 
 
-def test_in_a_context_of_an_applied_plan_another_recipe_is_an_error_and_autocast_goes_on_resolving() -> None:
-    layer, x, device = Linear(32, 32), torch.randn(8, 32), torch.device("cpu")
+def test_in_a_context_of_an_applied_plan_another_recipe_is_an_error_and_autocast_goes_on_resolving() -> (
+    None
+):
+    layer = Linear(32, 32)
+    x = torch.randn(8, 32)
+    device = torch.device("cpu")
     context = Context(recipe=NVFP4(), step=0, applied=True)
-    with use(context), pytest.raises(RuntimeError, match=r"called in NVFP4 on cpu, .* is none: apply the plan"):
+    with (
+        use(context),
+        pytest.raises(RuntimeError, match=r"called in NVFP4 on cpu, .* is none: apply the plan"),
+    ):
         layer(x)
     layer.apply_plan(resolve(layer.layer, NVFP4(), None, "auto", CPU), NVFP4(), None, device)
     with use(context):
@@ -239,7 +304,12 @@ def test_in_a_context_of_an_applied_plan_another_recipe_is_an_error_and_autocast
             assert not torch.equal(layer(x), wanted), "a nested context overrides, and is resolved"
         assert torch.equal(layer(x), wanted)
     for other in (replace(context, recipe=BF16()), replace(context, policy=LayerPolicy())):
-        with use(other), pytest.raises(RuntimeError, match=r"is that of NVFP4: apply the plan of the coming stretch"):
+        with (
+            use(other),
+            pytest.raises(
+                RuntimeError, match=r"is that of NVFP4: apply the plan of the coming stretch"
+            ),
+        ):
             layer(x)
         with autocast(other.recipe, policy=other.policy, step=0):
             layer(x)
@@ -253,7 +323,9 @@ def test_in_a_context_of_an_applied_plan_another_recipe_is_an_error_and_autocast
 
 
 def test_the_plan_of_the_rest_begins_where_it_is_asked_for() -> None:
-    model = torch.nn.ModuleDict({"blocks": torch.nn.ModuleList([torch.nn.Linear(32, 32) for _ in range(2)])})
+    model = torch.nn.ModuleDict(
+        {"blocks": torch.nn.ModuleList([torch.nn.Linear(32, 32) for _ in range(2)])}
+    )
     whole = f4.plan(model, NVFP4(), phases=[Phase(start=4, recipe=BF16())], steps=8)
     assert [(s.start, s.stop) for s in whole.stretches] == [(0, 4), (4, 8)]
     assert [(s.start, s.stop) for s in whole.since(2).stretches] == [(2, 4), (4, 8)]

@@ -1,4 +1,6 @@
-"""The policy: which layers of a real model keep high precision, by counts of blocks and by name patterns."""
+"""The policy: which layers of a real model keep high precision, by counts of blocks and by name
+patterns.
+"""
 
 import pytest
 import torch
@@ -28,7 +30,9 @@ class Model(nn.Module):
 
 def kept_blocks(policy: LayerPolicy, blocks: int) -> list[int]:
     layers = find_layers(Model(blocks)).values()
-    return sorted({x.block for x in layers if x.block is not None and policy.why_kept(x) is not None})
+    return sorted(
+        {x.block for x in layers if x.block is not None and policy.why_kept(x) is not None}
+    )
 
 
 @pytest.mark.parametrize(
@@ -43,7 +47,8 @@ def kept_blocks(policy: LayerPolicy, blocks: int) -> list[int]:
         (2, 1, 5, [0, 1, 4]),
         (0, 99, 3, [0, 1, 2]),
         (1, 0, 3, [0]),
-        (0.03, 0.129, 62, [0, 1, *range(54, 62)]),  # arXiv:2509.25149: the first two and the last eight of 62
+        # arXiv:2509.25149: the first two and the last eight of 62
+        (0.03, 0.129, 62, [0, 1, *range(54, 62)]),
     ],
 )
 def test_integers_count_blocks_and_floats_are_shares_rounded_up(
@@ -73,8 +78,11 @@ def test_patterns_match_whole_name_components(pattern: str, name: str, expected:
 
 
 def test_named_layers_are_kept_and_the_reason_says_so() -> None:
-    layers, policy = find_layers(Model(3)), LayerPolicy(last=0, keep=["mlp.down", "blocks.0"])
-    kept = {name: policy.why_kept(layer) for name, layer in layers.items() if policy.why_kept(layer)}
+    layers = find_layers(Model(3))
+    policy = LayerPolicy(last=0, keep=["mlp.down", "blocks.0"])
+    kept = {
+        name: policy.why_kept(layer) for name, layer in layers.items() if policy.why_kept(layer)
+    }
     assert kept == {
         "inputs": "outside the blocks",
         "head": "outside the blocks",
@@ -82,7 +90,10 @@ def test_named_layers_are_kept_and_the_reason_says_so() -> None:
         "blocks.0.mlp.down_norm": "policy.keep=blocks.0",
         **{f"blocks.{i}.mlp.down": "policy.keep=mlp.down" for i in range(3)},
     }
-    assert LayerPolicy().why_kept(find_layers(Model(6))["blocks.5.mlp.up"]) == "policy.last=0.15 (1 of 6 blocks)"
+    assert (
+        LayerPolicy().why_kept(find_layers(Model(6))["blocks.5.mlp.up"])
+        == "policy.last=0.15 (1 of 6 blocks)"
+    )
     first = LayerPolicy(first=1).why_kept(find_layers(Model(6))["blocks.0.mlp.up"])
     assert first == "policy.first=1 (1 of 6 blocks)"
 
@@ -93,8 +104,11 @@ def test_one_pattern_may_be_given_as_a_word() -> None:
 
 def test_a_pattern_that_matches_nothing_is_an_error_where_the_model_runs() -> None:
     """The check must also run in autocast, where no plan is made."""
-    model, policy = convert(Model(2)), LayerPolicy(keep=["mlp.gate"])
-    with pytest.raises(ValueError, match=r"policy.keep='mlp.gate' matches no linear layer; the model has: inputs, "):
+    model = convert(Model(2))
+    policy = LayerPolicy(keep=["mlp.gate"])
+    with pytest.raises(
+        ValueError, match=r"policy.keep='mlp.gate' matches no linear layer; the model has: inputs, "
+    ):
         policy.check(find_layers(model))
     with autocast(NVFP4(), policy=policy), pytest.raises(ValueError, match=r"mlp\.gate"):
         model.blocks[0]["mlp"].up(torch.zeros(1, 16))
@@ -111,7 +125,8 @@ def test_an_impossible_share_or_count_names_the_field(value: object) -> None:
 
 
 def test_kept_layers_may_use_another_recipe_but_the_head_stays_in_high_precision() -> None:
-    layers, policy = find_layers(Model(2)), LayerPolicy(last=1, recipe_for_kept=MXFP8())
+    layers = find_layers(Model(2))
+    policy = LayerPolicy(last=1, recipe_for_kept=MXFP8())
     assert policy.recipe_for(layers["blocks.0.mlp.up"], NVFP4()) == NVFP4()
     assert policy.recipe_for(layers["blocks.1.mlp.up"], NVFP4()) == MXFP8()
     assert policy.recipe_for(layers["head"], NVFP4()) == BF16()
@@ -119,19 +134,27 @@ def test_kept_layers_may_use_another_recipe_but_the_head_stays_in_high_precision
 
 def test_a_high_precision_phase_holds_for_kept_layers_too() -> None:
     """Otherwise only the forward GEMM of the kept blocks would stay quantised in the cooldown."""
-    layer, policy = find_layers(Model(1))["blocks.0.mlp.up"], LayerPolicy(last=1, recipe_for_kept=MXFP8())
-    assert policy.recipe_for(layer, NVFP4().with_high_precision("fprop")) == MXFP8().with_high_precision("fprop")
+    layer = find_layers(Model(1))["blocks.0.mlp.up"]
+    policy = LayerPolicy(last=1, recipe_for_kept=MXFP8())
+    assert policy.recipe_for(
+        layer, NVFP4().with_high_precision("fprop")
+    ) == MXFP8().with_high_precision("fprop")
 
 
 def test_single_gemms_of_a_layer_are_kept_and_the_plan_says_why() -> None:
-    layers, policy = find_layers(Model(2)), LayerPolicy(last=0, keep=["blocks.0.mlp.up:fprop", "mlp.down:dgrad+wgrad"])
-    assert policy.recipe_for(layers["blocks.0.mlp.up"], NVFP4()) == NVFP4().with_high_precision("fprop")
+    layers = find_layers(Model(2))
+    policy = LayerPolicy(last=0, keep=["blocks.0.mlp.up:fprop", "mlp.down:dgrad+wgrad"])
+    assert policy.recipe_for(layers["blocks.0.mlp.up"], NVFP4()) == NVFP4().with_high_precision(
+        "fprop"
+    )
     assert policy.recipe_for(layers["blocks.1.mlp.up"], NVFP4()) == NVFP4()
     down = resolve(layers["blocks.1.mlp.down"], NVFP4(), policy, "emulate", Device.of("cpu"))
     assert [gemm.operands.quantised for gemm in down.gemms] == [True, False, False]
     assert [gemm.why for gemm in down.gemms[1:]] == ["policy.keep=mlp.down:dgrad+wgrad"] * 2
     policy.check(layers)
-    with pytest.raises(ValueError, match=r"keep='up:forward': 'forward' is no GEMM.*fprop, dgrad, wgrad"):
+    with pytest.raises(
+        ValueError, match=r"keep='up:forward': 'forward' is no GEMM.*fprop, dgrad, wgrad"
+    ):
         LayerPolicy(keep=["up:forward"])
     with pytest.raises(ValueError, match=r"policy.keep='mlp.gate:fprop' matches no linear layer"):
         LayerPolicy(keep=["mlp.gate:fprop"]).check(layers)
@@ -147,14 +170,23 @@ def test_kept_gemms_may_use_another_recipe_but_a_high_precision_phase_holds_for_
 
 
 def test_kept_layers_take_the_runs_dtype_and_an_unquantised_run_has_none() -> None:
-    layer, policy = find_layers(Model(1))["blocks.0.mlp.up"], LayerPolicy(last=1, recipe_for_kept=MXFP8())
+    layer = find_layers(Model(1))["blocks.0.mlp.up"]
+    policy = LayerPolicy(last=1, recipe_for_kept=MXFP8())
     assert policy.recipe_for(layer, NVFP4(dtype="float32")).dtype == "float32"
-    assert policy.recipe_for(layer, FP32()) == FP32(), "nothing is kept from a recipe that quantises nothing"
+    assert policy.recipe_for(layer, FP32()) == FP32(), (
+        "nothing is kept from a recipe that quantises nothing"
+    )
 
 
 def test_a_model_without_a_module_list_has_a_block_for_each_layer() -> None:
-    layers = find_layers(nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 32), nn.Linear(32, 16)))
-    assert [(x.name, x.block, x.blocks) for x in layers.values()] == [("0", 0, 3), ("2", 1, 3), ("3", 2, 3)]
+    layers = find_layers(
+        nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 32), nn.Linear(32, 16))
+    )
+    assert [(x.name, x.block, x.blocks) for x in layers.values()] == [
+        ("0", 0, 3),
+        ("2", 1, 3),
+        ("3", 2, 3),
+    ]
     assert LayerPolicy(last=1).why_kept(layers["3"])
     assert not LayerPolicy(last=1).why_kept(layers["2"])
 
@@ -168,7 +200,8 @@ def test_only_the_outermost_module_lists_count_as_blocks() -> None:
     class Wrapped(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.norms = nn.ModuleList(nn.LayerNorm(16) for _ in range(9))  # no linear layers: no blocks
+            # no linear layers: no blocks
+            self.norms = nn.ModuleList(nn.LayerNorm(16) for _ in range(9))
             self.encoder = nn.ModuleDict({"layers": nn.ModuleList(Experts() for _ in range(2))})
             self.decoder = nn.ModuleDict({"layers": nn.ModuleList([Experts()])})
             self.head = nn.Linear(16, 4)
@@ -178,7 +211,9 @@ def test_only_the_outermost_module_lists_count_as_blocks() -> None:
     assert layers["encoder.layers.1.experts.2"].block == 1
     assert layers["decoder.layers.0.experts.0"].block == 2
     assert layers["head"].block is None
-    assert layers["head"] == Layer(name="head", in_features=16, out_features=4, block=None, blocks=3)
+    assert layers["head"] == Layer(
+        name="head", in_features=16, out_features=4, block=None, blocks=3
+    )
 
 
 def test_block_10_is_not_block_1() -> None:

@@ -1,4 +1,6 @@
-"""Recipes: the table of six operands matches the documentation, and each option changes the right operands."""
+"""Recipes: the table of six operands matches the documentation, and each option changes the right
+operands.
+"""
 
 import dataclasses
 import re
@@ -63,7 +65,8 @@ def changes(a: Recipe, b: Recipe) -> dict[tuple[str, str], set[str]]:
     """Decoded → the fields of its spec that differ between two recipes."""
     found = {}
     for slot, pick in SLOTS.items():
-        one, other = pick(a.table()), pick(b.table())
+        one = pick(a.table())
+        other = pick(b.table())
         if one != other:
             found[slot] = {
                 f.name
@@ -134,7 +137,12 @@ def test_four_over_six_of_activations_leaves_stochastic_gradients_alone() -> Non
     assert set(found) == X | W
     nearest = changes(
         NVFP4(hadamard=False, stochastic_rounding=False),
-        NVFP4(hadamard=False, stochastic_rounding=False, four_over_six="activations", four_over_six_bound="weights"),
+        NVFP4(
+            hadamard=False,
+            stochastic_rounding=False,
+            four_over_six="activations",
+            four_over_six_bound="weights",
+        ),
     )
     assert set(nearest) == X | DY
     assert all(f == {"four_over_six"} for f in nearest.values())
@@ -149,10 +157,20 @@ def test_four_over_six_of_activations_leaves_stochastic_gradients_alone() -> Non
         (MXFP6(), MXFP6(element="e3m2"), X | W, {"element"}),
         (MXFP6(), MXFP6(gradient_element="e2m3"), DY, {"element"}),
         (MXFP4(), MXFP4(hadamard=False), WGRAD, {"hadamard"}),
-        (MXFP4(scale_rounding="rceil"), MXFP4(scale_rounding="rceil", stochastic_rounding=False), DY, {"rounding"}),
+        (
+            MXFP4(scale_rounding="rceil"),
+            MXFP4(scale_rounding="rceil", stochastic_rounding=False),
+            DY,
+            {"rounding"},
+        ),
         (FP8Current(), FP8Current(element="e4m3"), DY, {"element"}),
         (FP8Current(), FP8Current(power_of_two=True), EVERY, {"scale"}),
-        (FP8Delayed(), FP8Delayed(history=7, algorithm="most_recent", margin=1), EVERY, {"delayed"}),
+        (
+            FP8Delayed(),
+            FP8Delayed(history=7, algorithm="most_recent", margin=1),
+            EVERY,
+            {"delayed"},
+        ),
         (FP8Block(), FP8Block(power_of_two=False), EVERY, {"scale"}),
         (FP8Block(), FP8Block(element="hybrid"), DY, {"element"}),
     ],
@@ -180,9 +198,15 @@ def test_delayed_scaling_carries_its_constants_into_the_specs() -> None:
 def test_high_precision_takes_gemms_out_whatever_the_recipe(recipe: Recipe) -> None:
     changed = recipe.with_high_precision("wgrad").with_high_precision("fprop", "wgrad")
     assert changed.high_precision == ("fprop", "wgrad")
-    assert changed == recipe.with_high_precision("wgrad", "fprop"), "the order of the words means nothing"
+    assert changed == recipe.with_high_precision("wgrad", "fprop"), (
+        "the order of the words means nothing"
+    )
     assert hash(changed) == hash(recipe.with_high_precision("wgrad", "fprop"))
-    assert dict(changed.table()) == {"fprop": Operands(), "dgrad": recipe.table()["dgrad"], "wgrad": Operands()}
+    assert dict(changed.table()) == {
+        "fprop": Operands(),
+        "dgrad": recipe.table()["dgrad"],
+        "wgrad": Operands(),
+    }
     assert type(changed) is type(recipe)
     assert not recipe.with_high_precision("fprop", "dgrad", "wgrad").quantised
 
@@ -199,7 +223,10 @@ def test_recipes_compare_by_value_and_print(recipe: Recipe) -> None:
     ("make", "message"),
     [
         (lambda: BF16(dtype="bf16"), "dtype='bf16'.*bfloat16"),
-        (lambda: NVFP4(high_precision=("forward",)), "high_precision='forward'.*fprop, dgrad, wgrad"),
+        (
+            lambda: NVFP4(high_precision=("forward",)),
+            "high_precision='forward'.*fprop, dgrad, wgrad",
+        ),
         (lambda: NVFP4(high_precision="fpropp"), "high_precision='fpropp'"),
         (lambda: NVFP4(four_over_six="x"), "four_over_six='x'.*weights"),
         (lambda: NVFP4(four_over_six_error="abs"), "four_over_six_error='abs'.*mae"),
@@ -244,8 +271,15 @@ def test_every_recipe_file_builds_and_shows_all_switches(name: str) -> None:
     text = (RECIPES / f"{name}.yaml").read_text()
     if "defaults:" in text or "high_precision" in text:
         return  # it builds on another one, or is about one switch
-    own = {f.name for f in dataclasses.fields(recipe)} - {"high_precision", "dtype", "outliers", "fused_scales"}
-    assert {field for field in own if f"{field}:" in text} == own, "a file lists every switch of its recipe"
+    own = {f.name for f in dataclasses.fields(recipe)} - {
+        "high_precision",
+        "dtype",
+        "outliers",
+        "fused_scales",
+    }
+    assert {field for field in own if f"{field}:" in text} == own, (
+        "a file lists every switch of its recipe"
+    )
 
 
 @pytest.mark.skipif(cpu.unavailable() is not None, reason=str(cpu.unavailable()))
@@ -253,7 +287,12 @@ def test_every_recipe_file_builds_and_shows_all_switches(name: str) -> None:
 def test_every_recipe_file_has_kernels_for_all_its_operands_on_a_cpu(name: str) -> None:
     recipe = from_file(name)
     parts = (recipe, *([recipe.outliers.recipe] if recipe.outliers is not None else []))
-    assert {spec: why for each in parts for spec in each.table().specs() if (why := quantizer(spec, "cpu").why)} == {}
+    assert {
+        spec: why
+        for each in parts
+        for spec in each.table().specs()
+        if (why := quantizer(spec, "cpu").why)
+    } == {}
 
 
 def test_a_recipe_file_can_be_changed_on_the_command_line() -> None:
@@ -267,8 +306,12 @@ def test_recipe_files_stand_for_what_they_are_called() -> None:
     assert from_file("mxfp8_hybrid") == MXFP8(element="hybrid")
     assert from_file("nvfp4_unbiased") == NVFP4(guard=16 / 17)
     assert from_file("bf16_forward_nvfp4_backward") == NVFP4().with_high_precision("fprop")
-    assert from_file("nvfp4_forward_mxfp8_backward") == Mixed(fprop=NVFP4(), dgrad=MXFP8(), wgrad=MXFP8())
-    assert from_file("nvfp4_plain") == NVFP4(hadamard=False, stochastic_rounding=False, two_d_weights=False)
+    assert from_file("nvfp4_forward_mxfp8_backward") == Mixed(
+        fprop=NVFP4(), dgrad=MXFP8(), wgrad=MXFP8()
+    )
+    assert from_file("nvfp4_plain") == NVFP4(
+        hadamard=False, stochastic_rounding=False, two_d_weights=False
+    )
 
 
 def test_names_fit_a_legend_and_differ() -> None:
@@ -287,7 +330,10 @@ def test_names_fit_a_legend_and_differ() -> None:
     assert NVFP4().name == "NVFP4"
     assert NVFP4(guard=16 / 17).name == "NVFP4(guard=0.941176)"
     assert NVFP4().with_high_precision("fprop").name == "NVFP4 with fprop in BF16"
-    assert Mixed(fprop=NVFP4(), dgrad=MXFP8(), wgrad=MXFP8()).name == "Mixed(fprop=NVFP4, dgrad=MXFP8, wgrad=MXFP8)"
+    assert (
+        Mixed(fprop=NVFP4(), dgrad=MXFP8(), wgrad=MXFP8()).name
+        == "Mixed(fprop=NVFP4, dgrad=MXFP8, wgrad=MXFP8)"
+    )
 
 
 def test_a_mixed_recipe_takes_each_gemm_from_its_part() -> None:
@@ -320,13 +366,16 @@ def test_a_custom_table_can_be_spelled_out_in_yaml() -> None:
     assert recipe == Custom(
         label="FP4 weights",
         fprop=Operands(second=QuantSpec(block=(16, 16))),
-        wgrad=Operands(first=QuantSpec(element="e5m2", block=(None, None), scale="fp32", global_scale=None)),
+        wgrad=Operands(
+            first=QuantSpec(element="e5m2", block=(None, None), scale="fp32", global_scale=None)
+        ),
     )
     assert recipe.name == "FP4 weights"
 
 
 @pytest.mark.parametrize(
-    "transform", [Rotation(kind="dct"), Rotation(kind="orthogonal", size=32), Hadamard(signs="none")]
+    "transform",
+    [Rotation(kind="dct"), Rotation(kind="orthogonal", size=32), Hadamard(signs="none")],
 )
 def test_every_transform_can_be_printed(transform) -> None:
     spec = QuantSpec(hadamard=transform)
@@ -338,9 +387,14 @@ def test_fp16_activations_bring_loss_scaling_and_others_do_not() -> None:
     own = LossScaling(initial=8.0)
     assert FP16(scaling=own).loss_scaling == own
     assert FP16(scaling=own).with_high_precision("fprop").loss_scaling == own
-    assert NVFP4(dtype="float16").loss_scaling == LossScaling(), "its gradients underflow as FP16's do"
+    assert NVFP4(dtype="float16").loss_scaling == LossScaling(), (
+        "its gradients underflow as FP16's do"
+    )
     assert (
-        Mixed(fprop=MXFP8(dtype="float16"), dgrad=FP16(scaling=own), wgrad=FP16(), dtype="float16").loss_scaling == own
+        Mixed(
+            fprop=MXFP8(dtype="float16"), dgrad=FP16(scaling=own), wgrad=FP16(), dtype="float16"
+        ).loss_scaling
+        == own
     )
     assert BF16().loss_scaling is None
     assert FP32().torch_dtype == torch.float32

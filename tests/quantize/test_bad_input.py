@@ -1,4 +1,6 @@
-"""Inputs that break quantisers: NaN, infinity, zeros, denormals, extremes, empty and oddly shaped tensors."""
+"""Inputs that break quantisers: NaN, infinity, zeros, denormals, extremes, empty and oddly shaped
+tensors.
+"""
 
 import re
 
@@ -25,7 +27,9 @@ SPECS = {
     "mxfp8 floor": QuantSpec(element="e5m2", **MX, scale_rounding="floor"),
     "mxfp6 even": QuantSpec(element="e3m2", **MX, scale_rounding="even"),
     "mxfp4 ceil": QuantSpec(element="e2m1", **MX, scale_rounding="ceil"),
-    "mxfp4 2d stochastic": QuantSpec(block=(32, 32), scale="e8m0", global_scale=None, rounding="stochastic"),
+    "mxfp4 2d stochastic": QuantSpec(
+        block=(32, 32), scale="e8m0", global_scale=None, rounding="stochastic"
+    ),
     "fp8 tensor": QuantSpec(**FP8, block=(None, None)),
     "fp8 row": QuantSpec(**FP8, block=(1, None)),
     "fp8 block": QuantSpec(**FP8, block=(1, 128)),
@@ -37,7 +41,8 @@ specs = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
 def both(x: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
     """Decoded x, after checking that the fused path gives the same operand."""
     q = quantize(x, spec, key=KEY, kernel="reference")
-    fused, stored = quantize_dequantize(x, spec, key=KEY, kernel="reference"), q.decoded()
+    fused = quantize_dequantize(x, spec, key=KEY, kernel="reference")
+    stored = q.decoded()
     torch.testing.assert_close(fused.values, stored.values, rtol=0, atol=0, equal_nan=True)
     if fused.scale is not None:
         torch.testing.assert_close(fused.scale, stored.scale, rtol=0, atol=0, equal_nan=True)
@@ -84,17 +89,23 @@ def test_the_scale_of_a_bad_block_is_the_standards_nan() -> None:
     x[3, 5] = float("nan")
     q = quantize(x, SPECS["mxfp4 ceil"], kernel="reference")
     assert q.scales[3, 0] == 255
-    assert (q.element_codes[3, :32] == 7).all(), "NaN has no E2M1 code: the largest value, without a sign"
+    assert (q.element_codes[3, :32] == 7).all(), (
+        "NaN has no E2M1 code: the largest value, without a sign"
+    )
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("block", [(None, None), (1, None)])
-@pytest.mark.parametrize("fmt", [fmt for fmt in ELEMENT_FORMATS if not fmt.has_nan], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize(
+    "fmt", [fmt for fmt in ELEMENT_FORMATS if not fmt.has_nan], ids=lambda fmt: fmt.name
+)
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_codes_and_values_without_a_nan_of_their_own_say_it_by_the_scale(
     fmt: ElementFormat, block: tuple[int | None, None], bad: float, rounding: str
 ) -> None:
-    spec = QuantSpec(element=fmt.name, block=block, scale="fp32", global_scale=None, rounding=rounding)
+    spec = QuantSpec(
+        element=fmt.name, block=block, scale="fp32", global_scale=None, rounding=rounding
+    )
     x = ordinary()
     x[3, 5] = bad
     amax = torch.full((32 if block[0] else 1, 1), 4.0)
@@ -111,7 +122,8 @@ def test_codes_and_values_without_a_nan_of_their_own_say_it_by_the_scale(
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("name", ["nvfp4", "nvfp4 2d", "nvfp4 row", "fp8 tensor", "fp8 row"])
 def test_an_amax_from_elsewhere_hides_no_bad_value(name: str, bad: float) -> None:
-    x, spec = ordinary(), SPECS[name]
+    x = ordinary()
+    spec = SPECS[name]
     x[3, 5] = bad
     rows = 32 if name in ("nvfp4 row", "fp8 row") else 1
     amax = torch.full((rows, 1), 4.0)
@@ -159,8 +171,12 @@ def test_denormals_and_the_largest_float_give_finite_values(spec: QuantSpec) -> 
 
 
 @specs
-@pytest.mark.parametrize("shape", [(0, 256), (32, 0), (0, 0), (1, 1), (1, 17), (33, 100), (17, 130)])
-def test_empty_tensors_and_sizes_that_fill_no_block(spec: QuantSpec, shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    "shape", [(0, 256), (32, 0), (0, 0), (1, 1), (1, 17), (33, 100), (17, 130)]
+)
+def test_empty_tensors_and_sizes_that_fill_no_block(
+    spec: QuantSpec, shape: tuple[int, int]
+) -> None:
     x = torch.randn(shape, generator=torch.Generator().manual_seed(2))
     q = quantize(x, spec, key=KEY, kernel="reference")
     y = both(x, spec)
@@ -171,7 +187,8 @@ def test_empty_tensors_and_sizes_that_fill_no_block(spec: QuantSpec, shape: tupl
 
 @pytest.mark.parametrize("name", ["nvfp4", "nvfp4 2d", "mxfp8", "fp8 tensor", "fp8 2d pow2"])
 def test_padding_changes_no_scale_and_no_code(name: str) -> None:
-    x, spec = ordinary(40, 72), SPECS[name]
+    x = ordinary(40, 72)
+    spec = SPECS[name]
     padded = torch.zeros(256, 256)
     padded[:40, :72] = x
     small = quantize(x, spec, kernel="reference")
@@ -191,13 +208,22 @@ def test_strides_do_not_matter(spec: QuantSpec) -> None:
 @pytest.mark.parametrize(
     ("x", "message"),
     [
-        (torch.tensor(1.0), "x has 0 dimensions (): quantize takes [rows, cols]; use x.reshape(1, -1)"),
-        (torch.zeros(16), "x has 1 dimensions (16,): quantize takes [rows, cols]; use x.reshape(1, -1)"),
+        (
+            torch.tensor(1.0),
+            "x has 0 dimensions (): quantize takes [rows, cols]; use x.reshape(1, -1)",
+        ),
+        (
+            torch.zeros(16),
+            "x has 1 dimensions (16,): quantize takes [rows, cols]; use x.reshape(1, -1)",
+        ),
         (
             torch.zeros(2, 3, 4, 16),
             "x has 4 dimensions (2, 3, 4, 16): quantize takes [rows, cols]; use x.reshape(-1, x",
         ),
-        (torch.zeros(2, 16, dtype=torch.int32), "x.dtype=torch.int32: quantize takes float32, bfloat16 and float16"),
+        (
+            torch.zeros(2, 16, dtype=torch.int32),
+            "x.dtype=torch.int32: quantize takes float32, bfloat16 and float16",
+        ),
         (torch.zeros(2, 16, dtype=torch.float64), "x.dtype=torch.float64: quantize takes float32"),
         (torch.zeros(2, 16, dtype=torch.bool), "x.dtype=torch.bool: quantize takes float32"),
     ],
@@ -212,7 +238,11 @@ def test_other_shapes_and_dtypes_say_what_to_do(function, x: torch.Tensor, messa
     ("fields", "arguments", "message"),
     [
         ({"rounding": "stochastic"}, {}, "key=None: rounding='stochastic'"),
-        (MX, {"amax": torch.tensor(1.0)}, "amax: block=(1, 32) with scale='e8m0' has no global scale"),
+        (
+            MX,
+            {"amax": torch.tensor(1.0)},
+            "amax: block=(1, 32) with scale='e8m0' has no global scale",
+        ),
         ({}, {"amax": torch.ones(2)}, "amax has 2 values: this spec takes 1"),
         ({"global_scale": "row"}, {"amax": torch.ones(1)}, "amax has 1 values: this spec takes 4"),
         (
@@ -238,6 +268,8 @@ def test_the_input_is_left_alone_and_gradients_do_not_flow() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @specs
-def test_narrow_inputs_quantise_as_their_float32_values(spec: QuantSpec, dtype: torch.dtype) -> None:
+def test_narrow_inputs_quantise_as_their_float32_values(
+    spec: QuantSpec, dtype: torch.dtype
+) -> None:
     x = ordinary().to(dtype)
     assert torch.equal(both(x, spec), both(x.float(), spec))

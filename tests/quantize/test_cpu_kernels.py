@@ -1,4 +1,6 @@
-"""The CPU kernels against the readable reference, bit for bit, on drawn specs, shapes, strides and values."""
+"""The CPU kernels against the readable reference, bit for bit, on drawn specs, shapes, strides and
+values.
+"""
 
 from dataclasses import replace
 
@@ -38,7 +40,16 @@ ELEMENTS = ("e2m1", "e2m3", "e3m2", "e4m3", "e5m2")
 @st.composite
 def specs(draw: st.DrawFn) -> QuantSpec:
     rounding = draw(st.sampled_from(("nearest", "stochastic")))
-    families = ("nvfp4", "ue5m3", "double block", "mx", "fp8 blocks", "fp8 whole", "four over six", "eden")
+    families = (
+        "nvfp4",
+        "ue5m3",
+        "double block",
+        "mx",
+        "fp8 blocks",
+        "fp8 whole",
+        "four over six",
+        "eden",
+    )
     family = draw(st.sampled_from(families))
     if family == "four over six":
         block = draw(st.sampled_from(((1, 16), (16, 16), (1, 32), (16, 32))))
@@ -85,7 +96,9 @@ def specs(draw: st.DrawFn) -> QuantSpec:
             rounding=rounding,
             hadamard=draw(hadamards(rounding)) if block in ((1, 16), (1, 32)) else None,
             requantises=draw(
-                st.sampled_from((None, None, OUTER, replace(OUTER, block=(1, 128), element="e4m3"), MXFP8))
+                st.sampled_from(
+                    (None, None, OUTER, replace(OUTER, block=(1, 128), element="e4m3"), MXFP8)
+                )
             ),
         )
     if family == "nvfp4":
@@ -100,7 +113,9 @@ def specs(draw: st.DrawFn) -> QuantSpec:
             rounding=rounding,
             hadamard=draw(hadamards(rounding)) if block in ((1, 16), (1, 32)) else None,
         )
-    spec = QuantSpec(element=draw(st.sampled_from(ELEMENTS)), block=(1, 32), scale="e8m0", global_scale=None)
+    spec = QuantSpec(
+        element=draw(st.sampled_from(ELEMENTS)), block=(1, 32), scale="e8m0", global_scale=None
+    )
     if family == "mx":
         block = draw(st.sampled_from(((1, 32), (32, 32), (1, 16))))
         mode = draw(st.sampled_from(("floor", "rceil", "even", "ceil")))
@@ -108,7 +123,13 @@ def specs(draw: st.DrawFn) -> QuantSpec:
         return replace(spec, block=block, scale_rounding=mode, rounding=rounding, hadamard=hadamard)
     blocks = ((1, 128), (128, 128)) if family == "fp8 blocks" else ((None, None), (1, None))
     scale = draw(st.sampled_from(("fp32", "pow2")))
-    return replace(spec, block=draw(st.sampled_from(blocks)), scale=scale, scale_rounding=None, rounding=rounding)
+    return replace(
+        spec,
+        block=draw(st.sampled_from(blocks)),
+        scale=scale,
+        scale_rounding=None,
+        rounding=rounding,
+    )
 
 
 def hadamards(rounding: str) -> st.SearchStrategy[Hadamard | None]:
@@ -147,9 +168,15 @@ def test_kernels_equal_the_reference(
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("spec", [NVFP4, TOKENS, replace(NVFP4, block=(16, 16)), MXFP8, FP8, *BLOCKWISE], ids=str)
-def test_every_instruction_set_has_every_path(spec: QuantSpec, dtype: torch.dtype, rounding: str) -> None:
-    """Larger than a tile in both directions, so that whole strips, tails and several threads' tiles all occur."""
+@pytest.mark.parametrize(
+    "spec", [NVFP4, TOKENS, replace(NVFP4, block=(16, 16)), MXFP8, FP8, *BLOCKWISE], ids=str
+)
+def test_every_instruction_set_has_every_path(
+    spec: QuantSpec, dtype: torch.dtype, rounding: str
+) -> None:
+    """Larger than a tile in both directions, so that whole strips, tails and several threads' tiles
+    all occur.
+    """
     spec = replace(spec, rounding=rounding)
     x = draw_values("outliers", 140, 530, 1).to(dtype)
     for layout in ("rows", "transposed"):

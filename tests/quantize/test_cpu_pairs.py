@@ -27,7 +27,15 @@ from fp4train.kernels.cpu import Machine
 from fp4train.quantize import Decoded, PairQuantizer, Quantized, QuantSpec, cpu, reference
 from fp4train.quantize.cpu import CpuQuantizer
 
-ROW_SPECS = (OUTER, UE5M3, NVFP4, replace(NVFP4, rounding="stochastic"), MXFP8, FP8, replace(NVFP4, block=(16, 16)))
+ROW_SPECS = (
+    OUTER,
+    UE5M3,
+    NVFP4,
+    replace(NVFP4, rounding="stochastic"),
+    MXFP8,
+    FP8,
+    replace(NVFP4, block=(16, 16)),
+)
 COLUMN_SPECS = (
     *BLOCKWISE,
     TURNED,
@@ -45,10 +53,16 @@ def both_forms(spec: QuantSpec, transposed: bool) -> tuple[Tensor, Decoded, Quan
     """A tensor, and what the reference makes of it, or of its transpose."""
     x = draw_values("outliers", 140, 530, 3).bfloat16()
     read = x.T if transposed else x
-    return x, reference.quantize_dequantize(read, spec, key=KEY), reference.quantize(read, spec, key=KEY)
+    return (
+        x,
+        reference.quantize_dequantize(read, spec, key=KEY),
+        reference.quantize(read, spec, key=KEY),
+    )
 
 
-@pytest.mark.parametrize("one_read", [False, True], ids=["a read of x per form", "a read of each tile"])
+@pytest.mark.parametrize(
+    "one_read", [False, True], ids=["a read of x per form", "a read of each tile"]
+)
 @pytest.mark.parametrize("threads", [1, 2, 17])
 @pytest.mark.parametrize("isa", kernels.instruction_sets())
 def test_both_forms_of_one_call_are_those_of_two(
@@ -60,7 +74,8 @@ def test_both_forms_of_one_call_are_those_of_two(
         x, row_values, row_codes = both_forms(row_spec, False)
         for column_spec in COLUMN_SPECS:
             _, column_values, column_codes = both_forms(column_spec, True)
-            one_call, column = CpuQuantizer(row_spec, machine).with_columns, CpuQuantizer(column_spec, machine)
+            one_call = CpuQuantizer(row_spec, machine).with_columns
+            column = CpuQuantizer(column_spec, machine)
             values, columns = one_call(column, x, KEY, None, KEY, None, False, False)
             assert_same_values(values, row_values)
             assert_same_values(columns, column_values)
@@ -70,11 +85,22 @@ def test_both_forms_of_one_call_are_those_of_two(
 
 
 @pytest.mark.parametrize("shape", [(64, 32), (4096, 384), (300, 512)], ids=str)
-def test_both_forms_of_rows_that_the_kernels_join_or_transform_ahead_are_those_of_two(shape: tuple[int, int]) -> None:
+def test_both_forms_of_rows_that_the_kernels_join_or_transform_ahead_are_those_of_two(
+    shape: tuple[int, int],
+) -> None:
     x = draw_values("normal", *shape, 5).bfloat16()
-    forms = [(NVFP4, TOKENS), (replace(NVFP4, rounding="stochastic"), replace(TOKENS, rounding="stochastic"))]
-    for row_spec, column_spec in [*forms, (TOKENS, NVFP4), (NVFP4, replace(NVFP4, block=(16, 16))), (CHOSEN, CHOSEN)]:
-        row, column = CpuQuantizer(row_spec), CpuQuantizer(column_spec)
+    forms = [
+        (NVFP4, TOKENS),
+        (replace(NVFP4, rounding="stochastic"), replace(TOKENS, rounding="stochastic")),
+    ]
+    for row_spec, column_spec in [
+        *forms,
+        (TOKENS, NVFP4),
+        (NVFP4, replace(NVFP4, block=(16, 16))),
+        (CHOSEN, CHOSEN),
+    ]:
+        row = CpuQuantizer(row_spec)
+        column = CpuQuantizer(column_spec)
         made = row.with_columns(column, x, KEY, None, KEY, None, False, True)
         assert made is not None
         assert_same_values(made[0], row.values(x, KEY))
@@ -82,7 +108,9 @@ def test_both_forms_of_rows_that_the_kernels_join_or_transform_ahead_are_those_o
 
 
 def test_both_forms_of_a_tensor_that_one_call_cannot_serve() -> None:
-    pair = PairQuantizer(CpuQuantizer(NVFP4), CpuQuantizer(TOKENS), row_codes=False, column_codes=True)
+    pair = PairQuantizer(
+        CpuQuantizer(NVFP4), CpuQuantizer(TOKENS), row_codes=False, column_codes=True
+    )
     x = draw_values("normal", 40, 300, 4).bfloat16()
     not_finite = x.clone()
     not_finite[0, 0] = float("nan")
@@ -94,9 +122,13 @@ def test_both_forms_of_a_tensor_that_one_call_cannot_serve() -> None:
 
 def test_kernels_read_a_tensor_that_is_not_finite_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """What they refuse the reference makes, and no kernel of a single form tries it again."""
-    row, column, runs = CpuQuantizer(NVFP4), CpuQuantizer(TOKENS), list[bool]()
+    row = CpuQuantizer(NVFP4)
+    column = CpuQuantizer(TOKENS)
+    runs = list[bool]()
     for each in (row, column):
-        monkeypatch.setattr(each, "run", lambda *job, own=each.run: runs.append(own(*job)) or runs[-1])
+        monkeypatch.setattr(
+            each, "run", lambda *job, own=each.run: runs.append(own(*job)) or runs[-1]
+        )
     x = draw_values("normal", 32, 64, 4).bfloat16()
     x[0, 0] = float("inf")
     values, codes = PairQuantizer(row, column, row_codes=False, column_codes=True)(x)
@@ -106,12 +138,15 @@ def test_kernels_read_a_tensor_that_is_not_finite_once(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("one_read", [False, True])
-def test_both_forms_of_overlapping_rows_and_of_one_column(one_read: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_forms_of_overlapping_rows_and_of_one_column(
+    one_read: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whose transpose is contiguous, too."""
     monkeypatch.setattr(cpu, "PAIR_BYTES", 0 if one_read else 1 << 30)
     signal = draw_values("normal", 1, 400, 6).bfloat16()[0]
     for x in (signal.unfold(0, 64, 1), signal[:, None]):
-        row, column = CpuQuantizer(NVFP4), CpuQuantizer(TOKENS)
+        row = CpuQuantizer(NVFP4)
+        column = CpuQuantizer(TOKENS)
         made = row.with_columns(column, x, None, None, None, None, False, True)
         assert made is not None
         assert_same_values(made[0], reference.quantize_dequantize(x, NVFP4))
@@ -126,7 +161,9 @@ def test_an_amax_that_is_converted_lives_as_long_as_the_call() -> None:
     assert made is not None and made[2][1].dtype == amax.float().dtype
     for _ in range(20):
         assert_same_values(CpuQuantizer(NVFP4).values(x, None, amax), expected)
-        both = CpuQuantizer(NVFP4).with_columns(CpuQuantizer(NVFP4), x, None, amax, None, amax, False, False)
+        both = CpuQuantizer(NVFP4).with_columns(
+            CpuQuantizer(NVFP4), x, None, amax, None, amax, False, False
+        )
         assert both is not None
         assert_same_values(both[0], expected)
 
@@ -135,9 +172,16 @@ def test_tiles_are_read_once_from_the_size_where_it_pays(monkeypatch: pytest.Mon
     x = draw_values("normal", 40, 300, 4).bfloat16()
     for size, expected in ((x.nbytes + 1, False), (x.nbytes, True)):
         monkeypatch.setattr(cpu, "PAIR_BYTES", size)
-        for row, column, fits in ((NVFP4, TOKENS, True), (TOKENS, NVFP4, False), (CHOSEN, NVFP4, False)):
-            quantizer, seen = CpuQuantizer(row), []
+        for row, column, fits in (
+            (NVFP4, TOKENS, True),
+            (TOKENS, NVFP4, False),
+            (CHOSEN, NVFP4, False),
+        ):
+            quantizer = CpuQuantizer(row)
+            seen = []
             run = quantizer.run
             quantizer.run = lambda *words, run=run, seen=seen: seen.append(words[2]) or run(*words)
             PairQuantizer(quantizer, CpuQuantizer(column), row_codes=False, column_codes=True)(x)
-            assert seen == [expected and fits], "a row-wise transform, or choice of scales, has no kernel of its own"
+            assert seen == [expected and fits], (
+                "a row-wise transform, or choice of scales, has no kernel of its own"
+            )

@@ -1,4 +1,6 @@
-"""Tensors without memory of their own are refused, with what to pass instead; subclasses with memory work."""
+"""Tensors without memory of their own are refused, with what to pass instead; subclasses with
+memory work.
+"""
 
 import re
 from collections.abc import Callable, Iterator
@@ -57,8 +59,14 @@ def test_a_fake_tensor_is_refused_and_the_layer_named(call: Callable[[Tensor], o
 
 @each_call
 @pytest.mark.parametrize("make", [lambda x: x, torch.nn.Parameter], ids=["Tensor", "Parameter"])
-def test_a_meta_tensor_is_refused(make: Callable[[Tensor], Tensor], call: Callable[[Tensor], object]) -> None:
-    refused(call, make(torch.empty(32, 32, device="meta")), "x is on the meta device, where tensors have no values")
+def test_a_meta_tensor_is_refused(
+    make: Callable[[Tensor], Tensor], call: Callable[[Tensor], object]
+) -> None:
+    refused(
+        call,
+        make(torch.empty(32, 32, device="meta")),
+        "x is on the meta device, where tensors have no values",
+    )
 
 
 @each_call
@@ -70,7 +78,10 @@ def test_other_wrappers_are_refused(call: Callable[[Tensor], object]) -> None:
 def test_a_wrapper_under_a_fake_mode_does_not_reach_memory() -> None:
     """A real x whose outputs would be fake: an error, not a write to address 0."""
     x = torch.randn(32, 32)
-    with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises((UserWarning, ValueError, TypeError)):
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        pytest.raises((UserWarning, ValueError, TypeError)),
+    ):
         quantizer(NVFP4, "cpu").values(x)
 
 
@@ -78,11 +89,16 @@ class Named(Tensor):
     """A subclass with its own memory."""
 
 
-@pytest.mark.parametrize("kind", [torch.nn.Parameter, lambda x: x.as_subclass(Named)], ids=["Parameter", "subclass"])
-def test_parameters_and_subclasses_with_memory_give_plain_tensors(kind: Callable[[Tensor], Tensor]) -> None:
+@pytest.mark.parametrize(
+    "kind", [torch.nn.Parameter, lambda x: x.as_subclass(Named)], ids=["Parameter", "subclass"]
+)
+def test_parameters_and_subclasses_with_memory_give_plain_tensors(
+    kind: Callable[[Tensor], Tensor],
+) -> None:
     x = torch.randn(32, 32)
     for kernel in ("auto", "reference"):
-        q, expected = quantize(kind(x), NVFP4, kernel=kernel), quantize(x, NVFP4, kernel="reference")
+        q = quantize(kind(x), NVFP4, kernel=kernel)
+        expected = quantize(x, NVFP4, kernel="reference")
         assert type(q.codes) is Tensor and not q.codes.requires_grad
         assert torch.equal(q.codes, expected.codes)
         strided = quantize_dequantize(kind(x)[:, ::2], NVFP4, kernel=kernel).values

@@ -1,5 +1,6 @@
-"""Tensors that are quantised where they are made: the readable functions against torch's operators, and the codes of
-the kernels against the reference of those tensors, over several tiles and strips."""
+"""Tensors that are quantised where they are made: the readable functions against torch's operators,
+and the codes of the kernels against the reference of those tensors, over several tiles and strips.
+"""
 
 import importlib.util
 
@@ -19,7 +20,9 @@ def same(ours: Tensor, theirs: Tensor) -> bool:
 
 
 def test_a_gate_has_the_bits_of_torchs_for_every_number_in_bf16() -> None:
-    """The exponential is written out, so that GPUs have its bits, too; what it lacks is no BF16 ulp."""
+    """The exponential is written out, so that GPUs have its bits, too; what it lacks is no BF16
+    ulp.
+    """
     ones = torch.ones_like(EVERY)
     gate = EVERY.clone().requires_grad_()
     wanted = F.silu(gate)
@@ -43,10 +46,14 @@ def test_gradients_of_a_gate_round_where_those_of_torchs_operators_do() -> None:
 
 def test_a_norm_has_the_bits_of_torchs_with_its_factors() -> None:
     torch.manual_seed(0)
-    h, weight = torch.randn(64, 96).bfloat16(), torch.randn(96)
+    h = torch.randn(64, 96).bfloat16()
+    weight = torch.randn(96)
     rstd = (h.float().square().mean(1) + 1e-5).rsqrt()
     theirs = F.rms_norm(h.float(), (96,), weight.bfloat16().float(), 1e-5).bfloat16()
-    ulps = produced.normed(h, weight.bfloat16(), rstd).view(torch.int16).int() - theirs.view(torch.int16).int()
+    ulps = (
+        produced.normed(h, weight.bfloat16(), rstd).view(torch.int16).int()
+        - theirs.view(torch.int16).int()
+    )
     assert ulps.abs().max() <= 1 and (ulps != 0).float().mean() < 1e-3
 
 
@@ -58,7 +65,9 @@ def test_a_norm_has_the_bits_of_torchs_with_its_factors() -> None:
         (QuantSpec(), "reference", True, "kernels that quantise are not Triton's"),
     ],
 )
-def test_other_pairs_are_refused_with_the_reason(row: QuantSpec, kernel: str, codes: bool, reason: str) -> None:
+def test_other_pairs_are_refused_with_the_reason(
+    row: QuantSpec, kernel: str, codes: bool, reason: str
+) -> None:
     device = "cuda" if kernel == "auto" else "cpu"
     pair = quantizer(row, device, kernel), quantizer(QuantSpec(), device, kernel)
     assert reason in str(produced.why_not(*pair, codes=codes))
@@ -136,9 +145,10 @@ for norm, rounded, rstd, eps in (
 @pytest.mark.long
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_codes_are_those_of_the_reference_over_tiles_and_strips_in_the_interpreter() -> None:
-    """NVFP4 with Hadamard and random bits; MXFP8, also with the columns' codes as x lies; FP8 with one scale; NaN;
-    sizes that fill no tile; norms of a sum, which is torch's; and gradients of both norms, and their sum with another
-    one, which is torch's, too."""
+    """NVFP4 with Hadamard and random bits; MXFP8, also with the columns' codes as x lies; FP8 with
+    one scale; NaN; sizes that fill no tile; norms of a sum, which is torch's; and gradients of both
+    norms, and their sum with another one, which is torch's, too.
+    """
     run = interpreted("-c", PROGRAM)
     assert run.stdout.splitlines() == [
         "NVFP4 norm 3 amax_produced quantize_produced",

@@ -1,4 +1,6 @@
-"""The choice of the kernel: made once, from explicit tables, with a reason; and the Python overhead of a call."""
+"""The choice of the kernel: made once, from explicit tables, with a reason; and the Python overhead
+of a call.
+"""
 
 import sys
 from collections.abc import Callable
@@ -33,13 +35,17 @@ from fp4train.quantize import triton as triton_module
 
 KEY = RandomKey(seed=1, step=2, layer=3, operand=4)
 UE5M3 = QuantSpec(scale="ue5m3", global_scale=None)
-needs_extension = pytest.mark.skipif(kernels.unavailable() is not None, reason=str(kernels.unavailable()))
+needs_extension = pytest.mark.skipif(
+    kernels.unavailable() is not None, reason=str(kernels.unavailable())
+)
 
 
 @needs_extension
 def test_a_kernel_is_chosen_once_for_a_spec_and_device_type() -> None:
     assert quantizer(QuantSpec(), "cpu") is quantizer(QuantSpec(), "cpu")
-    assert quantizer(QuantSpec(), "cpu").kernel == "cpu" and quantizer(QuantSpec(), "cpu").why is None
+    assert (
+        quantizer(QuantSpec(), "cpu").kernel == "cpu" and quantizer(QuantSpec(), "cpu").why is None
+    )
     assert quantizer(QuantSpec(), "cpu", "reference").kernel == "reference"
 
 
@@ -47,11 +53,16 @@ def test_a_kernel_is_chosen_once_for_a_spec_and_device_type() -> None:
 @pytest.mark.parametrize(
     ("spec", "why"),
     [
-        (QuantSpec(hadamard=Hadamard(size=8)), "hadamard.size=8: the kernels transform 16, 32, 64, 128"),
+        (
+            QuantSpec(hadamard=Hadamard(size=8)),
+            "hadamard.size=8: the kernels transform 16, 32, 64, 128",
+        ),
         (QuantSpec(hadamard=Rotation()), "hadamard=Rotation("),
     ],
 )
-def test_without_a_kernel_the_reference_says_why_and_an_order_is_refused(spec: QuantSpec, why: str) -> None:
+def test_without_a_kernel_the_reference_says_why_and_an_order_is_refused(
+    spec: QuantSpec, why: str
+) -> None:
     chosen = quantizer(spec, "cpu")
     assert chosen.kernel == "reference" and why in str(chosen.why)
     with pytest.raises(ValueError, match="kernel='cpu' cannot quantise this: "):
@@ -76,7 +87,9 @@ UNKNOWN: dict[str, object] = {
 
 
 @pytest.mark.parametrize(("field", "value"), UNKNOWN.items())
-def test_no_kernel_takes_what_it_does_not_know_for_something_else(field: str, value: object) -> None:
+def test_no_kernel_takes_what_it_does_not_know_for_something_else(
+    field: str, value: object
+) -> None:
     """Each field by itself, in an otherwise minimal spec."""
     spec = replace(QuantSpec())
     object.__setattr__(spec, field, value)
@@ -104,19 +117,24 @@ def test_a_new_scale_format_runs_by_the_reference_and_by_no_kernel(
 ) -> None:
     spec = QuantSpec(element="e4m3", block=block, scale=injected.name, global_scale=None)
     x = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
-    q, fp32 = quantize(x, spec), quantize(x, replace(spec, scale="fp32"), kernel="reference")
+    q = quantize(x, spec)
+    fp32 = quantize(x, replace(spec, scale="fp32"), kernel="reference")
     assert torch.equal(q.codes, fp32.codes) and torch.equal(q.scales, fp32.scales)
     assert torch.equal(quantize_dequantize(x, spec).values, q.decoded().values)
     assert "scale='fp32x' has no" in str(triton_module.why_not_spec(spec))
     assert quantizer(spec, "cpu").kernel == "reference"
-    with pytest.raises(ValueError, match="scale='fp32x' has no torch dtype; allowed: e4m3, e8m0, fp32, pow2"):
+    with pytest.raises(
+        ValueError, match="scale='fp32x' has no torch dtype; allowed: e4m3, e8m0, fp32, pow2"
+    ):
         to_torch(q)
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
 def test_ue5m3_quantises_as_e4m3_does_without_a_global_scale(rounding: str, scale: float) -> None:
-    """Both scales have three mantissa bits, so the errors are similar as long as no UE5M3 scale is subnormal."""
+    """Both scales have three mantissa bits, so the errors are similar as long as no UE5M3 scale is
+    subnormal.
+    """
     x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)) * scale
     spec = replace(UE5M3, rounding=rounding)
     q = quantize(x, spec, key=KEY)
@@ -152,7 +170,11 @@ def test_ue5m3_never_hides_what_is_not_finite() -> None:
         x[0, 20] = bad
         assert quantize(x, UE5M3).scales[0, 1] == 255
         values = quantize_dequantize(x, UE5M3).values
-        assert values[0, 16:].isnan().all() and values[0, :16].isfinite().all() and values[1].isfinite().all()
+        assert (
+            values[0, 16:].isnan().all()
+            and values[0, :16].isfinite().all()
+            and values[1].isfinite().all()
+        )
 
 
 def test_a_layer_trains_in_a_recipe_with_ue5m3_scales() -> None:
@@ -167,7 +189,8 @@ def test_a_layer_trains_in_a_recipe_with_ue5m3_scales() -> None:
     }
     recipe = Custom(**table)
     torch.manual_seed(0)
-    layer, target = Linear(64, 32), torch.randn(48, 32)
+    layer = Linear(64, 32)
+    target = torch.randn(48, 32)
     x = torch.randn(48, 64)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
     losses = []
@@ -195,12 +218,16 @@ PACKAGE = str(Path(fp4train.__file__).parent)
 
 
 def python_calls(function: Callable[[], object]) -> list[str]:
-    """The Python functions of the package, or generated for it, that a call of `function` enters after a first one."""
+    """The Python functions of the package, or generated for it, that a call of `function` enters
+    after a first one.
+    """
     entered: list[str] = []
 
     def note(frame: Any, event: str, _: object) -> None:
         code = frame.f_code
-        if event == "call" and (code.co_filename.startswith(PACKAGE) or code.co_filename == "<string>"):
+        if event == "call" and (
+            code.co_filename.startswith(PACKAGE) or code.co_filename == "<string>"
+        ):
             entered.append(code.co_qualname)
 
     function()
@@ -227,26 +254,36 @@ BUDGET_SPECS = {
 @needs_extension
 @pytest.mark.parametrize("spec", BUDGET_SPECS.values(), ids=BUDGET_SPECS.keys())
 def test_a_call_of_a_quantizer_is_at_most_three_python_calls(spec: QuantSpec) -> None:
-    x, made = torch.randn(128, 128).bfloat16(), quantizer(spec, "cpu")
+    x = torch.randn(128, 128).bfloat16()
+    made = quantizer(spec, "cpu")
     q = made.codes(x.T, KEY)
-    for call in (lambda: made.codes(x.T, KEY), lambda: made.values(x.T, KEY), lambda: made.decode(q)):
+    for call in (
+        lambda: made.codes(x.T, KEY),
+        lambda: made.values(x.T, KEY),
+        lambda: made.decode(q),
+    ):
         assert len(python_calls(call)) <= 3, python_calls(call)
 
 
 @needs_extension
 def test_a_given_amax_stays_in_the_budget() -> None:
-    made, x, amax = quantizer(replace(FP8, delayed=Delayed()), "cpu"), torch.randn(128, 128), torch.tensor(3.0)
+    made = quantizer(replace(FP8, delayed=Delayed()), "cpu")
+    x = torch.randn(128, 128)
+    amax = torch.tensor(3.0)
     assert len(python_calls(lambda: made.values(x, None, amax))) <= 3
 
 
 @needs_extension
 @pytest.mark.parametrize("column_codes", [False, True])
 def test_both_forms_are_at_most_five_python_calls(column_codes: bool) -> None:
-    row, column = quantizer(QuantSpec(), "cpu"), quantizer(BUDGET_SPECS["stochastic hadamard"], "cpu")
+    row = quantizer(QuantSpec(), "cpu")
+    column = quantizer(BUDGET_SPECS["stochastic hadamard"], "cpu")
     pair = PairQuantizer(row, column, row_codes=False, column_codes=column_codes)
     x: Tensor = torch.randn(128, 128).bfloat16()
     assert len(python_calls(lambda: pair(x, column_key=KEY))) <= 5
 
 
 def test_a_random_key_is_one_python_call() -> None:
-    assert len(python_calls(lambda: RandomKey(seed=1, step=2, layer=3, operand=4, col_offset=8))) == 1
+    assert (
+        len(python_calls(lambda: RandomKey(seed=1, step=2, layer=3, operand=4, col_offset=8))) == 1
+    )

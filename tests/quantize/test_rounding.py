@@ -1,4 +1,6 @@
-"""Rounding to the grid: against brute force, and stochastic rounding for every possible value of its random bits."""
+"""Rounding to the grid: against brute force, and stochastic rounding for every possible value of
+its random bits.
+"""
 
 import pytest
 import torch
@@ -21,16 +23,24 @@ def test_values_and_codes_agree_to_the_bit(fmt: ElementFormat) -> None:
     x[:4] = torch.tensor([0.0, -0.0, 1e30, -1e-30])
     bits = torch.randint(0, 1 << 16, x.shape, dtype=torch.int32, generator=generator)
     for chosen in (None, bits):
-        values, codes = round_to_values(x, fmt, chosen), round_to_codes(x, fmt, chosen)
+        values = round_to_values(x, fmt, chosen)
+        codes = round_to_codes(x, fmt, chosen)
         assert torch.equal(values.view(torch.int32), decode(codes, fmt).view(torch.int32))
     assert torch.equal(round_to_codes(x, fmt), encode(x, fmt))
 
 
 @formats
-def test_stochastic_rounding_takes_the_upper_neighbour_as_often_as_the_fraction_says(fmt: ElementFormat) -> None:
+def test_stochastic_rounding_takes_the_upper_neighbour_as_often_as_the_fraction_says(
+    fmt: ElementFormat,
+) -> None:
     every = torch.arange(1 << 16, dtype=torch.int32)
     grid = magnitudes(fmt)
-    for low, high in [(grid[0], grid[1]), (grid[1], grid[2]), (grid[-3], grid[-2]), (grid[-2], grid[-1])]:
+    for low, high in [
+        (grid[0], grid[1]),
+        (grid[1], grid[2]),
+        (grid[-3], grid[-2]),
+        (grid[-2], grid[-1]),
+    ]:
         for fraction in (0.0, 2.0**-16, 0.25, 0.5, 0.7001, 1 - 2.0**-16):
             x = (low + (high - low) * fraction).float()
             exact = ((x - low) / (high - low)).item()
@@ -84,13 +94,16 @@ def test_stochastic_rounding_is_reproducible_and_the_same_for_any_sharding() -> 
     ],
 )
 def test_each_value_is_a_neighbour_on_its_blocks_grid(fields: dict, rounding: str) -> None:
-    """Brute force: no other value that the block can hold lies nearer (nearest), or strictly between (stochastic)."""
+    """Brute force: no other value that the block can hold lies nearer (nearest), or strictly
+    between (stochastic).
+    """
     x = torch.randn(40, 72, generator=torch.Generator().manual_seed(3)) * torch.logspace(-2, 2, 72)
     spec = QuantSpec(rounding=rounding, **fields)
     key = RandomKey(seed=1, step=1, layer=1, operand=1)
     q = quantize(x, spec, key=key, kernel="reference")
     y = q.dequantize()
-    rows, cols = spec.block[0] or 40, spec.block[1] or 72
+    rows = spec.block[0] or 40
+    cols = spec.block[1] or 72
     scales = q.block_scales().repeat_interleave(rows, 0)[:40].repeat_interleave(cols, 1)[:, :72]
     scales = scales if (outer := q.global_decode()) is None else scales * outer
     grid = magnitudes(spec.format)[None, None, :] * scales[..., None]

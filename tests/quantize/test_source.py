@@ -14,7 +14,9 @@ SQUARE = QuantSpec(block=(16, 16))
 PER_ROW = QuantSpec(element="e4m3", block=(1, None), scale="fp32", global_scale=None)
 
 
-@pytest.mark.parametrize("recipe", [NVFP4(), MXFP8(), FP8Row(), QuartetII()], ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize(
+    "recipe", [NVFP4(), MXFP8(), FP8Row(), QuartetII()], ids=lambda recipe: recipe.name
+)
 def test_an_operand_is_blocked_along_the_axis_that_its_product_contracts(recipe: Recipe) -> None:
     for (gemm, tensor), operand in sourced(recipe.table()).items():
         assert operand.tensor == tensor
@@ -24,7 +26,8 @@ def test_an_operand_is_blocked_along_the_axis_that_its_product_contracts(recipe:
 
 def test_operands_of_one_spec_along_two_axes_differ() -> None:
     operands = sourced(MXFP8().table())
-    forward, backward = operands["fprop", "w"], operands["dgrad", "w"]
+    forward = operands["fprop", "w"]
+    backward = operands["dgrad", "w"]
     assert forward.spec == backward.spec and forward.source != backward.source
     assert forward.shared != backward.shared and forward.sent != backward.sent
     assert len({operand.random_operand for operand in operands.values()}) == 6
@@ -55,4 +58,6 @@ def test_bytes_are_those_of_the_codes_as_they_are_blocked() -> None:
     along_features = Operand("x", Own(PER_ROW, "in")).bytes(32, 64, itemsize=2)
     along_tokens = Operand("x", Own(PER_ROW, "tokens")).bytes(32, 64, itemsize=2)
     assert (along_features, along_tokens) == (32 * 64 + 4 * 32, 32 * 64 + 4 * 64)
-    assert Operand("w", ValuesOf(Own(NVFP4_X, "in"), "out")).bytes(32, 64, itemsize=2) == packed_bytes(NVFP4_X, 32, 64)
+    assert Operand("w", ValuesOf(Own(NVFP4_X, "in"), "out")).bytes(
+        32, 64, itemsize=2
+    ) == packed_bytes(NVFP4_X, 32, 64)

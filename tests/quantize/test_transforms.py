@@ -1,11 +1,19 @@
-"""Hadamard transforms and their alternatives: orthogonal, invertible, cancelling in a product, spreading outliers."""
+"""Hadamard transforms and their alternatives: orthogonal, invertible, cancelling in a product,
+spreading outliers.
+"""
 
 import pytest
 import torch
 
 from fp4train.measure.metrics import measure
 from fp4train.quantize import Hadamard, QuantSpec, Rotation, quantize, quantize_dequantize
-from fp4train.quantize.transform import SIZES, apply_hadamard, hadamard_signs, transform, undo_transform
+from fp4train.quantize.transform import (
+    SIZES,
+    apply_hadamard,
+    hadamard_signs,
+    transform,
+    undo_transform,
+)
 
 TRANSFORMS = [
     *(Hadamard(size=size, signs=signs) for size in SIZES for signs in ("fixed", "none", "random")),
@@ -28,7 +36,11 @@ def sylvester(size: int) -> torch.Tensor:
 def test_the_butterfly_is_the_signed_sylvester_matrix(size: int) -> None:
     spec = Hadamard(size=size)
     x = torch.randn(5, 3 * size, generator=torch.Generator().manual_seed(0)).bfloat16()
-    matrix = torch.tensor(hadamard_signs(spec), dtype=torch.float64).diag() @ sylvester(size).double() / size**0.5
+    matrix = (
+        torch.tensor(hadamard_signs(spec), dtype=torch.float64).diag()
+        @ sylvester(size).double()
+        / size**0.5
+    )
     exact = (x.double().reshape(-1, size) @ matrix).reshape(x.shape)
     torch.testing.assert_close(apply_hadamard(x, spec).double(), exact, rtol=2**-8, atol=1e-6)
 
@@ -43,7 +55,11 @@ def test_fixed_signs_are_te_s_and_random_ones_depend_on_the_seed_only() -> None:
 
 @transforms
 def test_it_is_orthogonal_and_the_inverse_brings_x_back(spec: Hadamard | Rotation) -> None:
-    x = torch.randn(16, 3 * spec.size, generator=torch.Generator().manual_seed(1)).bfloat16().float()
+    x = (
+        torch.randn(16, 3 * spec.size, generator=torch.Generator().manual_seed(1))
+        .bfloat16()
+        .float()
+    )
     y = transform(x, spec)
     assert y.dtype == torch.bfloat16
     torch.testing.assert_close(y.float().norm(), x.norm(), rtol=1e-2, atol=0)
@@ -51,9 +67,12 @@ def test_it_is_orthogonal_and_the_inverse_brings_x_back(spec: Hadamard | Rotatio
 
 
 @transforms
-def test_it_cancels_in_a_product_even_when_the_contraction_fills_no_group(spec: Hadamard | Rotation) -> None:
+def test_it_cancels_in_a_product_even_when_the_contraction_fills_no_group(
+    spec: Hadamard | Rotation,
+) -> None:
     generator = torch.Generator().manual_seed(2)
-    x, w = torch.randn(8, 40, generator=generator), torch.randn(6, 40, generator=generator)
+    x = torch.randn(8, 40, generator=generator)
+    w = torch.randn(6, 40, generator=generator)
     quant = QuantSpec(element="e4m3", block=(1, 32), scale="e8m0", global_scale=None, hadamard=spec)
     a, b = (quantize_dequantize(t, quant, kernel="reference") for t in (x, w))
     assert a.values.shape[1] == -(-40 // spec.size) * spec.size
@@ -62,12 +81,17 @@ def test_it_cancels_in_a_product_even_when_the_contraction_fills_no_group(spec: 
 
 
 @pytest.mark.parametrize("spec", [Hadamard(), Rotation(), Rotation(kind="orthogonal")], ids=str)
-def test_it_spreads_an_outlier_so_that_its_neighbours_do_not_underflow(spec: Hadamard | Rotation) -> None:
+def test_it_spreads_an_outlier_so_that_its_neighbours_do_not_underflow(
+    spec: Hadamard | Rotation,
+) -> None:
     x = torch.randn(64, 16, generator=torch.Generator().manual_seed(3))
     x[:, 3] = 30.0
     assert measure(x, QuantSpec()).underflow > 0.7
-    # Only the Hadamard matrix has entries of equal magnitude: the others spread an outlier unevenly.
-    assert measure(x, QuantSpec(hadamard=spec)).underflow < (0.05 if isinstance(spec, Hadamard) else 0.25)
+    # Only the Hadamard matrix has entries of equal magnitude: the others spread an outlier
+    # unevenly.
+    assert measure(x, QuantSpec(hadamard=spec)).underflow < (
+        0.05 if isinstance(spec, Hadamard) else 0.25
+    )
 
 
 @pytest.mark.parametrize("cols", [16, 40, 100, 128])

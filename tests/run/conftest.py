@@ -31,7 +31,9 @@ def cli(
 
 @pytest.fixture
 def stop_at(monkeypatch: pytest.MonkeyPatch) -> StopAt:
-    """`stop_at(4)`: the next run dies without a word as step 4 begins, as if by kill -9; `stop_at(-1)`: none does."""
+    """`stop_at(4)`: the next run dies without a word as step 4 begins, as if by kill -9;
+    `stop_at(-1)`: none does.
+    """
     import fp4train.train as loop
 
     original = loop.train_step
@@ -55,7 +57,8 @@ def before(monkeypatch: pytest.MonkeyPatch) -> Before:
     """`before(3, act)`: `act(run)` is called as step 3 begins."""
     import fp4train.train as loop
 
-    original, acts = loop.train_step, {}
+    original = loop.train_step
+    acts = {}
 
     def train_step(run: Any, recipe: Any) -> Any:
         acts.pop(run.step, lambda run: None)(run)

@@ -36,7 +36,10 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
         ),
         (["plan", "data=tokens", "data/tokenizer=bpe"], "data/tokenizer"),
         (["experiment=techniqes"], "did you mean 'techniques'?"),
-        (["recipe@x=bf16"], "'recipe@x=bf16': a group has one place in the configuration, without @: recipe=bf16"),
+        (
+            ["recipe@x=bf16"],
+            "'recipe@x=bf16': a group has one place in the configuration, without @: recipe=bf16",
+        ),
         (["recipe", "bf16"], "unknown verb 'recipe'; did you mean recipe=bf16?"),
         (["resume", "runs/a"], "unknown verb 'resume'; did you mean resume=runs/a?"),
         (["resume="], "resume= names no run"),
@@ -50,24 +53,48 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
         (["track.foo=1"], "did you mean 'track.mode'?"),
         (["--cfg", "job", "resume=runs/a"], "runs/a/config.yaml is the configuration of the run"),
         (["recipe", "=", "bf16"], "unknown verb 'recipe'"),
-        (["train", "recipe=bf16,mxfp8"], "recipe=bf16,mxfp8 holds several values: -m sweeps over them"),
+        (
+            ["train", "recipe=bf16,mxfp8"],
+            "recipe=bf16,mxfp8 holds several values: -m sweeps over them",
+        ),
         (["policy.keep=a,b"], "a list has brackets, policy.keep=[…]"),
         (["-m", "recipe=bf16,"], "'recipe=bf16,': mismatched input '<EOF>'; write key=value"),
         (["lr=0.1"], "unknown key 'lr'; did you mean 'optim.lr'?"),
-        (["train.lr=0.1"], "unknown key 'train.lr'; did you mean 'optim.lr'? (known: steps, batch_size"),
-        (["train.grad_accum=4"], "'train.grad_accum'; did you mean 'train.microbatch'? (sequences per forward pass"),
+        (
+            ["train.lr=0.1"],
+            "unknown key 'train.lr'; did you mean 'optim.lr'? (known: steps, batch_size",
+        ),
+        (
+            ["train.grad_accum=4"],
+            "'train.grad_accum'; did you mean 'train.microbatch'? (sequences per forward pass",
+        ),
         (["learning_rate=1e-3"], "unknown key 'learning_rate'; did you mean 'optim.lr'?"),
         (["--learning-rate=1e-3"], "unknown flag --learning-rate; did you mean 'optim.lr'?"),
-        (["model.dropout=0.1"], "unknown key 'model.dropout': the models here have no dropout (known: width"),
+        (
+            ["model.dropout=0.1"],
+            "unknown key 'model.dropout': the models here have no dropout (known: width",
+        ),
         (["recipe=fp8"], "did you mean fp8_block, fp8_current, fp8_delayed or fp8_row?"),
-        (["recipe.element=e2m1"], "'recipe.element': recipe=nvfp4 has none of that name, recipe=fp8_block"),
-        (["-m", "resume=runs/a", "recipe=bf16,mxfp8"], "of resume=runs/a at each point: name them, run.name=…"),
-        (["plan", "gpu=H20"], "gpu='H20' is not a GPU whose peak rates are known; did you mean 'H200'?"),
+        (
+            ["recipe.element=e2m1"],
+            "'recipe.element': recipe=nvfp4 has none of that name, recipe=fp8_block",
+        ),
+        (
+            ["-m", "resume=runs/a", "recipe=bf16,mxfp8"],
+            "of resume=runs/a at each point: name them, run.name=…",
+        ),
+        (
+            ["plan", "gpu=H20"],
+            "gpu='H20' is not a GPU whose peak rates are known; did you mean 'H200'?",
+        ),
         (["plan", "--config-dir"], "--config-dir needs a folder"),
         (["swap"], "swap needs one run directory: fp4train swap RUN recipe=NAME [at=STEP]"),
         (["swap", "resume=runs/a", "recipe=bf16"], "swap needs one run directory"),
         (["compare", "runs/a", "runs/b", "--out=gap.png"], "compare knows no flag --out=gap.png"),
-        (["compare", "runs/a", "runs/b", "out="], "out=: the name must end in .png or .svg or .pdf or .csv or .json"),
+        (
+            ["compare", "runs/a", "runs/b", "out="],
+            "out=: the name must end in .png or .svg or .pdf or .csv or .json",
+        ),
         (
             ["compare", "runs/a", "runs/b", "out=gap.eps"],
             "out=gap.eps: the name must end in .png or .svg or .pdf or .csv",
@@ -82,7 +109,9 @@ def test_verbs_explain_themselves(cli: Cli, arguments: list[str], message: str) 
 def test_what_is_near_a_run_directory_is_told_from_one(cli: Cli) -> None:
     cli.trained("run.name=a", "train.steps=1")
     below = "runs/a/checkpoints/step_00000001"
-    assert cli(f"resume={below}").message == f"{below} is not a run directory, it lies in one: runs/a"
+    assert (
+        cli(f"resume={below}").message == f"{below} is not a run directory, it lies in one: runs/a"
+    )
     assert "no key=value; a run goes on with resume=runs/a" in cli.raw("train", "runs/a").message
     said = cli.raw("compare", "runs/a", "runs/aa").message
     assert said == "runs/aa is not a run directory: there is no such folder; did you mean 'a'?"
@@ -92,4 +121,8 @@ def test_what_is_near_a_run_directory_is_told_from_one(cli: Cli) -> None:
 def test_branches_of_a_sweep_over_a_resumed_run_are_named(cli: Cli) -> None:
     cli.trained("run.name=a", "train.steps=2")
     assert cli("-m", "resume=runs/a", "recipe=bf16,mxfp8", "train.steps=3", "run.name=b").code == 0
-    assert sorted(p.name for p in Path("runs").glob("[!.]*")) == ["a", "b-recipe=bf16", "b-recipe=mxfp8"]
+    assert sorted(p.name for p in Path("runs").glob("[!.]*")) == [
+        "a",
+        "b-recipe=bf16",
+        "b-recipe=mxfp8",
+    ]

@@ -1,4 +1,6 @@
-"""Wrong configurations and data end with one message that helps, code 1, no traceback, and nothing lost."""
+"""Wrong configurations and data end with one message that helps, code 1, no traceback, and nothing
+lost.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -14,12 +16,18 @@ WRONG = {
     "an unknown model": (["model=llama_tinny"], "did you mean 'llama_tiny'?"),
     "no recipe at all": (["recipe=null"], "there is no such recipe"),
     "an unknown key": (["train.stepz=5"], "unknown key 'train.stepz'; did you mean 'train.steps'?"),
-    "an unknown section": (["trian.steps=5"], "unknown key 'trian.steps'; did you mean 'train.steps'?"),
+    "an unknown section": (
+        ["trian.steps=5"],
+        "unknown key 'trian.steps'; did you mean 'train.steps'?",
+    ),
     "an added key": (["+train.foo=5"], "unknown key 'train.foo'"),
     "an added section": (["+foo=5"], "unknown key 'foo'"),
     "a removed key": (["~eval.every"], "eval.every is missing"),
     "a removed section": (["~eval"], "~eval: a run needs eval; eval.KEY=VALUE sets its keys"),
-    "a key of another recipe": (["recipe=mxfp8", "recipe.hadamard=true"], "unknown key 'recipe.hadamard'"),
+    "a key of another recipe": (
+        ["recipe=mxfp8", "recipe.hadamard=true"],
+        "unknown key 'recipe.hadamard'",
+    ),
     "a word for a number": (["train.steps=abc"], "train.steps='abc' must be a whole number"),
     "a fraction of a step": (["train.steps=1.5"], "train.steps=1.5 must be a whole number"),
     "a truth for a number": (["train.steps=true"], "train.steps=true must be a whole number"),
@@ -38,44 +46,84 @@ WRONG = {
         "train.microbatch=3 does not divide train.batch_size=4",
     ),
     "no microbatch": (["train.microbatch=0"], "train.microbatch=0"),
-    "heads that do not divide": (["model.heads=3"], "model.width=32 is not divisible by model.heads=3"),
+    "heads that do not divide": (
+        ["model.heads=3"],
+        "model.width=32 is not divisible by model.heads=3",
+    ),
     "an evaluation of nothing": (["eval.batches=0"], "eval.batches=0 must be at least 1"),
     "negative evaluations": (["eval.every=-1"], "eval.every=-1"),
     "no checkpoints kept": (["checkpoint.keep=0"], "checkpoint.keep=0 must be at least 1"),
     "a negative seed": (["run.seed=-1"], "run.seed=-1"),
     "an empty name": (["run.name=''"], "run.name must not be empty"),
-    "a name that leads out of the runs": (["run.name=../x"], "run.name='../x' must name a folder among the runs"),
-    "a name that leads out by a detour": (["run.name=a/../../x"], "for another place give run.dir=…"),
-    "a path for a name": (["run.name=/nowhere/x"], "run.name='/nowhere/x' must name a folder among the runs"),
+    "a name that leads out of the runs": (
+        ["run.name=../x"],
+        "run.name='../x' must name a folder among the runs",
+    ),
+    "a name that leads out by a detour": (
+        ["run.name=a/../../x"],
+        "for another place give run.dir=…",
+    ),
+    "a path for a name": (
+        ["run.name=/nowhere/x"],
+        "run.name='/nowhere/x' must name a folder among the runs",
+    ),
     "all runs for a name": (["run.name=."], "run.name='.' must name a folder among the runs"),
     "an unknown backend": (["backend=cuda"], "backend='cuda' is not one of auto, te, native"),
     "steps beyond counting": (["train.steps=9999999999999"], "must be at most 536870911"),
-    "steps that no integer holds": (["train.steps=99999999999999999999"], "train.steps=1e+20 must lie within"),
-    "an unknown GPU": (["gpu=H1000"], "gpu='H1000' is not a GPU whose peak rates are known; did you mean 'H100'?"),
+    "steps that no integer holds": (
+        ["train.steps=99999999999999999999"],
+        "train.steps=1e+20 must lie within",
+    ),
+    "an unknown GPU": (
+        ["gpu=H1000"],
+        "gpu='H1000' is not a GPU whose peak rates are known; did you mean 'H100'?",
+    ),
     "a device without kernels": (["device=meta"], "device='meta' is not one of auto, cpu, cuda"),
-    "a model beyond the memory": (["model.width=1000000", "model.heads=2"], "of float32, and this machine has "),
+    "a model beyond the memory": (
+        ["model.width=1000000", "model.heads=2"],
+        "of float32, and this machine has ",
+    ),
     "a model taken out": (["~model"], "~model: a run needs a model; model=NAME chooses another"),
     "a setting that Hydra lacks": (["hydra.foo=1"], "hydra.foo=1: Hydra has no such setting"),
-    "a launcher that is not there": (["hydra/launcher=joblib"], "hydra/launcher=joblib: Hydra has no such setting"),
+    "a launcher that is not there": (
+        ["hydra/launcher=joblib"],
+        "hydra/launcher=joblib: Hydra has no such setting",
+    ),
     "records instead of text": (
         ["data.path=a.jsonl"],
-        "data.path=a.jsonl holds records, whose syntax would be trained on: data=hf data.path=a.jsonl data.column=text",
+        "data.path=a.jsonl holds records, whose syntax would be trained on: data=hf "
+        "data.path=a.jsonl data.column=text",
     ),
     "records in a .json file": (["data.path=a.json"], "data.path=a.json holds records"),
-    "a name without its quotes": (["run.name=ünï"], """a value with the character ü needs quotes: 'run.name="ünï"'"""),
+    "a name without its quotes": (
+        ["run.name=ünï"],
+        """a value with the character ü needs quotes: 'run.name="ünï"'""",
+    ),
     "an unknown device": (["device=gpu0"], "device='gpu0' is not one of auto, cpu, cuda"),
     "an impossible share": (["policy.last=1.5"], "last=1.5 is a share above 1.0"),
     "a word for a share": (["policy.last=most"], "policy.last='most' must be"),
-    "a pattern that matches nothing": (["policy.keep=[mlp.dwn]"], "policy.keep='mlp.dwn' matches no linear layer"),
+    "a pattern that matches nothing": (
+        ["policy.keep=[mlp.dwn]"],
+        "policy.keep='mlp.dwn' matches no linear layer",
+    ),
     "an impossible phase": (["phases.cooldown.start=late"], "start='late' must be a step"),
-    "a phase of other GEMMs": (["phases.cooldown.gemms=[forward]"], "name some of fprop, dgrad, wgrad"),
+    "a phase of other GEMMs": (
+        ["phases.cooldown.gemms=[forward]"],
+        "name some of fprop, dgrad, wgrad",
+    ),
     "an impossible cooldown": (["schedule.cooldown=1.5"], "schedule.cooldown=1.5"),
     "an impossible rounding": (["recipe=mxfp8", "recipe.scale_rounding=up"], "scale_rounding='up'"),
     "missing data": (["data.path=/nowhere/text.txt"], "/nowhere/text.txt"),
     "no data": (["data.path=null"], "data.path=null must be text"),
-    "text shorter than a sequence": (["train.seq_len=100000"], "a sequence needs train.seq_len+1 = 100,001"),
+    "text shorter than a sequence": (
+        ["train.seq_len=100000"],
+        "a sequence needs train.seq_len+1 = 100,001",
+    ),
     "an odd value of ours": (["+model._target_=os.system"], "os.system"),
-    "foreign code": (["model._target_=os.system"], "model._target_='os.system' is no configuration class of fp4train"),
+    "foreign code": (
+        ["model._target_=os.system"],
+        "model._target_='os.system' is no configuration class of fp4train",
+    ),
     "foreign code of our name": (
         ["recipe._target_=fp4train.files.os.system"],
         "is no configuration class of fp4train",
@@ -91,12 +139,18 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("arguments", "message"), WRONG.values(), ids=WRONG.keys())
-def test_it_is_said_what_is_wrong_before_anything_is_written(cli: Cli, arguments: list[str], message: str) -> None:
+def test_it_is_said_what_is_wrong_before_anything_is_written(
+    cli: Cli, arguments: list[str], message: str
+) -> None:
     ended = cli("run.name=a", *arguments)
     assert ended.code == 1
     assert message in ended.message
-    assert not Path("runs/a/config.yaml").exists(), "the name is free for the command as it was meant"
-    assert {p.name for p in cli.folder.iterdir()} <= {"runs"} and not Path("runs/config.yaml").exists()
+    assert not Path("runs/a/config.yaml").exists(), (
+        "the name is free for the command as it was meant"
+    )
+    assert {p.name for p in cli.folder.iterdir()} <= {"runs"} and not Path(
+        "runs/config.yaml"
+    ).exists()
 
 
 @pytest.mark.long
@@ -114,7 +168,9 @@ def test_a_model_whose_size_nobody_knows_beforehand_ends_where_the_memory_does(
     [("", "empty"), ("too short", "a sequence needs"), (b"\xff\xfe\xfa" * 50, "UTF-8")],
     ids=["empty", "short", "binary"],
 )
-def test_a_file_that_holds_no_text_to_learn_from(cli: Cli, tmp_path: Path, content: Any, message: str) -> None:
+def test_a_file_that_holds_no_text_to_learn_from(
+    cli: Cli, tmp_path: Path, content: Any, message: str
+) -> None:
     path = tmp_path / "odd.txt"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     said = cli("run.name=a", f"data.path={path}").message
@@ -129,7 +185,10 @@ def test_a_command_with_a_slip_can_be_given_again_without_it(cli: Cli) -> None:
 def test_a_name_may_be_nested_and_another_place_is_the_directorys_to_say(cli: Cli) -> None:
     assert cli("run.name=study/a", "train.steps=1").code == 0
     assert cli("run.name=a", "run.dir=elsewhere/a", "train.steps=1").code == 0
-    assert sorted(str(p.parent) for p in Path().rglob("config.yaml")) == ["elsewhere/a", "runs/study/a"]
+    assert sorted(str(p.parent) for p in Path().rglob("config.yaml")) == [
+        "elsewhere/a",
+        "runs/study/a",
+    ]
 
 
 def test_a_key_that_only_the_class_has_can_be_set(cli: Cli) -> None:
@@ -142,12 +201,22 @@ def test_a_key_that_only_the_class_has_can_be_set(cli: Cli) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [
-        ("a.parquet", b"PAR1" + bytes(64), "a.parquet cannot be read: Parquet magic bytes not found in footer"),
-        ("a.jsonl", b'{"text": "fine"}\n{"text": brok', "a.jsonl, line 2: it is no JSON (Expecting value, column 10)"),
+        (
+            "a.parquet",
+            b"PAR1" + bytes(64),
+            "a.parquet cannot be read: Parquet magic bytes not found in footer",
+        ),
+        (
+            "a.jsonl",
+            b'{"text": "fine"}\n{"text": brok',
+            "a.jsonl, line 2: it is no JSON (Expecting value, column 10)",
+        ),
     ],
     ids=["parquet", "JSON lines"],
 )
-def test_a_data_file_that_is_cut_off_is_one_line(cli: Cli, name: str, content: bytes, reason: str) -> None:
+def test_a_data_file_that_is_cut_off_is_one_line(
+    cli: Cli, name: str, content: bytes, reason: str
+) -> None:
     Path(name).write_bytes(content)
     tiny = [word for word in cli.tiny() if not word.startswith("data")]
     ended = cli.raw(*tiny, "run.name=a", "data=hf", f"data.path={name}", "data.cache_dir=cache")
@@ -158,13 +227,21 @@ def test_a_data_file_that_is_cut_off_is_one_line(cli: Cli, name: str, content: b
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["phases.cooldown.start=6"], "phase cooldown never starts: its first step would be 6 of a run of 6"),
+        (
+            ["phases.cooldown.start=6"],
+            "phase cooldown never starts: its first step would be 6 of a run of 6",
+        ),
         (["schedule.warmup=6"], "schedule.warmup=6 takes all 6 steps"),
         (["schedule.cooldown=6"], "schedule.cooldown=6 takes all 6 steps"),
-        (["schedule.warmup=4", "schedule.cooldown=4"], "overlap in 6 steps: the cooldown begins at step 4"),
+        (
+            ["schedule.warmup=4", "schedule.cooldown=4"],
+            "overlap in 6 steps: the cooldown begins at step 4",
+        ),
     ],
 )
-def test_a_schedule_that_does_not_fit_the_steps_is_said(cli: Cli, options: list[str], message: str) -> None:
+def test_a_schedule_that_does_not_fit_the_steps_is_said(
+    cli: Cli, options: list[str], message: str
+) -> None:
     ended = cli("plan", *options)
     assert ended.code == 0 and message in ended.err
     assert cli("plan").err == ""
@@ -172,12 +249,19 @@ def test_a_schedule_that_does_not_fit_the_steps_is_said(cli: Cli, options: list[
 
 def test_a_batch_beyond_the_memory_is_one_line(cli: Cli) -> None:
     said = cli("run.name=a", "train.batch_size=1000000000").message
-    assert said.startswith("runs/a: step 0 does not fit into memory: ") and "train.microbatch=500000000" in said
+    assert (
+        said.startswith("runs/a: step 0 does not fit into memory: ")
+        and "train.microbatch=500000000" in said
+    )
 
 
 def test_a_run_that_keeps_no_metrics_ends_without_a_false_complaint(cli: Cli) -> None:
     ended = cli("run.name=a", "train.steps=1", "track=none")
-    assert ended.code == 0 and "track=none keeps no metrics" in ended.out and "not a run directory" not in ended.out
+    assert (
+        ended.code == 0
+        and "track=none keeps no metrics" in ended.out
+        and "not a run directory" not in ended.out
+    )
 
 
 @pytest.mark.parametrize(
@@ -187,10 +271,16 @@ def test_a_run_that_keeps_no_metrics_ends_without_a_false_complaint(cli: Cli) ->
             ["train.batch_size=1e18"],
             "000 × train.seq_len=32 is 3.2e+19 tokens per step",
         ),
-        (["train.batch_size=1e18", "train.microbatch=1"], "is 3.2e+19 tokens per step, and at most 1.1e+12"),
+        (
+            ["train.batch_size=1e18", "train.microbatch=1"],
+            "is 3.2e+19 tokens per step, and at most 1.1e+12",
+        ),
         (["train.seq_len=1e18"], "is 4e+18 tokens per step"),
         (["train.steps=1e9"], "train.steps=1000000000 must be at most 536870911"),
-        (["train.steps=5e8", "train.batch_size=2e10"], "× train.batch_size=20000000000 must be below 2**63"),
+        (
+            ["train.steps=5e8", "train.batch_size=2e10"],
+            "× train.batch_size=20000000000 must be below 2**63",
+        ),
         (["train.steps=" + "9" * 5000], "for integer string conversion"),
         (["optim.lr=" + "9" * 400], "optim.lr is too large"),
         (["data.val=" + "9" * 400], "data.val is too large"),
@@ -199,7 +289,9 @@ def test_a_run_that_keeps_no_metrics_ends_without_a_false_complaint(cli: Cli) ->
         (["plan", "gpu=B200", "gpus=" + "9" * 30], "is more than 1048576"),
     ],
 )
-def test_numbers_that_nothing_can_hold_are_refused(cli: Cli, arguments: list[str], message: str) -> None:
+def test_numbers_that_nothing_can_hold_are_refused(
+    cli: Cli, arguments: list[str], message: str
+) -> None:
     said = cli(*arguments).message
     assert message in said and len(said) < 600
     assert not Path("runs").exists()

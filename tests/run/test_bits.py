@@ -1,4 +1,6 @@
-"""What a run's bits depend on: `train.threads` fixes the threads, and a resume says what has changed."""
+"""What a run's bits depend on: `train.threads` fixes the threads, and a resume says what has
+changed.
+"""
 
 import json
 from pathlib import Path
@@ -20,16 +22,22 @@ HERE = {
 }
 
 
-def test_train_threads_is_the_number_of_threads_of_the_run_and_of_no_later_one(cli: Cli, before: Before) -> None:
+def test_train_threads_is_the_number_of_threads_of_the_run_and_of_no_later_one(
+    cli: Cli, before: Before
+) -> None:
     threads = torch.get_num_threads()
     seen: list[int] = []
     before(0, lambda run: seen.append(torch.get_num_threads()))
     assert cli("run.name=a", "train.steps=1", f"train.threads={threads + 1}", *STEADY).code == 0
     assert seen == [threads + 1]
     assert torch.get_num_threads() == threads
-    (start,) = [json.loads(line) for line in Path("runs/a/history.jsonl").read_text().splitlines()[:1]]
+    (start,) = [
+        json.loads(line) for line in Path("runs/a/history.jsonl").read_text().splitlines()[:1]
+    ]
     assert start["environment"]["threads"] == threads + 1
-    assert start["environment"]["instructions"].split()[0] == torch.backends.cpu.get_cpu_capability()
+    assert (
+        start["environment"]["instructions"].split()[0] == torch.backends.cpu.get_cpu_capability()
+    )
 
 
 def test_a_resume_with_other_threads_says_so_and_how_to_keep_them(cli: Cli) -> None:
@@ -45,7 +53,9 @@ def test_a_resume_with_other_threads_says_so_and_how_to_keep_them(cli: Cli) -> N
     assert sorted(losses("runs/a")) == [1, 2, 3, 4]
 
 
-def test_a_resume_on_another_cpu_or_torch_says_so(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resume_on_another_cpu_or_torch_says_so(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert cli("run.name=a", "train.steps=2", *STEADY).code == 0
     monkeypatch.setattr(host, "cpu_name", lambda: "Another 9000")
     monkeypatch.setattr(host, "instructions", lambda: "AVX2")
@@ -66,7 +76,9 @@ def test_a_resume_on_another_cpu_or_torch_says_so(cli: Cli, monkeypatch: pytest.
         ({"versions": "damaged"}, True, []),
     ],
 )
-def test_what_makes_other_bits_is_named_and_nothing_else(change: dict[str, Any], on_cpu: bool, said: list[str]) -> None:
+def test_what_makes_other_bits_is_named_and_nothing_else(
+    change: dict[str, Any], on_cpu: bool, said: list[str]
+) -> None:
     assert differences(HERE, HERE | change, on_cpu=on_cpu) == said
 
 

@@ -17,26 +17,43 @@ OPTIONS_OF_TORCH_2_11 = {"fullgraph", "dynamic", "backend", "mode", "options", "
 """Of `torch.compile` in torch/__init__.py."""
 
 
-def test_blocks_are_compiled_with_options_that_the_oldest_torch_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_are_compiled_with_options_that_the_oldest_torch_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     options: list[set[str]] = []
-    monkeypatch.setattr(nn.Module, "compile", lambda module, *args, **kwargs: options.append(set(kwargs)))
+    monkeypatch.setattr(
+        nn.Module, "compile", lambda module, *args, **kwargs: options.append(set(kwargs))
+    )
     with torch.device("meta"):
-        model = Llama(width=32, layers=2, heads=2, kv_heads=1, hidden=64).build(vocab_size=60, seq_len=16)
+        model = Llama(width=32, layers=2, heads=2, kv_heads=1, hidden=64).build(
+            vocab_size=60, seq_len=16
+        )
     train = TrainSettings(steps=1, batch_size=1, microbatch=None, seq_len=16, compile=True)
     fuse.compile_blocks(model, train, torch.device("cuda"))
     assert len(options) == len(find_blocks(model))
-    assert set.union(*options) <= OPTIONS_OF_TORCH_2_11 & set(inspect.signature(torch.compile).parameters)
+    assert set.union(*options) <= OPTIONS_OF_TORCH_2_11 & set(
+        inspect.signature(torch.compile).parameters
+    )
     assert torch._dynamo.config.recompile_limit >= fuse.COMPILED_VARIANTS
 
 
 @pytest.mark.parametrize(
-    ("draw", "device", "waits"), [("counter", "cuda", True), ("torch", "cuda", False), ("counter", "cpu", False)]
+    ("draw", "device", "waits"),
+    [("counter", "cuda", True), ("torch", "cuda", False), ("counter", "cpu", False)],
 )
-def test_a_gpu_draws_by_counter_itself(draw: str, device: str, waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A billion weights take a CPU a minute. `materialise` draws the same bits (tests/models/common)."""
+def test_a_gpu_draws_by_counter_itself(
+    draw: str, device: str, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A billion weights take a CPU a minute. `materialise` draws the same bits
+    (tests/models/common).
+    """
     built: list[str] = []
-    monkeypatch.setattr(build, "build_model", lambda config, size, on: built.append(on.type) or nn.Linear(2, 2))
+    monkeypatch.setattr(
+        build, "build_model", lambda config, size, on: built.append(on.type) or nn.Linear(2, 2)
+    )
     monkeypatch.setattr(build, "why_not_deferred", lambda model: None)
     cfg = compose(["model=llama_tiny", f"model.draw={draw}", "device=cpu"])
-    _, deferred = build._built_or_deferred(to_config(cfg), 257, World(device=torch.device(device)), True)  # type: ignore[arg-type]
+    _, deferred = build._built_or_deferred(
+        to_config(cfg), 257, World(device=torch.device(device)), True
+    )  # type: ignore[arg-type]
     assert (built, deferred) == (["meta"] if waits else [device], waits)

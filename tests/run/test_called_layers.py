@@ -1,4 +1,6 @@
-"""The guard of the first step in runs: a model of another package whose code multiplies a planned weight itself."""
+"""The guard of the first step in runs: a model of another package whose code multiplies a planned
+weight itself.
+"""
 
 import sys
 from collections.abc import Iterator
@@ -54,22 +56,34 @@ def mine(cli: Cli) -> Iterator[None]:
 def test_a_weight_that_the_model_multiplies_itself_ends_the_run_in_its_first_step(cli: Cli) -> None:
     ended = cli(*OWN, "run.name=a", "train.steps=3")
     assert ended.code == 1
-    assert "blocks.0.mlp.down, blocks.1.mlp.down: planned in NVFP4 and not called in the first step" in ended.err
+    assert (
+        "blocks.0.mlp.down, blocks.1.mlp.down: planned in NVFP4 and not called in the first step"
+        in ended.err
+    )
     assert "policy.keep=[mlp.down]" in ended.err
 
 
 def test_the_fix_that_the_error_names_trains_and_a_gate_that_asks_no_producer_is_named(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU, whose plan says that gates are quantised where they are made: their own forward pass asks nobody."""
+    """On a GPU, whose plan says that gates are quantised where they are made: their own forward
+    pass asks nobody.
+    """
     monkeypatch.setattr(triton, "why_not_here", lambda device: None)
     ended = cli(*OWN, "run.name=a", "train.steps=2", "policy.keep=[mlp.down]")
     assert ended.code == 0
-    assert ended.err.count("blocks.0.mlp, blocks.1.mlp: named by fp4train_produced, and no producer was asked") == 1
+    assert (
+        ended.err.count(
+            "blocks.0.mlp, blocks.1.mlp: named by fp4train_produced, and no producer was asked"
+        )
+        == 1
+    )
     assert sorted(losses("runs/a")) == [1, 2]
 
 
-def test_norms_that_hooks_watch_are_not_said_to_ask_no_producer(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_norms_that_hooks_watch_are_not_said_to_ask_no_producer(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(triton, "why_not_here", lambda device: None)
     ended = cli(*OWN, "run.name=a", "train.steps=1", "model._target_=fusedlab.Watched")
     assert ended.code == 0 and "in the first step" not in ended.err
@@ -77,7 +91,12 @@ def test_norms_that_hooks_watch_are_not_said_to_ask_no_producer(cli: Cli, monkey
 
 @pytest.mark.parametrize(
     "options",
-    [("model.recompute=true",), ("model.tied=true", "eval.every=1"), ("eval.errors_every=1",), ("train.microbatch=2",)],
+    [
+        ("model.recompute=true",),
+        ("model.tied=true", "eval.every=1"),
+        ("eval.errors_every=1",),
+        ("train.microbatch=2",),
+    ],
 )
 def test_a_run_whose_layers_are_all_called_says_nothing(
     cli: Cli, options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch

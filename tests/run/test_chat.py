@@ -1,4 +1,6 @@
-"""Runs on conversations: the loss is that of the answers of a whole batch, however it is cut; resume to the bit."""
+"""Runs on conversations: the loss is that of the answers of a whole batch, however it is cut;
+resume to the bit.
+"""
 
 import json
 from pathlib import Path
@@ -26,23 +28,33 @@ WORDS = (
 def chat(tmp_path: Path) -> tuple[str, ...]:
     def talk(n: int) -> dict[str, list[dict[str, str]]]:
         answer = "y" * (1 + n * 7 % 13)
-        return {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": answer}]}
+        return {
+            "messages": [
+                {"role": "user", "content": f"{n}?"},
+                {"role": "assistant", "content": answer},
+            ]
+        }
 
     path = tmp_path / "talks.jsonl"
     path.write_text("".join(json.dumps(talk(n)) + "\n" for n in range(60)), encoding="utf-8")
     return (*WORDS, f"data.path={path}", f"data.cache_dir={tmp_path / 'cache'}")
 
 
-def test_the_loss_of_a_step_is_that_of_its_answers_for_any_microbatches(cli: Cli, chat: tuple[str, ...]) -> None:
+def test_the_loss_of_a_step_is_that_of_its_answers_for_any_microbatches(
+    cli: Cli, chat: tuple[str, ...]
+) -> None:
     """The mean over the answers of the batch, and not of the means of its microbatches."""
     assert cli("run.name=whole", *chat).code == 0
     assert cli("run.name=cut", *chat, "train.microbatch=1").code == 0
-    whole, cut = losses("runs/whole"), losses("runs/cut")
+    whole = losses("runs/whole")
+    cut = losses("runs/cut")
     for step in whole:
         assert cut[step][:2] == pytest.approx(whole[step][:2], rel=2e-5)
 
 
-def test_the_validation_loss_is_torchs_over_the_answers_alone(cli: Cli, chat: tuple[str, ...]) -> None:
+def test_the_validation_loss_is_torchs_over_the_answers_alone(
+    cli: Cli, chat: tuple[str, ...]
+) -> None:
     assert cli("run.name=a", *chat).code == 0
     trained = load_trained(Path("runs/a"))
     config = trained.config
@@ -57,16 +69,22 @@ def test_the_validation_loss_is_torchs_over_the_answers_alone(cli: Cli, chat: tu
     assert score.values["tokens"] == int((targets >= 0).sum())
 
 
-def test_a_run_resumes_to_the_bit_with_its_own_template(cli: Cli, chat: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_run_resumes_to_the_bit_with_its_own_template(
+    cli: Cli, chat: tuple[str, ...], tmp_path: Path
+) -> None:
     assert cli("run.name=a", *chat).code == 0
     whole = losses("runs/a")
-    assert (Path("runs/a") / "chat_template.json").exists() and "chat_template.json" in run_directory.TOKENIZER
+    assert (
+        Path("runs/a") / "chat_template.json"
+    ).exists() and "chat_template.json" in run_directory.TOKENIZER
     assert cli.raw("resume=runs/a", "resume_step=2").code == 0
     assert losses("runs/a") == whole
 
 
 def test_a_broken_line_ends_the_start_with_its_number(cli: Cli, chat: tuple[str, ...]) -> None:
-    path = Path(next(word for word in chat if word.startswith("data.path=")).removeprefix("data.path="))
+    path = Path(
+        next(word for word in chat if word.startswith("data.path=")).removeprefix("data.path=")
+    )
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join([*lines[:7], '{"messages": 1}\n', *lines[7:]]))
     found = cli("run.name=a", *chat)
@@ -78,7 +96,9 @@ def test_pipelines_are_refused(cli: Cli, chat: tuple[str, ...]) -> None:
     assert "data=chat: later stages of a pipeline" in found.message
 
 
-def test_turns_that_end_with_the_end_of_a_document_see_the_turns_before(cli: Cli, tmp_path: Path) -> None:
+def test_turns_that_end_with_the_end_of_a_document_see_the_turns_before(
+    cli: Cli, tmp_path: Path
+) -> None:
     """The loss of packed conversations is that of each by itself, without a mask."""
     folder = tmp_path / "tokenizer"
     folder.mkdir()
@@ -87,8 +107,15 @@ def test_turns_that_end_with_the_end_of_a_document_see_the_turns_before(cli: Cli
     (folder / "tokenizer_config.json").write_text(json.dumps(VARIABLES))
     turns = [{"role": ("user", "assistant")[n % 2], "content": f"turn {n}"} for n in range(6)]
     path = tmp_path / "talks.jsonl"
-    path.write_text("".join(json.dumps({"messages": turns[: 2 + n % 3 * 2]}) + "\n" for n in range(60)))
-    words = (*WORDS, f"data.path={path}", f"data.cache_dir={tmp_path / 'cache'}", "data/tokenizer=pretrained")
+    path.write_text(
+        "".join(json.dumps({"messages": turns[: 2 + n % 3 * 2]}) + "\n" for n in range(60))
+    )
+    words = (
+        *WORDS,
+        f"data.path={path}",
+        f"data.cache_dir={tmp_path / 'cache'}",
+        "data/tokenizer=pretrained",
+    )
     assert cli("run.name=a", *words, f"data.tokenizer.name={folder}").code == 0
     trained = load_trained(Path("runs/a"))
     data = trained.config.data.build(Path("runs/a"), 256, 0)
@@ -96,11 +123,14 @@ def test_turns_that_end_with_the_end_of_a_document_see_the_turns_before(cli: Cli
     inner = torch.from_numpy(np.asarray(data.val.inner_ends) != 0)
     assert bool(inner.any())
     end = trained.text_tokenizer().end_of_document
-    total, count, start = 0.0, 0, 0
+    total = 0.0
+    count = 0
+    start = 0
     ids = torch.from_numpy(np.asarray(data.val.ids).astype("int64"))
     scored = torch.from_numpy(np.asarray(data.val.scored) != 0)
     for last in torch.nonzero((ids == end) & ~inner).flatten().tolist():
-        talk, learned = ids[start : last + 1], scored[start : last + 1][1:]
+        talk = ids[start : last + 1]
+        learned = scored[start : last + 1][1:]
         start = last + 1
         if learned.any():
             logits = trained.forward(trained.high_precision, talk[None, :-1])[0].float()
@@ -111,7 +141,9 @@ def test_turns_that_end_with_the_end_of_a_document_see_the_turns_before(cli: Cli
     tokens, targets = loader.rows(0, rows)
     assert bool((tokens < 0).any())
     with trained.masked():
-        loss = trained.forward(trained.high_precision, tokens, targets) * loader.loss_factor(0, rows)
+        loss = trained.forward(trained.high_precision, tokens, targets) * loader.loss_factor(
+            0, rows
+        )
     assert float(loss) == pytest.approx(total / count, rel=1e-4)
     assert count == int((targets >= 0).sum())
     resumed = cli.raw("resume=runs/a", "resume_step=2")
@@ -122,5 +154,10 @@ def with_special_end(text: str) -> str:
     """A tokenizer file whose `</s>` is one id in a template."""
     table = json.loads(text)
     return json.dumps(
-        table | {"added_tokens": [{**token, "special": token["content"] == "</s>"} for token in table["added_tokens"]]}
+        table
+        | {
+            "added_tokens": [
+                {**token, "special": token["content"] == "</s>"} for token in table["added_tokens"]
+            ]
+        }
     )

@@ -20,7 +20,8 @@ def unreachable_tensors() -> list[torch.Size]:
     gc.set_debug(gc.DEBUG_SAVEALL)
     try:
         gc.collect()
-        tensors = [each for each in gc.garbage if issubclass(type(each), torch.Tensor)]  # isinstance asks dead proxies
+        # isinstance asks dead proxies
+        tensors = [each for each in gc.garbage if issubclass(type(each), torch.Tensor)]
         return [each.shape for each in tensors]
     finally:
         gc.set_debug(0)
@@ -36,13 +37,20 @@ def test_unreachable_tensors_are_seen() -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [[], ["train.microbatch=2", "model.recompute=true"], ["recipe=mxfp8"], ["recipe=fp8_delayed"], ["recipe=bf16"]],
+    [
+        [],
+        ["train.microbatch=2", "model.recompute=true"],
+        ["recipe=mxfp8"],
+        ["recipe=fp8_delayed"],
+        ["recipe=bf16"],
+    ],
     ids=["nvfp4", "recomputed", "mxfp8", "delayed", "bf16"],
 )
 def test_a_step_leaves_no_cycles_that_would_hold_memory(
     settings: list[str], cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, found = train.train_step, list[list[torch.Size]]()
+    real = train.train_step
+    found = list[list[torch.Size]]()
 
     def counted_step(run: Any, recipe: Any) -> Any:
         values = real(run, recipe)
@@ -95,7 +103,9 @@ def test_what_a_run_finds_is_frozen_while_it_trains() -> None:
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_afterwards_the_collector_is_as_it_was(enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_afterwards_the_collector_is_as_it_was(
+    enabled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(gc, "isenabled", lambda: enabled)
     calls: list[str] = []
     monkeypatch.setattr(gc, "enable", lambda: calls.append("enable"))

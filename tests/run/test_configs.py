@@ -1,4 +1,6 @@
-"""Every configuration that ships composes, becomes objects, and is planned; the largest model allocates nothing."""
+"""Every configuration that ships composes, becomes objects, and is planned; the largest model
+allocates nothing.
+"""
 
 import pytest
 import torch
@@ -18,7 +20,9 @@ GIVEN = {
     "data=tokens": ["data.path=x", "data.vocab_size=50257"],
     "data/tokenizer=pretrained": ["data.tokenizer.name=x"],
 }
-OPTIONS = [f"{group}={option}" for group, options in overrides.groups().items() for option in options]
+OPTIONS = [
+    f"{group}={option}" for group, options in overrides.groups().items() for option in options
+]
 
 
 def test_all_yaml_files_of_the_tree_are_covered() -> None:
@@ -34,10 +38,13 @@ def test_it_is_planned_and_means_the_same_with_its_defaults_written_out(option: 
     node = plain(composed)
     assert list(unknown_keys(node, Config)) == []
     assert bind(complete(node, Config), Config, "") == bind(node, Config, "")
-    found, meta = to_config(composed), torch.device("meta")
+    found = to_config(composed)
+    meta = torch.device("meta")
     model = build_model(found, 257, meta)
     assert all(p.device == meta for p in model.parameters())
-    plan = build_plan(found, find_layers(model), build_timeline(found), Device.of(torch.device("cpu")))
+    plan = build_plan(
+        found, find_layers(model), build_timeline(found), Device.of(torch.device("cpu"))
+    )
     assert sum(plan.shares(0).values()) == pytest.approx(1)
 
 
@@ -48,7 +55,9 @@ def test_defaults_are_written_out_as_the_classes_have_them() -> None:
     written = complete(node, Config)
     assert bind(written, Config, "") == bind(node, Config, "")
     assert written["optim"]["betas"] == [0.9, 0.95] and written["train"]["compile"] is False
-    assert written["policy"]["recipe_for_kept"]["_target_"] == "fp4train.precision.recipes.high.BF16"
+    assert (
+        written["policy"]["recipe_for_kept"]["_target_"] == "fp4train.precision.recipes.high.BF16"
+    )
     assert complete(written, Config) == written
 
 
@@ -57,11 +66,23 @@ def test_the_plan_of_the_largest_model_takes_no_memory(cli: Cli) -> None:
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     ended = cli.raw("plan", "model=llama_8b", "recipe=nvfp4", "policy=paper")
-    assert ended.code == 0 and "blocks 1–26" in ended.out and "main memory holds a copy" in ended.out
+    assert (
+        ended.code == 0 and "blocks 1–26" in ended.out and "main memory holds a copy" in ended.out
+    )
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300_000, "kB"
 
 
 def test_the_comments_of_the_table_of_contents_name_what_there_is() -> None:
     text = (CONFIGS / "train.yaml").read_text()
-    for group in ("model", "data", "optim", "schedule", "recipe", "policy", "phases", "track", "experiment"):
+    for group in (
+        "model",
+        "data",
+        "optim",
+        "schedule",
+        "recipe",
+        "policy",
+        "phases",
+        "track",
+        "experiment",
+    ):
         assert f"- {group}:" in text

@@ -1,4 +1,6 @@
-"""Random damage to a Hugging Face folder: its weights are loaded, or the folder is refused; nothing else happens."""
+"""Random damage to a Hugging Face folder: its weights are loaded, or the folder is refused; nothing
+else happens.
+"""
 
 import json
 import random
@@ -19,7 +21,24 @@ from fp4train.run.build import build_model
 from fp4train.run.initial import load_init
 
 VALUES: tuple[Any, ...] = (
-    *(None, True, 0, -1, 3, 2.5, float("inf"), float("nan"), 1 << 70, "", "x", "\x1b[31m", [], {}, [1], {"a": 1}),
+    *(
+        None,
+        True,
+        0,
+        -1,
+        3,
+        2.5,
+        float("inf"),
+        float("nan"),
+        1 << 70,
+        "",
+        "x",
+        "\x1b[31m",
+        [],
+        {},
+        [1],
+        {"a": 1},
+    ),
     *([[[[]]]], "9" * 500, ["full_attention"], "F64", "BF16"),
 )
 
@@ -27,7 +46,9 @@ VALUES: tuple[Any, ...] = (
 def changed(node: Any, draw: random.Random) -> None:
     """Sets one value somewhere in JSON values."""
     while inner := [
-        each for each in (node.values() if isinstance(node, dict) else node) if isinstance(each, dict | list)
+        each
+        for each in (node.values() if isinstance(node, dict) else node)
+        if isinstance(each, dict | list)
     ]:
         if draw.random() < 0.4 or not (inner := [each for each in inner if each]):
             break
@@ -55,8 +76,11 @@ def damage(path: Path, draw: random.Random) -> None:
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
-def test_a_damaged_folder_is_loaded_or_refused(folders: dict[str, Path], tmp_path: Path, seed: int) -> None:
-    folder, draw = tmp_path / "folder", random.Random(seed)
+def test_a_damaged_folder_is_loaded_or_refused(
+    folders: dict[str, Path], tmp_path: Path, seed: int
+) -> None:
+    folder = tmp_path / "folder"
+    draw = random.Random(seed)
     shutil.copytree(folders["llama"], folder)
     made = next(iter(composed(["data=text", "data.path=none", f"init={folder}"])))
     ends: Counter[str] = Counter()
@@ -64,7 +88,14 @@ def test_a_damaged_folder_is_loaded_or_refused(folders: dict[str, Path], tmp_pat
         shutil.rmtree(folder)
         shutil.copytree(folders[draw.choice(sorted(folders))], folder)
         damage(
-            draw.choice([path for path in sorted(folder.iterdir()) if path.suffix in (".json", ".safetensors")]), draw
+            draw.choice(
+                [
+                    path
+                    for path in sorted(folder.iterdir())
+                    if path.suffix in (".json", ".safetensors")
+                ]
+            ),
+            draw,
         )
         try:
             config = settings(made).config

@@ -1,4 +1,6 @@
-"""train.deterministic: what torch is told for the time of a run, and that CPUs compute the same bits with it."""
+"""train.deterministic: what torch is told for the time of a run, and that CPUs compute the same
+bits with it.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ from fp4train.run.determinism import CUBLAS, determinism
 
 def settings() -> tuple[object, ...]:
     """All that the option sets."""
-    cuda, matmul = torch.backends.cuda, torch.backends.cuda.matmul
+    cuda = torch.backends.cuda
+    matmul = torch.backends.cuda.matmul
     return (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -42,8 +45,9 @@ def settings() -> tuple[object, ...]:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A machine whose GPU has not been used: torch/cuda/__init__.py `is_available` asks the driver, and sets no
-    `_initialized`, which `is_initialized` returns."""
+    """A machine whose GPU has not been used: torch/cuda/__init__.py `is_available` asks the driver,
+    and sets no `_initialized`, which `is_initialized` returns.
+    """
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     monkeypatch.setenv(CUBLAS, "to be restored")
@@ -64,7 +68,9 @@ def test_nothing_changes_unasked() -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         with determinism(False):
-            assert torch.is_deterministic_algorithms_warn_only_enabled(), "a user's own choice stays"
+            assert torch.is_deterministic_algorithms_warn_only_enabled(), (
+                "a user's own choice stays"
+            )
         with determinism(True):
             assert not torch.is_deterministic_algorithms_warn_only_enabled()
         assert torch.is_deterministic_algorithms_warn_only_enabled()
@@ -83,10 +89,14 @@ def test_cublas_is_told_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.usefixtures("gpu")
-def test_a_run_tells_cublas_before_it_asks_the_gpu(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To ask a GPU its capability initialises CUDA: torch/cuda/__init__.py `get_device_capability` calls
-    `get_device_properties`, that `_lazy_init`, after which `is_initialized` is true. What cuBLAS reads then
-    (aten/src/ATen/cuda/CublasHandlePool.cpp `parseChosenWorkspaceSize`) is read once."""
+def test_a_run_tells_cublas_before_it_asks_the_gpu(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To ask a GPU its capability initialises CUDA: torch/cuda/__init__.py `get_device_capability`
+    calls `get_device_properties`, that `_lazy_init`, after which `is_initialized` is true. What
+    cuBLAS reads then (aten/src/ATen/cuda/CublasHandlePool.cpp `parseChosenWorkspaceSize`) is read
+    once.
+    """
     asked = []
 
     def capability(device: torch.device) -> tuple[int, int]:
@@ -102,10 +112,14 @@ def test_a_run_tells_cublas_before_it_asks_the_gpu(cli: Cli, monkeypatch: pytest
 
 
 @pytest.mark.usefixtures("gpu")
-def test_a_cublas_that_runs_already_or_is_told_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cublas_that_runs_already_or_is_told_otherwise_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv(CUBLAS, ":0:0")
     with (
-        pytest.raises(UserError, match=r"CUBLAS_WORKSPACE_CONFIG=:0:0 .*unset it, or set :4096:8 or :16:8"),
+        pytest.raises(
+            UserError, match=r"CUBLAS_WORKSPACE_CONFIG=:0:0 .*unset it, or set :4096:8 or :16:8"
+        ),
         determinism(True),
     ):
         pass
@@ -129,13 +143,28 @@ RAISING = {
     ),
     *("put", "put_", "scatter_reduce", "upsample_bilinear2d_backward"),
 }
-"""Operators that have no deterministic form for floats on a GPU (the table of `torch.use_deterministic_algorithms`)."""
-SORTING = {"index_add", "index_add_", "index_put", "index_put_", "scatter", "scatter_", "scatter_add", "scatter_add_"}
-"""Operators whose deterministic form is torch's index_put, which sorts and may read its indices on the host."""
+"""Operators that have no deterministic form for floats on a GPU (the table of
+`torch.use_deterministic_algorithms`).
+"""
+SORTING = {
+    "index_add",
+    "index_add_",
+    "index_put",
+    "index_put_",
+    "scatter",
+    "scatter_",
+    "scatter_add",
+    "scatter_add_",
+}
+"""Operators whose deterministic form is torch's index_put, which sorts and may read its indices on
+the host.
+"""
 
 
 class Told(TorchDispatchMode):
-    """The operators that were called while torch was told to be deterministic: their names and that of the dtype."""
+    """The operators that were called while torch was told to be deterministic: their names and that
+    of the dtype.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,16 +172,30 @@ class Told(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         first = args[0] if args else None
-        if torch.are_deterministic_algorithms_enabled() and isinstance(first, Tensor) and first.is_floating_point():
+        if (
+            torch.are_deterministic_algorithms_enabled()
+            and isinstance(first, Tensor)
+            and first.is_floating_point()
+        ):
             self.called.add(function.overloadpacket.__name__)
         return function(*args, **(kwargs or {}))
 
 
 FAMILIES: dict[str, Architecture] = {
     "llama": Llama(width=32, heads=2, kv_heads=1, layers=1),
-    "hybrid": Hybrid(width=32, heads=2, kv_heads=1, pattern="M*-", scan=ScanShape(heads=4, head_dim=8, state=16)),
-    "hyena": Hyena(width=32, heads=2, pattern="SDH*", hidden=48, filters=FilterShape(groups=8, medium=12, poles=4)),
-    "moe": MixtureOfExperts(width=32, heads=2, kv_heads=1, layers=1, experts=ExpertShape(count=4, top=2, hidden=16)),
+    "hybrid": Hybrid(
+        width=32, heads=2, kv_heads=1, pattern="M*-", scan=ScanShape(heads=4, head_dim=8, state=16)
+    ),
+    "hyena": Hyena(
+        width=32,
+        heads=2,
+        pattern="SDH*",
+        hidden=48,
+        filters=FilterShape(groups=8, medium=12, poles=4),
+    ),
+    "moe": MixtureOfExperts(
+        width=32, heads=2, kv_heads=1, layers=1, experts=ExpertShape(count=4, top=2, hidden=16)
+    ),
 }
 
 
@@ -160,9 +203,14 @@ FAMILIES: dict[str, Architecture] = {
 def test_a_step_calls_nothing_that_a_gpu_refuses_or_a_graph_cannot_record(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a CPU, whose operators do not raise; what code chooses by the device is chosen as on a GPU."""
-    monkeypatch.setattr(scan, "_needs_order", lambda a: torch.are_deterministic_algorithms_enabled())
-    model, ids = f4.convert(FAMILIES[family].build(vocab_size=60, seq_len=32)), torch.arange(64).view(2, 32) % 60
+    """On a CPU, whose operators do not raise; what code chooses by the device is chosen as on a
+    GPU.
+    """
+    monkeypatch.setattr(
+        scan, "_needs_order", lambda a: torch.are_deterministic_algorithms_enabled()
+    )
+    model = f4.convert(FAMILIES[family].build(vocab_size=60, seq_len=32))
+    ids = torch.arange(64).view(2, 32) % 60
     with determinism(True), Told() as told:
         with f4.autocast(NVFP4(), step=0):
             loss = model(ids, ids)

@@ -1,4 +1,6 @@
-"""`train.document_mask=true`: runs with it resume to the bit, evaluations know it, and what cannot have it says so."""
+"""`train.document_mask=true`: runs with it resume to the bit, evaluations know it, and what cannot
+have it says so.
+"""
 
 from pathlib import Path
 
@@ -27,7 +29,9 @@ def words(text: Path, tmp_path: Path) -> tuple[str, ...]:
     )
 
 
-def test_a_run_resumes_to_the_bit_and_differs_from_one_without(cli: Cli, words: tuple[str, ...]) -> None:
+def test_a_run_resumes_to_the_bit_and_differs_from_one_without(
+    cli: Cli, words: tuple[str, ...]
+) -> None:
     assert cli("run.name=a", *words).code == 0
     assert cli("run.name=b", *words, "train.document_mask=false").code == 0
     whole = losses("runs/a")
@@ -46,7 +50,12 @@ def test_a_run_resumes_to_the_bit_and_differs_from_one_without(cli: Cli, words: 
             "model.scan.head_dim=16",
             "model.scan.state=16",
         ),
-        ("model=hyena_tiny", "model.pattern=SDH", "model.filters.groups=8", "model.filters.poles=4"),
+        (
+            "model=hyena_tiny",
+            "model.pattern=SDH",
+            "model.filters.groups=8",
+            "model.filters.poles=4",
+        ),
     ],
     ids=["hybrid", "hyena"],
 )
@@ -64,16 +73,22 @@ def test_states_and_filters_begin_anew_with_each_document(
     )
     assert cli("run.name=a", *tiny).code == 0
     assert cli("run.name=b", *tiny, "train.document_mask=false").code == 0
-    masked, plain = losses("runs/a"), losses("runs/b")
+    masked = losses("runs/a")
+    plain = losses("runs/b")
     assert masked[1] != plain[1]
     assert masked[2][0] < masked[1][0]
 
 
-def test_an_evaluation_attends_within_documents_as_the_run_does(cli: Cli, words: tuple[str, ...]) -> None:
+def test_an_evaluation_attends_within_documents_as_the_run_does(
+    cli: Cli, words: tuple[str, ...]
+) -> None:
     assert cli("run.name=a", *words).code == 0
     trained = load_trained(Path("runs/a"))
     (score,) = held_out(trained, [trained.high_precision], None)
-    assert score.values["loss"] == [line["val/loss"] for line in lines("runs/a") if "val/loss" in line][-1]
+    assert (
+        score.values["loss"]
+        == [line["val/loss"] for line in lines("runs/a") if "val/loss" in line][-1]
+    )
     assert score.values["bytes"] < score.values["tokens"]
 
 
@@ -88,14 +103,24 @@ def test_token_files_do_not_say_where_documents_end(cli: Cli) -> None:
 def test_token_files_have_documents_where_a_key_says_what_divides_them(cli: Cli, key: str) -> None:
     (np.arange(4000) % 50).astype(np.uint16).tofile("ids.bin")
     tiny = besides(TINY, {"data"})
-    given = (*tiny, "data=tokens", "data.path=ids.bin", "data.vocab_size=50", "track=jsonl", "train.steps=2")
+    given = (
+        *tiny,
+        "data=tokens",
+        "data.path=ids.bin",
+        "data.vocab_size=50",
+        "track=jsonl",
+        "train.steps=2",
+    )
     masked = ("train.document_mask=true", f"data.{key}=7")
     assert cli.raw("run.name=a", *given, *masked).code == 0
     assert cli.raw("run.name=b", *given, f"data.{key}=7").code == 0
     assert losses("runs/a")[2] != losses("runs/b")[2]
     trained = load_trained(Path("runs/a"))
     (score,) = held_out(trained, [trained.high_precision], None)
-    assert score.values["loss"] == [line["val/loss"] for line in lines("runs/a") if "val/loss" in line][-1]
+    assert (
+        score.values["loss"]
+        == [line["val/loss"] for line in lines("runs/a") if "val/loss" in line][-1]
+    )
 
 
 def test_later_stages_of_a_pipeline_do_not_know_the_documents(cli: Cli) -> None:

@@ -1,4 +1,6 @@
-"""Evaluations run applied plans: that of the stretch, and the same in high precision, which a run resolves once."""
+"""Evaluations run applied plans: that of the stretch, and the same in high precision, which a run
+resolves once.
+"""
 
 from typing import Any
 
@@ -17,7 +19,10 @@ from fp4train.run import run as runs
 def test_steps_evaluations_and_measured_steps_resolve_nothing_in_a_call(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
 ) -> None:
-    monkeypatch.setattr("fp4train.nn.planned.resolve", lambda layer, *_: pytest.fail(f"{layer.name}: resolved again"))
+    monkeypatch.setattr(
+        "fp4train.nn.planned.resolve",
+        lambda layer, *_: pytest.fail(f"{layer.name}: resolved again"),
+    )
     planned: list[str] = []
     make_plan = runs.make_plan
 
@@ -28,10 +33,14 @@ def test_steps_evaluations_and_measured_steps_resolve_nothing_in_a_call(
     monkeypatch.setattr(runs, "make_plan", noted)
     words = ("train.steps=5", "eval.every=1", "eval.errors_every=2", "phases.cooldown.start=3")
     assert cli("run.name=a", *words, *options).code == 0
-    assert len(planned) == 2, "one plan in high precision for each stretch, whatever the number of evaluations"
+    assert len(planned) == 2, (
+        "one plan in high precision for each stretch, whatever the number of evaluations"
+    )
 
 
-def test_after_an_evaluation_the_layers_have_the_plan_of_their_stretch(cli: Cli, before: Before) -> None:
+def test_after_an_evaluation_the_layers_have_the_plan_of_their_stretch(
+    cli: Cli, before: Before
+) -> None:
     def look(run: Any) -> None:
         high = run.in_high_precision(run.plan.at(run.step)).recipe
         assert not high.quantised

@@ -1,4 +1,6 @@
-"""Families other than Llama through the command line: every recipe, the plan, samples, folders of Hugging Face."""
+"""Families other than Llama through the command line: every recipe, the plan, samples, folders of
+Hugging Face.
+"""
 
 import json
 from pathlib import Path
@@ -18,17 +20,37 @@ from fp4train.models.common.scan import CausalConvolution
 from fp4train.precision.layers import find_layers
 from fp4train.run.record.directory import read_config
 
-RECIPES = sorted(path.stem for path in (Path(fp4train.__file__).parents[1] / "recipes").glob("*.yaml"))
+RECIPES = sorted(
+    path.stem for path in (Path(fp4train.__file__).parents[1] / "recipes").glob("*.yaml")
+)
 HYBRID = (
-    *("model=hybrid_tiny", "model.width=32", "model.pattern=M-M*", "model.hidden=64", "model.scan.heads=4"),
+    *(
+        "model=hybrid_tiny",
+        "model.width=32",
+        "model.pattern=M-M*",
+        "model.hidden=64",
+        "model.scan.heads=4",
+    ),
     *("model.scan.head_dim=16", "model.scan.state=16", "model.scan.chunk=16"),
 )
 MOE = (
-    *("model=moe_tiny", "model.width=32", "model.layers=3", "model.hidden=64", "model.experts.count=4"),
+    *(
+        "model=moe_tiny",
+        "model.width=32",
+        "model.layers=3",
+        "model.hidden=64",
+        "model.experts.count=4",
+    ),
     *("model.experts.hidden=32", "model.balance.loss=0.01", "model.balance.speed=0.01"),
 )
 HYENA = (
-    *("model=hyena_tiny", "model.width=32", "model.pattern=SDH*", "model.hidden=64", "model.filters.groups=8"),
+    *(
+        "model=hyena_tiny",
+        "model.width=32",
+        "model.pattern=SDH*",
+        "model.hidden=64",
+        "model.filters.groups=8",
+    ),
     *("model.filters.poles=4", "model.vocab_size=320"),
 )
 FAMILIES = {"hybrid": HYBRID, "hyena": HYENA, "moe": MOE}
@@ -37,7 +59,12 @@ OUTLIERS = ("recipe.outliers.multiple=8", "recipe.outliers.start=0", "recipe.out
 RECORDED = ("recipe.outliers.start=2", "recipe.outliers.steps=3")
 """Steps before and after a run is resumed at the fourth."""
 SOFTMAX = (
-    *("model.experts.scores=softmax", "model.experts.bias=false", "model.experts.shared=0", "model.experts.scale=1"),
+    *(
+        "model.experts.scores=softmax",
+        "model.experts.bias=false",
+        "model.experts.shared=0",
+        "model.experts.scale=1",
+    ),
     "model.balance.speed=0",
 )
 KINDS = FAMILIES | {
@@ -54,26 +81,42 @@ ELSEWHERE = ("hyena",)
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
-    "recipe", [pytest.param(name, marks=() if name == "nvfp4" else pytest.mark.long) for name in RECIPES]
+    "recipe",
+    [pytest.param(name, marks=() if name == "nvfp4" else pytest.mark.long) for name in RECIPES],
 )
 def test_a_family_learns_in_every_recipe(cli: Cli, family: str, recipe: str) -> None:
-    options = ("policy=all", "train.steps=5", "optim.lr=1e-2", *(OUTLIERS if recipe.endswith("_outliers") else ()))
+    options = (
+        "policy=all",
+        "train.steps=5",
+        "optim.lr=1e-2",
+        *(OUTLIERS if recipe.endswith("_outliers") else ()),
+    )
     ended = cli(*FAMILIES[family], "run.name=a", f"recipe={recipe}", *options)
-    assert ended.code == 0 and "not converted" not in ended.err and "never chosen" not in ended.err, ended.err
+    assert (
+        ended.code == 0 and "not converted" not in ended.err and "never chosen" not in ended.err
+    ), ended.err
     found = losses("runs/a")
     assert found[5][0] < found[1][0] - 0.3
 
 
 @pytest.mark.parametrize("family", ["hybrid", "hyena"])
-def test_weight_decay_spares_the_filters_of_convolutions(cli: Cli, before: Before, family: str) -> None:
+def test_weight_decay_spares_the_filters_of_convolutions(
+    cli: Cli, before: Before, family: str
+) -> None:
     runs: list[Any] = []
     before(0, runs.append)
     assert cli("run.name=a", *FAMILIES[family], "train.steps=1").code == 0
     (run,) = runs
-    decays = {id(p): group["weight_decay"] for group in run.optimizer.param_groups for p in group["params"]}
+    decays = {
+        id(p): group["weight_decay"]
+        for group in run.optimizer.param_groups
+        for p in group["params"]
+    }
     filters = {name for name, p in run.model.named_parameters() if p.dim() == 3}
     assert filters
-    assert {name for name, p in run.model.named_parameters() if p.dim() == 3 and decays[id(p)]} == set()
+    assert {
+        name for name, p in run.model.named_parameters() if p.dim() == 3 and decays[id(p)]
+    } == set()
     assert {decays[id(p)] for p in run.model.parameters()} == {0.0, 0.1}
 
 
@@ -97,7 +140,9 @@ def test_a_run_whose_filters_had_weight_decay_is_not_resumed_in_silence(
     [
         ("recipe=nvfp4",),
         ("recipe=fp8_delayed",),
-        pytest.param(("recipe=tetrajet_v2_outliers", *OUTLIERS[:1], *RECORDED), marks=pytest.mark.long),
+        pytest.param(
+            ("recipe=tetrajet_v2_outliers", *OUTLIERS[:1], *RECORDED), marks=pytest.mark.long
+        ),
     ],
     ids=["nvfp4", "histories of amaxes", "in the middle of recording outlier channels"],
 )
@@ -106,7 +151,8 @@ def test_a_family_resumes_in_every_bit(cli: Cli, family: str, recipe: tuple[str,
     assert cli("run.name=whole", *options, "schedule=constant").code == 0
     assert cli("run.name=a", *options, "schedule=constant", "train.steps=4").code == 0
     assert cli("resume=runs/a", "train.steps=6").code == 0
-    whole, resumed = losses("runs/whole"), losses("runs/a")
+    whole = losses("runs/whole")
+    resumed = losses("runs/a")
     assert [resumed[step] for step in (5, 6)] == [whole[step] for step in (5, 6)]
 
 
@@ -115,8 +161,9 @@ SPARED = {
     "hyena": ("embed.weight", ".featuriser", ".taps", ".log_poles", ".residues"),
     "moe": ("embed.weight", ".router.weight"),
 }
-"""Ends of names of what has two or more dimensions and is no weight of a linear layer: filters of channels, rows of
-tokens, routers."""
+"""Ends of names of what has two or more dimensions and is no weight of a linear layer: filters of
+channels, rows of tokens, routers.
+"""
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -128,14 +175,19 @@ def test_the_plan_lists_all_weights_of_a_family(cli: Cli, family: str) -> None:
     model = shape.build(vocab_size=320, seq_len=32)
     layers = find_layers(model)
     assert listed == layers.keys()
-    every = model.named_parameters(remove_duplicate=False)  # a head that is tied to the embedding is a linear layer
+    # a head that is tied to the embedding is a linear layer
+    every = model.named_parameters(remove_duplicate=False)
     matrices = {name: p for name, p in every if p.dim() > 1 and not name.endswith(SPARED[family])}
     assert matrices.keys() == {f"{name}.weight" for name in layers}
-    assert sum(p.numel() for p in matrices.values()) == sum(layer.weights for layer in layers.values())
+    assert sum(p.numel() for p in matrices.values()) == sum(
+        layer.weights for layer in layers.values()
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_run_measures_its_utilisation_by_the_flop_of_its_plan(cli: Cli, before: Before, family: str) -> None:
+def test_a_run_measures_its_utilisation_by_the_flop_of_its_plan(
+    cli: Cli, before: Before, family: str
+) -> None:
     """Which are more than those of linear layers: attention, scans and Fourier transforms."""
     seen: list[int] = []
     before(0, lambda run: seen.append(run.multiplied))
@@ -155,25 +207,49 @@ def test_the_layers_of_a_published_size_are_all_of_its_matrices(name: str, famil
     shape = to_config(compose([f"model={name}", "run.name=a"])).model
     with torch.device("meta"):
         model = fp4train.convert(shape.build(vocab_size=320, seq_len=32))
-    matrices = {n: p.numel() for n, p in model.named_parameters() if p.dim() > 1 and not n.endswith(SPARED[family])}
+    matrices = {
+        n: p.numel()
+        for n, p in model.named_parameters()
+        if p.dim() > 1 and not n.endswith(SPARED[family])
+    }
     layers = find_layers(model)
-    found = {f"{each}.weight": layer.weights for each, layer in layers.items() if f"{each}.weight" in matrices}
-    assert found == matrices and sum(matrices.values()) > 0.9 * sum(p.numel() for p in model.parameters())
-    assert layers.keys() - {n.removesuffix(".weight") for n in matrices} <= {"head"}, "a tied head is the embedding"
+    found = {
+        f"{each}.weight": layer.weights
+        for each, layer in layers.items()
+        if f"{each}.weight" in matrices
+    }
+    assert found == matrices and sum(matrices.values()) > 0.9 * sum(
+        p.numel() for p in model.parameters()
+    )
+    assert layers.keys() - {n.removesuffix(".weight") for n in matrices} <= {"head"}, (
+        "a tied head is the embedding"
+    )
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("family", KINDS)
 def test_a_family_goes_to_transformers_and_comes_back_in_every_bit(cli: Cli, family: str) -> None:
-    """Text from it, the exported folder, and a run that begins with it and takes a step that changes no bit."""
+    """Text from it, the exported folder, and a run that begins with it and takes a step that
+    changes no bit.
+    """
     import transformers
 
     assert cli("run.name=a", *KINDS[family], "recipe=bf16", "train.steps=2").code == 0
     assert cli.raw("sample", "runs/a", "prompt=the", "tokens=4").code == 0
     assert cli.raw("export", "runs/a", "to=hf", "out=hf").code == 0
-    begun = ("run.name=b", "init=hf", "recipe=bf16", "train.steps=1", "optim.lr=1e-30", "train.seq_len=32")
+    begun = (
+        "run.name=b",
+        "init=hf",
+        "recipe=bf16",
+        "train.steps=1",
+        "optim.lr=1e-30",
+        "train.seq_len=32",
+    )
     chosen = CHOSEN.get(family, ())
-    assert cli.raw(*begun, *chosen, "train.batch_size=2", "data=text", "track=jsonl", *cli.paths).code == 0
+    assert (
+        cli.raw(*begun, *chosen, "train.batch_size=2", "data=text", "track=jsonl", *cli.paths).code
+        == 0
+    )
     saved = read_config(Path("runs/b"))
     for key, _, value in (each.partition("=") for each in chosen):
         assert str(OmegaConf.select(saved, key)) == value
@@ -196,8 +272,18 @@ def test_python_files_of_a_folder_are_not_run(cli: Cli) -> None:
     run = cli.trained("run.name=a", *HYBRID, "recipe=bf16", "train.steps=1")
     assert cli.raw("export", str(run), "to=hf", "out=hf").code == 0
     Path("hf/modeling_nemotron_h.py").write_text("from pathlib import Path\nPath('ran').touch()\n")
-    change_table(Path("hf/config.json"), auto_map={"AutoModelForCausalLM": "modeling_nemotron_h.NemotronHForCausalLM"})
-    begun = ("run.name=b", "init=hf", "recipe=nvfp4", "train.steps=1", "train.seq_len=32", "train.batch_size=2")
+    change_table(
+        Path("hf/config.json"),
+        auto_map={"AutoModelForCausalLM": "modeling_nemotron_h.NemotronHForCausalLM"},
+    )
+    begun = (
+        "run.name=b",
+        "init=hf",
+        "recipe=nvfp4",
+        "train.steps=1",
+        "train.seq_len=32",
+        "train.batch_size=2",
+    )
     ended = cli.raw(*begun, "data=text", "track=jsonl", *cli.paths)
     assert ended.code == 0, ended.err
     assert not Path("ran").exists()
@@ -206,10 +292,19 @@ def test_python_files_of_a_folder_are_not_run(cli: Cli) -> None:
 def test_a_folder_with_evo_2_s_names_needs_no_tokenizer(cli: Cli) -> None:
     """Its ids are bytes, and what an FP8 recipe kept beside the weights is passed over."""
     write_evo2(Path("evo2"))
-    begun = ("init=evo2", "recipe=nvfp4", "train.steps=1", "train.seq_len=32", "train.batch_size=2", "track=jsonl")
+    begun = (
+        "init=evo2",
+        "recipe=nvfp4",
+        "train.steps=1",
+        "train.seq_len=32",
+        "train.batch_size=2",
+        "track=jsonl",
+    )
     begun = (*begun, "data=text", *cli.paths)
     assert cli.raw(*begun, "run.name=a").code == 0
-    assert read_config(Path("runs/a")).data.tokenizer == {"_target_": "fp4train.data.tokenizers.bytes.Bytes"}
+    assert read_config(Path("runs/a")).data.tokenizer == {
+        "_target_": "fp4train.data.tokenizers.bytes.Bytes"
+    }
     assert cli.raw(*begun, "run.name=b", "data/tokenizer=bytes").code == 0
     assert losses("runs/a") == losses("runs/b")
     assert cli.raw("sample", "runs/a", "prompt=ACGT", "tokens=2").code == 0
@@ -217,9 +312,14 @@ def test_a_folder_with_evo_2_s_names_needs_no_tokenizer(cli: Cli) -> None:
 
 @pytest.mark.parametrize("family", ELSEWHERE)
 def test_what_no_serving_software_reads_is_not_exported(cli: Cli, family: str) -> None:
-    run = cli.trained("run.name=a", *FAMILIES[family], "recipe=nvfp4", "phases=none", "train.steps=1")
+    run = cli.trained(
+        "run.name=a", *FAMILIES[family], "recipe=nvfp4", "phases=none", "train.steps=1"
+    )
     ended = cli.raw("export", str(run), "to=compressed-tensors", "out=codes")
-    assert ended.code == 1 and "no serving software reads the codes of a Hyena; to=hf writes its weights" in ended.err
+    assert (
+        ended.code == 1
+        and "no serving software reads the codes of a Hyena; to=hf writes its weights" in ended.err
+    )
     assert cli.raw("export", str(run), "to=hf", "out=hf").code == 0
     card = Path("hf/README.md").read_text()
     assert "vortex" in card and "library_name" not in card and not Path("codes").exists()
@@ -228,12 +328,20 @@ def test_what_no_serving_software_reads_is_not_exported(cli: Cli, family: str) -
 def test_the_paper_s_policy_keeps_the_blocks_that_the_paper_kept(cli: Cli) -> None:
     """arXiv:2509.25149: of 62 blocks the first 2 and the last 8 in BF16."""
     data = ("data=tokens", "data.path=none.bin", "data.vocab_size=131072")
-    ended = cli.raw("plan", "model=hybrid_12b", "policy=paper", "recipe=nvfp4", "phases=none", *data)
+    ended = cli.raw(
+        "plan", "model=hybrid_12b", "policy=paper", "recipe=nvfp4", "phases=none", *data
+    )
     assert ended.code == 0
-    assert "blocks 0–1 " in ended.out and "blocks 2–53 " in ended.out and "blocks 54–61 " in ended.out
-    ended = cli.raw("plan", "model=hybrid_12b", "policy=paper", "recipe=nvfp4", "phases=none", *data, "--json")
+    assert (
+        "blocks 0–1 " in ended.out and "blocks 2–53 " in ended.out and "blocks 54–61 " in ended.out
+    )
+    ended = cli.raw(
+        "plan", "model=hybrid_12b", "policy=paper", "recipe=nvfp4", "phases=none", *data, "--json"
+    )
     found: dict[int, set[str]] = {}
     for row in json.loads(ended.out)["gemms"]:
         if row["layer"] != "head":
             found.setdefault(int(row["layer"].split(".")[1]), set()).add(row["elements"])
-    assert found == {block: {"E2M1·E2M1" if 2 <= block < 54 else "BF16·BF16"} for block in range(62)}
+    assert found == {
+        block: {"E2M1·E2M1" if 2 <= block < 54 else "BF16·BF16"} for block in range(62)
+    }

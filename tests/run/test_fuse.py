@@ -1,4 +1,6 @@
-"""`train.kernels`: which runs take Liger's kernels, what the plan says of it, and where a run goes on without them."""
+"""`train.kernels`: which runs take Liger's kernels, what the plan says of it, and where a run goes
+on without them.
+"""
 
 import sys
 from dataclasses import replace
@@ -40,16 +42,23 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def model() -> Any:
-    return f4.convert(Llama(width=32, layers=1, heads=2, kv_heads=1).build(vocab_size=60, seq_len=32))
+    return f4.convert(
+        Llama(width=32, layers=1, heads=2, kv_heads=1).build(vocab_size=60, seq_len=32)
+    )
 
 
-def test_a_package_that_cannot_be_imported_leaves_a_run_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_cannot_be_imported_leaves_a_run_to_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """One that was made for another Triton, say: only who names the kernels is stopped."""
     monkeypatch.setitem(sys.modules, "liger_kernel.ops", None)
-    built, settings = model(), TrainSettings(steps=1, batch_size=1, microbatch=None, seq_len=8)
+    built = model()
+    settings = TrainSettings(steps=1, batch_size=1, microbatch=None, seq_len=8)
     fuse(built, settings, "cuda")
     assert built.operators is OF_TORCH
-    with pytest.raises(UserError, match=r"train\.kernels=liger: liger-kernel cannot be imported: .*; train\.ker"):
+    with pytest.raises(
+        UserError, match=r"train\.kernels=liger: liger-kernel cannot be imported: .*; train\.ker"
+    ):
         fuse(built, replace(settings, kernels="liger"), "cuda")
 
 
@@ -57,20 +66,35 @@ def test_the_plan_says_which_kernels_run_and_why(cli: Cli, monkeypatch: pytest.M
     what = "Norms, gates, rotations and the loss run in"
     in_c = "The loss runs in torch's operators"
     assert in_c in cli("plan").out
-    assert f"{what} torch's operators: train.kernels=torch asks for them." in cli("plan", "train.kernels=torch").out
+    assert (
+        f"{what} torch's operators: train.kernels=torch asks for them."
+        in cli("plan", "train.kernels=torch").out
+    )
     assert "train.kernels=liger: they are for GPUs" in cli("plan", "train.kernels=liger").message
     monkeypatch.setattr(liger, "why_not", lambda device: None)
-    assert f"{what} liger's kernels (train.kernels=liger)." in cli("plan", "train.kernels=liger").out
+    assert (
+        f"{what} liger's kernels (train.kernels=liger)." in cli("plan", "train.kernels=liger").out
+    )
     assert in_c in cli("plan").out
     compiled = cli("plan", "train.compile=true").out
     assert "The loss runs in liger's kernels (train.kernels=auto)." in compiled
 
 
-def test_torchs_kernels_leave_the_sum_of_gradients_to_autograd(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU that adds dw within its product as a GPU does. With recomputed blocks every second microbatch of both
-    steps adds the 14 gradients of two blocks; losses have the same bits."""
-    added, found = adding.begin(monkeypatch.setattr), []
-    options = ("recipe=bf16", "train.steps=2", "train.microbatch=2", "train.batch_size=4", "model.recompute=true")
+def test_torchs_kernels_leave_the_sum_of_gradients_to_autograd(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU that adds dw within its product as a GPU does. With recomputed blocks every second
+    microbatch of both steps adds the 14 gradients of two blocks; losses have the same bits.
+    """
+    added = adding.begin(monkeypatch.setattr)
+    found = []
+    options = (
+        "recipe=bf16",
+        "train.steps=2",
+        "train.microbatch=2",
+        "train.batch_size=4",
+        "model.recompute=true",
+    )
     for kernels, count in (("auto", 2 * 14), ("torch", 0)):
         assert cli(f"run.name={kernels}", *options, f"train.kernels={kernels}").code == 0
         assert len(added) == count
@@ -83,29 +107,41 @@ def test_the_plan_says_which_norms_gates_and_rotations_c_kernels_make_and_why_no
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the layers run: of four blocks the policy keeps one in high precision."""
-    what, shape = "norms, gates and rotations run in", ("model.width=128", "model.hidden=384", "model.layers=4")
+    what = "norms, gates and rotations run in"
+    shape = ("model.width=128", "model.hidden=384", "model.layers=4")
     for recipe in ("bf16", "nvfp4"):
         said = cli("plan", *shape, f"recipe={recipe}").out
-        assert f"17 {what} C kernels, in the bits of torch's operators." in said and "torch's operators: " not in said
+        assert (
+            f"17 {what} C kernels, in the bits of torch's operators." in said
+            and "torch's operators: " not in said
+        )
     assert "C kernels" not in cli("plan", *shape, "train.kernels=torch").out
     said = cli("plan", *shape, "model.width=160", "recipe=bf16").out
     assert f"9 {what} torch's operators: 160 features are no multiple of 64." in said
     assert f"4 {what} torch's operators: 80 features are no multiple of 64." in said
     monkeypatch.setattr(on_cpu, "whole_vectors", lambda elements: False)
     said = cli("plan", *shape, "recipe=bf16").out
-    assert f"4 {what} torch's operators: 128 tokens of 384 features do not fill the vectors of" in said
+    assert (
+        f"4 {what} torch's operators: 128 tokens of 384 features do not fill the vectors of" in said
+    )
     assert f"13 {what} C kernels" in said
     monkeypatch.undo()
-    assert f"17 {what} torch's operators: activations are float16." in cli("plan", *shape, "recipe=fp16").out
+    assert (
+        f"17 {what} torch's operators: activations are float16."
+        in cli("plan", *shape, "recipe=fp16").out
+    )
 
 
 @pytest.mark.parametrize(
-    ("kernels", "compiled", "used"), [("auto", False, True), ("auto", True, False), ("torch", False, False)]
+    ("kernels", "compiled", "used"),
+    [("auto", False, True), ("auto", True, False), ("torch", False, False)],
 )
 def test_a_run_on_a_cpu_has_c_kernels_unless_torchs_or_the_compilers_are_asked_for(
     kernels: str, compiled: bool, used: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = TrainSettings(steps=1, batch_size=1, microbatch=None, seq_len=8, kernels=kernels, compile=compiled)
+    settings = TrainSettings(
+        steps=1, batch_size=1, microbatch=None, seq_len=8, kernels=kernels, compile=compiled
+    )
     built = model()
     fuse(built, settings, "cpu")
     parts = (built.norm, built.blocks[0].mlp, built.blocks[0].attention)
@@ -119,9 +155,14 @@ def test_a_run_on_a_cpu_has_c_kernels_unless_torchs_or_the_compilers_are_asked_f
 def test_the_plan_says_which_norms_and_gates_are_quantised_where_they_are_made_and_why_others_are_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    built = f4.convert(Llama(width=64, layers=2, heads=2, kv_heads=1, hidden=96).build(vocab_size=60, seq_len=32))
-    timeline, device = Timeline(recipe=NVFP4(), steps=1), Device.elsewhere(find_gpu("B200"))
-    plan = make_plan(find_layers(built).values(), timeline, None, tokens=64, device=device, backend="native")
+    built = f4.convert(
+        Llama(width=64, layers=2, heads=2, kv_heads=1, hidden=96).build(vocab_size=60, seq_len=32)
+    )
+    timeline = Timeline(recipe=NVFP4(), steps=1)
+    device = Device.elsewhere(find_gpu("B200"))
+    plan = make_plan(
+        find_layers(built).values(), timeline, None, tokens=64, device=device, backend="native"
+    )
     settings = TrainSettings(steps=1, batch_size=1, microbatch=None, seq_len=8)
     monkeypatch.setattr(triton, "why_not_here", lambda device: None)
 
@@ -129,7 +170,8 @@ def test_the_plan_says_which_norms_and_gates_are_quantised_where_they_are_made_a
         norms = produced_in(built, plan.stretches[0], replace(settings, **changed), "cuda", 64)
         return produced_by(built, plan.stretches, [norms], "cuda")
 
-    made, each = "norms and gates are quantised where they are made", "attention_norm, mlp_norm, mlp of block"
+    made = "norms and gates are quantised where they are made"
+    each = "attention_norm, mlp_norm, mlp of block"
     adds = "; these norms also add what a layer returns to the residual stream."
     all_six = f"6 {made} ({each}s 0–1), and not written in BF16{adds}"
     assert said() == [f"{all_six[:-1]}, 1 of them the last sum of the block before."]
@@ -137,42 +179,70 @@ def test_the_plan_says_which_norms_and_gates_are_quantised_where_they_are_made_a
     assert "the compiler has the blocks" in said(compile=True)[0]
 
 
-def test_the_plan_for_a_gpu_says_by_stretch_which_norms_and_gates_are_quantised_where_they_are_made(cli: Cli) -> None:
+def test_the_plan_for_a_gpu_says_by_stretch_which_norms_and_gates_are_quantised_where_they_are_made(
+    cli: Cli,
+) -> None:
     shape = ("gpu=B200", "model.width=128", "model.hidden=384", "model.layers=4", "train.steps=100")
     each = "(attention_norm, mlp_norm, mlp of blocks 0–3)"
     said = cli("plan", *shape, "policy=all", "phases=cooldown_bf16").out
     assert f"steps 0–79: 12 norms and gates are quantised where they are made {each}" in said
-    assert f"steps 80–99: 12 norms and gates write BF16 {each}: a layer does not multiply codes in three GEMMs" in said
+    assert (
+        f"steps 80–99: 12 norms and gates write BF16 {each}: a layer does not multiply codes "
+        "in three GEMMs" in said
+    )
 
 
-def test_the_plan_blames_a_product_in_high_precision_before_the_kernels_of_transformer_engine(cli: Cli) -> None:
+def test_the_plan_blames_a_product_in_high_precision_before_the_kernels_of_transformer_engine(
+    cli: Cli,
+) -> None:
     shape = ("gpu=B200", "model.width=128", "model.hidden=384", "model.layers=4", "train.steps=100")
     each = "12 norms and gates write BF16 (attention_norm, mlp_norm, mlp of blocks 0–3)"
     for recipe in ("nvfp4", "fp8_current"):
         plan = (*shape, "policy=all", "backend=te", f"recipe={recipe}")
         said = cli("plan", *plan, "phases=cooldown_fprop").out
-        assert f"steps 80–99: {each}: a layer takes x in high precision in one of its GEMMs." in said
-    norms = "steps 0–79: 8 norms and gates write BF16 (attention_norm, mlp_norm of blocks 0–3): a layer: "
-    assert f"{norms}Transformer Engine's kernel of a norm writes BF16, then quantises (fp8_current)." in said
+        assert (
+            f"steps 80–99: {each}: a layer takes x in high precision in one of its GEMMs." in said
+        )
+    norms = (
+        "steps 0–79: 8 norms and gates write BF16 (attention_norm, mlp_norm of blocks 0–3): a "
+        "layer: "
+    )
+    assert (
+        f"{norms}Transformer Engine's kernel of a norm writes BF16, then quantises (fp8_current)."
+        in said
+    )
 
 
-def test_the_plan_names_what_reads_a_norm_beside_layers_of_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plan_names_what_reads_a_norm_beside_layers_of_codes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The norm of a layer of experts stays: its router takes it in float32."""
-    shape = MixtureOfExperts(width=64, layers=2, dense=1, heads=2, kv_heads=1, experts=ExpertShape(shared=1))
+    shape = MixtureOfExperts(
+        width=64, layers=2, dense=1, heads=2, kv_heads=1, experts=ExpertShape(shared=1)
+    )
     built = f4.convert(shape.build(vocab_size=60, seq_len=32))
-    timeline, device = Timeline(recipe=NVFP4(), steps=1), Device.elsewhere(find_gpu("B200"))
-    plan = make_plan(find_layers(built).values(), timeline, None, tokens=64, device=device, backend="native")
+    timeline = Timeline(recipe=NVFP4(), steps=1)
+    device = Device.elsewhere(find_gpu("B200"))
+    plan = make_plan(
+        find_layers(built).values(), timeline, None, tokens=64, device=device, backend="native"
+    )
     settings = TrainSettings(steps=1, batch_size=1, microbatch=None, seq_len=8)
     monkeypatch.setattr(triton, "why_not_here", lambda device: None)
     norms = produced_in(built, plan.stretches[0], settings, "cuda", 64)
     assert produced_by(built, plan.stretches, [norms], "cuda") == [
-        "5 norms and gates are quantised where they are made (attention_norm, mlp_norm, mlp of block 0; "
-        "attention_norm, mlp.shared of block 1), and not written in BF16; these norms also add what a layer returns "
+        "5 norms and gates are quantised where they are made (attention_norm, mlp_norm, mlp "
+        "of block 0; "
+        "attention_norm, mlp.shared of block 1), and not written in BF16; these norms also "
+        "add what a layer returns "
         "to the residual stream, 1 of them the last sum of the block before.",
-        "1 norms and gates write BF16 (mlp_norm of block 1): a module that takes no codes (Router) reads the same.",
+        "1 norms and gates write BF16 (mlp_norm of block 1): a module that takes no codes "
+        "(Router) reads the same.",
     ]
     fuse(built, settings, "cuda")
-    assert built.blocks[1].attention_norm.producer is not None and built.blocks[1].mlp_norm.producer is None
+    assert (
+        built.blocks[1].attention_norm.producer is not None
+        and built.blocks[1].mlp_norm.producer is None
+    )
 
 
 def test_asked_for_by_name_on_a_cpu_they_are_refused(cli: Cli) -> None:
@@ -204,7 +274,11 @@ def test_a_model_that_gets_its_memory_after_it_was_built_runs_in_them() -> None:
     """On several ranks, from a folder of weights, and where a GPU draws the weights itself."""
     config = to_config(compose(["model=llama_tiny", "model.draw=counter", "device=cpu"]))
     built, deferred = _built_or_deferred(config, 257, World(device=torch.device("cuda")), True)
-    assert deferred and isinstance(built.operators, Liger) and isinstance(built.blocks[0].attention.operators, Liger)
+    assert (
+        deferred
+        and isinstance(built.operators, Liger)
+        and isinstance(built.blocks[0].attention.operators, Liger)
+    )
 
 
 @pytest.mark.parametrize(("asked", "used"), [("auto", True), ("torch", False)])
@@ -212,11 +286,19 @@ def test_a_run_on_a_gpu_takes_them_unless_torchs_are_asked_for(
     monkeypatch: pytest.MonkeyPatch, asked: str, used: bool
 ) -> None:
     built = model()
-    fuse(built, TrainSettings(steps=1, batch_size=1, microbatch=None, seq_len=8, kernels=asked), "cuda")
+    fuse(
+        built,
+        TrainSettings(steps=1, batch_size=1, microbatch=None, seq_len=8, kernels=asked),
+        "cuda",
+    )
     assert {isinstance(part.operators, Liger) for part in (built, built.blocks[0].mlp)} == {used}
     monkeypatch.setattr(liger, "_version", lambda: None)
     with pytest.raises(UserError, match="liger-kernel is not installed"):
-        fuse(built, TrainSettings(steps=1, batch_size=1, microbatch=None, seq_len=8, kernels="liger"), "cuda")
+        fuse(
+            built,
+            TrainSettings(steps=1, batch_size=1, microbatch=None, seq_len=8, kernels="liger"),
+            "cuda",
+        )
 
 
 class Layer(torch.nn.Module):
@@ -228,5 +310,7 @@ class Layer(torch.nn.Module):
 
 def test_any_layer_may_say_which_kernels_compute_it_and_it_is_said_once() -> None:
     mixed = torch.nn.Sequential(Layer(), torch.nn.Linear(2, 2), torch.nn.Sequential(Layer()))
-    assert kernels_of_layers(mixed, "cpu", deterministic=True) == ["recurrences by own kernels on cpu in order"]
+    assert kernels_of_layers(mixed, "cpu", deterministic=True) == [
+        "recurrences by own kernels on cpu in order"
+    ]
     assert kernels_of_layers(mixed[1], "cpu", deterministic=False) == []

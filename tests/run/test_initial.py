@@ -1,4 +1,6 @@
-"""Runs that begin with a Hugging Face folder: every weight, its model, its tokenizer, its loss; and what is refused."""
+"""Runs that begin with a Hugging Face folder: every weight, its model, its tokenizer, its loss; and
+what is refused.
+"""
 
 import json
 import re
@@ -38,7 +40,11 @@ def begin(cli: Cli, folder: Path, *arguments: str) -> Any:
 
 def stored(folder: Path) -> dict[str, Tensor]:
     """All tensors of a folder."""
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in folder.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
 
 
 def weights(run: Path, step: int) -> dict[str, Tensor]:
@@ -55,7 +61,9 @@ def transformers_loss(model: Any, text: Path) -> float:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_first_loss_of_a_run_is_that_of_transformers(cli: Cli, folders: dict[str, Path], name: str) -> None:
+def test_the_first_loss_of_a_run_is_that_of_transformers(
+    cli: Cli, folders: dict[str, Path], name: str
+) -> None:
     assert begin(cli, folders[name], "recipe=fp32").code == 0
     model = random_model(name)
     if name == "qwen2":
@@ -65,12 +73,17 @@ def test_the_first_loss_of_a_run_is_that_of_transformers(cli: Cli, folders: dict
     assert events("runs/b", "init")[0]["from"] == str(folders[name])
 
 
-def test_a_run_has_every_weight_of_the_folder_and_trains_in_nvfp4(cli: Cli, folders: dict[str, Path]) -> None:
-    """With a rate below the last bit the checkpoint holds the folder's weights, by the names of transformers."""
+def test_a_run_has_every_weight_of_the_folder_and_trains_in_nvfp4(
+    cli: Cli, folders: dict[str, Path]
+) -> None:
+    """With a rate below the last bit the checkpoint holds the folder's weights, by the names of
+    transformers.
+    """
     folder = folders["qwen3"]
     assert begin(cli, folder, "optim.lr=1e-30", "train.steps=1").code == 0
     names = hf.names_of(hf.shape_of(json.loads((folder / "config.json").read_text())))
-    theirs, ours = stored(folder), weights(Path("runs/b"), 1)
+    theirs = stored(folder)
+    ours = weights(Path("runs/b"), 1)
     assert {names[name] for name in ours} == set(theirs)
     assert all(torch.equal(tensor, theirs[names[name]]) for name, tensor in ours.items())
     assert begin(cli, folder, "run.name=c", "recipe=nvfp4", "policy=all").code == 0
@@ -92,16 +105,26 @@ def test_the_same_command_goes_on_with_the_run(cli: Cli, folders: dict[str, Path
     assert len(losses("runs/b")) == 2
 
 
-def test_the_tokenizer_is_the_folders_unless_another_is_named(cli: Cli, folders: dict[str, Path]) -> None:
-    """Its end of a document is what the folder says; the ids are bytes, so both runs have the same losses."""
+def test_the_tokenizer_is_the_folders_unless_another_is_named(
+    cli: Cli, folders: dict[str, Path]
+) -> None:
+    """Its end of a document is what the folder says; the ids are bytes, so both runs have the same
+    losses.
+    """
     assert begin(cli, folders["llama"], "recipe=fp32").code == 0
-    assert json.loads(Path("runs/b/tokenizer_origin.json").read_text())["origin"] == str(folders["llama"])
-    assert begin(cli, folders["llama"], "recipe=fp32", "run.name=c", "data/tokenizer=bytes").code == 0
+    assert json.loads(Path("runs/b/tokenizer_origin.json").read_text())["origin"] == str(
+        folders["llama"]
+    )
+    assert (
+        begin(cli, folders["llama"], "recipe=fp32", "run.name=c", "data/tokenizer=bytes").code == 0
+    )
     assert not Path("runs/c/tokenizer.json").exists()
     assert losses("runs/b") == losses("runs/c")
 
 
-def test_the_end_of_a_document_may_be_named_for_the_folders_tokenizer(cli: Cli, copy: Callable[[str], Path]) -> None:
+def test_the_end_of_a_document_may_be_named_for_the_folders_tokenizer(
+    cli: Cli, copy: Callable[[str], Path]
+) -> None:
     """Where the folder does not say which token it is, and the token has no usual name."""
     folder = copy("llama")
     (folder / "tokenizer_config.json").unlink()
@@ -114,9 +137,15 @@ def test_the_end_of_a_document_may_be_named_for_the_folders_tokenizer(cli: Cli, 
     assert begin(cli, folder, *named).code == 0
 
 
-def test_a_named_tokenizer_of_more_ids_than_the_model_is_refused(cli: Cli, folders: dict[str, Path]) -> None:
+def test_a_named_tokenizer_of_more_ids_than_the_model_is_refused(
+    cli: Cli, folders: dict[str, Path]
+) -> None:
     Path("more.json").write_text(byte_tokenizer(more=64))
-    named = ("data/tokenizer=pretrained", "data.tokenizer.name=more.json", "data.tokenizer.end_of_document='<|0|>'")
+    named = (
+        "data/tokenizer=pretrained",
+        "data.tokenizer.name=more.json",
+        "data.tokenizer.end_of_document='<|0|>'",
+    )
     ended = begin(cli, folders["llama"], *named)
     assert ended.code == 1
     assert "the tokenizer has 321 ids, and model.vocab_size=320 rows are fewer" in ended.message
@@ -124,7 +153,9 @@ def test_a_named_tokenizer_of_more_ids_than_the_model_is_refused(cli: Cli, folde
 
 def test_what_changes_no_weight_may_be_chosen(cli: Cli, folders: dict[str, Path]) -> None:
     assert begin(cli, folders["llama"], "recipe=fp32").code == 0
-    assert begin(cli, folders["llama"], "recipe=fp32", "model.recompute=true", "run.name=c").code == 0
+    assert (
+        begin(cli, folders["llama"], "recipe=fp32", "model.recompute=true", "run.name=c").code == 0
+    )
     assert losses("runs/b") == losses("runs/c")
     assert begin(cli, folders["llama"], "model.width=64", "run.name=d").code == 0
 
@@ -133,11 +164,17 @@ def test_what_changes_no_weight_may_be_chosen(cli: Cli, folders: dict[str, Path]
     ("arguments", "message"),
     [
         (("model=llama_30m",), "brings its model: leave out model=…"),
-        (("model.width=128",), "model.width=128 contradicts init=.*, whose config.json makes it 64"),
+        (
+            ("model.width=128",),
+            "model.width=128 contradicts init=.*, whose config.json makes it 64",
+        ),
         (("model.widht=64",), "unknown key 'model.widht'; did you mean 'model.width'"),
         (("model.experts.top=1",), "unknown key 'model.experts.top'"),
         (("train.stepz=1",), "unknown key 'train.stepz'; did you mean 'train.steps'"),
-        (("model.max_positions=16",), "train.seq_len=32 exceeds model.max_positions=16, the longest sequence that"),
+        (
+            ("model.max_positions=16",),
+            "train.seq_len=32 exceeds model.max_positions=16, the longest sequence that",
+        ),
         (("init_step=3",), "init_step=3 is the step of a checkpoint, and init=.* is no run"),
     ],
 )
@@ -157,7 +194,7 @@ def test_the_plan_is_that_of_the_folders_model(cli: Cli, folders: dict[str, Path
     assert "block 0" in ended.out
 
 
-# -- folders that are refused -----------------------------------------------------------------------------------------
+# -- folders that are refused ----------------------------------------------------------------------
 
 
 def without(name: str) -> Callable[[Path], None]:
@@ -223,24 +260,36 @@ UP = "model.layers.1.mlp.up_proj.weight"
 @pytest.mark.parametrize(
     ("name", "break_", "message"),
     [
-        ("llama", without("config.json"), "not a run directory .*a Hugging Face folder would have a config.json"),
-        ("llama", without("model.safetensors"), "has no weights: neither model.safetensors nor model.saf"),
-        ("llama", pickled, "weights in pytorch_model.bin, a pickle, which can run code and is not opened. Convert it"),
-        ("llama", without("tokenizer.json"), "or data/tokenizer=bytes where its ids are those of bytes"),
+        ("llama", without("config.json"), "not a run directory .*a Hugging Face folder would "
+                                          "have a config.json"),
+        ("llama", without("model.safetensors"), "has no weights: neither model.safetensors "
+                                                "nor model.saf"),
+        ("llama", pickled, "weights in pytorch_model.bin, a pickle, which can run code and "
+                           "is not opened. Convert it"),
+        ("llama", without("tokenizer.json"), "or data/tokenizer=bytes where its ids are "
+                                             "those of bytes"),
         ("llama", text("tokenizer.json", "no"), "is no JSON file"),
         ("llama", table("tokenizer.json", normalizer={"type": "Lowercase"}), "does not give text .* becomes 'def add"),
         ("llama", text("config.json", "{"), "config.json is no JSON"),
         ("llama", text("config.json", "[]"), "config.json is no table"),
-        ("llama", table("config.json", model_type="gemma3"), "model_type='gemma3' is not supported; supported are"),
-        ("llama", table("config.json", sliding_window=16), "sliding_window=16 is not supported: .* but vLLM takes it"),
-        ("llama", table("config.json", mlp_bias=True), "config.json: mlp_bias=True is not supported: only False is"),
+        ("llama", table("config.json", model_type="gemma3"), "model_type='gemma3' is not "
+                                                             "supported; supported are"),
+        ("llama", table("config.json", sliding_window=16), "sliding_window=16 is not "
+                                                           "supported: .* but vLLM takes it"),
+        ("llama", table("config.json", mlp_bias=True), "config.json: mlp_bias=True is not "
+                                                       "supported: only False is"),
         ("llama", table("config.json", hidden_size=66, head_dim=16), "model.embed_tokens.weight is 320×64 and should"),
-        ("llama", table("config.json", num_hidden_layers=3), "lacks model.layers.2.input_layernorm.weight and 8 more"),
-        ("llama", table("config.json", num_hidden_layers=1), "not describe: model.layers.1.input_layernorm.weight"),
+        ("llama", table("config.json", num_hidden_layers=3), "lacks "
+                                                             "model.layers.2.input_layernorm.weight "
+                                                             "and 8 more"),
+        ("llama", table("config.json", num_hidden_layers=1), "not describe: "
+                                                             "model.layers.1.input_layernorm.weight"),
         ("llama", table("config.json", model_type="qwen3", architectures=None), "lacks .*self_attn.k_norm"),
         ("llama", table("config.json", tie_word_embeddings=False), "lacks lm_head.weight"),
-        ("llama", cut, "model.safetensors is no whole safetensors file: .* lies outside of the file"),
-        ("llama", text("model.safetensors", "no"), "is no whole safetensors file: its header does not fit into it"),
+        ("llama", cut, "model.safetensors is no whole safetensors file: .* lies outside of "
+                       "the file"),
+        ("llama", text("model.safetensors", "no"), "is no whole safetensors file: its header "
+                                                   "does not fit into it"),
         ("llama", link("model.safetensors"), "it is a link, not a file; .* copy the files: cp -rL"),
         ("llama", link("config.json"), "it is a link, not a file"),
         ("llama", link("tokenizer.json"), "it is a link, not a file"),
@@ -248,11 +297,13 @@ UP = "model.layers.1.mlp.up_proj.weight"
         ("llama", weight(lambda w: w.update({UP: w[UP].double()})), f"{UP} is of torch.float64; weights are read in"),
         ("llama", weight(lambda w: w.update({UP: w[UP][:-1].clone()})), f"{UP} is 95×64 and should be 96×64"),
         ("llama", weight(lambda w: w.update({"lm_head.weight": torch.tensor(1.0)})), "lm_head.weight and mod"),
-        ("llama-3", lost_shard, r"model-00002-of-0000\d.safetensors is missing: 1 of \d files that the index names"),
+        ("llama-3", lost_shard, r"model-00002-of-0000\d.safetensors is missing: 1 of \d files "
+                                r"that the index names"),
         ("llama-3", shard(lambda m: m.update({UP: "../x.safetensors"})), "no safetensors file of this folder"),
         ("llama-3", shard(lambda m: m.update({UP: "/etc/passwd"})), "no safetensors file of this folder"),
         ("llama-3", shard(lambda m: m.update({UP: 3})), "no safetensors file of this folder"),
-        ("llama-3", shard(lambda m: m.update({"more": m[UP]})), "more lies in model-0.*, which does not hold it"),
+        ("llama-3", shard(lambda m: m.update({"more": m[UP]})), "more lies in model-0.*, "
+                                                                "which does not hold it"),
         ("llama-3", shard(lambda m: m.clear()), "has no table weight_map"),
         ("llama-3", text("model.safetensors.index.json", "{"), "index.json is no JSON"),
     ],
@@ -275,11 +326,17 @@ def test_a_broken_folder_is_refused_and_nothing_is_left(
     ("change", "message"),
     [
         (lambda w: w[UP].fill_(float("nan")), f"{UP} is not finite"),
-        (lambda w: w.update({"lm_head.weight": torch.zeros(320, 64)}), "lm_head.weight and model.embed_tokens.weight"),
+        (
+            lambda w: w.update({"lm_head.weight": torch.zeros(320, 64)}),
+            "lm_head.weight and model.embed_tokens.weight",
+        ),
     ],
 )
 def test_values_of_weights_are_looked_at_by_a_start_alone(
-    cli: Cli, copy: Callable[[str], Path], change: Callable[[dict[str, Tensor]], object], message: str
+    cli: Cli,
+    copy: Callable[[str], Path],
+    change: Callable[[dict[str, Tensor]], object],
+    message: str,
 ) -> None:
     """A plan compares what headers say, so that it takes no longer for a large model."""
     folder = copy("llama")
@@ -302,7 +359,10 @@ def test_a_plan_verifies_no_checkpoint(cli: Cli) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("model.width=64",), r"embed.weight is 320×32 there and 320×64 here; .*; and \d+ more\. Give the model"),
+        (
+            ("model.width=64",),
+            r"embed.weight is 320×32 there and 320×64 here; .*; and \d+ more\. Give the model",
+        ),
         (("model.layers=1",), r"blocks\.1\..* has no place here; .*; and 6 more\. Give"),
         (("model.layers=3",), r"blocks\.2\..* is missing there; .*; and 6 more\. Give"),
         (("init_step=7",), r"has no checkpoint of step 7; it has 1"),
@@ -320,7 +380,9 @@ def test_a_plan_says_what_a_start_says_of_a_run_that_does_not_fit(
 
 
 def test_a_plan_counts_the_ids_of_the_tokenizer_that_a_run_has(cli: Cli) -> None:
-    """A tokenizer that was trained on a short text has fewer ids than it may have; so have the weights."""
+    """A tokenizer that was trained on a short text has fewer ids than it may have; so have the
+    weights.
+    """
     bpe = ("data/tokenizer=bpe", "data.tokenizer.vocab_size=40000", "data.tokenizer.sample=3000")
     assert cli("run.name=a", "train.steps=1", *bpe).code == 0
     planned = cli("plan", "init=runs/a", *bpe)
@@ -328,10 +390,14 @@ def test_a_plan_counts_the_ids_of_the_tokenizer_that_a_run_has(cli: Cli) -> None
     assert cli("plan", *bpe).out != planned.out
 
 
-def test_a_copy_of_a_tied_head_and_computed_frequencies_may_be_stored(cli: Cli, copy: Callable[[str], Path]) -> None:
+def test_a_copy_of_a_tied_head_and_computed_frequencies_may_be_stored(
+    cli: Cli, copy: Callable[[str], Path]
+) -> None:
     folder = copy("llama")
     more = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
-    weight(lambda w: w.update(more | {"lm_head.weight": w["model.embed_tokens.weight"].clone()}))(folder)
+    weight(lambda w: w.update(more | {"lm_head.weight": w["model.embed_tokens.weight"].clone()}))(
+        folder
+    )
     assert begin(cli, folder, "train.steps=1").code == 0
 
 

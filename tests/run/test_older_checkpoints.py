@@ -1,4 +1,6 @@
-"""Whoever takes an older checkpoint, because the newest is damaged, says so: each verb and key that reads weights."""
+"""Whoever takes an older checkpoint, because the newest is damaged, says so: each verb and key that
+reads weights.
+"""
 
 import os
 import shutil
@@ -45,7 +47,9 @@ def damaged(whole: Path, cli: Cli) -> Path:
         pytest.param(("resume=runs/a", "train.steps=5", "run.name=b"), id="resume"),
     ],
 )
-def test_training_with_an_older_checkpoint_says_so(cli: Cli, damaged: Path, command: tuple[str, ...]) -> None:
+def test_training_with_an_older_checkpoint_says_so(
+    cli: Cli, damaged: Path, command: tuple[str, ...]
+) -> None:
     ended = cli(*command)
     assert ended.code == 0, ended.err
     assert WARNING in ended.err and "step_00000002 is taken in its place" in ended.err
@@ -56,15 +60,23 @@ def test_training_with_an_older_checkpoint_says_so(cli: Cli, damaged: Path, comm
     [
         pytest.param(("eval", "runs/a", "batches=1", "record=false"), id="eval"),
         pytest.param(("sample", "runs/a", "prompt=the", "tokens=2"), id="sample"),
-        pytest.param(("sensitivity", "runs/a", "batches=1", "repeats=1"), id="sensitivity", marks=pytest.mark.long),
+        pytest.param(
+            ("sensitivity", "runs/a", "batches=1", "repeats=1"),
+            id="sensitivity",
+            marks=pytest.mark.long,
+        ),
     ],
 )
-def test_reading_an_older_checkpoint_says_so(cli: Cli, damaged: Path, command: tuple[str, ...]) -> None:
+def test_reading_an_older_checkpoint_says_so(
+    cli: Cli, damaged: Path, command: tuple[str, ...]
+) -> None:
     ended = cli.raw(*command)
     assert WARNING in ended.err and ended.err.count("is taken in its place") == 1, ended.err
 
 
-def test_a_report_says_which_checkpoint_it_compares_the_records_with(cli: Cli, damaged: Path) -> None:
+def test_a_report_says_which_checkpoint_it_compares_the_records_with(
+    cli: Cli, damaged: Path
+) -> None:
     (damaged / "checkpoints/step_00000004/state.json").write_text("{")
     ended = cli.raw("report", "runs/a")
     assert "checkpoint step_00000004 cannot be used (state.json is damaged" in ended.err

@@ -1,7 +1,8 @@
-"""Files of forms that this version no longer writes are refused: one message says which, and what to do.
+"""Files of forms that this version no longer writes are refused: one message says which, and what
+to do.
 
-earlier_run.tar.gz has the run of an older version (commit 24397fc) as it left it: `run`, a Llama of one block, and
-`text.txt`, its data. Its checkpoints hold weights and moments in one file.
+earlier_run.tar.gz has the run of an older version (commit 24397fc) as it left it: `run`, a Llama of
+one block, and `text.txt`, its data. Its checkpoints hold weights and moments in one file.
 """
 
 import json
@@ -16,7 +17,8 @@ from command_line import STEADY, Cli, everything, in_one_file, losses, reseal
 from fp4train.sealed import Chain
 
 ADVICE = (
-    "Go on with the commit 2144e3d1 (November 26, 2026), the last that reads it, or begin a new run (another run.name, "
+    "Go on with the commit 2144e3d1 (November 26, 2026), the last that reads it, or begin a "
+    "new run (another run.name, "
     "or run.overwrite=true)"
 )
 OPTIONS = ("run.name=a", "train.steps=2", *STEADY)
@@ -50,8 +52,16 @@ def without(key: str) -> Callable[[Path], None]:
 
 FORMS = {
     "swaps.json": (with_swaps_file, "swaps.json", "holds swaps beside the journal"),
-    "journal": (without_checksums("history.jsonl"), "history.jsonl", "has lines without the checksums of today"),
-    "metrics": (without_checksums("metrics.jsonl"), "metrics.jsonl", "has lines without the checksums of today"),
+    "journal": (
+        without_checksums("history.jsonl"),
+        "history.jsonl",
+        "has lines without the checksums of today",
+    ),
+    "metrics": (
+        without_checksums("metrics.jsonl"),
+        "metrics.jsonl",
+        "has lines without the checksums of today",
+    ),
     "one file": (with_one_file, "checkpoints/step_00000002", "has checkpoint format version 1"),
     "no run": (without("run"), "checkpoints/step_00000002", "does not name its run"),
     "no swaps": (without("swaps"), "checkpoints/step_00000002", "has no record of swaps"),
@@ -66,7 +76,10 @@ def test_a_resume_refuses_it_and_changes_nothing(
     change(run)
     before = everything(run)
     said = cli("resume=runs/a", "train.steps=3", *cli.paths).message
-    assert said == f"{run / file} is of an older fp4train: it {difference}, which this one does not read. {ADVICE}"
+    assert (
+        said == f"{run / file} is of an older fp4train: it {difference}, which this one does not "
+        f"read. {ADVICE}"
+    )
     assert everything(run) == before
 
 
@@ -84,7 +97,11 @@ DATA = ("data.path=text.txt", "data.cache_dir=cache")
 
 @pytest.mark.parametrize(
     "command",
-    [("resume=run", *DATA), ("sample", "run", "prompt=a", *DATA), ("export", "run", "to=hf", "out=out")],
+    [
+        ("resume=run", *DATA),
+        ("sample", "run", "prompt=a", *DATA),
+        ("export", "run", "to=hf", "out=out"),
+    ],
     ids=["resume", "sample", "export"],
 )
 def test_a_run_that_an_older_version_wrote_is_refused(cli: Cli, command: tuple[str, ...]) -> None:
@@ -92,5 +109,9 @@ def test_a_run_that_an_older_version_wrote_is_refused(cli: Cli, command: tuple[s
         archive.extractall(cli.folder, filter="data")
     before = everything(Path("run"))
     said = cli.raw(*command).message
-    assert said.startswith("run/") and "is of an older fp4train: it has" in said and said.endswith(ADVICE), said
+    assert (
+        said.startswith("run/")
+        and "is of an older fp4train: it has" in said
+        and said.endswith(ADVICE)
+    ), said
     assert everything(Path("run")) == before

@@ -1,5 +1,6 @@
-"""Norms, gates and rotations of a run on a CPU, in C kernels: a model with them has the bits of one on torch's
-operators, whatever its layers read and whatever watches them."""
+"""Norms, gates and rotations of a run on a CPU, in C kernels: a model with them has the bits of one
+on torch's operators, whatever its layers read and whatever watches them.
+"""
 
 from collections import Counter
 from typing import Any
@@ -36,13 +37,24 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def trained(
-    recipe: Recipe, kernels: str, calls: Counter[str], change: Any = None, family: Any = Llama, **options: Any
+    recipe: Recipe,
+    kernels: str,
+    calls: Counter[str],
+    change: Any = None,
+    family: Any = Llama,
+    **options: Any,
 ) -> Results:
-    """Loss and gradients of two microbatches of a small model on this CPU, and the loss of an evaluation."""
+    """Loss and gradients of two microbatches of a small model on this CPU, and the loss of an
+    evaluation.
+    """
     torch.manual_seed(0)
     llama = {"layers": 2, "hidden": 192} if family is Llama else {}
     model = f4.convert(family(**SMALL | llama | options).build(vocab_size=60, seq_len=32)).train()
-    fuse(model, TrainSettings(steps=1, batch_size=2, microbatch=None, seq_len=32, kernels=kernels), "cpu")
+    fuse(
+        model,
+        TrainSettings(steps=1, batch_size=2, microbatch=None, seq_len=32, kernels=kernels),
+        "cpu",
+    )
     if change is not None:
         change(model)
     tokens = torch.randint(60, (2, 32), generator=torch.Generator().manual_seed(1))
@@ -54,31 +66,42 @@ def trained(
         loss.backward()
     with torch.no_grad(), f4.autocast(recipe, policy=policy, step=0):
         evaluated = model.eval()(tokens, tokens.flip(1))
-    return {"loss": loss.detach(), "evaluated": evaluated} | {name: p.grad for name, p in model.named_parameters()}
+    return {"loss": loss.detach(), "evaluated": evaluated} | {
+        name: p.grad for name, p in model.named_parameters()
+    }
 
 
 def of_passes(norms: int, gates: int, rotations: int, forward: int = 3) -> dict[str, int]:
     """Calls of two microbatches with gradients, and of `forward` passes, for what one pass has."""
     names = {"norm": norms, "gate": gates, "rotation": rotations}
     found = {name: forward * count for name, count in names.items()}
-    return {n: c for n, c in (found | {f"{n}_gradients": 2 * c for n, c in names.items()}).items() if c}
+    return {
+        n: c for n, c in (found | {f"{n}_gradients": 2 * c for n, c in names.items()}).items() if c
+    }
 
 
 OF_TWO_LAYERS = of_passes(5, 2, 4)
 
 
-@pytest.mark.parametrize("recipe", [NVFP4(), MXFP8(), FP8Current(), BF16(), FP32()], ids=lambda recipe: recipe.name)
-@pytest.mark.parametrize("options", [{}, {"recompute": True}, {"qk_norm": True}, {"qkv_bias": True}], ids=str)
+@pytest.mark.parametrize(
+    "recipe", [NVFP4(), MXFP8(), FP8Current(), BF16(), FP32()], ids=lambda recipe: recipe.name
+)
+@pytest.mark.parametrize(
+    "options", [{}, {"recompute": True}, {"qk_norm": True}, {"qkv_bias": True}], ids=str
+)
 def test_a_model_has_the_bits_of_one_on_torchs_operators(
     recipe: Recipe, options: dict[str, Any], calls: Counter[str]
 ) -> None:
-    """Gradients of norms' weights included. The second layer stays in high precision, and the head's norm is read by
-    it."""
+    """Gradients of norms' weights included. The second layer stays in high precision, and the
+    head's norm is read by it.
+    """
     plain = trained(recipe, "torch", calls, **options)
     assert not calls
     fused = trained(recipe, "auto", calls, **options)
     again = {"norm": 8, "gate": 4, "rotation": 8} if options.get("recompute") else {}
-    expected = Counter(of_passes(9, 2, 4) if options.get("qk_norm") else OF_TWO_LAYERS) + Counter(again)
+    expected = Counter(of_passes(9, 2, 4) if options.get("qk_norm") else OF_TWO_LAYERS) + Counter(
+        again
+    )
     if isinstance(recipe, FP32):
         del expected["norm"], expected["norm_gradients"]
     assert calls == expected
@@ -89,12 +112,20 @@ def test_a_model_has_the_bits_of_one_on_torchs_operators(
     ("family", "options", "expected"),
     [
         (Hybrid, {"pattern": "M*-", "scan": SCAN}, of_passes(4, 0, 0)),
-        (MixtureOfExperts, {"layers": 2, "dense": 1, "experts": EXPERTS, "hidden": 192}, of_passes(5, 2, 4)),
+        (
+            MixtureOfExperts,
+            {"layers": 2, "dense": 1, "experts": EXPERTS, "hidden": 192},
+            of_passes(5, 2, 4),
+        ),
     ],
 )
 @pytest.mark.parametrize("recipe", [NVFP4(), BF16()], ids=lambda recipe: recipe.name)
 def test_other_families_have_them_too(
-    family: Any, options: dict[str, Any], expected: dict[str, int], recipe: Recipe, calls: Counter[str]
+    family: Any,
+    options: dict[str, Any],
+    expected: dict[str, int],
+    recipe: Recipe,
+    calls: Counter[str],
 ) -> None:
     plain = trained(recipe, "torch", calls, family=family, **options)
     fused = trained(recipe, "auto", calls, family=family, **options)
@@ -105,7 +136,11 @@ def test_other_families_have_them_too(
 def different(one: Results, other: Results) -> list[str]:
     """Names of tensors that are not the same in every bit but those of a NaN."""
     pairs = [(name, a, other[name]) for name, a in one.items()]
-    return [n for n, a, b in pairs if a is None or b is None or not torch.equal(a.nan_to_num(7), b.nan_to_num(7))]
+    return [
+        n
+        for n, a, b in pairs
+        if a is None or b is None or not torch.equal(a.nan_to_num(7), b.nan_to_num(7))
+    ]
 
 
 def watch(model: Any) -> None:
@@ -131,7 +166,11 @@ def spoil(model: Any) -> None:
     ids=["watched", "NaN", "narrow heads", "odd gates", "FP16"],
 )
 def test_what_the_kernels_do_not_make_is_torchs_and_a_nan_stays_one(
-    recipe: Recipe, change: Any, options: dict[str, Any], expected: dict[str, int], calls: Counter[str]
+    recipe: Recipe,
+    change: Any,
+    options: dict[str, Any],
+    expected: dict[str, int],
+    calls: Counter[str],
 ) -> None:
     plain = trained(recipe, "torch", calls, change, **options)
     fused = trained(recipe, "auto", calls, change, **options)

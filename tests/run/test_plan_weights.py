@@ -1,4 +1,6 @@
-"""The plan accounts for every parameter of a model: those that its GEMMs multiply, and the others with the reason."""
+"""The plan accounts for every parameter of a model: those that its GEMMs multiply, and the others
+with the reason.
+"""
 
 import json
 import math
@@ -28,35 +30,53 @@ def planned(name: str) -> nn.Module:
 @pytest.mark.parametrize("name", MODELS)
 def test_the_groups_of_a_model_hold_each_of_its_parameters_once(name: str) -> None:
     model = planned(name)
-    groups, layers = weight_groups(model), find_layers(model).values()
+    groups = weight_groups(model)
+    layers = find_layers(model).values()
     assert sum(each.parameters for each in groups) == sum(p.numel() for p in model.parameters())
     assert sum(each.tensors for each in groups) == len(list(model.parameters()))
     # The GEMMs of a plan are those of these layers.
     multiplied = Counter[str]()
     for layer in layers:
-        multiplied["outside" if layer.block is None else "experts" if layer.experts else "linear"] += layer.weights
-    found = {each.kind.split()[0] if "outside" not in each.kind else "outside": each for each in groups if not each.why}
+        multiplied[
+            "outside" if layer.block is None else "experts" if layer.experts else "linear"
+        ] += layer.weights
+    found = {
+        each.kind.split()[0] if "outside" not in each.kind else "outside": each
+        for each in groups
+        if not each.why
+    }
     assert {kind: each.parameters for kind, each in found.items()} == multiplied
     # What they leave belongs to modules of the class that its group names.
     for each in groups:
         if each.why and not each.kind.startswith("biases"):
             kind, key = each.kind.split(".")
-            own = [getattr(m, key) for m in model.modules() if type(m).__name__ == kind and hasattr(m, key)]
+            own = [
+                getattr(m, key)
+                for m in model.modules()
+                if type(m).__name__ == kind and hasattr(m, key)
+            ]
             assert sum(p.numel() for p in own if p is not None) == each.parameters
 
 
 def test_the_kinds_of_each_family_say_why_no_recipe_touches_them() -> None:
     names = ("llama_30m", "moe_tiny", "hyena_tiny", "hybrid_tiny")
-    reasons = {name: {each.kind: each.why for each in weight_groups(planned(name)) if each.why} for name in names}
+    reasons = {
+        name: {each.kind: each.why for each in weight_groups(planned(name)) if each.why}
+        for name in names
+    }
     for name, found in reasons.items():
         assert any(kind.endswith("Norm.weight") for kind in found), name
     assert reasons["moe_tiny"]["Router.weight"] == "router: chooses in float32"
     assert reasons["hybrid_tiny"]["Embedding.weight"] == "looked up by token, no matrix product"
-    assert {f"GatedConvolution.{key}" for key in ("featuriser", "taps", "log_poles")} < reasons["hyena_tiny"].keys()
+    assert {f"GatedConvolution.{key}" for key in ("featuriser", "taps", "log_poles")} < reasons[
+        "hyena_tiny"
+    ].keys()
     assert {"Mamba2.A_log", "CausalConvolution.weight"} < reasons["hybrid_tiny"].keys()
 
 
-def test_weights_that_could_be_multiplied_are_no_norms_and_experts_count_by_those_that_a_token_meets() -> None:
+def test_weights_that_could_be_multiplied_are_no_norms_and_experts_count_by_those_that_a_token_meets() -> (
+    None
+):
     class Own(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -66,7 +86,9 @@ def test_weights_that_could_be_multiplied_are_no_norms_and_experts_count_by_thos
 
     found = {each.kind: each for each in weight_groups(f4.convert(Own()))}
     assert found["Own.matrix"].why == "Own is not an nn.Linear"
-    assert found["experts of the blocks"] == WeightGroup("experts of the blocks", 1, 6 * 4 * 8, 3 * 4 * 8, None)
+    assert found["experts of the blocks"] == WeightGroup(
+        "experts of the blocks", 1, 6 * 4 * 8, 3 * 4 * 8, None
+    )
     biases = found["biases, experts of the blocks"]
     assert (biases.parameters, biases.active, biases.why) == (6 * 8, 3 * 8, "added to products")
 
@@ -77,7 +99,12 @@ def test_the_command_lists_the_groups_as_text_and_as_data(cli: Cli) -> None:
     shown = cli(*words).out
     table = shown[shown.index("parameters ") :].partition("\n\n")[0].splitlines()
     assert "head, tied to embed" in shown and len(table) == len(groups) + 3
-    counts = [tuple(sum(getattr(each, key) for each in groups) for key in ("tensors", "parameters", "active"))]
+    counts = [
+        tuple(
+            sum(getattr(each, key) for each in groups)
+            for key in ("tensors", "parameters", "active")
+        )
+    ]
     assert table[-1].split() == ["together", *(f"{count:,}" for count in counts[0])]
     assert counts[0][1] > 3 * counts[0][2]
     mesh = json.loads(cli(*words, "--json", "gpu=H100", "gpus=2").out)

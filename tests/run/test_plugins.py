@@ -1,4 +1,6 @@
-"""Runs with classes of the user's own, from the first step to a resume; a run directory never imports code."""
+"""Runs with classes of the user's own, from the first step to a resume; a run directory never
+imports code.
+"""
 
 import json
 import sys
@@ -40,7 +42,8 @@ def mine(cli: Cli) -> Iterator[None]:
     """The folder mine, with a plugin and one YAML file per class."""
     for path, text in {
         "ownlab.py": LAB,
-        "model/own.yaml": "_target_: ownlab.Model\nwidth: 32\nlayers: 2\nheads: 2\nkv_heads: 1\nhidden: 64\n",
+        "model/own.yaml": "_target_: ownlab.Model\nwidth: 32\nlayers: 2\nheads: 2\nkv_heads: "
+        "1\nhidden: 64\n",
         "recipe/own.yaml": "_target_: ownlab.Recipe\n",
         "track/own.yaml": "_target_: ownlab.Nowhere\n",
         "experiment/own.yaml": "# @package _global_\nplugins: [ownlab]\n",
@@ -85,7 +88,12 @@ def test_a_saved_run_needs_its_plugins_named_again(cli: Cli, command: list[str])
 
 def test_swapping_a_run_with_a_plugin_names_it_too(cli: Cli, stop_at: StopAt) -> None:
     stop_at(1)
-    assert cli(*OWN, "model=own", "run.name=a", "train.steps=3", "checkpoint.every=1", "phases=none").code == 137
+    assert (
+        cli(
+            *OWN, "model=own", "run.name=a", "train.steps=3", "checkpoint.every=1", "phases=none"
+        ).code
+        == 137
+    )
     stop_at(-1)
     sys.modules.pop("ownlab")
     asked = cli.raw("swap", "runs/a", "recipe=bf16")
@@ -99,7 +107,9 @@ def test_swapping_a_run_with_a_plugin_names_it_too(cli: Cli, stop_at: StopAt) ->
     assert "add plugins=[ownlab]" in cli("resume=runs/a", "train.steps=4").message
 
 
-def test_a_running_process_refuses_a_swap_to_a_package_that_it_did_not_name(cli: Cli, stop_at: StopAt) -> None:
+def test_a_running_process_refuses_a_swap_to_a_package_that_it_did_not_name(
+    cli: Cli, stop_at: StopAt
+) -> None:
     stop_at(1)
     assert cli("run.name=a", "train.steps=3", "checkpoint.every=1", "phases=none").code == 137
     stop_at(-1)
@@ -115,25 +125,43 @@ def test_a_hostile_run_directory_imports_nothing(cli: Cli, monkeypatch: pytest.M
     Path("evil.py").write_text("open('hit', 'w')\n" + LAB)
     monkeypatch.syspath_prepend(str(cli.folder))
     config = Path("runs/a/config.yaml")
-    innocent = config.read_text().partition("\n")[2]  # without the first line, which holds its checksum
+    # without the first line, which holds its checksum
+    innocent = config.read_text().partition("\n")[2]
     config.write_text(innocent.replace("plugins: []", "plugins: [evil]"))
     assert "evil" in config.read_text()
     assert cli("resume=runs/a", "train.steps=2", *cli.paths).code == 0, "the names are information"
     assert "evil" not in config.read_text(), "and say what this command named"
-    hostile = innocent.replace("plugins: []", "plugins: [evil]").replace("fp4train.models.llama.Llama", "evil.Model")
+    hostile = innocent.replace("plugins: []", "plugins: [evil]").replace(
+        "fp4train.models.llama.Llama", "evil.Model"
+    )
     config.write_text(hostile)
     Path("runs/a/swap_requests").mkdir()
-    for command in (["resume=runs/a", "train.steps=3"], ["plan", "resume=runs/a"], ["run.name=a", "train.steps=1"]):
+    for command in (
+        ["resume=runs/a", "train.steps=3"],
+        ["plan", "resume=runs/a"],
+        ["run.name=a", "train.steps=1"],
+    ):
         said = cli(*command).message
-        assert said.startswith("runs/a/config.yaml: model._target_='evil.Model' is no configuration class of fp4train")
+        assert said.startswith(
+            "runs/a/config.yaml: model._target_='evil.Model' is no configuration class of fp4train"
+        )
     config.write_text(innocent)
     recipe = {"_target_": "evil.Recipe"}
-    Path("runs/a/swap_requests/1.json").write_bytes(sealed({"recipe": recipe, "name": "x", "at": None}))
+    Path("runs/a/swap_requests/1.json").write_bytes(
+        sealed({"recipe": recipe, "name": "x", "at": None})
+    )
     assert cli("resume=runs/a", "train.steps=3", *cli.paths).code == 0
     assert "evil.Recipe" in events("runs/a", "swap refused")[0]["reason"]
     journal = Path("runs/a/history.jsonl")
-    lines, chain = journal.read_bytes().splitlines(keepends=True), Chain("")
-    swap = Chain().open(lines[-1])[0] | {"event": "swap", "name": "x", "at": 3, "recipe": recipe, "stretches": []}
+    lines = journal.read_bytes().splitlines(keepends=True)
+    chain = Chain("")
+    swap = Chain().open(lines[-1])[0] | {
+        "event": "swap",
+        "name": "x",
+        "at": 3,
+        "recipe": recipe,
+        "stretches": [],
+    }
     journal.write_bytes(b"".join(map(chain.again, lines)) + chain.seal(json.dumps(swap).encode()))
     assert "evil.Recipe" in cli("resume=runs/a", "train.steps=4").message
     assert "evil" not in sys.modules and not Path("hit").exists()
@@ -142,7 +170,8 @@ def test_a_hostile_run_directory_imports_nothing(cli: Cli, monkeypatch: pytest.M
 def test_a_yaml_file_cannot_name_plugins(cli: Cli) -> None:
     ended = cli("--config-dir", "mine", "experiment=own", "run.name=a")
     assert ended.message == (
-        "plugins=[ownlab] comes from a YAML file, which cannot import packages: add it to the command line"
+        "plugins=[ownlab] comes from a YAML file, which cannot import packages: add it to "
+        "the command line"
     )
     assert not imported()
     assert cli(*OWN, "experiment=own", "run.name=a", "train.steps=1").code == 0
@@ -153,7 +182,9 @@ def test_a_plugin_without_a_use_changes_nothing(cli: Cli) -> None:
     assert cli(*OWN, "run.name=b", "train.steps=2").code == 0
     assert losses("runs/a") == losses("runs/b")
     again = cli(*OWN, "run.name=a", "train.steps=2")
-    assert again.code == 0 and "runs/a is finished" in again.out, "naming it does not make another run"
+    assert again.code == 0 and "runs/a is finished" in again.out, (
+        "naming it does not make another run"
+    )
 
 
 def test_a_tracker_of_the_users_own(cli: Cli) -> None:
@@ -163,7 +194,10 @@ def test_a_tracker_of_the_users_own(cli: Cli) -> None:
 
 def test_a_sweep_over_own_and_shipped_recipes(cli: Cli) -> None:
     assert cli("-m", *OWN, "recipe=own,bf16", "train.steps=1").code == 0
-    assert sorted(p.name for p in Path("runs").glob("[!.]*")) == ["llama_tiny-bf16", "llama_tiny-own"]
+    assert sorted(p.name for p in Path("runs").glob("[!.]*")) == [
+        "llama_tiny-bf16",
+        "llama_tiny-own",
+    ]
 
 
 def test_a_plugin_that_is_not_there_ends_before_anything_is_written(cli: Cli) -> None:
@@ -172,5 +206,8 @@ def test_a_plugin_that_is_not_there_ends_before_anything_is_written(cli: Cli) ->
     assert "there is no module onwlab among the installed packages and mine" in (
         cli("--config-dir", "mine", "plugins=[onwlab]", "run.name=a").message
     )
-    assert "no module ownlab among the installed packages: install" in cli("plugins=[ownlab]", "run.name=a").message
+    assert (
+        "no module ownlab among the installed packages: install"
+        in cli("plugins=[ownlab]", "run.name=a").message
+    )
     assert not Path("runs").exists()

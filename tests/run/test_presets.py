@@ -1,4 +1,6 @@
-"""Complete runs of real sizes: planned whole without a network, and begun at reduced width; warnings about sizes."""
+"""Complete runs of real sizes: planned whole without a network, and begun at reduced width;
+warnings about sizes.
+"""
 
 from pathlib import Path
 
@@ -10,9 +12,29 @@ from fp4train.config import CONFIGS, composition, to_config
 PRESETS = sorted(path.stem for path in (CONFIGS / "experiment").glob("*_fineweb.yaml"))
 TOKENS = {"llama_125m": 9.9e9, "llama_1b": 28.8e9, "llama_8b": 137.8e9, "moe_30b": 1.0e12}
 SMALL = (
-    *("model.width=32", "model.layers=2", "model.heads=2", "model.kv_heads=1", "model.head_dim=16", "model.hidden=64"),
-    *("train.steps=3", "train.batch_size=2", "train.microbatch=1", "train.seq_len=32", "schedule.warmup=1"),
-    *("data=text", "data.val=0.05", "data/tokenizer=bytes", "eval.batches=1", "track=jsonl", "model.vocab_size=257"),
+    *(
+        "model.width=32",
+        "model.layers=2",
+        "model.heads=2",
+        "model.kv_heads=1",
+        "model.head_dim=16",
+        "model.hidden=64",
+    ),
+    *(
+        "train.steps=3",
+        "train.batch_size=2",
+        "train.microbatch=1",
+        "train.seq_len=32",
+        "schedule.warmup=1",
+    ),
+    *(
+        "data=text",
+        "data.val=0.05",
+        "data/tokenizer=bytes",
+        "eval.batches=1",
+        "track=jsonl",
+        "model.vocab_size=257",
+    ),
 )
 EXPERTS = ("model.experts.count=4", "model.experts.top=2", "model.experts.hidden=32")
 
@@ -22,9 +44,13 @@ def test_the_presets_are_these() -> None:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_has_the_tokens_of_its_source_and_is_planned_without_a_network(cli: Cli, name: str) -> None:
+def test_a_preset_has_the_tokens_of_its_source_and_is_planned_without_a_network(
+    cli: Cli, name: str
+) -> None:
     config = to_config(composition.compose([f"experiment={name}"]))
-    assert config.train.steps * config.train.tokens == pytest.approx(TOKENS[name.removesuffix("_fineweb")], rel=0.01)
+    assert config.train.steps * config.train.tokens == pytest.approx(
+        TOKENS[name.removesuffix("_fineweb")], rel=0.01
+    )
     header = (CONFIGS / "experiment" / f"{name}.yaml").read_text("utf-8").split("defaults:")[0]
     assert "arXiv:" in header or "karpathy/" in header
     ended = cli.raw("plan", f"experiment={name}", "gpu=B200")

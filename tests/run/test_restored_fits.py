@@ -1,4 +1,6 @@
-"""What is restored fits: each tensor's name, shape, dtype and numbers, and each value of the state."""
+"""What is restored fits: each tensor's name, shape, dtype and numbers, and each value of the
+state.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -41,7 +43,9 @@ TENSORS = {
 
 
 @pytest.mark.parametrize(("change", "message"), TENSORS.values(), ids=TENSORS.keys())
-def test_a_tensor_that_does_not_fit_is_named_and_refused(cli: Cli, change: Any, message: str) -> None:
+def test_a_tensor_that_does_not_fit_is_named_and_refused(
+    cli: Cli, change: Any, message: str
+) -> None:
     cli.trained("run.name=a", "train.steps=2", *STEADY)
     reseal(Path("runs/a/checkpoints/step_00000002"), change, lambda state: None)
     said = cli("resume=runs/a", "train.steps=3").message

@@ -12,22 +12,49 @@ CASES = {
     "recomputation in microbatches": ["model.recompute=true", "train.microbatch=1"],
     "one scale for fused weights": ["recipe.fused_scales=true", "policy=all", "train.microbatch=2"],
     "delayed scaling": ["recipe=fp8_delayed", "policy=all", "phases=none"],
-    "delayed scaling in microbatches": ["recipe=fp8_delayed", "train.microbatch=2", "recipe.history=2"],
-    "delayed scaling from the latest amax": ["recipe=fp8_delayed", "recipe.algorithm=most_recent", "phases=none"],
+    "delayed scaling in microbatches": [
+        "recipe=fp8_delayed",
+        "train.microbatch=2",
+        "recipe.history=2",
+    ],
+    "delayed scaling from the latest amax": [
+        "recipe=fp8_delayed",
+        "recipe.algorithm=most_recent",
+        "phases=none",
+    ],
     "moments in BF16": ["recipe=bf16", "optim.moments=bfloat16", "phases=none"],
-    "fp16's loss scale": ["recipe=fp16", "recipe.scaling.initial=1e10", "recipe.scaling.interval=2", "phases=none"],
-    "a forward and a backward recipe": ["recipe=nvfp4_forward_mxfp8_backward", "schedule=cosine", "policy=all"],
+    "fp16's loss scale": [
+        "recipe=fp16",
+        "recipe.scaling.initial=1e10",
+        "recipe.scaling.interval=2",
+        "phases=none",
+    ],
+    "a forward and a backward recipe": [
+        "recipe=nvfp4_forward_mxfp8_backward",
+        "schedule=cosine",
+        "policy=all",
+    ],
     "a watch of weights that oscillate": [
         *("recipe=tetrajet_v2", "phases=none"),
         *("oscillation.every=3", "oscillation.watch=2", "oscillation.ratio=1.5"),
     ],
     "outlier channels in the middle of their recording": [
         *("recipe=tetrajet_v2_outliers", "policy=all", "phases=none", "recipe.outliers.multiple=8"),
-        *("recipe.outliers.start=1", "recipe.outliers.steps=4", "model.recompute=true", "train.microbatch=2"),
+        *(
+            "recipe.outliers.start=1",
+            "recipe.outliers.steps=4",
+            "model.recompute=true",
+            "train.microbatch=2",
+        ),
         "model.layers=1",
     ],
     "outlier channels that are chosen": [
-        *("recipe=tetrajet_v2_outliers", "policy=all", "recipe.outliers.multiple=8", "eval.errors_every=2"),
+        *(
+            "recipe=tetrajet_v2_outliers",
+            "policy=all",
+            "recipe.outliers.multiple=8",
+            "eval.errors_every=2",
+        ),
         *("recipe.outliers.start=0", "recipe.outliers.steps=2", "model.layers=1"),
         *("oscillation.every=3", "oscillation.watch=2", "oscillation.ratio=1.5"),
     ],
@@ -57,7 +84,9 @@ def test_the_same_seed_gives_the_same_losses_and_another_seed_others(cli: Cli) -
     assert losses("runs/a") == losses("runs/b") != losses("runs/c")
 
 
-def test_the_same_command_continues_and_then_says_that_it_is_finished(cli: Cli, stop_at: StopAt) -> None:
+def test_the_same_command_continues_and_then_says_that_it_is_finished(
+    cli: Cli, stop_at: StopAt
+) -> None:
     stop_at(4)
     assert cli("run.name=a", "checkpoint.every=2").code == 137
     stop_at(-1)
@@ -84,17 +113,23 @@ def test_a_run_from_before_an_option_existed_has_its_default(cli: Cli, stop_at: 
         assert cli(f"run.name={name}", "checkpoint.every=2").code == 137
         path = Path(f"runs/{name}/config.yaml")
         saved = yaml.safe_load(path.read_text())
-        for section, option in (("train", "compile"), ("recipe", "hadamard"), ("policy", "recipe_for_kept")):
+        for section, option in (
+            ("train", "compile"),
+            ("recipe", "hadamard"),
+            ("policy", "recipe_for_kept"),
+        ):
             del saved[section][option]
         del saved["data"]["tokenizer"]
         path.write_text(yaml.safe_dump(saved))
     stop_at(-1)
     said = cli("run.name=a", "train.compile=true", "recipe.hadamard=false").message
-    assert "another configuration (recipe.hadamard: True → False; train.compile: False → True)" in said
+    assert (
+        "another configuration (recipe.hadamard: True → False; train.compile: False → True)" in said
+    )
     said = cli("run.name=a", "policy=mxfp8_tail").message
     assert (
-        "(policy.recipe_for_kept._target_: fp4train.precision.recipes.high.BF16 → fp4train.precision.recipes.mx.MX"
-        in said
+        "(policy.recipe_for_kept._target_: fp4train.precision.recipes.high.BF16 → "
+        "fp4train.precision.recipes.mx.MX" in said
     )
     again = cli("run.name=a", "checkpoint.every=2")
     assert again.code == 0 and "going on from step 4" in again.err
@@ -107,12 +142,19 @@ def test_a_run_from_before_an_option_existed_has_its_default(cli: Cli, stop_at: 
 
 def test_more_steps_go_on_where_a_finished_run_ended(cli: Cli) -> None:
     assert cli("run.name=a", "train.steps=3", "phases=none", "schedule=constant").code == 0
-    assert cli("run.name=b", "train.steps=5", "phases=none", "schedule=constant", "schedule.warmup=0").code == 0
+    assert (
+        cli(
+            "run.name=b", "train.steps=5", "phases=none", "schedule=constant", "schedule.warmup=0"
+        ).code
+        == 0
+    )
     assert cli("resume=runs/a", "train.steps=5", "schedule.warmup=0").code == 0
     assert sorted(losses("runs/a")) == list(range(1, 6))
 
 
-def test_a_recipe_given_with_resume_is_a_swap_that_is_recorded_and_kept(cli: Cli, stop_at: StopAt) -> None:
+def test_a_recipe_given_with_resume_is_a_swap_that_is_recorded_and_kept(
+    cli: Cli, stop_at: StopAt
+) -> None:
     stop_at(2)
     options = ["phases=none", "checkpoint.every=2"]
     assert cli("run.name=a", *options).code == 137
@@ -138,7 +180,12 @@ def test_a_swap_to_a_finished_run_changes_nothing(cli: Cli) -> None:
 
 
 def test_a_new_name_makes_a_branch_and_leaves_the_run_alone(cli: Cli, stop_at: StopAt) -> None:
-    assert cli("run.name=a", "train.steps=4", "checkpoint.every=2", "phases=none", "schedule=constant").code == 0
+    assert (
+        cli(
+            "run.name=a", "train.steps=4", "checkpoint.every=2", "phases=none", "schedule=constant"
+        ).code
+        == 0
+    )
     before = {p: p.read_bytes() for p in Path("runs/a").rglob("*") if p.is_file()}
     branch = ["resume=runs/a", "run.name=b", "recipe=bf16", "train.steps=7", "checkpoint.every=2"]
     stop_at(5)
@@ -156,7 +203,9 @@ def test_a_branch_does_not_land_on_another_run(cli: Cli) -> None:
     for name in ("a", "b"):
         cli.trained(f"run.name={name}", "train.steps=1")
     before = {p: p.read_bytes() for p in Path("runs/b").rglob("*") if p.is_file()}
-    assert "runs/b holds a run already" in cli("resume=runs/a", "run.name=b", "train.steps=2").message
+    assert (
+        "runs/b holds a run already" in cli("resume=runs/a", "run.name=b", "train.steps=2").message
+    )
     assert {p: p.read_bytes() for p in Path("runs/b").rglob("*") if p.is_file()} == before
 
 
@@ -178,10 +227,15 @@ def test_a_run_without_checkpoints_cannot_be_resumed(cli: Cli, stop_at: StopAt) 
 
 def test_what_is_resumed_cannot_be_another_run(cli: Cli) -> None:
     cli.trained("run.name=a", "train.steps=1")
-    assert "train.seq_len: 32 → 16" in cli("resume=runs/a", "train.seq_len=16", "train.steps=2").message
+    assert (
+        "train.seq_len: 32 → 16"
+        in cli("resume=runs/a", "train.seq_len=16", "train.steps=2").message
+    )
     assert "run.seed: 0 → 5" in cli("resume=runs/a", "run.seed=5", "train.steps=2").message
     assert "contradict" in cli("resume=runs/a", "run.overwrite=true").message
-    assert "name its recipe" in cli("resume=runs/a", "recipe.hadamard=false", "train.steps=2").message
+    assert (
+        "name its recipe" in cli("resume=runs/a", "recipe.hadamard=false", "train.steps=2").message
+    )
     assert "no experiment" in cli("resume=runs/a", "experiment=techniques", "train.steps=2").message
     assert sorted(losses("runs/a")) == [1]
 

@@ -21,26 +21,48 @@ from fp4train.run.build import Run
 
 FAMILIES = {
     "hybrid": (
-        *("model=hybrid_tiny", "model.width=32", "model.pattern=M-", "model.hidden=64", "model.scan.heads=4"),
+        *(
+            "model=hybrid_tiny",
+            "model.width=32",
+            "model.pattern=M-",
+            "model.hidden=64",
+            "model.scan.heads=4",
+        ),
         *("model.scan.head_dim=16", "model.scan.state=16", "model.scan.chunk=16"),
     ),
     "hyena": (
-        *("model=hyena_tiny", "model.width=32", "model.pattern=DH", "model.hidden=64", "model.filters.groups=8"),
+        *(
+            "model=hyena_tiny",
+            "model.width=32",
+            "model.pattern=DH",
+            "model.hidden=64",
+            "model.filters.groups=8",
+        ),
         "model.filters.poles=4",
     ),
     "moe": (
-        *("model=moe_tiny", "model.width=32", "model.layers=2", "model.hidden=64", "model.experts.count=4"),
+        *(
+            "model=moe_tiny",
+            "model.width=32",
+            "model.layers=2",
+            "model.hidden=64",
+            "model.experts.count=4",
+        ),
         *("model.experts.hidden=32", "model.dense=1"),
     ),
 }
-"""A small model of each family that has other blocks than a llama, and whose blocks are traced as a whole."""
+"""A small model of each family that has other blocks than a llama, and whose blocks are traced as a
+whole.
+"""
 
 
 def compared(eager: list[Any], ours: list[Any]) -> Iterator[tuple[list[float], list[float]]]:
     """What two runs logged of their losses."""
     assert [set(line) for line in ours] == [set(line) for line in eager]
     for name in ("train/loss", "val/loss", "val/loss_recipe"):
-        eager_values, values = ([line[name] for line in lines if name in line] for lines in (eager, ours))
+        eager_values, values = (
+            [line[name] for line in lines if name in line] for lines in (eager, ours)
+        )
         assert values
         yield eager_values, values
 
@@ -49,10 +71,13 @@ def compared(eager: list[Any], ours: list[Any]) -> Iterator[tuple[list[float], l
 @pytest.mark.skipif(
     shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU"
 )  # see tests/house/test_skips.py
-def test_a_compiled_run_learns_what_an_eager_one_does_through_phases_and_measurements(cli: Cli) -> None:
+def test_a_compiled_run_learns_what_an_eager_one_does_through_phases_and_measurements(
+    cli: Cli,
+) -> None:
     small = ("model.layers=1", "policy=all", "train.steps=4", "eval.errors_every=2")
     assert cli("run.name=eager", *small).code == 0
-    compiled = cli.start("run.name=compiled", "train.compile=true", *small)  # a process of its own: the compiler forks
+    # a process of its own: the compiler forks
+    compiled = cli.start("run.name=compiled", "train.compile=true", *small)
     _, err = compiled.communicate(timeout=900)
     assert compiled.returncode == 0 and "in the first step" not in err, err
     for eager, ours in compared(lines("runs/eager"), lines("runs/compiled")):
@@ -91,7 +116,8 @@ def test_compiling_without_a_compiler_is_refused_before_the_run_begins(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    process = cli.start("run.name=a", "train.compile=true")  # of its own: the compiler that is found is remembered
+    # of its own: the compiler that is found is remembered
+    process = cli.start("run.name=a", "train.compile=true")
     _, err = process.communicate(timeout=180)
     assert process.returncode == 1 and "fp4train: train.compile=true needs a C++ compiler" in err
     assert "Traceback" not in err
@@ -117,7 +143,9 @@ def test_a_run_directory_holds_everything_about_its_run(cli: Cli) -> None:
         "history.jsonl",
     }
     config = yaml.safe_load((run / "config.yaml").read_text())
-    assert config["recipe"]["_target_"] == "fp4train.precision.NVFP4" and config["train"]["steps"] == 6
+    assert (
+        config["recipe"]["_target_"] == "fp4train.precision.NVFP4" and config["train"]["steps"] == 6
+    )
     assert "${" not in (run / "config.yaml").read_text()
     assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert checkpoint.steps(run / "checkpoints") == [4, 6], "the newest two"
@@ -127,18 +155,27 @@ def test_a_run_directory_holds_everything_about_its_run(cli: Cli) -> None:
     each = {f"train/{key}" for key in ("loss", "grad_norm", "lr", "tokens")}
     each |= {"step", "after", "crc", "perf/tokens_per_s", "perf/memory_gb", "precision/recipe"}
     for line in logged:
-        assert set(line) == each | ({"val/loss", "val/loss_recipe"} if line["step"] in (3, 6) else set())
+        assert set(line) == each | (
+            {"val/loss", "val/loss_recipe"} if line["step"] in (3, 6) else set()
+        )
     assert [line["step"] for line in logged] == [1, 2, 3, 4, 5, 6]
     assert logged[-1]["train/tokens"] == 6 * 4 * 32
-    assert logged[0]["train/loss"] == pytest.approx(5.7, abs=0.3) and logged[-1]["val/loss"] < logged[0]["train/loss"]
+    assert (
+        logged[0]["train/loss"] == pytest.approx(5.7, abs=0.3)
+        and logged[-1]["val/loss"] < logged[0]["train/loss"]
+    )
     assert [e["recipe"] for e in events(run, "recipe")] == ["NVFP4", "NVFP4 with fprop in BF16"]
     summary = ended.out.splitlines()
     assert len(summary) == 1 and summary[0].startswith("runs/a: step 6, done; train loss ")
     assert summary[0].endswith("; runs/a/curves.png")
 
 
-def test_utilisation_is_logged_without_evaluations_and_checkpoints(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every step of 4 × 32 tokens takes half a second by this clock; the peak is 1024 tokens a second."""
+def test_utilisation_is_logged_without_evaluations_and_checkpoints(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every step of 4 × 32 tokens takes half a second by this clock; the peak is 1024 tokens a
+    second.
+    """
     clock = [0.0]
 
     def taking(seconds: float, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -149,7 +186,9 @@ def test_utilisation_is_logged_without_evaluations_and_checkpoints(cli: Cli, mon
         return call
 
     for module in ("supervise.ledger", "queued"):
-        monkeypatch.setattr(f"fp4train.run.{module}.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+        monkeypatch.setattr(
+            f"fp4train.run.{module}.time", SimpleNamespace(perf_counter=lambda: clock[0])
+        )
     monkeypatch.setattr(Run, "peak_tokens_per_s", lambda run: 1024.0)
     for name, seconds in (("train_step", 0.5), ("evaluate", 100.0), ("save", 10.0)):
         monkeypatch.setattr(loop, name, taking(seconds, getattr(loop, name)))
@@ -169,7 +208,11 @@ def test_the_start_of_a_run_fits_on_a_screen(cli: Cli) -> None:
 def test_the_plan_is_printed_and_nothing_is_written(cli: Cli) -> None:
     ended = cli("plan", "recipe=mxfp8", "full=true")
     assert ended.code == 0 and ended.err == ""
-    assert "MXFP8" in ended.out and "blocks.1.mlp.down" in ended.out and "multiply-adds of linear layers" in ended.out
+    assert (
+        "MXFP8" in ended.out
+        and "blocks.1.mlp.down" in ended.out
+        and "multiply-adds of linear layers" in ended.out
+    )
     folded = cli("plan", "recipe=mxfp8")
     assert folded.code == 0 and "block 0" in folded.out and "blocks.1.mlp.down" not in folded.out
     assert list(cli.folder.iterdir()) == []
@@ -188,7 +231,10 @@ def test_a_laptop_shows_the_plan_of_a_gpu_and_not_its_own(cli: Cli) -> None:
 def test_the_plan_of_a_resumed_run_knows_its_swaps(cli: Cli) -> None:
     cli.trained("run.name=a", "train.steps=2", "phases=none", "schedule=constant")
     planned = cli("plan", "resume=runs/a", "train.steps=5", "recipe=bf16")
-    assert "steps 0–1: NVFP4 (recipe)" in planned.out and "steps 2–4: BF16 (swap at step 2)" in planned.out
+    assert (
+        "steps 0–1: NVFP4 (recipe)" in planned.out
+        and "steps 2–4: BF16 (swap at step 2)" in planned.out
+    )
     assert recorded("runs/a") == []
 
 
@@ -222,28 +268,43 @@ def test_formats_and_help_and_version_are_printed(cli: Cli) -> None:
         (["compare", "-h"], "out="),
     ):
         ended = cli.raw(*arguments)
-        assert ended.code == 0 and ended.out.startswith(f"fp4train {arguments[0]} ") and option in ended.out
+        assert (
+            ended.code == 0
+            and ended.out.startswith(f"fp4train {arguments[0]} ")
+            and option in ended.out
+        )
     assert cli.raw("--version").out == "fp4train 0.1.0\n"
 
 
 def test_hydras_own_flags_work(cli: Cli, tmp_path: Path) -> None:
     shown = yaml.safe_load(cli.raw("--cfg", "job", "train.steps=3").out)
-    assert shown["train"]["steps"] == 3 and shown["recipe"]["_target_"] == "fp4train.precision.NVFP4"
+    assert (
+        shown["train"]["steps"] == 3 and shown["recipe"]["_target_"] == "fp4train.precision.NVFP4"
+    )
     assert "shows one configuration" in cli.raw("-m", "--cfg", "job", "recipe=bf16,nvfp4").message
     (tmp_path / "mine" / "recipe").mkdir(parents=True)
-    (tmp_path / "mine" / "recipe" / "house.yaml").write_text("defaults: [mxfp8, _self_]\nelement: hybrid\n")
+    (tmp_path / "mine" / "recipe" / "house.yaml").write_text(
+        "defaults: [mxfp8, _self_]\nelement: hybrid\n"
+    )
     own = ["plan", "--config-dir", "mine"]
     assert "E5M2·E4M3" in cli.raw(*own, "recipe=house", "recipe.two_d_weights=true").out
     assert "did you mean 'house'?" in cli.raw(*own, "recipe=huose").message
-    assert "unknown key 'recipe.elemnt'" in cli.raw(*own, "recipe=house", "recipe.elemnt=e4m3").message
+    assert (
+        "unknown key 'recipe.elemnt'" in cli.raw(*own, "recipe=house", "recipe.elemnt=e4m3").message
+    )
 
 
 def test_a_sweep_is_refused_before_its_first_job_where_one_of_them_does_not_fit(cli: Cli) -> None:
     ended = cli("-m", "recipe=nvfp4,bf16", "optim.lr=1e-3,-1", "train.steps=2")
     assert "  recipe=nvfp4 optim.lr=-1: optim.lr=-1.0 must be > 0\n" in ended.err
     assert "  recipe=bf16 optim.lr=-1: optim.lr=-1.0 must be > 0\n" in ended.err
-    assert "fp4train: the sweep is not started: \n" in ended.err and not list(Path("runs").glob("llama*"))
-    assert cli("-m", "optim.lr=1e-3,-1").message == "the sweep is not started: optim.lr=-1: optim.lr=-1.0 must be > 0"
+    assert "fp4train: the sweep is not started: \n" in ended.err and not list(
+        Path("runs").glob("llama*")
+    )
+    assert (
+        cli("-m", "optim.lr=1e-3,-1").message
+        == "the sweep is not started: optim.lr=-1: optim.lr=-1.0 must be > 0"
+    )
 
 
 def test_a_sweep_goes_on_after_a_job_that_fails_and_ends_with_a_table(cli: Cli) -> None:
@@ -257,7 +318,9 @@ def test_a_sweep_goes_on_after_a_job_that_fails_and_ends_with_a_table(cli: Cli) 
         "run.name=x",
     )
     assert ended.code == 1 and ended.err.count("fp4train: ") == 2
-    header, _, *rows = [re.split(r"  +", line.strip()) for line in ended.out.rpartition("\njob ")[2].splitlines()]
+    header, _, *rows = [
+        re.split(r"  +", line.strip()) for line in ended.out.rpartition("\njob ")[2].splitlines()
+    ]
     assert header == ["recipe", "train loss", "val loss", "directory"]
     assert [row[-1] for row in rows] == ["failed", rows[1][-1], "failed", rows[3][-1]]
     assert [row[1] for row in rows] == ["NVFP4", "NVFP4", "BF16", "BF16"]
@@ -270,7 +333,12 @@ def test_the_points_of_a_sweep_leave_no_trace_in_each_other(cli: Cli) -> None:
     assert sorted(p.name for p in Path("runs").glob("*-*")) == done
     assert cli("run.name=alone", "recipe=bf16", "train.microbatch=2", "train.steps=2").code == 0
     assert losses(f"runs/{done[0]}") == losses("runs/alone"), "what ran before leaves no trace"
-    assert cli("-m", "recipe=nvfp4,bf16", "train.microbatch=2", "train.steps=2").out.count("is finished") == 2
+    assert (
+        cli("-m", "recipe=nvfp4,bf16", "train.microbatch=2", "train.steps=2").out.count(
+            "is finished"
+        )
+        == 2
+    )
 
 
 def test_a_signal_ends_the_whole_sweep(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,7 +356,9 @@ def test_a_signal_ends_the_whole_sweep(cli: Cli, monkeypatch: pytest.MonkeyPatch
 def test_every_point_of_a_sweep_has_a_directory_of_its_own(cli: Cli) -> None:
     assert cli("-m", "optim.lr=1e-3,3e-3", "schedule=wsd,cosine", "train.steps=1").code == 0
     assert {p.name for p in Path("runs").glob("*-*")} == {
-        f"llama_tiny-nvfp4-lr={lr}-schedule={schedule}" for lr in ("0.001", "0.003") for schedule in ("wsd", "cosine")
+        f"llama_tiny-nvfp4-lr={lr}-schedule={schedule}"
+        for lr in ("0.001", "0.003")
+        for schedule in ("wsd", "cosine")
     }
     assert cli("-m", "run.name=x", "recipe=bf16,mxfp8", "train.steps=1").code == 0
     assert {p.name for p in Path("runs").glob("x*")} == {"x-recipe=bf16", "x-recipe=mxfp8"}
@@ -307,7 +377,9 @@ def test_a_run_without_tracking_leaves_no_metrics(cli: Cli) -> None:
 
 @pytest.mark.long
 def test_without_an_account_wandb_is_offline(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever account the user of this machine has; the time that it takes is bounded in tests/track."""
+    """Whatever account the user of this machine has; the time that it takes is bounded in
+    tests/track.
+    """
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("NETRC", os.devnull)

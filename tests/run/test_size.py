@@ -1,4 +1,6 @@
-"""A model that cannot fit is refused before it is built; one that takes long to build says how far it is."""
+"""A model that cannot fit is refused before it is built; one that takes long to build says how far
+it is.
+"""
 
 import logging
 import re
@@ -29,21 +31,44 @@ class Graded(Llama):
 """A model with a number per block that is read from a tensor, which the meta device cannot do."""
 
 
-def test_weights_beyond_the_main_memory_are_refused_with_the_numbers(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_beyond_the_main_memory_are_refused_with_the_numbers(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(checks, "_main_memory", lambda: 25_300_000_000)
-    wide = ("model.layers=16", "model.width=16384", "model.heads=128", "model.kv_heads=128", "model.hidden=65536")
+    wide = (
+        "model.layers=16",
+        "model.width=16384",
+        "model.heads=128",
+        "model.kv_heads=128",
+        "model.hidden=65536",
+    )
     said = cli("run.name=a", *wide).message
-    needed = r"LlamaModel has 68\.7 G parameters.* 275 GB of float32, and this machine has 25\.3 GB\. Choose"
+    needed = (
+        r"LlamaModel has 68\.7 G parameters.* 275 GB of float32, and this machine has 25\.3 "
+        r"GB\. Choose"
+    )
     assert re.search(needed, said) and not Path("runs/a/config.yaml").exists()
 
 
-def test_a_model_that_reads_values_while_it_is_built_is_trained_though_its_size_is_not_known_before(cli: Cli) -> None:
+def test_a_model_that_reads_values_while_it_is_built_is_trained_though_its_size_is_not_known_before(
+    cli: Cli,
+) -> None:
     folder = Path("mine")
     folder.mkdir()
     (folder / "graded.py").write_text(GRADED)
     (folder / "model").mkdir()
     (folder / "model" / "graded.yaml").write_text("_target_: graded.Graded\n")
-    assert cli("run.name=a", "--config-dir", "mine", "plugins=[graded]", "model=graded", "train.steps=1").code == 0
+    assert (
+        cli(
+            "run.name=a",
+            "--config-dir",
+            "mine",
+            "plugins=[graded]",
+            "model=graded",
+            "train.steps=1",
+        ).code
+        == 0
+    )
 
 
 def test_what_takes_long_to_build_says_how_far_it_is(
@@ -54,7 +79,9 @@ def test_what_takes_long_to_build_says_how_far_it_is(
     shape = Llama(layers=2)
     with torch.device("meta"), build._logging_progress("building the model", 1_000_000):
         shape.build(vocab_size=257, seq_len=16)
-    assert all("parameters of 1 M, about " in each and each.endswith(" left") for each in caplog.messages)
+    assert all(
+        "parameters of 1 M, about " in each and each.endswith(" left") for each in caplog.messages
+    )
     assert len(caplog.messages) > 10
     caplog.clear()
     nn.Linear(2, 2, device="meta")

@@ -1,4 +1,6 @@
-"""Every verb works on a machine with 3 GiB for it: what is read takes the memory that it has bytes."""
+"""Every verb works on a machine with 3 GiB for it: what is read takes the memory that it has
+bytes.
+"""
 
 import json
 import os
@@ -54,4 +56,6 @@ def test_every_verb_works_within_3_gib_of_address_space(cli: Cli) -> None:
         ["formats"],
         ["doctor"],
     )
-    assert "rank-2-" in next(path.name for path in Path("runs/a/studies").iterdir() if path.name.startswith("rank"))
+    assert "rank-2-" in next(
+        path.name for path in Path("runs/a/studies").iterdir() if path.name.startswith("rank")
+    )

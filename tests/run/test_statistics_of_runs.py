@@ -1,4 +1,6 @@
-"""Measured steps: they change nothing, outlive a resume, and say when the gradient is lost in noise."""
+"""Measured steps: they change nothing, outlive a resume, and say when the gradient is lost in
+noise.
+"""
 
 from pathlib import Path
 
@@ -21,7 +23,10 @@ def test_a_resumed_run_has_the_statistics_of_an_uninterrupted_one(cli: Cli) -> N
     before = (Path("runs/stopped") / STATISTICS).read_bytes()
     stopped = read_statistics(Path("runs/stopped"))
     for one, other in ((whole.operands, stopped.operands), (whole.gradients, stopped.gradients)):
-        assert all(np.array_equal(one[name], other[name], equal_nan=one[name].dtype.kind == "f") for name in one)
+        assert all(
+            np.array_equal(one[name], other[name], equal_nan=one[name].dtype.kind == "f")
+            for name in one
+        )
     assert cli("resume=runs/stopped", "resume_step=3").code == 0
     assert (Path("runs/stopped") / STATISTICS).read_bytes() == before
 
@@ -36,7 +41,10 @@ def test_a_line_of_metrics_has_the_summary_of_the_statistics_and_no_more(cli: Cl
     assert measured[4]["error/sqnr_db"] == pytest.approx(np.median(found.operands["sqnr_db"][at]))
     layer, operand = measured[4]["error/worst"].split()
     worst = found.operands["sqnr_db"][at].argmin()
-    assert (layer, operand) == (found.operands["layer"][at][worst], found.operands["operand"][at][worst])
+    assert (layer, operand) == (
+        found.operands["layer"][at][worst],
+        found.operands["operand"][at][worst],
+    )
     of = found.gradients["step"] == 4
     norm, noise = (np.linalg.norm(found.gradients[key][of]) for key in ("gradient", "noise"))
     assert measured[4]["error/gradient_to_noise"] == pytest.approx(norm / noise, rel=1e-5)
@@ -44,7 +52,9 @@ def test_a_line_of_metrics_has_the_summary_of_the_statistics_and_no_more(cli: Cl
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4", "fp16"])
-def test_a_gradient_below_the_threshold_is_told_once(cli: Cli, monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
+def test_a_gradient_below_the_threshold_is_told_once(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, recipe: str
+) -> None:
     monkeypatch.setattr(observe, "THRESHOLD", 1e9)
     ended = cli("run.name=a", *SMALL[1:], f"recipe={recipe}")
     assert ended.code == 0
@@ -58,5 +68,7 @@ def test_a_gradient_below_the_threshold_is_told_once(cli: Cli, monkeypatch: pyte
 
 def test_the_default_run_is_far_from_the_threshold(cli: Cli) -> None:
     cli.trained("run.name=whole", *SMALL)
-    assert all(line["error/gradient_to_noise"] > 5 for line in lines("runs/whole") if "error/noise" in line)
+    assert all(
+        line["error/gradient_to_noise"] > 5 for line in lines("runs/whole") if "error/noise" in line
+    )
     assert not events("runs/whole", "weak gradient")

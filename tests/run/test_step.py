@@ -1,5 +1,6 @@
-"""The path of a step: few frames from the loop to the model, nothing of what divides runs over ranks, and losses that
-leave the caller's gradients as they are."""
+"""The path of a step: few frames from the loop to the model, nothing of what divides runs over
+ranks, and losses that leave the caller's gradients as they are.
+"""
 
 import re
 import sys
@@ -24,15 +25,33 @@ FAMILIES = {
     "llama": (),
     "llama, its moments in BF16": ("optim.moments=bfloat16",),
     "hybrid": (
-        *("model=hybrid_tiny", "model.width=32", "model.pattern=M-*", "model.hidden=64", "model.scan.heads=4"),
+        *(
+            "model=hybrid_tiny",
+            "model.width=32",
+            "model.pattern=M-*",
+            "model.hidden=64",
+            "model.scan.heads=4",
+        ),
         *("model.scan.head_dim=16", "model.scan.state=16", "model.scan.chunk=16"),
     ),
     "hyena": (
-        *("model=hyena_tiny", "model.width=32", "model.pattern=SDH*", "model.hidden=64", "model.filters.groups=8"),
+        *(
+            "model=hyena_tiny",
+            "model.width=32",
+            "model.pattern=SDH*",
+            "model.hidden=64",
+            "model.filters.groups=8",
+        ),
         *("model.filters.poles=4", "model.vocab_size=320"),
     ),
     "moe": (
-        *("model=moe_tiny", "model.width=32", "model.layers=2", "model.hidden=64", "model.experts.count=4"),
+        *(
+            "model=moe_tiny",
+            "model.width=32",
+            "model.layers=2",
+            "model.hidden=64",
+            "model.experts.count=4",
+        ),
         *("model.experts.hidden=32", "model.experts.bias=true", "model.balance.speed=0.01"),
     ),
 }
@@ -40,10 +59,14 @@ DIVIDING = (
     "shards.py",
     "nn/ranks.py",
     "nn/executors/cut.py",
-    *(f"parallel/{name}.py" for name in ("fsdp", "gather", "held", "pipeline", "received", "stages", "tensor")),
+    *(
+        f"parallel/{name}.py"
+        for name in ("fsdp", "gather", "held", "pipeline", "received", "stages", "tensor")
+    ),
 )
-"""Files of which a run of one process calls nothing in a step or an evaluation. It does call its `World`,
-parallel/world.py: that of one rank, whose sums over the ranks are what it is given."""
+"""Files of which a run of one process calls nothing in a step or an evaluation. It does call its
+`World`, parallel/world.py: that of one rank, whose sums over the ranks are what it is given.
+"""
 WHOLE = {
     *("is_sharded", "shard_of", "__post_init__", "whole", "boxes", "local", "owned", "separate"),
     *("row_orders", "order_of", "like"),
@@ -63,7 +86,8 @@ class Model(nn.Module):
 def test_an_iteration_that_is_given_up_leaves_gradients_on() -> None:
     rows = torch.ones(2, 3)
     microbatches = [
-        Microbatch(tokens_BT=rows, targets_BT=rows, context=nullcontext, dtype=torch.float32) for _ in range(3)
+        Microbatch(tokens_BT=rows, targets_BT=rows, context=nullcontext, dtype=torch.float32)
+        for _ in range(3)
     ]
     found = losses(SimpleNamespace(model=Model(), pipeline=None), microbatches)  # type: ignore[arg-type]
     assert not next(found).requires_grad
@@ -74,7 +98,9 @@ def test_an_iteration_that_is_given_up_leaves_gradients_on() -> None:
     assert torch.is_grad_enabled(), "after it was given up"
 
 
-@pytest.mark.parametrize("options", [(), ("eval.errors_every=1",)], ids=["a step", "a measured step"])
+@pytest.mark.parametrize(
+    "options", [(), ("eval.errors_every=1",)], ids=["a step", "a measured step"]
+)
 def test_from_the_loop_to_the_model_there_are_four_frames(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
 ) -> None:
@@ -111,7 +137,11 @@ def test_a_step_reaches_the_kernel_in_seven_files(cli: Cli, before: Before) -> N
     def note(frame: FrameType, event: str, argument: Any) -> None:
         if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
             files.add(place(frame))
-        if event == "c_call" and not to_kernel and "_cpu" in str(getattr(argument, "__module__", "")):
+        if (
+            event == "c_call"
+            and not to_kernel
+            and "_cpu" in str(getattr(argument, "__module__", ""))
+        ):
             at: FrameType | None = frame
             while at is not None and (not to_kernel or to_kernel[-1] != "train.py"):
                 if at.f_code.co_filename.startswith(PACKAGE) and place(at) not in to_kernel:
@@ -122,10 +152,13 @@ def test_a_step_reaches_the_kernel_in_seven_files(cli: Cli, before: Before) -> N
     before(4, lambda run: sys.setprofile(None))
     assert cli("run.name=a", "recipe=nvfp4", "train.steps=5", "phases=none", "policy=all").code == 0
     shown = re.findall(
-        r"`fp4train/([\w/.]+)`", LAYOUT.read_text(encoding="utf-8").partition("## The path of a step")[2]
+        r"`fp4train/([\w/.]+)`",
+        LAYOUT.read_text(encoding="utf-8").partition("## The path of a step")[2],
     )
     assert len(shown) > 6 and set(shown) <= files, "the path that docs/layout.md shows"
-    assert [name for name in shown if name in to_kernel] == [name for name in reversed(to_kernel) if name in shown]
+    assert [name for name in shown if name in to_kernel] == [
+        name for name in reversed(to_kernel) if name in shown
+    ]
     assert len([name for name in to_kernel if not name.startswith("models/")]) <= 7, to_kernel
 
 
@@ -142,19 +175,29 @@ def test_undivided_steps_and_evaluations_call_nothing_of_what_divides_runs(
     assert not [name for name in DIVIDING if not (Path(PACKAGE) / name).is_file()]
     before(2, lambda run: sys.setprofile(note))
     before(3, lambda run: sys.setprofile(None))
-    options = (*FAMILIES[family], "recipe=nvfp4", "phases=none", "policy=all", "eval.every=1", "eval.errors_every=1")
+    options = (
+        *FAMILIES[family],
+        "recipe=nvfp4",
+        "phases=none",
+        "policy=all",
+        "eval.every=1",
+        "eval.errors_every=1",
+    )
     assert cli("run.name=a", "train.steps=4", "train.batch_size=2", *options).code == 0
     assert {"run/step.py:step", "run/step.py:losses"} <= called
     assert not {name for name in called if name.startswith(DIVIDING)}
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4", "tetrajet_v2_outliers"])
-def test_undivided_runs_call_nothing_of_what_divides_runs(cli: Cli, before: Before, recipe: str) -> None:
-    """From the command to its end: checks, build, steps, checkpoints, and a resume, which takes one over.
+def test_undivided_runs_call_nothing_of_what_divides_runs(
+    cli: Cli, before: Before, recipe: str
+) -> None:
+    """From the command to its end: checks, build, steps, checkpoints, and a resume, which takes one
+    over.
 
-    Where it draws weights, and writes and reads checkpoints, which have one form however many ranks a run has, a run
-    of one process is the case of one part: there, and for an optimizer of plain parameters, it calls shards.py, and
-    nothing of it but what a plain tensor meets.
+    Where it draws weights, and writes and reads checkpoints, which have one form however many ranks
+    a run has, a run of one process is the case of one part: there, and for an optimizer of plain
+    parameters, it calls shards.py, and nothing of it but what a plain tensor meets.
     """
     called: set[str] = set()
 
@@ -173,6 +216,10 @@ def test_undivided_runs_call_nothing_of_what_divides_runs(cli: Cli, before: Befo
         sys.setprofile(None)
         threading.setprofile(None)  # type: ignore[arg-type]
     assert [each.code for each in ended] == [0, 0]
-    assert {"run/build.py:assemble", "run/restored.py:restored", "checkpoint/writing.py:_own"} <= called
+    assert {
+        "run/build.py:assemble",
+        "run/restored.py:restored",
+        "checkpoint/writing.py:_own",
+    } <= called
     divided = {name for name in called if name.startswith((*DIVIDING, "parallel/agree.py"))}
     assert divided <= {f"shards.py:{name}" for name in WHOLE}

@@ -1,4 +1,5 @@
-"""train.cuda_graph: a run whose steps are recorded and replayed has the losses of one that queues every kernel.
+"""train.cuda_graph: a run whose steps are recorded and replayed has the losses of one that queues
+every kernel.
 
 The graph is emulated (`recorder_on_cpu`), the loop around it is the real one.
 """
@@ -28,9 +29,24 @@ from fp4train.run.graphs import check_graph, check_plan
 from fp4train.run.record.change import swap_recipe
 from fp4train.run.step_graph import WARM_UP
 
-EXACT = ("optim.lr=0.0078125", "schedule=wsd", "schedule.warmup=4", "schedule.cooldown=7", "schedule.decay=linear")
-"""Learning rates that are float32 numbers, as a recorded step reads them: those of eager steps are doubles."""
-SMALL = ("model.layers=1", "policy=all", "train.steps=12", "train.microbatch=2", "train.seq_len=16", *EXACT)
+EXACT = (
+    "optim.lr=0.0078125",
+    "schedule=wsd",
+    "schedule.warmup=4",
+    "schedule.cooldown=7",
+    "schedule.decay=linear",
+)
+"""Learning rates that are float32 numbers, as a recorded step reads them: those of eager steps are
+doubles.
+"""
+SMALL = (
+    "model.layers=1",
+    "policy=all",
+    "train.steps=12",
+    "train.microbatch=2",
+    "train.seq_len=16",
+    *EXACT,
+)
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -43,7 +59,8 @@ LONG = [
 ]
 
 
-STATE, RANDOM = ("fp8_delayed", "float32", False), ("nvfp4", "float32", True)
+STATE = ("fp8_delayed", "float32", False)
+RANDOM = ("nvfp4", "float32", True)
 
 
 @pytest.mark.parametrize(("recipe", "moments", "recompute"), [STATE, RANDOM, *LONG])
@@ -100,7 +117,15 @@ def test_a_recorded_run_goes_on_from_its_checkpoint_as_if_it_had_never_ended(
     saved = [Path(f"runs/{name}/checkpoints/step_00000012") for name in ("eager", "graph")]
     for file in ("weights.safetensors", "tensors.safetensors"):
         assert len({(path / file).read_bytes() for path in saved}) == 1, file
-    assert len({str(json.loads((path / "state.json").read_text())["state"]["optimizer"]) for path in saved}) == 1
+    assert (
+        len(
+            {
+                str(json.loads((path / "state.json").read_text())["state"]["optimizer"])
+                for path in saved
+            }
+        )
+        == 1
+    )
 
 
 def test_a_replayed_step_that_fails_changes_nothing_and_is_blamed_as_an_eager_one(
@@ -110,17 +135,22 @@ def test_a_replayed_step_that_fails_changes_nothing_and_is_blamed_as_an_eager_on
         with torch.no_grad():
             run.model.get_submodule("head").weight.fill_(3e38)
 
-    messages, kept = [], []
+    messages = []
+    kept = []
     for on in (False, True):
         recorders = recorded(on)
         before(8, spoil)
         options = (*SMALL, "recipe=fp8_delayed", "phases=none", "checkpoint.every=0")
         messages.append(cli("run.name=a", "run.overwrite=true", *options).message)
         saved = Path("runs/a/checkpoints/step_00000008")
-        kept.append([(saved / file).read_bytes() for file in ("weights.safetensors", "tensors.safetensors")])
+        kept.append(
+            [(saved / file).read_bytes() for file in ("weights.safetensors", "tensors.safetensors")]
+        )
     assert messages[0] == messages[1] and "step 8: gradient norm is nan" in messages[0]
     assert kept[0] == kept[1], "weights, moments and amax histories of before the step"
-    assert recorders[0].replays == 10 - WARM_UP, "the step that failed, and the one that was queued after it"
+    assert recorders[0].replays == 10 - WARM_UP, (
+        "the step that failed, and the one that was queued after it"
+    )
 
 
 def test_a_step_that_reads_a_number_on_the_host_is_refused_and_its_beginning_kept(
@@ -139,7 +169,9 @@ def test_a_step_that_reads_a_number_on_the_host_is_refused_and_its_beginning_kep
 
 def test_on_a_cpu_it_is_refused_before_the_run_begins(cli: Cli) -> None:
     message = cli("run.name=a", "train.cuda_graph=true").message
-    assert message.startswith("train.cuda_graph=true: it records the work of a GPU, and the run is on device=cpu")
+    assert message.startswith(
+        "train.cuda_graph=true: it records the work of a GPU, and the run is on device=cpu"
+    )
     assert not Path("runs/a/config.yaml").exists()
 
 
@@ -154,7 +186,9 @@ def test_on_a_cpu_it_is_refused_before_the_run_begins(cli: Cli) -> None:
         ({"optimizer": torch.optim.AdamW([nn.Parameter(torch.ones(1))])}, "decides on the host"),
     ],
 )
-def test_what_cannot_be_recorded_is_refused_with_its_reason(changes: dict[str, Any], said: str) -> None:
+def test_what_cannot_be_recorded_is_refused_with_its_reason(
+    changes: dict[str, Any], said: str
+) -> None:
     optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(1))], fused=True)
     run = SimpleNamespace(
         device=torch.device("cuda"),
@@ -182,16 +216,26 @@ def test_what_cannot_be_recorded_is_refused_with_its_reason(changes: dict[str, A
         ("nvfp4", "emulate", None),
     ],
 )
-def test_a_recipe_that_depends_on_the_host_is_refused_by_name(recipe: str, backend: str, said: str | None) -> None:
+def test_a_recipe_that_depends_on_the_host_is_refused_by_name(
+    recipe: str, backend: str, said: str | None
+) -> None:
     found = bind(yaml.safe_load(Path(RECIPES, f"{recipe}.yaml").read_text()), Recipe, "recipe")
     assert isinstance(found, Recipe)
     layer = Layer(name="mlp.up", in_features=32, out_features=32, block=0, blocks=1)
     plan = make_plan(
-        [layer], Timeline(recipe=found, steps=9), None, tokens=32, device=Device(type="cpu"), backend="emulate"
+        [layer],
+        Timeline(recipe=found, steps=9),
+        None,
+        tokens=32,
+        device=Device(type="cpu"),
+        backend="emulate",
     )
-    stretch, planned = plan.stretches[0], plan.stretches[0].layers["mlp.up"]
+    stretch = plan.stretches[0]
+    planned = plan.stretches[0].layers["mlp.up"]
     gemms = {gemm.name: replace(gemm, backend=backend) for gemm in planned.gemms}
-    plan = replace(plan, stretches=(replace(stretch, layers={"mlp.up": replace(planned, **gemms)}),))
+    plan = replace(
+        plan, stretches=(replace(stretch, layers={"mlp.up": replace(planned, **gemms)}),)
+    )
     if said is None:
         check_plan(plan)
         return
@@ -203,8 +247,12 @@ def test_a_recipe_that_depends_on_the_host_is_refused_by_name(recipe: str, backe
 @pytest.mark.parametrize("recipe", [NVFP4(), BF16()], ids=lambda recipe: recipe.name)
 def test_experts_are_refused_whatever_the_recipe(recipe: Recipe) -> None:
     layer = Layer(name="mlp.up", in_features=32, out_features=32, block=0, blocks=1, experts=4)
-    plan = make_plan([layer], Timeline(recipe=recipe, steps=9), None, tokens=32, device=Device(type="cpu"))
-    said = r"how many rows each of its 4 experts has\. Use train\.cuda_graph=false, or another recipe"
+    plan = make_plan(
+        [layer], Timeline(recipe=recipe, steps=9), None, tokens=32, device=Device(type="cpu")
+    )
+    said = (
+        r"how many rows each of its 4 experts has\. Use train\.cuda_graph=false, or another recipe"
+    )
     with pytest.raises(ValueError, match=said):
         check_plan(plan)
 

@@ -32,11 +32,17 @@ def test_a_sweep_without_seeds_has_no_means(cli: Cli) -> None:
     assert ended.code == 0 and "deviation over seeds" not in ended.out
 
 
-@pytest.mark.parametrize(("words", "group"), [((), "recipe=bf16,mxfp8"), (("track.group=mine",), "mine")])
+@pytest.mark.parametrize(
+    ("words", "group"), [((), "recipe=bf16,mxfp8"), (("track.group=mine",), "mine")]
+)
 def test_the_runs_of_a_sweep_share_a_group(cli: Cli, words: tuple[str, ...], group: str) -> None:
     tracked = ("track=wandb", "track.mode=offline", *words)
-    assert cli("-m", "recipe=bf16,mxfp8", "run.name=s", "train.steps=1", *tracked, *STEADY).code == 0
-    saved = [yaml.safe_load(path.read_text()) for path in sorted(Path("runs").glob("*/config.yaml"))]
+    assert (
+        cli("-m", "recipe=bf16,mxfp8", "run.name=s", "train.steps=1", *tracked, *STEADY).code == 0
+    )
+    saved = [
+        yaml.safe_load(path.read_text()) for path in sorted(Path("runs").glob("*/config.yaml"))
+    ]
     assert [body["track"]["group"] for body in saved] == [group, group]
 
 
@@ -48,9 +54,15 @@ def test_what_a_run_prints_is_kept_in_its_folder_and_with_its_charts(cli: Cli) -
     (sent,) = Path("runs/a/wandb").glob("offline-run-*/files/output.log")
     assert "every layer and GEMM: runs/a/plan.txt" in sent.read_text("utf-8")
     again = cli("run.name=a", "train.steps=2", "run.overwrite=true", *STEADY)
-    assert again.code == 0 and Path("runs/a/console.log").read_text("utf-8").count("every layer and GEMM") == 1
+    assert (
+        again.code == 0
+        and Path("runs/a/console.log").read_text("utf-8").count("every layer and GEMM") == 1
+    )
     resumed = cli("resume=runs/a", "train.steps=3")
-    assert resumed.code == 0 and Path("runs/a/console.log").read_text("utf-8").count("every layer and GEMM") == 2
+    assert (
+        resumed.code == 0
+        and Path("runs/a/console.log").read_text("utf-8").count("every layer and GEMM") == 2
+    )
 
 
 def test_a_bar_leaves_its_last_state_and_an_error_its_message(tmp_path: Path) -> None:
@@ -61,7 +73,9 @@ def test_a_bar_leaves_its_last_state_and_an_error_its_message(tmp_path: Path) ->
         print("\r 50%", end="\r     \ra message\n")
         print("\r100%")
         raise ValueError("it broke")
-    assert (tmp_path / "console.log").read_text() == "before\na message\n100%\nValueError: it broke\n"
+    assert (
+        tmp_path / "console.log"
+    ).read_text() == "before\na message\n100%\nValueError: it broke\n"
 
 
 @pytest.mark.parametrize(
@@ -78,6 +92,10 @@ def test_what_is_wrong_with_a_command_is_said_before_the_run_that_is_there(
 ) -> None:
     cli.trained("run.name=a", *STEADY)
     ended = cli("run.name=a", *words, *STEADY)
-    assert ended.code == 1 and message in ended.message and "another configuration" not in ended.message
+    assert (
+        ended.code == 1
+        and message in ended.message
+        and "another configuration" not in ended.message
+    )
     valid = cli("run.name=a", "train.steps=7", *STEADY)
     assert valid.code == 1 and "another configuration (train.steps: 6 → 7)" in valid.message

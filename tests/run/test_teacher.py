@@ -1,4 +1,6 @@
-"""Distillation runs: a quantised student learns a teacher's distribution; resume to the bit; what cannot be taught."""
+"""Distillation runs: a quantised student learns a teacher's distribution; resume to the bit; what
+cannot be taught.
+"""
 
 import json
 import shutil
@@ -16,12 +18,24 @@ STUDENT = ("phases=none", "schedule=constant", "schedule.warmup=0", "policy=all"
 @pytest.fixture
 def teacher(cli: Cli) -> Path:
     """A run in BF16 that has learned something."""
-    return cli.trained("run.name=teacher", "recipe=bf16", "train.steps=30", "optim.lr=3e-3", *STUDENT)
+    return cli.trained(
+        "run.name=teacher", "recipe=bf16", "train.steps=30", "optim.lr=3e-3", *STUDENT
+    )
 
 
-def test_a_student_that_begins_as_its_teacher_has_no_loss_in_its_arithmetic(cli: Cli, teacher: Path) -> None:
+def test_a_student_that_begins_as_its_teacher_has_no_loss_in_its_arithmetic(
+    cli: Cli, teacher: Path
+) -> None:
     assert (
-        cli("run.name=a", f"init={teacher}", f"teacher={teacher}", "recipe=fp32", *STUDENT, "train.steps=1").code == 0
+        cli(
+            "run.name=a",
+            f"init={teacher}",
+            f"teacher={teacher}",
+            "recipe=fp32",
+            *STUDENT,
+            "train.steps=1",
+        ).code
+        == 0
     )
     assert abs(losses("runs/a")[1][0]) < 1e-6
 
@@ -32,22 +46,41 @@ def test_a_quantised_student_comes_nearer_to_its_teacher(cli: Cli, teacher: Path
     assert cli("run.name=a", f"init={teacher}", f"teacher={teacher}", *words, *STUDENT).code == 0
     found = [loss[0] for loss in losses("runs/a").values()]
     assert sum(found[-8:]) < 0.8 * sum(found[:8]) and all(loss > 0 for loss in found)
-    assert [line["val/loss"] for line in lines("runs/a") if "val/loss" in line][-1] > 1  # of the targets
+    # of the targets
+    assert [line["val/loss"] for line in lines("runs/a") if "val/loss" in line][-1] > 1
     whole = losses("runs/a")
     assert cli.raw("resume=runs/a", "resume_step=20").code == 0
     assert losses("runs/a") == whole
     assert cli.raw(f"resume={teacher}", "train.steps=31").code == 0
     other = cli.raw("resume=runs/a", "resume_step=20")
-    assert other.code != 0 and f"a teacher of other weights than teacher={teacher} has" in other.message
+    assert (
+        other.code != 0
+        and f"a teacher of other weights than teacher={teacher} has" in other.message
+    )
     assert cli.raw("resume=runs/a", "resume_step=20", "teacher_step=30").code == 0
     assert losses("runs/a") == whole
 
 
-def test_a_loss_near_zero_is_not_judged_by_its_own_size_and_a_rise_is_seen(cli: Cli, teacher: Path) -> None:
-    """The first step's loss is 1e-5: the rounding of a quantised step is many times that, and no divergence."""
-    given = (f"init={teacher}", f"teacher={teacher}", "recipe=nvfp4", "train.steps=20", "checkpoint.every=5", *STUDENT)
+def test_a_loss_near_zero_is_not_judged_by_its_own_size_and_a_rise_is_seen(
+    cli: Cli, teacher: Path
+) -> None:
+    """The first step's loss is 1e-5: the rounding of a quantised step is many times that, and no
+    divergence.
+    """
+    given = (
+        f"init={teacher}",
+        f"teacher={teacher}",
+        "recipe=nvfp4",
+        "train.steps=20",
+        "checkpoint.every=5",
+        *STUDENT,
+    )
     quiet = cli("run.name=a", *given, "optim.lr=1e-3")
-    assert quiet.code == 0 and "far above its past" not in quiet.err and Path("runs/a/checkpoints").is_dir()
+    assert (
+        quiet.code == 0
+        and "far above its past" not in quiet.err
+        and Path("runs/a/checkpoints").is_dir()
+    )
     assert max(loss[0] for loss in losses("runs/a").values()) > 2 * losses("runs/a")[1][0]
     loud = cli("run.name=b", *given, "optim.lr=3.0")
     assert "far above its past" in loud.err
@@ -55,7 +88,13 @@ def test_a_loss_near_zero_is_not_judged_by_its_own_size_and_a_rise_is_seen(cli: 
 
 def test_the_weight_of_the_targets_adds_their_loss(cli: Cli, teacher: Path) -> None:
     for name, ce in (("a", "0.0"), ("b", "1.0")):
-        given = (f"init={teacher}", f"teacher={teacher}", "recipe=fp32", f"distillation.ce={ce}", "train.steps=1")
+        given = (
+            f"init={teacher}",
+            f"teacher={teacher}",
+            "recipe=fp32",
+            f"distillation.ce={ce}",
+            "train.steps=1",
+        )
         assert cli(f"run.name={name}", *given, *STUDENT).code == 0
     assert cli("run.name=c", f"init={teacher}", "recipe=fp32", "train.steps=1", *STUDENT).code == 0
     plain, both, targets = (losses(f"runs/{name}")[1][0] for name in "abc")
@@ -65,20 +104,35 @@ def test_the_weight_of_the_targets_adds_their_loss(cli: Cli, teacher: Path) -> N
 def test_a_folder_of_hugging_face_teaches_as_the_run_that_it_is_of(cli: Cli, teacher: Path) -> None:
     assert cli.raw("export", str(teacher), "to=hf", "out=folder").code == 0
     for name, source in (("a", str(teacher)), ("b", "folder")):
-        assert cli(f"run.name={name}", f"teacher={source}", "recipe=bf16", "train.steps=3", *STUDENT).code == 0
+        assert (
+            cli(
+                f"run.name={name}", f"teacher={source}", "recipe=bf16", "train.steps=3", *STUDENT
+            ).code
+            == 0
+        )
     assert losses("runs/a") == losses("runs/b")
 
 
 def test_a_teacher_may_be_of_another_shape(cli: Cli, teacher: Path) -> None:
     assert (
-        cli("run.name=a", f"teacher={teacher}", "model.width=64", "model.layers=1", "train.steps=2", *STUDENT).code == 0
+        cli(
+            "run.name=a",
+            f"teacher={teacher}",
+            "model.width=64",
+            "model.layers=1",
+            "train.steps=2",
+            *STUDENT,
+        ).code
+        == 0
     )
     assert losses("runs/a")[2][0] > 0
 
 
 def test_the_teacher_changes_no_initial_weight(cli: Cli, teacher: Path) -> None:
     for name, given in (("a", (f"teacher={teacher}",)), ("b", ())):
-        assert cli(f"run.name={name}", *given, "train.steps=1", "optim.lr=1e-30", *STUDENT).code == 0
+        assert (
+            cli(f"run.name={name}", *given, "train.steps=1", "optim.lr=1e-30", *STUDENT).code == 0
+        )
     a, b = (load_trained(Path(f"runs/{name}")).model.state_dict() for name in "ab")
     assert all(torch.equal(a[name], b[name]) for name in a)
 
@@ -87,14 +141,22 @@ def test_the_teacher_changes_no_initial_weight(cli: Cli, teacher: Path) -> None:
     ("words", "said"),
     [
         (("teacher=gone",), "teacher=gone: "),
-        (("teacher_step=7",), "runs/teacher: runs/teacher/checkpoints has no checkpoint of step 7; it has 30"),
+        (
+            ("teacher_step=7",),
+            "runs/teacher: runs/teacher/checkpoints has no checkpoint of step 7; it has 30",
+        ),
         (("distillation.temperature=0",), "distillation.temperature=0"),
         (("distillation.ce=-1",), "distillation.ce=-1"),
         (("model.vocab_multiple=512",), "both need the same vocabulary"),
-        (("data/tokenizer=bpe", "data.tokenizer.vocab_size=300"), "its tokenizer is another than the run's"),
+        (
+            ("data/tokenizer=bpe", "data.tokenizer.vocab_size=300"),
+            "its tokenizer is another than the run's",
+        ),
     ],
 )
-def test_what_cannot_be_taught_is_refused(cli: Cli, teacher: Path, words: tuple[str, ...], said: str) -> None:
+def test_what_cannot_be_taught_is_refused(
+    cli: Cli, teacher: Path, words: tuple[str, ...], said: str
+) -> None:
     given = () if words[0].startswith("teacher=") else (f"teacher={teacher}",)
     found = cli("run.name=a", *given, *words, "train.steps=2")
     assert found.code == 1 and said in found.message and not Path("runs/a/metrics.jsonl").exists()

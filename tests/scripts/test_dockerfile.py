@@ -27,14 +27,20 @@ def test_the_check_prints_every_dependency_but_torch(tmp_path: Path) -> None:
     done = check(tmp_path, torch="2.11.0a0+git123", transformer_engine="2.14.0+abc")
     assert done.returncode == 0, done.stderr
     dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    assert done.stdout.splitlines() == [line for line in dependencies if not line.startswith("torch")]
+    assert done.stdout.splitlines() == [
+        line for line in dependencies if not line.startswith("torch")
+    ]
 
 
 @pytest.mark.parametrize(
     ("torch", "te", "words"),
     [
         ("2.9.1", "2.20.0", "this image has torch 2.9.1; fp4train needs 2.11 or newer"),
-        ("2.13.0", "2.13.0", "this image has transformer_engine 2.13.0; fp4train needs 2.14 or newer"),
+        (
+            "2.13.0",
+            "2.13.0",
+            "this image has transformer_engine 2.13.0; fp4train needs 2.14 or newer",
+        ),
     ],
 )
 def test_an_older_image_stops_the_build(tmp_path: Path, torch: str, te: str, words: str) -> None:

@@ -43,7 +43,9 @@ print("told")
 """
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed (Linux only)")
+@pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed (Linux only)"
+)
 def test_products_of_integers_are_exact_and_a_library_that_is_wrong_in_one_kind_is_named() -> None:
     run = interpreted("-c", CODE)
     assert run.stdout.strip() == "told", run.stdout + run.stderr

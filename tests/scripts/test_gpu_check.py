@@ -29,7 +29,11 @@ SCRIPT = Path(gpu_check.__file__).with_suffix(".sh")
 def words_of(text: str) -> list[str]:
     """The configuration of a printed command."""
     words = shlex.split(text)
-    return [word for word in words[words.index("fp4train") + 1 :] if "data" not in word and "$" not in word]
+    return [
+        word
+        for word in words[words.index("fp4train") + 1 :]
+        if "data" not in word and "$" not in word
+    ]
 
 
 def flat(steps: Iterable[Step]) -> list[Step]:
@@ -39,24 +43,40 @@ def flat(steps: Iterable[Step]) -> list[Step]:
 
 def steps_with(text: str, lines: list[str]) -> set[str]:
     """The steps of which a line says this."""
-    return {line.split(": ")[0].removeprefix("== ") for line in lines if line.startswith("== ") and text in line}
+    return {
+        line.split(": ")[0].removeprefix("== ")
+        for line in lines
+        if line.startswith("== ") and text in line
+    }
 
 
 @pytest.mark.long
 def test_a_dry_run_executes_every_part_and_keeps_its_results(tmp_path: Path) -> None:
-    environment = os.environ | {"PYTHON": sys.executable, "OUT": str(tmp_path / "back"), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {
+        "PYTHON": sys.executable,
+        "OUT": str(tmp_path / "back"),
+        "OMP_NUM_THREADS": "1",
+    }
     (tmp_path / "carried").mkdir()
     (tmp_path / "carried/install.sh").write_text("exit 1\n")
     command = ["bash", str(SCRIPT), "out/x", *PARTS, "--te", "carried", "--dry-run"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     lines = done.stdout.splitlines()
-    assert [line.split()[1].rstrip(":") for line in lines if line.startswith("==== ")] == list(PARTS)
+    assert [line.split()[1].rstrip(":") for line in lines if line.startswith("==== ")] == list(
+        PARTS
+    )
     executed, asked = (steps_with(text, lines) for text in (": ended, ", ": on a GPU: "))
     assert {"doctor", "run bf16", "run nvfp4-compiled", "compare"} <= executed
-    assert asked - executed == steps_with(": only named", lines) == {"te install", "sanitize"}, "no stand-in for these"
+    assert asked - executed == steps_with(": only named", lines) == {"te install", "sanitize"}, (
+        "no stand-in for these"
+    )
     assert lines[-1] == "gpu_check: cannot run here: te install, sanitize"
-    assert {step.name for step in flat(gpu_check.steps_of("nine", tmp_path / "x", None))} <= executed
+    assert {
+        step.name for step in flat(gpu_check.steps_of("nine", tmp_path / "x", None))
+    } <= executed
     stand_ins = {line for line in lines if line.startswith("stand-in: ")}
     assert len(stand_ins) == 12, stand_ins
     with tarfile.open(tmp_path / "back" / "x.tgz") as archive:
@@ -65,22 +85,36 @@ def test_a_dry_run_executes_every_part_and_keeps_its_results(tmp_path: Path) -> 
             json.load(archive.extractfile(f"x-{name}.json"))  # type: ignore[arg-type]
             for name in ("first", "profile", "step", "bandwidth", "exact")
         )
-    assert {"x-kernels.json", "x-state.json", "x-runs.png", "x-bf16/metrics.jsonl", "x.done"} <= set(names)
+    assert {
+        "x-kernels.json",
+        "x-state.json",
+        "x-runs.png",
+        "x-bf16/metrics.jsonl",
+        "x.done",
+    } <= set(names)
     assert not [name for name in names if "/checkpoints/" in name]
     assert first["rows"][0]["name"] == "kernel", "what stops a first visit comes first"
-    assert {row["name"] for row in first["rows"]} == set(gpu_first.DRY) and all(row["ok"] for row in first["rows"])
-    recipes, modes, counts = map(set, zip(*(row["name"].split(", ") for row in profile["rows"]), strict=True))
+    assert {row["name"] for row in first["rows"]} == set(gpu_first.DRY) and all(
+        row["ok"] for row in first["rows"]
+    )
+    recipes, modes, counts = map(
+        set, zip(*(row["name"].split(", ") for row in profile["rows"]), strict=True)
+    )
     assert recipes == {*gpu_profile.RECIPES, "mxfp8"} and modes == {*gpu_profile.MODES, "emulated"}
     assert counts == {"1 microbatch", "8 microbatches"}
     backends = {row["name"]: row["backends"] for row in profile["rows"]}
     assert backends["bf16, eager, 1 microbatch"] == ["torch"], "the plan before"
-    assert "emulate" in backends["nvfp4, emulated, 1 microbatch"], "the plan that was applied after it"
+    assert "emulate" in backends["nvfp4, emulated, 1 microbatch"], (
+        "the plan that was applied after it"
+    )
     measured = {row["name"].removeprefix("kernel ") for row in bandwidth["rows"] if row["ok"]}
     assert {*gpu_bandwidth.FEW, "copy", "product BF16"} <= measured
     assert exact["cases"] > 5 and exact["different"] == []
     large = [row["what"] for row in step["rows"] if "a native FP8 step" in row["what"]]
     assert len(large) == 2 and "eager" in large[0] and "compiled" in large[1]
-    hours = [line for line in (tmp_path / "out/x-hours.sh").read_text().splitlines() if "recipe=" in line]
+    hours = [
+        line for line in (tmp_path / "out/x-hours.sh").read_text().splitlines() if "recipe=" in line
+    ]
     assert len(hours) == 12
     list(composition.composed(words_of(hours[0].split("else", 1)[1].rstrip("; fi"))))
 
@@ -116,7 +150,11 @@ def test_a_step_that_ended_is_not_run_again_and_others_are(check: Any, tmp_path:
     )
     assert check(*steps).failed
     assert check(*steps).failed
-    assert [(tmp_path / name).read_text().count("\n") for name in ("good", "absent", "bad")] == [1, 2, 2]
+    assert [(tmp_path / name).read_text().count("\n") for name in ("good", "absent", "bad")] == [
+        1,
+        2,
+        2,
+    ]
     assert not check(*steps[:2]).failed, "what cannot run on a machine is no failure"
 
 
@@ -129,7 +167,9 @@ def test_results_of_a_step_that_failed_come_back(check: Any, tmp_path: Path) -> 
 def test_a_step_that_takes_too_long_is_ended_with_what_it_started(
     check: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    hanging = shell("hangs", f"(sleep 30; echo > {tmp_path}/late) & echo $! > {tmp_path}/x-pid; wait")
+    hanging = shell(
+        "hangs", f"(sleep 30; echo > {tmp_path}/late) & echo $! > {tmp_path}/x-pid; wait"
+    )
     began = time.monotonic()
     found = check(hanging, shell("next", "true"), seconds=1.0)
     assert found.failed
@@ -138,16 +178,22 @@ def test_a_step_that_takes_too_long_is_ended_with_what_it_started(
     assert found.summary() == "failed: hangs; no time was left, call it again: next"
     pid = int((tmp_path / "x-pid").read_text())
     with pytest.raises(ProcessLookupError):
-        while (status := Path(f"/proc/{pid}/stat")).exists() and status.read_text().split()[2] == "Z":
+        while (status := Path(f"/proc/{pid}/stat")).exists() and status.read_text().split()[
+            2
+        ] == "Z":
             raise ProcessLookupError  # ended, and not yet waited for
         os.kill(pid, 0)
     assert "x-pid" in packed(tmp_path)
 
 
-def test_steps_beside_each_other_share_a_limit_and_each_is_noted_when_it_ends(check: Any, tmp_path: Path) -> None:
+def test_steps_beside_each_other_share_a_limit_and_each_is_noted_when_it_ends(
+    check: Any, tmp_path: Path
+) -> None:
     meets = f"touch {tmp_path}/x-{{0}}; until [ -e {tmp_path}/x-{{1}} ]; do sleep 0.1; done"
     hangs = shell("hangs", f"until grep -q ^second {tmp_path}/x.done; do sleep 0.1; done; sleep 60")
-    steps = shell("first", meets.format("a", "b"), beside=(shell("second", meets.format("b", "a")), hangs))
+    steps = shell(
+        "first", meets.format("a", "b"), beside=(shell("second", meets.format("b", "a")), hangs)
+    )
     found = check(steps, seconds=5.0)
     assert sorted((tmp_path / "x.done").read_text().split()) == ["first", "second"]
     assert found.failed == ["hangs"]
@@ -174,11 +220,15 @@ def test_the_commands_of_a_first_visit_are_understood_by_their_scripts(
         assert ended.value.code == gpu_check.LEFT_OUT, (step.name, capsys.readouterr())
 
 
-def test_results_are_packed_while_a_step_runs(check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_are_packed_while_a_step_runs(
+    check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The whole call may be ended from outside at any time."""
     monkeypatch.setattr(gpu_check, "EVERY", 0.2)
     seen = f"until tar tf {tmp_path}/back/x.tgz | grep -q x-half; do sleep 0.1; done"
-    assert not check(shell("long", f"echo half > {tmp_path}/x-half.json; {seen}"), seconds=30.0).failed
+    assert not check(
+        shell("long", f"echo half > {tmp_path}/x-half.json; {seen}"), seconds=30.0
+    ).failed
 
 
 def test_checkpoints_and_installed_packages_are_not_packed(check: Any, tmp_path: Path) -> None:
@@ -187,14 +237,22 @@ def test_checkpoints_and_installed_packages_are_not_packed(check: Any, tmp_path:
         (tmp_path / folder / "large").write_bytes(b"0" * 1000)
     (tmp_path / "x-run" / "metrics.jsonl").write_text("{}\n")
     check(shell("good", "true"))
-    assert {name for name in packed(tmp_path) if "log" not in name} == {"x-run", "x-run/metrics.jsonl", "x.done"}
+    assert {name for name in packed(tmp_path) if "log" not in name} == {
+        "x-run",
+        "x-run/metrics.jsonl",
+        "x.done",
+    }
 
 
 def test_the_script_takes_python3_and_paths_from_where_it_is_called(tmp_path: Path) -> None:
     (tmp_path / "python3").write_text(f'#!/bin/bash\necho "$PWD" "$@" > {tmp_path}/called\n')
     (tmp_path / "python3").chmod(0o755)
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHON"} | {"PATH": f"{tmp_path}:/usr/bin:/bin"}
-    subprocess.run(["bash", str(SCRIPT), "out/x", "first"], cwd=tmp_path, env=environment, check=True)
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHON"} | {
+        "PATH": f"{tmp_path}:/usr/bin:/bin"
+    }
+    subprocess.run(
+        ["bash", str(SCRIPT), "out/x", "first"], cwd=tmp_path, env=environment, check=True
+    )
     root, *words = (tmp_path / "called").read_text().split()
     assert Path(root) == SCRIPT.parents[1]
     given = gpu_check.read(words[2:])
@@ -202,11 +260,15 @@ def test_the_script_takes_python3_and_paths_from_where_it_is_called(tmp_path: Pa
 
 
 def test_a_dry_run_needs_no_name_and_says_where_its_results_are(tmp_path: Path) -> None:
-    """`bash scripts/gpu_check.sh --dry-run` as it is written, here with the part that starts nothing."""
+    """`bash scripts/gpu_check.sh --dry-run` as it is written, here with the part that starts
+    nothing.
+    """
     kept = {k: v for k, v in os.environ.items() if k != "OUT"}
     environment = kept | {"PYTHON": sys.executable, "TMPDIR": str(tmp_path)}
     command = ["bash", str(SCRIPT), "--dry-run", "hours"]
-    done = subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        command, cwd="/", env=environment, capture_output=True, text=True, check=True
+    )
     (written,) = tmp_path.glob("gpu_check_*/dry-hours.sh")
     assert done.stdout.splitlines()[0] == f"results: {written.parent}/dry-*"
 
@@ -223,13 +285,17 @@ def test_a_dry_run_needs_no_name_and_says_where_its_results_are(tmp_path: Path) 
         (["x", "--total", "9", "--minutes", "2"], "not allowed with argument"),
     ],
 )
-def test_wrong_arguments_are_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments_are_refused(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         gpu_check.main(words)
     assert ended.value.code == 2 and said in capsys.readouterr().err
 
 
-def test_a_carried_transformer_engine_is_installed_first_and_found_afterwards(tmp_path: Path) -> None:
+def test_a_carried_transformer_engine_is_installed_first_and_found_afterwards(
+    tmp_path: Path,
+) -> None:
     install, check, _ = gpu_check.steps_of("te", tmp_path / "x", tmp_path / "carried")
     assert install.words == ("bash", str(tmp_path / "carried/install.sh"), str(tmp_path / "x.site"))
     (tmp_path / "x.site").mkdir()
@@ -241,7 +307,9 @@ def test_a_carried_transformer_engine_is_installed_first_and_found_afterwards(tm
 def test_compiled_kernels_lie_outside_of_results_unless_a_folder_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A cache among the results would fill what comes back from a machine; one in the tree what is carried to it."""
+    """A cache among the results would fill what comes back from a machine; one in the tree what is
+    carried to it.
+    """
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     check = Check(out=tmp_path / "benchmarks" / "x", archive=tmp_path / "back", seconds=1.0)
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
@@ -258,16 +326,21 @@ def test_every_program_of_every_part_is_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_crash_of_one_check_is_a_row_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_crash_of_one_check_is_a_row_and_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     program = tmp_path / "first.py"
     program.write_text(
         "import json, os, sys, time\nname = sys.argv[2]\n"
         "if name == 'crash': os.kill(os.getpid(), 11)\nif name == 'hang': time.sleep(60)\n"
-        "print('noise'); print(json.dumps({'name': name, 'ok': True, 'note': '', 'seconds': 0.0}))\n"
+        "print('noise'); print(json.dumps({'name': name, 'ok': True, 'note': '', 'seconds': "
+        "0.0}))\n"
     )
     monkeypatch.setattr(gpu_first, "__file__", str(program))
     monkeypatch.setattr(gpu_first, "PATIENCE", 2.0)
-    monkeypatch.setattr(gpu_first, "checks", lambda dry: [(name, str) for name in ("crash", "hang", "good")])
+    monkeypatch.setattr(
+        gpu_first, "checks", lambda dry: [(name, str) for name in ("crash", "hang", "good")]
+    )
     monkeypatch.setattr(gpu_first.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(gpu_runs, "machine", lambda: {"gpu": "H200"})
     assert gpu_first.main(["--out", str(tmp_path / "first.json")]) == 1
@@ -277,7 +350,8 @@ def test_a_crash_of_one_check_is_a_row_and_the_others_go_on(monkeypatch: pytest.
 
 
 def test_what_failed_is_tried_again_and_what_worked_is_not(tmp_path: Path) -> None:
-    path, here = tmp_path / "x.json", {"gpu": "H200"}
+    path = tmp_path / "x.json"
+    here = {"gpu": "H200"}
     results = gpu_runs.Results(path, here)
     results.add({"name": "good", "ok": True})
     results.add({"name": "bad", "ok": False})

@@ -42,8 +42,9 @@ def launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_training_step_launches_what_it_does_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its emulated products among it, which a CPU makes without Triton; cuBLAS makes them but for tiny scales. Those
-    of a second microbatch are added to the gradients of the first."""
+    """Its emulated products among it, which a CPU makes without Triton; cuBLAS makes them but for
+    tiny scales. Those of a second microbatch are added to the gradients of the first.
+    """
     monkeypatch.syspath_prepend(str(SCRIPTS))
     import gpu_recorded
 
@@ -53,14 +54,21 @@ def test_a_training_step_launches_what_it_does_on_a_gpu(monkeypatch: pytest.Monk
     launches = [json.loads(text) for text in noted.texts]
     kernels = {launch["kernel"] for launch in launches}
     assert {"quantize_both", "amax_both", "product_factors", "scaled_product"} <= kernels
-    products = [launch["constants"]["P"]["fields"] for launch in launches if launch["kernel"] == "scaled_product"]
+    products = [
+        launch["constants"]["P"]["fields"]
+        for launch in launches
+        if launch["kernel"] == "scaled_product"
+    ]
     assert all(fields["corrects"] and fields["hardware"] for fields in products)
     assert {fields["adds"] for fields in products} == {False, True}
 
 
 @pytest.mark.long
-def test_a_second_process_compiles_nothing_also_where_the_cache_was_carried_to(launches: Path, tmp_path: Path) -> None:
-    made, carried = tmp_path / "made", tmp_path / "carried"
+def test_a_second_process_compiles_nothing_also_where_the_cache_was_carried_to(
+    launches: Path, tmp_path: Path
+) -> None:
+    made = tmp_path / "made"
+    carried = tmp_path / "carried"
     words = [str(launches), str(made)]
     assert compile_kernels(*words) == (0, counts(compiled=1))
     assert list(made.glob("*/amax_tensor.cubin"))

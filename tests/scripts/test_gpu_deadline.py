@@ -23,7 +23,9 @@ def packed(tmp_path: Path) -> set[str]:
 
 @pytest.fixture
 def whole_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """`whole_call(steps, *words)`: the exit code of a call where there is a GPU, whose part `nine` has these steps."""
+    """`whole_call(steps, *words)`: the exit code of a call where there is a GPU, whose part `nine`
+    has these steps.
+    """
 
     def called(steps: Iterable[Step], *words: str) -> int:
         monkeypatch.setattr(gpu_check, "steps_of", lambda *_, dry: iter(steps))
@@ -35,20 +37,30 @@ def whole_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]
 
 
 def test_total_bounds_the_whole_call_whatever_a_step_does(
-    whole_call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    whole_call: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A machine that is there for minutes is taken away then, with what was not packed."""
     monkeypatch.setattr(gpu_check, "ENDING", 2.0)
     monkeypatch.setattr(gpu_processes, "GRACE", 0.5)
-    stubborn = shell("stubborn", f"trap '' TERM; echo found > {tmp_path}/x-found.json; while :; do sleep 0.1; done")
+    stubborn = shell(
+        "stubborn",
+        f"trap '' TERM; echo found > {tmp_path}/x-found.json; while :; do sleep 0.1; done",
+    )
     began = time.monotonic()
     assert whole_call([stubborn, shell("next", "true")], "--total", "0.1") == 1
     assert time.monotonic() - began < 6.0
-    assert capsys.readouterr().out.endswith("failed: stubborn; no time was left, call it again: next\n")
+    assert capsys.readouterr().out.endswith(
+        "failed: stubborn; no time was left, call it again: next\n"
+    )
     assert {"x-found.json", "x-stubborn.log"} <= packed(tmp_path)
 
 
-def test_a_step_has_a_limit_of_its_own_and_what_it_leaves_is_for_the_next(whole_call: Any, tmp_path: Path) -> None:
+def test_a_step_has_a_limit_of_its_own_and_what_it_leaves_is_for_the_next(
+    whole_call: Any, tmp_path: Path
+) -> None:
     """Of 1.5 minutes, a sixth of nine, each gets a sixth of its limit."""
     hangs = shell("hangs", "sleep 60", limit=6)
     quick = shell("quick", "true", limit=60)
@@ -60,7 +72,9 @@ def test_a_step_has_a_limit_of_its_own_and_what_it_leaves_is_for_the_next(whole_
 
 
 @pytest.mark.parametrize("code", [1, 3])
-def test_a_part_stops_at_a_gate_that_is_not_passed(whole_call: Any, tmp_path: Path, code: int) -> None:
+def test_a_part_stops_at_a_gate_that_is_not_passed(
+    whole_call: Any, tmp_path: Path, code: int
+) -> None:
     """What cannot run is no failure elsewhere; without this step the others tell nothing."""
     steps = [shell("gate", f"exit {code}", gate=True), shell("next", f"touch {tmp_path}/ran")]
     assert whole_call(steps, "--total", "9") == 1
@@ -70,7 +84,9 @@ def test_a_part_stops_at_a_gate_that_is_not_passed(whole_call: Any, tmp_path: Pa
     assert (tmp_path / "ran").exists()
 
 
-def test_the_limits_of_a_first_visit_are_nine_minutes_with_its_start_and_end(tmp_path: Path) -> None:
+def test_the_limits_of_a_first_visit_are_nine_minutes_with_its_start_and_end(
+    tmp_path: Path,
+) -> None:
     steps = list(gpu_check.steps_of("nine", tmp_path / "x", None))
     assert steps[0].gate and all(step.limit is not None for step in steps)
     assert 500 < sum(step.limit or 0 for step in steps) <= gpu_check.NINE - gpu_check.ENDING
@@ -82,4 +98,6 @@ def test_total_alone_asks_for_a_first_visit_and_minutes_for_all_other_parts(tmp_
     assert gpu_check.read(["x", "--total", "9"]).parts == ["nine"]
     assert gpu_check.read(["--dry-run", "--total", "9"]).parts == ["nine"]
     assert gpu_check.read(["x", "--total", "9", "first", "profile"]).parts == ["first", "profile"]
-    assert gpu_check.read(["x"]).parts == [part for part in PARTS if part not in ("nine", "sanitize")]
+    assert gpu_check.read(["x"]).parts == [
+        part for part in PARTS if part not in ("nine", "sanitize")
+    ]

@@ -42,9 +42,13 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.long
 def test_packed_kernels_are_found_by_the_check_of_the_capability_they_are_for(
-    launched: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    launched: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    folder, cache = tmp_path / "packed", tmp_path / "cache"
+    folder = tmp_path / "packed"
+    cache = tmp_path / "cache"
     assert pack_gpu.main([str(folder), "--kernels", "--sm", "90", *HERE]) == 0
     said = capsys.readouterr().out
     assert "1 kernels for compute capability 9.0\n" in said and "MB  kernels.tgz\n" in said
@@ -70,20 +74,31 @@ def write_machine(check: gpu_check.Check, machine: dict[str, Any]) -> None:
 def test_a_damaged_archive_is_named_and_stops_nothing(tmp_path: Path) -> None:
     packed = tmp_path / "kernels.tgz"
     packed.write_bytes(b"no archive")
-    assert f"{packed} cannot be used" in gpu_kernels_packed.unpack(packed, tmp_path / "cache", "9.0")
+    assert f"{packed} cannot be used" in gpu_kernels_packed.unpack(
+        packed, tmp_path / "cache", "9.0"
+    )
     assert not (tmp_path / "cache").exists()
 
 
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"program": "python-of-nobody"}, "python-of-nobody is not there; --compiler names a Python"),
+        (
+            {"program": "python-of-nobody"},
+            "python-of-nobody is not there; --compiler names a Python",
+        ),
         ({"python": "3.99"}, f"is Python {PYTHON}; --compiler names a Python 3.99 with Triton"),
-        ({"triton": "1.2.3"}, f"has Triton {triton.__version__}; --compiler names a Python {PYTHON} with Triton 1.2.3"),
+        (
+            {"triton": "1.2.3"},
+            f"has Triton {triton.__version__}; --compiler names a Python {PYTHON} with Triton "
+            "1.2.3",
+        ),
         ({"program": "false"}, "false does not run"),
     ],
 )
-def test_a_compiler_whose_kernels_would_not_be_found_is_refused(changed: dict[str, str], said: str) -> None:
+def test_a_compiler_whose_kernels_would_not_be_found_is_refused(
+    changed: dict[str, str], said: str
+) -> None:
     fits = {"program": sys.executable, "python": PYTHON, "triton": triton.__version__}
     assert Compiler(**fits).why_not() is None
     reason = Compiler(**(fits | changed)).why_not()
@@ -98,19 +113,31 @@ def test_a_python_without_triton_is_refused_before_anything_is_packed(
     bare.chmod(0o755)
     words = [str(tmp_path / "packed"), "--kernels", "--python", PYTHON, "--compiler", str(bare)]
     assert pack_gpu.main(words) == 2
-    assert f"{bare} has no Triton; --compiler names a Python {PYTHON} with Triton 3.6.0" in capsys.readouterr().err
+    assert (
+        f"{bare} has no Triton; --compiler names a Python {PYTHON} with Triton 3.6.0"
+        in capsys.readouterr().err
+    )
     assert not (tmp_path / "packed").exists()
 
 
-def test_a_dry_run_takes_no_compiled_kernels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_takes_no_compiled_kernels(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     archive = tmp_path / "kernels.tgz"
     archive.touch()
     with pytest.raises(SystemExit) as ended:
         gpu_check.main(["--dry-run", "--total", "9", "--kernels", str(archive)])
-    assert ended.value.code == 2 and "--kernels with --dry-run: a dry run interprets" in capsys.readouterr().err
+    assert (
+        ended.value.code == 2
+        and "--kernels with --dry-run: a dry run interprets" in capsys.readouterr().err
+    )
 
 
-def test_an_archive_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_archive_that_is_not_there_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
-        gpu_check.main([str(tmp_path / "x"), "--total", "9", "--kernels", str(tmp_path / "kernels.tgz")])
+        gpu_check.main(
+            [str(tmp_path / "x"), "--total", "9", "--kernels", str(tmp_path / "kernels.tgz")]
+        )
     assert ended.value.code == 2 and "kernels.tgz is no file" in capsys.readouterr().err

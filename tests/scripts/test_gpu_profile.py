@@ -27,7 +27,9 @@ def test_kernels_are_told_apart_by_their_names() -> None:
     assert {name: gpu_profile.kind_of(name) for name in found} == found
 
 
-def test_after_a_variant_that_fails_the_others_are_processes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_variant_that_fails_the_others_are_processes_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """An error of a kernel may leave this process without its GPU."""
     variants = [(recipe, mode, 1) for recipe, mode in gpu_profile.NINE]
     alone: list[str] = []
@@ -52,12 +54,15 @@ def test_after_a_variant_that_fails_the_others_are_processes_of_their_own(monkey
 
 
 def test_passes_that_apply_a_scale_are_found_among_the_operators_of_a_step() -> None:
-    matrix, scale = torch.ones(4, 8), torch.tensor(2.0)
+    matrix = torch.ones(4, 8)
+    scale = torch.tensor(2.0)
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as found:
         torch.mul(matrix.mul_(scale), scale, out=torch.empty(4, 8, dtype=torch.bfloat16))
         matrix * matrix
         matrix * torch.ones(8)
     events = found.key_averages(group_by_input_shape=True)
-    kernels = [SimpleNamespace(key=name, count=10) for name in ("product_factors", "scaled_product")]
+    kernels = [
+        SimpleNamespace(key=name, count=10) for name in ("product_factors", "scaled_product")
+    ]
     counted = [e.count for e in gpu_profile.of_factors(list(events), kernels)]
     assert sum(counted) == 2 + 10, [(e.key, e.input_shapes) for e in events]

@@ -50,7 +50,9 @@ def test_small_tensors_and_numbers_which_decide_what_is_launched_are_computed() 
         total = x @ x.T
         x += 1
         count = int(total.sum())
-    assert count == int((torch.arange(12.0).reshape(3, 4) @ torch.arange(12.0).reshape(3, 4).T).sum())
+    assert count == int(
+        (torch.arange(12.0).reshape(3, 4) @ torch.arange(12.0).reshape(3, 4).T).sum()
+    )
     assert torch.equal(x, torch.arange(12.0).reshape(3, 4) + 1)
 
 
@@ -62,7 +64,9 @@ def test_a_shape_that_depends_on_numbers_is_computed() -> None:
     assert rows.shape == (3 * LARGE[1], 2)
 
 
-def test_products_of_integers_that_the_bandwidth_check_makes_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_of_integers_that_the_bandwidth_check_makes_are_recorded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(gpu_bandwidth, "timings", lambda x: [])
     monkeypatch.setattr(gpu_bandwidth, "SIZE", 512)
     launches = gpu_recorded.Launches()
@@ -76,4 +80,6 @@ def test_products_of_integers_that_the_bandwidth_check_makes_are_recorded(monkey
         for case in gpu_bandwidth.INTEGER_CASES:
             gpu_bandwidth.integer_product(products, case, (301, 215, 137), torch.device("cpu"))
     assert set(launches.texts) == recorded
-    assert any('"adds": true' in text for text in recorded) and any('"bias": true' in text for text in recorded)
+    assert any('"adds": true' in text for text in recorded) and any(
+        '"bias": true' in text for text in recorded
+    )

@@ -38,7 +38,9 @@ def test_shell_scripts_are_bash(script: Path) -> None:
     subprocess.run(["bash", "-n", str(script)], check=True)
 
 
-def test_cases_that_were_written_before_are_not_checked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cases_that_were_written_before_are_not_checked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script = load("gpu_kernels")
     out = tmp_path / "k.json"
     chosen = script.all_cases("cpu", sanitize=False, full=False)[:4]
@@ -55,13 +57,18 @@ def test_cases_that_were_written_before_are_not_checked_again(tmp_path: Path, mo
     monkeypatch.setattr(kernels, "why_not", lambda spec, device: None)
     monkeypatch.setattr(sys, "argv", ["gpu_kernels", "--out", str(out)])
     written = out.with_suffix(".cases.jsonl")
-    written.write_text(json.dumps({"case": chosen[1].name, "differences": {}}) + '\n{"case": "cut o')
+    written.write_text(
+        json.dumps({"case": chosen[1].name, "differences": {}}) + '\n{"case": "cut o'
+    )
     assert script.main() == 1
     assert checked == [chosen[0].name, chosen[2].name, chosen[3].name]
     result = json.loads(out.read_text())
     assert result["cases"] == 4
     assert result["different"] == [
-        {"case": chosen[3].name, "differences": {"error": "RuntimeError: ptxas fatal: out of memory"}}
+        {
+            "case": chosen[3].name,
+            "differences": {"error": "RuntimeError: ptxas fatal: out of memory"},
+        }
     ]
 
 
@@ -73,9 +80,12 @@ def test_a_tensor_keeps_its_strides_on_its_way_to_the_gpu() -> None:
         assert script.on(each, "meta").stride() == each.stride() and script.on(each, "cpu") is each
 
 
-def test_values_of_both_forms_are_checked_where_x_and_dy_have_one_spec(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The dy of MXFP8 is emulated as values of both forms, and so is that of other recipes; of x the other form is
-    codes, but of random specs, which are those of dy alone."""
+def test_values_of_both_forms_are_checked_where_x_and_dy_have_one_spec(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The dy of MXFP8 is emulated as values of both forms, and so is that of other recipes; of x
+    the other form is codes, but of random specs, which are those of dy alone.
+    """
     script = load("gpu_kernels")
     asked: list[bool] = []
 
@@ -90,16 +100,24 @@ def test_values_of_both_forms_are_checked_where_x_and_dy_have_one_spec(monkeypat
             asked.append(column_codes)
             rows = script.reference.quantize_dequantize(x, self.spec, key=row_key, amax=row_amax)
             if column_codes:
-                return rows, script.reference.quantize(x.T, column.spec, key=column_key, amax=column_amax)
+                return rows, script.reference.quantize(
+                    x.T, column.spec, key=column_key, amax=column_amax
+                )
             return rows, Decoded(rows.values.T, rows.scale)
 
     monkeypatch.setattr(script.kernels, "TritonQuantizer", WrongColumns)
     cases = [case for case in gpu_launched.launched_cases(((32, 64),)) if "both forms" in case.name]
-    for recipe, forms in {"mxfp8 x": [True, False], "nvfp4 x": [True, False], "nvfp4 dy": [False]}.items():
+    for recipe, forms in {
+        "mxfp8 x": [True, False],
+        "nvfp4 x": [True, False],
+        "nvfp4 dy": [False],
+    }.items():
         asked.clear()
         (case,) = [case for case in cases if case.name.startswith(f"{recipe},")]
         assert case.column is not None
-        unlike = script.check_values(case, case.x, case.amax, case.column, gpu_cases.KEY.replace(operand=4))
+        unlike = script.check_values(
+            case, case.x, case.amax, case.column, gpu_cases.KEY.replace(operand=4)
+        )
         assert asked == forms
         assert unlike.keys() - {"scale of columns"} == {"values of columns"}
 
@@ -110,10 +128,14 @@ def test_processes_share_all_cases(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(kernels, "why_not", lambda spec, device: None)
     written = tmp_path / "k.cases.jsonl"
     for index in range(3):
-        monkeypatch.setattr(sys, "argv", ["gpu_kernels", "--out", str(written), "--share", f"{index}/3"])
+        monkeypatch.setattr(
+            sys, "argv", ["gpu_kernels", "--out", str(written), "--share", f"{index}/3"]
+        )
         assert script.main() == 0
     names = [json.loads(line)["case"] for line in written.read_text().splitlines()]
-    assert sorted(names) == sorted(case.name for case in script.all_cases("cpu", sanitize=False, full=False))
+    assert sorted(names) == sorted(
+        case.name for case in script.all_cases("cpu", sanitize=False, full=False)
+    )
     assert len(set(names)) == len(names)
 
 
@@ -123,7 +145,11 @@ def test_fewer_cases_are_compiled_unless_all_are_asked_for() -> None:
     few, full = (script.all_cases("cuda", sanitize=False, full=full) for full in (False, True))
     assert len(few) * 3 == len(full)
     both = {f"{row}, and {column} of x.T" for row, column in gpu_cases.PAIRS}
-    made = {f"{row}, and {col} of x.T, of {kind}" for kind, pairs in gpu_cases.PRODUCED.items() for row, col in pairs}
+    made = {
+        f"{row}, and {col} of x.T, of {kind}"
+        for kind, pairs in gpu_cases.PRODUCED.items()
+        for row, col in pairs
+    }
     wanted = gpu_cases.SPECS.keys() | both | made | gpu_cases.BACKWARD.keys()
     assert {case.name.split(" | ")[0] for case in few} == wanted
 
@@ -131,8 +157,14 @@ def test_fewer_cases_are_compiled_unless_all_are_asked_for() -> None:
 def test_a_first_visit_checks_every_operand_as_the_recipes_quantise_it() -> None:
     cases = gpu_launched.launched_cases()
     assert len({case.name for case in cases}) == len(cases) < 100
-    alone = {(case.spec, case.x.dtype) for case in cases if case.column is None and case.source is None}
-    both = {(case.spec, case.column) for case in cases if case.column is not None and case.source is None}
+    alone = {
+        (case.spec, case.x.dtype) for case in cases if case.column is None and case.source is None
+    }
+    both = {
+        (case.spec, case.column)
+        for case in cases
+        if case.column is not None and case.source is None
+    }
     for recipe in (NVFP4(), MXFP8(), FP8Current(), FP8Delayed()):
         fprop, dgrad, wgrad = (recipe.table()[gemm] for gemm in ("fprop", "dgrad", "wgrad"))
         activations = {fprop.first, dgrad.first, wgrad.first, wgrad.second}
@@ -168,7 +200,8 @@ def test_native_products_of_a_cpu_agree_and_others_are_left_out(
 def test_block_scaled_products_are_compared_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """With `scaled_mm` as a CPU can run it: what is left for the GPU is cuBLAS's answer."""
     monkeypatch.syspath_prepend(str(SCRIPTS))
-    script, recorder = load("gpu_native"), Recorder()
+    script = load("gpu_native")
+    recorder = Recorder()
     monkeypatch.setattr(native, "why_not_blocks", lambda *arguments: None)
     monkeypatch.setattr(native.F, "scaled_mm", recorder)
     problem = script.selfcheck.Problem.draw(128, 256, 128, "cpu")
@@ -182,7 +215,11 @@ def test_block_scaled_products_are_compared_as_on_a_gpu(monkeypatch: pytest.Monk
 
 
 TEXTS = {path: path.read_text(encoding="utf-8") for path in sorted(SCRIPTS.glob("*.py"))}
-PROGRAMS = [p for p, text in TEXTS.items() if "__main__" in text and ("argparse" in text or "gpu_runs.options" in text)]
+PROGRAMS = [
+    p
+    for p, text in TEXTS.items()
+    if "__main__" in text and ("argparse" in text or "gpu_runs.options" in text)
+]
 """Scripts with options, not modules of theirs."""
 
 
@@ -191,7 +228,9 @@ def test_every_script_still_imports_what_it_uses(
     script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As a program, but in this process, which has imported torch already."""
-    monkeypatch.setattr(sys, "path", [str(SCRIPTS), *(place for place in sys.path if "tests/helpers" not in place)])
+    monkeypatch.setattr(
+        sys, "path", [str(SCRIPTS), *(place for place in sys.path if "tests/helpers" not in place)]
+    )
     monkeypatch.setattr(sys, "argv", [str(script), "--help"])
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(script), run_name="__main__")
@@ -199,7 +238,9 @@ def test_every_script_still_imports_what_it_uses(
     assert "usage:" in capsys.readouterr().out
 
 
-def test_recorded_steps_are_compared_step_by_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recorded_steps_are_compared_step_by_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script = load("gpu_graph")
     for keys in script.CASES.values():
         list(composition.composed([*script.OPTIONS, *keys, "train.cuda_graph=true"]))
@@ -218,7 +259,9 @@ def test_recorded_steps_are_compared_step_by_step(tmp_path: Path, monkeypatch: p
     runs = {"same": (lines, lines), "other": (lines, other), "failed": (lines, memory)}
     monkeypatch.setattr(script, "CASES", dict.fromkeys(runs, ()))
     places = {"false": 0, "true": 1}
-    monkeypatch.setattr(script, "train", lambda folder, name, keys, graph, *_, **__: runs[name][places[graph]])
+    monkeypatch.setattr(
+        script, "train", lambda folder, name, keys, graph, *_, **__: runs[name][places[graph]]
+    )
     same = script.compare(tmp_path, "same", [])
     times = {f"{graph} ms": 100000 / 350 for graph in places}
     assert same == {"name": "same", "ok": True, "first difference at step": {}, **times}
@@ -230,17 +273,29 @@ def test_recorded_steps_are_compared_step_by_step(tmp_path: Path, monkeypatch: p
     assert script.main() == 3
 
 
-def test_the_large_step_has_a_real_vocabulary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_large_step_has_a_real_vocabulary(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """With the 257 ids of bytes a quarter of a step, the head, would not be measured."""
-    benchmark, steps = load("benchmark"), load("benchmark_steps")
+    benchmark = load("benchmark")
+    steps = load("benchmark_steps")
     asked: list[str] = []
 
     def measure(report: object, device: torch.device, overrides: list[str], name: str) -> None:
         asked.extend(overrides)
         tiny = ("model.width=32", "model.heads=2", "model.kv_heads=1", "model.hidden=32")
-        smaller = ("model.layers=1", "train.batch_size=1", "train.steps=2", "eval.every=0", "optim.clip=1")
+        smaller = (
+            "model.layers=1",
+            "train.batch_size=1",
+            "train.steps=2",
+            "eval.every=0",
+            "optim.clip=1",
+        )
         kept = [each for each in overrides if each.startswith("data")]
-        with steps.built_run(torch.device("cpu"), [*kept, *tiny, *smaller, "train.seq_len=16"]) as (run, step):
+        with steps.built_run(torch.device("cpu"), [*kept, *tiny, *smaller, "train.seq_len=16"]) as (
+            run,
+            step,
+        ):
             step(BF16())
             sizes.append(run.train_data.tokens.vocab_size)
 

@@ -42,7 +42,9 @@ def test_sums_over_parts_of_k_are_named(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(Native, "product", parted)
     fast = gpu_sums.Case(first=gpu_sums.E4M3, second=gpu_sums.E4M3, fast=True, depth=512)
-    assert "sums over 2 parts of K" in gpu_sums.compare(fast, HOPPER, gpu_sums.TINY, "cpu")["equal to"]
+    assert (
+        "sums over 2 parts of K" in gpu_sums.compare(fast, HOPPER, gpu_sums.TINY, "cpu")["equal to"]
+    )
 
 
 def test_the_first_nine_minutes_ask_for_equal_sums() -> None:
@@ -57,13 +59,17 @@ def test_the_sampled_rows_of_an_operand_are_those_of_the_whole() -> None:
         assert torch.equal(gpu_sums.rows_of(first, rows).dequantize(), first.dequantize()[rows])
 
 
-def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_it_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("sys.argv", ["gpu_sums", "--out", "x.json"])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert gpu_sums.main() == 3 and "torch sees no GPU" in capsys.readouterr().out
 
 
-def test_products_that_this_torch_is_too_old_for_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_that_this_torch_is_too_old_for_are_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     nvfp4 = gpu_sums.Case(first=gpu_sums.NVFP4, second=gpu_sums.NVFP4, fast=False, depth=512)
     monkeypatch.setattr(gpu_sums.native, "cuda_version", lambda: (12, 6))
     assert gpu_sums.why_left_out(nvfp4) == "it needs CUDA 12.8, and this torch is built for 12.6"

@@ -28,7 +28,9 @@ def test_it_prints_what_each_backend_takes_above_another_layer(
     assert lines[0] == "on torch's products and Triton" and len(lines) == 1 + len(host_time.RECIPES)
     assert all(re.fullmatch(LAYER + r"above it 72, 4\.4 times", line) for line in lines[1:])
     (layer,) = on_te.splitlines()
-    assert layer == "  NVFP4          118 µs, nn.Linear 21, Transformer Engine's own 88, above it 30"
+    assert (
+        layer == "  NVFP4          118 µs, nn.Linear 21, Transformer Engine's own 88, above it 30"
+    )
 
 
 def test_without_transformer_engine_it_says_so(
@@ -45,4 +47,6 @@ def test_its_names_of_recipes_are_those_of_the_program_on_transformer_engine() -
     """The program needs a process of its own."""
     text = host_time.ON_TE.read_text(encoding="utf-8")
     (names,) = re.findall(r"^RECIPES: .* = \((.*)\)$", text, re.MULTILINE)
-    assert re.findall(r"\w+(?=\(\))", names) == [type(recipe).__name__ for recipe in host_time.RECIPES]
+    assert re.findall(r"\w+(?=\(\))", names) == [
+        type(recipe).__name__ for recipe in host_time.RECIPES
+    ]

@@ -20,7 +20,9 @@ END = 256
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("markov_entropy", ROOT / "scripts" / "markov_entropy.py")
+    spec = importlib.util.spec_from_file_location(
+        "markov_entropy", ROOT / "scripts" / "markov_entropy.py"
+    )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -32,7 +34,9 @@ def ids(*documents: str) -> np.ndarray:
 
 
 def by_definition(train: list[str], held_out: list[str], order: int) -> float:
-    follows, total, bases = Counter[tuple[str, str]](), 0.0, 0
+    follows = Counter[tuple[str, str]]()
+    total = 0.0
+    bases = 0
     contexts = Counter[str]()
     for text in train:
         for at in range(order, len(text)):
@@ -61,29 +65,42 @@ def test_the_command_line_holds_out_what_a_run_holds_out(
     (tmp_path / "a.fa").write_text(">a\n" + "ACGT" * 1000 + "\n")
     script.main([str(tmp_path / "a.fa"), "--orders", "0", "1", "--val", "400"])
     said = capsys.readouterr().out
-    assert said.startswith("3,601 training and 401 held-out tokens\norder 0: 1.3863 nats per base\norder 1: 0.00")
+    assert said.startswith(
+        "3,601 training and 401 held-out tokens\norder 0: 1.3863 nats per base\norder 1: 0.00"
+    )
 
 
 def test_the_losses_of_a_run_are_drawn_beside_the_entropies(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines = [{"step": step, "train/loss": 2 / step} for step in range(1, 9)] + [{"step": 8, "event": "phase"}]
+    lines = [{"step": step, "train/loss": 2 / step} for step in range(1, 9)] + [
+        {"step": 8, "event": "phase"}
+    ]
     lines[3]["val/loss"] = 1.3
     monkeypatch.setattr(script, "read_metrics", lambda path: lines)
     script.draw(tmp_path, {0: 1.38, 5: 1.35}, tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_run_of_the_benchmark_is_as_short_and_as_far_below_the_markov_models_as_promised() -> None:
-    """Its page may not be measured anew with a run that takes more than 180 s, or learns less than 0.02 nats more."""
+def test_the_run_of_the_benchmark_is_as_short_and_as_far_below_the_markov_models_as_promised() -> (
+    None
+):
+    """Its page may not be measured anew with a run that takes more than 180 s, or learns less than
+    0.02 nats more.
+    """
     page = (ROOT / "benchmarks" / "dna.md").read_text()
     entropies = {
-        int(order): float(nats) for order, nats in re.findall(r"\| Markov, order (\d+).* \| ([\d.]+) \|", page)
+        int(order): float(nats)
+        for order, nats in re.findall(r"\| Markov, order (\d+).* \| ([\d.]+) \|", page)
     }
     (run,) = re.findall(r"in NVFP4, \d+ steps \| \*\*([\d.]+)\*\*", page)
-    ((below, seconds),) = re.findall(r"ends ([\d.]+) nats per base below .* and (\d+) s of processor time", page)
+    ((below, seconds),) = re.findall(
+        r"ends ([\d.]+) nats per base below .* and (\d+) s of processor time", page
+    )
     assert entropies[5] == min(entropies.values())
-    assert float(below) == pytest.approx(entropies[5] - float(run), abs=6e-4) and float(below) >= 0.02
+    assert (
+        float(below) == pytest.approx(entropies[5] - float(run), abs=6e-4) and float(below) >= 0.02
+    )
     assert int(seconds) <= 180
 
 
@@ -91,4 +108,8 @@ def test_the_commands_of_the_benchmark_are_valid() -> None:
     page = (ROOT / "benchmarks" / "dna.md").read_text()
     (command,) = re.findall(r"^fp4train (model=.*)$", page, re.MULTILINE)
     assert len(list(composition.composed(shlex.split(command)))) == 1
-    assert [line for line in re.findall(r"^python (\S+)", page, re.MULTILINE) if not (ROOT / line).is_file()] == []
+    assert [
+        line
+        for line in re.findall(r"^python (\S+)", page, re.MULTILINE)
+        if not (ROOT / line).is_file()
+    ] == []

@@ -45,27 +45,47 @@ def needed_by(*packages: str) -> set[str]:
         if name not in found:
             found.add(name)
             requirements = map(Requirement, lines)
-            pending += [r.name for r in requirements if r.marker is None or r.marker.evaluate({"extra": ""})]
+            pending += [
+                r.name for r in requirements if r.marker is None or r.marker.evaluate({"extra": ""})
+            ]
     return found
 
 
 def test_the_machine_has_what_torch_and_transformers_need_in_each_version() -> None:
-    """What is taken to be there must be, or a wheel that needs it fails; so it is less than what they need today."""
-    assert {name for name in pack_gpu.MACHINE if name != "triton"} <= needed_by("torch", "transformers", "numpy")
+    """What is taken to be there must be, or a wheel that needs it fails; so it is less than what
+    they need today.
+    """
+    assert {name for name in pack_gpu.MACHINE if name != "triton"} <= needed_by(
+        "torch", "transformers", "numpy"
+    )
 
 
 @pytest.mark.long
-def test_a_run_trains_to_its_end_where_only_torch_transformers_and_the_packed_wheels_are(tmp_path: Path) -> None:
+def test_a_run_trains_to_its_end_where_only_torch_transformers_and_the_packed_wheels_are(
+    tmp_path: Path,
+) -> None:
     """All other packages of this environment are hidden, matplotlib and wandb among them."""
     there = needed_by("torch", "transformers", "triton", *pack_gpu.WHEELS) | {"fp4train"}
     owners = packages_distributions()
-    absent = {module for module, names in owners.items() if not there & set(map(pack_gpu.normalised, names))}
+    absent = {
+        module
+        for module, names in owners.items()
+        if not there & set(map(pack_gpu.normalised, names))
+    }
     assert {"wandb", "datasets", "matplotlib", "pyarrow"} <= absent
     run = tmp_path / "run"
-    small = ["model=llama_tiny", "train.steps=3", "train.batch_size=2", "train.seq_len=32", "eval.batches=1"]
+    small = [
+        "model=llama_tiny",
+        "train.steps=3",
+        "train.batch_size=2",
+        "train.seq_len=32",
+        "eval.batches=1",
+    ]
     words = ["track=jsonl", *small, f"run.dir={run}"]
     program = WITHOUT.format(absent=absent, words=words)
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "step 3, done" in done.stdout
     assert "figures need matplotlib" in done.stdout
@@ -77,17 +97,30 @@ def test_a_run_trains_to_its_end_where_only_torch_transformers_and_the_packed_wh
 def test_the_wheels_of_the_registry_are_packed_and_their_size_is_said(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    reach = [*pack_gpu.PIP, "download", *FAST_TO_FAIL, "--no-deps", "--dest", str(tmp_path / "reach")]
+    reach = [
+        *pack_gpu.PIP,
+        "download",
+        *FAST_TO_FAIL,
+        "--no-deps",
+        "--dest",
+        str(tmp_path / "reach"),
+    ]
     if subprocess.run([*reach, "iniconfig"], capture_output=True).returncode:
         pytest.skip("pip reaches no registry of packages")
     folder = tmp_path / "wheels"
     assert pack_gpu.main([str(folder)]) == 0
     names = {path.name.partition("-")[0] for path in folder.iterdir()}
     assert names == {"hydra_core", "omegaconf", "antlr4_python3_runtime", "liger_kernel"}
-    assert all(path.name.endswith("-py3-none-any.whl") for path in folder.iterdir()), "of any Python and machine"
+    assert all(path.name.endswith("-py3-none-any.whl") for path in folder.iterdir()), (
+        "of any Python and machine"
+    )
     size = sum(path.stat().st_size for path in folder.iterdir()) / 1e6
     assert 1 < size < 2
-    assert re.search(rf"^ +{size:.2f} MB  {folder}, [\d.]+ MB with the files", capfd.readouterr().out, re.MULTILINE)
+    assert re.search(
+        rf"^ +{size:.2f} MB  {folder}, [\d.]+ MB with the files",
+        capfd.readouterr().out,
+        re.MULTILINE,
+    )
 
 
 REGISTRY = {
@@ -121,7 +154,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return requirements
 
 
-def test_four_wheels_are_packed_in_the_versions_of_the_constraints(asked: list[str], tmp_path: Path) -> None:
+def test_four_wheels_are_packed_in_the_versions_of_the_constraints(
+    asked: list[str], tmp_path: Path
+) -> None:
     assert pack_gpu.main([str(tmp_path / "wheels")]) == 0
     assert {Requirement(line).name for line in asked} == set(pack_gpu.WHEELS) and len(asked) == 4
     assert set(asked) <= set((pack_gpu.ROOT / "constraints.txt").read_text().splitlines())
@@ -136,9 +171,12 @@ def test_an_extra_comes_with_what_it_needs_there_and_torch_is_never_downloaded(
 
 
 @pytest.mark.parametrize(
-    ("extra", "said"), [("dataset", "constraints.txt pins no such package"), ("Torch", "the machine has it")]
+    ("extra", "said"),
+    [("dataset", "constraints.txt pins no such package"), ("Torch", "the machine has it")],
 )
-def test_an_extra_that_is_unknown_or_there_is_refused(asked: list[str], tmp_path: Path, extra: str, said: str) -> None:
+def test_an_extra_that_is_unknown_or_there_is_refused(
+    asked: list[str], tmp_path: Path, extra: str, said: str
+) -> None:
     with pytest.raises(SystemExit, match=said):
         pack_gpu.main([str(tmp_path / "wheels"), "--with", extra])
     assert not asked and not (tmp_path / "wheels").exists()
@@ -155,7 +193,11 @@ def test_a_folder_that_holds_something_or_is_too_large_is_refused(
     folder = tmp_path / "wheels"
     assert pack_gpu.main([str(folder), "--limit", "4"]) == 1
     said = capsys.readouterr()
-    assert "2.00 MB" in said.out and "5.0 MB with the files" in said.out and "more than 4 MB" in said.err
+    assert (
+        "2.00 MB" in said.out
+        and "5.0 MB with the files" in said.out
+        and "more than 4 MB" in said.err
+    )
     assert pack_gpu.main([str(folder)]) == 2, "nothing is added to what somebody packed before"
 
 

@@ -13,8 +13,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-KINDS = ("wheel", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("zip", "sdist", "editable")))
-SMALL = ("model.layers=1", "train.steps=2", "train.batch_size=2", "train.seq_len=32", "eval.batches=1", "track=jsonl")
+KINDS = (
+    "wheel",
+    *(pytest.param(kind, marks=pytest.mark.long) for kind in ("zip", "sdist", "editable")),
+)
+SMALL = (
+    "model.layers=1",
+    "train.steps=2",
+    "train.batch_size=2",
+    "train.seq_len=32",
+    "eval.batches=1",
+    "track=jsonl",
+)
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {
     "OMP_NUM_THREADS": "1",
     "CC": "no-such-compiler",  # the C extension takes long to build, and is not the point here
@@ -25,13 +35,17 @@ PIP = ("-m", "pip", "--disable-pip-version-check", "-q")
 def python(*arguments: str, of: Path | str = sys.executable, cwd: Path) -> str:
     """Run Python to its end; returns what it printed."""
     command = [str(of), *arguments]
-    done = subprocess.run(command, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 def copy_tree(target: Path) -> Path:
-    """The files of the tree that an installation reads, without what tests and builds leave beside them."""
+    """The files of the tree that an installation reads, without what tests and builds leave beside
+    them.
+    """
     ignored = shutil.ignore_patterns(".*", "build", "*.so", "*.egg-info", "__pycache__")
     for folder in ("fp4train", "configs", "recipes"):
         shutil.copytree(ROOT / folder, target / folder, symlinks=True, ignore=ignored)
@@ -49,7 +63,9 @@ def package(kind: str, tree: Path, folder: Path) -> Path:
         return folder / "fp4train-main.zip"
     if kind == "editable":
         return tree
-    python("-m", "build", "--no-isolation", f"--{kind}", "--outdir", str(folder), str(tree), cwd=folder)
+    python(
+        "-m", "build", "--no-isolation", f"--{kind}", "--outdir", str(folder), str(tree), cwd=folder
+    )
     (found,) = folder.glob("*.whl" if kind == "wheel" else "*.tar.gz")
     return found
 
@@ -57,8 +73,9 @@ def package(kind: str, tree: Path, folder: Path) -> Path:
 def install(kind: str, folder: Path) -> Path:
     """Install fp4train into a fresh environment; returns its Python.
 
-    The dependencies are lent by the environment of the tests. Its own fp4train stays behind, because .pth files in a
-    folder that a .pth file names are not read; --ignore-installed keeps pip from touching it.
+    The dependencies are lent by the environment of the tests. Its own fp4train stays behind,
+    because .pth files in a folder that a .pth file names are not read; --ignore-installed keeps pip
+    from touching it.
     """
     found = package(kind, copy_tree(folder / "tree"), folder)
     venv.create(folder / "env")
@@ -73,9 +90,14 @@ def install(kind: str, folder: Path) -> Path:
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_holds_every_config_and_trains_two_steps_outside_the_tree(kind: str, tmp_path: Path) -> None:
-    """Through the console script, with a recipe and an experiment; without a compiler the reference serves."""
-    interpreter, outside = install(kind, tmp_path), tmp_path / "outside"
+def test_it_holds_every_config_and_trains_two_steps_outside_the_tree(
+    kind: str, tmp_path: Path
+) -> None:
+    """Through the console script, with a recipe and an experiment; without a compiler the reference
+    serves.
+    """
+    interpreter = install(kind, tmp_path)
+    outside = tmp_path / "outside"
     outside.mkdir()
     code = """if True:
         import fp4train
@@ -89,19 +111,44 @@ def test_it_holds_every_config_and_trains_two_steps_outside_the_tree(kind: str, 
     where, compiler, *found = python("-c", code, of=interpreter, cwd=outside).splitlines()
     assert tmp_path / ("tree" if kind == "editable" else "env") in Path(where).parents
     assert "not built" in compiler
-    here = [path.relative_to(ROOT).as_posix() for name in ("configs", "recipes") for path in (ROOT / name).rglob("*.*")]
+    here = [
+        path.relative_to(ROOT).as_posix()
+        for name in ("configs", "recipes")
+        for path in (ROOT / name).rglob("*.*")
+    ]
     assert sorted(found) == sorted(here) and "recipes/nvfp4.yaml" in found
 
     script = interpreter.parent / "fp4train"
-    python(str(script), *SMALL, "recipe=nvfp4_plain", "experiment=techniques", of=interpreter, cwd=outside)
+    python(
+        str(script),
+        *SMALL,
+        "recipe=nvfp4_plain",
+        "experiment=techniques",
+        of=interpreter,
+        cwd=outside,
+    )
     run = outside / "runs" / "techniques-nvfp4_plain"
-    assert len([line for line in (run / "metrics.jsonl").read_text().splitlines() if "train/loss" in line]) == 2
+    assert (
+        len(
+            [
+                line
+                for line in (run / "metrics.jsonl").read_text().splitlines()
+                if "train/loss" in line
+            ]
+        )
+        == 2
+    )
     assert (run / "curves.png").stat().st_size > 10_000
 
 
 def test_the_page_of_the_package_has_no_links_to_files_that_are_not_there(tmp_path: Path) -> None:
-    command = f"from setuptools.build_meta import prepare_metadata_for_build_wheel as p; print(p({str(tmp_path)!r}))"
-    done = subprocess.run([sys.executable, "-c", command], cwd=ROOT, capture_output=True, text=True, check=True)
+    command = (
+        "from setuptools.build_meta import prepare_metadata_for_build_wheel as p; "
+        f"print(p({str(tmp_path)!r}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", command], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     text = (tmp_path / done.stdout.splitlines()[-1] / "METADATA").read_text("utf-8")
     page = text.partition("\n\n")[2]
     assert "Description-Content-Type: text/markdown" in text and page.startswith("# fp4train")

@@ -22,7 +22,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("rank_recipes", ROOT / "scripts" / "rank_recipes.py")
+    spec = importlib.util.spec_from_file_location(
+        "rank_recipes", ROOT / "scripts" / "rank_recipes.py"
+    )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     monkeypatch = pytest.MonkeyPatch()
@@ -32,7 +34,9 @@ def script() -> ModuleType:
     return module
 
 
-def test_outlier_channels_change_activations_and_not_the_function(script: ModuleType, tmp_path: Path) -> None:
+def test_outlier_channels_change_activations_and_not_the_function(
+    script: ModuleType, tmp_path: Path
+) -> None:
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over a lazy dog " * 400)
     run = tmp_path / "a"
@@ -41,14 +45,19 @@ def test_outlier_channels_change_activations_and_not_the_function(script: Module
         main([*TINY, *data, f"run.dir={run}", "checkpoint.every=3"])
     assert ended.value.code == 0
     script.put_outliers_in(run, 3, tmp_path / "b")
-    losses, largest = [], []
+    losses = []
+    largest = []
     for folder in (run, tmp_path / "b"):
         subject = open_checkpoint(folder, 3)
         seen: list[torch.Tensor] = []
         layer = subject.run.model.get_submodule("blocks.0.mlp.up")
-        layer.register_forward_hook(lambda module, inputs, output, seen=seen: seen.append(inputs[0].abs().amax()))
+        layer.register_forward_hook(
+            lambda module, inputs, output, seen=seen: seen.append(inputs[0].abs().amax())
+        )
         own = subject.run
-        in_float32 = build_plan(own.config, own.layers, Timeline(recipe=FP32(), steps=1), own.plan.device)
+        in_float32 = build_plan(
+            own.config, own.layers, Timeline(recipe=FP32(), steps=1), own.plan.device
+        )
         losses.append(fmean(microbatch_losses(own, in_float32.stretches[0])[0]))
         largest.append(float(seen[0]))
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
@@ -57,7 +66,14 @@ def test_outlier_channels_change_activations_and_not_the_function(script: Module
 
 def test_a_ranking_becomes_a_table(script: ModuleType) -> None:
     gap = {"mean": 0.0044, "low": 0.0035, "high": 0.0053, "error": 0.0004, "t": 11.0}
-    entry = {"same": [], "diverged": [], "gap": gap, "gap_high": gap, "gaps": [0.004, 0.0048], "tokens": 0.0006}
+    entry = {
+        "same": [],
+        "diverged": [],
+        "gap": gap,
+        "gap_high": gap,
+        "gaps": [0.004, 0.0048],
+        "tokens": 0.0006,
+    }
     zero = {"mean": 0.0, "low": 0.0, "high": 0.0, "error": 0.0, "t": 0.0}
     ranking = {
         "checkpoints": [{"run": f"runs/{name}", "trained": "NVFP4"} for name in "ab"],
@@ -71,18 +87,29 @@ def test_a_ranking_becomes_a_table(script: ModuleType) -> None:
         "candidates": [
             {**entry, "name": "bf16", "group": "a", "gap": zero, "gap_high": zero, "spikes": []},
             {**entry, "name": "nvfp4", "group": "b", "spikes": ["runs/b, step 200, seed 1"]},
-            {"name": "mxfp4", "same": [], "group": None, "diverged": ["step 3: loss is nan"], "spikes": []},
+            {
+                "name": "mxfp4",
+                "same": [],
+                "group": None,
+                "diverged": ["step 3: loss is nan"],
+                "spikes": [],
+            },
         ],
     }
     text = script.section(script.CASES[0], json.loads(json.dumps(ranking)))
-    row = "| nvfp4 | +0.00440 ± 0.00090 | 0.00060 | +0.00440 ± 0.00090 | +0.0040 +0.0048 | 0.02 | told apart here | b |"
+    row = (
+        "| nvfp4 | +0.00440 ± 0.00090 | 0.00060 | +0.00440 ± 0.00090 | +0.0040 +0.0048 | 0.02 "
+        "| told apart here | b |"
+    )
     assert row in text
     assert "3 forks at each of 2 checkpoints: a (trained in NVFP4), b (trained in NVFP4)." in text
     assert "nvfp4 spikes at runs/b, step 200, seed 1." in text
     assert "| mxfp4 | diverged: step 3: loss is nan | | | | | | |" in text
 
 
-def test_a_case_that_is_ranked_again_replaces_its_section_and_no_other_text(script: ModuleType) -> None:
+def test_a_case_that_is_ranked_again_replaces_its_section_and_no_other_text(
+    script: ModuleType,
+) -> None:
     text = "# Title\n\nWords.\n\n## early: old\n\n| a |\n\n## policies: kept\n\n| b |\n"
     again = script.with_section(text, "## early: new\n\n| c |")
     assert again == "# Title\n\nWords.\n\n## early: new\n\n| c |\n\n## policies: kept\n\n| b |\n"
@@ -93,7 +120,9 @@ def test_a_case_that_is_ranked_again_replaces_its_section_and_no_other_text(scri
 def test_all_cases_of_a_record_are_measured_before_its_first_look(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two forks of one checkpoint are too few for a look; those of all checkpoints together take one."""
+    """Two forks of one checkpoint are too few for a look; those of all checkpoints together take
+    one.
+    """
     commands: list[tuple[str, ...]] = []
 
     def fp4train(*words: str) -> str:
@@ -105,7 +134,9 @@ def test_all_cases_of_a_record_are_measured_before_its_first_look(
     monkeypatch.setattr(script, "prepare", lambda case, seed, runs: Path(f"run{seed}"))
     monkeypatch.setattr(script, "section", lambda case, found: f"## {case.name}: \n")
     out = ["--out", str(tmp_path / "a.md")]
-    monkeypatch.setattr(sys, "argv", ["rank_recipes.py", "--cases", "early", "policies", *out, "--bases", "3"])
+    monkeypatch.setattr(
+        sys, "argv", ["rank_recipes.py", "--cases", "early", "policies", *out, "--bases", "3"]
+    )
     script.main()
     runs = [sum(word.startswith("run") for word in words) for words in commands]
     assert runs == [1] * 6 + [3] * 2 and {"policy=all,last15,first15"} <= set(commands[-1])

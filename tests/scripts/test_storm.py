@@ -15,9 +15,16 @@ COUNTS = {"parts": 60, "damages": 150, "hostile": 4, "foreign": 6, "texts": 6, "
 
 @pytest.mark.long
 def test_a_small_storm_finds_nothing() -> None:
-    command = [sys.executable, "scripts/storm.py", "others=1", *(f"{name}={count}" for name, count in COUNTS.items())]
+    command = [
+        sys.executable,
+        "scripts/storm.py",
+        "others=1",
+        *(f"{name}={count}" for name, count in COUNTS.items()),
+    ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=3 * PATIENCE)
+    ended = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=3 * PATIENCE
+    )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     rows = [line.split("|") for line in ended.stdout.splitlines() if line.startswith("| **")]
     assert len(rows) == 13 and sum(int(row[3]) for row in rows) == sum(COUNTS.values()) + 7

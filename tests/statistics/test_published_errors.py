@@ -1,4 +1,6 @@
-"""Published mean squared errors on N(0, 1), and where stochastic rounding is unbiased. All seeded."""
+"""Published mean squared errors on N(0, 1), and where stochastic rounding is unbiased. All
+seeded.
+"""
 
 from dataclasses import replace
 
@@ -27,20 +29,27 @@ GUARD = 16 / 17
     ],
     ids=str,
 )
-def test_mean_squared_error_on_a_normal_tensor_is_the_published_one(published: float, spec: QuantSpec) -> None:
+def test_mean_squared_error_on_a_normal_tensor_is_the_published_one(
+    published: float, spec: QuantSpec
+) -> None:
     x = torch.randn(2048, 1024, generator=torch.Generator().manual_seed(0))
     y = quantize(x, spec, key=KEY, kernel="reference").restore()
     assert (y - x).square().mean().item() * 1e3 == pytest.approx(published, rel=0.01)
 
 
 def mean_error(x: torch.Tensor, spec: QuantSpec, draws: int) -> tuple[float, float]:
-    """(mean, standard error) of sign(x)*(y - x): the shrinkage or growth of magnitudes, over independent draws."""
+    """(mean, standard error) of sign(x)*(y - x): the shrinkage or growth of magnitudes, over
+    independent draws.
+    """
     means = torch.stack(
         [
             (
                 (
                     quantize(
-                        x, spec, key=RandomKey(seed=1, step=step, layer=2, operand=3), kernel="reference"
+                        x,
+                        spec,
+                        key=RandomKey(seed=1, step=step, layer=2, operand=3),
+                        kernel="reference",
                     ).dequantize()
                     - x
                 )
@@ -74,7 +83,9 @@ def test_stochastic_rounding_is_biased_exactly_where_a_scale_rounded_down_clips(
     [
         QuantSpec(rounding="stochastic", guard=GUARD),
         QuantSpec(rounding="stochastic", block=(1, 32), scale="e8m0", global_scale=None),
-        QuantSpec(rounding="stochastic", element="e4m3", block=(1, 32), scale="e8m0", global_scale=None),
+        QuantSpec(
+            rounding="stochastic", element="e4m3", block=(1, 32), scale="e8m0", global_scale=None
+        ),
     ],
     ids=["guarded nvfp4", "mxfp4 rceil", "mxfp8 rceil"],
 )
@@ -91,11 +102,14 @@ def test_each_element_is_unbiased_on_its_own() -> None:
     spec = QuantSpec(rounding="stochastic", guard=GUARD)
     draws = torch.stack(
         [
-            quantize(x, spec, key=RandomKey(seed=3, step=step, layer=0, operand=0), kernel="reference").dequantize()
+            quantize(
+                x, spec, key=RandomKey(seed=3, step=step, layer=0, operand=0), kernel="reference"
+            ).dequantize()
             for step in range(256)
         ]
     )
-    # Elements close to the grid are almost always rounded to one neighbour, so their sample deviation is unreliable.
+    # Elements close to the grid are almost always rounded to one neighbour, so their sample
+    # deviation is unreliable.
     upper = (draws == draws.amax(dim=0)).float().mean(dim=0)
     mixed = (upper > 0.05) & (upper < 0.95)
     assert mixed.float().mean() > 0.7
@@ -105,7 +119,9 @@ def test_each_element_is_unbiased_on_its_own() -> None:
 
 
 def test_the_guard_costs_range_only_where_scales_are_normal_numbers() -> None:
-    """E4M3's subnormal scales (blocks 10^5 below the tensor's amax) round by more than 1/16: clipping remains there."""
+    """E4M3's subnormal scales (blocks 10^5 below the tensor's amax) round by more than 1/16:
+    clipping remains there.
+    """
     x = torch.randn(64, 64, generator=torch.Generator().manual_seed(4))
     x[:32] *= 2e-5
     q = quantize(x, QuantSpec(rounding="stochastic", guard=GUARD), key=KEY, kernel="reference")
@@ -118,7 +134,9 @@ EDEN = QuartetII().table()["wgrad"].first
 
 
 def test_ms_eden_has_the_published_error_half_of_stochastic_rounding() -> None:
-    """9.8e-3: notebooks/unbiasedness.ipynb of the authors, on rows of N(0, 1) over eight binades."""
+    """9.8e-3: notebooks/unbiasedness.ipynb of the authors, on rows of N(0, 1) over eight
+    binades.
+    """
     assert EDEN is not None
     x = torch.randn(2048, 1024, generator=torch.Generator().manual_seed(0))
     x *= torch.logspace(0, 8, 2048, base=2)[:, None]
@@ -134,7 +152,8 @@ def test_ms_eden_has_the_published_error_half_of_stochastic_rounding() -> None:
 
 def eden_mean(x: torch.Tensor, spec: QuantSpec, draws: int) -> tuple[torch.Tensor, float]:
     """(mean over transforms, mean squared error of one draw)."""
-    total, error = torch.zeros_like(x), 0.0
+    total = torch.zeros_like(x)
+    error = 0.0
     for step in range(draws):
         key = RandomKey(seed=5, step=step, layer=1, operand=3)
         y = quantize(x, spec, key=key).restore(key=key)
@@ -144,15 +163,18 @@ def eden_mean(x: torch.Tensor, spec: QuantSpec, draws: int) -> tuple[torch.Tenso
 
 
 @pytest.mark.parametrize("outliers", [False, True])
-def test_ms_eden_is_unbiased_over_transforms_and_without_its_correction_is_not(outliers: bool) -> None:
+def test_ms_eden_is_unbiased_over_transforms_and_without_its_correction_is_not(
+    outliers: bool,
+) -> None:
     assert EDEN is not None
     x = torch.randn(64, 256, generator=torch.Generator().manual_seed(3))
     if outliers:
         x[:, ::64] *= 20
     draws = 400
     mean, error = eden_mean(x, EDEN, draws)
-    # Independent unbiased draws: the error of their mean is 1/draws of one's. Random signs are not a uniformly random
-    # rotation: where two outliers dominate a group of 128, 7e-5 of the energy stays as bias.
+    # Independent unbiased draws: the error of their mean is 1/draws of one's. Random signs are not
+    # a uniformly random rotation: where two outliers dominate a group of 128, 7e-5 of the energy
+    # stays as bias.
     floor = error / draws
     bias = 2e-4 * x.square().mean().item() if outliers else 0.3 * floor
     assert (mean - x).square().mean().item() < floor + bias
@@ -160,18 +182,28 @@ def test_ms_eden_is_unbiased_over_transforms_and_without_its_correction_is_not(o
     assert abs(along) < 4 * (floor / x.square().sum().item()) ** 0.5 + 2e-4
     nearest = replace(EDEN, rounding="nearest", guard=1.0, hadamard=Hadamard(size=128))
     shrunk = quantize(x, nearest).restore()
-    assert abs(((shrunk * x).sum() / x.square().sum()).item() - 1) > 2e-3, "rounding to nearest shrinks"
+    assert abs(((shrunk * x).sum() / x.square().sum()).item() - 1) > 2e-3, (
+        "rounding to nearest shrinks"
+    )
 
 
 def test_a_product_of_ms_eden_operands_is_unbiased() -> None:
-    """dw of Quartet II: both operands turned alike, so that the transform cancels, and independently rounded."""
+    """dw of Quartet II: both operands turned alike, so that the transform cancels, and
+    independently rounded.
+    """
     assert EDEN is not None
     generator = torch.Generator().manual_seed(4)
-    dy, x = torch.randn(32, 256, generator=generator), torch.randn(48, 256, generator=generator)
-    exact, total, single, draws = dy @ x.T, torch.zeros(32, 48), 0.0, 300
+    dy = torch.randn(32, 256, generator=generator)
+    x = torch.randn(48, 256, generator=generator)
+    exact = dy @ x.T
+    total = torch.zeros(32, 48)
+    single = 0.0
+    draws = 300
     for step in range(draws):
         keys = [RandomKey(seed=9, step=step, layer=2, operand=operand) for operand in (4, 5)]
-        a, b = (quantize(t, EDEN, key=key).dequantize() for t, key in zip((dy, x), keys, strict=True))
+        a, b = (
+            quantize(t, EDEN, key=key).dequantize() for t, key in zip((dy, x), keys, strict=True)
+        )
         product = a @ b.T
         total += product
         single += (product - exact).square().mean().item() / draws

@@ -37,10 +37,18 @@ def written(path: Path, *numbers: int) -> bytes:
 
 def test_a_line_is_there_as_soon_as_it_is_logged(path: Path) -> None:
     log = MetricsLog(path)
-    log.log(1, {"train/loss": 0.1 + 0.2, "train/tokens": 2**40, "precision/recipe": "nvfp4", "x": None})
+    log.log(
+        1, {"train/loss": 0.1 + 0.2, "train/tokens": 2**40, "precision/recipe": "nvfp4", "x": None}
+    )
     log.log_event(2, "swap", {"recipe": "bf16", "at": [1, 2]})
     assert read_metrics(path) == [
-        {"step": 1, "train/loss": 0.1 + 0.2, "train/tokens": 2**40, "precision/recipe": "nvfp4", "x": None},
+        {
+            "step": 1,
+            "train/loss": 0.1 + 0.2,
+            "train/tokens": 2**40,
+            "precision/recipe": "nvfp4",
+            "x": None,
+        },
         {"step": 2, "event": "swap", "recipe": "bf16", "at": [1, 2]},
     ]
     log.finish()
@@ -62,9 +70,16 @@ def test_nan_and_infinity_survive_strict_readers(path: Path) -> None:
         raise AssertionError(token)
 
     raw = json.loads(path.read_text(), parse_constant=refuse)
-    assert raw["train/loss"] is None and raw["nonfinite"] == {"train/loss": "nan", "train/grad_norm": "-inf"}
+    assert raw["train/loss"] is None and raw["nonfinite"] == {
+        "train/loss": "nan",
+        "train/grad_norm": "-inf",
+    }
     [line] = read_metrics(path)
-    assert math.isnan(line["train/loss"]) and line["train/grad_norm"] == -math.inf and "nonfinite" not in line
+    assert (
+        math.isnan(line["train/loss"])
+        and line["train/grad_norm"] == -math.inf
+        and "nonfinite" not in line
+    )
 
 
 @pytest.mark.parametrize("key", ["step", "event", "nonfinite", "after", "crc"])
@@ -96,7 +111,16 @@ def test_a_resume_that_drops_nothing_leaves_the_file_alone(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "tail", [b'{"step": 3, "train/lo', b'{"step": 3}\n', b'{"step": 3}', b"\0\0\0\0", b"\0\0\0\n", b"\xff\xfe\n", b"\n"]
+    "tail",
+    [
+        b'{"step": 3, "train/lo',
+        b'{"step": 3}\n',
+        b'{"step": 3}',
+        b"\0\0\0\0",
+        b"\0\0\0\n",
+        b"\xff\xfe\n",
+        b"\n",
+    ],
 )
 def test_a_torn_last_line_is_read_over_and_repaired(path: Path, tail: bytes) -> None:
     whole = written(path, 1, 2)
@@ -109,7 +133,9 @@ def test_a_torn_last_line_is_read_over_and_repaired(path: Path, tail: bytes) -> 
     assert path.read_bytes().startswith(whole + b'{"step": 3, "after"')
 
 
-def test_no_flipped_bit_changes_a_number_in_silence(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_flipped_bit_changes_a_number_in_silence(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     whole = written(path, 1, 2, 3)
     good = read_metrics(path)
     for bit in range(8 * len(whole)):
@@ -123,10 +149,14 @@ def test_no_flipped_bit_changes_a_number_in_silence(path: Path, caplog: pytest.L
             assert "line " in str(error)
         else:
             assert found in (good[:1], good[:2]), f"bit {bit}: {bytes(damaged)!r}"
-            assert "the last one, is damaged" in caplog.text or damaged[-1:] != b"\n", "a torn end needs no word"
+            assert "the last one, is damaged" in caplog.text or damaged[-1:] != b"\n", (
+                "a torn end needs no word"
+            )
 
 
-@pytest.mark.parametrize("end", ["}", ', "crc": "%08x"}'], ids=["no checksum", "none of the line before"])
+@pytest.mark.parametrize(
+    "end", ["}", ', "crc": "%08x"}'], ids=["no checksum", "none of the line before"]
+)
 def test_lines_of_an_older_form_are_refused_and_stay(path: Path, end: str) -> None:
     path.parent.mkdir()
     text = '{"step": 1, "train/loss": 2.5'
@@ -139,15 +169,21 @@ def test_lines_of_an_older_form_are_refused_and_stay(path: Path, end: str) -> No
         lambda: metrics.check_form(path),
     )
     for use in uses:
-        with pytest.raises(OlderForm, match="it has lines without the checksums of today, which this one does not"):
+        with pytest.raises(
+            OlderForm, match="it has lines without the checksums of today, which this one does not"
+        ):
             use()
-    assert path.read_text().startswith(whole) and not path.with_name("metrics.jsonl.damaged").exists()
+    assert (
+        path.read_text().startswith(whole) and not path.with_name("metrics.jsonl.damaged").exists()
+    )
 
 
 def test_a_disk_that_stalls_costs_one_bounded_wait_and_no_line(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    log, go_on, write = MetricsLog(path), threading.Event(), os.write
+    log = MetricsLog(path)
+    go_on = threading.Event()
+    write = os.write
     monkeypatch.setattr(metrics, "WAIT_SECONDS", 0.2)
     monkeypatch.setattr(os, "write", lambda *rest: go_on.wait(60) and write(*rest))
     began = time.monotonic()
@@ -161,21 +197,31 @@ def test_a_disk_that_stalls_costs_one_bounded_wait_and_no_line(
     monkeypatch.setattr(metrics, "END_SECONDS", 60)
     log.sync()
     log.log(200, {})
-    assert [line["step"] for line in read_metrics(path)] == list(range(1, 201)) and "nothing is lost" in caplog.text
+    assert [line["step"] for line in read_metrics(path)] == list(
+        range(1, 201)
+    ) and "nothing is lost" in caplog.text
     log.finish()
 
 
 @pytest.mark.parametrize(
-    ("order", "line"), [([0, 2, 3], 2), ([0, 1, 3], 3), ([0, 2, 1, 3], 2), ([0, 1, 1, 2, 3], 3)], ids=str
+    ("order", "line"),
+    [([0, 2, 3], 2), ([0, 1, 3], 3), ([0, 2, 1, 3], 2), ([0, 1, 1, 2, 3], 3)],
+    ids=str,
 )
-def test_whole_lines_that_are_gone_or_moved_are_named(path: Path, order: list[int], line: int) -> None:
+def test_whole_lines_that_are_gone_or_moved_are_named(
+    path: Path, order: list[int], line: int
+) -> None:
     written(path, 1, 2, 3, 4)
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[each] for each in order))
-    with pytest.raises(UserError, match=rf"metrics.jsonl, line {line}: a line before it is missing.*; resuming"):
+    with pytest.raises(
+        UserError, match=rf"metrics.jsonl, line {line}: a line before it is missing.*; resuming"
+    ):
         read_metrics(path)
     assert f"lines before line {line} are missing" in mend(path, 4, None)
-    assert [each["step"] for each in read_metrics(path)] == [each + 1 for each in order], "the rest is chained anew"
+    assert [each["step"] for each in read_metrics(path)] == [each + 1 for each in order], (
+        "the rest is chained anew"
+    )
     log = MetricsLog(path)
     log.log(5, {})
     log.finish()
@@ -195,12 +241,16 @@ def test_missing_steps_are_counted_whatever_step_a_checkpoint_claims(path: Path)
 def test_the_log_of_another_run_is_named(tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / name).mkdir()
-        (tmp_path / name / "config.yaml").write_text(f"# fp4train run {name * 16} sha256 {'0' * 64}\n")
+        (tmp_path / name / "config.yaml").write_text(
+            f"# fp4train run {name * 16} sha256 {'0' * 64}\n"
+        )
         written(tmp_path / name / "metrics.jsonl", 1, 2)
     path = tmp_path / "a/metrics.jsonl"
     assert len(read_metrics(path)) == 2
     path.write_bytes((tmp_path / "b/metrics.jsonl").read_bytes())
-    with pytest.raises(UserError, match=r"line 1: a line before it is missing, or it is of another file"):
+    with pytest.raises(
+        UserError, match=r"line 1: a line before it is missing, or it is of another file"
+    ):
         read_metrics(path)
     assert mend(path, 2, None) == [], "a branch takes the log of its run over"
     assert len(read_metrics(path)) == 2
@@ -213,7 +263,10 @@ def test_a_huge_line_takes_no_more_memory_and_time_than_lines_may_have(
     whole = written(path, 1, 2)
     path.write_bytes(whole + b"x" * (1 << 21))
     assert len(read_metrics(path)) == 2
-    assert "line 3, the last one, is damaged and left out (it has more than 1,048,576 bytes)" in caplog.text
+    assert (
+        "line 3, the last one, is damaged and left out (it has more than 1,048,576 bytes)"
+        in caplog.text
+    )
     os.truncate(path, len(whole))
     os.truncate(path, 6 << 30)
     tracemalloc.start()

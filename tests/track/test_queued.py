@@ -1,4 +1,6 @@
-"""A service that stalls costs a bounded time at the start and at the end, and nothing in between."""
+"""A service that stalls costs a bounded time at the start and at the end, and nothing in
+between.
+"""
 
 import logging
 import sys
@@ -20,7 +22,8 @@ class Service:
     """Remembers calls, and blocks in the one named `stalls`."""
 
     def __init__(self, stalls: str = "") -> None:
-        self.stalls, self.calls = stalls, []
+        self.stalls = stalls
+        self.calls = []
         self.go_on = threading.Event()
 
     def _call(self, name: str) -> None:
@@ -53,10 +56,17 @@ def test_calls_arrive_in_their_order_and_the_end_waits_for_them() -> None:
 
 
 @pytest.mark.parametrize("stalls", ["log 3", "finish"])
-def test_a_service_that_stalls_is_left_behind(stalls: str, caplog: pytest.LogCaptureFixture) -> None:
-    service, freed = Service(stalls), []
+def test_a_service_that_stalls_is_left_behind(
+    stalls: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    service = Service(stalls)
+    freed = []
     tracker = QueuedTracker(
-        lambda: service, "service", start_seconds=5, finish_seconds=0.2, abandon=lambda: freed.append(True)
+        lambda: service,
+        "service",
+        start_seconds=5,
+        finish_seconds=0.2,
+        abandon=lambda: freed.append(True),
     )
     began = time.monotonic()
     for step in range(1, 100):
@@ -127,5 +137,7 @@ def test_a_wandb_that_blocks_stalls_neither_the_start_nor_a_step_nor_the_end(
     tracker = WandbTracking(timeout=0.1).build(tmp_path / "b", "name", {})
     tracker.log(1, {})
     tracker.finish()
-    assert time.monotonic() - began < 10 and "wandb is switched off: it did not start" in caplog.text
+    assert (
+        time.monotonic() - began < 10 and "wandb is switched off: it did not start" in caplog.text
+    )
     blocked.set()

@@ -1,4 +1,6 @@
-"""RUN/statistics.bin: what is written is read, damage costs one block, a resume drops what comes later."""
+"""RUN/statistics.bin: what is written is read, damage costs one block, a resume drops what comes
+later.
+"""
 
 import json
 import logging
@@ -22,11 +24,23 @@ NAMES = ("fprop.x", "fprop.w")
 
 def block(step: int, *, layers: tuple[str, ...] = ("a", "b")) -> Statistics:
     operands = np.zeros(2 * len(layers), OPERAND)
-    operands["layer"], operands["operand"] = np.repeat(np.arange(len(layers)), 2), np.tile([0, 1], len(layers))
+    operands["layer"], operands["operand"] = (
+        np.repeat(np.arange(len(layers)), 2),
+        np.tile([0, 1], len(layers)),
+    )
     operands["sqnr_db"] = step + np.arange(len(operands))
     gradients = np.zeros(len(layers), GRADIENT)
-    gradients["layer"], gradients["gradient"], gradients["noise"] = np.arange(len(layers)), 3.0, step
-    return Statistics(step=step, recipe="NVFP4", layers=layers, names=NAMES, operands=operands, gradients=gradients)
+    gradients["layer"] = np.arange(len(layers))
+    gradients["gradient"] = 3.0
+    gradients["noise"] = step
+    return Statistics(
+        step=step,
+        recipe="NVFP4",
+        layers=layers,
+        names=NAMES,
+        operands=operands,
+        gradients=gradients,
+    )
 
 
 def written(run: Path, *steps: int) -> Path:
@@ -44,7 +58,18 @@ def test_columns_are_what_was_logged(tmp_path: Path) -> None:
     log.close()
     found = read_statistics(tmp_path)
     assert found.operands["step"].tolist() == [50] * 4 + [100] * 6
-    assert found.operands["layer"].tolist() == ["a", "a", "b", "b", "a", "a", "new", "new", "c", "c"]
+    assert found.operands["layer"].tolist() == [
+        "a",
+        "a",
+        "b",
+        "b",
+        "a",
+        "a",
+        "new",
+        "new",
+        "c",
+        "c",
+    ]
     assert found.operands["operand"].tolist() == list(NAMES) * 5
     assert found.operands["sqnr_db"].dtype == np.float32 and found.operands["sqnr_db"][3] == 53
     assert found.gradients["layer"].tolist() == ["a", "b", "a", "new", "c"]
@@ -64,9 +89,12 @@ def test_a_block_torn_by_a_kill_is_left_out_and_replaced(tmp_path: Path, cut: in
 
 
 @pytest.mark.parametrize("at", [0, 6, 30, 300])
-def test_a_damaged_block_costs_itself_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture, at: int) -> None:
+def test_a_damaged_block_costs_itself_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, at: int
+) -> None:
     path = written(tmp_path, 1, 2, 3)
-    data, size = bytearray(path.read_bytes()), len(block(1).to_bytes("00000000"))
+    data = bytearray(path.read_bytes())
+    size = len(block(1).to_bytes("00000000"))
     data[size + at] ^= 0x55
     path.write_bytes(data)
     with caplog.at_level(logging.WARNING):
@@ -74,7 +102,9 @@ def test_a_damaged_block_costs_itself_alone(tmp_path: Path, caplog: pytest.LogCa
     assert f"{size} bytes at {size} are damaged" in caplog.text
 
 
-def test_measured_steps_that_are_gone_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_measured_steps_that_are_gone_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = written(tmp_path, 1, 2, 3)
     size = path.stat().st_size // 3
     path.write_bytes(path.read_bytes()[:size] + path.read_bytes()[2 * size :])
@@ -84,14 +114,20 @@ def test_measured_steps_that_are_gone_are_named(tmp_path: Path, caplog: pytest.L
     written(tmp_path, 4)
     assert "measured steps before step 3 are missing" in caplog.text
     caplog.clear()
-    assert set(read_statistics(tmp_path).operands["step"]) == {1, 3, 4} and not caplog.text, "chained anew"
+    assert set(read_statistics(tmp_path).operands["step"]) == {1, 3, 4} and not caplog.text, (
+        "chained anew"
+    )
 
 
-def test_statistics_of_another_run_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_statistics_of_another_run_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = written(tmp_path, 1, 2)
     (tmp_path / "config.yaml").write_text(f"# fp4train run {'a' * 16} sha256 {'0' * 64}\n")
     read_statistics(tmp_path)
-    assert f"{path}: measured steps before step 1 are missing, or it is of another run" in caplog.text
+    assert (
+        f"{path}: measured steps before step 1 are missing, or it is of another run" in caplog.text
+    )
 
 
 def test_blocks_that_are_not_chained_are_of_an_older_form(tmp_path: Path) -> None:
@@ -101,9 +137,13 @@ def test_blocks_that_are_not_chained_are_of_an_older_form(tmp_path: Path) -> Non
     del header["after"]
     body = json.dumps(header).encode() + raw[first:]
     sizes = (len(json.dumps(header)), block(1).operands.nbytes, block(1).gradients.nbytes)
-    (tmp_path / STATISTICS).write_bytes(struct.pack("<4sIIII", b"f4s1", *sizes, zlib.crc32(body)) + body)
+    (tmp_path / STATISTICS).write_bytes(
+        struct.pack("<4sIIII", b"f4s1", *sizes, zlib.crc32(body)) + body
+    )
     for use in (lambda: read_statistics(tmp_path), lambda: written(tmp_path, 2)):
-        with pytest.raises(OlderForm, match="it has measured steps without the checksum of the step before, which"):
+        with pytest.raises(
+            OlderForm, match="it has measured steps without the checksum of the step before, which"
+        ):
             use()
 
 
@@ -129,7 +169,9 @@ def test_a_block_whose_numbers_are_none_is_left_out(tmp_path: Path, values: dict
     text = json.dumps(header).encode()
     body = text + raw[-tables:]
     lengths = (len(text), block(1).operands.nbytes, block(1).gradients.nbytes)
-    (tmp_path / STATISTICS).write_bytes(struct.pack("<4sIIII", b"f4s1", *lengths, zlib.crc32(body)) + body)
+    (tmp_path / STATISTICS).write_bytes(
+        struct.pack("<4sIIII", b"f4s1", *lengths, zlib.crc32(body)) + body
+    )
     assert not len(read_statistics(tmp_path).gradients["step"])
     assert set(read_statistics(written(tmp_path, 2).parent).operands["step"]) == {2}
 
@@ -139,7 +181,9 @@ def test_a_file_of_heads_is_read_in_linear_time(tmp_path: Path, repeated: str) -
     size = 20 * 50_000
     heads = b"f4s1" * (size // 4)
     if repeated != "marks alone":
-        heads = b"".join(struct.pack("<4sIIII", b"f4s1", 0, 0, size - at - 20, 0) for at in range(0, size, 20))
+        heads = b"".join(
+            struct.pack("<4sIIII", b"f4s1", 0, 0, size - at - 20, 0) for at in range(0, size, 20)
+        )
     (tmp_path / STATISTICS).write_bytes(heads)
     began = time.monotonic()
     assert not len(read_statistics(tmp_path).operands["step"])
@@ -163,7 +207,9 @@ def test_a_resume_drops_later_steps(tmp_path: Path) -> None:
     assert sorted(set(read_statistics(tmp_path).operands["step"])) == [10, 20, 25]
 
 
-def test_a_run_that_measures_nothing_has_no_file_and_the_error_says_how_to_get_one(tmp_path: Path) -> None:
+def test_a_run_that_measures_nothing_has_no_file_and_the_error_says_how_to_get_one(
+    tmp_path: Path,
+) -> None:
     JsonlTracking().build(tmp_path, "a", {}).finish()
     assert not (tmp_path / STATISTICS).exists()
     with pytest.raises(UserError, match=r"eval\.errors_every=STEPS"):
@@ -175,7 +221,8 @@ def test_a_full_disk_loses_steps_and_no_run(
 ) -> None:
     log = StatisticsLog(tmp_path / STATISTICS)
     log.log(block(1))
-    whole, write = (tmp_path / STATISTICS).read_bytes(), os.write
+    whole = (tmp_path / STATISTICS).read_bytes()
+    write = os.write
 
     def full(descriptor: int, data: Any) -> int:
         if len(data) < 100:

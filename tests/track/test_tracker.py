@@ -50,7 +50,8 @@ class Failing:
 def test_a_failing_service_is_reported_once_and_switched_off(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, broken: str
 ) -> None:
-    bad, good = Failing(broken), Failing("nothing")
+    bad = Failing(broken)
+    good = Failing("nothing")
     tracker = Trackers(MetricsLog(tmp_path / "m.jsonl"), bad, good)
     for step in (1, 2):
         tracker.log_table("plan", ["layer"], [["a"]])
@@ -59,7 +60,9 @@ def test_a_failing_service_is_reported_once_and_switched_off(
     tracker.finish()
     tracker.finish()
     assert len(read_metrics(tmp_path / "m.jsonl")) == 4
-    assert bad.calls.count(broken) == (2 if broken == "finish" else 1), "at most one more attempt, to end it"
+    assert bad.calls.count(broken) == (2 if broken == "finish" else 1), (
+        "at most one more attempt, to end it"
+    )
     assert bad.calls[-1] == "finish"
     assert good.calls.count("log") == 2
     assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == [

@@ -16,7 +16,14 @@ import numpy as np
 import pytest
 
 import fp4train.track
-from fp4train.track import QueuedTracker, Statistics, Trackers, WandbTracker, WandbTracking, read_metrics
+from fp4train.track import (
+    QueuedTracker,
+    Statistics,
+    Trackers,
+    WandbTracker,
+    WandbTracking,
+    read_metrics,
+)
 from fp4train.track.statistics import GRADIENT, OPERAND
 
 wandb = pytest.importorskip("wandb")
@@ -26,7 +33,9 @@ KEY = "0" * 40
 
 @pytest.fixture(autouse=True)
 def no_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """wandb as on a machine where nobody has used it, and nothing of the tests in the user's home."""
+    """wandb as on a machine where nobody has used it, and nothing of the tests in the user's
+    home.
+    """
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("NETRC", os.devnull)
@@ -40,7 +49,9 @@ def some_statistics() -> Statistics:
     operands["operand"], operands["sqnr_db"] = np.arange(12) % 6, [np.nan, *range(11)]
     names = ("fprop.x", "fprop.w", "dgrad.dy", "dgrad.w", "wgrad.dy", "wgrad.x")
     gradients = np.zeros(1, GRADIENT)
-    return Statistics(step=3, recipe="NVFP4", layers=("a",), names=names, operands=operands, gradients=gradients)
+    return Statistics(
+        step=3, recipe="NVFP4", layers=("a",), names=names, operands=operands, gradients=gradients
+    )
 
 
 def end_service() -> None:
@@ -50,13 +61,19 @@ def end_service() -> None:
 
 
 @pytest.fixture
-def wandb_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str | None], None]]:
-    """Point wandb at a server (logged in) or at none (logged out), whatever this machine's user has set up."""
+def wandb_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[str | None], None]]:
+    """Point wandb at a server (logged in) or at none (logged out), whatever this machine's user has
+    set up.
+    """
 
     def point(url: str | None) -> None:
         end_service()
         netrc = tmp_path / "netrc"
-        netrc.write_text(f"machine {url.removeprefix('http://')} login user password {KEY}\n" if url else "")
+        netrc.write_text(
+            f"machine {url.removeprefix('http://')} login user password {KEY}\n" if url else ""
+        )
         monkeypatch.setenv("NETRC", str(netrc))
         if url:
             monkeypatch.setenv("WANDB_BASE_URL", url)
@@ -70,18 +87,27 @@ def ours(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
     return [record for record in caplog.records if record.name.startswith("fp4train")]
 
 
-def train(run_dir: Path, tracking: WandbTracking, *, resume_step: int | None = None) -> tuple[WandbTracker, float]:
+def train(
+    run_dir: Path, tracking: WandbTracking, *, resume_step: int | None = None
+) -> tuple[WandbTracker, float]:
     """A short run; returns wandb's part and the seconds it took."""
     start = time.monotonic()
-    tracker = tracking.build(run_dir, "name", {"train": {"steps": 3}, "tags": ["a"]}, resume_step=resume_step)
+    tracker = tracking.build(
+        run_dir, "name", {"train": {"steps": 3}, "tags": ["a"]}, resume_step=resume_step
+    )
     assert isinstance(tracker, Trackers)
     [behind] = tracker._others
     assert isinstance(behind, QueuedTracker)
     part = behind.inner
     assert isinstance(part, WandbTracker)
-    tracker.log_table("plan", ["layer", "share"], [["blocks.0", 0.5], ["head", None], ["norm", "kept"]])
+    tracker.log_table(
+        "plan", ["layer", "share"], [["blocks.0", 0.5], ["head", None], ["norm", "kept"]]
+    )
     for step in range(1, 4):
-        tracker.log(step, {"train/loss": float("nan") if step == 2 else 1 / step, "precision/recipe": "nvfp4"})
+        tracker.log(
+            step,
+            {"train/loss": float("nan") if step == 2 else 1 / step, "precision/recipe": "nvfp4"},
+        )
     tracker.log_event(3, "swap", {"recipe": "bf16"})
     tracker.log_statistics(some_statistics())
     tracker.finish()
@@ -103,7 +129,8 @@ def test_not_logged_in_is_offline_quietly_and_a_resume_continues_the_run(
     assert again._run.id == first._run.id
     fresh, _ = train(tmp_path, WandbTracking())
     assert fresh._run.id != first._run.id
-    wandb.teardown()  # its service writes the files on its own time, and has written them when it has ended
+    # its service writes the files on its own time, and has written them when it has ended
+    wandb.teardown()
     kept = list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
     assert {file.name for file in kept} == {f"run-{part._run.id}.wandb" for part in (first, fresh)}
     assert all(b"train/loss" in file.read_bytes() for file in kept)
@@ -160,8 +187,12 @@ def test_a_server_that_refuses_the_run_leaves_it_offline_also_when_resumed(
         server.shutdown()
     assert part._run.offline and seconds < 30
     assert again._run.id == part._run.id
-    assert all("wandb is offline" in r.getMessage() for r in ours(caplog)) and len(ours(caplog)) == 2
-    assert not list((tmp_path / "wandb").glob("run-*")), "nothing is left of the attempts to go online"
+    assert (
+        all("wandb is offline" in r.getMessage() for r in ours(caplog)) and len(ours(caplog)) == 2
+    )
+    assert not list((tmp_path / "wandb").glob("run-*")), (
+        "nothing is left of the attempts to go online"
+    )
 
 
 def test_offline_is_kept_to_even_where_a_server_would_answer(
@@ -192,7 +223,9 @@ def test_what_wandb_was_told_in_its_own_settings_is_no_warning(
     assert {r.levelname for r in ours(caplog)} == {"INFO"}
 
 
-@pytest.mark.parametrize(("name", "value"), [("WANDB_MODE", "disabled"), ("WANDB_BASE_URL", "no url")])
+@pytest.mark.parametrize(
+    ("name", "value"), [("WANDB_MODE", "disabled"), ("WANDB_BASE_URL", "no url")]
+)
 def test_wandb_switched_off_or_misconfigured_by_its_own_settings_leaves_the_metrics(
     tmp_path: Path,
     wandb_at: Callable[[str | None], None],
@@ -227,7 +260,9 @@ print("trained")
 
 
 def started(program: str, folder: Path) -> "subprocess.CompletedProcess[str]":
-    """A process that tracks a run into `folder`: it takes 2 seconds, and 16 were seen on a machine in use."""
+    """A process that tracks a run into `folder`: it takes 2 seconds, and 16 were seen on a machine
+    in use.
+    """
     root = Path(fp4train.track.__file__).parents[2]
     return subprocess.run(
         [sys.executable, "-c", program, str(folder)],
@@ -240,7 +275,9 @@ def started(program: str, folder: Path) -> "subprocess.CompletedProcess[str]":
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="finds wandb's service through /proc")
+@pytest.mark.skipif(
+    not Path("/proc/self/cmdline").exists(), reason="finds wandb's service through /proc"
+)
 def test_a_service_that_dies_does_not_take_the_run_with_it(tmp_path: Path) -> None:
     child = started(KILLS_THE_SERVICE, tmp_path)
     assert child.returncode == 0 and "trained" in child.stdout
@@ -249,11 +286,14 @@ def test_a_service_that_dies_does_not_take_the_run_with_it(tmp_path: Path) -> No
 
 
 STOPS_THE_SERVICE = KILLS_THE_SERVICE.replace("SIGKILL", "SIGSTOP").replace(
-    "tracker.finish()", "import time; began = time.monotonic(); tracker.finish(); print(time.monotonic() - began)"
+    "tracker.finish()",
+    "import time; began = time.monotonic(); tracker.finish(); print(time.monotonic() - began)",
 )
 
 
-@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="finds wandb's service through /proc")
+@pytest.mark.skipif(
+    not Path("/proc/self/cmdline").exists(), reason="finds wandb's service through /proc"
+)
 @pytest.mark.long
 def test_a_service_that_is_stopped_stalls_neither_the_steps_nor_the_end(tmp_path: Path) -> None:
     child = started(STOPS_THE_SERVICE, tmp_path)

@@ -37,14 +37,17 @@ if TYPE_CHECKING:
 class TransformerEngine:
     """The three GEMMs of a layer on TE's kernels."""
 
-    name, title = "te", "Transformer Engine"
+    name = "te"
+    title = "Transformer Engine"
     sources: Sources = TESources()
 
     def why_not(self, table: Table, layer: Shape, device: Device) -> str | None:
         return why_not(table, layer, device)
 
     def sums_fast(self, operands: Operands, gemm: str) -> bool:
-        return operands.accumulator == "fast" or (operands.accumulator == "auto" and gemm == "fprop")
+        return operands.accumulator == "fast" or (
+            operands.accumulator == "auto" and gemm == "fprop"
+        )
 
     def shares_input(self, table: Table, device: Device) -> bool:
         return table.quantised and shares_codes(table, here=device.here)
@@ -58,7 +61,9 @@ class TransformerEngine:
     def expert_kernels(self, name: str) -> TEExperts:
         return TEExperts(name=name)
 
-    def region(self, tables: Iterable[Table], ranks: ProcessGroup | None) -> AbstractContextManager[None]:
+    def region(
+        self, tables: Iterable[Table], ranks: ProcessGroup | None
+    ) -> AbstractContextManager[None]:
         return region(*tables, ranks=ranks)
 
 

@@ -1,8 +1,10 @@
-"""Availability of Transformer Engine: its version here, and the formats of this GPU. Answers are None or a reason.
+"""Availability of Transformer Engine: its version here, and the formats of this GPU. Answers are
+None or a reason.
 
-NVFP4 with Hadamard transform or stochastic rounding needs compute capability 10.x: TE's check also passes on 12.x,
-where those kernels fail or return zero gradients (TE issues 3062 and 3281). MXFP8 needs 10.x; FP8 per tensor 8.9;
-FP8 in blocks 9.0, from 10.0 on with power-of-two scales only, because TE emulates it there with MXFP8.
+NVFP4 with Hadamard transform or stochastic rounding needs compute capability 10.x: TE's check also
+passes on 12.x, where those kernels fail or return zero gradients (TE issues 3062 and 3281). MXFP8
+needs 10.x; FP8 per tensor 8.9; FP8 in blocks 9.0, from 10.0 on with power-of-two scales only,
+because TE emulates it there with MXFP8.
 """
 
 import contextlib
@@ -44,7 +46,9 @@ def version_text() -> str:
 
 @contextlib.contextmanager
 def _without_core_library() -> Iterator[None]:
-    """Let the pure-Python part of TE import where its CUDA library is not installed (TE's own build switch)."""
+    """Let the pure-Python part of TE import where its CUDA library is not installed (TE's own build
+    switch).
+    """
     name = "NVTE_PROJECT_BUILDING"
     before = os.environ.get(name)
     os.environ[name] = "1"
@@ -65,7 +69,8 @@ def recipe_module() -> ModuleType:
     """
     name = "transformer_engine.common.recipe"
     with _refused("does not import"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # TE warns that its PyTorch extension is missing; we ask for it separately.
+        # TE warns that its PyTorch extension is missing; we ask for it separately.
+        warnings.simplefilter("ignore")
         try:
             return importlib.import_module(name)
         except RuntimeError:
@@ -90,21 +95,27 @@ def _refused(how: str) -> Iterator[None]:
     found = version()
     if found is None:
         raise ValueError(
-            "Transformer Engine is not installed (pip install --no-build-isolation 'transformer_engine[pytorch]')"
+            "Transformer Engine is not installed (pip install --no-build-isolation "
+            "'transformer_engine[pytorch]')"
         )
     if found < OLDEST:
-        raise ValueError(f"{version_text()} is too old: fp4train needs {'.'.join(map(str, OLDEST))} or newer")
+        raise ValueError(
+            f"{version_text()} is too old: fp4train needs {'.'.join(map(str, OLDEST))} or newer"
+        )
     try:
         yield
-    except Exception as error:  # a missing or foreign CUDA library shows as any of half a dozen exception types
+    # a missing or foreign CUDA library shows as any of half a dozen exception types
+    except Exception as error:
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
         raise ValueError(f"{version_text()} {how}: {reason}") from error
 
 
 def why_not_device(table: Table, device: Device) -> str | None:
-    """None where TE on `device` runs the table's formats; otherwise the reason and, on this machine, what runs instead.
+    """None where TE on `device` runs the table's formats; otherwise the reason and, on this
+    machine, what runs instead.
 
-    A table without quantised operands needs no TE: torch's own GEMM runs it. Of a GPU on another machine the compute
+    A table without quantised operands needs no TE: torch's own GEMM runs it. Of a GPU on another
+        machine the compute
     capability decides, with the newest TE that fp4train knows.
     """
     if not table.quantised:
@@ -124,7 +135,10 @@ def why_not_device(table: Table, device: Device) -> str | None:
     if reason is None:
         return None
     native = next((name for name in ("mxfp8", "fp8_current") if _available(name)), None)
-    instead = f"; recipe={native} runs natively" if native and native not in families.values() else ""
+    if native and native not in families.values():
+        instead = f"; recipe={native} runs natively"
+    else:
+        instead = ""
     return f"{reason.rstrip('.')} ({_describe(device)}){instead}"
 
 
@@ -133,7 +147,9 @@ def _describe(device: Device) -> str:
 
 
 def _families(table: Table) -> dict[QuantSpec, str]:
-    """TE's family of each operand that has one; what TE cannot express at all is `translate`'s to say."""
+    """TE's family of each operand that has one; what TE cannot express at all is `translate`'s to
+    say.
+    """
     found = {}
     for spec in table.specs():
         with contextlib.suppress(ValueError):
@@ -156,12 +172,22 @@ _CHECKS = {
     "fp8_block": "is_fp8_block_scaling_available",
 }
 
-_LEAST = {"nvfp4": (10, 0), "mxfp8": (10, 0), "fp8_block": (9, 0), "fp8_current": (8, 9), "fp8_delayed": (8, 9)}
+_LEAST = {
+    "nvfp4": (10, 0),
+    "mxfp8": (10, 0),
+    "fp8_block": (9, 0),
+    "fp8_current": (8, 9),
+    "fp8_delayed": (8, 9),
+}
 """Compute capability that each family needs."""
 
 
-def _why_not_formats(te: ModuleType | None, families: Mapping[QuantSpec, str], device: Device) -> str | None:
-    """TE's own answer for each format, or, without TE, that of the compute capability; and what TE does not check."""
+def _why_not_formats(
+    te: ModuleType | None, families: Mapping[QuantSpec, str], device: Device
+) -> str | None:
+    """TE's own answer for each format, or, without TE, that of the compute capability; and what TE
+    does not check.
+    """
     capability = device.capability or (0, 0)
     for spec, kind in families.items():
         if te is not None:
@@ -170,30 +196,41 @@ def _why_not_formats(te: ModuleType | None, families: Mapping[QuantSpec, str], d
                 return str(reason)
         elif capability < (least := _LEAST[kind]) or (kind == "mxfp8" and capability >= (12, 0)):
             have = ".".join(map(str, capability))
-            return f"{kind} on TE needs compute capability {least[0]}.{least[1]}, {device} has {have}"
-        if kind == "nvfp4" and capability[0] > 10 and (spec.hadamard or spec.rounding == "stochastic"):
             return (
-                "TE runs NVFP4's Hadamard transform and stochastic rounding on compute capability 10.x only "
+                f"{kind} on TE needs compute capability {least[0]}.{least[1]}, {device} has {have}"
+            )
+        if (
+            kind == "nvfp4"
+            and capability[0] > 10
+            and (spec.hadamard or spec.rounding == "stochastic")
+        ):
+            return (
+                "TE runs NVFP4's Hadamard transform and stochastic rounding on compute "
+                "capability 10.x only "
                 "(recipe.hadamard=false recipe.stochastic_rounding=false run here)"
             )
         if kind == "fp8_block" and capability >= (10, 0) and spec.scale == "fp32":
             return (
-                "from compute capability 10.0 on, TE's FP8 blocks need power-of-two scales (recipe.power_of_two=true)"
+                "from compute capability 10.0 on, TE's FP8 blocks need power-of-two scales "
+                "(recipe.power_of_two=true)"
             )
     return None
 
 
 def _why_not_columns(table: Table, families: Mapping[QuantSpec, str], device: Device) -> str | None:
-    """TE makes the column-wise form of FP8 per tensor out of the row-wise one wherever only x·wᵀ can be multiplied.
+    """TE makes the column-wise form of FP8 per tensor out of the row-wise one wherever only x·wᵀ
+    can be multiplied.
 
-    That is everywhere but on compute capability 10.x, so a tensor cannot be FP8 in its column-wise form alone.
+    That is everywhere but on compute capability 10.x, so a tensor cannot be FP8 in its column-wise
+    form alone.
     """
     if (device.capability or (0, 0))[0] in (10, 11):
         return None
     for slot, (row, column) in forms(table).items():
         if column is not None and families.get(column) == "fp8_current" and not joint(row, column):
             return (
-                f"TE quantises {slot} to FP8 per tensor for backward only where forward quantises it alike, except on "
+                f"TE quantises {slot} to FP8 per tensor for backward only where forward "
+                "quantises it alike, except on "
                 "compute capability 10.x"
             )
     return None

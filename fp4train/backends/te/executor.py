@@ -1,13 +1,15 @@
 """The GEMMs of a linear layer on TE's kernels: y [*, N] = x [*, K]·wᵀ + b, and their gradients.
 
-One `te.pytorch.Linear` for each table, all working on the layer's own parameters. TE builds a module's quantisers
-when it first runs and keeps them while the recipe's class stays the same: `NVFP4BlockScaling(disable_rht=True)` on a
-module that has run with Hadamard transform is silently ignored, and delayed scaling that returns after another recipe
-is no longer updated (module/base.py set_meta_tensor, quantization.py add_fp8_tensors_to_global_buffer). A module for
-each recipe never changes, so neither can happen; it holds quantisers, no parameters, and is idle between its uses.
+One `te.pytorch.Linear` for each table, all working on the layer's own parameters. TE builds a
+module's quantisers when it first runs and keeps them while the recipe's class stays the same:
+`NVFP4BlockScaling(disable_rht=True)` on a module that has run with Hadamard transform is silently
+ignored, and delayed scaling that returns after another recipe is no longer updated (module/base.py
+set_meta_tensor, quantization.py add_fp8_tensors_to_global_buffer). A module for each recipe never
+changes, so neither can happen; it holds quantisers, no parameters, and is idle between its uses.
 
-Each call enters `te.autocast` itself, so layers of one model run different recipes. Delayed scaling updates its scales
-once for all layers, where `region(table)` ends: wrap the passes of an optimizer step in it.
+Each call enters `te.autocast` itself, so layers of one model run different recipes. Delayed scaling
+updates its scales once for all layers, where `region(table)` ends: wrap the passes of an optimizer
+step in it.
 """
 
 from __future__ import annotations
@@ -51,19 +53,22 @@ def _token_multiple(table: Table) -> int:
 
 @contextmanager
 def region(*tables: Table, ranks: ProcessGroup | None = None) -> Iterator[None]:
-    """The forward and backward passes of one optimizer step; needed for delayed scaling, harmless for other recipes.
+    """The forward and backward passes of one optimizer step; needed for delayed scaling, harmless
+    for other recipes.
 
-    Within it scales stay as they are, and the kernels take the maximum of the amaxes of all passes. At its end every
-    history takes that maximum in, once: the scales of a step do not depend on how its batch is cut into microbatches.
-    TE alone rolls the forward histories at the end of each autocast (quantization.py autocast_exit), and the gradients'
-    in the backward pass of the first module of each (module/linear.py _Linear.backward), before the other microbatches.
-    A backward pass that follows the region enters its amaxes at the end of the next one. Without gradients, as in
-    evaluation, nothing is updated. A region within a region does nothing.
+    Within it scales stay as they are, and the kernels take the maximum of the amaxes of all passes.
+    At its end every history takes that maximum in, once: the scales of a step do not depend on how
+    its batch is cut into microbatches. TE alone rolls the forward histories at the end of each
+    autocast (quantization.py autocast_exit), and the gradients' in the backward pass of the first
+    module of each (module/linear.py _Linear.backward), before the other microbatches. A backward
+    pass that follows the region enters its amaxes at the end of the next one. Without gradients, as
+    in evaluation, nothing is updated. A region within a region does nothing.
 
     Args:
         tables: those that the passes use. Nothing happens where none of them is quantised.
-        ranks: those with the same layers, whose amaxes are joined where the region ends; None: all ranks. Of a pipeline
-            they are those of one stage: others would wait, or mix the amaxes of different layers.
+        ranks: those with the same layers, whose amaxes are joined where the region ends; None: all
+            ranks. Of a pipeline they are those of one stage: others would wait, or mix the amaxes
+            of different layers.
     """
     quantised = [table for table in tables if table.quantised]
     if not quantised or _inside_region(te := pytorch_module()):
@@ -79,7 +84,9 @@ def region(*tables: Table, ranks: ProcessGroup | None = None) -> Iterator[None]:
 
 
 def _state(te: Any) -> tuple[Any, str, str]:
-    """(TE's global state, its field for the depth of autocasts, that for "no module has run in the outermost one")."""
+    """(TE's global state, its field for the depth of autocasts, that for "no module has run in the
+    outermost one").
+    """
     manager = te.quantization.FP8GlobalStateManager
     state = getattr(manager, "quantization_state", None)
     if state is None:  # TE 2.14 keeps it on the class
@@ -96,12 +103,16 @@ def _inside_region(te: Any) -> bool:
 def te_autocast(te: Any, te_recipe: Any) -> Iterator[None]:
     """TE's autocast for one layer, which leaves to the outer one that the layer has run.
 
-    TE updates the gradients' delayed scales in the backward pass of the first module of an outermost autocast that is
-    not `region`. An inner one restores "no module has run yet" when it ends (quantization.py set_autocast_state), so
-    that every layer would be the first, and every layer's backward would roll all histories on.
+    TE updates the gradients' delayed scales in the backward pass of the first module of an
+    outermost autocast that is not `region`. An inner one restores "no module has run yet" when it
+    ends (quantization.py set_autocast_state), so that every layer would be the first, and every
+    layer's backward would roll all histories on.
     """
     state, _, first = _state(te)
-    ranks = te.quantization.FP8GlobalStateManager.get_fp8_group() if _inside_region(te) else None
+    if _inside_region(te):
+        ranks = te.quantization.FP8GlobalStateManager.get_fp8_group()
+    else:
+        ranks = None
     with te.autocast(enabled=True, recipe=te_recipe, amax_reduction_group=ranks):
         yield
         is_first = getattr(state, first)
@@ -111,7 +122,9 @@ def te_autocast(te: Any, te_recipe: Any) -> Iterator[None]:
 
 @contextmanager
 def _history_kept(module: Any, te_recipe: Any) -> Iterator[None]:
-    """A call without gradients, as in evaluation: TE's kernels write amaxes to the history, which gets its own back."""
+    """A call without gradients, as in evaluation: TE's kernels write amaxes to the history, which
+    gets its own back.
+    """
     _make_meta(module, te_recipe)
     history: Tensor = module.fp8_meta["scaling_fwd"].amax_history
     before = history.clone()
@@ -128,11 +141,13 @@ def _make_meta(module: Any, te_recipe: Any) -> None:
 
 
 def summed(weight: Tensor, into: Callable[[Any], Tensor]) -> Any:
-    """`weight` as TE takes one whose gradients its GEMM adds up: what `into` gives in backward is its `main_grad`.
+    """`weight` as TE takes one whose gradients its GEMM adds up: what `into` gives in backward is
+    its `main_grad`.
 
-    Under these names TE asks for it in the backward pass, so that it need not exist before (module/linear.py
-    main_grad_func, since 2.9). They are attributes of a view, not of the caller's parameter. Until then TE holds the
-    function, but the view by a weak reference, and recomputation saves no tensors: the function keeps the view alive.
+    Under these names TE asks for it in the backward pass, so that it need not exist before
+    (module/linear.py main_grad_func, since 2.9). They are attributes of a view, not of the caller's
+    parameter. Until then TE holds the function, but the view by a weak reference, and recomputation
+    saves no tensors: the function keeps the view alive.
     """
     view: Any = weight.view_as(weight)
 
@@ -140,7 +155,8 @@ def summed(weight: Tensor, into: Callable[[Any], Tensor]) -> Any:
         del view.get_main_grad
         return into(view.grad_fn)
 
-    view.__fsdp_param__, view.get_main_grad = True, main_grad
+    view.__fsdp_param__ = True
+    view.get_main_grad = main_grad
     return view
 
 
@@ -156,31 +172,45 @@ class _Built:
     token_multiple: int
     delayed: bool
     keeps: bool
-    """Whether the weight's codes are kept within a step: not those of delayed scaling, whose amax each region takes in,
-    nor those of quantisers that are ours, which TE keeps as tensors of another kind."""
+    """Whether the weight's codes are kept within a step: not those of delayed scaling, whose amax
+    each region takes in, nor those of quantisers that are ours, which TE keeps as tensors of
+    another kind.
+    """
     shares: bool
     """Whether codes of x may serve several layers."""
     quantizer: Any = None
-    """A copy of the module's quantiser of x that makes tensors for autograd; made where codes are first shared."""
+    """A copy of the module's quantiser of x that makes tensors for autograd; made where codes are
+    first shared.
+    """
     weight: weakref.ref[Tensor] | None = None
-    """The weight that the module holds the codes of, or the first of those that are its rows, and"""
+    """The weight that the module holds the codes of, or the first of those that are its rows,
+    and
+    """
     since: tuple[object, ...] = ()
     """from when."""
 
-    def is_first(self, weight: Tensor, step: RunStep | None, parts: Sequence[Tensor] = ()) -> bool | None:
-        """`is_first_microbatch` of TE's modules: False takes the codes that are kept, or makes them where there are
-        none; None quantises and keeps none: also without gradients, where the codes lack their column-wise form.
+    def is_first(
+        self, weight: Tensor, step: RunStep | None, parts: Sequence[Tensor] = ()
+    ) -> bool | None:
+        """`is_first_microbatch` of TE's modules: False takes the codes that are kept, or makes them
+        where there are none; None quantises and keeps none: also without gradients, where the codes
+        lack their column-wise form.
 
-        True is never said: TE would also overwrite the sum of the weight's gradients in that microbatch's backward pass
+        True is never said: TE would also overwrite the sum of the weight's gradients in that
+            microbatch's backward pass
         (module/linear.py accumulate_wgrad_into_param_main_grad).
         """
         if not self.keeps or step is None or not torch.is_grad_enabled():
             self.weight = None
             return None
-        weight, now = (parts[0] if parts else weight), (step, weight._version, *map(_VERSION, parts))
+        weight, now = (
+            (parts[0] if parts else weight),
+            (step, weight._version, *map(_VERSION, parts)),
+        )
         if self.weight is None or self.weight() is not weight or self.since != now:
             self.module._fp8_workspaces.clear()
-        self.weight, self.since = weakref.ref(weight), now
+        self.weight = weakref.ref(weight)
+        self.since = now
         return False
 
     def codes_of(self, x: Tensor, x_MK: Tensor, weight: Tensor, readers: Readers) -> Tensor:
@@ -193,9 +223,11 @@ class _Built:
         made: QuantisedInput | None = readers.cache.get("te")
         if made is None or not made.is_of(x, self.table, column):
             if self.quantizer is None:
-                self.module.init_fp8_metadata(num_gemms=1)  # as TE does at the start of each call (prepare_forward)
+                # as TE does at the start of each call (prepare_forward)
+                self.module.init_fp8_metadata(num_gemms=1)
                 self.quantizer = copy.copy(self.module.quantizers["scaling_fwd"][0])
-                self.quantizer.internal, self.quantizer.optimize_for_gemm = False, True  # TE's: True, True
+                # TE's: True, True
+                self.quantizer.internal, self.quantizer.optimize_for_gemm = False, True
             self.quantizer.set_usage(rowwise=True, columnwise=column)
             with torch.no_grad():
                 made = QuantisedInput(x, x._version, self.table, column, self.quantizer(x_MK))
@@ -203,10 +235,14 @@ class _Built:
         return made.give(x_MK)
 
     def with_codes(self, codes: Callable[[bool], Prepared], x_MK: Tensor, **options: Any) -> Tensor:
-        """y of the module, which takes the codes of its weight, in this call's backward pass, too."""
-        self.module.init_fp8_metadata(num_gemms=1)  # as TE does at the start of each call (prepare_forward)
+        """y of the module, which takes the codes of its weight, in this call's backward pass,
+        too.
+        """
+        # as TE does at the start of each call (prepare_forward)
+        self.module.init_fp8_metadata(num_gemms=1)
         quantizers = self.module.quantizers["scaling_fwd"]
-        own, quantizers[1] = quantizers[1], given_weight(codes)
+        own = quantizers[1]
+        quantizers[1] = given_weight(codes)
         try:
             y_MN: Tensor = self.module(x_MK, **options)
         finally:
@@ -224,21 +260,31 @@ class TEExecutor(LayerState):
 
     Args:
         name: of the layer, for TE's messages.
-        translate: our table → TE's recipe; another than `to_te` puts TE's reference quantisers in its kernels' place.
+        translate: our table → TE's recipe; another than `to_te` puts TE's reference quantisers in
+            its kernels' place.
     """
 
     kind = "te"  # joined where `region` ends
 
     def __init__(self, *, name: str, translate: Callable[[Table], Any] = to_te) -> None:
-        self.name, self._translate = name, translate
+        self.name = name
+        self._translate = translate
         self._built: dict[tuple[Table, int], _Built] = {}
         self._running: _Built | None = None
         self._delayed: _Built | None = None
         self._to_load: dict[str, Tensor] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles leave TE's modules behind; they are rebuilt when needed, with their history."""
-        return {**self.__dict__, "_built": {}, "_running": None, "_delayed": None, "_to_load": self.state()}
+        """Copies and pickles leave TE's modules behind; they are rebuilt when needed, with their
+        history.
+        """
+        return {
+            **self.__dict__,
+            "_built": {},
+            "_running": None,
+            "_delayed": None,
+            "_to_load": self.state(),
+        }
 
     def __call__(
         self,
@@ -257,21 +303,26 @@ class TEExecutor(LayerState):
         """y [*, N] in the recipe's dtype.
 
         Args:
-            x: [*, K] on a CUDA device; padded with zeros to a multiple of 32 tokens (128 for FP8 blocks).
+            x: [*, K] on a CUDA device; padded with zeros to a multiple of 32 tokens (128 for FP8
+                blocks).
             weight: [N, K]; bias: [N] or None.
             table: any that `why_not` has nothing against.
-            step: of the run: the weight is quantised once in each, if TE has a recipe for the table.
-            into: as TE's main_grad, to which its GEMM adds dw; dw is not returned through autograd then.
-            freed: TE then saves no codes, and quantises the weight again in backward, as it does under FSDP2 (from 2.16
-                on; older ones save the codes).
-            readers: x is then quantised once for all layers that read it, if the recipe has codes to share
-                (`shares_codes`). Bits are those of layers that quantise it themselves.
+            step: of the run: the weight is quantised once in each, if TE has a recipe for the
+                table.
+            into: as TE's main_grad, to which its GEMM adds dw; dw is not returned through autograd
+                then.
+            freed: TE then saves no codes, and quantises the weight again in backward, as it does
+                under FSDP2 (from 2.16 on; older ones save the codes).
+            readers: x is then quantised once for all layers that read it, if the recipe has codes
+                to share (`shares_codes`). Bits are those of layers that quantise it themselves.
             parts: parameters whose rows `weight` is, which is then another tensor in each call.
-            codes: of the weight, for fprop and for dgrad (see `LayerKernels`); `freed` is true then.
+            codes: of the weight, for fprop and for dgrad (see `LayerKernels`); `freed` is true
+                then.
         """
         te = pytorch_module()
         dtype = table.torch_dtype
-        x_MK = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])  # a view that changes nothing is a node of autograd
+        # a view that changes nothing is a node of autograd
+        x_MK = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         x_MK = x_MK.to(dtype)
         tokens = x_MK.shape[0]
         if tokens == 0:
@@ -280,13 +331,16 @@ class TEExecutor(LayerState):
         # A table's hash is that of its six specs.
         if built is None or built.table is not table or built.rows != weight.shape[0]:
             built = self._build(te, table, weight, bias)
-        te_recipe, module, delayed = built.te_recipe, built.module, built.delayed
+        te_recipe = built.te_recipe
+        module = built.module
+        delayed = built.delayed
         if built is not self._running:
             self.release()
             self._running = built
         if padding := -tokens % built.token_multiple:
             x_MK = F.pad(x_MK, (0, 0, 0, padding))
-        # Every call, because sharding (FSDP2) and functional calls replace the parameters behind a module's back.
+        # Every call, because sharding (FSDP2) and functional calls replace the parameters behind a
+        # module's back.
         module._parameters["weight"] = weight if into is None else summed(weight, into)
         module.fuse_wgrad_accumulation = into is not None
         if hasattr(type(module), "is_fsdp2"):
@@ -295,38 +349,66 @@ class TEExecutor(LayerState):
             module._parameters["bias"] = bias
         if delayed and not _inside_region(te):
             raise RuntimeError(
-                f"{table.name} on backend=te: delayed scaling updates all layers' scales when a step ends; run its "
-                "forward and backward passes inside fp4train.backends.te.region(recipe.table()), where "
+                f"{table.name} on backend=te: delayed scaling updates all layers' scales when "
+                "a step ends; run its "
+                "forward and backward passes inside "
+                "fp4train.backends.te.region(recipe.table()), where "
                 "activations are recomputed, too, or use FP8Current or backend=emulate."
             )
         if delayed and built is not self._delayed:
-            self._to_load, self._delayed = self.state(), built  # histories go on where another length follows
-        # TE wants torch's autocast where parameters and activations differ (float32 weights, BF16 activations).
-        with torch.autocast(x.device.type, dtype=dtype, enabled=weight.dtype != dtype), te_autocast(te, te_recipe):
+            # histories go on where another length follows
+            self._to_load, self._delayed = self.state(), built
+        # TE wants torch's autocast where parameters and activations differ (float32 weights, BF16
+        # activations).
+        with (
+            torch.autocast(x.device.type, dtype=dtype, enabled=weight.dtype != dtype),
+            te_autocast(te, te_recipe),
+        ):
             if self._to_load and delayed:
                 self._load(te_recipe, module)
-            with _history_kept(module, te_recipe) if delayed and not torch.is_grad_enabled() else nullcontext():
-                shared = readers if built.shares and not x.is_inference() else None
+            with (
+                _history_kept(module, te_recipe)
+                if delayed and not torch.is_grad_enabled()
+                else nullcontext()
+            ):
+                if built.shares and not x.is_inference():
+                    shared = readers
+                else:
+                    shared = None
                 if shared is not None:
                     x_MK = built.codes_of(x, x_MK, weight, shared)
-                run = module if codes is None else partial(built.with_codes, codes)
+                if codes is None:
+                    run = module
+                else:
+                    run = partial(built.with_codes, codes)
                 y_MN: Tensor = run(x_MK, is_first_microbatch=built.is_first(weight, step, parts))
                 if shared is not None and len(shared.cache["te"].given) == shared.layers:
                     shared.cache.pop("te").close()
         if freed:
             built.release()
         y_MN = y_MN[:tokens] if padding else y_MN
-        return y_MN if x.dim() == 2 else y_MN.reshape(*x.shape[:-1], weight.shape[0])
+        if x.dim() == 2:
+            return y_MN
+        return y_MN.reshape(*x.shape[:-1], weight.shape[0])
 
     def _build(self, te: Any, table: Table, weight: Tensor, bias: Tensor | None) -> _Built:
         n, k = weight.shape
         if (known := self._built.get((table, n))) is None:
             # On the meta device, because the parameters are the caller's.
-            options = {"bias": bias is not None, "params_dtype": weight.dtype, "device": "meta", "name": self.name}
-            te_recipe, delayed = self._translate(table), _is_delayed(table)
+            options = {
+                "bias": bias is not None,
+                "params_dtype": weight.dtype,
+                "device": "meta",
+                "name": self.name,
+            }
+            te_recipe = self._translate(table)
+            delayed = _is_delayed(table)
             keeps = not delayed and not te_recipe.custom()
-            module, shares = te.Linear(k, n, **options), shares_codes(table)
-            known = _Built(table, n, te_recipe, module, _token_multiple(table), delayed, keeps, shares)
+            module = te.Linear(k, n, **options)
+            shares = shares_codes(table)
+            known = _Built(
+                table, n, te_recipe, module, _token_multiple(table), delayed, keeps, shares
+            )
             self._built[table, n] = known
         return known
 
@@ -349,21 +431,24 @@ class TEExecutor(LayerState):
         }
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what `state` gave: at once where delayed scaling has run, as graphs read TE's tensors then; else
-        it reaches TE when delayed scaling runs."""
+        """Take over what `state` gave: at once where delayed scaling has run, as graphs read TE's
+        tensors then; else it reaches TE when delayed scaling runs.
+        """
         self._to_load = dict(state)
         if self._to_load and self._delayed is not None:
             self._load(self._delayed.te_recipe, self._delayed.module)
 
     def _load(self, te_recipe: Any, module: Any) -> None:
-        """Load what `state` gave, as TE's own set_extra_state does, but from tensors instead of a pickle."""
+        """Load what `state` gave, as TE's own set_extra_state does, but from tensors instead of a
+        pickle.
+        """
         _make_meta(module, te_recipe)
         with torch.no_grad():
             for key, value in self._to_load.items():
                 kind, direction = key.rsplit("_", 1)
                 target: Tensor = getattr(module.fp8_meta[f"scaling_{direction}"], kind)
-                # Another history length keeps the newest entries. TE's order: first the one that the current step
-                # fills, then from the oldest to the newest.
+                # Another history length keeps the newest entries. TE's order: first the one that
+                # the current step fills, then from the oldest to the newest.
                 if kind == "amax_history" and value.shape[0] != target.shape[0]:
                     kept = min(value.shape[0], target.shape[0]) - 1
                     target.zero_()

@@ -2,13 +2,14 @@
 
     y [M, N]: rows of expert e are x_e [m_e, K] · w_eᵀ + b_e
 
-TE splits the rows by `m_splits`, quantises each part by itself (amaxes, blocks) and multiplies all parts in one call
-(module/grouped_linear.py, module/_split_quantization.py). It takes parts of whole tiles: of 128 rows for NVFP4, 32 for
-MXFP8, else 16 (quantization.py get_align_size_for_quantization); ours are padded with rows of zeros, which change
-neither amax nor product. An expert without tokens has no rows.
+TE splits the rows by `m_splits`, quantises each part by itself (amaxes, blocks) and multiplies all
+parts in one call (module/grouped_linear.py, module/_split_quantization.py). It takes parts of whole
+tiles: of 128 rows for NVFP4, 32 for MXFP8, else 16 (quantization.py
+get_align_size_for_quantization); ours are padded with rows of zeros, which change neither amax nor
+product. An expert without tokens has no rows.
 
-The parameters come with each call, one per expert; the module holds quantisers. Weights are quantised in each call.
-Its random bits are TE's, not keyed by the expert's name.
+The parameters come with each call, one per expert; the module holds quantisers. Weights are
+quantised in each call. Its random bits are TE's, not keyed by the expert's name.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -61,25 +62,36 @@ class TEExperts(LayerState):
             counts: rows of each expert.
             into: see `ExpertKernels`; None: dw is returned, in the recipe's dtype.
         """
-        te, dtype = pytorch_module(), table.torch_dtype
+        te = pytorch_module()
+        dtype = table.torch_dtype
         experts, n, k = weight.shape
         if table not in self._built:
             # On the meta device, because the parameters are the caller's.
-            options = {"bias": bias is not None, "params_dtype": weight.dtype, "device": "meta", "name": self.name}
+            options = {
+                "bias": bias is not None,
+                "params_dtype": weight.dtype,
+                "device": "meta",
+                "name": self.name,
+            }
             te_recipe = to_te(table)
             multiple = te.quantization.get_align_size_for_quantization(te_recipe)
             self._built[table] = te.GroupedLinear(experts, k, n, **options), te_recipe, multiple
         module, te_recipe, multiple = self._built[table]
         splits = [count + -count % multiple for count in counts]
         parts = torch.split(x[: sum(counts)].to(dtype), list(counts))
-        rows = torch.cat([F.pad(part, (0, 0, 0, to - len(part))) for part, to in zip(parts, splits, strict=True)])
+        rows = torch.cat(
+            [F.pad(part, (0, 0, 0, to - len(part))) for part, to in zip(parts, splits, strict=True)]
+        )
         sums = _Sums(into)
         for number, each in enumerate(weight.unbind(0)):
-            module._parameters[f"weight{number}"] = each if into is None else summed(each, sums.of(number))
+            module._parameters[f"weight{number}"] = (
+                each if into is None else summed(each, sums.of(number))
+            )
             if bias is not None:
                 module._parameters[f"bias{number}"] = bias[number]
         module.fuse_wgrad_accumulation = into is not None
-        # TE wants torch's autocast where parameters and activations differ (float32 weights, BF16 activations).
+        # TE wants torch's autocast where parameters and activations differ (float32 weights, BF16
+        # activations).
         cast = torch.autocast(x.device.type, dtype=dtype, enabled=weight.dtype != dtype)
         with cast, te_autocast(te, te_recipe):
             y: Tensor = module(rows, splits) if len(rows) else F.linear(rows, weight[0].to(dtype))

@@ -1,7 +1,8 @@
 """x and dy that norms and gates quantise where they are made, as TE's tensors.
 
-TE's norms take a quantiser themselves, as its LayerNormLinear gives them one. But most write BF16 first, and quantise
-that (2.20: csrc/extensions/normalization.cpp rmsnorm_fwd, `Impl::UNFUSED` and `FUSED_…_AMAX`):
+TE's norms take a quantiser themselves, as its LayerNormLinear gives them one. But most write BF16
+first, and quantise that (2.20: csrc/extensions/normalization.cpp rmsnorm_fwd, `Impl::UNFUSED` and
+`FUSED_…_AMAX`):
 
     recipe                      norm
     NVFP4 with a transform      BF16, read twice
@@ -10,17 +11,20 @@ that (2.20: csrc/extensions/normalization.cpp rmsnorm_fwd, `Impl::UNFUSED` and `
     MXFP8                       BF16; codes alone by cuDNN if NVTE_NORM_FWD_USE_CUDNN=1
     FP8 delayed                 codes alone
 
-TE's kernels of silu(gate) ⊙ up take gate and up as one matrix, which they are not where two layers write them.
+TE's kernels of silu(gate) ⊙ up take gate and up as one matrix, which they are not where two layers
+write them.
 
-Where the norm of TE writes codes alone, that kernel runs. Else NVFP4's and MXFP8's codes come from fp4train's kernels,
-which write no BF16 (`quantize/produced.py`). They are TE's own codes (the formula of `QuantSpec`), but for the random
-bits of dy, which are fp4train's, and lie as TE's products take them, scales in the order of the tiles of 128×4 that its
-kernels write for the GEMM (`with_gemm_swizzled_scales`; cast/mxfp8/swizzle.cuh):
+Where the norm of TE writes codes alone, that kernel runs. Else NVFP4's and MXFP8's codes come from
+fp4train's kernels, which write no BF16 (`quantize/produced.py`). They are TE's own codes (the
+formula of `QuantSpec`), but for the random bits of dy, which are fp4train's, and lie as TE's
+products take them, scales in the order of the tiles of 128×4 that its kernels write for the GEMM
+(`with_gemm_swizzled_scales`; cast/mxfp8/swizzle.cuh):
 
     NVFP4   both forms packed in pairs, the column-wise one transposed; an amax of each (tensor/nvfp4_tensor.py)
     MXFP8   both forms [M, K] (tensor/mxfp8_tensor.py)
 
-Delayed scaling enters the amax of x into the history of each layer that reads it, and its kernels know one history.
+Delayed scaling enters the amax of x into the history of each layer that reads it, and its kernels
+know one history.
 """
 
 from __future__ import annotations
@@ -44,7 +48,9 @@ from fp4train.backends.te.weights import in_tiles
 from fp4train.quantize import QuantSpec
 
 CUDNN = "NVTE_NORM_FWD_USE_CUDNN"
-"""TE's environment variable that has cuDNN compute norms; without it TE's norm of MXFP8 writes BF16."""
+"""TE's environment variable that has cuDNN compute norms; without it TE's norm of MXFP8 writes
+BF16.
+"""
 
 
 class TESources:
@@ -66,11 +72,16 @@ class TESources:
         from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Tensor
 
         row, column = made
-        kind = NVFP4Tensor if column.spec.format.packed else MXFP8Tensor
+        if column.spec.format.packed:
+            kind = NVFP4Tensor
+        else:
+            kind = MXFP8Tensor
         options = {"device": row.codes.device, "quantizer": _quantizer(column.spec)}
         options |= in_tiles(row, column=False) | in_tiles(column, column=True)
         found: Tensor = kind(shape=row.shape, dtype=torch.bfloat16, **options)
-        return found if tuple(shape) == row.shape else found.view(tuple(shape))
+        if tuple(shape) == row.shape:
+            return found
+        return found.view(tuple(shape))
 
     def give(self, cache: dict[str, Any], x_MK: Tensor, table: Table, codes: Tensor) -> None:
         cache["te"] = QuantisedInput(x_MK, x_MK._version, table, True, codes)
@@ -80,20 +91,31 @@ class TESources:
         if found == {"fp8_delayed"}:
             return "Transformer Engine's kernels enter an amax into the history of one layer"
         if found != {"mxfp8"}:
-            return f"Transformer Engine's kernel of a norm writes BF16, then quantises ({', '.join(sorted(found))})"
+            return (
+                "Transformer Engine's kernel of a norm writes BF16, then quantises "
+                f"({', '.join(sorted(found))})"
+            )
         if os.environ.get(CUDNN) != "1":
-            return f"Transformer Engine's norm writes MXFP8 without BF16 only by cuDNN, which {CUDNN}=1 asks for"
+            return (
+                "Transformer Engine's norm writes MXFP8 without BF16 only by cuDNN, which "
+                f"{CUDNN}=1 asks for"
+            )
         return _why_no_codes(table, here)
 
-    def norm(self, h_MK: Tensor, weight_K: Tensor, eps: float, table: Table) -> tuple[Tensor, Tensor]:
+    def norm(
+        self, h_MK: Tensor, weight_K: Tensor, eps: float, table: Table
+    ) -> tuple[Tensor, Tensor]:
         from transformer_engine.pytorch.constants import TE_DType
 
-        weight_K, dtype = weight_K.to(h_MK.dtype), TE_DType[h_MK.dtype]
+        weight_K = weight_K.to(h_MK.dtype)
+        dtype = TE_DType[h_MK.dtype]
         options = (eps, None, _quantizer(forms(table)["input"][1]), dtype, 0, False)
         x, _, rstd_M = _extension().rmsnorm_fwd(h_MK, weight_K, *options)
         return x, rstd_M
 
-    def norm_backward(self, dy_MK: Tensor, h_MK: Tensor, weight_K: Tensor, rstd_M: Tensor) -> tuple[Tensor, Tensor]:
+    def norm_backward(
+        self, dy_MK: Tensor, h_MK: Tensor, weight_K: Tensor, rstd_M: Tensor
+    ) -> tuple[Tensor, Tensor]:
         weight_K = weight_K.to(h_MK.dtype)
         dh_MK, dweight_K = _extension().rmsnorm_bwd(dy_MK, h_MK, rstd_M, weight_K, 0, False)
         return dh_MK, dweight_K
@@ -106,7 +128,12 @@ def _extension() -> Any:
 
 def kinds(table: Table) -> set[str]:
     """TE's families of x and of dy."""
-    return {family(spec) for slot in ("input", "grad_output") for spec in forms(table)[slot] if spec is not None}
+    return {
+        family(spec)
+        for slot in ("input", "grad_output")
+        for spec in forms(table)[slot]
+        if spec is not None
+    }
 
 
 def _why_no_codes(table: Table, here: bool) -> str | None:
@@ -117,14 +144,19 @@ def _why_no_codes(table: Table, here: bool) -> str | None:
 
 @cache
 def _quantizer(spec: QuantSpec | None) -> Any:
-    """The quantizer of a tensor for autograd, with both forms; spec: of the column-wise form, with the transform."""
+    """The quantizer of a tensor for autograd, with both forms; spec: of the column-wise form, with
+    the transform.
+    """
     made = quantizer(spec, "bfloat16")
-    made.internal, made.optimize_for_gemm = False, True
+    made.internal = False
+    made.optimize_for_gemm = True
     return made
 
 
 class CodesFunction(torch.autograd.Function):
-    """The codes of x [M, K] as a tensor whose gradient is that of x; each layer has one of its own."""
+    """The codes of x [M, K] as a tensor whose gradient is that of x; each layer has one of its
+    own.
+    """
 
     @staticmethod
     def forward(ctx: Any, x_MK: Tensor, codes: Tensor) -> Tensor:
@@ -140,9 +172,9 @@ class CodesFunction(torch.autograd.Function):
 class QuantisedInput:
     """The codes of one x, for all layers that read it.
 
-    TE's linear layer takes an input that is quantised already, saves it as it is, and leaves its memory alone
-    (module/linear.py: `inputmat.update_usage`, `saved_tensor_aliases`, `owns_input`), so one copy is saved for the
-    backward passes of all.
+    TE's linear layer takes an input that is quantised already, saves it as it is, and leaves its
+    memory alone (module/linear.py: `inputmat.update_usage`, `saved_tensor_aliases`, `owns_input`),
+    so one copy is saved for the backward passes of all.
     """
 
     x: Tensor
@@ -159,11 +191,17 @@ class QuantisedInput:
         return same and self.x.is_set_to(x)
 
     def give(self, x_MK: Tensor) -> Tensor:
-        codes: Tensor = CodesFunction.apply(x_MK, self.codes) if x_MK.requires_grad else self.codes.detach()  # type: ignore[no-untyped-call]
+        codes: Tensor
+        if x_MK.requires_grad:
+            codes = CodesFunction.apply(x_MK, self.codes)  # type: ignore[no-untyped-call]
+        else:
+            codes = self.codes.detach()
         self.given.append(codes)
         return codes
 
     def close(self) -> None:
-        """Drop the row-wise form, which no backward pass needs; TE does so with codes of its own."""
+        """Drop the row-wise form, which no backward pass needs; TE does so with codes of its
+        own.
+        """
         for codes in self.given if self.column else ():
             codes.update_usage(rowwise_usage=False, columnwise_usage=True)

@@ -1,15 +1,18 @@
-"""One quant spec → the TE quantiser that computes exactly it; two of them → the quantiser of a tensor.
+"""One quant spec → the TE quantiser that computes exactly it; two of them → the quantiser of a
+tensor.
 
-TE quantises a tensor once into two forms: row-wise, blocked along its last axis, and column-wise, blocked along its
-first (stored transposed). The six operands of a linear layer are these forms of three tensors:
+TE quantises a tensor once into two forms: row-wise, blocked along its last axis, and column-wise,
+blocked along its first (stored transposed). The six operands of a linear layer are these forms of
+three tensors:
 
     tensor       row-wise        column-wise
     input        fprop  x        wgrad  x
     weight       fprop  w        dgrad  w
     grad_output  dgrad  dy       wgrad  dy
 
-Where one TE quantiser emits both forms it is used; otherwise TE ≥ 2.19's `HybridQuantizer` joins two, one of which may
-be the `IdentityQuantizer` (high precision). Both are handed to TE through the factory of a `CustomRecipe`.
+Where one TE quantiser emits both forms it is used; otherwise TE ≥ 2.19's `HybridQuantizer` joins
+two, one of which may be the `IdentityQuantizer` (high precision). Both are handed to TE through the
+factory of a `CustomRecipe`.
 """
 
 from __future__ import annotations
@@ -29,10 +32,12 @@ Forms = tuple[QuantSpec | None, QuantSpec | None]
 
 
 def family(spec: QuantSpec) -> str:
-    """TE's name for the way `spec` quantises: "nvfp4", "mxfp8", "fp8_current", "fp8_delayed" or "fp8_block".
+    """TE's name for the way `spec` quantises: "nvfp4", "mxfp8", "fp8_current", "fp8_delayed" or
+    "fp8_block".
 
     Raises:
-        ValueError: TE has no quantiser that computes exactly this; the message says what stands in the way.
+        ValueError: TE has no quantiser that computes exactly this; the message says what stands in
+            the way.
     """
     if spec.format == E2M1 and spec.scale == "e4m3":
         _check_nvfp4(spec)
@@ -46,7 +51,9 @@ def family(spec: QuantSpec) -> str:
             raise ValueError("TE applies the Hadamard transform to NVFP4 operands only")
         if spec.scale == "e8m0" and spec.block in ((1, 32), (32, 32)):
             if spec.scale_rounding not in (None, "rceil"):
-                raise ValueError(f"TE rounds E8M0 scales up (scale_rounding=rceil), not by {spec.scale_rounding}")
+                raise ValueError(
+                    f"TE rounds E8M0 scales up (scale_rounding=rceil), not by {spec.scale_rounding}"
+                )
             return "mxfp8"
         if spec.scale in ("fp32", "pow2"):
             if spec.block == (None, None):
@@ -61,14 +68,18 @@ def family(spec: QuantSpec) -> str:
 
 
 def _check_nvfp4(spec: QuantSpec) -> None:
-    two_d, signs = spec.block == (16, 16), spec.hadamard.signs if spec.hadamard else "none"
-    stochastic, transformed = spec.rounding == "stochastic", spec.hadamard is not None
+    two_d = spec.block == (16, 16)
+    signs = spec.hadamard.signs if spec.hadamard else "none"
+    stochastic = spec.rounding == "stochastic"
+    transformed = spec.hadamard is not None
     if spec.rounding == "eden" or spec.requantises is not None:
         raise ValueError("TE has neither rounding='eden' nor requantised operands")
     if spec.block not in ((1, 16), (16, 16)):
         raise ValueError(f"TE's NVFP4 blocks are 1×16 or 16×16, not {spec.block}")
     if spec.hadamard is not None and (spec.hadamard.size != 16 or signs not in ("fixed", "none")):
-        raise ValueError(f"TE's Hadamard transform has size 16 and fixed or no signs, not {spec.hadamard}")
+        raise ValueError(
+            f"TE's Hadamard transform has size 16 and fixed or no signs, not {spec.hadamard}"
+        )
     if two_d and (stochastic or transformed):
         raise ValueError("TE's 16×16 blocks are rounded to nearest without a Hadamard transform")
     if spec.guard != 1.0:
@@ -76,11 +87,16 @@ def _check_nvfp4(spec: QuantSpec) -> None:
     if spec.global_scale not in ("tensor", "row"):
         raise ValueError("TE's NVFP4 has a global scale, for each tensor or each row")
     if spec.global_scale == "row" and (two_d or stochastic or transformed):
-        raise ValueError("TE's row-wise global scale goes with 1×16 blocks, nearest rounding and no Hadamard transform")
+        raise ValueError(
+            "TE's row-wise global scale goes with 1×16 blocks, nearest rounding and no "
+            "Hadamard transform"
+        )
     if spec.four_over_six and (stochastic or transformed):
         raise ValueError("TE's four-over-six goes with nearest rounding and no Hadamard transform")
     if spec.global_bound != 448.0 and not spec.four_over_six:
-        raise ValueError(f"TE bounds the global scale by 448 without four-over-six, not by {spec.global_bound:g}")
+        raise ValueError(
+            f"TE bounds the global scale by 448 without four-over-six, not by {spec.global_bound:g}"
+        )
 
 
 def joint(row: QuantSpec | None, column: QuantSpec | None) -> bool:
@@ -104,12 +120,13 @@ def forms(table: Table) -> dict[str, Forms]:
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizerFactory:
-    """Quantisers for TE's `CustomRecipe(qfactory=…)`, which calls this for each tensor of a layer; equal tables make
-    equal factories.
+    """Quantisers for TE's `CustomRecipe(qfactory=…)`, which calls this for each tensor of a layer;
+    equal tables make equal factories.
 
     Args:
         input, weight, grad_output: the forms of each tensor.
-        dtype: of forms in high precision. TE multiplies what it is given, and weights are float32 in most runs.
+        dtype: of forms in high precision. TE multiplies what it is given, and weights are float32
+            in most runs.
     """
 
     input: Forms
@@ -125,8 +142,8 @@ class QuantizerFactory:
         """A TE quantiser.
 
         Args:
-            role: TE's QuantizerRole. Other slots than input, weight and grad_output belong to quantised outputs, which
-                fp4train never asks for; they get the identity.
+            role: TE's QuantizerRole. Other slots than input, weight and grad_output belong to
+                quantised outputs, which fp4train never asks for; they get the identity.
         """
         import transformer_engine.pytorch as te
 
@@ -134,7 +151,8 @@ class QuantizerFactory:
         row, column = getattr(self, kind) if kind in SLOTS else (None, None)
         if not joint(row, column):
             return te.HybridQuantizer(
-                rowwise_quantizer=quantizer(row, self.dtype), columnwise_quantizer=quantizer(column, self.dtype)
+                rowwise_quantizer=quantizer(row, self.dtype),
+                columnwise_quantizer=quantizer(column, self.dtype),
             )
         # The column-wise form carries the transform, which TE leaves out row-wise.
         return quantizer(column, self.dtype)
@@ -163,8 +181,12 @@ def quantizer(spec: QuantSpec | None, dtype_in_high_precision: str) -> Any:
     if kind == "mxfp8":
         return te.MXFP8Quantizer(dtype, with_2d_quantization=spec.block == (32, 32))
     if kind == "fp8_current":
-        return te.Float8CurrentScalingQuantizer(dtype, device="cuda", force_pow_2_scales=spec.scale == "pow2")
-    assert kind == "fp8_block", "delayed scaling has state and comes as a recipe of its own, not as a quantiser"
+        return te.Float8CurrentScalingQuantizer(
+            dtype, device="cuda", force_pow_2_scales=spec.scale == "pow2"
+        )
+    assert kind == "fp8_block", (
+        "delayed scaling has state and comes as a recipe of its own, not as a quantiser"
+    )
     return te.Float8BlockQuantizer(
         fp8_dtype=dtype,
         rowwise=True,

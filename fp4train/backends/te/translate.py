@@ -1,16 +1,18 @@
 """A recipe's table of six operands → the TE recipe that computes exactly it, or why TE cannot.
 
-The table decides, not the recipe's class: a `Custom` table that happens to be NVFP4 runs on TE's `NVFP4BlockScaling`.
-Two ways, in this order:
+The table decides, not the recipe's class: a `Custom` table that happens to be NVFP4 runs on TE's
+`NVFP4BlockScaling`. Two ways, in this order:
 
 1. one of TE's recipe classes, every switch set, so that TE's environment variables change nothing;
-2. `CustomRecipe` with a quantiser for each form of each tensor (TE ≥ 2.19): high precision in single GEMMs, or
-   different formats in forward and backward. TE's `backward_override="high_precision"` does not serve a quantised
-   forward pass over an unquantised backward pass: it multiplies the weight in its own dtype, float32 by BF16.
+2. `CustomRecipe` with a quantiser for each form of each tensor (TE ≥ 2.19): high precision in
+  single GEMMs, or
+   different formats in forward and backward. TE's `backward_override="high_precision"` does not
+   serve a quantised forward pass over an unquantised backward pass: it multiplies the weight in its
+   own dtype, float32 by BF16.
 
 A trap of TE that is handled here: `Float8CurrentScaling(use_power_2_scales=True)` and
-`Float8BlockScaling(use_f32_scales=True)` have no effect, because TE reads `fp8_quant_fwd_inp.power_2_scale` and its
-siblings, which are class attributes fixed at import.
+`Float8BlockScaling(use_f32_scales=True)` have no effect, because TE reads
+`fp8_quant_fwd_inp.power_2_scale` and its siblings, which are class attributes fixed at import.
 """
 
 import dataclasses
@@ -26,7 +28,9 @@ from fp4train.quantize import Hadamard, QuantSpec, quantizer
 
 INSTEAD = "use backend=emulate, which runs any table"
 ALIGNMENT = {"nvfp4": 32, "mxfp8": 32, "fp8_current": 16, "fp8_delayed": 16, "fp8_block": 16}
-"""Recipe of TE → divisor of in and out features that its kernels need; tokens are padded by `TEExecutor`."""
+"""Recipe of TE → divisor of in and out features that its kernels need; tokens are padded by
+`TEExecutor`.
+"""
 
 NEWEST = (2, 20)
 """The TE that a GPU on another machine is taken to have."""
@@ -40,7 +44,8 @@ def to_te(table: Table) -> Any:
     """The TE recipe that computes exactly `table`; None where nothing is quantised.
 
     Raises:
-        ValueError: TE, or the installed version of it, cannot; the message names the operand and what to use instead.
+        ValueError: TE, or the installed version of it, cannot; the message names the operand and
+            what to use instead.
     """
     if not table.quantised:
         return None
@@ -49,41 +54,62 @@ def to_te(table: Table) -> Any:
     _check_products(table, families)
     _check_sums(table, families)
     kind = _native_kind(table, families)
-    return _custom(te, table, families) if kind is None else _native(te, table, kind)
+    if kind is None:
+        return _custom(te, table, families)
+    return _native(te, table, kind)
 
 
 def shares_codes(table: Table, *, here: bool = True) -> bool:
     """Whether layers that read one x can take one quantised copy of it and keep every bit.
 
-    Not of delayed scaling, where x enters the history of each layer, and of quantisers that are ours, whose tensors are
-    of another kind; and from TE 2.19 on, whose linear layer was read.
+    Not of delayed scaling, where x enters the history of each layer, and of quantisers that are
+    ours, whose tensors are of another kind; and from TE 2.19 on, whose linear layer was read.
 
     Args:
         here: with the TE of this machine; else with the newest one.
     """
     installed = (version() or ()) if here else NEWEST
-    return installed >= CODES and _native_kind(table, _families(table, installed)) not in (None, "fp8_delayed")
+    return installed >= CODES and _native_kind(table, _families(table, installed)) not in (
+        None,
+        "fp8_delayed",
+    )
 
 
 def why_values(table: Table, layer: Shape, device: Device) -> str | None:
-    """Why TE's layer takes no codes of its weight that fp4train's kernels made; None: it does (weights.py)."""
+    """Why TE's layer takes no codes of its weight that fp4train's kernels made; None: it does
+    (weights.py).
+    """
     installed = (version() or ()) if device.here else NEWEST
     if layer.experts:
         return "Transformer Engine's GroupedLinear quantises the weights itself"
     if any(spec.delayed is not None for spec in table.specs()):
-        return "Transformer Engine enters the amax of the weight into its history of delayed scaling"
+        return (
+            "Transformer Engine enters the amax of the weight into its history of delayed scaling"
+        )
     if installed < CODES:
-        return f"{version_text()} takes no codes of a weight: {'.'.join(map(str, CODES))} is the oldest that does"
-    for spec in (table["fprop"].second, table["dgrad"].second) if device.here and device.type == "cuda" else ():
+        return (
+            f"{version_text()} takes no codes of a weight: {'.'.join(map(str, CODES))} is the "
+            "oldest that does"
+        )
+    for spec in (
+        (table["fprop"].second, table["dgrad"].second)
+        if device.here and device.type == "cuda"
+        else ()
+    ):
         if spec is not None and (own := quantizer(spec, device.type)).why is not None:
-            return f"Transformer Engine quantises the weight, since no kernel of fp4train does ({own.why})"
+            return (
+                "Transformer Engine quantises the weight, since no kernel of fp4train does "
+                f"({own.why})"
+            )
     return None
 
 
 def why_not(table: Table, layer: Shape, device: Device) -> str | None:
-    """None when TE runs exactly this table on `device` in a layer of this size; otherwise the reason.
+    """None when TE runs exactly this table on `device` in a layer of this size; otherwise the
+    reason.
 
-    The number of tokens does not matter: `TEExecutor` pads it with zeros, which change neither amax nor product.
+    The number of tokens does not matter: `TEExecutor` pads it with zeros, which change neither amax
+        nor product.
     """
     if not table.quantised:
         return None
@@ -101,7 +127,9 @@ def why_not(table: Table, layer: Shape, device: Device) -> str | None:
     for name, size in (("in_features", layer.in_features), ("out_features", layer.out_features)):
         if size % multiple:
             return f"TE needs {name} divisible by {multiple}, not {size}"
-    return _why_not_experts(table, families, device) if layer.experts else None
+    if layer.experts:
+        return _why_not_experts(table, families, device)
+    return None
 
 
 def _why_not_experts(table: Table, families: Mapping[QuantSpec, str], device: Device) -> str | None:
@@ -115,7 +143,9 @@ def _why_not_experts(table: Table, families: Mapping[QuantSpec, str], device: De
         return "the histories of delayed scaling are those of a layer with one weight"
     if any(spec.global_scale == "row" for spec in table.specs()):
         return "TE's GroupedLinear takes one global scale per expert"
-    return "TE's recipe of this table is one of quantisers" if device.here and to_te(table).custom() else None
+    if device.here and to_te(table).custom():
+        return "TE's recipe of this table is one of quantisers"
+    return None
 
 
 def _families(table: Table, installed: tuple[int, ...]) -> dict[QuantSpec, str]:
@@ -139,7 +169,8 @@ def _families(table: Table, installed: tuple[int, ...]) -> dict[QuantSpec, str]:
                 )
             if found[spec] == "nvfp4" and table.dtype == "float16":
                 raise ValueError(
-                    f"{where}: TE's NVFP4 products have no float16 output (recipe.dtype=bfloat16); {INSTEAD}"
+                    f"{where}: TE's NVFP4 products have no float16 output "
+                    f"(recipe.dtype=bfloat16); {INSTEAD}"
                 )
             if spec.hadamard is not None and table.dtype != "bfloat16":
                 raise ValueError(f"{where}: TE transforms BF16, not {table.dtype}; {INSTEAD}")
@@ -153,45 +184,58 @@ def _families(table: Table, installed: tuple[int, ...]) -> dict[QuantSpec, str]:
 def _check_products(table: Table, families: Mapping[QuantSpec, str]) -> None:
     """TE multiplies two operands of one family, or two unquantised ones."""
     for gemm, operands in table.items():
-        first, second = operands.first, operands.second
+        first = operands.first
+        second = operands.second
         if first is None and second is None:
             continue
         names = OPERANDS[gemm]
         if first is None or second is None:
             plain, quantised = names if first is None else names[::-1]
             raise ValueError(
-                f"{table.name}: {gemm}: {quantised} is quantised and {plain} is not, which no TE kernel multiplies; "
+                f"{table.name}: {gemm}: {quantised} is quantised and {plain} is not, which no "
+                "TE kernel multiplies; "
                 f"quantise both or none, or {INSTEAD}"
             )
         if families[first] != families[second]:
             raise ValueError(
-                f"{table.name}: {gemm}: {names[0]} is {families[first]} and {names[1]} is {families[second]}, "
+                f"{table.name}: {gemm}: {names[0]} is {families[first]} and {names[1]} is "
+                f"{families[second]}, "
                 f"which no TE kernel multiplies; give both the same format, or {INSTEAD}"
             )
         if first.format == second.format == E5M2:
             raise ValueError(
-                f"{table.name}: {gemm}: TE multiplies no two E5M2 operands; use E4M3 for one, or {INSTEAD}"
+                f"{table.name}: {gemm}: TE multiplies no two E5M2 operands; use E4M3 for one, "
+                f"or {INSTEAD}"
             )
         if families[first] == "fp8_block" and first.block == second.block == (128, 128):
-            raise ValueError(f"{table.name}: {gemm}: TE multiplies 128×128 blocks by 1×128 ones only; {INSTEAD}")
+            raise ValueError(
+                f"{table.name}: {gemm}: TE multiplies 128×128 blocks by 1×128 ones only; {INSTEAD}"
+            )
 
 
 def _check_sums(table: Table, families: Mapping[QuantSpec, str]) -> None:
-    """Only current scaling among TE's recipes has a choice of accumulators (`fp8_gemm_fprop` and its siblings): others
-    sum fprop in the fast one, dgrad and wgrad in the exact one (module/base.py _2X_ACC_FPROP and its siblings)."""
+    """Only current scaling among TE's recipes has a choice of accumulators (`fp8_gemm_fprop` and
+    its siblings): others sum fprop in the fast one, dgrad and wgrad in the exact one
+    (module/base.py _2X_ACC_FPROP and its siblings).
+    """
     if set(families.values()) == {"fp8_current"} and all(each.quantised for each in table.values()):
         return
     for gemm, operands in table.items():
         if operands.accumulator not in ("auto", "fast" if gemm == "fprop" else "exact"):
             raise ValueError(
-                f"{table.name}: {gemm}: TE has accumulator={operands.accumulator!r} for FP8Current with all GEMMs "
+                f"{table.name}: {gemm}: TE has accumulator={operands.accumulator!r} for "
+                "FP8Current with all GEMMs "
                 "quantised only; use accumulator='auto', or backend=native"
             )
 
 
 def _native_kind(table: Table, families: Mapping[QuantSpec, str]) -> str | None:
-    """The family that one of TE's recipe classes has in all operands of this table; None: there is no such class."""
-    x, w, dy = table["fprop"].first, table["fprop"].second, table["dgrad"].first
+    """The family that one of TE's recipe classes has in all operands of this table; None: there is
+    no such class.
+    """
+    x = table["fprop"].first
+    w = table["fprop"].second
+    dy = table["dgrad"].first
     if len(set(families.values())) != 1 or x is None or w is None or dy is None:
         return None
     kind = families[x]
@@ -206,16 +250,22 @@ def _native_kind(table: Table, families: Mapping[QuantSpec, str]) -> str | None:
     if plain != by_tensor or x.format != E4M3 or w.format != E4M3:
         return None
     if kind == "fp8_delayed":
-        return kind if x.delayed is not None and all(o.delayed == x.delayed for o in (w, dy)) else None
+        if x.delayed is not None and all(o.delayed == x.delayed for o in (w, dy)):
+            return kind
+        return None
     if kind != "mxfp8" and any(o.scale != x.scale for o in (w, dy)):
         return None
     blocks = {"mxfp8": (1, 32), "fp8_block": (1, 128)}
-    return kind if all(each.block == blocks.get(kind, each.block) for each in (x, dy)) else None
+    if all(each.block == blocks.get(kind, each.block) for each in (x, dy)):
+        return kind
+    return None
 
 
 def _native(te: Any, table: Table, kind: str) -> Any:
     """The recipe of TE's class for a table of this family (`_native_kind`)."""
-    x, w, dy = table["fprop"].first, table["fprop"].second, table["dgrad"].first
+    x = table["fprop"].first
+    w = table["fprop"].second
+    dy = table["dgrad"].first
     assert x is not None and w is not None and dy is not None
     if kind == "nvfp4":
         return _nvfp4(te, table, x, w, dy)
@@ -226,7 +276,9 @@ def _native(te: Any, table: Table, kind: str) -> Any:
         "fp8_mha": False,
     }
     if kind == "mxfp8":
-        return _make(te.MXFP8BlockScaling, **fields, margin=0, enable_2d_quantization=w.block == (32, 32))
+        return _make(
+            te.MXFP8BlockScaling, **fields, margin=0, enable_2d_quantization=w.block == (32, 32)
+        )
     if x.delayed is not None:
         return _make(
             te.DelayedScaling,
@@ -240,7 +292,9 @@ def _native(te: Any, table: Table, kind: str) -> Any:
     if kind == "fp8_current":
         for gemm, operands in table.items():
             if operands.accumulator != "auto":
-                fields[f"fp8_gemm_{gemm}"] = te.MMParams(use_split_accumulator=operands.accumulator == "exact")
+                fields[f"fp8_gemm_{gemm}"] = te.MMParams(
+                    use_split_accumulator=operands.accumulator == "exact"
+                )
         made = _make(te.Float8CurrentScaling, **fields, use_power_2_scales=x.scale == "pow2")
     else:
         made = _make(
@@ -266,12 +320,18 @@ def _is_nvfp4(table: Table, x: QuantSpec, w: QuantSpec, dy: QuantSpec) -> bool:
         "fprop": Operands(first=x, second=w),
         "dgrad": Operands(first=dy, second=w),
         "wgrad": Operands(
-            first=dataclasses.replace(dy, hadamard=transform), second=dataclasses.replace(x, hadamard=transform)
+            first=dataclasses.replace(dy, hadamard=transform),
+            second=dataclasses.replace(x, hadamard=transform),
         ),
     }
     # TE never gives gradients four-over-six, and scales them by tensor.
     plain = dy.block == (1, 16) and dy.four_over_six is None and dy.hadamard is None
-    if dict(table) != expected or not plain or x.global_scale == "row" or transform not in (None, Hadamard()):
+    if (
+        dict(table) != expected
+        or not plain
+        or x.global_scale == "row"
+        or transform not in (None, Hadamard())
+    ):
         return False
     if x.block != (1, 16) or any(s.rounding != "nearest" or s.hadamard is not None for s in (x, w)):
         return False
@@ -281,7 +341,12 @@ def _is_nvfp4(table: Table, x: QuantSpec, w: QuantSpec, dy: QuantSpec) -> bool:
 
 def _nvfp4(te: Any, table: Table, x: QuantSpec, w: QuantSpec, dy: QuantSpec) -> Any:
     """NVFP4BlockScaling with the switches that this table shows."""
-    scopes = {(False, False): "none", (False, True): "weights", (True, False): "activations", (True, True): "all"}
+    scopes = {
+        (False, False): "none",
+        (False, True): "weights",
+        (True, False): "activations",
+        (True, True): "all",
+    }
     chosen = scopes[x.four_over_six is not None, w.four_over_six is not None]
     bounded = scopes[x.global_bound == 256, w.global_bound == 256]
     return _make(
@@ -306,12 +371,14 @@ def _custom(te: Any, table: Table, families: Mapping[QuantSpec, str]) -> Any:
     """A CustomRecipe with one quantiser for each form of each tensor."""
     if (version() or ()) < (2, 19):
         raise ValueError(
-            f"{table.name} needs Transformer Engine 2.19 or newer (CustomRecipe with a quantiser for each direction), "
+            f"{table.name} needs Transformer Engine 2.19 or newer (CustomRecipe with a "
+            "quantiser for each direction), "
             f"and this is {version_text()}; {INSTEAD}"
         )
     if "fp8_delayed" in families.values():
         raise ValueError(
-            f"{table.name}: TE's delayed scaling holds for all six operands, E4M3 forward, with one history; "
+            f"{table.name}: TE's delayed scaling holds for all six operands, E4M3 forward, "
+            "with one history; "
             f"use FP8Current, or {INSTEAD}"
         )
     factory = QuantizerFactory.of(table)
@@ -339,10 +406,14 @@ _NEUTRAL = {
 
 
 def _make(cls: Any, **wanted: Any) -> Any:
-    """`cls(**wanted)`, without the fields that the installed TE does not know yet and that say nothing new."""
+    """`cls(**wanted)`, without the fields that the installed TE does not know yet and that say
+    nothing new.
+    """
     known = {field.name for field in dataclasses.fields(cls)}
     missing = {name: value for name, value in wanted.items() if name not in known}
     for name, value in missing.items():
         if _NEUTRAL.get(name, wanted) != value:
-            raise ValueError(f"{version_text()} has no {cls.__name__}({name}={value!r}): update it, or {INSTEAD}")
+            raise ValueError(
+                f"{version_text()} has no {cls.__name__}({name}={value!r}): update it, or {INSTEAD}"
+            )
     return cls(**{name: value for name, value in wanted.items() if name in known})

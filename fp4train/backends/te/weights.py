@@ -1,9 +1,10 @@
 """Weights that shards gather as codes, as TE's tensors.
 
-TE's layer asks a quantiser for the codes of its weight, in forward, and where it runs under FSDP2 in backward again
-(module/linear.py: `quantize_weight`, and `weight_quantizer(saved_weight)` where no workspace was saved). In a call
-whose weight is gathered as codes `GivenWeight` stands in the place of that quantiser: it reads no values, and gives in
-each pass the one form that the pass multiplies, as TE's own kind of tensor (tensor/storage):
+TE's layer asks a quantiser for the codes of its weight, in forward, and where it runs under FSDP2
+in backward again (module/linear.py: `quantize_weight`, and `weight_quantizer(saved_weight)` where
+no workspace was saved). In a call whose weight is gathered as codes `GivenWeight` stands in the
+place of that quantiser: it reads no values, and gives in each pass the one form that the pass
+multiplies, as TE's own kind of tensor (tensor/storage):
 
     NVFP4, MXFP8     as given.py has x and dy, of one form; the scale of a square block is that of each of its rows
     FP8 per tensor   codes [N, K], or those of wᵀ where the GPU multiplies x·wᵀ only; one float32 scale
@@ -27,14 +28,23 @@ from fp4train.quantize import Decoded, Quantized, tiled_scales
 
 
 def in_tiles(form: Quantized, *, column: bool) -> dict[str, Any]:
-    """One form of NVFP4 or MXFP8 by TE's names. Scales are uint8 [rows, blocks of a row], filled up to tiles, in whose
-    order they lie; MXFP8's codes lie [M, K] in both forms, and its scales have the shape of that."""
-    way, spec = "columnwise" if column else "rowwise", form.spec
+    """One form of NVFP4 or MXFP8 by TE's names. Scales are uint8 [rows, blocks of a row], filled up
+    to tiles, in whose order they lie; MXFP8's codes lie [M, K] in both forms, and its scales have
+    the shape of that.
+    """
+    way = "columnwise" if column else "rowwise"
+    spec = form.spec
     scales = tiled_scales(form).view(torch.uint8).view(-(-form.shape[0] // 128) * 128, -1)
-    found: dict[str, Any] = {f"{way}_data": form.codes.view(torch.uint8).contiguous(), f"{way}_scale_inv": scales}
+    found: dict[str, Any] = {
+        f"{way}_data": form.codes.view(torch.uint8).contiguous(),
+        f"{way}_scale_inv": scales,
+    }
     if spec.format.packed:
         assert form.amax is not None
-        found |= {f"amax_{way}": form.amax.reshape(1), "nvfp4_use_4over6": spec.four_over_six is not None}
+        found |= {
+            f"amax_{way}": form.amax.reshape(1),
+            "nvfp4_use_4over6": spec.four_over_six is not None,
+        }
         found |= {"nvfp4_e4m3_max": int(spec.global_bound)}
     elif column:
         found[f"{way}_scale_inv"] = scales.view(scales.shape[1], scales.shape[0])
@@ -43,28 +53,36 @@ def in_tiles(form: Quantized, *, column: bool) -> dict[str, Any]:
 
 
 def weight_codes(form: Prepared, *, column: bool) -> Any:
-    """One form of a weight as TE's products take it: of w [N, K], or of wᵀ [K, N] where `column`."""
+    """One form of a weight as TE's products take it: of w [N, K], or of wᵀ [K, N] where
+    `column`.
+    """
     from transformer_engine.pytorch import tensor
     from transformer_engine.pytorch.utils import is_non_tn_fp8_gemm_supported
 
     if isinstance(form, Decoded):
         return tensor.IdentityTensorStorage(hp_data=form.values.T if column else form.values)
-    kind, codes = family(form.spec), form.codes.view(torch.uint8)[:, : form.shape[1]]  # FP8 is not filled up to blocks
+    # FP8 is not filled up to blocks
+    kind, codes = family(form.spec), form.codes.view(torch.uint8)[:, : form.shape[1]]
     options: dict[str, Any] = {"fp8_dtype": element_dtype(form.spec), "quantizer": None}
     if kind == "fp8_current":
         if column and is_non_tn_fp8_gemm_supported():
-            codes, column = codes.T, False
+            codes = codes.T
+            column = False
         options |= {"data": None, "data_transpose" if column else "data": codes.contiguous()}
         return tensor.Float8TensorStorage(fp8_scale_inv=form.scales.reshape(1), **options)
-    options |= dict.fromkeys(f"{way}_{part}" for way in ("rowwise", "columnwise") for part in ("data", "scale_inv"))
+    options |= dict.fromkeys(
+        f"{way}_{part}" for way in ("rowwise", "columnwise") for part in ("data", "scale_inv")
+    )
     if kind == "fp8_block":
-        way, whole = "columnwise" if column else "rowwise", form.spec.block[0] != 1
+        way = "columnwise" if column else "rowwise"
+        whole = form.spec.block[0] != 1
         scales = form.scales if whole else form.scales.T
         options[f"{way}_data"] = codes.contiguous()
         options[f"{way}_scale_inv"] = F.pad(scales, (0, -scales.shape[1] % 4)).contiguous()
         return tensor.Float8BlockwiseQTensorStorage(is_2D_scaled=whole, **options)
     if kind == "mxfp8":
-        form = form._replace(codes=form.codes.T) if column else form
+        if column:
+            form = form._replace(codes=form.codes.T)
         return tensor.MXFP8TensorStorage(**options | in_tiles(form, column=column))
     del options["fp8_dtype"]
     options |= {"amax_rowwise": None, "amax_columnwise": None} | in_tiles(form, column=column)
@@ -81,8 +99,10 @@ def _given_weight() -> Any:
     from transformer_engine.pytorch.quantized_tensor import Quantizer
 
     class GivenWeight(Quantizer):  # type: ignore[misc]
-        """A quantiser that gives the codes that `codes` does, for fprop; where TE asks for the column-wise form, which
-        it does in backward only, those for dgrad. TE's own activation checkpoints ask in forward: they are not used."""
+        """A quantiser that gives the codes that `codes` does, for fprop; where TE asks for the
+        column-wise form, which it does in backward only, those for dgrad. TE's own activation
+        checkpoints ask in forward: they are not used.
+        """
 
         def __init__(self, codes: Callable[[bool], Prepared]) -> None:
             super().__init__(rowwise=True, columnwise=False)

@@ -1,4 +1,6 @@
-"""Text to token ids and back: bytes, a ready-made tokenizer, or one trained on the run's own data. One kind a file."""
+"""Text to token ids and back: bytes, a ready-made tokenizer, or one trained on the run's own data.
+One kind a file.
+"""
 
 from fp4train.data.tokenizers.bpe import BytePairs as BytePairs
 from fp4train.data.tokenizers.bytes import Bytes as Bytes

@@ -1,8 +1,9 @@
-"""Bounds on a tokenizer file that somebody else wrote: what it may cost to read it and to encode with it.
+"""Bounds on a tokenizer file that somebody else wrote: what it may cost to read it and to encode
+with it.
 
-A tokenizer.json of a few lines can make gigabytes of a short text: each `Replace` of its normalizer may write a longer
-text for a shorter one, and the next reads what it wrote. The growth of a text is at most the product of the growths of
-all steps, and tokenizers that are in use stay below three.
+A tokenizer.json of a few lines can make gigabytes of a short text: each `Replace` of its normalizer
+may write a longer text for a shorter one, and the next reads what it wrote. The growth of a text is
+at most the product of the growths of all steps, and tokenizers that are in use stay below three.
 """
 
 import base64
@@ -43,11 +44,15 @@ def check_file(text: str, what: str) -> dict[str, Any]:
             growth, longest = _growth(_steps(table.get(part)))
         if growth > GROWTH:
             raise DataError(
-                f"{what}: its {part} may make {growth:,.0f} characters of one ({longest[:60]}); up to {GROWTH:.0f} are "
+                f"{what}: its {part} may make {growth:,.0f} characters of one "
+                f"({longest[:60]}); up to {GROWTH:.0f} are "
                 "allowed. It is no tokenizer of a model that is in use: take another one"
             )
     if (added := _added_ids(table.get("post_processor"))) > ADDED:
-        raise DataError(f"{what}: its post_processor adds {added:,} tokens to a text; up to {ADDED:,} are allowed")
+        raise DataError(
+            f"{what}: its post_processor adds {added:,} tokens to a text; up to {ADDED:,} are "
+            "allowed"
+        )
     return table
 
 
@@ -61,11 +66,25 @@ def _added_ids(part: Any) -> int:
     tokens = part.get("special_tokens")
     lengths: dict[str, int] = {}
     for name, token in tokens.items() if isinstance(tokens, Mapping) else ():
-        ids = token.get("ids") if isinstance(token, Mapping) else None
+        if isinstance(token, Mapping):
+            ids = token.get("ids")
+        else:
+            ids = None
         lengths[str(name)] = len(ids) if isinstance(ids, list) else 1
-    pieces = [piece for key in ("single", "pair") if isinstance(part.get(key), list) for piece in part[key]]
-    special = [piece["SpecialToken"] for piece in pieces if isinstance(piece, Mapping) and "SpecialToken" in piece]
-    return sum(lengths.get(str(piece.get("id")), 1) for piece in special if isinstance(piece, Mapping))
+    pieces = [
+        piece
+        for key in ("single", "pair")
+        if isinstance(part.get(key), list)
+        for piece in part[key]
+    ]
+    special = [
+        piece["SpecialToken"]
+        for piece in pieces
+        if isinstance(piece, Mapping) and "SpecialToken" in piece
+    ]
+    return sum(
+        lengths.get(str(piece.get("id")), 1) for piece in special if isinstance(piece, Mapping)
+    )
 
 
 def check_ids(highest: int, what: str) -> None:
@@ -78,7 +97,9 @@ def _steps(part: Any) -> Iterator[Mapping[str, Any]]:
     """The parts that a normalizer, pre-tokenizer or decoder consists of, in order."""
     if not isinstance(part, Mapping):
         return
-    inner = next((part[key] for key in ("normalizers", "pretokenizers", "decoders") if key in part), None)
+    inner = next(
+        (part[key] for key in ("normalizers", "pretokenizers", "decoders") if key in part), None
+    )
     if isinstance(inner, list):
         for step in inner:
             yield from _steps(step)
@@ -95,7 +116,10 @@ def _growth(steps: Iterator[Mapping[str, Any]]) -> tuple[float, str]:
         total *= growth
         if growth > most:
             most = growth
-            longest = f"{step.get('type')} {json.dumps(step.get('pattern') or step.get('prepend'), ensure_ascii=False)}"
+            longest = (
+                f"{step.get('type')} "
+                f"{json.dumps(step.get('pattern') or step.get('prepend'), ensure_ascii=False)}"
+            )
     return total, longest
 
 
@@ -104,7 +128,10 @@ def _growth_of(step: Mapping[str, Any]) -> float:
     if kind == "Replace":
         content = len(str(step.get("content", "")))
         pattern = step.get("pattern")
-        plain = pattern.get("String") if isinstance(pattern, Mapping) else None
+        if isinstance(pattern, Mapping):
+            plain = pattern.get("String")
+        else:
+            plain = None
         if isinstance(plain, str) and plain:
             return max(1.0, content / len(plain))
         return 1.0 + content  # an expression may match nothing, before each character
@@ -118,7 +145,8 @@ def _growth_of(step: Mapping[str, Any]) -> float:
 def _longest_of_charsmap(encoded: Any) -> float:
     """Characters of the longest text that SentencePiece's table of normalisations writes.
 
-    It holds the size of a trie in bytes (32 bits, low byte first), the trie, and texts that end with NUL.
+    It holds the size of a trie in bytes (32 bits, low byte first), the trie, and texts that end
+    with NUL.
     """
     if not isinstance(encoded, str):
         return 1.0
@@ -127,4 +155,7 @@ def _longest_of_charsmap(encoded: Any) -> float:
     except ValueError:  # the library says so
         return 1.0
     texts = data[4 + int.from_bytes(data[:4], "little") :]
-    return float(max((len(text.decode(errors="replace")) for text in re.split(rb"\0", texts)), default=1) or 1)
+    return float(
+        max((len(text.decode(errors="replace")) for text in re.split(rb"\0", texts)), default=1)
+        or 1
+    )

@@ -1,7 +1,9 @@
-"""A byte-level BPE trained on the run's own data (GPT-2's pre-tokenizer; Radford et al. 2019, section 2.2).
+"""A byte-level BPE trained on the run's own data (GPT-2's pre-tokenizer; Radford et al. 2019,
+section 2.2).
 
-Every byte is a token, so any text can be encoded; merges are learned from the first `sample` characters of the data.
-Training is deterministic, and the result is kept in the run directory, where a resumed run finds it.
+Every byte is a token, so any text can be encoded; merges are learned from the first `sample`
+characters of the data. Training is deterministic, and the result is kept in the run directory,
+where a resumed run finds it.
 """
 
 from collections.abc import Iterator
@@ -17,7 +19,9 @@ END = "<|endoftext|>"
 
 @dataclass(frozen=True, kw_only=True)
 class BytePairs:
-    """`data/tokenizer=bpe data.tokenizer.vocab_size=4096`: at most so many ids, bytes and document end included."""
+    """`data/tokenizer=bpe data.tokenizer.vocab_size=4096`: at most so many ids, bytes and document
+    end included.
+    """
 
     vocab_size: int = 4096
     sample: int = 20_000_000
@@ -25,10 +29,14 @@ class BytePairs:
     def __post_init__(self) -> None:
         if self.vocab_size < 257:
             raise ValueError(
-                f"data.tokenizer.vocab_size={self.vocab_size}: at least 257 (256 bytes and a document end)"
+                f"data.tokenizer.vocab_size={self.vocab_size}: at least 257 (256 bytes and a "
+                "document end)"
             )
         if self.sample < 1:
-            raise ValueError(f"data.tokenizer.sample={self.sample}: allowed are whole numbers of characters from 1")
+            raise ValueError(
+                f"data.tokenizer.sample={self.sample}: allowed are whole numbers of "
+                "characters from 1"
+            )
 
     def build(self, documents: Documents, run_dir: Path) -> JsonTokenizer:
         origin = f"bpe of {self.vocab_size} ids from {self.sample} characters"

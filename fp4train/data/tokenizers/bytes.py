@@ -1,4 +1,5 @@
-"""Bytes: the ids 0 … 255 are those of UTF-8, and 256 ends a document. Nothing to train, nothing to download.
+"""Bytes: the ids 0 … 255 are those of UTF-8, and 256 ends a document. Nothing to train, nothing to
+download.
 
 The vocabulary has 257 ids; the model rounds its embedding up to whatever its head's blocks like.
 """
@@ -41,9 +42,12 @@ class Bytes:
         """A file of the `tokenizers` library with equal ids: byte pairs without merges."""
         from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-        shown = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2 spells a byte by a character that shows
+        # GPT-2 spells a byte by a character that shows
+        shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
         rest = sorted(set(range(256)) - set(shown))
-        vocabulary = {chr(each): each for each in shown} | {chr(256 + n): each for n, each in enumerate(rest)}
+        vocabulary = {chr(each): each for each in shown} | {
+            chr(256 + n): each for n, each in enumerate(rest)
+        }
         made = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
         made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         made.decoder = decoders.ByteLevel()

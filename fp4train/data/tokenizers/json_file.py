@@ -1,8 +1,8 @@
 """A tokenizer of the `tokenizers` library, and its copy in the run directory.
 
-`RUN/tokenizer.json` is the tokenizer itself, in the library's own format; `RUN/tokenizer_origin.json` says what it was
-made from. A run that resumes takes its own copy: no network, no second training, and the same ids whatever has become
-of the original.
+`RUN/tokenizer.json` is the tokenizer itself, in the library's own format;
+`RUN/tokenizer_origin.json` says what it was made from. A run that resumes takes its own copy: no
+network, no second training, and the same ids whatever has become of the original.
 """
 
 import hashlib
@@ -24,7 +24,16 @@ from fp4train.errors import DataError, data_errors, reason
 from fp4train.text import shortened
 
 ENDS = (
-    *("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|endofdocument|>", "[EOS]", "[SEP]"),
+    *(
+        "<|endoftext|>",
+        "<|end_of_text|>",
+        "</s>",
+        "<eos>",
+        "<|eos|>",
+        "<|endofdocument|>",
+        "[EOS]",
+        "[SEP]",
+    ),
     "<|end|>",  # of exported byte tokens
 )
 
@@ -34,14 +43,22 @@ _SAMPLE = 'def Add(a, b):\n    return a + b  # "Sum"\n'
 
 
 class JsonTokenizer:
-    """Wraps a `tokenizers.Tokenizer`; text that spells a special token is encoded as the text it is."""
+    """Wraps a `tokenizers.Tokenizer`; text that spells a special token is encoded as the text it
+    is.
+    """
 
     def __init__(
-        self, text: str, *, end_of_document: str | None, what: str, begin_of_document: str | None = None
+        self,
+        text: str,
+        *,
+        end_of_document: str | None,
+        what: str,
+        begin_of_document: str | None = None,
     ) -> None:
         import tokenizers
 
-        self._what, self._text = what, text
+        self._what = what
+        self._text = text
         model = check_file(text, what).get("model")
         with _library_errors(f"{what} is no tokenizer file of the `tokenizers` library"):
             self._tokenizer = tokenizers.Tokenizer.from_str(text)
@@ -57,12 +74,18 @@ class JsonTokenizer:
         if end is None:
             special = [str(token) for token in self._tokenizer.get_added_tokens_decoder().values()]
             raise DataError(
-                f"{what} has no token {' or '.join(candidates)} to end a document with. Name one with "
-                f"data.tokenizer.end_of_document; its special tokens: {', '.join(special[:8]) or 'none'}"
+                f"{what} has no token {' or '.join(candidates)} to end a document with. Name "
+                "one with "
+                "data.tokenizer.end_of_document; its special tokens: "
+                f"{', '.join(special[:8]) or 'none'}"
             )
-        self.end, self.end_of_document = end, vocabulary[end]
+        self.end = end
+        self.end_of_document = vocabulary[end]
         self.begin = begin_of_document
-        self.begin_of_document = None if begin_of_document is None else self._begin_id(begin_of_document, vocabulary)
+        if begin_of_document is None:
+            self.begin_of_document = None
+        else:
+            self.begin_of_document = self._begin_id(begin_of_document, vocabulary)
         check_ids(max(vocabulary.values()), what)
         self.vocab_size = max(vocabulary.values()) + 1
         self.identity = f"{hashlib.sha256(text.encode()).hexdigest()[:20]} {end}"
@@ -73,21 +96,27 @@ class JsonTokenizer:
         """The id that begins a document."""
         if begin == self.end:
             raise DataError(
-                f"data.tokenizer.begin_of_document={begin} ends each document already: what comes before the next one "
+                f"data.tokenizer.begin_of_document={begin} ends each document already: what "
+                "comes before the next one "
                 "is that token. Leave it out"
             )
         if begin not in vocabulary:
             special = [str(token) for token in self._tokenizer.get_added_tokens_decoder().values()]
             raise DataError(
-                f"{self._what} has no token {begin} to begin a document with (data.tokenizer.begin_of_document); its "
+                f"{self._what} has no token {begin} to begin a document with "
+                "(data.tokenizer.begin_of_document); its "
                 f"special tokens: {', '.join(special[:8]) or 'none'}"
             )
         return vocabulary[begin]
 
     @property
     def token_before_texts(self) -> str | None:
-        """The token that the file puts before a text, and nothing else; None: it puts none, or more."""
-        added, plain = (self._tokenizer.encode("a", add_special_tokens=adds).tokens for adds in (True, False))
+        """The token that the file puts before a text, and nothing else; None: it puts none, or
+        more.
+        """
+        added, plain = (
+            self._tokenizer.encode("a", add_special_tokens=adds).tokens for adds in (True, False)
+        )
         return str(added[0]) if added[1:] == plain else None
 
     def to_json(self) -> str:
@@ -95,9 +124,11 @@ class JsonTokenizer:
         return self._text
 
     def token_bytes(self) -> Ids:
-        """Bytes that each id stands for, int64 [vocab_size]; 0 for special tokens, and for ids that there are not.
+        """Bytes that each id stands for, int64 [vocab_size]; 0 for special tokens, and for ids that
+        there are not.
 
-        A byte-level tokenizer spells each byte as a character; others spell a byte that is no character <0xE2>.
+        A byte-level tokenizer spells each byte as a character; others spell a byte that is no
+        character <0xE2>.
         """
         found = np.zeros(self.vocab_size, dtype=np.int64)
         added = self._tokenizer.get_added_tokens_decoder()
@@ -123,15 +154,19 @@ class JsonTokenizer:
     def encode_spans(self, texts: Sequence[str]) -> list[Encoded]:
         """As `encode_batch`, with the characters that each id stands for."""
         with _library_errors(f"{self._what} cannot encode the text"):
-            return [_encoded(found) for found in self._tokenizer.encode_batch(list(texts), add_special_tokens=False)]
+            return [
+                _encoded(found)
+                for found in self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+            ]
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self.encode_batch([text])[0].tolist()
         return ids
 
     def lost_text(self) -> str | None:
-        """A line of text with capitals, spaces and line breaks, as it comes back from encoding and decoding; None: all
-        of it is kept."""
+        """A line of text with capitals, spaces and line breaks, as it comes back from encoding and
+        decoding; None: all of it is kept.
+        """
         found = self.decode(self.encode(_SAMPLE))
         return None if found == _SAMPLE else found
 
@@ -164,7 +199,9 @@ def _encoded(found: Any) -> Encoded:
 
 @contextmanager
 def _library_errors(what: str) -> Iterator[None]:
-    """Make a DataError of what the library raises: plain Exception, and BaseException where it panics."""
+    """Make a DataError of what the library raises: plain Exception, and BaseException where it
+    panics.
+    """
     try:
         yield
     except (KeyboardInterrupt, SystemExit, GeneratorExit):
@@ -185,7 +222,9 @@ def run_tokenizer(
     Args:
         make: gives the text of a new one, and what errors call it.
     """
-    opened = partial(JsonTokenizer, end_of_document=end_of_document, begin_of_document=begin_of_document)
+    opened = partial(
+        JsonTokenizer, end_of_document=end_of_document, begin_of_document=begin_of_document
+    )
     if (text := kept(run_dir, origin)) is not None:
         return opened(text, what=str(run_dir / "tokenizer.json"))
     text, what = make()
@@ -205,16 +244,21 @@ def kept(run_dir: Path, origin: str) -> str | None:
         return None
     strange = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
     remedy = ". Use another run.name."
-    refused = data_errors(*strange, before=f"the run's tokenizer in {run_dir} cannot be read: ", after=remedy)
+    refused = data_errors(
+        *strange, before=f"the run's tokenizer in {run_dir} cannot be read: ", after=remedy
+    )
     with refused, files.Folder.open(run_dir) as folder:
         if any(folder.status(name) is None for name in ("tokenizer.json", "tokenizer_origin.json")):
             return None
         note = json.loads(folder.read("tokenizer_origin.json", LIMIT))
-        made_from, checksum = note["origin"], note.get("sha256")
+        made_from = note["origin"]
+        checksum = note.get("sha256")
         data = folder.read("tokenizer.json", LIMIT)
         text = data.decode()
     if checksum not in (None, hashlib.sha256(data).hexdigest()):
-        raise DataError(f"the run's tokenizer in {run_dir} is damaged (its checksum differs){remedy}")
+        raise DataError(
+            f"the run's tokenizer in {run_dir} is damaged (its checksum differs){remedy}"
+        )
     if made_from != origin:
         raise DataError(f"{run_dir} holds the tokenizer {made_from}, not {origin}{remedy}")
     return text
@@ -223,7 +267,9 @@ def kept(run_dir: Path, origin: str) -> str | None:
 def keep(run_dir: Path, origin: str, text: str) -> None:
     """Keep the tokenizer with the run, each file whole or not at all."""
     note = {"origin": origin, "sha256": hashlib.sha256(text.encode()).hexdigest()}
-    refused = data_errors(OSError, before=f"the tokenizer cannot be kept in {run_dir}: ", message=reason)
+    refused = data_errors(
+        OSError, before=f"the tokenizer cannot be kept in {run_dir}: ", message=reason
+    )
     with refused, files.Folder.open(run_dir, create=True) as folder:
         folder.write("tokenizer_origin.json", json.dumps(note).encode())
         folder.write("tokenizer.json", text.encode())

@@ -1,4 +1,6 @@
-"""A ready-made tokenizer: a tokenizer.json, a folder that holds one, or the name of a model on the Hugging Face hub."""
+"""A ready-made tokenizer: a tokenizer.json, a folder that holds one, or the name of a model on the
+Hugging Face hub.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +17,8 @@ from fp4train.paths import PathOrHubName, is_hub_name
 
 @dataclass(frozen=True, kw_only=True)
 class Pretrained:
-    """`data/tokenizer=pretrained data.tokenizer.name=…`; `end_of_document` is a token of its own, null: a usual one.
+    """`data/tokenizer=pretrained data.tokenizer.name=…`; `end_of_document` is a token of its own,
+    null: a usual one.
 
     `begin_of_document` is the token that stands before each document, null: none does.
     The chat template beside a file of this machine is kept with the run, too.
@@ -27,9 +30,15 @@ class Pretrained:
     begin_of_document: str | None = None
 
     def build(self, documents: Documents, run_dir: Path) -> JsonTokenizer:
-        origin = self.name if self.revision is None else f"{self.name} {self.revision}"
-        new = not (run_dir / "tokenizer.json").exists()  # else nothing is read but the run's own copy
-        found = run_tokenizer(run_dir, origin, self._read, self.end_of_document, self.begin_of_document)
+        if self.revision is None:
+            origin = self.name
+        else:
+            origin = f"{self.name} {self.revision}"
+        # else nothing is read but the run's own copy
+        new = not (run_dir / "tokenizer.json").exists()
+        found = run_tokenizer(
+            run_dir, origin, self._read, self.end_of_document, self.begin_of_document
+        )
         if new and not is_hub_name(self.name):
             keep_template(Path(self.name), run_dir)
         return found
@@ -42,7 +51,10 @@ class Pretrained:
         """
         text, what = self._read()
         return JsonTokenizer(
-            text, end_of_document=self.end_of_document, begin_of_document=self.begin_of_document, what=what
+            text,
+            end_of_document=self.end_of_document,
+            begin_of_document=self.begin_of_document,
+            what=what,
         )
 
     def _read(self) -> tuple[str, str]:
@@ -56,19 +68,36 @@ class Pretrained:
     def _find(self) -> Path:
         if not is_hub_name(self.name):
             found = existing_path(self.name, "data.tokenizer.name")
-            return existing_path(str(found / "tokenizer.json"), "data.tokenizer.name") if found.is_dir() else found
-        with data_errors(ImportError, before="a hub name needs the package huggingface_hub (", after=")"):
+            if found.is_dir():
+                return existing_path(str(found / "tokenizer.json"), "data.tokenizer.name")
+            return found
+        with data_errors(
+            ImportError, before="a hub name needs the package huggingface_hub (", after=")"
+        ):
             from huggingface_hub import hf_hub_download
-            from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
+            from huggingface_hub.errors import (
+                HFValidationError,
+                LocalEntryNotFoundError,
+                OfflineModeIsEnabled,
+            )
         try:
             return Path(hf_hub_download(self.name, "tokenizer.json", revision=self.revision))
         except HFValidationError as error:
-            raise DataError(f"data.tokenizer.name={self.name} is neither a file nor a hub name") from error
+            raise DataError(
+                f"data.tokenizer.name={self.name} is neither a file nor a hub name"
+            ) from error
         except (LocalEntryNotFoundError, OfflineModeIsEnabled, ConnectionError) as error:
             raise DataError(
-                f"data.tokenizer.name={self.name}: there is no such file here, and the Hugging Face hub cannot be "
-                "reached. Give the path of a tokenizer.json, or use data/tokenizer=bytes or data/tokenizer=bpe."
+                f"data.tokenizer.name={self.name}: there is no such file here, and the "
+                "Hugging Face hub cannot be "
+                "reached. Give the path of a tokenizer.json, or use data/tokenizer=bytes or "
+                "data/tokenizer=bpe."
             ) from error
-        except Exception as error:  # no such repository, gated, without a tokenizer.json, HTTP errors
-            reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-            raise DataError(f"data.tokenizer.name={self.name} cannot be had from the hub: {reason}") from error
+        # no such repository, gated, without a tokenizer.json, HTTP errors
+        except Exception as error:
+            reason = next(
+                (line for line in str(error).splitlines() if line.strip()), type(error).__name__
+            )
+            raise DataError(
+                f"data.tokenizer.name={self.name} cannot be had from the hub: {reason}"
+            ) from error

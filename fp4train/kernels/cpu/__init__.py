@@ -1,13 +1,16 @@
-"""The C extension `_cpu` (sources in `csrc/`): its structs, its limits, and how it is loaded. `quantize.cpu` calls it.
+"""The C extension `_cpu` (sources in `csrc/`): its structs, its limits, and how it is loaded.
+`quantize.cpu` calls it.
 
-x is the tensor whose last axis is blocked, [R, C]. With strides (1, R) it is the column-wise form x.T, whose result is
-written transposed without a copy of x. Blocks are 16, 32, 64 or 128 wide; an incomplete block is padded with zeros. If
-x has a NaN or an infinity, the extension returns True and the caller must use the reference.
+x is the tensor whose last axis is blocked, [R, C]. With strides (1, R) it is the column-wise form
+x.T, whose result is written transposed without a copy of x. Blocks are 16, 32, 64 or 128 wide; an
+incomplete block is padded with zeros. If x has a NaN or an infinity, the extension returns True and
+the caller must use the reference.
 
-A call packs a struct per form of the tensor and calls the extension once. The part that is the same for every call of a
-spec is packed once. `LAYOUT` and the sizes of the structs detect an extension built from other sources. `Machine` holds
-the instruction set and the number of threads; the results are the same bits for all of them. The extension is optional
-and built with the package: `unavailable()` says why it is missing.
+A call packs a struct per form of the tensor and calls the extension once. The part that is the same
+for every call of a spec is packed once. `LAYOUT` and the sizes of the structs detect an extension
+built from other sources. `Machine` holds the instruction set and the number of threads; the results
+are the same bits for all of them. The extension is optional and built with the package:
+`unavailable()` says why it is missing.
 """
 
 from __future__ import annotations
@@ -35,51 +38,76 @@ SCALE_ROUNDINGS: Final = {None: 0, "floor": 0, "rceil": 1, "even": 2, "ceil": 3}
 FORMULAS: Final = {"te2.14": 0, "te2.13": 1}
 ROUNDINGS: Final = {"nearest": 0, "stochastic": 1, "eden": 2}
 FOUR_OVER_SIX: Final = {None: None, "mae": 2, "mse": 3}
-"""Number of the error by which a block chooses between 4 and 6; it stands in place of the formula's."""
+"""Number of the error by which a block chooses between 4 and 6; it stands in place of the
+formula's.
+"""
 EXTENTS: Final = {None: 0, "tensor": 1, "row": 2, "block": 3}
-FUSED_KINDS: Final = ("norm", "norm_gradients", "gate", "gate_gradients", "rotation", "rotation_gradients")
+FUSED_KINDS: Final = (
+    "norm",
+    "norm_gradients",
+    "gate",
+    "gate_gradients",
+    "rotation",
+    "rotation_gradients",
+)
 """By number."""
 
 ROW_BLOCKS: Final = (16, 32, 64, 128)
 """Widths of blocks along contiguous memory."""
 COLUMN_BLOCKS: Final = (16, 32)
-"""Widths of blocks along the strided axis of x.T, and of those that a transform or four over six needs."""
+"""Widths of blocks along the strided axis of x.T, and of those that a transform or four over six
+needs.
+"""
 HADAMARD_SIZES: Final = (16, 32, 64, 128)
 REPEATED_SIGNS: Final = 32
 """Signs that a scheme holds; those of larger transforms repeat, or the random words draw them."""
 OUTER_COLUMNS: Final = 128
 """Columns of a row that share a float32 scale of extent "block"."""
 PAIR_ROWS: Final = 128
-"""Rows per work item where a tile is read once for both forms (PAIR_TOKENS in module.c); a multiple of block_rows."""
+"""Rows per work item where a tile is read once for both forms (PAIR_TOKENS in module.c); a multiple
+of block_rows.
+"""
 STREAM_BYTES: Final = 1 << 24
 """Larger outputs bypass the caches, which could not hold them."""
 
-LAYOUT, VERSION = 3, 4
-"""Versions of the scheme: of its fields, and of the numbers that they hold and the arguments of functions."""
+LAYOUT = 3
+VERSION = 4
+"""Versions of the scheme: of its fields, and of the numbers that they hold and the arguments of
+functions.
+"""
 SCHEME: Final = Struct("=4i2i2i2iI2i3fq")
-"""How to quantise: numbers of element, scale, scale rounding, formula; block; whole, extent of the amax; rounding,
-Hadamard size; signs; whether they are drawn instead, whether values are float32; largest, bound, margin; stream bytes.
+"""How to quantise: numbers of element, scale, scale rounding, formula; block; whole, extent of the
+amax; rounding, Hadamard size; signs; whether they are drawn instead, whether values are float32;
+largest, bound, margin; stream bytes.
 
-whole: extent to all of which one float scale applies: blocks are then only a unit of work; none: one scale per block.
-extent of the amax that scales need besides those of blocks: of the tensor or a row, which must be known before the
+whole: extent to all of which one float scale applies: blocks are then only a unit of work; none:
+one scale per block. extent of the amax that scales need besides those of blocks: of the tensor or a
+row, which must be known before the
     blocks; or of an outer block of OUTER_COLUMNS of a row, whose scale multiplies the elements.
 signs: of a Hadamard transform, where bit i % 32 negates column i; or the random words draw them.
-whether values are float32: instead of BF16, to which the kernels round.
-largest: the magnitude that a block's amax is scaled to; bound: that of the tensor, S_enc = bound / amax.
-margin: divisor of `whole` scales.
-stream bytes: `STREAM_BYTES`."""
+whether values are float32: instead of BF16, to which the kernels round. largest: the magnitude that
+a block's amax is scaled to; bound: that of the tensor, S_enc = bound / amax. margin: divisor of
+`whole` scales. stream bytes: `STREAM_BYTES`.
+"""
 JOB: Final = Struct(f"={SCHEME.size}s24s6Q4q2i")
-"""scheme; random words; addresses of x, values, codes, scales, amax, decode; rows, cols, strides; input, measure."""
+"""scheme; random words; addresses of x, values, codes, scales, amax, decode; rows, cols, strides;
+input, measure.
+"""
 DECODE: Final = Struct(f"={SCHEME.size}s5Q6q")
-"""scheme; addresses of codes, scales, values, amax, decode; rows, cols, code bytes per row, strides, amaxes."""
+"""scheme; addresses of codes, scales, values, amax, decode; rows, cols, code bytes per row,
+strides, amaxes.
+"""
 STEP: Final = Struct("=4Q3q5I9f")
-"""One step of AdamW with moments in BF16 (`optim.rounded`): addresses of weights, gradients and moments; rows, columns,
-columns to skip; row offset, column offset / 8, the counter's word of the step, layers of the two moments; the numbers
-of the step, and what stays the same over steps."""
+"""One step of AdamW with moments in BF16 (`optim.rounded`): addresses of weights, gradients and
+moments; rows, columns, columns to skip; row offset, column offset / 8, the counter's word of the
+step, layers of the two moments; the numbers of the step, and what stays the same over steps.
+"""
 
 FUSED: Final = Struct("=3if3q6Q")
-"""A norm, a gate, a rotation or the gradients of one (csrc/fused.h): kind, whether tensors are float32 and not BF16,
-heads of a token, eps; tokens of a sequence, rows, columns; addresses, of what is read first."""
+"""A norm, a gate, a rotation or the gradients of one (csrc/fused.h): kind, whether tensors are
+float32 and not BF16, heads of a token, eps; tokens of a sequence, rows, columns; addresses, of what
+is read first.
+"""
 
 NO_RANDOM: Final = bytes(24)
 """The words of a `RandomKey` for nearest rounding."""
@@ -96,13 +124,16 @@ def _extension() -> ModuleType | str:
 
 
 def _stale(extension: ModuleType) -> str | None:
-    """Why an extension cannot be used: it was built from other sources than these. None if it can."""
+    """Why an extension cannot be used: it was built from other sources than these. None if it
+    can.
+    """
     built = getattr(extension, "layout", None), getattr(extension, "version", None)
     wanted = (LAYOUT, JOB.size, DECODE.size, FUSED.size), VERSION
     if built == wanted:
         return None
     return (
-        f"the C extension {extension.__name__} was built from other sources (layout {built}, not {wanted}); "
+        f"the C extension {extension.__name__} was built from other sources (layout {built}, "
+        f"not {wanted}); "
         "rebuild it: pip install -e . or python setup.py build_ext --inplace"
     )
 
@@ -110,7 +141,9 @@ def _stale(extension: ModuleType) -> str | None:
 def unavailable() -> str | None:
     """Why no kernel of this module can run, or None."""
     extension = _extension()
-    return extension if isinstance(extension, str) else None
+    if isinstance(extension, str):
+        return extension
+    return None
 
 
 def loaded() -> ModuleType:
@@ -127,8 +160,12 @@ def instruction_sets() -> tuple[str, ...]:
     return tuple(name for i, name in enumerate(INSTRUCTION_SETS) if loaded().has_isa(i))
 
 
-def step_adamw(tensors: Sequence[torch.Tensor], integers: tuple[int, ...], numbers: tuple[float, ...]) -> None:
-    """One step of AdamW on weights, gradients and moments, contiguous and of one shape, in place; see `STEP`."""
+def step_adamw(
+    tensors: Sequence[torch.Tensor], integers: tuple[int, ...], numbers: tuple[float, ...]
+) -> None:
+    """One step of AdamW on weights, gradients and moments, contiguous and of one shape, in place;
+    see `STEP`.
+    """
     job = STEP.pack(*(each.data_ptr() for each in tensors), *integers, *numbers)
     loaded().adamw(job, torch.get_num_threads())
 
@@ -142,8 +179,9 @@ def fused(
     time: int = 1,
     machine: Machine | None = None,
 ) -> None:
-    """Make a norm, a gate, a rotation or the gradients of one (`FUSED_KINDS`) of contiguous tensors, which csrc/fused.h
-    names in turn: of a norm BF16 but for what that file calls float32, of others all BF16 or all float32.
+    """Make a norm, a gate, a rotation or the gradients of one (`FUSED_KINDS`) of contiguous
+    tensors, which csrc/fused.h names in turn: of a norm BF16 but for what that file calls float32,
+    of others all BF16 or all float32.
 
     Args:
         shape: rows and columns, a multiple of 32, of heads of 64, of the matrices among them.
@@ -151,30 +189,48 @@ def fused(
         heads, time: of a rotation: heads of a token, tokens of a sequence.
 
     Raises:
-        ValueError, TypeError: the extension does not take the shape; a tensor has no memory of its own.
+        ValueError, TypeError: the extension does not take the shape; a tensor has no memory of its
+            own.
     """
     machine = machine or HERE
-    addresses, wide = [each.data_ptr() for each in tensors], tensors[0].dtype is torch.float32
-    job = FUSED.pack(FUSED_KINDS.index(kind), wide, heads, eps, time, *shape, *addresses, *[0] * (6 - len(addresses)))
+    addresses = [each.data_ptr() for each in tensors]
+    wide = tensors[0].dtype is torch.float32
+    job = FUSED.pack(
+        FUSED_KINDS.index(kind),
+        wide,
+        heads,
+        eps,
+        time,
+        *shape,
+        *addresses,
+        *[0] * (6 - len(addresses)),
+    )
     isa = INSTRUCTION_SETS.index(machine.instruction_set or instruction_sets()[-1])
     loaded().fused(job, machine.threads or torch.get_num_threads(), isa)
 
 
 def thread_pool() -> str:
-    """The threads that run the kernels: `openmp` (the pool torch uses) or `pthreads` (started per call)."""
+    """The threads that run the kernels: `openmp` (the pool torch uses) or `pthreads` (started per
+    call).
+    """
     return str(loaded().thread_pool())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Instruction set and threads. None: the fastest instruction set of this CPU; torch's number of threads."""
+    """Instruction set and threads. None: the fastest instruction set of this CPU; torch's number of
+    threads.
+    """
 
     instruction_set: str | None = None
     threads: int | None = None
 
     def __post_init__(self) -> None:
         if self.instruction_set is not None and self.instruction_set not in instruction_sets():
-            raise ValueError(f"instruction_set={self.instruction_set!r}: this CPU has {', '.join(instruction_sets())}")
+            raise ValueError(
+                f"instruction_set={self.instruction_set!r}: this CPU has "
+                f"{', '.join(instruction_sets())}"
+            )
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"threads={self.threads!r}: allowed are integers >= 1")
 

@@ -1,4 +1,5 @@
-"""One step of AdamW with moments in BF16, rounded stochastically: `optim.rounded.update` in one kernel.
+"""One step of AdamW with moments in BF16, rounded stochastically: `optim.rounded.update` in one
+kernel.
 
 20 bytes per parameter are moved, of 20 that must be: w, m and v are read and written, g is read.
 """
@@ -13,7 +14,9 @@ from fp4train.kernels.triton import rounding
 
 @triton.jit
 def rounded(x, half, HARDWARE: tl.constexpr):
-    """Finite float32 -> BF16: the upper half of (bits of x + 16 random bits), which the cast takes exactly."""
+    """Finite float32 -> BF16: the upper half of (bits of x + 16 random bits), which the cast takes
+    exactly.
+    """
     upper = ((x.to(tl.uint32, bitcast=True) + half) & 0xFFFF0000).to(tl.float32, bitcast=True)
     return rounding.as_bf16(upper, HARDWARE)
 
@@ -43,11 +46,14 @@ def adamw(
 ):
     """Update a slab [rows, cols] in place.
 
-    numbers_ptr: float32 [4], keep, size, correction, divisor; counter_ptr: int32 [1], the counter's word of the step;
-    failed_ptr: float32 [1], not 0 where nothing is to change. groups: eights of random bits per row, of which the first
-    `skip` are not the row's; count: those of all rows. key: both words of the key, 0. The rest are words of the
-    counters, as int32 bit patterns. Where `skip` is 0, for which a kernel is compiled, and `cols` a multiple of 16, a
-    thread has an eight: it reads 16 bytes at a time, and draws random words once for all of it.
+    numbers_ptr: float32 [4], keep, size, correction, divisor; counter_ptr: int32 [1], the counter's
+        word of the step;
+    failed_ptr: float32 [1], not 0 where nothing is to change. groups: eights of random bits per
+        row, of which the first
+    `skip` are not the row's; count: those of all rows. key: both words of the key, 0. The rest are
+    words of the counters, as int32 bit patterns. Where `skip` is 0, for which a kernel is compiled,
+    and `cols` a multiple of 16, a thread has an eight: it reads 16 bytes at a time, and draws
+    random words once for all of it.
     """
     at = tl.program_id(0).to(tl.int64) * V.tile + tl.arange(0, V.tile).to(tl.int64)
     row, group = at // groups, at % groups
@@ -66,7 +72,11 @@ def adamw(
     v = v * V.beta2 + (g * g) * V.rest2
     root = tl.div_rn(tl.sqrt_rn(v), tl.zeros_like(v) + correction)
     tl.store(weight_ptr + place, w * keep - size * tl.div_rn(m, root + V.eps), mask=mask)
-    half = rounding.eight_halves(group, row, 0, (key, key, counter_ptr, first_layer, col_group, row_offset))
+    half = rounding.eight_halves(
+        group, row, 0, (key, key, counter_ptr, first_layer, col_group, row_offset)
+    )
     tl.store(first_ptr + place, rounded(m, half, V.hardware), mask=mask)
-    half = rounding.eight_halves(group, row, 0, (key, key, counter_ptr, second_layer, col_group, row_offset))
+    half = rounding.eight_halves(
+        group, row, 0, (key, key, counter_ptr, second_layer, col_group, row_offset)
+    )
     tl.store(second_ptr + place, rounded(v, half, V.hardware), mask=mask)

@@ -1,24 +1,26 @@
-"""Blocks along a strided axis: the column-wise form, x.T quantised row-wise, without a transposed copy;
-with the Hadamard transform.
+"""Blocks along a strided axis: the column-wise form, x.T quantised row-wise, without a transposed
+copy; with the Hadamard transform.
 
 quantize_columns   1xN blocks
 amax_columns       the largest magnitude after the transform (a kernel of its own)
 
-x [R, C] is a view whose rows are contiguous (stride 1 along R: the features), and whose blocks run along C (the
-tokens). A thread holds the N neighbours of a block as N registers, a tuple of [tile_blocks, tile_rows] tensors: loads
-run along the features, the butterfly, the amax and the packing need no exchange between threads, and one Philox call
-serves eight places of the tuple. Codes and scales are stored transposed, row after row, as the operand of wgrad
-wants them (Triton turns the packed words over in shared memory); values keep x's layout. Any strides are right; rows
-contiguous is fast. Bytes per element are those of quantize.py, the least: x is read once by each kernel, 2 + 2 + 0.5 +
-1/16 for the amax and NVFP4's codes. The transform is computed in both: kept in memory it would move 2 more.
+x [R, C] is a view whose rows are contiguous (stride 1 along R: the features), and whose blocks run
+along C (the tokens). A thread holds the N neighbours of a block as N registers, a tuple of
+[tile_blocks, tile_rows] tensors: loads run along the features, the butterfly, the amax and the
+packing need no exchange between threads, and one Philox call serves eight places of the tuple.
+Codes and scales are stored transposed, row after row, as the operand of wgrad wants them (Triton
+turns the packed words over in shared memory); values keep x's layout. Any strides are right; rows
+contiguous is fast. Bytes per element are those of quantize.py, the least: x is read once by each
+kernel, 2 + 2 + 0.5 + 1/16 for the amax and NVFP4's codes. The transform is computed in both: kept
+in memory it would move 2 more.
 
-Hadamard transform: y = (x * d) H / sqrt(n), as `quantize.transform.apply_hadamard`. x is rounded to BF16 first; the
-butterfly runs in float32 in the order of strides 1, 2, 4, ... ((a, b) -> (a+b, a-b)); the scaled result is rounded to
-BF16.
+Hadamard transform: y = (x * d) H / sqrt(n), as `quantize.transform.apply_hadamard`. x is rounded to
+BF16 first; the butterfly runs in float32 in the order of strides 1, 2, 4, ... ((a, b) -> (a+b,
+a-b)); the scaled result is rounded to BF16.
 """
 
 # mypy: ignore-errors
-# ruff: noqa: RUF005, SIM108  (Triton has no starred tuples)
+# ruff: noqa: RUF005  (Triton has no starred tuples)
 
 import triton
 import triton.language as tl
@@ -29,23 +31,35 @@ from fp4train.kernels.triton.sources import read
 
 
 @triton.jit
-def load_tokens(x_ptr, place, rows, cols, tiles, x_stride, x_col_stride, V: tl.constexpr, S: tl.constexpr):
-    """(the N neighbours of the blocks of tile `place`: a tuple of float32 [tile_blocks, tile_rows]; row, block of the
-    row). Tiles lie across the rows first. S: what x_ptr points to, see sources.py."""
+def load_tokens(
+    x_ptr, place, rows, cols, tiles, x_stride, x_col_stride, V: tl.constexpr, S: tl.constexpr
+):
+    """(the N neighbours of the blocks of tile `place`: a tuple of float32 [tile_blocks, tile_rows];
+    row, block of the row). Tiles lie across the rows first. S: what x_ptr points to, see
+    sources.py.
+    """
     N: tl.constexpr = V.n
     row = (place % tiles) * V.tile_rows + tl.arange(0, V.tile_rows)
     group = (place // tiles) * V.tile_blocks + tl.arange(0, V.tile_blocks)
-    offset = (group.to(tl.int64) * N * x_col_stride)[:, None] + (row.to(tl.int64) * x_stride)[None, :]
+    offset = (group.to(tl.int64) * N * x_col_stride)[:, None] + (row.to(tl.int64) * x_stride)[
+        None, :
+    ]
     x = ()
     for i in tl.static_range(N):
         token = (group * N + i)[:, None]
         here = offset + tl.cast(x_col_stride, tl.int64) * i
-        x = x + (read(x_ptr, here, token, token < cols, row[None, :], (row < rows)[None, :], S, V.hardware),)
+        x = x + (
+            read(
+                x_ptr, here, token, token < cols, row[None, :], (row < rows)[None, :], S, V.hardware
+            ),
+        )
     return x, row, group
 
 
 @triton.jit
-def load_columns(x_ptr, place, rows, cols, tiles, x_stride, x_col_stride, V: tl.constexpr, S: tl.constexpr):
+def load_columns(
+    x_ptr, place, rows, cols, tiles, x_stride, x_col_stride, V: tl.constexpr, S: tl.constexpr
+):
     """`load_tokens`, transformed if V.size."""
     x, row, group = load_tokens(x_ptr, place, rows, cols, tiles, x_stride, x_col_stride, V, S)
     if V.size > 0:
@@ -55,13 +69,16 @@ def load_columns(x_ptr, place, rows, cols, tiles, x_stride, x_col_stride, V: tl.
 
 @triton.jit
 def transform(x, V: tl.constexpr):
-    """Tuple of N float32 tensors -> tuple of N float32 tensors on the BF16 grid; groups of V.size are transformed."""
+    """Tuple of N float32 tensors -> tuple of N float32 tensors on the BF16 grid; groups of V.size
+    are transformed.
+    """
     N: tl.constexpr = V.n
     y = ()
     for i in tl.static_range(N):
         v = rounding.as_float(rounding.as_bf16(x[i], V.hardware))
         if (V.negative >> (i % V.size)) & 1:
-            v = v * -1.0  # not -v, which is 0 - v with Triton 3.6: 0 of 0, where the reference has -0
+            # not -v, which is 0 - v with Triton 3.6: 0 of 0, where the reference has -0
+            v = v * -1.0
         y = y + (v,)
     for level in tl.static_range(8):
         if (1 << level) < V.size:
@@ -90,8 +107,12 @@ def largest_of(x, V: tl.constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=["out_ptr"])
 def amax_columns(x_ptr, out_ptr, rows, cols, tiles, x_stride, x_col_stride, V: tl.constexpr):
-    """out int32 [1], or [rows] if V.outer is "row": the bits of max |x| after the transform. See quantize.py."""
-    x, row, _ = load_columns(x_ptr, tl.program_id(0), rows, cols, tiles, x_stride, x_col_stride, V, "none")
+    """out int32 [1], or [rows] if V.outer is "row": the bits of max |x| after the transform. See
+    quantize.py.
+    """
+    x, row, _ = load_columns(
+        x_ptr, tl.program_id(0), rows, cols, tiles, x_stride, x_col_stride, V, "none"
+    )
     m = tl.max(largest_of(x, V).to(tl.int32, bitcast=True), 0)
     if V.outer == "row":
         tl.atomic_max(out_ptr + row, m, mask=row < rows)
@@ -115,9 +136,10 @@ def quantize_columns(
     V: tl.constexpr,
     S: tl.constexpr,
 ):
-    """1xN blocks of tile `place`, the arguments as in quantize.py. Packed words are int64 (16 codes) and codes int64 (8
-    codes, the first in the lowest byte), or bytes if they are stored as x lies; values fill whole groups of the
-    transform."""
+    """1xN blocks of tile `place`, the arguments as in quantize.py. Packed words are int64 (16
+    codes) and codes int64 (8 codes, the first in the lowest byte), or bytes if they are stored as x
+    lies; values fill whole groups of the transform.
+    """
     x_ptr, amax_ptr, out_ptr, scale_ptr, decode_ptr = pointers
     N: tl.constexpr = V.n
     BLOCKS: tl.constexpr = V.tile_blocks
@@ -130,7 +152,11 @@ def quantize_columns(
     amax_b = largest_of(x, V)
     stored, encode, decode = block_scales(amax_b, s_enc, s_dec, V)
     if V.output != "values":
-        tl.store(scale_ptr + place_of_scale(row64[None, :], group[:, None], groups, V), stored, mask=inside)
+        tl.store(
+            scale_ptr + place_of_scale(row64[None, :], group[:, None], groups, V),
+            stored,
+            mask=inside,
+        )
 
     width = cols
     if V.size > 0:
@@ -148,7 +174,9 @@ def quantize_columns(
         r = 0.0
         if V.stochastic:
             if i % 8 == 0:
-                random = rounding.random_words((group * (N // 8) + i // 8)[:, None], row[None, :], anchor, words)
+                random = rounding.random_words(
+                    (group * (N // 8) + i // 8)[:, None], row[None, :], anchor, words
+                )
             r = rounding.fraction((random[(i % 8) // 2] >> (16 * (i % 2))) & 0xFFFF)
         if V.output == "values":
             v = rounding.element_values(t, r, V) * decode
@@ -173,7 +201,9 @@ def quantize_columns(
         if WORDS == 4:  # 32 bytes of a block: brought side by side, to be stored as one piece
             four = tl.join(tl.join(packed[0], packed[2]), tl.join(packed[1], packed[3]))
             four = tl.reshape(four, (BLOCKS, ROWS, 4))
-            tl.store(start[:, :, None] + tl.arange(0, 4)[None, None, :], four, mask=inside[:, :, None])
+            tl.store(
+                start[:, :, None] + tl.arange(0, 4)[None, None, :], four, mask=inside[:, :, None]
+            )
         else:
             for k in tl.static_range(WORDS):
                 tl.store(start + k, packed[k], mask=inside)

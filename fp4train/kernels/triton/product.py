@@ -1,31 +1,36 @@
-"""A product of BF16 or FP16 matrices whose scales are applied where it is summed: in float32, in registers.
+"""A product of BF16 or FP16 matrices whose scales are applied where it is summed: in float32, in
+registers.
 
     y [R, S] = (a [R, C] · b [S, C]ᵀ) · scale of a · scale of b + bias [S] (+ y)
 
 scaled_product    the product; y is written once, in its dtype, or read and written where the product is added to it
 product_factors   the one factor of both scales, for a product of cuBLAS
 
-Two scales of whole tensors are multiplied with each other first, and the sum by their product, as a CPU's product has
-it (`backends/emulate.py`). Where that product is no normal float32 number, it would lose digits: the scales are then
-applied one after the other. Scales of rows are always applied one after the other.
+Two scales of whole tensors are multiplied with each other first, and the sum by their product, as a
+CPU's product has it (`backends/emulate.py`). Where that product is no normal float32 number, it
+would lose digits: the scales are then applied one after the other. Scales of rows are always
+applied one after the other.
 
-Bytes per element of y: 2 in BF16, 4 in float32, 8 where it is added to float32; the scales and the bias besides.
+Bytes per element of y: 2 in BF16, 4 in float32, 8 where it is added to float32; the scales and the
+bias besides.
 
-The sum of a tile stays in the registers of one program: 128 x 256 float32 numbers of 8 warps are 128 registers a
-thread. Operands come through shared memory in three stages of 48 KB, which Hopper's and Blackwell's multiprocessors
-hold. Tiles of 128 x 128 and depth 64 have stages of 32 KB, which fit every GPU from compute capability 8.0 on. Tiles of
-128 x 128 and depth 32 leave more registers: they are taken where operands pass through registers (a tile is not whole,
-or a row does not begin at a multiple of 32 bytes) and where the product is added to a tile that is read. Tiles of
-64 x 64 are taken where larger ones are fewer than the multiprocessors. A launch has one program per multiprocessor,
-each of which takes tile after tile, eight rows of tiles at a time, so that what neighbours read stays in the L2 cache.
+The sum of a tile stays in the registers of one program: 128 x 256 float32 numbers of 8 warps are
+128 registers a thread. Operands come through shared memory in three stages of 48 KB, which Hopper's
+and Blackwell's multiprocessors hold. Tiles of 128 x 128 and depth 64 have stages of 32 KB, which
+fit every GPU from compute capability 8.0 on. Tiles of 128 x 128 and depth 32 leave more registers:
+they are taken where operands pass through registers (a tile is not whole, or a row does not begin
+at a multiple of 32 bytes) and where the product is added to a tile that is read. Tiles of 64 x 64
+are taken where larger ones are fewer than the multiprocessors. A launch has one program per
+multiprocessor, each of which takes tile after tile, eight rows of tiles at a time, so that what
+neighbours read stays in the L2 cache.
 
-Where cuBLAS's factor is 0, an infinite sum of products becomes NaN in cuBLAS, and so does what it is added to. Before
-that, `product_factors` marks which of these numbers are finite, infinite or NaN. `scaled_product` reads the mark where
-it finds NaN: a finite number and an infinite product are infinite. Marks take 1 byte per element of y.
+Where cuBLAS's factor is 0, an infinite sum of products becomes NaN in cuBLAS, and so does what it
+is added to. Before that, `product_factors` marks which of these numbers are finite, infinite or
+NaN. `scaled_product` reads the mark where it finds NaN: a finite number and an infinite product are
+infinite. Marks take 1 byte per element of y.
 """
 
 # mypy: ignore-errors
-# ruff: noqa: SIM108  (arms that are compiled apart)
 
 import triton
 import triton.language as tl
@@ -54,7 +59,9 @@ def load_scale(scale_ptr, KIND: tl.constexpr):
 
 @triton.jit
 def as_mark(number):
-    """0: a float32 number is finite; 1: it is infinity; 2: it is minus infinity; 3: it is NaN. uint8."""
+    """0: a float32 number is finite; 1: it is infinity; 2: it is minus infinity; 3: it is NaN.
+    uint8.
+    """
     infinite = tl.where(number == float("inf"), 1, tl.where(number == float("-inf"), 2, 0))
     return tl.where(number != number, 3, infinite).to(tl.uint8)
 
@@ -85,7 +92,8 @@ def product_factors(
 ):
     """out float32 [2]: the factor of the product, and that of what it is added to.
 
-    The first is 0 where the scales have no product that is a factor: `scaled_product` does it then. There the numbers
+    The first is 0 where the scales have no product that is a factor: `scaled_product` does it then.
+        There the numbers
     of total, float32 [numbers] to which the product is added, are marked in marks, uint8 [numbers].
     """
     product = load_scale(first_ptr, FIRST) * load_scale(second_ptr, SECOND)
@@ -119,10 +127,13 @@ def scaled_product(
     programs,
     P: tl.constexpr,
 ):
-    """out [rows, cols], whose rows are contiguous, of a [rows, depth] and b [cols, depth], of any strides.
+    """out [rows, cols], whose rows are contiguous, of a [rows, depth] and b [cols, depth], of any
+    strides.
 
-    first_ptr, second_ptr: float32, [1] or one of each row of a or b (`ProductVariant.first`, `second`). bias_ptr:
-    [cols], not read without P.bias. marks_ptr: those of `product_factors`, read with P.corrects and P.adds alone.
+    first_ptr, second_ptr: float32, [1] or one of each row of a or b (`ProductVariant.first`,
+        `second`). bias_ptr:
+    [cols], not read without P.bias. marks_ptr: those of `product_factors`, read with P.corrects and
+    P.adds alone.
     """
     first = load_scale(first_ptr, tl.constexpr(P.first))
     second = load_scale(second_ptr, tl.constexpr(P.second))
@@ -142,7 +153,9 @@ def scaled_product(
         place = tile % (P.group * across)
         row = (start + place % height) * P.tile_rows + tl.arange(0, P.tile_rows)
         col = place // height * P.tile_cols + tl.arange(0, P.tile_cols)
-        total = sum_of_tile(a_ptr, b_ptr, row, col, rows, cols, depth, a_stride, a_step, b_stride, b_step, P)
+        total = sum_of_tile(
+            a_ptr, b_ptr, row, col, rows, cols, depth, a_stride, a_step, b_stride, b_step, P
+        )
         if P.first == "row":
             total *= tl.load(first_ptr + row, mask=row < rows, other=0.0)[:, None]
         else:
@@ -159,7 +172,9 @@ def scaled_product(
         if P.adds:
             term = tl.load(out, mask=mask, other=0.0)
             if P.corrects:
-                term = tl.where(term == term, term, from_mark(tl.load(marks_ptr + place, mask=mask, other=0)))
+                term = tl.where(
+                    term == term, term, from_mark(tl.load(marks_ptr + place, mask=mask, other=0))
+                )
             total += term
         if out_ptr.dtype.element_ty == tl.bfloat16:
             tl.store(out, rounding.as_bf16(total, P.hardware), mask=mask)
@@ -168,8 +183,12 @@ def scaled_product(
 
 
 @triton.jit
-def sum_of_tile(a_ptr, b_ptr, row, col, rows, cols, depth, a_stride, a_step, b_stride, b_step, P: tl.constexpr):
-    """float32 [tile_rows, tile_cols]: a · bᵀ of rows `row` of a and `col` of b; what lies outside counts as zero."""
+def sum_of_tile(
+    a_ptr, b_ptr, row, col, rows, cols, depth, a_stride, a_step, b_stride, b_step, P: tl.constexpr
+):
+    """float32 [tile_rows, tile_cols]: a · bᵀ of rows `row` of a and `col` of b; what lies outside
+    counts as zero.
+    """
     ROWS: tl.constexpr = P.tile_rows
     COLS: tl.constexpr = P.tile_cols
     place = tl.arange(0, P.tile_depth)

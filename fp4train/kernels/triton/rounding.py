@@ -1,23 +1,26 @@
 """Device functions: exact casts, maxima that keep NaN, rounding to an element grid, random bits.
 
-Casts. BF16 -> float32 is a shift of the bits: exact for subnormals too, and free in SASS. float32 -> BF16 is the
-hardware's cast (nearest even), or, in the interpreter, which rounds ties upwards, the same in integers.
+Casts. BF16 -> float32 is a shift of the bits: exact for subnormals too, and free in SASS. float32
+-> BF16 is the hardware's cast (nearest even), or, in the interpreter, which rounds ties upwards,
+the same in integers.
 
-Rounding of scaled values t to an element grid, in few instructions and without an FP8 or FP4 cast. A magnitude a in the
-binade e = 2^k (k >= the smallest exponent) has the quantum q = e * 2^-m. Adding e * 2^(23-m), whose float32 ulp is q,
-rounds a to a multiple of q, ties to even, by the adder itself; subtracting it again leaves the value. Both are an fma
-with a product that is exact, so nothing is rounded twice. In the bits of that sum the position a/q stands in the low
-bits and k in the exponent: code = position + ((k - kmin) << m) is one shift and one addition. The constant that would
-remain is added to the summand, as a multiple of 2^m quanta, so that ties stay even and the code comes out right modulo
-its width.
+Rounding of scaled values t to an element grid, in few instructions and without an FP8 or FP4 cast.
+A magnitude a in the binade e = 2^k (k >= the smallest exponent) has the quantum q = e * 2^-m.
+Adding e * 2^(23-m), whose float32 ulp is q, rounds a to a multiple of q, ties to even, by the adder
+itself; subtracting it again leaves the value. Both are an fma with a product that is exact, so
+nothing is rounded twice. In the bits of that sum the position a/q stands in the low bits and k in
+the exponent: code = position + ((k - kmin) << m) is one shift and one addition. The constant that
+would remain is added to the summand, as a multiple of 2^m quanta, so that ties stay even and the
+code comes out right modulo its width.
 
-Stochastic: with r = (16 bits + 1/2) / 2^16 the magnitude rounds up from its floor iff r < (a - floor)/q; all terms
-are exact in float32. The floor is a - q/2 rounded to nearest. Where a lies on the grid that is a tie and may give a
+Stochastic: with r = (16 bits + 1/2) / 2^16 the magnitude rounds up from its floor iff r < (a -
+floor)/q; all terms are exact in float32. The floor is a - q/2 rounded to nearest. Where a lies on
+the grid that is a tie and may give a
 - q; then (a - floor)/q = 1 > r, and a comes out.
 
-Random bits: Philox4x32-10 (Salmon et al., SC 2011) with fp4train's counters: (column // 8, row, step*8 + operand,
-layer), key = the run's seed. One call serves eight neighbours of a row: element j takes half j % 2 (0 = low) of word
-j // 2. `tl.rand` lays its counter out otherwise.
+Random bits: Philox4x32-10 (Salmon et al., SC 2011) with fp4train's counters: (column // 8, row,
+step*8 + operand, layer), key = the run's seed. One call serves eight neighbours of a row: element j
+takes half j % 2 (0 = low) of word j // 2. `tl.rand` lays its counter out otherwise.
 """
 
 # mypy: ignore-errors
@@ -62,13 +65,24 @@ def largest_of_eight(x):
 
 @triton.jit
 def largest_along(x, AXIS: tl.constexpr):
-    """Largest of magnitudes x >= 0 along AXIS. As integers they order like floats, with NaN above infinity."""
+    """Largest of magnitudes x >= 0 along AXIS. As integers they order like floats, with NaN above
+    infinity.
+    """
     return tl.max(x.to(tl.int32, bitcast=True), AXIS).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def snap(a, r, MANTISSA: tl.constexpr, MIN_EXPONENT: tl.constexpr, CODE_BITS: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """Magnitudes 0 <= a <= max -> (bits whose low CODE_BITS are position + constant, values on the grid)."""
+def snap(
+    a,
+    r,
+    MANTISSA: tl.constexpr,
+    MIN_EXPONENT: tl.constexpr,
+    CODE_BITS: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+):
+    """Magnitudes 0 <= a <= max -> (bits whose low CODE_BITS are position + constant, values on the
+    grid).
+    """
     START: tl.constexpr = (-((150 - MANTISSA + MIN_EXPONENT) << MANTISSA)) % (1 << CODE_BITS)
     SUMMAND: tl.constexpr = 2.0 ** (23 - MANTISSA) + START * 2.0**-MANTISSA
     SMALLEST: tl.constexpr = 2.0**MIN_EXPONENT
@@ -100,15 +114,17 @@ def scaled(x, encode, V: tl.constexpr):
 
 @triton.jit
 def code_limit(scale, V: tl.constexpr):
-    """The value at which codes saturate: the largest one, or, under a NaN scale, which makes every t NaN, the value
-    whose code is the NaN's."""
+    """The value at which codes saturate: the largest one, or, under a NaN scale, which makes every
+    t NaN, the value whose code is the NaN's.
+    """
     return tl.where(scale == scale, V.largest, V.nan_value)
 
 
 @triton.jit
 def element_codes(t, r, limit, V: tl.constexpr):
-    """Codes (uint32) of t, saturating at `limit` (see `code_limit`), which NaN gives too, as fmin has it. The NaN
-    that PTX's mul returns has a clear sign; not so everywhere else."""
+    """Codes (uint32) of t, saturating at `limit` (see `code_limit`), which NaN gives too, as fmin
+    has it. The NaN that PTX's mul returns has a clear sign; not so everywhere else.
+    """
     a = tl.minimum(tl.abs(t), limit)
     bits, _ = snap(a, r, V.mantissa, V.min_exponent, V.code_bits, V.stochastic)
     SIGN: tl.constexpr = 1 << V.code_bits
@@ -121,8 +137,9 @@ def element_codes(t, r, limit, V: tl.constexpr):
 
 @triton.jit
 def element_values(t, r, V: tl.constexpr):
-    """Values (float32) of t on the grid, saturating, with the sign of zero. Under a scale of one byte, which is NaN
-    itself then, NaN gives the largest value."""
+    """Values (float32) of t on the grid, saturating, with the sign of zero. Under a scale of one
+    byte, which is NaN itself then, NaN gives the largest value.
+    """
     a = tl.minimum(tl.abs(t), V.largest)
     _, value = snap(a, r, V.mantissa, V.min_exponent, V.code_bits, V.stochastic)
     sign = t.to(tl.uint32, bitcast=True) & 0x80000000
@@ -134,7 +151,9 @@ def element_values(t, r, V: tl.constexpr):
 
 @triton.jit
 def philox4x32(c0, c1, c2, c3, k0, k1):
-    """Ten rounds. uint32 tensors of one shape (c2, c3 and the key may be scalars) -> four of them."""
+    """Ten rounds. uint32 tensors of one shape (c2, c3 and the key may be scalars) -> four of
+    them.
+    """
     for _ in tl.static_range(10):
         p0 = c0.to(tl.uint64) * 0xD2511F53
         p1 = c2.to(tl.uint64) * 0xCD9E8D57
@@ -149,13 +168,15 @@ def philox4x32(c0, c1, c2, c3, k0, k1):
 
 @triton.jit
 def random_words(eight, row, anchor, words):
-    """The four words of each group of eight columns. eight, row: integer tensors that broadcast. words: the key's two
-    and those of the counter that do not depend on the element (step*8 + operand, layer, offsets of columns / 8 and of
-    rows), int32 bit patterns; the third may be a pointer to one: the step's, in a CUDA graph.
+    """The four words of each group of eight columns. eight, row: integer tensors that broadcast.
+    words: the key's two and those of the counter that do not depend on the element (step*8 +
+    operand, layer, offsets of columns / 8 and of rows), int32 bit patterns; the third may be a
+    pointer to one: the step's, in a CUDA graph.
 
-    anchor: zeros of that shape in the layout in which the words are needed, in disguise (a sign bit known to us, not
-    to Triton): it keeps Triton from drawing them in another layout and sending each through shared memory. 0 where
-    there is no such danger.
+    anchor: zeros of that shape in the layout in which the words are needed, in disguise (a sign bit
+        known to us, not
+    to Triton): it keeps Triton from drawing them in another layout and sending each through shared
+    memory. 0 where there is no such danger.
     """
     key0, key1, counter2, counter3, col_group, row_offset = words
     if counter2.dtype.is_ptr():
@@ -164,20 +185,28 @@ def random_words(eight, row, anchor, words):
     c0 = eight.to(tl.uint32) + col_group.to(tl.uint32) + zero
     c1 = row.to(tl.uint32) + row_offset.to(tl.uint32) + zero
     return philox4x32(
-        c0, c1, counter2.to(tl.uint32) + zero, counter3.to(tl.uint32) + zero, key0.to(tl.uint32), key1.to(tl.uint32)
+        c0,
+        c1,
+        counter2.to(tl.uint32) + zero,
+        counter3.to(tl.uint32) + zero,
+        key0.to(tl.uint32),
+        key1.to(tl.uint32),
     )
 
 
 @triton.jit
 def fraction(half):
-    """(bits + 1/2) / 2^16 of 16 bits held in a uint32: as the mantissa of a number in [1, 2), so without an
-    int-to-float cast."""
+    """(bits + 1/2) / 2^16 of 16 bits held in a uint32: as the mantissa of a number in [1, 2), so
+    without an int-to-float cast.
+    """
     return ((half << 7) | 0x3F800040).to(tl.float32, bitcast=True) - 1.0
 
 
 @triton.jit
 def eight_halves(eight, row, anchor, words):
-    """Sixteen random bits (uint32) of each column of groups of eight: [..., G] -> [..., G, 8]. See `random_words`."""
+    """Sixteen random bits (uint32) of each column of groups of eight: [..., G] -> [..., G, 8]. See
+    `random_words`.
+    """
     w0, w1, w2, w3 = random_words(eight, row, anchor, words)
     j = tl.arange(0, 8)
     low = tl.where(j < 2, tl.expand_dims(w0, -1), tl.expand_dims(w1, -1))
@@ -188,8 +217,9 @@ def eight_halves(eight, row, anchor, words):
 
 @triton.jit
 def eight_fractions(eight, row, anchor, words, V: tl.constexpr):
-    """Thresholds [A, G, 8] in (0, 1) of groups of eight columns [A, G], or 0 without V.stochastic. See
-    `random_words`."""
+    """Thresholds [A, G, 8] in (0, 1) of groups of eight columns [A, G], or 0 without V.stochastic.
+    See `random_words`.
+    """
     r = 0.0
     if V.stochastic:
         r = fraction(eight_halves(eight, row, anchor, words))

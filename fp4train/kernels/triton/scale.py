@@ -1,4 +1,5 @@
-"""Scales from amax, the float32 operations of `quantize.scaling` in its order. A non-finite amax makes its scales NaN.
+"""Scales from amax, the float32 operations of `quantize.scaling` in its order. A non-finite amax
+makes its scales NaN.
 
 `quantize.triton_variant.Variant.scale` names the way: see there.
 """
@@ -21,13 +22,18 @@ def finite_or_nan(amax):
 
 @triton.jit
 def outer_scales(amax_ptr, decode_ptr, row, group, place, rows, V: tl.constexpr):
-    """(S_enc, S_dec) of each row in `row`, or of the tensor: S_enc = bound/amax, 1 where amax = 0, capped at FLT_MAX;
-    S_dec = 1/S_enc, which tile 0 of the tensor, or that of `group` 0 of a row, also stores. 1 without a global
-    scale."""
+    """(S_enc, S_dec) of each row in `row`, or of the tensor: S_enc = bound/amax, 1 where amax = 0,
+    capped at FLT_MAX; S_dec = 1/S_enc, which tile 0 of the tensor, or that of `group` 0 of a row,
+    also stores. 1 without a global scale.
+    """
     s_enc = 1.0
     s_dec = 1.0
     if V.outer != "none":
-        amax = tl.load(amax_ptr) if V.outer == "tensor" else tl.load(amax_ptr + row, mask=row < rows, other=0.0)
+        amax = (
+            tl.load(amax_ptr)
+            if V.outer == "tensor"
+            else tl.load(amax_ptr + row, mask=row < rows, other=0.0)
+        )
         amax = finite_or_nan(amax)
         s_enc = tl.div_rn(tl.full(amax.shape, V.bound, tl.float32), amax)
         s_enc = tl.where(s_enc > FLT_MAX, FLT_MAX, s_enc)
@@ -42,7 +48,9 @@ def outer_scales(amax_ptr, decode_ptr, row, group, place, rows, V: tl.constexpr)
 
 @triton.jit
 def place_of_scale(row64, group, groups, V: tl.constexpr):
-    """The offset of the scale of a block: row after row, or in tiles of 128 rows x 4 columns (quantize/layout.py)."""
+    """The offset of the scale of a block: row after row, or in tiles of 128 rows x 4 columns
+    (quantize/layout.py).
+    """
     if V.tiled:
         tile = row64 // 128 * tl.cdiv(groups, 4) + group // 4
         return tile * 512 + row64 % 32 * 16 + row64 % 128 // 32 * 4 + group % 4
@@ -52,8 +60,9 @@ def place_of_scale(row64, group, groups, V: tl.constexpr):
 
 @triton.jit
 def float_scales(amax, V: tl.constexpr):
-    """FP8's (scale, scale_inv): scale = (largest/amax) / 2^margin, 1 where amax = 0, `if_infinite` where the quotient
-    is infinite."""
+    """FP8's (scale, scale_inv): scale = (largest/amax) / 2^margin, 1 where amax = 0, `if_infinite`
+    where the quotient is infinite.
+    """
     scale = tl.div_rn(tl.full(amax.shape, V.largest, tl.float32), amax) * V.inverse_margin
     scale = tl.where(scale == float("inf"), V.if_infinite, scale)
     if V.scale == "pow2":
@@ -88,10 +97,13 @@ def e8m0_decode(byte):
 
 @triton.jit
 def e8m0_scales(amax_b, V: tl.constexpr):
-    """MX's block scales: (byte, encode factor 2^(127-byte), decode factor 2^(byte-127)). Byte 0 encodes with 1
-    (rceil) or 2^126."""
+    """MX's block scales: (byte, encode factor 2^(127-byte), decode factor 2^(byte-127)). Byte 0
+    encodes with 1 (rceil) or 2^126.
+    """
     if V.scale == "e8m0_rceil":
-        bits = tl.div_rn(amax_b, tl.full(amax_b.shape, V.largest, tl.float32)).to(tl.int32, bitcast=True)
+        bits = tl.div_rn(amax_b, tl.full(amax_b.shape, V.largest, tl.float32)).to(
+            tl.int32, bitcast=True
+        )
         exponent = bits >> 23
         mantissa = bits & 0x7FFFFF
         up = tl.where(exponent == 0, mantissa > 0x400000, mantissa > 0)
@@ -113,7 +125,9 @@ def e8m0_scales(amax_b, V: tl.constexpr):
 
 @triton.jit
 def block_scales(amax_b, s_enc, s_dec, V: tl.constexpr):
-    """(stored scale, encode factor, decode factor) of each block; s_enc and s_dec count for E4M3 only."""
+    """(stored scale, encode factor, decode factor) of each block; s_enc and s_dec count for E4M3
+    only.
+    """
     if V.scale == "e4m3" or V.scale == "e4m3_te2.13":
         return e4m3_scales(amax_b, s_enc, s_dec, V)
     elif V.scale == "fp32" or V.scale == "pow2":

@@ -1,7 +1,8 @@
-"""Loads of the kernels of both forms: of x itself, or of the tensors that it is computed from in registers, so that x
-in BF16 is neither written nor read.
+"""Loads of the kernels of both forms: of x itself, or of the tensors that it is computed from in
+registers, so that x in BF16 is neither written nor read.
 
-S names the source; `read` gives float32 numbers on the BF16 grid, rounded where torch's operators round:
+S names the source; `read` gives float32 numbers on the BF16 grid, rounded where torch's operators
+round:
 
 "none"       x
 "norm"       (h, weight, rstd): h * rstd * weight, rounded once, as F.rms_norm of a weight in BF16; what lies behind
@@ -11,9 +12,10 @@ S names the source; `read` gives float32 numbers on the BF16 grid, rounded where
 "gradients"  (dh, gate, up), where dh is the gradient of silu(gate) * up: of gate dh * up, rounded, times silu'(gate),
              and of up dh times silu(gate), which is rounded; `which_gradient` says which of the two
 
-silu(a) = a / (1 + exp(-a)). The exponential is 2^k * p(f) with -a * log2(e) = k + f, |f| <= 1/2, and p a polynomial of
-degree 5 (relative error 2e-7, a ten-thousandth of a BF16 ulp), in additions and multiplications of float32, so that it
-has the same bits on every GPU and in torch (`quantize/produced.py`); that of a GPU's instruction is not specified.
+silu(a) = a / (1 + exp(-a)). The exponential is 2^k * p(f) with -a * log2(e) = k + f, |f| <= 1/2,
+and p a polynomial of degree 5 (relative error 2e-7, a ten-thousandth of a BF16 ulp), in additions
+and multiplications of float32, so that it has the same bits on every GPU and in torch
+(`quantize/produced.py`); that of a GPU's instruction is not specified.
 """
 
 # mypy: ignore-errors
@@ -50,12 +52,23 @@ def bf16_grid(x, HARDWARE: tl.constexpr):
 
 @triton.jit
 def which_gradient():
-    """0 in programs that make the gradient of gate, 1 in those of up: neighbours, which share what they read."""
+    """0 in programs that make the gradient of gate, 1 in those of up: neighbours, which share what
+    they read.
+    """
     return tl.program_id(0) % 2
 
 
 @triton.jit
-def read(x_ptr, offset, token, inside_tokens, feature, inside_features, S: tl.constexpr, HARDWARE: tl.constexpr):
+def read(
+    x_ptr,
+    offset,
+    token,
+    inside_tokens,
+    feature,
+    inside_features,
+    S: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
     """float32 numbers of x at `offset`, which are those of `token` and `feature`; 0 outside.
 
     x_ptr: the pointer of x, or a tuple of those of the source, whose tensors have the strides of x.

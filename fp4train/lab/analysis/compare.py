@@ -1,9 +1,11 @@
-"""Several runs side by side: a table, and a picture of their curves with the relative gap to the first.
+"""Several runs side by side: a table, and a picture of their curves with the relative gap to the
+first.
 
-gap = loss / loss of the first - 1, at the last step that all runs have: of the validation losses where all have some at
-a common step, otherwise of the smoothed training losses. That is the figure in which the NVFP4 paper (arXiv:2509.25149,
-section 3) reports its validation losses: below 1 % of FP8's for most of the run, about 1.5 % at its end. The training
-losses of two runs on the same data carry the same noise, so the gap between them is far smoother than either.
+gap = loss / loss of the first - 1, at the last step that all runs have: of the validation losses
+where all have some at a common step, otherwise of the smoothed training losses. That is the figure
+in which the NVFP4 paper (arXiv:2509.25149, section 3) reports its validation losses: below 1 % of
+FP8's for most of the run, about 1.5 % at its end. The training losses of two runs on the same data
+carry the same noise, so the gap between them is far smoother than either.
 """
 
 import csv
@@ -35,7 +37,8 @@ from fp4train.lab.analysis.history import (
 )
 from fp4train.text import screen, table_width, tabulate
 
-COMPARISON, OUTPUTS = "compare.png", (*FIGURES, ".csv", ".json")
+COMPARISON = "compare.png"
+OUTPUTS = (*FIGURES, ".csv", ".json")
 WITH_LEGEND = 11.5
 """Inches of the picture where the legend stands beside the panels."""
 ABSENT = "-"
@@ -50,7 +53,8 @@ class RunSummary:
 
     Args:
         recipe: the recipes in order of appearance.
-        quantised: share of the linear layers' multiply-adds that were quantised, over the steps; None: not known.
+        quantised: share of the linear layers' multiply-adds that were quantised, over the steps;
+            None: not known.
         train_loss: smoothed, at the run's last step.
         val_loss, best_val_loss: in high precision, the last and the lowest.
         gap: relative, at `Comparison.step`; None for the first run.
@@ -74,8 +78,8 @@ class SeedMean:
 
     Args:
         runs, seeds: which.
-        train_loss, loss: mean and standard deviation (of the sample, n − 1) of the smoothed training loss at the end,
-            and of the loss that gaps are of at `Comparison.step`.
+        train_loss, loss: mean and standard deviation (of the sample, n − 1) of the smoothed
+            training loss at the end, and of the loss that gaps are of at `Comparison.step`.
         gap: of the mean loss, relative to the mean of the first run's group; None for that group.
     """
 
@@ -100,9 +104,14 @@ class Comparison:
     def __init__(self, runs: Sequence[Path], quantised: Callable[[Path], float | None]) -> None:
         self.histories = histories = [read_history(Path(run)) for run in runs]
         self.key, self.step = common_step(histories)
-        """The loss that the gap is of, ``val/loss`` or ``train/loss``, and the step that it is at."""
+        """The loss that the gap is of, ``val/loss`` or ``train/loss``, and the step that it is
+        at.
+        """
         losses = [_at(history, self.key, self.step) for history in histories]
-        gaps = [loss / losses[0] - 1 if index and losses[0] else None for index, loss in enumerate(losses)]
+        gaps = [
+            loss / losses[0] - 1 if index and losses[0] else None
+            for index, loss in enumerate(losses)
+        ]
         self.rows = [
             _summary(history, name, gap, quantised(history.path))
             for history, name, gap in zip(histories, names_of(histories), gaps, strict=True)
@@ -110,11 +119,25 @@ class Comparison:
         self.means = _means(histories, self.rows, losses)
         """Means of the seeds, one per group of runs, if any group has several."""
         self.differing = _differing([configuration(history) for history in histories])
-        """The keys in which configurations differ, with the value of each run; empty where one is not known."""
+        """The keys in which configurations differ, with the value of each run; empty where one is
+        not known.
+        """
 
     def render(self, width: int | None = None) -> str:
-        """The tables as aligned text, in lines of `width` characters (None: of any), and the sentences below them."""
-        header = ["run", "recipe", "quantised", "steps", "train loss", "val loss", "best", "gap", "tokens/s"]
+        """The tables as aligned text, in lines of `width` characters (None: of any), and the
+        sentences below them.
+        """
+        header = [
+            "run",
+            "recipe",
+            "quantised",
+            "steps",
+            "train loss",
+            "val loss",
+            "best",
+            "gap",
+            "tokens/s",
+        ]
         cells = [
             [
                 row.name,
@@ -131,10 +154,14 @@ class Comparison:
         ]
         rows = [header, *cells]
         recipes: list[str] = []
-        if width is not None and table_width(rows) > width:  # the recipes then have lines of their own
+        # the recipes then have lines of their own
+        if width is not None and table_width(rows) > width:
             recipes = tabulate([row[:2] for row in rows], width=width)
             rows = [[row[0], *row[2:]] for row in rows]
-        of = "validation loss" if self.key == "val/loss" else "training loss"
+        if self.key == "val/loss":
+            of = "validation loss"
+        else:
+            of = "training loss"
         return screen(
             __package__,
             "compare.txt",
@@ -142,8 +169,14 @@ class Comparison:
             of=of,
             table=tabulate(rows, right=range(1 if recipes else 2, len(header)), width=width),
             recipes=recipes,
-            divergences=[(row.name, *_divergences(each)) for each, row in zip(self.histories, self.rows, strict=True)],
-            differing=[f"{key}={'|'.join(map(str, each))}" for key, each in _by_class(self.differing).items()],
+            divergences=[
+                (row.name, *_divergences(each))
+                for each, row in zip(self.histories, self.rows, strict=True)
+            ],
+            differing=[
+                f"{key}={'|'.join(map(str, each))}"
+                for key, each in _by_class(self.differing).items()
+            ],
             most=DIFFERING,
             means=self._means_of(of, width) if self.means else [],
         )
@@ -163,8 +196,8 @@ class Comparison:
         return tabulate([header, *cells], right=range(2, len(header)), width=width)
 
     def write(self, out: Path, width: float | None = None) -> Path:
-        """Write `out`: a picture (.png, .svg, .pdf) of this width in inches, the table with a line per run (.csv), or
-        everything (.json).
+        """Write `out`: a picture (.png, .svg, .pdf) of this width in inches, the table with a line
+        per run (.csv), or everything (.json).
 
         Raises:
             UserError: the file cannot be written, or its name ends otherwise.
@@ -172,7 +205,10 @@ class Comparison:
         check_out(out, OUTPUTS)
         if out.suffix.lower() in FIGURES:
             return self.draw(out, width)
-        rows = [{"run": row.name, **{k: v for k, v in asdict(row).items() if k != "name"}} for row in self.rows]
+        rows = [
+            {"run": row.name, **{k: v for k, v in asdict(row).items() if k != "name"}}
+            for row in self.rows
+        ]
         if out.suffix.lower() == ".json":
             found = {
                 "loss": self.key,
@@ -198,22 +234,35 @@ class Comparison:
         Raises:
             UserError: the file cannot be written.
         """
-        path = Path(out) if out is not None else self.histories[0].path / COMPARISON
+        if out is not None:
+            path = Path(out)
+        else:
+            path = self.histories[0].path / COMPARISON
         with user_errors(OSError, before=f"{path} cannot be written: ", message=reason):
-            save(self.picture(), width or (PICTURE if len(self.rows) <= INSIDE else WITH_LEGEND), path)
+            save(
+                self.picture(),
+                width or (PICTURE if len(self.rows) <= INSIDE else WITH_LEGEND),
+                path,
+            )
         return path
 
     def picture(self) -> Draw:
-        """Curves, gaps to the first run, and the recipe of each run over the steps; of one run its own curves."""
+        """Curves, gaps to the first run, and the recipe of each run over the steps; of one run its
+        own curves.
+        """
         if len(self.histories) == 1:
             return one_run(self.histories[0])
-        first, *_ = both = [(history.loss("train/loss"), history.loss("val/loss")) for history in self.histories]
+        first, *_ = both = [
+            (history.loss("train/loss"), history.loss("val/loss")) for history in self.histories
+        ]
         losses = [
             Losses(
                 name=row.name,
                 train=Curve.of(each[0]),
                 validation=Curve.of(each[1]),
-                gaps=[] if each is first else [_gap(*pair) for pair in zip(each, first, strict=True)],
+                gaps=[]
+                if each is first
+                else [_gap(*pair) for pair in zip(each, first, strict=True)],
             )
             for row, each in zip(self.rows, both, strict=True)
         ]
@@ -224,7 +273,9 @@ class Comparison:
         return over_steps(losses, rows, named=True)
 
 
-def compare(runs: Sequence[Path], quantised: Callable[[Path], float | None] = lambda run: None) -> Comparison:
+def compare(
+    runs: Sequence[Path], quantised: Callable[[Path], float | None] = lambda run: None
+) -> Comparison:
     """`Comparison`, of one run at least."""
     if not runs:
         raise UserError("compare needs run directories: fp4train compare RUN RUN...")
@@ -232,14 +283,21 @@ def compare(runs: Sequence[Path], quantised: Callable[[Path], float | None] = la
 
 
 def _divergences(history: History) -> tuple[int | None, list[int]]:
-    """The step of a divergence that a run ended in (None: in none), and the steps that it went back to."""
-    found = [event for event in history.events() if event.name in ("divergence", "divergence over", "rewind")]
+    """The step of a divergence that a run ended in (None: in none), and the steps that it went back
+    to.
+    """
+    found = [
+        event
+        for event in history.events()
+        if event.name in ("divergence", "divergence over", "rewind")
+    ]
     back = [event.step - 1 for event in found if event.name == "rewind"]
     return found[-1].step if found and found[-1].name == "divergence" else None, back
 
 
 def _summary(history: History, name: str, gap: float | None, quantised: float | None) -> RunSummary:
-    validation, speed = history.series("val/loss"), history.series("perf/tokens_per_s")
+    validation = history.series("val/loss")
+    speed = history.series("perf/tokens_per_s")
     finite = validation.values[np.isfinite(validation.values)]
     return RunSummary(
         name=name,
@@ -255,7 +313,8 @@ def _summary(history: History, name: str, gap: float | None, quantised: float | 
 
 
 def _differing(configs: list[dict[str, Any] | None]) -> dict[str, list[Any]]:
-    """Key → the value of each run, for the keys in which they differ; those of the run itself are left out.
+    """Key → the value of each run, for the keys in which they differ; those of the run itself are
+    left out.
 
     A key that a configuration leaves to its class has the default of the class.
     """
@@ -265,21 +324,29 @@ def _differing(configs: list[dict[str, Any] | None]) -> dict[str, list[Any]]:
     keys = dict.fromkeys(key for config in known for key in _flat(config))
     flat = [_flat(_completed(config)) | _flat(config) for config in known]
     found = {key: [values.get(key, ABSENT) for values in flat] for key in keys}
-    return {key: values for key, values in found.items() if any(value != values[0] for value in values)}
+    return {
+        key: values for key, values in found.items() if any(value != values[0] for value in values)
+    }
 
 
 def _flat(config: dict[str, Any]) -> dict[str, Any]:
-    """Values by their full keys, without the sections in which runs of one configuration may differ."""
+    """Values by their full keys, without the sections in which runs of one configuration may
+    differ.
+    """
     return flattened({key: value for key, value in config.items() if key not in NOT_THE_SAME_RUN})
 
 
 def _completed(config: dict[str, Any]) -> dict[str, Any]:
-    """A configuration with the defaults of its classes; as it is where a class is not at hand, as of a plugin."""
+    """A configuration with the defaults of its classes; as it is where a class is not at hand, as
+    of a plugin.
+    """
     try:
         completed = complete(config, Config)
     except UserError:
         return config
-    return dict(completed) if isinstance(completed, dict) else config
+    if isinstance(completed, dict):
+        return dict(completed)
+    return config
 
 
 def _by_class(differing: dict[str, list[Any]]) -> dict[str, list[Any]]:
@@ -297,10 +364,13 @@ def _by_class(differing: dict[str, list[Any]]) -> dict[str, list[Any]]:
         labels = differing.get(f"{section}label", [ABSENT] * len(values))
         classes = [str(value).rpartition(".")[2] for value in values]
         found[section.removesuffix(".")] = [
-            name if label in (ABSENT, "") else label for name, label in zip(classes, labels, strict=True)
+            name if label in (ABSENT, "") else label
+            for name, label in zip(classes, labels, strict=True)
         ]
     for key, values in differing.items():
-        named = key.endswith("._target_") or (f"{key.rpartition('.')[0]}.label" == key and key[:-5] in sections)
+        named = key.endswith("._target_") or (
+            f"{key.rpartition('.')[0]}.label" == key and key[:-5] in sections
+        )
         agreed = ABSENT in values and len(_present(values)) < 2 and key.startswith(tuple(sections))
         if not named and not agreed:
             found[key] = values
@@ -348,7 +418,9 @@ def _with_deviation(value: tuple[float, float]) -> str:
 
 def _cell(value: object) -> object:
     """A cell of a CSV file: a spreadsheet takes text that begins so for a formula, and runs it."""
-    return f"'{value}" if isinstance(value, str) and value.lstrip().startswith(("=", "+", "-", "@")) else value
+    if isinstance(value, str) and value.lstrip().startswith(("=", "+", "-", "@")):
+        return f"'{value}"
+    return value
 
 
 def _strict(node: Any) -> Any:
@@ -357,7 +429,9 @@ def _strict(node: Any) -> Any:
         return {key: _strict(value) for key, value in node.items()}
     if isinstance(node, list | tuple):
         return [_strict(value) for value in node]
-    return None if isinstance(node, float) and not math.isfinite(node) else node
+    if isinstance(node, float) and not math.isfinite(node):
+        return None
+    return node
 
 
 def _gap(series: Series, first: Series) -> Curve:

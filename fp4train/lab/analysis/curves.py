@@ -1,4 +1,6 @@
-"""Figures over steps: the losses of one run (RUN/curves.png); of several runs, their gaps, and the recipe of each."""
+"""Figures over steps: the losses of one run (RUN/curves.png); of several runs, their gaps, and the
+recipe of each.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +27,19 @@ UPRIGHT = 44
 SPREAD = 3
 """The most curves whose intervals are drawn as bands."""
 SETTLED = 10
-"""The axis of gaps leaves out a tenth of the steps at the beginning, and of the intervals the first half."""
+"""The axis of gaps leaves out a tenth of the steps at the beginning, and of the intervals the first
+half.
+"""
 INSIDE = 6
 """The most runs whose legend stands in the panel; that of more stands beside it."""
-NAME, ROW, TITLE = 36, 28, 88
+NAME = 36
+ROW = 28
+TITLE = 88
 """Characters of a line of a run's name: in a legend, beside its row, in a title."""
 BAR_WORDS = 7.0
 """Points of the words in a bar."""
-BAR, BAR_LINES = 0.2, 3
+BAR = 0.2
+BAR_LINES = 3
 """Inches of a bar with a line of words; the most lines in one."""
 CHARACTERS = 14
 """Characters of words in an inch."""
@@ -64,7 +71,8 @@ class Losses:
 
     Args:
         train: smoothed. validation: in high precision.
-        gaps: of both, to the first of the figure, in per cent; empty for the first, or where nothing is compared.
+        gaps: of both, to the first of the figure, in per cent; empty for the first, or where
+            nothing is compared.
     """
 
     name: str
@@ -90,20 +98,29 @@ class RecipeRow:
 
 
 def over_steps(losses: Sequence[Losses], rows: Sequence[RecipeRow], *, named: bool) -> Draw:
-    """Losses, gaps to the first where there are some, and the recipes of every run over one axis of steps.
+    """Losses, gaps to the first where there are some, and the recipes of every run over one axis of
+    steps.
 
     Args:
-        named: the figure has a legend, and lines where recipes change; otherwise these stand beside it.
+        named: the figure has a legend, and lines where recipes change; otherwise these stand beside
+            it.
     """
-    last = max([1, *(step for row in rows for step in (row.done, *(stop for _, stop, _ in row.bands)))])
+    last = max(
+        [1, *(step for row in rows for step in (row.done, *(stop for _, stop, _ in row.bands)))]
+    )
 
     def draw(width: float) -> Figure:
-        heights = [3.2 if named else 2.6, *([1.7] if named or any(each.gaps for each in losses) else [])]
+        heights = [
+            3.2 if named else 2.6,
+            *([1.7] if named or any(each.gaps for each in losses) else []),
+        ]
         legend = named and len(losses) > INSIDE
         strip_of = _Strip(rows, width - (_legend_inches(losses) if legend else 0.0), last)
         heights.append(strip_of.height)
         figure = look.new_figure(width, sum(heights) + 0.5)
-        grid = figure.subplots(len(heights), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights})
+        grid = figure.subplots(
+            len(heights), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights}
+        )
         loss, *gap, strip = grid[:, 0]
         _losses(loss, losses, named=named)
         for panel in gap:
@@ -112,7 +129,9 @@ def over_steps(losses: Sequence[Losses], rows: Sequence[RecipeRow], *, named: bo
         for row in rows if named else ():
             for start, *_ in row.bands[1:]:
                 for panel in (loss, *gap):
-                    panel.axvline(start, color=look.colour_of(row.index), lw=0.8, linestyle=DASHED, alpha=0.7)
+                    panel.axvline(
+                        start, color=look.colour_of(row.index), lw=0.8, linestyle=DASHED, alpha=0.7
+                    )
         if named:
             look.legend_of_recipes(figure, strip_of.unnamed, int(width * CHARACTERS))
         loss.set_xlim(0, look.right_end(last))
@@ -125,28 +144,49 @@ def over_steps(losses: Sequence[Losses], rows: Sequence[RecipeRow], *, named: bo
 
 
 def _interval(axes: Axes, found: Curve, index: int, count: int) -> None:
-    """The interval of one of `count` curves: as a band, or where many would cover each other as a bar at the end."""
+    """The interval of one of `count` curves: as a band, or where many would cover each other as a
+    bar at the end.
+    """
     if not np.isfinite(found.low).any():
         return
     if count <= SPREAD:
-        axes.fill_between(found.steps, found.low, found.high, color=look.colour_of(index), alpha=0.15, linewidth=0)
+        axes.fill_between(
+            found.steps, found.low, found.high, color=look.colour_of(index), alpha=0.15, linewidth=0
+        )
         return
     axes.vlines(
-        [found.steps[-1] * (1 + index * 0.004)], found.low[-1], found.high[-1], color=look.colour_of(index), lw=0.9
+        [found.steps[-1] * (1 + index * 0.004)],
+        found.low[-1],
+        found.high[-1],
+        color=look.colour_of(index),
+        lw=0.9,
     )
 
 
 def _losses(axes: Axes, losses: Sequence[Losses], *, named: bool) -> None:
     for index, each in enumerate(losses):
-        train, validation, colour = each.train, each.validation, look.colour_of(index)
+        train = each.train
+        validation = each.validation
+        colour = look.colour_of(index)
         if len(losses) <= SPREAD:
             _interval(axes, train, index, len(losses))
         label = look.name_lines(each.name, NAME)
-        axes.plot(train.steps, train.mean, color=colour, linestyle=look.line_of(index), linewidth=1.4, label=label)
-        axes.plot(validation.steps, validation.mean, color=colour, linewidth=0, marker="o", markersize=3)
+        axes.plot(
+            train.steps,
+            train.mean,
+            color=colour,
+            linestyle=look.line_of(index),
+            linewidth=1.4,
+            label=label,
+        )
+        axes.plot(
+            validation.steps, validation.mean, color=colour, linewidth=0, marker="o", markersize=3
+        )
     title = "loss (nats per token): training, smoothed; dots: validation"
     look.loss_axis(
-        axes, title if named else "loss, nats per token; dots: validation", [each.train.mean for each in losses]
+        axes,
+        title if named else "loss, nats per token; dots: validation",
+        [each.train.mean for each in losses],
     )
     if named and len(losses) > INSIDE:
         axes.figure.legend(loc="outside right upper", fontsize=7.5, handlelength=2.6)
@@ -160,9 +200,19 @@ def _gaps(axes: Axes, losses: Sequence[Losses], *, named: bool) -> None:
     axes.axhline(0, color=look.colour_of(0), linewidth=1.1)
     for index, each in enumerate(losses):
         for found, shape in zip(each.gaps, shapes, strict=False):
-            axes.plot(found.steps, found.mean, color=look.colour_of(index), linestyle=look.line_of(index), **shape)
+            axes.plot(
+                found.steps,
+                found.mean,
+                color=look.colour_of(index),
+                linestyle=look.line_of(index),
+                **shape,
+            )
             bounds = len(found) // 2
-            settled += [found.mean[len(found) // SETTLED :], found.low[bounds:], found.high[bounds:]]
+            settled += [
+                found.mean[len(found) // SETTLED :],
+                found.low[bounds:],
+                found.high[bounds:],
+            ]
         for validation in each.gaps[1:]:
             _interval(axes, validation, index, len(losses))
     title = f"gap to {losses[0].name}, %: training, smoothed; bold: validation"
@@ -189,9 +239,14 @@ class _Strip:
         self.rows = rows
         self.shades = look.shades(recipe for row in rows for *_, recipe in row.bands)
         self.names = [look.name_lines(row.label, ROW) for row in rows]
-        beside = max((look.inches_of(line) for name in self.names for line in name.split("\n")), default=0.0)
+        beside = max(
+            (look.inches_of(line) for name in self.names for line in name.split("\n")), default=0.0
+        )
         inches = (width - beside - BESIDE) / look.right_end(last)
-        self.labels = [[_in_bar(recipe, (stop - start) * inches) for start, stop, recipe in row.bands] for row in rows]
+        self.labels = [
+            [_in_bar(recipe, (stop - start) * inches) for start, stop, recipe in row.bands]
+            for row in rows
+        ]
         """The lines in every bar of every row."""
         bands = [
             (recipe, lines)
@@ -199,9 +254,13 @@ class _Strip:
             for (*_, recipe), lines in zip(row.bands, bars, strict=True)
         ]
         written = {recipe for recipe, lines in bands if lines}
-        self.unnamed = {recipe: shade for recipe, shade in self.shades.items() if recipe not in written}
+        self.unnamed = {
+            recipe: shade for recipe, shade in self.shades.items() if recipe not in written
+        }
         """Recipes whose names stand in no bar."""
-        most = max([1, *(len(lines) for _, lines in bands), *(1 + name.count("\n") for name in self.names)])
+        most = max(
+            [1, *(len(lines) for _, lines in bands), *(1 + name.count("\n") for name in self.names)]
+        )
         self.height = 0.35 + len(rows) * (BAR + look.height_of(most - 1, BAR_WORDS))
         """Inches."""
 
@@ -209,13 +268,33 @@ class _Strip:
         for place, (row, bars) in enumerate(zip(self.rows, self.labels, strict=True)):
             for (start, stop, recipe), lines in zip(row.bands, bars, strict=True):
                 ran = min(stop, max(start, row.done))
-                axes.barh(place, ran - start, left=start, height=0.8, linewidth=0.5, **self.shades[recipe].fill)
+                axes.barh(
+                    place,
+                    ran - start,
+                    left=start,
+                    height=0.8,
+                    linewidth=0.5,
+                    **self.shades[recipe].fill,
+                )
                 if stop > ran:
-                    axes.barh(place, stop - ran, left=ran, height=0.6, color="none", ec=look.QUIET, ls=":", lw=0.8)
+                    axes.barh(
+                        place,
+                        stop - ran,
+                        left=ran,
+                        height=0.6,
+                        color="none",
+                        ec=look.QUIET,
+                        ls=":",
+                        lw=0.8,
+                    )
                 middle = (start + stop) / 2
-                axes.text(middle, place, "\n".join(lines), ha="center", va="center", fontsize=BAR_WORDS)
+                axes.text(
+                    middle, place, "\n".join(lines), ha="center", va="center", fontsize=BAR_WORDS
+                )
             for step, marker in row.marks:
-                axes.plot([step], [place], marker=marker, color=look.INK, markersize=5, clip_on=False)
+                axes.plot(
+                    [step], [place], marker=marker, color=look.INK, markersize=5, clip_on=False
+                )
         style(axes, "recipe of every run")
         axes.grid(visible=False)
         axes.set_yticks(range(len(self.rows)), self.names, fontsize=look.WORDS)
@@ -239,18 +318,23 @@ def draw_curves(run_dir: Path) -> Path:
     Raises:
         UserError: not a run directory, or nothing logged yet.
     """
-    history, path = read_history(run_dir), Path(run_dir) / CURVES
+    history = read_history(run_dir)
+    path = Path(run_dir) / CURVES
     look.save(one_run(history), look.PICTURE, path)
     return path
 
 
 def one_run(history: History) -> Draw:
-    """The losses of one run with the recipe of every stretch, the learning rate and the gradient norm."""
+    """The losses of one run with the recipe of every stretch, the learning rate and the gradient
+    norm.
+    """
 
     def draw(width: float) -> Figure:
         figure = look.new_figure(width, 6.0)
         places = figure.add_gridspec(2, 2, height_ratios=(3.2, 1.0))
-        loss, rate, norm = (figure.add_subplot(each) for each in (places[0, :], places[1, 0], places[1, 1]))
+        loss, rate, norm = (
+            figure.add_subplot(each) for each in (places[0, :], places[1, 0], places[1, 1])
+        )
         _draw_loss(loss, history)
         _draw_small(rate, history.series("train/lr"), "learning rate")
         _draw_small(norm, history.series("train/grad_norm"), "gradient norm", log=True)
@@ -285,7 +369,16 @@ def _draw_loss(axes: Axes, history: History) -> None:
         series = history.series(key)
         if len(series):
             marker = "o" if len(series) <= 40 else None
-            axes.plot(series.steps, series.values, line, color=colour, lw=1.5, marker=marker, ms=3.5, label=label)
+            axes.plot(
+                series.steps,
+                series.values,
+                line,
+                color=colour,
+                lw=1.5,
+                marker=marker,
+                ms=3.5,
+                label=label,
+            )
             drawn.append(series.values)
     look.loss_axis(axes, "loss (nats per token)", drawn, height=1.045)
     axes.set_xlabel("step", fontsize=9)
@@ -311,19 +404,34 @@ def _draw_small(axes: Axes, series: Series, title: str, *, log: bool = False) ->
     axes.set_xlabel("step", fontsize=9)
     if not len(series):
         axes.text(
-            0.5, 0.5, "not logged", transform=axes.transAxes, ha="center", va="center", fontsize=8, color=look.QUIET
+            0.5,
+            0.5,
+            "not logged",
+            transform=axes.transAxes,
+            ha="center",
+            va="center",
+            fontsize=8,
+            color=look.QUIET,
         )
         axes.set_yticks([])
         return
-    axes.plot(series.steps, series.values, color=look.INK, linewidth=0.9, marker="o" if len(series) <= 2 else None)
+    axes.plot(
+        series.steps,
+        series.values,
+        color=look.INK,
+        linewidth=0.9,
+        marker="o" if len(series) <= 2 else None,
+    )
 
 
 def _draw_strip(
     axes: Axes, bands: Sequence[Band], grounds: Mapping[str, look.Shade], last: int, width: float
 ) -> dict[str, look.Shade]:
-    """Draw a band above the panel with the recipe of each span; return the recipes that it names nowhere.
+    """Draw a band above the panel with the recipe of each span; return the recipes that it names
+    nowhere.
 
-    A name that is wider than its span stands upright below it, where the span has room for its lines.
+    A name that is wider than its span stands upright below it, where the span has room for its
+    lines.
     """
     inches = (width - BESIDE) / look.right_end(last)
     free = 0.0  # where the next upright name may begin

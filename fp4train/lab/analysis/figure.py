@@ -1,9 +1,11 @@
-"""The common ground of all figures: colours, style, limits and labels; a figure as a PNG file, or as SVG in a page.
+"""The common ground of all figures: colours, style, limits and labels; a figure as a PNG file, or
+as SVG in a page.
 
-A figure is a function of its width in inches, so that one description serves the picture beside a run and the page. A
-page has every figure twice, 8.4 inches wide and 3.7: a figure that is only scaled down has letters of 4 points on a
-phone. The style of the page shows one of them; paper gets the wide one. There colours become variables of the page's
-style, so that figures follow its dark mode. Text stays text: it can be selected, searched and read aloud.
+A figure is a function of its width in inches, so that one description serves the picture beside a
+run and the page. A page has every figure twice, 8.4 inches wide and 3.7: a figure that is only
+scaled down has letters of 4 points on a phone. The style of the page shows one of them; paper gets
+the wide one. There colours become variables of the page's style, so that figures follow its dark
+mode. Text stays text: it can be selected, searched and read aloud.
 """
 
 from __future__ import annotations
@@ -30,11 +32,17 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WIDE, NARROW, PICTURE = 8.4, 3.7, 9.0
+WIDE = 8.4
+NARROW = 3.7
+PICTURE = 9.0
 """Inches: in a page on a screen, in a page on a phone, of a PNG file."""
 
-INK, QUIET, LINE = "#2b2f36", "#8a8f98", "#c9cdd3"
-TRAIN, VALIDATION, IN_RECIPE = "#2f6db3", "#d9541e", "#1a936f"
+INK = "#2b2f36"
+QUIET = "#8a8f98"
+LINE = "#c9cdd3"
+TRAIN = "#2f6db3"
+VALIDATION = "#d9541e"
+IN_RECIPE = "#1a936f"
 COLOURS = (TRAIN, VALIDATION, IN_RECIPE, "#8b5fbf", "#c43d6b", "#7a6a1f", "#3b3f46", "#17a2b8")
 LINES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1, 1)), (0, (5, 1, 1, 1)))
 """Each colour comes in each of these, so that 32 runs can be told apart."""
@@ -50,7 +58,9 @@ FIGURES = (".png", ".svg", ".pdf")
 """Endings of the files that a figure is written to."""
 
 HATCHES = ("", "////", "----", "xxxx")
-"""Each shade comes with each of these, so that 24 recipes can be told apart; of lines, which are short as SVG."""
+"""Each shade comes with each of these, so that 24 recipes can be told apart; of lines, which are
+short as SVG.
+"""
 WORDS = 7.5
 """Points of words in a panel."""
 LABEL: Any = {"fontsize": WORDS}
@@ -104,7 +114,9 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def save(draw: Draw, width: float, *paths: Path) -> None:
-    """Write a figure to files, each in the format that its name ends in, so that a viewer never sees half of one."""
+    """Write a figure to files, each in the format that its name ends in, so that a viewer never
+    sees half of one.
+    """
     for path in paths:
         files.write(path, rendered(draw, width, path.suffix.lower()), create=True, sync=False)
 
@@ -121,8 +133,12 @@ def rendered(draw: Draw, width: float, ending: str) -> bytes:
 
 def endings_of(text: str) -> tuple[str, ...] | None:
     """The endings of files that an option names, png,svg; None: one is none of `FIGURES`."""
-    endings = tuple(dict.fromkeys(f".{ending.strip().lower().removeprefix('.')}" for ending in text.split(",")))
-    return endings if set(endings) <= set(FIGURES) else None
+    endings = tuple(
+        dict.fromkeys(f".{ending.strip().lower().removeprefix('.')}" for ending in text.split(","))
+    )
+    if set(endings) <= set(FIGURES):
+        return endings
+    return None
 
 
 def width_of(text: str) -> float | None:
@@ -143,7 +159,8 @@ def inline_svg(name: str, draw: Draw, width: float, alt: str) -> str:
     file = io.BytesIO()
     saved = {"svg.hashsalt": name, "path.simplify_threshold": 0.3}
     with warnings.catch_warnings(), _look(saved):
-        warnings.simplefilter("ignore")  # the font that matplotlib measures with lacks a letter; a browser finds one
+        # the font that matplotlib measures with lacks a letter; a browser finds one
+        warnings.simplefilter("ignore")
         drawn = draw(width)
         drawn.patch.set_visible(False)
         for axes in drawn.axes:
@@ -151,13 +168,16 @@ def inline_svg(name: str, draw: Draw, width: float, alt: str) -> str:
         drawn.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
     root = ElementTree.fromstring(file.getvalue())
     *_, shown_width, shown_height = root.attrib["viewBox"].split()
-    root.attrib.update({"role": "img", "aria-label": alt, "width": shown_width, "height": shown_height})
+    root.attrib.update(
+        {"role": "img", "aria-label": alt, "width": shown_width, "height": shown_height}
+    )
     for element in list(root.iter()):
         for child in list(element):
             if child.tag in (f"{{{_SVG}}}metadata", f"{{{_SVG}}}style"):
                 element.remove(child)
         if element.tag == f"{{{_SVG}}}g":
-            element.attrib.pop("id", None)  # every figure has the same; those of clips and markers depend on the name
+            # every figure has the same; those of clips and markers depend on the name
+            element.attrib.pop("id", None)
         if style := element.get("style"):
             element.set("style", _COLOUR.sub(lambda found: f"var({VARIABLES[found[0]]})", style))
     ElementTree.register_namespace("", _SVG)
@@ -172,7 +192,9 @@ def check_out(out: Path, endings: Sequence[str]) -> None:
         UserError: its name ends otherwise, or there is no such folder.
     """
     if out.suffix.lower() not in endings:
-        raise UserError(f"out={out if out.name else ''}: the name must end in {' or '.join(endings)}")
+        raise UserError(
+            f"out={out if out.name else ''}: the name must end in {' or '.join(endings)}"
+        )
     if not out.parent.is_dir():
         raise UserError(f"out={out}: there is no folder {out.parent}")
     if out.is_dir():
@@ -190,7 +212,10 @@ def _look(more: Any = None) -> Iterator[None]:
         import matplotlib
     except ModuleNotFoundError as error:
         raise UserError("figures need matplotlib: pip install matplotlib") from error
-    with resources.as_file(resources.files(__package__) / "figure.mplstyle") as file, matplotlib.rc_context(more, file):
+    with (
+        resources.as_file(resources.files(__package__) / "figure.mplstyle") as file,
+        matplotlib.rc_context(more, file),
+    ):
         yield
 
 
@@ -200,7 +225,8 @@ def plain(text: object, limit: int) -> str:
     if len(shown) > limit:
         shown = f"{shown[: limit - 12]}…{shown[-11:]}"
     return "".join(
-        " " if c in "\n\t" else "�" if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Co") else c for c in shown
+        " " if c in "\n\t" else "�" if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Co") else c
+        for c in shown
     )
 
 
@@ -209,7 +235,9 @@ def inches_of(text: str, points: float = WORDS) -> float:
     from matplotlib.font_manager import FontProperties
     from matplotlib.textpath import text_to_path
 
-    width, _, _ = text_to_path.get_text_width_height_descent(text, FontProperties(size=points), ismath=False)
+    width, _, _ = text_to_path.get_text_width_height_descent(
+        text, FontProperties(size=points), ismath=False
+    )
     return float(width) / 72
 
 
@@ -219,7 +247,9 @@ def height_of(lines: int, points: float = WORDS) -> float:
 
 
 def lines_within(text: str, inches: float, points: float = WORDS) -> list[str]:
-    """The whole text in lines that are at most so wide, broken between words; empty where a word is wider."""
+    """The whole text in lines that are at most so wide, broken between words; empty where a word is
+    wider.
+    """
     lines: list[str] = []
     if len(text) > LONGEST:
         return lines
@@ -248,7 +278,9 @@ def legend_of_recipes(figure: Figure, names: Mapping[str, Shade], room: int) -> 
     labels = [name_lines(name, room) for name in names]
     columns = max(1, min(len(names), room // (6 + max(map(len, "\n".join(labels).split("\n"))))))
     patches = [Patch(**shade.fill) for shade in names.values()]
-    figure.legend(patches, labels, loc="outside lower left", ncols=columns, fontsize=WORDS, handlelength=1.8)
+    figure.legend(
+        patches, labels, loc="outside lower left", ncols=columns, fontsize=WORDS, handlelength=1.8
+    )
 
 
 def right_end(last_step: int) -> float:
@@ -257,7 +289,9 @@ def right_end(last_step: int) -> float:
 
 
 def style(axes: Axes, title: str, *, height: float | None = None, ticks: int = 10) -> None:
-    """The common style of all panels; `height` is the position of the title, as a share of the panel."""
+    """The common style of all panels; `height` is the position of the title, as a share of the
+    panel.
+    """
     axes.grid(axis="y")
     axes.set_axisbelow(True)
     axes.set_title(title, y=height, loc="left")
@@ -291,8 +325,16 @@ def colour_bar(axes: Axes, image: Any, **options: Any) -> Any:
 
 
 def logarithmic(axes: Axes, *, fine: bool) -> None:
-    """A logarithmic y axis with plain numbers: evenly spaced ones (`fine`), or 1, 2, 5 of each decade."""
-    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, NullLocator, ScalarFormatter
+    """A logarithmic y axis with plain numbers: evenly spaced ones (`fine`), or 1, 2, 5 of each
+    decade.
+    """
+    from matplotlib.ticker import (
+        LogLocator,
+        MaxNLocator,
+        NullFormatter,
+        NullLocator,
+        ScalarFormatter,
+    )
 
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(MaxNLocator(9) if fine else LogLocator(subs=(1.0, 2.0, 5.0)))
@@ -301,7 +343,9 @@ def logarithmic(axes: Axes, *, fine: bool) -> None:
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
-def loss_axis(axes: Axes, title: str, curves: Sequence[Floats], *, height: float | None = None) -> None:
+def loss_axis(
+    axes: Axes, title: str, curves: Sequence[Floats], *, height: float | None = None
+) -> None:
     """The y axis of losses: logarithmic where all are positive, within `loss_limits`."""
     style(axes, title, height=height)
     if all((values[np.isfinite(values)] > 0).all() for values in curves):
@@ -311,7 +355,9 @@ def loss_axis(axes: Axes, title: str, curves: Sequence[Floats], *, height: float
 
 
 def loss_limits(curves: Sequence[Floats]) -> tuple[float, float] | None:
-    """Axis limits that leave out the steep fall of the first steps, which would flatten the rest."""
+    """Axis limits that leave out the steep fall of the first steps, which would flatten the
+    rest.
+    """
     finite = [curve[np.isfinite(curve)] for curve in curves]
     finite = [curve for curve in finite if len(curve)]
     if not finite:
@@ -319,12 +365,15 @@ def loss_limits(curves: Sequence[Floats]) -> tuple[float, float] | None:
     low = min(float(curve.min()) for curve in finite)
     high = max(float(curve[min(len(curve) - 1, len(curve) // 50) :].max()) for curve in finite)
     margin = 0.03 * (high - low) or 0.05 * abs(high) or 1.0
-    # The axis is logarithmic if all losses are positive, and then its lower end must be positive too.
+    # The axis is logarithmic if all losses are positive, and then its lower end must be positive
+    # too.
     return max(low - margin, low / 2) if low > 0 else low - margin, high + margin
 
 
 def gap_limits(gaps: Sequence[Floats]) -> tuple[float, float]:
-    """Axis limits that show 0 and the gaps of every curve but the outermost hundredth at either end of it."""
+    """Axis limits that show 0 and the gaps of every curve but the outermost hundredth at either end
+    of it.
+    """
     finite = [values[np.isfinite(values)] for values in gaps]
     finite = [values for values in finite if len(values)]
     low = min([0.0, *(float(np.percentile(values, 1, method="lower")) for values in finite)])

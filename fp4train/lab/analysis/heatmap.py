@@ -1,8 +1,8 @@
 """Quantisation errors by layer and step (`RUN/statistics.bin`) as arrays and as heat maps.
 
-RUN/statistics.png has a panel for each operand with its signal to quantisation noise in dB, and one with the norm of
-each layer's gradient over its noise, on a scale whose middle is √3 ("FP4 All the Way", arXiv 2505.19115). A page has
-the worst operand of each layer.
+RUN/statistics.png has a panel for each operand with its signal to quantisation noise in dB, and one
+with the norm of each layer's gradient over its noise, on a scale whose middle is √3 ("FP4 All the
+Way", arXiv 2505.19115). A page has the worst operand of each layer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,16 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from fp4train.lab.analysis.figure import LINE, NARROW, Draw, colour_bar, name_lines, new_figure, plain, save
+from fp4train.lab.analysis.figure import (
+    LINE,
+    NARROW,
+    Draw,
+    colour_bar,
+    name_lines,
+    new_figure,
+    plain,
+    save,
+)
 from fp4train.lab.analysis.history import Floats
 from fp4train.text import shortened
 from fp4train.track import read_statistics
@@ -33,9 +42,11 @@ RATIO = "gradient / noise"
 """The map that has a logarithmic scale, because it spans decades, and on which small is bad."""
 LEAST_DB = 4.0
 """Decibels that a scale has at least: on a shorter one, equal operands would look different."""
-LAYERS, COLUMNS = 48, 40
-"""Rows and columns of a map in a page; of more layers the worst are shown, of more steps evenly chosen ones. A picture
-has all, and names so many layers at its axis."""
+LAYERS = 48
+COLUMNS = 40
+"""Rows and columns of a map in a page; of more layers the worst are shown, of more steps evenly
+chosen ones. A picture has all, and names so many layers at its axis.
+"""
 MOST = 1 << 26
 """Values of one metric; a file whose names and steps ask for more is none."""
 WORST = 10
@@ -55,24 +66,31 @@ class Errors:
     """
 
     def __init__(self, found: Columns) -> None:
-        rows, gradients = found.operands, found.gradients
+        rows = found.operands
+        gradients = found.gradients
         steps, at = np.unique(rows["step"], return_inverse=True)
         layers, of_layer = _numbered(rows["layer"])
         operands, of_operand = _numbered(rows["operand"])
         shape = (len(layers), len(operands), len(steps))
         if np.prod(shape, dtype=float) > MOST:
-            raise ValueError(f"the statistics have {len(layers)} layers, {len(operands)} operands, {len(steps)} steps")
+            raise ValueError(
+                f"the statistics have {len(layers)} layers, {len(operands)} operands, "
+                f"{len(steps)} steps"
+            )
         self.steps: Sequence[int] = steps.tolist()
         """The measured steps, ascending."""
-        self.layers, self.operands = ([plain(name, LAYER) for name in names] for names in (layers, operands))
+        self.layers, self.operands = (
+            [plain(name, LAYER) for name in names] for names in (layers, operands)
+        )
         """Layers in the order of the model; operands "fprop.x", …"""
         self.values = {name: np.full(shape, np.nan) for name in METRICS}
         """Metric → array [layer, operand, step]; NaN where nothing was measured."""
         for name, array in self.values.items():
             array[of_layer, of_operand, at] = rows[name]
         self.gradient_to_noise: Floats = np.full((len(layers), len(steps)), np.nan)
-        """[layer, step]: norm of the weight gradient over that of its quantisation noise; NaN where no noise is
-        added."""
+        """[layer, step]: norm of the weight gradient over that of its quantisation noise; NaN where
+        no noise is added.
+        """
         layer_at = {name: index for index, name in enumerate(layers)}
         step_at = {step: index for index, step in enumerate(self.steps)}
         columns = (gradients[key].tolist() for key in ("step", "layer", "gradient", "noise"))
@@ -88,24 +106,33 @@ class Errors:
 
     @property
     def worst_layers(self) -> list[int]:
-        """Layers by their largest relative error at the last step that they were measured at, the worst first."""
+        """Layers by their largest relative error at the last step that they were measured at, the
+        worst first.
+        """
         error = worst_operand(self.relative_error)
         last = [next((x for x in reversed(row) if np.isfinite(x)), -np.inf) for row in error]
         return sorted(range(len(last)), key=lambda i: -last[i])
 
 
 class WorstLayer:
-    """A layer when it was last measured, with its worst operand; `layer` is its place among those of `found`."""
+    """A layer when it was last measured, with its worst operand; `layer` is its place among those
+    of `found`.
+    """
 
     def __init__(self, found: Errors, layer: int) -> None:
         relative = found.relative_error[layer]
         last = int(np.isfinite(relative).any(axis=0).nonzero()[0][-1])
         operand = int(np.nanargmax(relative[:, last]))
-        error, ratio = relative[operand], float(found.gradient_to_noise[layer, last])
-        self.layer, self.operand, self.step = found.layers[layer], found.operands[operand], found.steps[last]
+        error = relative[operand]
+        ratio = float(found.gradient_to_noise[layer, last])
+        self.layer = found.layers[layer]
+        self.operand = found.operands[operand]
+        self.step = found.steps[last]
         self.error, self.first = error[last], error[np.isfinite(error)][0]
         """Relative error then, and when it was first measured."""
-        self.values = {name: float(values[layer, operand, last]) for name, values in found.values.items()}
+        self.values = {
+            name: float(values[layer, operand, last]) for name, values in found.values.items()
+        }
         """Values of the operand's last measurement, by metric."""
         self.ratio = ratio if math.isfinite(ratio) else None
         """Gradient over noise; None where no noise is added."""
@@ -114,7 +141,11 @@ class WorstLayer:
 def worst_when_last_measured(found: Errors) -> list[WorstLayer]:
     """The layers with the largest errors when they were last measured, the worst first."""
     relative = found.relative_error
-    return [WorstLayer(found, layer) for layer in found.worst_layers[:WORST] if np.isfinite(relative[layer]).any()]
+    return [
+        WorstLayer(found, layer)
+        for layer in found.worst_layers[:WORST]
+        if np.isfinite(relative[layer]).any()
+    ]
 
 
 def worst_operand(values: Floats) -> Floats:
@@ -124,7 +155,9 @@ def worst_operand(values: Floats) -> Floats:
 
 
 def _numbered(names: NDArray[Any]) -> tuple[list[str], NDArray[np.intp]]:
-    """The distinct names in the order in which they appear first, and for each name its place among them."""
+    """The distinct names in the order in which they appear first, and for each name its place among
+    them.
+    """
     distinct, first, place = np.unique(names, return_index=True, return_inverse=True)
     order = np.argsort(first)
     rank = np.empty_like(order)
@@ -133,32 +166,52 @@ def _numbered(names: NDArray[Any]) -> tuple[list[str], NDArray[np.intp]]:
 
 
 def draw_statistics(run: Path) -> Path:
-    """Draw RUN/statistics.png from RUN/statistics.bin: the noise of each operand, and of the weights' gradients.
+    """Draw RUN/statistics.png from RUN/statistics.bin: the noise of each operand, and of the
+    weights' gradients.
 
     Raises:
         UserError: the run has no statistics.
     """
-    found, path = Errors(read_statistics(run)), Path(run) / HEATMAP
+    found = Errors(read_statistics(run))
+    path = Path(run) / HEATMAP
     maps = statistics_maps(found)
-    columns = -(-len(maps) // -(-len(maps) // 4))  # in as few rows of at most 4 as equal as they can be
-    save(draw_maps(maps, found.layers, found.steps, columns, Path(run).resolve().name), 4.4 * columns, path)
+    # in as few rows of at most 4 as equal as they can be
+    columns = -(-len(maps) // -(-len(maps) // 4))
+    save(
+        draw_maps(maps, found.layers, found.steps, columns, Path(run).resolve().name),
+        4.4 * columns,
+        path,
+    )
     return path
 
 
 def statistics_maps(found: Errors) -> list[HeatMap]:
-    """The maps of a picture, of what was measured: the noise of each operand on one scale, and that of gradients."""
+    """The maps of a picture, of what was measured: the noise of each operand on one scale, and that
+    of gradients.
+    """
     noise = found.values["sqnr_db"]
     low, high = decibels(noise)
     scale = {"cmap": "viridis", "vmin": low, "vmax": high}
-    maps = [HeatMap(f"{operand}, SQNR in dB", noise[:, i], scale) for i, operand in enumerate(found.operands)]
+    maps = [
+        HeatMap(f"{operand}, SQNR in dB", noise[:, i], scale)
+        for i, operand in enumerate(found.operands)
+    ]
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = np.log10(found.gradient_to_noise / math.sqrt(3))
-    maps.append(HeatMap("log₁₀ of gradient / (√3 · its noise)", ratio, {"cmap": "RdBu", "vmin": -2.0, "vmax": 2.0}))
+    maps.append(
+        HeatMap(
+            "log₁₀ of gradient / (√3 · its noise)",
+            ratio,
+            {"cmap": "RdBu", "vmin": -2.0, "vmax": 2.0},
+        )
+    )
     return [map for map in maps if np.isfinite(map.values).any()] or maps[:1]
 
 
 def decibels(noise: Floats) -> tuple[float, float]:
-    """The ends of a scale, whole decibels: all values but the outermost hundredth at either end, `LEAST_DB` or more."""
+    """The ends of a scale, whole decibels: all values but the outermost hundredth at either end,
+    `LEAST_DB` or more.
+    """
     finite = noise[np.isfinite(noise)]
     if not len(finite):
         return 0.0, LEAST_DB
@@ -168,21 +221,39 @@ def decibels(noise: Floats) -> tuple[float, float]:
 
 
 def worst_maps(found: Errors) -> Draw:
-    """Maps by layer and step: relative error and underflow of the worst operand, and the gradient over its noise."""
+    """Maps by layer and step: relative error and underflow of the worst operand, and the gradient
+    over its noise.
+    """
     rows = sorted(found.worst_layers[:LAYERS])
-    columns = np.unique(np.linspace(0, len(found.steps) - 1, min(len(found.steps), COLUMNS)).round().astype(int))
+    columns = np.unique(
+        np.linspace(0, len(found.steps) - 1, min(len(found.steps), COLUMNS)).round().astype(int)
+    )
     ratio = np.where(found.gradient_to_noise > 0, found.gradient_to_noise, np.nan)[rows][:, columns]
     maps = [
-        HeatMap("relative error", worst_operand(found.relative_error)[rows][:, columns], {"cmap": MAP}),
-        HeatMap("underflow, %", 100 * worst_operand(found.values["underflow"])[rows][:, columns], {"cmap": MAP}),
-        *([HeatMap(RATIO, ratio, {"cmap": f"{MAP}_r", "norm": "log"})] if np.isfinite(ratio).any() else []),
+        HeatMap(
+            "relative error", worst_operand(found.relative_error)[rows][:, columns], {"cmap": MAP}
+        ),
+        HeatMap(
+            "underflow, %",
+            100 * worst_operand(found.values["underflow"])[rows][:, columns],
+            {"cmap": MAP},
+        ),
+        *(
+            [HeatMap(RATIO, ratio, {"cmap": f"{MAP}_r", "norm": "log"})]
+            if np.isfinite(ratio).any()
+            else []
+        ),
     ]
-    return draw_maps(maps, [found.layers[i] for i in rows], [found.steps[i] for i in columns], len(maps))
+    return draw_maps(
+        maps, [found.layers[i] for i in rows], [found.steps[i] for i in columns], len(maps)
+    )
 
 
 @dataclass(frozen=True)
 class HeatMap:
-    """Values [layer, step], NaN where there is none, in the colours of `scale` (arguments of `imshow`)."""
+    """Values [layer, step], NaN where there is none, in the colours of `scale` (arguments of
+    `imshow`).
+    """
 
     title: str
     values: Floats
@@ -190,9 +261,15 @@ class HeatMap:
 
 
 def draw_maps(
-    maps: Sequence[HeatMap], layers: Sequence[str], steps: Sequence[int], columns: int, title: str = ""
+    maps: Sequence[HeatMap],
+    layers: Sequence[str],
+    steps: Sequence[int],
+    columns: int,
+    title: str = "",
 ) -> Draw:
-    """Maps of the same layers and steps side by side, on a phone below each other; each with its scale."""
+    """Maps of the same layers and steps side by side, on a phone below each other; each with its
+    scale.
+    """
 
     def draw(width: float) -> Figure:
         from matplotlib.ticker import LogLocator
@@ -200,24 +277,36 @@ def draw_maps(
         narrow = width <= NARROW
         down = -(-len(maps) // (1 if narrow else columns))
         across = -(-len(maps) // down)
-        figure = new_figure(width, down * (0.75 + max(0.9, 0.15 * min(len(layers), LAYERS))) + 0.3 * bool(title))
+        figure = new_figure(
+            width, down * (0.75 + max(0.9, 0.15 * min(len(layers), LAYERS))) + 0.3 * bool(title)
+        )
         if title:
             figure.suptitle(name_lines(title, 44), x=0.01, ha="left", fontweight="bold")
         panels = _panels(figure, len(maps), across)
-        every, each_step = (max(1, -(-count // most)) for count, most in ((len(layers), LAYERS), (len(steps), 5)))
+        every, each_step = (
+            max(1, -(-count // most)) for count, most in ((len(layers), LAYERS), (len(steps), 5))
+        )
         for place, (axes, each) in enumerate(zip(panels, maps, strict=True)):
             values = np.ma.masked_invalid(each.values)
             image = axes.imshow(values, aspect="auto", interpolation="none", **each.scale)
             axes.set_facecolor("#eceef1")
             axes.set_title(each.title, loc="left")
             room = 22 if narrow else 34
-            names = [shortened(layer, room) for layer in layers[::every]] if not place % across else []
+            if not place % across:
+                names = [shortened(layer, room) for layer in layers[::every]]
+            else:
+                names = []
             axes.set_yticks(range(0, len(layers), every) if names else [], names, fontsize=6.5)
-            axes.set_xticks(range(0, len(steps), each_step), [str(step) for step in steps[::each_step]], fontsize=7)
+            axes.set_xticks(
+                range(0, len(steps), each_step),
+                [str(step) for step in steps[::each_step]],
+                fontsize=7,
+            )
             axes.set_xlabel("step")
             axes.tick_params(length=0)
             axes.spines[:].set(color=LINE, visible=True)
-            ratio, ends = each.scale.get("norm") == "log", "both" if "vmin" in each.scale else "neither"
+            ratio = each.scale.get("norm") == "log"
+            ends = "both" if "vmin" in each.scale else "neither"
             form = "%g" if ratio else None
             bar = colour_bar(axes, image, pad=0.02, fraction=0.06, format=form, extend=ends)
             if ratio:
@@ -229,7 +318,9 @@ def draw_maps(
 
 
 def _panels(figure: Figure, count: int, across: int) -> list[Axes]:
-    """So many panels in rows of `across`; those of a shorter last row are wider, so that no place stays empty."""
+    """So many panels in rows of `across`; those of a shorter last row are wider, so that no place
+    stays empty.
+    """
     rows = [min(across, count - start) for start in range(0, count, across)]
     grid = figure.add_gridspec(len(rows), math.lcm(*rows))
     panels = []

@@ -1,9 +1,11 @@
-"""RUN/metrics.jsonl as series over steps and bands of recipes; which runs differ in their seed only.
+"""RUN/metrics.jsonl as series over steps and bands of recipes; which runs differ in their seed
+only.
 
-A band is a range of steps in one recipe, read from ``precision/recipe``: phases and swaps both start one, also in a
-resumed run. Smoothing is the trailing mean over 2 % of the logged losses of a run, and over at least 10. At the start,
-where the loss falls fast, the window is a tenth of the points so far. Runs of equal length have equal windows. The
-"training loss" of a run is the last value of that mean, wherever it is named.
+A band is a range of steps in one recipe, read from ``precision/recipe``: phases and swaps both
+start one, also in a resumed run. Smoothing is the trailing mean over 2 % of the logged losses of a
+run, and over at least 10. At the start, where the loss falls fast, the window is a tenth of the
+points so far. Runs of equal length have equal windows. The "training loss" of a run is the last
+value of that mean, wherever it is named.
 """
 
 import json
@@ -29,7 +31,17 @@ Floats = NDArray[np.float64]
 Band = tuple[int, int, str]
 """First step, step after the last, recipe."""
 
-NOT_THE_SAME_RUN = ("run", "gpu", "plugins", "resume", "resume_step", "track", "checkpoint", "init", "init_step")
+NOT_THE_SAME_RUN = (
+    "run",
+    "gpu",
+    "plugins",
+    "resume",
+    "resume_step",
+    "track",
+    "checkpoint",
+    "init",
+    "init_step",
+)
 """Sections of a configuration in which runs of another seed may differ."""
 
 MIN_WINDOW = 10
@@ -102,17 +114,29 @@ class History:
             if isinstance(value, int | float):
                 found[line["step"]] = float(value)
         steps = sorted(found)
-        return Series(steps=np.array(steps, dtype=np.float64), values=np.array([found[s] for s in steps]))
+        return Series(
+            steps=np.array(steps, dtype=np.float64), values=np.array([found[s] for s in steps])
+        )
 
     def loss(self, key: str) -> Series:
         """A series of losses; those of training are smoothed."""
-        return self.series(key).smoothed() if key == "train/loss" else self.series(key)
+        if key == "train/loss":
+            return self.series(key).smoothed()
+        return self.series(key)
 
     def bands(self) -> list[Band]:
-        """The recipes; the first begins at step 0, each ends where the next one begins or the run does."""
-        by_step = {line["step"]: str(line["precision/recipe"]) for line in self.lines if line.get("precision/recipe")}
+        """The recipes; the first begins at step 0, each ends where the next one begins or the run
+        does.
+        """
+        by_step = {
+            line["step"]: str(line["precision/recipe"])
+            for line in self.lines
+            if line.get("precision/recipe")
+        }
         steps = sorted(by_step)
-        starts = [step for i, step in enumerate(steps) if not i or by_step[steps[i - 1]] != by_step[step]]
+        starts = [
+            step for i, step in enumerate(steps) if not i or by_step[steps[i - 1]] != by_step[step]
+        ]
         bounds = zip([0, *starts[1:]], starts, [*starts[1:], *steps[-1:]], strict=False)
         return [(first, last, by_step[start]) for first, start, last in bounds]
 
@@ -136,8 +160,14 @@ def read_history(run: Path) -> History:
     """
     run = Path(run)
     if not run.is_dir():
-        beside = sorted(p.name for p in run.parent.iterdir() if p.is_dir()) if run.parent.is_dir() else []
-        why = "it is a file" if run.exists() else f"there is no such folder{near_miss(run.name, beside)}"
+        if run.parent.is_dir():
+            beside = sorted(p.name for p in run.parent.iterdir() if p.is_dir())
+        else:
+            beside = []
+        if run.exists():
+            why = "it is a file"
+        else:
+            why = f"there is no such folder{near_miss(run.name, beside)}"
         raise UserError(f"{run} is not a run directory: {why}")
     if not (run / METRICS).exists():
         raise UserError(f"{run} is not a run directory: it has no {METRICS}")
@@ -150,7 +180,9 @@ def read_history(run: Path) -> History:
 def names_of(histories: list[History]) -> list[str]:
     """The directory's name; where two runs share it, the path."""
     count = Counter(history.name for history in histories)
-    return [history.name if count[history.name] == 1 else str(history.path) for history in histories]
+    return [
+        history.name if count[history.name] == 1 else str(history.path) for history in histories
+    ]
 
 
 def common_step(histories: list[History]) -> tuple[str, int]:
@@ -184,13 +216,16 @@ def training_loss(run: Path) -> TrainingLoss | None:
         history = read_history(run)
     except UserError:
         return None
-    return TrainingLoss(float(history.loss("train/loss").values[-1]), history.series("train/loss").last_window)
+    return TrainingLoss(
+        float(history.loss("train/loss").values[-1]), history.series("train/loss").last_window
+    )
 
 
 def seed_groups(histories: list[History]) -> list[dict[int, int]]:
     """Runs that differ in run.seed only, in the order of their first runs: seed → index of the run.
 
-    A run whose configuration is not known, and a second one of the same seed, is a group of its own.
+    A run whose configuration is not known, and a second one of the same seed, is a group of its
+    own.
     """
     groups: dict[str, dict[int, int]] = {}
     for index, history in enumerate(histories):
@@ -212,7 +247,9 @@ def configuration(history: History) -> dict[str, Any] | None:
 
 
 def _identity(history: History) -> tuple[int, str | None]:
-    """The seed of a run, and what runs of another seed share with it: configuration and recipes; None: not known."""
+    """The seed of a run, and what runs of another seed share with it: configuration and recipes;
+    None: not known.
+    """
     config = configuration(history)
     try:
         assert config is not None

@@ -260,7 +260,9 @@ class _MetaRun:
         if any(plan.layer.experts for plan in self._layers.values()):
             matrix = (math.prod(rows), width)
             wide = {key: tensor for key, tensor in kept.items() if tensor.dtype == torch.float32}
-            routed = {key for key, tensor in wide.items() if tuple(tensor.shape) == matrix} - repeated
+            routed = {
+                key for key, tensor in wide.items() if tuple(tensor.shape) == matrix
+            } - repeated
         sizes = {key: tensor.untyped_storage().nbytes() for key, tensor in kept.items()}
         return BlockCost(
             forward=forward,

@@ -76,7 +76,10 @@ def _of_quantised(weight: ModelWeight, execution: Execution, mesh: Mesh) -> floa
         by_autograd = execution.compiled and wgrad.operands.quantised
         product_adds = execution.fused and backend.adds and not by_autograd
         writes_float32 = backend.writes_float32(wgrad.operands.first)
-    moved = 0.0 if product_adds else ADDED * (microbatches - 1.0)
+    if product_adds:
+        moved = 0.0
+    else:
+        moved = ADDED * (microbatches - 1.0)
     if _alone(mesh) or not writes_float32:
         return moved + WIDENED * microbatches
     if whole_layer:
@@ -89,7 +92,10 @@ def _of_plain(weight: ModelWeight, execution: Execution, mesh: Mesh) -> float:
     microbatches = mesh.microbatches
     each_pass = _alone(mesh) or execution.compiled
     product_adds = execution.fused and not execution.compiled
-    moved = 0.0 if product_adds else ADDED * (microbatches - 1.0)
+    if product_adds:
+        moved = 0.0
+    else:
+        moved = ADDED * (microbatches - 1.0)
     if mesh.shard == 1:
         moved += ROUNDED * (microbatches * (1 + execution.recomputed) if each_pass else 1)
     elif weight.wire(mesh).dtype == torch.float32:
@@ -111,7 +117,10 @@ def of_ends(load: Workload, mesh: Mesh, *, first: bool, last: bool) -> float:
         moved += embedded * (ZEROS * microbatches + ADDED * (microbatches - 1))
     if last:
         head = load.vocabulary * load.width / mesh.tensor
-        sums = microbatches if load.tied and first else microbatches - 1
+        if load.tied and first:
+            sums = microbatches
+        else:
+            sums = microbatches - 1
         moved += head * ((ROUNDED + SCALED) * microbatches + ADDED * sums)
     return moved
 

@@ -61,14 +61,23 @@ and two of arXiv:2610.00053). It stands for all that other people's eager code t
 bytes counted here: kernels slower than a copy, gaps between them, norms and rotations in
 float32."""
 
-GEMM, QUANTISING, ATTENDING, ELEMENTWISE = "GEMMs", "quantising", "attention", "elementwise"
-HEAD, LOSS, CASTS, COPIES = "GEMMs of the head", "loss", "casts, gradient sums", "copies of FSDP"
+GEMM = "GEMMs"
+QUANTISING = "quantising"
+ATTENDING = "attention"
+ELEMENTWISE = "elementwise"
+HEAD = "GEMMs of the head"
+LOSS = "loss"
+CASTS = "casts, gradient sums"
+COPIES = "copies of FSDP"
 AGAIN = "recomputation"
 """What the seconds of a block and of its ends are spent on."""
 
-FORWARD, BACKWARD = "weight gather, forward", "weight gather, backward"
-GATHERS, GRADIENTS = "weight gathers", "gradient reduction"
-SENDS, NORMS = "pipeline sends", "norm and amax of weights"
+FORWARD = "weight gather, forward"
+BACKWARD = "weight gather, backward"
+GATHERS = "weight gathers"
+GRADIENTS = "gradient reduction"
+SENDS = "pipeline sends"
+NORMS = "norm and amax of weights"
 """What the seconds between ranks are spent on."""
 
 Seconds = dict[str, float]
@@ -215,7 +224,9 @@ class ClusterCost:
         forward, backward = self._layers(kind.plans, self._tokens)
         forward |= self._between_products(kind.cost.forward, ATTENTION_FORWARD)
         backward |= self._between_products(kind.cost.backward, ATTENTION_BACKWARD)
-        sent_forward, sent_backward = tensor_traffic(kind, self.workload.row_wise, self.mesh, self._group("tensor"))
+        sent_forward, sent_backward = tensor_traffic(
+            kind, self.workload.row_wise, self.mesh, self._group("tensor")
+        )
         return self._pass(forward, sent_forward), self._pass(backward, sent_backward)
 
     def _pass(self, seconds: Seconds, sent: Mapping[str, Traffic]) -> BlockPass:
@@ -274,7 +285,9 @@ class ClusterCost:
         flows[FORWARD].add(m, outer.forward, outer.forward.seconds)
         flows[GRADIENTS].add(1, outer.gradients, outer.gradients.seconds)
         parts[COPIES] += outer.copied / self._copy
-        parts[CASTS] += casts.of_ends(self.workload, mesh, first=is_first, last=is_last) / self._copy
+        parts[CASTS] += (
+            casts.of_ends(self.workload, mesh, first=is_first, last=is_last) / self._copy
+        )
         if is_first:
             parts[ELEMENTWISE] += m * self._residual_seconds(casts.EMBEDDED)
         if is_last:
@@ -285,7 +298,9 @@ class ClusterCost:
         parts[GATHERS] = flows[FORWARD].exposed + flows[BACKWARD].exposed
         parts[GRADIENTS] = flows[GRADIENTS].exposed
         ranks = {FORWARD: mesh.shard, BACKWARD: mesh.shard, GRADIENTS: mesh.data}
-        return dict(parts), [flow for name, flow in flows.items() if ranks.get(name, mesh.tensor) > 1]
+        return dict(parts), [
+            flow for name, flow in flows.items() if ranks.get(name, mesh.tensor) > 1
+        ]
 
     def _cast_bytes(self, kind: int) -> float:
         weights = self.workload.kinds[kind].weights
@@ -296,7 +311,10 @@ class ClusterCost:
         """The collectives of a stage, of which nothing is sent yet, in the order of their list."""
         shard = self._group("shard").link
         tensor = self._group("tensor").link
-        data = "network" if "network" in (shard, self._group("replicate").link) else "NVLink"
+        if "network" in (shard, self._group("replicate").link):
+            data = "network"
+        else:
+            data = "NVLink"
         return {
             FORWARD: Collective(name=FORWARD, link=shard),
             BACKWARD: Collective(name=BACKWARD, link=shard),
@@ -318,7 +336,8 @@ class ClusterCost:
             eager = share * OPERATION * launches + layers
             by_kind.append((1 + execution.recomputed / 3) * eager)
         stages = [
-            sum(number * by_kind[kind] for kind, number in counts.items()) for counts in self.workload.stages(self.mesh)
+            sum(number * by_kind[kind] for kind, number in counts.items())
+            for counts in self.workload.stages(self.mesh)
         ]
         return self.mesh.microbatches * max(stages, default=0.0)
 

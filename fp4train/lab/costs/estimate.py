@@ -82,12 +82,15 @@ class CostEstimate:
         return any(row.emulated is not None for stretch in self.stretches for row in stretch.rows)
 
     def render(self, width: int | None = None) -> str:
-        """The estimate as text in lines of `width`: one table per stretch, totals, and GEMMs that do not pay.
+        """The estimate as text in lines of `width`: one table per stretch, totals, and GEMMs that
+        do not pay.
 
         Equal blocks are folded into one line ("blocks.0–11.mlp.up"), with the times of one block.
         """
         filters = {"time": time_text}
-        return screen(__package__, "estimate.txt", filters, cost=self, table=partial(_table, width=width))
+        return screen(
+            __package__, "estimate.txt", filters, cost=self, table=partial(_table, width=width)
+        )
 
 
 def estimate(
@@ -210,4 +213,7 @@ def _fold(rows: Iterable[GemmCost]) -> list[tuple[str, ...]]:
             continue
         kind = f"{row.layer[: number.start()]}*{row.layer[number.end() :]}"
         spans.setdefault((kind, _cells(row)), []).append(int(number[0]))
-    return [(kind.replace("*", ranges(blocks, comma=","), 1), *cells) for (kind, cells), blocks in spans.items()]
+    return [
+        (kind.replace("*", ranges(blocks, comma=","), 1), *cells)
+        for (kind, cells), blocks in spans.items()
+    ]

@@ -133,7 +133,9 @@ class Group:
     @property
     def link(self) -> str:
         """ "NVLink", or "network" if the group spans domains."""
-        return "NVLink" if self.near == self.size else "network"
+        if self.near == self.size:
+            return "NVLink"
+        return "network"
 
     @property
     def _nvlink(self) -> float:
@@ -162,7 +164,10 @@ class Group:
         """Traffic of sending `size` bytes to the neighbour farthest away."""
         if self.size == 1:
             return Traffic(size)
-        speed = self._nvlink if self.link == "NVLink" else self._network
+        if self.link == "NVLink":
+            speed = self._nvlink
+        else:
+            speed = self._network
         return Traffic(size, size / speed + LATENCY[self.link])
 
 

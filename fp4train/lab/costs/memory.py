@@ -109,7 +109,8 @@ def _activations(
     """Bytes for the microbatches in flight; of recomputed blocks the inputs, and one that runs."""
     again = load.execution.recomputed
     kept = sum(
-        number * ((1 - again) * saved(kind.cost, mesh) + again * entered(kind.cost, mesh)) for kind, number in kinds
+        number * ((1 - again) * saved(kind.cost, mesh) + again * entered(kind.cost, mesh))
+        for kind, number in kinds
     )
     running = max((saved(kind.cost, mesh) for kind, _ in kinds), default=0.0)
     return mesh.in_flight(stage) * kept + again * running

@@ -54,7 +54,10 @@ class MeshPlan:
         gpu: Gpu,
         named: Collection[str],
     ) -> None:
-        self.config = replace(config, parallel=Parallel()) if auto else config
+        if auto:
+            self.config = replace(config, parallel=Parallel())
+        else:
+            self.config = config
         self.gpus = gpus
         self.model = model
         self.timeline = timeline
@@ -67,7 +70,8 @@ class MeshPlan:
         self._batch_named = "train.batch_size" in named
         if "train.seq_len" not in named and config.train.seq_len <= SMALL_SEQ_LEN:
             self.notes.append(
-                f"train.seq_len={config.train.seq_len} is the default; large models train at 4096 and more"
+                f"train.seq_len={config.train.seq_len} is the default; large models train at "
+                "4096 and more"
             )
 
     def mesh(self, microbatches: int = 1) -> Mesh:
@@ -79,9 +83,15 @@ class MeshPlan:
         parallel = self.config.parallel
         other_ranks = parallel.others
         gpus = self.gpus or other_ranks * max(1, parallel.dp_shard)
-        shard = max(1, gpus // other_ranks) if parallel.dp_shard == REST else parallel.dp_shard
+        if parallel.dp_shard == REST:
+            shard = max(1, gpus // other_ranks)
+        else:
+            shard = parallel.dp_shard
         if other_ranks * shard != gpus:
-            factors = f"dp_replicate {parallel.dp_replicate} × dp_shard {shard} × tp {parallel.tp} × pp {parallel.pp}"
+            factors = (
+                f"dp_replicate {parallel.dp_replicate} × dp_shard {shard} × tp {parallel.tp} × "
+                f"pp {parallel.pp}"
+            )
             instead = "dp_replicate × tp × pp must divide it, parallel=auto finds a mesh"
             if gpus % other_ranks == 0:
                 fitting = other_ranks * max(1, parallel.dp_shard)
@@ -99,7 +109,9 @@ class MeshPlan:
         config = replace(self.config, train=train, parallel=parallel)
         cut = tensor_cut(self.model)
         parts = {
-            name: layer.part("in" if name in cut.in_ else "out", tensors, cut.segments.get(name, ()))
+            name: layer.part(
+                "in" if name in cut.in_ else "out", tensors, cut.segments.get(name, ())
+            )
             for name, layer in find_layers(self.model).items()
         }
         device = Device.elsewhere(self.gpu)
@@ -243,7 +255,10 @@ class MeshPlan:
         batch = self.config.train.batch_size
         if not self._batch_named:
             batch = self.gpus
-            self.notes.append(f"train.batch_size is not given: meshes are compared with {batch} sequences, one per GPU")
+            self.notes.append(
+                f"train.batch_size is not given: meshes are compared with {batch} sequences, "
+                "one per GPU"
+            )
         like = self.mesh()
         if like.gather != self.config.parallel.gather:
             why = self.config.train.whole_weights

@@ -46,7 +46,9 @@ def quantise_share(gpu: Gpu) -> float:
     current), on B300 0.50 (MXFP8 and NVFP4, fprop, dgrad and wgrad shapes). Ampere, which has no
     such formats, uses the value of Hopper.
     """
-    return _HOPPER_SHARE if gpu.capability < (10, 0) else _BLACKWELL_SHARE
+    if gpu.capability < (10, 0):
+        return _HOPPER_SHARE
+    return _BLACKWELL_SHARE
 
 
 def needs_amax(spec: QuantSpec) -> bool:
@@ -62,7 +64,9 @@ def code_bytes(spec: QuantSpec, count: int) -> float:
 def decoded_bytes(spec: QuantSpec) -> int:
     """Bytes of a decoded element: BF16, or float32 under float32 block scales, whose products are
     not exact in BF16."""
-    return 4 if spec.scale == "fp32" and None not in spec.block else 2
+    if spec.scale == "fp32" and None not in spec.block:
+        return 4
+    return 2
 
 
 def te_passes(
@@ -173,7 +177,10 @@ def own_seconds(
     Transformer Engine's where they do the same.
     """
     passes = own_passes(row, column, count, codes=codes, source=source, weight=weight, kept=kept)
-    share = min(_OWN_SHARE, quantise_share(gpu)) if codes else _OWN_SHARE
+    if codes:
+        share = min(_OWN_SHARE, quantise_share(gpu))
+    else:
+        share = _OWN_SHARE
     return _seconds(gpu, count, passes, share)
 
 

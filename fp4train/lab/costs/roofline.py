@@ -68,7 +68,9 @@ def sustained(gpu: Gpu) -> float:
     and B200 reach 0.88 (`gemm_share`): 0.72 / 0.88 = 0.82. Rates of B300 and GB300 come from that
     benchmark and are not lowered again.
     """
-    return 1.0 if gpu.capability == _BLACKWELL_ULTRA else _SUSTAINED
+    if gpu.capability == _BLACKWELL_ULTRA:
+        return 1.0
+    return _SUSTAINED
 
 
 def half_size(gpu: Gpu, rate: str) -> float:

@@ -216,7 +216,10 @@ class _Operand:
             "dy": rows * layer.out_features,
         }[tensor]
         # A backend that runs the whole layer quantises all experts in one call.
-        self._calls = 1 if plan.layer_backend is not None else _members(plan, tokens)
+        if plan.layer_backend is not None:
+            self._calls = 1
+        else:
+            self._calls = _members(plan, tokens)
 
     def quantised(self, weight_bytes: int) -> float:
         """Seconds to quantise the tensor for all GEMMs that do."""
@@ -277,8 +280,14 @@ def _gemm_cost(
     by_token = (rows, columns, contraction / members)  # of wgrad, which sums over tokens
     shape = by_token if gemm.name == "wgrad" else (rows / members, columns, contraction)
     emulated = why_emulated(gemm)
-    elements = gemm.elements if emulated is None else _multiplied(gemm.operands)
-    in_one_call = members if gemm.grouped or plan.layer_backend is not None else 1
+    if emulated is None:
+        elements = gemm.elements
+    else:
+        elements = _multiplied(gemm.operands)
+    if gemm.grouped or plan.layer_backend is not None:
+        in_one_call = members
+    else:
+        in_one_call = 1
     seconds = members / in_one_call * gemm_seconds(gpu, elements, *shape, products=in_one_call)
     scaling = 0.0
     if emulated is not None:

@@ -61,14 +61,20 @@ def render_cluster(costs: Sequence[tuple[str, int, ClusterCost]], width: int | N
         collectives=_collectives(cost, width) if cost.collectives else [],
         aligned=aligned_shard(weights, cost.mesh) if misaligned else None,
         usable=USABLE * cost.gpu.capacity,
-        speeds=tabulate([header, *(_speed(title, cost) for title, _, cost in costs)], right=range(1, 6), width=width),
+        speeds=tabulate(
+            [header, *(_speed(title, cost) for title, _, cost in costs)],
+            right=range(1, 6),
+            width=width,
+        ),
         steps=sum(steps for _, steps, _ in costs),
         run=time_text(sum(steps * cost.seconds for _, steps, cost in costs)),
     )
 
 
 def _blocks(part: range) -> str:
-    return f"{part[0]}–{part[-1]}" if len(part) > 1 else str(part[0])
+    if len(part) > 1:
+        return f"{part[0]}–{part[-1]}"
+    return str(part[0])
 
 
 def _speed(title: str, cost: ClusterCost) -> tuple[str, ...]:
@@ -87,7 +93,10 @@ def _gib(number: float) -> str:
 
 
 def _memory(cost: ClusterCost) -> list[str]:
-    stage = f" (stage {cost.memory.stage})" if cost.mesh.pipeline > 1 else ""
+    if cost.mesh.pipeline > 1:
+        stage = f" (stage {cost.memory.stage})"
+    else:
+        stage = ""
     parts = cost.memory.parts.items()
     rows = [(name, _gib(value)) for name, value in parts if value >= 0.05 * _GIB]
     total = f"{_gib(cost.memory.total)} of {_gib(cost.gpu.capacity)}"
@@ -172,7 +181,10 @@ def render_candidates(
     cost = candidates[0].cost
     fitting = sum(candidate.cost.fits for candidate in candidates)
     usable = _gib(USABLE * cost.gpu.capacity)
-    head = f"{fitting} of {len(candidates)} meshes fit {cost.mesh.gpus} {cost.gpu} ({usable} GiB of each usable)"
+    head = (
+        f"{fitting} of {len(candidates)} meshes fit {cost.mesh.gpus} {cost.gpu} ({usable} GiB "
+        "of each usable)"
+    )
     rows = [
         (
             " ".join(candidate.overrides()),
@@ -183,7 +195,10 @@ def render_candidates(
         for candidate in shown
     ]
     table = tabulate([("mesh", "tokens/s per GPU", "GiB", ""), *rows], right=(1, 2), width=width)
-    end = [f"the cheapest: {command}"] if fitting else _missing(shown[0].cost)
+    if fitting:
+        end = [f"the cheapest: {command}"]
+    else:
+        end = _missing(shown[0].cost)
     return "\n".join([head, *table, *end])
 
 
@@ -191,12 +206,18 @@ def _missing(cost: ClusterCost) -> list[str]:
     """How much memory the mesh that needs least lacks, and what makes its largest parts smaller."""
     parts = cost.memory.parts
     lacks = cost.memory.total - USABLE * cost.gpu.capacity
-    lines = [f"the mesh that needs least lacks {_gib(lacks)} GiB of each GPU; what takes most, and what helps:"]
+    lines = [
+        f"the mesh that needs least lacks {_gib(lacks)} GiB of each GPU; what takes most, and "
+        "what helps:"
+    ]
     ranked = sorted((name for name in parts if name in _SMALLER), key=lambda name: -parts[name])
     lines += [f"{name} ({_gib(parts[name])} GiB): {_SMALLER[name]}" for name in ranked[:2]]
     if cost.workload.execution.moment_bytes > 4:
         half = parts["moments"] / 2
-        enough = "which is enough" if half >= lacks else "which is not enough"
+        if half >= lacks:
+            enough = "which is enough"
+        else:
+            enough = "which is not enough"
         lines.append(f"optim.moments=bfloat16 saves {_gib(half)} GiB, {enough}")
     return lines
 
@@ -239,7 +260,9 @@ def step_costs(
     loads = [("all in BF16", in_bf16)]
     loads += [(title, load) for title, _, load in mesh_plan.workloads(plan, sequences, produced)]
     mesh = Mesh(microbatches=train.microbatches)
-    return [(title, ClusterCost(load, mesh_plan.gpu, mesh_plan.links, mesh)) for title, load in loads]
+    return [
+        (title, ClusterCost(load, mesh_plan.gpu, mesh_plan.links, mesh)) for title, load in loads
+    ]
 
 
 def render_step(costs: Sequence[tuple[str, ClusterCost]], width: int | None = None) -> str:
@@ -266,4 +289,6 @@ def render_step(costs: Sequence[tuple[str, ClusterCost]], width: int | None = No
 
 def _cell(cost: ClusterCost, name: str) -> str:
     seconds = cost.parts.get(name, 0.0)
-    return f"{time_text(seconds)} ({seconds / cost.seconds:.0%})" if seconds else "-"
+    if seconds:
+        return f"{time_text(seconds)} ({seconds / cost.seconds:.0%})"
+    return "-"

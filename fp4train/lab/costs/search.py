@@ -40,7 +40,9 @@ class MeshCandidate:
     def overrides(self) -> list[str]:
         """The keys that ask for it."""
         keys = [*self.cost.mesh.overrides(), f"train.microbatch={self.sequences}"]
-        return [*keys, "model.recompute=true"] if self.recompute else keys
+        if self.recompute:
+            return [*keys, "model.recompute=true"]
+        return keys
 
 
 def candidates(
@@ -124,10 +126,15 @@ def problems(model: nn.Module, weights: list[ModelWeight], mesh: Mesh) -> Iterat
     """Why tensor parallelism cannot cut the heads and widths of `model` over `mesh`."""
     ranks = mesh.tensor
     counts = sorted(
-        {(key, getattr(model.get_submodule(path), attribute)) for path, attribute, key in tensor_cut(model).counts}
+        {
+            (key, getattr(model.get_submodule(path), attribute))
+            for path, attribute, key in tensor_cut(model).counts
+        }
     )
     sizes = {
-        weight.name: weight.segments or (weight.shape[weight.split],) for weight in weights if weight.split is not None
+        weight.name: weight.segments or (weight.shape[weight.split],)
+        for weight in weights
+        if weight.split is not None
     }
     divided = [number for _, number in counts]
     divided += [size for parts in sizes.values() for size in parts]
@@ -138,7 +145,10 @@ def problems(model: nn.Module, weights: list[ModelWeight], mesh: Mesh) -> Iterat
     for weight in weights:
         odd = [size for size in sizes.get(weight.name, ()) if size % ranks]
         if odd:
-            what = "a segment" if weight.segments else "the split dimension"
+            if weight.segments:
+                what = "a segment"
+            else:
+                what = "the split dimension"
             yield f"parallel.tp={ranks} does not divide {odd[0]}, {what} of {weight.name}: {fits}"
             break
 

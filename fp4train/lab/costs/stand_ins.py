@@ -135,7 +135,10 @@ class _Kernel(torch.autograd.Function):
         ctx.counter = counter
         ctx.inputs = inputs
         read = _bytes([*kept, *outs])
-        ctx.moved = read + _bytes(inputs[:gradients]) if moves is None else moves[1]
+        if moves is None:
+            ctx.moved = read + _bytes(inputs[:gradients])
+        else:
+            ctx.moved = moves[1]
         counter.work.kernels += _bytes([*inputs, *outs]) if moves is None else moves[0]
         counter.work.launches += 1
         return outs[0] if results == 1 else tuple(outs)

@@ -59,13 +59,19 @@ def tensor_traffic(
     backward = [sums] * len(again)
     if mesh.sequence:
         forward += [_sent(stream, plan.fprop.operands.first) for plan in gathered]
-        backward += [_sent_twice(stream, plan.dgrad.operands.first, plan.wgrad.operands.first) for plan in row_wise]
+        backward += [
+            _sent_twice(stream, plan.dgrad.operands.first, plan.wgrad.operands.first)
+            for plan in row_wise
+        ]
         backward += [_sent(stream, plan.wgrad.operands.second) for plan in again]
     else:
         forward *= 2
         backward *= 2
     if routed:
-        of_experts = [stream, 2 * stream] if mesh.sequence else [2 * stream, 2 * stream]
+        if mesh.sequence:
+            of_experts = [stream, 2 * stream]
+        else:
+            of_experts = [2 * stream, 2 * stream]
         forward += of_experts
         backward += of_experts
     operands_forward = [plan.fprop.operands.first for plan in plans]
@@ -120,7 +126,9 @@ def weight_traffic(
     forward = sum(weight.wire_bytes(mesh) for weight in weights)
     backward = 0.0
     if not kept:
-        backward = sum(weight.wire_bytes(mesh, backward=True, repeats=repeats) for weight in weights)
+        backward = sum(
+            weight.wire_bytes(mesh, backward=True, repeats=repeats) for weight in weights
+        )
     elements = sum(weight.of_rank(mesh) for weight in weights)
     gradients = mesh.reduce_bytes * elements
     copied = 2 * (mesh.microbatches * (forward + backward) + gradients)

@@ -75,7 +75,10 @@ class ModelWeight:
     @property
     def matrix(self) -> tuple[int, int]:
         """(rows, columns) of all its elements, as they are quantised."""
-        columns = self.shape[-1] if self.multiplied_by else math.prod(self.shape[1:])
+        if self.multiplied_by:
+            columns = self.shape[-1]
+        else:
+            columns = math.prod(self.shape[1:])
         return self.count // columns, columns
 
     @property
@@ -176,7 +179,11 @@ def find_weights(model: nn.Module, plans: Mapping[str, LayerPlan]) -> list[Model
         for index, path in enumerate(block_paths(model))
         for parameter in model.get_submodule(path).parameters()
     }
-    owners = {f"{name}.{key}": module for name, module in model.named_modules() for key in module._parameters}
+    owners = {
+        f"{name}.{key}": module
+        for name, module in model.named_modules()
+        for key in module._parameters
+    }
     layers = find_layers(model)
     weights: list[ModelWeight] = []
     outside: int | None = BEFORE_BLOCKS
@@ -190,7 +197,9 @@ def find_weights(model: nn.Module, plans: Mapping[str, LayerPlan]) -> list[Model
         if layer in layers and block is not None:
             columns = 1 if is_matrix else None
             split = columns if layer in cut.in_ else 0
-        elif name in cut.rows or (is_matrix and (layer in layers or isinstance(owners[name], nn.Embedding))):
+        elif name in cut.rows or (
+            is_matrix and (layer in layers or isinstance(owners[name], nn.Embedding))
+        ):
             split = 0
         weights.append(
             ModelWeight(

@@ -130,13 +130,19 @@ class Workload:
 
     def stages(self, mesh: Mesh) -> list[Counter[int]]:
         """Number of blocks of each kind on every rank of a pipeline."""
-        return [Counter(self.order[block] for part in parts for block in part) for parts in self.shares(mesh)]
+        return [
+            Counter(self.order[block] for part in parts for block in part)
+            for parts in self.shares(mesh)
+        ]
 
     def outer(self, stage: int, mesh: Mesh) -> list[ModelWeight]:
         """The weights outside the blocks that a pipeline stage holds; a tied embedding is on the
         first and the last."""
         last = stage == mesh.pipeline - 1
-        before = self.before if stage == 0 or (self.tied and last) else ()
+        if stage == 0 or (self.tied and last):
+            before = self.before
+        else:
+            before = ()
         return [*before, *(self.after if last else ())]
 
     def not_coded(self, mesh: Mesh) -> dict[str, dict[str, int]]:
@@ -204,7 +210,9 @@ def workload(
         for parameter in module.parameters()
     }
     multiplied_by_block, besides = multiplied(model, find_blocks(model), seq_len)
-    vocabulary, width = max(((plan.layer.out_features, plan.layer.in_features) for plan in outside), default=(0, 0))
+    vocabulary, width = max(
+        ((plan.layer.out_features, plan.layer.in_features) for plan in outside), default=(0, 0)
+    )
     return Workload(
         kinds=tuple(kinds),
         order=tuple(order),

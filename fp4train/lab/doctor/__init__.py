@@ -1,4 +1,5 @@
-"""Examination of a machine: its parts, the backend of each recipe, and small computations that show they are right.
+"""Examination of a machine: its parts, the backend of each recipe, and small computations that show
+they are right.
 
 machine    GPU, driver, CUDA, versions, CPU, threads, disk, wandb
 recipes    each recipe: its backend here and why, its kernels and products against the reference

@@ -1,4 +1,6 @@
-"""The parts of this machine that runs depend on, and what is wrong with them. Nothing here waits for a network."""
+"""The parts of this machine that runs depend on, and what is wrong with them. Nothing here waits
+for a network.
+"""
 
 import os
 import re
@@ -17,12 +19,24 @@ from fp4train.quantize import QuantSpec
 from fp4train.quantize.triton import why_not as why_not_triton
 from fp4train.run.host import cpu_name, package_version
 
-NEEDED = ("hydra-core", "omegaconf", "PyYAML", "safetensors", "tokenizers", "datasets", "wandb", "matplotlib", "tqdm")
+NEEDED = (
+    "hydra-core",
+    "omegaconf",
+    "PyYAML",
+    "safetensors",
+    "tokenizers",
+    "datasets",
+    "wandb",
+    "matplotlib",
+    "tqdm",
+)
 """Packages that runs import, by the names that pip knows."""
 
 OLDEST_TORCH = (2, 11)
 LITTLE_DISK = 2 << 30
-"""Bytes; the checkpoints of the default run take a hundredth, those of a model of 1 B parameters six times as much."""
+"""Bytes; the checkpoints of the default run take a hundredth, those of a model of 1 B parameters
+six times as much.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,9 +78,16 @@ def _gpu() -> Fact:
         problem = None
         if capability < OLDEST_GPU:
             have, least = (".".join(map(str, c)) for c in (capability, OLDEST_GPU))
-            problem = f"compute capability {have} has no BF16 products, which need {least}; use device=cpu"
+            problem = (
+                f"compute capability {have} has no BF16 products, which need {least}; use "
+                "device=cpu"
+            )
         same = len(set(names)) == 1 and len(names) > 1
-        return Fact(name="GPU", value=f"{len(names)} × {names[0]}" if same else "; ".join(names), problem=problem)
+        return Fact(
+            name="GPU",
+            value=f"{len(names)} × {names[0]}" if same else "; ".join(names),
+            problem=problem,
+        )
     if driver_version() is None:
         return Fact(name="GPU", value="none")
     return Fact(name="GPU", value="torch sees none", note=why_no_gpu())
@@ -74,7 +95,14 @@ def _gpu() -> Fact:
 
 def _drivers() -> list[Fact]:
     """Driver, CUDA and cuBLAS, where any of them is."""
-    cublas = next((f"cuBLAS {v}" for n in ("nvidia-cublas", "nvidia-cublas-cu12") if (v := package_version(n))), None)
+    cublas = next(
+        (
+            f"cuBLAS {v}"
+            for n in ("nvidia-cublas", "nvidia-cublas-cu12")
+            if (v := package_version(n))
+        ),
+        None,
+    )
     if driver_version() is None and torch.version.cuda is None:
         return []
     words = (f"driver {driver_version() or 'none'}", f"CUDA {torch.version.cuda or 'none'}", cublas)
@@ -86,7 +114,10 @@ def _torch() -> Fact:
     if _numbers(torch.__version__) < OLDEST_TORCH:
         problem = f"fp4train needs torch {'.'.join(map(str, OLDEST_TORCH))} or newer"
     compiled = compile_context.UNAVAILABLE
-    note = None if compiled is None else f"train.compile=true runs linear layers outside of the graphs: {compiled}"
+    if compiled is None:
+        note = None
+    else:
+        note = f"train.compile=true runs linear layers outside of the graphs: {compiled}"
     return Fact(name="torch", value=torch.__version__, problem=problem, note=note)
 
 
@@ -97,7 +128,9 @@ def _transformer_engine() -> Fact:
         return Fact(name=name, value="not installed")
     value = ".".join(map(str, found))
     if not torch.cuda.is_available():
-        return Fact(name=name, value=f"{value}, its recipe classes only: its kernels need an NVIDIA GPU")
+        return Fact(
+            name=name, value=f"{value}, its recipe classes only: its kernels need an NVIDIA GPU"
+        )
     try:
         availability.pytorch_module()
     except ValueError as error:
@@ -108,8 +141,12 @@ def _transformer_engine() -> Fact:
 def _triton() -> Fact:
     found = package_version("triton")
     if not torch.cuda.is_available():
-        return Fact(name="Triton", value=f"{found or 'not installed'}; its kernels need an NVIDIA GPU")
-    return Fact(name="Triton", value=found or "not installed", note=why_not_triton(QuantSpec(), "cuda"))
+        return Fact(
+            name="Triton", value=f"{found or 'not installed'}; its kernels need an NVIDIA GPU"
+        )
+    return Fact(
+        name="Triton", value=found or "not installed", note=why_not_triton(QuantSpec(), "cuda")
+    )
 
 
 def _packages() -> Fact:
@@ -121,24 +158,46 @@ def _packages() -> Fact:
     if needed:
         return Fact(name="packages", value=f"missing: {', '.join(missing)}", problem=lacks)
     if "wandb" in missing:
-        return Fact(name="packages", value=f"missing: {', '.join(missing)}", problem=f"{lacks}, or track=jsonl")
-    return Fact(name="packages", value=f"missing: {', '.join(missing)}", note=f"data=hf needs it: {lacks}")
+        return Fact(
+            name="packages",
+            value=f"missing: {', '.join(missing)}",
+            problem=f"{lacks}, or track=jsonl",
+        )
+    return Fact(
+        name="packages", value=f"missing: {', '.join(missing)}", note=f"data=hf needs it: {lacks}"
+    )
 
 
 def _cpu() -> Fact:
     model = cpu_name()
     if (reason := cpu.unavailable()) is not None:
-        return Fact(name="CPU", value=f"{model}; no C kernels", note=f"quantising takes many times as long: {reason}")
+        return Fact(
+            name="CPU",
+            value=f"{model}; no C kernels",
+            note=f"quantising takes many times as long: {reason}",
+        )
     widened = widens(torch.empty(0, dtype=torch.bfloat16))
-    bf16 = "no BF16 instructions: products in float32" if widened else "BF16 instructions"
+    if widened:
+        bf16 = "no BF16 instructions: products in float32"
+    else:
+        bf16 = "BF16 instructions"
     return Fact(name="CPU", value=f"{model}; C kernels: {cpu.instruction_sets()[-1]}; {bf16}")
 
 
 def _threads() -> Fact:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
     threads = torch.get_num_threads()
-    pool = "" if cpu.unavailable() else f", C kernels on {cpu.thread_pool()}"
-    note = f"threads wait for each other: OMP_NUM_THREADS={cores}" if threads > cores else None
+    if cpu.unavailable():
+        pool = ""
+    else:
+        pool = f", C kernels on {cpu.thread_pool()}"
+    if threads > cores:
+        note = f"threads wait for each other: OMP_NUM_THREADS={cores}"
+    else:
+        note = None
     return Fact(name="threads", value=f"{threads} on {cores} cores{pool}", note=note)
 
 
@@ -147,9 +206,15 @@ def _disk(folder: Path) -> Fact:
     free = shutil.disk_usage(place).free
     value = f"{free / 2**30:.0f} GiB free in {folder}/"
     if not os.access(place, os.W_OK):
-        return Fact(name="disk", value=value, problem=f"{place} cannot be written; set run.dir=FOLDER")
+        return Fact(
+            name="disk", value=value, problem=f"{place} cannot be written; set run.dir=FOLDER"
+        )
     if free < LITTLE_DISK:
-        return Fact(name="disk", value=value, problem="less than 2 GiB for checkpoints; set run.dir=FOLDER elsewhere")
+        return Fact(
+            name="disk",
+            value=value,
+            problem="less than 2 GiB for checkpoints; set run.dir=FOLDER elsewhere",
+        )
     return Fact(name="disk", value=value)
 
 
@@ -163,11 +228,16 @@ def _wandb() -> Fact:
         from fp4train.track.wandb import logged_in
 
         settings = wandb.setup().settings
-        state = "logged in" if logged_in(settings) else "not logged in: runs are kept offline"
+        if logged_in(settings):
+            state = "logged in"
+        else:
+            state = "not logged in: runs are kept offline"
         if settings.mode in ("offline", "dryrun", "disabled"):
             state = f"{settings.mode} by its own settings"
     except Exception as error:  # any of wandb's
-        return Fact(name="wandb", value=found, problem=f"wandb does not start ({error}); use track=jsonl")
+        return Fact(
+            name="wandb", value=found, problem=f"wandb does not start ({error}); use track=jsonl"
+        )
     return Fact(name="wandb", value=f"{found}, {state}")
 
 

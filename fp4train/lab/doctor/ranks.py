@@ -2,8 +2,9 @@
 
     torchrun --nproc-per-node 8 -m fp4train doctor
 
-What runs send: gradients in float32 and BF16 (all-reduce, reduce-scatter), weights in BF16 and codes as bytes
-(all-gather). Each result is compared with the one that follows from the ranks' numbers, then timed.
+What runs send: gradients in float32 and BF16 (all-reduce, reduce-scatter), weights in BF16 and
+codes as bytes (all-gather). Each result is compared with the one that follows from the ranks'
+numbers, then timed.
 """
 
 import os
@@ -35,7 +36,8 @@ class CollectiveCheck:
     Args:
         name, dtype: what was sent.
         correct: whether this rank got what it should; None: it failed before.
-        rate: bytes/s per rank that pass through its link (NCCL's bus bandwidth); None: it failed before.
+        rate: bytes/s per rank that pass through its link (NCCL's bus bandwidth); None: it failed
+            before.
         problem: what is wrong, or None.
     """
 
@@ -65,9 +67,13 @@ def meeting() -> Iterator[str]:
         dist.init_process_group(backend, timeout=PATIENCE)
     except (RuntimeError, ValueError) as error:
         rank, ranks = started()
-        where = ", ".join(f"{name}={os.environ.get(name)}" for name in ("MASTER_ADDR", "MASTER_PORT"))
+        where = ", ".join(
+            f"{name}={os.environ.get(name)}" for name in ("MASTER_ADDR", "MASTER_PORT")
+        )
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise UserError(f"rank {rank} of {ranks} does not meet the others by {backend} ({where}): {reason}") from error
+        raise UserError(
+            f"rank {rank} of {ranks} does not meet the others by {backend} ({where}): {reason}"
+        ) from error
     try:
         yield backend
     finally:
@@ -99,9 +105,14 @@ def _tried(
         seconds = min(_seconds(collective, mine.clone(), device) for _ in range(REPEATS))
     except Exception as error:  # of NCCL, gloo, the network: to be reported, whatever it is
         reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
-        return CollectiveCheck(name=name, dtype=dtype, correct=None, rate=None, problem=f"{name} of {dtype}: {reason}")
+        return CollectiveCheck(
+            name=name, dtype=dtype, correct=None, rate=None, problem=f"{name} of {dtype}: {reason}"
+        )
     share = (2 if name == "all-reduce" else 1) * (ranks - 1) / ranks
-    problem = None if correct else f"{name} of {dtype} gave rank {dist.get_rank()} wrong numbers"
+    if correct:
+        problem = None
+    else:
+        problem = f"{name} of {dtype} gave rank {dist.get_rank()} wrong numbers"
     rate = share * size * kind.itemsize / seconds
     return CollectiveCheck(name=name, dtype=dtype, correct=correct, rate=rate, problem=problem)
 
@@ -133,5 +144,7 @@ def _all_gather(x: Tensor) -> tuple[Tensor, Tensor]:
     share = x[: x.numel() // ranks].contiguous()
     found = x.new_empty(share.numel() * ranks)
     dist.all_gather(list(found.chunk(ranks)), share)
-    wanted = torch.arange(1, ranks + 1, device=x.device).to(x.dtype).repeat_interleave(share.numel())
+    wanted = (
+        torch.arange(1, ranks + 1, device=x.device).to(x.dtype).repeat_interleave(share.numel())
+    )
     return found, wanted

@@ -1,8 +1,9 @@
 """Backend of each recipe on this machine, and small computations of it against the reference.
 
-A layer of 256 features takes 128 tokens forward and backward through what `precision.layer_plan.resolve` decides. Each
-of the recipe's quantisers takes one tensor. The kernels' codes must equal the readable reference's to the bit; y, dx
-and dw must lie within BF16's rounding of the reference product, where both draw the same random bits.
+A layer of 256 features takes 128 tokens forward and backward through what
+`precision.layer_plan.resolve` decides. Each of the recipe's quantisers takes one tensor. The
+kernels' codes must equal the readable reference's to the bit; y, dx and dw must lie within BF16's
+rounding of the reference product, where both draw the same random bits.
 """
 
 from collections.abc import Mapping
@@ -25,15 +26,24 @@ from fp4train.precision.recipe import Recipe
 from fp4train.precision.recipes import BF16
 from fp4train.quantize import QuantSpec, RandomKey, quantizer
 
-FEATURES, TOKENS = 256, 128
+FEATURES = 256
+TOKENS = 128
 SAMPLE = Layer(name="sample", in_features=FEATURES, out_features=FEATURES, block=0, blocks=1)
 CLOSE = 1e-2
 """Distance of products relative to the norm: BF16's rounding."""
 
 ALIKE = 2.0
-"""Largest ratio of two distances from the product in BF16, TE's and ours, where TE draws other random bits."""
+"""Largest ratio of two distances from the product in BF16, TE's and ours, where TE draws other
+random bits.
+"""
 
-WORDS = {"te": "TE", "native": "native", "emulate": "emulated", "reference": "reference", "torch": "torch"}
+WORDS = {
+    "te": "TE",
+    "native": "native",
+    "emulate": "emulated",
+    "reference": "reference",
+    "torch": "torch",
+}
 KERNELS = {"cpu": "C", "triton": "Triton", "reference": "torch"}
 ELSEWHERE = ("A100", "H100", "B200")
 """GPUs whose answer stands for their generation."""
@@ -52,7 +62,8 @@ class RecipeCheck:
         distance: the largest of y, dx and dw from the reference; None: it failed before.
         native_on: GPUs that run all its GEMMs on their own kernels.
         problem: what is wrong, or None.
-        scaled: as `distance`, of backend=native, torch's scaled_mm; None: it cannot run the recipe here.
+        scaled: as `distance`, of backend=native, torch's scaled_mm; None: it cannot run the recipe
+            here.
         scaled_why: why it cannot.
         scaled_problem: what is wrong with it, or None.
     """
@@ -70,8 +81,12 @@ class RecipeCheck:
     scaled_problem: str | None = None
 
 
-def check_all(recipes: Mapping[str, Recipe], device: Device, processes: int = 1) -> tuple[RecipeCheck, ...]:
-    """Try every recipe, in so many processes: on a GPU each has kernels to be compiled, seconds on one core."""
+def check_all(
+    recipes: Mapping[str, Recipe], device: Device, processes: int = 1
+) -> tuple[RecipeCheck, ...]:
+    """Try every recipe, in so many processes: on a GPU each has kernels to be compiled, seconds on
+    one core.
+    """
     if processes == 1:
         return tuple(check(name, recipe, device) for name, recipe in recipes.items())
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
@@ -100,14 +115,19 @@ def check(name: str, recipe: Recipe, device: Device) -> RecipeCheck:
     found.native_on = tuple(gpu.name for gpu in elsewhere if _native(recipe, Device.elsewhere(gpu)))
     try:
         if specs := plan.specs:
-            found.kernels = tuple(dict.fromkeys(KERNELS[quantizer(spec, device.type).kernel] for spec in specs))
+            found.kernels = tuple(
+                dict.fromkeys(KERNELS[quantizer(spec, device.type).kernel] for spec in specs)
+            )
             wrong = [spec for spec in specs if not equal_codes(spec, device.type)]
             found.codes = not wrong
             if wrong:
-                found.problem = f"{', '.join(found.kernels)} quantise {wrong[0]} otherwise than the reference"
+                found.problem = (
+                    f"{', '.join(found.kernels)} quantise {wrong[0]} otherwise than the reference"
+                )
         found.distance, far = products(recipe, plan, device)
         found.problem = found.problem or far
-    except Exception as error:  # of a driver, a compiler, a missing library: to be reported, whatever it is
+    # of a driver, a compiler, a missing library: to be reported, whatever it is
+    except Exception as error:
         found.problem = _named(error)
     if plan.quantised:
         _try_scaled(found, recipe, device)
@@ -138,24 +158,43 @@ def _native(recipe: Recipe, device: Device) -> bool:
 
 
 def equal_codes(spec: QuantSpec, device_type: str) -> bool:
-    """Whether the device's quantiser gives the codes and scales of the readable reference, for one tensor."""
+    """Whether the device's quantiser gives the codes and scales of the readable reference, for one
+    tensor.
+    """
     x = _normal(64, FEATURES, seed=1).to(torch.bfloat16)
-    key = RandomKey(seed=1, step=2, layer=3, operand=0) if spec.random else None
-    amax = torch.tensor(3.0) if spec.delayed is not None else None
+    if spec.random:
+        key = RandomKey(seed=1, step=2, layer=3, operand=0)
+    else:
+        key = None
+    if spec.delayed is not None:
+        amax = torch.tensor(3.0)
+    else:
+        amax = None
     wanted = quantizer(spec, "cpu", "reference").codes(x, key, amax)
-    found = quantizer(spec, device_type).codes(x.to(device_type), key, None if amax is None else amax.to(device_type))
-    return torch.equal(found.codes.cpu(), wanted.codes) and torch.equal(found.scales.cpu(), wanted.scales)
+    found = quantizer(spec, device_type).codes(
+        x.to(device_type), key, None if amax is None else amax.to(device_type)
+    )
+    return torch.equal(found.codes.cpu(), wanted.codes) and torch.equal(
+        found.scales.cpu(), wanted.scales
+    )
 
 
-def products(recipe: Recipe, plan: LayerPlan, device: Device, backend: str = "auto") -> tuple[float, str | None]:
+def products(
+    recipe: Recipe, plan: LayerPlan, device: Device, backend: str = "auto"
+) -> tuple[float, str | None]:
     """(the largest distance of y, dx and dw from the reference, what is wrong with it or None)."""
-    found, wanted = _run(recipe, device.type, backend), _run(recipe, "cpu", "reference")
-    if plan.layer_backend is None or not any(spec.rounding == "stochastic" for spec in plan.table.specs()):
+    found = _run(recipe, device.type, backend)
+    wanted = _run(recipe, "cpu", "reference")
+    if plan.layer_backend is None or not any(
+        spec.rounding == "stochastic" for spec in plan.table.specs()
+    ):
         distance = max(_distance(a, b) for a, b in zip(found, wanted, strict=True))
         close = distance <= CLOSE
     else:
         exact = _run(BF16(), "cpu", "reference")
-        errors = [(_distance(a, c), _distance(b, c)) for a, b, c in zip(found, wanted, exact, strict=True)]
+        errors = [
+            (_distance(a, c), _distance(b, c)) for a, b, c in zip(found, wanted, exact, strict=True)
+        ]
         distance = max(abs(a - b) for a, b in errors)
         close = all(a <= ALIKE * b + CLOSE and b <= ALIKE * a + CLOSE for a, b in errors)
     return distance, None if close else f"y, dx or dw lie {distance:.1e} from the reference"
@@ -170,7 +209,9 @@ def _run(recipe: Recipe, device: str, backend: str) -> tuple[Tensor, Tensor, Ten
     x = _normal(TOKENS, FEATURES, seed=3).to(torch.bfloat16).to(device).requires_grad_()
     dy = _normal(TOKENS, FEATURES, seed=4).to(torch.bfloat16).to(device)
     whole = resolve(SAMPLE, recipe, None, backend, Device.of(device)).layer_backend
-    region = nullcontext() if whole is None else LAYER_BACKENDS[whole].region([recipe.table()], None)
+    region = (
+        nullcontext() if whole is None else LAYER_BACKENDS[whole].region([recipe.table()], None)
+    )
     with region, autocast(recipe, step=0):
         y = layer(x)
     y.backward(dy)

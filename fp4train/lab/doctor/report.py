@@ -19,7 +19,9 @@ HEADER = ("recipe", "runs here", "quantised by", "codes", "products", "scaled_mm
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorReport:
-    """Everything; `default` is the recipe of the default run, `ranks` the number of processes that met."""
+    """Everything; `default` is the recipe of the default run, `ranks` the number of processes that
+    met.
+    """
 
     device: str
     default: str
@@ -33,14 +35,24 @@ class DoctorReport:
         """Problems that keep the default run from working."""
         found = [f"{part.name}: {part.problem}" for part in self.machine if part.problem]
         found += [each.problem for each in self.collectives if each.problem]
-        return found + [f"recipe={r.name}: {r.problem}" for r in self.recipes if r.problem and r.name == self.default]
+        return found + [
+            f"recipe={r.name}: {r.problem}"
+            for r in self.recipes
+            if r.problem and r.name == self.default
+        ]
 
     @property
     def notes(self) -> list[str]:
         """Parts that something else than the default run lacks."""
         found = [f"{part.name}: {part.note}" for part in self.machine if part.note]
-        found += [f"recipe={r.name}: {r.problem}" for r in self.recipes if r.problem and r.name != self.default]
-        return found + [f"recipe={r.name}: {r.scaled_problem}" for r in self.recipes if r.scaled_problem]
+        found += [
+            f"recipe={r.name}: {r.problem}"
+            for r in self.recipes
+            if r.problem and r.name != self.default
+        ]
+        return found + [
+            f"recipe={r.name}: {r.scaled_problem}" for r in self.recipes if r.scaled_problem
+        ]
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -63,7 +75,9 @@ class DoctorReport:
             version=__version__,
             machine=columns([(part.name, part.value) for part in self.machine], width=width),
             recipes=tabulate([HEADER, *(_row(each) for each in self.recipes)], width=width),
-            collectives=tabulate([header, *(_collective(each) for each in self.collectives)], width=width),
+            collectives=tabulate(
+                [header, *(_collective(each) for each in self.collectives)], width=width
+            ),
             reasons=self._reasons(),
             runs=next((each.runs for each in self.recipes if each.name == self.default), ""),
         )
@@ -75,7 +89,10 @@ class DoctorReport:
         for each in emulated:
             for why in each.why:
                 by_reason.setdefault(why.removeprefix("auto: "), []).append(each.name)
-        return [("all" if len(n) == len(emulated) else ", ".join(n), why) for why, n in by_reason.items()]
+        return [
+            ("all" if len(n) == len(emulated) else ", ".join(n), why)
+            for why, n in by_reason.items()
+        ]
 
 
 def _wrapped(text: str, width: int = WIDTH) -> str:
@@ -85,8 +102,13 @@ def _wrapped(text: str, width: int = WIDTH) -> str:
 
 def _row(each: RecipeCheck) -> tuple[str, ...]:
     codes = {None: "-", True: "equal", False: "DIFFERENT"}[each.codes]
-    products = "FAILED" if each.distance is None else _distance(each.distance)
-    scaled = "FAILED" if each.scaled_problem else "-" if each.scaled is None else _distance(each.scaled)
+    if each.distance is None:
+        products = "FAILED"
+    else:
+        products = _distance(each.distance)
+    scaled = (
+        "FAILED" if each.scaled_problem else "-" if each.scaled is None else _distance(each.scaled)
+    )
     on = ", ".join(each.native_on) or "-"
     return (each.name, each.runs, ", ".join(each.kernels) or "-", codes, products, scaled, on)
 

@@ -1,4 +1,5 @@
-"""One HTML file about several runs: curves and gaps, plan, errors, studies, differences, environment, cost.
+"""One HTML file about several runs: curves and gaps, plan, errors, studies, differences,
+environment, cost.
 
 sources    reads run directories, whole or damaged
 groups     losses and gaps of groups of seeds, with intervals;  facts  of their configuration, machines and cost

@@ -1,4 +1,6 @@
-"""Facts about the runs of a report: what differs in their data, configuration and environment; warnings; cost."""
+"""Facts about the runs of a report: what differs in their data, configuration and environment;
+warnings; cost.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -36,7 +38,9 @@ ByRuns = list[tuple[str, str]]
 """Distinct values, each with the numbers of its runs; without numbers where all runs have it."""
 
 
-def predict(sources: Sequence[RunSource], gpu: Gpu) -> tuple[dict[RunSource, CostEstimate], list[str]]:
+def predict(
+    sources: Sequence[RunSource], gpu: Gpu
+) -> tuple[dict[RunSource, CostEstimate], list[str]]:
     """The runs that can be estimated, and a sentence for each that cannot."""
     found: dict[RunSource, CostEstimate] = {}
     problems: list[str] = []
@@ -44,7 +48,9 @@ def predict(sources: Sequence[RunSource], gpu: Gpu) -> tuple[dict[RunSource, Cos
         try:
             found[source] = _predicted_time(source, gpu)
         except UNREADABLE as error:
-            problems.append(f"{source.name}: its time on {gpu} is not estimated: {first_line(error)}")
+            problems.append(
+                f"{source.name}: its time on {gpu} is not estimated: {first_line(error)}"
+            )
     return found, problems
 
 
@@ -55,16 +61,23 @@ def _predicted_time(source: RunSource, gpu: Gpu) -> CostEstimate:
             raise UserError(f"{key}={value} is no size of a model")
     saved = run_directory.read_config(path)
     # All that the estimate reads of the data is the size of the vocabulary.
-    check_paths(OmegaConf.create({"resume": str(path), "data": {"tokenizer": saved.data.get("tokenizer")}}), ())
+    check_paths(
+        OmegaConf.create({"resume": str(path), "data": {"tokenizer": saved.data.get("tokenizer")}}),
+        (),
+    )
     config = to_config(saved)
     model = build_model(config, planned_vocab_size(config.data), torch.device("meta"))
-    plan = build_plan(config, find_layers(model), build_timeline(config, path), Device.elsewhere(gpu))
+    plan = build_plan(
+        config, find_layers(model), build_timeline(config, path), Device.elsewhere(gpu)
+    )
     return estimate(plan, gpu, microbatches=config.train.microbatches)
 
 
 @dataclass(frozen=True)
 class Differing:
-    """The keys in which configurations differ: values by runs of the first `KEYS`, their number, that of all keys."""
+    """The keys in which configurations differ: values by runs of the first `KEYS`, their number,
+    that of all keys.
+    """
 
     rows: list[tuple[str, ByRuns]]
     count: int
@@ -75,12 +88,20 @@ class RunCost:
     """Tokens, time and arithmetic of a run; NaN or None where it is not known."""
 
     def __init__(self, source: RunSource) -> None:
-        tokens, speed, mfu = map(source.metrics.series, ("train/tokens", "perf/tokens_per_s", "perf/mfu"))
-        self.tokens, self.seconds = float(tokens.values[-1]) if len(tokens) else math.nan, math.nan
+        tokens, speed, mfu = map(
+            source.metrics.series, ("train/tokens", "perf/tokens_per_s", "perf/mfu")
+        )
+        if len(tokens):
+            self.tokens = float(tokens.values[-1])
+        else:
+            self.tokens = math.nan
+        self.seconds = math.nan
         """Tokens, and seconds of all steps."""
         if len(speed) > 1 and len(tokens) and (speed.values > 0).all():
             self.seconds = self.tokens / len(speed) * float(np.sum(1 / speed.values))
-        self.speed, self.mfu = (float(np.median(each.values)) if len(each) else None for each in (speed, mfu))
+        self.speed, self.mfu = (
+            float(np.median(each.values)) if len(each) else None for each in (speed, mfu)
+        )
         """Medians over steps: tokens per second, and the share of the GPU's peak."""
         work = _arithmetic(source)
         self.multiplied = whole = sum(work.values())
@@ -89,68 +110,105 @@ class RunCost:
 
 
 def different_data(sources: Sequence[RunSource]) -> list[str]:
-    """Reasons why losses of these runs do not compare: other data, tokens, or sequences. Empty where none is known."""
+    """Reasons why losses of these runs do not compare: other data, tokens, or sequences. Empty
+    where none is known.
+    """
     found = []
-    prints = {str(source.environments[-1][1].get("data")) for source in sources if source.environments}
-    keys = list(dict.fromkeys(key for s in sources for key in s.config or {} if key.startswith("data.")))
+    prints = {
+        str(source.environments[-1][1].get("data")) for source in sources if source.environments
+    }
+    keys = list(
+        dict.fromkeys(key for s in sources for key in s.config or {} if key.startswith("data."))
+    )
     keys = [key for key in (*keys, "train.seq_len", "eval.batches") if key != "data.cache_dir"]
     known = [source for source in sources if source.config is not None]
     differing = [key for key in keys if len({str(source.setting(key)) for source in known}) > 1]
     if len(prints) > 1:
-        found.append("The runs were trained on different data (their fingerprints differ): losses do not compare.")
+        found.append(
+            "The runs were trained on different data (their fingerprints differ): losses do "
+            "not compare."
+        )
     elif data := [key for key in differing if key.startswith("data.")]:
         found.append(f"The runs differ in {', '.join(data[:6])}: losses may not compare.")
     if other := [key for key in differing if not key.startswith("data.")]:
-        found.append(f"The runs differ in {', '.join(other)}: their validation losses are of different tokens.")
+        found.append(
+            f"The runs differ in {', '.join(other)}: their validation losses are of different "
+            "tokens."
+        )
     return found
 
 
 def weak_gradient(source: RunSource) -> list[str]:
-    """A warning where the gradient fell below √3 times its quantisation noise ("FP4 All the Way", arXiv 2505.19115)."""
+    """A warning where the gradient fell below √3 times its quantisation noise ("FP4 All the Way",
+    arXiv 2505.19115).
+    """
     ratio = source.metrics.series("error/gradient_to_noise")
     below = (ratio.values < THRESHOLD).nonzero()[0]
     if not len(below):
         return []
     first = int(below[0])
     return [
-        f"{source.label}: at step {int(ratio.steps[first])} the gradient's norm was {ratio.values[first]:.2f} times "
-        f"its quantisation noise, less than √3, and at {len(below)} of {len(ratio)} measured steps; quantised training "
+        f"{source.label}: at step {int(ratio.steps[first])} the gradient's norm was "
+        f"{ratio.values[first]:.2f} times "
+        f"its quantisation noise, less than √3, and at {len(below)} of {len(ratio)} measured "
+        "steps; quantised training "
         "becomes less effective there (arXiv 2505.19115)."
     ]
 
 
 def differences(sources: Sequence[RunSource]) -> Differing | None:
-    """The configuration keys whose values differ; None where fewer than two configurations are known."""
+    """The configuration keys whose values differ; None where fewer than two configurations are
+    known.
+    """
     known = [source for source in sources if source.config is not None]
     if len(known) < 2:
         return None
     keys = list(dict.fromkeys(key for source in known for key in source.config or {}))
     skipped = (*UNRECORDED, *_UNINTERESTING)
-    differing = [key for key in keys if key not in skipped and len({_show(s.setting(key)) for s in known}) > 1]
+    differing = [
+        key
+        for key in keys
+        if key not in skipped and len({_show(s.setting(key)) for s in known}) > 1
+    ]
     rows = [
-        (key, _by_runs({s: _show(s.setting(key)) for s in known if key in (s.config or {})}, len(known)))
+        (
+            key,
+            _by_runs(
+                {s: _show(s.setting(key)) for s in known if key in (s.config or {})}, len(known)
+            ),
+        )
         for key in differing[:KEYS]
     ]
     return Differing(rows, len(differing), len(keys))
 
 
 def environments(sources: Sequence[RunSource]) -> list[tuple[str, ByRuns]]:
-    """Host, device and versions of every run at its last start, by key; empty where none was recorded."""
+    """Host, device and versions of every run at its last start, by key; empty where none was
+    recorded.
+    """
     known = {source: _flat(source.environments[-1][1]) for source in sources if source.environments}
     keys = dict.fromkeys(key for each in known.values() for key in each)
-    return [(key, _by_runs({s: each.get(key, "–") for s, each in known.items()}, len(known))) for key in keys]
+    return [
+        (key, _by_runs({s: each.get(key, "–") for s, each in known.items()}, len(known)))
+        for key in keys
+    ]
 
 
 def _arithmetic(source: RunSource) -> dict[str, float]:
     """Multiply-adds of the linear layers by elements, for the steps that were trained."""
-    batch, microbatch = source.setting("train.batch_size"), source.setting("train.microbatch")
-    sizes = [size for size in (batch, microbatch) if isinstance(size, int) and 0 < size <= MOST_ROWS]
+    batch = source.setting("train.batch_size")
+    microbatch = source.setting("train.microbatch")
+    sizes = [
+        size for size in (batch, microbatch) if isinstance(size, int) and 0 < size <= MOST_ROWS
+    ]
     count = sizes[0] / sizes[1] if len(sizes) == 2 else 1.0
     found: dict[str, float] = {}
     for stretch in source.stretches:
         steps = max(0, min(stretch.stop, source.done) - stretch.start)
         for elements, share in stretch.shares.items():
-            found[elements] = found.get(elements, 0.0) + share * float(sum(stretch.macs)) * steps * count
+            found[elements] = (
+                found.get(elements, 0.0) + share * float(sum(stretch.macs)) * steps * count
+            )
     return {elements: macs for elements, macs in found.items() if macs}
 
 
@@ -173,7 +231,11 @@ def _flat(found: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def _show(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else plain(value, 200)
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return plain(value, 200)
 
 
 def quantity(value: float) -> str:
@@ -191,5 +253,7 @@ def duration(seconds: float) -> str:
     if not math.isfinite(seconds):
         return "–"
     if seconds < 7200:
-        return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+        if seconds < 120:
+            return f"{seconds:.0f} s"
+        return f"{seconds / 60:.0f} min"
     return f"{seconds / 3600:.1f} h"

@@ -1,9 +1,10 @@
 """Losses and gaps of groups of seeds, with intervals.
 
-A group holds the runs that differ in run.seed only. Its loss is the mean over them with Student's 95 % interval. The
-gap is relative, loss / loss of the first group − 1. Where two groups have the same seeds, it is formed seed by seed and
-then averaged, because equal seeds read equal batches; otherwise it is that of the means, and its error follows from the
-errors of both (Welch). A group of one run has no interval.
+A group holds the runs that differ in run.seed only. Its loss is the mean over them with Student's
+95 % interval. The gap is relative, loss / loss of the first group − 1. Where two groups have the
+same seeds, it is formed seed by seed and then averaged, because equal seeds read equal batches;
+otherwise it is that of the means, and its error follows from the errors of both (Welch). A group of
+one run has no interval.
 """
 
 import math
@@ -42,7 +43,9 @@ class SeedGroup:
     def name(self) -> str:
         """The names of its runs, of the first ones if there are many."""
         names = [source.name for source in self.sources]
-        return names[0] if len(names) == 1 else first_few([shortened(each, 40) for each in names], NAMED)
+        if len(names) == 1:
+            return names[0]
+        return first_few([shortened(each, 40) for each in names], NAMED)
 
     @property
     def numbers(self) -> str:
@@ -63,13 +66,19 @@ class SeedGroup:
     @property
     def train_loss(self) -> float:
         """The mean of the last smoothed training losses."""
-        return math.fsum(float(s.metrics.loss("train/loss").values[-1]) for s in self.sources) / len(self.sources)
+        return math.fsum(
+            float(s.metrics.loss("train/loss").values[-1]) for s in self.sources
+        ) / len(self.sources)
 
     @property
     def best(self) -> float | None:
         """The lowest validation loss; None where there is none."""
-        losses = np.concatenate([source.metrics.series("val/loss").values for source in self.sources])
-        return float(losses[np.isfinite(losses)].min()) if np.isfinite(losses).any() else None
+        losses = np.concatenate(
+            [source.metrics.series("val/loss").values for source in self.sources]
+        )
+        if np.isfinite(losses).any():
+            return float(losses[np.isfinite(losses)].min())
+        return None
 
 
 def group(sources: Sequence[RunSource]) -> list[SeedGroup]:
@@ -108,7 +117,9 @@ def losses(groups: Sequence[SeedGroup], at: tuple[str, int] | None) -> list[Loss
             name=group.name,
             train=curve(group, LOSSES[0]),
             validation=curve(group, LOSSES[1]),
-            gaps=[] if at is None or group is first else [gap_curve(first, group, key) for key in LOSSES],
+            gaps=[]
+            if at is None or group is first
+            else [gap_curve(first, group, key) for key in LOSSES],
         )
         for group in groups
     ]
@@ -118,7 +129,13 @@ def recipe_rows(groups: Sequence[SeedGroup]) -> list[RecipeRow]:
     """The recipes of every run, in the order of the runs."""
     numbered = [(source, index) for index, group in enumerate(groups) for source in group.sources]
     return [
-        RecipeRow(label=str(source.number), index=index, bands=source.bands, done=source.done, marks=source.marks)
+        RecipeRow(
+            label=str(source.number),
+            index=index,
+            bands=source.bands,
+            done=source.done,
+            marks=source.marks,
+        )
         for source, index in sorted(numbered, key=lambda each: each[0].number)
     ]
 
@@ -134,15 +151,23 @@ def loss_at(group: SeedGroup, key: str, step: int) -> Estimate:
 
 
 def _values(group: SeedGroup, key: str, step: int) -> Floats:
-    return np.array([source.metrics.loss(key).at(np.array([float(step)]))[0] for source in group.sources])
+    return np.array(
+        [source.metrics.loss(key).at(np.array([float(step)]))[0] for source in group.sources]
+    )
 
 
 def _common(groups: Sequence[SeedGroup], key: str) -> tuple[Floats, list[Floats]]:
-    """(Steps that all runs have, at most `POINTS` of them, the last included; the losses [run, step] of each group)."""
+    """(Steps that all runs have, at most `POINTS` of them, the last included; the losses [run,
+    step] of each group).
+    """
     series = [[source.metrics.loss(key) for source in each.sources] for each in groups]
     steps = reduce(np.intersect1d, [one.steps for each in series for one in each])
     if len(steps):
-        steps = steps[np.unique(np.linspace(0, len(steps) - 1, min(len(steps), POINTS)).round().astype(np.int64))]
+        steps = steps[
+            np.unique(
+                np.linspace(0, len(steps) - 1, min(len(steps), POINTS)).round().astype(np.int64)
+            )
+        ]
     return steps, [np.stack([one.at(steps) for one in each]) for each in series]
 
 
@@ -155,15 +180,23 @@ def _gap(first: SeedGroup, group: SeedGroup, base: Floats, mine: Floats) -> Esti
         return estimate([math.nan])
     by_seed = dict(zip(first.seeds, base.tolist(), strict=True))
     if len(mine) > 1 and set(group.seeds) == set(by_seed):
-        return estimate([100 * (x / by_seed[seed] - 1) for seed, x in zip(group.seeds, mine.tolist(), strict=True)])
-    a, b = estimate(base.tolist()), estimate(mine.tolist())
+        return estimate(
+            [
+                100 * (x / by_seed[seed] - 1)
+                for seed, x in zip(group.seeds, mine.tolist(), strict=True)
+            ]
+        )
+    a = estimate(base.tolist())
+    b = estimate(mine.tolist())
     mean = 100 * (b.mean / a.mean - 1)
     if a.error is None or b.error is None:
         return estimate([mean])
     shares = (a.error * b.mean / a.mean) ** 2, b.error**2
     total = sum(shares)
     if total == 0:
-        return Estimate(mean=mean, error=0.0, count=a.count + b.count, freedom=a.freedom + b.freedom)
+        return Estimate(
+            mean=mean, error=0.0, count=a.count + b.count, freedom=a.freedom + b.freedom
+        )
     freedom = total**2 / (shares[0] ** 2 / a.freedom + shares[1] ** 2 / b.freedom)
     error = 100 * math.sqrt(total) / abs(a.mean)
     return Estimate(mean=mean, error=error, count=a.count + b.count, freedom=max(1, int(freedom)))

@@ -1,15 +1,17 @@
 """The report: one HTML file that needs no network and runs no script.
 
-Figures are SVG by matplotlib. The alternatives ship JavaScript that has to stand in every file (in their wheels: Plotly
-4.8 MB, Bokeh 1.3 MB) and would be a new dependency. A script lays a plot out for the screen that it starts on, so that
-paper and a turned phone need it to run again. Matplotlib is a dependency already, its licence sets no terms for what it
-draws, a report takes some hundred kilobytes, prints as vectors, and shows in viewers that run no scripts: mail, forges,
-shared disks. What is given up is zooming, and reading a value under the pointer; the tables have the numbers.
+Figures are SVG by matplotlib. The alternatives ship JavaScript that has to stand in every file (in
+their wheels: Plotly 4.8 MB, Bokeh 1.3 MB) and would be a new dependency. A script lays a plot out
+for the screen that it starts on, so that paper and a turned phone need it to run again. Matplotlib
+is a dependency already, its licence sets no terms for what it draws, a report takes some hundred
+kilobytes, prints as vectors, and shows in viewers that run no scripts: mail, forges, shared disks.
+What is given up is zooming, and reading a value under the pointer; the tables have the numbers.
 
-Names and values come from run directories of other people. The template escapes each of them. Besides `<`, `>`, `&` and
-quotes, control characters, lone surrogates and the marks that turn the direction of writing are replaced: they would
-let a name look like another one, or cannot be encoded. Since nothing has to run, the page's Content-Security-Policy
-forbids every script and every request, also one that a name might bring in past the escaping.
+Names and values come from run directories of other people. The template escapes each of them.
+Besides `<`, `>`, `&` and quotes, control characters, lone surrogates and the marks that turn the
+direction of writing are replaced: they would let a name look like another one, or cannot be
+encoded. Since nothing has to run, the page's Content-Security-Policy forbids every script and every
+request, also one that a name might bring in past the escaping.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +33,8 @@ from fp4train.lab.report.sources import RunSource, read_sources
 from fp4train.lab.studies import figures, results
 from fp4train.text import shortened
 
-PAGE, STYLE = "page.html", "page.css"
+PAGE = "page.html"
+STYLE = "page.css"
 LONGEST = 2000
 """Characters of a single text that are shown."""
 
@@ -53,7 +56,10 @@ class Report:
     @property
     def problems(self) -> list[str]:
         """Sentences about what is left out or missing."""
-        return [*self.left_out, *(problem for source in self.sources for problem in source.problems)]
+        return [
+            *self.left_out,
+            *(problem for source in self.sources for problem in source.problems),
+        ]
 
     def write(self, out: Path) -> None:
         """Write the page.
@@ -91,9 +97,16 @@ class Report:
         for number, (_, ranking) in enumerate(_rankings(self.sources), start=1):
             found[f"ranking-{number}"] = figures.ranking(ranking, named=True)
         studies = [study for source in self.sources for study in source.studies.sensitivities]
-        found |= {f"sensitivity-{n}": figures.sensitivity(study) for n, study in enumerate(studies, start=1)}
-        measured = [(source.number, source.errors) for source in self.sources if source.errors is not None]
-        return found | {f"errors-{number}": heatmap.worst_maps(errors) for number, errors in measured}
+        found |= {
+            f"sensitivity-{n}": figures.sensitivity(study)
+            for n, study in enumerate(studies, start=1)
+        }
+        measured = [
+            (source.number, source.errors) for source in self.sources if source.errors is not None
+        ]
+        return found | {
+            f"errors-{number}": heatmap.worst_maps(errors) for number, errors in measured
+        }
 
 
 def read_report(runs: Sequence[Path], out: Path, gpu: Gpu | None = None) -> Report:
@@ -155,7 +168,9 @@ def render(
         stretches=[(source, stretch) for source in sources for stretch in source.stretches],
         events=[(source, event) for source in sources for event in source.events],
         rankings=_rankings(sources),
-        sensitivities=[(source, found) for source in sources for found in source.studies.sensitivities],
+        sensitivities=[
+            (source, found) for source in sources for found in source.studies.sensitivities
+        ],
         gpu=gpu,
         predicted=predicted,
     )
@@ -173,7 +188,10 @@ def _rankings(sources: Sequence[RunSource]) -> list[tuple[RunSource, results.Ran
 def _environment() -> Environment:
     """Templates whose values are escaped, and in which a name that nobody gives is an error."""
     found = Environment(
-        loader=PackageLoader("fp4train.lab.report", "."), autoescape=True, undefined=StrictUndefined, finalize=_seen
+        loader=PackageLoader("fp4train.lab.report", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=_seen,
     )
     modules = (curves, estimate, facts, figure, figures, groups, heatmap, results, text)
     found.globals |= {module.__name__.rpartition(".")[2]: module for module in modules}
@@ -184,7 +202,9 @@ def _environment() -> Environment:
 
 def _seen(value: Any) -> Any:
     """Markup as it is; of anything else a text in which every character can be seen."""
-    return value if isinstance(value, Markup) else figure.plain(value, LONGEST)
+    if isinstance(value, Markup):
+        return value
+    return figure.plain(value, LONGEST)
 
 
 def _svg(name: str, draw: figure.Draw, width: float, alt: str) -> Markup:

@@ -1,4 +1,6 @@
-"""The runs of a report, read from their directories. Damaged and missing parts are named; the rest is used."""
+"""The runs of a report, read from their directories. Damaged and missing parts are named; the rest
+is used.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -31,7 +33,16 @@ MARKS = {"swap": "v", "resume": "|", "branch": "|", "init": "|", "non-finite": "
 """Event → matplotlib's marker on the band of a run."""
 IN_HISTORY = ("resume", "init", "rewind", "recipe")
 """Events of the metrics that the history tells, too."""
-UNREADABLE = (UserError, OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
+UNREADABLE = (
+    UserError,
+    OSError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
 """Errors that reading a file of somebody else may raise."""
 
 T = TypeVar("T")
@@ -48,14 +59,19 @@ class RunSource:
         self.number, self.name, self.metrics = number, plain(name, 120), metrics
         self.problems: list[str] = []
         """Messages about files that could not be read."""
-        path, problems = metrics.path, self.problems
+        path = metrics.path
+        problems = self.problems
         records = _try(lambda: run_journal.read_journal(path), problems, list[run_journal.Record]())
         if not records and not problems:
-            problems.append(f"{path} has no {run_directory.HISTORY}: recipes are read from its metrics")
+            problems.append(
+                f"{path} has no {run_directory.HISTORY}: recipes are read from its metrics"
+            )
         self.config = _try(lambda: _config(path, records, problems), problems, None)
         """Full key → value; None where it is not known."""
         lost = _try(lambda: _lost(path, records), problems, dict[str, str]())
-        problems += [each if name == METRICS else f"{each} (it is left out)" for name, each in lost.items()]
+        problems += [
+            each if name == METRICS else f"{each} (it is left out)" for name, each in lost.items()
+        ]
         self.records = [] if run_directory.HISTORY in lost else records
         """Records of its journal; empty where it has none."""
         self.stretches = run_journal.stretches(self.records)
@@ -65,7 +81,10 @@ class RunSource:
             (step, environment) for step, environment in known if isinstance(environment, dict)
         ]
         """First step → environment, oldest first."""
-        self.errors = None if STATISTICS in lost else _try(partial(_errors, path, problems), problems, None)
+        if STATISTICS in lost:
+            self.errors = None
+        else:
+            self.errors = _try(partial(_errors, path, problems), problems, None)
         """Errors of quantisation, where they were measured."""
         self.studies = _try(lambda: read_studies(path, problems), problems, Studies())
 
@@ -89,14 +108,22 @@ class RunSource:
     def marks(self) -> list[tuple[int, str]]:
         """(step, marker) of the events that are marked on its band."""
         events = [(record.event, record.step) for record in self.records if record.step]
-        events += [(event.name, event.step) for event in self.metrics.events() if event.name == "non-finite"]
+        events += [
+            (event.name, event.step)
+            for event in self.metrics.events()
+            if event.name == "non-finite"
+        ]
         return [(step, MARKS[name]) for name, step in events if name in MARKS]
 
     @property
     def events(self) -> list[tuple[Any, str, str, str]]:
-        """(step, event, time, description) of what happened to it; of many events the first ones."""
+        """(step, event, time, description) of what happened to it; of many events the first
+        ones.
+        """
         events: list[tuple[Any, str, str, str]]
-        events = [(r.step, r.event, r.time.replace("+00:00", " UTC"), r.describe()) for r in self.records]
+        events = [
+            (r.step, r.event, r.time.replace("+00:00", " UTC"), r.describe()) for r in self.records
+        ]
         known = {(step, name) for step, name, *_ in events}
         events += [
             (event.step, event.name, "", ", ".join(f"{k}: {v}" for k, v in event.values.items()))
@@ -105,11 +132,15 @@ class RunSource:
         ]
         events.sort(key=lambda each: each[0])
         more = len(events) - EVENTS
-        return events if more <= 0 else [*events[:EVENTS], ("", f"and {more} more", "", "")]
+        if more <= 0:
+            return events
+        return [*events[:EVENTS], ("", f"and {more} more", "", "")]
 
     def setting(self, key: str) -> Any:
         """The value of a configuration key; None where it is not known."""
-        return None if self.config is None else self.config.get(key)
+        if self.config is None:
+            return None
+        return self.config.get(key)
 
 
 def read_sources(paths: Sequence[Path]) -> tuple[list[RunSource], list[str]]:
@@ -135,7 +166,10 @@ def read_sources(paths: Sequence[Path]) -> tuple[list[RunSource], list[str]]:
     if not found:
         raise UserError("no run can be reported: " + "; ".join(left_out))
     names = names_of(found)
-    return [RunSource(number, *each) for number, each in enumerate(zip(names, found, strict=True), start=1)], left_out
+    return [
+        RunSource(number, *each)
+        for number, each in enumerate(zip(names, found, strict=True), start=1)
+    ], left_out
 
 
 def _metrics(path: Path) -> History:
@@ -148,27 +182,42 @@ def _metrics(path: Path) -> History:
 
 
 def _errors(run: Path, problems: list[str]) -> Errors | None:
-    """The quantisation errors of a run; None where none were measured. What is damaged is added to `problems`."""
-    found = read_statistics(run, problems.append) if (run / STATISTICS).exists() else None
-    return Errors(found) if found is not None and len(found.operands["step"]) else None
+    """The quantisation errors of a run; None where none were measured. What is damaged is added to
+    `problems`.
+    """
+    if (run / STATISTICS).exists():
+        found = read_statistics(run, problems.append)
+    else:
+        found = None
+    if found is not None and len(found.operands["step"]):
+        return Errors(found)
+    return None
 
 
 def _lost(path: Path, records: Sequence[run_journal.Record]) -> dict[str, str]:
-    """The records of a run that its newest checkpoint saw otherwise, or that are of another run: name → a sentence."""
+    """The records of a run that its newest checkpoint saw otherwise, or that are of another run:
+    name → a sentence.
+    """
     with Folder.open(path) as folder:
         state = checkpoint.newest_state(path / run_directory.CHECKPOINTS)
         found = lost_records(folder, state, records)
         if changed := unlike(folder, METRICS, state.get("metrics"), LIMIT):
             found[METRICS] = (
-                f"{path / METRICS} {changed} since the newest checkpoint: losses are missing, or not as logged"
+                f"{path / METRICS} {changed} since the newest checkpoint: losses are missing, "
+                "or not as logged"
             )
-        own, whose = identity(folder), records[-1].values.get("run") if records else None
+        own = identity(folder)
+        whose = records[-1].values.get("run") if records else None
     if own is not None and whose not in (None, own):
-        found[run_directory.HISTORY] = f"{path / run_directory.HISTORY} is of run {whose}, not of this one ({own})"
+        found[run_directory.HISTORY] = (
+            f"{path / run_directory.HISTORY} is of run {whose}, not of this one ({own})"
+        )
     return found
 
 
-def _config(path: Path, records: Sequence[run_journal.Record], problems: list[str]) -> dict[str, Any] | None:
+def _config(
+    path: Path, records: Sequence[run_journal.Record], problems: list[str]
+) -> dict[str, Any] | None:
     """The configuration in the journal, or else in the file, which is checked in any case."""
     known = run_journal.configuration(records)
     if known is not None:

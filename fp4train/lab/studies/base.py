@@ -1,4 +1,6 @@
-"""What a ranking is asked, and the checkpoints that its forks begin from, each with its candidates made ready."""
+"""What a ranking is asked, and the checkpoints that its forks begin from, each with its candidates
+made ready.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +31,14 @@ class RankRequest:
         sweep: "recipe=a,b", "policy=…", …: the candidates; the first combination is the reference.
         baseline: the name of the candidate that is the reference instead.
         forks: for each candidate at each checkpoint.
-        steps, schedule, lr, batches: see `ForkSettings`; None: for `lr` the rate of the checkpoint, for `batches` the
-            run's, for `steps` 24, or with schedule="own" the rest of the run.
+        steps, schedule, lr, batches: see `ForkSettings`; None: for `lr` the rate of the checkpoint,
+            for `batches` the run's, for `steps` 24, or with schedule="own" the rest of the run.
         margin: nats per token; differences below it do not matter.
         processes: that make forks at the same time.
         out: the folder of the ranking; None: one in RUN/studies.
         packages, folders: of the user's own classes and options.
-        paths: full key → path, of what the runs' configurations have elsewhere, or name and this user did not.
+        paths: full key → path, of what the runs' configurations have elsewhere, or name and this
+            user did not.
     """
 
     runs: Sequence[Path]
@@ -58,7 +61,9 @@ class RankRequest:
         for name in ("forks", "processes"):
             value = getattr(self, name)
             if not 1 <= value <= MOST:
-                raise ValueError(f"{name}={value} must be at {'least 1' if value < 1 else f'most {MOST}'}")
+                raise ValueError(
+                    f"{name}={value} must be at {'least 1' if value < 1 else f'most {MOST}'}"
+                )
         if not 0 <= self.margin < float("inf"):
             raise ValueError(f"margin={self.margin} must be a number of nats per token, 0 or more")
 
@@ -72,7 +77,8 @@ class ForkSettings:
 
     Args:
         steps: optimizer steps of a fork.
-        schedule: "linear": from `lr` to zero over the steps; "own": the run's schedule from the checkpoint's step on.
+        schedule: "linear": from `lr` to zero over the steps; "own": the run's schedule from the
+            checkpoint's step on.
         lr: learning rate of the first step.
         batches: validation batches.
     """
@@ -100,7 +106,9 @@ class Branch:
 
     @property
     def signature(self) -> tuple[object, ...]:
-        """The computation, whatever the recipes are called: equal for candidates whose forks are equal."""
+        """The computation, whatever the recipes are called: equal for candidates whose forks are
+        equal.
+        """
         return tuple(
             (s.start, s.stop, s.recipe.dtype, name, *each)
             for s in self.plan.stretches
@@ -146,7 +154,9 @@ class Base:
 
     @property
     def mark(self) -> str:
-        """The mark in the name of its folder: forks of another checkpoint, or with other settings, have another one."""
+        """The mark in the name of its folder: forks of another checkpoint, or with other settings,
+        have another one.
+        """
         subject = {key: self.identity[key] for key in ("run", "step", "weights", "data", "device")}
         return digest([{**subject, "settings": None}, self.settings])[:8]
 

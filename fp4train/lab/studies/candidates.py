@@ -3,7 +3,8 @@
     recipe=bf16,nvfp4 policy=last15,all        four candidates, the first of which is the reference
     recipe=nvfp4 policy.last=0,1,2             keys of a section, too; what is not named is the run's own
 
-Options and values are those of the command line of `fp4train`; several are separated by commas, as in Hydra's sweeps.
+Options and values are those of the command line of `fp4train`; several are separated by commas, as
+in Hydra's sweeps.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,7 +26,10 @@ from fp4train.precision import LayerPolicy, Phase, Recipe
 from fp4train.text import near_miss
 
 SECTIONS = ("recipe", "policy", "phases")
-FLOOR = {"BF16": {"_target_": "fp4train.precision.BF16"}, "FP32": {"_target_": "fp4train.precision.FP32"}}
+FLOOR = {
+    "BF16": {"_target_": "fp4train.precision.BF16"},
+    "FP32": {"_target_": "fp4train.precision.FP32"},
+}
 """Recipes that every ranking has: their gap is what differences of rounding alone come to."""
 
 
@@ -66,7 +70,8 @@ Axis = tuple[str, list[tuple[str, Any]]]
 
 
 def sweep_axes(words: Sequence[str], folders: Iterable[Path] = ()) -> list[Axis]:
-    """The keys of a sweep with their values, sections before keys of sections; all options are composed once.
+    """The keys of a sweep with their values, sections before keys of sections; all options are
+    composed once.
 
     Args:
         words: "recipe=a,b", "policy=…", "phases=…", "policy.last=…".
@@ -79,21 +84,34 @@ def sweep_axes(words: Sequence[str], folders: Iterable[Path] = ()) -> list[Axis]
     found = [_texts(override, folders) for override in parse(list(words))]
     keys = [key for key, _ in found]
     if twice := [key for key in keys if keys.count(key) > 1]:
-        raise UserError(f"{twice[0]}= is given twice: several values are separated by commas, {twice[0]}=A,B")
+        raise UserError(
+            f"{twice[0]}= is given twice: several values are separated by commas, {twice[0]}=A,B"
+        )
     made = sections({key: texts for key, texts in found if key in SECTIONS}, folders)
     axes = [
-        (key, [(text, made[key, text] if key in SECTIONS else parse([f"{key}={text}"])[0].value()) for text in texts])
+        (
+            key,
+            [
+                (text, made[key, text] if key in SECTIONS else parse([f"{key}={text}"])[0].value())
+                for text in texts
+            ],
+        )
         for key, texts in found
     ]
-    return sorted(axes, key=lambda axis: axis[0] not in SECTIONS)  # a section is chosen before its keys are set
+    # a section is chosen before its keys are set
+    return sorted(axes, key=lambda axis: axis[0] not in SECTIONS)
 
 
-def candidates(axes: Sequence[Axis], saved: Mapping[str, Any], baseline: str | None = None) -> list[RecipeCandidate]:
-    """The candidates of a sweep, in its order; those of `FLOOR` come last where the sweep lacks them.
+def candidates(
+    axes: Sequence[Axis], saved: Mapping[str, Any], baseline: str | None = None
+) -> list[RecipeCandidate]:
+    """The candidates of a sweep, in its order; those of `FLOOR` come last where the sweep lacks
+    them.
 
     Args:
         saved: the run's own sections as plain values, for what the axes do not name.
-        baseline: the name of the candidate that comes first, because gaps are to it; None: as the sweep has them.
+        baseline: the name of the candidate that comes first, because gaps are to it; None: as the
+            sweep has them.
 
     Raises:
         UserError: `baseline` is the name of no candidate.
@@ -116,7 +134,10 @@ def candidates(axes: Sequence[Axis], saved: Mapping[str, Any], baseline: str | N
         names = [candidate.name for candidate in found]
         if baseline not in names:
             known = ", ".join(names)
-            raise UserError(f"baseline={baseline} is no candidate{near_miss(baseline, names)} (candidates: {known})")
+            raise UserError(
+                f"baseline={baseline} is no candidate{near_miss(baseline, names)} "
+                f"(candidates: {known})"
+            )
         found.insert(0, found.pop(names.index(baseline)))
     return [*found, *floor]
 
@@ -129,9 +150,13 @@ def _texts(override: Override, folders: list[Path]) -> tuple[str, list[str]]:
             f"{override.input_line}: a ranking sweeps over {', '.join(SECTIONS)} and their keys"
             f"{near_miss(key, SECTIONS)}"
         )
-    texts = [str(each) for each in override.sweep_string_iterator()] if override.is_sweep_override() else []
+    if override.is_sweep_override():
+        texts = [str(each) for each in override.sweep_string_iterator()]
+    else:
+        texts = []
     texts = list(dict.fromkeys(texts)) or [str(override.input_line).partition("=")[2]]
-    texts = [text.lower() if text in ("True", "False") else text for text in texts]  # as Hydra's grammar gives them
+    # as Hydra's grammar gives them
+    texts = [text.lower() if text in ("True", "False") else text for text in texts]
     if key in SECTIONS:
         known = groups(folders)[key]
         for text in texts:

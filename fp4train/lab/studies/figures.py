@@ -1,4 +1,6 @@
-"""The figures of studies, drawn from their results: damage by part and what sparing layers buys; gaps of a ranking."""
+"""The figures of studies, drawn from their results: damage by part and what sparing layers buys;
+gaps of a ranking.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ if TYPE_CHECKING:
 
 STUDY = 10.5
 """Inches of the picture of a sensitivity."""
-ROWS, BARS = 96, 16
+ROWS = 96
+BARS = 16
 """Layers in the heat map, and as bars; of more, the worst are shown."""
 COLOURS = {"different": look.VALIDATION, "here": "#e8a33d", "alike": look.IN_RECIPE}
 """Colours by verdict; anything else is not told apart."""
@@ -40,7 +43,9 @@ CANDIDATE = 34
 
 @dataclass(frozen=True)
 class DamageMap:
-    """nMSE above the floor [rows, columns], NaN where there is none; a line is drawn above each row of `cuts`."""
+    """nMSE above the floor [rows, columns], NaN where there is none; a line is drawn above each row
+    of `cuts`.
+    """
 
     rows: list[str]
     columns: list[str]
@@ -57,7 +62,9 @@ def damage_grid(found: Sensitivity) -> DamageMap:
     if not found.has_cells and all(len(mine) > 1 for mine in blocks.values()):
         prefixes = [common_prefix(mine) for mine in blocks.values()]
         kinds = {
-            name: name.removeprefix(f"{p}.") for p, mine in zip(prefixes, blocks.values(), strict=True) for name in mine
+            name: name.removeprefix(f"{p}.")
+            for p, mine in zip(prefixes, blocks.values(), strict=True)
+            for name in mine
         }
         columns = list(dict.fromkeys(kinds.values()))
         damage = np.full((len(blocks), len(columns)), np.nan)
@@ -68,15 +75,21 @@ def damage_grid(found: Sensitivity) -> DamageMap:
     worst = sorted(alone, key=lambda name: -alone[name])[:ROWS]
     layers = [name for name in alone if name in worst]
     operands = found.parts.operands if found.has_cells else []
-    damage = np.array([[*(found.cell(name, operand) or 0.0 for operand in operands), alone[name]] for name in layers])
+    damage = np.array(
+        [
+            [*(found.cell(name, operand) or 0.0 for operand in operands), alone[name]]
+            for name in layers
+        ]
+    )
     place = [found.parts.layers[name].layer.block for name in layers]
     cuts = [row for row in range(1, len(layers)) if place[row] != place[row - 1]]
     return DamageMap(layers, [*operands, "all"], damage, cuts)
 
 
 def sensitivity(found: SensitivityResult, grid: DamageMap | None = None) -> Draw:
-    """Damage of every layer (with a grid: a heat map; without: bars of the worst) and of every operand alone, and what
-    sparing layers buys."""
+    """Damage of every layer (with a grid: a heat map; without: bars of the worst) and of every
+    operand alone, and what sparing layers buys.
+    """
     layers = sorted(found.of_kind("layer"), key=lambda part: -part.nmse.mean)[:BARS]
     operands = found.of_kind("operand")
 
@@ -87,17 +100,31 @@ def sensitivity(found: SensitivityResult, grid: DamageMap | None = None) -> Draw
             figure = look.new_figure(width, sum(heights) + 0.4)
             first, second, third = figure.subplots(3, 1, gridspec_kw={"height_ratios": heights})
         else:
-            least = max(heights[0], heights[1] + heights[2]) + 0.3 if grid is None else 1.4 + 0.16 * len(grid.rows)
+            if grid is None:
+                least = max(heights[0], heights[1] + heights[2]) + 0.3
+            else:
+                least = 1.4 + 0.16 * len(grid.rows)
             figure = look.new_figure(width, least if grid is None else max(4.6, least))
             places = figure.add_gridspec(2, 2, height_ratios=heights[1:])
-            first, second, third = (figure.add_subplot(place) for place in (places[:, 0], places[0, 1], places[1, 1]))
+            first, second, third = (
+                figure.add_subplot(place) for place in (places[:, 0], places[0, 1], places[1, 1])
+            )
         if grid is None:
             _bars(first, layers, "nMSE, one layer at a time", 22 if narrow else 34)
             _bars(second, operands, "nMSE, one operand at a time", 22)
         else:
             _damage(first, grid)
-            _bars(second, operands, "one operand at a time, with intervals", 22, found.parts["nothing"].nmse.mean)
-            title = f"{found.run}, step {found.step}: {found.recipe}, nMSE of the gradient above the floor"
+            _bars(
+                second,
+                operands,
+                "one operand at a time, with intervals",
+                22,
+                found.parts["nothing"].nmse.mean,
+            )
+            title = (
+                f"{found.run}, step {found.step}: {found.recipe}, nMSE of the gradient above "
+                "the floor"
+            )
             figure.suptitle(title, fontsize=10)
         _pareto(third, found, timed=grid is not None and found.gpu is not None)
         return figure
@@ -110,7 +137,9 @@ def _damage(axes: Axes, grid: DamageMap) -> None:
 
     largest = max(float(np.nanmax(grid.damage)), 1e-12)
     shown = np.clip(grid.damage, largest * 1e-3, None)
-    image = axes.imshow(np.ma.masked_invalid(shown), aspect="auto", cmap=MAP, norm=LogNorm(largest * 1e-3, largest))
+    image = axes.imshow(
+        np.ma.masked_invalid(shown), aspect="auto", cmap=MAP, norm=LogNorm(largest * 1e-3, largest)
+    )
     axes.set_yticks(range(len(grid.rows)), grid.rows, fontsize=6 if len(grid.rows) > 24 else 7.5)
     axes.set_xticks(range(len(grid.columns)), grid.columns, fontsize=7, rotation=30, ha="right")
     axes.tick_params(length=0)
@@ -124,36 +153,66 @@ def _damage(axes: Axes, grid: DamageMap) -> None:
 def _bars(axes: Axes, parts: Sequence[Finding], title: str, room: int, floor: float = 0.0) -> None:
     halves = [part.nmse.half_width() or 0.0 for part in parts]
     values = [part.nmse.mean - floor for part in parts]
-    axes.barh(range(len(parts)), values, xerr=halves, color=look.TRAIN, alpha=0.85, ecolor=look.QUIET, height=0.7)
+    axes.barh(
+        range(len(parts)),
+        values,
+        xerr=halves,
+        color=look.TRAIN,
+        alpha=0.85,
+        ecolor=look.QUIET,
+        height=0.7,
+    )
     look.row_style(axes, title, [shortened(part.what, room) for part in parts], ticks=4)
     axes.set_xlim(left=0)
 
 
 def _pareto(axes: Axes, found: SensitivityResult, *, timed: bool) -> None:
-    *xs, x = ((each.time or 0.0) if timed else 100 * each.macs for each in (*found.curve, found.chosen))
-    axes.plot(xs, [each.nmse for each in found.curve], color=look.TRAIN, linewidth=1.4, marker="o", markersize=3)
+    *xs, x = (
+        (each.time or 0.0) if timed else 100 * each.macs for each in (*found.curve, found.chosen)
+    )
+    axes.plot(
+        xs,
+        [each.nmse for each in found.curve],
+        color=look.TRAIN,
+        linewidth=1.4,
+        marker="o",
+        markersize=3,
+    )
     half = found.measured.half_width() or 0.0
-    axes.errorbar([x], [found.measured.mean], yerr=[half], color=look.VALIDATION, marker="D", markersize=4, capsize=3)
+    axes.errorbar(
+        [x],
+        [found.measured.mean],
+        yerr=[half],
+        color=look.VALIDATION,
+        marker="D",
+        markersize=4,
+        capsize=3,
+    )
     style(axes, "nMSE left, predicted; diamond: measured")
     look.few_ticks(axes, 5)
     axes.set_ylim(bottom=0)
-    label = f"time relative to BF16 on {found.gpu}" if timed else "multiply-adds kept in high precision, %"
+    if timed:
+        label = f"time relative to BF16 on {found.gpu}"
+    else:
+        label = "multiply-adds kept in high precision, %"
     axes.set_xlabel(label)
 
 
 def ranking(found: RankResult, *, named: bool) -> Draw:
-    """A row per candidate: the gap in the recipe with its 95 % interval (thick) and the interval that holds together
-    with those of all other pairs (thin); a tick for each of several checkpoints; below, in grey, the gap in high
-    precision; behind them the floor of the noise.
+    """A row per candidate: the gap in the recipe with its 95 % interval (thick) and the interval
+    that holds together with those of all other pairs (thin); a tick for each of several
+    checkpoints; below, in grey, the gap in high precision; behind them the floor of the noise.
 
     Args:
-        named: the figure says what it is of, and has numbers and spikes beside the rows; otherwise these stand in a
-            table.
+        named: the figure says what it is of, and has numbers and spikes beside the rows; otherwise
+            these stand in a table.
     """
     shown = [each for each in found.candidates if each.diverged is None]
 
     def draw(width: float) -> Figure:
-        figure = look.new_figure(width, (1.9 + 0.42 * len(shown)) if named else (0.9 + 0.34 * len(shown)))
+        figure = look.new_figure(
+            width, (1.9 + 0.42 * len(shown)) if named else (0.9 + 0.34 * len(shown))
+        )
         axes = figure.subplots()
         ends = [0.0]
         for row, each in enumerate(shown):
@@ -161,17 +220,39 @@ def ranking(found: RankResult, *, named: bool) -> Draw:
                 axes.plot([0], [row], marker="D", markersize=6, color=look.INK)
                 continue
             colour = COLOURS.get(each.verdict, look.TRAIN)
-            for gap, at, tone, size in ((each.high, row + 0.26, HIGH, 3.5), (each.gap, row, colour, 6.0)):
+            for gap, at, tone, size in (
+                (each.high, row + 0.26, HIGH, 3.5),
+                (each.gap, row, colour, 6.0),
+            ):
                 if gap is not None:
                     reach = gap.interval() or (gap.mean, gap.mean)
-                    axes.plot(reach, [at, at], color=tone, linewidth=size / 2.2, solid_capstyle="butt")
-                    axes.plot([gap.mean], [at], marker="o", markersize=size, color=tone, mec="white", mew=0.6)
+                    axes.plot(
+                        reach, [at, at], color=tone, linewidth=size / 2.2, solid_capstyle="butt"
+                    )
+                    axes.plot(
+                        [gap.mean],
+                        [at],
+                        marker="o",
+                        markersize=size,
+                        color=tone,
+                        mec="white",
+                        mew=0.6,
+                    )
                     ends += reach
             if each.simultaneous is not None:
-                axes.plot(each.simultaneous, [row, row], color=colour, linewidth=0.9, alpha=0.8, zorder=1)
+                axes.plot(
+                    each.simultaneous, [row, row], color=colour, linewidth=0.9, alpha=0.8, zorder=1
+                )
                 ends += each.simultaneous
             if len(each.gaps) > 1:
-                axes.plot(each.gaps, [row] * len(each.gaps), linestyle="", marker="|", markersize=9, color=look.INK)
+                axes.plot(
+                    each.gaps,
+                    [row] * len(each.gaps),
+                    linestyle="",
+                    marker="|",
+                    markersize=9,
+                    color=look.INK,
+                )
                 ends += each.gaps
             numbers = f"{each.gap.show('+.5f', ' ± –')}  {each.group}"
             if named:
@@ -191,17 +272,27 @@ def ranking(found: RankResult, *, named: bool) -> Draw:
             axes.axvspan(-far, far, color=look.LINE, alpha=0.4, zorder=0, linewidth=0)
         axes.axvline(0, color=look.QUIET, linewidth=1.0, zorder=1)
         title = f"gap to {found.reference if named else shortened(found.reference, 18)}"
-        names = [look.name_lines(each.name, 18 if width <= look.NARROW else CANDIDATE) for each in shown]
+        names = [
+            look.name_lines(each.name, 18 if width <= look.NARROW else CANDIDATE) for each in shown
+        ]
         of = f"{title}: {found.forks} forks of {found.steps} steps {found.where}"
         look.row_style(
-            axes, look.name_lines(of, int(width * 10)) if named else "", names, ticks=4 if width <= look.NARROW else 7
+            axes,
+            look.name_lines(of, int(width * 10)) if named else "",
+            names,
+            ticks=4 if width <= look.NARROW else 7,
         )
         axes.set_ylim(len(shown) - 0.4, -0.6)
         axes.set_xlabel("nats per token" if named else f"{title}, nats per token", **look.LABEL)
         if named:
             marks = _meanings(shown, floor=found.floor is not None)
             columns = max(1, min(3, int(width / 3)))
-            figure.legend(*zip(*marks, strict=True), loc="outside lower left", ncols=columns, fontsize=look.WORDS)
+            figure.legend(
+                *zip(*marks, strict=True),
+                loc="outside lower left",
+                ncols=columns,
+                fontsize=look.WORDS,
+            )
         return figure
 
     return draw
@@ -223,12 +314,26 @@ def _meanings(shown: Sequence[CandidateResult], *, floor: bool) -> list[tuple[An
     if gaps:
         marks.append((Line2D([], [], linewidth=2.7, **plain), "gap, and its own 95% interval"))
     if any(candidate.simultaneous is not None for candidate in gaps):
-        marks.append((Line2D([], [], linewidth=0.9, color=look.INK), "95% interval of all pairs together"))
+        marks.append(
+            (Line2D([], [], linewidth=0.9, color=look.INK), "95% interval of all pairs together")
+        )
     if any(candidate.high is not None for candidate in gaps):
-        marks.append((Line2D([], [], linewidth=1.6, marker="o", markersize=3.5, color=HIGH), "in high precision"))
+        marks.append(
+            (
+                Line2D([], [], linewidth=1.6, marker="o", markersize=3.5, color=HIGH),
+                "in high precision",
+            )
+        )
     if any(len(candidate.gaps) > 1 for candidate in gaps):
-        marks.append((Line2D([], [], linestyle="", marker="|", markersize=9, color=look.INK), "one checkpoint"))
+        marks.append(
+            (
+                Line2D([], [], linestyle="", marker="|", markersize=9, color=look.INK),
+                "one checkpoint",
+            )
+        )
     if floor:
         marks.append((Patch(color=look.LINE, alpha=0.4), "floor of the noise, |FP32 − BF16|"))
-    marks.append((Line2D([], [], linestyle="", marker="D", markersize=6, color=look.INK), "the reference"))
+    marks.append(
+        (Line2D([], [], linestyle="", marker="D", markersize=6, color=look.INK), "the reference")
+    )
     return marks

@@ -1,12 +1,15 @@
-"""Findings from measured gradients: how wrong each part of a recipe makes the gradient, and with what certainty.
+"""Findings from measured gradients: how wrong each part of a recipe makes the gradient, and with
+what certainty.
 
     nMSE = E‖g − g₀‖²/‖g₀‖² = variance (over the random bits) + squared error of the mean over them
-    systematic bias² = U-statistic of ⟨ē_b, ē_b'⟩ over pairs of batches b ≠ b', over that of ⟨g₀_b, g₀_b'⟩ (= |G|²)
+    systematic bias² = U-statistic of ⟨ē_b, ē_b'⟩ over pairs of batches b ≠ b', over that of ⟨g₀_b,
+    g₀_b'⟩ (= |G|²)
 
-The first says how wrong the gradient of a batch is; the second, how wrong it is in a way that does not average out over
-batches, as an optimizer averages over steps. Both sides of it are unbiased: what differs between batches, the noise
-of the minibatch included, cancels in the products of different batches. Intervals are Student's over batches for means
-and the jackknife's over batches for ratios.
+The first says how wrong the gradient of a batch is; the second, how wrong it is in a way that does
+not average out over batches, as an optimizer averages over steps. Both sides of it are unbiased:
+what differs between batches, the noise of the minibatch included, cancels in the products of
+different batches. Intervals are Student's over batches for means and the jackknife's over batches
+for ratios.
 """
 
 import math
@@ -41,9 +44,12 @@ class Finding:
     Args:
         name, kind, what: as of the part.
         nmse: mean of ‖g − g₀‖²/‖g₀‖² over batches.
-        variance: its share that changes with the random bits; None with a single repeat, or where nothing is random.
-        bias2: the squared systematic bias over |G|²; None where |G|² is not told from 0, as with one or two batches.
-        cosine, loss, output: see `gradients`; output is None for a model whose last block gives no tensor.
+        variance: its share that changes with the random bits; None with a single repeat, or where
+            nothing is random.
+        bias2: the squared systematic bias over |G|²; None where |G|² is not told from 0, as with
+            one or two batches.
+        cosine, loss, output: see `gradients`; output is None for a model whose last block gives no
+            tensor.
         layers: the mean share of each layer in nMSE; empty for parts of a single layer.
     """
 
@@ -66,8 +72,10 @@ class Sensitivity:
     Args:
         parts: what was measured, whose `layers` are the layers of the findings.
         findings: by name of part.
-        shares: kind of part → the sum of its parts' nMSE as a share of that of the whole, both above the floor.
-        signal: |G|² over the mean ‖g₀‖²: the share of a batch's gradient that is not noise of the batch; None with one.
+        shares: kind of part → the sum of its parts' nMSE as a share of that of the whole, both
+            above the floor.
+        signal: |G|² over the mean ‖g₀‖²: the share of a batch's gradient that is not noise of the
+            batch; None with one.
         batches: the most that a part was measured on.
     """
 
@@ -83,7 +91,9 @@ class Sensitivity:
 
     @property
     def floor(self) -> float:
-        """The nMSE of the part that quantises nothing: that of high-precision arithmetic in the recipe's dtype."""
+        """The nMSE of the part that quantises nothing: that of high-precision arithmetic in the
+        recipe's dtype.
+        """
         return self.findings[NOTHING].nmse.mean
 
     def of_kind(self, kind: str) -> list[Finding]:
@@ -104,15 +114,21 @@ class Sensitivity:
     def cell(self, layer: str, operand: str) -> float | None:
         """nMSE of one operand of one layer above the floor; None if it was not measured.
 
-        An error of wgrad stays in its layer, so that quantising the operand in every layer at once measures them all.
+        An error of wgrad stays in its layer, so that quantising the operand in every layer at once
+        measures them all.
         """
         if not operand.startswith("wgrad"):
             cell = self.findings.get(f"{CELL}/{layer}/{operand}")
-            return None if cell is None else cell.nmse.mean - self.floor
+            if cell is None:
+                return None
+            return cell.nmse.mean - self.floor
         if not self.has_cells:
             return None
         place = list(self.parts.layers).index(layer)
-        return self.findings[f"{OPERAND}/{operand}"].layers[place] - self.findings[NOTHING].layers[place]
+        return (
+            self.findings[f"{OPERAND}/{operand}"].layers[place]
+            - self.findings[NOTHING].layers[place]
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,8 +137,8 @@ class Judgement:
 
     Args:
         batches: of them. chosen, everything: the recipe under the policy, and with nothing kept.
-        gain: the nMSE that the policy saves, batch by batch; over_own: than under the policy of the run, if the run has
-            another one than "everything".
+        gain: the nMSE that the policy saves, batch by batch; over_own: than under the policy of the
+            run, if the run has another one than "everything".
     """
 
     batches: int
@@ -132,15 +148,21 @@ class Judgement:
     over_own: Estimate | None
 
 
-def judgement(measured: Mapping[str, tuple[RecipePart, Sequence[Reading]]], reference: Sequence[Reading]) -> Judgement:
-    """Compare the chosen policy with keeping nothing and with the policy of the run, batch by batch.
+def judgement(
+    measured: Mapping[str, tuple[RecipePart, Sequence[Reading]]], reference: Sequence[Reading]
+) -> Judgement:
+    """Compare the chosen policy with keeping nothing and with the policy of the run, batch by
+    batch.
 
     Args:
-        measured: name of part → the part and its values on the same groups of batches as `reference`.
+        measured: name of part → the part and its values on the same groups of batches as
+            `reference`.
     """
 
     def less_than(name: str) -> Estimate:
-        own, other = ([e for group in measured[each][1] for e in group["error"]] for each in (CHOSEN, name))
+        own, other = (
+            [e for group in measured[each][1] for e in group["error"]] for each in (CHOSEN, name)
+        )
         return paired(own, other)
 
     return Judgement(
@@ -158,17 +180,25 @@ def summarise(
     """The findings of what is measured.
 
     Args:
-        listed: the parts that are measured. measured: name of part → the values of its groups of batches, in order;
-            those of the reference cover the groups of all.
+        listed: the parts that are measured. measured: name of part → the values of its groups of
+            batches, in order; those of the reference cover the groups of all.
     """
     reference = measured[BASELINE]
     grams = [group["gram"] for group in reference]
-    kinds = {kind: [each.name for each in listed if each.kind == kind] for kind in (GEMM, OPERAND, LAYER)}
+    kinds = {
+        kind: [each.name for each in listed if each.kind == kind] for kind in (GEMM, OPERAND, LAYER)
+    }
     return Sensitivity(
         parts=parts,
         findings={part.name: finding(part, measured[part.name], reference) for part in listed},
-        shares={kind: found for kind, names in kinds.items() if (found := share(names, measured)) is not None},
-        signal=_ratio(grams, grams, _pairs, _singles) if any(len(gram) > 1 for gram in grams) else None,
+        shares={
+            kind: found
+            for kind, names in kinds.items()
+            if (found := share(names, measured)) is not None
+        },
+        signal=_ratio(grams, grams, _pairs, _singles)
+        if any(len(gram) > 1 for gram in grams)
+        else None,
         batches=sum(len(gram) for gram in grams),
     )
 
@@ -181,29 +211,40 @@ def finding(part: RecipePart, groups: Sequence[Reading], reference: Sequence[Rea
         return None if None in values else estimate(values)
 
     shares = [each for group in groups for each in group["layers"]]
-    known: Any = {name: of(key) for name, key in (("nmse", "error"), ("cosine", "cosine"), ("loss", "loss"))}
+    known: Any = {
+        name: of(key) for name, key in (("nmse", "error"), ("cosine", "cosine"), ("loss", "loss"))
+    }
     return Finding(
         name=part.name,
         kind=part.kind,
         what=part.what,
         **known,
         variance=of("variance"),
-        bias2=systematic([group["gram"] for group in groups], [group["gram"] for group in reference]),
+        bias2=systematic(
+            [group["gram"] for group in groups], [group["gram"] for group in reference]
+        ),
         output=of("output"),
         layers=[math.fsum(column) / len(shares) for column in zip(*shares, strict=True)],
     )
 
 
 def systematic(errors: Sequence[Gram], gradients: Sequence[Gram]) -> Estimate | None:
-    """The mean product of errors over that of gradients, over pairs of different batches of a group; None where the
-    latter, |G|², is not told from 0: its interval is unknown or holds 0."""
+    """The mean product of errors over that of gradients, over pairs of different batches of a
+    group; None where the latter, |G|², is not told from 0: its interval is unknown or holds 0.
+    """
     gradients = gradients[: len(errors)]
-    size = jackknife(sum(len(gram) for gram in gradients), lambda chosen: _pairs(gradients, set(chosen))).interval()
-    return None if size is None or size[0] <= 0 else _ratio(errors, gradients, _pairs, _pairs)
+    size = jackknife(
+        sum(len(gram) for gram in gradients), lambda chosen: _pairs(gradients, set(chosen))
+    ).interval()
+    if size is None or size[0] <= 0:
+        return None
+    return _ratio(errors, gradients, _pairs, _pairs)
 
 
 def share(names: Sequence[str], measured: Mapping[str, Sequence[Reading]]) -> Estimate | None:
-    """The sum of parts as a share of the whole, on the batches that all were measured on; None if there is no part."""
+    """The sum of parts as a share of the whole, on the batches that all were measured on; None if
+    there is no part.
+    """
     if not names:
         return None
     groups = min(len(measured[name]) for name in (*names, WHOLE, NOTHING))
@@ -212,7 +253,10 @@ def share(names: Sequence[str], measured: Mapping[str, Sequence[Reading]]) -> Es
         return [value for group in measured[name][:groups] for value in group["error"]]
 
     floor = errors(NOTHING)
-    total = [math.fsum(each) - len(names) * f for f, *each in zip(floor, *map(errors, names), strict=True)]
+    total = [
+        math.fsum(each) - len(names) * f
+        for f, *each in zip(floor, *map(errors, names), strict=True)
+    ]
     whole = [error - f for error, f in zip(errors(WHOLE), floor, strict=True)]
 
     def sum_of(values: Sequence[float]) -> Callable[[Sequence[int]], float]:
@@ -224,8 +268,12 @@ def share(names: Sequence[str], measured: Mapping[str, Sequence[Reading]]) -> Es
 Reduce = Callable[[Sequence[Gram], set[int]], float]
 
 
-def _ratio(above: Sequence[Gram], below: Sequence[Gram], first: Reduce, second: Reduce) -> Estimate | None:
-    """The ratio of two means over the batches, with the jackknife's error; None where a denominator is not above 0."""
+def _ratio(
+    above: Sequence[Gram], below: Sequence[Gram], first: Reduce, second: Reduce
+) -> Estimate | None:
+    """The ratio of two means over the batches, with the jackknife's error; None where a denominator
+    is not above 0.
+    """
     below = below[: len(above)]
     return _quotient(
         sum(len(gram) for gram in above),
@@ -237,7 +285,9 @@ def _ratio(above: Sequence[Gram], below: Sequence[Gram], first: Reduce, second: 
 def _quotient(
     count: int, above: Callable[[Sequence[int]], float], below: Callable[[Sequence[int]], float]
 ) -> Estimate | None:
-    """The ratio of two functions of `count` samples, with the jackknife's error; None where a denominator is 0."""
+    """The ratio of two functions of `count` samples, with the jackknife's error; None where a
+    denominator is 0.
+    """
     try:
         return jackknife(count, lambda chosen: above(chosen) / below(chosen))
     except ZeroDivisionError:
@@ -246,12 +296,15 @@ def _quotient(
 
 def _pairs(grams: Sequence[Gram], chosen: set[int]) -> float:
     """The mean of the products of different batches of one group."""
-    products, before = [], 0
+    products = []
+    before = 0
     for gram in grams:
         inside = [i for i in range(len(gram)) if before + i in chosen]
         products += [gram[i][j] for i in inside for j in inside if i < j]
         before += len(gram)
-    return math.fsum(products) / len(products) if products else 0.0
+    if products:
+        return math.fsum(products) / len(products)
+    return 0.0
 
 
 def _singles(grams: Sequence[Gram], chosen: set[int]) -> float:

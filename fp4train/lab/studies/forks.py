@@ -1,17 +1,20 @@
-"""Forks: short continuations of one checkpoint that differ in one thing, so that their losses can be subtracted.
+"""Forks: short continuations of one checkpoint that differ in one thing, so that their losses can
+be subtracted.
 
-A fork goes on from the checkpoint's weights and optimizer state for a few steps, with the learning rate falling to zero
-(`linear`) or by the run's own schedule (`own`), and is evaluated on the run's validation batches. Its seed chooses the
-training batches and the random bits of stochastic rounding. All candidates of a seed see the same batches in the same
-order, so what the batches do to the loss cancels in their difference: whole runs of different recipes scatter by
-.01-.03 nats per token, differences of forks by .0001-.001.
+A fork goes on from the checkpoint's weights and optimizer state for a few steps, with the learning
+rate falling to zero (`linear`) or by the run's own schedule (`own`), and is evaluated on the run's
+validation batches. Its seed chooses the training batches and the random bits of stochastic
+rounding. All candidates of a seed see the same batches in the same order, so what the batches do to
+the loss cancels in their difference: whole runs of different recipes scatter by .01-.03 nats per
+token, differences of forks by .0001-.001.
 
-A fork is a `Run` like any other, trained by the same steps; it shares the model of the checkpoint with the other forks
-and writes no file.
+A fork is a `Run` like any other, trained by the same steps; it shares the model of the checkpoint
+with the other forks and writes no file.
 
-Forks are made one after another, or in several processes of which each has its own copy of the model and the data. A
-process that ends takes no result with it: what it had finished was sent. When the parent ends, however it ends, the
-connection closes, and its processes end after the fork that they are at.
+Forks are made one after another, or in several processes of which each has its own copy of the
+model and the data. A process that ends takes no result with it: what it had finished was sent. When
+the parent ends, however it ends, the connection closes, and its processes end after the fork that
+they are at.
 """
 
 from __future__ import annotations
@@ -56,7 +59,8 @@ class Fork:
     Args:
         recipe, high: on the validation batches, in its recipe and in high precision.
         train: mean over its steps.
-        parts: the loss in its recipe on each microbatch of the validation batches, whose mean is `recipe`.
+        parts: the loss in its recipe on each microbatch of the validation batches, whose mean is
+            `recipe`.
         problem: of a fork that diverged: the step, the number and the layer.
         seconds: it took.
     """
@@ -83,18 +87,24 @@ class ToZero(Schedule):
 
 
 def open_checkpoint(
-    source: Path, step: int, paths: Mapping[str, str | None] | None = None, known: Mapping[str, Any] | None = None
+    source: Path,
+    step: int,
+    paths: Mapping[str, str | None] | None = None,
+    known: Mapping[str, Any] | None = None,
 ) -> Subject:
     """The checkpoint of step `step` of the run in `source`.
 
     Args:
-        paths: full key → path, which the command line gives; the rest are those of the run's configuration.
+        paths: full key → path, which the command line gives; the rest are those of the run's
+            configuration.
         known: that configuration, where the command has read it; None: it is read here.
 
     Raises:
         UserError: there is none, or it cannot be used; or see `check_paths`.
     """
-    paths, known = paths or {}, plain(read_config(source)) if known is None else known
+    paths = paths or {}
+    if known is None:
+        known = plain(read_config(source))
     saved = saved_with(OmegaConf.create(dict(known)), source, step, paths)
     check_paths(saved, paths)
     return open_subject(to_config(saved), saved, known, optimizer=True)
@@ -103,21 +113,29 @@ def open_checkpoint(
 def branch(subject: Subject, candidate: RecipeCandidate, settings: ForkSettings) -> Branch:
     """The candidate's recipe, policy and phases under the schedule of the forks.
 
-    Under "linear" a fork counts its steps from 0 and is a cooldown as a whole; phases count from its beginning.
+    Under "linear" a fork counts its steps from 0 and is a cooldown as a whole; phases count from
+    its beginning.
 
     Raises:
-        UserError: a value that does not fit, a pattern that matches no layer, a backend that cannot run the recipe.
+        UserError: a value that does not fit, a pattern that matches no layer, a backend that cannot
+            run the recipe.
     """
     config = candidate.applied(subject.run.config)
     config = replace(config, eval=replace(config.eval, batches=settings.batches, errors_every=0))
     if settings.schedule == "linear":
         schedule = ToZero(warmup=0, start=settings.lr / config.optim.lr)
-        config = replace(config, train=replace(config.train, steps=settings.steps), schedule=schedule)
+        config = replace(
+            config, train=replace(config.train, steps=settings.steps), schedule=schedule
+        )
     with user_errors(UserError, before=f"{candidate.name}: "):
         timeline = build_timeline(config)
-        plan = build_plan(config, find_layers(subject.run.model), timeline, Device.of(subject.run.device))
+        plan = build_plan(
+            config, find_layers(subject.run.model), timeline, Device.of(subject.run.device)
+        )
     first = subject.step if settings.schedule == "own" else 0
-    last = [replace(s, stop=min(s.stop, first + settings.steps)) for s in plan.since(first).stretches]
+    last = [
+        replace(s, stop=min(s.stop, first + settings.steps)) for s in plan.since(first).stretches
+    ]
     plan = replace(plan, stretches=tuple(s for s in last if s.start < s.stop))
     return Branch(candidate=candidate, config=config, timeline=timeline, plan=plan)
 
@@ -128,24 +146,36 @@ def fork_seed(seed: int, number: int) -> int:
 
 
 def begin(subject: Subject, branch: Branch, settings: ForkSettings, number: int) -> Run:
-    """Fork `number` of a candidate, standing at the checkpoint. There is one at a time: they share the model."""
+    """Fork `number` of a candidate, standing at the checkpoint. There is one at a time: they share
+    the model.
+    """
     assert subject.start is not None
-    config = replace(branch.config, run=replace(branch.config.run, seed=fork_seed(subject.run.config.run.seed, number)))
+    config = replace(
+        branch.config,
+        run=replace(branch.config.run, seed=fork_seed(subject.run.config.run.seed, number)),
+    )
     batches = subject.run.train_data
     forked = replace(
         subject.run,
         config=config,
-        train_data=Loader(batches.tokens, batch_size=batches.batch_size, seq_len=batches.seq_len, seed=config.run.seed),
+        train_data=Loader(
+            batches.tokens,
+            batch_size=batches.batch_size,
+            seq_len=batches.seq_len,
+            seed=config.run.seed,
+        ),
         timeline=branch.timeline,
         plan=branch.plan,
         mid_update=False,
         failed=None,
     )
     run = equipped(forked)
-    run.restore(subject.start)  # read anew: the optimizer takes the moments themselves, and a fork changes them
+    # read anew: the optimizer takes the moments themselves, and a fork changes them
+    run.restore(subject.start)
     scaling = config.recipe.loss_scaling
     if subject.run.config.recipe.loss_scaling is None or scaling is None:
-        run.loss_scale, run.good_steps = scaling.initial if scaling else 1.0, 0
+        run.loss_scale = scaling.initial if scaling else 1.0
+        run.good_steps = 0
     if settings.schedule == "linear":
         run.step = 0
     return run
@@ -154,7 +184,8 @@ def begin(subject: Subject, branch: Branch, settings: ForkSettings, number: int)
 def fork(subject: Subject, branch: Branch, settings: ForkSettings, number: int) -> Fork:
     """Train and evaluate fork `number` of a candidate."""
     began = time.perf_counter()
-    run, stretch = begin(subject, branch, settings, number), None
+    run = begin(subject, branch, settings, number)
+    stretch = None
     losses: list[float] = []
     parts: list[float] = []
 
@@ -170,7 +201,8 @@ def fork(subject: Subject, branch: Branch, settings: ForkSettings, number: int) 
                 stretch = now
                 run.apply(stretch)
             step = train_step(run, stretch.recipe)
-            run.step, run.mid_update = run.step + 1, False
+            run.step = run.step + 1
+            run.mid_update = False
             ledger.add(step)
         ledger.settle()
         assert stretch is not None
@@ -194,7 +226,11 @@ Job = tuple[int, int]
 
 
 def here(
-    subject: Subject, branches: Sequence[Branch], settings: ForkSettings, threads: int, jobs: Sequence[Job]
+    subject: Subject,
+    branches: Sequence[Branch],
+    settings: ForkSettings,
+    threads: int,
+    jobs: Sequence[Job],
 ) -> Iterator[tuple[Job, Fork]]:
     """The forks of `jobs` in this process, each as it ends."""
     before = torch.get_num_threads()
@@ -270,21 +306,32 @@ class Pool:
         process = self._processes[connection]
         process.join(5)
         code = process.exitcode
-        why = f"signal {-code}" if isinstance(code, int) and code < 0 else f"exit code {code}"
+        if isinstance(code, int) and code < 0:
+            why = f"signal {-code}"
+        else:
+            why = f"exit code {code}"
         return UserError(
-            f"a process of the ranking ended ({why}): if the memory is not enough for {len(self._processes)} of them, "
+            f"a process of the ranking ended ({why}): if the memory is not enough for "
+            f"{len(self._processes)} of them, "
             "give processes=1. The forks that were done are recorded; the same command goes on"
         )
 
 
 def _work(
-    connection: Connection, base: Base, candidates: Sequence[RecipeCandidate], request: RankRequest, threads: int
+    connection: Connection,
+    base: Base,
+    candidates: Sequence[RecipeCandidate],
+    request: RankRequest,
+    threads: int,
 ) -> None:
     """A process: receives jobs and sends forks until the parent closes the connection."""
     logging.getLogger("fp4train").addHandler(logging.NullHandler())
     logging.getLogger("fp4train").propagate = False
     torch.set_num_threads(threads)
-    with suppress(EOFError, OSError, KeyboardInterrupt), plugins.using(request.packages, request.folders):
+    with (
+        suppress(EOFError, OSError, KeyboardInterrupt),
+        plugins.using(request.packages, request.folders),
+    ):
         subject: Subject | None = None
         branches: list[Branch] = []
         while True:

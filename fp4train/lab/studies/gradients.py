@@ -1,19 +1,20 @@
 """The gradient of a part of a recipe against that of FP32 over the same batches.
 
-With g₀ the FP32 gradient of a batch, g that of the part and e = g − g₀, over the weights of the layers that the recipe
-quantises:
+With g₀ the FP32 gradient of a batch, g that of the part and e = g − g₀, over the weights of the
+layers that the recipe quantises:
 
     error      ‖e‖²/‖g₀‖², the normalised squared error of a batch; over stochastic repeats, their mean
     variance   of g over the repeats, Σ‖gᵣ − ḡ‖²/(R − 1), as a share of ‖g₀‖²
     gram       ⟨ē_b, ē_b'⟩ of the batches of a group, ē the mean over repeats: the products of different batches are
-               unbiased for the squared systematic error, because what varies with the batch cancels in them
+               unbiased for the squared systematic error, because what varies with the batch cancels
+               in them
     cosine     of g and g₀
     loss       the change of the loss, nats per token
     layers     the part of each layer in the error (not of parts that are a single layer)
     output     ‖y − y₀‖²/‖y₀‖² of the output of the last block: the error of the forward pass
 
-A group of batches is measured at a time, because `gram` needs the errors of two batches at once; vectors are kept for
-one group only.
+A group of batches is measured at a time, because `gram` needs the errors of two batches at once;
+vectors are kept for one group only.
 """
 
 import math
@@ -46,7 +47,9 @@ Vector = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Pass:
-    """One forward and backward pass over a batch: loss, gradient of the studied layers, output of the last block."""
+    """One forward and backward pass over a batch: loss, gradient of the studied layers, output of
+    the last block.
+    """
 
     loss: float
     gradient: Vector
@@ -65,28 +68,42 @@ class GradientMeter:
     def __init__(self, subject: Subject, reference: RecipePart, layers: Sequence[str]) -> None:
         self.subject, self.reference, self.layers = subject, reference, list(layers)
         self._linears: dict[str, PlannedLayer] = {m.layer.name: m for m in subject.run.linears}
-        self._before = subject.run.config, subject.run.plan, subject.run.step, subject.run.loss_scale
+        self._before = (
+            subject.run.config,
+            subject.run.plan,
+            subject.run.step,
+            subject.run.loss_scale,
+        )
         self._scaling = subject.run.scaling()
         self._known: OrderedDict[int, Pass] = OrderedDict()
         self._last = find_blocks(subject.run.model)[-1]
 
     def measure(self, part: RecipePart, batches: range) -> Reading:
-        """The values of `part` over a group of batches, batch 0 being the one that the run would train on next.
+        """The values of `part` over a group of batches, batch 0 being the one that the run would
+        train on next.
 
         Raises:
             UserError: a loss or gradient is not finite.
         """
         scaling = self._begin(part, batches.start)
-        values: dict[str, list[Any]] = {key: [] for key in ("error", "variance", "cosine", "loss", "output", "layers")}
+        values: dict[str, list[Any]] = {
+            key: [] for key in ("error", "variance", "cosine", "loss", "output", "layers")
+        }
         means: list[Vector] = []
         for batch in batches:
             true = self._true(batch)
             self._begin(part, batch, scaling)
-            found = [self._compare(part, batch, repeat, true, scaling) for repeat in range(part.repeats)]
-            errors, mean = [error for _, error in found], {}
+            found = [
+                self._compare(part, batch, repeat, true, scaling) for repeat in range(part.repeats)
+            ]
+            errors = [error for _, error in found]
+            mean = {}
             for name in self.layers:
-                mean[name] = sum((error[name] for error in errors[1:]), errors[0][name]) / len(errors)
-            norm, own = _squared(true.gradient), math.fsum(_squared(error) for error in errors) / len(errors)
+                mean[name] = sum((error[name] for error in errors[1:]), errors[0][name]) / len(
+                    errors
+                )
+            norm = _squared(true.gradient)
+            own = math.fsum(_squared(error) for error in errors) / len(errors)
             values["error"].append(own / norm)
             spread = (own - _squared(mean)) * len(errors) / max(1, len(errors) - 1)
             values["variance"].append(spread / norm if len(errors) > 1 else None)
@@ -95,13 +112,18 @@ class GradientMeter:
                 values[key].append(math.fsum(each) / len(each) if each else None)
             named = [] if part.kind in (LAYER, CELL) else self.layers
             values["layers"].append(
-                [math.fsum(float(e[name].square().sum()) for e in errors) / len(errors) / norm for name in named]
+                [
+                    math.fsum(float(e[name].square().sum()) for e in errors) / len(errors) / norm
+                    for name in named
+                ]
             )
             means.append(mean)
         return {**values, "gram": _gram(means)}
 
     def of_reference(self, batches: range) -> Reading:
-        """The reference's own values: squared norms and products of its gradients, losses, and each layer's share."""
+        """The reference's own values: squared norms and products of its gradients, losses, and each
+        layer's share.
+        """
         passes = [self._true(batch) for batch in batches]
         norms = [_squared(each.gradient) for each in passes]
         layers = [
@@ -123,7 +145,12 @@ class GradientMeter:
         self.subject.run.model.zero_grad(set_to_none=True)
 
     def _compare(
-        self, part: RecipePart, batch: int, repeat: int, true: Pass, scaling: dict[str, dict[str, Tensor]]
+        self,
+        part: RecipePart,
+        batch: int,
+        repeat: int,
+        true: Pass,
+        scaling: dict[str, dict[str, Tensor]],
     ) -> tuple[dict[str, float | None], Vector]:
         run = self.subject.run
         run.config = replace(run.config, run=replace(run.config.run, seed=repeat))
@@ -134,7 +161,10 @@ class GradientMeter:
         output = None
         if own.output is not None and true.output is not None:
             size = float(true.output.square().sum())
-            output = float((own.output - true.output).square().sum()) / size if size else None
+            if size:
+                output = float((own.output - true.output).square().sum()) / size
+            else:
+                output = None
         numbers = {
             "cosine": _product(own.gradient, true.gradient) / length if length else 0.0,
             "loss": own.loss - true.loss,
@@ -150,7 +180,10 @@ class GradientMeter:
         self._begin(self.reference, batch)
         found = self._pass(self.reference, batch)
         if not _squared(found.gradient) > 0:
-            raise UserError(f"the gradient of batch {batch} is 0 in high precision: there is nothing to compare with")
+            raise UserError(
+                f"the gradient of batch {batch} is 0 in high precision: there is nothing to "
+                "compare with"
+            )
         self._known[batch] = found
         size = sum(each.nbytes for each in found.gradient.values())
         size += 0 if found.output is None else found.output.nbytes
@@ -163,11 +196,15 @@ class GradientMeter:
     ) -> dict[str, dict[str, Tensor]]:
         """Let the model run `part` on `batch`; the scales to begin each pass with.
 
-        Delayed scales come from earlier steps: a part whose layers have seen none gets them from a pass of its own.
+        Delayed scales come from earlier steps: a part whose layers have seen none gets them from a
+            pass of its own.
         """
         run = self.subject.run
         run.step = self.subject.step + batch
-        run.loss_scale = 1.0 if part.stretch.recipe.loss_scaling is None else max(self._before[-1], 1.0)
+        if part.stretch.recipe.loss_scaling is None:
+            run.loss_scale = 1.0
+        else:
+            run.loss_scale = max(self._before[-1], 1.0)
         run.plan = Plan(
             stretches=(replace(part.stretch, stop=run.step + 1),),
             policy=run.config.policy,
@@ -188,12 +225,14 @@ class GradientMeter:
         return run.scaling()
 
     def _pass(self, part: RecipePart, batch: int) -> Pass:
-        run, model = self.subject.run, self.subject.run.model
+        run = self.subject.run
+        model = self.subject.run.model
         recipe = run.plan.stretches[0].recipe
         share = microbatch_share(run)
         model.zero_grad(set_to_none=True)
         torch.manual_seed(batch)  # dropout, if the model has some, drops the same in every part
-        total, outputs = 0.0, []
+        total = 0.0
+        outputs = []
         with self._outputs() as latest, eagerly(run), run.region():
             for rows in microbatches(run, recipe, step_rows(run)):
                 loss = rows.loss(model)
@@ -216,7 +255,9 @@ class GradientMeter:
         if not math.isfinite(_squared(gradient)):
             # Backward reaches the last layers first.
             first = first_non_finite({name: gradient[name] for name in reversed(self.layers)})
-            raise UserError(f"{where}: the gradient of {first or 'the layers together'} is not finite")
+            raise UserError(
+                f"{where}: the gradient of {first or 'the layers together'} is not finite"
+            )
         model.zero_grad(set_to_none=True)
         return Pass(total, gradient, torch.cat(outputs) if outputs else None)
 
@@ -226,7 +267,10 @@ class GradientMeter:
         found: list[Tensor] = []
 
         def keep(module: object, args: object, output: object) -> None:
-            first = output[0] if isinstance(output, tuple) and output else output
+            if isinstance(output, tuple) and output:
+                first = output[0]
+            else:
+                first = output
             if isinstance(first, Tensor) and first.dim() > 0:
                 found.append(first.detach().float().flatten())
 

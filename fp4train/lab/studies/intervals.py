@@ -4,9 +4,9 @@
     mean ± t(u − 1) · error    for values of u units (base runs) that scatter about means of their own (`over_units`)
     jackknife                  the same for any function of n samples: s² = (n − 1)/n · Σ (θ₍ᵢ₎ − θ̄)²
 
-A single value has no interval: `Estimate.error` and its bounds are then None, and say so wherever they are shown. The
-distribution function of Student's t is the regularised incomplete beta function of mpmath, which torch brings along
-(with sympy); scipy would be 35 MB for this one function.
+A single value has no interval: `Estimate.error` and its bounds are then None, and say so wherever
+they are shown. The distribution function of Student's t is the regularised incomplete beta function
+of mpmath, which torch brings along (with sympy); scipy would be 35 MB for this one function.
 """
 
 import math
@@ -39,17 +39,27 @@ class Estimate:
 
     def half_width(self, confidence: float = CONFIDENCE) -> float | None:
         """Half the width of the interval around the mean; None where the error is not known."""
-        return None if self.error is None else quantile(confidence, self.freedom) * self.error
+        if self.error is None:
+            return None
+        return quantile(confidence, self.freedom) * self.error
 
     def interval(self, confidence: float = CONFIDENCE) -> tuple[float, float] | None:
-        """The interval that holds the true value with this confidence; None where the error is not known."""
+        """The interval that holds the true value with this confidence; None where the error is not
+        known.
+        """
         half = self.half_width(confidence)
-        return None if half is None else (self.mean - half, self.mean + half)
+        if half is None:
+            return None
+        return (self.mean - half, self.mean + half)
 
     def show(self, form: str, unknown: str = "") -> str:
-        """ "+0.0032 ± 0.0012" by the format of the mean; `unknown` after it where there is no interval."""
+        """ "+0.0032 ± 0.0012" by the format of the mean; `unknown` after it where there is no
+        interval.
+        """
         half = self.half_width()
-        return f"{self.mean:{form}}" + (unknown if half is None else f" ± {half:{form.replace('+', '')}}")
+        return f"{self.mean:{form}}" + (
+            unknown if half is None else f" ± {half:{form.replace('+', '')}}"
+        )
 
     @property
     def t(self) -> float | None:
@@ -57,13 +67,19 @@ class Estimate:
         if self.error is None:
             return None
         if self.error == 0:
-            return 0.0 if self.mean == 0 else math.copysign(math.inf, self.mean)
+            if self.mean == 0:
+                return 0.0
+            return math.copysign(math.inf, self.mean)
         return self.mean / self.error
 
     @property
     def p(self) -> float | None:
-        """Two-sided probability of a mean this far from 0 if the true value is 0; None where the error is not known."""
-        return None if self.t is None else two_sided(self.t, self.freedom)
+        """Two-sided probability of a mean this far from 0 if the true value is 0; None where the
+        error is not known.
+        """
+        if self.t is None:
+            return None
+        return two_sided(self.t, self.freedom)
 
 
 def estimate(values: Sequence[float]) -> Estimate:
@@ -98,17 +114,21 @@ def over_units(values: Sequence[float], units: Sequence[object]) -> Estimate:
 
         mean   of the means of the units
         error  √(s²/u), s the standard deviation of the u means of the units: what scatters between the units and what
-               scatters within them are both in it. Never less than what the scatter within them alone comes to,
-               √(Σ s_i²/n_i)/u, so that units that agree by chance make no narrow interval
+               scatters within them are both in it. Never less than what the scatter within them
+               alone comes to, √(Σ s_i²/n_i)/u, so that units that agree by chance make no narrow
+               interval
         freedom  u − 1
 
-    With two units an interval is 12.7 errors to either side, with three 4.3, with four 3.2. With one unit it is
-    `estimate` of its values, which holds for that unit alone.
+    With two units an interval is 12.7 errors to either side, with three 4.3, with four 3.2. With
+    one unit it is `estimate` of its values, which holds for that unit alone.
 
     Args:
         values: independent within each unit. units: of each value.
     """
-    groups = {unit: [v for v, u in zip(values, units, strict=True) if u == unit] for unit in dict.fromkeys(units)}
+    groups = {
+        unit: [v for v, u in zip(values, units, strict=True) if u == unit]
+        for unit in dict.fromkeys(units)
+    }
     if len(groups) < 2:
         return estimate(values)
     each = [estimate(group) for group in groups.values()]
@@ -120,8 +140,10 @@ def over_units(values: Sequence[float], units: Sequence[object]) -> Estimate:
 def spikes(values: Sequence[float]) -> list[int]:
     """The indices of values that lie far from the others, at most a quarter of them.
 
-    Far: from the mean of the three quarters nearest to the median, by more than a normal sample has in 1 % of the cases
-    (Student's t of each, corrected for their number; by 1.6 of that where several are left out, as simulated).
+    Far: from the mean of the three quarters nearest to the median, by more than a normal sample has
+        in 1 % of the cases
+    (Student's t of each, corrected for their number; by 1.6 of that where several are left out, as
+    simulated).
     """
     count = len(values)
     left_out = max(1, count // 4)
@@ -135,7 +157,8 @@ def spikes(values: Sequence[float]) -> list[int]:
 
 
 def jackknife(count: int, statistic: Callable[[Sequence[int]], float]) -> Estimate:
-    """`statistic` of the samples 0 … count − 1, and its standard error from leaving out one sample at a time.
+    """`statistic` of the samples 0 … count − 1, and its standard error from leaving out one sample
+    at a time.
 
     Args:
         statistic: of the samples with these indices.
@@ -164,26 +187,30 @@ def two_sided(t: float, freedom: int) -> float:
 
 @lru_cache(maxsize=512)
 def quantile(confidence: float, freedom: int) -> float:
-    """t with P(|T| ≤ t) = confidence: by how many standard errors an interval reaches to either side.
+    """t with P(|T| ≤ t) = confidence: by how many standard errors an interval reaches to either
+    side.
 
     Raises:
         ValueError: `confidence` does not lie between 0 and 1, or `freedom` is not positive.
     """
     if not 0 < confidence < 1:
         raise ValueError(f"confidence={confidence} must lie between 0 and 1")
-    low, high = 0.0, 1.0
+    low = 0.0
+    high = 1.0
     while two_sided(high, freedom) > 1 - confidence:
-        low, high = high, 2 * high
+        low = high
+        high = 2 * high
     while (middle := (low + high) / 2) not in (low, high):
         low, high = (middle, high) if two_sided(middle, freedom) > 1 - confidence else (low, middle)
     return high
 
 
 def holm(probabilities: Sequence[float]) -> list[float]:
-    """The probabilities of several tests, corrected so that 5 % means 5 % for the least of them all (Holm 1979).
+    """The probabilities of several tests, corrected so that 5 % means 5 % for the least of them all
+    (Holm 1979).
 
-    The smallest of m is multiplied by m, the next by m − 1, …; each is at least as large as the one before, and at
-    most 1. No independence is assumed.
+    The smallest of m is multiplied by m, the next by m − 1, …; each is at least as large as the one
+    before, and at most 1. No independence is assumed.
     """
     order = sorted(range(len(probabilities)), key=lambda i: probabilities[i])
     corrected = [0.0] * len(probabilities)

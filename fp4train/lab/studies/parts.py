@@ -1,12 +1,13 @@
-"""The parts of a recipe, each measured alone: one GEMM, one operand, one layer, one operand of one layer.
+"""The parts of a recipe, each measured alone: one GEMM, one operand, one layer, one operand of one
+layer.
 
 A part is what every layer runs, resolved by the one function that resolves a run's plan
-(`precision.layer_plan.resolve`): a layer that is in the part has its plan in the recipe, or in a recipe of fewer
-operands, and every other layer has its plan in high precision. Layers outside the blocks stay in high precision, as in
-training.
+(`precision.layer_plan.resolve`): a layer that is in the part has its plan in the recipe, or in a
+recipe of fewer operands, and every other layer has its plan in high precision. Layers outside the
+blocks stay in high precision, as in training.
 
-The Hadamard transform of wgrad cancels only if both operands have it. An operand that is quantised alone is therefore
-quantised without the transform; wgrad as a whole has it.
+The Hadamard transform of wgrad cancels only if both operands have it. An operand that is quantised
+alone is therefore quantised without the transform; wgrad as a whole has it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,9 +25,15 @@ from fp4train.precision.plan import PlannedStretch, make_plan
 
 EVERY_LAYER = LayerPolicy(first=0, last=0)
 """Every layer of the blocks follows the recipe."""
-WHOLE, NOTHING, BASELINE, OF_THE_RUN = "everything", "nothing", "reference", "policy of the run"
+WHOLE = "everything"
+NOTHING = "nothing"
+BASELINE = "reference"
+OF_THE_RUN = "policy of the run"
 CHOSEN = "chosen policy"
-GEMM, OPERAND, LAYER, CELL = "gemm", "operand", "layer", "cell"
+GEMM = "gemm"
+OPERAND = "operand"
+LAYER = "layer"
+CELL = "cell"
 KINDS = {GEMM: "GEMMs", OPERAND: "operands", LAYER: "layers"}
 """Kinds of parts of a recipe, in the plural."""
 """Kinds of parts; the name of a part is its kind, "/" and what is quantised, or the words above."""
@@ -37,9 +44,11 @@ class RecipePart:
     """The plan that runs while a part is measured.
 
     Args:
-        name: "everything", "operand/fprop.x", "layer/blocks.0.mlp.up", "cell/blocks.0.mlp.up/fprop.x", …
+        name: "everything", "operand/fprop.x", "layer/blocks.0.mlp.up",
+            "cell/blocks.0.mlp.up/fprop.x", …
         stretch: the plan of every layer.
-        repeats: passes over each batch, with other random bits; 1 where nothing is rounded stochastically.
+        repeats: passes over each batch, with other random bits; 1 where nothing is rounded
+            stochastically.
         policy: the policy that it is under, where it is not one of the recipe's own parts.
     """
 
@@ -66,7 +75,9 @@ class RecipePart:
 
     @property
     def stochastic(self) -> bool:
-        return any(spec.random for plan in self.stretch.layers.values() for spec in plan.table.specs())
+        return any(
+            spec.random for plan in self.stretch.layers.values() for spec in plan.table.specs()
+        )
 
 
 class RecipeParts:
@@ -79,15 +90,19 @@ class RecipeParts:
     def __init__(self, subject: Subject, recipe: Recipe, *, repeats: int) -> None:
         if not recipe.quantised:
             raise UserError(
-                f"recipe={recipe.name} quantises nothing: there is no part of it to measure. Name the recipe to study, "
+                f"recipe={recipe.name} quantises nothing: there is no part of it to measure. "
+                "Name the recipe to study, "
                 "recipe=nvfp4"
             )
         if recipe.outliers is not None:
             raise UserError(
-                f"recipe={recipe.name} has outlier channels, whose operands are others than those of the rest: no part "
+                f"recipe={recipe.name} has outlier channels, whose operands are others than "
+                "those of the rest: no part "
                 "of it is one operand. Study it without them: recipe.outliers=null"
             )
-        self.subject, self.recipe, self.repeats = subject, recipe, repeats
+        self.subject = subject
+        self.recipe = recipe
+        self.repeats = repeats
         self._layers = list(find_layers(subject.run.model).values())
         config = subject.run.config.train
         self._tokens = config.rows(1) * config.seq_len
@@ -97,7 +112,10 @@ class RecipeParts:
         self.layers = {name: plan for name, plan in self._whole.items() if plan.quantised}
         """The layers that the recipe quantises, by name, in it."""
         if not self.layers:
-            asked = "with the same keys" if subject.source is None else f"resume={subject.source}"
+            if subject.source is None:
+                asked = "with the same keys"
+            else:
+                asked = f"resume={subject.source}"
             raise UserError(
                 f"{type(subject.run.model).__name__} has no layer that {recipe.name} quantises: "
                 f"fp4train plan {asked} says why"
@@ -107,16 +125,23 @@ class RecipeParts:
         """The operands that the recipe quantises: "fprop.x"."""
         self.gemms = list(dict.fromkeys(operand.partition(".")[0] for operand in self.operands))
 
-    def resolved(self, recipe: Recipe, policy: LayerPolicy = EVERY_LAYER) -> Mapping[str, LayerPlan]:
+    def resolved(
+        self, recipe: Recipe, policy: LayerPolicy = EVERY_LAYER
+    ) -> Mapping[str, LayerPlan]:
         """The plan of every layer in `recipe` under `policy`.
 
         Raises:
-            UserError: a backend that is named cannot run it, or a pattern of the policy matches no layer.
+            UserError: a backend that is named cannot run it, or a pattern of the policy matches no
+                layer.
         """
-        timeline, run = Timeline(recipe=recipe, steps=1), self.subject.run
-        device, backend = Device.of(run.device), run.config.backend
+        timeline = Timeline(recipe=recipe, steps=1)
+        run = self.subject.run
+        device = Device.of(run.device)
+        backend = run.config.backend
         with user_errors(ValueError):
-            plan = make_plan(self._layers, timeline, policy, tokens=self._tokens, device=device, backend=backend)
+            plan = make_plan(
+                self._layers, timeline, policy, tokens=self._tokens, device=device, backend=backend
+            )
         return plan.stretches[0].layers
 
     def all(self, *, cells: bool) -> Iterator[RecipePart]:
@@ -128,22 +153,34 @@ class RecipeParts:
             yield self.under(self.subject.run.config.policy, OF_THE_RUN)
         for gemm in self.gemms:
             others = [each for each in GEMMS if each != gemm]
-            yield self._part(f"{GEMM}/{gemm}", self.recipe, self.resolved(self.recipe.with_high_precision(*others)))
+            yield self._part(
+                f"{GEMM}/{gemm}",
+                self.recipe,
+                self.resolved(self.recipe.with_high_precision(*others)),
+            )
         plans = {operand: self.resolved(one) for operand, one in self._alone.items()}
         for operand, found in plans.items():
             yield self._part(f"{OPERAND}/{operand}", self.recipe, found)
         for name in self.layers:
-            yield self._part(f"{LAYER}/{name}", self.recipe, {**self._high, name: self._whole[name]})
+            yield self._part(
+                f"{LAYER}/{name}", self.recipe, {**self._high, name: self._whole[name]}
+            )
         if cells:
             for name in self.layers:
                 for operand, found in plans.items():
                     if operand.startswith("wgrad"):
-                        continue  # its error stays in the layer: the operand in every layer at once has measured it
-                    yield self._part(f"{CELL}/{name}/{operand}", self.recipe, {**self._high, name: found[name]})
+                        # its error stays in the layer: the operand in every layer at once has
+                        # measured it
+                        continue
+                    yield self._part(
+                        f"{CELL}/{name}/{operand}", self.recipe, {**self._high, name: found[name]}
+                    )
 
     def under(self, policy: LayerPolicy, name: str) -> RecipePart:
         """The recipe under a policy."""
-        return replace(self._part(name, self.recipe, self.resolved(self.recipe, policy)), policy=policy)
+        return replace(
+            self._part(name, self.recipe, self.resolved(self.recipe, policy)), policy=policy
+        )
 
     def _part(self, name: str, recipe: Recipe, layers: Mapping[str, LayerPlan]) -> RecipePart:
         stretch = PlannedStretch(start=0, stop=1, recipe=recipe, reason="study", layers=layers)
@@ -154,12 +191,16 @@ class RecipeParts:
 
 
 def _operands_alone(recipe: Recipe) -> dict[str, Recipe]:
-    """Operand → the recipe that quantises this one alone, of the operands that `recipe` quantises."""
+    """Operand → the recipe that quantises this one alone, of the operands that `recipe`
+    quantises.
+    """
     found: dict[str, Recipe] = {}
     for gemm, pair in recipe.table().items():
         for which, name in zip(("first", "second"), OPERANDS[gemm], strict=True):
             if (spec := getattr(pair, which)) is not None:
                 pairs: dict[str, Any] = dict.fromkeys(GEMMS, HIGH_PRECISION)
                 pairs[gemm] = Operands(**{which: replace(spec, hadamard=None)})
-                found[f"{gemm}.{name}"] = Custom(label=f"{gemm}.{name} alone", dtype=recipe.dtype, **pairs)
+                found[f"{gemm}.{name}"] = Custom(
+                    label=f"{gemm}.{name} alone", dtype=recipe.dtype, **pairs
+                )
     return found

@@ -1,12 +1,15 @@
-"""A ranking: forks of every candidate at one checkpoint or several, and what follows from all that their records hold.
+"""A ranking: forks of every candidate at one checkpoint or several, and what follows from all that
+their records hold.
 
-Every finished fork is recorded in RUN/studies/rank-STEP-…/measurements.jsonl, by what it was made with. A ranking that
-was interrupted goes on from there, one with other candidates, checkpoints or more forks uses what is there; so does the
-same command once more, which then measures nothing. Forks are made checkpoint by checkpoint and seed by seed, all
-candidates of a seed before the next one.
+Every finished fork is recorded in RUN/studies/rank-STEP-…/measurements.jsonl, by what it was made
+with. A ranking that was interrupted goes on from there, one with other candidates, checkpoints or
+more forks uses what is there; so does the same command once more, which then measures nothing.
+Forks are made checkpoint by checkpoint and seed by seed, all candidates of a seed before the next
+one.
 
-Whatever is asked for, the tests are those of the whole record: all candidates that it holds are compared, with all
-forks that those asked for have, and each new table is counted as a look (`fp4train.lab.studies.sequential`).
+Whatever is asked for, the tests are those of the whole record: all candidates that it holds are
+compared, with all forks that those asked for have, and each new table is counted as a look
+(`fp4train.lab.studies.sequential`).
 """
 
 import logging
@@ -42,7 +45,11 @@ def open_bases(request: RankRequest) -> list[Base]:
     Raises:
         UserError: there is no such checkpoint or option, or one is named twice.
     """
-    wanted = [(source, step) for source in map(run_directory.require_run, request.runs) for step in request.steps_at]
+    wanted = [
+        (source, step)
+        for source in map(run_directory.require_run, request.runs)
+        for step in request.steps_at
+    ]
     places = [(source, _step(source, step)) for source, step in wanted]
     axes = sweep_axes(request.sweep, request.folders)
     bases: dict[str, Base] = {}
@@ -56,20 +63,27 @@ def open_bases(request: RankRequest) -> list[Base]:
 def _step(source: Path, wanted: int | None) -> int:
     have = checkpoint.steps(source / run_directory.CHECKPOINTS)
     if not have:
-        raise UserError(f"{source} has no checkpoint yet: forks need the weights and the moments of one")
+        raise UserError(
+            f"{source} has no checkpoint yet: forks need the weights and the moments of one"
+        )
     if wanted is not None and wanted not in have:
-        raise UserError(f"step={wanted}: {source} has no such checkpoint; it has {', '.join(map(str, have))}")
+        raise UserError(
+            f"step={wanted}: {source} has no such checkpoint; it has {', '.join(map(str, have))}"
+        )
     return have[-1] if wanted is None else wanted
 
 
-def _open(request: RankRequest, axes: Sequence[Axis], source: Path, step: int, *, keep: bool) -> Base:
+def _open(
+    request: RankRequest, axes: Sequence[Axis], source: Path, step: int, *, keep: bool
+) -> Base:
     saved = plain(run_directory.read_config(source))
     subject = open_checkpoint(source, step, request.paths, saved)
     settings = _settings(request, subject.run.config, step)
     sections = {name: saved[name] for name in SECTIONS}
     if settings.schedule == "linear":
         sections["phases"] = {}  # those of the run belong to its own schedule
-    train, batches = subject.run.config.train, min(settings.batches, max(1, subject.run.val_data.batches_per_epoch))
+    train = subject.run.config.train
+    batches = min(settings.batches, max(1, subject.run.val_data.batches_per_epoch))
     return Base(
         source=source,
         step=step,
@@ -78,7 +92,9 @@ def _open(request: RankRequest, axes: Sequence[Axis], source: Path, step: int, *
         trained=subject.run.config.recipe.name,
         tokens=batches * train.tokens,
         identity={"study": "rank", **subject.identity, **asdict(settings)},
-        branches=[branch(subject, each, settings) for each in candidates(axes, sections, request.baseline)],
+        branches=[
+            branch(subject, each, settings) for each in candidates(axes, sections, request.baseline)
+        ],
         subject=subject if keep else None,
     )
 
@@ -88,14 +104,20 @@ def _settings(request: RankRequest, config: Config, step: int) -> ForkSettings:
     own = request.schedule == "own"
     if own and left < 1:
         raise UserError(
-            f"schedule=own: the run ends at step {config.train.steps}, no step is left after step {step}; give an "
+            f"schedule=own: the run ends at step {config.train.steps}, no step is left after "
+            f"step {step}; give an "
             "earlier step=…, or schedule=linear"
         )
     if own and request.lr is not None:
-        raise UserError("schedule=own has the rates of the run: leave out lr=, or give schedule=linear")
+        raise UserError(
+            "schedule=own has the rates of the run: leave out lr=, or give schedule=linear"
+        )
     if own and request.steps is not None and request.steps > left:
         raise UserError(f"steps={request.steps}: the run has {left} steps left after step {step}")
-    lr = learning_rate(config, min(step, config.train.steps - 1)) if request.lr is None else request.lr
+    if request.lr is None:
+        lr = learning_rate(config, min(step, config.train.steps - 1))
+    else:
+        lr = request.lr
     with user_errors(ValueError):
         return ForkSettings(
             steps=(left if own else 24) if request.steps is None else request.steps,
@@ -109,7 +131,9 @@ class Forks:
     """The forks of the candidates at one checkpoint, made where its record lacks them."""
 
     def __init__(self, request: RankRequest, base: Base, record: StudyRecord) -> None:
-        self.request, self.base, self.record = request, base, record
+        self.request = request
+        self.base = base
+        self.record = record
         self.threads = self._threads(request.processes)
 
     def _threads(self, processes: int) -> int:
@@ -119,7 +143,11 @@ class Forks:
             self.record.add(_THREADS, {_THREADS: now})
         known = int(self.record[_THREADS][_THREADS])
         if known != now:
-            _log.info("threads: %d in each process, as the ranking began, so that its numbers stay the same", known)
+            _log.info(
+                "threads: %d in each process, as the ranking began, so that its numbers stay "
+                "the same",
+                known,
+            )
         return known
 
     def of(self, key: str, count: int) -> list[Fork | None]:
@@ -135,7 +163,11 @@ class Forks:
     @property
     def candidates(self) -> list[str]:
         """The keys of all candidates in the record, whoever asked for them."""
-        every = (key.rpartition("/")[0] for key, values in self.record.known.items() if "recipe" in values)
+        every = (
+            key.rpartition("/")[0]
+            for key, values in self.record.known.items()
+            if "recipe" in values
+        )
         return list(dict.fromkeys(every))
 
     def missing(self, count: int) -> list[Job]:
@@ -154,14 +186,16 @@ class Forks:
                 branch = self.base.branches[index]
                 self.record.add(f"{branch.key}/{number}", asdict(found))
                 done += 1
-                ended = ", diverged" if found.recipe is None else ""  # no loss: that would be a look
+                # no loss: that would be a look
+                ended = ", diverged" if found.recipe is None else ""
                 where = "" if self.base.subject else f"{self.base.title}: "
                 shown(done, most, f"{where}{branch.candidate.name}, seed {number}{ended}")
 
     def _run(self, jobs: Sequence[Job], stack: ExitStack) -> Iterator[tuple[Job, Fork]]:
         if not jobs:
             return iter(())
-        base, request = self.base, self.request
+        base = self.base
+        request = self.request
         if request.processes > 1:
             count = min(request.processes, len(jobs))
             return stack.enter_context(Pool(base, request, self.threads, count)).run(jobs)
@@ -170,10 +204,12 @@ class Forks:
 
 
 def rank(request: RankRequest) -> tuple[Ranking, list[Path]]:
-    """Make the forks that the records lack; the ranking, and the folders that it belongs to: one of each checkpoint.
+    """Make the forks that the records lack; the ranking, and the folders that it belongs to: one of
+    each checkpoint.
 
     Raises:
-        UserError: there is no such checkpoint or option, nothing to rank, or the reference diverged.
+        UserError: there is no such checkpoint or option, nothing to rank, or the reference
+            diverged.
     """
     bases = _distinct(open_bases(request))
     with ExitStack() as stack:
@@ -193,7 +229,11 @@ def rank(request: RankRequest) -> tuple[Ranking, list[Path]]:
 
 
 def _folder(base: Base, out: Path | None, *, alone: bool) -> Path:
-    return base.folder if out is None else out if alone else out / f"{base.source.name}-{base.step}-{base.mark}"
+    if out is None:
+        return base.folder
+    if alone:
+        return out
+    return out / f"{base.source.name}-{base.step}-{base.mark}"
 
 
 def _make(forks: Sequence[Forks], count: int) -> None:
@@ -235,17 +275,21 @@ def _ranking(request: RankRequest, forks: Sequence[Forks], count: int, looks: Lo
     )
     if diverged := ranking.reference.diverged:
         raise UserError(
-            f"the reference {ranking.reference.name} diverged, so that there is nothing to compare with: "
+            f"the reference {ranking.reference.name} diverged, so that there is nothing to "
+            "compare with: "
             f"{diverged[0]}. Put another candidate first, or give a lower lr=…"
         )
     ranking = replace(ranking, look=looks.number(ranking.table, ranking.forks))
     if ranking.look is not None:
-        looks.take(ranking.table, [entry.key for entry in ranking.compared_entries], ranking.compared)
+        looks.take(
+            ranking.table, [entry.key for entry in ranking.compared_entries], ranking.compared
+        )
     return ranking
 
 
 def _distinct(bases: Sequence[Base]) -> list[Base]:
-    """The bases with the candidates that differ in what they compute at any of them; each names those that run alike.
+    """The bases with the candidates that differ in what they compute at any of them; each names
+    those that run alike.
 
     Raises:
         UserError: fewer than two were asked for that differ.
@@ -257,18 +301,35 @@ def _distinct(bases: Sequence[Base]) -> list[Base]:
     kept = {}
     for first, *others in alike.values():
         names = dict.fromkeys(candidates[index].name for index in others)
-        kept[first] = replace(candidates[first], same=[name for name in names if name != candidates[first].name])
+        kept[first] = replace(
+            candidates[first], same=[name for name in names if name != candidates[first].name]
+        )
     if sum(each.asked for each in kept.values()) == 1:
         (only,) = (each for each in kept.values() if each.asked)
         asked = [index for index, each in enumerate(candidates) if each.asked]
         if len(asked) > 1 or "BF16" in only.same:
             named = ", ".join(dict.fromkeys(candidates[index].name for index in asked))
-            reasons = [why for index in asked if (why := nothing_quantised(bases[0].branches[index].plan))]
-            what = "run every GEMM of this model alike" if len(asked) > 1 else "is one candidate"
-            raise UserError(f"there is nothing to rank: {named} {what}" + (f"; {reasons[0]}" if reasons else ""))
+            reasons = [
+                why for index in asked if (why := nothing_quantised(bases[0].branches[index].plan))
+            ]
+            if len(asked) > 1:
+                what = "run every GEMM of this model alike"
+            else:
+                what = "is one candidate"
+            raise UserError(
+                f"there is nothing to rank: {named} {what}" + (f"; {reasons[0]}" if reasons else "")
+            )
         # One recipe is compared with the floor's BF16.
-        kept = {index: replace(each, asked=each.asked or each.name == "BF16") for index, each in kept.items()}
+        kept = {
+            index: replace(each, asked=each.asked or each.name == "BF16")
+            for index, each in kept.items()
+        }
     return [
-        replace(base, branches=[replace(base.branches[index], candidate=each) for index, each in kept.items()])
+        replace(
+            base,
+            branches=[
+                replace(base.branches[index], candidate=each) for index, each in kept.items()
+            ],
+        )
         for base in bases
     ]

@@ -1,5 +1,6 @@
-"""The result of a ranking: the gap of every candidate to the first, with intervals, tests, groups and spikes, and as a
-table on one screen."""
+"""The result of a ranking: the gap of every candidate to the first, with intervals, tests, groups
+and spikes, and as a table on one screen.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +15,24 @@ from typing import Any
 from fp4train.lab.studies.base import Base
 from fp4train.lab.studies.candidates import FLOOR
 from fp4train.lab.studies.forks import Fork
-from fp4train.lab.studies.intervals import CONFIDENCE, Estimate, estimate, over_units, quantile, spikes
-from fp4train.lab.studies.sequential import ALPHA, VERDICTS, Found, Pair, compare, groups, needed, share
+from fp4train.lab.studies.intervals import (
+    CONFIDENCE,
+    Estimate,
+    estimate,
+    over_units,
+    quantile,
+    spikes,
+)
+from fp4train.lab.studies.sequential import (
+    ALPHA,
+    VERDICTS,
+    Found,
+    Pair,
+    compare,
+    groups,
+    needed,
+    share,
+)
 from fp4train.text import columns, p_value, screen, tabulate
 
 
@@ -45,10 +62,14 @@ class Entry:
     @property
     def diverged(self) -> list[str]:
         """The problems that ended the forks that diverged."""
-        return [fork.problem for fork in self.forks if fork is not None and fork.problem is not None]
+        return [
+            fork.problem for fork in self.forks if fork is not None and fork.problem is not None
+        ]
 
     def found(self, measure: str) -> list[float | None]:
-        """The losses in the recipe ("recipe") or in high precision ("high") by fork; None where it was not made."""
+        """The losses in the recipe ("recipe") or in high precision ("high") by fork; None where it
+        was not made.
+        """
         return [None if fork is None else getattr(fork, measure) for fork in self.forks]
 
     def losses(self, measure: str = "recipe") -> list[float]:
@@ -71,16 +92,20 @@ class Spike:
 
 @dataclass(frozen=True, kw_only=True)
 class Ranking:
-    """The forks of all candidates, and the conclusions from them. Losses and gaps are in nats per token.
+    """The forks of all candidates, and the conclusions from them. Losses and gaps are in nats per
+    token.
 
     Args:
         bases: the checkpoints.
         entries: the first one is the reference; then in the order of the sweep.
-        others: candidates of the record that were not asked for: the tests count them, the tables do not show them.
+        others: candidates of the record that were not asked for: the tests count them, the tables
+            do not show them.
         margin: differences below it do not matter.
-        first: the key of the candidate that was the reference when the records began; None: they do not agree.
+        first: the key of the candidate that was the reference when the records began; None: they do
+            not agree.
         earlier: what earlier looks at these checkpoints found, by the keys of two candidates.
-        look: the number of the look; None: too few forks for one. next_look: the number that a look would have.
+        look: the number of the look; None: too few forks for one. next_look: the number that a look
+            would have.
     """
 
     bases: Sequence[Base]
@@ -112,13 +137,21 @@ class Ranking:
 
     @cached_property
     def units(self) -> list[object]:
-        """The unit that scatters independently, by fork: the base run; the checkpoint, where all are of one run."""
+        """The unit that scatters independently, by fork: the base run; the checkpoint, where all
+        are of one run.
+        """
         runs = {base.run for base in self.bases}
-        return [base.run if len(runs) > 1 else i for i, base in enumerate(self.bases) for _ in range(self.per_base)]
+        return [
+            base.run if len(runs) > 1 else i
+            for i, base in enumerate(self.bases)
+            for _ in range(self.per_base)
+        ]
 
     @cached_property
     def ranked(self) -> list[Entry]:
-        """The candidates that were asked for, by their mean loss in the recipe; without those that diverged."""
+        """The candidates that were asked for, by their mean loss in the recipe; without those that
+        diverged.
+        """
         whole = [entry for entry in self.entries if entry.asked and not entry.diverged]
         return sorted(whole, key=lambda entry: math.fsum(entry.losses()))
 
@@ -129,14 +162,20 @@ class Ranking:
 
     @cached_property
     def _tested_order(self) -> list[int]:
-        """The forks by run and step of their checkpoint: whichever is named first, it is the same test and table."""
-        return sorted(range(self.forks), key=lambda i: ((at := self.bases[i // self.per_base]).run, at.step))
+        """The forks by run and step of their checkpoint: whichever is named first, it is the same
+        test and table.
+        """
+        return sorted(
+            range(self.forks), key=lambda i: ((at := self.bases[i // self.per_base]).run, at.step)
+        )
 
     @property
     def table(self) -> dict[str, Any]:
         """A description of what is tested: equal tables are one look."""
         entries = self.compared_entries
-        made = {entry.key: [entry.forks[i] is not None for i in self._tested_order] for entry in entries}
+        made = {
+            entry.key: [entry.forks[i] is not None for i in self._tested_order] for entry in entries
+        }
         return {"forks": made, "first": self.first}
 
     @cached_property
@@ -172,14 +211,18 @@ class Ranking:
         """FP32 − BF16: what rounding alone does. None where one of them diverged."""
         by_name = {name: entry for entry in self.entries for name in (entry.name, *entry.same)}
         bf16, fp32 = (by_name[name] for name in FLOOR)
-        return None if bf16.diverged or fp32.diverged else self._difference(bf16, fp32, "recipe")
+        if bf16.diverged or fp32.diverged:
+            return None
+        return self._difference(bf16, fp32, "recipe")
 
     def _difference(self, first: Entry, second: Entry, measure: str) -> Estimate:
         pairs = zip(first.losses(measure), second.losses(measure), strict=True)
         return over_units([b - a for a, b in pairs], self.units)
 
     def gap(self, entry: Entry, measure: str = "recipe") -> Estimate:
-        """The loss of a candidate minus that of the reference, with the spread between base runs in its error."""
+        """The loss of a candidate minus that of the reference, with the spread between base runs in
+        its error.
+        """
         return self._difference(self.reference, entry, measure)
 
     def by_base(self, entry: Entry) -> list[Estimate]:
@@ -188,13 +231,20 @@ class Ranking:
         return [estimate(gaps[i : i + self.per_base]) for i in range(0, len(gaps), self.per_base)]
 
     def sampling(self, entry: Entry) -> float | None:
-        """Half of the 95 % interval of the gap over other validation tokens: from its scatter over the microbatches of
-        the validation batches, forks averaged; the mean of the checkpoints, which may share their tokens. None where
-        there is one microbatch."""
+        """Half of the 95 % interval of the gap over other validation tokens: from its scatter over
+        the microbatches of the validation batches, forks averaged; the mean of the checkpoints,
+        which may share their tokens. None where there is one microbatch.
+        """
         halves = []
         for start in range(0, self.forks, self.per_base):
-            both = zip(self.reference.forks[start : start + self.per_base], entry.forks[start:], strict=False)
-            gaps = [[b - a for a, b in zip(x.parts, y.parts, strict=True)] for x, y in both if x and y]
+            both = zip(
+                self.reference.forks[start : start + self.per_base],
+                entry.forks[start:],
+                strict=False,
+            )
+            gaps = [
+                [b - a for a, b in zip(x.parts, y.parts, strict=True)] for x, y in both if x and y
+            ]
             means = [math.fsum(part) / len(part) for part in zip(*gaps, strict=True)]
             if len(means) < 2:
                 return None
@@ -204,13 +254,19 @@ class Ranking:
 
     @cached_property
     def spikes(self) -> list[Spike]:
-        """The spikes of the candidates that were asked for. What a seed does to all of them is taken off first."""
+        """The spikes of the candidates that were asked for. What a seed does to all of them is
+        taken off first.
+        """
         whole = [entry for entry in self.entries if not entry.diverged]
-        seeds = [median(losses) for losses in zip(*(entry.losses() for entry in whole), strict=True)]
+        seeds = [
+            median(losses) for losses in zip(*(entry.losses() for entry in whole), strict=True)
+        ]
         found = []
         for entry in self.ranked:
             left = [loss - seed for loss, seed in zip(entry.losses(), seeds, strict=True)]
-            found += [Spike(entry=entry, fork=i, above=left[i] - median(left)) for i in spikes(left)]
+            found += [
+                Spike(entry=entry, fork=i, above=left[i] - median(left)) for i in spikes(left)
+            ]
         return [spike for spike in found if spike.above > self.margin]
 
     def place(self, fork: int) -> str:
@@ -229,11 +285,23 @@ class Ranking:
 
 
 def render(found: Ranking, width: int | None = None) -> str:
-    """One screen: the table, the order, the floor, and what the words mean (ranking.txt), in tables of `width`."""
+    """One screen: the table, the order, the floor, and what the words mean (ranking.txt), in tables
+    of `width`.
+    """
     units = len(set(found.units))
-    gaps = [[e.name, *(f"{at.mean:+.5f}" for at in found.by_base(e))] for e in found.ranked if e != found.reference]
+    gaps = [
+        [e.name, *(f"{at.mean:+.5f}" for at in found.by_base(e))]
+        for e in found.ranked
+        if e != found.reference
+    ]
     order = [
-        [f"{p.first} < {p.second}", _show(p.difference), f"t {_t(p.difference)}", p_value(p.p), VERDICTS[p.verdict]]
+        [
+            f"{p.first} < {p.second}",
+            _show(p.difference),
+            f"t {_t(p.difference)}",
+            p_value(p.p),
+            VERDICTS[p.verdict],
+        ]
         for p in (found.neighbours() if found.tested else ())
     ]
     return screen(
@@ -259,12 +327,33 @@ def _table(found: Ranking, width: int | None) -> list[str]:
         pair = found.against_reference(entry)
         if pair is None:
             mean = math.fsum(entry.losses()) / found.forks
-            rows.append([str(place), entry.name, f"loss {mean:.4f}", "", "", "", "", "", found.groups[entry.name]])
+            rows.append(
+                [
+                    str(place),
+                    entry.name,
+                    f"loss {mean:.4f}",
+                    "",
+                    "",
+                    "",
+                    "",
+                    "",
+                    found.groups[entry.name],
+                ]
+            )
             continue
-        gap, tokens = found.gap(entry), found.sampling(entry)
+        gap = found.gap(entry)
+        tokens = found.sampling(entry)
         p, verdict = (p_value(pair.p), VERDICTS[pair.verdict]) if found.tested else ("–", "–")
         sampled = "–" if tokens is None else f"± {tokens:.5f}"
-        cells = [_show(gap), sampled, _show(found.gap(entry, "high")), _t(gap), p, verdict, found.groups[entry.name]]
+        cells = [
+            _show(gap),
+            sampled,
+            _show(found.gap(entry, "high")),
+            _t(gap),
+            p,
+            verdict,
+            found.groups[entry.name],
+        ]
         rows.append([str(place), entry.name, *cells])
     rows += [["–", entry.name, "diverged", *[""] * 6] for entry in found.entries if entry.diverged]
     return tabulate([header, *rows], right=(0, 2, 3, 4, 5, 6), width=width)
@@ -276,4 +365,8 @@ def _show(found: Estimate) -> str:
 
 
 def _t(found: Estimate) -> str:
-    return "–" if found.t is None else f"{found.t:.1f}" if abs(found.t) < 1000 else ">999"
+    if found.t is None:
+        return "–"
+    if abs(found.t) < 1000:
+        return f"{found.t:.1f}"
+    return ">999"

@@ -1,12 +1,14 @@
-"""STUDY/measurements.jsonl: what a study has measured, a line for each finished measurement, written as it happens.
+"""STUDY/measurements.jsonl: what a study has measured, a line for each finished measurement,
+written as it happens.
 
-    {"step": 200, "event": "study", "identity": {"study": "sensitivity", "run": …, "weights": …}, "after": …, "crc": …}
-    {"step": 200, "key": "everything/0", "values": {"nmse": [0.098, 0.104], …}, "after": …, "crc": …}
+    {"step": 200, "event": "study", "identity": {"study": "sensitivity", "run": …, "weights": …},
+    "after": …, "crc": …} {"step": 200, "key": "everything/0", "values": {"nmse": [0.098, 0.104],
+    …}, "after": …, "crc": …}
 
-The first line says what the measurements are of. A study that goes on compares it with its own, and refuses the record
-of another one. The lines are chained, so that one that was changed, lost or moved is noticed; a last line that a kill
-tore is dropped (`fp4train.track.metrics`). JSON keeps floats exactly: what is read back equals what was measured in
-every bit.
+The first line says what the measurements are of. A study that goes on compares it with its own, and
+refuses the record of another one. The lines are chained, so that one that was changed, lost or
+moved is noticed; a last line that a kill tore is dropped (`fp4train.track.metrics`). JSON keeps
+floats exactly: what is read back equals what was measured in every bit.
 
 How far a study is, is a bar on a terminal and lines elsewhere, with the time that is left.
 """
@@ -36,7 +38,8 @@ MEASUREMENTS = "measurements.jsonl"
 REMEDY = "remove the file to measure anew"
 FORMAT = 3
 """The number of the format; it grows when an earlier record would be read wrongly."""
-SHOWN, LENGTH = 4, 24
+SHOWN = 4
+LENGTH = 24
 """Differences that a message names, and characters of a value in it."""
 
 Reading = dict[str, Any]
@@ -54,13 +57,17 @@ class StudyRecord:
     """
 
     def __init__(self, path: Path, identity: Mapping[str, Any], step: int) -> None:
-        self.path, self.step = path, step
+        self.path = path
+        self.step = step
         self.known: dict[str, Reading] = {}
         """Key → values."""
         first = {**identity, "format": FORMAT, "fp4train": __version__}
         first = json.loads(json.dumps(first, allow_nan=False))
         with Folder.open(path.parent, create=True) as folder:
-            lines = read_metrics(path, REMEDY) if folder.status(path.name) is not None else []
+            if folder.status(path.name) is not None:
+                lines = read_metrics(path, REMEDY)
+            else:
+                lines = []
         for number, line in enumerate(lines, start=1):
             if not ({"identity"} if number == 1 else {"key", "values"}) <= set(line):
                 raise UserError(f"{path}, line {number}: no measurement of a study; {REMEDY}")
@@ -74,18 +81,24 @@ class StudyRecord:
 
     def _check(self, found: Any, wanted: Mapping[str, Any]) -> None:
         found = found if isinstance(found, dict) else {}
-        was, now = (f"{each.get('fp4train')}, format {each.get('format')}" for each in (found, wanted))
+        was, now = (
+            f"{each.get('fp4train')}, format {each.get('format')}" for each in (found, wanted)
+        )
         if was != now:
             raise UserError(
-                f"{self.path} is a record of fp4train {was}; this is {now}. Figures of two versions are not compared, "
-                "because the arithmetic of a recipe may have changed between them: go on with that version, remove the "
+                f"{self.path} is a record of fp4train {was}; this is {now}. Figures of two "
+                "versions are not compared, "
+                "because the arithmetic of a recipe may have changed between them: go on "
+                "with that version, remove the "
                 "file to measure anew, or give this study another folder, out=…"
             )
-        old, new = flattened(found), flattened(wanted)
+        old = flattened(found)
+        new = flattened(wanted)
         if other := [key for key in {**new, **old} if old.get(key) != new.get(key)]:
             shown = "; ".join(_difference(key, old, new) for key in other[:SHOWN])
             raise UserError(
-                f"{self.path} is the record of another study ({shown}{'; …' * (len(other) > SHOWN)}): remove it, or "
+                f"{self.path} is the record of another study "
+                f"({shown}{'; …' * (len(other) > SHOWN)}): remove it, or "
                 "give this study another folder, out=…"
             )
 
@@ -98,7 +111,8 @@ class StudyRecord:
     def add(self, key: str, values: Reading) -> Reading:
         """Record a finished measurement; returns the values as they will be read back.
 
-        On a full disk the line is kept in memory and written as soon as it can be; that is reported once.
+        On a full disk the line is kept in memory and written as soon as it can be; that is reported
+        once.
 
         Raises:
             ValueError: there is one of that key, or a value is not finite.
@@ -122,7 +136,9 @@ def _difference(key: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> str
     def shown(values: Mapping[str, Any]) -> str:
         if key not in values:
             return "the default"
-        return str(values[key]).rpartition(".")[2] if named else str(values[key])[:LENGTH]
+        if named:
+            return str(values[key]).rpartition(".")[2]
+        return str(values[key])[:LENGTH]
 
     return f"{key.removesuffix('._target_')}: {shown(old)} there, {shown(new)} here"
 
@@ -134,7 +150,9 @@ def open_record(folder: Path, identity: Mapping[str, Any], step: int) -> Iterato
     Raises:
         UserError: another process works on the study; or as `StudyRecord`.
     """
-    with run_directory.locked(folder, "another process works on this study; give this one another folder, out=…"):
+    with run_directory.locked(
+        folder, "another process works on this study; give this one another folder, out=…"
+    ):
         record = StudyRecord(folder / MEASUREMENTS, identity, step)
         try:
             yield record
@@ -146,9 +164,11 @@ class Shown(Protocol):
     """Receives how far a study is."""
 
     def __call__(self, done: int, total: int | None, what: str = "") -> None:
-        """`done` of `total` are made (None: it is not known how many there will be); `what` is made, or comes next.
+        """`done` of `total` are made (None: it is not known how many there will be); `what` is
+        made, or comes next.
 
-        The first call says how many there were before: the time that is left follows from those made since.
+        The first call says how many there were before: the time that is left follows from those
+            made since.
         """
 
 
@@ -172,14 +192,22 @@ def study_progress(unit: str, every: float = 0.0) -> Iterator[Shown]:
             begun, bar.initial = (now, done), done
         began, before = begun
         with suppress(OSError):  # a terminal that was closed is no reason to end a study
-            bar.total, bar.n = total, done
+            bar.total = total
+            bar.n = done
             bar.set_postfix_str(what, refresh=False)
             bar.refresh()
         if not terminal and what and now - last >= every:
             last = now
-            counted = f"{done} of {total} {unit}s" if total else f"{done} {unit}s"
+            if total:
+                counted = f"{done} of {total} {unit}s"
+            else:
+                counted = f"{done} {unit}s"
             if total is not None and done != before:
-                counted += f", {tqdm.format_interval((now - began) / (done - before) * (total - done))} left"
+                counted += (
+                    ", "
+                    f"{tqdm.format_interval((now - began) / (done - before) * (total - done))} "
+                    "left"
+                )
             _log.info("%s: %s", counted, what)
 
     try:

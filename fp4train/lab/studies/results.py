@@ -1,4 +1,6 @@
-"""rank.json and sensitivity.json: what the commands write, and what figures and reports read of it."""
+"""rank.json and sensitivity.json: what the commands write, and what figures and reports read of
+it.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ if TYPE_CHECKING:
     from fp4train.lab.studies.sequential import Pair
     from fp4train.lab.studies.summary import SensitivityReport
 
-RANKING, SENSITIVITY = "rank.json", "sensitivity.json"
+RANKING = "rank.json"
+SENSITIVITY = "sensitivity.json"
 MEASURED = ("nmse", "variance", "bias2", "cosine", "loss", "output")
 NEEDED = ("nmse", "cosine", "loss")
 """The estimates of a part, and those among them that every part has."""
@@ -45,11 +48,14 @@ class SensitivityResult:
     """
 
     def __init__(self, found: Mapping[str, Any]) -> None:
-        policy, gpu = found["policy"], found["gpu"]
+        policy = found["policy"]
+        gpu = found["gpu"]
         self.run = plain(Path(str(found["run"])).name, NAME)
         self.step, self.batches = int(found["step"]), int(found["batches"])
         self.recipe = plain(found["recipe"], NAME)
-        self.parts = {name: _read_finding(plain(name, NAME), each) for name, each in found["parts"].items()}
+        self.parts = {
+            name: _read_finding(plain(name, NAME), each) for name, each in found["parts"].items()
+        }
         """Findings by name of part."""
         self.curve = [_read_point(each) for each in found["pareto"]]
         """Points of time and error, from nothing kept to everything that is worth it."""
@@ -59,7 +65,10 @@ class SensitivityResult:
         """The patterns of the policy, and its point."""
         self.measured = _read_finding("", policy["measured"]).nmse
         """The policy's nMSE on batches that did not choose it."""
-        self.gain = None if (judged := policy["judged"]) is None else _read_estimate(judged["gain"])
+        if (judged := policy["judged"]) is None:
+            self.gain = None
+        else:
+            self.gain = _read_estimate(judged["gain"])
         """nMSE saved against keeping nothing, batch by batch; None if nothing is kept."""
 
     def of_kind(self, kind: str) -> list[Finding]:
@@ -76,8 +85,11 @@ class RankResult:
     def __init__(self, found: Mapping[str, Any]) -> None:
         self.body = {key: value for key, value in found.items() if key != "identity"}
         """Equal for the results of one ranking in the folders of its runs."""
-        checkpoints, entries, units = found["checkpoints"], found["candidates"], int(found["units"])
-        settings, of = checkpoints[0]["settings"], str(found["reference"])
+        checkpoints = found["checkpoints"]
+        entries = found["candidates"]
+        units = int(found["units"])
+        settings = checkpoints[0]["settings"]
+        of = str(found["reference"])
         self.checkpoints = [
             plain(f"{each['run']}, step {int(each['step'])}, trained in {each['trained']}", NAME)
             for each in checkpoints
@@ -87,46 +99,70 @@ class RankResult:
         """The forks of each candidate at each checkpoint, and their steps."""
         self._count = self.forks * len(checkpoints)
         self._freedom = (units if units > 1 else self._count) - 1
-        rate = "own schedule" if settings["schedule"] == "own" else f"rate {settings['lr']:.3g} → 0"
+        if settings["schedule"] == "own":
+            rate = "own schedule"
+        else:
+            rate = f"rate {settings['lr']:.3g} → 0"
         one = f"from step {int(checkpoints[0]['step'])}, {rate}"
-        self.where = one if len(checkpoints) == 1 else f"at each of {len(checkpoints)} checkpoints"
+        if len(checkpoints) == 1:
+            self.where = one
+        else:
+            self.where = f"at each of {len(checkpoints)} checkpoints"
         self.reference, self.floor = plain(of, NAME), self.gap(found["floor"])
         pairs = {frozenset((str(p["first"]), str(p["second"]))): p for p in found["pairs"]}
         asked = {str(each["name"]): each for each in entries if each["asked"]}
         names = dict.fromkeys((*map(str, found["order"]), *asked))
-        self.candidates = [CandidateResult(self, asked[name], pairs.get(frozenset((name, of)))) for name in names]
+        self.candidates = [
+            CandidateResult(self, asked[name], pairs.get(frozenset((name, of)))) for name in names
+        ]
         """Results of the candidates in their order, diverged ones last."""
 
     def gap(self, each: Mapping[str, Any] | None) -> Estimate | None:
         """A gap with the freedom of its base runs."""
-        return None if each is None else _read_estimate({**each, "count": self._count, "freedom": self._freedom})
+        if each is None:
+            return None
+        return _read_estimate({**each, "count": self._count, "freedom": self._freedom})
 
 
 class CandidateResult:
     """One candidate; gaps in nats per token, None for the reference and for what diverged.
 
     Args:
-        ranking: of it. entry: the candidate. pair: of it and the reference; None for the reference itself.
+        ranking: of it. entry: the candidate. pair: of it and the reference; None for the reference
+            itself.
     """
 
-    def __init__(self, ranking: RankResult, entry: Mapping[str, Any], pair: Mapping[str, Any] | None) -> None:
-        reference, tested = str(ranking.body["reference"]), pair if ranking.body["tested"] else None
+    def __init__(
+        self, ranking: RankResult, entry: Mapping[str, Any], pair: Mapping[str, Any] | None
+    ) -> None:
+        reference = str(ranking.body["reference"])
+        tested = pair if ranking.body["tested"] else None
         is_reference = str(entry["name"]) == reference
         of: Mapping[str, Any] = {} if is_reference else entry
         self.name = plain(str(entry["name"]), NAME)
         self.gap, self.high = ranking.gap(of.get("gap")), ranking.gap(of.get("gap_high"))
         """Gaps to the reference's loss, evaluated in the recipe and in high precision."""
-        sign = 1 if pair and str(pair["first"]) == reference else -1
-        ends = sorted(sign * _number(each) for each in pair["together"] if each is not None) if pair else []
+        if pair and str(pair["first"]) == reference:
+            sign = 1
+        else:
+            sign = -1
+        if pair:
+            ends = sorted(sign * _number(each) for each in pair["together"] if each is not None)
+        else:
+            ends = []
         self.simultaneous = (ends[0], ends[1]) if len(ends) == 2 else None
         """The simultaneous interval of the gap and those of all other pairs."""
         self.gaps = [_number(each) for each in of.get("gaps", ())]
         """The gap at each checkpoint of the forks."""
         self.p = None if tested is None else _number(tested["p"])
-        """The p-value of the gap; None for the reference, and before there are enough forks for a test."""
+        """The p-value of the gap; None for the reference, and before there are enough forks for a
+        test.
+        """
         self.verdict = str((tested or {"verdict": "reference" * is_reference})["verdict"])
         if tested and self.verdict not in VERDICTS:
-            raise ValueError(f"its verdict {self.verdict[:NAME]!r} is none of {', '.join(VERDICTS)}")
+            raise ValueError(
+                f"its verdict {self.verdict[:NAME]!r} is none of {', '.join(VERDICTS)}"
+            )
         self.group = str(entry["group"] or "")
         self.diverged = str(entry["diverged"][0]) if entry["diverged"] else None
         self.spikes = [plain(each, NAME) for each in entry["spikes"]]
@@ -155,31 +191,50 @@ def read_studies(run: Path, problems: list[str]) -> Studies:
         with top.folder(STUDIES) as studies:
             names = [name for name in studies.names() if studies.has_folder(name)]
             if len(names) > MOST:
-                problems.append(f"{run / STUDIES}: the first {MOST} of {len(names)} studies are shown")
+                problems.append(
+                    f"{run / STUDIES}: the first {MOST} of {len(names)} studies are shown"
+                )
             for name in names[:MOST]:
                 with studies.folder(name) as folder:
                     try:
                         if folder.has_file(SENSITIVITY):
-                            sensitivities.append(SensitivityResult(_parsed(top, folder, SENSITIVITY)))
+                            sensitivities.append(
+                                SensitivityResult(_parsed(top, folder, SENSITIVITY))
+                            )
                         elif folder.has_file(RANKING):
                             rankings.append(RankResult(_parsed(top, folder, RANKING)))
                         else:
-                            problems.append(f"{folder.path} has no result: the study is not finished")
+                            problems.append(
+                                f"{folder.path} has no result: the study is not finished"
+                            )
                     except KeyError as error:
                         problems.append(
-                            f"{folder.path} cannot be read (it has no {error}): an older fp4train made it, or it was "
+                            f"{folder.path} cannot be read (it has no {error}): an older "
+                            "fp4train made it, or it was "
                             "changed; the same command makes it anew"
                         )
-                    except (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
-                        problems.append(f"{folder.path} cannot be read ({type(error).__name__}: {error})")
+                    except (
+                        OSError,
+                        ValueError,
+                        TypeError,
+                        LookupError,
+                        AttributeError,
+                        ArithmeticError,
+                    ) as error:
+                        problems.append(
+                            f"{folder.path} cannot be read ({type(error).__name__}: {error})"
+                        )
                     except RecursionError:
-                        problems.append(f"{folder.path} cannot be read: its JSON is nested too deep")
+                        problems.append(
+                            f"{folder.path} cannot be read: its JSON is nested too deep"
+                        )
     return Studies(sensitivities=sensitivities, rankings=rankings)
 
 
 def _parsed(run: Folder, folder: Folder, name: str) -> dict[str, Any]:
     found = unsealed(folder.read(name, LIMIT))
-    own, whose = identity(run), found["identity"]["run"]
+    own = identity(run)
+    whose = found["identity"]["run"]
     if own is not None and whose not in (None, own):
         raise ValueError(f"it is of run {whose}, not of this one")
     return found
@@ -187,8 +242,12 @@ def _parsed(run: Folder, folder: Folder, name: str) -> dict[str, Any]:
 
 def sensitivity_json(report: SensitivityReport) -> dict[str, Any]:
     """Plain values of everything that a sensitivity study found."""
-    subject, found, trade, judged = report.subject, report.found, report.trade, report.judged
-    layers, operands = found.parts.layers, found.parts.operands
+    subject = report.subject
+    found = report.found
+    trade = report.trade
+    judged = report.judged
+    layers = found.parts.layers
+    operands = found.parts.operands
     return {
         "run": subject.title,
         "step": subject.step,
@@ -201,7 +260,9 @@ def sensitivity_json(report: SensitivityReport) -> dict[str, Any]:
         "parts": {name: _finding(each) for name, each in found.findings.items()},
         "shares": {KINDS[kind]: _estimate(each) for kind, each in found.shares.items()},
         "blocks": {str(block): damage for block, damage in found.blocks().items()},
-        "cells": {layer: {operand: found.cell(layer, operand) for operand in operands} for layer in layers}
+        "cells": {
+            layer: {operand: found.cell(layer, operand) for operand in operands} for layer in layers
+        }
         if found.has_cells
         else None,
         "gpu": None if trade.gpu is None else trade.gpu.name,
@@ -223,11 +284,15 @@ def sensitivity_json(report: SensitivityReport) -> dict[str, Any]:
 
 
 def _estimate(each: Estimate | None) -> dict[str, Any] | None:
-    return None if each is None else {**asdict(each), "interval": each.interval()}
+    if each is None:
+        return None
+    return {**asdict(each), "interval": each.interval()}
 
 
 def _read_estimate(each: Mapping[str, Any]) -> Estimate:
-    count, freedom, error = int(each["count"]), int(each["freedom"]), _known(each["error"])
+    count = int(each["count"])
+    freedom = int(each["freedom"])
+    error = _known(each["error"])
     if error is not None and not 1 <= freedom <= count < 1 << 31:
         raise ValueError(f"{freedom} degrees of freedom of {count} values")
     return Estimate(mean=_number(each["mean"]), error=error, count=count, freedom=freedom)
@@ -239,7 +304,8 @@ def _finding(each: Finding) -> dict[str, Any]:
 
 def _read_finding(name: str, each: Mapping[str, Any]) -> Finding:
     found: Any = {
-        key: _read_estimate(each[key]) if key in NEEDED or each[key] is not None else None for key in MEASURED
+        key: _read_estimate(each[key]) if key in NEEDED or each[key] is not None else None
+        for key in MEASURED
     }
     return Finding(name=name, kind=str(each["kind"]), what=name.partition("/")[2] or name, **found)
 
@@ -250,14 +316,21 @@ def _point(each: Point) -> dict[str, Any]:
 
 
 def _read_point(each: Mapping[str, Any]) -> Point:
-    return Point(kept=(), macs=_number(each["macs"]), nmse=_number(each["nmse"]), time=_known(each["time"]))
+    return Point(
+        kept=(), macs=_number(each["macs"]), nmse=_number(each["nmse"]), time=_known(each["time"])
+    )
 
 
 def rank_json(found: Ranking) -> dict[str, Any]:
     """Everything that a ranking found, as JSON values; an interval that is not known is null."""
     return {
         "checkpoints": [
-            {"run": str(base.source), "step": base.step, "trained": base.trained, "settings": asdict(base.settings)}
+            {
+                "run": str(base.source),
+                "step": base.step,
+                "trained": base.trained,
+                "settings": asdict(base.settings),
+            }
             for base in found.bases
         ],
         "units": len(set(found.units)),
@@ -277,7 +350,9 @@ def rank_json(found: Ranking) -> dict[str, Any]:
 
 
 def _pair(pair: Pair) -> dict[str, Any]:
-    values = {"together" if name == "simultaneous" else name: each for name, each in asdict(pair).items()}
+    values = {
+        "together" if name == "simultaneous" else name: each for name, each in asdict(pair).items()
+    }
     return {**_gap(pair.difference), **values, "together": list(map(_finite, pair.simultaneous))}
 
 
@@ -300,11 +375,19 @@ def _candidate(found: Ranking, entry: Entry) -> dict[str, Any]:
 
 def _gap(found: Estimate) -> dict[str, Any]:
     low, high = found.interval() or (None, None)
-    return {"mean": found.mean, "error": found.error, "low": low, "high": high, "t": _finite(found.t)}
+    return {
+        "mean": found.mean,
+        "error": found.error,
+        "low": low,
+        "high": high,
+        "t": _finite(found.t),
+    }
 
 
 def _finite(value: float | None) -> float | None:
-    return None if value is None or not math.isfinite(value) else value
+    if value is None or not math.isfinite(value):
+        return None
+    return value
 
 
 def _number(value: Any) -> float:

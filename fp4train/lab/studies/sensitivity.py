@@ -1,8 +1,9 @@
-"""The study of a recipe's gradients: every part on every batch, the same in every call, or within a time budget.
+"""The study of a recipe's gradients: every part on every batch, the same in every call, or within a
+time budget.
 
-What is measured stands in the record, so that a study that was killed goes on. Without a budget two calls give the same
-numbers to the bit: the batches are those that the run would train on next, and the random bits of repeat r are those of
-seed r at the step of the batch.
+What is measured stands in the record, so that a study that was killed goes on. Without a budget two
+calls give the same numbers to the bit: the batches are those that the run would train on next, and
+the random bits of repeat r are those of seed r at the step of the batch.
 """
 
 import time
@@ -14,7 +15,15 @@ from fp4train.errors import UserError
 from fp4train.lab.studies.findings import Judgement, Sensitivity, judgement, summarise
 from fp4train.lab.studies.gradients import GradientMeter
 from fp4train.lab.studies.intervals import estimate
-from fp4train.lab.studies.parts import BASELINE, CHOSEN, LAYER, OF_THE_RUN, WHOLE, RecipePart, RecipeParts
+from fp4train.lab.studies.parts import (
+    BASELINE,
+    CHOSEN,
+    LAYER,
+    OF_THE_RUN,
+    WHOLE,
+    RecipePart,
+    RecipeParts,
+)
 from fp4train.lab.studies.record import Reading, Shown, StudyRecord
 from fp4train.lab.studies.subject import Subject, described
 from fp4train.precision import LayerPolicy, Recipe
@@ -30,9 +39,10 @@ class Effort:
 
     Args:
         batches: of every part; None: as many as the budget allows.
-        repeats: of each batch with other random bits, for parts that round stochastically and are no single layer.
-        budget: seconds; spent, after a first group of batches for every part, where the intervals are widest. Judging
-            the policy is part of it.
+        repeats: of each batch with other random bits, for parts that round stochastically and are
+            no single layer.
+        budget: seconds; spent, after a first group of batches for every part, where the intervals
+            are widest. Judging the policy is part of it.
         cells: also one operand of one layer at a time.
     """
 
@@ -43,17 +53,25 @@ class Effort:
 
     def __post_init__(self) -> None:
         if (self.batches is None) == (self.budget is None):
-            raise ValueError("give batches or budget: within a budget, as many batches are measured as it allows")
+            raise ValueError(
+                "give batches or budget: within a budget, as many batches are measured as it allows"
+            )
         check_least(self, "", "batches", "repeats")
 
 
 def identity_of(subject: Subject, recipe: Recipe, effort: Effort) -> dict[str, Any]:
     """The identity with which the record of the study must agree."""
-    return {"study": "sensitivity", **subject.identity, "recipe": described(recipe), "repeats": effort.repeats}
+    return {
+        "study": "sensitivity",
+        **subject.identity,
+        "recipe": described(recipe),
+        "repeats": effort.repeats,
+    }
 
 
 def groups_of(subject: Subject, effort: Effort) -> list[range]:
-    """The groups of batches in the order in which they are measured; batch 0 is the one that the run trains on next.
+    """The groups of batches in the order in which they are measured; batch 0 is the one that the
+    run trains on next.
 
     Raises:
         UserError: the data has too few batches, of which some must be left to judge the policy.
@@ -61,7 +79,8 @@ def groups_of(subject: Subject, effort: Effort) -> list[range]:
     most = max(2, subject.run.train_data.batches_per_epoch)
     if effort.batches is not None and effort.batches >= most:
         raise UserError(
-            f"batches={effort.batches}: the training data has {most} different batches of this size, and the policy is "
+            f"batches={effort.batches}: the training data has {most} different batches of "
+            "this size, and the policy is "
             f"judged on some that did not choose it; give batches={most // 2} or fewer"
         )
     return _grouped(0, most // 2 if effort.batches is None else effort.batches)
@@ -75,15 +94,19 @@ class Study:
     """Measures parts on batches, and keeps what is measured in the record.
 
     Args:
-        subject: the model; `end` leaves it as it was. recipe: to study. effort: how much is measured.
+        subject: the model; `end` leaves it as it was. recipe: to study. effort: how much is
+            measured.
         record: of measurements, opened with `identity_of`.
 
     Raises:
         UserError: the recipe or the model has nothing to measure, or the data has too few batches.
     """
 
-    def __init__(self, subject: Subject, recipe: Recipe, effort: Effort, record: StudyRecord) -> None:
-        self.effort, self.record = effort, record
+    def __init__(
+        self, subject: Subject, recipe: Recipe, effort: Effort, record: StudyRecord
+    ) -> None:
+        self.effort = effort
+        self.record = record
         self.parts = RecipeParts(subject, recipe, repeats=effort.repeats)
         self._gradients = GradientMeter(subject, self.parts.reference, list(self.parts.layers))
         self._groups = groups_of(subject, effort)
@@ -94,7 +117,8 @@ class Study:
         """Measure every part.
 
         Raises:
-            UserError: a gradient is not finite, or the budget ends before every part is measured once.
+            UserError: a gradient is not finite, or the budget ends before every part is measured
+                once.
         """
         if self.effort.budget is not None:
             self._spend(self.effort.budget, shown)
@@ -106,15 +130,20 @@ class Study:
         return summarise(self.parts, self._listed, self._measured)
 
     def judge(self, policy: LayerPolicy, shown: Shown) -> Judgement:
-        """Measure the recipe under `policy`, with nothing kept and under the run's policy, on the batches after those
-        that chose it, as many as measured the whole recipe (or as there are)."""
+        """Measure the recipe under `policy`, with nothing kept and under the run's policy, on the
+        batches after those that chose it, as many as measured the whole recipe (or as there are).
+        """
         began = self._groups[len(self._measured[BASELINE]) - 1].stop
         count = sum(len(group["error"]) for group in self._measured[WHOLE])
-        groups = _grouped(began, min(began + count, max(2, self.parts.subject.run.train_data.batches_per_epoch)))
+        groups = _grouped(
+            began, min(began + count, max(2, self.parts.subject.run.train_data.batches_per_epoch))
+        )
         compared = [part for part in self._listed if part.name in (WHOLE, OF_THE_RUN)]
         measured = {}
         for number, part in enumerate([self.parts.under(policy, CHOSEN), *compared]):
-            shown(number, 1 + len(compared), f"{part.name}, on batches that did not choose the policy")
+            shown(
+                number, 1 + len(compared), f"{part.name}, on batches that did not choose the policy"
+            )
             measured[part.name] = part, [self._of(part, group) for group in groups]
         return judgement(measured, [self._of_reference(group) for group in groups])
 
@@ -139,36 +168,51 @@ class Study:
 
     def _recorded(self, key: str, group: range, measure: Callable[[], Reading]) -> Reading:
         key = f"{key} {group.start}-{group.stop - 1}"
-        return self.record[key] if key in self.record else self.record.add(key, measure())
+        if key in self.record:
+            return self.record[key]
+        return self.record.add(key, measure())
 
     def _spend(self, budget: float, shown: Shown) -> None:
-        began, longest = time.perf_counter(), 0.0
+        began = time.perf_counter()
+        longest = 0.0
         for number, part in enumerate(self._listed):
             shown(number, None, part.name)
             before = time.perf_counter()
             if before - began > budget:
                 each = (before - began) / number
                 raise UserError(
-                    f"budget={budget:g}s is too small: {number} of the {len(self._listed)} first measurements took "
-                    f"{before - began:.0f} s, all of them take about {each * len(self._listed):.0f} s. They "
+                    f"budget={budget:g}s is too small: {number} of the {len(self._listed)} "
+                    "first measurements took "
+                    f"{before - began:.0f} s, all of them take about "
+                    f"{each * len(self._listed):.0f} s. They "
                     f"are kept in {self.record.path}: the same command goes on with them"
                 )
             self._measure(part)
             longest = max(longest, time.perf_counter() - before)
         number = len(self._listed)
-        while open_parts := [part for part in self._listed if len(self._measured[part.name]) < len(self._groups)]:
-            judging = (1 + sum(each.name in (WHOLE, OF_THE_RUN) for each in self._listed)) * len(self._measured[WHOLE])
+        while open_parts := [
+            part for part in self._listed if len(self._measured[part.name]) < len(self._groups)
+        ]:
+            judging = (1 + sum(each.name in (WHOLE, OF_THE_RUN) for each in self._listed)) * len(
+                self._measured[WHOLE]
+            )
             if time.perf_counter() - began + (1 + judging) * longest > budget:
                 return
             part = max(open_parts, key=self._width)
             shown(number, None, part.name)
-            before, number = time.perf_counter(), number + 1
+            before = time.perf_counter()
+            number = number + 1
             self._measure(part)
             longest = max(longest, time.perf_counter() - before)
 
     def _width(self, part: RecipePart) -> float:
-        """The interval of a part's nMSE, relative to it or, where that is larger, to an equal share of the whole."""
+        """The interval of a part's nMSE, relative to it or, where that is larger, to an equal share
+        of the whole.
+        """
         found = estimate([error for group in self._measured[part.name] for error in group["error"]])
         whole = estimate([error for group in self._measured[WHOLE] for error in group["error"]])
-        half, layers = found.half_width(), max(1, sum(each.kind == LAYER for each in self._listed))
-        return float("inf") if half is None else half / max(found.mean, whole.mean / layers)
+        half = found.half_width()
+        layers = max(1, sum(each.kind == LAYER for each in self._listed))
+        if half is None:
+            return float("inf")
+        return half / max(found.mean, whole.mean / layers)

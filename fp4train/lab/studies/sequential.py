@@ -1,35 +1,42 @@
-"""Many comparisons, looked at more than once: p-values and intervals that stay honest however they are asked for.
+"""Many comparisons, looked at more than once: p-values and intervals that stay honest however they
+are asked for.
 
-**Sign flips** assume no distribution. The null of a pair: its two losses of a fork are exchangeable, either could have
-come from either candidate. Then the difference of each fork is as probable with the other sign. All sign patterns of
-the differences that were seen are equally probable, and
+**Sign flips** assume no distribution. The null of a pair: its two losses of a fork are
+exchangeable, either could have come from either candidate. Then the difference of each fork is as
+probable with the other sign. All sign patterns of the differences that were seen are equally
+probable, and
 
     p = the share of the sign patterns whose statistic is at least that of the pattern that was seen
 
-is exact for every distribution, spikes included. Of n forks the least p is 1/2ⁿ⁻¹: six forks are needed for p < .04.
+is exact for every distribution, spikes included. Of n forks the least p is 1/2ⁿ⁻¹: six forks are
+needed for p < .04.
 
-Many pairs: the statistic is Student's t, turned into a normal deviate so that pairs with different numbers of forks
-compare. All pairs of a fork flip together, and each pair is compared with the largest deviate of all pairs that are not
-yet told apart (step-down max-T, Westfall and Young 1993). Pairs that do not contain the reference count with `WEIGHT`
-times their deviate: comparisons with the reference come first, and one test holds for them and all others together.
-Where the losses of three and more equal candidates are skewed, their differences do not flip together exactly;
+Many pairs: the statistic is Student's t, turned into a normal deviate so that pairs with different
+numbers of forks compare. All pairs of a fork flip together, and each pair is compared with the
+largest deviate of all pairs that are not yet told apart (step-down max-T, Westfall and Young 1993).
+Pairs that do not contain the reference count with `WEIGHT` times their deviate: comparisons with
+the reference come first, and one test holds for them and all others together. Where the losses of
+three and more equal candidates are skewed, their differences do not flip together exactly;
 scripts/simulate_ranking.py measures what that does: the test errs on the safe side.
 
-A **look** is a table: all candidates that the record of a checkpoint holds, with the forks that there are at that
-moment. More forks and other candidates make another look; the same table, whatever is shown of it, is the same one.
-Looks are counted in the record (`Looks`), and each has a share of the error probability α:
+A **look** is a table: all candidates that the record of a checkpoint holds, with the forks that
+there are at that moment. More forks and other candidates make another look; the same table,
+whatever is shown of it, is the same one. Looks are counted in the record (`Looks`), and each has a
+share of the error probability α:
 
     share(1) = 0.8,   share(i) = 0.2/(i·(i − 1))   for i = 2, 3, …   (they sum to 1)
 
-so that nothing is spent on looks that nobody takes, and who decides on the number of forks beforehand has most of α for
-it. A pair's p over all looks is q = min over looks of p/share, p by sign flips corrected for all pairs of the look.
-Without a difference P(any q ≤ α) ≤ Σ share·α = α, whenever one stops (error spending as of Lan and DeMets, Biometrika
-1983, by the union bound). α is that of a checkpoint's record: checkpoints that are looked at one by one have α each.
+so that nothing is spent on looks that nobody takes, and who decides on the number of forks
+beforehand has most of α for it. A pair's p over all looks is q = min over looks of p/share, p by
+sign flips corrected for all pairs of the look. Without a difference P(any q ≤ α) ≤ Σ share·α = α,
+whenever one stops (error spending as of Lan and DeMets, Biometrika 1983, by the union bound). α is
+that of a checkpoint's record: checkpoints that are looked at one by one have α each.
 
-That holds for the checkpoints of the table. Whether a difference holds for base runs like these is a second question,
-asked where there are several: Student's t over the means of the base runs (`over_units`), corrected for all pairs by
-Holm's procedure (Scand. J. Stat. 1979) and for looks by the same shares. It assumes that base runs scatter nearly
-normally: two or three of them cannot show it.
+That holds for the checkpoints of the table. Whether a difference holds for base runs like these is
+a second question, asked where there are several: Student's t over the means of the base runs
+(`over_units`), corrected for all pairs by Holm's procedure (Scand. J. Stat. 1979) and for looks by
+the same shares. It assumes that base runs scatter nearly normally: two or three of them cannot show
+it.
 """
 
 import math
@@ -46,7 +53,12 @@ from fp4train.lab.studies.intervals import Estimate, estimate, holm, over_units
 from fp4train.lab.studies.record import StudyRecord
 from fp4train.lab.studies.subject import digest
 
-VERDICTS = {"different": "told apart", "here": "told apart here", "alike": "alike", "open": "not told apart"}
+VERDICTS = {
+    "different": "told apart",
+    "here": "told apart here",
+    "alike": "alike",
+    "open": "not told apart",
+}
 """Verdicts on a pair (`Pair.verdict`), as tables write them."""
 ALPHA = 0.05
 _FIRST = 0.8
@@ -55,12 +67,14 @@ _FIRST = 0.8
 WEIGHT = 0.85
 """The weight of pairs without the reference."""
 GENERATORS = 13
-"""The generators of the group of sign patterns: with up to 14 forks all patterns, with more a subgroup of 2¹³, which is
-exact, too (Hemerik and Goeman, TEST 2018)."""
+"""The generators of the group of sign patterns: with up to 14 forks all patterns, with more a
+subgroup of 2¹³, which is exact, too (Hemerik and Goeman, TEST 2018).
+"""
 
 Array = NDArray[np.float64]
 
-_LOOK, _REFERENCE = "look/", "reference"
+_LOOK = "look/"
+_REFERENCE = "reference"
 
 Verdict = Literal["different", "here", "alike", "open"]
 Found = tuple[float, float]
@@ -69,18 +83,23 @@ Found = tuple[float, float]
 
 def share(look: int) -> float:
     """The share of the error probability that look number `look` (from 1) at a record has."""
-    return _FIRST if look == 1 else (1 - _FIRST) / (look * (look - 1))
+    if look == 1:
+        return _FIRST
+    return (1 - _FIRST) / (look * (look - 1))
 
 
 def needed(look: int) -> int:
-    """The fewest forks with which a look can tell anything apart: the least p of n forks is 1/2ⁿ⁻¹."""
+    """The fewest forks with which a look can tell anything apart: the least p of n forks is
+    1/2ⁿ⁻¹.
+    """
     return 1 + math.ceil(-math.log2(ALPHA * share(look)))
 
 
 @lru_cache(maxsize=4)
 def sign_patterns(count: int) -> Array:
-    """Patterns × forks, ±1; the first pattern is all +1. A pattern and its opposite are the same test: the first sign
-    is +1."""
+    """Patterns × forks, ±1; the first pattern is all +1. A pattern and its opposite are the same
+    test: the first sign is +1.
+    """
     free = count - 1
     basis = np.eye(free)
     if free > GENERATORS:
@@ -91,7 +110,8 @@ def sign_patterns(count: int) -> Array:
 
 
 def deviates(differences: Array, signs: Array) -> Array:
-    """Patterns × pairs: Student's t of the differences under each sign pattern as a normal deviate (Wallace 1959).
+    """Patterns × pairs: Student's t of the differences under each sign pattern as a normal deviate
+    (Wallace 1959).
 
     Args:
         differences: forks × pairs; NaN where a pair lacks a fork.
@@ -100,7 +120,11 @@ def deviates(differences: Array, signs: Array) -> Array:
     values = np.nan_to_num(differences)
     squares = (freedom + 1) * (values**2).sum(axis=0)
     r2 = (signs @ values) ** 2 / np.where(squares > 0, squares, 1)
-    found: Array = (8 * freedom + 1) / (8 * freedom + 3) * np.sqrt(-freedom * np.log(np.maximum(1 - r2, 1e-15)))
+    found: Array = (
+        (8 * freedom + 1)
+        / (8 * freedom + 3)
+        * np.sqrt(-freedom * np.log(np.maximum(1 - r2, 1e-15)))
+    )
     return found
 
 
@@ -127,14 +151,15 @@ class Pair:
 
     Args:
         difference: with the spread between base runs in its error where there are several.
-        p: that the two are exchangeable on these checkpoints: by sign flips, corrected for all pairs and looks; 1
-            before the first look.
-        beyond: that they are equal over base runs like these, corrected likewise; 1 where one base run alone has forks
-            of both.
-        simultaneous: the confidence interval on these checkpoints that holds together with those of all other pairs
-            and looks; infinite before the first look.
-        verdict: "different": told apart, p and `beyond` ≤ α; "here": told apart on these checkpoints, p ≤ α; "alike":
-            on these checkpoints within ±margin, whatever the sign; "open": none of them.
+        p: that the two are exchangeable on these checkpoints: by sign flips, corrected for all
+            pairs and looks; 1 before the first look.
+        beyond: that they are equal over base runs like these, corrected likewise; 1 where one base
+            run alone has forks of both.
+        simultaneous: the confidence interval on these checkpoints that holds together with those of
+            all other pairs and looks; infinite before the first look.
+        verdict: "different": told apart, p and `beyond` ≤ α; "here": told apart on these
+            checkpoints, p ≤ α; "alike": on these checkpoints within ±margin, whatever the sign;
+            "open": none of them.
     """
 
     first: str
@@ -158,17 +183,23 @@ def compare(
     """All pairs of candidates that have two forks in common.
 
     Args:
-        losses: by candidate the loss of each fork, None where it was not made; the k-th of every candidate come from
-            the same checkpoint and seed.
-        reference: the candidate with which comparisons come first, chosen before any fork was made; None: none.
+        losses: by candidate the loss of each fork, None where it was not made; the k-th of every
+            candidate come from the same checkpoint and seed.
+        reference: the candidate with which comparisons come first, chosen before any fork was made;
+            None: none.
         look: the number of this look; None: no test is made.
         margin: differences below it do not matter; 0: every difference does.
         units: the base run of each fork; empty: one.
         earlier: (p, beyond) of earlier looks at the same checkpoints.
     """
-    values = {name: np.array([math.nan if x is None else x for x in each]) for name, each in losses.items()}
+    values = {
+        name: np.array([math.nan if x is None else x for x in each])
+        for name, each in losses.items()
+    }
     gaps = {(a, b): values[b] - values[a] for a, b in combinations(losses, 2)}
-    gaps = {pair: each for pair, each in gaps.items() if np.isfinite(each).sum() > 1 or len(each) == 1}
+    gaps = {
+        pair: each for pair, each in gaps.items() if np.isfinite(each).sum() > 1 or len(each) == 1
+    }
     base = np.array(list(units) or [0] * max(map(len, losses.values()), default=0), dtype=object)
     differences = {
         pair: over_units(each[np.isfinite(each)].tolist(), base[np.isfinite(each)].tolist())
@@ -177,9 +208,15 @@ def compare(
     p = beyond = [1.0] * len(gaps)
     if look is not None and gaps:
         weights = [1.0 if reference in pair else WEIGHT for pair in gaps]
-        p = [min(1.0, x / share(look)) for x in corrected(np.stack(list(gaps.values()), axis=1), weights)]
+        p = [
+            min(1.0, x / share(look))
+            for x in corrected(np.stack(list(gaps.values()), axis=1), weights)
+        ]
         several = {pair: len(set(base[np.isfinite(each)])) > 1 for pair, each in gaps.items()}
-        over = [each.p if several[pair] and each.p is not None else 1.0 for pair, each in differences.items()]
+        over = [
+            each.p if several[pair] and each.p is not None else 1.0
+            for pair, each in differences.items()
+        ]
         beyond = [min(1.0, x / share(look)) for x in holm(over)]
     found = []
     for pair, here, further in zip(gaps, p, beyond, strict=True):
@@ -209,7 +246,8 @@ def compare(
 
 
 def groups(order: Sequence[str], pairs: Sequence[Pair]) -> dict[str, str]:
-    """Letters by candidate: two that share a letter are not told apart (Piepho, J. Comput. Graph. Stat. 2004).
+    """Letters by candidate: two that share a letter are not told apart (Piepho, J. Comput. Graph.
+    Stat. 2004).
 
     Args:
         order: the candidates from best to worst; the best one has an "a".
@@ -225,25 +263,29 @@ def groups(order: Sequence[str], pairs: Sequence[Pair]) -> dict[str, str]:
     sets.sort(key=lambda each: sorted(order.index(name) for name in each))
     letters = "abcdefghijklmnopqrstuvwxyz"
     named = [letters[i] if i < len(letters) else f"({i + 1})" for i in range(len(sets))]
-    return {name: "".join(letter for letter, each in zip(named, sets, strict=True) if name in each) for name in order}
+    return {
+        name: "".join(letter for letter, each in zip(named, sets, strict=True) if name in each)
+        for name in order
+    }
 
 
 class Looks:
     """The looks at a set of checkpoints, so that asking in pieces buys no significance.
 
-    A record is one checkpoint's, and begins with its reference. A look is written into the record of every checkpoint
-    of its table:
+    A record is one checkpoint's, and begins with its reference. A look is written into the record
+    of every checkpoint of its table:
 
         "look/2": {"number": 2, "of": [checkpoints], "table": digest, "candidates": [keys],
                    "found": {"key key": [p, beyond]}}
 
-    Its number is one more than the largest in any of these records, so that the numbers in a record only rise and the
-    shares of its looks sum to at most 1. A table that was looked at before is the same look, whatever is shown of it.
+    Its number is one more than the largest in any of these records, so that the numbers in a record
+    only rise and the shares of its looks sum to at most 1. A table that was looked at before is the
+    same look, whatever is shown of it.
 
     Args:
         records: by the digest of each checkpoint.
-        reference: the key of the reference in each, which is recorded in those that have none yet: what comes first is
-            chosen before there are forks.
+        reference: the key of the reference in each, which is recorded in those that have none yet:
+            what comes first is chosen before there are forks.
     """
 
     def __init__(self, records: Mapping[str, StudyRecord], reference: Sequence[str]) -> None:
@@ -254,7 +296,10 @@ class Looks:
         first = {str(record[_REFERENCE]["key"]) for record in records.values()}
         self.reference = first.pop() if len(first) == 1 else None
         self._every = [
-            values for record in records.values() for key, values in record.known.items() if key.startswith(_LOOK)
+            values
+            for record in records.values()
+            for key, values in record.known.items()
+            if key.startswith(_LOOK)
         ]
 
     @property
@@ -269,7 +314,9 @@ class Looks:
 
     @property
     def earlier(self) -> dict[frozenset[str], Found]:
-        """The least (p, beyond) of all looks at exactly these checkpoints, by the keys of two candidates."""
+        """The least (p, beyond) of all looks at exactly these checkpoints, by the keys of two
+        candidates.
+        """
         found: dict[frozenset[str], Found] = {}
         for look in (each for each in self._every if each["of"] == self.of):
             for words, (p, beyond) in look["found"].items():
@@ -279,20 +326,32 @@ class Looks:
         return found
 
     def number(self, table: Any, forks: int) -> int | None:
-        """The number of the look at a table, which is any description of what is tested; None where its forks are too
-        few to tell anything apart, so that no look is taken."""
+        """The number of the look at a table, which is any description of what is tested; None where
+        its forks are too few to tell anything apart, so that no look is taken.
+        """
         return self._known(table) or (self.next if forks >= needed(self.next) else None)
 
     def take(self, table: Any, candidates: Sequence[str], pairs: Sequence[Pair]) -> None:
         """Record the look at a table, if it is a new one. The pairs are named by keys."""
         if self._known(table) is not None:
             return
-        found = {f"{pair.first} {pair.second}": [pair.p, pair.beyond] for pair in pairs if pair.p < 1}
+        found = {
+            f"{pair.first} {pair.second}": [pair.p, pair.beyond] for pair in pairs if pair.p < 1
+        }
         number = self.next
-        look = {"number": number, "of": self.of, "table": digest(table), "candidates": list(candidates), "found": found}
+        look = {
+            "number": number,
+            "of": self.of,
+            "table": digest(table),
+            "candidates": list(candidates),
+            "found": found,
+        }
         for record in self.records.values():
             record.add(f"{_LOOK}{number}", look)
 
     def _known(self, table: Any) -> int | None:
         wanted = self.of, digest(table)
-        return next((int(each["number"]) for each in self._every if (each["of"], each["table"]) == wanted), None)
+        return next(
+            (int(each["number"]) for each in self._every if (each["of"], each["table"]) == wanted),
+            None,
+        )

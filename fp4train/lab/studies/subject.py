@@ -1,11 +1,14 @@
-"""The subject of a study: the model of a run at one of its checkpoints, or as it was initialised, with the run's data.
+"""The subject of a study: the model of a run at one of its checkpoints, or as it was initialised,
+with the run's data.
 
-A subject is opened as a run is resumed, by the same functions and with the same checks, and nothing is written into the
-run's own files: the study may stand beside a process that trains in the same directory.
+A subject is opened as a run is resumed, by the same functions and with the same checks, and nothing
+is written into the run's own files: the study may stand beside a process that trains in the same
+directory.
 
-What a record of measurements is of is described in a form that a later version of fp4train reads alike: a dataclass by
-its class and the fields that differ from their defaults. A field that a later version adds is then absent from the
-description until somebody sets it: an object older than an option has that option's default.
+What a record of measurements is of is described in a form that a later version of fp4train reads
+alike: a dataclass by its class and the fields that differ from their defaults. A field that a later
+version adds is then absent from the description until somebody sets it: an object older than an
+option has that option's default.
 """
 
 import dataclasses
@@ -38,11 +41,23 @@ STUDIES = "studies"
 """The folder of a run directory that holds its studies."""
 _NOT_OF_THE_SUBJECT = (
     *run_directory.CONTINUED,
-    *("resume_step", "recipe", "policy", "phases", "optim.", "schedule.", "train.steps", "init", "init_step"),
+    *(
+        "resume_step",
+        "recipe",
+        "policy",
+        "phases",
+        "optim.",
+        "schedule.",
+        "train.steps",
+        "init",
+        "init_step",
+    ),
     *("data.path", "data.val_path"),
 )
-"""Keys that change neither the model, nor its batches, nor how a gradient of it is computed. A study has what it varies
-(recipes, policies, rates) in the identity of its record itself; the data is known by its fingerprint."""
+"""Keys that change neither the model, nor its batches, nor how a gradient of it is computed. A
+study has what it varies (recipes, policies, rates) in the identity of its record itself; the data
+is known by its fingerprint.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,13 +65,16 @@ class Subject:
     """A model to study.
 
     Args:
-        source: the run directory; None: a configuration that no run has, and its model as it is initialised.
-        run: the run at the step of the checkpoint: model, loaders, optimizer, plan. It has no tracker, and its saver
-            has not begun: `train_step` may be called on it, checkpoints are not written.
-        start: the checkpoint, whose state `run.restore` puts back; None for a model as it was initialised.
+        source: the run directory; None: a configuration that no run has, and its model as it is
+            initialised.
+        run: the run at the step of the checkpoint: model, loaders, optimizer, plan. It has no
+            tracker, and its saver has not begun: `train_step` may be called on it, checkpoints are
+            not written.
+        start: the checkpoint, whose state `run.restore` puts back; None for a model as it was
+            initialised.
         weights: checksum of the model's weights.
-        settings: the keys of the configuration that decide about model, batches and arithmetic, where they differ from
-            their defaults.
+        settings: the keys of the configuration that decide about model, batches and arithmetic,
+            where they differ from their defaults.
     """
 
     source: Path | None
@@ -73,12 +91,16 @@ class Subject:
     @property
     def title(self) -> str:
         """The origin of the model: the run directory, or the name of the configuration."""
-        return f"{self.run.config.run.name}, not trained" if self.source is None else str(self.source)
+        if self.source is None:
+            return f"{self.run.config.run.name}, not trained"
+        return str(self.source)
 
     @property
     def name(self) -> str:
         """`title` without folders."""
-        return self.title if self.source is None else self.source.name
+        if self.source is None:
+            return self.title
+        return self.source.name
 
     @property
     def studies(self) -> Path:
@@ -99,23 +121,36 @@ class Subject:
 
 
 def open_subject(
-    config: Config, cfg: DictConfig, known: Mapping[str, Any] | None, *, fresh: bool = False, optimizer: bool = False
+    config: Config,
+    cfg: DictConfig,
+    known: Mapping[str, Any] | None,
+    *,
+    fresh: bool = False,
+    optimizer: bool = False,
 ) -> Subject:
-    """The run that `config.resume` names, at the checkpoint `config.resume_step` (None: the newest); where it names
-    none, the model of the configuration as it is initialised.
+    """The run that `config.resume` names, at the checkpoint `config.resume_step` (None: the
+    newest); where it names none, the model of the configuration as it is initialised.
 
     Args:
-        config: the typed configuration, that of the run with changes that a resume allows; cfg: the composed one.
+        config: the typed configuration, that of the run with changes that a resume allows; cfg: the
+            composed one.
         known: the saved one of the run, where the command has read it; None: it is read here.
         fresh: the model as the run initialised it, without a checkpoint.
         optimizer: keep the moments, so that `run.restore(start)` puts everything back.
 
     Raises:
-        UserError: there is no usable checkpoint, it is of another run, model or data; or what it needs is missing.
+        UserError: there is no usable checkpoint, it is of another run, model or data; or what it
+            needs is missing.
     """
-    source = None if config.resume is None else _source(config, cfg, known, Path(config.resume), fresh)
+    if config.resume is None:
+        source = None
+    else:
+        source = _source(config, cfg, known, Path(config.resume), fresh)
     world = World(device=choose_device(config.device))
-    start = None if fresh or source is None else find_start(config, cfg, world, known)
+    if fresh or source is None:
+        start = None
+    else:
+        start = find_start(config, cfg, world, known)
     if start is not None and source is not None:
         check_belongs(start, source, mend=False)
     timeline = build_timeline(config, source)
@@ -137,11 +172,15 @@ def open_subject(
         run=run,
         start=start,
         weights=_checksum_of_weights(run.model),
-        settings={key: value for key, value in settings.items() if not key.startswith(_NOT_OF_THE_SUBJECT)},
+        settings={
+            key: value for key, value in settings.items() if not key.startswith(_NOT_OF_THE_SUBJECT)
+        },
     )
 
 
-def _source(config: Config, cfg: DictConfig, known: Mapping[str, Any] | None, source: Path, fresh: bool) -> Path:
+def _source(
+    config: Config, cfg: DictConfig, known: Mapping[str, Any] | None, source: Path, fresh: bool
+) -> Path:
     """The run directory, which has what is asked for.
 
     Raises:
@@ -149,9 +188,14 @@ def _source(config: Config, cfg: DictConfig, known: Mapping[str, Any] | None, so
     """
     source = run_directory.require_run(source)
     if config.run.dir.resolve() != source.resolve():
-        raise UserError(f"run.name and run.dir name a run that trains; a study of {source} trains none: leave them out")
+        raise UserError(
+            f"run.name and run.dir name a run that trains; a study of {source} trains none: "
+            "leave them out"
+        )
     if not fresh and not checkpoint.steps(source / run_directory.CHECKPOINTS):
-        raise UserError(f"{source} has no checkpoint yet; step=0 studies its model as it was initialised")
+        raise UserError(
+            f"{source} has no checkpoint yet; step=0 studies its model as it was initialised"
+        )
     if fresh:
         check_source(source, cfg, known)
     return source
@@ -162,7 +206,9 @@ def _checksum_of_weights(model: nn.Module) -> str:
     for name, tensor in sorted(model.state_dict().items()):
         if isinstance(tensor, torch.Tensor):
             found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-            found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            found.update(
+                tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+            )
     return found.hexdigest()
 
 
@@ -180,7 +226,9 @@ def described(value: Any) -> Any:
         return {str(key): described(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
         return [described(each) for each in value]
-    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return str(value)
 
 
 def digest(value: Any) -> str:

@@ -25,8 +25,8 @@ class SensitivityReport:
     """The findings of a study, and the conclusions from them.
 
     Args:
-        trade: the curve and the chosen policy. judged: that policy on batches that did not choose it; None if it keeps
-            nothing.
+        trade: the curve and the chosen policy. judged: that policy on batches that did not choose
+            it; None if it keeps nothing.
     """
 
     subject: Subject
@@ -35,12 +35,22 @@ class SensitivityReport:
     judged: Judgement | None
 
     def render(self, files: Sequence[str], width: int | None = None) -> str:
-        """The screen (summary.txt), its table in lines of `width`; `files` are named in its last line."""
-        found, blocks = self.found, self.found.blocks()
-        rows = [_row("nothing (floor)", found.findings[NOTHING]), _row("everything", found.findings[WHOLE])]
+        """The screen (summary.txt), its table in lines of `width`; `files` are named in its last
+        line.
+        """
+        found = self.found
+        blocks = self.found.blocks()
+        rows = [
+            _row("nothing (floor)", found.findings[NOTHING]),
+            _row("everything", found.findings[WHOLE]),
+        ]
         if (own := found.findings.get(OF_THE_RUN)) is not None:
             rows.append(_row("under the run's policy", own))
-        rows += [_row(f"{each.what} alone", each) for kind in (GEMM, OPERAND) for each in found.of_kind(kind)]
+        rows += [
+            _row(f"{each.what} alone", each)
+            for kind in (GEMM, OPERAND)
+            for each in found.of_kind(kind)
+        ]
         layers = sorted(found.of_kind(LAYER), key=lambda each: -each.nmse.mean)
         rows += [_row(each.what, each) for each in layers[:LISTED]]
         if self.judged is not None:
@@ -64,15 +74,19 @@ class SensitivityReport:
 
     def policy_file(self) -> str | None:
         """The chosen policy as YAML, which `policy=FILE.yaml` takes; None if it keeps nothing."""
-        found, chosen, judged = self.found, self.trade.chosen, self.judged
+        found = self.found
+        chosen = self.trade.chosen
+        judged = self.judged
         if judged is None:
             return None
         return (
-            f"# Chosen by fp4train sensitivity for {found.parts.recipe.name} at step {self.subject.step} of "
+            f"# Chosen by fp4train sensitivity for {found.parts.recipe.name} at step "
+            f"{self.subject.step} of "
             f"{self.subject.name}:\n"
-            f"# keeps {chosen.macs:.1%} of the multiply-adds; nMSE {judged.chosen.nmse.mean:.4f} instead of "
-            f"{judged.everything.nmse.mean:.4f} on {judged.batches} batches that did not choose it\n"
-            + policy_yaml(self.trade.policy)
+            f"# keeps {chosen.macs:.1%} of the multiply-adds; nMSE "
+            f"{judged.chosen.nmse.mean:.4f} instead of "
+            f"{judged.everything.nmse.mean:.4f} on {judged.batches} batches that did not "
+            "choose it\n" + policy_yaml(self.trade.policy)
         )
 
 

@@ -1,13 +1,16 @@
-"""The choice of layers and GEMMs to keep in high precision: a Pareto curve of damage and cost, and a policy on it.
+"""The choice of layers and GEMMs to keep in high precision: a Pareto curve of damage and cost, and
+a policy on it.
 
-A unit is a layer, or where single cells are measured a GEMM of a layer. Its damage is the nMSE that it causes alone,
-above the floor; its cost is its share of the multiply-adds of the blocks, or the time that it would take longer in high
-precision on a named GPU. What is left when some units are kept is predicted as
+A unit is a layer, or where single cells are measured a GEMM of a layer. Its damage is the nMSE that
+it causes alone, above the floor; its cost is its share of the multiply-adds of the blocks, or the
+time that it would take longer in high precision on a named GPU. What is left when some units are
+kept is predicted as
 
     nMSE(kept) = floor + (whole − floor) · (1 − Σ damage of the kept / Σ damage of all)
 
-which is exact for nothing and everything kept, and between them if the parts do not interact. Units are kept in the
-order of damage per cost; a unit whose damage is not told apart from 0 is never kept.
+which is exact for nothing and everything kept, and between them if the parts do not interact. Units
+are kept in the order of damage per cost; a unit whose damage is not told apart from 0 is never
+kept.
 """
 
 import math
@@ -65,7 +68,9 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Tradeoff:
-    """The curve from nothing kept to everything that is clearly worth it, and the point that was asked for."""
+    """The curve from nothing kept to everything that is clearly worth it, and the point that was
+    asked for.
+    """
 
     curve: Sequence[Point]
     chosen: Point
@@ -73,7 +78,9 @@ class Tradeoff:
     gpu: Gpu | None
 
 
-def trade_off(found: Sensitivity, *, keep: float | None, cost: float | None, gpu: Gpu | None) -> Tradeoff:
+def trade_off(
+    found: Sensitivity, *, keep: float | None, cost: float | None, gpu: Gpu | None
+) -> Tradeoff:
     """The Pareto curve and its point for a cost.
 
     Args:
@@ -87,17 +94,31 @@ def trade_off(found: Sensitivity, *, keep: float | None, cost: float | None, gpu
     parts = found.parts
     seconds, base, bf16 = _seconds(parts, gpu) if gpu is not None else ({}, 0.0, 0.0)
     units = _units(found, seconds)
-    price = [unit.seconds or 0.0 for unit in units] if cost is not None else [unit.macs for unit in units]
+    if cost is not None:
+        price = [unit.seconds or 0.0 for unit in units]
+    else:
+        price = [unit.macs for unit in units]
     order = sorted(range(len(units)), key=lambda i: (-units[i].damage / max(price[i], 1e-30), i))
     order = [i for i in order if units[i].clear]
 
     def point(chosen: Sequence[int]) -> Point:
         kept = tuple(units[i] for i in sorted(chosen))
         total = math.fsum(unit.damage for unit in units)
-        left = 1 - math.fsum(unit.damage for unit in kept) / total if total > 0 else 1.0
-        time = None if gpu is None else (base + math.fsum(unit.seconds or 0.0 for unit in kept)) / bf16
+        if total > 0:
+            left = 1 - math.fsum(unit.damage for unit in kept) / total
+        else:
+            left = 1.0
+        if gpu is None:
+            time = None
+        else:
+            time = (base + math.fsum(unit.seconds or 0.0 for unit in kept)) / bf16
         macs = math.fsum(unit.macs for unit in kept)
-        return Point(kept=kept, macs=macs, nmse=found.floor + (found.whole.nmse.mean - found.floor) * left, time=time)
+        return Point(
+            kept=kept,
+            macs=macs,
+            nmse=found.floor + (found.whole.nmse.mean - found.floor) * left,
+            time=time,
+        )
 
     limit = keep if cost is None else cost * bf16 - base
     assert limit is not None
@@ -109,7 +130,8 @@ def trade_off(found: Sensitivity, *, keep: float | None, cost: float | None, gpu
             spent += price[i]
     if spent > limit * (1 + 1e-12) + 1e-15:
         raise UserError(
-            f"cost={cost:g}: on {gpu} the layers take at least {(base + spent) / bf16:.3f} of their time in BF16; give "
+            f"cost={cost:g}: on {gpu} the layers take at least {(base + spent) / bf16:.3f} of "
+            "their time in BF16; give "
             "that or more"
         )
     curve = [point(order[:count]) for count in range(len(order) + 1)]
@@ -118,21 +140,35 @@ def trade_off(found: Sensitivity, *, keep: float | None, cost: float | None, gpu
 
 
 def as_policy(parts: RecipeParts, kept: Sequence[Unit]) -> LayerPolicy:
-    """The policy that keeps exactly these units; a block of which every layer is kept is named once."""
+    """The policy that keeps exactly these units; a block of which every layer is kept is named
+    once.
+    """
     gemms: dict[str, set[str]] = {}
     for unit in kept:
         gemms.setdefault(unit.layer, set()).update(unit.gemms)
-    quantised = {name: {g.name for g in plan.gemms if g.operands.quantised} for name, plan in parts.layers.items()}
+    quantised = {
+        name: {g.name for g in plan.gemms if g.operands.quantised}
+        for name, plan in parts.layers.items()
+    }
     full = {name for name, mine in gemms.items() if mine >= quantised[name]}
     patterns: list[str] = []
-    for block in sorted({plan.layer.block for plan in parts.layers.values() if plan.layer.block is not None}):
+    for block in sorted(
+        {plan.layer.block for plan in parts.layers.values() if plan.layer.block is not None}
+    ):
         mine = [name for name, plan in parts.layers.items() if plan.layer.block == block]
         prefix = common_prefix(mine)
-        if len(mine) > 1 and prefix and set(mine) <= full and mine == [n for n in parts.layers if matches(prefix, n)]:
+        if (
+            len(mine) > 1
+            and prefix
+            and set(mine) <= full
+            and mine == [n for n in parts.layers if matches(prefix, n)]
+        ):
             patterns.append(prefix)
             continue
         for name in (name for name in mine if name in gemms):
-            patterns.append(name if name in full else f"{name}:{'+'.join(g for g in GEMMS if g in gemms[name])}")
+            patterns.append(
+                name if name in full else f"{name}:{'+'.join(g for g in GEMMS if g in gemms[name])}"
+            )
     return LayerPolicy(first=0, last=0, keep=patterns)
 
 
@@ -148,9 +184,19 @@ def _units(found: Sensitivity, seconds: dict[tuple[str, str], float]) -> list[Un
     whole = 3 * sum(sizes.values())
 
     def unit(layer: str, gemms: tuple[str, ...], damage: float, clear: bool) -> Unit:
-        longer = math.fsum(seconds[layer, gemm] for gemm in gemms) if seconds else None
+        if seconds:
+            longer = math.fsum(seconds[layer, gemm] for gemm in gemms)
+        else:
+            longer = None
         macs = sizes[layer] * len(gemms) / whole
-        return Unit(layer=layer, gemms=gemms, damage=max(damage, 0.0), clear=clear, macs=macs, seconds=longer)
+        return Unit(
+            layer=layer,
+            gemms=gemms,
+            damage=max(damage, 0.0),
+            clear=clear,
+            macs=macs,
+            seconds=longer,
+        )
 
     if not found.has_cells:
         units = []
@@ -165,19 +211,27 @@ def _units(found: Sensitivity, seconds: dict[tuple[str, str], float]) -> list[Un
         for gemm in parts.gemms:
             mine = [operand for operand in parts.operands if operand.startswith(gemm)]
             damage = math.fsum(found.cell(layer, operand) or 0.0 for operand in mine)
-            cells.append(unit(layer, (gemm,), damage, any(_clear(found, layer, operand) for operand in mine)))
+            cells.append(
+                unit(layer, (gemm,), damage, any(_clear(found, layer, operand) for operand in mine))
+            )
     return cells
 
 
 def _clear(found: Sensitivity, layer: str, operand: str) -> bool:
-    """Whether the damage of a cell is told apart from 0; without an interval, whether it is above 0."""
+    """Whether the damage of a cell is told apart from 0; without an interval, whether it is above
+    0.
+    """
     cell = found.findings.get(f"{CELL}/{layer}/{operand}")
     low = None if cell is None else cell.nmse.interval()
-    return (found.cell(layer, operand) or 0.0) > 0 if low is None else low[0] > found.floor
+    if low is None:
+        return (found.cell(layer, operand) or 0.0) > 0
+    return low[0] > found.floor
 
 
 def _seconds(parts: RecipeParts, gpu: Gpu) -> tuple[dict[tuple[str, str], float], float, float]:
-    """(longer in high precision by layer and GEMM, all in the recipe, all in BF16), seconds per step on `gpu`."""
+    """(longer in high precision by layer and GEMM, all in the recipe, all in BF16), seconds per
+    step on `gpu`.
+    """
     config = parts.subject.run.config.train
     plan = make_plan(
         [each.layer for each in parts.layers.values()],

@@ -1,1 +1,3 @@
-"""Parts that model families share: attention, rotary positions, norm, loss. Import them from their files."""
+"""Parts that model families share: attention, rotary positions, norm, loss. Import them from their
+files.
+"""

@@ -1,7 +1,9 @@
-"""How a model family is cut over ranks: by tensor parallelism, as its `parallel.py` says, and into a pipeline's stages.
+"""How a model family is cut over ranks: by tensor parallelism, as its `parallel.py` says, and into
+a pipeline's stages.
 
-A stage is the model itself with some of its modules: names of parameters and layers are those of the whole model. The
-first stage turns tokens into the residual stream, each one runs its blocks, the last turns the stream into the loss.
+A stage is the model itself with some of its modules: names of parameters and layers are those of
+the whole model. The first stage turns tokens into the residual stream, each one runs its blocks,
+the last turns the stream into the loss.
 """
 
 import math
@@ -26,18 +28,21 @@ class TensorCut:
     """Names of modules by how they are cut over p ranks.
 
     Args:
-        out: linear layers [N, K] cut into [N/p, K]; they read activations that every rank has whole.
+        out: linear layers [N, K] cut into [N/p, K]; they read activations that every rank has
+            whole.
         in_: linear layers cut into [N, K/p]; they read what the layers of `out` made.
         experts: groups of weights, of which each rank has E/p whole ones, for all tokens.
         vocabulary: modules with a weight [vocabulary, width], cut along the vocabulary.
-        tokens: modules that act on each token alone (norms). Their parameters stay whole, and their attribute `tensor`
-            is set: if tokens are cut, their gradients are sums over the ranks.
-        heads: modules that act on each head alone (norms of queries and keys), like `tokens`: their parameters stay
-            whole, and their gradients are sums over the ranks, whether tokens are cut or not.
-        rows: parameters, by name, cut along their first dimension, which is that of heads, groups or channels: each
-            rank computes with its own.
-        segments: by the name of a layer of `out` or of a parameter of `rows` how many of its rows belong together, from
-            the first on: each rank has its part of each segment. Without an entry all are one.
+        tokens: modules that act on each token alone (norms). Their parameters stay whole, and their
+            attribute `tensor` is set: if tokens are cut, their gradients are sums over the ranks.
+        heads: modules that act on each head alone (norms of queries and keys), like `tokens`: their
+            parameters stay whole, and their gradients are sums over the ranks, whether tokens are
+            cut or not.
+        rows: parameters, by name, cut along their first dimension, which is that of heads, groups
+            or channels: each rank computes with its own.
+        segments: by the name of a layer of `out` or of a parameter of `rows` how many of its rows
+            belong together, from the first on: each rank has its part of each segment. Without an
+            entry all are one.
         counts: (module, attribute, key of the configuration) of numbers that are divided by p.
     """
 
@@ -54,18 +59,24 @@ class TensorCut:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenRanks:
-    """The ranks that share a model's vocabulary and, with `sequence`, the tokens of its residual stream."""
+    """The ranks that share a model's vocabulary and, with `sequence`, the tokens of its residual
+    stream.
+    """
 
     ranks: Ranks
     sequence: bool
 
     def stream(self, batch: int, time: int, width: int) -> tuple[int, ...]:
         """The shape of the residual stream on a rank: its share of the tokens, or all of them."""
-        return (batch * time // self.ranks.size, width) if self.sequence else (batch, time, width)
+        if self.sequence:
+            return (batch * time // self.ranks.size, width)
+        return (batch, time, width)
 
 
 class TensorParallel(Protocol):
-    """A model that tensor parallelism can cut. Its `tensor` and `row_orders` are set when it is cut."""
+    """A model that tensor parallelism can cut. Its `tensor` and `row_orders` are set when it is
+    cut.
+    """
 
     tensor: TokenRanks | None
     row_orders: Mapping[str, RowOrder]
@@ -80,7 +91,9 @@ def _whole(parameter: Tensor) -> Tensor:
 
 
 class HoldsParts:
-    """A module that computes with parameters of its own, as `held` gives them: whole, or this rank's parts."""
+    """A module that computes with parameters of its own, as `held` gives them: whole, or this
+    rank's parts.
+    """
 
     held: Callable[[Tensor], Tensor] = staticmethod(_whole)
     """The values of a parameter that this rank has; set when the model is cut."""
@@ -102,7 +115,9 @@ def shared_by(tensor: TokenRanks, parameter: Tensor) -> Tensor:
 def shared_eagerly(tensor: TokenRanks, parameter: Tensor) -> Tensor:
     """`shared_by` outside torch.compile."""
     whole = local(parameter)
-    return with_summed_gradient(whole, tensor.ranks) if tensor.sequence else whole
+    if tensor.sequence:
+        return with_summed_gradient(whole, tensor.ranks)
+    return whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,12 +125,13 @@ class StageCut:
     """How a model is cut into stages.
 
     Args:
-        blocks: attribute of the model with the `nn.ModuleList` of blocks, which are shared out in order; the forward
-            pass iterates over it (a stage's list has the keys of the whole one, so that names stay).
+        blocks: attribute of the model with the `nn.ModuleList` of blocks, which are shared out in
+            order; the forward pass iterates over it (a stage's list has the keys of the whole one,
+            so that names stay).
         first: attributes with the modules that the first stage alone has.
         last: attributes with those that the last stage alone has.
-        width: of the residual stream, which stages send each other: [B, T, width], or the share of a tensor-parallel
-            rank [B·T / p, width] (`TokenRanks.stream`).
+        width: of the residual stream, which stages send each other: [B, T, width], or the share of
+            a tensor-parallel rank [B·T / p, width] (`TokenRanks.stream`).
     """
 
     blocks: str
@@ -125,30 +141,39 @@ class StageCut:
 
 
 def multiplications(module: nn.Module, time: int) -> int:
-    """Forward multiplications per token in sequences of `time` tokens: one for each weight of a matrix, of experts for
-    those to which the token is routed, and what parts of the module say that they multiply besides.
+    """Forward multiplications per token in sequences of `time` tokens: one for each weight of a
+    matrix, of experts for those to which the token is routed, and what parts of the module say that
+    they multiply besides.
 
-    A part that does has a method `fp4train_mixing(time)`: attention its products of queries, keys and values, a scan
-    its products, a long convolution its Fourier transforms. Numbers are those of the whole model, also where
-    tensor-parallel ranks share it, and do not depend on the recipe.
+    A part that does has a method `fp4train_mixing(time)`: attention its products of queries, keys
+    and values, a scan its products, a long convolution its Fourier transforms. Numbers are those of
+    the whole model, also where tensor-parallel ranks share it, and do not depend on the recipe.
     """
     count = sum(parameter.numel() for parameter in module.parameters() if parameter.dim() > 1)
     for each in module.modules():
         if isinstance(each, PlannedLayer) and each.layer.experts:
             idle = each.layer.group - each.layer.per_token
-            count -= sum(p.numel() for p in each.parameters() if p.dim() > 1) * idle // each.layer.group
+            count -= (
+                sum(p.numel() for p in each.parameters() if p.dim() > 1) * idle // each.layer.group
+            )
         count += int(getattr(each, "fp4train_mixing", lambda _: 0)(time))
     return count
 
 
-def multiplied(model: nn.Module, blocks: Sequence[nn.Module], time: int) -> tuple[tuple[int, ...], int]:
+def multiplied(
+    model: nn.Module, blocks: Sequence[nn.Module], time: int
+) -> tuple[tuple[int, ...], int]:
     """(`multiplications` of each of a model's blocks, those besides).
 
-    Besides the blocks multiplies what the last stage of a pipeline has, such as the head; where a model does not say
-    how it is cut into stages, its linear layers outside of blocks.
+    Besides the blocks multiplies what the last stage of a pipeline has, such as the head; where a
+    model does not say how it is cut into stages, its linear layers outside of blocks.
     """
     outside = [name for name, layer in find_layers(model).items() if layer.block is None]
-    last = cast(Pipelined, model).fp4train_stages().last if hasattr(model, "fp4train_stages") else outside
+    last = (
+        cast(Pipelined, model).fp4train_stages().last
+        if hasattr(model, "fp4train_stages")
+        else outside
+    )
     besides = sum(multiplications(model.get_submodule(name), time) for name in last)
     return tuple(multiplications(block, time) for block in blocks), besides
 
@@ -156,8 +181,8 @@ def multiplied(model: nn.Module, blocks: Sequence[nn.Module], time: int) -> tupl
 def share_blocks(costs: Sequence[int], last: int, parts: int) -> list[range]:
     """Shares blocks out in order, so that the most expensive of `parts` parts costs least.
 
-    Of such shares the most even one is taken, by the sum of squares, and of those the one whose first parts are the
-    shortest: early stages keep the activations of the most microbatches.
+    Of such shares the most even one is taken, by the sum of squares, and of those the one whose
+    first parts are the shortest: early stages keep the activations of the most microbatches.
 
     Args:
         costs: of each block, at least as many as `parts`; such as `multiplications`.
@@ -171,21 +196,27 @@ def share_blocks(costs: Sequence[int], last: int, parts: int) -> list[range]:
 
     def needed(most: int) -> int:
         """The parts that blocks fill, from the last one on, if none costs more than `most`."""
-        found, spent = 1, last
+        found = 1
+        spent = last
         for cost in reversed(costs):
             if spent + cost > most:
-                found, spent = found + 1, 0
+                found = found + 1
+                spent = 0
             spent += cost
         return found
 
     bounds = range(max(*costs, costs[-1] + last), sums[count] + last + 1)
     most = bounds[bisect_left(bounds, True, key=lambda bound: needed(bound) <= parts)]
 
-    # By the first block of the rest: the least sum of squares where no part costs more, and where the first part ends.
+    # By the first block of the rest: the least sum of squares where no part costs more, and where
+    # the first part ends.
     rest = [sums[count] - sums[start] + last for start in range(count)]
-    tables: list[list[tuple[float, int]]] = [[(cost * cost if cost <= most else math.inf, count) for cost in rest]]
+    tables: list[list[tuple[float, int]]] = [
+        [(cost * cost if cost <= most else math.inf, count) for cost in rest]
+    ]
     for part in range(1, parts):
-        after, table = tables[-1], []
+        after = tables[-1]
+        table = []
         for start in range(count - part):
             best: tuple[float, int] = math.inf, count
             for end in range(start + 1, count - part + 1):
@@ -202,13 +233,17 @@ def share_blocks(costs: Sequence[int], last: int, parts: int) -> list[range]:
 
 
 class Tie(Protocol):
-    """A weight that the first stage owns and the last one has a copy of (tied embedding and head)."""
+    """A weight that the first stage owns and the last one has a copy of (tied embedding and
+    head).
+    """
 
     def send(self, gradient: Tensor) -> None:
         """Give the gradient of the copy in one microbatch to the first stage."""
 
     def receive(self, weight: Tensor) -> Tensor:
-        """The gradient of the copy in the microbatch whose backward pass runs; it lies as `weight` does."""
+        """The gradient of the copy in the microbatch whose backward pass runs; it lies as `weight`
+        does.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,14 +260,18 @@ class Stage:
     tie: Tie | None = None
 
     def embedding(self, w_VD: Tensor) -> Tensor:
-        """The embedding's weight for use on the first stage: its gradient includes that of the head."""
+        """The embedding's weight for use on the first stage: its gradient includes that of the
+        head.
+        """
         if self.tie is None:
             return w_VD
         result: Tensor = _WithGradientOfCopy.apply(w_VD, self.tie)  # type: ignore[no-untyped-call]
         return result
 
     def head(self, x: Tensor, w_VD: Tensor) -> tuple[Tensor, Tensor]:
-        """(x, the head's weight) for use on the last stage: the weight's gradient goes to the first stage."""
+        """(x, the head's weight) for use on the last stage: the weight's gradient goes to the first
+        stage.
+        """
         if self.tie is None or not torch.is_grad_enabled():
             return x, w_VD
         result: tuple[Tensor, Tensor] = _Copy.apply(x, w_VD, self.tie)  # type: ignore[no-untyped-call]
@@ -274,8 +313,9 @@ class _Copy(torch.autograd.Function):
 class Pipelined(Protocol):
     """A model that a pipeline can cut. Its forward pass reads `stage`.
 
-    The first stage is called with tokens. A later one is called with the residual stream and with `time`, the number of
-    tokens of a sequence, which the share of a tensor-parallel rank does not tell; the last one with `targets_BT` too.
+    The first stage is called with tokens. A later one is called with the residual stream and with
+    `time`, the number of tokens of a sequence, which the share of a tensor-parallel rank does not
+    tell; the last one with `targets_BT` too.
     """
 
     stage: Stage

@@ -1,7 +1,9 @@
-"""The decoder that families share: embedding, blocks with what they keep or recompute, stages, head and loss.
+"""The decoder that families share: embedding, blocks with what they keep or recompute, stages, head
+and loss.
 
-The vocabulary may be cut over ranks (arXiv:1909.08053, section 3): each holds V/p rows of the weight. A token's row
-lies on one rank, and the sum over the ranks adds zeros to it, so the embedding equals that of one rank in every bit.
+The vocabulary may be cut over ranks (arXiv:1909.08053, section 3): each holds V/p rows of the
+weight. A token's row lies on one rank, and the sum over the ranks adds zeros to it, so the
+embedding equals that of one rank in every bit.
 """
 
 import math
@@ -37,14 +39,18 @@ class DecoderShape:
 
     Args:
         width: width of the residual stream.
-        heads, kv_heads: numbers of query heads and key/value heads; kv_heads divides heads (grouped-query attention).
+        heads, kv_heads: numbers of query heads and key/value heads; kv_heads divides heads
+            (grouped-query attention).
         head_dim: elements of a head; None: width / heads.
         tied: whether the head shares the weight of the embedding.
-        max_positions: tokens of the longest sequence that the model is made for; None: train.seq_len.
+        max_positions: tokens of the longest sequence that the model is made for; None:
+            train.seq_len.
         norm_eps: ε of RMSNorm.
         recompute: save only the blocks' inputs for backward and recompute the other activations.
-        vocab_multiple: the vocabulary is padded to a multiple of this, which keeps the head's GEMM aligned.
-        vocab_size: rows of embedding and head, at least as many as the tokenizer has ids; None: those, padded.
+        vocab_multiple: the vocabulary is padded to a multiple of this, which keeps the head's GEMM
+            aligned.
+        vocab_size: rows of embedding and head, at least as many as the tokenizer has ids; None:
+            those, padded.
     """
 
     width: int = 128
@@ -60,13 +66,19 @@ class DecoderShape:
 
     def __post_init__(self) -> None:
         check_least(self, "model.", "width", "heads", "kv_heads", "vocab_multiple")
-        check_least(self, "model.", "head_dim", "max_positions", "vocab_size", must="at least 1, or null")
+        check_least(
+            self, "model.", "head_dim", "max_positions", "vocab_size", must="at least 1, or null"
+        )
         if not 0 < self.norm_eps < math.inf:
             raise ValueError(f"model.norm_eps={self.norm_eps} must be finite and above 0")
         if self.head_dim is None and self.width % self.heads:
-            raise ValueError(f"model.width={self.width} is not divisible by model.heads={self.heads}")
+            raise ValueError(
+                f"model.width={self.width} is not divisible by model.heads={self.heads}"
+            )
         if self.heads % self.kv_heads:
-            raise ValueError(f"model.heads={self.heads} is not divisible by model.kv_heads={self.kv_heads}")
+            raise ValueError(
+                f"model.heads={self.heads} is not divisible by model.kv_heads={self.kv_heads}"
+            )
 
     @property
     def head_width(self) -> int:
@@ -78,41 +90,51 @@ class DecoderShape:
         return self.vocab_size or -(-vocab_size // self.vocab_multiple) * self.vocab_multiple
 
     def check(self, vocab_size: int, seq_len: int) -> None:
-        """Check that the model suits a tokenizer of `vocab_size` ids and sequences of `seq_len` tokens.
+        """Check that the model suits a tokenizer of `vocab_size` ids and sequences of `seq_len`
+        tokens.
 
         Raises:
-            ValueError: the tokenizer has more ids than there are rows, or a sequence more tokens than `max_positions`.
+            ValueError: the tokenizer has more ids than there are rows, or a sequence more tokens
+                than `max_positions`.
         """
         if self.max_positions is not None and seq_len > self.max_positions:
             raise ValueError(
-                f"train.seq_len={seq_len} exceeds model.max_positions={self.max_positions}, the longest sequence that "
-                "the model is made for: choose shorter sequences, or give model.max_positions=… to extend it"
+                f"train.seq_len={seq_len} exceeds model.max_positions={self.max_positions}, "
+                "the longest sequence that "
+                "the model is made for: choose shorter sequences, or give "
+                "model.max_positions=… to extend it"
             )
         if vocab_size > self.rows(vocab_size):
             raise ValueError(
-                f"the tokenizer has {vocab_size} ids, and model.vocab_size={self.vocab_size} rows are fewer: choose "
+                f"the tokenizer has {vocab_size} ids, and model.vocab_size={self.vocab_size} "
+                "rows are fewer: choose "
                 "the tokenizer that belongs to the model (data/tokenizer=…)"
             )
 
 
 def check_pattern(pattern: str, kinds: Mapping[str, str]) -> None:
-    """Raise ValueError where a text with a letter per block has too few or too many, or one that is not in `kinds`."""
+    """Raise ValueError where a text with a letter per block has too few or too many, or one that is
+    not in `kinds`.
+    """
     if not 1 <= len(pattern) <= MOST_BLOCKS:
         raise ValueError(f"model.pattern has {len(pattern)} blocks; allowed are 1 to {MOST_BLOCKS}")
     for place, letter in enumerate(pattern, 1):
         if letter not in kinds:
             known = ", ".join(f"{each} ({name})" for each, name in kinds.items())
-            raise ValueError(f"model.pattern={pattern}: letter {place} is {letter!r}; known are {known}")
+            raise ValueError(
+                f"model.pattern={pattern}: letter {place} is {letter!r}; known are {known}"
+            )
 
 
 class Decoder(Fusible, nn.Module):
     """A language model of `embed`, `blocks`, `norm` and `head`, which several ranks may share.
 
-    `forward(tokens, targets)` gives the mean loss in nats per token; `forward(tokens)` the logits. As a stage of a
-    pipeline (`stage`) all but the first take the residual stream, and all but the last give it.
+    `forward(tokens, targets)` gives the mean loss in nats per token; `forward(tokens)` the logits.
+    As a stage of a pipeline (`stage`) all but the first take the residual stream, and all but the
+    last give it.
 
-    A block is called with the residual stream, what `positions` gives, what the cache keeps of it (or None), and, where
-    documents are told apart, which tokens each one sees (`document_mask`).
+    A block is called with the residual stream, what `positions` gives, what the cache keeps of it
+    (or None), and, where documents are told apart, which tokens each one sees (`document_mask`).
     """
 
     embed: nn.Embedding
@@ -126,30 +148,46 @@ class Decoder(Fusible, nn.Module):
     tensor: TokenRanks | None = None
     """The ranks that share the vocabulary and the tokens; set when the model is cut."""
     row_orders: Mapping[str, RowOrder] = MappingProxyType({})
-    """The parameters that tensor parallelism cuts in segments, by name; set when the model is cut."""
+    """The parameters that tensor parallelism cuts in segments, by name; set when the model is
+    cut.
+    """
     documents: int | None = None
-    """The id that ends a document, where attention stays within documents; None: none does. One within a document comes
-    as its complement, −1 − id (`data/loader.py`)."""
+    """The id that ends a document, where attention stays within documents; None: none does. One
+    within a document comes as its complement, −1 − id (`data/loader.py`).
+    """
     begins: int | None = None
-    """The id that begins a document, where attention stays within documents. Without both ids it goes over all tokens
-    before."""
+    """The id that begins a document, where attention stays within documents. Without both ids it
+    goes over all tokens before.
+    """
     masked = False
-    """Whether targets may be below 0, which have no loss: `loss` is then their sum over all tokens, not over those."""
+    """Whether targets may be below 0, which have no loss: `loss` is then their sum over all tokens,
+    not over those.
+    """
     hidden = False
-    """Whether the forward pass ends with the hidden states [tokens, D] that the head reads, of a teacher."""
+    """Whether the forward pass ends with the hidden states [tokens, D] that the head reads, of a
+    teacher.
+    """
     stage = WHOLE
     """The part of the model that this module is; set when it is cut."""
 
     def _fill(
-        self, shape: DecoderShape, vocab_size: int, seq_len: int, blocks: Iterable[nn.Module], norm: type[nn.RMSNorm]
+        self,
+        shape: DecoderShape,
+        vocab_size: int,
+        seq_len: int,
+        blocks: Iterable[nn.Module],
+        norm: type[nn.RMSNorm],
     ) -> None:
         """Make the parts.
 
         Args:
-            blocks: made while they are taken, between embedding and head, as torch's generator draws their weights.
+            blocks: made while they are taken, between embedding and head, as torch's generator
+                draws their weights.
             norm: the class of the norm before the head.
         """
-        self.shape, self.vocab_size, self.seq_len = shape, vocab_size, seq_len
+        self.shape = shape
+        self.vocab_size = vocab_size
+        self.seq_len = seq_len
         self.recomputes = shape.recompute
         self.embed = nn.Embedding(vocab_size, shape.width)
         self.blocks = nn.ModuleList(blocks)
@@ -159,7 +197,9 @@ class Decoder(Fusible, nn.Module):
             self.head.weight = self.embed.weight
 
     def positions(self, first: int, end: int, dtype: torch.dtype) -> tuple[Any, ...]:
-        """Arguments of the blocks that depend on positions (rotations), for the tokens `first` to `end`, in `dtype`."""
+        """Arguments of the blocks that depend on positions (rotations), for the tokens `first` to
+        `end`, in `dtype`.
+        """
         return ()
 
     def forward(
@@ -174,8 +214,8 @@ class Decoder(Fusible, nn.Module):
         """The loss, the logits [B, T, vocabulary], or the residual stream.
 
         Args:
-            input: tokens [B, T]; on a later stage of a pipeline the residual stream [B, T, D], or where tensor-parallel
-                ranks share the tokens this rank's rows of it [B·T / p, D].
+            input: tokens [B, T]; on a later stage of a pipeline the residual stream [B, T, D], or
+                where tensor-parallel ranks share the tokens this rank's rows of it [B·T / p, D].
             targets_BT: tokens.
             time: T, for a later stage; None: the second dimension of `input`.
             cache: of the tokens before those of `input`, which are added to it.
@@ -187,7 +227,9 @@ class Decoder(Fusible, nn.Module):
             raise ValueError(f"{end} tokens exceed the model's seq_len={self.seq_len}")
         divided = self.documents is not None or self.begins is not None
         if divided:
-            borders = [None if token is None else input == token for token in (self.documents, self.begins)]
+            borders = [
+                None if token is None else input == token for token in (self.documents, self.begins)
+            ]
             input = torch.where(input < 0, ~input, input)
         x = self.enter(input)
         arguments: tuple[Any, ...] = self.positions(first, end, x.dtype)
@@ -199,19 +241,27 @@ class Decoder(Fusible, nn.Module):
         if divided:
             arguments = (*arguments, None, document_mask(*borders))
         for block in in_turn(self.blocks):
-            x = recompute(block, x, *arguments) if self.recomputes and self.training else block(x, *arguments)
+            if self.recomputes and self.training:
+                x = recompute(block, x, *arguments)
+            else:
+                x = block(x, *arguments)
         return self.leave(x, targets_BT, time, teacher)
 
     def enter(self, input: Tensor) -> Tensor:
-        """The residual stream before the blocks; `input` is tokens [B, T], or on a later stage the stream itself."""
+        """The residual stream before the blocks; `input` is tokens [B, T], or on a later stage the
+        stream itself.
+        """
         if not self.stage.first:
             return input
         dtype = activation_dtype(self.embed.weight.dtype)
         return embed(input, self.stage.embedding(self.embed.weight), dtype, self.tensor)
 
-    def leave(self, x: Tensor, targets_BT: Tensor | None, time: int, teacher: TeacherStates | None = None) -> Tensor:
-        """The mean loss in nats per token, with a teacher that against it; without targets the logits
-        [B, T, vocabulary]; the stream on an earlier stage."""
+    def leave(
+        self, x: Tensor, targets_BT: Tensor | None, time: int, teacher: TeacherStates | None = None
+    ) -> Tensor:
+        """The mean loss in nats per token, with a teacher that against it; without targets the
+        logits [B, T, vocabulary]; the stream on an earlier stage.
+        """
         if not self.stage.last:
             return x
         x, w_VD = self.stage.head(self.norm(x), self.head.weight)
@@ -219,19 +269,29 @@ class Decoder(Fusible, nn.Module):
         if self.hidden:
             return x_MD
         if teacher is not None and targets_BT is not None:
-            return chunked_distillation(x_MD, w_VD, targets_BT.flatten(), teacher, masked=self.masked)
+            return chunked_distillation(
+                x_MD, w_VD, targets_BT.flatten(), teacher, masked=self.masked
+            )
         if targets_BT is None:
             return logits(x_MD, w_VD, self.tensor).view(-1, time, w_VD.shape[0])
-        liger = self.operators if isinstance(self.operators, Liger) else None
-        return chunked_cross_entropy(x_MD, w_VD, targets_BT.flatten(), self.tensor, masked=self.masked, liger=liger)
+        if isinstance(self.operators, Liger):
+            liger = self.operators
+        else:
+            liger = None
+        return chunked_cross_entropy(
+            x_MD, w_VD, targets_BT.flatten(), self.tensor, masked=self.masked, liger=liger
+        )
 
     def fp4train_stages(self) -> StageCut:
         """How a pipeline cuts the model. Stages send each other the residual stream."""
-        return StageCut(blocks="blocks", first=("embed",), last=("norm", "head"), width=self.embed.embedding_dim)
+        return StageCut(
+            blocks="blocks", first=("embed",), last=("norm", "head"), width=self.embed.embedding_dim
+        )
 
 
 def document_mask(ends_BT: Tensor | None, begins_BT: Tensor | None = None) -> Tensor:
-    """Mask of the tokens that each one attends to: those of its own document up to itself; bool [B, 1, T, T].
+    """Mask of the tokens that each one attends to: those of its own document up to itself; bool [B,
+    1, T, T].
 
     Args:
         ends_BT: whether a token is the last one of a document; None: no token says so.
@@ -250,14 +310,19 @@ def embed(tokens_BT: Tensor, w_VD: Tensor, dtype: torch.dtype, tensor: TokenRank
     """Rows of w [vocabulary, D] for the tokens, in `dtype`: [B, T, D].
 
     Args:
-        tensor: ranks over which the vocabulary is cut; if tokens are cut too, the result is this rank's [B·T / p, D].
+        tensor: ranks over which the vocabulary is cut; if tokens are cut too, the result is this
+            rank's [B·T / p, D].
     """
     if tensor is None:
         return F.embedding(tokens_BT, w_VD).to(dtype)
     w_VD = local(w_VD)
     own = tokens_BT - tensor.ranks.rank * w_VD.shape[0]
     elsewhere = (own < 0) | (own >= w_VD.shape[0])
-    x_BTD = F.embedding(own.masked_fill(elsewhere, 0), w_VD).to(dtype).masked_fill(elsewhere[..., None], 0)
+    x_BTD = (
+        F.embedding(own.masked_fill(elsewhere, 0), w_VD)
+        .to(dtype)
+        .masked_fill(elsewhere[..., None], 0)
+    )
     x = x_BTD.flatten(0, 1) if tensor.sequence else x_BTD
     return summed_over(x, tensor.ranks, rows=tensor.sequence, dtype=dtype)
 

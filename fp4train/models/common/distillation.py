@@ -1,11 +1,11 @@
-"""The loss against a teacher's distribution, without ever holding all logits (distillation; Hinton et al.,
-arXiv:1503.02531).
+"""The loss against a teacher's distribution, without ever holding all logits (distillation; Hinton
+et al., arXiv:1503.02531).
 
     loss = mean_m [ τ²·Σ_v t_v·(log t_v − log s_v) + c·CE ],   t = softmax(z_teacher / τ),  s = softmax(z / τ)
 
-with the logits z = h·Wᵀ of the student and of the teacher, and the student's cross-entropy CE of the targets at τ = 1.
-τ² keeps the gradients of the first term at one scale. As in `loss.py` tokens are taken in chunks, whose logits are
-turned at once into the gradients of the student's h and W.
+with the logits z = h·Wᵀ of the student and of the teacher, and the student's cross-entropy CE of
+the targets at τ = 1. τ² keeps the gradients of the first term at one scale. As in `loss.py` tokens
+are taken in chunks, whose logits are turned at once into the gradients of the student's h and W.
 """
 
 from typing import Any, NamedTuple
@@ -20,7 +20,8 @@ from fp4train.models.common.loss import ChunkedLoss, chunk_rows, subtract_at
 class TeacherStates(NamedTuple):
     """The states that a student learns from in one forward pass.
 
-    h_MD: hidden states of the teacher [tokens, its width]; w_VD: its head [vocabulary, its width], of the same dtype.
+    h_MD: hidden states of the teacher [tokens, its width]; w_VD: its head [vocabulary, its width],
+        of the same dtype.
     temperature: τ. ce: c, the weight of the cross-entropy of the targets.
     """
 
@@ -37,8 +38,8 @@ def chunked_distillation(
 
     Args:
         h_MD: hidden states of the student [tokens, width]. w_VD: its head [vocabulary, width].
-        targets_M: int64 [tokens]. masked: a token whose target is below 0 has no loss; the sum is divided by all tokens
-            even so.
+        targets_M: int64 [tokens]. masked: a token whose target is below 0 has no loss; the sum is
+            divided by all tokens even so.
     """
     loss: Tensor = _ChunkedDistillation.apply(h_MD, w_VD, targets_M, teacher, masked)  # type: ignore[no-untyped-call]
     return loss
@@ -47,30 +48,51 @@ def chunked_distillation(
 class _ChunkedDistillation(ChunkedLoss):
     @staticmethod
     def forward(
-        ctx: Any, h_MD: Tensor, w_VD: Tensor, targets_M: Tensor, teacher: TeacherStates, masked: bool
+        ctx: Any,
+        h_MD: Tensor,
+        w_VD: Tensor,
+        targets_M: Tensor,
+        teacher: TeacherStates,
+        masked: bool,
     ) -> Tensor:
-        dtype = torch.float32 if h_MD.dtype == torch.float16 else h_MD.dtype
-        tokens, temperature = h_MD.shape[0], teacher.temperature
+        if h_MD.dtype == torch.float16:
+            dtype = torch.float32
+        else:
+            dtype = h_MD.dtype
+        tokens = h_MD.shape[0]
+        temperature = teacher.temperature
         rows = chunk_rows(h_MD.device.type, w_VD.shape[0])
         w = w_VD.to(dtype)
-        dh = torch.empty_like(h_MD) if ctx.needs_input_grad[0] else None
-        dw = torch.empty(w_VD.shape, dtype=torch.float32, device=w_VD.device) if ctx.needs_input_grad[1] else None
+        if ctx.needs_input_grad[0]:
+            dh = torch.empty_like(h_MD)
+        else:
+            dh = None
+        if ctx.needs_input_grad[1]:
+            dw = torch.empty(w_VD.shape, dtype=torch.float32, device=w_VD.device)
+        else:
+            dw = None
         total = torch.zeros((), device=h_MD.device)
         for start in range(0, tokens, rows):
             chunk = slice(start, start + rows)
-            h, target = h_MD[chunk].to(dtype), targets_M[chunk, None]
+            h = h_MD[chunk].to(dtype)
+            target = targets_M[chunk, None]
             logits = widened(torch.mm, h, w.T).float()
-            theirs = (widened(torch.mm, teacher.h_MD[chunk], teacher.w_VD.T).float() / temperature).log_softmax(-1)
-            own, t = (logits / temperature).log_softmax(-1), theirs.exp()
+            theirs = (
+                widened(torch.mm, teacher.h_MD[chunk], teacher.w_VD.T).float() / temperature
+            ).log_softmax(-1)
+            own = (logits / temperature).log_softmax(-1)
+            t = theirs.exp()
             losses = temperature**2 * (t * (theirs - own)).sum(-1, keepdim=True)
             grad = temperature * (own.exp() - t)
             if teacher.ce:
-                log_p, one = logits.log_softmax(-1), target.clamp(min=0)
+                log_p = logits.log_softmax(-1)
+                one = target.clamp(min=0)
                 losses -= teacher.ce * log_p.gather(1, one)
                 p = log_p.exp_()
                 grad += teacher.ce * subtract_at(p, one, torch.ones_like(one, dtype=p.dtype))
             if masked:
-                losses, grad = losses * (target >= 0), grad * (target >= 0)
+                losses = losses * (target >= 0)
+                grad = grad * (target >= 0)
             total += losses.sum()
             grad = grad.to(dtype)
             if dh is not None:
@@ -78,5 +100,6 @@ class _ChunkedDistillation(ChunkedLoss):
             if dw is not None:
                 add_product(dw, grad.T, h, first=start == 0)
         ctx.save_for_backward(dh, dw)
-        ctx.tokens, ctx.dtype = tokens, w_VD.dtype
+        ctx.tokens = tokens
+        ctx.dtype = w_VD.dtype
         return total / tokens

@@ -1,23 +1,28 @@
-"""A layer of experts: each token goes to the few that a router chooses, and gets the weighted sum of their outputs.
+"""A layer of experts: each token goes to the few that a router chooses, and gets the weighted sum
+of their outputs.
 
     logits = x·w_routerᵀ                              float32
     scores = softmax(logits), or sigmoid(logits)
     chosen = the `top` largest of scores + bias       bias: state that balances the load, without a gradient
     y      = scale · Σ_chosen weight_e · expert_e(x) + shared(x)
 
-with weight_e the score, divided by the sum of the chosen ones where `normalised`. An expert is a SwiGLU. Gate and up
-are one weight per expert, as `transformers` holds them: they read the same rows and share one quantised input.
+with weight_e the score, divided by the sum of the chosen ones where `normalised`. An expert is a
+SwiGLU. Gate and up are one weight per expert, as `transformers` holds them: they read the same rows
+and share one quantised input.
 
 Three things keep the load even, each by itself or together (`Balance`):
 
-- the loss of Switch Transformer (arXiv:2101.03961), E·Σ_e f_e·P_e with f_e the share of assignments that expert e got
-  and P_e its mean probability, taken over each sequence (arXiv:2412.19437, equation 17). It is linear in sequences, so
-  it does not depend on microbatches and ranks;
-- the bias, which moves by `speed` per step towards the mean load of the whole batch (arXiv:2408.15664);
-- a capacity: an expert takes so many assignments of a sequence, the first ones; the others are dropped.
+- the loss of Switch Transformer (arXiv:2101.03961), E·Σ_e f_e·P_e with f_e the share of assignments
+  that expert e got
+  and P_e its mean probability, taken over each sequence (arXiv:2412.19437, equation 17). It is
+  linear in sequences, so it does not depend on microbatches and ranks;
+- the bias, which moves by `speed` per step towards the mean load of the whole batch
+  (arXiv:2408.15664);
+- a capacity: an expert takes so many assignments of a sequence, the first ones; the others are
+  dropped.
 
-The gradient of these losses enters the backward pass where the router's weights do. The loss that the model returns is
-the cross-entropy alone.
+The gradient of these losses enters the backward pass where the router's weights do. The loss that
+the model returns is the cross-entropy alone.
 """
 
 import math
@@ -38,7 +43,9 @@ from fp4train.precision.context import auxiliary, once
 from fp4train.text import check_choice, check_least
 
 SCORES = ("softmax", "sigmoid")
-DROPPED, BALANCE, Z = 0, 1, 2
+DROPPED = 0
+BALANCE = 1
+Z = 2
 """Places of the numbers that follow the loads in what a router has seen."""
 _SMALLEST_SUM = 1e-20
 
@@ -70,7 +77,9 @@ class ExpertShape:
     def __post_init__(self) -> None:
         check_least(self, "model.experts.", "count", "top", "hidden")
         if self.top > self.count:
-            raise ValueError(f"model.experts.top={self.top} exceeds model.experts.count={self.count}")
+            raise ValueError(
+                f"model.experts.top={self.top} exceeds model.experts.count={self.count}"
+            )
         if self.shared < 0:
             raise ValueError(f"model.experts.shared={self.shared} must not be negative")
         check_choice("model.experts.scores", self.scores, SCORES)
@@ -85,9 +94,10 @@ class Balance:
     Args:
         loss: factor of the loss of balance of each layer; 0: there is none.
         speed: of the bias per optimizer step; 0: it stays. Above 0 it needs `experts.bias`.
-        z_loss: factor of the mean of logsumexp(logits)², which keeps logits small (arXiv:2202.08906); 0: there is none.
-        capacity: assignments that an expert takes in training, per assignments of an even load; None: all. Others are
-            dropped, in validation and samples none.
+        z_loss: factor of the mean of logsumexp(logits)², which keeps logits small
+            (arXiv:2202.08906); 0: there is none.
+        capacity: assignments that an expert takes in training, per assignments of an even load;
+            None: all. Others are dropped, in validation and samples none.
     """
 
     loss: float = 1e-3
@@ -98,13 +108,19 @@ class Balance:
     def __post_init__(self) -> None:
         for name in ("loss", "speed", "z_loss"):
             if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"model.balance.{name}={getattr(self, name)} must be finite and not negative")
+                raise ValueError(
+                    f"model.balance.{name}={getattr(self, name)} must be finite and not negative"
+                )
         if self.capacity is not None and not 0 < self.capacity < math.inf:
-            raise ValueError(f"model.balance.capacity={self.capacity} must be finite and above 0, or null for all")
+            raise ValueError(
+                f"model.balance.capacity={self.capacity} must be finite and above 0, or null "
+                "for all"
+            )
 
 
 class Router(HoldsParts, nn.Module):
-    """Chooses experts, in float32 whatever the recipe: x [B, T, D] → experts [B·T, top] and their weights.
+    """Chooses experts, in float32 whatever the recipe: x [B, T, D] → experts [B·T, top] and their
+    weights.
 
     Attributes:
         bias: float32 [E], part of every checkpoint; None: there is none.
@@ -115,39 +131,64 @@ class Router(HoldsParts, nn.Module):
 
     def __init__(self, width: int, shape: ExpertShape, balance: Balance) -> None:
         super().__init__()
-        self.experts, self.balance = shape, balance
+        self.experts = shape
+        self.balance = balance
         self.weight = nn.Parameter(torch.empty(shape.count, width))
         self.register_buffer("bias", torch.zeros(shape.count) if shape.bias else None)
         self._seen: Tensor | None = None
 
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
-        """(Experts int64 [B·T, top], their weights, float32), with the losses of balance attached to the weights."""
+        """(Experts int64 [B·T, top], their weights, float32), with the losses of balance attached
+        to the weights.
+        """
         shape = self.experts
         logits_ME = F.linear(x_BTD.float().flatten(0, 1), self.held(self.weight).float())
-        scores_ME = logits_ME.softmax(-1) if shape.scores == "softmax" else logits_ME.sigmoid()
+        if shape.scores == "softmax":
+            scores_ME = logits_ME.softmax(-1)
+        else:
+            scores_ME = logits_ME.sigmoid()
         with torch.no_grad():
-            chosen_MK = (scores_ME if self.bias is None else scores_ME + self.bias).topk(shape.top, -1).indices
+            chosen_MK = (
+                (scores_ME if self.bias is None else scores_ME + self.bias)
+                .topk(shape.top, -1)
+                .indices
+            )
         weights_MK = scores_ME.gather(1, chosen_MK)
         if shape.normalised:
             weights_MK = weights_MK / (weights_MK.sum(-1, keepdim=True) + _SMALLEST_SUM)
         weights_MK = weights_MK * shape.scale
         if share := auxiliary():
-            with torch.set_grad_enabled(torch.is_grad_enabled() and bool(self.balance.loss or self.balance.z_loss)):
+            with torch.set_grad_enabled(
+                torch.is_grad_enabled() and bool(self.balance.loss or self.balance.z_loss)
+            ):
                 loss = self._losses(logits_ME, scores_ME, chosen_MK, x_BTD.shape[0])
             weights_MK = _WithLoss.apply(weights_MK, loss, share)  # type: ignore[no-untyped-call]
         return chosen_MK, weights_MK
 
-    def _losses(self, logits_ME: Tensor, scores_ME: Tensor, chosen_MK: Tensor, sequences: int) -> Tensor:
-        """The mean over sequences of the losses; what they are is noted once, not where activations are recomputed."""
-        shape, balance = self.experts, self.balance
+    def _losses(
+        self, logits_ME: Tensor, scores_ME: Tensor, chosen_MK: Tensor, sequences: int
+    ) -> Tensor:
+        """The mean over sequences of the losses; what they are is noted once, not where activations
+        are recomputed.
+        """
+        shape = self.experts
+        balance = self.balance
         chosen_BA = chosen_MK.view(sequences, -1)
         counts_BE = scores_ME.new_zeros(sequences, shape.count)
         counts_BE.scatter_add_(1, chosen_BA, torch.ones_like(chosen_BA, dtype=counts_BE.dtype))
         p_ME = scores_ME / scores_ME.sum(-1, keepdim=True)
-        uneven = shape.count * (counts_BE / chosen_BA.shape[1] * p_ME.view(sequences, -1, shape.count).mean(1)).sum()
+        uneven = (
+            shape.count
+            * (counts_BE / chosen_BA.shape[1] * p_ME.view(sequences, -1, shape.count).mean(1)).sum()
+        )
         z = logits_ME.logsumexp(-1).square().view(sequences, -1).mean(1).sum()
         with torch.no_grad():
-            once(self, lambda: self.note(torch.cat((counts_BE.sum(0), torch.stack((uneven * 0, uneven, z))))))
+            once(
+                self,
+                lambda: self.note(
+                    torch.cat((counts_BE.sum(0), torch.stack((uneven * 0, uneven, z))))
+                ),
+            )
         return (balance.loss * uneven + balance.z_loss * z) / sequences
 
     @torch.no_grad()
@@ -158,8 +199,9 @@ class Router(HoldsParts, nn.Module):
         self._seen += numbers
 
     def seen(self) -> Tensor:
-        """Assignments to each expert, how many of them were dropped, and the sums over sequences of both losses,
-        float64 [E + 3], since the last call; they start anew."""
+        """Assignments to each expert, how many of them were dropped, and the sums over sequences of
+        both losses, float64 [E + 3], since the last call; they start anew.
+        """
         made = torch.zeros(self.experts.count + 3, dtype=torch.float64, device=self.weight.device)
         if self._seen is not None:
             made.copy_(self._seen)
@@ -182,8 +224,9 @@ class Router(HoldsParts, nn.Module):
 class ExpertLayer(nn.Module):
     """Routed experts and a shared one: x [B, T, D] → [B, T, D].
 
-    Tensor-parallel ranks have whole experts. Each routes all tokens, which gives the same on every rank, and multiplies
-    those of its experts. The parts of y are summed in float32, and rounded once.
+    Tensor-parallel ranks have whole experts. Each routes all tokens, which gives the same on every
+    rank, and multiplies those of its experts. The parts of y are summed in float32, and rounded
+    once.
     """
 
     def __init__(self, width: int, shape: ExpertShape, balance: Balance) -> None:
@@ -196,11 +239,16 @@ class ExpertLayer(nn.Module):
     @property
     def reads(self) -> tuple[str, ...]:
         """Names of the modules that read x."""
-        return "router", "gate_up", *(() if self.shared is None else (f"shared.{name}" for name in self.shared.reads))
+        return (
+            "router",
+            "gate_up",
+            *(() if self.shared is None else (f"shared.{name}" for name in self.shared.reads)),
+        )
 
     def forward(self, x_BTD: Tensor, time: int | None = None) -> Tensor:
-        """y of x [B, T, D] or, where tensor-parallel ranks share the tokens, of this rank's [B·T / p, D]; `time` is T
-        then."""
+        """y of x [B, T, D] or, where tensor-parallel ranks share the tokens, of this rank's [B·T /
+        p, D]; `time` is T then.
+        """
         time = x_BTD.shape[1] if time is None else time
         if torch.compiler.is_dynamo_compiling():
             from fp4train.precision import compile_context
@@ -212,18 +260,23 @@ class ExpertLayer(nn.Module):
 
     def routed(self, x_BTD: Tensor, time: int) -> Tensor:
         """The weighted sum of each token's experts."""
-        shard, whole_BTD = self.gate_up.layer_shard, x_BTD
+        shard = self.gate_up.layer_shard
+        whole_BTD = x_BTD
         ranks = None if shard is None else shard.tensor
         if shard is not None and ranks is not None and shard.sequence:
             whole_BTD = all_rows(x_BTD, ranks).view(-1, time, x_BTD.shape[-1])
         chosen_MK, weights_MK = self.router(whole_BTD)
         key = self._kept(chosen_MK, time)
-        if ranks is not None:  # each finds the gradients for its experts; the router's follow from all of them
+        # each finds the gradients for its experts; the router's follow from all of them
+        if ranks is not None:
             weights_MK = with_summed_gradient(weights_MK, ranks)
         # In this order of the graph's nodes gradients of x are added up alike, however it is cut.
-        x_MD, whole_MD = x_BTD.flatten(0, -2), whole_BTD.detach().flatten(0, 1)
+        x_MD = x_BTD.flatten(0, -2)
+        whole_MD = whole_BTD.detach().flatten(0, 1)
         experts = self.gate_up.experts
-        out_MD = by_expert(x_MD, weights_MK, key, experts, self._mlp, shard=shard, whole_MD=whole_MD)
+        out_MD = by_expert(
+            x_MD, weights_MK, key, experts, self._mlp, shard=shard, whole_MD=whole_MD
+        )
         if shard is None or ranks is None:
             return out_MD.to(x_BTD.dtype).view_as(x_BTD)
         return summed_over(out_MD, ranks, rows=shard.sequence, dtype=x_BTD.dtype).view_as(x_BTD)
@@ -234,13 +287,21 @@ class ExpertLayer(nn.Module):
         return y
 
     def _kept(self, chosen_MK: Tensor, time: int) -> Tensor:
-        """The expert of each assignment, int64 [M·top]; of those that are dropped, the number of experts."""
-        count, capacity = self.router.experts.count, self.router.balance.capacity
+        """The expert of each assignment, int64 [M·top]; of those that are dropped, the number of
+        experts.
+        """
+        count = self.router.experts.count
+        capacity = self.router.balance.capacity
         key = chosen_MK.flatten()
         if capacity is not None and auxiliary():
             per_sequence = time * chosen_MK.shape[1]
             most = math.ceil(capacity * per_sequence / count)
-            late = _rank_within(key + count * (torch.arange(len(key), device=key.device) // per_sequence)) >= most
+            late = (
+                _rank_within(
+                    key + count * (torch.arange(len(key), device=key.device) // per_sequence)
+                )
+                >= most
+            )
             key = key.masked_fill(late, count)
             dropped = key.new_zeros(count + 3, dtype=torch.float64)
             dropped[count + DROPPED] = late.sum()

@@ -1,7 +1,7 @@
 """Reading a `config.json` of Hugging Face's `transformers`, key by key: what families share.
 
-A key is read, must have the one value that the model here has, or is known to change nothing that is computed; any
-other is refused, since it may stand for something that the model here lacks.
+A key is read, must have the one value that the model here has, or is known to change nothing that
+is computed; any other is refused, since it may stand for something that the model here lacks.
 """
 
 import re
@@ -12,8 +12,10 @@ from fp4train.models.common.layers import RopeScaling
 from fp4train.text import shortened
 
 Stored: TypeAlias = str | tuple[tuple[str, ...], ...]
-"""The place of a tensor of the state dict in a folder: one name, or of a weight [E, N, K] of experts its matrices: for
-each expert the names of those whose rows follow one another, as many of each."""
+"""The place of a tensor of the state dict in a folder: one name, or of a weight [E, N, K] of
+experts its matrices: for each expert the names of those whose rows follow one another, as many of
+each.
+"""
 
 _ONE_VALUE: dict[str, tuple[object, ...]] = {
     "attention_dropout": (0, None),
@@ -27,8 +29,21 @@ _ONE_VALUE: dict[str, tuple[object, ...]] = {
     "auto_map": (None,),
 }
 ROTARY_KEYS = {
-    *("model_type", "architectures", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
-    *("num_attention_heads", "num_key_value_heads", "head_dim", "tie_word_embeddings", "rms_norm_eps"),
+    *(
+        "model_type",
+        "architectures",
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+    ),
+    *(
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "tie_word_embeddings",
+        "rms_norm_eps",
+    ),
     *("rope_parameters", "rope_scaling", "rope_theta", "max_position_embeddings", "layer_types"),
     *("use_sliding_window", "sliding_window", "max_window_layers"),
 }
@@ -44,22 +59,55 @@ _SHOWN = 160
 """Characters of a value in a message."""
 _MOST = 1 << 20
 MOST = {
-    **{"vocab_size": 1 << 24, "head_dim": 1 << 10, "attention_head_dim": 1 << 10, "mamba_head_dim": 1 << 12},
-    **{"num_hidden_layers": 1 << 10, "num_attention_heads": 1 << 12, "num_key_value_heads": 1 << 12},
-    **{"num_experts": 1 << 13, "num_local_experts": 1 << 13, "n_routed_experts": 1 << 13, "n_shared_experts": 1 << 8},
-    **{"max_position_embeddings": 1 << 30, "original_max_position_embeddings": 1 << 30, "conv_kernel": 1 << 8},
-    **{"max_window_layers": 1 << 30, "sliding_window": 1 << 30, "max_seqlen": 1 << 30, "num_layers": 1 << 10},
-    **{"num_heads": 1 << 12, "hcs_filter_length": 1 << 10, "hcm_filter_length": 1 << 12, "short_filter_length": 1 << 8},
+    **{
+        "vocab_size": 1 << 24,
+        "head_dim": 1 << 10,
+        "attention_head_dim": 1 << 10,
+        "mamba_head_dim": 1 << 12,
+    },
+    **{
+        "num_hidden_layers": 1 << 10,
+        "num_attention_heads": 1 << 12,
+        "num_key_value_heads": 1 << 12,
+    },
+    **{
+        "num_experts": 1 << 13,
+        "num_local_experts": 1 << 13,
+        "n_routed_experts": 1 << 13,
+        "n_shared_experts": 1 << 8,
+    },
+    **{
+        "max_position_embeddings": 1 << 30,
+        "original_max_position_embeddings": 1 << 30,
+        "conv_kernel": 1 << 8,
+    },
+    **{
+        "max_window_layers": 1 << 30,
+        "sliding_window": 1 << 30,
+        "max_seqlen": 1 << 30,
+        "num_layers": 1 << 10,
+    },
+    **{
+        "num_heads": 1 << 12,
+        "hcs_filter_length": 1 << 10,
+        "hcm_filter_length": 1 << 12,
+        "short_filter_length": 1 << 8,
+    },
 }
-"""Key → the largest number that is read, some times that of the largest published model: what is built of a number is
-allocated or named one by one, before a weight contradicts it. Other keys have `_MOST`."""
+"""Key → the largest number that is read, some times that of the largest published model: what is
+built of a number is allocated or named one by one, before a weight contradicts it. Other keys have
+`_MOST`.
+"""
 _LARGEST = 1e30
 _EXPERTS = 1 << 18
 _ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 _REASONS = {
-    "quantization_config": "quantised weights are not read: start from the folder that they were made from",
-    "compression_config": "quantised weights are not read: start from the folder that they were made from",
-    "auto_map": "code in the folder is not run, and `architectures` names no class of transformers that is read here",
+    "quantization_config": "quantised weights are not read: start from the folder that they "
+    "were made from",
+    "compression_config": "quantised weights are not read: start from the folder that they "
+    "were made from",
+    "auto_map": "code in the folder is not run, and `architectures` names no class of "
+    "transformers that is read here",
     "attention_dropout": "there is no dropout here; set it to 0.0 in a copy to train without it",
 }
 _NOT_COMPUTED = re.compile(
@@ -85,32 +133,38 @@ def check_keys(
     one_value: Mapping[str, tuple[object, ...]],
     known: str | None = None,
 ) -> None:
-    """Raises ValueError where a key or value means something that the model here does not have; it names both.
+    """Raises ValueError where a key or value means something that the model here does not have; it
+    names both.
 
     Args:
         kind: the configuration's `model_type`.
         read: keys that the family reads.
         one_value: keys whose values must be among the given ones, beside those of all families.
-        known: the class that transformers has for that `model_type`; None: it has none. Where the configuration names
-            it, the Python files of the folder that `auto_map` names change nothing: without `trust_remote_code`
-            transformers takes its own class, too.
+        known: the class that transformers has for that `model_type`; None: it has none. Where the
+            configuration names it, the Python files of the folder that `auto_map` names change
+            nothing: without `trust_remote_code` transformers takes its own class, too.
     """
     named = config.get("architectures")
     if known is not None and named not in (None, [known]):
         raise ValueError(
-            f"architectures={brief(named)} is not supported with model_type={brief(kind)}; it must be {known}"
+            f"architectures={brief(named)} is not supported with model_type={brief(kind)}; it "
+            f"must be {known}"
         )
     for key, value in config.items():
         if key == "auto_map" and known is not None and named is not None:
             continue
         shown = f"{key}={brief(value)}"
         if (allowed := one_value.get(key, _ONE_VALUE.get(key))) is not None:
-            if not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in allowed):
+            if not any(
+                value == each and isinstance(value, bool) == isinstance(each, bool)
+                for each in allowed
+            ):
                 reason = _REASONS.get(key, f"only {allowed[0]!r} is")
                 raise ValueError(f"{shown} is not supported: {reason}")
         elif key not in read and value is not None and not _NOT_COMPUTED.fullmatch(key):
             raise ValueError(
-                f"{shown} is an unknown key of a {kind} model; if it changes nothing that the model computes, "
+                f"{shown} is an unknown key of a {kind} model; if it changes nothing that the "
+                "model computes, "
                 "take it out of a copy of config.json"
             )
 
@@ -154,7 +208,8 @@ def agreed(values: Mapping[str, Any]) -> Any:
         values: by key, in one spelling; None: the configuration does not have the key.
 
     Raises:
-        ValueError: two keys name different ones. Which of them counts depends on the software that reads them.
+        ValueError: two keys name different ones. Which of them counts depends on the software that
+            reads them.
     """
     named = {key: value for key, value in values.items() if value is not None}
     if not named:
@@ -163,14 +218,16 @@ def agreed(values: Mapping[str, Any]) -> Any:
     for other, contrary in named.items():
         if contrary != value:
             raise ValueError(
-                f"{key}={brief(value)} and {other}={brief(contrary)} contradict each other: correct what is wrong in "
+                f"{key}={brief(value)} and {other}={brief(contrary)} contradict each other: "
+                "correct what is wrong in "
                 "a copy of config.json"
             )
     return value
 
 
 def check_matrices(config: Mapping[str, Any], experts: int) -> None:
-    """Raises ValueError where all layers together have more experts than any model, each of which has a name.
+    """Raises ValueError where all layers together have more experts than any model, each of which
+    has a name.
 
     Args:
         experts: of a layer.
@@ -178,7 +235,8 @@ def check_matrices(config: Mapping[str, Any], experts: int) -> None:
     layers = count(config, "num_hidden_layers")
     if layers * experts > _EXPERTS:
         raise ValueError(
-            f"num_hidden_layers={layers} of {experts} experts each are more than {_EXPERTS:,} experts, the most that "
+            f"num_hidden_layers={layers} of {experts} experts each are more than {_EXPERTS:,} "
+            "experts, the most that "
             "are read"
         )
 
@@ -190,9 +248,11 @@ def flag(config: Mapping[str, Any], key: str) -> bool:
     return value
 
 
-def read_rope(config: Mapping[str, Any], default: float = 10000.0) -> tuple[float, RopeScaling | None]:
-    """θ, `default` where it is not named, and the scaling of the rotations; older configurations name them apart from
-    each other.
+def read_rope(
+    config: Mapping[str, Any], default: float = 10000.0
+) -> tuple[float, RopeScaling | None]:
+    """θ, `default` where it is not named, and the scaling of the rotations; older configurations
+    name them apart from each other.
 
     Raises:
         ValueError: they are not supported, or two keys contradict each other.
@@ -206,23 +266,34 @@ def read_rope(config: Mapping[str, Any], default: float = 10000.0) -> tuple[floa
         {"rope_theta": config.get("rope_theta")}
         | {f"{key}.rope_theta": table.get("rope_theta") for key, table in tables.items()}
     )
-    where = "rope_scaling" if tables["rope_scaling"] else "rope_parameters"
+    if tables["rope_scaling"]:
+        where = "rope_scaling"
+    else:
+        where = "rope_parameters"
     rope = tables[where]
     base = number(rope if "rope_theta" in rope else config, "rope_theta", default)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "llama3"):
-        raise ValueError(f"{where}.rope_type={brief(kind)} is not supported; supported are 'default' and 'llama3'")
+        raise ValueError(
+            f"{where}.rope_type={brief(kind)} is not supported; supported are 'default' and "
+            "'llama3'"
+        )
     known = {"rope_type", "type", "rope_theta", *(_ROPE if kind == "llama3" else ())}
     for key, value in rope.items():
         if key not in known and not (key == "partial_rotary_factor" and value == 1):
-            raise ValueError(f"{where}.{key}={brief(value)} is not supported with rope_type={brief(kind)}")
+            raise ValueError(
+                f"{where}.{key}={brief(value)} is not supported with rope_type={brief(kind)}"
+            )
     if kind == "default":
         return base, None
     if lost := [key for key in _ROPE if key not in rope]:
         raise ValueError(f"{where}.{lost[0]} is missing")
     factor, low, high = (number(rope, key, 0.0) for key in _ROPE[:3])
     return base, RopeScaling(
-        factor=factor, low_freq_factor=low, high_freq_factor=high, original_length=count(rope, _ROPE[3])
+        factor=factor,
+        low_freq_factor=low,
+        high_freq_factor=high,
+        original_length=count(rope, _ROPE[3]),
     )
 
 
@@ -233,7 +304,9 @@ def _scaling_of(rope: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rotary_names(*, tied: bool, qk_norm: bool) -> tuple[dict[str, str], dict[str, str]]:
-    """Our name → Hugging Face's of what decoders with rotary attention share: outside of blocks, and of each block."""
+    """Our name → Hugging Face's of what decoders with rotary attention share: outside of blocks,
+    and of each block.
+    """
     outside = {
         "embed.weight": "model.embed_tokens.weight",
         "norm.weight": "model.norm.weight",
@@ -255,7 +328,8 @@ def read_rotary(
     """Arguments of a shape that decoders with rotary attention share.
 
     Args:
-        eps, longest, rope_base: of norms, of positions and of rotations where the configuration does not say.
+        eps, longest, rope_base: of norms, of positions and of rotations where the configuration
+            does not say.
     """
     heads = count(config, "num_attention_heads")
     base, scaling = read_rope(config, rope_base)
@@ -275,7 +349,9 @@ def read_rotary(
 
 
 def write_rotary(shape: Any, *, vocab_size: int, seq_len: int) -> dict[str, Any]:
-    """The keys of what `read_rotary` reads and of what decoders with rotary attention have in one way."""
+    """The keys of what `read_rotary` reads and of what decoders with rotary attention have in one
+    way.
+    """
     return {
         "vocab_size": vocab_size,
         "hidden_size": shape.width,
@@ -293,28 +369,45 @@ def write_rotary(shape: Any, *, vocab_size: int, seq_len: int) -> dict[str, Any]
 
 
 def is_frequency(name: str) -> bool:
-    """Whether it names frequencies of the rotation, which old folders hold and which follow from the configuration."""
+    """Whether it names frequencies of the rotation, which old folders hold and which follow from
+    the configuration.
+    """
     return name.endswith("rotary_emb.inv_freq")
 
 
 def tied_head(shape: Any) -> dict[str, str]:
     """The head of a model whose embedding is tied to it, and that embedding."""
-    return {"lm_head.weight": "model.embed_tokens.weight"} if shape.tied else {}
+    if shape.tied:
+        return {"lm_head.weight": "model.embed_tokens.weight"}
+    return {}
 
 
 def write_rope(base: float, scaling: RopeScaling | None) -> dict[str, Any]:
-    """The keys of the rotations, twice: `rope_parameters` for transformers from version 5 on, `rope_theta` and
-    `rope_scaling` for older ones, which would take the first for an unknown key."""
+    """The keys of the rotations, twice: `rope_parameters` for transformers from version 5 on,
+    `rope_theta` and `rope_scaling` for older ones, which would take the first for an unknown key.
+    """
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": base}
     if scaling is not None:
-        numbers = (scaling.factor, scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_length)
+        numbers = (
+            scaling.factor,
+            scaling.low_freq_factor,
+            scaling.high_freq_factor,
+            scaling.original_length,
+        )
         rope |= {"rope_type": "llama3", **dict(zip(_ROPE, numbers, strict=True))}
-    older = None if scaling is None else {key: value for key, value in rope.items() if key != "rope_theta"}
+    if scaling is None:
+        older = None
+    else:
+        older = {key: value for key, value in rope.items() if key != "rope_theta"}
     return {"rope_parameters": rope, "rope_theta": base, "rope_scaling": older}
 
 
 def check_attention(config: Mapping[str, Any]) -> None:
     """Raises ValueError where a layer attends to a window alone."""
     types = config.get("layer_types")
-    if types is not None and (not isinstance(types, list) or any(each != "full_attention" for each in types)):
-        raise ValueError(f"layer_types={brief(types)} is not supported: only 'full_attention' is, in every layer")
+    if types is not None and (
+        not isinstance(types, list) or any(each != "full_attention" for each in types)
+    ):
+        raise ValueError(
+            f"layer_types={brief(types)} is not supported: only 'full_attention' is, in every layer"
+        )

@@ -1,24 +1,32 @@
-"""The initial weights of a model that several ranks hold, each its part: no rank ever has more of them.
+"""The initial weights of a model that several ranks hold, each its part: no rank ever has more of
+them.
 
-A model whose initialisation can be deferred says what its weights and buffers begin as (`DeferredInit`), and is built
-on the meta device, converted and sharded before it has any memory. `materialise` then gives it memory and values:
+A model whose initialisation can be deferred says what its weights and buffers begin as
+(`DeferredInit`), and is built on the meta device, converted and sharded before it has any memory.
+`materialise` then gives it memory and values:
 
-- `counter`: each rank computes its part from the seed, the parameter's name and the global position;
-- `torch`: the values that `build` draws on a CPU from torch's generator, in the order of the constructor. Each rank
+- `counter`: each rank computes its part from the seed, the parameter's name and the global
+  position;
+- `torch`: the values that `build` draws on a CPU from torch's generator, in the order of the
+  constructor. Each rank
   draws all of them, one parameter at a time, and keeps its part: as slow on many ranks as on one.
 
 Both give every number of ranks, cut in any way, the same model in every bit.
 
-A normal value of `counter` is a pure function of the run's seed, the parameter's name and the element:
+A normal value of `counter` is a pure function of the run's seed, the parameter's name and the
+element:
 
     z = Φ⁻¹((b + ½) / 2³²),   b = word c mod 4 of Philox4x32-10(counter = (c // 4, r, name), key = seed)
 
-for the element in column c (of the last dimension) and row r (of all others, flattened). |z| < 6.4, steps of the
-probability are 2⁻³².
+for the element in column c (of the last dimension) and row r (of all others, flattened). |z| < 6.4,
+steps of the probability are 2⁻³².
 
-Φ⁻¹ is Wichura's PPND16 (Algorithm AS 241, Applied Statistics 37, 1988; relative error 1e-16) in float64. It needs only
-+ − × ÷ √ and a logarithm, which is summed here from its series. Each of these is an operation of its own that IEEE 754
-rounds once, so that a value has the same bits on every device, which a library's logarithm or cosine need not have.
+Φ⁻¹ is Wichura's PPND16 (Algorithm AS 241, Applied Statistics 37, 1988; relative error 1e-16) in
+float64. It needs only
++ − × ÷ √ and a logarithm, which is summed here from its series. Each of these is an operation of
+  its own that IEEE 754
+rounds once, so that a value has the same bits on every device, which a library's logarithm or
+cosine need not have.
 """
 
 import hashlib
@@ -70,7 +78,9 @@ class Filled:
 
 @dataclass(frozen=True)
 class Uniform:
-    """Independent values, evenly distributed between `low` and `high`; `through` maps each in float64."""
+    """Independent values, evenly distributed between `low` and `high`; `through` maps each in
+    float64.
+    """
 
     low: float
     high: float
@@ -85,7 +95,9 @@ class Numbered:
 
 
 Initial: TypeAlias = Normal | Uniform | Numbered | Filled
-"""Only `Normal` values come from torch's generator with the draw `torch`; `Uniform` ones are drawn by counter."""
+"""Only `Normal` values come from torch's generator with the draw `torch`; `Uniform` ones are drawn
+by counter.
+"""
 
 
 @runtime_checkable
@@ -93,14 +105,18 @@ class DeferredInit(Protocol):
     """A model whose weights can be made after it was sharded."""
 
     def initial_values(self) -> Mapping[str, Initial]:
-        """Parameter name → its distribution, in the order in which parameters are drawn; tied ones once."""
+        """Parameter name → its distribution, in the order in which parameters are drawn; tied ones
+        once.
+        """
 
     def initial_buffers(self) -> Mapping[str, Tensor]:
         """Buffer name → its values, on the CPU."""
 
 
 def why_not_deferred(model: nn.Module) -> str | None:
-    """Why a model must be built on the CPU, whole, before it is sharded; None: `materialise` can make its weights."""
+    """Why a model must be built on the CPU, whole, before it is sharded; None: `materialise` can
+    make its weights.
+    """
     if not isinstance(model, DeferredInit):
         return f"{type(model).__name__} has no initial_values() and initial_buffers()"
     return None
@@ -108,17 +124,26 @@ def why_not_deferred(model: nn.Module) -> str | None:
 
 @torch.no_grad()
 def materialise(
-    model: nn.Module, device: torch.device, *, seed: int, draw: str | None, whole: nn.Module | None = None
+    model: nn.Module,
+    device: torch.device,
+    *,
+    seed: int,
+    draw: str | None,
+    whole: nn.Module | None = None,
 ) -> None:
-    """Give a model on the meta device memory on `device`, and its initial weights and buffers, in place.
+    """Give a model on the meta device memory on `device`, and its initial weights and buffers, in
+    place.
 
-    Tied parameters stay tied. An optimizer of the model is made afterwards: the parameters are other objects.
+    Tied parameters stay tied. An optimizer of the model is made afterwards: the parameters are
+    other objects.
 
     Args:
         model: one with `DeferredInit`, converted or not, with parameters of any sharding.
         seed: that of the run.
-        draw: `torch` or `counter`; None: the caller gives it all of its weights, which hold anything until then.
-        whole: with `torch`, the model on the meta device that `model` is a stage of; None: `model` is whole.
+        draw: `torch` or `counter`; None: the caller gives it all of its weights, which hold
+            anything until then.
+        whole: with `torch`, the model on the meta device that `model` is a stage of; None: `model`
+            is whole.
 
     Raises:
         ValueError: a parameter or buffer has no initial values, or `draw` is neither of the two.
@@ -128,13 +153,16 @@ def materialise(
     if reason := why_not_deferred(model):
         raise ValueError(f"{reason}: build it on the CPU")
     assert isinstance(model, DeferredInit)
-    values, buffers = model.initial_values(), model.initial_buffers()
+    values = model.initial_values()
+    buffers = model.initial_buffers()
     _check_names("parameter", [name for name, _ in model.named_parameters()], values)
     _check_names("buffer", [name for name, _ in model.named_buffers()], buffers)
     with _swapped():
         model.to_empty(device=device)
     orders = row_orders(model)
-    parts = {name: shard_of(parameter, orders.get(name)) for name, parameter in model.named_parameters()}
+    parts = {
+        name: shard_of(parameter, orders.get(name)) for name, parameter in model.named_parameters()
+    }
     if draw == "counter":
         for name, part in parts.items():
             _fill(part, values[name], seed, name)
@@ -147,7 +175,9 @@ def materialise(
 
 @torch.no_grad()
 def initialise(model: nn.Module, draw: str) -> None:
-    """Draw the weights of a model that a constructor has just made, with torch's default generator or its seed."""
+    """Draw the weights of a model that a constructor has just made, with torch's default generator
+    or its seed.
+    """
     assert isinstance(model, DeferredInit)
     parameters = dict(model.named_parameters())
     for name, initial in model.initial_values().items():
@@ -161,12 +191,17 @@ def initialise(model: nn.Module, draw: str) -> None:
 
 def _check_names(what: str, names: list[str], given: Mapping[str, object]) -> None:
     if lost := [name for name in names if name not in given]:
-        raise ValueError(f"the {what} {lost[0]} has no initial values" + (f"; {len(lost)} have none" * (len(lost) > 1)))
+        raise ValueError(
+            f"the {what} {lost[0]} has no initial values"
+            + (f"; {len(lost)} have none" * (len(lost) > 1))
+        )
 
 
 @contextmanager
 def _swapped() -> Iterator[None]:
-    """Parameters stay the objects that they are when their memory changes, which keeps tied ones tied."""
+    """Parameters stay the objects that they are when their memory changes, which keeps tied ones
+    tied.
+    """
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
@@ -197,7 +232,9 @@ def _fill_box(part: TensorShard, initial: Initial, seed: int, name: str) -> None
 
 
 def _draw_in_order(parts: Mapping[str, TensorShard], model: nn.Module, seed: int) -> None:
-    """The draws of `build` after `torch.manual_seed(seed)`: those of the layers' constructors, then the model's own."""
+    """The draws of `build` after `torch.manual_seed(seed)`: those of the layers' constructors, then
+    the model's own.
+    """
     assert isinstance(model, DeferredInit)
     generator = torch.Generator().manual_seed(seed)
     for module in model.modules():
@@ -224,7 +261,9 @@ def _pass_over(module: nn.Module, generator: torch.Generator) -> None:
             _scratch(module.bias).uniform_(-1, 1, generator=generator)
     elif isinstance(module, nn.Embedding):
         nn.init.normal_(_scratch(module.weight), generator=generator)
-    elif not isinstance(module, nn.RMSNorm | nn.LayerNorm) and any(True for _ in module.parameters(recurse=False)):
+    elif not isinstance(module, nn.RMSNorm | nn.LayerNorm) and any(
+        True for _ in module.parameters(recurse=False)
+    ):
         raise ValueError(f"what {type(module).__name__} draws is not known: use draw=counter")
 
 
@@ -236,14 +275,20 @@ def _scratch(tensor: Tensor) -> Tensor:
 
 
 def key_of(seed: int, name: str) -> RandomKey:
-    """Selects the values of the parameter `name`: 61 bits of its SHA-256, and bits that nothing else in a run uses."""
+    """Selects the values of the parameter `name`: 61 bits of its SHA-256, and bits that nothing
+    else in a run uses.
+    """
     digest = hashlib.sha256(name.encode()).digest()
-    layer, step = int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:8], "little") >> 3
+    layer = int.from_bytes(digest[:4], "little")
+    step = int.from_bytes(digest[4:8], "little") >> 3
     return RandomKey(seed=seed, step=step, layer=layer, operand=INITIAL)
 
 
-def fill_normal(into: Tensor, shape: tuple[int, ...], offsets: tuple[int, ...], std: float, key: RandomKey) -> None:
-    """Fill `into` with the slice at `offsets` of a normal tensor of `shape` with mean 0 and standard deviation `std`.
+def fill_normal(
+    into: Tensor, shape: tuple[int, ...], offsets: tuple[int, ...], std: float, key: RandomKey
+) -> None:
+    """Fill `into` with the slice at `offsets` of a normal tensor of `shape` with mean 0 and
+    standard deviation `std`.
 
     Args:
         into: any floating dtype and device; the values are rounded to its dtype once.
@@ -252,17 +297,31 @@ def fill_normal(into: Tensor, shape: tuple[int, ...], offsets: tuple[int, ...], 
 
 
 def _fill_drawn(
-    into: Tensor, shape: tuple[int, ...], offsets: tuple[int, ...], of: Callable[[Tensor], Tensor], key: RandomKey
+    into: Tensor,
+    shape: tuple[int, ...],
+    offsets: tuple[int, ...],
+    of: Callable[[Tensor], Tensor],
+    key: RandomKey,
 ) -> None:
-    """Fill `into` with `of` the probabilities at its place, which are float64 and even between 0 and 1."""
+    """Fill `into` with `of` the probabilities at its place, which are float64 and even between 0
+    and 1.
+    """
     if not into.numel():
         return
     if not shape:
-        into, shape, offsets = into.view(1), (1,), (0,)
-    columns, first = into.shape[-1], offsets[-1]
-    chunk = _CHUNK if into.device.type == "cpu" else _CHUNK_ON_A_GPU
+        into = into.view(1)
+        shape = (1,)
+        offsets = (0,)
+    columns = into.shape[-1]
+    first = offsets[-1]
+    if into.device.type == "cpu":
+        chunk = _CHUNK
+    else:
+        chunk = _CHUNK_ON_A_GPU
     wide = min(columns, chunk)
-    for rows, index in _rows(tuple(into.shape[:-1]), shape[:-1], offsets[:-1], max(1, chunk // wide), into.device):
+    for rows, index in _rows(
+        tuple(into.shape[:-1]), shape[:-1], offsets[:-1], max(1, chunk // wide), into.device
+    ):
         for start in range(0, columns, wide):
             end = min(start + wide, columns)
             values = of(_draw(key, rows, first + start, end - start))
@@ -270,16 +329,22 @@ def _fill_drawn(
 
 
 def _rows(
-    sizes: tuple[int, ...], shape: tuple[int, ...], offsets: tuple[int, ...], step: int, device: torch.device
+    sizes: tuple[int, ...],
+    shape: tuple[int, ...],
+    offsets: tuple[int, ...],
+    step: int,
+    device: torch.device,
 ) -> Iterator[tuple[Tensor, slice]]:
     """Global numbers of the rows of a box, `step` at a time, and where they lie in the box."""
     count = math.prod(sizes)
     for start in range(0, count, step):
         local = torch.arange(start, min(start + step, count), dtype=torch.int64, device=device)
-        found, stride = torch.zeros_like(local), 1
+        found = torch.zeros_like(local)
+        stride = 1
         for size, full, offset in reversed(list(zip(sizes, shape, offsets, strict=True))):
             found += (local % size + offset) * stride
-            local, stride = local // size, stride * full
+            local = local // size
+            stride = stride * full
         yield found, slice(start, min(start + step, count))
 
 
@@ -320,7 +385,8 @@ def _log(x: Tensor) -> Tensor:
     """ln of positive float64: x = m·2ᵉ with m in [√½, √2), ln m = 2·artanh((m − 1)/(m + 1))."""
     m, e = torch.frexp(x)
     low = m < _SQRT_HALF
-    m, e = torch.where(low, m * 2.0, m), e.double() - low.double()
+    m = torch.where(low, m * 2.0, m)
+    e = e.double() - low.double()
     s = (m - 1.0) / (m + 1.0)
     odd = tuple(1.0 / n for n in range(21, 0, -2))  # s < 0.172: the next term is below 2e-18
     return e * _LN2 + 2.0 * (s * _polynomial(odd, s * s))

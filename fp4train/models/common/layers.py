@@ -1,10 +1,12 @@
-"""Layers that model families share: RMSNorm, rotary positions, causal attention with grouped queries.
+"""Layers that model families share: RMSNorm, rotary positions, causal attention with grouped
+queries.
 
 RMSNorm: y = x / √(mean(x²) + ε) ⊙ w over the last dimension (arXiv:1910.07467).
 
-Rotary position embedding (arXiv:2104.09864) has the half-split layout of Llama's public checkpoints. Pair i of a head
-consists of the elements i and i + E/2. At position t it is rotated by t·base^(−2i/E), so the score of a query and a key
-depends only on the distance between their positions. Grouped queries: arXiv:2305.13245.
+Rotary position embedding (arXiv:2104.09864) has the half-split layout of Llama's public
+checkpoints. Pair i of a head consists of the elements i and i + E/2. At position t it is rotated by
+t·base^(−2i/E), so the score of a query and a key depends only on the distance between their
+positions. Grouped queries: arXiv:2305.13245.
 """
 
 import math
@@ -25,13 +27,20 @@ from fp4train.nn.planned import is_watched
 
 
 class RMSNorm(Fusible, StreamNorm):
-    """RMSNorm whose float32 weight is cast to the dtype of the activations, so that BF16 activations stay BF16."""
+    """RMSNorm whose float32 weight is cast to the dtype of the activations, so that BF16
+    activations stay BF16.
+    """
 
     def normalised(self, x: Tensor) -> Tensor:
         return self.operators.rms_norm(x, self._weight(x.dtype), self.eps)
 
     def _unfused(self, x: Tensor, change: Tensor | None) -> tuple[Tensor, Tensor]:
-        if change is not None and isinstance(self.operators, Liger) and self.eps is not None and not is_watched(self):
+        if (
+            change is not None
+            and isinstance(self.operators, Liger)
+            and self.eps is not None
+            and not is_watched(self)
+        ):
             return self.operators.add_rms_norm(x, change, self._weight(x.dtype), self.eps)
         return super()._unfused(x, change)
 
@@ -40,15 +49,19 @@ class RMSNorm(Fusible, StreamNorm):
         return (("norm", self.weight.shape[-1]),)
 
     def _weight(self, dtype: torch.dtype) -> Tensor:
-        return (self.weight if self.tensor is None else shared_by(self.tensor, self.weight)).to(dtype)
+        return (self.weight if self.tensor is None else shared_by(self.tensor, self.weight)).to(
+            dtype
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Slower rotations for longer sequences than a model was first trained with, as in Llama 3.1 (arXiv:2407.21783).
+    """Slower rotations for longer sequences than a model was first trained with, as in Llama 3.1
+    (arXiv:2407.21783).
 
-    A pair that turns at most `low_freq_factor` times within `original_length` tokens turns `factor` times slower, one
-    that turns at least `high_freq_factor` times as before; between the two its frequency is interpolated.
+    A pair that turns at most `low_freq_factor` times within `original_length` tokens turns `factor`
+    times slower, one that turns at least `high_freq_factor` times as before; between the two its
+    frequency is interpolated.
 
     Args:
         factor: at least 1.
@@ -63,25 +76,37 @@ class RopeScaling:
 
     def __post_init__(self) -> None:
         if not 1 <= self.factor < math.inf:
-            raise ValueError(f"model.rope_scaling.factor={self.factor} must be finite and at least 1")
+            raise ValueError(
+                f"model.rope_scaling.factor={self.factor} must be finite and at least 1"
+            )
         if not 0 < self.low_freq_factor < self.high_freq_factor < math.inf:
             raise ValueError(
-                f"model.rope_scaling.low_freq_factor={self.low_freq_factor} must be above 0 and below "
+                f"model.rope_scaling.low_freq_factor={self.low_freq_factor} must be above 0 "
+                "and below "
                 f"high_freq_factor={self.high_freq_factor}"
             )
         if self.original_length < 1:
-            raise ValueError(f"model.rope_scaling.original_length={self.original_length} must be at least 1")
+            raise ValueError(
+                f"model.rope_scaling.original_length={self.original_length} must be at least 1"
+            )
 
     def __call__(self, frequency: Tensor) -> Tensor:
         """The scaled frequencies, in radians per token like the given ones."""
         turns = self.original_length * frequency / (2 * math.pi)
-        kept = ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0, 1)
+        kept = (
+            (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        ).clamp(0, 1)
         return (1 - kept) * frequency / self.factor + kept * frequency
 
 
-def rope_angles(seq_len: int, head_dim: int, base: float, scaling: RopeScaling | None = None) -> Tensor:
-    """Rotation angles [seq_len, head_dim] in radians, on the CPU; the second half of a row repeats the first."""
-    with torch.device("cpu"):  # on the meta device torch would load its compiler for these few operations
+def rope_angles(
+    seq_len: int, head_dim: int, base: float, scaling: RopeScaling | None = None
+) -> Tensor:
+    """Rotation angles [seq_len, head_dim] in radians, on the CPU; the second half of a row repeats
+    the first.
+    """
+    # on the meta device torch would load its compiler for these few operations
+    with torch.device("cpu"):
         inverse = base ** (-torch.arange(0, head_dim, 2).float() / head_dim)
         inverse = inverse if scaling is None else scaling(inverse)
         angles = torch.outer(torch.arange(seq_len).float(), inverse)
@@ -91,8 +116,8 @@ def rope_angles(seq_len: int, head_dim: int, base: float, scaling: RopeScaling |
 class Attention(Fusible, nn.Module):
     """softmax(q·kᵀ/√E + causal mask)·v, with the heads combined by `wo`: x [B, T, D] → [B, T, D].
 
-    The four projections are linear layers, which `fp4train.convert` replaces; the products of queries, keys and values
-    stay in the dtype of the activations.
+    The four projections are linear layers, which `fp4train.convert` replaces; the products of
+    queries, keys and values stay in the dtype of the activations.
 
     Args:
         width: D, the width of the residual stream.
@@ -100,7 +125,8 @@ class Attention(Fusible, nn.Module):
         kv_heads: number of key and value heads; divides `heads`.
         head_dim: E, the elements of a head; None: D / heads.
         qkv_bias: whether the projections to queries, keys and values have a bias, as Qwen2 does.
-        qk_norm: ε of an RMSNorm over each head of queries and keys before their rotation, as in Qwen3; None: no norm.
+        qk_norm: ε of an RMSNorm over each head of queries and keys before their rotation, as in
+            Qwen3; None: no norm.
     """
 
     reads = ("wq", "wk", "wv")
@@ -117,14 +143,21 @@ class Attention(Fusible, nn.Module):
         qk_norm: float | None = None,
     ) -> None:
         super().__init__()
-        self.heads, self.kv_heads = heads, kv_heads
+        self.heads = heads
+        self.kv_heads = kv_heads
         self.head_dim = width // heads if head_dim is None else head_dim
         self.wq = nn.Linear(width, heads * self.head_dim, bias=qkv_bias)
         self.wk = nn.Linear(width, kv_heads * self.head_dim, bias=qkv_bias)
         self.wv = nn.Linear(width, kv_heads * self.head_dim, bias=qkv_bias)
         self.wo = nn.Linear(heads * self.head_dim, width, bias=False)
-        self.q_norm = None if qk_norm is None else RMSNorm(self.head_dim, eps=qk_norm)
-        self.k_norm = None if qk_norm is None else RMSNorm(self.head_dim, eps=qk_norm)
+        if qk_norm is None:
+            self.q_norm = None
+        else:
+            self.q_norm = RMSNorm(self.head_dim, eps=qk_norm)
+        if qk_norm is None:
+            self.k_norm = None
+        else:
+            self.k_norm = RMSNorm(self.head_dim, eps=qk_norm)
 
     def fp4train_mixing(self, time: int) -> int:
         """Multiplications per token of q·kᵀ and p·v, half of each square."""
@@ -140,27 +173,43 @@ class Attention(Fusible, nn.Module):
         *,
         time: int | None = None,
     ) -> Tensor:
-        """Attention within each sequence; `cos_TE` and `sin_TE` are those of `rope_angles` for its T positions; None:
-        heads are not rotated, and there are `time` positions.
+        """Attention within each sequence; `cos_TE` and `sin_TE` are those of `rope_angles` for its
+        T positions; None: heads are not rotated, and there are `time` positions.
 
-        With a cache the tokens follow those in it, attend to them too, and are added to it. With a mask, bool
-        [B, 1, T, T], a token attends to those that the mask says. If tensor-parallel ranks
-        share the tokens, x and the result are this rank's rows [B·T / p, D].
+        With a cache the tokens follow those in it, attend to them too, and are added to it. With a
+        mask, bool [B, 1, T, T], a token attends to those that the mask says. If tensor-parallel
+        ranks share the tokens, x and the result are this rank's rows [B·T / p, D].
         """
         if time is None:
-            time = x_BTD.shape[1] if cos_TE is None else cos_TE.shape[0]
+            if cos_TE is None:
+                time = x_BTD.shape[1]
+            else:
+                time = cos_TE.shape[0]
         q = self.wq(x_BTD).view(-1, time, self.heads, self.head_dim)
         k = self.wk(x_BTD).view(-1, time, self.kv_heads, self.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = q.transpose(1, 2), k.transpose(1, 2)
+            q = self.q_norm(q)
+            k = self.k_norm(k)
+        q = q.transpose(1, 2)
+        k = k.transpose(1, 2)
         v = self.wv(x_BTD).view(-1, time, self.kv_heads, self.head_dim).transpose(1, 2)
         if cos_TE is not None and sin_TE is not None:
             q, k = self.operators.rotate(q, k, cos_TE, sin_TE)
-        grouped, causal, mask = self.kv_heads != self.heads, mask_BTT is None, mask_BTT
+        grouped = self.kv_heads != self.heads
+        causal = mask_BTT is None
+        mask = mask_BTT
         if cache is not None:
             k, v = cache.extended(k, v)
-            causal, mask = k.shape[2] == time, seen_mask(time, k.shape[2], k.device)
-        y = widened(F.scaled_dot_product_attention, q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
+            causal = k.shape[2] == time
+            mask = seen_mask(time, k.shape[2], k.device)
+        y = widened(
+            F.scaled_dot_product_attention,
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            is_causal=causal,
+            enable_gqa=grouped,
+        )
         out: Tensor = self.wo(y.transpose(1, 2).flatten(2))
         return out

@@ -1,4 +1,5 @@
-"""The operations between a model's products, in Liger's kernels (liger-kernel, arXiv:2410.10989) on NVIDIA GPUs.
+"""The operations between a model's products, in Liger's kernels (liger-kernel, arXiv:2410.10989) on
+NVIDIA GPUs.
 
 | part | kernels | bytes per BF16 element | least |
 |---|---|---|---|
@@ -8,20 +9,22 @@
 | rotary embedding | one each way for queries and keys, in their own memory | 4 + 4 | 4 + 4 |
 | cross-entropy | loss and gradient of a chunk of logits in one, in their own memory | 6 | 4 |
 
-"8 + 8": forward reads both terms and writes sum and norm; backward reads the gradients of both and the sum, and writes
-the one gradient of both terms. The least is each input read and each result written once. Cross-entropy takes 1.5 times
-that: the gradient needs the whole row's sum, and a row of 128 k BF16 logits, 256 kB, is more than a multiprocessor
-holds (228 kB on SM 9.0 and 10.0), so it is read twice, the second time from the L2 cache at best. torch's operators
-move 52 bytes per logit (`loss.LOGIT_BYTES`), and 10 + 12 per element of a sum and its norm.
+"8 + 8": forward reads both terms and writes sum and norm; backward reads the gradients of both and
+the sum, and writes the one gradient of both terms. The least is each input read and each result
+written once. Cross-entropy takes 1.5 times that: the gradient needs the whole row's sum, and a row
+of 128 k BF16 logits, 256 kB, is more than a multiprocessor holds (228 kB on SM 9.0 and 10.0), so it
+is read twice, the second time from the L2 cache at best. torch's operators move 52 bytes per logit
+(`loss.LOGIT_BYTES`), and 10 + 12 per element of a sum and its norm.
 
-Products are not theirs: a recipe's layers stay as they are, and the head is multiplied as before, in high precision.
-Results differ from torch's operators in the last digits, since sums have another order and rotations round less often.
-Only the sum within a block is fused with the norm after it; the last one of a block is left to the next norm where that
-quantises (`stream.py`). RMSNorms with ε outside of the root (StripedHyena) have no
-kernel here.
+Products are not theirs: a recipe's layers stay as they are, and the head is multiplied as before,
+in high precision. Results differ from torch's operators in the last digits, since sums have another
+order and rotations round less often. Only the sum within a block is fused with the norm after it;
+the last one of a block is left to the next norm where that quantises (`stream.py`). RMSNorms with ε
+outside of the root (StripedHyena) have no kernel here.
 
-Liger's own linear cross-entropy is not used: it counts targets on the host, which no CUDA graph can record, and takes
-so few tokens at a time that the float32 gradient of the head is read and written dozens of times.
+Liger's own linear cross-entropy is not used: it counts targets on the host, which no CUDA graph can
+record, and takes so few tokens at a time that the float32 gradient of the head is read and written
+dozens of times.
 """
 
 import re
@@ -37,7 +40,8 @@ from torch import Tensor, nn
 from fp4train.models.common.operators import Operators, use
 from fp4train.text import first_line
 
-OLDEST, BEFORE = (0, 8, 5), (0, 9)
+OLDEST = (0, 8, 5)
+BEFORE = (0, 9)
 """Versions of liger-kernel whose functions are those that are called here."""
 
 MOVED: Final = MappingProxyType(
@@ -49,8 +53,9 @@ MOVED: Final = MappingProxyType(
         "cross_entropy": (6, 0),
     }
 )
-"""Bytes that a call moves forward and backward, per BF16 element of its first argument; `rotate`: of both; with a
-gradient."""
+"""Bytes that a call moves forward and backward, per BF16 element of its first argument; `rotate`:
+of both; with a gradient.
+"""
 
 _IGNORED = -1
 _LARGEST_BLOCK = 1 << 15
@@ -66,33 +71,40 @@ class Liger(Operators):
 
     def __init__(self) -> None:
         ops: Any = import_module("liger_kernel.ops")
-        self._norm, self._sum_norm, self._product, self._rotation = (
-            ops.LigerRMSNormFunction,
-            ops.LigerFusedAddRMSNormFunction,
-            ops.LigerSiLUMulFunction,
-            ops.LigerRopeFunction,
-        )
+        self._norm = ops.LigerRMSNormFunction
+        self._sum_norm = ops.LigerFusedAddRMSNormFunction
+        self._product = ops.LigerSiLUMulFunction
+        self._rotation = ops.LigerRopeFunction
         self._loss: Any = import_module("liger_kernel.ops.cross_entropy").liger_cross_entropy_kernel
 
     def rms_norm(self, x: Tensor, weight_D: Tensor, eps: float | None) -> Tensor:
         """See `Operators`."""
         if eps is None:
             return super().rms_norm(x, weight_D, eps)
-        # Offset of the weight, where to round ("gemma": after the product), not over dy, which others may read, rows.
+        # Offset of the weight, where to round ("gemma": after the product), not over dy, which
+        # others may read, rows.
         y: Tensor = self._norm.apply(x, weight_D, eps, 0.0, "gemma", False, None)
         return y
 
-    def add_rms_norm(self, x: Tensor, change: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """(The norm of x + change as `rms_norm` has it, x + change rounded to their dtype). One shape and dtype."""
+    def add_rms_norm(
+        self, x: Tensor, change: Tensor, weight_D: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """(The norm of x + change as `rms_norm` has it, x + change rounded to their dtype). One
+        shape and dtype.
+        """
         y, total = self._sum_norm.apply(change, x, weight_D, eps, 0.0, "gemma", False)
         return y, total
 
     def silu_product(self, gate: Tensor, up: Tensor) -> Tensor:
-        """See `Operators`. Backward writes the gradients over both, which nothing else may need then."""
+        """See `Operators`. Backward writes the gradients over both, which nothing else may need
+        then.
+        """
         y: Tensor = self._product.apply(gate, up, 1.0, 1.0)
         return y
 
-    def rotate(self, q_BHTE: Tensor, k_BHTE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> tuple[Tensor, Tensor]:
+    def rotate(
+        self, q_BHTE: Tensor, k_BHTE: Tensor, cos_TE: Tensor, sin_TE: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """See `Operators`; in their own memory where they are transposed [B, T, heads, E]."""
         q, k = self._rotation.apply(q_BHTE, k_BHTE, cos_TE, sin_TE, None, 1, None)
         return q, k
@@ -100,17 +112,32 @@ class Liger(Operators):
     def cross_entropy(self, logits_CV: Tensor, targets_C: Tensor, *, gradient: bool) -> Tensor:
         """Losses [C] in nats, float32; those of targets below 0 are 0.
 
-        With `gradient` the logits become softmax(logits) − onehot(target), in their dtype, and 0 without a target.
+        With `gradient` the logits become softmax(logits) − onehot(target), in their dtype, and 0
+        without a target.
         """
         rows, columns = logits_CV.shape
         losses_C = torch.zeros(rows, device=logits_CV.device)
-        capability = torch.cuda.get_device_capability(logits_CV.device) if logits_CV.is_cuda else (0, 0)
+        if logits_CV.is_cuda:
+            capability = torch.cuda.get_device_capability(logits_CV.device)
+        else:
+            capability = (0, 0)
         none: dict[str, Any] = {
-            **dict.fromkeys(("weight_ptr", "z_loss_ptr", "token_accuracy_ptr", "predicted_tokens_ptr", "softcap")),
+            **dict.fromkeys(
+                (
+                    "weight_ptr",
+                    "z_loss_ptr",
+                    "token_accuracy_ptr",
+                    "predicted_tokens_ptr",
+                    "softcap",
+                )
+            ),
             **dict.fromkeys(("token_accuracy_stride", "predicted_tokens_stride"), 0),
-            **dict.fromkeys(("n_non_ignore", "sum_non_ignore_weight", "weight_sum"), 1),  # of means and weights
+            # of means and weights
+            **dict.fromkeys(("n_non_ignore", "sum_non_ignore_weight", "weight_sum"), 1),
             **dict.fromkeys(("lse_square_scale", "label_smoothing"), 0.0),
-            **dict.fromkeys(("RETURN_Z_LOSS", "RETURN_TOKEN_ACCURACY", "RETURN_PREDICTED_TOKENS"), False),
+            **dict.fromkeys(
+                ("RETURN_Z_LOSS", "RETURN_TOKEN_ACCURACY", "RETURN_PREDICTED_TOKENS"), False
+            ),
             **dict.fromkeys(("HAS_WEIGHT", "HAS_SOFTCAPPING"), False),
         }
         self._loss[(rows,)](
@@ -153,13 +180,15 @@ def why_not(device: str) -> str | None:
         return f"liger-kernel {found} is installed, and {oldest} or newer below {before} is needed"
     try:
         Liger()
-    except (ImportError, OSError, AttributeError, RuntimeError) as error:  # it imports peft, which imports TE
+    # it imports peft, which imports TE
+    except (ImportError, OSError, AttributeError, RuntimeError) as error:
         return f"liger-kernel cannot be imported: {first_line(error)}"
     return None
 
 
 def use_liger(model: nn.Module, *, spare: Iterable[nn.Module] = ()) -> None:
-    """Run the fusible parts of `model` in Liger's kernels, but for those inside of the modules `spare`.
+    """Run the fusible parts of `model` in Liger's kernels, but for those inside of the modules
+    `spare`.
 
     A graph of such a model has one backward pass: kernels write over what it saved.
     """

@@ -2,9 +2,10 @@
 
     loss = mean_m [ logsumexp_v(h_m·W_v) − h_m·W_target ]
 
-With a vocabulary of 128 k and 8 k tokens the float32 logits alone are 4 GB. Here tokens are taken in chunks: each
-chunk's logits are made, turned at once into the gradients of h and W, and dropped, so backward only scales what
-forward found (as in Liger Kernel and Cut Cross-Entropy, arXiv:2411.09009).
+With a vocabulary of 128 k and 8 k tokens the float32 logits alone are 4 GB. Here tokens are taken
+in chunks: each chunk's logits are made, turned at once into the gradients of h and W, and dropped,
+so backward only scales what forward found (as in Liger Kernel and Cut Cross-Entropy,
+arXiv:2411.09009).
 """
 
 from typing import Any
@@ -22,29 +23,36 @@ _LOGITS_IN_A_CHUNK = 1 << 23
 """Logits held at a time: 32 MB in float32, which a CPU's caches and memory take well."""
 
 _ROWS_ON_A_GPU = 4096
-"""Rows of a chunk at least: each chunk reads the head twice in BF16, and reads and writes its float32 gradient, 12·V·D
-bytes, 1.6 GB at 128 k × 1024, where the logits of 4096 rows are 2 GB."""
+"""Rows of a chunk at least: each chunk reads the head twice in BF16, and reads and writes its
+float32 gradient, 12·V·D bytes, 1.6 GB at 128 k × 1024, where the logits of 4096 rows are 2 GB.
+"""
 
 
 LOGIT_BYTES = 52
-"""Bytes that torch's operators move per BF16 logit for the loss and its gradient: 6 to make it float32, 24 in logsumexp
-(the largest, differences, exponentials, their sum), 16 for the gradient, 6 to round it."""
+"""Bytes that torch's operators move per BF16 logit for the loss and its gradient: 6 to make it
+float32, 24 in logsumexp (the largest, differences, exponentials, their sum), 16 for the gradient, 6
+to round it.
+"""
 
 
 def chunk_rows(device: str, vocabulary: int) -> int:
     """Tokens whose logits are held at a time on a device of this type."""
     rows = max(1, _LOGITS_IN_A_CHUNK // vocabulary)
-    return max(rows, _ROWS_ON_A_GPU) if device == "cuda" else rows
+    if device == "cuda":
+        return max(rows, _ROWS_ON_A_GPU)
+    return rows
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """A loss whose forward pass makes the gradients of hidden states and head, times the number of tokens.
+    """A loss whose forward pass makes the gradients of hidden states and head, times the number of
+    tokens.
 
-    Backward scales them where they lie, so that a graph has one backward pass. Of the head they move, per weight and
-    microbatch of n chunks, 8n − 4 bytes in the products that add them up in float32, 8 here, and from the second
-    microbatch on 12 where autograd adds them to `.grad` in place. One pass for the last two (`addcmul`) would move 12,
-    but rounds product and sum together: two microbatches would not have the bits of two ranks. So the first microbatch
-    moves 8n + 4, the least where the factor is known in backward only, and a later one 8n + 16 of 8n + 8: 1.33 times
+    Backward scales them where they lie, so that a graph has one backward pass. Of the head they
+    move, per weight and microbatch of n chunks, 8n − 4 bytes in the products that add them up in
+    float32, 8 here, and from the second microbatch on 12 where autograd adds them to `.grad` in
+    place. One pass for the last two (`addcmul`) would move 12, but rounds product and sum together:
+    two microbatches would not have the bits of two ranks. So the first microbatch moves 8n + 4, the
+    least where the factor is known in backward only, and a later one 8n + 16 of 8n + 8: 1.33 times
     the least for two chunks, and 1.15 at most from six on.
     """
 
@@ -52,7 +60,8 @@ class ChunkedLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         dh, dw = ctx.saved_tensors
-        # Divided by the tokens only here, together with a loss scale in `grad`: before, float16 would underflow.
+        # Divided by the tokens only here, together with a loss scale in `grad`: before, float16
+        # would underflow.
         share = grad / ctx.tokens
         others = (None,) * (len(ctx.needs_input_grad) - 2)
         dh, dw = (None if each is None else scale(each, share) for each in (dh, dw))
@@ -74,41 +83,58 @@ class _ChunkedCrossEntropy(ChunkedLoss):
         tokens = h_MD.shape[0]
         rows = chunk_rows(h_MD.device.type, w_VD.shape[0] * (1 if ranks is None else ranks.size))
         w = w_VD.to(dtype)
-        wants_h, wants_w = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
+        wants_h = ctx.needs_input_grad[0]
+        wants_w = ctx.needs_input_grad[1]
         dh = torch.empty_like(h_MD) if wants_h else None
-        dw = torch.empty(w_VD.shape, dtype=torch.float32, device=w_VD.device) if wants_w else None
+        if wants_w:
+            dw = torch.empty(w_VD.shape, dtype=torch.float32, device=w_VD.device)
+        else:
+            dw = None
         total = torch.zeros((), device=h_MD.device)
         for start in range(0, tokens, rows):
             chunk = slice(start, start + rows)
-            h, target = h_MD[chunk].to(dtype), targets_M[chunk, None]
-            logits, wanted = widened(torch.mm, h, w.T), dh is not None or dw is not None
+            h = h_MD[chunk].to(dtype)
+            target = targets_M[chunk, None]
+            logits = widened(torch.mm, h, w.T)
+            wanted = dh is not None or dw is not None
             if liger is not None and ranks is None:
-                losses, grad = liger.cross_entropy(logits, target[:, 0], gradient=wanted), logits
+                losses = liger.cross_entropy(logits, target[:, 0], gradient=wanted)
+                grad = logits
             else:
-                losses, grad = _losses(logits.float(), target, ranks, masked=masked, gradient=wanted)
+                losses, grad = _losses(
+                    logits.float(), target, ranks, masked=masked, gradient=wanted
+                )
             total += losses.sum()
             if not wanted:
                 continue
             grad = grad.to(dtype)
             if dh is not None and ranks is None:
                 dh[chunk] = widened(torch.mm, grad, w).to(dh.dtype)
-            elif dh is not None and ranks is not None:  # partial sums, added before they are rounded
+            # partial sums, added before they are rounded
+            elif dh is not None and ranks is not None:
                 dh[chunk] = ranks.sum(grad.float() @ w.float()).to(dtype).to(dh.dtype)
             if dw is not None:
                 add_product(dw, grad.T, h, first=start == 0)
         ctx.save_for_backward(dh, dw)
-        ctx.tokens, ctx.dtype = tokens, w_VD.dtype
+        ctx.tokens = tokens
+        ctx.dtype = w_VD.dtype
         return total / tokens
 
 
 def _losses(
     logits: Tensor, target: Tensor, ranks: Ranks | None, *, masked: bool, gradient: bool
 ) -> tuple[Tensor, Tensor]:
-    """(Losses [C, 1], with `gradient` that of the logits, which may be in their memory) of float32 logits [C, V]."""
+    """(Losses [C, 1], with `gradient` that of the logits, which may be in their memory) of float32
+    logits [C, V].
+    """
     counts = target >= 0 if masked else None
-    target = target if counts is None else target.masked_fill(~counts, 0)
+    if counts is None:
+        target = target
+    else:
+        target = target.masked_fill(~counts, 0)
     if ranks is None:
-        log_norm, at_target = logits.logsumexp(-1, keepdim=True), logits.gather(1, target)
+        log_norm = logits.logsumexp(-1, keepdim=True)
+        at_target = logits.gather(1, target)
     else:
         log_norm, at_target, target, here = _over_ranks(logits, target, ranks)
     losses = log_norm - at_target
@@ -124,13 +150,14 @@ def _losses(
 def subtract_at(p_CV: Tensor, column_C1: Tensor, amount_C1: Tensor) -> Tensor:
     """p, in place, less `amount` at one column of each row.
 
-    No element is added to twice, so atomic additions repeat their bits. torch's deterministic form sorts the columns
-    and, in some versions, reads the largest on the host, which no CUDA graph can record: it is left out. The compiler
-    traces no such switch, and chooses itself.
+    No element is added to twice, so atomic additions repeat their bits. torch's deterministic form
+    sorts the columns and, in some versions, reads the largest on the host, which no CUDA graph can
+    record: it is left out. The compiler traces no such switch, and chooses itself.
     """
     if torch.compiler.is_compiling():
         return p_CV.scatter_add_(1, column_C1, -amount_C1)
-    strict, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    strict = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
     if strict:
         torch.use_deterministic_algorithms(False)
     try:
@@ -140,9 +167,12 @@ def subtract_at(p_CV: Tensor, column_C1: Tensor, amount_C1: Tensor) -> Tensor:
             torch.use_deterministic_algorithms(True, warn_only=warns)
 
 
-def _over_ranks(logits_CV: Tensor, target_C1: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(logsumexp over the whole vocabulary, logit of the target, its column here or 0, whether it is here), each
-    [C, 1], of logits for this rank's part of the vocabulary."""
+def _over_ranks(
+    logits_CV: Tensor, target_C1: Tensor, ranks: Ranks
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(logsumexp over the whole vocabulary, logit of the target, its column here or 0, whether it
+    is here), each [C, 1], of logits for this rank's part of the vocabulary.
+    """
     column = target_C1 - ranks.rank * logits_CV.shape[1]
     here = (column >= 0) & (column < logits_CV.shape[1])
     column = column.masked_fill(~here, 0)
@@ -153,7 +183,9 @@ def _over_ranks(logits_CV: Tensor, target_C1: Tensor, ranks: Ranks) -> tuple[Ten
 
 
 def scale(x: Tensor, factor: Tensor) -> Tensor:
-    """x, in place, times a float32 factor, rounded once: a factor in BF16 would scale all gradients by up to 0.4 %."""
+    """x, in place, times a float32 factor, rounded once: a factor in BF16 would scale all gradients
+    by up to 0.4 %.
+    """
     return x.mul_(factor.view(1))  # a factor without dimensions would take the dtype of x
 
 
@@ -169,15 +201,20 @@ def chunked_cross_entropy(
     """Mean cross-entropy in nats, float32 scalar.
 
     Args:
-        h_MD: hidden states [tokens, width]; their dtype is that of the products, but for float16, whose range sums
-            over tokens exceed: float32 then.
+        h_MD: hidden states [tokens, width]; their dtype is that of the products, but for float16,
+            whose range sums over tokens exceed: float32 then.
         w_VD: head weight [vocabulary, width].
         targets_M: int64 [tokens].
-        tensor: ranks over which the vocabulary is cut; every rank has all of h and gets the same loss.
+        tensor: ranks over which the vocabulary is cut; every rank has all of h and gets the same
+            loss.
         masked: a target below 0 has no loss; the sum is divided by all tokens even so.
-        liger: whose kernel takes losses and gradients of the logits; None, or over ranks: torch's operators.
+        liger: whose kernel takes losses and gradients of the logits; None, or over ranks: torch's
+            operators.
     """
-    dtype = torch.float32 if h_MD.dtype == torch.float16 else h_MD.dtype
+    if h_MD.dtype == torch.float16:
+        dtype = torch.float32
+    else:
+        dtype = h_MD.dtype
     ranks = None if tensor is None else tensor.ranks
     weight = w_VD if ranks is None else local(w_VD)
     loss: Tensor = _ChunkedCrossEntropy.apply(h_MD, weight, targets_M, dtype, ranks, masked, liger)  # type: ignore[no-untyped-call]

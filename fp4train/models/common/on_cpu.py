@@ -1,13 +1,15 @@
-"""Norms, gates and rotations in C kernels, on CPUs: what torch's operators give, in every bit, in one pass each way.
+"""Norms, gates and rotations in C kernels, on CPUs: what torch's operators give, in every bit, in
+one pass each way.
 
-torch's operators make [M, K] in float32 a dozen times for a norm and its gradients, and pass five times over heads to
-rotate them. The C kernels (csrc/fused.h) keep a row in the cache. They round where torch rounds and add the squares of
-a row in torch's order; the sum over tokens, for the gradient of a norm's weight, is left to torch. `why_not` compares
-both on this machine before they are used: another release of torch may add in another order, or have another
-exponential.
+torch's operators make [M, K] in float32 a dozen times for a norm and its gradients, and pass five
+times over heads to rotate them. The C kernels (csrc/fused.h) keep a row in the cache. They round
+where torch rounds and add the squares of a row in torch's order; the sum over tokens, for the
+gradient of a norm's weight, is left to torch. `why_not` compares both on this machine before they
+are used: another release of torch may add in another order, or have another exponential.
 
-torch computes the exponential of what does not fill two vectors of a thread's share by another function, which differs
-in one of 560 numbers of BF16. `whole_vectors` says whether a tensor has such a rest: its gate is torch's.
+torch computes the exponential of what does not fill two vectors of a thread's share by another
+function, which differs in one of 560 numbers of BF16. `whole_vectors` says whether a tensor has
+such a rest: its gate is torch's.
 
 Gradients that are to be differentiated again are torch's.
 
@@ -17,10 +19,11 @@ Gradients that are to be differentiated again are torch's.
 | silu(gate) ⊙ up | 6 + 10 | 6 + 10 |
 | rotation | 4 + 8 | 4 + 4 |
 
-Each input is read once and each result written once, beside a norm's weight and the angles, which stay in the cache;
-gates and rotations in float32 take twice as many. Backward a norm takes 2.3 times the least: torch's sum over tokens,
-whose order of additions counts, reads products in float32 that are written for it (4 + 4). A rotation takes twice the
-least: torch's attention gives the gradient head by head, and it is first copied to lie token by token (4).
+Each input is read once and each result written once, beside a norm's weight and the angles, which
+stay in the cache; gates and rotations in float32 take twice as many. Backward a norm takes 2.3
+times the least: torch's sum over tokens, whose order of additions counts, reads products in float32
+that are written for it (4 + 4). A rotation takes twice the least: torch's attention gives the
+gradient head by head, and it is first copied to lie token by token (4).
 """
 
 from __future__ import annotations
@@ -45,7 +48,9 @@ _PROBES: Final = 32
 
 
 def why_not(kind: str, width: int, dtype: torch.dtype) -> str | None:
-    """Why the kernels make no "norm", "gate" or "rotation" of rows of `width` features; None: they do."""
+    """Why the kernels make no "norm", "gate" or "rotation" of rows of `width` features; None: they
+    do.
+    """
     if (missing := cpu.unavailable()) is not None:
         return missing
     if kind == "norm" and dtype is torch.float32:
@@ -58,12 +63,19 @@ def why_not(kind: str, width: int, dtype: torch.dtype) -> str | None:
         return f"{width} features of one token are added by several threads"
     if cpu.instruction_sets()[-1] == "plain":
         return "the C kernels need AVX2 and FMA"
-    exact = _norm_is_torchs(width) if kind == "norm" else _CHECKS[kind](dtype)
-    return None if exact else f"torch {torch.__version__} rounds otherwise here than the C kernels"
+    if kind == "norm":
+        exact = _norm_is_torchs(width)
+    else:
+        exact = _CHECKS[kind](dtype)
+    if exact:
+        return None
+    return f"torch {torch.__version__} rounds otherwise here than the C kernels"
 
 
 def whole_vectors(elements: int) -> bool:
-    """Whether each thread's share of so many elements fills pairs of vectors in torch's operators."""
+    """Whether each thread's share of so many elements fills pairs of vectors in torch's
+    operators.
+    """
     shares = min(torch.get_num_threads(), -(-elements // _GRAIN))
     return elements % _VECTORS == 0 and -(-elements // shares) % _VECTORS == 0
 
@@ -86,10 +98,16 @@ class CpuOperators(Operators):
         y: Tensor = _Gate.apply(gate, up)  # type: ignore[no-untyped-call]
         return y
 
-    def rotate(self, q_BHTE: Tensor, k_BHTE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> tuple[Tensor, Tensor]:
+    def rotate(
+        self, q_BHTE: Tensor, k_BHTE: Tensor, cos_TE: Tensor, sin_TE: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """See `Operators`."""
         alike = cos_TE.shape == sin_TE.shape == q_BHTE.shape[-2:] == k_BHTE.shape[-2:]
-        alike = alike and q_BHTE.dim() == k_BHTE.dim() == 4 and not (cos_TE.requires_grad or sin_TE.requires_grad)
+        alike = (
+            alike
+            and q_BHTE.dim() == k_BHTE.dim() == 4
+            and not (cos_TE.requires_grad or sin_TE.requires_grad)
+        )
         if not alike or not _take("rotation", q_BHTE, k_BHTE, cos_TE, sin_TE):
             return super().rotate(q_BHTE, k_BHTE, cos_TE, sin_TE)
         angles = cos_TE.contiguous(), sin_TE.contiguous(), "rotation"
@@ -102,7 +120,10 @@ def _take(kind: str, *tensors: Tensor) -> bool:
     x = tensors[0]
     return (
         not torch.compiler.is_compiling()
-        and all(type(each) in PLAIN and each.device.type == "cpu" and each.dtype is x.dtype for each in tensors)
+        and all(
+            type(each) in PLAIN and each.device.type == "cpu" and each.dtype is x.dtype
+            for each in tensors
+        )
         and x.dim() > 0 < x.numel()
         and not torch.is_autocast_enabled("cpu")
         and why_not(kind, x.shape[-1], x.dtype) is None
@@ -114,9 +135,12 @@ def _matrix(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1]).contiguous()
 
 
-def norm(h_MK: Tensor, weight_K: Tensor, eps: float, machine: cpu.Machine = cpu.HERE) -> tuple[Tensor, Tensor]:
+def norm(
+    h_MK: Tensor, weight_K: Tensor, eps: float, machine: cpu.Machine = cpu.HERE
+) -> tuple[Tensor, Tensor]:
     """(RMSNorm of h, 1 / √(mean(h²) + ε) of each row in float32) of contiguous tensors in BF16."""
-    x_MK, rstd_M = torch.empty_like(h_MK), h_MK.new_empty(h_MK.shape[0], dtype=torch.float32)
+    x_MK = torch.empty_like(h_MK)
+    rstd_M = h_MK.new_empty(h_MK.shape[0], dtype=torch.float32)
     cpu.fused("norm", (h_MK, weight_K, x_MK, rstd_M), h_MK.shape, eps, machine=machine)
     return x_MK, rstd_M
 
@@ -125,29 +149,33 @@ def norm_gradients(
     dy_MK: Tensor, h_MK: Tensor, weight_K: Tensor, rstd_M: Tensor, machine: cpu.Machine = cpu.HERE
 ) -> tuple[Tensor, Tensor]:
     """(dh [M, K], what the gradient of the weight is the sum of over M, in float32)."""
-    dh_MK, products_MK = torch.empty_like(h_MK), h_MK.new_empty(h_MK.shape, dtype=torch.float32)
+    dh_MK = torch.empty_like(h_MK)
+    products_MK = h_MK.new_empty(h_MK.shape, dtype=torch.float32)
     tensors = (dy_MK, h_MK, weight_K, rstd_M, dh_MK, products_MK)
     cpu.fused("norm_gradients", tensors, h_MK.shape, machine=machine)
     return dh_MK, products_MK
 
 
 def gate_kernel(kind: str, *tensors: Tensor, machine: cpu.Machine = cpu.HERE) -> tuple[Tensor, ...]:
-    """(silu(gate) ⊙ up,) of "gate": (gate, up); (dgate, dup) of "gate_gradients": (dh, gate, up); they are contiguous,
-    of a number of elements that 64 divides."""
+    """(silu(gate) ⊙ up,) of "gate": (gate, up); (dgate, dup) of "gate_gradients": (dh, gate, up);
+    they are contiguous, of a number of elements that 64 divides.
+    """
     made = tuple(torch.empty_like(tensors[0]) for _ in range(2 if kind == "gate_gradients" else 1))
     cpu.fused(kind, (*tensors, *made), (made[0].numel() // _VECTORS, _VECTORS), machine=machine)
     return made
 
 
 def rotated(kind: str, x_BHTE: Tensor, *angles: Tensor, machine: cpu.Machine = cpu.HERE) -> Tensor:
-    """x rotated, by "rotation"; the gradient of x, from that of the rotated, by "rotation_gradients".
+    """x rotated, by "rotation"; the gradient of x, from that of the rotated, by
+    "rotation_gradients".
 
     Args:
         angles: cosines and sines [T, E].
     """
     x_BTHE = x_BHTE.transpose(1, 2).contiguous()
     batch, time, heads, width = x_BTHE.shape
-    y_BTHE, shape = torch.empty_like(x_BTHE), (batch * time * heads, width)
+    y_BTHE = torch.empty_like(x_BTHE)
+    shape = (batch * time * heads, width)
     cpu.fused(kind, (x_BTHE, *angles, y_BTHE), shape, heads=heads, time=time, machine=machine)
     return y_BTHE.transpose(1, 2)
 
@@ -168,7 +196,11 @@ class _Norm(torch.autograd.Function):
                 lambda h, weight_K: OF_TORCH.rms_norm(h, weight_K, ctx.eps), (h, weight_K), dy
             ), None
         dh_MK, products_MK = norm_gradients(_matrix(dy), _matrix(h), weight_K.contiguous(), rstd_M)
-        return dh_MK.view(h.shape), products_MK.sum(0).bfloat16() if ctx.needs_input_grad[1] else None, None
+        return (
+            dh_MK.view(h.shape),
+            products_MK.sum(0).bfloat16() if ctx.needs_input_grad[1] else None,
+            None,
+        )
 
 
 class _Gate(torch.autograd.Function):
@@ -189,7 +221,10 @@ class _Rotation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_BHTE: Tensor, cos_TE: Tensor, sin_TE: Tensor, kind: str) -> Tensor:
         ctx.save_for_backward(cos_TE, sin_TE)
-        ctx.back = "rotation" if kind == "rotation_gradients" else "rotation_gradients"
+        if kind == "rotation_gradients":
+            ctx.back = "rotation"
+        else:
+            ctx.back = "rotation_gradients"
         return rotated(kind, x_BHTE, cos_TE, sin_TE).detach()
 
     @staticmethod
@@ -204,12 +239,16 @@ def _differentiable(
     with torch.enable_grad():
         own = [each.view_as(each) for each in inputs]  # of which one does not depend on another
         y = operation(*own)
-    found = iter(torch.autograd.grad(y, [each for each in own if each.requires_grad], dy, create_graph=True))
+    found = iter(
+        torch.autograd.grad(y, [each for each in own if each.requires_grad], dy, create_graph=True)
+    )
     return tuple(next(found) if each.requires_grad else None for each in own)
 
 
 def _same(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> bool:
-    return all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(ours, theirs, strict=True))
+    return all(
+        torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(ours, theirs, strict=True)
+    )
 
 
 def _random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -220,13 +259,17 @@ def _random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return (torch.randn(shape, generator=generator, device="cpu") * spread).to(dtype)
 
 
-def _with_gradients(operation: Callable[..., Tensor], inputs: tuple[Tensor, ...], dy: Tensor) -> tuple[Tensor, ...]:
+def _with_gradients(
+    operation: Callable[..., Tensor], inputs: tuple[Tensor, ...], dy: Tensor
+) -> tuple[Tensor, ...]:
     """(y, gradients of the inputs) of torch's operators."""
     unhooked = torch.autograd.graph.saved_tensors_hooks(lambda each: each, lambda each: each)
-    with torch.inference_mode(False), torch.enable_grad(), unhooked:  # in a region that is recomputed, say
+    # in a region that is recomputed, say
+    with torch.inference_mode(False), torch.enable_grad(), unhooked:
         inputs = tuple(each.clone().requires_grad_() for each in inputs)
         y = operation(*inputs)
-        return y.detach(), *torch.autograd.grad((y * dy).sum(), inputs)  # given dy it would load sympy
+        # given dy it would load sympy
+        return y.detach(), *torch.autograd.grad((y * dy).sum(), inputs)
 
 
 @cache
@@ -242,8 +285,17 @@ def _norm_is_torchs(width: int) -> bool:
 @cache
 def _gate_is_torchs(dtype: torch.dtype) -> bool:
     """For every gate in BF16, and in float32 as many."""
-    gate = torch.arange(-(2**15), 2**15, device="cpu").to(torch.int16).view(256, 256).view(torch.bfloat16).to(dtype)
-    gate = gate if dtype is torch.bfloat16 else gate * 1.2345678
+    gate = (
+        torch.arange(-(2**15), 2**15, device="cpu")
+        .to(torch.int16)
+        .view(256, 256)
+        .view(torch.bfloat16)
+        .to(dtype)
+    )
+    if dtype is torch.bfloat16:
+        gate = gate
+    else:
+        gate = gate * 1.2345678
     up, dh = _random(512, 256, dtype=dtype).chunk(2)
     ours = *gate_kernel("gate", gate, up), *gate_kernel("gate_gradients", dh, gate, up)
     return _same(ours, _with_gradients(OF_TORCH.silu_product, (gate, up), dh))

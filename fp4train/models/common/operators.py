@@ -1,5 +1,6 @@
-"""The operations between a model's products, and what computes them: torch's operators, which are those here, Liger's
-kernels on NVIDIA GPUs (`liger.py`), or C kernels on CPUs (`on_cpu.py`)."""
+"""The operations between a model's products, and what computes them: torch's operators, which are
+those here, Liger's kernels on NVIDIA GPUs (`liger.py`), or C kernels on CPUs (`on_cpu.py`).
+"""
 
 from collections.abc import Iterable, Sequence
 from typing import Final
@@ -26,7 +27,9 @@ class Operators:
         """silu(gate) ⊙ up."""
         return F.silu(gate) * up
 
-    def rotate(self, q_BHTE: Tensor, k_BHTE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> tuple[Tensor, Tensor]:
+    def rotate(
+        self, q_BHTE: Tensor, k_BHTE: Tensor, cos_TE: Tensor, sin_TE: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Rotated queries and keys."""
         return rotate(q_BHTE, cos_TE, sin_TE), rotate(k_BHTE, cos_TE, sin_TE)
 
@@ -40,7 +43,9 @@ class Fusible:
     operators: Operators = OF_TORCH
 
     def fp4train_operations(self) -> Sequence[tuple[str, int]]:
-        """(Kind, features) of its own operations that C kernels may compute; see `on_cpu.why_not`."""
+        """(Kind, features) of its own operations that C kernels may compute; see
+        `on_cpu.why_not`.
+        """
         return ()
 
 

@@ -1,4 +1,6 @@
-"""Decoders of rotary attention and an MLP per block: what Llama and its relatives with experts share."""
+"""Decoders of rotary attention and an MLP per block: what Llama and its relatives with experts
+share.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -24,11 +26,13 @@ MOST_LAYERS = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class RotaryShape(DecoderShape):
-    """Shape of a family with rotary attention: the fields that these have beside those of `DecoderShape`.
+    """Shape of a family with rotary attention: the fields that these have beside those of
+    `DecoderShape`.
 
     Args:
         layers: number of blocks.
-        qk_norm: whether the heads of queries and keys are normalised (RMSNorm) before they are rotated.
+        qk_norm: whether the heads of queries and keys are normalised (RMSNorm) before they are
+            rotated.
         rope_base: θ of the rotary embedding.
         rope_scaling: slower rotations for long sequences; None: those of `rope_base`.
     """
@@ -47,10 +51,13 @@ class RotaryShape(DecoderShape):
         if not 0 < self.rope_base < math.inf:
             raise ValueError(f"model.rope_base={self.rope_base} must be finite and above 0")
         if self.head_dim is not None and self.head_dim % 2:
-            raise ValueError(f"model.head_dim={self.head_dim}: rotary embedding needs an even number")
+            raise ValueError(
+                f"model.head_dim={self.head_dim}: rotary embedding needs an even number"
+            )
         if self.head_width % 2:
             raise ValueError(
-                f"model.width={self.width} over model.heads={self.heads} is {self.width // self.heads} per head: "
+                f"model.width={self.width} over model.heads={self.heads} is "
+                f"{self.width // self.heads} per head: "
                 "rotary embedding needs an even number"
             )
 
@@ -74,7 +81,8 @@ class SwiGLU(Fusible, nn.Module):
         return ((self, (self.down,), (self.gate, self.up)),)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        gate, up = self.gate(x_BTD), self.up(x_BTD)
+        gate = self.gate(x_BTD)
+        up = self.up(x_BTD)
         if self.producer is not None and (made := self.producer(gate, up)) is not None:
             return self.down(made)  # type: ignore[no-any-return]
         out: Tensor = self.down(self.operators.silu_product(gate, up))
@@ -113,20 +121,31 @@ class RotaryBlock(Fusible, nn.Module):
         return produced_norms((self.attention_norm, self.attention), (self.mlp_norm, self.mlp))
 
     def forward(
-        self, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor, cache: KeyValues | None = None, mask: Tensor | None = None
+        self,
+        x_BTD: Tensor,
+        cos_TE: Tensor,
+        sin_TE: Tensor,
+        cache: KeyValues | None = None,
+        mask: Tensor | None = None,
     ) -> Tensor:
         y_BTD, x_BTD = self.attention_norm.of_stream(x_BTD)
-        y_BTD, x_BTD = self.mlp_norm.of_stream(x_BTD, self.attention(y_BTD, cos_TE, sin_TE, cache, mask))
+        y_BTD, x_BTD = self.mlp_norm.of_stream(
+            x_BTD, self.attention(y_BTD, cos_TE, sin_TE, cache, mask)
+        )
         return end_of_block(x_BTD, self.transformed(y_BTD, cos_TE.shape[0]))
 
     def transformed(self, x_BTD: Tensor, time: int) -> Tensor:
-        """The MLP's output; `time` is T, which a tensor-parallel rank's share of the tokens does not tell."""
+        """The MLP's output; `time` is T, which a tensor-parallel rank's share of the tokens does
+        not tell.
+        """
         out: Tensor = self.mlp(x_BTD)
         return out
 
 
 class RotatedDecoder(Decoder):
-    """A decoder whose blocks get cosines and sines of the rotary embedding, buffers that no checkpoint holds."""
+    """A decoder whose blocks get cosines and sines of the rotary embedding, buffers that no
+    checkpoint holds.
+    """
 
     cos: Tensor
     sin: Tensor
@@ -157,7 +176,9 @@ class RotaryDecoder(RotatedDecoder):
 
     shape: RotaryShape
 
-    def __init__(self, shape: RotaryShape, vocab_size: int, seq_len: int, block: Callable[[int], RotaryBlock]) -> None:
+    def __init__(
+        self, shape: RotaryShape, vocab_size: int, seq_len: int, block: Callable[[int], RotaryBlock]
+    ) -> None:
         super().__init__()
         self._fill(shape, vocab_size, seq_len, map(block, range(shape.layers)), RMSNorm)
 

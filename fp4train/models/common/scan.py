@@ -4,12 +4,13 @@ Per head, with the state h [P, N], and B and C shared by the heads of a group:
 
     h_t = exp(a_t)·h_{t−1} + x_t·B_tᵀ,   y_t = h_t·C_t        a_t ≤ 0
 
-Within a chunk of L tokens this is a masked product, (C·Bᵀ ⊙ decay)·x; a loop passes the state from chunk to chunk. All
-of it is float32, but for the sums of a (`SegmentSums`): what a recipe quantises are the linear layers before and after.
-On GPUs that have mamba-ssm its kernels compute it (`scan_kernels.py`).
+Within a chunk of L tokens this is a masked product, (C·Bᵀ ⊙ decay)·x; a loop passes the state from
+chunk to chunk. All of it is float32, but for the sums of a (`SegmentSums`): what a recipe quantises
+are the linear layers before and after. On GPUs that have mamba-ssm its kernels compute it
+(`scan_kernels.py`).
 
-Dimensions: B batch, T time, D width, H heads, P elements of a head, G groups, N elements of the state, C chunks,
-L tokens of a chunk, R heads of a group.
+Dimensions: B batch, T time, D width, H heads, P elements of a head, G groups, N elements of the
+state, C chunks, L tokens of a chunk, R heads of a group.
 """
 
 import math
@@ -26,13 +27,16 @@ from fp4train.models.common.cut import HoldsParts
 from fp4train.models.common.initialise import Filled, Initial, Numbered, Uniform
 
 STEP = (1e-3, 0.1)
-"""The range of the first time steps, drawn evenly in their logarithm (arXiv:2312.00752, section 3.6)."""
+"""The range of the first time steps, drawn evenly in their logarithm (arXiv:2312.00752, section
+3.6).
+"""
 
 
 def running_sums(a: Tensor) -> Tensor:
     """Σ of each element of a and those before it, along the last dimension.
 
-    torch has no deterministic running sum of floats on GPUs: where `train.deterministic` asks for one, log₂ L sums of
+    torch has no deterministic running sum of floats on GPUs: where `train.deterministic` asks for
+        one, log₂ L sums of
     two shifted tensors are taken instead.
     """
     if not _needs_order(a):
@@ -49,13 +53,15 @@ def _needs_order(a: Tensor) -> bool:
 
 
 class SegmentSums(torch.autograd.Function):
-    """Sums of a over the tokens after s up to t, for t ≥ s: [..., L] → [..., L, L], of which element [t, s] is
-    Σ a_k over s < k ≤ t. What stands above the diagonal means nothing.
+    """Sums of a over the tokens after s up to t, for t ≥ s: [..., L] → [..., L, L], of which
+    element [t, s] is Σ a_k over s < k ≤ t. What stands above the diagonal means nothing.
 
-    Differences of running sums are these sums, but for what rounding leaves of sums that are much larger: they are
-    taken in float64. Their gradient taken in the same way loses all digits where decays are strong: it would subtract
-    the diagonal's gradients, which depend on no a, from themselves. So each a gets the gradients of the sums that it is
-    part of, and no others, as `_chunk_scan_bwd_ddAcs_stable` of mamba-ssm adds them.
+    Differences of running sums are these sums, but for what rounding leaves of sums that are much
+        larger: they are
+    taken in float64. Their gradient taken in the same way loses all digits where decays are strong:
+    it would subtract the diagonal's gradients, which depend on no a, from themselves. So each a
+    gets the gradients of the sums that it is part of, and no others, as
+    `_chunk_scan_bwd_ddAcs_stable` of mamba-ssm adds them.
     """
 
     @staticmethod
@@ -65,7 +71,8 @@ class SegmentSums(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        begun_earlier = running_sums(gradient.tril(-1)).tril(-1)  # [t, k − 1]: of the sums up to t that begin before k
+        # [t, k − 1]: of the sums up to t that begin before k
+        begun_earlier = running_sums(gradient.tril(-1)).tril(-1)
         return F.pad(begun_earlier.sum(-2)[..., :-1], (1, 0))
 
 
@@ -89,11 +96,13 @@ def scan(
     """
     batch, time, heads, dim = x_BTHP.shape
     groups, size = b_BTGN.shape[2:]
-    pad, per = -time % chunk, heads // groups
+    pad = -time % chunk
+    per = heads // groups
     if pad:
         x_BTHP, b_BTGN, c_BTGN = (F.pad(t, (0, 0, 0, 0, 0, pad)) for t in (x_BTHP, b_BTGN, c_BTGN))
         a_BTH = F.pad(a_BTH, (0, 0, 0, pad))
-    x = x_BTHP.view(batch, -1, chunk, groups, per, dim).permute(0, 1, 3, 4, 2, 5)  # [B, C, G, R, L, P]
+    # [B, C, G, R, L, P]
+    x = x_BTHP.view(batch, -1, chunk, groups, per, dim).permute(0, 1, 3, 4, 2, 5)
     a = a_BTH.view(batch, -1, chunk, groups, per).permute(0, 1, 3, 4, 2)  # [B, C, G, R, L]
     b = b_BTGN.view(batch, -1, chunk, groups, size).transpose(2, 3)  # [B, C, G, L, N]
     c = c_BTGN.view(batch, -1, chunk, groups, size).transpose(2, 3)
@@ -103,9 +112,12 @@ def scan(
     whole = from_start[..., -1]
     sees = torch.ones(chunk, chunk, dtype=torch.bool, device=x.device).tril()
     if document_BT is not None:
-        document = torch.cat((document_BT, document_BT[:, -1:].expand(-1, pad)), 1).view(batch, -1, 1, 1, chunk)
+        document = torch.cat((document_BT, document_BT[:, -1:].expand(-1, pad)), 1).view(
+            batch, -1, 1, 1, chunk
+        )
         last = document[..., -1:]
-        before = torch.cat((document[:, :1, ..., :1], last[:, :-1]), 1)  # of the state that enters a chunk
+        # of the state that enters a chunk
+        before = torch.cat((document[:, :1, ..., :1], last[:, :-1]), 1)
         sees = sees & (document[..., :, None] == document[..., None, :])
         to_end = to_end * (document == last)
         from_start = from_start * (document == before)
@@ -113,7 +125,10 @@ def scan(
     decay = segments.masked_fill(~sees, -torch.inf).exp()  # [B, C, G, R, L, L]
     inside = ((c @ b.mT)[:, :, :, None] * decay) @ x
     added = (to_end[..., None] * x).mT @ b[:, :, :, None]  # [B, C, G, R, P, N]
-    h = x.new_zeros(added[:, 0].shape) if state_BHPN is None else state_BHPN.view(batch, groups, per, dim, size)
+    if state_BHPN is None:
+        h = x.new_zeros(added[:, 0].shape)
+    else:
+        h = state_BHPN.view(batch, groups, per, dim, size)
     states = []
     for i in range(added.shape[1]):
         states.append(h)
@@ -124,7 +139,9 @@ def scan(
 
 
 class ScanState:
-    """Memory of one Mamba-2 layer of the tokens it has seen: its state, and the last inputs of its convolution."""
+    """Memory of one Mamba-2 layer of the tokens it has seen: its state, and the last inputs of its
+    convolution.
+    """
 
     def __init__(self) -> None:
         self.state_BHPN: Tensor | None = None
@@ -132,10 +149,11 @@ class ScanState:
 
 
 class Mamba2(HoldsParts, nn.Module):
-    """out_proj(norm(scan(silu(conv(x, B, C))) ⊙ silu(z))), with z, x, B, C and dt from in_proj: [B, T, D] → [B, T, D].
+    """out_proj(norm(scan(silu(conv(x, B, C))) ⊙ silu(z))), with z, x, B, C and dt from in_proj: [B,
+    T, D] → [B, T, D].
 
-    The two projections are linear layers, which `fp4train.convert` replaces. The parameters have the names and shapes
-    of `transformers`.
+    The two projections are linear layers, which `fp4train.convert` replaces. The parameters have
+    the names and shapes of `transformers`.
 
     Args:
         width: D.
@@ -146,7 +164,8 @@ class Mamba2(HoldsParts, nn.Module):
         chunk: tokens of a chunk.
         eps: ε of the norm.
         least_step: the smallest time step.
-        kernels: "auto": those of mamba-ssm where they can be used (`scan_kernels.py`); "torch": none.
+        kernels: "auto": those of mamba-ssm where they can be used (`scan_kernels.py`); "torch":
+            none.
     """
 
     reads = ("in_proj",)
@@ -167,11 +186,20 @@ class Mamba2(HoldsParts, nn.Module):
     ) -> None:
         super().__init__()
         self.kernels = kernels
-        self.missing = scan_kernels.missing() if kernels == "auto" else (kernels, kernels)
+        if kernels == "auto":
+            self.missing = scan_kernels.missing()
+        else:
+            self.missing = (kernels, kernels)
         """Reasons why this process cannot call kernels for the scan and the convolution."""
-        self.heads, self.groups, self.chunk, self.eps, self.least_step = heads, groups, chunk, eps, least_step
-        self.head_dim, self.state = head_dim, state
-        inner, mixed = heads * head_dim, sum(self.mixed_sizes)
+        self.heads = heads
+        self.groups = groups
+        self.chunk = chunk
+        self.eps = eps
+        self.least_step = least_step
+        self.head_dim = head_dim
+        self.state = state
+        inner = heads * head_dim
+        mixed = sum(self.mixed_sizes)
         self.in_proj = nn.Linear(width, sum(self.segments), bias=False)
         self.conv1d = CausalConvolution(mixed, kernel)
         self.dt_bias = nn.Parameter(torch.empty(heads))
@@ -196,7 +224,9 @@ class Mamba2(HoldsParts, nn.Module):
         return self.heads * self.head_dim, *self.mixed_sizes, self.heads
 
     def initial_values(self) -> dict[str, Initial]:
-        """Initial values of parameters that are no matrices, by their names in the layer (arXiv:2405.21060's code)."""
+        """Initial values of parameters that are no matrices, by their names in the layer
+        (arXiv:2405.21060's code).
+        """
 
         def inverse_softplus(logarithm: Tensor) -> Tensor:
             step = logarithm.exp()
@@ -214,36 +244,52 @@ class Mamba2(HoldsParts, nn.Module):
         }
 
     def fp4train_mixing(self, time: int) -> int:
-        """Multiplications per token of the scan: C·Bᵀ and its product with x in a chunk, those into and out of the
-        state; the last chunk is padded."""
+        """Multiplications per token of the scan: C·Bᵀ and its product with x in a chunk, those into
+        and out of the state; the last chunk is padded.
+        """
         inner = self.out_proj.weight.shape[1]
         each = self.chunk * (self.conv1d.weight.shape[0] + inner) // 2 + 2 * inner * self.state
         return -(-time // self.chunk) * self.chunk * each // time
 
     def forward(
-        self, u_BTD: Tensor, time: int, kept: ScanState | None = None, mask_BTT: Tensor | None = None
+        self,
+        u_BTD: Tensor,
+        time: int,
+        kept: ScanState | None = None,
+        mask_BTT: Tensor | None = None,
     ) -> Tensor:
-        """Tokens follow those in the cache, if there is one; with a mask [B, 1, T, T] the state begins where it does.
+        """Tokens follow those in the cache, if there is one; with a mask [B, 1, T, T] the state
+        begins where it does.
 
         Args:
-            u_BTD: or this rank's rows [B·T / p, D], if tensor-parallel ranks share the tokens; so is the result.
+            u_BTD: or this rank's rows [B·T / p, D], if tensor-parallel ranks share the tokens; so
+                is the result.
             time: T.
         """
         document_BT = first_of_document(mask_BTT)
-        inner, mixed_size = self.heads * self.head_dim, sum(self.mixed_sizes)
+        inner = self.heads * self.head_dim
+        mixed_size = sum(self.mixed_sizes)
         projected_BTN = self.in_proj(u_BTD)
         projected_BTN = projected_BTN.view(-1, time, projected_BTN.shape[-1])
         z, mixed, dt = torch.split(projected_BTN, [inner, mixed_size, self.heads], -1)
         deterministic = torch.are_deterministic_algorithms_enabled()
         no_scan, no_convolution = self.missing
         fused = kept is None and no_scan is None
-        fused = fused and scan_kernels.why_torch(self.kernels, u_BTD.device.type, deterministic) is None
+        fused = (
+            fused and scan_kernels.why_torch(self.kernels, u_BTD.device.type, deterministic) is None
+        )
         convolves = fused and no_convolution is None
         if convolves and scan_kernels.why_torch_convolves(self.taps, mixed_size) is None:
-            weight, bias = self.held(self.conv1d.weight)[:, 0], self.held(self.conv1d.bias)
-            mixed, window = _untraced(scan_kernels.silu_of_convolution, mixed.float(), weight, bias, document_BT), None
+            weight = self.held(self.conv1d.weight)[:, 0]
+            bias = self.held(self.conv1d.bias)
+            mixed = _untraced(
+                scan_kernels.silu_of_convolution, mixed.float(), weight, bias, document_BT
+            )
+            window = None
         else:
-            mixed, window = self.conv1d(mixed.float(), None if kept is None else kept.window_BKC, document_BT)
+            mixed, window = self.conv1d(
+                mixed.float(), None if kept is None else kept.window_BKC, document_BT
+            )
             mixed = F.silu(mixed)
         x, b, c = torch.split(mixed, self.mixed_sizes, -1)
         x = x.reshape(*x.shape[:2], self.heads, -1)
@@ -263,7 +309,8 @@ class Mamba2(HoldsParts, nn.Module):
                 document_BT=document_BT,
             )
             if kept is not None:
-                kept.state_BHPN, kept.window_BKC = state, window
+                kept.state_BHPN = state
+                kept.window_BKC = window
         y = (y + self.held(self.D)[:, None] * x).flatten(2) * F.silu(z.float())
         y = y.view(*y.shape[:2], self.groups, -1)
         y = (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)).flatten(-2)
@@ -277,8 +324,14 @@ class Mamba2(HoldsParts, nn.Module):
             return f"scans by torch: {why}"
         why = scan_kernels.why_torch_convolves(self.taps, sum(self.mixed_sizes))
         why = why or scan_kernels.why_missing(scan_kernels.CONVOLUTION)
-        convolution = f"torch: {why}" if why else scan_kernels.version(scan_kernels.CONVOLUTION)
-        return f"scans by {scan_kernels.version(scan_kernels.SCAN)}, their convolutions by {convolution}"
+        if why:
+            convolution = f"torch: {why}"
+        else:
+            convolution = scan_kernels.version(scan_kernels.CONVOLUTION)
+        return (
+            f"scans by {scan_kernels.version(scan_kernels.SCAN)}, their convolutions by "
+            f"{convolution}"
+        )
 
 
 def _untraced(function: Callable[..., Tensor], *args: object) -> Tensor:
@@ -300,10 +353,12 @@ class NormWeight(nn.Module):
 
 
 class CausalConvolution(HoldsParts, nn.Conv1d):
-    """y_t = bias + Σ_k weight_k ⊙ x_{t − K + 1 + k}, each channel by itself. Its model draws the first weights.
+    """y_t = bias + Σ_k weight_k ⊙ x_{t − K + 1 + k}, each channel by itself. Its model draws the
+    first weights.
 
-    Weight decay spares its filters, as it does those of Hyena (and NeMo's `hyena_no_weight_decay_cond`); the code of
-    Mamba-2 and Megatron-LM, which spare parameters of one dimension and those that are marked, decay them.
+    Weight decay spares its filters, as it does those of Hyena (and NeMo's
+    `hyena_no_weight_decay_cond`); the code of Mamba-2 and Megatron-LM, which spare parameters of
+    one dimension and those that are marked, decay them.
     """
 
     bias: nn.Parameter
@@ -322,7 +377,11 @@ class CausalConvolution(HoldsParts, nn.Conv1d):
 
         Args:
             window_BKC: the K − 1 inputs before x; None: zeros.
-            document_BT: a number per token; a token sees none with another. None: all have the same.
+            document_BT: a number per token; a token sees none with another. None: all have the
+                same.
         """
-        weight, bias = self.held(self.weight)[:, 0], self.held(self.bias)
-        return short_convolution(x_BTC, weight, bias, window_BKC=window_BKC, document_BT=document_BT)
+        weight = self.held(self.weight)[:, 0]
+        bias = self.held(self.bias)
+        return short_convolution(
+            x_BTC, weight, bias, window_BKC=window_BKC, document_BT=document_BT
+        )

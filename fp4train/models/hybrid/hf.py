@@ -1,8 +1,10 @@
-"""Nemotron-H and Mamba-2 as Hugging Face's `transformers` has them: names of parameters, and `config.json` both ways.
+"""Nemotron-H and Mamba-2 as Hugging Face's `transformers` has them: names of parameters, and
+`config.json` both ways.
 
-A model of Mamba-2 blocks alone is `mamba2` (`mamba2.py`), any other `nemotron_h`. The blocks of Nemotron-H are named
-`linear_attention` (here `M`), `full_attention` (`*`) and `mlp` (`-`), or by the same letters. Weights lie under the
-names of the published models, `backbone.…`, which transformers renames as it loads them.
+A model of Mamba-2 blocks alone is `mamba2` (`mamba2.py`), any other `nemotron_h`. The blocks of
+Nemotron-H are named `linear_attention` (here `M`), `full_attention` (`*`) and `mlp` (`-`), or by
+the same letters. Weights lie under the names of the published models, `backbone.…`, which
+transformers renames as it loads them.
 """
 
 from collections.abc import Mapping
@@ -19,25 +21,65 @@ _CLASS = "NemotronHForCausalLM"
 _TYPES = {"linear_attention": "M", "full_attention": "*", "mlp": "-"}
 _OLD_TYPES = {"mamba": "M", "mamba2": "M", "attention": "*"}
 _READ = {
-    *("model_type", "architectures", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *(
+        "model_type",
+        "architectures",
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+    ),
     *("layers_block_type", "layer_types", "hybrid_override_pattern", "layer_norm_epsilon"),
-    *("num_attention_heads", "num_key_value_heads", "head_dim", "attention_head_dim", "max_position_embeddings"),
-    *("ssm_state_size", "mamba_num_heads", "mamba_head_dim", "n_groups", "conv_kernel", "chunk_size", "time_step_min"),
+    *(
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "attention_head_dim",
+        "max_position_embeddings",
+    ),
+    *(
+        "ssm_state_size",
+        "mamba_num_heads",
+        "mamba_head_dim",
+        "n_groups",
+        "conv_kernel",
+        "chunk_size",
+        "time_step_min",
+    ),
     *("time_step_max", "time_step_floor", "time_step_limit", "expand", "sliding_window"),
     # of the kernels, of a cache, and of first weights
-    *("num_logits_to_keep", "use_mamba_kernels", "mamba_ssm_cache_dtype", "rescale_prenorm_residual", "time_step_rank"),
+    *(
+        "num_logits_to_keep",
+        "use_mamba_kernels",
+        "mamba_ssm_cache_dtype",
+        "rescale_prenorm_residual",
+        "time_step_rank",
+    ),
     # of rotations, which its attention does not have in transformers
     *("rope_theta", "partial_rotary_factor"),
     # of experts and of predicting several tokens, which no block here has
-    *("n_routed_experts", "n_shared_experts", "moe_intermediate_size", "moe_shared_expert_intermediate_size"),
-    *("moe_latent_size", "moe_shared_expert_overlap", "num_experts_per_tok", "routed_scaling_factor", "n_group"),
+    *(
+        "n_routed_experts",
+        "n_shared_experts",
+        "moe_intermediate_size",
+        "moe_shared_expert_intermediate_size",
+    ),
+    *(
+        "moe_latent_size",
+        "moe_shared_expert_overlap",
+        "num_experts_per_tok",
+        "routed_scaling_factor",
+        "n_group",
+    ),
     *("topk_group", "norm_topk_prob", "mtp_layers_block_type"),
 }
 _REPEATED = {
     **{"rms_norm_eps": "layer_norm_epsilon", "norm_eps": "layer_norm_epsilon"},
     **{"num_query_groups": "num_key_value_heads", "mamba_num_groups": "n_groups"},
 }
-"""Keys of published configurations that transformers does not read → the one that has their value."""
+"""Keys of published configurations that transformers does not read → the one that has their
+value.
+"""
 _ONE_VALUE: dict[str, tuple[object, ...]] = {
     "mlp_hidden_act": ("relu2",),
     "mamba_hidden_act": ("silu", "swish"),
@@ -54,7 +96,8 @@ _ONE_VALUE: dict[str, tuple[object, ...]] = {
 
 
 def shape_of(config: Mapping[str, Any]) -> Hybrid:
-    """The model that a `config.json` describes, with the vocabulary and longest sequence that it names.
+    """The model that a `config.json` describes, with the vocabulary and longest sequence that it
+    names.
 
     Raises:
         ValueError: a key or value that the model here does not have; the message names both.
@@ -65,10 +108,14 @@ def shape_of(config: Mapping[str, Any]) -> Hybrid:
     for other, key in _REPEATED.items():
         if config.get(other) not in (None, config.get(key)):
             raise ValueError(
-                f"{other}={brief(config[other])} is not {key}={brief(config.get(key))}, which the model has"
+                f"{other}={brief(config[other])} is not {key}={brief(config.get(key))}, which "
+                "the model has"
             )
     if config.get("sliding_window") is not None:
-        raise ValueError(f"sliding_window={brief(config['sliding_window'])} is not supported: attention has no window")
+        raise ValueError(
+            f"sliding_window={brief(config['sliding_window'])} is not supported: attention "
+            "has no window"
+        )
     heads = count(config, "num_attention_heads", 32)
     return Hybrid(
         width=count(config, "hidden_size", 4096),
@@ -97,12 +144,15 @@ def config_of(shape: Hybrid, *, vocab_size: int, seq_len: int) -> dict[str, Any]
     """The `config.json` of a model, without dtype and token ids.
 
     Raises:
-        ValueError: head and embedding share their weight, which only those of Mamba-2 blocks alone may.
+        ValueError: head and embedding share their weight, which only those of Mamba-2 blocks alone
+            may.
     """
     if mamba2.has_form(shape):
         return mamba2.config_of(shape, vocab_size=vocab_size)
     if shape.tied:
-        raise ValueError("model.tied=true has no form in transformers: its Nemotron-H has a head of its own")
+        raise ValueError(
+            "model.tied=true has no form in transformers: its Nemotron-H has a head of its own"
+        )
     scan = shape.scan
     letters = {letter: name for name, letter in _TYPES.items()}
     return {
@@ -139,16 +189,29 @@ def names_of(shape: Hybrid) -> dict[str, str]:
         "norm.weight": "backbone.norm_f.weight",
         "head.weight": "backbone.embeddings.weight" if shape.tied else "lm_head.weight",
     }
-    scan = ("in_proj.weight", "conv1d.weight", "conv1d.bias", "dt_bias", "A_log", "D", "norm.weight", "out_proj.weight")
+    scan = (
+        "in_proj.weight",
+        "conv1d.weight",
+        "conv1d.bias",
+        "dt_bias",
+        "A_log",
+        "D",
+        "norm.weight",
+        "out_proj.weight",
+    )
     mixers = {
         "M": {name: name for name in scan},
         "*": {f"w{each}.weight": f"{each}_proj.weight" for each in "qkvo"},
         "-": {f"{each}.weight": f"{each}_proj.weight" for each in ("up", "down")},
     }
     for index, letter in enumerate(shape.pattern):
-        own, theirs = f"blocks.{index}", f"backbone.layers.{index}"
+        own = f"blocks.{index}"
+        theirs = f"backbone.layers.{index}"
         names[f"{own}.norm.weight"] = f"{theirs}.norm.weight"
-        names |= {f"{own}.mixer.{name}": f"{theirs}.mixer.{other}" for name, other in mixers[letter].items()}
+        names |= {
+            f"{own}.mixer.{name}": f"{theirs}.mixer.{other}"
+            for name, other in mixers[letter].items()
+        }
     return names
 
 
@@ -159,11 +222,15 @@ def computed(name: str) -> bool:
 
 def copies_of(shape: Hybrid) -> dict[str, str]:
     """The head of a model whose embedding is tied to it."""
-    return {"lm_head.weight": "backbone.embeddings.weight"} if shape.tied else {}
+    if shape.tied:
+        return {"lm_head.weight": "backbone.embeddings.weight"}
+    return {}
 
 
 def _head_key(config: Mapping[str, Any]) -> str:
-    """The key that names the width of a head of attention. Raises ValueError where two contradict each other."""
+    """The key that names the width of a head of attention. Raises ValueError where two contradict
+    each other.
+    """
     keys = ("head_dim", "attention_head_dim")
     agreed({key: config.get(key) for key in keys})
     return keys[config.get(keys[0]) is None]
@@ -189,13 +256,16 @@ def _pattern(config: Mapping[str, Any]) -> str:
         raise ValueError("layers_block_type is missing")
     layers = count(config, "num_hidden_layers", len(letters))
     if layers != len(letters):
-        raise ValueError(f"num_hidden_layers={layers} contradicts the {len(letters):,} blocks that are named")
+        raise ValueError(
+            f"num_hidden_layers={layers} contradicts the {len(letters):,} blocks that are named"
+        )
     return str(letters)
 
 
 def _letters(config: Mapping[str, Any], key: str) -> str | None:
     """A letter per block of a list of their types; None: there is none of that key."""
-    types, known = config.get(key), _TYPES | _OLD_TYPES
+    types = config.get(key)
+    known = _TYPES | _OLD_TYPES
     if not types:
         return None
     if not isinstance(types, list):

@@ -1,8 +1,9 @@
-"""Mamba-2 as Hugging Face's `transformers` has it: a hybrid whose blocks are all Mamba-2. `hf.py` has its names.
+"""Mamba-2 as Hugging Face's `transformers` has it: a hybrid whose blocks are all Mamba-2. `hf.py`
+has its names.
 
-Its smallest time step is the lower end of `time_step_limit`; `time_step_min`, `_max` and `_floor` are of first weights.
-The residual stream has the dtype of activations here, also where `residual_in_fp32` says float32: in float32 they are
-one.
+Its smallest time step is the lower end of `time_step_limit`; `time_step_min`, `_max` and `_floor`
+are of first weights. The residual stream has the dtype of activations here, also where
+`residual_in_fp32` says float32: in float32 they are one.
 """
 
 import math
@@ -15,13 +16,36 @@ from fp4train.models.hybrid.model import Hybrid, ScanShape
 KIND = "mamba2"
 _CLASS = "Mamba2ForCausalLM"
 _READ = {
-    *("model_type", "architectures", "vocab_size", "hidden_size", "num_hidden_layers", "layer_norm_epsilon", "expand"),
-    *("num_heads", "head_dim", "state_size", "n_groups", "conv_kernel", "chunk_size", "time_step_limit"),
+    *(
+        "model_type",
+        "architectures",
+        "vocab_size",
+        "hidden_size",
+        "num_hidden_layers",
+        "layer_norm_epsilon",
+        "expand",
+    ),
+    *(
+        "num_heads",
+        "head_dim",
+        "state_size",
+        "n_groups",
+        "conv_kernel",
+        "chunk_size",
+        "time_step_limit",
+    ),
     *("tie_word_embeddings", "residual_in_fp32", "layer_types", "intermediate_size"),
     # of first weights
-    *("time_step_min", "time_step_max", "time_step_floor", "time_step_rank", "rescale_prenorm_residual"),
+    *(
+        "time_step_min",
+        "time_step_max",
+        "time_step_floor",
+        "time_step_rank",
+        "rescale_prenorm_residual",
+    ),
     *("time_step_init_scheme", "time_step_scale"),
-    # transformers multiplies by the gate before its norm, also where a published configuration says the contrary
+    # transformers multiplies by the gate before its norm, also where a published configuration says
+    # the contrary
     "norm_before_gate",
 }
 _ONE_VALUE: dict[str, tuple[object, ...]] = {
@@ -41,15 +65,24 @@ def has_form(shape: Hybrid) -> bool:
 def shape_of(config: Mapping[str, Any]) -> Hybrid:
     """See `hf.shape_of`."""
     check_keys(config, KIND, _READ, _ONE_VALUE, _CLASS)
-    width, expand = count(config, "hidden_size", 4096), count(config, "expand", 2)
-    heads, head_dim = count(config, "num_heads", 128), count(config, "head_dim", 64)
+    width = count(config, "hidden_size", 4096)
+    expand = count(config, "expand", 2)
+    heads = count(config, "num_heads", 128)
+    head_dim = count(config, "head_dim", 64)
     if width * expand != heads * head_dim:
-        raise ValueError(f"hidden_size={width} × expand={expand} is not num_heads={heads} × head_dim={head_dim}")
+        raise ValueError(
+            f"hidden_size={width} × expand={expand} is not num_heads={heads} × head_dim={head_dim}"
+        )
     if config.get("intermediate_size", heads * head_dim) != heads * head_dim:
-        raise ValueError(f"intermediate_size={brief(config['intermediate_size'])} is not hidden_size times expand")
+        raise ValueError(
+            f"intermediate_size={brief(config['intermediate_size'])} is not hidden_size times "
+            "expand"
+        )
     layers = count(config, "num_hidden_layers", 64)
     if (types := config.get("layer_types")) not in (None, ["linear_attention"] * layers):
-        raise ValueError(f"layer_types={brief(types)} is not supported: every layer is 'linear_attention'")
+        raise ValueError(
+            f"layer_types={brief(types)} is not supported: every layer is 'linear_attention'"
+        )
     return Hybrid(
         width=width,
         pattern="M" * layers,
@@ -96,10 +129,19 @@ def config_of(shape: Hybrid, *, vocab_size: int) -> dict[str, Any]:
 
 
 def _least_step(limit: object) -> float:
-    """The lower end of `time_step_limit`, which has no upper one; transformers writes infinity as a table."""
+    """The lower end of `time_step_limit`, which has no upper one; transformers writes infinity as a
+    table.
+    """
     if limit is None:
         return 0.0
-    known = isinstance(limit, list | tuple) and len(limit) == 2 and limit[1] in (math.inf, {"__float__": "Infinity"})
+    known = (
+        isinstance(limit, list | tuple)
+        and len(limit) == 2
+        and limit[1] in (math.inf, {"__float__": "Infinity"})
+    )
     if not known or isinstance(limit[0], bool) or not isinstance(limit[0], int | float):  # type: ignore[index]
-        raise ValueError(f"time_step_limit={brief(limit)} is not supported: it must be a smallest step, and infinity")
+        raise ValueError(
+            f"time_step_limit={brief(limit)} is not supported: it must be a smallest step, "
+            "and infinity"
+        )
     return float(limit[0])  # type: ignore[index]

@@ -1,4 +1,5 @@
-"""A decoder of Mamba-2, attention and MLP blocks in the order of a pattern, as Nemotron-H has it (arXiv:2504.03624).
+"""A decoder of Mamba-2, attention and MLP blocks in the order of a pattern, as Nemotron-H has it
+(arXiv:2504.03624).
 
 | letter | block: x + mixer(norm(x)) |
 |---|---|
@@ -6,12 +7,13 @@
 | `*` | attention with grouped queries, without positions: the recurrences before it know them |
 | `-` | MLP: w_down·relu(w_up·x)² (arXiv:2109.08668) |
 
-Parameters are float32 masters; activations take the dtype of the surrounding `autocast` recipe. Linear layers are plain
-`nn.Linear`s until `fp4train.convert` replaces them. Embedding, norms, convolutions, scans, attention products and the
-head stay in high precision.
+Parameters are float32 masters; activations take the dtype of the surrounding `autocast` recipe.
+Linear layers are plain `nn.Linear`s until `fp4train.convert` replaces them. Embedding, norms,
+convolutions, scans, attention products and the head stay in high precision.
 
-Initial weights are drawn by counter (`models/common/initialise.py`): matrices normal with σ = 0.02 (at most
-1/√width), those that write to the residual stream scaled by 1/√blocks; a Mamba-2 block's own as `Mamba2` says.
+Initial weights are drawn by counter (`models/common/initialise.py`): matrices normal with σ = 0.02
+(at most 1/√width), those that write to the residual stream scaled by 1/√blocks; a Mamba-2 block's
+own as `Mamba2` says.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ class ScanShape:
         kernel: tokens of the convolution.
         chunk: tokens that are multiplied at once; changes the order of sums, not the function.
         least_step: the smallest time step.
-        kernels: `auto`: those of mamba-ssm where they can be used (`models/common/scan_kernels.py`); `torch`: none.
+        kernels: `auto`: those of mamba-ssm where they can be used
+            (`models/common/scan_kernels.py`); `torch`: none.
     """
 
     heads: int = 4
@@ -65,11 +68,17 @@ class ScanShape:
         check_least(self, "model.scan.", "heads", "head_dim", "state", "groups", "kernel", "chunk")
         check_least(self, "model.scan.", "kernel", least=2)
         if self.chunk > 4096:
-            raise ValueError(f"model.scan.chunk={self.chunk} must be at most 4096: memory grows with its square")
+            raise ValueError(
+                f"model.scan.chunk={self.chunk} must be at most 4096: memory grows with its square"
+            )
         if self.heads % self.groups:
-            raise ValueError(f"model.scan.heads={self.heads} is not divisible by model.scan.groups={self.groups}")
+            raise ValueError(
+                f"model.scan.heads={self.heads} is not divisible by model.scan.groups={self.groups}"
+            )
         if not 0 <= self.least_step < math.inf:
-            raise ValueError(f"model.scan.least_step={self.least_step} must be finite and not negative")
+            raise ValueError(
+                f"model.scan.least_step={self.least_step} must be finite and not negative"
+            )
         check_choice("model.scan.kernels", self.kernels, CHOICES)
 
 
@@ -99,7 +108,8 @@ class Hybrid(DecoderShape):
         """The model with weights drawn by counter from the seed of torch's default generator.
 
         Raises:
-            ValueError: the tokenizer has more ids than `vocab_size`, or a sequence more tokens than `max_positions`.
+            ValueError: the tokenizer has more ids than `vocab_size`, or a sequence more tokens than
+                `max_positions`.
         """
         self.check(vocab_size, seq_len)
         return HybridModel(self, self.rows(vocab_size), seq_len)
@@ -134,7 +144,10 @@ class HybridBlock(nn.Module):
             self.mixer = Mamba2(width=shape.width, eps=shape.norm_eps, **asdict(shape.scan))
         elif kind == "*":
             self.mixer = Attention(
-                width=shape.width, heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_width
+                width=shape.width,
+                heads=shape.heads,
+                kv_heads=shape.kv_heads,
+                head_dim=shape.head_width,
             )
         else:
             self.mixer = SquaredReluMLP(shape.width, shape.hidden)
@@ -143,7 +156,9 @@ class HybridBlock(nn.Module):
         """The norm."""
         return produced_norms((self.norm, self.mixer))
 
-    def forward(self, x_BTD: Tensor, time: int, kept: Any = None, mask_BTT: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x_BTD: Tensor, time: int, kept: Any = None, mask_BTT: Tensor | None = None
+    ) -> Tensor:
         y, x_BTD = self.norm.of_stream(x_BTD)
         if self.kind == "-":
             y = self.mixer(y)
@@ -155,7 +170,9 @@ class HybridBlock(nn.Module):
 
     def cache(self, length: int) -> KeyValues | ScanState | None:
         """An empty cache for up to `length` tokens."""
-        return ScanState() if self.kind == "M" else KeyValues(length) if self.kind == "*" else None
+        if self.kind == "M":
+            return ScanState()
+        return KeyValues(length) if self.kind == "*" else None
 
 
 class HybridModel(Decoder):
@@ -165,7 +182,13 @@ class HybridModel(Decoder):
 
     def __init__(self, shape: Hybrid, vocab_size: int, seq_len: int) -> None:
         super().__init__()
-        self._fill(shape, vocab_size, seq_len, (HybridBlock(shape, kind) for kind in shape.pattern), RMSNorm)
+        self._fill(
+            shape,
+            vocab_size,
+            seq_len,
+            (HybridBlock(shape, kind) for kind in shape.pattern),
+            RMSNorm,
+        )
         initialise(self, shape.draw)
 
     def initial_values(self) -> dict[str, Initial]:
@@ -175,13 +198,19 @@ class HybridModel(Decoder):
         values: dict[str, Initial] = {}
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
-                writes_residual = name.endswith(("mixer.out_proj.weight", "mixer.wo.weight", "mixer.down.weight"))
+                writes_residual = name.endswith(
+                    ("mixer.out_proj.weight", "mixer.wo.weight", "mixer.down.weight")
+                )
                 values[name] = Normal(residual if writes_residual else std)
             else:
                 values[name] = Filled(1.0)
-        for index, block in self.blocks.named_children():  # a stage has some of them, under the whole model's names
+        # a stage has some of them, under the whole model's names
+        for index, block in self.blocks.named_children():
             if isinstance(mixer := cast(HybridBlock, block).mixer, Mamba2):
-                values |= {f"blocks.{index}.mixer.{name}": value for name, value in mixer.initial_values().items()}
+                values |= {
+                    f"blocks.{index}.mixer.{name}": value
+                    for name, value in mixer.initial_values().items()
+                }
         return values
 
     def initial_buffers(self) -> dict[str, Tensor]:

@@ -11,7 +11,8 @@
 | up; down | the hidden width (out features; in features) |
 | norms of blocks | not cut |
 
-A rank has whole groups of the scan with their heads. So it normalises whole groups, and the scan sends nothing.
+A rank has whole groups of the scan with their heads. So it normalises whole groups, and the scan
+sends nothing.
 """
 
 from __future__ import annotations
@@ -36,20 +37,28 @@ _COUNTS = {
 
 def tensor_cut(model: HybridModel) -> TensorCut:
     """The cut of the blocks that `model` has, of the embedding and of the head."""
-    blocks = [(f"blocks.{index}", model.shape.pattern[int(index)]) for index, _ in model.blocks.named_children()]
+    blocks = [
+        (f"blocks.{index}", model.shape.pattern[int(index)])
+        for index, _ in model.blocks.named_children()
+    ]
     segments: dict[str, tuple[int, ...]] = {}
     for path, kind in blocks:
         if kind == "M":
             mixer = model.get_submodule(f"{path}.mixer")
             assert isinstance(mixer, Mamba2)
             segments[f"{path}.mixer.in_proj"] = mixer.segments
-            segments |= {f"{path}.mixer.conv1d.{name}": tuple(mixer.mixed_sizes) for name in ("weight", "bias")}
+            segments |= {
+                f"{path}.mixer.conv1d.{name}": tuple(mixer.mixed_sizes)
+                for name in ("weight", "bias")
+            }
     return TensorCut(
         out=tuple(f"{path}.mixer.{name}" for path, kind in blocks for name in _OUT[kind]),
         in_=tuple(f"{path}.mixer.{name}" for path, kind in blocks for name in _IN[kind]),
         vocabulary=("embed", "head"),
         tokens=(*(f"{path}.norm" for path, _ in blocks), "norm"),
-        rows=tuple(f"{path}.mixer.{name}" for path, kind in blocks if kind == "M" for name in _ROWS),
+        rows=tuple(
+            f"{path}.mixer.{name}" for path, kind in blocks if kind == "M" for name in _ROWS
+        ),
         segments=segments,
         counts=tuple((f"{path}.mixer", *each) for path, kind in blocks for each in _COUNTS[kind]),
     )

@@ -1,12 +1,13 @@
 """Evo 2's names of parameters and its configuration, both ways.
 
-`transformers` has no StripedHyena 2. The form of such a model is that of vortex, the software of Evo 2: `config.json`
-holds the keys of its configuration, beside a `model_type` of ours, and the tensors have the names and shapes of its
-state dict. The published checkpoints are pickles (.pt), which are never loaded here, since a pickle can run code:
-whoever trusts one saves its tensors under the same names as safetensors first.
+`transformers` has no StripedHyena 2. The form of such a model is that of vortex, the software of
+Evo 2: `config.json` holds the keys of its configuration, beside a `model_type` of ours, and the
+tensors have the names and shapes of its state dict. The published checkpoints are pickles (.pt),
+which are never loaded here, since a pickle can run code: whoever trusts one saves its tensors under
+the same names as safetensors first.
 
-Shared filters stay shared, poles are logarithms, the rows of a projection alternate, and those of attention go head by
-head (`column_split`): no weight is permuted.
+Shared filters stay shared, poles are logarithms, the rows of a projection alternate, and those of
+attention go head by head (`column_split`): no weight is permuted.
 """
 
 from collections.abc import Mapping
@@ -29,20 +30,70 @@ model = StripedHyena(dotdict(json.load(open("FOLDER/config.json"))))
 model.custom_load_state_dict(load_file("FOLDER/model.safetensors"), strict=False)"""
 """Python that loads a folder, since transformers does not."""
 
-_LISTS = {"S": "hcs_layer_idxs", "D": "hcm_layer_idxs", "H": "hcl_layer_idxs", "*": "attn_layer_idxs"}
+_LISTS = {
+    "S": "hcs_layer_idxs",
+    "D": "hcm_layer_idxs",
+    "H": "hcl_layer_idxs",
+    "*": "attn_layer_idxs",
+}
 _BY_LENGTH = 128
-"""Taps from which on vortex multiplies the token itself by a filter's first tap and adds `D`; below, by the last."""
+"""Taps from which on vortex multiplies the token itself by a filter's first tap and adds `D`;
+below, by the last.
+"""
 _READ = {
-    *("model_type", "architectures", "model_name", "vocab_size", "hidden_size", "num_layers", "num_attention_heads"),
-    *("num_filters", "hcl_filter_groups", "hcm_filter_groups", "hcs_filter_groups", "hcm_filter_length"),
+    *(
+        "model_type",
+        "architectures",
+        "model_name",
+        "vocab_size",
+        "hidden_size",
+        "num_layers",
+        "num_attention_heads",
+    ),
+    *(
+        "num_filters",
+        "hcl_filter_groups",
+        "hcm_filter_groups",
+        "hcs_filter_groups",
+        "hcm_filter_length",
+    ),
     *("hcs_filter_length", "short_filter_length", "state_size", "eps", "rotary_emb_base"),
-    *("inner_mlp_size", "evo2_style_activations", "tie_embeddings", "max_seqlen", "max_position_embeddings"),
+    *(
+        "inner_mlp_size",
+        "evo2_style_activations",
+        "tie_embeddings",
+        "max_seqlen",
+        "max_position_embeddings",
+    ),
     *_LISTS.values(),
     # of first weights, and of how it is run
-    *("mlp_init_method", "mlp_output_init_method", "make_vocab_size_divisible_by", "inner_size_multiple_of"),
-    *("log_intermediate_values", "hyena_filter_groups", "model_parallel_size", "pipe_parallel_size"),
-    *("use_fp8_input_projections", "max_batch_size", "use_flash_attn", "use_flash_rmsnorm", "use_flash_depthwise"),
-    *("use_flashfft", "use_laughing_hyena", "inference_mode", "tokenizer_type", "prefill_style", "print_activations"),
+    *(
+        "mlp_init_method",
+        "mlp_output_init_method",
+        "make_vocab_size_divisible_by",
+        "inner_size_multiple_of",
+    ),
+    *(
+        "log_intermediate_values",
+        "hyena_filter_groups",
+        "model_parallel_size",
+        "pipe_parallel_size",
+    ),
+    *(
+        "use_fp8_input_projections",
+        "max_batch_size",
+        "use_flash_attn",
+        "use_flash_rmsnorm",
+        "use_flash_depthwise",
+    ),
+    *(
+        "use_flashfft",
+        "use_laughing_hyena",
+        "inference_mode",
+        "tokenizer_type",
+        "prefill_style",
+        "print_activations",
+    ),
     # the last of these counts only where positions are interpolated, which is refused
     *("use_hcs_kernel", "use_hcm_kernel", "use_hcl_kernel", "rotary_emb_scaling_factor"),
 }
@@ -65,25 +116,33 @@ _ONE_VALUE: dict[str, tuple[object, ...]] = {
 
 
 def shape_of(config: Mapping[str, Any]) -> Hyena:
-    """The model that a `config.json` describes, with the vocabulary and longest sequence that it names.
+    """The model that a `config.json` describes, with the vocabulary and longest sequence that it
+    names.
 
     Raises:
         ValueError: a key or value that the model here does not have; the message names both.
     """
     check_keys(config, MODEL_TYPES[0], _READ, _ONE_VALUE)
-    width, heads = count(config, "hidden_size"), count(config, "num_attention_heads")
+    width = count(config, "hidden_size")
+    heads = count(config, "num_attention_heads")
     pattern = _pattern(config)
     for key in ("num_filters", "hcl_filter_groups"):
         if count(config, key, width) != width:
-            raise ValueError(f"{key}={config[key]} is not supported: long filters are one per channel, {width}")
-    short, medium = count(config, "hcs_filter_length", 7), count(config, "hcm_filter_length", _BY_LENGTH)
+            raise ValueError(
+                f"{key}={config[key]} is not supported: long filters are one per channel, {width}"
+            )
+    short = count(config, "hcs_filter_length", 7)
+    medium = count(config, "hcm_filter_length", _BY_LENGTH)
     _check_lengths(short, medium, "hcs_filter_length", "hcm_filter_length")
     shared = {
-        count(config, f"{kind}_filter_groups") for kind, letter in (("hcs", "S"), ("hcm", "D")) if letter in pattern
+        count(config, f"{kind}_filter_groups")
+        for kind, letter in (("hcs", "S"), ("hcm", "D"))
+        if letter in pattern
     }
     if len(shared) > 1:
         raise ValueError(
-            f"hcs_filter_groups={config['hcs_filter_groups']} and hcm_filter_groups={config['hcm_filter_groups']} must "
+            f"hcs_filter_groups={config['hcs_filter_groups']} and "
+            f"hcm_filter_groups={config['hcm_filter_groups']} must "
             "be equal"
         )
     return Hyena(
@@ -117,12 +176,15 @@ def config_of(shape: Hyena, *, vocab_size: int, seq_len: int) -> dict[str, Any]:
     """
     if shape.head_width * shape.heads != shape.width:
         raise ValueError(
-            f"model.head_dim={shape.head_width} has no form in Evo 2's software: its heads have width / heads "
+            f"model.head_dim={shape.head_width} has no form in Evo 2's software: its heads "
+            "have width / heads "
             f"elements, {shape.width / shape.heads:g}"
         )
     filters = shape.filters
     _check_lengths(filters.short, filters.medium, "model.filters.short", "model.filters.medium")
-    places = {kind: [n for n, letter in enumerate(shape.pattern) if letter == kind] for kind in _LISTS}
+    places = {
+        kind: [n for n, letter in enumerate(shape.pattern) if letter == kind] for kind in _LISTS
+    }
     return {
         "model_type": MODEL_TYPES[0],
         "vocab_size": vocab_size,
@@ -176,7 +238,8 @@ def names_of(shape: Hyena) -> dict[str, str]:
         "mixer.featuriser": "filter.short_filter_weight",
         **{f"mixer.out_proj.{each}": f"out_filter_dense.{each}" for each in ("weight", "bias")},
     }
-    taps, direct = {"mixer.taps": "filter.h"}, {"mixer.direct": "filter.D"}
+    taps = {"mixer.taps": "filter.h"}
+    direct = {"mixer.direct": "filter.D"}
     modal = {f"mixer.{each}": f"filter.{each}" for each in ("log_poles", "residues")}
     own = {
         "S": convolution | taps,
@@ -184,11 +247,17 @@ def names_of(shape: Hyena) -> dict[str, str]:
         "H": convolution | modal | direct,
         "*": {
             "mixer.qkv.weight": "inner_mha_cls.Wqkv.weight",
-            **{f"mixer.out_proj.{each}": f"inner_mha_cls.out_proj.{each}" for each in ("weight", "bias")},
+            **{
+                f"mixer.out_proj.{each}": f"inner_mha_cls.out_proj.{each}"
+                for each in ("weight", "bias")
+            },
         },
     }
     for index, kind in enumerate(shape.pattern):
-        names |= {f"blocks.{index}.{mine}": f"blocks.{index}.{theirs}" for mine, theirs in (block | own[kind]).items()}
+        names |= {
+            f"blocks.{index}.{mine}": f"blocks.{index}.{theirs}"
+            for mine, theirs in (block | own[kind]).items()
+        }
     return names
 
 
@@ -199,17 +268,21 @@ def computed(name: str) -> bool:
 
 def copies_of(shape: Hyena) -> dict[str, str]:
     """A head that is tied."""
-    return {"unembed.weight": "embedding_layer.weight"} if shape.tied else {}
+    if shape.tied:
+        return {"unembed.weight": "embedding_layer.weight"}
+    return {}
 
 
 def _check_lengths(short: int, medium: int, short_key: str, medium_key: str) -> None:
     if short >= _BY_LENGTH:
         raise ValueError(
-            f"{short_key}={short} is not supported: Evo 2's software has fewer than {_BY_LENGTH} taps there"
+            f"{short_key}={short} is not supported: Evo 2's software has fewer than "
+            f"{_BY_LENGTH} taps there"
         )
     if medium < _BY_LENGTH:
         raise ValueError(
-            f"{medium_key}={medium} is not supported: Evo 2's software has at least {_BY_LENGTH} taps there"
+            f"{medium_key}={medium} is not supported: Evo 2's software has at least "
+            f"{_BY_LENGTH} taps there"
         )
 
 
@@ -223,7 +296,10 @@ def _pattern(config: Mapping[str, Any]) -> str:
             raise ValueError(f"{key}={brief(places)} must be a list of numbers of blocks")
         for place in places:
             if place in letters or not 0 <= place < total:
-                what = f"also in {_LISTS[letters[place]]}" if place in letters else f"not below num_layers={total}"
+                if place in letters:
+                    what = f"also in {_LISTS[letters[place]]}"
+                else:
+                    what = f"not below num_layers={total}"
                 raise ValueError(f"{key} names block {place}, which is {what}")
             letters[place] = letter
     if lost := [place for place in range(total) if place not in letters]:

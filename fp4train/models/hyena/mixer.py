@@ -10,8 +10,8 @@
 | `D` | medium: the same with more taps, the first one multiplies the token itself | per channel |
 | `H` | long: implicit, a sum of exponentials per channel, as long as the sequence | per channel |
 
-The projections are linear layers, which `fp4train.convert` replaces. Between them everything is float32. Parameters
-have the shapes of the published Evo 2 models.
+The projections are linear layers, which `fp4train.convert` replaces. Between them everything is
+float32. Parameters have the shapes of the published Evo 2 models.
 """
 
 import math
@@ -37,9 +37,16 @@ from fp4train.models.common.initialise import Filled, Initial, Normal, Uniform
 from fp4train.models.common.operators import rotate
 from fp4train.text import check_least
 
-KINDS = {"S": "short convolution", "D": "medium convolution", "H": "long convolution", "*": "attention"}
+KINDS = {
+    "S": "short convolution",
+    "D": "medium convolution",
+    "H": "long convolution",
+    "*": "attention",
+}
 TIMES = (2.0, 512.0)
-"""The tokens within which the exponentials of a long filter first fall to 1/e, drawn evenly in their logarithm."""
+"""The tokens within which the exponentials of a long filter first fall to 1/e, drawn evenly in
+their logarithm.
+"""
 LARGEST_POLE = -1e-5
 """The largest logarithm of a pole: an exponential that grew would overflow."""
 
@@ -66,7 +73,9 @@ class FilterShape:
 
 
 class ConvolutionState:
-    """Memory of one mixer of the tokens it has seen: the last inputs of its convolutions, of a long one the state."""
+    """Memory of one mixer of the tokens it has seen: the last inputs of its convolutions, of a long
+    one the state.
+    """
 
     def __init__(self) -> None:
         self.features_BKC: Tensor | None = None
@@ -75,13 +84,16 @@ class ConvolutionState:
 
 
 class GatedConvolution(HoldsParts, nn.Module):
-    """A mixer `S`, `D` or `H`: x [B, T, D] → [B, T, D]. Tensor-parallel ranks have channels of their own."""
+    """A mixer `S`, `D` or `H`: x [B, T, D] → [B, T, D]. Tensor-parallel ranks have channels of
+    their own.
+    """
 
     reads = ("in_proj",)
 
     def __init__(self, width: int, kind: str, filters: FilterShape) -> None:
         super().__init__()
-        self.kind, self.width = kind, width
+        self.kind = kind
+        self.width = width
         self.in_proj = nn.Linear(width, 3 * width, bias=False)
         self.featuriser = nn.Parameter(torch.empty(3 * width, 1, filters.featuriser))
         if kind == "H":
@@ -90,17 +102,23 @@ class GatedConvolution(HoldsParts, nn.Module):
         else:
             taps = filters.short if kind == "S" else filters.medium
             self.taps = nn.Parameter(torch.empty(filters.groups, 1, taps))
-        self.direct = None if kind == "S" else nn.Parameter(torch.empty(width))
+        if kind == "S":
+            self.direct = None
+        else:
+            self.direct = nn.Parameter(torch.empty(width))
         self.out_proj = nn.Linear(width, width)
 
     @property
     def fp4train_elementwise(self) -> tuple[str, ...]:
         """The filters, which multiply no matrix."""
-        return ("featuriser", "log_poles", "residues") if self.kind == "H" else ("featuriser", "taps")
+        if self.kind == "H":
+            return ("featuriser", "log_poles", "residues")
+        return ("featuriser", "taps")
 
     def initial_values(self) -> dict[str, Initial]:
-        """Initial values of its parameters by name, but for `out_proj.weight`: q, k, v with variance 1 before the
-        featuriser, filters that keep it about as it is."""
+        """Initial values of its parameters by name, but for `out_proj.weight`: q, k, v with
+        variance 1 before the featuriser, filters that keep it about as it is.
+        """
         values: dict[str, Initial] = {
             "in_proj.weight": Normal(self.width**-0.5),
             "featuriser": _taps(self.featuriser),
@@ -119,18 +137,27 @@ class GatedConvolution(HoldsParts, nn.Module):
     def fp4train_mixing(self, time: int) -> float:
         """Multiplications per token of Fourier transforms; short filters are counted as weights."""
         taps = time if self.kind == "H" else self.taps.shape[-1]
-        return 0 if self.kind == "S" else self.out_proj.weight.shape[1] * transformed(time, taps)
+        if self.kind == "S":
+            return 0
+        return self.out_proj.weight.shape[1] * transformed(time, taps)
 
     def forward(
-        self, x_BTD: Tensor, time: int, kept: ConvolutionState | None = None, mask_BTT: Tensor | None = None
+        self,
+        x_BTD: Tensor,
+        time: int,
+        kept: ConvolutionState | None = None,
+        mask_BTT: Tensor | None = None,
     ) -> Tensor:
-        """Tokens follow those in the cache, if there is one; with a mask [B, 1, T, T] filters begin where it does.
+        """Tokens follow those in the cache, if there is one; with a mask [B, 1, T, T] filters begin
+        where it does.
 
         Args:
-            x_BTD: or this rank's rows [B·T / p, D], if tensor-parallel ranks share the tokens; so is the result.
+            x_BTD: or this rank's rows [B·T / p, D], if tensor-parallel ranks share the tokens; so
+                is the result.
             time: T.
         """
-        document_BT, projected = first_of_document(mask_BTT), self.in_proj(x_BTD).float()
+        document_BT = first_of_document(mask_BTT)
+        projected = self.in_proj(x_BTD).float()
         features, window = short_convolution(
             projected.view(-1, time, projected.shape[-1]),
             self.held(self.featuriser)[:, 0],
@@ -147,7 +174,9 @@ class GatedConvolution(HoldsParts, nn.Module):
         out: Tensor = self.out_proj((q * y).to(x_BTD.dtype))
         return out
 
-    def _explicit(self, u_BTC: Tensor, kept: ConvolutionState | None, document_BT: Tensor | None) -> Tensor:
+    def _explicit(
+        self, u_BTC: Tensor, kept: ConvolutionState | None, document_BT: Tensor | None
+    ) -> Tensor:
         """Taps * u, and in the cache the last inputs."""
         taps = self.held(self.taps)[:, 0]
         taps = taps.repeat_interleave(u_BTC.shape[-1] // taps.shape[0], 0)
@@ -157,16 +186,22 @@ class GatedConvolution(HoldsParts, nn.Module):
         elif kept is None:
             return long_convolution(u_BTC, taps, document_BT)
         else:
-            time, kernel = u_BTC.shape[1], taps.shape[1]
+            time = u_BTC.shape[1]
+            kernel = taps.shape[1]
             all_BSC = with_window(u_BTC, before, kernel)
-            y, window = long_convolution(all_BSC, taps)[:, kernel - 1 :], all_BSC[:, time:]
+            y = long_convolution(all_BSC, taps)[:, kernel - 1 :]
+            window = all_BSC[:, time:]
         if kept is not None:
             kept.window_BKC = window
         return y
 
-    def _long(self, u_BTC: Tensor, kept: ConvolutionState | None, document_BT: Tensor | None) -> Tensor:
+    def _long(
+        self, u_BTC: Tensor, kept: ConvolutionState | None, document_BT: Tensor | None
+    ) -> Tensor:
         """The sum of exponentials * u, and in the cache the state."""
-        log_poles, residues, time = self.held(self.log_poles)[..., 0], self.held(self.residues), u_BTC.shape[1]
+        log_poles = self.held(self.log_poles)[..., 0]
+        residues = self.held(self.residues)
+        time = u_BTC.shape[1]
         y = long_convolution(u_BTC, modal_filter(log_poles, residues, time), document_BT)
         if kept is not None:
             if kept.state_BCN is not None:
@@ -181,8 +216,8 @@ def _taps(weight: Tensor) -> Uniform:
 
 
 class FusedAttention(nn.Module):
-    """Causal attention with rotary positions: [B, T, D] → [B, T, D]. The rows of one weight make q, k and v: those of
-    the first head, then those of the second.
+    """Causal attention with rotary positions: [B, T, D] → [B, T, D]. The rows of one weight make q,
+    k and v: those of the first head, then those of the second.
 
     Args:
         width: D.
@@ -194,7 +229,8 @@ class FusedAttention(nn.Module):
 
     def __init__(self, *, width: int, heads: int, head_dim: int) -> None:
         super().__init__()
-        self.heads, self.head_dim = heads, head_dim
+        self.heads = heads
+        self.head_dim = head_dim
         self.qkv = nn.Linear(width, 3 * heads * head_dim, bias=False)
         self.out_proj = nn.Linear(heads * head_dim, width)
 
@@ -207,18 +243,30 @@ class FusedAttention(nn.Module):
         return self.out_proj.weight.shape[1] * time
 
     def forward(
-        self, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor, kept: KeyValues | None, mask_BTT: Tensor | None
+        self,
+        x_BTD: Tensor,
+        cos_TE: Tensor,
+        sin_TE: Tensor,
+        kept: KeyValues | None,
+        mask_BTT: Tensor | None,
     ) -> Tensor:
-        """Tokens follow those in the cache, if there is one; with a mask [B, 1, T, T] a token attends to those that it
-        says. If tensor-parallel ranks share the tokens, x and the result are this rank's rows [B·T / p, D]."""
+        """Tokens follow those in the cache, if there is one; with a mask [B, 1, T, T] a token
+        attends to those that it says. If tensor-parallel ranks share the tokens, x and the result
+        are this rank's rows [B·T / p, D].
+        """
         time = cos_TE.shape[0]
         heads = self.qkv(x_BTD).view(-1, time, self.heads, 3, self.head_dim)
         q, k, v = heads.transpose(1, 2).unbind(-2)
-        q, k = rotate(q, cos_TE, sin_TE), rotate(k, cos_TE, sin_TE)
-        causal, mask = mask_BTT is None, mask_BTT
+        q = rotate(q, cos_TE, sin_TE)
+        k = rotate(k, cos_TE, sin_TE)
+        causal = mask_BTT is None
+        mask = mask_BTT
         if kept is not None:
             k, v = kept.extended(k, v)
-            causal, mask = k.shape[2] == time, seen_mask(time, k.shape[2], k.device)
-        y = widened(nn.functional.scaled_dot_product_attention, q, k, v, attn_mask=mask, is_causal=causal)
+            causal = k.shape[2] == time
+            mask = seen_mask(time, k.shape[2], k.device)
+        y = widened(
+            nn.functional.scaled_dot_product_attention, q, k, v, attn_mask=mask, is_causal=causal
+        )
         out: Tensor = self.out_proj(y.transpose(1, 2).flatten(2))
         return out

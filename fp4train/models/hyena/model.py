@@ -1,16 +1,18 @@
-"""StripedHyena 2: a decoder of gated convolutions and attention in the order of a pattern, as Evo 2 has it.
+"""StripedHyena 2: a decoder of gated convolutions and attention in the order of a pattern, as Evo 2
+has it.
 
-A block is x + mixer(norm(x)), then x + MLP(norm(x)). The letters of its mixers are those of `mixer.py`
-(arXiv:2503.01868; Evo 2: Brixi et al. 2025). The MLP is gated, w_down·(a(w_gate·x) ⊙ w_up·x), where a is GELU in the
-first block and nothing in the others. The norms divide by the root mean square plus ε.
+A block is x + mixer(norm(x)), then x + MLP(norm(x)). The letters of its mixers are those of
+`mixer.py` (arXiv:2503.01868; Evo 2: Brixi et al. 2025). The MLP is gated, w_down·(a(w_gate·x) ⊙
+w_up·x), where a is GELU in the first block and nothing in the others. The norms divide by the root
+mean square plus ε.
 
-Parameters are float32 masters; activations take the dtype of the surrounding `autocast` recipe. Linear layers are plain
-`nn.Linear`s until `fp4train.convert` replaces them. Embedding, norms, convolutions, attention products and the head
-stay in high precision.
+Parameters are float32 masters; activations take the dtype of the surrounding `autocast` recipe.
+Linear layers are plain `nn.Linear`s until `fp4train.convert` replaces them. Embedding, norms,
+convolutions, attention products and the head stay in high precision.
 
-Initial weights are drawn by counter (`models/common/initialise.py`): matrices normal with σ = 0.02 (at most
-1/√width), those that write to the residual stream scaled by 1/√(2·blocks); those of a convolution as
-`GatedConvolution` says.
+Initial weights are drawn by counter (`models/common/initialise.py`): matrices normal with σ = 0.02
+(at most 1/√width), those that write to the residual stream scaled by 1/√(2·blocks); those of a
+convolution as `GatedConvolution` says.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ GELU = ("first", "all")
 
 @dataclass(frozen=True, kw_only=True)
 class Hyena(DecoderShape):
-    """Shape of a StripedHyena 2 model, beside what `DecoderShape` has; its heads are those of attention.
+    """Shape of a StripedHyena 2 model, beside what `DecoderShape` has; its heads are those of
+    attention.
 
     Args:
         pattern: a letter per block, `S`, `D`, `H` or `*`.
@@ -71,7 +74,8 @@ class Hyena(DecoderShape):
         check_least(self, "model.", "hidden")
         if self.kv_heads != self.heads:
             raise ValueError(
-                f"model.kv_heads={self.kv_heads} must be model.heads={self.heads}: one weight makes queries, keys and "
+                f"model.kv_heads={self.kv_heads} must be model.heads={self.heads}: one weight "
+                "makes queries, keys and "
                 "values of each head"
             )
         if not 0 < self.rope_base < math.inf:
@@ -79,10 +83,13 @@ class Hyena(DecoderShape):
         check_choice("model.gelu", self.gelu, GELU)
         check_pattern(self.pattern, KINDS)
         if "*" in self.pattern and self.head_width % 2:
-            raise ValueError(f"heads of {self.head_width} elements: rotary embedding needs an even number")
+            raise ValueError(
+                f"heads of {self.head_width} elements: rotary embedding needs an even number"
+            )
         if self.width % self.filters.groups and set("SD") & set(self.pattern):
             raise ValueError(
-                f"model.width={self.width} is not divisible by model.filters.groups={self.filters.groups}: each filter "
+                f"model.width={self.width} is not divisible by "
+                f"model.filters.groups={self.filters.groups}: each filter "
                 "serves as many channels"
             )
 
@@ -90,7 +97,8 @@ class Hyena(DecoderShape):
         """The model with weights drawn by counter from the seed of torch's default generator.
 
         Raises:
-            ValueError: the tokenizer has more ids than `vocab_size`, or a sequence more tokens than `max_positions`.
+            ValueError: the tokenizer has more ids than `vocab_size`, or a sequence more tokens than
+                `max_positions`.
         """
         self.check(vocab_size, seq_len)
         return HyenaModel(self, self.rows(vocab_size), seq_len)
@@ -141,7 +149,9 @@ class HyenaBlock(nn.Module):
         self.norm = RootNorm(shape.width, eps=shape.norm_eps)
         self.mixer: GatedConvolution | FusedAttention
         if self.kind == "*":
-            self.mixer = FusedAttention(width=shape.width, heads=shape.heads, head_dim=shape.head_width)
+            self.mixer = FusedAttention(
+                width=shape.width, heads=shape.heads, head_dim=shape.head_width
+            )
         else:
             self.mixer = GatedConvolution(shape.width, self.kind, shape.filters)
         self.mlp_norm = RootNorm(shape.width, eps=shape.norm_eps)
@@ -152,7 +162,12 @@ class HyenaBlock(nn.Module):
         return produced_norms((self.norm, self.mixer), (self.mlp_norm, self.mlp))
 
     def forward(
-        self, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor, kept: Any = None, mask_BTT: Tensor | None = None
+        self,
+        x_BTD: Tensor,
+        cos_TE: Tensor,
+        sin_TE: Tensor,
+        kept: Any = None,
+        mask_BTT: Tensor | None = None,
     ) -> Tensor:
         y, x_BTD = self.norm.of_stream(x_BTD)
         if isinstance(self.mixer, FusedAttention):
@@ -164,7 +179,9 @@ class HyenaBlock(nn.Module):
 
     def cache(self, length: int) -> KeyValues | ConvolutionState:
         """An empty cache for up to `length` tokens."""
-        return KeyValues(length) if self.kind == "*" else ConvolutionState()
+        if self.kind == "*":
+            return KeyValues(length)
+        return ConvolutionState()
 
 
 class HyenaModel(RotatedDecoder):
@@ -188,9 +205,13 @@ class HyenaModel(RotatedDecoder):
                 values[name] = Normal(residual)
             else:
                 values[name] = Normal(std) if parameter.dim() == 2 else Filled(1.0)
-        for index, block in self.blocks.named_children():  # a stage has some of them, under the whole model's names
+        # a stage has some of them, under the whole model's names
+        for index, block in self.blocks.named_children():
             mixer = cast(HyenaBlock, block).mixer
-            own = mixer.initial_values(std) if isinstance(mixer, FusedAttention) else mixer.initial_values()
+            if isinstance(mixer, FusedAttention):
+                own = mixer.initial_values(std)
+            else:
+                own = mixer.initial_values()
             values |= {f"blocks.{index}.mixer.{name}": value for name, value in own.items()}
         return values
 
@@ -204,4 +225,8 @@ class HyenaModel(RotatedDecoder):
 
     def fp4train_bounds(self) -> dict[str, float]:
         """The logarithms of poles stay negative, whatever an optimizer's step does."""
-        return {name: LARGEST_POLE for name, _ in self.named_parameters() if name.endswith(".mixer.log_poles")}
+        return {
+            name: LARGEST_POLE
+            for name, _ in self.named_parameters()
+            if name.endswith(".mixer.log_poles")
+        }

@@ -1,4 +1,5 @@
-"""Llama, Qwen2 and Qwen3 as Hugging Face's `transformers` has them: names of parameters, and `config.json` both ways.
+"""Llama, Qwen2 and Qwen3 as Hugging Face's `transformers` has them: names of parameters, and
+`config.json` both ways.
 
 | `model_type` | its model here |
 |---|---|
@@ -6,9 +7,10 @@
 | `qwen2` | `qkv_bias` |
 | `qwen3` | `qk_norm` |
 
-A key of a `config.json` is read, must have the one value that the model here has, or is known to change nothing that is
-computed; any other is refused, since it may stand for something that the model here lacks. A missing key has the value
-that the class in `transformers` gives it. Weights need no permutation: both rotate halves of a head.
+A key of a `config.json` is read, must have the one value that the model here has, or is known to
+change nothing that is computed; any other is refused, since it may stand for something that the
+model here lacks. A missing key has the value that the class in `transformers` gives it. Weights
+need no permutation: both rotate halves of a head.
 """
 
 from collections.abc import Mapping
@@ -33,7 +35,8 @@ from fp4train.models.llama.model import Llama
 ARCHITECTURE = Llama
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
 FREE = ("recompute", "draw", "max_positions", "rope_base", "rope_scaling")
-computed, copies_of = is_frequency, tied_head
+computed = is_frequency
+copies_of = tied_head
 _CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _LENGTHS = {"llama": 2048, "qwen2": 32768, "qwen3": 32768}
 _QWEN3_HEAD = 128
@@ -41,7 +44,8 @@ _ONE_VALUE = ROTARY_VALUES | {"use_mrope": (False, None), "rope_interleaved": (F
 
 
 def shape_of(config: Mapping[str, Any]) -> Llama:
-    """The model that a `config.json` describes, with the head dimension, vocabulary and longest sequence that it names.
+    """The model that a `config.json` describes, with the head dimension, vocabulary and longest
+    sequence that it names.
 
     Raises:
         ValueError: a key or value that the model here does not have; the message names both.
@@ -50,7 +54,10 @@ def shape_of(config: Mapping[str, Any]) -> Llama:
     _check(config, kind)
     if kind != "llama" and "num_key_value_heads" not in config:
         raise ValueError("num_key_value_heads is missing")
-    default = _QWEN3_HEAD if kind == "qwen3" else count(config, "hidden_size") // count(config, "num_attention_heads")
+    if kind == "qwen3":
+        default = _QWEN3_HEAD
+    else:
+        default = count(config, "hidden_size") // count(config, "num_attention_heads")
     return Llama(
         **read_rotary(config, longest=_LENGTHS[kind]),
         head_dim=count(config, "head_dim", default),
@@ -68,11 +75,15 @@ def config_of(shape: Llama, *, vocab_size: int, seq_len: int) -> dict[str, Any]:
     """
     if shape.qkv_bias and shape.qk_norm:
         raise ValueError(
-            "model.qkv_bias=true with model.qk_norm=true has no form in transformers: Qwen2 has the biases of queries, "
+            "model.qkv_bias=true with model.qk_norm=true has no form in transformers: Qwen2 "
+            "has the biases of queries, "
             "keys and values, Qwen3 the norms of queries and keys"
         )
     kind = "qwen2" if shape.qkv_bias else "qwen3" if shape.qk_norm else "llama"
-    own = {"llama": {"attention_bias": False, "mlp_bias": False}, "qwen3": {"attention_bias": False}}
+    own = {
+        "llama": {"attention_bias": False, "mlp_bias": False},
+        "qwen3": {"attention_bias": False},
+    }
     return {
         "architectures": [_CLASSES[kind]],
         "model_type": kind,
@@ -89,11 +100,14 @@ def names_of(shape: Llama) -> dict[str, str]:
     if shape.qkv_bias:
         block |= {f"attention.w{each}.bias": f"self_attn.{each}_proj.bias" for each in "qkv"}
     for index in range(shape.layers):
-        names |= {f"blocks.{index}.{own}": f"model.layers.{index}.{theirs}" for own, theirs in block.items()}
+        names |= {
+            f"blocks.{index}.{own}": f"model.layers.{index}.{theirs}"
+            for own, theirs in block.items()
+        }
     return names
 
 
-# -- reading a configuration ------------------------------------------------------------------------------------------
+# -- reading a configuration -----------------------------------------------------------------------
 
 
 def _check(config: Mapping[str, Any], kind: str) -> None:
@@ -102,12 +116,16 @@ def _check(config: Mapping[str, Any], kind: str) -> None:
     check_attention(config)
     if kind == "llama" and config.get("sliding_window") is not None:
         raise ValueError(
-            f"sliding_window={brief(config['sliding_window'])} is not supported: transformers' Llama has no window, "
-            "but vLLM takes it. Take it out of a copy of config.json if the model was trained without one"
+            f"sliding_window={brief(config['sliding_window'])} is not supported: "
+            "transformers' Llama has no window, "
+            "but vLLM takes it. Take it out of a copy of config.json if the model was "
+            "trained without one"
         )
     if kind != "llama" and config.get("layer_types") is None and flag(config, "use_sliding_window"):
-        window, first = config.get("sliding_window", 4096), count(config, "max_window_layers", 28)
+        window = config.get("sliding_window", 4096)
+        first = count(config, "max_window_layers", 28)
         if window is not None and first < count(config, "num_hidden_layers"):
             raise ValueError(
-                f"use_sliding_window=True is not supported: sliding_window={brief(window)} from layer {first} on"
+                f"use_sliding_window=True is not supported: sliding_window={brief(window)} "
+                f"from layer {first} on"
             )

@@ -1,15 +1,18 @@
-"""Llama: a decoder of RMSNorm, rotary attention with grouped queries, and SwiGLU (arXiv:2302.13971, arXiv:2407.21783).
+"""Llama: a decoder of RMSNorm, rotary attention with grouped queries, and SwiGLU (arXiv:2302.13971,
+arXiv:2407.21783).
 
-Two options give other families: biases of queries, keys and values Qwen2 (arXiv:2407.10671), norms of queries and keys
-Qwen3 (arXiv:2505.09388). `hf.py` has the names and the configuration that Hugging Face gives them.
+Two options give other families: biases of queries, keys and values Qwen2 (arXiv:2407.10671), norms
+of queries and keys Qwen3 (arXiv:2505.09388). `hf.py` has the names and the configuration that
+Hugging Face gives them.
 
-Parameters are float32 masters; activations take the dtype of the surrounding `autocast` recipe. The linear layers of
-the blocks are plain `nn.Linear`s until `fp4train.convert` replaces them. Embedding, norms, attention products and the
-head stay in high precision.
+Parameters are float32 masters; activations take the dtype of the surrounding `autocast` recipe. The
+linear layers of the blocks are plain `nn.Linear`s until `fp4train.convert` replaces them.
+Embedding, norms, attention products and the head stay in high precision.
 
-Initialisation: normal with σ = 0.02 (capped at 1/√width), the projections that write to the residual stream scaled by
-1/√(2·layers) (GPT-2), so that the stream's variance does not grow with depth. All come from torch's generator in
-sequence, or each by itself from its name and position (`models/common/initialise.py`).
+Initialisation: normal with σ = 0.02 (capped at 1/√width), the projections that write to the
+residual stream scaled by 1/√(2·layers) (GPT-2), so that the stream's variance does not grow with
+depth. All come from torch's generator in sequence, or each by itself from its name and position
+(`models/common/initialise.py`).
 """
 
 from __future__ import annotations
@@ -30,8 +33,9 @@ class Llama(RotaryShape):
     Args:
         hidden: width of the SwiGLU; None: 8/3 of the width, rounded up to a multiple of 32.
         qkv_bias: whether the projections to queries, keys and values have biases.
-        draw: where initial weights come from. `torch`: torch's generator on the CPU, in sequence. `counter`: each from
-            the seed, its parameter's name and its position, so that ranks draw their parts alone; for large models.
+        draw: where initial weights come from. `torch`: torch's generator on the CPU, in sequence.
+            `counter`: each from the seed, its parameter's name and its position, so that ranks draw
+            their parts alone; for large models.
     """
 
     hidden: int | None = None
@@ -48,10 +52,12 @@ class Llama(RotaryShape):
         return self.hidden or -(-self.width * 8 // 3 // 32) * 32
 
     def build(self, *, vocab_size: int, seq_len: int) -> LlamaModel:
-        """The model with weights drawn from torch's default generator, or with `draw: counter` by that one's seed.
+        """The model with weights drawn from torch's default generator, or with `draw: counter` by
+        that one's seed.
 
         Raises:
-            ValueError: the tokenizer has more ids than `vocab_size`, or a sequence more tokens than `max_positions`.
+            ValueError: the tokenizer has more ids than `vocab_size`, or a sequence more tokens than
+                `max_positions`.
         """
         self.check(vocab_size, seq_len)
         return LlamaModel(self, self.rows(vocab_size), seq_len)

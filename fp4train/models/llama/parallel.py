@@ -41,5 +41,9 @@ def tensor_cut(
         vocabulary=("embed", "head"),
         tokens=(*each("attention_norm", "mlp_norm"), "norm"),
         heads=each("attention.q_norm", "attention.k_norm") if qk_norm else (),
-        counts=tuple((name, count, f"model.{count}") for name in each("attention") for count in ("heads", "kv_heads")),
+        counts=tuple(
+            (name, count, f"model.{count}")
+            for name in each("attention")
+            for count in ("heads", "kv_heads")
+        ),
     )

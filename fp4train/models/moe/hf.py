@@ -1,5 +1,5 @@
-"""Mixtral, Qwen3-MoE, GLM-4-MoE and dots.llm1 as Hugging Face's `transformers` has them: names of parameters, and
-`config.json` both ways.
+"""Mixtral, Qwen3-MoE, GLM-4-MoE and dots.llm1 as Hugging Face's `transformers` has them: names of
+parameters, and `config.json` both ways.
 
 | `model_type` | its model here |
 |---|---|
@@ -8,12 +8,14 @@
 | `glm4_moe` | sigmoid, a bias, shared experts, `dense` first blocks: the experts of DeepSeek-V3 |
 | `dots1` | the same with `qk_norm`; read, and written as `glm4_moe` |
 
-A folder has a matrix per expert. `transformers` joins them as it loads them, gate above up, as they are here.
+A folder has a matrix per expert. `transformers` joins them as it loads them, gate above up, as they
+are here.
 
-dots.llm1 and GLM-4-MoE compute the same, and their weights have the same names. vLLM, SGLang and TensorRT-LLM serve
-GLM-4-MoE (GLM-4.5 to 4.7), and of them no current one serves dots.llm1. GLM-4-MoE rotates half of each head where
-`partial_rotary_factor` does not say 1. Its classes in vLLM and SGLang have a head of their own whatever
-`tie_word_embeddings` says, so a tied one is written twice.
+dots.llm1 and GLM-4-MoE compute the same, and their weights have the same names. vLLM, SGLang and
+TensorRT-LLM serve GLM-4-MoE (GLM-4.5 to 4.7), and of them no current one serves dots.llm1.
+GLM-4-MoE rotates half of each head where `partial_rotary_factor` does not say 1. Its classes in
+vLLM and SGLang have a head of their own whatever `tie_word_embeddings` says, so a tied one is
+written twice.
 """
 
 from collections.abc import Mapping
@@ -45,7 +47,8 @@ ARCHITECTURE = MixtureOfExperts
 MODEL_TYPES = ("mixtral", "qwen3_moe", "glm4_moe", "dots1")
 EXACT = ("e_score_correction_bias",)
 FREE = ("recompute", "max_positions", "rope_base", "rope_scaling", "balance")
-computed, copies_of = is_frequency, tied_head
+computed = is_frequency
+copies_of = tied_head
 _CLASSES = {
     "mixtral": "MixtralForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
@@ -61,8 +64,20 @@ _TOP = {"mixtral": 2, "qwen3_moe": 8, "glm4_moe": 8, "dots1": None}
 _COUNTED = ("n_routed_experts", "num_experts", "num_local_experts")
 """The keys of the number of experts; `transformers` takes each for the others."""
 _READ = ROTARY_KEYS | {
-    *("num_local_experts", "num_experts", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"),
-    *("n_shared_experts", "norm_topk_prob", "routed_scaling_factor", "first_k_dense_replace", "mlp_only_layers"),
+    *(
+        "num_local_experts",
+        "num_experts",
+        "n_routed_experts",
+        "num_experts_per_tok",
+        "moe_intermediate_size",
+    ),
+    *(
+        "n_shared_experts",
+        "norm_topk_prob",
+        "routed_scaling_factor",
+        "first_k_dense_replace",
+        "mlp_only_layers",
+    ),
     "use_qk_norm",
     # of blocks that predict several tokens, whose weights would be refused
     *("num_nextn_predict_layers", "num_mtp_layers"),
@@ -81,7 +96,8 @@ _ONE_VALUE = ROTARY_VALUES | {
 
 
 def shape_of(config: Mapping[str, Any]) -> MixtureOfExperts:
-    """The model that a `config.json` describes, with the vocabulary and longest sequence that it names.
+    """The model that a `config.json` describes, with the vocabulary and longest sequence that it
+    names.
 
     Raises:
         ValueError: a key or value that the model here does not have; the message names both.
@@ -95,7 +111,9 @@ def shape_of(config: Mapping[str, Any]) -> MixtureOfExperts:
         raise ValueError("num_key_value_heads is missing")
     experts = _experts(config, kind)
     check_matrices(config, experts.count)
-    rotary = read_rotary(config, eps=_EPS[kind], longest=_LENGTHS[kind], rope_base=_ROPE_BASES[kind])
+    rotary = read_rotary(
+        config, eps=_EPS[kind], longest=_LENGTHS[kind], rope_base=_ROPE_BASES[kind]
+    )
     return MixtureOfExperts(
         **rotary,
         dense=_dense(config, kind),
@@ -112,7 +130,8 @@ def config_of(shape: MixtureOfExperts, *, vocab_size: int, seq_len: int) -> dict
     Raises:
         ValueError: no model of transformers has these options together.
     """
-    kind, experts = _kind(shape), shape.experts
+    kind = _kind(shape)
+    experts = shape.experts
     rotary = write_rotary(shape, vocab_size=vocab_size, seq_len=seq_len)
     own: dict[str, dict[str, Any]] = {
         "mixtral": {"num_local_experts": experts.count, "sliding_window": None},
@@ -152,21 +171,31 @@ def config_of(shape: MixtureOfExperts, *, vocab_size: int, seq_len: int) -> dict
 
 
 def names_of(shape: MixtureOfExperts) -> dict[str, Stored]:
-    """Names of the state dict → Hugging Face's; a tied head has the embedding's, but for GLM-4-MoE."""
+    """Names of the state dict → Hugging Face's; a tied head has the embedding's, but for
+    GLM-4-MoE.
+    """
     kind = _kind(shape)
     outside, block = rotary_names(tied=shape.tied and kind != "glm4_moe", qk_norm=shape.qk_norm)
     names: dict[str, Stored] = {**outside}
     inside = "block_sparse_moe" if kind == "mixtral" else "mlp"
-    gate, up, down = ("w1", "w3", "w2") if kind == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+    gate, up, down = (
+        ("w1", "w3", "w2") if kind == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+    )
     for index in range(shape.layers):
-        own, theirs = f"blocks.{index}", f"model.layers.{index}"
+        own = f"blocks.{index}"
+        theirs = f"model.layers.{index}"
         names |= {f"{own}.{ours}": f"{theirs}.{other}" for ours, other in block.items()}
         if index < shape.dense:
-            names |= {f"{own}.mlp.{each}.weight": f"{theirs}.mlp.{each}_proj.weight" for each in ("gate", "up", "down")}
+            names |= {
+                f"{own}.mlp.{each}.weight": f"{theirs}.mlp.{each}_proj.weight"
+                for each in ("gate", "up", "down")
+            }
             continue
         expert = [f"{theirs}.{inside}.experts.{number}" for number in range(shape.experts.count)]
         names[f"{own}.mlp.router.weight"] = f"{theirs}.{inside}.gate.weight"
-        names[f"{own}.mlp.gate_up.weight"] = tuple((f"{e}.{gate}.weight", f"{e}.{up}.weight") for e in expert)
+        names[f"{own}.mlp.gate_up.weight"] = tuple(
+            (f"{e}.{gate}.weight", f"{e}.{up}.weight") for e in expert
+        )
         names[f"{own}.mlp.down.weight"] = tuple((f"{e}.{down}.weight",) for e in expert)
         if shape.experts.bias:
             names[f"{own}.mlp.router.bias"] = f"{theirs}.mlp.gate.e_score_correction_bias"
@@ -182,23 +211,37 @@ def _kind(shape: MixtureOfExperts) -> str:
     """The `model_type` of a model. Raises ValueError where transformers has none."""
     experts = shape.experts
     if experts.scores == "sigmoid":
-        have = {"model.experts.bias=true": experts.bias, "model.experts.shared of at least 1": experts.shared > 0}
+        have = {
+            "model.experts.bias=true": experts.bias,
+            "model.experts.shared of at least 1": experts.shared > 0,
+        }
         kind = "glm4_moe"
     else:
-        have = {"model.experts.bias=false": not experts.bias, "model.experts.shared=0": not experts.shared}
+        have = {
+            "model.experts.bias=false": not experts.bias,
+            "model.experts.shared=0": not experts.shared,
+        }
         have["model.experts.scale=1"] = experts.scale == 1
         if not shape.qk_norm:
-            have |= {"model.experts.normalised=true": experts.normalised, "model.dense=0": not shape.dense}
+            have |= {
+                "model.experts.normalised=true": experts.normalised,
+                "model.dense=0": not shape.dense,
+            }
         kind = "qwen3_moe" if shape.qk_norm else "mixtral"
     if lost := [key for key, has in have.items() if not has]:
-        chosen = f"model.experts.scores={experts.scores} and model.qk_norm={str(shape.qk_norm).lower()}"
-        raise ValueError(f"transformers has no model with {chosen} without {lost[0]}; {_CLASSES[kind]} has it")
+        chosen = (
+            f"model.experts.scores={experts.scores} and model.qk_norm={str(shape.qk_norm).lower()}"
+        )
+        raise ValueError(
+            f"transformers has no model with {chosen} without {lost[0]}; {_CLASSES[kind]} has it"
+        )
     return kind
 
 
 def _experts(config: Mapping[str, Any], kind: str) -> ExpertShape:
     """The layers of experts that a configuration describes."""
-    sigmoid, glm = kind in _SIGMOID, kind == "glm4_moe"
+    sigmoid = kind in _SIGMOID
+    glm = kind == "glm4_moe"
     named = {key: config[key] for key in _COUNTED if config.get(key) is not None}
     agreed(named)
     key = next(iter(named), _COUNTED[0] if sigmoid else _COUNTED[1])
@@ -209,7 +252,9 @@ def _experts(config: Mapping[str, Any], kind: str) -> ExpertShape:
         hidden=count(config, "intermediate_size" if kind == "mixtral" else "moe_intermediate_size"),
         shared=count(config, "n_shared_experts", 1 if glm else None) if sigmoid else 0,
         scores="sigmoid" if sigmoid else "softmax",
-        normalised=kind == "mixtral" or (glm and normalised is None) or flag(config, "norm_topk_prob"),
+        normalised=kind == "mixtral"
+        or (glm and normalised is None)
+        or flag(config, "norm_topk_prob"),
         scale=number(config, "routed_scaling_factor", 1.0) if sigmoid else 1.0,
         bias=sigmoid,
     )
@@ -223,32 +268,49 @@ def _dense(config: Mapping[str, Any], kind: str) -> int:
         dense = config.get("first_k_dense_replace")
         dense = int(kind == "glm4_moe") if dense is None else dense
         if type(dense) is not int or not 0 <= dense <= MOST["num_hidden_layers"]:
-            raise ValueError(f"first_k_dense_replace={brief(dense)} must be a whole number from 0 on")
+            raise ValueError(
+                f"first_k_dense_replace={brief(dense)} must be a whole number from 0 on"
+            )
         return dense
     listed = config.get("mlp_only_layers") or []
-    if not isinstance(listed, list) or sorted(map(repr, listed)) != sorted(map(repr, range(len(listed)))):
-        raise ValueError(f"mlp_only_layers={brief(listed)} is not supported: only the first blocks may have no experts")
+    if not isinstance(listed, list) or sorted(map(repr, listed)) != sorted(
+        map(repr, range(len(listed)))
+    ):
+        raise ValueError(
+            f"mlp_only_layers={brief(listed)} is not supported: only the first blocks may "
+            "have no experts"
+        )
     return len(listed)
 
 
 def _check_rotation(config: Mapping[str, Any], kind: str) -> None:
-    """Raises ValueError where half of each head is rotated, which is GLM-4-MoE's way where no key says another."""
+    """Raises ValueError where half of each head is rotated, which is GLM-4-MoE's way where no key
+    says another.
+    """
     if kind != "glm4_moe":
         return
     tables = [config, *(config.get(key) or {} for key in ("rope_parameters", "rope_scaling"))]
     if not any(isinstance(table, Mapping) and "partial_rotary_factor" in table for table in tables):
-        raise ValueError("partial_rotary_factor is missing, which means 0.5, and only 1 is supported")
+        raise ValueError(
+            "partial_rotary_factor is missing, which means 0.5, and only 1 is supported"
+        )
 
 
 def _check_window(config: Mapping[str, Any], kind: str) -> None:
-    """Raises ValueError where a layer attends to a window alone; a list of all layers says that none does."""
+    """Raises ValueError where a layer attends to a window alone; a list of all layers says that
+    none does.
+    """
     window = config.get("sliding_window", 4096 if kind == "dots1" else None)
     if kind == "glm4_moe" and window is not None:
-        raise ValueError(f"sliding_window={brief(window)} is no key of GLM-4-MoE, whose attention has no window")
+        raise ValueError(
+            f"sliding_window={brief(window)} is no key of GLM-4-MoE, whose attention has no window"
+        )
     if window is None or config.get("layer_types") is not None:
         return
     if kind == "qwen3_moe" and not flag(config, "use_sliding_window"):
         return
-    if kind == "dots1" and count(config, "max_window_layers", 62) >= count(config, "num_hidden_layers"):
+    if kind == "dots1" and count(config, "max_window_layers", 62) >= count(
+        config, "num_hidden_layers"
+    ):
         return
     raise ValueError(f"sliding_window={brief(window)} is not supported: attention has no window")

@@ -1,11 +1,14 @@
-"""A mixture of experts: Llama's decoder, whose MLPs are experts that a router chooses from (arXiv:2101.03961).
+"""A mixture of experts: Llama's decoder, whose MLPs are experts that a router chooses from
+(arXiv:2101.03961).
 
-With softmax scores and no shared expert it is Mixtral (arXiv:2401.04088) or, with norms of queries and keys, Qwen3-MoE
-(arXiv:2505.09388); with sigmoid scores, a bias, a shared expert and dense first blocks it has the experts of
-DeepSeek-V3 (arXiv:2412.19437), as GLM-4-MoE has them. `models/common/experts.py` says what a layer of experts computes.
+With softmax scores and no shared expert it is Mixtral (arXiv:2401.04088) or, with norms of queries
+and keys, Qwen3-MoE (arXiv:2505.09388); with sigmoid scores, a bias, a shared expert and dense first
+blocks it has the experts of DeepSeek-V3 (arXiv:2412.19437), as GLM-4-MoE has them.
+`models/common/experts.py` says what a layer of experts computes.
 
-Linear layers and experts follow the recipe. Routers are computed in float32; embedding, norms, attention products and
-the head stay in high precision. First weights are drawn by counter, as those of Llama; biases of routers begin at 0.
+Linear layers and experts follow the recipe. Routers are computed in float32; embedding, norms,
+attention products and the head stay in high precision. First weights are drawn by counter, as those
+of Llama; biases of routers begin at 0.
 """
 
 from __future__ import annotations
@@ -48,10 +51,13 @@ class MixtureOfExperts(RotaryShape):
         if self.hidden < 1:
             raise ValueError(f"model.hidden={self.hidden} must be at least 1")
         if not 0 <= self.dense < self.layers:
-            raise ValueError(f"model.dense={self.dense} must lie from 0 to below model.layers={self.layers}")
+            raise ValueError(
+                f"model.dense={self.dense} must lie from 0 to below model.layers={self.layers}"
+            )
         if self.balance.speed and not self.experts.bias:
             raise ValueError(
-                f"model.balance.speed={self.balance.speed} moves a bias that the routers do not have: add "
+                f"model.balance.speed={self.balance.speed} moves a bias that the routers do "
+                "not have: add "
                 "model.experts.bias=true, or set it to 0"
             )
 
@@ -59,7 +65,8 @@ class MixtureOfExperts(RotaryShape):
         """The model with weights drawn by counter from the seed of torch's default generator.
 
         Raises:
-            ValueError: the tokenizer has more ids than `vocab_size`, or a sequence more tokens than `max_positions`.
+            ValueError: the tokenizer has more ids than `vocab_size`, or a sequence more tokens than
+                `max_positions`.
         """
         self.check(vocab_size, seq_len)
         return MixtureModel(self, self.rows(vocab_size), seq_len)
@@ -90,30 +97,46 @@ class MixtureModel(RotaryDecoder):
         initialise(self, shape.draw)
 
     def initial_buffers(self) -> dict[str, Tensor]:
-        """Buffers of the rotary embedding, and the biases of the routers that this part of the model has."""
-        biases = {f"{name}.bias": router.bias for _, name, router in self._routers() if router.bias is not None}
-        return super().initial_buffers() | {name: torch.zeros(len(b), device="cpu") for name, b in biases.items()}
+        """Buffers of the rotary embedding, and the biases of the routers that this part of the
+        model has.
+        """
+        biases = {
+            f"{name}.bias": router.bias
+            for _, name, router in self._routers()
+            if router.bias is not None
+        }
+        return super().initial_buffers() | {
+            name: torch.zeros(len(b), device="cpu") for name, b in biases.items()
+        }
 
     def fp4train_tensor_cut(self) -> TensorCut:
         """How tensor parallelism cuts the model."""
         return tensor_cut(self.shape)
 
     def fp4train_routed(self) -> Tensor:
-        """Loads that the routers of this part of the model have counted since the last call: a row per block of the
-        whole model, zero where it has no router here; float64 [blocks, E + 3], see `Router.seen`."""
+        """Loads that the routers of this part of the model have counted since the last call: a row
+        per block of the whole model, zero where it has no router here; float64 [blocks, E + 3], see
+        `Router.seen`.
+        """
         device = next(self.parameters()).device
-        table = torch.zeros(self.shape.layers, self.shape.experts.count + 3, dtype=torch.float64, device=device)
+        table = torch.zeros(
+            self.shape.layers, self.shape.experts.count + 3, dtype=torch.float64, device=device
+        )
         for index, _, router in self._routers():
             table[index] = router.seen()
         return table
 
     def fp4train_even_out(self, loads_LE: Tensor, failed: Tensor) -> None:
-        """Move the biases of the routers, after an optimizer step; `loads_LE` are those of the whole batch."""
+        """Move the biases of the routers, after an optimizer step; `loads_LE` are those of the
+        whole batch.
+        """
         for index, _, router in self._routers():
             router.even_out(loads_LE[index], failed)
 
     def _routers(self) -> Iterator[tuple[int, str, Router]]:
-        """(Index of the block, name, router); a stage has some of the blocks, under the whole model's names."""
+        """(Index of the block, name, router); a stage has some of the blocks, under the whole
+        model's names.
+        """
         for index, block in self.blocks.named_children():
             if isinstance(block, RotaryBlock) and isinstance(block.mlp, ExpertLayer):
                 yield int(index), f"blocks.{index}.mlp.router", block.mlp.router

@@ -7,8 +7,8 @@
 | gate_up, down of routed experts | experts: a rank has whole ones |
 | router | not cut: every rank routes all tokens |
 
-A rank quantises whole weights and all rows of its experts, as one rank does, so no block is divided however narrow an
-expert is. Only the sum over a token's experts has another order.
+A rank quantises whole weights and all rows of its experts, as one rank does, so no block is divided
+however narrow an expert is. Only the sum over a token's experts has another order.
 """
 
 from __future__ import annotations
@@ -25,8 +25,14 @@ if TYPE_CHECKING:
 def tensor_cut(shape: MixtureOfExperts) -> TensorCut:
     """The cut of all blocks, of the embedding and of the head."""
     dense, routed = (
-        [f"blocks.{i}.mlp" for i in each] for each in (range(shape.dense), range(shape.dense, shape.layers))
+        [f"blocks.{i}.mlp" for i in each]
+        for each in (range(shape.dense), range(shape.dense, shape.layers))
     )
-    shared = [f"{path}.shared" for path in routed] if shape.experts.shared else []
+    if shape.experts.shared:
+        shared = [f"{path}.shared" for path in routed]
+    else:
+        shared = []
     groups = tuple(f"{path}.{name}" for path in routed for name in ("gate_up", "down"))
-    return llama.tensor_cut(shape.layers, qk_norm=shape.qk_norm, mlps=[*dense, *shared], experts=groups)
+    return llama.tensor_cut(
+        shape.layers, qk_norm=shape.qk_norm, mlps=[*dense, *shared], experts=groups
+    )

@@ -1,4 +1,5 @@
-"""Executors: what the plan of a layer becomes, made where a plan is applied, or by the first call in an `autocast`.
+"""Executors: what the plan of a layer becomes, made where a plan is applied, or by the first call
+in an `autocast`.
 
     whole_layer   torch in high precision; a backend's kernels of a whole layer (Transformer Engine)
     gemms         three GEMMs, each on its own backend
@@ -6,9 +7,10 @@
     parts         the same of parts of the in features, each in a recipe of its own
     groups        the same of a group of weights, each for its own rows (experts)
 
-`EXECUTORS` alone decides between them. What an executor carries from step to step are states of its layer, because it
-outlives a change of the recipe: the histories of delayed scaling, the norms of the channels, a backend's own. Each kind
-of state says how it is saved, checked and joined over the ranks (`LayerState`), each executor which kinds it needs.
+`EXECUTORS` alone decides between them. What an executor carries from step to step are states of its
+layer, because it outlives a change of the recipe: the histories of delayed scaling, the norms of
+the channels, a backend's own. Each kind of state says how it is saved, checked and joined over the
+ranks (`LayerState`), each executor which kinds it needs.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ EXECUTORS: Final[Mapping[type[Executor], Callable[[LayerPlan], object]]] = {
 }
 """Executor → whether it can run a layer with this plan. The first one that can does."""
 
-STATES: Final[Mapping[str, type[LayerState]]] = {kind.kind: kind for each in EXECUTORS for kind in each.kinds}
+STATES: Final[Mapping[str, type[LayerState]]] = {
+    kind.kind: kind for each in EXECUTORS for kind in each.kinds
+}
 """The kinds of states that are not a backend's, in the order in which they are joined."""
 
 
@@ -49,7 +53,9 @@ def executor_class(plan: LayerPlan) -> type[Executor]:
     return next(each for each, runs in EXECUTORS.items() if runs(plan))
 
 
-def make_executor(plan: LayerPlan, device: str, shard: LayerShard | None = None, *, sums: Sums = None) -> Executor:
+def make_executor(
+    plan: LayerPlan, device: str, shard: LayerShard | None = None, *, sums: Sums = None
+) -> Executor:
     """The executor of `plan`; arguments as for `Executor`."""
     chosen = executor_class(plan)
     if device == "meta" and chosen is not CutGemms:  # for meta tensors the shape is enough
@@ -65,9 +71,12 @@ def make_state(layer: CalledLayer, kind: str) -> LayerState:
     """A state of `layer` that has seen nothing."""
     if kind in LAYER_BACKENDS:
         backend = LAYER_BACKENDS[kind]
-        return (backend.expert_kernels if layer.layer.experts else backend.kernels)(layer.layer.name)
+        return (backend.expert_kernels if layer.layer.experts else backend.kernels)(
+            layer.layer.name
+        )
     made = STATES[kind]()
-    made.joined, made.common = layer.joined, layer.common
+    made.joined = layer.joined
+    made.common = layer.common
     return made
 
 
@@ -90,20 +99,30 @@ def by_state(saved: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
 
 
 def saved_tensor(key: str) -> SavedTensor | None:
-    """The dtype, … that its state demands of the tensor of this name in a checkpoint; None: it demands nothing."""
+    """The dtype, … that its state demands of the tensor of this name in a checkpoint; None: it
+    demands nothing.
+    """
     kind, name = _place(key)
-    return STATES[kind].tensors.get(name.partition(".")[0]) if kind in STATES else None
+    if kind in STATES:
+        return STATES[kind].tensors.get(name.partition(".")[0])
+    return None
 
 
 def _place(key: str) -> tuple[str, str]:
-    """The kind of the state whose tensor has this name in a checkpoint, and its name within the state."""
+    """The kind of the state whose tensor has this name in a checkpoint, and its name within the
+    state.
+    """
     first, _, rest = key.partition(".")
-    owner = next((name for name, each in STATES.items() if not each.prefixed and first in each.tensors), None)
+    owner = next(
+        (name for name, each in STATES.items() if not each.prefixed and first in each.tensors), None
+    )
     return (first, rest) if owner is None else (owner, key)
 
 
 def join_states(layers: Iterable[CalledLayer], ranks: DataRanks) -> None:
-    """Join the layers' states over `ranks` after the last backward of a step: they become those of the whole batch."""
+    """Join the layers' states over `ranks` after the last backward of a step: they become those of
+    the whole batch.
+    """
     found: dict[str, list[LayerState]] = {kind: [] for kind in STATES}
     for kind, state in (item for layer in layers for item in layer.states.items()):
         found.setdefault(kind, []).append(state)

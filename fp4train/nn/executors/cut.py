@@ -1,20 +1,22 @@
 """The GEMMs of a layer that tensor parallelism cuts.
 
-Tensor parallelism (arXiv:1909.08053) cuts a layer y = x·wᵀ along its out features ("out") or in features ("in"):
+Tensor parallelism (arXiv:1909.08053) cuts a layer y = x·wᵀ along its out features ("out") or in
+features ("in"):
 
 | cut | x | w | y | what is summed over the ranks |
 |---|---|---|---|---|
 | out | whole | [N/p, K] | [M, N/p] | dx, after dgrad |
 | in | [M, K/p] | [N, K/p] | whole | y, after fprop |
 
-With `sequence` (arXiv:2205.05198) the whole activations, x of "out" and y of "in", are cut along tokens between layers:
-they are gathered before a GEMM, and the sum leaves each rank its tokens. Partial sums are added in float32 and rounded
-once, as a single rank rounds its product.
+With `sequence` (arXiv:2205.05198) the whole activations, x of "out" and y of "in", are cut along
+tokens between layers: they are gathered before a GEMM, and the sum leaves each rank its tokens.
+Partial sums are added in float32 and rounded once, as a single rank rounds its product.
 
-Tokens are gathered as codes: each rank quantises its tokens of x or dy, and codes and scales are sent. A row-wise form
-[M, K] is cut along its rows, a column-wise form [K, M] along its blocked columns. Both equal the forms of the gathered
-tensor in every bit if the tokens of a rank are whole blocks; else the tensor itself is gathered. NVFP4 sends 0.5625 B
-per element and form instead of 2, and keeps only a rank's own tokens of q(xᵀ) for backward.
+Tokens are gathered as codes: each rank quantises its tokens of x or dy, and codes and scales are
+sent. A row-wise form [M, K] is cut along its rows, a column-wise form [K, M] along its blocked
+columns. Both equal the forms of the gathered tensor in every bit if the tokens of a rank are whole
+blocks; else the tensor itself is gathered. NVFP4 sends 0.5625 B per element and form instead of 2,
+and keeps only a rank's own tokens of q(xᵀ) for backward.
 """
 
 from __future__ import annotations
@@ -37,18 +39,25 @@ from fp4train.quantize.sharded import divided_tensors, joined
 
 
 class SummedProduct:
-    """A backend's products of which each rank has a term: they are summed in float32, and rounded once.
+    """A backend's products of which each rank has a term: they are summed in float32, and rounded
+    once.
 
     Args:
         sequence: whether each rank takes its tokens of the sum.
     """
 
     def __init__(self, backend: Backend, ranks: Ranks, sequence: bool) -> None:
-        self._backend, self._sum = backend, ranks.sum_rows if sequence else ranks.sum
-        self.takes_codes, self.takes_tiles = backend.takes_codes, backend.takes_tiles
+        self._backend = backend
+        self._sum = ranks.sum_rows if sequence else ranks.sum
+        self.takes_codes = backend.takes_codes
+        self.takes_tiles = backend.takes_tiles
 
-    def product(self, a: Prepared, b: Prepared, *, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-        """a [R, C]·b [S, C]ᵀ + bias [S] → [R, S], over the columns C of all ranks, in `out_dtype`."""
+    def product(
+        self, a: Prepared, b: Prepared, *, out_dtype: torch.dtype, bias: Tensor | None = None
+    ) -> Tensor:
+        """a [R, C]·b [S, C]ᵀ + bias [S] → [R, S], over the columns C of all ranks, in
+        `out_dtype`.
+        """
         whole = self._sum(self._backend.product(a, b, out_dtype=torch.float32))
         return (whole if bias is None else whole + bias.to(out_dtype)).to(out_dtype)
 
@@ -56,29 +65,44 @@ class SummedProduct:
 class CutGemms(Gemms):
     """The GEMMs of a layer's shard, and the collectives around them."""
 
-    def __init__(self, plan: LayerPlan, device: str, shard: LayerShard, *, sums: Sums = None) -> None:
+    def __init__(
+        self, plan: LayerPlan, device: str, shard: LayerShard, *, sums: Sums = None
+    ) -> None:
         super().__init__(plan, device, shard, sums=sums)
         assert shard.tensor is not None
-        self.ranks, self.cut, self.sequence = shard.tensor, shard.cut, shard.sequence
+        self.ranks = shard.tensor
+        self.cut = shard.cut
+        self.sequence = shard.sequence
         self.tokens = shard.tokens
         self.sent: TensorForms | None = None
-        """x ("out") or dy ("in") of this rank's tokens, sent as codes; None: the tensor itself is gathered."""
+        """x ("out") or dy ("in") of this rank's tokens, sent as codes; None: the tensor itself is
+        gathered.
+        """
         if self.cut == "out":
             self.dgrad = SummedProduct(self.dgrad, self.ranks, self.sequence)  # type: ignore[assignment]
-            row, column = plan.sources["fprop", "x"], plan.sources["wgrad", "x"]
+            row = plan.sources["fprop", "x"]
+            column = plan.sources["wgrad", "x"]
             coded = row.spec is not None
         else:
             self.fprop = SummedProduct(self.fprop, self.ranks, self.sequence)  # type: ignore[assignment]
-            row, column = plan.sources["dgrad", "dy"], plan.sources["wgrad", "dy"]
+            row = plan.sources["dgrad", "dy"]
+            column = plan.sources["wgrad", "dy"]
             coded = row.spec is not None and column.spec is not None
         if self.sequence and coded:
             self.sent = TensorForms((row, column), (True, True), device, shard, tokens=True)
         self.route = EAGER  # collectives, and tokens whose number changes
 
     def __call__(
-        self, layer: CalledLayer, x_MK: Tensor, weights: Weights, biases: Biases, now: State, counts: Counts = ()
+        self,
+        layer: CalledLayer,
+        x_MK: Tensor,
+        weights: Weights,
+        biases: Biases,
+        now: State,
+        counts: Counts = (),
     ) -> Tensor:
-        w_NK, bias_N = local(weights[0]), None if biases[0] is None else local(biases[0])
+        w_NK = local(weights[0])
+        bias_N = None if biases[0] is None else local(biases[0])
         if self.device == "meta":
             return self._shape_of(x_MK, w_NK).to(self.dtype)
         call = layer.call_in(now, self, x_MK.shape[0] * self.tokens)
@@ -88,12 +112,20 @@ class CutGemms(Gemms):
 
     def _shape_of(self, x_MK: Tensor, w_NK: Tensor) -> Tensor:
         """A product on the meta device, without collectives: shapes and gradients only."""
-        x_MK = x_MK.repeat(self.tokens, 1) if self.cut == "out" else x_MK
+        if self.cut == "out":
+            x_MK = x_MK.repeat(self.tokens, 1)
         y_MN = torch.nn.functional.linear(x_MK, w_NK.to(x_MK.dtype))
-        return y_MN.narrow(0, 0, y_MN.shape[0] // self.tokens) if self.cut == "in" else y_MN
+        if self.cut == "in":
+            return y_MN.narrow(0, 0, y_MN.shape[0] // self.tokens)
+        return y_MN
 
     def forward(
-        self, x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, call: Call, prepare: Prepare | None = None
+        self,
+        x_MK: Tensor,
+        w_NK: Tensor,
+        bias_N: Tensor | None,
+        call: Call,
+        prepare: Prepare | None = None,
     ) -> tuple[Tensor, Saved]:
         own = x_MK = x_MK.to(self.dtype)
         if self.cut == "out" and self.sequence:
@@ -115,26 +147,36 @@ class CutGemms(Gemms):
             shared["gathered"] = (x_MK._version, x_MK, whole)
         return whole
 
-    def _send_x(self, x_MK: Tensor, call: Call, row: bool, column: bool) -> tuple[Prepared | None, Prepared | None]:
-        """The row-wise form of all tokens, and the column-wise form of this rank's: backward sends it."""
+    def _send_x(
+        self, x_MK: Tensor, call: Call, row: bool, column: bool
+    ) -> tuple[Prepared | None, Prepared | None]:
+        """The row-wise form of all tokens, and the column-wise form of this rank's: backward sends
+        it.
+        """
         assert self.sent is not None
         of_row, of_column = self.sent.prepare(x_MK, call, row, column)
         return self._received(of_row, codes=self.fprop.takes_codes), of_column
 
-    def _send_dy(self, dy_MN: Tensor, call: Call, row: bool, column: bool) -> tuple[Prepared | None, Prepared | None]:
+    def _send_dy(
+        self, dy_MN: Tensor, call: Call, row: bool, column: bool
+    ) -> tuple[Prepared | None, Prepared | None]:
         """The two prepared forms of all tokens."""
         assert self.sent is not None
         of_row, of_column = self.sent.prepare(dy_MN, call, row, column)
         of_row = self._received(of_row, codes=self.dgrad.takes_codes)
         return of_row, self._received(of_column, codes=self.wgrad.takes_codes, along_tokens=True)
 
-    def _received(self, part: Prepared | None, *, codes: bool, along_tokens: bool = False) -> Prepared | None:
+    def _received(
+        self, part: Prepared | None, *, codes: bool, along_tokens: bool = False
+    ) -> Prepared | None:
         """A form of all tokens from the codes that each rank made of its own."""
         if part is None:
             return None
         assert isinstance(part, Quantized)
         whole = gathered(part, self.ranks, along_tokens=along_tokens)
-        return whole if codes else quantizer(whole.spec, self.device).decode(whole)
+        if codes:
+            return whole
+        return quantizer(whole.spec, self.device).decode(whole)
 
     def backward(
         self,
@@ -156,13 +198,16 @@ class CutGemms(Gemms):
         elif self.sequence and isinstance(x, Quantized) and x.shape[1] != dy.shape[0]:
             x = gathered(x, self.ranks, along_tokens=True)
         dx_MK, dw_NK, dbias_N = super().backward(dy, w_NK, (x,), call, prepare, total_NK)
-        if prepare is not None and dbias_N is not None:  # of this rank's tokens; added in float32 and rounded once
+        # of this rank's tokens; added in float32 and rounded once
+        if prepare is not None and dbias_N is not None:
             dbias_N = self.ranks.sum(dy.sum(0, dtype=torch.float32)).to(dbias_N.dtype)
         return dx_MK, dw_NK, dbias_N
 
 
 def whole_blocks(spec: QuantSpec | None, tokens: int) -> bool:
-    """Whether a rank's tokens are whole blocks of the column-wise form; True if that is in high precision."""
+    """Whether a rank's tokens are whole blocks of the column-wise form; True if that is in high
+    precision.
+    """
     return spec is None or why_not_cut(spec, tokens, columns=True) is None
 
 

@@ -1,4 +1,5 @@
-"""The three GEMMs of a linear layer, each on its own backend, and the autograd function that runs them.
+"""The three GEMMs of a linear layer, each on its own backend, and the autograd function that runs
+them.
 
 With q(·) the quantisation of an operand by the layer's table (the identity for high precision),
 
@@ -6,9 +7,10 @@ With q(·) the quantisation of an operand by the layer's table (the identity for
     dgrad   dx [M, K] = q(dy) [M, N] · q(wᵀ) [K, N]ᵀ
     wgrad   dw [N, K] = q(dyᵀ) [N, M] · q(xᵀ) [K, M]ᵀ
 
-Row-wise and column-wise forms are each quantised from the high-precision tensor: the transpose of a quantised tensor
-differs from the quantised transpose, except for square blocks. The layer's plan selects everything; there are no flags.
-For backward, q(xᵀ) is saved as packed codes and scales (4.5 bits per element for NVFP4) instead of x.
+Row-wise and column-wise forms are each quantised from the high-precision tensor: the transpose of a
+quantised tensor differs from the quantised transpose, except for square blocks. The layer's plan
+selects everything; there are no flags. For backward, q(xᵀ) is saved as packed codes and scales (4.5
+bits per element for NVFP4) instead of x.
 """
 
 from __future__ import annotations
@@ -23,7 +25,17 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fp4train.backends import BACKENDS, Prepared
-from fp4train.nn.call import Biases, Call, CalledLayer, Counts, Executor, Route, Sums, Weights, gradient_dtypes
+from fp4train.nn.call import (
+    Biases,
+    Call,
+    CalledLayer,
+    Counts,
+    Executor,
+    Route,
+    Sums,
+    Weights,
+    gradient_dtypes,
+)
 from fp4train.nn.layer_shard import LayerShard
 from fp4train.nn.operands import TensorForms
 from fp4train.nn.ranks import local
@@ -59,7 +71,8 @@ def flatten(saved: Saved) -> tuple[list[Tensor | None], Heads]:
 def unflatten(tensors: Sequence[Any], heads: Heads) -> Saved:
     """The argument of `flatten`."""
     saved: list[Any] = []
-    for number, head in enumerate(heads):  # no generator, whose every step is one more call of Python's
+    # no generator, whose every step is one more call of Python's
+    for number, head in enumerate(heads):
         x = tensors[SAVED * number : SAVED * (number + 1)]
         saved.append(x[0] if head is None else Quantized(*head, *x))
     return tuple(saved)
@@ -68,7 +81,9 @@ def unflatten(tensors: Sequence[Any], heads: Heads) -> Saved:
 ADDING: Final = frozenset({"cuda"})
 """Types of devices on which a backend that `adds` makes one product of a product and a sum."""
 _has_autocast = cache(torch.amp.is_autocast_available)
-"""Kept for each device type: the answer never changes, since torch raises of a name that is not registered yet."""
+"""Kept for each device type: the answer never changes, since torch raises of a name that is not
+registered yet.
+"""
 
 
 def torch_autocasts(device: str) -> bool:
@@ -77,8 +92,12 @@ def torch_autocasts(device: str) -> bool:
 
 
 def without_torchs_autocast(device: str) -> AbstractContextManager[object]:
-    """Disable torch.autocast: the GEMMs choose their own dtypes, and it must not cast their operands again."""
-    return torch.autocast(device, enabled=False) if torch_autocasts(device) else nullcontext()
+    """Disable torch.autocast: the GEMMs choose their own dtypes, and it must not cast their
+    operands again.
+    """
+    if torch_autocasts(device):
+        return torch.autocast(device, enabled=False)
+    return nullcontext()
 
 
 def adds(dtype: torch.dtype, device: str, sums: Sums) -> bool:
@@ -87,8 +106,9 @@ def adds(dtype: torch.dtype, device: str, sums: Sums) -> bool:
 
 
 def accumulates(node: Any) -> bool | None:
-    """Whether this backward pass adds to the gradients of all leaves below a node of the graph, of which `inputs` may
-    leave some out; None: `torch.autograd.grad` returns one instead."""
+    """Whether this backward pass adds to the gradients of all leaves below a node of the graph, of
+    which `inputs` may leave some out; None: `torch.autograd.grad` returns one instead.
+    """
     if below := {accumulates(each) for each, _ in node.next_functions if each is not None}:
         return None if None in below else all(below)
     try:
@@ -98,19 +118,27 @@ def accumulates(node: Any) -> bool | None:
 
 
 def sum_so_far(w_NK: Tensor, node: Any) -> Tensor | None:
-    """The sum of a weight's gradients, float32, to which a product of this pass can be added; None: autograd has dw.
+    """The sum of a weight's gradients, float32, to which a product of this pass can be added; None:
+    autograd has dw.
 
-    It has the first one, those of weights that are no parameters, those that a hook on the parameter is to see, and all
-    in passes that leave `.grad` as it is (`accumulates`).
+    It has the first one, those of weights that are no parameters, those that a hook on the
+    parameter is to see, and all in passes that leave `.grad` as it is (`accumulates`).
 
     Args:
-        w_NK: as the layer was called with it, of tensor-parallel ranks the parameter: what autograd saved is another
-            tensor where it is recomputed.
+        w_NK: as the layer was called with it, of tensor-parallel ranks the parameter: what autograd
+            saved is another tensor where it is recomputed.
         node: of the graph, to which autograd would give dw.
     """
-    if not w_NK.is_leaf or w_NK.dtype != torch.float32 or w_NK._backward_hooks or w_NK._post_accumulate_grad_hooks:
+    if (
+        not w_NK.is_leaf
+        or w_NK.dtype != torch.float32
+        or w_NK._backward_hooks
+        or w_NK._post_accumulate_grad_hooks
+    ):
         return None
-    return local(w_NK.grad) if w_NK.grad is not None and accumulates(node) else None
+    if w_NK.grad is not None and accumulates(node):
+        return local(w_NK.grad)
+    return None
 
 
 class Gemms(Executor):
@@ -125,7 +153,9 @@ class Gemms(Executor):
 
     kinds = (DelayedScaling,)
 
-    def __init__(self, plan: LayerPlan, device: str, shard: LayerShard | None = None, *, sums: Sums = None) -> None:
+    def __init__(
+        self, plan: LayerPlan, device: str, shard: LayerShard | None = None, *, sums: Sums = None
+    ) -> None:
         super().__init__(plan, device, shard, sums=sums)
         dtype = self.dtype
         self.fprop, self.dgrad, self.wgrad = (
@@ -133,28 +163,50 @@ class Gemms(Executor):
         )
         fprop, dgrad, wgrad = (gemm.operands for gemm in plan.gemms)
         self.y_dtype = dtype
-        self.dw_dtype = torch.float32 if sums and self.wgrad.writes_float32(wgrad.first) else dtype
+        if sums and self.wgrad.writes_float32(wgrad.first):
+            self.dw_dtype = torch.float32
+        else:
+            self.dw_dtype = dtype
         self.keeps_x = wgrad.second is None
         """Whether wgrad takes x in high precision; backward then needs x itself."""
         self.adds = self.wgrad.adds and adds(dtype, device, sums)
-        codes, tiles = (self.fprop.takes_codes, True), (self.fprop.takes_tiles, self.wgrad.takes_tiles)
+        codes = (self.fprop.takes_codes, True)
+        tiles = (self.fprop.takes_tiles, self.wgrad.takes_tiles)
         operands = plan.sources
         forms_of_x = operands["fprop", "x"], operands["wgrad", "x"]
         self.x = TensorForms(forms_of_x, codes, device, shard, tiles=tiles)
-        codes, tiles = zip(*((each.takes_codes, each.takes_tiles) for each in (self.dgrad, self.wgrad)), strict=True)
+        codes, tiles = zip(
+            *((each.takes_codes, each.takes_tiles) for each in (self.dgrad, self.wgrad)),
+            strict=True,
+        )
         forms_of_dy = operands["dgrad", "dy"], operands["wgrad", "dy"]
         self.dy = TensorForms(forms_of_dy, codes, device, shard, tiles=tiles)
-        self.w_row = WeightForm(operands["fprop", "w"], self.fprop, dtype, device, shard=shard, fused=plan.fused)
-        self.w_column = WeightForm(operands["dgrad", "w"], self.dgrad, dtype, device, shard=shard, fused=plan.fused)
+        self.w_row = WeightForm(
+            operands["fprop", "w"], self.fprop, dtype, device, shard=shard, fused=plan.fused
+        )
+        self.w_column = WeightForm(
+            operands["dgrad", "w"], self.dgrad, dtype, device, shard=shard, fused=plan.fused
+        )
         self.w_row.pair_with(self.w_column)
-        delayed = [spec for spec in (fprop.second, dgrad.second) if spec is not None and spec.delayed is not None]
-        self.states = (DelayedScaling.kind,) if delayed or self.x.delayed or self.dy.delayed else ()
+        delayed = [
+            spec
+            for spec in (fprop.second, dgrad.second)
+            if spec is not None and spec.delayed is not None
+        ]
+        if delayed or self.x.delayed or self.dy.delayed:
+            self.states = (DelayedScaling.kind,)
+        else:
+            self.states = ()
         self.route = Route("operator", dtype, self.keeps_x)
 
     def begin_at(self, feature: int) -> None:
         """Key random bits of x and w as those of a wider layer's in features from `feature` on."""
         self.x.row.feature = self.x.column.feature = feature
-        self.w_row.start, self.w_column.start = (0, feature), (0, feature) if self.w_column.transposed else (feature, 0)
+        self.w_row.start = (0, feature)
+        if self.w_column.transposed:
+            self.w_column.start = (0, feature)
+        else:
+            self.w_column.start = (feature, 0)
 
     @classmethod
     def why_no_graph(cls, plan: LayerPlan) -> str | None:
@@ -162,38 +214,66 @@ class Gemms(Executor):
             if isinstance(spec.hadamard, Hadamard) and spec.hadamard.signs == "step":
                 return f"{where}: hadamard.signs='step' draws other signs on the host in every step"
             if isinstance(spec.hadamard, Rotation):
-                return f"{where}: the matrix of {spec.hadamard} is copied from the host in every call"
+                return (
+                    f"{where}: the matrix of {spec.hadamard} is copied from the host in every call"
+                )
         return None
 
     def __call__(
-        self, layer: CalledLayer, x_MK: Tensor, weights: Weights, biases: Biases, now: State, counts: Counts = ()
+        self,
+        layer: CalledLayer,
+        x_MK: Tensor,
+        weights: Weights,
+        biases: Biases,
+        now: State,
+        counts: Counts = (),
     ) -> Tensor:
         call = layer.call_in(now, self, x_MK.shape[0])
-        apply = GemmsFunction.apply if torch._C._are_functorch_transforms_active() else _apply
+        if torch._C._are_functorch_transforms_active():
+            apply: Any = GemmsFunction.apply
+        else:
+            apply = _apply
         y_MN: Tensor = apply(x_MK, weights[0], biases[0], call)
         return y_MN
 
     def forward(
-        self, x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, call: Call, prepare: Prepare | None = None
+        self,
+        x_MK: Tensor,
+        w_NK: Tensor,
+        bias_N: Tensor | None,
+        call: Call,
+        prepare: Prepare | None = None,
     ) -> tuple[Tensor, Saved]:
         """(y [M, N] in `y_dtype`, what backward needs of x).
 
-        Consecutive layers that read the same tensor (queries, keys and values; gate and up) share its prepared forms,
-        so one copy is saved for backward. The cache keeps a reference to the tensor, so that its memory is not reused
-        meanwhile.
+        Consecutive layers that read the same tensor (queries, keys and values; gate and up) share
+        its prepared forms, so one copy is saved for backward. The cache keeps a reference to the
+        tensor, so that its memory is not reused meanwhile.
 
         Args:
             prepare: what makes both forms of x; None: `TensorForms.prepare`.
         """
         # Tensor.to takes a microsecond where nothing is to be done.
-        x_MK, gradients = x_MK if x_MK.dtype is self.dtype else x_MK.to(self.dtype), call.gradients
+        if x_MK.dtype is self.dtype:
+            x_MK = x_MK
+        else:
+            x_MK = x_MK.to(self.dtype)
+        gradients = call.gradients
         keeps_codes = gradients.w is not None and not self.keeps_x
         made: Any = None
-        shared = call.shared if self.x.pure and not x_MK.is_inference() else None
+        if self.x.pure and not x_MK.is_inference():
+            shared = call.shared
+        else:
+            shared = None
         if shared is not None:
             wants = self.x.wants[keeps_codes]
             seen = shared.get("input")
-            if seen is not None and seen[0] == wants and seen[1] == x_MK._version and seen[2].is_set_to(x_MK):
+            if (
+                seen is not None
+                and seen[0] == wants
+                and seen[1] == x_MK._version
+                and seen[2].is_set_to(x_MK)
+            ):
                 made = seen[3]
         if made is None:
             made = (prepare or self.x.prepare)(x_MK, call, True, keeps_codes)
@@ -217,16 +297,26 @@ class Gemms(Executor):
         Args:
             saved: the second result of `forward`.
             prepare: what makes both forms of dy; None: `TensorForms.prepare`.
-            total_NK: to which dw is added, float32, if the executor `adds`; it is not returned then.
+            total_NK: to which dw is added, float32, if the executor `adds`; it is not returned
+                then.
         """
-        dy, gradients = dy_MN if dy_MN.dtype is self.dtype else dy_MN.to(self.dtype), call.gradients
+        if dy_MN.dtype is self.dtype:
+            dy = dy_MN
+        else:
+            dy = dy_MN.to(self.dtype)
+        gradients = call.gradients
         dx_MK = dw_NK = dbias_N = None
-        row, column = (prepare or self.dy.prepare)(dy, call, gradients.x is not None, gradients.w is not None)
+        row, column = (prepare or self.dy.prepare)(
+            dy, call, gradients.x is not None, gradients.w is not None
+        )
         if row is not None:
             assert w_NK is not None and gradients.x is not None
             w = call.weights.form(w_NK, self.w_column, call)
             dx_MK = self.dgrad.product(row, w, out_dtype=self.dtype)
-            dx_MK = dx_MK if gradients.x is self.dtype else dx_MK.to(gradients.x)
+            if gradients.x is self.dtype:
+                dx_MK = dx_MK
+            else:
+                dx_MK = dx_MK.to(gradients.x)
         if column is not None:
             (x,) = saved
             assert x is not None and gradients.w is not None
@@ -241,7 +331,9 @@ class Gemms(Executor):
 
 
 class GemmsFunction(torch.autograd.Function):
-    """y of (x_MK, w_NK, bias_N, call). Tensors are saved through autograd, so its hooks and checks apply."""
+    """y of (x_MK, w_NK, bias_N, call). Tensors are saved through autograd, so its hooks and checks
+    apply.
+    """
 
     @staticmethod
     def forward(ctx: Any, x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, call: Call) -> Tensor:
@@ -252,18 +344,25 @@ class GemmsFunction(torch.autograd.Function):
         ctx.save_for_backward(None if call.gradients.x is None else w_NK, *tensors)
         ctx.call = call
         if call.executor.adds:
-            ctx.w = call.parameter if call.parameter is not None and is_sharded(call.parameter) else w_NK
+            if call.parameter is not None and is_sharded(call.parameter):
+                ctx.w = call.parameter
+            else:
+                ctx.w = w_NK
         return y_MN
 
     @staticmethod
     def backward(ctx: Any, dy_MN: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():  # of a pass whose graph is kept only: the refusal itself takes some microseconds
+        # of a pass whose graph is kept only: the refusal itself takes some microseconds
+        if torch.is_grad_enabled():
             return _once(ctx, dy_MN)
         call: Call = ctx.call
         w_NK, *tensors = ctx.saved_tensors
         saved = unflatten(tensors, ctx.heads)
         adds = call.executor.adds and ctx.needs_input_grad[1]
-        more = {"total_NK": sum_so_far(ctx.w, ctx.next_functions[1][0])} if adds else {}
+        if adds:
+            more = {"total_NK": sum_so_far(ctx.w, ctx.next_functions[1][0])}
+        else:
+            more = {}
         if not torch_autocasts(dy_MN.device.type):
             return (*call.executor.backward(dy_MN, w_NK, saved, call, **more), None)
         with without_torchs_autocast(dy_MN.device.type):
@@ -271,6 +370,8 @@ class GemmsFunction(torch.autograd.Function):
 
 
 _apply: Callable[..., Tensor] = super(torch.autograd.Function, GemmsFunction).apply
-"""`GemmsFunction.apply` without what torch does for transforms of functions (torch.func): 3 µs of the host."""
+"""`GemmsFunction.apply` without what torch does for transforms of functions (torch.func): 3 µs of
+the host.
+"""
 _once = once_differentiable(GemmsFunction.backward)
 """The backward pass, without gradients enabled, whose results refuse a second derivative."""

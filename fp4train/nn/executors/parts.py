@@ -1,14 +1,18 @@
-"""The GEMMs of a layer with outlier channels: their norms, the choice, and the call that multiplies them apart.
+"""The GEMMs of a layer with outlier channels: their norms, the choice, and the call that multiplies
+them apart.
 
-A group of weights has one choice, from the norms of the rows of all of them: its state is that of one layer.
+A group of weights has one choice, from the norms of the rows of all of them: its state is that of
+one layer.
 
-The state of a layer is the sum over the recorded steps of the norm of each input channel, and the number of steps. A
-step's norm is √(Σ x²) over all its tokens: over the calls of the step (microbatches) and, with data parallelism, over
-the ranks. The calls of the last recorded step multiply all channels together; those of later steps in two parts. The
-channels of a part are in the order of their sums, the largest first, of equal sums the first.
+The state of a layer is the sum over the recorded steps of the norm of each input channel, and the
+number of steps. A step's norm is √(Σ x²) over all its tokens: over the calls of the step
+(microbatches) and, with data parallelism, over the ranks. The calls of the last recorded step
+multiply all channels together; those of later steps in two parts. The channels of a part are in the
+order of their sums, the largest first, of equal sums the first.
 
-The random bits of both parts are those of one layer whose channels are in this order: the outlier channels lie behind
-the others. So no two elements of w or x share their bits, and dy, which both parts multiply, is rounded alike in both.
+The random bits of both parts are those of one layer whose channels are in this order: the outlier
+channels lie behind the others. So no two elements of w or x share their bits, and dy, which both
+parts multiply, is rounded alike in both.
 """
 
 from __future__ import annotations
@@ -34,7 +38,9 @@ from fp4train.precision.recipe import OutlierChannels
 from fp4train.quantize import RunStep
 
 _SPREAD = 8
-"""Neighbouring columns that share a draw of the random generator: a part begins at a multiple of it."""
+"""Neighbouring columns that share a draw of the random generator: a part begins at a multiple of
+it.
+"""
 
 
 class ChannelNorms(LayerState):
@@ -66,9 +72,12 @@ class ChannelNorms(LayerState):
         if step == self._step and self._squares is not None:
             self._squares = self._squares + squares
         else:
-            self._norms, self._squares = self._sums(x_MK), squares
-            self._steps, self._step = self._steps + 1, step
-        self._open, self._order = True, None
+            self._norms = self._sums(x_MK)
+            self._squares = squares
+            self._steps = self._steps + 1
+            self._step = step
+        self._open = True
+        self._order = None
 
     def channels(self, count: int, device: str | torch.device) -> tuple[Tensor, Tensor]:
         """(the other channels, the `count` outlier channels), int64 on `device`."""
@@ -81,29 +90,45 @@ class ChannelNorms(LayerState):
         if self._norms is None:
             assert like is not None
             return torch.zeros(like.shape[1], dtype=torch.float64, device=like.device)
-        norms = self._norms if like is None else self._norms.to(like.device)
-        return norms if self._squares is None else norms + self._squares.to(norms.device).sqrt()
+        if like is None:
+            norms = self._norms
+        else:
+            norms = self._norms.to(like.device)
+        if self._squares is None:
+            return norms
+        return norms + self._squares.to(norms.device).sqrt()
 
     def state(self) -> dict[str, Tensor]:
         """The sums and the number of steps, for a checkpoint between two steps."""
-        return {} if self._norms is None else {"norms": self._sums(), "steps": torch.tensor(self._steps)}
+        if self._norms is None:
+            return {}
+        return {"norms": self._sums(), "steps": torch.tensor(self._steps)}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Restore the result of `state`; no call of the coming step is recorded yet."""
-        self._norms, self._squares = state.get("norms"), None
+        self._norms = state.get("norms")
+        self._squares = None
         self._steps = int(state["steps"]) if "steps" in state else 0
-        self._step, self._open, self._order = None, False, None
+        self._step = None
+        self._open = False
+        self._order = None
 
     @staticmethod
     def join(each: Sequence[ChannelNorms], ranks: DataRanks) -> None:
-        """Sum the squares of a step over the data ranks, in one collective; nothing where no call was recorded."""
-        recorded = [(norms, norms._squares) for norms in each if norms._open and norms._squares is not None]
+        """Sum the squares of a step over the data ranks, in one collective; nothing where no call
+        was recorded.
+        """
+        recorded = [
+            (norms, norms._squares) for norms in each if norms._open and norms._squares is not None
+        ]
         if not recorded:
             return
         joined = ranks.summed_over_data(torch.cat([squares for _, squares in recorded]))
         parts = torch.split(joined, [len(squares) for _, squares in recorded])
         for (norms, squares), whole in zip(recorded, parts, strict=True):
-            norms._squares, norms._open, norms._order = whole.to(squares.device), False, None
+            norms._squares = whole.to(squares.device)
+            norms._open = False
+            norms._order = None
 
 
 @dataclass(eq=False, slots=True)
@@ -119,42 +144,68 @@ class SplitGemms(Gemms):
     The products of both parts are added in float32, and the bias to their sum.
     """
 
-    def __init__(self, plan: LayerPlan, device: str, shard: LayerShard | None, *, sums: Sums) -> None:
+    def __init__(
+        self, plan: LayerPlan, device: str, shard: LayerShard | None, *, sums: Sums
+    ) -> None:
         Executor.__init__(self, plan, device, shard, sums=sums)
         rest, top = plan.channel_parts
         self.count = top.layer.in_features
         first = -(-rest.layer.in_features // _SPREAD) * _SPREAD
-        behind = None if shard is None else replace(shard, first=first)
+        if shard is None:
+            behind = None
+        else:
+            behind = replace(shard, first=first)
         self.of_parts = Gemms(rest, device, shard, sums=sums), Gemms(top, device, behind, sums=sums)
         if shard is None:
             self.of_parts[1].begin_at(first)
         for each in self.of_parts:
             each.y_dtype = torch.float32  # a term of a sum is not rounded
 
-    def call(self, call: Call, channels: Sequence[Tensor], layer: CalledLayer, *, keep: bool) -> SplitCall:
-        """`call`, whose two parts multiply these channels; `keep`: whether prepared weights are kept for the step."""
+    def call(
+        self, call: Call, channels: Sequence[Tensor], layer: CalledLayer, *, keep: bool
+    ) -> SplitCall:
+        """`call`, whose two parts multiply these channels; `keep`: whether prepared weights are
+        kept for the step.
+        """
         parts = []
         for number, executor in enumerate(self.of_parts):
-            weights = layer.prepared((call.member, self.count, number)) if keep else PreparedWeights()
-            parts.append((channels[number], replace(call, executor=executor, weights=weights, shared=None)))
+            if keep:
+                weights = layer.prepared((call.member, self.count, number))
+            else:
+                weights = PreparedWeights()
+            parts.append(
+                (channels[number], replace(call, executor=executor, weights=weights, shared=None))
+            )
         whole = {each.name: getattr(call, each.name) for each in fields(Call)} | {"executor": self}
         return SplitCall(**whole, parts=tuple(parts))
 
     def forward(
-        self, x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, call: Call, prepare: Prepare | None = None
+        self,
+        x_MK: Tensor,
+        w_NK: Tensor,
+        bias_N: Tensor | None,
+        call: Call,
+        prepare: Prepare | None = None,
     ) -> tuple[Tensor, Saved]:
         assert isinstance(call, SplitCall)
-        terms, w = [], values_of(w_NK, w_NK.dtype)
+        terms = []
+        w = values_of(w_NK, w_NK.dtype)
         saved: list[Any] = []
         for number, (channels, part) in enumerate(call.parts):
             part.parameter = w_NK if call.parameter is None else call.parameter
-            part.gradients = call.gradients._replace(bias=None) if number else call.gradients
-            x_part, w_part = x_MK.index_select(1, channels), w.index_select(1, channels)
+            if number:
+                part.gradients = call.gradients._replace(bias=None)
+            else:
+                part.gradients = call.gradients
+            x_part = x_MK.index_select(1, channels)
+            w_part = w.index_select(1, channels)
             y_MN, x = part.executor.forward(x_part, w_part, None, part)
             terms.append(y_MN)
             saved += x
         y_MN = terms[0] + terms[1]
-        return (y_MN if bias_N is None else y_MN + bias_N.to(self.dtype)).to(self.dtype), tuple(saved)
+        return (y_MN if bias_N is None else y_MN + bias_N.to(self.dtype)).to(self.dtype), tuple(
+            saved
+        )
 
     def backward(
         self,
@@ -166,7 +217,11 @@ class SplitGemms(Gemms):
         total_NK: Tensor | None = None,
     ) -> Gradients:
         assert isinstance(call, SplitCall) and total_NK is None
-        w, found = None if w_NK is None else values_of(w_NK, w_NK.dtype), []
+        if w_NK is None:
+            w = None
+        else:
+            w = values_of(w_NK, w_NK.dtype)
+        found = []
         for (channels, part), x in zip(call.parts, saved, strict=True):
             w_part = None if w is None else w.index_select(1, channels)
             found.append(part.executor.backward(dy_MN, w_part, (x,), part))
@@ -185,22 +240,28 @@ class SplitGemms(Gemms):
 
 
 class ChannelParts(Executor):
-    """A layer with outlier channels: all channels together, recorded where that is due, until the choice; then in
-    parts, unless the layer is too narrow for any.
+    """A layer with outlier channels: all channels together, recorded where that is due, until the
+    choice; then in parts, unless the layer is too narrow for any.
 
     Attributes:
-        rest: the channels that the layer's own recipe multiplied in the last call, int64; None: all.
+        rest: the channels that the layer's own recipe multiplied in the last call, int64; None:
+            all.
     """
 
     kinds = (ChannelNorms,)
     states = (ChannelNorms.kind,)
     rest: Tensor | None = None
 
-    def __init__(self, plan: LayerPlan, device: str, shard: LayerShard | None = None, *, sums: Sums = None) -> None:
+    def __init__(
+        self, plan: LayerPlan, device: str, shard: LayerShard | None = None, *, sums: Sums = None
+    ) -> None:
         super().__init__(plan, device, shard, sums=sums)
         self.whole = Gemms(plan, device, shard, sums=sums)
         split = plan.split_channels()
-        self.split = None if split.outliers is None else SplitGemms(split, device, shard, sums=sums)
+        if split.outliers is None:
+            self.split = None
+        else:
+            self.split = SplitGemms(split, device, shard, sums=sums)
 
     @classmethod
     def why_no_graph(cls, plan: LayerPlan) -> str | None:
@@ -208,7 +269,9 @@ class ChannelParts(Executor):
         return f"{name}: the host counts the steps by which outlier channels are chosen"
 
     def own(self, x_MK: Tensor, w_NK: Tensor) -> tuple[Tensor, Tensor]:
-        return (x_MK, w_NK) if self.rest is None else (x_MK.index_select(1, self.rest), w_NK.index_select(1, self.rest))
+        if self.rest is None:
+            return (x_MK, w_NK)
+        return (x_MK.index_select(1, self.rest), w_NK.index_select(1, self.rest))
 
     def values(self, w_NK: Tensor, quantised: Callable[[Tensor], Tensor]) -> Tensor:
         if self.rest is None:
@@ -216,7 +279,13 @@ class ChannelParts(Executor):
         return w_NK.float().index_copy(1, self.rest, quantised(w_NK.index_select(1, self.rest)))
 
     def __call__(
-        self, layer: CalledLayer, x_MK: Tensor, weights: Weights, biases: Biases, now: State, counts: Counts = ()
+        self,
+        layer: CalledLayer,
+        x_MK: Tensor,
+        weights: Weights,
+        biases: Biases,
+        now: State,
+        counts: Counts = (),
     ) -> Tensor:
         def new(context: Context, *, training: bool) -> list[Call]:
             return [layer.new_call(context, self.whole, x_MK.shape[0], training=training)]
@@ -225,28 +294,41 @@ class ChannelParts(Executor):
         y_MN: Tensor = GemmsFunction.apply(x_MK, weights[0], biases[0], call)  # type: ignore[no-untyped-call]
         return y_MN
 
-    def calls_of_group(self, layer: CalledGroup, x_MK: Tensor, now: State, counts: Counts) -> list[Call]:
-        return self.calls(layer, x_MK[: sum(counts)], now, partial(layer.new_calls, self.whole, counts))
+    def calls_of_group(
+        self, layer: CalledGroup, x_MK: Tensor, now: State, counts: Counts
+    ) -> list[Call]:
+        return self.calls(
+            layer, x_MK[: sum(counts)], now, partial(layer.new_calls, self.whole, counts)
+        )
 
-    def calls(self, layer: CalledLayer, x_MK: Tensor, now: State, new: Callable[..., list[Call]]) -> list[Call]:
-        """The coming calls of `layer`, one of each weight, in parts if the outlier channels are chosen; until then x
-        enters the norms where that is due. Inside a recomputed region, those of the first pass.
+    def calls(
+        self, layer: CalledLayer, x_MK: Tensor, now: State, new: Callable[..., list[Call]]
+    ) -> list[Call]:
+        """The coming calls of `layer`, one of each weight, in parts if the outlier channels are
+        chosen; until then x enters the norms where that is due. Inside a recomputed region, those
+        of the first pass.
 
         Args:
             x_MK: the rows of all weights, and no others.
             new: makes the calls of `whole`, at least one, in a context (`CalledLayer.new_call`).
         """
-        norms, outliers, context = layer.states[ChannelNorms.kind], self.plan.recipe.outliers, now.context
+        norms = layer.states[ChannelNorms.kind]
+        outliers = self.plan.recipe.outliers
+        context = now.context
         assert isinstance(norms, ChannelNorms) and outliers is not None and context is not None
         make = partial(new, context, training=torch.is_grad_enabled())
         if now.replaying is not None:
             return once(layer, make)
         calls = once(layer, make) if now.recording else make()
-        step, self.rest = calls[0].position.step, None
+        step = calls[0].position.step
+        self.rest = None
         if not norms.chosen(outliers, step):
             if torch.is_grad_enabled() and step.number >= outliers.start:
                 norms.record(x_MK, step)
         elif self.split is not None:
             self.rest, _ = channels = norms.channels(self.split.count, self.device)
-            calls[:] = [self.split.call(call, channels, layer, keep=context.step is not None) for call in calls]
+            calls[:] = [
+                self.split.call(call, channels, layer, keep=context.step is not None)
+                for call in calls
+            ]
         return calls

@@ -1,8 +1,10 @@
-"""Executors that leave a layer's three GEMMs together to others: to torch in high precision, to a backend's kernels.
+"""Executors that leave a layer's three GEMMs together to others: to torch in high precision, to a
+backend's kernels.
 
-torch's own backward saves the rounded weight: a copy per call, of every microbatch in flight. Where the weight is
-gathered for the time of a call that would keep a whole model on every rank. It also rounds dw to the dtype of the
-product where dw is one term of a sum. `TorchFunction` reads the weight again, and may leave dw in float32.
+torch's own backward saves the rounded weight: a copy per call, of every microbatch in flight. Where
+the weight is gathered for the time of a call that would keep a whole model on every rank. It also
+rounds dw to the dtype of the product where dw is one term of a sum. `TorchFunction` reads the
+weight again, and may leave dw in float32.
 """
 
 from __future__ import annotations
@@ -16,7 +18,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fp4train.backends import BACKENDS, LAYER_BACKENDS, LayerKernels, Prepared, Readers, add_product, widened
+from fp4train.backends import (
+    BACKENDS,
+    LAYER_BACKENDS,
+    LayerKernels,
+    Prepared,
+    Readers,
+    add_product,
+    widened,
+)
 from fp4train.backends.table import FORMS
 from fp4train.nn.call import Biases, Call, CalledLayer, Counts, Executor, Route, Sums, Weights
 from fp4train.nn.executors.gemms import Gradients, Saved, accumulates, adds, sum_so_far
@@ -31,7 +41,9 @@ from fp4train.quantize import Decoded, High, Operand
 
 def torch_linear(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, dtype: torch.dtype) -> Tensor:
     """torch's own linear layer in `dtype`, with its C++ backward: no overhead over plain BF16."""
-    return widened(F.linear, x_MK.to(dtype), w_NK.to(dtype), None if bias_N is None else bias_N.to(dtype))
+    return widened(
+        F.linear, x_MK.to(dtype), w_NK.to(dtype), None if bias_N is None else bias_N.to(dtype)
+    )
 
 
 class TorchLayer(Executor):
@@ -40,14 +52,24 @@ class TorchLayer(Executor):
     Where dw is a part of a sum it is a float32 product, and the weight is rounded once per step.
     """
 
-    def __init__(self, plan: LayerPlan, device: str, shard: LayerShard | None = None, *, sums: Sums = None) -> None:
-        super().__init__(plan, device, shard, sums=None if plan.table.torch_dtype == torch.float32 else sums)
+    def __init__(
+        self, plan: LayerPlan, device: str, shard: LayerShard | None = None, *, sums: Sums = None
+    ) -> None:
+        super().__init__(
+            plan, device, shard, sums=None if plan.table.torch_dtype == torch.float32 else sums
+        )
         self.adds = adds(self.dtype, device, sums)
         self.w_row = WeightForm(Operand("w", High("in")), BACKENDS["torch"], self.dtype, device)
         self.route = Route("torch", self.dtype)
 
     def __call__(
-        self, layer: CalledLayer, x_MK: Tensor, weights: Weights, biases: Biases, now: State, counts: Counts = ()
+        self,
+        layer: CalledLayer,
+        x_MK: Tensor,
+        weights: Weights,
+        biases: Biases,
+        now: State,
+        counts: Counts = (),
     ) -> Tensor:
         (w_NK,), (bias_N,) = weights, biases
         if not self.sums and not isinstance(w_NK, Gathered):
@@ -55,16 +77,21 @@ class TorchLayer(Executor):
         bias_N = None if bias_N is None else bias_N.to(self.dtype)
         assert now.context is not None
         keeps = self.sums and layer.keeps_forms
-        call = layer.new_call(now.context, self, 0, training=False) if keeps else None
+        if keeps:
+            call = layer.new_call(now.context, self, 0, training=False)
+        else:
+            call = None
         y_MN: Tensor = TorchFunction.apply(x_MK.to(self.dtype), w_NK, bias_N, self, call)  # type: ignore[no-untyped-call]
         return y_MN
 
-    def forward(self, x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, call: Call | None) -> tuple[Tensor, Saved]:
+    def forward(
+        self, x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, call: Call | None
+    ) -> tuple[Tensor, Saved]:
         """(y [M, N] in the dtype of x, what backward needs of x).
 
         Args:
-            call: of the layer, whose prepared weights hold the rounded one for all calls of a step; None: each call
-                rounds it.
+            call: of the layer, whose prepared weights hold the rounded one for all calls of a step;
+                None: each call rounds it.
         """
         bias_N = None if bias_N is None else bias_N.to(x_MK.dtype)
         return widened(F.linear, x_MK, self._rounded(w_NK, call), bias_N), (x_MK,)
@@ -92,7 +119,9 @@ class TorchLayer(Executor):
         if total_NK is not None:
             add_product(total_NK, dy_MN.T, x_MK)
         elif wanted[1] and self.sums:
-            dw = BACKENDS["torch"].product(Decoded(dy_MN.T, None), Decoded(x_MK.T, None), out_dtype=torch.float32)
+            dw = BACKENDS["torch"].product(
+                Decoded(dy_MN.T, None), Decoded(x_MK.T, None), out_dtype=torch.float32
+            )
         elif wanted[1]:
             dw = widened(torch.mm, dy_MN.T, x_MK)
         if wanted[2]:
@@ -110,15 +139,23 @@ class TorchLayer(Executor):
 class TorchFunction(torch.autograd.Function):
     """y [M, N] of (x [M, K], w [N, K], bias [N] or None, executor, call), in the dtype of x.
 
-    As torch's linear layer computes it, in every bit, but that dw is a float32 product where it is part of a sum.
+    As torch's linear layer computes it, in every bit, but that dw is a float32 product where it is
+    part of a sum.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, executor: TorchLayer, call: Call | None
+        ctx: Any,
+        x_MK: Tensor,
+        w_NK: Tensor,
+        bias_N: Tensor | None,
+        executor: TorchLayer,
+        call: Call | None,
     ) -> Tensor:
         ctx.save_for_backward(x_MK, w_NK)
-        ctx.executor, ctx.call, ctx.w = executor, call, w_NK if executor.adds else None
+        ctx.executor = executor
+        ctx.call = call
+        ctx.w = w_NK if executor.adds else None
         return executor.forward(x_MK, w_NK, bias_N, call)[0]
 
     @staticmethod
@@ -126,7 +163,10 @@ class TorchFunction(torch.autograd.Function):
     def backward(ctx: Any, dy_MN: Tensor) -> tuple[Tensor | None, ...]:
         x_MK, w_NK = ctx.saved_tensors
         wanted = ctx.needs_input_grad
-        total = sum_so_far(ctx.w, ctx.next_functions[1][0]) if wanted[1] and ctx.executor.adds else None
+        if wanted[1] and ctx.executor.adds:
+            total = sum_so_far(ctx.w, ctx.next_functions[1][0])
+        else:
+            total = None
         dx, dw, dbias = ctx.executor.backward(dy_MN, w_NK, (x_MK,), ctx.call, wanted, total)
         return dx, None if dw is None else dw.to(w_NK.dtype), dbias, None, None
 
@@ -134,15 +174,20 @@ class TorchFunction(torch.autograd.Function):
 class BackendLayer(Executor):
     """A layer whose GEMMs a backend runs together (Transformer Engine)."""
 
-    def __init__(self, plan: LayerPlan, device: str, shard: LayerShard | None = None, *, sums: Sums = None) -> None:
+    def __init__(
+        self, plan: LayerPlan, device: str, shard: LayerShard | None = None, *, sums: Sums = None
+    ) -> None:
         super().__init__(plan, device, shard, sums=sums)
         assert plan.layer_backend is not None
-        self.table, self.states = plan.table, (plan.layer_backend,)
+        self.table = plan.table
+        self.states = (plan.layer_backend,)
         self.backend = LAYER_BACKENDS[plan.layer_backend]
 
     @cached_property
     def x(self) -> TensorForms:
-        """x as codes that are made elsewhere (`nn/produced.py`): both forms, with scales in tiles."""
+        """x as codes that are made elsewhere (`nn/produced.py`): both forms, with scales in
+        tiles.
+        """
         return self._given("x")
 
     @cached_property
@@ -164,13 +209,20 @@ class BackendLayer(Executor):
         for where, spec in cls.quantised(plan):
             if spec.delayed is not None:
                 return (
-                    f"{where}: delayed scaling on backend={plan.layer_backend} updates its histories on the host; with "
+                    f"{where}: delayed scaling on backend={plan.layer_backend} updates its "
+                    "histories on the host; with "
                     "backend=emulate or native they are fp4train's, which can be recorded"
                 )
         return None
 
     def __call__(
-        self, layer: CalledLayer, x_MK: Tensor, weights: Weights, biases: Biases, now: State, counts: Counts = ()
+        self,
+        layer: CalledLayer,
+        x_MK: Tensor,
+        weights: Weights,
+        biases: Biases,
+        now: State,
+        counts: Counts = (),
     ) -> Tensor:
         codes = self._codes(layer, weights[0], now)
         w_NK, into = self._summed(weights[0], values=codes is None)
@@ -182,15 +234,20 @@ class BackendLayer(Executor):
         """The weight as codes that are made elsewhere: the form of fprop, and that of dgrad."""
 
         def form(gemm: str) -> WeightForm:
-            form = WeightForm(self.plan.sources[gemm, "w"], BACKENDS["native"], self.dtype, self.device)
+            form = WeightForm(
+                self.plan.sources[gemm, "w"], BACKENDS["native"], self.dtype, self.device
+            )
             form.strided = True
             return form
 
         return form("fprop"), form("dgrad")
 
-    def _codes(self, layer: CalledLayer, w_NK: Tensor, now: State) -> Callable[[bool], Prepared] | None:
-        """A function that gives the codes of a gathered weight in each pass, as they came for it; None: the backend
-        quantises its values."""
+    def _codes(
+        self, layer: CalledLayer, w_NK: Tensor, now: State
+    ) -> Callable[[bool], Prepared] | None:
+        """A function that gives the codes of a gathered weight in each pass, as they came for it;
+        None: the backend quantises its values.
+        """
         if not isinstance(w_NK, Gathered) or w_NK.source.rounds or self.plan.why_values is not None:
             return None
         assert now.context is not None
@@ -222,36 +279,51 @@ class BackendLayer(Executor):
             codes: of the weight, see `LayerKernels`.
         """
         context = now.context
-        step = context.run_step if context is not None and layer.keeps_forms else None
+        if context is not None and layer.keeps_forms:
+            step = context.run_step
+        else:
+            step = None
         shares = context is not None and (readers > 1 or self.backend.name in context.shared)
-        of_x = Readers(context.shared, readers) if context is not None and shares else None
-        freed, kernels = not layer.keeps_forms, cast(LayerKernels, layer.states[self.backend.name])
+        if context is not None and shares:
+            of_x = Readers(context.shared, readers)
+        else:
+            of_x = None
+        freed = not layer.keeps_forms
+        kernels = cast(LayerKernels, layer.states[self.backend.name])
         options: Any = {"step": step, "into": into, "freed": freed, "readers": of_x, "parts": parts}
         options["codes"] = codes
         return kernels(x_MK, w_NK, bias_N, self.table, **options)
 
-    def _summed(self, w_NK: Tensor, *, values: bool = True) -> tuple[Tensor, Callable[[Any], Tensor] | None]:
-        """(The weight, or those of a group, as kernels take it; what gives the float32 that dw is added to).
+    def _summed(
+        self, w_NK: Tensor, *, values: bool = True
+    ) -> tuple[Tensor, Callable[[Any], Tensor] | None]:
+        """(The weight, or those of a group, as kernels take it; what gives the float32 that dw is
+        added to).
 
-        That is the gradient of a parameter, gathered ones included: 8 bytes per weight and microbatch. What is no
-        parameter (a transposed one), or is to be added by autograd, gets zeros, which autograd adds to the parameter's
-        after the GEMM: 4 + 8 + 12.
+        That is the gradient of a parameter, gathered ones included: 8 bytes per weight and
+            microbatch. What is no
+        parameter (a transposed one), or is to be added by autograd, gets zeros, which autograd adds
+        to the parameter's after the GEMM: 4 + 8 + 12.
 
         Args:
             values: whether they read its values.
         """
-        into, held = None, list[Tensor]()
+        into = None
+        held = list[Tensor]()
         by_autograd = self.sums == "autograd" or not w_NK.is_leaf
         if self.sums and w_NK.dtype == torch.float32:
-            into = partial(zeros_held, w_NK, held) if by_autograd else partial(_sum_of, w_NK)
+            if by_autograd:
+                into = partial(zeros_held, w_NK, held)
+            else:
+                into = partial(_sum_of, w_NK)
         if isinstance(w_NK, Gathered) or (into is not None and by_autograd):
             return ValuesFunction.apply(w_NK, held, values), into  # type: ignore[no-untyped-call]
         return w_NK.contiguous(), into
 
 
 class ValuesFunction(torch.autograd.Function):
-    """The values of a weight, contiguous and without a copy where they lie so: those of a gathered one as they came,
-    or, without `values`, itself, which has none.
+    """The values of a weight, contiguous and without a copy where they lie so: those of a gathered
+    one as they came, or, without `values`, itself, which has none.
 
     Its gradient is what is returned for them, or what `summed` holds then.
     """
@@ -259,7 +331,8 @@ class ValuesFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, w_NK: Tensor, summed: list[Tensor], values: bool) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.summed, ctx.dtype = summed, w_NK.dtype
+        ctx.summed = summed
+        ctx.dtype = w_NK.dtype
         if isinstance(w_NK, Gathered):
             return (w_NK.held() if values else w_NK).detach()
         return w_NK.contiguous().detach()
@@ -272,15 +345,18 @@ class ValuesFunction(torch.autograd.Function):
 
 
 def _sum_of(w_NK: Tensor, node: Any) -> Tensor:
-    """The gradient of a parameter, zeros at first; zeros for nobody in a pass that leaves gradients as they are.
+    """The gradient of a parameter, zeros at first; zeros for nobody in a pass that leaves gradients
+    as they are.
 
     Raises:
         RuntimeError: torch.autograd.grad is to return it.
     """
     if (adds := accumulates(node)) is None:
         raise RuntimeError(
-            f"torch.autograd.grad of a weight {tuple(w_NK.shape)} whose product adds dw to `.grad`: take that after "
-            "backward(), or leave the sum to autograd: layer.sum_gradients(True, in_product=False), before it runs"
+            f"torch.autograd.grad of a weight {tuple(w_NK.shape)} whose product adds dw to "
+            "`.grad`: take that after "
+            "backward(), or leave the sum to autograd: layer.sum_gradients(True, "
+            "in_product=False), before it runs"
         )
     if not adds:
         return zeros_held(w_NK, [], node)

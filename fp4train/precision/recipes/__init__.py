@@ -1,4 +1,5 @@
-"""Published recipes, one family per file: dataclasses whose fields are the options of a paper or of TE.
+"""Published recipes, one family per file: dataclasses whose fields are the options of a paper or of
+TE.
 
 `print(NVFP4())` shows the table of six operands that a recipe defines.
 """

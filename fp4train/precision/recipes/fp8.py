@@ -24,7 +24,8 @@ class FP8Current(Recipe):
     Args:
         element: "hybrid" (E5M2 gradients) or "e4m3".
         power_of_two: round scales down to powers of two.
-        accumulator: of fprop, on compute capability 8.9 and 9.0: "fast", "exact" or "auto" (`Operands.accumulator`).
+        accumulator: of fprop, on compute capability 8.9 and 9.0: "fast", "exact" or "auto"
+            (`Operands.accumulator`).
     """
 
     element: str = "hybrid"
@@ -41,9 +42,11 @@ class FP8Current(Recipe):
 
 @dataclass(frozen=True, kw_only=True)
 class FP8Delayed(Recipe):
-    """FP8 with one scale per tensor, from the amax of earlier steps (TE: DelayedScaling; arXiv:2209.05433).
+    """FP8 with one scale per tensor, from the amax of earlier steps (TE: DelayedScaling;
+    arXiv:2209.05433).
 
-    The scale is known in advance, which saves a pass over the tensor. Values that grow suddenly saturate for one step.
+    The scale is known in advance, which saves a pass over the tensor. Values that grow suddenly
+    saturate for one step.
 
     Args:
         element: "hybrid" (E5M2 gradients) or "e4m3".
@@ -69,7 +72,9 @@ class FP8Delayed(Recipe):
 
 @dataclass(frozen=True, kw_only=True)
 class FP8Row(Recipe):
-    """FP8 with one scale per row of an operand (row-wise scaling of `torch._scaled_mm`), E4M3 everywhere."""
+    """FP8 with one scale per row of an operand (row-wise scaling of `torch._scaled_mm`), E4M3
+    everywhere.
+    """
 
     def operands(self) -> dict[str, Operands]:
         return by_tensor(*[_fp8("e4m3", (1, None))] * 3)
@@ -77,7 +82,8 @@ class FP8Row(Recipe):
 
 @dataclass(frozen=True, kw_only=True)
 class FP8Block(Recipe):
-    """FP8 with 1×128 blocks for x and dy and 128×128 blocks for w (DeepSeek-V3, arXiv:2412.19437, section 3.3).
+    """FP8 with 1×128 blocks for x and dy and 128×128 blocks for w (DeepSeek-V3, arXiv:2412.19437,
+    section 3.3).
 
     Args:
         element: "e4m3" or "hybrid" (E5M2 gradients).

@@ -19,9 +19,11 @@ class FP32(Recipe):
 
 @dataclass(frozen=True, kw_only=True)
 class FP16(Recipe):
-    """GEMMs and activations in IEEE half precision with dynamic loss scaling (Micikevicius et al. 2018).
+    """GEMMs and activations in IEEE half precision with dynamic loss scaling (Micikevicius et al.
+    2018).
 
-    FP16 has 40 binades; gradients of a large model span more, hence the loss scale. `scaling` holds its constants.
+    FP16 has 40 binades; gradients of a large model span more, hence the loss scale. `scaling` holds
+    its constants.
     """
 
     dtype: str = "float16"

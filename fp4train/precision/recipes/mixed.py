@@ -27,25 +27,38 @@ class Mixed(Recipe):
 
     @property
     def name(self) -> str:
-        return "Mixed(" + ", ".join(f"{g}={getattr(self, g).name}" for g in GEMMS) + ")" + self._exceptions()
+        return (
+            "Mixed("
+            + ", ".join(f"{g}={getattr(self, g).name}" for g in GEMMS)
+            + ")"
+            + self._exceptions()
+        )
 
     @property
     def loss_scaling(self) -> LossScaling | None:
         """Loss scaling of the first part that defines one."""
         parts = (self.fprop, self.dgrad, self.wgrad)
-        own = [part.scaling for part in parts if isinstance(part, FP16 | Custom) and part.scaling is not None]
+        own = [
+            part.scaling
+            for part in parts
+            if isinstance(part, FP16 | Custom) and part.scaling is not None
+        ]
         return own[0] if own else super().loss_scaling
 
     def operands(self) -> dict[str, Operands]:
         dtypes = {getattr(self, g).dtype for g in GEMMS}
         if dtypes != {self.dtype}:
-            raise ValueError(f"dtype={self.dtype!r} differs from the parts' dtypes {sorted(dtypes)}: use one dtype")
+            raise ValueError(
+                f"dtype={self.dtype!r} differs from the parts' dtypes {sorted(dtypes)}: use "
+                "one dtype"
+            )
         return {g: getattr(self, g).table()[g] for g in GEMMS}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Custom(Recipe):
-    """Any table: the two operands of each GEMM as specs, None for high precision. YAML can define one.
+    """Any table: the two operands of each GEMM as specs, None for high precision. YAML can define
+    one.
 
     Args:
         scaling: dynamic loss scaling, for gradients below the range of their scales; None: none.
@@ -60,8 +73,13 @@ class Custom(Recipe):
     def __post_init__(self) -> None:
         for gemm in GEMMS:
             if not isinstance(operands := getattr(self, gemm), Operands):
-                hint = "; Mixed takes a recipe for each GEMM" if isinstance(operands, Recipe) else ""
-                raise TypeError(f"{gemm}={operands!r} must be Operands(first=…, second=…) of QuantSpecs{hint}")
+                if isinstance(operands, Recipe):
+                    hint = "; Mixed takes a recipe for each GEMM"
+                else:
+                    hint = ""
+                raise TypeError(
+                    f"{gemm}={operands!r} must be Operands(first=…, second=…) of QuantSpecs{hint}"
+                )
         super().__post_init__()
 
     @property

@@ -9,15 +9,18 @@ from fp4train.text import check_choice
 
 
 def _mx(element: str, rounding: str, block: tuple[int, int] = (1, 32)) -> QuantSpec:
-    return QuantSpec(element=element, block=block, scale="e8m0", scale_rounding=rounding, global_scale=None)
+    return QuantSpec(
+        element=element, block=block, scale="e8m0", scale_rounding=rounding, global_scale=None
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class MXFP8(Recipe):
     """OCP MX: E4M3 elements, one power-of-two E8M0 scale per 1×32 block.
 
-    E4M3 everywhere and scales rounded up ("Recipes for Pre-training LLMs with MXFP8", arXiv:2506.08027). Rounding up
-    cannot saturate; the floor of the OCP specification clips the largest values in a quarter of the blocks.
+    E4M3 everywhere and scales rounded up ("Recipes for Pre-training LLMs with MXFP8",
+    arXiv:2506.08027). Rounding up cannot saturate; the floor of the OCP specification clips the
+    largest values in a quarter of the blocks.
 
     Args:
         element: "e4m3", or "hybrid" for E5M2 gradients.
@@ -32,13 +35,19 @@ class MXFP8(Recipe):
     def operands(self) -> dict[str, Operands]:
         check_choice("element", self.element, ("e4m3", "hybrid"))
         x = _mx("e4m3", self.scale_rounding)
-        w = _mx("e4m3", self.scale_rounding, (32, 32)) if self.two_d_weights else x
-        return by_tensor(x, w, _mx("e5m2" if self.element == "hybrid" else "e4m3", self.scale_rounding))
+        if self.two_d_weights:
+            w = _mx("e4m3", self.scale_rounding, (32, 32))
+        else:
+            w = x
+        return by_tensor(
+            x, w, _mx("e5m2" if self.element == "hybrid" else "e4m3", self.scale_rounding)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class MXFP6(Recipe):
-    """OCP MX with 6-bit elements: E2M3 (more mantissa; the default for weights and activations) or E3M2.
+    """OCP MX with 6-bit elements: E2M3 (more mantissa; the default for weights and activations) or
+    E3M2.
 
     Args:
         element: of x and w; `gradient_element`: of dy, where range matters more.
@@ -58,12 +67,14 @@ class MXFP6(Recipe):
 
 @dataclass(frozen=True, kw_only=True)
 class MXFP4(Recipe):
-    """OCP MX with E2M1 elements: the elements of NVFP4 in larger blocks (32) with power-of-two scales.
+    """OCP MX with E2M1 elements: the elements of NVFP4 in larger blocks (32) with power-of-two
+    scales.
 
-    Gradients are rounded stochastically, with scales rounded up so that nothing clips. Both operands of wgrad are
-    turned by a Hadamard transform of 32 with fixed signs; x is rounded to nearest. "Training LLMs with MXFP4"
-    (arXiv:2502.20586), where the idea is from, turns both operands of dgrad and wgrad in groups of 64 with signs drawn
-    anew, and rounds both stochastically, scaled by 3/4 so that nothing clips.
+    Gradients are rounded stochastically, with scales rounded up so that nothing clips. Both
+    operands of wgrad are turned by a Hadamard transform of 32 with fixed signs; x is rounded to
+    nearest. "Training LLMs with MXFP4" (arXiv:2502.20586), where the idea is from, turns both
+    operands of dgrad and wgrad in groups of 64 with signs drawn anew, and rounds both
+    stochastically, scaled by 3/4 so that nothing clips.
     """
 
     scale_rounding: str = "even"
@@ -72,11 +83,17 @@ class MXFP4(Recipe):
 
     def operands(self) -> dict[str, Operands]:
         x = _mx("e2m1", self.scale_rounding)
-        # A scale rounded down clips the block's maximum, which biases stochastic rounding: round it up for gradients.
-        dy = replace(_mx("e2m1", "rceil"), rounding="stochastic") if self.stochastic_rounding else x
+        # A scale rounded down clips the block's maximum, which biases stochastic rounding: round it
+        # up for gradients.
+        if self.stochastic_rounding:
+            dy = replace(_mx("e2m1", "rceil"), rounding="stochastic")
+        else:
+            dy = x
         transform = Hadamard(size=32) if self.hadamard else None
         return {
             "fprop": Operands(first=x, second=x),
             "dgrad": Operands(first=dy, second=x),
-            "wgrad": Operands(first=replace(dy, hadamard=transform), second=replace(x, hadamard=transform)),
+            "wgrad": Operands(
+                first=replace(dy, hadamard=transform), second=replace(x, hadamard=transform)
+            ),
         }

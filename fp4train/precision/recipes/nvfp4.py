@@ -12,10 +12,11 @@ from fp4train.text import check_choice
 class NVFP4(Recipe):
     """NVFP4 pretraining: E2M1 elements, one E4M3 scale per 1×16 block, one FP32 scale per tensor.
 
-    Four techniques preserve quality ("Pretraining Large Language Models with NVFP4", arXiv:2509.25149, section 4):
-    some layers in high precision (`LayerPolicy`); a 16×16 Hadamard transform of the wgrad operands, which spreads
-    outliers over the block; 2D 16×16 weight blocks, so that w and wᵀ dequantise to the same values in forward and
-    backward; and stochastic rounding of gradients, whose rounding bias would otherwise accumulate.
+    Four techniques preserve quality ("Pretraining Large Language Models with NVFP4",
+    arXiv:2509.25149, section 4): some layers in high precision (`LayerPolicy`); a 16×16 Hadamard
+    transform of the wgrad operands, which spreads outliers over the block; 2D 16×16 weight blocks,
+    so that w and wᵀ dequantise to the same values in forward and backward; and stochastic rounding
+    of gradients, whose rounding bias would otherwise accumulate.
 
     The options are those of TE's `NVFP4BlockScaling`:
 
@@ -24,14 +25,15 @@ class NVFP4(Recipe):
         stochastic_rounding: of dy in dgrad and wgrad (TE: not disable_stochastic_rounding).
         two_d_weights: 16×16 blocks for w, else 1×16 (TE: not disable_2d_quantization).
         row_scaled_activation: one global scale per token instead of per tensor, for x in fprop.
-        four_over_six: "none", "weights", "activations" or "all": scale the maximum of each block to 6 or to 4,
-            whichever has the smaller error (arXiv:2512.02010).
+        four_over_six: "none", "weights", "activations" or "all": scale the maximum of each block to
+            6 or to 4, whichever has the smaller error (arXiv:2512.02010).
         four_over_six_error: "mae" or "mse", the error that is compared.
-        four_over_six_bound: operands of four-over-six whose largest E4M3 block scale is 256 instead of 448: "none",
-            "weights", "activations" or "all".
+        four_over_six_bound: operands of four-over-six whose largest E4M3 block scale is 256 instead
+            of 448: "none", "weights", "activations" or "all".
         formula: "te2.14", or "te2.13" for the block scale of TE ≤ 2.13.
-        guard: share of E2M1's range that stochastically rounded blocks use. At 1 a block scale that E4M3 rounds down
-            clips the block's maximum, which is a bias; 16/17 leaves room (Quartet II, arXiv:2601.22813).
+        guard: share of E2M1's range that stochastically rounded blocks use. At 1 a block scale that
+            E4M3 rounds down clips the block's maximum, which is a bias; 16/17 leaves room (Quartet
+            II, arXiv:2601.22813).
     """
 
     hadamard: bool = True
@@ -56,26 +58,43 @@ class NVFP4(Recipe):
                 "or four_over_six=weights"
             )
         if self.guard != 1.0 and not self.stochastic_rounding:
-            raise ValueError(f"guard={self.guard} with stochastic_rounding=False: guard needs stochastic rounding")
+            raise ValueError(
+                f"guard={self.guard} with stochastic_rounding=False: guard needs stochastic "
+                "rounding"
+            )
         super().__post_init__()
 
     def _base(self, scope: str) -> QuantSpec:
         spec = QuantSpec(formula=self.formula)
         if self.four_over_six in (scope, "all"):
-            bound = 256.0 if self.four_over_six_bound in (scope, "all") else 448.0
+            if self.four_over_six_bound in (scope, "all"):
+                bound = 256.0
+            else:
+                bound = 448.0
             spec = replace(spec, four_over_six=self.four_over_six_error, global_bound=bound)
         return spec
 
     def operands(self) -> dict[str, Operands]:
-        activation, weight = self._base("activations"), self._base("weights")
+        activation = self._base("activations")
+        weight = self._base("weights")
         x = replace(activation, global_scale="row" if self.row_scaled_activation else "tensor")
-        w = replace(weight, block=(16, 16)) if self.two_d_weights else weight
+        if self.two_d_weights:
+            w = replace(weight, block=(16, 16))
+        else:
+            w = weight
         transform = Hadamard() if self.hadamard else None
-        # Four-over-six compares two nearest roundings, so stochastic gradients keep the plain scale, as in TE.
+        # Four-over-six compares two nearest roundings, so stochastic gradients keep the plain
+        # scale, as in TE.
         stochastic = QuantSpec(formula=self.formula, rounding="stochastic", guard=self.guard)
-        dy = stochastic if self.stochastic_rounding else activation
+        if self.stochastic_rounding:
+            dy = stochastic
+        else:
+            dy = activation
         return {
             "fprop": Operands(first=x, second=w),
             "dgrad": Operands(first=dy, second=w),
-            "wgrad": Operands(first=replace(dy, hadamard=transform), second=replace(activation, hadamard=transform)),
+            "wgrad": Operands(
+                first=replace(dy, hadamard=transform),
+                second=replace(activation, hadamard=transform),
+            ),
         }

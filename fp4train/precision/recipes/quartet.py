@@ -1,4 +1,6 @@
-"""Quartet II: NVFP4 in all three products, with unbiased gradients of half the usual error (arXiv:2601.22813)."""
+"""Quartet II: NVFP4 in all three products, with unbiased gradients of half the usual error
+(arXiv:2601.22813).
+"""
 
 from dataclasses import dataclass, replace
 
@@ -12,18 +14,21 @@ from fp4train.text import check_choice
 class QuartetII(Recipe):
     """NVFP4 with four over six in the forward pass and MS-EDEN in the backward pass.
 
-    Forward: 1×16 blocks for x and w, each scaled to 6 or to 4 by the squared error. Backward: x and w are taken as the
-    forward pass rounded them, turned by a random Hadamard transform of 128 together with dy, and requantised by MS-EDEN
-    (`quantize/rounding.py`), whose result is unbiased over the transforms of a layer, drawn anew in each step.
+    Forward: 1×16 blocks for x and w, each scaled to 6 or to 4 by the squared error. Backward: x and
+        w are taken as the
+    forward pass rounded them, turned by a random Hadamard transform of 128 together with dy, and
+    requantised by MS-EDEN (`quantize/rounding.py`), whose result is unbiased over the transforms of
+    a layer, drawn anew in each step.
 
-    The constants are those of the authors' kernels (github.com/IST-DASLab/Quartet-II). Not included: their amax of the
-    step before, which saves a pass on a GPU; the amax here is the current one.
+    The constants are those of the authors' kernels (github.com/IST-DASLab/Quartet-II). Not
+    included: their amax of the step before, which saves a pass on a GPU; the amax here is the
+    current one.
 
     Args:
         four_over_six: "mse", "mae", or "none" for plain NVFP4 in the forward pass.
         hadamard: size of the transform.
-        backward_range: magnitude to which the largest element of a block is scaled in backward, as a share of 6. Some
-            clipping lowers the error, and the correction accounts for it.
+        backward_range: magnitude to which the largest element of a block is scaled in backward, as
+            a share of 6. Some clipping lowers the error, and the correction accounts for it.
     """
 
     four_over_six: str = "mse"

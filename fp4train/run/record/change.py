@@ -1,4 +1,6 @@
-"""Changes of a run while it trains: its recipe is swapped, or a swap that has not begun is taken back."""
+"""Changes of a run while it trains: its recipe is swapped, or a swap that has not begun is taken
+back.
+"""
 
 import logging
 from collections.abc import Sequence
@@ -20,7 +22,8 @@ _log = logging.getLogger(__name__)
 
 
 def pick_up_swaps(run: Run) -> bool:
-    """Carry out what `fp4train swap` asked for since the last step; refuse what is impossible; answer either way.
+    """Carry out what `fp4train swap` asked for since the last step; refuse what is impossible;
+    answer either way.
 
     Returns:
         Whether the recipe of a coming step may have changed.
@@ -38,11 +41,15 @@ def pick_up_swaps(run: Run) -> bool:
             if "cancel" in body:
                 at = bind(body["cancel"], int, "cancel")
                 cancel_swap(run, at, request.id)
-                event, text, values = "swap cancelled", f"the swap at step {at} is cancelled", {"at": at}
+                event = "swap cancelled"
+                text = f"the swap at step {at} is cancelled"
+                values = {"at": at}
             else:
                 at = run.step if body["at"] is None else body["at"]
                 swap_recipe(run, at, body["recipe"], name, request.id)
-                event, text, values = "swap", f"recipe {name} from step {at} on", {"recipe": name, "at": at}
+                event = "swap"
+                text = f"recipe {name} from step {at} on"
+                values = {"recipe": name, "at": at}
         except UserError as error:
             _log.error("swap%s refused: %s", f" to {name}" if name else "", error)
             refused = {"recipe": name, "reason": str(error), "request": request.id}
@@ -56,10 +63,17 @@ def pick_up_swaps(run: Run) -> bool:
 
 
 def log_evaluation(run: Run, body: Any) -> tuple[bool, str]:
-    """Log the results that `fp4train eval` found on a checkpoint of this run: (whether they are some, a sentence)."""
+    """Log the results that `fp4train eval` found on a checkpoint of this run: (whether they are
+    some, a sentence).
+    """
     try:
-        step, scores = int(body["step"]), [dict(score) for score in body["scores"]]
-        if any(key not in ("task", "recipe") and not key.startswith("eval/") for score in scores for key in score):
+        step = int(body["step"])
+        scores = [dict(score) for score in body["scores"]]
+        if any(
+            key not in ("task", "recipe") and not key.startswith("eval/")
+            for score in scores
+            for key in score
+        ):
             raise ValueError("a value that no evaluation has")
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         _log.error("results of an evaluation are refused: %s", error)
@@ -77,11 +91,14 @@ def follow_swaps(run: Run, entries: Sequence[SwapEntry]) -> None:
     run.plan = _plan(run, run.timeline)
 
 
-def swap_recipe(run: Run, step: int, recipe: dict[str, Any], name: str, request: str | None = None) -> None:
+def swap_recipe(
+    run: Run, step: int, recipe: dict[str, Any], name: str, request: str | None = None
+) -> None:
     """Swap the recipe from `step` on: recorded for good, timeline and plan brought up to date.
 
     Args:
-        run, step, recipe, name: what to swap, from when on, to what plain configuration, and what the user calls it.
+        run, step, recipe, name: what to swap, from when on, to what plain configuration, and what
+            the user calls it.
         request: the ID of the request that asked for it.
 
     Raises:
@@ -94,7 +111,15 @@ def swap_recipe(run: Run, step: int, recipe: dict[str, Any], name: str, request:
             if swap.step < run.step
             else f"step {step} is beyond the end: the run has {run.config.train.steps} steps"
         )
-    _change(run, with_swap(run.timeline, swap), "swap", name=name, at=swap.step, recipe=recipe, request=request)
+    _change(
+        run,
+        with_swap(run.timeline, swap),
+        "swap",
+        name=name,
+        at=swap.step,
+        recipe=recipe,
+        request=request,
+    )
 
 
 def cancel_swap(run: Run, step: int, request: str | None = None) -> None:
@@ -112,8 +137,11 @@ def cancel_swap(run: Run, step: int, request: str | None = None) -> None:
 
 
 def _plan(run: Run, timeline: Timeline) -> Plan:
-    mesh, device = run.world.mesh, Device.of(run.device)
-    return build_plan(run.config, run.layers, timeline, device, mesh.data, stages=mesh.pipeline).since(run.step)
+    mesh = run.world.mesh
+    device = Device.of(run.device)
+    return build_plan(
+        run.config, run.layers, timeline, device, mesh.data, stages=mesh.pipeline
+    ).since(run.step)
 
 
 def _change(run: Run, timeline: Timeline, event: str, **values: Any) -> None:
@@ -122,7 +150,8 @@ def _change(run: Run, timeline: Timeline, event: str, **values: Any) -> None:
     Raises:
         UserError: the journal cannot be written; nothing has changed then.
     """
-    plan, gathers = _plan(run, timeline), run.gathers()
+    plan = _plan(run, timeline)
+    gathers = run.gathers()
     run.journal.add(event, run.step, plan, **values)
     run.inbox.record(run.journal, lambda: write_plan(run.directory, run.journal.records, gathers))
     run.timeline, run.plan, run.swaps = timeline, plan, swaps(run.journal.records)

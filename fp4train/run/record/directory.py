@@ -1,8 +1,9 @@
 """RUN: the directory of a run, its lock, and its saved configuration.
 
     config.yaml       the whole configuration: plain values, and names of classes of fp4train and its plugins; its first
-                      line holds the run's identity, the checksum of the rest, and where the rest names paths outside of
-                      the run the signature of the user who named them (`trust`)
+                      line holds the run's identity, the checksum of the rest, and where the rest
+                      names paths outside of the run the signature of the user who named them
+                      (`trust`)
     heartbeat.json    step, time and loss of the running process, for who watches from outside (`watch`)
     history.jsonl     the journal: what the run was told and what it ran, by stretch of steps (`journal`)
     swap_requests/    recipe changes that the running process is asked for, and its answers (`inbox`)
@@ -11,10 +12,12 @@
     statistics.bin    what quantisation did to each operand in the measured steps (`fp4train.track.statistics`)
     studies/          what was measured on its checkpoints, a folder for each study (`fp4train.lab.studies`)
 
-A file lock lets one process at a time train in a directory; the operating system releases it when that process ends.
+A file lock lets one process at a time train in a directory; the operating system releases it when
+that process ends.
 
-Everything in the directory is reached through `fp4train.files`: no link in it is followed. Its parts belong together:
-the identity, a random number that the run gets at its start, is in the configuration, the checkpoints and the journal.
+Everything in the directory is reached through `fp4train.files`: no link in it is followed. Its
+parts belong together: the identity, a random number that the run gets at its start, is in the
+configuration, the checkpoints and the journal.
 """
 
 import fcntl
@@ -44,15 +47,23 @@ from fp4train.track.wandb import CONSOLE
 
 _log = logging.getLogger(__name__)
 
-CONFIG, REQUESTS, CHECKPOINTS, PLAN = sealed.CONFIG, "swap_requests", "checkpoints", "plan.txt"
+CONFIG = sealed.CONFIG
+REQUESTS = "swap_requests"
+CHECKPOINTS = "checkpoints"
+PLAN = "plan.txt"
 OLD_SWAPS = "swaps.json"
 """The swaps of a run of an older fp4train, which is refused, or replaced."""
-LOCK, HEARTBEAT, HISTORY = ".lock", "heartbeat.json", "history.jsonl"
+LOCK = ".lock"
+HEARTBEAT = "heartbeat.json"
+HISTORY = "history.jsonl"
 ASIDE = ".new"
 """The folder in a run's for the first files of a new run that may replace it."""
 TOKENIZER = ("tokenizer.json", "tokenizer_origin.json", TEMPLATE, GENERATION)
-SAVED, REMOVED = "checkpoint", "checkpoints removed"
-"""The events in the metrics of a checkpoint that is whole, and of the ruined ones of a run that has no good one."""
+SAVED = "checkpoint"
+REMOVED = "checkpoints removed"
+"""The events in the metrics of a checkpoint that is whole, and of the ruined ones of a run that has
+no good one.
+"""
 _FOLDERS = (CHECKPOINTS, REQUESTS, "wandb", "tensorboard")
 _TAIL = 1 << 20
 """Bytes at the end of the metrics in which the last step is looked for."""
@@ -67,12 +78,21 @@ CONTINUED = (
 RESUMED = (
     *CONTINUED,
     *("recipe", "policy", "phases", "backend", "device", "optim.", "schedule."),
-    *("train.steps", "train.microbatch", "train.threads", "train.compile", "train.deterministic", "train.kernels"),
+    *(
+        "train.steps",
+        "train.microbatch",
+        "train.threads",
+        "train.compile",
+        "train.deterministic",
+        "train.kernels",
+    ),
     *("model.recompute", "model.draw", "model.scan.kernels"),
     *("data.path", "data.val_path", "teacher", "parallel."),
 )
-"""Keys that `resume=` may change as well; any other would make it another run. The data and the teacher may be at
-another path, because their fingerprints are compared with those in the checkpoint."""
+"""Keys that `resume=` may change as well; any other would make it another run. The data and the
+teacher may be at another path, because their fingerprints are compared with those in the
+checkpoint.
+"""
 
 
 def write_text(path: Path, text: str) -> None:
@@ -86,7 +106,9 @@ def write_text(path: Path, text: str) -> None:
 
 
 @contextmanager
-def locked(run: Path, taken: str = "another process trains in it; choose another run.name") -> Iterator[None]:
+def locked(
+    run: Path, taken: str = "another process trains in it; choose another run.name"
+) -> Iterator[None]:
     """Hold the lock of `run`, which is created.
 
     Args:
@@ -147,10 +169,18 @@ def require_run(run: Path) -> Path:
     """
     if (run / CONFIG).is_file():
         return run
-    if above := next((p for p in run.parents if (p / CONFIG).is_file() and (p / CHECKPOINTS).is_dir()), None):
+    if above := next(
+        (p for p in run.parents if (p / CONFIG).is_file() and (p / CHECKPOINTS).is_dir()), None
+    ):
         raise UserError(f"{run} is not a run directory, it lies in one: {above}")
-    runs = sorted(p.parent.name for p in run.parent.glob(f"*/{CONFIG}")) if run.parent.is_dir() else []
-    known = f"; {run.parent} holds {', '.join(runs[:8])}" if runs else ""
+    if run.parent.is_dir():
+        runs = sorted(p.parent.name for p in run.parent.glob(f"*/{CONFIG}"))
+    else:
+        runs = []
+    if runs:
+        known = f"; {run.parent} holds {', '.join(runs[:8])}"
+    else:
+        known = ""
     raise UserError(f"{run} is not a run directory (it has no {CONFIG}){known}")
 
 
@@ -158,8 +188,8 @@ def read_config(run: Path) -> DictConfig:
     """The saved configuration of a run, checked to be data only, and to be as the run wrote it.
 
     Raises:
-        UserError: there is none, it cannot be read, it was changed, or it names a class that is neither fp4train's nor
-            of a plugin that this command names.
+        UserError: there is none, it cannot be read, it was changed, or it names a class that is
+            neither fp4train's nor of a plugin that this command names.
     """
     path = require_run(run) / CONFIG
     saved = saved_config(path)
@@ -170,14 +200,19 @@ def read_config(run: Path) -> DictConfig:
     # An interpolation could reach the environment; a saved configuration holds plain values only.
     for value in (each for _, *both in walk(saved) for each in both):
         if isinstance(value, str) and "${" in value:
-            raise UserError(f"{path} holds an interpolation; a saved configuration has plain values only")
+            raise UserError(
+                f"{path} holds an interpolation; a saved configuration has plain values only"
+            )
         if not isinstance(value, dict | list | str | int | float | bool | None):
-            raise UserError(f"{path} cannot be read as a configuration: it holds a {type(value).__name__}")
+            raise UserError(
+                f"{path} cannot be read as a configuration: it holds a {type(value).__name__}"
+            )
     return OmegaConf.create(saved)
 
 
 def identity(run: Path) -> str | None:
-    """The identity of the run in `run`; None where there is no run, or its configuration has lost its first line.
+    """The identity of the run in `run`; None where there is no run, or its configuration has lost
+    its first line.
 
     Raises:
         UserError: its configuration cannot be read.
@@ -194,7 +229,10 @@ def folder_aside(run: Path) -> Iterator[None]:
     Raises:
         UserError: the folder cannot be made.
     """
-    with user_errors(OSError, before=f"{run / ASIDE} cannot be written: "), Folder.open(run) as folder:
+    with (
+        user_errors(OSError, before=f"{run / ASIDE} cannot be written: "),
+        Folder.open(run) as folder,
+    ):
         _check_ours(folder)
         folder.remove_folder(ASIDE)  # a killed process may have left one
         folder.folder(ASIDE, create=True).close()
@@ -206,7 +244,8 @@ def folder_aside(run: Path) -> Iterator[None]:
 
 
 def start_over(run: Path) -> None:
-    """Remove the files of an earlier run from `run`, and no other files; nothing if it holds no run.
+    """Remove the files of an earlier run from `run`, and no other files; nothing if it holds no
+    run.
 
     Raises:
         UserError: what is there is not fp4train's, or cannot be removed.
@@ -229,15 +268,20 @@ def _check_ours(folder: Folder) -> None:
     if not folder.has_file(CONFIG):
         return
     saved = read_config(folder.path)
-    if not all(isinstance(saved.get(section), DictConfig) for section in ("run", "train", "recipe", "model")):
+    if not all(
+        isinstance(saved.get(section), DictConfig)
+        for section in ("run", "train", "recipe", "model")
+    ):
         raise UserError(
-            f"{folder.path / CONFIG} is not the configuration of a run of fp4train: run.overwrite=true would remove "
+            f"{folder.path / CONFIG} is not the configuration of a run of fp4train: "
+            "run.overwrite=true would remove "
             "what is beside it. Choose another run.name or run.dir"
         )
     for name in _FOLDERS:
         if folder.status(name) is not None and not folder.has_folder(name):
             raise UserError(
-                f"{folder.path / name} is no folder but a link or a file: run.overwrite=true removes nothing that lies "
+                f"{folder.path / name} is no folder but a link or a file: run.overwrite=true "
+                "removes nothing that lies "
                 "elsewhere. Remove it yourself, or choose another run.name"
             )
 
@@ -256,10 +300,12 @@ def copy_files(source: Path, run: Path, names: tuple[str, ...]) -> None:
 
 
 def check_restart(run: Path) -> None:
-    """Refuse to train from step 0 where a run had saved checkpoints that are gone: its metrics would go, too.
+    """Refuse to train from step 0 where a run had saved checkpoints that are gone: its metrics
+    would go, too.
 
-    A run says in its heartbeat and in its metrics which checkpoints became whole. Steps alone prove none: later steps
-    run while a checkpoint is written, and a kill may come before the first one is whole.
+    A run says in its heartbeat and in its metrics which checkpoints became whole. Steps alone prove
+    none: later steps run while a checkpoint is written, and a kill may come before the first one is
+    whole.
 
     Raises:
         UserError: they are gone.
@@ -270,20 +316,33 @@ def check_restart(run: Path) -> None:
             with suppress(ValueError, AttributeError, RecursionError):
                 saved = json.loads(folder.read(HEARTBEAT, sealed.CONFIG_LIMIT)).get("saved")
         if not isinstance(saved, int) and folder.has_file(METRICS):
-            saves = [line for line in read_metrics(run / METRICS) if line.get("event") in (SAVED, REMOVED)]
-            saved = saves[-1]["step"] if saves and saves[-1]["event"] == SAVED else None
+            saves = [
+                line
+                for line in read_metrics(run / METRICS)
+                if line.get("event") in (SAVED, REMOVED)
+            ]
+            if saves and saves[-1]["event"] == SAVED:
+                saved = saves[-1]["step"]
+            else:
+                saved = None
     if isinstance(saved, int):
         raise UserError(
-            f"{run} had saved step {saved}, and its checkpoints are gone: put them back, or start over with "
+            f"{run} had saved step {saved}, and its checkpoints are gone: put them back, or "
+            "start over with "
             "run.overwrite=true, which removes its metrics"
         )
 
 
 def steps_done(run: Path) -> int:
-    """The steps that a run has done: by the end of its metrics, or the newest checkpoint of a run that keeps none."""
+    """The steps that a run has done: by the end of its metrics, or the newest checkpoint of a run
+    that keeps none.
+    """
     done = checkpoint.steps(run / CHECKPOINTS)[-1:]
     try:
-        with files.parent(run / METRICS) as (folder, name), os.fdopen(folder.descriptor_of(name), "rb") as file:
+        with (
+            files.parent(run / METRICS) as (folder, name),
+            os.fdopen(folder.descriptor_of(name), "rb") as file,
+        ):
             file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
             tail = file.read(_TAIL).splitlines()
     except OSError:

@@ -1,6 +1,8 @@
-"""Element formats in the journal: what their codes stand for, so that no other format takes the place of a name.
+"""Element formats in the journal: what their codes stand for, so that no other format takes the
+place of a name.
 
-A recipe names its formats. The record of a start, and of a swap, says beside the plan what each name meant then.
+A recipe names its formats. The record of a start, and of a swap, says beside the plan what each
+name meant then.
 """
 
 from __future__ import annotations
@@ -42,15 +44,18 @@ def check_formats(plan: Plan, tables: Iterable[Mapping[str, object]], run: Path)
         run: the folder of that run.
 
     Raises:
-        UserError: a format that the plan quantises to is not the one that the run used by that name.
+        UserError: a format that the plan quantises to is not the one that the run used by that
+            name.
     """
     planned = described_formats(plan)
     for table in tables:
         for name, recorded in table.items():
             if name in planned and planned[name] != recorded:
                 raise UserError(
-                    f"{run} was trained with another element format {name} ({_shown(recorded)}; now: "
-                    f"{_shown(planned[name])}): give the new one another name, or go on with a recipe that does not "
+                    f"{run} was trained with another element format {name} "
+                    f"({_shown(recorded)}; now: "
+                    f"{_shown(planned[name])}): give the new one another name, or go on with "
+                    "a recipe that does not "
                     f"quantise to {name} (recipe=…)"
                 )
 

@@ -1,7 +1,9 @@
-"""How text of a run's model ends and is drawn, as the Hugging Face folder says that the run began with.
+"""How text of a run's model ends and is drawn, as the Hugging Face folder says that the run began
+with.
 
-A tuned model ends its answers with other ids than documents end with, and its folder says with which probabilities it
-draws. A run learns none of that and its export says it again: so it is kept beside the run's tokenizer.
+A tuned model ends its answers with other ids than documents end with, and its folder says with
+which probabilities it draws. A run learns none of that and its export says it again: so it is kept
+beside the run's tokenizer.
 """
 
 import json
@@ -46,11 +48,17 @@ class GenerationSettings:
         """What `generation_config.json` of an export has, whose documents end with `end`."""
         named = _ids(self.settings, SETTINGS) or self.ends
         pad = self.settings.get("pad_token_id")
-        return {**self.settings, _END: _joined(named, end), "pad_token_id": end if pad is None else pad}
+        return {
+            **self.settings,
+            _END: _joined(named, end),
+            "pad_token_id": end if pad is None else pad,
+        }
 
 
 def belongs_to(folder: Path, tokenizer: object) -> bool:
-    """Whether ids of a run with these settings of its tokenizer are those of the folder; None: its data are ids."""
+    """Whether ids of a run with these settings of its tokenizer are those of the folder; None: its
+    data are ids.
+    """
     if tokenizer is None:
         return True
     return isinstance(tokenizer, Pretrained) and Path(tokenizer.name).resolve() == folder.resolve()
@@ -63,17 +71,27 @@ def keep_generation(folder: Path, run: Path) -> None:
         UserError: the folder's tables cannot be read, or name no ids.
     """
     config = read_config(folder)
-    settings = read_table(folder, SETTINGS) if has_file(folder, SETTINGS) else {}
+    if has_file(folder, SETTINGS):
+        settings = read_table(folder, SETTINGS)
+    else:
+        settings = {}
     settings = {key: value for key, value in settings.items() if key not in _OF_THE_WRITER}
     with user_errors(ValueError, before=f"{folder}: "):
         rows = config.get("vocab_size")
         for ids, name in ((_ids(config, CONFIG), CONFIG), (_ids(settings, SETTINGS), SETTINGS)):
             if strange := [token for token in ids if isinstance(rows, int) and token >= rows]:
-                raise ValueError(f"{_END} of {name} has {strange[0]}, which is no id of a vocabulary of {rows}")
+                raise ValueError(
+                    f"{_END} of {name} has {strange[0]}, which is no id of a vocabulary of {rows}"
+                )
         kept = json.dumps({"ends": _ids(config, CONFIG), "settings": settings}).encode()
         if len(kept) > _LIMIT:
-            raise ValueError(f"{SETTINGS} has {len(kept):,} bytes; more than {_LIMIT:,} are not kept")
-    with user_errors(OSError, before=f"{GENERATION} cannot be kept in {run}: "), Folder.open(run, create=True) as place:
+            raise ValueError(
+                f"{SETTINGS} has {len(kept):,} bytes; more than {_LIMIT:,} are not kept"
+            )
+    with (
+        user_errors(OSError, before=f"{GENERATION} cannot be kept in {run}: "),
+        Folder.open(run, create=True) as place,
+    ):
         place.write(GENERATION, kept)
 
 
@@ -85,12 +103,16 @@ def kept_generation(run: Path) -> GenerationSettings:
     """
     try:
         body = foreign_json.parse(files.read(run / GENERATION, _LIMIT))
-        found = GenerationSettings(ends=_ids({_END: body["ends"]}, GENERATION), settings=dict(body["settings"]))
+        found = GenerationSettings(
+            ends=_ids({_END: body["ends"]}, GENERATION), settings=dict(body["settings"])
+        )
         _ids(found.settings, GENERATION)
     except FileNotFoundError:
         return GenerationSettings()
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise UserError(f"{run / GENERATION} cannot be read: {error}. Put it back, or remove it") from error
+        raise UserError(
+            f"{run / GENERATION} cannot be read: {error}. Put it back, or remove it"
+        ) from error
     return found
 
 
@@ -99,7 +121,9 @@ def _ids(table: dict[str, Any], name: str) -> list[int]:
     value = table.get(_END)
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if len(ids) > _MOST or not all(type(token) is int and 0 <= token < 1 << 31 for token in ids):
-        raise ValueError(f"{_END}={shortened(repr(value), 80)} of {name} must be an id or up to {_MOST} ids")
+        raise ValueError(
+            f"{_END}={shortened(repr(value), 80)} of {name} must be an id or up to {_MOST} ids"
+        )
     return ids
 
 

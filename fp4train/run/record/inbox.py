@@ -1,11 +1,13 @@
-"""RUN/swap_requests/, the inbox: how the process that trains in a run directory is asked to change the recipe.
+"""RUN/swap_requests/, the inbox: how the process that trains in a run directory is asked to change
+the recipe.
 
-`fp4train swap` writes one file per request, ID.json. The training process takes it between two steps: it renames it to
-ID.taken, so that it can no longer be cancelled, records the swap with its step and the ID in the journal, and writes
-ID.answer.
+`fp4train swap` writes one file per request, ID.json. The training process takes it between two
+steps: it renames it to ID.taken, so that it can no longer be cancelled, records the swap with its
+step and the ID in the journal, and writes ID.answer.
 
-A request holds {"recipe", "name", "at"}, or {"cancel": STEP} for a recorded swap that has not begun, or {"evaluation":
-{"step", "scores"}} for results that are to be logged; requests and answers carry a checksum.
+A request holds {"recipe", "name", "at"}, or {"cancel": STEP} for a recorded swap that has not
+begun, or {"evaluation": {"step", "scores"}} for results that are to be logged; requests and answers
+carry a checksum.
 """
 
 import logging
@@ -35,9 +37,13 @@ AT_ONCE = 100
 KEPT_ANSWERS = AT_ONCE
 """Answers that nobody has read and that are kept."""
 WAIT_SECONDS = 1.0
-"""Seconds for the disk to say which requests there are, or to record a swap; then the loop goes on."""
+"""Seconds for the disk to say which requests there are, or to record a swap; then the loop goes
+on.
+"""
 SYNC_SECONDS = 30.0
-"""Seconds for the record of the swaps that a checkpoint was trained with; then the checkpoint has failed."""
+"""Seconds for the record of the swaps that a checkpoint was trained with; then the checkpoint has
+failed.
+"""
 POLL = 0.05
 """Seconds between two looks for an answer."""
 
@@ -63,27 +69,33 @@ def _requests(run: Path, *, create: bool = False) -> Iterator[Folder]:
         yield requests
 
 
-# -- asking -----------------------------------------------------------------------------------------------------------
+# -- asking ----------------------------------------------------------------------------------------
 
 
 def ask(run: Path, body: Mapping[str, Any]) -> str:
     """Leave a request for the process that trains in `run` now, or after a resume; returns its ID.
 
     Args:
-        body: "recipe" (plain configuration values), "name" (what the user calls it) and "at" (the step; None: the next
-            one); or "cancel": the step of a recorded swap that has not begun; or EVALUATION: results.
+        body: "recipe" (plain configuration values), "name" (what the user calls it) and "at" (the
+            step; None: the next one); or "cancel": the step of a recorded swap that has not begun;
+            or EVALUATION: results.
 
     Raises:
         UserError: the request cannot be written.
     """
     key = f"{time.time_ns()}-{secrets.token_hex(4)}"
-    with user_errors(OSError, before=f"{run / REQUESTS} cannot be written: "), _requests(run, create=True) as requests:
+    with (
+        user_errors(OSError, before=f"{run / REQUESTS} cannot be written: "),
+        _requests(run, create=True) as requests,
+    ):
         requests.write(f"{key}.json", sealed(body))
     return key
 
 
 def wait_for_answer(run: Path, request: str, seconds: float) -> tuple[bool, str] | None:
-    """Whether the process that trains in `run` accepts, and its text; None: it gave no answer in time, or ended."""
+    """Whether the process that trains in `run` accepts, and its text; None: it gave no answer in
+    time, or ended.
+    """
     deadline = time.monotonic() + seconds
     while True:
         running = is_running(run)
@@ -130,22 +142,24 @@ def cancel_request(run: Path, request: str) -> bool:
     withdrawn = f"{request}.withdrawn"
     refused = user_errors(OSError, before=f"request {request} cannot be removed: ")
     with refused, suppress(FileNotFoundError), _requests(run) as requests:
-        requests.rename(f"{request}.json", withdrawn)  # either this or the training process's rename succeeds
+        # either this or the training process's rename succeeds
+        requests.rename(f"{request}.json", withdrawn)
         requests.remove(withdrawn)
         return True
     return False
 
 
-# -- answering --------------------------------------------------------------------------------------------------------
+# -- answering -------------------------------------------------------------------------------------
 
 
 class Inbox:
     """The requests to the process that trains in a run directory.
 
-    A thread looks for them, writes the journal, and writes the answers. The loop waits for it up to `WAIT_SECONDS`; a
-    disk that takes longer is reported and left behind, and requests are taken again when it answers. A swap that is
-    recorded late takes effect at its step all the same: no checkpoint is written before its record (`sync`), so that a
-    run that is killed in between goes on from before the swap and finds the request again.
+    A thread looks for them, writes the journal, and writes the answers. The loop waits for it up to
+    `WAIT_SECONDS`; a disk that takes longer is reported and left behind, and requests are taken
+    again when it answers. A swap that is recorded late takes effect at its step all the same: no
+    checkpoint is written before its record (`sync`), so that a run that is killed in between goes
+    on from before the swap and finds the request again.
 
     Args:
         folder: the run's directory.
@@ -164,7 +178,8 @@ class Inbox:
         A request is removed when the caller asks for the next one.
 
         Args:
-            done: IDs of requests that are on record: each was carried out before a kill, and only goes.
+            done: IDs of requests that are on record: each was carried out before a kill, and only
+                goes.
         """
         if self._behind and not self._worker.wait(0):
             return
@@ -184,14 +199,17 @@ class Inbox:
         def write() -> None:
             with self._folder.folder(REQUESTS) as requests:
                 requests.write(f"{request.id}.answer", sealed({"accepted": accepted, "text": text}))
-                for old in [name for name in requests.names() if name.endswith(".answer")][:-KEPT_ANSWERS]:
+                for old in [name for name in requests.names() if name.endswith(".answer")][
+                    :-KEPT_ANSWERS
+                ]:
                     requests.remove(old)
 
         if request.id:
             self._worker.put(write)
 
     def record(self, journal: Journal, tell: Callable[[], None]) -> None:
-        """Have the record that was added to `journal` last written, and then `tell` called; waits within bounds.
+        """Have the record that was added to `journal` last written, and then `tell` called; waits
+        within bounds.
 
         One that cannot be written after the loop has gone on is tried again by `sync`.
 
@@ -229,11 +247,13 @@ class Inbox:
     def _in_time(self) -> bool:
         done = self._worker.wait(0 if self._behind else WAIT_SECONDS)
         if not done and not self._behind:
-            _log.error("%s does not answer in %g s: swaps wait for it, steps go on", REQUESTS, WAIT_SECONDS)
+            _log.error(
+                "%s does not answer in %g s: swaps wait for it, steps go on", REQUESTS, WAIT_SECONDS
+            )
         self._behind = not done
         return done
 
-    # -- the thread's ---------------------------------------------------------------------------------------------
+    # -- the thread's ------------------------------------------------------------------------------
 
     def _failed(self, error: Exception) -> None:
         if str(error) != self._problem:
@@ -251,7 +271,9 @@ class Inbox:
             self._found.append(SwapRequest("", None, f"requests cannot be read: {error}"))
             return
         with requests:
-            for name in [name for name in requests.names() if name.endswith((".json", ".taken"))][:AT_ONCE]:
+            for name in [name for name in requests.names() if name.endswith((".json", ".taken"))][
+                :AT_ONCE
+            ]:
                 key = name.rpartition(".")[0]
                 if key in done:
                     _set_aside(requests, name)
@@ -266,7 +288,8 @@ class Inbox:
 
 
 def _taken(requests: Folder, name: str, key: str) -> SwapRequest:
-    """The request in the file `name`, which gets the name of a taken one; one that cannot be read is removed.
+    """The request in the file `name`, which gets the name of a taken one; one that cannot be read
+    is removed.
 
     Raises:
         FileNotFoundError: it is gone.

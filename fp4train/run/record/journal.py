@@ -1,19 +1,23 @@
-"""RUN/history.jsonl, the journal: what a run was told and what it ran; appended as it happens, never rewritten.
+"""RUN/history.jsonl, the journal: what a run was told and what it ran; appended as it happens,
+never rewritten.
 
 One record per line::
 
     {"event": "start",  "step": 0,  "time": …, "config": {…}, "environment": {…}, "stretches": […], "after": …, …}
-    {"event": "resume", "step": 12, "time": …, "from": "step_00000012", "changed": {"train.steps": [12, 20]}, …}
+    {"event": "resume", "step": 12, "time": …, "from": "step_00000012", "changed": {"train.steps":
+    [12, 20]}, …}
     {"event": "swap",   "step": 15, "time": …, "name": "mxfp8", "at": 16, "recipe": {…}, "stretches": […], …}
 
-`stretches` is the plan from `step` on (`stretches`). A later record replaces it from its own step on, and nothing
-before, so that the plan of the past stays what ran. The lines are chained as those of the metrics are
-(`fp4train.sealed`); a last line that a power cut tore is left out. A checkpoint holds the checksum of the last record
-that it was trained with, and the swaps, from which a journal that was lost is mended.
+`stretches` is the plan from `step` on (`stretches`). A later record replaces it from its own step
+on, and nothing before, so that the plan of the past stays what ran. The lines are chained as those
+of the metrics are (`fp4train.sealed`); a last line that a power cut tore is left out. A checkpoint
+holds the checksum of the last record that it was trained with, and the swaps, from which a journal
+that was lost is mended.
 
-What ran, with which configuration and swaps, is what the records say. RUN/config.yaml is a copy of the configuration
-that a user may edit, and from which a resume begins: an edit of a key that a resume may change (`directory.RESUMED`) is
-taken over, logged, and recorded as changed; an edit of any other is refused. Swaps are in the journal alone.
+What ran, with which configuration and swaps, is what the records say. RUN/config.yaml is a copy of
+the configuration that a user may edit, and from which a resume begins: an edit of a key that a
+resume may change (`directory.RESUMED`) is taken over, logged, and recorded as changed; an edit of
+any other is refused. Swaps are in the journal alone.
 """
 
 from __future__ import annotations
@@ -42,7 +46,15 @@ _log = logging.getLogger(__name__)
 
 LIMIT = 1 << 28
 """Bytes of a journal that are read."""
-_DAMAGE = (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError)
+_DAMAGE = (
+    ValueError,
+    KeyError,
+    TypeError,
+    IndexError,
+    AttributeError,
+    OverflowError,
+    RecursionError,
+)
 """Errors that reading a record may raise that somebody else prepared."""
 
 UNRECORDED = ("run.overwrite", "resume", "resume_step", "plugins", "gpu")
@@ -53,7 +65,9 @@ SwapEntry = dict[str, Any]
 
 
 class RecipeChoice(NamedTuple):
-    """The recipe of a recorded or requested swap: the name that the user gave it, and its plain configuration."""
+    """The recipe of a recorded or requested swap: the name that the user gave it, and its plain
+    configuration.
+    """
 
     name: str
     recipe: dict[str, Any]
@@ -62,10 +76,14 @@ class RecipeChoice(NamedTuple):
         """The swap to it at `step`.
 
         Raises:
-            UserError: the step is no integer; or the recipe has invalid values, or is neither fp4train's nor of a
-                plugin that this command names.
+            UserError: the step is no integer; or the recipe has invalid values, or is neither
+                fp4train's nor of a plugin that this command names.
         """
-        return Swap(step=bind(step, int, "step"), recipe=bind(self.recipe, Recipe, "recipe"), name=str(self.name))
+        return Swap(
+            step=bind(step, int, "step"),
+            recipe=bind(self.recipe, Recipe, "recipe"),
+            name=str(self.name),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,9 +96,9 @@ class Record:
         time: UTC, ISO 8601.
         changed: configuration key → value before and after.
         stretches: what was planned from `step` on; empty: as before.
-        values: what else the line holds: config, environment (`fp4train.run.host`), formats, from, name, at, recipe,
-            request, run, the identity of the run that wrote it, and of a rewind diverged, skipped
-            (`fp4train.run.supervise.divergence`).
+        values: what else the line holds: config, environment (`fp4train.run.host`), formats, from,
+            name, at, recipe, request, run, the identity of the run that wrote it, and of a rewind
+            diverged, skipped (`fp4train.run.supervise.divergence`).
         crc: checksum of its line.
     """
 
@@ -106,7 +124,10 @@ class Record:
             parts.append(f"{self.values.get('name', 'the swap')} at step {self.values['at']}")
         if "skipped" in self.values:
             first, last = self.values["skipped"]
-            parts.append(f"the loss diverged at step {self.values['diverged']}; batches {first}–{last} are skipped")
+            parts.append(
+                f"the loss diverged at step {self.values['diverged']}; batches {first}–{last} "
+                "are skipped"
+            )
         parts += [f"{key}: {_show(old)} → {_show(new)}" for key, (old, new) in self.changed.items()]
         return "; ".join(parts)
 
@@ -119,11 +140,14 @@ class Journal:
         records: that are in the file, oldest first.
     """
 
-    def __init__(self, folder: Folder, identity: str | None, records: Iterable[Record] = ()) -> None:
+    def __init__(
+        self, folder: Folder, identity: str | None, records: Iterable[Record] = ()
+    ) -> None:
         self.folder, self.identity, self.records = folder, identity, list(records)
         self.waiting: list[tuple[Record, bytes]] = []
         """Records that are added and not written yet, and their lines."""
-        self._written, self._left = self.last, (-1, 0, 0)
+        self._written = self.last
+        self._left = (-1, 0, 0)
 
     @classmethod
     def read(cls, folder: Folder, identity: str | None) -> Journal:
@@ -152,7 +176,8 @@ class Journal:
         }
         if plan is not None:
             line["formats"] = described_formats(plan)
-        text, chain = json.dumps(line, ensure_ascii=False, default=str), Chain("")
+        text = json.dumps(line, ensure_ascii=False, default=str)
+        chain = Chain("")
         chain.last = self.records[-1].crc if self.records else chain.last
         raw = chain.seal(text.encode())
         self.records.append(_record(json.loads(text), chain))
@@ -169,7 +194,8 @@ class Journal:
         Raises:
             UserError: the disk does not take it, or what is there was damaged or changed.
         """
-        added, path = tuple(self.waiting), self.folder.path / HISTORY
+        added = tuple(self.waiting)
+        path = self.folder.path / HISTORY
         with user_errors(OSError, before=f"{path} cannot be written: "):
             size = self._left[0]
             if self._file() != self._left:
@@ -183,12 +209,18 @@ class Journal:
         del self.waiting[: len(added)]
 
     def _file(self) -> tuple[int, int, int]:
-        """The file's length, number and time: as this process left them, nobody has written to it since."""
+        """The file's length, number and time: as this process left them, nobody has written to it
+        since.
+        """
         found = self.folder.status(HISTORY)
-        return (0, 0, 0) if found is None else (found.st_size, found.st_ino, found.st_mtime_ns)
+        if found is None:
+            return (0, 0, 0)
+        return (found.st_size, found.st_ino, found.st_mtime_ns)
 
     def set_swaps(self, wanted: Iterable[SwapEntry], step: int) -> list[int]:
-        """Add, at `step`, what makes `wanted` the swaps of the run; the steps of those that were not so on record."""
+        """Add, at `step`, what makes `wanted` the swaps of the run; the steps of those that were
+        not so on record.
+        """
         have = {entry["step"]: entry for entry in swaps(self.records)}
         want = {entry["step"]: entry for entry in wanted}
         changed = [at for at in sorted({**have, **want}) if have.get(at) != want.get(at)]
@@ -212,7 +244,8 @@ def read_journal(run: Path) -> list[Record]:
 
 def _lines(folder: Folder) -> tuple[list[Record], int]:
     """The records, and how many bytes of the file they are."""
-    path, chain = folder.path / HISTORY, Chain("")
+    path = folder.path / HISTORY
+    chain = Chain("")
     if folder.status(OLD_SWAPS) is not None:
         raise OlderForm(folder.path / OLD_SWAPS, "holds swaps beside the journal")
     found: list[Record] = []
@@ -221,7 +254,9 @@ def _lines(folder: Folder) -> tuple[list[Record], int]:
     except FileNotFoundError:
         return [], 0
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error}; move it away to go on without the record") from error
+        raise UserError(
+            f"{path} cannot be read: {error}; move it away to go on without the record"
+        ) from error
     for number, raw in enumerate(whole, start=1):
         try:
             line, why = chain.open(raw)
@@ -231,9 +266,13 @@ def _lines(folder: Folder) -> tuple[list[Record], int]:
         except _DAMAGE as error:
             if isinstance(error, NoChecksum) and number == 1:
                 raise OlderForm(path, "has lines without the checksums of today") from error
-            why = first_line(error) if isinstance(error, ValueError) else "it is no record"
+            if isinstance(error, ValueError):
+                why = first_line(error)
+            else:
+                why = "it is no record"
             raise UserError(
-                f"{path}, line {number} is damaged ({why}): restore the file, or move it away; the run goes on "
+                f"{path}, line {number} is damaged ({why}): restore the file, or move it "
+                "away; the run goes on "
                 "without it, but then what ran before is not on record"
             ) from error
     if torn:
@@ -263,7 +302,7 @@ def _record(line: Mapping[str, Any], chain: Chain) -> Record:
     )
 
 
-# -- what the records say ---------------------------------------------------------------------------------------------
+# -- what the records say --------------------------------------------------------------------------
 
 
 def stretches(records: Iterable[Record]) -> list[RecordedStretch]:
@@ -304,10 +343,14 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[A
 
 
 def _show(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value)
 
 
-# -- swaps ------------------------------------------------------------------------------------------------------------
+# -- swaps -----------------------------------------------------------------------------------------
 
 
 def swaps(records: Iterable[Record]) -> list[SwapEntry]:
@@ -318,7 +361,11 @@ def swaps(records: Iterable[Record]) -> list[SwapEntry]:
         if record.event == "swap cancelled":
             found.pop(values["at"], None)
         elif "recipe" in values:
-            found[values["at"]] = {"step": values["at"], "name": str(values.get("name")), "recipe": values["recipe"]}
+            found[values["at"]] = {
+                "step": values["at"],
+                "name": str(values.get("name")),
+                "recipe": values["recipe"],
+            }
     return [found[at] for at in sorted(found)]
 
 

@@ -1,7 +1,8 @@
-"""The plan of a run as its journal keeps it: by stretch of steps, which recipe held, and what every GEMM ran in.
+"""The plan of a run as its journal keeps it: by stretch of steps, which recipe held, and what every
+GEMM ran in.
 
-In a record a stretch has its distinct kinds of GEMMs (size, elements, backend, why), and for each layer the kinds of
-its three GEMMs.
+In a record a stretch has its distinct kinds of GEMMs (size, elements, backend, why), and for each
+layer the kinds of its three GEMMs.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ from fp4train.precision.plan import Plan
 from fp4train.precision.report import section, shares
 from fp4train.text import printable
 
-MOST_DIMENSIONS, MOST_MACS = 8, 10**30
-"""Most dimensions of a GEMM, which take long to multiply, and most multiply-adds of a stretch that anyone can run."""
+MOST_DIMENSIONS = 8
+MOST_MACS = 10**30
+"""Most dimensions of a GEMM, which take long to multiply, and most multiply-adds of a stretch that
+anyone can run.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,11 +45,16 @@ class RecordedStretch:
     @property
     def shares(self) -> dict[str, float]:
         """Share of the linear layers' multiply-adds by elements."""
-        return shares((elements, count) for (_, _, _, elements, *_), count in zip(self.rows, self.macs, strict=True))
+        return shares(
+            (elements, count)
+            for (_, _, _, elements, *_), count in zip(self.rows, self.macs, strict=True)
+        )
 
     @property
     def title(self) -> str:
-        return printable(f"steps {self.start}–{self.stop - 1}: {self.recipe} ({self.reason})", kept="")
+        return printable(
+            f"steps {self.start}–{self.stop - 1}: {self.recipe} ({self.reason})", kept=""
+        )
 
     def render(self, *, full: bool) -> str:
         """The stretch as text, in the form of `fp4train.precision.report.render`."""
@@ -58,7 +67,9 @@ class RecordedStretch:
 
 
 def joined(records: Iterable[tuple[int, Sequence[RecordedStretch]]]) -> list[RecordedStretch]:
-    """Stretches that ran or are planned, in order, from (step, what was planned from that step on), oldest first."""
+    """Stretches that ran or are planned, in order, from (step, what was planned from that step on),
+    oldest first.
+    """
     found: list[RecordedStretch] = []
     for step, planned in records:
         if not planned:
@@ -85,7 +96,12 @@ def compact(plan: Plan) -> list[dict[str, Any]]:
             if row.start == stretch.start:
                 kind = (tuple(row.size), row.elements, row.backend, row.why)
                 layers.setdefault(row.layer.name, []).append(kinds.setdefault(kind, len(kinds)))
-        node = {"start": stretch.start, "stop": stretch.stop, "recipe": stretch.recipe.name, "reason": stretch.reason}
+        node = {
+            "start": stretch.start,
+            "stop": stretch.stop,
+            "recipe": stretch.recipe.name,
+            "reason": stretch.reason,
+        }
         found.append({**node, "kinds": [list(kind) for kind in kinds], "layers": layers})
     return found
 
@@ -94,20 +110,29 @@ def expanded(node: Mapping[str, Any]) -> RecordedStretch:
     """A stretch, from what `compact` made of it.
 
     Raises:
-        ValueError, LookupError, TypeError, OverflowError, AttributeError: it is none, or has numbers that no plan has.
+        ValueError, LookupError, TypeError, OverflowError, AttributeError: it is none, or has
+            numbers that no plan has.
     """
-    start, stop = node["start"], node["stop"]
+    start = node["start"]
+    stop = node["stop"]
     if type(start) is not int or type(stop) is not int or not 0 <= start <= stop <= MOST_STEPS:
         raise ValueError("a stretch of impossible steps")
     if not isinstance(node["kinds"], list) or not all(_is_kind(kind) for kind in node["kinds"]):
         raise ValueError("kinds of GEMMs that are none")
-    if any(type(index) is not int or index < 0 for indices in node["layers"].values() for index in indices):
+    if any(
+        type(index) is not int or index < 0
+        for indices in node["layers"].values()
+        for index in indices
+    ):
         raise ValueError("layers without kinds of GEMMs")
     sizes = [tuple(size) for size, *_ in node["kinds"]]
     if any(len(size) > MOST_DIMENSIONS or min(size, default=0) < 0 for size in sizes):
         raise ValueError("a GEMM of too many dimensions, or of negative ones")
     macs = [math.prod(size) for size in sizes]
-    kinds = [("×".join(map(str, size)), *kind[1:]) for size, kind in zip(sizes, node["kinds"], strict=True)]
+    kinds = [
+        ("×".join(map(str, size)), *kind[1:])
+        for size, kind in zip(sizes, node["kinds"], strict=True)
+    ]
     rows = [
         (str(name), gemm, index)
         for name, indices in node["layers"].items()
@@ -129,4 +154,6 @@ def _is_kind(kind: object) -> bool:
     """Whether a value is a kind of GEMMs: its size, and three texts."""
     if not isinstance(kind, list) or len(kind) != 4 or not isinstance(kind[0], list):
         return False
-    return all(type(size) is int for size in kind[0]) and all(isinstance(text, str) for text in kind[1:])
+    return all(type(size) is int for size in kind[0]) and all(
+        isinstance(text, str) for text in kind[1:]
+    )

@@ -1,10 +1,12 @@
-"""Trust in a run directory: what its configuration names outside of it, its checkpoint, and its records.
+"""Trust in a run directory: what its configuration names outside of it, its checkpoint, and its
+records.
 
-A configuration that names paths outside of its run, or whose run is tracked by a service, holds a signature that only
-its user can make: HMAC-SHA256 over the run's identity and the configuration, with 32 random bytes that are kept in
-$XDG_STATE_HOME/fp4train/key (~/.local/state/fp4train/key), readable by the user alone, and made when they are first
-needed. A run directory that was made by somebody else, on a machine with another home, or by hand cannot carry it. It
-says that this user named these paths and destinations for this run; it says nothing about the rest of the directory.
+A configuration that names paths outside of its run, or whose run is tracked by a service, holds a
+signature that only its user can make: HMAC-SHA256 over the run's identity and the configuration,
+with 32 random bytes that are kept in $XDG_STATE_HOME/fp4train/key (~/.local/state/fp4train/key),
+readable by the user alone, and made when they are first needed. A run directory that was made by
+somebody else, on a machine with another home, or by hand cannot carry it. It says that this user
+named these paths and destinations for this run; it says nothing about the rest of the directory.
 
 A checkpoint and the records beside it must be of the same run, and as the checkpoint saw them.
 """
@@ -49,10 +51,12 @@ _log = logging.getLogger(__name__)
 KEY = "key"
 _BYTES = 32
 _OF_THE_COMMAND = ("run.dir", "resume")
-"""Paths that are never taken from a saved configuration: a command says where it trains, and what it goes on with."""
+"""Paths that are never taken from a saved configuration: a command says where it trains, and what
+it goes on with.
+"""
 
 
-# -- the configuration ------------------------------------------------------------------------------------------------
+# -- the configuration -----------------------------------------------------------------------------
 
 
 def config_text(cfg: DictConfig) -> str:
@@ -64,14 +68,16 @@ def config_text(cfg: DictConfig) -> str:
     text = OmegaConf.to_yaml(cfg, resolve=True)
     if len(text) > CONFIG_LIMIT - 200:
         raise UserError(
-            f"the configuration has {len(text):,} bytes, too many to be read again: shorten its longest list"
+            f"the configuration has {len(text):,} bytes, too many to be read again: shorten "
+            "its longest list"
         )
     return text
 
 
 def write_config(run: Path, cfg: DictConfig, body: str, identity: str) -> None:
-    """Save `body`, the text of a configuration, with this user's signature where it names paths outside of the run, or
-    a service tracks the run."""
+    """Save `body`, the text of a configuration, with this user's signature where it names paths
+    outside of the run, or a service tracks the run.
+    """
     head = f"# fp4train run {identity} sha256 {hashlib.sha256(body.encode()).hexdigest()}"
     outside = {**_outside_paths(cfg, run), **_destinations(cfg)}
     if outside or _is_tracked_elsewhere(cfg):
@@ -81,18 +87,24 @@ def write_config(run: Path, cfg: DictConfig, body: str, identity: str) -> None:
             names = ", ".join(outside)
             if outside:
                 _log.warning(
-                    "%s cannot be signed as yours (%s): a resume must name %s again", run / CONFIG, error, names
+                    "%s cannot be signed as yours (%s): a resume must name %s again",
+                    run / CONFIG,
+                    error,
+                    names,
                 )
     run_directory.write_text(run / CONFIG, f"{head}\n{body}")
 
 
-def saved_with(saved: DictConfig, source: Path, step: int | None, paths: Mapping[str, str | None]) -> DictConfig:
-    """The configuration of the run in `source`, to open its checkpoint `step`; `check_paths` says whether the paths in
-    it may be used.
+def saved_with(
+    saved: DictConfig, source: Path, step: int | None, paths: Mapping[str, str | None]
+) -> DictConfig:
+    """The configuration of the run in `source`, to open its checkpoint `step`; `check_paths` says
+    whether the paths in it may be used.
 
     Args:
         saved: as the run has it (`read_config`); it is changed.
-        paths: full key → path, which the command line gives; the rest are those of the run's configuration.
+        paths: full key → path, which the command line gives; the rest are those of the run's
+            configuration.
 
     Raises:
         UserError: a key of `paths` is no path of it.
@@ -100,30 +112,44 @@ def saved_with(saved: DictConfig, source: Path, step: int | None, paths: Mapping
     before = dict(path_values(plain(saved), Config))
     for key, path in paths.items():
         OmegaConf.update(saved, key, path, force_add=True)
-    if strange := [key for key in paths if key not in {**before, **dict(path_values(plain(saved), Config))}]:
-        raise UserError(f"{strange[0]}={paths[strange[0]]}: {strange[0]} is no path in the configuration of {source}")
-    saved.resume, saved.resume_step, saved.run.dir, saved.run.overwrite = str(source), step, str(source), False
+    if strange := [
+        key for key in paths if key not in {**before, **dict(path_values(plain(saved), Config))}
+    ]:
+        raise UserError(
+            f"{strange[0]}={paths[strange[0]]}: {strange[0]} is no path in the configuration "
+            f"of {source}"
+        )
+    saved.resume, saved.resume_step, saved.run.dir, saved.run.overwrite = (
+        str(source),
+        step,
+        str(source),
+        False,
+    )
     saved.plugins = list(plugins.named())
     return saved
 
 
 def check_paths(cfg: DictConfig, named: Iterable[str], *, sending: bool = False) -> None:
-    """Refuse paths outside of the run `cfg.resume` that its configuration names and this user did not. A warning names
-    what of the Hugging Face hub such a configuration may download.
+    """Refuse paths outside of the run `cfg.resume` that its configuration names and this user did
+    not. A warning names what of the Hugging Face hub such a configuration may download.
 
     Args:
         cfg: the saved configuration of that run with a command's overrides.
         named: the keys, or sections, that the command line gives.
-        sending: the command tracks a run, and so sends what it measures; where to is refused likewise.
+        sending: the command tracks a run, and so sends what it measures; where to is refused
+            likewise.
 
     Raises:
         UserError: there are some; it says what the command line would have to name.
     """
     if not cfg.resume:
         return
-    run, sections = Path(str(cfg.resume)), tuple(named)
+    run = Path(str(cfg.resume))
+    sections = tuple(named)
 
-    def unnamed(values: Mapping[str, str] | Mapping[str, str | list[str]]) -> dict[str, str | list[str]]:
+    def unnamed(
+        values: Mapping[str, str] | Mapping[str, str | list[str]],
+    ) -> dict[str, str | list[str]]:
         """Those whose keys the command line does not give."""
         return {
             key: value
@@ -137,22 +163,36 @@ def check_paths(cfg: DictConfig, named: Iterable[str], *, sending: bool = False)
     if not (paths or places or from_hub) or (why := _why_foreign(run)) is None:
         return
     if paths or places:
-        kinds = ["paths outside of the run"] * bool(paths) + ["where its numbers are sent"] * bool(places)
+        kinds = ["paths outside of the run"] * bool(paths) + ["where its numbers are sent"] * bool(
+            places
+        )
         untouched = ["read or written there"] * bool(paths) + ["sent"] * bool(places)
         raise UserError(
-            f"{run / CONFIG} names {' and '.join(kinds)} and {why}; nothing was {', nor '.join(untouched)}. Add what "
-            f"is right to the command: {' '.join(as_typed(key, value) for key, value in (paths | places).items())}"
+            f"{run / CONFIG} names {' and '.join(kinds)} and {why}; nothing was "
+            f"{', nor '.join(untouched)}. Add what "
+            "is right to the command: "
+            f"{' '.join(as_typed(key, value) for key, value in (paths | places).items())}"
         )
     listed = ", ".join(f"{key}={value}" for key, value in from_hub.items())
-    _log.warning("%s %s; it names what is downloaded from the Hugging Face hub: %s", run / CONFIG, why, listed)
+    _log.warning(
+        "%s %s; it names what is downloaded from the Hugging Face hub: %s",
+        run / CONFIG,
+        why,
+        listed,
+    )
 
 
 def forget_charts(cfg: DictConfig) -> None:
-    """Remove the id by which a tracking service knows the run `cfg.resume`, if the run goes on in its own directory and
-    this user did not write its configuration: with the id of another run its numbers would be added to that one's.
+    """Remove the id by which a tracking service knows the run `cfg.resume`, if the run goes on in
+    its own directory and this user did not write its configuration: with the id of another run its
+    numbers would be added to that one's.
     """
     run = Path(str(cfg.resume)) if cfg.resume else None
-    if run is None or run.resolve() != Path(str(cfg.run.dir)).resolve() or not _is_tracked_elsewhere(cfg):
+    if (
+        run is None
+        or run.resolve() != Path(str(cfg.run.dir)).resolve()
+        or not _is_tracked_elsewhere(cfg)
+    ):
         return
     with Folder.open(run) as folder:
         if not folder.has_folder(CHARTS) or (why := _why_foreign(run)) is None:
@@ -164,26 +204,31 @@ def forget_charts(cfg: DictConfig) -> None:
 
 
 def own_tokenizer(config: Config, run: Path, anew: Callable[[str], object]) -> Tokenizer | None:
-    """The tokenizer that a run was trained with, as the run keeps it; None: its data are token ids. Nothing is written
-    to the run.
+    """The tokenizer that a run was trained with, as the run keeps it; None: its data are token ids.
+    Nothing is written to the run.
 
     Args:
-        anew: called with the name of a file that the run has lost, before what its configuration names is read instead;
-            raises what forbids that.
+        anew: called with the name of a file that the run has lost, before what its configuration
+            names is read instead; raises what forbids that.
 
     Raises:
         UserError: it is lost, and would have to be trained anew.
     """
 
     def documents() -> Iterator[Piece]:
-        raise UserError(f"{run} has lost its tokenizer.json: put it back; one that is trained anew may have other ids")
+        raise UserError(
+            f"{run} has lost its tokenizer.json: put it back; one that is trained anew may "
+            "have other ids"
+        )
 
     settings = getattr(config.data, "tokenizer", None)
     if settings is None:
         return None
     with Folder.open(run) as folder, tempfile.TemporaryDirectory() as aside:
         lost = [
-            name for name in run_directory.TOKENIZER if name not in (TEMPLATE, GENERATION) and not folder.has_file(name)
+            name
+            for name in run_directory.TOKENIZER
+            if name not in (TEMPLATE, GENERATION) and not folder.has_file(name)
         ]
         if lost and not isinstance(settings, Bytes):
             anew(lost[0])
@@ -193,8 +238,9 @@ def own_tokenizer(config: Config, run: Path, anew: Callable[[str], object]) -> T
 
 
 def _outside_paths(cfg: DictConfig, run: Path) -> dict[str, str | list[str]]:
-    """Full key → path, of the paths in a configuration that lie outside of the run directory `run`; a key that holds
-    several, one of them outside, with all of them."""
+    """Full key → path, of the paths in a configuration that lie outside of the run directory `run`;
+    a key that holds several, one of them outside, with all of them.
+    """
     paths: dict[str, list[str]] = {}
     for key, path in path_values(plain(cfg), Config):
         if path not in paths.setdefault(key, []):
@@ -207,7 +253,9 @@ def _outside_paths(cfg: DictConfig, run: Path) -> dict[str, str | list[str]]:
 
 
 def _destinations(cfg: DictConfig) -> dict[str, str]:
-    """Full key → account or project of a service that the configuration sends to, other than its class's default."""
+    """Full key → account or project of a service that the configuration sends to, other than its
+    class's default.
+    """
     return dict(destinations(plain(cfg), Config))
 
 
@@ -231,7 +279,9 @@ def _why_foreign(run: Path) -> str | None:
         same = False
     except OSError as error:
         return f"cannot be told to be yours ({error})"
-    return None if same else "has the signature of another user or another machine"
+    if same:
+        return None
+    return "has the signature of another user or another machine"
 
 
 def _signature(identity: str, body: bytes, *, create: bool = False) -> str:
@@ -241,7 +291,9 @@ def _signature(identity: str, body: bytes, *, create: bool = False) -> str:
         OSError: there is no key, it cannot be read or made, or others can read it.
     """
     state = os.environ.get("XDG_STATE_HOME", "")
-    place = Path(state if os.path.isabs(state) else os.path.expanduser("~/.local/state")) / "fp4train"
+    place = (
+        Path(state if os.path.isabs(state) else os.path.expanduser("~/.local/state")) / "fp4train"
+    )
     if not place.is_absolute():
         raise OSError(errno.ENOENT, "this user has no home directory", str(place))
     if create:
@@ -249,9 +301,12 @@ def _signature(identity: str, body: bytes, *, create: bool = False) -> str:
     with Folder.open(place) as folder:
         if create and folder.status(KEY) is None:
             _make_key(folder)
-        key, status = folder.read(KEY, _BYTES), folder.status(KEY)
+        key = folder.read(KEY, _BYTES)
+        status = folder.status(KEY)
     if status is None or status.st_mode & 0o077 or len(key) != _BYTES:
-        raise OSError(errno.EPERM, "it is damaged, or others can read it: remove it", str(place / KEY))
+        raise OSError(
+            errno.EPERM, "it is damaged, or others can read it: remove it", str(place / KEY)
+        )
     return hmac.new(key, f"fp4train run {identity}\n".encode() + body, "sha256").hexdigest()
 
 
@@ -269,7 +324,7 @@ def _make_key(folder: Folder) -> None:
         folder.remove(temporary)
 
 
-# -- a checkpoint and the records beside it ---------------------------------------------------------------------------
+# -- a checkpoint and the records beside it --------------------------------------------------------
 
 
 def identity_of(start: checkpoint.Checkpoint) -> str:
@@ -286,20 +341,27 @@ def identity_of(start: checkpoint.Checkpoint) -> str:
 
 
 def check_belongs(start: checkpoint.Checkpoint, source: Path, *, mend: bool) -> None:
-    """Refuse a checkpoint that is not of the run in `source`, or was trained with other swaps than are on record.
+    """Refuse a checkpoint that is not of the run in `source`, or was trained with other swaps than
+    are on record.
 
     Args:
         mend: write the swaps that the journal has lost anew.
 
     Raises:
-        UserError: it is another run's, or of an older form; the swaps differ, or are lost and not to be mended.
+        UserError: it is another run's, or of an older form; the swaps differ, or are lost and not
+            to be mended.
     """
-    own, theirs = run_directory.identity(source), identity_of(start)
-    if lacks := next((key for key in ("swaps", "history", "metrics", "divergence") if key not in start.state), None):
+    own = run_directory.identity(source)
+    theirs = identity_of(start)
+    if lacks := next(
+        (key for key in ("swaps", "history", "metrics", "divergence") if key not in start.state),
+        None,
+    ):
         raise OlderForm(start.path, f"has no record of {lacks}")
     if own is not None and own != theirs:
         raise UserError(
-            f"{start.path} is a checkpoint of run {theirs}, not of the run in {source} ({own}): another run left it "
+            f"{start.path} is a checkpoint of run {theirs}, not of the run in {source} "
+            f"({own}): another run left it "
             "there, or it was copied from one. Move it away, or resume the run that it belongs to"
         )
     metrics.check_form(source / METRICS)
@@ -307,25 +369,39 @@ def check_belongs(start: checkpoint.Checkpoint, source: Path, *, mend: bool) -> 
     run = start.state.get("run")
     if own is None and isinstance(run, dict) and run.get("config") is not None:
         body = hashlib.sha256(config_parts(source / CONFIG)[1]).hexdigest()
-        changed = "" if run["config"] == body else f" and is not as {start.path.name} was trained with"
+        if run["config"] == body:
+            changed = ""
+        else:
+            changed = f" and is not as {start.path.name} was trained with"
         _log.warning("%s has lost its first line%s", source / CONFIG, changed)
-    with user_errors(LookupError, TypeError, ValueError, before=f"{start.path} holds no record of swaps: "):
+    with user_errors(
+        LookupError, TypeError, ValueError, before=f"{start.path} holds no record of swaps: "
+    ):
         _check_swaps(source, start.step, start.state, mend=mend)
 
 
 def _check_swaps(run: Path, step: int, state: Mapping[str, Any], *, mend: bool) -> None:
-    path, trained = run / HISTORY, list(state["swaps"])
+    path = run / HISTORY
+    trained = list(state["swaps"])
     for entry in trained:
         journal.check_entry(entry)
     records = journal.read_journal(run)
     recorded = journal.swaps(records)
     if recorded != trained:
-        seen, sums = state["history"], {record.sum for record in records}
+        seen = state["history"]
+        sums = {record.sum for record in records}
         if seen not in sums if seen else not sums:
             if not mend:
                 at = [*trained, *recorded][0]["step"]
-                raise UserError(f"{path} lacks records, but {run} was swapped at step {at}: resume it in place first")
-            _log.warning("%s lacks records; its swaps are written anew from the checkpoint of step %d", path, step)
+                raise UserError(
+                    f"{path} lacks records, but {run} was swapped at step {at}: resume it in "
+                    "place first"
+                )
+            _log.warning(
+                "%s lacks records; its swaps are written anew from the checkpoint of step %d",
+                path,
+                step,
+            )
             with Folder.open(run) as folder:
                 mended = journal.Journal.read(folder, run_directory.identity(run))
                 mended.set_swaps(trained, step)
@@ -336,20 +412,32 @@ def _check_swaps(run: Path, step: int, state: Mapping[str, Any], *, mend: bool) 
     if ran != said:
         at = next(entry["step"] for entry in (*ran, *said) if entry not in ran or entry not in said)
         raise UserError(
-            f"{path} is not what the checkpoint of step {step} was trained with (the swap at step {at}): undo the "
+            f"{path} is not what the checkpoint of step {step} was trained with (the swap at "
+            f"step {at}): undo the "
             "change, or remove the file to go on with the swaps of the checkpoint"
         )
 
 
-def lost_records(folder: Folder, state: Mapping[str, Any], records: Sequence[journal.Record]) -> dict[str, str]:
-    """The records in `folder`, but for the metrics, that are not as a checkpoint saw them: name → a sentence.
+def lost_records(
+    folder: Folder, state: Mapping[str, Any], records: Sequence[journal.Record]
+) -> dict[str, str]:
+    """The records in `folder`, but for the metrics, that are not as a checkpoint saw them: name → a
+    sentence.
 
     Args:
         state: of the checkpoint. records: of the journal.
     """
-    found, marks = {}, state.get("metrics")
-    if changed := unlike(folder, STATISTICS, marks.get("statistics") if isinstance(marks, dict) else None, LIMIT):
-        found[STATISTICS] = f"{folder.path / STATISTICS} {changed} since the checkpoint: measured steps are missing"
+    found = {}
+    marks = state.get("metrics")
+    if changed := unlike(
+        folder, STATISTICS, marks.get("statistics") if isinstance(marks, dict) else None, LIMIT
+    ):
+        found[STATISTICS] = (
+            f"{folder.path / STATISTICS} {changed} since the checkpoint: measured steps are missing"
+        )
     if (last := state.get("history")) and last not in {record.sum for record in records}:
-        found[HISTORY] = f"{folder.path / HISTORY} lacks records that the checkpoint saw: what ran is not all on record"
+        found[HISTORY] = (
+            f"{folder.path / HISTORY} lacks records that the checkpoint saw: what ran is not "
+            "all on record"
+        )
     return found

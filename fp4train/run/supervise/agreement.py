@@ -1,4 +1,5 @@
-"""Agreement of the ranks between two steps: whether a signal ends the run, and what the lead asks every rank to do.
+"""Agreement of the ranks between two steps: whether a signal ends the run, and what the lead asks
+every rank to do.
 
 A signal asks a run to end after its current step, so that it can save and close its trackers.
 
@@ -38,7 +39,9 @@ WARNINGS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 """Signals that little time is left; to repeat them takes none away."""
 
 _RANKS = 1 << 20
-"""A number above that of all ranks: one number holds an amount of memory and the rank that uses it."""
+"""A number above that of all ranks: one number holds an amount of memory and the rank that uses
+it.
+"""
 
 
 class StopRequest:
@@ -49,22 +52,30 @@ class StopRequest:
 
 @contextmanager
 def stop_on_signals(*, quietly: bool = False) -> Iterator[StopRequest]:
-    """Turn the first such signal into a request; a second one of `AT_ONCE` acts as it would have outside.
+    """Turn the first such signal into a request; a second one of `AT_ONCE` acts as it would have
+    outside.
 
     Args:
         quietly: say nothing about it (of several ranks, which all receive it, one does).
     """
     stop = StopRequest()
-    if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
+    # only the main thread may handle signals
+    if threading.current_thread() is not threading.main_thread():
         yield stop
         return
     # Who ignores one of them (nohup, a shell's background) wants it ignored.
-    before = {n: signal.getsignal(n) for n in (*AT_ONCE, *WARNINGS) if signal.getsignal(n) != signal.SIG_IGN}
+    before = {
+        n: signal.getsignal(n)
+        for n in (*AT_ONCE, *WARNINGS)
+        if signal.getsignal(n) != signal.SIG_IGN
+    }
 
     def handle(number: int, frame: FrameType | None) -> None:
         if stop.signal is None:
             stop.signal = number
-            text = f"\n{signal.Signals(number).name}: ending after this step; once more ends at once\n"
+            text = (
+                f"\n{signal.Signals(number).name}: ending after this step; once more ends at once\n"
+            )
             with suppress(OSError):  # not through logging, which may be what the signal interrupted
                 os.write(2, b"" if quietly else text.encode())
         for each in before.keys() & set(AT_ONCE):
@@ -82,7 +93,9 @@ def stop_on_signals(*, quietly: bool = False) -> Iterator[StopRequest]:
 
 
 def _leave_closed_terminal() -> None:
-    """Send output nowhere whose terminal is gone: writing to it would be an error that hides how the run ended."""
+    """Send output nowhere whose terminal is gone: writing to it would be an error that hides how
+    the run ended.
+    """
     for descriptor, stream in ((1, sys.stdout), (2, sys.stderr)):
         try:
             gone = stat.S_ISCHR(os.fstat(descriptor).st_mode) and not os.isatty(descriptor)
@@ -126,13 +139,23 @@ def agree(run: Run, watch: Watch, signal: int | None) -> StepAgreement:
     Raises:
         AgreedError: of several ranks one cannot read its rows of the next step.
     """
-    world, memory = run.world, peak_memory(run.device)
+    world = run.world
+    memory = peak_memory(run.device)
     requests = lead_requests(run, watch) if world.lead else {}
     if world.size == 1:
-        return StepAgreement(signal=signal, requests=requests, memory={"perf/memory_gb": memory / 1e9})
-    problem = run.feed.problem(*own_rows(run)) if run.step < run.config.train.steps else None
+        return StepAgreement(
+            signal=signal, requests=requests, memory={"perf/memory_gb": memory / 1e9}
+        )
+    if run.step < run.config.train.steps:
+        problem = run.feed.problem(*own_rows(run))
+    else:
+        problem = None
     number, asks, most, least, unread = world.largest_numbers(
-        signal or 0, int(bool(requests)), memory * _RANKS + world.place.rank, -memory, int(problem is not None)
+        signal or 0,
+        int(bool(requests)),
+        memory * _RANKS + world.place.rank,
+        -memory,
+        int(problem is not None),
     )
     if unread:
         with world.together():
@@ -143,7 +166,9 @@ def agree(run: Run, watch: Watch, signal: int | None) -> StepAgreement:
         "perf/memory_gb_least": -least / 1e9,
         "perf/memory_rank": most % _RANKS,
     }
-    return StepAgreement(signal=number or None, requests=world.of_lead(requests) if asks else {}, memory=shown)
+    return StepAgreement(
+        signal=number or None, requests=world.of_lead(requests) if asks else {}, memory=shown
+    )
 
 
 def lead_requests(run: Run, watch: Watch) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""The checkpoints of a run, as its loop asks for them (`saving.Saver` writes them), and how each turned out."""
+"""The checkpoints of a run, as its loop asks for them (`saving.Saver` writes them), and how each
+turned out.
+"""
 
 from __future__ import annotations
 

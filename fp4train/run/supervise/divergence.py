@@ -1,10 +1,12 @@
 """A loss far above its own past (`loss_history`) is answered as `train.on_divergence` says.
 
-The loss against a teacher begins near 0, where no relative limit says anything: it is judged as one `TAUGHT` higher.
+The loss against a teacher begins near 0, where no relative limit says anything: it is judged as one
+`TAUGHT` higher.
 
-The history is part of checkpoints, so that a resumed run judges as one that was not interrupted. Losses are read one
-step late (`ledger`): when the fifth one is read, one more step may be queued. It is abandoned, too, but its batch is
-not skipped, so that where a run goes on does not depend on when its losses are read.
+The history is part of checkpoints, so that a resumed run judges as one that was not interrupted.
+Losses are read one step late (`ledger`): when the fifth one is read, one more step may be queued.
+It is abandoned, too, but its batch is not skipped, so that where a run goes on does not depend on
+when its losses are read.
 """
 
 from __future__ import annotations
@@ -44,12 +46,19 @@ class DivergedError(AgreedError):
 def follow(run: Run, step: Step, loss: float) -> Values:
     """Take note of the loss of a step, and say at once that it diverged, or is back.
 
-    Weights that gave a loss within its past are good, as far as it can tell: their checkpoint is proven.
+    Weights that gave a loss within its past are good, as far as it can tell: their checkpoint is
+        proven.
     """
-    found, number, base = run.divergence, step.index + 1, _base(run)
+    found = run.divergence
+    number = step.index + 1
+    base = _base(run)
     before = found.seen
     found.add(step.index, loss + base)
-    if found.since is not None and number == run.config.train.steps and found.ends_above_its_beginning(number):
+    if (
+        found.since is not None
+        and number == run.config.train.steps
+        and found.ends_above_its_beginning(number)
+    ):
         found.high = PERSIST  # no step is left to wait for
     if found.since is not None and found.seen and not before:
         run.saver.discard_ruined(found.since)
@@ -73,28 +82,39 @@ def verdict(run: Run) -> str | None:
         return f"diverged: {rise(run)}"
     if run.step < run.config.train.steps or not found.ends_above_its_beginning(run.step):
         return None
-    first, last = (found.first or 0.0) - _base(run), median(found.recent) - _base(run)
+    first = (found.first or 0.0) - _base(run)
+    last = median(found.recent) - _base(run)
     text = f"the run ends above where it began (loss {last:.4g} against {first:.4g})"
     run.tracker.log_event(run.step, "divergence", {"message": text})
     return f"{text}. {_advice(run)}"
 
 
 def divergence_request(run: Run) -> dict[str, Any] | None:
-    """The lead's decision about a divergence, for `end_or_rewind` on every rank; None: nothing is to be done."""
+    """The lead's decision about a divergence, for `end_or_rewind` on every rank; None: nothing is
+    to be done.
+    """
     if not run.divergence.seen or run.config.train.on_divergence == "warn":
         return None
     back, why = _milestone(run)
-    return {"back": back, "message": f"step {run.divergence.known}: {why}{rise(run, advice=back is None)}"}
+    return {
+        "back": back,
+        "message": f"step {run.divergence.known}: {why}{rise(run, advice=back is None)}",
+    }
 
 
 def end_or_rewind(run: Run, request: dict[str, Any]) -> None:
     """Raises DivergedError on every rank."""
     back = request["back"]
-    raise DivergedError(request["message"], None if back is None else run.divergence.rewind(back, run.divergence.known))
+    raise DivergedError(
+        request["message"],
+        None if back is None else run.divergence.rewind(back, run.divergence.known),
+    )
 
 
 def past_non_finite(run: Run, message: str) -> None:
-    """Raises DivergedError where a run whose current step is not finite goes back instead of ending."""
+    """Raises DivergedError where a run whose current step is not finite goes back instead of
+    ending.
+    """
     back = run.world.of_lead(_milestone(run)[0] if run.world.lead else None)
     if back is not None:
         raise DivergedError(message, run.divergence.rewind(back, run.step + 1))
@@ -102,7 +122,8 @@ def past_non_finite(run: Run, message: str) -> None:
 
 def _milestone(run: Run) -> tuple[int | None, str]:
     """The checkpoint to go back to; None: the run ends, for the reason given."""
-    found, settings = run.divergence, run.config.train
+    found = run.divergence
+    settings = run.config.train
     if settings.on_divergence != "rewind":
         return None, ""
     run.saver.wait()  # the one that is being written may be it
@@ -118,7 +139,9 @@ def _milestone(run: Run) -> tuple[int | None, str]:
 def take_over(run: Run, rewind: Rewind) -> None:
     """The run, restored to the milestone, goes on as `rewind` says."""
     run.divergence = replace(run.divergence, rewinds=rewind.rewinds, skips=rewind.skips)
-    _log.warning("going on from step %d; batches %d–%d are skipped", rewind.step, *rewind.record["skipped"])
+    _log.warning(
+        "going on from step %d; batches %d–%d are skipped", rewind.step, *rewind.record["skipped"]
+    )
 
 
 def worthless(run: Run) -> bool:
@@ -130,8 +153,10 @@ def rise(run: Run, *, advice: bool = True) -> str:
     """Message about the current rise of the loss, with the advice what to do."""
     found = run.divergence
     assert found.since is not None
-    base, since = _base(run), f"step {found.since + 1}"
-    loss, past = found.recent[-1] - base, f"far above its past ({found.level - base:.4g})"
+    base = _base(run)
+    since = f"step {found.since + 1}"
+    loss = found.recent[-1] - base
+    past = f"far above its past ({found.level - base:.4g})"
     text = f"the loss is {loss:.4g}, {past}, since {since}"
     if loss + base <= found.limit:
         text = f"the loss rose {past} in {since} and is not back, at {loss:.4g}"
@@ -144,9 +169,16 @@ def _base(run: Run) -> float:
 
 def _advice(run: Run) -> str:
     if run.saver.good is None:
-        return "No checkpoint is good, and none is kept: start over with a lower optim.lr (run.overwrite=true)"
-    skip = "" if run.config.train.on_divergence == "rewind" else ", or past these batches (train.on_divergence=rewind)"
+        return (
+            "No checkpoint is good, and none is kept: start over with a lower optim.lr "
+            "(run.overwrite=true)"
+        )
+    if run.config.train.on_divergence == "rewind":
+        skip = ""
+    else:
+        skip = ", or past these batches (train.on_divergence=rewind)"
     return (
-        f"The last good checkpoint is that of step {run.saver.good}: go on from it with a lower rate "
+        f"The last good checkpoint is that of step {run.saver.good}: go on from it with a "
+        "lower rate "
         f"(resume={run.directory} resume_step={run.saver.good} optim.lr=…){skip}"
     )

@@ -35,7 +35,9 @@ class Origin(NamedTuple):
     @property
     def module(self) -> str:
         """The module that it belongs to."""
-        return self.name.rpartition(".")[0] if self.what == "weight" else self.name
+        if self.what == "weight":
+            return self.name.rpartition(".")[0]
+        return self.name
 
 
 class NonFiniteError(UserError):
@@ -46,18 +48,25 @@ class NonFiniteError(UserError):
         of_state: the state after a step is bad, and not only what the next one would make of it.
     """
 
-    def __init__(self, step: int, what: str, value: float, where: str, recipe: str, *, of_state: bool = False) -> None:
+    def __init__(
+        self, step: int, what: str, value: float, where: str, recipe: str, *, of_state: bool = False
+    ) -> None:
         super().__init__(f"step {step}: {what} is {value} in {recipe}; first non-finite: {where}")
         self.of_state = of_state
 
 
-def first_non_finite_output(model: nn.Module, losses: Iterable[Tensor], *, cut: bool = False) -> Origin | None:
-    """The first module whose output is not finite while `losses`, an iterator over forward passes, is consumed.
+def first_non_finite_output(
+    model: nn.Module, losses: Iterable[Tensor], *, cut: bool = False
+) -> Origin | None:
+    """The first module whose output is not finite while `losses`, an iterator over forward passes,
+    is consumed.
 
-    Named is the innermost one: a block's output is bad because a layer's is. None: every output is finite.
+    Named is the innermost one: a block's output is bad because a layer's is. None: every output is
+        finite.
 
     Args:
-        cut: the model is cut over ranks, which must all make the same passes; then all of `losses` is consumed.
+        cut: the model is cut over ranks, which must all make the same passes; then all of `losses`
+            is consumed.
     """
     found: list[Origin] = []
 
@@ -65,7 +74,9 @@ def first_non_finite_output(model: nn.Module, losses: Iterable[Tensor], *, cut: 
         if not found and isinstance(output, Tensor) and not bool(output.isfinite().all()):
             found.append(Origin("output of", name or type(module).__name__))
 
-    handles = [module.register_forward_hook(partial(look, name)) for name, module in model.named_modules()]
+    handles = [
+        module.register_forward_hook(partial(look, name)) for name, module in model.named_modules()
+    ]
     try:
         with torch.no_grad():
             bad = first_non_finite(dict(model.named_parameters()))
@@ -88,6 +99,9 @@ def blame(run: Run, recipe: Recipe) -> str:
     with eagerly(run):
         passes = losses(run, microbatches(run, recipe, step_rows(run)))
         where = first_non_finite_output(run.model, passes, cut=run.world.size > 1)
-    # Ranks that share a sum see what came from another one: the earliest module of the whole model is where it began.
-    origin = run.world.least(where, lambda found: (found.what != "weight", run.place_of(found.module)))
+    # Ranks that share a sum see what came from another one: the earliest module of the whole model
+    # is where it began.
+    origin = run.world.least(
+        where, lambda found: (found.what != "weight", run.place_of(found.module))
+    )
     return str(origin or "the loss itself")

@@ -1,9 +1,11 @@
-"""The results of the steps, read one step late so that the host does not wait for the device, and their progress.
+"""The results of the steps, read one step late so that the host does not wait for the device, and
+their progress.
 
-A step is queued on the device as a whole: forward, backward, the gradients' norm, and an optimizer that does nothing if
-loss or norm is not finite. Its numbers are copied to the host beside that and read when the next step is queued, or at
-once where something depends on them (an evaluation, a checkpoint, a loss scale). After a step that failed no other one
-changes the weights, so that the state before it is still there when its numbers are read.
+A step is queued on the device as a whole: forward, backward, the gradients' norm, and an optimizer
+that does nothing if loss or norm is not finite. Its numbers are copied to the host beside that and
+read when the next step is queued, or at once where something depends on them (an evaluation, a
+checkpoint, a loss scale). After a step that failed no other one changes the weights, so that the
+state before it is still there when its numbers are read.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ class Ledger:
     """
 
     def __init__(self, run: Run, *listeners: StepListener) -> None:
-        self.run, self.listeners = run, listeners
+        self.run = run
+        self.listeners = listeners
         self.metrics: Values = {}
         self._step: Step | None = None
 
@@ -49,12 +52,14 @@ class Ledger:
         Raises:
             NonFiniteError: see `check`.
         """
-        held, self._step = self._step, step
+        held = self._step
+        self._step = step
         if held is not None:
             self._log(held)
         if (scaling := step.recipe.loss_scaling) is not None:
             self.check()
-            run, finite = self.run, math.isfinite(step.read()[1])
+            run = self.run
+            finite = math.isfinite(step.read()[1])
             run.loss_scale, run.good_steps = scaling.update(step.loss_scale, run.good_steps, finite)
             run.failed = None  # skipped, and none of the next ones' business
 
@@ -62,8 +67,8 @@ class Ledger:
         """Wait for the step that was added last.
 
         Raises:
-            NonFiniteError: its loss, or a gradient that no smaller loss scale can mend, is not finite. The run is as it
-                was before that step then.
+            NonFiniteError: its loss, or a gradient that no smaller loss scale can mend, is not
+                finite. The run is as it was before that step then.
         """
         if self._step is not None:
             self._check(self._step)
@@ -74,7 +79,8 @@ class Ledger:
         Raises:
             NonFiniteError: see `check`.
         """
-        held, self._step = self._step, None
+        held = self._step
+        self._step = None
         if held is not None:
             held.values |= values or {}
             self._log(held)
@@ -84,12 +90,18 @@ class Ledger:
         if math.isfinite(loss) and (math.isfinite(norm) or step.can_be_skipped):
             return
         self._step = None
-        run.step, run.failed = step.index, None
+        run.step = step.index
+        run.failed = None
         run.load_scaling(step.scaling)
         run.optimizer.zero_grad(set_to_none=True)
         if math.isfinite(loss):
-            bad = run.world.least(step.bad_gradient(), lambda name: -run.place_of(name.rpartition(".")[0]))
-            where = f"gradient of {bad}" if bad else "the norm itself (finite gradients, overflowing sum)"
+            bad = run.world.least(
+                step.bad_gradient(), lambda name: -run.place_of(name.rpartition(".")[0])
+            )
+            if bad:
+                where = f"gradient of {bad}"
+            else:
+                where = "the norm itself (finite gradients, overflowing sum)"
             raise NonFiniteError(step.index, "gradient norm", norm, where, step.recipe.name)
         where = blame(run, step.recipe)
         run.load_scaling(step.scaling)
@@ -108,7 +120,8 @@ class Ledger:
 
 
 class Progress:
-    """The display while a run trains: a bar on a terminal, a line now and then elsewhere. It times the steps.
+    """The display while a run trains: a bar on a terminal, a line now and then elsewhere. It times
+    the steps.
 
     Args:
         step: steps done; steps: of the whole run; tokens: per step.
@@ -118,25 +131,42 @@ class Progress:
     """
 
     def __init__(
-        self, step: int, steps: int, tokens: int, peak: float | None = None, *, ranks: int = 1, quietly: bool = False
+        self,
+        step: int,
+        steps: int,
+        tokens: int,
+        peak: float | None = None,
+        *,
+        ranks: int = 1,
+        quietly: bool = False,
     ) -> None:
-        self.step, self.steps, self.tokens, self.peak, self.ranks = step, steps, tokens, peak, ranks
+        self.step = step
+        self.steps = steps
+        self.tokens = tokens
+        self.peak = peak
+        self.ranks = ranks
         self.terminal = sys.stderr.isatty() and not quietly
         self.every = max(1, steps // _LINES)
         self.smooth: float | None = None
 
     def __enter__(self) -> Progress:
-        self.bar = tqdm(total=self.steps, initial=self.step, disable=not self.terminal, unit="step", **BAR)
+        self.bar = tqdm(
+            total=self.steps, initial=self.step, disable=not self.terminal, unit="step", **BAR
+        )
         self.last = time.perf_counter()
         return self
 
     def advance(self, step: Step, loss: float) -> Values:
         """Count a step that is done; returns its speed."""
-        recipe, at = step.recipe.name, step.numbers.at
+        recipe = step.recipe.name
+        at = step.numbers.at
         speed = self.tokens / (at - self.last)
         self.last = at
         self.step += 1
-        self.smooth = speed if self.smooth is None else 0.9 * self.smooth + 0.1 * speed
+        if self.smooth is None:
+            self.smooth = speed
+        else:
+            self.smooth = 0.9 * self.smooth + 0.1 * speed
         with suppress(OSError):  # a terminal that was closed is no reason to end a run
             self.bar.set_postfix_str(f"loss {loss:.3f}, {self.speed}, {recipe}", refresh=False)
             self.bar.update()
@@ -147,17 +177,23 @@ class Progress:
         values: Values = {"perf/tokens_per_s": speed}
         if self.ranks > 1:
             values["perf/tokens_per_s_per_rank"] = speed / self.ranks
-        return values if self.peak is None else values | {"perf/mfu": speed / self.ranks / self.peak}
+        if self.peak is None:
+            return values
+        return values | {"perf/mfu": speed / self.ranks / self.peak}
 
     @property
     def speed(self) -> str:
         """Tokens per second, a mean over some steps; of several ranks for each as well."""
         assert self.smooth is not None
         whole = f"{self.smooth / 1e3:.1f}k tokens/s"
-        return whole if self.ranks == 1 else f"{whole} ({self.smooth / self.ranks / 1e3:.2f}k per rank)"
+        if self.ranks == 1:
+            return whole
+        return f"{whole} ({self.smooth / self.ranks / 1e3:.2f}k per rank)"
 
     def resume_timing(self) -> None:
-        """Time from here: what came since the last step (an evaluation, a checkpoint) was not training."""
+        """Time from here: what came since the last step (an evaluation, a checkpoint) was not
+        training.
+        """
         self.last = time.perf_counter()
 
     def __exit__(self, *raised: object) -> None:

@@ -1,10 +1,12 @@
-"""The state that is saved when something went wrong, the last one that is whole and finite, and what the user is told.
+"""The state that is saved when something went wrong, the last one that is whole and finite, and
+what the user is told.
 
-Of several ranks all take part, because each holds a part of what is saved; the lead decides, writes and reports.
+Of several ranks all take part, because each holds a part of what is saved; the lead decides, writes
+and reports.
 
-A GPU that runs out of memory can be mended by smaller microbatches, which leave the results of a step as they are. One
-that fails (an illegal access, a bus error, a GPU that left the bus) is lost for its process: the run goes on from its
-last checkpoint, in another process.
+A GPU that runs out of memory can be mended by smaller microbatches, which leave the results of a
+step as they are. One that fails (an illegal access, a bus error, a GPU that left the bus) is lost
+for its process: the run goes on from its last checkpoint, in another process.
 """
 
 import logging
@@ -49,32 +51,50 @@ def rescue(run: Run, error: NonFiniteError) -> str:
         run.saver.wait()
         report(run)
         there = steps_saved(run)
-        last = "The weights are not finite themselves" if not finite else "This state is not saved"
-        last += f"; the last checkpoint is from before, step {there[-1]}" if there else "; there is no checkpoint"
+        if not finite:
+            last = "The weights are not finite themselves"
+        else:
+            last = "This state is not saved"
+        last += (
+            f"; the last checkpoint is from before, step {there[-1]}"
+            if there
+            else "; there is no checkpoint"
+        )
     elif save_and_wait(run):
         before = [step for step in steps_saved(run) if step < run.step]
         last = "A checkpoint from before this step is saved"
-        last += f", the one of step {before[-1]} is kept (resume_step={before[-1]})" if before else ""
+        last += (
+            f", the one of step {before[-1]} is kept (resume_step={before[-1]})" if before else ""
+        )
     else:
         last = "No checkpoint could be written"
-    how, where = ("Go on", f"resume={run.directory}") if steps_saved(run) else ("Begin again", "run.overwrite=true")
+    how, where = (
+        ("Go on", f"resume={run.directory}")
+        if steps_saved(run)
+        else ("Begin again", "run.overwrite=true")
+    )
     return (
-        f"{error}. {last}. {how} with another recipe, more layers in high precision (policy.last) or a lower rate: "
+        f"{error}. {last}. {how} with another recipe, more layers in high precision "
+        "(policy.last) or a lower rate: "
         f"{where} recipe=… optim.lr=…"
     )
 
 
 def save(run: Run, *, proven: bool = False) -> None:
-    """Begin a checkpoint, which is written while the next steps run; none of a ruined state that would stand alone."""
+    """Begin a checkpoint, which is written while the next steps run; none of a ruined state that
+    would stand alone.
+    """
     if not worthless(run):
         run.saver.begin(proven=proven and run.divergence.since is None)
 
 
 def report(run: Run) -> Outcome | None:
-    """Log which checkpoints are whole, and say which could not be written: that costs the checkpoint, not the run.
+    """Log which checkpoints are whole, and say which could not be written: that costs the
+    checkpoint, not the run.
 
     Returns:
-        A checkpoint that was not written because weights or moments are not finite; None if there is none.
+        A checkpoint that was not written because weights or moments are not finite; None if there
+        is none.
     """
     bad = None
     for outcome in run.saver.outcomes():
@@ -89,7 +109,9 @@ def report(run: Run) -> Outcome | None:
 
 
 def refuse(bad: Outcome) -> NoReturn:
-    """Raises NonFiniteError: a checkpoint was not written because one of its tensors is not finite."""
+    """Raises NonFiniteError: a checkpoint was not written because one of its tensors is not
+    finite.
+    """
     what = "a tensor of the checkpoint"
     raise NonFiniteError(bad.step, what, math.nan, str(bad.bad), "its state", of_state=True)
 
@@ -122,7 +144,9 @@ def save_and_wait(run: Run) -> bool:
 
 
 def save_at_end(run: Run, watch: Watch) -> bool:
-    """The last checkpoint of a run; whether it is written, or the run is done and its end not worth it."""
+    """The last checkpoint of a run; whether it is written, or the run is done and its end not worth
+    it.
+    """
     if run.world.of_lead(watch.look() is not None and watch.lost):
         _log.error("%s; nothing is saved there", watch.trouble)
         return False
@@ -135,26 +159,36 @@ def save_at_end(run: Run, watch: Watch) -> bool:
 def keep_what_is_whole(run: Run, ledger: Ledger, watch: Watch, error: Exception) -> None:
     """Save what can be saved when something went wrong, and say what is there.
 
-    Of several ranks nothing can be saved unless all raise it at one place: an error of one finds the others in a
+    Of several ranks nothing can be saved unless all raise it at one place: an error of one finds
+        the others in a
     collective, each with a part.
     """
     world = run.world
     if world.size > 1 and not isinstance(error, AgreedError):
         return
     try:
-        ledger.settle()  # the step before; it may have failed, and then its beginning is what is whole
+        # the step before; it may have failed, and then its beginning is what is whole
+        ledger.settle()
     except Exception as second:  # the first error is the one to tell
         _log.error("%s", second)
     if run.mid_update or world.of_lead(watch.look() is not None and watch.lost):
-        _log.error("step %d was interrupted while the weights were updated; they are not saved", run.step)
+        _log.error(
+            "step %d was interrupted while the weights were updated; they are not saved", run.step
+        )
     else:
         try:
-            run.tracker.log_event(run.step + 1, "error", {"message": f"{type(error).__name__}: {error}"})
+            run.tracker.log_event(
+                run.step + 1, "error", {"message": f"{type(error).__name__}: {error}"}
+            )
             saved = all_finite(run) and save_and_wait(run)
         except Exception as second:  # the first error is the one to tell
             _log.error("nothing could be saved: %s", second)
         else:
-            _log.error("step %d failed; %s", run.step, "its beginning is saved" if saved else "nothing could be saved")
+            _log.error(
+                "step %d failed; %s",
+                run.step,
+                "its beginning is saved" if saved else "nothing could be saved",
+            )
 
 
 def steps_saved(run: Run) -> list[int]:
@@ -167,20 +201,31 @@ def steps_saved(run: Run) -> list[int]:
 
 _log = logging.getLogger(__name__)
 
-_FAILED = re.compile(r"CUDA error|CUBLAS_STATUS_(?!NOT_SUPPORTED|INVALID_VALUE)\w+|NCCL error|device-side assert")
+_FAILED = re.compile(
+    r"CUDA error|CUBLAS_STATUS_(?!NOT_SUPPORTED|INVALID_VALUE)\w+|NCCL error|device-side assert"
+)
 
 
 def explain(error: Exception, run: Run) -> UserError | None:
-    """An error that says what to do about one of the GPU or for want of memory that ended `run`; None for any other."""
+    """An error that says what to do about one of the GPU or for want of memory that ended `run`;
+    None for any other.
+    """
     text = next(iter(str(error).splitlines()), "")
     if asked := memory_asked(error):
-        return UserError(f"{run.directory}: step {run.step} does not fit into memory: {asked}. {_smaller(run)}")
+        return UserError(
+            f"{run.directory}: step {run.step} does not fit into memory: {asked}. {_smaller(run)}"
+        )
     if not isinstance(error, RuntimeError) or not _FAILED.search(str(error)):
         return None
-    where = torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else str(run.device)
+    if run.device.type == "cuda":
+        where = torch.cuda.get_device_name(run.device)
+    else:
+        where = str(run.device)
     return LostError(
-        f"{run.directory}: the GPU failed in step {run.step} ({where}, {run.device}): {text.rstrip('.')}. This process "
-        f"cannot use it any more; nvidia-smi and the kernel's log (NVRM: Xid) tell why. {_resume_advice(run)}"
+        f"{run.directory}: the GPU failed in step {run.step} ({where}, {run.device}): "
+        f"{text.rstrip('.')}. This process "
+        "cannot use it any more; nvidia-smi and the kernel's log (NVRM: Xid) tell why. "
+        f"{_resume_advice(run)}"
     )
 
 
@@ -188,14 +233,19 @@ def _smaller(run: Run) -> str:
     """Settings that take less memory, with the plan's own numbers."""
     config = run.config.train
     rows = run.rows
-    kept = sum(_kept(layer, rows * config.seq_len) for layer in run.plan.at(run.step).layers.values())
+    kept = sum(
+        _kept(layer, rows * config.seq_len) for layer in run.plan.at(run.step).layers.values()
+    )
     words = [
-        f"A forward pass of {rows} × {config.seq_len} tokens keeps up to {kept / 2**30:,.2f} GiB for the backward of "
+        f"A forward pass of {rows} × {config.seq_len} tokens keeps up to {kept / 2**30:,.2f} "
+        "GiB for the backward of "
         "the linear layers alone"
     ]
     tries = []
     if fewer := next((n for n in range(rows // 2, 0, -1) if config.batch_size % n == 0), None):
-        tries.append(f"train.microbatch={fewer} (the same gradients, {kept * fewer / rows / 2**30:,.2f} GiB)")
+        tries.append(
+            f"train.microbatch={fewer} (the same gradients, {kept * fewer / rows / 2**30:,.2f} GiB)"
+        )
     if getattr(run.config.model, "recompute", True) is False:
         tries.append("model.recompute=true (keeps only the inputs of the blocks)")
     if not tries:

@@ -1,24 +1,25 @@
 """Checkpoints that are written while the next steps run.
 
-The loop pays for a copy of the state in main memory; a thread checks that it is finite, writes it, and reports. Two
-never overlap: the loop waits, within bounds, for one that is not done when the next is due. One that fails is tried
-again after 1, 2, 4, … steps, and at the end after a pause.
+The loop pays for a copy of the state in main memory; a thread checks that it is finite, writes it,
+and reports. Two never overlap: the loop waits, within bounds, for one that is not done when the
+next is due. One that fails is tried again after 1, 2, 4, … steps, and at the end after a pause.
 
-The buffers of the copy are kept from one checkpoint to the next. Memory that a process has never touched costs a page
-fault per 4 KiB, on a virtual machine up to 2.5 s per GB, so the thread makes and touches the buffers after the first
-step. A checkpoint that is due before it is done waits for it.
+The buffers of the copy are kept from one checkpoint to the next. Memory that a process has never
+touched costs a page fault per 4 KiB, on a virtual machine up to 2.5 s per GB, so the thread makes
+and touches the buffers after the first step. A checkpoint that is due before it is done waits for
+it.
 
-A checkpoint whose weights or moments are not finite is not written. One from which nothing has been computed yet is not
-proven: weights may be finite and useless. It pushes out no other until the next step has given a loss within its past
-(`divergence`). Beside the newest `checkpoint.keep` there stay
+A checkpoint whose weights or moments are not finite is not written. One from which nothing has been
+computed yet is not proven: weights may be finite and useless. It pushes out no other until the next
+step has given a loss within its past (`divergence`). Beside the newest `checkpoint.keep` there stay
 
     the good one               the newest that is proven, so that ruined ones never stand alone
     the one before cooldown    `checkpoint.keep_before_cooldown`: a longer run goes on from it
     milestones                 number k of `checkpoint.milestones` (from 0) is the oldest whose age, in units of
                                `checkpoint.every` times `checkpoint.keep`, is from 4ᵏ to below 4ᵏ⁺¹
 
-Of several ranks each copies and writes the parts that it owns. Their threads agree on what went wrong over a process
-group of their own, and all report the same outcome.
+Of several ranks each copies and writes the parts that it owns. Their threads agree on what went
+wrong over a process group of their own, and all report the same outcome.
 """
 
 from __future__ import annotations
@@ -65,11 +66,13 @@ class Saver:
     """Writes the checkpoints of one run.
 
     Args:
-        ranks: those that write them together; all call `begin`, `prove` and `wait` after the same steps.
+        ranks: those that write them together; all call `begin`, `prove` and `wait` after the same
+            steps.
     """
 
     def __init__(self, run: Run, ranks: checkpoint.CheckpointGroup = checkpoint.ALONE) -> None:
-        self.run, self.ranks = run, ranks
+        self.run = run
+        self.ranks = ranks
         self.saved: int | None = None
         """The newest step that is written."""
         self.good: int | None = None
@@ -78,7 +81,9 @@ class Saver:
         self._buffers: dict[str, Tensor] = {}
         self._prepared = False
         self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
-        self._worker = Worker("checkpoints", lambda error: _log.warning("checkpoints, beside the loop: %s", error))
+        self._worker = Worker(
+            "checkpoints", lambda error: _log.warning("checkpoints, beside the loop: %s", error)
+        )
         self._begun: int | None = None
         self._failures = 0
         self._retry_at: int | None = None
@@ -89,18 +94,26 @@ class Saver:
 
     def holds(self, step: int) -> bool:
         """Whether the checkpoint of `step` is written or being written."""
-        return self._begun == step and not (self.last is not None and self.last.step == step and not self.last.written)
+        return self._begun == step and not (
+            self.last is not None and self.last.step == step and not self.last.written
+        )
 
     def begin(self, *, proven: bool = False) -> bool:
-        """Copy the state of the run and have it written; False if the one before is not done in time.
+        """Copy the state of the run and have it written; False if the one before is not done in
+        time.
 
         Args:
             proven: a loss within its past has been computed from this state.
         """
         if not self.run.world.everywhere(self._worker.wait(WAIT_SECONDS)):
-            _log.error("the checkpoint of step %s is not written after %g s: a slow disk?", self._begun, WAIT_SECONDS)
+            _log.error(
+                "the checkpoint of step %s is not written after %g s: a slow disk?",
+                self._begun,
+                WAIT_SECONDS,
+            )
             return False
-        run, step = self.run, self.run.step
+        run = self.run
+        step = self.run.step
         tensors, state = checkpoint.flatten(run.state())
         if not run.world.stage:
             state["metrics"] = mark(run.tracker)  # type: ignore[assignment]
@@ -109,7 +122,10 @@ class Saver:
         checked = [n for n in tensors if n in weights or n.startswith("optimizer/")]
         parts = owned(tensors, leads=self.ranks.leads, orders=run.row_orders())
         held = {n: parts[n].tensor for n in checked if n in parts}
-        bad = first_non_finite(held) if run.device.type != "cpu" else None
+        if run.device.type != "cpu":
+            bad = first_non_finite(held)
+        else:
+            bad = None
         copies = self._copy(parts)
         self._begun = step
 
@@ -125,7 +141,8 @@ class Saver:
             if worst:
                 self._outcomes.put(Outcome(step=step, bad=worst))
                 return
-            before, self.good = self.good, step if proven else self.good
+            before = self.good
+            self.good = step if proven else self.good
             outcome = self._write(step, copies, state, unproven=not proven)
             if not outcome.written:
                 self.good = before
@@ -135,16 +152,21 @@ class Saver:
         return True
 
     def prove(self, step: int) -> None:
-        """A loss within its past has been computed from the state of `step`: surplus checkpoints are pruned.
+        """A loss within its past has been computed from the state of `step`: surplus checkpoints
+        are pruned.
 
-        After the first step of a run that saves now and then, the buffers of the copy are begun, too.
+        After the first step of a run that saves now and then, the buffers of the copy are begun,
+        too.
         """
         if self.run.config.checkpoint.every and not self._prepared:
             self._prepared = True  # the optimizer has its moments since the first step
-            tensors, orders = checkpoint.flatten(self.run.state())[0], self.run.row_orders()
+            tensors = checkpoint.flatten(self.run.state())[0]
+            orders = self.run.row_orders()
             parts = owned(tensors, leads=self.ranks.leads, orders=orders)
             stored, _ = separate({name: part.tensor for name, part in parts.items()})
-            self._worker.put(partial(self._prepare, {name: (t.shape, t.dtype) for name, t in stored.items()}))
+            self._worker.put(
+                partial(self._prepare, {name: (t.shape, t.dtype) for name, t in stored.items()})
+            )
         if (begun := self._begun == step) or self.saved == step:
 
             def job() -> None:
@@ -156,7 +178,9 @@ class Saver:
             self._worker.put(job)
 
     def discard_ruined(self, step: int) -> None:
-        """The states from `step` on are ruined: if no checkpoint is good, those of them that have one are removed."""
+        """The states from `step` on are ruined: if no checkpoint is good, those of them that have
+        one are removed.
+        """
 
         def job() -> None:
             if self.good is None and self.saved is not None:
@@ -168,11 +192,13 @@ class Saver:
 
     def outcomes(self) -> list[Outcome]:
         """The outcomes since the last call."""
-        found = [self._outcomes.get_nowait() for _ in range(self._outcomes.qsize())]  # only the loop takes any
+        # only the loop takes any
+        found = [self._outcomes.get_nowait() for _ in range(self._outcomes.qsize())]
         for outcome in found:
             self.last = outcome
             if outcome.written:
-                self._failures, self._retry_at = 0, None
+                self._failures = 0
+                self._retry_at = None
             elif outcome.problem is not None:
                 self._retry_at = outcome.step + 2**self._failures
                 self._failures += 1
@@ -182,7 +208,9 @@ class Saver:
         """Wait, within bounds, until nothing is being written; `outcomes` then says how it went."""
         if not self._worker.wait(WAIT_SECONDS):
             _log.error(
-                "the checkpoint of step %s is not written after %g s; it is left behind", self._begun, WAIT_SECONDS
+                "the checkpoint of step %s is not written after %g s; it is left behind",
+                self._begun,
+                WAIT_SECONDS,
             )
 
     def close(self) -> None:
@@ -190,7 +218,7 @@ class Saver:
         self._worker.leave(WAIT_SECONDS)
         self._buffers.clear()
 
-    # -- the loop's part ------------------------------------------------------------------------------------------
+    # -- the loop's part ---------------------------------------------------------------------------
 
     def _copy(self, parts: Mapping[str, TensorShard]) -> dict[str, TensorShard]:
         stored, aliases = separate({name: part.tensor for name, part in parts.items()})
@@ -212,17 +240,20 @@ class Saver:
     def _buffer(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=self._pin)
 
-    # -- the thread's ---------------------------------------------------------------------------------------------
+    # -- the thread's ------------------------------------------------------------------------------
 
     def _prune(self, newest: int) -> None:
         if self.ranks.first:
             with self.run.folder.folder(run_directory.CHECKPOINTS) as folder:
-                checkpoint.prune(folder, newest, self.run.config.checkpoint.keep, beside=self._beside)
+                checkpoint.prune(
+                    folder, newest, self.run.config.checkpoint.keep, beside=self._beside
+                )
 
     def _beside(self, past: list[int]) -> set[int]:
         """The steps of `past` whose checkpoints stay beside the newest ones."""
         config = self.run.config
-        settings, cooldown = config.checkpoint, config.schedule.cooldown_start(config.train.steps)
+        settings = config.checkpoint
+        cooldown = config.schedule.cooldown_start(config.train.steps)
         stay = {step for step in past if step == self.good}
         if settings.keep_before_cooldown and cooldown is not None:
             stay |= set([step for step in past if step <= cooldown][-1:])
@@ -232,25 +263,44 @@ class Saver:
         return stay
 
     def _prepare(self, wanted: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
-        """Make the buffers and touch each page of them; the loop does not use them before this is done."""
+        """Make the buffers and touch each page of them; the loop does not use them before this is
+        done.
+        """
         with torch.cuda.device(self.run.device) if self._pin else nullcontext():
             for name, (shape, dtype) in wanted.items():
                 buffer = self._buffers[name] = self._buffer(shape, dtype)
                 buffer.reshape(-1).view(torch.uint8)[:: mmap.PAGESIZE].zero_()
 
     def _write(
-        self, step: int, parts: Mapping[str, TensorShard], state: Mapping[str, Any], *, unproven: bool
+        self,
+        step: int,
+        parts: Mapping[str, TensorShard],
+        state: Mapping[str, Any],
+        *,
+        unproven: bool,
     ) -> Outcome:
-        run, settings, problem = self.run, self.run.config.checkpoint, None
+        run = self.run
+        settings = self.run.config.checkpoint
+        problem = None
 
         def save_in(place: Folder) -> None:
             with ExitStack() as stack:
                 folder = self.ranks.together(
-                    lambda: stack.enter_context(place.folder(run_directory.CHECKPOINTS, create=True))
+                    lambda: stack.enter_context(
+                        place.folder(run_directory.CHECKPOINTS, create=True)
+                    )
                 )
-                beside, ranks = self._beside, self.ranks
+                beside = self._beside
+                ranks = self.ranks
                 checkpoint.save(
-                    folder, step, parts, state, keep=settings.keep, unproven=unproven, beside=beside, ranks=ranks
+                    folder,
+                    step,
+                    parts,
+                    state,
+                    keep=settings.keep,
+                    unproven=unproven,
+                    beside=beside,
+                    ranks=ranks,
                 )
 
         try:
@@ -274,12 +324,16 @@ class Saver:
         return Outcome(step=step, problem=problem)
 
     def _sync(self) -> None:
-        """Make durable what the checkpoint counts on: the lines of the metrics, and the record of the swaps."""
+        """Make durable what the checkpoint counts on: the lines of the metrics, and the record of
+        the swaps.
+        """
         sync(self.run.tracker)
         self.run.inbox.sync(self.run.journal)
 
     def _also(self, place: Path) -> Folder:
-        """A second run directory, open, with the first one's files: it can be resumed like the first."""
+        """A second run directory, open, with the first one's files: it can be resumed like the
+        first.
+        """
         run = self.run
         also = Folder.open(place, create=True)
         if not self.ranks.first:
@@ -287,7 +341,10 @@ class Saver:
         try:
             there = run_directory.identity(place)
             if there != run.identity and not (there is None and also.empty()):
-                what = "files that are not this run's" if there is None else f"another run ({there})"
+                if there is None:
+                    what = "files that are not this run's"
+                else:
+                    what = f"another run ({there})"
                 raise UserError(f"{place} holds {what}: nothing is written there")
             if run.saved_config is not None:
                 also.write(run_directory.CONFIG, run.saved_config)

@@ -1,9 +1,11 @@
 """A thread that watches a run from inside, so that nothing outside can stall a step.
 
-It writes RUN/heartbeat.json, by which others see that the run lives, and looks whether the run's directory is still
-where it was and still locked by this process. The loop reads what it found. Of several ranks the lead watches.
+It writes RUN/heartbeat.json, by which others see that the run lives, and looks whether the run's
+directory is still where it was and still locked by this process. The loop reads what it found. Of
+several ranks the lead watches.
 
-A step cannot do without its tokens. Where they are waited for, the thread says so; `Alarm` ends the run in the end.
+A step cannot do without its tokens. Where they are waited for, the thread says so; `Alarm` ends the
+run in the end.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ BEAT_SECONDS = 3.0
 END_SECONDS = 5.0
 """How long the end of a run waits for the last heartbeat."""
 DATA_SECONDS = 10.0
-"""Time after which a warning says that a step waits for its tokens; half of train.step_timeout if that is less."""
+"""Time after which a warning says that a step waits for its tokens; half of train.step_timeout if
+that is less.
+"""
 
 _log = logging.getLogger(__name__)
 
@@ -89,13 +93,19 @@ class Watch:
         except OSError:  # a network file system that is away for a moment
             return None
         if there is None or (there.st_dev, there.st_ino) != (own.st_dev, own.st_ino):
-            what = "was removed" if own.st_nlink == 0 else f"was moved to {_path(run.folder.descriptor)}"
+            if own.st_nlink == 0:
+                what = "was removed"
+            else:
+                what = f"was moved to {_path(run.folder.descriptor)}"
             self.trouble = f"{run.directory} {what} while the run trained in it"
         elif self._lock is not None:
             lock = run.folder.status(LOCK)
             if lock is None or (lock.st_dev, lock.st_ino) != self._lock:
                 self.lost = lock is not None and is_running(run.directory)
-                others = "another process trains there now" if self.lost else "another process could have begun there"
+                if self.lost:
+                    others = "another process trains there now"
+                else:
+                    others = "another process could have begun there"
                 self.trouble = f"{run.directory / LOCK} was removed while the run trained: {others}"
         return self.trouble
 
@@ -107,18 +117,28 @@ class Watch:
 
     def _tell_of_data(self) -> None:
         """Log, once per step, how long it has waited for its tokens."""
-        run, limit = self.run, self.run.config.train.step_timeout
+        run = self.run
+        limit = self.run.config.train.step_timeout
         waits = run.feed.waiting()
-        if waits is None or run.step == self._reported or waits[0] < min(DATA_SECONDS, limit / 2 or DATA_SECONDS):
+        if (
+            waits is None
+            or run.step == self._reported
+            or waits[0] < min(DATA_SECONDS, limit / 2 or DATA_SECONDS)
+        ):
             return
         self._reported = run.step
-        then = f"train.step_timeout={limit:g} ends the run" if limit else "train.step_timeout=… would end the run"
+        if limit:
+            then = f"train.step_timeout={limit:g} ends the run"
+        else:
+            then = "train.step_timeout=… would end the run"
         _log.error("step %d waits %.0f s for %s: a slow disk? %s", run.step, *waits, then)
 
     def _round(self, *, running: bool) -> None:
         with suppress(OSError):
             self.look()
-        if self.trouble is None and (not running or time.monotonic() - self._beat_at >= BEAT_SECONDS):
+        if self.trouble is None and (
+            not running or time.monotonic() - self._beat_at >= BEAT_SECONDS
+        ):
             self._beat_at = time.monotonic()
             run = self.run
             beat = {
@@ -144,11 +164,11 @@ def _path(descriptor: int) -> Path | str:
 
 
 class Alarm:
-    """A context that ends the process with the stacks of all threads on standard error if `set` is not called again
-    within `seconds`. It is not set at first.
+    """A context that ends the process with the stacks of all threads on standard error if `set` is
+    not called again within `seconds`. It is not set at first.
 
-    A thread of C writes them and SIGALRM ends the process (142 in a shell), which need neither the interpreter nor its
-    lock; nothing can be saved then. 0: never.
+    A thread of C writes them and SIGALRM ends the process (142 in a shell), which need neither the
+    interpreter nor its lock; nothing can be saved then. 0: never.
     """
 
     def __init__(self, seconds: float) -> None:

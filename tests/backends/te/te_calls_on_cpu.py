@@ -1,8 +1,9 @@
-"""The calls that TE's real Python makes of its extension; a program, started by test_te_calls.py, that prints JSON.
+"""The calls that TE's real Python makes of its extension; a program, started by test_te_calls.py,
+that prints JSON.
 
-Besides what te_on_cpu.py fakes: quantising gives tensors without values, and the GEMM writes down the dtypes of its
-operands and of its result, and gives zeros. cuBLASLt multiplies operands of one dtype, so what is not quantised
-must be equal, and of the recipe's dtype.
+Besides what te_on_cpu.py fakes: quantising gives tensors without values, and the GEMM writes down
+the dtypes of its operands and of its result, and gives zeros. cuBLASLt multiplies operands of one
+dtype, so what is not quantised must be equal, and of the recipe's dtype.
 """
 
 from __future__ import annotations
@@ -57,7 +58,10 @@ class Codes(QuantizedTensorStorage):
     """A quantised tensor without values."""
 
     def __init__(self, x: torch.Tensor, quantizer: Any) -> None:
-        self.size_, self.dtype, self.device, self._quantizer = tuple(x.shape), x.dtype, x.device, quantizer
+        self.size_ = tuple(x.shape)
+        self.dtype = x.dtype
+        self.device = x.device
+        self._quantizer = quantizer
         self._dtype = x.dtype
 
     @property
@@ -67,7 +71,9 @@ class Codes(QuantizedTensorStorage):
     def size(self, *dim: int) -> Any:
         return self.shape if not dim else self.shape[dim[0]]
 
-    def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
+    def update_usage(
+        self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None
+    ) -> None:
         pass
 
     def get_usages(self) -> dict[str, bool]:
@@ -98,7 +104,17 @@ def kind(x: Any) -> str:
     return str(x.dtype).removeprefix("torch.")
 
 
-def gemm(a: Any, transa: bool, b: Any, transb: bool, out: Any, _: Any, out_dtype: Any, *__: Any, **___: Any) -> Any:
+def gemm(
+    a: Any,
+    transa: bool,
+    b: Any,
+    transb: bool,
+    out: Any,
+    _: Any,
+    out_dtype: Any,
+    *__: Any,
+    **___: Any,
+) -> Any:
     """cuBLASLt's D = A·B, column by column, of which TE's y = x·wᵀ is A = w, B = x."""
     rows = b.shape[1] if transb else b.shape[0]
     columns = a.shape[0] if transa else a.shape[1]
@@ -110,7 +126,9 @@ def gemm(a: Any, transa: bool, b: Any, transb: bool, out: Any, _: Any, out_dtype
 
 
 def quantise(x: torch.Tensor, quantizer: Any, *_: Any) -> Any:
-    """TE's tensor without values; per-tensor kernels write the amax where delayed scaling will look for it."""
+    """TE's tensor without values; per-tensor kernels write the amax where delayed scaling will look
+    for it.
+    """
     if type(quantizer).__name__ == "Float8Quantizer":
         quantizer.amax.copy_(torch.maximum(quantizer.amax, x.detach().abs().max().float()))
     return Codes(x, quantizer)
@@ -124,23 +142,31 @@ def update(amax: Any, histories: Any, scales: Any, algorithm: Any, dtype: Any, m
         history[0].zero_()
 
 
-autocasts, autocast_dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
+autocasts = torch.is_autocast_enabled
+autocast_dtype = torch.get_autocast_dtype
 torch.is_autocast_enabled = lambda device="cpu": autocasts("cpu")
 torch.get_autocast_dtype = lambda device: autocast_dtype("cpu")
 create = te.quantization.RecipeState.create
 te.quantization.RecipeState.create = staticmethod(
     lambda *args, **options: create(*args, **{**options, "device": torch.device("cpu")})
 )
-for module in [m for n, m in sys.modules.items() if n.startswith("transformer_engine") and hasattr(m, "_empty_tensor")]:
+for module in [
+    m
+    for n, m in sys.modules.items()
+    if n.startswith("transformer_engine") and hasattr(m, "_empty_tensor")
+]:
     module._empty_tensor = lambda: torch.empty(0)
 cpp_gemm._NATIVE_GEMM_INPUT_STORAGES += (Codes,)
-tex.generic_gemm, tex.quantize = gemm, quantise
+tex.generic_gemm = gemm
+tex.quantize = quantise
 tex.bgrad_quantize = lambda dy, quantizer: (dy.sum(0), quantise(dy, quantizer))
 tex.fused_amax_and_scale_update_after_reduction = update
 te.quantization.FP8GlobalStateManager.is_fp8_available = classmethod(lambda cls: (True, ""))
 te.quantization.FP8GlobalStateManager.is_mxfp8_available = classmethod(lambda cls: (True, ""))
 te.quantization.FP8GlobalStateManager.is_nvfp4_available = classmethod(lambda cls: (True, ""))
-te.quantization.FP8GlobalStateManager.is_fp8_block_scaling_available = classmethod(lambda cls: (True, ""))
+te.quantization.FP8GlobalStateManager.is_fp8_block_scaling_available = classmethod(
+    lambda cls: (True, "")
+)
 te.quantization.check_recipe_support = lambda recipe: None
 backends.te.TransformerEngine.why_not = lambda self, table, layer, device: None
 
@@ -152,11 +178,19 @@ def model(layers: int, *, dtype: torch.dtype, bias: bool = False) -> nn.Sequenti
 
 
 def run(
-    made: nn.Module, recipe: Recipe, *, step: int = 0, grad: bool = True, policy: Any = None, size: float = 1.0
+    made: nn.Module,
+    recipe: Recipe,
+    *,
+    step: int = 0,
+    grad: bool = True,
+    policy: Any = None,
+    size: float = 1.0,
 ) -> None:
     x = size * torch.randn(M, K, generator=torch.Generator().manual_seed(step))
     x = x.to(torch.bfloat16).requires_grad_()
-    tables = [recipe.table()] if policy is None else [recipe.table(), policy.recipe_for_kept.table()]
+    tables = (
+        [recipe.table()] if policy is None else [recipe.table(), policy.recipe_for_kept.table()]
+    )
     with pretend_gpu():
         with (
             nullcontext() if grad else torch.no_grad(),
@@ -170,7 +204,12 @@ def run(
 
 def calls() -> dict[str, list[dict[str, str]]]:
     """The GEMMs of one forward and backward pass, by recipe and dtype of the weights."""
-    base = {"nvfp4": NVFP4(), "mxfp8": MXFP8(), "fp8_current": FP8Current(), "fp8_block": FP8Block()}
+    base = {
+        "nvfp4": NVFP4(),
+        "mxfp8": MXFP8(),
+        "fp8_current": FP8Current(),
+        "fp8_block": FP8Block(),
+    }
     found = {}
     for name, recipe in base.items():
         variants = {
@@ -183,17 +222,29 @@ def calls() -> dict[str, list[dict[str, str]]]:
             for dtype in (torch.float32, torch.bfloat16):
                 for bias in (False, True):
                     gemms.clear()
-                    label = f"{variant}, {str(dtype).removeprefix('torch.')} weights{', bias' if bias else ''}"
+                    label = (
+                        f"{variant}, {str(dtype).removeprefix('torch.')} "
+                        f"weights{', bias' if bias else ''}"
+                    )
                     try:
                         run(model(1, dtype=dtype, bias=bias), each)
                     except Exception as error:
-                        gemms.append({"gemm": "error", "a": f"{type(error).__name__}: {error}"[:300], "b": "", "d": ""})
+                        gemms.append(
+                            {
+                                "gemm": "error",
+                                "a": f"{type(error).__name__}: {error}"[:300],
+                                "b": "",
+                                "d": "",
+                            }
+                        )
                     found[label] = list(gemms)
     return found
 
 
 def microbatches() -> dict[str, list[int]]:
-    """How often the weight is quantised in each pass: two microbatches of step 0, evaluation, two of step 1."""
+    """How often the weight is quantised in each pass: two microbatches of step 0, evaluation, two
+    of step 1.
+    """
     found = {}
     weights: list[Any] = []
     plain = tex.quantize
@@ -203,8 +254,13 @@ def microbatches() -> dict[str, list[int]]:
             weights.append(x)
         return plain(x, quantizer, *rest)
 
-    for name, recipe in (("mxfp8", MXFP8()), ("fp8_current", FP8Current()), ("fp8_delayed", FP8Delayed(history=4))):
-        made, counts = model(1, dtype=torch.float32), []
+    for name, recipe in (
+        ("mxfp8", MXFP8()),
+        ("fp8_current", FP8Current()),
+        ("fp8_delayed", FP8Delayed(history=4)),
+    ):
+        made = model(1, dtype=torch.float32)
+        counts = []
         tex.quantize = noted
         for step, grad in ((0, True), (0, True), (1, False), (1, True), (1, True)):
             weights.clear()
@@ -220,35 +276,52 @@ def microbatches() -> dict[str, list[int]]:
 
 
 def described(value: Any) -> Any:
-    """What a call hands over by value: numbers and switches, those of quantisers too; of tensors shape and dtype."""
+    """What a call hands over by value: numbers and switches, those of quantisers too; of tensors
+    shape and dtype.
+    """
     if isinstance(value, (torch.Tensor, Codes)):
         return [kind(value), *value.shape]
     if isinstance(value, (tuple, list)):
         return [described(each) for each in value]
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    held = {k: v for k, v in sorted(getattr(value, "__dict__", {}).items()) if isinstance(v, (bool, int, float, str))}
+    held = {
+        k: v
+        for k, v in sorted(getattr(value, "__dict__", {}).items())
+        if isinstance(v, (bool, int, float, str))
+    }
     return [type(value).__name__, *(str(item) for item in held.items())]
 
 
 def repeats() -> dict[str, list[Any]]:
-    """The calls of two microbatches, in each of three steps, with all that they hand over by value."""
-    plain, multiply = tex.quantize, tex.generic_gemm
+    """The calls of two microbatches, in each of three steps, with all that they hand over by
+    value.
+    """
+    plain = tex.quantize
+    multiply = tex.generic_gemm
     seen: list[Any] = []
 
     def noting(name: str, call: Any) -> Any:
         def noted(*args: Any, **options: Any) -> Any:
-            seen.append([name, described(args), {key: described(each) for key, each in options.items()}])
+            seen.append(
+                [name, described(args), {key: described(each) for key, each in options.items()}]
+            )
             return call(*args, **options)
 
         return noted
 
     found = {}
     for name, recipe in {
-        **{"nvfp4": NVFP4(), "mxfp8": MXFP8(), "fp8_current": FP8Current(), "fp8_block": FP8Block()},
+        **{
+            "nvfp4": NVFP4(),
+            "mxfp8": MXFP8(),
+            "fp8_current": FP8Current(),
+            "fp8_block": FP8Block(),
+        },
         "nvfp4 fprop high": NVFP4().with_high_precision("fprop"),
     }.items():
-        made, steps = model(2, dtype=torch.float32), []
+        made = model(2, dtype=torch.float32)
+        steps = []
         tex.quantize, tex.generic_gemm = noting("quantize", plain), noting("gemm", multiply)
         for step in range(3):
             seen.clear()
@@ -256,18 +329,22 @@ def repeats() -> dict[str, list[Any]]:
             run(made, recipe, step=step)
             steps.append(list(seen))
         found[name] = steps
-        tex.quantize, tex.generic_gemm = plain, multiply
+        tex.quantize = plain
+        tex.generic_gemm = multiply
     return found
 
 
 def delayed() -> dict[str, Any]:
     """Updates of delayed scaling per step, and what evaluation leaves in the histories."""
-    recipe, made = FP8Delayed(history=4), model(3, dtype=torch.float32)
+    recipe = FP8Delayed(history=4)
+    made = model(3, dtype=torch.float32)
     counts = []
     for step in range(3):
         updates.clear()
         run(made, recipe, step=step)
-        counts.append({direction: updates.count(direction) for direction in ("forward", "backward")})
+        counts.append(
+            {direction: updates.count(direction) for direction in ("forward", "backward")}
+        )
     before = [layer.states["te"].state() for layer in made]
     updates.clear()
     run(made, recipe, step=7, grad=False, size=100.0)
@@ -295,5 +372,11 @@ def delayed() -> dict[str, Any]:
 if __name__ == "__main__":
     torch.manual_seed(0)
     json.dump(
-        {"calls": calls(), "delayed": delayed(), "microbatches": microbatches(), "repeats": repeats()}, sys.stdout
+        {
+            "calls": calls(),
+            "delayed": delayed(),
+            "microbatches": microbatches(),
+            "repeats": repeats(),
+        },
+        sys.stdout,
     )

@@ -1,11 +1,13 @@
-"""Exact codes for an extension of TE's real Python that multiplies, and a layer whose weight is gathered as codes: a
-program, started by test_te_codes.py, that prints JSON; and for the ranks of tests/distributed/test_te.py.
+"""Exact codes for an extension of TE's real Python that multiplies, and a layer whose weight is
+gathered as codes: a program, started by test_te_codes.py, that prints JSON; and for the ranks of
+tests/distributed/test_te.py.
 
-Besides what te_products_on_cpu.py fakes: what is quantised has the values that fp4train's reference gives it by the
-spec that TE's quantiser stands for, from the tensor as it is (float32 of a weight), and the GEMM multiplies those of
-the form that it takes: rows where `transa`, and where not `transb` (csrc/extensions/gemm.cpp). Tensors of TE's own
-kinds, which fp4train makes, are decoded from their memory: shapes and order of scales as its quantisers have them
-(get_scale_shape of tensor/*_tensor.py; tiles of 128×4 where `with_gemm_swizzled_scales`, cast/mxfp8/swizzle.cuh).
+Besides what te_products_on_cpu.py fakes: what is quantised has the values that fp4train's reference
+gives it by the spec that TE's quantiser stands for, from the tensor as it is (float32 of a weight),
+and the GEMM multiplies those of the form that it takes: rows where `transa`, and where not `transb`
+(csrc/extensions/gemm.cpp). Tensors of TE's own kinds, which fp4train makes, are decoded from their
+memory: shapes and order of scales as its quantisers have them (get_scale_shape of
+tensor/*_tensor.py; tiles of 128×4 where `with_gemm_swizzled_scales`, cast/mxfp8/swizzle.cuh).
 Random bits are left out: dy is rounded to nearest.
 """
 
@@ -48,7 +50,9 @@ from fp4train.quantize.sharded import divided_tensors, joined
 MX, BLOCK, CURRENT = (each.table()["fprop"].first for each in (MXFP8(), FP8Block(), FP8Current()))
 NV = NVFP4().table()["fprop"].first
 both_layouts: list[bool] = []
-"""Not empty where the GPU multiplies x·w as well as x·wᵀ, so that one copy of FP8 codes serves all GEMMs (utils.py)."""
+"""Not empty where the GPU multiplies x·w as well as x·wᵀ, so that one copy of FP8 codes serves all
+GEMMs (utils.py).
+"""
 for module in (utils, float8_tensor_storage):
     module.is_non_tn_fp8_gemm_supported = lambda: bool(both_layouts)
 made_of_weights: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -58,20 +62,36 @@ made_of_weights: weakref.WeakSet[Any] = weakref.WeakSet()
 def spec_of(quantiser: Any, column: bool) -> QuantSpec | None:
     """The spec of a form that the quantiser makes; None: its codes are not looked at."""
     if isinstance(quantiser, te_tensor.HybridQuantizer):
-        return spec_of(quantiser.columnwise_quantizer if column else quantiser.rowwise_quantizer, column)
+        return spec_of(
+            quantiser.columnwise_quantizer if column else quantiser.rowwise_quantizer, column
+        )
     scale = {"scale": "pow2" if getattr(quantiser, "force_pow_2_scales", True) else "fp32"}
-    element = {"element": "e5m2" if getattr(quantiser, "dtype", None) == DType.kFloat8E5M2 else "e4m3"}
+    element = {
+        "element": "e5m2" if getattr(quantiser, "dtype", None) == DType.kFloat8E5M2 else "e4m3"
+    }
     if isinstance(quantiser, te_tensor.NVFP4Quantizer):
         block = (16, 16) if quantiser.with_2d_quantization else (1, 16)
         mode = quantiser.nvfp4_4over6_err_mode.lower() if quantiser.nvfp4_use_4over6 else None
-        six = {"four_over_six": mode, "global_bound": float(quantiser.nvfp4_e4m3_max if mode else 448)}
-        return replace(NV, block=block, hadamard=Hadamard() if column and quantiser.with_rht else None, **six)
+        six = {
+            "four_over_six": mode,
+            "global_bound": float(quantiser.nvfp4_e4m3_max if mode else 448),
+        }
+        return replace(
+            NV, block=block, hadamard=Hadamard() if column and quantiser.with_rht else None, **six
+        )
     if isinstance(quantiser, te_tensor.MXFP8Quantizer):
         return replace(MX, block=(32, 32) if quantiser.with_2d_quantization else (1, 32), **element)
     if isinstance(quantiser, te_tensor.Float8BlockQuantizer):
-        return replace(BLOCK, block=(128, 128) if quantiser.block_scaling_dim == 2 else (1, 128), **element, **scale)
+        return replace(
+            BLOCK,
+            block=(128, 128) if quantiser.block_scaling_dim == 2 else (1, 128),
+            **element,
+            **scale,
+        )
     return (
-        replace(CURRENT, **element, **scale) if isinstance(quantiser, te_tensor.Float8CurrentScalingQuantizer) else None
+        replace(CURRENT, **element, **scale)
+        if isinstance(quantiser, te_tensor.Float8CurrentScalingQuantizer)
+        else None
     )
 
 
@@ -83,12 +103,18 @@ def quantise(x: Tensor, quantiser: Any, *rest: Any) -> Any:
 
 def dequantised(x: Tensor, spec: QuantSpec | None, column: bool) -> Tensor:
     x = x.T if column else x
-    found = x if spec is None else quantizer(spec, "cpu", "reference").codes(x.contiguous()).dequantize()
+    found = (
+        x
+        if spec is None
+        else quantizer(spec, "cpu", "reference").codes(x.contiguous()).dequantize()
+    )
     return found.T if column else found
 
 
 def padded(shape: Sequence[int], block: int) -> tuple[int, int]:
-    """get_scale_shape of NVFP4Quantizer and MXFP8Quantizer, of which the latter turns that of the columns."""
+    """get_scale_shape of NVFP4Quantizer and MXFP8Quantizer, of which the latter turns that of the
+    columns.
+    """
     return -(-shape[0] // 128) * 128, -(-shape[1] // block // 4) * 4
 
 
@@ -96,21 +122,33 @@ def decoded(codes: Any, column: bool) -> Any:
     """[M, K] of what a GEMM multiplies: of NVFP4 after the transform of the column-wise form."""
     form = "columnwise" if column else "rowwise"
     if isinstance(codes, te_tensor.MXFP8TensorStorage | te_tensor.NVFP4TensorStorage):
-        data, scales = getattr(codes, f"_{form}_data"), getattr(codes, f"_{form}_scale_inv")
-        assert data.is_contiguous() and scales.is_contiguous() and data.dtype == scales.dtype == torch.uint8
+        data = getattr(codes, f"_{form}_data")
+        scales = getattr(codes, f"_{form}_scale_inv")
+        assert (
+            data.is_contiguous()
+            and scales.is_contiguous()
+            and data.dtype == scales.dtype == torch.uint8
+        )
         if isinstance(codes, te_tensor.MXFP8TensorStorage):
             element = "e5m2" if codes._fp8_dtype == DType.kFloat8E5M2 else "e4m3"
-            spec, data, amax = replace(MX, element=element), data.T if column else data, None
+            spec = replace(MX, element=element)
+            data = data.T if column else data
+            amax = None
             shape = tuple(data.shape)
             if codes._with_gemm_swizzled_scales:
-                assert tuple(scales.shape) == (padded(shape, 32)[::-1] if column else padded(shape, 32))
+                assert tuple(scales.shape) == (
+                    padded(shape, 32)[::-1] if column else padded(shape, 32)
+                )
                 scales = scales.reshape(-1)
             else:
                 scales = (scales.T if column else scales).contiguous()
         else:
             assert codes._fp4_dtype == DType.kFloat4E2M1
-            spec = replace(NV, global_bound=float(codes._nvfp4_e4m3_max if codes._nvfp4_use_4over6 else 448))
-            shape, amax = (data.shape[0], 2 * data.shape[1]), getattr(codes, f"_amax_{form}").reshape(())
+            spec = replace(
+                NV, global_bound=float(codes._nvfp4_e4m3_max if codes._nvfp4_use_4over6 else 448)
+            )
+            shape = (data.shape[0], 2 * data.shape[1])
+            amax = getattr(codes, f"_amax_{form}").reshape(())
             assert codes._with_gemm_swizzled_scales and tuple(scales.shape) == padded(shape, 16)
             scales = scales.reshape(-1)
         found = Quantized(spec, shape, data.contiguous(), scales, amax).dequantize()
@@ -121,10 +159,15 @@ def decoded(codes: Any, column: bool) -> Any:
         data = codes._transpose if column else codes._data
         assert not both_layouts or codes._transpose is None
         found = data.view(torch.float8_e4m3fn).float() * codes._scale_inv
-        assert tuple(codes._scale_inv.shape) == (1,) and data.is_contiguous() and codes._fp8_dtype == DType.kFloat8E4M3
+        assert (
+            tuple(codes._scale_inv.shape) == (1,)
+            and data.is_contiguous()
+            and codes._fp8_dtype == DType.kFloat8E4M3
+        )
         return found.T if column else found
     if isinstance(codes, te_tensor.Float8BlockwiseQTensorStorage):
-        data, scales = getattr(codes, f"_{form}_data"), getattr(codes, f"_{form}_scale_inv")
+        data = getattr(codes, f"_{form}_data")
+        scales = getattr(codes, f"_{form}_scale_inv")
         rows, columns = (-(-size // 128) for size in data.shape)
         if codes._is_2D_scaled:
             assert tuple(scales.shape) == (rows, -(-columns // 4) * 4)
@@ -137,12 +180,16 @@ def decoded(codes: Any, column: bool) -> Any:
             * scales.repeat_interleave(128, dim=1)[: data.shape[0], : data.shape[1]]
         )
         return found.T if column else found
-    exact = codes.values if isinstance(codes, products.TensorCodes) else getattr(codes, "exact", None)
+    exact = (
+        codes.values if isinstance(codes, products.TensorCodes) else getattr(codes, "exact", None)
+    )
     return codes if exact is None else dequantised(exact, spec_of(codes._quantizer, column), column)
 
 
 def gemm(a: Any, transa: bool, b: Any, transb: bool, *rest: Any, **options: Any) -> Any:
-    return products.gemm(decoded(a, not transa), transa, decoded(b, transb), transb, *rest, **options)
+    return products.gemm(
+        decoded(a, not transa), transa, decoded(b, transb), transb, *rest, **options
+    )
 
 
 def noted(*arguments: Any, **options: Any) -> Any:
@@ -153,17 +200,21 @@ def noted(*arguments: Any, **options: Any) -> Any:
 
 weight_codes = weights.weight_codes
 weights.weight_codes = noted  # type: ignore[assignment]
-tex.quantize, tex.generic_gemm = quantise, gemm
+tex.quantize = quantise
+tex.generic_gemm = gemm
 tex.bgrad_quantize = lambda dy, quantiser: (dy.sum(0), quantise(dy, quantiser))
 
 
 class Source:
-    """A weight that two shards send as codes, for each pass the form that it multiplies (`WeightGather`)."""
+    """A weight that two shards send as codes, for each pass the form that it multiplies
+    (`WeightGather`).
+    """
 
     rounds = False
 
     def __init__(self, weight: Tensor) -> None:
-        self.shards, self.asked = weight.detach().clone().chunk(2), []
+        self.shards = weight.detach().clone().chunk(2)
+        self.asked = []
 
     def form(self, form: WeightForm, call: Call) -> Any:
         return form_of(self, form, call)  # type: ignore[arg-type]
@@ -186,8 +237,12 @@ class Source:
         return torch.cat(self.shards).to(dtype)
 
 
-def passes(recipe: Recipe, sums: bool, gathered: bool, features: int = 128) -> tuple[list[Tensor], dict[str, Any]]:
-    """Outputs and gradients of two microbatches, whose backward passes follow both; and what was kept and asked."""
+def passes(
+    recipe: Recipe, sums: bool, gathered: bool, features: int = 128
+) -> tuple[list[Tensor], dict[str, Any]]:
+    """Outputs and gradients of two microbatches, whose backward passes follow both; and what was
+    kept and asked.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(features, 256, bias=False))
     convert(model, backend="te")
@@ -203,10 +258,17 @@ def passes(recipe: Recipe, sums: bool, gathered: bool, features: int = 128) -> t
     with use(Context(recipe=recipe, policy=None, seed=0, step=0, token_offset=0, applied=True)):
         outputs = [layer(each) for each in inputs]
         gc.collect()
-        kept = len(made_of_weights) + sum(tuple(each.shape) == (256, features) for each in products.codes)
+        kept = len(made_of_weights) + sum(
+            tuple(each.shape) == (256, features) for each in products.codes
+        )
         for each in reversed(outputs):
-            each.backward(torch.randn(each.shape, generator=torch.Generator().manual_seed(1)).bfloat16())
-    with torch.no_grad(), use(Context(recipe=recipe, policy=None, seed=0, step=0, token_offset=0, applied=True)):
+            each.backward(
+                torch.randn(each.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+            )
+    with (
+        torch.no_grad(),
+        use(Context(recipe=recipe, policy=None, seed=0, step=0, token_offset=0, applied=True)),
+    ):
         evaluated = layer(inputs[0])
     by_te = sum(shape == (256, features) for shape, _ in products.quantised_from)
     seen = {"kept": kept, "by te": by_te, "asked": source.asked}
@@ -214,12 +276,16 @@ def passes(recipe: Recipe, sums: bool, gathered: bool, features: int = 128) -> t
 
 
 def results() -> dict[str, Any]:
-    """Of each recipe whether a gathered weight gives the bits of a whole one, and what is kept between the passes."""
+    """Of each recipe whether a gathered weight gives the bits of a whole one, and what is kept
+    between the passes.
+    """
     found: dict[str, Any] = {}
     cases: dict[str, Recipe] = {
         "nvfp4": NVFP4(),
         "nvfp4, 1D weights": NVFP4(two_d_weights=False),
-        "nvfp4, four over six": NVFP4(four_over_six="all", hadamard=False, stochastic_rounding=False),
+        "nvfp4, four over six": NVFP4(
+            four_over_six="all", hadamard=False, stochastic_rounding=False
+        ),
         "nvfp4, fprop high": NVFP4().with_high_precision("fprop"),
         "nvfp4, dgrad high": NVFP4().with_high_precision("dgrad"),
         "nvfp4, wgrad high": NVFP4().with_high_precision("wgrad"),
@@ -230,13 +296,17 @@ def results() -> dict[str, Any]:
         "fp8_current, both layouts": FP8Current(),
         "fp8_block": FP8Block(),
         "fp8_block, parts of blocks": FP8Block(),
-        "fp8_block, 1D weights": Custom(**{gemm: Operands(first=BLOCK, second=BLOCK) for gemm in GEMMS}),
+        "fp8_block, 1D weights": Custom(
+            **{gemm: Operands(first=BLOCK, second=BLOCK) for gemm in GEMMS}
+        ),
     }
     for name, recipe in cases.items():
         features = 192 if "parts of blocks" in name else 128
         both_layouts[:] = [True] * ("both layouts" in name)
         for sums in (False, True):
-            (whole, before), (gathered, seen) = (passes(recipe, sums, each, features) for each in (False, True))
+            (whole, before), (gathered, seen) = (
+                passes(recipe, sums, each, features) for each in (False, True)
+            )
             equal = [torch.equal(a, b) for a, b in zip(whole, gathered, strict=True)]
             found[f"{name}, summed" if sums else name] = {"equal": equal, "whole": before, **seen}
     sys.path.append(str(pathlib.Path(__file__).parents[3] / "scripts"))

@@ -1,9 +1,10 @@
-"""A layer of experts on TE's real GroupedLinear with an extension that multiplies: a program, started by
-test_te_experts.py, that prints JSON.
+"""A layer of experts on TE's real GroupedLinear with an extension that multiplies: a program,
+started by test_te_experts.py, that prints JSON.
 
-Besides what te_products_on_cpu.py fakes: `split_quantize` quantises each part by itself (csrc/extensions/cast.cpp), and
-`te_general_grouped_gemm` is a GEMM per part, into one output or one per part, added to where TE asks for that; of parts
-without rows it writes zeros, or leaves what it adds to as it is (csrc/extensions/gemm.cpp te_general_grouped_gemm).
+Besides what te_products_on_cpu.py fakes: `split_quantize` quantises each part by itself
+(csrc/extensions/cast.cpp), and `te_general_grouped_gemm` is a GEMM per part, into one output or one
+per part, added to where TE asks for that; of parts without rows it writes zeros, or leaves what it
+adds to as it is (csrc/extensions/gemm.cpp te_general_grouped_gemm).
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from fp4train.nn import Experts
 from fp4train.precision import MXFP8, NVFP4, FP8Current, Recipe, autocast
 from fp4train.precision.layer_plan import resolve
 
-COUNTS, K, N = [5, 0, 130, 33], 96, 64
+COUNTS = [5, 0, 130, 33]
+K = 96
+N = 64
 splits: list[list[int]] = []
 """Rows of the parts of every tensor that is split and quantised."""
 quantisers: list[int] = []
@@ -35,7 +38,10 @@ written: list[str] = []
 def split_quantize(x: Tensor, sizes: list[int], quantizers: list[Any], **_: Any) -> list[Any]:
     splits.append(list(sizes))
     quantisers.append(len(set(map(id, quantizers))))
-    return [products.quantise(part, quantizer) for part, quantizer in zip(x.split(sizes), quantizers, strict=True)]
+    return [
+        products.quantise(part, quantizer)
+        for part, quantizer in zip(x.split(sizes), quantizers, strict=True)
+    ]
 
 
 def grouped_gemm(
@@ -57,7 +63,9 @@ def grouped_gemm(
         written.extend(str(each.dtype) for each in parts)
     for number, part in enumerate(parts):
         first, second = (getattr(each[number], "values", each[number]) for each in (a, b))
-        product = ((second.T if transb else second).double() @ (first.T if transa else first).double()).float()
+        product = (
+            (second.T if transb else second).double() @ (first.T if transa else first).double()
+        ).float()
         if not grad and bias[number].numel():
             product += bias[number].float()
         part.add_(product) if accumulate else part.copy_(product)
@@ -66,7 +74,8 @@ def grouped_gemm(
 
 products.cpp_gemm.get_sm_count = lambda: 1
 products.cpp_gemm.get_cublas_workspace = lambda *_: torch.empty(1, 0)
-tex.split_quantize, tex.te_general_grouped_gemm = split_quantize, grouped_gemm
+tex.split_quantize = split_quantize
+tex.te_general_grouped_gemm = grouped_gemm
 call = TEExperts.__call__
 
 
@@ -79,13 +88,24 @@ TEExperts.__call__ = on_a_gpu  # type: ignore[method-assign]
 
 
 def results(recipe: Recipe, *, sums: bool, transposed: bool = False) -> dict[str, Any]:
-    """How far y and the gradients of two microbatches are from those of exact products of BF16 operands."""
+    """How far y and the gradients of two microbatches are from those of exact products of BF16
+    operands.
+    """
     torch.manual_seed(0)
     layer = Experts(len(COUNTS), K, N, bias=True, backend="te")
     if transposed:
-        layer.transposed, layer.weight = True, torch.nn.Parameter(layer.weight.detach().mT.contiguous())
+        layer.transposed, layer.weight = (
+            True,
+            torch.nn.Parameter(layer.weight.detach().mT.contiguous()),
+        )
     layer.sum_gradients(sums)
-    plan = resolve(layer.layer, recipe, None, "te", Device(type="cuda", name="B200", capability=(10, 0), here=False))
+    plan = resolve(
+        layer.layer,
+        recipe,
+        None,
+        "te",
+        Device(type="cuda", name="B200", capability=(10, 0), here=False),
+    )
     layer.apply_plan(plan, recipe, None, torch.device("cpu"))
     for each in (splits, quantisers, written):
         each.clear()
@@ -97,8 +117,10 @@ def results(recipe: Recipe, *, sums: bool, transposed: bool = False) -> dict[str
         y.backward(dy)
     used = sum(COUNTS)
     plain = [each.detach().double() for each in (layer.w_ENK.bfloat16(), layer.bias.bfloat16())]
-    wanted_y, wanted_dx = torch.zeros(len(x), N).double(), torch.zeros(len(x), K).double()
-    wanted_dw, wanted_db = torch.zeros_like(plain[0]), torch.zeros_like(plain[1])
+    wanted_y = torch.zeros(len(x), N).double()
+    wanted_dx = torch.zeros(len(x), K).double()
+    wanted_dw = torch.zeros_like(plain[0])
+    wanted_db = torch.zeros_like(plain[1])
     start = 0
     for number, count in enumerate(COUNTS):
         rows = slice(start, start + count)
@@ -111,7 +133,9 @@ def results(recipe: Recipe, *, sums: bool, transposed: bool = False) -> dict[str
     dw = layer.weight.grad.mT if transposed else layer.weight.grad
     pairs = ((y, wanted_y), (x.grad, wanted_dx), (dw, wanted_dw), (layer.bias.grad, wanted_db))
     return {
-        "distances": [float((found.double() - wanted).norm() / wanted.norm()) for found, wanted in pairs],
+        "distances": [
+            float((found.double() - wanted).norm() / wanted.norm()) for found, wanted in pairs
+        ],
         "tail": bool(y[used:].any() or x.grad[used:].any()),
         "splits": splits[0],
         "quantisers": set(quantisers) == {len(COUNTS)},

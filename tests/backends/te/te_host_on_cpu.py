@@ -1,9 +1,10 @@
-"""The host's time for a layer on TE's real Python, forward and backward, and for TE's own; a program that prints JSON,
-started by test_te_host.py and scripts/host_time.py.
+"""The host's time for a layer on TE's real Python, forward and backward, and for TE's own; a
+program that prints JSON, started by test_te_host.py and scripts/host_time.py.
 
-Besides what te_calls_on_cpu.py fakes: quantising and the GEMM do nothing but allocate. Both layers take BF16
-activations and have float32 weights, whose codes are kept within a step where the recipe allows it. TE's own is called
-as a loop that trains on TE calls it, within one autocast of TE and one of torch; fp4train enters both in each layer.
+Besides what te_calls_on_cpu.py fakes: quantising and the GEMM do nothing but allocate. Both layers
+take BF16 activations and have float32 weights, whose codes are kept within a step where the recipe
+allows it. TE's own is called as a loop that trains on TE calls it, within one autocast of TE and
+one of torch; fp4train enters both in each layer.
 """
 
 from __future__ import annotations
@@ -33,22 +34,36 @@ from fp4train.precision.layer_plan import resolve
 from fp4train.precision.recipe import Recipe
 from fp4train.precision.recipes import MXFP8, NVFP4, FP8Current, FP8Delayed
 
-CPU, BF16 = torch.device("cpu"), torch.bfloat16
+CPU = torch.device("cpu")
+BF16 = torch.bfloat16
 RECIPES: tuple[Recipe, ...] = (NVFP4(), MXFP8(), FP8Current(), FP8Delayed())
 TRIES = 8
 """Unless the command line says how many."""
 
 
-def gemm(a: Any, transa: bool, b: Any, transb: bool, out: Any, _: Any, out_dtype: Any, *__: Any, **___: Any) -> Any:
+def gemm(
+    a: Any,
+    transa: bool,
+    b: Any,
+    transb: bool,
+    out: Any,
+    _: Any,
+    out_dtype: Any,
+    *__: Any,
+    **___: Any,
+) -> Any:
     if out is not None:
         return out, None, None, None
-    rows, columns = b.shape[1] if transb else b.shape[0], a.shape[0] if transa else a.shape[1]
+    rows = b.shape[1] if transb else b.shape[0]
+    columns = a.shape[0] if transa else a.shape[1]
     dtype = getattr(torch, te_calls_on_cpu.TE_DTYPES[out_dtype])
     return torch.empty(rows, columns, dtype=dtype), None, None, None
 
 
 class SharedCodes(QuantizedTensorStorage, QuantizedTensor):
-    """An x without values that several layers read: a tensor for autograd (te_products_on_cpu.py TensorCodes)."""
+    """An x without values that several layers read: a tensor for autograd (te_products_on_cpu.py
+    TensorCodes).
+    """
 
     def __new__(cls, like: torch.Tensor) -> SharedCodes:
         return QuantizedTensor.__new__(cls, like.shape, like.dtype, device=like.device)  # type: ignore[no-any-return]
@@ -71,7 +86,8 @@ def quantise(x: torch.Tensor, quantizer: Any, *_: Any) -> Any:
 
 
 cpp_gemm._NATIVE_GEMM_INPUT_STORAGES += (SharedCodes,)
-tex.generic_gemm, tex.quantize = gemm, quantise
+tex.generic_gemm = gemm
+tex.quantize = quantise
 tex.fused_amax_and_scale_update_after_reduction = lambda *_: None
 
 
@@ -80,7 +96,9 @@ class Inner(nn.Module):
 
     def __init__(self, module: nn.Module, first: bool | None) -> None:
         super().__init__()
-        self.module, self.first, self.weight = module, first, module.weight
+        self.module = module
+        self.first = first
+        self.weight = module.weight
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.module(x, is_first_microbatch=self.first)
@@ -104,17 +122,25 @@ def theirs(recipe: Recipe) -> nn.Module:
 def measured(recipe: Recipe, tries: int) -> list[tuple[float, float, float]]:
     """(seconds of a layer of fp4train, of TE's, of a small nn.Linear) in each of several tries."""
     context = Context(recipe=recipe, seed=0, step=0, token_offset=0, applied=True)
-    own, inner, plain = passes(ours(recipe), K, BF16), passes(theirs(recipe), K, BF16), plain_layer()
+    own = passes(ours(recipe), K, BF16)
+    inner = passes(theirs(recipe), K, BF16)
+    plain = plain_layer()
     found = []
     with pretend_gpu(), region(recipe.table()):
         with use(context):
             own()
-        with torch.autocast("cpu", dtype=BF16), te.autocast(enabled=True, recipe=to_te(recipe.table())):
+        with (
+            torch.autocast("cpu", dtype=BF16),
+            te.autocast(enabled=True, recipe=to_te(recipe.table())),
+        ):
             inner()
         for _ in range(tries):
             with use(context):
                 mine = least(own)
-            with torch.autocast("cpu", dtype=BF16), te.autocast(enabled=True, recipe=to_te(recipe.table())):
+            with (
+                torch.autocast("cpu", dtype=BF16),
+                te.autocast(enabled=True, recipe=to_te(recipe.table())),
+            ):
                 other = least(inner)
             found.append((mine, other, least(plain)))
     return found
@@ -123,5 +149,7 @@ def measured(recipe: Recipe, tries: int) -> list[tuple[float, float, float]]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     tries = int(sys.argv[1]) if sys.argv[1:] else TRIES
-    found: dict[str, list[tuple[float, ...]]] = {recipe.name: [*measured(recipe, tries)] for recipe in RECIPES}
+    found: dict[str, list[tuple[float, ...]]] = {
+        recipe.name: [*measured(recipe, tries)] for recipe in RECIPES
+    }
     json.dump(found, sys.stdout)

@@ -1,8 +1,10 @@
-"""Run TE's real Python code without its CUDA extension; a program, started by test_te_real.py, that prints JSON.
+"""Run TE's real Python code without its CUDA extension; a program, started by test_te_real.py, that
+prints JSON.
 
-Real: everything in the `transformer_engine` wheel that is Python: `te.autocast`, `te.Linear`'s forward and backward,
-recipe states, `NVFP4Quantizer`, `HybridQuantizer`, `CustomRecipe`, the pure-torch NVFP4 reference (quantiser and GEMM).
-Faked: the compiled extension `transformer_engine_torch` (names and enum values; it computes nothing), a CUDA device,
+Real: everything in the `transformer_engine` wheel that is Python: `te.autocast`, `te.Linear`'s
+forward and backward, recipe states, `NVFP4Quantizer`, `HybridQuantizer`, `CustomRecipe`, the
+pure-torch NVFP4 reference (quantiser and GEMM). Faked: the compiled extension
+`transformer_engine_torch` (names and enum values; it computes nothing), a CUDA device,
 `Tensor.is_cuda`, the GPU's capability, the cuBLAS workspace, and three optional packages of TE's.
 So this says what TE's Python does with our recipes. It says nothing about TE's kernels.
 """
@@ -26,7 +28,8 @@ from unittest.mock import MagicMock, patch
 import torch
 
 warnings.simplefilter("ignore")
-os.environ["NVTE_TORCH_COMPILE"] = "0"  # TE's own fusions, as torch computes them: a compiler takes half a minute
+# TE's own fusions, as torch computes them: a compiler takes half a minute
+os.environ["NVTE_TORCH_COMPILE"] = "0"
 
 
 class DType(enum.IntEnum):
@@ -80,7 +83,9 @@ class Extension(types.ModuleType):
 
 @contextmanager
 def pretend_gpu() -> Iterator[None]:
-    """TE's Python believes that there is a CUDA device and that tensors lie on it; fp4train must not."""
+    """TE's Python believes that there is a CUDA device and that tensors lie on it; fp4train must
+    not.
+    """
     with (
         patch.object(torch.cuda, "is_available", lambda: True),
         patch.object(torch.cuda, "current_device", lambda: 0),
@@ -104,11 +109,23 @@ def fake_extension() -> Any:
     """Import `transformer_engine.pytorch` as if its extension and a Hopper GPU were there."""
     os.environ["NVTE_PROJECT_BUILDING"] = "1"
     extension = Extension("transformer_engine_torch")
-    extension.DType, extension.NVTE_Fused_Attn_Backend = DType, FusedAttention
-    extension.FP8FwdTensors, extension.FP8BwdTensors = ForwardSlot, BackwardSlot
+    extension.DType = DType
+    extension.NVTE_Fused_Attn_Backend = FusedAttention
+    extension.FP8FwdTensors = ForwardSlot
+    extension.FP8BwdTensors = BackwardSlot
     sys.modules["transformer_engine_torch"] = extension
-    optional = ("einops", "onnxscript", "nvdlfw_inspect", "nvdlfw_inspect.api", "nvdlfw_inspect.logging")
-    for name in (*optional, "nvdlfw_inspect.registry", "transformer_engine.pytorch.onnx_extensions"):
+    optional = (
+        "einops",
+        "onnxscript",
+        "nvdlfw_inspect",
+        "nvdlfw_inspect.api",
+        "nvdlfw_inspect.logging",
+    )
+    for name in (
+        *optional,
+        "nvdlfw_inspect.registry",
+        "transformer_engine.pytorch.onnx_extensions",
+    ):
         module = MagicMock(name=name)
         module.__spec__ = importlib.machinery.ModuleSpec(name, None)
         sys.modules[name] = module
@@ -149,7 +166,9 @@ from fp4train.precision.layers import Layer  # noqa: E402
 from fp4train.precision.recipe import Recipe  # noqa: E402
 from fp4train.precision.recipes import MXFP8, NVFP4, FP8Block, FP8Current, Mixed  # noqa: E402
 
-M, K, N = 64, 96, 32
+M = 64
+K = 96
+N = 32
 
 
 def describe(quantizer: Any) -> dict[str, Any]:
@@ -180,8 +199,11 @@ def describe(quantizer: Any) -> dict[str, Any]:
     }.get(kind, ())
     values = {name: getattr(quantizer, name) for name in names if hasattr(quantizer, name)}
     if not values.get("nvfp4_use_4over6"):
-        values.pop("nvfp4_4over6_err_mode", None)  # TE sets it on every quantiser and reads it with four-over-six only
-    return {"kind": kind} | {n: v.name if isinstance(v, enum.Enum) else v for n, v in values.items()}
+        # TE sets it on every quantiser and reads it with four-over-six only
+        values.pop("nvfp4_4over6_err_mode", None)
+    return {"kind": kind} | {
+        n: v.name if isinstance(v, enum.Enum) else v for n, v in values.items()
+    }
 
 
 def slots(te_recipe: Any) -> dict[str, Any]:
@@ -192,12 +214,24 @@ def slots(te_recipe: Any) -> dict[str, Any]:
 
     device = torch.device("cpu")
     forward = RecipeState.create(
-        te_recipe, mode="forward", num_quantizers=3, device=device, roles=[role("input"), role("weight"), None]
+        te_recipe,
+        mode="forward",
+        num_quantizers=3,
+        device=device,
+        roles=[role("input"), role("weight"), None],
     ).make_quantizers()
     backward = RecipeState.create(
-        te_recipe, mode="backward", num_quantizers=2, device=device, roles=[role("grad_output"), None]
+        te_recipe,
+        mode="backward",
+        num_quantizers=2,
+        device=device,
+        roles=[role("grad_output"), None],
     ).make_quantizers()
-    return {"input": describe(forward[0]), "weight": describe(forward[1]), "grad_output": describe(backward[0])}
+    return {
+        "input": describe(forward[0]),
+        "weight": describe(forward[1]),
+        "grad_output": describe(backward[0]),
+    }
 
 
 def recipes() -> dict[str, Recipe]:
@@ -206,7 +240,10 @@ def recipes() -> dict[str, Recipe]:
         "nvfp4": NVFP4(),
         "nvfp4_plain_1d": dataclasses.replace(plain, two_d_weights=False),
         "nvfp4_4over6": NVFP4(
-            hadamard=False, four_over_six="all", four_over_six_error="mse", four_over_six_bound="weights"
+            hadamard=False,
+            four_over_six="all",
+            four_over_six_error="mse",
+            four_over_six_bound="weights",
         ),
         "nvfp4_4over6_weights": NVFP4(four_over_six="weights", four_over_six_bound="none"),
         "nvfp4_forward_only": NVFP4().with_high_precision("dgrad", "wgrad"),
@@ -222,7 +259,9 @@ def recipes() -> dict[str, Recipe]:
 
 
 def same_as_native() -> dict[str, bool]:
-    """Whether our factory, given a table that TE has a class for, builds the quantisers which that class builds."""
+    """Whether our factory, given a table that TE has a class for, builds the quantisers which that
+    class builds.
+    """
     result = {}
     for name, recipe in recipes().items():
         native = to_te(recipe.table())
@@ -261,7 +300,8 @@ def run(layer: Linear, recipe: Recipe, x: torch.Tensor, dy: torch.Tensor) -> lis
 def against_emulation() -> dict[str, dict[str, float]]:
     """Relative distance of y, dx, dw of TE's real Linear on its reference quantisers from ours.
 
-    One layer runs all recipes one after the other, there and back: each must get its own quantisers.
+    One layer runs all recipes one after the other, there and back: each must get its own
+        quantisers.
     """
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(N, K, generator=generator).bfloat16()
@@ -274,7 +314,8 @@ def against_emulation() -> dict[str, dict[str, float]]:
         linear.weight.data.copy_(weight)
         return linear
 
-    ours, theirs = Linear.from_linear(plain(), place, "reference"), Linear.from_linear(plain(), place, "te")
+    ours = Linear.from_linear(plain(), place, "reference")
+    theirs = Linear.from_linear(plain(), place, "te")
     backends.te.TransformerEngine.why_not = lambda self, table, layer, device: None
     theirs.states["te"] = TEExecutor(name="layer", translate=reference_recipe)
     base = NVFP4(stochastic_rounding=False)
@@ -286,7 +327,8 @@ def against_emulation() -> dict[str, dict[str, float]]:
     }
     report = {}
     for name, recipe in switched.items():
-        a, b = run(ours, recipe, x, dy), run(theirs, recipe, x, dy)
+        a = run(ours, recipe, x, dy)
+        b = run(theirs, recipe, x, dy)
         distances = [float((p - q).norm() / q.norm()) for p, q in zip(a, b, strict=True)]
         report[name] = dict(zip(("y", "dx", "dw"), distances, strict=True))
     return report
@@ -298,13 +340,20 @@ def selfcheck() -> dict[str, float]:
     import te_selfcheck as script
 
     problem = script.Problem.draw(M, 4 * K, N, "cpu")
-    ours, theirs = script.emulated(NVFP4(stochastic_rounding=False), problem), script.te_reference(problem)
-    return {name: script.distance(b, a) for name, a, b in zip(("y", "dx", "dw"), ours, theirs, strict=True)}
+    ours = script.emulated(NVFP4(stochastic_rounding=False), problem)
+    theirs = script.te_reference(problem)
+    return {
+        name: script.distance(b, a)
+        for name, a, b in zip(("y", "dx", "dw"), ours, theirs, strict=True)
+    }
 
 
 def switching() -> dict[str, bool]:
-    """with_rht of the input quantiser after a switch of NVFP4's options: TE's own module, and ours."""
-    with_rht, without = NVFP4(), NVFP4(hadamard=False)
+    """with_rht of the input quantiser after a switch of NVFP4's options: TE's own module, and
+    ours.
+    """
+    with_rht = NVFP4()
+    without = NVFP4(hadamard=False)
     module = te.Linear(K, N, bias=False, params_dtype=torch.bfloat16, device="meta")
     executor = TEExecutor(name="layer")
     report = {}
@@ -312,7 +361,8 @@ def switching() -> dict[str, bool]:
         built = executor._build(te, recipe.table(), torch.empty(N, K, dtype=torch.bfloat16), None)
         te_recipe = built.te_recipe
         for name, each in (("te", module), ("fp4train", built.module)):
-            # NVFP4's kernels are not here: enter by the state that autocast sets, not by its GPU check.
+            # NVFP4's kernels are not here: enter by the state that autocast sets, not by its GPU
+            # check.
             with te.autocast(enabled=False):
                 te.quantization.FP8GlobalStateManager.quantization_state.fp8_enabled = True
                 te.quantization.FP8GlobalStateManager.quantization_state.fp8_recipe = te_recipe
@@ -325,7 +375,9 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     report: dict[str, Any] = {"against_emulation": against_emulation(), "selfcheck": selfcheck()}
     with pretend_gpu():
-        report["quantizers"] = {name: slots(to_te(recipe.table())) for name, recipe in recipes().items()}
+        report["quantizers"] = {
+            name: slots(to_te(recipe.table())) for name, recipe in recipes().items()
+        }
         report["same_as_native"] = same_as_native()
         report["switching"] = switching()
     json.dump(report, sys.stdout)

@@ -1,11 +1,12 @@
 """Norms and gates that quantise their results for layers on TE's real Python: a program, started by
 test_te_produced.py, that prints JSON.
 
-Besides what te_codes_on_cpu.py fakes: x and dy of NVFP4, and all of MXFP8, are quantised to TE's real tensors, by
-fp4train's reference in the place of `tex.quantize` (tensor/nvfp4_tensor.py: codes in pairs, the column-wise form
-transposed, an amax of each, scales in tiles where `optimize_for_gemm`; tensor/mxfp8_tensor.py: both forms [M, K]).
-`tex.rmsnorm_fwd` and its backward (csrc/extensions/normalization.cpp) compute what torch's operators do, round as they
-do so that bits compare, and quantise by the quantizer that they get; TE's kernels do not round to BF16 in between.
+Besides what te_codes_on_cpu.py fakes: x and dy of NVFP4, and all of MXFP8, are quantised to TE's
+real tensors, by fp4train's reference in the place of `tex.quantize` (tensor/nvfp4_tensor.py: codes
+in pairs, the column-wise form transposed, an amax of each, scales in tiles where
+`optimize_for_gemm`; tensor/mxfp8_tensor.py: both forms [M, K]). `tex.rmsnorm_fwd` and its backward
+(csrc/extensions/normalization.cpp) compute what torch's operators do, round as they do so that bits
+compare, and quantise by the quantizer that they get; TE's kernels do not round to BF16 in between.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ NEAREST = NVFP4(stochastic_rounding=False)
 HYBRID = MXFP8(element="hybrid")
 MX, MX_DY = (HYBRID.table()[gemm].first for gemm in ("fprop", "dgrad"))
 EPS = Llama().norm_eps
-ROW, COLUMN = NEAREST.table()["fprop"].first, NEAREST.table()["wgrad"].second
+ROW = NEAREST.table()["fprop"].first
+COLUMN = NEAREST.table()["wgrad"].second
 interpreted.hasten(checks_overflow=False)
 quantised: list[str] = []
 """Each call of TE's kernel that quantises."""
@@ -72,11 +74,20 @@ def quantise(x: Tensor, quantiser: Any, *rest: Any) -> Any:
             "columnwise_data": pair[1].codes.T.contiguous(),
             "columnwise_scale_inv": pair[1].scales.T.contiguous(),
         }
-        named = {"fp8_dtype": quantiser.dtype, "quantizer": quantiser, "with_gemm_swizzled_scales": False}
-        made: Any = MXFP8Tensor(shape=x.shape, dtype=torch.bfloat16, device=x.device, **forms, **named)
+        named = {
+            "fp8_dtype": quantiser.dtype,
+            "quantizer": quantiser,
+            "with_gemm_swizzled_scales": False,
+        }
+        made: Any = MXFP8Tensor(
+            shape=x.shape, dtype=torch.bfloat16, device=x.device, **forms, **named
+        )
         storage = MXFP8TensorStorage
     elif isinstance(quantiser, NVFP4Quantizer) and not quantiser.with_2d_quantization:
-        both = (quantizer(ROW, "cpu", "reference").codes(x), quantizer(COLUMN, "cpu", "reference").codes(x.T))
+        both = (
+            quantizer(ROW, "cpu", "reference").codes(x),
+            quantizer(COLUMN, "cpu", "reference").codes(x.T),
+        )
         made = LAYER_BACKENDS["te"].sources.given((to_torch(both[0]), to_torch(both[1])), x.shape)
         storage = NVFP4TensorStorage
     else:
@@ -84,7 +95,12 @@ def quantise(x: Tensor, quantiser: Any, *rest: Any) -> Any:
     quantised.append("quantised")
     if quantiser.internal:
         made = storage(**made.get_metadata())
-    made.update_usage(**{f"{form}_usage": getattr(quantiser, f"{form}_usage") for form in ("rowwise", "columnwise")})
+    made.update_usage(
+        **{
+            f"{form}_usage": getattr(quantiser, f"{form}_usage")
+            for form in ("rowwise", "columnwise")
+        }
+    )
     return made
 
 
@@ -97,23 +113,31 @@ def made_by(name: str, quantiser: Any, x: Tensor) -> Any:
     return made
 
 
-def rmsnorm(h: Tensor, weight: Tensor, eps: float, out: None, quantiser: Any, dtype: Any, *_: Any) -> Any:
-    assert dtype == DType.kBFloat16 and h.dtype == weight.dtype == torch.bfloat16 and h.is_contiguous()
+def rmsnorm(
+    h: Tensor, weight: Tensor, eps: float, out: None, quantiser: Any, dtype: Any, *_: Any
+) -> Any:
+    assert (
+        dtype == DType.kBFloat16 and h.dtype == weight.dtype == torch.bfloat16 and h.is_contiguous()
+    )
     x = torch.nn.functional.rms_norm(h, (h.shape[-1],), weight, eps)
     rstd = (h.float().square().mean(-1) + eps).rsqrt()
     return made_by("rmsnorm_fwd", quantiser, x), None, rstd
 
 
-def rmsnorm_backward(dy: Tensor, h: Tensor, rstd: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def rmsnorm_backward(
+    dy: Tensor, h: Tensor, rstd: Tensor, weight: Tensor, *_: Any
+) -> tuple[Tensor, Tensor]:
     launched.append("rmsnorm_bwd")
     assert dy.shape == h.shape == (len(rstd), len(weight))
-    h, weight = h.detach().requires_grad_(), weight.detach().requires_grad_()
+    h = h.detach().requires_grad_()
+    weight = weight.detach().requires_grad_()
     with torch.enable_grad():
         torch.nn.functional.rms_norm(h, (h.shape[-1],), weight, EPS).backward(dy)
     return h.grad, weight.grad  # type: ignore[return-value]
 
 
-tex.rmsnorm_fwd, tex.rmsnorm_bwd = rmsnorm, rmsnorm_backward
+tex.rmsnorm_fwd = rmsnorm
+tex.rmsnorm_bwd = rmsnorm_backward
 tex.quantize = quantise
 launch = triton_launch.Launch.__call__
 
@@ -141,18 +165,29 @@ TOKENS = torch.randint(60, (2, 32), generator=torch.Generator().manual_seed(1))
 
 def model(kernels: str, recipe: Any, sums: bool, tokens: int, **shape: Any) -> nn.Module:
     torch.manual_seed(0)
-    sizes = {"width": 64, "layers": 1, "heads": 4, "kv_heads": 2, "hidden": 96, "tied": False} | shape
+    sizes = {
+        "width": 64,
+        "layers": 1,
+        "heads": 4,
+        "kv_heads": 2,
+        "hidden": 96,
+        "tied": False,
+    } | shape
     made = f4.convert(Llama(**sizes).build(vocab_size=60, seq_len=32), backend="te").train()
     settings = TrainSettings(steps=1, batch_size=2, microbatch=None, seq_len=32, kernels=kernels)
     options: dict[str, Any] = {"tokens": 64, "device": Device(type="cpu"), "backend": "te"}
-    stretches = make_plan(find_layers(made).values(), Timeline(recipe=recipe, steps=9), None, **options).stretches
+    stretches = make_plan(
+        find_layers(made).values(), Timeline(recipe=recipe, steps=9), None, **options
+    ).stretches
     plan = stretches[0]
     for layer in made.modules():
         if isinstance(layer, PlannedLayer):
             layer.sum_gradients(sums)
             layer.apply_plan(plan.layers[layer.layer.name], recipe, None, torch.device("cpu"))
     fuse(made, settings, "cpu")
-    sentences[:] = produced_by(made, stretches, [produced_in(made, plan, settings, "cpu", tokens)], "cpu")
+    sentences[:] = produced_by(
+        made, stretches, [produced_in(made, plan, settings, "cpu", tokens)], "cpu"
+    )
     return made
 
 
@@ -176,12 +211,18 @@ def trained(
     counts = Counter(launched + quantised)
     with torch.no_grad(), autocast(recipe, step=step):
         evaluated = made(tokens, tokens.flip(1))
-    return {"loss": loss, "evaluated": evaluated} | {n: p.grad for n, p in made.named_parameters()}, counts
+    return {"loss": loss, "evaluated": evaluated} | {
+        n: p.grad for n, p in made.named_parameters()
+    }, counts
 
 
 def apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, float]:
     """Relative distance of the tensors that are not equal in every bit."""
-    return {n: float((other[n] - g).norm() / g.norm()) for n, g in one.items() if not torch.equal(other[n], g)}
+    return {
+        n: float((other[n] - g).norm() / g.norm())
+        for n, g in one.items()
+        if not torch.equal(other[n], g)
+    }
 
 
 MXFP8_CASES: dict[str, dict[str, Any]] = {
@@ -195,25 +236,51 @@ MXFP8_CASES: dict[str, dict[str, Any]] = {
 
 
 def results() -> dict[str, Any]:
-    """Of each case what was called for two microbatches, without and with producers, and which tensors differ."""
+    """Of each case what was called for two microbatches, without and with producers, and which
+    tensors differ.
+    """
     found: dict[str, Any] = {}
-    cases: dict[str, dict[str, Any]] = {"plain": {}, "summed": {"sums": True}, "recomputed": {"recompute": True}}
+    cases: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "summed": {"sums": True},
+        "recomputed": {"recompute": True},
+    }
     cases |= {"two blocks": {"layers": 2}, "odd": {"tokens": TOKENS[:, :31]}}
     for name, options in cases.items():
-        (plain, before), (fused, counts) = (trained(NEAREST, kernels, **options) for kernels in ("torch", "auto"))
-        found[name] = {"before": before, "counts": counts, "apart": apart(plain, fused), "said": list(sentences)}
+        (plain, before), (fused, counts) = (
+            trained(NEAREST, kernels, **options) for kernels in ("torch", "auto")
+        )
+        found[name] = {
+            "before": before,
+            "counts": counts,
+            "apart": apart(plain, fused),
+            "said": list(sentences),
+        }
     for name, options in MXFP8_CASES.items():
         os.environ[CUDNN] = str(int("cudnn" in name))
-        (plain, before), (fused, counts) = (trained(HYBRID, kernels, **options) for kernels in ("torch", "auto"))
-        found[name] = {"before": before, "counts": counts, "apart": apart(plain, fused), "said": list(sentences)}
+        (plain, before), (fused, counts) = (
+            trained(HYBRID, kernels, **options) for kernels in ("torch", "auto")
+        )
+        found[name] = {
+            "before": before,
+            "counts": counts,
+            "apart": apart(plain, fused),
+            "said": list(sentences),
+        }
     del os.environ[CUDNN]
     sys.path.append(str(pathlib.Path(__file__).parents[3] / "scripts"))
     from te_given import gradients
 
-    pairs = [[gradients(each, kernels, "cpu", 64) for kernels in ("auto", "torch")] for each in (NEAREST, HYBRID)]
+    pairs = [
+        [gradients(each, kernels, "cpu", 64) for kernels in ("auto", "torch")]
+        for each in (NEAREST, HYBRID)
+    ]
     found["selfcheck"] = [all(map(torch.equal, *pair)) for pair in pairs]
     first, again, later = (trained(NVFP4(), "auto", step=step)[0] for step in (0, 0, 1))
-    found["random bits"] = {"again": len(apart(first, again)), "of another step": len(apart(first, later))}
+    found["random bits"] = {
+        "again": len(apart(first, again)),
+        "of another step": len(apart(first, later)),
+    }
     return found
 
 

@@ -1,10 +1,11 @@
-"""An extension of TE's real Python that multiplies, and small models on it: for te_steps_on_cpu.py and
-te_experts_on_cpu.py, and for the ranks of tests/distributed/test_te.py.
+"""An extension of TE's real Python that multiplies, and small models on it: for te_steps_on_cpu.py
+and te_experts_on_cpu.py, and for the ranks of tests/distributed/test_te.py.
 
-Besides what te_calls_on_cpu.py fakes: quantising rounds to BF16, and the GEMM is one in float64, whose result is added
-to what it is given where TE asks for that (cublaslt_gemm.cu: `accumulate` is β = 1). Histories are rolled by TE's own
-Python (quantization.py _amax_and_scale_update, which NVTE_UNFUSED_FP8_UPDATE=1 chooses), amaxes enter by a maximum
-(quantize_fp8.cuh, cast_transpose.cu: atomicMaxFloat).
+Besides what te_calls_on_cpu.py fakes: quantising rounds to BF16, and the GEMM is one in float64,
+whose result is added to what it is given where TE asks for that (cublaslt_gemm.cu: `accumulate` is
+β = 1). Histories are rolled by TE's own Python (quantization.py _amax_and_scale_update, which
+NVTE_UNFUSED_FP8_UPDATE=1 chooses), amaxes enter by a maximum (quantize_fp8.cuh, cast_transpose.cu:
+atomicMaxFloat).
 """
 
 from __future__ import annotations
@@ -21,7 +22,11 @@ from te_calls_on_cpu import shared_input
 from te_on_cpu import K, no_gpu, pretend_gpu, te
 from torch import Tensor, nn
 from transformer_engine.pytorch.cpp_extensions import gemm as cpp_gemm
-from transformer_engine.pytorch.quantized_tensor import QuantizedTensor, QuantizedTensorStorage, Quantizer
+from transformer_engine.pytorch.quantized_tensor import (
+    QuantizedTensor,
+    QuantizedTensorStorage,
+    Quantizer,
+)
 
 from fp4train.backends import LAYER_BACKENDS
 from fp4train.backends.te import TEExecutor
@@ -34,7 +39,8 @@ from fp4train.run.run import Run
 from fp4train.run.step import train_losses
 
 os.environ["NVTE_UNFUSED_FP8_UPDATE"] = "1"
-torch.cuda.current_device = lambda: 0  # quantisers are copied in backward, where nothing else looks for a GPU
+# quantisers are copied in backward, where nothing else looks for a GPU
+torch.cuda.current_device = lambda: 0
 CPU = torch.device("cpu")
 TOKENS = 32
 """Of a row."""
@@ -47,8 +53,10 @@ quantised_from: list[tuple[tuple[int, ...], int]] = []
 
 
 class TensorCodes(QuantizedTensorStorage, QuantizedTensor):
-    """What a quantiser of x makes that is not `internal`: a tensor for autograd (quantized_tensor.py Quantizer; detach
-    and update_usage of tensor/*_tensor.py). It has the forms that were asked for; what it gave up is not remade."""
+    """What a quantiser of x makes that is not `internal`: a tensor for autograd
+    (quantized_tensor.py Quantizer; detach and update_usage of tensor/*_tensor.py). It has the forms
+    that were asked for; what it gave up is not remade.
+    """
 
     def __new__(cls, values: Tensor, quantizer: Any, usages: dict[str, bool]) -> TensorCodes:
         made: Any = QuantizedTensor.__new__(cls, values.shape, values.dtype, device=values.device)
@@ -65,7 +73,9 @@ class TensorCodes(QuantizedTensorStorage, QuantizedTensor):
     def get_usages(self) -> dict[str, bool]:
         return self.usages
 
-    def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
+    def update_usage(
+        self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None
+    ) -> None:
         for name, wanted in (("rowwise", rowwise_usage), ("columnwise", columnwise_usage)):
             assert not wanted or self.usages[name], f"the {name} form is not there"
             self.usages[name] &= wanted is not False
@@ -73,7 +83,9 @@ class TensorCodes(QuantizedTensorStorage, QuantizedTensor):
 
 def quantise(x: Tensor, quantizer: Any, *_: Any) -> Any:
     if shared_input:
-        made = TensorCodes(x.detach().to(torch.bfloat16), quantizer, Quantizer.get_usages(quantizer))
+        made = TensorCodes(
+            x.detach().to(torch.bfloat16), quantizer, Quantizer.get_usages(quantizer)
+        )
     else:  # TE's weights are tensors, too, which nothing here looks at
         made = te_calls_on_cpu.quantise(x, quantizer)
         made.values = x.detach().to(torch.bfloat16)
@@ -82,13 +94,31 @@ def quantise(x: Tensor, quantizer: Any, *_: Any) -> Any:
     return made
 
 
-def gemm(a: Any, transa: bool, b: Any, transb: bool, out: Any, _: Any, out_dtype: Any, *rest: Any, **__: Any) -> Any:
+def gemm(
+    a: Any,
+    transa: bool,
+    b: Any,
+    transb: bool,
+    out: Any,
+    _: Any,
+    out_dtype: Any,
+    *rest: Any,
+    **__: Any,
+) -> Any:
     """cuBLASLt's D = A·B, or D += A·B, column by column: row by row it is D = op(b)·op(a)."""
     accumulate = rest[7]  # after bias, its dtype, gelu, its input, grad, the workspace and its size
-    a, b = (each.values if isinstance(each, (te_calls_on_cpu.Codes, TensorCodes)) else each for each in (a, b))
+    a, b = (
+        each.values if isinstance(each, (te_calls_on_cpu.Codes, TensorCodes)) else each
+        for each in (a, b)
+    )
     product = ((b.T if transb else b).double() @ (a.T if transa else a).double()).float()
-    found = te_calls_on_cpu.TE_DTYPES[out_dtype] if out is None else str(out.dtype).removeprefix("torch.")
-    kind, at = "wgrad" if transb else "fprop" if transa else "dgrad", None if out is None else out.data_ptr()
+    found = (
+        te_calls_on_cpu.TE_DTYPES[out_dtype]
+        if out is None
+        else str(out.dtype).removeprefix("torch.")
+    )
+    kind = "wgrad" if transb else "fprop" if transa else "dgrad"
+    at = None if out is None else out.data_ptr()
     te_calls_on_cpu.gemms.append({"gemm": kind, "d": found, "at": at})
     if out is None:
         return product.to(getattr(torch, found)), None, None, None
@@ -109,7 +139,8 @@ def on_a_gpu(*arguments: Any, codes: Any = None, **options: Any) -> Tensor:
 
 
 TEExecutor.__call__ = on_a_gpu  # type: ignore[method-assign]
-tex.quantize, tex.generic_gemm = quantise, gemm
+tex.quantize = quantise
+tex.generic_gemm = gemm
 tex.bgrad_quantize = lambda dy, quantizer: (dy.sum(0), quantise(dy, quantizer))
 updates: list[str] = []
 """Direction of each update of histories."""
@@ -118,7 +149,9 @@ roll = manager.reduce_and_update_fp8_tensors
 
 
 def noted(cls: Any, forward: bool = True) -> None:
-    if any(key.startswith("forward") is forward for key in cls.quantization_state.global_amax_buffer):
+    if any(
+        key.startswith("forward") is forward for key in cls.quantization_state.global_amax_buffer
+    ):
         updates.append("forward" if forward else "backward")
     roll(forward=forward)
 
@@ -127,7 +160,9 @@ manager.reduce_and_update_fp8_tensors = classmethod(noted)
 
 
 def added(model: nn.Module) -> int:
-    """GEMMs that wrote to where the gradients of a model are: the first may be one that autograd took."""
+    """GEMMs that wrote to where the gradients of a model are: the first may be one that autograd
+    took.
+    """
     gradients = {each.grad.data_ptr() for each in model.parameters() if each.grad is not None}
     return sum(each["at"] in gradients for each in te_calls_on_cpu.gemms)
 
@@ -174,7 +209,9 @@ def made(
         rows=rows,
         loss_scale=1.0,
         config=SimpleNamespace(
-            train=SimpleNamespace(seq_len=TOKENS, batch_size=4), policy=None, run=SimpleNamespace(seed=0)
+            train=SimpleNamespace(seq_len=TOKENS, batch_size=4),
+            policy=None,
+            run=SimpleNamespace(seed=0),
         ),
         step=0,
         counters=None,
@@ -190,7 +227,9 @@ def made(
 
 def apply(run: Any, recipe: Recipe) -> None:
     for module in run.model.layers:
-        module.apply_plan(resolve(module.layer, recipe, None, module.backend, Device.of(CPU)), recipe, None, CPU)
+        module.apply_plan(
+            resolve(module.layer, recipe, None, module.backend, Device.of(CPU)), recipe, None, CPU
+        )
     te_runs = run.model.layers[0].backend == "te"
     run._regions = [(LAYER_BACKENDS["te"], [recipe.table()])] if te_runs else []
     run.recipe = recipe
@@ -208,4 +247,6 @@ def step(run: Any) -> None:
 
 
 def step_context(run: Any) -> Any:
-    return use(Context(recipe=run.recipe, policy=None, seed=0, step=run.step, token_offset=0, applied=True))
+    return use(
+        Context(recipe=run.recipe, policy=None, seed=0, step=run.step, token_offset=0, applied=True)
+    )

@@ -1,4 +1,6 @@
-"""Layers on TE's real Python that read one input, and the Python calls of a layer: parts of te_steps_on_cpu.py."""
+"""Layers on TE's real Python that read one input, and the Python calls of a layer: parts of
+te_steps_on_cpu.py.
+"""
 
 from __future__ import annotations
 
@@ -49,14 +51,23 @@ class Projections(nn.Module):
 
 
 def readers() -> dict[str, Any]:
-    """How often x is quantised for layers that read it, the forms that live on for backward, and the results beside
-    those of layers that know of no others."""
+    """How often x is quantised for layers that read it, the forms that live on for backward, and
+    the results beside those of layers that know of no others.
+    """
     found: dict[str, Any] = {}
     x = torch.randn(2, 16, K, generator=torch.Generator().manual_seed(1)).bfloat16()
     recipes: dict[str, Recipe] = {"nvfp4": NVFP4(), "mxfp8": MXFP8(), "fp8_current": FP8Current()}
-    recipes |= {"fp8_delayed": FP8Delayed(history=4), "nvfp4, wgrad high": NVFP4().with_high_precision("wgrad")}
+    recipes |= {
+        "fp8_delayed": FP8Delayed(history=4),
+        "nvfp4, wgrad high": NVFP4().with_high_precision("wgrad"),
+    }
     for name, recipe in recipes.items():
-        for passes in ("plain", "recomputed", "evaluated", *(["changed"] if name == "mxfp8" else [])):
+        for passes in (
+            "plain",
+            "recomputed",
+            "evaluated",
+            *(["changed"] if name == "mxfp8" else []),
+        ):
             results: list[list[Tensor]] = []
             for alone in (True, False):
                 model = convert(Projections(), backend="te")
@@ -65,41 +76,61 @@ def readers() -> dict[str, Any]:
                 for layer in layers:
                     place = replace(layer.layer, fused=()) if alone else layer.layer
                     layer.rename(place, "te")
-                    layer.apply_plan(resolve(place, recipe, None, "te", Device.of(CPU)), recipe, None, CPU)
+                    layer.apply_plan(
+                        resolve(place, recipe, None, "te", Device.of(CPU)), recipe, None, CPU
+                    )
                 for step in range(2):
                     tensors.clear()
                     quantised_from.clear()
                     a = x.clone().requires_grad_()
                     model.zero_grad()
-                    context = Context(recipe=recipe, seed=0, step=step, token_offset=0, applied=True)
+                    context = Context(
+                        recipe=recipe, seed=0, step=step, token_offset=0, applied=True
+                    )
                     region = LAYER_BACKENDS["te"].region([recipe.table()], None)
                     with region, use(context), torch.set_grad_enabled(passes != "evaluated"):
                         y = recompute(model, a) if passes == "recomputed" else model(a)
                         seen = sum(shape == (32, K) for shape, _ in quantised_from)
                         gc.collect()
-                        kept = [each.usages["rowwise"] for made in tensors if (each := made()) is not None]
+                        kept = [
+                            each.usages["rowwise"]
+                            for made in tensors
+                            if (each := made()) is not None
+                        ]
                         if passes != "evaluated":
                             y.backward(torch.ones_like(y))
-                gradients = [] if passes == "evaluated" else [a.grad, *(layer.weight.grad for layer in layers)]
+                gradients = (
+                    []
+                    if passes == "evaluated"
+                    else [a.grad, *(layer.weight.grad for layer in layers)]
+                )
                 results.append([y.detach(), *gradients])
                 if not alone:
                     found[f"{name}, {passes}"] = {"quantised": seen, "rows kept": sum(kept)}
             found[f"{name}, {passes}"]["equal"] = all(map(torch.equal, *results))
-            found[f"{name}, {passes}"]["why"] = resolve(layers[0].layer, recipe, None, "te", Device.of(CPU)).fprop.why
+            found[f"{name}, {passes}"]["why"] = resolve(
+                layers[0].layer, recipe, None, "te", Device.of(CPU)
+            ).fprop.why
     return found
 
 
 def python_calls() -> dict[str, dict[str, int]]:
-    """Calls of Python functions by one layer, forward and backward, whose weight is quantised: fp4train's and TE's."""
+    """Calls of Python functions by one layer, forward and backward, whose weight is quantised:
+    fp4train's and TE's.
+    """
     folders = {"fp4train": Path(fp4train.__file__).parent, "te": Path(te.__file__).parent}
     found: dict[str, dict[str, int]] = {}
     for name, recipe in {"nvfp4": NVFP4(), "mxfp8": MXFP8(), "fp8_current": FP8Current()}.items():
-        run, counts = made(recipe), dict.fromkeys(folders, 0)
-        layer, x = run.model.layers[0], run.model.table[:32].clone().requires_grad_()
+        run = made(recipe)
+        counts = dict.fromkeys(folders, 0)
+        layer = run.model.layers[0]
+        x = run.model.table[:32].clone().requires_grad_()
 
         def watch(frame: Any, event: str, _: Any, counts: dict[str, int] = counts) -> None:
             for which, folder in folders.items():
-                counts[which] += event == "call" and Path(frame.f_code.co_filename).is_relative_to(folder)
+                counts[which] += event == "call" and Path(frame.f_code.co_filename).is_relative_to(
+                    folder
+                )
 
         with run.region():
             for last in (False, False, True):

@@ -1,5 +1,6 @@
-"""Training steps on TE's real Python (te_products_on_cpu.py says what is faked): a program, started by
-test_te_steps.py, that prints JSON."""
+"""Training steps on TE's real Python (te_products_on_cpu.py says what is faked): a program, started
+by test_te_steps.py, that prints JSON.
+"""
 
 from __future__ import annotations
 
@@ -35,19 +36,25 @@ def history(run: Any) -> dict[str, list[float]]:
     """The amaxes of x, w and dy that entered, the newest first, as fp4train orders them."""
     layer = run.model.layers[0]
     if layer.backend != "te":
-        return {name: layer.scaling_state()[f"history.{name}"].tolist() for name in ("x", "w", "dy")}
+        return {
+            name: layer.scaling_state()[f"history.{name}"].tolist() for name in ("x", "w", "dy")
+        }
     state = layer.states["te"].state()
-    forward, backward = state["amax_history_fwd"], state["amax_history_bwd"]
+    forward = state["amax_history_fwd"]
+    backward = state["amax_history_bwd"]
     newest_first = {"x": forward[1:, 0], "w": forward[1:, 1], "dy": backward[1:, 0]}
     return {name: each.flip(0).tolist() for name, each in newest_first.items()}
 
 
 def delayed() -> dict[str, Any]:
-    """Histories, scales and updates of three steps, by the rows of a microbatch; and those of emulation."""
+    """Histories, scales and updates of three steps, by the rows of a microbatch; and those of
+    emulation.
+    """
     recipe = FP8Delayed(history=8)
     found: dict[str, Any] = {}
     for rows in (4, 2, 1):
-        run, counts = made(recipe, rows=rows), []
+        run = made(recipe, rows=rows)
+        counts = []
         for _ in range(3):
             updates.clear()
             step(run)
@@ -72,28 +79,36 @@ def stages() -> list[list[Any]]:
     run = made(FP8Delayed(history=4), rows=2)
     run.world.peers = "the ranks of a stage"
     told: list[list[Any]] = []
-    plain, distributed = manager.reduce_tensor_across_group_op_max, torch.distributed
-    initialised, size = distributed.is_initialized, distributed.get_world_size
+    plain = manager.reduce_tensor_across_group_op_max
+    distributed = torch.distributed
+    initialised = distributed.is_initialized
+    size = distributed.get_world_size
     backward = Tensor.backward
 
     def noting(self: Tensor, *rest: Any, **options: Any) -> None:
         backward(self, *rest, **options)
         told.append(["a backward pass ends"])
 
-    manager.reduce_tensor_across_group_op_max = staticmethod(lambda tensor, group: told.append(["joined over", group]))
-    distributed.is_initialized, distributed.get_world_size = lambda: True, lambda group=None: 2
+    manager.reduce_tensor_across_group_op_max = staticmethod(
+        lambda tensor, group: told.append(["joined over", group])
+    )
+    distributed.is_initialized = lambda: True
+    distributed.get_world_size = lambda group=None: 2
     Tensor.backward = noting  # type: ignore[method-assign]
     try:
         step(run)
     finally:
         manager.reduce_tensor_across_group_op_max = plain
-        distributed.is_initialized, distributed.get_world_size = initialised, size
+        distributed.is_initialized = initialised
+        distributed.get_world_size = size
         Tensor.backward = backward  # type: ignore[method-assign]
     return told
 
 
 def exact(run: Any) -> Tensor:
-    """The first layer's gradient of the step before, in float64, of the operands that the GEMM had."""
+    """The first layer's gradient of the step before, in float64, of the operands that the GEMM
+    had.
+    """
     generator = torch.Generator().manual_seed(run.step - 1)
     tokens = torch.randint(64, (4, TOKENS), generator=generator)
     x = run.model.table[tokens].double().reshape(-1, K)
@@ -102,34 +117,47 @@ def exact(run: Any) -> Tensor:
 
 
 def gradients() -> dict[str, Any]:
-    """How far sums of dw over microbatches lie from exact ones, and into what the GEMM wrote them."""
+    """How far sums of dw over microbatches lie from exact ones, and into what the GEMM wrote
+    them.
+    """
     found: dict[str, Any] = {}
     for name, recipe in {
-        **{"nvfp4": NVFP4(), "mxfp8": MXFP8(), "fp8_current": FP8Current(), "fp8_delayed": FP8Delayed(history=4)},
+        **{
+            "nvfp4": NVFP4(),
+            "mxfp8": MXFP8(),
+            "fp8_current": FP8Current(),
+            "fp8_delayed": FP8Delayed(history=4),
+        },
         "nvfp4, wgrad high": NVFP4().with_high_precision("wgrad"),
     }.items():
         run = made(recipe, layers=1)
-        distances, written = [], []
+        distances = []
+        written = []
         for _ in range(2):
             te_calls_on_cpu.gemms.clear()
             step(run)
-            dw, wanted = run.model.layers[0].weight.grad, exact(run)
+            dw = run.model.layers[0].weight.grad
+            wanted = exact(run)
             distances.append(float((dw.double() - wanted).norm() / wanted.norm()))
             written += [each["d"] for each in te_calls_on_cpu.gemms if each["gemm"] == "wgrad"]
         found[name] = {"distances": distances, "written": written, "dtype": str(dw.dtype)}
     alone = made(NVFP4(), rows=4, sums=False)
     te_calls_on_cpu.gemms.clear()
     step(alone)
-    found["one microbatch"] = [each["d"] for each in te_calls_on_cpu.gemms if each["gemm"] == "wgrad"]
+    found["one microbatch"] = [
+        each["d"] for each in te_calls_on_cpu.gemms if each["gemm"] == "wgrad"
+    ]
     return found
 
 
 def ways() -> dict[str, Any]:
-    """Gradients of two layers over four microbatches, recomputed or not, added by the GEMM or by autograd; and how many
-    GEMMs wrote to where they are."""
+    """Gradients of two layers over four microbatches, recomputed or not, added by the GEMM or by
+    autograd; and how many GEMMs wrote to where they are.
+    """
     found: dict[str, Any] = {}
     for name, recipe in {"nvfp4": NVFP4(), "fp8_delayed": FP8Delayed(history=4)}.items():
-        gradients, counts = [], []
+        gradients = []
+        counts = []
         for recomputes, in_product in ((False, False), (False, True), (True, True)):
             run = made(recipe, layers=2, in_product=in_product)
             run.model.recomputes = recomputes
@@ -143,17 +171,23 @@ def ways() -> dict[str, Any]:
 
 
 def left() -> dict[str, Any]:
-    """What passes that leave the weight's gradient as it is make of it, and the error of one that is to return dw."""
+    """What passes that leave the weight's gradient as it is make of it, and the error of one that
+    is to return dw.
+    """
     run = made(NVFP4())
-    layer, x = run.model.layers[0], run.model.table[:32].clone().requires_grad_()
+    layer = run.model.layers[0]
+    x = run.model.table[:32].clone().requires_grad_()
     for _ in range(2):
         with run.region(), step_context(run):
             y = layer(x)
             if layer.weight.grad is None:
                 y.backward(torch.ones_like(y))
-    before, dx = layer.weight.grad.clone(), x.grad.clone()
+    before = layer.weight.grad.clone()
+    dx = x.grad.clone()
     found: dict[str, Any] = {}
-    found["dx"] = torch.equal(torch.autograd.grad(y, x, torch.ones_like(y), retain_graph=True)[0], dx)
+    found["dx"] = torch.equal(
+        torch.autograd.grad(y, x, torch.ones_like(y), retain_graph=True)[0], dx
+    )
     found["dw"] = torch.equal(layer.weight.grad, before)
     with run.region(), step_context(run):
         y = layer(x)
@@ -165,7 +199,9 @@ def left() -> dict[str, Any]:
 
 
 def orders() -> dict[str, float]:
-    """A gradient of two passes whose backward passes follow both, the second first; and of a weight that is a view."""
+    """A gradient of two passes whose backward passes follow both, the second first; and of a weight
+    that is a view.
+    """
     run = made(NVFP4())
     layer = run.model.layers[0]
     x = [run.model.table[i : i + 32].clone().requires_grad_() for i in (0, 32)]
@@ -178,7 +214,8 @@ def orders() -> dict[str, float]:
     found = {"last first": float((layer.weight.grad - wanted).abs().max())}
     tied = run.model.layers[0]
     tied.register_parameter("turned", nn.Parameter(tied.weight.detach().T.contiguous()))
-    view, rows = tied.turned.T, x[0].detach().clone().requires_grad_()
+    view = tied.turned.T
+    rows = x[0].detach().clone().requires_grad_()
     del tied._parameters["weight"]
     tied.weight = view
     with run.region(), step_context(run):
@@ -211,9 +248,15 @@ class Source:
 
 
 def gathered() -> dict[str, Any]:
-    """A layer whose weight is gathered for each pass: what lives between forward and backward, and the gradients."""
+    """A layer whose weight is gathered for each pass: what lives between forward and backward, and
+    the gradients.
+    """
     found: dict[str, Any] = {}
-    for name, recipe in {"nvfp4": NVFP4(), "mxfp8": MXFP8(), "fp8_delayed": FP8Delayed(history=4)}.items():
+    for name, recipe in {
+        "nvfp4": NVFP4(),
+        "mxfp8": MXFP8(),
+        "fp8_delayed": FP8Delayed(history=4),
+    }.items():
         run = made(recipe)
         layer = run.model.layers[0]
         layer.weight.data = layer.weight.data.bfloat16().float()
@@ -239,14 +282,18 @@ def gathered() -> dict[str, Any]:
                             shape == (K, K) and at != source.memory.untyped_storage().data_ptr()
                             for shape, at in quantised_from
                         ),
-                        "codes of the weight between": sum(tuple(each.shape) == (K, K) for each in codes),
+                        "codes of the weight between": sum(
+                            tuple(each.shape) == (K, K) for each in codes
+                        ),
                     }
                     source.free()
                     source.fill()
                 y.backward(torch.ones_like(y))
             results.append((y.detach(), a.grad, weight.grad))
         plain, of_shards = results
-        found[name]["equal"] = [bool(torch.equal(p, q)) for p, q in zip(plain, of_shards, strict=True)]
+        found[name]["equal"] = [
+            bool(torch.equal(p, q)) for p, q in zip(plain, of_shards, strict=True)
+        ]
     return found
 
 

@@ -1,4 +1,6 @@
-"""A layer on TE's real Python whose weight is gathered as codes (te_codes_on_cpu.py says what is faked)."""
+"""A layer on TE's real Python whose weight is gathered as codes (te_codes_on_cpu.py says what is
+faked).
+"""
 
 import pathlib
 from typing import Any
@@ -15,7 +17,13 @@ pytestmark = pytest.mark.long
 
 PROGRAM = pathlib.Path(__file__).with_name("te_codes_on_cpu.py")
 CODED = (
-    *("nvfp4", "nvfp4, 1D weights", "nvfp4, four over six", "nvfp4, wgrad high", "nvfp4, then mxfp8"),
+    *(
+        "nvfp4",
+        "nvfp4, 1D weights",
+        "nvfp4, four over six",
+        "nvfp4, wgrad high",
+        "nvfp4, then mxfp8",
+    ),
     *("mxfp8", "mxfp8, 2D weights", "fp8_current", "fp8_current, both layouts"),
     *("fp8_block", "fp8_block, parts of blocks", "fp8_block, 1D weights"),
 )
@@ -26,8 +34,9 @@ CODED = (
 def test_codes_of_shards_give_the_bits_of_a_whole_weight_and_nothing_of_them_is_kept(
     report: Any, recipe: str, sums: str
 ) -> None:
-    """Outputs, gradients and an evaluation, of two microbatches whose backward passes follow both. TE quantises no
-    weight, and keeps none, where it would keep what it made of a whole one."""
+    """Outputs, gradients and an evaluation, of two microbatches whose backward passes follow both.
+    TE quantises no weight, and keeps none, where it would keep what it made of a whole one.
+    """
     found = report[recipe + sums]
     assert found["equal"] == [True] * 6
     assert (found["kept"], found["by te"]) == (0, 0)
@@ -35,8 +44,12 @@ def test_codes_of_shards_give_the_bits_of_a_whole_weight_and_nothing_of_them_is_
 
 
 @pytest.mark.parametrize("recipe", CODED)
-def test_each_pass_asks_for_the_codes_of_its_form_and_none_for_values(report: Any, recipe: str) -> None:
-    assert report[recipe]["asked"] == ["codes"] * 5, "two passes, forward and backward, and an evaluation"
+def test_each_pass_asks_for_the_codes_of_its_form_and_none_for_values(
+    report: Any, recipe: str
+) -> None:
+    assert report[recipe]["asked"] == ["codes"] * 5, (
+        "two passes, forward and backward, and an evaluation"
+    )
 
 
 def test_a_pass_in_high_precision_asks_for_values_in_its_dtype(report: Any) -> None:

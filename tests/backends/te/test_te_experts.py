@@ -1,4 +1,6 @@
-"""Experts on TE's real GroupedLinear (te_experts_on_cpu.py says what is faked), and what it is refused for."""
+"""Experts on TE's real GroupedLinear (te_experts_on_cpu.py says what is faked), and what it is
+refused for.
+"""
 
 import pathlib
 from dataclasses import replace
@@ -25,7 +27,9 @@ SPLITS = {"nvfp4": [128, 0, 256, 128], "mxfp8": [32, 0, 160, 64], "fp8_current":
 
 @pytest.mark.parametrize("recipe", SPLITS)
 def test_outputs_and_gradients_are_those_of_each_expert(report: Any, recipe: str) -> None:
-    """With an expert without tokens, odd counts, rows after them, biases; dw of microbatches is summed in float32."""
+    """With an expert without tokens, odd counts, rows after them, biases; dw of microbatches is
+    summed in float32.
+    """
     found = report[recipe]
     y, dx, dw, dbias = found["distances"]
     assert max(y, dx, dbias) < BF16 and dw < 1e-6 and not found["tail"]
@@ -34,23 +38,34 @@ def test_outputs_and_gradients_are_those_of_each_expert(report: Any, recipe: str
     assert found["written"] == ["torch.float32"]
 
 
-def test_without_a_sum_the_gradient_is_in_the_recipes_dtype_and_transposed_weights_are_the_same(report: Any) -> None:
+def test_without_a_sum_the_gradient_is_in_the_recipes_dtype_and_transposed_weights_are_the_same(
+    report: Any,
+) -> None:
     assert report["not summed"]["written"] == ["torch.bfloat16"]
     assert max(report["not summed"]["distances"]) < BF16
-    assert report["transposed"]["distances"] == pytest.approx(report["mxfp8"]["distances"], abs=1e-9)
+    assert report["transposed"]["distances"] == pytest.approx(
+        report["mxfp8"]["distances"], abs=1e-9
+    )
 
 
 @pytest.mark.parametrize(
     ("recipe", "said"),
     [
         (FP8Delayed(), "the histories of delayed scaling are those of a layer with one weight"),
-        (NVFP4().with_high_precision("fprop"), "takes TE's own recipes: one format in all three GEMMs"),
+        (
+            NVFP4().with_high_precision("fprop"),
+            "takes TE's own recipes: one format in all three GEMMs",
+        ),
         (NVFP4(row_scaled_activation=True), "TE's GroupedLinear takes one global scale per expert"),
     ],
     ids=["delayed", "high", "rows"],
 )
-def test_what_the_grouped_layer_does_not_take_is_refused_with_its_reason(recipe: Recipe, said: str) -> None:
-    with pytest.raises(ValueError, match=f"backend=te cannot run .* in mlp.up .* on B200: .*{said}"):
+def test_what_the_grouped_layer_does_not_take_is_refused_with_its_reason(
+    recipe: Recipe, said: str
+) -> None:
+    with pytest.raises(
+        ValueError, match=f"backend=te cannot run .* in mlp.up .* on B200: .*{said}"
+    ):
         choose(recipe.table(), EXPERTS, "te", B200)
     assert choose(recipe.table(), replace(EXPERTS, experts=0), "te", B200)["wgrad"].backend == "te"
 
@@ -65,5 +80,9 @@ def test_an_older_te_is_refused_by_its_version(monkeypatch: pytest.MonkeyPatch) 
 def test_te_runs_experts_where_it_is_asked_to_and_auto_leaves_them_to_torch(recipe: Recipe) -> None:
     table = recipe.table()
     asked = choose(table, EXPERTS, "te", B200)
-    assert {choice.backend for choice in asked.values()} == {"te"} and not any(c.grouped for c in asked.values())
-    assert {choice.backend for choice in choose(table, EXPERTS, "auto", B200).values()} == {"native"}
+    assert {choice.backend for choice in asked.values()} == {"te"} and not any(
+        c.grouped for c in asked.values()
+    )
+    assert {choice.backend for choice in choose(table, EXPERTS, "auto", B200).values()} == {
+        "native"
+    }

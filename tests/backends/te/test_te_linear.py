@@ -1,7 +1,9 @@
-"""The linear layer with backend=te on a fake `transformer_engine.pytorch` that records what it is asked for.
+"""The linear layer with backend=te on a fake `transformer_engine.pytorch` that records what it is
+asked for.
 
-The fake keeps two habits of TE's: a module's state is built when it first runs, under the recipe of that moment, and
-delayed scaling has scale and amax_history tensors in `fp8_meta`. What TE's real Python does is test_te_real.py's part.
+The fake keeps two habits of TE's: a module's state is built when it first runs, under the recipe of
+that moment, and delayed scaling has scale and amax_history tensors in `fp8_meta`. What TE's real
+Python does is test_te_real.py's part.
 """
 
 import copy
@@ -53,9 +55,18 @@ class FakeTE(types.ModuleType):
             ) -> None:
                 super().__init__()
                 assert device == "meta", "a module for each recipe must not cost memory"
-                self.name, self.fp8_meta, self.recipe, self._fp8_workspaces = name, {}, None, {}
-                self.weight = nn.Parameter(torch.empty(out_features, in_features, device=device, dtype=params_dtype))
-                self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=params_dtype)) if bias else None
+                self.name = name
+                self.fp8_meta = {}
+                self.recipe = None
+                self._fp8_workspaces = {}
+                self.weight = nn.Parameter(
+                    torch.empty(out_features, in_features, device=device, dtype=params_dtype)
+                )
+                self.bias = (
+                    nn.Parameter(torch.empty(out_features, device=device, dtype=params_dtype))
+                    if bias
+                    else None
+                )
                 fake.built.append(self)
 
             def init_fp8_meta_tensors(self, recipe: Any) -> None:
@@ -63,7 +74,8 @@ class FakeTE(types.ModuleType):
                     return
                 for direction, tensors in (("fwd", 3), ("bwd", 2)):
                     self.fp8_meta[f"scaling_{direction}"] = types.SimpleNamespace(
-                        scale=torch.ones(tensors), amax_history=torch.zeros(recipe.amax_history_len, tensors)
+                        scale=torch.ones(tensors),
+                        amax_history=torch.zeros(recipe.amax_history_len, tensors),
                     )
 
             def forward(self, x: torch.Tensor, *, is_first_microbatch: bool | None) -> torch.Tensor:
@@ -140,7 +152,9 @@ def test_kept_layers_and_plain_calls_run_torchs_linear(te: FakeTE) -> None:
     assert torch.equal(plain, baseline)
 
 
-def test_a_changed_option_gets_quantisers_of_its_own_and_the_way_back_the_first_ones(te: FakeTE) -> None:
+def test_a_changed_option_gets_quantisers_of_its_own_and_the_way_back_the_first_ones(
+    te: FakeTE,
+) -> None:
     layer = convert(Model()).blocks[0]
     for recipe in (NVFP4(), NVFP4(hadamard=False), NVFP4()):
         with autocast(recipe):
@@ -174,7 +188,9 @@ def test_a_replaced_parameter_is_the_one_that_runs(te: FakeTE) -> None:
         assert not layer(X).any()
 
 
-@pytest.mark.parametrize(("recipe", "tokens"), [(NVFP4(), 32), (FP8Current(), 32), (FP8Block(), 128)])
+@pytest.mark.parametrize(
+    ("recipe", "tokens"), [(NVFP4(), 32), (FP8Current(), 32), (FP8Block(), 128)]
+)
 def test_tokens_are_padded_and_cut_back(te: FakeTE, recipe: Any, tokens: int) -> None:
     layer = convert(Model()).blocks[0]
     with autocast(recipe):
@@ -195,7 +211,8 @@ def test_float32_parameters_run_in_the_recipes_dtype_and_keep_the_inputs(te: Fak
 
 
 def test_state_dicts_are_those_of_nn_linear(te: FakeTE) -> None:
-    plain, converted = Model(bias=True), convert(Model(bias=True))
+    plain = Model(bias=True)
+    converted = convert(Model(bias=True))
     with autocast(NVFP4()):
         converted(X)
     assert list(converted.state_dict()) == list(plain.state_dict())
@@ -218,7 +235,9 @@ def test_a_region_is_one_outer_autocast(te: FakeTE) -> None:
     with region(BF16().table()):
         assert te.stack == []
     with region(MXFP8().table(), recipe.table()):
-        assert type(te.stack[0]).__name__ == "DelayedScaling", "its scales are updated when the region ends"
+        assert type(te.stack[0]).__name__ == "DelayedScaling", (
+            "its scales are updated when the region ends"
+        )
 
 
 def _delayed(recipe: FP8Delayed) -> Model:
@@ -238,7 +257,9 @@ def test_delayed_scalings_history_is_saved_and_restored(te: FakeTE) -> None:
 
     resumed = convert(Model()).blocks[0]
     resumed.load_scaling_state(layer.scaling_state())
-    assert set(resumed.states["te"].state()) == set(state), "a checkpoint written before the first step loses nothing"
+    assert set(resumed.states["te"].state()) == set(state), (
+        "a checkpoint written before the first step loses nothing"
+    )
     with region(recipe.table()), autocast(recipe):
         resumed(X)
     meta = resumed.states["te"]._running.module.fp8_meta
@@ -249,11 +270,14 @@ def test_delayed_scalings_history_is_saved_and_restored(te: FakeTE) -> None:
 def test_a_shorter_history_keeps_the_newest_entries(te: FakeTE) -> None:
     layer = _delayed(FP8Delayed(history=4)).blocks[0]
     te.built[0].fp8_meta["scaling_fwd"].amax_history.copy_(torch.arange(4.0)[:, None].expand(4, 3))
-    resumed, shorter = convert(Model()).blocks[0], FP8Delayed(history=2)
+    resumed = convert(Model()).blocks[0]
+    shorter = FP8Delayed(history=2)
     resumed.load_scaling_state(layer.scaling_state())
     with region(shorter.table()), autocast(shorter):
         resumed(X)
-    assert resumed.states["te"]._running.module.fp8_meta["scaling_fwd"].amax_history[:, 0].tolist() == [
+    assert resumed.states["te"]._running.module.fp8_meta["scaling_fwd"].amax_history[
+        :, 0
+    ].tolist() == [
         0.0,
         3.0,
     ]

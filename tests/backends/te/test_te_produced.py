@@ -1,5 +1,7 @@
-"""Norms and gates that quantise their results for layers on Transformer Engine (te_produced_on_cpu.py says what is
-faked), beside the same models without; and why others write BF16."""
+"""Norms and gates that quantise their results for layers on Transformer Engine
+(te_produced_on_cpu.py says what is faked), beside the same models without; and why others write
+BF16.
+"""
 
 import pathlib
 from typing import Any
@@ -36,9 +38,11 @@ ADDS = "; these norms also add what a layer returns to the residual stream."
 def test_a_model_has_the_gradients_of_one_whose_norms_and_gates_te_reads(
     report: Any, case: str, amaxes: int | None, launches: int, fewer: int
 ) -> None:
-    """In every bit: codes are those that TE makes of the BF16 tensors. The gradients of norms' weights are not rounded
-    to BF16 here, whose half ulp is 2^-9. In each of two microbatches TE no longer quantises x of three groups of
-    layers, nor dy of gate and of up; where blocks are recomputed, x twice."""
+    """In every bit: codes are those that TE makes of the BF16 tensors. The gradients of norms'
+    weights are not rounded to BF16 here, whose half ulp is 2^-9. In each of two microbatches TE no
+    longer quantises x of three groups of layers, nor dy of gate and of up; where blocks are
+    recomputed, x twice.
+    """
     found = report[case]
     assert [found["counts"].get(name) for name in KERNELS] == [amaxes, launches, 4]
     assert found["before"]["quantised"] - found["counts"]["quantised"] == fewer
@@ -49,17 +53,24 @@ def test_a_model_has_the_gradients_of_one_whose_norms_and_gates_te_reads(
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("case", "launches", "fewer"), [("two blocks", 16, 20), ("mxfp8, two blocks, recomputed", 28, 32)]
+    ("case", "launches", "fewer"),
+    [("two blocks", 16, 20), ("mxfp8, two blocks, recomputed", 28, 32)],
 )
 def test_a_norm_makes_the_last_sum_of_the_block_before_for_layers_on_te(
     report: Any, case: str, launches: int, fewer: int
 ) -> None:
-    """The first block leaves it in each of two microbatches. Loss and gradients have the bits of sums by torch."""
+    """The first block leaves it in each of two microbatches. Loss and gradients have the bits of
+    sums by torch.
+    """
     found = report[case]
     assert found["counts"]["left"] == 2 and "left" not in report["plain"]["counts"]
     assert [found["counts"].get(name) for name in KERNELS[1:]] == [launches, 8]
     assert found["before"]["quantised"] - found["counts"]["quantised"] == fewer
-    norms = {f"blocks.{block}.{name}.weight" for block in range(2) for name in ("attention_norm", "mlp_norm")}
+    norms = {
+        f"blocks.{block}.{name}.weight"
+        for block in range(2)
+        for name in ("attention_norm", "mlp_norm")
+    }
     assert set(found["apart"]) == norms and max(found["apart"].values()) < 2**-8
     blocks = RUNS.replace("block 0", "blocks 0–1")
     assert found["said"] == [f"6 {blocks}{ADDS[:-1]}, 1 of them the last sum of the block before."]
@@ -67,11 +78,15 @@ def test_a_norm_makes_the_last_sum_of_the_block_before_for_layers_on_te(
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("case", "norms"), [("mxfp8, cudnn", 1), ("mxfp8, cudnn, summed", 1), ("mxfp8, cudnn, recomputed", 2)]
+    ("case", "norms"),
+    [("mxfp8, cudnn", 1), ("mxfp8, cudnn, summed", 1), ("mxfp8, cudnn, recomputed", 2)],
 )
-def test_tes_kernel_of_norms_runs_where_it_writes_codes_alone(report: Any, case: str, norms: int) -> None:
-    """Two norms in each of two microbatches, the gate in fp4train's kernels. Bits are equal, since the doubles of TE's
-    kernels round as torch does."""
+def test_tes_kernel_of_norms_runs_where_it_writes_codes_alone(
+    report: Any, case: str, norms: int
+) -> None:
+    """Two norms in each of two microbatches, the gate in fp4train's kernels. Bits are equal, since
+    the doubles of TE's kernels round as torch does.
+    """
     counts = report[case]["counts"]
     expected = {"rmsnorm_fwd": 4 * norms, "rmsnorm_bwd": 4}
     assert {name: counts.get(name, 0) for name in expected} == expected
@@ -102,7 +117,11 @@ def test_random_bits_of_the_gradients_are_those_of_the_step(report: Any) -> None
     [
         (NVFP4(), None, "writes BF16, then quantises (nvfp4)"),
         (NVFP4(hadamard=False, two_d_weights=False), None, "writes BF16, then quantises (nvfp4)"),
-        (NVFP4().with_high_precision("wgrad"), "takes no codes", "writes BF16, then quantises (nvfp4)"),
+        (
+            NVFP4().with_high_precision("wgrad"),
+            "takes no codes",
+            "writes BF16, then quantises (nvfp4)",
+        ),
         (MXFP8(), None, None),
         (MXFP8().with_high_precision("dgrad"), "takes no codes", "takes no codes"),
         (FP8Current(), "in NVFP4 and MXFP8 only", "writes BF16, then quantises (fp8_current)"),
@@ -114,6 +133,10 @@ def test_codes_come_from_kernels_that_write_no_bf16_or_not_at_all(
     recipe: Recipe, given: str | None, kernel: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(CUDNN, "1")
-    sources, table = TESources(), recipe.table()
-    for reason, found in ((given, sources.why_not_given(table)), (kernel, sources.why_no_norm(table))):
+    sources = TESources()
+    table = recipe.table()
+    for reason, found in (
+        (given, sources.why_not_given(table)),
+        (kernel, sources.why_no_norm(table)),
+    ):
         assert found is None if reason is None else reason in str(found)

@@ -1,4 +1,6 @@
-"""TE's real Python code, run without its CUDA extension in a process of its own (te_on_cpu.py says what is faked)."""
+"""TE's real Python code, run without its CUDA extension in a process of its own (te_on_cpu.py says
+what is faked).
+"""
 
 import pathlib
 from typing import Any
@@ -14,7 +16,9 @@ PROGRAM = pathlib.Path(__file__).with_name("te_on_cpu.py")
 
 
 def test_tes_linear_on_tes_reference_equals_emulation_to_the_bit(report: Any) -> None:
-    """y, dx, dw of te.Linear with the pure-torch NVFP4 reference, in BF16; one layer switches through the recipes."""
+    """y, dx, dw of te.Linear with the pure-torch NVFP4 reference, in BF16; one layer switches
+    through the recipes.
+    """
     for switches, distances in report["against_emulation"].items():
         assert distances == {"y": 0.0, "dx": 0.0, "dw": 0.0}, switches
 
@@ -29,8 +33,15 @@ def test_our_factory_builds_what_tes_own_recipes_build(report: Any) -> None:
 
 
 def test_te_ignores_a_changed_option_and_ours_does_not(report: Any) -> None:
-    """The reason for one TE module a recipe. Once te_False turns False, TE has learnt it (its issue 3157)."""
-    assert report["switching"] == {"te_True": True, "te_False": True, "fp4train_True": True, "fp4train_False": False}
+    """The reason for one TE module a recipe. Once te_False turns False, TE has learnt it (its issue
+    3157).
+    """
+    assert report["switching"] == {
+        "te_True": True,
+        "te_False": True,
+        "fp4train_True": True,
+        "fp4train_False": False,
+    }
 
 
 def test_default_nvfp4(report: Any) -> None:
@@ -44,7 +55,8 @@ def test_default_nvfp4(report: Any) -> None:
 
 
 def test_forward_in_bf16_is_identity_row_wise_and_nvfp4_column_wise(report: Any) -> None:
-    built, plain = report["quantizers"]["nvfp4_fprop_bf16"], report["quantizers"]["nvfp4"]
+    built = report["quantizers"]["nvfp4_fprop_bf16"]
+    plain = report["quantizers"]["nvfp4"]
     for slot in ("input", "weight"):
         assert built[slot]["kind"] == "HybridQuantizer"
         assert built[slot]["source"] == "original"
@@ -64,7 +76,10 @@ def test_wgrad_in_bf16_is_identity_column_wise(report: Any) -> None:
 
 def test_formats_differ_between_forward_and_backward(report: Any) -> None:
     built = report["quantizers"]["nvfp4_forward_mxfp8_backward"]
-    assert [built["input"][form]["kind"] for form in ("row", "column")] == ["NVFP4Quantizer", "MXFP8Quantizer"]
+    assert [built["input"][form]["kind"] for form in ("row", "column")] == [
+        "NVFP4Quantizer",
+        "MXFP8Quantizer",
+    ]
     assert built["weight"]["row"]["with_2d_quantization"]
     assert built["grad_output"]["kind"] == "MXFP8Quantizer"
 

@@ -1,4 +1,6 @@
-"""The GPU self-check's own logic; its comparison with TE's reference runs in test_te_real.py, kernels only on a GPU."""
+"""The GPU self-check's own logic; its comparison with TE's reference runs in test_te_real.py,
+kernels only on a GPU.
+"""
 
 import importlib.util
 import json
@@ -51,7 +53,8 @@ def test_a_recipe_that_cannot_run_is_skipped_with_the_reason(
 
 
 def test_nan_and_broken_checks_are_mismatches(script: ModuleType) -> None:
-    good, bad = torch.ones(4), torch.tensor([1.0, 1.0, 1.0, float("nan")])
+    good = torch.ones(4)
+    bad = torch.tensor([1.0, 1.0, 1.0, float("nan")])
     assert script.compare("native", "x", (good,) * 3, (good,) * 3, 1e-6).agrees is True
     assert script.compare("native", "x", (good,) * 3, (good, good, bad), 1e-6).agrees is False
 
@@ -63,7 +66,9 @@ def test_nan_and_broken_checks_are_mismatches(script: ModuleType) -> None:
     assert row.note == "RuntimeError: CUDA Error: invalid argument"
 
 
-@pytest.mark.parametrize("recipe", [NVFP4(), NVFP4(stochastic_rounding=False), MXFP8(), FP8Delayed(history=4)])
+@pytest.mark.parametrize(
+    "recipe", [NVFP4(), NVFP4(stochastic_rounding=False), MXFP8(), FP8Delayed(history=4)]
+)
 @pytest.mark.parametrize("wrong", [False, True])
 def test_emulation_in_the_place_of_te_agrees_and_a_wrong_weight_does_not(
     script: ModuleType, monkeypatch: pytest.MonkeyPatch, recipe: object, wrong: bool
@@ -92,7 +97,9 @@ def test_emulation_in_the_place_of_te_agrees_and_a_wrong_weight_does_not(
 def test_a_region_is_entered_for_delayed_recipes_only(
     script: ModuleType, monkeypatch: pytest.MonkeyPatch, recipe: object, entered: int
 ) -> None:
-    """TE's autocast asserts that the GPU runs NVFP4's kernels, which the pure-torch reference does not need."""
+    """TE's autocast asserts that the GPU runs NVFP4's kernels, which the pure-torch reference does
+    not need.
+    """
     regions: list[object] = []
 
     @contextmanager
@@ -137,12 +144,16 @@ def test_a_dry_run_executes_every_part_and_says_what_each_asks_of_a_gpu(
 ) -> None:
     out = tmp_path / "te.json"
     assert script.main(["--dry-run", "--out", str(out)]) == 0
-    said, found = capsys.readouterr().out, json.loads(out.read_text())
+    said = capsys.readouterr().out
+    found = json.loads(out.read_text())
     parts = re.findall(r"^\d\. (\w+)", said, flags=re.MULTILINE)
     ran = list(dict.fromkeys(row["part"] for row in found["rows"] if row["agrees"]))
     assert [*ran, *["time"] * (len(found["times"]) == 1 + len(script.DRY))] == parts
     (step,) = [each for each in gpu_parts.steps_of("te", out, None) if each.name == "te"]
-    assert re.findall(r"\((\w+)\)", step.asks) == parts and f"{len(script.RECIPES)} recipes" in step.asks
+    assert (
+        re.findall(r"\((\w+)\)", step.asks) == parts
+        and f"{len(script.RECIPES)} recipes" in step.asks
+    )
 
 
 def test_results_are_written_as_they_come(
@@ -155,9 +166,13 @@ def test_results_are_written_as_they_come(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(script.availability, "pytorch_module", lambda: None)
     draw = script.Problem.draw
-    monkeypatch.setattr(script.Problem, "draw", staticmethod(lambda *sizes: draw(32, 64, 32, "cpu")))
     monkeypatch.setattr(
-        script, "check_reference", lambda problem: [script.Row(part="reference", name="x", agrees=True)]
+        script.Problem, "draw", staticmethod(lambda *sizes: draw(32, 64, 32, "cpu"))
+    )
+    monkeypatch.setattr(
+        script,
+        "check_reference",
+        lambda problem: [script.Row(part="reference", name="x", agrees=True)],
     )
 
     def check_native(name: str, recipe: object, problem: object) -> object:
@@ -171,4 +186,7 @@ def test_results_are_written_as_they_come(
         script.main(["--out", str(out), "--no-timing"])
     found = json.loads(out.read_text())
     assert found["machine"]["gpu"] == "a GPU"
-    assert [row["name"] for row in found["rows"]] == ["x", *list(script.RECIPES)[: list(script.RECIPES).index("mxfp8")]]
+    assert [row["name"] for row in found["rows"]] == [
+        "x",
+        *list(script.RECIPES)[: list(script.RECIPES).index("mxfp8")],
+    ]

@@ -1,4 +1,6 @@
-"""Every recipe against TE's real recipe classes (the pure-Python wheel): exact, or a reason why TE cannot."""
+"""Every recipe against TE's real recipe classes (the pure-Python wheel): exact, or a reason why TE
+cannot.
+"""
 
 import dataclasses
 import subprocess
@@ -9,7 +11,14 @@ import pytest
 
 from fp4train.backends import choose
 from fp4train.backends.table import Operands
-from fp4train.backends.te import QuantizerFactory, availability, to_te, translate, why_not, why_not_device
+from fp4train.backends.te import (
+    QuantizerFactory,
+    availability,
+    to_te,
+    translate,
+    why_not,
+    why_not_device,
+)
 from fp4train.hardware import Device
 from fp4train.precision.layers import Layer
 from fp4train.precision.recipe import Recipe
@@ -47,7 +56,9 @@ SWITCHES = {
 }
 
 
-@pytest.mark.parametrize("recipe", [BF16(), FP16(), FP32(), NVFP4().with_high_precision("fprop", "dgrad", "wgrad")])
+@pytest.mark.parametrize(
+    "recipe", [BF16(), FP16(), FP32(), NVFP4().with_high_precision("fprop", "dgrad", "wgrad")]
+)
 def test_a_recipe_that_quantises_nothing_needs_no_te(recipe: Recipe) -> None:
     assert to_te(recipe.table()) is None
     assert why_not(recipe.table(), shape(17, 3), Device(type="cuda")) is None
@@ -60,15 +71,26 @@ def test_a_recipe_that_quantises_nothing_needs_no_te(recipe: Recipe) -> None:
         (NVFP4(hadamard=False), {"disable_rht": True}),
         (NVFP4(stochastic_rounding=False), {"disable_stochastic_rounding": True}),
         (NVFP4(two_d_weights=False), {"disable_2d_quantization": True}),
-        (NVFP4(four_over_six="weights"), {"nvfp4_4over6": "weights", "nvfp4_4over6_e4m3_use_256": "weights"}),
+        (
+            NVFP4(four_over_six="weights"),
+            {"nvfp4_4over6": "weights", "nvfp4_4over6_e4m3_use_256": "weights"},
+        ),
         (
             NVFP4(four_over_six="weights", four_over_six_bound="none", four_over_six_error="mse"),
-            {"nvfp4_4over6": "weights", "nvfp4_4over6_e4m3_use_256": "none", "nvfp4_4over6_err_mode": "MSE"},
+            {
+                "nvfp4_4over6": "weights",
+                "nvfp4_4over6_e4m3_use_256": "none",
+                "nvfp4_4over6_err_mode": "MSE",
+            },
         ),
         (NVFP4(four_over_six="all", hadamard=False), {"nvfp4_4over6": "all", "disable_rht": True}),
         (
             NVFP4(four_over_six="activations", hadamard=False),
-            {"nvfp4_4over6": "activations", "nvfp4_4over6_e4m3_use_256": "activations", "disable_rht": True},
+            {
+                "nvfp4_4over6": "activations",
+                "nvfp4_4over6_e4m3_use_256": "activations",
+                "disable_rht": True,
+            },
         ),
     ],
     ids=lambda value: value.name if isinstance(value, Recipe) else "",
@@ -89,7 +111,9 @@ def test_mxfp8() -> None:
 
 @pytest.mark.parametrize("power_of_two", [False, True])
 @pytest.mark.parametrize("kind", [FP8Current, FP8Block])
-def test_power_of_two_scales_reach_the_attributes_that_te_reads(kind: type[Recipe], power_of_two: bool) -> None:
+def test_power_of_two_scales_reach_the_attributes_that_te_reads(
+    kind: type[Recipe], power_of_two: bool
+) -> None:
     made = to_te(kind(power_of_two=power_of_two).table())
     for name in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
         assert getattr(made, name).power_2_scale is power_of_two
@@ -101,10 +125,16 @@ def test_fp8_formats_and_blocks() -> None:
     block = to_te(FP8Block(element="hybrid").table())
     assert type(block) is recipes.Float8BlockScaling
     assert block.fp8_format == recipes.Format.HYBRID
-    assert (block.x_block_scaling_dim, block.w_block_scaling_dim, block.grad_block_scaling_dim) == (1, 2, 1)
+    assert (block.x_block_scaling_dim, block.w_block_scaling_dim, block.grad_block_scaling_dim) == (
+        1,
+        2,
+        1,
+    )
 
 
-@pytest.mark.parametrize(("accumulator", "split"), [("auto", False), ("fast", False), ("exact", True)])
+@pytest.mark.parametrize(
+    ("accumulator", "split"), [("auto", False), ("fast", False), ("exact", True)]
+)
 def test_the_accumulator_of_fprop_reaches_te(accumulator: str, split: bool) -> None:
     made = to_te(FP8Current(accumulator=accumulator).table())
     assert type(made) is recipes.Float8CurrentScaling
@@ -192,7 +222,10 @@ BLOCK_2D = QuantSpec(element="e4m3", block=(128, 128), scale="fp32", global_scal
         (NVFP4(guard=16 / 17), ["dgrad dy", "guard=0.9412"]),
         (NVFP4(formula="te2.13"), ["formula=te2.14", "not te2.13"]),
         (NVFP4(dtype="float16"), ["fprop x", "no float16 output", "recipe.dtype=bfloat16"]),
-        (NVFP4(dtype="float16", hadamard=False), ["fprop x", "no float16 output", "backend=emulate"]),
+        (
+            NVFP4(dtype="float16", hadamard=False),
+            ["fprop x", "no float16 output", "backend=emulate"],
+        ),
         (NVFP4(dtype="float32"), ["wgrad dy", "BF16", "float32"]),
         (FP8Delayed().with_high_precision("fprop"), ["delayed scaling", "FP8Current"]),
         (_with("fprop", first=None), ["fprop", "w is quantised and x is not"]),
@@ -202,7 +235,9 @@ BLOCK_2D = QuantSpec(element="e4m3", block=(128, 128), scale="fp32", global_scal
         (_with("wgrad", first=BY_ROW, second=BY_ROW), ["wgrad dy", "row-wise"]),
         (_with("wgrad", first=LONG, second=LONG), ["wgrad dy", "size 16"]),
         (
-            _with("dgrad", first=dataclasses.replace(NVFP4_X, block=(16, 16), rounding="stochastic")),
+            _with(
+                "dgrad", first=dataclasses.replace(NVFP4_X, block=(16, 16), rounding="stochastic")
+            ),
             ["dgrad dy", "16×16 blocks are rounded to nearest"],
         ),
         (Custom(fprop=Operands(first=E5M2, second=E5M2)), ["E5M2"]),
@@ -210,7 +245,9 @@ BLOCK_2D = QuantSpec(element="e4m3", block=(128, 128), scale="fp32", global_scal
     ],
     ids=lambda value: value.name if isinstance(value, Recipe) else "",
 )
-def test_what_te_cannot_express_is_refused_by_operand_and_with_what_to_do(recipe: Recipe, words: list[str]) -> None:
+def test_what_te_cannot_express_is_refused_by_operand_and_with_what_to_do(
+    recipe: Recipe, words: list[str]
+) -> None:
     with pytest.raises(ValueError) as error:
         to_te(recipe.table())
     for word in words:
@@ -235,10 +272,16 @@ def test_an_older_te_is_refused_where_it_would_compute_something_else(
         to_te(recipe.table())
 
 
-def test_the_metadata_of_the_package_are_read_once_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They take about a millisecond, and each call of a layer asks for TE's modules, which asks for its version."""
+def test_the_metadata_of_the_package_are_read_once_in_a_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They take about a millisecond, and each call of a layer asks for TE's modules, which asks for
+    its version.
+    """
     reads = []
-    monkeypatch.setattr(availability.metadata, "version", lambda name: reads.append(name) or "2.20.2")
+    monkeypatch.setattr(
+        availability.metadata, "version", lambda name: reads.append(name) or "2.20.2"
+    )
     availability.version.cache_clear()
     try:
         for _ in range(3):
@@ -248,12 +291,16 @@ def test_the_metadata_of_the_package_are_read_once_in_a_process(monkeypatch: pyt
         availability.version.cache_clear()
 
 
-def test_a_field_that_an_older_te_lacks_matters_only_when_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_field_that_an_older_te_lacks_matters_only_when_it_is_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     @dataclasses.dataclass
     class Older:
         disable_rht: bool = False
 
-    assert translate._make(Older, disable_rht=True, backward_override=None) == Older(disable_rht=True)
+    assert translate._make(Older, disable_rht=True, backward_override=None) == Older(
+        disable_rht=True
+    )
     with pytest.raises(ValueError, match=r"no Older\(backward_override='high_precision'\)"):
         translate._make(Older, backward_override="high_precision")
 
@@ -267,7 +314,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], name: str)
 
     def check(least: tuple[int, int], most: tuple[int, int] = (99, 0)) -> object:
         available = least <= capability < most
-        reason = "" if available else f"Device compute capability {least[0]}.{least[1]} or higher required."
+        reason = (
+            ""
+            if available
+            else f"Device compute capability {least[0]}.{least[1]} or higher required."
+        )
         return lambda return_reason=False: (available, reason) if return_reason else available
 
     te = types.SimpleNamespace(
@@ -281,7 +332,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], name: str)
 
 
 def test_without_a_gpu_the_reason_says_so() -> None:
-    assert why_not_device(NVFP4().table(), Device(type="cpu")) == "Transformer Engine needs an NVIDIA GPU, not cpu"
+    assert (
+        why_not_device(NVFP4().table(), Device(type="cpu"))
+        == "Transformer Engine needs an NVIDIA GPU, not cpu"
+    )
     assert "torch sees none" in str(why_not_device(NVFP4().table(), Device(type="cuda")))
 
 
@@ -295,32 +349,47 @@ def test_hopper_runs_fp8_and_is_pointed_at_it_for_nvfp4(monkeypatch: pytest.Monk
     assert why_not_device(MXFP8().table(), device) is not None
 
 
-def test_blackwell_runs_nvfp4_and_names_the_size_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blackwell_runs_nvfp4_and_names_the_size_that_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     device = gpu(monkeypatch, (10, 0), "NVIDIA B200")
     for recipe in (NVFP4(), NVFP4().with_high_precision("fprop"), MXFP8()):
         assert why_not(recipe.table(), shape(64, 96), device) is None
-        assert "out_features divisible by 32, not 40" in str(why_not(recipe.table(), shape(64, 40), device))
+        assert "out_features divisible by 32, not 40" in str(
+            why_not(recipe.table(), shape(64, 40), device)
+        )
     assert "power_of_two=true" in str(why_not_device(FP8Block(power_of_two=False).table(), device))
     assert "E2M3" in str(why_not(MXFP6().table(), shape(64, 64), device))
 
 
-@pytest.mark.parametrize(("capability", "runs"), [((8, 9), False), ((9, 0), False), ((10, 0), True), ((12, 0), False)])
+@pytest.mark.parametrize(
+    ("capability", "runs"), [((8, 9), False), ((9, 0), False), ((10, 0), True), ((12, 0), False)]
+)
 @pytest.mark.parametrize("here", [True, False])
 @pytest.mark.parametrize("gemms", [("fprop",), ("fprop", "dgrad")])
 def test_fp8_per_tensor_for_backward_alone_runs_where_columns_can_be_multiplied(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], runs: bool, here: bool, gemms: tuple[str, ...]
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int],
+    runs: bool,
+    here: bool,
+    gemms: tuple[str, ...],
 ) -> None:
     device = dataclasses.replace(gpu(monkeypatch, capability, "a GPU"), here=here)
     table = FP8Current().with_high_precision(*gemms).table()
     reason = why_not(table, shape(64, 64), device)
     assert (reason is None) is runs
     if not runs:
-        assert "input to FP8 per tensor for backward only where forward quantises it alike" in str(reason)
+        assert "input to FP8 per tensor for backward only where forward quantises it alike" in str(
+            reason
+        )
         assert choose(table, shape(64, 64), "auto", device)["wgrad"].backend == "native"
         with pytest.raises(ValueError, match="backend=te cannot run"):
             choose(table, shape(64, 64), "te", device)
     assert why_not(FP8Current().table(), shape(64, 64), device) is None
-    assert why_not(FP8Current().with_high_precision("dgrad", "wgrad").table(), shape(64, 64), device) is None
+    assert (
+        why_not(FP8Current().with_high_precision("dgrad", "wgrad").table(), shape(64, 64), device)
+        is None
+    )
 
 
 def test_rtx_blackwell_runs_plain_nvfp4_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,11 +398,19 @@ def test_rtx_blackwell_runs_plain_nvfp4_only(monkeypatch: pytest.MonkeyPatch) ->
     assert why_not_device(NVFP4(hadamard=False, stochastic_rounding=False).table(), device) is None
 
 
-GPUS = [((9, 0), "H200"), ((10, 0), "B200"), ((12, 0), "RTX 5090"), ((8, 0), "A100"), ((8, 9), "L40")]
+GPUS = [
+    ((9, 0), "H200"),
+    ((10, 0), "B200"),
+    ((12, 0), "RTX 5090"),
+    ((8, 0), "A100"),
+    ((8, 9), "L40"),
+]
 
 
 @pytest.mark.parametrize("capability", GPUS, ids=str)
-@pytest.mark.parametrize("recipe", [NVFP4(), MXFP8(), FP8Current(), FP8Block(), FP8Block(power_of_two=False)], ids=str)
+@pytest.mark.parametrize(
+    "recipe", [NVFP4(), MXFP8(), FP8Current(), FP8Block(), FP8Block(power_of_two=False)], ids=str
+)
 def test_a_gpu_elsewhere_gets_the_answer_that_it_gives_itself(
     monkeypatch: pytest.MonkeyPatch, recipe: Recipe, capability: tuple[tuple[int, int], str]
 ) -> None:
@@ -343,7 +420,9 @@ def test_a_gpu_elsewhere_gets_the_answer_that_it_gives_itself(
     assert found[0] == found[1]
 
 
-def test_an_installed_te_that_does_not_load_is_a_reason_and_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_installed_te_that_does_not_load_is_a_reason_and_no_traceback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def fail(name: str) -> None:
         raise OSError("libcudnn.so.9: cannot open shared object file")
 

@@ -19,11 +19,21 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def write_run(
-    run: Path, level: float, *, steps: range = range(1, 41), every: int = 10, recipe: str = "nvfp4", last: str = "bf16"
+    run: Path,
+    level: float,
+    *,
+    steps: range = range(1, 41),
+    every: int = 10,
+    recipe: str = "nvfp4",
+    last: str = "bf16",
 ) -> Path:
     log = MetricsLog(run / "metrics.jsonl")
     for step in steps:
-        values = {"train/loss": level, "perf/tokens_per_s": 1000.0 + step, "precision/recipe": recipe}
+        values = {
+            "train/loss": level,
+            "perf/tokens_per_s": 1000.0 + step,
+            "precision/recipe": recipe,
+        }
         log.log(step, {**values, "precision/recipe": last if step > 30 else recipe})
         if every and step % every == 0:
             log.log(step, {"val/loss": level + (0.5 if step == 10 else 0.0)})
@@ -32,7 +42,8 @@ def write_run(
 
 
 def test_the_table_gives_losses_and_the_gap_to_the_first(tmp_path: Path) -> None:
-    a, b = write_run(tmp_path / "a", 2.0, recipe="bf16"), write_run(tmp_path / "b", 2.03)
+    a = write_run(tmp_path / "a", 2.0, recipe="bf16")
+    b = write_run(tmp_path / "b", 2.03)
     found = compare([a, b])
     first, second = found.rows
     assert (found.key, found.step) == ("val/loss", 40)
@@ -50,21 +61,24 @@ def test_the_table_gives_losses_and_the_gap_to_the_first(tmp_path: Path) -> None
 
 
 def test_runs_of_different_length_are_compared_at_the_last_common_step(tmp_path: Path) -> None:
-    a, b = write_run(tmp_path / "a", 2.0), write_run(tmp_path / "b", 1.9, steps=range(1, 26))
+    a = write_run(tmp_path / "a", 2.0)
+    b = write_run(tmp_path / "b", 1.9, steps=range(1, 26))
     found = compare([a, b])
     assert found.step == 20 and found.rows[1].gap == pytest.approx(-0.05)
     assert "step 20 is the last with this loss in all of them" in found.render()
 
 
 def test_without_common_validation_the_training_loss_decides(tmp_path: Path) -> None:
-    a, b = write_run(tmp_path / "a", 2.0, every=0), write_run(tmp_path / "b", 2.2)
+    a = write_run(tmp_path / "a", 2.0, every=0)
+    b = write_run(tmp_path / "b", 2.2)
     found = compare([a, b])
     assert (found.key, found.step) == ("train/loss", 40) and found.rows[1].gap == pytest.approx(0.1)
     assert found.rows[0].val_loss is None and "training loss against a" in found.render()
 
 
 def test_a_diverged_run_shows_as_nan_and_is_drawn(tmp_path: Path) -> None:
-    a, b = write_run(tmp_path / "a", 2.0), write_run(tmp_path / "b", math.nan)
+    a = write_run(tmp_path / "a", 2.0)
+    b = write_run(tmp_path / "b", math.nan)
     found = compare([a, b])
     assert math.isnan(found.rows[1].train_loss) and found.rows[1].best_val_loss is None
     assert "nan" in found.render()
@@ -73,13 +87,18 @@ def test_a_diverged_run_shows_as_nan_and_is_drawn(tmp_path: Path) -> None:
 
 def test_a_run_that_diverged_or_left_out_batches_is_named(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / name, 2.0) for name in "abc"]
-    for run, events in zip(runs, (["divergence"], ["divergence", "divergence over"], ["rewind"]), strict=True):
+    for run, events in zip(
+        runs, (["divergence"], ["divergence", "divergence over"], ["rewind"]), strict=True
+    ):
         log = MetricsLog(run / "metrics.jsonl")
         for event in events:
             log.log_event(40, event)
         log.finish()
     text = compare(runs).render()
-    assert "a: its loss diverged (step 40)" in text and "c: it left out batches, as it went back to step 39" in text
+    assert (
+        "a: its loss diverged (step 40)" in text
+        and "c: it left out batches, as it went back to step 39" in text
+    )
     assert "b: " not in text
 
 
@@ -123,13 +142,20 @@ def test_each_mistake_has_its_message(tmp_path: Path) -> None:
 
 def seeded(run: Path, level: float, seed: int, **config: object) -> Path:
     path = write_run(run, level)
-    (path / "config.yaml").write_text(json.dumps({"run": {"name": run.name, "seed": seed}, **config}))
+    (path / "config.yaml").write_text(
+        json.dumps({"run": {"name": run.name, "seed": seed}, **config})
+    )
     return path
 
 
 def test_runs_that_differ_in_their_seed_only_are_averaged(tmp_path: Path) -> None:
-    runs = [seeded(tmp_path / f"a{seed}", level, seed, lr=1) for seed, level in enumerate((1.9, 2.0, 2.1))]
-    runs += [seeded(tmp_path / f"b{seed}", level, seed, lr=2) for seed, level in enumerate((2.0, 2.2))]
+    runs = [
+        seeded(tmp_path / f"a{seed}", level, seed, lr=1)
+        for seed, level in enumerate((1.9, 2.0, 2.1))
+    ]
+    runs += [
+        seeded(tmp_path / f"b{seed}", level, seed, lr=2) for seed, level in enumerate((2.0, 2.2))
+    ]
     found = compare(runs)
     a, b = found.means
     assert (a.runs, a.seeds, a.gap) == (("a0", "a1", "a2"), (0, 1, 2), None)
@@ -137,7 +163,9 @@ def test_runs_that_differ_in_their_seed_only_are_averaged(tmp_path: Path) -> Non
     assert b.gap == pytest.approx(0.05)
     shown = found.render()
     assert "2.0000 ± 0.1000" in shown and "0 1 2" in shown and "+5.00%" in shown
-    assert compare([runs[0], runs[3]]).means == [], "other configurations are not seeds of each other"
+    assert compare([runs[0], runs[3]]).means == [], (
+        "other configurations are not seeds of each other"
+    )
 
 
 def test_the_table_is_written_as_csv_and_as_json(tmp_path: Path) -> None:
@@ -145,32 +173,50 @@ def test_the_table_is_written_as_csv_and_as_json(tmp_path: Path) -> None:
     found = compare(runs)
     with found.write(tmp_path / "gap.csv").open(newline="") as file:
         first, second = csv.DictReader(file)
-    assert first["run"] == "a" and float(first["val_loss"]) == 2.0 and first["gap"] == "" and second["steps"] == "40"
+    assert (
+        first["run"] == "a"
+        and float(first["val_loss"]) == 2.0
+        and first["gap"] == ""
+        and second["steps"] == "40"
+    )
     written = json.loads(found.write(tmp_path / "gap.json").read_text())
-    assert (written["loss"], written["step"]) == ("val/loss", 40) and written["runs"][1]["val_loss"] is None
+    assert (written["loss"], written["step"]) == ("val/loss", 40) and written["runs"][1][
+        "val_loss"
+    ] is None
     assert written["means"][0]["seeds"] == [0, 1]
-    for name, message in (("x/gap.csv", "there is no folder"), ("gap.eps", "must end in .png or .svg or .pdf or .csv")):
+    for name, message in (
+        ("x/gap.csv", "there is no folder"),
+        ("gap.eps", "must end in .png or .svg or .pdf or .csv"),
+    ):
         with pytest.raises(UserError, match=message):
             found.write(tmp_path / name)
     assert not (tmp_path / "x").exists()
 
 
 @pytest.mark.parametrize("name", ["=1+1", "+a", "-a", "@a", "\t=1"])
-def test_no_name_in_a_csv_file_is_a_formula_and_numbers_stay_numbers(tmp_path: Path, name: str) -> None:
-    found = compare([write_run(tmp_path / "a", 2.0), write_run(tmp_path / name, 1.5, every=0, recipe=name)])
+def test_no_name_in_a_csv_file_is_a_formula_and_numbers_stay_numbers(
+    tmp_path: Path, name: str
+) -> None:
+    found = compare(
+        [write_run(tmp_path / "a", 2.0), write_run(tmp_path / name, 1.5, every=0, recipe=name)]
+    )
     with found.write(tmp_path / "gap.csv").open(newline="") as file:
         _, row = csv.DictReader(file)
     assert row["run"] == f"'{name}" and row["recipe"].startswith("'") and float(row["gap"]) == -0.25
 
 
-def test_24_runs_are_told_apart_in_table_and_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_24_runs_are_told_apart_in_table_and_picture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     name = "llama_tiny-nvfp4-hadamard=false-stochastic_rounding=true-lr=0.0"
     runs = [write_run(tmp_path / f"{name}{i:02}", 2.0 + i / 50) for i in range(24)]
     found = compare(runs)
     lines = fitted(found.render(terminal_width())).splitlines()
     assert max(map(len, lines)) <= 120 and not [line for line in lines if "…" in line]
-    assert all(sum(line.startswith(run.name) for line in lines) >= 2 for run in runs), "its numbers and its recipe"
+    assert all(sum(line.startswith(run.name) for line in lines) >= 2 for run in runs), (
+        "its numbers and its recipe"
+    )
     assert len({(colour_of(i), str(line_of(i))) for i in range(24)}) == 24
     assert found.draw().read_bytes().startswith(PNG)
 
@@ -179,7 +225,9 @@ def test_two_comparisons_at_once_do_not_share_a_temporary_file(tmp_path: Path) -
     found = compare([write_run(tmp_path / name, 2.0) for name in "ab"])
     with ThreadPoolExecutor(4) as pool:
         written = list(pool.map(found.write, [tmp_path / "gap.json"] * 20))
-    assert set(written) == {tmp_path / "gap.json"} and json.loads(written[0].read_text())["step"] == 40
+    assert (
+        set(written) == {tmp_path / "gap.json"} and json.loads(written[0].read_text())["step"] == 40
+    )
     assert [p.name for p in tmp_path.glob(".*")] == []
 
 
@@ -193,28 +241,67 @@ def configured(run: Path, **values: object) -> Path:
 
 
 def test_the_keys_in_which_configurations_differ_are_named(tmp_path: Path) -> None:
-    a = configured(write_run(tmp_path / "a", 2.0), model_layers=1, model_width=32, optim_lr=0.01, train_steps=40)
-    b = configured(write_run(tmp_path / "b", 2.2), model_layers=2, model_width=64, optim_lr=0.003, train_steps=40)
+    a = configured(
+        write_run(tmp_path / "a", 2.0),
+        model_layers=1,
+        model_width=32,
+        optim_lr=0.01,
+        train_steps=40,
+    )
+    b = configured(
+        write_run(tmp_path / "b", 2.2),
+        model_layers=2,
+        model_width=64,
+        optim_lr=0.003,
+        train_steps=40,
+    )
     found = compare([a, b])
-    assert found.differing == {"model.layers": [1, 2], "model.width": [32, 64], "optim.lr": [0.01, 0.003]}
-    assert "the configurations differ in model.layers=1|2, model.width=32|64, optim.lr=0.01|0.003" in found.render()
-    assert json.loads(found.write(tmp_path / "out.json").read_text())["differing"]["model.layers"] == [1, 2]
+    assert found.differing == {
+        "model.layers": [1, 2],
+        "model.width": [32, 64],
+        "optim.lr": [0.01, 0.003],
+    }
+    assert (
+        "the configurations differ in model.layers=1|2, model.width=32|64, optim.lr=0.01|0.003"
+        in found.render()
+    )
+    assert json.loads(found.write(tmp_path / "out.json").read_text())["differing"][
+        "model.layers"
+    ] == [1, 2]
     c = write_run(tmp_path / "c", 2.2)
     assert not compare([a, c]).differing, "without a configuration nothing is known"
-    d = configured(write_run(tmp_path / "d", 2.2), model_layers=1, model_width=32, optim_lr=0.01, train_steps=40)
+    d = configured(
+        write_run(tmp_path / "d", 2.2),
+        model_layers=1,
+        model_width=32,
+        optim_lr=0.01,
+        train_steps=40,
+    )
     assert "differ in" not in compare([a, d]).render()
 
 
-def test_recipes_of_several_classes_differ_by_name_and_not_by_the_options_of_one(tmp_path: Path) -> None:
-    a = configured(write_run(tmp_path / "a", 2.0), recipe__target_="fp4train.precision.NVFP4", recipe_hadamard=True)
-    b = configured(write_run(tmp_path / "b", 2.2), recipe__target_="fp4train.precision.BF16", train_steps=40)
+def test_recipes_of_several_classes_differ_by_name_and_not_by_the_options_of_one(
+    tmp_path: Path,
+) -> None:
+    a = configured(
+        write_run(tmp_path / "a", 2.0),
+        recipe__target_="fp4train.precision.NVFP4",
+        recipe_hadamard=True,
+    )
+    b = configured(
+        write_run(tmp_path / "b", 2.2), recipe__target_="fp4train.precision.BF16", train_steps=40
+    )
     found = compare([a, b])
-    assert "the configurations differ in recipe=NVFP4|BF16, train.steps=-|40\n" in found.render() + "\n"
+    assert (
+        "the configurations differ in recipe=NVFP4|BF16, train.steps=-|40\n"
+        in found.render() + "\n"
+    )
     assert found.differing["recipe.hadamard"] == [True, "-"], "out=FILE.json has every key"
 
 
 def test_what_was_quantised_stands_beside_the_recipe(tmp_path: Path) -> None:
-    a, b = write_run(tmp_path / "a", 2.0), write_run(tmp_path / "b", 2.2)
+    a = write_run(tmp_path / "a", 2.0)
+    b = write_run(tmp_path / "b", 2.2)
     lines = compare([a, b], lambda run: 0.0 if run == b else 0.834).render().splitlines()
     assert lines[0].split()[:3] == ["run", "recipe", "quantised"]
     assert " 83%" in lines[2] and " nothing" in lines[3]

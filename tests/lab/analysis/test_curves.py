@@ -57,7 +57,9 @@ def test_a_whole_run_is_drawn_with_its_recipes_and_swaps(tmp_path: Path) -> None
     path = draw_curves(run)
     assert path == run / "curves.png" and path.read_bytes().startswith(PNG)
     assert sorted(p.name for p in run.iterdir()) == ["curves.png", "metrics.jsonl"]
-    texts = [text.get_text() for axes in one_run(read_history(run))(PICTURE).axes for text in axes.texts]
+    texts = [
+        text.get_text() for axes in one_run(read_history(run))(PICTURE).axes for text in axes.texts
+    ]
     assert {"nvfp4", "mxfp8", "bf16", "swap"} <= set(texts)
 
 
@@ -66,16 +68,37 @@ def test_a_whole_run_is_drawn_with_its_recipes_and_swaps(tmp_path: Path) -> None
     [
         [{"step": 0, "train/loss": 5.5}],
         [{"step": 1, "train/loss": 5.5}],
-        [{"step": 1, "train/loss": 5.5}, {"step": 2, "train/loss": math.nan}, {"step": 3, "train/loss": math.inf}],
+        [
+            {"step": 1, "train/loss": 5.5},
+            {"step": 2, "train/loss": math.nan},
+            {"step": 3, "train/loss": math.inf},
+        ],
         [{"step": s, "train/loss": math.nan} for s in (1, 2)],
         [{"step": s, "train/loss": 0.0, "train/grad_norm": 0.0} for s in (1, 2, 3)],
         [
-            {"step": s, "train/loss": 2.0, "val/loss": math.nan, "precision/recipe": "$r_{" * 20 + "$"}
+            {
+                "step": s,
+                "train/loss": 2.0,
+                "val/loss": math.nan,
+                "precision/recipe": "$r_{" * 20 + "$",
+            }
             for s in (1, 2, 3)
         ],
-        [{"step": 5, "event": "resume"}, {"step": 6, "train/loss": 2.0}, {"step": 6, "event": "guard", "layer": "a"}],
+        [
+            {"step": 5, "event": "resume"},
+            {"step": 6, "train/loss": 2.0},
+            {"step": 6, "event": "guard", "layer": "a"},
+        ],
     ],
-    ids=["step zero", "one step", "diverged", "nan from the start", "zeros", "long name with signs", "events first"],
+    ids=[
+        "step zero",
+        "one step",
+        "diverged",
+        "nan from the start",
+        "zeros",
+        "long name with signs",
+        "events first",
+    ],
 )
 def test_odd_runs_are_drawn_too(tmp_path: Path, lines: list[dict[str, Any]]) -> None:
     assert draw_curves(write_run(tmp_path / "run$_{$", lines)).read_bytes().startswith(PNG)
@@ -84,16 +107,23 @@ def test_odd_runs_are_drawn_too(tmp_path: Path, lines: list[dict[str, Any]]) -> 
 def test_long_names_of_recipes_stay_in_the_picture_and_no_marker_is_cut(tmp_path: Path) -> None:
     names = ["NVFP4(" + "hadamard=False, " * n + "guard=1.0)" for n in (9, 2, 7, 5)]
     lines = [
-        {"step": s, "train/loss": 2.0, "val/loss": 2.1, "precision/recipe": names[s * 4 // 21]} for s in range(1, 21)
+        {"step": s, "train/loss": 2.0, "val/loss": 2.1, "precision/recipe": names[s * 4 // 21]}
+        for s in range(1, 21)
     ]
     figure = one_run(read_history(write_run(tmp_path / "run", lines)))(PICTURE)
     figure.canvas.draw()
     loss = figure.axes[0]
-    room, shown = loss.get_window_extent(), [text for text in loss.texts if "hadamard" in text.get_text()]
+    room = loss.get_window_extent()
+    shown = [text for text in loss.texts if "hadamard" in text.get_text()]
     assert len(shown) == 4
     for text in shown:
         box = text.get_window_extent()
-        assert room.x0 <= box.x0 and box.x1 <= room.x1 and room.y0 <= box.y0 and box.y1 <= figure.bbox.y1
+        assert (
+            room.x0 <= box.x0
+            and box.x1 <= room.x1
+            and room.y0 <= box.y0
+            and box.y1 <= figure.bbox.y1
+        )
     end = loss.transData.transform((20, 2.1))[0]
     assert end + 3.5 / 72 * figure.dpi < room.x1, "the last marker, with its radius and more"
 
@@ -119,12 +149,20 @@ def test_smoothing_is_the_trailing_mean_and_hides_no_nan() -> None:
     assert smooth[-1] == pytest.approx(values[-20:].mean())
     values[500] = np.nan
     smooth = series.smoothed().values
-    assert np.isnan(smooth[500:520]).all() and np.isfinite(smooth[520:]).all() and np.isfinite(smooth[:500]).all()
+    assert (
+        np.isnan(smooth[500:520]).all()
+        and np.isfinite(smooth[520:]).all()
+        and np.isfinite(smooth[:500]).all()
+    )
 
 
-def test_a_loss_that_falls_to_almost_nothing_is_drawn_on_its_logarithmic_axis(tmp_path: Path) -> None:
+def test_a_loss_that_falls_to_almost_nothing_is_drawn_on_its_logarithmic_axis(
+    tmp_path: Path,
+) -> None:
     """A margin of 3 % of the range below the lowest loss would make the axis limit negative."""
-    falling = [{"step": step, "train/loss": 6.0 * 0.9**step, "train/lr": 1e-3} for step in range(1, 60)]
+    falling = [
+        {"step": step, "train/loss": 6.0 * 0.9**step, "train/lr": 1e-3} for step in range(1, 60)
+    ]
     assert draw_curves(write_run(tmp_path / "run", falling)).stat().st_size > 10_000
     low, high = loss_limits([np.array([line["train/loss"] for line in falling])]) or (0.0, 0.0)
     assert 0 < low < falling[-1]["train/loss"] < high
@@ -145,14 +183,19 @@ def test_what_is_no_run_is_a_user_error(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_drawing_leaves_no_global_state(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from fp4train.lab.analysis.curves import draw_curves\n"
+        "import sys; from pathlib import Path; from fp4train.lab.analysis.curves import "
+        "draw_curves\n"
         "draw_curves(Path(sys.argv[1])); assert 'matplotlib.pyplot' not in sys.modules"
     )
     run = write_run(tmp_path / "run", whole_run())
-    subprocess.run([sys.executable, "-c", code, str(run)], check=True, cwd=Path(curves.__file__).parents[3])
+    subprocess.run(
+        [sys.executable, "-c", code, str(run)], check=True, cwd=Path(curves.__file__).parents[3]
+    )
 
 
-def test_without_matplotlib_the_message_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_the_message_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A machine that was given what a run needs alone has none."""
     run = write_run(tmp_path / "run", whole_run())
     monkeypatch.setitem(sys.modules, "matplotlib", None)

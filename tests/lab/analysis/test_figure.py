@@ -38,9 +38,16 @@ def draw(width: float) -> Figure:
 
 
 def test_a_page_has_text_variables_of_its_style_and_names_that_are_its_own() -> None:
-    wide, narrow = (inline_svg(f"a-{width}", draw, width, "what it shows") for width in (WIDE, NARROW))
+    wide, narrow = (
+        inline_svg(f"a-{width}", draw, width, "what it shows") for width in (WIDE, NARROW)
+    )
     assert wide.count("$x_1$ &lt;b&gt;&amp;") == 2, "the title and the name at the axis"
-    assert "var(--ink)" in wide and INK not in wide and "<style" not in wide and "<metadata" not in wide
+    assert (
+        "var(--ink)" in wide
+        and INK not in wide
+        and "<style" not in wide
+        and "<metadata" not in wide
+    )
     assert 'role="img"' in wide and 'aria-label="what it shows"' in wide
     ids = [re.findall(r' id="([^"]+)"', each) for each in (wide, narrow)]
     assert ids[0] and len({*ids[0], *ids[1]}) == len(ids[0]) + len(ids[1])
@@ -50,7 +57,9 @@ def test_a_page_has_text_variables_of_its_style_and_names_that_are_its_own() -> 
 def test_several_files_have_the_same_picture(tmp_path: Path) -> None:
     paths = [tmp_path / "a.png", tmp_path / "b" / "c.png"]
     save(draw, WIDE, *paths)
-    assert paths[0].read_bytes() == paths[1].read_bytes() and paths[0].read_bytes().startswith(b"\x89PNG")
+    assert paths[0].read_bytes() == paths[1].read_bytes() and paths[0].read_bytes().startswith(
+        b"\x89PNG"
+    )
 
 
 def test_a_bar_has_a_whole_name_in_lines_or_none() -> None:

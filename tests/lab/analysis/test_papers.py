@@ -1,4 +1,6 @@
-"""Figures for papers: each format, the width, the baseline; and what is drawn and named is what was logged."""
+"""Figures for papers: each format, the width, the baseline; and what is drawn and named is what was
+logged.
+"""
 
 from __future__ import annotations
 
@@ -63,11 +65,24 @@ def test_the_baseline_is_the_run_that_gaps_are_to(
 
 
 def test_a_report_writes_its_figures_to_files_and_takes_a_baseline(tmp_path: Path) -> None:
-    runs = [write_run(tmp_path / name, level, errors=True) for name, level in (("a", 3.0), ("b", 3.3))]
+    runs = [
+        write_run(tmp_path / name, level, errors=True) for name, level in (("a", 3.0), ("b", 3.3))
+    ]
     out = tmp_path / "r.html"
-    words = ("report", *map(str, runs), f"baseline={runs[1]}", f"out={out}", "figures=svg,pdf", "width=6.3")
+    words = (
+        "report",
+        *map(str, runs),
+        f"baseline={runs[1]}",
+        f"out={out}",
+        "figures=svg,pdf",
+        "width=6.3",
+    )
     assert command(*words) == 0
-    names = {f"r-{name}{ending}" for name in ("curves", "errors-1", "errors-2") for ending in (".svg", ".pdf")}
+    names = {
+        f"r-{name}{ending}"
+        for name in ("curves", "errors-1", "errors-2")
+        for ending in (".svg", ".pdf")
+    }
     assert {path.name for path in tmp_path.glob("r-*")} == names
     curves = (tmp_path / "r-curves.svg").read_text("utf-8")
     assert "gap to b" in curves and 'width="453.6pt"' in curves
@@ -89,10 +104,16 @@ def test_the_training_loss_is_one_number_in_the_terminal_and_the_table(small_run
     table = Comparison([small_run], lambda run: None)
     found = training_loss(small_run)
     assert found is not None and found.steps == 1, "of six steps"
-    assert found.loss == table.rows[0].train_loss == read_history(small_run).loss("train/loss").values[-1]
+    assert (
+        found.loss
+        == table.rows[0].train_loss
+        == read_history(small_run).loss("train/loss").values[-1]
+    )
 
 
-def test_recipes_of_the_users_own_differ_only_where_they_differ(small_run: Path, tmp_path: Path) -> None:
+def test_recipes_of_the_users_own_differ_only_where_they_differ(
+    small_run: Path, tmp_path: Path
+) -> None:
     operand = {"_target_": "fp4train.quantize.QuantSpec"}
     wide = {**operand, "block": [16, 16]}
 
@@ -110,8 +131,13 @@ def test_recipes_of_the_users_own_differ_only_where_they_differ(small_run: Path,
         (run / "config.yaml").write_text(yaml.safe_dump(body), encoding="utf-8")
         runs.append(run)
     shown = Comparison(runs, lambda run: None).render()
-    (line,) = [line for line in shown.splitlines() if line.startswith("the configurations differ in")]
-    assert line == "the configurations differ in recipe=NVFP4|mine|theirs, recipe.fprop.first.block=-|[1, 16]|[16, 16]"
+    (line,) = [
+        line for line in shown.splitlines() if line.startswith("the configurations differ in")
+    ]
+    assert (
+        line == "the configurations differ in recipe=NVFP4|mine|theirs, "
+        "recipe.fprop.first.block=-|[1, 16]|[16, 16]"
+    )
 
 
 LONG = "NVFP4 with outliers in BF16, and dgrad and wgrad in MXFP8 from the second block on"
@@ -119,7 +145,10 @@ RECIPES = ("NVFP4", "NVFP4 with fprop in BF16", LONG, *(f"recipe {i}" for i in r
 
 
 def drawn(tmp_path: Path, names: tuple[str, ...]) -> Figure:
-    runs = [write_run(tmp_path / name, recipe=recipe) for name, recipe in zip(names, RECIPES, strict=False)]
+    runs = [
+        write_run(tmp_path / name, recipe=recipe)
+        for name, recipe in zip(names, RECIPES, strict=False)
+    ]
     for step, recipe in enumerate(RECIPES, start=41):
         log = MetricsLog(runs[0] / "metrics.jsonl")
         log.log(step, {"train/loss": 2.0, "precision/recipe": recipe})
@@ -131,12 +160,20 @@ def drawn(tmp_path: Path, names: tuple[str, ...]) -> Figure:
 
 def words(figure: Figure) -> set[str]:
     """All words of a figure, and what stands in its legends, as one line each."""
-    shown = [*figure.findobj(Text), *(text for legend in figure.legends for text in legend.get_texts())]
-    return {text.get_text().replace("-\n", "-").replace("=\n", "=").replace("\n", " ") for text in shown}
+    shown = [
+        *figure.findobj(Text),
+        *(text for legend in figure.legends for text in legend.get_texts()),
+    ]
+    return {
+        text.get_text().replace("-\n", "-").replace("=\n", "=").replace("\n", " ") for text in shown
+    }
 
 
 def test_no_name_of_a_run_or_a_recipe_is_cut_in_a_comparison(tmp_path: Path) -> None:
-    names = ("llama_tiny-nvfp4", "llama_tiny-nvfp4-hadamard=false-stochastic_rounding=true-lr=0.003-seed=12")
+    names = (
+        "llama_tiny-nvfp4",
+        "llama_tiny-nvfp4-hadamard=false-stochastic_rounding=true-lr=0.003-seed=12",
+    )
     shown = words(drawn(tmp_path, names))
     assert not [text for text in shown if "…" in text]
     assert {*names, "NVFP4", LONG} <= shown
@@ -150,7 +187,11 @@ def test_words_stay_in_their_bars(tmp_path: Path) -> None:
     texts = [text.get_window_extent() for text in strip.texts if text.get_text()]
     assert texts
     for box in texts:
-        around = [bar for bar in bars if bar.x0 <= box.x0 and box.x1 <= bar.x1 and bar.y0 <= box.y0 <= bar.y1]
+        around = [
+            bar
+            for bar in bars
+            if bar.x0 <= box.x0 and box.x1 <= bar.x1 and bar.y0 <= box.y0 <= bar.y1
+        ]
         assert around, "within one bar"
 
 
@@ -161,7 +202,8 @@ def test_a_recipe_has_one_ground_and_no_colour_of_a_run() -> None:
 
 
 def test_every_validation_gap_is_within_the_axis() -> None:
-    few, many = np.array([1.0, 2.0, 9.0]), np.linspace(-1.0, 1.0, 300)
+    few = np.array([1.0, 2.0, 9.0])
+    many = np.linspace(-1.0, 1.0, 300)
     many[150] = 1000.0
     low, high = gap_limits([few, many])
     assert low < -0.9 and 9.0 < high < 20.0

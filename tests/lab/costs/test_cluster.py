@@ -20,25 +20,39 @@ from fp4train.parallel.config import Mesh
 from fp4train.precision import BF16, MXFP8, NVFP4, FP8Block, FP8Current, FP8Delayed, Recipe
 
 MIB = 2**20
-GB200, H100 = find_gpu("GB200"), find_gpu("H100")
-NVL72, DGX = interconnect(GB200), interconnect(H100)
+GB200 = find_gpu("GB200")
+H100 = find_gpu("H100")
+NVL72 = interconnect(GB200)
+DGX = interconnect(H100)
 
 
-@pytest.mark.parametrize(("recipe", "published"), [(NVFP4(), 1466), (MXFP8(), 1564), (BF16(), 2117)], ids=str)
-def test_a_block_of_8b_keeps_what_hooks_on_the_whole_block_counted(recipe: Recipe, published: float) -> None:
-    """Counted elsewhere with RMSNorm in separate operations, which keep a float32 and a BF16 copy more."""
-    load = measured("8B", recipe, H100, compiled=False, backend="emulate" if recipe.quantised else "auto")
-    cost, weights = load.kinds[0].cost, 0
+@pytest.mark.parametrize(
+    ("recipe", "published"), [(NVFP4(), 1466), (MXFP8(), 1564), (BF16(), 2117)], ids=str
+)
+def test_a_block_of_8b_keeps_what_hooks_on_the_whole_block_counted(
+    recipe: Recipe, published: float
+) -> None:
+    """Counted elsewhere with RMSNorm in separate operations, which keep a float32 and a BF16 copy
+    more.
+    """
+    load = measured(
+        "8B", recipe, H100, compiled=False, backend="emulate" if recipe.quantised else "auto"
+    )
+    cost = load.kinds[0].cost
+    weights = 0
     if not recipe.quantised:  # the layers keep copies in BF16
         weights = 2 * sum(plan.layer.weights for plan in load.kinds[0].plans)
     norms = 2 * 6 * SEQ_LEN * SHAPES["8B"].width
     assert (cost.saved + weights + norms) / MIB == pytest.approx(published, rel=0.005)
 
 
-@pytest.mark.parametrize(("name", "attention"), [("8B", 4096), ("Qwen2 7B", 3584), ("Qwen3 4B", 4096)])
+@pytest.mark.parametrize(
+    ("name", "attention"), [("8B", 4096), ("Qwen2 7B", 3584), ("Qwen3 4B", 4096)]
+)
 def test_biases_norms_of_heads_and_wide_heads_are_counted(name: str, attention: int) -> None:
     """`attention`: heads × head dimension, which is not the width of Qwen3 4B."""
-    shape, found = SHAPES[name], measured(name, BF16(), H100)
+    shape = SHAPES[name]
+    found = measured(name, BF16(), H100)
     assert found.parameters == parameters(shape, 128256)
     embedding = 0 if shape.tied else 128256 * shape.width
     matrices = sum(p.numel() for p in model(name).parameters() if p.dim() > 1) - embedding
@@ -56,7 +70,13 @@ def test_405b_on_1024_ranks_holds_396_million_parameters_each() -> None:
 
 
 def test_parameters_of_the_published_shapes() -> None:
-    assert [round(measured(name, BF16(), H100).parameters / 1e9, 1) for name in SHAPES] == [8.0, 70.6, 405.9, 7.4, 4.0]
+    assert [round(measured(name, BF16(), H100).parameters / 1e9, 1) for name in SHAPES] == [
+        8.0,
+        70.6,
+        405.9,
+        7.4,
+        4.0,
+    ]
 
 
 def test_a_weight_is_gathered_as_half_a_byte() -> None:
@@ -69,11 +89,14 @@ def test_a_weight_is_gathered_as_half_a_byte() -> None:
 
 
 def test_a_gather_of_405b_under_tensor_parallelism_sends_a_quarter_of_bf16() -> None:
-    """25.6 and 101 GB per gather of the whole model, where all shards are aligned and the head's share is left out."""
+    """25.6 and 101 GB per gather of the whole model, where all shards are aligned and the head's
+    share is left out.
+    """
     load = measured("405B", NVFP4(), GB200, backend="emulate")
     mesh = Mesh(shard=8, replicate=16, tensor=8)
     sent = {
-        name: sum(w.wire_bytes(replace(mesh, gather=name)) for w in load.kinds[0].weights if w.plan) * len(load.order)
+        name: sum(w.wire_bytes(replace(mesh, gather=name)) for w in load.kinds[0].weights if w.plan)
+        * len(load.order)
         for name in ("recipe", "bf16")
     }
     assert sent["recipe"] / 1e9 == pytest.approx(25.4, abs=0.3)
@@ -91,7 +114,8 @@ def test_a_gather_of_405b_under_tensor_parallelism_sends_a_quarter_of_bf16() -> 
 def test_shards_that_cut_blocks_of_scales_are_named(
     name: str, shard: int, tensor: int, expected: dict[int, list[str]]
 ) -> None:
-    load, mesh = measured(name, NVFP4(), GB200, backend="emulate"), Mesh(shard=shard, tensor=tensor)
+    load = measured(name, NVFP4(), GB200, backend="emulate")
+    mesh = Mesh(shard=shard, tensor=tensor)
     found = load.not_coded(mesh)
     assert {why: list(names) for why, names in found.items()} == {
         f"a shard of {rows} is not whole blocks of 16": names for rows, names in expected.items()
@@ -116,27 +140,42 @@ def test_scales_of_whole_tensors_are_never_cut() -> None:
 
 
 def test_a_form_is_gathered_when_its_gemm_runs() -> None:
-    """MXFP8 has one for fprop and one for dgrad; recomputation needs both. The square blocks of NVFP4 serve both."""
+    """MXFP8 has one for fprop and one for dgrad; recomputation needs both. The square blocks of
+    NVFP4 serve both.
+    """
     mesh = Mesh(shard=8)
     for recipe, bytes_, again in ((MXFP8(), 1 + 1 / 32, 2), (NVFP4(), 0.5 + 1 / 256, 1)):
         load = measured("8B", recipe, GB200, backend="emulate")
         weight = next(w for w in load.kinds[0].weights if w.name.endswith("mlp.down.weight"))
         sent = [weight.wire_bytes(mesh), weight.wire_bytes(mesh, backward=True)]
         sent.append(weight.wire_bytes(mesh, backward=True, repeats=True))
-        assert [each / weight.count for each in sent] == pytest.approx([bytes_, bytes_, again * bytes_])
+        assert [each / weight.count for each in sent] == pytest.approx(
+            [bytes_, bytes_, again * bytes_]
+        )
 
 
 def test_what_is_sent_is_what_a_run_sends() -> None:
-    """Transformer Engine takes codes, but not under delayed scaling; the cut divides blocks of 128; others in BF16."""
-    load, down = measured("8B", NVFP4(), GB200), "mlp.down"
+    """Transformer Engine takes codes, but not under delayed scaling; the cut divides blocks of 128;
+    others in BF16.
+    """
+    load = measured("8B", NVFP4(), GB200)
+    down = "mlp.down"
     delayed = measured("8B", FP8Delayed(), GB200, backend="te").not_coded(Mesh(shard=8))
-    assert delayed.keys() == {"Transformer Engine enters the amax of the weight into its history of delayed scaling"}
+    assert delayed.keys() == {
+        "Transformer Engine enters the amax of the weight into its history of delayed scaling"
+    }
     assert not load.not_coded(Mesh(shard=8))
     assert not load.not_coded(Mesh(shard=8, tensor=2)) and not load.not_coded(Mesh(tensor=2))
     block = measured("8B", FP8Block(), H100, backend="emulate")
     divided = block.not_coded(Mesh(shard=2, tensor=16))
-    assert "1024 out features over 16 ranks: a shard of 64 is not whole blocks of 128 (w)" in divided
-    weight = next(w for w in measured("8B", BF16(), H100).kinds[0].weights if w.name.endswith(f"{down}.weight"))
+    assert (
+        "1024 out features over 16 ranks: a shard of 64 is not whole blocks of 128 (w)" in divided
+    )
+    weight = next(
+        w
+        for w in measured("8B", BF16(), H100).kinds[0].weights
+        if w.name.endswith(f"{down}.weight")
+    )
     assert weight.wire_bytes(Mesh(shard=8)) == 2 * weight.count
 
 
@@ -147,7 +186,10 @@ def test_packed_bytes_are_those_of_a_quantised_tensor() -> None:
         spec = recipe.table()["fprop"].first
         assert spec is not None
         found = quantize(torch.randn(48, 64), spec)
-        stored = found.codes.untyped_storage().nbytes() + found.scales.numel() * found.scales.element_size()
+        stored = (
+            found.codes.untyped_storage().nbytes()
+            + found.scales.numel() * found.scales.element_size()
+        )
         assert packed_bytes(spec, 48, 64) == stored
 
 
@@ -165,7 +207,9 @@ def test_the_parts_of_a_step_add_up_and_the_bubble_is_its_share() -> None:
 @pytest.mark.parametrize("shard", [2, 8, 64])
 def test_more_shards_hold_less_and_send_more(shard: int) -> None:
     load = measured("70B", NVFP4(), GB200)
-    few, many = (ClusterCost(load, GB200, NVL72, Mesh(shard=n, microbatches=2)) for n in (shard, 2 * shard))
+    few, many = (
+        ClusterCost(load, GB200, NVL72, Mesh(shard=n, microbatches=2)) for n in (shard, 2 * shard)
+    )
     assert many.memory.parts["moments"] == pytest.approx(few.memory.parts["moments"] / 2)
     assert many.memory.total < few.memory.total
     assert many.collectives[0].sent > few.collectives[0].sent
@@ -174,7 +218,9 @@ def test_more_shards_hold_less_and_send_more(shard: int) -> None:
 def test_recomputation_keeps_inputs_only_and_costs_a_forward_pass() -> None:
     load = measured("70B", NVFP4(), GB200)
     mesh = Mesh(shard=64)
-    kept, again = (ClusterCost(executed(load, recomputed=share), GB200, NVL72, mesh) for share in (0.0, 1.0))
+    kept, again = (
+        ClusterCost(executed(load, recomputed=share), GB200, NVL72, mesh) for share in (0.0, 1.0)
+    )
     inputs = 80 * SEQ_LEN * 8192 * 2
     assert again.memory.parts["activations"] == pytest.approx(inputs + load.kinds[0].cost.saved)
     assert again.memory.total < kept.memory.total
@@ -194,10 +240,13 @@ def test_tensor_parallelism_divides_activations_and_sequence_parallelism_the_res
 
 
 def test_activations_sent_as_codes_are_a_quarter_of_bf16_and_a_little() -> None:
-    """Per block of 8 B: two gathers of x (0.5625 B), two of dy (both forms), five of x again; seven float32 sums."""
+    """Per block of 8 B: two gathers of x (0.5625 B), two of dy (both forms), five of x again; seven
+    float32 sums.
+    """
     load = measured("8B", NVFP4(), H100, backend="emulate")
     mesh = Mesh(tensor=8)
-    elements, blocks = SEQ_LEN * 4096, 32
+    elements = SEQ_LEN * 4096
+    blocks = 32
     sent = {each.name: each.sent for each in ClusterCost(load, H100, DGX, mesh).collectives}
     expected = 7 / 8 * elements * blocks * ((2 + 2 * 2 + 5) * 0.5625 + 7 * 4)
     assert sent["tensor gathers and scatters"] == pytest.approx(expected, rel=1e-3)
@@ -230,14 +279,18 @@ def test_a_stage_rounds_its_weights_to_bf16_once_whatever_is_in_flight() -> None
         assert memory.parts["weights in BF16"] == 2 * inner / 4
     assert rank_memory(load, Mesh(shard=8)).parts["weights in BF16"] == 0
     graphs = rank_memory(executed(load, compiled=True), Mesh(pipeline=4, microbatches=16))
-    assert graphs.parts["weights in BF16"] == 4 * 2 * inner / 4, "each pass of a compiled block makes its own"
+    assert graphs.parts["weights in BF16"] == 4 * 2 * inner / 4, (
+        "each pass of a compiled block makes its own"
+    )
 
 
 def test_embedding_and_head_count_in_what_is_sent() -> None:
     """In float32, once per microbatch, and their gradients once per step."""
     load = measured("8B", NVFP4(), GB200, backend="emulate")
     outside = 4 * sum(weight.count for weight in (*load.before, *load.after))
-    blocks = sum(w.wire_bytes(Mesh(shard=8)) for kind in load.order for w in load.kinds[kind].weights)
+    blocks = sum(
+        w.wire_bytes(Mesh(shard=8)) for kind in load.order for w in load.kinds[kind].weights
+    )
     cost = ClusterCost(load, GB200, NVL72, Mesh(shard=8, microbatches=2))
     sent = {each.name: each.sent for each in cost.collectives}
     assert sent["weight gather, forward"] == pytest.approx(7 / 8 * 2 * (blocks + outside))
@@ -246,11 +299,18 @@ def test_embedding_and_head_count_in_what_is_sent() -> None:
 
 
 def test_the_ranks_of_a_pipeline_hold_the_blocks_that_a_run_gives_them() -> None:
-    """405B on 16 stages: one block less on the first and the last, as arXiv:2407.21783, section 3.3.2, has it."""
+    """405B on 16 stages: one block less on the first and the last, as arXiv:2407.21783, section
+    3.3.2, has it.
+    """
     load = measured("405B", BF16(), H100)
     assert [counts.total() for counts in load.stages(Mesh(pipeline=16))] == [7, *[8] * 14, 7]
     assert [counts.total() for counts in load.stages(Mesh(pipeline=8))] == [15, *[16] * 6, 15]
-    assert [counts.total() for counts in load.stages(Mesh(pipeline=4, virtual=2))] == [31, 32, 32, 31]
+    assert [counts.total() for counts in load.stages(Mesh(pipeline=4, virtual=2))] == [
+        31,
+        32,
+        32,
+        31,
+    ]
 
 
 @pytest.mark.parametrize("gpu", GPUS, ids=str)
@@ -313,7 +373,9 @@ def test_the_search_finds_the_fastest_mesh_that_fits() -> None:
     assert all(each.cost.mesh.gpus == 16 and each.cost.tokens == 64 * SEQ_LEN for each in found)
     assert {each.cost.mesh.tensor for each in found} == {1, 2, 4, 8}
     assert {each.cost.mesh.gather for each in found} == {"bf16"}
-    assert not ClusterCost(load, H100, DGX, Mesh(replicate=16, microbatches=4)).fits, "8 B need 128 GB of state"
+    assert not ClusterCost(load, H100, DGX, Mesh(replicate=16, microbatches=4)).fits, (
+        "8 B need 128 GB of state"
+    )
 
 
 def test_405b_on_1024_gpus_is_planned_in_seconds() -> None:

@@ -37,12 +37,18 @@ from fp4train.precision.plan import make_plan
 DOCUMENT = Path(__file__).parents[3] / "benchmarks" / "cost_model.md"
 B200, B300, H200, H100, A100 = (find_gpu(name) for name in ("B200", "B300", "H200", "H100", "A100"))
 
-# Transformer Engine's GEMM benchmark: m×k×n of the four linear layers of a block, hidden 4096, 15872 tokens.
+# Transformer Engine's GEMM benchmark: m×k×n of the four linear layers of a block, hidden 4096,
+# 15872 tokens.
 FPROP = [(15872, 4096, 12288), (15872, 4096, 4096), (15872, 4096, 16384), (15872, 16384, 4096)]
 SHAPES = {
     "fprop": FPROP,
     "dgrad": [(m, n, k) for m, k, n in FPROP],
-    "wgrad": [(4096, 15872, 12288), (4096, 15872, 4096), (4096, 15872, 16384), (16384, 15872, 4096)],
+    "wgrad": [
+        (4096, 15872, 12288),
+        (4096, 15872, 4096),
+        (4096, 15872, 16384),
+        (16384, 15872, 4096),
+    ],
 }
 
 
@@ -52,16 +58,20 @@ def tflops(gpu: str, elements: str, m: int, n: int, k: int) -> float:
 
 def kernels(gpu: str, elements: str, *passes: str) -> float:
     """Milliseconds of the products alone ("--pre-quantize")."""
-    return 1e3 * sum(gemm_seconds(find_gpu(gpu), elements, m, n, k) for p in passes for m, k, n in SHAPES[p])
+    return 1e3 * sum(
+        gemm_seconds(find_gpu(gpu), elements, m, n, k) for p in passes for m, k, n in SHAPES[p]
+    )
 
 
 def autocast(gpu: str, recipe: Recipe, elements: str, *passes: str) -> float:
     """Milliseconds that the benchmark times: the forward of te.Linear in training, for every shape.
 
-    It quantises x in both directions, because wgrad needs the other one, and w in one, because no dx is computed.
+    It quantises x in both directions, because wgrad needs the other one, and w in one, because no
+    dx is computed.
     """
     table = recipe.table()
-    x, w = (table["fprop"].first, table["wgrad"].second), table["fprop"].second
+    x = (table["fprop"].first, table["wgrad"].second)
+    w = table["fprop"].second
     quantising = sum(
         te_seconds(find_gpu(gpu), m * k, *x) + te_seconds(find_gpu(gpu), n * k, w, None)
         for p in passes
@@ -92,10 +102,18 @@ POINTS = {
     "B300, wgrad, NVFP4, ms": lambda: autocast("B300", NVFP4(), "E2M1", "wgrad"),
     "B300, all, FP8 current, ms": lambda: autocast("B300", FP8Current(), "E4M3", *ALL),
     "B300, all, FP8 delayed, ms": lambda: autocast("B300", FP8Delayed(), "E4M3", *ALL),
-    "B300, all, NVFP4 kernels over BF16": lambda: kernels("B300", "BF16", *ALL) / kernels("B300", "E2M1", *ALL),
-    "B300, all, MXFP8 over BF16": lambda: kernels("B300", "BF16", *ALL) / autocast("B300", MXFP8(), "E4M3", *ALL),
-    "B300, all, NVFP4 over BF16": lambda: kernels("B300", "BF16", *ALL) / autocast("B300", NVFP4(), "E2M1", *ALL),
-    "H200 NVL, all, FP8 kernels over BF16": lambda: kernels("H200", "BF16", *ALL) / kernels("H200", "E4M3", *ALL),
+    "B300, all, NVFP4 kernels over BF16": lambda: (
+        kernels("B300", "BF16", *ALL) / kernels("B300", "E2M1", *ALL)
+    ),
+    "B300, all, MXFP8 over BF16": lambda: (
+        kernels("B300", "BF16", *ALL) / autocast("B300", MXFP8(), "E4M3", *ALL)
+    ),
+    "B300, all, NVFP4 over BF16": lambda: (
+        kernels("B300", "BF16", *ALL) / autocast("B300", NVFP4(), "E2M1", *ALL)
+    ),
+    "H200 NVL, all, FP8 kernels over BF16": lambda: (
+        kernels("H200", "BF16", *ALL) / kernels("H200", "E4M3", *ALL)
+    ),
     "H200 NVL, all, FP8 current over BF16": lambda: (
         kernels("H200", "BF16", *ALL) / autocast("H200", FP8Current(), "E4M3", *ALL)
     ),
@@ -112,7 +130,9 @@ POINTS = {
 def documented() -> dict[str, tuple[float, float, float]]:
     """Point → (published, model, error in per cent), from the document's table."""
     section = (
-        DOCUMENT.read_text("utf-8").partition("## Comparison with published measurements")[2].partition("\n## ")[0]
+        DOCUMENT.read_text("utf-8")
+        .partition("## Comparison with published measurements")[2]
+        .partition("\n## ")[0]
     )
     rows = re.findall(r"^\| (.+?) \| ([\d.]+) \| ([\d.]+) \| ([+−]\d+) % \|", section, re.MULTILINE)
     return {name: (float(a), float(b), float(c.replace("−", "-"))) for name, a, b, c in rows}
@@ -126,13 +146,16 @@ def test_the_document_lists_every_point() -> None:
 def test_the_document_says_what_the_model_computes(point: str) -> None:
     published, written, error = documented()[point]
     model = POINTS[point]()
-    assert written == pytest.approx(model, rel=0.005), "run the model again and write its figure into the table"
+    assert written == pytest.approx(model, rel=0.005), (
+        "run the model again and write its figure into the table"
+    )
     assert error == pytest.approx(100 * (model / published - 1), abs=0.6)
 
 
 @pytest.mark.parametrize("point", POINTS)
 def test_published_points_are_met(point: str) -> None:
-    # Hopper's block-scaled GEMM promotes its sums every 128 elements, and a last wave can be nearly empty: see Limits.
+    # Hopper's block-scaled GEMM promotes its sums every 128 elements, and a last wave can be nearly
+    # empty: see Limits.
     limit = 0.18 if "FP8 blocks" in point or "7168" in point else 0.15
     assert POINTS[point]() == pytest.approx(documented()[point][0], rel=limit)
 
@@ -162,7 +185,9 @@ def test_faster_formats_need_larger_products() -> None:
 
 
 def test_a_skinny_product_is_bound_by_memory() -> None:
-    """One row of x: the weights' bytes decide, and a quarter of the bytes is about a quarter of the time."""
+    """One row of x: the weights' bytes decide, and a quarter of the bytes is about a quarter of the
+    time.
+    """
     bf16, fp4 = (gemm_seconds(B200, e, 1, 16384, 16384) for e in ("BF16", "E2M1"))
     assert bf16 == pytest.approx(2 * 16384**2 / (B200.bandwidth * COPY), rel=0.05)
     assert fp4 < bf16 / 3
@@ -175,7 +200,9 @@ def test_block_scales_are_counted() -> None:
 
 
 def test_time_to_move_grows_smoothly_past_the_cache() -> None:
-    times = [move_seconds(B200, moved, COPY) for moved in range(0, int(4 * B200.l2), int(B200.l2) // 16)]
+    times = [
+        move_seconds(B200, moved, COPY) for moved in range(0, int(4 * B200.l2), int(B200.l2) // 16)
+    ]
     steps = [b - a for a, b in pairwise(times)]
     assert all(step > 0 for step in steps)
     assert steps[-1] == pytest.approx(2.5 * steps[0], rel=1e-3)
@@ -185,35 +212,45 @@ def test_two_forms_from_one_read_cost_less_than_two_reads() -> None:
     mx = MXFP8().table()["fprop"].first
     row = te_seconds(B200, 1 << 26, mx, None)
     assert row < te_seconds(B200, 1 << 26, mx, mx) < 2 * row
-    nv, hadamard = NVFP4().table()["fprop"].first, NVFP4().table()["wgrad"].second
+    nv = NVFP4().table()["fprop"].first
+    hadamard = NVFP4().table()["wgrad"].second
     plain = te_seconds(B200, 1 << 26, nv, nv)
-    assert plain < te_seconds(B200, 1 << 26, nv, hadamard), "the transform's kernel reads for itself"
+    assert plain < te_seconds(B200, 1 << 26, nv, hadamard), (
+        "the transform's kernel reads for itself"
+    )
 
 
 def test_an_amax_from_history_saves_a_pass() -> None:
-    current, delayed = FP8Current().table()["fprop"].first, FP8Delayed().table()["fprop"].first
+    current = FP8Current().table()["fprop"].first
+    delayed = FP8Delayed().table()["fprop"].first
     saved = te_seconds(H200, 1 << 26, current, None) - te_seconds(H200, 1 << 26, delayed, None)
     assert saved == pytest.approx(move_seconds(H200, 2 << 26, COPY))
 
 
 def test_emulation_quantises_square_blocks_once() -> None:
-    square, row = NVFP4().table()["dgrad"].second, NVFP4().table()["fprop"].first
+    square = NVFP4().table()["dgrad"].second
+    row = NVFP4().table()["fprop"].first
     emulated = partial(own_seconds, H200, 1 << 24, codes=False)
     assert emulated(square, square) == emulated(square, None)
-    once, twice = emulated(row, None), emulated(row, row)
+    once = emulated(row, None)
+    twice = emulated(row, row)
     assert once < twice < 2 * once, "one read serves both forms of x or dy"
     weight = partial(own_seconds, H200, 1 << 24, codes=False, weight=4)
     assert weight(row, row) == 2 * weight(row, None)
 
 
 def test_scales_of_an_emulated_product_cost_launches_or_the_rate_of_another_kernel() -> None:
-    """Two small kernels beside cuBLAS's product for scales of tensors, a slower product for scales of rows."""
+    """Two small kernels beside cuBLAS's product for scales of tensors, a slower product for scales
+    of rows.
+    """
 
     def products(recipe: Recipe) -> list[tuple[float, float]]:
         rows = price(recipe, "H100", backend="emulate").stretches[0].rows
         return [(row.gemm, row.quantise) for row in rows if row.quantise]
 
-    for (product, of_row), (_, of_tensor) in zip(products(FP8Row()), products(FP8Current()), strict=True):
+    for (product, of_row), (_, of_tensor) in zip(
+        products(FP8Row()), products(FP8Current()), strict=True
+    ):
         assert of_row > product * (1 / TRITON_SHARE - 1)
         assert of_tensor < of_row
 
@@ -222,13 +259,17 @@ def test_scales_of_an_emulated_product_cost_launches_or_the_rate_of_another_kern
     ("recipe", "gpu", "once"),
     [(MXFP8(), "B200", "x"), (FP8Current(), "B200", "all"), (FP8Block(), "H200", "none")],
 )
-def test_native_products_pay_for_the_kernels_of_fp4train(recipe: Recipe, gpu: str, once: str) -> None:
-    """Transformer Engine's kernels read a tensor once for both forms; those of fp4train where one scale serves both,
-    and x and dy where blocks are narrow."""
+def test_native_products_pay_for_the_kernels_of_fp4train(
+    recipe: Recipe, gpu: str, once: str
+) -> None:
+    """Transformer Engine's kernels read a tensor once for both forms; those of fp4train where one
+    scale serves both, and x and dy where blocks are narrow.
+    """
     te, native = (price(recipe, gpu, backend=backend) for backend in ("te", "native"))
     products = [[row.gemm for row in cost.stretches[0].rows] for cost in (te, native)]
     assert products[0] == products[1]
-    theirs, own = te.stretches[0].quantise, native.stretches[0].quantise
+    theirs = te.stretches[0].quantise
+    own = native.stretches[0].quantise
     least, most = {"all": (1 - 1e-9, 1 + 1e-9), "x": (1.05, 1.2), "none": (1.2, 2.0)}[once]
     assert least < own / theirs < most
 
@@ -254,7 +295,9 @@ def test_native_products_pay_for_the_kernels_of_fp4train(recipe: Recipe, gpu: st
     ids=lambda value: getattr(value, "name", "")[:24],
 )
 def test_what_a_gpu_runs_and_why_not(recipe: Recipe, gpu: Gpu, reason: str | None) -> None:
-    found = resolve(layer("blocks.0.mlp.up", 64, 64, 0), recipe, None, "auto", Device.elsewhere(gpu)).dgrad
+    found = resolve(
+        layer("blocks.0.mlp.up", 64, 64, 0), recipe, None, "auto", Device.elsewhere(gpu)
+    ).dgrad
     assert (found.backend == "emulate") == (reason is not None)
     assert reason is None or reason in found.why
 
@@ -286,7 +329,9 @@ def price(
     timeline = Timeline(recipe=recipe, steps=100, cooldown=80, phases=phases)
     policy = LayerPolicy(last=1)
     device = Device.elsewhere(find_gpu(gpu))
-    mine = [replace(each, unconverted=unconverted) if unconverted else each for each in layers(width)]
+    mine = [
+        replace(each, unconverted=unconverted) if unconverted else each for each in layers(width)
+    ]
     plan = make_plan(mine, timeline, policy, tokens=tokens, device=device, backend=backend)
     return estimate(plan, find_gpu(gpu), microbatches=microbatches)
 
@@ -312,17 +357,24 @@ def test_small_layers_are_told_not_to_quantise() -> None:
 
 
 def test_a_laptops_plan_is_priced_for_the_named_gpu() -> None:
-    """A plan can be made for a GPU in another machine; a backend given by name is respected there too."""
-    native, emulated = price(NVFP4(), "B200"), price(NVFP4(), "H200")
+    """A plan can be made for a GPU in another machine; a backend given by name is respected there
+    too.
+    """
+    native = price(NVFP4(), "B200")
+    emulated = price(NVFP4(), "H200")
     assert native.total < native.bf16
     assert emulated.total > emulated.bf16
-    assert "emulated: auto: nvfp4 on TE needs compute capability 10.0, H200 has 9.0" in emulated.render()
+    assert (
+        "emulated: auto: nvfp4 on TE needs compute capability 10.0, H200 has 9.0"
+        in emulated.render()
+    )
     assert price(NVFP4(), "B200", backend="emulate").total > native.bf16
     assert "emulated: backend=emulate" in price(NVFP4(), "B200", backend="emulate").render()
 
 
 def test_weights_are_quantised_once_a_step_whatever_the_microbatches() -> None:
-    whole, cut = price(MXFP8(), "B200", tokens=8192), price(MXFP8(), "B200", tokens=2048, microbatches=4)
+    whole = price(MXFP8(), "B200", tokens=8192)
+    cut = price(MXFP8(), "B200", tokens=2048, microbatches=4)
     assert cut.bf16 > whole.bf16, "smaller products are less efficient"
     spec = MXFP8().table()["fprop"].second
     weights = 6 * te_seconds(B200, 2048 * 8192, spec, spec, read=4)
@@ -345,7 +397,9 @@ def test_render_folds_blocks_and_unquantised_gemms() -> None:
     assert sum(line.startswith("blocks.0–2.mlp.up ") for line in lines) == 3
     assert sum(line.startswith("blocks.3.mlp.up ") for line in lines) == 1
     assert sum("all three" in line and line.startswith("head ") for line in lines) == 1
-    assert any(line.startswith("per step: BF16 ") and "of which quantising" in line for line in lines)
+    assert any(
+        line.startswith("per step: BF16 ") and "of which quantising" in line for line in lines
+    )
 
 
 def test_one_form_is_charged_to_the_gemm_that_needs_it() -> None:
@@ -368,10 +422,13 @@ def test_a_layer_that_was_not_converted_is_not_quantised() -> None:
 
 
 def test_features_that_te_cannot_align_are_emulated() -> None:
-    odd, device = layer("blocks.0.mlp.up", 1000, 2048, 0), Device.elsewhere(B200)
+    odd = layer("blocks.0.mlp.up", 1000, 2048, 0)
+    device = Device.elsewhere(B200)
     found = resolve(odd, NVFP4(), None, "auto", device).fprop
     assert found.backend == "emulate" and "in_features divisible by 32, not 1000" in found.why
-    row = resolve(replace(odd, in_features=1008), FP8Row(), None, "auto", Device.elsewhere(H200)).fprop
+    row = resolve(
+        replace(odd, in_features=1008), FP8Row(), None, "auto", Device.elsewhere(H200)
+    ).fprop
     assert row.backend == "native"
 
 

@@ -1,4 +1,6 @@
-"""What families other than Llama compute between their linear layers is counted, and experts one by one."""
+"""What families other than Llama compute between their linear layers is counted, and experts one by
+one.
+"""
 
 import math
 from collections import Counter
@@ -28,64 +30,103 @@ from fp4train.precision.layer_plan import resolve
 from fp4train.precision.layers import Layer, find_layers
 from fp4train.precision.plan import make_plan
 
-BATCH, TIME, WIDTH = 2, 64, 32
+BATCH = 2
+TIME = 64
+WIDTH = 32
 
 
 def measured(shape: Any) -> Workload:
     with torch.device("meta"):
         model = f4.convert(shape.build(vocab_size=64, seq_len=TIME))
-    layers, device = find_layers(model).values(), Device.elsewhere(find_gpu("B200"))
-    plan = make_plan(layers, Timeline(recipe=BF16(), steps=1), None, tokens=BATCH * TIME, device=device)
+    layers = find_layers(model).values()
+    device = Device.elsewhere(find_gpu("B200"))
+    plan = make_plan(
+        layers, Timeline(recipe=BF16(), steps=1), None, tokens=BATCH * TIME, device=device
+    )
     return workload(model, plan.at(0).layers, BF16(), sequences=BATCH, seq_len=TIME)
 
 
 def test_a_long_convolution_costs_its_transforms() -> None:
-    """Places: 127 = 64 + 64 − 1, rounded up to 128. Forward transforms x, h and y, backward x, h, dy, dx and dh."""
+    """Places: 127 = 64 + 64 − 1, rounded up to 128. Forward transforms x, h and y, backward x, h,
+    dy, dx and dh.
+    """
     filters = FilterShape(groups=8, poles=4)
-    found = measured(Hyena(width=WIDTH, pattern="H", heads=2, hidden=48, filters=filters)).kinds[0].cost
+    found = (
+        measured(Hyena(width=WIDTH, pattern="H", heads=2, hidden=48, filters=filters)).kinds[0].cost
+    )
     each = 2.5 * WIDTH * 128 * math.log2(128)
     assert found.forward.flops == pytest.approx((2 * BATCH + 1) * each)
     assert found.backward.flops == pytest.approx((3 * BATCH + 2) * each)
 
 
 def test_short_convolutions_have_bytes_alone() -> None:
-    found = measured(Hyena(width=WIDTH, pattern="S", heads=2, hidden=48, filters=FilterShape(groups=8)))
+    found = measured(
+        Hyena(width=WIDTH, pattern="S", heads=2, hidden=48, filters=FilterShape(groups=8))
+    )
     assert found.kinds[0].cost.forward.flops == 0 and found.kinds[0].cost.forward.operators > 0
     assert found.flops_per_token == 6 * sum(w.count for w in found.distinct if len(w.shape) > 1)
 
 
 def test_a_scan_costs_its_products_forward_and_twice_backward() -> None:
     scan = ScanShape(heads=2, head_dim=8, state=16, groups=1, chunk=16)
-    found = measured(Hybrid(width=WIDTH, pattern="M-", heads=2, kv_heads=2, hidden=48, scan=scan)).kinds[0].cost
-    per_token = 2 * (16 * 16 + 2 * 16 * 8 + 2 * 8 * 16 + 2 * 16 * 8)  # C·Bᵀ of a group; within, into, out of the state
+    found = (
+        measured(Hybrid(width=WIDTH, pattern="M-", heads=2, kv_heads=2, hidden=48, scan=scan))
+        .kinds[0]
+        .cost
+    )
+    # C·Bᵀ of a group; within, into, out of the state
+    per_token = 2 * (16 * 16 + 2 * 16 * 8 + 2 * 8 * 16 + 2 * 16 * 8)
     assert found.forward.flops == pytest.approx(BATCH * TIME * per_token)
     assert found.backward.flops == pytest.approx(2 * found.forward.flops)
 
 
 LLAMA = Llama(width=WIDTH, layers=2, heads=4, kv_heads=2, head_dim=16, hidden=48)
-MOE = MixtureOfExperts(width=WIDTH, layers=3, heads=2, kv_heads=2, dense=1, experts=ExpertShape(count=4, top=2))
-HYBRID = Hybrid(width=WIDTH, pattern="M-*", heads=2, hidden=48, scan=ScanShape(heads=4, groups=2, head_dim=8, chunk=48))
-HYENA = Hyena(width=WIDTH, pattern="SDH*", heads=2, hidden=48, filters=FilterShape(groups=8, medium=16))
+MOE = MixtureOfExperts(
+    width=WIDTH, layers=3, heads=2, kv_heads=2, dense=1, experts=ExpertShape(count=4, top=2)
+)
+HYBRID = Hybrid(
+    width=WIDTH,
+    pattern="M-*",
+    heads=2,
+    hidden=48,
+    scan=ScanShape(heads=4, groups=2, head_dim=8, chunk=48),
+)
+HYENA = Hyena(
+    width=WIDTH, pattern="SDH*", heads=2, hidden=48, filters=FilterShape(groups=8, medium=16)
+)
 
 
-@pytest.mark.parametrize("shape", [LLAMA, MOE, HYBRID, HYENA], ids=["llama", "moe", "hybrid", "hyena"])
+@pytest.mark.parametrize(
+    "shape", [LLAMA, MOE, HYBRID, HYENA], ids=["llama", "moe", "hybrid", "hyena"]
+)
 def test_a_block_multiplies_its_weights_and_what_its_own_code_does_besides(shape: Any) -> None:
-    """Counted while the code runs. A router's weight is multiplied there, too, and a filter is transformed once."""
+    """Counted while the code runs. A router's weight is multiplied there, too, and a filter is
+    transformed once.
+    """
     found = measured(shape)
     for kind, said in zip(found.order, found.multiplied, strict=True):
-        weights, cost = [w for w in found.kinds[kind].weights if len(w.shape) > 1], found.kinds[kind].cost
+        weights = [w for w in found.kinds[kind].weights if len(w.shape) > 1]
+        cost = found.kinds[kind].cost
         routers = sum(w.count for w in weights if "router" in w.name)
         filtered = cost.forward.flops / (2 * BATCH + 1) if shape is HYENA else 0
         run = cost.forward.flops + cost.forward.attention - filtered - 2 * found.tokens * routers
-        assert said - sum(w.active for w in weights) == pytest.approx(run / (2 * found.tokens), abs=1)
+        assert said - sum(w.active for w in weights) == pytest.approx(
+            run / (2 * found.tokens), abs=1
+        )
         assert run > 0 or not cost.forward.attention
 
 
 def test_62_blocks_of_three_kinds_are_shared_out_over_4_ranks_by_their_cost() -> None:
-    """The blocks of the 12B of arXiv:2508.14444, of a tenth of its width; the last rank has the head, too."""
+    """The blocks of the 12B of arXiv:2508.14444, of a tenth of its width; the last rank has the
+    head, too.
+    """
     scan = ScanShape(heads=16, head_dim=64, state=128, groups=1)
     pattern = "M-M-M-M*-" * 6 + "M-M-M-M-"
-    found = measured(Hybrid(width=512, pattern=pattern, heads=4, kv_heads=1, head_dim=128, hidden=2048, scan=scan))
+    found = measured(
+        Hybrid(
+            width=512, pattern=pattern, heads=4, kv_heads=1, head_dim=128, hidden=2048, scan=scan
+        )
+    )
     stages = found.stages(Mesh(pipeline=4))
     assert sum(map(Counter.total, stages)) == 62 and {*map(Counter.total, stages)} == {15, 16}
     costs = dict(zip(found.order, found.multiplied, strict=True))
@@ -94,33 +135,48 @@ def test_62_blocks_of_three_kinds_are_shared_out_over_4_ranks_by_their_cost() ->
 
 
 def test_a_token_multiplies_the_weights_of_its_experts_and_of_the_router_once() -> None:
-    shape = MixtureOfExperts(width=WIDTH, layers=2, heads=2, kv_heads=2, experts=ExpertShape(count=4, top=2, hidden=16))
+    shape = MixtureOfExperts(
+        width=WIDTH, layers=2, heads=2, kv_heads=2, experts=ExpertShape(count=4, top=2, hidden=16)
+    )
     found = measured(shape)
-    attention = sum(3 * found.kinds[kind].cost.forward.attention for kind in found.order) / found.tokens
+    attention = (
+        sum(3 * found.kinds[kind].cost.forward.attention for kind in found.order) / found.tokens
+    )
     # Of 4 experts of 3 matrices a token meets 2, in each of 2 layers.
     active = parameters(shape, 64) - 2 * 2 * 3 * WIDTH * 16
-    assert shape.tied and found.parameters == parameters(shape, 64) and found.active_parameters == active
+    assert (
+        shape.tied
+        and found.parameters == parameters(shape, 64)
+        and found.active_parameters == active
+    )
     blocks = [w for kind in found.order for w in found.kinds[kind].weights]
     vectors = sum(w.count for w in (*blocks, *found.before, *found.after) if len(w.shape) == 1)
     assert found.flops_per_token == 6 * (active - vectors) + attention
 
 
 def mixture(count: int, mesh: Mesh | None = None) -> ClusterCost:
-    gpu, experts = find_gpu("B200"), ExpertShape(count=count, hidden=16)
+    gpu = find_gpu("B200")
+    experts = ExpertShape(count=count, hidden=16)
     shape = MixtureOfExperts(width=WIDTH, layers=2, heads=2, kv_heads=2, experts=experts)
     return ClusterCost(measured(shape), gpu, interconnect(gpu), mesh or Mesh())
 
 
 def test_tensor_parallel_ranks_have_and_queue_their_experts_and_sum_their_outputs() -> None:
     two = Mesh(tensor=2)
-    one, half, more = mixture(8), mixture(8, two), mixture(16, two)
+    one = mixture(8)
+    half = mixture(8, two)
+    more = mixture(16, two)
     assert one.host - half.host == pytest.approx(2 * 2 * 4 * EXPERT * HOST["torch"])
-    weights = 2 * 8 * (3 * WIDTH * 16) // 2  # of two blocks, in addition; the router's rows are whole
+    # of two blocks, in addition; the router's rows are whole
+    weights = 2 * 8 * (3 * WIDTH * 16) // 2
     assert more.memory.parameters - half.memory.parameters == weights + 2 * 8 * WIDTH
-    whole = 2 * BATCH * TIME * WIDTH  # bytes of a stream in BF16, of which a rank sends half in each of two blocks
+    # bytes of a stream in BF16, of which a rank sends half in each of two blocks
+    whole = 2 * BATCH * TIME * WIDTH
     attention, experts = (1 + 2) + (1 + 3 + 3 * 2), (1 + 2) + (1 + 2)  # sums are float32
     sent = {each.name: each.sent for each in half.collectives}
-    assert sent["tensor gathers and scatters"] == pytest.approx(2 * (attention + experts) * whole / 2)
+    assert sent["tensor gathers and scatters"] == pytest.approx(
+        2 * (attention + experts) * whole / 2
+    )
     (kind,) = half.workload.kinds
     assert kind.cost.routed == 2 * whole, "the router's input in float32"
     assert saved(kind.cost, two) == (kind.cost.saved + kind.cost.routed) / 2
@@ -129,22 +185,32 @@ def test_tensor_parallel_ranks_have_and_queue_their_experts_and_sum_their_output
 def test_the_host_queues_each_expert_and_products_of_all_once() -> None:
     gpu = find_gpu("B200")
     assert mixture(8).host - mixture(4).host == pytest.approx(2 * 2 * 4 * EXPERT * HOST["torch"])
-    layer = Layer(name="up", in_features=512, out_features=512, block=0, blocks=1, experts=8, per_token=2)
+    layer = Layer(
+        name="up", in_features=512, out_features=512, block=0, blocks=1, experts=8, per_token=2
+    )
     on = partial(resolve, layer, NVFP4(), None, device=Device.elsewhere(gpu))
-    native, emulated = on(backend="native"), on(backend="emulate")
+    native = on(backend="native")
+    emulated = on(backend="emulate")
     assert [gemm.grouped for gemm in native.gemms] == [True, True, False]
     assert host_seconds(emulated, 256) == pytest.approx(HOST["emulate"] * (1 + 7 * EXPERT))
-    assert host_seconds(native, 256) == pytest.approx(HOST["native"] * (1 + 7 * (EXPERT - 2 * PRODUCT)))
-    assert host_seconds(emulated, 1) == pytest.approx(HOST["emulate"] * (1 + EXPERT)), "two experts have tokens"
+    assert host_seconds(native, 256) == pytest.approx(
+        HOST["native"] * (1 + 7 * (EXPERT - 2 * PRODUCT))
+    )
+    assert host_seconds(emulated, 1) == pytest.approx(HOST["emulate"] * (1 + EXPERT)), (
+        "two experts have tokens"
+    )
     by_te = on(backend="te")
     assert by_te.layer_backend == "te" and host_seconds(by_te, 256) == HOST["te"]
 
 
 def test_a_product_of_all_experts_takes_less_than_one_for_each() -> None:
-    gpu, one = find_gpu("B200"), partial(gemm_seconds, find_gpu("B200"), "E2M1·E2M1", 128, 1024, 1024)
+    gpu = find_gpu("B200")
+    one = partial(gemm_seconds, find_gpu("B200"), "E2M1·E2M1", 128, 1024, 1024)
     assert one() < one(products=16) < 16 * one() - 15 * LAUNCH
     layer = Layer(name="up", in_features=1024, out_features=1024, block=0, blocks=1, experts=16)
-    rows = layer_costs(resolve(layer, NVFP4(), None, "native", Device.elsewhere(gpu)), gpu, 16 * 128, 1)
+    rows = layer_costs(
+        resolve(layer, NVFP4(), None, "native", Device.elsewhere(gpu)), gpu, 16 * 128, 1
+    )
     assert [row.gemm for row in rows[:2]] == pytest.approx([one(products=16)] * 2)
     assert rows[2].gemm == pytest.approx(16 * gemm_seconds(gpu, "E2M1·E2M1", 1024, 1024, 128))
     assert rows[0].bf16 == pytest.approx(16 * gemm_seconds(gpu, "BF16", 128, 1024, 1024))
@@ -152,7 +218,9 @@ def test_a_product_of_all_experts_takes_less_than_one_for_each() -> None:
 
 def test_a_weight_that_came_as_it_is_multiplied_is_held_once() -> None:
     """Of a layer in BF16 no copy is made beside the gathered BF16; one is of gathered float32."""
-    load = measured(MixtureOfExperts(width=WIDTH, layers=2, heads=2, kv_heads=2, experts=ExpertShape(count=4)))
+    load = measured(
+        MixtureOfExperts(width=WIDTH, layers=2, heads=2, kv_heads=2, experts=ExpertShape(count=4))
+    )
     (weight,) = (w for w in load.kinds[0].weights if w.name.endswith("mlp.down.weight"))
     assert weight.resident_bytes(Mesh(shard=2)) == 2 * weight.count
     assert weight.resident_bytes(Mesh(shard=2, gather="fp32")) == (4 + 2) * weight.count

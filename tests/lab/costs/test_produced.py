@@ -1,4 +1,6 @@
-"""Norms and gates that quantise their results in an estimate: bytes of the page's table, and where they are charged."""
+"""Norms and gates that quantise their results in an estimate: bytes of the page's table, and where
+they are charged.
+"""
 
 import math
 import re
@@ -45,7 +47,9 @@ WRITTEN = {
     "gradients": MOVED["silu_product"][1],
 }
 """Bytes per element of kernels that write BF16."""
-WIDTH, HIDDEN, TOKENS = 256, 512, 512
+WIDTH = 256
+HIDDEN = 512
+TOKENS = 512
 
 
 @pytest.fixture(autouse=True)
@@ -58,11 +62,18 @@ def other_quantizers() -> Iterator[None]:
 
 def moved(recipe: Recipe, kind: str) -> tuple[float, float]:
     """Bytes per element where it is quantised where it is made, and where it is written first."""
-    table, large = recipe.table(), 1 << 30
+    table = recipe.table()
+    large = 1 << 30
     of_dy = kind == "gradients"
-    forms = (table["dgrad"].first, table["wgrad"].first) if of_dy else (table["fprop"].first, table["wgrad"].second)
+    forms = (
+        (table["dgrad"].first, table["wgrad"].first)
+        if of_dy
+        else (table["fprop"].first, table["wgrad"].second)
+    )
     sources = kind.partition(" ")[0], None
-    made, plain = (sum(map(sum, own_passes(*forms, large, codes=True, source=source))) for source in sources)
+    made, plain = (
+        sum(map(sum, own_passes(*forms, large, codes=True, source=source))) for source in sources
+    )
     return made + SUM * ("sum" in kind), WRITTEN[kind] + (2 if of_dy else 1) * plain
 
 
@@ -75,7 +86,8 @@ def test_the_bytes_of_the_page_are_those_that_an_estimate_charges() -> None:
     table = page.partition("| fused, bytes per element |")[2].partition("\n\n")[0]
     rows = dict(re.findall(r"^\| ([^|]+?) \| (.*) \|$", table, re.MULTILINE))
     sizes = {"gate": 14336, "gradients": 14336}
-    columns, saved = [], []
+    columns = []
+    saved = []
     for recipe in (NVFP4(), MXFP8(), FP8Current()):
         each = {kind: moved(recipe, kind) for kind in KINDS.values()}
         each["back"] = NORM_BACKWARD + ADDED, MOVED["rms_norm"][1] + 6
@@ -85,15 +97,33 @@ def test_the_bytes_of_the_page_are_those_that_an_estimate_charges() -> None:
         columns.append([f"{one_place(a)} ({one_place(b)})" for a, b in each.values()])
         columns[-1].append(", ".join(f"{a:.0f} ({b:.0f})" for a, b in totals))
         saved.append(round(sum(b - a for a, b in totals)))
-    names = [*KINDS, "RMSNorm, backward, and the sum of the stream's gradients", "x + y, then RMSNorm, backward"]
+    names = [
+        *KINDS,
+        "RMSNorm, backward, and the sum of the stream's gradients",
+        "x + y, then RMSNorm, backward",
+    ]
     names.append("KB per token and layer, in the order of the rows")
-    assert rows.items() >= {n: " | ".join(c) for n, c in zip(names, zip(*columns, strict=True), strict=True)}.items()
-    assert f"saves {saved[0]} KB per token and layer of NVFP4 and of FP8, and {saved[1]} of MXFP8" in page
+    assert (
+        rows.items()
+        >= {
+            n: " | ".join(c) for n, c in zip(names, zip(*columns, strict=True), strict=True)
+        }.items()
+    )
+    assert (
+        f"saves {saved[0]} KB per token and layer of NVFP4 and of FP8, and {saved[1]} of MXFP8"
+        in page
+    )
     assert saved[0] == saved[2]
 
 
 def planned(*words: str) -> tuple[MeshPlan, Any]:
-    shape = ["model=llama_tiny", f"model.width={WIDTH}", f"model.hidden={HIDDEN}", "model.layers=2", "model.heads=4"]
+    shape = [
+        "model=llama_tiny",
+        f"model.width={WIDTH}",
+        f"model.hidden={HIDDEN}",
+        "model.layers=2",
+        "model.heads=4",
+    ]
     sizes = [f"train.seq_len={TOKENS}", "train.batch_size=1", "gpu=B200", "policy=all"]
     config = to_config(composition.compose([*shape, *sizes, *words]))
     model = build_model(config, 257, torch.device("meta"))
@@ -106,8 +136,9 @@ def planned(*words: str) -> tuple[MeshPlan, Any]:
 def test_what_is_quantised_where_it_is_made_is_charged_once_from_its_sources(
     recipe: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """x to its readers in equal parts, the gradients of gate and up together; the rest as where BF16 is written. The
-    machine has neither Triton nor Transformer Engine."""
+    """x to its readers in equal parts, the gradients of gate and up together; the rest as where
+    BF16 is written. The machine has neither Triton nor Transformer Engine.
+    """
     monkeypatch.setattr(triton, "why_not_here", lambda _: "triton is not installed")
     monkeypatch.setattr(translate, "version", lambda: None)
     wanted, plan = planned(f"recipe={recipe}", f"backend={backend}", "phases=none")
@@ -120,7 +151,11 @@ def test_what_is_quantised_where_it_is_made_is_charged_once_from_its_sources(
     dy = table["dgrad"].first, table["wgrad"].first
 
     def quantised(part: str, rows: tuple[GemmCost, ...]) -> float:
-        return sum(row.quantise for row in rows if row.layer.startswith("blocks.0.") and row.layer.endswith(f".{part}"))
+        return sum(
+            row.quantise
+            for row in rows
+            if row.layer.startswith("blocks.0.") and row.layer.endswith(f".{part}")
+        )
 
     def own(count: int, specs: Any, source: str | None) -> float:
         return own_seconds(B200, count, *specs, codes=True, source=source)
@@ -137,18 +172,27 @@ def test_what_is_quantised_where_it_is_made_is_charged_once_from_its_sources(
         "wo": 0.0,
     }
     for part, difference in changed.items():
-        assert quantised(part, fused) - quantised(part, plain) == pytest.approx(difference, abs=1e-15)
+        assert quantised(part, fused) - quantised(part, plain) == pytest.approx(
+            difference, abs=1e-15
+        )
 
 
 def test_a_block_writes_neither_the_norms_nor_the_gate() -> None:
-    """Only the sum that a norm is of, and a norm's gradients with those of the residual stream, are elementwise; of
-    the latter torch adds those of Liger's first norm. The norm at the entrance of the second block makes the sum at the
-    end of the first. A block keeps the same for backward: h or the sum, gate and up, and codes."""
+    """Only the sum that a norm is of, and a norm's gradients with those of the residual stream, are
+    elementwise; of the latter torch adds those of Liger's first norm. The norm at the entrance of
+    the second block makes the sum at the end of the first. A block keeps the same for backward: h
+    or the sum, gate and up, and codes.
+    """
     wanted, plan = planned("recipe=nvfp4", "backend=native", "phases=none")
-    fused, plain = (wanted.workloads(plan, 1, each)[0][2] for each in (wanted.produced(plan), [ProducedNorms({}, {})]))
+    fused, plain = (
+        wanted.workloads(plan, 1, each)[0][2]
+        for each in (wanted.produced(plan), [ProducedNorms({}, {})])
+    )
     (one, last), (other,) = ([kind.cost for kind in each.kinds] for each in (fused, plain))
-    elements, gates = TOKENS * WIDTH, TOKENS * HIDDEN
-    rows = 2 * 4 * TOKENS  # a float32 factor per row of each norm, which NORM_BACKWARD does not count
+    elements = TOKENS * WIDTH
+    gates = TOKENS * HIDDEN
+    # a float32 factor per row of each norm, which NORM_BACKWARD does not count
+    rows = 2 * 4 * TOKENS
     forward = other.forward.kernels - one.forward.kernels
     assert forward == (4 + 8 - SUM) * elements + 6 * gates
     backward = other.backward.kernels - one.backward.kernels - rows
@@ -160,7 +204,10 @@ def test_a_block_writes_neither_the_norms_nor_the_gate() -> None:
     assert last.forward.kernels - one.forward.kernels == SUM * elements
     assert other.backward.operators - one.backward.operators == 6 * elements
     assert one.saved == other.saved
-    costs = [ClusterCost(replace(fused, made=made), B200, interconnect(B200), Mesh()) for made in (fused.made, {})]
+    costs = [
+        ClusterCost(replace(fused, made=made), B200, interconnect(B200), Mesh())
+        for made in (fused.made, {})
+    ]
     assert costs[0].parts["quantising"] != costs[1].parts["quantising"]
     assert {each.parts["elementwise"] for each in costs} == {costs[0].parts["elementwise"]}
 
@@ -175,7 +222,11 @@ def test_a_block_writes_neither_the_norms_nor_the_gate() -> None:
         (("recipe=nvfp4", "train.kernels=torch"), 0, "train.kernels=torch asks"),
         (("recipe=nvfp4", "train.compile=true"), 0, "the compiler has the blocks"),
         (("recipe=mxfp8", "backend=te"), 6, None),
-        (("recipe=nvfp4", "backend=te", "train.seq_len=40"), 0, "pads 40 tokens to a multiple of 32"),
+        (
+            ("recipe=nvfp4", "backend=te", "train.seq_len=40"),
+            0,
+            "pads 40 tokens to a multiple of 32",
+        ),
     ],
 )
 def test_a_plan_of_another_gpu_charges_what_a_run_there_quantises(
@@ -193,8 +244,12 @@ def test_phases_differ_in_what_they_quantise_and_each_is_charged_for_its_own() -
     assert first and not last
 
 
-def test_a_plan_asks_once_per_stretch_what_is_quantised_where_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The answer makes an executor of every layer that may take codes: hundreds in a large model."""
+def test_a_plan_asks_once_per_stretch_what_is_quantised_where_it_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The answer makes an executor of every layer that may take codes: hundreds in a large
+    model.
+    """
     asked = []
 
     def counted(model: object, stretch: object, *given: Any, **options: Any) -> ProducedNorms:
@@ -215,20 +270,35 @@ def test_ranks_that_share_amaxes_or_cut_layers_quantise_none() -> None:
 
 
 @pytest.mark.parametrize("backend", ["native", "te"])
-def test_an_x_that_layers_share_is_quantised_and_kept_once_unless_blocks_are_compiled(backend: str) -> None:
-    """FP8 with the scale of the tensor: queries, keys and values, gate and up; a byte of each form. Layers of native
-    products without names of a group (`readers`) share what they keep all the same."""
-    wanted, plan = planned("recipe=fp8_current", f"backend={backend}", "phases=none", "train.kernels=torch")
-    shared, apart = (estimate(plan, B200, sharing=each).stretches[0].quantise for each in (True, False))
+def test_an_x_that_layers_share_is_quantised_and_kept_once_unless_blocks_are_compiled(
+    backend: str,
+) -> None:
+    """FP8 with the scale of the tensor: queries, keys and values, gate and up; a byte of each form.
+    Layers of native products without names of a group (`readers`) share what they keep all the
+    same.
+    """
+    wanted, plan = planned(
+        "recipe=fp8_current", f"backend={backend}", "phases=none", "train.kernels=torch"
+    )
+    shared, apart = (
+        estimate(plan, B200, sharing=each).stretches[0].quantise for each in (True, False)
+    )
     table = plan.stretches[0].layers["blocks.0.mlp.up"].table
     specs = table["fprop"].first, table["wgrad"].second
     count = TOKENS * WIDTH
-    one = te_seconds(B200, count, *specs) if backend == "te" else own_seconds(B200, count, *specs, codes=True)
+    one = (
+        te_seconds(B200, count, *specs)
+        if backend == "te"
+        else own_seconds(B200, count, *specs, codes=True)
+    )
     assert apart - shared == pytest.approx(2 * (2 + 1) * one)
     whole, alone = (
         workload(
             wanted.model,
-            {n: replace(p, readers=readers or p.readers) for n, p in plan.stretches[0].layers.items()},
+            {
+                n: replace(p, readers=readers or p.readers)
+                for n, p in plan.stretches[0].layers.items()
+            },
             plan.stretches[0].recipe,
             sequences=1,
             seq_len=TOKENS,
@@ -236,9 +306,13 @@ def test_an_x_that_layers_share_is_quantised_and_kept_once_unless_blocks_are_com
         for readers in ((), ("itself",))
     )
     saved = alone.kinds[0].cost.saved - whole.kinds[0].cost.saved
-    assert saved == ((2 + 1) * (count + 4) if backend == "te" else 0), "codes, and a scale in float32"
+    assert saved == ((2 + 1) * (count + 4) if backend == "te" else 0), (
+        "codes, and a scale in float32"
+    )
     costs = [
-        ClusterCost(executed(whole, compiled=each), B200, interconnect(B200), Mesh()).parts["quantising"]
+        ClusterCost(executed(whole, compiled=each), B200, interconnect(B200), Mesh()).parts[
+            "quantising"
+        ]
         for each in (False, True)
     ]
     assert costs[1] - costs[0] == pytest.approx(apart - shared)

@@ -1,4 +1,6 @@
-"""The cost of a mesh beside published throughput: benchmarks/cost_model.md has the estimates and their errors."""
+"""The cost of a mesh beside published throughput: benchmarks/cost_model.md has the estimates and
+their errors.
+"""
 
 import math
 import re
@@ -19,13 +21,19 @@ from fp4train.precision import BF16, MXFP8, NVFP4, FP8Current, Recipe
 DOCUMENT = Path(__file__).parents[3] / "benchmarks" / "cost_model.md"
 H100 = find_gpu("H100")
 POWER = (500 / 700) ** (1 / 2)
-GRAND_TETON = replace(H100, bandwidth=2.4e12, peaks={name: POWER * peak for name, peak in H100.peaks.items()})
-"""torchtitan's H100: HBM2e at 2.4 TB/s and a limit of 500 of 700 W. Between the cube root of the power, where the
-voltage falls with the clock, and its first power, where it cannot, the square root is taken for the rates."""
+GRAND_TETON = replace(
+    H100, bandwidth=2.4e12, peaks={name: POWER * peak for name, peak in H100.peaks.items()}
+)
+"""torchtitan's H100: HBM2e at 2.4 TB/s and a limit of 500 of 700 W. Between the cube root of the
+power, where the voltage falls with the clock, and its first power, where it cannot, the square root
+is taken for the rates.
+"""
 
 CALIBRATED = cluster.EAGER
 CROSS_ENTROPY = 36
-"""Bytes per logit of torch's cross_entropy on float32 copies of BF16 logits, as the published runs have it."""
+"""Bytes per logit of torch's cross_entropy on float32 copies of BF16 logits, as the published runs
+have it.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,21 +63,33 @@ class Point:
 
 
 def titan(model: str, recipe: Recipe, published: float, mesh: dict[str, int], **run: Any) -> Point:
-    """torchtitan on H100. Its asynchronous tensor parallelism gains 6 % where all collectives hidden would gain 40 %,
-    so it is taken to hide nothing."""
+    """torchtitan on H100. Its asynchronous tensor parallelism gains 6 % where all collectives
+    hidden would gain 40 %, so it is taken to hide nothing.
+    """
     cut = Mesh(gather="bf16", joined=True, **mesh)  # type: ignore[arg-type]
     return Point(model=model, gpu=GRAND_TETON, recipe=recipe, published=published, mesh=cut, **run)
 
 
-def bridge(model: str, gpu: str, recipe: Recipe, published: float, sequences: int = 1, **mesh: int) -> Point:
+def bridge(
+    model: str, gpu: str, recipe: Recipe, published: float, sequences: int = 1, **mesh: int
+) -> Point:
     """Megatron-Bridge, whose collectives of tensor parallelism run beside the GEMMs."""
     cut = Mesh(gather="bf16", joined=True, hides_tensor=True, **mesh)  # type: ignore[arg-type]
-    return Point(model=model, gpu=find_gpu(gpu), recipe=recipe, published=published, sequences=sequences, mesh=cut)
+    return Point(
+        model=model,
+        gpu=find_gpu(gpu),
+        recipe=recipe,
+        published=published,
+        sequences=sequences,
+        mesh=cut,
+    )
 
 
 def b200(recipe: Recipe, published: float, shards: int, **run: Any) -> Point:
     mesh = Mesh(shard=shards, gather="bf16")
-    return Point(model="8B", gpu=find_gpu("B200"), recipe=recipe, mesh=mesh, published=published, **run)
+    return Point(
+        model="8B", gpu=find_gpu("B200"), recipe=recipe, mesh=mesh, published=published, **run
+    )
 
 
 B405 = {"replicate": 8, "pipeline": 8, "virtual": 4, "microbatches": 192}
@@ -81,8 +101,12 @@ POINTS = {
     "torchtitan 8B, 8 H100, BF16": titan("8B", BF16(), 5762, {"shard": 8}, **T8, compiled=False),
     "torchtitan 8B, 8 H100, BF16, compiled": titan("8B", BF16(), 6667, {"shard": 8}, **T8),
     "torchtitan 8B, 8 H100, FP8, compiled": titan("8B", FP8Current(), 8532, {"shard": 8}, **T8),
-    "torchtitan 70B, 256 H100, FP8": titan("70B", FP8Current(), 829, T70, sequences=16, recomputed=1.0),
-    "torchtitan 70B, 256 H100, FP8, async TP": titan("70B", FP8Current(), 876, T70, sequences=16, recomputed=1.0),
+    "torchtitan 70B, 256 H100, FP8": titan(
+        "70B", FP8Current(), 829, T70, sequences=16, recomputed=1.0
+    ),
+    "torchtitan 70B, 256 H100, FP8, async TP": titan(
+        "70B", FP8Current(), 876, T70, sequences=16, recomputed=1.0
+    ),
     "torchtitan 405B, 512 H100, FP8, 1F1B": titan("405B", FP8Current(), 100, T405, recomputed=1.0),
     "torchtitan 405B, 512 H100, FP8, interleaved": titan(
         "405B", FP8Current(), 128, {"virtual": 2, **T405}, recomputed=1.0
@@ -93,11 +117,19 @@ POINTS = {
     "2610.00053, 8B, BF16": b200(BF16(), 18800, 8, compiled=False),
     "2610.00053, 8B, TE NVFP4": b200(NVFP4(), 27600, 8, compiled=False),
     "2610.00053, 8B, NVFP4, fused": b200(NVFP4(), 37900, 8),
-    "Megatron-Bridge 405B, 256 GB300, NVFP4": bridge("405B", "GB300", NVFP4(), 1440, tensor=4, **B405),
-    "Megatron-Bridge 405B, 256 GB300, FP8": bridge("405B", "GB300", FP8Current(), 1024, tensor=4, **B405),
-    "Megatron-Bridge 405B, 256 GB300, MXFP8": bridge("405B", "GB300", MXFP8(), 960, tensor=2, context=2, **B405),
+    "Megatron-Bridge 405B, 256 GB300, NVFP4": bridge(
+        "405B", "GB300", NVFP4(), 1440, tensor=4, **B405
+    ),
+    "Megatron-Bridge 405B, 256 GB300, FP8": bridge(
+        "405B", "GB300", FP8Current(), 1024, tensor=4, **B405
+    ),
+    "Megatron-Bridge 405B, 256 GB300, MXFP8": bridge(
+        "405B", "GB300", MXFP8(), 960, tensor=2, context=2, **B405
+    ),
     "Megatron-Bridge 70B, 64 GB300, NVFP4": bridge("70B", "GB300", NVFP4(), 7296, **B70),
-    "Megatron-Bridge 70B, 64 GB300, FP8": bridge("70B", "GB300", FP8Current(), 5248, 2, shard=64, microbatches=2),
+    "Megatron-Bridge 70B, 64 GB300, FP8": bridge(
+        "70B", "GB300", FP8Current(), 5248, 2, shard=64, microbatches=2
+    ),
     "Megatron-Bridge 70B, 64 GB300, MXFP8": bridge("70B", "GB300", MXFP8(), 4864, **B70),
     "Megatron-Bridge 405B, 1024 H100, FP8": bridge(
         "405B", "H100", FP8Current(), 328, tensor=8, context=2, **{**B405, "virtual": 8}
@@ -105,7 +137,9 @@ POINTS = {
 }
 BOUND = 0.15
 PLAIN_PIPELINE = "torchtitan 405B, 512 H100, FP8, 1F1B"
-"""Published, it lacks more than the bubble beside the interleaved schedule: the document says how much."""
+"""Published, it lacks more than the bubble beside the interleaved schedule: the document says how
+much.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -127,13 +161,21 @@ def _rows(speeds: dict[str, float]) -> list[str]:
     for name, speed in speeds.items():
         published = POINTS[name].published
         error = f"{100 * (speed / published - 1):+.0f}".replace("-", "−")
-        lines.append(f"| {name} | {POINTS[name].mesh} | {published:.0f} | {speed:.0f} | {error} % |")
+        lines.append(
+            f"| {name} | {POINTS[name].mesh} | {published:.0f} | {speed:.0f} | {error} % |"
+        )
     return lines
 
 
 def test_the_document_says_what_the_model_computes(speeds: dict[str, float]) -> None:
-    section = DOCUMENT.read_text("utf-8").partition("## Throughput beside published points")[2].partition("\n## ")[0]
-    written = [line for line in section.splitlines() if re.match(r"\| (torchtitan|Megatron|2610)", line)]
+    section = (
+        DOCUMENT.read_text("utf-8")
+        .partition("## Throughput beside published points")[2]
+        .partition("\n## ")[0]
+    )
+    written = [
+        line for line in section.splitlines() if re.match(r"\| (torchtitan|Megatron|2610)", line)
+    ]
     assert written == _rows(speeds)
 
 
@@ -157,12 +199,18 @@ def test_the_speed_of_eager_operators_is_the_least_squares_of_the_eager_points(
     assert min(nearby, key=lambda eager: squares(EAGER, eager)) == CALIBRATED
     for name in EAGER:
         others = [other for other in EAGER if other != name]
-        alone = min((step / 100 for step in range(28, 46)), key=lambda eager: squares(others, eager))
+        alone = min(
+            (step / 100 for step in range(28, 46)), key=lambda eager: squares(others, eager)
+        )
         assert abs(error(name, alone)) < 0.10
 
 
-@pytest.mark.parametrize(("model", "speed", "printed"), [("405B", 328, 827), ("405B", 1440, 3653), ("70B", 7296, 3253)])
-def test_flops_agree_with_those_megatron_bridge_prints(model: str, speed: float, printed: float) -> None:
+@pytest.mark.parametrize(
+    ("model", "speed", "printed"), [("405B", 328, 827), ("405B", 1440, 3653), ("70B", 7296, 3253)]
+)
+def test_flops_agree_with_those_megatron_bridge_prints(
+    model: str, speed: float, printed: float
+) -> None:
     """TFLOP/s that it prints beside its tokens/s."""
     flops = measured(model, BF16(), H100).flops_per_token
     assert speed * flops / 1e12 == pytest.approx(printed, rel=0.01)

@@ -1,4 +1,6 @@
-"""Where a step on one GPU goes: the page's table, parts counted by hand elsewhere, and a host that is too slow."""
+"""Where a step on one GPU goes: the page's table, parts counted by hand elsewhere, and a host that
+is too slow.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +19,8 @@ from fp4train.parallel.config import Mesh
 from fp4train.precision import NVFP4
 
 ROOT = Path(__file__).parents[3]
-DOCUMENT, COMPARISON = ROOT / "docs" / "cost-model.md", ROOT / "benchmarks" / "cost_model.md"
+DOCUMENT = ROOT / "docs" / "cost-model.md"
+COMPARISON = ROOT / "benchmarks" / "cost_model.md"
 
 
 def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -38,7 +41,10 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 def milliseconds(table: str, column: int) -> dict[str, float]:
     """A column of the table."""
-    rows = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in table.splitlines()[2:]]
+    rows = [
+        [cell.strip() for cell in line.split("  ") if cell.strip()]
+        for line in table.splitlines()[2:]
+    ]
     found = {}
     for name, *cells in filter(lambda row: len(row) > 1, rows):
         number, unit, *_ = (cells[column] + " -").split()
@@ -47,7 +53,11 @@ def milliseconds(table: str, column: int) -> dict[str, float]:
     return found
 
 
-COLUMNS = (("H200", "recipe=fp8_current", 0), ("H200", "recipe=fp8_current", 1), ("B200", "recipe=nvfp4", 1))
+COLUMNS = (
+    ("H200", "recipe=fp8_current", 0),
+    ("H200", "recipe=fp8_current", 1),
+    ("B200", "recipe=nvfp4", 1),
+)
 """GPU, recipe, column of its table: BF16, FP8, NVFP4."""
 COUNTED = {
     "GEMMs": (137, 83, 24),
@@ -59,16 +69,25 @@ COUNTED = {
     "optimizer": (12, 12, 8),
     "together": (270, 230, 110),
 }
-"""Milliseconds by an independent count with other rates (H200 700 TFLOP/s in BF16, 1150 in FP8, 4.3 TB/s; B200 1600,
-5000 in FP4, 6.5 TB/s), with torch's operators at the speed of a copy."""
-WEIGHTS, VOCABULARY, TOKENS, ROWS = 2048 * 128256, 128256, 16384, 4096
+"""Milliseconds by an independent count with other rates (H200 700 TFLOP/s in BF16, 1150 in FP8, 4.3
+TB/s; B200 1600, 5000 in FP4, 6.5 TB/s), with torch's operators at the speed of a copy.
+"""
+WEIGHTS = 2048 * 128256
+VOCABULARY = 128256
+TOKENS = 16384
+ROWS = 4096
 """Weights of the head of llama_1b; rows of a chunk of the loss."""
 ELSEWHERE = {
-    ("loss", 2): (TOKENS / ROWS * 12 * WEIGHTS / 6.5e12 + 52 * TOKENS * VOCABULARY * (1 / 6.5e12 - 1 / 7.2e12), 0.1),
+    ("loss", 2): (
+        TOKENS / ROWS * 12 * WEIGHTS / 6.5e12
+        + 52 * TOKENS * VOCABULARY * (1 / 6.5e12 - 1 / 7.2e12),
+        0.1,
+    ),
 }
-"""Part and column in which the two differ by more than 20 %: seconds that explain it, and what remains. The loss was
-counted when each of its chunks added its gradient of the head in a pass of its own, 12 bytes per weight, which the GEMM
-does now, and at 6.5 TB/s, not 7.2."""
+"""Part and column in which the two differ by more than 20 %: seconds that explain it, and what
+remains. The loss was counted when each of its chunks added its gradient of the head in a pass of
+its own, 12 bytes per weight, which the GEMM does now, and at 6.5 TB/s, not 7.2.
+"""
 
 
 def test_the_parts_of_a_step_are_those_of_an_independent_count_and_of_the_page(
@@ -78,7 +97,10 @@ def test_the_parts_of_a_step_are_those_of_an_independent_count_and_of_the_page(
     assert page in DOCUMENT.read_text("utf-8")
     comparison = COMPARISON.read_text("utf-8")
     monkeypatch.setattr(cluster, "EAGER", 1.0)
-    tables = {gpu: printed(capsys, f"gpu={gpu}", recipe, "train.kernels=torch") for gpu, recipe, _ in COLUMNS}
+    tables = {
+        gpu: printed(capsys, f"gpu={gpu}", recipe, "train.kernels=torch")
+        for gpu, recipe, _ in COLUMNS
+    }
     columns = [milliseconds(tables[gpu], column) for gpu, _, column in COLUMNS]
     for name, counts in COUNTED.items():
         found = [sum(each.get(part, 0.0) for part in name.split(" or ")) for each in columns]
@@ -87,19 +109,35 @@ def test_the_parts_of_a_step_are_those_of_an_independent_count_and_of_the_page(
         for place, (count, value) in enumerate(zip(counts, found, strict=True)):
             more, left = ELSEWHERE.get((name, place), (0.0, 0.2))
             assert value + 1e3 * more == pytest.approx(count, rel=left)
-            assert (value == pytest.approx(count, rel=0.2)) is (not more), "a difference that is gone, or has no reason"
+            assert (value == pytest.approx(count, rel=0.2)) is (not more), (
+                "a difference that is gone, or has no reason"
+            )
     everything = milliseconds(page, 1)
-    together, queued = everything.pop("together"), everything.pop("queued by the host in")
+    together = everything.pop("together")
+    queued = everything.pop("queued by the host in")
     assert sum(everything.values()) == pytest.approx(together, rel=0.01) and queued < together
 
 
-def test_the_table_prices_the_kernels_that_run_and_names_them(capsys: pytest.CaptureFixture[str]) -> None:
-    """Per logit, 2 bytes of BF16: three passes of liger's kernel; torch's operators move 52. And the gradients of what
-    the head reads, which are put into their place and scaled. The head is multiplied for each chunk of the loss."""
-    own, torchs = (printed(capsys, "gpu=B200", "recipe=nvfp4", f"train.kernels={each}") for each in ("auto", "torch"))
-    assert "the loss run in liger's kernels (train.kernels=auto)" in own and "torch's operators" in torchs
-    parts, others = milliseconds(own, 1), milliseconds(torchs, 1)
-    logits, hidden, speed = TOKENS * VOCABULARY, TOKENS * 2048, 0.9 * find_gpu("B200").bandwidth
+def test_the_table_prices_the_kernels_that_run_and_names_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Per logit, 2 bytes of BF16: three passes of liger's kernel; torch's operators move 52. And
+    the gradients of what the head reads, which are put into their place and scaled. The head is
+    multiplied for each chunk of the loss.
+    """
+    own, torchs = (
+        printed(capsys, "gpu=B200", "recipe=nvfp4", f"train.kernels={each}")
+        for each in ("auto", "torch")
+    )
+    assert (
+        "the loss run in liger's kernels (train.kernels=auto)" in own
+        and "torch's operators" in torchs
+    )
+    parts = milliseconds(own, 1)
+    others = milliseconds(torchs, 1)
+    logits = TOKENS * VOCABULARY
+    hidden = TOKENS * 2048
+    speed = 0.9 * find_gpu("B200").bandwidth
     assert parts["loss"] == pytest.approx((3 * 2 * logits + 8 * hidden) / speed * 1e3, rel=0.005)
     assert others["loss"] == pytest.approx((52 * logits + 8 * hidden) / speed * 1e3, rel=0.005)
     sizes = [(ROWS, VOCABULARY, 2048), (ROWS, 2048, VOCABULARY), (VOCABULARY, 2048, ROWS)]
@@ -107,19 +145,36 @@ def test_the_table_prices_the_kernels_that_run_and_names_them(capsys: pytest.Cap
     head = TOKENS / ROWS * products / sustained(find_gpu("B200"))
     assert parts["GEMMs of the head"] == pytest.approx(1e3 * head, rel=0.005)
     assert parts["elementwise"] < others["elementwise"] / 2
-    said = "`train.kernels=torch` elementwise takes {elementwise} ms, the loss {loss} ms, and all {together:.0f} ms"
+    said = (
+        "`train.kernels=torch` elementwise takes {elementwise} ms, the loss {loss} ms, and all "
+        "{together:.0f} ms"
+    )
     assert said.format(**others) in DOCUMENT.read_text("utf-8")
-    changed = {"elementwise", "quantising", "loss", "optimizer", "together", "queued by the host in"}
+    changed = {
+        "elementwise",
+        "quantising",
+        "loss",
+        "optimizer",
+        "together",
+        "queued by the host in",
+    }
     assert others["optimizer"] == pytest.approx(40 / 36 * parts["optimizer"], rel=0.005)
     assert {name: parts[name] for name in parts if name not in changed} == {
         name: others[name] for name in others if name not in changed
     }
 
 
-def test_the_table_prices_sums_that_torchs_kernels_leave_to_autograd(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_prices_sums_that_torchs_kernels_leave_to_autograd(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """Of two microbatches, in BF16: 12 bytes per weight of a block, in the second."""
     auto, torchs = (
-        milliseconds(printed(capsys, "gpu=B200", "recipe=nvfp4", "train.microbatch=4", f"train.kernels={each}"), 0)
+        milliseconds(
+            printed(
+                capsys, "gpu=B200", "recipe=nvfp4", "train.microbatch=4", f"train.kernels={each}"
+            ),
+            0,
+        )
         for each in ("auto", "torch")
     )
     blocks = 16 * (2 * 2048**2 + 2 * 2048 * 512 + 3 * 2048 * 8192)
@@ -129,13 +184,20 @@ def test_the_table_prices_sums_that_torchs_kernels_leave_to_autograd(capsys: pyt
 
 
 def test_ligers_kernels_move_what_is_stated_of_them_in_a_block() -> None:
-    """One norm, one sum and norm, one gate, and rotated queries and keys; compiled blocks are the compiler's."""
-    gpu, tokens, width, hidden, heads = find_gpu("B200"), 8192, 4096, 14336, (32 + 8) * 128
+    """One norm, one sum and norm, one gate, and rotated queries and keys; compiled blocks are the
+    compiler's.
+    """
+    gpu = find_gpu("B200")
+    tokens = 8192
+    width = 4096
+    hidden = 14336
+    heads = (32 + 8) * 128
     torchs, own, compiled = (
         measured("8B", NVFP4(), gpu, compiled=compiled, liger=each).kinds[0].cost
         for each, compiled in ((False, False), (True, False), (True, True))
     )
-    forward, backward = (4, 8, 6, 4), (6, 8, 10, 4)
+    forward = (4, 8, 6, 4)
+    backward = (6, 8, 10, 4)
     rows = 2 * 4 * tokens  # a float32 factor per row of two norms, which backward reads
     for passed, moved in ((own.forward, forward), (own.backward, backward)):
         widths = zip(moved, (width, width, hidden, heads), strict=True)
@@ -150,10 +212,15 @@ def test_ligers_kernels_move_what_is_stated_of_them_in_a_block() -> None:
 
 def test_a_step_takes_no_less_than_the_host_needs_unless_it_is_recorded() -> None:
     """Of few tokens, many layers; `measured` has 8192 tokens, a hundredth of which is left here."""
-    gpu = replace(find_gpu("B200"), bandwidth=8e14, peaks={k: 100 * v for k, v in find_gpu("B200").peaks.items()})
+    gpu = replace(
+        find_gpu("B200"),
+        bandwidth=8e14,
+        peaks={k: 100 * v for k, v in find_gpu("B200").peaks.items()},
+    )
     load = measured("8B", NVFP4(), find_gpu("B200"), compiled=False)
     slow, recorded = (
-        ClusterCost(each, gpu, interconnect(gpu), Mesh()) for each in (load, executed(load, recorded=True))
+        ClusterCost(each, gpu, interconnect(gpu), Mesh())
+        for each in (load, executed(load, recorded=True))
     )
     assert slow.seconds == pytest.approx(slow.host) and slow.parts["waiting for the host"] > 0
     assert slow.host > 32 * 7 * HOST["te"]

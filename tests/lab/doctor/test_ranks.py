@@ -1,4 +1,6 @@
-"""Doctor on several ranks: each collective is compared with the numbers that must come, then timed."""
+"""Doctor on several ranks: each collective is compared with the numbers that must come, then
+timed.
+"""
 
 import json
 import subprocess
@@ -29,10 +31,24 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.long
 def test_two_ranks_try_the_collectives_and_the_first_one_prints(tmp_path: Path) -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HOME": str(tmp_path)}
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
+    environment = {
+        "PATH": "/usr/bin:/bin",
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "HOME": str(tmp_path),
+    }
     command = [*launcher, "-m", "fp4train", "doctor", "--json"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["ranks"] == 2
@@ -53,7 +69,9 @@ def test_numbers_that_a_collective_changes_are_a_problem() -> None:
 
     assert all(each.correct and each.problem is None for each in ranks.collectives("cpu"))
     found = ranks._tried("all-gather", "uint8", "cpu", changed)
-    assert found.correct is False and found.problem == "all-gather of uint8 gave rank 0 wrong numbers"
+    assert (
+        found.correct is False and found.problem == "all-gather of uint8 gave rank 0 wrong numbers"
+    )
 
 
 @pytest.mark.usefixtures("alone")
@@ -63,22 +81,35 @@ def test_a_collective_that_fails_is_a_problem_and_the_screen_shows_it() -> None:
 
     found = ranks._tried("all-reduce", "bfloat16", "cpu", failing)
     fine = CollectiveCheck(name="all-gather", dtype="uint8", correct=True, rate=2.5e9)
-    report = DoctorReport(device="cpu", default="nvfp4", machine=(), recipes=(), ranks=2, collectives=(found, fine))
+    report = DoctorReport(
+        device="cpu", default="nvfp4", machine=(), recipes=(), ranks=2, collectives=(found, fine)
+    )
     screen = report.render()
-    assert report.problems == ["all-reduce of bfloat16: DistBackendError: NCCL error: unhandled system error"]
+    assert report.problems == [
+        "all-reduce of bfloat16: DistBackendError: NCCL error: unhandled system error"
+    ]
     assert "collectives of 2 ranks" in screen and "FAILED" in screen and "2.5" in screen
 
 
 def test_ranks_that_do_not_meet_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29999"}.items():
+    for name, value in {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "29999",
+    }.items():
         monkeypatch.setenv(name, value)
 
     def timeout(*arguments: object, **options: object) -> None:
-        raise dist.DistStoreError("Timed out after 121 seconds waiting for clients. 1/2 clients joined.")
+        raise dist.DistStoreError(
+            "Timed out after 121 seconds waiting for clients. 1/2 clients joined."
+        )
 
     monkeypatch.setattr(dist, "init_process_group", timeout)
     with (
-        pytest.raises(UserError, match=r"rank 1 of 2 .*MASTER_ADDR=localhost.*29999.*1/2 clients joined"),
+        pytest.raises(
+            UserError, match=r"rank 1 of 2 .*MASTER_ADDR=localhost.*29999.*1/2 clients joined"
+        ),
         ranks.meeting(),
     ):
         pass

@@ -15,7 +15,9 @@ from fp4train.lab.report.page import write_report
 
 pytestmark = [
     pytest.mark.long,
-    pytest.mark.skipif(browser() is None, reason="no Chromium is installed (Debian: apt-get install chromium)"),
+    pytest.mark.skipif(
+        browser() is None, reason="no Chromium is installed (Debian: apt-get install chromium)"
+    ),
 ]
 
 SMUGGLED = '"><img src=http://localhost/x onerror=alert(1)>'
@@ -32,7 +34,13 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A report of 24 runs with long names, errors and studies."""
     folder = tmp_path_factory.mktemp("report")
     runs = [
-        write_run(folder / f"run-{i}-{'long' * 12}", 3 + i / 100, seed=i, recipe=f"R{i}{SMUGGLED}", errors=i < 2)
+        write_run(
+            folder / f"run-{i}-{'long' * 12}",
+            3 + i / 100,
+            seed=i,
+            recipe=f"R{i}{SMUGGLED}",
+            errors=i < 2,
+        )
         for i in range(24)
     ]
     write_ranking(runs[0], "nvfp4 policy.keep=[blocks.0,blocks.1] phases=cooldown_fprop")
@@ -50,16 +58,28 @@ def shown() -> Iterator[Page]:
 
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("width", WIDTHS)
-def test_it_fits_its_window_and_every_plot_is_drawn(shown: Page, written: Path, width: int, dark: bool) -> None:
+def test_it_fits_its_window_and_every_plot_is_drawn(
+    shown: Page, written: Path, width: int, dark: bool
+) -> None:
     shown.open(written, width=width, dark=dark)
-    assert shown.evaluate("document.documentElement.scrollWidth") <= width, "nothing is wider than the window"
+    assert shown.evaluate("document.documentElement.scrollWidth") <= width, (
+        "nothing is wider than the window"
+    )
     plots = shown.evaluate(PLOTS)
-    assert len(plots) == 5, "curves, ranking, sensitivity, errors of two runs: each in one of its two widths"
+    assert len(plots) == 5, (
+        "curves, ranking, sensitivity, errors of two runs: each in one of its two widths"
+    )
     assert all(left >= 0 and right <= width and height > 60 for left, right, height in plots)
     assert all(height < 1400 for _, _, height in plots), "a figure stays on a screen or two"
-    images = shown.evaluate("[...document.images].length + document.querySelectorAll('figure svg image').length")
-    assert images == 2 * 2 * (3 + 3), "three maps and their colour bars, for two runs, in two widths"
-    assert shown.evaluate("[...document.querySelectorAll('svg[role=img]')].every(e => e.ariaLabel.length > 40)")
+    images = shown.evaluate(
+        "[...document.images].length + document.querySelectorAll('figure svg image').length"
+    )
+    assert images == 2 * 2 * (3 + 3), (
+        "three maps and their colour bars, for two runs, in two widths"
+    )
+    assert shown.evaluate(
+        "[...document.querySelectorAll('svg[role=img]')].every(e => e.ariaLabel.length > 40)"
+    )
     assert (shown.evaluate(PAPER) == "rgb(255, 255, 255)") is not dark
     assert shown.evaluate(INK) != shown.evaluate(PAPER)
     assert len(shown.screenshot()) > 20_000
@@ -69,7 +89,8 @@ def test_it_fits_its_window_and_every_plot_is_drawn(shown: Page, written: Path, 
 def test_letters_on_a_phone_are_legible(shown: Page, written: Path) -> None:
     shown.open(written, width=390)
     heights = shown.evaluate(
-        "[...document.querySelectorAll('.narrow svg text')].map(e => e.getBoundingClientRect().height)"
+        "[...document.querySelectorAll('.narrow svg text')].map(e => "
+        "e.getBoundingClientRect().height)"
         ".filter(h => h > 0)"
     )
     assert len(heights) > 50 and min(heights) > 7
@@ -80,7 +101,8 @@ def test_every_loss_and_gap_is_on_the_screen_of_a_phone(shown: Page, written: Pa
     cells = "[...document.querySelectorAll('#results td')].map(e => e.getBoundingClientRect())"
     assert shown.evaluate(f"{cells}.every(r => r.left >= 0 && r.right <= 390)")
     labels = (
-        "[...document.querySelectorAll('#results td:last-child')].map(e => getComputedStyle(e, '::before').content)"
+        "[...document.querySelectorAll('#results td:last-child')].map(e => getComputedStyle(e, "
+        "'::before').content)"
     )
     assert set(shown.evaluate(labels)) == {'"gap"'}, "each value has its column's name"
 
@@ -95,15 +117,22 @@ def test_it_prints_with_every_part_open(shown: Page, written: Path) -> None:
     assert drawn.count(b" re") + drawn.count(b" l\n") > 500, "figures are printed as vectors"
     shown.call("Emulation.setEmulatedMedia", media="print")
     assert shown.evaluate("document.querySelectorAll('details').length") > 2
-    hidden = "[...document.querySelectorAll('details table')].filter(e => !e.getBoundingClientRect().height).length"
+    hidden = (
+        "[...document.querySelectorAll('details table')].filter(e => "
+        "!e.getBoundingClientRect().height).length"
+    )
     assert shown.evaluate(hidden) == 0, "what is folded on a screen is open on paper"
     assert shown.requests == [] and shown.complaints == []
 
 
-def test_a_script_that_got_into_the_page_would_not_run(shown: Page, written: Path, tmp_path: Path) -> None:
+def test_a_script_that_got_into_the_page_would_not_run(
+    shown: Page, written: Path, tmp_path: Path
+) -> None:
     smuggled = tmp_path / "smuggled.html"
     text = written.read_text(encoding="utf-8")
-    smuggled.write_text(text.replace("<main>", "<main><script>document.title='run'</script>"), encoding="utf-8")
+    smuggled.write_text(
+        text.replace("<main>", "<main><script>document.title='run'</script>"), encoding="utf-8"
+    )
     shown.open(smuggled, width=1100)
     assert shown.evaluate("document.title") != "run"
     shown.complaints.clear()  # the browser says that it was refused

@@ -64,7 +64,9 @@ def test_what_is_impossible_is_refused(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "folder.html"]
 
 
-def test_a_full_disk_leaves_the_report_that_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_the_report_that_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "report.html"
     out.write_text("before")
 

@@ -14,29 +14,44 @@ from fp4train.lab.report.sources import read_sources
 
 
 def groups_of(tmp_path: Path, *levels: tuple[str, float, int, str]):  # type: ignore[no-untyped-def]
-    paths = [write_run(tmp_path / name, level, seed=seed, recipe=recipe) for name, level, seed, recipe in levels]
+    paths = [
+        write_run(tmp_path / name, level, seed=seed, recipe=recipe)
+        for name, level, seed, recipe in levels
+    ]
     return group(read_sources(paths)[0])
 
 
 def test_equal_seeds_are_compared_seed_by_seed(tmp_path: Path) -> None:
-    """The seeds differ by 10 % and the recipes by 1 % and 2 %: t(1) = 12.706, standard error .5 %."""
+    """The seeds differ by 10 % and the recipes by 1 % and 2 %: t(1) = 12.706, standard error .5
+    %.
+    """
     first, second = groups_of(
-        tmp_path, ("a0", 2.0, 0, "A"), ("a1", 2.2, 1, "A"), ("b1", 2.2 * 1.02, 1, "B"), ("b0", 2.0 * 1.01, 0, "B")
+        tmp_path,
+        ("a0", 2.0, 0, "A"),
+        ("a1", 2.2, 1, "A"),
+        ("b1", 2.2 * 1.02, 1, "B"),
+        ("b0", 2.0 * 1.01, 0, "B"),
     )
     assert common([first, second]) == ("val/loss", 40)
     gap = gap_at(first, second, "val/loss", 40)
-    assert gap.mean == pytest.approx(1.5) and gap.half_width() == pytest.approx(12.706 * 0.5, rel=1e-3)
+    assert gap.mean == pytest.approx(1.5) and gap.half_width() == pytest.approx(
+        12.706 * 0.5, rel=1e-3
+    )
     assert gap.show("+.2f") == "+1.50 ± 6.35"
 
 
 def test_other_seeds_are_compared_by_their_means(tmp_path: Path) -> None:
-    """Welch: standard errors .1 and .1 of means 2.0 and 2.2, the first scaled by 1.1; 1.98 degrees of freedom → 1."""
+    """Welch: standard errors .1 and .1 of means 2.0 and 2.2, the first scaled by 1.1; 1.98 degrees
+    of freedom → 1.
+    """
     first, second = groups_of(
         tmp_path, ("a0", 1.9, 0, "A"), ("a1", 2.1, 1, "A"), ("b2", 2.1, 2, "B"), ("b3", 2.3, 3, "B")
     )
     gap = gap_at(first, second, "val/loss", 40)
     assert gap.mean == pytest.approx(10.0)
-    assert gap.half_width() == pytest.approx(12.706 * 100 * math.hypot(0.1 * 1.1, 0.1) / 2.0, rel=1e-3)
+    assert gap.half_width() == pytest.approx(
+        12.706 * 100 * math.hypot(0.1 * 1.1, 0.1) / 2.0, rel=1e-3
+    )
 
 
 def test_single_runs_have_no_interval(tmp_path: Path) -> None:
@@ -51,7 +66,9 @@ def test_a_curve_is_the_mean_over_seeds_with_its_interval(tmp_path: Path) -> Non
     (found,) = groups_of(tmp_path, ("a0", 2.0, 0, "A"), ("a1", 2.2, 1, "A"))
     validation = curve(found, "val/loss")
     assert found.numbers == "1, 2" and validation.mean.tolist() == pytest.approx([2.1] * 4)
-    assert (validation.high - validation.mean).tolist() == pytest.approx([12.706 * 0.1] * 4, rel=1e-3)
+    assert (validation.high - validation.mean).tolist() == pytest.approx(
+        [12.706 * 0.1] * 4, rel=1e-3
+    )
 
 
 def test_a_second_run_of_a_seed_is_no_other_seed(tmp_path: Path) -> None:

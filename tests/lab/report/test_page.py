@@ -31,19 +31,33 @@ def test_the_page_has_every_part_and_asks_for_nothing(tmp_path: Path) -> None:
     write_sensitivity(a)
     b = write_run(tmp_path / "b", 3.03, seed=0, settings={"batch_size": 8})
     page = report(tmp_path, a, b)
-    for word in ("Results", "Curves", "Ranking", "Sensitivity", "Quantisation errors", "Configuration", "Environment"):
+    for word in (
+        "Results",
+        "Curves",
+        "Ranking",
+        "Sensitivity",
+        "Quantisation errors",
+        "Configuration",
+        "Environment",
+    ):
         assert f"{word}" in page.text
     assert "+1.00%" in page.text, "3.03 is 1 % above 3.00"
     assert "told apart" in page.text and "+0.00200 ± 0.00020" in page.text
     assert f"Policy: keep {LAYERS[0]}, 50.0%" in page.text and "train.batch_size" in page.text
-    assert "E2M1·E2M1 50.0%, BF16·BF16 50.0%" in page.text and "ran to 40" in page.text, "ten steps are planned"
+    assert "E2M1·E2M1 50.0%, BF16·BF16 50.0%" in page.text and "ran to 40" in page.text, (
+        "ten steps are planned"
+    )
     assert "2.13.0" in page.text and "20.5 k" in page.text, "the version of torch, 40 · 512 tokens"
     assert all(link.startswith(("#", "data:image/png;base64,")) for link in links(page))
     targets = {attributes.get("id") for _, attributes in page.found}
-    assert {link[1:] for link in links(page) if link.startswith("#")} <= targets, "no link within the page is dead"
+    assert {link[1:] for link in links(page) if link.startswith("#")} <= targets, (
+        "no link within the page is dead"
+    )
 
 
-def test_a_ranking_of_several_runs_is_shown_once_with_its_checkpoints_and_spikes(tmp_path: Path) -> None:
+def test_a_ranking_of_several_runs_is_shown_once_with_its_checkpoints_and_spikes(
+    tmp_path: Path,
+) -> None:
     runs = [write_run(tmp_path / name, seed=0) for name in "ab"]
     for run in runs:
         write_ranking(run, runs=("runs/a", "runs/b"), spikes=["runs/b, step 30, seed 3"])
@@ -55,14 +69,21 @@ def test_a_ranking_of_several_runs_is_shown_once_with_its_checkpoints_and_spikes
     assert "One checkpoint: all of this holds for it alone." in alone.text
 
 
-@pytest.mark.parametrize(("write", "key"), [(write_ranking, "checkpoints"), (write_sensitivity, "gpu")])
-def test_a_result_of_an_older_form_says_what_to_do(tmp_path: Path, write: Callable[[Path], Path], key: str) -> None:
+@pytest.mark.parametrize(
+    ("write", "key"), [(write_ranking, "checkpoints"), (write_sensitivity, "gpu")]
+)
+def test_a_result_of_an_older_form_says_what_to_do(
+    tmp_path: Path, write: Callable[[Path], Path], key: str
+) -> None:
     run = write_run(tmp_path / "a", seed=0)
     path = write(run)
     body = unsealed(path.read_bytes())
     del body[key]
     path.write_bytes(sealed(body))
-    said = f"cannot be read (it has no '{key}'): an older fp4train made it, or it was changed; the same command makes"
+    said = (
+        f"cannot be read (it has no '{key}'): an older fp4train made it, or it was changed; the "
+        "same command makes"
+    )
     assert said in report(tmp_path, run).text
 
 
@@ -70,12 +91,18 @@ def test_a_key_that_one_run_does_not_have_is_no_null_of_it(tmp_path: Path) -> No
     """A field of NVFP4 in a run of BF16: it is listed for the runs that have it."""
     a = write_run(tmp_path / "a", seed=0, settings={"hadamard": True, "depth": 4})
     b = write_run(tmp_path / "b", 3.03, seed=0, settings={"depth": 8})
-    text = report(tmp_path, a, b).text.partition("The 2 keys that differ")[2].partition("Environment")[0]
+    text = (
+        report(tmp_path, a, b)
+        .text.partition("The 2 keys that differ")[2]
+        .partition("Environment")[0]
+    )
     assert "train.hadamardtrue 1" in text and "train.depth4 18 2" in text and "null" not in text
 
 
 def test_a_row_of_many_cells_names_each_of_them_on_a_phone(tmp_path: Path) -> None:
-    page = report(tmp_path, write_run(tmp_path / "a", seed=0), write_run(tmp_path / "b", 3.03, seed=0))
+    page = report(
+        tmp_path, write_run(tmp_path / "a", seed=0), write_run(tmp_path / "b", 3.03, seed=0)
+    )
     cells = [attributes for tag, attributes in page.found if tag == "td"]
     assert {"gap", "best val loss", "train loss"} <= {each.get("data-label") for each in cells}
 
@@ -94,11 +121,15 @@ def test_a_gradient_below_its_threshold_is_told(tmp_path: Path) -> None:
         log.log(step, {"error/gradient_to_noise": ratio})
     log.finish()
     text = report(tmp_path, run).text
-    assert "at step 60 the gradient's norm was 1.70 times its quantisation noise" in text and "2 of 3 measured" in text
+    assert (
+        "at step 60 the gradient's norm was 1.70 times its quantisation noise" in text
+        and "2 of 3 measured" in text
+    )
 
 
 def test_runs_of_different_data_are_told(tmp_path: Path) -> None:
-    a, b = write_run(tmp_path / "a", seed=0), write_run(tmp_path / "b", seed=0, data="other")
+    a = write_run(tmp_path / "a", seed=0)
+    b = write_run(tmp_path / "b", seed=0, data="other")
     assert "trained on different data" in report(tmp_path, a, b).text
     c = write_run(tmp_path / "c", seed=0, settings={"seq_len": 256})
     assert "differ in train.seq_len" in report(tmp_path, a, c).text
@@ -113,22 +144,30 @@ def test_runs_without_a_common_step_have_no_gap(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_24_runs_have_24_numbers_in_a_page_of_bounded_size(tmp_path: Path) -> None:
-    runs = [write_run(tmp_path / f"run-{i}", 3 + i / 100, steps=1000, seed=i, recipe=f"R{i}") for i in range(24)]
+    runs = [
+        write_run(tmp_path / f"run-{i}", 3 + i / 100, steps=1000, seed=i, recipe=f"R{i}")
+        for i in range(24)
+    ]
     page = report(tmp_path, *runs)
     assert "23 run-22" in page.text and "24 run-23" in page.text
     assert (tmp_path / "report.html").stat().st_size < 4e6
 
 
 def test_the_styles_know_every_colour_of_the_figures() -> None:
-    light, _, dark = (Path(page.__file__).parent / page.STYLE).read_text().partition("prefers-color-scheme:dark")
+    light, _, dark = (
+        (Path(page.__file__).parent / page.STYLE).read_text().partition("prefers-color-scheme:dark")
+    )
     for variable in VARIABLES.values():
         assert f"{variable}:" in light and f"{variable}:" in dark
 
 
-def test_a_gpu_has_the_predicted_time_of_the_plan_and_what_cannot_be_estimated_is_named(tmp_path: Path) -> None:
+def test_a_gpu_has_the_predicted_time_of_the_plan_and_what_cannot_be_estimated_is_named(
+    tmp_path: Path,
+) -> None:
     cfg = plain(compose(["run.name=a", "recipe=nvfp4", "model=llama_30m"]))
     config = to_config(OmegaConf.create(cfg))
-    run, other = write_run(tmp_path / "a", seed=0), write_run(tmp_path / "b", seed=1)
+    run = write_run(tmp_path / "a", seed=0)
+    other = write_run(tmp_path / "b", seed=1)
     write_history(run, {**cfg, "data": {"path": "text"}}, 300, "NVFP4")
     (run / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(cfg)))
     problems = write_report([run, other], tmp_path / "r.html", find_gpu("B200"))
@@ -141,6 +180,8 @@ def test_a_gpu_has_the_predicted_time_of_the_plan_and_what_cannot_be_estimated_i
     )
     cost = estimate(plan, find_gpu("B200"))
     page = (tmp_path / "r.html").read_text()
-    shown = page.partition("Predicted time of the linear layers on B200")[2].partition("</table>")[0]
+    shown = page.partition("Predicted time of the linear layers on B200")[2].partition("</table>")[
+        0
+    ]
     assert time_text(cost.total / 300) in shown and f"{cost.total / cost.bf16:.2f}" in shown
     assert "Predicted time" not in report(tmp_path, run).text

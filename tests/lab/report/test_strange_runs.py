@@ -1,4 +1,6 @@
-"""Reports of damaged, hostile and unfinished runs: each is named; names and values of other people are text only."""
+"""Reports of damaged, hostile and unfinished runs: each is named; names and values of other people
+are text only.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made import chained, write_history, write_ranking, write_run, write_sensitivity, write_statistics
+from made import (
+    chained,
+    write_history,
+    write_ranking,
+    write_run,
+    write_sensitivity,
+    write_statistics,
+)
 from report_page import report
 
 from fp4train.sealed import sealed, unsealed
@@ -33,21 +42,60 @@ SVG = {
     "stop",
 }
 HTML = {
-    *("html", "head", "meta", "title", "style", "body", "main", "nav", "section", "a", "p", "h1", "h2", "h3", "ul"),
-    *("li", "div", "span", "figure", "figcaption", "table", "thead", "tbody", "tr", "th", "td", "details", "summary"),
+    *(
+        "html",
+        "head",
+        "meta",
+        "title",
+        "style",
+        "body",
+        "main",
+        "nav",
+        "section",
+        "a",
+        "p",
+        "h1",
+        "h2",
+        "h3",
+        "ul",
+    ),
+    *(
+        "li",
+        "div",
+        "span",
+        "figure",
+        "figcaption",
+        "table",
+        "thead",
+        "tbody",
+        "tr",
+        "th",
+        "td",
+        "details",
+        "summary",
+    ),
     "code",
 }
 
 
 @pytest.mark.long
 def test_names_and_values_of_other_people_are_text(tmp_path: Path) -> None:
-    run = write_run(tmp_path / HOSTILE, seed=0, recipe=HOSTILE, errors=True, settings={HOSTILE: HOSTILE}, data=HOSTILE)
+    run = write_run(
+        tmp_path / HOSTILE,
+        seed=0,
+        recipe=HOSTILE,
+        errors=True,
+        settings={HOSTILE: HOSTILE},
+        data=HOSTILE,
+    )
     write_ranking(run, HOSTILE)
     write_sensitivity(run, HOSTILE)
     page = report(tmp_path, run, write_run(tmp_path / "plain", seed=0))
     assert {tag for tag, _ in page.found} <= HTML | SVG
     assert not [key for _, attributes in page.found for key in attributes if key.startswith("on")]
-    (policy,) = [a["content"] for tag, a in page.found if a.get("http-equiv") == "Content-Security-Policy"]
+    (policy,) = [
+        a["content"] for tag, a in page.found if a.get("http-equiv") == "Content-Security-Policy"
+    ]
     assert policy is not None and "default-src 'none'" in policy and "script-src" not in policy
     assert page.text.count(HOSTILE) > 5, "it is shown as it is"
 
@@ -81,7 +129,8 @@ def test_damaged_and_unfinished_runs_are_named_and_the_rest_goes_on(tmp_path: Pa
     assert "3 runs" in page.text
     for sentence in (
         f"{damaged / 'metrics.jsonl'}, line 1",
-        f"{old / 'history.jsonl'} is of an older fp4train: it has lines without the checksums of today",
+        f"{old / 'history.jsonl'} is of an older fp4train: it has lines without the checksums "
+        "of today",
         f"{empty} is not a run directory: it has no metrics.jsonl",
         f"{tmp_path / 'none'} is not a run directory",
         "rank-30-ab cannot be read",
@@ -94,10 +143,14 @@ def test_damaged_and_unfinished_runs_are_named_and_the_rest_goes_on(tmp_path: Pa
 
 
 @pytest.mark.long
-def test_results_of_studies_that_were_changed_or_are_of_another_run_are_left_out(tmp_path: Path) -> None:
+def test_results_of_studies_that_were_changed_or_are_of_another_run_are_left_out(
+    tmp_path: Path,
+) -> None:
     config = tmp_path / "a/config.yaml"
     config.parent.mkdir()
-    config.write_text(f"# fp4train run {'a' * 16} sha256 {sha256(b'run: {}').hexdigest()}\nrun: {{}}")
+    config.write_text(
+        f"# fp4train run {'a' * 16} sha256 {sha256(b'run: {}').hexdigest()}\nrun: {{}}"
+    )
     run = write_run(tmp_path / "a")
     path = write_sensitivity(run)
     whole = path.read_bytes()
@@ -109,10 +162,16 @@ def test_results_of_studies_that_were_changed_or_are_of_another_run_are_left_out
     body["identity"] = {"run": "b" * 16}
     path.write_bytes(sealed(body))
     page = report(tmp_path, run)
-    assert f"it is of run {'b' * 16}, not of this one" in page.text and "blocks.0.mlp.up" not in page.text
+    assert (
+        f"it is of run {'b' * 16}, not of this one" in page.text
+        and "blocks.0.mlp.up" not in page.text
+    )
     path.write_text(json.dumps(body))
     page = report(tmp_path, run)
-    assert "it has no checksum: it was made by an older fp4train" in page.text and "blocks.0.mlp.up" not in page.text
+    assert (
+        "it has no checksum: it was made by an older fp4train" in page.text
+        and "blocks.0.mlp.up" not in page.text
+    )
     config.write_bytes(config.read_bytes().replace(b"{}", b"{a: 1}"))
     assert f"{config} was changed after the run had written it" in report(tmp_path, run).text
 
@@ -144,7 +203,10 @@ def test_a_study_that_is_no_study_is_named(tmp_path: Path, file: str, text: str)
 
 
 def test_losses_that_are_not_finite_leave_a_report(tmp_path: Path) -> None:
-    runs = [write_run(tmp_path / name, level, seed=0) for name, level in (("a", 3.0), ("b", float("nan")))]
+    runs = [
+        write_run(tmp_path / name, level, seed=0)
+        for name, level in (("a", 3.0), ("b", float("nan")))
+    ]
     page = report(tmp_path, *runs)
     assert "nan" in page.text
 
@@ -155,7 +217,13 @@ def test_losses_that_are_not_finite_leave_a_report(tmp_path: Path) -> None:
     [
         {"step": 10**30, "train/loss": 3.0},
         {"step": -5, "train/loss": 3.0, "precision/recipe": ["a"]},
-        {"step": 41, "train/loss": 1e308, "train/tokens": 1e308, "perf/tokens_per_s": 0.0, "perf/mfu": float("nan")},
+        {
+            "step": 41,
+            "train/loss": 1e308,
+            "train/tokens": 1e308,
+            "perf/tokens_per_s": 0.0,
+            "perf/mfu": float("nan"),
+        },
         {"step": 41, "train/loss": -1e308, "val/loss": float("inf"), "perf/tokens_per_s": -1.0},
         {"step": 50, "train/loss": 0.0, "val/loss": 0.0, "train/tokens": 10**400},
         {"step": 50, "error/gradient_to_noise": float("nan"), "error/worst": 1e308},
@@ -176,7 +244,12 @@ def test_strange_numbers_leave_a_report(tmp_path: Path, line: dict[str, Any]) ->
         {"start": -(10**400), "stop": 10**400},
         {"start": 30, "stop": 10},
         {"start": 0, "stop": 10**17},
-        {"start": 0, "stop": 40, "kinds": [[[10**200] * 3, "x", "y", "z"]], "layers": {"a": [0, 0, 0]}},
+        {
+            "start": 0,
+            "stop": 40,
+            "kinds": [[[10**200] * 3, "x", "y", "z"]],
+            "layers": {"a": [0, 0, 0]},
+        },
         {"start": 0, "stop": 40, "kinds": [], "layers": {}},
     ],
 )

@@ -24,7 +24,9 @@ def trained(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def cli(text: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Cli:
+def cli(
+    text: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> Cli:
     """The command line in a working directory that has a copy of the trained run, runs/a."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(trained, tmp_path / "runs/a")
@@ -34,7 +36,8 @@ def cli(text: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 @pytest.fixture
 def config_reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The saved configurations that are read and checked, each time."""
-    read, plain = list[Path](), run_directory.saved_config
+    read = list[Path]()
+    plain = run_directory.saved_config
 
     def saved_config(path: Path) -> dict[str, Any]:
         read.append(path)

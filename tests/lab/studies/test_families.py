@@ -1,4 +1,6 @@
-"""Studies of other families than Llama: experts, whose layers have several weights, and bases of DNA."""
+"""Studies of other families than Llama: experts, whose layers have several weights, and bases of
+DNA.
+"""
 
 import json
 import random
@@ -16,11 +18,23 @@ from fp4train.lab.studies.parts import RecipeParts
 from fp4train.precision import MXFP8
 
 MOE = (
-    *("model=moe_tiny", "model.width=32", "model.layers=2", "model.hidden=64", "model.experts.count=4"),
+    *(
+        "model=moe_tiny",
+        "model.width=32",
+        "model.layers=2",
+        "model.hidden=64",
+        "model.experts.count=4",
+    ),
     *("model.experts.hidden=32", "model.balance.loss=0.01", "model.balance.speed=0.05"),
 )
 HYENA = (
-    *("model=hyena_tiny", "model.width=32", "model.pattern=SDH", "model.hidden=64", "model.filters.groups=8"),
+    *(
+        "model=hyena_tiny",
+        "model.width=32",
+        "model.pattern=SDH",
+        "model.hidden=64",
+        "model.filters.groups=8",
+    ),
     *("model.filters.poles=4", "model.vocab_size=320", "data=dna"),
 )
 QUICK = ("steps=2", "forks=1", "batches=1", "policy.last=0")
@@ -48,7 +62,9 @@ def experts(train: Callable[..., Path], text: Path) -> Path:
 
 
 @pytest.fixture
-def cli(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
+def cli(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Cli:
     monkeypatch.chdir(tmp_path)
     return Cli(text, tmp_path, capsys)
 
@@ -60,43 +76,68 @@ def result(path: str) -> dict[str, Any]:
 
 def losses(folder: str) -> dict[str, float]:
     """The loss of each candidate of a ranking, in its recipe."""
-    return {each["name"]: each["forks"][0]["recipe"] for each in result(f"{folder}/rank.json")["candidates"]}
+    return {
+        each["name"]: each["forks"][0]["recipe"]
+        for each in result(f"{folder}/rank.json")["candidates"]
+    }
 
 
 @pytest.mark.long
-def test_policies_for_experts_are_ranked_and_no_fork_leaves_a_bias_to_the_next(cli: Cli, experts: Path) -> None:
+def test_policies_for_experts_are_ranked_and_no_fork_leaves_a_bias_to_the_next(
+    cli: Cli, experts: Path
+) -> None:
     Path("experts.yaml").write_text(
-        '_target_: fp4train.precision.LayerPolicy\nlast: 0\nkeep: ["class:*Attention", "class:SwiGLU"]\n'
+        '_target_: fp4train.precision.LayerPolicy\nlast: 0\nkeep: ["class:*Attention", '
+        '"class:SwiGLU"]\n'
     )
     command = ("rank", str(experts), *QUICK)
-    said = cli.raw(*command, "recipe=bf16,nvfp4", "policy=all,mxfp8_attention,experts.yaml", "out=a")
+    said = cli.raw(
+        *command, "recipe=bf16,nvfp4", "policy=all,mxfp8_attention,experts.yaml", "out=a"
+    )
     assert said.code == 0, said.err
     assert "bf16 policy=all stands for bf16 policy=mxfp8_attention, bf16 policy=experts" in said.out
     found = losses("a")
-    names = ["bf16 policy=all", *(f"nvfp4 policy={name}" for name in ("all", "mxfp8_attention", "experts")), "FP32"]
+    names = [
+        "bf16 policy=all",
+        *(f"nvfp4 policy={name}" for name in ("all", "mxfp8_attention", "experts")),
+        "FP32",
+    ]
     assert list(found) == names and len(set(found.values())) == 5
     # in another order each fork follows another one
     assert cli.raw(*command, "recipe=nvfp4,bf16", "policy=experts.yaml,all", "out=b").code == 0
     other = losses("b")
-    assert {name: other[name] for name in (names[1], names[3])} == {name: found[name] for name in (names[1], names[3])}
+    assert {name: other[name] for name in (names[1], names[3])} == {
+        name: found[name] for name in (names[1], names[3])
+    }
 
 
-def test_the_cost_of_keeping_experts_is_that_of_the_ones_a_token_is_routed_to(cli: Cli, experts: Path) -> None:
-    said = cli.raw("sensitivity", str(experts), "recipe=mxfp8", "batches=1", "repeats=1", "keep=1.0", "out=a")
+def test_the_cost_of_keeping_experts_is_that_of_the_ones_a_token_is_routed_to(
+    cli: Cli, experts: Path
+) -> None:
+    said = cli.raw(
+        "sensitivity", str(experts), "recipe=mxfp8", "batches=1", "repeats=1", "keep=1.0", "out=a"
+    )
     assert said.code == 0, said.err
     found = result("a/sensitivity.json")
-    assert found["parts"]["layer/blocks.1.mlp.gate_up"]["nmse"]["mean"] > found["parts"]["nothing"]["nmse"]["mean"]
+    assert (
+        found["parts"]["layer/blocks.1.mlp.gate_up"]["nmse"]["mean"]
+        > found["parts"]["nothing"]["nmse"]["mean"]
+    )
     shares: dict[str, float] = {}
     for point in found["pareto"]:
         (new,) = {each["layer"] for each in point["kept"]} - set(shares) or {None}
         if new is not None:
             shares[new] = point["macs"] - sum(shares.values())
     # two of four experts, gate and up in one
-    assert shares["blocks.1.mlp.gate_up"] == pytest.approx(2 * 2 * shares["blocks.1.mlp.shared.gate"])
+    assert shares["blocks.1.mlp.gate_up"] == pytest.approx(
+        2 * 2 * shares["blocks.1.mlp.shared.gate"]
+    )
     assert sum(shares.values()) <= 1 + 1e-9
 
 
-def test_the_loss_of_balance_weighs_the_same_whatever_the_loss_scale_of_the_run(experts: Path) -> None:
+def test_the_loss_of_balance_weighs_the_same_whatever_the_loss_scale_of_the_run(
+    experts: Path,
+) -> None:
     norms = []
     for scale in (1.0, 1024.0):
         subject = subject_of(experts)

@@ -1,4 +1,6 @@
-"""Estimates from measured gradients: unbiased on known distributions, and right on numbers worked by hand."""
+"""Estimates from measured gradients: unbiased on known distributions, and right on numbers worked
+by hand.
+"""
 
 import math
 from typing import Any
@@ -16,11 +18,16 @@ DIMENSIONS = 40
 
 
 def grams(vectors: np.ndarray[Any, Any], group: int = 4) -> list[list[list[float]]]:
-    return [(vectors[i : i + group] @ vectors[i : i + group].T).tolist() for i in range(0, len(vectors), group)]
+    return [
+        (vectors[i : i + group] @ vectors[i : i + group].T).tolist()
+        for i in range(0, len(vectors), group)
+    ]
 
 
 def draws(seed: int, *, bias: float, noise: float, batches: int) -> tuple[list[Any], list[Any]]:
-    """Errors with a systematic part of norm `bias`, gradients of norm 1, both with noise of norm `noise` a batch."""
+    """Errors with a systematic part of norm `bias`, gradients of norm 1, both with noise of norm
+    `noise` a batch.
+    """
     draw = np.random.default_rng(seed)
     direction = np.zeros(DIMENSIONS)
     direction[0] = 1.0
@@ -63,7 +70,12 @@ def test_two_batches_have_no_interval_of_the_gradient_and_so_no_systematic_bias(
 
 
 def test_a_gradient_whose_interval_holds_zero_has_no_systematic_bias() -> None:
-    products = [[4.0, 0.1, 0.2, 3.0], [0.1, 4.0, 0.1, 0.2], [0.2, 0.1, 4.0, 0.1], [3.0, 0.2, 0.1, 4.0]]
+    products = [
+        [4.0, 0.1, 0.2, 3.0],
+        [0.1, 4.0, 0.1, 0.2],
+        [0.2, 0.1, 4.0, 0.1],
+        [3.0, 0.2, 0.1, 4.0],
+    ]
     assert systematic([products], [products]) is None, "one pair makes |G|²"
     ones = [[1.0 + 3 * (i == j) for j in range(4)] for i in range(4)]
     found = systematic([products], [ones])
@@ -72,7 +84,12 @@ def test_a_gradient_whose_interval_holds_zero_has_no_systematic_bias() -> None:
 
 def test_a_policy_is_compared_batch_by_batch_on_what_judges_it() -> None:
     def of(errors: list[float]) -> Any:
-        keys = {"cosine": [1.0] * 4, "loss": [0.0] * 4, "variance": [None] * 4, "output": [None] * 4}
+        keys = {
+            "cosine": [1.0] * 4,
+            "loss": [0.0] * 4,
+            "variance": [None] * 4,
+            "output": [None] * 4,
+        }
         return [{"error": errors, "gram": np.eye(4).tolist(), "layers": [[]] * 4, **keys}]
 
     stretch = PlannedStretch(start=0, stop=1, recipe=NVFP4(), reason="", layers={})
@@ -102,5 +119,7 @@ def test_the_share_of_the_parts_is_above_the_floor_and_on_common_batches() -> No
         "b": of([0.04, 0.06]),
     }
     found = share(["a", "b"], measured)
-    assert found is not None and found.mean == pytest.approx((0.05 + 0.03 + 0.10 + 0.05) / (0.1 + 0.2))
+    assert found is not None and found.mean == pytest.approx(
+        (0.05 + 0.03 + 0.10 + 0.05) / (0.1 + 0.2)
+    )
     assert share([], measured) is None

@@ -1,4 +1,6 @@
-"""Forks of a checkpoint: trained as a run trains, equal to the bit whatever ran before them, paired by their seeds."""
+"""Forks of a checkpoint: trained as a run trains, equal to the bit whatever ran before them, paired
+by their seeds.
+"""
 
 import math
 from dataclasses import asdict, replace
@@ -40,14 +42,21 @@ def test_a_fork_by_the_runs_own_schedule_seed_and_recipe_is_the_run(
     """To the bit: phases and cooldown included."""
     monkeypatch.setattr(forks, "fork_seed", lambda seed, number: seed)
     own = ForkSettings(steps=3, schedule="own", lr=1.0, batches=1)
-    found = fork(subject, branch(subject, candidates([], plain(read_config(trained)))[0], own), own, 0)
+    found = fork(
+        subject, branch(subject, candidates([], plain(read_config(trained)))[0], own), own, 0
+    )
     trained_on = [line for line in lines(trained) if "train/loss" in line][3:]
-    assert (found.high, found.recipe) == (trained_on[-1]["val/loss"], trained_on[-1]["val/loss_recipe"])
+    assert (found.high, found.recipe) == (
+        trained_on[-1]["val/loss"],
+        trained_on[-1]["val/loss_recipe"],
+    )
     assert found.train == sum(line["train/loss"] for line in trained_on) / 3
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4", "fp8_delayed", "fp16"])
-def test_a_fork_is_the_same_to_the_bit_whatever_ran_before_it(trained: Path, subject: Subject, recipe: str) -> None:
+def test_a_fork_is_the_same_to_the_bit_whatever_ran_before_it(
+    trained: Path, subject: Subject, recipe: str
+) -> None:
     chosen = branch(subject, candidate(trained, f"recipe={recipe}", "policy=all"), LINEAR)
     first = numbers(fork(subject, chosen, LINEAR, 0))
     fork(subject, branch(subject, candidate(trained, "recipe=mxfp4"), LINEAR), LINEAR, 1)
@@ -56,12 +65,19 @@ def test_a_fork_is_the_same_to_the_bit_whatever_ran_before_it(trained: Path, sub
     assert numbers(fork(subject, chosen, LINEAR, 1)) != first
 
 
-def test_candidates_of_a_seed_see_the_same_batches_and_other_seeds_see_others(trained: Path, subject: Subject) -> None:
+def test_candidates_of_a_seed_see_the_same_batches_and_other_seeds_see_others(
+    trained: Path, subject: Subject
+) -> None:
     seen = []
     for recipe, number in (("bf16", 0), ("nvfp4", 0), ("bf16", 1)):
-        run = begin(subject, branch(subject, candidate(trained, f"recipe={recipe}"), LINEAR), LINEAR, number)
+        run = begin(
+            subject, branch(subject, candidate(trained, f"recipe={recipe}"), LINEAR), LINEAR, number
+        )
         seen.append(torch.cat([run.train_data.batch(step)[0] for step in range(3)]))
-        assert run.val_data is subject.run.val_data and run.config.run.seed != subject.run.config.run.seed
+        assert (
+            run.val_data is subject.run.val_data
+            and run.config.run.seed != subject.run.config.run.seed
+        )
     assert torch.equal(seen[0], seen[1]) and not torch.equal(seen[0], seen[2])
 
 
@@ -88,7 +104,10 @@ def test_phases_of_a_linear_fork_count_from_its_beginning_and_its_cooldown_is_th
     assert [(s.start, s.stop, s.recipe.name) for s in whole.plan.stretches] == [(0, 3, "BF16")]
     words = ("recipe=nvfp4", "phases=cooldown_bf16", "phases.cooldown.start=2")
     late = branch(subject, candidate(trained, *words), LINEAR)
-    assert [(s.start, s.stop, s.recipe.name) for s in late.plan.stretches] == [(0, 2, "NVFP4"), (2, 3, "BF16")]
+    assert [(s.start, s.stop, s.recipe.name) for s in late.plan.stretches] == [
+        (0, 2, "NVFP4"),
+        (2, 3, "BF16"),
+    ]
 
 
 def test_a_fork_leaves_the_run_directory_as_it_is(trained: Path, subject: Subject) -> None:
@@ -106,16 +125,27 @@ def test_a_fork_that_diverges_says_where(trained: Path, subject: Subject) -> Non
     assert found.recipe is None and found.high is None and found.train is None
     assert found.problem is not None and "first non-finite: " in found.problem
     after = fork(subject, branch(subject, candidate(trained, "recipe=bf16"), LINEAR), LINEAR, 0)
-    assert after.recipe is not None and math.isfinite(after.recipe), "the next one begins at the checkpoint"
+    assert after.recipe is not None and math.isfinite(after.recipe), (
+        "the next one begins at the checkpoint"
+    )
 
 
-def test_a_float16_fork_of_a_bf16_run_has_a_loss_scale_of_its_own(trained: Path, subject: Subject) -> None:
+def test_a_float16_fork_of_a_bf16_run_has_a_loss_scale_of_its_own(
+    trained: Path, subject: Subject
+) -> None:
     run = begin(subject, branch(subject, candidate(trained, "recipe=fp16"), LINEAR), LINEAR, 0)
     assert run.loss_scale > 1
-    assert begin(subject, branch(subject, candidate(trained, "recipe=bf16"), LINEAR), LINEAR, 0).loss_scale == 1
+    assert (
+        begin(
+            subject, branch(subject, candidate(trained, "recipe=bf16"), LINEAR), LINEAR, 0
+        ).loss_scale
+        == 1
+    )
 
 
-def test_candidates_that_compute_the_same_have_the_same_signature(trained: Path, subject: Subject) -> None:
+def test_candidates_that_compute_the_same_have_the_same_signature(
+    trained: Path, subject: Subject
+) -> None:
     def signature(*words: str) -> object:
         return branch(subject, candidate(trained, *words), LINEAR).signature
 
@@ -131,7 +161,10 @@ def test_candidates_that_compute_the_same_have_the_same_signature(trained: Path,
     [
         ({"steps": 0}, "steps=0 must be at least 1"),
         ({"batches": 0}, "batches=0 must be at least 1"),
-        ({"schedule": "lineal"}, "schedule='lineal' is not one of linear, own; did you mean 'linear'"),
+        (
+            {"schedule": "lineal"},
+            "schedule='lineal' is not one of linear, own; did you mean 'linear'",
+        ),
         ({"lr": 0.0}, "lr=0.0 must be a positive number"),
     ],
 )
@@ -141,7 +174,9 @@ def test_settings_that_make_no_fork_are_refused(values: dict[str, Any], message:
     assert message in str(raised.value)
 
 
-def test_a_pattern_that_matches_nothing_is_refused_with_the_candidates_name(trained: Path, subject: Subject) -> None:
+def test_a_pattern_that_matches_nothing_is_refused_with_the_candidates_name(
+    trained: Path, subject: Subject
+) -> None:
     chosen = candidate(trained, "recipe=nvfp4", "policy.keep=[mlp.dwon]")
     with pytest.raises(UserError, match=r"nvfp4: policy\.keep='mlp\.dwon' matches no linear layer"):
         branch(subject, chosen, LINEAR)

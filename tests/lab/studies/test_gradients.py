@@ -17,7 +17,9 @@ from fp4train.nn import Linear, convert
 from fp4train.precision import NVFP4, FP8Delayed
 
 
-def opened(subject: Subject, repeats: int = 1) -> tuple[GradientMeter, RecipeParts, dict[str, RecipePart]]:
+def opened(
+    subject: Subject, repeats: int = 1
+) -> tuple[GradientMeter, RecipeParts, dict[str, RecipePart]]:
     parts = RecipeParts(subject, NVFP4(), repeats=repeats)
     named = {part.name: part for part in parts.all(cells=True)}
     return GradientMeter(subject, parts.reference, list(parts.layers)), parts, named
@@ -26,7 +28,11 @@ def opened(subject: Subject, repeats: int = 1) -> tuple[GradientMeter, RecipePar
 def test_the_reference_has_no_error_against_itself(trained: Path) -> None:
     gradients, parts, _ = opened(subject_of(trained))
     values = gradients.measure(parts.reference, range(2))
-    assert values["error"] == [0.0, 0.0] and values["loss"] == [0.0, 0.0] and values["output"] == [0.0, 0.0]
+    assert (
+        values["error"] == [0.0, 0.0]
+        and values["loss"] == [0.0, 0.0]
+        and values["output"] == [0.0, 0.0]
+    )
     assert values["cosine"] == pytest.approx([1.0, 1.0], abs=1e-6)
 
 
@@ -55,7 +61,9 @@ def test_error_variance_and_products_agree_with_each_other(trained: Path) -> Non
         for b, norm in enumerate(norms):
             variance = values["variance"][b] or 0.0
             # E‖e‖² = ‖ē‖² + (R − 1)/R · variance
-            assert values["error"][b] == pytest.approx(values["gram"][b][b] / norm + (repeats - 1) / repeats * variance)
+            assert values["error"][b] == pytest.approx(
+                values["gram"][b][b] / norm + (repeats - 1) / repeats * variance
+            )
             assert math.fsum(values["layers"][b]) == pytest.approx(values["error"][b])
         assert (values["variance"] == [None] * 3) == (repeats == 1)
         assert values["gram"][0][1] == values["gram"][1][0] != 0
@@ -64,19 +72,27 @@ def test_error_variance_and_products_agree_with_each_other(trained: Path) -> Non
 def test_an_error_of_wgrad_stays_in_its_layer(trained: Path) -> None:
     """So one pass with the operand quantised in every layer measures the cells of all."""
     gradients, parts, named = opened(subject_of(trained))
-    together, floor = (gradients.measure(named[n], range(1))["layers"][0] for n in ("operand/wgrad.x", "nothing"))
+    together, floor = (
+        gradients.measure(named[n], range(1))["layers"][0] for n in ("operand/wgrad.x", "nothing")
+    )
     place = list(parts.layers).index("blocks.0.mlp.down")
     layers = dict(named["nothing"].stretch.layers)
     layers["blocks.0.mlp.down"] = named["operand/wgrad.x"].stretch.layers["blocks.0.mlp.down"]
-    one = replace(named["nothing"], name="one", stretch=replace(named["nothing"].stretch, layers=layers))
+    one = replace(
+        named["nothing"], name="one", stretch=replace(named["nothing"].stretch, layers=layers)
+    )
     alone = gradients.measure(one, range(1))["layers"][0]
     assert alone[place] == together[place] > 2 * floor[place]
-    assert [v for i, v in enumerate(alone) if i != place] == [v for i, v in enumerate(floor) if i != place]
+    assert [v for i, v in enumerate(alone) if i != place] == [
+        v for i, v in enumerate(floor) if i != place
+    ]
 
 
 def test_two_measurements_are_equal_to_the_bit_and_repeats_differ(trained: Path) -> None:
     first, second = (opened(subject_of(trained), repeats=2) for _ in range(2))
-    a, b = (gradients.measure(named["everything"], range(2)) for gradients, _, named in (first, second))
+    a, b = (
+        gradients.measure(named["everything"], range(2)) for gradients, _, named in (first, second)
+    )
     assert a == b and a["variance"][0] > 0
 
 
@@ -85,9 +101,13 @@ def test_microbatches_give_the_gradient_of_the_whole_batch(trained: Path) -> Non
     gradients, _, named = opened(subject)
     whole = gradients.measure(named["layer/blocks.0.mlp.up"], range(2))["error"]
     gradients.end()
-    subject.run.config = replace(subject.run.config, train=replace(subject.run.config.train, microbatch=2))
+    subject.run.config = replace(
+        subject.run.config, train=replace(subject.run.config.train, microbatch=2)
+    )
     gradients, _, named = opened(subject)
-    assert gradients.measure(named["layer/blocks.0.mlp.up"], range(2))["error"] == pytest.approx(whole, rel=0.2)
+    assert gradients.measure(named["layer/blocks.0.mlp.up"], range(2))["error"] == pytest.approx(
+        whole, rel=0.2
+    )
 
 
 def test_the_subject_is_left_as_it_was(trained: Path) -> None:
@@ -99,7 +119,9 @@ def test_the_subject_is_left_as_it_was(trained: Path) -> None:
     assert (subject.run.config, subject.run.plan, subject.run.step) == before[:3]
     assert all(parameter.grad is None for parameter in subject.run.model.parameters())
     fresh = subject_of(trained).run.model.state_dict()
-    assert all(torch.equal(tensor, fresh[name]) for name, tensor in subject.run.model.state_dict().items())
+    assert all(
+        torch.equal(tensor, fresh[name]) for name, tensor in subject.run.model.state_dict().items()
+    )
 
 
 def test_delayed_scales_begin_each_pass_with_what_an_earlier_one_has_seen(trained: Path) -> None:
@@ -119,7 +141,9 @@ def test_a_weight_that_is_not_finite_is_named(trained: Path) -> None:
     gradients, _, named = opened(subject)
     with torch.no_grad():
         subject.run.model.get_parameter("blocks.1.mlp.up.weight")[0, 0] = math.inf
-    with pytest.raises(UserError, match=r"reference in FP32, batch 0: the loss is nan.*blocks\.1\.mlp\.up"):
+    with pytest.raises(
+        UserError, match=r"reference in FP32, batch 0: the loss is nan.*blocks\.1\.mlp\.up"
+    ):
         gradients.measure(named["everything"], range(1))
 
 
@@ -127,8 +151,13 @@ def test_a_gradient_that_is_not_finite_is_named(trained: Path) -> None:
     subject = subject_of(trained)
     gradients, _, named = opened(subject)
     gradients.of_reference(range(1))
-    subject.run.model.get_parameter("blocks.0.mlp.down.weight").register_hook(lambda grad: grad * math.nan)
-    with pytest.raises(UserError, match=r"everything in NVFP4, batch 0: the gradient of blocks\.0\.mlp\.down is not"):
+    subject.run.model.get_parameter("blocks.0.mlp.down.weight").register_hook(
+        lambda grad: grad * math.nan
+    )
+    with pytest.raises(
+        UserError,
+        match=r"everything in NVFP4, batch 0: the gradient of blocks\.0\.mlp\.down is not",
+    ):
         gradients.measure(named["everything"], range(1))
 
 
@@ -136,7 +165,9 @@ def test_a_frozen_layer_is_named(trained: Path) -> None:
     subject = subject_of(trained)
     gradients, _, named = opened(subject)
     subject.run.model.get_parameter("blocks.0.attention.wq.weight").requires_grad_(False)
-    with pytest.raises(UserError, match=r"blocks\.0\.attention\.wq gets no gradient; is its weight frozen\?"):
+    with pytest.raises(
+        UserError, match=r"blocks\.0\.attention\.wq gets no gradient; is its weight frozen\?"
+    ):
         gradients.measure(named["everything"], range(1))
 
 
@@ -153,10 +184,14 @@ class Flat(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), targets_BT.flatten())
 
 
-def test_a_model_without_blocks_has_a_block_for_each_layer_and_no_output_error(trained: Path) -> None:
+def test_a_model_without_blocks_has_a_block_for_each_layer_and_no_output_error(
+    trained: Path,
+) -> None:
     subject = subject_of(trained)
     subject.run.model = convert(Flat(subject.run.model.vocab_size))  # type: ignore[arg-type]
-    subject.run.linears = [module for module in subject.run.model.modules() if isinstance(module, Linear)]
+    subject.run.linears = [
+        module for module in subject.run.model.modules() if isinstance(module, Linear)
+    ]
     gradients, parts, named = opened(subject)
     assert list(parts.layers) == ["inner", "out"]
     values = gradients.measure(named["layer/inner"], range(1))

@@ -1,4 +1,6 @@
-"""A record is recognised after an upgrade that adds options, and not after a change of what was measured."""
+"""A record is recognised after an upgrade that adds options, and not after a change of what was
+measured.
+"""
 
 from dataclasses import dataclass, field, make_dataclass, replace
 from pathlib import Path
@@ -29,7 +31,11 @@ class Options:
 def later(**values: Any) -> Any:
     """An object of the class as a later version has it, with one more option."""
     kind = make_dataclass(
-        "Options", [("added", str, field(default="off"))], bases=(Options,), kw_only=True, frozen=True
+        "Options",
+        [("added", str, field(default="off"))],
+        bases=(Options,),
+        kw_only=True,
+        frozen=True,
     )
     kind.__module__ = Options.__module__
     return kind(**values)
@@ -46,21 +52,35 @@ def test_whatever_differs_from_a_default_is_in_the_description() -> None:
     found = described(Options(needed=3, shape=(2,), inner=inner))
     assert found["needed"] == 3 and found["shape"] == [2]
     assert found["inner"]["element"] == "e4m3" and "formula" not in found["inner"]
-    different = [NVFP4(), NVFP4(hadamard=False), NVFP4(high_precision=("fprop",)), MXFP4(), LayerPolicy(last=0.25)]
+    different = [
+        NVFP4(),
+        NVFP4(hadamard=False),
+        NVFP4(high_precision=("fprop",)),
+        MXFP4(),
+        LayerPolicy(last=0.25),
+    ]
     assert len({digest(each) for each in different}) == len(different)
 
 
-def test_a_run_from_before_an_option_has_the_settings_of_one_with_its_default(trained: Path) -> None:
+def test_a_run_from_before_an_option_has_the_settings_of_one_with_its_default(
+    trained: Path,
+) -> None:
     cfg = run_directory.read_config(trained)
     cfg.resume, cfg.run.dir = str(trained), str(trained)
     del cfg.model.recompute, cfg.oscillation
-    now, older = subject_of(trained), open_subject(to_config(cfg), cfg, None)
+    now = subject_of(trained)
+    older = open_subject(to_config(cfg), cfg, None)
     assert older.identity == now.identity
-    assert now.settings["train.batch_size"] == 4 and "optim.lr" not in now.settings and "data.path" not in now.settings
+    assert (
+        now.settings["train.batch_size"] == 4
+        and "optim.lr" not in now.settings
+        and "data.path" not in now.settings
+    )
 
 
 def test_a_ranking_finds_its_folder_again_whatever_options_are_added(trained: Path) -> None:
-    subject, settings = subject_of(trained), ForkSettings(steps=3, schedule="linear", lr=1e-3, batches=2)
+    subject = subject_of(trained)
+    settings = ForkSettings(steps=3, schedule="linear", lr=1e-3, batches=2)
 
     def mark(subject: Any, settings: ForkSettings = settings) -> str:
         known = {"source": trained, "run": "a", "trained": "NVFP4", "tokens": 1}
@@ -73,12 +93,21 @@ def test_a_ranking_finds_its_folder_again_whatever_options_are_added(trained: Pa
 
 
 def test_a_refusal_names_the_settings_that_differ(trained: Path, tmp_path: Path) -> None:
-    subject, effort = subject_of(trained), Effort(batches=1, repeats=2)
+    subject = subject_of(trained)
+    effort = Effort(batches=1, repeats=2)
     with open_record(tmp_path, identity_of(subject, NVFP4(), effort), subject.step):
         pass
-    other = replace(subject, settings={**subject.settings, "train.batch_size": 7, "model.added": "on"})
-    named = r"settings\.train\.batch_size: 4 there, 7 here; settings\.model\.added: the default there, on here"
-    with pytest.raises(UserError, match=named), open_record(tmp_path, identity_of(other, NVFP4(), effort), 6):
+    other = replace(
+        subject, settings={**subject.settings, "train.batch_size": 7, "model.added": "on"}
+    )
+    named = (
+        r"settings\.train\.batch_size: 4 there, 7 here; settings\.model\.added: the default "
+        r"there, on here"
+    )
+    with (
+        pytest.raises(UserError, match=named),
+        open_record(tmp_path, identity_of(other, NVFP4(), effort), 6),
+    ):
         pass
     with (
         pytest.raises(UserError, match=r"recipe\.hadamard: the default there, False here"),

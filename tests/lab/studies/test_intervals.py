@@ -1,11 +1,22 @@
-"""Intervals and tests against closed forms, published tables, and samples of known distributions."""
+"""Intervals and tests against closed forms, published tables, and samples of known
+distributions.
+"""
 
 import math
 import random
 
 import pytest
 
-from fp4train.lab.studies.intervals import estimate, holm, jackknife, over_units, paired, quantile, spikes, two_sided
+from fp4train.lab.studies.intervals import (
+    estimate,
+    holm,
+    jackknife,
+    over_units,
+    paired,
+    quantile,
+    spikes,
+    two_sided,
+)
 
 # t of a two-sided interval; a table that every textbook has.
 TABLE = {
@@ -39,7 +50,9 @@ def test_a_mean_and_its_error_by_hand() -> None:
     assert (found.mean, found.count, found.freedom) == (3.0, 3, 2)
     assert found.error == pytest.approx(math.sqrt(7 / 3))
     low, high = found.interval() or (0.0, 0.0)
-    assert (low + high) / 2 == pytest.approx(3.0) and high - low == pytest.approx(2 * 4.30265 * math.sqrt(7 / 3))
+    assert (low + high) / 2 == pytest.approx(3.0) and high - low == pytest.approx(
+        2 * 4.30265 * math.sqrt(7 / 3)
+    )
     assert found.t == pytest.approx(3 / math.sqrt(7 / 3))
 
 
@@ -70,21 +83,29 @@ def test_intervals_hold_the_true_mean_as_often_as_they_say() -> None:
 @pytest.mark.parametrize("between", [0.0, 0.5, 2.0])
 @pytest.mark.parametrize("runs", [2, 3, 4])
 def test_intervals_over_base_runs_hold_the_mean_of_all_base_runs(runs: int, between: float) -> None:
-    """A random effect: with its spread in the interval, and never below the scatter of the forks."""
-    draw, trials, held = random.Random(runs), 500, 0
+    """A random effect: with its spread in the interval, and never below the scatter of the
+    forks.
+    """
+    draw = random.Random(runs)
+    trials = 500
+    held = 0
     for _ in range(trials):
         effects = [between * draw.gauss(0, 1) for _ in range(runs)]
         values = [effect + draw.gauss(0, 1) for effect in effects for _ in range(4)]
         found = over_units(values, [run for run in range(runs) for _ in range(4)])
         low, high = found.interval() or (0.0, 0.0)
         held += low <= 0 <= high
-        assert found.freedom == runs - 1 and found.mean == pytest.approx(sum(values) / len(values), abs=1e-12)
+        assert found.freedom == runs - 1 and found.mean == pytest.approx(
+            sum(values) / len(values), abs=1e-12
+        )
     assert held / trials >= 0.95 - 2.33 * math.sqrt(0.95 * 0.05 / trials)
 
 
 def test_base_runs_that_agree_by_chance_make_no_narrow_interval_and_one_is_no_spread() -> None:
     found = over_units([1.0, 3.0, 3.0, 1.0], ["a", "a", "b", "b"])
-    assert found.mean == 2 and found.error == pytest.approx(math.sqrt(0.5)), "the means are equal, the forks are not"
+    assert found.mean == 2 and found.error == pytest.approx(math.sqrt(0.5)), (
+        "the means are equal, the forks are not"
+    )
     assert over_units([1.0, 3.0, 3.0, 1.0], ["a"] * 4) == estimate([1.0, 3.0, 3.0, 1.0])
     assert over_units([1.0, 2.0], ["a", "b"]).error == pytest.approx(0.5), "one fork at each"
 
@@ -118,7 +139,8 @@ def test_the_jackknife_of_a_mean_is_its_standard_error() -> None:
 
 
 def test_holm_corrects_each_test_for_those_that_are_left() -> None:
-    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])  # Holm 1979's procedure by hand
+    # Holm 1979's procedure by hand
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert holm([0.7, 0.6]) == [1.0, 1.0]
     assert holm([]) == []
 

@@ -23,7 +23,9 @@ def quantised(part: RecipePart) -> set[str]:
     }
 
 
-def parts_of(trained: Path, recipe: Recipe, *, cells: bool = False) -> tuple[RecipeParts, dict[str, RecipePart]]:
+def parts_of(
+    trained: Path, recipe: Recipe, *, cells: bool = False
+) -> tuple[RecipeParts, dict[str, RecipePart]]:
     parts = RecipeParts(subject_of(trained), recipe, repeats=4)
     return parts, {part.name: part for part in parts.all(cells=cells)}
 
@@ -32,16 +34,28 @@ def test_every_part_quantises_what_it_is_named_for(trained: Path) -> None:
     parts, found = parts_of(trained, NVFP4(), cells=True)
     whole = quantised(found["everything"])
     assert len(parts.layers) == 14 and "head" not in parts.layers
-    assert len(whole) == 14 * 6 and not quantised(found["nothing"]) and not quantised(parts.reference)
+    assert (
+        len(whole) == 14 * 6 and not quantised(found["nothing"]) and not quantised(parts.reference)
+    )
     assert parts.operands == OPERANDS and parts.gemms == ["fprop", "dgrad", "wgrad"]
     assert quantised(found["gemm/dgrad"]) == {each for each in whole if " dgrad." in each}
-    assert quantised(found["operand/fprop.w"]) == {each for each in whole if each.endswith("fprop.second")}
-    assert quantised(found["operand/wgrad.dy"]) == {each for each in whole if each.endswith("wgrad.first")}
+    assert quantised(found["operand/fprop.w"]) == {
+        each for each in whole if each.endswith("fprop.second")
+    }
+    assert quantised(found["operand/wgrad.dy"]) == {
+        each for each in whole if each.endswith("wgrad.first")
+    }
     layer = "blocks.1.mlp.up"
-    assert quantised(found[f"layer/{layer}"]) == {each for each in whole if each.startswith(f"{layer} ")}
+    assert quantised(found[f"layer/{layer}"]) == {
+        each for each in whole if each.startswith(f"{layer} ")
+    }
     assert quantised(found[f"cell/{layer}/dgrad.dy"]) == {f"{layer} dgrad.first"}
-    assert quantised(found["policy of the run"]) == {each for each in whole if each.startswith("blocks.0")}
-    assert len(found) == 3 + 3 + 6 + 14 + 14 * 4, "cells of wgrad are measured by its operands in every layer at once"
+    assert quantised(found["policy of the run"]) == {
+        each for each in whole if each.startswith("blocks.0")
+    }
+    assert len(found) == 3 + 3 + 6 + 14 + 14 * 4, (
+        "cells of wgrad are measured by its operands in every layer at once"
+    )
 
 
 def test_only_what_is_rounded_stochastically_is_repeated(trained: Path) -> None:
@@ -58,7 +72,11 @@ def test_an_operand_alone_keeps_its_spec_but_for_the_transform(trained: Path) ->
     together = found["gemm/wgrad"].stretch.layers["blocks.0.mlp.up"].table["wgrad"].second
     assert alone is not None and together is not None
     assert together.hadamard is not None and alone.hadamard is None
-    assert (alone.element, alone.block, alone.rounding) == (together.element, together.block, together.rounding)
+    assert (alone.element, alone.block, alone.rounding) == (
+        together.element,
+        together.block,
+        together.rounding,
+    )
 
 
 def test_what_the_recipe_leaves_in_high_precision_is_no_part(trained: Path) -> None:
@@ -68,18 +86,23 @@ def test_what_the_recipe_leaves_in_high_precision_is_no_part(trained: Path) -> N
 
 def test_a_run_that_keeps_nothing_has_no_part_for_its_policy(trained: Path) -> None:
     subject = subject_of(trained, policy=EVERY_LAYER)
-    assert "policy of the run" not in [part.name for part in RecipeParts(subject, NVFP4(), repeats=1).all(cells=False)]
+    assert "policy of the run" not in [
+        part.name for part in RecipeParts(subject, NVFP4(), repeats=1).all(cells=False)
+    ]
 
 
 def test_policies_of_one_name_have_keys_of_their_own(trained: Path) -> None:
     parts, _ = parts_of(trained, NVFP4())
     first, last = (
-        parts.under(policy, "chosen policy") for policy in (LayerPolicy(first=1, last=0), LayerPolicy(last=1))
+        parts.under(policy, "chosen policy")
+        for policy in (LayerPolicy(first=1, last=0), LayerPolicy(last=1))
     )
     assert first.name == last.name and first.key != last.key
 
 
 @pytest.mark.parametrize("recipe", [BF16(), NVFP4().with_high_precision("fprop", "dgrad", "wgrad")])
 def test_a_recipe_that_quantises_nothing_is_refused(trained: Path, recipe: Recipe) -> None:
-    with pytest.raises(UserError, match=r"quantises nothing: there is no part of it to measure.*recipe=nvfp4"):
+    with pytest.raises(
+        UserError, match=r"quantises nothing: there is no part of it to measure.*recipe=nvfp4"
+    ):
         RecipeParts(subject_of(trained), recipe, repeats=1)

@@ -1,4 +1,6 @@
-"""`fp4train rank` on a tiny run: the table, what goes on where it stopped, equal numbers, and what it refuses."""
+"""`fp4train rank` on a tiny run: the table, what goes on where it stopped, equal numbers, and what
+it refuses.
+"""
 
 import json
 import os
@@ -20,20 +22,26 @@ FAST = ("steps=2", "forks=2", "batches=1", "recipe=bf16,mxfp8", "step=3")
 
 
 @pytest.fixture
-def cli(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
+def cli(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Cli:
     monkeypatch.chdir(tmp_path)
     return Cli(text, tmp_path, capsys)
 
 
 @pytest.fixture
 def pretend(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """Forks without training: 5 nats, what the seed does, .01 times the candidate's place. Returns what was made."""
+    """Forks without training: 5 nats, what the seed does, .01 times the candidate's place. Returns
+    what was made.
+    """
     made: list[tuple[str, int]] = []
 
     def fork(subject: Any, branch: Any, settings: Any, number: int) -> Fork:
         name = branch.candidate.name
         made.append((name, number))
-        place = {"bf16": 0, "fp32": 0, "mxfp8": 1, "nvfp4": 2, "mxfp4": 3}[name.lower().partition(" ")[0]]
+        place = {"bf16": 0, "fp32": 0, "mxfp8": 1, "nvfp4": 2, "mxfp4": 3}[
+            name.lower().partition(" ")[0]
+        ]
         loss = 5 + 0.1 * number + 0.01 * place + 1e-4 * ((7 * number + 3 * place) % 5)
         parts = [loss - 1e-4 * place, loss + 1e-4 * place]
         return Fork(recipe=loss, high=loss, train=loss, problem=None, seconds=0.01, parts=parts)
@@ -43,7 +51,9 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
 
 def numbers(folder: Path) -> dict[str, Any]:
-    """What two rankings must have in common: everything but the seconds, and the checksum over them."""
+    """What two rankings must have in common: everything but the seconds, and the checksum over
+    them.
+    """
     found: dict[str, Any] = json.loads((folder / "rank.json").read_text())
     del found["sha256"]
     for candidate in found["candidates"]:
@@ -95,7 +105,9 @@ def test_a_killed_ranking_goes_on_where_it_stopped(cli: Cli, trained: Path) -> N
     command = [sys.executable, "-m", "fp4train", "rank", str(trained), *FAST, "out=killed"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     record = Path("killed") / MEASUREMENTS
-    process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     wait_for(lambda: record.exists() and record.read_text().count("\n") >= 4)
     process.send_signal(signal.SIGKILL)
     process.wait()
@@ -126,18 +138,26 @@ def test_the_same_command_measures_nothing_and_more_forks_go_on(
 ) -> None:
     command = ("rank", str(trained), "step=3", "steps=2", "recipe=bf16,mxfp8,nvfp4", "out=a")
     first = said(cli.raw(*command, "forks=6"))
-    assert len(pretend) == 24 and [number for _, number in pretend] == [k for k in range(6) for _ in range(4)]
+    assert len(pretend) == 24 and [number for _, number in pretend] == [
+        k for k in range(6) for _ in range(4)
+    ]
     assert said(cli.raw(*command, "forks=6")) == first and len(pretend) == 24
     said(cli.raw(*command, "forks=9"))
-    assert sorted(pretend[24:]) == sorted((n, k) for n in ("bf16", "mxfp8", "nvfp4", "FP32") for k in (6, 7, 8))
-    assert ": 9 forks of 2 steps" in said(cli.raw(*command, "forks=6")), "all forks of the record are used"
+    assert sorted(pretend[24:]) == sorted(
+        (n, k) for n in ("bf16", "mxfp8", "nvfp4", "FP32") for k in (6, 7, 8)
+    )
+    assert ": 9 forks of 2 steps" in said(cli.raw(*command, "forks=6")), (
+        "all forks of the record are used"
+    )
     said(cli.raw(*command[:4], "recipe=bf16,nvfp4,mxfp4", "out=a", "forks=9"))
     assert {name for name, _ in pretend[36:]} == {"mxfp4"}, "the others are known"
 
 
 def p_of(folder: str, first: str, second: str) -> float:
     pairs = numbers(Path(folder))["pairs"]
-    return next(float(pair["p"]) for pair in pairs if {pair["first"], pair["second"]} == {first, second})
+    return next(
+        float(pair["p"]) for pair in pairs if {pair["first"], pair["second"]} == {first, second}
+    )
 
 
 def test_fewer_candidates_of_the_same_record_buy_no_significance(
@@ -165,7 +185,9 @@ def test_candidates_that_are_added_are_further_looks_that_ask_for_more_and_other
     ):
         shown = said(cli.raw(*command, f"recipe={recipes}"))
         assert words in shown
-    assert "told apart here" in said(cli.raw(*command, "recipe=bf16,mxfp8")), "what was found stays found"
+    assert "told apart here" in said(cli.raw(*command, "recipe=bf16,mxfp8")), (
+        "what was found stays found"
+    )
 
 
 def test_several_checkpoints_are_ranked_together_and_one_is_said_to_hold_for_itself(
@@ -176,8 +198,15 @@ def test_several_checkpoints_are_ranked_together_and_one_is_said_to_hold_for_its
     assert "one checkpoint: all of this holds for it alone" in alone
     assert "no tests: look 1 at this record needs 6 forks; forks=6 makes them" in alone
     shown = said(cli.raw("rank", str(trained), "step=3,6", *sweep))
-    assert "step 3: 3 forks of" in shown and "step 6: 3 forks of" in shown and "trained in NVFP4" in shown
-    assert "2 checkpoints of one run: the spread between its ages is in ±, that between runs is not" in shown
+    assert (
+        "step 3: 3 forks of" in shown
+        and "step 6: 3 forks of" in shown
+        and "trained in NVFP4" in shown
+    )
+    assert (
+        "2 checkpoints of one run: the spread between its ages is in ±, that between runs is not"
+        in shown
+    )
     assert "12.7 errors of the mean of 2" in shown and "sign flips of 6 forks" in shown
     found = numbers(Path("a"))
     assert [each["step"] for each in found["checkpoints"]] == [3, 6] and found["units"] == 2
@@ -200,9 +229,21 @@ def test_candidates_that_run_alike_are_measured_once_and_told(
     assert "bf16 policy=last15 stands for bf16 policy=all, too: every GEMM runs alike" in shown
 
 
-def test_a_policy_file_is_a_candidate(cli: Cli, trained: Path, pretend: list[tuple[str, int]]) -> None:
+def test_a_policy_file_is_a_candidate(
+    cli: Cli, trained: Path, pretend: list[tuple[str, int]]
+) -> None:
     Path("mine.yaml").write_text("_target_: fp4train.precision.LayerPolicy\nfirst: 1\nlast: 0\n")
-    said(cli.raw("rank", str(trained), "step=3", "recipe=nvfp4", "policy=all,mine.yaml", "forks=1", "out=a"))
+    said(
+        cli.raw(
+            "rank",
+            str(trained),
+            "step=3",
+            "recipe=nvfp4",
+            "policy=all,mine.yaml",
+            "forks=1",
+            "out=a",
+        )
+    )
     assert ("nvfp4 policy=mine", 0) in pretend
 
 
@@ -215,12 +256,16 @@ def test_a_sweep_longer_than_a_file_name_is_no_run_directory(
     assert {row[1] for row in rows(shown)} == {"bf16", "mxfp8", "nvfp4"}
 
 
-def test_one_recipe_is_compared_with_bf16(cli: Cli, trained: Path, pretend: list[tuple[str, int]]) -> None:
+def test_one_recipe_is_compared_with_bf16(
+    cli: Cli, trained: Path, pretend: list[tuple[str, int]]
+) -> None:
     shown = said(cli.raw("rank", str(trained), "step=3", "recipe=nvfp4", "forks=6", "out=a"))
     assert "gap to nvfp4" in shown and [row[1] for row in rows(shown)] == ["BF16", "nvfp4"]
 
 
-def test_one_fork_has_no_interval_and_says_so(cli: Cli, trained: Path, pretend: list[tuple[str, int]]) -> None:
+def test_one_fork_has_no_interval_and_says_so(
+    cli: Cli, trained: Path, pretend: list[tuple[str, int]]
+) -> None:
     shown = said(cli.raw("rank", str(trained), "step=3", "recipe=bf16,nvfp4", "forks=1", "out=a"))
     assert "± –" in shown and "one fork: no interval, and nothing is told apart" in shown
     found = numbers(Path("a"))
@@ -240,14 +285,23 @@ def test_a_candidate_that_diverges_is_last_with_the_layer_and_not_compared(
 
     monkeypatch.setattr(workers, "fork", fork)
     diverging = "mxfp8"
-    shown = said(cli.raw("rank", str(trained), "step=3", "recipe=bf16,mxfp8,nvfp4", "forks=4", "out=a"))
-    assert "mxfp8: 2 of 4 forks diverged, it is not compared; the first: step 1: loss is nan in MXFP8" in shown
+    shown = said(
+        cli.raw("rank", str(trained), "step=3", "recipe=bf16,mxfp8,nvfp4", "forks=4", "out=a")
+    )
+    assert (
+        "mxfp8: 2 of 4 forks diverged, it is not compared; the first: step 1: loss is nan in MXFP8"
+        in shown
+    )
     assert "output of blocks.0.mlp.down" in shown
     found = numbers(Path("a"))
     assert found["order"] == ["bf16", "nvfp4"] and len(found["pairs"]) == 1
     diverging = "bf16"
     outcome = cli.raw("rank", str(trained), "step=3", "recipe=bf16,nvfp4", "forks=4", "out=b")
-    assert outcome.code == 1 and "the reference bf16 diverged" in outcome.message and "blocks.0" in outcome.message
+    assert (
+        outcome.code == 1
+        and "the reference bf16 diverged" in outcome.message
+        and "blocks.0" in outcome.message
+    )
 
 
 def test_a_full_disk_costs_the_files_and_not_the_table(
@@ -273,30 +327,48 @@ def test_a_full_disk_costs_the_files_and_not_the_table(
     [
         (["recipe=nvpf4"], "recipe=nvpf4: there is no such recipe; did you mean 'nvfp4'?"),
         (["step=4"], "step=4: {run} has no such checkpoint; it has 3, 6"),
-        (["fork=3"], "unknown key 'fork'; did you mean 'forks'? (known: recipe, policy, phases, step"),
+        (
+            ["fork=3"],
+            "unknown key 'fork'; did you mean 'forks'? (known: recipe, policy, phases, step",
+        ),
         (["forks=0"], "forks=0 must be at least 1"),
         (["forks=1e18"], "forks=1000000000000000000 must be at most 10000"),
-        (["forks=2,3"], "forks=2,3: a ranking has one forks; it sweeps over recipe, policy, phases"),
+        (
+            ["forks=2,3"],
+            "forks=2,3: a ranking has one forks; it sweeps over recipe, policy, phases",
+        ),
         (["forks=many"], "forks='many' must be a whole number"),
         (["forks=2", "forks=3"], "forks= is given twice"),
         (["margin=-1"], "margin=-1.0 must be a number of nats per token"),
         (["steps=0"], "steps=0 must be at least 1"),
         (["schedule=wsd"], "schedule='wsd' is not one of linear, own"),
-        (["schedule=own"], "schedule=own: the run ends at step 6, no step is left after step 6; give an earlier step="),
-        (["schedule=own", "step=3", "lr=1"], "schedule=own has the rates of the run: leave out lr="),
+        (
+            ["schedule=own"],
+            "schedule=own: the run ends at step 6, no step is left after step 6; give an "
+            "earlier step=",
+        ),
+        (
+            ["schedule=own", "step=3", "lr=1"],
+            "schedule=own has the rates of the run: leave out lr=",
+        ),
         (["schedule=own", "step=3", "steps=4"], "steps=4: the run has 3 steps left after step 3"),
         (["recipe=bf16"], "there is nothing to rank: bf16 is one candidate"),
         (
             ["recipe=bf16,nvfp4", "policy.last=1.0"],
             "bf16, nvfp4 run every GEMM of this model alike; nothing is quantised",
         ),
-        (["recipe=bf16,nvfp4", "policy.keep=[nothing]"], "bf16: policy.keep='nothing' matches no linear layer"),
+        (
+            ["recipe=bf16,nvfp4", "policy.keep=[nothing]"],
+            "bf16: policy.keep='nothing' matches no linear layer",
+        ),
         (["-m"], "rank knows no flag -m"),
         (["other"], "other is not a run directory"),
         (["stop=true"], "unknown key 'stop'"),
     ],
 )
-def test_what_cannot_be_ranked_is_refused(cli: Cli, trained: Path, words: list[str], message: str) -> None:
+def test_what_cannot_be_ranked_is_refused(
+    cli: Cli, trained: Path, words: list[str], message: str
+) -> None:
     outcome = cli.raw("rank", str(trained), *words)
     assert outcome.code == 1
     assert message.format(run=trained) in outcome.message

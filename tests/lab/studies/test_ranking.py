@@ -1,4 +1,6 @@
-"""What a ranking says of its forks: order, gaps, floor, words, JSON without infinities, and a picture of it."""
+"""What a ranking says of its forks: order, gaps, floor, words, JSON without infinities, and a
+picture of it.
+"""
 
 import json
 import random
@@ -20,10 +22,14 @@ GAPS = {"bf16": 0.0, "mxfp8": 0.0009, "nvfp4": 0.006, "nvfp4_plain": 0.006, "mxf
 
 def base(run: str) -> Base:
     settings = ForkSettings(steps=24, schedule="linear", lr=3e-3, batches=8)
-    return Base(source=Path(run), step=200, settings=settings, run=run, trained="NVFP4", tokens=32768)
+    return Base(
+        source=Path(run), step=200, settings=settings, run=run, trained="NVFP4", tokens=32768
+    )
 
 
-def ranking(forks: int, gaps: dict[str, float] | None = None, runs: int = 1, **changes: object) -> Ranking:
+def ranking(
+    forks: int, gaps: dict[str, float] | None = None, runs: int = 1, **changes: object
+) -> Ranking:
     """Gaps and scatter as they were measured on the default run; `forks` at each of the runs."""
     rng = random.Random(0)
     gaps = GAPS if gaps is None else gaps
@@ -32,13 +38,30 @@ def ranking(forks: int, gaps: dict[str, float] | None = None, runs: int = 1, **c
     def entry(name: str, gap: float, scatter: float, asked: bool = True) -> Entry:
         losses = [c + gap + rng.gauss(0, scatter) for c in common]
         made = [
-            Fork(recipe=x, high=x - gap / 2, train=x, problem=None, seconds=7.0, parts=[x - gap / 4, x + gap / 4])
+            Fork(
+                recipe=x,
+                high=x - gap / 2,
+                train=x,
+                problem=None,
+                seconds=7.0,
+                parts=[x - gap / 4, x + gap / 4],
+            )
             for x in losses
         ]
-        return Entry(name=name, key=f"k-{name}", forks=made, asked=asked, same=["BF16"] if name == "bf16" else [])
+        return Entry(
+            name=name,
+            key=f"k-{name}",
+            forks=made,
+            asked=asked,
+            same=["BF16"] if name == "bf16" else [],
+        )
 
     entries = [entry(name, gap, 0.0004) for name, gap in gaps.items()]
-    entries += [entry(name, -1e-4, 3e-5, asked=False) for name in ("BF16", "FP32") if name.lower() not in gaps]
+    entries += [
+        entry(name, -1e-4, 3e-5, asked=False)
+        for name in ("BF16", "FP32")
+        if name.lower() not in gaps
+    ]
     look = 1 if forks * runs >= 6 else None
     bases = [base(f"runs/{'abcdef'[i]}") for i in range(runs)]
     found = Ranking(bases=bases, entries=entries, margin=5e-4, look=look, first=entries[0].key)
@@ -53,12 +76,20 @@ def picture(found: Ranking) -> Draw:
 def test_the_table_gives_the_order_the_gaps_and_what_is_told_apart() -> None:
     found = ranking(12)
     text = render(found)
-    assert [entry.name for entry in found.ranked][:2] == ["bf16", "mxfp8"] and found.ranked[-1].name == "mxfp4"
+    assert [entry.name for entry in found.ranked][:2] == ["bf16", "mxfp8"] and found.ranked[
+        -1
+    ].name == "mxfp4"
     verdicts = {frozenset((pair.first, pair.second)): pair.verdict for pair in found.pairs}
     assert verdicts[frozenset(("nvfp4", "mxfp4"))] == "here"
     assert verdicts[frozenset(("nvfp4", "nvfp4_plain"))] == "open"
-    assert "sign flips of 12 forks, corrected for 10 comparisons of all 5 candidates in the record\n" in text
-    assert "look 1 at this record has 80.0% of the 5%" in text and "one checkpoint: all of this holds for it" in text
+    assert (
+        "sign flips of 12 forks, corrected for 10 comparisons of all 5 candidates in the record\n"
+        in text
+    )
+    assert (
+        "look 1 at this record has 80.0% of the 5%" in text
+        and "one checkpoint: all of this holds for it" in text
+    )
     same = found.groups["nvfp4"]
     assert same == found.groups["nvfp4_plain"] and not set(same) & set(found.groups["mxfp4"])
     assert len(text.splitlines()) < 30 and max(map(len, text.splitlines())) < 130
@@ -67,7 +98,9 @@ def test_the_table_gives_the_order_the_gaps_and_what_is_told_apart() -> None:
 def test_a_gap_is_the_mean_of_the_differences_of_the_same_seeds() -> None:
     found = ranking(6)
     nvfp4 = next(entry for entry in found.entries if entry.name == "nvfp4")
-    differences = [a - b for a, b in zip(nvfp4.losses("recipe"), found.reference.losses("recipe"), strict=True)]
+    differences = [
+        a - b for a, b in zip(nvfp4.losses("recipe"), found.reference.losses("recipe"), strict=True)
+    ]
     assert found.gap(nvfp4).mean == pytest.approx(sum(differences) / 6, rel=1e-12)
     assert found.gap(nvfp4).count == 6
     assert found.gap(nvfp4, "high").mean < found.gap(nvfp4).mean
@@ -76,7 +109,9 @@ def test_a_gap_is_the_mean_of_the_differences_of_the_same_seeds() -> None:
 def test_the_floor_is_there_whatever_the_reference_is() -> None:
     found = ranking(6, {"nvfp4": 0.006, "mxfp4": 0.009})
     assert found.reference.name == "nvfp4" and found.floor is not None
-    assert [entry.name for entry in found.ranked] == ["nvfp4", "mxfp4"], "what nobody asked for is not ranked"
+    assert [entry.name for entry in found.ranked] == ["nvfp4", "mxfp4"], (
+        "what nobody asked for is not ranked"
+    )
     assert len(found.pairs) == 1 and "floor of the noise: FP32 − BF16 = " in render(found)
 
 
@@ -91,7 +126,9 @@ def test_json_has_no_number_that_json_lacks() -> None:
     for forks in (1, 2, 6):
         values = rank_json(ranking(forks))
         again = json.loads(json.dumps(values, allow_nan=False))
-        assert again["pairs"][0]["together"] == ([None, None] if forks < 6 else values["pairs"][0]["together"])
+        assert again["pairs"][0]["together"] == (
+            [None, None] if forks < 6 else values["pairs"][0]["together"]
+        )
         assert (again["candidates"][1]["gap"]["low"] is None) == (forks == 1)
 
 
@@ -109,32 +146,46 @@ def test_several_base_runs_have_their_spread_in_the_interval_and_each_its_gap() 
         for i, fork in enumerate(found.entries[1].forks)
     ]
     entries = [found.entries[0], replace(found.entries[1], forks=moved), *found.entries[2:]]
-    wide, text = replace(found, entries=entries), render(replace(found, entries=entries))
-    narrow, halves = found.gap(found.entries[1]), wide.gap(entries[1])
+    wide = replace(found, entries=entries)
+    text = render(replace(found, entries=entries))
+    narrow = found.gap(found.entries[1])
+    halves = wide.gap(entries[1])
     assert narrow.freedom == halves.freedom == 2 and (halves.error or 0) > 10 * (narrow.error or 1)
-    assert [pair.verdict for pair in found.pairs] == ["different"] and [pair.verdict for pair in wide.pairs] == ["here"]
-    assert "3 checkpoints of 3 base runs: the spread between runs is in ±" in text and "told apart here" in text
+    assert [pair.verdict for pair in found.pairs] == ["different"] and [
+        pair.verdict for pair in wide.pairs
+    ] == ["here"]
+    assert (
+        "3 checkpoints of 3 base runs: the spread between runs is in ±" in text
+        and "told apart here" in text
+    )
     assert "gap at each checkpoint\nnvfp4  +0.006" in text and "4.3 errors of the mean of 3" in text
     assert len(rank_json(wide)["candidates"][1]["gaps"]) == 3
 
 
 def test_the_order_in_which_checkpoints_are_named_makes_no_other_test() -> None:
-    """24 forks have a subgroup of the sign patterns; a candidate that was not asked for has forks at one of three."""
+    """24 forks have a subgroup of the sign patterns; a candidate that was not asked for has forks
+    at one of three.
+    """
     found = ranking(8, {"bf16": 0.0, "mxfp8": 2e-4, "nvfp4": 3e-4}, runs=3)
 
     def turned(forks: Sequence[Fork | None]) -> list[Fork | None]:
         return [*forks[16:], *forks[8:16], *forks[:8]]
 
-    asked, hidden = found.entries[:2], found.entries[2]
+    asked = found.entries[:2]
+    hidden = found.entries[2]
     hidden = replace(hidden, forks=[*hidden.forks[:8], *[None] * 16])
     found = replace(found, entries=[*asked, found.entries[-1]], others=[hidden])
-    entries, others = ([replace(e, forks=turned(e.forks)) for e in each] for each in (found.entries, found.others))
+    entries, others = (
+        [replace(e, forks=turned(e.forks)) for e in each] for each in (found.entries, found.others)
+    )
     other = replace(found, bases=found.bases[::-1], entries=entries, others=others)
     assert found.table == other.table
     assert [pair.p for pair in found.compared] == [pair.p for pair in other.compared]
 
 
-def test_a_fork_that_spikes_is_named_with_its_place_in_table_file_and_picture(tmp_path: Path) -> None:
+def test_a_fork_that_spikes_is_named_with_its_place_in_table_file_and_picture(
+    tmp_path: Path,
+) -> None:
     found = ranking(6, runs=2)
     forks = list(found.entries[2].forks)
     assert forks[8] is not None
@@ -143,26 +194,37 @@ def test_a_fork_that_spikes_is_named_with_its_place_in_table_file_and_picture(tm
     spiky = replace(found, entries=entries)
     (spike,) = spiky.spikes
     assert (spike.entry.name, spike.fork) == ("nvfp4", 8) and not found.spikes
-    assert "nvfp4 spikes: its loss is +1.1" in render(spiky) and "at runs/b, step 200, seed 2" in render(spiky)
-    assert [each["spikes"] for each in rank_json(spiky)["candidates"]][2] == ["runs/b, step 200, seed 2"]
+    assert "nvfp4 spikes: its loss is +1.1" in render(
+        spiky
+    ) and "at runs/b, step 200, seed 2" in render(spiky)
+    assert [each["spikes"] for each in rank_json(spiky)["candidates"]][2] == [
+        "runs/b, step 200, seed 2"
+    ]
     texts = [text.get_text() for text in picture(spiky)(PICTURE).axes[0].texts]
     assert any("spikes at runs/b, step 200, seed 2" in text for text in texts)
 
 
 def test_the_choice_of_validation_tokens_is_said_beside_the_interval() -> None:
-    """By hand: microbatches with gaps of ½ and 3/2 of the mean have the error gap/2; t(1) is 12.7."""
+    """By hand: microbatches with gaps of ½ and 3/2 of the mean have the error gap/2; t(1) is
+    12.7.
+    """
     found = ranking(6)
     nvfp4 = next(entry for entry in found.entries if entry.name == "nvfp4")
     assert found.sampling(nvfp4) == pytest.approx(12.7062 * 0.006 / 4, rel=1e-4)
     assert "± tokens: beside it, for the choice of the 32,768 validation tokens" in render(found)
-    bare = [replace(entry, forks=[replace(f, parts=[1.0]) for f in entry.forks if f]) for entry in found.entries]
+    bare = [
+        replace(entry, forks=[replace(f, parts=[1.0]) for f in entry.forks if f])
+        for entry in found.entries
+    ]
     assert replace(found, entries=bare).sampling(bare[2]) is None
 
 
 def test_the_picture_has_a_row_per_candidate_and_intervals_in_view(tmp_path: Path) -> None:
     found = ranking(6)
     (axes,) = picture(found)(PICTURE).axes
-    assert [tick.get_text() for tick in axes.get_yticklabels()] == [entry.name for entry in found.ranked]
+    assert [tick.get_text() for tick in axes.get_yticklabels()] == [
+        entry.name for entry in found.ranked
+    ]
     low, high = axes.get_xlim()
     for entry in found.ranked:
         interval = found.gap(entry).interval()

@@ -1,4 +1,6 @@
-"""The record of a study: what was measured is kept to the bit; what is not this study's is refused. Its progress."""
+"""The record of a study: what was measured is kept to the bit; what is not this study's is refused.
+Its progress.
+"""
 
 import json
 import logging
@@ -44,7 +46,9 @@ def test_a_last_line_that_a_kill_tore_is_measured_again(tmp_path: Path) -> None:
     assert path.read_bytes() == whole
 
 
-@pytest.mark.parametrize("damage", ["a number", "a line that is gone", "two lines that changed places"])
+@pytest.mark.parametrize(
+    "damage", ["a number", "a line that is gone", "two lines that changed places"]
+)
 def test_damage_is_refused(tmp_path: Path, damage: str) -> None:
     path = make(tmp_path)
     lines = path.read_text().splitlines(keepends=True)
@@ -73,9 +77,9 @@ def test_the_record_of_another_version_is_refused_with_what_to_do(
 ) -> None:
     make(tmp_path)
     monkeypatch.setattr("fp4train.lab.studies.record.__version__", "9.9")
-    with pytest.raises(UserError, match=r"record of fp4train .*; this is 9\.9.*go on with that version.*out="):  # noqa: SIM117
-        with open_record(tmp_path, WHO, 200):
-            pass
+    refused = r"record of fp4train .*; this is 9\.9.*go on with that version.*out="
+    with pytest.raises(UserError, match=refused), open_record(tmp_path, WHO, 200):
+        pass
 
 
 def test_another_file_is_refused(tmp_path: Path) -> None:
@@ -83,7 +87,10 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
     log = MetricsLog(path)
     log.log(1, {"train/loss": 2.0})
     log.finish()
-    with pytest.raises(UserError, match="line 1: no measurement of a study"), open_record(tmp_path, WHO, 200):
+    with (
+        pytest.raises(UserError, match="line 1: no measurement of a study"),
+        open_record(tmp_path, WHO, 200),
+    ):
         pass
     path.write_text(json.dumps({"step": 1, "train/loss": 2.0}) + "\n")
     with pytest.raises(UserError, match="is of an older fp4train"), open_record(tmp_path, WHO, 200):
@@ -98,7 +105,9 @@ def test_two_processes_do_not_write_one_record(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("values", [{"x": float("nan")}, {"x": [float("inf")]}])
-def test_only_finite_values_are_recorded_and_each_once(tmp_path: Path, values: dict[str, Any]) -> None:
+def test_only_finite_values_are_recorded_and_each_once(
+    tmp_path: Path, values: dict[str, Any]
+) -> None:
     with open_record(tmp_path, WHO, 200) as record:
         with pytest.raises(ValueError, match="Out of range float"):
             record.add("a", values)
@@ -142,7 +151,9 @@ def test_the_time_left_follows_from_what_was_made_now_not_from_the_record(
     assert caplog.messages == ["7 of 12 forks, 01:40 left: NVFP4, seed 1, loss 1.7"]
 
 
-def test_lines_come_now_and_then_where_that_is_asked_for(clock: list[float], caplog: pytest.LogCaptureFixture) -> None:
+def test_lines_come_now_and_then_where_that_is_asked_for(
+    clock: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.INFO), study_progress("measurement", every=15.0) as shown:
         for number in range(40):
             shown(number, None, "fprop")

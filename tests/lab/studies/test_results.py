@@ -21,8 +21,17 @@ def test_a_sensitivity_is_read_as_findings_and_points(tmp_path: Path) -> None:
     found = SensitivityResult(written(write_sensitivity(write_run(tmp_path / "a"))))
     (first, second) = found.of_kind("layer")
     assert (first.what, second.what) == ("blocks.0.mlp.up", "blocks.1.mlp.up")
-    assert (first.nmse.mean, first.nmse.error, first.nmse.freedom, first.bias2) == (0.08, 0.01, 7, None)
-    assert [point.macs for point in found.curve] == [0.0, 0.5] and found.chosen.nmse == 0.02 and found.gpu is None
+    assert (first.nmse.mean, first.nmse.error, first.nmse.freedom, first.bias2) == (
+        0.08,
+        0.01,
+        7,
+        None,
+    )
+    assert (
+        [point.macs for point in found.curve] == [0.0, 0.5]
+        and found.chosen.nmse == 0.02
+        and found.gpu is None
+    )
 
 
 @pytest.mark.parametrize("freedom", [0, -1, 9, 10**30, "x"])
@@ -40,8 +49,13 @@ def test_the_interval_of_a_gap_has_the_freedom_of_its_base_runs(tmp_path: Path) 
     )
     for found, freedom in ((one, 5), (three, 2)):
         gap = found.candidates[1].gap
-        assert gap is not None and gap.freedom == freedom and gap.half_width() == pytest.approx(0.0002)
-        assert found.candidates[0].gap is None and found.candidates[1].simultaneous == (0.001, 0.003)
+        assert (
+            gap is not None and gap.freedom == freedom and gap.half_width() == pytest.approx(0.0002)
+        )
+        assert found.candidates[0].gap is None and found.candidates[1].simultaneous == (
+            0.001,
+            0.003,
+        )
     assert one.where == "from step 30, rate 0.003 → 0" and three.where == "at each of 3 checkpoints"
 
 
@@ -49,12 +63,16 @@ def test_a_verdict_that_is_none_is_refused(tmp_path: Path) -> None:
     body = written(write_ranking(write_run(tmp_path / "a")))
     assert [each.verdict for each in RankResult(body).candidates] == ["reference", "different"]
     body["pairs"][0]["verdict"] = "apart"
-    with pytest.raises(ValueError, match="its verdict 'apart' is none of different, here, alike, open"):
+    with pytest.raises(
+        ValueError, match="its verdict 'apart' is none of different, here, alike, open"
+    ):
         RankResult(body)
 
 
 def test_the_interval_with_all_pairs_is_that_of_the_gap_to_the_reference(tmp_path: Path) -> None:
-    """A pair names the better candidate first; where that is not the reference, its difference has the other sign."""
+    """A pair names the better candidate first; where that is not the reference, its difference has
+    the other sign.
+    """
     body = written(write_ranking(write_run(tmp_path / "a")))
     (pair,) = body["pairs"]
     pair["first"], pair["second"] = pair["second"], pair["first"]

@@ -31,8 +31,12 @@ def result(folder: str) -> dict[str, Any]:
 
 @pytest.fixture
 def killed_at(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`killed_at(5)`: the process dies as the fifth measurement begins; `killed_at(-1)`: it does not."""
-    original, count, at = GradientMeter.measure, [0], [-1]
+    """`killed_at(5)`: the process dies as the fifth measurement begins; `killed_at(-1)`: it does
+    not.
+    """
+    original = GradientMeter.measure
+    count = [0]
+    at = [-1]
 
     def measure(self: GradientMeter, part: RecipePart, batches: range) -> Any:
         count[0] += 1
@@ -41,7 +45,8 @@ def killed_at(monkeypatch: pytest.MonkeyPatch) -> Any:
         return original(self, part, batches)
 
     def choose(number: int) -> None:
-        count[0], at[0] = 0, number
+        count[0] = 0
+        at[0] = number
 
     monkeypatch.setattr(GradientMeter, "measure", measure)
     return choose
@@ -63,15 +68,28 @@ def test_a_study_from_the_command_to_a_policy_that_train_takes(cli: Cli) -> None
     folder = "runs/a/studies/sensitivity-nvfp4-6"
     found = result(folder)
     judged = found["policy"]["judged"]
-    assert judged["batches"] == 2 and "judged on the 2 batches after those that chose it" in said.out
+    assert (
+        judged["batches"] == 2 and "judged on the 2 batches after those that chose it" in said.out
+    )
     recorded = (Path(folder) / "measurements.jsonl").read_text()
-    assert '"reference 2-3"' in recorded and '"everything 2-3"' in recorded, "others than those that chose it"
+    assert '"reference 2-3"' in recorded and '"everything 2-3"' in recorded, (
+        "others than those that chose it"
+    )
     assert judged["everything"]["nmse"]["mean"] != found["parts"]["everything"]["nmse"]["mean"]
-    assert found["parts"]["everything"]["nmse"]["mean"] > found["parts"]["nothing"]["nmse"]["mean"] > 0
+    assert (
+        found["parts"]["everything"]["nmse"]["mean"] > found["parts"]["nothing"]["nmse"]["mean"] > 0
+    )
     assert set(found["shares"]) == {"GEMMs", "operands", "layers"} and len(found["pareto"]) > 1
     assert (Path(folder) / "sensitivity.png").read_bytes().startswith(b"\x89PNG")
     kept = found["policy"]["keep"]
-    plan = cli.raw("plan", "resume=runs/a", "run.name=b", f"policy={folder}/policy.yaml", "phases=none", "full=true")
+    plan = cli.raw(
+        "plan",
+        "resume=runs/a",
+        "run.name=b",
+        f"policy={folder}/policy.yaml",
+        "phases=none",
+        "full=true",
+    )
     assert plan.code == 0, plan.err
     for pattern in kept:
         assert f"policy.keep={pattern}" in plan.out
@@ -81,7 +99,9 @@ def test_a_study_from_the_command_to_a_policy_that_train_takes(cli: Cli) -> None
 
 
 @pytest.mark.long
-def test_two_studies_are_equal_to_the_bit_and_a_killed_one_goes_on(cli: Cli, killed_at: Any) -> None:
+def test_two_studies_are_equal_to_the_bit_and_a_killed_one_goes_on(
+    cli: Cli, killed_at: Any
+) -> None:
     assert cli.raw("sensitivity", "runs/a", *QUICK, "out=whole").code == 0
     killed_at(9)
     assert cli.raw("sensitivity", "runs/a", *QUICK, "out=cut").code == 137
@@ -90,13 +110,19 @@ def test_two_studies_are_equal_to_the_bit_and_a_killed_one_goes_on(cli: Cli, kil
     killed_at(-1)
     assert cli.raw("sensitivity", "runs/a", *QUICK, "out=cut").code == 0
     assert result("cut") == result("whole")
-    assert (Path("cut") / "measurements.jsonl").read_bytes() == (Path("whole") / "measurements.jsonl").read_bytes()
+    assert (Path("cut") / "measurements.jsonl").read_bytes() == (
+        Path("whole") / "measurements.jsonl"
+    ).read_bytes()
     killed_at(1)
-    assert cli.raw("sensitivity", "runs/a", *QUICK, "out=whole").code == 0, "nothing is measured again"
+    assert cli.raw("sensitivity", "runs/a", *QUICK, "out=whole").code == 0, (
+        "nothing is measured again"
+    )
 
 
 @pytest.mark.long
-def test_a_full_disk_at_the_end_loses_nothing(cli: Cli, killed_at: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_at_the_end_loses_nothing(
+    cli: Cli, killed_at: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     original = files.write
 
     def full(path: Path, *rest: Any, **options: Any) -> None:
@@ -107,7 +133,11 @@ def test_a_full_disk_at_the_end_loses_nothing(cli: Cli, killed_at: Any, monkeypa
     with monkeypatch.context() as patched:
         patched.setattr(files, "write", full)
         said = cli.raw("sensitivity", "runs/a", *QUICK)
-        assert said.code == 1 and "No space left on device" in said.message and "when there is room" in said.message
+        assert (
+            said.code == 1
+            and "No space left on device" in said.message
+            and "when there is room" in said.message
+        )
     killed_at(1)
     assert cli.raw("sensitivity", "runs/a", *QUICK).code == 0
 
@@ -115,14 +145,21 @@ def test_a_full_disk_at_the_end_loses_nothing(cli: Cli, killed_at: Any, monkeypa
 def test_one_batch_has_no_interval_and_says_so(cli: Cli) -> None:
     said = cli.raw("sensitivity", "runs/a", "recipe=mxfp8", "batches=1", "keep=0.2")
     assert said.code == 0, said.err
-    assert "1 batch of 128 tokens" in said.out and "A single batch has no interval; give more batches." in said.out
+    assert (
+        "1 batch of 128 tokens" in said.out
+        and "A single batch has no interval; give more batches." in said.out
+    )
     assert "|G|²" not in said.out, "it needs products of two batches"
     everything = result("runs/a/studies/sensitivity-mxfp8-6")["parts"]["everything"]
-    assert everything["nmse"]["interval"] is everything["nmse"]["error"] is everything["bias2"] is None
+    assert (
+        everything["nmse"]["interval"] is everything["nmse"]["error"] is everything["bias2"] is None
+    )
 
 
 @pytest.mark.parametrize("step", [[], ["step=0"]], ids=["a checkpoint", "as initialised"])
-def test_the_saved_configuration_is_read_once(cli: Cli, config_reads: list[Path], step: list[str]) -> None:
+def test_the_saved_configuration_is_read_once(
+    cli: Cli, config_reads: list[Path], step: list[str]
+) -> None:
     assert cli.raw("sensitivity", "runs/a", "recipe=mxfp8", "batches=1", "keep=0", *step).code == 0
     assert config_reads == [Path("runs/a/config.yaml")]
 
@@ -152,18 +189,27 @@ def test_cells_choose_single_gemms_on_a_gpu(cli: Cli) -> None:
         "wgrad.x",
     }
     assert all(len(each["gemms"]) == 1 for each in found["pareto"][-1]["kept"])
-    assert found["gpu"] == "B200" and found["policy"]["time"] <= 3 and "of the time in BF16 on" in said.out
+    assert (
+        found["gpu"] == "B200"
+        and found["policy"]["time"] <= 3
+        and "of the time in BF16 on" in said.out
+    )
 
 
 def test_another_recipe_in_the_folder_is_refused(cli: Cli) -> None:
     assert cli.raw("sensitivity", "runs/a", "recipe=mxfp8", "batches=1", "out=here").code == 0
     said = cli.raw("sensitivity", "runs/a", *QUICK, "out=here")
-    assert "is the record of another study (recipe: MXFP8 there, NVFP4 here" in said.message and "out=…" in said.message
+    assert (
+        "is the record of another study (recipe: MXFP8 there, NVFP4 here" in said.message
+        and "out=…" in said.message
+    )
 
 
 @pytest.mark.long
 def test_a_model_without_a_run_is_studied_as_one_is_that_a_run_initialised(cli: Cli) -> None:
-    """The same keys and seed: the same weights, batches and numbers, whether a run began with them or not."""
+    """The same keys and seed: the same weights, batches and numbers, whether a run began with them
+    or not.
+    """
     keys = [*cli.tiny(), "data/tokenizer=bpe", "data.tokenizer.vocab_size=300"]
     said = cli.raw("sensitivity", "model=llama_tiny", *keys, *QUICK)
     assert said.code == 0, said.message
@@ -176,13 +222,22 @@ def test_a_model_without_a_run_is_studied_as_one_is_that_a_run_initialised(cli: 
     )
     assert found["parts"] == of_run["parts"] and found["policy"] == of_run["policy"]
     again = cli.raw(
-        "sensitivity", "model=llama_tiny", *(key for key in keys if "seq_len" not in key), "train.seq_len=16", *QUICK
+        "sensitivity",
+        "model=llama_tiny",
+        *(key for key in keys if "seq_len" not in key),
+        "train.seq_len=16",
+        *QUICK,
     )
-    assert again.code == 1 and "another study" in again.message, "another configuration of that name"
+    assert again.code == 1 and "another study" in again.message, (
+        "another configuration of that name"
+    )
 
 
 BAD = {
-    "no run": (["recipe=nvfp4"], "sensitivity needs one run directory, or model=…: fp4train sensitivity RUN"),
+    "no run": (
+        ["recipe=nvfp4"],
+        "sensitivity needs one run directory, or model=…: fp4train sensitivity RUN",
+    ),
     "a step of no run": (["model=llama_tiny", "step=3"], "step=3 is of a run: give its directory"),
     "weights of a run": (
         ["model=llama_tiny", "init=runs/a"],
@@ -195,13 +250,25 @@ BAD = {
     "an unknown recipe": (["runs/a", "recipe=nvfp5"], "did you mean 'nvfp4'"),
     "a recipe that quantises nothing": (["runs/a", "recipe=fp32"], "quantises nothing"),
     "an unknown step": (["runs/a", "step=4"], "no checkpoint of step 4; it has 3, 6"),
-    "a step that is none": (["runs/a", "step=last"], "step='last' must be the step of a checkpoint"),
+    "a step that is none": (
+        ["runs/a", "step=last"],
+        "step='last' must be the step of a checkpoint",
+    ),
     "resume": (["runs/a", "resume=runs/a"], "sensitivity RUN names the run"),
     "no batch": (["runs/a", "batches=0"], "batches='0' must be a whole number from 1"),
-    "more batches than there are": (["runs/a", "batches=999"], "the policy is judged on some that did not choose it"),
-    "a budget that is none": (["runs/a", "budget=soon"], "must be a duration above 0: 90s, 5min, 1h"),
+    "more batches than there are": (
+        ["runs/a", "batches=999"],
+        "the policy is judged on some that did not choose it",
+    ),
+    "a budget that is none": (
+        ["runs/a", "budget=soon"],
+        "must be a duration above 0: 90s, 5min, 1h",
+    ),
     "a budget and batches": (["runs/a", "budget=1h", "batches=4"], "leave batches=… out"),
-    "a budget too small": (["runs/a", "budget=0.001s"], "is too small: 1 of the 26 first measurements took"),
+    "a budget too small": (
+        ["runs/a", "budget=0.001s"],
+        "is too small: 1 of the 26 first measurements took",
+    ),
     "a share below 0": (["runs/a", "keep=-1"], "keep='-1' must be a number ≥ 0"),
     "a cost without a GPU": (["runs/a", "cost=0.5"], "give gpu=B200 with it, and no keep=…"),
     "an option twice": (["runs/a", "keep=0.1", "keep=0.2"], "keep=… is given twice"),
@@ -209,12 +276,17 @@ BAD = {
     "another model": (["runs/a", "model.width=64"], "model.width: 32 → 64"),
     "a name for the run": (["runs/a", "run.name=b"], "leave them out"),
     "an unknown key": (["runs/a", "batch=4"], "unknown key 'batch'"),
-    "a policy that is no file": (["runs/a", "policy=my.yaml"], "policy=my.yaml: there is no such file"),
+    "a policy that is no file": (
+        ["runs/a", "policy=my.yaml"],
+        "policy=my.yaml: there is no such file",
+    ),
 }
 
 
 @pytest.mark.parametrize(("words", "message"), BAD.values(), ids=BAD.keys())
-def test_what_cannot_be_studied_is_one_message_and_leaves_no_folder(cli: Cli, words: list[str], message: str) -> None:
+def test_what_cannot_be_studied_is_one_message_and_leaves_no_folder(
+    cli: Cli, words: list[str], message: str
+) -> None:
     said = cli.raw("sensitivity", *words)
     assert said.code == 1 and message in said.message
     assert not Path("runs/a/studies").exists() or "budget" in words[-1]
@@ -223,13 +295,22 @@ def test_what_cannot_be_studied_is_one_message_and_leaves_no_folder(cli: Cli, wo
 def test_a_budget_is_spent_where_the_intervals_are_widest(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A measurement takes a second of a clock that stands still otherwise, and one layer has the widest interval."""
-    subject, effort, now, seen = subject_of(trained), Effort(batches=None, budget=32.0), [0.0], Counter[str]()
+    """A measurement takes a second of a clock that stands still otherwise, and one layer has the
+    widest interval.
+    """
+    subject = subject_of(trained)
+    effort = Effort(batches=None, budget=32.0)
+    now = [0.0]
+    seen = Counter[str]()
 
     def measure(self: GradientMeter, part: RecipePart, batches: range) -> dict[str, Any]:
         now[0] += 1.0
         seen[part.name] += 1
-        errors = [0.1 + 0.05 * (b % 2) for b in batches] if part.what == "blocks.0.mlp.up" else [0.1] * len(batches)
+        errors = (
+            [0.1 + 0.05 * (b % 2) for b in batches]
+            if part.what == "blocks.0.mlp.up"
+            else [0.1] * len(batches)
+        )
         zeros = [[0.0] * len(batches) for _ in batches]
         same = {key: [0.0] * len(batches) for key in ("cosine", "loss", "output", "variance")}
         return {"error": errors, "gram": zeros, "layers": [[] for _ in batches], **same}
@@ -239,11 +320,15 @@ def test_a_budget_is_spent_where_the_intervals_are_widest(
     with open_record(tmp_path, identity_of(subject, NVFP4(), effort), subject.step) as record:
         study = Study(subject, NVFP4(), effort, record)
         study.run(lambda *_: None)
-    assert len(seen) == 26 and sum(seen.values()) == 29, "three measurements are left for judging the policy"
+    assert len(seen) == 26 and sum(seen.values()) == 29, (
+        "three measurements are left for judging the policy"
+    )
     assert {name for name, count in seen.items() if count > 1} == {"layer/blocks.0.mlp.up"}
 
 
-@pytest.mark.parametrize("wrong", [{"budget": 5.0}, {"batches": None}, {"batches": 0}, {"repeats": 0}])
+@pytest.mark.parametrize(
+    "wrong", [{"budget": 5.0}, {"batches": None}, {"batches": 0}, {"repeats": 0}]
+)
 def test_an_effort_is_batches_or_a_budget(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"batches|repeats"):
         Effort(**wrong)

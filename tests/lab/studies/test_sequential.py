@@ -1,4 +1,6 @@
-"""Comparisons that are looked at more than once: what they promise, by simulation (scripts/simulate_ranking.py)."""
+"""Comparisons that are looked at more than once: what they promise, by simulation
+(scripts/simulate_ranking.py).
+"""
 
 import math
 from itertools import combinations
@@ -24,7 +26,9 @@ def test_the_looks_share_the_whole_error_probability() -> None:
     assert [share(n) for n in (1, 2, 3, 4)] == pytest.approx([0.8, 0.1, 0.2 / 6, 0.2 / 12])
     assert sum(map(share, range(1, 10**5))) == pytest.approx(1, abs=1e-5)
     assert [needed(n) for n in (1, 2, 3)] == [6, 9, 11]
-    assert all(2.0 ** (1 - needed(n)) <= ALPHA * share(n) < 2.0 ** (2 - needed(n)) for n in range(1, 9))
+    assert all(
+        2.0 ** (1 - needed(n)) <= ALPHA * share(n) < 2.0 ** (2 - needed(n)) for n in range(1, 9)
+    )
 
 
 @pytest.mark.parametrize("noise", NOISE)
@@ -41,9 +45,13 @@ def test_the_looks_share_the_whole_error_probability() -> None:
 def test_equal_candidates_are_told_apart_in_at_most_five_per_cent_of_the_rankings(
     trials: int, forks: int, candidates: int, noise: str
 ) -> None:
-    """Whatever the losses' distribution; over all pairs. The exact rate is at most 4 %, the share of a first look."""
+    """Whatever the losses' distribution; over all pairs. The exact rate is at most 4 %, the share
+    of a first look.
+    """
     rng = np.random.default_rng((trials, forks, candidates))
-    false = sum(told_apart(simulated.one_look(rng, noise, forks, candidates)) for _ in range(trials))
+    false = sum(
+        told_apart(simulated.one_look(rng, noise, forks, candidates)) for _ in range(trials)
+    )
     assert false / trials <= at_most(ALPHA * share(1), trials)
 
 
@@ -52,20 +60,30 @@ def test_equal_candidates_are_told_apart_in_at_most_five_per_cent_of_the_ranking
     [
         (simulated.in_pieces, "exponential", 60),
         (simulated.more_forks, "one-in-ten spiky", 60),
-        *(pytest.param(way, noise, 120, marks=pytest.mark.long) for way in simulated.WAYS for noise in SKEWED),
+        *(
+            pytest.param(way, noise, 120, marks=pytest.mark.long)
+            for way in simulated.WAYS
+            for noise in SKEWED
+        ),
     ],
 )
-def test_no_way_of_asking_tells_equal_candidates_apart_more_often(way: Way, noise: str, trials: int) -> None:
-    """Candidates one by one, more forks, every reference and pair, subsets of checkpoints: any finding at any time."""
+def test_no_way_of_asking_tells_equal_candidates_apart_more_often(
+    way: Way, noise: str, trials: int
+) -> None:
+    """Candidates one by one, more forks, every reference and pair, subsets of checkpoints: any
+    finding at any time.
+    """
     rng = np.random.default_rng(trials)
     false = sum(any(map(told_apart, way(rng, noise))) for _ in range(trials))
     assert false / trials <= at_most(ALPHA, trials)
 
 
 def test_two_standard_deviations_are_found_as_docs_say() -> None:
-    """Five candidates, one worse by 2 standard deviations of a difference, from the reference: .58 with 6 forks, .94
-    with 8, 1.00 with 12."""
-    rng, trials = np.random.default_rng(4), 80
+    """Five candidates, one worse by 2 standard deviations of a difference, from the reference: .58
+    with 6 forks, .94 with 8, 1.00 with 12.
+    """
+    rng = np.random.default_rng(4)
+    trials = 80
     for forks, wanted in ((6, 0.45), (8, 0.85), (12, 0.97)):
         found = 0
         for _ in range(trials):
@@ -77,9 +95,12 @@ def test_two_standard_deviations_are_found_as_docs_say() -> None:
 
 
 def test_equal_in_mean_is_not_the_null_and_skewed_differences_break_t() -> None:
-    """One fork in ten spikes, in one of two candidates, whose means are equal: t tells them apart in far more than 5 %,
-    and so do sign flips, whose null is the exchange of both losses. Differences of exchangeable spikes do not."""
-    rng, trials = np.random.default_rng(5), 300
+    """One fork in ten spikes, in one of two candidates, whose means are equal: t tells them apart
+    in far more than 5 %, and so do sign flips, whose null is the exchange of both losses.
+    Differences of exchangeable spikes do not.
+    """
+    rng = np.random.default_rng(5)
+    trials = 300
     one_sided = 0.1 * rng.normal(size=(trials, 6)) + 10 * (rng.random((trials, 6)) < 0.1) - 1
     both = NOISE["one-in-ten spiky"](rng, (trials, 6)) - NOISE["one-in-ten spiky"](rng, (trials, 6))
     for values, holds in ((one_sided, False), (both, True)):
@@ -90,7 +111,9 @@ def test_equal_in_mean_is_not_the_null_and_skewed_differences_break_t() -> None:
 
 
 def test_the_p_of_a_pair_is_the_share_of_the_sign_patterns() -> None:
-    """By hand: six differences of one sign are the most extreme of 2⁵; with a small one of the other sign, two are."""
+    """By hand: six differences of one sign are the most extreme of 2⁵; with a small one of the
+    other sign, two are.
+    """
     assert corrected(np.array([[1.0, 1.1, 0.9, 1.0, 1.2, 1.3]]).T, [1.0]) == [1 / 32]
     assert corrected(np.array([[1.0, 1.1, -0.1, 1.0, 1.2, 1.3]]).T, [1.0]) == [2 / 32]
     assert corrected(np.zeros((6, 2)), [1.0, 1.0]) == [1.0, 1.0]
@@ -98,7 +121,9 @@ def test_the_p_of_a_pair_is_the_share_of_the_sign_patterns() -> None:
     assert corrected(few, [1.0, 1.0])[1] >= 1 / 8, "four forks have eight patterns"
 
 
-def test_base_runs_that_differ_are_told_apart_here_and_beyond_only_with_the_spread_between_them() -> None:
+def test_base_runs_that_differ_are_told_apart_here_and_beyond_only_with_the_spread_between_them() -> (
+    None
+):
     """Facts of four base runs: MXFP4 − NVFP4 and NVFP4 − BF16, eight forks at each."""
     rng = np.random.default_rng(6)
     noise = 0.0003 * rng.normal(size=(3, 4, 8))
@@ -108,24 +133,38 @@ def test_base_runs_that_differ_are_told_apart_here_and_beyond_only_with_the_spre
     losses["mxfp4"] = losses["nvfp4"] + unsteady.ravel()
     units = np.repeat(range(4), 8).tolist()
     pairs = compare(
-        {name: each.tolist() for name, each in losses.items()}, reference="bf16", look=1, margin=0, units=units
+        {name: each.tolist() for name, each in losses.items()},
+        reference="bf16",
+        look=1,
+        margin=0,
+        units=units,
     )
     assert [pair.verdict for pair in pairs] == ["different", "different", "here"]
     assert pairs[2].p < 1e-3 < ALPHA < pairs[2].beyond and pairs[2].difference.freedom == 3
 
 
 def test_a_pair_with_forks_of_one_base_run_says_nothing_of_others() -> None:
-    """Candidate c was measured at the first of two base runs alone: clear there, and unknown beyond it."""
+    """Candidate c was measured at the first of two base runs alone: clear there, and unknown beyond
+    it.
+    """
     rng = np.random.default_rng(8)
     losses = {name: (0.01 * rng.normal(size=16)).tolist() for name in "ab"}
-    losses["c"] = [1 + loss if i < 8 else None for i, loss in enumerate((0.01 * rng.normal(size=16)).tolist())]
+    losses["c"] = [
+        1 + loss if i < 8 else None for i, loss in enumerate((0.01 * rng.normal(size=16)).tolist())
+    ]
     pairs = compare(losses, reference="a", look=1, margin=0, units=[i // 8 for i in range(16)])
-    assert [(p.first + p.second, p.verdict) for p in pairs] == [("ab", "open"), ("ac", "here"), ("bc", "here")]
+    assert [(p.first + p.second, p.verdict) for p in pairs] == [
+        ("ab", "open"),
+        ("ac", "here"),
+        ("bc", "here"),
+    ]
     assert [p.beyond for p in pairs[1:]] == [1, 1]
 
 
 def test_a_look_that_told_two_apart_is_remembered() -> None:
-    """Fork 7 and 8 are outliers: the pair stays told apart, its interval alone says how wide it has become."""
+    """Fork 7 and 8 are outliers: the pair stays told apart, its interval alone says how wide it has
+    become.
+    """
     first = [0.0] * 9
     second = [1.0, 1.01, 0.99, 1.0, 1.02, 0.98, -9.0, 9.0, 3.0]
     records = {"a": Record()}
@@ -136,14 +175,17 @@ def test_a_look_that_told_two_apart_is_remembered() -> None:
 
 
 def test_a_look_that_could_tell_nothing_apart_is_not_taken() -> None:
-    rng, records = np.random.default_rng(7), {"a": Record()}
+    rng = np.random.default_rng(7)
+    records = {"a": Record()}
     losses = draw(rng, "Gaussian", 12, 2)
     numbers = []
     for forks in (5, 6, 6, 8, 9):
         (pair,) = look(records, {name: each[:forks] for name, each in losses.items()}, "c0")
         numbers.append(sum(key.startswith("look/") for key in records["a"].known))
         assert forks > 5 or pair.p == 1
-    assert numbers == [0, 1, 1, 1, 2], "the same table once more is the same look; a second one needs nine forks"
+    assert numbers == [0, 1, 1, 1, 2], (
+        "the same table once more is the same look; a second one needs nine forks"
+    )
 
 
 def test_equal_losses_are_alike_and_others_only_within_the_margin() -> None:
@@ -151,8 +193,13 @@ def test_equal_losses_are_alike_and_others_only_within_the_margin() -> None:
     (pair,) = compare({"a": same, "b": same}, reference="a", look=1, margin=0)
     assert pair.verdict == "alike" and pair.simultaneous == (0, 0)
     rng = np.random.default_rng(6)
-    losses = {name: [1e-4 * loss for loss in each] for name, each in draw(rng, "Gaussian", 12, 2).items()}
-    assert [compare(losses, reference=None, look=1, margin=m)[0].verdict for m in (0.0, 1e-2)] == ["open", "alike"]
+    losses = {
+        name: [1e-4 * loss for loss in each] for name, each in draw(rng, "Gaussian", 12, 2).items()
+    }
+    assert [compare(losses, reference=None, look=1, margin=m)[0].verdict for m in (0.0, 1e-2)] == [
+        "open",
+        "alike",
+    ]
 
 
 def letters(order: str, apart: list[str]) -> str:
@@ -184,7 +231,9 @@ def letters(order: str, apart: list[str]) -> str:
         ("", [], ""),
     ],
 )
-def test_two_share_a_letter_exactly_if_they_are_not_told_apart(order: str, apart: list[str], expected: str) -> None:
+def test_two_share_a_letter_exactly_if_they_are_not_told_apart(
+    order: str, apart: list[str], expected: str
+) -> None:
     assert letters(order, apart) == expected
     found = dict(zip(order, expected.split(), strict=True))
     for a, b in combinations(order, 2):

@@ -23,9 +23,12 @@ def stacks(draw: st.DrawFn) -> tuple[list[int], int, int]:
 
 
 @given(stacks())
-@example(([9, 1, 7, 3, 4], 0, 4))  # where the dearest part is the first, the cheapest rest is not the most even one
+# where the dearest part is the first, the cheapest rest is not the most even one
+@example(([9, 1, 7, 3, 4], 0, 4))
 @example(([4, 12, 5, 11, 6, 7, 4, 7, 4], 0, 5))
-def test_no_other_share_has_a_cheaper_dearest_part_or_is_more_even(stack: tuple[list[int], int, int]) -> None:
+def test_no_other_share_has_a_cheaper_dearest_part_or_is_more_even(
+    stack: tuple[list[int], int, int],
+) -> None:
     costs, last, parts = stack
 
     def rank(share: list[range]) -> tuple[int, int, list[int]]:

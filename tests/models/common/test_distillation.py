@@ -8,7 +8,10 @@ from torch.nn.functional import cross_entropy, kl_div
 import fp4train.models.common.loss as loss_module
 from fp4train.models.common.distillation import TeacherStates, chunked_distillation
 
-TOKENS, WIDTH, WIDER, VOCABULARY = 37, 24, 40, 50
+TOKENS = 37
+WIDTH = 24
+WIDER = 40
+VOCABULARY = 50
 
 
 def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -22,14 +25,17 @@ def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, 
     return h, w, *theirs, torch.randint(0, VOCABULARY, (TOKENS,), generator=draw)
 
 
-@pytest.fixture(params=[1 << 23, 10 * VOCABULARY, 1], ids=["one chunk", "4 chunks", "a chunk a token"])
+@pytest.fixture(
+    params=[1 << 23, 10 * VOCABULARY, 1], ids=["one chunk", "4 chunks", "a chunk a token"]
+)
 def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loss_module, "_LOGITS_IN_A_CHUNK", request.param)
 
 
 def expected(h: Tensor, w: Tensor, t: TeacherStates, targets: Tensor) -> Tensor:
     """Each token's loss."""
-    logits, theirs = h.float() @ w.T, t.h_MD.float() @ t.w_VD.float().T
+    logits = h.float() @ w.T
+    theirs = t.h_MD.float() @ t.w_VD.float().T
     log_s, log_t = (each.div(t.temperature).log_softmax(-1) for each in (logits, theirs))
     kl = kl_div(log_s, log_t, reduction="none", log_target=True).sum(-1) * t.temperature**2
     return kl + t.ce * cross_entropy(logits, targets.clamp(min=0), reduction="none")
@@ -43,7 +49,11 @@ def test_value_and_gradients_are_those_of_all_logits(temperature: float, ce: flo
     whole = expected(h, w, teacher, targets).mean()
     found = chunked_distillation(h, w, targets, teacher)
     torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-6)
-    for a, b in zip(torch.autograd.grad(found * 0.5, (h, w)), torch.autograd.grad(whole * 0.5, (h, w)), strict=True):
+    for a, b in zip(
+        torch.autograd.grad(found * 0.5, (h, w)),
+        torch.autograd.grad(whole * 0.5, (h, w)),
+        strict=True,
+    ):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 

@@ -1,4 +1,6 @@
-"""Attention within documents: packed documents have the logits and gradients of separate forward passes."""
+"""Attention within documents: packed documents have the logits and gradients of separate forward
+passes.
+"""
 
 import pytest
 import torch
@@ -9,7 +11,8 @@ from fp4train.models.common.decoder import document_mask
 from fp4train.models.llama import Llama, LlamaModel
 from fp4train.precision import FP32, autocast
 
-END, LENGTHS = 59, (5, 1, 9, 3)
+END = 59
+LENGTHS = (5, 1, 9, 3)
 
 
 def model(**changes: object) -> LlamaModel:
@@ -38,7 +41,9 @@ def test_a_token_attends_to_its_own_document_up_to_itself() -> None:
 def test_the_id_that_begins_a_document_belongs_to_it() -> None:
     begin = 58
     tokens = torch.tensor([[1, begin, 2, 3, begin, begin, 4]])
-    seen = [torch.nonzero(row).flatten().tolist() for row in document_mask(None, tokens == begin)[0, 0]]
+    seen = [
+        torch.nonzero(row).flatten().tolist() for row in document_mask(None, tokens == begin)[0, 0]
+    ]
     assert seen == [[0], [1], [1, 2], [1, 2, 3], [4], [5], [5, 6]]
     both = torch.tensor([[begin, 2, END, begin, 3, END, 4]])
     assert torch.equal(document_mask(both == END, both == begin), document_mask(both == END))
@@ -46,7 +51,8 @@ def test_the_id_that_begins_a_document_belongs_to_it() -> None:
 
 def test_packed_documents_that_an_id_begins_are_separate_ones() -> None:
     begun = [torch.cat((each[:, -1:], each[:, :-1]), dim=1) for each in documents()]
-    apart, packed = model(), model()
+    apart = model()
+    packed = model()
     packed.begins = END
     with autocast(FP32()):
         expected = torch.cat([apart(each) for each in begun], dim=1)
@@ -55,7 +61,8 @@ def test_packed_documents_that_an_id_begins_are_separate_ones() -> None:
 
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_packed_documents_are_separate_ones(recomputed: bool) -> None:
-    apart, packed = model(), model(recompute=recomputed)
+    apart = model()
+    packed = model(recompute=recomputed)
     packed.documents = END
     with autocast(FP32()):
         expected = torch.cat([apart(each) for each in documents()], dim=1)
@@ -69,7 +76,8 @@ def test_packed_documents_are_separate_ones(recomputed: bool) -> None:
 
 def test_ends_that_come_as_complements_end_no_document() -> None:
     """Turns of a conversation that end with the end of a document attend to each other."""
-    apart, packed = model(), model()
+    apart = model()
+    packed = model()
     packed.documents = END
     made = documents()
     for document in made:

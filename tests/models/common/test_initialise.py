@@ -1,4 +1,6 @@
-"""Initial weights: a pure function of seed, name and position; the same for every way in which a model is cut."""
+"""Initial weights: a pure function of seed, name and position; the same for every way in which a
+model is cut.
+"""
 
 import math
 from itertools import pairwise
@@ -44,7 +46,9 @@ def test_a_slice_of_the_draw_is_the_draw_of_the_slice(data: st.DataObject) -> No
     part = torch.empty(sizes)
     fill_normal(part, shape, offsets, 0.02, key_of(SEED, "w"))
     whole = drawn(shape, std=0.02)
-    assert torch.equal(part, whole[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))])
+    assert torch.equal(
+        part, whole[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
+    )
 
 
 def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,7 +61,8 @@ def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_element_is_the_quantile_of_its_word() -> None:
     """Against the standard library's quantile, which calls the C library's logarithm."""
-    key, whole = key_of(SEED, "blocks.0.wq"), drawn((3, 10), name="blocks.0.wq", std=0.02)
+    key = key_of(SEED, "blocks.0.wq")
+    whole = drawn((3, 10), name="blocks.0.wq", std=0.02)
     for row in range(3):
         for column in range(10):
             counter = (column // 4, row, key.step * 8 + key.operand, key.layer)
@@ -75,7 +80,9 @@ def test_the_bits_are_those_of_every_version() -> None:
 
 
 def test_moments_and_tails_are_those_of_a_normal_distribution() -> None:
-    """Each within 5 standard errors of n = 2²⁰ values; the largest between its 1e-4 and 1 − 1e-4 quantiles."""
+    """Each within 5 standard errors of n = 2²⁰ values; the largest between its 1e-4 and 1 − 1e-4
+    quantiles.
+    """
     z = drawn((1024, 1024)).double()
     n = z.numel()
     for power, expected, variance in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96), (6, 15, 10170)):
@@ -88,7 +95,8 @@ def test_moments_and_tails_are_those_of_a_normal_distribution() -> None:
 
 
 def test_neighbours_rows_columns_and_names_are_independent() -> None:
-    z, other = drawn((512, 512)), drawn((512, 512), name="v")
+    z = drawn((512, 512))
+    other = drawn((512, 512), name="v")
     pairs = [(z[1:], z[:-1]), (z[:, 1:], z[:, :-1]), (z[:, 4:], z[:, :-4]), (z, other), (z, z.T)]
     for a, b in [*pairs, (z, drawn((512, 512), seed=SEED + 1))]:
         correlation = float((a.double() * b.double()).mean())
@@ -105,7 +113,9 @@ def test_no_two_parameters_of_the_largest_preset_share_a_key() -> None:
 
 def preset(size: str) -> Llama:
 
-    shape = bind(OmegaConf.to_container(compose([f"model=llama_{size}"]).model, resolve=True), Llama, "model")
+    shape = bind(
+        OmegaConf.to_container(compose([f"model=llama_{size}"]).model, resolve=True), Llama, "model"
+    )
     assert isinstance(shape, Llama)
     return shape
 
@@ -124,7 +134,9 @@ def test_a_model_born_on_the_meta_device_is_the_one_built_on_the_cpu(draw: str, 
     materialise(deferred, CPU, seed=SEED, draw=draw)
     assert isinstance(deferred, LlamaModel)
     assert (deferred.head.weight is deferred.embed.weight) == tied
-    for (name, a), (again, b) in zip(built.named_parameters(), deferred.named_parameters(), strict=True):
+    for (name, a), (again, b) in zip(
+        built.named_parameters(), deferred.named_parameters(), strict=True
+    ):
         assert name == again and torch.equal(a, b) and b.requires_grad, name
     assert torch.equal(built.cos, deferred.cos) and torch.equal(built.sin, deferred.sin), (
         "the buffers that no state dict has"
@@ -145,11 +157,15 @@ def test_a_stage_of_a_model_draws_what_the_whole_draws_for_it() -> None:
 def test_weights_by_counter_have_the_spread_of_those_by_torch() -> None:
     torch.manual_seed(SEED)
     models = [small(draw).build(vocab_size=512, seq_len=8) for draw in ("torch", "counter")]
-    for (name, a), b in zip(models[0].state_dict().items(), models[1].state_dict().values(), strict=True):
+    for (name, a), b in zip(
+        models[0].state_dict().items(), models[1].state_dict().values(), strict=True
+    ):
         if a.dim() == 1:
             assert torch.equal(a, b)
         else:
-            assert not torch.equal(a, b) and float(a.std() / b.std()) == pytest.approx(1, abs=0.1), name
+            assert not torch.equal(a, b) and float(a.std() / b.std()) == pytest.approx(
+                1, abs=0.1
+            ), name
 
 
 def test_an_unknown_way_to_draw_names_the_field() -> None:
@@ -175,7 +191,9 @@ class Odd(nn.Module):
 
 
 def test_a_model_that_cannot_be_born_is_told_what_it_lacks() -> None:
-    assert "Linear has no initial_values() and initial_buffers()" in str(why_not_deferred(nn.Linear(2, 2)))
+    assert "Linear has no initial_values() and initial_buffers()" in str(
+        why_not_deferred(nn.Linear(2, 2))
+    )
     with pytest.raises(ValueError, match=r"Linear has no initial_values.*: build it on the CPU"):
         materialise(nn.Linear(2, 2), CPU, seed=0, draw="counter")
     with pytest.raises(ValueError, match="what Conv1d draws is not known: use draw=counter"):

@@ -1,4 +1,6 @@
-"""A model's fusible parts in Liger's kernels (liger_on_cpu.py stands in for the package) against torch's operators."""
+"""A model's fusible parts in Liger's kernels (liger_on_cpu.py stands in for the package) against
+torch's operators.
+"""
 
 import importlib.util
 import json
@@ -43,14 +45,21 @@ def gradients(built: Any, recipe: Recipe, *, masked: bool = False) -> dict[str, 
     with autocast(recipe, step=0):
         loss = built(tokens, targets)
     loss.backward()
-    return {"loss": loss.detach()} | {name: p.grad for name, p in built.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach()} | {
+        name: p.grad for name, p in built.named_parameters() if p.grad is not None
+    }
 
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("shape", [{}, {"qk_norm": True}, {"recompute": True}, {"tied": True}])
-def test_loss_and_gradients_are_those_of_torchs_operators(shape: dict[str, bool], masked: bool) -> None:
-    """The kernels write over what they were given, and what is saved for backward must not be part of that."""
-    plain, fused = model(**shape), model(**shape)
+def test_loss_and_gradients_are_those_of_torchs_operators(
+    shape: dict[str, bool], masked: bool
+) -> None:
+    """The kernels write over what they were given, and what is saved for backward must not be part
+    of that.
+    """
+    plain = model(**shape)
+    fused = model(**shape)
     use_liger(fused)
     wanted, found = (gradients(each, FP32(), masked=masked) for each in (plain, fused))
     assert found.keys() == wanted.keys() and len(found) > 15
@@ -59,11 +68,14 @@ def test_loss_and_gradients_are_those_of_torchs_operators(shape: dict[str, bool]
 
 
 def test_a_recipe_quantises_what_it_does_without_them() -> None:
-    """The loss lies as near to that of torch's operators as the last digits of BF16; in the gradients of a small model
-    these change codes of four bits."""
-    plain, fused = model(), model()
+    """The loss lies as near to that of torch's operators as the last digits of BF16; in the
+    gradients of a small model these change codes of four bits.
+    """
+    plain = model()
+    fused = model()
     use_liger(fused)
-    wanted, found = gradients(plain, NVFP4()), gradients(fused, NVFP4())
+    wanted = gradients(plain, NVFP4())
+    found = gradients(fused, NVFP4())
     assert abs(float(found["loss"] - wanted["loss"])) < 2e-2
     for name, value in wanted.items():
         assert float((found[name] - value).norm()) <= 0.25 * float(value.norm()), name
@@ -92,14 +104,17 @@ def test_compiled_blocks_are_left_to_the_compiler() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_loss_without_gradients_is_that_of_training(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
-    h, w = torch.randn(40, 16, generator=generator, dtype=dtype), torch.randn(60, 16, generator=generator)
+    h = torch.randn(40, 16, generator=generator, dtype=dtype)
+    w = torch.randn(60, 16, generator=generator)
     targets = torch.randint(60, (40,), generator=generator)
     kernels = liger.Liger()
     with torch.no_grad():
         alone = chunked_cross_entropy(h, w, targets, liger=kernels)
     trained = chunked_cross_entropy(h, w.requires_grad_(), targets, liger=kernels)
     assert torch.equal(alone, trained.detach())
-    torch.testing.assert_close(alone, chunked_cross_entropy(h, w, targets).detach(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        alone, chunked_cross_entropy(h, w, targets).detach(), rtol=1e-6, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize(
@@ -121,7 +136,9 @@ def test_where_they_do_not_run_the_reason_is_said(
 
 
 @pytest.mark.parametrize("error", [ImportError, RuntimeError])
-def test_a_package_that_cannot_be_imported_is_a_reason(monkeypatch: pytest.MonkeyPatch, error: type) -> None:
+def test_a_package_that_cannot_be_imported_is_a_reason(
+    monkeypatch: pytest.MonkeyPatch, error: type
+) -> None:
     """It imports peft, and that TE, which raises RuntimeError where its kernels are missing."""
 
     def broken(name: str) -> None:
@@ -216,8 +233,9 @@ print(json.dumps({"difference": difference, "counts": counts}))
 
 @pytest.fixture(scope="module")
 def interpreted() -> Any:
-    """What the package computes and moves in Triton's interpreter. It imports transformers where that is installed, and
-    so all that belongs to it."""
+    """What the package computes and moves in Triton's interpreter. It imports transformers where
+    that is installed, and so all that belongs to it.
+    """
     if not THERE:
         pytest.skip("needs liger-kernel")
     done = in_interpreter("-c", PROGRAM + COUNTED, NVTE_PROJECT_BUILDING="1")
@@ -226,12 +244,16 @@ def interpreted() -> Any:
 
 
 @pytest.mark.long
-def test_the_stand_in_computes_what_the_package_does_in_tritons_interpreter(interpreted: Any) -> None:
+def test_the_stand_in_computes_what_the_package_does_in_tritons_interpreter(
+    interpreted: Any,
+) -> None:
     assert interpreted["difference"] < 1e-5
 
 
 @pytest.mark.long
-def test_the_kernels_move_the_bytes_that_are_stated_of_them_in_tritons_interpreter(interpreted: Any) -> None:
+def test_the_kernels_move_the_bytes_that_are_stated_of_them_in_tritons_interpreter(
+    interpreted: Any,
+) -> None:
     """Weights, angles and a number per row come on top."""
     assert interpreted["counts"].keys() == liger.MOVED.keys()
     for name, found in interpreted["counts"].items():

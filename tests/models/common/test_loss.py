@@ -13,7 +13,9 @@ import fp4train.models.common.loss as loss_module
 from fp4train.backends import add_product
 from fp4train.models.common.loss import chunked_cross_entropy
 
-TOKENS, WIDTH, VOCABULARY = 37, 24, 50
+TOKENS = 37
+WIDTH = 24
+VOCABULARY = 50
 
 
 def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -23,7 +25,9 @@ def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     return h, w, torch.randint(0, VOCABULARY, (TOKENS,), generator=generator)
 
 
-@pytest.fixture(params=[1 << 23, 10 * VOCABULARY, 1], ids=["one chunk", "4 chunks", "a chunk a token"])
+@pytest.fixture(
+    params=[1 << 23, 10 * VOCABULARY, 1], ids=["one chunk", "4 chunks", "a chunk a token"]
+)
 def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loss_module, "_LOGITS_IN_A_CHUNK", request.param)
 
@@ -58,8 +62,11 @@ def test_half_precision_stays_near_the_exact_loss(dtype: torch.dtype) -> None:
 
 
 def test_a_loss_scale_keeps_small_float16_gradients() -> None:
-    """Most probabilities of a vocabulary over thousands of tokens underflow in float16; dividing last keeps them."""
-    tokens, vocabulary = 8192, 256
+    """Most probabilities of a vocabulary over thousands of tokens underflow in float16; dividing
+    last keeps them.
+    """
+    tokens = 8192
+    vocabulary = 256
     generator = torch.Generator().manual_seed(0)
     h = (torch.randn(tokens, 8, generator=generator) * 0.01).half().requires_grad_()
     w = (torch.randn(vocabulary, 8, generator=generator) * 0.02).requires_grad_()
@@ -85,12 +92,15 @@ def test_bfloat16_gradients_are_not_scaled_by_a_rounded_share() -> None:
 def test_a_frequent_token_does_not_overflow_float16() -> None:
     h = torch.full((4096, 8), 30.0).half().requires_grad_()
     w = torch.zeros(16, 8, requires_grad=True)
-    _, dw = torch.autograd.grad(chunked_cross_entropy(h, w, torch.zeros(4096, dtype=torch.int64)), (h, w))
+    _, dw = torch.autograd.grad(
+        chunked_cross_entropy(h, w, torch.zeros(4096, dtype=torch.int64)), (h, w)
+    )
     assert dw.isfinite().all(), "4096 · 30 is beyond float16"
 
 
 def test_large_logits_do_not_overflow() -> None:
-    h, w = torch.full((3, 2), 300.0, requires_grad=True), torch.eye(2).mul(2.0).requires_grad_()
+    h = torch.full((3, 2), 300.0, requires_grad=True)
+    w = torch.eye(2).mul(2.0).requires_grad_()
     loss = chunked_cross_entropy(h, w, torch.tensor([0, 1, 0]))
     assert float(loss.detach()) == pytest.approx(0.6931, abs=1e-3)
 
@@ -117,7 +127,13 @@ def test_a_nan_reaches_the_loss() -> None:
 
 @pytest.mark.parametrize(
     ("device", "vocabulary", "rows"),
-    [("cuda", 128_000, 4096), ("cuda", 256, 1 << 15), ("cpu", 128_000, 65), ("cpu", 256, 1 << 15), ("cpu", 1 << 24, 1)],
+    [
+        ("cuda", 128_000, 4096),
+        ("cuda", 256, 1 << 15),
+        ("cpu", 128_000, 65),
+        ("cpu", 256, 1 << 15),
+        ("cpu", 1 << 24, 1),
+    ],
 )
 def test_a_gpu_takes_thousands_of_rows_at_a_time_and_a_cpu_what_it_always_took(
     device: str, vocabulary: int, rows: int
@@ -127,9 +143,10 @@ def test_a_gpu_takes_thousands_of_rows_at_a_time_and_a_cpu_what_it_always_took(
 
 
 def test_on_a_gpu_the_heads_gradient_is_summed_over_chunks_unrounded() -> None:
-    """A BF16 product per chunk would round once per chunk, and a sum of its own would read and write dw once more. The
-    calls are recorded on tensors without data: the one operator of a chunk writes into dw itself, and that of the
-    first chunk reads nothing there."""
+    """A BF16 product per chunk would round once per chunk, and a sum of its own would read and
+    write dw once more. The calls are recorded on tensors without data: the one operator of a chunk
+    writes into dw itself, and that of the first chunk reads nothing there.
+    """
     asked: list[tuple[Any, bool]] = []
 
     class Recorded(TorchDispatchMode):
@@ -139,7 +156,11 @@ def test_on_a_gpu_the_heads_gradient_is_summed_over_chunks_unrounded() -> None:
                 inside = kwargs["out"] is dw and (args[0] is dw) == (len(args) == 4)
                 asked.append((function, inside and fits))
                 return dw
-            if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.add, torch.ops.aten.add_):
+            if function.overloadpacket in (
+                torch.ops.aten.mm,
+                torch.ops.aten.add,
+                torch.ops.aten.add_,
+            ):
                 asked.append((function, False))
             return function(*args, **(kwargs or {}))
 
@@ -169,7 +190,9 @@ class Written(TorchDispatchMode):
 def test_in_a_second_microbatch_the_heads_gradient_is_made_scaled_and_added_in_place(
     monkeypatch: pytest.MonkeyPatch, chunks: int
 ) -> None:
-    """Each pass over it is a gigabyte of a vocabulary of 128 k: no zeros, no copy, and the bits of the plain sum."""
+    """Each pass over it is a gigabyte of a vocabulary of 128 k: no zeros, no copy, and the bits of
+    the plain sum.
+    """
     monkeypatch.setattr(loss_module, "_LOGITS_IN_A_CHUNK", -(-TOKENS // chunks) * VOCABULARY)
     h, w, targets = inputs(torch.float32)
     (chunked_cross_entropy(h, w, targets) * 0.3).backward()
@@ -180,15 +203,22 @@ def test_in_a_second_microbatch_the_heads_gradient_is_made_scaled_and_added_in_p
     assert w.grad is first
     total = torch.zeros_like(w)
     with torch.no_grad():
-        for h_CD, target in zip(h.split(-(-TOKENS // chunks)), targets.split(-(-TOKENS // chunks)), strict=True):
-            _, grad = loss_module._losses(h_CD @ w.T, target[:, None], None, masked=False, gradient=True)
+        for h_CD, target in zip(
+            h.split(-(-TOKENS // chunks)), targets.split(-(-TOKENS // chunks)), strict=True
+        ):
+            _, grad = loss_module._losses(
+                h_CD @ w.T, target[:, None], None, masked=False, gradient=True
+            )
             total += grad.T @ h_CD
-    assert torch.equal(once, total * (torch.tensor(0.3) / TOKENS)) and torch.equal(w.grad, once + once)
+    assert torch.equal(once, total * (torch.tensor(0.3) / TOKENS)) and torch.equal(
+        w.grad, once + once
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_gradients_are_scaled_in_place_and_rounded_once(dtype: torch.dtype) -> None:
-    x, factor = torch.randn(1000, generator=torch.Generator().manual_seed(0)).to(dtype), torch.tensor(1 / 3)
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(0)).to(dtype)
+    factor = torch.tensor(1 / 3)
     wanted = (x.float() * factor).to(dtype)
     assert torch.equal(loss_module.scale(x, factor), wanted) and torch.equal(x, wanted)
 
@@ -203,15 +233,22 @@ def test_a_second_backward_pass_of_a_graph_is_an_error() -> None:
 
 
 BYTES = {"copy_": 2 + 4, "amax": 4, "sub": 4 + 4, "exp_": 4 + 4, "sum": 4, "sub_": 4 + 4}
-"""Read and written per logit by torch's operators on float32 or, once, BF16 logits; others move a few per row."""
+"""Read and written per logit by torch's operators on float32 or, once, BF16 logits; others move a
+few per row.
+"""
 
 
 def test_torchs_operators_move_the_bytes_per_logit_that_are_stated() -> None:
-    logits, targets = torch.randn(8, VOCABULARY).bfloat16(), torch.arange(8)[:, None]
+    logits = torch.randn(8, VOCABULARY).bfloat16()
+    targets = torch.arange(8)[:, None]
     with torch.profiler.profile(record_shapes=True, acc_events=True) as seen:
         _, grad = loss_module._losses(logits.float(), targets, None, masked=False, gradient=True)
         grad.to(torch.bfloat16)
-    names = [event.name.removeprefix("aten::") for event in seen.events() if [8, VOCABULARY] in event.input_shapes]
+    names = [
+        event.name.removeprefix("aten::")
+        for event in seen.events()
+        if [8, VOCABULARY] in event.input_shapes
+    ]
     assert set(names) <= {*BYTES, "to", "_to_copy", "real", "logsumexp", "gather", "scatter_add_"}
     assert sum(BYTES.get(name, 0) for name in names) == loss_module.LOGIT_BYTES
 
@@ -223,9 +260,15 @@ def test_targets_without_a_loss_have_no_gradient(dtype: torch.dtype) -> None:
     h, w, targets = inputs(dtype)
     targets[::3] = -100
     counted = int((targets >= 0).sum())
-    expected = cross_entropy(h.float() @ w.T.to(dtype).float(), targets, ignore_index=-100) * counted / TOKENS
+    expected = (
+        cross_entropy(h.float() @ w.T.to(dtype).float(), targets, ignore_index=-100)
+        * counted
+        / TOKENS
+    )
     found = chunked_cross_entropy(h, w, targets, masked=True)
-    torch.testing.assert_close(found, expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        found, expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-6
+    )
     dh, _ = torch.autograd.grad(found, (h, w))
     assert bool((dh[::3] == 0).all()) and bool((dh[1::3] != 0).any())
 
@@ -235,5 +278,7 @@ def test_where_all_targets_count_nothing_changes_in_any_bit() -> None:
     h, w, targets = inputs(torch.bfloat16)
     plain, masked = (chunked_cross_entropy(h, w, targets, masked=each) for each in (False, True))
     assert torch.equal(plain, masked)
-    for a, b in zip(torch.autograd.grad(plain, (h, w)), torch.autograd.grad(masked, (h, w)), strict=True):
+    for a, b in zip(
+        torch.autograd.grad(plain, (h, w)), torch.autograd.grad(masked, (h, w)), strict=True
+    ):
         assert torch.equal(a, b)

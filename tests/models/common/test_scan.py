@@ -1,4 +1,6 @@
-"""The chunked scan equals its recurrence, step by step in float64, whatever the chunks, documents and pieces."""
+"""The chunked scan equals its recurrence, step by step in float64, whatever the chunks, documents
+and pieces.
+"""
 
 from itertools import pairwise
 from typing import Any
@@ -23,10 +25,13 @@ def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
     return normal(6, 3), -normal(6).abs(), normal(2, 5), normal(2, 5)
 
 
-def recurrence(x: Tensor, a: Tensor, b: Tensor, c: Tensor, document: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def recurrence(
+    x: Tensor, a: Tensor, b: Tensor, c: Tensor, document: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The definition, one token after another."""
     b, c = (t.repeat_interleave(3, 2) for t in (b, c))
-    h, ys = x.new_zeros(2, 6, 3, 5), []
+    h = x.new_zeros(2, 6, 3, 5)
+    ys = []
     for t in range(TIME):
         if document is not None and t:
             h = h * (document[:, t] == document[:, t - 1]).view(-1, 1, 1, 1)
@@ -55,7 +60,9 @@ def test_gradients_are_those_of_the_recurrence() -> None:
         (y.square().sum() + h.square().sum()).backward()
         return [each.grad for each in given if each.grad is not None]
 
-    for found, expected in zip(gradients(lambda *given: scan(*given, chunk=16)), gradients(recurrence), strict=True):
+    for found, expected in zip(
+        gradients(lambda *given: scan(*given, chunk=16)), gradients(recurrence), strict=True
+    ):
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 
@@ -68,7 +75,8 @@ def test_float32_loses_no_more_than_its_own_rounding() -> None:
 def test_a_state_that_is_passed_on_is_the_whole_at_once() -> None:
     given = inputs()
     whole, last = scan(*given, chunk=16)
-    state, found = None, []
+    state = None
+    found = []
     for first, end in ((0, 20), (20, 21), (21, TIME)):
         y, state = scan(*(each[:, first:end] for each in given), chunk=16, state_BHPN=state)
         found.append(y)
@@ -84,7 +92,9 @@ def test_the_convolution_is_torchs_and_stops_at_a_document() -> None:
             parameter.copy_(torch.randn(parameter.shape, generator=draw))
     x = torch.randn(2, TIME, 6, generator=draw)
     y, window = layer(x, None, None)
-    expected = torch.nn.functional.conv1d(x.mT, layer.weight, layer.bias, padding=3, groups=6)[..., :TIME].mT
+    expected = torch.nn.functional.conv1d(x.mT, layer.weight, layer.bias, padding=3, groups=6)[
+        ..., :TIME
+    ].mT
     torch.testing.assert_close(y, expected)
     assert torch.equal(window, x[:, -3:])
     ends = [0, 5, 6, 36, TIME]
@@ -97,7 +107,9 @@ def test_running_sums_of_deterministic_runs_on_a_gpu_are_sums_of_two(
     length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch's own raises there, and so does its gradient, which is one, too."""
-    a = torch.randn(3, length, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    a = torch.randn(
+        3, length, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    ).requires_grad_()
     dy = torch.randn(3, length, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     wanted = a.cumsum(-1)
     (da,) = torch.autograd.grad(wanted, a, dy)

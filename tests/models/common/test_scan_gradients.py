@@ -1,4 +1,6 @@
-"""A Mamba-2 layer's outputs and gradients equal those of its recurrence in float64, however strong the decays are."""
+"""A Mamba-2 layer's outputs and gradients equal those of its recurrence in float64, however strong
+the decays are.
+"""
 
 import math
 
@@ -9,7 +11,13 @@ from torch import Tensor
 
 from fp4train.models.common.scan import Mamba2
 
-WIDTH, HEADS, HEAD_DIM, GROUPS, STATE, TAPS, EPS = 16, 4, 8, 2, 8, 4, 1e-5
+WIDTH = 16
+HEADS = 4
+HEAD_DIM = 8
+GROUPS = 2
+STATE = 8
+TAPS = 4
+EPS = 1e-5
 INNER = HEADS * HEAD_DIM
 BOUND = 1e-5
 TRACED = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
@@ -17,7 +25,9 @@ TRACED = pytest.mark.filterwarnings("ignore:.*should not be instantiated:Depreca
 
 
 def layer(chunk: int, most_decay: float, step: float) -> Mamba2:
-    """A layer whose heads decay by A = most_decay / HEADS, …, most_decay, at time steps around `step`."""
+    """A layer whose heads decay by A = most_decay / HEADS, …, most_decay, at time steps around
+    `step`.
+    """
     built = Mamba2(
         **{"width": WIDTH, "heads": HEADS, "head_dim": HEAD_DIM, "state": STATE, "groups": GROUPS},
         **{"kernel": TAPS, "chunk": chunk, "eps": EPS, "least_step": 0.0},
@@ -40,13 +50,18 @@ def recurrence(weights: dict[str, Tensor], u_BTD: Tensor) -> Tensor:
     mixed = F.conv1d(mixed, weights["conv1d.weight"], weights["conv1d.bias"], groups=mixed_size).mT
     x, b, c = F.silu(mixed).split([INNER, GROUPS * STATE, GROUPS * STATE], -1)
     x = x.view(batch, time, HEADS, HEAD_DIM)
-    b, c = (t.view(batch, time, GROUPS, STATE).repeat_interleave(HEADS // GROUPS, 2) for t in (b, c))
+    b, c = (
+        t.view(batch, time, GROUPS, STATE).repeat_interleave(HEADS // GROUPS, 2) for t in (b, c)
+    )
     dt = F.softplus(dt + weights["dt_bias"])
     decay = (-weights["A_log"].exp() * dt).exp()
     h = x.new_zeros(batch, HEADS, HEAD_DIM, STATE)
     ys = []
     for t in range(time):
-        h = h * decay[:, t, :, None, None] + (dt[:, t, :, None] * x[:, t])[..., None] * b[:, t, :, None]
+        h = (
+            h * decay[:, t, :, None, None]
+            + (dt[:, t, :, None] * x[:, t])[..., None] * b[:, t, :, None]
+        )
         ys.append((h * c[:, t, :, None]).sum(-1))
     y = (torch.stack(ys, 1) + weights["D"][:, None] * x).flatten(2) * F.silu(z)
     y = y.view(batch, time, GROUPS, -1)
@@ -55,13 +70,18 @@ def recurrence(weights: dict[str, Tensor], u_BTD: Tensor) -> Tensor:
 
 
 class Compared:
-    """Outputs and gradients of a layer, and those of its recurrence, for one input and one gradient of the output."""
+    """Outputs and gradients of a layer, and those of its recurrence, for one input and one gradient
+    of the output.
+    """
 
     def __init__(self, layer: Mamba2, time: int, *, compiled: bool = False) -> None:
         draw = torch.Generator().manual_seed(1)
         u = torch.randn(2, time, WIDTH, generator=draw)
         dy = torch.randn(2, time, WIDTH, generator=draw)
-        weights = {name: weight.detach().double().requires_grad_() for name, weight in layer.named_parameters()}
+        weights = {
+            name: weight.detach().double().requires_grad_()
+            for name, weight in layer.named_parameters()
+        }
         exact_u = u.double().requires_grad_()
         exact_y = recurrence(weights, exact_u)
         (exact_y * dy).sum().backward()
@@ -70,7 +90,9 @@ class Compared:
         y = forward(u, time)
         (y * dy).sum().backward()
         self.pairs = {"y": (y.detach(), exact_y.detach()), "u": (u.grad, exact_u.grad)}
-        self.pairs |= {name: (weight.grad, weights[name].grad) for name, weight in layer.named_parameters()}
+        self.pairs |= {
+            name: (weight.grad, weights[name].grad) for name, weight in layer.named_parameters()
+        }
 
     def error(self, name: str) -> float:
         """Norm of the difference over the norm."""
@@ -95,8 +117,12 @@ CASES = [
 
 
 @pytest.mark.parametrize(("chunk", "most_decay", "step"), CASES)
-def test_gradients_of_every_parameter_are_those_of_the_recurrence(chunk: int, most_decay: float, step: float) -> None:
-    """Gradients through differences of float32 sums were wrong by 1.9 of A_log's where A is 7.4 and a step 3."""
+def test_gradients_of_every_parameter_are_those_of_the_recurrence(
+    chunk: int, most_decay: float, step: float
+) -> None:
+    """Gradients through differences of float32 sums were wrong by 1.9 of A_log's where A is 7.4 and
+    a step 3.
+    """
     Compared(layer(chunk, most_decay, step), 260).check()
 
 

@@ -1,10 +1,14 @@
-"""Mamba-2 by the kernels of mamba-ssm and causal-conv1d: which calls are made, and why torch computes instead.
+"""Mamba-2 by the kernels of mamba-ssm and causal-conv1d: which calls are made, and why torch
+computes instead.
 
-No machine of the tests has them. Modules with the signatures and the checks of the real ones stand in their place:
+No machine of the tests has them. Modules with the signatures and the checks of the real ones stand
+in their place:
 
-- `mamba_chunk_scan_combined`, mamba_ssm/ops/triton/ssd_combined.py of v2.3.2.post1: line 624 has the signature, lines
+- `mamba_chunk_scan_combined`, mamba_ssm/ops/triton/ssd_combined.py of v2.3.2.post1: line 624 has
+  the signature, lines
   343 to 369 the checks of shapes, line 682 in plain torch what it computes;
-- `causal_conv1d_fn`, causal_conv1d/causal_conv1d_interface.py of v1.6.1, line 99; the checks are those of
+- `causal_conv1d_fn`, causal_conv1d/causal_conv1d_interface.py of v1.6.1, line 99; the checks are
+  those of
   `causal_conv1d_fwd` in csrc/causal_conv1d.cpp, line 150.
 """
 
@@ -26,8 +30,20 @@ from fp4train.models.common.scan import Mamba2, scan
 from fp4train.run.fuse import kernels_of_layers
 
 HYBRID = (
-    *("model=hybrid_tiny", "model.width=32", "model.pattern=M-M*", "model.hidden=64", "model.scan.heads=4"),
-    *("model.scan.head_dim=16", "model.scan.state=16", "model.scan.chunk=16", "recipe=nvfp4", "policy=all"),
+    *(
+        "model=hybrid_tiny",
+        "model.width=32",
+        "model.pattern=M-M*",
+        "model.hidden=64",
+        "model.scan.heads=4",
+    ),
+    *(
+        "model.scan.head_dim=16",
+        "model.scan.state=16",
+        "model.scan.chunk=16",
+        "recipe=nvfp4",
+        "policy=all",
+    ),
 )
 TIME = 21
 
@@ -49,7 +65,9 @@ class Installed:
         assert B.shape == C.shape == (batch, seqlen, ngroups, dstate)
         assert dt.shape == (batch, seqlen, nheads)
         assert A.shape == (nheads,)
-        assert seq_idx is None or (seq_idx.shape == (batch, seqlen) and seq_idx.dtype == torch.int32)
+        assert seq_idx is None or (
+            seq_idx.shape == (batch, seqlen) and seq_idx.dtype == torch.int32
+        )
         assert {each.dtype for each in (x, dt, A, B, C)} == {torch.float32}
         assert (D, z, dt_bias, initial_states, cu_seqlens) == (None,) * 5 and not (
             dt_softplus or return_final_states or return_varlen_states
@@ -72,8 +90,17 @@ class Installed:
         assert dim % 8 == 0 and x.stride(2) % 8 == 0 and x.stride(0) % 8 == 0
         assert bias.shape == (dim,) and bias.dtype == weight.dtype and bias.stride(-1) == 1
         if seq_idx is not None:
-            assert seq_idx.shape == (batch, seqlen) and seq_idx.dtype == torch.int32 and seq_idx.is_contiguous()
-        assert activation == "silu" and initial_states is None and final_states_out is None and not return_final_states
+            assert (
+                seq_idx.shape == (batch, seqlen)
+                and seq_idx.dtype == torch.int32
+                and seq_idx.is_contiguous()
+            )
+        assert (
+            activation == "silu"
+            and initial_states is None
+            and final_states_out is None
+            and not return_final_states
+        )
         self.calls.append("convolution")
         return F.silu(short_convolution(x.mT, weight, bias, document_BT=seq_idx)[0]).mT
 
@@ -100,20 +127,32 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Installed:
     monkeypatch.setitem(sys.modules, "mamba_ssm", module("mamba_ssm", __version__="2.3.2.post1"))
     triton = {"mamba_chunk_scan_combined": made.mamba_chunk_scan_combined, fused.__name__: fused}
     monkeypatch.setitem(sys.modules, scan_kernels.SCAN[0], module(scan_kernels.SCAN[0], **triton))
-    convolution = module("causal_conv1d", __version__="1.6.1", causal_conv1d_fn=made.causal_conv1d_fn)
+    convolution = module(
+        "causal_conv1d", __version__="1.6.1", causal_conv1d_fn=made.causal_conv1d_fn
+    )
     monkeypatch.setitem(sys.modules, "causal_conv1d", convolution)
     return made
 
 
 @pytest.fixture
-def cli(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
+def cli(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Cli:
     monkeypatch.chdir(tmp_path)
     return Cli(text, tmp_path, capsys)
 
 
 def layer(**changes: Any) -> Mamba2:
     """A layer of 32 + 2·2·8 = 64 channels."""
-    shape: dict[str, Any] = {"width": 24, "heads": 4, "head_dim": 8, "state": 8, "groups": 2, "kernel": 4, "chunk": 8}
+    shape: dict[str, Any] = {
+        "width": 24,
+        "heads": 4,
+        "head_dim": 8,
+        "state": 8,
+        "groups": 2,
+        "kernel": 4,
+        "chunk": 8,
+    }
     made = Mamba2(**{**shape, "eps": 1e-5, "least_step": 0.0, **changes})
     draw = torch.Generator().manual_seed(0)
     for parameter in made.parameters():
@@ -163,7 +202,9 @@ def test_the_convolution_is_torchs_where_causal_conv1d_cannot_be_used(
     made = layer(**changes)
     passed(made)
     assert installed.calls == ["scan"]
-    assert scans_of(made) == [f"scans by mamba-ssm 2.3.2.post1, their convolutions by torch: {said}"]
+    assert scans_of(made) == [
+        f"scans by mamba-ssm 2.3.2.post1, their convolutions by torch: {said}"
+    ]
 
 
 def scans_of(made: Mamba2, device: str = "cpu", *, deterministic: bool = False) -> list[str]:
@@ -173,24 +214,32 @@ def scans_of(made: Mamba2, device: str = "cpu", *, deterministic: bool = False) 
 def test_it_is_said_once_what_computes_and_why_torch_does(
     installed: Installed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert scans_of(layer()) == ["scans by mamba-ssm 2.3.2.post1, their convolutions by causal-conv1d 1.6.1"]
+    assert scans_of(layer()) == [
+        "scans by mamba-ssm 2.3.2.post1, their convolutions by causal-conv1d 1.6.1"
+    ]
     assert scans_of(layer(kernels="torch")) == ["scans by torch: model.scan.kernels=torch"]
     (said,) = scans_of(layer(), deterministic=True)
     assert said.startswith("scans by torch: train.deterministic=true, and") and "atomics" in said
-    assert scans_of(layer(), "meta") == ["scans by torch: the kernels of mamba-ssm need a GPU, not meta"]
+    assert scans_of(layer(), "meta") == [
+        "scans by torch: the kernels of mamba-ssm need a GPU, not meta"
+    ]
     monkeypatch.delitem(sys.modules, scan_kernels.SCAN[0])
     scan_kernels._imported.cache_clear()
     (said,) = scans_of(layer())
-    assert said.startswith("scans by torch: mamba-ssm cannot be imported: "), "a package without the file"
+    assert said.startswith("scans by torch: mamba-ssm cannot be imported: "), (
+        "a package without the file"
+    )
     monkeypatch.delitem(sys.modules, "mamba_ssm")
     scan_kernels._imported.cache_clear()
     assert scans_of(layer()) == ["scans by torch: mamba-ssm is not installed"]
 
 
 def test_a_compiled_layer_calls_them_too(installed: Installed) -> None:
-    made, x = layer(), torch.randn(2, TIME, 24, generator=torch.Generator().manual_seed(1))
+    made = layer()
+    x = torch.randn(2, TIME, 24, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        expected, compiled = made(x, TIME), torch.compile(made, backend="eager")
+        expected = made(x, TIME)
+        compiled = torch.compile(made, backend="eager")
         installed.calls.clear()
         torch.testing.assert_close(compiled(x, TIME), expected)
     assert installed.calls == ["convolution", "scan"]
@@ -198,7 +247,8 @@ def test_a_compiled_layer_calls_them_too(installed: Installed) -> None:
 
 def test_a_graph_breaks_where_a_kernel_is_called_and_nowhere_else(installed: Installed) -> None:
     """Not where the kernel is looked up, of which there is one in each call of a layer."""
-    made, x = layer(), torch.randn(2, TIME, 24)
+    made = layer()
+    x = torch.randn(2, TIME, 24)
     with torch.no_grad():
         torch.compiler.reset()
         explained = torch._dynamo.explain(made)(x, TIME)
@@ -206,14 +256,17 @@ def test_a_graph_breaks_where_a_kernel_is_called_and_nowhere_else(installed: Ins
     assert installed.calls == ["convolution", "scan"]
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # the compiler's own
+# the compiler's own
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_without_the_kernels_a_layer_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device that could run them."""
     monkeypatch.setattr(scan_kernels, "DEVICE", "cpu")
-    made, x = layer(), torch.randn(2, TIME, 24)
+    made = layer()
+    x = torch.randn(2, TIME, 24)
     assert made.missing == ("mamba-ssm is not installed", "causal-conv1d is not installed")
     with torch.no_grad():
-        expected, compiled = made(x, TIME), torch.compile(made, backend="eager", fullgraph=True)
+        expected = made(x, TIME)
+        compiled = torch.compile(made, backend="eager", fullgraph=True)
         torch.testing.assert_close(compiled(x, TIME), expected)
 
 
@@ -226,7 +279,9 @@ def test_deterministic_algorithms_leave_the_scan_to_torch(installed: Installed) 
     assert installed.calls == []
 
 
-def test_a_run_says_so_and_its_projections_stay_with_the_recipe(cli: Cli, installed: Installed) -> None:
+def test_a_run_says_so_and_its_projections_stay_with_the_recipe(
+    cli: Cli, installed: Installed
+) -> None:
     """The guard of the first step ends a run that does not call a planned layer."""
     short = (*HYBRID, "train.steps=2", "phases=none", "eval.every=0")
     ran = cli("run.name=a", *short)

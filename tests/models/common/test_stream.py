@@ -1,5 +1,6 @@
-"""Sums that a block leaves to the norm at the entrance of the next one, whose kernel is torch here: who else would read
-them before they are written gets sums of torch."""
+"""Sums that a block leaves to the norm at the entrance of the next one, whose kernel is torch here:
+who else would read them before they are written gets sums of torch.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -29,11 +30,15 @@ class Kernel(NormProducer):
         self.lefts = list[LeftSum]()
 
     def leave(self, x: Tensor, change: Tensor) -> LeftSum:
-        self.lefts.append(LeftSum(self, unwritten_sum(x, change), x.detach(), change.detach(), ([], None)))  # type: ignore[arg-type]
+        self.lefts.append(
+            LeftSum(self, unwritten_sum(x, change), x.detach(), change.detach(), ([], None))
+        )  # type: ignore[arg-type]
         self.lefts[-1].h.data.fill_(torch.nan)
         return self.lefts[-1]
 
-    def __call__(self, x: Tensor, weight: Tensor, eps: float, change: Any = None, left: Any = None) -> Any:
+    def __call__(
+        self, x: Tensor, weight: Tensor, eps: float, change: Any = None, left: Any = None
+    ) -> Any:
         assert left is None or left.producer is self
         if not self.able:
             return None
@@ -68,7 +73,11 @@ Gathers.__module__ = "torch.distributed.fsdp._fully_shard._fsdp_state"
 
 def model(**shape: Any) -> Any:
     torch.manual_seed(0)
-    return Llama(width=16, layers=3, heads=2, hidden=16, **shape).build(vocab_size=60, seq_len=8).train()
+    return (
+        Llama(width=16, layers=3, heads=2, hidden=16, **shape)
+        .build(vocab_size=60, seq_len=8)
+        .train()
+    )
 
 
 def trained(built: Any) -> dict[str, Tensor]:
@@ -83,15 +92,21 @@ def nothing(built: Any, seen: list[Tensor]) -> None: ...
 
 
 def after_a_block(built: Any, seen: list[Tensor]) -> None:
-    built.blocks[0].register_forward_hook(lambda block, given, made: seen.append(made.detach().clone()))
+    built.blocks[0].register_forward_hook(
+        lambda block, given, made: seen.append(made.detach().clone())
+    )
 
 
 def before_a_block(built: Any, seen: list[Tensor]) -> None:
-    built.blocks[2].register_forward_pre_hook(lambda block, given: seen.append(given[0].detach().clone()))
+    built.blocks[2].register_forward_pre_hook(
+        lambda block, given: seen.append(given[0].detach().clone())
+    )
 
 
 def before_a_norm(built: Any, seen: list[Tensor]) -> None:
-    built.blocks[2].attention_norm.register_forward_pre_hook(lambda norm, given: seen.append(given[0].clone()))
+    built.blocks[2].attention_norm.register_forward_pre_hook(
+        lambda norm, given: seen.append(given[0].clone())
+    )
 
 
 def of_fsdp(built: Any, seen: list[Tensor]) -> None:
@@ -138,11 +153,14 @@ def in_the_norm(built: Any, seen: list[Tensor]) -> None:
 def test_who_reads_between_two_blocks_reads_sums_that_torch_wrote(
     reads: Callable[[Any, list[Tensor]], None], lefts: int, recompute: bool
 ) -> None:
-    """Of two sums between three blocks so many are left; loss, gradients and what is read have the bits of torch. A
-    norm that cannot be made by the kernel after all, or has got the sum of another, writes it first. Recomputed blocks
-    leave none again."""
-    plain, fused = model(recompute=recompute), model(recompute=recompute)
-    made, kernels = list[dict[str, Tensor]](), list[Kernel]()
+    """Of two sums between three blocks so many are left; loss, gradients and what is read have the
+    bits of torch. A norm that cannot be made by the kernel after all, or has got the sum of
+    another, writes it first. Recomputed blocks leave none again.
+    """
+    plain = model(recompute=recompute)
+    fused = model(recompute=recompute)
+    made = list[dict[str, Tensor]]()
+    kernels = list[Kernel]()
     for norm in (each for block in fused.blocks for each in (block.attention_norm, block.mlp_norm)):
         kernels.append(Kernel())
         norm.producer = kernels[-1]
@@ -156,21 +174,28 @@ def test_who_reads_between_two_blocks_reads_sums_that_torch_wrote(
 
 
 def test_a_stage_sends_a_sum_that_torch_wrote() -> None:
-    """A stage shares its blocks with the whole model, whose next block reads what it sends on another rank."""
-    built, kernels = model(), list[Kernel]()
+    """A stage shares its blocks with the whole model, whose next block reads what it sends on
+    another rank.
+    """
+    built = model()
+    kernels = list[Kernel]()
     for block in built.blocks:
         kernels.append(Kernel())
         block.attention_norm.producer = kernels[-1]
-    built.stage, built.blocks = Stage(first=True, last=False), built.blocks[:2]
+    built.stage = Stage(first=True, last=False)
+    built.blocks = built.blocks[:2]
     with autocast(FP32(), step=0):
         assert built(TOKENS).isfinite().all()
     assert [len(each.lefts) for each in kernels] == [0, 1, 0]
 
 
 def test_hooks_of_all_modules_read_sums_of_torch() -> None:
-    built, seen = model(), list[bool]()
+    built = model()
+    seen = list[bool]()
     kernel = built.blocks[1].attention_norm.producer = Kernel()
-    handle = register_module_forward_hook(lambda module, given, made: seen.append(bool(given[0].isfinite().all())))
+    handle = register_module_forward_hook(
+        lambda module, given, made: seen.append(bool(given[0].isfinite().all()))
+    )
     try:
         trained(built)
     finally:
@@ -190,7 +215,8 @@ def test_what_hooks_copy_for_backward_is_written() -> None:
 
 
 def test_a_loop_that_copies_or_drops_the_stream_is_an_error_and_the_next_pass_is_right() -> None:
-    built, x = model(), torch.randn(2, 8, 16)
+    built = model()
+    x = torch.randn(2, 8, 16)
     wanted = trained(built)["loss"]
     built.blocks[1].attention_norm.producer = Kernel()
     given = built.positions(0, 8, torch.float32)

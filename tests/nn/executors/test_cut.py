@@ -11,13 +11,19 @@ from fp4train.quantize import QuantSpec
 
 TENSOR = Ranks(group=None, rank=1, size=2)
 DATA = Ranks(group=None, rank=0, size=4)
-NVFP4_X, ROW = NVFP4().table().fprop.first, FP8Row().table().fprop.first
+NVFP4_X = NVFP4().table().fprop.first
+ROW = FP8Row().table().fprop.first
 assert NVFP4_X is not None and ROW is not None
 
 
 def shard(cut: Cut | None, amax: str = "tp", sequence: bool = False) -> LayerShard:
     return LayerShard(
-        tensor=None if cut is None else TENSOR, cut=cut, first=64, data=DATA, amax=amax, sequence=sequence
+        tensor=None if cut is None else TENSOR,
+        cut=cut,
+        first=64,
+        data=DATA,
+        amax=amax,
+        sequence=sequence,
     )
 
 
@@ -28,15 +34,20 @@ def shard(cut: Cut | None, amax: str = "tp", sequence: bool = False) -> LayerSha
         *[("in", "x", True), ("in", "w", True), ("in", "dy", False)],
     ],
 )
-def test_the_amax_of_a_tensor_covers_the_ranks_that_hold_its_parts(cut: Cut, tensor: str, shared: bool) -> None:
+def test_the_amax_of_a_tensor_covers_the_ranks_that_hold_its_parts(
+    cut: Cut, tensor: str, shared: bool
+) -> None:
     for transposed in (False, True):
-        assert shard(cut).amax_ranks(tensor, NVFP4_X, transposed=transposed) == ((TENSOR,) if shared else ())
+        assert shard(cut).amax_ranks(tensor, NVFP4_X, transposed=transposed) == (
+            (TENSOR,) if shared else ()
+        )
     assert shard(cut, amax="local").amax_ranks(tensor, NVFP4_X) == ()
 
 
 def test_the_amax_of_a_row_covers_the_ranks_that_hold_its_parts() -> None:
     assert shard("in").amax_ranks("x", ROW) == (TENSOR,)  # a token's features lie on two ranks
-    assert shard("in").amax_ranks("x", ROW, transposed=True) == ()  # a feature's tokens lie on this one
+    # a feature's tokens lie on this one
+    assert shard("in").amax_ranks("x", ROW, transposed=True) == ()
     assert shard("out").amax_ranks("w", ROW) == ()
     assert shard("out").amax_ranks("w", ROW, transposed=True) == (TENSOR,)
 
@@ -79,7 +90,8 @@ def test_no_collective_has_a_name_that_torch_warns_of() -> None:
     """Every tensor-parallel run printed torch's FutureWarning; a warning is an error in a test."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        ranks, x = Ranks(group=dist.group.WORLD, rank=0, size=1), torch.randn(4, 2)
+        ranks = Ranks(group=dist.group.WORLD, rank=0, size=1)
+        x = torch.randn(4, 2)
         for each in (ranks.sum, ranks.largest, ranks.sum_rows, ranks.gather_rows, ranks.part):
             assert torch.equal(each(x.clone()), x)
     finally:

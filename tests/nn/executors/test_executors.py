@@ -1,4 +1,6 @@
-"""The choice of an executor, what it answers for CUDA graphs, and the states that executors carry from step to step."""
+"""The choice of an executor, what it answers for CUDA graphs, and the states that executors carry
+from step to step.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +16,14 @@ from fp4train.backends.te import TEExecutor, TEExperts
 from fp4train.hardware import Device
 from fp4train.nn import Linear
 from fp4train.nn.call import EAGER
-from fp4train.nn.executors import EXECUTORS, STATES, executor_class, join_states, make_executor, saved_tensor
+from fp4train.nn.executors import (
+    EXECUTORS,
+    STATES,
+    executor_class,
+    join_states,
+    make_executor,
+    saved_tensor,
+)
 from fp4train.nn.executors.cut import CutGemms
 from fp4train.nn.executors.gemms import Gemms, torch_autocasts
 from fp4train.nn.executors.groups import BackendExperts, GroupGemms
@@ -28,7 +37,8 @@ from fp4train.precision.layers import Layer
 from fp4train.quantize import RunStep
 
 LAYER = Layer(name="up", in_features=64, out_features=64, block=0, blocks=1)
-CUT, EXPERTS = replace(LAYER, cut="out", parts=2), replace(LAYER, experts=4)
+CUT = replace(LAYER, cut="out", parts=2)
+EXPERTS = replace(LAYER, experts=4)
 OUTLIERS = NVFP4(outliers=OutlierChannels(recipe=MXFP8()))
 
 
@@ -41,7 +51,9 @@ def plan(recipe: Recipe, layer: Layer = LAYER, backend: str | None = None) -> La
 
 
 def test_a_device_type_that_is_registered_later_has_its_own_autocast() -> None:
-    """The answers that are kept: "meta" never has one, and a name that torch does not know yet is asked again."""
+    """The answers that are kept: "meta" never has one, and a name that torch does not know yet is
+    asked again.
+    """
 
     def program() -> None:
         assert not torch_autocasts("meta") and not torch_autocasts("privateuseone")
@@ -71,7 +83,8 @@ CHOSEN = {
 class Peers:
     """Two ranks, as far as an executor asks for them when it is made."""
 
-    size, rank = 2, 0
+    size = 2
+    rank = 0
 
     def sum(self, x: Tensor) -> Tensor:
         return x
@@ -88,9 +101,15 @@ def test_what_answers_for_a_plan_is_what_runs_it(planned: LayerPlan, kind: type[
 
 
 def test_on_the_meta_device_shapes_are_enough_and_cuts_stay() -> None:
-    made = {name: type(make_executor(each, "meta")) for name, (each, _) in CHOSEN.items() if each.layer.cut is None}
+    made = {
+        name: type(make_executor(each, "meta"))
+        for name, (each, _) in CHOSEN.items()
+        if each.layer.cut is None
+    }
     groups = {name: kind for name, kind in made.items() if "experts" in name}
-    assert set(groups.values()) == {GroupGemms} and set(made.values()) - {GroupGemms} == {TorchLayer}
+    assert set(groups.values()) == {GroupGemms} and set(made.values()) - {GroupGemms} == {
+        TorchLayer
+    }
     shard = LayerShard(tensor=Peers(), cut="out")  # type: ignore[arg-type]
     assert type(make_executor(CHOSEN["cut"][0], "meta", shard)) is CutGemms
 
@@ -98,7 +117,10 @@ def test_on_the_meta_device_shapes_are_enough_and_cuts_stay() -> None:
 ROWS = "how many rows each of its 4 experts has"
 REASONS: list[tuple[LayerPlan, str | None]] = [
     (plan(FP8Delayed()), None),
-    (plan(FP8Delayed(), backend="te"), "delayed scaling on backend=te updates its histories on the host"),
+    (
+        plan(FP8Delayed(), backend="te"),
+        "delayed scaling on backend=te updates its histories on the host",
+    ),
     (plan(FP8Delayed(), EXPERTS), ROWS),
     (plan(NVFP4(), EXPERTS, backend="te"), ROWS),
     (plan(OUTLIERS), "the host counts the steps"),
@@ -113,7 +135,9 @@ def test_an_executor_says_why_no_graph_holds_it(planned: LayerPlan, reason: str 
     assert answer is None if reason is None else reason in str(answer)
 
 
-def test_a_cut_layer_outside_of_contexts_runs_in_the_dtype_of_its_input_and_outside_of_graphs() -> None:
+def test_a_cut_layer_outside_of_contexts_runs_in_the_dtype_of_its_input_and_outside_of_graphs() -> (
+    None
+):
     made = layer()
     assert made.executor_now(torch.device("cpu"), torch.float32)[0] is None
     assert made.handle.route().kind == "plain"
@@ -122,7 +146,9 @@ def test_a_cut_layer_outside_of_contexts_runs_in_the_dtype_of_its_input_and_outs
     made.default_context = default_context
     executor, now = made.executor_now(torch.device("cpu"), torch.float16)
     assert type(executor) is CutGemms and executor.dtype == torch.float16
-    assert now.context is default_context(torch.float16), "the call has the context that chose its executor"
+    assert now.context is default_context(torch.float16), (
+        "the call has the context that chose its executor"
+    )
     assert made.handle.route() == EAGER
 
 
@@ -166,7 +192,9 @@ def layer() -> Linear:
     return Linear(16, 16)
 
 
-def test_a_state_says_itself_how_it_is_made_saved_checked_and_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_says_itself_how_it_is_made_saved_checked_and_joined(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert saved_tensor("seen.tokens") is None, "before anything needs such a state"
     monkeypatch.setitem(STATES, "seen", Seen)  # type: ignore[arg-type]  # as a line in EXECUTORS does
     assert saved_tensor("seen.tokens") == (torch.int64, 0, True)
@@ -188,9 +216,14 @@ def test_every_kind_of_state_that_an_executor_needs_is_known_by_name() -> None:
 
 
 def test_histories_are_joined_before_norms_whatever_the_order_of_the_layers() -> None:
-    x, first, second, ranks = torch.ones(4, 16), layer(), layer(), All()
-    norms, scaling = ChannelNorms(), DelayedScaling()
-    first.states["outliers"], second.states["scaling"] = norms, scaling
+    x = torch.ones(4, 16)
+    first = layer()
+    second = layer()
+    ranks = All()
+    norms = ChannelNorms()
+    scaling = DelayedScaling()
+    first.states["outliers"] = norms
+    second.states["scaling"] = scaling
     norms.record(x, RunStep(0, 0))
     scaling.load_state({"history.x": torch.ones(4), "used.x": torch.ones(())})
     join_states([first, second], ranks)
@@ -198,8 +231,11 @@ def test_histories_are_joined_before_norms_whatever_the_order_of_the_layers() ->
 
 
 @pytest.mark.parametrize("kernels", [TEExecutor, TEExperts])
-def test_a_backends_kernels_are_a_state_that_its_region_joins(kernels: type[TEExecutor] | type[TEExperts]) -> None:
-    made, ranks = layer(), All()
+def test_a_backends_kernels_are_a_state_that_its_region_joins(
+    kernels: type[TEExecutor] | type[TEExperts],
+) -> None:
+    made = layer()
+    ranks = All()
     made.states["te"] = kernels(name="up")
     made.states["te"].load_state({"scale_fwd": torch.ones(2)})
     join_states([made], ranks)

@@ -1,6 +1,8 @@
-"""Outlier channels: who is chosen, what both parts multiply (against numpy, from the paper's formulas), what it buys.
+"""Outlier channels: who is chosen, what both parts multiply (against numpy, from the paper's
+formulas), what it buys.
 
-Bounds: products of equal operands, added in another order, differ by 2e-7 of the norm here (bound 1e-6).
+Bounds: products of equal operands, added in another order, differ by 2e-7 of the norm here (bound
+1e-6).
 """
 
 import copy
@@ -17,11 +19,23 @@ from torch import Tensor, nn
 import fp4train as f4
 from fp4train.nn import Linear
 from fp4train.nn.executors.parts import ChannelNorms
-from fp4train.precision import BF16, MXFP8, NVFP4, OutlierChannels, Recipe, TetraJetV2, TetraJetV2Outliers, recompute
+from fp4train.precision import (
+    BF16,
+    MXFP8,
+    NVFP4,
+    OutlierChannels,
+    Recipe,
+    TetraJetV2,
+    TetraJetV2Outliers,
+    recompute,
+)
 from fp4train.quantize import RandomKey, quantize
 
-M, N, K = 256, 96, 192
-NORMS, STEPS = "outliers.norms", "outliers.steps"
+M = 256
+N = 96
+K = 192
+NORMS = "outliers.norms"
+STEPS = "outliers.steps"
 CHANNELS = 32
 LARGE = torch.randperm(K, generator=torch.Generator().manual_seed(9))[:CHANNELS]
 """The outlier channels of every input."""
@@ -38,7 +52,8 @@ def tetrajet(**values: object) -> TetraJetV2:
 def inputs(seed: int, factor: float = 20.0) -> tuple[Tensor, Tensor]:
     """x [M, K] with large channels, dy [M, N]."""
     generator = torch.Generator().manual_seed(seed)
-    x, dy = torch.randn(M, K, generator=generator), torch.randn(M, N, generator=generator)
+    x = torch.randn(M, K, generator=generator)
+    dy = torch.randn(M, N, generator=generator)
     x[:, LARGE] *= factor
     return x, dy
 
@@ -50,7 +65,9 @@ def layer() -> Linear:
     return made
 
 
-def step(module: nn.Module, recipe: Recipe, number: int, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def step(
+    module: nn.Module, recipe: Recipe, number: int, x: Tensor, dy: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """(y, dx, dw) of one step."""
     module.zero_grad()
     x = x.detach().requires_grad_()
@@ -64,7 +81,8 @@ def step(module: nn.Module, recipe: Recipe, number: int, x: Tensor, dy: Tensor) 
 
 def chosen(made: Linear) -> tuple[Tensor, Tensor]:
     """The other channels and the outlier channels of the last call."""
-    norms, own = made.states["outliers"], own_channels(made)
+    norms = made.states["outliers"]
+    own = own_channels(made)
     assert isinstance(norms, ChannelNorms) and len(own) < K
     rest, top = norms.channels(K - len(own), "cpu")
     assert torch.equal(rest, own)
@@ -80,13 +98,17 @@ def trained(recipe: Recipe, steps: int) -> Linear:
 
 
 def mxfp8(x: np.ndarray) -> np.ndarray:
-    """x [R, C] in blocks of 32: 2^⌈log2(amax / 448)⌉ times E4M3 to nearest, from the OCP's definition alone."""
+    """x [R, C] in blocks of 32: 2^⌈log2(amax / 448)⌉ times E4M3 to nearest, from the OCP's
+    definition alone.
+    """
     out = np.zeros_like(x)
     for start in range(0, x.shape[1], 32):
         block = x[:, start : start + 32]
         amax = np.abs(block).max(axis=1, keepdims=True).astype(np.float64)
         scale = np.exp2(np.ceil(np.log2(np.where(amax > 0, amax, 448) / 448)))
-        out[:, start : start + 32] = (block / scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale
+        out[:, start : start + 32] = (block / scale).astype(ml_dtypes.float8_e4m3fn).astype(
+            np.float64
+        ) * scale
     return out
 
 
@@ -96,22 +118,29 @@ def relative(found: Tensor, wanted: np.ndarray | Tensor) -> float:
 
 
 def test_the_channels_with_the_largest_norms_over_the_recorded_steps_are_chosen() -> None:
-    made, sums = layer(), torch.zeros(K, dtype=torch.float64)
+    made = layer()
+    sums = torch.zeros(K, dtype=torch.float64)
     recipe = tetrajet()
     for number in range(4):
         x, dy = inputs(number)
         step(made, recipe, number, x, dy)
-        assert (len(own_channels(made)) < K) == (number == 3), "step 0 is before the start, 1 and 2 are recorded"
+        assert (len(own_channels(made)) < K) == (number == 3), (
+            "step 0 is before the start, 1 and 2 are recorded"
+        )
         if number in (1, 2):
             sums += x.double().square().sum(0).sqrt()
     rest, top = chosen(made)
     assert set(top.tolist()) == set(LARGE.tolist())
     assert torch.cat((top, rest)).tolist() == sums.argsort(descending=True, stable=True).tolist()
-    assert torch.allclose(made.scaling_state()[NORMS], sums, rtol=1e-6) and int(made.scaling_state()[STEPS]) == 2
+    assert (
+        torch.allclose(made.scaling_state()[NORMS], sums, rtol=1e-6)
+        and int(made.scaling_state()[STEPS]) == 2
+    )
 
 
 def test_until_the_choice_a_layer_is_the_plain_recipe_to_the_bit() -> None:
-    with_outliers, plain = layer(), layer()
+    with_outliers = layer()
+    plain = layer()
     for number in range(3):
         found = step(with_outliers, tetrajet(), number, *inputs(number))
         wanted = step(plain, TetraJetV2(dtype="float32"), number, *inputs(number))
@@ -120,7 +149,8 @@ def test_until_the_choice_a_layer_is_the_plain_recipe_to_the_bit() -> None:
 
 @pytest.mark.parametrize("backend", ["emulate", "reference"])
 def test_both_parts_multiply_the_operands_of_the_paper(backend: str) -> None:
-    recipe, made = tetrajet(), trained(tetrajet(), 3)
+    recipe = tetrajet()
+    made = trained(tetrajet(), 3)
     made.rename(made.layer, backend)
     x, dy = inputs(7)
     y, dx, dw = step(made, recipe, 7, x, dy)
@@ -147,12 +177,15 @@ def test_both_parts_multiply_the_operands_of_the_paper(backend: str) -> None:
     wt_top = drawn(w[:, top].T, top_table["dgrad"].second, 3, row=len(rest))
     assert relative(dx[:, rest], dy_rows @ wt_rest.T) <= 1e-6
     assert relative(dx[:, top], dy_rows @ wt_top.T) <= 1e-6
-    dyt, xt = drawn(dy.T, table["wgrad"].first, 4), drawn(x[:, rest].T, table["wgrad"].second, 5)
+    dyt = drawn(dy.T, table["wgrad"].first, 4)
+    xt = drawn(x[:, rest].T, table["wgrad"].second, 5)
     assert relative(dw[:, rest], dyt @ xt.T) <= 1e-6
 
 
 def test_the_parts_draw_other_bits() -> None:
-    """Two parts with equal columns of w would have equal columns of dx if they drew the same bits."""
+    """Two parts with equal columns of w would have equal columns of dx if they drew the same
+    bits.
+    """
     made = layer()
     x, dy = inputs(0, factor=1.0)
     x[:, K // 2 :] = x[:, : K // 2] * 2
@@ -172,32 +205,49 @@ def test_the_parts_draw_other_bits() -> None:
     [
         pytest.param(tetrajet(), {"y": 6.0, "dw": 12.0}, id="tetrajet in mxfp8"),
         pytest.param(
-            NVFP4(dtype="float32", outliers=OutlierChannels(recipe=BF16(), share=CHANNELS / K, start=1, steps=2)),
+            NVFP4(
+                dtype="float32",
+                outliers=OutlierChannels(recipe=BF16(), share=CHANNELS / K, start=1, steps=2),
+            ),
             {"y": 50.0, "dx": 1.05, "dw": 50.0},
             id="nvfp4 in high precision",
         ),
     ],
 )
-def test_the_error_falls_where_channels_are_outliers(recipe: Recipe, least: dict[str, float]) -> None:
+def test_the_error_falls_where_channels_are_outliers(
+    recipe: Recipe, least: dict[str, float]
+) -> None:
     """nMSE of y, dx and dw without outlier channels over that with them."""
-    made, plain = trained(recipe, 3), layer()
+    made = trained(recipe, 3)
+    plain = layer()
     x, dy = inputs(8)
     w = made.weight.detach()
     wanted = {"y": x @ w.T + made.bias.detach(), "dx": dy @ w, "dw": dy.T @ x}
-    without = f4.precision.NVFP4(dtype="float32") if isinstance(recipe, NVFP4) else TetraJetV2(dtype="float32")
+    without = (
+        f4.precision.NVFP4(dtype="float32")
+        if isinstance(recipe, NVFP4)
+        else TetraJetV2(dtype="float32")
+    )
     found = dict(zip(wanted, step(made, recipe, 8, x, dy), strict=True))
     before = dict(zip(wanted, step(plain, without, 8, x, dy), strict=True))
-    gain = {name: (relative(before[name], wanted[name]) / relative(found[name], wanted[name])) ** 2 for name in wanted}
+    gain = {
+        name: (relative(before[name], wanted[name]) / relative(found[name], wanted[name])) ** 2
+        for name in wanted
+    }
     print({name: round(value, 2) for name, value in gain.items()})
     assert all(gain[name] >= factor for name, factor in least.items()), gain
 
 
 def test_gradients_of_what_forward_multiplied_are_unbiased() -> None:
-    """dx over all channels, dw over the others, with guard=16/17: means over steps, in standard errors."""
+    """dx over all channels, dw over the others, with guard=16/17: means over steps, in standard
+    errors.
+    """
     recipe = TetraJetV2(
         dtype="float32",
         guard=16 / 17,
-        outliers=OutlierChannels(recipe=TetraJetV2Outliers(guard=16 / 17), share=CHANNELS / K, start=0, steps=1),
+        outliers=OutlierChannels(
+            recipe=TetraJetV2Outliers(guard=16 / 17), share=CHANNELS / K, start=0, steps=1
+        ),
     )
     made = trained(recipe, 1)
     x, dy = (t[:64].contiguous() for t in inputs(6, factor=4.0))
@@ -205,7 +255,8 @@ def test_gradients_of_what_forward_multiplied_are_unbiased() -> None:
     draws = [step(made, recipe, 10 + number, x, dy) for number in range(repeats)]
     rest, top = chosen(made)
     w = made.weight.detach()
-    w_q, x_q = torch.empty(N, K, dtype=torch.float64), torch.from_numpy(double_block(x[:, rest].numpy())).double()
+    w_q = torch.empty(N, K, dtype=torch.float64)
+    x_q = torch.from_numpy(double_block(x[:, rest].numpy())).double()
     w_q[:, rest] = torch.from_numpy(double_block(w[:, rest].numpy())).double()
     w_q[:, top] = torch.from_numpy(mxfp8(w[:, top].double().numpy()))
     for name, found, wanted in (
@@ -218,7 +269,8 @@ def test_gradients_of_what_forward_multiplied_are_unbiased() -> None:
 
 
 def test_evaluation_records_nothing_and_uses_the_choice() -> None:
-    made, recipe = trained(tetrajet(), 2), tetrajet()
+    made = trained(tetrajet(), 2)
+    recipe = tetrajet()
     before = made.scaling_state()
     with torch.no_grad(), f4.autocast(recipe, seed=5, step=2):
         made(inputs(2)[0] * 100)
@@ -231,12 +283,16 @@ def test_evaluation_records_nothing_and_uses_the_choice() -> None:
 
 def test_what_looks_at_operands_gets_those_of_the_layers_own_recipe() -> None:
     made, (x, _) = trained(tetrajet(), 3), inputs(0)
-    assert torch.equal(made.observed(x)[0], x) and not made.values(made.weight, torch.zeros_like).any()
+    assert (
+        torch.equal(made.observed(x)[0], x) and not made.values(made.weight, torch.zeros_like).any()
+    )
     step(made, tetrajet(), 3, *inputs(3))
     rest, top = chosen(made)
     x_rest, w_rest, rows = made.observed(x)
     w = made.weight.detach()
-    assert torch.equal(x_rest, x[:, rest]) and torch.equal(w_rest, w[:, rest]) and rows == slice(None)
+    assert (
+        torch.equal(x_rest, x[:, rest]) and torch.equal(w_rest, w[:, rest]) and rows == slice(None)
+    )
     values = made.values(w, torch.zeros_like)
     assert torch.equal(values[:, top], w[:, top]) and not values[:, rest].any()
 
@@ -250,40 +306,53 @@ def test_recomputation_repeats_the_bits_and_records_once() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return recompute(self.inner, x)
 
-    again, once = Block(), layer()
+    again = Block()
+    once = layer()
     again.inner.rename(once.layer, "emulate")
     for number in range(5):
         x, dy = inputs(number)
         assert all(
             torch.equal(a, b)
-            for a, b in zip(step(again, tetrajet(), number, x, dy), step(once, tetrajet(), number, x, dy), strict=True)
+            for a, b in zip(
+                step(again, tetrajet(), number, x, dy),
+                step(once, tetrajet(), number, x, dy),
+                strict=True,
+            )
         ), number
         assert again.inner.scaling_state().keys() == once.scaling_state().keys()
-        assert all(torch.equal(v, once.scaling_state()[k]) for k, v in again.inner.scaling_state().items())
+        assert all(
+            torch.equal(v, once.scaling_state()[k]) for k, v in again.inner.scaling_state().items()
+        )
 
 
 def test_microbatches_record_the_norms_of_the_step() -> None:
-    whole, parts = layer(), layer()
+    whole = layer()
+    parts = layer()
     x, dy = inputs(0)
     recipe = tetrajet(start=0, steps=1)
     step(whole, recipe, 0, x, dy)
     for rows in range(0, M, 64):
         step(parts, recipe, 0, x[rows : rows + 64], dy[rows : rows + 64])
-    one, other = whole.scaling_state(), parts.scaling_state()
+    one = whole.scaling_state()
+    other = parts.scaling_state()
     assert int(one[STEPS]) == int(other[STEPS]) == 1
     assert torch.allclose(one[NORMS], other[NORMS], rtol=1e-12)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 4])
 def test_a_restored_layer_goes_on_to_the_bit(steps: int) -> None:
-    made, other = trained(tetrajet(), steps), layer()
+    made = trained(tetrajet(), steps)
+    other = layer()
     other.load_scaling_state({k: v.clone() for k, v in made.scaling_state().items()})
     copied = copy.deepcopy(made)
     for number in range(steps, 6):
         x, dy = inputs(number)
         wanted = step(made, tetrajet(), number, x, dy)
         for each in (other, copied):
-            assert all(torch.equal(a, b) for a, b in zip(step(each, tetrajet(), number, x, dy), wanted, strict=True))
+            assert all(
+                torch.equal(a, b)
+                for a, b in zip(step(each, tetrajet(), number, x, dy), wanted, strict=True)
+            )
 
 
 def test_another_recipe_in_between_leaves_the_recording_as_it_is() -> None:
@@ -298,7 +367,8 @@ def test_another_recipe_in_between_leaves_the_recording_as_it_is() -> None:
 
 
 def test_weights_are_prepared_once_a_step_and_anew_in_the_next() -> None:
-    made, fresh = trained(tetrajet(), 3), trained(tetrajet(), 3)
+    made = trained(tetrajet(), 3)
+    fresh = trained(tetrajet(), 3)
     x, dy = inputs(4)
     step(made, tetrajet(), 3, x, dy)
     step(fresh, tetrajet(), 3, x, dy)
@@ -307,5 +377,6 @@ def test_weights_are_prepared_once_a_step_and_anew_in_the_next() -> None:
         fresh.weight.mul_(1.5)
     fresh.keep_forms(False)
     for _ in range(2):
-        found, wanted = step(made, tetrajet(), 4, x, dy), step(fresh, tetrajet(), 4, x, dy)
+        found = step(made, tetrajet(), 4, x, dy)
+        wanted = step(fresh, tetrajet(), 4, x, dy)
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))

@@ -11,8 +11,19 @@ from fp4train.precision.recipes.tetrajet import TetraJetV2
 from fp4train.quantize import Quantized, QuantSpec, RandomKey, amax_extent, measure_amax, quantize
 
 KEY = RandomKey(seed=1, step=2, layer=3, operand=4)
-RECIPES: list[Recipe] = [NVFP4(), MXFP8(), FP8Current(), FP8Row(), FP8Block(), TetraJetV2(aligned=False)]
-SPECS = list(dict.fromkeys(spec for recipe in RECIPES for spec in recipe.table().specs() if spec.block[0] in (1, None)))
+RECIPES: list[Recipe] = [
+    NVFP4(),
+    MXFP8(),
+    FP8Current(),
+    FP8Row(),
+    FP8Block(),
+    TetraJetV2(aligned=False),
+]
+SPECS = list(
+    dict.fromkeys(
+        spec for recipe in RECIPES for spec in recipe.table().specs() if spec.block[0] in (1, None)
+    )
+)
 
 
 class Wire(Ranks):
@@ -28,21 +39,30 @@ class Wire(Ranks):
         return torch.cat(sent if len(sent) == self.size else [x_MD] * self.size)
 
 
-def sent(x_MK: Tensor, spec: QuantSpec, ranks: int, *, along_tokens: bool) -> tuple[Quantized, Quantized, Tensor]:
+def sent(
+    x_MK: Tensor, spec: QuantSpec, ranks: int, *, along_tokens: bool
+) -> tuple[Quantized, Quantized, Tensor]:
     """(form of all tokens as received, as quantised at once, what one rank sends)."""
     x = x_MK.T if along_tokens else x_MK
     amax = None if amax_extent(spec) is None else measure_amax(x, spec)
-    wire, extent = Wire(ranks), x_MK.shape[0] // ranks
+    wire = Wire(ranks)
+    extent = x_MK.shape[0] // ranks
     for rank, tokens in enumerate(x_MK.split(extent)):
         at = {"col_offset" if along_tokens else "row_offset": rank * extent}
-        own = amax if amax is None or amax.numel() == 1 or along_tokens else amax[rank * extent :][:extent]
+        own = (
+            amax
+            if amax is None or amax.numel() == 1 or along_tokens
+            else amax[rank * extent :][:extent]
+        )
         part = quantize(tokens.T if along_tokens else tokens, spec, key=KEY.replace(**at), amax=own)
         received = gathered(part, wire, along_tokens=along_tokens)
     return received, quantize(x, spec, key=KEY, amax=amax), wire.sent[0]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("along_tokens", [False, True])
-@pytest.mark.parametrize("spec", SPECS, ids=lambda s: f"{s.element}-{s.block}-{s.rounding[:4]}-{bool(s.hadamard)}")
+@pytest.mark.parametrize(
+    "spec", SPECS, ids=lambda s: f"{s.element}-{s.block}-{s.rounding[:4]}-{bool(s.hadamard)}"
+)
 def test_the_received_form_is_that_of_all_tokens(spec: QuantSpec, along_tokens: bool) -> None:
     x = torch.randn(512, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
     received, whole, _ = sent(x, spec, 4, along_tokens=along_tokens)

@@ -33,7 +33,11 @@ def gradient(layer: Linear, recipe: Recipe, x_MK: Tensor, dy_MN: Tensor) -> Tens
 @pytest.fixture
 def tensors() -> Iterator[tuple[Linear, Tensor, Tensor]]:
     torch.manual_seed(0)
-    yield Linear(64, 32), torch.randn(96, 64).bfloat16().requires_grad_(), torch.randn(96, 32).bfloat16()
+    yield (
+        Linear(64, 32),
+        torch.randn(96, 64).bfloat16().requires_grad_(),
+        torch.randn(96, 32).bfloat16(),
+    )
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe).__name__)
@@ -41,7 +45,8 @@ def test_a_term_of_a_sum_is_the_product_before_it_is_rounded(
     tensors: tuple[Linear, Tensor, Tensor], recipe: Recipe
 ) -> None:
     layer, x, dy = tensors
-    rounded, dx = gradient(layer, recipe, x, dy), x.grad
+    rounded = gradient(layer, recipe, x, dy)
+    dx = x.grad
     assert torch.equal(rounded, rounded.bfloat16().float())
     x.grad = None
     layer.sum_gradients(True)
@@ -53,13 +58,17 @@ def test_a_term_of_a_sum_is_the_product_before_it_is_rounded(
     assert dx is not None and x.grad is not None and torch.equal(dx, x.grad)
 
 
-def test_sums_of_microbatches_come_closer_to_the_whole_batch(tensors: tuple[Linear, Tensor, Tensor]) -> None:
+def test_sums_of_microbatches_come_closer_to_the_whole_batch(
+    tensors: tuple[Linear, Tensor, Tensor],
+) -> None:
     layer, x, dy = tensors
     whole = dy.double().T @ x.detach().double()
     errors = []
     for sums in (False, True):
         layer.sum_gradients(sums)
-        total = sum(gradient(layer, BF16(), x[n : n + 8], dy[n : n + 8]).double() for n in range(0, 96, 8))
+        total = sum(
+            gradient(layer, BF16(), x[n : n + 8], dy[n : n + 8]).double() for n in range(0, 96, 8)
+        )
         errors.append(float((total - whole).norm() / whole.norm()))
     assert errors[1] < 1e-5 < 1e-4 < errors[0]
 
@@ -68,7 +77,9 @@ def test_sums_of_microbatches_come_closer_to_the_whole_batch(tensors: tuple[Line
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_all_else_of_a_high_precision_layer_is_torchs(bias: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    layer, x, dy = Linear(48, 40, bias=bias), torch.randn(24, 48).to(dtype), torch.randn(24, 40).to(dtype)
+    layer = Linear(48, 40, bias=bias)
+    x = torch.randn(24, 48).to(dtype)
+    dy = torch.randn(24, 40).to(dtype)
     found = []
     for sums in (False, True):
         layer.sum_gradients(sums)
@@ -86,7 +97,8 @@ class Casts(TorchDispatchMode):
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         super().__init__()
-        self.shape, self.count = shape, 0
+        self.shape = shape
+        self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -95,8 +107,12 @@ class Casts(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def test_microbatches_of_a_step_round_the_weight_once(tensors: tuple[Linear, Tensor, Tensor]) -> None:
-    """Forward and backward, of microbatches that are in flight together as in a pipeline; the next step anew."""
+def test_microbatches_of_a_step_round_the_weight_once(
+    tensors: tuple[Linear, Tensor, Tensor],
+) -> None:
+    """Forward and backward, of microbatches that are in flight together as in a pipeline; the next
+    step anew.
+    """
     layer, x, dy = tensors
     layer.sum_gradients(True)
     with Casts((32, 64)) as casts:
@@ -117,8 +133,10 @@ def test_microbatches_of_a_step_round_the_weight_once(tensors: tuple[Linear, Ten
 def test_on_a_gpu_the_gemm_adds_dw_of_later_microbatches_to_the_gradient(
     hooked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of float32 weights a sum by autograd writes dw, and reads it and the gradient again: twice the bytes. The calls
-    are recorded on tensors without data. A hook must see each gradient, so autograd adds them then."""
+    """Of float32 weights a sum by autograd writes dw, and reads it and the gradient again: twice
+    the bytes. The calls are recorded on tensors without data. A hook must see each gradient, so
+    autograd adds them then.
+    """
     added: list[bool] = []
 
     class Recorded(TorchDispatchMode):
@@ -135,7 +153,9 @@ def test_on_a_gpu_the_gemm_adds_dw_of_later_microbatches_to_the_gradient(
         w = torch.empty(32, 64, device="cuda").requires_grad_()
         if hooked:
             w.register_post_accumulate_grad_hook(lambda parameter: None)
-        context.saved_tensors, context.w, context.needs_input_grad = (x, w), w, (False, True, False)
+        context.saved_tensors = (x, w)
+        context.w = w
+        context.needs_input_grad = (False, True, False)
         context.next_functions = (None, 0), (None, 0)
         monkeypatch.setattr(gemms, "accumulates", lambda node: True)
         returned = []

@@ -40,7 +40,8 @@ def test_no_flipped_bit_of_the_configuration_changes_a_run_in_silence(cli: Cli) 
     cli.trained("run.name=a", "train.steps=1", *STEADY)
     path = Path("runs/a/config.yaml")
     good = path.read_bytes()
-    header, signed = good.index(b"\n"), good.index(b" signed ")
+    header = good.index(b"\n")
+    signed = good.index(b" signed ")
     for place in (*range(2, header, 17), *range(header + 1, len(good), 311)):
         bad = bytearray(good)
         bad[place] ^= 1
@@ -78,7 +79,9 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE.keys())
-def test_a_hostile_configuration_is_refused_with_one_line_that_tells_nothing(cli: Cli, text: str) -> None:
+def test_a_hostile_configuration_is_refused_with_one_line_that_tells_nothing(
+    cli: Cli, text: str
+) -> None:
     Path("runs/a").mkdir(parents=True)
     Path("runs/a/config.yaml").write_text(text)
     said = cli.raw("resume=runs/a", "train.steps=2").message
@@ -96,14 +99,21 @@ def swapped(cli: Cli, stop_at: StopAt) -> Path:
 
 
 @pytest.mark.parametrize("lines", [0, 1], ids=["all of it", "its last line"])
-def test_swaps_that_a_journal_has_lost_are_written_anew(cli: Cli, stop_at: StopAt, lines: int) -> None:
+def test_swaps_that_a_journal_has_lost_are_written_anew(
+    cli: Cli, stop_at: StopAt, lines: int
+) -> None:
     path = swapped(cli, stop_at)
     kept = b"".join(path.read_bytes().splitlines(keepends=True)[:lines])
     path.write_bytes(kept) if kept else path.unlink()
     said = cli("resume=runs/a", "run.name=b").message
-    assert said == f"{path} lacks records, but runs/a was swapped at step 2: resume it in place first"
+    assert (
+        said == f"{path} lacks records, but runs/a was swapped at step 2: resume it in place first"
+    )
     again = cli("resume=runs/a")
-    assert again.code == 0 and f"{path} lacks records; its swaps are written anew from the checkpoint" in again.err
+    assert (
+        again.code == 0
+        and f"{path} lacks records; its swaps are written anew from the checkpoint" in again.err
+    )
     assert [v[-1] for v in losses("runs/a").values()] == ["NVFP4"] * 2 + ["BF16"] * 4
     assert recorded("runs/a") == [(2, "bf16")] and path.read_bytes().startswith(kept)
 
@@ -114,14 +124,19 @@ def test_a_swap_that_was_changed_is_refused(cli: Cli, stop_at: StopAt) -> None:
     path.write_text(good.replace("precision.BF16", "precision.FP32"))
     assert "is damaged (its checksum differs)" in cli("resume=runs/a").message
     (first, swap), chain = (Chain().open(line.encode())[0] for line in good.splitlines()), Chain("")
-    path.write_bytes(b"".join(chain.seal(json.dumps(line).encode()) for line in (first, {**swap, "at": 1})))
+    path.write_bytes(
+        b"".join(chain.seal(json.dumps(line).encode()) for line in (first, {**swap, "at": 1}))
+    )
     newest = Path("runs/a/checkpoints/step_00000004")
 
     def resealed(state: dict[str, Any]) -> None:
         state["history"] = chain.after
 
     reseal(newest, lambda held: None, resealed)
-    assert "is not what the checkpoint of step 4 was trained with (the swap at step 2)" in cli("resume=runs/a").message
+    assert (
+        "is not what the checkpoint of step 4 was trained with (the swap at step 2)"
+        in cli("resume=runs/a").message
+    )
 
 
 def test_a_request_whose_removal_was_cut_off_is_not_carried_out_twice(
@@ -151,24 +166,35 @@ def test_metrics_that_were_cut_are_said_to_be_incomplete(cli: Cli, stop_at: Stop
     whole = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(whole[:3]))
     again = cli("resume=runs/a")
-    assert again.code == 0 and "is cut off" in again.err and "2 steps of 3–4 are missing" in again.err
+    assert (
+        again.code == 0 and "is cut off" in again.err and "2 steps of 3–4 are missing" in again.err
+    )
     assert "2 steps of 3–4 are missing" in events("runs/a", "metrics mended")[0]["found"]
 
 
-def test_records_that_were_shortened_are_named_by_a_resume_and_left_out_of_a_report(cli: Cli) -> None:
+def test_records_that_were_shortened_are_named_by_a_resume_and_left_out_of_a_report(
+    cli: Cli,
+) -> None:
     options = ("eval.errors_every=1", "checkpoint.every=1", *STEADY)
     assert cli("run.name=a", "train.steps=1", *options).code == 0
     assert cli("resume=runs/a", "train.steps=2").code == 0
     whole = cli.raw("report", "runs/a")
     assert whole.code == 0 and "is left out" not in whole.err + Path("report.html").read_text()
-    ends = {"statistics.bin": b"f4s1", "history.jsonl": b'{"event"', "metrics.jsonl": b'{"step": 2, "train/'}
+    ends = {
+        "statistics.bin": b"f4s1",
+        "history.jsonl": b'{"event"',
+        "metrics.jsonl": b'{"step": 2, "train/',
+    }
     for name, last in ends.items():
         data = Path("runs/a", name).read_bytes()
         Path("runs/a", name).write_bytes(data[: data.rindex(last)])
     assert cli.raw("report", "runs/a").code == 0
     shown = Path("report.html").read_text()
     reasons = ("statistics.bin is cut off (", "history.jsonl lacks records that the checkpoint saw")
-    assert all(f"runs/a/{reason}" in shown for reason in reasons) and shown.count("(it is left out)") == 2
+    assert (
+        all(f"runs/a/{reason}" in shown for reason in reasons)
+        and shown.count("(it is left out)") == 2
+    )
     assert "runs/a/metrics.jsonl is cut off (" in shown
     again = cli("resume=runs/a", "train.steps=3")
     assert again.code == 0 and all(f"runs/a/{reason}" in again.err for reason in reasons)

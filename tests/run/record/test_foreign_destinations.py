@@ -1,5 +1,6 @@
-"""A configuration that this user did not write says neither where a run's numbers are sent nor under which id; what it
-downloads is named."""
+"""A configuration that this user did not write says neither where a run's numbers are sent nor
+under which id; what it downloads is named.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -35,8 +36,12 @@ def test_where_it_sends_is_named_again_or_nothing_is_sent(
 ) -> None:
     before = {path: data for path, data in everything(cli.folder).items() if path.name != ".lock"}
     said = cli.raw(*RESUME, *branch, *cli.paths).message
-    assert said.startswith("runs/a/config.yaml names where its numbers are sent and has no signature")
-    assert said.endswith("nothing was sent. Add what is right to the command: track.entity=them track.project=theirs")
+    assert said.startswith(
+        "runs/a/config.yaml names where its numbers are sent and has no signature"
+    )
+    assert said.endswith(
+        "nothing was sent. Add what is right to the command: track.entity=them track.project=theirs"
+    )
     assert not sent
     after = {path: data for path, data in everything(cli.folder).items() if path.name != ".lock"}
     assert after == before
@@ -46,25 +51,35 @@ def test_where_it_sends_is_named_again_or_nothing_is_sent(
 
 
 def test_what_this_user_chose_needs_no_naming(cli: Cli, sent: list[WandbTracking]) -> None:
-    assert cli("run.name=a", "train.steps=2", *STEADY, "track=wandb", "track.entity=my-lab").code == 0
+    assert (
+        cli("run.name=a", "train.steps=2", *STEADY, "track=wandb", "track.entity=my-lab").code == 0
+    )
     assert cli.raw(*RESUME).code == 0
     assert [tracker.entity for tracker in sent] == ["my-lab", "my-lab"]
 
 
-def test_paths_and_destinations_are_one_message_and_another_tracker_needs_none(cli: Cli, foreign: Path) -> None:
+def test_paths_and_destinations_are_one_message_and_another_tracker_needs_none(
+    cli: Cli, foreign: Path
+) -> None:
     said = cli.raw(*RESUME).message
     assert "names paths outside of the run and where its numbers are sent" in said
     assert "nothing was read or written there, nor sent" in said and "track.entity=them" in said
     assert cli.raw(*RESUME, *cli.paths, "track=jsonl").code == 0
 
 
-@pytest.mark.parametrize("verb", [("plan", "resume=runs/a"), ("eval", "runs/a", "record=false", "batches=1")])
-def test_verbs_that_send_nothing_ask_for_paths_alone(cli: Cli, foreign: Path, verb: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "verb", [("plan", "resume=runs/a"), ("eval", "runs/a", "record=false", "batches=1")]
+)
+def test_verbs_that_send_nothing_ask_for_paths_alone(
+    cli: Cli, foreign: Path, verb: tuple[str, ...]
+) -> None:
     ended = cli.raw(*verb, *cli.paths)
     assert ended.code == 0, ended.err
 
 
-def test_the_id_of_somebody_elses_charts_is_not_taken_over(cli: Cli, foreign: Path, sent: list[WandbTracking]) -> None:
+def test_the_id_of_somebody_elses_charts_is_not_taken_over(
+    cli: Cli, foreign: Path, sent: list[WandbTracking]
+) -> None:
     (foreign / "wandb").mkdir()
     (foreign / "wandb" / "run_id").write_text("victim01\n")
     ended = cli.raw(*RESUME, *cli.paths, "track=wandb")
@@ -88,4 +103,6 @@ def test_what_a_foreign_configuration_downloads_is_said_in_one_line(
     reseal_config(foreign, change)
     ended = cli.raw("plan", "resume=runs/a")
     (line,) = [line for line in ended.err.splitlines() if "Hugging Face hub" in line]
-    assert "runs/a/config.yaml has no signature" in line and line.endswith("data.name=somebody/texts")
+    assert "runs/a/config.yaml has no signature" in line and line.endswith(
+        "data.name=somebody/texts"
+    )

@@ -1,4 +1,6 @@
-"""A configuration that this user did not write reaches nothing outside of its run, unless the command names it."""
+"""A configuration that this user did not write reaches nothing outside of its run, unless the
+command names it.
+"""
 
 import os
 import shlex
@@ -76,7 +78,9 @@ def untouched(folder: Path) -> dict[Path, bytes]:
 
 def leading_out(opened: list[str]) -> list[str]:
     """Those of the opened paths that only `HOSTILE` names."""
-    places = tuple(f"{folder}{value}" for value in HOSTILE.values() for folder in ("", f"{Path.cwd()}/"))
+    places = tuple(
+        f"{folder}{value}" for value in HOSTILE.values() for folder in ("", f"{Path.cwd()}/")
+    )
     return [each for each in opened if each.startswith(places)]
 
 
@@ -88,7 +92,9 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     def hear(event: str, arguments: tuple[Any, ...]) -> None:
         if on and event in ("open", "os.listdir", "os.scandir", "os.mkdir", "os.rename"):
-            found.append(os.fspath(arguments[0]) if isinstance(arguments[0], (str, os.PathLike)) else "")
+            found.append(
+                os.fspath(arguments[0]) if isinstance(arguments[0], (str, os.PathLike)) else ""
+            )
 
     sys.addaudithook(hear)
     yield found
@@ -104,10 +110,16 @@ def test_paths_of_a_foreign_configuration_are_refused_by_name_and_not_touched(
     opened.clear()
     said = cli.raw(*VERBS[verb]).message
     assert said.startswith("runs/a/config.yaml names paths outside of the run and has no signature")
-    assert set(said.rpartition("to the command: ")[2].split()) == {f"{key}={value}" for key, value in HOSTILE.items()}
+    assert set(said.rpartition("to the command: ")[2].split()) == {
+        f"{key}={value}" for key, value in HOSTILE.items()
+    }
     assert not leading_out(opened) and untouched(cli.folder) == before
     reseal_config(foreign, lambda values: put(values, "data.path", "runs/a/text.txt"))
-    named = [f"{key}={value}" for key, value in HOSTILE.items() if key not in ("data.path", "checkpoint.also")]
+    named = [
+        f"{key}={value}"
+        for key, value in HOSTILE.items()
+        if key not in ("data.path", "checkpoint.also")
+    ]
     said = cli.raw(*VERBS[verb], *named).message
     assert said.endswith("to the command: checkpoint.also=home"), "a path in the run is its own"
 
@@ -128,10 +140,15 @@ def test_one_of_several_paths_that_leads_out_is_enough(
     Path("runs/a/text.txt").write_text("text " * 1000)
     reseal_config(foreign, lambda values: put(values, "data.path", paths))
     opened.clear()
-    said = cli.raw("resume=runs/a", "train.steps=3", f"data.cache_dir={cli.folder / 'cache'}").message
+    said = cli.raw(
+        "resume=runs/a", "train.steps=3", f"data.cache_dir={cli.folder / 'cache'}"
+    ).message
     assert "names paths outside of the run and has no signature" in said
     listed = ",".join(f"'{path}'" for path in paths)
-    assert shlex.split(said.rpartition("to the command: ")[2])[0] in (f"data.path=[{listed}]", f"data.path={listed}")
+    assert shlex.split(said.rpartition("to the command: ")[2])[0] in (
+        f"data.path=[{listed}]",
+        f"data.path={listed}",
+    )
     assert not any("secret" in path for path in opened)
 
 
@@ -144,7 +161,10 @@ def test_verbs_that_only_show_a_foreign_run_follow_none_of_its_paths(
     ended = cli.raw(*READERS[verb])
     assert ended.code == 0 and not leading_out(opened)
     if verb == "report":
-        assert "its time on B200 is not estimated: runs/a/config.yaml names paths outside of the run" in ended.err
+        assert (
+            "its time on B200 is not estimated: runs/a/config.yaml names paths outside of the run"
+            in ended.err
+        )
 
 
 def test_a_command_that_names_the_paths_goes_on_and_signs_them(cli: Cli, foreign: Path) -> None:
@@ -163,7 +183,10 @@ def test_a_ranking_takes_the_paths_that_it_is_given(cli: Cli, foreign: Path) -> 
 
 
 def test_a_run_of_another_machine_says_what_to_add(
-    cli: Cli, foreign: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+    cli: Cli,
+    foreign: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("other machine")))
     said = cli.raw("resume=runs/a", "train.steps=3").message
@@ -172,13 +195,19 @@ def test_a_run_of_another_machine_says_what_to_add(
     assert cli.raw("resume=runs/a", "train.steps=3", *cli.paths).code == 0
 
 
-def test_no_folder_with_somebody_elses_files_takes_the_second_copy_of_a_run(cli: Cli, foreign: Path) -> None:
+def test_no_folder_with_somebody_elses_files_takes_the_second_copy_of_a_run(
+    cli: Cli, foreign: Path
+) -> None:
     reseal_config(foreign, lambda values: put(values, "run.name", ".kube"))
     before = everything(Path("home"))
     ended = cli.raw("resume=runs/a", "train.steps=3", "checkpoint.also=home", *cli.paths)
-    assert ended.code == 0 and "home/.kube holds files that are not this run's: nothing is written there" in ended.err
+    assert (
+        ended.code == 0
+        and "home/.kube holds files that are not this run's: nothing is written there" in ended.err
+    )
     assert everything(Path("home")) == before
-    Path("home/.kube/config.yaml").rename("home/.kube/.config.yaml.0123456789abcdef.tmp")  # a kill may leave this
+    # a kill may leave this
+    Path("home/.kube/config.yaml").rename("home/.kube/.config.yaml.0123456789abcdef.tmp")
     assert cli.raw("resume=runs/a", "train.steps=4", "checkpoint.also=home").code == 0
     assert Path("home/.kube/checkpoints").is_dir()
 
@@ -192,7 +221,9 @@ def test_the_key_is_the_users_alone_and_defaults_need_none(
     assert stat.S_IMODE(key.stat().st_mode) == 0o600 and key.stat().st_size == 32
     key.chmod(0o644)
     said = cli.raw("resume=runs/a", "train.steps=2").message
-    assert "cannot be told to be yours" in said and f"others can read it: remove it: '{key}'" in said
+    assert (
+        "cannot be told to be yours" in said and f"others can read it: remove it: '{key}'" in said
+    )
     shutil.rmtree(tmp_path / "state")
     default = ("run.name=b", "train.steps=1", "data=stdlib", *STEADY)
     tiny = [a for a in cli.tiny(*default) if not a.startswith("data.")]
@@ -216,13 +247,16 @@ def test_without_a_place_for_the_key_a_run_trains_and_says_so_once(
     assert "has no signature" in cli.raw("resume=runs/a", "train.steps=2").message
 
 
-def test_a_tokenizer_that_a_run_has_lost_is_asked_for_before_it_is_read_elsewhere(tmp_path: Path) -> None:
+def test_a_tokenizer_that_a_run_has_lost_is_asked_for_before_it_is_read_elsewhere(
+    tmp_path: Path,
+) -> None:
     """Whatever reads it: an export, an evaluation, a student of the run."""
 
     def refuse(lost: str) -> None:
         raise UserError(f"no {lost}")
 
-    elsewhere, run = tmp_path / "tokenizer.json", tmp_path / "run"
+    elsewhere = tmp_path / "tokenizer.json"
+    run = tmp_path / "run"
     elsewhere.write_text(byte_tokenizer())
     settings = Pretrained(name=str(elsewhere), end_of_document="<|end-of-text|>")
     config: Any = SimpleNamespace(data=SimpleNamespace(tokenizer=settings))

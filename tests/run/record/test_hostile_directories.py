@@ -22,9 +22,19 @@ from made import write_run
 @pytest.mark.usefixtures("pictures")
 @pytest.mark.parametrize(
     "name",
-    [".lock", "metrics.jsonl", ".metrics.jsonl.tmp", ".curves.png.tmp", "curves.png", "heartbeat.json", "plan.txt"],
+    [
+        ".lock",
+        "metrics.jsonl",
+        ".metrics.jsonl.tmp",
+        ".curves.png.tmp",
+        "curves.png",
+        "heartbeat.json",
+        "plan.txt",
+    ],
 )
-def test_no_link_in_a_run_directory_leads_to_a_file_elsewhere(cli: Cli, tmp_path: Path, name: str) -> None:
+def test_no_link_in_a_run_directory_leads_to_a_file_elsewhere(
+    cli: Cli, tmp_path: Path, name: str
+) -> None:
     victim = tmp_path / "victim"
     victim.write_text('{"step": 0}\nprecious\n')
     Path("runs/a").mkdir(parents=True)
@@ -60,7 +70,11 @@ def test_overwriting_spares_a_folder_whose_configuration_is_not_ours(cli: Cli) -
 
 def test_names_in_a_run_directory_do_not_act_on_a_terminal(cli: Cli, tmp_path: Path) -> None:
     write_run(tmp_path / "a", seed=0, recipe="evil\x1b[2J\r\nfake")
-    for command in (["plan", "a"], ["plan", "a", "full=true"], ["compare", "a", "a", "out=gap.csv"]):
+    for command in (
+        ["plan", "a"],
+        ["plan", "a", "full=true"],
+        ["compare", "a", "a", "out=gap.csv"],
+    ):
         ended = cli.raw(*command)
         assert ended.code == 0 and "evil\\u001b[2J\\r\\nfake" in ended.out, command
         assert not set("\x1b\r") & set(ended.out + ended.err)
@@ -77,7 +91,9 @@ def test_a_pipe_in_a_run_directory_stops_nobody(cli: Cli, name: str) -> None:
     assert "pipe" in ended.message or "is not a run directory" in ended.message
 
 
-def test_requests_that_are_pipes_links_or_huge_are_refused_and_the_run_goes_on(cli: Cli, before: Before) -> None:
+def test_requests_that_are_pipes_links_or_huge_are_refused_and_the_run_goes_on(
+    cli: Cli, before: Before
+) -> None:
     def ask(run: Any) -> None:
         folder = Path("runs/a/swap_requests")
         folder.mkdir()
@@ -85,7 +101,9 @@ def test_requests_that_are_pipes_links_or_huge_are_refused_and_the_run_goes_on(c
         (folder / "2.json").symlink_to("/etc/passwd")
         with (folder / "3.json").open("wb") as file:
             file.truncate(4 << 30)
-        (folder / "4.json").write_text(json.dumps({"recipe": {}, "name": "x", "at": 3, "sha256": "0"}))
+        (folder / "4.json").write_text(
+            json.dumps({"recipe": {}, "name": "x", "at": 3, "sha256": "0"})
+        )
 
     before(1, ask)
     ended = cli("run.name=a", "train.steps=4", *STEADY)

@@ -1,4 +1,6 @@
-"""The past of a run stays what it was: plan, configuration and recipe by stretch, whatever a resume changes."""
+"""The past of a run stays what it was: plan, configuration and recipe by stretch, whatever a resume
+changes.
+"""
 
 import json
 import time
@@ -33,10 +35,16 @@ def test_a_resume_changes_the_plan_of_the_rest_and_not_of_the_past(cli: Cli) -> 
     assert after.startswith(before.rstrip("\n")), "the cooldown of the past included"
     assert "steps 6–9: NVFP4 (recipe)" in after and "policy.last=1 (1 of 2 blocks)" in after
     (event,) = events("runs/a", "resume")
-    assert event["changed"]["train.steps"] == "6 → 10" and event["changed"]["policy.last"] == "0 → 1"
+    assert (
+        event["changed"]["train.steps"] == "6 → 10" and event["changed"]["policy.last"] == "0 → 1"
+    )
     shown = cli.raw("plan", "runs/a").out
     assert "train.steps: 6 → 10; policy.last: 0 → 1" in shown and "10 of 10 steps are done" in shown
-    assert [line.split()[0] for line in shown.splitlines() if " ran " in line] == ["0–4", "5", "6–9"]
+    assert [line.split()[0] for line in shown.splitlines() if " ran " in line] == [
+        "0–4",
+        "5",
+        "6–9",
+    ]
     assert yaml.safe_load(Path("runs/a/config.yaml").read_text())["train"]["steps"] == 10
     known = journal.configuration(journal.read_journal(Path("runs/a"))[:1])
     assert known is not None and known["train.steps"] == 6
@@ -47,7 +55,10 @@ def test_what_is_planned_is_told_from_what_ran(cli: Cli, stop_at: StopAt) -> Non
     assert cli("run.name=a", "checkpoint.every=2", *STEADY).code == 137
     shown = cli.raw("plan", "runs/a").out
     assert "4 of 6 steps are done" in shown
-    assert [line.split()[:2] for line in shown.splitlines() if "NVFP4" in line] == [["0–3", "ran"], ["4–5", "planned"]]
+    assert [line.split()[:2] for line in shown.splitlines() if "NVFP4" in line] == [
+        ["0–3", "ran"],
+        ["4–5", "planned"],
+    ]
     full = cli.raw("plan", "runs/a", "full=true").out
     assert "ran: steps 0–3: NVFP4 (recipe)" in full and full.count("blocks.1.mlp.down") == 6
 
@@ -83,8 +94,13 @@ def test_a_branch_takes_the_past_of_its_run_along(cli: Cli) -> None:
     )
 
 
-def test_going_back_in_place_says_what_is_abandoned_and_cannot_jump_ahead_again(cli: Cli, stop_at: StopAt) -> None:
-    assert cli("run.name=a", "train.steps=6", "checkpoint.every=2", "checkpoint.keep=3", *STEADY).code == 0
+def test_going_back_in_place_says_what_is_abandoned_and_cannot_jump_ahead_again(
+    cli: Cli, stop_at: StopAt
+) -> None:
+    assert (
+        cli("run.name=a", "train.steps=6", "checkpoint.every=2", "checkpoint.keep=3", *STEADY).code
+        == 0
+    )
     stop_at(3)
     ended = cli("resume=runs/a", "resume_step=2", "train.steps=8")
     assert ended.code == 137 and "steps 2–5 are abandoned" in ended.err
@@ -100,19 +116,25 @@ def test_a_checkpoint_that_is_not_kept_cannot_be_chosen(cli: Cli) -> None:
         assert "step 3; it has 2, 4" in cli(verb, "resume=runs/a", "resume_step=3").message.replace(
             "resume_step=3: runs/a/checkpoints has no such checkpoint", "step 3"
         ).replace("resume_step=3: runs/a has no such checkpoint", "step 3")
-    assert "resume_step=3 is the step of a checkpoint of resume=RUN" in cli("run.name=b", "resume_step=3").message
+    assert (
+        "resume_step=3 is the step of a checkpoint of resume=RUN"
+        in cli("run.name=b", "resume_step=3").message
+    )
     assert "did you mean 'resume_step'" in cli("resume=runs/a", "resume.step=2").message
 
 
 def test_extending_a_cooled_run_says_what_the_rate_does_and_what_is_kept(cli: Cli) -> None:
     assert cli("run.name=a", "train.steps=10", "checkpoint.every=4").code == 0
     finished = cli("resume=runs/a").out
-    assert "brought the learning rate down to" in finished and "resume=runs/a resume_step=8 train.steps=…" in finished
+    assert (
+        "brought the learning rate down to" in finished
+        and "resume=runs/a resume_step=8 train.steps=…" in finished
+    )
     ended = cli("resume=runs/a", "train.steps=20")
     last, first = (losses("runs/a")[step][2] for step in (10, 11))
     assert (
-        f"the learning rate goes up from {last:.3g} (step 9, in the cooldown that began at step 8) to {first:.3g}"
-        in ended.err
+        f"the learning rate goes up from {last:.3g} (step 9, in the cooldown that began at "
+        f"step 8) to {first:.3g}" in ended.err
     )
     assert "resume_step=8" in ended.err
     whole = cli("resume=runs/a", "train.steps=22", "schedule.cooldown=12")
@@ -122,12 +144,24 @@ def test_extending_a_cooled_run_says_what_the_rate_does_and_what_is_kept(cli: Cl
 def test_weights_of_another_run_begin_a_new_one(cli: Cli) -> None:
     assert cli("run.name=a", "train.steps=6", "checkpoint.every=3", "optim.lr=0.01").code == 0
     before = {p: p.read_bytes() for p in Path("runs/a").rglob("*") if p.is_file()}
-    assert cli("run.name=b", "init=runs/a", "train.steps=2", "optim.lr=1e-9", "eval.every=1", "recipe=bf16").code == 0
+    assert (
+        cli(
+            "run.name=b",
+            "init=runs/a",
+            "train.steps=2",
+            "optim.lr=1e-9",
+            "eval.every=1",
+            "recipe=bf16",
+        ).code
+        == 0
+    )
     assert cli("run.name=c", "init=runs/a", "init_step=3", "train.steps=2", "recipe=bf16").code == 0
     assert {p: p.read_bytes() for p in Path("runs/a").rglob("*") if p.is_file()} == before
     assert [line["step"] for line in lines("runs/b") if "train/loss" in line] == [1, 2]
     vals = [line["val/loss"] for run in "ab" for line in lines(f"runs/{run}") if "val/loss" in line]
-    assert vals[0] == pytest.approx(vals[1], abs=0.02) and losses("runs/b")[1] != losses("runs/c")[1]
+    assert (
+        vals[0] == pytest.approx(vals[1], abs=0.02) and losses("runs/b")[1] != losses("runs/c")[1]
+    )
     assert [(r.event, r.values["from"]) for r in journal.read_journal(Path("runs/b"))] == [
         ("init", "runs/a/checkpoints/step_00000006")
     ]
@@ -154,13 +188,19 @@ def test_an_edited_configuration_is_noticed(cli: Cli) -> None:
     whole = path.read_text().partition("\n")[2]  # without the first line, which holds its checksum
     path.write_text(whole.replace("seed: 0", "seed: 5"))
     said = cli("resume=runs/a", "train.steps=3", *cli.paths).message
-    assert said == "runs/a/config.yaml was edited: run.seed is 5, the run was trained with 0; put it back"
+    assert (
+        said
+        == "runs/a/config.yaml was edited: run.seed is 5, the run was trained with 0; put it back"
+    )
     path.write_text(whole.replace("weight_decay: 0.1", "weight_decay: 0.2"))
     ended = cli("resume=runs/a", "train.steps=3", *cli.paths)
     assert ended.code == 0 and "config.yaml was edited: optim.weight_decay: 0.1 → 0.2" in ended.err
     assert "optim.weight_decay: 0.1 → 0.2" in cli.raw("plan", "runs/a").out
     path.write_text(path.read_text().partition("\n")[2].replace("  every: 50\n", "", 1))
-    assert cli("resume=runs/a", "train.steps=4").message == "runs/a/config.yaml: eval.every is missing; put it back"
+    assert (
+        cli("resume=runs/a", "train.steps=4").message
+        == "runs/a/config.yaml: eval.every is missing; put it back"
+    )
 
 
 @pytest.mark.parametrize("damage", [("NVFP4", "NVFP5"), ('"step": 0', '"step": 1'), ("{", "")])
@@ -172,7 +212,10 @@ def test_a_damaged_history_is_named_with_a_way_on(cli: Cli, damage: tuple[str, s
         said = cli.raw(*command).message
         assert said.startswith("runs/a/history.jsonl, line 1 is damaged") and "move it away" in said
     path.unlink()
-    assert "history.jsonl: put it back, or ask what a resume would run by plan" in cli.raw("plan", "runs/a").message
+    assert (
+        "history.jsonl: put it back, or ask what a resume would run by plan"
+        in cli.raw("plan", "runs/a").message
+    )
     assert cli("resume=runs/a", "train.steps=3").code == 0
     assert ran("runs/a") == [(2, 3, "NVFP4")]
 
@@ -188,7 +231,13 @@ def test_a_damaged_history_is_named_with_a_way_on(cli: Cli, damage: tuple[str, s
     ids=["no step", "before the run", "after any", "multiply-adds"],
 )
 def test_numbers_that_no_plan_has_are_refused(tmp_path: Path, change: dict[str, Any]) -> None:
-    stretch = {"start": 0, "stop": 9, "recipe": "x", "reason": "", "kinds": [[[2, 2, 2], "", "", ""]] * 2}
+    stretch = {
+        "start": 0,
+        "stop": 9,
+        "recipe": "x",
+        "reason": "",
+        "kinds": [[[2, 2, 2], "", "", ""]] * 2,
+    }
     stretch["layers"] = {"a": [0, 1, 0]}
     made = [stretch | each for each in change.get("stretches", [{}])]
     line = {"event": "start", "step": 0, "time": "", **change, "stretches": made}
@@ -202,12 +251,37 @@ ODD: tuple[Any, ...] = ("1" * 10_000, LONG, [], {}, None, True, -1, 2.5, [["1"]]
 
 
 @pytest.mark.parametrize("place", ["stretch", "record"])
-def test_a_sealed_record_with_any_value_in_any_place_is_read_or_refused(tmp_path: Path, place: str) -> None:
-    """Everything that reads a journal is asked: what is wrong is one short message, never a traceback."""
-    stretch = {"start": 0, "stop": 9, "recipe": "x", "reason": "", "kinds": [[[2, 2, 2], "", "", ""]] * 2}
+def test_a_sealed_record_with_any_value_in_any_place_is_read_or_refused(
+    tmp_path: Path, place: str
+) -> None:
+    """Everything that reads a journal is asked: what is wrong is one short message, never a
+    traceback.
+    """
+    stretch = {
+        "start": 0,
+        "stop": 9,
+        "recipe": "x",
+        "reason": "",
+        "kinds": [[[2, 2, 2], "", "", ""]] * 2,
+    }
     stretch |= {"layers": {"a": [0, 1, 0]}}
-    record = {"event": "rewind", "step": 0, "time": "", "changed": {"a": [1, 2]}, "from": "x", "at": 3, "name": "n"}
-    record |= {"recipe": {}, "skipped": [1, 2], "diverged": 4, "config": {}, "environment": {}, "run": "r"}
+    record = {
+        "event": "rewind",
+        "step": 0,
+        "time": "",
+        "changed": {"a": [1, 2]},
+        "from": "x",
+        "at": 3,
+        "name": "n",
+    }
+    record |= {
+        "recipe": {},
+        "skipped": [1, 2],
+        "diverged": 4,
+        "config": {},
+        "environment": {},
+        "run": "r",
+    }
     refused = 0
     for key, value in product(stretch if place == "stretch" else [*record, "stretches"], ODD):
         line = {**record, "stretches": [stretch]}
@@ -259,7 +333,10 @@ def test_the_validation_data_do_not_depend_on_the_seed(cli: Cli) -> None:
     same = ("train.steps=1", "optim.lr=1e-9", "eval.every=1", "recipe=bf16")
     assert cli("run.name=a", *same).code == 0
     assert cli("run.name=b", "init=runs/a", "run.seed=7", *same).code == 0
-    a, b = (next(line["val/loss"] for line in lines(f"runs/{run}") if "val/loss" in line) for run in "ab")
+    a, b = (
+        next(line["val/loss"] for line in lines(f"runs/{run}") if "val/loss" in line)
+        for run in "ab"
+    )
     assert a == b and losses("runs/a")[1][0] != losses("runs/b")[1][0]
 
 
@@ -267,7 +344,10 @@ def test_the_validation_data_do_not_depend_on_the_seed(cli: Cli) -> None:
 def test_a_run_that_quantises_nothing_warns(cli: Cli, options: list[str]) -> None:
     for verb in ("train", "plan"):
         ended = cli(verb, "run.name=a", "train.steps=1", *options)
-        assert ended.code == 0 and "warning: nothing is quantised: no layer follows the recipe NVFP4" in ended.err
+        assert (
+            ended.code == 0
+            and "warning: nothing is quantised: no layer follows the recipe NVFP4" in ended.err
+        )
     assert "nothing is quantised" not in cli("plan", "recipe=bf16").err
 
 
@@ -276,13 +356,20 @@ def test_a_history_is_appended_to_and_a_torn_end_is_left_out(cli: Cli, stop_at: 
     assert cli("run.name=a", "checkpoint.every=2").code == 137
     stop_at(-1)
     path = Path("runs/a/history.jsonl")
-    first, place = path.read_bytes(), path.stat().st_ino
+    first = path.read_bytes()
+    place = path.stat().st_ino
     path.write_bytes(first + b'{"event": "resume", "st')
     shown = cli.raw("plan", "runs/a")
     assert shown.code == 0 and "cut off and is left out" in shown.err
     assert cli("resume=runs/a").code == 0
-    assert path.read_bytes().startswith(first + b'{"event": "resume", "step": 2') and path.stat().st_ino == place
-    assert [r["event"] for r in map(json.loads, path.read_text().splitlines())] == ["start", "resume"]
+    assert (
+        path.read_bytes().startswith(first + b'{"event": "resume", "step": 2')
+        and path.stat().st_ino == place
+    )
+    assert [r["event"] for r in map(json.loads, path.read_text().splitlines())] == [
+        "start",
+        "resume",
+    ]
 
 
 def test_the_checkpoint_from_before_the_cooldown_is_kept_beside_the_newest(cli: Cli) -> None:
@@ -296,20 +383,30 @@ def test_the_checkpoint_from_before_the_cooldown_is_kept_beside_the_newest(cli: 
     assert steps("runs/b") == [12]
 
 
-def test_every_start_records_what_it_ran_on(cli: Cli, stop_at: StopAt, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_start_records_what_it_ran_on(
+    cli: Cli, stop_at: StopAt, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stop_at(2)
     assert cli("run.name=a", "checkpoint.every=1", *STEADY).code == 137
     stop_at(-1)
     monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")
     assert cli("resume=runs/a").code == 0
-    first, second = (record.values["environment"] for record in journal.read_journal(Path("runs/a")))
+    first, second = (
+        record.values["environment"] for record in journal.read_journal(Path("runs/a"))
+    )
     assert second["host"] == "elsewhere" != first["host"]
     assert first | {"host": "elsewhere"} == second, "nothing else differs"
-    assert torch.__version__.startswith(first["versions"]["torch"]) and first["device"] == "cpu" and first["ranks"] == 1
+    assert (
+        torch.__version__.startswith(first["versions"]["torch"])
+        and first["device"] == "cpu"
+        and first["ranks"] == 1
+    )
     assert first["data"] and first["cores"] >= first["threads"] >= 1
 
 
-def test_a_format_of_the_same_name_and_other_values_does_not_go_on(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_format_of_the_same_name_and_other_values_does_not_go_on(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert cli("run.name=a", "train.steps=2", "recipe=mxfp4", *STEADY).code == 0
     (start,) = journal.read_journal(Path("runs/a"))
     e2m1 = {"exponent_bits": 2, "mantissa_bits": 1, "bias": 1, "has_inf": 0, "has_nan": 0}
@@ -327,7 +424,9 @@ def test_a_format_of_the_same_name_and_other_values_does_not_go_on(cli: Cli, mon
 
 def four_records(run: Path) -> list[bytes]:
     """The lines of RUN/history.jsonl of a run that was resumed four times."""
-    data = chained({"event": "resume", "step": step, "time": "", "stretches": []} for step in range(4))
+    data = chained(
+        {"event": "resume", "step": step, "time": "", "stretches": []} for step in range(4)
+    )
     (run / "history.jsonl").write_bytes(data)
     return data.splitlines(keepends=True)
 
@@ -354,9 +453,12 @@ def test_a_journal_is_read_before_a_write_only_where_somebody_else_touched_it(
 ) -> None:
     reads: list[str] = []
     original = Folder.read
-    monkeypatch.setattr(Folder, "read", lambda self, *given: (reads.append(given[0]), original(self, *given))[1])
+    monkeypatch.setattr(
+        Folder, "read", lambda self, *given: (reads.append(given[0]), original(self, *given))[1]
+    )
     with Folder.open(tmp_path) as folder:
-        written, path = journal.Journal(folder, None), tmp_path / "history.jsonl"
+        written = journal.Journal(folder, None)
+        path = tmp_path / "history.jsonl"
         for step in range(5):
             written.add("swap cancelled", step, at=step)
             written.write()

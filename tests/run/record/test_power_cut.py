@@ -1,4 +1,6 @@
-"""A power cut keeps only what was synced: the calls of fsync of a real run are recorded, and the rest is dropped."""
+"""A power cut keeps only what was synced: the calls of fsync of a real run are recorded, and the
+rest is dropped.
+"""
 
 from pathlib import Path
 
@@ -8,7 +10,9 @@ from storms.power import PowerCut
 
 
 @pytest.mark.parametrize(
-    "moments", [slice(3, None, 18), pytest.param(slice(0, None, 6), marks=pytest.mark.long)], ids=["few", "many"]
+    "moments",
+    [slice(3, None, 18), pytest.param(slice(0, None, 6), marks=pytest.mark.long)],
+    ids=["few", "many"],
 )
 def test_a_power_cut_at_any_moment_leaves_a_run_that_the_same_command_finishes(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moments: slice
@@ -20,7 +24,8 @@ def test_a_power_cut_at_any_moment_leaves_a_run_that_the_same_command_finishes(
     with PowerCut(place) as power:
         assert cli(*command).code == 0
     power.close()
-    whole, measured = losses("runs/a"), Path("runs/a/statistics.bin").read_bytes()
+    whole = losses("runs/a")
+    measured = Path("runs/a/statistics.bin").read_bytes()
 
     monkeypatch.chdir(power.rebuild(tmp_path / "end"))
     assert steps()[-1] == 6 and losses("runs/a") == whole

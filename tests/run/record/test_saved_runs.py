@@ -1,4 +1,6 @@
-"""Run directories that are damaged, in use, or of another configuration: the message names them, nothing is lost."""
+"""Run directories that are damaged, in use, or of another configuration: the message names them,
+nothing is lost.
+"""
 
 import os
 from pathlib import Path
@@ -14,7 +16,10 @@ def test_a_run_of_another_configuration_is_left_alone(cli: Cli) -> None:
     cli.trained("run.name=a", "train.steps=1")
     before = {p: p.read_bytes() for p in Path("runs/a").rglob("*") if p.is_file()}
     said = cli("run.name=a", "train.steps=2", "model.hidden=96").message
-    assert "runs/a belongs to another configuration (train.steps: 1 → 2; model.hidden: 64 → 96)" in said
+    assert (
+        "runs/a belongs to another configuration (train.steps: 1 → 2; model.hidden: 64 → 96)"
+        in said
+    )
     assert "choose another run.name, or run.overwrite=true" in said
     assert {p: p.read_bytes() for p in Path("runs/a").rglob("*") if p.is_file()} == before
     assert cli("run.name=a", "train.steps=2", "model.hidden=96", "run.overwrite=true").code == 0
@@ -22,14 +27,22 @@ def test_a_run_of_another_configuration_is_left_alone(cli: Cli) -> None:
 
 
 def test_a_run_is_overwritten_only_by_one_that_is_possible(cli: Cli) -> None:
-    assert cli("run.name=a", "train.steps=1", "data/tokenizer=bpe", "data.tokenizer.vocab_size=300").code == 0
+    assert (
+        cli(
+            "run.name=a", "train.steps=1", "data/tokenizer=bpe", "data.tokenizer.vocab_size=300"
+        ).code
+        == 0
+    )
     before = {p: p.read_bytes() for p in Path("runs/a").rglob("*") if p.is_file()}
     for slip in ("data.path=/nowhere", "policy.keep=[nothing]", "train.seq_len=1000000"):
         assert cli("run.name=a", slip, "run.overwrite=true").code == 1
         assert {p: p.read_bytes() for p in Path("runs/a").rglob("*") if p.is_file()} == before
     other = ("data/tokenizer=bpe", "data.tokenizer.vocab_size=290")
     assert cli("run.name=a", "train.steps=1", *other, "run.overwrite=true").code == 0
-    assert "290" in Path("runs/a/tokenizer_origin.json").read_text() and not Path("runs/a/.new").exists()
+    assert (
+        "290" in Path("runs/a/tokenizer_origin.json").read_text()
+        and not Path("runs/a/.new").exists()
+    )
 
 
 def test_overwriting_takes_nothing_that_is_no_run(cli: Cli) -> None:
@@ -45,7 +58,10 @@ def test_overwriting_takes_nothing_that_is_no_run(cli: Cli) -> None:
     [
         ("model: [", "cannot be read"),
         ("just text", "it has no section run"),
-        ("model:\n  _target_: os.system\nrun: {}", "model._target_='os.system' is no configuration class"),
+        (
+            "model:\n  _target_: os.system\nrun: {}",
+            "model._target_='os.system' is no configuration class",
+        ),
         ("model:\n  _target_: fp4train.files.os.system\nrun: {}", "is no configuration class"),
         ("run: !!python/object/apply:os.system ['touch hit']", "cannot be read"),
         ("run:\n  name: ${oc.env:HOME}", "holds an interpolation"),
@@ -54,7 +70,11 @@ def test_overwriting_takes_nothing_that_is_no_run(cli: Cli) -> None:
 def test_a_saved_configuration_is_data(cli: Cli, damage: str, message: str) -> None:
     Path("runs/a").mkdir(parents=True)
     Path("runs/a/config.yaml").write_text(damage)
-    for command in (["resume=runs/a", "train.steps=2"], ["run.name=a", "train.steps=1"], ["plan", "resume=runs/a"]):
+    for command in (
+        ["resume=runs/a", "train.steps=2"],
+        ["run.name=a", "train.steps=1"],
+        ["plan", "resume=runs/a"],
+    ):
         ended = cli(*command)
         assert ended.code == 1 and message in ended.message
     assert not Path("hit").exists()
@@ -66,29 +86,44 @@ def test_a_saved_option_that_is_no_more_is_named(cli: Cli) -> None:
     body = path.read_text().partition("\n")[2]  # without the checksum, as in runs of older versions
     path.write_text(body.replace("  seq_len: 32\n", "  seq_len: 32\n  shuffle: 3\n"))
     said = cli("run.name=a", "train.steps=1").message
-    assert "runs/a belongs to another configuration (train.shuffle: 3 → no longer an option): choose another" in said
+    assert (
+        "runs/a belongs to another configuration (train.shuffle: 3 → no longer an option): "
+        "choose another" in said
+    )
     for verb in ("train", "plan"):
         said = cli(verb, "resume=runs/a", "train.steps=2").message
-        assert said.startswith("runs/a/config.yaml holds train.shuffle, which is no longer an option: take it out")
+        assert said.startswith(
+            "runs/a/config.yaml holds train.shuffle, which is no longer an option: take it out"
+        )
     path.write_text(path.read_text().replace("  shuffle: 3\n", ""))
-    assert "unknown key 'train.shufle'" in cli("resume=runs/a", "train.shufle=3").message, "what is typed is no file's"
+    assert "unknown key 'train.shufle'" in cli("resume=runs/a", "train.shufle=3").message, (
+        "what is typed is no file's"
+    )
     assert cli("resume=runs/a", "train.steps=2", *cli.paths).code == 0
 
 
-def test_a_run_that_was_saved_with_the_precision_of_the_norm_is_told_to_take_it_out(cli: Cli) -> None:
+def test_a_run_that_was_saved_with_the_precision_of_the_norm_is_told_to_take_it_out(
+    cli: Cli,
+) -> None:
     cli.trained("run.name=a", "train.steps=1")
     path = Path("runs/a/config.yaml")
     body = path.read_text().partition("\n")[2]
     path.write_text(body.replace("parallel:\n", "parallel:\n  norm: auto\n"))
     said = cli("resume=runs/a", "train.steps=2", *cli.paths).message
-    assert said.startswith("runs/a/config.yaml holds parallel.norm, which is no longer an option: take it out of that")
+    assert said.startswith(
+        "runs/a/config.yaml holds parallel.norm, which is no longer an option: take it out of that"
+    )
     path.write_text(body)
     assert cli("resume=runs/a", "train.steps=2", *cli.paths).code == 0
     said = cli("run.name=b", "parallel.norm=float64").message
-    assert said.startswith("unknown key 'parallel.norm': the gradient norm is summed in float64 on any number of ranks")
+    assert said.startswith(
+        "unknown key 'parallel.norm': the gradient norm is summed in float64 on any number of ranks"
+    )
 
 
-def test_a_truncated_checkpoint_falls_back_to_the_one_before_and_says_so(cli: Cli, stop_at: StopAt) -> None:
+def test_a_truncated_checkpoint_falls_back_to_the_one_before_and_says_so(
+    cli: Cli, stop_at: StopAt
+) -> None:
     cli.trained("run.name=whole", "checkpoint.every=2")
     stop_at(5)
     assert cli("run.name=a", "checkpoint.every=2").code == 137
@@ -107,7 +142,10 @@ def test_without_a_usable_checkpoint_every_one_is_named(cli: Cli) -> None:
     for state in Path("runs/a/checkpoints").glob("*/state.json"):
         state.write_text("{")
     said = cli("resume=runs/a", "train.steps=3").message
-    assert "step_00000002: state.json is damaged" in said and "step_00000001: state.json is damaged" in said
+    assert (
+        "step_00000002: state.json is damaged" in said
+        and "step_00000001: state.json is damaged" in said
+    )
     assert sorted(losses("runs/a")) == [1, 2], "its metrics are not touched"
 
 
@@ -119,7 +157,8 @@ def test_a_checkpoint_of_another_model_does_not_fit(cli: Cli) -> None:
         path.write_bytes((Path("runs/b") / path.relative_to("runs/a")).read_bytes())
     assert "is a checkpoint of run" in cli("resume=runs/a", "train.steps=2").message
     config = Path("runs/a/config.yaml")
-    config.write_text(config.read_text().partition("\n")[2])  # a run from before runs had an identity
+    # a run from before runs had an identity
+    config.write_text(config.read_text().partition("\n")[2])
     said = cli("resume=runs/a", "train.steps=2", *cli.paths).message
     assert "does not fit this model: embed.weight has shape [" in said
     assert Path("runs/a/metrics.jsonl").read_bytes() == before

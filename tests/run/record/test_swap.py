@@ -1,4 +1,6 @@
-"""`fp4train swap`: the recipe of a running run changes, or the request is refused; the run goes on either way."""
+"""`fp4train swap`: the recipe of a running run changes, or the request is refused; the run goes on
+either way.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +17,11 @@ STEADY = ("phases=none", "schedule=constant")
 
 @pytest.fixture
 def before_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], Any]], None]:
-    """`before_step(3, act)`: `act` is called while the loop stands before step 3, from "another terminal"."""
-    original, acts = agreement.pick_up_swaps, {}
+    """`before_step(3, act)`: `act` is called while the loop stands before step 3, from "another
+    terminal".
+    """
+    original = agreement.pick_up_swaps
+    acts = {}
 
     def pick_up_swaps(run: Any) -> None:
         acts.pop(run.step, lambda: None)()
@@ -86,7 +91,10 @@ REQUESTS = {
         "hada",
     ),
     "a string": ({"recipe": "bf16", **NOW}, "must be a Recipe"),
-    "another dtype": ({"recipe": {"_target_": "fp4train.precision.FP16"}, "name": "fp16", "at": None}, "float16"),
+    "another dtype": (
+        {"recipe": {"_target_": "fp4train.precision.FP16"}, "name": "fp16", "at": None},
+        "float16",
+    ),
     "half a request": ({"recipe": {}}, "does not hold"),
     "garbage": ("{{{", "cannot be read"),
     "nested garbage": ("[" * 100_000, "cannot be read"),
@@ -131,7 +139,10 @@ def test_impossible_requests_are_refused_without_hurting_the_run(
         (["runs/a", "cancel=7"], "cancel=7: runs/a has no such pending swap; none is pending"),
         (["runs/a", "cancel=7", "recipe=bf16"], "stands alone, not with recipe=bf16"),
         (["recipe=bf16"], "swap needs one run directory"),
-        (["runs/b", "recipe=bf16"], "runs/b is not a run directory (it has no config.yaml); runs holds a"),
+        (
+            ["runs/b", "recipe=bf16"],
+            "runs/b is not a run directory (it has no config.yaml); runs holds a",
+        ),
         (["runs/a", "recipe=bf16", "at=soon"], "must be a step"),
         (["runs/a", "recipe=bf16", "at=-1"], "must be a step"),
         (["runs/a", "recipe=bf16", "at=2"], "beyond the end: runs/a has 2 steps"),
@@ -140,13 +151,18 @@ def test_impossible_requests_are_refused_without_hurting_the_run(
         (["runs/a", "recipe=mxfp8", "recipe.element=e9m9"], "e9m9"),
         (["runs/a", "recipe=house"], "there is no such recipe"),
         (["runs/a", "recipe=huose", "--config-dir", "mine"], "did you mean 'house'?"),
-        (["runs/a", "recipe=house", "--config-dir=nowhere"], "--config-dir nowhere: there is no such folder"),
+        (
+            ["runs/a", "recipe=house", "--config-dir=nowhere"],
+            "--config-dir nowhere: there is no such folder",
+        ),
         (["runs/a", "recipe=house", "--config-dir"], "--config-dir needs a folder"),
         (["runs/a", "recipe=bf16", "--now"], "swap knows no flag --now"),
         (["runs/a", "recipe=bf16,mxfp8"], "recipe=bf16,mxfp8 holds several values"),
     ],
 )
-def test_what_cannot_be_asked_for_is_refused_in_the_terminal(cli: Cli, arguments: list[str], message: str) -> None:
+def test_what_cannot_be_asked_for_is_refused_in_the_terminal(
+    cli: Cli, arguments: list[str], message: str
+) -> None:
     Path("runs/a").mkdir(parents=True)
     Path("runs/a/config.yaml").write_text("run: {name: a}\ntrain: {steps: 2}\n")
     own_recipe()
@@ -181,7 +197,10 @@ def test_a_point_of_a_sweep_is_swapped_and_resumed_by_its_name(cli: Cli) -> None
     run = "runs/llama_tiny-nvfp4-lr=0.002"
     asked = cli.raw("swap", run, "recipe=bf16")
     assert asked.code == 0 and f"picked up on resume={run} train.steps=…" in asked.out
-    assert cli.raw("swap", run, "recipe=bf16", "at=1").message == f"at=1 is past: {run} has done 2 steps"
+    assert (
+        cli.raw("swap", run, "recipe=bf16", "at=1").message
+        == f"at=1 is past: {run} has done 2 steps"
+    )
     assert cli(f"resume={run}", "train.steps=3").code == 0
     assert [v[-1] for v in losses(run).values()] == ["NVFP4", "NVFP4", "BF16"]
 
@@ -210,15 +229,23 @@ def test_a_running_process_is_swapped_from_another_terminal(cli: Cli) -> None:
         asked = cli.raw("swap", "runs/a", "recipe=bf16")
         assert asked.code == 0 and asked.out.startswith("runs/a: accepted, recipe bf16 from step ")
         refused = cli.raw("swap", "runs/a", "recipe=fp16")
-        assert refused.code == 1 and "runs/a refuses recipe fp16 at the next step: a float16 run" in refused.message
+        assert (
+            refused.code == 1
+            and "runs/a refuses recipe fp16 at the next step: a float16 run" in refused.message
+        )
         assert cli.raw("swap", "runs/a", "recipe=mxfp8", "at=99999").code == 0
         listed = cli.raw("swap", "runs/a").out
         assert "bf16    took effect" in listed and "99999  mxfp8   recorded, cancel=99999" in listed
-        assert "the swap at step 99999 is cancelled" in cli.raw("swap", "runs/a", "cancel=99999").out
+        assert (
+            "the swap at step 99999 is cancelled" in cli.raw("swap", "runs/a", "cancel=99999").out
+        )
         assert "99999" not in cli.raw("swap", "runs/a").out
         begun = cli.raw("swap", "runs/a", f"cancel={recorded('runs/a')[0][0]}").message
         assert "none is pending (what has begun stays)" in begun
-        assert "is in use" in cli("run.name=a", "train.steps=100000", "checkpoint.every=0", *STEADY).message
+        assert (
+            "is in use"
+            in cli("run.name=a", "train.steps=100000", "checkpoint.every=0", *STEADY).message
+        )
         wait_for(lambda: any(line.get("precision/recipe") == "BF16" for line in lines("runs/a")))
         process.terminate()
         out, err = process.communicate(timeout=PATIENCE)
@@ -228,7 +255,9 @@ def test_a_running_process_is_swapped_from_another_terminal(cli: Cli) -> None:
     assert process.returncode == 128 + 15
     assert "stopped by SIGTERM" in out and "Traceback" not in err
     done = lines("runs/a")[-1]["step"]
-    assert list(Path("runs/a/checkpoints").iterdir()) == [Path(f"runs/a/checkpoints/step_{done:08}")]
+    assert list(Path("runs/a/checkpoints").iterdir()) == [
+        Path(f"runs/a/checkpoints/step_{done:08}")
+    ]
 
 
 def test_a_swap_that_the_resumed_run_would_refuse_is_refused_at_once(cli: Cli) -> None:
@@ -243,7 +272,10 @@ def test_pending_requests_are_listed_and_cancelled(cli: Cli) -> None:
     for recipe in ("bf16", "mxfp8"):
         assert cli.raw("swap", "runs/a", f"recipe={recipe}").code == 0
     listed = cli.raw("swap", "runs/a").out.splitlines()
-    assert [line.split()[:3] for line in listed[2:]] == [["next", "bf16", "pending"], ["next", "mxfp8", "pending"]]
+    assert [line.split()[:3] for line in listed[2:]] == [
+        ["next", "bf16", "pending"],
+        ["next", "mxfp8", "pending"],
+    ]
     request = listed[3].partition("cancel=")[2]
     assert f"request {request} is cancelled" in cli.raw("swap", "runs/a", f"cancel={request}").out
     assert "1 pending request is cancelled" in cli.raw("swap", "runs/a", "cancel=all").out
@@ -263,7 +295,9 @@ def test_a_recorded_swap_is_cancelled_by_the_run_that_resumes(cli: Cli, stop_at:
     assert recorded("runs/a") == [] and {v[-1] for v in losses("runs/a").values()} == {"NVFP4"}
 
 
-def test_nobody_waits_longer_than_asked(cli: Cli, before_step: Callable[[int, Callable[[], Any]], None]) -> None:
+def test_nobody_waits_longer_than_asked(
+    cli: Cli, before_step: Callable[[int, Callable[[], Any]], None]
+) -> None:
     """The loop stands while the command waits, so no answer can come."""
     asked: list[Any] = []
     before_step(1, lambda: asked.append(cli.raw("swap", "runs/a", "recipe=bf16", "wait=0.2")))
@@ -282,7 +316,9 @@ def test_a_request_that_a_killed_process_had_taken_is_taken_again(cli: Cli) -> N
 
 
 @pytest.mark.parametrize("damage", ["missing", "empty"])
-def test_a_run_that_has_lost_its_history_does_not_say_that_nothing_was_swapped(cli: Cli, damage: str) -> None:
+def test_a_run_that_has_lost_its_history_does_not_say_that_nothing_was_swapped(
+    cli: Cli, damage: str
+) -> None:
     cli.trained("run.name=a", "train.steps=2", *STEADY)
     history = Path("runs/a/history.jsonl")
     if damage == "missing":
@@ -291,4 +327,6 @@ def test_a_run_that_has_lost_its_history_does_not_say_that_nothing_was_swapped(c
         history.write_bytes(b"")
     shown = cli.raw("swap", "runs/a")
     assert shown.code == 0 and "no swap is recorded" not in shown.out
-    assert shown.out.startswith("runs/a/history.jsonl is missing or empty: which swaps took effect in 2 steps is not")
+    assert shown.out.startswith(
+        "runs/a/history.jsonl is missing or empty: which swaps took effect in 2 steps is not"
+    )

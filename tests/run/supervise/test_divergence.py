@@ -1,4 +1,6 @@
-"""A loss far above its past is said, ends the run, or takes it back; a ruined checkpoint is never the only one."""
+"""A loss far above its past is said, ends the run, or takes it back; a ruined checkpoint is never
+the only one.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -25,9 +27,14 @@ Poison = Callable[..., list[int]]
 
 @pytest.fixture
 def poison(monkeypatch: pytest.MonkeyPatch) -> Poison:
-    """`poison(12)`: the batch at place 12 of the data ruins the weights, whenever it is trained on; returns the places
-    of the batches that are trained on from now on. `dies=20`: the process dies as the 20th step begins."""
-    original, bad, seen, dying = loop.train_step, [], [], []
+    """`poison(12)`: the batch at place 12 of the data ruins the weights, whenever it is trained on;
+    returns the places of the batches that are trained on from now on. `dies=20`: the process dies
+    as the 20th step begins.
+    """
+    original = loop.train_step
+    bad = []
+    seen = []
+    dying = []
 
     def train_step(run: Any, recipe: Any) -> Any:
         seen.append(run.batch)
@@ -42,7 +49,8 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> Poison:
     monkeypatch.setattr(loop, "train_step", train_step)
 
     def choose(*batches: int, dies: int | None = None) -> list[int]:
-        bad[:], dying[:] = batches, [dies]
+        bad[:] = batches
+        dying[:] = [dies]
         seen.clear()
         return seen
 
@@ -58,30 +66,51 @@ def rewinds(run: str) -> list[journal.Record]:
     return [record for record in journal.read_journal(Path(run)) if record.event == "rewind"]
 
 
-def test_a_run_that_diverges_from_its_start_says_so_and_leaves_no_ruined_checkpoint(cli: Cli) -> None:
+def test_a_run_that_diverges_from_its_start_says_so_and_leaves_no_ruined_checkpoint(
+    cli: Cli,
+) -> None:
     ended = cli("run.name=a", *RUN, "checkpoint.every=2", "optim.lr=10", "train.steps=10")
     assert ended.code == 0
-    assert ended.err.count("far above its past (5.7") == 1 and "since step 2. No checkpoint is good" in ended.err
+    assert (
+        ended.err.count("far above its past (5.7") == 1
+        and "since step 2. No checkpoint is good" in ended.err
+    )
     assert "done; " in ended.out and "diverged: the loss is" in ended.out
     assert [event["since"] for event in events("runs/a", "divergence")] == [2]
     assert steps() == [] and len(events("runs/a", "checkpoints removed")) == 1
-    assert cli("run.name=a", *RUN, "checkpoint.every=2", "optim.lr=10", "train.steps=10").code == 0, "from its start"
+    assert (
+        cli("run.name=a", *RUN, "checkpoint.every=2", "optim.lr=10", "train.steps=10").code == 0
+    ), "from its start"
     ended = cli("run.name=b", *RUN, "checkpoint.every=2", "optim.lr=10", "train.on_divergence=stop")
-    assert ended.code == 1 and "far above its past" in ended.message and "lower optim.lr" in ended.message
+    assert (
+        ended.code == 1
+        and "far above its past" in ended.message
+        and "lower optim.lr" in ended.message
+    )
     assert ended.message.startswith("step 6: ")
     assert steps("runs/b") == []
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("lr", "mode"), [("10", "rewind"), *(("1e3", mode) for mode in ("warn", "stop", "rewind"))])
+@pytest.mark.parametrize(
+    ("lr", "mode"), [("10", "rewind"), *(("1e3", mode) for mode in ("warn", "stop", "rewind"))]
+)
 def test_no_mode_leaves_the_ruined_checkpoint_of_a_run_that_diverges_from_its_start(
     cli: Cli, lr: str, mode: str
 ) -> None:
-    ended = cli("run.name=a", *RUN, "checkpoint.every=1", f"optim.lr={lr}", f"train.on_divergence={mode}")
-    assert ended.code == 1 and "far above its past" in ended.message and "No checkpoint is good" in ended.message
+    ended = cli(
+        "run.name=a", *RUN, "checkpoint.every=1", f"optim.lr={lr}", f"train.on_divergence={mode}"
+    )
+    assert (
+        ended.code == 1
+        and "far above its past" in ended.message
+        and "No checkpoint is good" in ended.message
+    )
     assert ("there is no checkpoint to go back to" in ended.message) == (lr == "10")
     assert ("gradient norm is nan" in ended.message) == (lr == "1e3")
-    assert ("rose far above its past (5.7" in ended.message) == (lr == "1e3"), "by then it is just above its beginning"
+    assert ("rose far above its past (5.7" in ended.message) == (lr == "1e3"), (
+        "by then it is just above its beginning"
+    )
     assert steps() == []
 
 
@@ -93,18 +122,29 @@ def test_no_mode_leaves_the_ruined_checkpoint_of_a_run_that_diverges_from_its_st
         *(pytest.param("1e3", mode, marks=pytest.mark.long) for mode in ("warn", "stop", "rewind")),
     ],
 )
-def test_a_rate_that_ruins_a_good_run_leaves_its_good_checkpoint(cli: Cli, lr: str, mode: str) -> None:
+def test_a_rate_that_ruins_a_good_run_leaves_its_good_checkpoint(
+    cli: Cli, lr: str, mode: str
+) -> None:
     assert cli("run.name=a", *RUN, "train.steps=10").code == 0
-    options = ("train.steps=20", "checkpoint.every=1", f"train.on_divergence={mode}", "train.rewinds=2")
+    options = (
+        "train.steps=20",
+        "checkpoint.every=1",
+        f"train.on_divergence={mode}",
+        "train.rewinds=2",
+    )
     ended = cli("resume=runs/a", *options, f"optim.lr={lr}")
     said = ended.message if ended.code else ended.out
     assert "far above its past" in said and ("nan" in said) == (lr == "1e3")
     kept = steps()[0]
     assert kept in (10, 11) and f"resume=runs/a resume_step={kept} " in said
     assert len(rewinds("runs/a")) == (2 if mode == "rewind" else 0)
-    assert ("the run went back 2 times (train.rewinds)" in said) == (mode == "rewind" and lr == "10")
+    assert ("the run went back 2 times (train.rewinds)" in said) == (
+        mode == "rewind" and lr == "10"
+    )
     assert ended.code == (0 if (lr, mode) == ("10", "warn") else 1)
-    goes_on = cli("resume=runs/a", f"resume_step={kept}", "optim.lr=0.001", "train.on_divergence=stop")
+    goes_on = cli(
+        "resume=runs/a", f"resume_step={kept}", "optim.lr=0.001", "train.on_divergence=stop"
+    )
     assert goes_on.code == 0 and "far above" not in goes_on.err + goes_on.out
 
 
@@ -112,11 +152,19 @@ def test_a_run_goes_back_and_past_the_batches_since(cli: Cli, poison: Poison) ->
     seen = poison(12)
     ended = cli("run.name=a", *REWIND)
     assert ended.code == 0 and "diverged" not in ended.out
-    assert "step 17: the loss is" in ended.err and "going on from step 10; batches 10–16 are skipped" in ended.err
-    assert seen == [*range(18), *range(17, 31)], "batch 17 was queued when the loss of the one before was read"
+    assert (
+        "step 17: the loss is" in ended.err
+        and "going on from step 10; batches 10–16 are skipped" in ended.err
+    )
+    assert seen == [*range(18), *range(17, 31)], (
+        "batch 17 was queued when the loss of the one before was read"
+    )
     assert sorted(losses("runs/a")) == list(range(1, 25)), "each step is logged once"
     (record,) = rewinds("runs/a")
-    assert record.step == 10 and "the loss diverged at step 13; batches 10–16 are skipped" in record.describe()
+    assert (
+        record.step == 10
+        and "the loss diverged at step 13; batches 10–16 are skipped" in record.describe()
+    )
     assert "batches 10–16 are skipped" in cli.raw("plan", "runs/a").out
     assert events("runs/a", "rewind")[0]["skipped"] == [10, 16]
 
@@ -151,16 +199,21 @@ def test_a_kill_before_the_skipped_batches_are_saved_changes_nothing(
 
 
 @pytest.mark.long
-def test_recorded_steps_go_back_as_eager_ones_do(cli: Cli, poison: Poison, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recorded_steps_go_back_as_eager_ones_do(
+    cli: Cli, poison: Poison, monkeypatch: pytest.MonkeyPatch
+) -> None:
     poison(12)
     # A recorded step reads the rate as a float32 number; the recorder sees torch's operators only.
     exact = ("optim.lr=0.0078125", "train.microbatch=1", "train.kernels=torch")
     assert cli("run.name=eager", *REWIND, *exact).code == 0
-    assemble, graphs = build.assemble, []
+    assemble = build.assemble
+    graphs = []
 
     def recorded(*arguments: Any, **options: Any) -> Any:
         run = assemble(*arguments, **options)
-        run.runner = RecordedSteps(run, lambda device: graphs.append(RecorderOnCpu(device)) or graphs[-1])
+        run.runner = RecordedSteps(
+            run, lambda device: graphs.append(RecorderOnCpu(device)) or graphs[-1]
+        )
         return run
 
     monkeypatch.setattr(build, "assemble", recorded)
@@ -170,7 +223,9 @@ def test_recorded_steps_go_back_as_eager_ones_do(cli: Cli, poison: Poison, monke
 
 
 @pytest.mark.long
-def test_a_second_divergence_before_the_next_milestone_goes_further_back(cli: Cli, poison: Poison) -> None:
+def test_a_second_divergence_before_the_next_milestone_goes_further_back(
+    cli: Cli, poison: Poison
+) -> None:
     seen = poison(12, 19)
     assert cli("run.name=a", *REWIND, "checkpoint.keep=2").code == 0
     assert [record.step for record in rewinds("runs/a")] == [10, 5]
@@ -181,11 +236,14 @@ def test_a_second_divergence_before_the_next_milestone_goes_further_back(cli: Cl
 def test_a_loss_that_is_not_finite_takes_a_run_back_that_may_go_back(
     cli: Cli, poison: Poison, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen, original = poison(), loop.train_step
+    seen = poison()
+    original = loop.train_step
 
     def train_step(run: Any, recipe: Any) -> Any:
         if run.batch == 12:
-            handle = next(run.model.parameters()).register_hook(lambda g: (handle.remove(), g * torch.nan)[1])
+            handle = next(run.model.parameters()).register_hook(
+                lambda g: (handle.remove(), g * torch.nan)[1]
+            )
         return original(run, recipe)
 
     monkeypatch.setattr(loop, "train_step", train_step)
@@ -196,7 +254,9 @@ def test_a_loss_that_is_not_finite_takes_a_run_back_that_may_go_back(
 
 
 @pytest.mark.long
-def test_a_divergence_that_passes_is_said_and_costs_no_checkpoint(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_divergence_that_passes_is_said_and_costs_no_checkpoint(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
     original = loop.train_step
 
     def train_step(run: Any, recipe: Any) -> Any:
@@ -213,7 +273,12 @@ def test_a_divergence_that_passes_is_said_and_costs_no_checkpoint(cli: Cli, monk
 
 
 def test_milestones_are_kept_at_growing_distance(cli: Cli) -> None:
-    assert cli("run.name=a", *RUN, "train.steps=20", "checkpoint.every=1", "checkpoint.milestones=2").code == 0
+    assert (
+        cli(
+            "run.name=a", *RUN, "train.steps=20", "checkpoint.every=1", "checkpoint.milestones=2"
+        ).code
+        == 0
+    )
     old, young, newest = steps()
     assert newest == 20 and 1 <= 20 - young < 4 <= 20 - old < 16
 

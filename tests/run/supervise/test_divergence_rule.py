@@ -1,4 +1,6 @@
-"""The rule that tells a divergence from noise, and the places of the batches after some were skipped."""
+"""The rule that tells a divergence from noise, and the places of the batches after some were
+skipped.
+"""
 
 import json
 import math
@@ -41,7 +43,9 @@ NOISE: dict[str, Callable[[random.Random, float], float]] = {
     "one batch in ten up to four nats higher": lambda draw, loss: (
         loss + draw.gauss(0, 0.1) + (draw.uniform(1, 4) if draw.random() < 0.1 else 0)
     ),
-    "exponential spikes": lambda draw, loss: loss + (draw.expovariate(0.3) if draw.random() < 0.1 else 0),
+    "exponential spikes": lambda draw, loss: (
+        loss + (draw.expovariate(0.3) if draw.random() < 0.1 else 0)
+    ),
     "heavy tails": lambda draw, loss: loss + 0.1 * math.tan(math.pi * (draw.random() - 0.5)),
 }
 
@@ -67,9 +71,12 @@ def test_a_ruined_weight_is_seen_after_five_losses(step: int) -> None:
 
 @pytest.mark.parametrize("step", [5, 20, 30, 50, 150, 290])
 def test_weights_that_tell_nothing_any_more_are_seen_at_once_or_at_the_end(step: int) -> None:
-    """One flipped bit takes the loss to that of equally likely bytes. While the run has learned little that is not far
-    above its past."""
-    draw, found, seen = random.Random(step), Divergence(), None
+    """One flipped bit takes the loss to that of equally likely bytes. While the run has learned
+    little that is not far above its past.
+    """
+    draw = random.Random(step)
+    found = Divergence()
+    seen = None
     for number in range(300):
         found.add(number, DEFAULT[number] if number < step else math.log(320) + draw.gauss(0, 0.05))
         seen = number if found.seen and seen is None else seen
@@ -96,7 +103,9 @@ def test_a_divergence_is_over_after_five_losses_within_its_past() -> None:
     assert not found.seen and found.since is None and max(found.past) < 5
 
 
-@pytest.mark.parametrize(("last", "above"), [(5.4, False), (5.5, False), (5.8, True), (100.0, True)])
+@pytest.mark.parametrize(
+    ("last", "above"), [(5.4, False), (5.5, False), (5.8, True), (100.0, True)]
+)
 def test_a_run_that_ends_above_where_it_began(last: float, above: bool) -> None:
     found = Divergence()
     for step, loss in enumerate([*(5.4 + 0.001 * step for step in range(100)), *[last] * 5]):
@@ -121,6 +130,13 @@ def test_the_state_is_restored_and_nonsense_is_refused() -> None:
     for step, loss in enumerate([*DEFAULT[:40], 9.0, 9.0]):
         found.add(step, loss)
     assert bind(json.loads(json.dumps(asdict(found))), Divergence, "divergence") == found
-    for wrong in ({"since": 3}, {"high": 5}, {"since": 1, "high": 1}, {"skips": [[-1, 3]]}, {"past": ["a"]}, {"x": 1}):
+    for wrong in (
+        {"since": 3},
+        {"high": 5},
+        {"since": 1, "high": 1},
+        {"skips": [[-1, 3]]},
+        {"past": ["a"]},
+        {"x": 1},
+    ):
         with pytest.raises(UserError):
             bind(wrong, Divergence, "divergence")

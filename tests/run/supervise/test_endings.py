@@ -28,23 +28,31 @@ SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT, signal.SIGXCPU)
 
 
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda n: n.name)
-def test_signals_of_schedulers_end_a_run_saved(cli: Cli, before: Before, number: signal.Signals) -> None:
+def test_signals_of_schedulers_end_a_run_saved(
+    cli: Cli, before: Before, number: signal.Signals
+) -> None:
     def twice(run: Any) -> None:
         os.kill(os.getpid(), number)
         if number != signal.SIGQUIT:
             os.kill(os.getpid(), number)  # the system repeats SIGXCPU every second
 
     before(2, twice)
-    ours = signal.signal(number, signal.SIG_DFL)  # a shell's background process ignores some, and so would the run
+    # a shell's background process ignores some, and so would the run
+    ours = signal.signal(number, signal.SIG_DFL)
     try:
         ended = cli("run.name=a", "train.steps=6", *STEADY)
     finally:
         signal.signal(number, ours)
-    assert ended.code == 128 + number and f"stopped by {number.name}, resume=runs/a goes on" in ended.out
+    assert (
+        ended.code == 128 + number
+        and f"stopped by {number.name}, resume=runs/a goes on" in ended.out
+    )
     assert steps() == [3]
 
 
-def test_a_signal_whose_save_fails_promises_nothing(cli: Cli, before: Before, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_whose_save_fails_promises_nothing(
+    cli: Cli, before: Before, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*rest: Any, **options: Any) -> Path:
         raise CheckpointError("No space left on device.")
 
@@ -93,11 +101,16 @@ def test_a_damaged_journal_refuses_a_swap_and_not_the_run(cli: Cli, before: Befo
 
     before(1, ask)
     ended = cli("run.name=a", "train.steps=4", *STEADY)
-    assert ended.code == 0 and "history.jsonl, line 1 is damaged" in events("runs/a", "swap refused")[0]["reason"]
+    assert (
+        ended.code == 0
+        and "history.jsonl, line 1 is damaged" in events("runs/a", "swap refused")[0]["reason"]
+    )
 
 
 @pytest.mark.parametrize("at", [2, 3], ids=["while it trains", "at its end"])
-def test_a_directory_that_is_moved_is_noticed_and_gets_the_checkpoint(cli: Cli, before: Before, at: int) -> None:
+def test_a_directory_that_is_moved_is_noticed_and_gets_the_checkpoint(
+    cli: Cli, before: Before, at: int
+) -> None:
     def move(run: Any) -> None:
         os.rename("runs/a", "runs/moved")
 
@@ -127,7 +140,12 @@ def test_a_terminal_that_is_closed_ends_a_run_saved_with_its_code(cli: Cli) -> N
     if pid == 0:
         os.chdir(cli.folder)
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
-        command = [sys.executable, "-m", "fp4train", *cli.tiny("run.name=a", "train.steps=100000", *STEADY)]
+        command = [
+            sys.executable,
+            "-m",
+            "fp4train",
+            *cli.tiny("run.name=a", "train.steps=100000", *STEADY),
+        ]
         os.execve(sys.executable, command, {**os.environ, "OMP_NUM_THREADS": "1"})
     wait_for(lambda: Path("runs/a/metrics.jsonl").exists() and len(lines("runs/a")) > 3)
     os.close(terminal)
@@ -140,7 +158,8 @@ def test_a_terminal_that_is_closed_ends_a_run_saved_with_its_code(cli: Cli) -> N
 def test_a_run_whose_standard_streams_are_closed_trains_and_ends_with_0(cli: Cli) -> None:
     command = [sys.executable, "-m", "fp4train", *cli.tiny("run.name=a", "train.steps=2", *STEADY)]
     ended = subprocess.run(
-        ["sh", "-c", '"$@" <&- >&- 2>&-', "sh", *command], env={**os.environ, "OMP_NUM_THREADS": "1"}
+        ["sh", "-c", '"$@" <&- >&- 2>&-', "sh", *command],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert ended.returncode == 0 and steps() == [2]
     assert sorted(losses("runs/a")) == [1, 2]

@@ -1,4 +1,5 @@
-"""A GPU that is too old, runs out of memory in a step, or vanishes: what the user is told, and what is there to go on.
+"""A GPU that is too old, runs out of memory in a step, or vanishes: what the user is told, and what
+is there to go on.
 
 torch's own errors are raised where torch raises them, so that no GPU is needed.
 """
@@ -32,16 +33,22 @@ from fp4train.run.supervise import rescue
 
 STEADY = ("phases=none", "schedule=constant", "checkpoint.every=2", "eval.every=0")
 OUT_OF_MEMORY = torch.OutOfMemoryError(
-    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.19 GiB of which 1 GiB is free.\n"
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.19 GiB "
+    "of which 1 GiB is free.\n"
     "More about fragmentation"
 )
-LOST = torch.AcceleratorError("CUDA error: unspecified launch failure\nCUDA kernel errors might be …")
+LOST = torch.AcceleratorError(
+    "CUDA error: unspecified launch failure\nCUDA kernel errors might be …"
+)
 
 
 @pytest.fixture
 def fail_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Exception, bool], None]:
-    """`fail_at(3, error, dead)`: the backward pass of step 3 raises; `dead`: so does all that touches the GPU after."""
-    original, scaling = step.train_losses, Run.load_scaling
+    """`fail_at(3, error, dead)`: the backward pass of step 3 raises; `dead`: so does all that
+    touches the GPU after.
+    """
+    original = step.train_losses
+    scaling = Run.load_scaling
 
     def set_up(number: int, error: Exception, dead: bool) -> None:
         failed = False
@@ -75,9 +82,18 @@ def test_out_of_memory_in_a_step_says_what_to_reduce_by_the_plans_numbers_and_th
         fail_at(3, OUT_OF_MEMORY, False)
         ended = cli("run.name=a", "train.batch_size=4", *STEADY)
     assert ended.code == 1
-    assert "runs/a: step 3 does not fit into memory: CUDA out of memory. Tried to allocate 2.00 GiB." in ended.message
-    assert "A forward pass of 4 × " in ended.message and "GiB for the backward of the linear layers" in ended.message
-    assert "The checkpoint of step 3 stays: resume=runs/a goes on with train.microbatch=2 (the same" in ended.message
+    assert (
+        "runs/a: step 3 does not fit into memory: CUDA out of memory. Tried to allocate 2.00 GiB."
+        in ended.message
+    )
+    assert (
+        "A forward pass of 4 × " in ended.message
+        and "GiB for the backward of the linear layers" in ended.message
+    )
+    assert (
+        "The checkpoint of step 3 stays: resume=runs/a goes on with train.microbatch=2 (the same"
+        in ended.message
+    )
     assert "model.recompute=true" in ended.message
     assert "Traceback" not in ended.message
     monkeypatch.undo()
@@ -85,16 +101,23 @@ def test_out_of_memory_in_a_step_says_what_to_reduce_by_the_plans_numbers_and_th
 
 def test_a_microbatch_of_one_sequence_cannot_be_smaller(cli: Cli, fail_at: Any) -> None:
     fail_at(1, OUT_OF_MEMORY, False)
-    ended = cli("run.name=a", "train.batch_size=4", "train.microbatch=1", "model.recompute=true", *STEADY)
+    ended = cli(
+        "run.name=a", "train.batch_size=4", "train.microbatch=1", "model.recompute=true", *STEADY
+    )
     assert "train.microbatch=" not in ended.message
     assert "goes on with a smaller model or train.seq_len, or more GPUs" in ended.message
 
 
-def test_a_gpu_that_vanishes_is_named_and_the_checkpoint_before_it_stays(cli: Cli, fail_at: Any) -> None:
+def test_a_gpu_that_vanishes_is_named_and_the_checkpoint_before_it_stays(
+    cli: Cli, fail_at: Any
+) -> None:
     fail_at(3, LOST, True)
     ended = cli("run.name=a", *STEADY)
     assert ended.code == 75, "a launcher may start it again"
-    assert "runs/a: the GPU failed in step 3 (cpu, cpu): CUDA error: unspecified launch failure." in ended.message
+    assert (
+        "runs/a: the GPU failed in step 3 (cpu, cpu): CUDA error: unspecified launch failure."
+        in ended.message
+    )
     assert "This process cannot use it any more" in ended.message
     assert "The checkpoint of step 2 stays: resume=runs/a goes on" in ended.message
     assert checkpoint.steps(cli.folder / "runs" / "a" / "checkpoints") == [2]
@@ -118,10 +141,15 @@ def test_errors_of_the_gpu_are_told_as_such(cli: Cli, fail_at: Any, error: Excep
 
 @pytest.mark.parametrize(
     "error",
-    [RuntimeError("shape '[3]' is invalid for input of size 4"), ValueError("CUDA error: not torch's")],
+    [
+        RuntimeError("shape '[3]' is invalid for input of size 4"),
+        ValueError("CUDA error: not torch's"),
+    ],
     ids=str,
 )
-def test_other_errors_are_not_told_as_failures_of_the_gpu(cli: Cli, fail_at: Any, error: Exception) -> None:
+def test_other_errors_are_not_told_as_failures_of_the_gpu(
+    cli: Cli, fail_at: Any, error: Exception
+) -> None:
     fail_at(1, error, False)
     with pytest.raises(type(error)) as raised:
         cli("run.name=a", *STEADY)
@@ -134,22 +162,33 @@ def test_a_gpu_without_bf16_is_refused(monkeypatch: pytest.MonkeyPatch, name: st
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
-    what = rf"device={name}: Tesla T4 has compute capability 7\.5 and no BF16 products, which need 8\.0; use device=cpu"
+    what = (
+        rf"device={name}: Tesla T4 has compute capability 7\.5 and no BF16 products, which need "
+        r"8\.0; use device=cpu"
+    )
     with pytest.raises(UserError, match=what):
         choose_device(name)
     assert choose_device("cpu").type == "cpu"
 
 
-def test_each_rank_makes_its_gpu_the_current_one_before_anything_asks_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FSDP2 takes the current GPU (torch/distributed/fsdp/_fully_shard/_fsdp_init.py `_get_device_from_mesh`).
-    DeviceMesh sets it only where CUDA has not been used (torch/distributed/device_mesh.py
-    `_setup_world_group_and_device`), and asking for a capability uses it: torch/cuda/__init__.py
-    `get_device_capability` calls `get_device_properties`, that `_lazy_init`. `set_device` there makes one current."""
+def test_each_rank_makes_its_gpu_the_current_one_before_anything_asks_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """FSDP2 takes the current GPU (torch/distributed/fsdp/_fully_shard/_fsdp_init.py
+    `_get_device_from_mesh`). DeviceMesh sets it only where CUDA has not been used
+    (torch/distributed/device_mesh.py `_setup_world_group_and_device`), and asking for a capability
+    uses it: torch/cuda/__init__.py `get_device_capability` calls `get_device_properties`, that
+    `_lazy_init`. `set_device` there makes one current.
+    """
     calls = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(("set", device)))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: calls.append(("asked", device)) or (9, 0))
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_capability",
+        lambda device: calls.append(("asked", device)) or (9, 0),
+    )
     place = ProcessRank(rank=6, size=8, local_rank=2, local_size=4)
     chosen = choose_device("auto", place)
     assert chosen == torch.device("cuda", 2)
@@ -160,13 +199,18 @@ def test_a_driver_older_than_the_runtime_is_said_before_the_cpu_is_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def init() -> None:
-        raise RuntimeError("The NVIDIA driver on your system is too old (found version 12020). Please update.\nmore")
+        raise RuntimeError(
+            "The NVIDIA driver on your system is too old (found version 12020). Please "
+            "update.\nmore"
+        )
 
     monkeypatch.setattr(host, "driver_version", lambda: "535.54.03")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "init", init)
-    assert "CUDA does not start (The NVIDIA driver on your system is too old" in hardware.why_no_gpu()
+    assert (
+        "CUDA does not start (The NVIDIA driver on your system is too old" in hardware.why_no_gpu()
+    )
     monkeypatch.setattr(logging.getLogger("fp4train"), "propagate", True)
     with caplog.at_level(logging.WARNING, "fp4train"):
         assert choose_device("auto").type == "cpu"
@@ -187,8 +231,13 @@ def test_a_transformer_engine_built_for_another_torch_is_named_and_the_recipe_ru
     ada = Device(type="cuda", name="NVIDIA L4", capability=(8, 9))
     plan = resolve(layer, NVFP4(), None, "auto", ada)
     assert plan.fprop.backend == "emulate"
-    assert "Transformer Engine 2.20.2 is installed but does not load: transformer_engine_torch.so" in plan.fprop.why
-    with pytest.raises(ValueError, match=r"backend=te cannot run NVFP4 .* undefined symbol.* run it by emulate"):
+    assert (
+        "Transformer Engine 2.20.2 is installed but does not load: transformer_engine_torch.so"
+        in plan.fprop.why
+    )
+    with pytest.raises(
+        ValueError, match=r"backend=te cannot run NVFP4 .* undefined symbol.* run it by emulate"
+    ):
         resolve(layer, NVFP4(), None, "te", ada)
 
 
@@ -198,7 +247,9 @@ def test_without_triton_the_reference_quantises_and_says_what_to_install(
     monkeypatch.setattr("fp4train.quantize.triton.importlib.util.find_spec", lambda name: None)
     monkeypatch.setattr(logging.getLogger("fp4train"), "propagate", True)
     quantizer.cache_clear()
-    monkeypatch.setattr(sys.modules[quantizer.__module__], "_say", functools.cache(_say.__wrapped__))
+    monkeypatch.setattr(
+        sys.modules[quantizer.__module__], "_say", functools.cache(_say.__wrapped__)
+    )
     try:
         with caplog.at_level(logging.INFO, "fp4train"):
             chosen = quantizer(QuantSpec(), "cuda")
@@ -206,7 +257,8 @@ def test_without_triton_the_reference_quantises_and_says_what_to_install(
     finally:
         quantizer.cache_clear()
     assert chosen.kernel == "reference" and "pip install 'fp4train[triton]'" in str(chosen.why)
-    said = {id(record): record.getMessage() for record in caplog.records}  # a record may pass two handlers
+    # a record may pass two handlers
+    said = {id(record): record.getMessage() for record in caplog.records}
     assert len(said) == 1, "once for both"
     assert "no triton kernel, using the torch reference: triton is not installed" in caplog.text
 
@@ -214,6 +266,14 @@ def test_without_triton_the_reference_quantises_and_says_what_to_install(
 @pytest.mark.parametrize("recipe", ["nvfp4", "fp8_delayed"])
 def test_a_deterministic_run_on_a_cpu_has_the_same_losses(cli: Cli, recipe: str) -> None:
     for name, deterministic in (("a", "false"), ("b", "true")):
-        assert cli(f"run.name={name}", f"recipe={recipe}", f"train.deterministic={deterministic}", *STEADY).code == 0
+        assert (
+            cli(
+                f"run.name={name}",
+                f"recipe={recipe}",
+                f"train.deterministic={deterministic}",
+                *STEADY,
+            ).code
+            == 0
+        )
     assert losses("runs/a") == losses("runs/b")
     assert not torch.are_deterministic_algorithms_enabled()

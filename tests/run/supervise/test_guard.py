@@ -1,4 +1,6 @@
-"""A number that is not finite stops the run, names the layer, and leaves a checkpoint from before it."""
+"""A number that is not finite stops the run, names the layer, and leaves a checkpoint from before
+it.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,9 @@ def bad_output(name: str) -> Any:
     """Make one layer's output infinite from now on."""
 
     def act(run: Any) -> None:
-        run.model.get_submodule(name).register_forward_hook(lambda module, args, output: output * torch.inf)
+        run.model.get_submodule(name).register_forward_hook(
+            lambda module, args, output: output * torch.inf
+        )
 
     return act
 
@@ -35,7 +39,10 @@ def test_an_infinite_output_names_its_layer_and_the_run_can_go_on(cli: Cli, befo
     before(3, bad_output("blocks.1.mlp.up"))
     ended = cli("run.name=a", "checkpoint.every=0", *STEADY)
     assert ended.code == 1
-    assert "step 3: loss is nan in NVFP4; first non-finite: output of blocks.1.mlp.up. A checkpoint" in ended.message
+    assert (
+        "step 3: loss is nan in NVFP4; first non-finite: output of blocks.1.mlp.up. A checkpoint"
+        in ended.message
+    )
     assert "resume=runs/a recipe=… optim.lr=…" in ended.message
     assert "blocks.1.mlp.up" in events("runs/a", "non-finite")[0]["message"]
     assert checkpoint.steps(Path("runs/a/checkpoints")) == [3]
@@ -43,10 +50,15 @@ def test_an_infinite_output_names_its_layer_and_the_run_can_go_on(cli: Cli, befo
     assert losses("runs/a") == losses("runs/whole")
 
 
-def test_a_bad_gradient_names_its_weight_although_the_norm_of_all_is_bad(cli: Cli, before: Before) -> None:
+def test_a_bad_gradient_names_its_weight_although_the_norm_of_all_is_bad(
+    cli: Cli, before: Before
+) -> None:
     before(2, bad_gradient("blocks.0.attention.wv.weight"))
     said = cli("run.name=a", *STEADY).message
-    assert "step 2: gradient norm is nan in NVFP4; first non-finite: gradient of blocks.0.attention.wv.weight" in said
+    assert (
+        "step 2: gradient norm is nan in NVFP4; first non-finite: gradient of "
+        "blocks.0.attention.wv.weight" in said
+    )
     assert cli("resume=runs/a", "recipe=bf16").code == 0
 
 
@@ -83,7 +95,9 @@ def test_a_learning_rate_that_is_far_too_high_ends_with_an_explanation(cli: Cli)
 
 def test_a_gradient_that_no_loss_scale_mends_stops_the_run(cli: Cli, before: Before) -> None:
     def act(run: Any) -> None:
-        run.model.get_parameter("blocks.0.mlp.up.weight").register_hook(lambda grad: grad * torch.nan)
+        run.model.get_parameter("blocks.0.mlp.up.weight").register_hook(
+            lambda grad: grad * torch.nan
+        )
 
     before(1, act)
     scaling = ("recipe.scaling.initial=1", "recipe.scaling.backoff=0.0001")
@@ -92,12 +106,18 @@ def test_a_gradient_that_no_loss_scale_mends_stops_the_run(cli: Cli, before: Bef
 
 
 def test_fp16_skips_overflowing_steps_and_lowers_its_loss_scale(cli: Cli) -> None:
-    scaling = ("recipe.scaling.initial=1e9", "recipe.scaling.interval=2", "recipe.scaling.backoff=0.001")
+    scaling = (
+        "recipe.scaling.initial=1e9",
+        "recipe.scaling.interval=2",
+        "recipe.scaling.backoff=0.001",
+    )
     assert cli("run.name=a", "recipe=fp16", *scaling, *STEADY).code == 0
     found = losses("runs/a")
     scales = [values[3] for values in found.values()]
     norms = [values[1] for values in found.values()]
-    assert scales[0] == 1e9 and norms[0] in (None, float("inf")), "the first step overflows and is skipped"
+    assert scales[0] == 1e9 and norms[0] in (None, float("inf")), (
+        "the first step overflows and is skipped"
+    )
     assert scales[1] == 1e6 and scales[-1] < 1e9
     assert found[1][0] != found[2][0], "another batch"
     assert found[6][0] < found[1][0]

@@ -1,4 +1,6 @@
-"""Speed and utilisation: known tokens, known FLOP, a known peak and a clock that the test sets give known figures."""
+"""Speed and utilisation: known tokens, known FLOP, a known peak and a clock that the test sets give
+known figures.
+"""
 
 from dataclasses import fields
 from types import SimpleNamespace
@@ -27,7 +29,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The time that `Progress` sees, in seconds."""
     clock = SimpleNamespace(now=50.0)
     for module in ("supervise.ledger", "queued"):
-        monkeypatch.setattr(f"fp4train.run.{module}.time", SimpleNamespace(perf_counter=lambda: clock.now))
+        monkeypatch.setattr(
+            f"fp4train.run.{module}.time", SimpleNamespace(perf_counter=lambda: clock.now)
+        )
     return clock
 
 
@@ -36,7 +40,9 @@ def step_at(clock: SimpleNamespace) -> Step:
     return Step(index=0, recipe=NVFP4(), numbers=Numbers(torch.zeros(2)), names=[], values={})
 
 
-@pytest.mark.parametrize(("name", "peak"), [("NVIDIA H100 80GB HBM3", 989.5e12), ("NVIDIA B200", 2250e12)])
+@pytest.mark.parametrize(
+    ("name", "peak"), [("NVIDIA H100 80GB HBM3", 989.5e12), ("NVIDIA B200", 2250e12)]
+)
 def test_the_peak_is_bf16s_over_six_flop_a_multiplication(
     name: str, peak: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -52,9 +58,14 @@ def test_without_a_known_peak_there_is_none(monkeypatch: pytest.MonkeyPatch) -> 
 def test_mfu_is_the_speed_of_a_step_over_the_peak(clock: SimpleNamespace) -> None:
     with Progress(0, 10, tokens=1000, peak=8000.0) as progress:
         clock.now += 0.5
-        assert progress.advance(step_at(clock), 2.0) == {"perf/tokens_per_s": 2000.0, "perf/mfu": 0.25}
+        assert progress.advance(step_at(clock), 2.0) == {
+            "perf/tokens_per_s": 2000.0,
+            "perf/mfu": 0.25,
+        }
         clock.now += 0.25
-        assert progress.advance(step_at(clock), 2.0)["perf/mfu"] == 0.5, "of this step, not a mean over several"
+        assert progress.advance(step_at(clock), 2.0)["perf/mfu"] == 0.5, (
+            "of this step, not a mean over several"
+        )
     with Progress(0, 10, tokens=1000) as progress:
         clock.now += 0.5
         assert progress.advance(step_at(clock), 2.0) == {"perf/tokens_per_s": 2000.0}

@@ -1,4 +1,6 @@
-"""Only what is good is saved: weights, moments and losses are finite before a checkpoint counts as one."""
+"""Only what is good is saved: weights, moments and losses are finite before a checkpoint counts as
+one.
+"""
 
 import os
 import shutil
@@ -50,7 +52,9 @@ def test_a_bad_row_that_no_loss_sees_is_not_saved_and_the_run_does_not_end_well(
     assert steps() == [4]
 
 
-def test_a_moment_that_is_not_finite_is_not_saved(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_moment_that_is_not_finite_is_not_saved(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def spoil(run: Any) -> None:
         next(iter(run.optimizer.state.values()))["exp_avg_sq"][0] = torch.inf
 
@@ -71,7 +75,9 @@ def test_a_validation_loss_that_is_no_number_does_not_end_well(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, key: str
 ) -> None:
     original = loop.evaluate
-    monkeypatch.setattr(loop, "evaluate", lambda run, recipe: original(run, recipe) | {key: float("nan")})
+    monkeypatch.setattr(
+        loop, "evaluate", lambda run, recipe: original(run, recipe) | {key: float("nan")}
+    )
     ended = cli("run.name=a", "train.steps=2", "checkpoint.every=1", *STEADY)
     assert ended.code == 1 and "validation loss" in ended.message and "step 1" in ended.message
     assert steps() == [1], "the state that gave it is not saved"

@@ -32,7 +32,9 @@ def test_a_second_place_has_a_run_that_can_be_resumed(cli: Cli, stop_at: StopAt)
     assert ended.code == 0 and "second/c holds another run" in ended.err
 
 
-def test_a_full_disk_is_survived_by_the_second_place(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_survived_by_the_second_place(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
     original = checkpoint.save
 
     def save(folder: Any, *rest: Any, **options: Any) -> Path:
@@ -49,7 +51,8 @@ def test_a_full_disk_is_survived_by_the_second_place(cli: Cli, monkeypatch: pyte
 def test_steps_go_on_while_a_checkpoint_is_written_and_two_never_overlap(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original, log = checkpoint.save, []
+    original = checkpoint.save
+    log = []
 
     def slow(folder: Any, step: int, *rest: Any, **options: Any) -> Path:
         log.append(("begin", step))
@@ -66,18 +69,29 @@ def test_steps_go_on_while_a_checkpoint_is_written_and_two_never_overlap(
     monkeypatch.setattr(checkpoint, "save", slow)
     monkeypatch.setattr(loop, "train_step", train_step)
     assert cli("run.name=a", "checkpoint.every=2", "checkpoint.keep=3", *STEADY).code == 0
-    assert log.index(("step", 2)) < log.index(("end", 2)), "step 2 ran while its checkpoint was written"
-    assert log.index(("end", 2)) < log.index(("begin", 4)) < log.index(("end", 4)) < log.index(("begin", 6))
+    assert log.index(("step", 2)) < log.index(("end", 2)), (
+        "step 2 ran while its checkpoint was written"
+    )
+    assert (
+        log.index(("end", 2))
+        < log.index(("begin", 4))
+        < log.index(("end", 4))
+        < log.index(("begin", 6))
+    )
     monkeypatch.undo()
     os.chdir(cli.folder)
     for step in steps():
         state = checkpoint.load(Path("runs/a/checkpoints"), step).tensors
         assert cli(f"run.name=to{step}", f"train.steps={step}", *STEADY).code == 0
         whole = checkpoint.load(Path(f"runs/to{step}/checkpoints"), step).tensors
-        assert all(torch.equal(state[name], whole[name]) for name in whole), "the state of its own step"
+        assert all(torch.equal(state[name], whole[name]) for name in whole), (
+            "the state of its own step"
+        )
 
 
-def test_a_disk_that_does_not_answer_is_left_behind(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_does_not_answer_is_left_behind(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
     original = checkpoint.save
 
     def stuck(folder: Any, step: int, *rest: Any, **options: Any) -> Path:
@@ -108,7 +122,9 @@ def test_the_loop_makes_no_memory_for_a_checkpoint_the_first_included(
     assert made and set(made) == {"checkpoints"}
     count = len(made)
     assert cli("run.name=b", "checkpoint.every=0", *STEADY).code == 0
-    assert "MainThread" in made[count:], "a run that saves at its end only holds no copy while it trains"
+    assert "MainThread" in made[count:], (
+        "a run that saves at its end only holds no copy while it trains"
+    )
 
 
 def test_metrics_and_record_are_durable_before_a_checkpoint_that_counts_on_them(
@@ -125,30 +141,39 @@ def test_metrics_and_record_are_durable_before_a_checkpoint_that_counts_on_them(
 
     monkeypatch.setattr(os, "fsync", fsync)
     assert cli("run.name=a", "train.steps=2", "checkpoint.every=1", *STEADY).code == 0
-    for name in ("config.yaml", "history.jsonl"):  # small files, under their temporary names or their own
+    # small files, under their temporary names or their own
+    for name in ("config.yaml", "history.jsonl"):
         assert any(name in each for each in synced), name
     wrote = [at for at, name in enumerate(synced) if "state.json" in name]
     assert len(wrote) == 2 and all("metrics.jsonl" in synced[:at] for at in wrote)
     assert "metrics.jsonl" in synced[wrote[0] : wrote[1]], "the lines since the checkpoint before"
 
 
-def test_a_full_disk_costs_the_checkpoint_and_not_the_run(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_costs_the_checkpoint_and_not_the_run(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
     original = checkpoint.save
 
     def save(folder: Path, step: int, *rest: Any, **options: Any) -> Path:
         if step == 4:
-            raise CheckpointError("checkpoint of step 4 not written to runs/a: No space left on device.")
+            raise CheckpointError(
+                "checkpoint of step 4 not written to runs/a: No space left on device."
+            )
         return original(folder, step, *rest, **options)
 
     monkeypatch.setattr(checkpoint, "save", save)
     ended = cli("run.name=a", "checkpoint.every=2")
     assert ended.code == 0 and "error: checkpoint of step 4 not written" in ended.err
     assert "No space left" in events("runs/a", "checkpoint failed")[0]["reason"]
-    assert checkpoint.steps(Path("runs/a/checkpoints")) == [5, 6], "the one that failed was tried again"
+    assert checkpoint.steps(Path("runs/a/checkpoints")) == [5, 6], (
+        "the one that failed was tried again"
+    )
 
 
 @pytest.mark.long
-def test_a_run_whose_last_checkpoint_is_lost_does_not_end_well(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_whose_last_checkpoint_is_lost_does_not_end_well(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def save(*rest: Any, **options: Any) -> Path:
         raise CheckpointError("No space left on device.")
 

@@ -1,4 +1,6 @@
-"""Signals and kills: a run that is asked to end saves first, a killed one goes on from its last checkpoint."""
+"""Signals and kills: a run that is asked to end saves first, a killed one goes on from its last
+checkpoint.
+"""
 
 import os
 import signal
@@ -13,7 +15,9 @@ import fp4train.train as loop
 STEADY = ("phases=none", "schedule=constant")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP], ids=lambda n: n.name)
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP], ids=lambda n: n.name
+)
 def test_a_signal_ends_the_run_after_its_step_and_it_goes_on_to_the_bit(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
@@ -37,7 +41,9 @@ def test_a_signal_ends_the_run_after_its_step_and_it_goes_on_to_the_bit(
     assert losses("runs/a") == losses("runs/whole")
 
 
-def test_a_signal_while_a_checkpoint_is_written_loses_nothing(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_while_a_checkpoint_is_written_loses_nothing(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
     original = loop.save
 
     def save(run: Any, **options: Any) -> None:
@@ -50,7 +56,9 @@ def test_a_signal_while_a_checkpoint_is_written_loses_nothing(cli: Cli, monkeypa
     assert [p.name for p in Path("runs/a/checkpoints").iterdir()] == ["step_00000002"]
 
 
-def test_a_signal_that_is_to_be_ignored_is_ignored(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_that_is_to_be_ignored_is_ignored(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
     original = loop.train_step
 
     def train_step(run: Any, recipe: Any) -> Any:
@@ -66,7 +74,8 @@ def test_a_signal_that_is_to_be_ignored_is_ignored(cli: Cli, monkeypatch: pytest
 
 
 def test_a_killed_process_goes_on_to_the_bit(cli: Cli) -> None:
-    options = (*STEADY, "schedule.warmup=0", "eval.every=0")  # nothing depends on the number of steps
+    # nothing depends on the number of steps
+    options = (*STEADY, "schedule.warmup=0", "eval.every=0")
     process = cli.start("run.name=a", "train.steps=4000", "checkpoint.every=5", *options)
     try:
         wait_for(lambda: len(list(Path("runs/a/checkpoints").glob("step_*"))) > 1)
@@ -77,7 +86,10 @@ def test_a_killed_process_goes_on_to_the_bit(cli: Cli) -> None:
     assert process.returncode == -signal.SIGKILL
     done = [line["step"] for line in lines("runs/a") if "train/loss" in line][-1]
     assert cli("resume=runs/a", f"train.steps={done + 2}").code == 0
-    assert cli("run.name=whole", f"train.steps={done + 2}", "checkpoint.every=5", *options).code == 0
-    resumed, whole = losses("runs/a"), losses("runs/whole")
+    assert (
+        cli("run.name=whole", f"train.steps={done + 2}", "checkpoint.every=5", *options).code == 0
+    )
+    resumed = losses("runs/a")
+    whole = losses("runs/whole")
     assert resumed == whole
     assert sorted(losses("runs/a")) == list(range(1, done + 3))

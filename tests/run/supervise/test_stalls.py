@@ -1,4 +1,6 @@
-"""Steps go on where a disk does not answer: each wait is bounded, said once, and nothing is lost when it answers."""
+"""Steps go on where a disk does not answer: each wait is bounded, said once, and nothing is lost
+when it answers.
+"""
 
 import os
 import threading
@@ -26,7 +28,8 @@ def step_times(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """When each step began."""
     monkeypatch.setattr(inbox, "WAIT_SECONDS", WAIT)
     monkeypatch.setattr(metrics, "WAIT_SECONDS", WAIT)
-    original, times = loop.train_step, []
+    original = loop.train_step
+    times = []
 
     def train_step(run: Any, recipe: Any) -> Any:
         times.append(time.monotonic())
@@ -36,8 +39,12 @@ def step_times(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return times
 
 
-def stalled(step_times: list[float], act: Callable[..., Any], ours: Callable[..., bool]) -> Callable[..., Any]:
-    """`act`, which at the third step does not return for `STALL` seconds where `ours` says so, once."""
+def stalled(
+    step_times: list[float], act: Callable[..., Any], ours: Callable[..., bool]
+) -> Callable[..., Any]:
+    """`act`, which at the third step does not return for `STALL` seconds where `ours` says so,
+    once.
+    """
     begun = threading.Event()
 
     def stall(*rest: Any, **options: Any) -> Any:
@@ -68,7 +75,9 @@ def test_a_disk_that_lists_no_requests_stalls_no_step(
     cli: Cli, step_times: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Path("runs/a/swap_requests").mkdir(parents=True)
-    monkeypatch.setattr(Folder, "names", stalled(step_times, Folder.names, lambda f: f.path.name == "swap_requests"))
+    monkeypatch.setattr(
+        Folder, "names", stalled(step_times, Folder.names, lambda f: f.path.name == "swap_requests")
+    )
     ended = cli("run.name=a", "train.steps=9", "eval.every=0", *STEADY)
     assert ended.code == 0 and ended.err.count("steps go on") == 1
     assert step_times[8] - step_times[2] < STALL
@@ -76,11 +85,14 @@ def test_a_disk_that_lists_no_requests_stalls_no_step(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("fails", [False, True], ids=["and then takes it", "and then refuses it once"])
+@pytest.mark.parametrize(
+    "fails", [False, True], ids=["and then takes it", "and then refuses it once"]
+)
 def test_a_disk_that_does_not_take_the_record_of_a_swap_stalls_no_step(
     cli: Cli, step_times: list[float], before: Before, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
-    original, tries = Appended.write, []
+    original = Appended.write
+    tries = []
 
     def write(file: Appended, data: bytes, **options: bool) -> None:
         if b'{"event": "swap"' in data:
@@ -97,6 +109,8 @@ def test_a_disk_that_does_not_take_the_record_of_a_swap_stalls_no_step(
     assert ended.code == 0 and ended.err.count("steps go on") == 1
     assert step_times[8] - step_times[2] < STALL, "six steps and one wait"
     assert [v[-1] for v in losses("runs/a").values()] == ["NVFP4"] * 3 + ["BF16"] * 6
-    assert tries == [3, 9] if fails else tries == [3], "the checkpoint that counts on it has it written first"
+    assert tries == [3, 9] if fails else tries == [3], (
+        "the checkpoint that counts on it has it written first"
+    )
     assert recorded("runs/a") == [(3, "bf16")]
     assert steps() == [9] and cli("resume=runs/a", "train.steps=10").code == 0

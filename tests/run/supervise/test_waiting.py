@@ -1,4 +1,6 @@
-"""The host waits for no number of a step before the whole step is queued, and reads it when the next one is."""
+"""The host waits for no number of a step before the whole step is queued, and reads it when the
+next one is.
+"""
 
 from typing import Any
 
@@ -34,7 +36,8 @@ class Waiting(TorchDispatchMode):
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """What each step of the runs to come waits for."""
-    original, found = loop.train_step, []
+    original = loop.train_step
+    found = []
 
     def train_step(run: Any, recipe: Any) -> Any:
         with Waiting() as mode:
@@ -53,11 +56,14 @@ def test_the_counter_sees_a_number_that_is_read() -> None:
     assert mode.seen == ["_local_scalar_dense", "_local_scalar_dense"]
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "nvfp4", "mxfp8", "fp8_current", "fp8_delayed", "fp16", "nvfp4_unbiased"])
+@pytest.mark.parametrize(
+    "recipe", ["bf16", "nvfp4", "mxfp8", "fp8_current", "fp8_delayed", "fp16", "nvfp4_unbiased"]
+)
 def test_a_step_is_queued_without_reading_a_number(
     cli: Cli, waits: list[list[str]], monkeypatch: pytest.MonkeyPatch, recipe: str
 ) -> None:
-    # A product on a CPU with BF16 instructions takes its scale as a host number; this is the one of other devices.
+    # A product on a CPU with BF16 instructions takes its scale as a host number; this is the one of
+    # other devices.
     monkeypatch.setattr(emulate, "WITHOUT_INSTRUCTIONS", frozenset({torch.bfloat16, torch.float16}))
     monkeypatch.setattr(emulate, "_of_tensors", emulate.queued_factors)
     options = ("policy=all", "train.steps=2", "train.microbatch=2", *STEADY)
@@ -110,7 +116,9 @@ def test_numbers_are_read_one_step_late_and_at_once_where_something_depends_on_t
     monkeypatch.setattr(Numbers, "read", reading)
     for name in ("train_step", "evaluate", "save"):
         monkeypatch.setattr(loop, name, noting(name, getattr(loop, name)))
-    assert cli("run.name=a", "train.steps=5", "eval.every=3", "checkpoint.every=4", *STEADY).code == 0
+    assert (
+        cli("run.name=a", "train.steps=5", "eval.every=3", "checkpoint.every=4", *STEADY).code == 0
+    )
     assert log == [
         *(("train_step", 0), ("train_step", 1), "read"),
         *(("train_step", 2), "read", "read", ("evaluate", 3)),
@@ -122,7 +130,8 @@ def test_numbers_are_read_one_step_late_and_at_once_where_something_depends_on_t
 def test_a_step_that_fails_changes_nothing_although_the_next_one_is_queued(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original, weights = loop.train_step, []
+    original = loop.train_step
+    weights = []
 
     def train_step(run: Any, recipe: Any) -> Any:
         weights.append([p.detach().clone() for p in run.model.parameters()])

@@ -43,9 +43,17 @@ main(sys.argv[1:])
 def test_a_step_whose_tokens_do_not_come_says_so_and_ends_the_run_with_its_stacks(cli: Cli) -> None:
     arguments = cli.tiny("run.name=a", "train.step_timeout=6", "checkpoint.every=1", *STEADY)
     ended = subprocess.run(
-        [sys.executable, "-c", HANGS, *arguments], cwd=cli.folder, capture_output=True, text=True, timeout=PATIENCE
+        [sys.executable, "-c", HANGS, *arguments],
+        cwd=cli.folder,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
     )
-    assert ended.returncode == -signal.SIGALRM and "Timeout (0:00:06)!" in ended.stderr and "train_step" in ended.stderr
+    assert (
+        ended.returncode == -signal.SIGALRM
+        and "Timeout (0:00:06)!" in ended.stderr
+        and "train_step" in ended.stderr
+    )
     (said,) = [line for line in ended.stderr.splitlines() if "a slow disk?" in line]
     assert "step 2 waits" in said and "s for sequences 8–11 of the train tokens of" in said
     assert "train.step_timeout=6 ends the run" in said
