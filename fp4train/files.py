@@ -230,6 +230,10 @@ class Folder:
                     inner.remove_folder(each)
                 else:
                     inner.remove(each)
+        self.remove_empty(name)
+
+    def remove_empty(self, name: str) -> None:
+        """Remove a folder that holds nothing; one that does is an error."""
         os.rmdir(_checked(name), dir_fd=self.descriptor)
 
     def remove_litter(self) -> None:

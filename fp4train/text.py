@@ -12,8 +12,13 @@ _ALIKE = 0.5
 """Smallest similarity (difflib's ratio) of a suggested word."""
 _PIECE = 16
 """Characters of a line of a long name in a table that is too wide."""
-_SIGN = re.compile(r"[-_/=.,:;|+()]+")
+_SIGN = re.compile(r"[-_/=.,:;|+()×·]+")
 """Signs in a long name, behind which it may be broken."""
+_BEFORE_UNIT = re.compile(
+    r"(?<=\d) (?=(?:[µmn]?s|min|h|[kMGTP]?i?B(?:/s)?|[kMGTP]|[GTP]?FLOPs?(?:/s)?)(?![\w-]))"
+)
+"""The space between a number and its unit, which stay on one line."""
+_UNBROKEN = "\u00a0"
 
 
 def printable(text: str, *, kept: str = "\n\t") -> str:
@@ -65,20 +70,36 @@ def tabulate(
     right: Container[int] = (),
     width: int | None = None,
     indent: str = "",
+    headings: Sequence[str] = (),
 ) -> list[str]:
-    """`columns` with the first row underlined as the header."""
-    return _underlined(_one_line_each(rows), right, width, indent)
+    """`columns` with the first row underlined as the header.
 
-
-def _underlined(
-    rows: list[list[str]], right: Container[int], width: int | None, indent: str
-) -> list[str]:
-    """The lines of a table with a rule below its header, which may take several lines."""
+    Args:
+        headings: of each further row, a line that stands above it and above those after it that
+            have the same; none: no such lines.
+    """
+    cells = _one_line_each(rows)
     room = None if width is None else width - len(indent)
-    folded = _folded(rows, right, room)
-    header = _folded(rows[:1], right, room, _widths(folded))
-    rule = ["─" * size for size in _widths(folded)]
-    return columns([*header, rule, *folded[len(header) :]], right=right, width=width, indent=indent)
+    folded = _folded(cells, right, room)
+    sizes = _widths(folded)
+    header = _folded(cells[:1], right, room, sizes)
+    rule = ["─" * size for size in sizes]
+    lines = columns(
+        [*header, rule, *folded[len(header) :]], right=right, width=width, indent=indent
+    )
+    if not headings:
+        return lines
+    at = len(header) + 1
+    parted = lines[:at]
+    before = None
+    for row, heading in zip(cells[1:], headings, strict=True):
+        if heading != before:
+            parted.append(heading)
+        before = heading
+        height = len(_folded([row], right, room, sizes))
+        parted += lines[at : at + height]
+        at += height
+    return parted
 
 
 def table_width(rows: Sequence[Sequence[str]]) -> int:
@@ -88,15 +109,18 @@ def table_width(rows: Sequence[Sequence[str]]) -> int:
 
 
 def wrapped(text: str, width: int, indent: str = "") -> list[str]:
-    """The lines of a text in `width` characters, broken between words alone."""
-    return textwrap.wrap(
-        text,
+    """The lines of a text in `width` characters, broken between words alone, and not before a
+    unit.
+    """
+    lines = textwrap.wrap(
+        _BEFORE_UNIT.sub(_UNBROKEN, text),
         max(width, 1),  # a column without any text has none
         initial_indent=indent,
         subsequent_indent=indent,
         break_long_words=False,
         break_on_hyphens=False,
     )
+    return [line.replace(_UNBROKEN, " ") for line in lines]
 
 
 def fold(text: str, room: int) -> list[str]:
@@ -143,7 +167,8 @@ def _fitting(rows: list[list[str]], right: Container[int], width: int) -> list[i
     gaps = len(sizes) - 1
     columns_of = list(zip(*rows, strict=True))
     words = [
-        max(len(word) for cell in cells for word in cell.split() or [""]) for cells in columns_of
+        max(len(word) for cell in cells for word in _BEFORE_UNIT.sub(_UNBROKEN, cell).split(" "))
+        for cells in columns_of
     ]
     pieces = [words[i] if i in right else min(words[i], _PIECE) for i in range(len(sizes))]
     for least, gap in ((words, 2), (words, 1), (pieces, 1)):
@@ -234,6 +259,13 @@ def shortened(text: str, room: int) -> str:
     if room > 3:
         return f"{text[: room - end - 1]}…{text[len(text) - end :]}"
     return ""
+
+
+def three_digits(number: float) -> str:
+    """ "0.0123", "12.3", "1,234": three digits, or all before the point."""
+    if number >= 999.5:
+        return f"{number:,.0f}"
+    return f"{number:.3g}"
 
 
 def p_value(p: float) -> str:

@@ -1,5 +1,7 @@
 """Tables line up, and a slip is answered with what was meant."""
 
+import re
+
 import pytest
 
 from fp4train.text import check_choice, columns, near_miss, nearest, tabulate, whole_number
@@ -69,3 +71,26 @@ def test_a_whole_number_is_one_that_any_place_can_hold() -> None:
 def test_a_column_without_any_text_is_a_column_without_width() -> None:
     """A sweep whose points need no note has such a column, and a narrow screen folds its table."""
     assert tabulate([("run", ""), ("a long name of a run", "")], width=12)[0].startswith("run")
+
+
+@pytest.mark.parametrize("width", range(9, 24))
+def test_a_number_and_its_unit_stay_on_one_line(width: int) -> None:
+    text = "12.3 ms (41%) of 3.35 TB/s"
+    lines = tabulate([("time",), (text,)], width=width)[2:]
+    assert " ".join(lines) == text
+    assert not [line for line in lines if re.match(r"(ms|TB/s)", line)]
+
+
+def test_rows_stand_below_the_headings_that_they_share() -> None:
+    rows = [("GEMM", "time"), ("fprop", "1 ms"), ("all three of them", "2 ms"), ("fprop", "3 ms")]
+    assert tabulate(rows, right={1}, width=16, indent="  ", headings=("wq", "wq", "wk")) == [
+        "  GEMM      time",
+        "  ────────  ────",
+        "wq",
+        "  fprop     1 ms",
+        "  all       2 ms",
+        "  three of",
+        "  them",
+        "wk",
+        "  fprop     3 ms",
+    ]

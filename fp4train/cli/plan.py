@@ -54,7 +54,7 @@ from fp4train.run.record import directory as run_directory
 from fp4train.run.record import journal
 from fp4train.run.record.stretches import RecordedStretch
 from fp4train.run.record.trust import check_paths
-from fp4train.text import columns, tabulate
+from fp4train.text import columns, tabulate, three_digits
 
 if TYPE_CHECKING:
     from fp4train.lab.costs.mesh_plan import MeshPlan
@@ -198,7 +198,6 @@ def _plan(
     swap = command.swap
     check_paths(chosen, command.named)
     gpu = find_gpu(config.gpu) if config.gpu else None
-    warn_of_schedule(config)
     if config.resume:
         source = find_source(config, chosen, command.saved)
     else:
@@ -218,6 +217,7 @@ def _plan(
     model = build_model(config, vocab_size, torch.device("meta"))
     if init is not None:
         init.check(model)
+    warn_of_schedule(config)
     for warning in scale_warnings(config, model):
         _log.warning("%s", warning)
     if asks_for_mesh(config.parallel, gpus, auto, command.named):
@@ -326,7 +326,7 @@ def _whole_run(config: Config) -> str:
         text = read
     total = train.steps * train.tokens
     if total >= 1e9:
-        all_tokens = f"{total / 1e9:,.3g} B"
+        all_tokens = f"{three_digits(total / 1e9)} B"
     else:
         all_tokens = short(total)
     size = (

@@ -221,46 +221,58 @@ def _set_keys(whole: DictConfig, words: list[Override], elsewhere: str | None) -
     try:
         ConfigLoaderImpl._apply_overrides_to_config(words, whole)
     except (HydraException, OmegaConfBaseException) as error:
-        for word in missing:
-            if word.key_or_group not in (*have, *added):
-                _check_options(word.key_or_group, whole.hydra.runtime.choices)
-        foreign.check_keys([word.key_or_group for word in missing], [*have, *added])
+        unknown = [
+            word.key_or_group for word in missing if word.key_or_group not in (*have, *added)
+        ]
+        for key in unknown:
+            foreign.check_keys(
+                [key], [*have, *added], _check_options(key, whole.hydra.runtime.choices)
+            )
         raise UserError(overrides.first_lines(error)) from error
 
 
-def _check_options(key: str, choices: Mapping[str, str]) -> None:
-    """Refuse a key that other options of its group have, and name these.
+def _check_options(key: str, choices: Mapping[str, str]) -> dict[str, str]:
+    """The keys that other options of the group of a key have, and which: "data=text has it".
 
     Raises:
-        UserError: some have it.
+        UserError: `key` is one of them.
     """
     fitting = [group for group in own_options() if key.startswith(group.replace("/", ".") + ".")]
     group = max(fitting, key=len, default="experiment")
     if group == "experiment":
-        return
-    having = []
-    beside = set()
-    for (_, option), section in sections({group: own_options()[group]}).items():
-        begin = f"{group}."
-        names = {
-            name.removeprefix(begin)
-            for name in keys(complete({group: section}, Config))
-            if name.startswith(begin)
-        }
-        if key[len(begin) :] in names:
-            having.append(f"{group}={option}")
-        if option == choices.get(group):
-            beside = {name for name in names if "." not in name} - {"_target_"}
-    if having:
-        if beside:
-            known = f" (known: {', '.join(sorted(beside))})"
-        else:
-            known = ""
-        raise UserError(
-            f"unknown key {key!r}: {group}={choices.get(group)} has none of that name, "
-            f"{first_few(having, 6)} "
-            f"{'has' if len(having) == 1 else 'have'} it{known}"
+        return {}
+    having: dict[str, list[str]] = {}
+    section = group.replace("/", ".")
+    for (_, option), body in sections({group: own_options()[group]}).items():
+        whole = body
+        for part in reversed(section.split(".")):
+            whole = {part: whole}
+        for name in keys(complete(whole, Config)):
+            if name.startswith(f"{section}.") and not name.endswith("_target_"):
+                having.setdefault(name, []).append(option)
+    chosen = choices.get(group, "")
+    elsewhere = {name: options for name, options in having.items() if chosen not in options}
+    if key in elsewhere:
+        beside = sorted(
+            {
+                name.removeprefix(f"{section}.")
+                for name, options in having.items()
+                if chosen in options
+            }
         )
+        named = [name for name in beside if "." not in name]
+        known = f" (known: {', '.join(named)})" if named else ""
+        raise UserError(
+            f"unknown key {key!r}: {group}={chosen} has none of that name, "
+            f"{_has(group, elsewhere[key])}{known}"
+        )
+    return {name: _has(group, options) for name, options in elsewhere.items()}
+
+
+def _has(group: str, options: Sequence[str]) -> str:
+    """ "data=text and data=hf have it"."""
+    named = first_few([f"{group}={option}" for option in options], 6)
+    return f"{named} {'has' if len(options) == 1 else 'have'} it"
 
 
 def _whole_numbers(whole: DictConfig, changed: Iterable[str]) -> None:

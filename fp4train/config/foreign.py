@@ -4,16 +4,18 @@ word is here.
 The words of other frameworks, and what fp4train calls the same thing, are in foreign.yaml.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 import yaml
 
 from fp4train.errors import UserError
 from fp4train.parallel.config import why_absent
-from fp4train.text import near_miss
+from fp4train.text import near_miss, nearest
 
 _TABLE = Path(__file__).with_suffix(".yaml")
+_ALIKE = 0.65
+"""Smallest similarity of a key with a section to one that is suggested."""
 
 
 def words() -> list[tuple[str, list[str], str]]:
@@ -69,27 +71,61 @@ def check_option(group: str, option: str, known: list[str]) -> None:
         )
 
 
-def check_keys(wanted: list[str], have: list[str]) -> None:
+def check_keys(wanted: list[str], have: list[str], elsewhere: Mapping[str, str] = {}) -> None:
+    """Refuse keys that there are not.
+
+    Args:
+        elsewhere: keys that other options of the groups have → where, "data=text has it"; they are
+            suggested, too.
+
+    Raises:
+        UserError: a key is none of `have`; the message suggests one.
+    """
     for key in wanted:
         if key in have:
             continue
         if (reason := why_absent(key.removeprefix("parallel."))) is not None:
             raise UserError(f"unknown key {key!r}: {reason}")
-        # The same name in another section (lr: optim.lr) is a better suggestion than a similar
-        # name.
-        others = [k for k in have if not key.startswith(f"{k}.") and not k.endswith("_target_")]
-        namesakes = [k for k in others if k.rpartition(".")[2] == key.rpartition(".")[2]]
         section = key.rpartition(".")[0]
-        beside = [k.rpartition(".")[2] for k in have if section and k.rpartition(".")[0] == section]
+        beside = [
+            name.rpartition(".")[2]
+            for name in have
+            if section and name.rpartition(".")[0] == section
+        ]
         beside = [name for name in beside if name != "_target_"]
         known = f" (known: {', '.join(beside)})" if beside else ""
-        near = [k for k in namesakes if section and k.startswith(f"{section}.")]
-        if 1 < len(near) <= 3:
-            hint = f"; did you mean {' or '.join(map(repr, near))}?"
-        else:
-            if len(namesakes) == 1:
-                hint = f"; did you mean {namesakes[0]!r}?"
-            else:
-                hint = ""
-            hint = hint or suggestion(key, have) or near_miss(key, namesakes or others)
-        raise UserError(f"unknown key {key!r}{hint}{known}")
+        meant = _meant(key, have, elsewhere)
+        raise UserError(f"unknown key {key!r}{meant}{known}")
+
+
+def _meant(key: str, have: Collection[str], elsewhere: Mapping[str, str]) -> str:
+    """The hint for a key that is none of `have`."""
+    section, _, last = key.rpartition(".")
+    candidates = [
+        name
+        for name in (*have, *elsewhere)
+        if not key.startswith(f"{name}.") and not name.endswith("_target_")
+    ]
+    # The same name in another section (lr: optim.lr) is a better suggestion than a similar name.
+    namesakes = [name for name in candidates if name.rpartition(".")[2] == last]
+    near = [name for name in namesakes if section and name.startswith(f"{section}.")]
+    if 1 < len(near) <= 3:
+        return f"; did you mean {' or '.join(map(repr, near))}?"
+    if len(namesakes) == 1:
+        return _named(namesakes[0], elsewhere)
+    if theirs := suggestion(key, have):
+        return theirs
+    siblings = [name for name in candidates if section and name.startswith(f"{section}.")]
+    # Within its own section a name alone is compared: all names there begin alike.
+    sibling = nearest(last, [name.removeprefix(f"{section}.") for name in siblings], _ALIKE)
+    if sibling is not None:
+        return _named(f"{section}.{sibling}", elsewhere)
+    likely = nearest(key, namesakes) or nearest(key, candidates, _ALIKE if section else 0.5)
+    if likely is None:
+        return ""
+    return _named(likely, elsewhere)
+
+
+def _named(key: str, elsewhere: Mapping[str, str]) -> str:
+    """ "; did you mean 'data.path'? (data=text has it)"."""
+    return f"; did you mean {key!r}?" + (f" ({elsewhere[key]})" if key in elsewhere else "")

@@ -54,7 +54,7 @@ class AnswerFinder:
         self.renderer = renderer
         words = sorted(map(re.escape, special), key=len, reverse=True)
         self._markers = re.compile("|".join([*words, _MARKER]))
-        self._frames: dict[tuple[tuple[str, bool], ...], _Frames] = {}
+        self._frames: dict[tuple[tuple[str, str | None], ...], _Frames] = {}
 
     def find(self, messages: Sequence[Message]) -> Conversation:
         """The text of `messages` and its answers.
@@ -97,8 +97,7 @@ class AnswerFinder:
         starts = _starts(text, gaps, places, messages, name)
         for place, start, gap, frame in zip([-1, *places], starts, gaps, frames.gaps, strict=True):
             silent = all_filled.gaps[0] if place < 0 else empty.get(place)
-            # answers without text that the template writes as it writes others
-            if silent is not None and not frame.answers and gap == "".join(silent.literals):
+            if silent is not None and _writes_silent(gap, silent, messages):
                 answers = self._answers(gap, silent, all_filled, messages)
             else:
                 answers = self._answers(gap, frame, frames, messages)
@@ -131,7 +130,10 @@ class AnswerFinder:
             return None
 
     def _frames_of(self, messages: Sequence[Message], words: "_Words") -> "_Frames":
-        roles = tuple((message["role"], _says_something(message)) for message in messages)
+        roles = tuple(
+            (message["role"], None if _says_something(message) else message["content"])
+            for message in messages
+        )
         if (frames := self._frames.get(roles)) is None:
             frames = _Frames(self.renderer, messages, self._markers)
             if len(self._frames) < _KEPT:
@@ -181,8 +183,11 @@ def _starts(
     fits = text.startswith(gaps[0])
     for (_, gap), number in zip(pairwise(gaps), places, strict=True):
         content = messages[number]["content"]
-        variants = (content, content.strip(), content.rstrip(), content.lstrip())
-        ends = [at + len(variant) for variant in variants if text.startswith(variant + gap, at)]
+        ends = [
+            at + len(variant)
+            for variant in _variants(content)
+            if text.startswith(variant + gap, at)
+        ]
         start = ends[0] if ends else text.find(gap, at)
         fits = fits and start >= 0
         starts.append(start)
@@ -193,6 +198,40 @@ def _starts(
             "answers have no place"
         )
     return starts
+
+
+def _variants(content: str) -> tuple[str, ...]:
+    """A content as templates write it: as it is, or without the spaces around it."""
+    return content, content.strip(), content.rstrip(), content.lstrip()
+
+
+def _writes_silent(gap: str, frame: "_Gap", messages: Sequence[Message]) -> bool:
+    """Whether a gap holds answers without text, written as those that say something are.
+
+    Args:
+        frame: what the template writes there where all answers say something.
+    """
+    if all(_says_something(messages[number]) for number in frame.answers) or not gap.startswith(
+        frame.literals[0]
+    ):
+        return False
+    at = len(frame.literals[0])
+    for number, literal in zip(frame.answers, frame.literals[1:], strict=True):
+        content = messages[number]["content"]
+        if _says_something(messages[number]):
+            place = gap.find(content.strip(), at)
+            end = -1 if place < 0 else gap.find(literal, place + len(content.strip()))
+        else:
+            ends = [
+                at + len(variant)
+                for variant in _variants(content)
+                if gap.startswith(variant + literal, at)
+            ]
+            end = max(ends, default=-1)
+        if end < 0:
+            return False
+        at = end + len(literal)
+    return at == len(gap)
 
 
 def _says_something(message: Message) -> bool:

@@ -13,6 +13,7 @@ from typing import Protocol, cast
 from fp4train.config import Config
 from fp4train.data.template import ChatTemplate
 from fp4train.data.tokenizers import BytePairs, Pretrained
+from fp4train.data.tokenizers.json_file import library_errors
 from fp4train.data.tokens import Tokenizer
 from fp4train.errors import UserError
 from fp4train.exchange.folder import write_json
@@ -96,8 +97,9 @@ def _with_additions(text: str, begin: str | None) -> tuple[str, list[str]]:
     from tokenizers import Tokenizer as File
     from tokenizers import processors
 
-    made = File.from_str(text)
-    added, plain = (made.encode("a", add_special_tokens=each).tokens for each in (True, False))
+    with library_errors("the tokenizer cannot encode the text"):
+        made = File.from_str(text)
+        added, plain = (made.encode("a", add_special_tokens=each).tokens for each in (True, False))
     trained = plain if begin is None else [begin, *plain]
     if added == trained:
         return text, []

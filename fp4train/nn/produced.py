@@ -72,11 +72,13 @@ def why_not(
         for each in executors:
             name = each.plan.layer.name
             taker = _taker(each)
-            if taker is None or type(taker) is not type(_taker(executors[0])):
-                return f"{name} does not multiply codes in three GEMMs of its own"
+            if taker is None:
+                return f"{name} {_why_no_taker(each)}"
+            if type(taker) is not type(_taker(executors[0])):
+                return f"{executors[0].plan.layer.name} and {name} run in different backends"
             operand: TensorForms = getattr(taker, tensor)
             if operand.row.spec is None or operand.column.spec is None:
-                return f"{name} takes {tensor} in high precision in one of its GEMMs"
+                return f"a GEMM of {name} is in high precision and needs the values of {tensor}"
             if isinstance(taker, BackendLayer):
                 why_not_given = taker.backend.sources.why_not_given(taker.table, here=here)
                 if why_not_given is not None:
@@ -119,6 +121,13 @@ def _taker(executor: Executor) -> Taker | None:
     if isinstance(executor, Taker) and type(executor) in (Gemms, BackendLayer):
         return executor
     return None
+
+
+def _why_no_taker(executor: Executor) -> str:
+    """Why an executor takes no codes, in words that follow the name of its layer."""
+    if any(gemm.operands.quantised for gemm, _ in executor.plan.products):
+        return "quantises its operands in parts (of experts, outlier channels or ranks)"
+    return "is in high precision and needs values, not codes"
 
 
 def _why_no_source(operand: TensorForms, here: bool) -> str | None:

@@ -149,7 +149,7 @@ def why_not(row: Quantizer, column: Quantizer, *, codes: bool, here: bool = True
         here: with what is installed on this machine; else where Triton is.
     """
     if not codes:
-        return "a product takes its values, not its codes"
+        return "emulation multiplies its values, not its codes"
     for each in (row, column):
         if isinstance(each, TritonQuantizer):
             reason = None

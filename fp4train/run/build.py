@@ -129,12 +129,6 @@ def build_timeline(config: Config, directory: Path | None = None) -> Timeline:
     steps = config.train.steps
     cooldown = config.schedule.cooldown_start(steps)
 
-    for name, phase in config.phases.items():
-        if phase.step(steps, cooldown) is None:
-            _log.warning(
-                "phase %s never starts: %s has no cooldown", name, type(config.schedule).__name__
-            )
-
     def order(phase: Any) -> int:
         step = phase.step(steps, cooldown)
         return steps if step is None else step
@@ -222,7 +216,6 @@ def build(begun: RunStart, world: World | None = None) -> Run:
             init = load_init(config, world.ranks)
         else:
             init = None
-        checks.warn_of_schedule(config)
         overwriting = config.run.overwrite and (start is None or branching)
         if overwriting:
             identity = None
@@ -233,7 +226,10 @@ def build(begun: RunStart, world: World | None = None) -> Run:
         elif start is not None and not branching:
             identity = identity or identity_of(start)
     origin = source if init is None else init.run
-    if overwriting or init is not None:
+    # A start that is refused leaves nothing: the first files of a new run lie aside until it is
+    # possible.
+    begins = overwriting or init is not None or not (directory / run_directory.CONFIG).is_file()
+    if begins:
         place = directory / run_directory.ASIDE
     else:
         place = directory
@@ -262,7 +258,8 @@ def build(begun: RunStart, world: World | None = None) -> Run:
             if world.lead and overwriting:
                 run_directory.start_over(directory)
             if world.lead and place != directory:
-                run_directory.copy_files(place, directory, run_directory.TOKENIZER)
+                run_directory.take_aside(directory)
+    checks.warn_of_schedule(config)
     if start is None and run.pipeline is None:
         scale = checks.scale_warnings(config, run.model)
     else:

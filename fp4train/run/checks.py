@@ -284,7 +284,11 @@ def warn_of_schedule(config: Config) -> None:
     cooldown = config.schedule.cooldown_start(steps)
     for name, phase in config.phases.items():
         start = phase.step(steps, cooldown)
-        if start is not None and start >= steps:
+        if start is None:
+            _log.warning(
+                "phase %s never starts: %s has no cooldown", name, type(config.schedule).__name__
+            )
+        elif start >= steps:
             _log.warning(
                 "phase %s never starts: its first step would be %d of a run of %d",
                 name,

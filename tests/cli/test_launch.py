@@ -47,6 +47,16 @@ def call(
             "data/tokenizer=bytes has none of that name, data/tokenizer=bpe has it",
         ),
         (["recipe.hadamrd=true"], "did you mean 'recipe.hadamard'?"),
+        (
+            ["data.pth=x"],
+            "unknown key 'data.pth'; did you mean 'data.path'? (data=chat, data=dna, ",
+        ),
+        (["data.colum=x"], "did you mean 'data.column'? (data=chat, "),
+        (["model.num_expert=4"], "did you mean 'model.experts'? (model=moe_30b_a3b, "),
+        (["data.tokenizer.nme=x"], "did you mean 'data.tokenizer.name'? (data/tokenizer=gpt2, "),
+        (["optim.momentumm=1"], "did you mean 'optim.momentum'? (optim=muon, optim=sgd have it)"),
+        (["optim=sgd", "optim.momentumm=1"], "did you mean 'optim.momentum'? (known: "),
+        (["model.foo=1"], "unknown key 'model.foo' (known: "),
     ],
 )
 def test_a_key_of_another_option_is_told_whose_it_is(

@@ -18,6 +18,9 @@ COMMANDS = (
     ("plan", "full=true", "model.layers=2"),
     ("plan", "gpu=B200"),
     ("plan", "gpu=H100", "gpus=8", "parallel=auto", "model=llama_1b"),
+    ("plan", "gpu=H100"),
+    ("plan", "experiment=llama_125m_fineweb", "gpu=H100"),
+    ("plan", "experiment=moe_30b_fineweb", "gpu=H100"),
     ("plan", "experiment=llama_8b_fineweb", "gpu=B200", "parallel.dp_shard=8"),
     ("plan", "experiment=llama_1b_fineweb", "gpu=B200", "parallel.dp_shard=8"),
     ("doctor",),
@@ -44,6 +47,7 @@ def test_a_screen_fits_80_columns_and_has_the_words_of_a_wide_one(
     monkeypatch.setenv("COLUMNS", "80")
     narrow = screen(capsys, *words)[0]
     assert narrow and max(map(len, narrow.splitlines())) <= 80
+    assert not re.findall(r"(?<!\d )\b[µm]s\b", narrow), "a time without its number"
     monkeypatch.setenv("COLUMNS", "400")
     wide = screen(capsys, *words)[0]
     assert {word for word in narrow.split() if word.isalpha()} <= set(re.findall(r"\w+", wide))

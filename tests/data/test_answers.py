@@ -191,6 +191,44 @@ def test_an_answer_without_text_is_learned_by_its_end(name: str) -> None:
     assert [found.text[a:b] for a, b in found.answers] == [ending, f"yes{ending}", ending]
 
 
+SILENT = {
+    "spaces": talk("zebra", "   ", "apple", "yes"),
+    "a line break at the end": talk("zebra", "yes", "apple", " \n "),
+    "an empty one after a full one": [*talk("zebra", "yes"), {"role": "assistant", "content": ""}],
+    "an empty one before a full one": [*talk("zebra", ""), {"role": "assistant", "content": "yes"}],
+    "spaces between": [*talk("zebra", "one"), *talk("", "\t", "", "two")[1::2]],
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_answers_without_text_are_learned_beside_those_with_text(name: str) -> None:
+    template = ChatTemplate(source=TEMPLATES[name], variables=VARIABLES, now=NOW.isoformat())
+    finder = template.finder(tuple(VARIABLES.values()))
+    for what, messages in SILENT.items():
+        text = theirs(template.source, messages)
+        if text is None:
+            continue
+        found = finder.find(messages)
+        answers = [message["content"] for message in messages if message["role"] == "assistant"]
+        learned = [found.text[start:end] for start, end in found.answers]
+        assert found.text == text and len(learned) == len(answers), what
+        assert all(answer.strip() in part for answer, part in zip(answers, learned, strict=True)), (
+            what
+        )
+        said_before = [part for part in learned if "zebra" in part or "apple" in part]
+        assert not said_before, what
+
+
+def test_conversations_of_equal_roles_and_other_spaces_are_apart() -> None:
+    finder = ChatTemplate(source=TEMPLATES["ChatML"]).finder()
+    for silent in ("", "  ", "\n"):
+        found = finder.find(talk(silent, "yes", "more", silent))
+        assert [found.text[a:b] for a, b in found.answers] == [
+            "yes<|im_end|>\n",
+            f"{silent}<|im_end|>\n",
+        ]
+
+
 def test_an_answer_without_text_that_the_template_leaves_out_has_no_place() -> None:
     source = TEMPLATES["ChatML"].replace(
         "for m in messages -%}", "for m in messages if m.content -%}"

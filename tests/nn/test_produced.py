@@ -249,12 +249,12 @@ def executor(recipe: Recipe, name: str, backend: str = "auto") -> Any:
         (
             (NVFP4().with_high_precision("wgrad"),),
             (),
-            "b0 takes x in high precision in one of its GEMMs",
+            "a GEMM of b0 is in high precision and needs the values of x",
         ),
         (
             (NVFP4(),),
             (NVFP4().with_high_precision("dgrad"),) * 2,
-            "a0 takes dy in high precision in one of its GEMMs",
+            "a GEMM of a0 is in high precision and needs the values of dy",
         ),
     ],
 )
@@ -270,10 +270,16 @@ def test_who_reads_says_why_it_does_not_take_codes(
 
 
 def test_layers_that_emulate_or_run_elsewhere_take_none() -> None:
-    assert "takes its values, not its codes" in str(why_not([executor(NVFP4(), "w", "emulate")]))
-    assert "does not multiply codes in three GEMMs" in str(
-        why_not([executor(f4.precision.BF16(), "w")])
+    assert "emulation multiplies its values, not its codes" in str(
+        why_not([executor(NVFP4(), "w", "emulate")])
     )
+    plain = executor(f4.precision.BF16(), "w")
+    assert why_not([plain]) == "w is in high precision and needs values, not codes"
+    layer = Layer(name="w", in_features=128, out_features=128, block=0, blocks=1, experts=2)
+    of_experts = make_executor(
+        resolve(layer, NVFP4(), None, "auto", Device.elsewhere(find_gpu("B200"))), "cuda"
+    )
+    assert str(why_not([of_experts])).startswith("w quantises its operands in parts (of experts")
 
 
 @pytest.mark.parametrize("change", [None, torch.ones(4, 64)])

@@ -61,7 +61,7 @@ def test_a_norm_has_the_bits_of_torchs_with_its_factors() -> None:
     ("row", "kernel", "codes", "reason"),
     [
         (QuantSpec(block=(16, 16)), "auto", True, "no kernel makes both forms"),
-        (QuantSpec(), "auto", False, "a product takes its values, not its codes"),
+        (QuantSpec(), "auto", False, "emulation multiplies its values, not its codes"),
         (QuantSpec(), "reference", True, "kernels that quantise are not Triton's"),
     ],
 )

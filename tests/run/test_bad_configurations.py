@@ -2,11 +2,16 @@
 lost.
 """
 
+import fcntl
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 from command_line import Cli
+
+from fp4train.errors import UserError
+from fp4train.run.record.directory import LOCK, locked
 
 WRONG = {
     "an unknown recipe": (
@@ -145,12 +150,75 @@ def test_it_is_said_what_is_wrong_before_anything_is_written(
     ended = cli("run.name=a", *arguments)
     assert ended.code == 1
     assert message in ended.message
-    assert not Path("runs/a/config.yaml").exists(), (
-        "the name is free for the command as it was meant"
+    assert not any(cli.folder.iterdir()), "the name is free for the command as it was meant"
+
+
+BEYOND_ITS_TOKENIZER = (
+    "data/tokenizer=bpe",
+    "data.tokenizer.vocab_size=290",
+    "policy.keep=[nothing]",
+)
+
+
+@pytest.mark.parametrize(
+    ("before", "arguments"),
+    [
+        ((), ("run.name=a", *BEYOND_ITS_TOKENIZER)),
+        ((), ("run.dir=deep/er/a", *BEYOND_ITS_TOKENIZER)),
+        (("mine/notes.txt",), ("run.dir=mine", *BEYOND_ITS_TOKENIZER)),
+        (("mine/notes.txt",), ("run.dir=mine/a/b", "data.path=/nowhere")),
+    ],
+    ids=["a run", "folders above it", "a folder with other files", "a folder in that"],
+)
+def test_a_refused_start_leaves_what_was_there(
+    cli: Cli, before: tuple[str, ...], arguments: tuple[str, ...]
+) -> None:
+    for path in map(Path, before):
+        path.parent.mkdir(parents=True)
+        path.write_text("kept")
+    assert cli(*arguments).code == 1
+    assert tuple(str(path) for path in Path().rglob("*") if path.is_file()) == before
+    assert [path for path in Path().rglob("*") if path.is_dir()] == sorted(
+        {Path(path).parent for path in before}
     )
-    assert {p.name for p in cli.folder.iterdir()} <= {"runs"} and not Path(
-        "runs/config.yaml"
-    ).exists()
+
+
+def test_a_refused_branch_leaves_nothing_and_a_refused_resume_changes_nothing(cli: Cli) -> None:
+    run = cli.trained("run.name=a", *BEYOND_ITS_TOKENIZER[:2])
+    before = {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
+    for name in ((), ("run.name=b",)):
+        assert cli(f"resume={run}", "train.steps=8", "policy.keep=[nothing]", *name).code == 1
+        assert {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()} == before
+    assert not Path("runs/b").exists()
+
+
+def test_a_start_takes_the_lock_that_a_refused_one_took_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is opened, then another process removes it with its own lock, and then it is
+    locked.
+    """
+    refused = ExitStack()
+    refused.enter_context(locked(tmp_path / "a"))
+    lock = fcntl.flock
+
+    def late(descriptor: int, how: int) -> None:
+        refused.close()
+        lock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with locked(tmp_path / "a"):
+        (tmp_path / "a" / "config.yaml").touch()
+        assert (tmp_path / "a" / LOCK).exists()
+        with pytest.raises(UserError, match="is in use"), locked(tmp_path / "a"):
+            raise AssertionError("two hold the lock")
+    assert (tmp_path / "a" / LOCK).exists()
+
+
+def test_a_refused_start_says_nothing_of_its_schedule(cli: Cli) -> None:
+    ended = cli("run.name=a", "phases.cooldown.start=6", "train.seq_len=100000")
+    assert ended.code == 1 and "never starts" not in ended.err
+    assert "never starts" in cli("run.name=a", "phases.cooldown.start=6").err
 
 
 @pytest.mark.long

@@ -187,8 +187,8 @@ def test_the_plan_for_a_gpu_says_by_stretch_which_norms_and_gates_are_quantised_
     said = cli("plan", *shape, "policy=all", "phases=cooldown_bf16").out
     assert f"steps 0–79: 12 norms and gates are quantised where they are made {each}" in said
     assert (
-        f"steps 80–99: 12 norms and gates write BF16 {each}: a layer does not multiply codes "
-        "in three GEMMs" in said
+        f"steps 80–99: 12 norms and gates write BF16 {each}: a layer is in high precision and "
+        "needs values, not codes." in said
     )
 
 
@@ -201,7 +201,8 @@ def test_the_plan_blames_a_product_in_high_precision_before_the_kernels_of_trans
         plan = (*shape, "policy=all", "backend=te", f"recipe={recipe}")
         said = cli("plan", *plan, "phases=cooldown_fprop").out
         assert (
-            f"steps 80–99: {each}: a layer takes x in high precision in one of its GEMMs." in said
+            f"steps 80–99: {each}: a GEMM of a layer is in high precision and needs the "
+            "values of x." in said
         )
     norms = (
         "steps 0–79: 8 norms and gates write BF16 (attention_norm, mlp_norm of blocks 0–3): a "

@@ -19,6 +19,7 @@ import numpy as np
 from fp4train import files
 from fp4train.data.encoding import Encoded
 from fp4train.data.tokenizers.bounds import LIMIT, check_file, check_ids
+from fp4train.data.tokenizers.panics import quiet_panics
 from fp4train.data.tokens import Ids
 from fp4train.errors import DataError, data_errors, reason
 from fp4train.text import shortened
@@ -60,7 +61,7 @@ class JsonTokenizer:
         self._what = what
         self._text = text
         model = check_file(text, what).get("model")
-        with _library_errors(f"{what} is no tokenizer file of the `tokenizers` library"):
+        with library_errors(f"{what} is no tokenizer file of the `tokenizers` library"):
             self._tokenizer = tokenizers.Tokenizer.from_str(text)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -114,9 +115,11 @@ class JsonTokenizer:
         """The token that the file puts before a text, and nothing else; None: it puts none, or
         more.
         """
-        added, plain = (
-            self._tokenizer.encode("a", add_special_tokens=adds).tokens for adds in (True, False)
-        )
+        with library_errors(f"{self._what} cannot encode the text"):
+            added, plain = (
+                self._tokenizer.encode("a", add_special_tokens=adds).tokens
+                for adds in (True, False)
+            )
         return str(added[0]) if added[1:] == plain else None
 
     def to_json(self) -> str:
@@ -134,26 +137,27 @@ class JsonTokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         byte_level = "ByteLevel" in json.dumps(json.loads(self._tokenizer.to_str())["decoder"])
         anchor = self.encode("a")
-        before = len(self.decode(anchor).encode())
-        for text, number in self._tokenizer.get_vocab(with_added_tokens=True).items():
-            if number in added:
-                found[number] = 0 if added[number].special else len(text.encode())
-            elif byte_level:
-                found[number] = len(text)
-            elif re.fullmatch(r"<0x[0-9A-F]{2}>", text):
-                found[number] = 1
-            else:
-                found[number] = len(self.decode([*anchor, number]).encode()) - before
+        with library_errors(f"{self._what} cannot decode ids"):
+            before = len(self._decoded(anchor).encode())
+            for text, number in self._tokenizer.get_vocab(with_added_tokens=True).items():
+                if number in added:
+                    found[number] = 0 if added[number].special else len(text.encode())
+                elif byte_level:
+                    found[number] = len(text)
+                elif re.fullmatch(r"<0x[0-9A-F]{2}>", text):
+                    found[number] = 1
+                else:
+                    found[number] = len(self._decoded([*anchor, number]).encode()) - before
         return found
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        with _library_errors(f"{self._what} cannot encode the text"):
+        with library_errors(f"{self._what} cannot encode the text"):
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
     def encode_spans(self, texts: Sequence[str]) -> list[Encoded]:
         """As `encode_batch`, with the characters that each id stands for."""
-        with _library_errors(f"{self._what} cannot encode the text"):
+        with library_errors(f"{self._what} cannot encode the text"):
             return [
                 _encoded(found)
                 for found in self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
@@ -185,6 +189,10 @@ class JsonTokenizer:
             self._tokenizer.encode_special_tokens = True
 
     def decode(self, ids: Sequence[int]) -> str:
+        with library_errors(f"{self._what} cannot decode ids"):
+            return self._decoded(ids)
+
+    def _decoded(self, ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
         return text
 
@@ -198,12 +206,13 @@ def _encoded(found: Any) -> Encoded:
 
 
 @contextmanager
-def _library_errors(what: str) -> Iterator[None]:
+def library_errors(what: str) -> Iterator[None]:
     """Make a DataError of what the library raises: plain Exception, and BaseException where it
     panics.
     """
     try:
-        yield
+        with quiet_panics():
+            yield
     except (KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as error:

@@ -19,7 +19,7 @@ from fp4train.lab.costs.rows import (
     why_emulated,
 )
 from fp4train.precision.plan import Plan
-from fp4train.text import ranges, screen, tabulate
+from fp4train.text import ranges, screen, table_width, tabulate, three_digits
 
 LARGEST = 1 << 16
 """n of the largest product n×n×n that is tried for a break-even point."""
@@ -165,15 +165,30 @@ def time_text(seconds: float) -> str:
     """ "12.3 µs", "4.56 ms", "7.89 s", "1.2 h": three digits."""
     for unit, length in (("h", 3600.0), ("s", 1.0), ("ms", 1e-3)):
         if seconds >= length:
-            return f"{seconds / length:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} µs"
+            return f"{three_digits(seconds / length)} {unit}"
+    return f"{three_digits(seconds * 1e6)} µs"
 
 
+_ALL = "all three"
 _HEADER = ("layer", "GEMM", "size", "elements", "BF16", "in recipe", "quantise", "speed-up", "note")
 
 
 def _table(rows: Iterable[GemmCost], width: int | None) -> list[str]:
-    return tabulate([_HEADER, *_fold(_merge(rows))], right=range(4, 8), width=width)
+    """The table of a stretch; where lines have no room for it, layers stand above their GEMMs, and
+    notes below.
+    """
+    cells = [_HEADER, *_fold(_merge(rows))]
+    if width is None or table_width(cells) <= width:
+        return tabulate(cells, right=range(4, 8), width=width)
+    layers, *_, notes = zip(*cells[1:], strict=True)
+    numbers = {
+        note: f"[{number}]" for number, note in enumerate(dict.fromkeys(filter(None, notes)), 1)
+    }
+    shorter: list[tuple[str, ...]] = [(*_HEADER[1:-1], "")]
+    for _, gemm, *values, note in cells[1:]:
+        shorter.append((gemm.replace(_ALL, "all 3"), *values, numbers.get(note, "")))
+    table = tabulate(shorter, right=range(3, 7), width=width, indent="  ", headings=layers)
+    return [*table, *(f"{number} {note}" for note, number in numbers.items())]
 
 
 def _merge(rows: Iterable[GemmCost]) -> list[GemmCost]:
@@ -186,7 +201,7 @@ def _merge(rows: Iterable[GemmCost]) -> list[GemmCost]:
             continue
         bf16 = sum(row.bf16 for row in gemms)
         product = sum(row.gemm for row in gemms)
-        merged.append(replace(gemms[0], gemm_name="all three", bf16=bf16, gemm=product))
+        merged.append(replace(gemms[0], gemm_name=_ALL, bf16=bf16, gemm=product))
     return merged
 
 

@@ -26,7 +26,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
@@ -111,30 +111,67 @@ def locked(
 ) -> Iterator[None]:
     """Hold the lock of `run`, which is created.
 
+    Where nothing else was added in the end, because a start was refused, the lock goes again, and
+    so do the folders that were made for it.
+
     Args:
         taken: what an error says of a lock that another process holds.
 
     Raises:
         UserError: another process holds it, or it cannot be written.
     """
+    missing = [path for path in (run, *run.parents) if not path.exists()]
     with user_errors(OSError, before=f"{run} cannot be written: "):
-        folder = Folder.open(run, create=True)
-        descriptor = folder.descriptor_of(LOCK, os.O_RDWR | os.O_CREAT)
+        folder, descriptor, before = _locked_folder(run, taken)
     try:
-        try:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                time.sleep(0.1)  # `is_running` holds it for a moment when somebody looks
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UserError(f"{run} is in use: {taken}") from None
         with suppress(OSError):
             folder.remove_litter()
         yield
     finally:
+        with suppress(OSError):
+            if LOCK not in before and set(folder.names()) <= before | {LOCK}:
+                folder.remove(LOCK)
+                for path in missing:
+                    with files.parent(path) as (above, name):
+                        above.remove_empty(name)
         os.close(descriptor)  # held until the end of the run
         folder.close()
+
+
+def _locked_folder(run: Path, taken: str) -> tuple[Folder, int, set[str]]:
+    """The open folder of a run, the descriptor of its lock, which is held, and the names in it
+    before.
+
+    Raises:
+        UserError: another process holds the lock.
+    """
+    for _ in range(100):
+        with ExitStack() as opened:
+            folder = opened.enter_context(Folder.open(run, create=True))
+            before = set(folder.names())
+            try:
+                descriptor = folder.descriptor_of(LOCK, os.O_RDWR | os.O_CREAT)
+            except FileNotFoundError:
+                continue  # the folder went with the lock of a start that was refused
+            opened.callback(os.close, descriptor)
+            if not _lock(descriptor):
+                raise UserError(f"{run} is in use: {taken}")
+            if os.fstat(descriptor).st_nlink:  # else it went with a start that was refused
+                opened.pop_all()
+                return folder, descriptor, before
+    raise UserError(f"{run} is in use: {taken}")
+
+
+def _lock(descriptor: int) -> bool:
+    """Whether the lock could be had; `is_running` holds it for a moment when somebody looks."""
+    for pause in (0.1, 0.0):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            time.sleep(pause)
+        else:
+            return True
+    return False
 
 
 def is_running(run: Path) -> bool:
@@ -231,7 +268,7 @@ def folder_aside(run: Path) -> Iterator[None]:
     """
     with (
         user_errors(OSError, before=f"{run / ASIDE} cannot be written: "),
-        Folder.open(run) as folder,
+        Folder.open(run, create=True) as folder,
     ):
         _check_ours(folder)
         folder.remove_folder(ASIDE)  # a killed process may have left one
@@ -241,6 +278,20 @@ def folder_aside(run: Path) -> Iterator[None]:
     finally:
         with suppress(OSError), Folder.open(run) as folder:
             folder.remove_folder(ASIDE)
+
+
+def take_aside(run: Path) -> None:
+    """Copy the files of the folder `ASIDE` in `run` to it.
+
+    Raises:
+        UserError: one cannot be read or written.
+    """
+    with (
+        user_errors(OSError, before=f"{run / ASIDE} cannot be read: "),
+        Folder.open(run / ASIDE) as aside,
+    ):
+        names = tuple(name for name in aside.names() if aside.has_file(name))
+    copy_files(run / ASIDE, run, names)
 
 
 def start_over(run: Path) -> None:

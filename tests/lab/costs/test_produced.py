@@ -218,7 +218,7 @@ def test_a_block_writes_neither_the_norms_nor_the_gate() -> None:
         (("recipe=nvfp4",), 6, None),
         (("recipe=fp8_current", "backend=te"), 0, "Transformer Engine"),
         (("recipe=fp8_current", "backend=native"), 6, None),
-        (("recipe=bf16",), 0, "does not multiply codes in three GEMMs of its own"),
+        (("recipe=bf16",), 0, "is in high precision and needs values, not codes"),
         (("recipe=nvfp4", "train.kernels=torch"), 0, "train.kernels=torch asks"),
         (("recipe=nvfp4", "train.compile=true"), 0, "the compiler has the blocks"),
         (("recipe=mxfp8", "backend=te"), 6, None),
