@@ -12,6 +12,9 @@ LAST_READER = "2144e3d1 (November 26, 2026)"
 """The last commit that reads files of all older forms."""
 
 
+NEW_RUN = "begin a new run (another run.name, or run.overwrite=true)"
+
+
 class UserError(Exception):
     """An error in input or environment; the message says what is wrong, where, and what to do."""
 
@@ -29,14 +32,15 @@ class OlderForm(UserError):
     Args:
         path: the file.
         difference: how its form differs from that of today, as what follows "it" in a sentence.
+        cure: what else one can do.
     """
 
-    def __init__(self, path: Path, difference: str) -> None:
+    def __init__(self, path: Path, difference: str, cure: str = NEW_RUN) -> None:
+        self.difference = difference
         super().__init__(
             f"{path} is of an older fp4train: it {difference}, which this one does not read. "
             "Go on with the commit "
-            f"{LAST_READER}, the last that reads it, or begin a new run (another run.name, or "
-            "run.overwrite=true)"
+            f"{LAST_READER}, the last that reads it, or {cure}"
         )
 
 

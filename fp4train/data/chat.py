@@ -26,7 +26,7 @@ from fp4train.data.encoding import LONGEST, Encoded, encoding_key
 from fp4train.data.files import shown, stamp
 from fp4train.data.huggingface import record_files
 from fp4train.data.packing import Learned, pack
-from fp4train.data.records import name_of, read_objects
+from fp4train.data.records import holds_text, name_of, parsed, read_objects
 from fp4train.data.stored import TokenIds
 from fp4train.data.template import MARKERS, find_template
 from fp4train.data.tokenizers import Bytes, Pretrained
@@ -48,7 +48,7 @@ _RENDERED = ("tools", "documents", "functions", "system", "chat_template_kwargs"
 """Keys of a record, beside the messages, that templates write, or that say what the first message
 should.
 """
-_EMPTY: tuple[Any, ...] = (None, "", [], {})
+_EMPTY: tuple[Any, ...] = (None, "", [], {}, "[]", "{}", "null")
 _HALF = re.compile("[\ud800-\udfff]")
 
 PARTS = 3
@@ -205,10 +205,11 @@ def _talk_columns(path: Path, schema: Any, column: str, rendered: Container[str]
             f"data.column={column} is not in {path}. Its columns: {known or 'none'} ({likely})"
         )
     number = int(schema.names.index(column))
-    if not holds_messages(schema.field(number).type):
+    kind = schema.field(number).type
+    if not holds_messages(kind) and not holds_text(kind):
         raise DataError(
-            f"data.column={column} of {path} holds {schema.field(number).type}, not lists of "
-            "messages"
+            f"data.column={column} of {path} holds {kind}, neither lists of messages nor text that "
+            "is such a list in JSON"
         )
     return [number, *(place for place, name in enumerate(schema.names) if name in rendered)]
 
@@ -243,6 +244,10 @@ def _messages(
             "write it into a message"
         )
     messages = found[column]
+    if isinstance(messages, str):
+        before = f'"{column}" holds text that is no list of messages in JSON: '
+        with data_errors(ValueError, before=before):
+            messages = parsed(messages)
     if not isinstance(messages, list) or not messages:
         raise ValueError(f'"{column}" holds no list of messages')
     for number, message in enumerate(messages, start=1):

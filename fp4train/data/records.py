@@ -255,6 +255,20 @@ def _json_errors(path: Path, line: int, text: str) -> Iterator[None]:
         raise DataError(f"{path}, line {line}: it cannot be read as JSON: {why}") from error
 
 
+def parsed(text: str) -> Any:
+    """The value that a text in a record is in JSON.
+
+    Raises:
+        ValueError: it is no JSON, nested too deeply, or holds too many values.
+    """
+    if len(text) > LARGE and text.count(",") > MOST_PARTS:
+        raise ValueError(f"it holds more than {MOST_PARTS:,} values")
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
 def name_of(value: Any) -> str:
     """What a value in JSON is called."""
     names = {
@@ -379,18 +393,21 @@ def _check_column(path: Path, schema: Any, column: str) -> int:
     Raises:
         DataError: there is none of this name, or it holds something else.
     """
-    import pyarrow.types as types
-
     number = column_place(path, schema, column)
     kind = schema.field(number).type
-    if types.is_dictionary(kind):
-        values = kind.value_type
-    else:
-        values = kind
-    tests = (types.is_string, types.is_large_string, types.is_string_view, types.is_null)
-    if not any(test(values) for test in tests):
+    if not holds_text(kind):
         raise DataError(f"data.column={column} of {path} holds {kind}, not text")
     return number
+
+
+def holds_text(kind: Any) -> bool:
+    """Whether a column of this type of pyarrow holds text, or nothing."""
+    import pyarrow.types as types
+
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    tests = (types.is_string, types.is_large_string, types.is_string_view, types.is_null)
+    return any(test(kind) for test in tests)
 
 
 @contextmanager

@@ -304,6 +304,21 @@ def in_arrow(path: Path) -> None:
         writer.write_table(table, max_chunksize=2)
 
 
+def as_text() -> list[dict[str, str]]:
+    """The records with their messages as JSON text, as tables without nested columns have them."""
+    return [
+        {"tools": "[]", "messages": json.dumps(record["messages"], indent=1)} for record in TALKS
+    ]
+
+
+def text_in_arrow(path: Path) -> None:
+    table = pyarrow.Table.from_pylist(as_text())
+    column = table.column("messages").cast(pyarrow.large_string()).dictionary_encode()
+    table = table.set_column(1, "messages", column)
+    with pyarrow.ipc.new_stream(str(path), table.schema) as writer:
+        writer.write_table(table)
+
+
 FORMS: dict[str, Callable[[Path], object]] = {
     "a.json": lambda path: path.write_text(json.dumps(TALKS)),
     "b.json": lambda path: path.write_text(json.dumps(TALKS, indent=1)),
@@ -312,6 +327,11 @@ FORMS: dict[str, Callable[[Path], object]] = {
     ),
     "d.parquet": in_parquet,
     "e.arrow": in_arrow,
+    "f.parquet": lambda path: pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist(as_text()), path
+    ),
+    "g.arrow": text_in_arrow,
+    "h.jsonl": lambda path: write(path, as_text()),
 }
 
 
@@ -327,9 +347,17 @@ def test_conversations_are_the_same_in_every_form_of_file(tmp_path: Path, name: 
     ("table", "said"),
     [
         (
-            {"messages": ["a", "b"]},
-            "data.column=messages of .* holds string, not lists of messages",
+            {"messages": [1, 2]},
+            "data.column=messages of .* holds int64, neither lists of messages nor text that is",
         ),
+        (
+            {"messages": [json.dumps(TALKS[0]["messages"]), "a"]},
+            r'a\.parquet, row group 0, row 1: "messages" holds text that is no list of messages in '
+            "JSON: Expecting value",
+        ),
+        ({"messages": ["[" * 100000] * 2}, "row 0: .* it is nested too deeply"),
+        ({"messages": ['{"role": "user"}'] * 2}, 'row 0: "messages" holds no list of messages'),
+        ({"messages": ['["a"]'] * 2}, "row 0: message 1 is no object with a role"),
         ({"text": ["a", "b"]}, "data.column=messages is not in .* Its columns: text"),
         (
             {"id": [1], "talks": [[{"role": "user"}]]},

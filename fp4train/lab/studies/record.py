@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from fp4train import __version__
 from fp4train.config.binding import flattened
-from fp4train.errors import UserError
+from fp4train.errors import OlderForm, UserError
 from fp4train.files import Folder
 from fp4train.run.record import directory as run_directory
 from fp4train.run.supervise.ledger import BAR
@@ -65,7 +65,7 @@ class StudyRecord:
         first = json.loads(json.dumps(first, allow_nan=False))
         with Folder.open(path.parent, create=True) as folder:
             if folder.status(path.name) is not None:
-                lines = read_metrics(path, REMEDY)
+                lines = _lines(path)
             else:
                 lines = []
         for number, line in enumerate(lines, start=1):
@@ -127,6 +127,19 @@ class StudyRecord:
     def close(self) -> None:
         """Make what is recorded durable, and close the file."""
         self._log.finish()
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a record.
+
+    Raises:
+        UserError: one is damaged, or the record is of an older form.
+    """
+    try:
+        return read_metrics(path, REMEDY)
+    except OlderForm as error:
+        cure = f"{REMEDY}, or give this study another folder, out=…"
+        raise OlderForm(path, error.difference, cure) from error
 
 
 def _difference(key: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> str:

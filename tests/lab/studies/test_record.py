@@ -93,7 +93,8 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
     ):
         pass
     path.write_text(json.dumps({"step": 1, "train/loss": 2.0}) + "\n")
-    with pytest.raises(UserError, match="is of an older fp4train"), open_record(tmp_path, WHO, 200):
+    refused = "is of an older fp4train.*, or remove the file to measure anew, or .*out=…$"
+    with pytest.raises(UserError, match=refused), open_record(tmp_path, WHO, 200):
         pass
 
 
