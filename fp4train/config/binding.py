@@ -41,7 +41,7 @@ def bind(node: Any, hint: Any, path: str) -> Any:
     """The value or object of type `hint` that `node` describes.
 
     Args:
-        node: plain values, as YAML gives them.
+        node: values, as YAML gives them.
         hint: the type that is needed: a dataclass, protocol, scalar, tuple, list, mapping, Literal,
             or a union of them.
         path: the full key of `node`, for error messages.
@@ -73,13 +73,13 @@ def complete(node: Any, hint: Any) -> Any:
     if not isinstance(node, Mapping):
         return node
     kind, hints = _described(node, hint)
-    found = {str(key): complete(value, hints(str(key))) for key, value in node.items()}
+    completed = {str(key): complete(value, hints(str(key))) for key, value in node.items()}
     if kind is not None:
-        found["_target_"] = _full_name(kind)
+        completed["_target_"] = _full_name(kind)
         for name, field in _fields(kind).items():
-            if name not in found and (default := default_of(field)) is not dataclasses.MISSING:
-                found[name] = as_node(default)
-    return found
+            if name not in completed and (default := default_of(field)) is not dataclasses.MISSING:
+                completed[name] = as_node(default)
+    return completed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,10 +87,10 @@ class KeyField:
     """A key of a configuration, as its class has it.
 
     Args:
-        path: the full key; name: its last part.
+        path: the full key; `name` is its last part.
         owner: the class of the section that the key is in; None: a section without one.
         hint: the type that the value needs.
-        value: plain values.
+        value: the value, as plain values.
     """
 
     path: str
@@ -103,7 +103,7 @@ class KeyField:
         return self.path.rpartition(".")[2]
 
     @property
-    def whole(self) -> bool:
+    def takes_integers(self) -> bool:
         """Whether the key takes whole numbers and no others."""
         options = _options(self.hint)
         return int in options and float not in options
@@ -287,15 +287,14 @@ def as_node(value: Any) -> Any:
 
 def _bind_mapping(node: Mapping[Any, Any], options: tuple[Any, ...], path: str) -> Any:
     if "_target_" in node:
-        found = own_class(node["_target_"], f"{path}._target_" if path else "_target_")
-        reasons = [_why_not(found, option) for option in options]
+        kind = own_class(node["_target_"], f"{path}._target_" if path else "_target_")
+        reasons = [_why_not(kind, option) for option in options]
         if all(reasons):
             because = f": {reasons[0]}" if len(reasons) == 1 else ""
             raise UserError(
-                f"{path}: {found.__name__} cannot stand here; {_allowed(options)} is "
-                f"needed{because}"
+                f"{path}: {kind.__name__} cannot stand here; {_allowed(options)} is needed{because}"
             )
-        return _construct(found, {k: v for k, v in node.items() if k != "_target_"}, path)
+        return _construct(kind, {k: v for k, v in node.items() if k != "_target_"}, path)
     for option in options:
         if isinstance(option, type) and dataclasses.is_dataclass(option):
             return _construct(option, node, path)
@@ -309,35 +308,33 @@ def _bind_mapping(node: Mapping[Any, Any], options: tuple[Any, ...], path: str) 
     raise UserError(f"{path}={dict(node)!r} must be {_allowed(options)}")
 
 
-def _why_not(found: type, option: Any) -> str | None:
-    """Why an object of class `found` cannot stand where `option` is needed; None: it can."""
+def _why_not(kind: type, option: Any) -> str | None:
+    """Why an object of class `kind` cannot stand where `option` is needed; None: it can."""
     if not getattr(option, "_is_protocol", False):
-        if option is Any or (isinstance(option, type) and issubclass(found, option)):
+        if option is Any or (isinstance(option, type) and issubclass(kind, option)):
             return None
         return f"it does not inherit from {getattr(option, '__name__', option)}"
     for name, member in vars(option).items():
         if name.startswith("_"):
             continue
         if isinstance(member, property):
-            if name not in _fields(found) and not hasattr(found, name):
+            if name not in _fields(kind) and not hasattr(kind, name):
                 return f"it has no {name}"
-        elif not _takes(getattr(found, name, None), member):
-            return (
-                "it has no method "
-                f"{name}({', '.join(list(inspect.signature(member).parameters)[1:])})"
-            )
+        elif not _takes(getattr(kind, name, None), member):
+            parameters = list(inspect.signature(member).parameters)[1:]
+            return f"it has no method {name}({', '.join(parameters)})"
     return None
 
 
-def _takes(method: Any, wanted: Callable[..., Any]) -> bool:
-    """Whether `method` is one that takes the parameters of `wanted`, and needs no others."""
+def _takes(method: Any, protocol_method: Callable[..., Any]) -> bool:
+    """Whether `method` takes the parameters of `protocol_method`, and needs no others."""
     if not callable(method):
         return False
-    given = inspect.signature(wanted).parameters
-    has = inspect.signature(method).parameters
-    others = [parameter for name, parameter in has.items() if name not in given]
-    return set(given) <= set(has) and all(
-        p.default is not p.empty or p.kind == p.VAR_KEYWORD for p in others
+    needed = inspect.signature(protocol_method).parameters
+    accepted = inspect.signature(method).parameters
+    additional = [parameter for name, parameter in accepted.items() if name not in needed]
+    return set(needed) <= set(accepted) and all(
+        p.default is not p.empty or p.kind == p.VAR_KEYWORD for p in additional
     )
 
 
@@ -347,8 +344,8 @@ def _construct(kind: type, node: Mapping[Any, Any], path: str) -> Any:
     for key in node:
         if key not in fields:
             word = prefix + str(key)
-            known = [prefix + name for name in fields]
-            hint = suggestion(word, known) or near_miss(word, known)
+            full_names = [prefix + name for name in fields]
+            hint = suggestion(word, full_names) or near_miss(word, full_names)
             raise UserError(f"unknown key {word!r}{hint} (known: {', '.join(fields)})")
     for name, field in fields.items():
         if name not in node and default_of(field) is dataclasses.MISSING:
@@ -360,9 +357,10 @@ def _construct(kind: type, node: Mapping[Any, Any], path: str) -> Any:
     try:
         return kind(**values)
     except (TypeError, ValueError) as error:
-        raise UserError(
-            str(error) if str(error).startswith(prefix) else f"{path or 'configuration'}: {error}"
-        ) from error
+        message = str(error)
+        if not message.startswith(prefix):
+            message = f"{path or 'configuration'}: {error}"
+        raise UserError(message) from error
 
 
 def _bind_sequence(node: Sequence[Any], option: Any, path: str) -> tuple[Any, ...] | list[Any]:
@@ -372,13 +370,13 @@ def _bind_sequence(node: Sequence[Any], option: Any, path: str) -> tuple[Any, ..
             raise UserError(f"{path}={list(node)!r} must hold {len(kinds)} values")
     else:
         kinds = (kinds[0],) * len(node)
-    found = [
+    values = [
         bind(item, kind, f"{path}[{i}]")
         for i, (item, kind) in enumerate(zip(node, kinds, strict=True))
     ]
     if get_origin(option) is list:
-        return found
-    return tuple(found)
+        return values
+    return tuple(values)
 
 
 def _bind_scalar(node: Any, options: tuple[Any, ...], path: str) -> Any:
@@ -389,11 +387,9 @@ def _bind_scalar(node: Any, options: tuple[Any, ...], path: str) -> Any:
         and abs(node) >= 2**63
         and (isinstance(node, int) or float not in options)
     ):
-        raise UserError(
-            f"{path}={node:.3g} must lie within ±(2**63 - 1)"
-            if abs(node) < 1e300
-            else f"{path} is too large"
-        )
+        if abs(node) < 1e300:
+            raise UserError(f"{path}={node:.3g} must lie within ±(2**63 - 1)")
+        raise UserError(f"{path} is too large")
     if Any in options or type(node) in options:
         return node
     if any(get_origin(option) is Literal and node in get_args(option) for option in options):
@@ -408,7 +404,11 @@ def _bind_scalar(node: Any, options: tuple[Any, ...], path: str) -> Any:
             return str(node)
     if isinstance(node, str) and Path in options:
         return Path(node)
-    shown = "null" if node is None else str(node).lower() if isinstance(node, bool) else repr(node)
+    shown = repr(node)
+    if node is None:
+        shown = "null"
+    elif isinstance(node, bool):
+        shown = str(node).lower()
     group = path.replace(".", "/")
     if group != path and group in own_options():
         names = ", ".join(own_options()[group])

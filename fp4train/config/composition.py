@@ -40,8 +40,9 @@ class Composed:
         choices: group → its option, nested groups with a slash ("data/tokenizer").
         changed: the keys that the command line sets; choosing a group's option sets its whole
             section.
-        point: of a sweep, the overrides that other points do not share.
-        unresolved: the configuration with its interpolations; hydra: Hydra's own node.
+        point: overrides of this point of a sweep that its other points do not share.
+        unresolved: the configuration with its interpolations.
+        hydra: Hydra's own node.
     """
 
     cfg: DictConfig
@@ -67,21 +68,28 @@ def composed(arguments: list[str]) -> Iterator[Composed]:
     sweep = bool(overrides.SWEEP & set(arguments))
     resumed = bool(overrides.resumed_run(arguments))
     folders = overrides.own_folders(arguments)
-    known = overrides.groups(folders)
+    groups = overrides.groups(folders)
     words = overrides.parse(arguments)
     for word in words:
-        _check_word(word, known, sweep)
+        _check_word(word, groups, sweep)
     changed = tuple(
         overrides.dotted(word) for word in words if not word.key_or_group.startswith("hydra")
     )
     axes = {word.get_key_element(): _values(word) for word in words}
     swept = overrides.swept_keys(arguments)
     for lines in product(*axes.values()):
-        found = overrides.parse(list(lines)) if sweep else words
-        chosen = [o for o in found if o.key_or_group in known or o.key_or_group.startswith("hydra")]
-        whole = _composition([str(o.input_line) for o in chosen], folders)
-        # a sweep that an experiment's file asks for
-        params = (whole.hydra.sweeper.params or {}) if sweep else {}
+        point_words = words
+        if sweep:
+            point_words = overrides.parse(list(lines))
+        chosen = [
+            word
+            for word in point_words
+            if word.key_or_group in groups or word.key_or_group.startswith("hydra")
+        ]
+        composition = _composition([str(word.input_line) for word in chosen], folders)
+        params: Mapping[str, Any] = {}
+        if sweep:  # an experiment's file may ask for one, too
+            params = composition.hydra.sweeper.params or {}
         if sweep and not swept and not params:
             raise UserError(
                 "-m trains a run for each value of a key, and no key has several values: -m "
@@ -90,20 +98,27 @@ def composed(arguments: list[str]) -> Iterator[Composed]:
         if more := [f"{key}={value}" for key, value in params.items() if key not in axes]:
             yield from composed([*more, *arguments])
             return
-        brought = _model_brought(found)
-        elsewhere = "" if resumed else "model." if brought else None
-        _set_keys(whole, [o for o in found if o not in chosen], elsewhere)
-        choices = {str(group): str(option) for group, option in whole.hydra.runtime.choices.items()}
-        _whole_numbers(whole, changed)
-        _name_point(whole, choices, swept)
-        hydra = whole.hydra
+        elsewhere = None
+        if resumed:
+            elsewhere = ""
+        elif _model_brought(point_words):
+            elsewhere = "model."
+        _set_keys(composition, [word for word in point_words if word not in chosen], elsewhere)
+        choices = {
+            str(group): str(option) for group, option in composition.hydra.runtime.choices.items()
+        }
+        _whole_numbers(composition, changed)
+        _name_point(composition, choices, swept)
+        hydra = composition.hydra
         yield Composed(
-            cfg=OmegaConf.create(plain(_without_hydra(whole))),
-            unresolved=whole,
+            cfg=OmegaConf.create(plain(_without_hydra(composition))),
+            unresolved=composition,
             hydra=hydra,
             choices=choices,
             changed=changed,
-            point=" ".join(str(o.input_line) for o in found if overrides.dotted(o) in swept),
+            point=" ".join(
+                str(word.input_line) for word in point_words if overrides.dotted(word) in swept
+            ),
         )
 
 
@@ -129,21 +144,21 @@ def compose(arguments: list[str], folders: Iterable[Path] = ()) -> DictConfig:
 
 
 def sections(
-    wanted: Mapping[str, Iterable[str]], folders: Iterable[Path] = ()
+    options_of: Mapping[str, Iterable[str]], folders: Iterable[Path] = ()
 ) -> dict[tuple[str, str], Any]:
-    """(group, option) → its section as plain values, of all options that are wanted; one
+    """(group, option) → its section as plain values, of all options in `options_of`, by group; one
     composition.
 
     Raises:
         UserError: Hydra cannot compose one of them.
     """
-    pairs = [(group, option) for group, named in wanted.items() for option in named]
+    pairs = [(group, option) for group, options in options_of.items() for option in options]
     words = [f"+{group}@options.at{index}={option}" for index, (group, option) in enumerate(pairs)]
     if pairs:
-        found = plain(compose(words, folders).options)
+        bodies = plain(compose(words, folders).options)
     else:
-        found = {}
-    return {pair: found[f"at{index}"] for index, pair in enumerate(pairs)}
+        bodies = {}
+    return {pair: bodies[f"at{index}"] for index, pair in enumerate(pairs)}
 
 
 def named(group: str, option: str) -> Any:
@@ -154,11 +169,13 @@ def named(group: str, option: str) -> Any:
         UserError: the group has no such option; the message suggests one.
     """
     foreign.check_option(group, option, own_options()[group])
-    before = GlobalHydra.instance().hydra, HydraConfig.instance().cfg
+    their_hydra = GlobalHydra.instance().hydra
+    their_config = HydraConfig.instance().cfg
     try:
         return sections({group: [option]})[group, option]
     finally:
-        GlobalHydra.instance().hydra, HydraConfig.instance().cfg = before
+        GlobalHydra.instance().hydra = their_hydra
+        HydraConfig.instance().cfg = their_config
 
 
 def _composition(words: list[str], folders: Iterable[Path]) -> DictConfig:
@@ -167,13 +184,15 @@ def _composition(words: list[str], folders: Iterable[Path]) -> DictConfig:
     """
     GlobalHydra.instance().clear()
     register_recipes()
-    found = ",".join(f"'file://{folder.absolute()}'" for folder in folders)
+    search_path = ",".join(f"'file://{folder.absolute()}'" for folder in folders)
     try:
         with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-            searched = [f"hydra.searchpath=[{found}]"] if found else []
-            whole = hydra_compose("train", overrides=[*searched, *words], return_hydra_config=True)
-            HydraConfig.instance().set_config(whole)
-            return whole
+            all_words = list(words)
+            if search_path:
+                all_words.insert(0, f"hydra.searchpath=[{search_path}]")
+            composition = hydra_compose("train", overrides=all_words, return_hydra_config=True)
+            HydraConfig.instance().set_config(composition)
+            return composition
     except (HydraException, OmegaConfBaseException) as error:
         settings = [word for word in words if word.lstrip("+~").startswith("hydra")]
         if settings == words and len(words) == 1:
@@ -185,29 +204,33 @@ def _composition(words: list[str], folders: Iterable[Path]) -> DictConfig:
         raise UserError(overrides.first_lines(error)) from error
 
 
-def _without_hydra(whole: DictConfig) -> DictConfig:
-    with open_dict(whole):
-        del whole["hydra"]
-    return whole
+def _without_hydra(composition: DictConfig) -> DictConfig:
+    with open_dict(composition):
+        del composition["hydra"]
+    return composition
 
 
-def _set_keys(whole: DictConfig, words: list[Override], elsewhere: str | None) -> None:
+def _set_keys(composition: DictConfig, words: list[Override], elsewhere: str | None) -> None:
     """Set single keys of a composition: those it has, and those that only its classes have.
 
     Args:
-        elsewhere: what keys begin with that something else is checked against, so that any can be
-            set; None: no key.
+        elsewhere: beginning of the keys that are checked elsewhere, against another configuration,
+            so that any of them can be set here; None: there are none.
 
     Raises:
         UserError: a key is unknown, or a value cannot stand there.
     """
-    body = {key: value for key, value in plain(whole, resolve=False).items() if key != "hydra"}
+    body = {
+        key: value for key, value in plain(composition, resolve=False).items() if key != "hydra"
+    }
     have = list(keys(body))
-    given = [word for word in words if word.type == OverrideType.CHANGE]
+    assignments = [word for word in words if word.type == OverrideType.CHANGE]
     strange = [
-        word for word in given if elsewhere is not None and word.key_or_group.startswith(elsewhere)
+        word
+        for word in assignments
+        if elsewhere is not None and word.key_or_group.startswith(elsewhere)
     ]
-    missing = [word for word in given if word in strange or word.key_or_group not in have]
+    missing = [word for word in assignments if word in strange or word.key_or_group not in have]
     try:
         if missing:
             added = [key for key in keys(complete(body, Config)) if key not in have]
@@ -219,14 +242,14 @@ def _set_keys(whole: DictConfig, words: list[Override], elsewhere: str | None) -
         if word in strange or word.key_or_group in added:
             word.type = OverrideType.FORCE_ADD
     try:
-        ConfigLoaderImpl._apply_overrides_to_config(words, whole)
+        ConfigLoaderImpl._apply_overrides_to_config(words, composition)
     except (HydraException, OmegaConfBaseException) as error:
         unknown = [
             word.key_or_group for word in missing if word.key_or_group not in (*have, *added)
         ]
         for key in unknown:
             foreign.check_keys(
-                [key], [*have, *added], _check_options(key, whole.hydra.runtime.choices)
+                [key], [*have, *added], _check_options(key, composition.hydra.runtime.choices)
             )
         raise UserError(overrides.first_lines(error)) from error
 
@@ -244,10 +267,10 @@ def _check_options(key: str, choices: Mapping[str, str]) -> dict[str, str]:
     having: dict[str, list[str]] = {}
     section = group.replace("/", ".")
     for (_, option), body in sections({group: own_options()[group]}).items():
-        whole = body
+        configuration = body
         for part in reversed(section.split(".")):
-            whole = {part: whole}
-        for name in keys(complete(whole, Config)):
+            configuration = {part: configuration}
+        for name in keys(complete(configuration, Config)):
             if name.startswith(f"{section}.") and not name.endswith("_target_"):
                 having.setdefault(name, []).append(option)
     chosen = choices.get(group, "")
@@ -260,11 +283,12 @@ def _check_options(key: str, choices: Mapping[str, str]) -> dict[str, str]:
                 if chosen in options
             }
         )
-        named = [name for name in beside if "." not in name]
-        known = f" (known: {', '.join(named)})" if named else ""
+        listing = ""
+        if names := [name for name in beside if "." not in name]:
+            listing = f" (known: {', '.join(names)})"
         raise UserError(
             f"unknown key {key!r}: {group}={chosen} has none of that name, "
-            f"{_has(group, elsewhere[key])}{known}"
+            f"{_has(group, elsewhere[key])}{listing}"
         )
     return {name: _has(group, options) for name, options in elsewhere.items()}
 
@@ -275,24 +299,26 @@ def _has(group: str, options: Sequence[str]) -> str:
     return f"{named} {'has' if len(options) == 1 else 'have'} it"
 
 
-def _whole_numbers(whole: DictConfig, changed: Iterable[str]) -> None:
+def _whole_numbers(composition: DictConfig, changed: Iterable[str]) -> None:
     """Make integers of the numbers that keys of whole numbers were given otherwise: train.steps=1e3
     is 1000.
     """
-    given = [key for key in changed if isinstance(_value_at(whole, key), float)]
-    if not given:
+    float_keys = [key for key in changed if isinstance(_value_at(composition, key), float)]
+    if not float_keys:
         return
-    body = {key: value for key, value in plain(whole, resolve=False).items() if key != "hydra"}
+    body = {
+        key: value for key, value in plain(composition, resolve=False).items() if key != "hydra"
+    }
     for key in key_fields(body, Config):
-        if key.path in given and key.whole and float(key.value).is_integer():
-            OmegaConf.update(whole, key.path, int(key.value))
+        if key.path in float_keys and key.takes_integers and float(key.value).is_integer():
+            OmegaConf.update(composition, key.path, int(key.value))
 
 
-def _value_at(whole: DictConfig, key: str) -> Any:
+def _value_at(composition: DictConfig, key: str) -> Any:
     """The value of a key; None for an interpolation that leads nowhere, which is refused where it
     is resolved.
     """
-    return OmegaConf.select(whole, key, throw_on_resolution_failure=False)
+    return OmegaConf.select(composition, key, throw_on_resolution_failure=False)
 
 
 def _name_point(cfg: DictConfig, choices: Mapping[str, str], swept: Iterable[str]) -> None:
@@ -309,7 +335,7 @@ def _name_point(cfg: DictConfig, choices: Mapping[str, str], swept: Iterable[str
             cfg.run.name = f"{name}-{key.rpartition('.')[2]}={str(value).replace('/', '_')}"
 
 
-def _check_word(word: Override, known: Mapping[str, list[str]], sweep: bool) -> None:
+def _check_word(word: Override, groups: Mapping[str, list[str]], sweep: bool) -> None:
     """Refuse several values without a sweep, a group taken out, and an option that is not there."""
     key = word.key_or_group
     line = word.input_line
@@ -325,7 +351,7 @@ def _check_word(word: Override, known: Mapping[str, list[str]], sweep: bool) -> 
             f"{line}: the {ours.partition('.')[2].replace('dir', 'directory')} of a run is "
             f"{ours}={word.value()}"
         )
-    if word.is_delete() and key in {field.name for field in fields(Config)} and key not in known:
+    if word.is_delete() and key in {field.name for field in fields(Config)} and key not in groups:
         raise UserError(f"{line}: a run needs {key}; {key}.KEY=VALUE sets its keys")
     if key.startswith("hydra"):
         if key in ("hydra/launcher", "hydra/sweeper") and not str(word.value()).startswith("basic"):
@@ -338,7 +364,7 @@ def _check_word(word: Override, known: Mapping[str, list[str]], sweep: bool) -> 
         raise UserError(
             f"{line} holds several values: -m sweeps over them, and a list has brackets, {key}=[…]"
         )
-    if key in known:
+    if key in groups:
         if word.is_delete():
             raise UserError(
                 f"{line}: a run needs a {key.split('/')[-1]}; {key}=NAME chooses another"
@@ -348,7 +374,7 @@ def _check_word(word: Override, known: Mapping[str, list[str]], sweep: bool) -> 
         else:
             values = [str(word.value())]
         for value in values:
-            foreign.check_option(key, value, known[key])
+            foreign.check_option(key, value, groups[key])
 
 
 def _values(word: Override) -> list[str]:

@@ -30,7 +30,7 @@ class Comments:
     """The comments of one YAML file.
 
     Args:
-        header: those at its top.
+        header: comment at its top.
         keys: full key in the file → its comment; keys in a list's items are those of the list.
         classes: (class, field) that keys are of → the comment; a section that names no class stands
             for itself.
@@ -153,8 +153,9 @@ class Descriptions:
         class, or of train.yaml.
 
         Args:
-            group: the group of the section that the key is in; name: its chosen option. Both are
-                empty for the keys that train.yaml itself sets.
+            group: group of the section that the key is in; empty for the keys that train.yaml
+                itself sets.
+            name: chosen option of that group; empty for those keys, too.
         """
         below = key.path.removeprefix(group.replace("/", ".") + ".")
         if group:
@@ -162,8 +163,8 @@ class Descriptions:
         else:
             path = CONFIGS / "train.yaml"
         while path is not None:
-            found = comments(path)
-            if text := found.keys.get(below if group else key.path, ""):
+            file_comments = comments(path)
+            if text := file_comments.keys.get(below if group else key.path, ""):
                 return text
             path = self._base(group, path) if group else None
         return self.field(key.owner, key.name)
@@ -196,15 +197,17 @@ class Descriptions:
     def set_by(self, group: str, name: str) -> set[str]:
         """The full keys that the file of an option names."""
         path = self._file(group, name)
-        body: Any = yaml.safe_load(path.read_text(encoding="utf-8")) if path is not None else None
+        if path is None:
+            return set()
+        body: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
         if isinstance(body, dict):
             return set(flattened(body))
         return set()
 
     def _file(self, group: str, name: str) -> Path | None:
         """The file of an option; None where it is none of a folder."""
-        own = RECIPES if group == "recipe" else CONFIGS / group
-        places = [own, *(folder / group for folder in self.folders)]
+        own_folder = RECIPES if group == "recipe" else CONFIGS / group
+        places = [own_folder, *(folder / group for folder in self.folders)]
         return next(
             (place / f"{name}.yaml" for place in places if (place / f"{name}.yaml").is_file()), None
         )
@@ -217,4 +220,6 @@ class Descriptions:
         else:
             listed = []
         names = [item for item in listed if isinstance(item, str) and item != "_self_"]
-        return self._file(group, names[0]) if names else None
+        if names:
+            return self._file(group, names[0])
+        return None

@@ -65,10 +65,10 @@ def options(folder: Path) -> dict[str, list[str]]:
     """Config group → its options in a folder of configs, nested groups with a slash
     ("data/tokenizer").
     """
-    found: dict[str, list[str]] = {}
+    by_group: dict[str, list[str]] = {}
     for path in sorted(folder.glob("*/*.yaml")) + sorted(folder.glob("*/*/*.yaml")):
-        found.setdefault(path.parent.relative_to(folder).as_posix(), []).append(path.stem)
-    return found
+        by_group.setdefault(path.parent.relative_to(folder).as_posix(), []).append(path.stem)
+    return by_group
 
 
 def own_options() -> dict[str, list[str]]:
@@ -93,7 +93,7 @@ def register_file(group: str, path: Path) -> str:
     """
     try:
         check_size(path)
-        found = OmegaConf.load(path)
+        body = OmegaConf.load(path)
     except FileNotFoundError:
         raise UserError(f"{group}={path}: there is no such file") from None
     except (
@@ -104,7 +104,7 @@ def register_file(group: str, path: Path) -> str:
         RecursionError,
     ) as error:
         raise UserError(f"{group}={path} cannot be read: {first_line(error)}") from error
-    if not isinstance(found, DictConfig):
+    if not isinstance(body, DictConfig):
         raise UserError(
             f"{group}={path} must hold keys and values, as the files in {CONFIGS / group} do"
         )
@@ -113,7 +113,7 @@ def register_file(group: str, path: Path) -> str:
     taken = {**dict.fromkeys(own_options().get(group, ())), **_registered(group)}
     if taken.get(name, provider) != provider or not name.replace("-", "_").isidentifier():
         name = f"file-{hashlib.sha256(provider.encode()).hexdigest()[:8]}"
-    ConfigStore.instance().store(group=group, name=name, node=found, provider=provider)
+    ConfigStore.instance().store(group=group, name=name, node=body, provider=provider)
     return name
 
 
@@ -152,20 +152,20 @@ def check_folder(folder: Path) -> None:
     """
     if not folder.is_dir():
         raise UserError(f"--config-dir {folder}: there is no such folder")
-    own = own_options()
-    found = options(folder)
-    if not found.keys() & own.keys() and not any(
+    ours = own_options()
+    theirs = options(folder)
+    if not theirs.keys() & ours.keys() and not any(
         [*folder.glob("*.py"), *folder.glob("*/__init__.py")]
     ):
         raise UserError(
             f"--config-dir {folder}: it holds no options and no plugins: options are files such as "
-            f"{folder / 'recipe' / 'NAME.yaml'}, in folders named {', '.join(sorted(own))}; a "
+            f"{folder / 'recipe' / 'NAME.yaml'}, in folders named {', '.join(sorted(ours))}; a "
             "plugin is a Python module"
         )
-    for group, names in found.items():
+    for group, names in theirs.items():
         for name in names:
             check_size(folder / group / f"{name}.yaml")
-            if name in own.get(group, ()):
+            if name in ours.get(group, ()):
                 raise UserError(
                     f"{folder / group / name}.yaml: fp4train has a {group}={name} already; "
                     "give the file another name"

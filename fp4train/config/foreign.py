@@ -35,53 +35,58 @@ def suggestion(word: str, have: Collection[str] | None = None) -> str:
     for ours, theirs, note in words():
         if last not in theirs or (have is not None and "." in ours and ours not in have):
             continue
-        meant = f"; did you mean {ours!r}?" if ours else ""
-        if meant and note:
+        if not ours:
+            return f": {note}"
+        meant = f"; did you mean {ours!r}?"
+        if note:
             return f"{meant} ({note})"
-        return meant or f": {note}"
+        return meant
     return ""
 
 
-def option_suggestion(group: str, option: str, known: Iterable[str]) -> str:
+def option_suggestion(group: str, option: str, options: Iterable[str]) -> str:
     """The hint for an option that a group does not have: longer names, another framework's word, or
     the nearest.
     """
-    known = list(known)
-    if same := [name for name in known if name.lower() == option.lower()]:
+    options = list(options)
+    if same := [name for name in options if name.lower() == option.lower()]:
         return f"; did you mean {same[0]!r}?"
-    begin = [name for name in known if name.startswith(f"{option.lower()}_")]
+    begin = [name for name in options if name.startswith(f"{option.lower()}_")]
     theirs = suggestion(option)
     if len(begin) > 1:
         return f"; did you mean {', '.join(begin[:-1])} or {begin[-1]}?"
     if f"{group}=" in theirs:
         return theirs
-    return near_miss(option, known)
+    return near_miss(option, options)
 
 
-def check_option(group: str, option: str, known: list[str]) -> None:
+def check_option(group: str, option: str, options: list[str]) -> None:
     """Refuse an option that the group `group` does not have.
 
     Raises:
-        UserError: it is none of `known`; the message suggests one.
+        UserError: it is none of `options`; the message suggests one.
     """
-    if option not in (*known, *(["null", "None"] if group == "experiment" else [])):
-        raise UserError(
-            f"{group}={option}: there is no such {group}{option_suggestion(group, option, known)} "
-            f"(known: {', '.join(known)})"
-        )
+    if option in options or (group == "experiment" and option in ("null", "None")):
+        return
+    raise UserError(
+        f"{group}={option}: there is no such {group}{option_suggestion(group, option, options)} "
+        f"(known: {', '.join(options)})"
+    )
 
 
-def check_keys(wanted: list[str], have: list[str], elsewhere: Mapping[str, str] = {}) -> None:
+def check_keys(words: list[str], have: list[str], elsewhere: Mapping[str, str] = {}) -> None:
     """Refuse keys that there are not.
 
     Args:
-        elsewhere: keys that other options of the groups have → where, "data=text has it"; they are
-            suggested, too.
+        words: keys of a command line.
+        have: keys that there are.
+        elsewhere: keys that other options of the groups have → a sentence that says which,
+            "data=text has it"; they are suggested, too.
 
     Raises:
         UserError: a key is none of `have`; the message suggests one.
     """
-    for key in wanted:
+    for key in words:
         if key in have:
             continue
         if (reason := why_absent(key.removeprefix("parallel."))) is not None:
@@ -93,9 +98,10 @@ def check_keys(wanted: list[str], have: list[str], elsewhere: Mapping[str, str] 
             if section and name.rpartition(".")[0] == section
         ]
         beside = [name for name in beside if name != "_target_"]
-        known = f" (known: {', '.join(beside)})" if beside else ""
-        meant = _meant(key, have, elsewhere)
-        raise UserError(f"unknown key {key!r}{meant}{known}")
+        listing = ""
+        if beside:
+            listing = f" (known: {', '.join(beside)})"
+        raise UserError(f"unknown key {key!r}{_meant(key, have, elsewhere)}{listing}")
 
 
 def _meant(key: str, have: Collection[str], elsewhere: Mapping[str, str]) -> str:
@@ -128,4 +134,7 @@ def _meant(key: str, have: Collection[str], elsewhere: Mapping[str, str]) -> str
 
 def _named(key: str, elsewhere: Mapping[str, str]) -> str:
     """ "; did you mean 'data.path'? (data=text has it)"."""
-    return f"; did you mean {key!r}?" + (f" ({elsewhere[key]})" if key in elsewhere else "")
+    hint = f"; did you mean {key!r}?"
+    if key in elsewhere:
+        return f"{hint} ({elsewhere[key]})"
+    return hint

@@ -56,10 +56,10 @@ def with_folder(cfg: DictConfig, changed: Iterable[str]) -> DictConfig:
             f"init_step={cfg.init_step} is the step of a checkpoint, and init={folder} is no "
             "run: leave it out"
         )
-    found = plain(cfg) | {"model": _model(cfg, folder, changed)}
+    values = plain(cfg) | {"model": _model(cfg, folder, changed)}
     if (section := _tokenizer(cfg, folder, changed)) is not None:
-        found["data"] = found["data"] | {"tokenizer": section}
-    return OmegaConf.create(found)
+        values["data"] = values["data"] | {"tokenizer": section}
+    return OmegaConf.create(values)
 
 
 def model_of(folder: Path) -> tuple[HuggingFaceFamily, Any]:
@@ -80,8 +80,7 @@ def _model(cfg: DictConfig, folder: Path, changed: set[str]) -> dict[str, Any]:
     if "model" in changed:
         raise UserError(
             f"init={folder} brings its model: leave out model=…; single keys that change no "
-            "weight can be given "
-            "(model.recompute=true)"
+            "weight can be given (model.recompute=true)"
         )
     family, shape = model_of(folder)
     kind = type(shape)
@@ -89,44 +88,44 @@ def _model(cfg: DictConfig, folder: Path, changed: set[str]) -> dict[str, Any]:
     section = OmegaConf.create(
         {"_target_": f"{package}.{kind.__name__}", **dataclasses.asdict(shape)}
     )
-    known = [f"model.{name}" for name in keys(plain(section))]
+    model_keys = [f"model.{name}" for name in keys(plain(section))]
     for key in sorted(key for key in changed if key.startswith("model.")):
         name = key.removeprefix("model.")
-        given = OmegaConf.select(cfg, key)
+        chosen = OmegaConf.select(cfg, key)
         if not any(f"{name}.".startswith(f"{free}.") for free in family.FREE):
-            foreign.check_keys([key], known)
-            if given != (own := OmegaConf.select(section, name)):
+            foreign.check_keys([key], model_keys)
+            if chosen != (of_folder := OmegaConf.select(section, name)):
+                free_keys = ", ".join(f"model.{free}" for free in family.FREE)
                 raise UserError(
-                    f"{key}={given} contradicts init={folder}, whose {model_folder.CONFIG} "
-                    f"makes it {own}: leave it "
-                    f"out (a run may choose {', '.join(f'model.{free}' for free in family.FREE)})"
+                    f"{key}={chosen} contradicts init={folder}, whose {model_folder.CONFIG} "
+                    f"makes it {of_folder}: leave it out (a run may choose {free_keys})"
                 )
-        OmegaConf.update(section, name, given, merge=False, force_add=True)
+        OmegaConf.update(section, name, chosen, merge=False, force_add=True)
     return plain(section)
 
 
 def _tokenizer(cfg: DictConfig, folder: Path, changed: set[str]) -> dict[str, Any] | None:
     """The section `data.tokenizer`; None: it stays as it is."""
-    own = plain(cfg)["data"].get("tokenizer")
-    if own is None:
+    configured = plain(cfg)["data"].get("tokenizer")
+    if configured is None:
         return None  # the data are ids of tokens
     named = any(key == "data.tokenizer" or key.startswith("data.tokenizer.") for key in changed)
-    if named and own.get("name") != MISSING:
+    if named and configured.get("name") != MISSING:
         return None
     if not model_folder.has_file(folder, TOKENIZER):
         if not named and getattr(model_of(folder)[0], "BYTES", False):
             return {"_target_": f"{Bytes.__module__}.{Bytes.__name__}"}
         raise UserError(
             f"{folder} has no {TOKENIZER}: name the tokenizer of its model, "
-            "data/tokenizer=pretrained "
-            "data.tokenizer.name=…, or data/tokenizer=bytes where its ids are those of bytes"
+            "data/tokenizer=pretrained data.tokenizer.name=…, or data/tokenizer=bytes where its "
+            "ids are those of bytes"
         )
     section = {
         "_target_": "fp4train.data.tokenizers.Pretrained",
         **dataclasses.asdict(Pretrained(name=str(folder))),
     }
     if named:
-        more = {key: value for key, value in own.items() if key != "name"}
+        more = {key: value for key, value in configured.items() if key != "name"}
     else:
         more = {"end_of_document": _end(folder)}
     if (
@@ -136,8 +135,8 @@ def _tokenizer(cfg: DictConfig, folder: Path, changed: set[str]) -> dict[str, An
     ) is not None:
         raise UserError(
             f"{folder / TOKENIZER} does not give text back that it encodes: a line of Python "
-            f"becomes {lost!r}. Where "
-            f"that is meant, name it: data/tokenizer=pretrained data.tokenizer.name={folder}"
+            f"becomes {lost!r}. Where that is meant, name it: data/tokenizer=pretrained "
+            f"data.tokenizer.name={folder}"
         )
     return section | more
 
@@ -149,5 +148,6 @@ def _end(folder: Path) -> str | None:
     if not model_folder.has_file(folder, TOKENIZER_CONFIG):
         return None
     end = model_folder.read_table(folder, TOKENIZER_CONFIG).get("eos_token")
-    end = end.get("content") if isinstance(end, dict) else end
+    if isinstance(end, dict):
+        end = end.get("content")
     return end if isinstance(end, str) else None

@@ -28,8 +28,19 @@ from fp4train.text import shortened, whole_number
 _FOLDER_FLAGS = ("--config-dir", "-cd")
 KNOWN_FLAGS = (
     *_FOLDER_FLAGS,
-    *("-m", "--multirun", "--cfg", "-c", "--resolve", "--info", "-i", "--package", "-p"),
-    *("--help", "-h", "--hydra-help", "--version"),
+    "-m",
+    "--multirun",
+    "--cfg",
+    "-c",
+    "--resolve",
+    "--info",
+    "-i",
+    "--package",
+    "-p",
+    "--help",
+    "-h",
+    "--hydra-help",
+    "--version",
 )
 _OTHER_FLAGS = (
     "--config-path",
@@ -52,11 +63,14 @@ def flags_and_words(arguments: list[str]) -> tuple[list[str], list[str]]:
     """
     flags: list[str] = []
     words: list[str] = []
-    before = ""
+    previous = ""
     for argument in arguments:
-        value = before in _FOLDER_FLAGS or (before in _OTHER_FLAGS and "=" not in argument)
-        (flags if argument.startswith("-") or value else words).append(argument)
-        before = "" if value else argument
+        value = previous in _FOLDER_FLAGS or (previous in _OTHER_FLAGS and "=" not in argument)
+        if argument.startswith("-") or value:
+            flags.append(argument)
+        else:
+            words.append(argument)
+        previous = "" if value else argument
     return flags, words
 
 
@@ -75,8 +89,8 @@ class Option:
     """An option, key=value.
 
     Args:
-        read: its text → its value; None: the text is refused.
-        refusal: what an error says of a refused text, which stands for {}.
+        read: function from its text to its value, which is None where the text is refused.
+        refusal: message of the error about a refused text, which stands for {}.
         default: the value where the option is not given.
     """
 
@@ -106,28 +120,32 @@ class CommandLine:
         return [word for word in self.words if word not in self.runs]
 
 
-def read_options(arguments: list[str], known: Mapping[str, Option]) -> CommandLine:
+def read_options(arguments: list[str], declared: Mapping[str, Option]) -> CommandLine:
     """Take a command line apart.
+
+    Args:
+        arguments: words and flags, as the shell gives them.
+        declared: the options of the verb, by key.
 
     Raises:
         UserError: an option is given twice, or its value is refused.
     """
     flags, words = flags_and_words(arguments)
-    options = {key: option.default for key, option in known.items()}
-    others = []
-    given = set()
+    options = {key: option.default for key, option in declared.items()}
+    other_words = []
+    keys_read = set()
     for word in words:
         key, equals, text = word.partition("=")
-        if not equals or key not in known:
-            others.append(word)
+        if not equals or key not in declared:
+            other_words.append(word)
             continue
-        if key in given:
+        if key in keys_read:
             raise UserError(f"{key}=… is given twice")
-        given.add(key)
-        options[key] = known[key].read(text)
+        keys_read.add(key)
+        options[key] = declared[key].read(text)
         if options[key] is None:
-            raise UserError(known[key].refusal.format(text))
-    return CommandLine(flags=flags, options=options, words=others)
+            raise UserError(declared[key].refusal.format(text))
+    return CommandLine(flags=flags, options=options, words=other_words)
 
 
 def baseline_first(runs: Sequence[Path], baseline: Path | None) -> list[Path]:
@@ -150,8 +168,8 @@ def count(text: str) -> int | None:
 def number(text: str) -> float | None:
     """A finite number from 0."""
     with suppress(ValueError):
-        if 0 <= (found := float(text)) < float("inf"):
-            return found
+        if 0 <= (value := float(text)) < float("inf"):
+            return value
         return None
     return None
 
@@ -164,7 +182,7 @@ def parse(arguments: list[str]) -> list[Override]:
     """
     parser = OverridesParser.create()
     _, words = flags_and_words(arguments)
-    found = []
+    parsed = []
     for word in words:
         try:
             override = parser.parse_override(word)
@@ -179,8 +197,8 @@ def parse(arguments: list[str]) -> list[Override]:
             raise UserError(
                 f"{word!r}: a group has one place in the configuration, without @: {plain_word}"
             )
-        found.append(override)
-    return found
+        parsed.append(override)
+    return parsed
 
 
 def _refused(word: str, error: Exception) -> UserError:
@@ -210,7 +228,9 @@ def swept_keys(arguments: list[str]) -> list[str]:
     if not SWEEP & set(arguments):
         return []
     return list(
-        dict.fromkeys(dotted(each) for each in parse(arguments) if each.is_sweep_override())
+        dict.fromkeys(
+            dotted(override) for override in parse(arguments) if override.is_sweep_override()
+        )
     )
 
 
@@ -218,11 +238,11 @@ def groups(folders: Iterable[Path] = ()) -> dict[str, list[str]]:
     """Config group → its options, those of fp4train and of `folders`; nested groups with a slash
     ("data/tokenizer").
     """
-    found = own_options()
+    by_group = own_options()
     for more in (registered_files(), *(options(folder) for folder in folders)):
         for group, names in more.items():
-            found.setdefault(group, []).extend(names)
-    return found
+            by_group.setdefault(group, []).extend(names)
+    return by_group
 
 
 def with_files(arguments: list[str]) -> list[str]:
@@ -232,7 +252,7 @@ def with_files(arguments: list[str]) -> list[str]:
     Raises:
         UserError: a file is missing or cannot be read.
     """
-    known = {group for group in own_options() if "/" not in group and group != "experiment"}
+    file_groups = {group for group in own_options() if "/" not in group and group != "experiment"}
 
     def option(group: str, value: str) -> str:
         bare = value.strip("'\"")
@@ -240,13 +260,13 @@ def with_files(arguments: list[str]) -> list[str]:
             return register_file(group, Path(bare))
         return value
 
-    found = []
+    words = []
     for argument in arguments:
         group, equals, value = argument.partition("=")
-        if equals and group in known:
-            argument = f"{group}={','.join(option(group, each) for each in value.split(','))}"
-        found.append(argument)
-    return found
+        if equals and group in file_groups:
+            argument = f"{group}={','.join(option(group, choice) for choice in value.split(','))}"
+        words.append(argument)
+    return words
 
 
 def plugins(arguments: list[str]) -> list[str]:
@@ -255,7 +275,7 @@ def plugins(arguments: list[str]) -> list[str]:
     Raises:
         UserError: it is no list of names, or a sweep.
     """
-    found: list[str] = []
+    packages: list[str] = []
     for override in parse(arguments):
         if override.key_or_group == "plugins":
             if override.is_sweep_override():
@@ -263,15 +283,20 @@ def plugins(arguments: list[str]) -> list[str]:
                     f"{override.input_line}: a list has brackets, plugins=[…]; it cannot be "
                     "swept over"
                 )
-            value = None if override.is_delete() else override.value()
-            names = value if isinstance(value, list) else [] if value is None else [value]
+            names: list[Any] = []
+            if not override.is_delete():
+                value = override.value()
+                if isinstance(value, list):
+                    names = value
+                elif value is not None:
+                    names = [value]
             if strange := [name for name in names if not isinstance(name, str)]:
                 raise UserError(
                     f"{override.input_line}: {strange[0]} is no package's name; write "
                     "plugins=[mylab]"
                 )
-            found = [str(name) for name in names]
-    return found
+            packages = [str(name) for name in names]
+    return packages
 
 
 def quoted(key: str, value: str) -> str:
@@ -300,7 +325,7 @@ def own_folders(arguments: list[str]) -> list[Path]:
     Raises:
         UserError: one is not named, or cannot be used (`check_folder`).
     """
-    found = []
+    folders = []
     for index, argument in enumerate(arguments):
         name, equals, value = argument.partition("=")
         if name in _FOLDER_FLAGS:
@@ -311,8 +336,8 @@ def own_folders(arguments: list[str]) -> list[Path]:
             if not folder:
                 raise UserError(f"{name} needs a folder: {name} FOLDER")
             check_folder(Path(folder))
-            found.append(Path(folder))
-    return found
+            folders.append(Path(folder))
+    return folders
 
 
 def flag_value(flags: list[str], *names: str) -> str:
@@ -320,8 +345,9 @@ def flag_value(flags: list[str], *names: str) -> str:
     for index, flag in enumerate(flags):
         name, equals, value = flag.partition("=")
         if name in names:
-            following = flags[index + 1 : index + 2]
-            return value if equals else "".join(following)
+            if equals:
+                return value
+            return "".join(flags[index + 1 : index + 2])
     return ""
 
 

@@ -38,8 +38,9 @@ def using(names: Sequence[str], folders: Iterable[Path] = ()) -> Iterator[None]:
     """Import the packages `names`; inside the context `_target_` may name their classes.
 
     Args:
-        names: as in an import statement ("mylab", "mylab.models"); their submodules are included.
-        folders: where to look after Python's own import path.
+        names: names as in an import statement ("mylab", "mylab.models"); their submodules are
+            included.
+        folders: folders in which they are looked for after Python's own import path.
 
     Raises:
         UserError: one is no package's name, is not found, or fails when it is imported.
@@ -137,30 +138,37 @@ def own_class(target: object, where: str) -> type:
         raise UserError(
             f"{refused}: {module} cannot be imported: {describe_failure(error)}"
         ) from error
-    found = getattr(holder, name, None)
-    if found is None:
-        classes = [each for each, value in vars(holder).items() if dataclasses.is_dataclass(value)]
+    kind = getattr(holder, name, None)
+    if kind is None:
+        classes = [
+            class_name
+            for class_name, value in vars(holder).items()
+            if dataclasses.is_dataclass(value)
+        ]
         raise UserError(f"{refused}: {module} has no {name}{near_miss(name, classes)}")
-    if not isinstance(found, type) or not may_define(found.__module__):
+    if not isinstance(kind, type) or not may_define(kind.__module__):
         raise UserError(refused)
-    if "__dataclass_fields__" not in vars(found):
+    if "__dataclass_fields__" not in vars(kind):
         raise UserError(
             f"{refused}: it is no dataclass; decorate it with @dataclass(frozen=True, kw_only=True)"
         )
-    return found
+    return kind
 
 
 def walk(node: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
     """(full key, key or index, value) of all that is below `node`, plain values whose own key is
     `path`.
     """
-    named = isinstance(node, Mapping)
-    for key, value in (
-        node.items() if named else enumerate(node) if isinstance(node, (list, tuple)) else ()
-    ):
-        where = f"{path}[{key}]" if not named else f"{path}.{key}" if path else str(key)
-        yield where, key, value
-        yield from walk(value, where)
+    if isinstance(node, Mapping):
+        for key, value in node.items():
+            where = f"{path}.{key}" if path else str(key)
+            yield where, key, value
+            yield from walk(value, where)
+    elif isinstance(node, (list, tuple)):
+        for index, value in enumerate(node):
+            where = f"{path}[{index}]"
+            yield where, index, value
+            yield from walk(value, where)
 
 
 def _import_plugin(name: str, folders: Sequence[Path]) -> None:
@@ -183,8 +191,7 @@ def _import_plugin(name: str, folders: Sequence[Path]) -> None:
                 looked = "".join(f" and {folder}" for folder in folders)
                 raise UserError(
                     f"plugins=[{name}]: there is no module {error.name} among the installed "
-                    f"packages{looked}: install "
-                    "it, or name its folder, --config-dir FOLDER"
+                    f"packages{looked}: install it, or name its folder, --config-dir FOLDER"
                 ) from error
             raise UserError(
                 f"plugins=[{name}] cannot be imported: {describe_failure(error)}"
@@ -213,10 +220,10 @@ def _import_path(folders: Iterable[Path]) -> Iterator[None]:
 def _check_place(module: ModuleType, folders: Iterable[Path]) -> None:
     """Refuse a module in one of `folders` that another of its name hides."""
     name = module.__name__
-    found = Path(module.__file__ or "")
+    imported = Path(module.__file__ or "")
     for folder in folders:
         for beside in (folder / f"{name}.py", folder / name / "__init__.py"):
-            if beside.is_file() and beside.resolve() != found.resolve():
+            if beside.is_file() and beside.resolve() != imported.resolve():
                 raise UserError(
-                    f"plugins=[{name}]: {beside} is hidden by {found}; give it another name"
+                    f"plugins=[{name}]: {beside} is hidden by {imported}; give it another name"
                 )

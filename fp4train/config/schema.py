@@ -60,8 +60,7 @@ class RunSettings:
         if not parts or ".." in parts or Path(self.name).is_absolute():
             raise ValueError(
                 f"run.name={self.name!r} must name a folder among the runs: without '..', not "
-                "'.', no '/' at its "
-                "start; for another place give run.dir=…"
+                "'.', no '/' at its start; for another place give run.dir=…"
             )
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"run.seed={self.seed} must lie between 0 and 2**63 - 1")
@@ -77,24 +76,24 @@ class TrainSettings:
         microbatch: sequences per forward pass of a rank; None: all of its share of the batch. The
             gradient is that of the whole batch.
         seq_len: tokens per sequence.
-        compile: let torch.compile fuse the operations between the GEMMs of each block. Compiling
-            takes a minute or more on a CPU. It saved 7 % of a BF16 step and 4 % of an NVFP4 step of
-            llama_30m (2 cores, 2048 tokens). Fused operations round less often, so losses differ in
-            the last digits from those of a run without it. Layers that share an input (queries,
-            keys and values) quantise it once per layer.
+        compile: whether torch.compile fuses the operations between the GEMMs of each block.
+            Compiling takes a minute or more on a CPU. It saved 7 % of a BF16 step and 4 % of an
+            NVFP4 step of llama_30m (2 cores, 2048 tokens). Fused operations round less often, so
+            losses differ in the last digits from those of a run without it. Layers that share an
+            input (queries, keys and values) quantise it once per layer.
         step_timeout: seconds after which a step that does not end ends the run, with the stacks of
             all threads on standard error; evaluations, checkpoints and the compiler's work count as
             part of their step. 0: never.
-        deterministic: let GPUs repeat a run to the bit, for a bit-exact resume there
+        deterministic: whether GPUs repeat a run to the bit, for a bit-exact resume there
             (`run/determinism.py`); CPUs always do. Attention may be slower.
-        cuda_graph: true records a step of each stretch of the plan as a CUDA graph and replays it
-            (`run/step_graph.py`). Small models no longer wait for the host. Refused where a step
-            depends on the host: on a CPU, on several ranks, with train.compile, FP16's loss scale,
-            or TE's delayed scaling.
+        cuda_graph: whether a step of each stretch of the plan is recorded as a CUDA graph and
+            replayed (`run/step_graph.py`). Small models no longer wait for the host. Refused where
+            a step depends on the host: on a CPU, on several ranks, with train.compile, FP16's loss
+            scale, or TE's delayed scaling.
         threads: threads that CPUs compute with, of each rank; their number changes the order of
             sums, and so the last digits (`run/bits.py`). None: as many as torch takes by itself, a
             thread per core.
-        kernels: what runs norms, gates, rotations and the loss of the head: "torch"; "liger", its
+        kernels: kernels of norms, gates, rotations and the loss of the head: "torch"; "liger", its
             kernels for GPUs, an error where they do not run; "auto", liger's where they run
             (`models/common/liger.py`), and on a CPU C kernels of norms, gates and rotations, with
             which losses differ in no digit (`models/common/on_cpu.py`). Except with "torch", norms
@@ -103,13 +102,13 @@ class TrainSettings:
             autograd (`Executor.adds`), and AdamW's kernel clips, for which "torch" has a pass of
             its own (`run/step.py`). Losses differ in the last digits there. With train.compile the
             compiler has the blocks, and liger's what lies outside of them.
-        document_mask: let tokens attend within their own document alone, where several are packed
-            into a sequence (arXiv:2407.21783, section 3.2). Positions count from the start of the
-            sequence; only distances matter.
-        on_divergence: what to do when the loss is far above its past, besides a warning: "warn"
-            goes on, "stop" ends the run, "rewind" goes back to the last good checkpoint and past
-            the batches since (`run/supervise/divergence.py`).
-        rewinds: times that a run goes back; the next divergence ends it.
+        document_mask: whether tokens attend within their own document alone, where several are
+            packed into a sequence (arXiv:2407.21783, section 3.2). Positions count from the start
+            of the sequence; only distances matter.
+        on_divergence: action when the loss is far above its past, besides a warning: "warn" goes
+            on, "stop" ends the run, "rewind" goes back to the last good checkpoint and past the
+            batches since (`run/supervise/divergence.py`).
+        rewinds: number of times that a run goes back; the next divergence ends it.
     """
 
     steps: int
@@ -143,9 +142,9 @@ class TrainSettings:
         if self.steps > MOST_STEPS:
             raise ValueError(f"train.steps={self.steps} must be at most {MOST_STEPS}")
         if self.tokens > MOST_TOKENS:
-            made = f"train.batch_size={self.batch_size} × train.seq_len={self.seq_len}"
+            factors = f"train.batch_size={self.batch_size} × train.seq_len={self.seq_len}"
             raise ValueError(
-                f"{made} is {self.tokens:.3g} tokens per step, and at most {MOST_TOKENS:.3g} "
+                f"{factors} is {self.tokens:.3g} tokens per step, and at most {MOST_TOKENS:.3g} "
                 "are possible"
             )
         if self.steps * self.batch_size >= 2**63:
@@ -243,8 +242,7 @@ class DistillationSettings:
     """How a run learns from its teacher.
 
     Args:
-        temperature: what the logits of both are divided by; higher ones show more of the unlikely
-            tokens.
+        temperature: divisor of the logits of both; higher ones show more of the unlikely tokens.
         ce: weight of the cross-entropy of the targets, beside the loss against the teacher.
     """
 
@@ -278,7 +276,7 @@ class Config:
         teacher: the run directory or Hugging Face folder of the model whose distribution the run
             learns.
         teacher_step: the kept checkpoint of `teacher`; None: the newest.
-        (the rest: one object for each section of `configs/train.yaml`)
+        (The other fields hold one object for each section of `configs/train.yaml`.)
     """
 
     run: RunSettings
@@ -338,9 +336,9 @@ def plain(cfg: DictConfig, *, resolve: bool = True) -> dict[str, Any]:
         UserError: an interpolation leads nowhere.
     """
     with user_errors(OmegaConfBaseException, before="configuration: ", message=first_line):
-        found = OmegaConf.to_container(cfg, resolve=resolve)
-    assert isinstance(found, dict)
-    return {key: value for key, value in found.items() if isinstance(key, str)}
+        container = OmegaConf.to_container(cfg, resolve=resolve)
+    assert isinstance(container, dict)
+    return {key: value for key, value in container.items() if isinstance(key, str)}
 
 
 def keys(node: Mapping[str, Any]) -> Iterator[str]:
