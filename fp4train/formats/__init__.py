@@ -89,10 +89,10 @@ def _named(name: str, formats: Sequence[_Format], kind: str) -> _Format:
     for fmt in formats:
         if fmt.name == name:
             return fmt
-    known = [fmt.name for fmt in formats]
+    names = [fmt.name for fmt in formats]
     raise ValueError(
-        f"{kind} format {name!r} is unknown{near_miss(str(name), known)} (known: "
-        f"{', '.join(known)})"
+        f"{kind} format {name!r} is unknown{near_miss(str(name), names)} (known: "
+        f"{', '.join(names)})"
     )
 
 
@@ -123,7 +123,12 @@ def formats_table() -> list[FormatRow]:
 
 
 def _of_element(fmt: ElementFormat) -> FormatRow:
-    specials = "inf, NaN" if fmt.has_inf else "NaN" if fmt.has_nan else "none"
+    if fmt.has_inf:
+        specials = "inf, NaN"
+    elif fmt.has_nan:
+        specials = "NaN"
+    else:
+        specials = "none"
     return FormatRow(
         fmt.name,
         fmt.bits,

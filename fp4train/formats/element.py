@@ -13,9 +13,8 @@ cuBLAS and torch's `float4_e2m1fn_x2`). FP6: four codes in three bytes, little-e
 code i fills bits 6i..6i+5 of the 24. Unpacked FP6 is one code per byte.
 
 Sources: OCP Microscaling Formats (MX) v1.0, sections 5.3.1-5.3.3 (E4M3, E5M2, E3M2, E2M3, E2M1);
-OCP 8-bit floating
-    point v1.0 for infinities and NaN: E4M3 has no infinity and one NaN magnitude (0x7f), E5M2 is
-    IEEE-like, FP6 and FP4 have neither.
+OCP 8-bit floating point v1.0 for infinities and NaN: E4M3 has no infinity and one NaN magnitude
+(0x7f), E5M2 is IEEE-like, FP6 and FP4 have neither.
 """
 
 import math
@@ -34,7 +33,7 @@ class ElementFormat:
     Args:
         name: value of `QuantSpec.element`, in lower case.
         exponent_bits, mantissa_bits: widths of the two fields of a code.
-        bias: what the stored exponent is above the exponent.
+        bias: difference of the stored exponent and the exponent.
         has_inf: whether the largest exponent is kept for infinities and NaN, as IEEE has it.
         has_nan: whether the code of all ones is NaN.
         dtype: torch's dtype of stored codes, two of a packed format in one element of it; None:

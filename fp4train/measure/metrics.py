@@ -47,7 +47,9 @@ def error_metrics(x_RC: Tensor, q: Quantized, *, key: RandomKey | None = None) -
     gives zeros.
     """
     x = x_RC.detach()
-    x = (x if q.spec.hadamard is None else transform(x, q.spec.hadamard, key)).to(torch.float32)
+    if q.spec.hadamard is not None:
+        x = transform(x, q.spec.hadamard, key)
+    x = x.to(torch.float32)
     if x.numel() == 0:
         return ErrorMetrics(
             relative_error=0.0,

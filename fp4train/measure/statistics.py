@@ -43,8 +43,18 @@ GROUP: Final = 128
 NAMES: Final = tuple(f"{gemm}.{operand}" for gemm in GEMMS for operand in OPERANDS[gemm])
 """The six operands, in the order in which results number them."""
 RAW: Final = (
-    *("amax", "signal", "error", "variance", "fourth", "clipped", "nonzero", "lost", "elements"),
-    *("scales", "smallest_scale", "largest_scale"),
+    "amax",
+    "signal",
+    "error",
+    "variance",
+    "fourth",
+    "clipped",
+    "nonzero",
+    "lost",
+    "elements",
+    "scales",
+    "smallest_scale",
+    "largest_scale",
 )
 """The measurements of an operand: its amax; means of x², (y-x)², (x-x̄)², (x-x̄)⁴ for x over its
 amax; counts of elements clipped, not zero, and lost to zero, and of all; block scales: codes in
@@ -82,7 +92,7 @@ class WatchedLayers:
 
         Args:
             plans: the plans of the layers, by name.
-            key: of stochastic rounding: other random bits than the step itself used.
+            key: key of stochastic rounding, for other random bits than the step itself used.
         """
         layers: list[str] = []
         at: list[tuple[int, int]] = []
@@ -109,35 +119,36 @@ class WatchedLayers:
                 rows.append(statistics)
                 at.append((len(layers), number))
                 if gemm == "wgrad":
-                    alike = transposed == operand.transposed
-                    decoded.append(values if alike else Decoded(values.values.T, values.scale))
+                    if transposed != operand.transposed:
+                        values = Decoded(values.values.T, values.scale)
+                    decoded.append(values)
             noises.append(_noise(seen.dy.rows, seen.x.rows, decoded, *table["wgrad"].both))
             layers.append(name)
         tokens = max(
             (seen.x.rows.shape[0] for seen in self.seen.values() if seen.x is not None), default=0
         )
         if rows:
-            values_ = torch.stack(rows)
+            stacked = torch.stack(rows)
         else:
-            values_ = torch.zeros(0, len(RAW), dtype=torch.float64)
+            stacked = torch.zeros(0, len(RAW), dtype=torch.float64)
         if noises:
             noise = torch.stack(noises)
         else:
             noise = torch.zeros(0, dtype=torch.float64)
-        return Measured(layers=layers, at=at, values=values_, noise=noise, tokens=tokens)
+        return Measured(layers=layers, at=at, values=stacked, noise=noise, tokens=tokens)
 
-    def _fused(self, own: Sample, plan: LayerPlan) -> Sample:
+    def _fused(self, weight: Sample, plan: LayerPlan) -> Sample:
         """A weight's sample with the amax that its scale is made of: the largest of the weights
         that share one.
         """
-        others = [
-            found.w.amax
+        amaxes = [
+            seen.w.amax
             for name in plan.fused
-            if (found := self.seen.get(name)) and found.w is not None
+            if (seen := self.seen.get(name)) and seen.w is not None
         ]
-        if others:
-            return replace(own, amax=torch.stack(others).amax())
-        return own
+        if amaxes:
+            return replace(weight, amax=torch.stack(amaxes).amax())
+        return weight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +161,7 @@ class Measured:
         values: float64 [rows, len(RAW)].
         noise: norm of the error of each layer's weight gradient on the sampled tokens, float64
             [layers].
-        tokens: sampled.
+        tokens: number of sampled tokens.
     """
 
     layers: list[str]
@@ -178,12 +189,15 @@ def _statistics(
 ) -> tuple[Tensor, Decoded]:
     """(`RAW` as float64, the decoded values) of a sample, or of its transpose."""
     x_RC = of.rows.T if transposed else of.rows
-    whole = spec.hadamard is None and spec.requantises is None
-    whole = whole and (spec.global_scale == "tensor" or spec.block == (None, None))
+    takes_amax = spec.hadamard is None and spec.requantises is None
+    takes_amax = takes_amax and (spec.global_scale == "tensor" or spec.block == (None, None))
     quantize = quantizer(spec, x_RC.device.type)
-    q = quantize.codes(x_RC, key if spec.random else None, of.amax if whole else None)
+    q = quantize.codes(x_RC, key if spec.random else None, of.amax if takes_amax else None)
     decoded = quantize.decode(q)
-    x = (x_RC if spec.hadamard is None else transform(x_RC, spec.hadamard, key)).float()
+    x = x_RC
+    if spec.hadamard is not None:
+        x = transform(x_RC, spec.hadamard, key)
+    x = x.float()
     y = _values(decoded)
     magnitude = x.abs()
     clipped = (magnitude > largest_values(q)).sum()
@@ -202,7 +216,7 @@ def _statistics(
     else:
         codes = at_most * 0
     at_least = torch.where(scales > 0, scales, torch.inf).amin()
-    found = [
+    raw = [
         of.amax,
         signal,
         error,
@@ -212,16 +226,16 @@ def _statistics(
         nonzero,
         lost,
     ]
-    found += [torch.full_like(signal, x.numel()), codes, at_least, at_most]
-    return torch.stack([each.double() for each in found]), decoded
+    raw += [torch.full_like(signal, x.numel()), codes, at_least, at_most]
+    return torch.stack([number.double() for number in raw]), decoded
 
 
 def _noise(
     dy_TN: Tensor,
     x_TK: Tensor,
     decoded: list[Decoded],
-    first: QuantSpec | None,
-    second: QuantSpec | None,
+    dy_spec: QuantSpec | None,
+    x_spec: QuantSpec | None,
 ) -> Tensor:
     """Norm of the error of dyᵀ·x on the sampled tokens, float64 0-d; zero where neither operand is
     quantised.
@@ -230,9 +244,9 @@ def _noise(
     x = x_TK.float()
     if not decoded:
         return torch.zeros((), dtype=torch.float64, device=dy.device)
-    operands = [_values(each) for each in decoded]
-    a = operands.pop(0) if first is not None else dy
-    b = operands.pop(0) if second is not None else x.T
+    operands = [_values(operand) for operand in decoded]
+    a = operands.pop(0) if dy_spec is not None else dy
+    b = operands.pop(0) if x_spec is not None else x.T
     noise: Tensor = (a @ b.T - dy @ x).norm()
     return noise.double()
 

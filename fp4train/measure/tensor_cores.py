@@ -135,31 +135,32 @@ def product(
             raise ValueError(
                 f"{unit.name}: the unit does not multiply {operand.spec.element.upper()}"
             )
-    first = _factor(a)
-    second = _factor(b)
+    left = _factor(a)
+    right = _factor(b)
     total_MN = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float32, device=a.codes.device)
-    for start, stop in _parts(first.values_RK.shape[1], splits):
-        total_MN = total_MN + _sum_of(first, second, start, stop, unit, fast)
+    for start, stop in _parts(left.values_RK.shape[1], splits):
+        total_MN = total_MN + _sum_of(left, right, start, stop, unit, fast)
     # cuBLAS multiplies the sum by one number, in float32.
-    scale = (first.scale.double() * second.scale.double()).float()
+    scale = (left.scale.double() * right.scale.double()).float()
     return (total_MN.double() * scale.double() + 0.0).float()
 
 
 def exact_product(a: Quantized, b: Quantized) -> Tensor:
-    """a·bᵀ summed in float64 and rounded once, float32 [M, N]; arguments as of `product`."""
-    first = _factor(a)
-    second = _factor(b)
-    scale = first.scale.double() * second.scale.double()
-    return (first.values_RK @ second.values_RK.T * scale).float()
+    """a·bᵀ summed in float64 and rounded once, float32 [M, N]; `product` has the same operands."""
+    left = _factor(a)
+    right = _factor(b)
+    scale = left.scale.double() * right.scale.double()
+    return (left.values_RK @ right.values_RK.T * scale).float()
 
 
 class _Factor(NamedTuple):
     """An operand as the unit takes it.
 
-    values_RK: element times block scale, float64, exact.
-    exponents_RK: exponents of element and scale together, int64.
-    scale_exponents_RK: those of the scale alone.
-    scale: the factor of the whole tensor, float32, 0-d.
+    Args:
+        values_RK: element times block scale, float64, exact.
+        exponents_RK: exponents of element and scale together, int64.
+        scale_exponents_RK: exponents of the scale alone, int64.
+        scale: factor of the whole tensor, float32, 0-d.
     """
 
     values_RK: Tensor
@@ -202,40 +203,38 @@ def _parts(width: int, splits: int) -> Iterator[tuple[int, int]]:
 
 
 def _sum_of(
-    first: _Factor, second: _Factor, start: int, stop: int, unit: TensorCore, fast: bool
+    left: _Factor, right: _Factor, start: int, stop: int, unit: TensorCore, fast: bool
 ) -> Tensor:
     """The sum over the columns [start, stop), float32 [M, N]."""
     if fast or unit.restart is None:
         chain = stop - start
     else:
         chain = unit.restart
-    rows = first.values_RK.shape[0]
-    columns = second.values_RK.shape[0]
-    sum_MN = torch.zeros(rows, columns, device=first.values_RK.device)
+    rows = left.values_RK.shape[0]
+    columns = right.values_RK.shape[0]
+    sum_MN = torch.zeros(rows, columns, device=left.values_RK.device)
     for begin in range(start, stop, chain):
-        total_MN = torch.zeros(rows, columns, dtype=torch.float64, device=first.values_RK.device)
+        total_MN = torch.zeros(rows, columns, dtype=torch.float64, device=left.values_RK.device)
         end = min(begin + chain, stop)
         for place in range(begin, end, unit.block):
             block = slice(place, min(place + unit.block, end))
-            total_MN = unit.add(total_MN, *_terms(first, second, block, unit))
+            total_MN = unit.add(total_MN, *_terms(left, right, block, unit))
         sum_MN = sum_MN + total_MN.float()
     return sum_MN
 
 
-def _terms(
-    first: _Factor, second: _Factor, block: slice, unit: TensorCore
-) -> tuple[Tensor, Tensor]:
+def _terms(left: _Factor, right: _Factor, block: slice, unit: TensorCore) -> tuple[Tensor, Tensor]:
     """(terms of a block, float64 [M, N, T], their exponents)."""
-    terms_MNT = first.values_RK[:, None, block] * second.values_RK[None, :, block]
+    terms_MNT = left.values_RK[:, None, block] * right.values_RK[None, :, block]
     if unit.exact == 1:
-        exponents_MNT = first.exponents_RK[:, None, block] + second.exponents_RK[None, :, block]
+        exponents_MNT = left.exponents_RK[:, None, block] + right.exponents_RK[None, :, block]
         return terms_MNT, exponents_MNT
     groups = terms_MNT.shape[-1] // unit.exact
     shape = (*terms_MNT.shape[:2], groups, unit.exact)
-    first_place = slice(block.start, block.stop, unit.exact)
-    first_exponents = first.scale_exponents_RK[:, None, first_place]
-    second_exponents = second.scale_exponents_RK[None, :, first_place]
-    return terms_MNT.view(shape).sum(-1), first_exponents + second_exponents
+    group_starts = slice(block.start, block.stop, unit.exact)
+    left_exponents = left.scale_exponents_RK[:, None, group_starts]
+    right_exponents = right.scale_exponents_RK[None, :, group_starts]
+    return terms_MNT.view(shape).sum(-1), left_exponents + right_exponents
 
 
 def _exponents(x: Tensor) -> Tensor:

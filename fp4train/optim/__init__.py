@@ -115,19 +115,19 @@ def keep_bounds(
     """Keep every value at or below the bound of its parameter after each step of the optimizer.
 
     Args:
-        model: with the parameters, whole or shards.
+        model: module with the parameters, whole or shards.
         bounds: name of a parameter → its largest value; other names are of other ranks.
     """
-    held = [
+    bounded = [
         (parameter, bounds[name]) for name, parameter in model.named_parameters() if name in bounds
     ]
 
     @torch.no_grad()
     def keep(*_: object) -> None:
-        for parameter, largest in held:
+        for parameter, largest in bounded:
             parameter.clamp_(max=largest)
 
-    if held:
+    if bounded:
         optimizer.register_step_post_hook(keep)
 
 

@@ -61,10 +61,10 @@ class _ShardedAdamW(torch.optim.AdamW):
     """
 
     def _init_group(self, group: dict[str, Any], *lists: Any) -> bool:
-        found: bool = super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
+        has_complex: bool = super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
         for tensors in lists:
-            tensors[:] = [each.to_local() if is_sharded(each) else each for each in tensors]
-        return found
+            tensors[:] = [tensor.to_local() if is_sharded(tensor) else tensor for tensor in tensors]
+        return has_complex
 
 
 def moment_bytes(optim: object) -> int:

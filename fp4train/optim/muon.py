@@ -27,7 +27,7 @@ class Muon(AdamW):
     Args:
         momentum: decay rate of the mean of gradients.
         nesterov: whether the step looks ahead along it.
-        iterations: of Newton and Schulz.
+        iterations: number of steps of Newton and Schulz.
     """
 
     needs_whole: ClassVar[str] = (
@@ -65,7 +65,7 @@ class Muon(AdamW):
         if any(_is_cut(p) for p in matrices):
             raise ValueError(self.needs_whole)
         taken = {id(p) for p in matrices}
-        rest = {name: p for name, p in parameters.items() if id(p) not in taken}
+        remaining = {name: p for name, p in parameters.items() if id(p) not in taken}
         muon = torch.optim.Muon(
             self.groups(matrices),
             lr=self.lr,
@@ -74,16 +74,16 @@ class Muon(AdamW):
             ns_steps=self.iterations,
             adjust_lr_fn="match_rms_adamw",
         )
-        if rest:
-            return Joined(muon, self.over(rest, elementwise(model)))
+        if remaining:
+            return Joined(muon, self.over(remaining, elementwise(model)))
         return muon
 
 
 def _is_cut(parameter: Any) -> bool:
     placements = getattr(parameter, "placements", ())
     return any(
-        each.is_shard() and parameter.device_mesh.size(axis) > 1
-        for axis, each in enumerate(placements)
+        placement.is_shard() and parameter.device_mesh.size(axis) > 1
+        for axis, placement in enumerate(placements)
     )
 
 

@@ -41,10 +41,11 @@ class OscillationReset:
     of the authors' runs.
 
     Args:
-        every: a watch begins after every so many optimizer steps; 0: never.
-        watch: optimizer steps of a watch; weights are reset after the last one.
-        ratio: of the paths of value and weight from which a weight oscillates.
-        start: optimizer steps before the first watch; the authors begin at about 60 % of a run.
+        every: number of optimizer steps from one watch to the next; 0: never.
+        watch: number of optimizer steps of a watch; weights are reset after the last one.
+        ratio: smallest ratio of the paths of value and weight with which a weight oscillates.
+        start: number of optimizer steps before the first watch; the authors begin at about 60 % of
+            a run.
     """
 
     every: int = 0
@@ -124,11 +125,9 @@ def follow(
         state = optimizer.state[weight]
         now = weight.detach()
         if since == 0:
-            state[SEEN], state[MOVED], state[JUMPED] = (
-                now.clone(),
-                torch.zeros_like(now),
-                torch.zeros_like(now),
-            )
+            state[SEEN] = now.clone()
+            state[MOVED] = torch.zeros_like(now)
+            state[JUMPED] = torch.zeros_like(now)
             continue
         if SEEN not in state:  # the watch began in another recipe
             continue

@@ -97,8 +97,9 @@ class RoundedAdamW(torch.optim.AdamW):
     `grad_scale` (a float32 [], by which it divides gradients).
 
     Args:
-        groups: of parameters. names: of the parameters, which key their random bits.
-        lr, betas, eps: see `torch.optim.AdamW`.
+        groups: groups of parameters.
+        names: names of the parameters, which key their random bits.
+        lr, betas, eps, fused: arguments of `torch.optim.AdamW`.
 
     Raises:
         ValueError: a parameter is not float32.
@@ -180,14 +181,13 @@ class RoundedAdamW(torch.optim.AdamW):
                 slabs(shard_of(parameter)),
                 local if is_sharded(parameter) else Tensor.detach,
             )
-        parts, held = self._slabs[parameter]
-        whole = [
-            as_matrix(held(each))
-            for each in (parameter, parameter.grad, *(state[m] for m in MOMENTS))
+        parts, on_rank = self._slabs[parameter]
+        matrices = [
+            as_matrix(on_rank(tensor))
+            for tensor in (parameter, parameter.grad, *(state[moment] for moment in MOMENTS))
         ]
         for slab in parts:
-            own = (each[slab.rows] for each in whole)
-            first, second = (
+            first_key, second_key = (
                 RandomKey(
                     seed=0,
                     step=0,
@@ -199,7 +199,8 @@ class RoundedAdamW(torch.optim.AdamW):
                 )
                 for moment in MOMENTS
             )
-            yield SlabTensors(*own), Keys(first, second, slab.column % LANES)
+            tensors = SlabTensors(*(matrix[slab.rows] for matrix in matrices))
+            yield tensors, Keys(first_key, second_key, slab.column % LANES)
 
 
 class SlabTensors(NamedTuple):
@@ -207,8 +208,8 @@ class SlabTensors(NamedTuple):
 
     weight: Tensor
     gradient: Tensor
-    first: Tensor
-    second: Tensor
+    first_moment: Tensor
+    second_moment: Tensor
 
 
 class Keys(NamedTuple):
@@ -216,8 +217,8 @@ class Keys(NamedTuple):
     columns after them.
     """
 
-    first: RandomKey
-    second: RandomKey
+    first_moment: RandomKey
+    second_moment: RandomKey
     skip: int
 
 
@@ -230,17 +231,17 @@ def update(
 ) -> None:
     """The readable reference of one slab: the formulas above, in torch."""
     keep, size, correction, divisor = numbers.values[index].unbind()
-    weight, gradient, first, second = tensors
+    weight, gradient, first_moment, second_moment = tensors
     g = gradient / divisor
-    m = first.float() * decays.beta1 + g * decays.rest1
-    v = second.float() * decays.beta2 + (g * g) * decays.rest2
+    m = first_moment.float() * decays.beta1 + g * decays.rest1
+    v = second_moment.float() * decays.beta2 + (g * g) * decays.rest2
     # rounded once, which the vector library behind torch's float32 root does not do
     root = v.double().sqrt().float()
     moved = weight * keep - size * (m / (root / correction + decays.eps))
     for old, new in (
         (weight, moved),
-        (first, rounded(m, _bits(keys.first, keys.skip, m))),
-        (second, rounded(v, _bits(keys.second, keys.skip, v))),
+        (first_moment, rounded(m, _bits(keys.first_moment, keys.skip, m))),
+        (second_moment, rounded(v, _bits(keys.second_moment, keys.skip, v))),
     ):
         old.copy_(torch.where(numbers.failed == 0, new, old))
 
@@ -261,32 +262,36 @@ def slabs(box: TensorShard) -> list[Slab]:
         if box.tensor.numel():
             return [Slab(slice(0, 1), 0, *(box.offsets or (0,)))]
         return []
-    held = tuple(box.tensor.shape)
+    sizes = tuple(box.tensor.shape)
     column = box.offsets[-1]
-    cut = next((d for d in reversed(range(1, len(held) - 1)) if held[d] != box.shape[d]), 0)
-    height = math.prod(held[cut:-1])
-    found = []
-    for number, place in enumerate(product(*map(range, held[:cut]))):
+    cut = next((d for d in reversed(range(1, len(sizes) - 1)) if sizes[d] != box.shape[d]), 0)
+    height = math.prod(sizes[cut:-1])
+    parts = []
+    for number, place in enumerate(product(*map(range, sizes[:cut]))):
         row = 0
-        for dimension in range(len(held) - 1):
+        for dimension in range(len(sizes) - 1):
             at = place[dimension] if dimension < cut else 0
             row = row * box.shape[dimension] + box.offsets[dimension] + at
-        found.append(Slab(slice(number * height, (number + 1) * height), row, column))
-    return found if box.tensor.numel() else []
+        parts.append(Slab(slice(number * height, (number + 1) * height), row, column))
+    return parts if box.tensor.numel() else []
 
 
 def as_matrix(tensor: Tensor) -> Tensor:
     """A tensor as [elements / last dimension, last dimension]; a vector is one row."""
-    return tensor.contiguous().view(
-        -1, tensor.shape[-1] if tensor.dim() > 1 else max(tensor.numel(), 1)
-    )
+    if tensor.dim() > 1:
+        columns = tensor.shape[-1]
+    else:
+        columns = max(tensor.numel(), 1)
+    return tensor.contiguous().view(-1, columns)
 
 
 def numbers_of(
     steps: Tensor, group: Mapping[str, Any], divisor: Tensor | None, failed: Tensor
 ) -> StepNumbers:
     """The numbers of the parameters of a group, which have done `steps` steps after this one."""
-    (beta1, beta2), lr, exact = group["betas"], group["lr"], steps.double()
+    beta1, beta2 = group["betas"]
+    lr = group["lr"]
+    exact = steps.double()
     size = lr / (1 - beta1**exact)
     keep = torch.ones_like(exact) - torch.ones_like(exact) * lr * group["weight_decay"]
     if divisor is None:
@@ -314,15 +319,17 @@ def by_c(
     """
     if numbers.failed.item():
         return
-    key, (rows, cols) = keys.first, tensors.weight.shape
+    key = keys.first_moment
+    rows, cols = tensors.weight.shape
     place = (rows, cols, keys.skip, key.row_offset & MASK, key.col_offset // LANES & MASK)
-    words = (int(numbers.counters[index, INITIAL]) & MASK, keys.first.layer, keys.second.layer)
+    counter = int(numbers.counters[index, INITIAL]) & MASK
+    words = (counter, key.layer, keys.second_moment.layer)
     cpu.step_adamw(tensors, (*place, *words), (*numbers.values[index].tolist(), *astuple(decays)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdamWVariant(Decays):
-    """Compile-time constants of the Triton kernel; `tile`: eights of columns of a program."""
+    """Compile-time constants of the Triton kernel; `tile` counts eights of columns of a program."""
 
     tile: int
     hardware: bool
@@ -335,11 +342,21 @@ def by_triton(
     from fp4train.kernels.triton.adamw import adamw
 
     variant = AdamWVariant(**asdict(decays), tile=TILE, hardware=not triton_launch.interpreted())
-    seed, _, _, layer, col_group, row_offset = random_words(keys.first)
-    second = random_words(keys.second)[3]
+    seed, _, _, layer, col_group, row_offset = random_words(keys.first_moment)
+    second_layer = random_words(keys.second_moment)[3]
     rows, cols = tensors.weight.shape
     groups = -(-(cols + keys.skip) // LANES)
-    sizes = (cols, groups, rows * groups, keys.skip, seed, layer, second, col_group, row_offset)
+    sizes = (
+        cols,
+        groups,
+        rows * groups,
+        keys.skip,
+        seed,
+        layer,
+        second_layer,
+        col_group,
+        row_offset,
+    )
     launch = triton_launch.Launch(adamw, -(-rows * groups // TILE), sizes, {"V": variant}, 2)  # type: ignore[arg-type]
     launch(*tensors, numbers.values[index], numbers.counters[index, INITIAL:], numbers.failed)
 

@@ -113,19 +113,18 @@ class WSD(Schedule):
     def problems(self, steps: int) -> list[str]:
         warmup = _steps("warmup", self.warmup, steps)
         cooldown = _steps("cooldown", self.cooldown, steps)
-        found = super().problems(steps)
+        problems = super().problems(steps)
         if cooldown and steps > 1 and cooldown >= steps:
-            found.append(
+            problems.append(
                 f"schedule.cooldown={self.cooldown} takes all {steps} steps: no step is at "
                 "the peak rate"
             )
         elif warmup < steps < warmup + cooldown:
-            found.append(
+            problems.append(
                 f"schedule.warmup={self.warmup} and schedule.cooldown={self.cooldown} overlap "
-                f"in {steps} steps: the "
-                f"cooldown begins at step {warmup}, where the warm-up ends"
+                f"in {steps} steps: the cooldown begins at step {warmup}, where the warm-up ends"
             )
-        return found
+        return problems
 
     def after_warmup(self, step: int, warmup: int, steps: int) -> float:
         start = self.cooldown_start(steps)

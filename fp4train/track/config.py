@@ -42,7 +42,8 @@ class Tracking(Protocol):
         """The tracker of a run.
 
         Args:
-            run_dir, run_name: where the run's files are, and how it is called.
+            run_dir: the folder of the run's files.
+            run_name: the run's name, as services show it.
             config: the whole configuration, as plain values.
             resume_step: steps done at the checkpoint that the run goes on from; None: it starts at
                 step 0.
@@ -91,8 +92,8 @@ class WandbTracking(JsonlTracking):
     """RUN/metrics.jsonl, and Weights & Biases beside it.
 
     Args:
-        project, entity, group, tags: as in `wandb.init`.
-        mode: auto (online where logged in and reachable) or offline.
+        project, entity, group, tags: arguments of `wandb.init`.
+        mode: "auto" (online where logged in and reachable) or "offline".
         timeout: seconds to wait for the server at the start, and again at the end.
     """
 

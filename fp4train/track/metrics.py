@@ -77,8 +77,9 @@ class MetricsLog:
 
         refused = user_errors(OSError, before=f"{self.path} cannot be written: ")
         with refused, files.parent(self.path, create=True) as (folder, name):
-            self._chain, known = Chain(identity(folder) or ""), _whole(folder, name, REMEDY)
-            self._all, _ = cut(folder, name, known, lambda each: self._chain.again(each.raw), keep)
+            self._chain = Chain(identity(folder) or "")
+            lines = _intact_lines(folder, name, REMEDY)
+            self._all, _ = cut(folder, name, lines, lambda line: self._chain.again(line.raw), keep)
             self._file = Appended(folder, name, self._all.size)
         self._waiting: deque[bytes] = deque()
         self._worker = Worker("metrics", lambda error: _log.error("%s: %s", self.path, error))
@@ -108,7 +109,7 @@ class MetricsLog:
         scalar tensor).
 
         Never raises for the disk: where it is full, that is reported once and the lines wait for
-            the next call.
+        the next call.
         """
         self._append({"step": step}, values)
 
@@ -193,7 +194,7 @@ def read_metrics(path: Path, remedy: str = REMEDY) -> list[dict[str, Any]]:
     """All whole lines of a metrics log, also of a run that is running or was killed.
 
     Args:
-        remedy: what to do about a damaged line, as the error says it.
+        remedy: advice about a damaged line, as the error says it.
 
     Raises:
         UserError: the file is missing, or a line is damaged or does not follow the one before; of
@@ -202,7 +203,7 @@ def read_metrics(path: Path, remedy: str = REMEDY) -> list[dict[str, Any]]:
     path = Path(path)
     refused = user_errors(OSError, before=f"{path} cannot be read: ", message=reason)
     with refused, files.parent(path) as (folder, name):
-        return [each.value for each in _whole(folder, name, remedy)]
+        return [line.value for line in _intact_lines(folder, name, remedy)]
 
 
 def check_form(path: Path) -> None:
@@ -232,10 +233,11 @@ def mend(path: Path, resume_step: int, mark: Mapping[str, Any] | None) -> list[s
     Args:
         path: the log; it may be missing.
         resume_step: the steps done at that checkpoint.
-        mark: what `MetricsLog.mark` gave then; None if nothing was logged, or not known.
+        mark: value of `MetricsLog.mark` at that checkpoint; None if nothing was logged, or if that
+            is not known.
 
     Returns:
-        What was found, a sentence each; empty if all is well.
+        A sentence about each thing that is wrong; empty if all is well.
 
     Raises:
         UserError: a file cannot be read or written.
@@ -243,7 +245,8 @@ def mend(path: Path, resume_step: int, mark: Mapping[str, Any] | None) -> list[s
     steps: set[int] = set()
 
     def keep(line: dict[str, Any]) -> bool:
-        steps.update([line["step"]] if "event" not in line else ())
+        if "event" not in line:
+            steps.add(line["step"])
         return True
 
     with (
@@ -253,22 +256,22 @@ def mend(path: Path, resume_step: int, mark: Mapping[str, Any] | None) -> list[s
         changed = unlike(folder, name, mark, LIMIT)
         # The lines may be those of the run that this one is a branch of: the first one may follow
         # any.
-        known = _scan(folder, name, Chain())
+        lines = _scan(folder, name, Chain())
         anew = Chain(identity(folder) or "")
         _, wrong = cut(
-            folder, name, known, lambda each: anew.again(each.raw), keep, f"{name}.damaged"
+            folder, name, lines, lambda line: anew.again(line.raw), keep, f"{name}.damaged"
         )
-    found = [
-        f"line {each.number} was damaged and is left out"
-        if each.value is None
-        else f"lines before line {each.number} are missing"
-        for each in wrong
-    ]
+    problems = []
+    for damage in wrong:
+        if damage.value is None:
+            problems.append(f"line {damage.number} was damaged and is left out")
+        else:
+            problems.append(f"lines before line {damage.number} are missing")
     if changed:
-        found.append(f"the file {changed} since the checkpoint of step {resume_step}")
+        problems.append(f"the file {changed} since the checkpoint of step {resume_step}")
         if missing := _missing(steps, resume_step):
-            found.append(f"{missing[2]} steps of {missing[0]}–{missing[1]} are missing")
-    return found
+            problems.append(f"{missing[2]} steps of {missing[0]}–{missing[1]} are missing")
+    return problems
 
 
 def _missing(steps: Set[int], last: int) -> tuple[int, int, int] | None:
@@ -278,8 +281,8 @@ def _missing(steps: Set[int], last: int) -> tuple[int, int, int] | None:
     count = last - sum(1 <= step <= last for step in steps)
     if not count:
         return None
-    first = next(step for step in range(1, last + 1) if step not in steps)
-    return first, next(step for step in range(last, 0, -1) if step not in steps), count
+    first_missing = next(step for step in range(1, last + 1) if step not in steps)
+    return first_missing, next(step for step in range(last, 0, -1) if step not in steps), count
 
 
 def _scan(folder: Folder, name: str, chain: Chain) -> Iterator[Scanned]:
@@ -313,20 +316,20 @@ def _scan(folder: Folder, name: str, chain: Chain) -> Iterator[Scanned]:
         _log.warning("%s, the last one, is damaged and left out (%s)", where, damaged.why)
 
 
-def _whole(folder: Folder, name: str, remedy: str) -> Iterator[Scanned]:
-    """The lines of a log with which nothing is wrong.
+def _intact_lines(folder: Folder, name: str, remedy: str) -> Iterator[Scanned]:
+    """The lines of a log, of which each is intact.
 
     Raises:
-        UserError: something is wrong with one.
+        UserError: a line is damaged, or does not follow the one before.
     """
-    for each in _scan(folder, name, Chain(identity(folder))):
-        if each.why:
-            if each.value is None:
-                why = f"not a line of metrics ({each.why})"
+    for line in _scan(folder, name, Chain(identity(folder))):
+        if line.why:
+            if line.value is None:
+                why = f"not a line of metrics ({line.why})"
             else:
-                why = each.why
-            raise UserError(f"{folder.path / name}, line {each.number}: {why}; {remedy}")
-        yield each
+                why = line.why
+            raise UserError(f"{folder.path / name}, line {line.number}: {why}; {remedy}")
+        yield line
 
 
 def parse_line(raw: bytes) -> dict[str, Any]:

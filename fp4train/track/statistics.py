@@ -45,8 +45,14 @@ OPERAND: Final = np.dtype(
     [
         ("layer", "<u2"),
         ("operand", "u1"),
-        *((name, "<f4") for name in ("amax", "sqnr_db", "underflow", "saturation", "kurtosis")),
-        *((name, "<f4") for name in ("scale_codes", "scale_min", "scale_max")),
+        ("amax", "<f4"),
+        ("sqnr_db", "<f4"),
+        ("underflow", "<f4"),
+        ("saturation", "<f4"),
+        ("kurtosis", "<f4"),
+        ("scale_codes", "<f4"),
+        ("scale_min", "<f4"),
+        ("scale_max", "<f4"),
     ]
 )
 """A quantised operand. layer, operand: indices of names. amax of the tensor. sqnr_db: 10
@@ -77,8 +83,10 @@ class Statistics:
     Args:
         step: optimizer steps done with it.
         recipe: name of the recipe that held.
-        layers, names: what the tables' indices stand for: layers, operands ("fprop.x").
-        operands: rows of `OPERAND`. gradients: rows of `GRADIENT`.
+        layers, names: names of the layers and operands ("fprop.x") that the tables' indices stand
+            for.
+        operands: rows of `OPERAND`.
+        gradients: rows of `GRADIENT`.
         after: checksum of the block before, as the block that was read says it; None: it says none,
             or was not read.
     """
@@ -158,8 +166,8 @@ class StatisticsLog:
             else:
                 data = folder.read(name, LIMIT)
             self._all, wrong = cut(folder, name, _blocks(self.path, data, Chain()), again, keep)
-        for each in wrong:
-            _log.warning("%s: %s", self.path, each.why)
+        for damage in wrong:
+            _log.warning("%s: %s", self.path, damage.why)
         self.mark = self._all.mark()
         """Mark of what is written, for the next checkpoint."""
 
@@ -176,7 +184,8 @@ class StatisticsLog:
                     self._file = Appended(folder, name, self._all.size)
             self._file.write(data)
             self._all.add(data)
-            self._chain.last, self.mark = _checksum(data), self._all.mark()
+            self._chain.last = _checksum(data)
+            self.mark = self._all.mark()
             self._failing = False
         except OSError as error:
             if not self._failing:
@@ -222,7 +231,7 @@ def read_statistics(run: Path, say: Callable[[str], object] = _log.warning) -> C
     try:
         with files.parent(path) as (folder, name):
             data = folder.read(name, LIMIT)
-            own = identity(folder)
+            run_identity = identity(folder)
     except FileNotFoundError as error:
         raise UserError(
             f"{path} is missing: a run writes it with eval.errors_every=STEPS"
@@ -230,13 +239,14 @@ def read_statistics(run: Path, say: Callable[[str], object] = _log.warning) -> C
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
     blocks: list[Statistics] = []
-    for each in _blocks(path, data, Chain(own)):
-        if each.why:
-            say(f"{path}: {each.why}")
-        blocks += [] if each.value is None else [each.value]
-    rows = sum(len(each.operands) + len(each.gradients) for each in blocks)
+    for scanned in _blocks(path, data, Chain(run_identity)):
+        if scanned.why:
+            say(f"{path}: {scanned.why}")
+        if scanned.value is not None:
+            blocks.append(scanned.value)
+    rows = sum(len(block.operands) + len(block.gradients) for block in blocks)
     longest = max(
-        (len(name) for each in blocks for name in (each.recipe, *each.layers, *each.names)),
+        (len(name) for block in blocks for name in (block.recipe, *block.layers, *block.names)),
         default=0,
     )
     if 4 * rows * longest > LIMIT:
@@ -244,8 +254,8 @@ def read_statistics(run: Path, say: Callable[[str], object] = _log.warning) -> C
             f"{path} cannot be read: {rows:,} rows with names of up to {longest:,} letters"
         )
     return Columns(
-        operands=_columns([(each, each.operands) for each in blocks], OPERAND),
-        gradients=_columns([(each, each.gradients) for each in blocks], GRADIENT),
+        operands=_columns([(block, block.operands) for block in blocks], OPERAND),
+        gradients=_columns([(block, block.gradients) for block in blocks], GRADIENT),
     )
 
 
@@ -257,21 +267,23 @@ def _columns(
             return np.concatenate(parts)
         return np.empty(0, kind)
 
-    found = {
-        "step": join([np.full(len(rows), each.step, np.int64) for each, rows in tables], np.int64),
-        "recipe": join([np.full(len(rows), each.recipe) for each, rows in tables], np.str_),
+    columns = {
+        "step": join(
+            [np.full(len(rows), block.step, np.int64) for block, rows in tables], np.int64
+        ),
+        "recipe": join([np.full(len(rows), block.recipe) for block, rows in tables], np.str_),
         "layer": join(
-            [np.array(each.layers, np.str_)[rows["layer"]] for each, rows in tables], np.str_
+            [np.array(block.layers, np.str_)[rows["layer"]] for block, rows in tables], np.str_
         ),
     }
     for name in dtype.names or ():
         if name == "operand":
-            found[name] = join(
-                [np.array(each.names, np.str_)[rows[name]] for each, rows in tables], np.str_
+            columns[name] = join(
+                [np.array(block.names, np.str_)[rows[name]] for block, rows in tables], np.str_
             )
         elif name != "layer":
-            found[name] = join([rows[name] for _, rows in tables], np.float32)
-    return found
+            columns[name] = join([rows[name] for _, rows in tables], np.float32)
+    return columns
 
 
 def _blocks(path: Path, data: bytes, chain: Chain) -> Iterator[Scanned]:
@@ -289,7 +301,8 @@ def _blocks(path: Path, data: bytes, chain: Chain) -> Iterator[Scanned]:
             if block.after is None:
                 raise OlderForm(path, "has measured steps without the checksum of the step before")
             gone = f"measured steps before step {block.step} are missing, or it is of another run"
-            yield Scanned(0, raw, block, "" if chain.follow(_checksum(raw), block.after) else gone)
+            follows = chain.follow(_checksum(raw), block.after)
+            yield Scanned(0, raw, block, "" if follows else gone)
             at += len(raw)
             continue
         following = data.find(_MAGIC, at + 1)
@@ -301,7 +314,8 @@ def _blocks(path: Path, data: bytes, chain: Chain) -> Iterator[Scanned]:
             left -= _claimed(data, following) + _TRY
             following = data.find(_MAGIC, following + 1)
         if following >= 0:
-            following = following if left > 0 else len(data)
+            if left <= 0:
+                following = len(data)
             yield Scanned(0, b"", None, f"{following - at} bytes at {at} are damaged and left out")
         at = following
         chain.last = None
@@ -324,14 +338,14 @@ def _block(raw: bytes) -> Statistics | None:
     """Statistics that a block holds; None: it is damaged, or no block."""
     if not raw or zlib.crc32(memoryview(raw)[_HEAD.size :]) != _checksum(raw):
         return None
-    _, first, second, *_ = _HEAD.unpack_from(raw)
-    begin = _HEAD.size + first
-    middle = _HEAD.size + first + second
+    _, head_size, operands_size, *_ = _HEAD.unpack_from(raw)
+    begin = _HEAD.size + head_size
+    middle = _HEAD.size + head_size + operands_size
     try:
         head = json.loads(raw[_HEAD.size : begin])
         dtypes = [np.dtype([(name, kind) for name, kind in columns]) for columns in head["columns"]]
-        for dtype, known in zip(dtypes, (OPERAND, GRADIENT), strict=True):
-            if any(dtype[name].kind != known[name].kind for name in known.names or ()):
+        for dtype, expected in zip(dtypes, (OPERAND, GRADIENT), strict=True):
+            if any(dtype[name].kind != expected[name].kind for name in expected.names or ()):
                 return None
         operands = np.frombuffer(raw[begin:middle], dtypes[0])
         gradients = np.frombuffer(raw[middle:], dtypes[1])

@@ -83,33 +83,33 @@ class NullTracker(Relay):
 
 
 class Trackers(Relay):
-    """One tracker that matters and others beside it.
+    """One tracker that matters, and services beside it.
 
-    What the first raises reaches the caller. One of the others that raises is reported once and
-    left out from then on.
+    What the main tracker raises reaches the caller. A service that raises is reported once and left
+    out from then on.
     """
 
-    def __init__(self, first: Tracker, *others: Tracker) -> None:
-        self._first = first
-        self._others = list(others)
+    def __init__(self, main: Tracker, *services: Tracker) -> None:
+        self._main = main
+        self._services = list(services)
 
     def mark(self) -> dict[str, int | str] | None:
-        """The mark of the first one's file, see `MetricsLog.mark`."""
-        return mark(self._first)
+        """The mark of the main tracker's file, see `MetricsLog.mark`."""
+        return mark(self._main)
 
     def sync(self) -> None:
-        """Make what the first one has written durable."""
-        sync(self._first)
+        """Make what the main tracker has written durable."""
+        sync(self._main)
 
     def _relay(self, call: Callable[[Tracker], None]) -> None:
         try:
-            call(self._first)
+            call(self._main)
         finally:
-            for tracker in list(self._others):
+            for tracker in list(self._services):
                 try:
                     call(tracker)
                 except Exception as error:  # whatever a service's client may raise
-                    self._others.remove(tracker)
+                    self._services.remove(tracker)
                     _switch_off(tracker, type(tracker).__name__, error)
 
 
@@ -117,12 +117,12 @@ class QueuedTracker(Relay):
     """Carries out a tracker's calls in a thread.
 
     Args:
-        start: makes the tracker; called in the thread.
-        name: what messages call it.
-        start_seconds: how long to wait for `start`; finish_seconds: for what is left in the queue
-            at the end.
-        abandon: called where the tracker does not answer; frees what would block the end of the
-            process.
+        start: function that makes the tracker; called in the thread.
+        name: its name in messages.
+        start_seconds: seconds to wait for `start`.
+        finish_seconds: seconds to wait at the end for what is left in the queue.
+        abandon: function that is called where the tracker does not answer; frees what would block
+            the end of the process.
 
     Raises:
         TimeoutError: `start` did not return in time.
@@ -205,16 +205,18 @@ def _switch_off(tracker: Tracker, name: str, error: Exception) -> None:
     _log.warning("%s failed and is switched off: %s", name, error)
     try:
         tracker.finish(1)
-    except Exception as second:
-        _log.debug("%s could not be finished either: %s", name, second)
+    except Exception as finish_error:
+        _log.debug("%s could not be finished either: %s", name, finish_error)
 
 
 def mark(tracker: Tracker) -> dict[str, int | str] | None:
     """Bytes and checksum of a tracker's file, which a checkpoint remembers; None where it has no
     file.
     """
-    found: dict[str, int | str] | None = tracker.mark() if hasattr(tracker, "mark") else None
-    return found
+    if not hasattr(tracker, "mark"):
+        return None
+    file_mark: dict[str, int | str] | None = tracker.mark()
+    return file_mark
 
 
 def sync(tracker: Tracker) -> None:

@@ -171,11 +171,11 @@ class WandbTracker:
         try:
             self._run.finish(exit_code=exit_code)
         except TimeoutError:
-            rest = (
-                "wandb: not everything was uploaded within %g s; send the rest with:\n  wandb "
-                "sync %s"
+            message = (
+                "wandb: not everything was uploaded within %g s; send the rest with:\n"
+                "  wandb sync %s"
             )
-            _log.warning(rest, self._timeout, self._local())
+            _log.warning(message, self._timeout, self._local())
 
     def _send_console(self) -> None:
         """Let the service have what the run printed, where its users look for it."""
@@ -246,9 +246,9 @@ def _why_unreachable(url: str) -> str | None:
 
 def _run_id(folder: files.Folder, resumed: bool) -> str:
     if resumed and folder.has_file(RUN_ID):
-        known = folder.read(RUN_ID, 1000).decode("ascii", "replace").strip()
-        if known.isalnum():
-            return known
+        stored_id = folder.read(RUN_ID, 1000).decode("ascii", "replace").strip()
+        if stored_id.isalnum():
+            return stored_id
     fresh = secrets.token_hex(4)
     folder.write(RUN_ID, f"{fresh}\n".encode())
     return fresh

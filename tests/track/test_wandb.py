@@ -96,7 +96,7 @@ def train(
         run_dir, "name", {"train": {"steps": 3}, "tags": ["a"]}, resume_step=resume_step
     )
     assert isinstance(tracker, Trackers)
-    [behind] = tracker._others
+    [behind] = tracker._services
     assert isinstance(behind, QueuedTracker)
     part = behind.inner
     assert isinstance(part, WandbTracker)
@@ -112,7 +112,7 @@ def train(
     tracker.log_statistics(some_statistics())
     tracker.finish()
     tracker.finish()
-    assert tracker._others == [behind], "it failed and was switched off"
+    assert tracker._services == [behind], "it failed and was switched off"
     return part, time.monotonic() - start
 
 
