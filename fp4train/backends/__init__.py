@@ -114,17 +114,20 @@ def choose(
         )
 
     reason = f"backend={backend}"
-    for name, whole in LAYER_BACKENDS.items():
+    for name, layer_backend in LAYER_BACKENDS.items():
         if backend not in ("auto", name):
             continue
         why_not = (
-            _WHOLE if cut else whole.why_not(table, layer, device) or (_OWN if fused else emulated)
+            _WHOLE
+            if cut
+            else layer_backend.why_not(table, layer, device) or (_OWN if fused else emulated)
         )
         if layer.experts and backend == "auto":
             why_not = why_not or _ASKED
         if why_not is None:
             return dict.fromkeys(
-                GEMMS, Choice(name, f"{backend}: {whole.title} runs this recipe on {device}")
+                GEMMS,
+                Choice(name, f"{backend}: {layer_backend.title} runs this recipe on {device}"),
             )
         if backend == name:
             raise refusal(why_not)

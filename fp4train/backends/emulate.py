@@ -224,7 +224,7 @@ def add_product(total_RS: Tensor, a_RC: Tensor, b_CS: Tensor, *, first: bool = F
     of its own that is added moves 16.
 
     Args:
-        a_RC, b_CS: of one dtype.
+        a_RC, b_CS: the factors, of one dtype.
         first: whether a·b is the first term: the sum, which may hold anything, is written.
     """
     on_gpu = a_RC.is_cuda and a_RC.dtype != torch.float32
@@ -244,7 +244,7 @@ def widens(x: Tensor) -> bool:
 
 
 def widened(
-    product: Callable[..., Tensor], x: Tensor, *others: Tensor | None, **options: Any
+    product: Callable[..., Tensor], x: Tensor, *more_operands: Tensor | None, **options: Any
 ) -> Tensor:
     """`product(x, *others, **options)`, in float32 if `widens(x)`.
 
@@ -252,9 +252,9 @@ def widened(
     dtype too, each rounded once; autograd keeps float32 copies of what it needs.
     """
     if not widens(x):
-        return product(x, *others, **options)
+        return product(x, *more_operands, **options)
     wide: list[Tensor | None] = []
-    for other in others:
+    for other in more_operands:
         wide.append(None if other is None else other.float())
     return product(x.float(), *wide, **options).to(x.dtype)
 
@@ -270,7 +270,7 @@ def _float32_accumulation() -> Iterator[None]:
     it either way.
     """
     settings = torch.backends.cuda.matmul
-    before = (
+    saved_setting = (
         settings.allow_bf16_reduced_precision_reduction,
         settings.allow_fp16_reduced_precision_reduction,
     )
@@ -283,4 +283,4 @@ def _float32_accumulation() -> Iterator[None]:
         (
             settings.allow_bf16_reduced_precision_reduction,
             settings.allow_fp16_reduced_precision_reduction,
-        ) = before
+        ) = saved_setting

@@ -46,21 +46,21 @@ def why_not(table: Table, gemm: str, device: Device) -> str | None:
     """Why one call cannot multiply what `native` runs of `gemm` on `device`, expert by expert; None
     if it can.
     """
-    first, second = table[gemm].both
-    assert first is not None and second is not None
+    a_spec, b_spec = table[gemm].both
+    assert a_spec is not None and b_spec is not None
     if gemm == "wgrad":
         return "scaled_grouped_mm writes BF16, and gradients of weights are summed in float32"
     if table.dtype != "bfloat16":
         return f"scaled_grouped_mm writes BF16, not {table.dtype}"
-    if first.format != second.format or first.format not in (E2M1, E4M3):
+    if a_spec.format != b_spec.format or a_spec.format not in (E2M1, E4M3):
         return (
-            f"scaled_grouped_mm does not multiply {first.element.upper()} by "
-            f"{second.element.upper()}"
+            f"scaled_grouped_mm does not multiply {a_spec.element.upper()} by "
+            f"{b_spec.element.upper()}"
         )
-    kind = scheme(first)
+    kind = scheme(a_spec)
     if kind is not None and kind.scaling not in _TILES:
         return f"scaled_grouped_mm has no {kind.title}"
-    if kind is not None and {_global(first), _global(second)} != {
+    if kind is not None and {_global(a_spec), _global(b_spec)} != {
         "tensor" if kind.title == "NVFP4" else None
     }:
         return (
@@ -151,8 +151,10 @@ def multiply(
         scalings = [kind.scaling]
         swizzles = [SwizzleType.SWIZZLE_32_4_4]
         if kind.scaling == ScalingType.BlockWise1x16:
-            for found, operands in ((a_scales, lefts), (b_scales, rights)):
-                found.append(torch.stack([x.factor for x in operands if x.factor is not None]))
+            for operand_scales, operands in ((a_scales, lefts), (b_scales, rights)):
+                operand_scales.append(
+                    torch.stack([x.factor for x in operands if x.factor is not None])
+                )
             scalings = [*scalings, ScalingType.TensorWise]
             swizzles = [*swizzles, SwizzleType.NO_SWIZZLE]
     ends = list(accumulate(a.shape[0] for a in codes))
@@ -175,5 +177,5 @@ def multiply(
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
     """Concatenation along the first axis, by bytes: torch concatenates no FP8 or FP4."""
-    whole = torch.cat([part.view(torch.uint8) for part in parts])
-    return whole.view(parts[0].dtype)
+    all_bytes = torch.cat([part.view(torch.uint8) for part in parts])
+    return all_bytes.view(parts[0].dtype)

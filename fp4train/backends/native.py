@@ -67,9 +67,9 @@ class BlockScheme:
         capabilities: the compute capabilities that multiply it, from the first up to, but without,
             the second.
         cuda: the first version of CUDA whose cuBLAS does.
-        multiple: of in_features and out_features; tokens are padded to it where they are
+        multiple: divisor of in_features and out_features; tokens are padded to it where they are
             contracted.
-        dtypes: of the product.
+        dtypes: dtypes that the product may have.
     """
 
     title: str
@@ -134,7 +134,7 @@ SCHEMES: Final = (
 )
 
 
-_BY_COLUMNS: Final[dict[int | None, BlockScheme]] = {each.cols: each for each in SCHEMES}
+_BY_COLUMNS: Final[dict[int | None, BlockScheme]] = {scheme.cols: scheme for scheme in SCHEMES}
 """The scheme of operands that `Native.why_not` has nothing against, by the width of their
 blocks.
 """
@@ -143,7 +143,7 @@ blocks.
 @functools.cache
 def scheme(spec: QuantSpec) -> BlockScheme | None:
     """The scheme of a block-scaled operand, or None."""
-    return next((each for each in SCHEMES if each.takes(spec)), None)
+    return next((candidate for candidate in SCHEMES if candidate.takes(spec)), None)
 
 
 class Native:
@@ -164,25 +164,27 @@ class Native:
         return FAST if accumulator == "fast" else NATIVE
 
     def why_not(self, table: Table, gemm: str, layer: Shape, device: Device) -> str | None:
-        first, second = table[gemm].both
-        if first is None or second is None:
+        a_spec, b_spec = table[gemm].both
+        if a_spec is None or b_spec is None:
             return "scaled_mm needs both operands quantised"
-        for spec in (first, second):
-            whole = spec.format in FP8 and spec.block in _WHOLE and spec.scale in ("fp32", "pow2")
-            if not whole and scheme(spec) is None:
+        for spec in (a_spec, b_spec):
+            one_scale = (
+                spec.format in FP8 and spec.block in _WHOLE and spec.scale in ("fp32", "pow2")
+            )
+            if not one_scale and scheme(spec) is None:
                 return (
                     f"scaled_mm does not take element={spec.element} block={spec.block} "
                     f"scale={spec.scale}"
                 )
-        kind = scheme(first)
-        other = scheme(second)
-        if (kind or first.block) != (other or second.block):
+        kind = scheme(a_spec)
+        other = scheme(b_spec)
+        if (kind or a_spec.block) != (other or b_spec.block):
             return "scaled_mm needs the same kind of scale for both operands"
-        if first.format == second.format == E5M2:
+        if a_spec.format == b_spec.format == E5M2:
             return "scaled_mm cannot multiply E5M2 by E5M2"
         if kind is not None:
             return why_not_blocks(kind, table[gemm], table, layer, device)
-        return _why_not_whole(first, table, layer, device)
+        return _why_not_whole(a_spec, table, layer, device)
 
     def product(
         self, a: Prepared, b: Prepared, *, out_dtype: torch.dtype, bias: Tensor | None = None
@@ -364,14 +366,14 @@ def _product_of_blocks(
         width += -width % kind.multiple
         a = to_torch(padded_blocks(a, width))
         b = to_torch(padded_blocks(b, width))
-    first = a.factor
-    second = b.factor
+    a_factor = a.factor
+    b_factor = b.factor
     # cuBLAS multiplies the accumulator by one number; one per row is applied to the float32
     # product.
-    inside = (first is None or not first.dim()) and (second is None or not second.dim())
+    inside = (a_factor is None or not a_factor.dim()) and (b_factor is None or not b_factor.dim())
     plain = bias is None and inside
-    x_scales, x_scaling, x_swizzle = _scales(a, kind, first if inside else None)
-    w_scales, w_scaling, w_swizzle = _scales(b, kind, second if inside else None)
+    x_scales, x_scaling, x_swizzle = _scales(a, kind, a_factor if inside else None)
+    w_scales, w_scaling, w_swizzle = _scales(b, kind, b_factor if inside else None)
     y = F.scaled_mm(
         a.codes,
         b.codes.t(),
@@ -391,7 +393,10 @@ def _product_of_blocks(
     if plain:
         return y
     if not inside:
-        for factor in (first, second if second is None or not second.dim() else second.T):
+        for factor in (
+            a_factor,
+            b_factor if b_factor is None or not b_factor.dim() else b_factor.T,
+        ):
             y = y if factor is None else y.mul_(factor)
     return (y if bias is None else y + bias.to(out_dtype)).to(out_dtype)
 

@@ -88,7 +88,7 @@ class LayerState(Protocol):
         prefixed: whether the names of its tensors in a checkpoint begin with its kind and a dot.
         tensors: name of a tensor, up to the first dot, and what it must be; others are not checked.
         joined: whether the loop joins it over the ranks (`join`); else each call does so by itself.
-        common: what the states of a model's layers have in common, by keys of their own.
+        common: data that the states of a model's layers have in common, by keys of their own.
     """
 
     kind: ClassVar[str]
@@ -104,12 +104,12 @@ class LayerState(Protocol):
         """Restore the result of `state`."""
 
     @staticmethod
-    def join(each: Sequence[Any], ranks: DataRanks) -> None:
+    def join(states: Sequence[Any], ranks: DataRanks) -> None:
         """Join states of this kind over the ranks after the last backward of a step; nothing to do
         for most.
 
         Args:
-            each: of all layers; every rank gives the same ones in the same order.
+            states: states of all layers; every rank gives the same ones in the same order.
         """
         return None
 

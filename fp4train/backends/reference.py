@@ -32,20 +32,20 @@ class Reference:
     def product(
         self, a: Prepared, b: Prepared, *, out_dtype: torch.dtype, bias: Tensor | None = None
     ) -> Tensor:
-        first, second = (x.decoded() if isinstance(x, Quantized) else x for x in (a, b))
+        a_values, b_values = (x.decoded() if isinstance(x, Quantized) else x for x in (a, b))
         widths = [
             x.spec.block[1]
             for x in (a, b)
             if isinstance(x, Quantized) and x.spec.block[1] is not None
         ]
-        step = min(widths, default=first.values.shape[1]) or 1
-        y = first.values.new_zeros(
-            (first.values.shape[0], second.values.shape[0]), dtype=torch.float32
+        step = min(widths, default=a_values.values.shape[1]) or 1
+        y = a_values.values.new_zeros(
+            (a_values.values.shape[0], b_values.values.shape[0]), dtype=torch.float32
         )
-        for start in range(0, first.values.shape[1], step):
+        for start in range(0, a_values.values.shape[1], step):
             block = slice(start, start + step)
-            y += first.values[:, block].float() @ second.values[:, block].float().T
-        for scale, dims in ((first.scale, None), (second.scale, (1, 0))):
+            y += a_values.values[:, block].float() @ b_values.values[:, block].float().T
+        for scale, dims in ((a_values.scale, None), (b_values.scale, (1, 0))):
             if scale is not None:
                 y *= scale.permute(dims) if dims and scale.dim() == 2 else scale
         return (y if bias is None else y + bias.to(out_dtype)).to(out_dtype)

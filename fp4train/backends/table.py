@@ -47,7 +47,7 @@ class Operands:
     Args:
         first: spec of x (fprop) or dy (dgrad, wgrad).
         second: spec of w (fprop, dgrad) or x (wgrad).
-        accumulator: in which tensor cores of compute capability 8.9 and 9.0 sum FP8 codes with one
+        accumulator: the precision in which tensor cores of compute capability 8.9 and 9.0 sum FP8 codes with one
             scale per tensor or row: "fast", 14 bits; "exact", whose partial sums of 128 products
             are added in float32; "auto": what the backend does by itself, Transformer Engine "fast"
             in fprop, all others "exact". Other products have one.
@@ -121,8 +121,8 @@ class Table(Mapping[str, Operands]):
     def __getitem__(self, gemm: str) -> Operands:
         if gemm not in GEMMS:
             raise KeyError(gemm)
-        found: Operands = getattr(self, gemm)
-        return found
+        operands: Operands = getattr(self, gemm)
+        return operands
 
     def __iter__(self) -> Iterator[str]:
         return iter(GEMMS)

@@ -81,7 +81,7 @@ class Cublas:
         The GPU of the tensors becomes the current one, whose handle and stream are used.
 
         Args:
-            a_RC, b_SC: of one dtype, BF16 or FP16; the rows or the columns of each are contiguous.
+            a_RC, b_SC: the factors, of one dtype, BF16 or FP16; the rows or the columns of each are contiguous.
             factors: f and g, float32 [2].
             out_RS: contiguous, in that dtype or float32.
 
@@ -188,14 +188,17 @@ def check(cublas: Cublas, device: torch.device) -> None:
     a = ((torch.arange(rows, device=device)[:, None] * 37 + places * 53) % 201 - 100).bfloat16()
     b = ((torch.arange(cols, device=device)[:, None] * 7 + places) % 11 - 5).bfloat16()
     exact = (a.float()[:, None] * b.float()).sum(2)
-    for first, second in ((a, b), (a.T.contiguous().T, b), (a, b.T.contiguous().T)):
+    for a_layout, b_layout in ((a, b), (a.T.contiguous().T, b), (a, b.T.contiguous().T)):
         written = torch.full((rows, cols), torch.nan, dtype=torch.bfloat16, device=device)
         cublas.multiply(
-            first, second, torch.tensor([0.3, 0.0], dtype=torch.float32, device=device), written
+            a_layout,
+            b_layout,
+            torch.tensor([0.3, 0.0], dtype=torch.float32, device=device),
+            written,
         )
         added = torch.ones(rows, cols, dtype=torch.float32, device=device)
         cublas.multiply(
-            first, second, torch.tensor([0.25, 1.0], dtype=torch.float32, device=device), added
+            a_layout, b_layout, torch.tensor([0.25, 1.0], dtype=torch.float32, device=device), added
         )
         for product, right in ((written, (exact * 0.3).bfloat16()), (added, 1.0 + exact * 0.25)):
             if not torch.equal(product, right):

@@ -55,8 +55,8 @@ def is_conv1d(module: nn.Module) -> bool:
 
 def features(linear: nn.Module) -> tuple[int, int]:
     """(in_features, out_features) of a linear layer."""
-    found = linear.weight.shape if is_conv1d(linear) else (linear.in_features, linear.out_features)
-    return int(found[0]), int(found[1])  # type: ignore[arg-type, index]
+    shape = linear.weight.shape if is_conv1d(linear) else (linear.in_features, linear.out_features)
+    return int(shape[0]), int(shape[1])  # type: ignore[arg-type, index]
 
 
 def block_paths(model: nn.Module) -> list[str]:
@@ -71,13 +71,13 @@ def block_paths(model: nn.Module) -> list[str]:
     """
     paths = list(_named(model)) or _by_structure(model)
     seen: set[nn.Module] = set()
-    own = []
+    block_names = []
     for path in paths:
         linears = set(_linears(model.get_submodule(path)))
         if not linears <= seen:
-            own.append(path)
+            block_names.append(path)
         seen |= linears
-    return own
+    return block_names
 
 
 def _linears(module: nn.Module) -> Iterator[nn.Module]:
@@ -121,14 +121,14 @@ def _answer(module: nn.Module) -> list[str]:
     paths: list[str] = []
     for block in answer:
         if isinstance(block, str):
-            known = places.get(block)
+            known_answer = places.get(block)
             some = ", ".join(sorted(list(places)[1:], key=lambda name: name.count("."))[:8])
             wrong = (
                 f"names {block!r}, which is not a module of {type(module).__name__}; it has "
                 f"{some}, …"
             )
         elif isinstance(block, nn.Module):
-            known = block if block in names else None
+            known_answer = block if block in names else None
             kind = type(block).__name__
             wrong = (
                 f"gives a {kind} that is not part of {type(module).__name__}. If it has been "
@@ -139,20 +139,20 @@ def _answer(module: nn.Module) -> list[str]:
             raise TypeError(
                 f"{attribute} gives {block!r} as a block; a block is a path or a module"
             )
-        if known is None:
+        if known_answer is None:
             raise ValueError(f"{attribute} {wrong}")
-        paths.append(names[known])
+        paths.append(names[known_answer])
     for i, path in enumerate(paths):
         for other in paths[:i]:
             if _inside(path, other) or _inside(other, path):
                 raise ValueError(f"{attribute} names blocks that overlap: {other!r} and {path!r}")
-    held = [path for path in paths if any(_linears(module.get_submodule(path)))]
-    if not held:
+    with_linears = [path for path in paths if any(_linears(module.get_submodule(path)))]
+    if not with_linears:
         raise ValueError(
             f"{attribute} names no block that holds a linear layer: "
             f"{', '.join(paths) or 'it is empty'}"
         )
-    return held
+    return with_linears
 
 
 # Blocks found by structure

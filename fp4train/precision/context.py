@@ -94,9 +94,9 @@ class Context(metaclass=GraphInput):
         cache holds tensors of later layers: one that is not cleared keeps the graph of the whole
         pass, which no garbage collector sees.
         """
-        for each in self.shared.values():
-            if isinstance(each, dict):
-                each.clear()
+        for shared_forms in self.shared.values():
+            if isinstance(shared_forms, dict):
+                shared_forms.clear()
         self.shared.clear()
 
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
@@ -128,8 +128,8 @@ def state() -> State:
         # Contexts become graph inputs before the tracer meets the first one, if this torch supports
         # that.
         from fp4train.precision import compile_context  # noqa: F401
-    found: State = getattr(_THREAD, "state", _OUTSIDE)
-    return found
+    current: State = getattr(_THREAD, "state", _OUTSIDE)
+    return current
 
 
 def current() -> Context | None:
@@ -154,12 +154,12 @@ def once(owner: object, make: Callable[[], T]) -> T:
     """
     now = state()
     if now.replaying is None:
-        made = make()
+        value = make()
     else:
-        made = cast(T, next(now.replaying[owner]))
+        value = cast(T, next(now.replaying[owner]))
     for record in now.recording:
-        record.setdefault(owner, []).append(made)
-    return made
+        record.setdefault(owner, []).append(value)
+    return value
 
 
 class _Region(ContextDecorator):

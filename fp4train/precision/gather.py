@@ -82,7 +82,7 @@ def wire_form(plan: LayerPlan, shards: int, gather: str) -> WireForm:
     """How the weight of a layer is gathered.
 
     Args:
-        plan: of the layer; if tensor parallelism cuts it, of this rank's part of it.
+        plan: the layer's plan; if tensor parallelism cuts it, of this rank's part of it.
         shards: ranks that share the part's rows.
         gather: one of `GATHERS`, as it is effective.
     """
@@ -93,8 +93,8 @@ def wire_form(plan: LayerPlan, shards: int, gather: str) -> WireForm:
         return WireForm()
     operands = plan.sources["fprop", "w"], plan.sources["dgrad", "w"]
     experts = plan.layer.experts
-    rows, rest = divmod(experts or plan.layer.out_features, shards)
-    if rest:
+    rows, remainder = divmod(experts or plan.layer.out_features, shards)
+    if remainder:
         if experts:
             what = f"{experts} experts"
         else:

@@ -85,7 +85,7 @@ class LayerPlan:
         layer: its place in the model.
         recipe: the layer's recipe; a policy may replace the run's recipe by another.
         fprop, dgrad, wgrad: its GEMMs.
-        outliers: what its outlier channels run, as a layer of so many in features, apart from the
+        outliers: the plan that its outlier channels run, as a layer of so many in features, apart from the
             GEMMs above.
         readers: the layers that quantise the same x alike, this one included, as the model says
             (`fp4train_fused`).
@@ -126,8 +126,8 @@ class LayerPlan:
         or what dgrad does or rounds before; None: none is shared.
         """
         specs = (self.fprop.operands.second, self.dgrad.operands.second) if self.fused else ()
-        found = (spec.requantises or spec for spec in specs if spec is not None)
-        return next((spec for spec in found if has_tensor_amax(spec)), None)
+        own_specs = (spec.requantises or spec for spec in specs if spec is not None)
+        return next((spec for spec in own_specs if has_tensor_amax(spec)), None)
 
     @property
     def channel_parts(self) -> tuple[LayerPlan, ...]:
@@ -136,9 +136,9 @@ class LayerPlan:
         """
         if self.outliers is None:
             return (self,)
-        others = self.layer.in_features - self.outliers.layer.in_features
+        dense_channels = self.layer.in_features - self.outliers.layer.in_features
         return replace(
-            self, layer=replace(self.layer, in_features=others), outliers=None
+            self, layer=replace(self.layer, in_features=dense_channels), outliers=None
         ), self.outliers
 
     @property
@@ -149,7 +149,9 @@ class LayerPlan:
     def products(self) -> tuple[tuple[Gemm, int], ...]:
         """All GEMMs that the layer runs, each with the number of in features that it multiplies."""
         return tuple(
-            (gemm, each.layer.in_features) for each in self.channel_parts for gemm in each.gemms
+            (gemm, channel_part.layer.in_features)
+            for channel_part in self.channel_parts
+            for gemm in channel_part.gemms
         )
 
     @property
@@ -157,14 +159,14 @@ class LayerPlan:
         """The properties of `products` that their results depend on, equal for layers that compute
         the same.
         """
-        own = self.recipe.outliers
+        outliers = self.recipe.outliers
         return tuple(
             (
                 gemm.name,
                 gemm.operands,
                 gemm.dtype,
                 gemm.backend,
-                *((own, features) if own is not None else ()),
+                *((outliers, features) if outliers is not None else ()),
             )
             for gemm, features in self.products
         )
@@ -172,7 +174,11 @@ class LayerPlan:
     @property
     def specs(self) -> list[QuantSpec]:
         """The specs of all operands that the layer's recipe quantises, in whichever step."""
-        return [spec for each in self.split_channels().channel_parts for spec in each.table.specs()]
+        return [
+            spec
+            for channel_part in self.split_channels().channel_parts
+            for spec in channel_part.table.specs()
+        ]
 
     @property
     def operands(self) -> dict[str, Operands]:
@@ -220,25 +226,28 @@ class LayerPlan:
         """
         outliers = self.recipe.outliers
         recipe = self.recipe.of_outliers()
-        whole = self.layer.in_features
+        all_channels = self.layer.in_features
         if outliers is None or recipe is None or not self.quantised:
             return self
         gemms: dict[str, Any]
-        if not (count := outliers.count(whole)):
-            share = f"{outliers.share:.0%} of {whole} in multiples of {outliers.multiple}"
+        if not (count := outliers.count(all_channels)):
+            share = f"{outliers.share:.0%} of {all_channels} in multiples of {outliers.multiple}"
             why = f"no outlier channels: {share} leave no other"
             gemms = {gemm.name: replace(gemm, why=f"{gemm.why}; {why}") for gemm in self.gemms}
             return replace(self, **gemms)
         backend = next(gemm.backend for gemm in self.gemms if gemm.operands.quantised)
         gemms = {
-            "why": f"outlier channels: {count} of {whole}, {recipe.name}",
+            "why": f"outlier channels: {count} of {all_channels}, {recipe.name}",
             "dtype": recipe.dtype,
         }
         gemms = {
             name: Gemm(
-                name=name, operands=each, backend=backend if each.quantised else "torch", **gemms
+                name=name,
+                operands=operands,
+                backend=backend if operands.quantised else "torch",
+                **gemms,
             )
-            for name, each in recipe.table().items()
+            for name, operands in recipe.table().items()
         }
         return replace(
             self,
@@ -276,27 +285,27 @@ def resolve(
     if policy is not None and layer.names:
         policy.check(layer.names)
     if policy is None:
-        own = recipe
+        layer_recipe = recipe
     else:
-        own = policy.recipe_for(layer, recipe)
-    own.check_layer(layer)
+        layer_recipe = policy.recipe_for(layer, recipe)
+    layer_recipe.check_layer(layer)
     if policy is None:
         alike = layer.fused
     else:
         alike = policy.readers(layer, recipe)
-    divided = misaligned(layer, own.table())
+    divided = misaligned(layer, layer_recipe.table())
     if divided:
-        own = own.with_high_precision(*divided)
-    table = own.table()
+        layer_recipe = layer_recipe.with_high_precision(*divided)
+    table = layer_recipe.table()
     if (unconverted := layer.unconverted) is not None:
-        own = own.with_high_precision(*GEMMS)
-        table = own.table()
+        layer_recipe = layer_recipe.with_high_precision(*GEMMS)
+        table = layer_recipe.table()
         choices = dict.fromkeys(GEMMS, Choice("torch", unconverted))
     else:
         cut = layer.cut in ("in", "out")
-        fused = bool(own.fused_scales and layer.fused)
+        fused = bool(layer_recipe.fused_scales and layer.fused)
         choices = choose(
-            table, layer, backend, device, cut=cut, fused=fused, emulated=own.why_emulated
+            table, layer, backend, device, cut=cut, fused=fused, emulated=layer_recipe.why_emulated
         )
     gemms: dict[str, Any] = {}
     for name, (chosen, why, grouped) in choices.items():
@@ -312,22 +321,26 @@ def resolve(
             why = (
                 divided.get(name)
                 or kept
-                or (reason if reason and name in recipe.high_precision else own.name)
+                or (reason if reason and name in recipe.high_precision else layer_recipe.name)
             )
         elif kept and unconverted is None:
             why = f"{kept}; {why}"
-        why += fused_note(layer, own, name) + input_note(alike, own, name, chosen, device)
+        why += fused_note(layer, layer_recipe, name) + input_note(
+            alike, layer_recipe, name, chosen, device
+        )
         why += sums_note(operands, name, chosen, device)
         marks = {"divided": name in divided, "grouped": grouped}
         gemms[name] = Gemm(
-            name=name, operands=operands, dtype=own.dtype, backend=chosen, why=why, **marks
+            name=name, operands=operands, dtype=layer_recipe.dtype, backend=chosen, why=why, **marks
         )
-    whole = LAYER_BACKENDS.get(choices["fprop"].backend)
-    if whole is None:
+    layer_backend = LAYER_BACKENDS.get(choices["fprop"].backend)
+    if layer_backend is None:
         why_values = None
     else:
-        why_values = whole.why_values(table, layer, device)
-    return LayerPlan(layer=layer, recipe=own, readers=alike, why_values=why_values, **gemms)
+        why_values = layer_backend.why_values(table, layer, device)
+    return LayerPlan(
+        layer=layer, recipe=layer_recipe, readers=alike, why_values=why_values, **gemms
+    )
 
 
 def fused_note(layer: Layer, recipe: Recipe, gemm: str) -> str:
@@ -350,12 +363,12 @@ def input_note(
     reason in a plan; "": it does not, or no other layer reads x. (Backends of single GEMMs share
     every x whose bits do not depend on the layer.)
     """
-    whole = LAYER_BACKENDS.get(backend)
+    layer_backend = LAYER_BACKENDS.get(backend)
     if (
-        whole is None
+        layer_backend is None
         or gemm == "dgrad"
         or len(readers) < 2
-        or not whole.shares_input(recipe.table(), device)
+        or not layer_backend.shares_input(recipe.table(), device)
     ):
         return ""
     return f"; {', '.join(name.rpartition('.')[2] for name in readers)} share one quantised x"
@@ -366,7 +379,7 @@ def part_of(plan: LayerPlan, cut: str, parts: int, segments: tuple[int, ...] = (
     cut divides stay in high precision. Backends are those of the whole layer.
 
     Args:
-        cut, parts, segments: as of `Layer.part`.
+        cut, parts, segments: see `Layer.part`.
     """
     if parts == 1:
         return plan
@@ -390,7 +403,9 @@ def check_stages(layers: Iterable[LayerPlan], *, stages: int) -> None:
     so many stages of a pipeline; where tensor parallelism cuts a layer `resolve` does.
     """
     having = [
-        (each.recipe.outliers, each) for each in layers if each.recipe.outliers and each.quantised
+        (layer_plan.recipe.outliers, layer_plan)
+        for layer_plan in layers
+        if layer_plan.recipe.outliers and layer_plan.quantised
     ]
     if not having:
         return
@@ -403,8 +418,8 @@ def check_stages(layers: Iterable[LayerPlan], *, stages: int) -> None:
             "the whole batch, which data ranks share and parallel.tp and parallel.pp do not; use "
             "parallel.dp_shard or parallel.dp_replicate, or recipe.outliers=null"
         )
-    if not any(channels.count(each.layer.in_features) for channels, each in having):
-        widest = max(each.layer.in_features for _, each in having)
+    if not any(channels.count(layer_plan.layer.in_features) for channels, layer_plan in having):
+        widest = max(layer_plan.layer.in_features for _, layer_plan in having)
         raise ValueError(
             f"recipe {name}: outliers.share={outliers.share} in multiples of "
             f"outliers.multiple={outliers.multiple} "
@@ -414,7 +429,7 @@ def check_stages(layers: Iterable[LayerPlan], *, stages: int) -> None:
         )
 
 
-def check_fused(recipe: Recipe, found: Mapping[str, LayerPlan]) -> None:
+def check_fused(recipe: Recipe, layer_plans: Mapping[str, LayerPlan]) -> None:
     """Raises ValueError where fused scales of `recipe` have no layers, or policy or mesh divide a
     group.
 
@@ -423,17 +438,17 @@ def check_fused(recipe: Recipe, found: Mapping[str, LayerPlan]) -> None:
     """
     if not recipe.fused_scales:
         return
-    if not any(each.layer.fused for each in found.values()):
+    if not any(layer_plan.layer.fused for layer_plan in layer_plans.values()):
         raise ValueError(
             f"recipe {recipe.name}: no part of the model says which layers share a scale: set "
             f"{FUSED_BY} of the "
             "modules that hold them, or recipe.fused_scales=false"
         )
-    for name, each in found.items():
-        for other in (found[name] for name in each.fused if name in found):
-            if other.fprop.operands.second != each.fprop.operands.second:
-                if each.fprop.operands.second is None:
-                    kept = each
+    for name, layer_plan in layer_plans.items():
+        for other in (layer_plans[name] for name in layer_plan.fused if name in layer_plans):
+            if other.fprop.operands.second != layer_plan.fprop.operands.second:
+                if layer_plan.fprop.operands.second is None:
+                    kept = layer_plan
                 else:
                     kept = other
                 raise ValueError(
@@ -441,5 +456,5 @@ def check_fused(recipe: Recipe, found: Mapping[str, LayerPlan]) -> None:
                     "and fprop quantises their "
                     f"weights differently ({kept.layer.name}: {kept.fprop.why}): keep all or "
                     "none of "
-                    f"{', '.join(each.fused)} in high precision, or take recipe.fused_scales=false"
+                    f"{', '.join(layer_plan.fused)} in high precision, or take recipe.fused_scales=false"
                 )

@@ -82,7 +82,7 @@ class Layer:
         segments: out features of the shard in each of the weight's segments; none: they are one.
         experts: number of its weights, each of these sizes and for the tokens that are routed to
             it; 0: it has one weight, for all tokens.
-        per_token: to how many of the experts a token is routed.
+        per_token: number of experts that a token is routed to.
         fused: names of the layers, this one included, that serving software multiplies with it as
             one; none: no other.
     """
@@ -174,10 +174,13 @@ def find_layers(model: nn.Module) -> dict[str, Layer]:
     for index, path in enumerate(paths):
         for part in model.get_submodule(path).modules():
             block_of.setdefault(part, index)
-    found = [(name, module) for name, module in modules.items() if is_linear(module)]
-    names = tuple(name for name, _ in found)
+    linears = [(name, module) for name, module in modules.items() if is_linear(module)]
+    names = tuple(name for name, _ in linears)
     classes = {name: _classes(modules, name, paths) for name in names}
-    known = (*names, *dict.fromkeys(each for name in names for each in classes[name]))
+    matched_names = (
+        *names,
+        *dict.fromkeys(class_name for name in names for class_name in classes[name]),
+    )
     tuned = {path.removesuffix(f".{_TUNED}") for path in modules if path.endswith(f".{_TUNED}")}
     bypassed = bypassed_linears(modules.values())
     fused = _fused(modules, names)
@@ -187,22 +190,22 @@ def find_layers(model: nn.Module) -> dict[str, Layer]:
             in_features=features(module)[0],
             out_features=features(module)[1],
             block=block_of.get(module) if paths else index,
-            blocks=len(paths) or len(found),
+            blocks=len(paths) or len(linears),
             classes=classes[name],
-            names=known,
+            names=matched_names,
             unconverted=bypassed.get(module) or _why_unconverted(name, module, tuned),
             fused=fused.get(name, ()),
             **_cut_and_experts(module),
         )
-        for index, (name, module) in enumerate(found)
+        for index, (name, module) in enumerate(linears)
     }
 
 
 def _cut_and_experts(module: nn.Module) -> dict[str, Any]:
     """The fields of a `Layer` that a planned layer alone knows: its cut, and its experts."""
-    known = ("cut", "parts", "segments", "experts", "per_token")
+    declared_keys = ("cut", "parts", "segments", "experts", "per_token")
     if getattr(module, "is_fp4train_layer", False):
-        return {key: getattr(module.layer, key) for key in known}
+        return {key: getattr(module.layer, key) for key in declared_keys}
     return {}
 
 
@@ -211,13 +214,13 @@ def _classes(
 ) -> tuple[str, ...]:
     """The classes of a layer and of the modules that hold it, up to its block."""
     parts = name.split(".") if name else []
-    found = []
+    classes = []
     for length in range(len(parts), 0, -1):
         path = ".".join(parts[:length])
         if path in blocks and length < len(parts):
             break
-        found.append(f"{CLASS}{type(modules[path]).__name__}")
-    return tuple(found or [f"{CLASS}{type(modules['']).__name__}"])
+        classes.append(f"{CLASS}{type(modules[path]).__name__}")
+    return tuple(classes or [f"{CLASS}{type(modules['']).__name__}"])
 
 
 def elementwise(model: nn.Module) -> set[nn.Parameter]:
@@ -225,9 +228,9 @@ def elementwise(model: nn.Module) -> set[nn.Parameter]:
     (`fp4train_elementwise`).
     """
     return {
-        getattr(each, name)
-        for each in model.modules()
-        for name in getattr(each, ELEMENTWISE_BY, ())
+        getattr(module, name)
+        for module in model.modules()
+        for name in getattr(module, ELEMENTWISE_BY, ())
     } - {None}
 
 
@@ -235,7 +238,7 @@ def _fused(modules: Mapping[str, nn.Module], names: tuple[str, ...]) -> dict[str
     """Layer → the layers that serving software multiplies with it as one, as the parts of a model
     say.
     """
-    found: dict[str, tuple[str, ...]] = {}
+    groups: dict[str, tuple[str, ...]] = {}
     for path, module in modules.items():
         for group in getattr(module, FUSED_BY, ()):
             where = f"{FUSED_BY} of {path or type(module).__name__}"
@@ -245,14 +248,14 @@ def _fused(modules: Mapping[str, nn.Module], names: tuple[str, ...]) -> dict[str
                 )
             members = tuple(f"{path}.{name}" if path else name for name in group)
             for name in members:
-                if name not in names or name in found:
+                if name not in names or name in groups:
                     if name not in names:
                         what = "no linear layer"
                     else:
-                        what = f"in two groups, {found[name]} and {members}"
+                        what = f"in two groups, {groups[name]} and {members}"
                     raise ValueError(f"{where}: {name} is {what}")
-                found[name] = members
-    return found
+                groups[name] = members
+    return groups
 
 
 def bypassed_linears(modules: Iterable[nn.Module]) -> dict[nn.Module, str]:
@@ -320,10 +323,14 @@ def _changed(kind: type) -> str | None:
     """A name that a subclass of nn.Linear defines, and its own forward may depend on; None: there
     is none.
     """
-    own = [name for base in kind.__mro__ if base not in nn.Linear.__mro__ for name in vars(base)]
-    if computed := {"weight", "bias"} & set(own):  # by a parametrisation
+    overridden = [
+        name for base in kind.__mro__ if base not in nn.Linear.__mro__ for name in vars(base)
+    ]
+    if computed := {"weight", "bias"} & set(overridden):  # by a parametrisation
         return max(computed)
-    return next((name for name in own if hasattr(nn.Linear, name) and name not in _HARMLESS), None)
+    return next(
+        (name for name in overridden if hasattr(nn.Linear, name) and name not in _HARMLESS), None
+    )
 
 
 def misaligned(layer: Layer, table: Mapping[str, Operands]) -> dict[str, str]:
@@ -333,9 +340,9 @@ def misaligned(layer: Layer, table: Mapping[str, Operands]) -> dict[str, str]:
     A shard quantised on its own blocks would round differently from the whole layer, and the loss
     would depend on the number of ranks. Such a GEMM stays in high precision, and the plan names it.
     """
-    found: dict[str, str] = {}
+    why_misaligned: dict[str, str] = {}
     if layer.cut is None:
-        return found
+        return why_misaligned
     extents = layer.segments or (layer.out_features if layer.cut == "out" else layer.in_features,)
     for (gemm, name), operand in sourced(table).items():
         if not operand.has(layer.cut):
@@ -343,9 +350,11 @@ def misaligned(layer: Layer, table: Mapping[str, Operands]) -> dict[str, str]:
         reasons = ((size, operand.why_not_cut(layer.cut, size)) for size in extents)
         extent, reason = next(((size, why) for size, why in reasons if why is not None), (0, None))
         if reason is not None:
-            whole = (
+            aligned = (
                 f"{'a segment of ' if layer.segments else ''}{extent * layer.parts} {layer.cut} "
                 "features"
             )
-            found.setdefault(gemm, f"{whole} over {layer.parts} ranks: {reason} ({name})")
-    return found
+            why_misaligned.setdefault(
+                gemm, f"{aligned} over {layer.parts} ranks: {reason} ({name})"
+            )
+    return why_misaligned

@@ -219,21 +219,21 @@ class Timeline:
             s for s in (p.step(self.steps, self.cooldown) for p in self.phases) if s is not None
         }
         cuts = sorted(s for s in starts if s < max(self.steps, 1))
-        found: list[Stretch] = []
+        stretches: list[Stretch] = []
         for start, stop in zip(cuts, [*cuts[1:], self.steps], strict=True):
             recipe, reason = self._at(start)
-            if found and found[-1].recipe == recipe:
-                found[-1] = replace(found[-1], stop=stop)
+            if stretches and stretches[-1].recipe == recipe:
+                stretches[-1] = replace(stretches[-1], stop=stop)
             else:
-                found.append(Stretch(start=start, stop=stop, recipe=recipe, reason=reason))
-        return list(_split(found))
+                stretches.append(Stretch(start=start, stop=stop, recipe=recipe, reason=reason))
+        return list(_split(stretches))
 
     def with_swap(self, swap: Swap) -> Timeline:
         """This timeline with one more swap; a later request for the same step replaces the earlier
         one.
         """
-        others = [s for s in self.swaps if s.step != swap.step]
-        return replace(self, swaps=(*others, swap))
+        other_swaps = [s for s in self.swaps if s.step != swap.step]
+        return replace(self, swaps=(*other_swaps, swap))
 
 
 def _split(stretches: Sequence[Stretch]) -> Iterator[Stretch]:
@@ -241,13 +241,13 @@ def _split(stretches: Sequence[Stretch]) -> Iterator[Stretch]:
     do.
     """
     recorded = 0
-    for each in stretches:
-        outliers = each.recipe.outliers
-        if outliers is None or not each.recipe.quantised:
-            yield each
+    for stretch in stretches:
+        outliers = stretch.recipe.outliers
+        if outliers is None or not stretch.recipe.quantised:
+            yield stretch
             continue
-        first, recorded = outliers.split_from(each.start, each.stop, recorded)
-        if first > each.start:
-            yield replace(each, stop=min(first, each.stop), split=False)
-        if first < each.stop:
-            yield replace(each, start=first, split=True)
+        split_step, recorded = outliers.split_from(stretch.start, stretch.stop, recorded)
+        if split_step > stretch.start:
+            yield replace(stretch, stop=min(split_step, stretch.stop), split=False)
+        if split_step < stretch.stop:
+            yield replace(stretch, start=split_step, split=True)

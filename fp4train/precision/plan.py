@@ -39,7 +39,9 @@ class PlannedStretch(Stretch):
         """The distinct tables that `backend` runs layer by layer."""
         return list(
             dict.fromkeys(
-                each.table for each in self.layers.values() if each.layer_backend == backend
+                layer_plan.table
+                for layer_plan in self.layers.values()
+                if layer_plan.layer_backend == backend
             )
         )
 
@@ -71,7 +73,7 @@ class Plan:
     """The plan of a run: what every layer runs in every stretch of it.
 
     Args:
-        stretches: in order; they cover the run without gaps.
+        stretches: stretches in order; they cover the run without gaps.
         tokens: rows of x in one forward pass.
         device: device of the layers.
     """
@@ -87,26 +89,30 @@ class Plan:
 
     def since(self, step: int) -> Plan:
         """The plan of the steps from `step` on."""
-        rest = [replace(s, start=max(s.start, step)) for s in self.stretches if s.stop > step]
-        return replace(self, stretches=tuple(rest or self.stretches[-1:]))
+        remaining = [replace(s, start=max(s.start, step)) for s in self.stretches if s.stop > step]
+        return replace(self, stretches=tuple(remaining or self.stretches[-1:]))
 
     @property
     def quantised(self) -> bool:
         """Whether any GEMM of the run is quantised."""
-        return any(each.quantised for stretch in self.stretches for each in stretch.layers.values())
+        return any(
+            layer_plan.quantised
+            for stretch in self.stretches
+            for layer_plan in stretch.layers.values()
+        )
 
     @property
     def rows(self) -> Iterator[Row]:
         """One row per GEMM, in the order of steps, layers, and their products."""
         for stretch in self.stretches:
-            for each in stretch.layers.values():
-                for gemm, features in each.products:
+            for layer_plan in stretch.layers.values():
+                for gemm, features in layer_plan.products:
                     yield Row(
                         start=stretch.start,
                         stop=stretch.stop,
-                        layer=each.layer,
+                        layer=layer_plan.layer,
                         gemm=gemm.name,
-                        size=each.size(gemm.name, self.tokens, features),
+                        size=layer_plan.size(gemm.name, self.tokens, features),
                         elements=gemm.elements,
                         backend=gemm.backend,
                         why=gemm.why,
@@ -115,7 +121,8 @@ class Plan:
     def check_ranks(self, *, stages: int) -> None:
         """`check_stages` of every layer in every stretch."""
         check_stages(
-            (each for stretch in self.stretches for each in stretch.layers.values()), stages=stages
+            (layer_plan for stretch in self.stretches for layer_plan in stretch.layers.values()),
+            stages=stages,
         )
 
     def shares(self, start: int) -> dict[str, float]:
@@ -150,7 +157,7 @@ def make_plan(
     """Resolve every GEMM of every layer over the whole run.
 
     Args:
-        layers: of the model, in order (`find_layers(model).values()`).
+        layers: layers of the model, in order (`find_layers(model).values()`).
         timeline: recipe, phases and swaps.
         policy: None: every layer follows the recipe.
         tokens: rows of x in one forward pass.
@@ -165,17 +172,19 @@ def make_plan(
         policy.check(name for layer in layers for name in (layer.name, *layer.classes))
     stretches = []
     for stretch in timeline.stretches():
-        found = {}
+        layer_plans = {}
         for layer in layers:
             if isinstance(backend, str):
-                wanted = backend
+                layer_backend = backend
             else:
-                wanted = backend[layer.name]
-            each = resolve(layer, stretch.recipe, policy, wanted, device, reason=stretch.reason)
-            found[layer.name] = each.within(stretch)
-        check_fused(stretch.recipe, found)
+                layer_backend = backend[layer.name]
+            layer_plan = resolve(
+                layer, stretch.recipe, policy, layer_backend, device, reason=stretch.reason
+            )
+            layer_plans[layer.name] = layer_plan.within(stretch)
+        check_fused(stretch.recipe, layer_plans)
         fields = vars(stretch) | {"reason": stretch.reason + stretch.note}
-        stretches.append(PlannedStretch(**fields, layers=found))
+        stretches.append(PlannedStretch(**fields, layers=layer_plans))
     return Plan(stretches=tuple(stretches), policy=policy, tokens=tokens, device=device)
 
 
@@ -198,7 +207,7 @@ def plan(
         policy: which layers keep high precision; None quantises every layer.
         phases: recipe changes during a run of `steps` steps.
         tokens: rows of x in one forward pass, for the sizes.
-        backend: of layers that are not converted; a converted layer keeps its own.
+        backend: backend of layers that are not converted; a converted layer keeps its own.
         device: device of the layers; None: that of the model's first parameter.
 
     Raises:

@@ -98,7 +98,7 @@ class LayerPolicy:
             self, "keep", (self.keep,) if isinstance(self.keep, str) else tuple(self.keep)
         )
         object.__setattr__(self, "recipes", tuple(self.recipes))
-        if strange := [each for each in self.recipes if not isinstance(each, LayerRecipe)]:
+        if strange := [entry for entry in self.recipes if not isinstance(entry, LayerRecipe)]:
             raise TypeError(f"recipes={strange[0]!r} must be LayerRecipe(layers=…, recipe=…)")
         for pattern in self.keep:
             if wrong := [gemm for gemm in _parts(pattern)[1] if gemm not in GEMMS]:
@@ -121,10 +121,10 @@ class LayerPolicy:
         """
         if layer.block is None:
             return "outside the blocks"
-        first = self.count("first", layer.blocks)
+        count_first = self.count("first", layer.blocks)
         last = self.count("last", layer.blocks)
-        if layer.block < first:
-            return f"policy.first={self.first} ({first} of {layer.blocks} blocks)"
+        if layer.block < count_first:
+            return f"policy.first={self.first} ({count_first} of {layer.blocks} blocks)"
         if layer.block >= layer.blocks - last:
             return f"policy.last={self.last} ({last} of {layer.blocks} blocks)"
         for pattern in self.keep:
@@ -137,10 +137,10 @@ class LayerPolicy:
         """The recipe that `recipes` has for `layer`, and its pattern as a reason; None: it follows
         the run's.
         """
-        for each in self.recipes:
-            for pattern in each.layers:
+        for entry in self.recipes:
+            for pattern in entry.layers:
                 if _matches_layer(pattern, layer):
-                    return each.recipe, f"policy.recipes={pattern}"
+                    return entry.recipe, f"policy.recipes={pattern}"
         return None
 
     def why(self, layer: Layer, gemm: str) -> str | None:
@@ -148,16 +148,16 @@ class LayerPolicy:
         not.
         """
         kept = self.why_kept(layer, gemm)
-        own = self.own_recipe(layer)
-        return kept or (None if own is None else own[1])
+        layer_recipe = self.own_recipe(layer)
+        return kept or (None if layer_recipe is None else layer_recipe[1])
 
     def recipe_for(self, layer: Layer, recipe: Recipe) -> Recipe:
         """The recipe of `layer` when the run's current recipe is `recipe`."""
         if not recipe.quantised:
             return recipe
         if self.why_kept(layer) is None:
-            if (own := self.own_recipe(layer)) is not None:
-                recipe = _with_exceptions_of(recipe, own[0])
+            if (layer_recipe := self.own_recipe(layer)) is not None:
+                recipe = _with_exceptions_of(recipe, layer_recipe[0])
             kept_gemms = [
                 gemm for gemm in GEMMS if self.keep and self.why_kept(layer, gemm) is not None
             ]
@@ -174,11 +174,11 @@ class LayerPolicy:
         """
         if not self.keep and not self.recipes:  # what the layers of a group differ by
             return layer.fused
-        own = self.recipe_for(layer, recipe)
+        layer_recipe = self.recipe_for(layer, recipe)
         return tuple(
             name
             for name in layer.fused
-            if self.recipe_for(replace(layer, name=name), recipe) == own
+            if self.recipe_for(replace(layer, name=name), recipe) == layer_recipe
         )
 
     def check(self, names: Iterable[str]) -> None:
@@ -186,29 +186,31 @@ class LayerPolicy:
         effect.
 
         Args:
-            names: of layers, and of their classes as `Layer.classes` has them.
+            names: names of layers, and of their classes as `Layer.classes` has them.
         """
         names = list(names)
         patterns = [("keep", pattern) for pattern in self.keep]
-        patterns += [("recipes", pattern) for each in self.recipes for pattern in each.layers]
+        patterns += [("recipes", pattern) for entry in self.recipes for pattern in entry.layers]
         for key, pattern in patterns:
             name, _ = _parts(pattern)
             alike = list(
                 dict.fromkeys(
-                    each for each in names if each.startswith(CLASS) == name.startswith(CLASS)
+                    entry for entry in names if entry.startswith(CLASS) == name.startswith(CLASS)
                 )
             )
-            if name not in alike and not any(matches(name, each) for each in alike):
+            if name not in alike and not any(matches(name, entry) for entry in alike):
                 some = ", ".join(alike[:8]) + (", …" if len(alike) > 8 else "")
                 raise ValueError(
                     f"policy.{key}={pattern!r} matches no linear layer; the model has: {some}"
                 )
 
 
-def _with_exceptions_of(recipe: Recipe, own: Recipe) -> Recipe:
+def _with_exceptions_of(recipe: Recipe, layer_recipe: Recipe) -> Recipe:
     """`own` in the place of `recipe`: with its dtype, and its GEMMs in high precision."""
     return replace(
-        own, dtype=recipe.dtype, high_precision=(*own.high_precision, *recipe.high_precision)
+        layer_recipe,
+        dtype=recipe.dtype,
+        high_precision=(*layer_recipe.high_precision, *recipe.high_precision),
     )
 
 
@@ -216,15 +218,15 @@ def _parts(pattern: str) -> tuple[str, tuple[str, ...]]:
     """The part of a pattern that is about the layer, and the GEMMs that it names; none: the whole
     layer.
     """
-    before = CLASS if pattern.startswith(CLASS) else ""
-    name, colon, gemms = pattern.removeprefix(before).partition(":")
-    return before + name, tuple(gemms.split("+")) if colon else ()
+    prefix = CLASS if pattern.startswith(CLASS) else ""
+    name, colon, gemms = pattern.removeprefix(prefix).partition(":")
+    return prefix + name, tuple(gemms.split("+")) if colon else ()
 
 
 def _matches_layer(pattern: str, layer: Layer) -> bool:
     """Whether a pattern without GEMMs is about this layer."""
     if pattern.startswith(CLASS):
-        return any(fnmatchcase(each, pattern) for each in layer.classes)
+        return any(fnmatchcase(class_name, pattern) for class_name in layer.classes)
     return matches(pattern, layer.name)
 
 
@@ -232,9 +234,9 @@ def matches(pattern: str, name: str) -> bool:
     """Whether the components of `pattern` match consecutive whole components of the dotted
     `name`.
     """
-    wanted = pattern.split(".")
+    pattern_parts = pattern.split(".")
     have = name.split(".")
     return any(
-        all(fnmatchcase(part, want) for part, want in zip(have[i:], wanted, strict=False))
-        for i in range(len(have) - len(wanted) + 1)
+        all(fnmatchcase(part, want) for part, want in zip(have[i:], pattern_parts, strict=False))
+        for i in range(len(have) - len(pattern_parts) + 1)
     )

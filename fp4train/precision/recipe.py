@@ -275,11 +275,11 @@ class Recipe:
         else:
             apart = None
         if self.outliers is not None and apart is not None:
-            first = self.outliers.start
+            start = self.outliers.start
             last = self.outliers.start + self.outliers.steps - 1
             lines += [
                 f"outlier channels, {self.outliers.share:.0%} of the input channels, chosen "
-                f"in steps {first}–{last}:",
+                f"in steps {start}–{last}:",
                 apart.shown(width),
             ]
         return "\n".join(lines)
@@ -347,11 +347,11 @@ class OutlierChannels:
     Args:
         recipe: their operands; its dtype and its GEMMs in high precision are those of the recipe
             that they belong to.
-        share: of a layer's input channels, between 0 and 1; the number is rounded up to whole
+        share: fraction of a layer's input channels, between 0 and 1; the number is rounded up to whole
             multiples.
         start: optimizer steps before the first one that is recorded.
         steps: recorded steps; the channels are chosen after the last one.
-        multiple: what the number of channels is a multiple of. 32 is a block of MX; the authors'
+        multiple: divisor of the number of channels. 32 is a block of MX; the authors'
             kernels need 128, and their simulations round to 1.
     """
 
@@ -384,8 +384,8 @@ class OutlierChannels:
         missing = self.steps - recorded
         if missing <= 0:
             return start, recorded
-        first = max(start, self.start) + missing
-        return first, recorded + max(0, min(first, stop) - max(start, self.start))
+        split_step = max(start, self.start) + missing
+        return split_step, recorded + max(0, min(split_step, stop) - max(start, self.start))
 
     def __str__(self) -> str:
         return f"{self.share:.0%} in {self.recipe.name}"

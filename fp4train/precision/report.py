@@ -57,7 +57,7 @@ def gathers(
     shards: int,
     gather: str,
     *,
-    whole: str | None = None,
+    fully_gathered: str | None = None,
     blocks: bool = True,
 ) -> str:
     """A sentence: in which form ranks send each other the weights of the blocks, in how many bytes
@@ -70,25 +70,27 @@ def gathers(
         whole: the option for which blocks take plain weights; None: none. blocks: whether there are
             any.
     """
-    sent = effective(gather, whole=whole is not None, blocks=blocks)
+    sent = effective(gather, whole=fully_gathered is not None, blocks=blocks)
     start = f"weights of the blocks are gathered from {shards} shards"
     if sent == "fp32":
         if sent == gather:
             asked = "parallel.gather=fp32 asks for it"
         else:
             asked = ""
-        reason = asked or (f"{whole} takes plain weights" if whole else "the model has no blocks")
+        reason = asked or (
+            f"{fully_gathered} takes plain weights" if fully_gathered else "the model has no blocks"
+        )
         return f"{start} in float32 (4 B per weight), because {reason}"
-    found: dict[str, list[tuple[LayerPlan, WireForm]]] = {}
+    layers_by_form: dict[str, list[tuple[LayerPlan, WireForm]]] = {}
     inner = [plan for plan in layers if plan.layer.block is not None]
     for plan in inner:
         form = wire_form(plan, shards, sent)
-        found.setdefault(_sent(form, gather), []).append((plan, form))
+        layers_by_form.setdefault(_sent(form, gather), []).append((plan, form))
     parts = []
-    for text, group in sorted(found.items(), key=lambda item: -len(item[1])):
+    for text, group in sorted(layers_by_form.items(), key=lambda item: -len(item[1])):
         names = _where((plan.layer for plan, _ in group), (plan.layer for plan in inner))
-        parts.append(f"{names} " * (len(found) > 1) + text.format(_bytes(group)))
-    return start + (": " if len(found) > 1 else " ") + "; ".join(parts)
+        parts.append(f"{names} " * (len(layers_by_form) > 1) + text.format(_bytes(group)))
+    return start + (": " if len(layers_by_form) > 1 else " ") + "; ".join(parts)
 
 
 def _sent(form: WireForm, gather: str) -> str:
@@ -107,7 +109,7 @@ def _sent(form: WireForm, gather: str) -> str:
 
 def _bytes(group: list[tuple[LayerPlan, WireForm]]) -> str:
     """The bytes per weight of the gathers for forward and backward, each number once."""
-    each = {
+    bytes_of_form = {
         f"{form.bytes(rows, columns, backward=backward) / (rows * columns):.3g}"
         for plan, form in group
         for rows, columns in [
@@ -115,7 +117,7 @@ def _bytes(group: list[tuple[LayerPlan, WireForm]]) -> str:
         ]
         for backward in (False, True)
     }
-    return " or ".join(sorted(each))
+    return " or ".join(sorted(bytes_of_form))
 
 
 def shares(macs: Iterable[tuple[str, int]]) -> dict[str, float]:
@@ -148,16 +150,16 @@ def _fold(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """One row for the same GEMM of consecutive blocks: "blocks.0–4.mlp.up"."""
     folded: list[tuple[str, list[int], str, list[str]]] = []
     latest: dict[tuple[str, ...], list[int]] = {}
-    for name, *others in rows:
+    for name, *cells in rows:
         match = re.fullmatch(r"(.*?)(?<![^.])(\d+)(?![^.])(.*)", name)
         head, number, tail = match.groups() if match else (name, "", "")
-        span = latest.get((head, tail, *others))
+        span = latest.get((head, tail, *cells))
         if number and span and span[-1] == int(number) - 1:
             span.append(int(number))
         else:
-            latest[head, tail, *others] = span = [int(number)] if number else []
-            folded.append((head, span, tail, others))
-    return [(f"{head}{ranges(span)}{tail}", *others) for head, span, tail, others in folded]
+            latest[head, tail, *cells] = span = [int(number)] if number else []
+            folded.append((head, span, tail, cells))
+    return [(f"{head}{ranges(span)}{tail}", *cells) for head, span, tail, cells in folded]
 
 
 def summarise(plan: Plan, width: int | None = None) -> str:
@@ -167,17 +169,17 @@ def summarise(plan: Plan, width: int | None = None) -> str:
     Args:
         width: characters of a line, for which reasons become footnotes; None: any.
     """
-    found: list[tuple[str, ...]] = []
+    groups: list[tuple[str, ...]] = []
     titles: dict[int, str] = {}
     for stretch in plan.stretches:
-        titles[len(found)] = stretch.title
+        titles[len(groups)] = stretch.title
         rows = [row for row in plan.rows if row.start == stretch.start]
         total = sum(row.macs for row in rows) or 1
         for gemms, group in _alike(rows):
             share = f"{sum(row.macs for row in group) / total:6.1%}"
             where = _where([row.layer for row in group], [row.layer for row in rows])
-            found.append((where, gemms, group[0].elements, share, group[0].backend, group[0].why))
-    shown, notes = _footnotes(found, width, indent=2)
+            groups.append((where, gemms, group[0].elements, share, group[0].backend, group[0].why))
+    shown, notes = _footnotes(groups, width, indent=2)
     table = columns(shown, indent="  ", width=width)
     # names that are too long take several lines: a table for each stretch
     if len(table) > len(shown):
@@ -226,11 +228,11 @@ def _alike(rows: Iterable[Row]) -> list[tuple[str, list[Row]]]:
     for row in rows:
         by_layer.setdefault((row.layer.name, row.elements, row.backend, row.why), []).append(row)
     groups: dict[tuple[object, ...], list[Row]] = {}
-    for (_, *others), found in by_layer.items():
-        gemms = " ".join(row.gemm for row in found)
-        outside = found[0].layer.block is None
-        groups.setdefault((gemms, outside, *others), []).extend(found)
-    return [(str(key[0]), found) for key, found in groups.items()]
+    for (_, *cells), layer_names in by_layer.items():
+        gemms = " ".join(row.gemm for row in layer_names)
+        outside = layer_names[0].layer.block is None
+        groups.setdefault((gemms, outside, *cells), []).extend(layer_names)
+    return [(str(key[0]), layer_names) for key, layer_names in groups.items()]
 
 
 def _where(layers: Iterable[Layer], among: Iterable[Layer]) -> str:

@@ -64,9 +64,11 @@ def why_not(spec: QuantSpec, device_type: str) -> str | None:
             f"element={spec.element!r} has no C kernel (known: "
             f"{', '.join(fmt.name for fmt in cpu.ELEMENTS)})"
         )
-    for field, known in _KNOWN.items():
-        if (value := getattr(spec, field)) not in known:
-            return f"{field}={value!r} has no C kernel (known: {', '.join(map(str, known))})"
+    for field, kernel_values in _KNOWN.items():
+        if (value := getattr(spec, field)) not in kernel_values:
+            return (
+                f"{field}={value!r} has no C kernel (known: {', '.join(map(str, kernel_values))})"
+            )
     cols = spec.block[1]
     if cols is None and spec.scale not in ("fp32", "pow2"):
         return f"scale={spec.scale!r} with block={spec.block!r} has no C kernel"
@@ -108,13 +110,13 @@ def _why_not_transform(transform: Hadamard | Rotation) -> str | None:
     return None
 
 
-def _why_not_first(spec: QuantSpec, first: QuantSpec, device_type: str) -> str | None:
+def _why_not_first(spec: QuantSpec, requantised: QuantSpec, device_type: str) -> str | None:
     """Why the kernels cannot round x by `first`, which `spec` requantises, before they quantise it,
     or None.
     """
-    if first.hadamard is not None:
+    if requantised.hadamard is not None:
         return (
-            f"requantises with hadamard={first.hadamard!r} has no C kernel: none undoes the "
+            f"requantises with hadamard={requantised.hadamard!r} has no C kernel: none undoes the "
             "transform"
         )
     if not spec.scale_format.is_byte:
@@ -122,7 +124,7 @@ def _why_not_first(spec: QuantSpec, first: QuantSpec, device_type: str) -> str |
             f"requantises with scale={spec.scale!r} has no C kernel: an infinite scale depends "
             "on the dtype of x"
         )
-    reason = why_not(first, device_type)
+    reason = why_not(requantised, device_type)
     if reason is None:
         return None
     return f"requantises: {reason}"
@@ -154,12 +156,14 @@ class CpuQuantizer(Quantizer):
         self._run_decode = extension.decode
         self.isa = cpu.INSTRUCTION_SETS.index(machine.instruction_set or cpu.instruction_sets()[-1])
         self.threads = torch.get_num_threads if threads is None else lambda: threads
-        whole = None if None not in spec.block else "tensor" if spec.block[0] is None else "row"
-        extent = spec.global_scale or whole
+        whole_extent = (
+            None if None not in spec.block else "tensor" if spec.block[0] is None else "row"
+        )
+        extent = spec.global_scale or whole_extent
         float32 = not (to_bf16 or spec.exact_in_bf16)
-        block: tuple[int, int] = (1, 16) if whole else spec.block  # type: ignore[assignment]
+        block: tuple[int, int] = (1, 16) if whole_extent else spec.block  # type: ignore[assignment]
         self._block_rows, self._block_cols = block
-        self._whole = whole is not None
+        self._whole = whole_extent is not None
         self._measures = spec.delayed is None
         self._row_amax = extent == "row"
         self._tensor_amax = extent == "tensor"
@@ -186,7 +190,7 @@ class CpuQuantizer(Quantizer):
             cpu.SCALE_ROUNDINGS[spec.scale_rounding],
             cpu.FOUR_OVER_SIX[spec.four_over_six] or cpu.FORMULAS[spec.formula],
             *block,
-            cpu.EXTENTS[whole],
+            cpu.EXTENTS[whole_extent],
             cpu.EXTENTS[extent],
             cpu.ROUNDINGS[spec.rounding],
             0 if spec.hadamard is None else spec.hadamard.size,
@@ -204,9 +208,11 @@ class CpuQuantizer(Quantizer):
     ) -> Quantized:
         """Codes and scales of x."""
         if type(x_RC) in PLAIN and x_RC.is_cpu and not x_RC.is_neg():
-            made = self.job(x_RC, None if key is None else key.words, amax, True)
-            if made is not None and not self.run(made[0], None, False, self.threads(), self.isa):
-                (codes, scales, amax), (rows, cols) = made[1], x_RC.shape
+            outputs = self.job(x_RC, None if key is None else key.words, amax, True)
+            if outputs is not None and not self.run(
+                outputs[0], None, False, self.threads(), self.isa
+            ):
+                (codes, scales, amax), (rows, cols) = outputs[1], x_RC.shape
                 return _new(Quantized, (self.spec, (rows, cols), codes, scales, amax, None))
         return super().codes(x_RC, key, amax)
 
@@ -215,9 +221,11 @@ class CpuQuantizer(Quantizer):
     ) -> Decoded:
         """`codes(...).decoded()` to the bit, without the codes."""
         if type(x_RC) in PLAIN and x_RC.is_cpu and not x_RC.is_neg():
-            made = self.job(x_RC, None if key is None else key.words, amax, False)
-            if made is not None and not self.run(made[0], None, False, self.threads(), self.isa):
-                values, factor = made[1]
+            outputs = self.job(x_RC, None if key is None else key.words, amax, False)
+            if outputs is not None and not self.run(
+                outputs[0], None, False, self.threads(), self.isa
+            ):
+                values, factor = outputs[1]
                 return _new(Decoded, (values, factor))
         return super().values(x_RC, key, amax)
 
@@ -317,7 +325,7 @@ class CpuQuantizer(Quantizer):
         width = self._width
         wide = -(-cols // width) * width
         values_address = codes_address = scale_address = factor_address = 0
-        made: tuple[Tensor | None, ...]
+        outputs: tuple[Tensor | None, ...]
         if as_codes:
             if measures:
                 if self._row_amax:
@@ -336,7 +344,7 @@ class CpuQuantizer(Quantizer):
             codes = _new_uint8(rows, coded // 2 if self._packed else coded)
             codes_address = codes.data_ptr()
             scale_address = scales.data_ptr()
-            made = codes, scales, amax
+            outputs = codes, scales, amax
         else:
             values = self._new_values(rows, wide)
             factor = None
@@ -350,7 +358,7 @@ class CpuQuantizer(Quantizer):
                     scale_address = factor.data_ptr()
                 else:
                     factor_address = factor.data_ptr()
-            made = values, factor
+            outputs = values, factor
         job = _pack_job(
             self.scheme,
             random,
@@ -367,7 +375,7 @@ class CpuQuantizer(Quantizer):
             dtype,
             measures,
         )
-        return job, made, (x, amax)
+        return job, outputs, (x, amax)
 
     def _given(self, amax: Tensor, rows: int) -> Tensor | None:
         """A given amax in the shape that `job` returns; None if its size does not fit the spec."""
@@ -414,22 +422,22 @@ class CpuQuantizer(Quantizer):
             return None
         at_once = x_MK.nbytes >= PAIR_BYTES and self._reads_with(column)
         if self.run(row[0], turned[0], at_once, self.threads(), self.isa):  # x is not finite
-            one, other = (
+            row_words, other = (
                 Quantizer.codes if codes else Quantizer.values
                 for codes in (row_codes, column_codes)
             )
-            return one(self, x_MK, row_key, row_amax), other(
+            return row_words(self, x_MK, row_key, row_amax), other(
                 column, x_MK.T, column_key, column_amax
             )
         rows, cols = x_MK.shape
-        made = (
+        outputs = (
             _new(Quantized, (self.spec, (rows, cols), *row[1], None))
             if row_codes
             else _new(Decoded, row[1])
         )
         if column_codes:
-            return made, _new(Quantized, (column.spec, (cols, rows), *turned[1], None))
-        return made, _new(Decoded, turned[1])
+            return outputs, _new(Quantized, (column.spec, (cols, rows), *turned[1], None))
+        return outputs, _new(Decoded, turned[1])
 
 
 class CpuRequantizer(Quantizer):

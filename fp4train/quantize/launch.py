@@ -50,9 +50,9 @@ class Launch:
         options = self.constants | {"num_warps": self.warps, "enable_fp_fusion": False}
         if pointers[0].is_cuda:
             compile_once(self.kernel, arguments, options)
-        made = run(*arguments, **options)
-        if made is not None:  # the interpreter compiles nothing
-            self.compiled[key] = made[self.programs, 1, 1]
+        compiled = run(*arguments, **options)
+        if compiled is not None:  # the interpreter compiles nothing
+            self.compiled[key] = compiled[self.programs, 1, 1]
 
     def seen(self, pointers: Sequence[Tensor]) -> Sequence[Any]:
         """The pointers' arguments in the dtypes that the kernel is compiled for; a compiled one
@@ -71,4 +71,7 @@ class Launch:
             return pointers
         left = iter(pointers)
         sets = [tuple(islice(left, count)) for count in self.groups]
-        return [each if len(each) > 1 else each[0] for each in sets] + list(left)
+        return [
+            arguments_of_set if len(arguments_of_set) > 1 else arguments_of_set[0]
+            for arguments_of_set in sets
+        ] + list(left)

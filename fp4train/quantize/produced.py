@@ -150,12 +150,12 @@ def why_not(row: Quantizer, column: Quantizer, *, codes: bool, here: bool = True
     """
     if not codes:
         return "emulation multiplies its values, not its codes"
-    for each in (row, column):
-        if isinstance(each, TritonQuantizer):
+    for form_quantizer in (row, column):
+        if isinstance(form_quantizer, TritonQuantizer):
             reason = None
         else:
-            reason = each.why or each.kernel
-        if reason is not None and (here or (reason := why_not_spec(each.spec)) is not None):
+            reason = form_quantizer.why or form_quantizer.kernel
+        if reason is not None and (here or (reason := why_not_spec(form_quantizer.spec)) is not None):
             return f"the kernels that quantise are not Triton's ({reason})"
     if not has_pair_kernel(row.spec, column.spec):
         return (
@@ -176,13 +176,16 @@ def produce(
 
     Args:
         row, column: a pair that `why_not` has nothing against.
-        keys: of each result those of both forms, all of one seed and, but for the layer, of one
+        keys: for every result the keys of both forms, all of one seed and, but for the layer, of one
             position.
         turned: store the codes of x.T, of a byte, as x lies: [M, K].
     """
     assert isinstance(row, TritonQuantizer) and isinstance(column, TritonQuantizer)
-    x_MK, (first, *others) = source.tensors[0], [words_of_both(*each) for each in keys]
-    assert first is not None and None not in others
+    x_MK, (first_words, *other_words) = (
+        source.tensors[0],
+        [words_of_both(*key_pair) for key_pair in keys],
+    )
+    assert first_words is not None and None not in other_words
     if row.spec.block == (None, None):
         return _produce_turned(row, source)
     tiled = row._tiled, column._tiled
@@ -192,27 +195,29 @@ def produce(
         amaxes = torch.zeros(source.results, 4, device=x_MK.device)
     else:
         amaxes = None
-    made = [make() for _ in range(source.results) for make in plan.results]
+    buffers = [make() for _ in range(source.results) for make in plan.results]
     read = source.tensors
     if plan.amax is not None and amaxes is not None:
         plan.amax(*read, amaxes)
         read = read[: _counts(source.kind)[0]]
-    if others and others[0] is not None:
-        layer = others[0][2]
+    if other_words and other_words[0] is not None:
+        layer = other_words[0][2]
     else:
-        layer = first[2]
-    words = (*first[:3], layer, *first[3:])
-    plan.launch(*read, made[1] if amaxes is None else amaxes, *made, words=words)
-    (rows, columns), found = x_MK.shape, []
+        layer = first_words[2]
+    words = (*first_words[:3], layer, *first_words[3:])
+    plan.launch(*read, buffers[1] if amaxes is None else amaxes, *buffers, words=words)
+    (rows, columns), pairs = x_MK.shape, []
     for i in range(source.results):
-        a, b, c, d = made[4 * i : 4 * i + 4]
-        own, other, factor, other_factor = (None,) * 4 if amaxes is None else amaxes[i].unbind()
-        first_form = Quantized(
-            row.spec, (rows, columns), a, b, *((own, factor) if plan.needs[0] else (None,))
+        a, b, c, d = buffers[4 * i : 4 * i + 4]
+        row_amax, other, factor, other_factor = (
+            (None,) * 4 if amaxes is None else amaxes[i].unbind()
         )
-        second = (other, other_factor) if plan.needs[1] else (None,)
-        found.append((first_form, Quantized(column.spec, (columns, rows), c, d, *second)))
-    return found
+        first_form = Quantized(
+            row.spec, (rows, columns), a, b, *((row_amax, factor) if plan.needs[0] else (None,))
+        )
+        column_factors = (other, other_factor) if plan.needs[1] else (None,)
+        pairs.append((first_form, Quantized(column.spec, (columns, rows), c, d, *column_factors)))
+    return pairs
 
 
 def _produce_turned(
@@ -225,16 +230,16 @@ def _produce_turned(
     amaxes = torch.zeros(results, 4, device=x_MK.device)
     assert plan.amax is not None
     plan.amax(*source.tensors, amaxes)
-    made = [[make() for make in plan.results] for _ in range(results)]
+    buffers = [[make() for make in plan.results] for _ in range(results)]
     read = source.tensors[: _counts(source.kind)[0]]
-    plan.launch(*read, amaxes, *(each for one in made for each in one))
+    plan.launch(*read, amaxes, *(buffer for result in buffers for buffer in result))
     (rows, columns), spec = x_MK.shape, row.spec
     return [
         (
             Quantized(spec, (rows, columns), codes, scale, amax),
             Quantized(spec, (columns, rows), turned, scale, amax),
         )
-        for (codes, turned, scale), amax in zip(made, amaxes[:, 0].unbind(), strict=True)
+        for (codes, turned, scale), amax in zip(buffers, amaxes[:, 0].unbind(), strict=True)
     ]
 
 
@@ -266,7 +271,7 @@ def _counts(kind: str) -> tuple[int, int]:
 
 
 def _plan_amax(
-    column: QuantSpec, x_MK: Tensor, place: tuple[int, int], kind: str, eps: float, given: int
+    column: QuantSpec, x_MK: Tensor, place: tuple[int, int], kind: str, eps: float, dtypes: int
 ) -> Launch:
     """The kernel of the amaxes of x of a source of `given` tensors, in tiles of features and blocks
     of tokens.
@@ -281,8 +286,8 @@ def _plan_amax(
         strips if eps else strips * tiles * results,
         (tokens, features, x_MK.stride(0)),
         {"EPS": eps, "V": triton_launch.amax_variant(column, place), "S": kind},
-        dtypes={given: torch.int32},
-        groups=(given,),
+        dtypes={dtypes: torch.int32},
+        groups=(dtypes,),
     )
 
 

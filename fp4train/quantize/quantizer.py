@@ -123,8 +123,8 @@ def quantizer(spec: QuantSpec, device_type: str, kernel: str = "auto") -> Quanti
     module = importlib.import_module(f"fp4train.quantize.{chosen}")
     reason: str | None = module.why_not(spec, device_type)
     if reason is None:
-        made: Quantizer = module.make(spec)
-        return made
+        built: Quantizer = module.make(spec)
+        return built
     if kernel != "auto":
         raise ValueError(
             f"kernel={kernel!r} cannot quantise this: {reason}. Use kernel='auto' or 'reference'"

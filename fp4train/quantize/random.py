@@ -166,9 +166,9 @@ def words_of_both(
     """Key and counter words of both forms of a tensor, as `quantize_both` takes them; None: their
     seeds or layers are not the same.
     """
-    if (first := row or column) is None:
+    if (either := row or column) is None:
         return _NO_WORDS
-    seed, high, step, layer, group, start = random_words(first)
+    seed, high, step, layer, group, start = random_words(either)
     if row is None or column is None:
         return seed, high, layer, step, group, start, step, group, start
     other_seed, other_high, other_step, other_layer, other_group, other_start = random_words(column)

@@ -122,7 +122,7 @@ def _scale_two_level(
     encode, decode = scaling.global_scales(amax, spec)
     if spec.global_scale == "block":
         encode, decode = (
-            scaling.spread_outer(each, amax_b.shape[1], spec) for each in (encode, decode)
+            scaling.spread_outer(scale, amax_b.shape[1], spec) for scale in (encode, decode)
         )
     if spec.four_over_six is not None:
         stored = scaling.choose_scales(x_blocks, amax_b, amax, encode, decode, spec)

@@ -82,7 +82,7 @@ def corrected_scales(
     """Bytes of the corrected block scales [R, Cb], stochastically rounded E4M3.
 
     t: the scaled elements [R, 1, Cb, bc], float32. scale: their block scales, decoded [R, Cb].
-        size: of a group, a
+        size: size of a group, a
     multiple of bc. bits: random bits 0..65535 per block, int32 [R, Cb].
     """
     q = round_to_values(t, fmt)

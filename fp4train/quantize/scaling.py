@@ -215,7 +215,9 @@ def unswizzle_scales(flat: Tensor, rows: int, cols: int) -> Tensor:
     row_tiles = -(-rows // TILE_ROWS)
     col_tiles = -(-cols // TILE_COLS)
     if flat.numel() != row_tiles * col_tiles * TILE_ROWS * TILE_COLS:
-        wanted = row_tiles * col_tiles * TILE_ROWS * TILE_COLS
-        raise ValueError(f"flat has {flat.numel()} scales: [{rows}, {cols}] swizzled has {wanted}")
+        expected = row_tiles * col_tiles * TILE_ROWS * TILE_COLS
+        raise ValueError(
+            f"flat has {flat.numel()} scales: [{rows}, {cols}] swizzled has {expected}"
+        )
     tiles = flat.reshape(row_tiles, col_tiles, 32, 4, TILE_COLS).permute(0, 3, 2, 1, 4)
     return tiles.reshape(row_tiles * TILE_ROWS, col_tiles * TILE_COLS)[:rows, :cols].contiguous()

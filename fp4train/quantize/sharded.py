@@ -104,7 +104,7 @@ def divided_tensors(shard: Quantized, *, columns: bool) -> tuple[Tensor, ...]:
         and (shard.spec.global_scale == "block" or not columns)
     ):
         parts.append(shard.amax)
-    return tuple((each.T if columns else each).contiguous() for each in parts)
+    return tuple((part.T if columns else part).contiguous() for part in parts)
 
 
 def quantised_in_runs(
@@ -120,58 +120,58 @@ def quantised_in_runs(
     place.
 
     Args:
-        key: of the first element but for its row or column, which is a run's first.
+        key: key of the first element but for its row or column, which is a run's first.
         runs: first row or column, and number of them, which are whole blocks.
-        amax: of the whole tensor; None: that of x.
+        amax: amax of the whole tensor; None: that of x.
         columns: whether the runs are of columns.
     """
     if amax is None and amax_extent(spec) is not None:
         amax = measure_amax(x_RC, spec, key)
     make = quantizer(spec, x_RC.device.type).codes
-    found = []
+    run_codes = []
     start = 0
-    for first, size in runs:
+    for begin, size in runs:
         if columns:
-            at = key.replace(col_offset=first)
+            at = key.replace(col_offset=begin)
         else:
-            at = key.replace(row_offset=first)
+            at = key.replace(row_offset=begin)
         if amax is None or amax.ndim < 2 or columns:
-            own = amax
+            run_amax = amax
         else:
-            own = amax[start : start + size]
-        found.append(make(x_RC.narrow(1 if columns else 0, start, size), at, own))
+            run_amax = amax[start : start + size]
+        run_codes.append(make(x_RC.narrow(1 if columns else 0, start, size), at, run_amax))
         start += size
-    return stacked(found, columns=columns)
+    return stacked(run_codes, columns=columns)
 
 
 def stacked(parts: Sequence[Quantized], *, columns: bool) -> Quantized:
     """The matrix of these parts of its rows or columns, whole blocks each; scales are not in
     tiles.
     """
-    first = parts[0]
+    template = parts[0]
     axis = int(columns)
-    extent = sum(each.shape[axis] for each in parts)
+    extent = sum(part.shape[axis] for part in parts)
     if columns:
-        shape = (first.shape[0], extent)
+        shape = (template.shape[0], extent)
     else:
-        shape = (extent, first.shape[1])
-    scaled = first.spec.block[axis] is not None
+        shape = (extent, template.shape[1])
+    scaled = template.spec.block[axis] is not None
     per_row = (
-        first.amax is not None
-        and first.amax.ndim == 2
-        and (first.spec.global_scale == "block" or not columns)
+        template.amax is not None
+        and template.amax.ndim == 2
+        and (template.spec.global_scale == "block" or not columns)
     )
 
-    def whole(name: str, divided: bool) -> Any:
-        own = [getattr(each, name) for each in parts]
-        if own[0] is None or not divided:
-            return own[0]
-        return torch.cat(own, dim=axis)
+    def stack_field(name: str, divided: bool) -> Any:
+        fields = [getattr(part, name) for part in parts]
+        if fields[0] is None or not divided:
+            return fields[0]
+        return torch.cat(fields, dim=axis)
 
-    codes = whole("codes", True)
-    scales = whole("scales", scaled)
-    amax = whole("amax", per_row)
-    return Quantized(first.spec, shape, codes, scales, amax, whole("factor", per_row))
+    codes = stack_field("codes", True)
+    scales = stack_field("scales", scaled)
+    amax = stack_field("amax", per_row)
+    return Quantized(template.spec, shape, codes, scales, amax, stack_field("factor", per_row))
 
 
 def joined(shard: Quantized, tensors: Sequence[Tensor], extent: int, *, columns: bool) -> Quantized:
@@ -186,14 +186,14 @@ def joined(shard: Quantized, tensors: Sequence[Tensor], extent: int, *, columns:
         With `columns` its tensors are transposed views of those that were joined
         (`Quantized.contiguous`).
     """
-    (rows, cols), found = shard.shape, [each.T if columns else each for each in tensors]
-    codes = found.pop(0)
+    (rows, cols), pieces = shard.shape, [tensor.T if columns else tensor for tensor in tensors]
+    codes = pieces.pop(0)
     if shard.spec.block[1 if columns else 0] is None:
         scales = shard.scales
     else:
-        scales = found.pop(0)
+        scales = pieces.pop(0)
     shape = (rows, extent) if columns else (extent, cols)
-    return Quantized(shard.spec, shape, codes, scales, found.pop(0) if found else shard.amax)
+    return Quantized(shard.spec, shape, codes, scales, pieces.pop(0) if pieces else shard.amax)
 
 
 def packed_bytes(spec: QuantSpec, rows: int, columns: int) -> float:

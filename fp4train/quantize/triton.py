@@ -101,9 +101,9 @@ def why_not_spec(spec: QuantSpec) -> str | None:
     if spec.format not in triton_launch.ELEMENTS:
         allowed = ", ".join(fmt.name for fmt in triton_launch.ELEMENTS)
         return f"element={spec.element!r} has no Triton kernel (known: {allowed})"
-    for field, known in _KNOWN.items():
-        if (value := getattr(spec, field)) not in known:
-            return f"{field}={value!r} has no Triton kernel (known: {', '.join(map(str, known))})"
+    for field, kernel_values in _KNOWN.items():
+        if (value := getattr(spec, field)) not in kernel_values:
+            return f"{field}={value!r} has no Triton kernel (known: {', '.join(map(str, kernel_values))})"
     rows, cols = spec.block
     if cols is None:
         if spec.scale not in ("fp32", "pow2") or spec.hadamard is not None or spec.format.packed:
@@ -214,9 +214,9 @@ class TritonQuantizer(Quantizer):
     ) -> Quantized:
         """Codes and scales of x."""
         x_RC = check_input(x_RC, self.spec, key, amax)
-        if (made := self._quantize(x_RC, key, amax, values=False)) is None:
+        if (outputs := self._quantize(x_RC, key, amax, values=False)) is None:
             return super().codes(x_RC, key, amax)
-        codes, scales, amax, factor = made
+        codes, scales, amax, factor = outputs
         return Quantized(
             self.spec,
             (x_RC.shape[0], x_RC.shape[1]),
@@ -231,10 +231,10 @@ class TritonQuantizer(Quantizer):
     ) -> Decoded:
         """`codes(...).decoded()` to the bit, fused: 2 bytes per element read, 2 written (BF16)."""
         x_RC = check_input(x_RC, self.spec, key, amax)
-        made = self._quantize(x_RC, key, amax, values=True)
-        if made is None:
+        outputs = self._quantize(x_RC, key, amax, values=True)
+        if outputs is None:
             return super().values(x_RC, key, amax)
-        return Decoded(made[0], made[3])
+        return Decoded(outputs[0], outputs[3])
 
     def decode(self, quantized: Quantized) -> Decoded:
         """`quantized.decoded()` to the bit: in one kernel for (1, N) and (N, N) blocks, else by
@@ -312,35 +312,40 @@ class TritonQuantizer(Quantizer):
         if plan is None or words is None:
             return None
         row_needs, column_needs = plan.needs
-        given = []
+        amaxes_given = []
         if row_needs and row_amax is not None:
-            given.append(row_amax)
+            amaxes_given.append(row_amax)
         if column_needs and column_amax is not None:
-            given.append(column_amax)
+            amaxes_given.append(column_amax)
         # The kernel reads one amax where no transform lies between the forms.
-        if given and (
-            len(given) < row_needs + column_needs or (plan.amax is None and len(given) > 1)
+        if amaxes_given and (
+            len(amaxes_given) < row_needs + column_needs
+            or (plan.amax is None and len(amaxes_given) > 1)
         ):
             return None
         if row_needs or column_needs:
-            amaxes = self._both_amaxes(x_MK, plan, given)
+            amaxes = self._both_amaxes(x_MK, plan, amaxes_given)
         else:
             amaxes = None
-        first, second, third, fourth = plan.results
-        row = first()
+        make_row, make_row_scales, third, fourth = plan.results
+        row = make_row()
         turned = third()
-        row_scales = second() if row_codes else row
+        row_scales = make_row_scales() if row_codes else row
         turned_scales = fourth() if column_codes else turned
-        made = row, row_scales, turned, turned_scales
-        plan.launch(x_MK, row_scales if amaxes is None else amaxes, *made, words=words)
-        own, other, factor, other_factor = (None,) * 4 if amaxes is None else amaxes.unbind()
+        outputs = row, row_scales, turned, turned_scales
+        plan.launch(x_MK, row_scales if amaxes is None else amaxes, *outputs, words=words)
+        amax_of_row, other, factor, other_factor = (
+            (None,) * 4 if amaxes is None else amaxes.unbind()
+        )
         if not row_needs:
-            own = factor = None
+            amax_of_row = factor = None
         if not column_needs:
             other = other_factor = None
         by_row: Decoded | Quantized = _new(Decoded, (row, factor))
         if row_codes:
-            by_row = _new(Quantized, (self.spec, (rows, columns), row, row_scales, own, factor))
+            by_row = _new(
+                Quantized, (self.spec, (rows, columns), row, row_scales, amax_of_row, factor)
+            )
         if not column_codes:
             return by_row, _new(Decoded, (turned.T, other_factor))
         return by_row, _new(
@@ -363,11 +368,11 @@ class TritonQuantizer(Quantizer):
             amax = self.amax(x_MK)
         elif amax.dim() or amax.dtype != torch.float32:
             amax = amax.to(torch.float32).reshape(())
-        row, column, scale = made = [make() for make in plan.results]
+        row, column, scale = buffers = [make() for make in plan.results]
         plan.launch(
             x_MK.contiguous() if plan.contiguous else x_MK,
             amax,
-            *made,
+            *buffers,
             scale if newest is None else newest,
         )
         rows, columns = x_MK.shape
@@ -377,14 +382,16 @@ class TritonQuantizer(Quantizer):
         )
 
     def _both_amaxes(
-        self, x_MK: Tensor, plan: triton_launch.BothPlan, given: list[Tensor]
+        self, x_MK: Tensor, plan: triton_launch.BothPlan, given_amaxes: list[Tensor]
     ) -> Tensor:
         """The amaxes of both forms, or twice the one of x, and room for S_dec of both: float32
         [4].
         """
         out = torch.zeros(4, dtype=torch.float32, device=x_MK.device)
-        if given:
-            out[:2] = torch.stack([amax.reshape(()) for amax in (given[0], given[-1])])
+        if given_amaxes:
+            out[:2] = torch.stack(
+                [amax.reshape(()) for amax in (given_amaxes[0], given_amaxes[-1])]
+            )
         elif plan.amax is not None:
             plan.amax(x_MK, out)
         else:
@@ -400,10 +407,10 @@ class TritonQuantizer(Quantizer):
         """
         if self._whole and amax is not None and not self.spec.format.has_nan:
             return None
-        given = self._whole and amax is not None
+        amax_is_given = self._whole and amax is not None
         tiled = self._tiled and not values
         plan: triton_launch.QuantizePlan | None
-        plan = self._planned(triton_launch.plan_quantize, x_RC, values, given, tiled)
+        plan = self._planned(triton_launch.plan_quantize, x_RC, values, amax_is_given, tiled)
         if plan is None:
             return None
         if not self._whole and self.spec.global_scale is None:
@@ -434,14 +441,14 @@ class TritonQuantizer(Quantizer):
         kernel reads it.
         """
         kind = (plan, x.dtype, x.shape, x.stride(), x.device, *arguments)
-        found = self._plans.get(kind, _UNKNOWN)
-        if found is _UNKNOWN:
+        kept_plan = self._plans.get(kind, _UNKNOWN)
+        if kept_plan is _UNKNOWN:
             if len(self._plans) >= MOST_KINDS:
                 self._plans.clear()
-            found = self._plans[kind] = (
+            kept_plan = self._plans[kind] = (
                 plan(self.spec, x, *arguments) if why_not_tensor(x) is None else None
             )
-        return found
+        return kept_plan
 
 
 def _refuse(name: str, number: Tensor) -> NoReturn:

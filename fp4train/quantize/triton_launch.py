@@ -126,12 +126,12 @@ def plan_quantize(
         stored = (shape[1] // per_word, 1)
     output = "values" if values else "packed" if packed else "codes"
     its = {"blocks": blocks, "output": output, "given": given, "tiled": tiled}
-    made = _quantizing(spec, x_RC.dtype, (tile_rows, tile_blocks), **its)
+    variant = _quantizing(spec, x_RC.dtype, (tile_rows, tile_blocks), **its)
     tiles = _cdiv(groups, tile_blocks)
     strips = _cdiv(n_rows, tile_rows)
     sizes = (n_rows, n_cols, groups, strips if by_columns else tiles, *strides, *stored)
     launch = Launch(
-        quantize, tiles * strips, sizes, {"V": made}, warps, {} if values else {2: words}
+        quantize, tiles * strips, sizes, {"V": variant}, warps, {} if values else {2: words}
     )
     rooms = _rooms(spec, shape, scales, x_RC, tiled)
     if values:
@@ -150,9 +150,11 @@ def _rooms(
         return [partial(empty, *codes), partial(empty, scales, dtype=SCALE_DTYPES[spec.scale])]
     dtype = TILED_DTYPES[spec.scale]
     size = _cdiv(scales[0], 128) * _cdiv(scales[1], 4) * 512
-    whole = scales[0] % 128 == scales[1] % 4 == 0
+    fills_tiles = scales[0] % 128 == scales[1] % 4 == 0
     of_scales = (
-        partial(empty, size, dtype=dtype) if whole else lambda: empty(size).zero_().view(dtype)
+        partial(empty, size, dtype=dtype)
+        if fills_tiles
+        else lambda: empty(size).zero_().view(dtype)
     )
     return [partial(empty, *codes, dtype=spec.format.dtype), of_scales]
 
@@ -245,11 +247,11 @@ def plan_turned(
     contiguous = _is_strided(x_MK)
     tile_rows, tile_blocks = place
     programs = _cdiv(tokens, tile_rows) * _cdiv(features, LANES * tile_blocks)
-    made = _quantizing(
+    variant = _quantizing(
         spec, x_MK.dtype, place, blocks="whole", output="codes", given=given, enters=enters
     )
     sizes = (tokens, features, features if contiguous else x_MK.stride(0))
-    launch = Launch(quantize_turned, programs, sizes, {"V": made}, 8, {5: torch.int32})
+    launch = Launch(quantize_turned, programs, sizes, {"V": variant}, 8, {5: torch.int32})
     rooms = _rooms(spec, (tokens, features), (1, 1), x_MK, False)
     rooms.insert(1, partial(torch.empty, features, tokens, dtype=torch.uint8, device=x_MK.device))
     return QuantizePlan(launch, contiguous, False, rooms)
@@ -262,10 +264,10 @@ def plan_decode(spec: QuantSpec, codes: Tensor, groups: int, width: int) -> Laun
     n = spec.block[1] or LANES
     tile_rows, tile_blocks = place = tile(groups, TILE // n)
     elements = _elements(spec) | {"stochastic": False, "nan_above": spec.format.last_number_code}
-    made = _variant(n, place, **elements, height=spec.block[0] or 1, scale=spec.scale)
+    variant = _variant(n, place, **elements, height=spec.block[0] or 1, scale=spec.scale)
     tiles = _cdiv(groups, tile_blocks)
     sizes = (codes.shape[0], groups, tiles, width, codes.stride(0), width)
-    return Launch(decode_blocks, _cdiv(codes.shape[0], tile_rows) * tiles, sizes, {"V": made})
+    return Launch(decode_blocks, _cdiv(codes.shape[0], tile_rows) * tiles, sizes, {"V": variant})
 
 
 def plan_amax(spec: QuantSpec, x_RC: Tensor, per_row: bool) -> AmaxPlan:
@@ -279,11 +281,11 @@ def plan_amax(spec: QuantSpec, x_RC: Tensor, per_row: bool) -> AmaxPlan:
     if spec.hadamard is not None:
         n = spec.block[1] or 16
         tile_rows, tile_blocks = place = column_tile(n, spec)
-        made = _variant(n, place, **_hadamard(spec), outer="row" if per_row else "tensor")
+        variant = _variant(n, place, **_hadamard(spec), outer="row" if per_row else "tensor")
         tiles = _cdiv(rows, tile_rows)
         programs = tiles * _cdiv(_cdiv(cols, n), tile_blocks)
         launch = Launch(
-            amax_columns, programs, (rows, cols, tiles, *x_RC.stride()), {"V": made}, dtypes=bits
+            amax_columns, programs, (rows, cols, tiles, *x_RC.stride()), {"V": variant}, dtypes=bits
         )
         return AmaxPlan(launch, False, False, result)
     if per_row:

@@ -176,7 +176,7 @@ class Run:
                 layers,
                 shards,
                 config.parallel.gather,
-                whole=config.train.whole_weights,
+                fully_gathered=config.train.whole_weights,
                 blocks=blocks,
             )
         ]

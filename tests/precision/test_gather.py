@@ -168,7 +168,7 @@ def test_one_sentence_says_what_is_sent_how_many_bytes_and_why() -> None:
     whole = start + "in float32 (4 B per weight), because "
     assert gathers([plan(NVFP4())], 2, "fp32") == whole + "parallel.gather=fp32 asks for it"
     assert (
-        gathers([plan(NVFP4())], 2, "recipe", whole="train.compile")
+        gathers([plan(NVFP4())], 2, "recipe", fully_gathered="train.compile")
         == whole + "train.compile takes plain weights"
     )
     assert (

@@ -40,8 +40,8 @@ def version() -> tuple[int, ...] | None:
 
 
 def version_text() -> str:
-    found = version()
-    return "Transformer Engine" + (f" {'.'.join(map(str, found))}" if found else "")
+    te_version = version()
+    return "Transformer Engine" + (f" {'.'.join(map(str, te_version))}" if te_version else "")
 
 
 @contextlib.contextmanager
@@ -50,15 +50,15 @@ def _without_core_library() -> Iterator[None]:
     switch).
     """
     name = "NVTE_PROJECT_BUILDING"
-    before = os.environ.get(name)
+    saved_value = os.environ.get(name)
     os.environ[name] = "1"
     try:
         yield
     finally:
-        if before is None:
+        if saved_value is None:
             del os.environ[name]
         else:
-            os.environ[name] = before
+            os.environ[name] = saved_value
 
 
 def recipe_module() -> ModuleType:
@@ -92,13 +92,13 @@ def pytorch_module() -> ModuleType:
 @contextlib.contextmanager
 def _refused(how: str) -> Iterator[None]:
     """Make a ValueError of any failure to import TE."""
-    found = version()
-    if found is None:
+    te_version = version()
+    if te_version is None:
         raise ValueError(
             "Transformer Engine is not installed (pip install --no-build-isolation "
             "'transformer_engine[pytorch]')"
         )
-    if found < OLDEST:
+    if te_version < OLDEST:
         raise ValueError(
             f"{version_text()} is too old: fp4train needs {'.'.join(map(str, OLDEST))} or newer"
         )
@@ -150,11 +150,11 @@ def _families(table: Table) -> dict[QuantSpec, str]:
     """TE's family of each operand that has one; what TE cannot express at all is `translate`'s to
     say.
     """
-    found = {}
+    supported = {}
     for spec in table.specs():
         with contextlib.suppress(ValueError):
-            found[spec] = family(spec)
-    return found
+            supported[spec] = family(spec)
+    return supported
 
 
 def _available(kind: str) -> bool:

@@ -74,12 +74,12 @@ def region(*tables: Table, ranks: ProcessGroup | None = None) -> Iterator[None]:
     if not quantised or _inside_region(te := pytorch_module()):
         yield
         return
-    first = next((table for table in quantised if _is_delayed(table)), quantised[0])
-    with te.autocast(enabled=True, recipe=to_te(first), amax_reduction_group=ranks):
+    reference_table = next((table for table in quantised if _is_delayed(table)), quantised[0])
+    with te.autocast(enabled=True, recipe=to_te(reference_table), amax_reduction_group=ranks):
         state, _, is_first = _state(te)
         setattr(state, is_first, False)  # no module is the one whose backward pass updates
         yield
-        if _is_delayed(first) and torch.is_grad_enabled():
+        if _is_delayed(reference_table) and torch.is_grad_enabled():
             te.quantization.FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
 
 
@@ -108,16 +108,16 @@ def te_autocast(te: Any, te_recipe: Any) -> Iterator[None]:
     ends (quantization.py set_autocast_state), so that every layer would be the first, and every
     layer's backward would roll all histories on.
     """
-    state, _, first = _state(te)
+    state, _, is_first_module = _state(te)
     if _inside_region(te):
         ranks = te.quantization.FP8GlobalStateManager.get_fp8_group()
     else:
         ranks = None
     with te.autocast(enabled=True, recipe=te_recipe, amax_reduction_group=ranks):
         yield
-        is_first = getattr(state, first)
+        is_first = getattr(state, is_first_module)
     if _inside_region(te):
-        setattr(state, first, is_first)
+        setattr(state, is_first_module, is_first)
 
 
 @contextmanager
@@ -127,9 +127,9 @@ def _history_kept(module: Any, te_recipe: Any) -> Iterator[None]:
     """
     _make_meta(module, te_recipe)
     history: Tensor = module.fp8_meta["scaling_fwd"].amax_history
-    before = history.clone()
+    saved_history = history.clone()
     yield
-    history.copy_(before)
+    history.copy_(saved_history)
 
 
 def _make_meta(module: Any, te_recipe: Any) -> None:
@@ -220,8 +220,8 @@ class _Built:
             x: the layer's input; x_MK: in the recipe's dtype, padded.
         """
         column = torch.is_grad_enabled() and weight.requires_grad
-        made: QuantisedInput | None = readers.cache.get("te")
-        if made is None or not made.is_of(x, self.table, column):
+        quantised_input: QuantisedInput | None = readers.cache.get("te")
+        if quantised_input is None or not quantised_input.is_of(x, self.table, column):
             if self.quantizer is None:
                 # as TE does at the start of each call (prepare_forward)
                 self.module.init_fp8_metadata(num_gemms=1)
@@ -230,9 +230,11 @@ class _Built:
                 self.quantizer.internal, self.quantizer.optimize_for_gemm = False, True
             self.quantizer.set_usage(rowwise=True, columnwise=column)
             with torch.no_grad():
-                made = QuantisedInput(x, x._version, self.table, column, self.quantizer(x_MK))
-            readers.cache["te"] = made
-        return made.give(x_MK)
+                quantised_input = QuantisedInput(
+                    x, x._version, self.table, column, self.quantizer(x_MK)
+                )
+            readers.cache["te"] = quantised_input
+        return quantised_input.give(x_MK)
 
     def with_codes(self, codes: Callable[[bool], Prepared], x_MK: Tensor, **options: Any) -> Tensor:
         """y of the module, which takes the codes of its weight, in this call's backward pass,
@@ -241,12 +243,12 @@ class _Built:
         # as TE does at the start of each call (prepare_forward)
         self.module.init_fp8_metadata(num_gemms=1)
         quantizers = self.module.quantizers["scaling_fwd"]
-        own = quantizers[1]
+        weight_quantizer = quantizers[1]
         quantizers[1] = given_weight(codes)
         try:
             y_MN: Tensor = self.module(x_MK, **options)
         finally:
-            quantizers[1] = own
+            quantizers[1] = weight_quantizer
         return y_MN
 
     def release(self) -> None:
@@ -259,7 +261,7 @@ class TEExecutor(LayerState):
     """Runs the GEMMs of one layer through TE; the parameters come with each call.
 
     Args:
-        name: of the layer, for TE's messages.
+        name: the layer's name, for TE's messages.
         translate: our table → TE's recipe; another than `to_te` puts TE's reference quantisers in
             its kernels' place.
     """
@@ -307,16 +309,16 @@ class TEExecutor(LayerState):
                 blocks).
             weight: [N, K]; bias: [N] or None.
             table: any that `why_not` has nothing against.
-            step: of the run: the weight is quantised once in each, if TE has a recipe for the
+            step: step of the run: the weight is quantised once in each, if TE has a recipe for the
                 table.
-            into: as TE's main_grad, to which its GEMM adds dw; dw is not returned through autograd
+            into: the sum of gradients (TE's main_grad), to which its GEMM adds dw; dw is not returned through autograd
                 then.
             freed: TE then saves no codes, and quantises the weight again in backward, as it does
                 under FSDP2 (from 2.16 on; older ones save the codes).
             readers: x is then quantised once for all layers that read it, if the recipe has codes
                 to share (`shares_codes`). Bits are those of layers that quantise it themselves.
             parts: parameters whose rows `weight` is, which is then another tensor in each call.
-            codes: of the weight, for fprop and for dgrad (see `LayerKernels`); `freed` is true
+            codes: codes of the weight, for fprop and for dgrad (see `LayerKernels`); `freed` is true
                 then.
         """
         te = pytorch_module()
@@ -393,7 +395,7 @@ class TEExecutor(LayerState):
 
     def _build(self, te: Any, table: Table, weight: Tensor, bias: Tensor | None) -> _Built:
         n, k = weight.shape
-        if (known := self._built.get((table, n))) is None:
+        if (built := self._built.get((table, n))) is None:
             # On the meta device, because the parameters are the caller's.
             options = {
                 "bias": bias is not None,
@@ -406,11 +408,11 @@ class TEExecutor(LayerState):
             keeps = not delayed and not te_recipe.custom()
             module = te.Linear(k, n, **options)
             shares = shares_codes(table)
-            known = _Built(
+            built = _Built(
                 table, n, te_recipe, module, _token_multiple(table), delayed, keeps, shares
             )
-            self._built[table, n] = known
-        return known
+            self._built[table, n] = built
+        return built
 
     def release(self) -> None:
         """Drop the codes of the weight, and the weight."""

@@ -30,7 +30,7 @@ class TEExperts(LayerState):
     """Runs the GEMMs of one layer of experts through TE.
 
     Args:
-        name: of the layer, for TE's messages.
+        name: the layer's name, for TE's messages.
     """
 
     kind = "te"
@@ -83,9 +83,9 @@ class TEExperts(LayerState):
             [F.pad(part, (0, 0, 0, to - len(part))) for part, to in zip(parts, splits, strict=True)]
         )
         sums = _Sums(into)
-        for number, each in enumerate(weight.unbind(0)):
+        for number, expert_weight in enumerate(weight.unbind(0)):
             module._parameters[f"weight{number}"] = (
-                each if into is None else summed(each, sums.of(number))
+                expert_weight if into is None else summed(expert_weight, sums.of(number))
             )
             if bias is not None:
                 module._parameters[f"bias{number}"] = bias[number]

@@ -59,41 +59,41 @@ class TESources:
     tokens = 32
 
     def why_not_given(self, table: Table, *, here: bool = True) -> str | None:
-        found = kinds(table)
-        if found in ({"nvfp4"}, {"mxfp8"}):
+        quantizer_kinds = kinds(table)
+        if quantizer_kinds in ({"nvfp4"}, {"mxfp8"}):
             return _why_no_codes(table, here)
         return "Transformer Engine takes codes of other kernels in NVFP4 and MXFP8 only"
 
     def turned(self, table: Table) -> bool:
         return kinds(table) == {"mxfp8"}
 
-    def given(self, made: Forms, shape: Sequence[int]) -> Tensor:
+    def given(self, forms: Forms, shape: Sequence[int]) -> Tensor:
         from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Tensor
         from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Tensor
 
-        row, column = made
+        row, column = forms
         if column.spec.format.packed:
             kind = NVFP4Tensor
         else:
             kind = MXFP8Tensor
         options = {"device": row.codes.device, "quantizer": _quantizer(column.spec)}
         options |= in_tiles(row, column=False) | in_tiles(column, column=True)
-        found: Tensor = kind(shape=row.shape, dtype=torch.bfloat16, **options)
+        te_tensor: Tensor = kind(shape=row.shape, dtype=torch.bfloat16, **options)
         if tuple(shape) == row.shape:
-            return found
-        return found.view(tuple(shape))
+            return te_tensor
+        return te_tensor.view(tuple(shape))
 
     def give(self, cache: dict[str, Any], x_MK: Tensor, table: Table, codes: Tensor) -> None:
         cache["te"] = QuantisedInput(x_MK, x_MK._version, table, True, codes)
 
     def why_no_norm(self, table: Table, *, here: bool = True) -> str | None:
-        found = kinds(table)
-        if found == {"fp8_delayed"}:
+        quantizer_kinds = kinds(table)
+        if quantizer_kinds == {"fp8_delayed"}:
             return "Transformer Engine's kernels enter an amax into the history of one layer"
-        if found != {"mxfp8"}:
+        if quantizer_kinds != {"mxfp8"}:
             return (
                 "Transformer Engine's kernel of a norm writes BF16, then quantises "
-                f"({', '.join(sorted(found))})"
+                f"({', '.join(sorted(quantizer_kinds))})"
             )
         if os.environ.get(CUDNN) != "1":
             return (
@@ -147,10 +147,10 @@ def _quantizer(spec: QuantSpec | None) -> Any:
     """The quantizer of a tensor for autograd, with both forms; spec: of the column-wise form, with
     the transform.
     """
-    made = quantizer(spec, "bfloat16")
-    made.internal = False
-    made.optimize_for_gemm = True
-    return made
+    our_quantizer = quantizer(spec, "bfloat16")
+    our_quantizer.internal = False
+    our_quantizer.optimize_for_gemm = True
+    return our_quantizer
 
 
 class CodesFunction(torch.autograd.Function):

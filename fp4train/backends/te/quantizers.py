@@ -125,7 +125,7 @@ class QuantizerFactory:
 
     Args:
         input, weight, grad_output: the forms of each tensor.
-        dtype: of forms in high precision. TE multiplies what it is given, and weights are float32
+        dtype: dtype of forms in high precision. TE multiplies what it is given, and weights are float32
             in most runs.
     """
 

@@ -96,10 +96,10 @@ def why_values(table: Table, layer: Shape, device: Device) -> str | None:
         if device.here and device.type == "cuda"
         else ()
     ):
-        if spec is not None and (own := quantizer(spec, device.type)).why is not None:
+        if spec is not None and (our_quantizer := quantizer(spec, device.type)).why is not None:
             return (
                 "Transformer Engine quantises the weight, since no kernel of fp4train does "
-                f"({own.why})"
+                f"({our_quantizer.why})"
             )
     return None
 
@@ -137,7 +137,9 @@ def _why_not_experts(table: Table, families: Mapping[QuantSpec, str], device: De
     installed = (version() or ()) if device.here else NEWEST
     if installed < GROUPED:
         return f"experts need TE {'.'.join(map(str, GROUPED))}, and this is {version_text()}"
-    if len(set(families.values())) != 1 or not all(each.quantised for each in table.values()):
+    if len(set(families.values())) != 1 or not all(
+        operands.quantised for operands in table.values()
+    ):
         return "TE's GroupedLinear takes TE's own recipes: one format in all three GEMMs"
     if any(spec.delayed is not None for spec in table.specs()):
         return "the histories of delayed scaling are those of a layer with one weight"
@@ -150,24 +152,24 @@ def _why_not_experts(table: Table, families: Mapping[QuantSpec, str], device: De
 
 def _families(table: Table, installed: tuple[int, ...]) -> dict[QuantSpec, str]:
     """TE's family of each distinct operand."""
-    found = {}
+    family_of = {}
     for gemm, operands in table.items():
         for name, spec in zip(OPERANDS[gemm], (operands.first, operands.second), strict=True):
             if spec is None:
                 continue
             where = f"{table.name}: {gemm} {name}"
             try:
-                found[spec] = family(spec)
+                family_of[spec] = family(spec)
             except ValueError as error:
                 raise ValueError(f"{where}: {error}; {INSTEAD}") from error
             newer = installed >= (2, 14)
-            if found[spec] == "nvfp4" and (spec.formula == "te2.14") != newer:
+            if family_of[spec] == "nvfp4" and (spec.formula == "te2.14") != newer:
                 here = "te2.14" if newer else "te2.13"
                 raise ValueError(
                     f"{where}: {version_text()} computes NVFP4 block scales by formula={here}, "
                     f"not {spec.formula}; set recipe.formula={here} or {INSTEAD}"
                 )
-            if found[spec] == "nvfp4" and table.dtype == "float16":
+            if family_of[spec] == "nvfp4" and table.dtype == "float16":
                 raise ValueError(
                     f"{where}: TE's NVFP4 products have no float16 output "
                     f"(recipe.dtype=bfloat16); {INSTEAD}"
@@ -178,36 +180,36 @@ def _families(table: Table, installed: tuple[int, ...]) -> dict[QuantSpec, str]:
                 raise ValueError(f"{where}: TE transforms the wgrad operands only; {INSTEAD}")
             if gemm != "fprop" and spec.global_scale == "row":
                 raise ValueError(f"{where}: TE's row-wise global scale is for fprop; {INSTEAD}")
-    return found
+    return family_of
 
 
 def _check_products(table: Table, families: Mapping[QuantSpec, str]) -> None:
     """TE multiplies two operands of one family, or two unquantised ones."""
     for gemm, operands in table.items():
-        first = operands.first
-        second = operands.second
-        if first is None and second is None:
+        a_spec = operands.first
+        b_spec = operands.second
+        if a_spec is None and b_spec is None:
             continue
         names = OPERANDS[gemm]
-        if first is None or second is None:
-            plain, quantised = names if first is None else names[::-1]
+        if a_spec is None or b_spec is None:
+            plain, quantised = names if a_spec is None else names[::-1]
             raise ValueError(
                 f"{table.name}: {gemm}: {quantised} is quantised and {plain} is not, which no "
                 "TE kernel multiplies; "
                 f"quantise both or none, or {INSTEAD}"
             )
-        if families[first] != families[second]:
+        if families[a_spec] != families[b_spec]:
             raise ValueError(
-                f"{table.name}: {gemm}: {names[0]} is {families[first]} and {names[1]} is "
-                f"{families[second]}, "
+                f"{table.name}: {gemm}: {names[0]} is {families[a_spec]} and {names[1]} is "
+                f"{families[b_spec]}, "
                 f"which no TE kernel multiplies; give both the same format, or {INSTEAD}"
             )
-        if first.format == second.format == E5M2:
+        if a_spec.format == b_spec.format == E5M2:
             raise ValueError(
                 f"{table.name}: {gemm}: TE multiplies no two E5M2 operands; use E4M3 for one, "
                 f"or {INSTEAD}"
             )
-        if families[first] == "fp8_block" and first.block == second.block == (128, 128):
+        if families[a_spec] == "fp8_block" and a_spec.block == b_spec.block == (128, 128):
             raise ValueError(
                 f"{table.name}: {gemm}: TE multiplies 128×128 blocks by 1×128 ones only; {INSTEAD}"
             )
@@ -218,7 +220,9 @@ def _check_sums(table: Table, families: Mapping[QuantSpec, str]) -> None:
     its siblings): others sum fprop in the fast one, dgrad and wgrad in the exact one
     (module/base.py _2X_ACC_FPROP and its siblings).
     """
-    if set(families.values()) == {"fp8_current"} and all(each.quantised for each in table.values()):
+    if set(families.values()) == {"fp8_current"} and all(
+        operands.quantised for operands in table.values()
+    ):
         return
     for gemm, operands in table.items():
         if operands.accumulator not in ("auto", "fast" if gemm == "fprop" else "exact"):
@@ -246,7 +250,9 @@ def _native_kind(table: Table, families: Mapping[QuantSpec, str]) -> str | None:
         "dgrad": Operands(first=dy, second=w),
         "wgrad": Operands(first=dy, second=x),
     }
-    plain = {gemm: dataclasses.replace(each, accumulator="auto") for gemm, each in table.items()}
+    plain = {
+        gemm: dataclasses.replace(operands, accumulator="auto") for gemm, operands in table.items()
+    }
     if plain != by_tensor or x.format != E4M3 or w.format != E4M3:
         return None
     if kind == "fp8_delayed":
@@ -256,7 +262,7 @@ def _native_kind(table: Table, families: Mapping[QuantSpec, str]) -> str | None:
     if kind != "mxfp8" and any(o.scale != x.scale for o in (w, dy)):
         return None
     blocks = {"mxfp8": (1, 32), "fp8_block": (1, 128)}
-    if all(each.block == blocks.get(kind, each.block) for each in (x, dy)):
+    if all(operands.block == blocks.get(kind, operands.block) for operands in (x, dy)):
         return kind
     return None
 
@@ -295,9 +301,9 @@ def _native(te: Any, table: Table, kind: str) -> Any:
                 fields[f"fp8_gemm_{gemm}"] = te.MMParams(
                     use_split_accumulator=operands.accumulator == "exact"
                 )
-        made = _make(te.Float8CurrentScaling, **fields, use_power_2_scales=x.scale == "pow2")
+        te_recipe = _make(te.Float8CurrentScaling, **fields, use_power_2_scales=x.scale == "pow2")
     else:
-        made = _make(
+        te_recipe = _make(
             te.Float8BlockScaling,
             **fields,
             use_f32_scales=x.scale == "fp32",
@@ -306,8 +312,8 @@ def _native(te: Any, table: Table, kind: str) -> Any:
             grad_block_scaling_dim=1,
         )
     for name in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
-        setattr(made, name, te.QParams(power_2_scale=x.scale == "pow2", amax_epsilon=0.0))
-    return made
+        setattr(te_recipe, name, te.QParams(power_2_scale=x.scale == "pow2", amax_epsilon=0.0))
+    return te_recipe
 
 
 def _is_nvfp4(table: Table, x: QuantSpec, w: QuantSpec, dy: QuantSpec) -> bool:
@@ -405,15 +411,15 @@ _NEUTRAL = {
 """Fields that came with a later TE, and the value that an older one stands for."""
 
 
-def _make(cls: Any, **wanted: Any) -> Any:
+def _make(cls: Any, **options: Any) -> Any:
     """`cls(**wanted)`, without the fields that the installed TE does not know yet and that say
     nothing new.
     """
-    known = {field.name for field in dataclasses.fields(cls)}
-    missing = {name: value for name, value in wanted.items() if name not in known}
+    te_fields = {field.name for field in dataclasses.fields(cls)}
+    missing = {name: value for name, value in options.items() if name not in te_fields}
     for name, value in missing.items():
-        if _NEUTRAL.get(name, wanted) != value:
+        if _NEUTRAL.get(name, options) != value:
             raise ValueError(
                 f"{version_text()} has no {cls.__name__}({name}={value!r}): update it, or {INSTEAD}"
             )
-    return cls(**{name: value for name, value in wanted.items() if name in known})
+    return cls(**{name: value for name, value in options.items() if name in te_fields})

@@ -35,21 +35,21 @@ def in_tiles(form: Quantized, *, column: bool) -> dict[str, Any]:
     way = "columnwise" if column else "rowwise"
     spec = form.spec
     scales = tiled_scales(form).view(torch.uint8).view(-(-form.shape[0] // 128) * 128, -1)
-    found: dict[str, Any] = {
+    layouts: dict[str, Any] = {
         f"{way}_data": form.codes.view(torch.uint8).contiguous(),
         f"{way}_scale_inv": scales,
     }
     if spec.format.packed:
         assert form.amax is not None
-        found |= {
+        layouts |= {
             f"amax_{way}": form.amax.reshape(1),
             "nvfp4_use_4over6": spec.four_over_six is not None,
         }
-        found |= {"nvfp4_e4m3_max": int(spec.global_bound)}
+        layouts |= {"nvfp4_e4m3_max": int(spec.global_bound)}
     elif column:
-        found[f"{way}_scale_inv"] = scales.view(scales.shape[1], scales.shape[0])
+        layouts[f"{way}_scale_inv"] = scales.view(scales.shape[1], scales.shape[0])
     name = "fp4_dtype" if spec.format.packed else "fp8_dtype"
-    return found | {name: element_dtype(spec), "with_gemm_swizzled_scales": True}
+    return layouts | {name: element_dtype(spec), "with_gemm_swizzled_scales": True}
 
 
 def weight_codes(form: Prepared, *, column: bool) -> Any:
@@ -75,11 +75,11 @@ def weight_codes(form: Prepared, *, column: bool) -> Any:
     )
     if kind == "fp8_block":
         way = "columnwise" if column else "rowwise"
-        whole = form.spec.block[0] != 1
-        scales = form.scales if whole else form.scales.T
+        square_blocks = form.spec.block[0] != 1
+        scales = form.scales if square_blocks else form.scales.T
         options[f"{way}_data"] = codes.contiguous()
         options[f"{way}_scale_inv"] = F.pad(scales, (0, -scales.shape[1] % 4)).contiguous()
-        return tensor.Float8BlockwiseQTensorStorage(is_2D_scaled=whole, **options)
+        return tensor.Float8BlockwiseQTensorStorage(is_2D_scaled=square_blocks, **options)
     if kind == "mxfp8":
         if column:
             form = form._replace(codes=form.codes.T)

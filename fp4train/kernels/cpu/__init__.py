@@ -128,12 +128,12 @@ def _stale(extension: ModuleType) -> str | None:
     can.
     """
     built = getattr(extension, "layout", None), getattr(extension, "version", None)
-    wanted = (LAYOUT, JOB.size, DECODE.size, FUSED.size), VERSION
-    if built == wanted:
+    expected = (LAYOUT, JOB.size, DECODE.size, FUSED.size), VERSION
+    if built == expected:
         return None
     return (
         f"the C extension {extension.__name__} was built from other sources (layout {built}, "
-        f"not {wanted}); "
+        f"not {expected}); "
         "rebuild it: pip install -e . or python setup.py build_ext --inplace"
     )
 
@@ -166,7 +166,7 @@ def step_adamw(
     """One step of AdamW on weights, gradients and moments, contiguous and of one shape, in place;
     see `STEP`.
     """
-    job = STEP.pack(*(each.data_ptr() for each in tensors), *integers, *numbers)
+    job = STEP.pack(*(tensor.data_ptr() for tensor in tensors), *integers, *numbers)
     loaded().adamw(job, torch.get_num_threads())
 
 
@@ -185,15 +185,15 @@ def fused(
 
     Args:
         shape: rows and columns, a multiple of 32, of heads of 64, of the matrices among them.
-        eps: of a norm.
-        heads, time: of a rotation: heads of a token, tokens of a sequence.
+        eps: ε of a norm.
+        heads, time: sizes of a rotation: heads of a token, tokens of a sequence.
 
     Raises:
         ValueError, TypeError: the extension does not take the shape; a tensor has no memory of its
             own.
     """
     machine = machine or HERE
-    addresses = [each.data_ptr() for each in tensors]
+    addresses = [tensor.data_ptr() for tensor in tensors]
     wide = tensors[0].dtype is torch.float32
     job = FUSED.pack(
         FUSED_KINDS.index(kind),

@@ -105,27 +105,43 @@ def tile_codes(
     x_ptr, amax_ptr, row_ptr, row_scale_ptr, column_ptr, column_scale_ptr = pointers
     groups = tl.cdiv(cols, R.n)
     column_groups = tl.cdiv(rows, C.n)
-    own = (words[0], words[1], words[3], words[2], words[4], words[5])
+    column_words = (words[0], words[1], words[3], words[2], words[4], words[5])
     outs = (x_ptr, amax_ptr, row_ptr, row_scale_ptr, amax_ptr + 2)
     if R.blocks == "rows16":
-        quantize_rows16(outs, place, rows, cols, groups, tiles, x_stride, groups, own, R, S)
+        quantize_rows16(
+            outs, place, rows, cols, groups, tiles, x_stride, groups, column_words, R, S
+        )
     else:
         row_stride = cols
         if R.output != "values":
             PER_WORD: tl.constexpr = 8 if R.output == "packed" else 1
             row_stride = groups * (R.n // PER_WORD)
-        quantize_rows(outs, place, rows, cols, groups, tiles, x_stride, row_stride, own, R, S)
-    own = (words[0], words[1], words[6], words[2], words[7], words[8])
+        quantize_rows(
+            outs, place, rows, cols, groups, tiles, x_stride, row_stride, column_words, R, S
+        )
+    column_words = (words[0], words[1], words[6], words[2], words[7], words[8])
     outs = (x_ptr, amax_ptr + OWN, column_ptr, column_scale_ptr, amax_ptr + 3)
     if C.output == "values":
         quantize_columns(
-            outs, place, cols, rows, column_groups, tiles, 1, x_stride, 1, cols, own, C, S
+            outs, place, cols, rows, column_groups, tiles, 1, x_stride, 1, cols, column_words, C, S
         )
     else:
         PER_COLUMN_WORD: tl.constexpr = 16 if C.output == "packed" else 8
         stride = column_groups * (C.n // PER_COLUMN_WORD)
         quantize_columns(
-            outs, place, cols, rows, column_groups, tiles, 1, x_stride, stride, 1, own, C, S
+            outs,
+            place,
+            cols,
+            rows,
+            column_groups,
+            tiles,
+            1,
+            x_stride,
+            stride,
+            1,
+            column_words,
+            C,
+            S,
         )
 
 
@@ -250,9 +266,9 @@ def amax_produced(
     """
     tiles = tl.cdiv(cols, V.tile_rows)
     if EPS > 0.0:
-        first = first_of_strip(x_ptr, rows, cols, x_stride, EPS, V, S)
+        strip_first = first_of_strip(x_ptr, rows, cols, x_stride, EPS, V, S)
         for tile in range(tiles):
-            tile_amaxes(x_ptr, first + tile, out_ptr, cols, rows, tiles, 1, x_stride, V, S)
+            tile_amaxes(x_ptr, strip_first + tile, out_ptr, cols, rows, tiles, 1, x_stride, V, S)
     elif S == "gradients":
         out_ptr += 4 * which_gradient()
         tile_amaxes(x_ptr, tl.program_id(0) // 2, out_ptr, cols, rows, tiles, 1, x_stride, V, S)
@@ -309,14 +325,14 @@ def quantize_produced(
     words = words + (column_counter2, column_col_group, column_row_offset)
     pointers = (x_ptr, amax_ptr, out_ptr[0], out_ptr[1], out_ptr[2], out_ptr[3])
     if EPS > 0.0:
-        first = first_of_strip(x_ptr, rows, cols, x_stride, EPS, C, S)
+        strip_first = first_of_strip(x_ptr, rows, cols, x_stride, EPS, C, S)
         for tile in range(tiles):
-            tile_codes(pointers, first + tile, rows, cols, tiles, x_stride, words, R, C, 1, S)
+            tile_codes(pointers, strip_first + tile, rows, cols, tiles, x_stride, words, R, C, 1, S)
     elif S == "gradients":
         of_up = which_gradient()
-        one, two, three, four = out_ptr[0], out_ptr[1], out_ptr[2], out_ptr[3]
+        row_out, two, three, four = out_ptr[0], out_ptr[1], out_ptr[2], out_ptr[3]
         if of_up == 1:
-            one, two, three, four = out_ptr[4], out_ptr[5], out_ptr[6], out_ptr[7]
+            row_out, two, three, four = out_ptr[4], out_ptr[5], out_ptr[6], out_ptr[7]
         words = (
             key0,
             key1,
@@ -326,7 +342,7 @@ def quantize_produced(
             row_offset,
         )
         words = words + (column_counter2, column_col_group, column_row_offset)
-        pointers = (x_ptr, amax_ptr + 4 * of_up, one, two, three, four)
+        pointers = (x_ptr, amax_ptr + 4 * of_up, row_out, two, three, four)
         tile_codes(pointers, tl.program_id(0) // 2, rows, cols, tiles, x_stride, words, R, C, 1, S)
     else:
         tile_codes(pointers, tl.program_id(0), rows, cols, tiles, x_stride, words, R, C, 1, S)
@@ -371,10 +387,10 @@ def turned_produced(
     """
     if S == "gradients":
         of_up = which_gradient()
-        one, two, three = out_ptr[0], out_ptr[1], out_ptr[2]
+        row_out, two, three = out_ptr[0], out_ptr[1], out_ptr[2]
         if of_up == 1:
-            one, two, three = out_ptr[3], out_ptr[4], out_ptr[5]
-        outs = (one, two, three)
+            row_out, two, three = out_ptr[3], out_ptr[4], out_ptr[5]
+        outs = (row_out, two, three)
         amax_ptr += 4 * of_up
         turned_tile(
             x_ptr, amax_ptr, outs, amax_ptr, tl.program_id(0) // 2, rows, cols, x_stride, V, S

@@ -99,10 +99,10 @@ def transform(x, V: tl.constexpr):
 def largest_of(x, V: tl.constexpr):
     """Largest magnitude of the N neighbours."""
     N: tl.constexpr = V.n
-    found = tl.abs(x[0])
+    largest = tl.abs(x[0])
     for i in tl.static_range(1, N):
-        found = rounding.largest(found, tl.abs(x[i]))
-    return found
+        largest = rounding.largest(largest, tl.abs(x[i]))
+    return largest
 
 
 @triton.jit(do_not_specialize_on_alignment=["out_ptr"])

@@ -135,16 +135,16 @@ def scaled_product(
     [cols], not read without P.bias. marks_ptr: those of `product_factors`, read with P.corrects and
     P.adds alone.
     """
-    first = load_scale(first_ptr, tl.constexpr(P.first))
-    second = load_scale(second_ptr, tl.constexpr(P.second))
+    a_scale = load_scale(first_ptr, tl.constexpr(P.first))
+    b_scale = load_scale(second_ptr, tl.constexpr(P.second))
     across = tl.cdiv(cols, P.tile_cols)
     down = tl.cdiv(rows, P.tile_rows)
     tiles = across * down
     if P.first != "row" and P.second != "row":
-        product = first * second
+        product = a_scale * b_scale
         taken = is_factor(product)
-        first = tl.where(taken, product, first)
-        second = tl.where(taken, 1.0, second)
+        a_scale = tl.where(taken, product, a_scale)
+        b_scale = tl.where(taken, 1.0, b_scale)
         if P.corrects:
             tiles = tl.where(taken, 0, tiles)
     for tile in range(tl.program_id(0), tiles, programs):
@@ -159,11 +159,11 @@ def scaled_product(
         if P.first == "row":
             total *= tl.load(first_ptr + row, mask=row < rows, other=0.0)[:, None]
         else:
-            total *= first
+            total *= a_scale
         if P.second == "row":
             total *= tl.load(second_ptr + col, mask=col < cols, other=0.0)[None, :]
         else:
-            total *= second
+            total *= b_scale
         if P.bias:
             total += rounding.as_float(tl.load(bias_ptr + col, mask=col < cols, other=0.0))[None, :]
         mask = (row < rows)[:, None] & (col < cols)[None, :]

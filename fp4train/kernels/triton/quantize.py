@@ -418,11 +418,11 @@ def amax_tensor(
     tiles of ROWS x COLS, one below the other.
     """
     tile_col = tl.program_id(0) % tiles
-    first = (tl.program_id(0) // tiles).to(tl.int64) * steps * ROWS
+    first_row = (tl.program_id(0) // tiles).to(tl.int64) * steps * ROWS
     col = tile_col * COLS + tl.arange(0, COLS)
     acc = tl.zeros((ROWS, COLS), tl.float32)
     for step in range(steps):
-        row = first + step * ROWS + tl.arange(0, ROWS)
+        row = first_row + step * ROWS + tl.arange(0, ROWS)
         mask = (row < rows)[:, None] & (col < cols)[None, :]
         x = tl.load(x_ptr + (row * x_stride)[:, None] + col[None, :], mask=mask, other=0.0)
         acc = rounding.largest(acc, tl.abs(rounding.as_float(x)))

@@ -77,11 +77,11 @@ def e4m3_scales(amax_b, s_enc, s_dec, V: tl.constexpr):
     """NVFP4's block scales: (byte, encode factor min(1/(s*S_dec), FLT_MAX), decode factor s)."""
     amax_b = finite_or_nan(amax_b)
     if V.scale == "e4m3_te2.13":
-        wanted = tl.div_rn(amax_b, tl.full(amax_b.shape, V.range, tl.float32)) * s_enc
+        exact_scale = tl.div_rn(amax_b, tl.full(amax_b.shape, V.range, tl.float32)) * s_enc
     else:
-        wanted = amax_b * (s_enc * V.inverse_range)
-    is_nan = wanted != wanted
-    bits, s = snap(tl.minimum(wanted, 448.0), 0.0, 3, -6, 7, False)
+        exact_scale = amax_b * (s_enc * V.inverse_range)
+    is_nan = exact_scale != exact_scale
+    bits, s = snap(tl.minimum(exact_scale, 448.0), 0.0, 3, -6, 7, False)
     byte = tl.where(is_nan, 0x7F, (bits + (bits >> 20)) & 0x7F)
     s = tl.where(is_nan, float("nan"), s)
     encode = tl.div_rn(tl.full(s.shape, 1.0, tl.float32), s * s_dec)

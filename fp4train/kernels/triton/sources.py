@@ -77,25 +77,25 @@ def read(
     if S == "none":
         return rounding.as_float(tl.load(x_ptr + offset, mask=mask, other=0.0))
     else:
-        first = rounding.as_float(tl.load(x_ptr[0] + offset, mask=mask, other=0.0))
+        value_0 = rounding.as_float(tl.load(x_ptr[0] + offset, mask=mask, other=0.0))
         if S == "norm" or S == "root":
             weight = rounding.as_float(tl.load(x_ptr[1] + feature, mask=inside_features, other=0.0))
             if S == "norm":
                 weight = bf16_grid(weight, HARDWARE)
             rstd = tl.load(x_ptr[2] + token, mask=inside_tokens, other=0.0)
-            y = bf16_grid(first * rstd * weight, HARDWARE)
+            y = bf16_grid(value_0 * rstd * weight, HARDWARE)
             return tl.where(inside_tokens, y, 0.0)  # not the negative zero of a negative weight
         else:
-            second = rounding.as_float(tl.load(x_ptr[1] + offset, mask=mask, other=0.0))
+            value_1 = rounding.as_float(tl.load(x_ptr[1] + offset, mask=mask, other=0.0))
             if S == "gate":
-                silu = tl.div_rn(first, exponential(-first) + 1.0)
-                return bf16_grid(bf16_grid(silu, HARDWARE) * second, HARDWARE)
+                silu = tl.div_rn(value_0, exponential(-value_0) + 1.0)
+                return bf16_grid(bf16_grid(silu, HARDWARE) * value_1, HARDWARE)
             else:
                 of_up = which_gradient()
-                wanted = mask & (token >= of_up * 2147483647)  # by no program of up's gradient
-                third = rounding.as_float(tl.load(x_ptr[2] + offset, mask=wanted, other=0.0))
+                third_mask = mask & (token >= of_up * 2147483647)  # by no program of up's gradient
+                third = rounding.as_float(tl.load(x_ptr[2] + offset, mask=third_mask, other=0.0))
                 # silu(gate) of the one, sigmoid(gate) of the other, from one division
-                part = tl.div_rn(tl.where(of_up == 0, 1.0, second), exponential(-second) + 1.0)
-                dup = bf16_grid(part, HARDWARE) * first
-                dgate = bf16_grid(first * third, HARDWARE) * part * (second * (1.0 - part) + 1.0)
+                part = tl.div_rn(tl.where(of_up == 0, 1.0, value_1), exponential(-value_1) + 1.0)
+                dup = bf16_grid(part, HARDWARE) * value_0
+                dgate = bf16_grid(value_0 * third, HARDWARE) * part * (value_1 * (1.0 - part) + 1.0)
                 return bf16_grid(tl.where(of_up == 0, dgate, dup), HARDWARE)

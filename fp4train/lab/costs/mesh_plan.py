@@ -222,7 +222,7 @@ class MeshPlan:
             layers = [layer for stretch in plan.stretches for layer in stretch.layers.values()]
             reader = self.config.train.whole_weights
             gather = self.config.parallel.gather
-            self.notes.append(gathers(layers, mesh.shard, gather, whole=reader))
+            self.notes.append(gathers(layers, mesh.shard, gather, fully_gathered=reader))
         liger, sentence = self.kernels
         if mesh.tensor > 1 and liger:
             sentence += " The loss is torch's where ranks share the vocabulary."

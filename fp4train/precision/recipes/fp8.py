@@ -24,7 +24,7 @@ class FP8Current(Recipe):
     Args:
         element: "hybrid" (E5M2 gradients) or "e4m3".
         power_of_two: round scales down to powers of two.
-        accumulator: of fprop, on compute capability 8.9 and 9.0: "fast", "exact" or "auto"
+        accumulator: accumulation in fprop, on compute capability 8.9 and 9.0: "fast", "exact" or "auto"
             (`Operands.accumulator`).
     """
 
@@ -53,7 +53,7 @@ class FP8Delayed(Recipe):
         history: length of the amax history, in steps.
         algorithm: "max" of the history, or its "most_recent" entry.
         margin: headroom above amax, in powers of two.
-        accumulator: as for `FP8Current`.
+        accumulator: see `FP8Current`.
     """
 
     element: str = "hybrid"

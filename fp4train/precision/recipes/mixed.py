@@ -38,12 +38,12 @@ class Mixed(Recipe):
     def loss_scaling(self) -> LossScaling | None:
         """Loss scaling of the first part that defines one."""
         parts = (self.fprop, self.dgrad, self.wgrad)
-        own = [
+        gemm_scalings = [
             part.scaling
             for part in parts
             if isinstance(part, FP16 | Custom) and part.scaling is not None
         ]
-        return own[0] if own else super().loss_scaling
+        return gemm_scalings[0] if gemm_scalings else super().loss_scaling
 
     def operands(self) -> dict[str, Operands]:
         dtypes = {getattr(self, g).dtype for g in GEMMS}

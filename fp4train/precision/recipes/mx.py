@@ -50,7 +50,7 @@ class MXFP6(Recipe):
     E3M2.
 
     Args:
-        element: of x and w; `gradient_element`: of dy, where range matters more.
+        element: format of x and w; `gradient_element`: format of dy, where range matters more.
         scale_rounding: "rceil", "floor", "even" or "ceil".
     """
 

@@ -66,7 +66,7 @@ class TetraJetV2Outliers(Recipe):
     rounded it.
 
     Args:
-        aligned, hadamard, guard: as in `TetraJetV2`.
+        aligned, hadamard, guard: see `TetraJetV2`.
     """
 
     aligned: bool = True
@@ -77,8 +77,8 @@ class TetraJetV2Outliers(Recipe):
         forward = QuantSpec(
             element="e4m3", block=(1, 32), scale="e8m0", scale_rounding="rceil", global_scale=None
         )
-        others = TetraJetV2(hadamard=self.hadamard, guard=self.guard).operands()
-        dy = others["dgrad"].first
+        dense_operands = TetraJetV2(hadamard=self.hadamard, guard=self.guard).operands()
+        dy = dense_operands["dgrad"].first
         assert dy is not None
         return {
             "fprop": Operands(first=forward, second=forward),
