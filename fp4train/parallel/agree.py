@@ -40,17 +40,19 @@ def check_same(world: World, what: Mapping[str, Any]) -> None:
     Raises:
         AgreedError: on every rank; it names the first that differs, and whose it is.
     """
-    own = hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()
-    found = world.gathered(own)
-    if len(set(found)) == 1:
+    digest = hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()
+    digests = world.gathered(digest)
+    if len(set(digests)) == 1:
         return
-    odd = next(rank for rank, each in enumerate(found) if each != found[0])
+    odd = next(rank for rank, other in enumerate(digests) if other != digests[0])
     all_values = world.gathered({key: str(value) for key, value in what.items()})
-    first = all_values[0]
+    lead_value = all_values[0]
     other = all_values[odd]
-    key = next((k for k in {**first, **other} if first.get(k) != other.get(k)), "something")
+    key = next(
+        (k for k in {**lead_value, **other} if lead_value.get(k) != other.get(k)), "something"
+    )
     raise AgreedError(
-        f"the ranks do not run the same thing: {key} is {first.get(key, _ABSENT)} on rank 0 and "
+        f"the ranks do not run the same thing: {key} is {lead_value.get(key, _ABSENT)} on rank 0 and "
         f"{other.get(key, _ABSENT)} on rank {odd}. "
         "Give every rank the same command, the same code and libraries, and the same data"
     )

@@ -134,16 +134,16 @@ class Mesh:
     def __str__(self) -> str:
         names = {"replicate": "replicas", "shard": "shards", "pipeline": "stages"}
         order = ("replicate", "shard", "tensor", "context", "pipeline")
-        found = [
+        axes = [
             f"{getattr(self, key)} {names.get(key, key)}" for key in order if getattr(self, key) > 1
         ]
-        return " × ".join(found) or "1 rank"
+        return " × ".join(axes) or "1 rank"
 
     def overrides(self) -> list[str]:
         """The keys that ask for this mesh on the command line."""
-        others = {"dp_replicate": self.replicate, "tp": self.tensor, "pp": self.pipeline}
-        found = [f"parallel.{key}={size}" for key, size in others.items() if size > 1]
-        return [f"parallel.dp_shard={self.shard}", *found]
+        sizes = {"dp_replicate": self.replicate, "tp": self.tensor, "pp": self.pipeline}
+        words = [f"parallel.{key}={size}" for key, size in sizes.items() if size > 1]
+        return [f"parallel.dp_shard={self.shard}", *words]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,12 +171,12 @@ class Parallel:
         amax: whose values the largest magnitude of a tensor covers. "tp": those of the ranks that
             share it, so that codes do not depend on tp; "data": also those of the data ranks, so
             that they do not depend on how a batch is cut; "local": this rank's alone.
-        gather: what ranks of dp_shard send each other of the weights of the blocks' layers.
+        gather: form in which ranks of dp_shard send each other the weights of the blocks' layers.
             "recipe": codes and scales where the layer's recipe quantises the weight, else values in
             the recipe's dtype, in every bit as on one rank; BF16, which changes digits, where a
             weight has no such codes, as with Transformer Engine: the plan of a mesh says where, and
             why. "bf16": values in BF16, rounded before they are quantised. "fp32": the masters.
-        reduce: what ranks of dp_shard send each other of gradients, which are summed in float32 in
+        reduce: dtype in which ranks of dp_shard send each other gradients, which are summed in float32 in
             any case. "bf16": each rank's is rounded to BF16, for half the bytes and other digits;
             replicas send float32.
         timeout: seconds that a rank waits for the others in a collective; then the run ends.
@@ -249,24 +249,24 @@ class Parallel:
             ValueError: the sizes do not go into each other.
         """
         shards = self.dp_shard
-        others = self.others
+        other_ranks = self.others
         if shards == REST:
-            shards, rest = divmod(ranks, others)
-            if rest or not shards:
-                given = [("dp_replicate", self.dp_replicate), ("pp", self.pp), ("tp", self.tp)]
-                said = " × ".join(f"parallel.{name}={size}" for name, size in given if size > 1)
+            shards, remainder = divmod(ranks, other_ranks)
+            if remainder or not shards:
+                axes = [("dp_replicate", self.dp_replicate), ("pp", self.pp), ("tp", self.tp)]
+                product = " × ".join(f"parallel.{name}={size}" for name, size in axes if size > 1)
                 raise ValueError(
-                    f"{said} does not divide the {_count(ranks)} of this run"
+                    f"{product} does not divide the {_count(ranks)} of this run"
                     + (_START if ranks == 1 else "")
                 )
-        if others * shards != ranks:
+        if other_ranks * shards != ranks:
             stages = "".join(
                 f"parallel.{k}={n} × " for k, n in (("pp", self.pp), ("tp", self.tp)) if n > 1
             )
             raise ValueError(
                 f"{stages}parallel.dp_replicate={self.dp_replicate} × "
                 f"parallel.dp_shard={self.dp_shard} is "
-                f"{_count(others * shards)}, and this run has {ranks}"
+                f"{_count(other_ranks * shards)}, and this run has {ranks}"
                 + (_START if ranks == 1 else ": parallel.dp_shard=-1 takes all that are left")
             )
         return Mesh(

@@ -65,8 +65,8 @@ def distribute(
     ranks. In place.
 
     Args:
-        gather: what ranks send each other of weights, one of `precision.gather.GATHERS`.
-        reduce: what shards send each other of gradients: "float32" or "bf16".
+        gather: form in which ranks send each other weights, one of `precision.gather.GATHERS`.
+        reduce: dtype in which shards send each other gradients: "float32" or "bf16".
     """
     for layer in _layers(model):
         layer.joined = True
@@ -112,13 +112,13 @@ def join_scales(model: nn.Module, world: World) -> None:
 
 
 def _layers(module: nn.Module) -> Iterator[PlannedLayer]:
-    return (each for each in module.modules() if isinstance(each, PlannedLayer))
+    return (submodule for submodule in module.modules() if isinstance(submodule, PlannedLayer))
 
 
 def _units(model: nn.Module) -> Iterator[FSDPModule]:
     from torch.distributed.fsdp import FSDPModule
 
-    return (each for each in model.modules() if isinstance(each, FSDPModule))
+    return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
 class RoundedReduceScatter:

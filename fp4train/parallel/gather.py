@@ -113,8 +113,8 @@ class WeightGather:
         """Choose what the coming gathers send.
 
         Args:
-            plan: what the layer runs; None: nothing is known, and the master is sent.
-            step: of the run; None: unknown, so that nothing may be kept.
+            plan: the layer's plan; None: nothing is known, and the master is sent.
+            step: step of the run; None: unknown, so that nothing may be kept.
             training: whether a backward pass will follow.
         """
         shard = self.shard

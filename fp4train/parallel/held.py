@@ -33,11 +33,11 @@ class Inventory:
 
     Args:
         state: keys of its state dict.
-        groups: by group of the optimizer the names of its parameters; their place in all of them is
+        groups: parameter names of every group of the optimizer; their place in all of them is
             their number.
         layers: its linear layers, by name.
         modules: names of all its modules, in the order in which their forward passes end.
-        tied: by name of a copy on the last stage, the name of the weight on the first.
+        tied: name of a copy on the last stage → name of the weight on the first.
         parameters: number of all elements.
     """
 

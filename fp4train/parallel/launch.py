@@ -47,7 +47,7 @@ class ProcessRank:
 
     Args:
         rank, size: among all; local_rank, local_size: among those of its machine.
-        address, port: where rank 0 (or torchrun's agent) listens; None on one rank.
+        address, port: the place at which rank 0 (or torchrun's agent) listens; None on one rank.
         attempt: how often torchrun has restarted the run.
     """
 
@@ -239,9 +239,9 @@ class Meeting:
             stores = [
                 PrefixStore(
                     f"fp4train/{place.attempt}",
-                    TCPStore(address, place.port, None, own, bound, wait_for_workers=False),
+                    TCPStore(address, place.port, None, own_store, bound, wait_for_workers=False),
                 )
-                for own in (keeps, False, False)
+                for own_store in (keeps, False, False)
             ]
         except RuntimeError as error:
             text = (
@@ -251,36 +251,38 @@ class Meeting:
             speaks = place.rank == 1 or place.local_rank == 0
             raise LostError(text.splitlines()[0], speaks=speaks) from error
         *own_stores, signs = stores
-        found = cls(place, *own_stores, keeps=keeps)
+        meeting = cls(place, *own_stores, keeps=keeps)
         try:
             Attendance.sign(signs, place.rank, 0)
-            found.store.set(everyone[place.rank], socket.gethostname())
-            found.store.wait(everyone, bound)
-            found.hosts = [host.decode() for host in found.store.multi_get(everyone)]
+            meeting.store.set(everyone[place.rank], socket.gethostname())
+            meeting.store.wait(everyone, bound)
+            meeting.hosts = [host.decode() for host in meeting.store.multi_get(everyone)]
         except RuntimeError as error:
-            absent = found._named(within(GRACE, lambda: found._without("here"), [0]))
+            absent = meeting._named(within(GRACE, lambda: meeting._without("here"), [0]))
             text = (
                 f"{absent} did not come to {where} within {patience:g} s: not started, or ended "
                 "before the ranks met"
             )
-            raise LostError(text, speaks=found.announce(LostError.exit_code, text)) from error
-        found.store.set_timeout(timedelta(seconds=timeout))
-        Attendance(place.rank, place.size, signs, found._named, timeout).start()
-        return found
+            raise LostError(text, speaks=meeting.announce(LostError.exit_code, text)) from error
+        meeting.store.set_timeout(timedelta(seconds=timeout))
+        Attendance(place.rank, place.size, signs, meeting._named, timeout).start()
+        return meeting
 
     def announce(self, code: int, word: str) -> bool:
         """Leave why this rank ends for the others; whether it is the first to do so, whose word is
         to be printed.
         """
         self._own = f"{code} {word}"
-        first = within(
+        first_store = within(
             GRACE, lambda: str(self.store.compare_set(_WORD, "", self._own).decode()), None
         )
-        if first is None:  # the store is gone, and rank 0 with it: one rank per machine speaks
+        if (
+            first_store is None
+        ):  # the store is gone, and rank 0 with it: one rank per machine speaks
             self._listener.join(GRACE)
             return self.first_word is None and (self.place.rank == 1 or self.place.local_rank == 0)
-        self.first_word = first
-        return first == self._own
+        self.first_word = first_store
+        return first_store == self._own
 
     @property
     def code(self) -> int:
@@ -329,11 +331,11 @@ class Meeting:
         if len(ranks) == 1:
             return f"rank {ranks[0]}" + (f" on {self.hosts[ranks[0]]}" if self.hosts else "")
         if len(ranks) > 4:
-            others = f" and {len(ranks) - 4} others"
+            more = f" and {len(ranks) - 4} others"
         else:
-            others = ""
+            more = ""
         if ranks:
-            return f"ranks {', '.join(map(str, ranks[:4]))}{others}"
+            return f"ranks {', '.join(map(str, ranks[:4]))}{more}"
         return ""
 
     def _listen(self, listening: Any) -> None:

@@ -52,7 +52,7 @@ class Microbatch:
     Args:
         tokens_BT, targets_BT: on the device.
         context: makes the context of a forward pass: recipe, step, place of the tokens.
-        dtype: of activations in that context.
+        dtype: dtype of activations in that context.
         last: whether no other one of this rank's follows in the step.
     """
 
@@ -73,11 +73,11 @@ class Pipeline:
     """The stages of a model that this rank holds, and the schedules that run them.
 
     Args:
-        stages: by index; of interleaved stages a rank holds every `world.mesh.pipeline`-th one.
+        stages: stages by index; of interleaved stages a rank holds every `world.mesh.pipeline`-th one.
         model: all of them together; its modules are those of `stages`.
         cut: how the model is cut.
         inventory: the whole model's state.
-        tied: where the first and the last stage share a weight.
+        tied: the weight that the first and the last stage share, if any.
     """
 
     def __init__(
@@ -113,21 +113,21 @@ class Pipeline:
         self._run(microbatches, training=True)
         if self.tied is not None:
             self.tied.settle()
-        found = self._losses
+        losses = self._losses
         self._losses = []
-        return found
+        return losses
 
     def evaluate(self, microbatches: Iterable[Microbatch]) -> Iterator[Tensor]:
         """Forward passes alone; the losses, on the last stage. As many at a time as stages may hold
         the inputs of.
         """
-        rest = iter(microbatches)
-        while group := list(islice(rest, AT_A_TIME * self.count)):
+        remaining = iter(microbatches)
+        while group := list(islice(remaining, AT_A_TIME * self.count)):
             with torch.no_grad():
                 self._run(group, training=False)
-            found = self._losses
+            losses = self._losses
             self._losses = []
-            yield from found
+            yield from losses
 
     def copy_tied(self) -> None:
         """Make the last stage's copy of a tied weight equal to the first stage's, which has
@@ -136,33 +136,33 @@ class Pipeline:
         if self.tied is None or self.world.stage not in (0, self.world.mesh.pipeline - 1):
             return
         owner = self.world.stage == 0
-        ((copy, own),) = self.inventory.tied.items()
-        self.tied.copy(self.model.get_parameter(own if owner else copy), owner=owner)
+        ((copy, local),) = self.inventory.tied.items()
+        self.tied.copy(self.model.get_parameter(local if owner else copy), owner=owner)
 
     # -- torch's schedules -------------------------------------------------------------------------
 
     def _run(self, microbatches: list[Microbatch], *, training: bool) -> None:
         self._microbatches = microbatches
-        first = microbatches[0]
+        template = microbatches[0]
         for stage in self.stages.values():
             stage.training = self.model.training
-        key = (len(microbatches), first.tokens_BT.shape, first.dtype, training)
+        key = (len(microbatches), template.tokens_BT.shape, template.dtype, training)
         if key not in self._schedules:
             self._schedules[key] = self._schedule(*key)
         schedule, stages = self._schedules[key]
         inputs: tuple[Tensor, ...] = ()
         named: dict[str, Tensor] = {}
         if 0 in self.stages:
-            inputs = (torch.cat([each.tokens_BT for each in microbatches]),)
+            inputs = (torch.cat([microbatch.tokens_BT for microbatch in microbatches]),)
         if self.count - 1 in self.stages:
-            named["targets_BT"] = torch.cat([each.targets_BT for each in microbatches])
+            named["targets_BT"] = torch.cat([microbatch.targets_BT for microbatch in microbatches])
         # torch's `target` goes to the function of the loss, which the last stage has computed
         # already.
         schedule.step(
             *inputs, target=torch.arange(len(microbatches)), return_outputs=False, **named
         )
-        for each in stages:
-            each.clear_runtime_states()
+        for stage in stages:
+            stage.clear_runtime_states()
         self._microbatches = []
 
     def _schedule(
@@ -182,8 +182,10 @@ class Pipeline:
             several = kind(stages, count, loss_fn=loss, scale_grads=False)
             _let_blocks_gather(several)
             return several, stages
-        one = Schedule1F1B if training and self.parallel.pp_schedule == "1f1b" else ScheduleGPipe
-        return one(stages[0], count, loss_fn=loss, scale_grads=False), stages
+        schedule = (
+            Schedule1F1B if training and self.parallel.pp_schedule == "1f1b" else ScheduleGPipe
+        )
+        return schedule(stages[0], count, loss_fn=loss, scale_grads=False), stages
 
     def _weighted(self, loss: Tensor, number: Tensor) -> Tensor:
         return loss * self._weight
@@ -235,10 +237,10 @@ class Pipeline:
 
         sizes = (*shape, self.cut.width)
         if self.tensor is None:
-            held = sizes
+            stage_sizes = sizes
         else:
-            held = self.tensor.stream(*sizes)
-        stream = torch.empty(held, dtype=dtype, device="meta", requires_grad=training)
+            stage_sizes = self.tensor.stream(*sizes)
+        stream = torch.empty(stage_sizes, dtype=dtype, device="meta", requires_grad=training)
         loss = torch.empty((), device="meta", requires_grad=training)
         return ContextStage(
             self.stages[index],
@@ -261,13 +263,13 @@ def _let_blocks_gather(schedule: Any) -> None:
     """
     from torch.distributed.pipelining.schedules import RESHARD, UNSHARD
 
-    def held(action: Any, context: Any) -> None:
+    def gathering(action: Any, context: Any) -> None:
         context.schedule_ref.unsharded_stages.add(action.stage_index)
 
     def freed(action: Any, context: Any) -> None:
         context.schedule_ref.unsharded_stages.discard(action.stage_index)
 
-    schedule.register_custom_function(UNSHARD, held)
+    schedule.register_custom_function(UNSHARD, gathering)
     schedule.register_custom_function(RESHARD, freed)
 
 
@@ -280,15 +282,15 @@ class TiedWeight:
     """
 
     def __init__(self, world: World, timeout: float) -> None:
-        own = (world.data_rank, 0 if world.tensor is None else world.tensor.get_local_rank())
-        at = {place: rank for rank, place in enumerate(world.gathered((world.stage, *own)))}
+        rank_place = (world.data_rank, 0 if world.tensor is None else world.tensor.get_local_rank())
+        at = {place: rank for rank, place in enumerate(world.gathered((world.stage, *rank_place)))}
         self.group: dist.ProcessGroup | None = None
         # A group of its own: between two ranks of one group messages are matched by their order
         # alone.
         for place in product(range(world.mesh.data), range(world.mesh.tensor)):
             pair = [at[0, *place], at[world.mesh.pipeline - 1, *place]]
             group = dist.new_group(pair, timeout=timedelta(seconds=timeout))
-            if place == own and world.stage in (0, world.mesh.pipeline - 1):
+            if place == rank_place and world.stage in (0, world.mesh.pipeline - 1):
                 self.group = group
         self._sent: list[tuple[Tensor, dist.Work]] = []
 

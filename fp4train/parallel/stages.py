@@ -52,9 +52,9 @@ def cut_of(model: nn.Module, parallel: Parallel) -> StageCut:
     stages = parallel.pp * parallel.chunks
     if blocks < stages:
         if parallel.chunks > 1:
-            each = f" × parallel.pp_chunks={parallel.chunks}"
+            chunks = f" × parallel.pp_chunks={parallel.chunks}"
         else:
-            each = ""
+            chunks = ""
         most = blocks // parallel.chunks
         if most > 1:
             instead = f"parallel.pp may be at most {most}"
@@ -62,7 +62,7 @@ def cut_of(model: nn.Module, parallel: Parallel) -> StageCut:
             instead = "use parallel.pp=1"
         raise ValueError(
             f"{blocks} block{'s' * (blocks != 1)} cannot be divided over "
-            f"parallel.pp={parallel.pp}{each} stages, which "
+            f"parallel.pp={parallel.pp}{chunks} stages, which "
             f"need one each; {instead}"
         )
     return cut
@@ -107,7 +107,7 @@ def cut_stages(
 
     Args:
         model: a converted model with whole weights, the same on every rank, or on the meta device.
-        inventory: of it.
+        inventory: its inventory.
         time: tokens of a sequence.
     """
     count = parallel.pp * parallel.chunks
@@ -119,24 +119,24 @@ def cut_stages(
         tied = None
 
     def part(indices: Iterable[int]) -> nn.Module:
-        held = list(indices)
-        first = 0 in held
-        last = count - 1 in held
+        block_indices = list(indices)
+        has_first = 0 in block_indices
+        last = count - 1 in block_indices
         names = {
             name
-            for index in held
+            for index in block_indices
             for name in list(blocks)[shares[index].start : shares[index].stop]
         }
-        made = _copy(model)
-        for name in (() if first else cut.first) + (() if last else cut.last):
-            del made._modules[name]
+        stage_model = _copy(model)
+        for name in (() if has_first else cut.first) + (() if last else cut.last):
+            del stage_model._modules[name]
         stack = _copy(model.get_submodule(cut.blocks))
         stack._modules = {name: block for name, block in stack._modules.items() if name in names}
-        made._modules[cut.blocks] = stack
-        cast(Pipelined, made).stage = Stage(first=first, last=last, tie=tied)
-        return made
+        stage_model._modules[cut.blocks] = stack
+        cast(Pipelined, stage_model).stage = Stage(first=has_first, last=last, tie=tied)
+        return stage_model
 
-    own = range(world.stage, count, parallel.pp)
+    own_parts = range(world.stage, count, parallel.pp)
     if tied is not None and world.stage == parallel.pp - 1:
         for name in inventory.tied:
             # A copy of its own, which no optimizer sees: it gets the first stage's values after
@@ -144,8 +144,8 @@ def cut_stages(
             parent, _, leaf = name.rpartition(".")
             weight = model.get_parameter(name).detach().clone()
             setattr(model.get_submodule(parent), leaf, nn.Parameter(weight, requires_grad=False))
-    stages = {index: part([index]) for index in own}
-    together = stages[own[0]] if len(own) == 1 else part(own)
+    stages = {index: part([index]) for index in own_parts}
+    together = stages[own_parts[0]] if len(own_parts) == 1 else part(own_parts)
     return Pipeline(
         stages=stages,
         model=together,
@@ -165,18 +165,18 @@ def tied_weights(model: nn.Module, cut: StageCut) -> dict[str, str]:
             stages.
     """
 
-    def held(paths: tuple[str, ...]) -> dict[int, str]:
+    def held_weights(paths: tuple[str, ...]) -> dict[int, str]:
         return {
             id(p): f"{path}.{name}"
             for path in paths
             for name, p in model.get_submodule(path).named_parameters()
         }
 
-    first = held(cut.first)
-    last = held(cut.last)
-    tied = {last[key]: first[key] for key in last if key in first}
+    of_first = held_weights(cut.first)
+    last = held_weights(cut.last)
+    tied = {last[key]: of_first[key] for key in last if key in of_first}
     everywhere = [id(p) for block in _blocks(model, cut).values() for p in block.parameters()]
-    shared = len(set(everywhere)) < len(everywhere) or set(everywhere) & (set(first) | set(last))
+    shared = len(set(everywhere)) < len(everywhere) or set(everywhere) & (set(of_first) | set(last))
     if shared or len(tied) > 1:
         raise ValueError(
             f"parallel.pp: {type(model).__name__} shares weights between blocks, or more than "
@@ -197,8 +197,8 @@ def _copy(module: nn.Module) -> nn.Module:
     FSDP's hooks are those of one stage: in another they would gather that stage's weights, in an
     order of its own.
     """
-    made = copy.copy(module)
+    copied = copy.copy(module)
     for name, value in vars(module).items():
         if isinstance(value, dict) and name != "_buffers":
-            made.__dict__[name] = copy.copy(value)
-    return made
+            copied.__dict__[name] = copy.copy(value)
+    return copied

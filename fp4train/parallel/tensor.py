@@ -53,16 +53,17 @@ def cut_tensors(
     parallel = cast(TensorParallel, model)
     cut = tensor_cut_of(model, ranks.size)
     _check(model, cut, ranks.size)
-    own: dict[nn.Parameter, nn.Parameter] = {}
+    local_of: dict[nn.Parameter, nn.Parameter] = {}
     orders: dict[str, RowOrder] = {}
     for module, axis, along, name in _sliced(model, cut):
         segments = cut.segments.get(name, ())
         order = RowOrder(segments, ranks.size) if segments else None
         if order is not None:
             orders |= {
-                f"{name}.{each}": order for each, _ in module.named_parameters(recurse=False)
+                f"{name}.{parameter_name}": order
+                for parameter_name, _ in module.named_parameters(recurse=False)
             }
-        _distribute(module, mesh, axis, own, order=order)
+        _distribute(module, mesh, axis, local_of, order=order)
         if along is not None:
             layer = cast(PlannedLayer, module)
             part = layer.weight.shape[axis] // ranks.size
@@ -82,12 +83,14 @@ def cut_tensors(
         path, _, attribute = name.rpartition(".")
         if name in cut.segments:
             orders[name] = RowOrder(cut.segments[name], ranks.size)
-        _distribute(model.get_submodule(path), mesh, 0, own, order=orders.get(name), only=attribute)
+        _distribute(
+            model.get_submodule(path), mesh, 0, local_of, order=orders.get(name), only=attribute
+        )
     for name, attribute, _ in cut.counts:
         module = model.get_submodule(name)
         setattr(module, attribute, getattr(module, attribute) // ranks.size)
     for module in model.modules():
-        _distribute(module, mesh, None, own)
+        _distribute(module, mesh, None, local_of)
         if isinstance(module, HoldsParts):
             module.held = local
     parallel.tensor = tensor = TokenRanks(ranks=ranks, sequence=sequence)
@@ -170,12 +173,12 @@ def _check_rows(name: str, count: int, segments: tuple[int, ...], what: str, siz
             f"{name}: segments of {', '.join(map(str, segments))} rows do not make its "
             f"{count} {what}"
         )
-    for place, each in enumerate(segments or (count,), 1):
-        if each % size:
+    for place, segment in enumerate(segments or (count,), 1):
+        if segment % size:
             if segments:
-                of = f"segment {place} of {len(segments)} has {each} {what}, which"
+                of = f"segment {place} of {len(segments)} has {segment} {what}, which"
             else:
-                of = f"{each} {what}"
+                of = f"{segment} {what}"
             raise ValueError(
                 f"{name}: {of} cannot be divided over parallel.tp={size} ranks; choose a "
                 f"multiple of {size}, or another parallel.tp"
@@ -204,7 +207,7 @@ def _distribute(
     module: nn.Module,
     mesh: DeviceMesh,
     axis: int | None,
-    own: dict[nn.Parameter, nn.Parameter],
+    local_of: dict[nn.Parameter, nn.Parameter],
     *,
     order: RowOrder | None = None,
     only: str | None = None,
@@ -213,7 +216,7 @@ def _distribute(
     every rank.
 
     Args:
-        order: in which the rows are cut; None: one after another.
+        order: order in which the rows are cut; None: one after another.
         only: the name of the parameter; None: all of them.
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -221,19 +224,21 @@ def _distribute(
     for name, parameter in list(module.named_parameters(recurse=False)):
         if isinstance(parameter, DTensor) or only not in (None, name):
             continue
-        if parameter not in own:
+        if parameter not in local_of:
             local = parameter.detach()
             placement: Replicate | Shard = Replicate()
             if axis is not None and parameter.dim() > axis:
                 part = parameter.shape[axis] // mesh.size()
-                first = mesh.get_local_rank() * part
-                runs = ((first, part),) if order is None or axis else order.runs(first, part)
+                first_row = mesh.get_local_rank() * part
+                runs = (
+                    ((first_row, part),) if order is None or axis else order.runs(first_row, part)
+                )
                 # A copy: a view would keep the memory of the whole parameter.
                 local = torch.cat([local.narrow(axis, start, count) for start, count in runs], axis)
                 placement = Shard(axis)
-            made = DTensor.from_local(local, mesh, [placement], run_check=False)
-            own[parameter] = nn.Parameter(made, requires_grad=parameter.requires_grad)
-        module.register_parameter(name, own[parameter])
+            distributed = DTensor.from_local(local, mesh, [placement], run_check=False)
+            local_of[parameter] = nn.Parameter(distributed, requires_grad=parameter.requires_grad)
+        module.register_parameter(name, local_of[parameter])
 
 
 def copies(parameter: Tensor) -> int:

@@ -61,9 +61,9 @@ class World:
 
     Args:
         place: which of them this process is.
-        device: of its tensors.
+        device: device of its tensors.
         mesh: how many ranks have which use.
-        data_mesh: of the ranks that hold the same part of the model; its dimensions are `REPLICATE`
+        data_mesh: mesh of the ranks that hold the same part of the model; its dimensions are `REPLICATE`
             and `SHARD`. None in a world of one.
         data: group of the ranks of `data_mesh`, which have other parts of a batch; None: all ranks.
         tensor: the ranks that share every block's matrices; None: there are none.
@@ -71,7 +71,7 @@ class World:
         pipeline: group of the ranks that hold the stages of one model, in their order; None without
             a pipeline.
         control: the group of all ranks for decisions.
-        meeting: where a rank leaves its last word; None in a world of one.
+        meeting: the store in which a rank leaves its last word; None in a world of one.
         timeout: seconds that a collective waits for a rank.
         ranks: all of them, for checkpoints: over a group of their own, because a thread writes
             them.
@@ -242,9 +242,9 @@ class World:
         """The largest value that any rank gave, for each number."""
         if self.size == 1:
             return numbers
-        found = torch.tensor(numbers, dtype=torch.int64)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.control)
-        return tuple(found.tolist())
+        largest = torch.tensor(numbers, dtype=torch.int64)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.control)
+        return tuple(largest.tolist())
 
     def everywhere(self, holds: bool) -> bool:
         """Whether `holds` on every rank."""
@@ -256,8 +256,8 @@ class World:
             return value
         box: list[Any] = [value if self.lead else None]
         dist.broadcast_object_list(box, src=0, group=self.control)
-        found: T = box[0]
-        return found
+        value_of_lead: T = box[0]
+        return value_of_lead
 
     def gathered(self, value: T) -> list[T]:
         """The `value` (plain data) of every rank, by rank."""
@@ -265,14 +265,18 @@ class World:
 
     def first(self, value: T | None) -> T | None:
         """The `value` (plain data) of the first rank that has one."""
-        return next((each for each in self.gathered(value) if each is not None), None)
+        return next(
+            (candidate for candidate in self.gathered(value) if candidate is not None), None
+        )
 
     def least(self, value: T | None, key: Callable[[T], Any]) -> T | None:
         """The value with the least `key` among those of all ranks (plain data); None where no rank
         has one.
         """
         return min(
-            (each for each in self.gathered(value) if each is not None), key=key, default=None
+            (candidate for candidate in self.gathered(value) if candidate is not None),
+            key=key,
+            default=None,
         )
 
     def wait(self) -> None:
@@ -291,21 +295,21 @@ class World:
             yield
             return
         problem: str | None = None
-        own: Exception | None = None
+        own_error: Exception | None = None
         try:
             yield
         except UserError as error:
             problem = str(error)
-            own = error
+            own_error = error
         except OSError as error:
             problem = f"{error.filename or 'a file'}: {error.strerror or error}"
-            own = error
-        found = [
+            own_error = error
+        errors = [
             (rank, text) for rank, text in enumerate(self.gathered(problem)) if text is not None
         ]
-        if found:
-            rank, text = found[0]
-            raise AgreedError(text if rank == 0 else f"rank {rank}: {text}") from own
+        if errors:
+            rank, text = errors[0]
+            raise AgreedError(text if rank == 0 else f"rank {rank}: {text}") from own_error
 
     def in_turns(self, make: Callable[[], T]) -> T:
         """`make()` on the lead, then on one rank of each other machine, then on the rest: the first
@@ -315,10 +319,10 @@ class World:
         for turn in range(3):
             with self.together():
                 if turn == mine:
-                    made = make()
+                    outcome = make()
             if self.size == 1:
                 break
-        return made
+        return outcome
 
     # -- the end -----------------------------------------------------------------------------------
 
@@ -331,16 +335,16 @@ class World:
         """
         assert self.meeting is not None
         who = f"rank {self.place.rank} on {socket.gethostname()}"
-        said = (str(error).strip().splitlines() or [""])[0]
+        message = (str(error).strip().splitlines() or [""])[0]
         if isinstance(error, UserError):
             code = error.exit_code
         else:
             code = 1
         unexpected = not isinstance(error, UserError)
         if unexpected:
-            word = f"{who} ended: {type(error).__name__}: {said}"
+            word = f"{who} ended: {type(error).__name__}: {message}"
         else:
-            word = f"{who} ended: {said}"
+            word = f"{who} ended: {message}"
         if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _BROKEN):
             lost = self.meeting.lost()
             unexpected = False
@@ -355,7 +359,7 @@ class World:
                 why = late
             else:
                 why = "ended without a word (killed, or out of memory?)"
-            word = f"{who} lost {f'{lost}, which {why}' if lost else 'its connection'}: {said}"
+            word = f"{who} lost {f'{lost}, which {why}' if lost else 'its connection'}: {message}"
         if self.meeting.announce(code, word):
             if unexpected:
                 traceback.print_exception(error)
@@ -387,9 +391,12 @@ def _group_along(
     """
     names = mesh.mesh_dim_names or ()
     along = [names.index(name) for name in dimensions]
-    others = [axis for axis in range(len(names)) if axis not in along]
+    other_axes = [axis for axis in range(len(names)) if axis not in along]
     table = (
-        mesh.mesh.permute(*others, *along).flatten(len(others)).flatten(0, len(others) - 1).tolist()
+        mesh.mesh.permute(*other_axes, *along)
+        .flatten(len(other_axes))
+        .flatten(0, len(other_axes) - 1)
+        .tolist()
     )
     groups: list[dist.ProcessGroup] = [dist.new_group(ranks, timeout=timeout) for ranks in table]
     return next(

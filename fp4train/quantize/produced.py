@@ -155,7 +155,9 @@ def why_not(row: Quantizer, column: Quantizer, *, codes: bool, here: bool = True
             reason = None
         else:
             reason = form_quantizer.why or form_quantizer.kernel
-        if reason is not None and (here or (reason := why_not_spec(form_quantizer.spec)) is not None):
+        if reason is not None and (
+            here or (reason := why_not_spec(form_quantizer.spec)) is not None
+        ):
             return f"the kernels that quantise are not Triton's ({reason})"
     if not has_pair_kernel(row.spec, column.spec):
         return (

@@ -41,7 +41,7 @@ class RunStart:
 
     Args:
         config: the typed configuration; cfg: the composed one, to be kept with the run.
-        checkpoint: where it goes on from (`find_start`); None: step 0.
+        checkpoint: the checkpoint from which it goes on (`find_start`); None: step 0.
         swap: a recipe to change to there.
         rewind: why it goes on from there, if its loss diverged.
     """
@@ -80,10 +80,10 @@ def find_start(
     is changed yet.
 
     Args:
-        known: as of `find_source`.
+        known: see `find_source`.
 
     Raises:
-        UserError: as `find_source`, or no checkpoint is usable.
+        UserError: see `find_source`; or no checkpoint is usable.
     """
     with world.together():
         if world.lead:
@@ -429,7 +429,7 @@ def write_plan(directory: Path, records: Sequence[Record], gathers: Sequence[str
     """Keep the plan with the run, the past and the rest as the journal has them.
 
     Args:
-        gathers: what ranks send each other of the weights, in words.
+        gathers: sentences about the weights that ranks send each other.
     """
     try:
         text = "\n\n".join((journal.plan_text(records), *gathers))

@@ -33,14 +33,14 @@ def computing_threads(count: int | None) -> Iterator[None]:
     """Inside, torch computes with `count` threads on CPUs, as fp4train's own kernels do; None: with
     as many as it does anyway.
     """
-    before = torch.get_num_threads()
+    saved_count = torch.get_num_threads()
     if count is not None:
         torch.set_num_threads(count)
     try:
         yield
     finally:
         if count is not None:
-            torch.set_num_threads(before)
+            torch.set_num_threads(saved_count)
 
 
 def instructions() -> str:
@@ -52,7 +52,7 @@ def instructions() -> str:
     return " ".join((width, *(name for name in _INSTRUCTIONS if capabilities.get(name))))
 
 
-def differences(before: Mapping[str, Any], now: Mapping[str, Any], *, on_cpu: bool) -> list[str]:
+def differences(saved: Mapping[str, Any], now: Mapping[str, Any], *, on_cpu: bool) -> list[str]:
     """What of two environments of one run makes its bits others, such as "threads 2 → 1". What one
     of the two does not say counts as equal.
 
@@ -60,8 +60,8 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any], *, on_cpu: bo
         on_cpu: the run computes on a CPU; on a GPU its threads and the host's CPU change nothing.
     """
     keys = ("device", *_ON_CPUS) if on_cpu else ("device",)
-    pairs = [(key, before.get(key), now.get(key)) for key in keys]
-    old = before.get("versions")
+    pairs = [(key, saved.get(key), now.get(key)) for key in keys]
+    old = saved.get("versions")
     new = now.get("versions")
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         pairs += [(name, old.get(name), new.get(name)) for name in _LIBRARIES]

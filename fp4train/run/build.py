@@ -155,9 +155,9 @@ def build_plan(
     """The plan of a run: what will run where, and why.
 
     Args:
-        layers: of the whole model, by name (`find_layers`).
+        layers: layers of the whole model, by name (`find_layers`).
         data_ranks: parts that a batch is cut into.
-        stages: of a pipeline.
+        stages: stages of a pipeline.
 
     Raises:
         UserError: a pattern of the policy matches no layer, `backend` cannot run a recipe on

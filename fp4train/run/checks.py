@@ -38,7 +38,7 @@ def check_memory(model: nn.Module) -> int:
     Raises:
         UserError: its weights are larger than the main memory of this machine.
     """
-    count = sum(int(each.numel()) for each in model.parameters())
+    count = sum(int(parameter.numel()) for parameter in model.parameters())
     memory = _main_memory()
     if count * BYTES > memory:
         raise UserError(
@@ -99,11 +99,11 @@ def check_cut(config: Config, mesh: Mesh) -> None:
     rows = config.train.microbatch
     if batch % (ranks * (rows or 1)):
         if rows is None:
-            each = ""
+            per_rank = ""
         else:
-            each = f" × train.microbatch={rows}"
+            per_rank = f" × train.microbatch={rows}"
         raise UserError(
-            f"train.batch_size={batch} is not divisible by {ranks} data ranks{each}: every "
+            f"train.batch_size={batch} is not divisible by {ranks} data ranks{per_rank}: every "
             "rank must have the same "
             "number of sequences and microbatches"
         )
@@ -148,7 +148,9 @@ def check_oscillation(config: Config, plan: Plan) -> None:
     settings = config.oscillation
     if not settings.every:
         return
-    specs = [part.fprop.operands.second for each in plan.stretches for part in each.layers.values()]
+    specs = [
+        part.fprop.operands.second for stretch in plan.stretches for part in stretch.layers.values()
+    ]
     reasons = {why_not(spec) for spec in specs if spec is not None}
     if reasons and None not in reasons:  # a run in high precision may have it: it is one of a sweep
         why = "; ".join(sorted(filter(None, reasons)))
@@ -162,15 +164,15 @@ def learning_rate(config: Config, step: int) -> float:
     return config.optim.lr * config.schedule.factor(step, config.train.steps)
 
 
-def rate_jump(before: Config, after: Config, step: int) -> str | None:
+def rate_jump(earlier: Config, later: Config, step: int) -> str | None:
     """Jump of the learning rate where a run whose cooldown had begun goes on at `step`, in words;
     None: it falls on.
     """
-    cooldown = before.schedule.cooldown_start(before.train.steps)
+    cooldown = earlier.schedule.cooldown_start(earlier.train.steps)
     if cooldown is None or step <= cooldown:
         return None
-    old = learning_rate(before, step - 1)
-    new = learning_rate(after, step)
+    old = learning_rate(earlier, step - 1)
+    new = learning_rate(later, step)
     if new <= 1.05 * old:
         return None
     return (
@@ -199,9 +201,9 @@ def scale_warnings(config: Config, model: nn.Module) -> list[str]:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     tokens = config.train.steps * config.train.tokens
     presets = "; fp4train help experiment lists whole runs"
-    found = []
+    warnings = []
     if parameters > LARGE and tokens < parameters and config.init is None:
-        found.append(
+        warnings.append(
             f"{short(parameters)} parameters learn {short(tokens)} tokens, "
             f"{tokens / parameters:.2g} for each, and "
             f"about 20 are usual (train.steps, train.batch_size, train.seq_len){presets}"
@@ -210,12 +212,12 @@ def scale_warnings(config: Config, model: nn.Module) -> list[str]:
         config.data, Dna
     )
     if parameters > READS_BYTES and reads_bytes:
-        found.append(
+        warnings.append(
             f"a model of {short(parameters)} parameters reads bytes: data/tokenizer=gpt_neox, "
             "bpe or pretrained gives "
             f"it words{presets}"
         )
-    return found
+    return warnings
 
 
 def plan_warnings(plan: Plan) -> list[str]:

@@ -43,7 +43,7 @@ def seed_model(run: Run) -> None:
 
 
 @contextmanager
-def determinism(wanted: bool) -> Iterator[None]:
+def determinism(on: bool) -> Iterator[None]:
     """Inside, a run repeats to the bit on the same GPU, torch and number of ranks; afterwards all
     is as before.
 
@@ -54,7 +54,7 @@ def determinism(wanted: bool) -> Iterator[None]:
         UserError: cuBLAS runs already, or is told to use workspaces with which it does not repeat
             itself.
     """
-    if not wanted:
+    if not on:
         yield
         return
     if torch.cuda.is_available():
@@ -63,7 +63,7 @@ def determinism(wanted: bool) -> Iterator[None]:
     cuda: Any = torch.backends.cuda
     memory: Any = torch.utils.deterministic
     matmul = cuda.matmul
-    before = (
+    saved_settings = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
     )
@@ -85,7 +85,7 @@ def determinism(wanted: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.use_deterministic_algorithms(saved_settings[0], warn_only=saved_settings[1])
         memory.fill_uninitialized_memory = fills
         torch.backends.cudnn.benchmark = benchmarks
         cuda.enable_mem_efficient_sdp(attention[0])
@@ -98,16 +98,16 @@ def determinism(wanted: bool) -> Iterator[None]:
 
 def _set_workspace() -> None:
     """Tell cuBLAS, which reads the variable when it starts."""
-    given = os.environ.get(CUBLAS)
-    if given is None and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    configured = os.environ.get(CUBLAS)
+    if configured is None and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         os.environ[CUBLAS] = WORKSPACES[0]
-    elif given is None:
+    elif configured is None:
         raise UserError(
             "train.deterministic=true: the GPU is in use already; start the process with "
             f"{CUBLAS}={WORKSPACES[0]}"
         )
-    elif given not in WORKSPACES:
+    elif configured not in WORKSPACES:
         raise UserError(
-            f"train.deterministic=true: {CUBLAS}={given} does not let cuBLAS repeat itself; "
+            f"train.deterministic=true: {CUBLAS}={configured} does not let cuBLAS repeat itself; "
             f"unset it, or set {' or '.join(WORKSPACES)}"
         )

@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 def evaluate(run: Run, stretch: PlannedStretch) -> Values:
     """Validation loss in high precision and, beside it, in the recipe of `stretch`."""
-    high, in_recipe = (sum(each) / len(each) for each in microbatch_losses(run, stretch))
+    high, in_recipe = (sum(pair) / len(pair) for pair in microbatch_losses(run, stretch))
     _log.info("step %d: validation loss %.4f, in the recipe %.4f", run.step, high, in_recipe)
     return {"val/loss": high, "val/loss_recipe": in_recipe}
 
@@ -35,14 +35,14 @@ def microbatch_losses(run: Run, stretch: PlannedStretch) -> tuple[list[float], l
     batches = min(run.config.eval.batches, max(1, run.val_data.batches_per_epoch))
     starts = range(0, batches * run.config.train.batch_size, run.rows)
     high = run.in_high_precision(stretch)
-    found = []
+    losses = []
     run.model.eval()
     with torch.no_grad():
-        for each in (stretch,) if high is stretch else (high, stretch):
-            run.apply(each)
-            found.append(_losses(run, each.recipe, starts))
+        for evaluated in (stretch,) if high is stretch else (high, stretch):
+            run.apply(evaluated)
+            losses.append(_losses(run, evaluated.recipe, starts))
     run.model.train()
-    return found[0], found[-1]
+    return losses[0], losses[-1]
 
 
 def check_evaluation(run: Run, values: Mapping[str, float | str], recipe: str) -> None:
@@ -62,14 +62,14 @@ def _losses(run: Run, recipe: Recipe, starts: Sequence[int]) -> list[float]:
 
     In one order on every rank, so that their sum does not depend on how many there are.
     """
-    found = torch.zeros(len(starts), device=run.device)
-    own = range(run.world.data_rank, len(starts), run.world.mesh.data)
+    own_losses = torch.zeros(len(starts), device=run.device)
+    own_indices = range(run.world.data_rank, len(starts), run.world.mesh.data)
     # no rank is left alone in a pass by another that cannot read its rows
     with run.world.together():
         factor = run.val_data.loss_factor(starts[0], len(starts) * run.rows)
-        rows = [run.val_data.rows(starts[number], run.rows) for number in own]
+        rows = [run.val_data.rows(starts[number], run.rows) for number in own_indices]
     passes = (microbatch(run, recipe, *part) for part in rows)
-    for number, loss in zip(own, losses(run, passes), strict=False):
-        found[number] = loss * factor
-    each: list[float] = run.world.summed(found).tolist()
-    return each
+    for number, loss in zip(own_indices, losses(run, passes), strict=False):
+        own_losses[number] = loss * factor
+    means: list[float] = run.world.summed(own_losses).tolist()
+    return means

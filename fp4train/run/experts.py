@@ -59,20 +59,22 @@ def even_out(run: Run, step: Step) -> None:
         rows = table[:, :count].sum(1).nonzero().flatten().tolist()
         if not rows:
             return {}
-        found = table[rows]
-        loads = found[:, :count] / found[:, :count].mean(1, keepdim=True)
+        loads_of_rows = table[rows]
+        loads = loads_of_rows[:, :count] / loads_of_rows[:, :count].mean(1, keepdim=True)
         train = run.config.train
         if due(step.index + 1, run.config.eval.every, train.steps):
             listed = {
-                f"blocks.{row}": [round(x, 4) for x in each.tolist()]
-                for row, each in zip(rows, loads, strict=True)
+                f"blocks.{row}": [round(x, 4) for x in expert_load.tolist()]
+                for row, expert_load in zip(rows, loads, strict=True)
             }
             run.tracker.log_event(step.index + 1, "expert load", listed)
-        mean = found[:, count:].mean(0).float()
+        mean = loads_of_rows[:, count:].mean(0).float()
         return {
             "experts/load_max": float(loads.max()),
             "experts/load_min": float(loads.min()),
-            "experts/dropped": float(found[:, count + DROPPED].sum() / found[:, :count].sum()),
+            "experts/dropped": float(
+                loads_of_rows[:, count + DROPPED].sum() / loads_of_rows[:, :count].sum()
+            ),
             "experts/balance_loss": float(mean[BALANCE]) / train.batch_size,
             "experts/z_loss": float(mean[Z]) / train.batch_size,
         }

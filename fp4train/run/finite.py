@@ -22,10 +22,10 @@ def first_non_finite(tensors: Mapping[str, Tensor]) -> str | None:
     if not floating:
         return None
     largest = torch._foreach_norm(list(floating.values()), torch.inf)
-    if bool(torch.stack([each.float() for each in largest]).isfinite().all()):
+    if bool(torch.stack([tensor.float() for tensor in largest]).isfinite().all()):
         return None
     return next(
-        name for name, each in zip(floating, largest, strict=True) if not bool(each.isfinite())
+        name for name, tensor in zip(floating, largest, strict=True) if not bool(tensor.isfinite())
     )
 
 

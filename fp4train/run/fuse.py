@@ -78,7 +78,7 @@ def operations_in_c(
     if not _in_c(train, device):
         return []
     parts = (part for part in model.modules() if isinstance(part, Fusible))
-    operations = (each for part in parts for each in part.fp4train_operations())
+    operations = (operation for part in parts for operation in part.fp4train_operations())
 
     def why_not(kind: str, width: int) -> str | None:
         if kind == "gate" and not on_cpu.whole_vectors(tokens * width):
@@ -116,7 +116,7 @@ def fuse(model: nn.Module, train: TrainSettings, device: str) -> None:
     blocks the compiler fuses. Norms and gates get what quantises their results, where the plan of a
     stretch allows it.
     """
-    used, said = kernels_of(train, device)
+    used, reason = kernels_of(train, device)
     if _in_c(train, device):
         use(model, on_cpu.CpuOperators())
     if used:
@@ -126,7 +126,7 @@ def fuse(model: nn.Module, train: TrainSettings, device: str) -> None:
             if isinstance(producer, Producer):
                 owner.producer = producer  # type: ignore[assignment]
     if device == "cuda" and train.kernels != "torch":
-        _log.info("%s", said)
+        _log.info("%s", reason)
 
 
 def compile_blocks(model: nn.Module, train: TrainSettings, device: torch.device) -> None:

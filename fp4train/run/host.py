@@ -165,7 +165,7 @@ def environment(device: torch.device, fingerprint: str, ranks: int) -> dict[str,
     """Plain JSON values.
 
     Args:
-        device: what this rank computes on. fingerprint: of the tokens; runs with equal ones have
+        device: device of this rank. fingerprint: of the tokens; runs with equal ones have
             equal data.
         ranks: how many processes train together.
     """
@@ -188,7 +188,11 @@ def environment(device: torch.device, fingerprint: str, ranks: int) -> dict[str,
 
 def libraries() -> dict[str, str]:
     """The versions of the installed packages that decide what a run computes."""
-    versions = {name: found for name in PACKAGES if (found := package_version(name)) is not None}
+    versions = {
+        name: version_found
+        for name in PACKAGES
+        if (version_found := package_version(name)) is not None
+    }
     if torch.version.cuda is not None:
         versions["cuda"] = torch.version.cuda
     return versions
@@ -205,13 +209,13 @@ def package_version(package: str) -> str | None:
 def cpu_name() -> str:
     """The processor's model as the system names it, or else its architecture."""
     try:
-        found = re.search(
+        match = re.search(
             r"^model name\s*:\s*(.+)$",
             Path("/proc/cpuinfo").read_text(encoding="utf-8"),
             re.MULTILINE,
         )
     except OSError:
-        found = None
-    if found:
-        return found[1].strip()
+        match = None
+    if match:
+        return match[1].strip()
     return platform.processor() or platform.machine()

@@ -55,10 +55,10 @@ class InitialWeights(Protocol):
         """Give `model` the weights.
 
         Args:
-            inventory: of the whole model, of which `model` is a part.
+            inventory: inventory of the whole model, of which `model` is a part.
 
         Raises:
-            UserError: as `check`, or a weight cannot be read or is not finite.
+            UserError: see `check`; or a weight cannot be read or is not finite.
         """
 
 
@@ -117,8 +117,8 @@ class FolderWeights:
     """Weights of a Hugging Face folder.
 
     Args:
-        path: of the folder.
-        tensors: in its files.
+        path: the folder.
+        tensors: tensors in its files.
         names: for each name of the model's state dict the name in `tensors`.
         copies: for each tensor that is there although it is tied to another one, the name of that
             one.

@@ -92,18 +92,22 @@ def queue_statistics(
     if not run.world.lead:
         return []
     key = RandomKey(seed=run.config.run.seed, step=run.step, layer=0, operand=MEASUREMENT)
-    found = watched.measure(run.plan.at(run.step).layers, key)
+    statistics = watched.measure(run.plan.at(run.step).layers, key)
     by_name = dict(zip(queued.names, norms, strict=True))
     absent = norms.new_full((), math.nan)
     gradients = torch.stack(
-        [by_name.get(f"{name}.weight", absent) for name in found.layers] or [norms[:0]]
+        [by_name.get(f"{name}.weight", absent) for name in statistics.layers] or [norms[:0]]
     )
-    pending = Numbers(torch.cat((found.values.flatten(), found.noise, gradients.flatten())))
-    scale = math.sqrt(run.config.train.tokens / max(found.tokens, 1)) / run.loss_scale
+    pending = Numbers(
+        torch.cat((statistics.values.flatten(), statistics.noise, gradients.flatten()))
+    )
+    scale = math.sqrt(run.config.train.tokens / max(statistics.tokens, 1)) / run.loss_scale
     step = run.step + 1
     name = recipe.name
     return [
-        lambda: log_statistics(run, statistics_of(found, pending, scale, step=step, recipe=name))
+        lambda: log_statistics(
+            run, statistics_of(statistics, pending, scale, step=step, recipe=name)
+        )
     ]
 
 
@@ -113,9 +117,9 @@ def statistics_of(
     """The statistics of a measured step; waits for the device.
 
     Args:
-        measured: where the numbers belong; pending: its values and noises, and the gradient norm of
+        measured: places of the numbers; pending: its values and noises, and the gradient norm of
             each layer.
-        scale: from the noise of the sampled tokens to that of the step's gradient.
+        scale: factor from the noise of the sampled tokens to that of the step's gradient.
         step: optimizer steps done with it; recipe: its name.
     """
     numbers = np.array(pending.read())
@@ -159,7 +163,7 @@ def summary(statistics: Statistics) -> Values:
     if not len(rows):
         return {}
     worst = rows[int(np.argmin(np.nan_to_num(rows["sqnr_db"], nan=-np.inf)))]
-    found: Values = {
+    values: Values = {
         "error/sqnr_db": float(np.median(rows["sqnr_db"])),
         "error/sqnr_db_worst": float(worst["sqnr_db"]),
         "error/worst": f"{statistics.layers[worst['layer']]} {statistics.names[worst['operand']]}",
@@ -171,9 +175,12 @@ def summary(statistics: Statistics) -> Values:
     noisy = layers[layers["noise"] > 0]
     if len(noisy):
         noise = _norm(noisy["noise"])
-        found |= {"error/noise": noise, "error/gradient_to_noise": _norm(noisy["gradient"]) / noise}
-        found["error/gradient_to_noise_worst"] = float((noisy["gradient"] / noisy["noise"]).min())
-    return found
+        values |= {
+            "error/noise": noise,
+            "error/gradient_to_noise": _norm(noisy["gradient"]) / noise,
+        }
+        values["error/gradient_to_noise_worst"] = float((noisy["gradient"] / noisy["noise"]).min())
+    return values
 
 
 def log_statistics(run: Run, statistics: Statistics) -> Values:
@@ -198,8 +205,8 @@ def log_statistics(run: Run, statistics: Statistics) -> Values:
     return values
 
 
-def _norm(each: NDArray[Any]) -> float:
-    return float(np.sqrt(np.square(each.astype(np.float64)).sum()))
+def _norm(gradient: NDArray[Any]) -> float:
+    return float(np.sqrt(np.square(gradient.astype(np.float64)).sum()))
 
 
 def check_layers(run: Run, step: Step) -> None:

@@ -114,7 +114,7 @@ def produced_in(
     Args:
         elsewhere: on a GPU of another machine, which is taken to have Triton and the newest
             backends.
-        amax: what layers that are not cut know of the ranks that share an amax; None: there are
+        amax: the ranks that share an amax, for layers that are not cut; None: there are
             none.
     """
     found = ProducedNorms({}, {})
@@ -153,7 +153,7 @@ def produced_by(
     a CPU, whose layers multiply values.
 
     Args:
-        norms: what becomes of them in each stretch; the steps of a stretch are said where stretches
+        norms: how they run in each stretch; the steps of a stretch are said where stretches
             differ.
     """
     if device == "cpu" and not triton_launch.interpreted():

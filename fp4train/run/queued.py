@@ -62,8 +62,8 @@ class Numbers:
         if self._ready is not None:
             self._ready.synchronize()
             self._ready, self.at = None, time.perf_counter()
-        found: list[float] = self._host.tolist()
-        return found
+        numbers: list[float] = self._host.tolist()
+        return numbers
 
 
 @dataclass(kw_only=True)
@@ -76,8 +76,8 @@ class Step:
         numbers: its mean loss, the norm of all gradients, and that of each (of this rank's part of
             it).
         names: the parameters of those norms.
-        values: what else is logged of it.
-        scaling: what delayed scaling had seen before it.
+        values: other values that are logged of it.
+        scaling: state of delayed scaling before it.
         loss_scale: its loss was multiplied by.
         late: called when its numbers are read; each gives what else its line says. That of a
             measured step logs its statistics.

@@ -35,7 +35,7 @@ def restored(
     moment of its shape; all other tensors are whole.
 
     Args:
-        inventory: of the whole model, where `model` holds some stages of it; only what is theirs is
+        inventory: inventory of the whole model, where `model` holds some stages of it; only what is
             read.
 
     Raises:
@@ -84,7 +84,7 @@ def state_orders(
     moments of a parameter.
 
     Args:
-        inventory: as for `restored`.
+        inventory: see `restored`.
     """
     by_name = row_orders(model)
     orders = {f"model/{escaped(name)}": order for name, order in by_name.items()}

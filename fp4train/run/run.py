@@ -55,7 +55,7 @@ class Run:
     """A run ready to train; `step` is the number of optimizer steps done.
 
     Args:
-        model: of a pipeline, the part of it that this rank holds.
+        model: the model; in a pipeline the part of it that this rank holds.
         folder: the run's directory, open: whatever happens to its path, the files go there.
         multiplied: forward multiplications per token of the whole model
             (`models.common.cut.multiplied`).

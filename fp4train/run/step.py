@@ -63,8 +63,8 @@ class EagerSteps:
         divided = self.run.world.size > 1
         loss = torch.zeros((), device=run.device)
         share = microbatch_share(run)
-        for each in train_losses(run, recipe, rows, run.loss_scale * share):
-            loss += each * share
+        for microbatch_loss in train_losses(run, recipe, rows, run.loss_scale * share):
+            loss += microbatch_loss * share
         loss = run.world.summed(loss)
         trained = {name: p for name, p in run.model.named_parameters() if p.grad is not None}
         gradients = [
@@ -137,20 +137,20 @@ def step_rows(run: Run) -> Iterator[Rows]:
 
     The share of the next step is fetched meanwhile.
     """
-    first, count = own_rows(run)
-    tokens, targets = run.feed.rows(first, count, then=first + run.config.train.batch_size)
+    first_row, count = own_rows(run)
+    tokens, targets = run.feed.rows(first_row, count, then=first_row + run.config.train.batch_size)
     yield from zip(torch.split(tokens, run.rows), torch.split(targets, run.rows), strict=True)
 
 
 def microbatches(run: Run, recipe: Recipe, rows: Iterable[Rows]) -> Iterator[Microbatch]:
     """The microbatches of `rows`, with the place of each in the whole batch."""
-    own = run.world.data_rank * run.share
+    rank_start = run.world.data_rank * run.share
     share = run.loss_scale * run.rows / run.config.train.batch_size
-    for first, each in zip(range(own, own + run.share, run.rows), rows, strict=True):
-        last = first + run.rows == own + run.share
-        offset = first * run.config.train.seq_len
+    for start, row in zip(range(rank_start, rank_start + run.share, run.rows), rows, strict=True):
+        last = start + run.rows == rank_start + run.share
+        offset = start * run.config.train.seq_len
         yield microbatch(
-            run, recipe, *each, token_offset=offset, last=last, met=run.called, auxiliary=share
+            run, recipe, *row, token_offset=offset, last=last, met=run.called, auxiliary=share
         )
 
 
@@ -168,9 +168,8 @@ def microbatch(
     """Rows to be run in `recipe`, whose plan was applied to the layers (`Run.apply`).
 
     Args:
-        met: where layers note that they were called (`Context.met`).
-        auxiliary: in a pass of training, what losses beside the returned one count
-            (`Context.auxiliary`).
+        met: set in which layers note that they were called (`Context.met`).
+        auxiliary: weight of a training pass's losses beside the returned one (`Context.auxiliary`).
     """
 
     @contextmanager
@@ -209,22 +208,22 @@ def train_losses(run: Run, recipe: Recipe, rows: Iterable[Rows], weight: float) 
         if run.pipeline is not None:
             yield from run.pipeline.train(list(microbatches(run, recipe, rows)), weight)
         else:
-            for each in microbatches(run, recipe, rows):
+            for microbatch in microbatches(run, recipe, rows):
                 if divided:
-                    synchronise(run.model, last=each.last)
+                    synchronise(run.model, last=microbatch.last)
                 if run.teacher is None:
                     taught = {}
                 else:
-                    taught = {"teacher": run.teacher(each.tokens_BT)}
-                with each.context():
-                    loss: Tensor = run.model(each.tokens_BT, each.targets_BT, **taught)
+                    taught = {"teacher": run.teacher(microbatch.tokens_BT)}
+                with microbatch.context():
+                    loss: Tensor = run.model(microbatch.tokens_BT, microbatch.targets_BT, **taught)
                 (loss * weight).backward()  # type: ignore[no-untyped-call]
                 yield loss.detach()
     if divided:
         join_scales(run.model, run.world)
 
 
-def losses(run: Run, each: Iterable[Microbatch]) -> Iterator[Tensor]:
+def losses(run: Run, batches: Iterable[Microbatch]) -> Iterator[Tensor]:
     """The mean loss of each microbatch, without gradients; of a pipeline the last stage's ranks get
     them.
 
@@ -232,9 +231,9 @@ def losses(run: Run, each: Iterable[Microbatch]) -> Iterator[Tensor]:
         switched off.
     """
     if run.pipeline is not None:
-        yield from run.pipeline.evaluate(each)
+        yield from run.pipeline.evaluate(batches)
         return
-    for microbatch in each:
+    for microbatch in batches:
         with torch.no_grad(), microbatch.context():
             loss: Tensor = run.model(microbatch.tokens_BT, microbatch.targets_BT)
         yield loss
@@ -250,7 +249,7 @@ def gradient_norms(
 
     Args:
         gradients: this rank's parts (`shards.local`), at least one.
-        copies: of each, on how many tensor-parallel ranks the same part lies; None: on one.
+        copies: number of tensor-parallel ranks that hold a part, for every part; None: one.
     """
     squares = _squares(gradients)
     if copies is None:
@@ -270,7 +269,9 @@ def _squares(gradients: Sequence[Tensor]) -> Tensor:
     pieces = (
         map(Tensor.double, torch.split(gradient.reshape(-1), _PIECE)) for gradient in gradients
     )
-    return torch.stack([torch.stack([exact.dot(exact) for exact in each]).sum() for each in pieces])
+    return torch.stack(
+        [torch.stack([exact.dot(exact) for exact in group]).sum() for group in pieces]
+    )
 
 
 def clip(
@@ -320,17 +321,19 @@ def step_unless(
     Args:
         optimizer: whose gradients are ready.
         failed: bool [], on the device of the parameters.
-        divisor: of the gradients, float32 [], as `clip` gives it.
+        divisor: divisor of the gradients, float32 [], as `clip` gives it.
     """
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         if not bool(failed):
             optimizer.step()
         return
-    given = {"found_inf": failed.float()} | ({} if divisor is None else {"grad_scale": divisor})
-    for name, value in given.items():
+    scaler_options = {"found_inf": failed.float()} | (
+        {} if divisor is None else {"grad_scale": divisor}
+    )
+    for name, value in scaler_options.items():
         setattr(optimizer, name, value)
     try:
         optimizer.step()
     finally:
-        for name in given:
+        for name in scaler_options:
             delattr(optimizer, name)

@@ -78,9 +78,9 @@ class CudaRecorder:
         here = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(here)
         with torch.cuda.stream(self._stream):
-            made = work()
+            value = work()
         here.wait_stream(self._stream)
-        return made
+        return value
 
     def record(self, work: Callable[[], T]) -> T:
         # "thread_local": other threads page-lock rows and copy checkpoints meanwhile, which
@@ -210,7 +210,7 @@ class RecordedSteps:
         host.
         """
         groups = self.run.optimizer.param_groups
-        before = [{"lr": group["lr"], "capturable": group["capturable"]} for group in groups]
+        saved_groups = [{"lr": group["lr"], "capturable": group["capturable"]} for group in groups]
         for group in groups:
             group.update(lr=self._lr, capturable=True)
         self.run.counters = self._counters
@@ -218,7 +218,7 @@ class RecordedSteps:
             yield
         finally:
             self.run.counters = None
-            for group, values in zip(groups, before, strict=True):
+            for group, values in zip(groups, saved_groups, strict=True):
                 group.update(values)
 
     def _replay(self, recorded: _Recorded, batch: list[Rows]) -> Queued:
@@ -243,18 +243,18 @@ class RecordedSteps:
 def _copy_of(scaling: Scaling) -> Scaling:
     """Copies in memory of their own."""
     return {
-        layer: {name: each.clone() for name, each in state.items()}
+        layer: {name: tensor.clone() for name, tensor in state.items()}
         for layer, state in scaling.items()
     }
 
 
 def _write(source: Scaling, target: Scaling) -> None:
-    if found := [
-        (target[layer][name], each)
+    if changed := [
+        (target[layer][name], tensor)
         for layer, state in source.items()
-        for name, each in state.items()
+        for name, tensor in state.items()
     ]:
-        torch._foreach_copy_([here for here, _ in found], [each for _, each in found])
+        torch._foreach_copy_([here for here, _ in changed], [tensor for _, tensor in changed])
 
 
 @contextmanager
@@ -273,10 +273,10 @@ def nothing_drawn(run: Run) -> Iterator[None]:
     state = (
         torch.cuda.get_rng_state if run.device.type == "cuda" else lambda _: torch.get_rng_state()
     )
-    before: dict[nn.Module, Tensor] = {}
+    saved_states: dict[nn.Module, Tensor] = {}
 
     def check(block: nn.Module, *_: Any) -> None:
-        if not torch.equal(before.pop(block), state(run.device)):
+        if not torch.equal(saved_states.pop(block), state(run.device)):
             raise UserError(
                 "train.cuda_graph=true with model.recompute=true: the model draws random "
                 "numbers in forward "
@@ -288,7 +288,7 @@ def nothing_drawn(run: Run) -> Iterator[None]:
     with ExitStack() as stack:
         for block in find_blocks(run.model) if recomputing(run.model) else ():
             begun = block.register_forward_pre_hook(
-                lambda each, _: before.update({each: state(run.device)})
+                lambda module, _: saved_states.update({module: state(run.device)})
             )
             stack.enter_context(begun)
             stack.enter_context(block.register_forward_hook(check))
@@ -297,4 +297,4 @@ def nothing_drawn(run: Run) -> Iterator[None]:
 
 def recomputing(model: nn.Module) -> list[Any]:
     """The parts of a model that recompute the activations of their blocks."""
-    return [each for each in model.modules() if getattr(each, "recomputes", False)]
+    return [module for module in model.modules() if getattr(module, "recomputes", False)]

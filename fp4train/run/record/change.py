@@ -28,7 +28,7 @@ def pick_up_swaps(run: Run) -> bool:
     Returns:
         Whether the recipe of a coming step may have changed.
     """
-    before = run.timeline
+    old_timeline = run.timeline
     for request in run.inbox.take({record.values.get("request") for record in run.journal.records}):
         body = request.body or {}
         if EVALUATION in body:
@@ -59,7 +59,7 @@ def pick_up_swaps(run: Run) -> bool:
             _log.warning("swap: %s", text)
             run.tracker.log_event(run.step + 1, event, {**values, "request": request.id})
             run.inbox.answer(request, True, text)
-    return run.timeline is not before
+    return run.timeline is not old_timeline
 
 
 def log_evaluation(run: Run, body: Any) -> tuple[bool, str]:
@@ -86,7 +86,9 @@ def log_evaluation(run: Run, body: Any) -> tuple[bool, str]:
 def follow_swaps(run: Run, entries: Sequence[SwapEntry]) -> None:
     """Go on by the swaps that the lead has recorded, on a rank that records nothing."""
     run.swaps = list(entries)
-    swapped = tuple(RecipeChoice(each["name"], each["recipe"]).at(each["step"]) for each in entries)
+    swapped = tuple(
+        RecipeChoice(entry["name"], entry["recipe"]).at(entry["step"]) for entry in entries
+    )
     run.timeline = replace(run.timeline, swaps=swapped)
     run.plan = _plan(run, run.timeline)
 
@@ -97,7 +99,7 @@ def swap_recipe(
     """Swap the recipe from `step` on: recorded for good, timeline and plan brought up to date.
 
     Args:
-        run, step, recipe, name: what to swap, from when on, to what plain configuration, and what
+        run, step, recipe, name: the run, its step, the recipe as plain configuration, and what
             the user calls it.
         request: the ID of the request that asked for it.
 

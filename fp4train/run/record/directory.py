@@ -115,7 +115,7 @@ def locked(
     so do the folders that were made for it.
 
     Args:
-        taken: what an error says of a lock that another process holds.
+        taken: text of the error about a lock that another process holds.
 
     Raises:
         UserError: another process holds it, or it cannot be written.
@@ -215,10 +215,10 @@ def require_run(run: Path) -> Path:
     else:
         runs = []
     if runs:
-        known = f"; {run.parent} holds {', '.join(runs[:8])}"
+        neighbours = f"; {run.parent} holds {', '.join(runs[:8])}"
     else:
-        known = ""
-    raise UserError(f"{run} is not a run directory (it has no {CONFIG}){known}")
+        neighbours = ""
+    raise UserError(f"{run} is not a run directory (it has no {CONFIG}){neighbours}")
 
 
 def read_config(run: Path) -> DictConfig:
@@ -235,7 +235,7 @@ def read_config(run: Path) -> DictConfig:
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     # An interpolation could reach the environment; a saved configuration holds plain values only.
-    for value in (each for _, *both in walk(saved) for each in both):
+    for value in (part for _, *both in walk(saved) for part in both):
         if isinstance(value, str) and "${" in value:
             raise UserError(
                 f"{path} holds an interpolation; a saved configuration has plain values only"
@@ -255,8 +255,8 @@ def identity(run: Path) -> str | None:
         UserError: its configuration cannot be read.
     """
     path = run / CONFIG
-    found = config_parts(path)[0] if path.is_file() else None
-    return None if found is None else found[0]
+    run_identity = config_parts(path)[0] if path.is_file() else None
+    return None if run_identity is None else run_identity[0]
 
 
 @contextmanager
@@ -299,7 +299,7 @@ def start_over(run: Path) -> None:
     run.
 
     Raises:
-        UserError: what is there is not fp4train's, or cannot be removed.
+        UserError: the directory is not fp4train's, or cannot be removed.
     """
     with user_errors(OSError, before="run.overwrite=true: "), Folder.open(run) as folder:
         if not folder.has_file(CONFIG):

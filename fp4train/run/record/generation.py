@@ -103,17 +103,17 @@ def kept_generation(run: Path) -> GenerationSettings:
     """
     try:
         body = foreign_json.parse(files.read(run / GENERATION, _LIMIT))
-        found = GenerationSettings(
+        settings = GenerationSettings(
             ends=_ids({_END: body["ends"]}, GENERATION), settings=dict(body["settings"])
         )
-        _ids(found.settings, GENERATION)
+        _ids(settings.settings, GENERATION)
     except FileNotFoundError:
         return GenerationSettings()
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise UserError(
             f"{run / GENERATION} cannot be read: {error}. Put it back, or remove it"
         ) from error
-    return found
+    return settings
 
 
 def _ids(table: dict[str, Any], name: str) -> list[int]:

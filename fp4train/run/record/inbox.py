@@ -53,7 +53,7 @@ class SwapRequest(NamedTuple):
 
     Args:
         id: its file's name without the suffix; empty where no request can be read at all.
-        body: what it asks for; None where it cannot be read.
+        body: the request; None where it cannot be read.
         problem: why it cannot be read.
     """
 
@@ -101,10 +101,10 @@ def wait_for_answer(run: Path, request: str, seconds: float) -> tuple[bool, str]
         running = is_running(run)
         try:
             with _requests(run) as requests:
-                found = unsealed(requests.read(f"{request}.answer", REQUEST_LIMIT))
+                answer = unsealed(requests.read(f"{request}.answer", REQUEST_LIMIT))
                 with suppress(OSError):
                     requests.remove(f"{request}.answer")
-            return bool(found["accepted"]), str(found["text"])
+            return bool(answer["accepted"]), str(answer["text"])
         except FileNotFoundError:
             pass
         except (OSError, ValueError, KeyError, RecursionError):
@@ -120,17 +120,17 @@ def pending(run: Path) -> dict[str, dict[str, Any]]:
     Raises:
         UserError: the folder of the requests cannot be read, or is a link.
     """
-    found: dict[str, dict[str, Any]] = {}
+    waiting: dict[str, dict[str, Any]] = {}
     refused = user_errors(OSError, before="requests cannot be read: ")
     with refused, suppress(FileNotFoundError), _requests(run) as requests:
         for name in [name for name in requests.names() if name.endswith(".json")]:
             try:
-                found[name.removesuffix(".json")] = unsealed(requests.read(name, REQUEST_LIMIT))
+                waiting[name.removesuffix(".json")] = unsealed(requests.read(name, REQUEST_LIMIT))
             except FileNotFoundError:  # taken since
                 continue
             except (OSError, ValueError, RecursionError):
-                found[name.removesuffix(".json")] = {}
-    return found
+                waiting[name.removesuffix(".json")] = {}
+    return waiting
 
 
 def cancel_request(run: Path, request: str) -> bool:

@@ -95,8 +95,8 @@ class Record:
         step: steps done then.
         time: UTC, ISO 8601.
         changed: configuration key → value before and after.
-        stretches: what was planned from `step` on; empty: as before.
-        values: what else the line holds: config, environment (`fp4train.run.host`), formats, from,
+        stretches: the plan from `step` on; empty: no change.
+        values: other keys of the line: config, environment (`fp4train.run.host`), formats, from,
             name, at, recipe, request, run, the identity of the run that wrote it, and of a rewind
             diverged, skipped (`fp4train.run.supervise.divergence`).
         crc: checksum of its line.
@@ -123,9 +123,9 @@ class Record:
         if "at" in self.values:
             parts.append(f"{self.values.get('name', 'the swap')} at step {self.values['at']}")
         if "skipped" in self.values:
-            first, last = self.values["skipped"]
+            begin, last = self.values["skipped"]
             parts.append(
-                f"the loss diverged at step {self.values['diverged']}; batches {first}–{last} "
+                f"the loss diverged at step {self.values['diverged']}; batches {begin}–{last} "
                 "are skipped"
             )
         parts += [f"{key}: {_show(old)} → {_show(new)}" for key, (old, new) in self.changed.items()]
@@ -136,7 +136,7 @@ class Journal:
     """The journal of the run in `folder`, for the process that trains it and adds to it.
 
     Args:
-        identity: of the run.
+        identity: identity of the run.
         records: that are in the file, oldest first.
     """
 
@@ -199,8 +199,8 @@ class Journal:
         with user_errors(OSError, before=f"{path} cannot be written: "):
             size = self._left[0]
             if self._file() != self._left:
-                known, size = _lines(self.folder)
-                if (known[-1].sum if known else "") != self._written:
+                records, size = _lines(self.folder)
+                if (records[-1].sum if records else "") != self._written:
                     raise UserError(f"{path} is not as this process wrote it: put it back")
             with Appended(self.folder, HISTORY, size) as file:
                 file.write(b"".join(line for _, line in added), sync=True)
@@ -212,17 +212,17 @@ class Journal:
         """The file's length, number and time: as this process left them, nobody has written to it
         since.
         """
-        found = self.folder.status(HISTORY)
-        if found is None:
+        status = self.folder.status(HISTORY)
+        if status is None:
             return (0, 0, 0)
-        return (found.st_size, found.st_ino, found.st_mtime_ns)
+        return (status.st_size, status.st_ino, status.st_mtime_ns)
 
-    def set_swaps(self, wanted: Iterable[SwapEntry], step: int) -> list[int]:
+    def set_swaps(self, entries: Iterable[SwapEntry], step: int) -> list[int]:
         """Add, at `step`, what makes `wanted` the swaps of the run; the steps of those that were
         not so on record.
         """
         have = {entry["step"]: entry for entry in swaps(self.records)}
-        want = {entry["step"]: entry for entry in wanted}
+        want = {entry["step"]: entry for entry in entries}
         changed = [at for at in sorted({**have, **want}) if have.get(at) != want.get(at)]
         for at in changed:
             if at in want:
@@ -248,21 +248,21 @@ def _lines(folder: Folder) -> tuple[list[Record], int]:
     chain = Chain("")
     if folder.status(OLD_SWAPS) is not None:
         raise OlderForm(folder.path / OLD_SWAPS, "holds swaps beside the journal")
-    found: list[Record] = []
+    records: list[Record] = []
     try:
-        *whole, torn = folder.read(HISTORY, LIMIT).split(b"\n")
+        *complete, torn = folder.read(HISTORY, LIMIT).split(b"\n")
     except FileNotFoundError:
         return [], 0
     except OSError as error:
         raise UserError(
             f"{path} cannot be read: {error}; move it away to go on without the record"
         ) from error
-    for number, raw in enumerate(whole, start=1):
+    for number, raw in enumerate(complete, start=1):
         try:
             line, why = chain.open(raw)
             if why:
                 raise ValueError(why)
-            found.append(_record(line, chain))
+            records.append(_record(line, chain))
         except _DAMAGE as error:
             if isinstance(error, NoChecksum) and number == 1:
                 raise OlderForm(path, "has lines without the checksums of today") from error
@@ -277,7 +277,7 @@ def _lines(folder: Folder) -> tuple[list[Record], int]:
             ) from error
     if torn:
         _log.warning("%s: its last line was cut off and is left out", path)
-    return found, sum(len(raw) + 1 for raw in whole)
+    return records, sum(len(raw) + 1 for raw in complete)
 
 
 def _record(line: Mapping[str, Any], chain: Chain) -> Record:
@@ -287,17 +287,17 @@ def _record(line: Mapping[str, Any], chain: Chain) -> Record:
         if not isinstance(line.get(key, {}), dict):
             raise ValueError(f"its {key} is no table of values")
     if "skipped" in line:
-        first, last = line["skipped"]
-        if any(type(number) is not int for number in (first, last, line["diverged"])):
+        begin, last = line["skipped"]
+        if any(type(number) is not int for number in (begin, last, line["diverged"])):
             raise ValueError("a rewind at no step")
-    own = ("event", "step", "time", "changed", "stretches")
+    own_keys = ("event", "step", "time", "changed", "stretches")
     return Record(
         event=str(line["event"]),
         step=int(line["step"]),
         time=str(line["time"]),
         changed={str(key): (old, new) for key, (old, new) in line.get("changed", {}).items()},
-        stretches=tuple(expanded(each) for each in line["stretches"]),
-        values={key: value for key, value in line.items() if key not in own},
+        stretches=tuple(expanded(stretch) for stretch in line["stretches"]),
+        values={key: value for key, value in line.items() if key not in own_keys},
         crc=chain.last or 0,
     )
 
@@ -317,18 +317,18 @@ def recorded_formats(records: Iterable[Record]) -> list[Mapping[str, Any]]:
 
 def plan_text(records: Iterable[Record]) -> str:
     """The stretches that ran or are planned, every row of them."""
-    return "\n\n".join(each.render(full=True) for each in stretches(records))
+    return "\n\n".join(stretch.render(full=True) for stretch in stretches(records))
 
 
 def configuration(records: Iterable[Record]) -> dict[str, Any] | None:
     """The configuration that the records end with, as full key → value; None: they hold none."""
-    found: dict[str, Any] | None = None
+    newest: dict[str, Any] | None = None
     for record in records:
         if "config" in record.values:
-            found = flat(record.values["config"])
-        if found is not None:
-            found |= {key: new for key, (_, new) in record.changed.items()}
-    return found
+            newest = flat(record.values["config"])
+        if newest is not None:
+            newest |= {key: new for key, (_, new) in record.changed.items()}
+    return newest
 
 
 def flat(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -355,18 +355,18 @@ def _show(value: Any) -> str:
 
 def swaps(records: Iterable[Record]) -> list[SwapEntry]:
     """The swaps of a run, by step. A later record of the same step replaces an earlier one."""
-    found: dict[int, SwapEntry] = {}
+    entries: dict[int, SwapEntry] = {}
     for record in records:
         values = record.values
         if record.event == "swap cancelled":
-            found.pop(values["at"], None)
+            entries.pop(values["at"], None)
         elif "recipe" in values:
-            found[values["at"]] = {
+            entries[values["at"]] = {
                 "step": values["at"],
                 "name": str(values.get("name")),
                 "recipe": values["recipe"],
             }
-    return [found[at] for at in sorted(found)]
+    return [entries[at] for at in sorted(entries)]
 
 
 def check_entry(entry: Any) -> None:

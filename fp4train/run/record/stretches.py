@@ -62,33 +62,33 @@ class RecordedStretch:
 
     def goes_on_as(self, other: RecordedStretch) -> bool:
         """Whether `other` runs the same after it."""
-        own = (self.stop, self.recipe, self.reason, self.rows)
-        return own == (other.start, other.recipe, other.reason, other.rows)
+        mine = (self.stop, self.recipe, self.reason, self.rows)
+        return mine == (other.start, other.recipe, other.reason, other.rows)
 
 
 def joined(records: Iterable[tuple[int, Sequence[RecordedStretch]]]) -> list[RecordedStretch]:
     """Stretches that ran or are planned, in order, from (step, what was planned from that step on),
     oldest first.
     """
-    found: list[RecordedStretch] = []
+    stretches: list[RecordedStretch] = []
     for step, planned in records:
         if not planned:
             continue
-        while found and found[-1].start >= step:
-            found.pop()
-        if found and found[-1].stop > step:
-            found[-1] = replace(found[-1], stop=step)
+        while stretches and stretches[-1].start >= step:
+            stretches.pop()
+        if stretches and stretches[-1].stop > step:
+            stretches[-1] = replace(stretches[-1], stop=step)
         for stretch in planned:
-            if found and found[-1].goes_on_as(stretch):
-                found[-1] = replace(found[-1], stop=stretch.stop)
+            if stretches and stretches[-1].goes_on_as(stretch):
+                stretches[-1] = replace(stretches[-1], stop=stretch.stop)
             else:
-                found.append(stretch)
-    return found
+                stretches.append(stretch)
+    return stretches
 
 
 def compact(plan: Plan) -> list[dict[str, Any]]:
     """The stretches of a plan as a record holds them: plain JSON."""
-    found = []
+    entries = []
     for stretch in plan.stretches:
         kinds: dict[tuple[tuple[int, ...], str, str, str], int] = {}
         layers: dict[str, list[int]] = {}
@@ -102,8 +102,8 @@ def compact(plan: Plan) -> list[dict[str, Any]]:
             "recipe": stretch.recipe.name,
             "reason": stretch.reason,
         }
-        found.append({**node, "kinds": [list(kind) for kind in kinds], "layers": layers})
-    return found
+        entries.append({**node, "kinds": [list(kind) for kind in kinds], "layers": layers})
+    return entries
 
 
 def expanded(node: Mapping[str, Any]) -> RecordedStretch:

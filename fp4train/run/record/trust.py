@@ -102,18 +102,20 @@ def saved_with(
     whether the paths in it may be used.
 
     Args:
-        saved: as the run has it (`read_config`); it is changed.
+        saved: the run's configuration (`read_config`); it is changed.
         paths: full key → path, which the command line gives; the rest are those of the run's
             configuration.
 
     Raises:
         UserError: a key of `paths` is no path of it.
     """
-    before = dict(path_values(plain(saved), Config))
+    saved_paths = dict(path_values(plain(saved), Config))
     for key, path in paths.items():
         OmegaConf.update(saved, key, path, force_add=True)
     if strange := [
-        key for key in paths if key not in {**before, **dict(path_values(plain(saved), Config))}
+        key
+        for key in paths
+        if key not in {**saved_paths, **dict(path_values(plain(saved), Config))}
     ]:
         raise UserError(
             f"{strange[0]}={paths[strange[0]]}: {strange[0]} is no path in the configuration "
@@ -233,8 +235,8 @@ def own_tokenizer(config: Config, run: Path, anew: Callable[[str], object]) -> T
         if lost and not isinstance(settings, Bytes):
             anew(lost[0])
         ours = isinstance(settings, BytePairs | Pretrained)
-        found: Tokenizer = settings.build(documents, Path(aside) if lost and ours else run)
-        return found
+        tokenizer: Tokenizer = settings.build(documents, Path(aside) if lost and ours else run)
+        return tokenizer
 
 
 def _outside_paths(cfg: DictConfig, run: Path) -> dict[str, str | list[str]]:
@@ -270,11 +272,11 @@ def _why_foreign(run: Path) -> str | None:
     Raises:
         UserError: it cannot be read.
     """
-    found, body = config_parts(run / CONFIG)
-    if found is None or found[2] is None:
+    sealed_identity, body = config_parts(run / CONFIG)
+    if sealed_identity is None or sealed_identity[2] is None:
         return "has no signature: somebody else wrote it, or its first line was removed"
     try:
-        same = hmac.compare_digest(_signature(found[0], body), found[2])
+        same = hmac.compare_digest(_signature(sealed_identity[0], body), sealed_identity[2])
     except FileNotFoundError:  # nothing is signed on this machine yet
         same = False
     except OSError as error:
@@ -351,23 +353,23 @@ def check_belongs(start: checkpoint.Checkpoint, source: Path, *, mend: bool) -> 
         UserError: it is another run's, or of an older form; the swaps differ, or are lost and not
             to be mended.
     """
-    own = run_directory.identity(source)
+    run_identity = run_directory.identity(source)
     theirs = identity_of(start)
     if lacks := next(
         (key for key in ("swaps", "history", "metrics", "divergence") if key not in start.state),
         None,
     ):
         raise OlderForm(start.path, f"has no record of {lacks}")
-    if own is not None and own != theirs:
+    if run_identity is not None and run_identity != theirs:
         raise UserError(
             f"{start.path} is a checkpoint of run {theirs}, not of the run in {source} "
-            f"({own}): another run left it "
+            f"({run_identity}): another run left it "
             "there, or it was copied from one. Move it away, or resume the run that it belongs to"
         )
     metrics.check_form(source / METRICS)
     statistics.check_form(source / STATISTICS)
     run = start.state.get("run")
-    if own is None and isinstance(run, dict) and run.get("config") is not None:
+    if run_identity is None and isinstance(run, dict) and run.get("config") is not None:
         body = hashlib.sha256(config_parts(source / CONFIG)[1]).hexdigest()
         if run["config"] == body:
             changed = ""
@@ -408,9 +410,9 @@ def _check_swaps(run: Path, step: int, state: Mapping[str, Any], *, mend: bool) 
                 mended.write()
             return
     ran = [entry for entry in trained if entry["step"] < step]
-    said = [entry for entry in recorded if entry["step"] < step]
-    if ran != said:
-        at = next(entry["step"] for entry in (*ran, *said) if entry not in ran or entry not in said)
+    due = [entry for entry in recorded if entry["step"] < step]
+    if ran != due:
+        at = next(entry["step"] for entry in (*ran, *due) if entry not in ran or entry not in due)
         raise UserError(
             f"{path} is not what the checkpoint of step {step} was trained with (the swap at "
             f"step {at}): undo the "
@@ -425,19 +427,19 @@ def lost_records(
     sentence.
 
     Args:
-        state: of the checkpoint. records: of the journal.
+        state: state of the checkpoint. records: lines of the journal.
     """
-    found = {}
+    lost = {}
     marks = state.get("metrics")
     if changed := unlike(
         folder, STATISTICS, marks.get("statistics") if isinstance(marks, dict) else None, LIMIT
     ):
-        found[STATISTICS] = (
+        lost[STATISTICS] = (
             f"{folder.path / STATISTICS} {changed} since the checkpoint: measured steps are missing"
         )
     if (last := state.get("history")) and last not in {record.sum for record in records}:
-        found[HISTORY] = (
+        lost[HISTORY] = (
             f"{folder.path / HISTORY} lacks records that the checkpoint saw: what ran is not "
             "all on record"
         )
-    return found
+    return lost

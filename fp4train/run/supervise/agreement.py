@@ -64,7 +64,7 @@ def stop_on_signals(*, quietly: bool = False) -> Iterator[StopRequest]:
         yield stop
         return
     # Who ignores one of them (nohup, a shell's background) wants it ignored.
-    before = {
+    handlers = {
         n: signal.getsignal(n)
         for n in (*AT_ONCE, *WARNINGS)
         if signal.getsignal(n) != signal.SIG_IGN
@@ -78,15 +78,15 @@ def stop_on_signals(*, quietly: bool = False) -> Iterator[StopRequest]:
             )
             with suppress(OSError):  # not through logging, which may be what the signal interrupted
                 os.write(2, b"" if quietly else text.encode())
-        for each in before.keys() & set(AT_ONCE):
-            signal.signal(each, before[each])
+        for other in handlers.keys() & set(AT_ONCE):
+            signal.signal(other, handlers[other])
 
-    for number in before:
+    for number in handlers:
         signal.signal(number, handle)
     try:
         yield stop
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
         if stop.signal == signal.SIGHUP:
             _leave_closed_terminal()
@@ -117,7 +117,7 @@ class StepAgreement:
     Args:
         signal: the number of a signal that one rank or more received; None: none.
         requests: the lead's requests of every rank; empty: none.
-        memory: what is logged of the ranks' memory.
+        memory: values to log about the ranks' memory.
     """
 
     signal: int | None
@@ -137,7 +137,7 @@ def agree(run: Run, watch: Watch, signal: int | None) -> StepAgreement:
         signal: that this rank received.
 
     Raises:
-        AgreedError: of several ranks one cannot read its rows of the next step.
+        AgreedError: one of several ranks cannot read its rows of the next step.
     """
     world = run.world
     memory = peak_memory(run.device)
@@ -173,18 +173,18 @@ def agree(run: Run, watch: Watch, signal: int | None) -> StepAgreement:
 
 def lead_requests(run: Run, watch: Watch) -> dict[str, Any]:
     """Requests of the lead to every rank before the next step; only those that there are."""
-    found: dict[str, Any] = {}
+    requests: dict[str, Any] = {}
     if (bad := report(run)) is not None:
-        found["bad"] = bad
+        requests["bad"] = bad
     if watch.trouble is not None:
-        found["trouble"] = watch.trouble
+        requests["trouble"] = watch.trouble
     elif run.step < run.config.train.steps and pick_up_swaps(run):
-        found["swaps"] = run.swaps
+        requests["swaps"] = run.swaps
     if run.saver.due(run.step):
-        found["save"] = True
+        requests["save"] = True
     if (diverged := divergence_request(run)) is not None:
-        found["diverged"] = diverged
-    return found
+        requests["diverged"] = diverged
+    return requests
 
 
 def apply_requests(run: Run, ledger: Ledger, requests: dict[str, Any]) -> None:

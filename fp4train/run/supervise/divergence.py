@@ -49,42 +49,42 @@ def follow(run: Run, step: Step, loss: float) -> Values:
     Weights that gave a loss within its past are good, as far as it can tell: their checkpoint is
         proven.
     """
-    found = run.divergence
+    divergence = run.divergence
     number = step.index + 1
     base = _base(run)
-    before = found.seen
-    found.add(step.index, loss + base)
+    seen_before = divergence.seen
+    divergence.add(step.index, loss + base)
     if (
-        found.since is not None
+        divergence.since is not None
         and number == run.config.train.steps
-        and found.ends_above_its_beginning(number)
+        and divergence.ends_above_its_beginning(number)
     ):
-        found.high = PERSIST  # no step is left to wait for
-    if found.since is not None and found.seen and not before:
-        run.saver.discard_ruined(found.since)
+        divergence.high = PERSIST  # no step is left to wait for
+    if divergence.since is not None and divergence.seen and not seen_before:
+        run.saver.discard_ruined(divergence.since)
         run.saver.wait()  # so that it is known which checkpoint is good
         if run.config.train.on_divergence == "warn":
             _log.warning("step %d: %s", number, rise(run))
-        values = {"loss": loss, "level": found.level - base, "since": found.since + 1}
+        values = {"loss": loss, "level": divergence.level - base, "since": divergence.since + 1}
         run.tracker.log_event(number, "divergence", values)
-    elif before and not found.seen:
+    elif seen_before and not divergence.seen:
         _log.warning("step %d: the loss is %.4g, back within its past", number, loss)
         run.tracker.log_event(number, "divergence over", {"loss": loss})
-    if found.since is None:
+    if divergence.since is None:
         run.saver.prove(step.index)
     return {}
 
 
 def verdict(run: Run) -> str | None:
     """The message about the losses at the end of a run; None: there is nothing to report."""
-    found = run.divergence
-    if found.seen:
+    divergence = run.divergence
+    if divergence.seen:
         return f"diverged: {rise(run)}"
-    if run.step < run.config.train.steps or not found.ends_above_its_beginning(run.step):
+    if run.step < run.config.train.steps or not divergence.ends_above_its_beginning(run.step):
         return None
-    first = (found.first or 0.0) - _base(run)
-    last = median(found.recent) - _base(run)
-    text = f"the run ends above where it began (loss {last:.4g} against {first:.4g})"
+    first_excess = (divergence.first or 0.0) - _base(run)
+    last = median(divergence.recent) - _base(run)
+    text = f"the run ends above where it began (loss {last:.4g} against {first_excess:.4g})"
     run.tracker.log_event(run.step, "divergence", {"message": text})
     return f"{text}. {_advice(run)}"
 
@@ -122,17 +122,17 @@ def past_non_finite(run: Run, message: str) -> None:
 
 def _milestone(run: Run) -> tuple[int | None, str]:
     """The checkpoint to go back to; None: the run ends, for the reason given."""
-    found = run.divergence
+    divergence = run.divergence
     settings = run.config.train
     if settings.on_divergence != "rewind":
         return None, ""
     run.saver.wait()  # the one that is being written may be it
     if (good := run.saver.good) is None:
         return None, "there is no checkpoint to go back to; "
-    if found.rewinds >= settings.rewinds:
-        return None, f"the run went back {found.rewinds} times (train.rewinds); "
+    if divergence.rewinds >= settings.rewinds:
+        return None, f"the run went back {divergence.rewinds} times (train.rewinds); "
     older = [step for step in checkpoint.steps(run.directory / CHECKPOINTS) if step < good]
-    again = found.skips and found.skips[-1][0] == good
+    again = divergence.skips and divergence.skips[-1][0] == good
     return (older[-1] if older and again else good), ""
 
 
@@ -151,14 +151,14 @@ def worthless(run: Run) -> bool:
 
 def rise(run: Run, *, advice: bool = True) -> str:
     """Message about the current rise of the loss, with the advice what to do."""
-    found = run.divergence
-    assert found.since is not None
+    divergence = run.divergence
+    assert divergence.since is not None
     base = _base(run)
-    since = f"step {found.since + 1}"
-    loss = found.recent[-1] - base
-    past = f"far above its past ({found.level - base:.4g})"
+    since = f"step {divergence.since + 1}"
+    loss = divergence.recent[-1] - base
+    past = f"far above its past ({divergence.level - base:.4g})"
     text = f"the loss is {loss:.4g}, {past}, since {since}"
-    if loss + base <= found.limit:
+    if loss + base <= divergence.limit:
         text = f"the loss rose {past} in {since} and is not back, at {loss:.4g}"
     return f"{text}. {_advice(run)}" if advice else text
 

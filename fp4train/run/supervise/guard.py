@@ -23,7 +23,7 @@ class Origin(NamedTuple):
 
     Args:
         what: "weight", or "output of" a module.
-        name: of the parameter or module.
+        name: name of the parameter or module.
     """
 
     what: str
@@ -68,11 +68,11 @@ def first_non_finite_output(
         cut: the model is cut over ranks, which must all make the same passes; then all of `losses`
             is consumed.
     """
-    found: list[Origin] = []
+    origins: list[Origin] = []
 
     def look(name: str, module: nn.Module, args: Any, output: Any) -> None:
-        if not found and isinstance(output, Tensor) and not bool(output.isfinite().all()):
-            found.append(Origin("output of", name or type(module).__name__))
+        if not origins and isinstance(output, Tensor) and not bool(output.isfinite().all()):
+            origins.append(Origin("output of", name or type(module).__name__))
 
     handles = [
         module.register_forward_hook(partial(look, name)) for name, module in model.named_modules()
@@ -83,10 +83,10 @@ def first_non_finite_output(
             if bad and not cut:
                 return Origin("weight", bad)
             for _ in losses:
-                if found and not cut:
-                    return found[0]
-            if bad or found:
-                return Origin("weight", bad) if bad else found[0]
+                if origins and not cut:
+                    return origins[0]
+            if bad or origins:
+                return Origin("weight", bad) if bad else origins[0]
     finally:
         for handle in handles:
             handle.remove()

@@ -52,10 +52,10 @@ class Ledger:
         Raises:
             NonFiniteError: see `check`.
         """
-        held = self._step
+        waiting = self._step
         self._step = step
-        if held is not None:
-            self._log(held)
+        if waiting is not None:
+            self._log(waiting)
         if (scaling := step.recipe.loss_scaling) is not None:
             self.check()
             run = self.run
@@ -79,11 +79,11 @@ class Ledger:
         Raises:
             NonFiniteError: see `check`.
         """
-        held = self._step
+        waiting = self._step
         self._step = None
-        if held is not None:
-            held.values |= values or {}
-            self._log(held)
+        if waiting is not None:
+            waiting.values |= values or {}
+            self._log(waiting)
 
     def _check(self, step: Step) -> None:
         run, (loss, norm) = self.run, step.read()
@@ -111,8 +111,8 @@ class Ledger:
         self._check(step)
         loss, norm = step.read()
         values = {"train/loss": loss, "train/grad_norm": norm} | step.values
-        for each in step.late:
-            values |= each()
+        for statistics in step.late:
+            values |= statistics()
         for listener in self.listeners:
             values |= listener(step, loss)
         self.run.tracker.log(step.index + 1, values)
@@ -185,10 +185,10 @@ class Progress:
     def speed(self) -> str:
         """Tokens per second, a mean over some steps; of several ranks for each as well."""
         assert self.smooth is not None
-        whole = f"{self.smooth / 1e3:.1f}k tokens/s"
+        total = f"{self.smooth / 1e3:.1f}k tokens/s"
         if self.ranks == 1:
-            return whole
-        return f"{whole} ({self.smooth / self.ranks / 1e3:.2f}k per rank)"
+            return total
+        return f"{total} ({self.smooth / self.ranks / 1e3:.2f}k per rank)"
 
     def resume_timing(self) -> None:
         """Time from here: what came since the last step (an evaluation, a checkpoint) was not

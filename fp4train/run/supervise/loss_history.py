@@ -33,8 +33,8 @@ class Rewind:
     """The return of a run to a milestone.
 
     Args:
-        step: of the milestone.
-        rewinds: of the whole run, this one included; skips: as `Divergence` has them from now on.
+        step: step of the milestone.
+        rewinds: rewinds of the whole run, this one included; skips: new skips of `Divergence`.
         record: for history and metrics: the step (from 1) whose loss began to rise, and the first
             and the last of the batches that are skipped now, by their place in the data (from 0).
     """
@@ -141,15 +141,15 @@ class Divergence:
 
     def skipped(self, step: int) -> int:
         """Batches of the data that were skipped before the one of step `step`."""
-        return next((batches for first, batches in reversed(self.skips) if first <= step), 0)
+        return next((batches for begin, batches in reversed(self.skips) if begin <= step), 0)
 
     def rewind(self, step: int, done: int) -> Rewind:
         """Back to the milestone of step `step`, and past the batches of all steps up to `done`."""
-        first = step + self.skipped(step)
+        begin = step + self.skipped(step)
         last = done + self.skipped(done) - 1
-        skips = (*(each for each in self.skips if each[0] < step), (step, last + 1 - step))
+        skips = (*(skip for skip in self.skips if skip[0] < step), (step, last + 1 - step))
         record = {
             "diverged": done if self.since is None else self.since + 1,
-            "skipped": [first, last],
+            "skipped": [begin, last],
         }
         return Rewind(step=step, rewinds=self.rewinds + 1, skips=skips, record=record)

@@ -61,10 +61,12 @@ def rescue(run: Run, error: NonFiniteError) -> str:
             else "; there is no checkpoint"
         )
     elif save_and_wait(run):
-        before = [step for step in steps_saved(run) if step < run.step]
+        earlier_steps = [step for step in steps_saved(run) if step < run.step]
         last = "A checkpoint from before this step is saved"
         last += (
-            f", the one of step {before[-1]} is kept (resume_step={before[-1]})" if before else ""
+            f", the one of step {earlier_steps[-1]} is kept (resume_step={earlier_steps[-1]})"
+            if earlier_steps
+            else ""
         )
     else:
         last = "No checkpoint could be written"
@@ -169,8 +171,8 @@ def keep_what_is_whole(run: Run, ledger: Ledger, watch: Watch, error: Exception)
     try:
         # the step before; it may have failed, and then its beginning is what is whole
         ledger.settle()
-    except Exception as second:  # the first error is the one to tell
-        _log.error("%s", second)
+    except Exception as later_error:  # the first error is the one to tell
+        _log.error("%s", later_error)
     if run.mid_update or world.of_lead(watch.look() is not None and watch.lost):
         _log.error(
             "step %d was interrupted while the weights were updated; they are not saved", run.step
@@ -181,8 +183,8 @@ def keep_what_is_whole(run: Run, ledger: Ledger, watch: Watch, error: Exception)
                 run.step + 1, "error", {"message": f"{type(error).__name__}: {error}"}
             )
             saved = all_finite(run) and save_and_wait(run)
-        except Exception as second:  # the first error is the one to tell
-            _log.error("nothing could be saved: %s", second)
+        except Exception as later_error:  # the first error is the one to tell
+            _log.error("nothing could be saved: %s", later_error)
         else:
             _log.error(
                 "step %d failed; %s",

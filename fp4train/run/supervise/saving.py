@@ -121,9 +121,9 @@ class Saver:
         weights = {f"model/{checkpoint.escaped(name)}" for name, _ in run.model.named_parameters()}
         checked = [n for n in tensors if n in weights or n.startswith("optimizer/")]
         parts = owned(tensors, leads=self.ranks.leads, orders=run.row_orders())
-        held = {n: parts[n].tensor for n in checked if n in parts}
+        kept = {n: parts[n].tensor for n in checked if n in parts}
         if run.device.type != "cpu":
-            bad = first_non_finite(held)
+            bad = first_non_finite(kept)
         else:
             bad = None
         copies = self._copy(parts)
@@ -132,7 +132,7 @@ class Saver:
         def job() -> None:
             worst = bad
             if run.device.type == "cpu":
-                worst = first_non_finite({n: copies[n].tensor for n in held})
+                worst = first_non_finite({n: copies[n].tensor for n in kept})
             try:
                 worst = self.ranks.agree(worst)
             except RuntimeError:
@@ -141,11 +141,11 @@ class Saver:
             if worst:
                 self._outcomes.put(Outcome(step=step, bad=worst))
                 return
-            before = self.good
+            previous_good = self.good
             self.good = step if proven else self.good
             outcome = self._write(step, copies, state, unproven=not proven)
             if not outcome.written:
-                self.good = before
+                self.good = previous_good
             self._outcomes.put(outcome)
 
         self._worker.put(job)
@@ -193,8 +193,8 @@ class Saver:
     def outcomes(self) -> list[Outcome]:
         """The outcomes since the last call."""
         # only the loop takes any
-        found = [self._outcomes.get_nowait() for _ in range(self._outcomes.qsize())]
-        for outcome in found:
+        finished = [self._outcomes.get_nowait() for _ in range(self._outcomes.qsize())]
+        for outcome in finished:
             self.last = outcome
             if outcome.written:
                 self._failures = 0
@@ -202,7 +202,7 @@ class Saver:
             elif outcome.problem is not None:
                 self._retry_at = outcome.step + 2**self._failures
                 self._failures += 1
-        return found
+        return finished
 
     def wait(self) -> None:
         """Wait, within bounds, until nothing is being written; `outcomes` then says how it went."""
@@ -262,12 +262,12 @@ class Saver:
             stay |= set([step for step in past if age <= past[-1] - step < 4 * age][:1])
         return stay
 
-    def _prepare(self, wanted: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
+    def _prepare(self, shapes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
         """Make the buffers and touch each page of them; the loop does not use them before this is
         done.
         """
         with torch.cuda.device(self.run.device) if self._pin else nullcontext():
-            for name, (shape, dtype) in wanted.items():
+            for name, (shape, dtype) in shapes.items():
                 buffer = self._buffers[name] = self._buffer(shape, dtype)
                 buffer.reshape(-1).view(torch.uint8)[:: mmap.PAGESIZE].zero_()
 

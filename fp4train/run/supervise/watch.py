@@ -48,8 +48,8 @@ class Watch:
     """A context in which the thread runs.
 
     Attributes:
-        loss: of the last step, for the heartbeat.
-        trouble: what happened to the run's directory; None if nothing did.
+        loss: loss of the last step, for the heartbeat.
+        trouble: trouble with the run's directory, in words; None: there is none.
         lost: whether another process may train in the directory by now.
     """
 
@@ -85,15 +85,15 @@ class Watch:
         if self.trouble is not None or not self.run.world.lead:
             return self.trouble
         run = self.run
-        own = os.fstat(run.folder.descriptor)
+        status = os.fstat(run.folder.descriptor)
         try:
             there = os.stat(run.directory)
         except FileNotFoundError:
             there = None
         except OSError:  # a network file system that is away for a moment
             return None
-        if there is None or (there.st_dev, there.st_ino) != (own.st_dev, own.st_ino):
-            if own.st_nlink == 0:
+        if there is None or (there.st_dev, there.st_ino) != (status.st_dev, status.st_ino):
+            if status.st_nlink == 0:
                 what = "was removed"
             else:
                 what = f"was moved to {_path(run.folder.descriptor)}"
@@ -103,10 +103,12 @@ class Watch:
             if lock is None or (lock.st_dev, lock.st_ino) != self._lock:
                 self.lost = lock is not None and is_running(run.directory)
                 if self.lost:
-                    others = "another process trains there now"
+                    explanation = "another process trains there now"
                 else:
-                    others = "another process could have begun there"
-                self.trouble = f"{run.directory / LOCK} was removed while the run trained: {others}"
+                    explanation = "another process could have begun there"
+                self.trouble = (
+                    f"{run.directory / LOCK} was removed while the run trained: {explanation}"
+                )
         return self.trouble
 
     def _work(self) -> None:
