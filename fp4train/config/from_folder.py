@@ -20,7 +20,7 @@ from fp4train.config.plugins import named
 from fp4train.config.schema import keys, plain
 from fp4train.data.tokenizers import Bytes, Pretrained
 from fp4train.errors import UserError, user_errors
-from fp4train.models.hf import HuggingFaceFamily, family_for
+from fp4train.models.families import Family, family_for
 
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -62,7 +62,7 @@ def with_folder(cfg: DictConfig, changed: Iterable[str]) -> DictConfig:
     return OmegaConf.create(values)
 
 
-def model_of(folder: Path) -> tuple[HuggingFaceFamily, Any]:
+def model_of(folder: Path) -> tuple[Family, Any]:
     """The family of a folder's model, and the `model=…` that its configuration describes.
 
     Raises:
@@ -92,10 +92,10 @@ def _model(cfg: DictConfig, folder: Path, changed: set[str]) -> dict[str, Any]:
     for key in sorted(key for key in changed if key.startswith("model.")):
         name = key.removeprefix("model.")
         chosen = OmegaConf.select(cfg, key)
-        if not any(f"{name}.".startswith(f"{free}.") for free in family.FREE):
+        if not any(f"{name}.".startswith(f"{free}.") for free in family.free):
             foreign.check_keys([key], model_keys)
             if chosen != (of_folder := OmegaConf.select(section, name)):
-                free_keys = ", ".join(f"model.{free}" for free in family.FREE)
+                free_keys = ", ".join(f"model.{free}" for free in family.free)
                 raise UserError(
                     f"{key}={chosen} contradicts init={folder}, whose {model_folder.CONFIG} "
                     f"makes it {of_folder}: leave it out (a run may choose {free_keys})"
@@ -113,7 +113,7 @@ def _tokenizer(cfg: DictConfig, folder: Path, changed: set[str]) -> dict[str, An
     if named and configured.get("name") != MISSING:
         return None
     if not model_folder.has_file(folder, TOKENIZER):
-        if not named and getattr(model_of(folder)[0], "BYTES", False):
+        if not named and model_of(folder)[0].reads_bytes:
             return {"_target_": f"{Bytes.__module__}.{Bytes.__name__}"}
         raise UserError(
             f"{folder} has no {TOKENIZER}: name the tokenizer of its model, "

@@ -89,7 +89,7 @@ def export_huggingface(
             config={"dtype": SPELLED[dtype]},
             made="Written by `fp4train export RUN to=hf`; the weights are in "
             f"{SPELLED[dtype]}, {how}.",
-            loaded=getattr(model.family, "LOADED", _LOADED),
+            loaded=model.family.loaded or _LOADED,
             shard=shard,
             tell=tell,
         )

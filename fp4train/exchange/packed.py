@@ -6,9 +6,9 @@ weight, and w the stored float32 weight. They are made some rows at a time: the 
 with the amax of the whole weight, are these rows of the codes. What stays in high precision, such
 as routers, is listed as such in the folder.
 
-Serving software multiplies some layers as one (`fp4train_fused` of the model) and takes one global
-scale for them. So they share one here. A run with `recipe.fused_scales` has trained them so; of
-another one they are quantised again, with the largest amax of the group.
+Serving software multiplies some layers as one (`ParameterSpec.fused`) and takes one global scale
+for them. So they share one here. A run with `recipe.fused_scales` has trained them so; of another
+one they are quantised again, with the largest amax of the group.
 
 Of a mixture's experts each matrix is packed under its own name. An expert trains its gate and up as
 one weight with one amax, so they share its scale in every run, and their codes are rows of its

@@ -87,7 +87,7 @@ def export_quantised(
     with new_export(out) as folder:
         tell(0, None, "verifying the checkpoint")
         model = open_stored(run, step)
-        if hasattr(model.family, "LOADED"):
+        if model.family.loaded is not None:
             kind = type(model.config.model).__name__
             raise UserError(
                 f"to={layout}: no serving software reads the codes of a {kind}; to=hf writes "

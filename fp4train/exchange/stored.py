@@ -17,8 +17,8 @@ from fp4train.checkpoint.layout import OF_THE_MODEL
 from fp4train.checkpoint.tensors import StreamedTensor
 from fp4train.config import Config, to_config
 from fp4train.errors import UserError, user_errors
-from fp4train.models.common.hf import Stored
-from fp4train.models.hf import HuggingFaceFamily, family_of
+from fp4train.models.families import Family, family_of
+from fp4train.parameters import Stored
 from fp4train.run.record import directory as run_directory
 from fp4train.run.record.trust import check_belongs
 from fp4train.text import first_few
@@ -68,7 +68,7 @@ class StoredModel:
     run: Path
     config: Config
     found: checkpoint.Checkpoint = field(repr=False)
-    family: HuggingFaceFamily
+    family: Family
     parts: dict[str, Part] = field(repr=False)
     names: dict[str, str] = field(repr=False)
 
@@ -131,9 +131,9 @@ class StoredModel:
 
     def streamed(self, name: str, dtype: torch.dtype) -> StreamedTensor:
         """A part under its name in `transformers`, in another dtype, some rows at a time; in its
-        own where other software keeps it so (`EXACT` of the family).
+        own where other software keeps it so (`exact` of the family).
         """
-        if self.names[name].endswith(getattr(self.family, "EXACT", ())):
+        if self.names[name].endswith(self.family.exact):
             dtype = self.dtype(name)
         pieces = partial(self._pieces, name, dtype)
         return StreamedTensor(

@@ -1,8 +1,7 @@
 """Model architectures: one folder per family; `common` holds the parts that families share.
 
 A new model is a folder with a frozen dataclass like `Architecture` in `model.py`, and a YAML in
-`configs/model`; one that `transformers` has too goes there and back by its `hf.py`
-(`models/hf.py`).
+`configs/model`; one that `transformers` has too goes there and back by its `hf.py` (`families.py`).
 
 Linear layers of a model are torch's own nn.Linear until `fp4train.convert` replaces them. Of the
 package's code outside of `nn/` three places ask for that class: what finds the layers

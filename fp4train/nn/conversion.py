@@ -3,7 +3,7 @@ multiply.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from fp4train.nn.planned import PlannedLayer
 from fp4train.nn.transformers_experts import why_outside
+from fp4train.parameters import declared
 from fp4train.precision.layers import Layer, bypassed_linears, elementwise, find_layers
 from fp4train.text import tabulate
 
@@ -59,7 +60,7 @@ class Conversion:
         left: weights of linear layers that are not converted.
         others: matrix weights outside linear layers: experts in one 3-D parameter, convolutions, ….
         meant: those that stay in high precision on purpose: of routers, by their class's name, and
-            of modules that say why in their attribute `fp4train_high_precision`.
+            those of which the model says why (`ParameterSpec.high_precision`).
     """
 
     layers: tuple[Layer, ...]
@@ -134,7 +135,8 @@ def report(model: nn.Module, layers: dict[str, Layer] | None = None) -> Conversi
         name: layer for name, layer in layers.items() if isinstance(modules[name], PlannedLayer)
     }
     covered = {p for name in ours for p in _parameters(modules[name]) if not is_lazy(p)}
-    found = list(_matrices(model, layers, covered))
+    on_purpose = _meant(model)
+    found = list(_matrices(model, layers, covered, on_purpose))
     sizes = {p: p.numel() for p in covered if p.dim() >= 2} | {p: p.numel() for p, *_ in found}
     total = sum(sizes.values()) or 1
     left: list[UnconvertedWeight] = []
@@ -153,9 +155,7 @@ def report(model: nn.Module, layers: dict[str, Layer] | None = None) -> Conversi
             share=size / total,
             why=why,
         )
-        (left if is_linear else meant if why == _meant(modules[weight.module]) else others).append(
-            weight
-        )
+        (left if is_linear else meant if name in on_purpose else others).append(weight)
     return Conversion(
         layers=tuple(ours.values()), left=tuple(left), others=tuple(others), meant=tuple(meant)
     )
@@ -187,6 +187,7 @@ def weight_groups(model: nn.Module) -> list[WeightGroup]:
     """
     modules = dict(model.named_modules())
     spared = _spared(model)
+    on_purpose = _meant(model)
     held = {
         each: layer
         for name, layer in find_layers(model).items()
@@ -206,7 +207,7 @@ def weight_groups(model: nn.Module) -> list[WeightGroup]:
             else:
                 why = _BY_CHANNEL
             if parameter not in spared and _is_matrix(key, parameter):
-                why = _why_other(path, module, parameter)
+                why = on_purpose.get(name) or _why_other(path, module, parameter)
         else:
             kind = "experts" if layer.experts else "linear layers"
             if path == layer.name:
@@ -235,17 +236,23 @@ def _parameters(layer: nn.Module) -> set[nn.Parameter]:
     return {*layer.parameters(), *(each for each in held if isinstance(each, nn.Parameter))}
 
 
-def _meant(module: nn.Module) -> str | None:
-    """Why a module keeps its own matrices in high precision; None: it does not say."""
-    if "router" in type(module).__name__.lower():
-        router = "router: chooses in high precision"
-    else:
-        router = None
-    return getattr(module, "fp4train_high_precision", router)
+def _meant(model: nn.Module) -> dict[str, str]:
+    """Name → why a matrix stays in high precision on purpose, as the model or a part of it says."""
+    routers = {
+        f"{path}.{key}" if path else key: "router: chooses in high precision"
+        for path, module in model.named_modules()
+        if "router" in type(module).__name__.lower()
+        for key, _ in module.named_parameters(recurse=False)
+    }
+    said = {name: spec.high_precision for name, spec in declared(model).items()}
+    return routers | {name: why for name, why in said.items() if why}
 
 
 def _matrices(
-    model: nn.Module, layers: dict[str, Layer], covered: set[nn.Parameter]
+    model: nn.Module,
+    layers: dict[str, Layer],
+    covered: set[nn.Parameter],
+    on_purpose: Mapping[str, str],
 ) -> Iterator[tuple[nn.Parameter, str, str, bool]]:
     """(parameter, name, reason, whether a linear layer holds it) of each matrix that fp4train does
     not multiply.
@@ -266,7 +273,8 @@ def _matrices(
                 if key == "weight" or _is_matrix(key, parameter):
                     yield parameter, name, layer.unconverted or "convert was not called on it", True
             elif parameter not in covered and _is_matrix(key, parameter):
-                yield parameter, name, _why_other(path, module, parameter), False
+                why = on_purpose.get(name) or _why_other(path, module, parameter)
+                yield parameter, name, why, False
 
 
 def _spared(model: nn.Module) -> set[nn.Parameter]:
@@ -295,8 +303,6 @@ def _is_matrix(name: str, parameter: Tensor) -> bool:
 
 
 def _why_other(path: str, module: nn.Module, parameter: Tensor) -> str:
-    if reason := _meant(module):
-        return reason
     if isinstance(module, nn.MultiheadAttention):
         return bypassed_linears([module])[module.out_proj]
     if isinstance(module, _CONVOLUTIONS):

@@ -45,7 +45,7 @@ class Constants:
     Args:
         lr: peak learning rate; the schedule multiplies it.
         weight_decay: for parameters with two or more dimensions; norms, biases and filters
-            (`fp4train_elementwise` of a module) have none.
+            (`ParameterSpec.elementwise`) have none.
         clip: largest global gradient norm; None does not clip.
     """
 

@@ -11,7 +11,14 @@ from typing import cast
 
 from torch import nn
 
-from fp4train.models.common.cut import Pipelined, Stage, StageCut, multiplied, share_blocks
+from fp4train.models.common.cut import (
+    Pipelined,
+    Stage,
+    StageCut,
+    multiplied,
+    share_blocks,
+    stage_cut,
+)
 from fp4train.parallel.config import Parallel
 from fp4train.parallel.held import Inventory
 from fp4train.parallel.pipeline import Pipeline, TiedWeight
@@ -26,26 +33,22 @@ def cut_of(model: nn.Module, parallel: Parallel) -> StageCut:
             stages.
     """
     kind = type(model).__name__
-    if not hasattr(model, "fp4train_stages") or not hasattr(model, "stage"):
+    cut = stage_cut(model)
+    if cut is None or not hasattr(model, "stage"):
         raise ValueError(
             f"parallel.pp={parallel.pp}: {kind} does not say how it is cut into stages. Give "
             "it a method "
-            "fp4train_stages and an attribute stage (models/llama is an example), or use "
-            "parallel.pp=1"
+            "fp4train_parameters that says the stage of each, and an attribute stage "
+            "(models/llama is an example), or "
+            "use parallel.pp=1"
         )
-    cut = cast(Pipelined, model).fp4train_stages()
     named = (cut.blocks, *cut.first, *cut.last)
-    if strange := [name for name in named if name not in dict(model.named_children())]:
-        raise ValueError(
-            f"{kind}.fp4train_stages names {strange[0]!r}, which is not a module directly in "
-            "the model"
-        )
     if left := [
         name for name, _ in model.named_parameters() if name.partition(".")[0] not in named
     ]:
         raise ValueError(
-            f"{kind}.fp4train_stages leaves out {left[0]}: each weight must be in a block, or "
-            "on the first or "
+            f"{kind}.fp4train_parameters leaves out {left[0]}: each weight must be in a "
+            "block, or on the first or "
             "the last stage"
         )
     blocks = len(_blocks(model, cut))

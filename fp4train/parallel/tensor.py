@@ -1,8 +1,8 @@
 """Tensor and sequence parallelism: a converted model is cut over the ranks of one mesh dimension.
 
-Each parameter becomes a DTensor of that mesh, cut or whole as its family's `parallel.py` says, so
-that FSDP2 shards it further and a checkpoint knows its place. A weight of several segments is cut
-in each of them: its DTensor holds the rows rank by rank (`shards.RowOrder`). The layers compute on
+Each parameter becomes a DTensor of that mesh, cut or whole as its `ParameterSpec` says, so that
+FSDP2 shards it further and a checkpoint knows its place. A weight of several segments is cut in
+each of them: its DTensor holds the rows rank by rank (`shards.RowOrder`). The layers compute on
 local shards; `nn.executors.cut` has the collectives.
 
 Order: `convert`, `cut_tensors`, compile, `fully_shard`, optimizer. All ranks must hold equal
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fp4train import parameters
 from fp4train.models.common.cut import HoldsParts, TensorCut, TensorParallel, TokenRanks
 from fp4train.nn.layer_shard import Cut, LayerShard
 from fp4train.nn.planned import PlannedLayer
@@ -38,14 +39,14 @@ def cut_tensors(
     """Cut `model` over the ranks of `mesh`, in place, and return it.
 
     Args:
-        model: a converted model whose class says how it is cut (`fp4train_tensor_cut`).
+        model: a converted model that says how its parameters are cut (`fp4train_parameters`).
         mesh: mesh with one dimension, `world.mesh["tp"]`.
         sequence: whether the tokens of the residual stream and norms are cut too.
         amax: "tp", "data" or "local": see `nn.layer_shard.LayerShard`.
         data: ranks with the same shards and other tokens; None: there are none.
 
     Raises:
-        TypeError: the model's class does not say how it is cut.
+        TypeError: the model does not say how it is cut.
         ValueError: a size is not divisible by the number of ranks; the message says which and what
             to choose.
     """
@@ -109,20 +110,21 @@ def tensor_cut_of(model: nn.Module, size: int) -> TensorCut:
     Raises:
         TypeError: it does not, or not for its experts.
     """
-    if not hasattr(model, "fp4train_tensor_cut"):
+    specs = parameters.declared(model).values()
+    if all(spec.cut is parameters.Cut.WHOLE for spec in specs):
         raise TypeError(
             f"parallel.tp={size}: {type(model).__name__} does not say how tensor parallelism "
             "cuts it. Give it a method "
-            "fp4train_tensor_cut (models/llama/parallel.py is an example), or use parallel.tp=1"
+            "fp4train_parameters that does (models/llama is an example), or use parallel.tp=1"
         )
-    cut = cast(TensorParallel, model).fp4train_tensor_cut()
+    cut = TensorCut.of(specs)
     for name, module in model.named_modules():
         if isinstance(module, PlannedLayer) and bool(module.layer.experts) != (name in cut.experts):
             has = "has" if module.layer.experts else "has no"
             raise TypeError(
-                f"parallel.tp={size}: {name} {has} experts, and fp4train_tensor_cut of "
+                f"parallel.tp={size}: {name} {has} experts, and fp4train_parameters of "
                 f"{type(model).__name__} says "
-                "otherwise: it must name each group of experts in `experts`, and nothing else"
+                "otherwise: it must cut each group of experts along Cut.EXPERTS, and nothing else"
             )
     return cut
 

@@ -11,8 +11,8 @@ Under `recipe.fused_scales` training quantises them so from the start:
 
     amax = max over the group of max |w|        S_enc = 448·6 / amax for each of its weights
 
-A model says which layers form a group (`fp4train_fused`); the policy must keep all of a group or
-none (`check_fused`).
+A model says which layers form a group (`ParameterSpec.fused`); the policy must keep all of a group
+or none (`check_fused`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from fp4train.backends import (
 )
 from fp4train.formats import ElementFormat
 from fp4train.hardware import Device
-from fp4train.precision.layers import FUSED_BY, Layer, misaligned
+from fp4train.precision.layers import Layer, misaligned
 from fp4train.precision.phases import Stretch
 from fp4train.precision.policy import LayerPolicy
 from fp4train.precision.recipe import Recipe
@@ -88,7 +88,7 @@ class LayerPlan:
         outliers: the plan that its outlier channels run, as a layer of so many in features, apart from the
             GEMMs above.
         readers: the layers that quantise the same x alike, this one included, as the model says
-            (`fp4train_fused`).
+            (`ParameterSpec.fused`).
         why_values: why a backend that runs the three GEMMs together must have the weight's values;
             None: it takes codes that were made elsewhere, or each GEMM has its own backend.
     """
@@ -440,9 +440,10 @@ def check_fused(recipe: Recipe, layer_plans: Mapping[str, LayerPlan]) -> None:
         return
     if not any(layer_plan.layer.fused for layer_plan in layer_plans.values()):
         raise ValueError(
-            f"recipe {recipe.name}: no part of the model says which layers share a scale: set "
-            f"{FUSED_BY} of the "
-            "modules that hold them, or recipe.fused_scales=false"
+            f"recipe {recipe.name}: no part of the model says which layers share a scale: say "
+            "it in "
+            "fp4train_parameters of the modules that hold them (ParameterSpec.fused), or "
+            "recipe.fused_scales=false"
         )
     for name, layer_plan in layer_plans.items():
         for other in (layer_plans[name] for name in layer_plan.fused if name in layer_plans):

@@ -16,25 +16,14 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from fp4train.backends.table import Operands, sourced
+from fp4train.parameters import DECLARED_BY, declared
 from fp4train.precision.blocks import block_paths, features, is_linear
 
 _TUNED = "base_layer"
 """Name of the layer itself in peft's wrapper of it."""
 
-FUSED_BY = "fp4train_fused"
-"""Attribute of a module of a model: groups of names of linear layers inside it, which serving
-software multiplies as one: `(("wq", "wk", "wv"),)`. Under `recipe.fused_scales` the weights of a
-group share one global scale.
-"""
-
 CLASS = "class:"
 """Beginning of a policy's patterns that are about the class of a layer, not about its name."""
-
-ELEMENTWISE_BY = "fp4train_elementwise"
-"""Attribute of a module of a model: names of its own parameters that are no factors of a matrix
-product, whatever their shape, such as filters of channels and biases of experts. They are not
-converted, and weight decay spares them.
-"""
 
 _HARMLESS = {
     # construction and printing
@@ -165,8 +154,8 @@ def find_layers(model: nn.Module) -> dict[str, Layer]:
     first name.
 
     Raises:
-        TypeError, ValueError: `fp4train_blocks` of the model, or `fp4train_fused` of a part of it,
-            is invalid.
+        TypeError, ValueError: `fp4train_blocks` or `fp4train_parameters` of the model or of a part
+            of it is invalid.
     """
     paths = block_paths(model)
     modules = dict(model.named_modules())
@@ -183,7 +172,7 @@ def find_layers(model: nn.Module) -> dict[str, Layer]:
     )
     tuned = {path.removesuffix(f".{_TUNED}") for path in modules if path.endswith(f".{_TUNED}")}
     bypassed = bypassed_linears(modules.values())
-    fused = _fused(modules, names)
+    fused = _fused(model, names)
     return {
         name: Layer(
             name=name,
@@ -224,38 +213,26 @@ def _classes(
 
 
 def elementwise(model: nn.Module) -> set[nn.Parameter]:
-    """The parameters of `model` that its modules name as no factors of a matrix product
-    (`fp4train_elementwise`).
+    """The parameters of `model` that are no factors of a matrix product, as it says
+    (`ParameterSpec.elementwise`).
     """
-    return {
-        getattr(module, name)
-        for module in model.modules()
-        for name in getattr(module, ELEMENTWISE_BY, ())
-    } - {None}
+    names = {name for name, spec in declared(model).items() if spec.elementwise}
+    return {parameter for name, parameter in model.named_parameters() if name in names}
 
 
-def _fused(modules: Mapping[str, nn.Module], names: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+def _fused(model: nn.Module, names: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
     """Layer → the layers that serving software multiplies with it as one, as the parts of a model
     say.
     """
-    groups: dict[str, tuple[str, ...]] = {}
-    for path, module in modules.items():
-        for group in getattr(module, FUSED_BY, ()):
-            where = f"{FUSED_BY} of {path or type(module).__name__}"
-            if isinstance(group, str):
+    groups: dict[tuple[str, str], list[str]] = {}
+    for spec in declared(model).values():
+        if spec.fused:
+            if spec.layer not in names:
                 raise ValueError(
-                    f"{where} holds {group!r}: it must hold tuples of names of linear layers"
+                    f"{DECLARED_BY}: {spec.name} with fused={spec.fused!r} is in no linear layer"
                 )
-            members = tuple(f"{path}.{name}" if path else name for name in group)
-            for name in members:
-                if name not in names or name in groups:
-                    if name not in names:
-                        what = "no linear layer"
-                    else:
-                        what = f"in two groups, {groups[name]} and {members}"
-                    raise ValueError(f"{where}: {name} is {what}")
-                groups[name] = members
-    return groups
+            groups.setdefault((spec.holder, spec.fused), []).append(spec.layer)
+    return {layer: tuple(layers) for layers in groups.values() for layer in layers}
 
 
 def bypassed_linears(modules: Iterable[nn.Module]) -> dict[nn.Module, str]:

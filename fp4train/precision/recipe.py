@@ -78,9 +78,9 @@ class Recipe:
         dtype: dtype of activations and of unquantised GEMMs: "bfloat16", "float16" or "float32".
         outliers: input channels that are multiplied apart, in other operands; None: there are none.
         fused_scales: whether the weights of layers that serving software multiplies as one
-            (queries, keys and values; gate and up: `fp4train_fused` of the model) share one global
-            scale, from the largest |w| of all. Such software takes one scale for them, so the codes
-            that training used can be served as they are.
+            (queries, keys and values; gate and up: `ParameterSpec.fused`) share one global scale,
+            from the largest |w| of all. Such software takes one scale for them, so the codes that
+            training used can be served as they are.
     """
 
     high_precision: tuple[str, ...] = ()

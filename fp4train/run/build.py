@@ -33,6 +33,7 @@ from fp4train.parallel.fsdp import distribute, share_tensors
 from fp4train.parallel.held import Inventory
 from fp4train.parallel.stages import cut_of, cut_stages, tied_weights
 from fp4train.parallel.world import World
+from fp4train.parameters import largest_values
 from fp4train.precision import Swap, Timeline
 from fp4train.precision.gather import effective
 from fp4train.precision.layers import Layer, find_blocks, find_layers
@@ -351,7 +352,7 @@ def assemble(
             materialise(model, world.device, seed=config.run.seed, draw=draw, whole=whole)
     with user_errors(ValueError):
         optimizer = config.optim.build(model)
-    keep_bounds(optimizer, model, getattr(whole, "fp4train_bounds", dict)())
+    keep_bounds(optimizer, model, largest_values(whole))
     if pipeline is not None:
         pipeline.copy_tied()
         optimizer.register_step_post_hook(lambda *_: pipeline.copy_tied())

@@ -19,7 +19,7 @@ from fp4train.config import Config
 from fp4train.config.from_folder import names_folder
 from fp4train.errors import UserError, user_errors
 from fp4train.models import Architecture
-from fp4train.models.hf import family_of
+from fp4train.models.families import family_of
 from fp4train.models.weightless import build_weightless
 from fp4train.parallel.held import Inventory
 from fp4train.paths import is_hub_name

@@ -194,11 +194,11 @@ RotaryBlock.forward = forward
 
 
 LEAVES_OUT = """
-import dataclasses, fp4train.models.llama.model as llama
-cut = llama.LlamaModel.fp4train_stages
-llama.LlamaModel.fp4train_stages = lambda model: dataclasses.replace(cut(model), last=("head",))
+import fp4train.models.llama.model as llama
+specs = llama.LlamaModel.fp4train_parameters
+llama.LlamaModel.fp4train_parameters = lambda model: [s for s in specs(model) if s.name != "norm.weight"]
 """
-NO_STAGES = "from fp4train.models.common.decoder import Decoder\ndel Decoder.fp4train_stages"
+NO_STAGES = "from fp4train.models.common.decoder import Decoder\ndel Decoder.fp4train_parameters"
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,12 @@ NO_STAGES = "from fp4train.models.common.decoder import Decoder\ndel Decoder.fp4
             "",
             "must be one of 1f1b, gpipe, interleaved",
         ),
-        (2, ("parallel.pp=2",), LEAVES_OUT, "LlamaModel.fp4train_stages leaves out norm.weight"),
+        (
+            2,
+            ("parallel.pp=2",),
+            LEAVES_OUT,
+            "LlamaModel.fp4train_parameters leaves out norm.weight",
+        ),
         (2, ("parallel.pp=2",), NO_STAGES, "LlamaModel does not say how it is cut into stages"),
     ],
 )

@@ -196,9 +196,9 @@ import llama_steps
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from fp4train.models.common.cut import TensorCut, TokenRanks
 from fp4train.nn.ranks import all_rows
 from fp4train.parallel.tensor import cut_tensors
+from fp4train.parameters import Cut, linear
 
 class Part(torch.autograd.Function):  # this rank's rows in forward; in backward the gradients of all rows
     @staticmethod
@@ -217,8 +217,8 @@ class Two(nn.Module):
         super().__init__()
         self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
 
-    def fp4train_tensor_cut(self):
-        return TensorCut(out=("up",), in_=("down",))
+    def fp4train_parameters(self):
+        return [*linear("up", "up", cut=Cut.OUT, bias=True), *linear("down", "down", cut=Cut.IN, bias=True)]
 
     def forward(self, x):
         cut = self.tensor is not None and self.tensor.sequence

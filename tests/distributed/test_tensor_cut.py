@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import llama_steps
 import pytest
@@ -62,7 +63,7 @@ def test_a_hidden_width_that_the_ranks_do_not_divide_is_refused(mesh: DeviceMesh
 
 def test_a_model_that_does_not_say_how_it_is_cut_is_refused(mesh: DeviceMesh) -> None:
     with pytest.raises(
-        TypeError, match=r"Sequential does not say how .* fp4train_tensor_cut .* parallel.tp=1"
+        TypeError, match=r"Sequential does not say how .* fp4train_parameters .* parallel.tp=1"
     ):
         cut_tensors(f4.convert(nn.Sequential(nn.Linear(16, 16))), mesh)
 
@@ -234,9 +235,12 @@ def test_a_segment_that_the_ranks_do_not_divide_is_refused(mesh: DeviceMesh) -> 
         match=r"model.scan.groups=2 cannot be divided over parallel.tp=4 .* allowed: 1, 2",
     ):
         cut_tensors(hybrid(groups=2), mesh)
-    cut = replace(hybrid().fp4train_tensor_cut(), segments={"blocks.1.mixer.up": (510, 2)})  # type: ignore[operator]
-    model = hybrid()
-    model.fp4train_tensor_cut = lambda: cut  # type: ignore[assignment]
+    model: Any = hybrid()
+    specs = [
+        replace(spec, segments=(510, 2)) if spec.name == "blocks.1.mixer.up.weight" else spec
+        for spec in model.fp4train_parameters()
+    ]
+    model.fp4train_parameters = lambda: specs
     with pytest.raises(
         ValueError, match=r"up: segment 1 of 2 has 510 out_features, which cannot be divided"
     ):

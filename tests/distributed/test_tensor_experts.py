@@ -14,7 +14,7 @@ import llama_steps
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from fp4train.models.common.cut import TensorCut
+from fp4train.parameters import Cut, ParameterSpec
 from fp4train.models.common.experts import Balance, ExpertLayer, ExpertShape
 from fp4train.nn.executors import join_states
 from fp4train.nn.experts import Experts
@@ -36,8 +36,8 @@ class Layers(nn.Module):  # which the ranks share, and the residual stream with 
         if bias:
             self.mlp.router.bias.copy_(torch.tensor(bias))
 
-    def fp4train_tensor_cut(self):
-        return TensorCut(out=(), in_=(), experts=("mlp.gate_up", "mlp.down"))
+    def fp4train_parameters(self):
+        return [ParameterSpec(name=f"mlp.{name}.weight", cut=Cut.EXPERTS) for name in ("gate_up", "down")]
 
     def forward(self, x):
         return self.mlp(x, TIME)

@@ -14,8 +14,8 @@ from shown import DOCS
 
 from fp4train.config import to_config
 from fp4train.config.composition import compose
-from fp4train.models.common.decoder import DecoderShape
 from fp4train.models.common.rotary import RotaryShape
+from fp4train.models.common.shape import DecoderShape
 from fp4train.models.hybrid import Hybrid
 from fp4train.models.hyena import Hyena
 from fp4train.models.llama import Llama

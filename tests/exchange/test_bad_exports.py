@@ -62,7 +62,7 @@ def test_what_cannot_be_is_refused_in_one_line(
 def test_a_model_without_a_form_in_transformers_is_refused(
     small_run: Path, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fp4train.models.hf.families", lambda *package: ())
+    monkeypatch.setattr("fp4train.models.families.families", lambda *package: ())
     said = command("export", small_run, "to=hf", f"out={tmp_path / 'out'}", code=1)
     assert "Llama has no form in transformers" in said and os.listdir(tmp_path) == []
 

@@ -12,7 +12,7 @@ import torch
 
 from fp4train.errors import UserError
 from fp4train.exchange.trained import NamedRecipe, TrainedModel, load_trained
-from fp4train.models.hf import family_of
+from fp4train.models.families import family_of
 from fp4train.precision import FP32, NVFP4, LayerPolicy
 
 HIGH = NamedRecipe(name="fp32", recipe=FP32(), policy=None)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from fp4train.models.hf import family_of
+from fp4train.models.families import family_of
 from fp4train.models.hyena import FilterShape, Hyena
 
 END = "<|end-of-text|>"

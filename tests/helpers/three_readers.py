@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import fp4train as f4
 from fp4train.hardware import Device
 from fp4train.nn.planned import PlannedLayer
+from fp4train.parameters import ParameterSpec
 from fp4train.precision import Recipe
 from fp4train.precision.context import Context
 from fp4train.precision.layers import find_layers
@@ -26,7 +27,9 @@ TOKENS = 128
 class Readers(nn.Module):
     """Three layers of one x."""
 
-    fp4train_fused = (("wq", "wk", "wv"),)
+    def fp4train_parameters(self) -> list[ParameterSpec]:
+        """The three layers are one group."""
+        return [ParameterSpec(name=f"w{letter}.weight", fused="qkv") for letter in "qkv"]
 
     def __init__(self, biases: tuple[str, ...] = ("wq", "wv")) -> None:
         super().__init__()

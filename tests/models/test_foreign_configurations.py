@@ -11,7 +11,7 @@ import pytest
 from hf_folders import CONFIGURATIONS
 
 from fp4train.errors import UserError
-from fp4train.models.hf import family_for
+from fp4train.models.families import family_for
 from fp4train.models.weightless import build_weightless
 
 VALUES: tuple[Any, ...] = (

@@ -13,7 +13,7 @@ from hf_folders import MODELS, SCALED, SMALL, random_model
 from torch import Tensor, nn
 
 from fp4train.models.common.layers import RopeScaling
-from fp4train.models.hf import family_for, family_of
+from fp4train.models.families import family_for, family_of
 from fp4train.models.llama import Llama
 
 FORWARD = 1e-5

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import fp4train as f4
 from fp4train.backends.emulate import widens
-from fp4train.models.hf import family_for
+from fp4train.models.families import family_for
 from fp4train.models.hybrid import Hybrid, HybridModel, ScanShape
 from fp4train.precision import BF16, NVFP4, Recipe
 

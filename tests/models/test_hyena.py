@@ -16,10 +16,11 @@ from torch import Tensor
 import fp4train as f4
 from fp4train.config import to_config
 from fp4train.config.composition import compose
-from fp4train.models.hf import family_for
+from fp4train.models.families import family_for
 from fp4train.models.hyena import FilterShape, Hyena, HyenaModel
 from fp4train.optim import keep_bounds
 from fp4train.optim.adamw import AdamW
+from fp4train.parameters import largest_values
 from fp4train.precision import FP32, autocast
 
 FILTERS = FilterShape(short=5, medium=12, groups=8, poles=4)
@@ -272,7 +273,7 @@ def test_filters_are_no_matrices_and_do_not_decay() -> None:
 def test_no_step_makes_an_exponential_grow() -> None:
     built = model()
     optimizer = AdamW(lr=1.0).build(built)
-    keep_bounds(optimizer, built, built.fp4train_bounds())
+    keep_bounds(optimizer, built, largest_values(built))
     poles = built.blocks[2].mixer.log_poles
     for _ in range(2):
         for parameter in built.parameters():

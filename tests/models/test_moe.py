@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import fp4train as f4
 from fp4train.config import composition, to_config
 from fp4train.models.common.experts import DROPPED, Balance, ExpertLayer, ExpertShape
-from fp4train.models.hf import family_for, family_of
+from fp4train.models.families import family_for, family_of
 from fp4train.models.moe import MixtureModel, MixtureOfExperts
 from fp4train.nn.call import Call
 from fp4train.nn.conversion import weight_groups

@@ -22,10 +22,10 @@ from fp4train.backends.emulate import widens
 from fp4train.config.binding import bind
 from fp4train.config.composition import compose
 from fp4train.config.overrides import groups
-from fp4train.models.common.cut import TensorCut
 from fp4train.nn import Experts, Linear
 from fp4train.nn.layer_shard import LayerShard
 from fp4train.parallel.tensor import tensor_cut_of
+from fp4train.parameters import Cut, ParameterSpec
 from fp4train.precision import BF16, NVFP4, FP8Delayed, Recipe, autocast, recompute
 
 EXPERTS = 4
@@ -286,12 +286,11 @@ def test_an_amax_over_the_tokens_of_all_ranks_is_refused_by_name() -> None:
 
 def test_a_cut_that_does_not_say_which_ranks_have_which_experts_is_refused() -> None:
     model: Any = nn.ModuleDict({"up": pair()[0]})
-    for cut in (TensorCut(out=(), in_=()), TensorCut(out=("up",), in_=())):
-        model.fp4train_tensor_cut = lambda cut=cut: cut
-        with pytest.raises(
-            TypeError, match=r"up has experts, and fp4train_tensor_cut of ModuleDict says otherwise"
-        ):
-            tensor_cut_of(model, 2)
+    model.fp4train_parameters = lambda: [ParameterSpec(name="up.weight", cut=Cut.OUT)]
+    with pytest.raises(
+        TypeError, match=r"up has experts, and fp4train_parameters of ModuleDict says otherwise"
+    ):
+        tensor_cut_of(model, 2)
 
 
 @pytest.mark.long

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import fp4train as f4
 from fp4train.nn import Linear
+from fp4train.parameters import ParameterSpec
 from fp4train.precision import NVFP4, FP8Current, Recipe
 from fp4train.precision.recipes.quartet import QuartetII
 from fp4train.quantize import quantize
@@ -28,7 +29,11 @@ DETERMINISTIC = {"hadamard": False, "stochastic_rounding": False}
 class Pair(nn.Module):
     """Gate and up; the amax of up is three times that of gate."""
 
-    fp4train_fused = (("gate", "up"),)
+    def fp4train_parameters(self) -> list[ParameterSpec]:
+        """The two layers are one group."""
+        return [
+            ParameterSpec(name=f"{name}.weight", fused="gate and up") for name in ("gate", "up")
+        ]
 
     def __init__(self) -> None:
         super().__init__()

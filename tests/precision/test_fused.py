@@ -9,6 +9,7 @@ import fp4train as f4
 from fp4train.backends import LAYER_BACKENDS
 from fp4train.hardware import Device, find_gpu
 from fp4train.models.llama import Llama
+from fp4train.parameters import ParameterSpec
 from fp4train.precision import (
     BF16,
     MXFP8,
@@ -117,26 +118,36 @@ def test_a_policy_may_keep_whole_groups() -> None:
 def test_a_model_that_names_no_groups_is_refused() -> None:
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     with pytest.raises(
-        ValueError,
-        match=r"no part of the model says which layers share a scale: set fp4train_fused",
+        ValueError, match="which layers share a scale: say it in fp4train_parameters"
     ):
         plan(model, NVFP4(fused_scales=True))
-    model.fp4train_fused = (("0", "1"),)
+    model.fp4train_parameters = lambda: [
+        ParameterSpec(name=f"{n}.weight", fused="both") for n in (0, 1)
+    ]
     assert plan(model, NVFP4(fused_scales=True)).stretches[0].layers["1"].fused == ("0", "1")
 
 
 @pytest.mark.parametrize(
-    ("groups", "message"),
+    ("specs", "message"),
     [
-        ((("0", "2"),), r"fp4train_fused of Sequential: 2 is no linear layer"),
-        ((("0", "1"), ("1",)), r"1 is in two groups"),
-        (("0", "1"), r"holds '0': it must hold tuples"),
+        (
+            [ParameterSpec(name="2.weight", fused="both")],
+            r"2.weight with fused='both' is in no linear layer",
+        ),
+        (
+            [ParameterSpec(name="3.weight", fused="both")],
+            r"of Sequential names '3.weight', which is no parameter of",
+        ),
+        (
+            ["0.weight"],
+            r"fp4train_parameters of Sequential gives a str; it must give ParameterSpec",
+        ),
     ],
 )
-def test_groups_that_are_none_are_refused(groups: Any, message: str) -> None:
-    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32), nn.ReLU())
-    model.fp4train_fused = groups
-    with pytest.raises(ValueError, match=message):
+def test_groups_that_are_none_are_refused(specs: Any, message: str) -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32), nn.RMSNorm(32))
+    model.fp4train_parameters = lambda: specs
+    with pytest.raises((TypeError, ValueError), match=message):
         f4.convert(model)
 
 

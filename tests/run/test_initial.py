@@ -81,7 +81,7 @@ def test_a_run_has_every_weight_of_the_folder_and_trains_in_nvfp4(
     """
     folder = folders["qwen3"]
     assert begin(cli, folder, "optim.lr=1e-30", "train.steps=1").code == 0
-    names = hf.names_of(hf.shape_of(json.loads((folder / "config.json").read_text())))
+    names = hf.FAMILY.names_of(hf.shape_of(json.loads((folder / "config.json").read_text())))
     theirs = stored(folder)
     ours = weights(Path("runs/b"), 1)
     assert {names[name] for name in ours} == set(theirs)

@@ -12,8 +12,9 @@ from fp4train.hardware import Device, Gpu
 from fp4train.lab.costs.cluster import ClusterCost
 from fp4train.lab.costs.links import interconnect
 from fp4train.lab.costs.search import MeshCandidate, batch_problem, candidates, problems
-from fp4train.lab.costs.weights import find_weights, tensor_cut
+from fp4train.lab.costs.weights import find_weights
 from fp4train.lab.costs.workload import Execution, Workload, workload
+from fp4train.models.common.cut import tensor_cut
 from fp4train.nn.layer_shard import LayerShard
 from fp4train.nn.ranks import Ranks
 from fp4train.optim.adamw import moment_bytes

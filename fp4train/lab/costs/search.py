@@ -15,8 +15,9 @@ from torch import nn
 from fp4train.hardware import Gpu
 from fp4train.lab.costs.cluster import ClusterCost
 from fp4train.lab.costs.links import Interconnect
-from fp4train.lab.costs.weights import ModelWeight, find_weights, tensor_cut
+from fp4train.lab.costs.weights import ModelWeight, find_weights
 from fp4train.lab.costs.workload import Workload
+from fp4train.models.common.cut import tensor_cut
 from fp4train.parallel.config import Mesh
 
 MOST_STAGES: Final = 16

@@ -11,11 +11,10 @@ names them: `precision.gather` decides, for a run and here.
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import cast
 
 from torch import nn
 
-from fp4train.models.common.cut import TensorCut, TensorParallel
+from fp4train.models.common.cut import tensor_cut
 from fp4train.parallel.config import Mesh
 from fp4train.precision.blocks import block_paths
 from fp4train.precision.gather import WireForm, wire_form
@@ -25,13 +24,6 @@ from fp4train.quantize import QuantSpec, packed_bytes
 
 BEFORE_BLOCKS = -1
 """In the place of a block's index: the weight stands before the blocks."""
-
-
-def tensor_cut(model: nn.Module) -> TensorCut:
-    """How tensor parallelism splits a model, as it says itself; nothing, where it does not."""
-    if not hasattr(model, "fp4train_tensor_cut"):
-        return TensorCut(out=(), in_=())
-    return cast(TensorParallel, model).fp4train_tensor_cut()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,8 @@ from torch import nn
 
 from fp4train.lab.costs.blocks import BlockCost, measure_blocks
 from fp4train.lab.costs.rows import Made, made_by
-from fp4train.lab.costs.weights import BEFORE_BLOCKS, ModelWeight, find_weights, tensor_cut
-from fp4train.models.common.cut import multiplied, share_blocks
+from fp4train.lab.costs.weights import BEFORE_BLOCKS, ModelWeight, find_weights
+from fp4train.models.common.cut import multiplied, share_blocks, tensor_cut
 from fp4train.models.common.loss import LOGIT_BYTES
 from fp4train.parallel.config import Mesh
 from fp4train.precision.layer_plan import LayerPlan

@@ -1,17 +1,19 @@
-"""How a model family is cut over ranks: by tensor parallelism, as its `parallel.py` says, and into
-a pipeline's stages.
+"""How a model is cut over ranks, as its parameters say: by tensor parallelism, and into a
+pipeline's stages.
 
 A stage is the model itself with some of its modules: names of parameters and layers are those of
 the whole model. The first stage turns tokens into the residual stream, each one runs its blocks,
 the last turns the stream into the loss.
 """
 
+from __future__ import annotations
+
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from fp4train.nn.planned import PlannedLayer
 from fp4train.nn.ranks import Ranks, local, with_summed_gradient
+from fp4train.parameters import Cut, ParameterSpec, declared
 from fp4train.precision.layers import find_layers
 from fp4train.shards import RowOrder
 
@@ -56,6 +59,31 @@ class TensorCut:
     segments: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     counts: tuple[tuple[str, str, str], ...] = ()
 
+    @staticmethod
+    def of(specs: Iterable[ParameterSpec]) -> TensorCut:
+        """The cut of a model with these parameters."""
+        names: dict[Cut, dict[str, None]] = {cut: {} for cut in Cut}
+        segments: dict[str, tuple[int, ...]] = {}
+        counts: dict[tuple[str, str, str], None] = {}
+        for spec in specs:
+            by_name = spec.cut is Cut.ROWS
+            name = spec.name if by_name else spec.layer
+            names[spec.cut][name] = None
+            if spec.segments:
+                segments[name] = spec.segments
+            counts |= {(spec.holder, *count): None for count in spec.counts}
+        return TensorCut(
+            out=tuple(names[Cut.OUT]),
+            in_=tuple(names[Cut.IN]),
+            experts=tuple(names[Cut.EXPERTS]),
+            vocabulary=tuple(names[Cut.VOCABULARY]),
+            tokens=tuple(names[Cut.TOKENS]),
+            heads=tuple(names[Cut.HEADS]),
+            rows=tuple(names[Cut.ROWS]),
+            segments=segments,
+            counts=tuple(counts),
+        )
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenRanks:
@@ -74,16 +102,18 @@ class TokenRanks:
 
 
 class TensorParallel(Protocol):
-    """A model that tensor parallelism can cut. Its `tensor` and `row_orders` are set when it is
-    cut.
+    """A model whose parameters say how they are cut. Its `tensor` and `row_orders` are set when it
+    is cut.
     """
 
     tensor: TokenRanks | None
     row_orders: Mapping[str, RowOrder]
     """The parameters that are cut in segments, by name."""
 
-    def fp4train_tensor_cut(self) -> TensorCut:
-        """The layers that tensor-parallel ranks divide, and how."""
+
+def tensor_cut(model: nn.Module) -> TensorCut:
+    """How tensor parallelism cuts a model, as its parameters say; nothing, where none is cut."""
+    return TensorCut.of(declared(model).values())
 
 
 def _whole(parameter: Tensor) -> Tensor:
@@ -140,6 +170,36 @@ class StageCut:
     width: int
 
 
+def stage_cut(model: nn.Module) -> StageCut | None:
+    """How a pipeline cuts a model, as its parameters say; None: they do not.
+
+    The residual stream has the width of the first stage's embedding.
+
+    Raises:
+        ValueError: its blocks are not in one list.
+    """
+    tops: dict[str, dict[str, ParameterSpec]] = {"first": {}, "last": {}, "block": {}}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for spec in declared(model).values():
+        if spec.name not in parameters:
+            continue
+        tops[spec.stage].setdefault(spec.name.partition(".")[0], spec)
+    if not tops["first"] or not tops["last"]:
+        return None
+    if len(tops["block"]) != 1:
+        places = ", ".join(tops["block"]) or "nothing"
+        raise ValueError(
+            f"the blocks of {type(model).__name__} must be in one nn.ModuleList, not in {places}"
+        )
+    embedding = next(iter(tops["first"].values()))
+    return StageCut(
+        blocks=next(iter(tops["block"])),
+        first=tuple(tops["first"]),
+        last=tuple(tops["last"]),
+        width=parameters[embedding.name].shape[-1],
+    )
+
+
 def multiplications(module: nn.Module, time: int) -> int:
     """Forward multiplications per token in sequences of `time` tokens: one for each weight of a
     matrix, of experts for those to which the token is routed, and what parts of the module say that
@@ -169,11 +229,8 @@ def multiplied(
     model does not say how it is cut into stages, its linear layers outside of blocks.
     """
     outside = [name for name, layer in find_layers(model).items() if layer.block is None]
-    last = (
-        cast(Pipelined, model).fp4train_stages().last
-        if hasattr(model, "fp4train_stages")
-        else outside
-    )
+    cut = stage_cut(model)
+    last = outside if cut is None else cut.last
     besides = sum(multiplications(model.get_submodule(name), time) for name in last)
     return tuple(multiplications(block, time) for block in blocks), besides
 
@@ -311,7 +368,8 @@ class _Copy(torch.autograd.Function):
 
 
 class Pipelined(Protocol):
-    """A model that a pipeline can cut. Its forward pass reads `stage`.
+    """A model whose parameters say which stage of a pipeline has them. Its forward pass reads
+    `stage`.
 
     The first stage is called with tokens. A later one is called with the residual stream and with
     `time`, the number of tokens of a sequence, which the share of a tensor-parallel rank does not
@@ -319,6 +377,3 @@ class Pipelined(Protocol):
     """
 
     stage: Stage
-
-    def fp4train_stages(self) -> StageCut:
-        """The modules that each stage of a pipeline may have."""

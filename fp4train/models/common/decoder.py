@@ -6,9 +6,8 @@ weight. A token's row lies on one rank, and the sum over the ranks adds zeros to
 embedding equals that of one rank in every bit.
 """
 
-import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -18,112 +17,17 @@ from torch import Tensor, nn
 
 from fp4train.backends import widened
 from fp4train.models.common.cache import DecodeCache
-from fp4train.models.common.cut import WHOLE, StageCut, TokenRanks
+from fp4train.models.common.cut import WHOLE, TokenRanks
 from fp4train.models.common.distillation import TeacherStates, chunked_distillation
 from fp4train.models.common.liger import Liger
 from fp4train.models.common.loss import chunked_cross_entropy
 from fp4train.models.common.operators import Fusible
+from fp4train.models.common.shape import DecoderShape
 from fp4train.models.common.stream import in_turn
 from fp4train.nn.ranks import all_rows, local, summed_over, with_summed_gradient
+from fp4train.parameters import ParameterSpec
 from fp4train.precision.context import activation_dtype, recompute
 from fp4train.shards import RowOrder
-from fp4train.text import check_least
-
-MOST_BLOCKS = 4096
-"""Letters of the longest pattern."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DecoderShape:
-    """The settings that the shapes of all families have.
-
-    Args:
-        width: width of the residual stream.
-        heads, kv_heads: numbers of query heads and key/value heads; kv_heads divides heads
-            (grouped-query attention).
-        head_dim: elements of a head; None: width / heads.
-        tied: whether the head shares the weight of the embedding.
-        max_positions: tokens of the longest sequence that the model is made for; None:
-            train.seq_len.
-        norm_eps: ε of RMSNorm.
-        recompute: save only the blocks' inputs for backward and recompute the other activations.
-        vocab_multiple: the vocabulary is padded to a multiple of this, which keeps the head's GEMM
-            aligned.
-        vocab_size: rows of embedding and head, at least as many as the tokenizer has ids; None:
-            those, padded.
-    """
-
-    width: int = 128
-    heads: int = 2
-    kv_heads: int = 1
-    head_dim: int | None = None
-    tied: bool = True
-    max_positions: int | None = None
-    norm_eps: float = 1e-5
-    recompute: bool = False
-    vocab_multiple: int = 64
-    vocab_size: int | None = None
-
-    def __post_init__(self) -> None:
-        check_least(self, "model.", "width", "heads", "kv_heads", "vocab_multiple")
-        check_least(
-            self, "model.", "head_dim", "max_positions", "vocab_size", must="at least 1, or null"
-        )
-        if not 0 < self.norm_eps < math.inf:
-            raise ValueError(f"model.norm_eps={self.norm_eps} must be finite and above 0")
-        if self.head_dim is None and self.width % self.heads:
-            raise ValueError(
-                f"model.width={self.width} is not divisible by model.heads={self.heads}"
-            )
-        if self.heads % self.kv_heads:
-            raise ValueError(
-                f"model.heads={self.heads} is not divisible by model.kv_heads={self.kv_heads}"
-            )
-
-    @property
-    def head_width(self) -> int:
-        """Elements of a head."""
-        return self.head_dim or self.width // self.heads
-
-    def rows(self, vocab_size: int) -> int:
-        """Rows of embedding and head for a tokenizer of `vocab_size` ids."""
-        return self.vocab_size or -(-vocab_size // self.vocab_multiple) * self.vocab_multiple
-
-    def check(self, vocab_size: int, seq_len: int) -> None:
-        """Check that the model suits a tokenizer of `vocab_size` ids and sequences of `seq_len`
-        tokens.
-
-        Raises:
-            ValueError: the tokenizer has more ids than there are rows, or a sequence more tokens
-                than `max_positions`.
-        """
-        if self.max_positions is not None and seq_len > self.max_positions:
-            raise ValueError(
-                f"train.seq_len={seq_len} exceeds model.max_positions={self.max_positions}, "
-                "the longest sequence that "
-                "the model is made for: choose shorter sequences, or give "
-                "model.max_positions=… to extend it"
-            )
-        if vocab_size > self.rows(vocab_size):
-            raise ValueError(
-                f"the tokenizer has {vocab_size} ids, and model.vocab_size={self.vocab_size} "
-                "rows are fewer: choose "
-                "the tokenizer that belongs to the model (data/tokenizer=…)"
-            )
-
-
-def check_pattern(pattern: str, kinds: Mapping[str, str]) -> None:
-    """Raise ValueError where a text with a letter per block has too few or too many, or one that is
-    not in `kinds`.
-    """
-    if not 1 <= len(pattern) <= MOST_BLOCKS:
-        raise ValueError(f"model.pattern has {len(pattern)} blocks; allowed are 1 to {MOST_BLOCKS}")
-    for place, letter in enumerate(pattern, 1):
-        if letter not in kinds:
-            known = ", ".join(f"{each} ({name})" for each, name in kinds.items())
-            raise ValueError(
-                f"model.pattern={pattern}: letter {place} is {letter!r}; known are {known}"
-            )
 
 
 class Decoder(Fusible, nn.Module):
@@ -137,6 +41,7 @@ class Decoder(Fusible, nn.Module):
     (or None), and, where documents are told apart, which tokens each one sees (`document_mask`).
     """
 
+    shape: DecoderShape
     embed: nn.Embedding
     blocks: nn.ModuleList
     norm: nn.Module
@@ -282,11 +187,17 @@ class Decoder(Fusible, nn.Module):
             x_MD, w_VD, targets_BT.flatten(), self.tensor, masked=self.masked, liger=liger
         )
 
-    def fp4train_stages(self) -> StageCut:
-        """How a pipeline cuts the model. Stages send each other the residual stream."""
-        return StageCut(
-            blocks="blocks", first=("embed",), last=("norm", "head"), width=self.embed.embedding_dim
-        )
+    def fp4train_parameters(self) -> list[ParameterSpec]:
+        """The parameters and buffers that this part of the model has, of the table of its shape."""
+        names = {*dict(self.named_parameters(remove_duplicate=False)), *dict(self.named_buffers())}
+        specs = [
+            spec for spec in (*self.shape.parameters(), *self.computed()) if spec.name in names
+        ]
+        return [replace(spec, initial=self.shape.initial(spec.initial)) for spec in specs]
+
+    def computed(self) -> Iterable[ParameterSpec]:
+        """The buffers that follow from the shape, which no checkpoint holds."""
+        return ()
 
 
 def document_mask(ends_BT: Tensor | None, begins_BT: Tensor | None = None) -> Tensor:

@@ -26,6 +26,7 @@ the model returns is the cross-entropy alone.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,10 +36,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from fp4train.models.common.cut import HoldsParts
-from fp4train.models.common.rotary import SwiGLU
+from fp4train.models.common.rotary import SwiGLU, gated_mlp_parameters
 from fp4train.nn.call import Counts
 from fp4train.nn.experts import Experts, by_expert
 from fp4train.nn.ranks import all_rows, summed_over, with_summed_gradient
+from fp4train.parameters import ZEROS, Cut, ParameterSpec, Scaled, inside
 from fp4train.precision.context import auxiliary, once
 from fp4train.text import check_choice, check_least
 
@@ -126,7 +128,6 @@ class Router(HoldsParts, nn.Module):
         bias: float32 [E], part of every checkpoint; None: there is none.
     """
 
-    fp4train_high_precision = "router: chooses in float32"
     bias: Tensor | None
 
     def __init__(self, width: int, shape: ExpertShape, balance: Balance) -> None:
@@ -219,6 +220,52 @@ class Router(HoldsParts, nn.Module):
         if self.bias is not None and self.balance.speed:
             move = self.balance.speed * (load_E.mean() - load_E).sign().to(self.bias.dtype)
             self.bias += move.masked_fill(failed, 0.0)
+
+
+def expert_parameters(
+    name: str,
+    stored: str,
+    shape: ExpertShape,
+    places: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
+) -> list[ParameterSpec]:
+    """The parameters of an `ExpertLayer`; `stored` is the module's name in a folder, which has a
+    matrix per expert, `places` are those of an expert's layers.
+
+    Tensor-parallel ranks have whole experts: a rank quantises whole weights and all rows of its
+    experts, as one rank does, so that no block is divided however narrow an expert is. Only the sum
+    over a token's experts has another order.
+    """
+    gate, up, down = places
+    experts = [f"experts.{number}" for number in range(shape.count)]
+    specs = [
+        ParameterSpec(
+            name="router.weight",
+            stored="gate.weight",
+            initial=Scaled.MATRIX,
+            high_precision="router: chooses in float32",
+        ),
+        ParameterSpec(
+            name="gate_up.weight",
+            stored=tuple(
+                (f"{expert}.{gate}.weight", f"{expert}.{up}.weight") for expert in experts
+            ),
+            cut=Cut.EXPERTS,
+            initial=Scaled.MATRIX,
+        ),
+        ParameterSpec(
+            name="down.weight",
+            stored=tuple((f"{expert}.{down}.weight",) for expert in experts),
+            cut=Cut.EXPERTS,
+            initial=Scaled.RESIDUAL,
+        ),
+    ]
+    if shape.bias:
+        specs.append(
+            ParameterSpec(name="router.bias", stored="gate.e_score_correction_bias", initial=ZEROS)
+        )
+    if shape.shared:
+        specs += gated_mlp_parameters("shared", "shared_experts", places)
+    return [*inside(name, stored, specs)]
 
 
 class ExpertLayer(nn.Module):

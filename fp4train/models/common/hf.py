@@ -6,16 +6,10 @@ is computed; any other is refused, since it may stand for something that the mod
 
 import re
 from collections.abc import Collection, Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 from fp4train.models.common.layers import RopeScaling
 from fp4train.text import shortened
-
-Stored: TypeAlias = str | tuple[tuple[str, ...], ...]
-"""The place of a tensor of the state dict in a folder: one name, or of a weight [E, N, K] of
-experts its matrices: for each expert the names of those whose rows follow one another, as many of
-each.
-"""
 
 _ONE_VALUE: dict[str, tuple[object, ...]] = {
     "attention_dropout": (0, None),
@@ -303,25 +297,6 @@ def _scaling_of(rope: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_type": rope.get("rope_type", rope.get("type", "default")), **others}
 
 
-def rotary_names(*, tied: bool, qk_norm: bool) -> tuple[dict[str, str], dict[str, str]]:
-    """Our name → Hugging Face's of what decoders with rotary attention share: outside of blocks,
-    and of each block.
-    """
-    outside = {
-        "embed.weight": "model.embed_tokens.weight",
-        "norm.weight": "model.norm.weight",
-        "head.weight": "model.embed_tokens.weight" if tied else "lm_head.weight",
-    }
-    block = {
-        "attention_norm.weight": "input_layernorm.weight",
-        "mlp_norm.weight": "post_attention_layernorm.weight",
-        **{f"attention.w{each}.weight": f"self_attn.{each}_proj.weight" for each in "qkvo"},
-    }
-    if qk_norm:
-        block |= {f"attention.{each}_norm.weight": f"self_attn.{each}_norm.weight" for each in "qk"}
-    return outside, block
-
-
 def read_rotary(
     config: Mapping[str, Any], *, eps: float = 1e-6, longest: int, rope_base: float = 10000.0
 ) -> dict[str, Any]:
@@ -373,13 +348,6 @@ def is_frequency(name: str) -> bool:
     the configuration.
     """
     return name.endswith("rotary_emb.inv_freq")
-
-
-def tied_head(shape: Any) -> dict[str, str]:
-    """The head of a model whose embedding is tied to it, and that embedding."""
-    if shape.tied:
-        return {"lm_head.weight": "model.embed_tokens.weight"}
-    return {}
 
 
 def write_rope(base: float, scaling: RopeScaling | None) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 them.
 
 A model whose initialisation can be deferred says what its weights and buffers begin as
-(`DeferredInit`), and is built on the meta device, converted and sharded before it has any memory.
-`materialise` then gives it memory and values:
+(`ParameterSpec.initial`), and is built on the meta device, converted and sharded before it has any
+memory. `materialise` then gives it memory and values:
 
 - `counter`: each rank computes its part from the seed, the parameter's name and the global
   position;
@@ -33,12 +33,11 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
+from fp4train.parameters import Computed, Filled, Initial, Normal, Scaled, Uniform, declared
 from fp4train.quantize.random import INITIAL, MASK, RandomKey, philox4x32
 from fp4train.shards import TensorShard, row_orders, shard_of
 
@@ -62,63 +61,33 @@ _D = (1.05075007164441684324e-9, 5.475938084995344946e-4, 0.01519866656361645719
       0.68976733498510000455, 1.6763848301838038494, 2.05319162663775882187, 1.0)  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Normal:
-    """Independent values with mean 0 and standard deviation `std`."""
-
-    std: float
-
-
-@dataclass(frozen=True)
-class Filled:
-    """One value everywhere."""
-
-    value: float
-
-
-@dataclass(frozen=True)
-class Uniform:
-    """Independent values, evenly distributed between `low` and `high`; `through` maps each in
-    float64.
+def initial_values(model: nn.Module) -> dict[str, Initial]:
+    """Name → initial values, as `model` says, of parameters in the order in which they are drawn,
+    tied ones once, then of buffers.
     """
-
-    low: float
-    high: float
-    through: Callable[[Tensor], Tensor] = torch.clone
-
-
-@dataclass(frozen=True)
-class Numbered:
-    """`of` the numbers 0, 1, … along the first dimension, in float64; the same in all others."""
-
-    of: Callable[[Tensor], Tensor]
-
-
-Initial: TypeAlias = Normal | Uniform | Numbered | Filled
-"""Only `Normal` values come from torch's generator with the draw `torch`; `Uniform` ones are drawn
-by counter.
-"""
-
-
-@runtime_checkable
-class DeferredInit(Protocol):
-    """A model whose weights can be made after it was sharded."""
-
-    def initial_values(self) -> Mapping[str, Initial]:
-        """Parameter name → its distribution, in the order in which parameters are drawn; tied ones
-        once.
-        """
-
-    def initial_buffers(self) -> Mapping[str, Tensor]:
-        """Buffer name → its values, on the CPU."""
+    specs = declared(model)
+    values: dict[str, Initial] = {}
+    for name in (*dict(model.named_parameters()), *dict(model.named_buffers())):
+        initial = specs[name].initial if name in specs else None
+        if isinstance(initial, Scaled):
+            raise TypeError(f"the model does not say how {name} is scaled")
+        if initial is not None:
+            values[name] = initial
+    return values
 
 
 def why_not_deferred(model: nn.Module) -> str | None:
     """Why a model must be built on the CPU, whole, before it is sharded; None: `materialise` can
     make its weights.
     """
-    if not isinstance(model, DeferredInit):
-        return f"{type(model).__name__} has no initial_values() and initial_buffers()"
+    values = initial_values(model)
+    for what, names in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        if lost := [name for name, _ in names if name not in values]:
+            more = f"; {len(lost)} have none" if len(lost) > 1 else ""
+            return (
+                f"the {what} {lost[0]} of {type(model).__name__} has no initial values{more} "
+                "(fp4train_parameters)"
+            )
     return None
 
 
@@ -138,7 +107,7 @@ def materialise(
     other objects.
 
     Args:
-        model: one with `DeferredInit`, converted or not, with parameters of any sharding.
+        model: one whose parameters all have initial values, converted or not, of any sharding.
         seed: that of the run.
         draw: `torch` or `counter`; None: the caller gives it all of its weights, which hold
             anything until then.
@@ -152,11 +121,7 @@ def materialise(
         raise ValueError(f"draw={draw!r} is not one of {', '.join(DRAWS)}")
     if reason := why_not_deferred(model):
         raise ValueError(f"{reason}: build it on the CPU")
-    assert isinstance(model, DeferredInit)
-    values = model.initial_values()
-    buffers = model.initial_buffers()
-    _check_names("parameter", [name for name, _ in model.named_parameters()], values)
-    _check_names("buffer", [name for name, _ in model.named_buffers()], buffers)
+    values = initial_values(model)
     with _swapped():
         model.to_empty(device=device)
     orders = row_orders(model)
@@ -168,9 +133,8 @@ def materialise(
             _fill(part, values[name], seed, name)
     elif draw is not None:
         _draw_in_order(parts, whole if whole is not None else model, seed)
-    own = dict(model.named_buffers())
-    for name, tensor in buffers.items():
-        own[name].copy_(tensor)
+    for name, buffer in model.named_buffers():
+        _fill(shard_of(buffer), values[name], seed, name)
 
 
 @torch.no_grad()
@@ -178,23 +142,15 @@ def initialise(model: nn.Module, draw: str) -> None:
     """Draw the weights of a model that a constructor has just made, with torch's default generator
     or its seed.
     """
-    assert isinstance(model, DeferredInit)
-    parameters = dict(model.named_parameters())
-    for name, initial in model.initial_values().items():
-        if parameters[name].is_meta:
+    values = initial_values(model)
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
             continue
+        initial = values[name]
         if draw == "counter" or not isinstance(initial, Normal):
-            _fill(shard_of(parameters[name]), initial, torch.initial_seed() % (1 << 64), name)
+            _fill(shard_of(parameter), initial, torch.initial_seed() % (1 << 64), name)
         else:
-            nn.init.normal_(parameters[name], std=initial.std)
-
-
-def _check_names(what: str, names: list[str], given: Mapping[str, object]) -> None:
-    if lost := [name for name in names if name not in given]:
-        raise ValueError(
-            f"the {what} {lost[0]} has no initial values"
-            + (f"; {len(lost)} have none" * (len(lost) > 1))
-        )
+            nn.init.normal_(parameter, std=initial.std)
 
 
 @contextmanager
@@ -218,6 +174,8 @@ def _fill(shard: TensorShard, initial: Initial, seed: int, name: str) -> None:
 def _fill_box(part: TensorShard, initial: Initial, seed: int, name: str) -> None:
     if isinstance(initial, Filled):
         part.tensor.fill_(initial.value)
+    elif isinstance(initial, Computed):
+        part.tensor.copy_(initial.values())
     elif isinstance(initial, Normal):
         fill_normal(part.tensor, part.shape, part.offsets, initial.std, key_of(seed, name))
     else:  # on the CPU: other devices may round a logarithm in another way
@@ -235,18 +193,18 @@ def _draw_in_order(parts: Mapping[str, TensorShard], model: nn.Module, seed: int
     """The draws of `build` after `torch.manual_seed(seed)`: those of the layers' constructors, then
     the model's own.
     """
-    assert isinstance(model, DeferredInit)
     generator = torch.Generator().manual_seed(seed)
     for module in model.modules():
         _pass_over(module, generator)
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    for name, initial in model.initial_values().items():
+    values = initial_values(model)
+    for name, parameter in model.named_parameters():
+        initial = values[name]
         part = parts.get(name)
         if not isinstance(initial, Normal):
             if part is not None:
                 _fill(part, initial, seed, name)
             continue
-        drawn = torch.empty(shapes[name], dtype=torch.float32)
+        drawn = torch.empty(tuple(parameter.shape), dtype=torch.float32)
         nn.init.normal_(drawn, std=initial.std, generator=generator)
         for box in () if part is None else part.boxes():
             sides = zip(box.offsets, box.tensor.shape, strict=True)

@@ -24,6 +24,7 @@ from fp4train.models.common.liger import Liger
 from fp4train.models.common.operators import Fusible
 from fp4train.models.common.stream import StreamNorm
 from fp4train.nn.planned import is_watched
+from fp4train.parameters import Cut, ParameterSpec, inside, linear, norm
 
 
 class RMSNorm(Fusible, StreamNorm):
@@ -113,6 +114,27 @@ def rope_angles(
     return torch.cat((angles, angles), dim=-1)
 
 
+def attention_parameters(name: str, stored: str, *, qk_norm: bool = False) -> list[ParameterSpec]:
+    """The parameters of an `Attention`, without biases; `stored` is the module's name in a folder
+    of transformers.
+
+    Ranks have whole heads, so that norms of queries and keys normalise their own.
+    """
+    heads = {"q": (("heads", "model.heads"),), "k": (("kv_heads", "model.kv_heads"),), "v": ()}
+    weights = [
+        *(
+            spec
+            for letter, counts in heads.items()
+            for spec in linear(
+                f"w{letter}", f"{letter}_proj", cut=Cut.OUT, fused="qkv", counts=counts
+            )
+        ),
+        *linear("wo", "o_proj", cut=Cut.IN),
+    ]
+    norms = [norm(f"{letter}_norm", f"{letter}_norm.weight", cut=Cut.HEADS) for letter in "qk"]
+    return [*inside(name, stored, weights + norms if qk_norm else weights)]
+
+
 class Attention(Fusible, nn.Module):
     """softmax(q·kᵀ/√E + causal mask)·v, with the heads combined by `wo`: x [B, T, D] → [B, T, D].
 
@@ -130,7 +152,6 @@ class Attention(Fusible, nn.Module):
     """
 
     reads = ("wq", "wk", "wv")
-    fp4train_fused = (reads,)
 
     def __init__(
         self,

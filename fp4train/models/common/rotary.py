@@ -11,11 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from fp4train.models.common.cache import DecodeCache, KeyValues
-from fp4train.models.common.decoder import Decoder, DecoderShape
-from fp4train.models.common.initialise import Filled, Initial, Normal
-from fp4train.models.common.layers import Attention, RMSNorm, RopeScaling, rope_angles
+from fp4train.models.common.decoder import Decoder
+from fp4train.models.common.layers import (
+    Attention,
+    RMSNorm,
+    RopeScaling,
+    attention_parameters,
+    rope_angles,
+)
 from fp4train.models.common.operators import Fusible
+from fp4train.models.common.shape import DecoderShape
 from fp4train.models.common.stream import Produced, end_of_block, produced_norms
+from fp4train.parameters import Computed, Cut, ParameterSpec, inside, linear, norm
 
 if TYPE_CHECKING:
     from fp4train.nn.produced import GateProducer
@@ -42,6 +49,10 @@ class RotaryShape(DecoderShape):
     rope_base: float = 10000.0
     rope_scaling: RopeScaling | None = None
 
+    @property
+    def residual_terms(self) -> int:
+        return 2 * self.layers
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.layers < 1:
@@ -62,11 +73,37 @@ class RotaryShape(DecoderShape):
             )
 
 
+def gated_mlp_parameters(
+    name: str, stored: str, places: Sequence[str] = ("gate_proj", "up_proj", "down_proj")
+) -> list[ParameterSpec]:
+    """The parameters of a gated MLP; `stored` is the module's name in a folder, `places` are those
+    of its layers.
+    """
+    gate, up, down = places
+    specs = [
+        *linear("gate", gate, cut=Cut.OUT, fused="gate and up"),
+        *linear("up", up, cut=Cut.OUT, fused="gate and up"),
+        *linear("down", down, cut=Cut.IN),
+    ]
+    return [*inside(name, stored, specs)]
+
+
+def rotary_ends(shape: RotaryShape, *, copied: bool = False) -> list[ParameterSpec]:
+    """The parameters outside of the blocks, with the names that Llama has in transformers; see
+    `DecoderShape.ends`.
+    """
+    return shape.ends(
+        embed="model.embed_tokens.weight",
+        norm="model.norm.weight",
+        head="lm_head.weight",
+        copied=copied,
+    )
+
+
 class SwiGLU(Fusible, nn.Module):
     """w_down(silu(w_gate·x) ⊙ w_up·x) (arXiv:2002.05202)."""
 
     reads = ("gate", "up")
-    fp4train_fused = (reads,)
     producer: "GateProducer | None" = None
     """The producer that quantises the product for `down`; None: there is none."""
 
@@ -91,6 +128,17 @@ class SwiGLU(Fusible, nn.Module):
     def fp4train_operations(self) -> Sequence[tuple[str, int]]:
         """The product."""
         return (("gate", self.gate.weight.shape[0]),)
+
+
+def attention_block_parameters(shape: RotaryShape) -> list[ParameterSpec]:
+    """The parameters of a `RotaryBlock` beside those of its MLP, with the names that Llama has in
+    transformers.
+    """
+    return [
+        norm("attention_norm", "input_layernorm.weight"),
+        norm("mlp_norm", "post_attention_layernorm.weight"),
+        *attention_parameters("attention", "self_attn", qk_norm=shape.qk_norm),
+    ]
 
 
 class RotaryBlock(Fusible, nn.Module):
@@ -152,15 +200,21 @@ class RotatedDecoder(Decoder):
 
     def _fill(self, shape: DecoderShape, *parts: Any) -> None:
         super()._fill(shape, *parts)
-        for name, values in RotatedDecoder.initial_buffers(self).items():  # a subclass has more
+        angles = self._angles()
+        for name, values in (("cos", angles.cos()), ("sin", angles.sin())):
             self.register_buffer(name, values.to(torch.get_default_device()), persistent=False)
 
-    def initial_buffers(self) -> dict[str, Tensor]:
-        """Cosines and sines of the rotary embedding."""
+    def _angles(self) -> Tensor:
         shape: Any = self.shape
         scaling: RopeScaling | None = getattr(shape, "rope_scaling", None)
-        angles = rope_angles(self.seq_len, shape.head_width, shape.rope_base, scaling)
-        return {"cos": angles.cos(), "sin": angles.sin()}
+        return rope_angles(self.seq_len, shape.head_width, shape.rope_base, scaling)
+
+    def computed(self) -> list[ParameterSpec]:
+        """Cosines and sines of the rotary embedding."""
+        return [
+            ParameterSpec(name="cos", initial=Computed(lambda: self._angles().cos())),
+            ParameterSpec(name="sin", initial=Computed(lambda: self._angles().sin())),
+        ]
 
     def positions(self, first: int, end: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """Cosines and sines of the rotary embedding, [T, E] each."""
@@ -181,19 +235,6 @@ class RotaryDecoder(RotatedDecoder):
     ) -> None:
         super().__init__()
         self._fill(shape, vocab_size, seq_len, map(block, range(shape.layers)), RMSNorm)
-
-    def initial_values(self) -> dict[str, Initial]:
-        """Normal matrices, biases of 0, and norms that are the identity."""
-        std = min(0.02, self.shape.width**-0.5)
-        residual = std / (2 * self.shape.layers) ** 0.5
-        values: dict[str, Initial] = {}
-        for name, parameter in self.named_parameters():
-            if parameter.dim() < 2:
-                values[name] = Filled(0.0 if name.endswith(".bias") else 1.0)
-            else:
-                writes_residual = name.endswith(("attention.wo.weight", ".down.weight"))
-                values[name] = Normal(residual if writes_residual else std)
-        return values
 
     def fp4train_cache(self, length: int) -> DecodeCache:
         """Keys and values of each block."""

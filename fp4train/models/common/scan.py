@@ -13,7 +13,6 @@ Dimensions: B batch, T time, D width, H heads, P elements of a head, G groups, N
 state, C chunks, L tokens of a chunk, R heads of a group.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -24,12 +23,17 @@ from torch import Tensor, nn
 from fp4train.models.common import scan_kernels
 from fp4train.models.common.convolution import first_of_document, short_convolution
 from fp4train.models.common.cut import HoldsParts
-from fp4train.models.common.initialise import Filled, Initial, Numbered, Uniform
 
 STEP = (1e-3, 0.1)
 """The range of the first time steps, drawn evenly in their logarithm (arXiv:2312.00752, section
 3.6).
 """
+
+
+def step_before_softplus(logarithm: Tensor) -> Tensor:
+    """What softplus turns into the time step with this logarithm."""
+    step = logarithm.exp()
+    return step + (-torch.expm1(-step)).log()
 
 
 def running_sums(a: Tensor) -> Tensor:
@@ -223,26 +227,6 @@ class Mamba2(HoldsParts, nn.Module):
         """Rows of in_proj for z, x, B, C and dt."""
         return self.heads * self.head_dim, *self.mixed_sizes, self.heads
 
-    def initial_values(self) -> dict[str, Initial]:
-        """Initial values of parameters that are no matrices, by their names in the layer
-        (arXiv:2405.21060's code).
-        """
-
-        def inverse_softplus(logarithm: Tensor) -> Tensor:
-            step = logarithm.exp()
-            return step + (-torch.expm1(-step)).log()
-
-        least, most = map(math.log, STEP)
-        bound = self.taps**-0.5
-        return {
-            "conv1d.weight": Uniform(-bound, bound),
-            "conv1d.bias": Uniform(-bound, bound),
-            "dt_bias": Uniform(least, most, inverse_softplus),
-            "A_log": Numbered(lambda number: (number + 1).log()),
-            "D": Filled(1.0),
-            "norm.weight": Filled(1.0),
-        }
-
     def fp4train_mixing(self, time: int) -> int:
         """Multiplications per token of the scan: C·Bᵀ and its product with x in a chunk, those into
         and out of the state; the last chunk is padded.
@@ -355,14 +339,9 @@ class NormWeight(nn.Module):
 class CausalConvolution(HoldsParts, nn.Conv1d):
     """y_t = bias + Σ_k weight_k ⊙ x_{t − K + 1 + k}, each channel by itself. Its model draws the
     first weights.
-
-    Weight decay spares its filters, as it does those of Hyena (and NeMo's
-    `hyena_no_weight_decay_cond`); the code of Mamba-2 and Megatron-LM, which spare parameters of
-    one dimension and those that are marked, decay them.
     """
 
     bias: nn.Parameter
-    fp4train_elementwise = ("weight",)
 
     def __init__(self, channels: int, kernel: int) -> None:
         super().__init__(channels, channels, kernel, groups=channels)

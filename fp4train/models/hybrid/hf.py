@@ -11,12 +11,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from fp4train.models.common.hf import agreed, brief, check_keys, count, number
+from fp4train.models.families import Family
 from fp4train.models.hybrid import mamba2
 from fp4train.models.hybrid.model import Hybrid, ScanShape
 
-ARCHITECTURE = Hybrid
-MODEL_TYPES = ("nemotron_h", mamba2.KIND)
-FREE = ("recompute", "max_positions", "scan.chunk", "scan.kernels")
 _CLASS = "NemotronHForCausalLM"
 _TYPES = {"linear_attention": "M", "full_attention": "*", "mlp": "-"}
 _OLD_TYPES = {"mamba": "M", "mamba2": "M", "attention": "*"}
@@ -182,51 +180,6 @@ def config_of(shape: Hybrid, *, vocab_size: int, seq_len: int) -> dict[str, Any]
     }
 
 
-def names_of(shape: Hybrid) -> dict[str, str]:
-    """Names of the state dict → Hugging Face's; a tied head has the embedding's."""
-    names = {
-        "embed.weight": "backbone.embeddings.weight",
-        "norm.weight": "backbone.norm_f.weight",
-        "head.weight": "backbone.embeddings.weight" if shape.tied else "lm_head.weight",
-    }
-    scan = (
-        "in_proj.weight",
-        "conv1d.weight",
-        "conv1d.bias",
-        "dt_bias",
-        "A_log",
-        "D",
-        "norm.weight",
-        "out_proj.weight",
-    )
-    mixers = {
-        "M": {name: name for name in scan},
-        "*": {f"w{each}.weight": f"{each}_proj.weight" for each in "qkvo"},
-        "-": {f"{each}.weight": f"{each}_proj.weight" for each in ("up", "down")},
-    }
-    for index, letter in enumerate(shape.pattern):
-        own = f"blocks.{index}"
-        theirs = f"backbone.layers.{index}"
-        names[f"{own}.norm.weight"] = f"{theirs}.norm.weight"
-        names |= {
-            f"{own}.mixer.{name}": f"{theirs}.mixer.{other}"
-            for name, other in mixers[letter].items()
-        }
-    return names
-
-
-def computed(name: str) -> bool:
-    """Whether transformers computes a tensor of this name itself: it stores all of them."""
-    return False
-
-
-def copies_of(shape: Hybrid) -> dict[str, str]:
-    """The head of a model whose embedding is tied to it."""
-    if shape.tied:
-        return {"lm_head.weight": "backbone.embeddings.weight"}
-    return {}
-
-
 def _head_key(config: Mapping[str, Any]) -> str:
     """The key that names the width of a head of attention. Raises ValueError where two contradict
     each other.
@@ -274,3 +227,12 @@ def _letters(config: Mapping[str, Any], key: str) -> str | None:
         if not isinstance(kind, str) or kind not in known:
             raise ValueError(f"{key} has {brief(kind)}; supported are {', '.join(_TYPES)}")
     return "".join(known[kind] for kind in types)
+
+
+FAMILY = Family(
+    shape=Hybrid,
+    model_types=("nemotron_h", mamba2.KIND),
+    shape_of=shape_of,
+    config_of=config_of,
+    free=("recompute", "max_positions", "scan.chunk", "scan.kernels"),
+)

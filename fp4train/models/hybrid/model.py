@@ -13,13 +13,15 @@ convolutions, scans, attention products and the head stay in high precision.
 
 Initial weights are drawn by counter (`models/common/initialise.py`): matrices normal with σ = 0.02
 (at most 1/√width), those that write to the residual stream scaled by 1/√blocks; a Mamba-2 block's
-own as `Mamba2` says.
+own as its table says.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, ClassVar, cast
 
 import torch
@@ -27,14 +29,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp4train.models.common.cache import DecodeCache, KeyValues
-from fp4train.models.common.cut import TensorCut
-from fp4train.models.common.decoder import Decoder, DecoderShape, check_pattern
-from fp4train.models.common.initialise import Filled, Initial, Normal, initialise
-from fp4train.models.common.layers import Attention, RMSNorm
-from fp4train.models.common.scan import Mamba2, ScanState
+from fp4train.models.common.decoder import Decoder
+from fp4train.models.common.initialise import initialise
+from fp4train.models.common.layers import Attention, RMSNorm, attention_parameters
+from fp4train.models.common.scan import STEP, Mamba2, ScanState, step_before_softplus
 from fp4train.models.common.scan_kernels import CHOICES
+from fp4train.models.common.shape import DecoderShape, check_pattern
 from fp4train.models.common.stream import Produced, end_of_block, produced_norms
-from fp4train.models.hybrid.parallel import tensor_cut
+from fp4train.parameters import (
+    ONES,
+    Cut,
+    Initial,
+    Numbered,
+    ParameterSpec,
+    Uniform,
+    inside,
+    linear,
+    norm,
+)
 from fp4train.text import check_choice, check_least
 
 KINDS = {"M": "Mamba-2", "*": "attention", "-": "MLP"}
@@ -81,6 +93,43 @@ class ScanShape:
             )
         check_choice("model.scan.kernels", self.kernels, CHOICES)
 
+    def parameters(self) -> list[ParameterSpec]:
+        """The parameters of a `Mamba2`, which has the names of transformers (initial values:
+        arXiv:2405.21060's code).
+
+        A tensor-parallel rank has whole groups of the scan with their heads, in each segment of
+        `in_proj` (z, x, B, C and dt) and of the convolution (x, B and C). So it normalises whole
+        groups, and the scan sends nothing. Weight decay spares the filters, as it does those of
+        Hyena (and NeMo's `hyena_no_weight_decay_cond`); the code of Mamba-2 and Megatron-LM, which
+        spare parameters of one dimension and those that are marked, decay them.
+        """
+        inner = self.heads * self.head_dim
+        mixed = (inner, self.groups * self.state, self.groups * self.state)
+        taps = Uniform(-(self.kernel**-0.5), self.kernel**-0.5)
+        shortest, longest = map(math.log, STEP)
+        of_heads: dict[str, Initial] = {
+            "dt_bias": Uniform(shortest, longest, through=step_before_softplus),
+            "A_log": Numbered(lambda number: (number + 1).log()),
+            "D": ONES,
+            "norm.weight": ONES,
+        }
+        counts = (("groups", "model.scan.groups"), ("heads", "model.scan.heads"))
+        rows = partial(ParameterSpec, cut=Cut.ROWS)
+        filters = partial(rows, segments=mixed, initial=taps)
+        return [
+            *linear(
+                "in_proj",
+                "in_proj",
+                cut=Cut.OUT,
+                segments=(inner, *mixed, self.heads),
+                counts=counts,
+            ),
+            filters(name="conv1d.weight", stored="conv1d.weight", elementwise=True),
+            filters(name="conv1d.bias", stored="conv1d.bias"),
+            *(rows(name=name, stored=name, initial=initial) for name, initial in of_heads.items()),
+            *linear("out_proj", "out_proj", cut=Cut.IN),
+        ]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Hybrid(DecoderShape):
@@ -103,6 +152,26 @@ class Hybrid(DecoderShape):
         super().__post_init__()
         check_least(self, "model.", "hidden")
         check_pattern(self.pattern, KINDS)
+
+    @property
+    def residual_terms(self) -> int:
+        return len(self.pattern)
+
+    def parameters(self) -> Iterator[ParameterSpec]:
+        yield from self.ends(
+            embed="backbone.embeddings.weight", norm="backbone.norm_f.weight", head="lm_head.weight"
+        )
+        mixers = {
+            "M": [*inside("mixer", "mixer", self.scan.parameters())],
+            "*": attention_parameters("mixer", "mixer"),
+            "-": [
+                *linear("mixer.up", "mixer.up_proj", cut=Cut.OUT),
+                *linear("mixer.down", "mixer.down_proj", cut=Cut.IN),
+            ],
+        }
+        for index, kind in enumerate(self.pattern):
+            block = [norm("norm", "norm.weight"), *mixers[kind]]
+            yield from inside(f"blocks.{index}", f"backbone.layers.{index}", block)
 
     def build(self, *, vocab_size: int, seq_len: int) -> HybridModel:
         """The model with weights drawn by counter from the seed of torch's default generator.
@@ -191,39 +260,9 @@ class HybridModel(Decoder):
         )
         initialise(self, shape.draw)
 
-    def initial_values(self) -> dict[str, Initial]:
-        """Normal matrices, norms that are the identity, and what Mamba-2 blocks say of theirs."""
-        std = min(0.02, self.shape.width**-0.5)
-        residual = std / len(self.shape.pattern) ** 0.5
-        values: dict[str, Initial] = {}
-        for name, parameter in self.named_parameters():
-            if parameter.dim() == 2:
-                writes_residual = name.endswith(
-                    ("mixer.out_proj.weight", "mixer.wo.weight", "mixer.down.weight")
-                )
-                values[name] = Normal(residual if writes_residual else std)
-            else:
-                values[name] = Filled(1.0)
-        # a stage has some of them, under the whole model's names
-        for index, block in self.blocks.named_children():
-            if isinstance(mixer := cast(HybridBlock, block).mixer, Mamba2):
-                values |= {
-                    f"blocks.{index}.mixer.{name}": value
-                    for name, value in mixer.initial_values().items()
-                }
-        return values
-
-    def initial_buffers(self) -> dict[str, Tensor]:
-        """Initial values of buffers; this family has no buffers."""
-        return {}
-
     def positions(self, first: int, end: int, dtype: torch.dtype) -> tuple[int]:
         """The number of tokens: ranks that share them do not see it."""
         return (end - first,)
-
-    def fp4train_tensor_cut(self) -> TensorCut:
-        """How tensor parallelism cuts the model."""
-        return tensor_cut(self)
 
     def fp4train_cache(self, length: int) -> DecodeCache:
         """Keys and values, or the state of a scan, of each block."""

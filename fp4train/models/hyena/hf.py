@@ -14,14 +14,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from fp4train.models.common.hf import brief, check_keys, count, flag, number
+from fp4train.models.families import Family
 from fp4train.models.hyena.mixer import FilterShape
 from fp4train.models.hyena.model import Hyena
 
-ARCHITECTURE = Hyena
-MODEL_TYPES = ("stripedhyena2",)
-FREE = ("recompute", "max_positions", "rope_base")
-BYTES = True
-LOADED = """import json
+_KIND = "stripedhyena2"
+_LOADED = """import json
 from safetensors.torch import load_file
 from vortex.model.model import StripedHyena
 from vortex.model.utils import dotdict
@@ -122,7 +120,7 @@ def shape_of(config: Mapping[str, Any]) -> Hyena:
     Raises:
         ValueError: a key or value that the model here does not have; the message names both.
     """
-    check_keys(config, MODEL_TYPES[0], _READ, _ONE_VALUE)
+    check_keys(config, _KIND, _READ, _ONE_VALUE)
     width = count(config, "hidden_size")
     heads = count(config, "num_attention_heads")
     pattern = _pattern(config)
@@ -186,7 +184,7 @@ def config_of(shape: Hyena, *, vocab_size: int, seq_len: int) -> dict[str, Any]:
         kind: [n for n, letter in enumerate(shape.pattern) if letter == kind] for kind in _LISTS
     }
     return {
-        "model_type": MODEL_TYPES[0],
+        "model_type": _KIND,
         "vocab_size": vocab_size,
         "hidden_size": shape.width,
         "num_layers": len(shape.pattern),
@@ -218,59 +216,9 @@ def config_of(shape: Hyena, *, vocab_size: int, seq_len: int) -> dict[str, Any]:
     }
 
 
-def names_of(shape: Hyena) -> dict[str, str]:
-    """Names of the state dict → Evo 2's; a tied head has the embedding's."""
-    names = {
-        "embed.weight": "embedding_layer.weight",
-        "norm.weight": "norm.scale",
-        "head.weight": "embedding_layer.weight" if shape.tied else "unembed.weight",
-    }
-    block = {
-        "norm.weight": "pre_norm.scale",
-        "mlp_norm.weight": "post_norm.scale",
-        **{
-            f"mlp.{own}.weight": f"mlp.{theirs}.weight"
-            for own, theirs in (("gate", "l1"), ("up", "l2"), ("down", "l3"))
-        },
-    }
-    convolution = {
-        "mixer.in_proj.weight": "projections.weight",
-        "mixer.featuriser": "filter.short_filter_weight",
-        **{f"mixer.out_proj.{each}": f"out_filter_dense.{each}" for each in ("weight", "bias")},
-    }
-    taps = {"mixer.taps": "filter.h"}
-    direct = {"mixer.direct": "filter.D"}
-    modal = {f"mixer.{each}": f"filter.{each}" for each in ("log_poles", "residues")}
-    own = {
-        "S": convolution | taps,
-        "D": convolution | taps | direct,
-        "H": convolution | modal | direct,
-        "*": {
-            "mixer.qkv.weight": "inner_mha_cls.Wqkv.weight",
-            **{
-                f"mixer.out_proj.{each}": f"inner_mha_cls.out_proj.{each}"
-                for each in ("weight", "bias")
-            },
-        },
-    }
-    for index, kind in enumerate(shape.pattern):
-        names |= {
-            f"blocks.{index}.{mine}": f"blocks.{index}.{theirs}"
-            for mine, theirs in (block | own[kind]).items()
-        }
-    return names
-
-
 def computed(name: str) -> bool:
     """Frequencies of rotations, and what an FP8 recipe keeps."""
     return name.endswith(("rotary_emb.inv_freq", "._extra_state"))
-
-
-def copies_of(shape: Hyena) -> dict[str, str]:
-    """A head that is tied."""
-    if shape.tied:
-        return {"unembed.weight": "embedding_layer.weight"}
-    return {}
 
 
 def _check_lengths(short: int, medium: int, short_key: str, medium_key: str) -> None:
@@ -305,3 +253,15 @@ def _pattern(config: Mapping[str, Any]) -> str:
     if lost := [place for place in range(total) if place not in letters]:
         raise ValueError(f"block {lost[0]} is in none of {', '.join(_LISTS.values())}")
     return "".join(letters[place] for place in range(total))
+
+
+FAMILY = Family(
+    shape=Hyena,
+    model_types=(_KIND,),
+    shape_of=shape_of,
+    config_of=config_of,
+    free=("recompute", "max_positions", "rope_base"),
+    computed=computed,
+    reads_bytes=True,
+    loaded=_LOADED,
+)

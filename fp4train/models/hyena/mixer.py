@@ -16,6 +16,7 @@ float32. Parameters have the shapes of the published Evo 2 models.
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -33,8 +34,8 @@ from fp4train.models.common.convolution import (
     with_window,
 )
 from fp4train.models.common.cut import HoldsParts
-from fp4train.models.common.initialise import Filled, Initial, Normal, Uniform
 from fp4train.models.common.operators import rotate
+from fp4train.parameters import ZEROS, Cut, Normal, ParameterSpec, Uniform, linear
 from fp4train.text import check_least
 
 KINDS = {
@@ -70,6 +71,54 @@ class FilterShape:
 
     def __post_init__(self) -> None:
         check_least(self, "model.filters.", "featuriser", "short", "medium", "groups", "poles")
+
+    def parameters(self, kind: str, width: int) -> list[ParameterSpec]:
+        """The parameters of a mixer of this kind, with the names that Evo 2's software has for
+        them.
+
+        First q, k and v have variance 1 before the featuriser, and filters keep it about as it is.
+        A channel is convolved by itself, so a tensor-parallel rank has whole channels with their
+        filters (three rows each of what makes q, k and v) or whole heads (with the three parts of
+        each), and nothing is sent between them.
+        """
+        if kind == "*":
+            heads = (("heads", "model.heads"),)
+            return [
+                *linear("qkv", "inner_mha_cls.Wqkv", cut=Cut.OUT, counts=heads),
+                *linear("out_proj", "inner_mha_cls.out_proj", cut=Cut.IN, bias=True),
+            ]
+        shortest, longest = map(math.log, TIMES)
+        poles = Uniform(-longest, -shortest, through=lambda logarithm: -logarithm.exp())
+        rows = partial(ParameterSpec, cut=Cut.ROWS)
+        filters = partial(rows, elementwise=True)
+        specs = [
+            *linear("in_proj", "projections", cut=Cut.OUT, initial=Normal(width**-0.5)),
+            filters(
+                name="featuriser",
+                stored="filter.short_filter_weight",
+                initial=_taps(self.featuriser),
+            ),
+            *linear("out_proj", "out_filter_dense", cut=Cut.IN, bias=True),
+        ]
+        if kind == "H":
+            stored = "filter.log_poles"
+            specs.append(
+                filters(name="log_poles", stored=stored, initial=poles, largest=LARGEST_POLE)
+            )
+            specs.append(
+                filters(name="residues", stored="filter.residues", initial=Normal(1 / self.poles))
+            )
+        else:
+            taps = self.short if kind == "S" else self.medium
+            specs.append(filters(name="taps", stored="filter.h", initial=_taps(taps)))
+        if kind != "S":
+            specs.append(rows(name="direct", stored="filter.D", initial=ZEROS))
+        return specs
+
+
+def _taps(count: int) -> Uniform:
+    bound = count**-0.5
+    return Uniform(-bound, bound)
 
 
 class ConvolutionState:
@@ -107,32 +156,6 @@ class GatedConvolution(HoldsParts, nn.Module):
         else:
             self.direct = nn.Parameter(torch.empty(width))
         self.out_proj = nn.Linear(width, width)
-
-    @property
-    def fp4train_elementwise(self) -> tuple[str, ...]:
-        """The filters, which multiply no matrix."""
-        if self.kind == "H":
-            return ("featuriser", "log_poles", "residues")
-        return ("featuriser", "taps")
-
-    def initial_values(self) -> dict[str, Initial]:
-        """Initial values of its parameters by name, but for `out_proj.weight`: q, k, v with
-        variance 1 before the featuriser, filters that keep it about as it is.
-        """
-        values: dict[str, Initial] = {
-            "in_proj.weight": Normal(self.width**-0.5),
-            "featuriser": _taps(self.featuriser),
-            "out_proj.bias": Filled(0.0),
-        }
-        if self.kind == "H":
-            shortest, longest = map(math.log, TIMES)
-            values["log_poles"] = Uniform(-longest, -shortest, lambda logarithm: -logarithm.exp())
-            values["residues"] = Normal(1 / self.residues.shape[1])
-        else:
-            values["taps"] = _taps(self.taps)
-        if self.direct is not None:
-            values["direct"] = Filled(0.0)
-        return values
 
     def fp4train_mixing(self, time: int) -> float:
         """Multiplications per token of Fourier transforms; short filters are counted as weights."""
@@ -210,11 +233,6 @@ class GatedConvolution(HoldsParts, nn.Module):
         return y
 
 
-def _taps(weight: Tensor) -> Uniform:
-    bound = weight.shape[-1] ** -0.5
-    return Uniform(-bound, bound)
-
-
 class FusedAttention(nn.Module):
     """Causal attention with rotary positions: [B, T, D] → [B, T, D]. The rows of one weight make q,
     k and v: those of the first head, then those of the second.
@@ -233,10 +251,6 @@ class FusedAttention(nn.Module):
         self.head_dim = head_dim
         self.qkv = nn.Linear(width, 3 * heads * head_dim, bias=False)
         self.out_proj = nn.Linear(heads * head_dim, width)
-
-    def initial_values(self, std: float) -> dict[str, Initial]:
-        """Initial values of its parameters by name, but for `out_proj.weight`."""
-        return {"qkv.weight": Normal(std), "out_proj.bias": Filled(0.0)}
 
     def fp4train_mixing(self, time: int) -> int:
         """Multiplications per token of q·kᵀ and p·v, half of each square."""

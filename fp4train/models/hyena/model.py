@@ -12,12 +12,13 @@ convolutions, attention products and the head stay in high precision.
 
 Initial weights are drawn by counter (`models/common/initialise.py`): matrices normal with σ = 0.02
 (at most 1/√width), those that write to the residual stream scaled by 1/√(2·blocks); those of a
-convolution as `GatedConvolution` says.
+convolution as `FilterShape.parameters` says.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, cast
 
@@ -26,20 +27,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp4train.models.common.cache import DecodeCache, KeyValues
-from fp4train.models.common.cut import TensorCut, shared_by
-from fp4train.models.common.decoder import DecoderShape, check_pattern
-from fp4train.models.common.initialise import Filled, Initial, Normal, initialise
-from fp4train.models.common.rotary import RotatedDecoder
+from fp4train.models.common.cut import shared_by
+from fp4train.models.common.initialise import initialise
+from fp4train.models.common.rotary import RotatedDecoder, gated_mlp_parameters
+from fp4train.models.common.shape import DecoderShape, check_pattern
 from fp4train.models.common.stream import Produced, StreamNorm, end_of_block, produced_norms
 from fp4train.models.hyena.mixer import (
     KINDS,
-    LARGEST_POLE,
     ConvolutionState,
     FilterShape,
     FusedAttention,
     GatedConvolution,
 )
-from fp4train.models.hyena.parallel import tensor_cut
+from fp4train.parameters import ParameterSpec, inside, norm
 from fp4train.text import check_choice, check_least
 
 GELU = ("first", "all")
@@ -93,6 +93,23 @@ class Hyena(DecoderShape):
                 "serves as many channels"
             )
 
+    @property
+    def residual_terms(self) -> int:
+        return 2 * len(self.pattern)
+
+    def parameters(self) -> Iterator[ParameterSpec]:
+        yield from self.ends(
+            embed="embedding_layer.weight", norm="norm.scale", head="unembed.weight"
+        )
+        for index, kind in enumerate(self.pattern):
+            block = [
+                norm("norm", "pre_norm.scale"),
+                norm("mlp_norm", "post_norm.scale"),
+                *gated_mlp_parameters("mlp", "mlp", ("l1", "l2", "l3")),
+                *inside("mixer", "", self.filters.parameters(kind, self.width)),
+            ]
+            yield from inside(f"blocks.{index}", f"blocks.{index}", block)
+
     def build(self, *, vocab_size: int, seq_len: int) -> HyenaModel:
         """The model with weights drawn by counter from the seed of torch's default generator.
 
@@ -123,7 +140,6 @@ class GatedMLP(nn.Module):
     """w_down·(a(w_gate·x) ⊙ w_up·x); a is GELU, or nothing."""
 
     reads = ("gate", "up")
-    fp4train_fused = (reads,)
 
     def __init__(self, width: int, hidden: int, *, gelu: bool) -> None:
         super().__init__()
@@ -195,38 +211,6 @@ class HyenaModel(RotatedDecoder):
         self._fill(shape, vocab_size, seq_len, blocks, RootNorm)
         initialise(self, shape.draw)
 
-    def initial_values(self) -> dict[str, Initial]:
-        """Normal matrices, norms that are the identity, and what mixers say of theirs."""
-        std = min(0.02, self.shape.width**-0.5)
-        residual = std / (2 * len(self.shape.pattern)) ** 0.5
-        values: dict[str, Initial] = {}
-        for name, parameter in self.named_parameters():
-            if name.endswith(("mixer.out_proj.weight", "mlp.down.weight")):
-                values[name] = Normal(residual)
-            else:
-                values[name] = Normal(std) if parameter.dim() == 2 else Filled(1.0)
-        # a stage has some of them, under the whole model's names
-        for index, block in self.blocks.named_children():
-            mixer = cast(HyenaBlock, block).mixer
-            if isinstance(mixer, FusedAttention):
-                own = mixer.initial_values(std)
-            else:
-                own = mixer.initial_values()
-            values |= {f"blocks.{index}.mixer.{name}": value for name, value in own.items()}
-        return values
-
-    def fp4train_tensor_cut(self) -> TensorCut:
-        """How tensor parallelism cuts the model."""
-        return tensor_cut(self)
-
     def fp4train_cache(self, length: int) -> DecodeCache:
         """Keys and values, or the windows and states of convolutions, of each block."""
         return DecodeCache([cast(HyenaBlock, block).cache(length) for block in self.blocks])
-
-    def fp4train_bounds(self) -> dict[str, float]:
-        """The logarithms of poles stay negative, whatever an optimizer's step does."""
-        return {
-            name: LARGEST_POLE
-            for name, _ in self.named_parameters()
-            if name.endswith(".mixer.log_poles")
-        }

@@ -26,17 +26,11 @@ from fp4train.models.common.hf import (
     flag,
     is_frequency,
     read_rotary,
-    rotary_names,
-    tied_head,
     write_rotary,
 )
+from fp4train.models.families import Family
 from fp4train.models.llama.model import Llama
 
-ARCHITECTURE = Llama
-MODEL_TYPES = ("llama", "qwen2", "qwen3")
-FREE = ("recompute", "draw", "max_positions", "rope_base", "rope_scaling")
-computed = is_frequency
-copies_of = tied_head
 _CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _LENGTHS = {"llama": 2048, "qwen2": 32768, "qwen3": 32768}
 _QWEN3_HEAD = 128
@@ -93,20 +87,6 @@ def config_of(shape: Llama, *, vocab_size: int, seq_len: int) -> dict[str, Any]:
     }
 
 
-def names_of(shape: Llama) -> dict[str, str]:
-    """Names of the state dict → Hugging Face's; a tied head has the embedding's."""
-    names, block = rotary_names(tied=shape.tied, qk_norm=shape.qk_norm)
-    block |= {f"mlp.{each}.weight": f"mlp.{each}_proj.weight" for each in ("gate", "up", "down")}
-    if shape.qkv_bias:
-        block |= {f"attention.w{each}.bias": f"self_attn.{each}_proj.bias" for each in "qkv"}
-    for index in range(shape.layers):
-        names |= {
-            f"blocks.{index}.{own}": f"model.layers.{index}.{theirs}"
-            for own, theirs in block.items()
-        }
-    return names
-
-
 # -- reading a configuration -----------------------------------------------------------------------
 
 
@@ -129,3 +109,13 @@ def _check(config: Mapping[str, Any], kind: str) -> None:
                 f"use_sliding_window=True is not supported: sliding_window={brief(window)} "
                 f"from layer {first} on"
             )
+
+
+FAMILY = Family(
+    shape=Llama,
+    model_types=tuple(_CLASSES),
+    shape_of=shape_of,
+    config_of=config_of,
+    free=("recompute", "draw", "max_positions", "rope_base", "rope_scaling"),
+    computed=is_frequency,
+)

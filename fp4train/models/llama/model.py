@@ -10,19 +10,26 @@ linear layers of the blocks are plain `nn.Linear`s until `fp4train.convert` repl
 Embedding, norms, attention products and the head stay in high precision.
 
 Initialisation: normal with σ = 0.02 (capped at 1/√width), the projections that write to the
-residual stream scaled by 1/√(2·layers) (GPT-2), so that the stream's variance does not grow with
-depth. All come from torch's generator in sequence, or each by itself from its name and position
-(`models/common/initialise.py`).
+residual stream scaled by 1/√(2·layers). All come from torch's generator in sequence, or each by
+itself from its name and position (`models/common/initialise.py`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from fp4train.models.common.cut import TensorCut
 from fp4train.models.common.initialise import DRAWS, initialise
-from fp4train.models.common.rotary import RotaryBlock, RotaryDecoder, RotaryShape, SwiGLU
-from fp4train.models.llama.parallel import tensor_cut
+from fp4train.models.common.rotary import (
+    RotaryBlock,
+    RotaryDecoder,
+    RotaryShape,
+    SwiGLU,
+    attention_block_parameters,
+    gated_mlp_parameters,
+    rotary_ends,
+)
+from fp4train.parameters import ZEROS, Cut, ParameterSpec, inside
 from fp4train.text import check_choice, check_least
 
 
@@ -51,6 +58,22 @@ class Llama(RotaryShape):
     def mlp_width(self) -> int:
         return self.hidden or -(-self.width * 8 // 3 // 32) * 32
 
+    def parameters(self) -> Iterator[ParameterSpec]:
+        yield from rotary_ends(self)
+        for index in range(self.layers):
+            block = [*attention_block_parameters(self), *gated_mlp_parameters("mlp", "mlp")]
+            if self.qkv_bias:
+                block += [
+                    ParameterSpec(
+                        name=f"attention.w{letter}.bias",
+                        stored=f"self_attn.{letter}_proj.bias",
+                        cut=Cut.OUT,
+                        initial=ZEROS,
+                    )
+                    for letter in "qkv"
+                ]
+            yield from inside(f"blocks.{index}", f"model.layers.{index}", block)
+
     def build(self, *, vocab_size: int, seq_len: int) -> LlamaModel:
         """The model with weights drawn from torch's default generator, or with `draw: counter` by
         that one's seed.
@@ -74,7 +97,3 @@ class LlamaModel(RotaryDecoder):
 
         super().__init__(shape, vocab_size, seq_len, block)
         initialise(self, shape.draw)
-
-    def fp4train_tensor_cut(self) -> TensorCut:
-        """How tensor parallelism cuts the model."""
-        return tensor_cut(len(self.blocks), qk_norm=self.shape.qk_norm)

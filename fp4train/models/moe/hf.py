@@ -26,7 +26,6 @@ from fp4train.models.common.hf import (
     MOST,
     ROTARY_KEYS,
     ROTARY_VALUES,
-    Stored,
     agreed,
     brief,
     check_attention,
@@ -37,18 +36,11 @@ from fp4train.models.common.hf import (
     is_frequency,
     number,
     read_rotary,
-    rotary_names,
-    tied_head,
     write_rotary,
 )
+from fp4train.models.families import Family
 from fp4train.models.moe.model import MixtureOfExperts
 
-ARCHITECTURE = MixtureOfExperts
-MODEL_TYPES = ("mixtral", "qwen3_moe", "glm4_moe", "dots1")
-EXACT = ("e_score_correction_bias",)
-FREE = ("recompute", "max_positions", "rope_base", "rope_scaling", "balance")
-computed = is_frequency
-copies_of = tied_head
 _CLASSES = {
     "mixtral": "MixtralForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
@@ -170,43 +162,6 @@ def config_of(shape: MixtureOfExperts, *, vocab_size: int, seq_len: int) -> dict
     }
 
 
-def names_of(shape: MixtureOfExperts) -> dict[str, Stored]:
-    """Names of the state dict → Hugging Face's; a tied head has the embedding's, but for
-    GLM-4-MoE.
-    """
-    kind = _kind(shape)
-    outside, block = rotary_names(tied=shape.tied and kind != "glm4_moe", qk_norm=shape.qk_norm)
-    names: dict[str, Stored] = {**outside}
-    inside = "block_sparse_moe" if kind == "mixtral" else "mlp"
-    gate, up, down = (
-        ("w1", "w3", "w2") if kind == "mixtral" else ("gate_proj", "up_proj", "down_proj")
-    )
-    for index in range(shape.layers):
-        own = f"blocks.{index}"
-        theirs = f"model.layers.{index}"
-        names |= {f"{own}.{ours}": f"{theirs}.{other}" for ours, other in block.items()}
-        if index < shape.dense:
-            names |= {
-                f"{own}.mlp.{each}.weight": f"{theirs}.mlp.{each}_proj.weight"
-                for each in ("gate", "up", "down")
-            }
-            continue
-        expert = [f"{theirs}.{inside}.experts.{number}" for number in range(shape.experts.count)]
-        names[f"{own}.mlp.router.weight"] = f"{theirs}.{inside}.gate.weight"
-        names[f"{own}.mlp.gate_up.weight"] = tuple(
-            (f"{e}.{gate}.weight", f"{e}.{up}.weight") for e in expert
-        )
-        names[f"{own}.mlp.down.weight"] = tuple((f"{e}.{down}.weight",) for e in expert)
-        if shape.experts.bias:
-            names[f"{own}.mlp.router.bias"] = f"{theirs}.mlp.gate.e_score_correction_bias"
-        if shape.experts.shared:
-            names |= {
-                f"{own}.mlp.shared.{each}.weight": f"{theirs}.mlp.shared_experts.{each}_proj.weight"
-                for each in ("gate", "up", "down")
-            }
-    return names
-
-
 def _kind(shape: MixtureOfExperts) -> str:
     """The `model_type` of a model. Raises ValueError where transformers has none."""
     experts = shape.experts
@@ -314,3 +269,15 @@ def _check_window(config: Mapping[str, Any], kind: str) -> None:
     ):
         return
     raise ValueError(f"sliding_window={brief(window)} is not supported: attention has no window")
+
+
+FAMILY = Family(
+    shape=MixtureOfExperts,
+    model_types=tuple(_CLASSES),
+    shape_of=shape_of,
+    config_of=config_of,
+    check=_kind,
+    free=("recompute", "max_positions", "rope_base", "rope_scaling", "balance"),
+    computed=is_frequency,
+    exact=("e_score_correction_bias",),
+)

@@ -20,11 +20,24 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fp4train.models.common.cut import TensorCut
-from fp4train.models.common.experts import Balance, ExpertLayer, ExpertShape, Router
+from fp4train.models.common.experts import (
+    Balance,
+    ExpertLayer,
+    ExpertShape,
+    Router,
+    expert_parameters,
+)
 from fp4train.models.common.initialise import initialise
-from fp4train.models.common.rotary import RotaryBlock, RotaryDecoder, RotaryShape, SwiGLU
-from fp4train.models.moe.parallel import tensor_cut
+from fp4train.models.common.rotary import (
+    RotaryBlock,
+    RotaryDecoder,
+    RotaryShape,
+    SwiGLU,
+    attention_block_parameters,
+    gated_mlp_parameters,
+    rotary_ends,
+)
+from fp4train.parameters import ParameterSpec, inside
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +74,26 @@ class MixtureOfExperts(RotaryShape):
                 "model.experts.bias=true, or set it to 0"
             )
 
+    @property
+    def is_mixtral(self) -> bool:
+        """Whether its folder is one of Mixtral, which has names of its own for the experts."""
+        return self.experts.scores == "softmax" and not self.qk_norm
+
+    def parameters(self) -> Iterator[ParameterSpec]:
+        # GLM-4-MoE has a head of its own, also where it is tied to the embedding.
+        yield from rotary_ends(self, copied=self.experts.scores == "sigmoid")
+        for index in range(self.layers):
+            block = attention_block_parameters(self)
+            if index < self.dense:
+                block += gated_mlp_parameters("mlp", "mlp")
+            elif self.is_mixtral:
+                block += expert_parameters(
+                    "mlp", "block_sparse_moe", self.experts, ("w1", "w3", "w2")
+                )
+            else:
+                block += expert_parameters("mlp", "mlp", self.experts)
+            yield from inside(f"blocks.{index}", f"model.layers.{index}", block)
+
     def build(self, *, vocab_size: int, seq_len: int) -> MixtureModel:
         """The model with weights drawn by counter from the seed of torch's default generator.
 
@@ -95,23 +128,6 @@ class MixtureModel(RotaryDecoder):
 
         super().__init__(shape, vocab_size, seq_len, block)
         initialise(self, shape.draw)
-
-    def initial_buffers(self) -> dict[str, Tensor]:
-        """Buffers of the rotary embedding, and the biases of the routers that this part of the
-        model has.
-        """
-        biases = {
-            f"{name}.bias": router.bias
-            for _, name, router in self._routers()
-            if router.bias is not None
-        }
-        return super().initial_buffers() | {
-            name: torch.zeros(len(b), device="cpu") for name, b in biases.items()
-        }
-
-    def fp4train_tensor_cut(self) -> TensorCut:
-        """How tensor parallelism cuts the model."""
-        return tensor_cut(self.shape)
 
     def fp4train_routed(self) -> Tensor:
         """Loads that the routers of this part of the model have counted since the last call: a row

@@ -19,6 +19,7 @@ import fp4train
 from fp4train.backends import LAYER_BACKENDS
 from fp4train.hardware import Device
 from fp4train.nn import convert
+from fp4train.parameters import ParameterSpec
 from fp4train.precision.context import Context, recompute, use
 from fp4train.precision.layer_plan import resolve
 from fp4train.precision.recipe import Recipe
@@ -28,7 +29,9 @@ from fp4train.precision.recipes import MXFP8, NVFP4, FP8Current, FP8Delayed
 class Projections(nn.Module):
     """Three layers that read one x, and one that reads the sum of what they make."""
 
-    fp4train_fused = (("q", "k", "v"),)
+    def fp4train_parameters(self) -> list[ParameterSpec]:
+        """The three layers are one group."""
+        return [ParameterSpec(name=f"{letter}.weight", fused="qkv") for letter in "qkv"]
 
     def __init__(self) -> None:
         super().__init__()

@@ -14,9 +14,10 @@ from fp4train.lab.costs.cluster import ClusterCost
 from fp4train.lab.costs.links import INTERCONNECTS, Group, interconnect
 from fp4train.lab.costs.memory import rank_memory
 from fp4train.lab.costs.search import batch_problem, candidates, problems
-from fp4train.lab.costs.weights import aligned_shard, tensor_cut
-from fp4train.models.common.cut import TensorCut
+from fp4train.lab.costs.weights import aligned_shard
+from fp4train.models.common.cut import TensorCut, tensor_cut
 from fp4train.parallel.config import Mesh
+from fp4train.parameters import Cut, ParameterSpec, linear
 from fp4train.precision import BF16, MXFP8, NVFP4, FP8Block, FP8Current, FP8Delayed, Recipe
 
 MIB = 2**20
@@ -351,8 +352,12 @@ def test_a_batch_that_does_not_divide_is_refused_with_one_that_does() -> None:
 def test_the_cut_of_a_model_is_what_it_says_itself_and_nothing_where_it_does_not() -> None:
 
     class Named(nn.Module):
-        def fp4train_tensor_cut(self) -> TensorCut:
-            return TensorCut(out=(), in_=("out",))
+        def __init__(self) -> None:
+            super().__init__()
+            self.out = nn.Linear(4, 4, bias=False)
+
+        def fp4train_parameters(self) -> list[ParameterSpec]:
+            return linear("out", "out", cut=Cut.IN)
 
     assert tensor_cut(Named()).in_ == ("out",)
     assert len(tensor_cut(model("8B")).in_) == 64

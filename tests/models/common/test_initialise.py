@@ -17,15 +17,13 @@ import fp4train as f4
 from fp4train.config.binding import bind
 from fp4train.config.composition import compose
 from fp4train.models.common.initialise import (
-    Filled,
-    Initial,
-    Normal,
     fill_normal,
     key_of,
     materialise,
     why_not_deferred,
 )
 from fp4train.models.llama import Llama, LlamaModel
+from fp4train.parameters import ONES, ZEROS, Normal, ParameterSpec
 from fp4train.quantize.random import philox4x32
 
 SEED = 5
@@ -183,24 +181,25 @@ class Odd(nn.Module):
         self.mix = nn.Conv1d(2, 2, 1)
         self.register_buffer("mask", torch.ones(2))
 
-    def initial_values(self) -> dict[str, Initial]:
-        return {"mix.weight": Normal(1.0), "mix.bias": Filled(0.0)}
-
-    def initial_buffers(self) -> dict[str, Tensor]:
-        return {"mask": torch.ones(2)}
+    def fp4train_parameters(self) -> list[ParameterSpec]:
+        return [
+            ParameterSpec(name="mix.weight", initial=Normal(1.0)),
+            ParameterSpec(name="mix.bias", initial=ZEROS),
+            ParameterSpec(name="mask", initial=ONES),
+        ]
 
 
 def test_a_model_that_cannot_be_born_is_told_what_it_lacks() -> None:
-    assert "Linear has no initial_values() and initial_buffers()" in str(
+    assert "the parameter weight of Linear has no initial values; 2 have none" in str(
         why_not_deferred(nn.Linear(2, 2))
     )
-    with pytest.raises(ValueError, match=r"Linear has no initial_values.*: build it on the CPU"):
+    with pytest.raises(ValueError, match=r"of Linear has no initial values.*: build it on the CPU"):
         materialise(nn.Linear(2, 2), CPU, seed=0, draw="counter")
     with pytest.raises(ValueError, match="what Conv1d draws is not known: use draw=counter"):
         materialise(Odd().to("meta"), CPU, seed=0, draw="torch")
     incomplete = Odd().to("meta")
-    incomplete.initial_buffers = dict  # type: ignore[method-assign]
-    with pytest.raises(ValueError, match="the buffer mask has no initial values"):
+    incomplete.fp4train_parameters = lambda: Odd().fp4train_parameters()[:2]  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="the buffer mask of Odd has no initial values"):
         materialise(incomplete, CPU, seed=0, draw="counter")
     model = Odd().to("meta")
     materialise(model, CPU, seed=0, draw="counter")
