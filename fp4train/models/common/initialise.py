@@ -144,7 +144,7 @@ def initialise(model: nn.Module, draw: str) -> None:
     """
     values = initial_values(model)
     for name, parameter in model.named_parameters():
-        if parameter.is_meta:
+        if parameter.is_meta or name not in values:
             continue
         initial = values[name]
         if draw == "counter" or not isinstance(initial, Normal):
