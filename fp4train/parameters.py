@@ -28,7 +28,7 @@ each.
 """
 
 
-class Cut(StrEnum):
+class Split(StrEnum):
     """How p tensor-parallel ranks share a parameter."""
 
     OUT = "out"
@@ -89,7 +89,7 @@ class Numbered:
     of: Callable[[Tensor], Tensor]
 
 
-class Scaled(Enum):
+class Spread(Enum):
     """A normal distribution whose standard deviation the model's shape gives (`DecoderShape`)."""
 
     MATRIX = "matrix"
@@ -140,10 +140,10 @@ class ParameterSpec:
 
     name: str
     stored: Stored = ""
-    cut: Cut = Cut.WHOLE
+    cut: Split = Split.WHOLE
     segments: tuple[int, ...] = ()
     counts: tuple[tuple[str, str], ...] = ()
-    initial: Initial | Scaled | None = None
+    initial: Initial | Spread | None = None
     stage: Literal["first", "last", "block"] = "block"
     tied: str = ""
     copied: bool = False
@@ -188,9 +188,9 @@ def linear(
     name: str,
     stored: str,
     *,
-    cut: Cut,
+    cut: Split,
     bias: bool = False,
-    initial: Initial | Scaled | None = None,
+    initial: Initial | Spread | None = None,
     fused: str = "",
     segments: tuple[int, ...] = (),
     counts: tuple[tuple[str, str], ...] = (),
@@ -199,7 +199,7 @@ def linear(
     stream.
     """
     if initial is None:
-        initial = Scaled.RESIDUAL if cut is Cut.IN else Scaled.MATRIX
+        initial = Spread.RESIDUAL if cut is Split.IN else Spread.MATRIX
     weight = ParameterSpec(
         name=f"{name}.weight",
         stored=f"{stored}.weight",
@@ -211,7 +211,7 @@ def linear(
     )
     if not bias:
         return [weight]
-    with_rows = cut if cut is Cut.OUT else Cut.WHOLE
+    with_rows = cut if cut is Split.OUT else Split.WHOLE
     name_of_bias = f"{name}.bias"
     return [
         weight,
@@ -219,7 +219,7 @@ def linear(
     ]
 
 
-def norm(name: str, stored: str, *, cut: Cut = Cut.TOKENS) -> ParameterSpec:
+def norm(name: str, stored: str, *, cut: Split = Split.TOKENS) -> ParameterSpec:
     """The weight of a norm; `stored` is its own name in a folder."""
     return ParameterSpec(name=f"{name}.weight", stored=stored, cut=cut, initial=ONES)
 

@@ -111,7 +111,7 @@ def tensor_cut_of(model: nn.Module, size: int) -> TensorCut:
         TypeError: it does not, or not for its experts.
     """
     specs = parameters.declared(model).values()
-    if all(spec.cut is parameters.Cut.WHOLE for spec in specs):
+    if all(spec.cut is parameters.Split.WHOLE for spec in specs):
         raise TypeError(
             f"parallel.tp={size}: {type(model).__name__} does not say how tensor parallelism "
             "cuts it. Give it a method "
@@ -124,7 +124,7 @@ def tensor_cut_of(model: nn.Module, size: int) -> TensorCut:
             raise TypeError(
                 f"parallel.tp={size}: {name} {has} experts, and fp4train_parameters of "
                 f"{type(model).__name__} says "
-                "otherwise: it must cut each group of experts along Cut.EXPERTS, and nothing else"
+                "otherwise: it must cut each group of experts along Split.EXPERTS, and nothing else"
             )
     return cut
 

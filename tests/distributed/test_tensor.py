@@ -198,7 +198,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from fp4train.nn.ranks import all_rows
 from fp4train.parallel.tensor import cut_tensors
-from fp4train.parameters import Cut, linear
+from fp4train.parameters import Split, linear
 
 class Part(torch.autograd.Function):  # this rank's rows in forward; in backward the gradients of all rows
     @staticmethod
@@ -218,7 +218,7 @@ class Two(nn.Module):
         self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
 
     def fp4train_parameters(self):
-        return [*linear("up", "up", cut=Cut.OUT, bias=True), *linear("down", "down", cut=Cut.IN, bias=True)]
+        return [*linear("up", "up", cut=Split.OUT, bias=True), *linear("down", "down", cut=Split.IN, bias=True)]
 
     def forward(self, x):
         cut = self.tensor is not None and self.tensor.sequence

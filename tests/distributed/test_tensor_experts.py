@@ -14,7 +14,7 @@ import llama_steps
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from fp4train.parameters import Cut, ParameterSpec
+from fp4train.parameters import Split, ParameterSpec
 from fp4train.models.common.experts import Balance, ExpertLayer, ExpertShape
 from fp4train.nn.executors import join_states
 from fp4train.nn.experts import Experts
@@ -37,7 +37,7 @@ class Layers(nn.Module):  # which the ranks share, and the residual stream with 
             self.mlp.router.bias.copy_(torch.tensor(bias))
 
     def fp4train_parameters(self):
-        return [ParameterSpec(name=f"mlp.{name}.weight", cut=Cut.EXPERTS) for name in ("gate_up", "down")]
+        return [ParameterSpec(name=f"mlp.{name}.weight", cut=Split.EXPERTS) for name in ("gate_up", "down")]
 
     def forward(self, x):
         return self.mlp(x, TIME)

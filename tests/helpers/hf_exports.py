@@ -11,7 +11,7 @@ from torch import Tensor
 from fp4train import checkpoint
 from fp4train.checkpoint.model_folder import WEIGHTS
 from fp4train.config import to_config
-from fp4train.models.llama.hf import names_of
+from fp4train.models.families import family_of
 from fp4train.run.record import directory as run_directory
 
 Train = Callable[..., Path]
@@ -69,4 +69,6 @@ def amaxes(found: dict[str, Tensor], block: int = 0) -> dict[str, Tensor]:
 
 def module_of(run: Path, layer: str) -> str:
     config = to_config(run_directory.read_config(run))
-    return names_of(config.model)[f"{layer}.weight"].removesuffix(".weight")
+    return str(family_of(config.model).names_of(config.model)[f"{layer}.weight"]).removesuffix(
+        ".weight"
+    )

@@ -25,7 +25,7 @@ from fp4train.config.overrides import groups
 from fp4train.nn import Experts, Linear
 from fp4train.nn.layer_shard import LayerShard
 from fp4train.parallel.tensor import tensor_cut_of
-from fp4train.parameters import Cut, ParameterSpec
+from fp4train.parameters import ParameterSpec, Split
 from fp4train.precision import BF16, NVFP4, FP8Delayed, Recipe, autocast, recompute
 
 EXPERTS = 4
@@ -286,7 +286,7 @@ def test_an_amax_over_the_tokens_of_all_ranks_is_refused_by_name() -> None:
 
 def test_a_cut_that_does_not_say_which_ranks_have_which_experts_is_refused() -> None:
     model: Any = nn.ModuleDict({"up": pair()[0]})
-    model.fp4train_parameters = lambda: [ParameterSpec(name="up.weight", cut=Cut.OUT)]
+    model.fp4train_parameters = lambda: [ParameterSpec(name="up.weight", cut=Split.OUT)]
     with pytest.raises(
         TypeError, match=r"up has experts, and fp4train_parameters of ModuleDict says otherwise"
     ):

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from fp4train.nn.planned import PlannedLayer
 from fp4train.nn.ranks import Ranks, local, with_summed_gradient
-from fp4train.parameters import Cut, ParameterSpec, declared
+from fp4train.parameters import ParameterSpec, Split, declared
 from fp4train.precision.layers import find_layers
 from fp4train.shards import RowOrder
 
@@ -62,24 +62,24 @@ class TensorCut:
     @staticmethod
     def of(specs: Iterable[ParameterSpec]) -> TensorCut:
         """The cut of a model with these parameters."""
-        names: dict[Cut, dict[str, None]] = {cut: {} for cut in Cut}
+        names: dict[Split, dict[str, None]] = {cut: {} for cut in Split}
         segments: dict[str, tuple[int, ...]] = {}
         counts: dict[tuple[str, str, str], None] = {}
         for spec in specs:
-            by_name = spec.cut is Cut.ROWS
+            by_name = spec.cut is Split.ROWS
             name = spec.name if by_name else spec.layer
             names[spec.cut][name] = None
             if spec.segments:
                 segments[name] = spec.segments
             counts |= {(spec.holder, *count): None for count in spec.counts}
         return TensorCut(
-            out=tuple(names[Cut.OUT]),
-            in_=tuple(names[Cut.IN]),
-            experts=tuple(names[Cut.EXPERTS]),
-            vocabulary=tuple(names[Cut.VOCABULARY]),
-            tokens=tuple(names[Cut.TOKENS]),
-            heads=tuple(names[Cut.HEADS]),
-            rows=tuple(names[Cut.ROWS]),
+            out=tuple(names[Split.OUT]),
+            in_=tuple(names[Split.IN]),
+            experts=tuple(names[Split.EXPERTS]),
+            vocabulary=tuple(names[Split.VOCABULARY]),
+            tokens=tuple(names[Split.TOKENS]),
+            heads=tuple(names[Split.HEADS]),
+            rows=tuple(names[Split.ROWS]),
             segments=segments,
             counts=tuple(counts),
         )

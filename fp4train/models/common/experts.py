@@ -40,7 +40,7 @@ from fp4train.models.common.rotary import SwiGLU, gated_mlp_parameters
 from fp4train.nn.call import Counts
 from fp4train.nn.experts import Experts, by_expert
 from fp4train.nn.ranks import all_rows, summed_over, with_summed_gradient
-from fp4train.parameters import ZEROS, Cut, ParameterSpec, Scaled, inside
+from fp4train.parameters import ZEROS, ParameterSpec, Split, Spread, inside
 from fp4train.precision.context import auxiliary, once
 from fp4train.text import check_choice, check_least
 
@@ -241,7 +241,7 @@ def expert_parameters(
         ParameterSpec(
             name="router.weight",
             stored="gate.weight",
-            initial=Scaled.MATRIX,
+            initial=Spread.MATRIX,
             high_precision="router: chooses in float32",
         ),
         ParameterSpec(
@@ -249,14 +249,14 @@ def expert_parameters(
             stored=tuple(
                 (f"{expert}.{gate}.weight", f"{expert}.{up}.weight") for expert in experts
             ),
-            cut=Cut.EXPERTS,
-            initial=Scaled.MATRIX,
+            cut=Split.EXPERTS,
+            initial=Spread.MATRIX,
         ),
         ParameterSpec(
             name="down.weight",
             stored=tuple((f"{expert}.{down}.weight",) for expert in experts),
-            cut=Cut.EXPERTS,
-            initial=Scaled.RESIDUAL,
+            cut=Split.EXPERTS,
+            initial=Spread.RESIDUAL,
         ),
     ]
     if shape.bias:

@@ -37,7 +37,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from fp4train.parameters import Computed, Filled, Initial, Normal, Scaled, Uniform, declared
+from fp4train.parameters import Computed, Filled, Initial, Normal, Spread, Uniform, declared
 from fp4train.quantize.random import INITIAL, MASK, RandomKey, philox4x32
 from fp4train.shards import TensorShard, row_orders, shard_of
 
@@ -69,7 +69,7 @@ def initial_values(model: nn.Module) -> dict[str, Initial]:
     values: dict[str, Initial] = {}
     for name in (*dict(model.named_parameters()), *dict(model.named_buffers())):
         initial = specs[name].initial if name in specs else None
-        if isinstance(initial, Scaled):
+        if isinstance(initial, Spread):
             raise TypeError(f"the model does not say how {name} is scaled")
         if initial is not None:
             values[name] = initial

@@ -24,7 +24,7 @@ from fp4train.models.common.liger import Liger
 from fp4train.models.common.operators import Fusible
 from fp4train.models.common.stream import StreamNorm
 from fp4train.nn.planned import is_watched
-from fp4train.parameters import Cut, ParameterSpec, inside, linear, norm
+from fp4train.parameters import ParameterSpec, Split, inside, linear, norm
 
 
 class RMSNorm(Fusible, StreamNorm):
@@ -126,12 +126,12 @@ def attention_parameters(name: str, stored: str, *, qk_norm: bool = False) -> li
             spec
             for letter, counts in heads.items()
             for spec in linear(
-                f"w{letter}", f"{letter}_proj", cut=Cut.OUT, fused="qkv", counts=counts
+                f"w{letter}", f"{letter}_proj", cut=Split.OUT, fused="qkv", counts=counts
             )
         ),
-        *linear("wo", "o_proj", cut=Cut.IN),
+        *linear("wo", "o_proj", cut=Split.IN),
     ]
-    norms = [norm(f"{letter}_norm", f"{letter}_norm.weight", cut=Cut.HEADS) for letter in "qk"]
+    norms = [norm(f"{letter}_norm", f"{letter}_norm.weight", cut=Split.HEADS) for letter in "qk"]
     return [*inside(name, stored, weights + norms if qk_norm else weights)]
 
 

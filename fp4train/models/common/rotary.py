@@ -22,7 +22,7 @@ from fp4train.models.common.layers import (
 from fp4train.models.common.operators import Fusible
 from fp4train.models.common.shape import DecoderShape
 from fp4train.models.common.stream import Produced, end_of_block, produced_norms
-from fp4train.parameters import Computed, Cut, ParameterSpec, inside, linear, norm
+from fp4train.parameters import Computed, ParameterSpec, Split, inside, linear, norm
 
 if TYPE_CHECKING:
     from fp4train.nn.produced import GateProducer
@@ -81,9 +81,9 @@ def gated_mlp_parameters(
     """
     gate, up, down = places
     specs = [
-        *linear("gate", gate, cut=Cut.OUT, fused="gate and up"),
-        *linear("up", up, cut=Cut.OUT, fused="gate and up"),
-        *linear("down", down, cut=Cut.IN),
+        *linear("gate", gate, cut=Split.OUT, fused="gate and up"),
+        *linear("up", up, cut=Split.OUT, fused="gate and up"),
+        *linear("down", down, cut=Split.IN),
     ]
     return [*inside(name, stored, specs)]
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from fp4train.parameters import ONES, Cut, Initial, Normal, ParameterSpec, Scaled
+from fp4train.parameters import ONES, Initial, Normal, ParameterSpec, Split, Spread
 from fp4train.text import check_least
 
 MOST_BLOCKS = 4096
@@ -90,33 +90,33 @@ class DecoderShape:
             ParameterSpec(
                 name="embed.weight",
                 stored=embed,
-                cut=Cut.VOCABULARY,
-                initial=Scaled.MATRIX,
+                cut=Split.VOCABULARY,
+                initial=Spread.MATRIX,
                 stage="first",
             ),
             ParameterSpec(
-                name="norm.weight", stored=norm, cut=Cut.TOKENS, initial=ONES, stage="last"
+                name="norm.weight", stored=norm, cut=Split.TOKENS, initial=ONES, stage="last"
             ),
             ParameterSpec(
                 name="head.weight",
                 stored=head,
-                cut=Cut.VOCABULARY,
-                initial=Scaled.MATRIX,
+                cut=Split.VOCABULARY,
+                initial=Spread.MATRIX,
                 stage="last",
                 tied="embed.weight" if self.tied else "",
                 copied=copied,
             ),
         ]
 
-    def initial(self, initial: Initial | Scaled | None) -> Initial | None:
+    def initial(self, initial: Initial | Spread | None) -> Initial | None:
         """Initial values, the scaled ones with their standard deviation: 0.02, at most 1/√width; of
         what writes to the residual stream less (GPT-2), so that the stream's variance does not grow
         with depth.
         """
-        if not isinstance(initial, Scaled):
+        if not isinstance(initial, Spread):
             return initial
         std = min(0.02, self.width**-0.5)
-        return Normal(std / self.residual_terms**0.5 if initial is Scaled.RESIDUAL else std)
+        return Normal(std / self.residual_terms**0.5 if initial is Spread.RESIDUAL else std)
 
     def check(self, vocab_size: int, seq_len: int) -> None:
         """Check that the model suits a tokenizer of `vocab_size` ids and sequences of `seq_len`

@@ -38,10 +38,10 @@ from fp4train.models.common.shape import DecoderShape, check_pattern
 from fp4train.models.common.stream import Produced, end_of_block, produced_norms
 from fp4train.parameters import (
     ONES,
-    Cut,
     Initial,
     Numbered,
     ParameterSpec,
+    Split,
     Uniform,
     inside,
     linear,
@@ -114,20 +114,20 @@ class ScanShape:
             "norm.weight": ONES,
         }
         counts = (("groups", "model.scan.groups"), ("heads", "model.scan.heads"))
-        rows = partial(ParameterSpec, cut=Cut.ROWS)
+        rows = partial(ParameterSpec, cut=Split.ROWS)
         filters = partial(rows, segments=mixed, initial=taps)
         return [
             *linear(
                 "in_proj",
                 "in_proj",
-                cut=Cut.OUT,
+                cut=Split.OUT,
                 segments=(inner, *mixed, self.heads),
                 counts=counts,
             ),
             filters(name="conv1d.weight", stored="conv1d.weight", elementwise=True),
             filters(name="conv1d.bias", stored="conv1d.bias"),
             *(rows(name=name, stored=name, initial=initial) for name, initial in of_heads.items()),
-            *linear("out_proj", "out_proj", cut=Cut.IN),
+            *linear("out_proj", "out_proj", cut=Split.IN),
         ]
 
 
@@ -165,8 +165,8 @@ class Hybrid(DecoderShape):
             "M": [*inside("mixer", "mixer", self.scan.parameters())],
             "*": attention_parameters("mixer", "mixer"),
             "-": [
-                *linear("mixer.up", "mixer.up_proj", cut=Cut.OUT),
-                *linear("mixer.down", "mixer.down_proj", cut=Cut.IN),
+                *linear("mixer.up", "mixer.up_proj", cut=Split.OUT),
+                *linear("mixer.down", "mixer.down_proj", cut=Split.IN),
             ],
         }
         for index, kind in enumerate(self.pattern):

@@ -35,7 +35,7 @@ from fp4train.models.common.convolution import (
 )
 from fp4train.models.common.cut import HoldsParts
 from fp4train.models.common.operators import rotate
-from fp4train.parameters import ZEROS, Cut, Normal, ParameterSpec, Uniform, linear
+from fp4train.parameters import ZEROS, Normal, ParameterSpec, Split, Uniform, linear
 from fp4train.text import check_least
 
 KINDS = {
@@ -84,21 +84,21 @@ class FilterShape:
         if kind == "*":
             heads = (("heads", "model.heads"),)
             return [
-                *linear("qkv", "inner_mha_cls.Wqkv", cut=Cut.OUT, counts=heads),
-                *linear("out_proj", "inner_mha_cls.out_proj", cut=Cut.IN, bias=True),
+                *linear("qkv", "inner_mha_cls.Wqkv", cut=Split.OUT, counts=heads),
+                *linear("out_proj", "inner_mha_cls.out_proj", cut=Split.IN, bias=True),
             ]
         shortest, longest = map(math.log, TIMES)
         poles = Uniform(-longest, -shortest, through=lambda logarithm: -logarithm.exp())
-        rows = partial(ParameterSpec, cut=Cut.ROWS)
+        rows = partial(ParameterSpec, cut=Split.ROWS)
         filters = partial(rows, elementwise=True)
         specs = [
-            *linear("in_proj", "projections", cut=Cut.OUT, initial=Normal(width**-0.5)),
+            *linear("in_proj", "projections", cut=Split.OUT, initial=Normal(width**-0.5)),
             filters(
                 name="featuriser",
                 stored="filter.short_filter_weight",
                 initial=_taps(self.featuriser),
             ),
-            *linear("out_proj", "out_filter_dense", cut=Cut.IN, bias=True),
+            *linear("out_proj", "out_filter_dense", cut=Split.IN, bias=True),
         ]
         if kind == "H":
             stored = "filter.log_poles"

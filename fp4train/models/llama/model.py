@@ -29,7 +29,7 @@ from fp4train.models.common.rotary import (
     gated_mlp_parameters,
     rotary_ends,
 )
-from fp4train.parameters import ZEROS, Cut, ParameterSpec, inside
+from fp4train.parameters import ZEROS, ParameterSpec, Split, inside
 from fp4train.text import check_choice, check_least
 
 
@@ -67,7 +67,7 @@ class Llama(RotaryShape):
                     ParameterSpec(
                         name=f"attention.w{letter}.bias",
                         stored=f"self_attn.{letter}_proj.bias",
-                        cut=Cut.OUT,
+                        cut=Split.OUT,
                         initial=ZEROS,
                     )
                     for letter in "qkv"

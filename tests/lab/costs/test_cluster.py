@@ -17,7 +17,7 @@ from fp4train.lab.costs.search import batch_problem, candidates, problems
 from fp4train.lab.costs.weights import aligned_shard
 from fp4train.models.common.cut import TensorCut, tensor_cut
 from fp4train.parallel.config import Mesh
-from fp4train.parameters import Cut, ParameterSpec, linear
+from fp4train.parameters import ParameterSpec, Split, linear
 from fp4train.precision import BF16, MXFP8, NVFP4, FP8Block, FP8Current, FP8Delayed, Recipe
 
 MIB = 2**20
@@ -357,7 +357,7 @@ def test_the_cut_of_a_model_is_what_it_says_itself_and_nothing_where_it_does_not
             self.out = nn.Linear(4, 4, bias=False)
 
         def fp4train_parameters(self) -> list[ParameterSpec]:
-            return linear("out", "out", cut=Cut.IN)
+            return linear("out", "out", cut=Split.IN)
 
     assert tensor_cut(Named()).in_ == ("out",)
     assert len(tensor_cut(model("8B")).in_) == 64
