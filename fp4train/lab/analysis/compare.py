@@ -52,12 +52,12 @@ class RunSummary:
     """One run. Losses in nats per token; None where a run logged no such thing.
 
     Args:
-        recipe: the recipes in order of appearance.
+        recipe: recipes in order of appearance.
         quantised: share of the linear layers' multiply-adds that were quantised, over the steps;
             None: not known.
-        train_loss: smoothed, at the run's last step.
-        val_loss, best_val_loss: in high precision, the last and the lowest.
-        gap: relative, at `Comparison.step`; None for the first run.
+        train_loss: smoothed loss at the run's last step.
+        val_loss, best_val_loss: last and lowest validation loss, in high precision.
+        gap: relative gap to the first run at `Comparison.step`; None for the first run.
         tokens_per_s: median over the run.
     """
 
@@ -77,10 +77,10 @@ class SeedMean:
     """Runs that differ in run.seed only.
 
     Args:
-        runs, seeds: which.
+        runs, seeds: names of the runs and their seeds.
         train_loss, loss: mean and standard deviation (of the sample, n − 1) of the smoothed
             training loss at the end, and of the loss that gaps are of at `Comparison.step`.
-        gap: of the mean loss, relative to the mean of the first run's group; None for that group.
+        gap: relative gap of the mean loss to that of the first run's group; None for that group.
     """
 
     name: str
@@ -162,23 +162,24 @@ class Comparison:
             of = "validation loss"
         else:
             of = "training loss"
+        means = self._means_of(of, width) if self.means else []
         return screen(
             __package__,
             "compare.txt",
-            found=self,
+            comparison=self,
             of=of,
             table=tabulate(rows, right=range(1 if recipes else 2, len(header)), width=width),
             recipes=recipes,
             divergences=[
-                (row.name, *_divergences(each))
-                for each, row in zip(self.histories, self.rows, strict=True)
+                (row.name, *_divergences(history))
+                for history, row in zip(self.histories, self.rows, strict=True)
             ],
             differing=[
-                f"{key}={'|'.join(map(str, each))}"
-                for key, each in _by_class(self.differing).items()
+                f"{key}={'|'.join(map(str, values))}"
+                for key, values in _by_class(self.differing).items()
             ],
             most=DIFFERING,
-            means=self._means_of(of, width) if self.means else [],
+            means=means,
         )
 
     def _means_of(self, of: str, width: int | None) -> list[str]:
@@ -210,14 +211,14 @@ class Comparison:
             for row in self.rows
         ]
         if out.suffix.lower() == ".json":
-            found = {
+            document = {
                 "loss": self.key,
                 "step": self.step,
                 "differing": self.differing,
                 "runs": rows,
                 "means": [asdict(m) for m in self.means],
             }
-            text = json.dumps(_strict(found), indent=1, ensure_ascii=False) + "\n"
+            text = json.dumps(_strict(document), indent=1, ensure_ascii=False) + "\n"
         else:
             lines = io.StringIO()
             table = csv.DictWriter(lines, list(rows[0]), lineterminator="\n")
@@ -238,12 +239,9 @@ class Comparison:
             path = Path(out)
         else:
             path = self.histories[0].path / COMPARISON
+        default_width = PICTURE if len(self.rows) <= INSIDE else WITH_LEGEND
         with user_errors(OSError, before=f"{path} cannot be written: ", message=reason):
-            save(
-                self.picture(),
-                width or (PICTURE if len(self.rows) <= INSIDE else WITH_LEGEND),
-                path,
-            )
+            save(self.picture(), width or default_width, path)
         return path
 
     def picture(self) -> Draw:
@@ -252,19 +250,24 @@ class Comparison:
         """
         if len(self.histories) == 1:
             return one_run(self.histories[0])
-        first, *_ = both = [
+        pairs = [
             (history.loss("train/loss"), history.loss("val/loss")) for history in self.histories
+        ]
+        train_reference, validation_reference = pairs[0]
+        gaps = [
+            [_gap(train, train_reference), _gap(validation, validation_reference)]
+            for train, validation in pairs[1:]
         ]
         losses = [
             Losses(
                 name=row.name,
-                train=Curve.of(each[0]),
-                validation=Curve.of(each[1]),
-                gaps=[]
-                if each is first
-                else [_gap(*pair) for pair in zip(each, first, strict=True)],
+                train=Curve.of(train),
+                validation=Curve.of(validation),
+                gaps=gaps_of_run,
             )
-            for row, each in zip(self.rows, both, strict=True)
+            for row, (train, validation), gaps_of_run in zip(
+                self.rows, pairs, [[], *gaps], strict=True
+            )
         ]
         rows = [
             RecipeRow(label=row.name, index=index, bands=history.bands(), done=row.steps)
@@ -286,13 +289,15 @@ def _divergences(history: History) -> tuple[int | None, list[int]]:
     """The step of a divergence that a run ended in (None: in none), and the steps that it went back
     to.
     """
-    found = [
+    setbacks = [
         event
         for event in history.events()
         if event.name in ("divergence", "divergence over", "rewind")
     ]
-    back = [event.step - 1 for event in found if event.name == "rewind"]
-    return found[-1].step if found and found[-1].name == "divergence" else None, back
+    back = [event.step - 1 for event in setbacks if event.name == "rewind"]
+    if setbacks and setbacks[-1].name == "divergence":
+        return setbacks[-1].step, back
+    return None, back
 
 
 def _summary(history: History, name: str, gap: float | None, quantised: float | None) -> RunSummary:
@@ -318,14 +323,16 @@ def _differing(configs: list[dict[str, Any] | None]) -> dict[str, list[Any]]:
 
     A key that a configuration leaves to its class has the default of the class.
     """
-    known = [config for config in configs if config is not None]
-    if len(known) < len(configs):
+    configurations = [config for config in configs if config is not None]
+    if len(configurations) < len(configs):
         return {}
-    keys = dict.fromkeys(key for config in known for key in _flat(config))
-    flat = [_flat(_completed(config)) | _flat(config) for config in known]
-    found = {key: [values.get(key, ABSENT) for values in flat] for key in keys}
+    keys = dict.fromkeys(key for config in configurations for key in _flat(config))
+    flat = [_flat(_completed(config)) | _flat(config) for config in configurations]
+    values_of = {key: [values.get(key, ABSENT) for values in flat] for key in keys}
     return {
-        key: values for key, values in found.items() if any(value != values[0] for value in values)
+        key: values
+        for key, values in values_of.items()
+        if any(value != values[0] for value in values)
     }
 
 
@@ -359,11 +366,11 @@ def _by_class(differing: dict[str, list[Any]]) -> dict[str, list[Any]]:
         for key, values in differing.items()
         if key.endswith("._target_") and len(_present(values)) > 1
     }
-    found: dict[str, list[Any]] = {}
+    relabelled: dict[str, list[Any]] = {}
     for section, values in sections.items():
         labels = differing.get(f"{section}label", [ABSENT] * len(values))
         classes = [str(value).rpartition(".")[2] for value in values]
-        found[section.removesuffix(".")] = [
+        relabelled[section.removesuffix(".")] = [
             name if label in (ABSENT, "") else label
             for name, label in zip(classes, labels, strict=True)
         ]
@@ -373,8 +380,8 @@ def _by_class(differing: dict[str, list[Any]]) -> dict[str, list[Any]]:
         )
         agreed = ABSENT in values and len(_present(values)) < 2 and key.startswith(tuple(sections))
         if not named and not agreed:
-            found[key] = values
-    return found
+            relabelled[key] = values
+    return relabelled
 
 
 def _present(values: list[Any]) -> list[Any]:
@@ -391,25 +398,30 @@ def _means(histories: list[History], rows: list[RunSummary], losses: list[float]
     groups = seed_groups(histories)
     if all(len(group) < 2 for group in groups):
         return []
-    found: list[SeedMean] = []
+    means: list[SeedMean] = []
     for group in groups:
         members = list(group.values())
         loss = _mean([losses[i] for i in members])
-        found.append(
+        reference = means[0].loss[0] if means else 0.0
+        means.append(
             SeedMean(
                 name=rows[members[0]].name,
                 runs=tuple(rows[i].name for i in members),
                 seeds=tuple(group),
                 train_loss=_mean([rows[i].train_loss for i in members]),
                 loss=loss,
-                gap=loss[0] / found[0].loss[0] - 1 if found and found[0].loss[0] else None,
+                gap=loss[0] / reference - 1 if reference else None,
             )
         )
-    return found
+    return means
 
 
 def _mean(values: list[float]) -> tuple[float, float]:
-    return float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
+    if len(values) > 1:
+        deviation = float(np.std(values, ddof=1))
+    else:
+        deviation = 0.0
+    return float(np.mean(values)), deviation
 
 
 def _with_deviation(value: tuple[float, float]) -> str:
@@ -434,11 +446,13 @@ def _strict(node: Any) -> Any:
     return node
 
 
-def _gap(series: Series, first: Series) -> Curve:
+def _gap(series: Series, reference: Series) -> Curve:
     """The relative gap in per cent, at the steps that both have."""
-    steps = np.intersect1d(series.steps, first.steps)
+    steps = np.intersect1d(series.steps, reference.steps)
     with np.errstate(divide="ignore", invalid="ignore"):
-        return Curve.of(Series(steps=steps, values=100 * (series.at(steps) / first.at(steps) - 1)))
+        return Curve.of(
+            Series(steps=steps, values=100 * (series.at(steps) / reference.at(steps) - 1))
+        )
 
 
 def _at(history: History, key: str, step: int) -> float:

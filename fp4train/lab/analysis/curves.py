@@ -70,9 +70,9 @@ class Losses:
     """The losses of one run, or of several that are averaged.
 
     Args:
-        train: smoothed. validation: in high precision.
-        gaps: of both, to the first of the figure, in per cent; empty for the first, or where
-            nothing is compared.
+        train: smoothed training loss. validation: validation loss in high precision.
+        gaps: relative gaps of both to the first of the figure, in per cent; empty for the first,
+            or where nothing is compared.
     """
 
     name: str
@@ -86,8 +86,8 @@ class RecipeRow:
     """The recipes of one run over its steps.
 
     Args:
-        label: of the row. index: of the curve that the run belongs to.
-        done: steps that were trained. marks: (step, matplotlib's marker).
+        label: label of the row. index: index of the curve that the run belongs to.
+        done: number of steps trained. marks: (step, matplotlib's marker).
     """
 
     label: str
@@ -110,12 +110,13 @@ def over_steps(losses: Sequence[Losses], rows: Sequence[RecipeRow], *, named: bo
     )
 
     def draw(width: float) -> Figure:
-        heights = [
-            3.2 if named else 2.6,
-            *([1.7] if named or any(each.gaps for each in losses) else []),
-        ]
-        legend = named and len(losses) > INSIDE
-        strip_of = _Strip(rows, width - (_legend_inches(losses) if legend else 0.0), last)
+        heights = [3.2 if named else 2.6]
+        if named or any(run.gaps for run in losses):
+            heights.append(1.7)
+        panel_width = width
+        if named and len(losses) > INSIDE:
+            panel_width -= _legend_inches(losses)
+        strip_of = _Strip(rows, panel_width, last)
         heights.append(strip_of.height)
         figure = look.new_figure(width, sum(heights) + 0.5)
         grid = figure.subplots(
@@ -126,7 +127,8 @@ def over_steps(losses: Sequence[Losses], rows: Sequence[RecipeRow], *, named: bo
         for panel in gap:
             _gaps(panel, losses, named=named)
         strip_of.draw(strip)
-        for row in rows if named else ():
+        separated = rows if named else ()
+        for row in separated:
             for start, *_ in row.bands[1:]:
                 for panel in (loss, *gap):
                     panel.axvline(
@@ -143,34 +145,34 @@ def over_steps(losses: Sequence[Losses], rows: Sequence[RecipeRow], *, named: bo
     return draw
 
 
-def _interval(axes: Axes, found: Curve, index: int, count: int) -> None:
+def _interval(axes: Axes, curve: Curve, index: int, count: int) -> None:
     """The interval of one of `count` curves: as a band, or where many would cover each other as a
     bar at the end.
     """
-    if not np.isfinite(found.low).any():
+    if not np.isfinite(curve.low).any():
         return
     if count <= SPREAD:
         axes.fill_between(
-            found.steps, found.low, found.high, color=look.colour_of(index), alpha=0.15, linewidth=0
+            curve.steps, curve.low, curve.high, color=look.colour_of(index), alpha=0.15, linewidth=0
         )
         return
     axes.vlines(
-        [found.steps[-1] * (1 + index * 0.004)],
-        found.low[-1],
-        found.high[-1],
+        [curve.steps[-1] * (1 + index * 0.004)],
+        curve.low[-1],
+        curve.high[-1],
         color=look.colour_of(index),
         lw=0.9,
     )
 
 
 def _losses(axes: Axes, losses: Sequence[Losses], *, named: bool) -> None:
-    for index, each in enumerate(losses):
-        train = each.train
-        validation = each.validation
+    for index, run in enumerate(losses):
+        train = run.train
+        validation = run.validation
         colour = look.colour_of(index)
         if len(losses) <= SPREAD:
             _interval(axes, train, index, len(losses))
-        label = look.name_lines(each.name, NAME)
+        label = look.name_lines(run.name, NAME)
         axes.plot(
             train.steps,
             train.mean,
@@ -182,12 +184,11 @@ def _losses(axes: Axes, losses: Sequence[Losses], *, named: bool) -> None:
         axes.plot(
             validation.steps, validation.mean, color=colour, linewidth=0, marker="o", markersize=3
         )
-    title = "loss (nats per token): training, smoothed; dots: validation"
-    look.loss_axis(
-        axes,
-        title if named else "loss, nats per token; dots: validation",
-        [each.train.mean for each in losses],
-    )
+    if named:
+        title = "loss (nats per token): training, smoothed; dots: validation"
+    else:
+        title = "loss, nats per token; dots: validation"
+    look.loss_axis(axes, title, [run.train.mean for run in losses])
     if named and len(losses) > INSIDE:
         axes.figure.legend(loc="outside right upper", fontsize=7.5, handlelength=2.6)
     elif named:
@@ -198,25 +199,29 @@ def _gaps(axes: Axes, losses: Sequence[Losses], *, named: bool) -> None:
     settled: list[Floats] = []
     shapes: Sequence[Any] = ({"lw": 0.9, "alpha": 0.5}, {"lw": 1.4, "marker": "o", "ms": 3})
     axes.axhline(0, color=look.colour_of(0), linewidth=1.1)
-    for index, each in enumerate(losses):
-        for found, shape in zip(each.gaps, shapes, strict=False):
+    for index, run in enumerate(losses):
+        for gap, shape in zip(run.gaps, shapes, strict=False):
             axes.plot(
-                found.steps,
-                found.mean,
+                gap.steps,
+                gap.mean,
                 color=look.colour_of(index),
                 linestyle=look.line_of(index),
                 **shape,
             )
-            bounds = len(found) // 2
+            bounds = len(gap) // 2
             settled += [
-                found.mean[len(found) // SETTLED :],
-                found.low[bounds:],
-                found.high[bounds:],
+                gap.mean[len(gap) // SETTLED :],
+                gap.low[bounds:],
+                gap.high[bounds:],
             ]
-        for validation in each.gaps[1:]:
+        for validation in run.gaps[1:]:
             _interval(axes, validation, index, len(losses))
-    title = f"gap to {losses[0].name}, %: training, smoothed; bold: validation"
-    style(axes, look.name_lines(title, TITLE) if named else "gap to the first, %; bold: validation")
+    if named:
+        long_title = f"gap to {losses[0].name}, %: training, smoothed; bold: validation"
+        title = look.name_lines(long_title, TITLE)
+    else:
+        title = "gap to the first, %; bold: validation"
+    style(axes, title)
     axes.set_ylim(*look.gap_limits(settled))
 
 
@@ -333,7 +338,7 @@ def one_run(history: History) -> Draw:
         figure = look.new_figure(width, 6.0)
         places = figure.add_gridspec(2, 2, height_ratios=(3.2, 1.0))
         loss, rate, norm = (
-            figure.add_subplot(each) for each in (places[0, :], places[1, 0], places[1, 1])
+            figure.add_subplot(place) for place in (places[0, :], places[1, 0], places[1, 1])
         )
         _draw_loss(loss, history)
         _draw_small(rate, history.series("train/lr"), "learning rate")
@@ -342,7 +347,9 @@ def one_run(history: History) -> Draw:
         grounds = look.shades(recipe for *_, recipe in bands)
         for axes in (loss, rate, norm):
             axes.set_xlim(0, look.right_end(history.last_step))
-            for start, stop, recipe in bands if len(bands) > 1 else ():
+            if len(bands) < 2:
+                continue
+            for start, stop, recipe in bands:
                 axes.axvspan(start, stop, alpha=0.45, lw=0, zorder=0, **grounds[recipe].fill)
         unnamed = _draw_strip(loss, bands, grounds, max(history.last_step, 1), width)
         look.legend_of_recipes(figure, unnamed, int(width * CHARACTERS))

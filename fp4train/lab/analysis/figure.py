@@ -154,7 +154,7 @@ def inline_svg(name: str, draw: Draw, width: float, alt: str) -> str:
     """A figure as an element of a page.
 
     Args:
-        name: unique on the page. alt: what it shows, for who cannot see it.
+        name: name that is unique on the page. alt: description for who cannot see the figure.
     """
     file = io.BytesIO()
     saved = {"svg.hashsalt": name, "path.simplify_threshold": 0.3}
@@ -179,7 +179,7 @@ def inline_svg(name: str, draw: Draw, width: float, alt: str) -> str:
             # every figure has the same; those of clips and markers depend on the name
             element.attrib.pop("id", None)
         if style := element.get("style"):
-            element.set("style", _COLOUR.sub(lambda found: f"var({VARIABLES[found[0]]})", style))
+            element.set("style", _COLOUR.sub(lambda match: f"var({VARIABLES[match[0]]})", style))
     ElementTree.register_namespace("", _SVG)
     ElementTree.register_namespace("xlink", "http://www.w3.org/1999/xlink")
     return ElementTree.tostring(root, encoding="unicode")
@@ -224,10 +224,16 @@ def plain(text: object, limit: int) -> str:
     shown = str(text)
     if len(shown) > limit:
         shown = f"{shown[: limit - 12]}…{shown[-11:]}"
-    return "".join(
-        " " if c in "\n\t" else "�" if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Co") else c
-        for c in shown
-    )
+    return "".join(map(_visible, shown))
+
+
+def _visible(character: str) -> str:
+    """A space for a line's end or a tab, and � for another character that cannot be seen."""
+    if character in "\n\t":
+        return " "
+    if unicodedata.category(character) in ("Cc", "Cf", "Cs", "Co"):
+        return "�"
+    return character
 
 
 def inches_of(text: str, points: float = WORDS) -> float:
@@ -337,7 +343,10 @@ def logarithmic(axes: Axes, *, fine: bool) -> None:
     )
 
     axes.set_yscale("log")
-    axes.yaxis.set_major_locator(MaxNLocator(9) if fine else LogLocator(subs=(1.0, 2.0, 5.0)))
+    if fine:
+        axes.yaxis.set_major_locator(MaxNLocator(9))
+    else:
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.yaxis.set_major_formatter(ScalarFormatter())
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_minor_formatter(NullFormatter())
@@ -365,9 +374,12 @@ def loss_limits(curves: Sequence[Floats]) -> tuple[float, float] | None:
     low = min(float(curve.min()) for curve in finite)
     high = max(float(curve[min(len(curve) - 1, len(curve) // 50) :].max()) for curve in finite)
     margin = 0.03 * (high - low) or 0.05 * abs(high) or 1.0
+    lower_end = low - margin
     # The axis is logarithmic if all losses are positive, and then its lower end must be positive
     # too.
-    return max(low - margin, low / 2) if low > 0 else low - margin, high + margin
+    if low > 0:
+        lower_end = max(lower_end, low / 2)
+    return lower_end, high + margin
 
 
 def gap_limits(gaps: Sequence[Floats]) -> tuple[float, float]:

@@ -59,15 +59,15 @@ class Errors:
     """Quantisation errors, measured every `eval.errors_every` steps.
 
     Args:
-        found: the columns of a run's statistics.
+        statistics: columns of a run's statistics.
 
     Raises:
         ValueError: they name more layers, operands and steps than a run has.
     """
 
-    def __init__(self, found: Columns) -> None:
-        rows = found.operands
-        gradients = found.gradients
+    def __init__(self, statistics: Columns) -> None:
+        rows = statistics.operands
+        gradients = statistics.gradients
         steps, at = np.unique(rows["step"], return_inverse=True)
         layers, of_layer = _numbered(rows["layer"])
         operands, of_operand = _numbered(rows["operand"])
@@ -79,9 +79,8 @@ class Errors:
             )
         self.steps: Sequence[int] = steps.tolist()
         """The measured steps, ascending."""
-        self.layers, self.operands = (
-            [plain(name, LAYER) for name in names] for names in (layers, operands)
-        )
+        self.layers = [plain(name, LAYER) for name in layers]
+        self.operands = [plain(name, LAYER) for name in operands]
         """Layers in the order of the model; operands "fprop.x", …"""
         self.values = {name: np.full(shape, np.nan) for name in METRICS}
         """Metric → array [layer, operand, step]; NaN where nothing was measured."""
@@ -116,50 +115,50 @@ class Errors:
 
 class WorstLayer:
     """A layer when it was last measured, with its worst operand; `layer` is its place among those
-    of `found`.
+    of `errors`.
     """
 
-    def __init__(self, found: Errors, layer: int) -> None:
-        relative = found.relative_error[layer]
+    def __init__(self, errors: Errors, layer: int) -> None:
+        relative = errors.relative_error[layer]
         last = int(np.isfinite(relative).any(axis=0).nonzero()[0][-1])
         operand = int(np.nanargmax(relative[:, last]))
         error = relative[operand]
-        ratio = float(found.gradient_to_noise[layer, last])
-        self.layer = found.layers[layer]
-        self.operand = found.operands[operand]
-        self.step = found.steps[last]
+        ratio = float(errors.gradient_to_noise[layer, last])
+        self.layer = errors.layers[layer]
+        self.operand = errors.operands[operand]
+        self.step = errors.steps[last]
         self.error, self.first = error[last], error[np.isfinite(error)][0]
         """Relative error then, and when it was first measured."""
         self.values = {
-            name: float(values[layer, operand, last]) for name, values in found.values.items()
+            name: float(values[layer, operand, last]) for name, values in errors.values.items()
         }
         """Values of the operand's last measurement, by metric."""
         self.ratio = ratio if math.isfinite(ratio) else None
         """Gradient over noise; None where no noise is added."""
 
 
-def worst_when_last_measured(found: Errors) -> list[WorstLayer]:
+def worst_when_last_measured(errors: Errors) -> list[WorstLayer]:
     """The layers with the largest errors when they were last measured, the worst first."""
-    relative = found.relative_error
+    relative = errors.relative_error
     return [
-        WorstLayer(found, layer)
-        for layer in found.worst_layers[:WORST]
+        WorstLayer(errors, layer)
+        for layer in errors.worst_layers[:WORST]
         if np.isfinite(relative[layer]).any()
     ]
 
 
 def worst_operand(values: Floats) -> Floats:
     """[layer, step]: the largest value among the operands of a layer; NaN where there is none."""
-    known = np.where(np.isnan(values), -np.inf, values).max(axis=1)
-    return np.where(np.isnan(values).all(axis=1), np.nan, known)
+    largest = np.where(np.isnan(values), -np.inf, values).max(axis=1)
+    return np.where(np.isnan(values).all(axis=1), np.nan, largest)
 
 
 def _numbered(names: NDArray[Any]) -> tuple[list[str], NDArray[np.intp]]:
     """The distinct names in the order in which they appear first, and for each name its place among
     them.
     """
-    distinct, first, place = np.unique(names, return_index=True, return_inverse=True)
-    order = np.argsort(first)
+    distinct, first_place, place = np.unique(names, return_index=True, return_inverse=True)
+    order = np.argsort(first_place)
     rank = np.empty_like(order)
     rank[order] = np.arange(len(order))
     return distinct[order].tolist(), rank[place]
@@ -172,32 +171,32 @@ def draw_statistics(run: Path) -> Path:
     Raises:
         UserError: the run has no statistics.
     """
-    found = Errors(read_statistics(run))
+    errors = Errors(read_statistics(run))
     path = Path(run) / HEATMAP
-    maps = statistics_maps(found)
+    maps = statistics_maps(errors)
     # in as few rows of at most 4 as equal as they can be
     columns = -(-len(maps) // -(-len(maps) // 4))
     save(
-        draw_maps(maps, found.layers, found.steps, columns, Path(run).resolve().name),
+        draw_maps(maps, errors.layers, errors.steps, columns, Path(run).resolve().name),
         4.4 * columns,
         path,
     )
     return path
 
 
-def statistics_maps(found: Errors) -> list[HeatMap]:
+def statistics_maps(errors: Errors) -> list[HeatMap]:
     """The maps of a picture, of what was measured: the noise of each operand on one scale, and that
     of gradients.
     """
-    noise = found.values["sqnr_db"]
+    noise = errors.values["sqnr_db"]
     low, high = decibels(noise)
     scale = {"cmap": "viridis", "vmin": low, "vmax": high}
     maps = [
         HeatMap(f"{operand}, SQNR in dB", noise[:, i], scale)
-        for i, operand in enumerate(found.operands)
+        for i, operand in enumerate(errors.operands)
     ]
     with np.errstate(divide="ignore", invalid="ignore"):
-        ratio = np.log10(found.gradient_to_noise / math.sqrt(3))
+        ratio = np.log10(errors.gradient_to_noise / math.sqrt(3))
     maps.append(
         HeatMap(
             "log₁₀ of gradient / (√3 · its noise)",
@@ -205,7 +204,7 @@ def statistics_maps(found: Errors) -> list[HeatMap]:
             {"cmap": "RdBu", "vmin": -2.0, "vmax": 2.0},
         )
     )
-    return [map for map in maps if np.isfinite(map.values).any()] or maps[:1]
+    return [heat_map for heat_map in maps if np.isfinite(heat_map.values).any()] or maps[:1]
 
 
 def decibels(noise: Floats) -> tuple[float, float]:
@@ -220,32 +219,31 @@ def decibels(noise: Floats) -> tuple[float, float]:
     return math.floor(low - wider), math.ceil(high + wider)
 
 
-def worst_maps(found: Errors) -> Draw:
+def worst_maps(errors: Errors) -> Draw:
     """Maps by layer and step: relative error and underflow of the worst operand, and the gradient
     over its noise.
     """
-    rows = sorted(found.worst_layers[:LAYERS])
+    rows = sorted(errors.worst_layers[:LAYERS])
     columns = np.unique(
-        np.linspace(0, len(found.steps) - 1, min(len(found.steps), COLUMNS)).round().astype(int)
+        np.linspace(0, len(errors.steps) - 1, min(len(errors.steps), COLUMNS)).round().astype(int)
     )
-    ratio = np.where(found.gradient_to_noise > 0, found.gradient_to_noise, np.nan)[rows][:, columns]
+    ratio = np.where(errors.gradient_to_noise > 0, errors.gradient_to_noise, np.nan)[rows][
+        :, columns
+    ]
     maps = [
         HeatMap(
-            "relative error", worst_operand(found.relative_error)[rows][:, columns], {"cmap": MAP}
+            "relative error", worst_operand(errors.relative_error)[rows][:, columns], {"cmap": MAP}
         ),
         HeatMap(
             "underflow, %",
-            100 * worst_operand(found.values["underflow"])[rows][:, columns],
+            100 * worst_operand(errors.values["underflow"])[rows][:, columns],
             {"cmap": MAP},
         ),
-        *(
-            [HeatMap(RATIO, ratio, {"cmap": f"{MAP}_r", "norm": "log"})]
-            if np.isfinite(ratio).any()
-            else []
-        ),
     ]
+    if np.isfinite(ratio).any():
+        maps.append(HeatMap(RATIO, ratio, {"cmap": f"{MAP}_r", "norm": "log"}))
     return draw_maps(
-        maps, [found.layers[i] for i in rows], [found.steps[i] for i in columns], len(maps)
+        maps, [errors.layers[i] for i in rows], [errors.steps[i] for i in columns], len(maps)
     )
 
 
@@ -283,30 +281,30 @@ def draw_maps(
         if title:
             figure.suptitle(name_lines(title, 44), x=0.01, ha="left", fontweight="bold")
         panels = _panels(figure, len(maps), across)
-        every, each_step = (
-            max(1, -(-count // most)) for count, most in ((len(layers), LAYERS), (len(steps), 5))
-        )
-        for place, (axes, each) in enumerate(zip(panels, maps, strict=True)):
-            values = np.ma.masked_invalid(each.values)
-            image = axes.imshow(values, aspect="auto", interpolation="none", **each.scale)
+        layer_stride = max(1, -(-len(layers) // LAYERS))
+        step_stride = max(1, -(-len(steps) // 5))
+        for place, (axes, heat_map) in enumerate(zip(panels, maps, strict=True)):
+            values = np.ma.masked_invalid(heat_map.values)
+            image = axes.imshow(values, aspect="auto", interpolation="none", **heat_map.scale)
             axes.set_facecolor("#eceef1")
-            axes.set_title(each.title, loc="left")
+            axes.set_title(heat_map.title, loc="left")
             room = 22 if narrow else 34
             if not place % across:
-                names = [shortened(layer, room) for layer in layers[::every]]
+                names = [shortened(layer, room) for layer in layers[::layer_stride]]
             else:
                 names = []
-            axes.set_yticks(range(0, len(layers), every) if names else [], names, fontsize=6.5)
+            labelled = range(0, len(layers), layer_stride) if names else []
+            axes.set_yticks(labelled, names, fontsize=6.5)
             axes.set_xticks(
-                range(0, len(steps), each_step),
-                [str(step) for step in steps[::each_step]],
+                range(0, len(steps), step_stride),
+                [str(step) for step in steps[::step_stride]],
                 fontsize=7,
             )
             axes.set_xlabel("step")
             axes.tick_params(length=0)
             axes.spines[:].set(color=LINE, visible=True)
-            ratio = each.scale.get("norm") == "log"
-            ends = "both" if "vmin" in each.scale else "neither"
+            ratio = heat_map.scale.get("norm") == "log"
+            ends = "both" if "vmin" in heat_map.scale else "neither"
             form = "%g" if ratio else None
             bar = colour_bar(axes, image, pad=0.02, fraction=0.06, format=form, extend=ends)
             if ratio:

@@ -71,12 +71,12 @@ class Series:
     def smoothed(self) -> "Series":
         """Trailing mean; NaN if its window has a value that is not finite."""
         index = np.arange(len(self))
-        first = index + 1 - np.minimum(index // 10 + 1, self.window)
+        start = index + 1 - np.minimum(index // 10 + 1, self.window)
         finite = np.isfinite(self.values)
         total = np.concatenate([[0.0], np.cumsum(np.where(finite, self.values, 0.0))])
         bad = np.concatenate([[0], np.cumsum(~finite)])
-        mean = (total[index + 1] - total[first]) / (index + 1 - first)
-        return Series(steps=self.steps, values=np.where(bad[index + 1] == bad[first], mean, np.nan))
+        mean = (total[index + 1] - total[start]) / (index + 1 - start)
+        return Series(steps=self.steps, values=np.where(bad[index + 1] == bad[start], mean, np.nan))
 
     def at(self, steps: Floats) -> Floats:
         """Values at steps that are all in the series."""
@@ -108,14 +108,14 @@ class History:
         return max(int(line["step"]) for line in self.lines)
 
     def series(self, key: str) -> Series:
-        found: dict[int, float] = {}
+        by_step: dict[int, float] = {}
         for line in self.lines:
             value = line.get(key)
             if isinstance(value, int | float):
-                found[line["step"]] = float(value)
-        steps = sorted(found)
+                by_step[line["step"]] = float(value)
+        steps = sorted(by_step)
         return Series(
-            steps=np.array(steps, dtype=np.float64), values=np.array([found[s] for s in steps])
+            steps=np.array(steps, dtype=np.float64), values=np.array([by_step[s] for s in steps])
         )
 
     def loss(self, key: str) -> Series:
@@ -138,7 +138,7 @@ class History:
             step for i, step in enumerate(steps) if not i or by_step[steps[i - 1]] != by_step[step]
         ]
         bounds = zip([0, *starts[1:]], starts, [*starts[1:], *steps[-1:]], strict=False)
-        return [(first, last, by_step[start]) for first, start, last in bounds]
+        return [(begin, last, by_step[start]) for begin, start, last in bounds]
 
     def events(self) -> list[Event]:
         return [

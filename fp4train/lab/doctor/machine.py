@@ -45,9 +45,9 @@ class Fact:
 
     Args:
         name: "GPU", "torch", …
-        value: what there is.
-        problem: what keeps the default run from working, and what to do; None where nothing does.
-        note: what something else than the default run lacks.
+        value: description of what there is.
+        problem: reason why the default run does not work, and what to do; None where it works.
+        note: sentence about what something else than the default run lacks.
     """
 
     name: str
@@ -71,9 +71,9 @@ def _gpu() -> Fact:
     if torch.cuda.is_available():
         names = []
         for index in range(torch.cuda.device_count()):
-            found = torch.cuda.get_device_properties(index)
-            memory = f"{found.total_memory / 2**30:.0f} GiB"
-            names.append(f"{found.name}, compute capability {found.major}.{found.minor}, {memory}")
+            gpu = torch.cuda.get_device_properties(index)
+            memory = f"{gpu.total_memory / 2**30:.0f} GiB"
+            names.append(f"{gpu.name}, compute capability {gpu.major}.{gpu.minor}, {memory}")
         capability = torch.cuda.get_device_capability(0)
         problem = None
         if capability < OLDEST_GPU:
@@ -83,11 +83,11 @@ def _gpu() -> Fact:
                 "device=cpu"
             )
         same = len(set(names)) == 1 and len(names) > 1
-        return Fact(
-            name="GPU",
-            value=f"{len(names)} × {names[0]}" if same else "; ".join(names),
-            problem=problem,
-        )
+        if same:
+            value = f"{len(names)} × {names[0]}"
+        else:
+            value = "; ".join(names)
+        return Fact(name="GPU", value=value, problem=problem)
     if driver_version() is None:
         return Fact(name="GPU", value="none")
     return Fact(name="GPU", value="torch sees none", note=why_no_gpu())
@@ -123,10 +123,10 @@ def _torch() -> Fact:
 
 def _transformer_engine() -> Fact:
     name = "Transformer Engine"
-    found = availability.version()
-    if found is None:
+    version = availability.version()
+    if version is None:
         return Fact(name=name, value="not installed")
-    value = ".".join(map(str, found))
+    value = ".".join(map(str, version))
     if not torch.cuda.is_available():
         return Fact(
             name=name, value=f"{value}, its recipe classes only: its kernels need an NVIDIA GPU"
@@ -139,13 +139,13 @@ def _transformer_engine() -> Fact:
 
 
 def _triton() -> Fact:
-    found = package_version("triton")
+    version = package_version("triton")
     if not torch.cuda.is_available():
         return Fact(
-            name="Triton", value=f"{found or 'not installed'}; its kernels need an NVIDIA GPU"
+            name="Triton", value=f"{version or 'not installed'}; its kernels need an NVIDIA GPU"
         )
     return Fact(
-        name="Triton", value=found or "not installed", note=why_not_triton(QuantSpec(), "cuda")
+        name="Triton", value=version or "not installed", note=why_not_triton(QuantSpec(), "cuda")
     )
 
 
@@ -219,8 +219,8 @@ def _disk(folder: Path) -> Fact:
 
 
 def _wandb() -> Fact:
-    found = package_version("wandb")
-    if found is None:
+    version = package_version("wandb")
+    if version is None:
         return Fact(name="wandb", value="not installed")
     try:
         import wandb
@@ -236,9 +236,9 @@ def _wandb() -> Fact:
             state = f"{settings.mode} by its own settings"
     except Exception as error:  # any of wandb's
         return Fact(
-            name="wandb", value=found, problem=f"wandb does not start ({error}); use track=jsonl"
+            name="wandb", value=version, problem=f"wandb does not start ({error}); use track=jsonl"
         )
-    return Fact(name="wandb", value=f"{found}, {state}")
+    return Fact(name="wandb", value=f"{version}, {state}")
 
 
 def _numbers(version: str) -> tuple[int, ...]:

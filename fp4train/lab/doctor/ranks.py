@@ -34,11 +34,11 @@ class CollectiveCheck:
     """One collective.
 
     Args:
-        name, dtype: what was sent.
+        name, dtype: name of the collective, and dtype of the tensor that it sends.
         correct: whether this rank got what it should; None: it failed before.
         rate: bytes/s per rank that pass through its link (NCCL's bus bandwidth); None: it failed
             before.
-        problem: what is wrong, or None.
+        problem: sentence about what is wrong, or None.
     """
 
     name: str
@@ -100,8 +100,8 @@ def _tried(
     size = SIZES[device] // kind.itemsize // ranks * ranks
     try:
         mine = torch.full((size,), dist.get_rank() + 1, dtype=kind, device=device)
-        found, wanted = collective(mine.clone())
-        correct = torch.equal(found, wanted)
+        received, expected = collective(mine.clone())
+        correct = torch.equal(received, expected)
         seconds = min(_seconds(collective, mine.clone(), device) for _ in range(REPEATS))
     except Exception as error:  # of NCCL, gloo, the network: to be reported, whatever it is
         reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
@@ -134,17 +134,17 @@ def _all_reduce(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _reduce_scatter(x: Tensor) -> tuple[Tensor, Tensor]:
     ranks = dist.get_world_size()
-    found = x.new_empty(x.numel() // ranks)
-    dist.reduce_scatter(found, list(x.chunk(ranks)))
-    return found, torch.full_like(found, ranks * (ranks + 1) / 2)
+    received = x.new_empty(x.numel() // ranks)
+    dist.reduce_scatter(received, list(x.chunk(ranks)))
+    return received, torch.full_like(received, ranks * (ranks + 1) / 2)
 
 
 def _all_gather(x: Tensor) -> tuple[Tensor, Tensor]:
     ranks = dist.get_world_size()
     share = x[: x.numel() // ranks].contiguous()
-    found = x.new_empty(share.numel() * ranks)
-    dist.all_gather(list(found.chunk(ranks)), share)
-    wanted = (
+    received = x.new_empty(share.numel() * ranks)
+    dist.all_gather(list(received.chunk(ranks)), share)
+    expected = (
         torch.arange(1, ranks + 1, device=x.device).to(x.dtype).repeat_interleave(share.numel())
     )
-    return found, wanted
+    return received, expected

@@ -54,18 +54,18 @@ class RecipeCheck:
     """One recipe.
 
     Args:
-        name: as `recipe=` knows it.
-        runs: on what its GEMMs run here: "TE", "native", "emulated", "torch", or several.
-        why: the plan's reasons for the backends of its quantised GEMMs.
-        kernels: what quantises its operands: "C", "Triton", "torch" (the readable reference).
+        name: name that `recipe=` takes.
+        runs: backends that its GEMMs run on here: "TE", "native", "emulated", "torch", or several.
+        why: reasons of the plan for the backends of its quantised GEMMs.
+        kernels: kernels that quantise its operands: "C", "Triton", "torch" (the readable reference).
         codes: whether they equal the reference; None: it quantises nothing.
-        distance: the largest of y, dx and dw from the reference; None: it failed before.
+        distance: largest distance of y, dx and dw from the reference; None: it failed earlier.
         native_on: GPUs that run all its GEMMs on their own kernels.
-        problem: what is wrong, or None.
-        scaled: as `distance`, of backend=native, torch's scaled_mm; None: it cannot run the recipe
-            here.
-        scaled_why: why it cannot.
-        scaled_problem: what is wrong with it, or None.
+        problem: sentence about what is wrong, or None.
+        scaled: largest distance on backend=native, torch's scaled_mm; None: it cannot run the
+            recipe here.
+        scaled_why: reason why it cannot.
+        scaled_problem: sentence about what is wrong with it, or None.
     """
 
     name: str
@@ -90,62 +90,66 @@ def check_all(
     if processes == 1:
         return tuple(check(name, recipe, device) for name, recipe in recipes.items())
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        tried = {name: pool.submit(check, name, recipe, device) for name, recipe in recipes.items()}
-        return tuple(_outcome(name, each) for name, each in tried.items())
+        futures = {
+            name: pool.submit(check, name, recipe, device) for name, recipe in recipes.items()
+        }
+        return tuple(_outcome(name, future) for name, future in futures.items())
 
 
-def _outcome(name: str, tried: Future[RecipeCheck]) -> RecipeCheck:
+def _outcome(name: str, future: Future[RecipeCheck]) -> RecipeCheck:
     try:
-        return tried.result()
+        return future.result()
     except BrokenProcessPool:  # of a driver: it ends all that are under way
         return RecipeCheck(name=name, problem="a process that tried recipes crashed")
 
 
 def check(name: str, recipe: Recipe, device: Device) -> RecipeCheck:
     """Resolve and run one recipe; what fails is a problem, not an exception."""
-    found = RecipeCheck(name=name)
+    outcome = RecipeCheck(name=name)
     try:
         plan = resolve(SAMPLE, recipe, None, "auto", device)
     except ValueError as error:
-        found.problem = str(error)
-        return found
-    found.runs = " + ".join(dict.fromkeys(WORDS[gemm.backend] for gemm in plan.gemms))
-    found.why = tuple(dict.fromkeys(gemm.why for gemm in plan.gemms if gemm.operands.quantised))
+        outcome.problem = str(error)
+        return outcome
+    outcome.runs = " + ".join(dict.fromkeys(WORDS[gemm.backend] for gemm in plan.gemms))
+    outcome.why = tuple(dict.fromkeys(gemm.why for gemm in plan.gemms if gemm.operands.quantised))
     elsewhere = (gpu for gpu in GPUS if gpu.name in ELSEWHERE)
-    found.native_on = tuple(gpu.name for gpu in elsewhere if _native(recipe, Device.elsewhere(gpu)))
+    outcome.native_on = tuple(
+        gpu.name for gpu in elsewhere if _native(recipe, Device.elsewhere(gpu))
+    )
     try:
         if specs := plan.specs:
-            found.kernels = tuple(
+            outcome.kernels = tuple(
                 dict.fromkeys(KERNELS[quantizer(spec, device.type).kernel] for spec in specs)
             )
             wrong = [spec for spec in specs if not equal_codes(spec, device.type)]
-            found.codes = not wrong
+            outcome.codes = not wrong
             if wrong:
-                found.problem = (
-                    f"{', '.join(found.kernels)} quantise {wrong[0]} otherwise than the reference"
+                outcome.problem = (
+                    f"{', '.join(outcome.kernels)} quantise {wrong[0]} otherwise than the reference"
                 )
-        found.distance, far = products(recipe, plan, device)
-        found.problem = found.problem or far
+        outcome.distance, far = products(recipe, plan, device)
+        outcome.problem = outcome.problem or far
     # of a driver, a compiler, a missing library: to be reported, whatever it is
     except Exception as error:
-        found.problem = _named(error)
+        outcome.problem = _named(error)
     if plan.quantised:
-        _try_scaled(found, recipe, device)
-    return found
+        _try_scaled(outcome, recipe, device)
+    return outcome
 
 
-def _try_scaled(found: RecipeCheck, recipe: Recipe, device: Device) -> None:
-    """Try the sample layer on backend=native, and note the result in `found`."""
+def _try_scaled(outcome: RecipeCheck, recipe: Recipe, device: Device) -> None:
+    """Try the sample layer on backend=native, and note the result in `outcome`."""
     try:
         plan = resolve(SAMPLE, recipe, None, "native", device)
     except ValueError as error:
-        found.scaled_why = str(error)
+        outcome.scaled_why = str(error)
         return
     try:
-        found.scaled, problem = products(recipe, plan, device, "native")
+        outcome.scaled, problem = products(recipe, plan, device, "native")
     except Exception as error:  # of a driver, of cuBLAS
         problem = _named(error)
-    found.scaled_problem = problem and f"backend=native: {problem}"
+    outcome.scaled_problem = problem and f"backend=native: {problem}"
 
 
 def _named(error: Exception) -> str:
@@ -170,12 +174,12 @@ def equal_codes(spec: QuantSpec, device_type: str) -> bool:
         amax = torch.tensor(3.0)
     else:
         amax = None
-    wanted = quantizer(spec, "cpu", "reference").codes(x, key, amax)
-    found = quantizer(spec, device_type).codes(
+    reference = quantizer(spec, "cpu", "reference").codes(x, key, amax)
+    quantised = quantizer(spec, device_type).codes(
         x.to(device_type), key, None if amax is None else amax.to(device_type)
     )
-    return torch.equal(found.codes.cpu(), wanted.codes) and torch.equal(
-        found.scales.cpu(), wanted.scales
+    return torch.equal(quantised.codes.cpu(), reference.codes) and torch.equal(
+        quantised.scales.cpu(), reference.scales
     )
 
 
@@ -183,21 +187,24 @@ def products(
     recipe: Recipe, plan: LayerPlan, device: Device, backend: str = "auto"
 ) -> tuple[float, str | None]:
     """(the largest distance of y, dx and dw from the reference, what is wrong with it or None)."""
-    found = _run(recipe, device.type, backend)
-    wanted = _run(recipe, "cpu", "reference")
+    measured = _run(recipe, device.type, backend)
+    reference = _run(recipe, "cpu", "reference")
     if plan.layer_backend is None or not any(
         spec.rounding == "stochastic" for spec in plan.table.specs()
     ):
-        distance = max(_distance(a, b) for a, b in zip(found, wanted, strict=True))
+        distance = max(_distance(a, b) for a, b in zip(measured, reference, strict=True))
         close = distance <= CLOSE
     else:
         exact = _run(BF16(), "cpu", "reference")
         errors = [
-            (_distance(a, c), _distance(b, c)) for a, b, c in zip(found, wanted, exact, strict=True)
+            (_distance(a, c), _distance(b, c))
+            for a, b, c in zip(measured, reference, exact, strict=True)
         ]
         distance = max(abs(a - b) for a, b in errors)
         close = all(a <= ALIKE * b + CLOSE and b <= ALIKE * a + CLOSE for a, b in errors)
-    return distance, None if close else f"y, dx or dw lie {distance:.1e} from the reference"
+    if close:
+        return distance, None
+    return distance, f"y, dx or dw lie {distance:.1e} from the reference"
 
 
 def _run(recipe: Recipe, device: str, backend: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -208,10 +215,11 @@ def _run(recipe: Recipe, device: str, backend: str) -> tuple[Tensor, Tensor, Ten
     layer = Linear.from_linear(linear.to(device), SAMPLE, backend)
     x = _normal(TOKENS, FEATURES, seed=3).to(torch.bfloat16).to(device).requires_grad_()
     dy = _normal(TOKENS, FEATURES, seed=4).to(torch.bfloat16).to(device)
-    whole = resolve(SAMPLE, recipe, None, backend, Device.of(device)).layer_backend
-    region = (
-        nullcontext() if whole is None else LAYER_BACKENDS[whole].region([recipe.table()], None)
-    )
+    layer_backend = resolve(SAMPLE, recipe, None, backend, Device.of(device)).layer_backend
+    if layer_backend is None:
+        region = nullcontext()
+    else:
+        region = LAYER_BACKENDS[layer_backend].region([recipe.table()], None)
     with region, autocast(recipe, step=0):
         y = layer(x)
     y.backward(dy)
@@ -225,5 +233,5 @@ def _normal(rows: int, columns: int, *, seed: int) -> Tensor:
 
 def _distance(a: Tensor, b: Tensor) -> float:
     """‖a - b‖ / ‖b‖; NaN anywhere gives infinity, which no tolerance passes."""
-    found = float((a.double() - b.double()).norm() / b.double().norm())
-    return found if found == found else float("inf")
+    distance = float((a.double() - b.double()).norm() / b.double().norm())
+    return distance if distance == distance else float("inf")

@@ -33,25 +33,27 @@ class DoctorReport:
     @property
     def problems(self) -> list[str]:
         """Problems that keep the default run from working."""
-        found = [f"{part.name}: {part.problem}" for part in self.machine if part.problem]
-        found += [each.problem for each in self.collectives if each.problem]
-        return found + [
-            f"recipe={r.name}: {r.problem}"
-            for r in self.recipes
-            if r.problem and r.name == self.default
+        problems = [f"{part.name}: {part.problem}" for part in self.machine if part.problem]
+        problems += [collective.problem for collective in self.collectives if collective.problem]
+        return problems + [
+            f"recipe={recipe.name}: {recipe.problem}"
+            for recipe in self.recipes
+            if recipe.problem and recipe.name == self.default
         ]
 
     @property
     def notes(self) -> list[str]:
         """Parts that something else than the default run lacks."""
-        found = [f"{part.name}: {part.note}" for part in self.machine if part.note]
-        found += [
-            f"recipe={r.name}: {r.problem}"
-            for r in self.recipes
-            if r.problem and r.name != self.default
+        notes = [f"{part.name}: {part.note}" for part in self.machine if part.note]
+        notes += [
+            f"recipe={recipe.name}: {recipe.problem}"
+            for recipe in self.recipes
+            if recipe.problem and recipe.name != self.default
         ]
-        return found + [
-            f"recipe={r.name}: {r.scaled_problem}" for r in self.recipes if r.scaled_problem
+        return notes + [
+            f"recipe={recipe.name}: {recipe.scaled_problem}"
+            for recipe in self.recipes
+            if recipe.scaled_problem
         ]
 
     def as_json(self) -> dict[str, Any]:
@@ -71,27 +73,27 @@ class DoctorReport:
             __package__,
             "report.txt",
             {"wrapped": partial(_wrapped, width=width)},
-            found=self,
+            report=self,
             version=__version__,
             machine=columns([(part.name, part.value) for part in self.machine], width=width),
-            recipes=tabulate([HEADER, *(_row(each) for each in self.recipes)], width=width),
+            recipes=tabulate([HEADER, *(_row(recipe) for recipe in self.recipes)], width=width),
             collectives=tabulate(
-                [header, *(_collective(each) for each in self.collectives)], width=width
+                [header, *(_collective(collective) for collective in self.collectives)], width=width
             ),
             reasons=self._reasons(),
-            runs=next((each.runs for each in self.recipes if each.name == self.default), ""),
+            runs=next((recipe.runs for recipe in self.recipes if recipe.name == self.default), ""),
         )
 
     def _reasons(self) -> list[tuple[str, str]]:
         """The recipes that are emulated for each reason ("all" of them), and the reason."""
-        emulated = [each for each in self.recipes if "emulated" in each.runs]
+        emulated = [recipe for recipe in self.recipes if "emulated" in recipe.runs]
         by_reason: dict[str, list[str]] = {}
-        for each in emulated:
-            for why in each.why:
-                by_reason.setdefault(why.removeprefix("auto: "), []).append(each.name)
+        for recipe in emulated:
+            for why in recipe.why:
+                by_reason.setdefault(why.removeprefix("auto: "), []).append(recipe.name)
         return [
-            ("all" if len(n) == len(emulated) else ", ".join(n), why)
-            for why, n in by_reason.items()
+            ("all" if len(names) == len(emulated) else ", ".join(names), why)
+            for why, names in by_reason.items()
         ]
 
 
@@ -100,26 +102,30 @@ def _wrapped(text: str, width: int = WIDTH) -> str:
     return "\n".join([start, *(f"  {line}" for line in more)])
 
 
-def _row(each: RecipeCheck) -> tuple[str, ...]:
-    codes = {None: "-", True: "equal", False: "DIFFERENT"}[each.codes]
-    if each.distance is None:
+def _row(check: RecipeCheck) -> tuple[str, ...]:
+    codes = {None: "-", True: "equal", False: "DIFFERENT"}[check.codes]
+    if check.distance is None:
         products = "FAILED"
     else:
-        products = _distance(each.distance)
-    scaled = (
-        "FAILED" if each.scaled_problem else "-" if each.scaled is None else _distance(each.scaled)
-    )
-    on = ", ".join(each.native_on) or "-"
-    return (each.name, each.runs, ", ".join(each.kernels) or "-", codes, products, scaled, on)
+        products = _distance(check.distance)
+    if check.scaled_problem:
+        scaled = "FAILED"
+    elif check.scaled is None:
+        scaled = "-"
+    else:
+        scaled = _distance(check.scaled)
+    on = ", ".join(check.native_on) or "-"
+    return (check.name, check.runs, ", ".join(check.kernels) or "-", codes, products, scaled, on)
 
 
-def _collective(each: CollectiveCheck) -> tuple[str, ...]:
-    result = {None: "FAILED", True: "equal", False: "DIFFERENT"}[each.correct]
-    return (each.name, each.dtype, result, "-" if each.rate is None else f"{each.rate / 1e9:.3g}")
+def _collective(check: CollectiveCheck) -> tuple[str, ...]:
+    result = {None: "FAILED", True: "equal", False: "DIFFERENT"}[check.correct]
+    rate = "-" if check.rate is None else f"{check.rate / 1e9:.3g}"
+    return (check.name, check.dtype, result, rate)
 
 
-def _distance(found: float) -> str:
-    return f"{found:.0e}" if found else "equal"
+def _distance(distance: float) -> str:
+    return f"{distance:.0e}" if distance else "equal"
 
 
 def examine(
@@ -134,10 +140,10 @@ def examine(
     """Look at this machine and try all `recipes`.
 
     Args:
-        default: the name of the default run's recipe.
-        folder: where runs would be written.
-        ranks, collectives: what several processes found together.
-        processes: that try recipes.
+        default: name of the default run's recipe.
+        folder: folder that runs would be written to.
+        ranks, collectives: number of processes that met, and the checks that they made together.
+        processes: number of processes that try recipes.
     """
     here = device()
     return DoctorReport(

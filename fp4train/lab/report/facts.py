@@ -16,6 +16,7 @@ from fp4train.data.source import planned_vocab_size
 from fp4train.errors import UserError
 from fp4train.hardware import Device, Gpu
 from fp4train.lab.analysis.figure import plain
+from fp4train.lab.analysis.history import Series
 from fp4train.lab.costs.estimate import CostEstimate, estimate
 from fp4train.lab.report.sources import UNREADABLE, RunSource
 from fp4train.precision.layers import find_layers
@@ -42,16 +43,16 @@ def predict(
     sources: Sequence[RunSource], gpu: Gpu
 ) -> tuple[dict[RunSource, CostEstimate], list[str]]:
     """The runs that can be estimated, and a sentence for each that cannot."""
-    found: dict[RunSource, CostEstimate] = {}
+    estimates: dict[RunSource, CostEstimate] = {}
     problems: list[str] = []
     for source in sources:
         try:
-            found[source] = _predicted_time(source, gpu)
+            estimates[source] = _predicted_time(source, gpu)
         except UNREADABLE as error:
             problems.append(
                 f"{source.name}: its time on {gpu} is not estimated: {first_line(error)}"
             )
-    return found, problems
+    return estimates, problems
 
 
 def _predicted_time(source: RunSource, gpu: Gpu) -> CostEstimate:
@@ -99,21 +100,30 @@ class RunCost:
         """Tokens, and seconds of all steps."""
         if len(speed) > 1 and len(tokens) and (speed.values > 0).all():
             self.seconds = self.tokens / len(speed) * float(np.sum(1 / speed.values))
-        self.speed, self.mfu = (
-            float(np.median(each.values)) if len(each) else None for each in (speed, mfu)
-        )
-        """Medians over steps: tokens per second, and the share of the GPU's peak."""
+        self.speed = _median(speed)
+        """Tokens per second, median over steps."""
+        self.mfu = _median(mfu)
+        """Share of the GPU's peak, median over steps."""
         work = _arithmetic(source)
-        self.multiplied = whole = sum(work.values())
+        self.multiplied = sum(work.values())
         """Multiply-adds of linear layers, of which `shares` by elements."""
-        self.shares = {k: v / whole for k, v in sorted(work.items(), key=lambda each: -each[1])}
+        self.shares = {
+            elements: work[elements] / self.multiplied
+            for elements in sorted(work, key=work.__getitem__, reverse=True)
+        }
+
+
+def _median(series: Series) -> float | None:
+    if len(series):
+        return float(np.median(series.values))
+    return None
 
 
 def different_data(sources: Sequence[RunSource]) -> list[str]:
     """Reasons why losses of these runs do not compare: other data, tokens, or sequences. Empty
     where none is known.
     """
-    found = []
+    warnings = []
     prints = {
         str(source.environments[-1][1].get("data")) for source in sources if source.environments
     }
@@ -121,21 +131,23 @@ def different_data(sources: Sequence[RunSource]) -> list[str]:
         dict.fromkeys(key for s in sources for key in s.config or {} if key.startswith("data."))
     )
     keys = [key for key in (*keys, "train.seq_len", "eval.batches") if key != "data.cache_dir"]
-    known = [source for source in sources if source.config is not None]
-    differing = [key for key in keys if len({str(source.setting(key)) for source in known}) > 1]
+    configured = [source for source in sources if source.config is not None]
+    differing = [
+        key for key in keys if len({str(source.setting(key)) for source in configured}) > 1
+    ]
     if len(prints) > 1:
-        found.append(
+        warnings.append(
             "The runs were trained on different data (their fingerprints differ): losses do "
             "not compare."
         )
     elif data := [key for key in differing if key.startswith("data.")]:
-        found.append(f"The runs differ in {', '.join(data[:6])}: losses may not compare.")
+        warnings.append(f"The runs differ in {', '.join(data[:6])}: losses may not compare.")
     if other := [key for key in differing if not key.startswith("data.")]:
-        found.append(
+        warnings.append(
             f"The runs differ in {', '.join(other)}: their validation losses are of different "
             "tokens."
         )
-    return found
+    return warnings
 
 
 def weak_gradient(source: RunSource) -> list[str]:
@@ -146,10 +158,10 @@ def weak_gradient(source: RunSource) -> list[str]:
     below = (ratio.values < THRESHOLD).nonzero()[0]
     if not len(below):
         return []
-    first = int(below[0])
+    index = int(below[0])
     return [
-        f"{source.label}: at step {int(ratio.steps[first])} the gradient's norm was "
-        f"{ratio.values[first]:.2f} times "
+        f"{source.label}: at step {int(ratio.steps[index])} the gradient's norm was "
+        f"{ratio.values[index]:.2f} times "
         f"its quantisation noise, less than √3, and at {len(below)} of {len(ratio)} measured "
         "steps; quantised training "
         "becomes less effective there (arXiv 2505.19115)."
@@ -160,21 +172,22 @@ def differences(sources: Sequence[RunSource]) -> Differing | None:
     """The configuration keys whose values differ; None where fewer than two configurations are
     known.
     """
-    known = [source for source in sources if source.config is not None]
-    if len(known) < 2:
+    configured = [source for source in sources if source.config is not None]
+    if len(configured) < 2:
         return None
-    keys = list(dict.fromkeys(key for source in known for key in source.config or {}))
+    keys = list(dict.fromkeys(key for source in configured for key in source.config or {}))
     skipped = (*UNRECORDED, *_UNINTERESTING)
     differing = [
         key
         for key in keys
-        if key not in skipped and len({_show(s.setting(key)) for s in known}) > 1
+        if key not in skipped and len({_show(s.setting(key)) for s in configured}) > 1
     ]
     rows = [
         (
             key,
             _by_runs(
-                {s: _show(s.setting(key)) for s in known if key in (s.config or {})}, len(known)
+                {s: _show(s.setting(key)) for s in configured if key in (s.config or {})},
+                len(configured),
             ),
         )
         for key in differing[:KEYS]
@@ -186,10 +199,17 @@ def environments(sources: Sequence[RunSource]) -> list[tuple[str, ByRuns]]:
     """Host, device and versions of every run at its last start, by key; empty where none was
     recorded.
     """
-    known = {source: _flat(source.environments[-1][1]) for source in sources if source.environments}
-    keys = dict.fromkeys(key for each in known.values() for key in each)
+    latest = {
+        source: _flat(source.environments[-1][1]) for source in sources if source.environments
+    }
+    keys = dict.fromkeys(key for environment in latest.values() for key in environment)
     return [
-        (key, _by_runs({s: each.get(key, "–") for s, each in known.items()}, len(known)))
+        (
+            key,
+            _by_runs(
+                {s: environment.get(key, "–") for s, environment in latest.items()}, len(latest)
+            ),
+        )
         for key in keys
     ]
 
@@ -202,14 +222,14 @@ def _arithmetic(source: RunSource) -> dict[str, float]:
         size for size in (batch, microbatch) if isinstance(size, int) and 0 < size <= MOST_ROWS
     ]
     count = sizes[0] / sizes[1] if len(sizes) == 2 else 1.0
-    found: dict[str, float] = {}
+    by_elements: dict[str, float] = {}
     for stretch in source.stretches:
         steps = max(0, min(stretch.stop, source.done) - stretch.start)
         for elements, share in stretch.shares.items():
-            found[elements] = (
-                found.get(elements, 0.0) + share * float(sum(stretch.macs)) * steps * count
+            by_elements[elements] = (
+                by_elements.get(elements, 0.0) + share * float(sum(stretch.macs)) * steps * count
             )
-    return {elements: macs for elements, macs in found.items() if macs}
+    return {elements: macs for elements, macs in by_elements.items() if macs}
 
 
 def _by_runs(values: Mapping[RunSource, str], everything: int) -> ByRuns:
@@ -220,11 +240,12 @@ def _by_runs(values: Mapping[RunSource, str], everything: int) -> ByRuns:
     return [(value, "" if alone else ranges(numbers, least=3)) for value, numbers in runs.items()]
 
 
-def _flat(found: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     flat: dict[str, str] = {}
-    for key, value in list(found.items())[:100]:
+    for key, value in list(values.items())[:100]:
         if isinstance(value, dict) and not prefix:
-            flat |= _flat(value, "version of " if key == "versions" else f"{plain(key, 60)} ")
+            section = "version of" if key == "versions" else plain(key, 60)
+            flat |= _flat(value, f"{section} ")
         else:
             flat[plain(f"{prefix}{key}", 80)] = _show(value)
     return flat

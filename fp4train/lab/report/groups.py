@@ -33,7 +33,8 @@ class SeedGroup:
     """Runs that differ in their seed only.
 
     Args:
-        sources: one per seed. seeds: of each; empty where the configuration is not known.
+        sources: runs, one per seed.
+        seeds: seeds of the runs; empty where the configuration is not known.
     """
 
     sources: Sequence[RunSource]
@@ -45,7 +46,7 @@ class SeedGroup:
         names = [source.name for source in self.sources]
         if len(names) == 1:
             return names[0]
-        return first_few([shortened(each, 40) for each in names], NAMED)
+        return first_few([shortened(name, 40) for name in names], NAMED)
 
     @property
     def numbers(self) -> str:
@@ -84,15 +85,15 @@ class SeedGroup:
 def group(sources: Sequence[RunSource]) -> list[SeedGroup]:
     """The groups of seeds, in the order of their first runs."""
     return [
-        SeedGroup(sources=[sources[i] for i in each.values()], seeds=tuple(each))
-        for each in seed_groups([source.metrics for source in sources])
+        SeedGroup(sources=[sources[i] for i in members.values()], seeds=tuple(members))
+        for members in seed_groups([source.metrics for source in sources])
     ]
 
 
 def common(groups: Sequence[SeedGroup]) -> tuple[str, int] | None:
     """The loss and the step that gaps are of; None where the runs share no step."""
     try:
-        return common_step([source.metrics for each in groups for source in each.sources])
+        return common_step([source.metrics for group in groups for source in group.sources])
     except UserError:
         return None
 
@@ -103,26 +104,31 @@ def curve(group: SeedGroup, key: str) -> Curve:
     return _curve(steps, [_loss(values[:, i]) for i in range(len(steps))])
 
 
-def gap_curve(first: SeedGroup, group: SeedGroup, key: str) -> Curve:
+def gap_curve(reference: SeedGroup, group: SeedGroup, key: str) -> Curve:
     """The gap in per cent at the steps that all runs of both groups have."""
-    steps, (base, mine) = _common([first, group], key)
-    return _curve(steps, [_gap(first, group, base[:, i], mine[:, i]) for i in range(len(steps))])
+    steps, (base, mine) = _common([reference, group], key)
+    return _curve(
+        steps, [_gap(reference, group, base[:, i], mine[:, i]) for i in range(len(steps))]
+    )
 
 
 def losses(groups: Sequence[SeedGroup], at: tuple[str, int] | None) -> list[Losses]:
     """The curves of each group, and its gaps to the first one where the runs share a step."""
-    first = groups[0]
-    return [
-        Losses(
-            name=group.name,
-            train=curve(group, LOSSES[0]),
-            validation=curve(group, LOSSES[1]),
-            gaps=[]
-            if at is None or group is first
-            else [gap_curve(first, group, key) for key in LOSSES],
+    reference = groups[0]
+    all_losses = []
+    for group in groups:
+        gaps = []
+        if at is not None and group is not reference:
+            gaps = [gap_curve(reference, group, key) for key in LOSSES]
+        all_losses.append(
+            Losses(
+                name=group.name,
+                train=curve(group, LOSSES[0]),
+                validation=curve(group, LOSSES[1]),
+                gaps=gaps,
+            )
         )
-        for group in groups
-    ]
+    return all_losses
 
 
 def recipe_rows(groups: Sequence[SeedGroup]) -> list[RecipeRow]:
@@ -136,13 +142,14 @@ def recipe_rows(groups: Sequence[SeedGroup]) -> list[RecipeRow]:
             done=source.done,
             marks=source.marks,
         )
-        for source, index in sorted(numbered, key=lambda each: each[0].number)
+        for source, index in sorted(numbered, key=lambda pair: pair[0].number)
     ]
 
 
-def gap_at(first: SeedGroup, group: SeedGroup, key: str, step: int) -> Estimate:
+def gap_at(reference: SeedGroup, group: SeedGroup, key: str, step: int) -> Estimate:
     """The gap in per cent at one step that all runs have."""
-    return _gap(first, group, *(_values(each, key, step) for each in (first, group)))
+    base = _values(reference, key, step)
+    return _gap(reference, group, base, _values(group, key, step))
 
 
 def loss_at(group: SeedGroup, key: str, step: int) -> Estimate:
@@ -160,25 +167,27 @@ def _common(groups: Sequence[SeedGroup], key: str) -> tuple[Floats, list[Floats]
     """(Steps that all runs have, at most `POINTS` of them, the last included; the losses [run,
     step] of each group).
     """
-    series = [[source.metrics.loss(key) for source in each.sources] for each in groups]
-    steps = reduce(np.intersect1d, [one.steps for each in series for one in each])
+    series = [[source.metrics.loss(key) for source in group.sources] for group in groups]
+    steps = reduce(np.intersect1d, [run.steps for runs in series for run in runs])
     if len(steps):
         steps = steps[
             np.unique(
                 np.linspace(0, len(steps) - 1, min(len(steps), POINTS)).round().astype(np.int64)
             )
         ]
-    return steps, [np.stack([one.at(steps) for one in each]) for each in series]
+    return steps, [np.stack([run.at(steps) for run in runs]) for runs in series]
 
 
 def _loss(values: Floats) -> Estimate:
-    return estimate(values.tolist() if np.isfinite(values).all() else [math.nan])
+    if np.isfinite(values).all():
+        return estimate(values.tolist())
+    return estimate([math.nan])
 
 
-def _gap(first: SeedGroup, group: SeedGroup, base: Floats, mine: Floats) -> Estimate:
+def _gap(reference: SeedGroup, group: SeedGroup, base: Floats, mine: Floats) -> Estimate:
     if not (np.isfinite(base).all() and base.all() and np.isfinite(mine).all()):
         return estimate([math.nan])
-    by_seed = dict(zip(first.seeds, base.tolist(), strict=True))
+    by_seed = dict(zip(reference.seeds, base.tolist(), strict=True))
     if len(mine) > 1 and set(group.seeds) == set(by_seed):
         return estimate(
             [
@@ -202,8 +211,8 @@ def _gap(first: SeedGroup, group: SeedGroup, base: Floats, mine: Floats) -> Esti
     return Estimate(mean=mean, error=error, count=a.count + b.count, freedom=max(1, int(freedom)))
 
 
-def _curve(steps: Floats, found: Sequence[Estimate]) -> Curve:
-    bounds = [each.interval() or (math.nan, math.nan) for each in found]
-    mean = np.array([each.mean for each in found], dtype=np.float64)
-    low, high = (np.array([each[side] for each in bounds], dtype=np.float64) for side in (0, 1))
+def _curve(steps: Floats, estimates: Sequence[Estimate]) -> Curve:
+    bounds = [point.interval() or (math.nan, math.nan) for point in estimates]
+    mean = np.array([point.mean for point in estimates], dtype=np.float64)
+    low, high = (np.array([bound[side] for bound in bounds], dtype=np.float64) for side in (0, 1))
     return Curve(steps=steps, mean=mean, low=low, high=high)

@@ -45,7 +45,7 @@ class Report:
 
     Args:
         left_out: sentences about runs and predictions that are missing.
-        predicted: the time of each run on `gpu`.
+        predicted: estimated time of each run on `gpu`.
     """
 
     sources: Sequence[RunSource]
@@ -78,7 +78,8 @@ class Report:
             UserError: a file cannot be written.
         """
         written = []
-        for name, draw in self.figures().items() if endings else ():
+        drawings = self.figures() if endings else {}
+        for name, draw in drawings.items():
             paths = [out.with_name(f"{out.stem}-{name}{ending}") for ending in endings]
             with user_errors(OSError, before=f"{paths[0]} cannot be written: ", message=reason):
                 figure.save(draw, width, *paths)
@@ -93,18 +94,18 @@ class Report:
             for row, source in zip(groups.recipe_rows(grouped), self.sources, strict=True)
         ]
         losses = groups.losses(grouped, groups.common(grouped))
-        found = {"curves": curves.over_steps(losses, rows, named=True)}
+        drawings = {"curves": curves.over_steps(losses, rows, named=True)}
         for number, (_, ranking) in enumerate(_rankings(self.sources), start=1):
-            found[f"ranking-{number}"] = figures.ranking(ranking, named=True)
+            drawings[f"ranking-{number}"] = figures.ranking(ranking, named=True)
         studies = [study for source in self.sources for study in source.studies.sensitivities]
-        found |= {
+        drawings |= {
             f"sensitivity-{n}": figures.sensitivity(study)
             for n, study in enumerate(studies, start=1)
         }
         measured = [
             (source.number, source.errors) for source in self.sources if source.errors is not None
         ]
-        return found | {
+        return drawings | {
             f"errors-{number}": heatmap.worst_maps(errors) for number, errors in measured
         }
 
@@ -122,15 +123,18 @@ def read_report(runs: Sequence[Path], out: Path, gpu: Gpu | None = None) -> Repo
     if not runs:
         raise UserError("report needs run directories: fp4train report RUN RUN… [out=report.html]")
     sources, left_out = read_sources(runs)
-    predicted, unknown = ({}, []) if gpu is None else facts.predict(sources, gpu)
-    return Report(sources=sources, left_out=[*left_out, *unknown], gpu=gpu, predicted=predicted)
+    predicted: dict[RunSource, estimate.CostEstimate] = {}
+    if gpu is not None:
+        predicted, unknown = facts.predict(sources, gpu)
+        left_out += unknown
+    return Report(sources=sources, left_out=left_out, gpu=gpu, predicted=predicted)
 
 
 def write_report(runs: Sequence[Path], out: Path, gpu: Gpu | None = None) -> list[str]:
     """Write the report of `runs`; sentences about what was left out or is missing.
 
     Raises:
-        UserError: as `read_report`, or the file cannot be written.
+        UserError: the errors of `read_report`, or the file cannot be written.
     """
     report = read_report(runs, out, gpu)
     report.write(out)
@@ -149,7 +153,7 @@ def render(
     rows = groups.recipe_rows(grouped)
     named = " and ".join(shortened(source.name, 40) for source in sources)
     warned = [
-        *(f"Left out: {each}" for each in left_out),
+        *(f"Left out: {omission}" for omission in left_out),
         *facts.different_data(sources),
         *(sentence for source in sources for sentence in facts.weak_gradient(source)),
         *(f"{source.name}: {problem}" for source in sources for problem in source.problems),
@@ -169,7 +173,7 @@ def render(
         events=[(source, event) for source in sources for event in source.events],
         rankings=_rankings(sources),
         sensitivities=[
-            (source, found) for source in sources for found in source.studies.sensitivities
+            (source, study) for source in sources for study in source.studies.sensitivities
         ],
         gpu=gpu,
         predicted=predicted,
@@ -180,24 +184,26 @@ def _rankings(sources: Sequence[RunSource]) -> list[tuple[RunSource, results.Ran
     """Every ranking on checkpoints of the runs; one of several runs is shown once."""
     every: list[tuple[RunSource, results.RankResult]] = []
     for source in sources:
-        shown = [found.body for _, found in every]
-        every += [(source, found) for found in source.studies.rankings if found.body not in shown]
+        shown = [ranking.body for _, ranking in every]
+        every += [
+            (source, ranking) for ranking in source.studies.rankings if ranking.body not in shown
+        ]
     return every
 
 
 def _environment() -> Environment:
     """Templates whose values are escaped, and in which a name that nobody gives is an error."""
-    found = Environment(
+    pages = Environment(
         loader=PackageLoader("fp4train.lab.report", "."),
         autoescape=True,
         undefined=StrictUndefined,
         finalize=_seen,
     )
     modules = (curves, estimate, facts, figure, figures, groups, heatmap, results, text)
-    found.globals |= {module.__name__.rpartition(".")[2]: module for module in modules}
-    found.globals |= {"svg": _svg, "version": __version__}
-    found.filters["form"] = format
-    return found
+    pages.globals |= {module.__name__.rpartition(".")[2]: module for module in modules}
+    pages.globals |= {"svg": _svg, "version": __version__}
+    pages.filters["form"] = format
+    return pages
 
 
 def _seen(value: Any) -> Any:

@@ -52,11 +52,15 @@ class RunSource:
     """One run, read from its directory as far as it can be.
 
     Args:
-        number: in the report, from 1. name: unique in the report. metrics: its losses and events.
+        number: number in the report, from 1.
+        name: name that is unique in the report.
+        metrics: losses and events of the run.
     """
 
     def __init__(self, number: int, name: str, metrics: History) -> None:
-        self.number, self.name, self.metrics = number, plain(name, 120), metrics
+        self.number = number
+        self.name = plain(name, 120)
+        self.metrics = metrics
         self.problems: list[str] = []
         """Messages about files that could not be read."""
         path = metrics.path
@@ -70,15 +74,16 @@ class RunSource:
         """Full key → value; None where it is not known."""
         lost = _try(lambda: _lost(path, records), problems, dict[str, str]())
         problems += [
-            each if name == METRICS else f"{each} (it is left out)" for name, each in lost.items()
+            sentence if name == METRICS else f"{sentence} (it is left out)"
+            for name, sentence in lost.items()
         ]
         self.records = [] if run_directory.HISTORY in lost else records
         """Records of its journal; empty where it has none."""
         self.stretches = run_journal.stretches(self.records)
         """Stretches of steps that ran or are planned."""
-        known = [(record.step, record.values.get("environment")) for record in self.records]
+        recorded = [(record.step, record.values.get("environment")) for record in self.records]
         self.environments: list[tuple[int, Mapping[str, Any]]] = [
-            (step, environment) for step, environment in known if isinstance(environment, dict)
+            (step, environment) for step, environment in recorded if isinstance(environment, dict)
         ]
         """First step → environment, oldest first."""
         if STATISTICS in lost:
@@ -101,8 +106,8 @@ class RunSource:
     @property
     def bands(self) -> list[Band]:
         """The run's recipes: from the history, or where there is none from the metrics."""
-        known = [(s.start, s.stop, s.recipe) for s in self.stretches] or self.metrics.bands()
-        return [(start, stop, plain(recipe, RECIPE)) for start, stop, recipe in known]
+        bands = [(s.start, s.stop, s.recipe) for s in self.stretches] or self.metrics.bands()
+        return [(start, stop, plain(recipe, RECIPE)) for start, stop, recipe in bands]
 
     @property
     def marks(self) -> list[tuple[int, str]]:
@@ -124,13 +129,13 @@ class RunSource:
         events = [
             (r.step, r.event, r.time.replace("+00:00", " UTC"), r.describe()) for r in self.records
         ]
-        known = {(step, name) for step, name, *_ in events}
+        listed = {(step, name) for step, name, *_ in events}
         events += [
             (event.step, event.name, "", ", ".join(f"{k}: {v}" for k, v in event.values.items()))
             for event in self.metrics.events()
-            if event.name not in IN_HISTORY and (event.step, event.name) not in known
+            if event.name not in IN_HISTORY and (event.step, event.name) not in listed
         ]
-        events.sort(key=lambda each: each[0])
+        events.sort(key=lambda event: event[0])
         more = len(events) - EVENTS
         if more <= 0:
             return events
@@ -149,7 +154,7 @@ def read_sources(paths: Sequence[Path]) -> tuple[list[RunSource], list[str]]:
     Raises:
         UserError: no run is left.
     """
-    found: list[History] = []
+    histories: list[History] = []
     left_out: list[str] = []
     seen: set[Path] = set()
     for path in paths:
@@ -162,13 +167,13 @@ def read_sources(paths: Sequence[Path]) -> tuple[list[RunSource], list[str]]:
         if history is None:
             left_out += problems
         else:
-            found.append(history)
-    if not found:
+            histories.append(history)
+    if not histories:
         raise UserError("no run can be reported: " + "; ".join(left_out))
-    names = names_of(found)
+    names = names_of(histories)
     return [
-        RunSource(number, *each)
-        for number, each in enumerate(zip(names, found, strict=True), start=1)
+        RunSource(number, name, metrics)
+        for number, (name, metrics) in enumerate(zip(names, histories, strict=True), start=1)
     ], left_out
 
 
@@ -186,11 +191,11 @@ def _errors(run: Path, problems: list[str]) -> Errors | None:
     `problems`.
     """
     if (run / STATISTICS).exists():
-        found = read_statistics(run, problems.append)
+        statistics = read_statistics(run, problems.append)
     else:
-        found = None
-    if found is not None and len(found.operands["step"]):
-        return Errors(found)
+        statistics = None
+    if statistics is not None and len(statistics.operands["step"]):
+        return Errors(statistics)
     return None
 
 
@@ -200,29 +205,29 @@ def _lost(path: Path, records: Sequence[run_journal.Record]) -> dict[str, str]:
     """
     with Folder.open(path) as folder:
         state = checkpoint.newest_state(path / run_directory.CHECKPOINTS)
-        found = lost_records(folder, state, records)
+        lost = lost_records(folder, state, records)
         if changed := unlike(folder, METRICS, state.get("metrics"), LIMIT):
-            found[METRICS] = (
+            lost[METRICS] = (
                 f"{path / METRICS} {changed} since the newest checkpoint: losses are missing, "
                 "or not as logged"
             )
-        own = identity(folder)
+        run_identity = identity(folder)
         whose = records[-1].values.get("run") if records else None
-    if own is not None and whose not in (None, own):
-        found[run_directory.HISTORY] = (
-            f"{path / run_directory.HISTORY} is of run {whose}, not of this one ({own})"
+    if run_identity is not None and whose not in (None, run_identity):
+        lost[run_directory.HISTORY] = (
+            f"{path / run_directory.HISTORY} is of run {whose}, not of this one ({run_identity})"
         )
-    return found
+    return lost
 
 
 def _config(
     path: Path, records: Sequence[run_journal.Record], problems: list[str]
 ) -> dict[str, Any] | None:
     """The configuration in the journal, or else in the file, which is checked in any case."""
-    known = run_journal.configuration(records)
-    if known is not None:
-        _try(lambda: saved_config(path / run_directory.CONFIG), problems, known)
-        return known
+    configuration = run_journal.configuration(records)
+    if configuration is not None:
+        _try(lambda: saved_config(path / run_directory.CONFIG), problems, configuration)
+        return configuration
     return run_journal.flat(OmegaConf.to_container(run_directory.read_config(path)))  # type: ignore[arg-type]
 
 
